@@ -1,0 +1,61 @@
+"""Builds the native extension; everything else stands in setup.cfg."""
+
+import glob
+import importlib.util
+import os
+
+from setuptools import Extension, setup
+from setuptools.command.build_ext import build_ext
+
+FLAGS = [
+    "-std=c++17",
+    "-O3",
+    # Three instruction sets are compiled in and one is chosen at load, so no -march here; without
+    # contraction into fused multiply-adds they give the same bits.
+    "-ffp-contract=off",
+    "-fno-math-errno",
+    "-fvisibility=hidden",
+    "-Wall",
+    "-Wextra",
+    "-Wno-psabi",
+    "-Wno-ignored-attributes",
+    "-Wno-unused-parameter",
+]
+
+
+class BuildOnTorch(build_ext):
+    """Finds torch's headers when the extension is compiled, so that metadata and sdist need no torch."""
+
+    def build_extensions(self) -> None:
+        spec = importlib.util.find_spec("torch")
+        if spec is None or spec.origin is None:
+            raise SystemExit(
+                "building torchrec_recstore needs torch: install requirements/base.txt first, "
+                "then build with --no-build-isolation"
+            )
+        root = os.path.dirname(spec.origin)
+        for extension in self.extensions:
+            extension.extra_compile_args += ["-isystem", os.path.join(root, "include")]
+            extension.library_dirs.append(os.path.join(root, "lib"))
+        super().build_extensions()
+
+
+setup(
+    ext_modules=[
+        Extension(
+            "torchrec_recstore._C",
+            sorted(glob.glob("torchrec_recstore/csrc/*.cpp")),
+            depends=sorted(glob.glob("torchrec_recstore/csrc/*.h") + glob.glob("torchrec_recstore/csrc/*.inl")),
+            extra_compile_args=FLAGS,
+            libraries=["torch", "torch_cpu", "c10"],
+            define_macros=[
+                ("Py_LIMITED_API", "0x030a0000"),
+                # torch 2.11: the first stable ABI whose from_blob takes a deleter, by which outputs are recycled.
+                ("TORCH_TARGET_VERSION", "0x020b000000000000"),
+            ],
+            py_limited_api=True,
+        )
+    ],
+    cmdclass={"build_ext": BuildOnTorch},
+    options={"bdist_wheel": {"py_limited_api": "cp310"}},
+)

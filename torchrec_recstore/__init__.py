@@ -1,0 +1,62 @@
+"""Dynamic embedding tables for TorchRec: tables that take any int64 id and grow as they are trained.
+
+Names are imported when first used, so that ``torchrec_recstore.store`` works where torchrec is absent.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from torchrec_recstore.optim import SGD, Adagrad, RowWiseAdagrad
+    from torchrec_recstore.options import ConstantInit, NormalInit, TableOptions, UniformInit
+    from torchrec_recstore.planner import RecStoreConstraints, RecStorePlanner
+    from torchrec_recstore.sharders import RecStoreSharder, table_stats
+    from torchrec_recstore.store import Table, TableStats
+
+__version__ = "0.1.0"
+
+_MODULES = {
+    "SGD": "optim",
+    "Adagrad": "optim",
+    "ConstantInit": "options",
+    "NormalInit": "options",
+    "RecStoreConstraints": "planner",
+    "RecStorePlanner": "planner",
+    "RecStoreSharder": "sharders",
+    "RowWiseAdagrad": "optim",
+    "Table": "store",
+    "TableOptions": "options",
+    "TableStats": "store",
+    "UniformInit": "options",
+    "table_stats": "sharders",
+}
+
+__all__ = [
+    "SGD",
+    "Adagrad",
+    "ConstantInit",
+    "NormalInit",
+    "RecStoreConstraints",
+    "RecStorePlanner",
+    "RecStoreSharder",
+    "RowWiseAdagrad",
+    "Table",
+    "TableOptions",
+    "TableStats",
+    "UniformInit",
+    "table_stats",
+]
+
+
+def __getattr__(name: str) -> object:
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(importlib.import_module(f"{__name__}.{_MODULES[name]}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -1,0 +1,37 @@
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+#include "executor.h"
+#include "group.h"
+
+namespace recstore {
+
+// How a backward finds a batch's rows again: the batch as its forward saw it, and the slots that were found.
+struct ResolvedBatch {
+  const Group& group;
+  const Batch& batch;
+  const Slot* slots;  // (n_ids,)
+};
+
+// Bookkeeping to write while the rows are at hand; one number a table, 0 for none.
+using Steps = std::vector<uint32_t>;
+
+// The distinct ids of each table.
+using Distinct = std::vector<int64_t>;
+
+// Applies the fused optimizer to every row of the batch, once, on the sum of its gradients, taken in
+// the order of the batch. The caller holds the group's locks.
+// grad: (bags, columns), contiguous. learning_rates: one a table.
+Distinct apply_gradients(const ResolvedBatch& resolved, const float* grad, const std::vector<float>& learning_rates,
+                         const Steps& steps, Executor& executor);
+
+// Writes the bookkeeping of a batch whose gradients never came.
+Distinct record_step(const ResolvedBatch& resolved, const Steps& steps, Executor& executor);
+
+// The gradient of each id's per-sample weight: its row, as it is now, times its bag's gradient.
+// grad_weights: (n_ids,)
+void weight_gradients(const ResolvedBatch& resolved, const float* grad, float* grad_weights, Executor& executor);
+
+}  // namespace recstore

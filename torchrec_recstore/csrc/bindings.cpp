@@ -1,0 +1,332 @@
+// The ops of torchrec_recstore, on torch's stable ABI. The only file that includes torch.
+
+#include <Python.h>
+#include <torch/csrc/stable/library.h>
+#include <torch/csrc/stable/ops.h>
+#include <torch/csrc/stable/tensor.h>
+#include <torch/headeronly/core/ScalarType.h>
+
+#include <algorithm>
+#include <memory>
+#include <optional>
+#include <string>
+#include <tuple>
+#include <utility>
+#include <vector>
+
+#include "buffer_pool.h"
+#include "error.h"
+#include "pass.h"
+#include "registry.h"
+#include "row_kernels.h"
+
+namespace recstore {
+namespace {
+
+using torch::headeronly::ScalarType;
+using torch::stable::Tensor;
+
+class TorchExecutor final : public Executor {
+ public:
+  int threads() const override { return static_cast<int>(torch::stable::get_num_threads()); }
+  void run(int workers, Body body, void* context) override {
+    torch::stable::parallel_for(0, workers, 1, [&](int64_t begin, int64_t end) {
+      for (int64_t i = begin; i < end; ++i) body(context);
+    });
+  }
+};
+
+TorchExecutor& executor() {
+  static auto* shared = new TorchExecutor;
+  return *shared;
+}
+Registry<Table>& tables() {
+  static auto* registry = new Registry<Table>("table");
+  return *registry;
+}
+Registry<const Group>& groups() {
+  static auto* registry = new Registry<const Group>("group");
+  return *registry;
+}
+Registry<Pass>& passes() {
+  static auto* registry = new Registry<Pass>("pass");
+  return *registry;
+}
+
+Tensor checked(const Tensor& tensor, const char* name, ScalarType dtype, int64_t dim) {
+  if (!tensor.is_cpu()) throw InvalidArgument(std::string(name) + " must be on the CPU");
+  if (tensor.scalar_type() != dtype) {
+    throw InvalidArgument(std::string(name) + " must be of dtype " + (dtype == ScalarType::Long ? "int64" : "float32"));
+  }
+  if (tensor.dim() != dim) throw InvalidArgument(std::string(name) + " must have " + std::to_string(dim) + " dimensions");
+  return tensor.is_contiguous() ? tensor : torch::stable::contiguous(tensor);
+}
+Tensor checked_ids(const Tensor& ids) { return checked(ids, "ids", ScalarType::Long, 1); }
+Tensor checked_rows(const Tensor& rows, const char* name, int64_t n, int64_t columns) {
+  Tensor out = checked(rows, name, ScalarType::Float, 2);
+  if (out.size(0) != n || out.size(1) != columns) {
+    throw InvalidArgument(std::string(name) + " must have the shape (" + std::to_string(n) + ", " + std::to_string(columns) + ")");
+  }
+  return out;
+}
+const int64_t* id_data(const Tensor& ids) { return static_cast<const int64_t*>(ids.const_data_ptr()); }
+const float* float_data(const Tensor& values) { return static_cast<const float*>(values.const_data_ptr()); }
+
+Tensor empty(const std::vector<int64_t>& shape, ScalarType dtype) {
+  return torch::stable::empty(shape, dtype, std::nullopt, torch::stable::Device(torch::headeronly::DeviceType::CPU));
+}
+
+// A (rows, columns) float32 tensor over a buffer that goes back to the pool with its last reference.
+Tensor pooled_tensor(BufferPool::Buffer buffer, int64_t rows, int64_t columns) {
+  void* data = buffer.data();
+  const std::vector<int64_t> sizes{rows, columns}, strides{std::max<int64_t>(columns, 1), 1};
+  return torch::stable::from_blob(data, sizes, strides, torch::stable::Device(torch::headeronly::DeviceType::CPU),
+                                  ScalarType::Float, [owned = std::move(buffer)](void*) {});
+}
+BufferPool::Buffer output_buffer(int64_t rows, int64_t columns) {
+  return BufferPool::instance().take(static_cast<size_t>(rows * columns) * sizeof(float));
+}
+
+std::shared_ptr<const Group> one_table_group(int64_t table) {
+  return std::make_shared<const Group>(std::vector<std::shared_ptr<Table>>{tables().get(table)}, std::vector<Routing>(1),
+                                       std::vector<int64_t>{0}, false);
+}
+Batch plain_batch(const Tensor& ids) {
+  Batch batch;
+  batch.ids = id_data(ids);
+  batch.n_ids = batch.bags = ids.size(0);
+  return batch;
+}
+
+int64_t table_create(std::string name, int64_t column_begin, int64_t column_end, int64_t seed, bool missing_reads_init,
+                     int64_t init, double init_a, double init_b, double init_truncate, int64_t optimizer, double eps,
+                     double weight_decay) {
+  if (column_begin < 0 || column_end <= column_begin) throw InvalidArgument("columns must be a range that is not empty");
+  if (init < 0 || init > 2) throw InvalidArgument("init must be 0, 1 or 2");
+  if (optimizer < 0 || optimizer > 2) throw InvalidArgument("optimizer must be 0, 1 or 2");
+  row_kernels();  // a wrong RECSTORE_ISA is told here
+  TableConfig config;
+  config.name = std::move(name);
+  config.column_begin = column_begin;
+  config.column_end = column_end;
+  config.seed = static_cast<uint64_t>(seed);
+  config.missing_reads_init = missing_reads_init;
+  config.init = {static_cast<InitKind>(init), init_a, init_b, init_truncate};
+  config.optimizer = {static_cast<OptimizerKind>(optimizer), static_cast<float>(eps), static_cast<float>(weight_decay)};
+  return tables().add(std::make_shared<Table>(std::move(config)));
+}
+
+void table_destroy(int64_t table) {
+  const auto removed = tables().remove(table);
+  if (removed == nullptr) return;
+  const std::lock_guard<std::mutex> lock(removed->mutex());
+  removed->close();
+}
+
+Tensor table_lookup(int64_t table, Tensor ids, bool train) {
+  ids = checked_ids(ids);
+  const auto group = one_table_group(table);
+  const Batch batch = plain_batch(ids);
+  auto buffer = output_buffer(batch.bags, group->columns());
+  auto* out = static_cast<float*>(buffer.data());
+  if (train) {
+    const Pass pass(group, batch, nullptr, out, executor());
+  } else {
+    const auto slots = BufferPool::instance().take(static_cast<size_t>(batch.n_ids) * sizeof(Slot));
+    const auto locks = group->lock();
+    lookup(*group, batch, false, static_cast<Slot*>(slots.data()), out, executor());
+  }
+  return pooled_tensor(std::move(buffer), batch.bags, group->columns());
+}
+
+void table_update(int64_t table, Tensor ids, Tensor grads, double learning_rate) {
+  ids = checked_ids(ids);
+  const auto group = one_table_group(table);
+  grads = checked_rows(grads, "grads", ids.size(0), group->columns());
+  const Batch batch = plain_batch(ids);
+  const auto slots = BufferPool::instance().take(static_cast<size_t>(batch.n_ids) * sizeof(Slot));
+  auto* slot_data = static_cast<Slot*>(slots.data());
+  const auto locks = group->lock();
+  find_or_insert(*group->tables[0], batch.ids, batch.n_ids, slot_data, executor());
+  const Distinct distinct = apply_gradients({*group, batch, slot_data}, float_data(grads), {static_cast<float>(learning_rate)},
+                                            Steps{0}, executor());
+  group->tables[0]->counters().updates += distinct[0];
+}
+
+void table_insert(int64_t table, Tensor ids, Tensor weights) {
+  ids = checked_ids(ids);
+  const auto owner = tables().get(table);
+  const int64_t n = ids.size(0), columns = owner->config().columns();
+  weights = checked_rows(weights, "weights", n, columns);
+  std::vector<Slot> slots(static_cast<size_t>(n));
+  const std::lock_guard<std::mutex> lock(owner->mutex());
+  owner->check_open();
+  find_or_insert(*owner, id_data(ids), n, slots.data(), executor());
+  for (int64_t i = 0; i < n; ++i) std::copy_n(float_data(weights) + i * columns, columns, owner->rows().weights(slots[i]));
+}
+
+int64_t table_remove(int64_t table, Tensor ids) {
+  ids = checked_ids(ids);
+  const auto owner = tables().get(table);
+  const std::lock_guard<std::mutex> lock(owner->mutex());
+  owner->check_open();
+  return owner->remove(id_data(ids), ids.size(0));
+}
+
+Tensor table_contains(int64_t table, Tensor ids) {
+  ids = checked_ids(ids);
+  const auto owner = tables().get(table);
+  const int64_t n = ids.size(0);
+  Tensor out = empty({n}, ScalarType::Bool);
+  auto* found = static_cast<bool*>(out.mutable_data_ptr());
+  std::vector<Slot> slots(static_cast<size_t>(n));
+  const std::lock_guard<std::mutex> lock(owner->mutex());
+  owner->check_open();
+  find(*owner, id_data(ids), n, slots.data(), executor());
+  for (int64_t i = 0; i < n; ++i) found[i] = slots[i] != kNoSlot;
+  return out;
+}
+
+Tensor table_ids(int64_t table) {
+  const auto owner = tables().get(table);
+  const std::lock_guard<std::mutex> lock(owner->mutex());
+  owner->check_open();
+  Tensor out = empty({owner->size()}, ScalarType::Long);
+  owner->ids(static_cast<int64_t*>(out.mutable_data_ptr()));
+  return out;
+}
+
+// rows, bytes, lookups, misses, inserts, updates, steps
+std::vector<int64_t> table_stats(int64_t table) {
+  const auto owner = tables().get(table);
+  const std::lock_guard<std::mutex> lock(owner->mutex());
+  owner->check_open();
+  owner->settle_passes(executor());
+  const Counters& c = owner->counters();
+  return {owner->size(), owner->bytes(), c.lookups, c.misses, c.inserts, c.updates, c.steps};
+}
+
+int64_t group_create(std::vector<int64_t> handles, std::vector<int64_t> feature_tables, std::vector<int64_t> routings, bool mean) {
+  const auto n = static_cast<int64_t>(handles.size());
+  if (routings.size() != handles.size() * 3) throw InvalidArgument("routings must hold three numbers a table");
+  std::vector<std::shared_ptr<Table>> members;
+  std::vector<Routing> member_routings;
+  for (int64_t t = 0; t < n; ++t) {
+    members.push_back(tables().get(handles[t]));
+    member_routings.push_back({routings[3 * t], routings[3 * t + 1], routings[3 * t + 2]});
+  }
+  for (const int64_t t : feature_tables) {
+    if (t < 0 || t >= n) throw InvalidArgument("feature_tables must name tables by number, got " + std::to_string(t));
+  }
+  return groups().add(std::make_shared<const Group>(std::move(members), std::move(member_routings), std::move(feature_tables), mean));
+}
+
+void group_destroy(int64_t group) { groups().remove(group); }
+
+// What a pass keeps alive until its backward.
+struct Inputs {
+  Tensor offsets;
+  std::optional<Tensor> weights;
+};
+
+// -> out (bags, columns), and where train is set the context that group_backward takes, else an empty tensor.
+std::tuple<Tensor, Tensor> group_forward(int64_t group_handle, Tensor ids, Tensor offsets, std::optional<Tensor> weights, bool train) {
+  const auto group = groups().get(group_handle);
+  ids = checked_ids(ids);
+  const bool narrow = offsets.scalar_type() == ScalarType::Int;
+  auto inputs = std::make_shared<Inputs>(Inputs{checked(offsets, "offsets", narrow ? ScalarType::Int : ScalarType::Long, 1), std::nullopt});
+  const int64_t bags = group->features() == 0 ? 0 : (inputs->offsets.size(0) - 1) / group->features();
+  if (inputs->offsets.size(0) != bags * group->features() + 1) {
+    throw InvalidArgument("offsets must have features * batch + 1 entries, got " + std::to_string(inputs->offsets.size(0)) + " for " +
+                          std::to_string(group->features()) + " features");
+  }
+  Batch batch = plain_batch(ids);
+  batch.bags = bags;
+  (narrow ? reinterpret_cast<const void*&>(batch.offsets32) : reinterpret_cast<const void*&>(batch.offsets64)) =
+      inputs->offsets.const_data_ptr();
+  if (weights.has_value()) {
+    inputs->weights = checked(*weights, "weights", ScalarType::Float, 1);
+    if (inputs->weights->size(0) != batch.n_ids) throw InvalidArgument("weights must have one entry an id");
+    batch.weights = float_data(*inputs->weights);
+  }
+  auto buffer = output_buffer(bags, group->columns());
+  auto* out = static_cast<float*>(buffer.data());
+  if (!train) {
+    const auto slots = BufferPool::instance().take(static_cast<size_t>(batch.n_ids) * sizeof(Slot));
+    const auto locks = group->lock();
+    lookup(*group, batch, false, static_cast<Slot*>(slots.data()), out, executor());
+    return {pooled_tensor(std::move(buffer), bags, group->columns()), empty({0}, ScalarType::Long)};
+  }
+  auto* handle = new int64_t(passes().add(std::make_shared<Pass>(group, batch, inputs, out, executor())));
+  const std::vector<int64_t> one{1};
+  Tensor context = torch::stable::from_blob(
+      handle, one, one, torch::stable::Device(torch::headeronly::DeviceType::CPU), ScalarType::Long, [](void* data) {
+        passes().remove(*static_cast<int64_t*>(data));
+        delete static_cast<int64_t*>(data);
+      });
+  return {pooled_tensor(std::move(buffer), bags, group->columns()), context};
+}
+
+// -> the per-sample weights' gradient (n_ids,), empty where weight_grads is not set.
+Tensor group_backward(Tensor context, Tensor grad, std::vector<double> learning_rates, bool weight_grads) {
+  context = checked(context, "context", ScalarType::Long, 1);
+  if (context.size(0) != 1) throw InvalidArgument("context must come from a training group_forward");
+  const auto pass = passes().get(*id_data(context));
+  grad = checked_rows(grad, "grad", pass->batch().bags, pass->columns());
+  if (learning_rates.size() != pass->table_count()) throw InvalidArgument("learning_rates must have one entry a table");
+  Tensor grad_weights = empty({weight_grads ? pass->batch().n_ids : 0}, ScalarType::Float);
+  pass->backward(float_data(grad), std::vector<float>(learning_rates.begin(), learning_rates.end()),
+                 weight_grads ? static_cast<float*>(grad_weights.mutable_data_ptr()) : nullptr, executor());
+  return grad_weights;
+}
+
+std::string instruction_set() { return row_kernels().name; }
+
+}  // namespace
+}  // namespace recstore
+
+STABLE_TORCH_LIBRARY(recstore_ops, m) {
+  m.def(
+      "table_create(str name, int column_begin, int column_end, int seed, bool missing_reads_init, int init, float init_a, "
+      "float init_b, float init_truncate, int optimizer, float eps, float weight_decay) -> int");
+  m.def("table_destroy(int table) -> ()");
+  m.def("table_lookup(int table, Tensor ids, bool train) -> Tensor");
+  m.def("table_update(int table, Tensor ids, Tensor grads, float learning_rate) -> ()");
+  m.def("table_insert(int table, Tensor ids, Tensor weights) -> ()");
+  m.def("table_remove(int table, Tensor ids) -> int");
+  m.def("table_contains(int table, Tensor ids) -> Tensor");
+  m.def("table_ids(int table) -> Tensor");
+  m.def("table_stats(int table) -> int[]");
+  m.def("group_create(int[] tables, int[] feature_tables, int[] routings, bool mean) -> int");
+  m.def("group_destroy(int group) -> ()");
+  m.def("group_forward(int group, Tensor ids, Tensor offsets, Tensor? weights, bool train) -> (Tensor, Tensor)");
+  m.def("group_backward(Tensor context, Tensor grad, float[] learning_rates, bool weight_grads) -> Tensor");
+  m.def("instruction_set() -> str");
+}
+
+// Ops without a tensor argument have no device to be chosen by.
+STABLE_TORCH_LIBRARY_IMPL(recstore_ops, CompositeExplicitAutograd, m) {
+  m.impl("table_create", TORCH_BOX(&recstore::table_create));
+  m.impl("table_destroy", TORCH_BOX(&recstore::table_destroy));
+  m.impl("table_ids", TORCH_BOX(&recstore::table_ids));
+  m.impl("table_stats", TORCH_BOX(&recstore::table_stats));
+  m.impl("group_create", TORCH_BOX(&recstore::group_create));
+  m.impl("group_destroy", TORCH_BOX(&recstore::group_destroy));
+  m.impl("instruction_set", TORCH_BOX(&recstore::instruction_set));
+}
+
+STABLE_TORCH_LIBRARY_IMPL(recstore_ops, CPU, m) {
+  m.impl("table_lookup", TORCH_BOX(&recstore::table_lookup));
+  m.impl("table_update", TORCH_BOX(&recstore::table_update));
+  m.impl("table_insert", TORCH_BOX(&recstore::table_insert));
+  m.impl("table_remove", TORCH_BOX(&recstore::table_remove));
+  m.impl("table_contains", TORCH_BOX(&recstore::table_contains));
+  m.impl("group_forward", TORCH_BOX(&recstore::group_forward));
+  m.impl("group_backward", TORCH_BOX(&recstore::group_backward));
+}
+
+// Importing the module loads the library, which registers the ops.
+PyMODINIT_FUNC PyInit__C() {
+  static PyModuleDef module = {PyModuleDef_HEAD_INIT, "_C", nullptr, -1, nullptr, nullptr, nullptr, nullptr, nullptr};
+  return PyModule_Create(&module);
+}

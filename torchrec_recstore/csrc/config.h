@@ -1,0 +1,41 @@
+#pragma once
+
+#include <cstdint>
+#include <string>
+
+namespace recstore {
+
+enum class OptimizerKind : int64_t { kSgd = 0, kAdagrad = 1, kRowWiseAdagrad = 2 };
+
+// Formulas: torchrec_recstore/optim.py. The learning rate comes with each update.
+struct OptimizerConfig {
+  OptimizerKind kind = OptimizerKind::kRowWiseAdagrad;
+  float eps = 1e-8f;
+  float weight_decay = 0.0f;
+
+  // Optimizer state that lies behind a row's weights, as a multiple of them.
+  int64_t element_states() const { return kind == OptimizerKind::kAdagrad ? 1 : 0; }
+};
+
+enum class InitKind : int64_t { kUniform = 0, kNormal = 1, kConstant = 2 };
+
+struct InitConfig {
+  InitKind kind = InitKind::kConstant;
+  double a = 0.0;        // uniform: low; normal: mean; constant: value
+  double b = 0.0;        // uniform: high; normal: standard deviation
+  double truncate = 0.0; // normal: bound in standard deviations, 0 for none
+};
+
+struct TableConfig {
+  std::string name;
+  int64_t column_begin = 0;  // this shard holds the columns [column_begin, column_end) of each row
+  int64_t column_end = 0;
+  uint64_t seed = 0;
+  bool missing_reads_init = false;  // what an evaluation lookup reads for an id without a row; else zeros
+  InitConfig init;
+  OptimizerConfig optimizer;
+
+  int64_t columns() const { return column_end - column_begin; }
+};
+
+}  // namespace recstore

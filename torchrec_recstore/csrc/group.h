@@ -1,0 +1,61 @@
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <mutex>
+#include <vector>
+
+#include "executor.h"
+#include "table.h"
+
+namespace recstore {
+
+// Undoes TorchRec's row-wise split (fbgemm's block_bucketize_sparse_features, torchrec 1.8.0):
+//   id = local + rank * block_rows  where 0 <= local < block_rows, else  local * world_size + rank  (mod 2**64)
+// world_size 0: ids come as they are.
+struct Routing {
+  int64_t block_rows = 0;
+  int64_t world_size = 0;
+  int64_t rank = 0;
+
+  int64_t raw_id(int64_t local) const {
+    if (world_size == 0) return local;
+    const auto l = static_cast<uint64_t>(local), r = static_cast<uint64_t>(rank);
+    return static_cast<int64_t>(l < static_cast<uint64_t>(block_rows) ? l + r * static_cast<uint64_t>(block_rows)
+                                                                      : l * static_cast<uint64_t>(world_size) + r);
+  }
+};
+
+// Tables that are looked up in one call, and the features that do it.
+struct Group {
+  std::vector<std::shared_ptr<Table>> tables;
+  std::vector<Routing> routings;           // one a table
+  std::vector<int64_t> feature_tables;     // one a feature: its table's number
+  std::vector<int64_t> column_offsets;     // one a feature, and the sum: where its columns begin in an output row
+  bool mean = false;                       // pooling: sum or mean
+
+  Group(std::vector<std::shared_ptr<Table>> tables, std::vector<Routing> routings, std::vector<int64_t> feature_tables,
+        bool mean);
+
+  int64_t features() const { return static_cast<int64_t>(feature_tables.size()); }
+  int64_t columns() const { return column_offsets.back(); }
+  // Locks every table, always in the same order. Throws where one is closed.
+  std::vector<std::unique_lock<std::mutex>> lock() const;
+  std::vector<std::unique_lock<std::mutex>> lock_even_closed() const;
+};
+
+// A batch of bags of ids, feature by feature. Without offsets each id is a bag of its own.
+struct Batch {
+  const int64_t* ids = nullptr;        // (n_ids,)
+  int64_t n_ids = 0;
+  const int64_t* offsets64 = nullptr;  // (features * bags + 1,), of one kind or the other, or neither
+  const int32_t* offsets32 = nullptr;
+  const float* weights = nullptr;      // (n_ids,) or null
+  int64_t bags = 0;                    // a feature's
+
+  int64_t offset(int64_t bag) const {
+    return offsets64 != nullptr ? offsets64[bag] : offsets32 != nullptr ? offsets32[bag] : bag;
+  }
+};
+
+}  // namespace recstore

@@ -1,0 +1,46 @@
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <vector>
+
+#include "backward.h"
+#include "buffer_pool.h"
+#include "forward.h"
+#include "group.h"
+
+namespace recstore {
+
+// A training forward of a group, from its lookup until its backward has run or its graph is gone.
+class Pass final : public PendingPass {
+ public:
+  // Looks the batch up (see lookup()) into out and keeps the slots. The caller holds no lock.
+  // inputs: keeps what `batch` points to alive.
+  Pass(std::shared_ptr<const Group> group, const Batch& batch, std::shared_ptr<void> inputs, float* out, Executor& executor);
+  ~Pass() override;
+
+  int64_t columns() const { return group_->columns(); }
+  const Batch& batch() const { return batch_; }
+  size_t table_count() const { return group_->tables.size(); }
+
+  // Applies the gradients (see apply_gradients()), and before that, where grad_weights is not null,
+  // writes the per-sample weights' gradients to it.
+  void backward(const float* grad, const std::vector<float>& learning_rates, float* grad_weights, Executor& executor);
+
+  void settle(Executor& executor) override;
+
+ private:
+  void count(const Distinct& distinct);
+  ResolvedBatch resolved() const { return {*group_, batch_, static_cast<const Slot*>(slots_.data())}; }
+
+  std::shared_ptr<const Group> group_;
+  Batch batch_;
+  std::shared_ptr<void> inputs_;
+  BufferPool::Buffer slots_;
+  Steps steps_;                   // zeros once the bookkeeping is written
+  std::vector<uint64_t> numbers_; // one a table
+  bool settled_ = false;
+  Executor& executor_;
+};
+
+}  // namespace recstore

@@ -1,0 +1,36 @@
+#pragma once
+
+#include <cstddef>
+
+namespace recstore {
+
+// One growable block of zeroed memory that the kernel hands out page by page as it is touched.
+//
+// Growing reserves a larger address range and moves the page tables there, so no byte is copied, but
+// data() may change: grow only while nobody reads. Past the first 2 MiB huge pages are asked for, so
+// that a table of three rows costs pages and a table of millions costs few TLB entries.
+class Region {
+ public:
+  Region() = default;
+  ~Region();
+  Region(const Region&) = delete;
+  Region& operator=(const Region&) = delete;
+
+  char* data() const { return data_; }
+  size_t reserved_bytes() const { return bytes_; }
+
+  // Makes at least `bytes` addressable. Throws OutOfMemory and changes nothing where the address range
+  // or the machine's available memory does not suffice: a process that touches more is killed.
+  void reserve(size_t bytes);
+  // Gives the whole pages within [begin, end) back to the system; they read as zeros afterwards.
+  void discard(size_t begin, size_t end);
+
+ private:
+  void grow(size_t bytes);
+
+  char* data_ = nullptr;
+  size_t bytes_ = 0;
+  size_t promised_ = 0;  // bytes for which available memory has been looked at
+};
+
+}  // namespace recstore

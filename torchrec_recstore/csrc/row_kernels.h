@@ -1,0 +1,76 @@
+#pragma once
+
+#include <cstdint>
+
+#include "config.h"
+#include "index.h"
+
+namespace recstore {
+
+// What a row carries beside its weights and element-wise state.
+struct RowMeta {
+  float state;         // row-wise optimizer state
+  uint32_t last_step;  // the last step that looked the row up
+  uint32_t frequency;  // steps that looked it up
+};
+
+// Rows of one table, as the inner loops see them.
+struct RowsView {
+  float* data;      // a row: weights (columns,), then element-wise optimizer state
+  int64_t stride;   // floats from row to row
+  int64_t columns;
+  RowMeta* meta;    // one a slot
+};
+
+// A run of consecutive bags of one feature.
+struct PoolArgs {
+  RowsView rows;
+  const Slot* slots;      // (ids of the batch,), by position; kNoSlot reads as zeros
+  const int64_t* bounds;  // (bags + 1,) positions at which the run's bags begin
+  const float* weights;   // per-sample weights by position, or null
+  int64_t bags;
+  float* out;             // of the first bag
+  int64_t out_stride;     // floats from bag to bag
+  bool mean;
+  bool stream;            // the output is larger than the caches: write around them
+};
+
+// One occurrence of an id in the batch, and the next one of the same id.
+struct Occurrence {
+  const float* grad;
+  float scale;
+  int32_t next;  // index of the next occurrence, -1 for none
+};
+
+// A slot's occurrences in the order of the batch.
+struct Chain {
+  Slot slot;
+  int32_t first;
+};
+
+struct UpdateArgs {
+  RowsView rows;
+  const Chain* chains;
+  int64_t count;
+  const Occurrence* occurrences;
+  float* scratch;  // (columns rounded up to 16,)
+  OptimizerConfig optimizer;
+  float learning_rate;
+  uint32_t step;   // written to last_step, with one more of frequency; 0: leave the bookkeeping alone
+};
+
+// The loops over rows, compiled once for each instruction set. All give the same bits: sixteen
+// lanes wide whatever the registers, the same order of additions, no fused multiply-add.
+struct RowKernels {
+  const char* name;
+  void (*fill_uniform)(uint64_t key, int64_t id, int64_t column_begin, int64_t column_end, float low, float high, float* row);
+  void (*pool)(const PoolArgs& args);
+  void (*update)(const UpdateArgs& args);
+  float (*dot)(const float* a, const float* b, int64_t n);
+};
+
+// The fastest that this processor runs, or the one that the environment variable RECSTORE_ISA
+// (baseline, avx2 or avx512) names.
+const RowKernels& row_kernels();
+
+}  // namespace recstore

@@ -1,0 +1,232 @@
+// The loops over rows. Included once for each instruction set by row_kernels_*.cpp, which name the
+// namespace RECSTORE_ISA_NAMESPACE, the string RECSTORE_ISA_NAME and RECSTORE_STREAM16(dst, value).
+
+namespace recstore {
+namespace RECSTORE_ISA_NAMESPACE {
+namespace {
+
+constexpr int kLanes = 16;
+constexpr int kPrefetchRows = 6;
+typedef float Vec __attribute__((vector_size(kLanes * sizeof(float)), aligned(4), may_alias));
+typedef float AlignedVec __attribute__((vector_size(kLanes * sizeof(float)), may_alias));
+
+inline AlignedVec load(const float* p) { return *reinterpret_cast<const Vec*>(p); }
+inline void store(float* p, AlignedVec v) { *reinterpret_cast<Vec*>(p) = v; }
+inline AlignedVec broadcast(float x) { return AlignedVec{} + x; }
+inline AlignedVec load_part(const float* p, int64_t n) {
+  AlignedVec v{};
+  __builtin_memcpy(&v, p, static_cast<size_t>(n) * sizeof(float));
+  return v;
+}
+inline void store_part(float* p, AlignedVec v, int64_t n) { __builtin_memcpy(p, &v, static_cast<size_t>(n) * sizeof(float)); }
+inline AlignedVec square_root(AlignedVec v) {
+  AlignedVec r;
+  for (int i = 0; i < kLanes; ++i) r[i] = __builtin_sqrtf(v[i]);
+  return r;
+}
+inline float reduce(AlignedVec v) {
+  float s[kLanes];
+  __builtin_memcpy(s, &v, sizeof(s));
+  for (int half = kLanes / 2; half > 0; half /= 2) {
+    for (int i = 0; i < half; ++i) s[i] += s[i + half];
+  }
+  return s[0];
+}
+inline void prefetch_row(const float* row, int64_t floats) {
+  for (int64_t d = 0; d < floats; d += 16) __builtin_prefetch(row + d, 0, 3);
+}
+
+void fill_uniform(uint64_t key, int64_t id, int64_t column_begin, int64_t column_end, float low, float high, float* row) {
+  constexpr int64_t kRun = 4 * kLanes;  // columns that one batch of counters gives
+  const float width = high - low;
+  uint32_t words[4][kLanes];
+  float values[kRun];
+  for (int64_t first = column_begin / kRun * kRun; first < column_end; first += kRun) {
+    philox_blocks<kLanes>(key, static_cast<uint64_t>(id), static_cast<uint32_t>(first / 4), words);
+    for (int lane = 0; lane < kLanes; ++lane) {
+      for (int w = 0; w < 4; ++w) {
+        // 24 bits: every value is a float, so the same everywhere.
+        values[lane * 4 + w] = low + width * (static_cast<float>(static_cast<int32_t>(words[w][lane] >> 8)) * 0x1p-24f);
+      }
+    }
+    const int64_t begin = first > column_begin ? first : column_begin;
+    const int64_t end = first + kRun < column_end ? first + kRun : column_end;
+    __builtin_memcpy(row + (begin - column_begin), values + (begin - first), static_cast<size_t>(end - begin) * sizeof(float));
+  }
+}
+
+template <bool Stream>
+inline void put(float* out, AlignedVec v) {
+  if (Stream) {
+    RECSTORE_STREAM16(out, v);
+  } else {
+    store(out, v);
+  }
+}
+
+// Sixteen columns, or the `n` last ones, of one bag.
+inline AlignedVec pool_columns(const PoolArgs& a, int64_t begin, int64_t end, int64_t column, int64_t n) {
+  AlignedVec sum{};
+  for (int64_t p = begin; p < end; ++p) {
+    if (a.slots[p] == kNoSlot) continue;
+    const float* row = a.rows.data + a.slots[p] * a.rows.stride + column;
+    const AlignedVec v = n == kLanes ? load(row) : load_part(row, n);
+    sum += a.weights == nullptr ? v : v * broadcast(a.weights[p]);
+  }
+  if (a.mean && end - begin > 1) sum /= broadcast(static_cast<float>(end - begin));
+  return sum;
+}
+
+// Unroll x 16 columns of one bag, so that each row's lines are read in one visit.
+template <int Unroll, bool Stream>
+inline void pool_block(const PoolArgs& a, int64_t begin, int64_t end, int64_t column, float* out) {
+  AlignedVec sum[Unroll] = {};
+  for (int64_t p = begin; p < end; ++p) {
+    if (a.slots[p] == kNoSlot) continue;
+    const float* row = a.rows.data + a.slots[p] * a.rows.stride + column;
+    if (a.weights == nullptr) {
+      for (int u = 0; u < Unroll; ++u) sum[u] += load(row + u * kLanes);
+    } else {
+      const AlignedVec w = broadcast(a.weights[p]);
+      for (int u = 0; u < Unroll; ++u) sum[u] += load(row + u * kLanes) * w;
+    }
+  }
+  if (a.mean && end - begin > 1) {
+    const AlignedVec count = broadcast(static_cast<float>(end - begin));
+    for (int u = 0; u < Unroll; ++u) sum[u] /= count;
+  }
+  for (int u = 0; u < Unroll; ++u) put<Stream>(out + u * kLanes, sum[u]);
+}
+
+template <bool Stream>
+void pool_bags(const PoolArgs& a) {
+  const int64_t whole = a.rows.columns / kLanes * kLanes;
+  for (int64_t bag = 0; bag < a.bags; ++bag) {
+    const int64_t begin = a.bounds[bag], end = a.bounds[bag + 1];
+    float* out = a.out + bag * a.out_stride;
+    int64_t d = 0;
+    for (; d + 4 * kLanes <= whole; d += 4 * kLanes) pool_block<4, Stream>(a, begin, end, d, out + d);
+    for (; d < whole; d += kLanes) pool_block<1, Stream>(a, begin, end, d, out + d);
+    if (d < a.rows.columns) store_part(out + d, pool_columns(a, begin, end, d, a.rows.columns - d), a.rows.columns - d);
+  }
+}
+
+void pool(const PoolArgs& a) { a.stream ? pool_bags<true>(a) : pool_bags<false>(a); }
+
+// The sum of a chain's scaled gradients: the gradient itself where there is but one, else scratch.
+inline const float* sum_gradients(const UpdateArgs& a, int32_t first) {
+  const Occurrence& head = a.occurrences[first];
+  const int64_t columns = a.rows.columns;
+  if (head.next < 0 && head.scale == 1.0f && columns % kLanes == 0) return head.grad;
+  for (int64_t d = 0; d < columns; d += kLanes) {
+    const int64_t n = columns - d < kLanes ? columns - d : kLanes;
+    AlignedVec sum = (n == kLanes ? load(head.grad + d) : load_part(head.grad + d, n)) * broadcast(head.scale);
+    store(a.scratch + d, sum);
+  }
+  for (int32_t o = head.next; o >= 0; o = a.occurrences[o].next) {
+    const Occurrence& occurrence = a.occurrences[o];
+    if (occurrence.next >= 0) prefetch_row(a.occurrences[occurrence.next].grad, columns);
+    const AlignedVec scale = broadcast(occurrence.scale);
+    for (int64_t d = 0; d < columns; d += kLanes) {
+      const int64_t n = columns - d < kLanes ? columns - d : kLanes;
+      const AlignedVec g = n == kLanes ? load(occurrence.grad + d) : load_part(occurrence.grad + d, n);
+      store(a.scratch + d, load(a.scratch + d) + g * scale);
+    }
+  }
+  return a.scratch;
+}
+
+template <class Step>  // step(weights, gradient, column, lanes) -> new weights
+inline void for_each_vec(const UpdateArgs& a, float* w, const float* g, const Step& step) {
+  const int64_t columns = a.rows.columns;
+  int64_t d = 0;
+  for (; d + kLanes <= columns; d += kLanes) store(w + d, step(load(w + d), load(g + d), d, int64_t{kLanes}));
+  if (d < columns) store_part(w + d, step(load_part(w + d, columns - d), load_part(g + d, columns - d), d, columns - d), columns - d);
+}
+
+inline void step_sgd(const UpdateArgs& a, float* w, const float* g) {
+  const AlignedVec lr = broadcast(a.learning_rate), decay = broadcast(a.optimizer.weight_decay);
+  const bool decays = a.optimizer.weight_decay != 0.0f;
+  for_each_vec(a, w, g, [&](AlignedVec wv, AlignedVec gv, int64_t, int64_t) {
+    if (decays) gv += decay * wv;
+    return wv - lr * gv;
+  });
+}
+
+inline void step_adagrad(const UpdateArgs& a, float* w, const float* g) {
+  const AlignedVec lr = broadcast(a.learning_rate), decay = broadcast(a.optimizer.weight_decay), eps = broadcast(a.optimizer.eps);
+  const bool decays = a.optimizer.weight_decay != 0.0f;
+  float* state = w + a.rows.columns;
+  for_each_vec(a, w, g, [&](AlignedVec wv, AlignedVec gv, int64_t d, int64_t n) {
+    if (decays) gv += decay * wv;
+    const AlignedVec m = (n == kLanes ? load(state + d) : load_part(state + d, n)) + gv * gv;
+    n == kLanes ? store(state + d, m) : store_part(state + d, m, n);
+    return wv - lr * gv / (square_root(m) + eps);
+  });
+}
+
+inline void step_row_wise_adagrad(const UpdateArgs& a, float* w, const float* g, RowMeta& meta) {
+  const AlignedVec decay = broadcast(a.optimizer.weight_decay);
+  const bool decays = a.optimizer.weight_decay != 0.0f;
+  const int64_t columns = a.rows.columns;
+  AlignedVec squares{};
+  for (int64_t d = 0; d < columns; d += kLanes) {
+    const int64_t n = columns - d < kLanes ? columns - d : kLanes;
+    AlignedVec gv = n == kLanes ? load(g + d) : load_part(g + d, n);
+    if (decays) gv += decay * (n == kLanes ? load(w + d) : load_part(w + d, n));
+    squares += gv * gv;
+  }
+  meta.state += reduce(squares) / static_cast<float>(columns);
+  const AlignedVec multiplier = broadcast(a.learning_rate / (__builtin_sqrtf(meta.state) + a.optimizer.eps));
+  for_each_vec(a, w, g, [&](AlignedVec wv, AlignedVec gv, int64_t, int64_t) {
+    if (decays) gv += decay * wv;
+    return wv - multiplier * gv;
+  });
+}
+
+template <OptimizerKind Kind>
+void update_rows(const UpdateArgs& a) {
+  for (int64_t c = 0; c < a.count; ++c) {
+    if (c + kPrefetchRows < a.count) {
+      const Chain& ahead = a.chains[c + kPrefetchRows];
+      prefetch_row(a.rows.data + ahead.slot * a.rows.stride, a.rows.stride);
+      __builtin_prefetch(a.rows.meta + ahead.slot, 1, 3);
+      prefetch_row(a.occurrences[ahead.first].grad, a.rows.columns);
+    }
+    const Slot slot = a.chains[c].slot;
+    float* w = a.rows.data + slot * a.rows.stride;
+    RowMeta& meta = a.rows.meta[slot];
+    const float* g = sum_gradients(a, a.chains[c].first);
+    if (Kind == OptimizerKind::kSgd) step_sgd(a, w, g);
+    if (Kind == OptimizerKind::kAdagrad) step_adagrad(a, w, g);
+    if (Kind == OptimizerKind::kRowWiseAdagrad) step_row_wise_adagrad(a, w, g, meta);
+    if (a.step != 0) {
+      meta.last_step = a.step;
+      ++meta.frequency;
+    }
+  }
+}
+
+void update(const UpdateArgs& a) {
+  switch (a.optimizer.kind) {
+    case OptimizerKind::kSgd: return update_rows<OptimizerKind::kSgd>(a);
+    case OptimizerKind::kAdagrad: return update_rows<OptimizerKind::kAdagrad>(a);
+    case OptimizerKind::kRowWiseAdagrad: return update_rows<OptimizerKind::kRowWiseAdagrad>(a);
+  }
+}
+
+float dot(const float* x, const float* y, int64_t n) {
+  AlignedVec sum{};
+  int64_t d = 0;
+  for (; d + kLanes <= n; d += kLanes) sum += load(x + d) * load(y + d);
+  if (d < n) sum += load_part(x + d, n - d) * load_part(y + d, n - d);
+  return reduce(sum);
+}
+
+}  // namespace
+
+extern const RowKernels kKernels;
+const RowKernels kKernels = {RECSTORE_ISA_NAME, fill_uniform, pool, update, dot};
+
+}  // namespace RECSTORE_ISA_NAMESPACE
+}  // namespace recstore

@@ -1,0 +1,56 @@
+#include "rows.h"
+
+#include <algorithm>
+#include <string>
+
+#include "error.h"
+
+namespace recstore {
+
+Rows::Rows(const TableConfig& config)
+    : columns_(config.columns()), stride_(columns_ * (1 + config.optimizer.element_states())) {}
+
+void Rows::take(int64_t count, std::vector<Slot>& out) {
+  const int64_t reused = std::min<int64_t>(count, static_cast<int64_t>(free_.size()));
+  const int64_t grown = high_water_ + count - reused;
+  if (grown > int64_t{kNoSlot}) throw OutOfMemory("a shard holds at most 2**32 - 1 rows");
+  data_.reserve(static_cast<size_t>(grown * stride_) * sizeof(float));
+  meta_.reserve(static_cast<size_t>(grown) * sizeof(RowMeta));
+  out.reserve(out.size() + static_cast<size_t>(count));
+  for (int64_t i = 0; i < reused; ++i) {
+    out.push_back(free_.back());
+    free_.pop_back();
+  }
+  while (high_water_ < grown) out.push_back(static_cast<Slot>(high_water_++));
+}
+
+void Rows::give_back(Slot slot, uint64_t last_pass) { retired_.push_back({last_pass, slot}); }
+
+void Rows::reclaim(uint64_t oldest_pass) {
+  while (!retired_.empty() && retired_.front().last_pass < oldest_pass) {
+    free_.push_back(retired_.front().slot);
+    retired_.pop_front();
+  }
+  if (static_cast<int64_t>(free_.size()) == high_water_ && high_water_ > 0) clear();
+}
+
+void Rows::reset_state(Slot slot) {
+  float* row = weights(slot);
+  std::fill(row + columns_, row + stride_, 0.0f);
+  meta(slot) = RowMeta{0.0f, 0, 0};
+}
+
+void Rows::clear() {
+  data_.discard(0, static_cast<size_t>(high_water_ * stride_) * sizeof(float));
+  meta_.discard(0, static_cast<size_t>(high_water_) * sizeof(RowMeta));
+  high_water_ = 0;
+  free_.clear();
+  retired_.clear();
+}
+
+int64_t Rows::bytes() const {
+  return high_water_ * (stride_ * static_cast<int64_t>(sizeof(float)) + static_cast<int64_t>(sizeof(RowMeta))) +
+         static_cast<int64_t>(free_.capacity() * sizeof(Slot));
+}
+
+}  // namespace recstore

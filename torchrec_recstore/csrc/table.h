@@ -1,0 +1,94 @@
+#pragma once
+
+#include <cstdint>
+#include <mutex>
+#include <set>
+#include <vector>
+
+#include "config.h"
+#include "executor.h"
+#include "index.h"
+#include "initializer.h"
+#include "rows.h"
+
+namespace recstore {
+
+// Counted in distinct ids; TableStats in store/stats.py says what each means.
+struct Counters {
+  int64_t lookups = 0;
+  int64_t misses = 0;
+  int64_t inserts = 0;
+  int64_t updates = 0;
+  int64_t steps = 0;
+};
+
+// An id that a batch looked up and found without a row.
+struct Miss {
+  int64_t id;
+  uint64_t hash;
+  int64_t position;  // in the batch's array of slots
+};
+
+// A training forward whose backward has not run yet. Its slots are not reused until it ends.
+class PendingPass {
+ public:
+  virtual ~PendingPass() = default;
+  // Writes its bookkeeping, and counts its distinct ids, if that has not been done.
+  virtual void settle(Executor& executor) = 0;
+};
+
+// One shard of one table: the rows of the ids that it has seen. The members below mutex() are for
+// whoever holds it.
+class Table {
+ public:
+  explicit Table(TableConfig config);
+
+  const TableConfig& config() const { return config_; }
+  std::mutex& mutex() { return mutex_; }
+
+  // Frees the rows; any later use throws.
+  void close();
+  bool is_open() const { return open_; }
+  void check_open() const;
+
+  const Index& index() const { return index_; }
+  const Rows& rows() const { return rows_; }
+  const Initializer& initializer() const { return initializer_; }
+  Counters& counters() { return counters_; }
+  int64_t size() const { return index_.size(); }
+  int64_t bytes() const { return rows_.bytes() + index_.bytes(); }
+
+  // Makes one row for each distinct missing id and writes its slot to every position of it.
+  // All or nothing: throws OutOfMemory with the table as it was. Returns the number of rows made.
+  int64_t insert_missing(const std::vector<Miss>& misses, Slot* slots, Executor& executor);
+  // Removes ids (n,); returns how many had a row.
+  int64_t remove(const int64_t* ids, int64_t n);
+  // The ids that have a row, ascending. out: (size(),)
+  void ids(int64_t* out) const;
+
+  // Starts a step's bookkeeping: returns its number, from 1.
+  uint32_t begin_step();
+  // A pass is numbered when it begins; slots freed from then on wait for its end.
+  uint64_t begin_pass(PendingPass* pass);
+  void end_pass(uint64_t number);
+  void settle_passes(Executor& executor);
+
+ private:
+  struct Numbered {
+    uint64_t number;
+    PendingPass* pass;
+    bool operator<(const Numbered& other) const { return number < other.number; }
+  };
+
+  TableConfig config_;
+  std::mutex mutex_;
+  bool open_ = true;
+  Index index_;
+  Rows rows_;
+  Initializer initializer_;
+  Counters counters_;
+  uint64_t next_pass_ = 1;
+  std::set<Numbered> pending_;
+};
+
+}  // namespace recstore

@@ -1,0 +1,117 @@
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from torchrec_recstore import ops
+from torchrec_recstore.kernels.routing import BlockRouting
+from torchrec_recstore.store import Table
+
+
+class PooledKernel(nn.Module):
+    """Embedding bags over a group of tables, one native call forward and one backward.
+
+    Symbols: ``F`` features, ``B`` batch size, ``N`` ids in the batch.
+
+    Args:
+        tables: the group's tables.
+        feature_tables: for each feature, in the order of the batch, the position of its table.
+        pooling: of a bag's rows.
+        routings: for each table how its ids were mapped on their way here; ``None`` for raw ids.
+
+    Raises:
+        ValueError: arguments that do not fit each other.
+    """
+
+    learning_rate: Callable[[], float] | None
+    """Read in each backward; ``None``: each table's ``optimizer.lr``."""
+
+    def __init__(
+        self,
+        tables: Sequence[Table],
+        feature_tables: Sequence[int],
+        pooling: Literal["sum", "mean"],
+        *,
+        routings: Sequence[BlockRouting | None] | None = None,
+    ) -> None:
+        super().__init__()
+        if pooling not in ("sum", "mean"):
+            raise ValueError(f"pooling must be 'sum' or 'mean', got {pooling!r}")
+        if routings is None:
+            routings = [None] * len(tables)
+        if len(routings) != len(tables):
+            raise ValueError(f"routings must have one entry a table, got {len(routings)} for {len(tables)}")
+        self.tables = list(tables)
+        self.learning_rate = None
+        numbers = [(0, 0, 0) if r is None else (r.block_rows, r.world_size, r.rank) for r in routings]
+        self._group = ops.group_create([t.handle for t in self.tables], feature_tables, numbers, pooling == "mean")
+        self._free = weakref.finalize(self, ops.group_destroy, self._group)
+        self._anchor = torch.empty(0, requires_grad=True)
+        self._name = ", ".join(table.name for table in self.tables)
+
+    def forward(self, ids: Tensor, offsets: Tensor, weights: Tensor | None = None, *, train: bool) -> Tensor:
+        """Looks a batch up and pools it.
+
+        Args:
+            ids: (N,) int64, feature by feature.
+            offsets: (F * B + 1,) int32 or int64: where each bag begins.
+            weights: (N,) float32 per-sample weights, or None; they get a gradient where they require one.
+            train: with grad enabled: ids without a row get one, and backward updates the rows. Otherwise nothing
+                changes and the output takes no part in autograd.
+
+        Returns:
+            (B, sum of the features' columns) float32.
+
+        Raises:
+            TypeError: a tensor of the wrong dtype; the message names it.
+            ValueError: a tensor of the wrong shape, offsets that do not ascend, a closed table.
+            MemoryError: no room for the new rows; nothing has changed.
+        """
+        self._check(ids, offsets, weights)
+        with ops.native_errors(f"tables {self._name}"):
+            if not (train and torch.is_grad_enabled()):
+                return ops.group_forward(self._group, ids, offsets, weights, False)[0]
+            out: Tensor = _PooledLookup.apply(self._anchor, self, ids, offsets, weights)
+            return out
+
+    def _check(self, ids: Tensor, offsets: Tensor, weights: Tensor | None) -> None:
+        if ids.dtype is not torch.int64:
+            raise TypeError(f"ids must be int64, got {ids.dtype}")
+        if offsets.dtype not in (torch.int32, torch.int64):
+            raise TypeError(f"offsets must be int32 or int64, got {offsets.dtype}")
+        if weights is not None and weights.dtype is not torch.float32:
+            raise TypeError(f"weights must be float32, got {weights.dtype}")
+
+    def _learning_rates(self) -> list[float]:
+        if self.learning_rate is not None:
+            return [self.learning_rate()] * len(self.tables)
+        return [table.optimizer.lr for table in self.tables]
+
+
+class _PooledLookup(torch.autograd.Function):
+    """Backward is the fused optimizer's step: the rows are changed there, and only the weights get a gradient."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, anchor: Tensor, kernel: PooledKernel, ids: Tensor, offsets: Tensor, weights: Tensor | None
+    ) -> Tensor:
+        out, context = ops.group_forward(kernel._group, ids, offsets, weights, True)
+        # The native side reads offsets and weights again: saved, so that autograd refuses ones changed in place.
+        ctx.save_for_backward(context, offsets, weights)
+        ctx.kernel = kernel
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[None, None, None, None, Tensor | None]:
+        context = ctx.saved_tensors[0]
+        grad = grads[0]
+        if grad.dtype is not torch.float32:
+            grad = grad.float()
+        wants_weights = ctx.needs_input_grad[4]
+        with ops.native_errors(f"tables {ctx.kernel._name}"):
+            grad_weights = ops.group_backward(context, grad, ctx.kernel._learning_rates(), wants_weights)
+        return None, None, None, None, grad_weights if wants_weights else None

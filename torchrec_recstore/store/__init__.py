@@ -1,0 +1,6 @@
+"""Tables of rows by id. Needs torch alone."""
+
+from torchrec_recstore.store.stats import TableStats
+from torchrec_recstore.store.table import Table
+
+__all__ = ["Table", "TableStats"]

@@ -1,0 +1,207 @@
+from __future__ import annotations
+
+import weakref
+from types import TracebackType
+
+import torch
+from torch import Tensor
+
+from torchrec_recstore import ops
+from torchrec_recstore.optim import SGD, Adagrad, Optimizer, RowWiseAdagrad
+from torchrec_recstore.options import TableOptions, default_initializer
+from torchrec_recstore.store.stats import TableStats
+
+
+class Table:
+    """One shard of one embedding table: rows by id, in a native store that grows.
+
+    Any int64 is an id. A call either does all of its work or raises with the table as it was. Calls from several
+    threads are safe, one after the other; within a call torch's thread pool is used, and results are the same, to the
+    bit, for every number of threads.
+
+    Args:
+        dim: columns of the whole table.
+        dtype: of the rows; ``torch.float32`` for now.
+        optimizer: what :meth:`update` and a kernel's backward do to a row.
+        options: how rows are made and read.
+        name: keeps tables apart; decides new rows' weights together with ``options.seed``.
+        columns: ``range(a, b)`` for the shard that holds those columns; lookups are then (N, b - a).
+
+    Raises:
+        TypeError: an argument of the wrong type; the message names it.
+        ValueError: an argument that makes no sense; the message names it.
+
+    Example::
+
+        table = Table(8, optimizer=SGD(lr=0.1))
+        ids = torch.tensor([7, -1, 7])
+        rows = table.lookup(ids, train=True)  # makes the rows of 7 and -1
+        table.update(ids, torch.ones(3, 8))  # the gradients of 7 are added first
+        len(table)  # 2
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        dtype: torch.dtype = torch.float32,
+        optimizer: Optimizer = RowWiseAdagrad(lr=0.01),  # noqa: B008  (frozen)
+        options: TableOptions = TableOptions(),  # noqa: B008  (frozen)
+        *,
+        name: str = "table",
+        columns: range | None = None,
+    ) -> None:
+        if isinstance(dim, bool) or not isinstance(dim, int):
+            raise TypeError(f"dim must be an int, got {type(dim).__name__}")
+        if dim < 1:
+            raise ValueError(f"dim must be at least 1, got {dim}")
+        if dtype is not torch.float32:
+            raise ValueError(f"dtype must be torch.float32, got {dtype}")
+        if not isinstance(optimizer, SGD | Adagrad | RowWiseAdagrad):
+            raise TypeError(f"optimizer must be SGD, Adagrad or RowWiseAdagrad, got {type(optimizer).__name__}")
+        if not isinstance(options, TableOptions):
+            raise TypeError(f"options must be TableOptions, got {type(options).__name__}")
+        if not isinstance(name, str):
+            raise TypeError(f"name must be a str, got {type(name).__name__}")
+        if columns is None:
+            columns = range(dim)
+        if not isinstance(columns, range):
+            raise TypeError(f"columns must be a range, got {type(columns).__name__}")
+        if columns.step != 1 or not 0 <= columns.start < columns.stop <= dim:
+            raise ValueError(f"columns must be a range of step 1 within range({dim}), got {columns}")
+        self.dim = dim
+        self.dtype = dtype
+        self.optimizer = optimizer
+        self.options = options
+        self.name = name
+        self.columns = columns
+        self.handle = ops.table_create(
+            name, columns, options.seed, options.missing, default_initializer(options), optimizer
+        )
+        """The native table, for :func:`torchrec_recstore.ops.group_create`."""
+        self._free = weakref.finalize(self, ops.table_destroy, self.handle)
+
+    def lookup(self, ids: Tensor, *, train: bool = False) -> Tensor:
+        """Reads rows.
+
+        Args:
+            ids: (N,) int64, any strides; duplicates allowed.
+            train: one step: ids without a row get one. Otherwise nothing changes, and an id without a row reads as
+                zeros or as its initial row (``options.missing``).
+
+        Returns:
+            (N, columns), the table's dtype.
+
+        Raises:
+            TypeError: ``ids`` is no int64 tensor.
+            ValueError: ``ids`` has another shape, or the table is closed.
+            MemoryError: no room for the new rows.
+        """
+        self._check_ids(ids)
+        with ops.native_errors(f"table '{self.name}'"):
+            return ops.table_lookup(self.handle, ids, train)
+
+    def update(self, ids: Tensor, grads: Tensor) -> None:
+        """Applies the optimizer once to each distinct id's row, on the sum of its gradients in the order given.
+
+        An id without a row gets its initial row first.
+
+        Args:
+            ids: (N,) int64.
+            grads: (N, columns), float32.
+
+        Raises:
+            TypeError, ValueError, MemoryError: as :meth:`lookup`, and for ``grads``.
+        """
+        self._check_ids(ids)
+        self._check_rows(grads, "grads", ids)
+        with ops.native_errors(f"table '{self.name}'"):
+            ops.table_update(self.handle, ids, grads.detach(), self.optimizer.lr)
+
+    def insert(self, ids: Tensor, weights: Tensor) -> None:
+        """Writes rows: new ones start with zero optimizer state, existing ones keep theirs.
+
+        Args:
+            ids: (N,) int64; of duplicates the last one wins.
+            weights: (N, columns), float32.
+
+        Raises:
+            TypeError, ValueError, MemoryError: as :meth:`lookup`, and for ``weights``.
+        """
+        self._check_ids(ids)
+        self._check_rows(weights, "weights", ids)
+        with ops.native_errors(f"table '{self.name}'"):
+            ops.table_insert(self.handle, ids, weights.detach())
+
+    def contains(self, ids: Tensor) -> Tensor:
+        """Tells which of ``ids``, (N,) int64, have a row: (N,) bool."""
+        self._check_ids(ids)
+        with ops.native_errors(f"table '{self.name}'"):
+            return ops.table_contains(self.handle, ids)
+
+    def remove(self, ids: Tensor) -> int:
+        """Forgets the rows of ``ids``, (N,) int64; returns how many there were."""
+        self._check_ids(ids)
+        with ops.native_errors(f"table '{self.name}'"):
+            return ops.table_remove(self.handle, ids)
+
+    def ids(self) -> Tensor:
+        """The ids that have a row: (rows,) int64, ascending."""
+        with ops.native_errors(f"table '{self.name}'"):
+            return ops.table_ids(self.handle)
+
+    def stats(self) -> TableStats:
+        """What the table holds and has done."""
+        with ops.native_errors(f"table '{self.name}'"):
+            rows, size, lookups, misses, inserts, updates, steps = ops.table_stats(self.handle)
+        return TableStats(
+            rows=rows,
+            bytes=size,
+            lookups=lookups,
+            hits=lookups - misses,
+            misses=misses,
+            inserts=inserts,
+            updates=updates,
+            steps=steps,
+        )
+
+    def close(self) -> None:
+        """Frees the rows; any later use raises ValueError. Closing twice is fine."""
+        self._free()
+
+    def __len__(self) -> int:
+        return self.stats().rows
+
+    def __bool__(self) -> bool:
+        return True  # an empty table is a table
+
+    def __enter__(self) -> Table:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        return f"Table(dim={self.dim}, optimizer={self.optimizer}, name={self.name!r}, columns={self.columns})"
+
+    def _check_ids(self, ids: Tensor) -> None:
+        if not isinstance(ids, Tensor):
+            raise TypeError(f"ids must be an int64 tensor, got {type(ids).__name__}")
+        if ids.dtype is not torch.int64:
+            raise TypeError(f"ids must be an int64 tensor, got {ids.dtype}")
+        if ids.dim() != 1:
+            raise ValueError(f"ids must have the shape (N,), got {tuple(ids.shape)}")
+        if ids.device.type != "cpu":
+            raise ValueError(f"ids must be on the CPU, got {ids.device}")
+
+    def _check_rows(self, rows: Tensor, argument: str, ids: Tensor) -> None:
+        if not isinstance(rows, Tensor):
+            raise TypeError(f"{argument} must be a float32 tensor, got {type(rows).__name__}")
+        if rows.dtype is not torch.float32:
+            raise TypeError(f"{argument} must be a float32 tensor, got {rows.dtype}")
+        expected = (ids.shape[0], len(self.columns))
+        if tuple(rows.shape) != expected:
+            raise ValueError(f"{argument} must have the shape {expected}, got {tuple(rows.shape)}")
+        if rows.device.type != "cpu":
+            raise ValueError(f"{argument} must be on the CPU, got {rows.device}")
