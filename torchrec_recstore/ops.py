@@ -89,8 +89,8 @@ table_update = cast(Callable[[int, Tensor, Tensor, float], None], _ops.table_upd
 table_insert = cast(Callable[[int, Tensor, Tensor], None], _ops.table_insert.default)
 """(table, ids (N,) int64, weights (N, columns) float32)."""
 
-table_remove = cast(Callable[[int, Tensor], int], _ops.table_remove.default)
-"""(table, ids (N,) int64) -> number of rows removed."""
+table_remove = cast(Callable[[int, Tensor], Tensor], _ops.table_remove.default)
+"""(table, ids (N,) int64) -> () int64: number of rows removed."""
 
 table_contains = cast(Callable[[int, Tensor], Tensor], _ops.table_contains.default)
 """(table, ids (N,) int64) -> (N,) bool."""
@@ -138,39 +138,45 @@ def instruction_set() -> str:
     return cast(str, _ops.instruction_set())
 
 
-# Fake versions: shapes alone, for torch.compile and opcheck. Where a shape depends on a table's state, it is symbolic.
+# Fake versions: shapes alone, for torch.compile and opcheck. What depends on a table's state is symbolic.
 
 
 def _symbolic_size() -> torch.SymInt:
     return torch.library.get_ctx().new_dynamic_size()
 
 
-@torch.library.register_fake("recstore_ops::table_lookup")
-def _(table: int, ids: Tensor, train: bool) -> Tensor:
+def _fake_lookup(table: int, ids: Tensor, train: bool) -> Tensor:
     return ids.new_empty((ids.shape[0], _symbolic_size()), dtype=torch.float32)
 
 
-@torch.library.register_fake("recstore_ops::table_update")
-def _(table: int, ids: Tensor, grads: Tensor, learning_rate: float) -> None:
+def _fake_write(table: int, ids: Tensor, rows: Tensor, learning_rate: float = 0.0) -> None:
     return None
 
 
-@torch.library.register_fake("recstore_ops::table_insert")
-def _(table: int, ids: Tensor, weights: Tensor) -> None:
-    return None
+def _fake_remove(table: int, ids: Tensor) -> Tensor:
+    return ids.new_empty(())
 
 
-@torch.library.register_fake("recstore_ops::table_contains")
-def _(table: int, ids: Tensor) -> Tensor:
+def _fake_contains(table: int, ids: Tensor) -> Tensor:
     return ids.new_empty(ids.shape, dtype=torch.bool)
 
 
-@torch.library.register_fake("recstore_ops::group_forward")
-def _(group: int, ids: Tensor, offsets: Tensor, weights: Tensor | None, train: bool) -> tuple[Tensor, Tensor]:
+def _fake_forward(group: int, ids: Tensor, offsets: Tensor, weights: Tensor | None, train: bool) -> tuple[Tensor, ...]:
     out = ids.new_empty((_symbolic_size(), _symbolic_size()), dtype=torch.float32)
     return out, ids.new_empty((1 if train else 0,))
 
 
-@torch.library.register_fake("recstore_ops::group_backward")
-def _(context: Tensor, grad: Tensor, learning_rates: Sequence[float], weight_grads: bool) -> Tensor:
+def _fake_backward(context: Tensor, grad: Tensor, learning_rates: Sequence[float], weight_grads: bool) -> Tensor:
     return grad.new_empty((_symbolic_size() if weight_grads else 0,))
+
+
+for _name, _fake in {
+    "table_lookup": _fake_lookup,
+    "table_update": _fake_write,
+    "table_insert": _fake_write,
+    "table_remove": _fake_remove,
+    "table_contains": _fake_contains,
+    "group_forward": _fake_forward,
+    "group_backward": _fake_backward,
+}.items():
+    torch.library.register_fake(f"recstore_ops::{_name}", _fake)

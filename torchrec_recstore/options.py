@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 MAX_INIT_ROWS = 2**20
-"""Ceiling of ``n`` in the default initialisation ``uniform(+-sqrt(1/n))``: a hint of 2**40 must not mean rows of zeros."""
+"""Ceiling of ``n`` in the default ``uniform(+-sqrt(1/n))``: a hint of 2**40 must not mean rows of zeros."""
 
 
 def _check_finite(owner: object, **values: float) -> None:

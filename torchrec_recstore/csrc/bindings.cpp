@@ -165,12 +165,14 @@ void table_insert(int64_t table, Tensor ids, Tensor weights) {
   for (int64_t i = 0; i < n; ++i) std::copy_n(float_data(weights) + i * columns, columns, owner->rows().weights(slots[i]));
 }
 
-int64_t table_remove(int64_t table, Tensor ids) {
+Tensor table_remove(int64_t table, Tensor ids) {
   ids = checked_ids(ids);
   const auto owner = tables().get(table);
   const std::lock_guard<std::mutex> lock(owner->mutex());
   owner->check_open();
-  return owner->remove(id_data(ids), ids.size(0));
+  Tensor removed = empty({}, ScalarType::Long);
+  *static_cast<int64_t*>(removed.mutable_data_ptr()) = owner->remove(id_data(ids), ids.size(0));
+  return removed;
 }
 
 Tensor table_contains(int64_t table, Tensor ids) {
@@ -293,7 +295,7 @@ STABLE_TORCH_LIBRARY(recstore_ops, m) {
   m.def("table_lookup(int table, Tensor ids, bool train) -> Tensor");
   m.def("table_update(int table, Tensor ids, Tensor grads, float learning_rate) -> ()");
   m.def("table_insert(int table, Tensor ids, Tensor weights) -> ()");
-  m.def("table_remove(int table, Tensor ids) -> int");
+  m.def("table_remove(int table, Tensor ids) -> Tensor");
   m.def("table_contains(int table, Tensor ids) -> Tensor");
   m.def("table_ids(int table) -> Tensor");
   m.def("table_stats(int table) -> int[]");

@@ -75,7 +75,7 @@ class PooledKernel(nn.Module):
         with ops.native_errors(f"tables {self._name}"):
             if not (train and torch.is_grad_enabled()):
                 return ops.group_forward(self._group, ids, offsets, weights, False)[0]
-            out: Tensor = _PooledLookup.apply(self._anchor, self, ids, offsets, weights)
+            out: Tensor = _PooledLookup.apply(self._anchor, self, ids, offsets, weights)  # type: ignore[no-untyped-call]
             return out
 
     def _check(self, ids: Tensor, offsets: Tensor, weights: Tensor | None) -> None:

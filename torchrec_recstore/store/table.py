@@ -142,7 +142,7 @@ class Table:
         """Forgets the rows of ``ids``, (N,) int64; returns how many there were."""
         self._check_ids(ids)
         with ops.native_errors(f"table '{self.name}'"):
-            return ops.table_remove(self.handle, ids)
+            return int(ops.table_remove(self.handle, ids))
 
     def ids(self) -> Tensor:
         """The ids that have a row: (rows,) int64, ascending."""

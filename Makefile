@@ -1,0 +1,71 @@
+# Every target does all it needs from nothing; a second call does only what changed.
+
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/pip --disable-pip-version-check --quiet
+SOURCES := $(wildcard torchrec_recstore/csrc/*)
+CORE := $(filter-out torchrec_recstore/csrc/bindings.cpp,$(wildcard torchrec_recstore/csrc/*.cpp))
+
+.PHONY: help build train test test-all test-cpp lint bench clean
+.DEFAULT_GOAL := help
+
+help:  ## show this list
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 12
+
+$(VENV)/.train-requirements: requirements/base.txt requirements/build.txt requirements/examples.txt requirements/torchrec.txt
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@echo "installing requirements into $(VENV)"
+	$(PIP) install -r requirements/build.txt
+	$(PIP) install -r requirements/examples.txt
+	$(PIP) install --no-deps -r requirements/torchrec.txt
+	@touch $@
+
+$(VENV)/.dev-requirements: requirements/dev.txt $(VENV)/.train-requirements
+	$(PIP) install -r requirements/dev.txt
+	@touch $@
+
+$(VENV)/.built: $(VENV)/.train-requirements setup.py setup.cfg pyproject.toml $(SOURCES)
+	@echo "building the native extension"
+	$(PIP) install --no-build-isolation --no-deps --editable .
+	@touch $@
+
+build: $(VENV)/.built  ## set up .venv and build the native extension
+
+train: build  ## train DLRM: make train [DATA=train.txt] [ARGS="--dim 64 ..."]
+	$(BIN)/python examples/dlrm/train.py $(if $(DATA),--data "$(DATA)") $(ARGS)
+
+test: build $(VENV)/.dev-requirements test-cpp lint  ## all that CI runs, under ten minutes
+	$(BIN)/python -m pytest -m "not slow" $(ARGS)
+
+test-all: build $(VENV)/.dev-requirements test-cpp lint  ## also what takes longer
+	$(BIN)/python -m pytest $(ARGS)
+
+# The core without torch, under AddressSanitizer and UndefinedBehaviorSanitizer.
+SANITIZE := -std=c++17 -O1 -g -ffp-contract=off -fno-omit-frame-pointer -fsanitize=address,undefined \
+	-fno-sanitize-recover=all -Wall -Wextra -Werror -Wno-psabi -Wno-ignored-attributes -pthread
+CPP_OBJECTS := $(patsubst torchrec_recstore/csrc/%.cpp,build/cpp/%.o,$(CORE))
+CPP_TESTS := $(patsubst tests/cpp/%.cpp,build/cpp/%,$(wildcard tests/cpp/test_*.cpp))
+
+.SECONDARY: $(CPP_OBJECTS)
+
+build/cpp/%.o: torchrec_recstore/csrc/%.cpp $(filter %.h %.inl,$(SOURCES))
+	@mkdir -p build/cpp
+	$(CXX) $(SANITIZE) -c $< -o $@
+
+build/cpp/test_%: tests/cpp/test_%.cpp tests/cpp/testing.h $(CPP_OBJECTS)
+	$(CXX) $(SANITIZE) -I torchrec_recstore/csrc $< $(CPP_OBJECTS) -o $@
+
+test-cpp: $(CPP_TESTS)  ## the native core's own tests, under sanitizers
+	@for test in $(CPP_TESTS); do $$test || exit 1; done
+
+lint: build $(VENV)/.dev-requirements  ## ruff and mypy --strict
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+bench: build $(VENV)/.dev-requirements  ## measure; writes benchmarks/results.json and the README's table
+	$(BIN)/python benchmarks/run.py $(ARGS)
+
+clean:  ## remove builds and the virtual environment
+	rm -rf $(VENV) build *.egg-info torchrec_recstore/*.so

@@ -1,0 +1,200 @@
+// Lookups, passes and updates of the core, without torch: bits equal for every number of threads,
+// slots of pending passes kept, nothing changed by what fails.
+
+#include <algorithm>
+#include <cstdint>
+#include <cstring>
+#include <limits>
+#include <memory>
+#include <random>
+#include <vector>
+
+#include "error.h"
+#include "pass.h"
+#include "table.h"
+#include "testing.h"
+
+using namespace recstore;
+
+namespace {
+
+std::shared_ptr<Table> make_table(int64_t columns, OptimizerKind kind, const char* name = "t") {
+  TableConfig config;
+  config.name = name;
+  config.column_end = columns;
+  config.init = {InitKind::kUniform, -1.0, 1.0, 0.0};
+  config.optimizer = {kind, 1e-8f, 0.01f};
+  return std::make_shared<Table>(config);
+}
+
+std::shared_ptr<const Group> make_group(std::vector<std::shared_ptr<Table>> tables, std::vector<int64_t> features, bool mean = false) {
+  const size_t n = tables.size();
+  return std::make_shared<const Group>(std::move(tables), std::vector<Routing>(n), std::move(features), mean);
+}
+
+struct Data {
+  std::vector<int64_t> ids, offsets;
+  std::vector<float> weights, grad;
+};
+
+// Bags of 0 to 6 skewed ids.
+Data make_data(uint64_t seed, int64_t features, int64_t bags, int64_t columns) {
+  std::mt19937_64 random(seed);
+  Data data;
+  data.offsets.push_back(0);
+  for (int64_t bag = 0; bag < features * bags; ++bag) {
+    for (uint64_t n = random() % 7; n > 0; --n) {
+      const uint64_t spread = random() % 4 == 0 ? 1000000 : 40;
+      data.ids.push_back(static_cast<int64_t>(random() % spread) - 20);
+      data.weights.push_back(static_cast<float>(random() % 100) / 50.0f);
+    }
+    data.offsets.push_back(static_cast<int64_t>(data.ids.size()));
+  }
+  for (int64_t i = 0; i < bags * columns; ++i) data.grad.push_back(static_cast<float>(random() % 2001) / 1000.0f - 1.0f);
+  return data;
+}
+
+Batch batch_of(const Data& data, int64_t bags, bool weighted) {
+  Batch batch;
+  batch.ids = data.ids.data();
+  batch.n_ids = static_cast<int64_t>(data.ids.size());
+  batch.offsets64 = data.offsets.data();
+  batch.weights = weighted ? data.weights.data() : nullptr;
+  batch.bags = bags;
+  return batch;
+}
+
+std::vector<float> train_steps(OptimizerKind kind, int threads, bool weighted, bool mean) {
+  constexpr int64_t kBags = 3000;
+  Threads executor(threads);
+  auto first = make_table(17, kind, "first");
+  auto second = make_table(64, kind, "second");
+  const auto group = make_group({first, second}, {0, 1, 1}, mean);
+  std::vector<float> out(static_cast<size_t>(kBags * group->columns()));
+  for (uint64_t step = 0; step < 4; ++step) {
+    const Data data = make_data(step, group->features(), kBags, group->columns());
+    Pass pass(group, batch_of(data, kBags, weighted), nullptr, out.data(), executor);
+    std::vector<float> grad_weights(data.ids.size());
+    pass.backward(data.grad.data(), {0.1f, 0.2f}, grad_weights.data(), executor);
+  }
+  const Data data = make_data(77, group->features(), kBags, group->columns());
+  std::vector<Slot> slots(data.ids.size());
+  lookup(*group, batch_of(data, kBags, weighted), false, slots.data(), out.data(), executor);
+  return out;
+}
+
+void bits_do_not_depend_on_threads() {
+  for (const auto kind : {OptimizerKind::kSgd, OptimizerKind::kAdagrad, OptimizerKind::kRowWiseAdagrad}) {
+    for (const bool weighted : {false, true}) {
+      const auto expected = train_steps(kind, 1, weighted, !weighted);
+      for (const int threads : {2, 5}) {
+        const auto out = train_steps(kind, threads, weighted, !weighted);
+        CHECK(std::memcmp(out.data(), expected.data(), out.size() * sizeof(float)) == 0);
+      }
+    }
+  }
+}
+
+void pending_slots_are_not_reused() {
+  Threads executor(1);
+  auto table = make_table(8, OptimizerKind::kSgd);
+  const auto group = make_group({table}, {0});
+  const std::vector<int64_t> ids{10, 20, 30};
+  Batch batch;
+  batch.ids = ids.data();
+  batch.n_ids = batch.bags = 3;
+  std::vector<float> out(24), fresh(24), grad(24, 1.0f);
+  auto pass = std::make_unique<Pass>(group, batch, nullptr, out.data(), executor);
+  {
+    const auto locks = group->lock();
+    CHECK(table->remove(ids.data(), 3) == 3);
+  }
+  // New rows must not take the slots that the pass is going to update.
+  const std::vector<int64_t> others{1, 2, 3};
+  Batch other = batch;
+  other.ids = others.data();
+  { const Pass second(group, other, nullptr, fresh.data(), executor); }
+  pass->backward(grad.data(), {1.0f}, nullptr, executor);
+  std::vector<Slot> slots(3);
+  std::vector<float> after(24);
+  lookup(*group, other, false, slots.data(), after.data(), executor);
+  CHECK(after == fresh);
+  pass.reset();
+  const int64_t before = table->rows().bytes();
+  { const Pass third(group, batch, nullptr, out.data(), executor); }  // three new rows, in the three freed slots
+  CHECK(table->rows().bytes() <= before);
+  CHECK(table->size() == 6);
+}
+
+void counters_count_distinct_ids_once() {
+  Threads executor(2);
+  auto table = make_table(4, OptimizerKind::kSgd);
+  const auto group = make_group({table}, {0});
+  const std::vector<int64_t> ids{5, 5, 7, 5};
+  Batch batch;
+  batch.ids = ids.data();
+  batch.n_ids = batch.bags = 4;
+  std::vector<float> out(16), grad(16);
+  {
+    Pass pass(group, batch, nullptr, out.data(), executor);
+    table->settle_passes(executor);
+    CHECK(table->counters().lookups == 2);
+    pass.backward(grad.data(), {0.1f}, nullptr, executor);
+    pass.backward(grad.data(), {0.1f}, nullptr, executor);
+  }
+  { const Pass without_backward(group, batch, nullptr, out.data(), executor); }
+  const Counters& c = table->counters();
+  CHECK(c.lookups == 4 && c.misses == 2 && c.inserts == 2 && c.updates == 4 && c.steps == 2);
+  Slot slots[4];
+  find(*table, ids.data(), 4, slots, executor);
+  CHECK(slots[0] == slots[1] && slots[0] != slots[2]);
+  CHECK(table->rows().meta(slots[0]).last_step == 2 && table->rows().meta(slots[0]).frequency == 2);
+}
+
+void bad_offsets_change_nothing() {
+  Threads executor(1);
+  auto table = make_table(4, OptimizerKind::kSgd);
+  const auto group = make_group({table}, {0});
+  const std::vector<int64_t> ids{1, 2, 3};
+  std::vector<float> out(4 * 4);
+  for (const std::vector<int64_t>& offsets :
+       {std::vector<int64_t>{0, 2, 1, 3}, {1, 1, 2, 3}, {0, 1, 2, 4}, {0, 9, 9, 3}, {0, -5, 1, 3}}) {
+    Batch batch;
+    batch.ids = ids.data();
+    batch.n_ids = 3;
+    batch.offsets64 = offsets.data();
+    batch.bags = 3;
+    CHECK_THROWS(Pass(group, batch, nullptr, out.data(), executor), InvalidArgument);
+    CHECK(table->size() == 0 && table->counters().steps == 0);
+  }
+}
+
+void shards_hold_columns_of_the_same_row() {
+  for (const auto kind : {InitKind::kUniform, InitKind::kNormal}) {
+    TableConfig config;
+    config.name = "whole";
+    config.column_end = 150;
+    config.init = {kind, -0.5, 0.5, kind == InitKind::kNormal ? 2.0 : 0.0};
+    std::vector<float> whole(150);
+    const int64_t id = std::numeric_limits<int64_t>::min();
+    Initializer(config).fill(id, whole.data());
+    for (int64_t begin = 0; begin < 150; begin += 13) {
+      config.column_begin = begin;
+      config.column_end = std::min<int64_t>(begin + 40, 150);
+      std::vector<float> part(static_cast<size_t>(config.columns()));
+      Initializer(config).fill(id, part.data());
+      CHECK(std::equal(part.begin(), part.end(), whole.begin() + begin));
+    }
+  }
+}
+
+}  // namespace
+
+int main() {
+  bits_do_not_depend_on_threads();
+  pending_slots_are_not_reused();
+  counters_count_distinct_ids_once();
+  bad_offsets_change_nothing();
+  shards_hold_columns_of_the_same_row();
+  std::puts("test_table passed");
+}

@@ -1,0 +1,46 @@
+#pragma once
+
+#include <cstdio>
+#include <cstdlib>
+#include <thread>
+#include <vector>
+
+#include "executor.h"
+
+// Ends the test with the place and the text of a condition that does not hold.
+#define CHECK(condition)                                                        \
+  do {                                                                          \
+    if (!(condition)) {                                                         \
+      std::fprintf(stderr, "%s:%d: CHECK(%s)\n", __FILE__, __LINE__, #condition); \
+      std::abort();                                                             \
+    }                                                                           \
+  } while (0)
+
+#define CHECK_THROWS(expression, Exception)                                            \
+  do {                                                                                 \
+    bool thrown = false;                                                               \
+    try {                                                                              \
+      expression;                                                                      \
+    } catch (const Exception&) {                                                       \
+      thrown = true;                                                                   \
+    }                                                                                  \
+    if (!thrown) {                                                                     \
+      std::fprintf(stderr, "%s:%d: no %s from %s\n", __FILE__, __LINE__, #Exception, #expression); \
+      std::abort();                                                                    \
+    }                                                                                  \
+  } while (0)
+
+// Runs on threads of its own.
+class Threads final : public recstore::Executor {
+ public:
+  explicit Threads(int count) : count_(count) {}
+  int threads() const override { return count_; }
+  void run(int workers, Body body, void* context) override {
+    std::vector<std::thread> threads;
+    for (int i = 0; i < workers; ++i) threads.emplace_back(body, context);
+    for (auto& thread : threads) thread.join();
+  }
+
+ private:
+  int count_;
+};

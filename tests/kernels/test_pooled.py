@@ -1,0 +1,174 @@
+from __future__ import annotations
+
+import gc
+
+import pytest
+import torch
+
+from torchrec_recstore.kernels import BlockRouting, PooledKernel
+from torchrec_recstore.optim import SGD
+from torchrec_recstore.options import TableOptions
+from torchrec_recstore.store import Table
+
+IDS = torch.tensor([4, -7, 4, 2**62, 9])
+OFFSETS = torch.tensor([0, 2, 2, 5])
+
+
+def _kernel(missing: str = "zeros", pooling: str = "sum") -> tuple[Table, PooledKernel]:
+    table = Table(6, optimizer=SGD(lr=0.5), options=TableOptions(missing=missing))  # type: ignore[arg-type]
+    return table, PooledKernel([table], [0], pooling)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("offsets_dtype", [torch.int32, torch.int64])
+@pytest.mark.parametrize("pooling", ["sum", "mean"])
+@pytest.mark.parametrize("missing", ["zeros", "init"])
+def test_evaluation_changes_nothing(missing: str, pooling: str, offsets_dtype: torch.dtype) -> None:
+    table, kernel = _kernel(missing, pooling)
+    table.lookup(torch.tensor([4]), train=True)
+    before = table.stats()
+    out = kernel(IDS, OFFSETS.to(offsets_dtype), train=False)
+    with torch.no_grad():
+        assert torch.equal(kernel(IDS, OFFSETS, train=True), out)
+    assert not out.requires_grad
+    assert table.stats() == before
+    rows = table.lookup(IDS)
+    bags = [rows[:2], rows[2:2], rows[2:]]
+    expected = torch.stack([bag.sum(0) / (max(len(bag), 1) if pooling == "mean" else 1) for bag in bags])
+    torch.testing.assert_close(out, expected, rtol=0, atol=1e-7)
+
+
+def test_training_makes_rows_and_backward_updates_them() -> None:
+    table, kernel = _kernel()
+    weights = torch.tensor([1.0, 2.0, 3.0, 4.0, 5.0], requires_grad=True)
+    out = kernel(IDS, OFFSETS, weights, train=True)
+    rows = table.lookup(IDS)
+    assert table.ids().tolist() == [-7, 4, 9, 2**62]
+    grad = torch.randn(3, 6)
+    out.backward(grad)
+    bag = torch.tensor([0, 0, 2, 2, 2])
+    torch.testing.assert_close(weights.grad, (grad[bag] * rows).sum(1))
+    expected = rows - 0.5 * grad[bag] * weights.detach()[:, None]
+    torch.testing.assert_close(table.lookup(IDS)[[1, 3, 4]], expected[[1, 3, 4]])
+    torch.testing.assert_close(table.lookup(IDS)[0], rows[0] - 0.5 * (grad[0] * 1.0 + grad[2] * 3.0))
+
+
+def test_learning_rate_is_read_in_backward() -> None:
+    table, kernel = _kernel()
+    out = kernel(IDS, OFFSETS, train=True)
+    before = table.lookup(IDS)
+    kernel.learning_rate = lambda: 0.0
+    out.sum().backward()
+    assert torch.equal(table.lookup(IDS), before)
+
+
+def test_several_pending_passes_and_accumulation() -> None:
+    table, kernel = _kernel()
+    outs = [kernel(IDS + i, OFFSETS, train=True) for i in range(3)]
+    before = table.lookup(IDS)
+    table.remove(IDS)
+    kernel(IDS + 1000, OFFSETS, train=True)  # takes no slot of the pending passes
+    fresh = table.lookup(IDS + 1000)
+    for out in outs:
+        out.sum().backward()
+    assert torch.equal(table.lookup(IDS + 1000), fresh)
+    assert not table.contains(IDS).any()
+    assert torch.equal(table.lookup(IDS, train=True), before)
+
+
+def test_a_graph_that_is_dropped_releases_its_pass() -> None:
+    table, kernel = _kernel()
+    for step in range(100):
+        kernel(IDS + 10 * step, OFFSETS, train=True)
+        table.remove(IDS + 10 * step)
+    gc.collect()
+    assert table.stats().bytes < Table(6).stats().bytes + 100 * 64
+
+
+def test_outputs_are_recycled_only_when_nobody_holds_them() -> None:
+    table, kernel = _kernel()
+    kept = [kernel(IDS, OFFSETS, train=False) for _ in range(5)]
+    view = kernel(IDS, OFFSETS, train=True)[1:]
+    copies = [out.clone() for out in (*kept, view)]
+    for _ in range(20):
+        table.insert(IDS, torch.randn(5, 6))
+        kernel(IDS, OFFSETS, train=False)
+    for out, copy in zip((*kept, view), copies, strict=True):
+        assert torch.equal(out, copy)
+
+
+def test_routing_is_undone() -> None:
+    raw = torch.tensor([0, 5, 9, 10, 17, -1, 2**63 - 1, -(2**63), 12345678901])
+    block, world = 5, 3
+    unsigned = [i % 2**64 for i in raw.tolist()]
+    for rank in range(world):
+        mine = [u for u in unsigned if (u // block if u < block * world else u % world) == rank]
+        local = [u - rank * block if u < block * world else u // world for u in mine]
+        table = Table(2)
+        kernel = PooledKernel([table], [0], "sum", routings=[BlockRouting(block, world, rank)])
+        local_ids = torch.tensor([u - 2**64 if u >= 2**63 else u for u in local], dtype=torch.int64)
+        kernel(local_ids, torch.arange(len(mine) + 1), train=True)
+        assert set(table.ids().tolist()) == {u - 2**64 if u >= 2**63 else u for u in mine}
+
+
+@pytest.mark.parametrize(
+    ("ids", "offsets", "weights", "error", "names"),
+    [
+        (IDS.int(), OFFSETS, None, TypeError, "ids must be int64"),
+        (IDS[None], OFFSETS, None, ValueError, "ids"),
+        (IDS, OFFSETS.float(), None, TypeError, "offsets"),
+        (IDS, OFFSETS[:-1], None, ValueError, "offsets"),
+        (IDS, torch.tensor([0, 3, 2, 5]), None, ValueError, "offsets must ascend"),
+        (IDS, torch.tensor([0, 9, 9, 5]), None, ValueError, "offsets"),
+        (IDS, torch.tensor([1, 2, 3, 5]), None, ValueError, "offsets"),
+        (IDS, torch.empty(0, dtype=torch.int64), None, ValueError, "offsets"),
+        (IDS, OFFSETS, torch.ones(4), ValueError, "weights"),
+        (IDS, OFFSETS, torch.ones(5).double(), TypeError, "weights"),
+    ],
+)
+@pytest.mark.parametrize("train", [True, False])
+def test_bad_batches_change_nothing(
+    ids: torch.Tensor,
+    offsets: torch.Tensor,
+    weights: torch.Tensor | None,
+    error: type[Exception],
+    names: str,
+    train: bool,
+) -> None:
+    table, kernel = _kernel()
+    with pytest.raises(error, match=names):
+        kernel(ids, offsets, weights, train=train)
+    assert len(table) == 0
+    assert table.stats().steps == 0
+
+
+def test_gradients_of_another_shape_or_inputs_changed_in_place_are_refused() -> None:
+    table, kernel = _kernel()
+    offsets = OFFSETS.clone()
+    out = kernel(IDS, offsets, train=True)
+    before = table.lookup(IDS)
+    offsets[1] = 100
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        out.sum().backward()
+    assert torch.equal(table.lookup(IDS), before)
+
+
+def test_closed_table_in_a_kernel() -> None:
+    table, kernel = _kernel()
+    out = kernel(IDS, OFFSETS, train=True)
+    table.close()
+    with pytest.raises(ValueError, match="closed"):
+        kernel(IDS, OFFSETS, train=True)
+    with pytest.raises(ValueError, match="closed"):
+        out.sum().backward()
+
+
+def test_arguments_of_a_kernel() -> None:
+    table = Table(4)
+    with pytest.raises(ValueError, match="pooling"):
+        PooledKernel([table], [0], "max")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="feature_tables"):
+        PooledKernel([table], [1], "sum")
+    with pytest.raises(ValueError, match="routings"):
+        PooledKernel([table], [0], "sum", routings=[])
+    with pytest.raises(ValueError, match="rank"):
+        BlockRouting(5, 2, 2)

@@ -1,0 +1,103 @@
+"""opcheck on every op, and a list that a new op cannot escape."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch.library import opcheck
+
+from torchrec_recstore import ops
+from torchrec_recstore.kernels import PooledKernel
+from torchrec_recstore.store import Table
+
+IDS = torch.tensor([1, -5, 7])
+OFFSETS = torch.tensor([0, 1, 3])
+_keep: list[Any] = []
+
+
+def _table() -> int:
+    _keep.append(Table(4))
+    return int(_keep[-1].handle)
+
+
+def _group() -> int:
+    table = Table(4)
+    _keep.extend([table, PooledKernel([table], [0], "sum")])
+    return int(_keep[-1]._group)
+
+
+def _context() -> torch.Tensor:
+    return ops.group_forward(_group(), IDS, OFFSETS, None, True)[1]
+
+
+CASES: dict[str, Any] = {
+    "table_create": lambda: ("t", 0, 4, 0, False, 0, -1.0, 1.0, 0.0, 2, 1e-8, 0.0),
+    "table_destroy": lambda: (ops.table_create("t", range(4), 0, "zeros", ops.ConstantInit(0.0), ops.SGD()),),
+    "table_lookup": lambda: (_table(), IDS, True),
+    "table_update": lambda: (_table(), IDS, torch.ones(3, 4), 0.1),
+    "table_insert": lambda: (_table(), IDS, torch.ones(3, 4)),
+    "table_remove": lambda: (_table(), IDS),
+    "table_contains": lambda: (_table(), IDS),
+    "table_ids": lambda: (_table(),),
+    "table_stats": lambda: (_table(),),
+    "group_create": lambda: ([_table()], [0, 0], [0, 0, 0], False),
+    "group_destroy": lambda: (_group(),),
+    "group_forward": lambda: (_group(), IDS, OFFSETS, None, True),
+    "group_backward": lambda: (_context(), torch.ones(2, 4), [0.1], True),
+    "instruction_set": lambda: (),
+}
+
+
+def test_every_op_has_a_case() -> None:
+    names = {name.split("::")[1] for name in torch._C._dispatch_get_all_op_names() if name.startswith("recstore_ops::")}
+    assert names == set(CASES)
+
+
+@pytest.mark.parametrize("name", sorted(CASES))
+def test_opcheck(name: str) -> None:
+    op = getattr(torch.ops.recstore_ops, name).default
+    arguments = CASES[name]()
+    tensors = any(isinstance(argument, torch.Tensor) for argument in arguments)
+    # An op without a tensor has nothing that autograd, fake tensors or tracing could take hold of.
+    checks = ("test_schema", "test_autograd_registration", "test_faketensor") if tensors else ("test_schema",)
+    opcheck(op, arguments, test_utils=checks)
+
+
+@pytest.mark.parametrize("name", ["table_lookup", "table_contains", "group_forward"])
+def test_opcheck_traced(name: str) -> None:
+    arguments = CASES[name]()
+    if name == "group_forward":
+        arguments = (*arguments[:-1], False)  # a training forward returns another context each time
+    opcheck(getattr(torch.ops.recstore_ops, name).default, arguments, test_utils="test_aot_dispatch_dynamic")
+
+
+@pytest.mark.parametrize("name", sorted(CASES))
+def test_an_unknown_handle_is_an_error(name: str) -> None:
+    arguments = list(CASES[name]())
+    takes_handle = arguments and (name.startswith(("table_", "group_")))
+    if not takes_handle or name in ("table_create", "table_destroy", "group_destroy"):
+        pytest.skip("takes no handle, or ignores an unknown one")
+    bad = {"group_create": [10**9], "group_backward": torch.tensor([10**9])}.get(name, 10**9)
+    with pytest.raises(RuntimeError, match="handle"):
+        getattr(torch.ops.recstore_ops, name)(bad, *arguments[1:])
+
+
+def test_native_checks_do_not_rely_on_the_wrappers() -> None:
+    native = torch.ops.recstore_ops
+    table = _table()
+    for call, names in [
+        (lambda: native.table_lookup(table, IDS.int(), False), "ids"),
+        (lambda: native.table_lookup(table, IDS[None], False), "ids"),
+        (lambda: native.table_update(table, IDS, torch.ones(2, 4), 0.1), "grads"),
+        (lambda: native.table_insert(table, IDS, torch.ones(3, 5)), "weights"),
+        (lambda: native.table_create("t", 4, 4, 0, False, 0, 0.0, 0.0, 0.0, 0, 0.0, 0.0), "columns"),
+        (lambda: native.table_create("t", 0, 4, 0, False, 9, 0.0, 0.0, 0.0, 0, 0.0, 0.0), "init"),
+        (lambda: native.table_create("t", 0, 4, 0, False, 0, 0.0, 0.0, 0.0, 9, 0.0, 0.0), "optimizer"),
+        (lambda: native.group_create([table], [0], [0, 0], False), "routings"),
+        (lambda: native.group_backward(_context(), torch.ones(3, 4), [0.1], False), "grad"),
+        (lambda: native.group_backward(_context(), torch.ones(2, 4), [], False), "learning_rates"),
+    ]:
+        with pytest.raises(RuntimeError, match=names):
+            call()
