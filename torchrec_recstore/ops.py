@@ -170,7 +170,7 @@ def _fake_backward(context: Tensor, grad: Tensor, learning_rates: Sequence[float
     return grad.new_empty((_symbolic_size() if weight_grads else 0,))
 
 
-for _name, _fake in {
+_FAKES: dict[str, Callable[..., object]] = {
     "table_lookup": _fake_lookup,
     "table_update": _fake_write,
     "table_insert": _fake_write,
@@ -178,5 +178,6 @@ for _name, _fake in {
     "table_contains": _fake_contains,
     "group_forward": _fake_forward,
     "group_backward": _fake_backward,
-}.items():
+}
+for _name, _fake in _FAKES.items():
     torch.library.register_fake(f"recstore_ops::{_name}", _fake)
