@@ -1,0 +1,199 @@
+"""RecStore's pooled kernel against FBGEMM's CPU tables and against the machine's limit.
+
+    python benchmarks/kernel.py [--cases criteo,big] [--optimizers rowwise_adagrad] [--steps 20]
+
+One JSON row a case and optimizer: forward and backward in milliseconds, and the ratios FBGEMM / RecStore. The same ids
+and gradients, interleaved step by step in one process. ``benchmarks/run.py`` runs it in both lanes (see measure.py).
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import limit
+import torch
+from fbgemm_gpu.split_embedding_configs import EmbOptimType
+from fbgemm_gpu.split_table_batched_embeddings_ops_common import EmbeddingLocation, PoolingMode
+from fbgemm_gpu.split_table_batched_embeddings_ops_training import ComputeDevice, SplitTableBatchedEmbeddingBagsCodegen
+from measure import clock, emit, interleave, spread
+from torch import Tensor
+
+from torchrec_recstore.kernels import PooledKernel
+from torchrec_recstore.optim import SGD, Adagrad, Optimizer, RowWiseAdagrad
+from torchrec_recstore.store import Table
+
+OPTIMIZERS: dict[str, tuple[Optimizer, EmbOptimType]] = {
+    "sgd": (SGD(0.01), EmbOptimType.EXACT_SGD),
+    "adagrad": (Adagrad(0.01), EmbOptimType.EXACT_ADAGRAD),
+    "rowwise_adagrad": (RowWiseAdagrad(0.01), EmbOptimType.EXACT_ROWWISE_ADAGRAD),
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    """A shape: ``tables`` x ``batch`` bags of ``length`` ids on average, of ``rows`` a table."""
+
+    tables: int
+    dim: int
+    batch: int
+    rows: int
+    length: int = 1
+    weighted: bool = False
+    zipf: bool = False
+    pooled: bool = True
+    optimizers: tuple[str, ...] = ("rowwise_adagrad",)
+
+
+CASES = {
+    "criteo": Case(26, 64, 8192, 300_000, optimizers=("sgd", "adagrad", "rowwise_adagrad")),
+    "zipf": Case(26, 64, 8192, 300_000, zipf=True),
+    "big": Case(1, 64, 213_000, 8_000_000, optimizers=("sgd", "adagrad", "rowwise_adagrad")),
+    "multihot": Case(8, 128, 2048, 300_000, length=20, weighted=True),
+    "small": Case(26, 16, 512, 100_000),
+    "sequence": Case(1, 64, 200_000, 2_000_000, pooled=False),
+}
+BATCHES = 8
+
+
+@dataclass
+class Batch:
+    """ids are what RecStore gets, rows the same ids within FBGEMM's fixed tables."""
+
+    ids: Tensor
+    rows: Tensor
+    offsets: Tensor
+    weights: Tensor | None
+
+
+def zipf(n: int, generator: torch.Generator, exponent: float = 1.05, population: int = 2**40) -> Tensor:
+    """(n,) int64 of a Zipf law over ``population``, by inverting the integral of its density."""
+    u = torch.rand(n, generator=generator, dtype=torch.float64)
+    tail = float(population) ** (1 - exponent)
+    return (1 - u * (1 - tail)).pow(1 / (1 - exponent)).long().clamp(1, population)
+
+
+def make_batches(case: Case, generator: torch.Generator) -> list[Batch]:
+    """``BATCHES`` batches, feature by feature."""
+    batches = []
+    for _ in range(BATCHES):
+        bags = case.tables * case.batch
+        if case.length == 1:
+            lengths = torch.ones(bags, dtype=torch.int64)
+        else:
+            lengths = torch.randint(0, 2 * case.length + 1, (bags,), generator=generator)
+        offsets = torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)])
+        n = int(offsets[-1])
+        ids = zipf(n, generator) if case.zipf else torch.randint(0, case.rows, (n,), generator=generator)
+        weights = torch.rand(n, generator=generator) if case.weighted else None
+        batches.append(Batch(ids, ids % case.rows, offsets, weights))
+    return batches
+
+
+def recstore(case: Case, batches: list[Batch], optimizer: Optimizer) -> tuple[list[Table], PooledKernel]:
+    """Tables that hold every id of the batches, and all of the case's rows."""
+    tables = [Table(case.dim, optimizer=optimizer, name=f"t{i}") for i in range(case.tables)]
+    for i, table in enumerate(tables):
+        for part in torch.randperm(case.rows).split(1 << 20):
+            table.lookup(part, train=True)
+        for batch in batches:
+            begin, end = batch.offsets[i * case.batch], batch.offsets[(i + 1) * case.batch]
+            table.lookup(batch.ids[begin:end], train=True)
+    return tables, PooledKernel(tables, range(case.tables), "sum")
+
+
+def fbgemm(case: Case, optimizer: EmbOptimType) -> SplitTableBatchedEmbeddingBagsCodegen:
+    """FBGEMM's tables of ``case.rows`` rows, initialised as TorchRec does."""
+    module = SplitTableBatchedEmbeddingBagsCodegen(
+        [(case.rows, case.dim, EmbeddingLocation.HOST, ComputeDevice.CPU)] * case.tables,
+        optimizer=optimizer,
+        learning_rate=0.01,
+        eps=1e-8,
+        pooling_mode=PoolingMode.SUM if case.pooled else PoolingMode.NONE,
+        device=torch.device("cpu"),
+    )
+    for weights in module.split_embedding_weights():
+        weights.data.uniform_(-0.01, 0.01)
+    return module
+
+
+def step(forward: Callable[[], Tensor], grads: dict[torch.Size, Tensor]) -> tuple[float, float]:
+    """Seconds of forward and of backward; the output is released after both."""
+    begin = clock()
+    out = forward()
+    middle = clock()
+    out.backward(grads[out.shape])
+    return middle - begin, clock() - middle
+
+
+def limits(case: Case, batches: list[Batch]) -> Callable[[int], tuple[float, float]]:
+    """The case's rows in one array, gathered, and gathered and scattered, by slot."""
+    rows = torch.zeros(case.tables * case.rows, case.dim)
+    rows.uniform_(-0.01, 0.01)
+    tables = torch.arange(case.tables).repeat_interleave(case.batch)
+    slots = []
+    for batch in batches:
+        lengths = batch.offsets.diff()
+        slots.append((batch.rows + (tables.repeat_interleave(lengths) * case.rows)).to(torch.int32))
+    unique = [s.unique()[torch.randperm(len(s.unique()))] for s in slots]
+    values = torch.zeros(max(map(len, slots)), case.dim)
+
+    def side(i: int) -> tuple[float, float]:
+        begin = clock()
+        limit.gather(rows, slots[i % BATCHES], values)
+        middle = clock()
+        limit.scatter(rows, unique[i % BATCHES], values)
+        return middle - begin, clock() - middle
+
+    return side
+
+
+def run(name: str, optimizer: str, steps: int) -> None:
+    """Measures one case and prints its row."""
+    case = CASES[name]
+    generator = torch.Generator().manual_seed(0)
+    batches = make_batches(case, generator)
+    ours, theirs = OPTIMIZERS[optimizer]
+    _tables, kernel = recstore(case, batches, ours)
+    reference = fbgemm(case, theirs)
+    shapes = [torch.Size((case.batch, case.tables * case.dim)), *(torch.Size((len(b.ids), case.dim)) for b in batches)]
+    grads = {shape: torch.randn(shape, generator=generator) * 0.01 for shape in shapes}
+
+    def ours_step(i: int) -> tuple[float, float]:
+        b = batches[i % BATCHES]
+        return step(lambda: kernel(b.ids, b.offsets, b.weights, train=True), grads)
+
+    def theirs_step(i: int) -> tuple[float, float]:
+        b = batches[i % BATCHES]
+        return step(lambda: reference(b.rows, b.offsets, b.weights), grads)
+
+    sides = {"recstore": ours_step, "fbgemm": theirs_step, "limit": limits(case, batches)}
+    timings = interleave(sides, steps, warm_up=BATCHES)
+    row: dict[str, object] = {"benchmark": "kernel", "case": name, "optimizer": optimizer, "ids": len(batches[0].ids)}
+    medians = {}
+    for side, values in timings.items():
+        forward, backward = [v[0] for v in values], [v[1] for v in values]
+        total = [v[0] + v[1] for v in values]
+        row[side] = {"forward_ms": spread(forward), "backward_ms": spread(backward), "total_ms": spread(total)}
+        medians[side] = [spread(forward)["median"], spread(total)["median"]]
+    row["forward_over_fbgemm"] = round(medians["fbgemm"][0] / medians["recstore"][0], 2)
+    row["total_over_fbgemm"] = round(medians["fbgemm"][1] / medians["recstore"][1], 2)
+    row["forward_over_limit"] = round(medians["recstore"][0] / medians["limit"][0], 2)
+    emit(row)
+
+
+def main() -> None:
+    """Runs the cases asked for."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--cases", default=",".join(CASES))
+    parser.add_argument("--optimizers", default="", help="by default the ones that each case names")
+    parser.add_argument("--steps", type=int, default=24)
+    arguments = parser.parse_args()
+    for name in arguments.cases.split(","):
+        for optimizer in arguments.optimizers.split(",") if arguments.optimizers else CASES[name].optimizers:
+            run(name, optimizer, arguments.steps)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,42 @@
+"""Builds and calls limit.cpp: gathering, and gathering and scattering, rows by known slots."""
+
+from __future__ import annotations
+
+import ctypes
+import subprocess
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+_SOURCE = Path(__file__).with_suffix(".cpp")
+_LIBRARY = _SOURCE.parent.parent / "build" / "limit.so"
+
+
+def _library() -> ctypes.CDLL:
+    if not _LIBRARY.exists() or _LIBRARY.stat().st_mtime < _SOURCE.stat().st_mtime:
+        _LIBRARY.parent.mkdir(exist_ok=True)
+        flags = ["-std=c++17", "-O3", "-march=native", "-shared", "-fPIC", "-pthread"]
+        subprocess.run(["g++", *flags, str(_SOURCE), "-o", str(_LIBRARY)], check=True)
+    return ctypes.CDLL(str(_LIBRARY))
+
+
+def _call(name: str, rows: Tensor, slots: Tensor, values: Tensor) -> None:
+    getattr(_library(), name)(
+        ctypes.c_void_p(rows.data_ptr()),
+        ctypes.c_void_p(slots.data_ptr()),
+        ctypes.c_int64(slots.numel()),
+        ctypes.c_int64(rows.shape[1]),
+        ctypes.c_void_p(values.data_ptr()),
+        ctypes.c_int(torch.get_num_threads()),
+    )
+
+
+def gather(rows: Tensor, slots: Tensor, out: Tensor) -> None:
+    """``out[i] = rows[slots[i]]``; slots (n,) int32, out (n, columns) float32."""
+    _call("gather", rows, slots, out)
+
+
+def scatter(rows: Tensor, slots: Tensor, grad: Tensor) -> None:
+    """``rows[slots[i]] -= grad[i]``; slots (n,) int32, grad (n, columns) float32."""
+    _call("scatter", rows, slots, grad)

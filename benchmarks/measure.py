@@ -1,0 +1,87 @@
+"""What the benchmarks share: conditions, interleaved timing, lanes, one JSON row a line.
+
+Lanes: ``shipped`` is the process as it is; ``kept`` lets malloc keep large blocks, so that outputs are not mapped
+afresh in every step and only the kernels are compared. A lane is an environment, so each runs in a process of its own.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+KEPT = {"MALLOC_MMAP_THRESHOLD_": str(2**32), "MALLOC_TRIM_THRESHOLD_": str(2**36), "MALLOC_TOP_PAD_": str(2**28)}
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def lane() -> str:
+    """The lane that this process runs in."""
+    return "kept" if "MALLOC_MMAP_THRESHOLD_" in os.environ else "shipped"
+
+
+def run_lanes(script: str, arguments: Sequence[str] = ()) -> list[dict[str, Any]]:
+    """Runs a benchmark in both lanes; returns its rows."""
+    rows = []
+    for environment in ({}, KEPT):
+        command = [sys.executable, script, *arguments]
+        run = subprocess.run(command, env={**os.environ, **environment}, stdout=subprocess.PIPE, text=True, check=True)
+        rows += [json.loads(line) for line in run.stdout.splitlines() if line.startswith("{")]
+    return rows
+
+
+def conditions() -> dict[str, Any]:
+    """Commit, processor, torch and threads, as every row states them."""
+    commit = subprocess.run(
+        ["git", "describe", "--always", "--dirty"], cwd=ROOT, capture_output=True, text=True, check=False
+    ).stdout.strip()
+    names = [line.split(":")[1].strip() for line in open("/proc/cpuinfo") if line.startswith("model name")]
+    return {
+        "commit": commit,
+        "cpu": f"{names[0] if names else platform.processor()} x{os.cpu_count()}",
+        "torch": torch.__version__,
+        "threads": torch.get_num_threads(),
+        "lane": lane(),
+    }
+
+
+def emit(row: dict[str, Any]) -> None:
+    """Prints one row with its conditions."""
+    print(json.dumps({**row, **conditions()}), flush=True)
+
+
+def interleave(
+    sides: dict[str, Callable[[int], tuple[float, ...]]], steps: int, warm_up: int
+) -> dict[str, list[tuple[float, ...]]]:
+    """Takes turns: step ``i`` of every side, then step ``i + 1``. A side returns its step's timings in seconds."""
+    timings: dict[str, list[tuple[float, ...]]] = {name: [] for name in sides}
+    for i in range(warm_up + steps):
+        for name, side in sides.items():
+            timing = side(i)
+            if i >= warm_up:
+                timings[name].append(timing)
+    return timings
+
+
+def spread(values: Sequence[float], scale: float = 1e3) -> dict[str, float]:
+    """Median and the 10th and 90th percentiles, in milliseconds unless scaled otherwise."""
+    ordered = sorted(values)
+    pick = [ordered[round(q * (len(ordered) - 1))] for q in (0.1, 0.9)]
+    return {
+        "median": round(statistics.median(ordered) * scale, 4),
+        "p10": round(pick[0] * scale, 4),
+        "p90": round(pick[1] * scale, 4),
+    }
+
+
+def clock() -> float:
+    """Seconds."""
+    return time.perf_counter()

@@ -1,0 +1,142 @@
+"""Synthetic click log in the Criteo format, with something in it to learn.
+
+Every feature draws its ids from an unbounded population: few ids are frequent, most are rare. The population drifts: as
+rows go by, new ids appear at the head and old ones fade. Each id has a hidden effect on the label, so a model must know
+the ids to predict it. Rows depend on the seed and their number alone; a stream may start anywhere.
+
+    python examples/dlrm/generator.py rows.tsv --rows 100000 --seed 0
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import typer
+from criteo_format import NUM_DENSE, NUM_IDS, Rows, transform_dense
+
+BLOCK_ROWS = 8192
+"""Rows of one random stream; a part of a block is cut from the whole block."""
+
+POPULATION = tuple(int(3 * 1.44**feature) for feature in range(NUM_IDS))
+"""Width of each feature's head, 3 to 27,000 ids; about half of the rows fall on an id within it."""
+DRIFT_ROWS = 200_000
+"""Rows in which a drifting head moves on by its own width."""
+TAIL = 1.2
+"""Exponent of the tail: an id at rank k is drawn with probability about ``k ** -(TAIL + 1)``."""
+EMPTY_IDS = (0.0,) * 20 + (0.03, 0.03, 0.12, 0.44, 0.44, 0.76)
+EMPTY_DENSE = 0.05
+ID_EFFECT = 0.3
+DENSE_EFFECT = 0.15
+BIAS = -2.0
+
+_UINT64 = np.uint64
+
+
+def _mix(values: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
+    """Bijective hash of 64-bit values, wrapping. Source: the finaliser of splitmix64 (Steele et al. 2014)."""
+    values = (values ^ (values >> _UINT64(30))) * _UINT64(0xBF58476D1CE4E5B9)
+    values = (values ^ (values >> _UINT64(27))) * _UINT64(0x94D049BB133111EB)
+    return values ^ (values >> _UINT64(31))
+
+
+def _unit(values: npt.NDArray[np.uint64]) -> npt.NDArray[np.float32]:
+    """Maps hashes to floats of mean 0 and variance 1, uniform."""
+    centred = (values >> _UINT64(40)).astype(np.float32) * np.float32(2**-23) - np.float32(1)
+    return centred * np.float32(3**0.5)
+
+
+class _Block(NamedTuple):
+    labels: npt.NDArray[np.int32]  # (n,)
+    dense: npt.NDArray[np.int64]  # (n, 13)
+    dense_empty: npt.NDArray[np.bool_]  # (n, 13), where dense is 0 for want of a value
+    ids: npt.NDArray[np.int64]  # (n, 26)
+
+
+class Generator:
+    """Rows of the synthetic log; the same interface as ``CriteoFile``.
+
+    Args:
+        num_rows: length of the log.
+        seed: another seed gives another log, with other ids.
+
+    Attributes:
+        num_rows: as given.
+        bad_rows: 0.
+    """
+
+    path = "generator"
+    bad_rows = 0
+
+    def __init__(self, num_rows: int, seed: int) -> None:
+        self.num_rows = num_rows
+        self.seed = seed
+        salts = np.arange(1, 2 * NUM_IDS + 1, dtype=np.uint64) + _UINT64(seed % 2**32) * _UINT64(1 << 20)
+        self._id_salts, self._effect_salts = _mix(salts)[:NUM_IDS], _mix(salts)[NUM_IDS:]
+        self._dense_weights = np.random.default_rng([seed, 1]).choice([-1, 1], NUM_DENSE).astype(np.float32)
+
+    def rows(self, start: int, stop: int) -> Iterator[Rows]:
+        """Yields rows ``[start, stop)``, block by block."""
+        for first, block in self._blocks(start, stop):
+            part = slice(max(start - first, 0), stop - first)
+            yield Rows(block.labels, transform_dense(block.dense), block.ids)[part]
+
+    def lines(self, start: int, stop: int) -> Iterator[bytes]:
+        """Yields rows ``[start, stop)`` as lines of a Criteo TSV, each with its newline."""
+        for first, (labels, dense, dense_empty, ids) in self._blocks(start, stop):
+            for row in range(max(start - first, 0), min(stop - first, BLOCK_ROWS)):
+                fields = [str(labels[row])]
+                fields += ["" if empty else str(x) for x, empty in zip(dense[row], dense_empty[row], strict=True)]
+                fields += [f"{x:016x}" if x else "" for x in ids[row].astype(np.uint64).tolist()]
+                yield "\t".join(fields).encode() + b"\n"
+
+    def _blocks(self, start: int, stop: int) -> Iterator[tuple[int, _Block]]:
+        for block in range(start // BLOCK_ROWS, -(-stop // BLOCK_ROWS) if start < stop else 0):
+            yield block * BLOCK_ROWS, self._block(block)
+
+    def _block(self, block: int) -> _Block:
+        random = np.random.default_rng([self.seed, 0, block])
+        logits = np.full(BLOCK_ROWS, BIAS, np.float32)
+        dense = np.exp(1.0 + 1.5 * random.standard_normal((BLOCK_ROWS, NUM_DENSE), np.float32)).astype(np.int64) - 2
+        dense_empty = random.random((BLOCK_ROWS, NUM_DENSE), np.float32) < EMPTY_DENSE
+        dense[dense_empty] = 0
+        logits += DENSE_EFFECT * ((transform_dense(dense) - np.float32(1.7)) @ self._dense_weights)
+        now = np.arange(block * BLOCK_ROWS, (block + 1) * BLOCK_ROWS, dtype=np.float64)
+        ids = np.empty((NUM_IDS, BLOCK_ROWS), np.uint64)
+        for feature in range(NUM_IDS):
+            ids[feature] = self._ids(feature, now, random)
+            logits += ID_EFFECT * _unit(_mix(ids[feature] ^ self._effect_salts[feature]))
+        labels = random.random(BLOCK_ROWS, np.float32) < 1 / (1 + np.exp(-logits))
+        return _Block(labels.astype(np.int32), dense, dense_empty, ids.view(np.int64).T)
+
+    def _ids(self, feature: int, now: npt.NDArray[np.float64], random: np.random.Generator) -> npt.NDArray[np.uint64]:
+        """Draws one id for each row: a heavy-tailed age, counted back from the newest member at that time."""
+        width = POPULATION[feature]
+        uniform = 1 - random.random(len(now))
+        age = np.minimum(width * (uniform ** (-1 / TAIL) - 1), 2.0**52)
+        # The narrow features stand still, like a country or a device type.
+        newest = now * (width / DRIFT_ROWS) if width > 100 else 0.0
+        member = np.floor(newest - age).astype(np.int64).view(np.uint64)
+        ids = _mix(member + self._id_salts[feature])
+        # 0 is how the format's empty field reads.
+        ids[random.random(len(now), np.float32) < EMPTY_IDS[feature]] = 0
+        return ids
+
+
+def main(
+    out: Annotated[Path, typer.Argument(help="File to write, a Criteo TSV.")],
+    rows: Annotated[int, typer.Option(min=1, help="Number of rows.")] = 100_000,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of everything in it.")] = 0,
+) -> None:
+    """Write a synthetic click log in the Criteo format."""
+    with out.open("wb") as file:
+        file.writelines(Generator(rows, seed).lines(0, rows))
+    print(f"{rows:,} rows written to {out}", file=sys.stderr)
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -1,0 +1,115 @@
+"""Train TorchRec's DLRM on the Criteo click log, or on synthetic rows like it.
+
+    python examples/dlrm/train.py                                        # synthetic rows, RecStore tables
+    python examples/dlrm/train.py --data train.txt --json result.json    # or train.txt.gz
+    python examples/dlrm/train.py --data train.txt --backend fused       # stock TorchRec tables, hashed ids
+    torchrun --nproc-per-node 2 examples/dlrm/train.py --sharding row_wise
+
+The log is split by time: 80 % to train on, 10 % to validate after each epoch, 10 % to test at the end.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+import warnings
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from criteo_format import DataError
+from settings import Backend, Optimizer, Settings, Sharding
+
+app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+
+DATA, MODEL, RUN = "Data", "Model", "Run"
+
+
+@app.command()
+def main(
+    data: Annotated[
+        Path | None,
+        typer.Option(help="Criteo TSV, plain or gzip. Without it: generated rows.", rich_help_panel=DATA),
+    ] = None,
+    limit_rows: Annotated[
+        int | None,
+        typer.Option(min=1, help="Only the first N rows (also of generated ones).", rich_help_panel=DATA),
+    ] = None,
+    skip_bad_rows: Annotated[
+        bool, typer.Option("--skip-bad-rows", help="Leave out bad lines and count them.", rich_help_panel=DATA)
+    ] = False,
+    backend: Annotated[
+        Backend, typer.Option(help="recstore: dynamic tables. fused: stock TorchRec.", rich_help_panel=MODEL)
+    ] = "recstore",
+    dim: Annotated[int, typer.Option(min=1, help="Width of the embeddings.", rich_help_panel=MODEL)] = 16,
+    num_embeddings: Annotated[
+        int, typer.Option(min=1, help="Rows of every fused table; ids are taken modulo it.", rich_help_panel=MODEL)
+    ] = 100_000,
+    optimizer: Annotated[
+        Optimizer, typer.Option(help="Optimizer of the embeddings.", rich_help_panel=MODEL)
+    ] = "rowwise_adagrad",
+    lr: Annotated[float, typer.Option(min=0.0, help="Learning rate of the embeddings.", rich_help_panel=MODEL)] = 0.01,
+    dense_lr: Annotated[
+        float, typer.Option(min=0.0, help="Learning rate of the dense layers (Adam).", rich_help_panel=MODEL)
+    ] = 0.001,
+    batch_size: Annotated[
+        int, typer.Option(min=1, help="Samples of a step, over all ranks.", rich_help_panel=RUN)
+    ] = 512,
+    epochs: Annotated[int, typer.Option(min=1, help="Passes over the training part.", rich_help_panel=RUN)] = 1,
+    seed: Annotated[int, typer.Option(min=0, help="Fixes weights, tables and generator.", rich_help_panel=RUN)] = 0,
+    sharding: Annotated[
+        Sharding, typer.Option(help="How every table lies on the ranks.", rich_help_panel=RUN)
+    ] = "table_wise",
+    json_out: Annotated[
+        Path | None, typer.Option("--json", metavar="OUT", help="Write the result as JSON.", rich_help_panel=RUN)
+    ] = None,
+    read_only: Annotated[
+        bool, typer.Option("--read-only", help="Run the reader alone and print its rate.", rich_help_panel=RUN)
+    ] = False,
+) -> None:
+    """Train TorchRec's DLRM on a Criteo click log, split by time, and report test AUC, logloss and speed."""
+    settings = Settings(
+        data=data,
+        limit_rows=limit_rows,
+        skip_bad_rows=skip_bad_rows,
+        backend=backend,
+        dim=dim,
+        num_embeddings=num_embeddings,
+        optimizer=optimizer,
+        lr=lr,
+        dense_lr=dense_lr,
+        batch_size=batch_size,
+        epochs=epochs,
+        seed=seed,
+        sharding=sharding,
+        json_out=json_out,
+    )
+    _quiet()
+    # Here and not above: TorchRec takes seconds to import, which --help need not wait for.
+    from trainer import read, train
+
+    try:
+        read(settings) if read_only else train(settings)
+    except (DataError, OSError) as error:
+        print(f"error: {error}", file=sys.stderr)
+        raise typer.Exit(2) from None
+
+
+def _quiet() -> None:
+    """TorchRec and torch announce much that no user of this command can act on; errors still show."""
+    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
+    warnings.filterwarnings("ignore")
+    logging.disable(logging.WARNING)
+
+
+if __name__ == "__main__":
+    status: str | int | None = 0
+    try:
+        app()
+    except SystemExit as end:
+        status = end.code
+    sys.stdout.flush()
+    sys.stderr.flush()
+    # gloo's threads abort in about one of ten orderly interpreter shutdowns, after all work is done.
+    os._exit(status if isinstance(status, int) else int(status is not None))

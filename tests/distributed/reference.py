@@ -1,0 +1,148 @@
+"""Unsharded training to compare sharded training with: TorchRec's own collection over the ids that occur."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import nn
+from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, KeyedJaggedTensor
+
+from torchrec_recstore.optim import SGD, Adagrad, Optimizer, RowWiseAdagrad
+from torchrec_recstore.options import TableOptions, default_initializer
+from torchrec_recstore.store import Table
+
+INT64 = torch.iinfo(torch.int64)
+
+
+@dataclass(frozen=True)
+class Case:
+    """One collection and how it is trained.
+
+    Args:
+        tables: the collection's tables.
+        stock: those on TorchRec's own kernels; their ids stay below ``num_embeddings``.
+        options: of RecStore tables, where not the default.
+    """
+
+    tables: list[EmbeddingBagConfig]
+    optimizer: Optimizer = field(default_factory=lambda: SGD(lr=0.1))
+    stock: frozenset[str] = frozenset()
+    options: Mapping[str, TableOptions] = field(default_factory=dict)
+    weighted: bool = False
+    steps: int = 5
+
+    def batch(self, step: int, rank: int, batch_size: int = 6) -> KeyedJaggedTensor:
+        """The batch of a rank: bags of 0 to 4 ids, duplicates among them, raw int64 for RecStore tables."""
+        generator = torch.Generator().manual_seed(1000 * step + rank)
+        keys, values, lengths = [], [], []
+        for table in self.tables:
+            pool = torch.arange(min(10, table.num_embeddings)) if table.name in self.stock else raw_ids(table)
+            for feature in table.feature_names:
+                if feature in keys:
+                    continue
+                bags = torch.randint(0, 5, (batch_size,), generator=generator)
+                keys.append(feature)
+                lengths.append(bags)
+                values.append(pool[torch.randint(0, len(pool), (int(bags.sum()),), generator=generator)])
+        ids = torch.cat(values)
+        weights = torch.rand(len(ids), generator=generator) + 0.5 if self.weighted else None
+        return KeyedJaggedTensor.from_lengths_sync(keys, ids, torch.cat(lengths), weights)
+
+
+def raw_ids(table: EmbeddingBagConfig) -> torch.Tensor:
+    """Ids of every kind: the extremes, both sides of ``num_embeddings``, and many with no order to them."""
+    n = table.num_embeddings
+    edges = [-1, 0, 1, INT64.max, INT64.min, INT64.max - 1, INT64.min + 1, n - 1, n, n + 1, -n, n // 2]
+    some = torch.randint(INT64.min, INT64.max, (30,), generator=torch.Generator().manual_seed(7))
+    return torch.cat([torch.tensor(edges), some])
+
+
+class Unsharded:
+    """The same training without shards: all ranks' batches, gradients averaged over ranks as TorchRec averages them."""
+
+    def __init__(self, case: Case, world_size: int) -> None:
+        self.case, self.world_size = case, world_size
+        self.vocabulary = {table.name: self._vocabulary(table) for table in case.tables}
+        self.ebc = EmbeddingBagCollection(
+            tables=[replace(t, num_embeddings=len(self.vocabulary[t.name])) for t in self._separate_features()],
+            is_weighted=case.weighted,
+        )
+        for table in case.tables:
+            if table.name not in case.stock:
+                self.weights(table.name).data.copy_(self._initial_rows(table))
+        self._steps = {name: _step(case.optimizer, self.weights(name)) for name in self.vocabulary}
+
+    def weights(self, table_name: str) -> nn.Parameter:
+        """(len(vocabulary), dim)."""
+        return self.ebc.embedding_bags[table_name].weight
+
+    def forward(self, batch: KeyedJaggedTensor) -> dict[str, torch.Tensor]:
+        """Pooled rows by the key that TorchRec's sharded module gives them."""
+        ids, lengths, keys, weights = [], [], [], []
+        for table in self.case.tables:
+            for feature in table.feature_names:
+                jagged = batch[feature]
+                keys.append(f"{feature}@{table.name}")
+                ids.append(torch.searchsorted(self.vocabulary[table.name], jagged.values()))
+                lengths.append(jagged.lengths())
+                if self.case.weighted:
+                    weights.append(jagged.weights())
+        kjt = KeyedJaggedTensor.from_lengths_sync(
+            keys, torch.cat(ids), torch.cat(lengths), torch.cat(weights) if weights else None
+        )
+        return {self._sharded_key(key): value for key, value in self.ebc(kjt).to_dict().items()}
+
+    def train_step(self, step: int) -> list[dict[str, torch.Tensor]]:
+        """One step over all ranks' batches; the forwards by rank."""
+        outputs = [self.forward(self.case.batch(step, rank)) for rank in range(self.world_size)]
+        (sum(loss(output) for output in outputs) / self.world_size).backward()
+        for update in self._steps.values():
+            update()
+        self.ebc.zero_grad()
+        return [{key: value.detach() for key, value in output.items()} for output in outputs]
+
+    def _vocabulary(self, table: EmbeddingBagConfig) -> torch.Tensor:
+        batches = [self.case.batch(s, r) for s in range(self.case.steps) for r in range(self.world_size)]
+        if table.name in self.case.stock:
+            return torch.arange(table.num_embeddings)
+        return torch.cat([batch[f].values() for batch in batches for f in table.feature_names]).unique()
+
+    def _initial_rows(self, table: EmbeddingBagConfig) -> torch.Tensor:
+        options = self.case.options.get(table.name, TableOptions())
+        initializer = default_initializer(options, table.num_embeddings)
+        options = replace(options, initializer=initializer, missing="init")
+        with Table(table.embedding_dim, options=options, name=table.name) as bare:
+            return bare.lookup(self.vocabulary[table.name]).clone()
+
+    def _separate_features(self) -> list[EmbeddingBagConfig]:
+        return [replace(t, feature_names=[f"{f}@{t.name}" for f in t.feature_names]) for t in self.case.tables]
+
+    def _sharded_key(self, key: str) -> str:
+        feature = key.split("@")[0]
+        shared = sum(feature in table.feature_names for table in self.case.tables) > 1
+        return key if shared else feature
+
+
+def loss(outputs: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    """A loss whose gradients depend on the rows."""
+    total = torch.zeros(())
+    for key in sorted(outputs):
+        total = total + ((outputs[key] + 0.3) ** 2).sum()
+    return total
+
+
+def _step(optimizer: Optimizer, weights: nn.Parameter) -> object:
+    if isinstance(optimizer, SGD):
+        return torch.optim.SGD([weights], lr=optimizer.lr).step
+    if isinstance(optimizer, Adagrad):
+        return torch.optim.Adagrad([weights], lr=optimizer.lr, eps=optimizer.eps).step
+    state = torch.zeros(len(weights), 1)
+
+    def step() -> None:
+        assert isinstance(optimizer, RowWiseAdagrad)
+        state.add_((weights.grad**2).mean(1, keepdim=True))
+        weights.data.sub_(optimizer.lr * weights.grad / (state.sqrt() + optimizer.eps))
+
+    return step

@@ -1,0 +1,79 @@
+"""A model with dense layers under TorchRec's pipeline trains as in a plain loop."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import pytest
+import torch
+from torch import nn
+from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, KeyedJaggedTensor
+from torchrec.distributed import DistributedModelParallel, TrainPipelineSparseDist
+from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper
+from torchrec.optim.optimizers import in_backward_optimizer_filter
+
+from torchrec_recstore.optim import RowWiseAdagrad
+from torchrec_recstore.sharders import RecStoreSharder, table_stats
+
+from .reference import Case
+from .workers import run_on_ranks
+
+TABLES = [
+    EmbeddingBagConfig(name="a", num_embeddings=2**40, embedding_dim=8, feature_names=["f0", "f1"]),
+    EmbeddingBagConfig(name="b", num_embeddings=10, embedding_dim=4, feature_names=["f2"]),
+]
+CASE = Case(TABLES, RowWiseAdagrad(lr=0.05))
+STEPS = 6
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.ebc = EmbeddingBagCollection(tables=TABLES, device=torch.device("meta"))
+        self.over = nn.Linear(20, 1)
+
+    def forward(self, batch: KeyedJaggedTensor) -> tuple[torch.Tensor, torch.Tensor]:
+        pooled = self.ebc(batch)
+        out = self.over(torch.cat([pooled["f0"], pooled["f1"], pooled["f2"]], dim=1))
+        loss = ((out - 1) ** 2).mean()
+        return loss, loss.detach()
+
+
+def build() -> tuple[DistributedModelParallel, CombinedOptimizer]:
+    torch.manual_seed(0)
+    model = DistributedModelParallel(Model(), sharders=[RecStoreSharder(fused_params={"learning_rate": 0.05})])
+    dense = dict(in_backward_optimizer_filter(model.named_parameters()))
+    assert sorted(dense) == ["over.bias", "over.weight"]
+    wrapped = KeyedOptimizerWrapper(dense, partial(torch.optim.SGD, lr=0.1))
+    return model, CombinedOptimizer([model.fused_optimizer, ("dense", wrapped)])
+
+
+def pipeline_equals_loop(rank: int, world_size: int) -> None:
+    looped, optimizer = build()
+    losses = []
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        loss, _ = looped(CASE.batch(step, rank))
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.detach())
+
+    piped, optimizer = build()
+    pipeline = TrainPipelineSparseDist(piped, optimizer, torch.device("cpu"), execute_all_batches=True)
+    batches = iter([CASE.batch(step, rank) for step in range(STEPS)])
+    assert torch.equal(torch.stack([pipeline.progress(batches) for _ in range(STEPS)]), torch.stack(losses))
+
+    assert losses[-1] < losses[0]
+    for one, other in zip(looped.module.ebc.recstore_tables(), piped.module.ebc.recstore_tables(), strict=True):
+        assert torch.equal(one.ids(), other.ids())
+        assert torch.equal(one.lookup(one.ids()), other.lookup(one.ids()))
+    assert table_stats(looped) == table_stats(piped)
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_one_rank() -> None:
+    pipeline_equals_loop(0, 1)
+
+
+def test_two_ranks() -> None:
+    run_on_ranks(2, pipeline_equals_loop)

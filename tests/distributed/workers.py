@@ -1,0 +1,43 @@
+"""Several ranks for a test: spawn, a gloo group, and a way out that gloo's teardown cannot spoil."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+
+def run_on_ranks(world_size: int, function: Callable[[int, int], None]) -> None:
+    """Run ``function(rank, world_size)`` on every rank; fails if it raises on any.
+
+    Args:
+        function: at module level, so that it can be sent to other processes.
+    """
+    with tempfile.TemporaryDirectory() as directory:
+        try:
+            mp.spawn(_worker, (world_size, directory, function), world_size)
+        except mp.ProcessExitedException as error:
+            reports = "\n".join(path.read_text() for path in sorted(Path(directory).glob("rank_*")))
+            pytest.fail(reports or str(error), pytrace=False)
+
+
+def _worker(rank: int, world_size: int, directory: str, function: Callable[[int, int], None]) -> None:
+    torch.set_num_threads(1)
+    os.environ.update(LOCAL_WORLD_SIZE=str(world_size), LOCAL_RANK=str(rank))
+    dist.init_process_group("gloo", init_method=f"file://{directory}/rendezvous", rank=rank, world_size=world_size)
+    status = 0
+    try:
+        function(rank, world_size)
+        dist.barrier()
+        dist.destroy_process_group()
+    except BaseException:
+        Path(directory, f"rank_{rank}").write_text(f"rank {rank}:\n{traceback.format_exc()}")
+        status = 1
+    os._exit(status)  # gloo's own teardown aborts in some runs after all work is done, in stock TorchRec too

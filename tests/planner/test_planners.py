@@ -1,0 +1,182 @@
+from __future__ import annotations
+
+import pickle
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, EmbeddingCollection, EmbeddingConfig
+from torchrec.distributed.embedding import EmbeddingCollectionSharder
+from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
+from torchrec.distributed.planner import EmbeddingShardingPlanner, Topology
+from torchrec.distributed.planner.types import ParameterConstraints, PlannerError, PlannerErrorType
+from torchrec.distributed.types import ParameterSharding, ShardingPlan
+
+from torchrec_recstore.options import TableOptions
+from torchrec_recstore.planner import RecStoreConstraints, RecStorePlanner
+from torchrec_recstore.sharders import RecStoreParameterSharding, RecStoreSharder
+
+GiB = 2**30
+
+
+def collection(**rows: int) -> EmbeddingBagCollection:
+    return EmbeddingBagCollection(
+        tables=[
+            EmbeddingBagConfig(name=name, num_embeddings=n, embedding_dim=64, feature_names=[f"f_{name}"])
+            for name, n in rows.items()
+        ],
+        device=torch.device("meta"),
+    )
+
+
+def planner(world_size: int = 2, constraints: dict[str, Any] | None = None, **topology: Any) -> RecStorePlanner:
+    shape = {"world_size": world_size, "local_world_size": world_size, "compute_device": "cpu", **topology}
+    return RecStorePlanner(topology=Topology(**shape), constraints=constraints, debug=False)
+
+
+def planned(plan: ShardingPlan, path: str = "") -> dict[str, ParameterSharding]:
+    return dict(plan.get_plan_for_module(path))
+
+
+def test_tables_without_constraints_are_in_recstore_with_default_options() -> None:
+    plan = planned(planner().plan(collection(a=1000, b=2**40), [RecStoreSharder()]))
+    for sharding in plan.values():
+        assert isinstance(sharding, RecStoreParameterSharding)
+        assert sharding.compute_kernel == "customized_kernel"
+        assert sharding.options == TableOptions()
+
+
+@pytest.mark.parametrize("sharding_type", ["table_wise", "row_wise", "column_wise"])
+def test_shards_have_the_declared_shape(sharding_type: str) -> None:
+    constraints = {"a": RecStoreConstraints(sharding_types=[sharding_type], min_partition=32)}
+    sharding = planned(planner(4, constraints).plan(collection(a=2**40), [RecStoreSharder()]))["a"]
+    assert sharding.sharding_type == sharding_type
+    sizes = [shard.shard_sizes for shard in sharding.sharding_spec.shards]
+    assert {
+        "table_wise": [[2**40, 64]],
+        "row_wise": [[2**38, 64]] * 4,
+        "column_wise": [[2**40, 32]] * 2,
+    }[sharding_type] == sizes
+
+
+def test_options_travel_in_the_plan_and_stock_tables_stay_stock() -> None:
+    options = TableOptions(seed=7, expected_rows=123)
+    constraints = {
+        "a": RecStoreConstraints(options=options),
+        "fused": ParameterConstraints(compute_kernels=["fused"]),
+        "replicated": ParameterConstraints(sharding_types=["data_parallel"]),
+        "also_replicated": ParameterConstraints(sharding_types=["data_parallel"], compute_kernels=["dense"]),
+        "options_without_effect": RecStoreConstraints(compute_kernels=["fused"], options=options),
+        "plain": ParameterConstraints(sharding_types=["row_wise"]),
+        "named": ParameterConstraints(compute_kernels=["customized_kernel"]),
+    }
+    ebc = collection(**dict.fromkeys(constraints, 100))
+    plan = pickle.loads(pickle.dumps(planner(2, constraints).plan(ebc, [RecStoreSharder()])))
+    shardings = planned(plan)
+    assert {name: s.compute_kernel for name, s in shardings.items()} == {
+        "a": "customized_kernel",
+        "fused": "fused",
+        "replicated": "dense",
+        "also_replicated": "dense",
+        "options_without_effect": "fused",
+        "plain": "customized_kernel",
+        "named": "customized_kernel",
+    }
+    assert shardings["a"].options == options
+    assert shardings["plain"].options == shardings["named"].options == TableOptions()
+    for name in ("fused", "replicated", "options_without_effect"):
+        assert type(shardings[name]) is ParameterSharding
+
+
+def test_stock_tables_are_never_row_wise_on_the_cpu() -> None:
+    constraints = {
+        "a": RecStoreConstraints(compute_kernels=["fused", "customized_kernel"], sharding_types=["row_wise"])
+    }
+    assert planned(planner(2, constraints).plan(collection(a=100), [RecStoreSharder()]))["a"].compute_kernel == (
+        "customized_kernel"
+    )
+    constraints["a"].compute_kernels = ["fused"]
+    with pytest.raises(PlannerError, match=r"for a\..*|do not\s+shard row-wise") as error:
+        planner(2, constraints).plan(collection(a=100), [RecStoreSharder()])
+    assert error.value.error_type == PlannerErrorType.STRICT_CONSTRAINTS
+
+
+def test_recstore_is_never_data_parallel() -> None:
+    constraints = {"a": RecStoreConstraints(sharding_types=["data_parallel"])}
+    with pytest.raises(PlannerError, match="only they are data-parallel"):
+        planner(2, constraints).plan(collection(a=100), [RecStoreSharder()])
+
+
+def test_between_kernels_the_planner_takes_the_one_that_fits() -> None:
+    constraints = {"a": RecStoreConstraints(compute_kernels=["fused", "customized_kernel"])}
+    big = planned(planner(2, constraints).plan(collection(a=2**40), [RecStoreSharder()]))["a"]
+    assert isinstance(big, RecStoreParameterSharding)
+
+
+def test_unknown_tables_are_named() -> None:
+    constraints = {"a": RecStoreConstraints(), "a_typo": RecStoreConstraints(), "b_typo": ParameterConstraints()}
+    with pytest.raises(PlannerError, match=r"'a_typo', 'b_typo'.*'a', 'b'") as error:
+        planner(2, constraints).plan(collection(a=10, b=10), [RecStoreSharder()])
+    assert error.value.error_type == PlannerErrorType.INPUT_VALIDATION
+
+
+def test_a_plan_that_does_not_fit_fails() -> None:
+    constraints = {"a": RecStoreConstraints(options=TableOptions(expected_rows=10**9))}
+    with pytest.raises(PlannerError, match="insufficient storage") as error:
+        planner(2, constraints, ddr_cap=GiB).plan(collection(a=2**40), [RecStoreSharder()])
+    assert error.value.error_type == PlannerErrorType.INSUFFICIENT_STORAGE
+
+
+def test_memory_decides_between_table_wise_and_row_wise() -> None:
+    # 4M rows of 256 + 44 bytes: 1.1 GiB on one rank, half of it on each of two.
+    constraints = {"a": RecStoreConstraints(options=TableOptions(expected_rows=4 * 2**20))}
+    sharding = planned(planner(2, constraints, ddr_cap=GiB).plan(collection(a=2**40), [RecStoreSharder()]))["a"]
+    assert sharding.sharding_type in ("row_wise", "column_wise")
+
+
+def test_the_stock_planner_plans_recstore_tables_by_their_resident_rows() -> None:
+    ebc = collection(a=2**40, b=100)
+    stock = EmbeddingShardingPlanner(topology=Topology(world_size=2, compute_device="cpu"), debug=False)
+    plan = planned(stock.plan(ebc, [RecStoreSharder()]))
+    assert {sharding.compute_kernel for sharding in plan.values()} == {"customized_kernel"}
+    assert sum(shard.shard_sizes[0] for shard in plan["a"].sharding_spec.shards) in (2**40, 2**41)
+    with pytest.raises(PlannerError):
+        stock.plan(ebc, [EmbeddingBagCollectionSharder()])
+
+
+def test_other_sharders_are_left_alone() -> None:
+    class Both(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.bags = collection(a=2**40)
+            self.sequences = EmbeddingCollection(
+                tables=[EmbeddingConfig(name="s", num_embeddings=10, embedding_dim=8, feature_names=["f_s"])],
+                device=torch.device("meta"),
+            )
+
+    plan = planner(2, {"a": RecStoreConstraints()}).plan(Both(), [RecStoreSharder(), EmbeddingCollectionSharder()])
+    assert planned(plan, "bags")["a"].compute_kernel == "customized_kernel"
+    assert planned(plan, "sequences")["s"].compute_kernel in ("fused", "dense")
+
+
+def test_planning_twice_gives_the_same_plan() -> None:
+    twice, ebc, sharders = planner(2), collection(a=1000, b=1000), [RecStoreSharder()]
+    assert planned(twice.plan(ebc, sharders)) == planned(twice.plan(ebc, sharders))
+
+
+def test_a_model_without_tables_has_an_empty_plan() -> None:
+    assert planner(2).plan(nn.Linear(2, 2), [RecStoreSharder()]).plan == {}
+
+
+def test_constraints_hash_by_value_and_check_their_options() -> None:
+    assert hash(RecStoreConstraints()) == hash(RecStoreConstraints())
+    assert hash(RecStoreConstraints()) != hash(RecStoreConstraints(options=TableOptions(seed=1)))
+    assert RecStoreConstraints().compute_kernels == ["customized_kernel"]
+    with pytest.raises(TypeError, match="dict"):
+        RecStoreConstraints(options={"seed": 1})  # type: ignore[arg-type]
+    contexts = [planner(2, {"a": RecStoreConstraints(options=TableOptions(seed=seed))}) for seed in (1, 1, 2)]
+    for context in contexts:
+        context.plan(collection(a=10), [RecStoreSharder()])
+    one, same, other = (context.hash_planner_context_inputs_str() for context in contexts)
+    assert one == same != other

@@ -1,0 +1,243 @@
+from __future__ import annotations
+
+import gc
+import weakref
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torchrec import KeyedJaggedTensor, PoolingType
+from torchrec.distributed import DistributedModelParallel
+from torchrec.distributed.planner.types import ParameterConstraints
+from torchrec.distributed.sharding_plan import construct_module_sharding_plan, row_wise, table_wise
+from torchrec.distributed.types import ShardingPlan
+from torchrec.modules.embedding_configs import DataType
+
+from torchrec_recstore.options import ConstantInit, TableOptions, UniformInit
+from torchrec_recstore.planner import RecStoreConstraints
+from torchrec_recstore.sharders import RecStoreSharder, table_stats
+
+from .models import bag, batch, collection, sharded, tables
+
+pytestmark = pytest.mark.usefixtures("one_rank")
+
+INT64 = torch.iinfo(torch.int64)
+
+
+@pytest.mark.parametrize("sharding_type", ["table_wise", "row_wise", "column_wise"])
+def test_training_makes_rows_and_evaluation_changes_nothing(sharding_type: str) -> None:
+    model = sharded(collection(bag(dim=8, rows=2**40)), sharding_type=sharding_type)
+    raw = [[1, -1], [INT64.max, INT64.min, 1]]
+    pooled = model(batch(f=raw)).values()
+    pooled.sum().backward()
+    stats = table_stats(model)["t"]
+    assert (stats.rows, stats.inserts, stats.misses, stats.steps) == (4, 4, 4, 1)
+    assert stats.bytes > 0
+    assert sorted(tables(model)["t"].ids().tolist()) == [INT64.min, -1, 1, INT64.max]
+
+    model.eval()
+    rows = tables(model)["t"].lookup(torch.tensor([1, INT64.min]))
+    out = model(batch(f=[[1, 77], [78]])).values()
+    assert not out.requires_grad
+    if sharding_type != "column_wise":
+        assert torch.equal(out[0], rows[0])
+    assert torch.equal(out[1], torch.zeros(8))
+    assert table_stats(model)["t"] == stats
+
+    model.train()
+    with torch.no_grad():
+        model(batch(f=[[79], []])).values()
+    assert table_stats(model)["t"].rows == 4
+    model(batch(f=[[79], []])).values().sum().backward()
+    assert table_stats(model)["t"].rows == 5
+
+
+def test_one_step_a_forward_however_many_features() -> None:
+    model = sharded(collection(bag("a", ["f", "g"]), bag("b", ["h"], dim=8)))
+    for step in range(3):
+        kjt = batch(f=[[step], [1]], g=[[1], [9]], h=[[], []])
+        model(kjt).values().sum().backward()
+    stats = table_stats(model)
+    assert (stats["a"].steps, stats["a"].rows) == (3, 4)
+    assert (stats["b"].steps, stats["b"].rows) == (3, 0)
+
+
+@pytest.mark.parametrize("pooling", [PoolingType.SUM, PoolingType.MEAN])
+@pytest.mark.parametrize("sharding_type", ["table_wise", "row_wise"])
+def test_pooling(pooling: PoolingType, sharding_type: str) -> None:
+    model = sharded(
+        collection(bag("a", ["f", "g"], pooling=pooling), bag("b", ["h"], dim=8, pooling=pooling)),
+        options={"a": TableOptions(initializer=ConstantInit(0.5))},
+        sharding_type=sharding_type,
+    )
+    out = model(batch(f=[[1, 2], []], g=[[3], [4, 4, 4]], h=[[], [7]])).to_dict()
+    scale = {"f": (1.0, 0.0), "g": (0.5, 1.5)} if pooling == PoolingType.SUM else {"f": (0.5, 0.0), "g": (0.5, 0.5)}
+    for key, (first, second) in scale.items():
+        torch.testing.assert_close(out[key], torch.tensor([[first] * 4, [second] * 4]))
+    assert out["h"].shape == (2, 8)
+    torch.testing.assert_close(out["h"][1], tables(model)["b"].lookup(torch.tensor([7]))[0])
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int16])
+@pytest.mark.parametrize("sharding_type", ["table_wise", "row_wise"])
+def test_narrow_ids_are_the_same_ids(dtype: torch.dtype, sharding_type: str) -> None:
+    ids = [[-1, 3], [30000, -30000]]
+    wide, narrow = (sharded(collection(bag(rows=10)), sharding_type=sharding_type) for _ in range(2))
+    expected, out = wide(batch(f=ids)).values(), narrow(batch(dtype=dtype, f=ids)).values()
+    assert torch.equal(out, expected)
+    out.sum().backward()
+    assert tables(narrow)["t"].ids().tolist() == [-30000, -1, 3, 30000]
+
+
+def test_ids_that_are_no_integers_are_refused() -> None:
+    with pytest.raises(TypeError, match="float32"):
+        sharded(collection(bag()))(batch(dtype=torch.float32, f=[[1]]))
+
+
+def test_initial_rows_come_from_options_then_config_then_default() -> None:
+    options = {"options": TableOptions(initializer=ConstantInit(3.0))}
+    model = sharded(
+        collection(
+            bag("options", ["f"], weight_init_min=1.0, weight_init_max=2.0),
+            bag("config", ["g"], weight_init_min=1.0, weight_init_max=2.0),
+            bag("one_bound", ["h"], weight_init_max=0.5, rows=100),
+            bag("hint", ["i"], rows=2**40, dim=64),
+        ),
+        options=options,
+    )
+    resolved = {name: table.options.initializer for name, table in tables(model).items()}
+    assert resolved == {
+        "options": ConstantInit(3.0),
+        "config": UniformInit(1.0, 2.0),
+        "one_bound": UniformInit(-0.1, 0.5),
+        "hint": UniformInit(-(2.0**-10), 2.0**-10),
+    }
+    rows = model(batch(f=[[1]], g=[[1]], h=[[1]], i=[[1]])).to_dict()
+    assert torch.equal(rows["f"], torch.full((1, 4), 3.0))
+    assert (rows["g"] >= 1).all()
+    assert rows["i"].std() > 2.0**-12
+
+
+def test_missing_ids_read_as_the_tables_options_say() -> None:
+    options = {"a": TableOptions(missing="init"), "b": TableOptions(missing="zeros")}
+    model = sharded(collection(bag("a", ["f"]), bag("b", ["g"])), options=options).eval()
+    out = model(batch(f=[[5]], g=[[5]])).to_dict()
+    assert out["f"].abs().sum() > 0
+    assert out["g"].abs().sum() == 0
+    assert [group.table_names() for group in model.module._lookups[0].grouped_configs] == [["a", "b"]]
+
+
+def test_without_a_plan_every_table_is_in_recstore() -> None:
+    model = DistributedModelParallel(
+        nn.Sequential(collection(bag("a", ["f"], rows=2**40), bag("b", ["g"]))), sharders=[RecStoreSharder()]
+    )
+    assert set(table_stats(model)) == {"a", "b"}
+    assert {s.compute_kernel for s in model.plan.get_plan_for_module("0").values()} == {"customized_kernel"}
+
+
+def test_the_unsharded_module_may_lie_on_the_cpu() -> None:
+    model = DistributedModelParallel(collection(bag(rows=100), device="cpu"), sharders=[RecStoreSharder()])
+    model(batch(f=[[1000]])).values().sum().backward()
+    assert tables(model)["t"].ids().tolist() == [1000]
+
+
+def test_weights_of_an_unweighted_collection_are_ignored() -> None:
+    model = sharded(collection(bag()), options={"t": TableOptions(initializer=ConstantInit(1.0))})
+    kjt = KeyedJaggedTensor.from_lengths_sync(["f"], torch.tensor([1, 2]), torch.tensor([2]), torch.tensor([0.5, 0.25]))
+    assert torch.equal(model(kjt).values(), torch.full((1, 4), 2.0))
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        ({"data_type": DataType.FP16}, "'t'.*data_type.*FP16"),
+        ({"init_fn": partial(nn.init.normal_, std=0.1)}, "'t'.*init_fn"),
+        ({"use_virtual_table": True}, "'t'.*use_virtual_table"),
+        ({"weight_init_min": 2.0, "weight_init_max": 1.0}, "low"),
+    ],
+)
+def test_what_a_table_cannot_be_fails_when_sharding(more: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        sharded(collection(bag(**more)))
+
+
+def test_unsupported_sharding_types_in_a_plan_are_refused() -> None:
+    model = sharded(collection(bag()))
+    plan = model.plan
+    plan.get_plan_for_module("")["t"].sharding_type = "data_parallel"
+    with pytest.raises(ValueError, match=r"'t'.*data_parallel.*table_wise"):
+        DistributedModelParallel(collection(bag()), plan=plan, sharders=[RecStoreSharder()])
+
+
+def test_plans_written_by_hand() -> None:
+    ebc = collection(bag("a", ["f"]), bag("b", ["g"]), bag("c", ["h"], rows=10))
+    generators = {
+        "a": row_wise(compute_kernel="customized_kernel"),
+        "b": table_wise(rank=0, compute_kernel="customized_kernel"),
+        "c": table_wise(rank=0, compute_kernel="fused"),
+    }
+    offer = RecStoreSharder().with_stock_kernels()
+    plan = construct_module_sharding_plan(ebc, generators, sharder=offer, world_size=1, local_size=1, device_type="cpu")
+    model = DistributedModelParallel(ebc, plan=ShardingPlan({"": plan}), sharders=[RecStoreSharder()])
+    model(batch(f=[[-5]], g=[[-6]], h=[[1]])).values().sum().backward()
+    assert {name: table.ids().tolist() for name, table in tables(model).items()} == {"a": [-5], "b": [-6]}
+
+
+def test_a_feature_cannot_be_averaged_by_two_ways_of_sharding() -> None:
+    mean = {"pooling": PoolingType.MEAN}
+    constraints = {
+        "a": RecStoreConstraints(sharding_types=["row_wise"]),
+        "b": RecStoreConstraints(sharding_types=["table_wise"]),
+    }
+    with pytest.raises(ValueError, match=r"'b'.*\['f'\]"):
+        sharded(collection(bag("a", ["f"], **mean), bag("b", ["f", "g"], **mean)), constraints=constraints)
+
+
+def test_variable_batch_size_is_refused() -> None:
+    model = sharded(collection(bag("a", ["f"]), bag("b", ["g"])))
+    kjt = KeyedJaggedTensor(
+        keys=["f", "g"],
+        values=torch.tensor([1, 2, 3]),
+        lengths=torch.tensor([1, 1, 1]),
+        stride_per_key_per_rank=[[2], [1]],
+        inverse_indices=(["f", "g"], torch.tensor([[0, 1], [0, 0]])),
+    )
+    with pytest.raises(NotImplementedError, match="variable batch size"):
+        model(kjt)
+
+
+def test_resharding_in_place_is_refused_before_rows_are_lost() -> None:
+    model = sharded(collection(bag()))
+    plan = model.plan.get_plan_for_module("")
+    with pytest.raises(NotImplementedError, match="'t'"):
+        RecStoreSharder().reshard(model.module, dict(plan), model._env)
+
+
+def test_stock_tables_alone_under_the_sharder() -> None:
+    stock = ParameterConstraints(sharding_types=["table_wise"], compute_kernels=["fused"])
+    model = sharded(collection(bag(rows=10)), constraints={"t": stock})
+    model(batch(f=[[1, 9]])).values().sum().backward()
+    assert table_stats(model) == {}
+    assert model.module.embedding_bags["t"].weight.shape == (10, 4)
+
+
+def test_two_collections_with_a_table_of_the_same_name_have_no_common_statistics() -> None:
+    class Two(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = collection(bag()), collection(bag())
+
+    model = DistributedModelParallel(Two(), sharders=[RecStoreSharder()])
+    with pytest.raises(ValueError, match="'t'"):
+        table_stats(model)
+    assert table_stats(model.module.a)["t"].rows == 0
+
+
+def test_rows_are_freed_with_the_model() -> None:
+    model = sharded(collection(bag()))
+    table = weakref.ref(tables(model)["t"])
+    del model
+    gc.collect()
+    assert table() is None

@@ -1,0 +1,110 @@
+from __future__ import annotations
+
+import copy
+import pickle
+from typing import Any
+
+import pytest
+import torch
+from fbgemm_gpu.split_embedding_configs import EmbOptimType, SparseType
+from fbgemm_gpu.split_table_batched_embeddings_ops_training import WeightDecayMode
+from torchrec.distributed.embedding_types import OptimType
+from torchrec.distributed.types import BoundsCheckMode, CacheAlgorithm
+
+from torchrec_recstore.optim import SGD, Adagrad, Optimizer, RowWiseAdagrad
+from torchrec_recstore.options import TableOptions
+from torchrec_recstore.sharders import RecStoreParameterSharding
+from torchrec_recstore.sharders.fused_params import (
+    OPTIONS_KEY,
+    CarriedOptions,
+    optimizer_from_fused_params,
+    table_options,
+)
+
+
+@pytest.mark.parametrize(
+    ("fused_params", "expected"),
+    [
+        (None, SGD(lr=0.01)),
+        ({}, SGD(lr=0.01)),
+        ({"learning_rate": 0.5}, SGD(lr=0.5)),
+        ({"lr": 0.5}, SGD(lr=0.5)),
+        ({"optimizer": EmbOptimType.SGD, "weight_decay": 0.1}, SGD(lr=0.01, weight_decay=0.1)),
+        ({"optimizer": OptimType.SGD, "eps": 0.5}, SGD(lr=0.01)),
+        ({"optimizer": EmbOptimType.EXACT_ADAGRAD, "learning_rate": 0.2}, Adagrad(lr=0.2, eps=1e-8)),
+        ({"optimizer": OptimType.ADAGRAD, "eps": 1e-3}, Adagrad(lr=0.01, eps=1e-3)),
+        ({"optimizer": EmbOptimType.EXACT_ROWWISE_ADAGRAD, "eps": 1e-3}, RowWiseAdagrad(lr=0.01, eps=1e-3)),
+        ({"optimizer": EmbOptimType.ROWWISE_ADAGRAD}, RowWiseAdagrad()),
+        (
+            {"optimizer": OptimType.ROWWISE_ADAGRAD, "weight_decay": 0.1, "weight_decay_mode": WeightDecayMode.L2},
+            RowWiseAdagrad(weight_decay=0.1),
+        ),
+    ],
+)
+def test_optimizer(fused_params: dict[str, Any] | None, expected: Optimizer) -> None:
+    assert optimizer_from_fused_params(fused_params, ["t"]) == expected
+
+
+@pytest.mark.parametrize(
+    ("fused_params", "named"),
+    [
+        ({"optimizer": EmbOptimType.ADAM}, "adam"),
+        ({"optimizer": EmbOptimType.LARS_SGD}, "lars_sgd"),
+        ({"optimizer": "sgd"}, "sgd"),
+        ({"learning_rte": 0.1}, "learning_rte"),
+        ({"momentum": 0.9}, "momentum"),
+        ({"nesterov": True}, "nesterov"),
+        ({"gradient_clipping": True}, "gradient_clipping"),
+        ({"max_norm": 1.0}, "max_norm"),
+        ({"output_dtype": SparseType.FP16}, "output_dtype"),
+        ({"weights_precision": SparseType.FP16}, "weights_precision"),
+        ({"optimizer_state_dtypes": {"momentum1": SparseType.FP16}}, "optimizer_state_dtypes"),
+        ({"weight_decay_mode": WeightDecayMode.DECOUPLE}, "weight_decay_mode"),
+        ({"learning_rate": -1.0}, "lr"),
+        ({"learning_rate": float("nan")}, "lr"),
+    ],
+)
+def test_refusals_name_the_key_and_the_tables(fused_params: dict[str, Any], named: str) -> None:
+    with pytest.raises(ValueError, match=named) as error:
+        optimizer_from_fused_params(fused_params, ["t_user", "t_item"])
+    assert "'t_user', 't_item'" in str(error.value)
+
+
+def test_keys_that_cannot_change_the_numbers_are_passed_by() -> None:
+    harmless = {
+        "cache_algorithm": CacheAlgorithm.LFU,
+        "cache_load_factor": 0.1,
+        "cache_precision": SparseType.FP16,
+        "prefetch_pipeline": True,
+        "enforce_hbm": True,
+        "stochastic_rounding": True,
+        "bounds_check_mode": BoundsCheckMode.FATAL,
+        "output_dtype": SparseType.FP32,
+        "weights_precision": SparseType.FP32,
+        "gradient_clipping": False,
+        "max_gradient": 1.0,
+        "momentum": 0.0,
+        "beta1": 0.9,
+        "optimizer_state_dtypes": {},
+        "embedding_table_index_type": torch.int64,
+        "__register_tbe_bounds_check_mode": None,
+    }
+    assert optimizer_from_fused_params(harmless, ["t"]) == SGD()
+
+
+def test_options_travel_without_splitting_groups() -> None:
+    one, other = CarriedOptions(TableOptions(seed=1)), CarriedOptions(TableOptions(seed=2))
+    assert one == other
+    assert hash(one) == hash(other)
+    assert one != TableOptions(seed=1)
+    assert {(OPTIONS_KEY, one), (OPTIONS_KEY, other)} == {(OPTIONS_KEY, other)}
+    for copied in (copy.deepcopy(one), pickle.loads(pickle.dumps(one))):
+        assert table_options({OPTIONS_KEY: copied}) == TableOptions(seed=1)
+    assert table_options(None) == table_options({}) == TableOptions()
+
+
+def test_parameter_sharding_pickles_and_compares_with_its_options() -> None:
+    sharding = RecStoreParameterSharding("row_wise", "customized_kernel", ranks=[0], options=TableOptions(seed=5))
+    assert pickle.loads(pickle.dumps(sharding)) == sharding
+    assert RecStoreParameterSharding.of(sharding, TableOptions()) != sharding
+    assert table_options(sharding.get_additional_fused_params()) == TableOptions(seed=5)

@@ -1,0 +1,42 @@
+"""What a user asks of the plan for one RecStore table."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from torchrec.distributed.planner.types import ParameterConstraints, hash_sha256_to_int
+
+from torchrec_recstore.options import TableOptions
+from torchrec_recstore.sharders import RECSTORE_KERNEL
+
+
+@dataclass
+class RecStoreConstraints(ParameterConstraints):  # type: ignore[misc]
+    """TorchRec's constraints of a table, for a table in RecStore.
+
+    ``compute_kernels`` defaults to RecStore's kernel alone; naming others as well lets the planner choose.
+
+    Args:
+        options: the table's options; without effect where the table is planned on one of TorchRec's kernels.
+
+    Raises:
+        TypeError: ``options`` is not a :class:`TableOptions`.
+    """
+
+    compute_kernels: list[str] | None = field(default_factory=lambda: [RECSTORE_KERNEL])
+    options: TableOptions = field(default_factory=TableOptions)
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.options, TableOptions):
+            raise TypeError(f"RecStoreConstraints.options must be TableOptions, got {type(self.options).__name__}")
+
+    def __hash__(self) -> int:
+        # Stable between processes, as TorchRec's: the planner compares it with the hash of a stored plan.
+        return int(hash_sha256_to_int([super().__hash__(), repr(self.options)]))
+
+
+def options_of(constraints: Mapping[str, ParameterConstraints] | None, table_name: str) -> TableOptions:
+    """The options that the constraints give a table; default options where they give none."""
+    constraint = (constraints or {}).get(table_name)
+    return constraint.options if isinstance(constraint, RecStoreConstraints) else TableOptions()

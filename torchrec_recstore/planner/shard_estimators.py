@@ -1,0 +1,81 @@
+"""The memory of RecStore tables, for the planner."""
+
+from __future__ import annotations
+
+import torch
+from torchrec.distributed.planner.shard_estimators import EmbeddingStorageEstimator
+from torchrec.distributed.planner.types import Shard, SharderDataMap, ShardingOption, Storage
+from torchrec.distributed.utils import optimizer_type_to_emb_opt_type
+
+from torchrec_recstore.optim import Adagrad, Optimizer, RowWiseAdagrad
+from torchrec_recstore.options import resident_rows
+from torchrec_recstore.planner.constraints import options_of
+from torchrec_recstore.sharders import RECSTORE_KERNEL
+from torchrec_recstore.sharders.fused_params import optimizer_from_fused_params
+from torchrec_recstore.sharders.resident import ResidentParameter
+
+OVERHEAD_BYTES_PER_ROW = 44
+"""Index, bookkeeping and alignment: 34 to 44 bytes a row as a table of 100,000 to 2 million rows grows."""
+
+
+class RecStoreStorageEstimator(EmbeddingStorageEstimator):  # type: ignore[misc]
+    """TorchRec's estimates for its own kernels; for RecStore tables, host memory of the rows expected to be resident.
+
+    Inputs and outputs of a RecStore table are estimated as TorchRec does.
+    """
+
+    def estimate(self, sharding_options: list[ShardingOption], sharder_data_map: SharderDataMap) -> None:
+        """Set each shard's storage.
+
+        Raises:
+            ValueError: the table's optimizer is not supported.
+        """
+        super().estimate([o for o in sharding_options if o.compute_kernel != RECSTORE_KERNEL], sharder_data_map)
+        for option in sharding_options:
+            if option.compute_kernel != RECSTORE_KERNEL:
+                continue
+            fused_params = sharder_data_map[option.module_type_key].fused_params
+            optimizer = _optimizer(option.tensor, fused_params, option.name)
+            rows = resident_rows(options_of(self._constraints, option.name), option.tensor.shape[0])
+            without_rows = _without_rows(option)
+            super().estimate([without_rows], sharder_data_map)
+            for shard, io in zip(option.shards, without_rows.shards, strict=True):
+                shard_rows = -(-rows * shard.size[0] // option.tensor.shape[0])
+                row_bytes = OVERHEAD_BYTES_PER_ROW + _bytes_per_row(shard.size[1], option.tensor, optimizer)
+                shard.storage = Storage(hbm=io.storage.hbm, ddr=io.storage.ddr + shard_rows * row_bytes)
+
+
+def _without_rows(option: ShardingOption) -> ShardingOption:
+    """``option`` for a table without rows: what TorchRec estimates for it are inputs and outputs alone."""
+    return ShardingOption(
+        name=option.name,
+        tensor=ResidentParameter.of(option.tensor, rows=0),
+        module=option.module,
+        input_lengths=option.input_lengths,
+        batch_size=option.batch_size,
+        sharding_type=option.sharding_type,
+        partition_by=option.partition_by,
+        compute_kernel=option.compute_kernel,
+        shards=[Shard(size=shard.size, offset=shard.offset) for shard in option.shards],
+        cache_params=option.cache_params,
+        is_pooled=option.is_pooled,
+        feature_names=option.feature_names,
+        output_dtype=option.output_dtype,
+        num_poolings=option.num_poolings,
+    )
+
+
+def _optimizer(parameter: torch.Tensor, fused_params: dict[str, object], table_name: str) -> Optimizer:
+    """The optimizer that sharding will find: the parameter's own marks over the sharder's ``fused_params``."""
+    marked = dict(getattr(parameter, "_optimizer_kwargs", [{}])[0])
+    (optimizer_class,) = getattr(parameter, "_optimizer_classes", [None])
+    if optimizer_class is not None and "optimizer" not in marked:
+        marked["optimizer"] = optimizer_type_to_emb_opt_type(optimizer_class)
+    if "lr" in marked:
+        marked["learning_rate"] = marked.pop("lr")
+    return optimizer_from_fused_params({**fused_params, **marked}, [table_name])
+
+
+def _bytes_per_row(columns: int, weights: torch.Tensor, optimizer: Optimizer) -> int:
+    state = {RowWiseAdagrad: 4, Adagrad: 4 * columns}.get(type(optimizer), 0)
+    return columns * weights.element_size() + state

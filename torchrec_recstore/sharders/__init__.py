@@ -1,0 +1,19 @@
+"""Sharders and sharded modules that put RecStore tables into TorchRec.
+
+Importing this package makes RecStore's kernel known to TorchRec's stock planner.
+"""
+
+from torchrec_recstore.sharders.embeddingbag import RecStoreShardedEmbeddingBagCollection, RecStoreSharder
+from torchrec_recstore.sharders.parameter_sharding import RECSTORE_KERNEL, RecStoreParameterSharding
+from torchrec_recstore.sharders.perf import register_kernel
+from torchrec_recstore.sharders.stats import table_stats
+
+register_kernel()
+
+__all__ = [
+    "RECSTORE_KERNEL",
+    "RecStoreParameterSharding",
+    "RecStoreShardedEmbeddingBagCollection",
+    "RecStoreSharder",
+    "table_stats",
+]

@@ -1,0 +1,167 @@
+"""TorchRec's compute kernel over RecStore tables."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from torchrec.distributed.embedding_kernel import BaseEmbedding
+from torchrec.distributed.embedding_types import GroupedEmbeddingConfig, ShardedEmbeddingTable
+from torchrec.distributed.types import ShardingType
+from torchrec.modules.embedding_configs import PoolingMode, pooling_type_to_pooling_mode
+from torchrec.optim.fused import EmptyFusedOptimizer, FusedOptimizer, FusedOptimizerModule
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+from torchrec_recstore.kernels import BlockRouting, PooledKernel
+from torchrec_recstore.optim import Optimizer
+from torchrec_recstore.sharders.fused_params import optimizer_from_fused_params
+from torchrec_recstore.sharders.shard_tables import make_table
+from torchrec_recstore.store import Table
+
+
+def placeholder_parameter() -> nn.Parameter:
+    """The empty parameter that stands for a table in TorchRec's bookkeeping.
+
+    Its mark keeps it out of dense optimizers built over ``in_backward_optimizer_filter`` (torchrec 1.8.0).
+    """
+    parameter = nn.Parameter(torch.empty(0))
+    parameter._in_backward_optimizers = [EmptyFusedOptimizer()]  # type: ignore[attr-defined]
+    return parameter
+
+
+class RecStoreFusedOptimizer(FusedOptimizer):  # type: ignore[misc]
+    """The handle on a kernel's optimizer: rows are updated in backward, with the learning rate that stands here then.
+
+    Args:
+        params: parameters by ``<table>.weight``.
+        optimizer: what backward applies.
+    """
+
+    def __init__(self, params: dict[str, nn.Parameter], optimizer: Optimizer) -> None:
+        super().__init__(params, {}, [{"params": list(params.values()), "lr": optimizer.lr}])
+
+    def learning_rate(self) -> float:
+        """The current learning rate, as schedulers and warm-up leave it."""
+        return float(self.param_groups[0]["lr"])
+
+    def step(self, closure: Any = None) -> None:
+        """Nothing: backward has updated the rows."""
+
+    def zero_grad(self, set_to_none: bool = False) -> None:
+        """Nothing: there are no gradient tensors."""
+
+
+class RecStoreEmbeddingBag(BaseEmbedding, FusedOptimizerModule):  # type: ignore[misc]
+    """Pooled lookups of a group of tables, one :class:`Table` a shard; backward updates the tables in place.
+
+    Args:
+        config: TorchRec's group: tables that share pooling and optimizer. Options may differ from table to table.
+        sharding_type: row-wise types pool the mean as a sum, which the collection divides later.
+        row_split: (ranks, this rank) among which TorchRec splits each table's rows; None where it does not.
+
+    Raises:
+        ValueError: an optimizer that RecStore does not support; the message names the tables.
+    """
+
+    def __init__(
+        self,
+        config: GroupedEmbeddingConfig,
+        sharding_type: ShardingType | None = None,
+        row_split: tuple[int, int] | None = None,
+    ) -> None:
+        super().__init__()
+        self._config = config
+        optimizer = optimizer_from_fused_params(config.fused_params, config.table_names())
+        self._tables = [make_table(table, optimizer) for table in config.embedding_tables]
+        feature_tables = [i for i, table in enumerate(config.embedding_tables) for _ in range(table.num_features())]
+        self._kernel = PooledKernel(
+            self._tables,
+            feature_tables,
+            "mean" if pooling_type_to_pooling_mode(config.pooling, sharding_type) == PoolingMode.MEAN else "sum",
+            routings=[_routing(table, row_split) for table in config.embedding_tables],
+        )
+        self._placeholders = {name: placeholder_parameter() for name in dict.fromkeys(config.table_names())}
+        self._optim = RecStoreFusedOptimizer(
+            {f"{name}.weight": parameter for name, parameter in self._placeholders.items()}, optimizer
+        )
+        self._kernel.learning_rate = self._optim.learning_rate
+
+    def forward(self, features: KeyedJaggedTensor) -> torch.Tensor:
+        """Pooled rows of the features of this group.
+
+        Args:
+            features: int64 ids of ``config.feature_names()``, in that order, B bags each.
+
+        Returns:
+            (B, sum of columns over features), float32.
+
+        Raises:
+            NotImplementedError: a batch whose size varies by feature.
+        """
+        if features.variable_stride_per_key():
+            raise NotImplementedError(
+                f"variable batch size per feature is not supported for RecStore tables {self._config.table_names()}"
+            )
+        weights = features.weights_or_none() if self._config.is_weighted else None
+        pooled: torch.Tensor = self._kernel(
+            features.values(),
+            features.offsets(),
+            weights if weights is None else weights.float(),
+            train=self.training,
+        )
+        return pooled
+
+    @property
+    def config(self) -> GroupedEmbeddingConfig:
+        """TorchRec's description of the group."""
+        return self._config
+
+    @property
+    def fused_optimizer(self) -> FusedOptimizer:
+        """The handle on the group's optimizer."""
+        return self._optim
+
+    @property
+    def tables(self) -> list[Table]:
+        """The group's shards on this rank; a table split by columns may appear several times."""
+        return self._tables
+
+    def named_parameters_by_table(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """Each table's name and its empty parameter, once."""
+        yield from self._placeholders.items()
+
+    def named_parameters(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Parameter]]:
+        """``<table>.weight`` and the empty parameter that stands for the table."""
+        for name, parameter in self._placeholders.items():
+            yield f"{prefix}.{name}.weight" if prefix else f"{name}.weight", parameter
+
+    def named_buffers(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, torch.Tensor]]:
+        """None."""
+        yield from ()
+
+    def state_dict(
+        self, destination: dict[str, Any] | None = None, prefix: str = "", keep_vars: bool = False
+    ) -> dict[str, Any]:
+        """Nothing: rows are saved by checkpoints, not by ``state_dict`` of the kernel."""
+        return OrderedDict() if destination is None else destination
+
+    def flush(self) -> None:
+        """Nothing: rows are always up to date."""
+
+    def purge(self) -> None:
+        """Nothing: there is no cache."""
+
+
+def _routing(table: ShardedEmbeddingTable, row_split: tuple[int, int] | None) -> BlockRouting | None:
+    if row_split is None:
+        return None
+    ranks, rank = row_split
+    # The block of RwSparseFeaturesDist, torchrec 1.8.0: ceil(num_embeddings / ranks).
+    return BlockRouting(block_rows=-(-table.num_embeddings // ranks), world_size=ranks, rank=rank)

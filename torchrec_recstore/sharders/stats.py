@@ -1,0 +1,63 @@
+"""Statistics of whole tables."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import fields, replace
+
+import torch.distributed as dist
+from torch import nn
+
+from torchrec_recstore.sharders.embeddingbag import RecStoreShardedEmbeddingBagCollection
+from torchrec_recstore.store import TableStats
+
+_Shard = tuple[int, TableStats]  # first column, counts
+
+
+def table_stats(model: nn.Module) -> dict[str, TableStats]:
+    """Counts of each RecStore table of the model, over all its shards. Collective: every rank calls it.
+
+    Args:
+        model: ``DistributedModelParallel``, a sharded module, or anything that contains them.
+
+    Returns:
+        Statistics by table name, the same on every rank; no entry for tables on TorchRec's kernels. Counts are summed
+        over ranks; a row split by columns counts once, its bytes in full; ``steps`` is the furthest shard's.
+
+    Raises:
+        ValueError: two collections of the model have a RecStore table of the same name.
+    """
+    stats: dict[str, TableStats] = {}
+    for module in model.modules():
+        if not isinstance(module, RecStoreShardedEmbeddingBagCollection):
+            continue
+        gathered = _all_shards(module)
+        for name in module.recstore_table_names():
+            if name in stats:
+                raise ValueError(f"two collections have a RecStore table {name!r}: ask each for its own statistics")
+            stats[name] = _combined([shard for shards in gathered for shard in shards.get(name, [])])
+    return stats
+
+
+def _all_shards(module: RecStoreShardedEmbeddingBagCollection) -> list[dict[str, list[_Shard]]]:
+    local: dict[str, list[_Shard]] = {}
+    for table in module.recstore_tables():
+        local.setdefault(table.name, []).append((table.columns.start, table.stats()))
+    group = module._env.process_group
+    if group is None or dist.get_world_size(group) == 1:
+        return [local]
+    gathered: list[dict[str, list[_Shard]]] = [{}] * dist.get_world_size(group)
+    dist.all_gather_object(gathered, local, group=group)
+    return gathered
+
+
+def _combined(shards: Iterable[_Shard]) -> TableStats:
+    shards = list(shards)
+    first = min(column for column, _ in shards)
+    counted = [stats for column, stats in shards if column == first]
+    total = {f.name: sum(getattr(stats, f.name) for stats in counted) for f in fields(TableStats)}
+    return replace(
+        TableStats(**total),
+        bytes=sum(stats.bytes for _, stats in shards),
+        steps=max(stats.steps for _, stats in shards),
+    )
