@@ -91,8 +91,10 @@ def main(
 
     try:
         read(settings) if read_only else train(settings)
-    except (DataError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
+    except DataError as error:
+        # Such an error is the same on every rank.
+        if os.environ.get("RANK", "0") == "0":
+            print(f"error: {error}", file=sys.stderr)
         raise typer.Exit(2) from None
 
 

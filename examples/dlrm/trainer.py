@@ -180,7 +180,7 @@ def train(settings: Settings) -> None:
     """Trains, evaluates and reports, on every rank of the group.
 
     Raises:
-        DataError, OSError: the data cannot be used, on every rank alike, or the settings do not fit the group.
+        DataError: the data cannot be used, on every rank alike, or the settings do not fit the group.
     """
     if settings.json_out is not None and not settings.json_out.absolute().parent.is_dir():
         raise DataError(f"{settings.json_out}: no such folder")
@@ -276,7 +276,7 @@ def read(settings: Settings) -> None:
     """Runs the reader alone over the whole log, making the batches of training, and prints its rate.
 
     Raises:
-        DataError, OSError: the data cannot be used.
+        DataError: the data cannot be used.
     """
     source = open_source(settings)
     samples = 0

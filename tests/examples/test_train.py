@@ -1,0 +1,159 @@
+"""The training command from outside: result, report, bad input; one process and two."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import math
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from criteo_format import ID_NAMES
+from generator import Generator
+
+ROOT = Path(__file__).parents[2]
+SCRIPT = ROOT / "examples" / "dlrm" / "train.py"
+SAMPLE = ROOT.parent / "shared" / "criteo" / "criteo_kaggle_sample.tsv.gz"
+TABLES = [f"t_{name}" for name in ID_NAMES]
+
+
+def run(*flags: object, ranks: int = 1) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable]
+    if ranks > 1:
+        command += ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
+    command += [str(SCRIPT), *map(str, flags)]
+    # One thread: tests share the machine, and spinning thread pools slow each other down without bound.
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    return subprocess.run(command, capture_output=True, text=True, timeout=240, env=environment, check=False)
+
+
+def train(out: Path, *flags: object, ranks: int = 1) -> tuple[dict[str, Any], str]:
+    done = run("--json", out, *flags, ranks=ranks)
+    assert done.returncode == 0, done.stderr
+    return json.loads(out.read_text()), done.stdout
+
+
+@pytest.fixture(scope="module")
+def rows_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("data") / "rows.tsv"
+    path.write_bytes(b"".join(Generator(12_001, 1).lines(0, 12_001)))
+    return path
+
+
+def distinct_ids(path: Path, num_rows: int) -> dict[str, int]:
+    seen: list[set[int]] = [set() for _ in TABLES]
+    with gzip.open(path, "rt") if path.suffix == ".gz" else path.open() as file:
+        for _, line in zip(range(num_rows), file, strict=False):
+            for ids, field in zip(seen, line.rstrip("\n").split("\t")[14:], strict=True):
+                ids.add(int(field or "0", 16))
+    return {name: len(ids) for name, ids in zip(TABLES, seen, strict=True)}
+
+
+def check_result(result: dict[str, Any], **expected: object) -> None:
+    assert {key: result[key] for key in expected} == expected
+    assert result["train_samples_per_second"] > 0
+    for key in ("test_auc", "val_auc"):
+        assert 0.5 < result[key] < 1
+    for key in ("test_logloss", "train_loss"):
+        assert 0 < result[key] < math.log(2)
+    assert list(result["rows"]) == TABLES
+    assert list(result["bytes"]) == TABLES
+    assert all(result["bytes"][name] >= 8 * 4 * result["rows"][name] for name in TABLES)
+
+
+def test_fused(rows_file: Path, tmp_path: Path) -> None:
+    flags = ("--data", rows_file, "--backend", "fused", "--num-embeddings", 1000, "--dim", 8, "--batch-size", 256)
+    result, report = train(tmp_path / "out.json", *flags)
+    check_result(result, backend="fused", world_size=1, train_samples=9600, skipped_rows=0, data=str(rows_file))
+    assert result["rows"] == dict.fromkeys(TABLES, 1000)
+    assert result["bytes"] == dict.fromkeys(TABLES, 1000 * (8 + 1) * 4)
+    for words in ("t_C26", "test AUC", "test logloss", "training samples/s"):
+        assert words in report
+
+
+def test_recstore_holds_the_ids_it_was_trained_on(rows_file: Path, tmp_path: Path) -> None:
+    flags = ("--data", rows_file, "--dim", 8, "--batch-size", 256)
+    result, _ = train(tmp_path / "out.json", *flags)
+    check_result(result, backend="recstore", world_size=1, train_samples=9600, skipped_rows=0)
+    assert result["rows"] == distinct_ids(rows_file, 9600)
+
+
+def test_recstore_on_two_ranks_learns_the_same(rows_file: Path, tmp_path: Path) -> None:
+    # 9600 samples end on a batch of 99, which two ranks share unevenly.
+    flags = ("--data", rows_file, "--dim", 8, "--batch-size", 4750)
+    one, _ = train(tmp_path / "one.json", *flags)
+    two, _ = train(tmp_path / "two.json", *flags, "--sharding", "row_wise", ranks=2)
+    check_result(two, world_size=2, train_samples=9600, sharding="row_wise", rows=one["rows"])
+    for key in ("train_loss", "test_logloss", "test_auc", "val_auc"):
+        assert two[key] == pytest.approx(one[key], abs=2e-3)
+
+
+@pytest.mark.skipif(not SAMPLE.exists(), reason="the Criteo sample is not on this machine")
+def test_criteo_sample(tmp_path: Path) -> None:
+    result, _ = train(tmp_path / "out.json", "--data", SAMPLE, "--limit-rows", 20_000)
+    check_result(result, backend="recstore", train_samples=16_000, skipped_rows=0)
+    assert result["rows"] == distinct_ids(SAMPLE, 16_000)
+    assert result["test_auc"] > 0.65
+
+
+def test_generated_rows_and_reader_alone(tmp_path: Path) -> None:
+    out = tmp_path / "out.json"
+    result, report = train(out, "--read-only", "--limit-rows", 20_000)
+    assert result["samples"] == 20_000
+    assert result["reader_samples_per_second"] > 0
+    assert "reader samples/s" in report
+
+
+def bad_copy(rows_file: Path, tmp_path: Path) -> Path:
+    lines = rows_file.read_bytes().splitlines()[:2000]
+    lines[1000] = lines[1000].replace(b"\t", b"\tzzz", 14)
+    path = tmp_path / "bad.tsv"
+    path.write_bytes(b"\n".join(lines))
+    return path
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_bad_row_stops_the_run_before_training(rows_file: Path, tmp_path: Path, ranks: int) -> None:
+    path = bad_copy(rows_file, tmp_path)
+    done = run("--data", path, "--backend", "fused", "--json", tmp_path / "out.json", ranks=ranks)
+    assert done.returncode != 0
+    assert done.stderr.count(f"error: {path}, line 1001, column I1: expected an integer") == 1
+    assert "epoch" not in done.stderr
+    assert not (tmp_path / "out.json").exists()
+    if ranks == 1:
+        assert done.returncode == 2
+        assert done.stderr.count("\n") == 1, "one line, no traceback"
+
+
+def test_bad_rows_are_skipped_and_reported(rows_file: Path, tmp_path: Path) -> None:
+    path = bad_copy(rows_file, tmp_path)
+    flags = ("--data", path, "--backend", "fused", "--skip-bad-rows", "--num-embeddings", 100, "--dim", 8)
+    result, report = train(tmp_path / "out.json", *flags)
+    assert (result["train_samples"], result["skipped_rows"]) == (1599, 1)
+    assert "bad rows skipped   1" in report
+
+
+@pytest.mark.parametrize(
+    ("content", "flags", "message"),
+    [
+        (None, [], "rows.tsv: No such file or directory"),
+        (b"", [], "rows.tsv: the file is empty"),
+        (b"0\t1\n", [], "rows.tsv, line 1, column I2: expected 40 tab-separated columns, found 2"),
+        (b"\n".join(Generator(5, 0).lines(0, 5)), ["--skip-bad-rows"], "rows.tsv: 9 rows are too few"),
+        (b"", ["--backend", "fused", "--sharding", "row_wise"], "no row_wise sharding on CPU"),
+        (b"", ["--json", "/nowhere/out.json"], "/nowhere/out.json: no such folder"),
+    ],
+)
+def test_unusable_input(tmp_path: Path, content: bytes | None, flags: list[str], message: str) -> None:
+    path = tmp_path / "rows.tsv"
+    if content is not None:
+        path.write_bytes(content)
+    done = run("--data", path, *flags)
+    assert done.returncode == 2
+    assert message in done.stderr
+    assert done.stderr.startswith("error: ")
+    assert done.stderr.count("\n") == 1
