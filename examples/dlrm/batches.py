@@ -68,9 +68,12 @@ class BatchMaker:
         rank: this rank.
         world_size: number of ranks.
         modulo: ids are taken modulo this (never negative); None keeps them as they are.
+        even: every rank gets equally many samples; the up to W - 1 left over at the end of the log are left out.
+            Training needs it: row-wise sharding's backward fails on uneven parts (torchrec 1.8.0 under gloo).
     """
 
-    def __init__(self, rank: int = 0, world_size: int = 1, modulo: int | None = None) -> None:
+    def __init__(self, rank: int = 0, world_size: int = 1, modulo: int | None = None, even: bool = False) -> None:
+        self.even = even
         self.rank = rank
         self.world_size = world_size
         self.modulo = modulo
@@ -79,6 +82,8 @@ class BatchMaker:
     def steps(self, batches: Iterable[Rows]) -> Iterator[Step]:
         """Yields a step for each batch; one with fewer samples than ranks is left out, on all ranks."""
         for rows in batches:
+            if self.even:
+                rows = rows[: len(rows) // self.world_size * self.world_size]
             if len(rows) >= self.world_size:
                 bounds = [len(rows) * rank // self.world_size for rank in (self.rank, self.rank + 1)]
                 yield Step(self._batch(rows[slice(*bounds)]), len(rows))

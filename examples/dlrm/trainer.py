@@ -115,10 +115,12 @@ def splits(source: RowSource) -> tuple[range, range, range]:
     return train, validation, test
 
 
-def steps_of(settings: Settings, source: RowSource, part: range, batch_rows: int) -> ReadAhead[Step, None, None]:
-    """Yields this rank's steps of a part of the log; every rank gets the same number of them."""
+def steps_of(
+    settings: Settings, source: RowSource, part: range, batch_rows: int, even: bool = False
+) -> ReadAhead[Step, None, None]:
+    """Yields this rank's steps of a part of the log, as many as every other rank's; ``even``: see ``BatchMaker``."""
     rank, world_size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
-    return read_steps(source, part.start, part.stop, batch_rows, BatchMaker(rank, world_size, settings.modulo))
+    return read_steps(source, part.start, part.stop, batch_rows, BatchMaker(rank, world_size, settings.modulo, even))
 
 
 def train_epoch(
@@ -129,27 +131,21 @@ def train_epoch(
     Returns:
         Samples over all ranks, and their mean loss.
     """
-    world_size = dist.get_world_size()
     model.train()
     samples = 0
-    loss_sum = torch.zeros(2, dtype=torch.float64)
+    loss_sum = torch.zeros((), dtype=torch.float64)
     for number, (batch, global_rows) in enumerate(steps):
         optimizer.zero_grad(set_to_none=True)
         loss, _ = model(batch)
-        local_rows = len(batch.labels)
-        if local_rows * world_size == global_rows:
-            loss.backward()
-        else:
-            # Ranks are averaged as equals: the weight makes it the mean over the samples of an uneven last batch.
-            (loss * (local_rows * world_size / global_rows)).backward()
+        loss.backward()
         optimizer.step()
-        loss_sum += torch.stack([loss.detach() * local_rows, torch.tensor(float(local_rows))])
+        loss_sum += loss.detach() * global_rows
         samples += global_rows
         if number % LOSS_EVERY_STEPS == 0:
             bar.set_postfix(loss=f"{loss.item():.4f}", refresh=False)
         bar.update(global_rows)
     dist.all_reduce(loss_sum)
-    return samples, float(loss_sum[0] / loss_sum[1]) if samples else float("nan")
+    return samples, float(loss_sum) / (samples * dist.get_world_size()) if samples else float("nan")
 
 
 @torch.no_grad()
@@ -213,7 +209,7 @@ def _fit(settings: Settings, source: RowSource) -> dict[str, Any]:
         label = f"epoch {epoch + 1}/{settings.epochs}"
         with (
             _bar(desc=label, unit=" samples", total=len(training)) as bar,
-            closing(steps_of(settings, source, training, settings.batch_size)) as steps,
+            closing(steps_of(settings, source, training, settings.batch_size, even=True)) as steps,
         ):
             begin = time.perf_counter()
             epoch_samples, loss = train_epoch(model, optimizer, steps, bar)

@@ -81,6 +81,11 @@ def test_ranks_share_every_batch_in_order(rows: Rows) -> None:
         assert torch.equal(torch.cat([share.batch.dense_features for share in shares]), step.batch.dense_features)
         assert {share.global_rows for share in shares} == {100}
     assert [len(steps_of(rows, 350, rank, 2)[-1].batch.labels) for rank in range(2)] == [1, 2]
+    even = [list(BatchMaker(rank, 2, even=True).steps(cut([rows], 100)))[-1] for rank in range(2)]
+    assert [step.batch.labels.tolist() for step in even] == [
+        rows.labels[1000:1001].tolist(),
+        rows.labels[1001:1002].tolist(),
+    ]
 
 
 def test_error_of_the_reader_comes_after_the_items_before_it() -> None:

@@ -6,6 +6,7 @@
 #include <string>
 
 #include "error.h"
+#include "insertion.h"
 #include "row_kernels.h"
 
 namespace recstore {
@@ -99,35 +100,36 @@ class Lookup {
   void resolve_and_pool(Executor& executor, bool train) {
     for_each_task(executor, static_cast<int64_t>(tasks_.size()), [&](int64_t t) { run(tasks_[t], train); });
   }
-  void insert_missing(Executor& executor, std::vector<int64_t>& inserted) {
-    inserted.assign(group_.tables.size(), 0);
-    std::vector<std::vector<Miss>> by_table(group_.tables.size());
+  // Makes the missing rows and pools the bags again that lacked them. Returns how many, table by table.
+  std::vector<int64_t> insert_missing(Executor& executor) {
+    std::vector<std::vector<Miss>> misses(group_.tables.size());
+    std::vector<const Task*> incomplete;
     for (const Task& task : tasks_) {
-      auto& all = by_table[group_.feature_tables[task.feature]];
+      if (task.misses.empty()) continue;
+      auto& all = misses[group_.feature_tables[task.feature]];
       all.insert(all.end(), task.misses.begin(), task.misses.end());
+      incomplete.push_back(&task);
     }
-    size_t done = 0;
-    try {
-      for (; done < by_table.size(); ++done) {
-        inserted[done] = group_.tables[done]->insert_missing(by_table[done], slots_, executor);
-      }
-    } catch (...) {  // the tables before it have got their rows: take them away again
-      for (size_t t = 0; t < done; ++t) {
-        for (const Miss& miss : by_table[t]) group_.tables[t]->remove(&miss.id, 1);
-        group_.tables[t]->counters().inserts -= inserted[t];
-      }
-      throw;
+    std::vector<int64_t> made(group_.tables.size(), 0);
+    if (incomplete.empty()) return made;
+    std::vector<Insertion> insertions;
+    std::vector<size_t> tables;
+    for (size_t t = 0; t < misses.size(); ++t) {
+      if (misses[t].empty()) continue;
+      insertions.emplace_back(*group_.tables[t], std::move(misses[t]), slots_);
+      tables.push_back(t);
     }
-  }
-  // Pools the bags again that had ids without rows.
-  void pool_missing(Executor& executor) {
-    for_each_task(executor, static_cast<int64_t>(tasks_.size()), [&](int64_t t) {
-      const Task& task = tasks_[t];
-      for (const int64_t bag : task.bags_with_misses) pool_run(task, bag, bag + 1);
+    recstore::insert_missing(insertions, executor);
+    for (size_t i = 0; i < tables.size(); ++i) made[tables[i]] = insertions[i].rows_made();
+    for_each_task(executor, static_cast<int64_t>(incomplete.size()), [&](int64_t t) {
+      for (const int64_t bag : incomplete[t]->bags_with_misses) pool_run(*incomplete[t], bag, bag + 1);
     });
+    return made;
   }
   // Evaluation: bags with missing ids, whose initial rows count as if they were there.
   void pool_initial_rows(Executor& executor) {
+    const auto complete = [](const Task& task) { return task.bags_with_misses.empty(); };
+    if (std::all_of(tasks_.begin(), tasks_.end(), complete)) return;
     for_each_task(executor, static_cast<int64_t>(tasks_.size()), [&](int64_t t) { add_initial_rows(tasks_[t]); });
   }
 
@@ -267,11 +269,10 @@ StepResult lookup(const Group& group, const Batch& batch, bool train, Slot* slot
     work.pool_initial_rows(executor);
     return result;
   }
-  std::vector<int64_t> inserted;
-  work.insert_missing(executor, inserted);
-  work.pool_missing(executor);
+  const std::vector<int64_t> made = work.insert_missing(executor);
   for (size_t t = 0; t < group.tables.size(); ++t) {
-    group.tables[t]->counters().misses += inserted[t];
+    group.tables[t]->counters().misses += made[t];
+    group.tables[t]->counters().inserts += made[t];
     result.steps.push_back(group.tables[t]->begin_step());
   }
   return result;
@@ -301,7 +302,10 @@ void find(const Table& table, const int64_t* ids, int64_t n, Slot* slots, Execut
 }
 
 void find_or_insert(Table& table, const int64_t* ids, int64_t n, Slot* slots, Executor& executor) {
-  table.insert_missing(resolve_all(table, ids, n, slots, executor), slots, executor);
+  std::vector<Insertion> insertion;
+  insertion.emplace_back(table, resolve_all(table, ids, n, slots, executor), slots);
+  insert_missing(insertion, executor);
+  table.counters().inserts += insertion[0].rows_made();
 }
 
 }  // namespace recstore

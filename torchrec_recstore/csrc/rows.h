@@ -28,6 +28,8 @@ class Rows {
 
   // Appends `count` free slots to `out`. Throws OutOfMemory and changes nothing where there is no room.
   void take(int64_t count, std::vector<Slot>& out);
+  // Takes slots back that take() gave and nobody has seen since.
+  void put_back(const std::vector<Slot>& slots) { free_.insert(free_.end(), slots.begin(), slots.end()); }
   // Takes a slot back; it is handed out again once every pass up to number `last_pass` has ended.
   void give_back(Slot slot, uint64_t last_pass);
   // Tells that no pass numbered below `oldest_pass` is pending.

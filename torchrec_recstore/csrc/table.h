@@ -22,13 +22,6 @@ struct Counters {
   int64_t steps = 0;
 };
 
-// An id that a batch looked up and found without a row.
-struct Miss {
-  int64_t id;
-  uint64_t hash;
-  int64_t position;  // in the batch's array of slots
-};
-
 // A training forward whose backward has not run yet. Its slots are not reused until it ends.
 class PendingPass {
  public:
@@ -52,15 +45,14 @@ class Table {
   void check_open() const;
 
   const Index& index() const { return index_; }
+  Index& index() { return index_; }
   const Rows& rows() const { return rows_; }
+  Rows& rows() { return rows_; }
   const Initializer& initializer() const { return initializer_; }
   Counters& counters() { return counters_; }
   int64_t size() const { return index_.size(); }
   int64_t bytes() const { return rows_.bytes() + index_.bytes(); }
 
-  // Makes one row for each distinct missing id and writes its slot to every position of it.
-  // All or nothing: throws OutOfMemory with the table as it was. Returns the number of rows made.
-  int64_t insert_missing(const std::vector<Miss>& misses, Slot* slots, Executor& executor);
   // Removes ids (n,); returns how many had a row.
   int64_t remove(const int64_t* ids, int64_t n);
   // The ids that have a row, ascending. out: (size(),)

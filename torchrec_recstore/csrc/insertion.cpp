@@ -1,0 +1,103 @@
+#include "insertion.h"
+
+#include <algorithm>
+#include <numeric>
+#include <utility>
+
+namespace recstore {
+namespace {
+
+constexpr int64_t kTaskMisses = 512;  // of a task, about
+
+struct Step {
+  Insertion* insertion;
+  int64_t task;
+};
+
+}  // namespace
+
+Insertion::Insertion(Table& table, std::vector<Miss> misses, Slot* slots)
+    : table_(table), misses_(std::move(misses)), slots_(slots), order_(misses_.size()) {
+  const auto n = static_cast<int64_t>(misses_.size());
+  tasks_ = 1;
+  while (tasks_ < Index::kParts && n / tasks_ > kTaskMisses) tasks_ *= 2;
+  for (const Miss& miss : misses_) ++begin_[Index::part_of(miss.hash) + 1];
+  std::partial_sum(begin_.begin(), begin_.end(), begin_.begin());
+  auto next = begin_;
+  for (size_t i = 0; i < misses_.size(); ++i) order_[next[Index::part_of(misses_[i].hash)]++] = static_cast<int32_t>(i);
+  table_.index().reserve_inserts(n);
+}
+
+template <class Work>
+void Insertion::for_each_part(int64_t task, const Work& work) {
+  const int64_t parts = Index::kParts / tasks_;
+  for (int64_t p = task * parts; p < (task + 1) * parts; ++p) work(p);
+}
+
+void Insertion::place(int64_t task) {
+  for_each_part(task, [&](int64_t p) {
+    std::vector<int32_t>& fresh = fresh_[p];
+    for (int32_t i = begin_[p]; i < begin_[p + 1]; ++i) {
+      const Miss& miss = misses_[order_[i]];
+      // Room first, so that the push cannot fail once the index holds the id.
+      if (fresh.size() == fresh.capacity()) fresh.reserve(std::max<size_t>(16, 2 * fresh.size()));
+      // The id's rank within the part stands for its slot until the slots are known.
+      const auto rank = static_cast<Slot>(fresh.size());
+      const Slot placed = table_.index().find_or_insert(miss.id, miss.hash, rank);
+      if (placed == rank) fresh.push_back(order_[i]);
+      slots_[miss.position] = placed;
+    }
+  });
+}
+
+void Insertion::take_rows() {
+  int64_t total = 0;
+  for (int p = 0; p < Index::kParts; ++p) {
+    base_[p] = total;
+    total += static_cast<int64_t>(fresh_[p].size());
+  }
+  table_.rows().take(total, taken_);
+}
+
+void Insertion::fill(int64_t task) {
+  for_each_part(task, [&](int64_t p) {
+    const Slot* slots = taken_.data() + base_[p];
+    for (size_t rank = 0; rank < fresh_[p].size(); ++rank) {
+      const Miss& miss = misses_[fresh_[p][rank]];
+      table_.index().set_slot(miss.id, miss.hash, slots[rank]);
+      table_.initializer().fill(miss.id, table_.rows().weights(slots[rank]));
+      table_.rows().reset_state(slots[rank]);
+    }
+    for (int32_t i = begin_[p]; i < begin_[p + 1]; ++i) {
+      Slot& slot = slots_[misses_[order_[i]].position];
+      slot = slots[slot];
+    }
+  });
+}
+
+void Insertion::undo() {
+  for (const auto& fresh : fresh_) {
+    for (const int32_t m : fresh) table_.index().erase(misses_[m].id, misses_[m].hash);
+  }
+  table_.rows().put_back(taken_);
+}
+
+void insert_missing(std::vector<Insertion>& insertions, Executor& executor) {
+  std::vector<Step> steps;
+  for (Insertion& insertion : insertions) {
+    for (int64_t task = 0; task < insertion.tasks(); ++task) steps.push_back({&insertion, task});
+  }
+  const auto run = [&](const auto& work) {
+    for_each_task(executor, static_cast<int64_t>(steps.size()), [&](int64_t s) { work(steps[s]); });
+  };
+  try {
+    run([](const Step& step) { step.insertion->place(step.task); });
+    for (Insertion& insertion : insertions) insertion.take_rows();
+  } catch (...) {
+    for (Insertion& insertion : insertions) insertion.undo();
+    throw;
+  }
+  run([](const Step& step) { step.insertion->fill(step.task); });
+}
+
+}  // namespace recstore

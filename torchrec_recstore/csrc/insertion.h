@@ -1,0 +1,58 @@
+#pragma once
+
+#include <array>
+#include <cstdint>
+#include <vector>
+
+#include "executor.h"
+#include "index.h"
+#include "table.h"
+
+namespace recstore {
+
+// An id that a batch looked up and found without a row.
+struct Miss {
+  int64_t id;
+  uint64_t hash;
+  int64_t position;  // in the batch's array of slots
+};
+
+// Makes the missing rows of one table: one for each distinct id, whose slot is then written to every
+// position of the id. The steps of several tables run together, so that threads are woken but twice.
+class Insertion {
+ public:
+  // slots: the batch's, written at the positions of the misses.
+  Insertion(Table& table, std::vector<Miss> misses, Slot* slots);
+
+  // Tasks of place() and of fill(); they may run in parallel.
+  int64_t tasks() const { return tasks_; }
+  // Gives every distinct id of the task its place in the index. Throws OutOfMemory.
+  void place(int64_t task);
+  // After all place()s: gets slots for them. Throws OutOfMemory.
+  void take_rows();
+  // After take_rows(): writes rows and slots. Cannot fail.
+  void fill(int64_t task);
+  // Instead of fill(): leaves the table as it was.
+  void undo();
+
+  int64_t rows_made() const { return static_cast<int64_t>(taken_.size()); }
+
+ private:
+  template <class Work>
+  void for_each_part(int64_t task, const Work& work);
+
+  Table& table_;
+  std::vector<Miss> misses_;
+  Slot* slots_;
+  int64_t tasks_;
+  std::array<int32_t, Index::kParts + 1> begin_{};           // misses of a part of the index in order_
+  std::vector<int32_t> order_;                               // of the batch, within each part
+  std::array<std::vector<int32_t>, Index::kParts> fresh_;    // each part's first miss of each distinct id
+  std::array<int64_t, Index::kParts> base_{};                // of a part in taken_
+  std::vector<Slot> taken_;
+};
+
+// Runs insertions of different tables, all or nothing. Throws OutOfMemory with every table as it was.
+void insert_missing(std::vector<Insertion>& insertions, Executor& executor);
+
+}  // namespace recstore
