@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 import sys
 import tempfile
 import time
@@ -55,7 +56,9 @@ def _rank() -> int:
 
 
 def _bar(**options: Any) -> tqdm[Any]:
-    return tqdm(unit_scale=True, disable=_rank() != 0 or not sys.stderr.isatty(), **options)
+    # tqdm shows nothing on a terminal that states no width, shutil takes 80 then.
+    width = shutil.get_terminal_size().columns
+    return tqdm(unit_scale=True, ncols=width, disable=_rank() != 0 or not sys.stderr.isatty(), **options)
 
 
 def open_source(settings: Settings) -> RowSource:
@@ -241,7 +244,8 @@ def _number(value: float | None) -> str:
 
 def _report(result: dict[str, Any]) -> None:
     console = Console()
-    table = Table(title=f"{result['backend']}, {result['sharding']}, world size {result['world_size']}")
+    console.print(f"{result['backend']}, {result['sharding']}, world size {result['world_size']}")
+    table = Table()
     table.add_column("table")
     table.add_column("rows", justify="right")
     table.add_column("bytes", justify="right")

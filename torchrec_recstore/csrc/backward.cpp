@@ -4,14 +4,17 @@
 #include <atomic>
 #include <cstring>
 #include <memory>
+#include <string>
 
+#include "buffer_pool.h"
+#include "error.h"
 #include "row_kernels.h"
 
 namespace recstore {
 namespace {
 
-constexpr int64_t kTaskIds = 8192;      // occurrences of a task, about: its chains stay in the second-level cache
-constexpr int64_t kChunkIds = 16384;    // positions of a chunk when a table's occurrences are split
+constexpr int64_t kPartIds = 8192;   // positions of a part, about: what links them stays in the second-level cache
+constexpr int64_t kChunkIds = 4096;  // positions of a run of bags, about
 constexpr uint32_t kEmpty = 0xFFFFFFFFu;
 
 // Grows without keeping or clearing what it held.
@@ -35,36 +38,32 @@ class Scratch {
   int64_t capacity_ = 0;
 };
 
-// An occurrence on its way into a chain.
-struct Record {
-  const float* grad;
-  float scale;
-  Slot slot;
-};
-static_assert(sizeof(Record) == sizeof(Occurrence), "a record becomes an occurrence in place");
-
 struct Chunk {
-  int64_t feature;
-  int64_t bag_begin;  // within the feature
+  int64_t table;
+  int64_t bag_begin;  // by number
   int64_t bag_end;
 };
 
-// One table's part of the batch, in `partitions` parts by the low bits of the slot, so that each row
-// belongs to one part and the hot rows, which have low slots, are dealt out evenly.
+// One table's part of the batch, in `parts` by the low bits of the slot, so that each id belongs to
+// one part and the hot ids, which have low slots, are dealt out evenly.
 struct TableWork {
   int64_t table;
-  int64_t n_ids;
-  int64_t partitions;
-  std::vector<Chunk> chunks;           // in the order of the batch
-  std::vector<int64_t> begin;          // (chunks, partitions): where a chunk's records of a part go
-  std::vector<int64_t> part_begin;     // (partitions + 1,)
-  Record* records = nullptr;           // where partitions > 1
+  int64_t n_ids = 0;
+  int64_t parts = 1;
+  std::vector<Chunk> chunks;        // in the order of the batch
+  std::vector<int64_t> begin;       // (chunks, parts): where a chunk's positions of a part go
+  std::vector<int64_t> part_begin;  // (parts + 1,)
+  int32_t* positions = nullptr;     // sorted by part where there are several
+};
+
+// An id of a part: its slot and where it last occurred.
+struct Last {
+  Slot slot;
+  int32_t position;
 };
 
 struct Workspace {
-  Scratch<Occurrence> occurrences;
-  Scratch<Chain> chains;
-  Scratch<int32_t> lasts;
+  Scratch<Last> lasts;
   Scratch<uint32_t> hash;
   Scratch<float> gradient;
 };
@@ -74,101 +73,111 @@ Workspace& workspace() {
   return space;
 }
 
-class Scatter {
+// Links the positions of a batch that have the same slot, in the order of the batch.
+class Grouping {
  public:
-  Scatter(const ResolvedBatch& resolved, const float* grad) : r_(resolved), grad_(grad) { plan(); }
-
-  // update(table, chains, count, occurrences) for disjoint sets of a table's rows.
-  template <class Update>
-  Distinct run(Executor& executor, const Update& update) {
-    partition(executor);
-    std::vector<std::pair<TableWork*, int64_t>> tasks;
-    for (TableWork& work : tables_) {
-      for (int64_t p = 0; p < work.partitions; ++p) tasks.push_back({&work, p});
+  Grouping(const ResolvedBatch& resolved, Executor& executor)
+      : r_(resolved),
+        links_(BufferPool::instance().take(static_cast<size_t>(resolved.batch.n_ids) * sizeof(Link))),
+        bag_of_(BufferPool::instance().take(static_cast<size_t>(resolved.batch.n_ids) * sizeof(uint32_t))),
+        distinct_(resolved.group.tables.size()) {
+    if (std::max(r_.batch.n_ids, r_.batch.bags * r_.group.features()) >= int64_t{kNotFirst}) {
+      throw InvalidArgument("a batch holds at most 2**31 - 1 ids and bags");
     }
-    std::vector<std::atomic<int64_t>> distinct(r_.group.tables.size());
-    for_each_task(executor, static_cast<int64_t>(tasks.size()), [&](int64_t t) {
-      const TableWork& work = *tasks[t].first;
-      distinct[work.table] += run_part(work, tasks[t].second, update);
-    });
-    return Distinct(distinct.begin(), distinct.end());
+    plan();
+    sort_into_parts(executor);
+    link(executor);
+  }
+
+  const Link* links() const { return static_cast<const Link*>(links_.data()); }
+  const uint32_t* bag_of() const { return static_cast<const uint32_t*>(bag_of_.data()); }
+  Distinct distinct() const { return Distinct(distinct_.begin(), distinct_.end()); }
+  std::vector<Chunk> chunks() const {
+    std::vector<Chunk> all;
+    for (const TableWork& work : tables_) all.insert(all.end(), work.chunks.begin(), work.chunks.end());
+    return all;
   }
 
  private:
   void plan() {
     const Group& group = r_.group;
+    const int64_t bags = r_.batch.bags;
     std::vector<TableWork> works(group.tables.size());
     for (int64_t f = 0; f < group.features(); ++f) {
       TableWork& work = works[group.feature_tables[f]];
       work.table = group.feature_tables[f];
-      const int64_t n = r_.batch.offset((f + 1) * r_.batch.bags) - r_.batch.offset(f * r_.batch.bags);
+      const int64_t n = r_.batch.offset((f + 1) * bags) - r_.batch.offset(f * bags);
+      if (n == 0) continue;
       work.n_ids += n;
-      const int64_t bags_per_chunk = std::max<int64_t>(1, r_.batch.bags * kChunkIds / std::max<int64_t>(n, 1));
-      for (int64_t b = 0; b < r_.batch.bags; b += bags_per_chunk) {
-        work.chunks.push_back({f, b, std::min(b + bags_per_chunk, r_.batch.bags)});
+      const int64_t bags_per_chunk = std::max<int64_t>(1, bags * kChunkIds / n);
+      for (int64_t b = 0; b < bags; b += bags_per_chunk) {
+        work.chunks.push_back({work.table, f * bags + b, f * bags + std::min(b + bags_per_chunk, bags)});
       }
     }
     for (TableWork& work : works) {
       if (work.n_ids == 0) continue;
-      work.partitions = 1;
-      while (work.n_ids / work.partitions > 2 * kTaskIds) work.partitions *= 2;
+      while (work.n_ids / work.parts > 2 * kPartIds) work.parts *= 2;
       tables_.push_back(std::move(work));
     }
   }
 
-  template <class Emit>  // emit(record), in the order of the batch
-  void expand(const Chunk& chunk, const Emit& emit) const {
-    const Batch& batch = r_.batch;
-    const int64_t first = chunk.feature * batch.bags;
-    const int64_t column = r_.group.column_offsets[chunk.feature], stride = r_.group.columns();
+  // Notes the bag of every position of a chunk, and calls visit(position) for those that have a slot.
+  template <class Visit>
+  void walk(const Chunk& chunk, const Visit& visit) const {
+    auto* bag_of = static_cast<uint32_t*>(bag_of_.data());
+    auto* links = static_cast<Link*>(links_.data());
+    int64_t p = r_.batch.offset(chunk.bag_begin);
     for (int64_t bag = chunk.bag_begin; bag < chunk.bag_end; ++bag) {
-      const int64_t begin = batch.offset(first + bag), end = batch.offset(first + bag + 1);
-      const float* grad = grad_ == nullptr ? nullptr : grad_ + bag * stride + column;
-      const float scale = r_.group.mean && end - begin > 1 ? 1.0f / static_cast<float>(end - begin) : 1.0f;
-      for (int64_t p = begin; p < end; ++p) {
-        if (r_.slots[p] == kNoSlot) continue;
-        emit(Record{grad, batch.weights == nullptr ? scale : scale * batch.weights[p], r_.slots[p]});
+      for (const int64_t end = r_.batch.offset(bag + 1); p < end; ++p) {
+        bag_of[p] = static_cast<uint32_t>(bag);
+        if (r_.slots[p] == kNoSlot) {
+          links[p] = kNotFirst;  // nothing to update
+        } else {
+          visit(static_cast<int32_t>(p));
+        }
       }
     }
   }
 
-  void partition(Executor& executor) {
-    std::vector<std::pair<TableWork*, int64_t>> chunks;
+  void sort_into_parts(Executor& executor) {
+    struct Task {
+      TableWork* work;
+      size_t chunk;
+    };
+    std::vector<Task> tasks;
     int64_t total = 0;
     for (TableWork& work : tables_) {
-      if (work.partitions == 1) continue;
-      work.begin.assign(work.chunks.size() * static_cast<size_t>(work.partitions), 0);
+      if (work.parts == 1) continue;
+      work.begin.assign(work.chunks.size() * static_cast<size_t>(work.parts), 0);
       total += work.n_ids;
-      for (size_t c = 0; c < work.chunks.size(); ++c) chunks.push_back({&work, static_cast<int64_t>(c)});
+      for (size_t c = 0; c < work.chunks.size(); ++c) tasks.push_back({&work, c});
     }
-    if (chunks.empty()) return;
-    thread_local Scratch<Record> records;
-    Record* next_records = records.get(total);
-    for_each_task(executor, static_cast<int64_t>(chunks.size()), [&](int64_t t) {
-      TableWork& work = *chunks[t].first;
-      int64_t* counts = work.begin.data() + chunks[t].second * work.partitions;
-      const auto mask = static_cast<Slot>(work.partitions - 1);
-      expand(work.chunks[chunks[t].second], [&](const Record& record) { ++counts[record.slot & mask]; });
-    });
+    if (tasks.empty()) return;
+    positions_ = BufferPool::instance().take(static_cast<size_t>(total) * sizeof(int32_t));
+    const auto for_each_chunk = [&](const auto& visit) {
+      for_each_task(executor, static_cast<int64_t>(tasks.size()), [&](int64_t t) {
+        TableWork& work = *tasks[t].work;
+        int64_t* of_part = work.begin.data() + tasks[t].chunk * static_cast<size_t>(work.parts);
+        const auto mask = static_cast<Slot>(work.parts - 1);
+        walk(work.chunks[tasks[t].chunk], [&](int32_t p) { visit(work, of_part[r_.slots[p] & mask], p); });
+      });
+    };
+    for_each_chunk([](TableWork&, int64_t& count, int32_t) { ++count; });
+    auto* next = static_cast<int32_t*>(positions_.data());
     for (TableWork& work : tables_) {
-      if (work.partitions == 1) continue;
-      work.records = next_records;
-      next_records += prefix_sums(work);
+      if (work.parts == 1) continue;
+      work.positions = next;
+      next += prefix_sums(work);
     }
-    for_each_task(executor, static_cast<int64_t>(chunks.size()), [&](int64_t t) {
-      TableWork& work = *chunks[t].first;
-      int64_t* next = work.begin.data() + chunks[t].second * work.partitions;
-      const auto mask = static_cast<Slot>(work.partitions - 1);
-      expand(work.chunks[chunks[t].second], [&](const Record& record) { work.records[next[record.slot & mask]++] = record; });
-    });
+    for_each_chunk([](TableWork& work, int64_t& place, int32_t p) { work.positions[place++] = p; });
   }
   // Counts become beginnings, part by part and chunk by chunk within a part. Returns the sum.
   static int64_t prefix_sums(TableWork& work) {
     int64_t sum = 0;
     work.part_begin.assign(1, 0);
-    for (int64_t p = 0; p < work.partitions; ++p) {
+    for (int64_t part = 0; part < work.parts; ++part) {
       for (size_t c = 0; c < work.chunks.size(); ++c) {
-        int64_t& entry = work.begin[c * static_cast<size_t>(work.partitions) + static_cast<size_t>(p)];
+        int64_t& entry = work.begin[c * static_cast<size_t>(work.parts) + static_cast<size_t>(part)];
         const int64_t count = entry;
         entry = sum;
         sum += count;
@@ -178,55 +187,75 @@ class Scatter {
     return sum;
   }
 
-  template <class Update>
-  int64_t run_part(const TableWork& work, int64_t part, const Update& update) const {
-    Workspace& space = workspace();
-    int64_t n = 0;
-    Record* records;
-    if (work.partitions == 1) {
-      records = reinterpret_cast<Record*>(space.occurrences.get(work.n_ids));
-      for (const Chunk& chunk : work.chunks) expand(chunk, [&](const Record& record) { records[n++] = record; });
-    } else {
-      records = work.records + work.part_begin[part];
-      n = work.part_begin[part + 1] - work.part_begin[part];
+  void link(Executor& executor) {
+    struct Task {
+      const TableWork* work;
+      int64_t part;
+    };
+    std::vector<Task> tasks;
+    for (const TableWork& work : tables_) {
+      for (int64_t part = 0; part < work.parts; ++part) tasks.push_back({&work, part});
     }
-    Chain* chains = space.chains.get(n);
-    const int64_t count = chain(records, n, chains, space);
-    update(work.table, chains, count, reinterpret_cast<const Occurrence*>(records));
-    return count;
+    for_each_task(executor, static_cast<int64_t>(tasks.size()), [&](int64_t t) {
+      const TableWork& work = *tasks[t].work;
+      if (work.parts == 1) {
+        Linker linker(r_.slots, static_cast<Link*>(links_.data()), work.n_ids);
+        for (const Chunk& chunk : work.chunks) walk(chunk, [&](int32_t p) { linker.add(p); });
+        distinct_[work.table] += linker.distinct();
+      } else {
+        const int64_t begin = work.part_begin[tasks[t].part], end = work.part_begin[tasks[t].part + 1];
+        Linker linker(r_.slots, static_cast<Link*>(links_.data()), end - begin);
+        for (int64_t i = begin; i < end; ++i) linker.add(work.positions[i]);
+        distinct_[work.table] += linker.distinct();
+      }
+    });
   }
 
-  // Links the records of each slot in their order, turning them into occurrences. Returns the number of slots.
-  static int64_t chain(Record* records, int64_t n, Chain* chains, Workspace& space) {
-    int shift = 32 - 5;
-    while ((int64_t{1} << (32 - shift)) < 2 * n) --shift;
-    const int64_t buckets = int64_t{1} << (32 - shift);
-    const auto mask = static_cast<uint32_t>(buckets - 1);
-    uint32_t* hash = space.hash.get(buckets);
-    std::memset(hash, 0xFF, static_cast<size_t>(buckets) * sizeof(uint32_t));
-    int32_t* lasts = space.lasts.get(n);
-    int64_t count = 0;
-    for (int32_t i = 0; i < n; ++i) {
-      const Record record = records[i];
-      const Occurrence occurrence{record.grad, record.scale, -1};
-      std::memcpy(static_cast<void*>(records + i), &occurrence, sizeof(occurrence));
-      uint32_t bucket = (record.slot * 0x9E3779B1u) >> shift;
-      while (hash[bucket] != kEmpty && chains[hash[bucket]].slot != record.slot) bucket = (bucket + 1) & mask;
-      if (hash[bucket] == kEmpty) {
-        hash[bucket] = static_cast<uint32_t>(count);
-        chains[count] = {record.slot, i};
-        lasts[count++] = i;
+  // Finds, for one position after the other, the last one with the same slot.
+  class Linker {
+   public:
+    Linker(const Slot* slots, Link* links, int64_t n) : slots_(slots), links_(links) {
+      shift_ = 32 - 5;
+      while ((int64_t{1} << (32 - shift_)) < 2 * n) --shift_;
+      const int64_t buckets = int64_t{1} << (32 - shift_);
+      mask_ = static_cast<uint32_t>(buckets - 1);
+      hash_ = workspace().hash.get(buckets);
+      lasts_ = workspace().lasts.get(n);
+      std::memset(hash_, 0xFF, static_cast<size_t>(buckets) * sizeof(uint32_t));
+    }
+
+    void add(int32_t position) {
+      const Slot slot = slots_[position];
+      uint32_t bucket = (slot * 0x9E3779B1u) >> shift_;
+      while (hash_[bucket] != kEmpty && lasts_[hash_[bucket]].slot != slot) bucket = (bucket + 1) & mask_;
+      if (hash_[bucket] == kEmpty) {
+        hash_[bucket] = static_cast<uint32_t>(distinct_);
+        lasts_[distinct_++] = {slot, position};
+        links_[position] = 0;
       } else {
-        int32_t& last = lasts[hash[bucket]];
-        reinterpret_cast<Occurrence*>(records)[last].next = i;
-        last = i;
+        Last& last = lasts_[hash_[bucket]];
+        links_[last.position] |= static_cast<Link>(position) + 1;
+        links_[position] = kNotFirst;
+        last.position = position;
       }
     }
-    return count;
-  }
+    int64_t distinct() const { return distinct_; }
+
+   private:
+    const Slot* slots_;
+    Link* links_;
+    int shift_;
+    uint32_t mask_;
+    uint32_t* hash_;
+    Last* lasts_;
+    int64_t distinct_ = 0;
+  };
 
   const ResolvedBatch& r_;
-  const float* grad_;
+  BufferPool::Buffer links_;
+  BufferPool::Buffer bag_of_;
+  BufferPool::Buffer positions_;
+  std::vector<std::atomic<int64_t>> distinct_;
   std::vector<TableWork> tables_;
 };
 
@@ -234,29 +263,45 @@ class Scatter {
 
 Distinct apply_gradients(const ResolvedBatch& resolved, const float* grad, const std::vector<float>& learning_rates,
                          const Steps& steps, Executor& executor) {
-  return Scatter(resolved, grad).run(executor, [&](int64_t t, const Chain* chains, int64_t count, const Occurrence* occurrences) {
-    const Table& table = *resolved.group.tables[t];
+  const Grouping grouping(resolved, executor);
+  const std::vector<Chunk> chunks = grouping.chunks();
+  for_each_task(executor, static_cast<int64_t>(chunks.size()), [&](int64_t c) {
+    const Table& table = *resolved.group.tables[chunks[c].table];
     UpdateArgs args;
     args.rows = table.rows().view();
-    args.chains = chains;
-    args.count = count;
-    args.occurrences = occurrences;
+    args.batch = &resolved.batch;
+    args.slots = resolved.slots;
+    args.links = grouping.links();
+    args.bag_of = grouping.bag_of();
+    args.column_offsets = resolved.group.column_offsets.data();
+    args.grad = grad;
+    args.grad_stride = resolved.group.columns();
+    args.mean = resolved.group.mean;
+    args.bag_begin = chunks[c].bag_begin;
+    args.bag_end = chunks[c].bag_end;
     args.scratch = workspace().gradient.get((args.rows.columns + 15) / 16 * 16);
     args.optimizer = table.config().optimizer;
-    args.learning_rate = learning_rates[t];
-    args.step = steps[t];
+    args.learning_rate = learning_rates[chunks[c].table];
+    args.step = steps[chunks[c].table];
     row_kernels().update(args);
   });
+  return grouping.distinct();
 }
 
 Distinct record_step(const ResolvedBatch& resolved, const Steps& steps, Executor& executor) {
-  return Scatter(resolved, nullptr).run(executor, [&](int64_t t, const Chain* chains, int64_t count, const Occurrence*) {
-    RowMeta* meta = resolved.group.tables[t]->rows().view().meta;
-    for (int64_t c = 0; c < count; ++c) {
-      meta[chains[c].slot].last_step = steps[t];
-      ++meta[chains[c].slot].frequency;
+  const Grouping grouping(resolved, executor);
+  const std::vector<Chunk> chunks = grouping.chunks();
+  for_each_task(executor, static_cast<int64_t>(chunks.size()), [&](int64_t c) {
+    const Rows& rows = resolved.group.tables[chunks[c].table]->rows();
+    const int64_t end = resolved.batch.offset(chunks[c].bag_end);
+    for (int64_t p = resolved.batch.offset(chunks[c].bag_begin); p < end; ++p) {
+      if ((grouping.links()[p] & kNotFirst) != 0) continue;
+      RowMeta& meta = rows.meta(resolved.slots[p]);
+      meta.last_step = steps[chunks[c].table];
+      ++meta.frequency;
     }
   });
+  return grouping.distinct();
 }
 
 void weight_gradients(const ResolvedBatch& resolved, const float* grad, float* grad_weights, Executor& executor) {

@@ -5,6 +5,7 @@
 #include <mutex>
 #include <vector>
 
+#include "batch.h"
 #include "executor.h"
 #include "table.h"
 
@@ -42,20 +43,6 @@ struct Group {
   // Locks every table, always in the same order. Throws where one is closed.
   std::vector<std::unique_lock<std::mutex>> lock() const;
   std::vector<std::unique_lock<std::mutex>> lock_even_closed() const;
-};
-
-// A batch of bags of ids, feature by feature. Without offsets each id is a bag of its own.
-struct Batch {
-  const int64_t* ids = nullptr;        // (n_ids,)
-  int64_t n_ids = 0;
-  const int64_t* offsets64 = nullptr;  // (features * bags + 1,), of one kind or the other, or neither
-  const int32_t* offsets32 = nullptr;
-  const float* weights = nullptr;      // (n_ids,) or null
-  int64_t bags = 0;                    // a feature's
-
-  int64_t offset(int64_t bag) const {
-    return offsets64 != nullptr ? offsets64[bag] : offsets32 != nullptr ? offsets32[bag] : bag;
-  }
 };
 
 }  // namespace recstore

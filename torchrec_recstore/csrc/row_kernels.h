@@ -2,6 +2,7 @@
 
 #include <cstdint>
 
+#include "batch.h"
 #include "config.h"
 #include "index.h"
 
@@ -35,28 +36,29 @@ struct PoolArgs {
   bool stream;            // the output is larger than the caches: write around them
 };
 
-// One occurrence of an id in the batch, and the next one of the same id.
-struct Occurrence {
-  const float* grad;
-  float scale;
-  int32_t next;  // index of the next occurrence, -1 for none
-};
+// How the positions of a batch hang together that have the same slot: each one's link holds the next
+// position plus one, 0 for none, and a flag on all but the first.
+using Link = uint32_t;
+constexpr Link kNotFirst = 0x80000000u;
 
-// A slot's occurrences in the order of the batch.
-struct Chain {
-  Slot slot;
-  int32_t first;
-};
-
+// A run of consecutive bags of one feature, on its way back. Every row is updated by the run that has
+// the first occurrence of its id, on the sum over all occurrences in the order of the batch.
 struct UpdateArgs {
   RowsView rows;
-  const Chain* chains;
-  int64_t count;
-  const Occurrence* occurrences;
-  float* scratch;  // (columns rounded up to 16,)
+  const Batch* batch;
+  const Slot* slots;              // by position
+  const Link* links;              // by position
+  const uint32_t* bag_of;         // by position: the bag's number
+  const int64_t* column_offsets;  // by feature: where its columns begin in a row of grad
+  const float* grad;              // (batch.bags, grad_stride)
+  int64_t grad_stride;
+  bool mean;
+  int64_t bag_begin;              // the run, by number
+  int64_t bag_end;
+  float* scratch;                 // (columns rounded up to 16,)
   OptimizerConfig optimizer;
   float learning_rate;
-  uint32_t step;   // written to last_step, with one more of frequency; 0: leave the bookkeeping alone
+  uint32_t step;                  // written to last_step, with one more of frequency; 0: leave the bookkeeping alone
 };
 
 // The loops over rows, compiled once for each instruction set. All give the same bits: sixteen

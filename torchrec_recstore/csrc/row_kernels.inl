@@ -6,7 +6,7 @@ namespace RECSTORE_ISA_NAMESPACE {
 namespace {
 
 constexpr int kLanes = 16;
-constexpr int kPrefetchRows = 6;
+constexpr int64_t kPrefetchIds = 8;
 typedef float Vec __attribute__((vector_size(kLanes * sizeof(float)), aligned(4), may_alias));
 typedef float AlignedVec __attribute__((vector_size(kLanes * sizeof(float)), may_alias));
 
@@ -113,24 +113,38 @@ void pool_bags(const PoolArgs& a) {
 
 void pool(const PoolArgs& a) { a.stream ? pool_bags<true>(a) : pool_bags<false>(a); }
 
-// The sum of a chain's scaled gradients: the gradient itself where there is but one, else scratch.
-inline const float* sum_gradients(const UpdateArgs& a, int32_t first) {
-  const Occurrence& head = a.occurrences[first];
+inline const float* grad_of(const UpdateArgs& a, int64_t bag) {
+  return a.grad + bag % a.batch->bags * a.grad_stride + a.column_offsets[bag / a.batch->bags];
+}
+inline float scale_of(const UpdateArgs& a, int64_t bag, int64_t position) {
+  float scale = a.batch->weights == nullptr ? 1.0f : a.batch->weights[position];
+  if (a.mean) {
+    const int64_t length = a.batch->offset(bag + 1) - a.batch->offset(bag);
+    if (length > 1) scale *= 1.0f / static_cast<float>(length);
+  }
+  return scale;
+}
+
+// The sum of the scaled gradients of a position and of those that it links to: the gradient itself
+// where there is but one, else scratch.
+inline const float* sum_gradients(const UpdateArgs& a, const float* grad, float scale, int64_t position) {
   const int64_t columns = a.rows.columns;
-  if (head.next < 0 && head.scale == 1.0f && columns % kLanes == 0) return head.grad;
+  Link next = a.links[position];
+  if (next == 0 && scale == 1.0f && columns % kLanes == 0) return grad;
+  const AlignedVec first = broadcast(scale);
   for (int64_t d = 0; d < columns; d += kLanes) {
     const int64_t n = columns - d < kLanes ? columns - d : kLanes;
-    AlignedVec sum = (n == kLanes ? load(head.grad + d) : load_part(head.grad + d, n)) * broadcast(head.scale);
-    store(a.scratch + d, sum);
+    store(a.scratch + d, (n == kLanes ? load(grad + d) : load_part(grad + d, n)) * first);
   }
-  for (int32_t o = head.next; o >= 0; o = a.occurrences[o].next) {
-    const Occurrence& occurrence = a.occurrences[o];
-    if (occurrence.next >= 0) prefetch_row(a.occurrences[occurrence.next].grad, columns);
-    const AlignedVec scale = broadcast(occurrence.scale);
+  while (next != 0) {
+    const int64_t p = next - 1, bag = a.bag_of[p];
+    next = a.links[p] & ~kNotFirst;
+    if (next != 0) prefetch_row(grad_of(a, a.bag_of[next - 1]), columns);
+    const float* g = grad_of(a, bag);
+    const AlignedVec s = broadcast(scale_of(a, bag, p));
     for (int64_t d = 0; d < columns; d += kLanes) {
       const int64_t n = columns - d < kLanes ? columns - d : kLanes;
-      const AlignedVec g = n == kLanes ? load(occurrence.grad + d) : load_part(occurrence.grad + d, n);
-      store(a.scratch + d, load(a.scratch + d) + g * scale);
+      store(a.scratch + d, load(a.scratch + d) + (n == kLanes ? load(g + d) : load_part(g + d, n)) * s);
     }
   }
   return a.scratch;
@@ -186,23 +200,27 @@ inline void step_row_wise_adagrad(const UpdateArgs& a, float* w, const float* g,
 
 template <OptimizerKind Kind>
 void update_rows(const UpdateArgs& a) {
-  for (int64_t c = 0; c < a.count; ++c) {
-    if (c + kPrefetchRows < a.count) {
-      const Chain& ahead = a.chains[c + kPrefetchRows];
-      prefetch_row(a.rows.data + ahead.slot * a.rows.stride, a.rows.stride);
-      __builtin_prefetch(a.rows.meta + ahead.slot, 1, 3);
-      prefetch_row(a.occurrences[ahead.first].grad, a.rows.columns);
-    }
-    const Slot slot = a.chains[c].slot;
-    float* w = a.rows.data + slot * a.rows.stride;
-    RowMeta& meta = a.rows.meta[slot];
-    const float* g = sum_gradients(a, a.chains[c].first);
-    if (Kind == OptimizerKind::kSgd) step_sgd(a, w, g);
-    if (Kind == OptimizerKind::kAdagrad) step_adagrad(a, w, g);
-    if (Kind == OptimizerKind::kRowWiseAdagrad) step_row_wise_adagrad(a, w, g, meta);
-    if (a.step != 0) {
-      meta.last_step = a.step;
-      ++meta.frequency;
+  const int64_t last = a.batch->offset(a.bag_end);
+  for (int64_t bag = a.bag_begin; bag < a.bag_end; ++bag) {
+    const float* grad = grad_of(a, bag);
+    for (int64_t p = a.batch->offset(bag), end = a.batch->offset(bag + 1); p < end; ++p) {
+      if (p + kPrefetchIds < last && (a.links[p + kPrefetchIds] & kNotFirst) == 0) {
+        const Slot ahead = a.slots[p + kPrefetchIds];
+        prefetch_row(a.rows.data + ahead * a.rows.stride, a.rows.stride);
+        __builtin_prefetch(a.rows.meta + ahead, 1, 3);
+        prefetch_row(grad_of(a, a.bag_of[p + kPrefetchIds]), a.rows.columns);
+      }
+      if ((a.links[p] & kNotFirst) != 0) continue;
+      float* w = a.rows.data + a.slots[p] * a.rows.stride;
+      RowMeta& meta = a.rows.meta[a.slots[p]];
+      const float* g = sum_gradients(a, grad, scale_of(a, bag, p), p);
+      if (Kind == OptimizerKind::kSgd) step_sgd(a, w, g);
+      if (Kind == OptimizerKind::kAdagrad) step_adagrad(a, w, g);
+      if (Kind == OptimizerKind::kRowWiseAdagrad) step_row_wise_adagrad(a, w, g, meta);
+      if (a.step != 0) {
+        meta.last_step = a.step;
+        ++meta.frequency;
+      }
     }
   }
 }
