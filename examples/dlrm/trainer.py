@@ -56,9 +56,10 @@ def _rank() -> int:
 
 
 def _bar(**options: Any) -> tqdm[Any]:
-    # tqdm shows nothing on a terminal that states no width, shutil takes 80 then.
-    width = shutil.get_terminal_size().columns
-    return tqdm(unit_scale=True, ncols=width, disable=_rank() != 0 or not sys.stderr.isatty(), **options)
+    # tqdm shows nothing on a terminal that states no size; shutil takes 80 by 24 then.
+    width, height = shutil.get_terminal_size()
+    hidden = _rank() != 0 or not sys.stderr.isatty()
+    return tqdm(unit_scale=True, ncols=width, nrows=height, disable=hidden, **options)
 
 
 def open_source(settings: Settings) -> RowSource:
