@@ -215,6 +215,7 @@ int64_t group_create(std::vector<int64_t> handles, std::vector<int64_t> feature_
   std::vector<Routing> member_routings;
   for (int64_t t = 0; t < n; ++t) {
     members.push_back(tables().get(handles[t]));
+    if (std::count(handles.begin(), handles.end(), handles[t]) > 1) throw InvalidArgument("tables must be distinct");
     member_routings.push_back({routings[3 * t], routings[3 * t + 1], routings[3 * t + 2]});
   }
   for (const int64_t t : feature_tables) {

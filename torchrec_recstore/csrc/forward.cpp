@@ -2,8 +2,11 @@
 
 #include <algorithm>
 #include <array>
+#include <atomic>
 #include <cstdint>
+#include <optional>
 #include <string>
+#include <utility>
 
 #include "error.h"
 #include "insertion.h"
@@ -14,6 +17,7 @@ namespace {
 
 constexpr int64_t kBlock = 32;         // ids that go through a stage of the pipeline together
 constexpr int64_t kTaskIds = 1024;     // ids of a task, about
+constexpr int64_t kLargeInsertion = 16384;  // misses from which one table's rows are made in parallel
 constexpr int64_t kStreamBytes = 16 << 20;  // outputs from here on are written around the caches
 
 // Resolves a run of ids to slots in blocks, so that memory is always being fetched for the blocks
@@ -97,43 +101,76 @@ class Lookup {
     split();
   }
 
-  void resolve_and_pool(Executor& executor, bool train) {
-    for_each_task(executor, static_cast<int64_t>(tasks_.size()), [&](int64_t t) { run(tasks_[t], train); });
-  }
-  // Makes the missing rows and pools the bags again that lacked them. Returns how many, table by table.
-  std::vector<int64_t> insert_missing(Executor& executor) {
-    std::vector<std::vector<Miss>> misses(group_.tables.size());
-    std::vector<const Task*> incomplete;
-    for (const Task& task : tasks_) {
-      if (task.misses.empty()) continue;
-      auto& all = misses[group_.feature_tables[task.feature]];
-      all.insert(all.end(), task.misses.begin(), task.misses.end());
-      incomplete.push_back(&task);
-    }
-    std::vector<int64_t> made(group_.tables.size(), 0);
-    if (incomplete.empty()) return made;
-    std::vector<Insertion> insertions;
-    std::vector<size_t> tables;
-    for (size_t t = 0; t < misses.size(); ++t) {
-      if (misses[t].empty()) continue;
-      insertions.emplace_back(*group_.tables[t], std::move(misses[t]), slots_);
-      tables.push_back(t);
-    }
-    recstore::insert_missing(insertions, executor);
-    for (size_t i = 0; i < tables.size(); ++i) made[tables[i]] = insertions[i].rows_made();
-    for_each_task(executor, static_cast<int64_t>(incomplete.size()), [&](int64_t t) {
-      for (const int64_t bag : incomplete[t]->bags_with_misses) pool_run(*incomplete[t], bag, bag + 1);
+  void evaluate(Executor& executor) {
+    for_each_task(executor, static_cast<int64_t>(tasks_.size()), [&](int64_t t) {
+      resolve_and_pool(tasks_[t]);
+      const bool reads_init = table_of(tasks_[t]).config().missing_reads_init;
+      if (reads_init && !tasks_[t].misses.empty()) add_initial_rows(tasks_[t]);
     });
-    return made;
   }
-  // Evaluation: bags with missing ids, whose initial rows count as if they were there.
-  void pool_initial_rows(Executor& executor) {
-    const auto complete = [](const Task& task) { return task.bags_with_misses.empty(); };
-    if (std::all_of(tasks_.begin(), tasks_.end(), complete)) return;
-    for_each_task(executor, static_cast<int64_t>(tasks_.size()), [&](int64_t t) { add_initial_rows(tasks_[t]); });
+
+  // Also makes the missing rows. Returns how many, table by table; all or nothing.
+  //
+  // Waking threads and waiting for the last of them costs more than a small batch's work, above all on
+  // busy cores: so whoever resolves a table's last task goes on to complete the table, in the same go.
+  std::vector<int64_t> train(Executor& executor) {
+    std::vector<std::atomic<int64_t>> unresolved(group_.tables.size());
+    for (const Task& task : tasks_) ++unresolved[table_number(task)];
+    insertions_.resize(group_.tables.size());
+    try {
+      for_each_task(executor, static_cast<int64_t>(tasks_.size()), [&](int64_t t) {
+        resolve_and_pool(tasks_[t]);
+        const int64_t table = table_number(tasks_[t]);
+        if (--unresolved[table] == 0) complete(table);
+      });
+      complete_large(executor);
+    } catch (...) {
+      for (auto& insertion : insertions_) {
+        if (insertion.has_value()) insertion->undo();
+      }
+      throw;
+    }
+    std::vector<int64_t> made;
+    for (const auto& insertion : insertions_) made.push_back(insertion.has_value() ? insertion->rows_made() : 0);
+    return made;
   }
 
  private:
+  int64_t table_number(const Task& task) const { return group_.feature_tables[task.feature]; }
+  Table& table_of(const Task& task) const { return *group_.tables[table_number(task)]; }
+
+  // Makes one table's missing rows, unless they are so many that threads had better share them.
+  void complete(int64_t table) {
+    std::vector<Miss> misses;
+    for (const Task& task : tasks_) {
+      if (table_number(task) == table) misses.insert(misses.end(), task.misses.begin(), task.misses.end());
+    }
+    if (misses.empty()) return;
+    const bool large = static_cast<int64_t>(misses.size()) > kLargeInsertion;
+    Insertion& insertion = insertions_[table].emplace(*group_.tables[table], std::move(misses), slots_);
+    if (large) return;
+    for (int64_t step = 0; step < insertion.tasks(); ++step) insertion.place(step);
+    insertion.take_rows();
+    for (int64_t step = 0; step < insertion.tasks(); ++step) insertion.fill(step);
+    for (const Task& task : tasks_) {
+      if (table_number(task) == table) pool_bags_with_misses(task);
+    }
+  }
+  void complete_large(Executor& executor) {
+    std::vector<Insertion*> large;
+    std::vector<const Task*> incomplete;
+    for (size_t t = 0; t < insertions_.size(); ++t) {
+      if (!insertions_[t].has_value() || insertions_[t]->misses() <= kLargeInsertion) continue;
+      large.push_back(&*insertions_[t]);
+      for (const Task& task : tasks_) {
+        if (table_number(task) == static_cast<int64_t>(t)) incomplete.push_back(&task);
+      }
+    }
+    if (large.empty()) return;
+    insert_missing(large, executor);
+    for_each_task(executor, static_cast<int64_t>(incomplete.size()), [&](int64_t t) { pool_bags_with_misses(*incomplete[t]); });
+  }
+
   void split() {
     const int64_t all_bags = batch_.bags * group_.features();
     const int64_t ids_per_bag = std::max<int64_t>(1, batch_.n_ids / std::max<int64_t>(1, all_bags));
@@ -159,7 +196,7 @@ class Lookup {
   }
 
   PoolArgs pool_args(const Task& task, const int64_t* bounds, int64_t bag) const {
-    const Table& table = *group_.tables[group_.feature_tables[task.feature]];
+    const Table& table = table_of(task);
     const int64_t column = group_.column_offsets[task.feature];
     PoolArgs args;
     args.rows = table.rows().view();
@@ -173,18 +210,24 @@ class Lookup {
     args.bags = 0;
     return args;
   }
-  void pool_run(const Task& task, int64_t bag_begin, int64_t bag_end) const {
-    const auto run_bounds = bounds(task, bag_begin, bag_end);
-    PoolArgs args = pool_args(task, run_bounds.data(), bag_begin);
-    args.bags = bag_end - bag_begin;
-    row_kernels().pool(args);
+  // Pools the bags again that had ids without rows, run by run.
+  void pool_bags_with_misses(const Task& task) const {
+    const auto& bags = task.bags_with_misses;
+    for (size_t first = 0, next; first < bags.size(); first = next) {
+      next = first + 1;
+      while (next < bags.size() && bags[next] == bags[next - 1] + 1) ++next;
+      const auto run_bounds = bounds(task, bags[first], bags[next - 1] + 1);
+      PoolArgs args = pool_args(task, run_bounds.data(), bags[first]);
+      args.bags = static_cast<int64_t>(next - first);
+      row_kernels().pool(args);
+    }
   }
 
-  void run(Task& task, bool train) {
+  void resolve_and_pool(Task& task) {
     const auto task_bounds = bounds(task, task.bag_begin, task.bag_end);
     check(task_bounds);
-    const int64_t table = group_.feature_tables[task.feature];
-    Resolver resolver(*group_.tables[table], group_.routings[table], batch_.ids, task_bounds.front(), task_bounds.back(), slots_);
+    Resolver resolver(table_of(task), group_.routings[table_number(task)], batch_.ids, task_bounds.front(),
+                      task_bounds.back(), slots_);
     PoolArgs args = pool_args(task, task_bounds.data(), task.bag_begin);
     const int64_t bags = task.bag_end - task.bag_begin;
     for (int64_t bag = 0; bag < bags;) {
@@ -204,7 +247,6 @@ class Lookup {
     }
     task.misses = std::move(resolver.misses);
     if (!task.misses.empty()) find_bags_with_misses(task, task_bounds);
-    if (!train && !group_.tables[table]->config().missing_reads_init) task.bags_with_misses.clear();
   }
   static void find_bags_with_misses(Task& task, const std::vector<int64_t>& task_bounds) {
     size_t bag = 0;
@@ -215,8 +257,7 @@ class Lookup {
     }
   }
   void add_initial_rows(const Task& task) const {
-    if (task.bags_with_misses.empty()) return;
-    const Table& table = *group_.tables[group_.feature_tables[task.feature]];
+    const Table& table = table_of(task);
     const int64_t columns = table.config().columns();
     // A bag's rows, resident and initial ones alike, laid out one behind the other, are pooled like any others.
     std::vector<float> rows;
@@ -226,7 +267,7 @@ class Lookup {
       const int64_t begin = run_bounds[0], n = run_bounds[1] - run_bounds[0];
       rows.assign(static_cast<size_t>(n * columns), 0.0f);
       slots.resize(static_cast<size_t>(n));
-      const Routing& routing = group_.routings[group_.feature_tables[task.feature]];
+      const Routing& routing = group_.routings[table_number(task)];
       for (int64_t i = 0; i < n; ++i) {
         slots[i] = static_cast<Slot>(i);
         float* row = rows.data() + i * columns;
@@ -254,6 +295,7 @@ class Lookup {
   float* out_;
   bool streams_;
   std::vector<Task> tasks_;
+  std::vector<std::optional<Insertion>> insertions_;  // by table
 };
 
 }  // namespace
@@ -263,13 +305,12 @@ StepResult lookup(const Group& group, const Batch& batch, bool train, Slot* slot
     throw InvalidArgument("offsets must begin with 0 and end with the number of ids, " + std::to_string(batch.n_ids));
   }
   Lookup work(group, batch, slots, out);
-  work.resolve_and_pool(executor, train);
   StepResult result;
   if (!train) {
-    work.pool_initial_rows(executor);
+    work.evaluate(executor);
     return result;
   }
-  const std::vector<int64_t> made = work.insert_missing(executor);
+  const std::vector<int64_t> made = work.train(executor);
   for (size_t t = 0; t < group.tables.size(); ++t) {
     group.tables[t]->counters().misses += made[t];
     group.tables[t]->counters().inserts += made[t];
@@ -302,10 +343,16 @@ void find(const Table& table, const int64_t* ids, int64_t n, Slot* slots, Execut
 }
 
 void find_or_insert(Table& table, const int64_t* ids, int64_t n, Slot* slots, Executor& executor) {
-  std::vector<Insertion> insertion;
-  insertion.emplace_back(table, resolve_all(table, ids, n, slots, executor), slots);
-  insert_missing(insertion, executor);
-  table.counters().inserts += insertion[0].rows_made();
+  std::vector<Miss> misses = resolve_all(table, ids, n, slots, executor);
+  if (misses.empty()) return;
+  Insertion insertion(table, std::move(misses), slots);
+  try {
+    insert_missing({&insertion}, executor);
+  } catch (...) {
+    insertion.undo();
+    throw;
+  }
+  table.counters().inserts += insertion.rows_made();
 }
 
 }  // namespace recstore

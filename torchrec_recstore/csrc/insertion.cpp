@@ -82,21 +82,16 @@ void Insertion::undo() {
   table_.rows().put_back(taken_);
 }
 
-void insert_missing(std::vector<Insertion>& insertions, Executor& executor) {
+void insert_missing(const std::vector<Insertion*>& insertions, Executor& executor) {
   std::vector<Step> steps;
-  for (Insertion& insertion : insertions) {
-    for (int64_t task = 0; task < insertion.tasks(); ++task) steps.push_back({&insertion, task});
+  for (Insertion* insertion : insertions) {
+    for (int64_t task = 0; task < insertion->tasks(); ++task) steps.push_back({insertion, task});
   }
   const auto run = [&](const auto& work) {
     for_each_task(executor, static_cast<int64_t>(steps.size()), [&](int64_t s) { work(steps[s]); });
   };
-  try {
-    run([](const Step& step) { step.insertion->place(step.task); });
-    for (Insertion& insertion : insertions) insertion.take_rows();
-  } catch (...) {
-    for (Insertion& insertion : insertions) insertion.undo();
-    throw;
-  }
+  run([](const Step& step) { step.insertion->place(step.task); });
+  for (Insertion* insertion : insertions) insertion->take_rows();
   run([](const Step& step) { step.insertion->fill(step.task); });
 }
 

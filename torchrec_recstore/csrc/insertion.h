@@ -18,7 +18,7 @@ struct Miss {
 };
 
 // Makes the missing rows of one table: one for each distinct id, whose slot is then written to every
-// position of the id. The steps of several tables run together, so that threads are woken but twice.
+// position of the id.
 class Insertion {
  public:
   // slots: the batch's, written at the positions of the misses.
@@ -32,9 +32,10 @@ class Insertion {
   void take_rows();
   // After take_rows(): writes rows and slots. Cannot fail.
   void fill(int64_t task);
-  // Instead of fill(): leaves the table as it was.
+  // Whatever has been done: leaves the table as it was.
   void undo();
 
+  int64_t misses() const { return static_cast<int64_t>(misses_.size()); }
   int64_t rows_made() const { return static_cast<int64_t>(taken_.size()); }
 
  private:
@@ -52,7 +53,7 @@ class Insertion {
   std::vector<Slot> taken_;
 };
 
-// Runs insertions of different tables, all or nothing. Throws OutOfMemory with every table as it was.
-void insert_missing(std::vector<Insertion>& insertions, Executor& executor);
+// Runs insertions of different tables. Throws OutOfMemory; then all of them are to be undone.
+void insert_missing(const std::vector<Insertion*>& insertions, Executor& executor);
 
 }  // namespace recstore

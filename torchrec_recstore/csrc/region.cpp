@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <cstdint>
 #include <cstdio>
+#include <cstring>
 #include <fstream>
 #include <string>
 
@@ -15,7 +16,7 @@ namespace recstore {
 namespace {
 
 constexpr size_t kHugePage = size_t{2} << 20;
-constexpr size_t kFirstReservation = 2 * kHugePage;
+constexpr size_t kSmall = size_t{512} << 10;  // up to here small pages are used
 // Asking the system what is available costs tens of microseconds: ask once for this much growth.
 constexpr size_t kPromise = size_t{64} << 20;
 
@@ -62,12 +63,17 @@ void Region::reserve(size_t bytes) {
 }
 
 void Region::grow(size_t bytes) {
-  size_t grown = bytes_ == 0 ? kFirstReservation : bytes_;
+  const bool small = bytes <= kSmall;
+  size_t grown = small ? kSmall : std::max(bytes_, kHugePage);
   while (grown < bytes) grown *= 2;
   char* fresh = map_aligned(grown);
   if (fresh == nullptr) throw OutOfMemory("cannot reserve " + std::to_string(grown) + " bytes");
-  madvise(fresh + kHugePage, grown - kHugePage, MADV_HUGEPAGE);
-  if (data_ != nullptr && mremap(data_, bytes_, bytes_, MREMAP_MAYMOVE | MREMAP_FIXED, fresh) == MAP_FAILED) {
+  if (!small) madvise(fresh, grown, MADV_HUGEPAGE);
+  if (bytes_ == kSmall) {
+    // Small pages cannot be moved into a huge one: this much, once, is copied.
+    std::memcpy(fresh, data_, kSmall);
+    munmap(data_, bytes_);
+  } else if (data_ != nullptr && mremap(data_, bytes_, bytes_, MREMAP_MAYMOVE | MREMAP_FIXED, fresh) == MAP_FAILED) {
     munmap(fresh, grown);
     throw OutOfMemory("cannot move " + std::to_string(bytes_) + " bytes");
   }

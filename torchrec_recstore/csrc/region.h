@@ -6,9 +6,10 @@ namespace recstore {
 
 // One growable block of zeroed memory that the kernel hands out page by page as it is touched.
 //
-// Growing reserves a larger address range and moves the page tables there, so no byte is copied, but
-// data() may change: grow only while nobody reads. Past the first 2 MiB huge pages are asked for, so
-// that a table of three rows costs pages and a table of millions costs few TLB entries.
+// Growing reserves a larger address range and moves the page tables there: beyond the first half MiB
+// no byte is copied, but data() may change: grow only while nobody reads. That half MiB is in small
+// pages and the rest in huge ones, so that a table of three rows takes little memory and a table of
+// millions few TLB entries.
 class Region {
  public:
   Region() = default;
