@@ -43,7 +43,8 @@ def conditions() -> dict[str, Any]:
     commit = subprocess.run(
         ["git", "describe", "--always", "--dirty"], cwd=ROOT, capture_output=True, text=True, check=False
     ).stdout.strip()
-    names = [line.split(":")[1].strip() for line in open("/proc/cpuinfo") if line.startswith("model name")]
+    cpuinfo = Path("/proc/cpuinfo").read_text().splitlines()
+    names = [line.split(":")[1].strip() for line in cpuinfo if line.startswith("model name")]
     return {
         "commit": commit,
         "cpu": f"{names[0] if names else platform.processor()} x{os.cpu_count()}",

@@ -73,10 +73,11 @@ Workspace& workspace() {
   return space;
 }
 
-// Links the positions of a batch that have the same slot, in the order of the batch.
+// Links the positions of a batch that have the same slot, in the order of the batch, and has every
+// chunk of it visited once its table is linked.
 class Grouping {
  public:
-  Grouping(const ResolvedBatch& resolved, Executor& executor)
+  explicit Grouping(const ResolvedBatch& resolved)
       : r_(resolved),
         links_(BufferPool::instance().take(static_cast<size_t>(resolved.batch.n_ids) * sizeof(Link))),
         bag_of_(BufferPool::instance().take(static_cast<size_t>(resolved.batch.n_ids) * sizeof(uint32_t))),
@@ -85,17 +86,27 @@ class Grouping {
       throw InvalidArgument("a batch holds at most 2**31 - 1 ids and bags");
     }
     plan();
-    sort_into_parts(executor);
-    link(executor);
   }
 
   const Link* links() const { return static_cast<const Link*>(links_.data()); }
   const uint32_t* bag_of() const { return static_cast<const uint32_t*>(bag_of_.data()); }
-  Distinct distinct() const { return Distinct(distinct_.begin(), distinct_.end()); }
-  std::vector<Chunk> chunks() const {
-    std::vector<Chunk> all;
-    for (const TableWork& work : tables_) all.insert(all.end(), work.chunks.begin(), work.chunks.end());
-    return all;
+
+  template <class Visit>  // visit(chunk), in parallel
+  Distinct run(Executor& executor, const Visit& visit) {
+    // Waking threads costs more than linking a small table: where there are tables enough to keep all
+    // threads busy, each is linked and visited in one task.
+    const auto is_whole = [](const TableWork& work) { return work.parts == 1; };
+    const bool at_once = std::count_if(tables_.begin(), tables_.end(), is_whole) >= 2 * executor.threads();
+    sort_into_parts(executor);
+    link(executor, [&](const TableWork& work) {
+      if (at_once) std::for_each(work.chunks.begin(), work.chunks.end(), visit);
+    });
+    std::vector<Chunk> rest;
+    for (const TableWork& work : tables_) {
+      if (!at_once || !is_whole(work)) rest.insert(rest.end(), work.chunks.begin(), work.chunks.end());
+    }
+    for_each_task(executor, static_cast<int64_t>(rest.size()), [&](int64_t c) { visit(rest[c]); });
+    return Distinct(distinct_.begin(), distinct_.end());
   }
 
  private:
@@ -187,7 +198,8 @@ class Grouping {
     return sum;
   }
 
-  void link(Executor& executor) {
+  template <class Linked>  // linked(work) for each table that is linked as a whole
+  void link(Executor& executor, const Linked& linked) {
     struct Task {
       const TableWork* work;
       int64_t part;
@@ -202,6 +214,7 @@ class Grouping {
         Linker linker(r_.slots, static_cast<Link*>(links_.data()), work.n_ids);
         for (const Chunk& chunk : work.chunks) walk(chunk, [&](int32_t p) { linker.add(p); });
         distinct_[work.table] += linker.distinct();
+        linked(work);
       } else {
         const int64_t begin = work.part_begin[tasks[t].part], end = work.part_begin[tasks[t].part + 1];
         Linker linker(r_.slots, static_cast<Link*>(links_.data()), end - begin);
@@ -263,10 +276,9 @@ class Grouping {
 
 Distinct apply_gradients(const ResolvedBatch& resolved, const float* grad, const std::vector<float>& learning_rates,
                          const Steps& steps, Executor& executor) {
-  const Grouping grouping(resolved, executor);
-  const std::vector<Chunk> chunks = grouping.chunks();
-  for_each_task(executor, static_cast<int64_t>(chunks.size()), [&](int64_t c) {
-    const Table& table = *resolved.group.tables[chunks[c].table];
+  Grouping grouping(resolved);
+  return grouping.run(executor, [&](const Chunk& chunk) {
+    const Table& table = *resolved.group.tables[chunk.table];
     UpdateArgs args;
     args.rows = table.rows().view();
     args.batch = &resolved.batch;
@@ -277,31 +289,28 @@ Distinct apply_gradients(const ResolvedBatch& resolved, const float* grad, const
     args.grad = grad;
     args.grad_stride = resolved.group.columns();
     args.mean = resolved.group.mean;
-    args.bag_begin = chunks[c].bag_begin;
-    args.bag_end = chunks[c].bag_end;
+    args.bag_begin = chunk.bag_begin;
+    args.bag_end = chunk.bag_end;
     args.scratch = workspace().gradient.get((args.rows.columns + 15) / 16 * 16);
     args.optimizer = table.config().optimizer;
-    args.learning_rate = learning_rates[chunks[c].table];
-    args.step = steps[chunks[c].table];
+    args.learning_rate = learning_rates[chunk.table];
+    args.step = steps[chunk.table];
     row_kernels().update(args);
   });
-  return grouping.distinct();
 }
 
 Distinct record_step(const ResolvedBatch& resolved, const Steps& steps, Executor& executor) {
-  const Grouping grouping(resolved, executor);
-  const std::vector<Chunk> chunks = grouping.chunks();
-  for_each_task(executor, static_cast<int64_t>(chunks.size()), [&](int64_t c) {
-    const Rows& rows = resolved.group.tables[chunks[c].table]->rows();
-    const int64_t end = resolved.batch.offset(chunks[c].bag_end);
-    for (int64_t p = resolved.batch.offset(chunks[c].bag_begin); p < end; ++p) {
+  Grouping grouping(resolved);
+  return grouping.run(executor, [&](const Chunk& chunk) {
+    const Rows& rows = resolved.group.tables[chunk.table]->rows();
+    const int64_t end = resolved.batch.offset(chunk.bag_end);
+    for (int64_t p = resolved.batch.offset(chunk.bag_begin); p < end; ++p) {
       if ((grouping.links()[p] & kNotFirst) != 0) continue;
       RowMeta& meta = rows.meta(resolved.slots[p]);
-      meta.last_step = steps[chunks[c].table];
+      meta.last_step = steps[chunk.table];
       ++meta.frequency;
     }
   });
-  return grouping.distinct();
 }
 
 void weight_gradients(const ResolvedBatch& resolved, const float* grad, float* grad_weights, Executor& executor) {
