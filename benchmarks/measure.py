@@ -28,12 +28,12 @@ def lane() -> str:
     return "kept" if "MALLOC_MMAP_THRESHOLD_" in os.environ else "shipped"
 
 
-def run_lanes(script: str, arguments: Sequence[str] = ()) -> list[dict[str, Any]]:
-    """Runs a benchmark in both lanes; returns its rows."""
+def run_lanes(script: str, lanes: Sequence[str]) -> list[dict[str, Any]]:
+    """Runs a benchmark in each lane; returns its rows."""
     rows = []
-    for environment in ({}, KEPT):
-        command = [sys.executable, script, *arguments]
-        run = subprocess.run(command, env={**os.environ, **environment}, stdout=subprocess.PIPE, text=True, check=True)
+    for name in lanes:
+        environment = {**os.environ, **(KEPT if name == "kept" else {})}
+        run = subprocess.run([sys.executable, script], env=environment, stdout=subprocess.PIPE, text=True, check=True)
         rows += [json.loads(line) for line in run.stdout.splitlines() if line.startswith("{")]
     return rows
 

@@ -1,0 +1,147 @@
+"""A whole training step of TorchRec's DLRM: RecStore tables, FUSED tables, and the dense part alone.
+
+    python benchmarks/dlrm.py [--dim 64] [--batch-size 2048] [--steps 30]
+
+The dense part alone gets embeddings that were computed before. The three are interleaved in one process. One JSON row:
+milliseconds a step, and the ratios.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from measure import ROOT, clock, emit, interleave, spread
+
+sys.path.insert(0, str(ROOT / "examples" / "dlrm"))
+
+from batches import BatchMaker, Step, read_steps
+from generator import Generator
+from settings import Backend, Settings
+from sharded import build
+from torch import Tensor, nn
+from torchrec.models.dlrm import DenseArch, InteractionArch, OverArch
+
+BATCHES = 8
+
+
+class DenseAlone(nn.Module):
+    """DLRM's dense layers on given embeddings (B, 26, dim)."""
+
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+        self.dense = DenseArch(13, [512, 256, dim])
+        self.interaction = InteractionArch(26)
+        self.over = OverArch(dim + 26 * 27 // 2, [512, 512, 256, 1])
+
+    def forward(self, dense: Tensor, embeddings: Tensor, labels: Tensor) -> Tensor:
+        """The loss."""
+        logits = self.over(self.interaction(self.dense(dense), embeddings)).squeeze(1)
+        return nn.functional.binary_cross_entropy_with_logits(logits, labels.float())
+
+
+def settings_of(backend: Backend, dim: int, batch_size: int) -> Settings:
+    """The example's settings, on generated rows."""
+    return Settings(
+        data=None,
+        backend=backend,
+        dim=dim,
+        num_embeddings=100_000,
+        batch_size=batch_size,
+        epochs=1,
+        optimizer="rowwise_adagrad",
+        lr=0.01,
+        dense_lr=0.001,
+        seed=0,
+        limit_rows=None,
+        sharding="table_wise",
+        skip_bad_rows=False,
+        json_out=None,
+    )
+
+
+def make_steps(settings: Settings, modulo: int | None) -> list[Step]:
+    """The first batches of the generator."""
+    rows = BATCHES * settings.batch_size
+    return list(read_steps(Generator(rows, 0), 0, rows, settings.batch_size, BatchMaker(modulo=modulo)))
+
+
+def sharded_side(settings: Settings) -> Callable[[int], tuple[float]]:
+    """A training step of a sharded DLRM."""
+    model, optimizer = build(settings)
+    steps = make_steps(settings, settings.modulo)
+    model.train()
+
+    def side(i: int) -> tuple[float]:
+        batch = steps[i % BATCHES].batch
+        begin = clock()
+        optimizer.zero_grad(set_to_none=True)
+        model(batch)[0].backward()
+        optimizer.step()
+        return (clock() - begin,)
+
+    return side
+
+
+def dense_side(settings: Settings) -> Callable[[int], tuple[float]]:
+    """A training step of the dense part alone; the embeddings get their gradient, and no update."""
+    model = DenseAlone(settings.dim)
+    optimizer = torch.optim.Adam(model.parameters(), lr=settings.dense_lr)
+    steps = make_steps(settings, None)
+    embeddings = torch.randn(settings.batch_size, 26, settings.dim) * 0.01
+
+    def side(i: int) -> tuple[float]:
+        batch = steps[i % BATCHES].batch
+        begin = clock()
+        optimizer.zero_grad(set_to_none=True)
+        model(batch.dense_features, embeddings.detach().requires_grad_(), batch.labels).backward()
+        optimizer.step()
+        return (clock() - begin,)
+
+    return side
+
+
+def main() -> None:
+    """Measures and prints the row."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--dim", type=int, default=64)
+    parser.add_argument("--batch-size", type=int, default=2048)
+    parser.add_argument("--steps", type=int, default=30)
+    arguments = parser.parse_args()
+    with tempfile.TemporaryDirectory() as folder:
+        dist.init_process_group("gloo", init_method=f"file://{Path(folder) / 'store'}", rank=0, world_size=1)
+    shape = (arguments.dim, arguments.batch_size)
+    sides = {
+        "recstore": sharded_side(settings_of("recstore", *shape)),
+        "fused": sharded_side(settings_of("fused", *shape)),
+        "dense": dense_side(settings_of("recstore", *shape)),
+    }
+    timings = interleave(sides, arguments.steps, warm_up=BATCHES)
+    milliseconds = {name: spread([t[0] for t in values]) for name, values in timings.items()}
+    # Ratios of neighbours in time, so that a drift of the machine does not count.
+    ratio = {}
+    for name in ("fused", "dense"):
+        pairs = zip(timings[name], timings["recstore"], strict=True)
+        ratio[name] = spread([a[0] / b[0] for a, b in pairs], 1)["median"]
+    emit(
+        {
+            "benchmark": "dlrm",
+            "dim": arguments.dim,
+            "batch_size": arguments.batch_size,
+            "step_ms": milliseconds,
+            "samples_per_second_over_fused": round(ratio["fused"], 3),
+            "step_over_dense_alone": round(1 / ratio["dense"], 3),
+        }
+    )
+    sys.stdout.flush()
+    os._exit(0)  # gloo's teardown aborts now and then (torch 2.13)
+
+
+if __name__ == "__main__":
+    main()

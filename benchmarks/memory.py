@@ -1,0 +1,55 @@
+"""Resident memory of a table over its payload, weights and optimizer state.
+
+    python benchmarks/memory.py [--rows 10000000]
+
+One JSON row: resident bytes as the kernel counts them for this process, before and after, over the payload.
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+import torch
+from measure import emit
+
+from torchrec_recstore.optim import RowWiseAdagrad
+from torchrec_recstore.store import Table
+
+DIM = 64
+PAYLOAD = DIM * 4 + 4  # fp32 weights and the one number of row-wise Adagrad
+
+
+def resident_bytes() -> int:
+    """This process's resident memory."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
+
+
+def main() -> None:
+    """Measures and prints the row."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rows", type=int, default=10_000_000)
+    rows = parser.parse_args().rows
+    table = Table(DIM, optimizer=RowWiseAdagrad())
+    step = 20_000
+    ids = torch.empty(step, dtype=torch.int64)
+    for _ in range(100):  # the buffers of a step are there before and after
+        table.lookup(ids.fill_(0), train=True)
+    before = resident_bytes()
+    for begin in range(0, rows, step):
+        table.lookup(torch.arange(begin, begin + step, out=ids), train=True)
+    after = resident_bytes()
+    emit(
+        {
+            "benchmark": "memory",
+            "rows": rows,
+            "resident_bytes_per_row": round((after - before) / rows, 1),
+            "stated_bytes_per_row": round(table.stats().bytes / rows, 1),
+            "payload_bytes_per_row": PAYLOAD,
+            "resident_over_payload": round((after - before) / rows / PAYLOAD, 3),
+        }
+    )
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,90 @@
+"""Runs every benchmark, writes ``benchmarks/results.json`` and the table in the README.
+
+python benchmarks/run.py [--only kernel,growth]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from measure import ROOT, run_lanes
+from tqdm import tqdm
+
+FOLDER = Path(__file__).resolve().parent
+SCRIPTS = ("kernel", "growth", "memory", "store", "dlrm")
+ONE_LANE = {"growth", "memory", "store"}  # the table's memory is not malloc's
+RESULTS = FOLDER / "results.json"
+BEGIN, END = "<!-- benchmarks: written by make bench -->", "<!-- end of benchmarks -->"
+
+
+def kernel_lines(rows: list[dict[str, Any]]) -> list[str]:
+    """A line a case and optimizer, the lanes side by side."""
+    lines = [
+        "| kernel, over FBGEMM's | forward shipped | forward kept | with backward shipped | with backward kept |",
+        "| --- | --- | --- | --- | --- |",
+    ]
+    lanes = {(r["case"], r["optimizer"], r["lane"]): r for r in rows if r["benchmark"] == "kernel"}
+    for case, optimizer in dict.fromkeys((case, optimizer) for case, optimizer, _ in lanes):
+        pair = [lanes.get((case, optimizer, lane), {}) for lane in ("shipped", "kept")]
+        cells = [f"{r.get(key, '-')}x" for key in ("forward_over_fbgemm", "total_over_fbgemm") for r in pair]
+        lines.append(f"| {case}, {optimizer} | " + " | ".join(cells) + " |")
+    return lines
+
+
+def other_lines(rows: list[dict[str, Any]]) -> list[str]:
+    """A line for each other figure."""
+    lines = ["| figure | measured |", "| --- | --- |"]
+    for r in rows:
+        if r["benchmark"] == "kernel" and r["case"] == "big" and r["optimizer"] == "rowwise_adagrad":
+            lines.append(f"| forward, big, time over the limit's ({r['lane']}) | {r['forward_over_limit']}x |")
+        if r["benchmark"] == "growth":
+            lines.append(f"| growth to {r['rows']:,} rows: slowest step over median | {r['slowest_over_median']}x |")
+            rate = r["new_rows_per_second_without_first_touch"] / 1e6
+            lines.append(
+                f"| new rows a second, first touch of memory apart (with it) | {rate:.1f}M "
+                f"({r['new_rows_per_second'] / 1e6:.1f}M) |"
+            )
+        if r["benchmark"] == "memory":
+            lines.append(f"| resident memory at {r['rows']:,} rows over payload | {r['resident_over_payload']}x |")
+        if r["benchmark"] == "store":
+            rate = r["million_ids_per_second_one_thread"]["median"]
+            lines.append(f"| lookups of {r['batch']} ids at {r['row_bytes']} B, one thread | {rate}M ids/s |")
+        if r["benchmark"] == "dlrm":
+            where = f"dim {r['dim']}, batch {r['batch_size']}, {r['lane']}"
+            lines.append(f"| DLRM step over the dense part alone ({where}) | {r['step_over_dense_alone']}x |")
+            lines.append(f"| DLRM samples/s over FUSED ({where}) | {r['samples_per_second_over_fused']}x |")
+    return lines
+
+
+def write_readme(rows: list[dict[str, Any]]) -> None:
+    """Puts the table between the README's marks."""
+    path = ROOT / "README.md"
+    text = path.read_text()
+    r = rows[0]
+    where = f"{r['cpu']}, {r['threads']} threads, torch {r['torch']}, commit {r['commit']}; medians."
+    table = "\n".join([where, "", *kernel_lines(rows), "", *other_lines(rows)])
+    begin, end = text.index(BEGIN) + len(BEGIN), text.index(END)
+    path.write_text(f"{text[:begin]}\n\n{table}\n\n{text[end:]}")
+
+
+def main() -> None:
+    """Runs the benchmarks asked for; figures of the others stay as they were."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", default=",".join(SCRIPTS))
+    only = parser.parse_args().only.split(",")
+    rows = json.loads(RESULTS.read_text()) if RESULTS.exists() else []
+    rows = [row for row in rows if row["benchmark"] not in only]
+    for name in tqdm(only, disable=not sys.stderr.isatty()):
+        rows += run_lanes(str(FOLDER / f"{name}.py"), lanes=("shipped",) if name in ONE_LANE else ("shipped", "kept"))
+    rows.sort(key=lambda row: SCRIPTS.index(row["benchmark"]))
+    RESULTS.write_text(json.dumps(rows, indent=1) + "\n")
+    write_readme(rows)
+    print("\n".join([*kernel_lines(rows), "", *other_lines(rows)]))
+
+
+if __name__ == "__main__":
+    main()
