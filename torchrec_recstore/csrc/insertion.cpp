@@ -8,6 +8,7 @@ namespace recstore {
 namespace {
 
 constexpr int64_t kTaskMisses = 512;  // of a task, about
+constexpr int kAhead = 8;             // entries of the index that are being fetched
 
 struct Step {
   Insertion* insertion;
@@ -39,6 +40,7 @@ void Insertion::place(int64_t task) {
     std::vector<int32_t>& fresh = fresh_[p];
     for (int32_t i = begin_[p]; i < begin_[p + 1]; ++i) {
       const Miss& miss = misses_[order_[i]];
+      if (i + kAhead < begin_[p + 1]) __builtin_prefetch(table_.index().home_line(misses_[order_[i + kAhead]].hash), 1, 3);
       // Room first, so that the push cannot fail once the index holds the id.
       if (fresh.size() == fresh.capacity()) fresh.reserve(std::max<size_t>(16, 2 * fresh.size()));
       // The id's rank within the part stands for its slot until the slots are known.
@@ -64,6 +66,9 @@ void Insertion::fill(int64_t task) {
     const Slot* slots = taken_.data() + base_[p];
     for (size_t rank = 0; rank < fresh_[p].size(); ++rank) {
       const Miss& miss = misses_[fresh_[p][rank]];
+      if (rank + kAhead < fresh_[p].size()) {
+        __builtin_prefetch(table_.index().home_line(misses_[fresh_[p][rank + kAhead]].hash), 1, 3);
+      }
       table_.index().set_slot(miss.id, miss.hash, slots[rank]);
       table_.initializer().fill(miss.id, table_.rows().weights(slots[rank]));
       table_.rows().reset_state(slots[rank]);
