@@ -129,15 +129,14 @@ def step(forward: Callable[[], Tensor], grads: dict[torch.Size, Tensor]) -> tupl
 
 def limits(case: Case, batches: list[Batch]) -> Callable[[int], tuple[float, float]]:
     """The case's rows in one array, gathered, and gathered and scattered, by slot."""
-    rows = torch.zeros(case.tables * case.rows, case.dim)
-    rows.uniform_(-0.01, 0.01)
+    rows = limit.empty(case.tables * case.rows, case.dim).uniform_(-0.01, 0.01)
     tables = torch.arange(case.tables).repeat_interleave(case.batch)
     slots = []
     for batch in batches:
         lengths = batch.offsets.diff()
         slots.append((batch.rows + (tables.repeat_interleave(lengths) * case.rows)).to(torch.int32))
     unique = [s.unique()[torch.randperm(len(s.unique()))] for s in slots]
-    values = torch.zeros(max(map(len, slots)), case.dim)
+    values = limit.empty(max(map(len, slots)), case.dim).zero_()
 
     def side(i: int) -> tuple[float, float]:
         begin = clock()

@@ -32,6 +32,13 @@ def _call(name: str, rows: Tensor, slots: Tensor, values: Tensor) -> None:
     )
 
 
+def empty(*shape: int) -> Tensor:
+    """An uninitialised float32 tensor in huge pages."""
+    tensor = torch.empty(*shape)
+    _library().use_huge_pages(ctypes.c_void_p(tensor.data_ptr()), ctypes.c_int64(tensor.nbytes))
+    return tensor
+
+
 def gather(rows: Tensor, slots: Tensor, out: Tensor) -> None:
     """``out[i] = rows[slots[i]]``; slots (n,) int32, out (n, columns) float32."""
     _call("gather", rows, slots, out)
