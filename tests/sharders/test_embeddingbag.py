@@ -241,3 +241,25 @@ def test_rows_are_freed_with_the_model() -> None:
     del model
     gc.collect()
     assert table() is None
+
+
+def test_ids_beyond_the_hint_are_no_cause_for_warnings(caplog: pytest.LogCaptureFixture) -> None:
+    model = sharded(
+        collection(bag("t", ["f"], rows=10), bag("stock", ["g"], rows=10)),
+        constraints={
+            "t": RecStoreConstraints(sharding_types=["table_wise"]),
+            "stock": ParameterConstraints(sharding_types=["table_wise"], compute_kernels=["fused"]),
+        },
+    )
+    with caplog.at_level("WARNING"):
+        model(batch(f=[[-5, 10**12]], g=[[3, 4]])).wait()
+    assert "range" not in caplog.text
+    other = sharded(
+        collection(bag("t", ["f"], rows=10)),
+        constraints={
+            "t": ParameterConstraints(sharding_types=["table_wise"], compute_kernels=["fused"]),
+        },
+    )
+    with caplog.at_level("WARNING"):
+        other.module.input_dist(other.module.create_context(), batch(f=[[-5, 10**12]]))
+    assert "Feature f has range" in caplog.text

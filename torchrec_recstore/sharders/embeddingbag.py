@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -79,7 +80,12 @@ class RecStoreShardedEmbeddingBagCollection(ShardedEmbeddingBagCollection):  # t
 
     def input_dist(self, ctx: EmbeddingBagCollectionContext, features: KeyedJaggedTensor) -> Awaitable[Any]:
         """As TorchRec's; ids of other integer types are widened first, since its row-wise split needs int64."""
-        return super().input_dist(ctx, int64_ids(features))
+        features = int64_ids(features)
+        if not self._has_uninitialized_input_dist:
+            return super().input_dist(ctx, features)
+        # The first batch is checked against num_embeddings, which for RecStore is but a hint (torchrec 1.8.0).
+        with self._only_stock_configs():
+            return super().input_dist(ctx, features)
 
     def update_shards(self, *args: Any, **kwargs: Any) -> None:
         """As TorchRec's, for collections without RecStore tables.
@@ -93,11 +99,16 @@ class RecStoreShardedEmbeddingBagCollection(ShardedEmbeddingBagCollection):  # t
 
     def reset_parameters(self) -> None:
         """As TorchRec's, which reads every table's weights, and so must not see RecStore's (torchrec 1.8.0)."""
+        with self._only_stock_configs():
+            super().reset_parameters()
+
+    @contextmanager
+    def _only_stock_configs(self) -> Iterator[None]:
         configs = self._embedding_bag_configs
         hidden = set(self.recstore_table_names())
         self._embedding_bag_configs = [config for config in configs if config.name not in hidden]
         try:
-            super().reset_parameters()
+            yield
         finally:
             self._embedding_bag_configs = configs
 
