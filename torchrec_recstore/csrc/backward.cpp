@@ -77,7 +77,8 @@ Workspace& workspace() {
 // chunk of it visited once its table is linked.
 class Grouping {
  public:
-  explicit Grouping(const ResolvedBatch& resolved)
+  // steps: where given, tables of step 0 are left out.
+  explicit Grouping(const ResolvedBatch& resolved, const Steps* steps = nullptr)
       : r_(resolved),
         links_(BufferPool::instance().take(static_cast<size_t>(resolved.batch.n_ids) * sizeof(Link))),
         bag_of_(BufferPool::instance().take(static_cast<size_t>(resolved.batch.n_ids) * sizeof(uint32_t))),
@@ -85,7 +86,7 @@ class Grouping {
     if (std::max(r_.batch.n_ids, r_.batch.bags * r_.group.features()) >= int64_t{kNotFirst}) {
       throw InvalidArgument("a batch holds at most 2**31 - 1 ids and bags");
     }
-    plan();
+    plan(steps);
   }
 
   const Link* links() const { return static_cast<const Link*>(links_.data()); }
@@ -110,7 +111,7 @@ class Grouping {
   }
 
  private:
-  void plan() {
+  void plan(const Steps* steps) {
     const Group& group = r_.group;
     const int64_t bags = r_.batch.bags;
     std::vector<TableWork> works(group.tables.size());
@@ -126,7 +127,7 @@ class Grouping {
       }
     }
     for (TableWork& work : works) {
-      if (work.n_ids == 0) continue;
+      if (work.n_ids == 0 || (steps != nullptr && (*steps)[work.table] == 0)) continue;
       while (work.n_ids / work.parts > 2 * kPartIds) work.parts *= 2;
       tables_.push_back(std::move(work));
     }
@@ -300,7 +301,7 @@ Distinct apply_gradients(const ResolvedBatch& resolved, const float* grad, const
 }
 
 Distinct record_step(const ResolvedBatch& resolved, const Steps& steps, Executor& executor) {
-  Grouping grouping(resolved);
+  Grouping grouping(resolved, &steps);
   return grouping.run(executor, [&](const Chunk& chunk) {
     const Rows& rows = resolved.group.tables[chunk.table]->rows();
     const int64_t end = resolved.batch.offset(chunk.bag_end);

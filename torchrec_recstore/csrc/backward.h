@@ -15,7 +15,7 @@ struct ResolvedBatch {
   const Slot* slots;  // (n_ids,)
 };
 
-// Bookkeeping to write while the rows are at hand; one number a table, 0 for none.
+// The step whose bookkeeping is to be written, for each table; 0 for none.
 using Steps = std::vector<uint32_t>;
 
 // The distinct ids of each table.
@@ -27,7 +27,8 @@ using Distinct = std::vector<int64_t>;
 Distinct apply_gradients(const ResolvedBatch& resolved, const float* grad, const std::vector<float>& learning_rates,
                          const Steps& steps, Executor& executor);
 
-// Writes the bookkeeping of a batch whose gradients never came.
+// Writes the bookkeeping of a batch whose gradients never came; tables of step 0 are not touched. The
+// caller holds the locks of the others.
 Distinct record_step(const ResolvedBatch& resolved, const Steps& steps, Executor& executor);
 
 // The gradient of each id's per-sample weight: its row, as it is now, times its bag's gradient.

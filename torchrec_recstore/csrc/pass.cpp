@@ -18,9 +18,10 @@ Pass::Pass(std::shared_ptr<const Group> group, const Batch& batch, std::shared_p
 
 Pass::~Pass() {
   const auto locks = group_->lock_even_closed();
-  const bool all_open = std::all_of(group_->tables.begin(), group_->tables.end(), [](const auto& t) { return t->is_open(); });
   try {
-    if (all_open) settle(executor_);
+    for (const auto& table : group_->tables) {
+      if (table->is_open()) settle(*table, executor_);
+    }
   } catch (...) {  // out of memory for the bookkeeping alone: the rows are as they were
   }
   for (size_t t = 0; t < numbers_.size(); ++t) group_->tables[t]->end_pass(numbers_[t]);
@@ -34,15 +35,22 @@ void Pass::backward(const float* grad, const std::vector<float>& learning_rates,
   count(distinct);
 }
 
-void Pass::settle(Executor& executor) {
-  if (!settled_) count(record_step(resolved(), steps_, executor));
+void Pass::settle(const Table& table, Executor& executor) {
+  Steps unsettled(steps_.size(), 0);
+  for (size_t t = 0; t < steps_.size(); ++t) {
+    if (group_->tables[t].get() == &table) unsettled[t] = steps_[t];
+  }
+  if (std::any_of(unsettled.begin(), unsettled.end(), [](uint32_t step) { return step != 0; })) {
+    count(record_step(resolved(), unsettled, executor));
+  }
 }
 
 void Pass::count(const Distinct& distinct) {
-  if (settled_) return;
-  settled_ = true;
-  for (size_t t = 0; t < distinct.size(); ++t) group_->tables[t]->counters().lookups += distinct[t];
-  std::fill(steps_.begin(), steps_.end(), 0u);
+  for (size_t t = 0; t < distinct.size(); ++t) {
+    if (distinct[t] == 0 || steps_[t] == 0) continue;
+    group_->tables[t]->counters().lookups += distinct[t];
+    steps_[t] = 0;
+  }
 }
 
 }  // namespace recstore

@@ -27,7 +27,7 @@ class Pass final : public PendingPass {
   // writes the per-sample weights' gradients to it.
   void backward(const float* grad, const std::vector<float>& learning_rates, float* grad_weights, Executor& executor);
 
-  void settle(Executor& executor) override;
+  void settle(const Table& table, Executor& executor) override;
 
  private:
   void count(const Distinct& distinct);
@@ -37,9 +37,8 @@ class Pass final : public PendingPass {
   Batch batch_;
   std::shared_ptr<void> inputs_;
   BufferPool::Buffer slots_;
-  Steps steps_;                   // zeros once the bookkeeping is written
+  Steps steps_;                   // zero for a table whose bookkeeping is written
   std::vector<uint64_t> numbers_; // one a table
-  bool settled_ = false;
   Executor& executor_;
 };
 

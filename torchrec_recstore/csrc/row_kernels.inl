@@ -6,7 +6,7 @@ namespace RECSTORE_ISA_NAMESPACE {
 namespace {
 
 constexpr int kLanes = 16;
-constexpr int64_t kPrefetchIds = 8;
+constexpr int64_t kPrefetchIds = 16;
 typedef float Vec __attribute__((vector_size(kLanes * sizeof(float)), aligned(4), may_alias));
 typedef float AlignedVec __attribute__((vector_size(kLanes * sizeof(float)), may_alias));
 

@@ -62,7 +62,7 @@ void Table::end_pass(uint64_t number) {
 }
 
 void Table::settle_passes(Executor& executor) {
-  for (const Numbered& numbered : pending_) numbered.pass->settle(executor);
+  for (const Numbered& numbered : pending_) numbered.pass->settle(*this, executor);
 }
 
 }  // namespace recstore

@@ -22,12 +22,15 @@ struct Counters {
   int64_t steps = 0;
 };
 
+class Table;
+
 // A training forward whose backward has not run yet. Its slots are not reused until it ends.
 class PendingPass {
  public:
   virtual ~PendingPass() = default;
-  // Writes its bookkeeping, and counts its distinct ids, if that has not been done.
-  virtual void settle(Executor& executor) = 0;
+  // Writes the bookkeeping of one of its tables, whose lock the caller holds, and counts the distinct
+  // ids, if that has not been done.
+  virtual void settle(const Table& table, Executor& executor) = 0;
 };
 
 // One shard of one table: the rows of the ids that it has seen. The members below mutex() are for
