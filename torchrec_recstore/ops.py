@@ -44,7 +44,7 @@ def native_errors(who: str) -> Iterator[None]:
     try:
         yield
     except RuntimeError as error:
-        text = str(error).splitlines()[0]
+        text = str(error).partition("\n")[0]
         if text.startswith(_INVALID):
             raise ValueError(f"{who}: {text.removeprefix(_INVALID)}") from None
         if text.startswith(_NO_MEMORY) or "std::bad_alloc" in text:

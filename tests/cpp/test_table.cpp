@@ -58,7 +58,7 @@ Batch batch_of(const Data& data, int64_t bags, bool weighted) {
   Batch batch;
   batch.ids = data.ids.data();
   batch.n_ids = static_cast<int64_t>(data.ids.size());
-  batch.offsets64 = data.offsets.data();
+  batch.offsets = data.offsets.data();
   batch.weights = weighted ? data.weights.data() : nullptr;
   batch.bags = bags;
   return batch;
@@ -160,7 +160,7 @@ void tables_settle_by_themselves() {
   Batch batch;
   batch.ids = ids.data();
   batch.n_ids = 4;
-  batch.offsets64 = offsets.data();
+  batch.offsets = offsets.data();
   batch.bags = 2;
   std::vector<float> out(16);
   {
@@ -183,7 +183,7 @@ void bad_offsets_change_nothing() {
     Batch batch;
     batch.ids = ids.data();
     batch.n_ids = 3;
-    batch.offsets64 = offsets.data();
+    batch.offsets = offsets.data();
     batch.bags = 3;
     CHECK_THROWS(Pass(group, batch, nullptr, out.data(), executor), InvalidArgument);
     CHECK(table->size() == 0 && table->counters().steps == 0);

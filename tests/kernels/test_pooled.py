@@ -141,12 +141,35 @@ def test_bad_batches_change_nothing(
     assert table.stats().steps == 0
 
 
-def test_gradients_of_another_shape_or_inputs_changed_in_place_are_refused() -> None:
+def test_offsets_changed_in_place_do_not_matter() -> None:
     table, kernel = _kernel()
     offsets = OFFSETS.clone()
     out = kernel(IDS, offsets, train=True)
+    dropped = kernel(IDS, offsets, train=True)
+    rows = table.lookup(IDS)
+    offsets[1:] = 10**9
+    assert table.stats().lookups == 8
+    del dropped
+    out.backward(torch.ones(3, 6))
+    torch.testing.assert_close(table.lookup(IDS), rows - 0.5 * torch.tensor([2.0, 1, 2, 1, 1])[:, None])
+
+
+def test_offsets_that_go_back_for_another_feature() -> None:
+    tables = [Table(dim, name=str(dim)) for dim in (64, 1, 1)]
+    kernel = PooledKernel(tables, [0, 1, 2], "sum")
+    begins = torch.arange(2048) * 2
+    offsets = torch.cat([begins, torch.full((2048,), 4096), begins, torch.tensor([4096])])
+    with pytest.raises(ValueError, match="offsets must ascend"):
+        kernel(torch.arange(4096), offsets, train=True)
+    assert [len(table) for table in tables] == [0, 0, 0]
+
+
+def test_weights_changed_in_place_are_refused() -> None:
+    table, kernel = _kernel()
+    weights = torch.ones(5)
+    out = kernel(IDS, OFFSETS, weights, train=True)
     before = table.lookup(IDS)
-    offsets[1] = 100
+    weights[0] = 7.0
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         out.sum().backward()
     assert torch.equal(table.lookup(IDS), before)

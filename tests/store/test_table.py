@@ -1,9 +1,11 @@
 from __future__ import annotations
 
+import copy
 import os
 import subprocess
 import sys
 import threading
+from pathlib import Path
 
 import pytest
 import torch
@@ -137,6 +139,7 @@ def test_stats_count_distinct_ids() -> None:
     [
         ({"dim": 0}, ValueError, "dim"),
         ({"dim": 4.0}, TypeError, "dim"),
+        ({"dim": 2**62}, ValueError, "columns"),
         ({"dim": 4, "dtype": torch.float64}, ValueError, "dtype"),
         ({"dim": 4, "optimizer": "sgd"}, TypeError, "optimizer"),
         ({"dim": 4, "options": {}}, TypeError, "options"),
@@ -258,6 +261,31 @@ def test_out_of_memory_is_an_error_and_changes_nothing() -> None:
     run = subprocess.run([sys.executable, "-c", _OUT_OF_MEMORY], capture_output=True, text=True, check=False)
     assert run.returncode == 0, run.stderr
     assert "table 'big': out of memory" in run.stdout
+
+
+def test_an_output_that_no_machine_can_hold_is_an_error() -> None:
+    with pytest.raises(MemoryError, match="wide"):
+        Table(2**24, name="wide").lookup(torch.zeros(1, dtype=torch.int64).expand(2**22))
+
+
+def test_a_table_is_not_copied_by_accident() -> None:
+    with pytest.raises(TypeError, match="cannot be copied"):
+        copy.deepcopy(Table(4))
+
+
+def test_memory_grows_where_mremap_moves_one_mapping_at_a_time(tmp_path: Path) -> None:
+    shim = tmp_path / "shim.so"
+    source = Path(__file__).with_name("single_mapping_mremap.c")
+    subprocess.run(["g++", "-x", "c", "-shared", "-fPIC", "-O1", str(source), "-o", str(shim), "-ldl"], check=True)
+    code = (
+        "import torch; from torchrec_recstore.store import Table; table = Table(64)\n"
+        "first = table.lookup(torch.arange(1000), train=True)\n"
+        "for i in range(1, 150): table.lookup(torch.arange(1000) + 1000 * i, train=True)\n"
+        "assert torch.equal(table.lookup(torch.arange(1000)), first) and len(table) == 150_000\n"
+    )
+    environment = {**os.environ, "LD_PRELOAD": str(shim)}
+    run = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False)
+    assert run.returncode == 0, run.stderr
 
 
 def test_store_imports_without_torchrec() -> None:

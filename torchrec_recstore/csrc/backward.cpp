@@ -4,10 +4,8 @@
 #include <atomic>
 #include <cstring>
 #include <memory>
-#include <string>
 
 #include "buffer_pool.h"
-#include "error.h"
 #include "row_kernels.h"
 
 namespace recstore {
@@ -83,9 +81,6 @@ class Grouping {
         links_(BufferPool::instance().take(static_cast<size_t>(resolved.batch.n_ids) * sizeof(Link))),
         bag_of_(BufferPool::instance().take(static_cast<size_t>(resolved.batch.n_ids) * sizeof(uint32_t))),
         distinct_(resolved.group.tables.size()) {
-    if (std::max(r_.batch.n_ids, r_.batch.bags * r_.group.features()) >= int64_t{kNotFirst}) {
-      throw InvalidArgument("a batch holds at most 2**31 - 1 ids and bags");
-    }
     plan(steps);
   }
 

@@ -8,14 +8,13 @@ namespace recstore {
 struct Batch {
   const int64_t* ids = nullptr;        // (n_ids,)
   int64_t n_ids = 0;
-  const int64_t* offsets64 = nullptr;  // (features * bags + 1,), of one kind or the other, or neither
-  const int32_t* offsets32 = nullptr;
+  const int64_t* offsets = nullptr;    // (features * bags + 1,) or null
   const float* weights = nullptr;      // (n_ids,) or null
   int64_t bags = 0;                    // a feature's
 
   // Where bag number `bag` begins; bags are numbered feature by feature.
   int64_t offset(int64_t bag) const {
-    return offsets64 != nullptr ? offsets64[bag] : offsets32 != nullptr ? offsets32[bag] : bag;
+    return offsets != nullptr ? offsets[bag] : bag;
   }
 };
 

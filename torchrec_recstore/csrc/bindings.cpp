@@ -36,6 +36,9 @@ class TorchExecutor final : public Executor {
   }
 };
 
+constexpr int64_t kMostColumns = int64_t{1} << 24;
+constexpr size_t kMostBytes = size_t{1} << 46;
+
 TorchExecutor& executor() {
   static auto* shared = new TorchExecutor;
   return *shared;
@@ -84,7 +87,11 @@ Tensor pooled_tensor(BufferPool::Buffer buffer, int64_t rows, int64_t columns) {
                                   ScalarType::Float, [owned = std::move(buffer)](void*) {});
 }
 BufferPool::Buffer output_buffer(int64_t rows, int64_t columns) {
-  return BufferPool::instance().take(static_cast<size_t>(rows * columns) * sizeof(float));
+  size_t bytes = 0;
+  if (__builtin_mul_overflow(static_cast<size_t>(rows), static_cast<size_t>(columns) * sizeof(float), &bytes) || bytes > kMostBytes) {
+    throw OutOfMemory("an output of " + std::to_string(rows) + " rows of " + std::to_string(columns) + " columns");
+  }
+  return BufferPool::instance().take(bytes);
 }
 
 std::shared_ptr<const Group> one_table_group(int64_t table) {
@@ -102,6 +109,7 @@ int64_t table_create(std::string name, int64_t column_begin, int64_t column_end,
                      int64_t init, double init_a, double init_b, double init_truncate, int64_t optimizer, double eps,
                      double weight_decay) {
   if (column_begin < 0 || column_end <= column_begin) throw InvalidArgument("columns must be a range that is not empty");
+  if (column_end > kMostColumns) throw InvalidArgument("a row has at most 2**24 columns, got " + std::to_string(column_end));
   if (init < 0 || init > 2) throw InvalidArgument("init must be 0, 1 or 2");
   if (optimizer < 0 || optimizer > 2) throw InvalidArgument("optimizer must be 0, 1 or 2");
   row_kernels();  // a wrong RECSTORE_ISA is told here
@@ -226,27 +234,41 @@ int64_t group_create(std::vector<int64_t> handles, std::vector<int64_t> feature_
 
 void group_destroy(int64_t group) { groups().remove(group); }
 
-// What a pass keeps alive until its backward.
+// What a pass keeps until its backward. The offsets are a copy, since rows are found by them again: what
+// a caller does to the tensor in between must not matter.
 struct Inputs {
-  Tensor offsets;
+  BufferPool::Buffer offsets;
   std::optional<Tensor> weights;
 };
+
+BufferPool::Buffer copy_offsets(const Tensor& offsets, bool narrow) {
+  const int64_t n = offsets.size(0);
+  auto buffer = BufferPool::instance().take(static_cast<size_t>(n) * sizeof(int64_t));
+  auto* out = static_cast<int64_t*>(buffer.data());
+  if (narrow) {
+    std::copy_n(static_cast<const int32_t*>(offsets.const_data_ptr()), n, out);
+  } else {
+    std::copy_n(static_cast<const int64_t*>(offsets.const_data_ptr()), n, out);
+  }
+  return buffer;
+}
 
 // -> out (bags, columns), and where train is set the context that group_backward takes, else an empty tensor.
 std::tuple<Tensor, Tensor> group_forward(int64_t group_handle, Tensor ids, Tensor offsets, std::optional<Tensor> weights, bool train) {
   const auto group = groups().get(group_handle);
   ids = checked_ids(ids);
   const bool narrow = offsets.scalar_type() == ScalarType::Int;
-  auto inputs = std::make_shared<Inputs>(Inputs{checked(offsets, "offsets", narrow ? ScalarType::Int : ScalarType::Long, 1), std::nullopt});
-  const int64_t bags = group->features() == 0 ? 0 : (inputs->offsets.size(0) - 1) / group->features();
-  if (inputs->offsets.size(0) != bags * group->features() + 1) {
-    throw InvalidArgument("offsets must have features * batch + 1 entries, got " + std::to_string(inputs->offsets.size(0)) + " for " +
+  offsets = checked(offsets, "offsets", narrow ? ScalarType::Int : ScalarType::Long, 1);
+  const int64_t n_offsets = offsets.size(0);
+  const int64_t bags = group->features() == 0 ? 0 : (n_offsets - 1) / group->features();
+  if (n_offsets < 1 || n_offsets != bags * group->features() + 1) {
+    throw InvalidArgument("offsets must have features * batch + 1 entries, got " + std::to_string(n_offsets) + " for " +
                           std::to_string(group->features()) + " features");
   }
+  auto inputs = std::make_shared<Inputs>(Inputs{copy_offsets(offsets, narrow), std::nullopt});
   Batch batch = plain_batch(ids);
   batch.bags = bags;
-  (narrow ? reinterpret_cast<const void*&>(batch.offsets32) : reinterpret_cast<const void*&>(batch.offsets64)) =
-      inputs->offsets.const_data_ptr();
+  batch.offsets = static_cast<const int64_t*>(inputs->offsets.data());
   if (weights.has_value()) {
     inputs->weights = checked(*weights, "weights", ScalarType::Float, 1);
     if (inputs->weights->size(0) != batch.n_ids) throw InvalidArgument("weights must have one entry an id");

@@ -189,12 +189,6 @@ class Lookup {
     for (size_t i = 0; i < bounds.size(); ++i) bounds[i] = batch_.offset(first + static_cast<int64_t>(i));
     return bounds;
   }
-  void check(const std::vector<int64_t>& bounds) const {
-    bool ascends = bounds.front() >= 0 && bounds.back() <= batch_.n_ids;
-    for (size_t i = 1; i < bounds.size(); ++i) ascends &= bounds[i - 1] <= bounds[i];
-    if (!ascends) throw InvalidArgument("offsets must ascend from 0 to the number of ids");
-  }
-
   PoolArgs pool_args(const Task& task, const int64_t* bounds, int64_t bag) const {
     const Table& table = table_of(task);
     const int64_t column = group_.column_offsets[task.feature];
@@ -225,7 +219,6 @@ class Lookup {
 
   void resolve_and_pool(Task& task) {
     const auto task_bounds = bounds(task, task.bag_begin, task.bag_end);
-    check(task_bounds);
     Resolver resolver(table_of(task), group_.routings[table_number(task)], batch_.ids, task_bounds.front(),
                       task_bounds.back(), slots_);
     PoolArgs args = pool_args(task, task_bounds.data(), task.bag_begin);
@@ -300,10 +293,26 @@ class Lookup {
 
 }  // namespace
 
-StepResult lookup(const Group& group, const Batch& batch, bool train, Slot* slots, float* out, Executor& executor) {
-  if (batch.offset(0) != 0 || batch.offset(batch.bags * group.features()) != batch.n_ids) {
+namespace {
+
+// Everything behind relies on it: a run of bags must not reach into another's positions.
+void check_offsets(const Batch& batch, int64_t features) {
+  const int64_t all_bags = batch.bags * features;
+  if (std::max(batch.n_ids, all_bags) >= int64_t{kNotFirst}) {
+    throw InvalidArgument("a batch holds at most 2**31 - 1 ids and bags");
+  }
+  if (batch.offset(0) != 0 || batch.offset(all_bags) != batch.n_ids) {
     throw InvalidArgument("offsets must begin with 0 and end with the number of ids, " + std::to_string(batch.n_ids));
   }
+  bool ascends = true;
+  for (int64_t bag = 0; bag < all_bags; ++bag) ascends &= batch.offset(bag) <= batch.offset(bag + 1);
+  if (!ascends) throw InvalidArgument("offsets must ascend from 0 to the number of ids");
+}
+
+}  // namespace
+
+StepResult lookup(const Group& group, const Batch& batch, bool train, Slot* slots, float* out, Executor& executor) {
+  check_offsets(batch, group.features());
   Lookup work(group, batch, slots, out);
   StepResult result;
   if (!train) {

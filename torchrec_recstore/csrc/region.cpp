@@ -17,6 +17,7 @@ namespace {
 
 constexpr size_t kHugePage = size_t{2} << 20;
 constexpr size_t kSmall = size_t{512} << 10;  // up to here small pages are used
+constexpr size_t kMostBytes = size_t{1} << 46;
 // Asking the system what is available costs tens of microseconds: ask once for this much growth.
 constexpr size_t kPromise = size_t{64} << 20;
 
@@ -42,6 +43,12 @@ size_t available_bytes() {
   }
   size_t limit = 0, current = 0;
   if (std::ifstream("/sys/fs/cgroup/memory.max") >> limit && std::ifstream("/sys/fs/cgroup/memory.current") >> current) {
+    std::ifstream stat("/sys/fs/cgroup/memory.stat");
+    for (std::string line; std::getline(stat, line);) {
+      unsigned long long cached = 0;  // pages of files, which the kernel gives up first
+      if (std::sscanf(line.c_str(), "inactive_file %llu", &cached) == 1) current -= std::min<size_t>(current, cached);
+      if (std::sscanf(line.c_str(), "active_file %llu", &cached) == 1) current -= std::min<size_t>(current, cached);
+    }
     available = std::min(available, limit > current ? limit - current : 0);
   }
   return available;
@@ -54,6 +61,7 @@ Region::~Region() {
 }
 
 void Region::reserve(size_t bytes) {
+  if (bytes > kMostBytes) throw OutOfMemory(std::to_string(bytes) + " bytes are more than any machine has");
   if (bytes > promised_) {
     const size_t wanted = bytes - promised_;
     if (wanted > available_bytes()) throw OutOfMemory(std::to_string(wanted) + " more bytes are not available on this machine");
@@ -69,14 +77,19 @@ void Region::grow(size_t bytes) {
   char* fresh = map_aligned(grown);
   if (fresh == nullptr) throw OutOfMemory("cannot reserve " + std::to_string(grown) + " bytes");
   if (!small) madvise(fresh, grown, MADV_HUGEPAGE);
-  if (bytes_ == kSmall) {
-    // Small pages cannot be moved into a huge one: this much, once, is copied.
-    std::memcpy(fresh, data_, kSmall);
-    munmap(data_, bytes_);
-  } else if (data_ != nullptr && mremap(data_, bytes_, bytes_, MREMAP_MAYMOVE | MREMAP_FIXED, fresh) == MAP_FAILED) {
-    munmap(fresh, grown);
-    throw OutOfMemory("cannot move " + std::to_string(bytes_) + " bytes");
+  // Piece by piece, as the range has grown: before Linux 6.17 a call moves pages of one mapping only.
+  size_t begin = 0;
+  for (const size_t end : pieces_) {
+    char* from = data_ + begin;
+    const bool moved = bytes_ != kSmall &&  // small pages cannot become part of a huge one
+                       mremap(from, end - begin, end - begin, MREMAP_MAYMOVE | MREMAP_FIXED, fresh + begin) != MAP_FAILED;
+    if (!moved) {
+      std::memcpy(fresh + begin, from, end - begin);
+      munmap(from, end - begin);
+    }
+    begin = end;
   }
+  pieces_.push_back(grown);
   data_ = fresh;
   bytes_ = grown;
 }

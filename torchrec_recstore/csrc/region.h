@@ -1,6 +1,7 @@
 #pragma once
 
 #include <cstddef>
+#include <vector>
 
 namespace recstore {
 
@@ -31,6 +32,7 @@ class Region {
 
   char* data_ = nullptr;
   size_t bytes_ = 0;
+  std::vector<size_t> pieces_;  // where each reservation ended: the mappings that the range consists of
   size_t promised_ = 0;  // bytes for which available memory has been looked at
 };
 

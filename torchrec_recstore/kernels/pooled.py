@@ -6,6 +6,7 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 
 from torchrec_recstore import ops
 from torchrec_recstore.kernels.routing import BlockRouting
@@ -100,12 +101,13 @@ class _PooledLookup(torch.autograd.Function):
         ctx: Any, anchor: Tensor, kernel: PooledKernel, ids: Tensor, offsets: Tensor, weights: Tensor | None
     ) -> Tensor:
         out, context = ops.group_forward(kernel._group, ids, offsets, weights, True)
-        # The native side reads offsets and weights again: saved, so that autograd refuses ones changed in place.
-        ctx.save_for_backward(context, offsets, weights)
+        # The native side reads the weights again: saved, so that autograd refuses ones changed in place.
+        ctx.save_for_backward(context, weights)
         ctx.kernel = kernel
         return out
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[None, None, None, None, Tensor | None]:
         context = ctx.saved_tensors[0]
         grad = grads[0]

@@ -182,6 +182,9 @@ class Table:
     ) -> None:
         self.close()
 
+    def __reduce__(self) -> str:
+        raise TypeError(f"table {self.name!r} owns native memory and cannot be copied or pickled")
+
     def __repr__(self) -> str:
         return f"Table(dim={self.dim}, optimizer={self.optimizer}, name={self.name!r}, columns={self.columns})"
 
