@@ -37,7 +37,6 @@ class TorchExecutor final : public Executor {
 };
 
 constexpr int64_t kMostColumns = int64_t{1} << 24;
-constexpr size_t kMostBytes = size_t{1} << 46;
 
 TorchExecutor& executor() {
   static auto* shared = new TorchExecutor;

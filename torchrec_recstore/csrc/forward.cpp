@@ -4,6 +4,7 @@
 #include <array>
 #include <atomic>
 #include <cstdint>
+#include <numeric>
 #include <optional>
 #include <string>
 #include <utility>
@@ -98,6 +99,12 @@ class Lookup {
       : group_(group), batch_(batch), slots_(slots), out_(out) {
     const int64_t stride_bytes = group.columns() * static_cast<int64_t>(sizeof(float));
     streams_ = stride_bytes * batch.bags >= kStreamBytes && stride_bytes % 64 == 0 && reinterpret_cast<uintptr_t>(out) % 64 == 0;
+    offsets_ = batch.offsets;
+    if (offsets_ == nullptr) {
+      each_its_own_.resize(static_cast<size_t>(batch.bags + 1));
+      std::iota(each_its_own_.begin(), each_its_own_.end(), int64_t{0});
+      offsets_ = each_its_own_.data();
+    }
     split();
   }
 
@@ -183,12 +190,8 @@ class Lookup {
     }
   }
 
-  std::vector<int64_t> bounds(const Task& task, int64_t bag_begin, int64_t bag_end) const {
-    std::vector<int64_t> bounds(static_cast<size_t>(bag_end - bag_begin + 1));
-    const int64_t first = task.feature * batch_.bags + bag_begin;
-    for (size_t i = 0; i < bounds.size(); ++i) bounds[i] = batch_.offset(first + static_cast<int64_t>(i));
-    return bounds;
-  }
+  // Where a feature's bags begin, from `bag` on.
+  const int64_t* bounds(const Task& task, int64_t bag) const { return offsets_ + task.feature * batch_.bags + bag; }
   PoolArgs pool_args(const Task& task, const int64_t* bounds, int64_t bag) const {
     const Table& table = table_of(task);
     const int64_t column = group_.column_offsets[task.feature];
@@ -210,18 +213,17 @@ class Lookup {
     for (size_t first = 0, next; first < bags.size(); first = next) {
       next = first + 1;
       while (next < bags.size() && bags[next] == bags[next - 1] + 1) ++next;
-      const auto run_bounds = bounds(task, bags[first], bags[next - 1] + 1);
-      PoolArgs args = pool_args(task, run_bounds.data(), bags[first]);
+      PoolArgs args = pool_args(task, bounds(task, bags[first]), bags[first]);
       args.bags = static_cast<int64_t>(next - first);
       row_kernels().pool(args);
     }
   }
 
   void resolve_and_pool(Task& task) {
-    const auto task_bounds = bounds(task, task.bag_begin, task.bag_end);
-    Resolver resolver(table_of(task), group_.routings[table_number(task)], batch_.ids, task_bounds.front(),
-                      task_bounds.back(), slots_);
-    PoolArgs args = pool_args(task, task_bounds.data(), task.bag_begin);
+    const int64_t* task_bounds = bounds(task, task.bag_begin);
+    Resolver resolver(table_of(task), group_.routings[table_number(task)], batch_.ids, task_bounds[0],
+                      task_bounds[task.bag_end - task.bag_begin], slots_);
+    PoolArgs args = pool_args(task, task_bounds, task.bag_begin);
     const int64_t bags = task.bag_end - task.bag_begin;
     for (int64_t bag = 0; bag < bags;) {
       int64_t ready = resolver.resolved();
@@ -232,7 +234,7 @@ class Lookup {
       resolver.advance();  // its fetches overlap with the pooling below
       int64_t end = bag + 1;
       while (end < bags && task_bounds[end + 1] <= ready) ++end;
-      args.bounds = task_bounds.data() + bag;
+      args.bounds = task_bounds + bag;
       args.bags = end - bag;
       row_kernels().pool(args);
       args.out += args.bags * args.out_stride;
@@ -241,7 +243,7 @@ class Lookup {
     task.misses = std::move(resolver.misses);
     if (!task.misses.empty()) find_bags_with_misses(task, task_bounds);
   }
-  static void find_bags_with_misses(Task& task, const std::vector<int64_t>& task_bounds) {
+  static void find_bags_with_misses(Task& task, const int64_t* task_bounds) {
     size_t bag = 0;
     for (const Miss& miss : task.misses) {
       while (task_bounds[bag + 1] <= miss.position) ++bag;
@@ -256,7 +258,7 @@ class Lookup {
     std::vector<float> rows;
     std::vector<Slot> slots;
     for (const int64_t bag : task.bags_with_misses) {
-      auto run_bounds = bounds(task, bag, bag + 1);
+      const int64_t* run_bounds = bounds(task, bag);
       const int64_t begin = run_bounds[0], n = run_bounds[1] - run_bounds[0];
       rows.assign(static_cast<size_t>(n * columns), 0.0f);
       slots.resize(static_cast<size_t>(n));
@@ -287,6 +289,8 @@ class Lookup {
   Slot* slots_;
   float* out_;
   bool streams_;
+  std::vector<int64_t> each_its_own_;  // the offsets of a batch without offsets
+  const int64_t* offsets_;
   std::vector<Task> tasks_;
   std::vector<std::optional<Insertion>> insertions_;  // by table
 };

@@ -17,7 +17,6 @@ namespace {
 
 constexpr size_t kHugePage = size_t{2} << 20;
 constexpr size_t kSmall = size_t{512} << 10;  // up to here small pages are used
-constexpr size_t kMostBytes = size_t{1} << 46;
 // Asking the system what is available costs tens of microseconds: ask once for this much growth.
 constexpr size_t kPromise = size_t{64} << 20;
 

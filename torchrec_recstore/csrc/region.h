@@ -5,6 +5,8 @@
 
 namespace recstore {
 
+constexpr size_t kMostBytes = size_t{1} << 46;  // more than any machine has; sums below it do not overflow
+
 // One growable block of zeroed memory that the kernel hands out page by page as it is touched.
 //
 // Growing reserves a larger address range and moves the page tables there: beyond the first half MiB
