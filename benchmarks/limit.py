@@ -16,13 +16,15 @@ _LIBRARY = _SOURCE.parent.parent / "build" / "limit.so"
 def _library() -> ctypes.CDLL:
     if not _LIBRARY.exists() or _LIBRARY.stat().st_mtime < _SOURCE.stat().st_mtime:
         _LIBRARY.parent.mkdir(exist_ok=True)
-        flags = ["-std=c++17", "-O3", "-march=native", "-shared", "-fPIC", "-pthread"]
+        flags = ["-std=c++17", "-O3", "-march=native", "-shared", "-fPIC", "-fopenmp"]
         subprocess.run(["g++", *flags, str(_SOURCE), "-o", str(_LIBRARY)], check=True)
     return ctypes.CDLL(str(_LIBRARY))
 
 
 def _call(name: str, rows: Tensor, slots: Tensor, values: Tensor) -> None:
-    getattr(_library(), name)(
+    function = getattr(_library(), name)
+    function.restype = ctypes.c_bool
+    known = function(
         ctypes.c_void_p(rows.data_ptr()),
         ctypes.c_void_p(slots.data_ptr()),
         ctypes.c_int64(slots.numel()),
@@ -30,6 +32,8 @@ def _call(name: str, rows: Tensor, slots: Tensor, values: Tensor) -> None:
         ctypes.c_void_p(values.data_ptr()),
         ctypes.c_int(torch.get_num_threads()),
     )
+    if not known:
+        raise ValueError(f"limit.cpp has no loop for {rows.shape[1]} columns")
 
 
 def empty(*shape: int) -> Tensor:

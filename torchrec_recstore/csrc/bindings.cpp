@@ -243,12 +243,13 @@ struct Inputs {
 BufferPool::Buffer copy_offsets(const Tensor& offsets, bool narrow) {
   const int64_t n = offsets.size(0);
   auto buffer = BufferPool::instance().take(static_cast<size_t>(n) * sizeof(int64_t));
-  auto* out = static_cast<int64_t*>(buffer.data());
-  if (narrow) {
-    std::copy_n(static_cast<const int32_t*>(offsets.const_data_ptr()), n, out);
-  } else {
-    std::copy_n(static_cast<const int64_t*>(offsets.const_data_ptr()), n, out);
-  }
+  const auto copy = [&](const auto* from) {
+    constexpr int64_t kRun = 65536;
+    for_each_task(executor(), (n + kRun - 1) / kRun, [&](int64_t run) {
+      std::copy(from + run * kRun, from + std::min((run + 1) * kRun, n), static_cast<int64_t*>(buffer.data()) + run * kRun);
+    });
+  };
+  narrow ? copy(static_cast<const int32_t*>(offsets.const_data_ptr())) : copy(static_cast<const int64_t*>(offsets.const_data_ptr()));
   return buffer;
 }
 

@@ -7,6 +7,7 @@
 #include <numeric>
 #include <optional>
 #include <string>
+#include <type_traits>
 #include <utility>
 
 #include "error.h"
@@ -16,61 +17,92 @@
 namespace recstore {
 namespace {
 
-constexpr int64_t kBlock = 32;         // ids that go through a stage of the pipeline together
+constexpr int64_t kBlock = 16;         // ids that go through a stage of the pipeline together
 constexpr int64_t kTaskIds = 1024;     // ids of a task, about
 constexpr int64_t kLargeInsertion = 16384;  // misses from which one table's rows are made in parallel
 constexpr int64_t kStreamBytes = 16 << 20;  // outputs from here on are written around the caches
 
 // Resolves a run of ids to slots in blocks, so that memory is always being fetched for the blocks
-// ahead: two ahead the line of the index, one ahead the row.
+// ahead: two ahead the home line of the index, one ahead the row. The few ids that are not in their
+// home line are late by a block, in which the next line arrives.
+// kLines: cache lines of a row, 0 where the compiler cannot know.
+template <int64_t kLines>
 class Resolver {
  public:
   Resolver(const Table& table, const Routing& routing, const int64_t* ids, int64_t begin, int64_t end, Slot* slots)
       : index_(table.index()), rows_(table.rows().view()), routing_(routing), ids_(ids), end_(end), slots_(slots),
-        hashed_(begin), resolved_(begin) {
+        hashed_(begin), probed_(begin), resolved_(begin) {
     hash_block();
     hash_block();
-    resolve_block();
+    probe_block();
   }
 
   int64_t resolved() const { return resolved_; }
 
   void advance() {
+    finish_late();
     hash_block();
-    resolve_block();
+    probe_block();
   }
 
   std::vector<Miss> misses;
 
  private:
+  struct Hashed {
+    int64_t id;
+    uint64_t hash;
+    const Index::Entry* line;
+  };
+  struct Late {
+    int64_t position;
+    const Index::Entry* line;  // to go on with, null where there is none
+  };
+
   void hash_block() {
     const int64_t stop = std::min(hashed_ + kBlock, end_);
     for (; hashed_ < stop; ++hashed_) {
       const int64_t id = routing_.raw_id(ids_[hashed_]);
-      const uint64_t h = index_.hash(id);
-      ring_[hashed_ % kRing] = {id, h};
-      __builtin_prefetch(index_.home_line(h), 0, 3);
+      const uint64_t hash = index_.hash(id);
+      const Index::Entry* line = index_.home_line(hash);
+      ring_[hashed_ % kRing] = {id, hash, line};
+      __builtin_prefetch(line, 0, 3);
     }
   }
-  void resolve_block() {
-    const int64_t stop = std::min(resolved_ + kBlock, end_);
-    for (; resolved_ < stop; ++resolved_) {
-      const Hashed& hashed = ring_[resolved_ % kRing];
-      const Slot slot = index_.find(hashed.id, hashed.hash);
-      slots_[resolved_] = slot;
-      if (slot == kNoSlot) {
-        misses.push_back({hashed.id, hashed.hash, resolved_});
-        continue;
+  void probe_block() {
+    const int64_t stop = std::min(probed_ + kBlock, end_);
+    for (; probed_ < stop; ++probed_) {
+      const Hashed& hashed = ring_[probed_ % kRing];
+      const Index::Entry* entry = Index::find_in_line(hashed.line, hashed.id);
+      if (entry != nullptr) {
+        found(probed_, entry->slot);
+      } else {
+        const Index::Entry* next = index_.next_line(hashed.line);
+        __builtin_prefetch(next, 0, 3);
+        late_[late_count_++] = {probed_, next};
       }
-      const float* row = rows_.data + slot * rows_.stride;
-      for (int64_t d = 0; d < rows_.columns; d += 16) __builtin_prefetch(row + d, 0, 3);
     }
+  }
+  void finish_late() {
+    for (int i = 0; i < late_count_; ++i) {
+      const Hashed& hashed = ring_[late_[i].position % kRing];
+      const Index::Entry* entry = index_.find_from(late_[i].line, hashed.id);
+      if (entry != nullptr) {
+        found(late_[i].position, entry->slot);
+      } else {
+        slots_[late_[i].position] = kNoSlot;
+        misses.push_back({hashed.id, hashed.hash, late_[i].position});
+      }
+    }
+    late_count_ = 0;
+    resolved_ = probed_;
+  }
+  void found(int64_t position, Slot slot) {
+    slots_[position] = slot;
+    const float* row = rows_.data + slot * rows_.stride;
+    const int64_t floats = kLines == 0 ? rows_.columns : kLines * 16;
+    for (int64_t d = 0; d < floats; d += 16) __builtin_prefetch(row + d, 0, 3);
   }
 
-  struct Hashed {
-    int64_t id;
-    uint64_t hash;
-  };
   static constexpr int64_t kRing = 4 * kBlock;
 
   const Index& index_;
@@ -79,10 +111,25 @@ class Resolver {
   const int64_t* ids_;
   int64_t end_;
   Slot* slots_;
-  int64_t hashed_;
+  int64_t hashed_;    // positions up to which each stage has come
+  int64_t probed_;
   int64_t resolved_;
+  int late_count_ = 0;
+  std::array<Late, kBlock> late_;
   std::array<Hashed, kRing> ring_;
 };
+
+// Calls work(lines) with the cache lines of a row, which the compiler knows for the dims that most tables have.
+template <class Work>
+void with_lines(const Table& table, const Work& work) {
+  switch (table.config().columns()) {
+    case 16: return work(std::integral_constant<int64_t, 1>{});
+    case 32: return work(std::integral_constant<int64_t, 2>{});
+    case 64: return work(std::integral_constant<int64_t, 4>{});
+    case 128: return work(std::integral_constant<int64_t, 8>{});
+    default: return work(std::integral_constant<int64_t, 0>{});
+  }
+}
 
 // A run of one feature's bags, and what it could not resolve.
 struct Task {
@@ -220,20 +267,20 @@ class Lookup {
   }
 
   void resolve_and_pool(Task& task) {
+    with_lines(table_of(task), [&](auto lines) { resolve_and_pool<lines>(task); });
+  }
+  template <int64_t kLines>
+  void resolve_and_pool(Task& task) {
     const int64_t* task_bounds = bounds(task, task.bag_begin);
-    Resolver resolver(table_of(task), group_.routings[table_number(task)], batch_.ids, task_bounds[0],
+    Resolver<kLines> resolver(table_of(task), group_.routings[table_number(task)], batch_.ids, task_bounds[0],
                       task_bounds[task.bag_end - task.bag_begin], slots_);
     PoolArgs args = pool_args(task, task_bounds, task.bag_begin);
     const int64_t bags = task.bag_end - task.bag_begin;
     for (int64_t bag = 0; bag < bags;) {
-      int64_t ready = resolver.resolved();
-      if (task_bounds[bag + 1] > ready) {
-        resolver.advance();
-        continue;
-      }
       resolver.advance();  // its fetches overlap with the pooling below
-      int64_t end = bag + 1;
-      while (end < bags && task_bounds[end + 1] <= ready) ++end;
+      int64_t end = bag;
+      while (end < bags && task_bounds[end + 1] <= resolver.resolved()) ++end;
+      if (end == bag) continue;
       args.bounds = task_bounds + bag;
       args.bags = end - bag;
       row_kernels().pool(args);
@@ -300,7 +347,7 @@ class Lookup {
 namespace {
 
 // Everything behind relies on it: a run of bags must not reach into another's positions.
-void check_offsets(const Batch& batch, int64_t features) {
+void check_offsets(const Batch& batch, int64_t features, Executor& executor) {
   const int64_t all_bags = batch.bags * features;
   if (std::max(batch.n_ids, all_bags) >= int64_t{kNotFirst}) {
     throw InvalidArgument("a batch holds at most 2**31 - 1 ids and bags");
@@ -308,15 +355,21 @@ void check_offsets(const Batch& batch, int64_t features) {
   if (batch.offset(0) != 0 || batch.offset(all_bags) != batch.n_ids) {
     throw InvalidArgument("offsets must begin with 0 and end with the number of ids, " + std::to_string(batch.n_ids));
   }
-  bool ascends = true;
-  for (int64_t bag = 0; bag < all_bags; ++bag) ascends &= batch.offset(bag) <= batch.offset(bag + 1);
-  if (!ascends) throw InvalidArgument("offsets must ascend from 0 to the number of ids");
+  if (batch.offsets == nullptr) return;
+  constexpr int64_t kRun = 65536;
+  for_each_task(executor, (all_bags + kRun - 1) / kRun, [&](int64_t run) {
+    bool ascends = true;
+    for (int64_t bag = run * kRun; bag < std::min((run + 1) * kRun, all_bags); ++bag) {
+      ascends &= batch.offsets[bag] <= batch.offsets[bag + 1];
+    }
+    if (!ascends) throw InvalidArgument("offsets must ascend from 0 to the number of ids");
+  });
 }
 
 }  // namespace
 
 StepResult lookup(const Group& group, const Batch& batch, bool train, Slot* slots, float* out, Executor& executor) {
-  check_offsets(batch, group.features());
+  check_offsets(batch, group.features(), executor);
   Lookup work(group, batch, slots, out);
   StepResult result;
   if (!train) {
@@ -340,9 +393,11 @@ std::vector<Miss> resolve_all(const Table& table, const int64_t* ids, int64_t n,
   const Routing as_they_are;
   for_each_task(executor, tasks, [&](int64_t t) {
     const int64_t end = std::min((t + 1) * kTaskIds, n);
-    Resolver resolver(table, as_they_are, ids, t * kTaskIds, end, slots);
-    while (resolver.resolved() < end) resolver.advance();
-    misses[t] = std::move(resolver.misses);
+    with_lines(table, [&](auto lines) {
+      Resolver<lines> resolver(table, as_they_are, ids, t * kTaskIds, end, slots);
+      while (resolver.resolved() < end) resolver.advance();
+      misses[t] = std::move(resolver.misses);
+    });
   });
   std::vector<Miss> all;
   for (const auto& some : misses) all.insert(all.end(), some.begin(), some.end());

@@ -90,7 +90,7 @@ void Index::split(Part& part, uint64_t hash) {
 }
 
 Slot Index::find_or_insert(int64_t id, uint64_t hash, Slot fresh) {
-  const Entry* found = find_entry(id, hash);
+  const Entry* found = find_from(home_line(hash), id);
   if (found != nullptr) return found->slot;
   Part& part = parts_[part_of(hash)];
   uint32_t number = segment_of(hash);
@@ -104,11 +104,11 @@ Slot Index::find_or_insert(int64_t id, uint64_t hash, Slot fresh) {
 }
 
 void Index::set_slot(int64_t id, uint64_t hash, Slot slot) {
-  const_cast<Entry*>(find_entry(id, hash))->slot = slot;
+  const_cast<Entry*>(find_from(home_line(hash), id))->slot = slot;
 }
 
 Slot Index::erase(int64_t id, uint64_t hash) {
-  auto* hole = const_cast<Entry*>(find_entry(id, hash));
+  auto* hole = const_cast<Entry*>(find_from(home_line(hash), id));
   if (hole == nullptr) return kNoSlot;
   const Slot slot = hole->slot;
   const uint32_t number = segment_of(hash);

@@ -49,12 +49,30 @@ class Index {
   }
   static int part_of(uint64_t hash) { return static_cast<int>(hash >> (64 - kPartBits)); }
 
-  // The first line to probe, for prefetching.
-  const Entry* home_line(uint64_t hash) const {
-    return segment(segment_of(hash)) + (hash % kLines) * kLineEntries;
+  // The line that an id is looked for in first. It lies in one cache line, as every line does.
+  const Entry* home_line(uint64_t hash) const { return segment(segment_of(hash)) + (hash % kLines) * kLineEntries; }
+  // The entry of `id` in one line, null where it has none there.
+  static const Entry* find_in_line(const Entry* line, int64_t id) {
+    // Four compares without a branch between them: which of them hits cannot be predicted.
+    const unsigned hit = (line[0].id == id) | (line[1].id == id) << 1 | (line[2].id == id) << 2 | (line[3].id == id) << 3;
+    return hit == 0 ? nullptr : line + __builtin_ctz(hit);
+  }
+  // Where the probing of an id goes on that is not in `line`; null where it ends, since lines fill from the left.
+  const Entry* next_line(const Entry* line) const {
+    if (line[kLineEntries - 1].slot == kNoSlot) return nullptr;
+    const auto place = static_cast<size_t>(line - entries_);
+    return entries_ + place / kEntries * kEntries + (place + kLineEntries) % kEntries;
+  }
+  // The entry of `id` in `line`, which may be null, or in those behind it.
+  const Entry* find_from(const Entry* line, int64_t id) const {
+    for (; line != nullptr; line = next_line(line)) {
+      const Entry* entry = find_in_line(line, id);
+      if (entry != nullptr) return entry;
+    }
+    return nullptr;
   }
   Slot find(int64_t id, uint64_t hash) const {
-    const Entry* entry = find_entry(id, hash);
+    const Entry* entry = find_from(home_line(hash), id);
     return entry == nullptr ? kNoSlot : entry->slot;
   }
 
@@ -106,16 +124,6 @@ class Index {
   Entry* segment(uint32_t number) const { return entries_ + size_t{number} * kEntries; }
   SegmentInfo& info(uint32_t number) const { return reinterpret_cast<SegmentInfo*>(infos_.data())[number]; }
 
-  const Entry* find_entry(int64_t id, uint64_t hash) const {
-    const Entry* entries = segment(segment_of(hash));
-    for (uint64_t line = hash % kLines;; line = (line + 1) % kLines) {
-      const Entry* e = entries + line * kLineEntries;
-      // Four compares without a branch between them: which of them hits cannot be predicted.
-      const unsigned hit = (e[0].id == id) | (e[1].id == id) << 1 | (e[2].id == id) << 2 | (e[3].id == id) << 3;
-      if (hit != 0) return e + __builtin_ctz(hit);
-      if (e[3].slot == kNoSlot) return nullptr;  // lines fill from the left
-    }
-  }
   void place(uint32_t segment_number, const Entry& entry, uint64_t hash);
   void split(Part& part, uint64_t hash);
   uint32_t new_segment(int depth, int part);

@@ -25,12 +25,11 @@ inline AlignedVec square_root(AlignedVec v) {
   return r;
 }
 inline float reduce(AlignedVec v) {
-  float s[kLanes];
-  __builtin_memcpy(s, &v, sizeof(s));
-  for (int half = kLanes / 2; half > 0; half /= 2) {
-    for (int i = 0; i < half; ++i) s[i] += s[i + half];
-  }
-  return s[0];
+  typedef int32_t Lanes __attribute__((vector_size(sizeof(AlignedVec))));
+  v += __builtin_shuffle(v, Lanes{8, 9, 10, 11, 12, 13, 14, 15, 8, 9, 10, 11, 12, 13, 14, 15});
+  v += __builtin_shuffle(v, Lanes{4, 5, 6, 7, 4, 5, 6, 7, 4, 5, 6, 7, 4, 5, 6, 7});
+  v += __builtin_shuffle(v, Lanes{2, 3, 2, 3, 2, 3, 2, 3, 2, 3, 2, 3, 2, 3, 2, 3});
+  return v[0] + v[1];
 }
 inline void prefetch_row(const float* row, int64_t floats) {
   for (int64_t d = 0; d < floats; d += 16) __builtin_prefetch(row + d, 0, 3);
@@ -98,20 +97,34 @@ inline void pool_block(const PoolArgs& a, int64_t begin, int64_t end, int64_t co
   for (int u = 0; u < Unroll; ++u) put<Stream>(out + u * kLanes, sum[u]);
 }
 
-template <bool Stream>
-void pool_bags(const PoolArgs& a) {
-  const int64_t whole = a.rows.columns / kLanes * kLanes;
+template <bool Stream, class Columns>
+void pool_bags(const PoolArgs& a, Columns columns) {
+  const int64_t whole = columns / kLanes * kLanes;
   for (int64_t bag = 0; bag < a.bags; ++bag) {
     const int64_t begin = a.bounds[bag], end = a.bounds[bag + 1];
     float* out = a.out + bag * a.out_stride;
     int64_t d = 0;
     for (; d + 4 * kLanes <= whole; d += 4 * kLanes) pool_block<4, Stream>(a, begin, end, d, out + d);
     for (; d < whole; d += kLanes) pool_block<1, Stream>(a, begin, end, d, out + d);
-    if (d < a.rows.columns) store_part(out + d, pool_columns(a, begin, end, d, a.rows.columns - d), a.rows.columns - d);
+    if (d < columns) store_part(out + d, pool_columns(a, begin, end, d, columns - d), columns - d);
   }
 }
 
-void pool(const PoolArgs& a) { a.stream ? pool_bags<true>(a) : pool_bags<false>(a); }
+// Calls work(columns) with a number that the compiler knows for the dims that most tables have.
+template <class Work>
+void with_columns(int64_t columns, const Work& work) {
+  switch (columns) {
+    case 16: return work(std::integral_constant<int64_t, 16>{});
+    case 32: return work(std::integral_constant<int64_t, 32>{});
+    case 64: return work(std::integral_constant<int64_t, 64>{});
+    case 128: return work(std::integral_constant<int64_t, 128>{});
+    default: return work(columns);
+  }
+}
+
+void pool(const PoolArgs& a) {
+  with_columns(a.rows.columns, [&](auto columns) { a.stream ? pool_bags<true>(a, columns) : pool_bags<false>(a, columns); });
+}
 
 inline const float* grad_of(const UpdateArgs& a, int64_t bag) {
   return a.grad + bag % a.batch->bags * a.grad_stride + a.column_offsets[bag / a.batch->bags];
@@ -127,8 +140,8 @@ inline float scale_of(const UpdateArgs& a, int64_t bag, int64_t position) {
 
 // The sum of the scaled gradients of a position and of those that it links to: the gradient itself
 // where there is but one, else scratch.
-inline const float* sum_gradients(const UpdateArgs& a, const float* grad, float scale, int64_t position) {
-  const int64_t columns = a.rows.columns;
+template <class Columns>
+inline const float* sum_gradients(const UpdateArgs& a, Columns columns, const float* grad, float scale, int64_t position) {
   Link next = a.links[position];
   if (next == 0 && scale == 1.0f && columns % kLanes == 0) return grad;
   const AlignedVec first = broadcast(scale);
@@ -150,28 +163,29 @@ inline const float* sum_gradients(const UpdateArgs& a, const float* grad, float 
   return a.scratch;
 }
 
-template <class Step>  // step(weights, gradient, column, lanes) -> new weights
-inline void for_each_vec(const UpdateArgs& a, float* w, const float* g, const Step& step) {
-  const int64_t columns = a.rows.columns;
+template <class Columns, class Step>  // step(weights, gradient, column, lanes) -> new weights
+inline void for_each_vec(Columns columns, float* w, const float* g, const Step& step) {
   int64_t d = 0;
   for (; d + kLanes <= columns; d += kLanes) store(w + d, step(load(w + d), load(g + d), d, int64_t{kLanes}));
   if (d < columns) store_part(w + d, step(load_part(w + d, columns - d), load_part(g + d, columns - d), d, columns - d), columns - d);
 }
 
-inline void step_sgd(const UpdateArgs& a, float* w, const float* g) {
+template <class Columns>
+inline void step_sgd(const UpdateArgs& a, Columns columns, float* w, const float* g) {
   const AlignedVec lr = broadcast(a.learning_rate), decay = broadcast(a.optimizer.weight_decay);
   const bool decays = a.optimizer.weight_decay != 0.0f;
-  for_each_vec(a, w, g, [&](AlignedVec wv, AlignedVec gv, int64_t, int64_t) {
+  for_each_vec(columns, w, g, [&](AlignedVec wv, AlignedVec gv, int64_t, int64_t) {
     if (decays) gv += decay * wv;
     return wv - lr * gv;
   });
 }
 
-inline void step_adagrad(const UpdateArgs& a, float* w, const float* g) {
+template <class Columns>
+inline void step_adagrad(const UpdateArgs& a, Columns columns, float* w, const float* g) {
   const AlignedVec lr = broadcast(a.learning_rate), decay = broadcast(a.optimizer.weight_decay), eps = broadcast(a.optimizer.eps);
   const bool decays = a.optimizer.weight_decay != 0.0f;
-  float* state = w + a.rows.columns;
-  for_each_vec(a, w, g, [&](AlignedVec wv, AlignedVec gv, int64_t d, int64_t n) {
+  float* state = w + columns;
+  for_each_vec(columns, w, g, [&](AlignedVec wv, AlignedVec gv, int64_t d, int64_t n) {
     if (decays) gv += decay * wv;
     const AlignedVec m = (n == kLanes ? load(state + d) : load_part(state + d, n)) + gv * gv;
     n == kLanes ? store(state + d, m) : store_part(state + d, m, n);
@@ -179,10 +193,10 @@ inline void step_adagrad(const UpdateArgs& a, float* w, const float* g) {
   });
 }
 
-inline void step_row_wise_adagrad(const UpdateArgs& a, float* w, const float* g, RowMeta& meta) {
+template <class Columns>
+inline void step_row_wise_adagrad(const UpdateArgs& a, Columns columns, float* w, const float* g, RowMeta& meta) {
   const AlignedVec decay = broadcast(a.optimizer.weight_decay);
   const bool decays = a.optimizer.weight_decay != 0.0f;
-  const int64_t columns = a.rows.columns;
   AlignedVec squares{};
   for (int64_t d = 0; d < columns; d += kLanes) {
     const int64_t n = columns - d < kLanes ? columns - d : kLanes;
@@ -192,31 +206,32 @@ inline void step_row_wise_adagrad(const UpdateArgs& a, float* w, const float* g,
   }
   meta.state += reduce(squares) / static_cast<float>(columns);
   const AlignedVec multiplier = broadcast(a.learning_rate / (__builtin_sqrtf(meta.state) + a.optimizer.eps));
-  for_each_vec(a, w, g, [&](AlignedVec wv, AlignedVec gv, int64_t, int64_t) {
+  for_each_vec(columns, w, g, [&](AlignedVec wv, AlignedVec gv, int64_t, int64_t) {
     if (decays) gv += decay * wv;
     return wv - multiplier * gv;
   });
 }
 
-template <OptimizerKind Kind>
-void update_rows(const UpdateArgs& a) {
+template <OptimizerKind Kind, class Columns>
+void update_rows(const UpdateArgs& a, Columns columns) {
   const int64_t last = a.batch->offset(a.bag_end);
+  const int64_t stride = Kind == OptimizerKind::kAdagrad ? 2 * columns : int64_t{columns};
   for (int64_t bag = a.bag_begin; bag < a.bag_end; ++bag) {
     const float* grad = grad_of(a, bag);
     for (int64_t p = a.batch->offset(bag), end = a.batch->offset(bag + 1); p < end; ++p) {
       if (p + kPrefetchIds < last && (a.links[p + kPrefetchIds] & kNotFirst) == 0) {
         const Slot ahead = a.slots[p + kPrefetchIds];
-        prefetch_row(a.rows.data + ahead * a.rows.stride, a.rows.stride);
+        prefetch_row(a.rows.data + ahead * stride, stride);
         __builtin_prefetch(a.rows.meta + ahead, 1, 3);
-        prefetch_row(grad_of(a, a.bag_of[p + kPrefetchIds]), a.rows.columns);
+        prefetch_row(grad_of(a, a.bag_of[p + kPrefetchIds]), columns);
       }
       if ((a.links[p] & kNotFirst) != 0) continue;
-      float* w = a.rows.data + a.slots[p] * a.rows.stride;
+      float* w = a.rows.data + a.slots[p] * stride;
       RowMeta& meta = a.rows.meta[a.slots[p]];
-      const float* g = sum_gradients(a, grad, scale_of(a, bag, p), p);
-      if (Kind == OptimizerKind::kSgd) step_sgd(a, w, g);
-      if (Kind == OptimizerKind::kAdagrad) step_adagrad(a, w, g);
-      if (Kind == OptimizerKind::kRowWiseAdagrad) step_row_wise_adagrad(a, w, g, meta);
+      const float* g = sum_gradients(a, columns, grad, scale_of(a, bag, p), p);
+      if (Kind == OptimizerKind::kSgd) step_sgd(a, columns, w, g);
+      if (Kind == OptimizerKind::kAdagrad) step_adagrad(a, columns, w, g);
+      if (Kind == OptimizerKind::kRowWiseAdagrad) step_row_wise_adagrad(a, columns, w, g, meta);
       if (a.step != 0) {
         meta.last_step = a.step;
         ++meta.frequency;
@@ -226,11 +241,13 @@ void update_rows(const UpdateArgs& a) {
 }
 
 void update(const UpdateArgs& a) {
-  switch (a.optimizer.kind) {
-    case OptimizerKind::kSgd: return update_rows<OptimizerKind::kSgd>(a);
-    case OptimizerKind::kAdagrad: return update_rows<OptimizerKind::kAdagrad>(a);
-    case OptimizerKind::kRowWiseAdagrad: return update_rows<OptimizerKind::kRowWiseAdagrad>(a);
-  }
+  with_columns(a.rows.columns, [&](auto columns) {
+    switch (a.optimizer.kind) {
+      case OptimizerKind::kSgd: return update_rows<OptimizerKind::kSgd>(a, columns);
+      case OptimizerKind::kAdagrad: return update_rows<OptimizerKind::kAdagrad>(a, columns);
+      case OptimizerKind::kRowWiseAdagrad: return update_rows<OptimizerKind::kRowWiseAdagrad>(a, columns);
+    }
+  });
 }
 
 float dot(const float* x, const float* y, int64_t n) {
