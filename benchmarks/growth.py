@@ -9,6 +9,7 @@ rows but one are then removed, which keeps the memory, and as many other new ids
 from __future__ import annotations
 
 import argparse
+import mmap
 
 import torch
 from measure import clock, emit, spread
@@ -26,6 +27,19 @@ def grow(table: Table, rows: int, batch: int, first: int = 0) -> list[float]:
         ids = torch.randperm(batch) + begin
         start = clock()
         table.lookup(ids, train=True)
+        seconds.append(clock() - start)
+    return seconds
+
+
+def touch(pieces: int, bytes_each: int) -> list[float]:
+    """Seconds that the machine takes to hand out fresh memory in huge pages, piece by piece, with no table in it."""
+    memory = mmap.mmap(-1, pieces * bytes_each)
+    memory.madvise(mmap.MADV_HUGEPAGE)
+    tensor = torch.frombuffer(memory, dtype=torch.uint8)
+    seconds = []
+    for piece in tensor.split(bytes_each):
+        start = clock()
+        piece.fill_(1)
         seconds.append(clock() - start)
     return seconds
 
@@ -50,6 +64,7 @@ def main() -> None:
     table.remove(table.ids()[1:])
     again = grow(table, arguments.rows, arguments.batch, first=2**40)
     timing = spread(steps)
+    bare = touch(len(steps), arguments.batch * (DIM * 4 + 32))
     emit(
         {
             "benchmark": "growth",
@@ -58,6 +73,9 @@ def main() -> None:
             "step_ms": timing,
             "slowest_step_ms": round(max(steps) * 1e3, 2),
             "slowest_over_median": round(max(steps) * 1e3 / timing["median"], 2),
+            "slowest_over_median_without_first_touch": round(max(again) * 1e3 / spread(again)["median"], 2),
+            "bare_touch_ms": spread(bare),
+            "bare_touch_slowest_over_median": round(max(bare) * 1e3 / spread(bare)["median"], 2),
             "new_rows_per_second": round(arguments.rows / sum(steps)),
             "new_rows_per_second_without_first_touch": round(arguments.rows / sum(again)),
             "mixed_step_ms": spread(mixed),

@@ -388,6 +388,7 @@ StepResult lookup(const Group& group, const Batch& batch, bool train, Slot* slot
 namespace {
 
 std::vector<Miss> resolve_all(const Table& table, const int64_t* ids, int64_t n, Slot* slots, Executor& executor) {
+  if (n >= int64_t{kNotFirst}) throw InvalidArgument("a call takes at most 2**31 - 1 ids");
   const int64_t tasks = (n + kTaskIds - 1) / kTaskIds;
   std::vector<std::vector<Miss>> misses(static_cast<size_t>(tasks));
   const Routing as_they_are;

@@ -13,7 +13,13 @@ Pass::Pass(std::shared_ptr<const Group> group, const Batch& batch, std::shared_p
       executor_(executor) {
   const auto locks = group_->lock();
   steps_ = lookup(*group_, batch_, true, static_cast<Slot*>(slots_.data()), out, executor).steps;
-  for (const auto& table : group_->tables) numbers_.push_back(table->begin_pass(this));
+  numbers_.reserve(group_->tables.size());
+  try {
+    for (const auto& table : group_->tables) numbers_.push_back(table->begin_pass(this));
+  } catch (...) {  // no destructor runs for what was not constructed
+    end();
+    throw;
+  }
 }
 
 Pass::~Pass() {
@@ -24,6 +30,10 @@ Pass::~Pass() {
     }
   } catch (...) {  // out of memory for the bookkeeping alone: the rows are as they were
   }
+  end();
+}
+
+void Pass::end() {
   for (size_t t = 0; t < numbers_.size(); ++t) group_->tables[t]->end_pass(numbers_[t]);
 }
 

@@ -31,6 +31,7 @@ class Pass final : public PendingPass {
 
  private:
   void count(const Distinct& distinct);
+  void end();
   ResolvedBatch resolved() const { return {*group_, batch_, static_cast<const Slot*>(slots_.data())}; }
 
   std::shared_ptr<const Group> group_;

@@ -97,7 +97,9 @@ void Region::discard(size_t begin, size_t end) {
   const auto page = static_cast<size_t>(sysconf(_SC_PAGESIZE));
   begin = (begin + page - 1) / page * page;
   end = end / page * page;
-  if (begin < end) madvise(data_ + begin, end - begin, MADV_DONTNEED);
+  if (begin >= end) return;
+  madvise(data_ + begin, end - begin, MADV_DONTNEED);
+  promised_ = std::min(promised_, begin);  // ask again before it is touched again
 }
 
 }  // namespace recstore
