@@ -101,6 +101,13 @@ table_ids = cast(Callable[[int], Tensor], _ops.table_ids.default)
 table_stats = cast(Callable[[int], list[int]], _ops.table_stats.default)
 """(table) -> rows, bytes, lookups, misses, inserts, updates, steps."""
 
+table_export = cast(Callable[[int, Tensor], tuple[Tensor, Tensor, Tensor]], _ops.table_export.default)
+"""(table, ids (N,) int64) -> rows (N, row floats) float32: weights, then element-wise optimizer state one behind the
+other; row-wise state (N,) float32; last step and frequency (N, 2) int64. ValueError where an id has no row."""
+
+table_import = cast(Callable[[int, Tensor, Tensor, Tensor, Tensor], None], _ops.table_import.default)
+"""(table, ids (N,) int64, and what :func:`table_export` gives). Makes or overwrites the rows, all of each."""
+
 group_destroy = cast(Callable[[int], None], _ops.group_destroy.default)
 """Forgets a group; its tables stay. A handle that is unknown is ignored."""
 
@@ -161,6 +168,15 @@ def _fake_contains(table: int, ids: Tensor) -> Tensor:
     return ids.new_empty(ids.shape, dtype=torch.bool)
 
 
+def _fake_export(table: int, ids: Tensor) -> tuple[Tensor, ...]:
+    rows = ids.new_empty((ids.shape[0], _symbolic_size()), dtype=torch.float32)
+    return rows, ids.new_empty(ids.shape, dtype=torch.float32), ids.new_empty((ids.shape[0], 2))
+
+
+def _fake_import(table: int, ids: Tensor, rows: Tensor, state: Tensor, bookkeeping: Tensor) -> None:
+    return None
+
+
 def _fake_forward(group: int, ids: Tensor, offsets: Tensor, weights: Tensor | None, train: bool) -> tuple[Tensor, ...]:
     out = ids.new_empty((_symbolic_size(), _symbolic_size()), dtype=torch.float32)
     return out, ids.new_empty((1 if train else 0,))
@@ -176,6 +192,8 @@ _FAKES: dict[str, Callable[..., object]] = {
     "table_insert": _fake_write,
     "table_remove": _fake_remove,
     "table_contains": _fake_contains,
+    "table_export": _fake_export,
+    "table_import": _fake_import,
     "group_forward": _fake_forward,
     "group_backward": _fake_backward,
 }

@@ -64,3 +64,8 @@ class RowWiseAdagrad:
 
 
 Optimizer = SGD | Adagrad | RowWiseAdagrad
+
+
+def state_names(optimizer: object) -> dict[str, str]:
+    """TEMPORARY"""
+    return {Adagrad: {"momentum1": "element"}, RowWiseAdagrad: {"momentum1": "row"}}.get(type(optimizer), {})

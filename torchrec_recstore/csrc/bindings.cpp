@@ -19,6 +19,7 @@
 #include "pass.h"
 #include "registry.h"
 #include "row_kernels.h"
+#include "transfer.h"
 
 namespace recstore {
 namespace {
@@ -215,6 +216,41 @@ std::vector<int64_t> table_stats(int64_t table) {
   return {owner->size(), owner->bytes(), c.lookups, c.misses, c.inserts, c.updates, c.steps};
 }
 
+// -> rows (N, row_floats) float32: weights, then element-wise optimizer state; row-wise state (N,) float32;
+//    last step and frequency (N, 2) int64.
+std::tuple<Tensor, Tensor, Tensor> table_export(int64_t table, Tensor ids) {
+  ids = checked_ids(ids);
+  const auto owner = tables().get(table);
+  const std::lock_guard<std::mutex> lock(owner->mutex());
+  owner->check_open();
+  owner->settle_passes(executor());
+  const int64_t n = ids.size(0), floats = owner->rows().view().stride;
+  Tensor rows = empty({n, floats}, ScalarType::Float), state = empty({n}, ScalarType::Float);
+  Tensor bookkeeping = empty({n, 2}, ScalarType::Long);
+  read_rows(*owner, id_data(ids), n,
+            {static_cast<float*>(rows.mutable_data_ptr()), static_cast<float*>(state.mutable_data_ptr()),
+             static_cast<int64_t*>(bookkeeping.mutable_data_ptr())},
+            executor());
+  return {rows, state, bookkeeping};
+}
+
+void table_import(int64_t table, Tensor ids, Tensor rows, Tensor state, Tensor bookkeeping) {
+  ids = checked_ids(ids);
+  const auto owner = tables().get(table);
+  const int64_t n = ids.size(0);
+  rows = checked_rows(rows, "rows", n, owner->rows().view().stride);
+  state = checked(state, "state", ScalarType::Float, 1);
+  bookkeeping = checked(bookkeeping, "bookkeeping", ScalarType::Long, 2);
+  if (state.size(0) != n || bookkeeping.size(0) != n || bookkeeping.size(1) != 2) {
+    throw InvalidArgument("state must have the shape (N,) and bookkeeping (N, 2)");
+  }
+  const std::lock_guard<std::mutex> lock(owner->mutex());
+  owner->check_open();
+  owner->settle_passes(executor());
+  write_rows(*owner, id_data(ids), n,
+             {float_data(rows), float_data(state), id_data(bookkeeping)}, executor());
+}
+
 int64_t group_create(std::vector<int64_t> handles, std::vector<int64_t> feature_tables, std::vector<int64_t> routings, bool mean) {
   const auto n = static_cast<int64_t>(handles.size());
   if (routings.size() != handles.size() * 3) throw InvalidArgument("routings must hold three numbers a table");
@@ -322,6 +358,8 @@ STABLE_TORCH_LIBRARY(recstore_ops, m) {
   m.def("table_contains(int table, Tensor ids) -> Tensor");
   m.def("table_ids(int table) -> Tensor");
   m.def("table_stats(int table) -> int[]");
+  m.def("table_export(int table, Tensor ids) -> (Tensor, Tensor, Tensor)");
+  m.def("table_import(int table, Tensor ids, Tensor rows, Tensor state, Tensor bookkeeping) -> ()");
   m.def("group_create(int[] tables, int[] feature_tables, int[] routings, bool mean) -> int");
   m.def("group_destroy(int group) -> ()");
   m.def("group_forward(int group, Tensor ids, Tensor offsets, Tensor? weights, bool train) -> (Tensor, Tensor)");
@@ -346,6 +384,8 @@ STABLE_TORCH_LIBRARY_IMPL(recstore_ops, CPU, m) {
   m.impl("table_insert", TORCH_BOX(&recstore::table_insert));
   m.impl("table_remove", TORCH_BOX(&recstore::table_remove));
   m.impl("table_contains", TORCH_BOX(&recstore::table_contains));
+  m.impl("table_export", TORCH_BOX(&recstore::table_export));
+  m.impl("table_import", TORCH_BOX(&recstore::table_import));
   m.impl("group_forward", TORCH_BOX(&recstore::group_forward));
   m.impl("group_backward", TORCH_BOX(&recstore::group_backward));
 }

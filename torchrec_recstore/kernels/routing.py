@@ -2,6 +2,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from torch import Tensor
+
 
 @dataclass(frozen=True)
 class BlockRouting:
@@ -26,3 +28,10 @@ class BlockRouting:
     def __post_init__(self) -> None:
         if self.block_rows < 0 or self.world_size < 1 or not 0 <= self.rank < self.world_size:
             raise ValueError(f"BlockRouting needs block_rows >= 0 and 0 <= rank < world_size, got {self}")
+
+    def owned(self, ids: Tensor) -> Tensor:
+        """Which raw ``ids``, (N,) int64, TorchRec's split sends to this rank: (N,) bool."""
+        in_blocks = (ids >= 0) & (ids < self.block_rows * self.world_size)
+        # As uint64: a negative id stands for id + 2**64.
+        wrapped = (ids % self.world_size + (ids < 0) * (2**64 % self.world_size)) % self.world_size
+        return ((ids // max(self.block_rows, 1) == self.rank) & in_blocks) | ((wrapped == self.rank) & ~in_blocks)

@@ -22,12 +22,15 @@ from torchrec.modules.embedding_configs import EmbeddingBagConfig, PoolingType
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from torchrec_recstore.sharders.kernel import placeholder_parameter
+from torchrec_recstore.optim import Optimizer
+from torchrec_recstore.sharders.fused_params import optimizer_from_fused_params
+from torchrec_recstore.sharders.kernel import RecStoreEmbeddingBag, placeholder_parameter
 from torchrec_recstore.sharders.lookup import RecStorePooledLookup
 from torchrec_recstore.sharders.parameter_sharding import RECSTORE_KERNEL, RecStoreParameterSharding
 from torchrec_recstore.sharders.raw_ids import int64_ids
 from torchrec_recstore.sharders.resident import ResidentParameter
 from torchrec_recstore.sharders.shard_tables import check_table
+from torchrec_recstore.sharders.state import LocalShard, ModuleState
 from torchrec_recstore.store import Table
 
 _SUPPORTED = (
@@ -50,6 +53,8 @@ class RecStoreShardedEmbeddingBagCollection(ShardedEmbeddingBagCollection):  # t
     """
 
     _embedding_bag_configs: list[EmbeddingBagConfig]
+    recstore_state: ModuleState
+    """The rows of this module's RecStore tables, for ``state_dict`` and checkpoints."""
 
     def __init__(
         self,
@@ -66,6 +71,12 @@ class RecStoreShardedEmbeddingBagCollection(ShardedEmbeddingBagCollection):  # t
                 _check_plan(config, sharding)
         super().__init__(module, table_name_to_parameter_sharding, env, fused_params, device, **kwargs)
         self._keep_means_once()
+        shards: dict[str, list[LocalShard]] = {name: [] for name in self.recstore_table_names()}
+        for kernel in self._recstore_kernels():
+            for table, routing in zip(kernel.tables, kernel.routings, strict=True):
+                shards[table.name].append(LocalShard(table, routing))
+        self.recstore_state = ModuleState(self, "embedding_bags", shards, env)
+        self._optim = self.recstore_state.optimizer_with_states(self._optim, self._recstore_optimizers())
 
     def recstore_table_names(self) -> list[str]:
         """The tables that the plan gives to RecStore, in the order of the configs; the same on every rank."""
@@ -74,9 +85,34 @@ class RecStoreShardedEmbeddingBagCollection(ShardedEmbeddingBagCollection):  # t
 
     def recstore_tables(self) -> Iterator[Table]:
         """The RecStore shards of this rank."""
+        for kernel in self._recstore_kernels():
+            yield from kernel.tables
+
+    def recstore_dims(self) -> dict[str, int]:
+        """Columns of each whole RecStore table, by name."""
+        names = set(self.recstore_table_names())
+        return {c.name: c.embedding_dim for c in self._embedding_bag_configs if c.name in names}
+
+    def _recstore_kernels(self) -> Iterator[RecStoreEmbeddingBag]:
         for lookup in self._lookups:
             if isinstance(lookup, RecStorePooledLookup):
-                yield from lookup.tables()
+                yield from lookup.kernels()
+
+    def _recstore_optimizers(self) -> dict[str, Optimizer]:
+        return {
+            info.embedding_config.name: optimizer_from_fused_params(info.fused_params, [info.embedding_config.name])
+            for infos in self.sharding_type_to_sharding_infos.values()
+            for info in infos
+            if info.param_sharding.compute_kernel == RECSTORE_KERNEL
+        }
+
+    @staticmethod
+    def _pre_load_state_dict_hook(
+        self: RecStoreShardedEmbeddingBagCollection, state_dict: dict[str, Any], prefix: str, *args: Any
+    ) -> None:
+        # TorchRec registers this hook by its name (torchrec 1.8.0).
+        self.recstore_state.load(state_dict, prefix)
+        ShardedEmbeddingBagCollection._pre_load_state_dict_hook(self, state_dict, prefix, *args)
 
     def input_dist(self, ctx: EmbeddingBagCollectionContext, features: KeyedJaggedTensor) -> Awaitable[Any]:
         """As TorchRec's; ids of other integer types are widened first, since its row-wise split needs int64."""

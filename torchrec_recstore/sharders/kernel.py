@@ -76,12 +76,13 @@ class RecStoreEmbeddingBag(BaseEmbedding, FusedOptimizerModule):  # type: ignore
         self._config = config
         optimizer = optimizer_from_fused_params(config.fused_params, config.table_names())
         self._tables = [make_table(table, optimizer) for table in config.embedding_tables]
+        self._routings = [_routing(table, row_split) for table in config.embedding_tables]
         feature_tables = [i for i, table in enumerate(config.embedding_tables) for _ in range(table.num_features())]
         self._kernel = PooledKernel(
             self._tables,
             feature_tables,
             "mean" if pooling_type_to_pooling_mode(config.pooling, sharding_type) == PoolingMode.MEAN else "sum",
-            routings=[_routing(table, row_split) for table in config.embedding_tables],
+            routings=self._routings,
         )
         self._placeholders = {name: placeholder_parameter() for name in dict.fromkeys(config.table_names())}
         self._optim = RecStoreFusedOptimizer(
@@ -128,6 +129,11 @@ class RecStoreEmbeddingBag(BaseEmbedding, FusedOptimizerModule):  # type: ignore
     def tables(self) -> list[Table]:
         """The group's shards on this rank; a table split by columns may appear several times."""
         return self._tables
+
+    @property
+    def routings(self) -> list[BlockRouting | None]:
+        """How the ids of each of ``tables`` were split over ranks."""
+        return self._routings
 
     def named_parameters_by_table(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Each table's name and its empty parameter, once."""

@@ -12,7 +12,6 @@ from torchrec.distributed.embedding_types import EmbeddingComputeKernel, Grouped
 from torchrec.distributed.types import ShardingEnv, ShardingType
 
 from torchrec_recstore.sharders.kernel import RecStoreEmbeddingBag
-from torchrec_recstore.store import Table
 
 
 class RecStorePooledLookup(GroupedPooledEmbeddingsLookup):  # type: ignore[misc]
@@ -32,8 +31,8 @@ class RecStorePooledLookup(GroupedPooledEmbeddingsLookup):  # type: ignore[misc]
         row_split = (dist.get_world_size(pg), dist.get_rank(pg)) if sharding_type == ShardingType.ROW_WISE else None
         return RecStoreEmbeddingBag(config, sharding_type, row_split)
 
-    def tables(self) -> Iterator[Table]:
-        """The RecStore shards of this rank."""
+    def kernels(self) -> Iterator[RecStoreEmbeddingBag]:
+        """RecStore's kernels of this rank."""
         for kernel in self._emb_modules:
             if isinstance(kernel, RecStoreEmbeddingBag):
-                yield from kernel.tables
+                yield kernel

@@ -1,13 +1,14 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Mapping
 from types import TracebackType
 
 import torch
 from torch import Tensor
 
 from torchrec_recstore import ops
-from torchrec_recstore.optim import SGD, Adagrad, Optimizer, RowWiseAdagrad
+from torchrec_recstore.optim import SGD, Adagrad, Optimizer, RowWiseAdagrad, state_names
 from torchrec_recstore.options import TableOptions, default_initializer
 from torchrec_recstore.store.stats import TableStats
 
@@ -131,6 +132,58 @@ class Table:
         self._check_rows(weights, "weights", ids)
         with ops.native_errors(f"table '{self.name}'"):
             ops.table_insert(self.handle, ids, weights.detach())
+
+    def read_rows(self, ids: Tensor) -> dict[str, Tensor]:
+        """All that there is of the rows of ``ids``, (N,) int64, as copies.
+
+        Returns:
+            ``weight`` (N, columns), ``last_step`` and ``frequency`` (N,) int64, and the optimizer's states under their
+            names (:func:`torchrec_recstore.optim.state_names`): element-wise ones (N, columns), row-wise ones (N,).
+
+        Raises:
+            TypeError, ValueError: as :meth:`lookup`; an id has no row.
+        """
+        self._check_ids(ids)
+        with ops.native_errors(f"table '{self.name}'"):
+            rows, state, bookkeeping = ops.table_export(self.handle, ids)
+        weight, *elements = rows.split(len(self.columns), dim=1)
+        taken = iter(elements)
+        states = {
+            name: next(taken).contiguous() if kind == "element" else state
+            for name, kind in state_names(self.optimizer).items()
+        }
+        last_step, frequency = bookkeeping.unbind(1)
+        return {"weight": weight.contiguous(), **states, "last_step": last_step, "frequency": frequency}
+
+    def write_rows(self, ids: Tensor, rows: Mapping[str, Tensor]) -> None:
+        """Makes or overwrites the rows of ``ids``, (N,) int64, all of each; of duplicates the last wins.
+
+        Args:
+            rows: what :meth:`read_rows` gives.
+
+        Raises:
+            TypeError, ValueError, MemoryError: as :meth:`lookup`; a key is missing or unknown, or a tensor does not fit.
+        """
+        self._check_ids(ids)
+        kinds = state_names(self.optimizer)
+        expected = ["weight", *kinds, "last_step", "frequency"]
+        if set(rows) != set(expected):
+            raise ValueError(f"rows must have the keys {', '.join(expected)}, got {', '.join(rows)}")
+        elements = [name for name, kind in kinds.items() if kind == "element"]
+        for name in ("weight", *elements):
+            self._check_rows(rows[name], name, ids)
+        for name in expected:
+            if name not in elements and name != "weight" and tuple(rows[name].shape) != (ids.shape[0],):
+                raise ValueError(f"{name} must have the shape ({ids.shape[0]},), got {tuple(rows[name].shape)}")
+        row_wise = [rows[name] for name, kind in kinds.items() if kind == "row"] or [torch.zeros(ids.shape[0])]
+        with ops.native_errors(f"table '{self.name}'"):
+            ops.table_import(
+                self.handle,
+                ids,
+                torch.cat([rows[name].detach() for name in ("weight", *elements)], dim=1),
+                row_wise[0].float(),
+                torch.stack([rows["last_step"], rows["frequency"]], dim=1),
+            )
 
     def contains(self, ids: Tensor) -> Tensor:
         """Tells which of ``ids``, (N,) int64, have a row: (N,) bool."""

@@ -1,0 +1,6 @@
+"""Rows of RecStore tables in and out of models: dense weights, ``torch.distributed.checkpoint``."""
+
+from torchrec_recstore.checkpoint.dense import export_dense_weights, load_dense_weights
+from torchrec_recstore.checkpoint.distributed import load_distributed_checkpoint
+
+__all__ = ["export_dense_weights", "load_dense_weights", "load_distributed_checkpoint"]

@@ -1,0 +1,75 @@
+"""Between RecStore tables and dense ones, where row i is id i."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from torchrec_recstore.checkpoint.tables import table_named
+
+_CHUNK = 1 << 20  # rows at a time
+
+
+def load_dense_weights(model: nn.Module, weights: Mapping[str, Tensor]) -> None:
+    """Writes dense weights into RecStore tables: row i becomes id i. Collective.
+
+    Ids beyond a tensor stay as they are. New rows start with zero optimizer state, existing ones keep theirs.
+
+    Args:
+        model: ``DistributedModelParallel``, a sharded module, or anything that contains them.
+        weights: (rows, dim) tensors by table name, the same on every rank.
+
+    Raises:
+        ValueError: an unknown table or a tensor of another shape; on every rank, with nothing changed.
+        TypeError: something that is no floating-point tensor.
+    """
+    tables = {name: table_named(model, name) for name in weights}
+    for name, tensor in weights.items():
+        if not isinstance(tensor, Tensor) or not tensor.is_floating_point():
+            kind = tensor.dtype if isinstance(tensor, Tensor) else type(tensor).__name__
+            raise TypeError(f"weights of table {name!r} must be a floating-point tensor, got {kind}")
+        if tensor.dim() != 2 or tensor.shape[1] != tables[name].dim:
+            raise ValueError(
+                f"weights of table {name!r} must have the shape (rows, {tables[name].dim}), got {tuple(tensor.shape)}"
+            )
+    for name, tensor in weights.items():
+        for shard in tables[name].module.recstore_state.shards[name]:
+            columns = shard.table.columns
+            for begin in range(0, tensor.shape[0], _CHUNK):
+                part = tensor[begin : begin + _CHUNK].detach()
+                ids = torch.arange(begin, begin + part.shape[0])
+                owned = shard.owned(ids)
+                shard.table.insert(ids[owned], part[owned, columns.start : columns.stop].to("cpu", torch.float32))
+
+
+def export_dense_weights(model: nn.Module, table_name: str, num_rows: int) -> Tensor:
+    """The rows of ids 0 to ``num_rows`` - 1, absent ids as zeros. Collective; the result is on every rank.
+
+    Args:
+        model: as for :func:`load_dense_weights`.
+        table_name: a RecStore table.
+        num_rows: at least 0.
+
+    Returns:
+        (num_rows, dim) float32.
+
+    Raises:
+        ValueError: an unknown table, or a negative number; on every rank.
+    """
+    table = table_named(model, table_name)
+    if num_rows < 0:
+        raise ValueError(f"num_rows must not be negative, got {num_rows}")
+    state = table.module.recstore_state
+    out = torch.zeros(num_rows, table.dim)
+    for shard in state.shards[table_name]:
+        columns = shard.table.columns
+        for begin in range(0, num_rows, _CHUNK):
+            ids = torch.arange(begin, min(begin + _CHUNK, num_rows))
+            ids = ids[shard.table.contains(ids)]
+            out[ids, columns.start : columns.stop] = shard.table.lookup(ids)
+    if state.env.process_group is not None and dist.get_world_size(state.env.process_group) > 1:
+        dist.all_reduce(out, group=state.env.process_group)  # every cell has one owner: a sum with zeros
+    return out

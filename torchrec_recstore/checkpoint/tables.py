@@ -1,0 +1,69 @@
+"""The RecStore tables of a model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from torchrec.distributed import DistributedModelParallel
+
+from torchrec_recstore.sharders import RecStoreShardedEmbeddingBagCollection
+
+ShardedModule = RecStoreShardedEmbeddingBagCollection
+
+
+@dataclass(frozen=True)
+class ModelTable:
+    """A table, and the module that has it."""
+
+    name: str
+    module: ShardedModule
+    prefix: str
+    """Of the module's keys in the model's ``state_dict``."""
+
+    @property
+    def weight_key(self) -> str:
+        """Of the table's weights in the model's ``state_dict``."""
+        return f"{self.prefix}{self.module.recstore_state.container}.{self.name}.weight"
+
+    @property
+    def dim(self) -> int:
+        """Columns of the whole table."""
+        return int(self.module.recstore_dims()[self.name])
+
+
+def recstore_tables(model: nn.Module) -> list[ModelTable]:
+    """Every RecStore table of the model, in the same order on every rank."""
+    return [
+        ModelTable(name, module, prefix)
+        for prefix, module in _sharded_modules(model, "")
+        for name in module.recstore_table_names()
+    ]
+
+
+def table_named(model: nn.Module, name: str) -> ModelTable:
+    """The RecStore table of that name.
+
+    Raises:
+        ValueError: there is none, or more than one.
+    """
+    tables = recstore_tables(model)
+    found = [table for table in tables if table.name == name]
+    if len(found) != 1:
+        names = ", ".join(repr(table.name) for table in tables)
+        what = "no" if not found else "more than one"
+        raise ValueError(f"the model has {what} RecStore table {name!r}; it has {names or 'none'}")
+    return found[0]
+
+
+def _sharded_modules(module: nn.Module, prefix: str) -> Iterator[tuple[str, ShardedModule]]:
+    # state_dict leaves the wrappers' names out.
+    if isinstance(module, DistributedModelParallel | DistributedDataParallel):
+        yield from _sharded_modules(module.module, prefix)
+    elif isinstance(module, ShardedModule):
+        yield prefix, module
+    else:
+        for name, child in module.named_children():
+            yield from _sharded_modules(child, f"{prefix}{name}.")
