@@ -22,6 +22,12 @@ def _table() -> int:
     return int(_keep[-1].handle)
 
 
+def _table_of(ids: torch.Tensor) -> int:
+    handle = _table()
+    ops.table_lookup(handle, ids, True)
+    return handle
+
+
 def _group() -> int:
     table = Table(4)
     _keep.extend([table, PooledKernel([table], [0], "sum")])
@@ -42,6 +48,8 @@ CASES: dict[str, Any] = {
     "table_contains": lambda: (_table(), IDS),
     "table_ids": lambda: (_table(),),
     "table_stats": lambda: (_table(),),
+    "table_export": lambda: (_table_of(IDS), IDS),
+    "table_import": lambda: (_table(), IDS, torch.ones(3, 4), torch.ones(3), torch.ones(3, 2, dtype=torch.int64)),
     "group_create": lambda: ([_table()], [0, 0], [0, 0, 0], False),
     "group_destroy": lambda: (_group(),),
     "group_forward": lambda: (_group(), IDS, OFFSETS, None, True),

@@ -9,6 +9,7 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from torchrec_recstore.checkpoint import export_dense_weights, load_dense_weights, load_distributed_checkpoint
     from torchrec_recstore.optim import SGD, Adagrad, RowWiseAdagrad
     from torchrec_recstore.options import ConstantInit, NormalInit, TableOptions, UniformInit
     from torchrec_recstore.planner import RecStoreConstraints, RecStorePlanner
@@ -30,6 +31,9 @@ _MODULES = {
     "TableOptions": "options",
     "TableStats": "store",
     "UniformInit": "options",
+    "export_dense_weights": "checkpoint",
+    "load_dense_weights": "checkpoint",
+    "load_distributed_checkpoint": "checkpoint",
     "table_stats": "sharders",
 }
 
@@ -46,6 +50,9 @@ __all__ = [
     "TableOptions",
     "TableStats",
     "UniformInit",
+    "export_dense_weights",
+    "load_dense_weights",
+    "load_distributed_checkpoint",
     "table_stats",
 ]
 

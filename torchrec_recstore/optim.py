@@ -67,5 +67,5 @@ Optimizer = SGD | Adagrad | RowWiseAdagrad
 
 
 def state_names(optimizer: object) -> dict[str, str]:
-    """TEMPORARY"""
+    """A temporary stand-in."""
     return {Adagrad: {"momentum1": "element"}, RowWiseAdagrad: {"momentum1": "row"}}.get(type(optimizer), {})

@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed.checkpoint as dcp
-from torch import Tensor, nn
-from torch.distributed.checkpoint import FileSystemReader
+from torch import Tensor
+from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.checkpoint.state_dict_loader import load
 from torchrec.distributed import DistributedModelParallel
 
 from torchrec_recstore.checkpoint.tables import ModelTable, recstore_tables
@@ -19,8 +19,8 @@ from torchrec_recstore.checkpoint.tables import ModelTable, recstore_tables
 def load_distributed_checkpoint(model: DistributedModelParallel, checkpoint_id: str | Path) -> None:
     """Loads what ``dcp.save`` or ``dcp.async_save`` wrote, at any world size and sharding. Collective.
 
-    DCP's own load needs tensors of the right size beforehand, and how many rows a RecStore table has only the checkpoint
-    knows. Two layouts are understood, ``model.state_dict()`` itself and, with the fused optimizer's state::
+    DCP's own load needs tensors of the right size beforehand, and how many rows a RecStore table has only the
+    checkpoint knows. Two layouts are understood, ``model.state_dict()`` itself and, with the fused optimizer's state::
 
         dcp.save({"model": model.state_dict(), "optimizer": model.fused_optimizer.state_dict()}, checkpoint_id=path)
 
@@ -48,11 +48,13 @@ def load_distributed_checkpoint(model: DistributedModelParallel, checkpoint_id: 
     optimizer = None
     if any(key.startswith("optimizer.state.") for key in saved):
         optimizer = model.fused_optimizer.state_dict()
-        kept = {t.weight_key: optimizer["state"].pop(t.weight_key) for t in tables if t.weight_key in optimizer["state"]}
+        kept = {
+            t.weight_key: optimizer["state"].pop(t.weight_key) for t in tables if t.weight_key in optimizer["state"]
+        }
         saved_states = {key: _empty_states(key, saved) for key in kept}
         optimizer["state"].update({key: states for key, states in saved_states.items() if states["rows"]})
         state["optimizer"] = optimizer
-    dcp.load(state, checkpoint_id=checkpoint_id)
+    load(state, checkpoint_id=checkpoint_id)
     model.load_state_dict(weights)
     if optimizer is not None:
         started_anew = {
@@ -69,7 +71,8 @@ def _empty_rows(table: ModelTable, saved: Mapping[str, Any], prefix: str) -> dic
     weight = _empty_like(saved[prefix + key])
     if weight.dim() != 2 or weight.shape[1] != table.dim:
         raise ValueError(
-            f"table {table.name!r} is of shape {tuple(weight.shape)} in the checkpoint, its dim in the model is {table.dim}"
+            f"table {table.name!r} is of shape {tuple(weight.shape)} in the checkpoint, "
+            f"its dim in the model is {table.dim}"
         )
     ids = saved.get(f"{prefix}{key}_id")
     return {key: weight} if ids is None else {key: weight, f"{key}_id": _empty_like(ids)}

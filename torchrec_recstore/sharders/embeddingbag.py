@@ -20,6 +20,7 @@ from torchrec.distributed.embeddingbag import (
 from torchrec.distributed.types import Awaitable, ParameterSharding, ShardingEnv, ShardingType
 from torchrec.modules.embedding_configs import EmbeddingBagConfig, PoolingType
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
+from torchrec.optim.keyed import CombinedOptimizer
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from torchrec_recstore.optim import Optimizer
@@ -53,6 +54,7 @@ class RecStoreShardedEmbeddingBagCollection(ShardedEmbeddingBagCollection):  # t
     """
 
     _embedding_bag_configs: list[EmbeddingBagConfig]
+    _optim: CombinedOptimizer
     recstore_state: ModuleState
     """The rows of this module's RecStore tables, for ``state_dict`` and checkpoints."""
 

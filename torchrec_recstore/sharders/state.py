@@ -8,19 +8,22 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed._shard.metadata import ShardMetadata
-from torch.distributed._shard.sharded_tensor import Shard as TensorShard
-from torch.distributed._shard.sharded_tensor import ShardedTensor, ShardedTensorMetadata, TensorProperties
+from torch.distributed._shard.sharded_tensor.api import ShardedTensor
+from torch.distributed._shard.sharded_tensor.metadata import ShardedTensorMetadata, TensorProperties
+from torch.distributed._shard.sharded_tensor.shard import Shard as TensorShard
 from torchrec.distributed.types import ShardingEnv
+from torchrec.optim.fused import FusedOptimizer
 from torchrec.optim.keyed import CombinedOptimizer
 
 from torchrec_recstore.kernels import BlockRouting
 from torchrec_recstore.optim import Optimizer, state_names
-from torchrec_recstore.sharders.kernel import RecStoreFusedOptimizer, placeholder_parameter
+from torchrec_recstore.sharders.kernel import placeholder_parameter
 from torchrec_recstore.store import Table
 
 Value = Tensor | ShardedTensor
@@ -130,6 +133,9 @@ def import_weights(name: str, shards: Sequence[LocalShard], env: ShardingEnv, we
     """Replaces a table's rows; their optimizer state starts anew. Collective where values are sharded.
 
     Args:
+        name: the table's.
+        shards: this rank's.
+        env: of the sharded module.
         weight: (R, dim) float32.
         ids: (R,) int64; None: row i is id i, as in TorchRec's own tables.
 
@@ -137,8 +143,8 @@ def import_weights(name: str, shards: Sequence[LocalShard], env: ShardingEnv, we
         ValueError: a shape or dtype that does not fit the table, or a value that is sharded otherwise; nothing changed.
     """
     source = _Source(f"RecStore table {name!r}: weight", weight, ids, env)
-    if source.shape[1:] != (shards[0].table.dim,) if shards else False:
-        raise ValueError(f"RecStore table {name!r}: weight is of shape {source.shape}, the table's dim is {shards[0].table.dim}")
+    for dim in {shard.table.dim for shard in shards} - {source.shape[1]}:
+        raise ValueError(f"RecStore table {name!r}: weight is of shape {source.shape}, the table's dim is {dim}")
     parts = [source.of(shard, shard.table.columns) for shard in shards]
     for shard, (part_ids, rows) in zip(shards, parts, strict=True):
         shard.table.remove(shard.table.ids())
@@ -172,18 +178,12 @@ class _Source:
                 ids.append(self._ids[first : first + n])
                 rows.append(part.tensor)
         mine = torch.cat([self._ids.new_empty(0), *ids])
-        if not shard.owned(mine).all() or (self.shape[0] > 0 and self._is_elsewhere(shard, columns)):
-            raise ValueError(f"{self._what} is sharded otherwise than the model: load_distributed_checkpoint can read it")
+        # Else rows that belong here lie with another rank, or are cut into other columns.
+        if not torch.equal(mine.sort().values, self._ids[shard.owned(self._ids)].sort().values):
+            raise ValueError(
+                f"{self._what} is sharded otherwise than the model: load_distributed_checkpoint can read it"
+            )
         return mine, torch.cat([torch.empty(0, len(columns)), *rows]).to(torch.float32)
-
-    def _is_elsewhere(self, shard: LocalShard, columns: range) -> bool:
-        # Rows that belong here lie with another rank, or are cut into other columns.
-        here = sum(
-            part.metadata.shard_sizes[0]
-            for part in self._value.local_shards()
-            if (part.metadata.shard_offsets[1], part.metadata.shard_sizes[1]) == (columns.start, len(columns))
-        )
-        return int(shard.owned(self._ids).sum()) != here
 
 
 def _whole_ids(ids: Value, env: ShardingEnv) -> Tensor:
@@ -264,6 +264,16 @@ class TableState:
             shard.table.write_rows(ids, {**shard.table.read_rows(ids), **rows})
 
 
+class TableStates(FusedOptimizer):  # type: ignore[misc]
+    """The states of a module's RecStore tables; learning rates stay with the kernels' own handles."""
+
+    def step(self, closure: Any = None) -> None:
+        """Nothing: backward has updated the rows."""
+
+    def zero_grad(self, set_to_none: bool = False) -> None:
+        """Nothing: there are no gradient tensors."""
+
+
 def table_states(name: str, shards: Sequence[LocalShard], env: ShardingEnv, optimizer: object) -> dict[str, TableState]:
     """What a fused optimizer holds for a table: nothing where the optimizer has no state."""
     states = state_names(optimizer)
@@ -304,7 +314,7 @@ class ModuleState:
         self.shards = shards
         self.container = container
         self.env = env
-        module._register_state_dict_hook(self._add_rows)
+        module._register_state_dict_hook(self._add_rows)  # type: ignore[no-untyped-call]
 
     def load(self, state_dict: dict[str, Value], prefix: str) -> None:
         """Takes the rows out of ``state_dict`` into the tables, and leaves what TorchRec's loading expects. Collective.
@@ -319,27 +329,28 @@ class ModuleState:
                 import_weights(name, shards, self.env, state_dict[key], ids)
                 state_dict[key] = torch.empty(0)
 
-    def optimizer_with_states(self, optimizer: CombinedOptimizer, optimizers: Mapping[str, Optimizer]) -> CombinedOptimizer:
+    def optimizer_with_states(
+        self, optimizer: CombinedOptimizer, optimizers: Mapping[str, Optimizer]
+    ) -> CombinedOptimizer:
         """The fused optimizer, with every table's state on every rank, since saving it is collective.
 
         Args:
             optimizer: the module's, which knows the tables of this rank.
             optimizers: what each table is updated by.
         """
-        known = {key: (handle, parameter) for _, handle in optimizer.optimizers for key, parameter in handle.params.items()}
-        handles = list(optimizer.optimizers)
+        # Saving is collective, table by table: each rank must know all of them, in the same order.
+        parameters, states = {}, {}
         for name, shards in self.shards.items():
-            key = f"{self.container}.{name}.weight"
-            states = table_states(name, shards, self.env, optimizers[name])
-            if not states:
-                continue
-            if key not in known:
-                parameter = placeholder_parameter()
-                known[key] = RecStoreFusedOptimizer({key: parameter}, optimizers[name]), parameter
-                handles.append(("", known[key][0]))
-            handle, parameter = known[key]
-            handle.state[parameter] = states
-        return CombinedOptimizer(handles)
+            of_table = table_states(name, shards, self.env, optimizers[name])
+            if of_table:
+                key = f"{self.container}.{name}.weight"
+                parameters[key] = placeholder_parameter()
+                for _, handle in optimizer.optimizers:
+                    if key in handle.params:
+                        parameters[key] = handle.params[key]
+                        handle.params = {k: p for k, p in handle.params.items() if k != key}
+                states[parameters[key]] = of_table
+        return CombinedOptimizer([*optimizer.optimizers, ("", TableStates(parameters, states, []))])
 
     def _add_rows(self, module: nn.Module, state_dict: dict[str, Value], prefix: str, metadata: object) -> None:
         for name, shards in self.shards.items():

@@ -146,7 +146,7 @@ class Table:
         self._check_ids(ids)
         with ops.native_errors(f"table '{self.name}'"):
             rows, state, bookkeeping = ops.table_export(self.handle, ids)
-        weight, *elements = rows.split(len(self.columns), dim=1)
+        weight, *elements = torch.split(rows, len(self.columns), dim=1)
         taken = iter(elements)
         states = {
             name: next(taken).contiguous() if kind == "element" else state
@@ -159,10 +159,12 @@ class Table:
         """Makes or overwrites the rows of ``ids``, (N,) int64, all of each; of duplicates the last wins.
 
         Args:
+            ids: (N,) int64.
             rows: what :meth:`read_rows` gives.
 
         Raises:
-            TypeError, ValueError, MemoryError: as :meth:`lookup`; a key is missing or unknown, or a tensor does not fit.
+            TypeError, ValueError, MemoryError: as :meth:`lookup`; a key is missing or unknown, or a tensor has another
+                shape.
         """
         self._check_ids(ids)
         kinds = state_names(self.optimizer)

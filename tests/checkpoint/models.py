@@ -1,0 +1,124 @@
+"""A small model over RecStore tables at any world size, and what its tables hold."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from fbgemm_gpu.split_embedding_configs import EmbOptimType
+from torch import Tensor, nn
+from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, KeyedJaggedTensor, KeyedTensor
+from torchrec.distributed import DistributedModelParallel
+from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
+from torchrec.distributed.planner import EmbeddingShardingPlanner, Topology
+from torchrec.distributed.planner.types import ParameterConstraints
+
+from torchrec_recstore.planner import RecStoreConstraints, RecStorePlanner
+from torchrec_recstore.sharders import RecStoreSharder
+
+DIM = 8
+TABLES = {"user": ["u"], "item": ["i", "j"]}
+
+
+class Model(nn.Module):
+    """A linear layer over pooled rows."""
+
+    def __init__(self, rows: int = 100) -> None:
+        super().__init__()
+        configs = [
+            EmbeddingBagConfig(name=name, embedding_dim=DIM, num_embeddings=rows, feature_names=features)
+            for name, features in TABLES.items()
+        ]
+        self.sparse = EmbeddingBagCollection(tables=configs, device=torch.device("meta"))
+        self.over = nn.Linear(3 * DIM, 1)
+
+    def forward(self, features: KeyedJaggedTensor) -> Tensor:
+        """(B, 1)."""
+        pooled: KeyedTensor = self.sparse(features)
+        out: Tensor = self.over(torch.cat([pooled[key] for key in ("u", "i", "j")], dim=1))
+        return out
+
+
+def recstore(
+    sharding_type: str = "table_wise", optimizer: EmbOptimType = EmbOptimType.EXACT_ROWWISE_ADAGRAD
+) -> DistributedModelParallel:
+    """The model, all of its tables in RecStore."""
+    torch.manual_seed(0)
+    model, world = Model(), dist.get_world_size()
+    sharders = [RecStoreSharder(fused_params={"optimizer": optimizer, "learning_rate": 0.1})]
+    constraints = {
+        name: RecStoreConstraints(
+            sharding_types=[sharding_type], min_partition=DIM // 2 if "column" in sharding_type else None
+        )
+        for name in TABLES
+    }
+    planner = RecStorePlanner(
+        topology=Topology(world_size=world, local_world_size=world, compute_device="cpu"),
+        constraints=constraints,
+        debug=False,
+    )
+    plan = planner.collective_plan(model, sharders, dist.group.WORLD)
+    return DistributedModelParallel(model, plan=plan, sharders=sharders, device=torch.device("cpu"))
+
+
+def stock() -> DistributedModelParallel:
+    """The model with TorchRec's own tables."""
+    torch.manual_seed(0)
+    model = Model()
+    sharders = [EmbeddingBagCollectionSharder(fused_params={"optimizer": EmbOptimType.EXACT_SGD, "learning_rate": 0.1})]
+    constraints = {
+        name: ParameterConstraints(sharding_types=["table_wise"], compute_kernels=["fused"]) for name in TABLES
+    }
+    planner = EmbeddingShardingPlanner(
+        topology=Topology(world_size=dist.get_world_size(), compute_device="cpu"), constraints=constraints, debug=False
+    )
+    plan = planner.collective_plan(model, sharders, dist.group.WORLD)
+    return DistributedModelParallel(model, plan=plan, sharders=sharders, device=torch.device("cpu"))
+
+
+def batch(seed: int, low: int = -(2**62), high: int = 2**62, distinct: int = 40) -> KeyedJaggedTensor:
+    """Four bags a feature, ids out of ``distinct`` ones within [low, high)."""
+    generator = torch.Generator().manual_seed(seed)
+    ids = torch.randint(low, high, (distinct,), generator=torch.Generator().manual_seed(1))
+    lengths = torch.randint(0, 4, (12,), generator=generator)
+    return KeyedJaggedTensor(
+        keys=["u", "i", "j"],
+        values=ids[torch.randint(0, distinct, (int(lengths.sum()),), generator=generator)],
+        lengths=lengths,
+    )
+
+
+def train(model: DistributedModelParallel, steps: int = 5, **kinds: int) -> None:
+    """Steps of the tables alone, on batches that differ by rank."""
+    for step in range(steps):
+        model(batch(100 * dist.get_rank() + step, **kinds)).sum().backward()
+
+
+def shards(model: DistributedModelParallel) -> list[tuple[str, range, Tensor, dict[str, Tensor]]]:
+    """This rank's shards: table, columns, ids and all there is of their rows."""
+    found = []
+    for name, local in model.module.sparse.recstore_state.shards.items():
+        for shard in local:
+            ids = shard.table.ids()
+            found.append((name, shard.table.columns, ids, shard.table.read_rows(ids)))
+    return found
+
+
+def write_down(model: DistributedModelParallel, directory: str | Path) -> None:
+    """Leaves what this rank's tables hold, for :func:`whole_tables` of another run."""
+    torch.save(shards(model), Path(directory, f"held_by_{dist.get_rank()}.pt"))
+
+
+def whole_tables(directory: str | Path) -> dict[str, dict[int, dict[str, Tensor]]]:
+    """By table and id: ``weight`` (dim,), and ``state`` (dim,), row-wise states repeated over their columns."""
+    tables: dict[str, dict[int, dict[str, Tensor]]] = {name: {} for name in TABLES}
+    for path in Path(directory).glob("held_by_*.pt"):
+        for name, columns, ids, rows in torch.load(path, weights_only=False):
+            state = rows["momentum1"] if "momentum1" in rows else torch.zeros(len(ids))
+            state = state if state.dim() == 2 else state.unsqueeze(1).expand(-1, len(columns))
+            for i, identity in enumerate(ids.tolist()):
+                row = tables[name].setdefault(identity, {k: torch.full((DIM,), torch.nan) for k in ("weight", "state")})
+                row["weight"][columns.start : columns.stop] = rows["weight"][i]
+                row["state"][columns.start : columns.stop] = state[i]
+    return tables

@@ -1,0 +1,47 @@
+"""Dense weights in and out of RecStore tables."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import pytest
+import torch
+
+from tests.distributed.workers import run_on_ranks
+from torchrec_recstore.checkpoint import export_dense_weights, load_dense_weights
+
+from . import models
+
+
+def there_and_back(rank: int, world_size: int, *, sharding: str) -> None:
+    model = models.recstore(sharding)
+    models.train(model, low=500, high=600)
+    weights = torch.randn(300, models.DIM, generator=torch.Generator().manual_seed(7))
+    load_dense_weights(model, {"user": weights})
+    assert torch.equal(export_dense_weights(model, "user", 300), weights)
+    beyond = export_dense_weights(model, "user", 600)
+    assert torch.equal(beyond[:300], weights)
+    assert beyond[300:500].count_nonzero() == 0
+    assert beyond[500:].count_nonzero() > 0  # ids beyond the tensor are as they were
+
+
+@pytest.mark.parametrize(("world_size", "sharding"), [(1, "table_wise"), (2, "row_wise"), (2, "column_wise")])
+def test_there_and_back(world_size: int, sharding: str) -> None:
+    run_on_ranks(world_size, partial(there_and_back, sharding=sharding))
+
+
+def test_errors_change_nothing(one_rank: None) -> None:
+    model = models.recstore()
+    models.train(model)
+    before = models.shards(model)
+    with pytest.raises(ValueError, match="no RecStore table 'stranger'; it has 'user', 'item'"):
+        load_dense_weights(model, {"user": torch.zeros(3, models.DIM), "stranger": torch.zeros(3, models.DIM)})
+    with pytest.raises(ValueError, match=r"table 'item' must have the shape \(rows, 8\), got \(3, 7\)"):
+        load_dense_weights(model, {"user": torch.zeros(3, models.DIM), "item": torch.zeros(3, 7)})
+    with pytest.raises(TypeError, match="table 'user' must be a floating-point tensor"):
+        load_dense_weights(model, {"user": torch.zeros(3, models.DIM, dtype=torch.int64)})
+    with pytest.raises(ValueError, match="num_rows must not be negative"):
+        export_dense_weights(model, "user", -1)
+    for (_, _, ids, rows), (_, _, ids_now, rows_now) in zip(before, models.shards(model), strict=True):
+        assert torch.equal(ids, ids_now)
+        assert torch.equal(rows["weight"], rows_now["weight"])

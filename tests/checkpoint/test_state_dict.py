@@ -1,0 +1,82 @@
+"""``state_dict`` of models and fused optimizers, loaded back where they came from."""
+
+from __future__ import annotations
+
+import copy
+from functools import partial
+
+import pytest
+import torch
+from fbgemm_gpu.split_embedding_configs import EmbOptimType
+
+from tests.distributed.workers import run_on_ranks
+
+from . import models
+
+
+def forth_and_back(rank: int, world_size: int, *, sharding: str) -> None:
+    model = models.recstore(sharding, EmbOptimType.EXACT_ADAGRAD)
+    models.train(model)
+    state, optimizer = model.state_dict(), model.fused_optimizer.state_dict()
+    before = models.shards(model)
+    models.train(model, steps=9, distinct=60)
+    model.load_state_dict(state)
+    model.fused_optimizer.load_state_dict(optimizer)
+    for (_, _, ids, rows), (_, _, ids_now, rows_now) in zip(before, models.shards(model), strict=True):
+        assert torch.equal(ids, ids_now)
+        assert torch.equal(rows["weight"], rows_now["weight"])
+        assert torch.equal(rows["momentum1"], rows_now["momentum1"])
+
+
+@pytest.mark.parametrize("sharding", ["row_wise", "column_wise"])
+def test_two_ranks(sharding: str) -> None:
+    run_on_ranks(2, partial(forth_and_back, sharding=sharding))
+
+
+def test_a_resumed_run_is_the_run_that_never_stopped(one_rank: None) -> None:
+    model, other = models.recstore(), models.recstore()
+    models.train(model)
+    other.load_state_dict(model.state_dict())
+    other.fused_optimizer.load_state_dict(model.fused_optimizer.state_dict())
+    for trained in (model, other):
+        models.train(trained, steps=3, distinct=50)
+    batch = models.batch(4, distinct=50)
+    assert torch.equal(model.eval()(batch), other.eval()(batch))
+
+
+def test_empty_tables_and_plain_sgd(one_rank: None) -> None:
+    model = models.recstore(optimizer=EmbOptimType.EXACT_SGD)
+    state = model.state_dict()
+    assert tuple(state["sparse.embedding_bags.user.weight"].size()) == (0, models.DIM)
+    assert model.fused_optimizer.state_dict() == {"state": {}}
+    models.train(model)
+    model.load_state_dict(state)
+    assert [len(ids) for _, _, ids, _ in models.shards(model)] == [0, 0]
+
+
+def test_stock_state_goes_in_and_dense_comes_out(one_rank: None) -> None:
+    stock, model = models.stock(), models.recstore()
+    models.train(stock, low=0, high=100)
+    model.load_state_dict(stock.state_dict())
+    batch = models.batch(3, low=0, high=100)
+    assert torch.equal(stock.eval()(batch), model.eval()(batch))
+
+
+def test_what_does_not_fit_is_refused(one_rank: None) -> None:
+    model = models.recstore()
+    models.train(model)
+    before = models.shards(model)
+    state = model.state_dict()
+    for broken, message in [
+        ({"sparse.embedding_bags.user.weight": torch.zeros(2, 3)}, "table 'user'.*weight"),
+        ({"sparse.embedding_bags.user.weight_id": torch.zeros(2, dtype=torch.int64)}, "its ids are"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            model.load_state_dict({**state, **broken})
+    optimizer = copy.copy(model.fused_optimizer.state_dict())
+    del optimizer["state"]["sparse.embedding_bags.user.weight"]["rows"]["momentum1"]
+    with pytest.raises(ValueError, match="table 'user': the optimizer state has no momentum1"):
+        model.fused_optimizer.load_state_dict(optimizer)
+    for (_, _, ids, rows), (_, _, ids_now, rows_now) in zip(before, models.shards(model), strict=True):
+        assert torch.equal(ids, ids_now)
+        assert torch.equal(rows["weight"], rows_now["weight"])
