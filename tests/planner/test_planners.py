@@ -1,6 +1,8 @@
 from __future__ import annotations
 
+import logging
 import pickle
+import re
 from typing import Any
 
 import pytest
@@ -10,6 +12,17 @@ from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, EmbeddingCollec
 from torchrec.distributed.embedding import EmbeddingCollectionSharder
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
 from torchrec.distributed.planner import EmbeddingShardingPlanner, Topology
+from torchrec.distributed.planner.proposers import (
+    GreedyProposer,
+    GridSearchProposer,
+    UniformProposer,
+)
+from torchrec.distributed.planner.stats import NoopEmbeddingStats
+from torchrec.distributed.planner.storage_reservations import (
+    FixedPercentageStorageReservation,
+    HeuristicalStorageReservation,
+    InferenceStorageReservation,
+)
 from torchrec.distributed.planner.types import ParameterConstraints, PlannerError, PlannerErrorType
 from torchrec.distributed.types import ParameterSharding, ShardingPlan
 
@@ -180,3 +193,50 @@ def test_constraints_hash_by_value_and_check_their_options() -> None:
         context.plan(collection(a=10), [RecStoreSharder()])
     one, same, other = (context.hash_planner_context_inputs_str() for context in contexts)
     assert one == same != other
+
+
+def test_the_plan_tells_the_rows_and_bytes_assumed(caplog: pytest.LogCaptureFixture) -> None:
+    constraints = {
+        "a": RecStoreConstraints(options=TableOptions(expected_rows=3_000_000), sharding_types=["row_wise"]),
+        "b": ParameterConstraints(compute_kernels=["fused"]),
+    }
+    with caplog.at_level(logging.INFO, "torchrec.distributed.planner.stats"):
+        planner(2, constraints).plan(collection(a=2**40, b=100, c=500), [RecStoreSharder()])
+    lines = [line for line in caplog.messages if line.startswith("RecStore table")]
+    assert [line.partition(";")[0] for line in lines] == [
+        "RecStore table 'a': 3,000,000 resident rows assumed (expected_rows)",
+        "RecStore table 'c': 500 resident rows assumed (no expected_rows: num_embeddings, at most 2**20)",
+    ]
+    # A million and a half rows of 64 floats, 44 bytes of index and bookkeeping each: SGD has no state.
+    gib = 1_500_000 * (64 * 4 + 44) / GiB
+    for rank in (0, 1):
+        said = re.search(rf"rank {rank}: (\S+) GiB", lines[0])
+        assert said is not None
+        assert float(said[1]) == pytest.approx(gib, rel=0.01)
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {"storage_reservation": FixedPercentageStorageReservation(0.2)},
+        {"storage_reservation": HeuristicalStorageReservation(0.2)},
+        {"storage_reservation": InferenceStorageReservation(0.2)},
+        {"proposer": GreedyProposer()},
+        {"proposer": UniformProposer()},
+        {"proposer": GridSearchProposer()},
+        {"stats": NoopEmbeddingStats()},
+    ],
+    ids=lambda more: type(next(iter(more.values()))).__name__,
+)
+@pytest.mark.parametrize("stock", [False, True], ids=["recstore_planner", "stock_planner"])
+def test_any_reservation_proposer_and_statistics(more: dict[str, Any], stock: bool) -> None:
+    kind = EmbeddingShardingPlanner if stock else RecStorePlanner
+    topology = Topology(world_size=2, local_world_size=2, compute_device="cpu")
+    plan = kind(topology=topology, debug=False, **more).plan(collection(a=2**40, b=1000), [RecStoreSharder()])
+    assert {sharding.compute_kernel for sharding in planned(plan).values()} == {"customized_kernel"}
+
+
+def test_where_both_kernels_fit_the_faster_one_is_chosen() -> None:
+    both = RecStoreConstraints(compute_kernels=["fused", "customized_kernel"], sharding_types=["table_wise"])
+    plan = planned(planner(1, {"a": both}).plan(collection(a=1000), [RecStoreSharder()]))
+    assert plan["a"].compute_kernel == "customized_kernel"

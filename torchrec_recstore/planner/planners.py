@@ -6,11 +6,13 @@ from typing import Any
 
 from torch import nn
 from torchrec.distributed.planner import EmbeddingShardingPlanner
-from torchrec.distributed.planner.types import Enumerator, Topology
+from torchrec.distributed.planner.stats import EmbeddingStats
+from torchrec.distributed.planner.types import Enumerator, Stats, Topology
 from torchrec.distributed.types import ModuleSharder, ShardingPlan
 
 from torchrec_recstore.planner.constraints import options_of
 from torchrec_recstore.planner.enumerators import RecStoreEnumerator
+from torchrec_recstore.planner.stats import RecStoreStats
 from torchrec_recstore.sharders import RECSTORE_KERNEL, RecStoreParameterSharding
 
 
@@ -43,6 +45,10 @@ class RecStorePlanner(EmbeddingShardingPlanner):  # type: ignore[misc]
         if enumerator is None:
             # Only after the base class has found the topology; it offers no hook (torchrec 1.8.0).
             self._enumerator = RecStoreEnumerator(self._topology, self._batch_size, self._constraints)
+        # The same for statistics; others than TorchRec's default are the user's own choice.
+        self._stats: list[Stats] = [
+            RecStoreStats() if type(stats) is EmbeddingStats else stats for stats in self._stats
+        ]
 
     def plan(self, module: nn.Module, sharders: list[ModuleSharder[nn.Module]]) -> ShardingPlan:
         """The plan.

@@ -1,0 +1,53 @@
+"""What the planner assumed of RecStore tables, for people to read."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+from torchrec.distributed.planner.stats import EmbeddingStats
+from torchrec.distributed.planner.types import ParameterConstraints, ShardingOption
+from torchrec.distributed.types import ShardingPlan
+
+from torchrec_recstore.options import resident_rows
+from torchrec_recstore.planner.constraints import options_of
+from torchrec_recstore.sharders import RECSTORE_KERNEL
+
+# Where TorchRec's own table of the plan goes, so that both are shown or neither is (torchrec 1.8.0).
+logger = logging.getLogger("torchrec.distributed.planner.stats")
+
+
+class RecStoreStats(EmbeddingStats):  # type: ignore[misc]
+    """TorchRec's statistics of a plan, and after them the rows and bytes that RecStore tables were planned with."""
+
+    def log(
+        self,
+        sharding_plan: ShardingPlan,
+        *args: Any,
+        best_plan: list[ShardingOption],
+        constraints: dict[str, ParameterConstraints] | None = None,
+        **kwargs: Any,
+    ) -> None:
+        """Logs both, with TorchRec's arguments."""
+        super().log(sharding_plan, *args, best_plan=best_plan, constraints=constraints, **kwargs)
+        for line in assumed(best_plan, constraints):
+            logger.info(line)
+
+
+def assumed(options: list[ShardingOption], constraints: dict[str, ParameterConstraints] | None) -> list[str]:
+    """A line a RecStore table: resident rows over all ranks and, on each rank, bytes in GiB; empty where there is none.
+
+    The bytes count the rows with their optimizer state, index and bookkeeping, and the table's inputs and outputs.
+    """
+    lines = []
+    for option in sorted(options, key=lambda o: str(o.name)):
+        if option.compute_kernel != RECSTORE_KERNEL:
+            continue
+        asked = options_of(constraints, option.name)
+        rows = resident_rows(asked, option.tensor.shape[0])
+        source = (
+            "expected_rows" if asked.expected_rows is not None else "no expected_rows: num_embeddings, at most 2**20"
+        )
+        ranks = ", ".join(f"rank {s.rank}: {s.storage.ddr / 2**30:.3f} GiB" for s in option.shards)
+        lines.append(f"RecStore table {option.name!r}: {rows:,} resident rows assumed ({source}); {ranks}")
+    return lines
