@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 from torch import nn
-from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, KeyedJaggedTensor
+from torchrec import (
+    EmbeddingBagCollection,
+    EmbeddingBagConfig,
+    EmbeddingCollection,
+    EmbeddingConfig,
+    KeyedJaggedTensor,
+    KeyedTensor,
+)
 
 from torchrec_recstore.optim import SGD, Adagrad, Optimizer, RowWiseAdagrad
 from torchrec_recstore.options import TableOptions, default_initializer
@@ -16,22 +24,38 @@ from torchrec_recstore.store import Table
 INT64 = torch.iinfo(torch.int64)
 
 
+TableConfig = EmbeddingBagConfig | EmbeddingConfig
+
+
 @dataclass(frozen=True)
 class Case:
     """One collection and how it is trained.
 
     Args:
-        tables: the collection's tables.
+        tables: the collection's tables, all bags or all sequences.
         stock: those on TorchRec's own kernels; their ids stay below ``num_embeddings``.
         options: of RecStore tables, where not the default.
+        empty: the steps in which rank 0 has a batch without ids, and no rank has any in the last of them.
     """
 
-    tables: list[EmbeddingBagConfig]
+    tables: Sequence[TableConfig]
     optimizer: Optimizer = field(default_factory=lambda: SGD(lr=0.1))
     stock: frozenset[str] = frozenset()
     options: Mapping[str, TableOptions] = field(default_factory=dict)
     weighted: bool = False
     steps: int = 5
+    empty: Sequence[int] = ()
+
+    @property
+    def sequential(self) -> bool:
+        """Whether it is an ``EmbeddingCollection``."""
+        return isinstance(self.tables[0], EmbeddingConfig)
+
+    def collection(self, tables: Sequence[TableConfig], device: str) -> nn.Module:
+        """The unsharded module of ``tables``."""
+        if self.sequential:
+            return EmbeddingCollection(tables=list(tables), device=torch.device(device))
+        return EmbeddingBagCollection(tables=list(tables), is_weighted=self.weighted, device=torch.device(device))
 
     def batch(self, step: int, rank: int, batch_size: int = 6) -> KeyedJaggedTensor:
         """The batch of a rank: bags of 0 to 4 ids, duplicates among them, raw int64 for RecStore tables."""
@@ -43,6 +67,8 @@ class Case:
                 if feature in keys:
                     continue
                 bags = torch.randint(0, 5, (batch_size,), generator=generator)
+                if step in self.empty and (rank == 0 or step == self.empty[-1]):
+                    bags = torch.zeros_like(bags)
                 keys.append(feature)
                 lengths.append(bags)
                 values.append(pool[torch.randint(0, len(pool), (int(bags.sum()),), generator=generator)])
@@ -51,7 +77,7 @@ class Case:
         return KeyedJaggedTensor.from_lengths_sync(keys, ids, torch.cat(lengths), weights)
 
 
-def raw_ids(table: EmbeddingBagConfig) -> torch.Tensor:
+def raw_ids(table: TableConfig) -> torch.Tensor:
     """Ids of every kind: the extremes, both sides of ``num_embeddings``, and many with no order to them."""
     n = table.num_embeddings
     edges = [-1, 0, 1, INT64.max, INT64.min, INT64.max - 1, INT64.min + 1, n - 1, n, n + 1, -n, n // 2]
@@ -65,10 +91,8 @@ class Unsharded:
     def __init__(self, case: Case, world_size: int) -> None:
         self.case, self.world_size = case, world_size
         self.vocabulary = {table.name: self._vocabulary(table) for table in case.tables}
-        self.ebc = EmbeddingBagCollection(
-            tables=[replace(t, num_embeddings=len(self.vocabulary[t.name])) for t in self._separate_features()],
-            is_weighted=case.weighted,
-        )
+        vocabularies = [replace(t, num_embeddings=len(self.vocabulary[t.name])) for t in self._separate_features()]
+        self.collection = case.collection(vocabularies, "cpu")
         for table in case.tables:
             if table.name not in case.stock:
                 self.weights(table.name).data.copy_(self._initial_rows(table))
@@ -76,10 +100,11 @@ class Unsharded:
 
     def weights(self, table_name: str) -> nn.Parameter:
         """(len(vocabulary), dim)."""
-        return self.ebc.embedding_bags[table_name].weight
+        tables = self.collection.embeddings if self.case.sequential else self.collection.embedding_bags
+        return tables[table_name].weight
 
     def forward(self, batch: KeyedJaggedTensor) -> dict[str, torch.Tensor]:
-        """Pooled rows by the key that TorchRec's sharded module gives them."""
+        """Pooled rows, or rows, by the key that TorchRec's sharded module gives them."""
         ids, lengths, keys, weights = [], [], [], []
         for table in self.case.tables:
             for feature in table.feature_names:
@@ -92,37 +117,45 @@ class Unsharded:
         kjt = KeyedJaggedTensor.from_lengths_sync(
             keys, torch.cat(ids), torch.cat(lengths), torch.cat(weights) if weights else None
         )
-        return {self._sharded_key(key): value for key, value in self.ebc(kjt).to_dict().items()}
+        return {self._sharded_key(key): value for key, value in outputs(self.collection(kjt)).items()}
 
     def train_step(self, step: int) -> list[dict[str, torch.Tensor]]:
         """One step over all ranks' batches; the forwards by rank."""
-        outputs = [self.forward(self.case.batch(step, rank)) for rank in range(self.world_size)]
-        (sum(loss(output) for output in outputs) / self.world_size).backward()
+        by_rank = [self.forward(self.case.batch(step, rank)) for rank in range(self.world_size)]
+        (sum(loss(output) for output in by_rank) / self.world_size).backward()
         for update in self._steps.values():
             update()
-        self.ebc.zero_grad()
-        return [{key: value.detach() for key, value in output.items()} for output in outputs]
+        self.collection.zero_grad()
+        return [{key: value.detach() for key, value in output.items()} for output in by_rank]
 
-    def _vocabulary(self, table: EmbeddingBagConfig) -> torch.Tensor:
+    def _vocabulary(self, table: TableConfig) -> torch.Tensor:
         batches = [self.case.batch(s, r) for s in range(self.case.steps) for r in range(self.world_size)]
         if table.name in self.case.stock:
             return torch.arange(table.num_embeddings)
         return torch.cat([batch[f].values() for batch in batches for f in table.feature_names]).unique()
 
-    def _initial_rows(self, table: EmbeddingBagConfig) -> torch.Tensor:
+    def _initial_rows(self, table: TableConfig) -> torch.Tensor:
         options = self.case.options.get(table.name, TableOptions())
         initializer = default_initializer(options, table.num_embeddings)
         options = replace(options, initializer=initializer, missing="init")
         with Table(table.embedding_dim, options=options, name=table.name) as bare:
             return bare.lookup(self.vocabulary[table.name]).clone()
 
-    def _separate_features(self) -> list[EmbeddingBagConfig]:
+    def _separate_features(self) -> list[TableConfig]:
         return [replace(t, feature_names=[f"{f}@{t.name}" for f in t.feature_names]) for t in self.case.tables]
 
     def _sharded_key(self, key: str) -> str:
         feature = key.split("@")[0]
         shared = sum(feature in table.feature_names for table in self.case.tables) > 1
         return key if shared else feature
+
+
+def outputs(module_output: Any) -> dict[str, torch.Tensor]:
+    """What a collection, sharded or not, returns, by key: pooled rows or sequences of rows."""
+    if isinstance(module_output, KeyedTensor):
+        pooled: dict[str, torch.Tensor] = module_output.to_dict()
+        return pooled
+    return {key: jagged.values() for key, jagged in module_output.items()}
 
 
 def loss(outputs: Mapping[str, torch.Tensor]) -> torch.Tensor:
