@@ -13,6 +13,7 @@ from torchrec import (
     EmbeddingBagConfig,
     EmbeddingCollection,
     EmbeddingConfig,
+    JaggedTensor,
     KeyedJaggedTensor,
     KeyedTensor,
 )
@@ -36,6 +37,7 @@ class Case:
         stock: those on TorchRec's own kernels; their ids stay below ``num_embeddings``.
         options: of RecStore tables, where not the default.
         empty: the steps in which rank 0 has a batch without ids, and no rank has any in the last of them.
+        varying: the sharded model is given each feature's distinct bags alone (variable batch per feature).
     """
 
     tables: Sequence[TableConfig]
@@ -45,6 +47,7 @@ class Case:
     weighted: bool = False
     steps: int = 5
     empty: Sequence[int] = ()
+    varying: bool = False
 
     @property
     def sequential(self) -> bool:
@@ -61,20 +64,56 @@ class Case:
         """The batch of a rank: bags of 0 to 4 ids, duplicates among them, raw int64 for RecStore tables."""
         generator = torch.Generator().manual_seed(1000 * step + rank)
         keys, values, lengths = [], [], []
+        for feature, pool in self._pools().items():
+            bags = torch.randint(0, 5, (batch_size,), generator=generator)
+            if step in self.empty and (rank == 0 or step == self.empty[-1]):
+                bags = torch.zeros_like(bags)
+            keys.append(feature)
+            lengths.append(bags)
+            values.append(pool[torch.randint(0, len(pool), (int(bags.sum()),), generator=generator)])
+        ids = torch.cat(values)
+        weights = torch.rand(len(ids), generator=generator) + 0.5 if self.weighted else None
+        plain = KeyedJaggedTensor.from_lengths_sync(keys, ids, torch.cat(lengths), weights)
+        return _whole_batch(plain, self._bags_of(plain, step)) if self.varying else plain
+
+    def sharded_batch(self, step: int, rank: int) -> KeyedJaggedTensor:
+        """The same batch as the sharded model is given it."""
+        plain = replace(self, varying=False).batch(step, rank)
+        return _distinct_bags(plain, self._bags_of(plain, step)) if self.varying else plain
+
+    def _pools(self) -> dict[str, torch.Tensor]:
+        pools: dict[str, torch.Tensor] = {}
         for table in self.tables:
             pool = torch.arange(min(10, table.num_embeddings)) if table.name in self.stock else raw_ids(table)
             for feature in table.feature_names:
-                if feature in keys:
-                    continue
-                bags = torch.randint(0, 5, (batch_size,), generator=generator)
-                if step in self.empty and (rank == 0 or step == self.empty[-1]):
-                    bags = torch.zeros_like(bags)
-                keys.append(feature)
-                lengths.append(bags)
-                values.append(pool[torch.randint(0, len(pool), (int(bags.sum()),), generator=generator)])
-        ids = torch.cat(values)
-        weights = torch.rand(len(ids), generator=generator) + 0.5 if self.weighted else None
-        return KeyedJaggedTensor.from_lengths_sync(keys, ids, torch.cat(lengths), weights)
+                pools.setdefault(feature, pool)
+        return pools
+
+    def _bags_of(self, plain: KeyedJaggedTensor, step: int) -> torch.Tensor:
+        # (features, batch): which of a feature's first bags each sample has; feature i has 1 + (i + step) % batch.
+        batch_size = plain.stride()
+        samples = torch.arange(batch_size)
+        return torch.stack([samples % (1 + (i + step) % batch_size) for i in range(len(plain.keys()))])
+
+
+def _whole_batch(plain: KeyedJaggedTensor, bags_of: torch.Tensor) -> KeyedJaggedTensor:
+    jagged = [
+        JaggedTensor.from_dense([plain[key].to_dense()[bag] for bag in bags])
+        for key, bags in zip(plain.keys(), bags_of.tolist(), strict=True)
+    ]
+    return KeyedJaggedTensor.from_jt_dict(dict(zip(plain.keys(), jagged, strict=True)))
+
+
+def _distinct_bags(plain: KeyedJaggedTensor, bags_of: torch.Tensor) -> KeyedJaggedTensor:
+    counts = [int(bags.max()) + 1 for bags in bags_of]
+    bags = [plain[key].to_dense()[:count] for key, count in zip(plain.keys(), counts, strict=True)]
+    return KeyedJaggedTensor(
+        keys=plain.keys(),
+        values=torch.cat([ids for feature in bags for ids in feature]),
+        lengths=torch.tensor([len(ids) for feature in bags for ids in feature]),
+        stride_per_key_per_rank=[[count] for count in counts],
+        inverse_indices=(plain.keys(), bags_of),
+    )
 
 
 def raw_ids(table: TableConfig) -> torch.Tensor:
