@@ -50,10 +50,11 @@ CASES: dict[str, Any] = {
     "table_stats": lambda: (_table(),),
     "table_export": lambda: (_table_of(IDS), IDS),
     "table_import": lambda: (_table(), IDS, torch.ones(3, 4), torch.ones(3), torch.ones(3, 2, dtype=torch.int64)),
-    "group_create": lambda: ([_table()], [0, 0], [0, 0, 0], False),
+    "group_create": lambda: ([_table()], [0, 0], [0, 0, 0, 0], False),
     "group_destroy": lambda: (_group(),),
     "group_forward": lambda: (_group(), IDS, OFFSETS, None, True),
     "group_backward": lambda: (_context(), torch.ones(2, 4), [0.1], True),
+    "mix_ids": lambda: (IDS, False),
     "instruction_set": lambda: (),
 }
 
@@ -81,8 +82,8 @@ def test_opcheck_traced(name: str) -> None:
     opcheck(getattr(torch.ops.recstore_ops, name).default, arguments, test_utils="test_aot_dispatch_dynamic")
 
 
-# Destroying what is not there is allowed, and table_create and instruction_set take no handle.
-TAKE_HANDLE = sorted(set(CASES) - {"table_create", "table_destroy", "group_destroy", "instruction_set"})
+# Destroying what is not there is allowed, and table_create, instruction_set and mix_ids take no handle.
+TAKE_HANDLE = sorted(set(CASES) - {"table_create", "table_destroy", "group_destroy", "instruction_set", "mix_ids"})
 
 
 @pytest.mark.parametrize("name", TAKE_HANDLE)

@@ -13,7 +13,12 @@ if TYPE_CHECKING:
     from torchrec_recstore.optim import SGD, Adagrad, RowWiseAdagrad
     from torchrec_recstore.options import ConstantInit, NormalInit, TableOptions, UniformInit
     from torchrec_recstore.planner import RecStoreConstraints, RecStorePlanner
-    from torchrec_recstore.sharders import RecStoreSharder, table_stats
+    from torchrec_recstore.sharders import (
+        RecStoreEmbeddingCollectionSharder,
+        RecStoreFeatureProcessedEmbeddingBagCollectionSharder,
+        RecStoreSharder,
+        table_stats,
+    )
     from torchrec_recstore.store import Table, TableStats
 
 __version__ = "0.1.0"
@@ -24,6 +29,8 @@ _MODULES = {
     "ConstantInit": "options",
     "NormalInit": "options",
     "RecStoreConstraints": "planner",
+    "RecStoreEmbeddingCollectionSharder": "sharders",
+    "RecStoreFeatureProcessedEmbeddingBagCollectionSharder": "sharders",
     "RecStorePlanner": "planner",
     "RecStoreSharder": "sharders",
     "RowWiseAdagrad": "optim",
@@ -43,6 +50,8 @@ __all__ = [
     "ConstantInit",
     "NormalInit",
     "RecStoreConstraints",
+    "RecStoreEmbeddingCollectionSharder",
+    "RecStoreFeatureProcessedEmbeddingBagCollectionSharder",
     "RecStorePlanner",
     "RecStoreSharder",
     "RowWiseAdagrad",

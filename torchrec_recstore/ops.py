@@ -125,19 +125,23 @@ group_backward = cast(Callable[[Tensor, Tensor, Sequence[float], bool], Tensor],
 
 
 def group_create(
-    tables: Sequence[int], feature_tables: Sequence[int], routings: Sequence[tuple[int, int, int]], mean: bool
+    tables: Sequence[int], feature_tables: Sequence[int], routings: Sequence[tuple[int, int, int, bool]], mean: bool
 ) -> int:
     """Joins tables that are looked up in one call.
 
     Args:
         tables: handles.
         feature_tables: for each feature the position of its table in ``tables``.
-        routings: for each table (block_rows, world_size, rank); a world_size of 0 leaves ids as they are.
+        routings: for each table (block_rows, world_size, rank, mixed); a world_size of 0 leaves ids as they are.
         mean: pool by mean, else by sum.
     """
-    flat = [number for routing in routings for number in routing]
+    flat = [int(number) for routing in routings for number in routing]
     with native_errors("group"):
         return cast(int, _ops.group_create(list(tables), list(feature_tables), flat, mean))
+
+
+mix_ids = cast(Callable[[Tensor, bool], Tensor], _ops.mix_ids.default)
+"""(ids (N,) int64, inverse) -> (N,) int64: a bijection without a pattern in its low bits, or its inverse."""
 
 
 def instruction_set() -> str:
@@ -186,6 +190,10 @@ def _fake_backward(context: Tensor, grad: Tensor, learning_rates: Sequence[float
     return grad.new_empty((_symbolic_size() if weight_grads else 0,))
 
 
+def _fake_mix(ids: Tensor, inverse: bool) -> Tensor:
+    return ids.new_empty(ids.shape)
+
+
 _FAKES: dict[str, Callable[..., object]] = {
     "table_lookup": _fake_lookup,
     "table_update": _fake_write,
@@ -196,6 +204,7 @@ _FAKES: dict[str, Callable[..., object]] = {
     "table_import": _fake_import,
     "group_forward": _fake_forward,
     "group_backward": _fake_backward,
+    "mix_ids": _fake_mix,
 }
 for _name, _fake in _FAKES.items():
     torch.library.register_fake(f"recstore_ops::{_name}", _fake)

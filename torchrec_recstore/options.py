@@ -82,6 +82,8 @@ class TableOptions:
             them, else uniform in ``+-sqrt(1/n)`` (see :func:`default_initializer`).
         seed: with the table's name, the id and the global column it decides a new row's weights, nothing else does.
         expected_rows: the planner's estimate of resident rows over all ranks.
+        routing: how sharding by rows spreads ids over ranks: ``"block"`` is TorchRec's own split by ranges of
+            ``num_embeddings``, ``"hash"`` spreads any pattern of ids evenly. Without effect on other sharding types.
         missing: what an evaluation lookup reads for an id without a row: ``"zeros"`` or its initial row, ``"init"``.
 
     Raises:
@@ -92,6 +94,7 @@ class TableOptions:
     initializer: Initializer | None = None
     seed: int = 0
     expected_rows: int | None = None
+    routing: Literal["block", "hash"] = "block"
     missing: Literal["zeros", "init"] = "zeros"
 
     def __post_init__(self) -> None:
@@ -109,6 +112,8 @@ class TableOptions:
                 raise TypeError(f"TableOptions.expected_rows must be an int, got {type(self.expected_rows).__name__}")
             if self.expected_rows < 1:
                 raise ValueError(f"TableOptions.expected_rows must be at least 1, got {self.expected_rows}")
+        if self.routing not in ("block", "hash"):
+            raise ValueError(f"TableOptions.routing must be 'block' or 'hash', got {self.routing!r}")
         if self.missing not in ("zeros", "init"):
             raise ValueError(f"TableOptions.missing must be 'zeros' or 'init', got {self.missing!r}")
 

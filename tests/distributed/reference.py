@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 from torch import nn
-from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, KeyedJaggedTensor
+from torchrec import (
+    EmbeddingBagCollection,
+    EmbeddingBagConfig,
+    EmbeddingCollection,
+    EmbeddingConfig,
+    JaggedTensor,
+    KeyedJaggedTensor,
+    KeyedTensor,
+)
 
 from torchrec_recstore.optim import SGD, Adagrad, Optimizer, RowWiseAdagrad
 from torchrec_recstore.options import TableOptions, default_initializer
@@ -16,42 +25,98 @@ from torchrec_recstore.store import Table
 INT64 = torch.iinfo(torch.int64)
 
 
+TableConfig = EmbeddingBagConfig | EmbeddingConfig
+
+
 @dataclass(frozen=True)
 class Case:
     """One collection and how it is trained.
 
     Args:
-        tables: the collection's tables.
+        tables: the collection's tables, all bags or all sequences.
         stock: those on TorchRec's own kernels; their ids stay below ``num_embeddings``.
         options: of RecStore tables, where not the default.
+        empty: the steps in which rank 0 has a batch without ids, and no rank has any in the last of them.
+        varying: the sharded model is given each feature's distinct bags alone (variable batch per feature).
     """
 
-    tables: list[EmbeddingBagConfig]
+    tables: Sequence[TableConfig]
     optimizer: Optimizer = field(default_factory=lambda: SGD(lr=0.1))
     stock: frozenset[str] = frozenset()
     options: Mapping[str, TableOptions] = field(default_factory=dict)
     weighted: bool = False
     steps: int = 5
+    empty: Sequence[int] = ()
+    varying: bool = False
+
+    @property
+    def sequential(self) -> bool:
+        """Whether it is an ``EmbeddingCollection``."""
+        return isinstance(self.tables[0], EmbeddingConfig)
+
+    def collection(self, tables: Sequence[TableConfig], device: str) -> nn.Module:
+        """The unsharded module of ``tables``."""
+        if self.sequential:
+            return EmbeddingCollection(tables=list(tables), device=torch.device(device))
+        return EmbeddingBagCollection(tables=list(tables), is_weighted=self.weighted, device=torch.device(device))
 
     def batch(self, step: int, rank: int, batch_size: int = 6) -> KeyedJaggedTensor:
         """The batch of a rank: bags of 0 to 4 ids, duplicates among them, raw int64 for RecStore tables."""
         generator = torch.Generator().manual_seed(1000 * step + rank)
         keys, values, lengths = [], [], []
+        for feature, pool in self._pools().items():
+            bags = torch.randint(0, 5, (batch_size,), generator=generator)
+            if step in self.empty and (rank == 0 or step == self.empty[-1]):
+                bags = torch.zeros_like(bags)
+            keys.append(feature)
+            lengths.append(bags)
+            values.append(pool[torch.randint(0, len(pool), (int(bags.sum()),), generator=generator)])
+        ids = torch.cat(values)
+        weights = torch.rand(len(ids), generator=generator) + 0.5 if self.weighted else None
+        plain = KeyedJaggedTensor.from_lengths_sync(keys, ids, torch.cat(lengths), weights)
+        return _whole_batch(plain, self._bags_of(plain, step)) if self.varying else plain
+
+    def sharded_batch(self, step: int, rank: int) -> KeyedJaggedTensor:
+        """The same batch as the sharded model is given it."""
+        plain = replace(self, varying=False).batch(step, rank)
+        return _distinct_bags(plain, self._bags_of(plain, step)) if self.varying else plain
+
+    def _pools(self) -> dict[str, torch.Tensor]:
+        pools: dict[str, torch.Tensor] = {}
         for table in self.tables:
             pool = torch.arange(min(10, table.num_embeddings)) if table.name in self.stock else raw_ids(table)
             for feature in table.feature_names:
-                if feature in keys:
-                    continue
-                bags = torch.randint(0, 5, (batch_size,), generator=generator)
-                keys.append(feature)
-                lengths.append(bags)
-                values.append(pool[torch.randint(0, len(pool), (int(bags.sum()),), generator=generator)])
-        ids = torch.cat(values)
-        weights = torch.rand(len(ids), generator=generator) + 0.5 if self.weighted else None
-        return KeyedJaggedTensor.from_lengths_sync(keys, ids, torch.cat(lengths), weights)
+                pools.setdefault(feature, pool)
+        return pools
+
+    def _bags_of(self, plain: KeyedJaggedTensor, step: int) -> torch.Tensor:
+        # (features, batch): which of a feature's first bags each sample has; feature i has 1 + (i + step) % batch.
+        batch_size = plain.stride()
+        samples = torch.arange(batch_size)
+        return torch.stack([samples % (1 + (i + step) % batch_size) for i in range(len(plain.keys()))])
 
 
-def raw_ids(table: EmbeddingBagConfig) -> torch.Tensor:
+def _whole_batch(plain: KeyedJaggedTensor, bags_of: torch.Tensor) -> KeyedJaggedTensor:
+    jagged = [
+        JaggedTensor.from_dense([plain[key].to_dense()[bag] for bag in bags])
+        for key, bags in zip(plain.keys(), bags_of.tolist(), strict=True)
+    ]
+    return KeyedJaggedTensor.from_jt_dict(dict(zip(plain.keys(), jagged, strict=True)))
+
+
+def _distinct_bags(plain: KeyedJaggedTensor, bags_of: torch.Tensor) -> KeyedJaggedTensor:
+    counts = [int(bags.max()) + 1 for bags in bags_of]
+    bags = [plain[key].to_dense()[:count] for key, count in zip(plain.keys(), counts, strict=True)]
+    return KeyedJaggedTensor(
+        keys=plain.keys(),
+        values=torch.cat([ids for feature in bags for ids in feature]),
+        lengths=torch.tensor([len(ids) for feature in bags for ids in feature]),
+        stride_per_key_per_rank=[[count] for count in counts],
+        inverse_indices=(plain.keys(), bags_of),
+    )
+
+
+def raw_ids(table: TableConfig) -> torch.Tensor:
     """Ids of every kind: the extremes, both sides of ``num_embeddings``, and many with no order to them."""
     n = table.num_embeddings
     edges = [-1, 0, 1, INT64.max, INT64.min, INT64.max - 1, INT64.min + 1, n - 1, n, n + 1, -n, n // 2]
@@ -65,10 +130,8 @@ class Unsharded:
     def __init__(self, case: Case, world_size: int) -> None:
         self.case, self.world_size = case, world_size
         self.vocabulary = {table.name: self._vocabulary(table) for table in case.tables}
-        self.ebc = EmbeddingBagCollection(
-            tables=[replace(t, num_embeddings=len(self.vocabulary[t.name])) for t in self._separate_features()],
-            is_weighted=case.weighted,
-        )
+        vocabularies = [replace(t, num_embeddings=len(self.vocabulary[t.name])) for t in self._separate_features()]
+        self.collection = case.collection(vocabularies, "cpu")
         for table in case.tables:
             if table.name not in case.stock:
                 self.weights(table.name).data.copy_(self._initial_rows(table))
@@ -76,10 +139,11 @@ class Unsharded:
 
     def weights(self, table_name: str) -> nn.Parameter:
         """(len(vocabulary), dim)."""
-        return self.ebc.embedding_bags[table_name].weight
+        tables = self.collection.embeddings if self.case.sequential else self.collection.embedding_bags
+        return tables[table_name].weight
 
     def forward(self, batch: KeyedJaggedTensor) -> dict[str, torch.Tensor]:
-        """Pooled rows by the key that TorchRec's sharded module gives them."""
+        """Pooled rows, or rows, by the key that TorchRec's sharded module gives them."""
         ids, lengths, keys, weights = [], [], [], []
         for table in self.case.tables:
             for feature in table.feature_names:
@@ -92,37 +156,45 @@ class Unsharded:
         kjt = KeyedJaggedTensor.from_lengths_sync(
             keys, torch.cat(ids), torch.cat(lengths), torch.cat(weights) if weights else None
         )
-        return {self._sharded_key(key): value for key, value in self.ebc(kjt).to_dict().items()}
+        return {self._sharded_key(key): value for key, value in outputs(self.collection(kjt)).items()}
 
     def train_step(self, step: int) -> list[dict[str, torch.Tensor]]:
         """One step over all ranks' batches; the forwards by rank."""
-        outputs = [self.forward(self.case.batch(step, rank)) for rank in range(self.world_size)]
-        (sum(loss(output) for output in outputs) / self.world_size).backward()
+        by_rank = [self.forward(self.case.batch(step, rank)) for rank in range(self.world_size)]
+        (sum(loss(output) for output in by_rank) / self.world_size).backward()
         for update in self._steps.values():
             update()
-        self.ebc.zero_grad()
-        return [{key: value.detach() for key, value in output.items()} for output in outputs]
+        self.collection.zero_grad()
+        return [{key: value.detach() for key, value in output.items()} for output in by_rank]
 
-    def _vocabulary(self, table: EmbeddingBagConfig) -> torch.Tensor:
+    def _vocabulary(self, table: TableConfig) -> torch.Tensor:
         batches = [self.case.batch(s, r) for s in range(self.case.steps) for r in range(self.world_size)]
         if table.name in self.case.stock:
             return torch.arange(table.num_embeddings)
         return torch.cat([batch[f].values() for batch in batches for f in table.feature_names]).unique()
 
-    def _initial_rows(self, table: EmbeddingBagConfig) -> torch.Tensor:
+    def _initial_rows(self, table: TableConfig) -> torch.Tensor:
         options = self.case.options.get(table.name, TableOptions())
         initializer = default_initializer(options, table.num_embeddings)
         options = replace(options, initializer=initializer, missing="init")
         with Table(table.embedding_dim, options=options, name=table.name) as bare:
             return bare.lookup(self.vocabulary[table.name]).clone()
 
-    def _separate_features(self) -> list[EmbeddingBagConfig]:
+    def _separate_features(self) -> list[TableConfig]:
         return [replace(t, feature_names=[f"{f}@{t.name}" for f in t.feature_names]) for t in self.case.tables]
 
     def _sharded_key(self, key: str) -> str:
         feature = key.split("@")[0]
         shared = sum(feature in table.feature_names for table in self.case.tables) > 1
         return key if shared else feature
+
+
+def outputs(module_output: Any) -> dict[str, torch.Tensor]:
+    """What a collection, sharded or not, returns, by key: pooled rows or sequences of rows."""
+    if isinstance(module_output, KeyedTensor):
+        pooled: dict[str, torch.Tensor] = module_output.to_dict()
+        return pooled
+    return {key: jagged.values() for key, jagged in module_output.items()}
 
 
 def loss(outputs: Mapping[str, torch.Tensor]) -> torch.Tensor:

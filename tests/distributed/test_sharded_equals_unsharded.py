@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from fbgemm_gpu.split_embedding_configs import EmbOptimType
 from torch import nn
-from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, KeyedJaggedTensor, PoolingType
+from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, EmbeddingConfig, KeyedJaggedTensor, PoolingType
 from torchrec.distributed import DistributedModelParallel
 from torchrec.distributed.embedding_types import EmbeddingComputeKernel
 from torchrec.distributed.planner import Topology
@@ -24,17 +24,26 @@ from torchrec.optim.optimizers import in_backward_optimizer_filter
 from torchrec_recstore.optim import SGD, Adagrad, Optimizer, RowWiseAdagrad
 from torchrec_recstore.options import TableOptions, UniformInit
 from torchrec_recstore.planner import RecStoreConstraints, RecStorePlanner
-from torchrec_recstore.sharders import RecStoreParameterSharding, RecStoreSharder, table_stats
+from torchrec_recstore.sharders import (
+    RecStoreEmbeddingCollectionSharder,
+    RecStoreParameterSharding,
+    RecStoreSharder,
+    table_stats,
+)
 
-from .reference import Case, Unsharded, loss
+from .reference import Case, Unsharded, loss, outputs
 from .workers import run_on_ranks
 
 ROW, TABLE, COLUMN = ShardingType.ROW_WISE.value, ShardingType.TABLE_WISE.value, ShardingType.COLUMN_WISE.value
+TABLE_ROW, GRID = ShardingType.TABLE_ROW_WISE.value, ShardingType.GRID_SHARD.value
 TYPES = {
     SGD: EmbOptimType.EXACT_SGD,
     Adagrad: EmbOptimType.EXACT_ADAGRAD,
     RowWiseAdagrad: EmbOptimType.EXACT_ROWWISE_ADAGRAD,
 }
+
+
+SHARDERS = (RecStoreSharder, RecStoreEmbeddingCollectionSharder)
 
 
 def fused_params(optimizer: Optimizer) -> dict[str, Any]:
@@ -66,24 +75,21 @@ def constant(name: str, features: list[str]) -> EmbeddingBagConfig:
     )
 
 
-def plan_of(
-    tables: list[EmbeddingBagConfig], constraints: Mapping[str, ParameterConstraints], world_size: int
-) -> ShardingPlan:
+def plan_of(module: nn.Module, constraints: Mapping[str, ParameterConstraints], world_size: int) -> ShardingPlan:
     """Made on rank 0, and sent to the others."""
     topology = Topology(world_size=world_size, local_world_size=world_size, compute_device="cpu")
     planner = RecStorePlanner(topology=topology, constraints=dict(constraints), debug=False)
-    ebc = EmbeddingBagCollection(tables=tables, device=torch.device("meta"))
-    return planner.collective_plan(ebc, [RecStoreSharder()], dist.group.WORLD)
+    return planner.collective_plan(module, [sharder() for sharder in SHARDERS], dist.group.WORLD)
 
 
 def train_and_compare(
     case: Case, constraints: Mapping[str, ParameterConstraints] | None, rank: int, world_size: int
 ) -> DistributedModelParallel:
     """Train sharded and unsharded side by side and compare forwards, rows and statistics."""
-    ebc = EmbeddingBagCollection(tables=case.tables, is_weighted=case.weighted, device=torch.device("meta"))
-    sharders = [RecStoreSharder(fused_params=fused_params(case.optimizer))]
-    plan = None if constraints is None else plan_of(case.tables, constraints, world_size)
-    model = DistributedModelParallel(nn.Sequential(ebc) if plan is None else ebc, plan=plan, sharders=sharders)
+    module = case.collection(case.tables, "meta")
+    sharders = [sharder(fused_params=fused_params(case.optimizer)) for sharder in SHARDERS]
+    plan = None if constraints is None else plan_of(module, constraints, world_size)
+    model = DistributedModelParallel(nn.Sequential(module) if plan is None else module, plan=plan, sharders=sharders)
     dense_parameters = dict(in_backward_optimizer_filter(model.named_parameters()))
     data_parallel = [n for n, c in (constraints or {}).items() if c.compute_kernels == ["dense"]]
     assert [name.split(".")[-2] for name in dense_parameters] == data_parallel
@@ -94,7 +100,7 @@ def train_and_compare(
     unsharded = Unsharded(case, world_size)
     for step in range(case.steps):
         expected = unsharded.train_step(step)[rank]
-        pooled = model(case.batch(step, rank)).to_dict()
+        pooled = outputs(model(case.sharded_batch(step, rank)).wait())
         assert pooled.keys() == expected.keys()
         for key, value in pooled.items():
             torch.testing.assert_close(value, expected[key], atol=1e-6, rtol=0, msg=lambda m, k=key: f"{k}: {m}")
@@ -130,7 +136,7 @@ def compare_rows(model: DistributedModelParallel, unsharded: Unsharded, world_si
         assert stats[name].rows == stats[name].inserts == stats[name].misses == len(vocabulary)
         assert stats[name].steps == unsharded.case.steps
     for name in unsharded.case.stock:
-        weight = sharded.embedding_bags[name].weight.detach()
+        weight = (sharded.embeddings if unsharded.case.sequential else sharded.embedding_bags)[name].weight.detach()
         if weight.numel():
             torch.testing.assert_close(weight, unsharded.weights(name).detach(), atol=1e-5, rtol=0)
 
@@ -201,6 +207,77 @@ def beside_stock_tables(rank: int, world_size: int) -> None:
             assert [g.table_names() for g in lookup.grouped_configs] == [["few", "also"], ["fused"]]
 
 
+def rows_in_a_node(rank: int, world_size: int) -> None:
+    tables = [t for t in three_tables() if t.name != "few"]
+    grid = {t.name: recstore(GRID) for t in tables}
+    for constraint in grid.values():
+        constraint.min_partition = 4
+    table_row = {t.name: recstore(TABLE_ROW) for t in tables}
+    train_and_compare(Case(tables, RowWiseAdagrad(lr=0.05), weighted=True), table_row, rank, world_size)
+    train_and_compare(Case(tables, SGD(lr=0.1)), grid, rank, world_size)
+    # Means, which torchrec 1.8.0 itself leaves as sums in grid shards, beside a sum.
+    tables = [t for t in three_tables(PoolingType.MEAN) if t.name != "few"]
+    tables.append(EmbeddingBagConfig(name="sum", num_embeddings=1000, embedding_dim=8, feature_names=["f4"]))
+    mixed = {**grid, "also": recstore(TABLE_ROW), "sum": recstore(TABLE)}
+    train_and_compare(Case(tables), mixed, rank, world_size)
+
+
+def hash_routing(rank: int, world_size: int) -> None:
+    tables = [t for t in three_tables() if t.name != "few"]
+    options = {t.name: TableOptions(routing="hash") for t in tables}
+    for sharding_type in (ROW, TABLE_ROW, GRID, TABLE):
+        train_and_compare(
+            Case(tables, SGD(lr=0.1), options=options),
+            {t.name: recstore(sharding_type, routing="hash") for t in tables},
+            rank,
+            world_size,
+        )
+    beside = {"many": recstore(ROW, routing="hash"), "also": recstore(ROW)}
+    train_and_compare(Case(tables, RowWiseAdagrad(lr=0.05), weighted=True), beside, rank, world_size)
+    sequences = [t for t in sequence_tables() if t.name != "few"]
+    train_and_compare(Case(sequences), {"many": recstore(ROW, routing="hash"), "also": recstore(ROW)}, rank, world_size)
+
+
+def sequence_tables() -> list[EmbeddingConfig]:
+    return [EmbeddingConfig(t.num_embeddings, 8, t.name, feature_names=t.feature_names) for t in three_tables()]
+
+
+def sequences(rank: int, world_size: int) -> None:
+    tables = sequence_tables()
+    for sharding_type, optimizer in ((ROW, RowWiseAdagrad(lr=0.05)), (TABLE, Adagrad(lr=0.05)), (COLUMN, SGD(lr=0.1))):
+        constraints = {t.name: recstore(sharding_type) for t in tables}
+        for constraint in constraints.values():
+            constraint.min_partition = 4
+        train_and_compare(Case(tables, optimizer, empty=(1, 3)), constraints, rank, world_size)
+    fused = EmbeddingConfig(10, 8, "fused", feature_names=["s0"], init_fn=partial(nn.init.constant_, val=0.05))
+    stock = ParameterConstraints(sharding_types=[TABLE], compute_kernels=[EmbeddingComputeKernel.FUSED.value])
+    beside = {"many": recstore(ROW), "few": recstore(TABLE), "also": recstore(TABLE), "fused": stock}
+    train_and_compare(Case([*tables, fused], SGD(lr=0.1), stock=frozenset({"fused"})), beside, rank, world_size)
+    train_and_compare(Case(tables), None, rank, world_size)
+
+
+def empty_batches_and_idle_ranks(rank: int, world_size: int) -> None:
+    """One table on one rank: at two ranks the other owns nothing."""
+    table = EmbeddingBagConfig(name="many", num_embeddings=2**40, embedding_dim=8, feature_names=["f0"])
+    row = EmbeddingConfig(2**40, 8, "many", feature_names=["f0"])
+    for weighted in (False, True):
+        case = Case([table], RowWiseAdagrad(lr=0.05), weighted=weighted, empty=(0, 1, 3))
+        for sharding_type in (TABLE, ROW):
+            train_and_compare(case, {"many": recstore(sharding_type)}, rank, world_size)
+    train_and_compare(Case([row], empty=(0, 1, 3)), {"many": recstore(TABLE)}, rank, world_size)
+
+
+def varying_batches(rank: int, world_size: int) -> None:
+    # Row-wise at two ranks fails in TorchRec's own distribution of such batches on gloo (torchrec 1.8.0).
+    for sharding_type in (TABLE, ROW) if world_size == 1 else (TABLE,):
+        case = Case(three_tables(), RowWiseAdagrad(lr=0.05), varying=True)
+        train_and_compare(case, {t.name: recstore(sharding_type) for t in case.tables}, rank, world_size)
+    tables = [*three_tables(), constant("fused", ["s0", "s1"])]
+    stock = ParameterConstraints(sharding_types=[TABLE], compute_kernels=[EmbeddingComputeKernel.FUSED.value])
+    beside = {**{t.name: recstore(TABLE) for t in three_tables()}, "fused": stock}
+    train_and_compare(Case(tables, stock=frozenset({"fused"}), varying=True), beside, rank, world_size)
+
+
 def without_a_plan(rank: int, world_size: int) -> None:
     train_and_compare(Case(three_tables(), RowWiseAdagrad(lr=0.05)), None, rank, world_size)
 
@@ -214,7 +291,20 @@ def column_wise(rank: int, world_size: int) -> None:
         train_and_compare(Case(tables, SGD(lr=0.1)), constraints, rank, world_size)
 
 
-SCENARIOS = [row_wise, table_wise, mean, weighted, beside_stock_tables, without_a_plan, column_wise]
+SCENARIOS = [
+    row_wise,
+    table_wise,
+    mean,
+    weighted,
+    beside_stock_tables,
+    without_a_plan,
+    column_wise,
+    rows_in_a_node,
+    hash_routing,
+    sequences,
+    empty_batches_and_idle_ranks,
+    varying_batches,
+]
 
 
 @pytest.mark.parametrize("scenario", SCENARIOS, ids=lambda scenario: scenario.__name__)
@@ -228,7 +318,7 @@ def narrow_ids(rank: int, world_size: int) -> None:
     table = EmbeddingBagConfig(name="t", num_embeddings=10, embedding_dim=4, feature_names=["f"])
     model = DistributedModelParallel(
         EmbeddingBagCollection(tables=[table], device=torch.device("meta")),
-        plan=plan_of([table], {"t": recstore(ROW)}, world_size),
+        plan=plan_of(EmbeddingBagCollection([table], device=torch.device("meta")), {"t": recstore(ROW)}, world_size),
         sharders=[RecStoreSharder()],
     )
     ids = torch.tensor([-7, 3, 9, 10, 12345, -(2**31), 2**31 - 1], dtype=torch.int32)
@@ -244,8 +334,8 @@ def refusals_reach_every_rank(rank: int, world_size: int) -> None:
     sixteen = EmbeddingBagConfig(
         name="sixteen", num_embeddings=10, embedding_dim=4, feature_names=["g"], data_type=DataType.FP16
     )
-    plan = plan_of([good, sixteen], {"good": recstore(ROW), "sixteen": recstore(TABLE)}, world_size)
     ebc = EmbeddingBagCollection(tables=[good, sixteen], device=torch.device("meta"))
+    plan = plan_of(ebc, {"good": recstore(ROW), "sixteen": recstore(TABLE)}, world_size)
     with pytest.raises(ValueError, match=r"'sixteen'.*FP16"):
         DistributedModelParallel(ebc, plan=plan, sharders=[RecStoreSharder()])
 

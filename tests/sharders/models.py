@@ -8,14 +8,20 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, KeyedJaggedTensor
+from torchrec import (
+    EmbeddingBagCollection,
+    EmbeddingBagConfig,
+    EmbeddingCollection,
+    EmbeddingConfig,
+    KeyedJaggedTensor,
+)
 from torchrec.distributed import DistributedModelParallel
 from torchrec.distributed.planner import Topology
 from torchrec.distributed.planner.types import ParameterConstraints
 
 from torchrec_recstore.options import TableOptions
 from torchrec_recstore.planner import RecStoreConstraints, RecStorePlanner
-from torchrec_recstore.sharders import RecStoreSharder
+from torchrec_recstore.sharders import RecStoreEmbeddingCollectionSharder, RecStoreSharder
 from torchrec_recstore.store import Table
 
 
@@ -29,6 +35,16 @@ def collection(*tables: EmbeddingBagConfig, device: str = "meta", **more: Any) -
     return EmbeddingBagCollection(tables=list(tables), device=torch.device(device), **more)
 
 
+def sequence(
+    name: str = "t", features: Sequence[str] = ("f",), dim: int = 4, rows: int = 1000, **more: Any
+) -> EmbeddingConfig:
+    return EmbeddingConfig(name=name, num_embeddings=rows, embedding_dim=dim, feature_names=list(features), **more)
+
+
+def sequences(*tables: EmbeddingConfig, device: str = "meta", **more: Any) -> EmbeddingCollection:
+    return EmbeddingCollection(tables=list(tables), device=torch.device(device), **more)
+
+
 def sharded(
     ebc: nn.Module,
     fused_params: Mapping[str, Any] | None = None,
@@ -38,14 +54,16 @@ def sharded(
 ) -> DistributedModelParallel:
     """``ebc`` on this rank, all tables in RecStore where ``constraints`` say nothing else."""
     options = options or {}
+    sequential = isinstance(ebc, EmbeddingCollection)
     if constraints is None:
         constraints = {
             config.name: RecStoreConstraints(
                 sharding_types=[sharding_type], options=options.get(config.name, TableOptions())
             )
-            for config in ebc.embedding_bag_configs()
+            for config in (ebc.embedding_configs() if sequential else ebc.embedding_bag_configs())
         }
-    sharders = [RecStoreSharder(fused_params=None if fused_params is None else dict(fused_params))]
+    sharder = RecStoreEmbeddingCollectionSharder if sequential else RecStoreSharder
+    sharders = [sharder(fused_params=None if fused_params is None else dict(fused_params))]
     topology = Topology(world_size=1, compute_device="cpu")
     planner = RecStorePlanner(topology=topology, constraints=dict(constraints), debug=False)
     plan = planner.collective_plan(ebc, sharders, dist.group.WORLD)

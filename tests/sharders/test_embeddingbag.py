@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.distributed.optim import _apply_optimizer_in_backward as apply_optimizer_in_backward
 from torchrec import KeyedJaggedTensor, PoolingType
 from torchrec.distributed import DistributedModelParallel
 from torchrec.distributed.planner.types import ParameterConstraints
@@ -195,17 +196,27 @@ def test_a_feature_cannot_be_averaged_by_two_ways_of_sharding() -> None:
         sharded(collection(bag("a", ["f"], **mean), bag("b", ["f", "g"], **mean)), constraints=constraints)
 
 
-def test_variable_batch_size_is_refused() -> None:
-    model = sharded(collection(bag("a", ["f"]), bag("b", ["g"])))
+@pytest.mark.parametrize("sharding_type", ["table_wise", "row_wise"])
+def test_batch_size_may_vary_by_feature(sharding_type: str) -> None:
+    """With two kernels, one of each dim, where TorchRec's own way of merging them does not work on CPU."""
+    options = {"a": TableOptions(initializer=ConstantInit(1.0)), "b": TableOptions(initializer=ConstantInit(2.0))}
+    ebc = collection(bag("a", ["f"]), bag("b", ["g"], dim=8))
+    apply_optimizer_in_backward(torch.optim.SGD, ebc.embedding_bags["b"].parameters(), {"lr": 0.5})
+    model = sharded(ebc, {"learning_rate": 0.25}, options=options, sharding_type=sharding_type)
     kjt = KeyedJaggedTensor(
         keys=["f", "g"],
-        values=torch.tensor([1, 2, 3]),
-        lengths=torch.tensor([1, 1, 1]),
+        values=torch.tensor([1, 2, 3, 4]),
+        lengths=torch.tensor([2, 1, 1]),
         stride_per_key_per_rank=[[2], [1]],
-        inverse_indices=(["f", "g"], torch.tensor([[0, 1], [0, 0]])),
+        inverse_indices=(["f", "g"], torch.tensor([[0, 1, 0], [0, 0, 0]])),
     )
-    with pytest.raises(NotImplementedError, match="variable batch size"):
-        model(kjt)
+    out = model(kjt).to_dict()
+    assert torch.equal(out["f"], torch.tensor([2.0, 1.0, 2.0])[:, None].expand(3, 4))
+    assert torch.equal(out["g"], torch.full((3, 8), 2.0))
+    (out["f"].sum() + out["g"].sum()).backward()
+    rows = tables(model)
+    assert torch.equal(rows["a"].lookup(torch.tensor([1, 2, 3]))[:, 0], torch.tensor([0.5, 0.5, 0.75]))
+    assert torch.equal(rows["b"].lookup(torch.tensor([4]))[0], torch.full((8,), 0.5))
 
 
 def test_resharding_in_place_is_refused_before_rows_are_lost() -> None:

@@ -9,9 +9,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torchrec.distributed import DistributedModelParallel
 
-from torchrec_recstore.sharders import RecStoreShardedEmbeddingBagCollection
-
-ShardedModule = RecStoreShardedEmbeddingBagCollection
+from torchrec_recstore.sharders.collection import RecStoreCollection
 
 
 @dataclass(frozen=True)
@@ -19,7 +17,7 @@ class ModelTable:
     """A table, and the module that has it."""
 
     name: str
-    module: ShardedModule
+    module: RecStoreCollection
     prefix: str
     """Of the module's keys in the model's ``state_dict``."""
 
@@ -58,11 +56,11 @@ def table_named(model: nn.Module, name: str) -> ModelTable:
     return found[0]
 
 
-def _sharded_modules(module: nn.Module, prefix: str) -> Iterator[tuple[str, ShardedModule]]:
+def _sharded_modules(module: nn.Module, prefix: str) -> Iterator[tuple[str, RecStoreCollection]]:
     # state_dict leaves the wrappers' names out.
     if isinstance(module, DistributedModelParallel | DistributedDataParallel):
         yield from _sharded_modules(module.module, prefix)
-    elif isinstance(module, ShardedModule):
+    elif isinstance(module, RecStoreCollection):
         yield prefix, module
     else:
         for name, child in module.named_children():

@@ -16,6 +16,7 @@
 
 #include "buffer_pool.h"
 #include "error.h"
+#include "mix.h"
 #include "pass.h"
 #include "registry.h"
 #include "row_kernels.h"
@@ -253,13 +254,13 @@ void table_import(int64_t table, Tensor ids, Tensor rows, Tensor state, Tensor b
 
 int64_t group_create(std::vector<int64_t> handles, std::vector<int64_t> feature_tables, std::vector<int64_t> routings, bool mean) {
   const auto n = static_cast<int64_t>(handles.size());
-  if (routings.size() != handles.size() * 3) throw InvalidArgument("routings must hold three numbers a table");
+  if (routings.size() != handles.size() * 4) throw InvalidArgument("routings must hold four numbers a table");
   std::vector<std::shared_ptr<Table>> members;
   std::vector<Routing> member_routings;
   for (int64_t t = 0; t < n; ++t) {
     members.push_back(tables().get(handles[t]));
     if (std::count(handles.begin(), handles.end(), handles[t]) > 1) throw InvalidArgument("tables must be distinct");
-    member_routings.push_back({routings[3 * t], routings[3 * t + 1], routings[3 * t + 2]});
+    member_routings.push_back({routings[4 * t], routings[4 * t + 1], routings[4 * t + 2], routings[4 * t + 3] != 0});
   }
   for (const int64_t t : feature_tables) {
     if (t < 0 || t >= n) throw InvalidArgument("feature_tables must name tables by number, got " + std::to_string(t));
@@ -343,6 +344,24 @@ Tensor group_backward(Tensor context, Tensor grad, std::vector<double> learning_
 
 std::string instruction_set() { return row_kernels().name; }
 
+// -> ids (N,) int64, each mapped by mix(), or by its inverse.
+Tensor mix_ids(Tensor ids, bool inverse) {
+  ids = checked_ids(ids);
+  constexpr int64_t kRun = 65536;
+  const int64_t n = ids.size(0);
+  const int64_t* from = id_data(ids);
+  Tensor out = empty({n}, ScalarType::Long);
+  auto* to = static_cast<int64_t*>(out.mutable_data_ptr());
+  for_each_task(executor(), (n + kRun - 1) / kRun, [&](int64_t run) {
+    const int64_t end = std::min((run + 1) * kRun, n);
+    const auto apply = [&](auto map) {
+      for (int64_t i = run * kRun; i < end; ++i) to[i] = static_cast<int64_t>(map(static_cast<uint64_t>(from[i])));
+    };
+    inverse ? apply([](uint64_t id) { return unmix(id); }) : apply([](uint64_t id) { return mix(id); });
+  });
+  return out;
+}
+
 }  // namespace
 }  // namespace recstore
 
@@ -365,6 +384,7 @@ STABLE_TORCH_LIBRARY(recstore_ops, m) {
   m.def("group_forward(int group, Tensor ids, Tensor offsets, Tensor? weights, bool train) -> (Tensor, Tensor)");
   m.def("group_backward(Tensor context, Tensor grad, float[] learning_rates, bool weight_grads) -> Tensor");
   m.def("instruction_set() -> str");
+  m.def("mix_ids(Tensor ids, bool inverse) -> Tensor");
 }
 
 // Ops without a tensor argument have no device to be chosen by.
@@ -388,6 +408,7 @@ STABLE_TORCH_LIBRARY_IMPL(recstore_ops, CPU, m) {
   m.impl("table_import", TORCH_BOX(&recstore::table_import));
   m.impl("group_forward", TORCH_BOX(&recstore::group_forward));
   m.impl("group_backward", TORCH_BOX(&recstore::group_backward));
+  m.impl("mix_ids", TORCH_BOX(&recstore::mix_ids));
 }
 
 // Importing the module loads the library, which registers the ops.

@@ -2,5 +2,6 @@
 
 from torchrec_recstore.kernels.pooled import PooledKernel
 from torchrec_recstore.kernels.routing import BlockRouting
+from torchrec_recstore.kernels.sequence import SequenceKernel
 
-__all__ = ["BlockRouting", "PooledKernel"]
+__all__ = ["BlockRouting", "PooledKernel", "SequenceKernel"]

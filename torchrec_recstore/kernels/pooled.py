@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
+from dataclasses import astuple
 from typing import Any, Literal
 
 import torch
@@ -48,7 +49,7 @@ class PooledKernel(nn.Module):
             raise ValueError(f"routings must have one entry a table, got {len(routings)} for {len(tables)}")
         self.tables = list(tables)
         self.learning_rate = None
-        numbers = [(0, 0, 0) if r is None else (r.block_rows, r.world_size, r.rank) for r in routings]
+        numbers = [(0, 0, 0, False) if r is None else astuple(r) for r in routings]
         self._group = ops.group_create([t.handle for t in self.tables], feature_tables, numbers, pooling == "mean")
         self._free = weakref.finalize(self, ops.group_destroy, self._group)
         self._anchor = torch.empty(0, requires_grad=True)

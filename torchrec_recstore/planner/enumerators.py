@@ -17,12 +17,18 @@ from torchrec.distributed.planner.types import (
 from torchrec.distributed.types import ModuleSharder, ShardingType
 
 from torchrec_recstore.planner.shard_estimators import RecStoreStorageEstimator
-from torchrec_recstore.sharders import RECSTORE_KERNEL, RecStoreSharder
+from torchrec_recstore.sharders import (
+    RECSTORE_KERNEL,
+    RecStoreCollectionSharder,
+    RecStoreFeatureProcessedEmbeddingBagCollectionSharder,
+)
 from torchrec_recstore.sharders.perf import RecStorePerfConfig
+
+_Sharder = RecStoreCollectionSharder | RecStoreFeatureProcessedEmbeddingBagCollectionSharder
 
 
 class RecStoreEnumerator(EmbeddingEnumerator):  # type: ignore[misc]
-    """TorchRec's enumerator, which lets constraints move single tables of a ``RecStoreSharder`` to TorchRec's kernels.
+    """TorchRec's enumerator, which lets constraints move single tables of a RecStore sharder to TorchRec's kernels.
 
     A table is enumerated in RecStore unless its constraint names other kernels; naming ``data_parallel`` alone as its
     sharding type also does. Constraints for tables that no module has are refused.
@@ -51,7 +57,7 @@ class RecStoreEnumerator(EmbeddingEnumerator):  # type: ignore[misc]
                 RecStoreStorageEstimator(topology=topology, constraints=constraints),
             ]
         super().__init__(topology, batch_size, constraints, estimator, use_exact_enumerate_order)
-        self._offers: dict[int, RecStoreSharder] = {}
+        self._offers: dict[int, _Sharder] = {}
 
     def enumerate(self, module: nn.Module, sharders: list[ModuleSharder[nn.Module]]) -> list[ShardingOption]:
         """The options of every table.
@@ -68,11 +74,11 @@ class RecStoreEnumerator(EmbeddingEnumerator):  # type: ignore[misc]
                 raise
             raise PlannerError(f"{error}\n{_WHAT_GOES}", error_type=PlannerErrorType.STRICT_CONSTRAINTS) from error
         self._check_names({option.name for option in enumerated}, constraints)
-        mine = {sharder.module_type for sharder in sharders if isinstance(sharder, RecStoreSharder)}
+        mine = {sharder.module_type for sharder in sharders if isinstance(sharder, _Sharder)}
         return [o for o in enumerated if type(o.module[1]) not in mine or _wanted(o, constraints.get(o.name))]
 
     def _offer(self, sharder: ModuleSharder[nn.Module]) -> ModuleSharder[nn.Module]:
-        if not isinstance(sharder, RecStoreSharder):
+        if not isinstance(sharder, _Sharder):
             return sharder
         # One copy a sharder: the stock enumerator recognises a repeated call by the identity of the sharders.
         return self._offers.setdefault(id(sharder), sharder.with_stock_kernels())
@@ -89,13 +95,14 @@ class RecStoreEnumerator(EmbeddingEnumerator):  # type: ignore[misc]
 
 
 _WHAT_GOES = (
-    f"RecStore (compute kernel {RECSTORE_KERNEL!r}) shards table-, column- and row-wise; TorchRec's own kernels do not "
-    "shard row-wise on CPU, and only they are data-parallel."
+    f"RecStore (compute kernel {RECSTORE_KERNEL!r}) shards by tables, columns and rows, sequence tables only "
+    "table-, column- and row-wise; TorchRec's own pooled kernels do not shard by rows on CPU, and only they are "
+    "data-parallel."
 )
 
 
 def _wanted(option: ShardingOption, constraint: ParameterConstraints | None) -> bool:
-    """Whether an option for a table of a ``RecStoreSharder`` is one that its constraint asks for."""
+    """Whether an option for a table of a RecStore sharder is one that its constraint asks for."""
     if constraint is None or not constraint.compute_kernels:
         data_parallel = constraint is not None and constraint.sharding_types == [ShardingType.DATA_PARALLEL.value]
         return data_parallel or bool(option.compute_kernel == RECSTORE_KERNEL)

@@ -3,17 +3,29 @@
 Importing this package makes RecStore's kernel known to TorchRec's stock planner.
 """
 
+from torchrec_recstore.sharders.collection import RecStoreCollection
+from torchrec_recstore.sharders.embedding import (
+    RecStoreEmbeddingCollectionSharder,
+    RecStoreShardedEmbeddingCollection,
+)
 from torchrec_recstore.sharders.embeddingbag import RecStoreShardedEmbeddingBagCollection, RecStoreSharder
+from torchrec_recstore.sharders.fp_embeddingbag import RecStoreFeatureProcessedEmbeddingBagCollectionSharder
 from torchrec_recstore.sharders.parameter_sharding import RECSTORE_KERNEL, RecStoreParameterSharding
 from torchrec_recstore.sharders.perf import register_kernel
+from torchrec_recstore.sharders.sharder import RecStoreCollectionSharder
 from torchrec_recstore.sharders.stats import table_stats
 
 register_kernel()
 
 __all__ = [
     "RECSTORE_KERNEL",
+    "RecStoreCollection",
+    "RecStoreCollectionSharder",
+    "RecStoreEmbeddingCollectionSharder",
+    "RecStoreFeatureProcessedEmbeddingBagCollectionSharder",
     "RecStoreParameterSharding",
     "RecStoreShardedEmbeddingBagCollection",
+    "RecStoreShardedEmbeddingCollection",
     "RecStoreSharder",
     "table_stats",
 ]

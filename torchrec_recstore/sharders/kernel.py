@@ -1,4 +1,4 @@
-"""TorchRec's compute kernel over RecStore tables."""
+"""TorchRec's compute kernels over RecStore tables."""
 
 from __future__ import annotations
 
@@ -9,16 +9,18 @@ from typing import Any
 import torch
 from torch import nn
 from torchrec.distributed.embedding_kernel import BaseEmbedding
-from torchrec.distributed.embedding_types import GroupedEmbeddingConfig, ShardedEmbeddingTable
+from torchrec.distributed.embedding_types import GroupedEmbeddingConfig
 from torchrec.distributed.types import ShardingType
 from torchrec.modules.embedding_configs import PoolingMode, pooling_type_to_pooling_mode
 from torchrec.optim.fused import EmptyFusedOptimizer, FusedOptimizer, FusedOptimizerModule
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from torchrec_recstore.kernels import BlockRouting, PooledKernel
+from torchrec_recstore.kernels import BlockRouting, PooledKernel, SequenceKernel
 from torchrec_recstore.optim import Optimizer
 from torchrec_recstore.sharders.fused_params import optimizer_from_fused_params
+from torchrec_recstore.sharders.row_split import routing
 from torchrec_recstore.sharders.shard_tables import make_table
+from torchrec_recstore.sharders.varying_batch import padded_offsets, rank_major
 from torchrec_recstore.store import Table
 
 
@@ -54,66 +56,27 @@ class RecStoreFusedOptimizer(FusedOptimizer):  # type: ignore[misc]
         """Nothing: there are no gradient tensors."""
 
 
-class RecStoreEmbeddingBag(BaseEmbedding, FusedOptimizerModule):  # type: ignore[misc]
-    """Pooled lookups of a group of tables, one :class:`Table` a shard; backward updates the tables in place.
+class RecStoreKernel(BaseEmbedding, FusedOptimizerModule):  # type: ignore[misc]
+    """What pooled and sequence kernels have in common: a :class:`Table` a shard, one fused optimizer, placeholders.
 
     Args:
         config: TorchRec's group: tables that share pooling and optimizer. Options may differ from table to table.
-        sharding_type: row-wise types pool the mean as a sum, which the collection divides later.
-        row_split: (ranks, this rank) among which TorchRec splits each table's rows; None where it does not.
+        split: (ranks, this rank) among which TorchRec splits each table's rows; None where it does not.
 
     Raises:
         ValueError: an optimizer that RecStore does not support; the message names the tables.
     """
 
-    def __init__(
-        self,
-        config: GroupedEmbeddingConfig,
-        sharding_type: ShardingType | None = None,
-        row_split: tuple[int, int] | None = None,
-    ) -> None:
+    def __init__(self, config: GroupedEmbeddingConfig, split: tuple[int, int] | None) -> None:
         super().__init__()
         self._config = config
         optimizer = optimizer_from_fused_params(config.fused_params, config.table_names())
         self._tables = [make_table(table, optimizer) for table in config.embedding_tables]
-        self._routings = [_routing(table, row_split) for table in config.embedding_tables]
-        feature_tables = [i for i, table in enumerate(config.embedding_tables) for _ in range(table.num_features())]
-        self._kernel = PooledKernel(
-            self._tables,
-            feature_tables,
-            "mean" if pooling_type_to_pooling_mode(config.pooling, sharding_type) == PoolingMode.MEAN else "sum",
-            routings=self._routings,
-        )
+        self._routings = [routing(table, split) for table in config.embedding_tables]
         self._placeholders = {name: placeholder_parameter() for name in dict.fromkeys(config.table_names())}
         self._optim = RecStoreFusedOptimizer(
             {f"{name}.weight": parameter for name, parameter in self._placeholders.items()}, optimizer
         )
-        self._kernel.learning_rate = self._optim.learning_rate
-
-    def forward(self, features: KeyedJaggedTensor) -> torch.Tensor:
-        """Pooled rows of the features of this group.
-
-        Args:
-            features: int64 ids of ``config.feature_names()``, in that order, B bags each.
-
-        Returns:
-            (B, sum of columns over features), float32.
-
-        Raises:
-            NotImplementedError: a batch whose size varies by feature.
-        """
-        if features.variable_stride_per_key():
-            raise NotImplementedError(
-                f"variable batch size per feature is not supported for RecStore tables {self._config.table_names()}"
-            )
-        weights = features.weights_or_none() if self._config.is_weighted else None
-        pooled: torch.Tensor = self._kernel(
-            features.values(),
-            features.offsets(),
-            weights if weights is None else weights.float(),
-            train=self.training,
-        )
-        return pooled
 
     @property
     def config(self) -> GroupedEmbeddingConfig:
@@ -165,9 +128,79 @@ class RecStoreEmbeddingBag(BaseEmbedding, FusedOptimizerModule):  # type: ignore
         """Nothing: there is no cache."""
 
 
-def _routing(table: ShardedEmbeddingTable, row_split: tuple[int, int] | None) -> BlockRouting | None:
-    if row_split is None:
-        return None
-    ranks, rank = row_split
-    # The block of RwSparseFeaturesDist, torchrec 1.8.0: ceil(num_embeddings / ranks).
-    return BlockRouting(block_rows=-(-table.num_embeddings // ranks), world_size=ranks, rank=rank)
+class RecStoreEmbeddingBag(RecStoreKernel):
+    """Pooled lookups of a group of tables; backward updates the tables in place.
+
+    Args:
+        config: TorchRec's group.
+        sharding_type: row-wise types pool the mean as a sum, which the collection divides later.
+        split: (ranks, this rank) among which TorchRec splits each table's rows; None where it does not.
+
+    Raises:
+        ValueError: an optimizer that RecStore does not support; the message names the tables.
+    """
+
+    def __init__(
+        self,
+        config: GroupedEmbeddingConfig,
+        sharding_type: ShardingType | None = None,
+        split: tuple[int, int] | None = None,
+    ) -> None:
+        super().__init__(config, split)
+        feature_tables = [i for i, table in enumerate(config.embedding_tables) for _ in range(table.num_features())]
+        mean = pooling_type_to_pooling_mode(config.pooling, sharding_type) == PoolingMode.MEAN
+        self._kernel = PooledKernel(self._tables, feature_tables, "mean" if mean else "sum", routings=self._routings)
+        self._kernel.learning_rate = self._optim.learning_rate
+
+    def forward(self, features: KeyedJaggedTensor) -> torch.Tensor:
+        """Pooled rows of the features of this group.
+
+        Args:
+            features: int64 ids of ``config.feature_names()``, in that order.
+
+        Returns:
+            (B, sum of columns over features), float32; for a batch whose size varies by feature one dimension: rank by
+            rank, feature by feature.
+        """
+        weights = features.weights_or_none() if self._config.is_weighted else None
+        weights = weights if weights is None else weights.float()
+        if not features.variable_stride_per_key():
+            return self._pooled(features.values(), features.offsets(), weights)
+        bags = features.stride_per_key_per_rank()
+        offsets = padded_offsets(features.offsets(), [sum(from_ranks) for from_ranks in bags])
+        return rank_major(self._pooled(features.values(), offsets, weights), bags, self._config.embedding_dims())
+
+    def _pooled(self, ids: torch.Tensor, offsets: torch.Tensor, weights: torch.Tensor | None) -> torch.Tensor:
+        pooled: torch.Tensor = self._kernel(ids, offsets, weights, train=self.training)
+        return pooled
+
+
+class RecStoreEmbedding(RecStoreKernel):
+    """Rows of a group of tables in the order of the batch; backward updates the tables in place.
+
+    Args:
+        config: TorchRec's group.
+        split: (ranks, this rank) among which TorchRec splits each table's rows; None where it does not.
+
+    Raises:
+        ValueError: an optimizer that RecStore does not support; the message names the tables.
+    """
+
+    def __init__(self, config: GroupedEmbeddingConfig, split: tuple[int, int] | None = None) -> None:
+        super().__init__(config, split)
+        self._kernel = SequenceKernel(self._tables, routings=self._routings)
+        self._kernel.learning_rate = self._optim.learning_rate
+
+    def forward(self, features: KeyedJaggedTensor) -> torch.Tensor:
+        """The rows of each id.
+
+        Args:
+            features: int64 ids of ``config.feature_names()``, in that order.
+
+        Returns:
+            One dimension: feature by feature, each id's columns, float32.
+        """
+        lengths = iter(features.length_per_key())
+        counts = [sum(next(lengths) for _ in range(table.num_features())) for table in self._config.embedding_tables]
+        rows: torch.Tensor = self._kernel(features.values(), counts, train=self.training)
+        return rows

@@ -3,36 +3,109 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import torch
-import torch.distributed as dist
 from torchrec.distributed.embedding_kernel import BaseEmbedding
-from torchrec.distributed.embedding_lookup import GroupedPooledEmbeddingsLookup
-from torchrec.distributed.embedding_types import EmbeddingComputeKernel, GroupedEmbeddingConfig
-from torchrec.distributed.types import ShardingEnv, ShardingType
+from torchrec.distributed.embedding_lookup import GroupedEmbeddingsLookup, GroupedPooledEmbeddingsLookup
+from torchrec.distributed.embedding_sharding import EmbeddingSharding
+from torchrec.distributed.embedding_types import (
+    BaseEmbeddingLookup,
+    EmbeddingComputeKernel,
+    GroupedEmbeddingConfig,
+)
+from torchrec.distributed.types import ShardingType
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from torchrec_recstore.sharders.kernel import RecStoreEmbeddingBag
+from torchrec_recstore.sharders.kernel import RecStoreEmbedding, RecStoreEmbeddingBag, RecStoreKernel
+from torchrec_recstore.sharders.row_split import IN_NODE, row_split
 
 
-class RecStorePooledLookup(GroupedPooledEmbeddingsLookup):  # type: ignore[misc]
-    """TorchRec's pooled lookup, with RecStore's kernel for the groups that the plan gives to it."""
+class RecStoreLookup(BaseEmbeddingLookup):  # type: ignore[misc]
+    """Mixed into TorchRec's lookups: RecStore's kernel for the groups that the plan gives to it.
 
-    def _create_embedding_kernel(
+    Args:
+        sharding: whose tables of this rank are looked up.
+        type_name: its sharding type.
+        device: of TorchRec's own kernels.
+        more: the arguments that only one of TorchRec's lookups takes.
+    """
+
+    def __init__(
         self,
-        config: GroupedEmbeddingConfig,
+        sharding: EmbeddingSharding[Any, Any, Any, Any],
+        type_name: str,
         device: torch.device | None,
-        pg: dist.ProcessGroup | None,
-        sharding_type: ShardingType | None,
-        env: ShardingEnv | None,
-    ) -> BaseEmbedding:
+        **more: Any,
+    ) -> None:
+        self._split = row_split(sharding, type_name)  # before TorchRec's constructor, which makes the kernels
+        super().__init__(
+            grouped_configs=grouped_configs(sharding), pg=sharding._pg, device=device, env=sharding._env, **more
+        )
+
+    def _create_embedding_kernel(self, config: GroupedEmbeddingConfig, *args: Any, **kwargs: Any) -> BaseEmbedding:
         # The one seam for kernels: the stock method refuses CUSTOMIZED_KERNEL (torchrec 1.8.0).
         if config.compute_kernel != EmbeddingComputeKernel.CUSTOMIZED_KERNEL:
-            return super()._create_embedding_kernel(config, device, pg, sharding_type, env)
-        row_split = (dist.get_world_size(pg), dist.get_rank(pg)) if sharding_type == ShardingType.ROW_WISE else None
-        return RecStoreEmbeddingBag(config, sharding_type, row_split)
+            return super()._create_embedding_kernel(config, *args, **kwargs)
+        return self._recstore_kernel(config)
 
-    def kernels(self) -> Iterator[RecStoreEmbeddingBag]:
+    def _recstore_kernel(self, config: GroupedEmbeddingConfig) -> RecStoreKernel:
+        raise NotImplementedError
+
+    def kernels(self) -> Iterator[RecStoreKernel]:
         """RecStore's kernels of this rank."""
         for kernel in self._emb_modules:
-            if isinstance(kernel, RecStoreEmbeddingBag):
+            if isinstance(kernel, RecStoreKernel):
                 yield kernel
+
+
+class RecStorePooledLookup(RecStoreLookup, GroupedPooledEmbeddingsLookup):  # type: ignore[misc]
+    """TorchRec's pooled lookup with RecStore's kernel."""
+
+    def __init__(
+        self, sharding: EmbeddingSharding[Any, Any, Any, Any], type_name: str, device: torch.device | None
+    ) -> None:
+        # As TorchRec's shardings name themselves to their lookups: where rows are split, the mean is pooled as a sum.
+        self._pools_as = None
+        if type_name == ShardingType.ROW_WISE.value:
+            self._pools_as = ShardingType.ROW_WISE
+        elif type_name in IN_NODE:
+            self._pools_as = ShardingType.TABLE_ROW_WISE
+        super().__init__(sharding, type_name, device, sharding_type=self._pools_as)
+
+    def _recstore_kernel(self, config: GroupedEmbeddingConfig) -> RecStoreKernel:
+        return RecStoreEmbeddingBag(config, self._pools_as, self._split)
+
+    def _forward_with_vbe_merging(
+        self, features_by_group: list[KeyedJaggedTensor], device: torch.device
+    ) -> torch.Tensor:
+        # The stock way hands kernels a preallocated output, which neither ours nor FBGEMM's on CPU take; this is
+        # the one that it keeps for devices without (torchrec 1.8.0).
+        merged: torch.Tensor = self._merge_variable_batch_embeddings(
+            self._forward(features_by_group), self._vbe_splits(features_by_group)
+        )
+        return merged
+
+
+class RecStoreSequenceLookup(RecStoreLookup, GroupedEmbeddingsLookup):  # type: ignore[misc]
+    """TorchRec's sequence lookup with RecStore's kernel."""
+
+    def _recstore_kernel(self, config: GroupedEmbeddingConfig) -> RecStoreKernel:
+        return RecStoreEmbedding(config, self._split)
+
+
+def grouped_configs(sharding: EmbeddingSharding[Any, Any, Any, Any]) -> list[GroupedEmbeddingConfig]:
+    """This rank's groups of tables."""
+    # No public accessor in torchrec 1.8.0; table-row-wise and grid shardings keep those of every rank.
+    per_rank = getattr(sharding, "_grouped_embedding_configs_per_rank", None)
+    groups: list[GroupedEmbeddingConfig] | None = getattr(sharding, "_grouped_embedding_configs", None)
+    if groups is None:
+        groups = [] if per_rank is None else per_rank[sharding._rank]
+    return groups
+
+
+def grouped_configs_of_all_ranks(sharding: EmbeddingSharding[Any, Any, Any, Any]) -> list[GroupedEmbeddingConfig]:
+    """The groups of tables of every rank; none for data-parallel shardings."""
+    # No public accessor in torchrec 1.8.0.
+    per_rank = getattr(sharding, "_grouped_embedding_configs_per_rank", [])
+    return [group for groups in per_rank for group in groups]

@@ -8,7 +8,7 @@ from dataclasses import fields, replace
 import torch.distributed as dist
 from torch import nn
 
-from torchrec_recstore.sharders.embeddingbag import RecStoreShardedEmbeddingBagCollection
+from torchrec_recstore.sharders.collection import RecStoreCollection
 from torchrec_recstore.store import TableStats
 
 _Shard = tuple[int, TableStats]  # first column, counts
@@ -29,7 +29,7 @@ def table_stats(model: nn.Module) -> dict[str, TableStats]:
     """
     stats: dict[str, TableStats] = {}
     for module in model.modules():
-        if not isinstance(module, RecStoreShardedEmbeddingBagCollection):
+        if not isinstance(module, RecStoreCollection):
             continue
         gathered = _all_shards(module)
         for name in module.recstore_table_names():
@@ -39,7 +39,7 @@ def table_stats(model: nn.Module) -> dict[str, TableStats]:
     return stats
 
 
-def _all_shards(module: RecStoreShardedEmbeddingBagCollection) -> list[dict[str, list[_Shard]]]:
+def _all_shards(module: RecStoreCollection) -> list[dict[str, list[_Shard]]]:
     local: dict[str, list[_Shard]] = {}
     for table in module.recstore_tables():
         local.setdefault(table.name, []).append((table.columns.start, table.stats()))

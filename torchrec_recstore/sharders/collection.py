@@ -1,0 +1,167 @@
+"""What sharded collections with RecStore tables have in common."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any, ClassVar
+
+from torch import nn
+from torchrec.distributed.embedding_sharding import EmbeddingSharding, EmbeddingShardingInfo
+from torchrec.distributed.embedding_types import EmbeddingComputeKernel, ShardedEmbeddingModule
+from torchrec.distributed.types import Awaitable, ParameterSharding
+from torchrec.modules.embedding_configs import BaseEmbeddingConfig
+from torchrec.optim.keyed import CombinedOptimizer
+
+from torchrec_recstore.optim import Optimizer
+from torchrec_recstore.sharders.fused_params import optimizer_from_fused_params
+from torchrec_recstore.sharders.kernel import RecStoreKernel, placeholder_parameter
+from torchrec_recstore.sharders.lookup import RecStoreLookup, grouped_configs, grouped_configs_of_all_ranks
+from torchrec_recstore.sharders.parameter_sharding import RECSTORE_KERNEL
+from torchrec_recstore.sharders.plan_checks import check_plan, hashed_features
+from torchrec_recstore.sharders.raw_ids import int64_ids, mixed_ids
+from torchrec_recstore.sharders.row_split import IN_NODE, MOST_ROWS_IN_NODE
+from torchrec_recstore.sharders.shard_tables import check_table
+from torchrec_recstore.sharders.state import LocalShard, ModuleState
+from torchrec_recstore.store import Table
+
+
+class RecStoreCollection(ShardedEmbeddingModule):  # type: ignore[misc]
+    """Mixed into TorchRec's sharded collections: the plan may give tables to RecStore."""
+
+    _supported: ClassVar[tuple[str, ...]]
+    """Sharding types of RecStore tables."""
+    _configs_name: ClassVar[str]
+    """The unsharded module's method, and with an underscore before it the sharded one's list, of table configs."""
+    _tables_name: ClassVar[str]
+    """The attribute that holds one module a table."""
+    _lookup_type: ClassVar[type[RecStoreLookup]]
+
+    recstore_state: ModuleState
+    """The rows of this module's RecStore tables, for ``state_dict`` and checkpoints."""
+    _optim: CombinedOptimizer
+
+    def recstore_table_names(self) -> list[str]:
+        """The tables that the plan gives to RecStore, in the order of the configs; the same on every rank."""
+        plan = self.module_sharding_plan
+        return [name for name in self._table_names if plan[name].compute_kernel == RECSTORE_KERNEL]
+
+    def recstore_tables(self) -> Iterator[Table]:
+        """The RecStore shards of this rank."""
+        for kernel in self._recstore_kernels():
+            yield from kernel.tables
+
+    def recstore_dims(self) -> dict[str, int]:
+        """Columns of each whole RecStore table, by name."""
+        names = set(self.recstore_table_names())
+        return {c.name: c.embedding_dim for c in getattr(self, f"_{self._configs_name}") if c.name in names}
+
+    def _recstore_kernels(self) -> Iterator[RecStoreKernel]:
+        for lookup in self._lookups:
+            if isinstance(lookup, RecStoreLookup):
+                yield from lookup.kernels()
+
+    @classmethod
+    def create_grouped_sharding_infos(
+        cls,
+        module: nn.Module,
+        table_name_to_parameter_sharding: dict[str, ParameterSharding],
+        *args: Any,
+        **kwargs: Any,
+    ) -> dict[str, list[EmbeddingShardingInfo]]:
+        """As TorchRec's, whose constructors begin with it (torchrec 1.8.0), with RecStore's checks of every table.
+
+        Raises:
+            ValueError: a RecStore table with a sharding type, data type, ``init_fn``, optimizer or routing that
+                RecStore does not support; on every rank, also those without a shard of it.
+        """
+        configs: list[BaseEmbeddingConfig] = getattr(module, cls._configs_name)()
+        for config in configs:
+            check_plan(config, table_name_to_parameter_sharding[config.name], cls._supported, type(module).__name__)
+        hashed_features(configs, table_name_to_parameter_sharding)
+        by_type: dict[str, list[EmbeddingShardingInfo]] = super().create_grouped_sharding_infos(
+            module, table_name_to_parameter_sharding, *args, **kwargs
+        )
+        for sharding_type, infos in by_type.items():
+            for info in infos:
+                if info.param_sharding.compute_kernel != RECSTORE_KERNEL:
+                    continue
+                check_table(info.embedding_config, info.fused_params)
+                if sharding_type in IN_NODE:
+                    hint = info.embedding_config.num_embeddings
+                    info.embedding_config.num_embeddings = min(hint, MOST_ROWS_IN_NODE)
+        return by_type
+
+    def input_dist(self, ctx: Any, features: Any) -> Awaitable[Any]:
+        """As TorchRec's; ids of other integer types are widened first, since its row-wise split needs int64."""
+        features = mixed_ids(int64_ids(features), self._hashed_features())
+        if not self._has_uninitialized_input_dist:
+            return super().input_dist(ctx, features)
+        # The first batch is checked against num_embeddings, which for RecStore is but a hint (torchrec 1.8.0).
+        with self._only_stock_configs():
+            return super().input_dist(ctx, features)
+
+    def reset_parameters(self) -> None:
+        """As TorchRec's, which reads every table's weights, and so must not see RecStore's (torchrec 1.8.0)."""
+        with self._only_stock_configs():
+            super().reset_parameters()
+
+    def _hashed_features(self) -> frozenset[str]:
+        if not hasattr(self, "_hashed"):
+            self._hashed = hashed_features(getattr(self, f"_{self._configs_name}"), self.module_sharding_plan)
+        return self._hashed
+
+    @contextmanager
+    def _only_stock_configs(self) -> Iterator[None]:
+        name = f"_{self._configs_name}"
+        configs = getattr(self, name)
+        hidden = set(self.recstore_table_names())
+        setattr(self, name, [config for config in configs if config.name not in hidden])
+        try:
+            yield
+        finally:
+            setattr(self, name, configs)
+
+    def _shardings(self) -> list[EmbeddingSharding[Any, Any, Any, Any]]:
+        raise NotImplementedError
+
+    def _create_lookups(self) -> None:
+        # The one seam between shardings and kernels (torchrec 1.8.0).
+        for sharding_type, sharding in zip(self._sharding_types, self._shardings(), strict=True):
+            kernels = {group.compute_kernel for group in grouped_configs(sharding)}
+            if EmbeddingComputeKernel.CUSTOMIZED_KERNEL in kernels:
+                self._lookups.append(self._lookup_type(sharding, sharding_type, self._device))
+            else:
+                self._lookups.append(sharding.create_lookup())
+
+    def _initialize_torch_state(self, skip_registering: bool = False) -> None:
+        super()._initialize_torch_state(skip_registering)
+        # Ranks must agree on parameter names; for customized kernels TorchRec names none where there is no shard.
+        for name in self.recstore_table_names():
+            table = getattr(self, self._tables_name)[name]
+            if not hasattr(table, "weight"):
+                table.register_parameter("weight", placeholder_parameter())
+        if skip_registering:
+            return
+        shards: dict[str, list[LocalShard]] = {name: [] for name in self.recstore_table_names()}
+        for kernel in self._recstore_kernels():
+            for table, routing in zip(kernel.tables, kernel.routings, strict=True):
+                shards[table.name].append(LocalShard(table, routing))
+        self.recstore_state = ModuleState(self, self._tables_name, shards, self._env)
+        self._optim = self.recstore_state.optimizer_with_states(self._optim, self._recstore_optimizers())
+
+    def _recstore_optimizers(self) -> dict[str, Optimizer]:
+        # Of tables on other ranks too.
+        return {
+            table.name: optimizer_from_fused_params(table.fused_params, [table.name])
+            for sharding in self._shardings()
+            for group in grouped_configs_of_all_ranks(sharding)
+            for table in group.embedding_tables
+            if table.compute_kernel == EmbeddingComputeKernel.CUSTOMIZED_KERNEL
+        }
+
+    @staticmethod
+    def _pre_load_state_dict_hook(self: Any, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        # Both stock collections register the hook under this name (torchrec 1.8.0).
+        self.recstore_state.load(state_dict, prefix)
+        super()._pre_load_state_dict_hook(self, state_dict, prefix, *args)

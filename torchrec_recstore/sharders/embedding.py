@@ -1,0 +1,92 @@
+"""``EmbeddingCollection`` over RecStore tables, beside TorchRec's own."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+from torchrec.distributed.embedding import EmbeddingCollectionSharder, ShardedEmbeddingCollection
+from torchrec.distributed.embedding_sharding import EmbeddingSharding
+from torchrec.distributed.types import ParameterSharding, ShardingEnv, ShardingType
+from torchrec.modules.embedding_modules import EmbeddingCollection
+
+from torchrec_recstore.sharders.collection import RecStoreCollection
+from torchrec_recstore.sharders.lookup import RecStoreSequenceLookup
+from torchrec_recstore.sharders.sharder import RecStoreCollectionSharder
+
+
+class RecStoreShardedEmbeddingCollection(RecStoreCollection, ShardedEmbeddingCollection):  # type: ignore[misc]
+    """A sharded ``EmbeddingCollection`` in which the plan may give tables to RecStore.
+
+    As :class:`RecStoreShardedEmbeddingBagCollection`, with a row an id instead of pooled bags. TorchRec 1.8.0 has no
+    table-column-wise, table-row-wise and grid sharding for it.
+
+    Raises:
+        ValueError: a RecStore table with a sharding type, data type, ``init_fn``, optimizer or routing that RecStore
+            does not support; on every rank, also those without a shard of it.
+    """
+
+    _supported = (ShardingType.TABLE_WISE.value, ShardingType.COLUMN_WISE.value, ShardingType.ROW_WISE.value)
+    _configs_name = "embedding_configs"
+    _tables_name = "embeddings"
+    _lookup_type = RecStoreSequenceLookup
+
+    def __init__(self, module: EmbeddingCollection, *args: Any, **kwargs: Any) -> None:
+        # The stock constructor ends by loading the weights of a module that is not on the meta device, which RecStore
+        # tables do not take (torchrec 1.8.0): it is given none, and the weights of the other tables follow.
+        without_weights = copy.copy(module)
+        without_weights._device = torch.device("meta")
+        super().__init__(without_weights, *args, **kwargs)
+        hashed = sorted(self._hashed_features())
+        if hashed and self._need_indices:
+            raise ValueError(f"need_indices is not supported with routing='hash': features {hashed}")
+        if module.device != torch.device("meta"):
+            recstore = {f"embeddings.{name}.weight" for name in self.recstore_table_names()}
+            stock = {key: weight for key, weight in module.state_dict().items() if key not in recstore}
+            self.load_state_dict(stock, strict=False)
+
+    def _shardings(self) -> list[EmbeddingSharding[Any, Any, Any, Any]]:
+        return list(self._sharding_type_to_sharding.values())
+
+    def _create_lookups(self) -> None:
+        super()._create_lookups()
+        if not self.enable_embedding_update:
+            return
+        for sharding, lookup in zip(self._shardings(), self._lookups, strict=True):
+            if sharding.enable_embedding_update:
+                self._updates.append(sharding.create_update(lookup))
+
+
+class RecStoreEmbeddingCollectionSharder(RecStoreCollectionSharder, EmbeddingCollectionSharder):  # type: ignore[misc]
+    """Shards ``EmbeddingCollection`` with RecStore tables; to it what :class:`RecStoreSharder` is to the bags.
+
+    Args:
+        fused_params: as for TorchRec's sharder; selects the optimizer unless ``apply_optimizer_in_backward`` does.
+    """
+
+    _sharded = RecStoreShardedEmbeddingCollection
+
+    def shard(
+        self,
+        module: EmbeddingCollection,
+        params: dict[str, ParameterSharding],
+        env: ShardingEnv,
+        device: torch.device | None = None,
+        module_fqn: str | None = None,
+    ) -> RecStoreShardedEmbeddingCollection:
+        """The sharded module.
+
+        Raises:
+            ValueError: the plan or ``fused_params`` ask of a RecStore table what RecStore does not support.
+        """
+        return RecStoreShardedEmbeddingCollection(
+            module,
+            params,
+            env,
+            self.fused_params,
+            device,
+            qcomm_codecs_registry=self.qcomm_codecs_registry,
+            use_index_dedup=self._use_index_dedup,
+            module_fqn=module_fqn,
+        )

@@ -1,0 +1,70 @@
+"""``FeatureProcessedEmbeddingBagCollection`` over RecStore tables, beside TorchRec's own."""
+
+from __future__ import annotations
+
+import copy
+
+import torch
+from torchrec.distributed.fp_embeddingbag import (
+    FeatureProcessedEmbeddingBagCollectionSharder,
+    ShardedFeatureProcessedEmbeddingBagCollection,
+)
+from torchrec.distributed.types import ParameterSharding, QuantizedCommCodecs, ShardingEnv
+from torchrec.modules.fp_embedding_modules import FeatureProcessedEmbeddingBagCollection
+
+from torchrec_recstore.sharders.embeddingbag import RecStoreSharder
+
+
+class RecStoreFeatureProcessedEmbeddingBagCollectionSharder(
+    FeatureProcessedEmbeddingBagCollectionSharder  # type: ignore[misc]
+):
+    """Shards ``FeatureProcessedEmbeddingBagCollection`` with RecStore tables; processors get their gradients.
+
+    TorchRec's own sharder does not ask the inner one which kernels it offers, and so cannot place RecStore tables
+    (torchrec 1.8.0).
+
+    Args:
+        ebc_sharder: of the collection inside; by default ``RecStoreSharder()``.
+        qcomm_codecs_registry: as for TorchRec's sharder.
+
+    Raises:
+        TypeError: ``ebc_sharder`` is not a :class:`RecStoreSharder`.
+    """
+
+    def __init__(
+        self,
+        ebc_sharder: RecStoreSharder | None = None,
+        qcomm_codecs_registry: dict[str, QuantizedCommCodecs] | None = None,
+    ) -> None:
+        if ebc_sharder is None:
+            ebc_sharder = RecStoreSharder(qcomm_codecs_registry=qcomm_codecs_registry)
+        if not isinstance(ebc_sharder, RecStoreSharder):
+            raise TypeError(f"ebc_sharder must be a RecStoreSharder, got {type(ebc_sharder).__name__}")
+        super().__init__(ebc_sharder, qcomm_codecs_registry)
+
+    def with_stock_kernels(self) -> RecStoreFeatureProcessedEmbeddingBagCollectionSharder:
+        """A copy that offers TorchRec's own kernels as well, for planners that choose by constraint."""
+        offer = copy.copy(self)
+        offer._ebc_sharder = self._ebc_sharder.with_stock_kernels()
+        return offer
+
+    def shard(
+        self,
+        module: FeatureProcessedEmbeddingBagCollection,
+        params: dict[str, ParameterSharding],
+        env: ShardingEnv,
+        device: torch.device | None = None,
+        module_fqn: str | None = None,
+    ) -> ShardedFeatureProcessedEmbeddingBagCollection:
+        """The sharded module; on the CPU where no device is given, while TorchRec's sharder then takes CUDA."""
+        return super().shard(module, params, env, device or torch.device("cpu"), module_fqn)
+
+    def sharding_types(self, compute_device_type: str) -> list[str]:
+        """Those of the inner sharder."""
+        types: list[str] = self._ebc_sharder.sharding_types(compute_device_type)
+        return types
+
+    def compute_kernels(self, sharding_type: str, compute_device_type: str) -> list[str]:
+        """Those of the inner sharder."""
+        kernels: list[str] = self._ebc_sharder.compute_kernels(sharding_type, compute_device_type)
+        return kernels

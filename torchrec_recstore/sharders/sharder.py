@@ -1,0 +1,52 @@
+"""What sharders for RecStore tables have in common."""
+
+from __future__ import annotations
+
+import copy
+from typing import ClassVar, TypeVar
+
+from torch import nn
+from torchrec.distributed.embedding_types import BaseEmbeddingSharder
+
+from torchrec_recstore.sharders.collection import RecStoreCollection
+from torchrec_recstore.sharders.parameter_sharding import RECSTORE_KERNEL
+from torchrec_recstore.sharders.resident import ResidentParameter
+
+_Self = TypeVar("_Self", bound="RecStoreCollectionSharder")
+
+
+class RecStoreCollectionSharder(BaseEmbeddingSharder):  # type: ignore[misc]
+    """Mixed into TorchRec's sharders: offers RecStore's kernel, and TorchRec's own on request."""
+
+    _sharded: ClassVar[type[RecStoreCollection]]
+    _offers_stock = False
+
+    def with_stock_kernels(self: _Self) -> _Self:
+        """A copy that offers TorchRec's own kernels as well, for planners that choose by constraint."""
+        offer = copy.copy(self)
+        offer._offers_stock = True
+        return offer
+
+    def shardable_parameters(self, module: nn.Module) -> dict[str, nn.Parameter]:
+        """The tables by name; for planning they weigh what their resident rows weigh."""
+        parameters: dict[str, nn.Parameter] = super().shardable_parameters(module)
+        if self._offers_stock:
+            return parameters  # whose weight depends on the kernel: left to the planner's estimator
+        return {name: ResidentParameter.of(parameter) for name, parameter in parameters.items()}
+
+    def sharding_types(self, compute_device_type: str) -> list[str]:
+        """The sharding types that RecStore supports, on any device, and what TorchRec's sharder offers on request."""
+        stock = super().sharding_types(compute_device_type) if self._offers_stock else []
+        return list(dict.fromkeys([*self._sharded._supported, *stock]))
+
+    def compute_kernels(self, sharding_type: str, compute_device_type: str) -> list[str]:
+        """RecStore's kernel for the sharding types it supports, and TorchRec's kernels on request."""
+        kernels = [RECSTORE_KERNEL] if sharding_type in self._sharded._supported else []
+        if self._offers_stock and sharding_type in super().sharding_types(compute_device_type):
+            kernels += super().compute_kernels(sharding_type, compute_device_type)
+        return kernels
+
+    @property
+    def sharded_module_type(self) -> type[RecStoreCollection]:
+        """The class of the sharded module."""
+        return self._sharded
