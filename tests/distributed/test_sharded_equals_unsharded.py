@@ -269,12 +269,18 @@ def empty_batches_and_idle_ranks(rank: int, world_size: int) -> None:
 
 def varying_batches(rank: int, world_size: int) -> None:
     # Row-wise at two ranks fails in TorchRec's own distribution of such batches on gloo (torchrec 1.8.0).
-    for sharding_type in (TABLE, ROW) if world_size == 1 else (TABLE,):
-        case = Case(three_tables(), RowWiseAdagrad(lr=0.05), varying=True)
-        train_and_compare(case, {t.name: recstore(sharding_type) for t in case.tables}, rank, world_size)
-    tables = [*three_tables(), constant("fused", ["s0", "s1"])]
+    for sharding_type in (TABLE, COLUMN, ROW) if world_size == 1 else (TABLE, COLUMN):
+        tables = [t for t in three_tables() if t.name != "few"]
+        constraints = {t.name: recstore(sharding_type) for t in tables}
+        for constraint in constraints.values():
+            constraint.min_partition = 4
+        train_and_compare(Case(tables, SGD(lr=0.1), varying=True), constraints, rank, world_size)
+        if sharding_type != COLUMN:
+            case = Case(three_tables(PoolingType.MEAN), RowWiseAdagrad(lr=0.05), varying=True)
+            train_and_compare(case, {t.name: recstore(sharding_type) for t in case.tables}, rank, world_size)
     stock = ParameterConstraints(sharding_types=[TABLE], compute_kernels=[EmbeddingComputeKernel.FUSED.value])
     beside = {**{t.name: recstore(TABLE) for t in three_tables()}, "fused": stock}
+    tables = [*three_tables(), constant("fused", ["s0", "s1"])]
     train_and_compare(Case(tables, stock=frozenset({"fused"}), varying=True), beside, rank, world_size)
 
 

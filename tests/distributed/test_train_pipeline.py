@@ -7,13 +7,19 @@ from functools import partial
 import pytest
 import torch
 from torch import nn
-from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, KeyedJaggedTensor
+from torchrec import (
+    EmbeddingBagCollection,
+    EmbeddingBagConfig,
+    EmbeddingCollection,
+    EmbeddingConfig,
+    KeyedJaggedTensor,
+)
 from torchrec.distributed import DistributedModelParallel, TrainPipelineSparseDist
 from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper
 from torchrec.optim.optimizers import in_backward_optimizer_filter
 
 from torchrec_recstore.optim import RowWiseAdagrad
-from torchrec_recstore.sharders import RecStoreSharder, table_stats
+from torchrec_recstore.sharders import RecStoreEmbeddingCollectionSharder, RecStoreSharder, table_stats
 
 from .reference import Case
 from .workers import run_on_ranks
@@ -22,26 +28,35 @@ TABLES = [
     EmbeddingBagConfig(name="a", num_embeddings=2**40, embedding_dim=8, feature_names=["f0", "f1"]),
     EmbeddingBagConfig(name="b", num_embeddings=10, embedding_dim=4, feature_names=["f2"]),
 ]
+ROWS = [
+    EmbeddingConfig(name="c", num_embeddings=2**40, embedding_dim=4, feature_names=["f1"]),
+    EmbeddingConfig(name="d", num_embeddings=10, embedding_dim=4, feature_names=["f2"]),
+]
 CASE = Case(TABLES, RowWiseAdagrad(lr=0.05))
 STEPS = 6
+SHARDERS = (RecStoreSharder, RecStoreEmbeddingCollectionSharder)
 
 
 class Model(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.ebc = EmbeddingBagCollection(tables=TABLES, device=torch.device("meta"))
-        self.over = nn.Linear(20, 1)
+        self.ec = EmbeddingCollection(tables=ROWS, device=torch.device("meta"))
+        self.over = nn.Linear(28, 1)
 
     def forward(self, batch: KeyedJaggedTensor) -> tuple[torch.Tensor, torch.Tensor]:
         pooled = self.ebc(batch)
-        out = self.over(torch.cat([pooled["f0"], pooled["f1"], pooled["f2"]], dim=1))
+        rows = self.ec(batch)
+        bags = [rows[feature].to_padded_dense(4).sum(1) for feature in ("f1", "f2")]
+        out = self.over(torch.cat([pooled["f0"], pooled["f1"], pooled["f2"], *bags], dim=1))
         loss = ((out - 1) ** 2).mean()
         return loss, loss.detach()
 
 
 def build() -> tuple[DistributedModelParallel, CombinedOptimizer]:
     torch.manual_seed(0)
-    model = DistributedModelParallel(Model(), sharders=[RecStoreSharder(fused_params={"learning_rate": 0.05})])
+    sharders = [sharder(fused_params={"learning_rate": 0.05}) for sharder in SHARDERS]
+    model = DistributedModelParallel(Model(), sharders=sharders)
     dense = dict(in_backward_optimizer_filter(model.named_parameters()))
     assert sorted(dense) == ["over.bias", "over.weight"]
     wrapped = KeyedOptimizerWrapper(dense, partial(torch.optim.SGD, lr=0.1))
@@ -64,7 +79,12 @@ def pipeline_equals_loop(rank: int, world_size: int) -> None:
     assert torch.equal(torch.stack([pipeline.progress(batches) for _ in range(STEPS)]), torch.stack(losses))
 
     assert losses[-1] < losses[0]
-    for one, other in zip(looped.module.ebc.recstore_tables(), piped.module.ebc.recstore_tables(), strict=True):
+    pairs = [
+        pair
+        for name in ("ebc", "ec")
+        for pair in zip(*(getattr(m.module, name).recstore_tables() for m in (looped, piped)), strict=True)
+    ]
+    for one, other in pairs:
         assert torch.equal(one.ids(), other.ids())
         assert torch.equal(one.lookup(one.ids()), other.lookup(one.ids()))
     assert table_stats(looped) == table_stats(piped)

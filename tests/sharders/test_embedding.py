@@ -93,6 +93,24 @@ def test_narrow_ids_are_the_same_ids(dtype: torch.dtype) -> None:
     assert tables(model)["t"].ids().tolist() == [-30000, -1, 3, 30000]
 
 
+def test_batch_size_may_vary_by_feature_in_evaluation_alone() -> None:
+    model = sharded(sequences(sequence("t", ["f", "g"])), options={"t": TableOptions(missing="init")})
+    kjt = KeyedJaggedTensor(
+        keys=["f", "g"],
+        values=torch.tensor([1, 2, 3, 4]),
+        lengths=torch.tensor([2, 1, 1]),
+        stride_per_key_per_rank=[[2], [1]],
+        inverse_indices=(["f", "g"], torch.tensor([[0, 1, 0], [0, 0, 0]])),
+    )
+    with pytest.raises(NotImplementedError, match=r"'t'.*no gradient"):
+        model(kjt)
+    model.eval()
+    with torch.no_grad():
+        rows = model(kjt)
+    assert torch.equal(rows["f"].values(), tables(model)["t"].lookup(torch.tensor([1, 2, 3, 1, 2])))
+    assert rows["g"].values().shape == (3, 4)
+
+
 class Both(nn.Module):
     """Two collections of either kind."""
 

@@ -6,10 +6,15 @@ import copy
 from typing import Any
 
 import torch
-from torchrec.distributed.embedding import EmbeddingCollectionSharder, ShardedEmbeddingCollection
+from torchrec.distributed.embedding import (
+    EmbeddingCollectionContext,
+    EmbeddingCollectionSharder,
+    ShardedEmbeddingCollection,
+)
 from torchrec.distributed.embedding_sharding import EmbeddingSharding
-from torchrec.distributed.types import ParameterSharding, ShardingEnv, ShardingType
+from torchrec.distributed.types import Awaitable, ParameterSharding, ShardingEnv, ShardingType
 from torchrec.modules.embedding_modules import EmbeddingCollection
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from torchrec_recstore.sharders.collection import RecStoreCollection
 from torchrec_recstore.sharders.lookup import RecStoreSequenceLookup
@@ -45,6 +50,21 @@ class RecStoreShardedEmbeddingCollection(RecStoreCollection, ShardedEmbeddingCol
             recstore = {f"embeddings.{name}.weight" for name in self.recstore_table_names()}
             stock = {key: weight for key, weight in module.state_dict().items() if key not in recstore}
             self.load_state_dict(stock, strict=False)
+
+    def input_dist(self, ctx: EmbeddingCollectionContext, features: Any) -> Awaitable[Any]:
+        """As for the bags.
+
+        Raises:
+            NotImplementedError: training on a batch whose size varies by feature: TorchRec 1.8.0 repeats the rows with
+                ``fbgemm::permute_1D_sparse_data``, which has no gradient on CPU, and would train on wrong ones.
+        """
+        trains = self.training and torch.is_grad_enabled() and self.recstore_table_names()
+        if trains and isinstance(features, KeyedJaggedTensor) and features.variable_stride_per_key():
+            raise NotImplementedError(
+                f"training on a variable batch size per feature, RecStore tables {self.recstore_table_names()} in an "
+                "EmbeddingCollection: TorchRec has no gradient for it on CPU"
+            )
+        return super().input_dist(ctx, features)
 
     def _shardings(self) -> list[EmbeddingSharding[Any, Any, Any, Any]]:
         return list(self._sharding_type_to_sharding.values())
