@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from measure import ROOT, clock, emit, interleave, spread
 
+sys.path.insert(0, str(ROOT / "examples"))
 sys.path.insert(0, str(ROOT / "examples" / "dlrm"))
 
 from batches import BatchMaker, Step, read_steps

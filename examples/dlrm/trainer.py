@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import json
-import math
-import shutil
 import sys
-import tempfile
 import time
 from collections.abc import Generator as ReadAhead
 from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from contextlib import closing
 from dataclasses import asdict
 from itertools import pairwise
 from typing import Any
@@ -18,12 +14,12 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from batches import BatchMaker, RowSource, Step, read_steps
+from common.command import DataError
+from common.processes import process_group, progress_bar, rank_and_world_size
+from common.report import check_folder, print_tables, write_json
 from criteo import CriteoFile
-from criteo_format import DataError
 from generator import Generator
 from rich.console import Console
-from rich.filesize import decimal
-from rich.table import Table
 from settings import Settings
 from sharded import build, table_sizes
 from torch import nn
@@ -36,32 +32,6 @@ EVALUATION_ROWS = 4096
 LOSS_EVERY_STEPS = 20
 
 
-@contextmanager
-def process_group() -> Iterator[None]:
-    """Joins torchrun's gloo group, or makes one of this process alone."""
-    with tempfile.TemporaryDirectory() as folder:
-        if dist.is_torchelastic_launched():
-            dist.init_process_group("gloo")
-        else:
-            dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=0, world_size=1)
-        try:
-            yield
-            dist.barrier()
-        finally:
-            dist.destroy_process_group()
-
-
-def _rank() -> int:
-    return dist.get_rank() if dist.is_initialized() else 0
-
-
-def _bar(**options: Any) -> tqdm[Any]:
-    # tqdm shows nothing on a terminal that states no size; shutil takes 80 by 24 then.
-    width, height = shutil.get_terminal_size()
-    hidden = _rank() != 0 or not sys.stderr.isatty()
-    return tqdm(unit_scale=True, ncols=width, nrows=height, disable=hidden, **options)
-
-
 def open_source(settings: Settings) -> RowSource:
     """Opens the data; a file is read through once, to count its lines and check each.
 
@@ -72,7 +42,7 @@ def open_source(settings: Settings) -> RowSource:
         return Generator(settings.limit_rows or GENERATED_ROWS, settings.seed)
     file = CriteoFile(settings.data, skip_bad_rows=settings.skip_bad_rows, limit_rows=settings.limit_rows)
     try:
-        with _bar(desc="checking", unit=" rows", leave=False) as bar:
+        with progress_bar(desc="checking", unit=" rows", leave=False) as bar:
             file.scan(bar.update)
     except OSError as error:
         raise DataError(f"{file.path}: {error.strerror}") from error
@@ -123,7 +93,7 @@ def steps_of(
     settings: Settings, source: RowSource, part: range, batch_rows: int, even: bool = False
 ) -> ReadAhead[Step, None, None]:
     """Yields this rank's steps of a part of the log, as many as every other rank's; ``even``: see ``BatchMaker``."""
-    rank, world_size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+    rank, world_size = rank_and_world_size()
     return read_steps(source, part.start, part.stop, batch_rows, BatchMaker(rank, world_size, settings.modulo, even))
 
 
@@ -182,8 +152,7 @@ def train(settings: Settings) -> None:
     Raises:
         DataError: the data cannot be used, on every rank alike, or the settings do not fit the group.
     """
-    if settings.json_out is not None and not settings.json_out.absolute().parent.is_dir():
-        raise DataError(f"{settings.json_out}: no such folder")
+    check_folder(settings.json_out)
     with process_group():
         _check(settings, dist.get_world_size())
         source = open_on_all_ranks(settings)
@@ -192,7 +161,7 @@ def train(settings: Settings) -> None:
         result |= _fit(settings, source)
         if dist.get_rank() == 0:
             _report(result)
-            _write(settings, result)
+            write_json(settings.json_out, result)
 
 
 def _check(settings: Settings, world_size: int) -> None:
@@ -212,7 +181,7 @@ def _fit(settings: Settings, source: RowSource) -> dict[str, Any]:
     for epoch in range(settings.epochs):
         label = f"epoch {epoch + 1}/{settings.epochs}"
         with (
-            _bar(desc=label, unit=" samples", total=len(training)) as bar,
+            progress_bar(desc=label, unit=" samples", total=len(training)) as bar,
             closing(steps_of(settings, source, training, settings.batch_size, even=True)) as steps,
         ):
             begin = time.perf_counter()
@@ -246,31 +215,13 @@ def _number(value: float | None) -> str:
 def _report(result: dict[str, Any]) -> None:
     console = Console()
     console.print(f"{result['backend']}, {result['sharding']}, world size {result['world_size']}")
-    table = Table()
-    table.add_column("table")
-    table.add_column("rows", justify="right")
-    table.add_column("bytes", justify="right")
-    for name, rows in result["rows"].items():
-        table.add_row(name, f"{rows:,}", decimal(result["bytes"][name]))
-    table.add_section()
-    table.add_row("all", f"{sum(result['rows'].values()):,}", decimal(sum(result["bytes"].values())))
-    console.print(table)
+    print_tables(console, result["rows"], result["bytes"])
     if result["skip_bad_rows"]:
         console.print(f"bad rows skipped   {result['skipped_rows']:,}")
     console.print(f"training samples   {result['train_samples']:,}")
     console.print(f"training samples/s {result['train_samples_per_second']:,.0f}")
     console.print(f"test AUC           {_number(result['test_auc'])}")
     console.print(f"test logloss       {_number(result['test_logloss'])}")
-
-
-def _write(settings: Settings, result: dict[str, Any]) -> None:
-    if settings.json_out is not None:
-        # A loss that is not finite is null: NaN is no JSON.
-        clean = {
-            key: None if isinstance(value, float) and not math.isfinite(value) else value
-            for key, value in result.items()
-        }
-        settings.json_out.write_text(json.dumps(clean, indent=2, allow_nan=False) + "\n")
 
 
 def read(settings: Settings) -> None:
@@ -288,8 +239,8 @@ def read(settings: Settings) -> None:
     rate = samples / (time.perf_counter() - begin)
     print(f"{samples:,} samples read from {source.path}, {source.bad_rows:,} bad rows skipped")
     print(f"reader samples/s   {rate:,.0f}")
-    _write(
-        settings,
+    write_json(
+        settings.json_out,
         {
             "data": source.path,
             "batch_size": settings.batch_size,

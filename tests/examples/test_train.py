@@ -13,7 +13,8 @@ from typing import Any
 
 import pytest
 import trainer
-from criteo_format import ID_NAMES, DataError
+from common.command import DataError
+from criteo_format import ID_NAMES
 from generator import Generator
 from settings import Settings
 
