@@ -3,34 +3,13 @@
 from __future__ import annotations
 
 import torch
-from common.processes import rank_and_world_size
-from common.sharding import Tables
+from common.sharding import shard, table_name
 from criteo_format import ID_NAMES, NUM_DENSE
 from settings import Settings
-from torch import nn
 from torchrec import EmbeddingBagCollection, EmbeddingBagConfig
 from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.models.dlrm import DLRM, DLRMTrain
 from torchrec.optim.keyed import CombinedOptimizer
-
-
-def table_name(feature: str) -> str:
-    """Name of a feature's table."""
-    return f"t_{feature}"
-
-
-def _tables(settings: Settings) -> Tables:
-    return Tables(
-        backend=settings.backend,
-        names=[table_name(feature) for feature in ID_NAMES],
-        dim=settings.dim,
-        num_embeddings=settings.num_embeddings,
-        optimizer=settings.optimizer,
-        lr=settings.lr,
-        sharding=settings.sharding,
-        batch_rows=settings.batch_size // rank_and_world_size()[1],
-        seed=settings.seed,
-    )
 
 
 def _unsharded(settings: Settings) -> DLRMTrain:
@@ -38,7 +17,7 @@ def _unsharded(settings: Settings) -> DLRMTrain:
         EmbeddingBagConfig(
             name=table_name(feature),
             embedding_dim=settings.dim,
-            num_embeddings=_tables(settings).declared_rows(),
+            num_embeddings=settings.declared_rows,
             feature_names=[feature],
         )
         for feature in ID_NAMES
@@ -60,9 +39,4 @@ def build(settings: Settings) -> tuple[DistributedModelParallel, CombinedOptimiz
         embeddings are updated in backward.
     """
     torch.manual_seed(settings.seed)
-    return _tables(settings).shard(_unsharded(settings), settings.dense_lr)
-
-
-def table_sizes(settings: Settings, model: nn.Module) -> tuple[dict[str, int], dict[str, int]]:
-    """Returns rows and bytes of every table over all ranks; collective."""
-    return _tables(settings).sizes(model)
+    return shard(settings, ID_NAMES, _unsharded(settings))

@@ -19,7 +19,8 @@ import typer
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from common.command import data_errors_in_one_line, prepare_torch, run
-from settings import Backend, Optimizer, Settings, Sharding
+from common.settings import Backend, Optimizer, Sharding
+from settings import Settings
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 

@@ -17,11 +17,13 @@ from batches import BatchMaker, RowSource, Step, read_steps
 from common.command import DataError
 from common.processes import process_group, progress_bar, rank_and_world_size
 from common.report import check_folder, print_tables, write_json
+from common.sharding import table_sizes
 from criteo import CriteoFile
+from criteo_format import ID_NAMES
 from generator import Generator
 from rich.console import Console
 from settings import Settings
-from sharded import build, table_sizes
+from sharded import build
 from torch import nn
 from torchmetrics import MeanMetric
 from torchmetrics.classification import BinaryAUROC
@@ -154,7 +156,7 @@ def train(settings: Settings) -> None:
     """
     check_folder(settings.json_out)
     with process_group():
-        _check(settings, dist.get_world_size())
+        settings.check(dist.get_world_size())
         source = open_on_all_ranks(settings)
         result = asdict(settings) | {"data": source.path, "world_size": dist.get_world_size()}
         del result["json_out"]
@@ -162,15 +164,6 @@ def train(settings: Settings) -> None:
         if dist.get_rank() == 0:
             _report(result)
             write_json(settings.json_out, result)
-
-
-def _check(settings: Settings, world_size: int) -> None:
-    if settings.batch_size % world_size:
-        raise DataError(f"--batch-size {settings.batch_size} cannot be split evenly over {world_size} ranks")
-    if settings.backend == "fused" and settings.sharding == "row_wise":
-        raise DataError("--backend fused has no row_wise sharding on CPU: TorchRec's sharder does not offer it there")
-    if settings.backend == "fused" and settings.dim % 4:
-        raise DataError(f"--backend fused needs a --dim that is a multiple of 4, not {settings.dim}")
 
 
 def _fit(settings: Settings, source: RowSource) -> dict[str, Any]:
@@ -194,7 +187,7 @@ def _fit(settings: Settings, source: RowSource) -> dict[str, Any]:
             print(f"{label}: training loss {loss:.4f}, validation AUC {_number(val_aucs[-1])}", file=sys.stderr)
     with closing(steps_of(settings, source, test, evaluation_rows)) as steps:
         test_auc, test_logloss = evaluate(model, steps)
-    rows, sizes = table_sizes(settings, model)
+    rows, sizes = table_sizes(settings, ID_NAMES, model)
     return {
         "train_samples": samples,
         "skipped_rows": source.bad_rows,
