@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import gzip
 import hashlib
+import math
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -74,6 +76,13 @@ def token_id(token: str) -> int:
         return int.from_bytes(hashlib.blake2b(token.encode(), digest_size=8).digest(), "little", signed=True)
 
 
+def _time(field: str) -> float:
+    seconds = float(field)
+    if not math.isfinite(seconds):  # nothing can be put in order by it
+        raise ValueError(field)
+    return seconds
+
+
 def _own_id(field: str) -> list[int]:
     return [integer(field)]
 
@@ -113,7 +122,7 @@ def load(folder: Path) -> MovieLens:
     users, user_places = _features(_find(folder, "user"), USER_FEATURES)
     items, item_places = _features(_find(folder, "item"), ITEM_FEATURES)
     path = _find(folder, "inter")
-    parsers = {"user_id": _place_in(user_places), "item_id": _place_in(item_places), "timestamp": float}
+    parsers = {"user_id": _place_in(user_places), "item_id": _place_in(item_places), "timestamp": _time}
     rows = [values for _, values in _rows(path, parsers)]
     # sorted() keeps the order of the file where a user rated several items in the same second.
     ordered = np.array([row[:2] for row in sorted(rows, key=lambda row: row[2])], np.int64)
@@ -154,7 +163,7 @@ def _lines(path: Path) -> Iterator[str]:
         raise DataError(f"{path}: not UTF-8: {error.reason}") from error
 
 
-def _rows(path: Path, parsers: dict[str, Callable[[str], object]]) -> Iterator[tuple[int, list]]:
+def _rows(path: Path, parsers: Mapping[str, Callable[[str], object]]) -> Iterator[tuple[int, list[Any]]]:
     """Yields (line number, the wanted columns' values) of every line under the header."""
     lines = _lines(path)
     header = [column.split(":")[0] for column in next(lines, "").split("\t")]
@@ -182,9 +191,7 @@ def _rows(path: Path, parsers: dict[str, Callable[[str], object]]) -> Iterator[t
         raise DataError(f"{path}: no row under the header")
 
 
-def _features(
-    path: Path, columns: dict[str, tuple[str, Callable[[str], list[int]]]]
-) -> tuple[Features, dict[int, int]]:
+def _features(path: Path, columns: dict[str, tuple[str, ToIds]]) -> tuple[Features, dict[int, int]]:
     """Returns the features and where each id, the first of them, stands in the file."""
     lists: tuple[list[list[int]], ...] = tuple([] for _ in columns)
     places: dict[int, int] = {}
