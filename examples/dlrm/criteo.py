@@ -17,7 +17,8 @@ from bisect import bisect_right
 from collections.abc import Callable, Iterator
 from functools import partial
 
-from criteo_format import MAX_LINE_BYTES, BadRowError, DataError, Rows, parse
+from common.command import DataError
+from criteo_format import MAX_LINE_BYTES, BadRowError, Rows, parse
 
 CHUNK_BYTES = 8 << 20
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 import polars as pl
+from common.command import DataError
 
 NUM_DENSE = 13
 NUM_IDS = 26
@@ -30,10 +31,6 @@ _INTEGER = re.compile(rb"(?:-?[0-9]+)?")
 _HEX = re.compile(rb"[0-9a-fA-F]{0,16}")
 _LONG_NUMBER = re.compile(rb"[0-9]{19}")
 _INT64 = range(-(2**63), 2**63)
-
-
-class DataError(ValueError):
-    """The input cannot be used; the message names the file."""
 
 
 class BadRowError(DataError):

@@ -10,16 +10,17 @@ The log is split by time: 80 % to train on, 10 % to validate after each epoch, 1
 
 from __future__ import annotations
 
-import logging
-import os
 import sys
-import warnings
 from pathlib import Path
 from typing import Annotated
 
 import typer
-from criteo_format import DataError
-from settings import Backend, Optimizer, Settings, Sharding
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from common.command import data_errors_in_one_line, prepare_torch, run
+from common.settings import Backend, Optimizer, Sharding
+from settings import Settings
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
@@ -85,35 +86,13 @@ def main(
         sharding=sharding,
         json_out=json_out,
     )
-    _prepare_torch()
+    prepare_torch()
     # Here and not above: TorchRec takes seconds to import, which --help need not wait for.
     from trainer import read, train
 
-    try:
+    with data_errors_in_one_line():
         read(settings) if read_only else train(settings)
-    except DataError as error:
-        # Such an error is the same on every rank.
-        if os.environ.get("RANK", "0") == "0":
-            print(f"error: {error}", file=sys.stderr)
-        raise typer.Exit(2) from None
-
-
-def _prepare_torch() -> None:
-    """Sets what torch reads when it is imported; errors still show, but not what no user of this command can act on."""
-    os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-    # OpenMP's threads wait by spinning for milliseconds, which on a machine with other work slows training tenfold.
-    os.environ.setdefault("GOMP_SPINCOUNT", "10000")
-    warnings.filterwarnings("ignore")
-    logging.disable(logging.WARNING)
 
 
 if __name__ == "__main__":
-    status: str | int | None = 0
-    try:
-        app()
-    except SystemExit as end:
-        status = end.code
-    sys.stdout.flush()
-    sys.stderr.flush()
-    # gloo's threads abort in about one of ten orderly interpreter shutdowns, after all work is done.
-    os._exit(status if isinstance(status, int) else int(status is not None))
+    run(app)

@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import json
-import math
-import shutil
 import sys
-import tempfile
 import time
 from collections.abc import Generator as ReadAhead
 from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from contextlib import closing
 from dataclasses import asdict
 from itertools import pairwise
 from typing import Any
@@ -18,14 +14,16 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from batches import BatchMaker, RowSource, Step, read_steps
+from common.command import DataError
+from common.processes import process_group, progress_bar, rank_and_world_size
+from common.report import check_folder, print_tables, write_json
+from common.sharding import table_sizes
 from criteo import CriteoFile
-from criteo_format import DataError
+from criteo_format import ID_NAMES
 from generator import Generator
 from rich.console import Console
-from rich.filesize import decimal
-from rich.table import Table
 from settings import Settings
-from sharded import build, table_sizes
+from sharded import build
 from torch import nn
 from torchmetrics import MeanMetric
 from torchmetrics.classification import BinaryAUROC
@@ -34,32 +32,6 @@ from tqdm import tqdm
 GENERATED_ROWS = 800_000
 EVALUATION_ROWS = 4096
 LOSS_EVERY_STEPS = 20
-
-
-@contextmanager
-def process_group() -> Iterator[None]:
-    """Joins torchrun's gloo group, or makes one of this process alone."""
-    with tempfile.TemporaryDirectory() as folder:
-        if dist.is_torchelastic_launched():
-            dist.init_process_group("gloo")
-        else:
-            dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=0, world_size=1)
-        try:
-            yield
-            dist.barrier()
-        finally:
-            dist.destroy_process_group()
-
-
-def _rank() -> int:
-    return dist.get_rank() if dist.is_initialized() else 0
-
-
-def _bar(**options: Any) -> tqdm[Any]:
-    # tqdm shows nothing on a terminal that states no size; shutil takes 80 by 24 then.
-    width, height = shutil.get_terminal_size()
-    hidden = _rank() != 0 or not sys.stderr.isatty()
-    return tqdm(unit_scale=True, ncols=width, nrows=height, disable=hidden, **options)
 
 
 def open_source(settings: Settings) -> RowSource:
@@ -72,7 +44,7 @@ def open_source(settings: Settings) -> RowSource:
         return Generator(settings.limit_rows or GENERATED_ROWS, settings.seed)
     file = CriteoFile(settings.data, skip_bad_rows=settings.skip_bad_rows, limit_rows=settings.limit_rows)
     try:
-        with _bar(desc="checking", unit=" rows", leave=False) as bar:
+        with progress_bar(desc="checking", unit=" rows", leave=False) as bar:
             file.scan(bar.update)
     except OSError as error:
         raise DataError(f"{file.path}: {error.strerror}") from error
@@ -123,7 +95,7 @@ def steps_of(
     settings: Settings, source: RowSource, part: range, batch_rows: int, even: bool = False
 ) -> ReadAhead[Step, None, None]:
     """Yields this rank's steps of a part of the log, as many as every other rank's; ``even``: see ``BatchMaker``."""
-    rank, world_size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+    rank, world_size = rank_and_world_size()
     return read_steps(source, part.start, part.stop, batch_rows, BatchMaker(rank, world_size, settings.modulo, even))
 
 
@@ -182,26 +154,16 @@ def train(settings: Settings) -> None:
     Raises:
         DataError: the data cannot be used, on every rank alike, or the settings do not fit the group.
     """
-    if settings.json_out is not None and not settings.json_out.absolute().parent.is_dir():
-        raise DataError(f"{settings.json_out}: no such folder")
+    check_folder(settings.json_out)
     with process_group():
-        _check(settings, dist.get_world_size())
+        settings.check(dist.get_world_size())
         source = open_on_all_ranks(settings)
         result = asdict(settings) | {"data": source.path, "world_size": dist.get_world_size()}
         del result["json_out"]
         result |= _fit(settings, source)
         if dist.get_rank() == 0:
             _report(result)
-            _write(settings, result)
-
-
-def _check(settings: Settings, world_size: int) -> None:
-    if settings.batch_size % world_size:
-        raise DataError(f"--batch-size {settings.batch_size} cannot be split evenly over {world_size} ranks")
-    if settings.backend == "fused" and settings.sharding == "row_wise":
-        raise DataError("--backend fused has no row_wise sharding on CPU: TorchRec's sharder does not offer it there")
-    if settings.backend == "fused" and settings.dim % 4:
-        raise DataError(f"--backend fused needs a --dim that is a multiple of 4, not {settings.dim}")
+            write_json(settings.json_out, result)
 
 
 def _fit(settings: Settings, source: RowSource) -> dict[str, Any]:
@@ -212,7 +174,7 @@ def _fit(settings: Settings, source: RowSource) -> dict[str, Any]:
     for epoch in range(settings.epochs):
         label = f"epoch {epoch + 1}/{settings.epochs}"
         with (
-            _bar(desc=label, unit=" samples", total=len(training)) as bar,
+            progress_bar(desc=label, unit=" samples", total=len(training)) as bar,
             closing(steps_of(settings, source, training, settings.batch_size, even=True)) as steps,
         ):
             begin = time.perf_counter()
@@ -225,7 +187,7 @@ def _fit(settings: Settings, source: RowSource) -> dict[str, Any]:
             print(f"{label}: training loss {loss:.4f}, validation AUC {_number(val_aucs[-1])}", file=sys.stderr)
     with closing(steps_of(settings, source, test, evaluation_rows)) as steps:
         test_auc, test_logloss = evaluate(model, steps)
-    rows, sizes = table_sizes(settings, model)
+    rows, sizes = table_sizes(settings, ID_NAMES, model)
     return {
         "train_samples": samples,
         "skipped_rows": source.bad_rows,
@@ -246,31 +208,13 @@ def _number(value: float | None) -> str:
 def _report(result: dict[str, Any]) -> None:
     console = Console()
     console.print(f"{result['backend']}, {result['sharding']}, world size {result['world_size']}")
-    table = Table()
-    table.add_column("table")
-    table.add_column("rows", justify="right")
-    table.add_column("bytes", justify="right")
-    for name, rows in result["rows"].items():
-        table.add_row(name, f"{rows:,}", decimal(result["bytes"][name]))
-    table.add_section()
-    table.add_row("all", f"{sum(result['rows'].values()):,}", decimal(sum(result["bytes"].values())))
-    console.print(table)
+    print_tables(console, result["rows"], result["bytes"])
     if result["skip_bad_rows"]:
         console.print(f"bad rows skipped   {result['skipped_rows']:,}")
     console.print(f"training samples   {result['train_samples']:,}")
     console.print(f"training samples/s {result['train_samples_per_second']:,.0f}")
     console.print(f"test AUC           {_number(result['test_auc'])}")
     console.print(f"test logloss       {_number(result['test_logloss'])}")
-
-
-def _write(settings: Settings, result: dict[str, Any]) -> None:
-    if settings.json_out is not None:
-        # A loss that is not finite is null: NaN is no JSON.
-        clean = {
-            key: None if isinstance(value, float) and not math.isfinite(value) else value
-            for key, value in result.items()
-        }
-        settings.json_out.write_text(json.dumps(clean, indent=2, allow_nan=False) + "\n")
 
 
 def read(settings: Settings) -> None:
@@ -288,8 +232,8 @@ def read(settings: Settings) -> None:
     rate = samples / (time.perf_counter() - begin)
     print(f"{samples:,} samples read from {source.path}, {source.bad_rows:,} bad rows skipped")
     print(f"reader samples/s   {rate:,.0f}")
-    _write(
-        settings,
+    write_json(
+        settings.json_out,
         {
             "data": source.path,
             "batch_size": settings.batch_size,

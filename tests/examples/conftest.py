@@ -1,6 +1,8 @@
-"""Makes the DLRM example's modules importable, as they are when its script runs."""
+"""Makes the examples' modules importable, as they are when their scripts run."""
 
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parents[2] / "examples" / "dlrm"))
+EXAMPLES = Path(__file__).parents[2] / "examples"
+
+sys.path[:0] = [str(EXAMPLES), str(EXAMPLES / "dlrm")]

@@ -5,32 +5,24 @@ from __future__ import annotations
 import gzip
 import json
 import math
-import os
-import subprocess
-import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import trainer
-from criteo_format import ID_NAMES, DataError
+from common.command import DataError
+from criteo_format import ID_NAMES
 from generator import Generator
 from settings import Settings
 
-ROOT = Path(__file__).parents[2]
-SCRIPT = ROOT / "examples" / "dlrm" / "train.py"
+from .commands import ROOT, run_script
+
 SAMPLE = ROOT.parent / "shared" / "criteo" / "criteo_kaggle_sample.tsv.gz"
 TABLES = [f"t_{name}" for name in ID_NAMES]
 
 
-def run(*flags: object, ranks: int = 1) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable]
-    if ranks > 1:
-        command += ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
-    command += [str(SCRIPT), *map(str, flags)]
-    # One thread: tests share the machine, and spinning thread pools slow each other down without bound.
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    return subprocess.run(command, capture_output=True, text=True, timeout=240, env=environment, check=False)
+run = partial(run_script, "dlrm/train.py")
 
 
 def train(out: Path, *flags: object, ranks: int = 1) -> tuple[dict[str, Any], str]:

@@ -1,0 +1,39 @@
+"""The process group of an example, and the progress bar that only its first process shows."""
+
+from __future__ import annotations
+
+import shutil
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch.distributed as dist
+from tqdm import tqdm
+
+
+@contextmanager
+def process_group() -> Iterator[None]:
+    """Joins torchrun's gloo group, or makes one of this process alone."""
+    if dist.is_torchelastic_launched():
+        dist.init_process_group("gloo")
+    else:
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        yield
+        dist.barrier()
+    finally:
+        dist.destroy_process_group()
+
+
+def rank_and_world_size() -> tuple[int, int]:
+    """This process's place in the group; (0, 1) where there is none."""
+    return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+
+
+def progress_bar(**options: Any) -> tqdm[Any]:
+    """A tqdm bar on rank 0, where stderr is a terminal."""
+    # tqdm shows nothing on a terminal that states no size; shutil takes 80 by 24 then.
+    width, height = shutil.get_terminal_size()
+    hidden = rank_and_world_size()[0] != 0 or not sys.stderr.isatty()
+    return tqdm(unit_scale=True, ncols=width, nrows=height, disable=hidden, **options)

@@ -1,0 +1,72 @@
+"""Settings that every training example has; free of torch, so that the command line answers at once."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from common.command import DataError
+
+Backend = Literal["recstore", "fused"]
+Sharding = Literal["table_wise", "row_wise"]
+Optimizer = Literal["sgd", "adagrad", "rowwise_adagrad"]
+
+HINT_ROWS = 2**40
+"""``num_embeddings`` of a RecStore table, which has no size: a hint that nobody has to think about."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunSettings:
+    """What a run is asked to do; the command's flags, one by one.
+
+    Attributes:
+        backend: "recstore" (tables without a size, raw ids) or "fused" (stock TorchRec, ids modulo the table's size).
+        dim: width of the embeddings.
+        num_embeddings: rows of a fused table; RecStore has no use for it.
+        batch_size: samples of a step over all ranks.
+        epochs: passes over the training part.
+        optimizer: of the embeddings, fused into their backward.
+        lr: of the embeddings.
+        dense_lr: of the dense layers, which Adam trains.
+        seed: of the dense weights, the tables and whatever else is drawn.
+        sharding: how every table lies on the ranks.
+        json_out: where the result goes too.
+    """
+
+    backend: Backend
+    dim: int
+    num_embeddings: int
+    batch_size: int
+    epochs: int
+    optimizer: Optimizer = "rowwise_adagrad"
+    lr: float
+    dense_lr: float
+    seed: int
+    sharding: Sharding
+    json_out: Path | None
+
+    @property
+    def modulo(self) -> int | None:
+        """What ids have to be taken modulo of, if anything."""
+        return self.num_embeddings if self.backend == "fused" else None
+
+    @property
+    def declared_rows(self) -> int:
+        """``num_embeddings`` in the tables' configs."""
+        return self.modulo or HINT_ROWS
+
+    def check(self, world_size: int) -> None:
+        """Finds what would fail only later, or less clearly.
+
+        Raises:
+            DataError: a setting does not fit another, or the number of ranks.
+        """
+        if self.batch_size % world_size:
+            raise DataError(f"--batch-size {self.batch_size} cannot be split evenly over {world_size} ranks")
+        if self.backend == "fused" and self.sharding == "row_wise":
+            raise DataError(
+                "--backend fused has no row_wise sharding on CPU: TorchRec's sharder does not offer it there"
+            )
+        if self.backend == "fused" and self.dim % 4:
+            raise DataError(f"--backend fused needs a --dim that is a multiple of 4, not {self.dim}")

@@ -1,0 +1,158 @@
+"""The run behind ``train.py``: training, recall, report."""
+
+from __future__ import annotations
+
+import sys
+import time
+from dataclasses import asdict
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from common.command import DataError
+from common.processes import process_group, progress_bar
+from common.report import check_folder, print_tables, write_json
+from common.sharding import shard, table_sizes
+from rich.console import Console
+from torch import Tensor, nn
+from torchrec.distributed.model_parallel import DistributedModelParallel
+from torchrec.optim.keyed import CombinedOptimizer
+from two_tower.batches import FeatureStore, shuffled
+from two_tower.movielens import MovieLens, load
+from two_tower.settings import Settings
+from two_tower.towers import TwoTower, in_batch_softmax
+
+TOP = 10
+EVALUATION_ROWS = 1024
+LOSS_EVERY_STEPS = 20
+
+
+class Data:
+    """The interactions, and the features of those who take part in them, as tensors.
+
+    Args:
+        movielens: what was read.
+        modulo: ids are taken modulo this; None keeps them as they are.
+    """
+
+    def __init__(self, movielens: MovieLens, modulo: int | None) -> None:
+        self.users = FeatureStore(movielens.users, modulo)
+        self.items = FeatureStore(movielens.items, modulo)
+        self.train = torch.from_numpy(movielens.train)
+        self.test = torch.from_numpy(movielens.test)
+        counts = self.train[:, 1].bincount(minlength=self.items.num_rows)
+        self.log_shares = (counts / len(self.train)).log()
+
+
+def train(settings: Settings) -> None:
+    """Trains, evaluates and reports, on every rank of the group.
+
+    Raises:
+        DataError: the data cannot be used, on every rank alike, or the settings do not fit it or the group.
+    """
+    check_folder(settings.json_out)
+    data = Data(load(settings.data), settings.modulo)
+    if settings.batch_size > len(data.train):
+        raise DataError(f"--batch-size {settings.batch_size} is more than the {len(data.train)} training interactions")
+    with process_group():
+        settings.check(dist.get_world_size())
+        result = asdict(settings) | {"data": str(settings.data), "world_size": dist.get_world_size()}
+        del result["json_out"]
+        result |= _fit(settings, data)
+        if dist.get_rank() == 0:
+            _report(result)
+            write_json(settings.json_out, result)
+
+
+def _fit(settings: Settings, data: Data) -> dict[str, Any]:
+    torch.manual_seed(settings.seed)
+    towers = TwoTower(data.users.names, data.items.names, settings.dim, settings.declared_rows)
+    features = [*data.users.names, *data.items.names]
+    model, optimizer = shard(settings, features, towers)
+    samples, loss = 0, float("nan")
+    begin = time.perf_counter()
+    for epoch in range(settings.epochs):
+        epoch_samples, loss = train_epoch(model, optimizer, data, settings, epoch)
+        samples += epoch_samples
+    seconds = time.perf_counter() - begin
+    rows, sizes = table_sizes(settings, features, model)
+    return {
+        "train_samples": samples,
+        "train_samples_per_second": samples / seconds,
+        "train_loss": loss,
+        "test_users": len(data.test),
+        "items": data.items.num_rows,
+        f"recall_at_{TOP}": recall(model, data),
+        "rows": rows,
+        "bytes": sizes,
+    }
+
+
+def train_epoch(
+    model: nn.Module, optimizer: CombinedOptimizer, data: Data, settings: Settings, epoch: int
+) -> tuple[int, float]:
+    """Trains on every interaction once; collective.
+
+    Returns:
+        Samples over all ranks, and their mean loss.
+    """
+    model.train()
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    label = f"epoch {epoch + 1}/{settings.epochs}"
+    # A seed of its own for every epoch of every run.
+    order_seed = settings.seed * settings.epochs + epoch
+    losses = []
+    with progress_bar(desc=label, unit=" samples", total=len(data.train)) as bar:
+        for pairs in shuffled(data.train, settings.batch_size, order_seed, rank, world_size):
+            users, items = pairs[:, 0], pairs[:, 1]
+            optimizer.zero_grad(set_to_none=True)
+            user_vectors, item_vectors = model(data.users.pick(users), data.items.pick(items))
+            loss = in_batch_softmax(user_vectors, item_vectors, items, data.log_shares[items])
+            loss.backward()
+            optimizer.step()
+            losses.append(loss.detach())
+            if len(losses) % LOSS_EVERY_STEPS == 1:
+                bar.set_postfix(loss=f"{loss.item():.4f}", refresh=False)
+            bar.update(settings.batch_size)
+    mean = torch.stack(losses).double().mean()
+    dist.all_reduce(mean)
+    mean /= world_size
+    if rank == 0:
+        print(f"{label}: training loss {mean:.4f}", file=sys.stderr)
+    return len(losses) * settings.batch_size, float(mean)
+
+
+@torch.no_grad()
+def recall(model: DistributedModelParallel, data: Data) -> float:
+    """Share of test users whose left-out item is among the best of all items that they were not trained on.
+
+    Collective; every rank ranks for all users, which is too little work to share.
+    """
+    model.eval()
+    towers: TwoTower = model.module
+    item_vectors = _in_pieces(towers.item, data.items)
+    user_vectors = _in_pieces(towers.user, data.users)
+    seen = torch.zeros(data.users.num_rows, data.items.num_rows, dtype=torch.bool)
+    seen[data.train[:, 0], data.train[:, 1]] = True
+    hits = 0
+    for pairs in data.test.split(EVALUATION_ROWS):
+        users, items = pairs[:, 0], pairs[:, 1]
+        scores = (user_vectors[users] @ item_vectors.T).masked_fill(seen[users], -torch.inf)
+        best = scores.topk(min(TOP, data.items.num_rows)).indices
+        hits += int((best == items[:, None]).sum())
+    return hits / len(data.test)
+
+
+def _in_pieces(tower: nn.Module, features: FeatureStore) -> Tensor:
+    pieces = torch.arange(features.num_rows).split(EVALUATION_ROWS)
+    return torch.cat([tower(features.pick(rows)) for rows in pieces])
+
+
+def _report(result: dict[str, Any]) -> None:
+    console = Console()
+    console.print(f"{result['backend']}, {result['sharding']}, world size {result['world_size']}")
+    print_tables(console, result["rows"], result["bytes"])
+    console.print(f"training samples   {result['train_samples']:,}")
+    console.print(f"training samples/s {result['train_samples_per_second']:,.0f}")
+    console.print(f"test users, items  {result['test_users']:,}, {result['items']:,}")
+    console.print(f"recall@{TOP}          {result[f'recall_at_{TOP}']:.4f}")

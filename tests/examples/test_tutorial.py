@@ -1,0 +1,41 @@
+"""The tutorial runs from top to bottom, alone and under torchrun, and prints what it teaches."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from .commands import run_script
+
+
+def number_after(label: str, text: str) -> float:
+    found = re.search(rf"^{re.escape(label)}: ([0-9.]+)", text, flags=re.MULTILINE)
+    assert found is not None, label
+    return float(found[1])
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_tutorial(ranks: int) -> None:
+    done = run_script("tutorial.py", ranks=ranks)
+    assert done.returncode == 0, done.stderr
+    # Warnings of TorchRec's and of its import are nothing a learner can act on.
+    assert "Warning" not in done.stderr
+    said = done.stdout
+    for title in ("Embeddings in PyTorch", "Planner", "LazyAwaitable", "DistributedModelParallel", "Fused optimizers"):
+        assert said.count(f"=== {title} ===") == 1, "printed by the first process alone"
+    assert number_after("Backend: gloo - world size", said) == ranks
+    assert "Embedding of raw ids: IndexError" in said
+    # The plan puts both tables into RecStore, on a rank of their own where there are two.
+    placed = re.findall(r"^(\w+_table) +\| table_wise +\| customized_kernel \| \[(\d)\]", said, flags=re.MULTILINE)
+    assert {name for name, _ in placed} == {"product_table", "user_table"}
+    assert len({rank for _, rank in placed}) == ranks
+    assert "Shape: (2, 128)" in said
+    # Three distinct products and four users in the batch, however many ranks bring it.
+    assert number_after("product_table", said) == 3
+    assert number_after("user_table", said) == 4
+    # The default, fused_params, apply_optimizer_in_backward.
+    for learning_rate in ("0.01", "0.02", "0.5"):
+        assert f"lr: {learning_rate}\n" in said
+    first, second = number_after("First iteration loss", said), number_after("Second iteration loss", said)
+    assert second < first - 1, "backward has updated the rows"
