@@ -53,6 +53,7 @@ CASES: dict[str, Any] = {
     "group_create": lambda: ([_table()], [0, 0], [0, 0, 0, 0], False),
     "group_destroy": lambda: (_group(),),
     "group_forward": lambda: (_group(), IDS, OFFSETS, None, True),
+    "group_prefetch": lambda: (_group(), IDS, [3]),
     "group_backward": lambda: (_context(), torch.ones(2, 4), [0.1], True),
     "mix_ids": lambda: (IDS, False),
     "instruction_set": lambda: (),

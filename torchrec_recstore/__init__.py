@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from torchrec_recstore.sharders import (
         RecStoreEmbeddingCollectionSharder,
         RecStoreFeatureProcessedEmbeddingBagCollectionSharder,
+        RecStorePrefetchPipeline,
         RecStoreSharder,
         table_stats,
     )
@@ -32,6 +33,7 @@ _MODULES = {
     "RecStoreEmbeddingCollectionSharder": "sharders",
     "RecStoreFeatureProcessedEmbeddingBagCollectionSharder": "sharders",
     "RecStorePlanner": "planner",
+    "RecStorePrefetchPipeline": "sharders",
     "RecStoreSharder": "sharders",
     "RowWiseAdagrad": "optim",
     "Table": "store",
@@ -53,6 +55,7 @@ __all__ = [
     "RecStoreEmbeddingCollectionSharder",
     "RecStoreFeatureProcessedEmbeddingBagCollectionSharder",
     "RecStorePlanner",
+    "RecStorePrefetchPipeline",
     "RecStoreSharder",
     "RowWiseAdagrad",
     "Table",

@@ -119,6 +119,10 @@ group_forward = cast(
 
 While the context lives, the slots that the forward found are not reused."""
 
+group_prefetch = cast(Callable[[int, Tensor, Sequence[int]], None], _ops.group_prefetch.default)
+"""(group, ids (N,) int64, how many of them each feature has). Makes missing rows ahead of their training forward, on
+the calling thread alone; they count as misses and inserts now and as lookups then."""
+
 group_backward = cast(Callable[[Tensor, Tensor, Sequence[float], bool], Tensor], _ops.group_backward.default)
 """(context, grad (B, columns) float32, learning rate of each table, weight_grads)
 -> per-sample weights' gradient (N,) float32, empty without weight_grads. Updates the rows."""
@@ -186,6 +190,10 @@ def _fake_forward(group: int, ids: Tensor, offsets: Tensor, weights: Tensor | No
     return out, ids.new_empty((1 if train else 0,))
 
 
+def _fake_prefetch(group: int, ids: Tensor, counts: Sequence[int]) -> None:
+    return None
+
+
 def _fake_backward(context: Tensor, grad: Tensor, learning_rates: Sequence[float], weight_grads: bool) -> Tensor:
     return grad.new_empty((_symbolic_size() if weight_grads else 0,))
 
@@ -203,6 +211,7 @@ _FAKES: dict[str, Callable[..., object]] = {
     "table_export": _fake_export,
     "table_import": _fake_import,
     "group_forward": _fake_forward,
+    "group_prefetch": _fake_prefetch,
     "group_backward": _fake_backward,
     "mix_ids": _fake_mix,
 }

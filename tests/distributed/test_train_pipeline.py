@@ -15,11 +15,18 @@ from torchrec import (
     KeyedJaggedTensor,
 )
 from torchrec.distributed import DistributedModelParallel, TrainPipelineSparseDist
+from torchrec.distributed.train_pipeline import TrainPipelineBase
+from torchrec.distributed.train_pipeline.train_pipelines import TrainPipelineSparseDistLite
 from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper
 from torchrec.optim.optimizers import in_backward_optimizer_filter
 
 from torchrec_recstore.optim import RowWiseAdagrad
-from torchrec_recstore.sharders import RecStoreEmbeddingCollectionSharder, RecStoreSharder, table_stats
+from torchrec_recstore.sharders import (
+    RecStoreEmbeddingCollectionSharder,
+    RecStorePrefetchPipeline,
+    RecStoreSharder,
+    table_stats,
+)
 
 from .reference import Case
 from .workers import run_on_ranks
@@ -34,6 +41,7 @@ ROWS = [
 ]
 CASE = Case(TABLES, RowWiseAdagrad(lr=0.05))
 STEPS = 6
+PIPELINES = (TrainPipelineBase, TrainPipelineSparseDist, TrainPipelineSparseDistLite, RecStorePrefetchPipeline)
 SHARDERS = (RecStoreSharder, RecStoreEmbeddingCollectionSharder)
 
 
@@ -73,21 +81,23 @@ def pipeline_equals_loop(rank: int, world_size: int) -> None:
         optimizer.step()
         losses.append(loss.detach())
 
-    piped, optimizer = build()
-    pipeline = TrainPipelineSparseDist(piped, optimizer, torch.device("cpu"), execute_all_batches=True)
-    batches = iter([CASE.batch(step, rank) for step in range(STEPS)])
-    assert torch.equal(torch.stack([pipeline.progress(batches) for _ in range(STEPS)]), torch.stack(losses))
-
     assert losses[-1] < losses[0]
-    pairs = [
-        pair
-        for name in ("ebc", "ec")
-        for pair in zip(*(getattr(m.module, name).recstore_tables() for m in (looped, piped)), strict=True)
-    ]
-    for one, other in pairs:
-        assert torch.equal(one.ids(), other.ids())
-        assert torch.equal(one.lookup(one.ids()), other.lookup(one.ids()))
-    assert table_stats(looped) == table_stats(piped)
+    for kind in PIPELINES:
+        piped, optimizer = build()
+        pipeline = kind(piped, optimizer, torch.device("cpu"))
+        batches = iter([CASE.batch(step, rank) for step in range(STEPS)])
+        assert torch.equal(torch.stack([pipeline.progress(batches) for _ in range(STEPS)]), torch.stack(losses)), kind
+        with pytest.raises(StopIteration):
+            pipeline.progress(batches)
+        pairs = [
+            pair
+            for name in ("ebc", "ec")
+            for pair in zip(*(getattr(m.module, name).recstore_tables() for m in (looped, piped)), strict=True)
+        ]
+        for one, other in pairs:
+            assert torch.equal(one.ids(), other.ids())
+            assert torch.equal(one.lookup(one.ids()), other.lookup(one.ids()))
+        assert table_stats(looped) == table_stats(piped)
 
 
 @pytest.mark.usefixtures("one_rank")
@@ -97,3 +107,17 @@ def test_one_rank() -> None:
 
 def test_two_ranks() -> None:
     run_on_ranks(2, pipeline_equals_loop)
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_the_next_batch_has_its_rows_before_its_turn() -> None:
+    model, optimizer = build()
+    pipeline = RecStorePrefetchPipeline(model, optimizer, torch.device("cpu"))
+    batches = [CASE.batch(step, 0) for step in range(2)]
+    pipeline.progress(iter(batches))
+    pipeline._finish_prefetch()
+    table = next(table for table in model.module.ebc.recstore_tables() if table.name == "a")
+    wanted = torch.cat([batches[1][feature].values() for feature in ("f0", "f1")])
+    assert len(wanted)
+    assert table.contains(wanted).all()
+    assert table.stats().steps == 1

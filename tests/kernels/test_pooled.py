@@ -195,3 +195,18 @@ def test_arguments_of_a_kernel() -> None:
         PooledKernel([table], [0], "sum", routings=[])
     with pytest.raises(ValueError, match="rank"):
         BlockRouting(5, 2, 2)
+
+
+def test_prefetched_rows_are_those_that_a_forward_makes() -> None:
+    tables = [Table(4, name=name) for name in ("one", "other")]
+    plain = [Table(4, name=name) for name in ("one", "other")]
+    ids, offsets = torch.tensor([5, -1, 5, 2**62]), torch.tensor([0, 2, 3, 4, 4])
+    kernel = PooledKernel(tables, [0, 1], "sum")
+    kernel.prefetch(ids, [3, 1])
+    assert [table.ids().tolist() for table in tables] == [[-1, 5], [2**62]]
+    outs = [k(ids, offsets, train=True) for k in (kernel, PooledKernel(plain, [0, 1], "sum"))]
+    assert torch.equal(*outs)
+    assert [table.stats() for table in tables] == [table.stats() for table in plain]
+    for counts in ([4], [3, 2], [5, -1]):
+        with pytest.raises(ValueError, match="counts must"):
+            kernel.prefetch(ids, counts)

@@ -329,6 +329,35 @@ std::tuple<Tensor, Tensor> group_forward(int64_t group_handle, Tensor ids, Tenso
   return {pooled_tensor(std::move(buffer), bags, group->columns()), context};
 }
 
+// Makes the missing rows of a batch ahead of its training forward, on the calling thread alone and table by table.
+void group_prefetch(int64_t group_handle, Tensor ids, std::vector<int64_t> counts) {
+  const auto group = groups().get(group_handle);
+  ids = checked_ids(ids);
+  int64_t sum = 0;
+  for (const int64_t count : counts) {
+    if (count < 0 || count > ids.size(0) - sum) throw InvalidArgument("counts must sum up to the number of ids");
+    sum += count;
+  }
+  if (static_cast<int64_t>(counts.size()) != group->features() || sum != ids.size(0)) {
+    throw InvalidArgument("counts must have one entry a feature and sum up to the number of ids");
+  }
+  SerialExecutor serial;
+  const int64_t* next = id_data(ids);
+  for (size_t feature = 0; feature < counts.size(); ++feature) {
+    const int64_t number = group->feature_tables[feature];
+    Table& table = *group->tables[number];
+    std::vector<int64_t> raw(static_cast<size_t>(counts[feature]));
+    std::transform(next, next + counts[feature], raw.begin(), [&](int64_t id) { return group->routings[number].raw_id(id); });
+    next += counts[feature];
+    std::vector<Slot> slots(raw.size());
+    const std::lock_guard<std::mutex> lock(table.mutex());
+    table.check_open();
+    const int64_t before = table.size();
+    find_or_insert(table, raw.data(), counts[feature], slots.data(), serial);
+    table.counters().misses += table.size() - before;
+  }
+}
+
 // -> the per-sample weights' gradient (n_ids,), empty where weight_grads is not set.
 Tensor group_backward(Tensor context, Tensor grad, std::vector<double> learning_rates, bool weight_grads) {
   context = checked(context, "context", ScalarType::Long, 1);
@@ -382,6 +411,7 @@ STABLE_TORCH_LIBRARY(recstore_ops, m) {
   m.def("group_create(int[] tables, int[] feature_tables, int[] routings, bool mean) -> int");
   m.def("group_destroy(int group) -> ()");
   m.def("group_forward(int group, Tensor ids, Tensor offsets, Tensor? weights, bool train) -> (Tensor, Tensor)");
+  m.def("group_prefetch(int group, Tensor ids, int[] counts) -> ()");
   m.def("group_backward(Tensor context, Tensor grad, float[] learning_rates, bool weight_grads) -> Tensor");
   m.def("instruction_set() -> str");
   m.def("mix_ids(Tensor ids, bool inverse) -> Tensor");
@@ -407,6 +437,7 @@ STABLE_TORCH_LIBRARY_IMPL(recstore_ops, CPU, m) {
   m.impl("table_export", TORCH_BOX(&recstore::table_export));
   m.impl("table_import", TORCH_BOX(&recstore::table_import));
   m.impl("group_forward", TORCH_BOX(&recstore::group_forward));
+  m.impl("group_prefetch", TORCH_BOX(&recstore::group_prefetch));
   m.impl("group_backward", TORCH_BOX(&recstore::group_backward));
   m.impl("mix_ids", TORCH_BOX(&recstore::mix_ids));
 }

@@ -18,6 +18,13 @@ class Executor {
   virtual void run(int workers, Body body, void* context) = 0;
 };
 
+// The calling thread alone, for work beside what keeps the other threads busy.
+class SerialExecutor final : public Executor {
+ public:
+  int threads() const override { return 1; }
+  void run(int, Body body, void* context) override { body(context); }
+};
+
 // Calls work(task) for every task in [0, tasks), handed out one by one, so uneven tasks balance.
 // Which thread takes which task is open: tasks must not depend on it. Rethrows the first exception
 // after every running task has ended; tasks not yet begun are then skipped.

@@ -80,6 +80,21 @@ class PooledKernel(nn.Module):
             out: Tensor = _PooledLookup.apply(self._anchor, self, ids, offsets, weights)  # type: ignore[no-untyped-call]
             return out
 
+    def prefetch(self, ids: Tensor, counts: Sequence[int]) -> None:
+        """Makes the missing rows of a batch ahead of its training forward; may run in a thread beside other work.
+
+        Args:
+            ids: (N,) int64, feature by feature.
+            counts: ids of each feature.
+
+        Raises:
+            TypeError, ValueError, MemoryError: as :meth:`forward`.
+        """
+        if ids.dtype is not torch.int64:
+            raise TypeError(f"ids must be int64, got {ids.dtype}")
+        with ops.native_errors(f"tables {self._name}"):
+            ops.group_prefetch(self._group, ids, counts)
+
     def _check(self, ids: Tensor, offsets: Tensor, weights: Tensor | None) -> None:
         if ids.dtype is not torch.int64:
             raise TypeError(f"ids must be int64, got {ids.dtype}")

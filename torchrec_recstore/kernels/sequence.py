@@ -72,6 +72,11 @@ class SequenceKernel(nn.Module):
         ]
         return rows[0] if len(rows) == 1 else torch.cat(rows)
 
+    def prefetch(self, ids: Tensor, counts: Sequence[int]) -> None:
+        """As :meth:`PooledKernel.prefetch`, with the ids of each table counted."""
+        for kernel, part in zip(self._kernels, torch.split(ids, list(counts)), strict=True):
+            kernel.prefetch(part, [len(part)])
+
     def _one_id_bags(self, count: int) -> Tensor:
         # Kept, since it is the same in every step; the native side copies what it needs of it.
         if len(self._counting) <= count:

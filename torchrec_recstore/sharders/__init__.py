@@ -14,6 +14,7 @@ from torchrec_recstore.sharders.parameter_sharding import RECSTORE_KERNEL, RecSt
 from torchrec_recstore.sharders.perf import register_kernel
 from torchrec_recstore.sharders.sharder import RecStoreCollectionSharder
 from torchrec_recstore.sharders.stats import table_stats
+from torchrec_recstore.sharders.train_pipeline import RecStorePrefetchPipeline
 
 register_kernel()
 
@@ -24,6 +25,7 @@ __all__ = [
     "RecStoreEmbeddingCollectionSharder",
     "RecStoreFeatureProcessedEmbeddingBagCollectionSharder",
     "RecStoreParameterSharding",
+    "RecStorePrefetchPipeline",
     "RecStoreShardedEmbeddingBagCollection",
     "RecStoreShardedEmbeddingCollection",
     "RecStoreSharder",

@@ -98,6 +98,14 @@ class RecStoreKernel(BaseEmbedding, FusedOptimizerModule):  # type: ignore[misc]
         """How the ids of each of ``tables`` were split over ranks."""
         return self._routings
 
+    def prefetch(self, features: KeyedJaggedTensor) -> None:
+        """Makes the missing rows of a batch ahead of its training forward, in whatever thread calls.
+
+        Args:
+            features: int64 ids of ``config.feature_names()``, in that order.
+        """
+        raise NotImplementedError
+
     def named_parameters_by_table(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Each table's name and its empty parameter, once."""
         yield from self._placeholders.items()
@@ -170,6 +178,10 @@ class RecStoreEmbeddingBag(RecStoreKernel):
         offsets = padded_offsets(features.offsets(), [sum(from_ranks) for from_ranks in bags])
         return rank_major(self._pooled(features.values(), offsets, weights), bags, self._config.embedding_dims())
 
+    def prefetch(self, features: KeyedJaggedTensor) -> None:
+        """Makes missing rows."""
+        self._kernel.prefetch(features.values(), features.length_per_key())
+
     def _pooled(self, ids: torch.Tensor, offsets: torch.Tensor, weights: torch.Tensor | None) -> torch.Tensor:
         pooled: torch.Tensor = self._kernel(ids, offsets, weights, train=self.training)
         return pooled
@@ -200,7 +212,13 @@ class RecStoreEmbedding(RecStoreKernel):
         Returns:
             One dimension: feature by feature, each id's columns, float32.
         """
-        lengths = iter(features.length_per_key())
-        counts = [sum(next(lengths) for _ in range(table.num_features())) for table in self._config.embedding_tables]
-        rows: torch.Tensor = self._kernel(features.values(), counts, train=self.training)
+        rows: torch.Tensor = self._kernel(features.values(), self._counts(features), train=self.training)
         return rows
+
+    def prefetch(self, features: KeyedJaggedTensor) -> None:
+        """Makes missing rows."""
+        self._kernel.prefetch(features.values(), self._counts(features))
+
+    def _counts(self, features: KeyedJaggedTensor) -> list[int]:
+        lengths = iter(features.length_per_key())
+        return [sum(next(lengths) for _ in range(table.num_features())) for table in self._config.embedding_tables]

@@ -52,6 +52,14 @@ class RecStoreLookup(BaseEmbeddingLookup):  # type: ignore[misc]
     def _recstore_kernel(self, config: GroupedEmbeddingConfig) -> RecStoreKernel:
         raise NotImplementedError
 
+    def prefetch(self, sparse_features: KeyedJaggedTensor, forward_stream: Any = None) -> None:
+        """TorchRec's hook for pipelines: makes the batch's missing rows; its own kernels fetch as they do."""
+        super().prefetch(sparse_features, forward_stream)
+        by_group = sparse_features.split(self._feature_splits)
+        for kernel, features in zip(self._emb_modules, by_group, strict=True):
+            if isinstance(kernel, RecStoreKernel) and kernel.training:
+                kernel.prefetch(features)
+
     def kernels(self) -> Iterator[RecStoreKernel]:
         """RecStore's kernels of this rank."""
         for kernel in self._emb_modules:

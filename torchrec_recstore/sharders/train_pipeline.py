@@ -1,0 +1,59 @@
+"""A train pipeline that makes the next batch's rows while this one computes, on the CPU too."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+from torchrec.distributed.train_pipeline.pipeline_context import PrefetchTrainPipelineContext
+from torchrec.distributed.train_pipeline.train_pipelines import PrefetchTrainPipelineSparseDist
+
+
+class RecStorePrefetchPipeline(PrefetchTrainPipelineSparseDist):  # type: ignore[misc]
+    """TorchRec's ``PrefetchTrainPipelineSparseDist``, whose prefetch also runs where there are no CUDA streams.
+
+    On the CPU a thread makes the next batch's missing rows beside this batch's backward and dense layers. Losses are
+    those of a loop without pipeline, step by step: a new row's weights do not depend on when it is made. TorchRec's own
+    returns from its prefetch at once there (torchrec 1.8.0). On CUDA it is TorchRec's pipeline, and rows are made by
+    its prefetch hook. The constructor takes the same arguments.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._thread = ThreadPoolExecutor(1, "recstore_prefetch")
+        self._prefetching: list[Future[None]] = []
+
+    def progress(self, dataloader_iter: Iterator[Any]) -> Any:
+        """Trains on one batch.
+
+        Args:
+            dataloader_iter: gives the batches.
+
+        Returns:
+            The model's output.
+
+        Raises:
+            StopIteration: there is no batch left.
+            MemoryError: no room for the rows of a batch that was prefetched.
+        """
+        self._finish_prefetch()
+        return super().progress(dataloader_iter)
+
+    def _finish_prefetch(self) -> None:
+        # The forward that follows finds all rows there; and what went wrong is said.
+        while self._prefetching:
+            self._prefetching.pop(0).result()
+
+    def _prefetch(self, context: PrefetchTrainPipelineContext) -> None:
+        # The seam between stages (torchrec 1.8.0); with streams TorchRec's own does all of it.
+        if self._prefetch_stream is not None:
+            super()._prefetch(context)
+            return
+        for module in self._pipelined_modules:
+            name = module.forward.name
+            features = context.input_dist_tensors_requests.pop(name).wait()
+            context.module_input_post_prefetch[name] = features
+            context.module_contexts_post_prefetch[name] = context.module_contexts.pop(name)
+            if self._model.training:
+                self._prefetching.append(self._thread.submit(module.prefetch, features))
