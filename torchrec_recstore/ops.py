@@ -15,7 +15,20 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from torchrec_recstore.optim import SGD, Adagrad, Optimizer, RowWiseAdagrad
+from torchrec_recstore.optim import (
+    LAMB,
+    LARSSGD,
+    SGD,
+    Adagrad,
+    Adam,
+    AdamW,
+    Ftrl,
+    Optimizer,
+    PartialRowWiseAdam,
+    PartialRowWiseLAMB,
+    RMSprop,
+    RowWiseAdagrad,
+)
 from torchrec_recstore.options import ConstantInit, Initializer, NormalInit, UniformInit
 
 try:
@@ -30,7 +43,20 @@ except ImportError as error:
 _ops = torch.ops.recstore_ops
 _INVALID = "recstore invalid argument: "
 _NO_MEMORY = "recstore out of memory: "
-_OPTIMIZERS: tuple[type, ...] = (SGD, Adagrad, RowWiseAdagrad)  # in the order of csrc/config.h, OptimizerKind
+# csrc/optimizer.h, OptimizerKind. AdamW is FBGEMM's Adam with other defaults.
+_KINDS: dict[type, int] = {
+    SGD: 0,
+    Adagrad: 1,
+    RowWiseAdagrad: 2,
+    Adam: 3,
+    AdamW: 3,
+    PartialRowWiseAdam: 4,
+    LAMB: 5,
+    PartialRowWiseLAMB: 6,
+    LARSSGD: 7,
+    RMSprop: 8,
+    Ftrl: 9,
+}
 
 
 @contextmanager
@@ -63,16 +89,39 @@ def _initializer_numbers(initializer: Initializer) -> tuple[int, float, float, f
     raise TypeError(f"unknown initializer {type(initializer).__name__}")
 
 
+def _optimizer_numbers(optimizer: Optimizer) -> list[float]:
+    """In the order of csrc/optimizer.h, OptimizerConfig; 0 for what the optimizer has not or has switched off."""
+
+    def number(name: str) -> float:
+        return float(getattr(optimizer, name, None) or 0.0)
+
+    decouple = getattr(optimizer, "weight_decay_mode", None) == "decouple"
+    betas = getattr(optimizer, "betas", (0.0, 0.0))
+    return [
+        number("eps"),
+        number("weight_decay"),
+        float(decouple),
+        number("momentum"),
+        *map(float, betas),
+        *map(number, ("eta", "alpha", "l1", "l2", "lr_power", "beta", "max_gradient", "max_gradient_norm", "max_norm")),
+    ]
+
+
 def table_create(
     name: str, columns: range, seed: int, missing: str, initializer: Initializer, optimizer: Optimizer
 ) -> int:
     """Makes a table that holds ``columns`` of each row; returns its handle, to be given to :func:`table_destroy`."""
-    eps = 0.0 if isinstance(optimizer, SGD) else optimizer.eps
     numbers = _initializer_numbers(initializer)
-    kind = _OPTIMIZERS.index(type(optimizer))
     with native_errors(f"table '{name}'"):
         handle = _ops.table_create(
-            name, columns.start, columns.stop, seed, missing == "init", *numbers, kind, eps, optimizer.weight_decay
+            name,
+            columns.start,
+            columns.stop,
+            seed,
+            missing == "init",
+            *numbers,
+            _KINDS[type(optimizer)],
+            _optimizer_numbers(optimizer),
         )
     return cast(int, handle)
 

@@ -23,7 +23,8 @@ std::shared_ptr<Table> make_table(int64_t columns, OptimizerKind kind, const cha
   config.name = name;
   config.column_end = columns;
   config.init = {InitKind::kUniform, -1.0, 1.0, 0.0};
-  config.optimizer = {kind, 1e-8f, 0.01f};
+  config.optimizer.kind = kind;
+  config.optimizer.weight_decay = 0.01;
   return std::make_shared<Table>(config);
 }
 

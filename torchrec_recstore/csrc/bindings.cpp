@@ -15,6 +15,7 @@
 #include <vector>
 
 #include "buffer_pool.h"
+#include "clipping.h"
 #include "error.h"
 #include "pass.h"
 #include "registry.h"
@@ -105,12 +106,11 @@ Batch plain_batch(const Tensor& ids) {
 }
 
 int64_t table_create(std::string name, int64_t column_begin, int64_t column_end, int64_t seed, bool missing_reads_init,
-                     int64_t init, double init_a, double init_b, double init_truncate, int64_t optimizer, double eps,
-                     double weight_decay) {
+                     int64_t init, double init_a, double init_b, double init_truncate, int64_t optimizer,
+                     std::vector<double> optimizer_numbers) {
   if (column_begin < 0 || column_end <= column_begin) throw InvalidArgument("columns must be a range that is not empty");
   if (column_end > kMostColumns) throw InvalidArgument("a row has at most 2**24 columns, got " + std::to_string(column_end));
   if (init < 0 || init > 2) throw InvalidArgument("init must be 0, 1 or 2");
-  if (optimizer < 0 || optimizer > 2) throw InvalidArgument("optimizer must be 0, 1 or 2");
   row_kernels();  // a wrong RECSTORE_ISA is told here
   TableConfig config;
   config.name = std::move(name);
@@ -119,7 +119,7 @@ int64_t table_create(std::string name, int64_t column_begin, int64_t column_end,
   config.seed = static_cast<uint64_t>(seed);
   config.missing_reads_init = missing_reads_init;
   config.init = {static_cast<InitKind>(init), init_a, init_b, init_truncate};
-  config.optimizer = {static_cast<OptimizerKind>(optimizer), static_cast<float>(eps), static_cast<float>(weight_decay)};
+  config.optimizer = OptimizerConfig::of(optimizer, optimizer_numbers);
   return tables().add(std::make_shared<Table>(std::move(config)));
 }
 
@@ -154,10 +154,9 @@ void table_update(int64_t table, Tensor ids, Tensor grads, double learning_rate)
   const auto slots = BufferPool::instance().take(static_cast<size_t>(batch.n_ids) * sizeof(Slot));
   auto* slot_data = static_cast<Slot*>(slots.data());
   const auto locks = group->lock();
+  const ClippedGradient clipped(*group, float_data(grads), batch.bags, executor());
   find_or_insert(*group->tables[0], batch.ids, batch.n_ids, slot_data, executor());
-  const Distinct distinct = apply_gradients({*group, batch, slot_data}, float_data(grads), {static_cast<float>(learning_rate)},
-                                            Steps{0}, executor());
-  group->tables[0]->counters().updates += distinct[0];
+  apply_gradients({*group, batch, slot_data}, clipped.data(), {static_cast<float>(learning_rate)}, Steps{0}, executor());
 }
 
 void table_insert(int64_t table, Tensor ids, Tensor weights) {
@@ -313,7 +312,7 @@ std::string instruction_set() { return row_kernels().name; }
 STABLE_TORCH_LIBRARY(recstore_ops, m) {
   m.def(
       "table_create(str name, int column_begin, int column_end, int seed, bool missing_reads_init, int init, float init_a, "
-      "float init_b, float init_truncate, int optimizer, float eps, float weight_decay) -> int");
+      "float init_b, float init_truncate, int optimizer, float[] optimizer_numbers) -> int");
   m.def("table_destroy(int table) -> ()");
   m.def("table_lookup(int table, Tensor ids, bool train) -> Tensor");
   m.def("table_update(int table, Tensor ids, Tensor grads, float learning_rate) -> ()");

@@ -3,6 +3,8 @@
 #include <algorithm>
 #include <utility>
 
+#include "clipping.h"
+
 namespace recstore {
 
 Pass::Pass(std::shared_ptr<const Group> group, const Batch& batch, std::shared_ptr<void> inputs, float* out, Executor& executor)
@@ -39,10 +41,9 @@ void Pass::end() {
 
 void Pass::backward(const float* grad, const std::vector<float>& learning_rates, float* grad_weights, Executor& executor) {
   const auto locks = group_->lock();
-  if (grad_weights != nullptr) weight_gradients(resolved(), grad, grad_weights, executor);
-  const Distinct distinct = apply_gradients(resolved(), grad, learning_rates, steps_, executor);
-  for (size_t t = 0; t < distinct.size(); ++t) group_->tables[t]->counters().updates += distinct[t];
-  count(distinct);
+  const ClippedGradient clipped(*group_, grad, batch_.bags, executor);
+  if (grad_weights != nullptr) weight_gradients(resolved(), clipped.data(), grad_weights, executor);
+  count(apply_gradients(resolved(), clipped.data(), learning_rates, steps_, executor));
 }
 
 void Pass::settle(const Table& table, Executor& executor) {
