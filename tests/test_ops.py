@@ -97,7 +97,10 @@ def test_native_checks_do_not_rely_on_the_wrappers() -> None:
         (lambda: native.table_create("t", 0, 4, 0, False, 0, 0.0, 0.0, 0.0, 10, [0.0] * 15), "optimizer must"),
         (lambda: native.table_create("t", 0, 4, 0, False, 0, 0.0, 0.0, 0.0, 0, [0.0] * 3), "optimizer_numbers"),
         (lambda: native.table_create("t", 0, 4, 0, False, 0, 0.0, 0.0, 0.0, 3, [-1.0] * 15), "optimizer_numbers"),
-        (lambda: native.table_create("t", 0, 4, 0, False, 0, 0.0, 0.0, 0.0, 3, [0.0] * 4 + [1.0] + [0.0] * 10), "beta1"),
+        (
+            lambda: native.table_create("t", 0, 4, 0, False, 0, 0.0, 0.0, 0.0, 3, [0.0] * 4 + [1.0] + [0.0] * 10),
+            "beta1",
+        ),
         (lambda: native.group_create([table], [0], [0, 0], False), "routings"),
         (lambda: native.group_backward(_context(), torch.ones(3, 4), [0.1], False), "grad"),
         (lambda: native.group_backward(_context(), torch.ones(2, 4), [], False), "learning_rates"),

@@ -9,7 +9,20 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from torchrec_recstore.optim import SGD, Adagrad, RowWiseAdagrad
+    from torchrec_recstore.optim import (
+        LAMB,
+        LARSSGD,
+        SGD,
+        Adagrad,
+        Adam,
+        AdamW,
+        Ftrl,
+        PartialRowWiseAdam,
+        PartialRowWiseLAMB,
+        RMSprop,
+        RowWiseAdagrad,
+        state_names,
+    )
     from torchrec_recstore.options import ConstantInit, NormalInit, TableOptions, UniformInit
     from torchrec_recstore.planner import RecStoreConstraints, RecStorePlanner
     from torchrec_recstore.sharders import RecStoreSharder, table_stats
@@ -18,10 +31,18 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _MODULES = {
+    "LAMB": "optim",
+    "LARSSGD": "optim",
     "SGD": "optim",
     "Adagrad": "optim",
+    "Adam": "optim",
+    "AdamW": "optim",
     "ConstantInit": "options",
+    "Ftrl": "optim",
     "NormalInit": "options",
+    "PartialRowWiseAdam": "optim",
+    "PartialRowWiseLAMB": "optim",
+    "RMSprop": "optim",
     "RecStoreConstraints": "planner",
     "RecStorePlanner": "planner",
     "RecStoreSharder": "sharders",
@@ -30,14 +51,23 @@ _MODULES = {
     "TableOptions": "options",
     "TableStats": "store",
     "UniformInit": "options",
+    "state_names": "optim",
     "table_stats": "sharders",
 }
 
 __all__ = [
+    "LAMB",
+    "LARSSGD",
     "SGD",
     "Adagrad",
+    "Adam",
+    "AdamW",
     "ConstantInit",
+    "Ftrl",
     "NormalInit",
+    "PartialRowWiseAdam",
+    "PartialRowWiseLAMB",
+    "RMSprop",
     "RecStoreConstraints",
     "RecStorePlanner",
     "RecStoreSharder",
@@ -46,6 +76,7 @@ __all__ = [
     "TableOptions",
     "TableStats",
     "UniformInit",
+    "state_names",
     "table_stats",
 ]
 

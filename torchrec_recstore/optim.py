@@ -1,8 +1,8 @@
 """Fused optimizers: what a table's backward does to a row. Plain frozen dataclasses, no torch.
 
-Notation: ``g`` is the sum of an id's gradients in a step, ``w`` its weights, ``D`` the columns of the shard, ``|x|`` the
-Euclidean norm over them, ``t`` the number of this update of the table, from 1 (one a backward, as FBGEMM's ``iter``).
-States start at zero; :func:`state_names` lists them.
+Notation: ``g`` is the sum of an id's gradients in a step, ``w`` its weights, ``D`` the columns of the shard, ``|x|``
+the Euclidean norm over them, ``t`` the number of this update of the table, from 1 (one a backward, as FBGEMM's
+``iter``). States start at zero; :func:`state_names` lists them.
 
 Source, where no other is named: the GPU formulas in FBGEMM 1.8.0, ``fbgemm_gpu/codegen/genscript/optimizers.py``.
 """
@@ -85,8 +85,8 @@ class SGD(_Fused):
 class Adagrad(_Fused):
     """``g += weight_decay * w; m += g**2; w -= lr * g / (sqrt(m) + eps)``; ``m`` is ``(D,)`` a row.
 
-    With ``weight_decay_mode="decouple"``: ``w *= 1 - lr * weight_decay`` instead of adding to ``g``. FBGEMM's Adagrad has
-    no weight decay; this one is as its row-wise Adagrad's.
+    With ``weight_decay_mode="decouple"``: ``w *= 1 - lr * weight_decay`` instead of adding to ``g``. FBGEMM's Adagrad
+    has no weight decay; this one is as its row-wise Adagrad's.
 
     Raises:
         ValueError: a value out of range; the message names it.
@@ -229,10 +229,10 @@ class RMSprop(_Fused):
 class Ftrl(_Fused):
     """FTRL-proximal, algorithm 1 of McMahan et al., "Ad Click Prediction" (KDD 2013), ``lr`` being its alpha.
 
-    ``s = ((n + g**2)**-lr_power - n**-lr_power) / lr; n += g**2; z += g - s * w``, then ``w = 0`` where ``|z| <= l1``, else
-    ``w = (sign(z) * l1 - z) / ((beta + n**-lr_power) / lr + l2)``, element by element; ``z`` and ``n`` are ``(D,)`` a row.
-    The paper's ``lr_power``, a name of TensorFlow's, is -0.5. An element keeps its initial weight until its first
-    gradient that is not zero; an update with a learning rate of 0 changes nothing.
+    ``s = ((n + g**2)**-lr_power - n**-lr_power) / lr; n += g**2; z += g - s * w``, then ``w = 0`` where ``|z| <= l1``,
+    else ``w = (sign(z) * l1 - z) / ((beta + n**-lr_power) / lr + l2)``. ``z`` and ``n`` are ``(D,)`` a row. The paper's
+    ``lr_power``, a name of TensorFlow's, is -0.5. An element keeps its initial weight until its first gradient that is
+    not zero; an update with a learning rate of 0 changes nothing.
 
     Raises:
         ValueError: a value out of range; the message names it.

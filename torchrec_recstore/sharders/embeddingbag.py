@@ -22,8 +22,10 @@ from torchrec.modules.embedding_configs import EmbeddingBagConfig, PoolingType
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
+from torchrec_recstore.optim import Optimizer
 from torchrec_recstore.sharders.kernel import placeholder_parameter
 from torchrec_recstore.sharders.lookup import RecStorePooledLookup
+from torchrec_recstore.sharders.own_optimizer import deal_out, with_optimizer
 from torchrec_recstore.sharders.parameter_sharding import RECSTORE_KERNEL, RecStoreParameterSharding
 from torchrec_recstore.sharders.raw_ids import int64_ids
 from torchrec_recstore.sharders.resident import ResidentParameter
@@ -175,9 +177,19 @@ class RecStoreSharder(EmbeddingBagCollectionSharder):  # type: ignore[misc]
 
     Args:
         fused_params: as for TorchRec's sharder; selects the optimizer unless ``apply_optimizer_in_backward`` does.
+        optimizer: of the RecStore tables, instead; the only way to those that TorchRec has no name for.
+        args, kwargs: TorchRec's other arguments.
+
+    Raises:
+        ValueError: ``optimizer`` and ``fused_params`` disagree.
     """
 
     _offers_stock = False
+
+    def __init__(
+        self, fused_params: dict[str, Any] | None = None, *args: Any, optimizer: Optimizer | None = None, **kwargs: Any
+    ) -> None:
+        super().__init__(with_optimizer(fused_params, optimizer), *args, **kwargs)
 
     def with_stock_kernels(self) -> RecStoreSharder:
         """A copy that offers TorchRec's own kernels as well, for planners that choose by constraint."""
@@ -196,13 +208,15 @@ class RecStoreSharder(EmbeddingBagCollectionSharder):  # type: ignore[misc]
         """The sharded module.
 
         Raises:
-            ValueError: the plan or ``fused_params`` ask of a RecStore table what RecStore does not support.
+            ValueError: the plan or ``fused_params`` ask of a RecStore table what RecStore does not support, or ways of
+                selecting its optimizer disagree.
         """
+        fused_params, params = deal_out(self.fused_params, params, super().shardable_parameters(module))
         return RecStoreShardedEmbeddingBagCollection(
             module,
             params,
             env,
-            fused_params=self.fused_params,
+            fused_params=fused_params,
             device=device,
             qcomm_codecs_registry=self.qcomm_codecs_registry,
             module_fqn=module_fqn,

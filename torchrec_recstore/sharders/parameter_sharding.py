@@ -8,8 +8,9 @@ from typing import Any
 from torchrec.distributed.embedding_types import EmbeddingComputeKernel
 from torchrec.distributed.types import ParameterSharding
 
+from torchrec_recstore.optim import Optimizer
 from torchrec_recstore.options import TableOptions
-from torchrec_recstore.sharders.fused_params import OPTIONS_KEY, CarriedOptions
+from torchrec_recstore.sharders.fused_params import OPTIMIZER_KEY, OPTIONS_KEY, CarriedOptions
 
 RECSTORE_KERNEL: str = EmbeddingComputeKernel.CUSTOMIZED_KERNEL.value
 """TorchRec's name, in plans and constraints, for the kernel that RecStore provides."""
@@ -21,9 +22,11 @@ class RecStoreParameterSharding(ParameterSharding):  # type: ignore[misc]
 
     Args:
         options: the table's options.
+        optimizer: that of ``RecStoreSharder(optimizer=...)``, on its way to the kernel; None for a plan's own entries.
     """
 
     options: TableOptions = field(default_factory=TableOptions)
+    optimizer: Optimizer | None = None
 
     @classmethod
     def of(cls, sharding: ParameterSharding, options: TableOptions) -> RecStoreParameterSharding:
@@ -32,4 +35,5 @@ class RecStoreParameterSharding(ParameterSharding):  # type: ignore[misc]
 
     def get_additional_fused_params(self) -> dict[str, Any]:
         """Called by TorchRec for customized kernels (``add_params_from_parameter_sharding``, torchrec 1.8.0)."""
-        return {OPTIONS_KEY: CarriedOptions(self.options)}
+        optimizer = {} if self.optimizer is None else {OPTIMIZER_KEY: self.optimizer}
+        return {OPTIONS_KEY: CarriedOptions(self.options), **optimizer}
