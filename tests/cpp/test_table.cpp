@@ -18,13 +18,21 @@ using namespace recstore;
 
 namespace {
 
-std::shared_ptr<Table> make_table(int64_t columns, OptimizerKind kind, const char* name = "t") {
+std::shared_ptr<Table> make_table(int64_t columns, OptimizerKind kind, const char* name = "t", double max_gradient = 0.0) {
   TableConfig config;
   config.name = name;
   config.column_end = columns;
   config.init = {InitKind::kUniform, -1.0, 1.0, 0.0};
   config.optimizer.kind = kind;
   config.optimizer.weight_decay = 0.01;
+  config.optimizer.momentum = 0.9;
+  config.optimizer.beta1 = config.optimizer.alpha = 0.9;
+  config.optimizer.beta2 = 0.99;
+  config.optimizer.eta = 0.1;
+  config.optimizer.l1 = 0.01;
+  config.optimizer.lr_power = -0.5;
+  config.optimizer.max_gradient = max_gradient;
+  config.optimizer.max_gradient_norm = max_gradient;
   return std::make_shared<Table>(config);
 }
 
@@ -68,7 +76,7 @@ Batch batch_of(const Data& data, int64_t bags, bool weighted) {
 std::vector<float> train_steps(OptimizerKind kind, int threads, bool weighted, bool mean) {
   constexpr int64_t kBags = 3000;
   Threads executor(threads);
-  auto first = make_table(17, kind, "first");
+  auto first = make_table(17, kind, "first", mean ? 0.5 : 0.0);
   auto second = make_table(64, kind, "second");
   const auto group = make_group({first, second}, {0, 1, 1}, mean);
   std::vector<float> out(static_cast<size_t>(kBags * group->columns()));
@@ -85,7 +93,8 @@ std::vector<float> train_steps(OptimizerKind kind, int threads, bool weighted, b
 }
 
 void bits_do_not_depend_on_threads() {
-  for (const auto kind : {OptimizerKind::kSgd, OptimizerKind::kAdagrad, OptimizerKind::kRowWiseAdagrad}) {
+  for (auto number = static_cast<int64_t>(OptimizerKind::kSgd); number <= static_cast<int64_t>(OptimizerKind::kFtrl); ++number) {
+    const auto kind = static_cast<OptimizerKind>(number);
     for (const bool weighted : {false, true}) {
       const auto expected = train_steps(kind, 1, weighted, !weighted);
       for (const int threads : {2, 5}) {

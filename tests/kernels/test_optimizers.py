@@ -15,7 +15,6 @@ from fbgemm_gpu.split_table_batched_embeddings_ops_training import (
     ComputeDevice,
     SplitTableBatchedEmbeddingBagsCodegen,
 )
-from torch import Tensor
 
 from torchrec_recstore import optim
 from torchrec_recstore.kernels import PooledKernel
@@ -33,47 +32,11 @@ from torchrec_recstore.optim import (
     RMSprop,
     RowWiseAdagrad,
 )
-from torchrec_recstore.options import ConstantInit, NormalInit, TableOptions
+from torchrec_recstore.options import ConstantInit, TableOptions
 from torchrec_recstore.store import Table
 
+from .optimizer_cases import OPTIMIZERS, ROWS, rows, table
 from .optimizer_reference import Reference
-
-ROWS = 8
-OPTIMIZERS: list[Optimizer] = [
-    SGD(0.1, weight_decay=0.1),
-    SGD(0.1, momentum=0.9),
-    SGD(0.1, weight_decay=0.1, momentum=0.5, max_gradient_norm=0.7),
-    Adagrad(0.1, weight_decay=0.1),
-    Adagrad(0.1, weight_decay=0.1, weight_decay_mode="decouple", max_gradient=0.3),
-    RowWiseAdagrad(0.1, weight_decay=0.1),
-    RowWiseAdagrad(0.1, weight_decay=0.1, weight_decay_mode="decouple"),
-    RowWiseAdagrad(0.1, max_norm=0.8, max_gradient_norm=0.5),
-    Adam(0.1),
-    Adam(0.1, betas=(0.8, 0.95), eps=1e-3, weight_decay=0.1, max_gradient=0.3, max_gradient_norm=0.6),
-    AdamW(0.1),
-    PartialRowWiseAdam(0.1, weight_decay=0.1),
-    LAMB(0.1),
-    LAMB(0.1, weight_decay=0.1, max_gradient_norm=0.6),
-    PartialRowWiseLAMB(0.1, weight_decay=0.1),
-    LARSSGD(0.1, eta=0.1, weight_decay=0.1),
-    LARSSGD(0.5, momentum=0.0, eta=0.02),
-    RMSprop(0.1, weight_decay=0.1),
-    RMSprop(0.1, alpha=0.5, eps=1e-2, max_gradient=0.5),
-    Ftrl(0.1),
-    Ftrl(0.1, l1=0.3, l2=0.1, beta=1.0),
-    Ftrl(0.1, l1=0.01, lr_power=-0.4, beta=0.5),
-]
-
-
-def table(optimizer: Optimizer, dim: int = 4) -> Table:
-    """Rows 0 to 7, of about unit size."""
-    made = Table(dim, optimizer=optimizer, options=TableOptions(NormalInit(0.0, 0.5), seed=7))
-    made.lookup(torch.arange(ROWS), train=True)
-    return made
-
-
-def rows(made: Table) -> Tensor:
-    return made.lookup(torch.arange(ROWS))
 
 
 @pytest.mark.parametrize("dim", [1, 4, 16, 33, 64])
@@ -210,16 +173,16 @@ def test_a_row_takes_the_memory_that_its_states_say(optimizer: Optimizer) -> Non
 
 _DIGEST = """
 import hashlib, torch
-from tests.kernels.test_optimizers import OPTIMIZERS, table
+from tests.kernels.optimizer_cases import OPTIMIZERS, table
 for threads in (1, 2):
     torch.set_num_threads(threads)
     digest = hashlib.sha256()
     for optimizer in OPTIMIZERS:
-        for dim in (1, 16, 33):
+        for dim in (16, 33):
             made, generator = table(optimizer, dim), torch.Generator().manual_seed(dim)
-            for _ in range(3):
-                ids = torch.randint(0, 9000, (20000,), generator=generator)
-                made.update(ids, torch.randn(20000, dim, generator=generator))
+            for _ in range(2):
+                ids = torch.randint(0, 4000, (9000,), generator=generator)
+                made.update(ids, torch.randn(9000, dim, generator=generator))
             digest.update(made.lookup(made.ids()).numpy().tobytes())
     print(digest.hexdigest())
 """

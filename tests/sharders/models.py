@@ -13,6 +13,7 @@ from torchrec.distributed import DistributedModelParallel
 from torchrec.distributed.planner import Topology
 from torchrec.distributed.planner.types import ParameterConstraints
 
+from torchrec_recstore.optim import Optimizer
 from torchrec_recstore.options import TableOptions
 from torchrec_recstore.planner import RecStoreConstraints, RecStorePlanner
 from torchrec_recstore.sharders import RecStoreSharder
@@ -35,6 +36,7 @@ def sharded(
     options: Mapping[str, TableOptions] | None = None,
     sharding_type: str = "table_wise",
     constraints: Mapping[str, ParameterConstraints] | None = None,
+    optimizer: Optimizer | None = None,
 ) -> DistributedModelParallel:
     """``ebc`` on this rank, all tables in RecStore where ``constraints`` say nothing else."""
     options = options or {}
@@ -45,7 +47,7 @@ def sharded(
             )
             for config in ebc.embedding_bag_configs()
         }
-    sharders = [RecStoreSharder(fused_params=None if fused_params is None else dict(fused_params))]
+    sharders = [RecStoreSharder(None if fused_params is None else dict(fused_params), optimizer=optimizer)]
     topology = Topology(world_size=1, compute_device="cpu")
     planner = RecStorePlanner(topology=topology, constraints=dict(constraints), debug=False)
     plan = planner.collective_plan(ebc, sharders, dist.group.WORLD)
