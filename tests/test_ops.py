@@ -46,6 +46,8 @@ CASES: dict[str, Any] = {
     "group_destroy": lambda: (_group(),),
     "group_forward": lambda: (_group(), IDS, OFFSETS, None, True),
     "group_backward": lambda: (_context(), torch.ones(2, 4), [0.1], True),
+    "group_weight_gradients": lambda: (_context(), torch.ones(2, 4)),
+    "group_accumulated_backward": lambda: ([_context()], [torch.ones(2, 4)], [0.1]),
     "instruction_set": lambda: (),
 }
 
@@ -76,10 +78,17 @@ def test_opcheck_traced(name: str) -> None:
 # Destroying what is not there is allowed, and table_create and instruction_set take no handle.
 TAKE_HANDLE = sorted(set(CASES) - {"table_create", "table_destroy", "group_destroy", "instruction_set"})
 
+_GONE = torch.tensor([10**9])
+
 
 @pytest.mark.parametrize("name", TAKE_HANDLE)
 def test_an_unknown_handle_is_an_error(name: str) -> None:
-    bad = {"group_create": [10**9], "group_backward": torch.tensor([10**9])}.get(name, 10**9)
+    bad = {
+        "group_create": [10**9],
+        "group_backward": _GONE,
+        "group_weight_gradients": _GONE,
+        "group_accumulated_backward": [_GONE],
+    }.get(name, 10**9)
     with pytest.raises(RuntimeError, match="handle"):
         getattr(torch.ops.recstore_ops, name)(bad, *CASES[name]()[1:])
 
@@ -104,6 +113,12 @@ def test_native_checks_do_not_rely_on_the_wrappers() -> None:
         (lambda: native.group_create([table], [0], [0, 0], False), "routings"),
         (lambda: native.group_backward(_context(), torch.ones(3, 4), [0.1], False), "grad"),
         (lambda: native.group_backward(_context(), torch.ones(2, 4), [], False), "learning_rates"),
+        (lambda: native.group_accumulated_backward([], [], [0.1]), "contexts"),
+        (lambda: native.group_accumulated_backward([_context()], [torch.ones(3, 4)], [0.1]), "grads"),
+        (
+            lambda: native.group_accumulated_backward([_context(), _context()], [torch.ones(2, 4)] * 2, [0.1]),
+            "one group",
+        ),
     ]:
         with pytest.raises(RuntimeError, match=names):
             call()

@@ -165,6 +165,15 @@ group_backward = cast(Callable[[Tensor, Tensor, Sequence[float], bool], Tensor],
 """(context, grad (B, columns) float32, learning rate of each table, weight_grads)
 -> per-sample weights' gradient (N,) float32, empty without weight_grads. Updates the rows."""
 
+group_weight_gradients = cast(Callable[[Tensor, Tensor], Tensor], _ops.group_weight_gradients.default)
+"""(context, grad (B, columns) float32) -> per-sample weights' gradient (N,) float32; the rows stay as they are."""
+
+group_accumulated_backward = cast(
+    Callable[[Sequence[Tensor], Sequence[Tensor], Sequence[float]], None], _ops.group_accumulated_backward.default
+)
+"""(contexts of one group, the grad of each (B, columns) float32, learning rate of each table): one update of each row
+on the sum over all contexts, feature by feature, and of a feature context by context."""
+
 
 def group_create(
     tables: Sequence[int], feature_tables: Sequence[int], routings: Sequence[tuple[int, int, int]], mean: bool
@@ -219,6 +228,14 @@ def _fake_backward(context: Tensor, grad: Tensor, learning_rates: Sequence[float
     return grad.new_empty((_symbolic_size() if weight_grads else 0,))
 
 
+def _fake_weight_gradients(context: Tensor, grad: Tensor) -> Tensor:
+    return grad.new_empty((_symbolic_size(),))
+
+
+def _fake_accumulated(contexts: Sequence[Tensor], grads: Sequence[Tensor], learning_rates: Sequence[float]) -> None:
+    return None
+
+
 _FAKES: dict[str, Callable[..., object]] = {
     "table_lookup": _fake_lookup,
     "table_update": _fake_write,
@@ -227,6 +244,8 @@ _FAKES: dict[str, Callable[..., object]] = {
     "table_contains": _fake_contains,
     "group_forward": _fake_forward,
     "group_backward": _fake_backward,
+    "group_weight_gradients": _fake_weight_gradients,
+    "group_accumulated_backward": _fake_accumulated,
 }
 for _name, _fake in _FAKES.items():
     torch.library.register_fake(f"recstore_ops::{_name}", _fake)

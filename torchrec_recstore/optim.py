@@ -16,7 +16,7 @@ from typing import Literal
 WeightDecayMode = Literal["l2", "decouple"]
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, repr=False)
 class _Fused:
     """What every optimizer has: its checks, and clipping of the gradient ahead of its formula."""
 
@@ -30,6 +30,11 @@ class _Fused:
     def __post_init__(self) -> None:
         for field in fields(self):
             _check(type(self).__name__, field.name, getattr(self, field.name))
+
+    def __repr__(self) -> str:
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        shown = ", ".join(f"{name}={value!r}" for name, value in values.items() if value is not None)
+        return f"{type(self).__name__}({shown})"
 
 
 def _check(owner: str, field: str, value: object) -> None:
@@ -65,7 +70,7 @@ def _check_below_one(name: str, value: object) -> None:
         raise ValueError(f"{name} must be at least 0 and below 1, got {value}")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class SGD(_Fused):
     """``g += weight_decay * w; w -= lr * g``.
 
@@ -81,7 +86,7 @@ class SGD(_Fused):
     momentum: float = 0.0
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Adagrad(_Fused):
     """``g += weight_decay * w; m += g**2; w -= lr * g / (sqrt(m) + eps)``; ``m`` is ``(D,)`` a row.
 
@@ -98,7 +103,7 @@ class Adagrad(_Fused):
     weight_decay_mode: WeightDecayMode = "l2"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class RowWiseAdagrad(_Fused):
     """``g += weight_decay * w; m += mean(g**2); w -= lr * g / (sqrt(m) + eps)``; ``m`` is one number a row.
 
@@ -116,7 +121,7 @@ class RowWiseAdagrad(_Fused):
     max_norm: float | None = None
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Adam(_Fused):
     """``w -= lr * (m' / (sqrt(v') + eps) + weight_decay * w)``: weight decay is decoupled, as in FBGEMM's ``adam``.
 
@@ -133,7 +138,7 @@ class Adam(_Fused):
     weight_decay: float = 0.0
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class AdamW(_Fused):
     """``torch.optim.AdamW``, with its defaults: the same formula as :class:`Adam`, on the rows of the batch.
 
@@ -147,7 +152,7 @@ class AdamW(_Fused):
     weight_decay: float = 0.01
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class PartialRowWiseAdam(_Fused):
     """:class:`Adam` whose ``v`` is one number a row: ``v = b2 * v + (1 - b2) * mean(g**2)``.
 
@@ -161,7 +166,7 @@ class PartialRowWiseAdam(_Fused):
     weight_decay: float = 0.0
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class LAMB(_Fused):
     """``u = m' / (sqrt(v') + eps) + weight_decay * w; w -= lr * |w| / |u| * u`` with :class:`Adam`'s ``m'`` and ``v'``.
 
@@ -178,7 +183,7 @@ class LAMB(_Fused):
     weight_decay: float = 0.0
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class PartialRowWiseLAMB(_Fused):
     """:class:`LAMB` whose ``v`` is one number a row: ``v = b2 * v + (1 - b2) * mean(g**2)``.
 
@@ -192,7 +197,7 @@ class PartialRowWiseLAMB(_Fused):
     weight_decay: float = 0.0
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class LARSSGD(_Fused):
     """``m = momentum * m + lr * r * (g + weight_decay * w); w -= m``; ``m`` is ``(D,)`` a row.
 
@@ -209,7 +214,7 @@ class LARSSGD(_Fused):
     weight_decay: float = 0.0
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class RMSprop(_Fused):
     """``g += weight_decay * w; v = alpha * v + (1 - alpha) * g**2; w -= lr * g / (sqrt(v) + eps)``.
 
@@ -225,7 +230,7 @@ class RMSprop(_Fused):
     weight_decay: float = 0.0
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Ftrl(_Fused):
     """FTRL-proximal, algorithm 1 of McMahan et al., "Ad Click Prediction" (KDD 2013), ``lr`` being its alpha.
 

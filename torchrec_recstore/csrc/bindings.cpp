@@ -291,17 +291,44 @@ std::tuple<Tensor, Tensor> group_forward(int64_t group_handle, Tensor ids, Tenso
   return {pooled_tensor(std::move(buffer), bags, group->columns()), context};
 }
 
+std::shared_ptr<Pass> checked_pass(const Tensor& context) {
+  const Tensor handle = checked(context, "context", ScalarType::Long, 1);
+  if (handle.size(0) != 1) throw InvalidArgument("context must come from a training group_forward");
+  return passes().get(*id_data(handle));
+}
+
 // -> the per-sample weights' gradient (n_ids,), empty where weight_grads is not set.
 Tensor group_backward(Tensor context, Tensor grad, std::vector<double> learning_rates, bool weight_grads) {
-  context = checked(context, "context", ScalarType::Long, 1);
-  if (context.size(0) != 1) throw InvalidArgument("context must come from a training group_forward");
-  const auto pass = passes().get(*id_data(context));
+  const auto pass = checked_pass(context);
   grad = checked_rows(grad, "grad", pass->batch().bags, pass->columns());
   if (learning_rates.size() != pass->table_count()) throw InvalidArgument("learning_rates must have one entry a table");
   Tensor grad_weights = empty({weight_grads ? pass->batch().n_ids : 0}, ScalarType::Float);
   pass->backward(float_data(grad), std::vector<float>(learning_rates.begin(), learning_rates.end()),
                  weight_grads ? static_cast<float*>(grad_weights.mutable_data_ptr()) : nullptr, executor());
   return grad_weights;
+}
+
+// A backward whose update comes later: the per-sample weights' gradient (n_ids,) alone.
+Tensor group_weight_gradients(Tensor context, Tensor grad) {
+  const auto pass = checked_pass(context);
+  grad = checked_rows(grad, "grad", pass->batch().bags, pass->columns());
+  Tensor grad_weights = empty({pass->batch().n_ids}, ScalarType::Float);
+  pass->weight_gradients_only(float_data(grad), static_cast<float*>(grad_weights.mutable_data_ptr()), executor());
+  return grad_weights;
+}
+
+// One update for several passes.
+void group_accumulated_backward(std::vector<Tensor> contexts, std::vector<Tensor> grads, std::vector<double> learning_rates) {
+  if (contexts.empty() || contexts.size() != grads.size()) throw InvalidArgument("contexts and grads must be as many, and one at least");
+  std::vector<std::shared_ptr<Pass>> all;
+  std::vector<const float*> data;
+  for (size_t i = 0; i < contexts.size(); ++i) {
+    all.push_back(checked_pass(contexts[i]));
+    grads[i] = checked_rows(grads[i], "grads", all[i]->batch().bags, all[i]->columns());
+    data.push_back(float_data(grads[i]));
+  }
+  if (learning_rates.size() != all[0]->table_count()) throw InvalidArgument("learning_rates must have one entry a table");
+  accumulated_backward(all, data, std::vector<float>(learning_rates.begin(), learning_rates.end()), executor());
 }
 
 std::string instruction_set() { return row_kernels().name; }
@@ -325,6 +352,8 @@ STABLE_TORCH_LIBRARY(recstore_ops, m) {
   m.def("group_destroy(int group) -> ()");
   m.def("group_forward(int group, Tensor ids, Tensor offsets, Tensor? weights, bool train) -> (Tensor, Tensor)");
   m.def("group_backward(Tensor context, Tensor grad, float[] learning_rates, bool weight_grads) -> Tensor");
+  m.def("group_weight_gradients(Tensor context, Tensor grad) -> Tensor");
+  m.def("group_accumulated_backward(Tensor[] contexts, Tensor[] grads, float[] learning_rates) -> ()");
   m.def("instruction_set() -> str");
 }
 
@@ -347,6 +376,8 @@ STABLE_TORCH_LIBRARY_IMPL(recstore_ops, CPU, m) {
   m.impl("table_contains", TORCH_BOX(&recstore::table_contains));
   m.impl("group_forward", TORCH_BOX(&recstore::group_forward));
   m.impl("group_backward", TORCH_BOX(&recstore::group_backward));
+  m.impl("group_weight_gradients", TORCH_BOX(&recstore::group_weight_gradients));
+  m.impl("group_accumulated_backward", TORCH_BOX(&recstore::group_accumulated_backward));
 }
 
 // Importing the module loads the library, which registers the ops.
