@@ -37,6 +37,7 @@ def sharded(
     sharding_type: str = "table_wise",
     constraints: Mapping[str, ParameterConstraints] | None = None,
     optimizer: Optimizer | None = None,
+    accumulation_steps: int = 1,
 ) -> DistributedModelParallel:
     """``ebc`` on this rank, all tables in RecStore where ``constraints`` say nothing else."""
     options = options or {}
@@ -47,7 +48,8 @@ def sharded(
             )
             for config in ebc.embedding_bag_configs()
         }
-    sharders = [RecStoreSharder(None if fused_params is None else dict(fused_params), optimizer=optimizer)]
+    params = None if fused_params is None else dict(fused_params)
+    sharders = [RecStoreSharder(params, optimizer=optimizer, accumulation_steps=accumulation_steps)]
     topology = Topology(world_size=1, compute_device="cpu")
     planner = RecStorePlanner(topology=topology, constraints=dict(constraints), debug=False)
     plan = planner.collective_plan(ebc, sharders, dist.group.WORLD)

@@ -163,6 +163,37 @@ def test_learning_rate_follows_param_groups_and_schedulers() -> None:
         scheduler.step()
 
 
+@pytest.mark.parametrize("sharding_type", ["table_wise", "row_wise"])
+def test_accumulation(sharding_type: str) -> None:
+    """Three backward passes, then one update on their sum, with the learning rate of the third."""
+    options = {"t": TableOptions(initializer=ConstantInit(0.0))}
+    model = sharded(collection(bag()), {"learning_rate": 1.0}, options, sharding_type, accumulation_steps=3)
+    for step, (ids, lr) in enumerate([([5], 1.0), ([5, 6], 1.0), ([5], 0.5), ([7], 0.5)]):
+        model.fused_optimizer.param_groups[0]["lr"] = lr
+        model(batch(f=[ids])).values().sum().backward()
+        rows = tables(model)["t"].lookup(torch.tensor([5, 6, 7]))[:, 0].tolist()
+        assert rows == ([-1.5, -0.5, 0.0] if step >= 2 else [0.0, 0.0, 0.0])
+
+
+@pytest.mark.parametrize(("steps", "error"), [(0, ValueError), (1.5, TypeError)])
+def test_a_bad_number_of_accumulation_steps_is_an_error(steps: Any, error: type[Exception]) -> None:
+    with pytest.raises(error, match="accumulation_steps"):
+        RecStoreSharder(accumulation_steps=steps)
+
+
+def test_ftrl_through_a_warm_up_from_zero() -> None:
+    options = {"t": TableOptions(initializer=ConstantInit(0.0))}
+    model = sharded(collection(bag()), None, options, optimizer=Ftrl(lr=1.0, beta=1.0))
+    stages = [WarmupStage(policy=WarmupPolicy.LINEAR, max_iters=4, value=0.0)]
+    optimizer = WarmupOptimizer(CombinedOptimizer([model.fused_optimizer]), stages, lr=1.0)
+    seen = []
+    for _ in range(3):
+        seen.append(decrease(model))
+        optimizer.step()
+    assert seen[0] == 0.0
+    assert all(0.0 < fall < 1.0 for fall in seen[1:])
+
+
 def test_learning_rate_is_read_in_backward() -> None:
     model = sharded(collection(bag()), {"learning_rate": 0.5}, {"t": TableOptions(initializer=ConstantInit(0.0))})
     pooled = model(batch(f=[[5]])).values()

@@ -25,7 +25,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from torchrec_recstore.optim import Optimizer
 from torchrec_recstore.sharders.kernel import placeholder_parameter
 from torchrec_recstore.sharders.lookup import RecStorePooledLookup
-from torchrec_recstore.sharders.own_optimizer import deal_out, with_optimizer
+from torchrec_recstore.sharders.own_arguments import deal_out, with_own_arguments
 from torchrec_recstore.sharders.parameter_sharding import RECSTORE_KERNEL, RecStoreParameterSharding
 from torchrec_recstore.sharders.raw_ids import int64_ids
 from torchrec_recstore.sharders.resident import ResidentParameter
@@ -178,6 +178,8 @@ class RecStoreSharder(EmbeddingBagCollectionSharder):  # type: ignore[misc]
     Args:
         fused_params: as for TorchRec's sharder; selects the optimizer unless ``apply_optimizer_in_backward`` does.
         optimizer: of the RecStore tables, instead; the only way to those that TorchRec has no name for.
+        accumulation_steps: backward passes whose gradients are summed before the rows of the RecStore tables are
+            updated, once, with the learning rate of the last; forwards in between read the rows as they were.
         args, kwargs: TorchRec's other arguments.
 
     Raises:
@@ -187,9 +189,14 @@ class RecStoreSharder(EmbeddingBagCollectionSharder):  # type: ignore[misc]
     _offers_stock = False
 
     def __init__(
-        self, fused_params: dict[str, Any] | None = None, *args: Any, optimizer: Optimizer | None = None, **kwargs: Any
+        self,
+        fused_params: dict[str, Any] | None = None,
+        *args: Any,
+        optimizer: Optimizer | None = None,
+        accumulation_steps: int = 1,
+        **kwargs: Any,
     ) -> None:
-        super().__init__(with_optimizer(fused_params, optimizer), *args, **kwargs)
+        super().__init__(with_own_arguments(fused_params, optimizer, accumulation_steps), *args, **kwargs)
 
     def with_stock_kernels(self) -> RecStoreSharder:
         """A copy that offers TorchRec's own kernels as well, for planners that choose by constraint."""

@@ -34,6 +34,9 @@ OPTIONS_KEY = "recstore_options"
 OPTIMIZER_KEY = "recstore_optimizer"
 """The key in ``fused_params`` under which the optimizer given to ``RecStoreSharder(optimizer=...)`` travels."""
 
+ACCUMULATION_KEY = "recstore_accumulation_steps"
+"""The key in ``fused_params`` under which ``RecStoreSharder(accumulation_steps=...)`` travels."""
+
 _OPTIMIZERS: dict[Enum, type[Optimizer]] = {
     EmbOptimType.SGD: SGD,  # FBGEMM's inexact form of the same update: it differs only in the order of sums
     EmbOptimType.EXACT_SGD: SGD,
@@ -59,6 +62,7 @@ _OPTIMIZERS: dict[Enum, type[Optimizer]] = {
 # Arguments of optimizers; one that the selected optimizer lacks is passed by, as FBGEMM does.
 _READ = frozenset(
     {
+        ACCUMULATION_KEY,
         OPTIONS_KEY,
         OPTIMIZER_KEY,
         "optimizer",
@@ -162,6 +166,11 @@ def table_options(fused_params: Mapping[str, Any] | None) -> TableOptions:
     """The options that a table's own ``fused_params`` carry; default options where the plan carried none."""
     carried = (fused_params or {}).get(OPTIONS_KEY)
     return carried.options if isinstance(carried, CarriedOptions) else TableOptions()
+
+
+def accumulation_steps(fused_params: Mapping[str, Any] | None) -> int:
+    """The backward passes that make one update; 1 where the sharder says nothing."""
+    return int((fused_params or {}).get(ACCUMULATION_KEY, 1))
 
 
 def optimizer_from_fused_params(fused_params: Mapping[str, Any] | None, table_names: Sequence[str]) -> Optimizer:

@@ -17,7 +17,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from torchrec_recstore.kernels import BlockRouting, PooledKernel
 from torchrec_recstore.optim import Optimizer
-from torchrec_recstore.sharders.fused_params import optimizer_from_fused_params
+from torchrec_recstore.sharders.fused_params import accumulation_steps, optimizer_from_fused_params
 from torchrec_recstore.sharders.shard_tables import make_table
 from torchrec_recstore.store import Table
 
@@ -82,6 +82,7 @@ class RecStoreEmbeddingBag(BaseEmbedding, FusedOptimizerModule):  # type: ignore
             feature_tables,
             "mean" if pooling_type_to_pooling_mode(config.pooling, sharding_type) == PoolingMode.MEAN else "sum",
             routings=[_routing(table, row_split) for table in config.embedding_tables],
+            accumulation_steps=accumulation_steps(config.fused_params),
         )
         self._placeholders = {name: placeholder_parameter() for name in dict.fromkeys(config.table_names())}
         self._optim = RecStoreFusedOptimizer(

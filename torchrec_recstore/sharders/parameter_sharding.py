@@ -10,7 +10,7 @@ from torchrec.distributed.types import ParameterSharding
 
 from torchrec_recstore.optim import Optimizer
 from torchrec_recstore.options import TableOptions
-from torchrec_recstore.sharders.fused_params import OPTIMIZER_KEY, OPTIONS_KEY, CarriedOptions
+from torchrec_recstore.sharders.fused_params import ACCUMULATION_KEY, OPTIMIZER_KEY, OPTIONS_KEY, CarriedOptions
 
 RECSTORE_KERNEL: str = EmbeddingComputeKernel.CUSTOMIZED_KERNEL.value
 """TorchRec's name, in plans and constraints, for the kernel that RecStore provides."""
@@ -22,11 +22,12 @@ class RecStoreParameterSharding(ParameterSharding):  # type: ignore[misc]
 
     Args:
         options: the table's options.
-        optimizer: that of ``RecStoreSharder(optimizer=...)``, on its way to the kernel; None for a plan's own entries.
+        optimizer, accumulation_steps: those of the sharder, on their way to the kernel; a planner leaves them out.
     """
 
     options: TableOptions = field(default_factory=TableOptions)
     optimizer: Optimizer | None = None
+    accumulation_steps: int = 1
 
     @classmethod
     def of(cls, sharding: ParameterSharding, options: TableOptions) -> RecStoreParameterSharding:
@@ -35,5 +36,9 @@ class RecStoreParameterSharding(ParameterSharding):  # type: ignore[misc]
 
     def get_additional_fused_params(self) -> dict[str, Any]:
         """Called by TorchRec for customized kernels (``add_params_from_parameter_sharding``, torchrec 1.8.0)."""
-        optimizer = {} if self.optimizer is None else {OPTIMIZER_KEY: self.optimizer}
-        return {OPTIONS_KEY: CarriedOptions(self.options), **optimizer}
+        params: dict[str, Any] = {OPTIONS_KEY: CarriedOptions(self.options)}
+        if self.optimizer is not None:
+            params[OPTIMIZER_KEY] = self.optimizer
+        if self.accumulation_steps > 1:
+            params[ACCUMULATION_KEY] = self.accumulation_steps
+        return params
