@@ -39,7 +39,7 @@ def _context() -> torch.Tensor:
 
 
 CASES: dict[str, Any] = {
-    "table_create": lambda: ("t", 0, 4, 0, False, 0, -1.0, 1.0, 0.0, 2, 1e-8, 0.0),
+    "table_create": lambda: ("t", 0, 4, 0, False, 0, -1.0, 1.0, 0.0, 2, [1e-8] + [0.0] * 14),
     "table_destroy": lambda: (ops.table_create("t", range(4), 0, "zeros", ops.ConstantInit(0.0), ops.SGD()),),
     "table_lookup": lambda: (_table(), IDS, True),
     "table_update": lambda: (_table(), IDS, torch.ones(3, 4), 0.1),
@@ -56,6 +56,8 @@ CASES: dict[str, Any] = {
     "group_prefetch": lambda: (_group(), IDS, [3]),
     "group_backward": lambda: (_context(), torch.ones(2, 4), [0.1], True),
     "mix_ids": lambda: (IDS, False),
+    "group_weight_gradients": lambda: (_context(), torch.ones(2, 4)),
+    "group_accumulated_backward": lambda: ([_context()], [torch.ones(2, 4)], [0.1]),
     "instruction_set": lambda: (),
 }
 
@@ -86,10 +88,14 @@ def test_opcheck_traced(name: str) -> None:
 # Destroying what is not there is allowed, and table_create, instruction_set and mix_ids take no handle.
 TAKE_HANDLE = sorted(set(CASES) - {"table_create", "table_destroy", "group_destroy", "instruction_set", "mix_ids"})
 
+_GONE = torch.tensor([10**9])
+
 
 @pytest.mark.parametrize("name", TAKE_HANDLE)
 def test_an_unknown_handle_is_an_error(name: str) -> None:
-    bad = {"group_create": [10**9], "group_backward": torch.tensor([10**9])}.get(name, 10**9)
+    bad: Any = {"group_create": [10**9], "group_accumulated_backward": [_GONE]}.get(name, 10**9)
+    if name in ("group_backward", "group_weight_gradients"):
+        bad = _GONE
     with pytest.raises(RuntimeError, match="handle"):
         getattr(torch.ops.recstore_ops, name)(bad, *CASES[name]()[1:])
 
@@ -102,12 +108,24 @@ def test_native_checks_do_not_rely_on_the_wrappers() -> None:
         (lambda: native.table_lookup(table, IDS[None], False), "ids"),
         (lambda: native.table_update(table, IDS, torch.ones(2, 4), 0.1), "grads"),
         (lambda: native.table_insert(table, IDS, torch.ones(3, 5)), "weights"),
-        (lambda: native.table_create("t", 4, 4, 0, False, 0, 0.0, 0.0, 0.0, 0, 0.0, 0.0), "columns"),
-        (lambda: native.table_create("t", 0, 4, 0, False, 9, 0.0, 0.0, 0.0, 0, 0.0, 0.0), "init"),
-        (lambda: native.table_create("t", 0, 4, 0, False, 0, 0.0, 0.0, 0.0, 9, 0.0, 0.0), "optimizer"),
+        (lambda: native.table_create("t", 4, 4, 0, False, 0, 0.0, 0.0, 0.0, 0, [0.0] * 15), "columns"),
+        (lambda: native.table_create("t", 0, 4, 0, False, 9, 0.0, 0.0, 0.0, 0, [0.0] * 15), "init"),
+        (lambda: native.table_create("t", 0, 4, 0, False, 0, 0.0, 0.0, 0.0, 10, [0.0] * 15), "optimizer must"),
+        (lambda: native.table_create("t", 0, 4, 0, False, 0, 0.0, 0.0, 0.0, 0, [0.0] * 3), "optimizer_numbers"),
+        (lambda: native.table_create("t", 0, 4, 0, False, 0, 0.0, 0.0, 0.0, 3, [-1.0] * 15), "optimizer_numbers"),
+        (
+            lambda: native.table_create("t", 0, 4, 0, False, 0, 0.0, 0.0, 0.0, 3, [0.0] * 4 + [1.0] + [0.0] * 10),
+            "beta1",
+        ),
         (lambda: native.group_create([table], [0], [0, 0], False), "routings"),
         (lambda: native.group_backward(_context(), torch.ones(3, 4), [0.1], False), "grad"),
         (lambda: native.group_backward(_context(), torch.ones(2, 4), [], False), "learning_rates"),
+        (lambda: native.group_accumulated_backward([_context()], [IDS, IDS], [0.1]), "contexts"),
+        (lambda: native.group_accumulated_backward([_context()], [torch.ones(3, 4)], [0.1]), "grads"),
+        (
+            lambda: native.group_accumulated_backward([_context(), _context()], [torch.ones(2, 4)] * 2, [0.1]),
+            "one group",
+        ),
     ]:
         with pytest.raises(RuntimeError, match=names):
             call()

@@ -10,7 +10,20 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from torchrec_recstore.checkpoint import export_dense_weights, load_dense_weights, load_distributed_checkpoint
-    from torchrec_recstore.optim import SGD, Adagrad, RowWiseAdagrad
+    from torchrec_recstore.optim import (
+        LAMB,
+        LARSSGD,
+        SGD,
+        Adagrad,
+        Adam,
+        AdamW,
+        Ftrl,
+        PartialRowWiseAdam,
+        PartialRowWiseLAMB,
+        RMSprop,
+        RowWiseAdagrad,
+        state_names,
+    )
     from torchrec_recstore.options import ConstantInit, NormalInit, TableOptions, UniformInit
     from torchrec_recstore.planner import RecStoreConstraints, RecStorePlanner
     from torchrec_recstore.sharders import (
@@ -25,10 +38,18 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _MODULES = {
+    "LAMB": "optim",
+    "LARSSGD": "optim",
     "SGD": "optim",
     "Adagrad": "optim",
+    "Adam": "optim",
+    "AdamW": "optim",
     "ConstantInit": "options",
+    "Ftrl": "optim",
     "NormalInit": "options",
+    "PartialRowWiseAdam": "optim",
+    "PartialRowWiseLAMB": "optim",
+    "RMSprop": "optim",
     "RecStoreConstraints": "planner",
     "RecStoreEmbeddingCollectionSharder": "sharders",
     "RecStoreFeatureProcessedEmbeddingBagCollectionSharder": "sharders",
@@ -43,14 +64,23 @@ _MODULES = {
     "export_dense_weights": "checkpoint",
     "load_dense_weights": "checkpoint",
     "load_distributed_checkpoint": "checkpoint",
+    "state_names": "optim",
     "table_stats": "sharders",
 }
 
 __all__ = [
+    "LAMB",
+    "LARSSGD",
     "SGD",
     "Adagrad",
+    "Adam",
+    "AdamW",
     "ConstantInit",
+    "Ftrl",
     "NormalInit",
+    "PartialRowWiseAdam",
+    "PartialRowWiseLAMB",
+    "RMSprop",
     "RecStoreConstraints",
     "RecStoreEmbeddingCollectionSharder",
     "RecStoreFeatureProcessedEmbeddingBagCollectionSharder",
@@ -65,6 +95,7 @@ __all__ = [
     "export_dense_weights",
     "load_dense_weights",
     "load_distributed_checkpoint",
+    "state_names",
     "table_stats",
 ]
 

@@ -15,7 +15,20 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from torchrec_recstore.optim import SGD, Adagrad, Optimizer, RowWiseAdagrad
+from torchrec_recstore.optim import (
+    LAMB,
+    LARSSGD,
+    SGD,
+    Adagrad,
+    Adam,
+    AdamW,
+    Ftrl,
+    Optimizer,
+    PartialRowWiseAdam,
+    PartialRowWiseLAMB,
+    RMSprop,
+    RowWiseAdagrad,
+)
 from torchrec_recstore.options import ConstantInit, Initializer, NormalInit, UniformInit
 
 try:
@@ -30,7 +43,20 @@ except ImportError as error:
 _ops = torch.ops.recstore_ops
 _INVALID = "recstore invalid argument: "
 _NO_MEMORY = "recstore out of memory: "
-_OPTIMIZERS: tuple[type, ...] = (SGD, Adagrad, RowWiseAdagrad)  # in the order of csrc/config.h, OptimizerKind
+# csrc/optimizer.h, OptimizerKind. AdamW is FBGEMM's Adam with other defaults.
+_KINDS: dict[type, int] = {
+    SGD: 0,
+    Adagrad: 1,
+    RowWiseAdagrad: 2,
+    Adam: 3,
+    AdamW: 3,
+    PartialRowWiseAdam: 4,
+    LAMB: 5,
+    PartialRowWiseLAMB: 6,
+    LARSSGD: 7,
+    RMSprop: 8,
+    Ftrl: 9,
+}
 
 
 @contextmanager
@@ -63,16 +89,39 @@ def _initializer_numbers(initializer: Initializer) -> tuple[int, float, float, f
     raise TypeError(f"unknown initializer {type(initializer).__name__}")
 
 
+def _optimizer_numbers(optimizer: Optimizer) -> list[float]:
+    """In the order of csrc/optimizer.h, OptimizerConfig; 0 for what the optimizer has not or has switched off."""
+
+    def number(name: str) -> float:
+        return float(getattr(optimizer, name, None) or 0.0)
+
+    decouple = getattr(optimizer, "weight_decay_mode", None) == "decouple"
+    betas = getattr(optimizer, "betas", (0.0, 0.0))
+    return [
+        number("eps"),
+        number("weight_decay"),
+        float(decouple),
+        number("momentum"),
+        *map(float, betas),
+        *map(number, ("eta", "alpha", "l1", "l2", "lr_power", "beta", "max_gradient", "max_gradient_norm", "max_norm")),
+    ]
+
+
 def table_create(
     name: str, columns: range, seed: int, missing: str, initializer: Initializer, optimizer: Optimizer
 ) -> int:
     """Makes a table that holds ``columns`` of each row; returns its handle, to be given to :func:`table_destroy`."""
-    eps = 0.0 if isinstance(optimizer, SGD) else optimizer.eps
     numbers = _initializer_numbers(initializer)
-    kind = _OPTIMIZERS.index(type(optimizer))
     with native_errors(f"table '{name}'"):
         handle = _ops.table_create(
-            name, columns.start, columns.stop, seed, missing == "init", *numbers, kind, eps, optimizer.weight_decay
+            name,
+            columns.start,
+            columns.stop,
+            seed,
+            missing == "init",
+            *numbers,
+            _KINDS[type(optimizer)],
+            _optimizer_numbers(optimizer),
         )
     return cast(int, handle)
 
@@ -126,6 +175,15 @@ the calling thread alone; they count as misses and inserts now and as lookups th
 group_backward = cast(Callable[[Tensor, Tensor, Sequence[float], bool], Tensor], _ops.group_backward.default)
 """(context, grad (B, columns) float32, learning rate of each table, weight_grads)
 -> per-sample weights' gradient (N,) float32, empty without weight_grads. Updates the rows."""
+
+group_weight_gradients = cast(Callable[[Tensor, Tensor], Tensor], _ops.group_weight_gradients.default)
+"""(context, grad (B, columns) float32) -> per-sample weights' gradient (N,) float32; the rows stay as they are."""
+
+group_accumulated_backward = cast(
+    Callable[[Sequence[Tensor], Sequence[Tensor], Sequence[float]], None], _ops.group_accumulated_backward.default
+)
+"""(contexts of one group, the grad of each (B, columns) float32, learning rate of each table): one update of each row
+on the sum over all contexts, feature by feature, and of a feature context by context."""
 
 
 def group_create(
@@ -202,6 +260,14 @@ def _fake_mix(ids: Tensor, inverse: bool) -> Tensor:
     return ids.new_empty(ids.shape)
 
 
+def _fake_weight_gradients(context: Tensor, grad: Tensor) -> Tensor:
+    return grad.new_empty((_symbolic_size(),))
+
+
+def _fake_accumulated(contexts: Sequence[Tensor], grads: Sequence[Tensor], learning_rates: Sequence[float]) -> None:
+    return None
+
+
 _FAKES: dict[str, Callable[..., object]] = {
     "table_lookup": _fake_lookup,
     "table_update": _fake_write,
@@ -214,6 +280,8 @@ _FAKES: dict[str, Callable[..., object]] = {
     "group_prefetch": _fake_prefetch,
     "group_backward": _fake_backward,
     "mix_ids": _fake_mix,
+    "group_weight_gradients": _fake_weight_gradients,
+    "group_accumulated_backward": _fake_accumulated,
 }
 for _name, _fake in _FAKES.items():
     torch.library.register_fake(f"recstore_ops::{_name}", _fake)

@@ -115,7 +115,7 @@ def whole_tables(directory: str | Path) -> dict[str, dict[int, dict[str, Tensor]
     tables: dict[str, dict[int, dict[str, Tensor]]] = {name: {} for name in TABLES}
     for path in Path(directory).glob("held_by_*.pt"):
         for name, columns, ids, rows in torch.load(path, weights_only=False):
-            state = rows["momentum1"] if "momentum1" in rows else torch.zeros(len(ids))
+            state = rows["sum"] if "sum" in rows else torch.zeros(len(ids))
             state = state if state.dim() == 2 else state.unsqueeze(1).expand(-1, len(columns))
             for i, identity in enumerate(ids.tolist()):
                 row = tables[name].setdefault(identity, {k: torch.full((DIM,), torch.nan) for k in ("weight", "state")})

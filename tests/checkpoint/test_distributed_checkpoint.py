@@ -36,7 +36,7 @@ def load(rank: int, world_size: int, *, path: str, sharding: str, optimizer: Emb
     held: dict[str, set[int]] = {name: set() for name in expected}
     for name, columns, ids, rows in models.shards(model):
         held[name].update(ids.tolist())
-        states = rows.get("momentum1", torch.zeros(len(ids)))
+        states = rows.get("sum", torch.zeros(len(ids)))
         for i, identity in enumerate(ids.tolist()):
             row = expected[name][identity]
             cut = slice(columns.start, columns.stop)
@@ -92,7 +92,7 @@ def test_async_save_and_training_on(one_rank: None, tmp_path: Path) -> None:
     for (_, _, ids, rows), (_, _, other_ids, other_rows) in zip(before, models.shards(other), strict=True):
         assert torch.equal(ids, other_ids)
         assert torch.equal(rows["weight"], other_rows["weight"])
-        assert torch.equal(rows["momentum1"], other_rows["momentum1"])
+        assert torch.equal(rows["sum"], other_rows["sum"])
 
 
 def test_model_state_alone(one_rank: None, tmp_path: Path) -> None:

@@ -25,7 +25,7 @@ def forth_and_back(rank: int, world_size: int, *, sharding: str) -> None:
     for (_, _, ids, rows), (_, _, ids_now, rows_now) in zip(before, models.shards(model), strict=True):
         assert torch.equal(ids, ids_now)
         assert torch.equal(rows["weight"], rows_now["weight"])
-        assert torch.equal(rows["momentum1"], rows_now["momentum1"])
+        assert torch.equal(rows["sum"], rows_now["sum"])
 
 
 @pytest.mark.parametrize("sharding", ["row_wise", "column_wise"])
@@ -74,8 +74,8 @@ def test_what_does_not_fit_is_refused(one_rank: None) -> None:
         with pytest.raises(ValueError, match=message):
             model.load_state_dict({**state, **broken})
     optimizer = copy.copy(model.fused_optimizer.state_dict())
-    del optimizer["state"]["sparse.embedding_bags.user.weight"]["rows"]["momentum1"]
-    with pytest.raises(ValueError, match="table 'user': the optimizer state has no momentum1"):
+    del optimizer["state"]["sparse.embedding_bags.user.weight"]["rows"]["sum"]
+    with pytest.raises(ValueError, match="table 'user': the optimizer state has no sum"):
         model.fused_optimizer.load_state_dict(optimizer)
     for (_, _, ids, rows), (_, _, ids_now, rows_now) in zip(before, models.shards(model), strict=True):
         assert torch.equal(ids, ids_now)

@@ -18,12 +18,21 @@ using namespace recstore;
 
 namespace {
 
-std::shared_ptr<Table> make_table(int64_t columns, OptimizerKind kind, const char* name = "t") {
+std::shared_ptr<Table> make_table(int64_t columns, OptimizerKind kind, const char* name = "t", double max_gradient = 0.0) {
   TableConfig config;
   config.name = name;
   config.column_end = columns;
   config.init = {InitKind::kUniform, -1.0, 1.0, 0.0};
-  config.optimizer = {kind, 1e-8f, 0.01f};
+  config.optimizer.kind = kind;
+  config.optimizer.weight_decay = 0.01;
+  config.optimizer.momentum = 0.9;
+  config.optimizer.beta1 = config.optimizer.alpha = 0.9;
+  config.optimizer.beta2 = 0.99;
+  config.optimizer.eta = 0.1;
+  config.optimizer.l1 = 0.01;
+  config.optimizer.lr_power = -0.5;
+  config.optimizer.max_gradient = max_gradient;
+  config.optimizer.max_gradient_norm = max_gradient;
   return std::make_shared<Table>(config);
 }
 
@@ -67,7 +76,7 @@ Batch batch_of(const Data& data, int64_t bags, bool weighted) {
 std::vector<float> train_steps(OptimizerKind kind, int threads, bool weighted, bool mean) {
   constexpr int64_t kBags = 3000;
   Threads executor(threads);
-  auto first = make_table(17, kind, "first");
+  auto first = make_table(17, kind, "first", mean ? 0.5 : 0.0);
   auto second = make_table(64, kind, "second");
   const auto group = make_group({first, second}, {0, 1, 1}, mean);
   std::vector<float> out(static_cast<size_t>(kBags * group->columns()));
@@ -84,7 +93,8 @@ std::vector<float> train_steps(OptimizerKind kind, int threads, bool weighted, b
 }
 
 void bits_do_not_depend_on_threads() {
-  for (const auto kind : {OptimizerKind::kSgd, OptimizerKind::kAdagrad, OptimizerKind::kRowWiseAdagrad}) {
+  for (auto number = static_cast<int64_t>(OptimizerKind::kSgd); number <= static_cast<int64_t>(OptimizerKind::kFtrl); ++number) {
+    const auto kind = static_cast<OptimizerKind>(number);
     for (const bool weighted : {false, true}) {
       const auto expected = train_steps(kind, 1, weighted, !weighted);
       for (const int threads : {2, 5}) {
@@ -145,6 +155,9 @@ void counters_count_distinct_ids_once() {
   { const Pass without_backward(group, batch, nullptr, out.data(), executor); }
   const Counters& c = table->counters();
   CHECK(c.lookups == 4 && c.misses == 2 && c.inserts == 2 && c.updates == 4 && c.steps == 2);
+  CHECK(table->optimizer_steps() == 2);
+  table->set_optimizer_steps(9);
+  CHECK(table->optimizer_steps() == 9);
   Slot slots[4];
   find(*table, ids.data(), 4, slots, executor);
   CHECK(slots[0] == slots[1] && slots[0] != slots[2]);
@@ -190,6 +203,47 @@ void bad_offsets_change_nothing() {
   }
 }
 
+void accumulated_passes_update_once() {
+  Threads executor(2);
+  constexpr int64_t kBags = 500;
+  auto first = make_table(5, OptimizerKind::kAdam, "first", 0.5);
+  auto second = make_table(16, OptimizerKind::kSgd, "second");
+  const auto group = make_group({first, second}, {0, 1, 1}, true);
+  std::vector<float> out(static_cast<size_t>(kBags * group->columns()));
+  std::vector<Data> data;
+  for (uint64_t step = 0; step < 3; ++step) data.push_back(make_data(step, group->features(), kBags, group->columns()));
+  std::vector<std::shared_ptr<Pass>> passes;
+  std::vector<const float*> grads;
+  for (const Data& each : data) {
+    passes.push_back(std::make_shared<Pass>(group, batch_of(each, kBags, true), nullptr, out.data(), executor));
+    grads.push_back(each.grad.data());
+  }
+  accumulated_backward(passes, grads, {0.1f, 0.2f}, executor);
+  CHECK(first->optimizer_steps() == 1 && second->optimizer_steps() == 1);
+  CHECK(first->counters().updates == first->size() && second->counters().updates == second->size());
+  CHECK(first->counters().steps == 3 && first->counters().lookups > first->size());
+}
+
+void states_are_as_the_layout_has_them() {
+  for (int64_t kind = 0; kind <= static_cast<int64_t>(OptimizerKind::kFtrl); ++kind) {
+    OptimizerConfig config;
+    config.kind = static_cast<OptimizerKind>(kind);
+    const auto states = config.states();
+    int64_t rows = 0;
+    for (size_t i = 0; i < states.size(); ++i) {
+      rows += states[i].row_wise;
+      CHECK(i == 0 || states[i].row_wise || !states[i - 1].row_wise);  // element-wise ones come first
+    }
+    CHECK(rows <= 1);
+    CHECK(config.element_states() == static_cast<int64_t>(states.size()) - rows);
+  }
+  OptimizerConfig sgd;
+  sgd.kind = OptimizerKind::kSgd;
+  CHECK(sgd.states().empty());
+  sgd.momentum = 0.9;
+  CHECK(sgd.element_states() == 1);
+}
+
 void shards_hold_columns_of_the_same_row() {
   for (const auto kind : {InitKind::kUniform, InitKind::kNormal}) {
     TableConfig config;
@@ -216,6 +270,8 @@ int main() {
   pending_slots_are_not_reused();
   counters_count_distinct_ids_once();
   tables_settle_by_themselves();
+  accumulated_passes_update_once();
+  states_are_as_the_layout_has_them();
   bad_offsets_change_nothing();
   shards_hold_columns_of_the_same_row();
   std::puts("test_table passed");

@@ -17,6 +17,7 @@ from torchrec.distributed.planner.shard_estimators import EmbeddingStorageEstima
 from torchrec.distributed.planner.types import ShardingOption
 from torchrec.distributed.types import get_tensor_size_bytes
 
+from torchrec_recstore.optim import Ftrl
 from torchrec_recstore.options import MAX_INIT_ROWS, TableOptions
 from torchrec_recstore.planner import RecStoreConstraints, RecStoreEnumerator
 from torchrec_recstore.sharders import RecStoreSharder
@@ -56,6 +57,8 @@ def options_by_type(
         (EmbOptimType.EXACT_SGD, lambda columns: 0),
         (EmbOptimType.EXACT_ROWWISE_ADAGRAD, lambda columns: 4),
         (EmbOptimType.EXACT_ADAGRAD, lambda columns: 4 * columns),
+        (EmbOptimType.ADAM, lambda columns: 8 * columns),
+        (EmbOptimType.PARTIAL_ROWWISE_LAMB, lambda columns: 4 * columns + 4),
     ],
 )
 def test_storage_is_that_of_resident_rows(optimizer: EmbOptimType, state: Any) -> None:
@@ -71,6 +74,17 @@ def test_storage_is_that_of_resident_rows(optimizer: EmbOptimType, state: Any) -
             expected = rows * (4 * columns + state(columns) + OVERHEAD)
             assert expected < shard.storage.ddr < expected + io_limit
             assert shard.storage.hbm == shard.storage.ssd == 0
+
+
+def test_the_sharders_own_optimizer_counts() -> None:
+    def bytes_with(sharder: RecStoreSharder) -> int:
+        constraints = {
+            "t": RecStoreConstraints(options=TableOptions(expected_rows=ROWS), sharding_types=["table_wise"])
+        }
+        (option,) = RecStoreEnumerator(topology(), 1, constraints).enumerate(collection(), [sharder])
+        return int(option.total_storage.ddr)
+
+    assert bytes_with(RecStoreSharder(optimizer=Ftrl())) - bytes_with(RecStoreSharder()) == ROWS * 8 * DIM
 
 
 def test_the_parameters_own_optimizer_counts() -> None:

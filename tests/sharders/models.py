@@ -19,6 +19,7 @@ from torchrec.distributed import DistributedModelParallel
 from torchrec.distributed.planner import Topology
 from torchrec.distributed.planner.types import ParameterConstraints
 
+from torchrec_recstore.optim import Optimizer
 from torchrec_recstore.options import TableOptions
 from torchrec_recstore.planner import RecStoreConstraints, RecStorePlanner
 from torchrec_recstore.sharders import RecStoreEmbeddingCollectionSharder, RecStoreSharder
@@ -51,6 +52,8 @@ def sharded(
     options: Mapping[str, TableOptions] | None = None,
     sharding_type: str = "table_wise",
     constraints: Mapping[str, ParameterConstraints] | None = None,
+    optimizer: Optimizer | None = None,
+    accumulation_steps: int = 1,
 ) -> DistributedModelParallel:
     """``ebc`` on this rank, all tables in RecStore where ``constraints`` say nothing else."""
     options = options or {}
@@ -62,8 +65,9 @@ def sharded(
             )
             for config in (ebc.embedding_configs() if sequential else ebc.embedding_bag_configs())
         }
+    params = None if fused_params is None else dict(fused_params)
     sharder = RecStoreEmbeddingCollectionSharder if sequential else RecStoreSharder
-    sharders = [sharder(fused_params=None if fused_params is None else dict(fused_params))]
+    sharders = [sharder(params, optimizer=optimizer, accumulation_steps=accumulation_steps)]
     topology = Topology(world_size=1, compute_device="cpu")
     planner = RecStorePlanner(topology=topology, constraints=dict(constraints), debug=False)
     plan = planner.collective_plan(ebc, sharders, dist.group.WORLD)

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -11,10 +12,23 @@ from fbgemm_gpu.split_table_batched_embeddings_ops_training import WeightDecayMo
 from torchrec.distributed.embedding_types import OptimType
 from torchrec.distributed.types import BoundsCheckMode, CacheAlgorithm
 
-from torchrec_recstore.optim import SGD, Adagrad, Optimizer, RowWiseAdagrad
+from torchrec_recstore.optim import (
+    LAMB,
+    LARSSGD,
+    SGD,
+    Adagrad,
+    Adam,
+    AdamW,
+    Ftrl,
+    Optimizer,
+    PartialRowWiseAdam,
+    PartialRowWiseLAMB,
+    RowWiseAdagrad,
+)
 from torchrec_recstore.options import TableOptions
 from torchrec_recstore.sharders import RecStoreParameterSharding
 from torchrec_recstore.sharders.fused_params import (
+    OPTIMIZER_KEY,
     OPTIONS_KEY,
     CarriedOptions,
     optimizer_from_fused_params,
@@ -39,6 +53,35 @@ from torchrec_recstore.sharders.fused_params import (
             {"optimizer": OptimType.ROWWISE_ADAGRAD, "weight_decay": 0.1, "weight_decay_mode": WeightDecayMode.L2},
             RowWiseAdagrad(weight_decay=0.1),
         ),
+        (
+            {
+                "optimizer": EmbOptimType.EXACT_ROWWISE_ADAGRAD,
+                "weight_decay_mode": WeightDecayMode.DECOUPLE,
+                "max_norm": 2,
+            },
+            RowWiseAdagrad(weight_decay_mode="decouple", max_norm=2.0),
+        ),
+        ({"optimizer": EmbOptimType.EXACT_ROWWISE_ADAGRAD, "max_norm": 0.0}, RowWiseAdagrad()),
+        ({"momentum": 0.9, "nesterov": False, "dampening": 0, "foreach": None}, SGD(momentum=0.9)),
+        ({"gradient_clipping": True}, SGD(max_gradient=1.0)),
+        ({"gradient_clipping": True, "max_gradient": 0.5}, SGD(max_gradient=0.5)),
+        ({"max_gradient_norm": 0.5}, SGD(max_gradient_norm=0.5)),
+        ({"optimizer": EmbOptimType.ADAM}, Adam(lr=0.01, betas=(0.9, 0.999), eps=1e-8)),
+        (
+            {"optimizer": EmbOptimType.ADAM, "beta1": 0.8, "weight_decay": 0.1},
+            Adam(betas=(0.8, 0.999), weight_decay=0.1),
+        ),
+        ({"optimizer": OptimType.ADAM, "betas": [0.8, 0.9], "amsgrad": False}, Adam(betas=(0.8, 0.9))),
+        ({"optimizer": EmbOptimType.ADAM, "weight_decay_mode": WeightDecayMode.DECOUPLE}, Adam()),
+        ({"optimizer": OptimType.ADAMW, "lr": 0.1}, AdamW(lr=0.1)),
+        ({"optimizer": EmbOptimType.PARTIAL_ROWWISE_ADAM, "beta2": 0.9}, PartialRowWiseAdam(betas=(0.9, 0.9))),
+        ({"optimizer": EmbOptimType.LAMB, "eps": 1e-6}, LAMB(eps=1e-6)),
+        ({"optimizer": OptimType.PARTIAL_ROWWISE_LAMB}, PartialRowWiseLAMB()),
+        ({"optimizer": EmbOptimType.LARS_SGD}, LARSSGD(lr=0.01, momentum=0.9, eta=0.001)),
+        ({"optimizer": OptimType.LARS_SGD, "eta": 0.1, "momentum": 0.0}, LARSSGD(momentum=0.0, eta=0.1)),
+        ({OPTIMIZER_KEY: Ftrl(lr=0.05)}, Ftrl(lr=0.05)),
+        ({OPTIMIZER_KEY: Ftrl(lr=0.05), "learning_rate": 0.05}, Ftrl(lr=0.05)),
+        ({OPTIMIZER_KEY: Adam(lr=0.05), "optimizer": EmbOptimType.ADAM}, Adam(lr=0.05)),
     ],
 )
 def test_optimizer(fused_params: dict[str, Any] | None, expected: Optimizer) -> None:
@@ -48,13 +91,21 @@ def test_optimizer(fused_params: dict[str, Any] | None, expected: Optimizer) -> 
 @pytest.mark.parametrize(
     ("fused_params", "named"),
     [
-        ({"optimizer": EmbOptimType.ADAM}, "adam"),
-        ({"optimizer": EmbOptimType.LARS_SGD}, "lars_sgd"),
+        ({"optimizer": EmbOptimType.SHAMPOO}, "shampoo"),
+        ({"optimizer": OptimType.LION}, "LION"),
         ({"optimizer": "sgd"}, "sgd"),
         ({"learning_rte": 0.1}, "learning_rte"),
-        ({"momentum": 0.9}, "momentum"),
+        ({"momentum": 1.5}, "momentum"),
+        ({"optimizer": EmbOptimType.ADAM, "momentum": 0.9}, "momentum"),
+        ({"optimizer": EmbOptimType.ADAM, "beta1": 1.0}, "betas"),
+        ({"optimizer": EmbOptimType.ADAM, "betas": (0.8, 0.9), "beta1": 0.9}, "betas.*beta1"),
+        ({"optimizer": EmbOptimType.ADAM, "weight_decay_mode": WeightDecayMode.L2}, "weight_decay_mode.*Adam"),
+        ({"optimizer": EmbOptimType.ADAM, "amsgrad": True}, "amsgrad"),
         ({"nesterov": True}, "nesterov"),
-        ({"gradient_clipping": True}, "gradient_clipping"),
+        ({"gradient_clipping": True, "max_gradient": 0.0}, "max_gradient"),
+        ({OPTIMIZER_KEY: Ftrl(), "optimizer": EmbOptimType.EXACT_SGD}, r"Ftrl\(.*exact_sgd"),
+        ({OPTIMIZER_KEY: Ftrl(lr=0.05), "learning_rate": 0.1}, r"Ftrl\(.*0\.05.*Ftrl\(.*0\.1"),
+        ({OPTIMIZER_KEY: SGD(), "weight_decay": 0.1}, "SGD.*weight_decay=0.1"),
         ({"max_norm": 1.0}, "max_norm"),
         ({"output_dtype": SparseType.FP16}, "output_dtype"),
         ({"weights_precision": SparseType.FP16}, "weights_precision"),
@@ -108,3 +159,5 @@ def test_parameter_sharding_pickles_and_compares_with_its_options() -> None:
     assert pickle.loads(pickle.dumps(sharding)) == sharding
     assert RecStoreParameterSharding.of(sharding, TableOptions()) != sharding
     assert table_options(sharding.get_additional_fused_params()) == TableOptions(seed=5)
+    assert OPTIMIZER_KEY not in sharding.get_additional_fused_params()
+    assert replace(sharding, optimizer=Ftrl()).get_additional_fused_params()[OPTIMIZER_KEY] == Ftrl()

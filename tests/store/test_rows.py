@@ -58,7 +58,7 @@ def test_what_does_not_fit_is_refused() -> None:
         table.read_rows(torch.tensor([5, 77]))
     for change, message in [
         ({"weight": torch.zeros(5, 4)}, "weight must have the shape"),
-        ({"momentum1": torch.zeros(4)}, "momentum1 must have the shape"),
+        ({"sum": torch.zeros(4)}, "sum must have the shape"),
         ({"last_step": torch.full((5,), -1)}, "bookkeeping must be within"),
         ({"stranger": torch.zeros(5)}, "rows must have the keys"),
     ]:

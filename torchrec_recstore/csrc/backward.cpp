@@ -272,9 +272,14 @@ class Grouping {
 
 Distinct apply_gradients(const ResolvedBatch& resolved, const float* grad, const std::vector<float>& learning_rates,
                          const Steps& steps, Executor& executor) {
+  const auto& tables = resolved.group.tables;
+  std::vector<StepScalars> scalars;
+  for (size_t t = 0; t < tables.size(); ++t) {
+    scalars.push_back(step_scalars(tables[t]->config().optimizer, learning_rates[t], tables[t]->optimizer_steps() + 1));
+  }
   Grouping grouping(resolved);
-  return grouping.run(executor, [&](const Chunk& chunk) {
-    const Table& table = *resolved.group.tables[chunk.table];
+  const Distinct distinct = grouping.run(executor, [&](const Chunk& chunk) {
+    const Table& table = *tables[chunk.table];
     UpdateArgs args;
     args.rows = table.rows().view();
     args.batch = &resolved.batch;
@@ -288,11 +293,13 @@ Distinct apply_gradients(const ResolvedBatch& resolved, const float* grad, const
     args.bag_begin = chunk.bag_begin;
     args.bag_end = chunk.bag_end;
     args.scratch = workspace().gradient.get((args.rows.columns + 15) / 16 * 16);
-    args.optimizer = table.config().optimizer;
-    args.learning_rate = learning_rates[chunk.table];
+    args.optimizer = table.config().optimizer.kind;
+    args.scalars = scalars[chunk.table];
     args.step = steps[chunk.table];
     row_kernels().update(args);
   });
+  for (size_t t = 0; t < tables.size(); ++t) tables[t]->count_update(distinct[t]);
+  return distinct;
 }
 
 Distinct record_step(const ResolvedBatch& resolved, const Steps& steps, Executor& executor) {

@@ -22,8 +22,8 @@ using Steps = std::vector<uint32_t>;
 using Distinct = std::vector<int64_t>;
 
 // Applies the fused optimizer to every row of the batch, once, on the sum of its gradients, taken in
-// the order of the batch. The caller holds the group's locks.
-// grad: (bags, columns), contiguous. learning_rates: one a table.
+// the order of the batch, and counts that as one update of each table. The caller holds the group's locks.
+// grad: (bags, columns), contiguous, clipped by value already. learning_rates: one a table.
 Distinct apply_gradients(const ResolvedBatch& resolved, const float* grad, const std::vector<float>& learning_rates,
                          const Steps& steps, Executor& executor);
 

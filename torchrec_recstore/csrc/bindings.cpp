@@ -15,6 +15,7 @@
 #include <vector>
 
 #include "buffer_pool.h"
+#include "clipping.h"
 #include "error.h"
 #include "mix.h"
 #include "pass.h"
@@ -107,12 +108,11 @@ Batch plain_batch(const Tensor& ids) {
 }
 
 int64_t table_create(std::string name, int64_t column_begin, int64_t column_end, int64_t seed, bool missing_reads_init,
-                     int64_t init, double init_a, double init_b, double init_truncate, int64_t optimizer, double eps,
-                     double weight_decay) {
+                     int64_t init, double init_a, double init_b, double init_truncate, int64_t optimizer,
+                     std::vector<double> optimizer_numbers) {
   if (column_begin < 0 || column_end <= column_begin) throw InvalidArgument("columns must be a range that is not empty");
   if (column_end > kMostColumns) throw InvalidArgument("a row has at most 2**24 columns, got " + std::to_string(column_end));
   if (init < 0 || init > 2) throw InvalidArgument("init must be 0, 1 or 2");
-  if (optimizer < 0 || optimizer > 2) throw InvalidArgument("optimizer must be 0, 1 or 2");
   row_kernels();  // a wrong RECSTORE_ISA is told here
   TableConfig config;
   config.name = std::move(name);
@@ -121,7 +121,7 @@ int64_t table_create(std::string name, int64_t column_begin, int64_t column_end,
   config.seed = static_cast<uint64_t>(seed);
   config.missing_reads_init = missing_reads_init;
   config.init = {static_cast<InitKind>(init), init_a, init_b, init_truncate};
-  config.optimizer = {static_cast<OptimizerKind>(optimizer), static_cast<float>(eps), static_cast<float>(weight_decay)};
+  config.optimizer = OptimizerConfig::of(optimizer, optimizer_numbers);
   return tables().add(std::make_shared<Table>(std::move(config)));
 }
 
@@ -156,10 +156,9 @@ void table_update(int64_t table, Tensor ids, Tensor grads, double learning_rate)
   const auto slots = BufferPool::instance().take(static_cast<size_t>(batch.n_ids) * sizeof(Slot));
   auto* slot_data = static_cast<Slot*>(slots.data());
   const auto locks = group->lock();
+  const ClippedGradient clipped(*group, float_data(grads), batch.bags, executor());
   find_or_insert(*group->tables[0], batch.ids, batch.n_ids, slot_data, executor());
-  const Distinct distinct = apply_gradients({*group, batch, slot_data}, float_data(grads), {static_cast<float>(learning_rate)},
-                                            Steps{0}, executor());
-  group->tables[0]->counters().updates += distinct[0];
+  apply_gradients({*group, batch, slot_data}, clipped.data(), {static_cast<float>(learning_rate)}, Steps{0}, executor());
 }
 
 void table_insert(int64_t table, Tensor ids, Tensor weights) {
@@ -358,17 +357,44 @@ void group_prefetch(int64_t group_handle, Tensor ids, std::vector<int64_t> count
   }
 }
 
+std::shared_ptr<Pass> checked_pass(const Tensor& context) {
+  const Tensor handle = checked(context, "context", ScalarType::Long, 1);
+  if (handle.size(0) != 1) throw InvalidArgument("context must come from a training group_forward");
+  return passes().get(*id_data(handle));
+}
+
 // -> the per-sample weights' gradient (n_ids,), empty where weight_grads is not set.
 Tensor group_backward(Tensor context, Tensor grad, std::vector<double> learning_rates, bool weight_grads) {
-  context = checked(context, "context", ScalarType::Long, 1);
-  if (context.size(0) != 1) throw InvalidArgument("context must come from a training group_forward");
-  const auto pass = passes().get(*id_data(context));
+  const auto pass = checked_pass(context);
   grad = checked_rows(grad, "grad", pass->batch().bags, pass->columns());
   if (learning_rates.size() != pass->table_count()) throw InvalidArgument("learning_rates must have one entry a table");
   Tensor grad_weights = empty({weight_grads ? pass->batch().n_ids : 0}, ScalarType::Float);
   pass->backward(float_data(grad), std::vector<float>(learning_rates.begin(), learning_rates.end()),
                  weight_grads ? static_cast<float*>(grad_weights.mutable_data_ptr()) : nullptr, executor());
   return grad_weights;
+}
+
+// A backward whose update comes later: the per-sample weights' gradient (n_ids,) alone.
+Tensor group_weight_gradients(Tensor context, Tensor grad) {
+  const auto pass = checked_pass(context);
+  grad = checked_rows(grad, "grad", pass->batch().bags, pass->columns());
+  Tensor grad_weights = empty({pass->batch().n_ids}, ScalarType::Float);
+  pass->weight_gradients_only(float_data(grad), static_cast<float*>(grad_weights.mutable_data_ptr()), executor());
+  return grad_weights;
+}
+
+// One update for several passes.
+void group_accumulated_backward(std::vector<Tensor> contexts, std::vector<Tensor> grads, std::vector<double> learning_rates) {
+  if (contexts.empty() || contexts.size() != grads.size()) throw InvalidArgument("contexts and grads must be as many, and one at least");
+  std::vector<std::shared_ptr<Pass>> all;
+  std::vector<const float*> data;
+  for (size_t i = 0; i < contexts.size(); ++i) {
+    all.push_back(checked_pass(contexts[i]));
+    grads[i] = checked_rows(grads[i], "grads", all[i]->batch().bags, all[i]->columns());
+    data.push_back(float_data(grads[i]));
+  }
+  if (learning_rates.size() != all[0]->table_count()) throw InvalidArgument("learning_rates must have one entry a table");
+  accumulated_backward(all, data, std::vector<float>(learning_rates.begin(), learning_rates.end()), executor());
 }
 
 std::string instruction_set() { return row_kernels().name; }
@@ -397,7 +423,7 @@ Tensor mix_ids(Tensor ids, bool inverse) {
 STABLE_TORCH_LIBRARY(recstore_ops, m) {
   m.def(
       "table_create(str name, int column_begin, int column_end, int seed, bool missing_reads_init, int init, float init_a, "
-      "float init_b, float init_truncate, int optimizer, float eps, float weight_decay) -> int");
+      "float init_b, float init_truncate, int optimizer, float[] optimizer_numbers) -> int");
   m.def("table_destroy(int table) -> ()");
   m.def("table_lookup(int table, Tensor ids, bool train) -> Tensor");
   m.def("table_update(int table, Tensor ids, Tensor grads, float learning_rate) -> ()");
@@ -413,6 +439,8 @@ STABLE_TORCH_LIBRARY(recstore_ops, m) {
   m.def("group_forward(int group, Tensor ids, Tensor offsets, Tensor? weights, bool train) -> (Tensor, Tensor)");
   m.def("group_prefetch(int group, Tensor ids, int[] counts) -> ()");
   m.def("group_backward(Tensor context, Tensor grad, float[] learning_rates, bool weight_grads) -> Tensor");
+  m.def("group_weight_gradients(Tensor context, Tensor grad) -> Tensor");
+  m.def("group_accumulated_backward(Tensor[] contexts, Tensor[] grads, float[] learning_rates) -> ()");
   m.def("instruction_set() -> str");
   m.def("mix_ids(Tensor ids, bool inverse) -> Tensor");
 }
@@ -440,6 +468,8 @@ STABLE_TORCH_LIBRARY_IMPL(recstore_ops, CPU, m) {
   m.impl("group_prefetch", TORCH_BOX(&recstore::group_prefetch));
   m.impl("group_backward", TORCH_BOX(&recstore::group_backward));
   m.impl("mix_ids", TORCH_BOX(&recstore::mix_ids));
+  m.impl("group_weight_gradients", TORCH_BOX(&recstore::group_weight_gradients));
+  m.impl("group_accumulated_backward", TORCH_BOX(&recstore::group_accumulated_backward));
 }
 
 // Importing the module loads the library, which registers the ops.

@@ -3,19 +3,9 @@
 #include <cstdint>
 #include <string>
 
+#include "optimizer.h"
+
 namespace recstore {
-
-enum class OptimizerKind : int64_t { kSgd = 0, kAdagrad = 1, kRowWiseAdagrad = 2 };
-
-// Formulas: torchrec_recstore/optim.py. The learning rate comes with each update.
-struct OptimizerConfig {
-  OptimizerKind kind = OptimizerKind::kRowWiseAdagrad;
-  float eps = 1e-8f;
-  float weight_decay = 0.0f;
-
-  // Optimizer state that lies behind a row's weights, as a multiple of them.
-  int64_t element_states() const { return kind == OptimizerKind::kAdagrad ? 1 : 0; }
-};
 
 enum class InitKind : int64_t { kUniform = 0, kNormal = 1, kConstant = 2 };
 

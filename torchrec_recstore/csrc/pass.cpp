@@ -3,6 +3,9 @@
 #include <algorithm>
 #include <utility>
 
+#include "clipping.h"
+#include "error.h"
+
 namespace recstore {
 
 Pass::Pass(std::shared_ptr<const Group> group, const Batch& batch, std::shared_ptr<void> inputs, float* out, Executor& executor)
@@ -39,10 +42,15 @@ void Pass::end() {
 
 void Pass::backward(const float* grad, const std::vector<float>& learning_rates, float* grad_weights, Executor& executor) {
   const auto locks = group_->lock();
-  if (grad_weights != nullptr) weight_gradients(resolved(), grad, grad_weights, executor);
-  const Distinct distinct = apply_gradients(resolved(), grad, learning_rates, steps_, executor);
-  for (size_t t = 0; t < distinct.size(); ++t) group_->tables[t]->counters().updates += distinct[t];
-  count(distinct);
+  const ClippedGradient clipped(*group_, grad, batch_.bags, executor);
+  if (grad_weights != nullptr) weight_gradients(resolved(), clipped.data(), grad_weights, executor);
+  count(apply_gradients(resolved(), clipped.data(), learning_rates, steps_, executor));
+}
+
+void Pass::weight_gradients_only(const float* grad, float* grad_weights, Executor& executor) {
+  const auto locks = group_->lock();
+  const ClippedGradient clipped(*group_, grad, batch_.bags, executor);
+  weight_gradients(resolved(), clipped.data(), grad_weights, executor);
 }
 
 void Pass::settle(const Table& table, Executor& executor) {
@@ -61,6 +69,48 @@ void Pass::count(const Distinct& distinct) {
     group_->tables[t]->counters().lookups += distinct[t];
     steps_[t] = 0;
   }
+}
+
+void accumulated_backward(const std::vector<std::shared_ptr<Pass>>& passes, const std::vector<const float*>& grads,
+                          const std::vector<float>& learning_rates, Executor& executor) {
+  const std::shared_ptr<const Group> group = passes.front()->group_;
+  const bool weighted = passes.front()->batch_.weights != nullptr;
+  Batch merged;
+  for (const auto& pass : passes) {
+    if (pass->group_ != group) throw InvalidArgument("contexts must come from one group");
+    if ((pass->batch_.weights != nullptr) != weighted) throw InvalidArgument("contexts must all have weights, or none");
+    merged.n_ids += pass->batch_.n_ids;
+    merged.bags += pass->batch_.bags;
+  }
+  if (merged.n_ids >= int64_t{kNotFirst}) throw InvalidArgument("accumulated batches hold at most 2**31 - 1 ids together");
+  const int64_t columns = group->columns();
+  std::vector<Slot> slots;
+  std::vector<int64_t> offsets{0};
+  std::vector<float> weights, grad;
+  slots.reserve(static_cast<size_t>(merged.n_ids));
+  offsets.reserve(static_cast<size_t>(merged.bags * group->features()) + 1);
+  grad.reserve(static_cast<size_t>(merged.bags * columns));
+  const auto locks = group->lock();
+  for (int64_t f = 0; f < group->features(); ++f) {
+    for (const auto& pass : passes) {
+      const Batch& batch = pass->batch_;
+      const auto* found = static_cast<const Slot*>(pass->slots_.data());
+      const int64_t first = batch.offset(f * batch.bags), last = batch.offset((f + 1) * batch.bags);
+      const int64_t shift = static_cast<int64_t>(slots.size()) - first;
+      for (int64_t bag = f * batch.bags; bag < (f + 1) * batch.bags; ++bag) offsets.push_back(batch.offset(bag + 1) + shift);
+      slots.insert(slots.end(), found + first, found + last);
+      if (weighted) weights.insert(weights.end(), batch.weights + first, batch.weights + last);
+    }
+  }
+  for (size_t p = 0; p < passes.size(); ++p) grad.insert(grad.end(), grads[p], grads[p] + passes[p]->batch_.bags * columns);
+  merged.offsets = offsets.data();
+  merged.weights = weighted ? weights.data() : nullptr;
+  // Each pass is a step of its own in the bookkeeping.
+  for (const auto& pass : passes) {
+    for (const auto& table : group->tables) pass->settle(*table, executor);
+  }
+  const ClippedGradient clipped(*group, grad.data(), merged.bags, executor);
+  apply_gradients({*group, merged, slots.data()}, clipped.data(), learning_rates, Steps(group->tables.size(), 0), executor);
 }
 
 }  // namespace recstore

@@ -27,9 +27,14 @@ class Pass final : public PendingPass {
   // writes the per-sample weights' gradients to it.
   void backward(const float* grad, const std::vector<float>& learning_rates, float* grad_weights, Executor& executor);
 
+  // Writes the per-sample weights' gradients and leaves the rows alone.
+  void weight_gradients_only(const float* grad, float* grad_weights, Executor& executor);
+
   void settle(const Table& table, Executor& executor) override;
 
  private:
+  friend void accumulated_backward(const std::vector<std::shared_ptr<Pass>>&, const std::vector<const float*>&,
+                                   const std::vector<float>&, Executor&);
   void count(const Distinct& distinct);
   void end();
   ResolvedBatch resolved() const { return {*group_, batch_, static_cast<const Slot*>(slots_.data())}; }
@@ -42,5 +47,10 @@ class Pass final : public PendingPass {
   std::vector<uint64_t> numbers_; // one a table
   Executor& executor_;
 };
+
+// One backward for several passes of one group: each row is updated once, on the sum over all of them,
+// taken feature by feature, and of a feature pass by pass. grads: of each pass, contiguous.
+void accumulated_backward(const std::vector<std::shared_ptr<Pass>>& passes, const std::vector<const float*>& grads,
+                          const std::vector<float>& learning_rates, Executor& executor);
 
 }  // namespace recstore

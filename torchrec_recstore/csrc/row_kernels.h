@@ -4,8 +4,8 @@
 #include <type_traits>
 
 #include "batch.h"
-#include "config.h"
 #include "index.h"
+#include "optimizer.h"
 
 namespace recstore {
 
@@ -57,8 +57,8 @@ struct UpdateArgs {
   int64_t bag_begin;              // the run, by number
   int64_t bag_end;
   float* scratch;                 // (columns rounded up to 16,)
-  OptimizerConfig optimizer;
-  float learning_rate;
+  OptimizerKind optimizer;
+  StepScalars scalars;
   uint32_t step;                  // written to last_step, with one more of frequency; 0: leave the bookkeeping alone
 };
 

@@ -163,59 +163,12 @@ inline const float* sum_gradients(const UpdateArgs& a, Columns columns, const fl
   return a.scratch;
 }
 
-template <class Columns, class Step>  // step(weights, gradient, column, lanes) -> new weights
-inline void for_each_vec(Columns columns, float* w, const float* g, const Step& step) {
-  int64_t d = 0;
-  for (; d + kLanes <= columns; d += kLanes) store(w + d, step(load(w + d), load(g + d), d, int64_t{kLanes}));
-  if (d < columns) store_part(w + d, step(load_part(w + d, columns - d), load_part(g + d, columns - d), d, columns - d), columns - d);
-}
+#include "row_steps.inl"
 
-template <class Columns>
-inline void step_sgd(const UpdateArgs& a, Columns columns, float* w, const float* g) {
-  const AlignedVec lr = broadcast(a.learning_rate), decay = broadcast(a.optimizer.weight_decay);
-  const bool decays = a.optimizer.weight_decay != 0.0f;
-  for_each_vec(columns, w, g, [&](AlignedVec wv, AlignedVec gv, int64_t, int64_t) {
-    if (decays) gv += decay * wv;
-    return wv - lr * gv;
-  });
-}
-
-template <class Columns>
-inline void step_adagrad(const UpdateArgs& a, Columns columns, float* w, const float* g) {
-  const AlignedVec lr = broadcast(a.learning_rate), decay = broadcast(a.optimizer.weight_decay), eps = broadcast(a.optimizer.eps);
-  const bool decays = a.optimizer.weight_decay != 0.0f;
-  float* state = w + columns;
-  for_each_vec(columns, w, g, [&](AlignedVec wv, AlignedVec gv, int64_t d, int64_t n) {
-    if (decays) gv += decay * wv;
-    const AlignedVec m = (n == kLanes ? load(state + d) : load_part(state + d, n)) + gv * gv;
-    n == kLanes ? store(state + d, m) : store_part(state + d, m, n);
-    return wv - lr * gv / (square_root(m) + eps);
-  });
-}
-
-template <class Columns>
-inline void step_row_wise_adagrad(const UpdateArgs& a, Columns columns, float* w, const float* g, RowMeta& meta) {
-  const AlignedVec decay = broadcast(a.optimizer.weight_decay);
-  const bool decays = a.optimizer.weight_decay != 0.0f;
-  AlignedVec squares{};
-  for (int64_t d = 0; d < columns; d += kLanes) {
-    const int64_t n = columns - d < kLanes ? columns - d : kLanes;
-    AlignedVec gv = n == kLanes ? load(g + d) : load_part(g + d, n);
-    if (decays) gv += decay * (n == kLanes ? load(w + d) : load_part(w + d, n));
-    squares += gv * gv;
-  }
-  meta.state += reduce(squares) / static_cast<float>(columns);
-  const AlignedVec multiplier = broadcast(a.learning_rate / (__builtin_sqrtf(meta.state) + a.optimizer.eps));
-  for_each_vec(columns, w, g, [&](AlignedVec wv, AlignedVec gv, int64_t, int64_t) {
-    if (decays) gv += decay * wv;
-    return wv - multiplier * gv;
-  });
-}
-
-template <OptimizerKind Kind, class Columns>
+template <class Step, bool Extras, class Columns>
 void update_rows(const UpdateArgs& a, Columns columns) {
   const int64_t last = a.batch->offset(a.bag_end);
-  const int64_t stride = Kind == OptimizerKind::kAdagrad ? 2 * columns : int64_t{columns};
+  const int64_t stride = (1 + Step::kElementStates) * columns;
   for (int64_t bag = a.bag_begin; bag < a.bag_end; ++bag) {
     const float* grad = grad_of(a, bag);
     for (int64_t p = a.batch->offset(bag), end = a.batch->offset(bag + 1); p < end; ++p) {
@@ -229,9 +182,9 @@ void update_rows(const UpdateArgs& a, Columns columns) {
       float* w = a.rows.data + a.slots[p] * stride;
       RowMeta& meta = a.rows.meta[a.slots[p]];
       const float* g = sum_gradients(a, columns, grad, scale_of(a, bag, p), p);
-      if (Kind == OptimizerKind::kSgd) step_sgd(a, columns, w, g);
-      if (Kind == OptimizerKind::kAdagrad) step_adagrad(a, columns, w, g);
-      if (Kind == OptimizerKind::kRowWiseAdagrad) step_row_wise_adagrad(a, columns, w, g, meta);
+      if (Extras) g = before_step(a, columns, w, g);
+      Step::run(a, columns, w, g, meta);
+      if (Extras) after_step(a, columns, w);
       if (a.step != 0) {
         meta.last_step = a.step;
         ++meta.frequency;
@@ -240,14 +193,26 @@ void update_rows(const UpdateArgs& a, Columns columns) {
   }
 }
 
+template <class Step>
+void update_with(const UpdateArgs& a) {
+  // Clipping and its like are compiled apart, so that an update without them pays nothing for them.
+  if (a.scalars.extras()) return update_rows<Step, true>(a, a.rows.columns);
+  with_columns(a.rows.columns, [&](auto columns) { update_rows<Step, false>(a, columns); });
+}
+
 void update(const UpdateArgs& a) {
-  with_columns(a.rows.columns, [&](auto columns) {
-    switch (a.optimizer.kind) {
-      case OptimizerKind::kSgd: return update_rows<OptimizerKind::kSgd>(a, columns);
-      case OptimizerKind::kAdagrad: return update_rows<OptimizerKind::kAdagrad>(a, columns);
-      case OptimizerKind::kRowWiseAdagrad: return update_rows<OptimizerKind::kRowWiseAdagrad>(a, columns);
-    }
-  });
+  switch (a.optimizer) {
+    case OptimizerKind::kSgd: return a.scalars.momentum == 0.0f ? update_with<SgdStep>(a) : update_with<MomentumSgdStep>(a);
+    case OptimizerKind::kAdagrad: return update_with<AdagradStep>(a);
+    case OptimizerKind::kRowWiseAdagrad: return update_with<RowWiseAdagradStep>(a);
+    case OptimizerKind::kAdam: return update_with<AdamStep>(a);
+    case OptimizerKind::kPartialRowWiseAdam: return update_with<PartialRowWiseAdamStep>(a);
+    case OptimizerKind::kLamb: return update_with<LambStep>(a);
+    case OptimizerKind::kPartialRowWiseLamb: return update_with<PartialRowWiseLambStep>(a);
+    case OptimizerKind::kLarsSgd: return update_with<LarsSgdStep>(a);
+    case OptimizerKind::kRmsProp: return update_with<RmsPropStep>(a);
+    case OptimizerKind::kFtrl: return update_with<FtrlStep>(a);
+  }
 }
 
 float dot(const float* x, const float* y, int64_t n) {

@@ -53,6 +53,15 @@ class Table {
   Rows& rows() { return rows_; }
   const Initializer& initializer() const { return initializer_; }
   Counters& counters() { return counters_; }
+  // Updates of the table so far, one a backward whatever its ids: the clock of Adam's and LAMB's bias
+  // correction, as FBGEMM's iter is. A checkpoint carries it.
+  int64_t optimizer_steps() const { return optimizer_steps_; }
+  void set_optimizer_steps(int64_t steps) { optimizer_steps_ = steps; }
+  // Counts an update of `rows` rows.
+  void count_update(int64_t rows) {
+    counters_.updates += rows;
+    ++optimizer_steps_;
+  }
   int64_t size() const { return index_.size(); }
   int64_t bytes() const { return rows_.bytes() + index_.bytes(); }
 
@@ -82,6 +91,7 @@ class Table {
   Rows rows_;
   Initializer initializer_;
   Counters counters_;
+  int64_t optimizer_steps_ = 0;
   uint64_t next_pass_ = 1;
   std::set<Numbered> pending_;
 };

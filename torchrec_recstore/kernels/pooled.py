@@ -24,6 +24,9 @@ class PooledKernel(nn.Module):
         feature_tables: for each feature, in the order of the batch, the position of its table.
         pooling: of a bag's rows.
         routings: for each table how its ids were mapped on their way here; ``None`` for raw ids.
+        accumulation_steps: backward passes whose gradients are summed before the rows are updated, once, with the
+            learning rate of the last of them. Lookups in between read the rows as they were. A pass whose backward
+            never comes does not count.
 
     Raises:
         ValueError: arguments that do not fit each other.
@@ -39,6 +42,7 @@ class PooledKernel(nn.Module):
         pooling: Literal["sum", "mean"],
         *,
         routings: Sequence[BlockRouting | None] | None = None,
+        accumulation_steps: int = 1,
     ) -> None:
         super().__init__()
         if pooling not in ("sum", "mean"):
@@ -47,7 +51,11 @@ class PooledKernel(nn.Module):
             routings = [None] * len(tables)
         if len(routings) != len(tables):
             raise ValueError(f"routings must have one entry a table, got {len(routings)} for {len(tables)}")
+        if accumulation_steps < 1:
+            raise ValueError(f"accumulation_steps must be at least 1, got {accumulation_steps}")
         self.tables = list(tables)
+        self.accumulation_steps = accumulation_steps
+        self._pending: list[tuple[Tensor, Tensor]] = []  # (context, grad) of each pass that awaits the update
         self.learning_rate = None
         numbers = [(0, 0, 0, False) if r is None else astuple(r) for r in routings]
         self._group = ops.group_create([t.handle for t in self.tables], feature_tables, numbers, pooling == "mean")
@@ -103,6 +111,19 @@ class PooledKernel(nn.Module):
         if weights is not None and weights.dtype is not torch.float32:
             raise TypeError(f"weights must be float32, got {weights.dtype}")
 
+    def _backward(self, context: Tensor, grad: Tensor, weight_grads: bool) -> Tensor | None:
+        if self.accumulation_steps == 1:
+            grad_weights = ops.group_backward(context, grad, self._learning_rates(), weight_grads)
+            return grad_weights if weight_grads else None
+        # By the rows of its own forward, so before the update.
+        later = ops.group_weight_gradients(context, grad) if weight_grads else None
+        self._pending.append((context, grad.clone()))  # whose memory is the caller's
+        if len(self._pending) == self.accumulation_steps:
+            pending, self._pending = self._pending, []
+            contexts, grads = zip(*pending, strict=True)
+            ops.group_accumulated_backward(contexts, grads, self._learning_rates())
+        return later
+
     def _learning_rates(self) -> list[float]:
         if self.learning_rate is not None:
             return [self.learning_rate()] * len(self.tables)
@@ -129,7 +150,6 @@ class _PooledLookup(torch.autograd.Function):
         grad = grads[0]
         if grad.dtype is not torch.float32:
             grad = grad.float()
-        wants_weights = ctx.needs_input_grad[4]
         with ops.native_errors(f"tables {ctx.kernel._name}"):
-            grad_weights = ops.group_backward(context, grad, ctx.kernel._learning_rates(), wants_weights)
-        return None, None, None, None, grad_weights if wants_weights else None
+            grad_weights = ctx.kernel._backward(context, grad, ctx.needs_input_grad[4])
+        return None, None, None, None, grad_weights

@@ -16,19 +16,26 @@ class SequenceKernel(nn.Module):
     Args:
         tables: in the order in which their ids stand in the batch.
         routings: for each table how its ids were mapped on their way here; ``None`` for raw ids.
+        accumulation_steps: as for :class:`PooledKernel`.
 
     Raises:
         ValueError: arguments that do not fit each other.
     """
 
-    def __init__(self, tables: Sequence[Table], *, routings: Sequence[BlockRouting | None] | None = None) -> None:
+    def __init__(
+        self,
+        tables: Sequence[Table],
+        *,
+        routings: Sequence[BlockRouting | None] | None = None,
+        accumulation_steps: int = 1,
+    ) -> None:
         super().__init__()
         if routings is None:
             routings = [None] * len(tables)
         if len(routings) != len(tables):
             raise ValueError(f"routings must have one entry a table, got {len(routings)} for {len(tables)}")
         self._kernels = [
-            PooledKernel([table], [0], "sum", routings=[routing])
+            PooledKernel([table], [0], "sum", routings=[routing], accumulation_steps=accumulation_steps)
             for table, routing in zip(tables, routings, strict=True)
         ]
         self._counting = torch.empty(0, dtype=torch.int32)

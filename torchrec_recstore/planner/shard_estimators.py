@@ -7,7 +7,7 @@ from torchrec.distributed.planner.shard_estimators import EmbeddingStorageEstima
 from torchrec.distributed.planner.types import Shard, SharderDataMap, ShardingOption, Storage
 from torchrec.distributed.utils import optimizer_type_to_emb_opt_type
 
-from torchrec_recstore.optim import Adagrad, Optimizer, RowWiseAdagrad
+from torchrec_recstore.optim import Optimizer, state_bytes
 from torchrec_recstore.options import resident_rows
 from torchrec_recstore.planner.constraints import options_of
 from torchrec_recstore.sharders import RECSTORE_KERNEL
@@ -77,5 +77,4 @@ def _optimizer(parameter: torch.Tensor, fused_params: dict[str, object], table_n
 
 
 def _bytes_per_row(columns: int, weights: torch.Tensor, optimizer: Optimizer) -> int:
-    state = {RowWiseAdagrad: 4, Adagrad: 4 * columns}.get(type(optimizer), 0)
-    return columns * weights.element_size() + state
+    return columns * weights.element_size() + state_bytes(optimizer, columns)

@@ -83,6 +83,13 @@ class RecStoreEmbeddingCollectionSharder(RecStoreCollectionSharder, EmbeddingCol
 
     Args:
         fused_params: as for TorchRec's sharder; selects the optimizer unless ``apply_optimizer_in_backward`` does.
+        optimizer: of the RecStore tables, instead; the only way to those that TorchRec has no name for.
+        accumulation_steps: backward passes whose gradients are summed before the rows of the RecStore tables are
+            updated, once, with the learning rate of the last; forwards in between read the rows as they were.
+        args, kwargs: TorchRec's other arguments.
+
+    Raises:
+        ValueError: ``optimizer`` and ``fused_params`` disagree.
     """
 
     _sharded = RecStoreShardedEmbeddingCollection
@@ -98,13 +105,15 @@ class RecStoreEmbeddingCollectionSharder(RecStoreCollectionSharder, EmbeddingCol
         """The sharded module.
 
         Raises:
-            ValueError: the plan or ``fused_params`` ask of a RecStore table what RecStore does not support.
+            ValueError: the plan or ``fused_params`` ask of a RecStore table what RecStore does not support, or ways of
+                selecting its optimizer disagree.
         """
+        fused_params, params = self._dealt_out(module, params)
         return RecStoreShardedEmbeddingCollection(
             module,
             params,
             env,
-            self.fused_params,
+            fused_params,
             device,
             qcomm_codecs_registry=self.qcomm_codecs_registry,
             use_index_dedup=self._use_index_dedup,

@@ -102,6 +102,13 @@ class RecStoreSharder(RecStoreCollectionSharder, EmbeddingBagCollectionSharder):
 
     Args:
         fused_params: as for TorchRec's sharder; selects the optimizer unless ``apply_optimizer_in_backward`` does.
+        optimizer: of the RecStore tables, instead; the only way to those that TorchRec has no name for.
+        accumulation_steps: backward passes whose gradients are summed before the rows of the RecStore tables are
+            updated, once, with the learning rate of the last; forwards in between read the rows as they were.
+        args, kwargs: TorchRec's other arguments.
+
+    Raises:
+        ValueError: ``optimizer`` and ``fused_params`` disagree.
     """
 
     _sharded = RecStoreShardedEmbeddingBagCollection
@@ -117,13 +124,15 @@ class RecStoreSharder(RecStoreCollectionSharder, EmbeddingBagCollectionSharder):
         """The sharded module.
 
         Raises:
-            ValueError: the plan or ``fused_params`` ask of a RecStore table what RecStore does not support.
+            ValueError: the plan or ``fused_params`` ask of a RecStore table what RecStore does not support, or ways of
+                selecting its optimizer disagree.
         """
+        fused_params, params = self._dealt_out(module, params)
         return RecStoreShardedEmbeddingBagCollection(
             module,
             params,
             env,
-            fused_params=self.fused_params,
+            fused_params=fused_params,
             device=device,
             qcomm_codecs_registry=self.qcomm_codecs_registry,
             module_fqn=module_fqn,

@@ -5,7 +5,8 @@ FBGEMM's names and defaults: ``SplitTableBatchedEmbeddingBagsCodegen.__init__`` 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
+from dataclasses import fields, replace
 from enum import Enum
 from typing import Any
 
@@ -13,11 +14,28 @@ from fbgemm_gpu.split_embedding_configs import EmbOptimType, SparseType
 from fbgemm_gpu.split_table_batched_embeddings_ops_training import WeightDecayMode
 from torchrec.distributed.embedding_types import OptimType
 
-from torchrec_recstore.optim import SGD, Adagrad, Optimizer, RowWiseAdagrad
+from torchrec_recstore.optim import (
+    LAMB,
+    LARSSGD,
+    SGD,
+    Adagrad,
+    Adam,
+    AdamW,
+    Optimizer,
+    PartialRowWiseAdam,
+    PartialRowWiseLAMB,
+    RowWiseAdagrad,
+)
 from torchrec_recstore.options import TableOptions
 
 OPTIONS_KEY = "recstore_options"
 """The key in ``fused_params`` under which a table's :class:`TableOptions` travel."""
+
+OPTIMIZER_KEY = "recstore_optimizer"
+"""The key in ``fused_params`` under which the optimizer given to ``RecStoreSharder(optimizer=...)`` travels."""
+
+ACCUMULATION_KEY = "recstore_accumulation_steps"
+"""The key in ``fused_params`` under which ``RecStoreSharder(accumulation_steps=...)`` travels."""
 
 _OPTIMIZERS: dict[Enum, type[Optimizer]] = {
     EmbOptimType.SGD: SGD,  # FBGEMM's inexact form of the same update: it differs only in the order of sums
@@ -28,10 +46,39 @@ _OPTIMIZERS: dict[Enum, type[Optimizer]] = {
     EmbOptimType.ROWWISE_ADAGRAD: RowWiseAdagrad,
     EmbOptimType.EXACT_ROWWISE_ADAGRAD: RowWiseAdagrad,
     OptimType.ROWWISE_ADAGRAD: RowWiseAdagrad,
+    EmbOptimType.ADAM: Adam,
+    OptimType.ADAM: Adam,
+    OptimType.ADAMW: AdamW,
+    EmbOptimType.PARTIAL_ROWWISE_ADAM: PartialRowWiseAdam,
+    OptimType.PARTIAL_ROWWISE_ADAM: PartialRowWiseAdam,
+    EmbOptimType.LAMB: LAMB,
+    OptimType.LAMB: LAMB,
+    EmbOptimType.PARTIAL_ROWWISE_LAMB: PartialRowWiseLAMB,
+    OptimType.PARTIAL_ROWWISE_LAMB: PartialRowWiseLAMB,
+    EmbOptimType.LARS_SGD: LARSSGD,
+    OptimType.LARS_SGD: LARSSGD,
 }
 
+# Arguments of optimizers; one that the selected optimizer lacks is passed by, as FBGEMM does.
 _READ = frozenset(
-    {"optimizer", "learning_rate", "lr", "eps", "weight_decay", "weight_decay_mode", OPTIONS_KEY},
+    {
+        ACCUMULATION_KEY,
+        OPTIONS_KEY,
+        OPTIMIZER_KEY,
+        "optimizer",
+        "learning_rate",
+        "lr",
+        "eps",
+        "beta1",
+        "beta2",
+        "betas",
+        "eta",
+        "weight_decay",
+        "weight_decay_mode",
+        "gradient_clipping",
+        "max_gradient",
+        "max_gradient_norm",
+    }
 )
 
 # Keys that cannot change a RecStore table's numbers, whatever their value.
@@ -61,17 +108,20 @@ _IGNORED: frozenset[str] = frozenset(
         "_batch_key",
         "use_experimental_tbe",
         "use_one_tbe_per_table",
-        # Arguments of optimizers other than the ones supported here; FBGEMM passes them by as well.
-        "beta1",
-        "beta2",
-        "eta",
-        # Read by FBGEMM only together with gradient_clipping, which is refused below.
-        "max_gradient",
+        # How torch.optim computes the same numbers.
+        "capturable",
+        "differentiable",
+        "foreach",
+        "fused",
     }
 )
 
+# FBGEMM silently passes these by where the selected optimizer has none; whoever sets them expects them.
+_NEUTRAL_UNLESS_READ: dict[str, object] = {"max_norm": 0.0, "momentum": 0.0}
+
 # Keys that would change the numbers; accepted only where they ask for nothing.
 _NEUTRAL: dict[str, object] = {
+    "amsgrad": False,
     "counter_based_regularization": None,
     "cowclip_regularization": None,
     "emainplace_mode": None,
@@ -79,10 +129,11 @@ _NEUTRAL: dict[str, object] = {
     "ensemble_mode": None,
     "extra_optimizer_config": None,
     "global_weight_decay": None,
-    "gradient_clipping": False,
-    "max_norm": 0.0,
-    # FBGEMM's SGD silently has none; whoever sets it expects it.
-    "momentum": 0.0,
+    "dampening": 0.0,
+    "initial_accumulator_value": 0.0,
+    "lr_decay": 0.0,
+    "maximize": False,
+    "nesterov": False,
     "optimizer_state_dtypes": None,
     "output_dtype": SparseType.FP32,
     "weights_precision": SparseType.FP32,
@@ -117,50 +168,119 @@ def table_options(fused_params: Mapping[str, Any] | None) -> TableOptions:
     return carried.options if isinstance(carried, CarriedOptions) else TableOptions()
 
 
+def accumulation_steps(fused_params: Mapping[str, Any] | None) -> int:
+    """The backward passes that make one update; 1 where the sharder says nothing."""
+    return int((fused_params or {}).get(ACCUMULATION_KEY, 1))
+
+
 def optimizer_from_fused_params(fused_params: Mapping[str, Any] | None, table_names: Sequence[str]) -> Optimizer:
     """The fused optimizer that ``fused_params`` select; FBGEMM's default, SGD with lr 0.01, where they name none.
+
+    The arguments' names and defaults are FBGEMM's; ``betas`` of torch.optim as well.
 
     Args:
         fused_params: a table's merged ``fused_params``.
         table_names: the tables concerned, for error messages.
 
     Raises:
-        ValueError: an optimizer, a key or a value that RecStore does not support; the message names it and the tables.
+        ValueError: an optimizer, a key or a value that RecStore does not support, or two ways of selecting the
+            optimizer that disagree; the message names it and the tables.
     """
     params = dict(fused_params or {})
     where = f"RecStore table(s) {', '.join(map(repr, table_names))}"
-    _check_keys(params, where)
-    selected = params.get("optimizer", EmbOptimType.EXACT_SGD)
-    optimizer = _OPTIMIZERS.get(selected)
-    if optimizer is None:
+    own: Optimizer | None = params.get(OPTIMIZER_KEY)
+    selected = params.get("optimizer")
+    if selected is None:
+        return _read(params, SGD(), where) if own is None else _agreeing(params, own, where)
+    kind = _OPTIMIZERS.get(selected)
+    if kind is None:
         supported = ", ".join(str(name) for name in _OPTIMIZERS if isinstance(name, EmbOptimType))
         raise ValueError(f"{where}: optimizer {selected} is not supported; supported are {supported}")
-    arguments = {"lr": float(params.get("learning_rate", params.get("lr", 0.01)))}
-    arguments["weight_decay"] = _weight_decay(params, where)
-    if optimizer is not SGD:
-        arguments["eps"] = float(params.get("eps", 1.0e-8))
+    if own is None:
+        return _read(params, kind(), where)
+    if kind is not type(own):
+        raise ValueError(f"{where}: optimizer={own!r} {_DISAGREES} optimizer {selected} {_ELSEWHERE}")
+    return _agreeing(params, own, where)
+
+
+_DISAGREES = "of the sharder disagrees with"
+_ELSEWHERE = "that fused_params or apply_optimizer_in_backward ask for"
+
+
+def _agreeing(params: Mapping[str, Any], own: Optimizer, where: str) -> Optimizer:
+    other = _read(params, own, where)
+    if other != own:
+        raise ValueError(f"{where}: optimizer={own!r} {_DISAGREES} {other!r} {_ELSEWHERE}")
+    return own
+
+
+def _read(params: Mapping[str, Any], default: Optimizer, where: str) -> Optimizer:
+    """``default`` with the arguments that ``params`` give."""
+    known = {field.name for field in fields(default)}
+    _check_keys(params, known, where)
+    given: dict[str, Any] = {}
+    rate = params.get("learning_rate", params.get("lr"))
+    if rate is not None:
+        given["lr"] = float(rate)
+    for key in known & {"eps", "weight_decay", "momentum", "eta"} & set(params):
+        given[key] = float(params[key])
+    if params.get("max_norm"):
+        given["max_norm"] = float(params["max_norm"])
+    if params.get("gradient_clipping"):
+        given["max_gradient"] = float(params.get("max_gradient", 1.0))
+    if params.get("max_gradient_norm") is not None:
+        given["max_gradient_norm"] = float(params["max_gradient_norm"])
+    if isinstance(default, Adam | AdamW | PartialRowWiseAdam | LAMB | PartialRowWiseLAMB):
+        given["betas"] = _betas(params, default.betas, where)
+    mode = _weight_decay_mode(params, default, where)
+    if mode is not None:
+        given["weight_decay_mode"] = mode
     try:
-        return optimizer(**arguments)
+        return replace(default, **given)
     except ValueError as error:
         raise ValueError(f"{where}: {error}") from error
 
 
-def _check_keys(params: Mapping[str, Any], where: str) -> None:
+def _check_keys(params: Mapping[str, Any], known: Set[str], where: str) -> None:
+    neutrals = {**_NEUTRAL, **{key: value for key, value in _NEUTRAL_UNLESS_READ.items() if key not in known}}
     for key, value in params.items():
-        if key in _READ or key in _IGNORED or key.startswith("__register_"):  # the latter: TorchRec's inference marks
+        if key in _READ or key in _IGNORED or key in known & set(_NEUTRAL_UNLESS_READ):
             continue
-        if key not in _NEUTRAL:
+        if key.startswith("__register_"):  # TorchRec's inference marks
+            continue
+        if key not in neutrals:
             raise ValueError(f"{where}: unknown key {key!r} in fused_params")
-        neutral = _NEUTRAL[key]
+        neutral = neutrals[key]
         if value is not None and value != neutral and not (neutral is None and value == {}):
             raise ValueError(f"{where}: fused_params[{key!r}] = {value!r} is not supported (only {neutral!r} is)")
 
 
-def _weight_decay(params: Mapping[str, Any], where: str) -> float:
-    mode = WeightDecayMode(params.get("weight_decay_mode", WeightDecayMode.NONE))
-    if mode not in (WeightDecayMode.NONE, WeightDecayMode.L2):
+def _betas(params: Mapping[str, Any], default: tuple[float, float], where: str) -> tuple[float, float]:
+    single = (float(params.get("beta1", default[0])), float(params.get("beta2", default[1])))
+    if "betas" not in params:
+        return single
+    first, second = params["betas"]
+    betas = (float(first), float(second))
+    if ("beta1" in params or "beta2" in params) and betas != single:
+        raise ValueError(f"{where}: betas={betas} disagrees with beta1 and beta2, which are {single}")
+    return betas
+
+
+def _weight_decay_mode(params: Mapping[str, Any], optimizer: Optimizer, where: str) -> str | None:
+    """What to set; None where the optimizer has but one mode, or none is given."""
+    if "weight_decay_mode" not in params:
+        return None
+    mode = WeightDecayMode(params["weight_decay_mode"])
+    if isinstance(optimizer, SGD | Adagrad | RowWiseAdagrad):
+        allowed = {WeightDecayMode.NONE: "l2", WeightDecayMode.L2: "l2"}  # a decay that is set is meant
+        if not isinstance(optimizer, SGD):
+            allowed[WeightDecayMode.DECOUPLE] = "decouple"
+    else:
+        allowed = {WeightDecayMode.NONE: "", WeightDecayMode.DECOUPLE: ""}
+    if mode not in allowed:
+        names = " and ".join(allowed_mode.name for allowed_mode in allowed)
         raise ValueError(
-            f"{where}: fused_params['weight_decay_mode'] = {mode} is not supported (only NONE and L2 are; "
-            "either way weight_decay is added to the gradient)"
+            f"{where}: fused_params['weight_decay_mode'] = {mode} is not supported for {type(optimizer).__name__} "
+            f"(only {names} are)"
         )
-    return float(params.get("weight_decay", 0.0))
+    return allowed[mode] if isinstance(optimizer, Adagrad | RowWiseAdagrad) else None

@@ -17,7 +17,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from torchrec_recstore.kernels import BlockRouting, PooledKernel, SequenceKernel
 from torchrec_recstore.optim import Optimizer
-from torchrec_recstore.sharders.fused_params import optimizer_from_fused_params
+from torchrec_recstore.sharders.fused_params import accumulation_steps, optimizer_from_fused_params
 from torchrec_recstore.sharders.row_split import routing
 from torchrec_recstore.sharders.shard_tables import make_table
 from torchrec_recstore.sharders.varying_batch import padded_offsets, rank_major
@@ -157,7 +157,13 @@ class RecStoreEmbeddingBag(RecStoreKernel):
         super().__init__(config, split)
         feature_tables = [i for i, table in enumerate(config.embedding_tables) for _ in range(table.num_features())]
         mean = pooling_type_to_pooling_mode(config.pooling, sharding_type) == PoolingMode.MEAN
-        self._kernel = PooledKernel(self._tables, feature_tables, "mean" if mean else "sum", routings=self._routings)
+        self._kernel = PooledKernel(
+            self._tables,
+            feature_tables,
+            "mean" if mean else "sum",
+            routings=self._routings,
+            accumulation_steps=accumulation_steps(config.fused_params),
+        )
         self._kernel.learning_rate = self._optim.learning_rate
 
     def forward(self, features: KeyedJaggedTensor) -> torch.Tensor:
@@ -200,7 +206,9 @@ class RecStoreEmbedding(RecStoreKernel):
 
     def __init__(self, config: GroupedEmbeddingConfig, split: tuple[int, int] | None = None) -> None:
         super().__init__(config, split)
-        self._kernel = SequenceKernel(self._tables, routings=self._routings)
+        self._kernel = SequenceKernel(
+            self._tables, routings=self._routings, accumulation_steps=accumulation_steps(config.fused_params)
+        )
         self._kernel.learning_rate = self._optim.learning_rate
 
     def forward(self, features: KeyedJaggedTensor) -> torch.Tensor:

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import copy
-from typing import ClassVar, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 from torch import nn
 from torchrec.distributed.embedding_types import BaseEmbeddingSharder
+from torchrec.distributed.types import ParameterSharding
 
+from torchrec_recstore.optim import Optimizer
 from torchrec_recstore.sharders.collection import RecStoreCollection
+from torchrec_recstore.sharders.own_arguments import deal_out, with_own_arguments
 from torchrec_recstore.sharders.parameter_sharding import RECSTORE_KERNEL
 from torchrec_recstore.sharders.resident import ResidentParameter
 
@@ -21,11 +24,27 @@ class RecStoreCollectionSharder(BaseEmbeddingSharder):  # type: ignore[misc]
     _sharded: ClassVar[type[RecStoreCollection]]
     _offers_stock = False
 
+    def __init__(
+        self,
+        fused_params: dict[str, Any] | None = None,
+        *args: Any,
+        optimizer: Optimizer | None = None,
+        accumulation_steps: int = 1,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(with_own_arguments(fused_params, optimizer, accumulation_steps), *args, **kwargs)
+
     def with_stock_kernels(self: _Self) -> _Self:
         """A copy that offers TorchRec's own kernels as well, for planners that choose by constraint."""
         offer = copy.copy(self)
         offer._offers_stock = True
         return offer
+
+    def _dealt_out(
+        self, module: nn.Module, params: dict[str, ParameterSharding]
+    ) -> tuple[dict[str, Any] | None, dict[str, ParameterSharding]]:
+        """``fused_params`` and the plan's entries as TorchRec passes them on."""
+        return deal_out(self.fused_params, params, super().shardable_parameters(module))
 
     def shardable_parameters(self, module: nn.Module) -> dict[str, nn.Parameter]:
         """The tables by name; for planning they weigh what their resident rows weigh."""

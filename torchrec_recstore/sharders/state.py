@@ -274,7 +274,9 @@ class TableStates(FusedOptimizer):  # type: ignore[misc]
         """Nothing: there are no gradient tensors."""
 
 
-def table_states(name: str, shards: Sequence[LocalShard], env: ShardingEnv, optimizer: object) -> dict[str, TableState]:
+def table_states(
+    name: str, shards: Sequence[LocalShard], env: ShardingEnv, optimizer: Optimizer
+) -> dict[str, TableState]:
     """What a fused optimizer holds for a table: nothing where the optimizer has no state."""
     states = state_names(optimizer)
     return {"rows": TableState(name, shards, env, states)} if states else {}

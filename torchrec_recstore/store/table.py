@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from torchrec_recstore import ops
-from torchrec_recstore.optim import SGD, Adagrad, Optimizer, RowWiseAdagrad, state_names
+from torchrec_recstore.optim import Optimizer, RowWiseAdagrad, state_names
 from torchrec_recstore.options import TableOptions, default_initializer
 from torchrec_recstore.store.stats import TableStats
 
@@ -57,8 +57,8 @@ class Table:
             raise ValueError(f"dim must be at least 1, got {dim}")
         if dtype is not torch.float32:
             raise ValueError(f"dtype must be torch.float32, got {dtype}")
-        if not isinstance(optimizer, SGD | Adagrad | RowWiseAdagrad):
-            raise TypeError(f"optimizer must be SGD, Adagrad or RowWiseAdagrad, got {type(optimizer).__name__}")
+        if not isinstance(optimizer, Optimizer):
+            raise TypeError(f"optimizer must be one of torchrec_recstore.optim, got {type(optimizer).__name__}")
         if not isinstance(options, TableOptions):
             raise TypeError(f"options must be TableOptions, got {type(options).__name__}")
         if not isinstance(name, str):

@@ -1,0 +1,105 @@
+"""Gradients summed over several backward passes, and rows updated once."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import pytest
+import torch
+from torch import Tensor
+
+from torchrec_recstore.kernels import PooledKernel
+from torchrec_recstore.optim import SGD, Adagrad, Adam, Optimizer
+from torchrec_recstore.store import Table
+
+Batch = tuple[Tensor, Tensor, Tensor, Tensor]
+
+
+def batches(steps: int, columns: int) -> list[Batch]:
+    """(ids, offsets of two features of three bags, weights, grad) each."""
+    generator = torch.Generator().manual_seed(3)
+    offsets = torch.tensor([0, 2, 2, 5, 6, 9, 10])
+    return [
+        (
+            torch.randint(-3, 4, (10,), generator=generator),
+            offsets,
+            torch.rand(10, generator=generator),
+            torch.randn(3, columns, generator=generator),
+        )
+        for _ in range(steps)
+    ]
+
+
+def kernel(optimizer: Optimizer, pooling: Literal["sum", "mean"], accumulation_steps: int) -> PooledKernel:
+    tables = [Table(5, optimizer=optimizer, name=name) for name in "ab"]
+    return PooledKernel(tables, [0, 1], pooling, accumulation_steps=accumulation_steps)
+
+
+def rows(of: PooledKernel) -> list[Tensor]:
+    return [table.lookup(torch.arange(-3, 4)) for table in of.tables]
+
+
+def train(of: PooledKernel, batch: Batch) -> Tensor:
+    ids, offsets, weights, grad = batch
+    weights = weights.clone().requires_grad_()
+    of(ids, offsets, weights, train=True).backward(grad)
+    assert weights.grad is not None
+    return weights.grad
+
+
+@pytest.mark.parametrize("pooling", ["sum", "mean"])
+@pytest.mark.parametrize("optimizer", [SGD(0.1), Adagrad(0.1), Adam(0.1, max_gradient=0.5)], ids=repr)
+def test_one_update_on_the_sum(optimizer: Optimizer, pooling: Literal["sum", "mean"]) -> None:
+    """As one pass over a batch that holds all bags."""
+    summed, at_once = kernel(optimizer, pooling, 3), kernel(optimizer, pooling, 1)
+    for _ in range(2):
+        parts = batches(3, 10)
+        for part in parts:
+            train(summed, part)
+        by_feature = [(ids[:5], ids[5:]) for ids, _, _, _ in parts]
+        lengths = torch.tensor([2, 0, 3] * 3 + [1, 3, 1] * 3)
+        whole = (
+            torch.cat([pair[0] for pair in by_feature] + [pair[1] for pair in by_feature]),
+            torch.cat([torch.zeros(1, dtype=torch.int64), lengths.cumsum(0)]),
+            torch.cat([part[2][:5] for part in parts] + [part[2][5:] for part in parts]),
+            torch.cat([part[3] for part in parts]),
+        )
+        train(at_once, whole)
+        for one, other in zip(rows(summed), rows(at_once), strict=True):
+            assert torch.equal(one, other)
+
+
+def test_rows_and_learning_rate_wait_for_the_last_pass() -> None:
+    of = kernel(SGD(0.1), "sum", 2)
+    rate = [1.0]
+    of.learning_rate = lambda: rate[0]
+    first, second = batches(2, 10)
+    of(*first[:3], train=True)  # no backward: does not count
+    train(of, second)
+    before = rows(of)
+    assert all(table.stats().updates == 0 for table in of.tables)
+    weight_grads = train(of, first)
+    assert all(table.stats().updates == len(table) for table in of.tables)
+    assert not torch.equal(rows(of)[0], before[0])
+    reference = kernel(SGD(0.1), "sum", 1)
+    torch.testing.assert_close(train(reference, first), weight_grads)
+    rate[0] = 0.0
+    still = rows(of)
+    for part in (first, second):
+        train(of, part)
+    assert all(torch.equal(one, other) for one, other in zip(rows(of), still, strict=True))
+
+
+def test_gradients_may_change_after_their_backward() -> None:
+    kernels = [kernel(SGD(0.1), "sum", 2) for _ in range(2)]
+    for spoiled, of in enumerate(kernels):
+        for ids, offsets, weights, grad in batches(2, 10):
+            of(ids, offsets, weights, train=True).backward(grad)
+            if spoiled:
+                grad.zero_()
+    assert all(torch.equal(one, other) for one, other in zip(rows(kernels[0]), rows(kernels[1]), strict=True))
+
+
+def test_a_step_count_below_one_is_an_error() -> None:
+    with pytest.raises(ValueError, match="accumulation_steps"):
+        kernel(SGD(0.1), "sum", 0)

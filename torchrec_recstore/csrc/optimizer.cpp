@@ -1,0 +1,98 @@
+#include "optimizer.h"
+
+#include <algorithm>
+#include <cmath>
+#include <string>
+
+#include "error.h"
+
+namespace recstore {
+namespace {
+
+constexpr size_t kNumbers = 15;
+
+}  // namespace
+
+OptimizerConfig OptimizerConfig::of(int64_t kind, const std::vector<double>& numbers) {
+  constexpr auto kLast = static_cast<int64_t>(OptimizerKind::kFtrl);
+  if (kind < 0 || kind > kLast) throw InvalidArgument("optimizer must be from 0 to " + std::to_string(kLast));
+  if (numbers.size() != kNumbers) {
+    throw InvalidArgument("optimizer_numbers must hold " + std::to_string(kNumbers) + " numbers, got " + std::to_string(numbers.size()));
+  }
+  OptimizerConfig config;
+  config.kind = static_cast<OptimizerKind>(kind);
+  const double* next = numbers.data();
+  config.eps = *next++;
+  config.weight_decay = *next++;
+  config.decouple = *next++ != 0.0;
+  for (double* number : {&config.momentum, &config.beta1, &config.beta2, &config.eta, &config.alpha, &config.l1, &config.l2,
+                         &config.lr_power, &config.beta, &config.max_gradient, &config.max_gradient_norm, &config.max_norm}) {
+    *number = *next++;
+  }
+  for (const double& number : numbers) {
+    const bool is_lr_power = &number - numbers.data() == 10;
+    if (!std::isfinite(number) || (is_lr_power ? number > 0.0 : number < 0.0)) {
+      throw InvalidArgument("optimizer_numbers must be finite, lr_power not positive and the others not negative");
+    }
+  }
+  if (config.momentum >= 1.0 || config.beta1 >= 1.0 || config.beta2 >= 1.0 || config.alpha >= 1.0) {
+    throw InvalidArgument("optimizer_numbers: momentum, beta1, beta2 and alpha must be below 1");
+  }
+  return config;
+}
+
+std::vector<OptimizerState> OptimizerConfig::states() const {
+  switch (kind) {
+    case OptimizerKind::kSgd:
+      if (momentum == 0.0) return {};
+      return {{"momentum_buffer", false}};
+    case OptimizerKind::kAdagrad: return {{"sum", false}};
+    case OptimizerKind::kRowWiseAdagrad: return {{"sum", true}};
+    case OptimizerKind::kAdam:
+    case OptimizerKind::kLamb: return {{"exp_avg", false}, {"exp_avg_sq", false}};
+    case OptimizerKind::kPartialRowWiseAdam:
+    case OptimizerKind::kPartialRowWiseLamb: return {{"exp_avg", false}, {"exp_avg_sq", true}};
+    case OptimizerKind::kLarsSgd: return {{"momentum_buffer", false}};
+    case OptimizerKind::kRmsProp: return {{"square_avg", false}};
+    case OptimizerKind::kFtrl: return {{"accumulator", false}, {"linear", false}};
+  }
+  return {};
+}
+
+int64_t OptimizerConfig::element_states() const {
+  const auto all = states();
+  return std::count_if(all.begin(), all.end(), [](const OptimizerState& state) { return !state.row_wise; });
+}
+
+StepScalars step_scalars(const OptimizerConfig& o, float learning_rate, int64_t step) {
+  // In double: 1 - beta is wrong by 1e-5 in float where beta is 0.999.
+  const double lr = learning_rate, t = static_cast<double>(step);
+  const double bias1 = 1.0 / (1.0 - std::pow(o.beta1, t)), bias2 = 1.0 / (1.0 - std::pow(o.beta2, t));
+  const auto f = [](double x) { return static_cast<float>(x); };
+  StepScalars s;
+  s.learning_rate = learning_rate;
+  s.eps = f(o.eps);
+  s.weight_decay = o.decouple ? 0.0f : f(o.weight_decay);
+  s.decay_factor = f(1.0 - lr * o.weight_decay);
+  s.momentum = f(o.momentum);
+  s.beta1 = f(o.beta1);
+  s.beta2 = f(o.beta2);
+  s.one_minus_beta1 = f(1.0 - o.beta1);
+  s.one_minus_beta2 = f(1.0 - o.beta2);
+  s.adam_rate = f(lr * bias1);
+  s.bias1 = f(bias1);
+  s.bias2 = f(bias2);
+  s.eta = f(o.eta);
+  s.alpha = f(o.alpha);
+  s.one_minus_alpha = f(1.0 - o.alpha);
+  s.l1 = f(o.l1);
+  s.l2 = f(o.l2);
+  s.lr_power = f(o.lr_power);
+  s.beta = f(o.beta);
+  s.max_gradient_norm = f(o.max_gradient_norm);
+  s.max_norm = f(o.max_norm);
+  s.decouple = o.decouple && o.weight_decay != 0.0;
+  return s;
+}
+
+}  // namespace recstore
