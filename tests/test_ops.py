@@ -46,6 +46,7 @@ CASES: dict[str, Any] = {
     "group_destroy": lambda: (_group(),),
     "group_forward": lambda: (_group(), IDS, OFFSETS, None, True),
     "group_backward": lambda: (_context(), torch.ones(2, 4), [0.1], True),
+    "rows_forward": lambda: ([_group(), _group()], IDS, [2, 1], True),
     "mix_ids": lambda: (IDS, False),
     "instruction_set": lambda: (),
 }
@@ -80,7 +81,9 @@ TAKE_HANDLE = sorted(set(CASES) - {"table_create", "table_destroy", "group_destr
 
 @pytest.mark.parametrize("name", TAKE_HANDLE)
 def test_an_unknown_handle_is_an_error(name: str) -> None:
-    bad = {"group_create": [10**9], "group_backward": torch.tensor([10**9])}.get(name, 10**9)
+    bad = {"group_create": [10**9], "rows_forward": [10**9, 1], "group_backward": torch.tensor([10**9])}.get(
+        name, 10**9
+    )
     with pytest.raises(RuntimeError, match="handle"):
         getattr(torch.ops.recstore_ops, name)(bad, *CASES[name]()[1:])
 
@@ -97,6 +100,10 @@ def test_native_checks_do_not_rely_on_the_wrappers() -> None:
         (lambda: native.table_create("t", 0, 4, 0, False, 9, 0.0, 0.0, 0.0, 0, 0.0, 0.0), "init"),
         (lambda: native.table_create("t", 0, 4, 0, False, 0, 0.0, 0.0, 0.0, 9, 0.0, 0.0), "optimizer"),
         (lambda: native.group_create([table], [0], [0, 0], False), "routings"),
+        (lambda: native.rows_forward([_group()], IDS, [2], True), "counts"),
+        (lambda: native.rows_forward([_group(), _group()], IDS, [3, 1], True), "counts"),
+        (lambda: native.rows_forward([_group(), _group()], IDS, [4, -1], True), "counts"),
+        (lambda: native.rows_forward([_group()], IDS, [3, 0], True), "counts"),
         (lambda: native.group_backward(_context(), torch.ones(3, 4), [0.1], False), "grad"),
         (lambda: native.group_backward(_context(), torch.ones(2, 4), [], False), "learning_rates"),
     ]:
