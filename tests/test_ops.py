@@ -55,6 +55,7 @@ CASES: dict[str, Any] = {
     "group_forward": lambda: (_group(), IDS, OFFSETS, None, True),
     "group_prefetch": lambda: (_group(), IDS, [3]),
     "group_backward": lambda: (_context(), torch.ones(2, 4), [0.1], True),
+    "rows_forward": lambda: ([_group(), _group()], IDS, [2, 1], True),
     "mix_ids": lambda: (IDS, False),
     "group_weight_gradients": lambda: (_context(), torch.ones(2, 4)),
     "group_accumulated_backward": lambda: ([_context()], [torch.ones(2, 4)], [0.1]),
@@ -93,7 +94,7 @@ _GONE = torch.tensor([10**9])
 
 @pytest.mark.parametrize("name", TAKE_HANDLE)
 def test_an_unknown_handle_is_an_error(name: str) -> None:
-    bad: Any = {"group_create": [10**9], "group_accumulated_backward": [_GONE]}.get(name, 10**9)
+    bad: Any = {"group_create": [10**9], "group_accumulated_backward": [_GONE], "rows_forward": [10**9, 1]}.get(name, 10**9)
     if name in ("group_backward", "group_weight_gradients"):
         bad = _GONE
     with pytest.raises(RuntimeError, match="handle"):
@@ -118,6 +119,10 @@ def test_native_checks_do_not_rely_on_the_wrappers() -> None:
             "beta1",
         ),
         (lambda: native.group_create([table], [0], [0, 0], False), "routings"),
+        (lambda: native.rows_forward([_group()], IDS, [2], True), "counts"),
+        (lambda: native.rows_forward([_group(), _group()], IDS, [3, 1], True), "counts"),
+        (lambda: native.rows_forward([_group(), _group()], IDS, [4, -1], True), "counts"),
+        (lambda: native.rows_forward([_group()], IDS, [3, 0], True), "counts"),
         (lambda: native.group_backward(_context(), torch.ones(3, 4), [0.1], False), "grad"),
         (lambda: native.group_backward(_context(), torch.ones(2, 4), [], False), "learning_rates"),
         (lambda: native.group_accumulated_backward([_context()], [IDS, IDS], [0.1]), "contexts"),

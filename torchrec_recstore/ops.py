@@ -202,6 +202,12 @@ def group_create(
         return cast(int, _ops.group_create(list(tables), list(feature_tables), flat, mean))
 
 
+rows_forward = cast(
+    Callable[[Sequence[int], Tensor, Sequence[int], bool], tuple[Tensor, list[Tensor]]], _ops.rows_forward.default
+)
+"""(groups of one feature, ids (N,) int64, counts: ids of each group, train)
+-> rows (sum of counts * columns,) float32, and each group's context for :func:`group_backward` (none without train)."""
+
 mix_ids = cast(Callable[[Tensor, bool], Tensor], _ops.mix_ids.default)
 """(ids (N,) int64, inverse) -> (N,) int64: a bijection without a pattern in its low bits, or its inverse."""
 
@@ -256,6 +262,11 @@ def _fake_backward(context: Tensor, grad: Tensor, learning_rates: Sequence[float
     return grad.new_empty((_symbolic_size() if weight_grads else 0,))
 
 
+def _fake_rows(groups: Sequence[int], ids: Tensor, counts: Sequence[int], train: bool) -> tuple[Tensor, list[Tensor]]:
+    out = ids.new_empty((_symbolic_size(),), dtype=torch.float32)
+    return out, [ids.new_empty((1,)) for _ in groups] if train else []
+
+
 def _fake_mix(ids: Tensor, inverse: bool) -> Tensor:
     return ids.new_empty(ids.shape)
 
@@ -279,6 +290,7 @@ _FAKES: dict[str, Callable[..., object]] = {
     "group_forward": _fake_forward,
     "group_prefetch": _fake_prefetch,
     "group_backward": _fake_backward,
+    "rows_forward": _fake_rows,
     "mix_ids": _fake_mix,
     "group_weight_gradients": _fake_weight_gradients,
     "group_accumulated_backward": _fake_accumulated,

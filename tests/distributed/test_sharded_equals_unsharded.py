@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from functools import partial
 from typing import Any
@@ -77,7 +78,8 @@ def constant(name: str, features: list[str]) -> EmbeddingBagConfig:
 
 def plan_of(module: nn.Module, constraints: Mapping[str, ParameterConstraints], world_size: int) -> ShardingPlan:
     """Made on rank 0, and sent to the others."""
-    topology = Topology(world_size=world_size, local_world_size=world_size, compute_device="cpu")
+    local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
+    topology = Topology(world_size=world_size, local_world_size=local_world_size, compute_device="cpu")
     planner = RecStorePlanner(topology=topology, constraints=dict(constraints), debug=False)
     return planner.collective_plan(module, [sharder() for sharder in SHARDERS], dist.group.WORLD)
 
@@ -353,3 +355,13 @@ def two_rank_scenarios(rank: int, world_size: int) -> None:
 
 def test_two_ranks() -> None:
     run_on_ranks(2, two_rank_scenarios)
+
+
+def two_nodes(rank: int, world_size: int) -> None:
+    """As ``rows_in_a_node``, with a node for each rank, over which grid shards split columns."""
+    os.environ.update(LOCAL_WORLD_SIZE="1", LOCAL_RANK="0", GROUP_RANK=str(rank))
+    rows_in_a_node(rank, world_size)
+
+
+def test_two_nodes() -> None:
+    run_on_ranks(2, two_nodes)

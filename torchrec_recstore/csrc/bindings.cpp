@@ -81,12 +81,14 @@ Tensor empty(const std::vector<int64_t>& shape, ScalarType dtype) {
   return torch::stable::empty(shape, dtype, std::nullopt, torch::stable::Device(torch::headeronly::DeviceType::CPU));
 }
 
-// A (rows, columns) float32 tensor over a buffer that goes back to the pool with its last reference.
-Tensor pooled_tensor(BufferPool::Buffer buffer, int64_t rows, int64_t columns) {
+// A float32 tensor over a buffer that goes back to the pool with its last reference.
+Tensor recycled_tensor(BufferPool::Buffer buffer, const std::vector<int64_t>& sizes, const std::vector<int64_t>& strides) {
   void* data = buffer.data();
-  const std::vector<int64_t> sizes{rows, columns}, strides{std::max<int64_t>(columns, 1), 1};
   return torch::stable::from_blob(data, sizes, strides, torch::stable::Device(torch::headeronly::DeviceType::CPU),
                                   ScalarType::Float, [owned = std::move(buffer)](void*) {});
+}
+Tensor pooled_tensor(BufferPool::Buffer buffer, int64_t rows, int64_t columns) {
+  return recycled_tensor(std::move(buffer), {rows, columns}, {std::max<int64_t>(columns, 1), 1});
 }
 BufferPool::Buffer output_buffer(int64_t rows, int64_t columns) {
   size_t bytes = 0;
@@ -105,6 +107,13 @@ Batch plain_batch(const Tensor& ids) {
   batch.ids = id_data(ids);
   batch.n_ids = batch.bags = ids.size(0);
   return batch;
+}
+
+// An evaluation lookup into out.
+void read(const Group& group, const Batch& batch, float* out) {
+  const auto slots = BufferPool::instance().take(static_cast<size_t>(batch.n_ids) * sizeof(Slot));
+  const auto locks = group.lock();
+  lookup(group, batch, false, static_cast<Slot*>(slots.data()), out, executor());
 }
 
 int64_t table_create(std::string name, int64_t column_begin, int64_t column_end, int64_t seed, bool missing_reads_init,
@@ -141,9 +150,7 @@ Tensor table_lookup(int64_t table, Tensor ids, bool train) {
   if (train) {
     const Pass pass(group, batch, nullptr, out, executor());
   } else {
-    const auto slots = BufferPool::instance().take(static_cast<size_t>(batch.n_ids) * sizeof(Slot));
-    const auto locks = group->lock();
-    lookup(*group, batch, false, static_cast<Slot*>(slots.data()), out, executor());
+    read(*group, batch, out);
   }
   return pooled_tensor(std::move(buffer), batch.bags, group->columns());
 }
@@ -289,6 +296,17 @@ BufferPool::Buffer copy_offsets(const Tensor& offsets, bool narrow) {
   return buffer;
 }
 
+// Keeps the pass until its last reference is gone.
+Tensor context_of(std::shared_ptr<Pass> pass) {
+  auto* handle = new int64_t(passes().add(std::move(pass)));
+  const std::vector<int64_t> one{1};
+  return torch::stable::from_blob(
+      handle, one, one, torch::stable::Device(torch::headeronly::DeviceType::CPU), ScalarType::Long, [](void* data) {
+        passes().remove(*static_cast<int64_t*>(data));
+        delete static_cast<int64_t*>(data);
+      });
+}
+
 // -> out (bags, columns), and where train is set the context that group_backward takes, else an empty tensor.
 std::tuple<Tensor, Tensor> group_forward(int64_t group_handle, Tensor ids, Tensor offsets, std::optional<Tensor> weights, bool train) {
   const auto group = groups().get(group_handle);
@@ -313,19 +331,11 @@ std::tuple<Tensor, Tensor> group_forward(int64_t group_handle, Tensor ids, Tenso
   auto buffer = output_buffer(bags, group->columns());
   auto* out = static_cast<float*>(buffer.data());
   if (!train) {
-    const auto slots = BufferPool::instance().take(static_cast<size_t>(batch.n_ids) * sizeof(Slot));
-    const auto locks = group->lock();
-    lookup(*group, batch, false, static_cast<Slot*>(slots.data()), out, executor());
+    read(*group, batch, out);
     return {pooled_tensor(std::move(buffer), bags, group->columns()), empty({0}, ScalarType::Long)};
   }
-  auto* handle = new int64_t(passes().add(std::make_shared<Pass>(group, batch, inputs, out, executor())));
-  const std::vector<int64_t> one{1};
-  Tensor context = torch::stable::from_blob(
-      handle, one, one, torch::stable::Device(torch::headeronly::DeviceType::CPU), ScalarType::Long, [](void* data) {
-        passes().remove(*static_cast<int64_t*>(data));
-        delete static_cast<int64_t*>(data);
-      });
-  return {pooled_tensor(std::move(buffer), bags, group->columns()), context};
+  return {pooled_tensor(std::move(buffer), bags, group->columns()),
+          context_of(std::make_shared<Pass>(group, batch, inputs, out, executor()))};
 }
 
 // Makes the missing rows of a batch ahead of its training forward, on the calling thread alone and table by table.
@@ -399,6 +409,39 @@ void group_accumulated_backward(std::vector<Tensor> contexts, std::vector<Tensor
 
 std::string instruction_set() { return row_kernels().name; }
 
+// Rows without pooling, of groups of one feature whose ids follow each other: counts of each.
+// -> out (sum of counts * columns,), and where train is set the context of each group, that group_backward takes.
+std::tuple<Tensor, std::vector<Tensor>> rows_forward(std::vector<int64_t> group_handles, Tensor ids, std::vector<int64_t> counts, bool train) {
+  ids = checked_ids(ids);
+  if (counts.size() != group_handles.size()) throw InvalidArgument("counts must have one entry a group");
+  std::vector<std::shared_ptr<const Group>> members;
+  int64_t left = ids.size(0), floats = 0;
+  for (size_t g = 0; g < counts.size(); ++g) {
+    members.push_back(groups().get(group_handles[g]));
+    if (members[g]->features() != 1) throw InvalidArgument("groups must have one feature");
+    if (counts[g] < 0 || counts[g] > left) throw InvalidArgument("counts must sum up to the number of ids");
+    left -= counts[g];
+    floats += counts[g] * members[g]->columns();
+  }
+  if (left != 0) throw InvalidArgument("counts must sum up to the number of ids");
+  auto buffer = output_buffer(floats, 1);
+  auto* out = static_cast<float*>(buffer.data());
+  Batch batch;
+  batch.ids = id_data(ids);
+  std::vector<Tensor> contexts;
+  for (size_t g = 0; g < counts.size(); ++g) {
+    batch.n_ids = batch.bags = counts[g];
+    if (train) {
+      contexts.push_back(context_of(std::make_shared<Pass>(members[g], batch, nullptr, out, executor())));
+    } else {
+      read(*members[g], batch, out);
+    }
+    batch.ids += counts[g];
+    out += counts[g] * members[g]->columns();
+  }
+  return {recycled_tensor(std::move(buffer), {floats}, {1}), std::move(contexts)};
+}
+
 // -> ids (N,) int64, each mapped by mix(), or by its inverse.
 Tensor mix_ids(Tensor ids, bool inverse) {
   ids = checked_ids(ids);
@@ -442,6 +485,7 @@ STABLE_TORCH_LIBRARY(recstore_ops, m) {
   m.def("group_weight_gradients(Tensor context, Tensor grad) -> Tensor");
   m.def("group_accumulated_backward(Tensor[] contexts, Tensor[] grads, float[] learning_rates) -> ()");
   m.def("instruction_set() -> str");
+  m.def("rows_forward(int[] groups, Tensor ids, int[] counts, bool train) -> (Tensor, Tensor[])");
   m.def("mix_ids(Tensor ids, bool inverse) -> Tensor");
 }
 
@@ -467,6 +511,7 @@ STABLE_TORCH_LIBRARY_IMPL(recstore_ops, CPU, m) {
   m.impl("group_forward", TORCH_BOX(&recstore::group_forward));
   m.impl("group_prefetch", TORCH_BOX(&recstore::group_prefetch));
   m.impl("group_backward", TORCH_BOX(&recstore::group_backward));
+  m.impl("rows_forward", TORCH_BOX(&recstore::rows_forward));
   m.impl("mix_ids", TORCH_BOX(&recstore::mix_ids));
   m.impl("group_weight_gradients", TORCH_BOX(&recstore::group_weight_gradients));
   m.impl("group_accumulated_backward", TORCH_BOX(&recstore::group_accumulated_backward));

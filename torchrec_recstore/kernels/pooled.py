@@ -111,7 +111,22 @@ class PooledKernel(nn.Module):
         if weights is not None and weights.dtype is not torch.float32:
             raise TypeError(f"weights must be float32, got {weights.dtype}")
 
-    def _backward(self, context: Tensor, grad: Tensor, weight_grads: bool) -> Tensor | None:
+    @property
+    def group(self) -> int:
+        """The handle of the native group, for other lookups of the same tables; valid as long as the kernel."""
+        return self._group
+
+    def update(self, context: Tensor, grad: Tensor, weight_grads: bool) -> Tensor | None:
+        """The fused optimizer's step of one training forward, or what awaits it where passes are accumulated.
+
+        Args:
+            context: which the forward of the kernel's group gave.
+            grad: (B, sum of the features' columns) float32.
+            weight_grads: whether the per-sample weights get a gradient.
+
+        Returns:
+            (N,) float32 where ``weight_grads`` is set.
+        """
         if self.accumulation_steps == 1:
             grad_weights = ops.group_backward(context, grad, self._learning_rates(), weight_grads)
             return grad_weights if weight_grads else None
@@ -151,5 +166,5 @@ class _PooledLookup(torch.autograd.Function):
         if grad.dtype is not torch.float32:
             grad = grad.float()
         with ops.native_errors(f"tables {ctx.kernel._name}"):
-            grad_weights = ctx.kernel._backward(context, grad, ctx.needs_input_grad[4])
+            grad_weights = ctx.kernel.update(context, grad, ctx.needs_input_grad[4])
         return None, None, None, None, grad_weights

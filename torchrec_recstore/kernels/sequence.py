@@ -1,17 +1,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 
+from torchrec_recstore import ops
 from torchrec_recstore.kernels.pooled import PooledKernel
 from torchrec_recstore.kernels.routing import BlockRouting
 from torchrec_recstore.store import Table
 
 
 class SequenceKernel(nn.Module):
-    """Rows in the order of the batch, for several tables: one native call a table, as bags of one id each.
+    """Rows in the order of the batch, for several tables, one native call forward and one a table backward.
 
     Args:
         tables: in the order in which their ids stand in the batch.
@@ -38,7 +41,9 @@ class SequenceKernel(nn.Module):
             PooledKernel([table], [0], "sum", routings=[routing], accumulation_steps=accumulation_steps)
             for table, routing in zip(tables, routings, strict=True)
         ]
-        self._counting = torch.empty(0, dtype=torch.int32)
+        self._columns = [len(table.columns) for table in tables]
+        self._anchor = torch.empty(0, requires_grad=True)
+        self._name = ", ".join(table.name for table in tables)
 
     @property
     def learning_rate(self) -> Callable[[], float] | None:
@@ -67,25 +72,42 @@ class SequenceKernel(nn.Module):
             ValueError: counts that do not fit, a closed table.
             MemoryError: no room for the new rows of a table.
         """
-        if len(counts) != len(self._kernels) or sum(counts) != len(ids):
-            raise ValueError(
-                f"counts must say how many of the {len(ids)} ids belong to each of the {len(self._kernels)} tables, "
-                f"got {list(counts)}"
-            )
-        offsets = self._one_id_bags(max(counts, default=0))
-        rows = [
-            kernel(part, offsets[: len(part) + 1], train=train).view(-1)
-            for kernel, part in zip(self._kernels, torch.split(ids, list(counts)), strict=True)
-        ]
-        return rows[0] if len(rows) == 1 else torch.cat(rows)
+        if ids.dtype is not torch.int64:
+            raise TypeError(f"ids must be int64, got {ids.dtype}")
+        with ops.native_errors(f"tables {self._name}"):
+            if not (train and torch.is_grad_enabled()):
+                return ops.rows_forward(self._groups(), ids, counts, False)[0]
+            out: Tensor = _Rows.apply(self._anchor, self, ids, list(counts))  # type: ignore[no-untyped-call]
+            return out
 
     def prefetch(self, ids: Tensor, counts: Sequence[int]) -> None:
         """As :meth:`PooledKernel.prefetch`, with the ids of each table counted."""
         for kernel, part in zip(self._kernels, torch.split(ids, list(counts)), strict=True):
             kernel.prefetch(part, [len(part)])
 
-    def _one_id_bags(self, count: int) -> Tensor:
-        # Kept, since it is the same in every step; the native side copies what it needs of it.
-        if len(self._counting) <= count:
-            self._counting = torch.arange(count + count // 2 + 1, dtype=torch.int32)
-        return self._counting
+    def _groups(self) -> list[int]:
+        return [kernel.group for kernel in self._kernels]
+
+
+class _Rows(torch.autograd.Function):
+    """Backward is the fused optimizer's step of each table."""
+
+    @staticmethod
+    def forward(ctx: Any, anchor: Tensor, kernel: SequenceKernel, ids: Tensor, counts: list[int]) -> Tensor:
+        out, contexts = ops.rows_forward(kernel._groups(), ids, counts, True)
+        ctx.save_for_backward(*contexts)
+        ctx.kernel, ctx.counts = kernel, counts
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[None, None, None, None]:
+        kernel = ctx.kernel
+        sizes = [count * columns for count, columns in zip(ctx.counts, kernel._columns, strict=True)]
+        parts = torch.split(grads[0].float(), sizes)
+        with ops.native_errors(f"tables {kernel._name}"):
+            for one, context, grad, columns in zip(
+                kernel._kernels, ctx.saved_tensors, parts, kernel._columns, strict=True
+            ):
+                one.update(context, grad.reshape(-1, columns), False)
+        return None, None, None, None
