@@ -73,7 +73,6 @@ _READ = frozenset(
         "beta2",
         "betas",
         "eta",
-        "weight_decay",
         "weight_decay_mode",
         "gradient_clipping",
         "max_gradient",
@@ -117,7 +116,7 @@ _IGNORED: frozenset[str] = frozenset(
 )
 
 # FBGEMM silently passes these by where the selected optimizer has none; whoever sets them expects them.
-_NEUTRAL_UNLESS_READ: dict[str, object] = {"max_norm": 0.0, "momentum": 0.0}
+_NEUTRAL_UNLESS_READ: dict[str, object] = {"max_norm": 0.0, "momentum": 0.0, "weight_decay": 0.0}
 
 # Keys that would change the numbers; accepted only where they ask for nothing.
 _NEUTRAL: dict[str, object] = {
@@ -176,7 +175,8 @@ def accumulation_steps(fused_params: Mapping[str, Any] | None) -> int:
 def optimizer_from_fused_params(fused_params: Mapping[str, Any] | None, table_names: Sequence[str]) -> Optimizer:
     """The fused optimizer that ``fused_params`` select; FBGEMM's default, SGD with lr 0.01, where they name none.
 
-    The arguments' names and defaults are FBGEMM's; ``betas`` of torch.optim as well.
+    The arguments' names, defaults and formulas are FBGEMM's, ``betas`` is torch.optim's. So the weight decay of Adam is
+    decoupled also where ``apply_optimizer_in_backward`` got ``torch.optim.Adam``, as in TorchRec's own tables.
 
     Args:
         fused_params: a table's merged ``fused_params``.
@@ -219,17 +219,17 @@ def _read(params: Mapping[str, Any], default: Optimizer, where: str) -> Optimize
     known = {field.name for field in fields(default)}
     _check_keys(params, known, where)
     given: dict[str, Any] = {}
-    rate = params.get("learning_rate", params.get("lr"))
-    if rate is not None:
-        given["lr"] = float(rate)
+    for key in ("lr", "learning_rate"):  # the latter wins, as in TorchRec
+        if params.get(key) is not None:
+            given["lr"] = _number(params, key, where)
     for key in known & {"eps", "weight_decay", "momentum", "eta"} & set(params):
-        given[key] = float(params[key])
+        given[key] = _number(params, key, where)
     if params.get("max_norm"):
-        given["max_norm"] = float(params["max_norm"])
+        given["max_norm"] = _number(params, "max_norm", where)
     if params.get("gradient_clipping"):
-        given["max_gradient"] = float(params.get("max_gradient", 1.0))
+        given["max_gradient"] = _number({"max_gradient": 1.0, **params}, "max_gradient", where)
     if params.get("max_gradient_norm") is not None:
-        given["max_gradient_norm"] = float(params["max_gradient_norm"])
+        given["max_gradient_norm"] = _number(params, "max_gradient_norm", where)
     if isinstance(default, Adam | AdamW | PartialRowWiseAdam | LAMB | PartialRowWiseLAMB):
         given["betas"] = _betas(params, default.betas, where)
     mode = _weight_decay_mode(params, default, where)
@@ -239,6 +239,13 @@ def _read(params: Mapping[str, Any], default: Optimizer, where: str) -> Optimize
         return replace(default, **given)
     except ValueError as error:
         raise ValueError(f"{where}: {error}") from error
+
+
+def _number(params: Mapping[str, Any], key: str, where: str) -> float:
+    try:
+        return float(params[key])
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{where}: fused_params[{key!r}] must be a number, got {params[key]!r}") from error
 
 
 def _check_keys(params: Mapping[str, Any], known: Set[str], where: str) -> None:
@@ -256,11 +263,15 @@ def _check_keys(params: Mapping[str, Any], known: Set[str], where: str) -> None:
 
 
 def _betas(params: Mapping[str, Any], default: tuple[float, float], where: str) -> tuple[float, float]:
-    single = (float(params.get("beta1", default[0])), float(params.get("beta2", default[1])))
+    merged = {"beta1": default[0], "beta2": default[1], **params}
+    single = (_number(merged, "beta1", where), _number(merged, "beta2", where))
     if "betas" not in params:
         return single
-    first, second = params["betas"]
-    betas = (float(first), float(second))
+    try:
+        first, second = params["betas"]
+        betas = (float(first), float(second))
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{where}: betas must be two numbers, got {params['betas']!r}") from error
     if ("beta1" in params or "beta2" in params) and betas != single:
         raise ValueError(f"{where}: betas={betas} disagrees with beta1 and beta2, which are {single}")
     return betas
