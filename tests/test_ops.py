@@ -48,6 +48,8 @@ CASES: dict[str, Any] = {
     "table_contains": lambda: (_table(), IDS),
     "table_ids": lambda: (_table(),),
     "table_stats": lambda: (_table(),),
+    "table_optimizer_steps": lambda: (_table(),),
+    "table_set_optimizer_steps": lambda: (_table(), 3),
     "table_export": lambda: (_table_of(IDS), IDS),
     "table_import": lambda: (_table(), IDS, torch.ones(3, 4), torch.ones(3), torch.ones(3, 2, dtype=torch.int64)),
     "group_create": lambda: ([_table()], [0, 0], [0, 0, 0, 0], False),
@@ -94,7 +96,9 @@ _GONE = torch.tensor([10**9])
 
 @pytest.mark.parametrize("name", TAKE_HANDLE)
 def test_an_unknown_handle_is_an_error(name: str) -> None:
-    bad: Any = {"group_create": [10**9], "group_accumulated_backward": [_GONE], "rows_forward": [10**9, 1]}.get(name, 10**9)
+    bad: Any = {"group_create": [10**9], "group_accumulated_backward": [_GONE], "rows_forward": [10**9, 1]}.get(
+        name, 10**9
+    )
     if name in ("group_backward", "group_weight_gradients"):
         bad = _GONE
     with pytest.raises(RuntimeError, match="handle"):

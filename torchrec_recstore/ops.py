@@ -150,6 +150,12 @@ table_ids = cast(Callable[[int], Tensor], _ops.table_ids.default)
 table_stats = cast(Callable[[int], list[int]], _ops.table_stats.default)
 """(table) -> rows, bytes, lookups, misses, inserts, updates, steps."""
 
+table_optimizer_steps = cast(Callable[[int], int], _ops.table_optimizer_steps.default)
+"""(table) -> the updates so far, one a step: what Adam's and LAMB's bias correction counts."""
+
+table_set_optimizer_steps = cast(Callable[[int, int], None], _ops.table_set_optimizer_steps.default)
+"""(table, updates)."""
+
 table_export = cast(Callable[[int, Tensor], tuple[Tensor, Tensor, Tensor]], _ops.table_export.default)
 """(table, ids (N,) int64) -> rows (N, row floats) float32: weights, then element-wise optimizer state one behind the
 other; row-wise state (N,) float32; last step and frequency (N, 2) int64. ValueError where an id has no row."""

@@ -33,8 +33,11 @@ def test_two_ranks(sharding: str) -> None:
     run_on_ranks(2, partial(forth_and_back, sharding=sharding))
 
 
-def test_a_resumed_run_is_the_run_that_never_stopped(one_rank: None) -> None:
-    model, other = models.recstore(), models.recstore()
+@pytest.mark.parametrize(
+    "optimizer", [EmbOptimType.EXACT_ROWWISE_ADAGRAD, EmbOptimType.ADAM, EmbOptimType.PARTIAL_ROWWISE_LAMB]
+)
+def test_a_resumed_run_is_the_run_that_never_stopped(one_rank: None, optimizer: EmbOptimType) -> None:
+    model, other = models.recstore(optimizer=optimizer), models.recstore(optimizer=optimizer)
     models.train(model)
     other.load_state_dict(model.state_dict())
     other.fused_optimizer.load_state_dict(model.fused_optimizer.state_dict())

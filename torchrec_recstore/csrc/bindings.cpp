@@ -258,6 +258,22 @@ void table_import(int64_t table, Tensor ids, Tensor rows, Tensor state, Tensor b
              {float_data(rows), float_data(state), id_data(bookkeeping)}, executor());
 }
 
+// The updates that Adam's and LAMB's bias correction counts.
+int64_t table_optimizer_steps(int64_t table) {
+  const auto owner = tables().get(table);
+  const std::lock_guard<std::mutex> lock(owner->mutex());
+  owner->check_open();
+  return owner->optimizer_steps();
+}
+
+void table_set_optimizer_steps(int64_t table, int64_t steps) {
+  if (steps < 0) throw InvalidArgument("optimizer steps must not be negative, got " + std::to_string(steps));
+  const auto owner = tables().get(table);
+  const std::lock_guard<std::mutex> lock(owner->mutex());
+  owner->check_open();
+  owner->set_optimizer_steps(steps);
+}
+
 int64_t group_create(std::vector<int64_t> handles, std::vector<int64_t> feature_tables, std::vector<int64_t> routings, bool mean) {
   const auto n = static_cast<int64_t>(handles.size());
   if (routings.size() != handles.size() * 4) throw InvalidArgument("routings must hold four numbers a table");
@@ -477,6 +493,8 @@ STABLE_TORCH_LIBRARY(recstore_ops, m) {
   m.def("table_stats(int table) -> int[]");
   m.def("table_export(int table, Tensor ids) -> (Tensor, Tensor, Tensor)");
   m.def("table_import(int table, Tensor ids, Tensor rows, Tensor state, Tensor bookkeeping) -> ()");
+  m.def("table_optimizer_steps(int table) -> int");
+  m.def("table_set_optimizer_steps(int table, int steps) -> ()");
   m.def("group_create(int[] tables, int[] feature_tables, int[] routings, bool mean) -> int");
   m.def("group_destroy(int group) -> ()");
   m.def("group_forward(int group, Tensor ids, Tensor offsets, Tensor? weights, bool train) -> (Tensor, Tensor)");
@@ -495,6 +513,8 @@ STABLE_TORCH_LIBRARY_IMPL(recstore_ops, CompositeExplicitAutograd, m) {
   m.impl("table_destroy", TORCH_BOX(&recstore::table_destroy));
   m.impl("table_ids", TORCH_BOX(&recstore::table_ids));
   m.impl("table_stats", TORCH_BOX(&recstore::table_stats));
+  m.impl("table_optimizer_steps", TORCH_BOX(&recstore::table_optimizer_steps));
+  m.impl("table_set_optimizer_steps", TORCH_BOX(&recstore::table_set_optimizer_steps));
   m.impl("group_create", TORCH_BOX(&recstore::group_create));
   m.impl("group_destroy", TORCH_BOX(&recstore::group_destroy));
   m.impl("instruction_set", TORCH_BOX(&recstore::instruction_set));

@@ -57,17 +57,18 @@ class _Layout:
     """How a table's rows are spread at this moment. Making one is collective."""
 
     def __init__(self, name: str, shards: Sequence[LocalShard], env: ShardingEnv) -> None:
-        local = [(len(shard.table), shard.table.columns) for shard in shards]
-        gathered: list[list[tuple[int, range]]] = [local]
+        local = [(len(shard.table), shard.table.columns, shard.table.optimizer_steps) for shard in shards]
+        gathered: list[list[tuple[int, range, int]]] = [local]
         if env.process_group is not None and dist.get_world_size(env.process_group) > 1:
             gathered = [[] for _ in range(dist.get_world_size(env.process_group))]
             dist.all_gather_object(gathered, local, group=env.process_group)
         self.env = env
-        self.dim = 1 + max(columns[-1] for pieces in gathered for _, columns in pieces)
+        self.dim = 1 + max(columns[-1] for pieces in gathered for _, columns, _ in pieces)
+        self.optimizer_steps = max(steps for pieces in gathered for _, _, steps in pieces)
         ends: dict[range, int] = {}
         self.pieces: list[_Piece] = []
         for rank, pieces in enumerate(gathered):
-            for rows, columns in pieces:
+            for rows, columns, _ in pieces:
                 begin = ends.get(columns, 0)
                 ends[columns] = begin + rows
                 self.pieces.append(_Piece(rank, range(begin, begin + rows), columns))
@@ -202,7 +203,8 @@ class TableState:
     """A table's optimizer state as TorchRec's ``KeyedOptimizer`` saves and loads objects (torchrec 1.8.0).
 
     The state of a table with ``R`` rows, ``D`` its dim and ``C`` its column shards: ``id`` (R,) int64, ``columns`` (C,)
-    int64 where each column shard begins, and the optimizer's states, element-wise ones (R, D), row-wise ones (R, C).
+    int64 where each column shard begins, ``steps`` (1,) int64 updates so far, and the optimizer's states, element-wise
+    ones (R, D), row-wise ones (R, C).
 
     Args:
         name: the table's.
@@ -226,6 +228,7 @@ class TableState:
         state: dict[str, Value] = {
             "id": layout.sharded(ids, None, None),
             "columns": torch.tensor(starts),
+            "steps": torch.tensor([layout.optimizer_steps]),
         }
         for key, kind in self._states.items():
             if kind == "element":
@@ -243,7 +246,7 @@ class TableState:
         Raises:
             ValueError: a key is missing, a shape does not fit, or an id has no row: load the model's state first.
         """
-        missing = [key for key in ("id", "columns", *self._states) if key not in state]
+        missing = [key for key in ("id", "columns", "steps", *self._states) if key not in state]
         if missing:
             raise ValueError(f"RecStore table {self._name!r}: the optimizer state has no {', '.join(missing)}")
         starts = torch.as_tensor(state["columns"]).tolist()
@@ -262,6 +265,7 @@ class TableState:
                     ids, part = source.of(shard, range(len(starts)))
                     rows[key] = _joined(part, starts, shard.table)
             shard.table.write_rows(ids, {**shard.table.read_rows(ids), **rows})
+            shard.table.optimizer_steps = int(torch.as_tensor(state["steps"])[0])
 
 
 class TableStates(FusedOptimizer):  # type: ignore[misc]

@@ -204,6 +204,17 @@ class Table:
         with ops.native_errors(f"table '{self.name}'"):
             return ops.table_ids(self.handle)
 
+    @property
+    def optimizer_steps(self) -> int:
+        """Updates so far, one a step: what the bias correction of Adam and LAMB counts."""
+        with ops.native_errors(f"table '{self.name}'"):
+            return ops.table_optimizer_steps(self.handle)
+
+    @optimizer_steps.setter
+    def optimizer_steps(self, steps: int) -> None:
+        with ops.native_errors(f"table '{self.name}'"):
+            ops.table_set_optimizer_steps(self.handle, steps)
+
     def stats(self) -> TableStats:
         """What the table holds and has done."""
         with ops.native_errors(f"table '{self.name}'"):
