@@ -49,7 +49,8 @@ def recstore(
     sharders = [RecStoreSharder(fused_params={"optimizer": optimizer, "learning_rate": 0.1})]
     constraints = {
         name: RecStoreConstraints(
-            sharding_types=[sharding_type], min_partition=DIM // 2 if "column" in sharding_type else None
+            sharding_types=[sharding_type],
+            min_partition=DIM // 2 if sharding_type in ("column_wise", "grid_shard") else None,
         )
         for name in TABLES
     }

@@ -63,6 +63,8 @@ RW, ELEMENT, NONE = EmbOptimType.EXACT_ROWWISE_ADAGRAD, EmbOptimType.EXACT_ADAGR
         (2, ROW, [(1, TABLE, RW), (3, ROW, RW), (2, COLUMN, RW)]),
         (2, COLUMN, [(1, ROW, RW), (2, TABLE, RW)]),
         (1, TABLE, [(2, ROW, ELEMENT), (2, COLUMN, NONE)]),
+        (2, "table_row_wise", [(2, "grid_shard", ELEMENT), (1, TABLE, ELEMENT)]),
+        (2, "grid_shard", [(2, ROW, ELEMENT)]),
     ],
 )
 def test_any_world_size_and_sharding(

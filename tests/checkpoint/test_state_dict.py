@@ -4,12 +4,19 @@ from __future__ import annotations
 
 import copy
 from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from fbgemm_gpu.split_embedding_configs import EmbOptimType
+from torchrec import EmbeddingCollection, EmbeddingConfig, KeyedJaggedTensor
+from torchrec.distributed import DistributedModelParallel
 
 from tests.distributed.workers import run_on_ranks
+from torchrec_recstore.checkpoint import load_distributed_checkpoint
+from torchrec_recstore.optim import Adam
+from torchrec_recstore.sharders import RecStoreEmbeddingCollectionSharder
 
 from . import models
 
@@ -83,3 +90,32 @@ def test_what_does_not_fit_is_refused(one_rank: None) -> None:
     for (_, _, ids, rows), (_, _, ids_now, rows_now) in zip(before, models.shards(model), strict=True):
         assert torch.equal(ids, ids_now)
         assert torch.equal(rows["weight"], rows_now["weight"])
+
+
+def test_sequences(one_rank: None, tmp_path: Path) -> None:
+    def build() -> DistributedModelParallel:
+        config = EmbeddingConfig(name="t", embedding_dim=4, num_embeddings=100, feature_names=["f"])
+        module = EmbeddingCollection(tables=[config], device=torch.device("meta"))
+        sharder = RecStoreEmbeddingCollectionSharder(optimizer=Adam(lr=0.1))
+        return DistributedModelParallel(module, sharders=[sharder], device=torch.device("cpu"))
+
+    batch = KeyedJaggedTensor(["f"], values=torch.tensor([2**50, -1, 2**50]), lengths=torch.tensor([2, 1]))
+
+    def step(model: DistributedModelParallel) -> torch.Tensor:
+        values: torch.Tensor = model(batch).wait()["f"].values()
+        values.square().sum().backward()
+        return values.detach()
+
+    model, other, third = build(), build(), build()
+    for _ in range(3):
+        step(model)
+    state = {"model": model.state_dict(), "optimizer": model.fused_optimizer.state_dict()}
+    assert sorted(state["model"]) == ["embeddings.t.weight", "embeddings.t.weight_id"]
+    other.load_state_dict(state["model"])
+    other.fused_optimizer.load_state_dict(state["optimizer"])
+    dcp.save(state, checkpoint_id=tmp_path / "saved")
+    load_distributed_checkpoint(third, tmp_path / "saved")
+    for _ in range(2):
+        values = step(model)
+        assert torch.equal(values, step(other))
+        assert torch.equal(values, step(third))
