@@ -14,7 +14,7 @@ from torchrec import EmbeddingCollection, EmbeddingConfig, KeyedJaggedTensor
 from torchrec.distributed import DistributedModelParallel
 
 from tests.distributed.workers import run_on_ranks
-from torchrec_recstore.checkpoint import load_distributed_checkpoint
+from torchrec_recstore.checkpoint import export_dense_weights, load_distributed_checkpoint
 from torchrec_recstore.optim import Adam
 from torchrec_recstore.sharders import RecStoreEmbeddingCollectionSharder
 
@@ -69,6 +69,10 @@ def test_stock_state_goes_in_and_dense_comes_out(one_rank: None) -> None:
     models.train(stock, low=0, high=100)
     model.load_state_dict(stock.state_dict())
     batch = models.batch(3, low=0, high=100)
+    assert torch.equal(stock.eval()(batch), model.eval()(batch))
+    models.train(model.train(), low=0, high=100)
+    dense = {f"sparse.embedding_bags.{name}.weight": export_dense_weights(model, name, 100) for name in models.TABLES}
+    stock.load_state_dict({**stock.state_dict(), **dense})
     assert torch.equal(stock.eval()(batch), model.eval()(batch))
 
 
