@@ -39,7 +39,7 @@ def _context() -> torch.Tensor:
 
 
 CASES: dict[str, Any] = {
-    "table_create": lambda: ("t", 0, 4, 0, False, 0, -1.0, 1.0, 0.0, 2, [1e-8] + [0.0] * 14),
+    "table_create": lambda: ("t", 0, 4, 0, False, 0, -1.0, 1.0, 0.0, 2, [1e-8] + [0.0] * 14, 0, False),
     "table_destroy": lambda: (ops.table_create("t", range(4), 0, "zeros", ops.ConstantInit(0.0), ops.SGD()),),
     "table_lookup": lambda: (_table(), IDS, True),
     "table_update": lambda: (_table(), IDS, torch.ones(3, 4), 0.1),
@@ -113,15 +113,27 @@ def test_native_checks_do_not_rely_on_the_wrappers() -> None:
         (lambda: native.table_lookup(table, IDS[None], False), "ids"),
         (lambda: native.table_update(table, IDS, torch.ones(2, 4), 0.1), "grads"),
         (lambda: native.table_insert(table, IDS, torch.ones(3, 5)), "weights"),
-        (lambda: native.table_create("t", 4, 4, 0, False, 0, 0.0, 0.0, 0.0, 0, [0.0] * 15), "columns"),
-        (lambda: native.table_create("t", 0, 4, 0, False, 9, 0.0, 0.0, 0.0, 0, [0.0] * 15), "init"),
-        (lambda: native.table_create("t", 0, 4, 0, False, 0, 0.0, 0.0, 0.0, 10, [0.0] * 15), "optimizer must"),
-        (lambda: native.table_create("t", 0, 4, 0, False, 0, 0.0, 0.0, 0.0, 0, [0.0] * 3), "optimizer_numbers"),
-        (lambda: native.table_create("t", 0, 4, 0, False, 0, 0.0, 0.0, 0.0, 3, [-1.0] * 15), "optimizer_numbers"),
+        (lambda: native.table_create("t", 4, 4, 0, False, 0, 0.0, 0.0, 0.0, 0, [0.0] * 15, 0, False), "columns"),
+        (lambda: native.table_create("t", 0, 4, 0, False, 9, 0.0, 0.0, 0.0, 0, [0.0] * 15, 0, False), "init"),
         (
-            lambda: native.table_create("t", 0, 4, 0, False, 0, 0.0, 0.0, 0.0, 3, [0.0] * 4 + [1.0] + [0.0] * 10),
+            lambda: native.table_create("t", 0, 4, 0, False, 0, 0.0, 0.0, 0.0, 10, [0.0] * 15, 0, False),
+            "optimizer must",
+        ),
+        (
+            lambda: native.table_create("t", 0, 4, 0, False, 0, 0.0, 0.0, 0.0, 0, [0.0] * 3, 0, False),
+            "optimizer_numbers",
+        ),
+        (
+            lambda: native.table_create("t", 0, 4, 0, False, 0, 0.0, 0.0, 0.0, 3, [-1.0] * 15, 0, False),
+            "optimizer_numbers",
+        ),
+        (
+            lambda: native.table_create(
+                "t", 0, 4, 0, False, 0, 0.0, 0.0, 0.0, 3, [0.0] * 4 + [1.0] + [0.0] * 10, 0, False
+            ),
             "beta1",
         ),
+        (lambda: native.table_create("t", 0, 4, 0, False, 0, 0.0, 0.0, 0.0, 0, [0.0] * 15, 3, False), "row_type"),
         (lambda: native.group_create([table], [0], [0, 0], False), "routings"),
         (lambda: native.rows_forward([_group()], IDS, [2], True), "counts"),
         (lambda: native.rows_forward([_group(), _group()], IDS, [3, 1], True), "counts"),

@@ -59,6 +59,12 @@ _KINDS: dict[type, int] = {
 }
 
 
+# csrc/row_type.h, RowType.
+_ROW_TYPES: dict[torch.dtype, int] = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
+ROW_DTYPES = tuple(_ROW_TYPES)
+"""What a table's weights can be stored as."""
+
+
 @contextmanager
 def native_errors(who: str) -> Iterator[None]:
     """Gives native errors their Python type and the name of who called.
@@ -108,9 +114,19 @@ def _optimizer_numbers(optimizer: Optimizer) -> list[float]:
 
 
 def table_create(
-    name: str, columns: range, seed: int, missing: str, initializer: Initializer, optimizer: Optimizer
+    name: str,
+    columns: range,
+    seed: int,
+    missing: str,
+    initializer: Initializer,
+    optimizer: Optimizer,
+    dtype: torch.dtype = torch.float32,
+    stochastic_rounding: bool = False,
 ) -> int:
-    """Makes a table that holds ``columns`` of each row; returns its handle, to be given to :func:`table_destroy`."""
+    """Makes a table that holds ``columns`` of each row; returns its handle, to be given to :func:`table_destroy`.
+
+    ``dtype`` is one of :data:`ROW_DTYPES`; tensors of weights are float32 for each of them.
+    """
     numbers = _initializer_numbers(initializer)
     with native_errors(f"table '{name}'"):
         handle = _ops.table_create(
@@ -122,6 +138,8 @@ def table_create(
             *numbers,
             _KINDS[type(optimizer)],
             _optimizer_numbers(optimizer),
+            _ROW_TYPES[dtype],
+            stochastic_rounding,
         )
     return cast(int, handle)
 

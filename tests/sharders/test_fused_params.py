@@ -111,7 +111,6 @@ def test_optimizer(fused_params: dict[str, Any] | None, expected: Optimizer) -> 
         ({OPTIMIZER_KEY: Ftrl(lr=0.05), "learning_rate": 0.1}, r"Ftrl\(.*0\.05.*Ftrl\(.*0\.1"),
         ({OPTIMIZER_KEY: SGD(), "weight_decay": 0.1}, "SGD.*weight_decay=0.1"),
         ({"max_norm": 1.0}, "max_norm"),
-        ({"output_dtype": SparseType.FP16}, "output_dtype"),
         ({"weights_precision": SparseType.FP16}, "weights_precision"),
         ({"optimizer_state_dtypes": {"momentum1": SparseType.FP16}}, "optimizer_state_dtypes"),
         ({"weight_decay_mode": WeightDecayMode.DECOUPLE}, "weight_decay_mode"),

@@ -69,7 +69,7 @@ def export_dense_weights(model: nn.Module, table_name: str, num_rows: int) -> Te
         for begin in range(0, num_rows, _CHUNK):
             ids = torch.arange(begin, min(begin + _CHUNK, num_rows))
             ids = ids[shard.table.contains(ids)]
-            out[ids, columns.start : columns.stop] = shard.table.lookup(ids)
+            out[ids, columns.start : columns.stop] = shard.table.lookup(ids).float()
     if state.env.process_group is not None and dist.get_world_size(state.env.process_group) > 1:
         dist.all_reduce(out, group=state.env.process_group)  # every cell has one owner: a sum with zeros
     return out

@@ -64,6 +64,8 @@ struct Workspace {
   Scratch<Last> lasts;
   Scratch<uint32_t> hash;
   Scratch<float> gradient;
+  Scratch<float> weights;
+  Scratch<uint32_t> random;
 };
 
 Workspace& workspace() {
@@ -268,6 +270,13 @@ class Grouping {
   std::vector<TableWork> tables_;
 };
 
+// How the table's coming update rounds its weights.
+StochasticRounding rounding_of(const Table& table, const Routing& routing) {
+  if (!table.config().stochastic_rounding) return {};
+  const uint64_t key = mix(table.initializer().key() + mix(static_cast<uint64_t>(table.optimizer_steps()) + 1));
+  return {std::max<uint64_t>(key, 1), &routing, table.config().column_begin};
+}
+
 }  // namespace
 
 Distinct apply_gradients(const ResolvedBatch& resolved, const float* grad, const std::vector<float>& learning_rates,
@@ -277,6 +286,8 @@ Distinct apply_gradients(const ResolvedBatch& resolved, const float* grad, const
   for (size_t t = 0; t < tables.size(); ++t) {
     scalars.push_back(step_scalars(tables[t]->config().optimizer, learning_rates[t], tables[t]->optimizer_steps() + 1));
   }
+  std::vector<StochasticRounding> roundings;
+  for (size_t t = 0; t < tables.size(); ++t) roundings.push_back(rounding_of(*tables[t], resolved.group.routings[t]));
   Grouping grouping(resolved);
   const Distinct distinct = grouping.run(executor, [&](const Chunk& chunk) {
     const Table& table = *tables[chunk.table];
@@ -292,7 +303,11 @@ Distinct apply_gradients(const ResolvedBatch& resolved, const float* grad, const
     args.mean = resolved.group.mean;
     args.bag_begin = chunk.bag_begin;
     args.bag_end = chunk.bag_end;
-    args.scratch = workspace().gradient.get((args.rows.columns + 15) / 16 * 16);
+    const int64_t padded = (args.rows.columns + 15) / 16 * 16;
+    args.scratch = workspace().gradient.get(padded);
+    args.weights = workspace().weights.get(padded);
+    args.random = workspace().random.get(padded);
+    args.rounding = roundings[chunk.table];
     args.optimizer = table.config().optimizer.kind;
     args.scalars = scalars[chunk.table];
     args.step = steps[chunk.table];
@@ -323,7 +338,7 @@ void weight_gradients(const ResolvedBatch& resolved, const float* grad, float* g
   const int64_t runs = (batch.bags + kBags - 1) / kBags;
   for_each_task(executor, runs * group.features(), [&](int64_t task) {
     const int64_t f = task / runs, begin = task % runs * kBags, end = std::min(begin + kBags, batch.bags);
-    const Table& table = *group.tables[group.feature_tables[f]];
+    const RowsView rows = group.tables[group.feature_tables[f]]->rows().view();
     for (int64_t bag = begin; bag < end; ++bag) {
       const int64_t first = batch.offset(f * batch.bags + bag), last = batch.offset(f * batch.bags + bag + 1);
       const float scale = group.mean && last - first > 1 ? 1.0f / static_cast<float>(last - first) : 1.0f;
@@ -331,7 +346,7 @@ void weight_gradients(const ResolvedBatch& resolved, const float* grad, float* g
       for (int64_t p = first; p < last; ++p) {
         const Slot slot = resolved.slots[p];
         grad_weights[p] =
-            slot == kNoSlot ? 0.0f : scale * row_kernels().dot(table.rows().weights(slot), bag_grad, table.config().columns());
+            slot == kNoSlot ? 0.0f : scale * row_kernels().dot(rows.type, rows.data + slot * rows.stride, bag_grad, rows.columns);
       }
     }
   });

@@ -118,10 +118,11 @@ void read(const Group& group, const Batch& batch, float* out) {
 
 int64_t table_create(std::string name, int64_t column_begin, int64_t column_end, int64_t seed, bool missing_reads_init,
                      int64_t init, double init_a, double init_b, double init_truncate, int64_t optimizer,
-                     std::vector<double> optimizer_numbers) {
+                     std::vector<double> optimizer_numbers, int64_t row_type, bool stochastic_rounding) {
   if (column_begin < 0 || column_end <= column_begin) throw InvalidArgument("columns must be a range that is not empty");
   if (column_end > kMostColumns) throw InvalidArgument("a row has at most 2**24 columns, got " + std::to_string(column_end));
   if (init < 0 || init > 2) throw InvalidArgument("init must be 0, 1 or 2");
+  if (row_type < 0 || row_type > 2) throw InvalidArgument("row_type must be 0, 1 or 2");
   row_kernels();  // a wrong RECSTORE_ISA is told here
   TableConfig config;
   config.name = std::move(name);
@@ -130,6 +131,8 @@ int64_t table_create(std::string name, int64_t column_begin, int64_t column_end,
   config.seed = static_cast<uint64_t>(seed);
   config.missing_reads_init = missing_reads_init;
   config.init = {static_cast<InitKind>(init), init_a, init_b, init_truncate};
+  config.row_type = static_cast<RowType>(row_type);
+  config.stochastic_rounding = stochastic_rounding;
   config.optimizer = OptimizerConfig::of(optimizer, optimizer_numbers);
   return tables().add(std::make_shared<Table>(std::move(config)));
 }
@@ -177,7 +180,7 @@ void table_insert(int64_t table, Tensor ids, Tensor weights) {
   const std::lock_guard<std::mutex> lock(owner->mutex());
   owner->check_open();
   find_or_insert(*owner, id_data(ids), n, slots.data(), executor());
-  for (int64_t i = 0; i < n; ++i) std::copy_n(float_data(weights) + i * columns, columns, owner->rows().weights(slots[i]));
+  for (int64_t i = 0; i < n; ++i) owner->rows().set_weights(slots[i], float_data(weights) + i * columns);
 }
 
 Tensor table_remove(int64_t table, Tensor ids) {
@@ -231,7 +234,7 @@ std::tuple<Tensor, Tensor, Tensor> table_export(int64_t table, Tensor ids) {
   const std::lock_guard<std::mutex> lock(owner->mutex());
   owner->check_open();
   owner->settle_passes(executor());
-  const int64_t n = ids.size(0), floats = owner->rows().view().stride;
+  const int64_t n = ids.size(0), floats = owner->rows().image_floats();
   Tensor rows = empty({n, floats}, ScalarType::Float), state = empty({n}, ScalarType::Float);
   Tensor bookkeeping = empty({n, 2}, ScalarType::Long);
   read_rows(*owner, id_data(ids), n,
@@ -245,7 +248,7 @@ void table_import(int64_t table, Tensor ids, Tensor rows, Tensor state, Tensor b
   ids = checked_ids(ids);
   const auto owner = tables().get(table);
   const int64_t n = ids.size(0);
-  rows = checked_rows(rows, "rows", n, owner->rows().view().stride);
+  rows = checked_rows(rows, "rows", n, owner->rows().image_floats());
   state = checked(state, "state", ScalarType::Float, 1);
   bookkeeping = checked(bookkeeping, "bookkeeping", ScalarType::Long, 2);
   if (state.size(0) != n || bookkeeping.size(0) != n || bookkeeping.size(1) != 2) {
@@ -295,6 +298,7 @@ void group_destroy(int64_t group) { groups().remove(group); }
 // What a pass keeps until its backward. The offsets are a copy, since rows are found by them again: what
 // a caller does to the tensor in between must not matter.
 struct Inputs {
+  Tensor ids;  // of what stochastic rounding draws by; rows are found again by their slots
   BufferPool::Buffer offsets;
   std::optional<Tensor> weights;
 };
@@ -335,7 +339,7 @@ std::tuple<Tensor, Tensor> group_forward(int64_t group_handle, Tensor ids, Tenso
     throw InvalidArgument("offsets must have features * batch + 1 entries, got " + std::to_string(n_offsets) + " for " +
                           std::to_string(group->features()) + " features");
   }
-  auto inputs = std::make_shared<Inputs>(Inputs{copy_offsets(offsets, narrow), std::nullopt});
+  auto inputs = std::make_shared<Inputs>(Inputs{ids, copy_offsets(offsets, narrow), std::nullopt});
   Batch batch = plain_batch(ids);
   batch.bags = bags;
   batch.offsets = static_cast<const int64_t*>(inputs->offsets.data());
@@ -482,7 +486,8 @@ Tensor mix_ids(Tensor ids, bool inverse) {
 STABLE_TORCH_LIBRARY(recstore_ops, m) {
   m.def(
       "table_create(str name, int column_begin, int column_end, int seed, bool missing_reads_init, int init, float init_a, "
-      "float init_b, float init_truncate, int optimizer, float[] optimizer_numbers) -> int");
+      "float init_b, float init_truncate, int optimizer, float[] optimizer_numbers, int row_type, "
+      "bool stochastic_rounding) -> int");
   m.def("table_destroy(int table) -> ()");
   m.def("table_lookup(int table, Tensor ids, bool train) -> Tensor");
   m.def("table_update(int table, Tensor ids, Tensor grads, float learning_rate) -> ()");

@@ -4,6 +4,7 @@
 #include <string>
 
 #include "optimizer.h"
+#include "row_type.h"
 
 namespace recstore {
 
@@ -22,6 +23,8 @@ struct TableConfig {
   int64_t column_end = 0;
   uint64_t seed = 0;
   bool missing_reads_init = false;  // what an evaluation lookup reads for an id without a row; else zeros
+  RowType row_type = RowType::kFloat32;
+  bool stochastic_rounding = false;  // of 16-bit weights in updates; else to nearest, ties to even
   InitConfig init;
   OptimizerConfig optimizer;
 

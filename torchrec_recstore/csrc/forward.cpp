@@ -99,7 +99,7 @@ class Resolver {
   void found(int64_t position, Slot slot) {
     slots_[position] = slot;
     const float* row = rows_.data + slot * rows_.stride;
-    const int64_t floats = kLines == 0 ? rows_.columns : kLines * 16;
+    const int64_t floats = kLines == 0 ? rows_.weight_floats() : kLines * 16;
     for (int64_t d = 0; d < floats; d += 16) __builtin_prefetch(row + d, 0, 3);
   }
 
@@ -119,10 +119,10 @@ class Resolver {
   std::array<Hashed, kRing> ring_;
 };
 
-// Calls work(lines) with the cache lines of a row, which the compiler knows for the dims that most tables have.
+// Calls work(lines) with the cache lines of a row's weights, which the compiler knows for the dims that most tables have.
 template <class Work>
 void with_lines(const Table& table, const Work& work) {
-  switch (table.config().columns()) {
+  switch (table.rows().view().weight_floats()) {
     case 16: return work(std::integral_constant<int64_t, 1>{});
     case 32: return work(std::integral_constant<int64_t, 2>{});
     case 64: return work(std::integral_constant<int64_t, 4>{});
@@ -300,30 +300,30 @@ class Lookup {
   }
   void add_initial_rows(const Task& task) const {
     const Table& table = table_of(task);
-    const int64_t columns = table.config().columns();
+    const int64_t floats = table.rows().view().weight_floats();
     // A bag's rows, resident and initial ones alike, laid out one behind the other, are pooled like any others.
     std::vector<float> rows;
     std::vector<Slot> slots;
     for (const int64_t bag : task.bags_with_misses) {
       const int64_t* run_bounds = bounds(task, bag);
       const int64_t begin = run_bounds[0], n = run_bounds[1] - run_bounds[0];
-      rows.assign(static_cast<size_t>(n * columns), 0.0f);
+      rows.assign(static_cast<size_t>(n * floats), 0.0f);
       slots.resize(static_cast<size_t>(n));
       const Routing& routing = group_.routings[table_number(task)];
       for (int64_t i = 0; i < n; ++i) {
         slots[i] = static_cast<Slot>(i);
-        float* row = rows.data() + i * columns;
+        float* row = rows.data() + i * floats;
         const Slot slot = slots_[begin + i];
         if (slot == kNoSlot) {
           table.initializer().fill(routing.raw_id(batch_.ids[begin + i]), row);
         } else {
-          std::copy_n(table.rows().weights(slot), columns, row);
+          std::copy_n(table.rows().row(slot), floats, row);
         }
       }
       const int64_t local_bounds[2] = {0, n};
       PoolArgs args = pool_args(task, local_bounds, bag);
       args.rows.data = rows.data();
-      args.rows.stride = columns;
+      args.rows.stride = floats;
       args.slots = slots.data();
       if (args.weights != nullptr) args.weights += begin;
       args.bags = 1;

@@ -72,6 +72,7 @@ double normal_quantile(double p) {
 
 Initializer::Initializer(const TableConfig& config)
     : init_(config.init),
+      row_type_(config.row_type),
       column_begin_(config.column_begin),
       column_end_(config.column_end),
       key_(splitmix(config.seed ^ splitmix(fnv1a(config.name)))) {
@@ -82,26 +83,35 @@ Initializer::Initializer(const TableConfig& config)
 }
 
 void Initializer::fill(int64_t id, float* row) const {
-  const int64_t columns = column_end_ - column_begin_;
+  if (row_type_ == RowType::kFloat32) return fill_columns(id, column_begin_, column_end_, row);
+  constexpr int64_t kRun = 64;  // columns that fill_uniform draws at once
+  float weights[kRun];
+  for (int64_t begin = column_begin_; begin < column_end_; begin += kRun) {
+    const int64_t end = std::min(begin + kRun, column_end_);
+    fill_columns(id, begin, end, weights);
+    row_kernels().narrow(row_type_, weights, end - begin, row + weight_floats(row_type_, begin - column_begin_));
+  }
+}
+
+void Initializer::fill_columns(int64_t id, int64_t begin, int64_t end, float* weights) const {
   if (init_.kind == InitKind::kConstant) {
-    std::fill_n(row, columns, static_cast<float>(init_.a));
+    std::fill_n(weights, end - begin, static_cast<float>(init_.a));
     return;
   }
   if (init_.kind == InitKind::kUniform) {
-    row_kernels().fill_uniform(key_, id, column_begin_, column_end_, static_cast<float>(init_.a),
-                               static_cast<float>(init_.b), row);
+    row_kernels().fill_uniform(key_, id, begin, end, static_cast<float>(init_.a), static_cast<float>(init_.b), weights);
     return;
   }
   constexpr int kLanes = 4;
   uint32_t words[4][kLanes];
-  for (int64_t column = column_begin_; column < column_end_;) {
+  for (int64_t column = begin; column < end;) {
     const int64_t first = column / (4 * kLanes) * (4 * kLanes);
     philox_blocks<kLanes>(key_, static_cast<uint64_t>(id), static_cast<uint32_t>(first / 4), words);
-    for (; column < std::min(first + 4 * kLanes, column_end_); ++column) {
+    for (; column < std::min(first + 4 * kLanes, end); ++column) {
       const uint32_t word = words[column % 4][(column - first) / 4];
       const double u = (word + 0.5) * 0x1p-32;  // in (0, 1)
       const double z = normal_quantile(cdf_low_ + u * (cdf_high_ - cdf_low_));
-      row[column - column_begin_] = static_cast<float>(init_.a + init_.b * z);
+      weights[column - begin] = static_cast<float>(init_.a + init_.b * z);
     }
   }
 }

@@ -12,10 +12,17 @@ class Initializer {
  public:
   explicit Initializer(const TableConfig& config);
 
-  void fill(int64_t id, float* row) const;  // row: (columns,)
+  // row: (columns,) of the table's row type; 16-bit weights are fp32's, rounded to nearest.
+  void fill(int64_t id, float* row) const;
+  // What random bits of the table's are drawn by.
+  uint64_t key() const { return key_; }
 
  private:
+  // The weights of the global columns [begin, end), in fp32.
+  void fill_columns(int64_t id, int64_t begin, int64_t end, float* weights) const;
+
   InitConfig init_;
+  RowType row_type_;
   int64_t column_begin_;
   int64_t column_end_;
   uint64_t key_;

@@ -70,7 +70,7 @@ void Insertion::fill(int64_t task) {
         __builtin_prefetch(table_.index().home_line(misses_[fresh_[p][rank + kAhead]].hash), 1, 3);
       }
       table_.index().set_slot(miss.id, miss.hash, slots[rank]);
-      table_.initializer().fill(miss.id, table_.rows().weights(slots[rank]));
+      table_.initializer().fill(miss.id, table_.rows().row(slots[rank]));
       table_.rows().reset_state(slots[rank]);
     }
     for (int32_t i = begin_[p]; i < begin_[p + 1]; ++i) {

@@ -87,6 +87,7 @@ void accumulated_backward(const std::vector<std::shared_ptr<Pass>>& passes, cons
   std::vector<Slot> slots;
   std::vector<int64_t> offsets{0};
   std::vector<float> weights, grad;
+  std::vector<int64_t> ids;
   slots.reserve(static_cast<size_t>(merged.n_ids));
   offsets.reserve(static_cast<size_t>(merged.bags * group->features()) + 1);
   grad.reserve(static_cast<size_t>(merged.bags * columns));
@@ -99,10 +100,12 @@ void accumulated_backward(const std::vector<std::shared_ptr<Pass>>& passes, cons
       const int64_t shift = static_cast<int64_t>(slots.size()) - first;
       for (int64_t bag = f * batch.bags; bag < (f + 1) * batch.bags; ++bag) offsets.push_back(batch.offset(bag + 1) + shift);
       slots.insert(slots.end(), found + first, found + last);
+      ids.insert(ids.end(), batch.ids + first, batch.ids + last);
       if (weighted) weights.insert(weights.end(), batch.weights + first, batch.weights + last);
     }
   }
   for (size_t p = 0; p < passes.size(); ++p) grad.insert(grad.end(), grads[p], grads[p] + passes[p]->batch_.bags * columns);
+  merged.ids = ids.data();
   merged.offsets = offsets.data();
   merged.weights = weighted ? weights.data() : nullptr;
   // Each pass is a step of its own in the bookkeeping.

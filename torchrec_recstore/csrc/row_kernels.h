@@ -6,6 +6,8 @@
 #include "batch.h"
 #include "index.h"
 #include "optimizer.h"
+#include "routing.h"
+#include "row_type.h"
 
 namespace recstore {
 
@@ -18,10 +20,22 @@ struct RowMeta {
 
 // Rows of one table, as the inner loops see them.
 struct RowsView {
-  float* data;      // a row: weights (columns,), then element-wise optimizer state
+  float* data;      // a row: weights (columns,) of the type, padded to whole floats, then element-wise optimizer state
   int64_t stride;   // floats from row to row
   int64_t columns;
   RowMeta* meta;    // one a slot
+  RowType type = RowType::kFloat32;
+
+  // Floats of a row before its optimizer state.
+  int64_t weight_floats() const { return recstore::weight_floats(type, columns); }
+};
+
+// Rounds 16-bit weights up or down at random so that the mean is right. What a weight is rounded by depends on the
+// key, the raw id and the global column alone.
+struct StochasticRounding {
+  uint64_t key = 0;  // of the table and the update; 0: round to nearest
+  const Routing* routing = nullptr;
+  int64_t column_begin = 0;
 };
 
 // A run of consecutive bags of one feature.
@@ -57,6 +71,9 @@ struct UpdateArgs {
   int64_t bag_begin;              // the run, by number
   int64_t bag_end;
   float* scratch;                 // (columns rounded up to 16,)
+  float* weights;                 // likewise: a 16-bit row, widened
+  uint32_t* random;               // likewise: what it is rounded by
+  StochasticRounding rounding;
   OptimizerKind optimizer;
   StepScalars scalars;
   uint32_t step;                  // written to last_step, with one more of frequency; 0: leave the bookkeeping alone
@@ -69,7 +86,9 @@ struct RowKernels {
   void (*fill_uniform)(uint64_t key, int64_t id, int64_t column_begin, int64_t column_end, float low, float high, float* row);
   void (*pool)(const PoolArgs& args);
   void (*update)(const UpdateArgs& args);
-  float (*dot)(const float* a, const float* b, int64_t n);
+  float (*dot)(RowType type, const float* row, const float* values, int64_t n);
+  void (*widen)(RowType type, const float* row, int64_t columns, float* out);
+  void (*narrow)(RowType type, const float* values, int64_t columns, float* row);  // to nearest, ties to even
 };
 
 // The fastest that this processor runs, or the one that the environment variable RECSTORE_ISA

@@ -35,6 +35,8 @@ inline void prefetch_row(const float* row, int64_t floats) {
   for (int64_t d = 0; d < floats; d += 16) __builtin_prefetch(row + d, 0, 3);
 }
 
+#include "row_types.inl"
+
 void fill_uniform(uint64_t key, int64_t id, int64_t column_begin, int64_t column_end, float low, float high, float* row) {
   constexpr int64_t kRun = 4 * kLanes;  // columns that one batch of counters gives
   const float width = high - low;
@@ -64,12 +66,12 @@ inline void put(float* out, AlignedVec v) {
 }
 
 // Sixteen columns, or the `n` last ones, of one bag.
+template <class Row>
 inline AlignedVec pool_columns(const PoolArgs& a, int64_t begin, int64_t end, int64_t column, int64_t n) {
   AlignedVec sum{};
   for (int64_t p = begin; p < end; ++p) {
     if (a.slots[p] == kNoSlot) continue;
-    const float* row = a.rows.data + a.slots[p] * a.rows.stride + column;
-    const AlignedVec v = n == kLanes ? load(row) : load_part(row, n);
+    const AlignedVec v = Row::load(stored<Row>(a.rows.data + a.slots[p] * a.rows.stride) + column, n);
     sum += a.weights == nullptr ? v : v * broadcast(a.weights[p]);
   }
   if (a.mean && end - begin > 1) sum /= broadcast(static_cast<float>(end - begin));
@@ -77,17 +79,17 @@ inline AlignedVec pool_columns(const PoolArgs& a, int64_t begin, int64_t end, in
 }
 
 // Unroll x 16 columns of one bag, so that each row's lines are read in one visit.
-template <int Unroll, bool Stream>
+template <class Row, int Unroll, bool Stream>
 inline void pool_block(const PoolArgs& a, int64_t begin, int64_t end, int64_t column, float* out) {
   AlignedVec sum[Unroll] = {};
   for (int64_t p = begin; p < end; ++p) {
     if (a.slots[p] == kNoSlot) continue;
-    const float* row = a.rows.data + a.slots[p] * a.rows.stride + column;
+    const auto* row = stored<Row>(a.rows.data + a.slots[p] * a.rows.stride) + column;
     if (a.weights == nullptr) {
-      for (int u = 0; u < Unroll; ++u) sum[u] += load(row + u * kLanes);
+      for (int u = 0; u < Unroll; ++u) sum[u] += Row::load(row + u * kLanes, kLanes);
     } else {
       const AlignedVec w = broadcast(a.weights[p]);
-      for (int u = 0; u < Unroll; ++u) sum[u] += load(row + u * kLanes) * w;
+      for (int u = 0; u < Unroll; ++u) sum[u] += Row::load(row + u * kLanes, kLanes) * w;
     }
   }
   if (a.mean && end - begin > 1) {
@@ -97,16 +99,16 @@ inline void pool_block(const PoolArgs& a, int64_t begin, int64_t end, int64_t co
   for (int u = 0; u < Unroll; ++u) put<Stream>(out + u * kLanes, sum[u]);
 }
 
-template <bool Stream, class Columns>
+template <class Row, bool Stream, class Columns>
 void pool_bags(const PoolArgs& a, Columns columns) {
   const int64_t whole = columns / kLanes * kLanes;
   for (int64_t bag = 0; bag < a.bags; ++bag) {
     const int64_t begin = a.bounds[bag], end = a.bounds[bag + 1];
     float* out = a.out + bag * a.out_stride;
     int64_t d = 0;
-    for (; d + 4 * kLanes <= whole; d += 4 * kLanes) pool_block<4, Stream>(a, begin, end, d, out + d);
-    for (; d < whole; d += kLanes) pool_block<1, Stream>(a, begin, end, d, out + d);
-    if (d < columns) store_part(out + d, pool_columns(a, begin, end, d, columns - d), columns - d);
+    for (; d + 4 * kLanes <= whole; d += 4 * kLanes) pool_block<Row, 4, Stream>(a, begin, end, d, out + d);
+    for (; d < whole; d += kLanes) pool_block<Row, 1, Stream>(a, begin, end, d, out + d);
+    if (d < columns) store_part(out + d, pool_columns<Row>(a, begin, end, d, columns - d), columns - d);
   }
 }
 
@@ -123,7 +125,10 @@ void with_columns(int64_t columns, const Work& work) {
 }
 
 void pool(const PoolArgs& a) {
-  with_columns(a.rows.columns, [&](auto columns) { a.stream ? pool_bags<true>(a, columns) : pool_bags<false>(a, columns); });
+  with_row_type(a.rows.type, [&](auto type) {
+    using Row = decltype(type);
+    with_columns(a.rows.columns, [&](auto columns) { a.stream ? pool_bags<Row, true>(a, columns) : pool_bags<Row, false>(a, columns); });
+  });
 }
 
 inline const float* grad_of(const UpdateArgs& a, int64_t bag) {
@@ -165,10 +170,10 @@ inline const float* sum_gradients(const UpdateArgs& a, Columns columns, const fl
 
 #include "row_steps.inl"
 
-template <class Step, bool Extras, class Columns>
+template <class Row, class Step, bool Extras, class Columns>
 void update_rows(const UpdateArgs& a, Columns columns) {
   const int64_t last = a.batch->offset(a.bag_end);
-  const int64_t stride = (1 + Step::kElementStates) * columns;
+  const int64_t weight_floats = Row::floats(columns), stride = weight_floats + Step::kElementStates * columns;
   for (int64_t bag = a.bag_begin; bag < a.bag_end; ++bag) {
     const float* grad = grad_of(a, bag);
     for (int64_t p = a.batch->offset(bag), end = a.batch->offset(bag + 1); p < end; ++p) {
@@ -179,12 +184,22 @@ void update_rows(const UpdateArgs& a, Columns columns) {
         prefetch_row(grad_of(a, a.bag_of[p + kPrefetchIds]), columns);
       }
       if ((a.links[p] & kNotFirst) != 0) continue;
-      float* w = a.rows.data + a.slots[p] * stride;
+      float* row = a.rows.data + a.slots[p] * stride;
+      float* w = row;
+      if constexpr (Row::kNarrow) {
+        w = a.weights;
+        widen_row<Row>(columns, row, w);
+      }
       RowMeta& meta = a.rows.meta[a.slots[p]];
       const float* g = sum_gradients(a, columns, grad, scale_of(a, bag, p), p);
       if (Extras) g = before_step(a, columns, w, g);
-      Step::run(a, columns, w, g, meta);
+      Step::run(a, columns, w, row + weight_floats, g, meta);
       if (Extras) after_step(a, columns, w);
+      if constexpr (Row::kNarrow) {
+        const StochasticRounding& rounding = a.rounding;
+        if (rounding.key != 0) random_words(rounding.key, rounding.routing->raw_id(a.batch->ids[p]), rounding.column_begin, columns, a.random);
+        narrow_row<Row>(columns, w, rounding.key == 0 ? nullptr : a.random, row);
+      }
       if (a.step != 0) {
         meta.last_step = a.step;
         ++meta.frequency;
@@ -195,9 +210,12 @@ void update_rows(const UpdateArgs& a, Columns columns) {
 
 template <class Step>
 void update_with(const UpdateArgs& a) {
-  // Clipping and its like are compiled apart, so that an update without them pays nothing for them.
-  if (a.scalars.extras()) return update_rows<Step, true>(a, a.rows.columns);
-  with_columns(a.rows.columns, [&](auto columns) { update_rows<Step, false>(a, columns); });
+  with_row_type(a.rows.type, [&](auto type) {
+    using Row = decltype(type);
+    // Clipping and its like are compiled apart, so that an update without them pays nothing for them.
+    if (a.scalars.extras()) return update_rows<Row, Step, true>(a, a.rows.columns);
+    with_columns(a.rows.columns, [&](auto columns) { update_rows<Row, Step, false>(a, columns); });
+  });
 }
 
 void update(const UpdateArgs& a) {
@@ -215,18 +233,22 @@ void update(const UpdateArgs& a) {
   }
 }
 
-float dot(const float* x, const float* y, int64_t n) {
-  AlignedVec sum{};
-  int64_t d = 0;
-  for (; d + kLanes <= n; d += kLanes) sum += load(x + d) * load(y + d);
-  if (d < n) sum += load_part(x + d, n - d) * load_part(y + d, n - d);
-  return reduce(sum);
+float dot(RowType type, const float* row, const float* y, int64_t n) {
+  return with_row_type(type, [&](auto kind) {
+    using Row = decltype(kind);
+    const auto* x = stored<Row>(row);
+    AlignedVec sum{};
+    int64_t d = 0;
+    for (; d + kLanes <= n; d += kLanes) sum += Row::load(x + d, kLanes) * load(y + d);
+    if (d < n) sum += Row::load(x + d, n - d) * load_part(y + d, n - d);
+    return reduce(sum);
+  });
 }
 
 }  // namespace
 
 extern const RowKernels kKernels;
-const RowKernels kKernels = {RECSTORE_ISA_NAME, fill_uniform, pool, update, dot};
+const RowKernels kKernels = {RECSTORE_ISA_NAME, fill_uniform, pool, update, dot, widen, narrow};
 
 }  // namespace RECSTORE_ISA_NAMESPACE
 }  // namespace recstore

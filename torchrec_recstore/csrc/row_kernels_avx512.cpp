@@ -14,6 +14,10 @@
 #define RECSTORE_ISA_NAME "avx512"
 #define RECSTORE_STREAM16(dst, value) _mm512_stream_ps((dst), (__m512)(value))
 
+// The masked forms: the plain ones are warned about by GCC 12 (its bug 105593).
+#define RECSTORE_HALF_TO_FLOAT16(half) (AlignedVec)_mm512_maskz_cvtph_ps(0xFFFF, (__m256i)(half))
+#define RECSTORE_FLOAT_TO_HALF16(value) (AlignedHalfVec)_mm512_maskz_cvtps_ph(0xFFFF, (__m512)(value), _MM_FROUND_TO_NEAREST_INT)
+
 #include "row_kernels.inl"
 
 #pragma GCC pop_options

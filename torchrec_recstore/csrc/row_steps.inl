@@ -1,7 +1,7 @@
 // What each optimizer does to one row; included by row_kernels.inl. Formulas: torchrec_recstore/optim.py.
 //
-// A step's run(args, columns, w, g, meta) updates the weights w (columns,), the element-wise states
-// behind them and the row-wise one in meta, with the summed gradient g. It may overwrite args.scratch,
+// A step's run(args, columns, w, states, g, meta) updates the weights w (columns,), the element-wise states
+// one behind the other and the row-wise one in meta, with the summed gradient g. It may overwrite args.scratch,
 // which g may lie in.
 
 inline AlignedVec load_n(const float* p, int64_t n) { return n == kLanes ? load(p) : load_part(p, n); }
@@ -63,7 +63,7 @@ inline void after_step(const UpdateArgs& a, Columns columns, float* w) {
 struct SgdStep {
   static constexpr int64_t kElementStates = 0;
   template <class Columns>
-  static inline void run(const UpdateArgs& a, Columns columns, float* w, const float* g, RowMeta&) {
+  static inline void run(const UpdateArgs& a, Columns columns, float* w, float*, const float* g, RowMeta&) {
     const AlignedVec lr = broadcast(a.scalars.learning_rate), decay = broadcast(a.scalars.weight_decay);
     const bool decays = a.scalars.weight_decay != 0.0f;
     for_each_vec(columns, w, g, [&](AlignedVec wv, AlignedVec gv, int64_t, int64_t) {
@@ -76,10 +76,10 @@ struct SgdStep {
 struct MomentumSgdStep {
   static constexpr int64_t kElementStates = 1;
   template <class Columns>
-  static inline void run(const UpdateArgs& a, Columns columns, float* w, const float* g, RowMeta&) {
+  static inline void run(const UpdateArgs& a, Columns columns, float* w, float* states, const float* g, RowMeta&) {
     const AlignedVec lr = broadcast(a.scalars.learning_rate), decay = broadcast(a.scalars.weight_decay);
     const AlignedVec momentum = broadcast(a.scalars.momentum);
-    float* buffer = w + columns;
+    float* buffer = states;
     for_each_vec(columns, w, g, [&](AlignedVec wv, AlignedVec gv, int64_t d, int64_t n) {
       const AlignedVec b = momentum * load_n(buffer + d, n) + (gv + decay * wv);
       store_n(buffer + d, b, n);
@@ -91,11 +91,11 @@ struct MomentumSgdStep {
 struct AdagradStep {
   static constexpr int64_t kElementStates = 1;
   template <class Columns>
-  static inline void run(const UpdateArgs& a, Columns columns, float* w, const float* g, RowMeta&) {
+  static inline void run(const UpdateArgs& a, Columns columns, float* w, float* states, const float* g, RowMeta&) {
     const AlignedVec lr = broadcast(a.scalars.learning_rate), decay = broadcast(a.scalars.weight_decay);
     const AlignedVec eps = broadcast(a.scalars.eps);
     const bool decays = a.scalars.weight_decay != 0.0f;
-    float* state = w + columns;
+    float* state = states;
     for_each_vec(columns, w, g, [&](AlignedVec wv, AlignedVec gv, int64_t d, int64_t n) {
       if (decays) gv += decay * wv;
       const AlignedVec m = load_n(state + d, n) + gv * gv;
@@ -108,7 +108,7 @@ struct AdagradStep {
 struct RowWiseAdagradStep {
   static constexpr int64_t kElementStates = 0;
   template <class Columns>
-  static inline void run(const UpdateArgs& a, Columns columns, float* w, const float* g, RowMeta& meta) {
+  static inline void run(const UpdateArgs& a, Columns columns, float* w, float*, const float* g, RowMeta& meta) {
     const AlignedVec decay = broadcast(a.scalars.weight_decay);
     const bool decays = a.scalars.weight_decay != 0.0f;
     AlignedVec squares{};
@@ -134,11 +134,11 @@ inline AlignedVec average(const float* state, AlignedVec value, float beta, floa
 struct AdamStep {
   static constexpr int64_t kElementStates = 2;
   template <class Columns>
-  static inline void run(const UpdateArgs& a, Columns columns, float* w, const float* g, RowMeta&) {
+  static inline void run(const UpdateArgs& a, Columns columns, float* w, float* states, const float* g, RowMeta&) {
     const StepScalars& s = a.scalars;
     const AlignedVec rate = broadcast(s.adam_rate), bias2 = broadcast(s.bias2), eps = broadcast(s.eps);
     const AlignedVec keep = broadcast(s.decay_factor);
-    float *first = w + columns, *second = first + columns;
+    float *first = states, *second = first + columns;
     for_each_vec(columns, w, g, [&](AlignedVec wv, AlignedVec gv, int64_t d, int64_t n) {
       const AlignedVec m = average(first + d, gv, s.beta1, s.one_minus_beta1, n);
       const AlignedVec v = average(second + d, gv * gv, s.beta2, s.one_minus_beta2, n);
@@ -160,11 +160,11 @@ inline float row_wise_divisor(const UpdateArgs& a, Columns columns, const float*
 struct PartialRowWiseAdamStep {
   static constexpr int64_t kElementStates = 1;
   template <class Columns>
-  static inline void run(const UpdateArgs& a, Columns columns, float* w, const float* g, RowMeta& meta) {
+  static inline void run(const UpdateArgs& a, Columns columns, float* w, float* states, const float* g, RowMeta& meta) {
     const StepScalars& s = a.scalars;
     const AlignedVec rate = broadcast(s.adam_rate), keep = broadcast(s.decay_factor);
     const AlignedVec divisor = broadcast(row_wise_divisor(a, columns, g, meta));
-    float* first = w + columns;
+    float* first = states;
     for_each_vec(columns, w, g, [&](AlignedVec wv, AlignedVec gv, int64_t d, int64_t n) {
       const AlignedVec m = average(first + d, gv, s.beta1, s.one_minus_beta1, n);
       store_n(first + d, m, n);
@@ -192,11 +192,11 @@ inline void step_along(const UpdateArgs& a, Columns columns, float* w, const flo
 struct LambStep {
   static constexpr int64_t kElementStates = 2;
   template <class Columns>
-  static inline void run(const UpdateArgs& a, Columns columns, float* w, const float* g, RowMeta&) {
+  static inline void run(const UpdateArgs& a, Columns columns, float* w, float* states, const float* g, RowMeta&) {
     const StepScalars& s = a.scalars;
     const AlignedVec bias1 = broadcast(s.bias1), bias2 = broadcast(s.bias2), eps = broadcast(s.eps);
     const AlignedVec decay = broadcast(s.weight_decay);
-    float *first = w + columns, *second = first + columns;
+    float *first = states, *second = first + columns;
     step_along(a, columns, w, g, [&](AlignedVec wv, AlignedVec gv, int64_t d, int64_t n) {
       const AlignedVec m = average(first + d, gv, s.beta1, s.one_minus_beta1, n);
       const AlignedVec v = average(second + d, gv * gv, s.beta2, s.one_minus_beta2, n);
@@ -210,11 +210,11 @@ struct LambStep {
 struct PartialRowWiseLambStep {
   static constexpr int64_t kElementStates = 1;
   template <class Columns>
-  static inline void run(const UpdateArgs& a, Columns columns, float* w, const float* g, RowMeta& meta) {
+  static inline void run(const UpdateArgs& a, Columns columns, float* w, float* states, const float* g, RowMeta& meta) {
     const StepScalars& s = a.scalars;
     const AlignedVec bias1 = broadcast(s.bias1), decay = broadcast(s.weight_decay);
     const AlignedVec divisor = broadcast(row_wise_divisor(a, columns, g, meta));
-    float* first = w + columns;
+    float* first = states;
     step_along(a, columns, w, g, [&](AlignedVec wv, AlignedVec gv, int64_t d, int64_t n) {
       const AlignedVec m = average(first + d, gv, s.beta1, s.one_minus_beta1, n);
       store_n(first + d, m, n);
@@ -226,13 +226,13 @@ struct PartialRowWiseLambStep {
 struct LarsSgdStep {
   static constexpr int64_t kElementStates = 1;
   template <class Columns>
-  static inline void run(const UpdateArgs& a, Columns columns, float* w, const float* g, RowMeta&) {
+  static inline void run(const UpdateArgs& a, Columns columns, float* w, float* states, const float* g, RowMeta&) {
     const StepScalars& s = a.scalars;
     const float weights = norm(columns, w), divisor = norm(columns, g) + s.weight_decay * weights;
     const float ratio = weights > 0.0f && divisor > 0.0f ? s.eta * weights / divisor : 1.0f;
     const AlignedVec rate = broadcast(s.learning_rate * ratio), decay = broadcast(s.weight_decay);
     const AlignedVec momentum = broadcast(s.momentum);
-    float* buffer = w + columns;
+    float* buffer = states;
     for_each_vec(columns, w, g, [&](AlignedVec wv, AlignedVec gv, int64_t d, int64_t n) {
       const AlignedVec b = momentum * load_n(buffer + d, n) + rate * (gv + decay * wv);
       store_n(buffer + d, b, n);
@@ -244,10 +244,10 @@ struct LarsSgdStep {
 struct RmsPropStep {
   static constexpr int64_t kElementStates = 1;
   template <class Columns>
-  static inline void run(const UpdateArgs& a, Columns columns, float* w, const float* g, RowMeta&) {
+  static inline void run(const UpdateArgs& a, Columns columns, float* w, float* states, const float* g, RowMeta&) {
     const StepScalars& s = a.scalars;
     const AlignedVec lr = broadcast(s.learning_rate), decay = broadcast(s.weight_decay), eps = broadcast(s.eps);
-    float* state = w + columns;
+    float* state = states;
     for_each_vec(columns, w, g, [&](AlignedVec wv, AlignedVec gv, int64_t d, int64_t n) {
       gv += decay * wv;
       const AlignedVec v = average(state + d, gv * gv, s.alpha, s.one_minus_alpha, n);
@@ -268,12 +268,12 @@ struct FtrlStep {
   }
 
   template <class Columns>
-  static inline void run(const UpdateArgs& a, Columns columns, float* w, const float* g, RowMeta&) {
+  static inline void run(const UpdateArgs& a, Columns columns, float* w, float* states, const float* g, RowMeta&) {
     const StepScalars& s = a.scalars;
     if (s.learning_rate == 0.0f) return;  // it divides by the learning rate, and a warm-up may begin at zero
     const AlignedVec lr = broadcast(s.learning_rate), l1 = broadcast(s.l1), l2 = broadcast(s.l2), beta = broadcast(s.beta);
     const AlignedVec zero{};
-    float *accumulator = w + columns, *linear = accumulator + columns;
+    float *accumulator = states, *linear = accumulator + columns;
     for_each_vec(columns, w, g, [&](AlignedVec wv, AlignedVec gv, int64_t d, int64_t k) {
       const AlignedVec before = load_n(accumulator + d, k), n = before + gv * gv;
       const AlignedVec root = power(n, s.lr_power);

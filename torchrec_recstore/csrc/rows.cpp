@@ -8,7 +8,9 @@
 namespace recstore {
 
 Rows::Rows(const TableConfig& config)
-    : columns_(config.columns()), stride_(columns_ * (1 + config.optimizer.element_states())) {}
+    : type_(config.row_type),
+      columns_(config.columns()),
+      stride_(weight_floats(type_, columns_) + columns_ * config.optimizer.element_states()) {}
 
 void Rows::take(int64_t count, std::vector<Slot>& out) {
   const int64_t reused = std::min<int64_t>(count, static_cast<int64_t>(free_.size()));
@@ -35,9 +37,18 @@ void Rows::reclaim(uint64_t oldest_pass) {
 }
 
 void Rows::reset_state(Slot slot) {
-  float* row = weights(slot);
-  std::fill(row + columns_, row + stride_, 0.0f);
+  std::fill(row(slot) + weight_floats(type_, columns_), row(slot) + stride_, 0.0f);
   meta(slot) = RowMeta{0.0f, 0, 0};
+}
+
+void Rows::read(Slot slot, float* image) const {
+  row_kernels().widen(type_, row(slot), columns_, image);
+  std::copy(row(slot) + weight_floats(type_, columns_), row(slot) + stride_, image + columns_);
+}
+
+void Rows::write(Slot slot, const float* image) {
+  set_weights(slot, image);
+  std::copy(image + columns_, image + image_floats(), row(slot) + weight_floats(type_, columns_));
 }
 
 void Rows::clear() {

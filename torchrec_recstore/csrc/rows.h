@@ -21,9 +21,9 @@ class Rows {
   explicit Rows(const TableConfig& config);
 
   RowsView view() const {
-    return {reinterpret_cast<float*>(data_.data()), stride_, columns_, reinterpret_cast<RowMeta*>(meta_.data())};
+    return {reinterpret_cast<float*>(data_.data()), stride_, columns_, reinterpret_cast<RowMeta*>(meta_.data()), type_};
   }
-  float* weights(Slot slot) const { return view().data + int64_t{slot} * stride_; }
+  float* row(Slot slot) const { return view().data + int64_t{slot} * stride_; }
   RowMeta& meta(Slot slot) const { return view().meta[slot]; }
 
   // Appends `count` free slots to `out`. Throws OutOfMemory and changes nothing where there is no room.
@@ -36,6 +36,13 @@ class Rows {
   void reclaim(uint64_t oldest_pass);
   // A new row: its weights are the caller's to write, its optimizer state and bookkeeping zero.
   void reset_state(Slot slot);
+
+  // Writes weights (columns,), rounded to nearest.
+  void set_weights(Slot slot, const float* weights) { row_kernels().narrow(type_, weights, columns_, row(slot)); }
+  // Copies a row out of the table or into it; image: (image_floats(),), weights and then element-wise optimizer state.
+  void read(Slot slot, float* image) const;
+  void write(Slot slot, const float* image);
+  int64_t image_floats() const { return columns_ + stride_ - weight_floats(type_, columns_); }
   void clear();
 
   int64_t bytes() const;
@@ -46,6 +53,7 @@ class Rows {
     Slot slot;
   };
 
+  RowType type_;
   int64_t columns_;
   int64_t stride_;
   Region data_;

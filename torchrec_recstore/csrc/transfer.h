@@ -10,7 +10,7 @@ namespace recstore {
 // Whole rows outside of a table, by position.
 template <class Float, class Int>
 struct RowImages {
-  Float* rows;       // (n, RowsView::stride): weights, then element-wise optimizer state
+  Float* rows;       // (n, Rows::image_floats()): weights, then element-wise optimizer state
   Float* state;      // (n,): row-wise optimizer state
   Int* bookkeeping;  // (n, 2): last step, frequency
 };

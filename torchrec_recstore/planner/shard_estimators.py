@@ -77,4 +77,5 @@ def _optimizer(parameter: torch.Tensor, fused_params: dict[str, object], table_n
 
 
 def _bytes_per_row(columns: int, weights: torch.Tensor, optimizer: Optimizer) -> int:
-    return columns * weights.element_size() + state_bytes(optimizer, columns)
+    # 16-bit weights are padded to whole floats.
+    return -(-columns * weights.element_size() // 4) * 4 + state_bytes(optimizer, columns)

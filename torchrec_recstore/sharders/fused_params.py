@@ -10,6 +10,7 @@ from dataclasses import fields, replace
 from enum import Enum
 from typing import Any
 
+import torch
 from fbgemm_gpu.split_embedding_configs import EmbOptimType, SparseType
 from fbgemm_gpu.split_table_batched_embeddings_ops_training import WeightDecayMode
 from torchrec.distributed.embedding_types import OptimType
@@ -59,7 +60,7 @@ _OPTIMIZERS: dict[Enum, type[Optimizer]] = {
     OptimType.LARS_SGD: LARSSGD,
 }
 
-# Arguments of optimizers; one that the selected optimizer lacks is passed by, as FBGEMM does.
+# What is read here. An argument that the selected optimizer lacks is passed by, as FBGEMM does.
 _READ = frozenset(
     {
         ACCUMULATION_KEY,
@@ -77,6 +78,8 @@ _READ = frozenset(
         "gradient_clipping",
         "max_gradient",
         "max_gradient_norm",
+        "output_dtype",
+        "stochastic_rounding",
     }
 )
 
@@ -97,8 +100,6 @@ _IGNORED: frozenset[str] = frozenset(
         "stats_reporter_config",
         "uvm_host_mapped",
         "uvm_non_rowwise_momentum",
-        # Rounding of 16-bit weights: RecStore rows are fp32.
-        "stochastic_rounding",
         # Every int64 is a valid id, and it is never narrowed.
         "bounds_check_mode",
         "embedding_table_index_type",
@@ -134,7 +135,6 @@ _NEUTRAL: dict[str, object] = {
     "maximize": False,
     "nesterov": False,
     "optimizer_state_dtypes": None,
-    "output_dtype": SparseType.FP32,
     "weights_precision": SparseType.FP32,
 }
 
@@ -172,6 +172,44 @@ def accumulation_steps(fused_params: Mapping[str, Any] | None) -> int:
     return int((fused_params or {}).get(ACCUMULATION_KEY, 1))
 
 
+def stochastic_rounding(fused_params: Mapping[str, Any] | None, table_names: Sequence[str]) -> bool:
+    """Whether updates of 16-bit rows round at random; not unless asked to, as FBGEMM on CPU (on GPUs it does).
+
+    Raises:
+        ValueError: something that is no bool; the message names the tables.
+    """
+    asked = (fused_params or {}).get("stochastic_rounding", False)
+    if not isinstance(asked, bool):
+        raise ValueError(f"{_where(table_names)}: fused_params['stochastic_rounding'] must be a bool, got {asked!r}")
+    return asked
+
+
+_OUTPUT_DTYPES = {
+    SparseType.FP32: torch.float32,
+    SparseType.FP16: torch.float16,
+    SparseType.BF16: torch.bfloat16,
+}
+
+
+def output_dtype(fused_params: Mapping[str, Any] | None, table_names: Sequence[str]) -> torch.dtype:
+    """What lookups give, whatever the rows are stored as: float32 unless ``output_dtype`` says otherwise.
+
+    Raises:
+        ValueError: another ``SparseType`` than FP32, FP16 and BF16; the message names the tables.
+    """
+    asked = (fused_params or {}).get("output_dtype", SparseType.FP32)
+    if asked not in _OUTPUT_DTYPES:
+        names = ", ".join(kind.name for kind in _OUTPUT_DTYPES)
+        raise ValueError(
+            f"{_where(table_names)}: fused_params['output_dtype'] = {asked!r} is not supported (only {names} are)"
+        )
+    return _OUTPUT_DTYPES[asked]
+
+
+def _where(table_names: Sequence[str]) -> str:
+    return f"RecStore table(s) {', '.join(map(repr, table_names))}"
+
+
 def optimizer_from_fused_params(fused_params: Mapping[str, Any] | None, table_names: Sequence[str]) -> Optimizer:
     """The fused optimizer that ``fused_params`` select; FBGEMM's default, SGD with lr 0.01, where they name none.
 
@@ -187,7 +225,7 @@ def optimizer_from_fused_params(fused_params: Mapping[str, Any] | None, table_na
             optimizer that disagree; the message names it and the tables.
     """
     params = dict(fused_params or {})
-    where = f"RecStore table(s) {', '.join(map(repr, table_names))}"
+    where = _where(table_names)
     own: Optimizer | None = params.get(OPTIMIZER_KEY)
     selected = params.get("optimizer")
     if selected is None:

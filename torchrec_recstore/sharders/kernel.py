@@ -17,7 +17,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from torchrec_recstore.kernels import BlockRouting, PooledKernel, SequenceKernel
 from torchrec_recstore.optim import Optimizer
-from torchrec_recstore.sharders.fused_params import accumulation_steps, optimizer_from_fused_params
+from torchrec_recstore.sharders.fused_params import accumulation_steps, optimizer_from_fused_params, output_dtype
 from torchrec_recstore.sharders.row_split import routing
 from torchrec_recstore.sharders.shard_tables import make_table
 from torchrec_recstore.sharders.varying_batch import padded_offsets, rank_major
@@ -71,6 +71,7 @@ class RecStoreKernel(BaseEmbedding, FusedOptimizerModule):  # type: ignore[misc]
         super().__init__()
         self._config = config
         optimizer = optimizer_from_fused_params(config.fused_params, config.table_names())
+        self._output_dtype = output_dtype(config.fused_params, config.table_names())
         self._tables = [make_table(table, optimizer) for table in config.embedding_tables]
         self._routings = [routing(table, split) for table in config.embedding_tables]
         self._placeholders = {name: placeholder_parameter() for name in dict.fromkeys(config.table_names())}
@@ -173,7 +174,7 @@ class RecStoreEmbeddingBag(RecStoreKernel):
             features: int64 ids of ``config.feature_names()``, in that order.
 
         Returns:
-            (B, sum of columns over features), float32; for a batch whose size varies by feature one dimension: rank by
+            (B, sum of columns over features), of ``output_dtype`` in the fused_params; for a batch whose size varies by feature one dimension: rank by
             rank, feature by feature.
         """
         weights = features.weights_or_none() if self._config.is_weighted else None
@@ -190,7 +191,7 @@ class RecStoreEmbeddingBag(RecStoreKernel):
 
     def _pooled(self, ids: torch.Tensor, offsets: torch.Tensor, weights: torch.Tensor | None) -> torch.Tensor:
         pooled: torch.Tensor = self._kernel(ids, offsets, weights, train=self.training)
-        return pooled
+        return pooled.to(self._output_dtype)
 
 
 class RecStoreEmbedding(RecStoreKernel):
@@ -218,10 +219,10 @@ class RecStoreEmbedding(RecStoreKernel):
             features: int64 ids of ``config.feature_names()``, in that order.
 
         Returns:
-            One dimension: feature by feature, each id's columns, float32.
+            One dimension: feature by feature, each id's columns, of ``output_dtype`` in the fused_params.
         """
         rows: torch.Tensor = self._kernel(features.values(), self._counts(features), train=self.training)
-        return rows
+        return rows.to(self._output_dtype)
 
     def prefetch(self, features: KeyedJaggedTensor) -> None:
         """Makes missing rows."""

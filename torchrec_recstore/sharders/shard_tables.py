@@ -12,8 +12,19 @@ from torchrec.modules.embedding_configs import DataType, EmbeddingTableConfig
 
 from torchrec_recstore.optim import Optimizer
 from torchrec_recstore.options import Initializer, TableOptions, UniformInit, default_initializer
-from torchrec_recstore.sharders.fused_params import optimizer_from_fused_params, table_options
+from torchrec_recstore.sharders.fused_params import (
+    optimizer_from_fused_params,
+    output_dtype,
+    stochastic_rounding,
+    table_options,
+)
 from torchrec_recstore.store import Table
+
+_ROW_DTYPES = {
+    DataType.FP32: torch.float32,
+    DataType.FP16: torch.float16,
+    DataType.BF16: torch.bfloat16,
+}
 
 
 def check_table(config: EmbeddingTableConfig, fused_params: Mapping[str, Any] | None) -> None:
@@ -24,11 +35,16 @@ def check_table(config: EmbeddingTableConfig, fused_params: Mapping[str, Any] | 
     Raises:
         ValueError: data type, optimizer, initial range or virtual table; the message names the table.
     """
-    if config.data_type != DataType.FP32:
-        raise ValueError(f"RecStore table {config.name!r}: data_type {config.data_type} is not supported, only FP32 is")
+    if config.data_type not in _ROW_DTYPES:
+        raise ValueError(
+            f"RecStore table {config.name!r}: data_type {config.data_type} is not supported, "
+            f"only {', '.join(kind.name for kind in _ROW_DTYPES)} are"
+        )
     if config.use_virtual_table:
         raise ValueError(f"RecStore table {config.name!r}: use_virtual_table asks for another kernel of TorchRec's")
     optimizer_from_fused_params(fused_params, [config.name])
+    stochastic_rounding(fused_params, [config.name])
+    output_dtype(fused_params, [config.name])
     try:
         _initializer(config, table_options(fused_params))
     except ValueError as error:
@@ -45,11 +61,12 @@ def make_table(config: ShardedEmbeddingTable, optimizer: Optimizer) -> Table:
     options = table_options(config.fused_params)
     return Table(
         config.embedding_dim,
-        dtype=torch.float32,
+        dtype=_ROW_DTYPES[config.data_type],
         optimizer=optimizer,
         options=replace(options, initializer=_initializer(config, options)),
         name=config.name,
         columns=_columns(config),
+        stochastic_rounding=stochastic_rounding(config.fused_params, [config.name]),
     )
 
 

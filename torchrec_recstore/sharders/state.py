@@ -57,18 +57,19 @@ class _Layout:
     """How a table's rows are spread at this moment. Making one is collective."""
 
     def __init__(self, name: str, shards: Sequence[LocalShard], env: ShardingEnv) -> None:
-        local = [(len(shard.table), shard.table.columns, shard.table.optimizer_steps) for shard in shards]
-        gathered: list[list[tuple[int, range, int]]] = [local]
+        local = [(len(t), t.columns, t.optimizer_steps, t.dtype) for t in (shard.table for shard in shards)]
+        gathered: list[list[tuple[int, range, int, torch.dtype]]] = [local]
         if env.process_group is not None and dist.get_world_size(env.process_group) > 1:
             gathered = [[] for _ in range(dist.get_world_size(env.process_group))]
             dist.all_gather_object(gathered, local, group=env.process_group)
         self.env = env
-        self.dim = 1 + max(columns[-1] for pieces in gathered for _, columns, _ in pieces)
-        self.optimizer_steps = max(steps for pieces in gathered for _, _, steps in pieces)
+        self.dim = 1 + max(columns[-1] for pieces in gathered for _, columns, *_ in pieces)
+        self.optimizer_steps = max(steps for pieces in gathered for _, _, steps, _ in pieces)
         ends: dict[range, int] = {}
         self.pieces: list[_Piece] = []
         for rank, pieces in enumerate(gathered):
-            for rows, columns, _ in pieces:
+            for rows, columns, _, dtype in pieces:
+                self.dtype = dtype  # of the weights; the same in every shard
                 begin = ends.get(columns, 0)
                 ends[columns] = begin + rows
                 self.pieces.append(_Piece(rank, range(begin, begin + rows), columns))
@@ -82,7 +83,11 @@ class _Layout:
         return [piece for piece in self.pieces if piece.rank == rank]
 
     def sharded(
-        self, tensors: Iterable[Tensor], width: Callable[[range], range] | None, size: int | None
+        self,
+        tensors: Iterable[Tensor],
+        width: Callable[[range], range] | None,
+        size: int | None,
+        dtype: torch.dtype = torch.float32,
     ) -> ShardedTensor:
         """The whole tensor from this rank's parts, one a piece that it has.
 
@@ -91,6 +96,7 @@ class _Layout:
             width: the columns of the whole that a piece's columns stand for; None for one-dimensional tensors, which
                 the first column shard alone holds.
             size: columns of the whole.
+            dtype: of the tensor.
         """
 
         def metadata(piece: _Piece) -> ShardMetadata:
@@ -106,7 +112,6 @@ class _Layout:
         mine = list(zip(self.of_rank(self._rank()), tensors, strict=True))
         local = [TensorShard(tensor, metadata(piece)) for piece, tensor in mine if piece in kept]
         whole = [self.rows] if size is None else [self.rows, size]
-        dtype = torch.float32 if width is not None else torch.int64
         return ShardedTensor._init_from_local_shards_and_global_metadata(
             local,
             ShardedTensorMetadata(
@@ -123,11 +128,12 @@ class _Layout:
 
 
 def export_weights(name: str, shards: Sequence[LocalShard], env: ShardingEnv) -> tuple[ShardedTensor, ShardedTensor]:
-    """``weight`` (R, dim) float32 and ``weight_id`` (R,) int64 of a table, as copies. Collective."""
+    """``weight`` (R, dim) of its dtype and ``weight_id`` (R,) int64 of a table, as copies. Collective."""
     layout = _Layout(name, shards, env)
     ids = [shard.table.ids() for shard in shards]
     weights = [shard.table.lookup(i) for shard, i in zip(shards, ids, strict=True)]
-    return layout.sharded(weights, lambda columns: columns, layout.dim), layout.sharded(ids, None, None)
+    weight = layout.sharded(weights, lambda columns: columns, layout.dim, layout.dtype)
+    return weight, layout.sharded(ids, None, None, torch.int64)
 
 
 def import_weights(name: str, shards: Sequence[LocalShard], env: ShardingEnv, weight: Value, ids: Value | None) -> None:
@@ -137,7 +143,7 @@ def import_weights(name: str, shards: Sequence[LocalShard], env: ShardingEnv, we
         name: the table's.
         shards: this rank's.
         env: of the sharded module.
-        weight: (R, dim) float32.
+        weight: (R, dim) of any floating-point dtype, rounded to the table's.
         ids: (R,) int64; None: row i is id i, as in TorchRec's own tables.
 
     Raises:
@@ -226,7 +232,7 @@ class TableState:
         rows = [shard.table.read_rows(i) for shard, i in zip(self._shards, ids, strict=True)]
         starts = [columns.start for columns in layout.column_shards]
         state: dict[str, Value] = {
-            "id": layout.sharded(ids, None, None),
+            "id": layout.sharded(ids, None, None, torch.int64),
             "columns": torch.tensor(starts),
             "steps": torch.tensor([layout.optimizer_steps]),
         }

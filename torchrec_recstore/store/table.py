@@ -22,11 +22,15 @@ class Table:
 
     Args:
         dim: columns of the whole table.
-        dtype: of the rows; ``torch.float32`` for now.
+        dtype: of the rows' weights: ``torch.float32``, ``float16`` or ``bfloat16``. Optimizer state and all arithmetic
+            are float32; what is stored is rounded to nearest, ties to even, new rows like all others.
         optimizer: what :meth:`update` and a kernel's backward do to a row.
         options: how rows are made and read.
         name: keeps tables apart; decides new rows' weights together with ``options.seed``.
         columns: ``range(a, b)`` for the shard that holds those columns; lookups are then (N, b - a).
+        stochastic_rounding: whether updates of 16-bit rows round up or down at random, with the probability that makes
+            the mean right, so that steps smaller than the last bit are not lost. The random numbers depend on seed,
+            name, id, column and the number of the table's update alone. Without effect on float32 rows.
 
     Raises:
         TypeError: an argument of the wrong type; the message names it.
@@ -50,13 +54,16 @@ class Table:
         *,
         name: str = "table",
         columns: range | None = None,
+        stochastic_rounding: bool = False,
     ) -> None:
         if isinstance(dim, bool) or not isinstance(dim, int):
             raise TypeError(f"dim must be an int, got {type(dim).__name__}")
         if dim < 1:
             raise ValueError(f"dim must be at least 1, got {dim}")
-        if dtype is not torch.float32:
-            raise ValueError(f"dtype must be torch.float32, got {dtype}")
+        if dtype not in ops.ROW_DTYPES:
+            raise ValueError(f"dtype must be one of {', '.join(map(str, ops.ROW_DTYPES))}, got {dtype}")
+        if not isinstance(stochastic_rounding, bool):
+            raise TypeError(f"stochastic_rounding must be a bool, got {type(stochastic_rounding).__name__}")
         if not isinstance(optimizer, Optimizer):
             raise TypeError(f"optimizer must be one of torchrec_recstore.optim, got {type(optimizer).__name__}")
         if not isinstance(options, TableOptions):
@@ -75,8 +82,16 @@ class Table:
         self.options = options
         self.name = name
         self.columns = columns
+        self.stochastic_rounding = stochastic_rounding
         self.handle = ops.table_create(
-            name, columns, options.seed, options.missing, default_initializer(options), optimizer
+            name,
+            columns,
+            options.seed,
+            options.missing,
+            default_initializer(options),
+            optimizer,
+            dtype,
+            stochastic_rounding,
         )
         """The native table, for :func:`torchrec_recstore.ops.group_create`."""
         self._free = weakref.finalize(self, ops.table_destroy, self.handle)
@@ -99,7 +114,7 @@ class Table:
         """
         self._check_ids(ids)
         with ops.native_errors(f"table '{self.name}'"):
-            return ops.table_lookup(self.handle, ids, train)
+            return ops.table_lookup(self.handle, ids, train).to(self.dtype)
 
     def update(self, ids: Tensor, grads: Tensor) -> None:
         """Applies the optimizer once to each distinct id's row, on the sum of its gradients in the order given.
@@ -108,37 +123,38 @@ class Table:
 
         Args:
             ids: (N,) int64.
-            grads: (N, columns), float32.
+            grads: (N, columns), float32 or the table's dtype.
 
         Raises:
             TypeError, ValueError, MemoryError: as :meth:`lookup`, and for ``grads``.
         """
         self._check_ids(ids)
-        self._check_rows(grads, "grads", ids)
+        self._check_rows(grads, "grads", ids, self.dtype)
         with ops.native_errors(f"table '{self.name}'"):
-            ops.table_update(self.handle, ids, grads.detach(), self.optimizer.lr)
+            ops.table_update(self.handle, ids, grads.detach().float(), self.optimizer.lr)
 
     def insert(self, ids: Tensor, weights: Tensor) -> None:
         """Writes rows: new ones start with zero optimizer state, existing ones keep theirs.
 
         Args:
             ids: (N,) int64; of duplicates the last one wins.
-            weights: (N, columns), float32.
+            weights: (N, columns), float32 or the table's dtype.
 
         Raises:
             TypeError, ValueError, MemoryError: as :meth:`lookup`, and for ``weights``.
         """
         self._check_ids(ids)
-        self._check_rows(weights, "weights", ids)
+        self._check_rows(weights, "weights", ids, self.dtype)
         with ops.native_errors(f"table '{self.name}'"):
-            ops.table_insert(self.handle, ids, weights.detach())
+            ops.table_insert(self.handle, ids, weights.detach().float())
 
     def read_rows(self, ids: Tensor) -> dict[str, Tensor]:
         """All that there is of the rows of ``ids``, (N,) int64, as copies.
 
         Returns:
-            ``weight`` (N, columns), ``last_step`` and ``frequency`` (N,) int64, and the optimizer's states under their
-            names (:func:`torchrec_recstore.optim.state_names`): element-wise ones (N, columns), row-wise ones (N,).
+            ``weight`` (N, columns) of the table's dtype, ``last_step`` and ``frequency`` (N,) int64, and the optimizer's
+            states under their names (:func:`torchrec_recstore.optim.state_names`), float32: element-wise ones
+            (N, columns), row-wise ones (N,).
 
         Raises:
             TypeError, ValueError: as :meth:`lookup`; an id has no row.
@@ -153,14 +169,14 @@ class Table:
             for name, kind in state_names(self.optimizer).items()
         }
         last_step, frequency = bookkeeping.unbind(1)
-        return {"weight": weight.contiguous(), **states, "last_step": last_step, "frequency": frequency}
+        return {"weight": weight.contiguous().to(self.dtype), **states, "last_step": last_step, "frequency": frequency}
 
     def write_rows(self, ids: Tensor, rows: Mapping[str, Tensor]) -> None:
         """Makes or overwrites the rows of ``ids``, (N,) int64, all of each; of duplicates the last wins.
 
         Args:
             ids: (N,) int64.
-            rows: what :meth:`read_rows` gives.
+            rows: what :meth:`read_rows` gives; ``weight`` may be float32.
 
         Raises:
             TypeError, ValueError, MemoryError: as :meth:`lookup`; a key is missing or unknown, or a tensor has another
@@ -172,7 +188,8 @@ class Table:
         if set(rows) != set(expected):
             raise ValueError(f"rows must have the keys {', '.join(expected)}, got {', '.join(rows)}")
         elements = [name for name, kind in kinds.items() if kind == "element"]
-        for name in ("weight", *elements):
+        self._check_rows(rows["weight"], "weight", ids, self.dtype)
+        for name in elements:
             self._check_rows(rows[name], name, ids)
         for name in expected:
             if name not in elements and name != "weight" and tuple(rows[name].shape) != (ids.shape[0],):
@@ -182,7 +199,7 @@ class Table:
             ops.table_import(
                 self.handle,
                 ids,
-                torch.cat([rows[name].detach() for name in ("weight", *elements)], dim=1),
+                torch.cat([rows[name].detach().float() for name in ("weight", *elements)], dim=1),
                 row_wise[0].float(),
                 torch.stack([rows["last_step"], rows["frequency"]], dim=1),
             )
@@ -252,7 +269,10 @@ class Table:
         raise TypeError(f"table {self.name!r} owns native memory and cannot be copied or pickled")
 
     def __repr__(self) -> str:
-        return f"Table(dim={self.dim}, optimizer={self.optimizer}, name={self.name!r}, columns={self.columns})"
+        return (
+            f"Table(dim={self.dim}, dtype={self.dtype}, optimizer={self.optimizer}, name={self.name!r}, "
+            f"columns={self.columns})"
+        )
 
     def _check_ids(self, ids: Tensor) -> None:
         if not isinstance(ids, Tensor):
@@ -264,11 +284,12 @@ class Table:
         if ids.device.type != "cpu":
             raise ValueError(f"ids must be on the CPU, got {ids.device}")
 
-    def _check_rows(self, rows: Tensor, argument: str, ids: Tensor) -> None:
+    def _check_rows(self, rows: Tensor, argument: str, ids: Tensor, or_dtype: torch.dtype = torch.float32) -> None:
+        names = "float32" if or_dtype is torch.float32 else f"float32 or {str(or_dtype).removeprefix('torch.')}"
         if not isinstance(rows, Tensor):
-            raise TypeError(f"{argument} must be a float32 tensor, got {type(rows).__name__}")
-        if rows.dtype is not torch.float32:
-            raise TypeError(f"{argument} must be a float32 tensor, got {rows.dtype}")
+            raise TypeError(f"{argument} must be a {names} tensor, got {type(rows).__name__}")
+        if rows.dtype not in (torch.float32, or_dtype):
+            raise TypeError(f"{argument} must be a {names} tensor, got {rows.dtype}")
         expected = (ids.shape[0], len(self.columns))
         if tuple(rows.shape) != expected:
             raise ValueError(f"{argument} must have the shape {expected}, got {tuple(rows.shape)}")
