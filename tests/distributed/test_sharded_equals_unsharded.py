@@ -340,12 +340,12 @@ def narrow_ids(rank: int, world_size: int) -> None:
 def refusals_reach_every_rank(rank: int, world_size: int) -> None:
     """A table on one rank only: the other must fail as well, not wait."""
     good = EmbeddingBagConfig(name="good", num_embeddings=10, embedding_dim=4, feature_names=["f"])
-    sixteen = EmbeddingBagConfig(
-        name="sixteen", num_embeddings=10, embedding_dim=4, feature_names=["g"], data_type=DataType.FP16
+    quantized = EmbeddingBagConfig(
+        name="quantized", num_embeddings=10, embedding_dim=4, feature_names=["g"], data_type=DataType.INT8
     )
-    ebc = EmbeddingBagCollection(tables=[good, sixteen], device=torch.device("meta"))
-    plan = plan_of(ebc, {"good": recstore(ROW), "sixteen": recstore(TABLE)}, world_size)
-    with pytest.raises(ValueError, match=r"'sixteen'.*FP16"):
+    ebc = EmbeddingBagCollection(tables=[good, quantized], device=torch.device("meta"))
+    plan = plan_of(ebc, {"good": recstore(ROW), "quantized": recstore(TABLE)}, world_size)
+    with pytest.raises(ValueError, match=r"'quantized'.*INT8"):
         DistributedModelParallel(ebc, plan=plan, sharders=[RecStoreSharder()])
 
 

@@ -16,6 +16,7 @@ from torchrec.distributed.planner.estimator import EmbeddingPerfEstimatorConfig,
 from torchrec.distributed.planner.shard_estimators import EmbeddingStorageEstimator
 from torchrec.distributed.planner.types import ShardingOption
 from torchrec.distributed.types import get_tensor_size_bytes
+from torchrec.modules.embedding_configs import DataType
 
 from torchrec_recstore.optim import Ftrl
 from torchrec_recstore.options import MAX_INIT_ROWS, TableOptions
@@ -85,6 +86,16 @@ def test_the_sharders_own_optimizer_counts() -> None:
         return int(option.total_storage.ddr)
 
     assert bytes_with(RecStoreSharder(optimizer=Ftrl())) - bytes_with(RecStoreSharder()) == ROWS * 8 * DIM
+
+
+@pytest.mark.parametrize("data_type", [DataType.FP16, DataType.BF16])
+def test_sixteen_bit_rows_take_half(data_type: DataType) -> None:
+    config = EmbeddingBagConfig(
+        name="t", num_embeddings=2**40, embedding_dim=DIM, feature_names=["f"], data_type=data_type
+    )
+    narrow = EmbeddingBagCollection(tables=[config], device=torch.device("meta"))
+    wide, half = (options_by_type(ebc)["table_wise"].total_storage.ddr for ebc in (collection(), narrow))
+    assert wide - half == pytest.approx(ROWS * 2 * DIM, abs=2048)
 
 
 def test_the_parameters_own_optimizer_counts() -> None:

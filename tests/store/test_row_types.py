@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 import torch
@@ -102,7 +103,7 @@ def test_bags_equal_torch_with_rows_rounded_at_each_step(dtype: torch.dtype, poo
         ours, theirs = weights.clone().requires_grad_(weighted), weights.clone().requires_grad_()
         leaf = rows.clone().requires_grad_()
         out = kernel(ids, offsets, ours if weighted else None, train=True)
-        bags = [leaf[ids[a:b]] * theirs[a:b, None] for a, b in zip(offsets[:-1], offsets[1:], strict=True)]
+        bags = [leaf[ids[a:b]] * theirs[a:b, None] for a, b in pairwise(offsets)]
         expected = torch.stack([bag.sum(0) / (len(bag) if pooling == "mean" and len(bag) else 1) for bag in bags])
         torch.testing.assert_close(out, expected, atol=1e-6, rtol=1e-5)
         grad = torch.randn(4, dim, generator=generator)

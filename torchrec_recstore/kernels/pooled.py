@@ -74,7 +74,7 @@ class PooledKernel(nn.Module):
                 changes and the output takes no part in autograd.
 
         Returns:
-            (B, sum of the features' columns) float32.
+            (B, sum of the features' columns) float32, whatever the rows are stored as.
 
         Raises:
             TypeError: a tensor of the wrong dtype; the message names it.

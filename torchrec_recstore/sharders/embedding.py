@@ -81,6 +81,11 @@ class RecStoreShardedEmbeddingCollection(RecStoreCollection, ShardedEmbeddingCol
 class RecStoreEmbeddingCollectionSharder(RecStoreCollectionSharder, EmbeddingCollectionSharder):  # type: ignore[misc]
     """Shards ``EmbeddingCollection`` with RecStore tables; to it what :class:`RecStoreSharder` is to the bags.
 
+    Rows are stored as the config's ``data_type`` says: FP32, FP16 or BF16. Casting the sharded model, by
+    ``bfloat16()``, ``half()`` or ``to(dtype)``, leaves them and their lookups as they are: set ``data_type`` instead.
+    ``fused_params["output_dtype"]``, FP32 by default as in TorchRec's kernels, is the dtype of the lookups' results;
+    ``fused_params["stochastic_rounding"]``, off by default, rounds updates of 16-bit rows at random.
+
     Args:
         fused_params: as for TorchRec's sharder; selects the optimizer unless ``apply_optimizer_in_backward`` does.
         optimizer: of the RecStore tables, instead; the only way to those that TorchRec has no name for.

@@ -95,6 +95,11 @@ class RecStoreSharder(RecStoreCollectionSharder, EmbeddingBagCollectionSharder):
     Without a plan, ``DistributedModelParallel`` places every table in RecStore: giving the sharder is asking for it.
     ``RecStorePlanner`` also places tables on TorchRec's kernels, where their constraints name them.
 
+    Rows are stored as the config's ``data_type`` says: FP32, FP16 or BF16. Casting the sharded model, by
+    ``bfloat16()``, ``half()`` or ``to(dtype)``, leaves them and their lookups as they are: set ``data_type`` instead.
+    ``fused_params["output_dtype"]``, FP32 by default as in TorchRec's kernels, is the dtype of the lookups' results;
+    ``fused_params["stochastic_rounding"]``, off by default, rounds updates of 16-bit rows at random.
+
     Example::
 
         sharder = RecStoreSharder(fused_params={"optimizer": EmbOptimType.EXACT_ROWWISE_ADAGRAD, "learning_rate": 0.01})

@@ -174,8 +174,8 @@ class RecStoreEmbeddingBag(RecStoreKernel):
             features: int64 ids of ``config.feature_names()``, in that order.
 
         Returns:
-            (B, sum of columns over features), of ``output_dtype`` in the fused_params; for a batch whose size varies by feature one dimension: rank by
-            rank, feature by feature.
+            (B, sum of columns over features), of ``output_dtype`` in the fused_params; for a batch whose size varies by
+            feature one dimension: rank by rank, feature by feature.
         """
         weights = features.weights_or_none() if self._config.is_weighted else None
         weights = weights if weights is None else weights.float()

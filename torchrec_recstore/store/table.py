@@ -152,9 +152,9 @@ class Table:
         """All that there is of the rows of ``ids``, (N,) int64, as copies.
 
         Returns:
-            ``weight`` (N, columns) of the table's dtype, ``last_step`` and ``frequency`` (N,) int64, and the optimizer's
-            states under their names (:func:`torchrec_recstore.optim.state_names`), float32: element-wise ones
-            (N, columns), row-wise ones (N,).
+            ``weight`` (N, columns) of the table's dtype, ``last_step`` and ``frequency`` (N,) int64, and the
+            optimizer's states under their names (:func:`torchrec_recstore.optim.state_names`), float32: element-wise
+            ones (N, columns), row-wise ones (N,).
 
         Raises:
             TypeError, ValueError: as :meth:`lookup`; an id has no row.
