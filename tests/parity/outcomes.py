@@ -1,0 +1,70 @@
+"""What became of each cell, and for what reason where it does not work."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from .cells import WORLD_SIZES, Cell
+from .ranks import Report, Trial, run_trials
+
+WORKS, UPSTREAM, UNSUPPORTED, FAILS = "works", "upstream failure", "not supported", "fails"
+# A rank says so where it is another that failed.
+_OF_ANOTHER = re.compile(r"Timed out|timeout|closed by peer|pair closure|Connection reset")
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """One of works, upstream failure, not supported, fails; and why.
+
+    Args:
+        reason: the error with RecStore tables.
+        stock: how the same went with TorchRec's FUSED tables.
+    """
+
+    kind: str
+    reason: str = ""
+    stock: str = ""
+
+
+def outcomes_of(cells: Sequence[Cell]) -> dict[Cell, Outcome]:
+    """Runs the cells, and those that do not work once more with stock tables.
+
+    A failure is upstream's where stock tables fail as well, RecStore's refusal where the error says so, and else a
+    defect of RecStore's: it "fails".
+    """
+    outcomes: dict[Cell, Outcome] = {}
+    for world_size in WORLD_SIZES:
+        of_size = [cell for cell in cells if cell.world_size == world_size]
+        ours = run_trials([Trial(cell, "recstore") for cell in of_size])
+        failed = [trial.cell for trial, reports in ours.items() if _failure(reports)]
+        stock = run_trials([Trial(cell, "stock") for cell in failed])
+        for cell in of_size:
+            reports = ours[Trial(cell, "recstore")]
+            outcomes[cell] = _outcome(reports, stock[Trial(cell, "stock")]) if cell in failed else Outcome(WORKS)
+    return outcomes
+
+
+def _outcome(ours: Sequence[Report], stock: Sequence[Report]) -> Outcome:
+    failure, stock_failure = _failure(ours), _failure(stock)
+    assert failure is not None
+    reason = failure.error
+    said = stock_failure.error if stock_failure else "works"
+    if failure.refused:
+        return Outcome(UNSUPPORTED, reason, said)
+    if stock_failure is None:
+        return Outcome(FAILS, reason, said)
+    if failure.predictions and stock_failure.predictions:
+        same = len(failure.predictions) == len(stock_failure.predictions) and all(
+            abs(a - b) < 1e-5 for a, b in zip(failure.predictions, stock_failure.predictions, strict=True)
+        )
+        said += ", the same as RecStore's" if same else ", and not RecStore's either"
+    return Outcome(UPSTREAM, reason, said)
+
+
+def _failure(reports: Sequence[Report]) -> Report | None:
+    """The first that is not a consequence of another rank's."""
+    failed = [report for report in reports if report.error]
+    own = [report for report in failed if not _OF_ANOTHER.search(report.error)]
+    return next(iter(own or failed), None)
