@@ -86,9 +86,7 @@ def kinds(document: str) -> dict[Cell, str]:
 def _table(module: str, outcomes: Mapping[Cell, Outcome], notes: list[Outcome]) -> Iterable[str]:
     shape = [(c.pooling, c.weighted, c.varying) for c in outcomes]
     columns = {
-        label: like
-        for label, like in _COLUMNS[module].items()
-        if (like.pooling, like.weighted, like.varying) in shape
+        label: like for label, like in _COLUMNS[module].items() if (like.pooling, like.weighted, like.varying) in shape
     }
     yield "| sharding | ranks | " + " | ".join(columns) + " |"
     yield "| --- | --- |" + " --- |" * len(columns)

@@ -40,7 +40,9 @@ def tables_of(cell: Cell, *, unsharded: bool = False) -> Tables:
     """
     data_type = DataType[cell.data_type]
     if cell.sequential:
-        return Tables([EmbeddingConfig(11 + 10 * i, 8, f"table_{i}", data_type, [f"feature_{i}"]) for i in range(3)], [])
+        return Tables(
+            [EmbeddingConfig(11 + 10 * i, 8, f"table_{i}", data_type, [f"feature_{i}"]) for i in range(3)], []
+        )
     pooling = PoolingType[cell.pooling.upper()]
     plain = [
         EmbeddingBagConfig(11 + 10 * i, (8, 16)[i % 2], f"table_{i}", data_type, [f"feature_{i}"], pooling=pooling)
