@@ -35,6 +35,11 @@ class Cell:
         """Whether the tables are an ``EmbeddingCollection``'s."""
         return self.module == SEQUENCES
 
+    @property
+    def rows_split(self) -> bool:
+        """Whether a table's rows are spread over ranks, of the world or of a node."""
+        return self.sharding in ("row_wise", "table_row_wise", "grid_shard")
+
 
 def all_cells() -> list[Cell]:
     """All of them: fp32 in full, the narrow types over all shardings but not all kinds of batches."""

@@ -44,7 +44,8 @@ def text(outcomes: Mapping[Cell, Outcome]) -> str:
         + ", ".join(f"{tolerance:g} ({data_type})" for data_type, tolerance in TOLERANCE.items())
         + ", absolute or relative. The unsharded rows are fp32, rounded to the data type at the start. Four ranks are "
         "two nodes of two, fewer are one node. Weighted models have a weighted collection beside the plain one. Torch "
-        "has no weighted mean unsharded; what is compared with is the weighted sum divided by the number of rows.",
+        "has no weighted mean unsharded; what it is compared with is TorchRec's, which depends on the sharding: the "
+        "weighted sum over the number of rows, and over the sum of the weights where a table is split by rows.",
         "\n".join(
             [
                 f"- **{WORKS}**: {counts[WORKS]} cells",

@@ -68,11 +68,17 @@ def model_of(cell: Cell, tables: Tables) -> nn.Module:
     return TestSparseNN(tables=tables.plain, num_float_features=FLOATS, weighted_tables=tables.weighted)
 
 
-def averaging(batch: ModelInput) -> ModelInput:
-    """The batch whose weighted sums are the weighted means of FBGEMM: sum of weight times row over number of rows."""
+def averaging(batch: ModelInput, *, by_weights: bool) -> ModelInput:
+    """The batch whose weighted sums are TorchRec's weighted means.
+
+    Args:
+        by_weights: of tables split by rows (torchrec 1.8.0, ``_create_mean_pooling_divisor``): the weighted sum over
+            the sum of the weights. Else, as FBGEMM has it, over the number of rows.
+    """
     scores = batch.idscore_features
     lengths = scores.lengths()
-    scores._weights = scores.weights() / lengths.repeat_interleave(lengths)
+    divisors = torch.segment_reduce(scores.weights(), "sum", lengths=lengths) if by_weights else lengths
+    scores._weights = scores.weights() / divisors.repeat_interleave(lengths)
     return batch
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import re
@@ -112,6 +113,8 @@ def _rank(rank: int, world_size: int, directory: str, trials: Sequence[Trial]) -
     try:
         for index, trial in enumerate(trials):
             report = _report(trial, rank)
+            if report.error:
+                _leave_group()  # at once, for ranks that wait for this one: else they do so until the time limit
             unfinished = Path(directory, f"unfinished_{rank}")
             unfinished.write_text(json.dumps(asdict(report)))
             unfinished.rename(Path(directory, f"{index}_{rank}"))
@@ -120,12 +123,18 @@ def _rank(rank: int, world_size: int, directory: str, trials: Sequence[Trial]) -
             store.wait(everyone, AGREEMENT_TIMEOUT)
             if any(store.get(key) == b"failed" for key in everyone):
                 # Collectives may be left half done: a group of its own for what follows.
-                dist.destroy_process_group()
+                if not report.error:
+                    _leave_group()
                 _join_group(store, f"after {index}", rank, world_size)
     except BaseException:
         traceback.print_exc()
         status = 1
     os._exit(status)  # gloo's own teardown aborts in some runs after all work is done
+
+
+def _leave_group() -> None:
+    gc.collect()  # a trial's modules hold the group, and with it the connections
+    dist.destroy_process_group()
 
 
 def _join_group(store: dist.Store, name: str, rank: int, world_size: int) -> None:

@@ -70,7 +70,9 @@ def run_cell(cell: Cell, kernel: str, rank: int) -> None:
     expected, predicted = [], []
     for step in range(STEPS):
         all_ranks, by_rank = batches_of(cell, tables, step)
-        loss, prediction = whole(averaging(all_ranks) if cell.weighted and cell.pooling == "mean" else all_ranks)
+        if cell.weighted and cell.pooling == "mean":
+            all_ranks = averaging(all_ranks, by_weights=cell.rows_split)
+        loss, prediction = whole(all_ranks)
         whole.zero_grad()
         loss.backward()
         for optimizer in optimizers:

@@ -14,7 +14,8 @@ from .outcomes import FAILS, UNSUPPORTED, UPSTREAM, WORKS, Outcome, outcomes_of
 @pytest.mark.parametrize("world_size", WORLD_SIZES)
 def test_outcomes_are_the_documented_ones(world_size: int) -> None:
     documented = kinds(PATH.read_text())
-    outcomes = outcomes_of([cell for cell in subset() if cell.world_size == world_size])
+    cells = [cell for cell in subset() if cell.world_size == world_size]
+    outcomes = outcomes_of(cells, expected_to_fail=[cell for cell in cells if documented[cell] != WORKS])
     others = {cell: outcome for cell, outcome in outcomes.items() if outcome.kind != documented[cell]}
     assert not others, "make parity, and see what has changed in docs/parity.md"
 
