@@ -62,11 +62,6 @@ def _outcome(ours: Sequence[Report], stock: Sequence[Report]) -> Outcome:
         return Outcome(UNSUPPORTED, reason, said)
     if stock_failure is None:
         return Outcome(FAILS, reason, said)
-    if failure.predictions and stock_failure.predictions:
-        same = len(failure.predictions) == len(stock_failure.predictions) and all(
-            abs(a - b) < 1e-5 for a, b in zip(failure.predictions, stock_failure.predictions, strict=True)
-        )
-        said += ", the same as RecStore's" if same else ", and not RecStore's either"
     return Outcome(UPSTREAM, reason, said)
 
 

@@ -10,7 +10,7 @@ import tempfile
 import time
 import traceback
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from datetime import timedelta
 from pathlib import Path
 
@@ -49,12 +49,10 @@ class Report:
     Args:
         error: empty where it went well.
         refused: the error is RecStore's or the planner's own and says what is not supported.
-        predictions: of a model that differs from the unsharded one.
     """
 
     error: str = ""
     refused: bool = False
-    predictions: list[float] = field(default_factory=list)
 
 
 def run_trials(trials: Sequence[Trial]) -> dict[Trial, list[Report]]:
@@ -155,7 +153,6 @@ def _report(trial: Trial, rank: int) -> Report:
         return Report(
             f"{type(error).__name__}: {_one_line(str(error))}",
             refused=isinstance(error, PlannerError) or str(PACKAGE) in raised_in,
-            predictions=getattr(error, "predictions", []),
         )
 
 
