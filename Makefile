@@ -7,7 +7,7 @@ PIP := $(BIN)/pip --disable-pip-version-check --quiet
 SOURCES := $(wildcard torchrec_recstore/csrc/*)
 CORE := $(filter-out torchrec_recstore/csrc/bindings.cpp,$(wildcard torchrec_recstore/csrc/*.cpp))
 
-.PHONY: help build train test test-all test-cpp lint bench clean
+.PHONY: help build train test test-all test-cpp parity lint bench clean
 .DEFAULT_GOAL := help
 
 help:  ## show this list
@@ -58,6 +58,9 @@ build/cpp/test_%: tests/cpp/test_%.cpp tests/cpp/testing.h $(CPP_OBJECTS)
 
 test-cpp: $(CPP_TESTS)  ## the native core's own tests, under sanitizers
 	@for test in $(CPP_TESTS); do $$test || exit 1; done
+
+parity: build $(VENV)/.dev-requirements  ## every sharding, pooling, batch and row type against TorchRec; writes docs/parity.md
+	$(BIN)/python -W ignore -m tests.parity.report
 
 lint: build $(VENV)/.dev-requirements  ## ruff and mypy --strict
 	$(BIN)/ruff check .

@@ -1,0 +1,86 @@
+"""The cells of the parity table: which tables of a TorchRec model are tried in RecStore, and how."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import product
+
+SHARDINGS = ("table_wise", "row_wise", "column_wise", "table_column_wise", "table_row_wise", "grid_shard")
+SEQUENCE_SHARDINGS = ("table_wise", "row_wise", "column_wise")  # those that TorchRec's EmbeddingCollection has
+WORLD_SIZES = (1, 2, 4)
+BAGS, SEQUENCES = "EmbeddingBagCollection", "EmbeddingCollection"
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One model, one sharding of all of its tables.
+
+    Args:
+        pooling: "sum" or "mean"; "none" for sequences.
+        weighted: the model has a weighted collection beside the plain one.
+        varying: the batch size varies by feature (VBE).
+        data_type: of the rows, as ``torchrec.modules.embedding_configs.DataType`` names it.
+    """
+
+    module: str
+    sharding: str
+    world_size: int
+    pooling: str = "sum"
+    weighted: bool = False
+    varying: bool = False
+    data_type: str = "FP32"
+
+    @property
+    def sequential(self) -> bool:
+        """Whether the tables are an ``EmbeddingCollection``'s."""
+        return self.module == SEQUENCES
+
+    @property
+    def rows_split(self) -> bool:
+        """Whether a table's rows are spread over ranks, of the world or of a node."""
+        return self.sharding in ("row_wise", "table_row_wise", "grid_shard")
+
+
+def all_cells() -> list[Cell]:
+    """All of them: fp32 in full, the narrow types over all shardings but not all kinds of batches."""
+    cells = [
+        Cell(BAGS, sharding, world_size, pooling, weighted, varying)
+        for world_size, sharding, pooling, weighted, varying in product(
+            WORLD_SIZES, SHARDINGS, ("sum", "mean"), (False, True), (False, True)
+        )
+    ]
+    for world_size, sharding, data_type in product(WORLD_SIZES, SHARDINGS, ("FP16", "BF16")):
+        cells.append(Cell(BAGS, sharding, world_size, data_type=data_type))
+        if world_size == 2:
+            cells.append(Cell(BAGS, sharding, world_size, "mean", weighted=True, data_type=data_type))
+    for world_size in WORLD_SIZES:
+        cells += [Cell(SEQUENCES, sharding, world_size, "none") for sharding in SHARDINGS]
+        for sharding in SEQUENCE_SHARDINGS:
+            cells.append(Cell(SEQUENCES, sharding, world_size, "none", varying=True))
+            cells += [Cell(SEQUENCES, sharding, world_size, "none", data_type=t) for t in ("FP16", "BF16")]
+    return cells
+
+
+def subset() -> list[Cell]:
+    """Every value of every dimension at least once: what ``make test`` has the time for."""
+    return [
+        Cell(BAGS, "table_wise", 1, varying=True),
+        Cell(BAGS, "row_wise", 1, "mean", weighted=True),
+        Cell(BAGS, "column_wise", 1, "mean"),
+        Cell(BAGS, "table_wise", 1, data_type="FP16"),
+        Cell(BAGS, "row_wise", 1, data_type="BF16"),
+        Cell(SEQUENCES, "row_wise", 1, "none"),
+        Cell(SEQUENCES, "table_wise", 1, "none", data_type="FP16"),
+        Cell(BAGS, "row_wise", 2, weighted=True),
+        Cell(BAGS, "table_wise", 2, "mean", weighted=True, varying=True),
+        Cell(BAGS, "column_wise", 2, varying=True),
+        Cell(BAGS, "table_column_wise", 2, "mean"),
+        Cell(BAGS, "table_row_wise", 2, "mean", weighted=True),
+        Cell(BAGS, "grid_shard", 2, "mean", weighted=True),
+        Cell(BAGS, "table_wise", 2, "mean", weighted=True, data_type="BF16"),
+        Cell(BAGS, "row_wise", 2, varying=True),
+        Cell(SEQUENCES, "column_wise", 2, "none"),
+        Cell(SEQUENCES, "table_wise", 2, "none", varying=True),
+        Cell(SEQUENCES, "table_row_wise", 2, "none"),
+        Cell(BAGS, "grid_shard", 4, "mean"),
+    ]

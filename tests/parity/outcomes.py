@@ -1,0 +1,72 @@
+"""What became of each cell, and for what reason where it does not work."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+
+from .cells import WORLD_SIZES, Cell
+from .ranks import Report, Trial, run_trials
+
+WORKS, UPSTREAM, UNSUPPORTED, FAILS = "works", "upstream failure", "not supported", "fails"
+# A rank says so where it is another that failed.
+_OF_ANOTHER = re.compile(r"Timed out|timeout|closed by peer|pair closure|Connection reset")
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """One of works, upstream failure, not supported, fails; and why.
+
+    Args:
+        reason: the error with RecStore tables.
+        stock: how the same went with TorchRec's FUSED tables.
+    """
+
+    kind: str
+    reason: str = ""
+    stock: str = ""
+
+
+def outcomes_of(cells: Sequence[Cell], expected_to_fail: Collection[Cell] = ()) -> dict[Cell, Outcome]:
+    """Runs the cells, and those that do not work once more with stock tables.
+
+    A failure is upstream's where stock tables fail as well, RecStore's refusal where the error says so, and else a
+    defect of RecStore's: it "fails".
+
+    Args:
+        expected_to_fail: these run with stock tables right away, which saves the start of another group of ranks.
+    """
+    outcomes: dict[Cell, Outcome] = {}
+    for world_size in WORLD_SIZES:
+        of_size = [cell for cell in cells if cell.world_size == world_size]
+        reports = run_trials(
+            [Trial(cell, "recstore") for cell in of_size]
+            + [Trial(cell, "stock") for cell in of_size if cell in expected_to_fail]
+        )
+        failed = [cell for cell in of_size if _failure(reports[Trial(cell, "recstore")])]
+        stock = [Trial(cell, "stock") for cell in failed]
+        reports.update(run_trials([trial for trial in stock if trial not in reports]))
+        for cell in of_size:
+            ours = reports[Trial(cell, "recstore")]
+            outcomes[cell] = _outcome(ours, reports[Trial(cell, "stock")]) if cell in failed else Outcome(WORKS)
+    return outcomes
+
+
+def _outcome(ours: Sequence[Report], stock: Sequence[Report]) -> Outcome:
+    failure, stock_failure = _failure(ours), _failure(stock)
+    assert failure is not None
+    reason = failure.error
+    said = stock_failure.error if stock_failure else "works"
+    if failure.refused:
+        return Outcome(UNSUPPORTED, reason, said)
+    if stock_failure is None:
+        return Outcome(FAILS, reason, said)
+    return Outcome(UPSTREAM, reason, said)
+
+
+def _failure(reports: Sequence[Report]) -> Report | None:
+    """The first that is not a consequence of another rank's."""
+    failed = [report for report in reports if report.error]
+    own = [report for report in failed if not _OF_ANOTHER.search(report.error)]
+    return next(iter(own or failed), None)
