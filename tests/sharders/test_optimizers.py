@@ -122,9 +122,14 @@ def test_an_own_optimizer_beside_stock_tables() -> None:
     assert tables(model)["a"].optimizer == Adagrad(lr=0.2)
 
 
-def test_a_parameters_mark_goes_before_the_sharders_fused_params() -> None:
-    fused_params = {"optimizer": EmbOptimType.EXACT_ADAGRAD, "learning_rate": 0.7}
-    assert tables(sharded(marked(torch.optim.SGD, lr=0.2), fused_params))["t"].optimizer == SGD(lr=0.2)
+def test_a_mark_and_fused_params_must_name_the_same_optimizer() -> None:
+    adagrad = {"optimizer": EmbOptimType.EXACT_ADAGRAD, "learning_rate": 0.1}
+    with pytest.raises(ValueError, match="table 't': fused_params select Adagrad, apply_optimizer_in_backward SGD"):
+        sharded(marked(torch.optim.SGD, lr=0.2), adagrad)
+    # Of the same optimizer, the table's own numbers go before the sharder's, as in TorchRec; and where the sharder
+    # names none, the mark alone selects.
+    assert tables(sharded(marked(torch.optim.Adagrad, lr=0.2), adagrad))["t"].optimizer.lr == 0.2
+    assert tables(sharded(marked(torch.optim.SGD, lr=0.2), {"learning_rate": 0.1}))["t"].optimizer == SGD(lr=0.2)
 
 
 def test_tables_with_different_optimizers_share_a_collection() -> None:

@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import nn
 from torchrec.distributed.types import ParameterSharding
+from torchrec.distributed.utils import optimizer_type_to_emb_opt_type
 
 from torchrec_recstore.optim import Optimizer
 from torchrec_recstore.options import TableOptions
@@ -52,8 +53,10 @@ def deal_out(
         parameters: the module's tables by name, with the marks of ``apply_optimizer_in_backward``.
 
     Raises:
-        ValueError: a table on one of TorchRec's fused kernels, to which nothing else gives an optimizer.
+        ValueError: a table on one of TorchRec's fused kernels, to which nothing else gives an optimizer; a RecStore
+            table whose mark and ``fused_params`` name different optimizers.
     """
+    _check_marks(fused_params or {}, plan, parameters)
     own = {key: fused_params[key] for key in (OPTIMIZER_KEY, ACCUMULATION_KEY) if fused_params and key in fused_params}
     if fused_params is None or not own:
         return fused_params, plan
@@ -77,3 +80,22 @@ def deal_out(
                 f"optimizer={own[OPTIMIZER_KEY]!r}: select its optimizer by fused_params or apply_optimizer_in_backward"
             )
     return stock, dealt
+
+
+def _check_marks(
+    fused_params: Mapping[str, Any], plan: Mapping[str, ParameterSharding], parameters: Mapping[str, nn.Parameter]
+) -> None:
+    # TorchRec lets the mark win without a word (merge_fused_params, torchrec 1.8.0), which hides a mistake.
+    if "optimizer" not in fused_params:
+        return
+    for name, sharding in plan.items():
+        (marked,) = getattr(parameters.get(name), "_optimizer_classes", [None])
+        if marked is None or sharding.compute_kernel != RECSTORE_KERNEL:
+            continue
+        by_params = optimizer_from_fused_params(fused_params, [name])
+        by_mark = optimizer_from_fused_params({"optimizer": optimizer_type_to_emb_opt_type(marked)}, [name])
+        if type(by_params) is not type(by_mark):
+            raise ValueError(
+                f"RecStore table {name!r}: fused_params select {type(by_params).__name__}, "
+                f"apply_optimizer_in_backward {type(by_mark).__name__}: give one of them"
+            )
