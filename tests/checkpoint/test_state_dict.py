@@ -35,7 +35,7 @@ def forth_and_back(rank: int, world_size: int, *, sharding: str) -> None:
         assert torch.equal(rows["sum"], rows_now["sum"])
 
 
-@pytest.mark.parametrize("sharding", ["row_wise", "column_wise"])
+@pytest.mark.parametrize("sharding", ["row_wise", "column_wise", "table_wise"])
 def test_two_ranks(sharding: str) -> None:
     run_on_ranks(2, partial(forth_and_back, sharding=sharding))
 

@@ -23,6 +23,7 @@ from torchrec.optim.keyed import CombinedOptimizer
 
 from torchrec_recstore.kernels import BlockRouting
 from torchrec_recstore.optim import Optimizer, state_names
+from torchrec_recstore.sharders.gather import all_gathered
 from torchrec_recstore.sharders.kernel import placeholder_parameter
 from torchrec_recstore.store import Table
 
@@ -58,10 +59,7 @@ class _Layout:
 
     def __init__(self, name: str, shards: Sequence[LocalShard], env: ShardingEnv) -> None:
         local = [(len(t), t.columns, t.optimizer_steps, t.dtype) for t in (shard.table for shard in shards)]
-        gathered: list[list[tuple[int, range, int, torch.dtype]]] = [local]
-        if env.process_group is not None and dist.get_world_size(env.process_group) > 1:
-            gathered = [[] for _ in range(dist.get_world_size(env.process_group))]
-            dist.all_gather_object(gathered, local, group=env.process_group)
+        gathered = all_gathered(local, env)
         self.env = env
         self.dim = 1 + max(columns[-1] for pieces in gathered for _, columns, *_ in pieces)
         self.optimizer_steps = max(steps for pieces in gathered for _, _, steps, _ in pieces)
@@ -149,7 +147,7 @@ def import_weights(name: str, shards: Sequence[LocalShard], env: ShardingEnv, we
     Raises:
         ValueError: a shape or dtype that does not fit the table, or a value that is sharded otherwise; nothing changed.
     """
-    source = _Source(f"RecStore table {name!r}: weight", weight, ids, env)
+    source = _Source(f"RecStore table {name!r}: weight", weight, None if ids is None else _whole_ids(ids, env))
     for dim in {shard.table.dim for shard in shards} - {source.shape[1]}:
         raise ValueError(f"RecStore table {name!r}: weight is of shape {source.shape}, the table's dim is {dim}")
     parts = [source.of(shard, shard.table.columns) for shard in shards]
@@ -161,13 +159,13 @@ def import_weights(name: str, shards: Sequence[LocalShard], env: ShardingEnv, we
 class _Source:
     """A whole table's tensor and the ids of its rows, to be cut for any shard."""
 
-    def __init__(self, what: str, value: Value, ids: Value | None, env: ShardingEnv) -> None:
+    def __init__(self, what: str, value: Value, ids: Tensor | None) -> None:
         self._what = what
         self._value = value
         self.shape = tuple(value.size())
         if len(self.shape) != 2:
             raise ValueError(f"{what} must have two dimensions, got the shape {self.shape}")
-        self._ids = torch.arange(self.shape[0]) if ids is None else _whole_ids(ids, env)
+        self._ids = torch.arange(self.shape[0]) if ids is None else ids
         if self._ids.shape != self.shape[:1] or self._ids.dtype is not torch.int64:
             raise ValueError(
                 f"{what} has {self.shape[0]} rows, its ids are {self._ids.dtype} of shape {tuple(self._ids.shape)}"
@@ -197,11 +195,7 @@ def _whole_ids(ids: Value, env: ShardingEnv) -> Tensor:
     if not isinstance(ids, ShardedTensor):
         return ids
     local = [(part.metadata.shard_offsets[0], part.tensor) for part in ids.local_shards()]
-    gathered: list[list[tuple[int, Tensor]]] = [local]
-    if env.process_group is not None and dist.get_world_size(env.process_group) > 1:
-        gathered = [[] for _ in range(dist.get_world_size(env.process_group))]
-        dist.all_gather_object(gathered, local, group=env.process_group)
-    parts = sorted((part for parts in gathered for part in parts), key=lambda part: part[0])
+    parts = sorted((part for parts in all_gathered(local, env) for part in parts), key=lambda part: part[0])
     return torch.cat([torch.empty(0, dtype=torch.int64), *(tensor for _, tensor in parts)])
 
 
@@ -256,11 +250,12 @@ class TableState:
         if missing:
             raise ValueError(f"RecStore table {self._name!r}: the optimizer state has no {', '.join(missing)}")
         starts = torch.as_tensor(state["columns"]).tolist()
+        whole_ids = _whole_ids(state["id"], self.env)  # on every rank, also those without a shard
         for shard in self._shards:
             rows: dict[str, Tensor] = {}
             ids = torch.empty(0, dtype=torch.int64)
             for key, kind in self._states.items():
-                source = _Source(f"RecStore table {self._name!r}: {key}", state[key], state["id"], self.env)
+                source = _Source(f"RecStore table {self._name!r}: {key}", state[key], whole_ids)
                 columns = shard.table.columns
                 if kind == "element":
                     ids, rows[key] = source.of(shard, columns)

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import fields, replace
 
-import torch.distributed as dist
 from torch import nn
 
 from torchrec_recstore.sharders.collection import RecStoreCollection
+from torchrec_recstore.sharders.gather import all_gathered
 from torchrec_recstore.store import TableStats
 
 _Shard = tuple[int, TableStats]  # first column, counts
@@ -43,12 +43,7 @@ def _all_shards(module: RecStoreCollection) -> list[dict[str, list[_Shard]]]:
     local: dict[str, list[_Shard]] = {}
     for table in module.recstore_tables():
         local.setdefault(table.name, []).append((table.columns.start, table.stats()))
-    group = module._env.process_group
-    if group is None or dist.get_world_size(group) == 1:
-        return [local]
-    gathered: list[dict[str, list[_Shard]]] = [{}] * dist.get_world_size(group)
-    dist.all_gather_object(gathered, local, group=group)
-    return gathered
+    return all_gathered(local, module._env)
 
 
 def _combined(shards: Iterable[_Shard]) -> TableStats:
