@@ -20,6 +20,8 @@ from torchrec_recstore.sharders import RecStoreEmbeddingCollectionSharder
 
 from . import models
 
+USER_IDS = "sparse.embedding_bags.user.weight_id"
+
 
 def forth_and_back(rank: int, world_size: int, *, sharding: str) -> None:
     model = models.recstore(sharding, EmbOptimType.EXACT_ADAGRAD)
@@ -38,6 +40,27 @@ def forth_and_back(rank: int, world_size: int, *, sharding: str) -> None:
 @pytest.mark.parametrize("sharding", ["row_wise", "column_wise", "table_wise"])
 def test_two_ranks(sharding: str) -> None:
     run_on_ranks(2, partial(forth_and_back, sharding=sharding))
+
+
+def refused_on_every_rank(rank: int, world_size: int) -> None:
+    model = models.recstore("table_wise")
+    models.train(model)
+    before, state = models.shards(model), model.state_dict()
+    with pytest.raises(ValueError, match=r"table 'user'.*the table's dim is 8"):
+        model.load_state_dict({**state, "sparse.embedding_bags.user.weight": torch.zeros(state[USER_IDS].size()[0], 3)})
+    optimizer = model.fused_optimizer.state_dict()
+    states = optimizer["state"]["sparse.embedding_bags.item.weight"]["rows"]
+    states.update(id=torch.tensor([2**50]), sum=torch.ones(1, 1))
+    with pytest.raises(ValueError, match="id 1125899906842624 has no row"):
+        model.fused_optimizer.load_state_dict(optimizer)
+    for (_, _, ids, rows), (_, _, ids_now, rows_now) in zip(before, models.shards(model), strict=True):
+        assert torch.equal(ids, ids_now)
+        assert torch.equal(rows["weight"], rows_now["weight"])
+        assert torch.equal(rows["sum"], rows_now["sum"])
+
+
+def test_what_one_rank_refuses_all_refuse() -> None:
+    run_on_ranks(2, refused_on_every_rank)
 
 
 @pytest.mark.parametrize(

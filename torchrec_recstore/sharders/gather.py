@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TypeVar
 
 import torch.distributed as dist
@@ -18,3 +20,20 @@ def all_gathered(value: _T, env: ShardingEnv) -> list[_T]:
     values: list[_T] = [value] * dist.get_world_size(group)
     dist.all_gather_object(values, value, group=group)
     return values
+
+
+@contextmanager
+def refused_together(env: ShardingEnv) -> Iterator[None]:
+    """A ``ValueError`` in the block on any rank becomes one on every rank, so that none waits for it. Collective.
+
+    Raises:
+        ValueError: the first rank's.
+    """
+    error = None
+    try:
+        yield
+    except ValueError as refused:
+        error = str(refused)
+    for text in all_gathered(error, env):
+        if text is not None:
+            raise ValueError(text)

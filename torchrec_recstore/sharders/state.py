@@ -23,7 +23,7 @@ from torchrec.optim.keyed import CombinedOptimizer
 
 from torchrec_recstore.kernels import BlockRouting
 from torchrec_recstore.optim import Optimizer, state_names
-from torchrec_recstore.sharders.gather import all_gathered
+from torchrec_recstore.sharders.gather import all_gathered, refused_together
 from torchrec_recstore.sharders.kernel import placeholder_parameter
 from torchrec_recstore.store import Table
 
@@ -135,7 +135,7 @@ def export_weights(name: str, shards: Sequence[LocalShard], env: ShardingEnv) ->
 
 
 def import_weights(name: str, shards: Sequence[LocalShard], env: ShardingEnv, weight: Value, ids: Value | None) -> None:
-    """Replaces a table's rows; their optimizer state starts anew. Collective where values are sharded.
+    """Replaces a table's rows; their optimizer state starts anew. Collective.
 
     Args:
         name: the table's.
@@ -148,9 +148,10 @@ def import_weights(name: str, shards: Sequence[LocalShard], env: ShardingEnv, we
         ValueError: a shape or dtype that does not fit the table, or a value that is sharded otherwise; nothing changed.
     """
     source = _Source(f"RecStore table {name!r}: weight", weight, None if ids is None else _whole_ids(ids, env))
-    for dim in {shard.table.dim for shard in shards} - {source.shape[1]}:
-        raise ValueError(f"RecStore table {name!r}: weight is of shape {source.shape}, the table's dim is {dim}")
-    parts = [source.of(shard, shard.table.columns) for shard in shards]
+    with refused_together(env):
+        for dim in {shard.table.dim for shard in shards} - {source.shape[1]}:
+            raise ValueError(f"RecStore table {name!r}: weight is of shape {source.shape}, the table's dim is {dim}")
+        parts = [source.of(shard, shard.table.columns) for shard in shards]
     for shard, (part_ids, rows) in zip(shards, parts, strict=True):
         shard.table.remove(shard.table.ids())
         shard.table.insert(part_ids, rows)
@@ -239,7 +240,7 @@ class TableState:
         return state
 
     def load_state_dict(self, state: Mapping[str, Value]) -> None:
-        """Gives the state to the rows that the table holds. Collective where values are sharded.
+        """Gives the state to the rows that the table holds; all or nothing. Collective.
 
         Between different column splits a row-wise state becomes the column-weighted mean of those that it covers.
 
@@ -251,22 +252,31 @@ class TableState:
             raise ValueError(f"RecStore table {self._name!r}: the optimizer state has no {', '.join(missing)}")
         starts = torch.as_tensor(state["columns"]).tolist()
         whole_ids = _whole_ids(state["id"], self.env)  # on every rank, also those without a shard
-        for shard in self._shards:
-            rows: dict[str, Tensor] = {}
-            ids = torch.empty(0, dtype=torch.int64)
-            for key, kind in self._states.items():
-                source = _Source(f"RecStore table {self._name!r}: {key}", state[key], whole_ids)
-                columns = shard.table.columns
-                if kind == "element":
-                    ids, rows[key] = source.of(shard, columns)
-                elif isinstance(state[key], ShardedTensor):
-                    ids, part = source.of(shard, _position(starts.index(columns.start)))
-                    rows[key] = part.squeeze(1)
-                else:
-                    ids, part = source.of(shard, range(len(starts)))
-                    rows[key] = _joined(part, starts, shard.table)
-            shard.table.write_rows(ids, {**shard.table.read_rows(ids), **rows})
-            shard.table.optimizer_steps = int(torch.as_tensor(state["steps"])[0])
+        steps = int(torch.as_tensor(state["steps"])[0])
+        with refused_together(self.env):
+            parts = [self._rows_of(shard, state, whole_ids, starts) for shard in self._shards]
+        for shard, (ids, rows) in zip(self._shards, parts, strict=True):
+            shard.table.write_rows(ids, rows)
+            shard.table.optimizer_steps = steps
+
+    def _rows_of(
+        self, shard: LocalShard, state: Mapping[str, Value], whole_ids: Tensor, starts: Sequence[int]
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """A shard's ids and its rows with the state in them."""
+        columns = shard.table.columns
+        states: dict[str, Tensor] = {}
+        ids = torch.empty(0, dtype=torch.int64)
+        for key, kind in self._states.items():
+            source = _Source(f"RecStore table {self._name!r}: {key}", state[key], whole_ids)
+            if kind == "element":
+                ids, states[key] = source.of(shard, columns)
+            elif isinstance(state[key], ShardedTensor):
+                ids, part = source.of(shard, _position(starts.index(columns.start)))
+                states[key] = part.squeeze(1)
+            else:
+                ids, part = source.of(shard, range(len(starts)))
+                states[key] = _joined(part, starts, shard.table)
+        return ids, {**shard.table.read_rows(ids), **states}
 
 
 class TableStates(FusedOptimizer):  # type: ignore[misc]
