@@ -50,6 +50,7 @@ CASES: dict[str, Any] = {
     "table_stats": lambda: (_table(),),
     "table_optimizer_steps": lambda: (_table(),),
     "table_set_optimizer_steps": lambda: (_table(), 3),
+    "table_set_steps": lambda: (_table(), 3),
     "table_export": lambda: (_table_of(IDS), IDS),
     "table_import": lambda: (_table(), IDS, torch.ones(3, 4), torch.ones(3), torch.ones(3, 2, dtype=torch.int64)),
     "group_create": lambda: ([_table()], [0, 0], [0, 0, 0, 0], False),

@@ -174,6 +174,9 @@ table_optimizer_steps = cast(Callable[[int], int], _ops.table_optimizer_steps.de
 table_set_optimizer_steps = cast(Callable[[int, int], None], _ops.table_set_optimizer_steps.default)
 """(table, updates)."""
 
+table_set_steps = cast(Callable[[int, int], None], _ops.table_set_steps.default)
+"""(table, training lookups so far): the clock that last steps are told by."""
+
 table_export = cast(Callable[[int, Tensor], tuple[Tensor, Tensor, Tensor]], _ops.table_export.default)
 """(table, ids (N,) int64) -> rows (N, row floats) float32: weights, then element-wise optimizer state one behind the
 other; row-wise state (N,) float32; last step and frequency (N, 2) int64. ValueError where an id has no row."""

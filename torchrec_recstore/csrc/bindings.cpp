@@ -277,6 +277,15 @@ void table_set_optimizer_steps(int64_t table, int64_t steps) {
   owner->set_optimizer_steps(steps);
 }
 
+// The clock that last steps are told by.
+void table_set_steps(int64_t table, int64_t steps) {
+  if (steps < 0) throw InvalidArgument("steps must not be negative, got " + std::to_string(steps));
+  const auto owner = tables().get(table);
+  const std::lock_guard<std::mutex> lock(owner->mutex());
+  owner->check_open();
+  owner->counters().steps = steps;
+}
+
 int64_t group_create(std::vector<int64_t> handles, std::vector<int64_t> feature_tables, std::vector<int64_t> routings, bool mean) {
   const auto n = static_cast<int64_t>(handles.size());
   if (routings.size() != handles.size() * 4) throw InvalidArgument("routings must hold four numbers a table");
@@ -500,6 +509,7 @@ STABLE_TORCH_LIBRARY(recstore_ops, m) {
   m.def("table_import(int table, Tensor ids, Tensor rows, Tensor state, Tensor bookkeeping) -> ()");
   m.def("table_optimizer_steps(int table) -> int");
   m.def("table_set_optimizer_steps(int table, int steps) -> ()");
+  m.def("table_set_steps(int table, int steps) -> ()");
   m.def("group_create(int[] tables, int[] feature_tables, int[] routings, bool mean) -> int");
   m.def("group_destroy(int group) -> ()");
   m.def("group_forward(int group, Tensor ids, Tensor offsets, Tensor? weights, bool train) -> (Tensor, Tensor)");
@@ -520,6 +530,7 @@ STABLE_TORCH_LIBRARY_IMPL(recstore_ops, CompositeExplicitAutograd, m) {
   m.impl("table_stats", TORCH_BOX(&recstore::table_stats));
   m.impl("table_optimizer_steps", TORCH_BOX(&recstore::table_optimizer_steps));
   m.impl("table_set_optimizer_steps", TORCH_BOX(&recstore::table_set_optimizer_steps));
+  m.impl("table_set_steps", TORCH_BOX(&recstore::table_set_steps));
   m.impl("group_create", TORCH_BOX(&recstore::group_create));
   m.impl("group_destroy", TORCH_BOX(&recstore::group_destroy));
   m.impl("instruction_set", TORCH_BOX(&recstore::instruction_set));

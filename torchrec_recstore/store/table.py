@@ -232,6 +232,16 @@ class Table:
         with ops.native_errors(f"table '{self.name}'"):
             ops.table_set_optimizer_steps(self.handle, steps)
 
+    @property
+    def steps(self) -> int:
+        """Training lookups so far: the clock that a row's last step is told by."""
+        return self.stats().steps
+
+    @steps.setter
+    def steps(self, steps: int) -> None:
+        with ops.native_errors(f"table '{self.name}'"):
+            ops.table_set_steps(self.handle, steps)
+
     def stats(self) -> TableStats:
         """What the table holds and has done."""
         with ops.native_errors(f"table '{self.name}'"):
