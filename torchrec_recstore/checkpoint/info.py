@@ -175,9 +175,8 @@ def read_info(path: str | Path) -> CheckpointInfo:
     path = Path(os.path.abspath(path))
     file = path / METADATA
     if not file.is_file():
-        raise FileNotFoundError(
-            f"no checkpoint at {path}: {'it has no ' + METADATA if path.exists() else 'no such directory'}"
-        )
+        reason = f"it has no {METADATA}" if path.exists() else "no such directory"
+        raise FileNotFoundError(f"no checkpoint at {path}: {reason}")
     text = file.read_bytes()
     try:
         document = json.loads(text)
@@ -186,13 +185,11 @@ def read_info(path: str | Path) -> CheckpointInfo:
         raise CheckpointError(f"{file} is damaged: it is no {FORMAT}'s metadata") from error
     if not known or version != VERSION:
         raise CheckpointError(
-            f"{file} is of format {document['format']!r} version {version}; this is {FORMAT!r} version {VERSION}"
+            f"{file} is of format {document['format']!r} version {version}, "
+            f"and this version of torchrec_recstore reads {FORMAT!r} version {VERSION}"
         )
-    found = _CHECKSUM.search(text)
-    if (
-        found is None
-        or xxhash.xxh3_128_hexdigest(text[: found.start(1)] + _NO_CHECKSUM + text[found.end(1) :]) != found[1].decode()
-    ):
+    checksum = _checksum(text)
+    if checksum is None:
         raise CheckpointError(f"{file} is damaged: its checksum does not fit")
     files = {name: FileInfo(**entry) for name, entry in document["files"].items()}
     state = document["training_state"]
@@ -207,7 +204,7 @@ def read_info(path: str | Path) -> CheckpointInfo:
             dense=tuple(document["dense"]),
             delta_of=None if document["delta_of"] is None else DeltaOf(**document["delta_of"]),
             training_state=decode(state, tensors),
-            checksum=found[1].decode(),
+            checksum=checksum,
         )
     except (ValueError, TypeError) as error:
         raise CheckpointError(f"{file}: {error}") from error
@@ -230,6 +227,16 @@ def read_chain(path: str | Path) -> list[CheckpointInfo]:
         if chain[-1].checksum != delta_of.checksum:
             raise CheckpointError(f"{delta.path} is a delta of another checkpoint than the one that is now at {base}")
     return chain[::-1]
+
+
+def _checksum(text: bytes) -> str | None:
+    """The checksum that a metadata file names, if it is that of the file with zeros in its place."""
+    found = _CHECKSUM.search(text)
+    if found is None:
+        return None
+    without = text[: found.start(1)] + _NO_CHECKSUM + text[found.end(1) :]
+    checksum = found[1].decode()
+    return checksum if xxhash.xxh3_128_hexdigest(without) == checksum else None
 
 
 def _table(entry: dict[str, Any]) -> TableInfo:
