@@ -333,6 +333,8 @@ class ModuleState:
         self.env = env
         self.emits_rows = True
         """Whether the module's ``state_dict`` has the rows, which are copies."""
+        self.marks: dict[str, dict[str, list[int]]] = {}
+        """For each checkpoint that was saved or loaded, by its checksum, and each table: its shards' marks."""
         module._register_state_dict_hook(self._add_rows)  # type: ignore[no-untyped-call]
 
     def load(self, state_dict: dict[str, Value], prefix: str) -> None:
