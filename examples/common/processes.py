@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import shutil
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 import torch.distributed as dist
+from common.command import DataError
 from tqdm import tqdm
+
+T = TypeVar("T")
 
 
 @contextmanager
@@ -29,6 +32,25 @@ def process_group() -> Iterator[None]:
 def rank_and_world_size() -> tuple[int, int]:
     """This process's place in the group; (0, 1) where there is none."""
     return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+
+
+def on_rank_0(work: Callable[[], T]) -> T:
+    """Works on rank 0 alone and hands its result to all; collective.
+
+    Raises:
+        DataError: the one that the work raised, on every rank.
+    """
+    found: list[tuple[T | None, str | None]] = [(None, None)]
+    if dist.get_rank() == 0:
+        try:
+            found[0] = work(), None
+        except DataError as error:
+            found[0] = None, str(error)
+    dist.broadcast_object_list(found)
+    result, error_line = found[0]
+    if error_line is not None:
+        raise DataError(error_line)
+    return result  # type: ignore[return-value]
 
 
 def progress_bar(**options: Any) -> tqdm[Any]:

@@ -15,7 +15,7 @@ from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
 from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.distributed.planner import EmbeddingShardingPlanner, ParameterConstraints, Topology
 from torchrec.distributed.types import ModuleSharder, ShardingPlan
-from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper
+from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizer, KeyedOptimizerWrapper
 from torchrec.optim.optimizers import in_backward_optimizer_filter
 
 from torchrec_recstore import RecStoreConstraints, RecStorePlanner, RecStoreSharder, TableOptions, table_stats
@@ -74,6 +74,12 @@ def shard(
     # Adagrad here loses up to 0.04 of DLRM's AUC on some seeds: its first steps kill units of the dense layers.
     dense = KeyedOptimizerWrapper(dense_parameters, lambda params: torch.optim.Adam(params, lr=settings.dense_lr))
     return sharded, CombinedOptimizer([sharded.fused_optimizer, dense])
+
+
+def dense_part(optimizer: CombinedOptimizer) -> KeyedOptimizer:
+    """The dense layers' optimizer of those that ``shard`` combined; its state is the same on every rank."""
+    (_, _), (_, dense) = optimizer.optimizers
+    return dense
 
 
 def table_sizes(
