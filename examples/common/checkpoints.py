@@ -46,7 +46,7 @@ class CheckpointFolder:
         keep: how many checkpoints stay; at least 1.
 
     Raises:
-        DataError: there is no such folder and none can be made, or it cannot be written to.
+        DataError: there is no such folder and none can be made, or it cannot be written to, or a rank does not see it.
     """
 
     def __init__(self, path: Path, keep: int) -> None:
@@ -60,6 +60,8 @@ class CheckpointFolder:
 
     def _open(self) -> None:
         with _in_one_line(self.path):
+            if self.path.exists() and not self.path.is_dir():
+                raise DataError(f"{self.path}: this is no folder")
             self.path.mkdir(parents=True, exist_ok=True)
             if not os.access(self.path, os.W_OK | os.X_OK):
                 raise DataError(f"{self.path}: this folder cannot be written to")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import sys
 from collections.abc import Callable, Iterator
@@ -15,11 +16,23 @@ from tqdm import tqdm
 T = TypeVar("T")
 
 
+def _join_torchrun() -> None:
+    if os.environ["LOCAL_WORLD_SIZE"] != os.environ["WORLD_SIZE"]:
+        dist.init_process_group("gloo")
+        return
+    # After a restart torchrun hands out the same store, with the addresses of dead processes in it, and a rank that
+    # reads one before it is replaced fails (torch 2.13, pytorch issue 135712). Nodes may count restarts differently, so
+    # on several of them TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 and --rdzv-backend c10d are torch's own way.
+    store, rank, world_size = next(dist.rendezvous("env://"))
+    attempt = dist.PrefixStore(f"attempt_{os.environ['TORCHELASTIC_RESTART_COUNT']}", store)
+    dist.init_process_group("gloo", store=attempt, rank=rank, world_size=world_size)
+
+
 @contextmanager
 def process_group() -> Iterator[None]:
     """Joins torchrun's gloo group, or makes one of this process alone."""
     if dist.is_torchelastic_launched():
-        dist.init_process_group("gloo")
+        _join_torchrun()
     else:
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:

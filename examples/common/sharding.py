@@ -12,7 +12,7 @@ from fbgemm_gpu.split_embedding_configs import EmbOptimType
 from torch import nn
 from torchrec.distributed.embedding_types import EmbeddingComputeKernel
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
-from torchrec.distributed.model_parallel import DistributedModelParallel
+from torchrec.distributed.model_parallel import DefaultDataParallelWrapper, DistributedModelParallel
 from torchrec.distributed.planner import EmbeddingShardingPlanner, ParameterConstraints, Topology
 from torchrec.distributed.types import ModuleSharder, ShardingPlan
 from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizer, KeyedOptimizerWrapper
@@ -69,7 +69,12 @@ def shard(
         The sharded model and the optimizer of its dense part; the embeddings are updated in backward.
     """
     plan, sharders = _plan(settings, features, model)
-    sharded = DistributedModelParallel(model, plan=plan, sharders=sharders, device=torch.device("cpu"))
+    # By default DDP moves its buckets after the first step, and with them the order in which gradients of three or more
+    # ranks are summed, so that a run that goes on from a checkpoint would differ in the last bits.
+    same_buckets = DefaultDataParallelWrapper(static_graph=False, find_unused_parameters=True)
+    sharded = DistributedModelParallel(
+        model, plan=plan, sharders=sharders, device=torch.device("cpu"), data_parallel_wrapper=same_buckets
+    )
     dense_parameters = dict(in_backward_optimizer_filter(sharded.named_parameters()))
     # Adagrad here loses up to 0.04 of DLRM's AUC on some seeds: its first steps kill units of the dense layers.
     dense = KeyedOptimizerWrapper(dense_parameters, lambda params: torch.optim.Adam(params, lr=settings.dense_lr))

@@ -29,26 +29,38 @@ EVALUATION_ROWS = 4096
 
 
 def train(settings: Settings) -> None:
-    """Trains, evaluates and reports, on every rank of the group.
+    """Trains, evaluates and reports, on every rank of a group of its own.
 
     Raises:
-        DataError: the data cannot be used, on every rank alike, or the settings do not fit the group.
+        DataError: the data or the checkpoints cannot be used, or the settings do not fit the group; on every rank alike.
     """
     check_folder(settings.json_out)
     with process_group():
-        settings.check(dist.get_world_size())
-        checkpoints = Checkpoints(settings)
-        source = open_on_all_ranks(settings)
-        result = asdict(settings) | {
-            "data": source.path,
-            "checkpoint": None if settings.checkpoint is None else str(settings.checkpoint),
-            "world_size": dist.get_world_size(),
-        }
-        del result["json_out"]
-        result |= _fit(settings, source, checkpoints)
+        result = train_in_group(settings)
         if dist.get_rank() == 0:
             _report(result)
             write_json(settings.json_out, result)
+
+
+def train_in_group(settings: Settings) -> dict[str, Any]:
+    """Trains and evaluates; collective, the process group stands.
+
+    Returns:
+        The settings and what came of them.
+
+    Raises:
+        DataError: see :func:`train`.
+    """
+    settings.check(dist.get_world_size())
+    checkpoints = Checkpoints(settings)
+    source = open_on_all_ranks(settings)
+    result = asdict(settings) | {
+        "data": source.path,
+        "checkpoint": None if settings.checkpoint is None else str(settings.checkpoint),
+        "world_size": dist.get_world_size(),
+    }
+    del result["json_out"]
+    return result | _fit(settings, source, checkpoints)
 
 
 def _fit(settings: Settings, source: RowSource, checkpoints: Checkpoints) -> dict[str, Any]:
