@@ -31,7 +31,8 @@ def _in_one_line(path: Path) -> Iterator[None]:
         yield
     except OSError as error:
         # The file that failed may be another one inside.
-        raise DataError(f"{error.filename or path}: {error.strerror or error}") from error
+        line = f"{error.filename or path}: {error.strerror}" if error.strerror else str(error)
+        raise DataError(line) from error
     except ValueError as error:
         raise DataError(str(error)) from error
 
@@ -124,14 +125,15 @@ class CheckpointFolder:
 
     def _clear(self) -> None:
         paths = self._all()
-        needed: set[Path] = set()
+        needed: set[str] = set()
         for path in paths[-self.keep :]:
-            with _in_one_line(path):
-                while path is not None and path not in needed:
-                    needed.add(path)
-                    path = read_info(path).delta_of
+            base: Path | None = path
+            while base is not None and base.name not in needed:
+                needed.add(base.name)
+                with _in_one_line(base):
+                    base = read_info(base).base
         for path in paths[: -self.keep]:
-            if path not in needed:
+            if path.name not in needed:
                 with _in_one_line(path):
                     # Not visible while it is no longer whole.
                     shutil.rmtree(path.rename(path.with_name(f".{path.name}.removing")))

@@ -32,7 +32,7 @@ def train(settings: Settings) -> None:
     """Trains, evaluates and reports, on every rank of a group of its own.
 
     Raises:
-        DataError: the data or the checkpoints cannot be used, or the settings do not fit the group; on every rank alike.
+        DataError: data or checkpoints cannot be used, or the settings do not fit the group; on every rank alike.
     """
     check_folder(settings.json_out)
     with process_group():
