@@ -125,15 +125,23 @@ class CheckpointFolder:
 
     def _clear(self) -> None:
         paths = self._all()
-        needed: set[str] = set()
-        for path in paths[-self.keep :]:
-            base: Path | None = path
-            while base is not None and base.name not in needed:
-                needed.add(base.name)
-                with _in_one_line(base):
-                    base = read_info(base).base
-        for path in paths[: -self.keep]:
-            if path.name not in needed:
+        needed = self._needed(paths)
+        for path in paths:
+            if Path(os.path.abspath(path)) not in needed:
                 with _in_one_line(path):
                     # Not visible while it is no longer whole.
                     shutil.rmtree(path.rename(path.with_name(f".{path.name}.removing")))
+
+    def _needed(self, paths: list[Path]) -> set[Path]:
+        """The newest, and those that they are deltas of."""
+        present = {Path(os.path.abspath(path)) for path in paths}
+        needed: set[Path] = set()
+        for path in paths[-self.keep :]:
+            place: Path | None = Path(os.path.abspath(path))
+            while place in present - needed:
+                needed.add(place)
+                try:
+                    place = read_info(place).base
+                except (ValueError, OSError):
+                    place = None  # what cannot be read can no longer be loaded, and needs no other
+        return needed
