@@ -43,30 +43,21 @@ class CheckpointFolder:
     A checkpoint is written under a hidden name beside and renamed when it is whole, so each one found is whole.
 
     Args:
-        path: the folder, on a file system that all ranks see; made where it is not there.
+        path: the folder, which this run has to itself.
         keep: how many checkpoints stay; at least 1.
 
     Raises:
-        DataError: there is no such folder and none can be made, or it cannot be written to, or a rank does not see it.
+        DataError: what a killed run left half written cannot be removed.
     """
 
     def __init__(self, path: Path, keep: int) -> None:
         self.path = path
         self.keep = keep
-        on_rank_0(self._open)
-        seen: list[bool] = [False] * dist.get_world_size()
-        dist.all_gather_object(seen, path.is_dir())
-        if not all(seen):
-            raise DataError(f"{path}: rank {seen.index(False)} does not see this folder, which all ranks must share")
+        on_rank_0(self._sweep)
 
-    def _open(self) -> None:
+    def _sweep(self) -> None:
+        """Removes what a killed run was writing, or clearing away."""
         with _in_one_line(self.path):
-            if self.path.exists() and not self.path.is_dir():
-                raise DataError(f"{self.path}: this is no folder")
-            self.path.mkdir(parents=True, exist_ok=True)
-            if not os.access(self.path, os.W_OK | os.X_OK):
-                raise DataError(f"{self.path}: this folder cannot be written to")
-            # What a killed run was writing, or clearing away.
             for rest in self.path.glob(".step-*"):
                 shutil.rmtree(rest)
 

@@ -18,13 +18,13 @@ class Checkpoints:
     """The checkpoints that a run writes and the one that it goes on from. Every method is collective.
 
     Args:
-        settings: of the run; with no ``checkpoint`` folder, nothing is read or written.
+        settings: of the run, which has the ``checkpoint`` folder to itself; without one nothing is read or written.
 
     Attributes:
         resumed_from: the checkpoint that the run goes on from; None where it starts anew.
 
     Raises:
-        DataError: the folder cannot be used, or has checkpoints that the run does not go on from.
+        DataError: the folder has checkpoints that the run does not go on from, or the newest cannot be read.
     """
 
     def __init__(self, settings: Settings) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
-from contextlib import closing
+from contextlib import closing, nullcontext
 from dataclasses import asdict
 from typing import Any
 
@@ -12,6 +12,7 @@ import torch.distributed as dist
 from batches import RowSource, behind
 from checkpoints import Checkpoints
 from common.command import DataError
+from common.folder import sole_use
 from common.processes import process_group, progress_bar
 from common.report import check_folder, print_tables, write_json
 from common.schedule import lr_scheduler
@@ -52,15 +53,16 @@ def train_in_group(settings: Settings) -> dict[str, Any]:
         DataError: see :func:`train`.
     """
     settings.check(dist.get_world_size())
-    checkpoints = Checkpoints(settings)
-    source = open_on_all_ranks(settings)
-    result = asdict(settings) | {
-        "data": source.path,
-        "checkpoint": None if settings.checkpoint is None else str(settings.checkpoint),
-        "world_size": dist.get_world_size(),
-    }
-    del result["json_out"]
-    return result | _fit(settings, source, checkpoints)
+    with sole_use(settings.checkpoint) if settings.checkpoint else nullcontext():
+        checkpoints = Checkpoints(settings)
+        source = open_on_all_ranks(settings)
+        result = asdict(settings) | {
+            "data": source.path,
+            "checkpoint": None if settings.checkpoint is None else str(settings.checkpoint),
+            "world_size": dist.get_world_size(),
+        }
+        del result["json_out"]
+        return result | _fit(settings, source, checkpoints)
 
 
 def _fit(settings: Settings, source: RowSource, checkpoints: Checkpoints) -> dict[str, Any]:

@@ -23,6 +23,7 @@ import torch.distributed as dist
 import trainer
 from batches import behind, good_rows
 from common.command import DataError
+from common.folder import sole_use
 from common.schedule import lr_factor, lr_scheduler
 from common.sharding import table_name
 from criteo import CriteoFile
@@ -183,6 +184,13 @@ def test_checkpoints_of_another_run(finished: Path, changes: dict[str, Any], mes
     with pytest.raises(DataError, match=message):
         trainer.train(settings_of(**{"checkpoint": finished, "limit_rows": 300, "resume": True} | changes))
     assert content(finished) == before
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_two_runs_do_not_share_a_folder(tmp_path: Path) -> None:
+    with sole_use(tmp_path / "run"), pytest.raises(DataError, match="run: another run is writing there"):
+        trainer.train_in_group(settings_of(checkpoint=tmp_path / "run"))
+    trainer.train_in_group(settings_of(checkpoint=tmp_path / "run", limit_rows=300))
 
 
 def test_bad_flags_end_the_command_with_one_line() -> None:
