@@ -9,7 +9,18 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from torchrec_recstore.checkpoint import export_dense_weights, load_dense_weights, load_distributed_checkpoint
+    from torchrec_recstore.checkpoint import (
+        AsyncSave,
+        CheckpointError,
+        CheckpointInfo,
+        async_save,
+        export_dense_weights,
+        load_checkpoint,
+        load_dense_weights,
+        load_distributed_checkpoint,
+        read_info,
+        save_checkpoint,
+    )
     from torchrec_recstore.optim import (
         LAMB,
         LARSSGD,
@@ -38,14 +49,16 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _MODULES = {
-    "LAMB": "optim",
-    "LARSSGD": "optim",
-    "SGD": "optim",
     "Adagrad": "optim",
     "Adam": "optim",
     "AdamW": "optim",
+    "AsyncSave": "checkpoint",
+    "CheckpointError": "checkpoint",
+    "CheckpointInfo": "checkpoint",
     "ConstantInit": "options",
     "Ftrl": "optim",
+    "LAMB": "optim",
+    "LARSSGD": "optim",
     "NormalInit": "options",
     "PartialRowWiseAdam": "optim",
     "PartialRowWiseLAMB": "optim",
@@ -57,13 +70,18 @@ _MODULES = {
     "RecStorePrefetchPipeline": "sharders",
     "RecStoreSharder": "sharders",
     "RowWiseAdagrad": "optim",
+    "SGD": "optim",
     "Table": "store",
     "TableOptions": "options",
     "TableStats": "store",
     "UniformInit": "options",
+    "async_save": "checkpoint",
     "export_dense_weights": "checkpoint",
+    "load_checkpoint": "checkpoint",
     "load_dense_weights": "checkpoint",
     "load_distributed_checkpoint": "checkpoint",
+    "read_info": "checkpoint",
+    "save_checkpoint": "checkpoint",
     "state_names": "optim",
     "table_stats": "sharders",
 }
@@ -75,6 +93,9 @@ __all__ = [
     "Adagrad",
     "Adam",
     "AdamW",
+    "AsyncSave",
+    "CheckpointError",
+    "CheckpointInfo",
     "ConstantInit",
     "Ftrl",
     "NormalInit",
@@ -92,9 +113,13 @@ __all__ = [
     "TableOptions",
     "TableStats",
     "UniformInit",
+    "async_save",
     "export_dense_weights",
+    "load_checkpoint",
     "load_dense_weights",
     "load_distributed_checkpoint",
+    "read_info",
+    "save_checkpoint",
     "state_names",
     "table_stats",
 ]

@@ -1,6 +1,22 @@
-"""Rows of RecStore tables in and out of models: dense weights, ``torch.distributed.checkpoint``."""
+"""Checkpoints that lose nothing, and rows of RecStore tables in and out of other formats."""
 
 from torchrec_recstore.checkpoint.dense import export_dense_weights, load_dense_weights
 from torchrec_recstore.checkpoint.distributed import load_distributed_checkpoint
+from torchrec_recstore.checkpoint.files import CheckpointError
+from torchrec_recstore.checkpoint.info import CheckpointInfo, TableInfo, read_info
+from torchrec_recstore.checkpoint.load import load_checkpoint
+from torchrec_recstore.checkpoint.save import AsyncSave, async_save, save_checkpoint
 
-__all__ = ["export_dense_weights", "load_dense_weights", "load_distributed_checkpoint"]
+__all__ = [
+    "AsyncSave",
+    "CheckpointError",
+    "CheckpointInfo",
+    "TableInfo",
+    "async_save",
+    "export_dense_weights",
+    "load_checkpoint",
+    "load_dense_weights",
+    "load_distributed_checkpoint",
+    "read_info",
+    "save_checkpoint",
+]

@@ -331,6 +331,10 @@ class ModuleState:
         self.shards = shards
         self.container = container
         self.env = env
+        self.emits_rows = True
+        """Whether the module's ``state_dict`` has the rows, which are copies."""
+        self.marks: dict[str, dict[str, list[int]]] = {}
+        """For each checkpoint that was saved or loaded, by its checksum, and each table: its shards' marks."""
         module._register_state_dict_hook(self._add_rows)  # type: ignore[no-untyped-call]
 
     def load(self, state_dict: dict[str, Value], prefix: str) -> None:
@@ -370,6 +374,8 @@ class ModuleState:
         return CombinedOptimizer([*optimizer.optimizers, ("", TableStates(parameters, states, []))])
 
     def _add_rows(self, module: nn.Module, state_dict: dict[str, Value], prefix: str, metadata: object) -> None:
+        if not self.emits_rows:
+            return
         for name, shards in self.shards.items():
             key = f"{prefix}{self.container}.{name}.weight"
             state_dict[key], state_dict[f"{key}_id"] = export_weights(name, shards, self.env)
