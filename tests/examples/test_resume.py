@@ -22,6 +22,7 @@ import torch
 import torch.distributed as dist
 import trainer
 from batches import behind, good_rows
+from common.checkpoints import CheckpointFolder
 from common.command import DataError
 from common.folder import sole_use
 from common.schedule import lr_factor, lr_scheduler
@@ -35,7 +36,7 @@ from sharded import build
 from sources import steps_of
 from tqdm import tqdm
 
-from torchrec_recstore import export_dense_weights
+from torchrec_recstore import export_dense_weights, save_checkpoint
 
 from ..distributed.workers import run_on_ranks
 from .commands import ROOT, run_script
@@ -143,6 +144,20 @@ def test_old_checkpoints_and_the_leavings_of_a_killed_run_are_cleared_away(
     assert [line.split()[1] for line in said] == [f"{run}/step-{step:09}:" for step in (6, 12, 18, 20)]
 
 
+@pytest.mark.usefixtures("one_rank")
+def test_a_checkpoint_that_a_kept_one_is_a_delta_of_stays(tmp_path: Path) -> None:
+    model, _ = build(settings_of())
+    run = tmp_path / "run"
+    save_checkpoint(model, run / "step-000000001")
+    for step in (2, 3):
+        save_checkpoint(model, run / f"step-{step:09}", delta_of=run / f"step-{step - 1:09}")
+    folder = CheckpointFolder(run, keep=2)
+    folder.save(model, 4, {})
+    assert names(run) == [f"step-{step:09}" for step in (1, 2, 3, 4)]
+    folder.save(model, 5, {})
+    assert names(run) == [f"step-{step:09}" for step in (4, 5)]
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
@@ -184,6 +199,17 @@ def test_checkpoints_of_another_run(finished: Path, changes: dict[str, Any], mes
     with pytest.raises(DataError, match=message):
         trainer.train(settings_of(**{"checkpoint": finished, "limit_rows": 300, "resume": True} | changes))
     assert content(finished) == before
+
+
+@pytest.mark.parametrize("name", ["metadata.json", "dense.safetensors", "training_state.safetensors"])
+def test_a_damaged_checkpoint_is_named(finished: Path, tmp_path: Path, name: str) -> None:
+    run = shutil.copytree(finished, tmp_path / "run")
+    path = run / "step-000000004" / name
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+    with pytest.raises(DataError, match=rf"step-000000004/{name} is damaged"):
+        trainer.train(settings_of(checkpoint=run, limit_rows=300, resume=True))
 
 
 @pytest.mark.usefixtures("one_rank")
