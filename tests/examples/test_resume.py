@@ -39,7 +39,7 @@ from tqdm import tqdm
 from torchrec_recstore import export_dense_weights, save_checkpoint
 
 from ..distributed.workers import run_on_ranks
-from .commands import ROOT, run_script
+from .commands import ROOT
 
 FLAGS = ("--dim", 4, "--batch-size", 60, "--sharding", "row_wise")
 OF_THE_PROCESS = ("train_samples_per_second", "resumed", "resume", "checkpoint", "checkpoint_every", "keep")
@@ -217,11 +217,6 @@ def test_two_runs_do_not_share_a_folder(tmp_path: Path) -> None:
     with sole_use(tmp_path / "run"), pytest.raises(DataError, match="run: another run is writing there"):
         trainer.train_in_group(settings_of(checkpoint=tmp_path / "run"))
     trainer.train_in_group(settings_of(checkpoint=tmp_path / "run", limit_rows=300))
-
-
-def test_bad_flags_end_the_command_with_one_line() -> None:
-    done = run_script("dlrm/train.py", "--resume")
-    assert (done.returncode, done.stderr) == (2, "error: --resume needs --checkpoint DIR\n")
 
 
 def dense_of(file: CriteoFile, part: range) -> list[list[float]]:
