@@ -106,13 +106,22 @@ def shards(model: DistributedModelParallel) -> list[tuple[str, range, Tensor, di
     return found
 
 
+def assert_holds(model: DistributedModelParallel, before: list[tuple[str, range, Tensor, dict[str, Tensor]]]) -> None:
+    """That this rank's shards are as :func:`shards` gave them, bookkeeping included."""
+    for (_, _, ids, rows), (_, _, ids_now, rows_now) in zip(before, shards(model), strict=True):
+        assert torch.equal(ids, ids_now)
+        assert rows.keys() == rows_now.keys()
+        for key, values in rows.items():
+            assert torch.equal(values, rows_now[key]), key
+
+
 def write_down(model: DistributedModelParallel, directory: str | Path) -> None:
     """Leaves what this rank's tables hold, for :func:`whole_tables` of another run."""
     torch.save(shards(model), Path(directory, f"held_by_{dist.get_rank()}.pt"))
 
 
 def whole_tables(directory: str | Path) -> dict[str, dict[int, dict[str, Tensor]]]:
-    """By table and id: ``weight`` (dim,), and ``state`` (dim,), row-wise states repeated over their columns."""
+    """By table and id: ``weight`` (dim,), ``state`` (dim,), row-wise ones repeated over their columns, bookkeeping."""
     tables: dict[str, dict[int, dict[str, Tensor]]] = {name: {} for name in TABLES}
     for path in Path(directory).glob("held_by_*.pt"):
         for name, columns, ids, rows in torch.load(path, weights_only=False):
@@ -122,4 +131,5 @@ def whole_tables(directory: str | Path) -> dict[str, dict[int, dict[str, Tensor]
                 row = tables[name].setdefault(identity, {k: torch.full((DIM,), torch.nan) for k in ("weight", "state")})
                 row["weight"][columns.start : columns.stop] = rows["weight"][i]
                 row["state"][columns.start : columns.stop] = state[i]
+                row.update({key: rows[key][i] for key in ("last_step", "frequency")})
     return tables
