@@ -24,7 +24,7 @@ def load_distributed_checkpoint(model: DistributedModelParallel, checkpoint_id: 
 
     A table that was saved from TorchRec's own kernels is loaded as well: its row i becomes id i, its optimizer state
     starts anew. Every rank reads each RecStore table that it has a shard of, piece by piece as it was saved (RecStore
-    tables in pieces of at most 2**20 rows), and keeps the rows that belong to it.
+    tables in pieces of at most 2**18 rows), and keeps the rows that belong to it.
 
     Args:
         model: ``DistributedModelParallel``.

@@ -20,7 +20,7 @@ from torchrec_recstore.sharders.local_shard import LocalShard
 Value = Tensor | ShardedTensor
 """A whole table's tensor: plain, the same on every rank, or sharded as the model is."""
 
-PIECE_ROWS = 1 << 20
+PIECE_ROWS = 1 << 18
 """No piece of a sharded tensor has more rows: ``torch.distributed.checkpoint`` can read a piece only as a whole, so
 that this bounds what a load takes beside the tables."""
 
