@@ -28,6 +28,17 @@ def _table_of(ids: torch.Tensor) -> int:
     return handle
 
 
+def _marked() -> int:
+    handle = _table_of(IDS)
+    ops.table_mark(handle)
+    ops.table_remove(handle, IDS[:1])
+    return handle
+
+
+def _snapshot() -> int:
+    return ops.snapshot_open(_table_of(IDS), None)
+
+
 def _group() -> int:
     table = Table(4)
     _keep.extend([table, PooledKernel([table], [0], "sum")])
@@ -52,7 +63,14 @@ CASES: dict[str, Any] = {
     "table_set_optimizer_steps": lambda: (_table(), 3),
     "table_set_steps": lambda: (_table(), 3),
     "table_export": lambda: (_table_of(IDS), IDS),
-    "table_import": lambda: (_table(), IDS, torch.ones(3, 4), torch.ones(3), torch.ones(3, 2, dtype=torch.int64)),
+    "table_import": lambda: (_table(), IDS, *ops.table_export(_table_of(IDS), IDS)),
+    "table_exchange_rows": lambda: (_table(), _table()),
+    "table_mark": lambda: (_table(),),
+    "table_left_since": lambda: (_marked(), 1),
+    "snapshot_open": lambda: (_table(), None),
+    "snapshot_rows_left": lambda: (_snapshot(),),
+    "snapshot_read": lambda: (_snapshot(), 2, False),
+    "snapshot_close": lambda: (_snapshot(),),
     "group_create": lambda: ([_table()], [0, 0], [0, 0, 0, 0], False),
     "group_destroy": lambda: (_group(),),
     "group_forward": lambda: (_group(), IDS, OFFSETS, None, True),
@@ -90,7 +108,9 @@ def test_opcheck_traced(name: str) -> None:
 
 
 # Destroying what is not there is allowed, and table_create, instruction_set and mix_ids take no handle.
-TAKE_HANDLE = sorted(set(CASES) - {"table_create", "table_destroy", "group_destroy", "instruction_set", "mix_ids"})
+TAKE_HANDLE = sorted(
+    set(CASES) - {"table_create", "table_destroy", "group_destroy", "snapshot_close", "instruction_set", "mix_ids"}
+)
 
 _GONE = torch.tensor([10**9])
 

@@ -177,12 +177,38 @@ table_set_optimizer_steps = cast(Callable[[int, int], None], _ops.table_set_opti
 table_set_steps = cast(Callable[[int, int], None], _ops.table_set_steps.default)
 """(table, training lookups so far): the clock that last steps are told by."""
 
-table_export = cast(Callable[[int, Tensor], tuple[Tensor, Tensor, Tensor]], _ops.table_export.default)
-"""(table, ids (N,) int64) -> rows (N, row floats) float32: weights, then element-wise optimizer state one behind the
-other; row-wise state (N,) float32; last step and frequency (N, 2) int64. ValueError where an id has no row."""
+RowTensors = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
+"""Weights (N, columns) of the table's dtype, element-wise optimizer states (states, N, columns) float32, the row-wise
+state (N,) float32, last step (N,) int64, frequency (N,) int64."""
 
-table_import = cast(Callable[[int, Tensor, Tensor, Tensor, Tensor], None], _ops.table_import.default)
-"""(table, ids (N,) int64, and what :func:`table_export` gives). Makes or overwrites the rows, all of each."""
+table_export = cast(Callable[[int, Tensor], RowTensors], _ops.table_export.default)
+"""(table, ids (N,) int64) -> :data:`RowTensors`. ValueError where an id has no row."""
+
+table_import = cast(Callable[[int, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor], None], _ops.table_import.default)
+"""(table, ids (N,) int64, :data:`RowTensors`). Makes or overwrites the rows, all of each."""
+
+table_exchange_rows = cast(Callable[[int, int], None], _ops.table_exchange_rows.default)
+"""(table, other table of the same shape). Each gets the other's rows, clocks and changes; nothing is copied."""
+
+table_mark = cast(Callable[[int], int], _ops.table_mark.default)
+"""(table) -> a mark, since when changes are known from here on."""
+
+table_left_since = cast(Callable[[int, int], Tensor | None], _ops.table_left_since.default)
+"""(table, mark) -> ids (N,) int64, ascending, whose row was removed since; None where they are no longer known."""
+
+snapshot_open = cast(Callable[[int, int | None], int], _ops.snapshot_open.default)
+"""(table, mark or None) -> a snapshot of all rows, or of those changed since the mark."""
+
+snapshot_rows_left = cast(Callable[[int], int], _ops.snapshot_rows_left.default)
+"""(snapshot) -> rows that have not been read."""
+
+snapshot_read = cast(
+    Callable[[int, int, bool], tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]], _ops.snapshot_read.default
+)
+"""(snapshot, n, polite) -> the next n ids (n,) int64, ascending, and their :data:`RowTensors`."""
+
+snapshot_close = cast(Callable[[int], None], _ops.snapshot_close.default)
+"""Forgets a snapshot. A handle that is unknown is ignored."""
 
 group_destroy = cast(Callable[[int], None], _ops.group_destroy.default)
 """Forgets a group; its tables stay. A handle that is unknown is ignored."""
@@ -267,12 +293,15 @@ def _fake_contains(table: int, ids: Tensor) -> Tensor:
     return ids.new_empty(ids.shape, dtype=torch.bool)
 
 
-def _fake_export(table: int, ids: Tensor) -> tuple[Tensor, ...]:
-    rows = ids.new_empty((ids.shape[0], _symbolic_size()), dtype=torch.float32)
-    return rows, ids.new_empty(ids.shape, dtype=torch.float32), ids.new_empty((ids.shape[0], 2))
+def _fake_export(table: int, ids: Tensor) -> RowTensors:
+    n, columns = ids.shape[0], _symbolic_size()
+    floats = [
+        ids.new_empty(shape, dtype=torch.float32) for shape in ((n, columns), (_symbolic_size(), n, columns), (n,))
+    ]
+    return floats[0], floats[1], floats[2], ids.new_empty(n), ids.new_empty(n)
 
 
-def _fake_import(table: int, ids: Tensor, rows: Tensor, state: Tensor, bookkeeping: Tensor) -> None:
+def _fake_import(table: int, ids: Tensor, *rows: Tensor) -> None:
     return None
 
 

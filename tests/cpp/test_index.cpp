@@ -25,7 +25,7 @@ void check_equal(const Index& index, const std::unordered_map<int64_t, Slot>& ex
   CHECK(index.size() == static_cast<int64_t>(expected.size()));
   for (const auto& [id, slot] : expected) CHECK(find(index, id) == slot);
   size_t visited = 0;
-  index.for_each([&](int64_t id, Slot slot) {
+  index.for_each(0, index.segments(), [&](int64_t id, Slot slot) {
     ++visited;
     CHECK(expected.at(id) == slot);
   });

@@ -59,7 +59,7 @@ def test_what_does_not_fit_is_refused() -> None:
     for change, message in [
         ({"weight": torch.zeros(5, 4)}, "weight must have the shape"),
         ({"sum": torch.zeros(4)}, "sum must have the shape"),
-        ({"last_step": torch.full((5,), -1)}, "bookkeeping must be within"),
+        ({"last_step": torch.full((5,), -1)}, "must be within"),
         ({"stranger": torch.zeros(5)}, "rows must have the keys"),
     ]:
         with pytest.raises(ValueError, match=message):

@@ -270,6 +270,14 @@ class Grouping {
   std::vector<TableWork> tables_;
 };
 
+// Tells the table of every row that a chunk is about to change.
+void note_changes(Table& table, const ResolvedBatch& resolved, const Link* links, const Chunk& chunk) {
+  const int64_t end = resolved.batch.offset(chunk.bag_end);
+  for (int64_t p = resolved.batch.offset(chunk.bag_begin); p < end; ++p) {
+    if ((links[p] & kNotFirst) == 0) table.before_change(resolved.slots[p]);
+  }
+}
+
 // How the table's coming update rounds its weights.
 StochasticRounding rounding_of(const Table& table, const Routing& routing) {
   if (!table.config().stochastic_rounding) return {};
@@ -290,7 +298,8 @@ Distinct apply_gradients(const ResolvedBatch& resolved, const float* grad, const
   for (size_t t = 0; t < tables.size(); ++t) roundings.push_back(rounding_of(*tables[t], resolved.group.routings[t]));
   Grouping grouping(resolved);
   const Distinct distinct = grouping.run(executor, [&](const Chunk& chunk) {
-    const Table& table = *tables[chunk.table];
+    Table& table = *tables[chunk.table];
+    if (table.watched()) note_changes(table, resolved, grouping.links(), chunk);
     UpdateArgs args;
     args.rows = table.rows().view();
     args.batch = &resolved.batch;
@@ -320,7 +329,9 @@ Distinct apply_gradients(const ResolvedBatch& resolved, const float* grad, const
 Distinct record_step(const ResolvedBatch& resolved, const Steps& steps, Executor& executor) {
   Grouping grouping(resolved, &steps);
   return grouping.run(executor, [&](const Chunk& chunk) {
-    const Rows& rows = resolved.group.tables[chunk.table]->rows();
+    Table& table = *resolved.group.tables[chunk.table];
+    if (table.watched()) note_changes(table, resolved, grouping.links(), chunk);
+    const Rows& rows = table.rows();
     const int64_t end = resolved.batch.offset(chunk.bag_end);
     for (int64_t p = resolved.batch.offset(chunk.bag_begin); p < end; ++p) {
       if ((grouping.links()[p] & kNotFirst) != 0) continue;

@@ -21,6 +21,7 @@
 #include "pass.h"
 #include "registry.h"
 #include "row_kernels.h"
+#include "snapshot.h"
 #include "transfer.h"
 
 namespace recstore {
@@ -55,6 +56,11 @@ Registry<const Group>& groups() {
 }
 Registry<Pass>& passes() {
   static auto* registry = new Registry<Pass>("pass");
+  return *registry;
+}
+
+Registry<Snapshot>& snapshots() {
+  static auto* registry = new Registry<Snapshot>("snapshot");
   return *registry;
 }
 
@@ -180,7 +186,10 @@ void table_insert(int64_t table, Tensor ids, Tensor weights) {
   const std::lock_guard<std::mutex> lock(owner->mutex());
   owner->check_open();
   find_or_insert(*owner, id_data(ids), n, slots.data(), executor());
-  for (int64_t i = 0; i < n; ++i) owner->rows().set_weights(slots[i], float_data(weights) + i * columns);
+  for (int64_t i = 0; i < n; ++i) {
+    owner->before_change(slots[i]);
+    owner->rows().set_weights(slots[i], float_data(weights) + i * columns);
+  }
 }
 
 Tensor table_remove(int64_t table, Tensor ids) {
@@ -226,40 +235,119 @@ std::vector<int64_t> table_stats(int64_t table) {
   return {owner->size(), owner->bytes(), c.lookups, c.misses, c.inserts, c.updates, c.steps};
 }
 
-// -> rows (N, row_floats) float32: weights, then element-wise optimizer state; row-wise state (N,) float32;
-//    last step and frequency (N, 2) int64.
-std::tuple<Tensor, Tensor, Tensor> table_export(int64_t table, Tensor ids) {
-  ids = checked_ids(ids);
-  const auto owner = tables().get(table);
-  const std::lock_guard<std::mutex> lock(owner->mutex());
-  owner->check_open();
-  owner->settle_passes(executor());
-  const int64_t n = ids.size(0), floats = owner->rows().image_floats();
-  Tensor rows = empty({n, floats}, ScalarType::Float), state = empty({n}, ScalarType::Float);
-  Tensor bookkeeping = empty({n, 2}, ScalarType::Long);
-  read_rows(*owner, id_data(ids), n,
-            {static_cast<float*>(rows.mutable_data_ptr()), static_cast<float*>(state.mutable_data_ptr()),
-             static_cast<int64_t*>(bookkeeping.mutable_data_ptr())},
-            executor());
-  return {rows, state, bookkeeping};
+ScalarType weight_type(const Table& table) {
+  switch (table.config().row_type) {
+    case RowType::kFloat16: return ScalarType::Half;
+    case RowType::kBfloat16: return ScalarType::BFloat16;
+    case RowType::kFloat32: break;
+  }
+  return ScalarType::Float;
 }
 
-void table_import(int64_t table, Tensor ids, Tensor rows, Tensor state, Tensor bookkeeping) {
+// Rows as tensors: weights (N, columns) of the table's dtype, element-wise states (states, N, columns) float32, the
+// row-wise state (N,) float32, last step (N,) int64, frequency (N,) int64.
+using RowTensors = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor>;
+
+RowTensors empty_rows(const Table& table, int64_t n) {
+  const int64_t columns = table.config().columns(), states = table.config().optimizer.element_states();
+  return {empty({n, columns}, weight_type(table)), empty({states, n, columns}, ScalarType::Float), empty({n}, ScalarType::Float),
+          empty({n}, ScalarType::Long), empty({n}, ScalarType::Long)};
+}
+RowImages images_of(const RowTensors& rows) {
+  const auto& [weights, elements, state, last_step, frequency] = rows;
+  RowImages images{weights.mutable_data_ptr(), {}, static_cast<float*>(state.mutable_data_ptr()),
+                   static_cast<int64_t*>(last_step.mutable_data_ptr()), static_cast<int64_t*>(frequency.mutable_data_ptr())};
+  for (int64_t e = 0; e < elements.size(0); ++e) {
+    images.elements.push_back(static_cast<float*>(elements.mutable_data_ptr()) + e * elements.size(1) * elements.size(2));
+  }
+  return images;
+}
+
+RowTensors table_export(int64_t table, Tensor ids) {
   ids = checked_ids(ids);
   const auto owner = tables().get(table);
-  const int64_t n = ids.size(0);
-  rows = checked_rows(rows, "rows", n, owner->rows().image_floats());
-  state = checked(state, "state", ScalarType::Float, 1);
-  bookkeeping = checked(bookkeeping, "bookkeeping", ScalarType::Long, 2);
-  if (state.size(0) != n || bookkeeping.size(0) != n || bookkeeping.size(1) != 2) {
-    throw InvalidArgument("state must have the shape (N,) and bookkeeping (N, 2)");
-  }
+  const RowTensors rows = empty_rows(*owner, ids.size(0));
   const std::lock_guard<std::mutex> lock(owner->mutex());
   owner->check_open();
   owner->settle_passes(executor());
-  write_rows(*owner, id_data(ids), n,
-             {float_data(rows), float_data(state), id_data(bookkeeping)}, executor());
+  read_rows(*owner, id_data(ids), ids.size(0), images_of(rows), executor());
+  return rows;
 }
+
+void table_import(int64_t table, Tensor ids, Tensor weights, Tensor elements, Tensor state, Tensor last_step, Tensor frequency) {
+  ids = checked_ids(ids);
+  const auto owner = tables().get(table);
+  const int64_t n = ids.size(0), columns = owner->config().columns(), states = owner->config().optimizer.element_states();
+  weights = checked(weights, "weights", weight_type(*owner), 2);
+  elements = checked(elements, "elements", ScalarType::Float, 3);
+  state = checked(state, "state", ScalarType::Float, 1);
+  last_step = checked(last_step, "last_step", ScalarType::Long, 1);
+  frequency = checked(frequency, "frequency", ScalarType::Long, 1);
+  if (weights.size(0) != n || weights.size(1) != columns || elements.size(0) != states || elements.size(1) != n ||
+      elements.size(2) != columns || state.size(0) != n || last_step.size(0) != n || frequency.size(0) != n) {
+    throw InvalidArgument("rows must have one entry an id, and the table's columns and states");
+  }
+  ConstRowImages images{weights.const_data_ptr(), {}, float_data(state), id_data(last_step), id_data(frequency)};
+  for (int64_t e = 0; e < states; ++e) images.elements.push_back(float_data(elements) + e * n * columns);
+  const std::lock_guard<std::mutex> lock(owner->mutex());
+  owner->check_open();
+  owner->settle_passes(executor());
+  write_rows(*owner, id_data(ids), n, images, executor());
+}
+
+void table_exchange_rows(int64_t table, int64_t other) {
+  const auto one = tables().get(table), two = tables().get(other);
+  if (one == two) throw InvalidArgument("a table cannot exchange rows with itself");
+  const std::scoped_lock locks(one->mutex(), two->mutex());
+  one->check_open();
+  two->check_open();
+  one->exchange_rows(*two);
+}
+
+int64_t table_mark(int64_t table) {
+  const auto owner = tables().get(table);
+  const std::lock_guard<std::mutex> lock(owner->mutex());
+  owner->check_open();
+  return owner->rows().mark();
+}
+
+// -> the ids that have left since the mark, (N,) int64, ascending; none where they are not known any more.
+std::optional<Tensor> table_left_since(int64_t table, int64_t mark) {
+  const auto owner = tables().get(table);
+  const std::lock_guard<std::mutex> lock(owner->mutex());
+  owner->check_open();
+  const auto left = owner->rows().changes().left_since(mark);
+  if (!left) return std::nullopt;
+  Tensor ids = empty({static_cast<int64_t>(left->size())}, ScalarType::Long);
+  std::copy(left->begin(), left->end(), static_cast<int64_t*>(ids.mutable_data_ptr()));
+  return ids;
+}
+
+int64_t snapshot_open(int64_t table, std::optional<int64_t> since) {
+  const auto owner = tables().get(table);
+  const std::lock_guard<std::mutex> lock(owner->mutex());
+  owner->check_open();
+  owner->settle_passes(executor());
+  return snapshots().add(std::make_shared<Snapshot>(owner, since));
+}
+
+int64_t snapshot_rows_left(int64_t snapshot) { return snapshots().get(snapshot)->rows_left(); }
+
+// -> ids (n,) int64, ascending, and their rows. polite: beside training, on the calling thread alone.
+std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> snapshot_read(int64_t snapshot, int64_t n, bool polite) {
+  const auto reader = snapshots().get(snapshot);
+  if (n < 0 || n > reader->rows_left()) {
+    throw InvalidArgument("the snapshot has " + std::to_string(reader->rows_left()) + " rows left, not " + std::to_string(n));
+  }
+  const Tensor ids = empty({n}, ScalarType::Long);
+  const RowTensors rows = empty_rows(reader->table(), n);
+  SerialExecutor serial;
+  reader->read(n, static_cast<int64_t*>(ids.mutable_data_ptr()), images_of(rows), polite,
+               polite ? static_cast<Executor&>(serial) : executor());
+  return std::tuple_cat(std::make_tuple(ids), rows);
+}
+
+void snapshot_close(int64_t snapshot) { snapshots().remove(snapshot); }
 
 // The updates that Adam's and LAMB's bias correction counts.
 int64_t table_optimizer_steps(int64_t table) {
@@ -505,8 +593,17 @@ STABLE_TORCH_LIBRARY(recstore_ops, m) {
   m.def("table_contains(int table, Tensor ids) -> Tensor");
   m.def("table_ids(int table) -> Tensor");
   m.def("table_stats(int table) -> int[]");
-  m.def("table_export(int table, Tensor ids) -> (Tensor, Tensor, Tensor)");
-  m.def("table_import(int table, Tensor ids, Tensor rows, Tensor state, Tensor bookkeeping) -> ()");
+  m.def("table_export(int table, Tensor ids) -> (Tensor, Tensor, Tensor, Tensor, Tensor)");
+  m.def(
+      "table_import(int table, Tensor ids, Tensor weights, Tensor elements, Tensor state, Tensor last_step, Tensor frequency) "
+      "-> ()");
+  m.def("table_exchange_rows(int table, int other) -> ()");
+  m.def("table_mark(int table) -> int");
+  m.def("table_left_since(int table, int mark) -> Tensor?");
+  m.def("snapshot_open(int table, int? since) -> int");
+  m.def("snapshot_rows_left(int snapshot) -> int");
+  m.def("snapshot_read(int snapshot, int n, bool polite) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)");
+  m.def("snapshot_close(int snapshot) -> ()");
   m.def("table_optimizer_steps(int table) -> int");
   m.def("table_set_optimizer_steps(int table, int steps) -> ()");
   m.def("table_set_steps(int table, int steps) -> ()");
@@ -531,6 +628,13 @@ STABLE_TORCH_LIBRARY_IMPL(recstore_ops, CompositeExplicitAutograd, m) {
   m.impl("table_optimizer_steps", TORCH_BOX(&recstore::table_optimizer_steps));
   m.impl("table_set_optimizer_steps", TORCH_BOX(&recstore::table_set_optimizer_steps));
   m.impl("table_set_steps", TORCH_BOX(&recstore::table_set_steps));
+  m.impl("table_exchange_rows", TORCH_BOX(&recstore::table_exchange_rows));
+  m.impl("table_mark", TORCH_BOX(&recstore::table_mark));
+  m.impl("table_left_since", TORCH_BOX(&recstore::table_left_since));
+  m.impl("snapshot_open", TORCH_BOX(&recstore::snapshot_open));
+  m.impl("snapshot_rows_left", TORCH_BOX(&recstore::snapshot_rows_left));
+  m.impl("snapshot_read", TORCH_BOX(&recstore::snapshot_read));
+  m.impl("snapshot_close", TORCH_BOX(&recstore::snapshot_close));
   m.impl("group_create", TORCH_BOX(&recstore::group_create));
   m.impl("group_destroy", TORCH_BOX(&recstore::group_destroy));
   m.impl("instruction_set", TORCH_BOX(&recstore::instruction_set));

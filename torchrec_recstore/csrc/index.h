@@ -88,9 +88,11 @@ class Index {
   int64_t size() const;
   int64_t bytes() const;
 
-  template <class Visit>  // visit(int64_t id, Slot slot), in no order
-  void for_each(const Visit& visit) const {
-    for (uint32_t s = 0; s < used_segments_; ++s) {
+  // An entry lies in the segment where it was made until that splits, which moves it to a new, last one.
+  uint32_t segments() const { return used_segments_; }
+  template <class Visit>  // visit(int64_t id, Slot slot), in no order, for the entries of some segments
+  void for_each(uint32_t first_segment, uint32_t end_segment, const Visit& visit) const {
+    for (uint32_t s = first_segment; s < end_segment; ++s) {
       const Entry* entries = segment(s);
       for (int e = 0; e < kEntries; ++e) {
         if (entries[e].slot != kNoSlot) visit(entries[e].id, entries[e].slot);

@@ -63,6 +63,16 @@ void Pass::settle(const Table& table, Executor& executor) {
   }
 }
 
+void Pass::forget(const Table& table) {
+  auto* slots = static_cast<Slot*>(slots_.data());
+  for (int64_t f = 0; f < group_->features(); ++f) {
+    const int64_t t = group_->feature_tables[f];
+    if (group_->tables[t].get() != &table) continue;
+    std::fill(slots + batch_.offset(f * batch_.bags), slots + batch_.offset((f + 1) * batch_.bags), kNoSlot);
+    steps_[t] = 0;
+  }
+}
+
 void Pass::count(const Distinct& distinct) {
   for (size_t t = 0; t < distinct.size(); ++t) {
     if (distinct[t] == 0 || steps_[t] == 0) continue;

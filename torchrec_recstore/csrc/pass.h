@@ -31,6 +31,7 @@ class Pass final : public PendingPass {
   void weight_gradients_only(const float* grad, float* grad_weights, Executor& executor);
 
   void settle(const Table& table, Executor& executor) override;
+  void forget(const Table& table) override;
 
  private:
   friend void accumulated_backward(const std::vector<std::shared_ptr<Pass>>&, const std::vector<const float*>&,

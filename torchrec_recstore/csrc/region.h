@@ -1,6 +1,7 @@
 #pragma once
 
 #include <cstddef>
+#include <utility>
 #include <vector>
 
 namespace recstore {
@@ -17,8 +18,11 @@ class Region {
  public:
   Region() = default;
   ~Region();
-  Region(const Region&) = delete;
-  Region& operator=(const Region&) = delete;
+  Region(Region&& other) noexcept { swap(other); }
+  Region& operator=(Region&& other) noexcept {
+    swap(other);
+    return *this;
+  }
 
   char* data() const { return data_; }
   size_t reserved_bytes() const { return bytes_; }
@@ -31,6 +35,12 @@ class Region {
 
  private:
   void grow(size_t bytes);
+  void swap(Region& other) noexcept {
+    std::swap(data_, other.data_);
+    std::swap(bytes_, other.bytes_);
+    std::swap(pieces_, other.pieces_);
+    std::swap(promised_, other.promised_);
+  }
 
   char* data_ = nullptr;
   size_t bytes_ = 0;

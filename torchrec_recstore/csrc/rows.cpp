@@ -18,6 +18,7 @@ void Rows::take(int64_t count, std::vector<Slot>& out) {
   if (grown > int64_t{kNoSlot}) throw OutOfMemory("a shard holds at most 2**32 - 1 rows");
   data_.reserve(static_cast<size_t>(grown * stride_) * sizeof(float));
   meta_.reserve(static_cast<size_t>(grown) * sizeof(RowMeta));
+  if (changes_.tracks()) changes_.reserve(grown);
   out.reserve(out.size() + static_cast<size_t>(count));
   for (int64_t i = 0; i < reused; ++i) {
     out.push_back(free_.back());
@@ -36,24 +37,21 @@ void Rows::reclaim(uint64_t oldest_pass) {
   if (static_cast<int64_t>(free_.size()) == high_water_ && high_water_ > 0) clear();
 }
 
+Changes::Mark Rows::mark() {
+  changes_.reserve(high_water_);
+  return changes_.mark();
+}
+
 void Rows::reset_state(Slot slot) {
   std::fill(row(slot) + weight_floats(type_, columns_), row(slot) + stride_, 0.0f);
   meta(slot) = RowMeta{0.0f, 0, 0};
-}
-
-void Rows::read(Slot slot, float* image) const {
-  row_kernels().widen(type_, row(slot), columns_, image);
-  std::copy(row(slot) + weight_floats(type_, columns_), row(slot) + stride_, image + columns_);
-}
-
-void Rows::write(Slot slot, const float* image) {
-  set_weights(slot, image);
-  std::copy(image + columns_, image + image_floats(), row(slot) + weight_floats(type_, columns_));
+  if (changes_.tracks()) changes_.touch(slot);
 }
 
 void Rows::clear() {
   data_.discard(0, static_cast<size_t>(high_water_ * stride_) * sizeof(float));
   meta_.discard(0, static_cast<size_t>(high_water_) * sizeof(RowMeta));
+  changes_.clear();
   high_water_ = 0;
   free_.clear();
   retired_.clear();

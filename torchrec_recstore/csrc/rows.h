@@ -4,6 +4,7 @@
 #include <deque>
 #include <vector>
 
+#include "changes.h"
 #include "config.h"
 #include "index.h"
 #include "region.h"
@@ -25,6 +26,27 @@ class Rows {
   }
   float* row(Slot slot) const { return view().data + int64_t{slot} * stride_; }
   RowMeta& meta(Slot slot) const { return view().meta[slot]; }
+  int64_t columns() const { return columns_; }
+  int64_t row_bytes() const { return stride_ * static_cast<int64_t>(sizeof(float)); }
+  // Of one weight.
+  size_t weight_bytes() const { return type_ == RowType::kFloat32 ? sizeof(float) : sizeof(uint16_t); }
+  void prefetch(Slot slot) const {
+    const char* data = reinterpret_cast<const char*>(row(slot));
+    for (int64_t byte = 0; byte < row_bytes(); byte += 64) __builtin_prefetch(data + byte);
+    __builtin_prefetch(&meta(slot));
+  }
+  // Slots ever handed out.
+  int64_t slots() const { return high_water_; }
+  template <class Visit>  // visit(slot) for those that hold no row
+  void for_each_free(const Visit& visit) const {
+    for (const Slot slot : free_) visit(slot);
+    for (const Retired& retired : retired_) visit(retired.slot);
+  }
+
+  const Changes& changes() const { return changes_; }
+  Changes& changes() { return changes_; }
+  // From here on, which rows change is known.
+  Changes::Mark mark();
 
   // Appends `count` free slots to `out`. Throws OutOfMemory and changes nothing where there is no room.
   void take(int64_t count, std::vector<Slot>& out);
@@ -39,10 +61,6 @@ class Rows {
 
   // Writes weights (columns,), rounded to nearest.
   void set_weights(Slot slot, const float* weights) { row_kernels().narrow(type_, weights, columns_, row(slot)); }
-  // Copies a row out of the table or into it; image: (image_floats(),), weights and then element-wise optimizer state.
-  void read(Slot slot, float* image) const;
-  void write(Slot slot, const float* image);
-  int64_t image_floats() const { return columns_ + stride_ - weight_floats(type_, columns_); }
   void clear();
 
   int64_t bytes() const;
@@ -58,7 +76,8 @@ class Rows {
   int64_t stride_;
   Region data_;
   Region meta_;
-  int64_t high_water_ = 0;  // slots ever handed out
+  int64_t high_water_ = 0;
+  Changes changes_;
   std::vector<Slot> free_;
   std::deque<Retired> retired_;  // last_pass ascends
 };

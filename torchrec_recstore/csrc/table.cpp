@@ -5,6 +5,7 @@
 #include <utility>
 
 #include "error.h"
+#include "snapshot.h"
 
 namespace recstore {
 namespace {
@@ -36,15 +37,41 @@ int64_t Table::remove(const int64_t* ids, int64_t n) {
     const Slot slot = index_.erase(ids[i], index_.hash(ids[i]));
     if (slot == kNoSlot) continue;
     rows_.give_back(slot, next_pass_ - 1);
+    if (rows_.changes().tracks()) rows_.changes().left(ids[i], index_.size());
+    if (snapshot_ != nullptr) snapshot_->removed(ids[i], slot);
     ++removed;
   }
   rows_.reclaim(pending_.empty() ? next_pass_ : pending_.begin()->number);
   return removed;
 }
 
+void Table::note_change(Slot slot) {
+  if (rows_.changes().tracks()) rows_.changes().touch(slot);
+  if (snapshot_ != nullptr) snapshot_->keep(slot);
+}
+
+void Table::exchange_rows(Table& other) {
+  if (config_.column_begin != other.config_.column_begin || config_.column_end != other.config_.column_end ||
+      config_.row_type != other.config_.row_type || config_.optimizer.kind != other.config_.optimizer.kind ||
+      config_.optimizer.element_states() != other.config_.optimizer.element_states()) {
+    throw InvalidArgument("tables '" + config_.name + "' and '" + other.config_.name + "' are of different shapes");
+  }
+  for (Table* table : {this, &other}) {
+    if (table->snapshot_ != nullptr) throw InvalidArgument("table '" + table->config_.name + "' is being saved");
+  }
+  for (Table* table : {this, &other}) {
+    for (const Numbered& numbered : table->pending_) numbered.pass->forget(*table);
+    table->rows_.reclaim(table->next_pass_);
+  }
+  std::swap(index_, other.index_);
+  std::swap(rows_, other.rows_);
+  std::swap(optimizer_steps_, other.optimizer_steps_);
+  std::swap(counters_.steps, other.counters_.steps);
+}
+
 void Table::ids(int64_t* out) const {
   int64_t* end = out;
-  index_.for_each([&](int64_t id, Slot) { *end++ = id; });
+  index_.for_each(0, index_.segments(), [&](int64_t id, Slot) { *end++ = id; });
   std::sort(out, end);
 }
 

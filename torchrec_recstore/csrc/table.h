@@ -31,7 +31,11 @@ class PendingPass {
   // Writes the bookkeeping of one of its tables, whose lock the caller holds, and counts the distinct
   // ids, if that has not been done.
   virtual void settle(const Table& table, Executor& executor) = 0;
+  // The table, whose lock the caller holds, gets other rows: the pass has none of it any more.
+  virtual void forget(const Table& table) = 0;
 };
+
+class Snapshot;
 
 // One shard of one table: the rows of the ids that it has seen. The members below mutex() are for
 // whoever holds it.
@@ -65,6 +69,18 @@ class Table {
   int64_t size() const { return index_.size(); }
   int64_t bytes() const { return rows_.bytes() + index_.bytes(); }
 
+  // A row, which is there already, is about to change. Distinct slots may come in parallel.
+  void before_change(Slot slot) {
+    if (watched()) note_change(slot);
+  }
+  // Whether anybody wants to know what changes.
+  bool watched() const { return snapshot_ != nullptr || rows_.changes().tracks(); }
+  Snapshot* snapshot() const { return snapshot_; }
+  void set_snapshot(Snapshot* snapshot) { snapshot_ = snapshot; }
+  // Exchanges rows, their changes and the clocks with another table of the same shape, without touching the rows.
+  // The caller holds both locks. Throws InvalidArgument where the shapes differ or there is a snapshot.
+  void exchange_rows(Table& other);
+
   // Removes ids (n,); returns how many had a row.
   int64_t remove(const int64_t* ids, int64_t n);
   // The ids that have a row, ascending. out: (size(),)
@@ -78,6 +94,8 @@ class Table {
   void settle_passes(Executor& executor);
 
  private:
+  void note_change(Slot slot);
+
   struct Numbered {
     uint64_t number;
     PendingPass* pass;
@@ -92,6 +110,7 @@ class Table {
   Initializer initializer_;
   Counters counters_;
   int64_t optimizer_steps_ = 0;
+  Snapshot* snapshot_ = nullptr;
   uint64_t next_pass_ = 1;
   std::set<Numbered> pending_;
 };

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <cstring>
 #include <limits>
 #include <string>
 #include <vector>
@@ -12,40 +13,74 @@
 namespace recstore {
 namespace {
 
-constexpr int64_t kRun = 4096;  // rows of a task
+constexpr int64_t kRun = 4096;   // rows of a task
+constexpr int64_t kAhead = 8;    // rows that are being fetched
+
+void check_bookkeeping(const int64_t* values, int64_t n) {
+  // No branch, so that the loop is one of vectors: a value out of range sets a bit above the low 32.
+  uint64_t all = 0;
+  for (int64_t i = 0; i < n; ++i) all |= static_cast<uint64_t>(values[i]);
+  if (all > std::numeric_limits<uint32_t>::max()) throw InvalidArgument("last_step and frequency must be within 0 and 2**32 - 1");
+}
+
+void write_row(Rows& rows, Slot slot, const ConstRowImages& in, int64_t i) {
+  const auto columns = static_cast<size_t>(rows.columns());
+  const size_t weight_bytes = columns * rows.weight_bytes();
+  float* row = rows.row(slot);
+  std::memcpy(row, static_cast<const char*>(in.weights) + static_cast<size_t>(i) * weight_bytes, weight_bytes);
+  float* element = row + rows.view().weight_floats();
+  for (const float* values : in.elements) {
+    std::memcpy(element, values + static_cast<size_t>(i) * columns, columns * sizeof(float));
+    element += columns;
+  }
+  rows.meta(slot) = {in.state[i], static_cast<uint32_t>(in.last_step[i]), static_cast<uint32_t>(in.frequency[i])};
+}
 
 }  // namespace
 
-void read_rows(const Table& table, const int64_t* ids, int64_t n, const RowImages<float, int64_t>& out, Executor& executor) {
+void read_row(const Rows& rows, const void* row, const RowMeta& meta, const RowImages& out, int64_t i) {
+  const auto columns = static_cast<size_t>(rows.columns());
+  const size_t weight_bytes = columns * rows.weight_bytes();
+  std::memcpy(static_cast<char*>(out.weights) + static_cast<size_t>(i) * weight_bytes, row, weight_bytes);
+  const float* element = static_cast<const float*>(row) + rows.view().weight_floats();
+  for (float* values : out.elements) {
+    std::memcpy(values + static_cast<size_t>(i) * columns, element, columns * sizeof(float));
+    element += columns;
+  }
+  out.state[i] = meta.state;
+  out.last_step[i] = meta.last_step;
+  out.frequency[i] = meta.frequency;
+}
+
+void read_rows(const Table& table, const int64_t* ids, int64_t n, const RowImages& out, Executor& executor) {
   std::vector<Slot> slots(static_cast<size_t>(n));
   find(table, ids, n, slots.data(), executor);
   const auto missing = std::find(slots.begin(), slots.end(), kNoSlot);
   if (missing != slots.end()) throw InvalidArgument("id " + std::to_string(ids[missing - slots.begin()]) + " has no row");
-  const int64_t floats = table.rows().image_floats();
+  const Rows& rows = table.rows();
   for_each_task(executor, (n + kRun - 1) / kRun, [&](int64_t run) {
-    for (int64_t i = run * kRun; i < std::min((run + 1) * kRun, n); ++i) {
-      table.rows().read(slots[i], out.rows + i * floats);
-      const RowMeta& meta = table.rows().meta(slots[i]);
-      out.state[i] = meta.state;
-      out.bookkeeping[2 * i] = meta.last_step;
-      out.bookkeeping[2 * i + 1] = meta.frequency;
+    const int64_t end = std::min((run + 1) * kRun, n);
+    for (int64_t i = run * kRun; i < end; ++i) {
+      if (i + kAhead < end) rows.prefetch(slots[i + kAhead]);
+      read_row(rows, rows.row(slots[i]), rows.meta(slots[i]), out, i);
     }
   });
 }
 
-void write_rows(Table& table, const int64_t* ids, int64_t n, const RowImages<const float, const int64_t>& in, Executor& executor) {
-  const bool fits = std::all_of(in.bookkeeping, in.bookkeeping + 2 * n, [](int64_t value) {
-    return value >= 0 && value <= std::numeric_limits<uint32_t>::max();
-  });
-  if (!fits) throw InvalidArgument("bookkeeping must be within 0 and 2**32 - 1");
+void write_rows(Table& table, const int64_t* ids, int64_t n, const ConstRowImages& in, Executor& executor) {
+  check_bookkeeping(in.last_step, n);
+  check_bookkeeping(in.frequency, n);
   std::vector<Slot> slots(static_cast<size_t>(n));
   find_or_insert(table, ids, n, slots.data(), executor);
-  const int64_t floats = table.rows().image_floats();
-  for (int64_t i = 0; i < n; ++i) {  // in order, for duplicates
-    table.rows().write(slots[i], in.rows + i * floats);
-    table.rows().meta(slots[i]) = {in.state[i], static_cast<uint32_t>(in.bookkeeping[2 * i]),
-                                   static_cast<uint32_t>(in.bookkeeping[2 * i + 1])};
-  }
+  // A slot belongs to one task, so that of duplicates the last wins.
+  const int64_t tasks = n < kRun ? 1 : executor.threads();
+  for_each_task(executor, tasks, [&](int64_t task) {
+    for (int64_t i = 0; i < n; ++i) {
+      if (slots[i] / 64 % tasks != task) continue;
+      table.before_change(slots[i]);
+      write_row(table.rows(), slots[i], in, i);
+    }
+  });
 }
 
 }  // namespace recstore

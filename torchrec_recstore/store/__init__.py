@@ -1,6 +1,7 @@
 """Tables of rows by id. Needs torch alone."""
 
+from torchrec_recstore.store.snapshot import Snapshot
 from torchrec_recstore.store.stats import TableStats
 from torchrec_recstore.store.table import Table
 
-__all__ = ["Table", "TableStats"]
+__all__ = ["Snapshot", "Table", "TableStats"]

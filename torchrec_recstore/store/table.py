@@ -10,6 +10,7 @@ from torch import Tensor
 from torchrec_recstore import ops
 from torchrec_recstore.optim import Optimizer, RowWiseAdagrad, state_names
 from torchrec_recstore.options import TableOptions, default_initializer
+from torchrec_recstore.store.snapshot import Snapshot, named_rows
 from torchrec_recstore.store.stats import TableStats
 
 
@@ -161,15 +162,7 @@ class Table:
         """
         self._check_ids(ids)
         with ops.native_errors(f"table '{self.name}'"):
-            rows, state, bookkeeping = ops.table_export(self.handle, ids)
-        weight, *elements = torch.split(rows, len(self.columns), dim=1)
-        taken = iter(elements)
-        states = {
-            name: next(taken).contiguous() if kind == "element" else state
-            for name, kind in state_names(self.optimizer).items()
-        }
-        last_step, frequency = bookkeeping.unbind(1)
-        return {"weight": weight.contiguous().to(self.dtype), **states, "last_step": last_step, "frequency": frequency}
+            return named_rows(self.optimizer, ops.table_export(self.handle, ids))
 
     def write_rows(self, ids: Tensor, rows: Mapping[str, Tensor]) -> None:
         """Makes or overwrites the rows of ``ids``, (N,) int64, all of each; of duplicates the last wins.
@@ -195,14 +188,58 @@ class Table:
             if name not in elements and name != "weight" and tuple(rows[name].shape) != (ids.shape[0],):
                 raise ValueError(f"{name} must have the shape ({ids.shape[0]},), got {tuple(rows[name].shape)}")
         row_wise = [rows[name] for name, kind in kinds.items() if kind == "row"] or [torch.zeros(ids.shape[0])]
+        states = [rows[name].detach() for name in elements]
+        stacked = torch.stack(states) if states else torch.empty(0, *rows["weight"].shape)
         with ops.native_errors(f"table '{self.name}'"):
             ops.table_import(
                 self.handle,
                 ids,
-                torch.cat([rows[name].detach().float() for name in ("weight", *elements)], dim=1),
-                row_wise[0].float(),
-                torch.stack([rows["last_step"], rows["frequency"]], dim=1),
+                rows["weight"].detach().to(self.dtype),
+                stacked,
+                row_wise[0].detach().float(),
+                rows["last_step"],
+                rows["frequency"],
             )
+
+    def mark(self) -> int:
+        """From here on the table knows which rows change and which ids leave; returns the mark to ask by.
+
+        From the first mark on, a row takes a byte more, and each id that leaves eight. The last 127 marks at least
+        are known, older ones are forgotten.
+        """
+        with ops.native_errors(f"table '{self.name}'"):
+            return ops.table_mark(self.handle)
+
+    def left_since(self, mark: int) -> Tensor | None:
+        """The ids that have left since a mark, (N,) int64, ascending, also those that have come back.
+
+        None where they are no longer known, because more have left than stay.
+        """
+        with ops.native_errors(f"table '{self.name}'"):
+            return ops.table_left_since(self.handle, mark)
+
+    def snapshot(self, since: int | None = None) -> Snapshot:
+        """The rows as they are now, to be read while the table goes on changing; one at a time.
+
+        Args:
+            since: a mark; then only rows that have changed, or were made, since.
+
+        Raises:
+            ValueError: there is a snapshot of the table already, or the mark has been forgotten.
+        """
+        with ops.native_errors(f"table '{self.name}'"):
+            return Snapshot(self.name, self.optimizer, ops.snapshot_open(self.handle, since))
+
+    def exchange_rows(self, other: Table) -> None:
+        """Exchanges rows, their changes, ``steps`` and ``optimizer_steps`` with another table, without copying.
+
+        Forwards whose backward has not run yet update neither table any more.
+
+        Raises:
+            ValueError: the tables differ in columns, dtype or optimizer, or there is a snapshot of one of them.
+        """
+        with ops.native_errors(f"table '{self.name}'"):
+            ops.table_exchange_rows(self.handle, other.handle)
 
     def contains(self, ids: Tensor) -> Tensor:
         """Tells which of ``ids``, (N,) int64, have a row: (N,) bool."""

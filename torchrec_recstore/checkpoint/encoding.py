@@ -1,0 +1,82 @@
+"""Python values as JSON and tensors, and back; nothing is pickled."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import fields, is_dataclass
+from typing import Any, cast
+
+from torch import Tensor
+
+from torchrec_recstore import optim, options
+
+_CLASSES = {
+    name: value for module in (optim, options) for name, value in vars(module).items() if isinstance(value, type)
+}
+
+
+def encode(value: object, tensors: dict[str, Tensor], where: str = "") -> Any:
+    """What ``json`` can write of a value.
+
+    Args:
+        value: None, bool, int, float, str, tensors, dataclasses of :mod:`torchrec_recstore.optim` and ``options``;
+            lists, tuples and dicts (keys: str, int) of these.
+        tensors: where tensors go, under the path to them.
+        where: the path to the value.
+
+    Raises:
+        TypeError: something else; the message names the path to it.
+    """
+    if value is None or isinstance(value, bool | int | str):
+        return value
+    if isinstance(value, float):
+        return value if math.isfinite(value) else {"$float": repr(value)}
+    if isinstance(value, Tensor):
+        tensors[where] = value
+        return {"$tensor": where}
+    if isinstance(value, list):
+        return [encode(item, tensors, f"{where}/{i}") for i, item in enumerate(value)]
+    if isinstance(value, tuple):
+        return {"$tuple": encode(list(value), tensors, where)}
+    if isinstance(value, Mapping):
+        for key in value:
+            if isinstance(key, bool) or not isinstance(key, str | int):
+                raise TypeError(
+                    f"{where or 'the value'} has a key of type {type(key).__name__}: only str and int are saved"
+                )
+        items = [(key, encode(item, tensors, f"{where}/{key}")) for key, item in value.items()]
+        plain = all(isinstance(key, str) and not key.startswith("$") for key in value)
+        return dict(items) if plain else {"$dict": [list(item) for item in items]}
+    if is_dataclass(value) and _CLASSES.get(type(value).__name__) is type(value):
+        values = {field.name: getattr(value, field.name) for field in fields(value)}
+        return {"$type": type(value).__name__, **{k: encode(v, tensors, f"{where}/{k}") for k, v in values.items()}}
+    raise TypeError(f"{where or 'the value'} is of type {type(value).__name__}, which is not saved")
+
+
+def decode(value: Any, tensors: Mapping[str, Tensor]) -> Any:
+    """The value that :func:`encode` was given.
+
+    Raises:
+        ValueError: an unknown type, or a tensor that is not there.
+    """
+    if isinstance(value, list):
+        return [decode(item, tensors) for item in value]
+    if not isinstance(value, dict):
+        return value
+    if "$float" in value:
+        return float(value["$float"])
+    if "$tensor" in value:
+        if value["$tensor"] not in tensors:
+            raise ValueError(f"there is no tensor {value['$tensor']!r}")
+        return tensors[value["$tensor"]]
+    if "$tuple" in value:
+        return tuple(decode(value["$tuple"], tensors))
+    if "$dict" in value:
+        return {key: decode(item, tensors) for key, item in value["$dict"]}
+    if "$type" in value:
+        known = cast(Any, _CLASSES.get(value["$type"]))
+        if known is None:
+            raise ValueError(f"unknown type {value['$type']!r}: written by a newer version?")
+        return known(**{key: decode(item, tensors) for key, item in value.items() if key != "$type"})
+    return {key: decode(item, tensors) for key, item in value.items()}

@@ -1,0 +1,255 @@
+"""What a checkpoint says of itself: ``metadata.json``. The format is described in docs/checkpoint.md."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import xxhash
+
+from torchrec_recstore.checkpoint.encoding import decode, encode
+from torchrec_recstore.checkpoint.files import CheckpointError, FileInfo, read_tensors
+from torchrec_recstore.optim import Optimizer
+from torchrec_recstore.options import TableOptions
+
+FORMAT = "recstore checkpoint"
+VERSION = 1
+METADATA = "metadata.json"
+DENSE = "dense.safetensors"
+TRAINING_STATE = "training_state.safetensors"
+
+_CHECKSUM = re.compile(rb'"checksum": "([0-9a-f]{32})"\n}\n\Z')
+_NO_CHECKSUM = b"0" * 32
+
+
+@dataclass(frozen=True)
+class PartInfo:
+    """A file with rows of one shard, ids ascending, or with ids alone.
+
+    Args:
+        file: its name.
+        rank: of the shard.
+        columns: first column of the shard, and the one behind its last.
+        rows: how many.
+        first_id: the least.
+        last_id: the greatest.
+    """
+
+    file: str
+    rank: int
+    columns: tuple[int, int]
+    rows: int
+    first_id: int
+    last_id: int
+
+
+@dataclass(frozen=True)
+class TableInfo:
+    """A table in a checkpoint.
+
+    Args:
+        dim: columns of the whole table.
+        dtype: of the weights: ``"float32"``, ``"float16"`` or ``"bfloat16"``.
+        optimizer: with its numbers as they were given; a schedule's learning rate is the schedule's to save.
+        options: of the table.
+        rows: of the whole table when it was saved.
+        steps: training lookups, which a row's ``last_step`` refers to.
+        optimizer_steps: updates, which the bias correction of Adam and LAMB counts.
+        columns: where each column shard begins and ends.
+        parts: of the rows that the checkpoint holds: all of them, or those that changed since ``delta_of``.
+        removal: which ids the parts in ``removed`` list: those that ``"left"`` since ``delta_of``, or those that
+            ``"stay"`` of the rows that it had.
+        removed: files with ids alone; empty where nothing left.
+    """
+
+    dim: int
+    dtype: str
+    optimizer: Optimizer
+    options: TableOptions
+    rows: int
+    steps: int
+    optimizer_steps: int
+    columns: tuple[tuple[int, int], ...]
+    parts: tuple[PartInfo, ...]
+    removal: Literal["left", "stay"] = "left"
+    removed: tuple[PartInfo, ...] = ()
+
+
+@dataclass(frozen=True)
+class DeltaOf:
+    """The checkpoint that a delta is to be put on top of.
+
+    Args:
+        path: from the delta's parent directory.
+        checksum: of its metadata.
+    """
+
+    path: str
+    checksum: str
+
+
+@dataclass(frozen=True)
+class CheckpointInfo:
+    """What a checkpoint holds.
+
+    Args:
+        path: its directory.
+        step: training steps of the table that has done most.
+        world_size: ranks that wrote it.
+        tables: by name.
+        files: every file but ``metadata.json``, by name.
+        dense: names of the model's other tensors.
+        delta_of: what it is a delta of; None for a full one.
+        training_state: what the caller saved beside the model.
+        checksum: of ``metadata.json``, and so of everything.
+    """
+
+    path: Path
+    step: int
+    world_size: int
+    tables: Mapping[str, TableInfo]
+    files: Mapping[str, FileInfo]
+    dense: tuple[str, ...]
+    delta_of: DeltaOf | None = None
+    training_state: Any = None
+    checksum: str = field(default="", compare=False)
+
+    @property
+    def bytes(self) -> int:
+        """Of all files but ``metadata.json``."""
+        return sum(file.bytes for file in self.files.values())
+
+    @property
+    def base(self) -> Path | None:
+        """Where the checkpoint that this is a delta of should lie."""
+        return None if self.delta_of is None else Path(os.path.normpath(self.path.parent / self.delta_of.path))
+
+
+def metadata_bytes(info: CheckpointInfo, training_state: Any) -> tuple[bytes, str]:
+    """``metadata.json``, and its checksum.
+
+    Args:
+        info: all but path, training state and checksum is written.
+        training_state: as :func:`torchrec_recstore.checkpoint.encoding.encode` gives it.
+    """
+    tables = {
+        name: {
+            **asdict(table),
+            "optimizer": encode(table.optimizer, {}),
+            "options": encode(table.options, {}),
+        }
+        for name, table in sorted(info.tables.items())
+    }
+    document = {
+        "format": FORMAT,
+        "version": VERSION,
+        "step": info.step,
+        "world_size": info.world_size,
+        "delta_of": None if info.delta_of is None else asdict(info.delta_of),
+        "tables": tables,
+        "dense": info.dense,
+        "training_state": training_state,
+        "files": {name: asdict(file) for name, file in sorted(info.files.items())},
+        "checksum": _NO_CHECKSUM.decode(),
+    }
+    text = (json.dumps(document, indent=1, allow_nan=False) + "\n").encode()
+    checksum = xxhash.xxh3_128_hexdigest(text)
+    return text[: -len(_NO_CHECKSUM) - 4] + checksum.encode() + text[-4:], checksum
+
+
+def read_info(path: str | Path) -> CheckpointInfo:
+    """Reads what a checkpoint says of itself, and its training state; rows are left alone.
+
+    Args:
+        path: the checkpoint's directory.
+
+    Raises:
+        FileNotFoundError: there is no checkpoint.
+        CheckpointError: its metadata is damaged, or of a format that this version does not know.
+    """
+    path = Path(os.path.abspath(path))
+    file = path / METADATA
+    if not file.is_file():
+        reason = f"it has no {METADATA}" if path.exists() else "no such directory"
+        raise FileNotFoundError(f"no checkpoint at {path}: {reason}")
+    text = file.read_bytes()
+    try:
+        document = json.loads(text)
+        known, version = document["format"] == FORMAT, document["version"]
+    except (ValueError, KeyError, TypeError) as error:
+        raise CheckpointError(f"{file} is damaged: it is no {FORMAT}'s metadata") from error
+    if not known or version != VERSION:
+        raise CheckpointError(
+            f"{file} is of format {document['format']!r} version {version}, "
+            f"and this version of torchrec_recstore reads {FORMAT!r} version {VERSION}"
+        )
+    checksum = _checksum(text)
+    if checksum is None:
+        raise CheckpointError(f"{file} is damaged: its checksum does not fit")
+    files = {name: FileInfo(**entry) for name, entry in document["files"].items()}
+    state = document["training_state"]
+    tensors = read_tensors(path / TRAINING_STATE, files[TRAINING_STATE]) if TRAINING_STATE in files else {}
+    try:
+        return CheckpointInfo(
+            path=path,
+            step=document["step"],
+            world_size=document["world_size"],
+            tables={name: _table(entry) for name, entry in document["tables"].items()},
+            files=files,
+            dense=tuple(document["dense"]),
+            delta_of=None if document["delta_of"] is None else DeltaOf(**document["delta_of"]),
+            training_state=decode(state, tensors),
+            checksum=checksum,
+        )
+    except (ValueError, TypeError) as error:
+        raise CheckpointError(f"{file}: {error}") from error
+
+
+def read_chain(path: str | Path) -> list[CheckpointInfo]:
+    """A checkpoint and all that it is a delta of, the full one first.
+
+    Raises:
+        FileNotFoundError, CheckpointError: as :func:`read_info`; one of the chain is missing or another one.
+    """
+    chain = [read_info(path)]
+    while (delta_of := chain[-1].delta_of) is not None:
+        delta, base = chain[-1], chain[-1].base
+        assert base is not None
+        try:
+            chain.append(read_info(base))
+        except FileNotFoundError as error:
+            raise FileNotFoundError(f"{delta.path} is a delta of {base}, which is not there: {error}") from None
+        if chain[-1].checksum != delta_of.checksum:
+            raise CheckpointError(f"{delta.path} is a delta of another checkpoint than the one that is now at {base}")
+    return chain[::-1]
+
+
+def _checksum(text: bytes) -> str | None:
+    """The checksum that a metadata file names, if it is that of the file with zeros in its place."""
+    found = _CHECKSUM.search(text)
+    if found is None:
+        return None
+    without = text[: found.start(1)] + _NO_CHECKSUM + text[found.end(1) :]
+    checksum = found[1].decode()
+    return checksum if xxhash.xxh3_128_hexdigest(without) == checksum else None
+
+
+def _table(entry: dict[str, Any]) -> TableInfo:
+    values = {
+        "optimizer": decode(entry["optimizer"], {}),
+        "options": decode(entry["options"], {}),
+        "columns": tuple((begin, end) for begin, end in entry["columns"]),
+        "parts": tuple(_part(part) for part in entry["parts"]),
+        "removed": tuple(_part(part) for part in entry["removed"]),
+    }
+    return TableInfo(**{**entry, **values})
+
+
+def _part(entry: dict[str, Any]) -> PartInfo:
+    begin, end = entry["columns"]
+    return PartInfo(**{**entry, "columns": (begin, end)})

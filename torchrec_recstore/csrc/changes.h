@@ -1,0 +1,57 @@
+#pragma once
+
+#include <cstdint>
+#include <deque>
+#include <optional>
+#include <vector>
+
+#include "index.h"
+#include "region.h"
+
+namespace recstore {
+
+// Which rows have changed, and which ids have left, since a mark: what a delta checkpoint is made of.
+//
+// Costs nothing before the first mark; then a byte a row, and eight bytes for each id that has left.
+class Changes {
+ public:
+  using Mark = int64_t;  // the first is 1
+
+  // From here on a change is one after this mark.
+  Mark mark();
+  bool tracks() const { return now_ > 0; }
+
+  // Makes room for slots up to `slots`, before they are touched. Throws OutOfMemory.
+  void reserve(int64_t slots);
+  // The row has been made or changed, or is about to be. Distinct slots may be touched in parallel.
+  void touch(Slot slot) { stamps()[slot] = static_cast<uint8_t>(now_ - base_); }
+  // The id's row has gone, of which `rows` are left.
+  void left(int64_t id, int64_t rows);
+
+  // Whether what has changed since the mark is known still.
+  bool knows(Mark mark) const { return mark > base_ && mark <= now_; }
+  bool changed_since(Slot slot, Mark mark) const { return stamps()[slot] >= mark - base_; }
+  // The ids that have left since the mark, ascending, also those that have come back; nothing where they are
+  // more than the rows that stayed.
+  std::optional<std::vector<int64_t>> left_since(Mark mark) const;
+  // Every row has gone.
+  void clear();
+
+ private:
+  struct Left {
+    Mark mark;
+    std::vector<int64_t> ids;
+  };
+
+  uint8_t* stamps() const { return reinterpret_cast<uint8_t*>(stamps_.data()); }
+
+  Region stamps_;         // by slot: the mark after which the row has last changed, less base_; 0: before all that count
+  int64_t slots_ = 0;     // that stamps_ has room for
+  Mark base_ = 0;         // older marks are forgotten, so that a stamp fits a byte
+  Mark now_ = 0;
+  std::deque<Left> left_;
+  int64_t left_count_ = 0;
+  Mark left_from_ = 1;    // the first mark since which left_ is complete
+};
+
+}  // namespace recstore

@@ -1,0 +1,180 @@
+#include "snapshot.h"
+
+#include <algorithm>
+#include <chrono>
+#include <cstring>
+#include <mutex>
+#include <new>
+#include <string>
+#include <thread>
+#include <utility>
+
+#include "error.h"
+
+namespace recstore {
+namespace {
+
+constexpr size_t kFound = size_t{1} << 21;   // rows that a walk through the index finds: it and its scratch take 64 MiB
+constexpr uint32_t kSegments = 64;           // that are walked through under one lock: a quarter of a megabyte
+constexpr int64_t kRun = 512;                // rows that are read under one lock beside training, or by a task
+constexpr int64_t kLongRun = 1 << 16;
+constexpr int64_t kAhead = 8;                // rows that are being fetched
+constexpr int64_t kBlockImages = 4096;
+// Beside training: who waits for the table's lock gets it only if it is free while that thread wakes up.
+constexpr std::chrono::microseconds kPause{50};
+char* const kNoBlock = reinterpret_cast<char*>(1);
+
+}  // namespace
+
+// The rows with the least ids among those that are added.
+class Snapshot::Least {
+ public:
+  void add(const Row& row) {
+    if (row.id > bound_) return;
+    rows_.push_back(row);
+    if (rows_.size() == 2 * kFound) cut();
+  }
+  std::vector<Row> sorted() {
+    std::sort(rows_.begin(), rows_.end());
+    // A row may have been found twice: its segment split, or it was removed, after it had been walked through.
+    rows_.erase(std::unique(rows_.begin(), rows_.end()), rows_.end());
+    if (rows_.size() > kFound) rows_.resize(kFound);
+    return std::move(rows_);
+  }
+
+ private:
+  void cut() {
+    std::nth_element(rows_.begin(), rows_.begin() + (kFound - 1), rows_.end());
+    bound_ = rows_[kFound - 1].id;
+    rows_.resize(kFound);
+  }
+  std::vector<Row> rows_;
+  int64_t bound_ = INT64_MAX;
+};
+
+Snapshot::Snapshot(std::shared_ptr<Table> table, std::optional<Changes::Mark> since)
+    : table_(std::move(table)),
+      slots_(table_->rows().slots()),
+      pending_(static_cast<size_t>(slots_ + 63) / 64, since ? 0 : ~uint64_t{0}),
+      image_bytes_(table_->rows().row_bytes() + static_cast<int64_t>(sizeof(RowMeta))),
+      blocks_(static_cast<size_t>(slots_ / kBlockImages + 1)) {
+  const std::string name = "table '" + table_->config().name + "'";
+  if (table_->snapshot() != nullptr) throw InvalidArgument(name + " is being saved already");
+  if (since) {
+    const Changes& changes = table_->rows().changes();
+    if (!changes.knows(*since)) throw InvalidArgument(name + " does not know any more what has changed since then");
+    for (int64_t slot = 0; slot < slots_; ++slot) {
+      pending_[slot / 64] |= uint64_t{changes.changed_since(static_cast<Slot>(slot), *since)} << (slot % 64);
+    }
+  } else if (slots_ % 64 != 0) {
+    pending_.back() = (uint64_t{1} << (slots_ % 64)) - 1;
+  }
+  table_->rows().for_each_free([&](Slot slot) { pending_[slot / 64] &= ~(uint64_t{1} << (slot % 64)); });
+  for (const uint64_t bits : pending_) rows_left_ += __builtin_popcountll(bits);
+  numbers_.reserve(static_cast<size_t>(slots_) * sizeof(uint32_t));
+  pass_ = table_->begin_pass(this);  // so that slots are not reused
+  table_->set_snapshot(this);
+}
+
+Snapshot::~Snapshot() {
+  {
+    const std::lock_guard<std::mutex> lock(table_->mutex());
+    table_->set_snapshot(nullptr);
+    table_->end_pass(pass_);
+  }
+  for (const auto& block : blocks_) {
+    if (block != kNoBlock) ::operator delete(block.load());
+  }
+}
+
+void Snapshot::find_next(bool polite) {
+  Least least;
+  const auto add = [&](int64_t id, Slot slot) {
+    if (pending(slot) && (!last_id_ || id > *last_id_)) least.add({id, slot});
+  };
+  // Rows move only to segments further on, so that none is passed over.
+  for (uint32_t first = 0;; first += kSegments) {
+    if (polite) std::this_thread::sleep_for(kPause);
+    const std::lock_guard<std::mutex> lock(table_->mutex());
+    table_->check_open();
+    const Index& index = table_->index();
+    index.for_each(first, std::min(first + kSegments, index.segments()), add);
+    if (first + kSegments >= index.segments()) {
+      for (const Row& row : removed_) add(row.id, row.slot);
+      break;
+    }
+  }
+  next_ = least.sorted();
+  read_ = 0;
+  if (!next_.empty()) last_id_ = next_.back().id;
+}
+
+void Snapshot::read(int64_t n, int64_t* ids, const RowImages& out, bool polite, Executor& executor) {
+  const std::lock_guard<std::mutex> one(reading_);
+  if (n < 0 || n > rows_left_) {
+    throw InvalidArgument("the snapshot has " + std::to_string(rows_left_) + " rows left, not " + std::to_string(n));
+  }
+  for (int64_t done = 0; done < n;) {
+    if (read_ == next_.size()) find_next(polite);
+    if (polite) std::this_thread::sleep_for(kPause);
+    const int64_t run = std::min({n - done, static_cast<int64_t>(next_.size() - read_), polite ? kRun : kLongRun});
+    if (run == 0) throw std::logic_error("a row of the snapshot cannot be found");
+    const Row* rows = next_.data() + read_;
+    const auto read_range = [&](int64_t begin, int64_t end) {
+      for (int64_t i = begin; i < end; ++i) {
+        if (i + kAhead < end) table_->rows().prefetch(rows[i + kAhead].slot);
+        ids[done + i] = rows[i].id;
+        read_one(rows[i], out, done + i);
+      }
+    };
+    {
+      const std::lock_guard<std::mutex> lock(table_->mutex());
+      table_->check_open();
+      if (out_of_memory_) throw OutOfMemory("no room to keep rows that changed while they were being saved");
+      for_each_task(executor, (run + kRun - 1) / kRun, [&](int64_t task) { read_range(task * kRun, std::min((task + 1) * kRun, run)); });
+      for (int64_t i = 0; i < run; ++i) pending_[rows[i].slot / 64] &= ~(uint64_t{1} << (rows[i].slot % 64));
+    }
+    read_ += static_cast<size_t>(run);
+    done += run;
+    rows_left_ -= run;
+  }
+}
+
+void Snapshot::read_one(const Row& row, const RowImages& out, int64_t position) const {
+  const Rows& rows = table_->rows();
+  const uint32_t kept = number(row.slot);
+  if (kept == 0) return read_row(rows, rows.row(row.slot), rows.meta(row.slot), out, position);
+  const char* image = blocks_[(kept - 1) / kBlockImages].load() + (kept - 1) % kBlockImages * image_bytes_;
+  RowMeta meta;
+  std::memcpy(&meta, image + rows.row_bytes(), sizeof(meta));
+  read_row(rows, image, meta, out, position);
+}
+
+char* Snapshot::block(int64_t number) {
+  std::atomic<char*>& block = blocks_[static_cast<size_t>(number / kBlockImages)];
+  if (number % kBlockImages == 0) {  // whose image is the block's first makes it
+    void* fresh = ::operator new(static_cast<size_t>(kBlockImages * image_bytes_), std::nothrow);
+    if (fresh == nullptr) out_of_memory_ = true;
+    block.store(fresh == nullptr ? kNoBlock : static_cast<char*>(fresh));
+  }
+  while (block.load() == nullptr) std::this_thread::yield();
+  return block.load();
+}
+
+void Snapshot::keep(Slot slot) {
+  if (!pending(slot) || number(slot) != 0) return;
+  const int64_t kept = kept_.fetch_add(1);
+  char* const begin = block(kept);
+  if (begin == kNoBlock) return;  // read() will tell
+  const Rows& rows = table_->rows();
+  char* image = begin + kept % kBlockImages * image_bytes_;
+  std::memcpy(image, rows.row(slot), static_cast<size_t>(rows.row_bytes()));
+  std::memcpy(image + rows.row_bytes(), &rows.meta(slot), sizeof(RowMeta));
+  number(slot) = static_cast<uint32_t>(kept + 1);
+}
+
+void Snapshot::removed(int64_t id, Slot slot) {
+  if (pending(slot)) removed_.push_back({id, slot});
+}
+
+}  // namespace recstore

@@ -1,0 +1,80 @@
+#pragma once
+
+#include <atomic>
+#include <cstdint>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <vector>
+
+#include "changes.h"
+#include "region.h"
+#include "executor.h"
+#include "table.h"
+#include "transfer.h"
+
+namespace recstore {
+
+// The rows of a table as they were at one moment, read one after the other while the table goes on.
+//
+// Copy on write: whoever is about to change a row that has not been read yet has a copy of it kept. A row that is
+// removed stays where it is, since its slot is not reused before the snapshot ends.
+class Snapshot final : public PendingPass {
+ public:
+  // since: only rows that have changed after that mark. The caller holds the table's lock, and has had its passes
+  // settled. Throws InvalidArgument where there is a snapshot already, or the mark is not known any more.
+  Snapshot(std::shared_ptr<Table> table, std::optional<Changes::Mark> since);
+  ~Snapshot() override;  // the caller does not hold the lock
+
+  const Table& table() const { return *table_; }
+  // Rows that have not been read.
+  int64_t rows_left() const { return rows_left_; }
+  // Copies the next n rows, n at most rows_left(), ids ascending. The caller does not hold the lock.
+  // polite: holds it for a tenth of a millisecond at a time, and lets others have it in between.
+  // Throws OutOfMemory where there was no room to keep a row.
+  void read(int64_t n, int64_t* ids, const RowImages& out, bool polite, Executor& executor);
+
+  // The row is about to change. The caller holds the lock; distinct slots may come in parallel.
+  void keep(Slot slot);
+  // The id's row is removed. The caller holds the lock.
+  void removed(int64_t id, Slot slot);
+
+  void settle(const Table&, Executor&) override {}  // has no bookkeeping of its own
+  void forget(const Table&) override {}             // rows are not exchanged while there is a snapshot
+
+ private:
+  struct Row {
+    int64_t id;
+    Slot slot;
+    bool operator<(const Row& other) const { return id < other.id; }
+    bool operator==(const Row& other) const { return id == other.id; }
+  };
+  class Least;
+
+  bool pending(Slot slot) const { return slot < slots_ && (pending_[slot / 64] >> (slot % 64) & 1) != 0; }
+  void find_next(bool polite);
+  char* block(int64_t number);
+  uint32_t& number(Slot slot) const { return reinterpret_cast<uint32_t*>(numbers_.data())[slot]; }
+  void read_one(const Row& row, const RowImages& out, int64_t position) const;
+
+  std::shared_ptr<Table> table_;
+  std::mutex reading_;             // one read() after the other
+  int64_t slots_;
+  std::atomic<int64_t> rows_left_{0};
+  std::vector<uint64_t> pending_;  // a bit a slot: a row of the snapshot that has not been read
+  std::vector<Row> removed_;       // since the snapshot began, and not read before
+
+  std::vector<Row> next_;          // ascending
+  size_t read_ = 0;                // of next_
+  std::optional<int64_t> last_id_; // that was in next_
+
+  // Kept rows, as they lay in the table and their RowMeta behind.
+  int64_t image_bytes_;
+  Region numbers_;                 // by slot, uint32: of its kept row, from 1; 0 where there is none
+  std::vector<std::atomic<char*>> blocks_;
+  std::atomic<int64_t> kept_{0};
+  std::atomic<bool> out_of_memory_{false};
+  uint64_t pass_;
+};
+
+}  // namespace recstore
