@@ -9,7 +9,15 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from torchrec_recstore.checkpoint import export_dense_weights, load_dense_weights, load_distributed_checkpoint
+    from torchrec_recstore.checkpoint import (
+        export_dense_weights,
+        load_dense_weights,
+        load_distributed_checkpoint,
+        load_into_stock,
+        load_stock_state_dict,
+        stock_optimizer_state_dict,
+        stock_state_dict,
+    )
     from torchrec_recstore.optim import (
         LAMB,
         LARSSGD,
@@ -64,7 +72,11 @@ _MODULES = {
     "export_dense_weights": "checkpoint",
     "load_dense_weights": "checkpoint",
     "load_distributed_checkpoint": "checkpoint",
+    "load_into_stock": "checkpoint",
+    "load_stock_state_dict": "checkpoint",
     "state_names": "optim",
+    "stock_optimizer_state_dict": "checkpoint",
+    "stock_state_dict": "checkpoint",
     "table_stats": "sharders",
 }
 
@@ -95,7 +107,11 @@ __all__ = [
     "export_dense_weights",
     "load_dense_weights",
     "load_distributed_checkpoint",
+    "load_into_stock",
+    "load_stock_state_dict",
     "state_names",
+    "stock_optimizer_state_dict",
+    "stock_state_dict",
     "table_stats",
 ]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from pathlib import Path
 
 import torch
@@ -13,6 +14,7 @@ from torchrec.distributed import DistributedModelParallel
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
 from torchrec.distributed.planner import EmbeddingShardingPlanner, Topology
 from torchrec.distributed.planner.types import ParameterConstraints
+from torchrec.distributed.types import ShardingEnv
 
 from torchrec_recstore.planner import RecStoreConstraints, RecStorePlanner
 from torchrec_recstore.sharders import RecStoreSharder
@@ -41,14 +43,18 @@ class Model(nn.Module):
 
 
 def recstore(
-    sharding_type: str = "table_wise", optimizer: EmbOptimType = EmbOptimType.EXACT_ROWWISE_ADAGRAD
+    sharding_type: str = "table_wise",
+    optimizer: EmbOptimType = EmbOptimType.EXACT_ROWWISE_ADAGRAD,
+    fused: Collection[str] = (),
 ) -> DistributedModelParallel:
-    """The model, all of its tables in RecStore."""
+    """The model, its tables in RecStore but for those that are ``fused``: on TorchRec's own kernel."""
     torch.manual_seed(0)
     model, world = Model(), dist.get_world_size()
     sharders = [RecStoreSharder(fused_params={"optimizer": optimizer, "learning_rate": 0.1})]
     constraints = {
-        name: RecStoreConstraints(
+        name: ParameterConstraints(sharding_types=["table_wise"], compute_kernels=["fused"])
+        if name in fused
+        else RecStoreConstraints(
             sharding_types=[sharding_type],
             min_partition=DIM // 2 if sharding_type in ("column_wise", "grid_shard") else None,
         )
@@ -63,19 +69,24 @@ def recstore(
     return DistributedModelParallel(model, plan=plan, sharders=sharders, device=torch.device("cpu"))
 
 
-def stock() -> DistributedModelParallel:
+def stock(
+    sharding_type: str = "table_wise",
+    optimizer: EmbOptimType = EmbOptimType.EXACT_SGD,
+    env: ShardingEnv | None = None,
+) -> DistributedModelParallel:
     """The model with TorchRec's own tables."""
     torch.manual_seed(0)
     model = Model()
-    sharders = [EmbeddingBagCollectionSharder(fused_params={"optimizer": EmbOptimType.EXACT_SGD, "learning_rate": 0.1})]
+    sharders = [EmbeddingBagCollectionSharder(fused_params={"optimizer": optimizer, "learning_rate": 0.1})]
     constraints = {
-        name: ParameterConstraints(sharding_types=["table_wise"], compute_kernels=["fused"]) for name in TABLES
+        name: ParameterConstraints(sharding_types=[sharding_type], compute_kernels=["fused"], min_partition=DIM // 2)
+        for name in TABLES
     }
     planner = EmbeddingShardingPlanner(
         topology=Topology(world_size=dist.get_world_size(), compute_device="cpu"), constraints=constraints, debug=False
     )
     plan = planner.collective_plan(model, sharders, dist.group.WORLD)
-    return DistributedModelParallel(model, plan=plan, sharders=sharders, device=torch.device("cpu"))
+    return DistributedModelParallel(model, env, plan=plan, sharders=sharders, device=torch.device("cpu"))
 
 
 def batch(seed: int, low: int = -(2**62), high: int = 2**62, distinct: int = 40) -> KeyedJaggedTensor:

@@ -145,6 +145,7 @@ class SavedTable:
             return
         for shard in self._state.shards:
             shard.table.remove(shard.table.ids())
+            shard.table.optimizer_steps = 0
         wanted = ("columns", "steps", "clock")
         counts = self._tensors.read({key: stored for key, stored in self._states.items() if key in wanted})
         for rows, states in self._pieces():

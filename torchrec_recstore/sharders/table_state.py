@@ -188,6 +188,7 @@ def replace_rows(shards: Sequence[LocalShard], source: TableSource) -> None:
         rows = source.rows(shard, shard.table.columns)
         shard.table.remove(shard.table.ids())
         shard.table.insert(source.ids[owned_positions(shard, source.ids)], rows)
+        shard.table.optimizer_steps = 0
 
 
 def _position(index: int) -> range:
