@@ -11,7 +11,8 @@ from torchrec.distributed import DistributedModelParallel
 
 from torchrec_recstore.checkpoint.saved_rows import SavedTable, SavedTensors
 from torchrec_recstore.checkpoint.tables import ModelTable, recstore_tables, rows_left_out
-from torchrec_recstore.sharders.gather import refused_together
+from torchrec_recstore.sharders.gather import refused_together, whole_environment
+from torchrec_recstore.store import Table
 
 
 def load_distributed_checkpoint(model: DistributedModelParallel, checkpoint_id: str | Path) -> None:
@@ -24,7 +25,8 @@ def load_distributed_checkpoint(model: DistributedModelParallel, checkpoint_id: 
 
     A table that was saved from TorchRec's own kernels is loaded as well: its row i becomes id i, its optimizer state
     starts anew. Every rank reads each RecStore table that it has a shard of, piece by piece as it was saved (RecStore
-    tables in pieces of at most 2**18 rows), and keeps the rows that belong to it.
+    tables in pieces of at most 2**18 rows), and keeps the rows that belong to it: in new tables, which take the place
+    of the model's own when all is well.
 
     Args:
         model: ``DistributedModelParallel``.
@@ -33,8 +35,7 @@ def load_distributed_checkpoint(model: DistributedModelParallel, checkpoint_id: 
     Raises:
         FileNotFoundError: there is no checkpoint.
         ValueError: a RecStore table of the model is not in it or has another dim, its state does not fit its rows or
-            lacks something, or a file is missing or shorter than it was; nothing has changed. (A disk that fails
-            while rows are read is another error, and leaves tables half loaded.)
+            lacks something, or a file is missing or shorter than it was; no table has changed.
     """
     if not (Path(checkpoint_id) / ".metadata").exists():
         raise FileNotFoundError(f"no checkpoint of torch.distributed.checkpoint at {checkpoint_id}")
@@ -43,14 +44,19 @@ def load_distributed_checkpoint(model: DistributedModelParallel, checkpoint_id: 
     prefix = "model." if nested else ""
     tables = recstore_tables(model)
     rows = [SavedTable(tensors, table.state, prefix + table.weight_key, _states(table)) for table in tables]
-    for env in {id(table.state.env): table.state.env for table in tables}.values():
-        with refused_together(env):
-            tensors.check_files()
-            for table in rows:
-                table.check()
+    loaded: list[tuple[Table, Table]] = []
+    with refused_together(whole_environment()):
+        tensors.check_files()
+        for saved in rows:
+            saved.check()
+        for saved in rows:
+            loaded += saved.loaded()
+        for shard, _ in loaded:
+            shard.snapshot().close()  # refuses while a save is being written
     _load_the_rest(model, tables, tensors.saved, nested, checkpoint_id)
-    for table in rows:
-        table.load()
+    for shard, fresh in loaded:
+        shard.exchange_rows(fresh)
+        fresh.close()
 
 
 def _states(table: ModelTable) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import errno
 import os
+import re
 import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -45,8 +46,10 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> FileInfo:
     """
     try:
         safetensors.torch.save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, path)
-    except SafetensorError as error:  # what it makes of an error of the system
-        raise OSError(f"{path} cannot be written: {error}") from error
+    except SafetensorError as error:  # what it makes of the system's errors
+        code = re.search(r"os error (\d+)", str(error))
+        number = int(code[1]) if code else errno.EIO
+        raise OSError(number, f"cannot be written: {os.strerror(number)}", os.fspath(path)) from error
     with path.open("rb") as file:
         os.fsync(file.fileno())
     return file_info(path)

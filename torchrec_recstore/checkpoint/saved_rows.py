@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,8 +17,9 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 
 from torchrec_recstore.optim import state_names
 from torchrec_recstore.sharders.local_shard import LocalShard
-from torchrec_recstore.sharders.table_state import BOOKKEEPING, TableState
+from torchrec_recstore.sharders.table_state import BOOKKEEPING, TableState, set_clocks
 from torchrec_recstore.sharders.whole_tensors import owned_positions
+from torchrec_recstore.store import Table
 
 
 class SavedTensors:
@@ -108,10 +110,10 @@ class SavedTable:
         self._states = {key.removeprefix(states_prefix): key for key in tensors.saved if key.startswith(states_prefix)}
 
     def check(self) -> None:
-        """Refuses what :meth:`load` could not load.
+        """Refuses what :meth:`loaded` could not load.
 
         Raises:
-            ValueError: the table is not there or has another dim; its state lacks something or is of other rows.
+            ValueError: the table is not there or has another dim; its state lacks something or has another shape.
         """
         what, weight_key = f"table {self._state.name!r}", self._weights["weight"]
         if weight_key not in self._tensors.saved:
@@ -132,37 +134,35 @@ class SavedTable:
                 raise ValueError(
                     f"{what}: {key} is of shape {self._tensors.shape(stored)} in the checkpoint, not {expected[key]}"
                 )
-        if "weight_id" in self._weights and self._states:
-            ids = {"of rows": self._weights["weight_id"], "of states": self._states["id"]}
-            for part in self._tensors.row_ranges(self._weights["weight_id"]):
-                read = self._tensors.read(ids, part)
-                if not torch.equal(read["of rows"], read["of states"]):
-                    raise ValueError(f"{what}: the optimizer state in the checkpoint is of other ids than the weights")
 
-    def load(self) -> None:
-        """Replaces the rows of this rank's shards of the table."""
-        if not self._state.shards:
-            return
-        for shard in self._state.shards:
-            shard.table.remove(shard.table.ids())
-            shard.table.optimizer_steps = 0
+    def loaded(self) -> list[tuple[Table, Table]]:
+        """Each of this rank's shards of the table, and a new table with the rows that it is to have.
+
+        Raises:
+            ValueError: the optimizer state is of other ids than the weights.
+        """
+        pairs = [(shard.table, replace(shard, table=shard.table.empty_copy())) for shard in self._state.shards]
         wanted = ("columns", "steps", "clock")
         counts = self._tensors.read({key: stored for key, stored in self._states.items() if key in wanted})
-        for rows, states in self._pieces():
-            for shard in self._state.shards:
-                _insert(shard, rows["weight_id"], rows["weight"])
-                if self._states:
-                    shard.table.write_rows(*self._state.rows_of(shard, {**states, **counts}))
-        if self._states:
-            self._state.set_clocks(counts)
+        for rows, states in self._pieces() if pairs else ():
+            for _, fresh in pairs:
+                _insert(fresh, rows["weight_id"], rows["weight"])
+                if states:
+                    fresh.table.write_rows(*self._state.rows_of(fresh, {**states, **counts}))
+        for _, fresh in pairs if counts else ():
+            set_clocks(fresh.table, counts)
+        return [(table, fresh.table) for table, fresh in pairs]
 
     def _pieces(self) -> Iterator[tuple[dict[str, Tensor], dict[str, Tensor]]]:
         wanted = ("id", *BOOKKEEPING, *state_names(self._state.optimizer))
         states = {key: stored for key, stored in self._states.items() if key in wanted}
         for part in self._tensors.row_ranges(self._weights.get("weight_id", self._weights["weight"])):
-            rows = self._tensors.read(self._weights, part)
+            rows, its_states = self._tensors.read(self._weights, part), self._tensors.read(states, part)
             rows.setdefault("weight_id", torch.arange(part.start, part.stop))
-            yield rows, self._tensors.read(states, part)
+            if its_states and not torch.equal(its_states["id"], rows["weight_id"]):
+                what = f"table {self._state.name!r}"
+                raise ValueError(f"{what}: the optimizer state in the checkpoint is of other ids than the weights")
+            yield rows, its_states
 
 
 def _insert(shard: LocalShard, ids: Tensor, weights: Tensor) -> None:

@@ -11,7 +11,6 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torchrec.distributed import DistributedModelParallel
 from torchrec.distributed.types import ShardingEnv
@@ -21,7 +20,7 @@ from torchrec_recstore.checkpoint.stock_checks import check_keys, check_shape, c
 from torchrec_recstore.checkpoint.tables import ModelTable, recstore_tables, rows_left_out, table_named
 from torchrec_recstore.checkpoint.whole import column_starts, fill, gathered, is_sharded, summed, whole
 from torchrec_recstore.optim import StateKind, state_names
-from torchrec_recstore.sharders.gather import all_gathered, refused_together
+from torchrec_recstore.sharders.gather import all_gathered, refused_together, whole_environment
 from torchrec_recstore.sharders.table_state import replace_rows
 from torchrec_recstore.sharders.whole_tensors import TableLayout, TableSource
 
@@ -162,7 +161,7 @@ def load_into_stock(
 
 
 def _env(tables: Sequence[ModelTable]) -> ShardingEnv:
-    return tables[0].state.env if tables else ShardingEnv.from_process_group(dist.group.WORLD)
+    return tables[0].state.env if tables else whole_environment()
 
 
 def _load_rest(model: nn.Module, plain: dict[str, Any], own: Mapping[str, Any]) -> None:

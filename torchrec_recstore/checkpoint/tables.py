@@ -48,6 +48,20 @@ def recstore_tables(model: nn.Module) -> list[ModelTable]:
     ]
 
 
+def distinct_tables(model: nn.Module) -> list[ModelTable]:
+    """As :func:`recstore_tables`, where a table's name says which it is.
+
+    Raises:
+        ValueError: two tables have the same name.
+    """
+    tables = recstore_tables(model)
+    names = [table.name for table in tables]
+    for name in names:
+        if names.count(name) > 1:
+            raise ValueError(f"the model has more than one RecStore table {name!r}: in a checkpoint names must differ")
+    return tables
+
+
 def table_named(model: nn.Module, name: str) -> ModelTable:
     """The RecStore table of that name.
 

@@ -58,11 +58,10 @@ Snapshot::Snapshot(std::shared_ptr<Table> table, std::optional<Changes::Mark> si
       pending_(static_cast<size_t>(slots_ + 63) / 64, since ? 0 : ~uint64_t{0}),
       image_bytes_(table_->rows().row_bytes() + static_cast<int64_t>(sizeof(RowMeta))),
       blocks_(static_cast<size_t>(slots_ / kBlockImages + 1)) {
-  const std::string name = "table '" + table_->config().name + "'";
-  if (table_->snapshot() != nullptr) throw InvalidArgument(name + " is being saved already");
+  if (table_->snapshot() != nullptr) throw InvalidArgument("it is being saved already: wait for that first");
   if (since) {
     const Changes& changes = table_->rows().changes();
-    if (!changes.knows(*since)) throw InvalidArgument(name + " does not know any more what has changed since then");
+    if (!changes.knows(*since)) throw InvalidArgument("what has changed since then is no longer known");
     for (int64_t slot = 0; slot < slots_; ++slot) {
       pending_[slot / 64] |= uint64_t{changes.changed_since(static_cast<Slot>(slot), *since)} << (slot % 64);
     }

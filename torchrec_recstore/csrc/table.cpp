@@ -54,10 +54,10 @@ void Table::exchange_rows(Table& other) {
   if (config_.column_begin != other.config_.column_begin || config_.column_end != other.config_.column_end ||
       config_.row_type != other.config_.row_type || config_.optimizer.kind != other.config_.optimizer.kind ||
       config_.optimizer.element_states() != other.config_.optimizer.element_states()) {
-    throw InvalidArgument("tables '" + config_.name + "' and '" + other.config_.name + "' are of different shapes");
+    throw InvalidArgument("the tables are of different shapes");
   }
   for (Table* table : {this, &other}) {
-    if (table->snapshot_ != nullptr) throw InvalidArgument("table '" + table->config_.name + "' is being saved");
+    if (table->snapshot_ != nullptr) throw InvalidArgument("it is being saved: wait for that first");
   }
   for (Table* table : {this, &other}) {
     for (const Numbered& numbered : table->pending_) numbered.pass->forget(*table);

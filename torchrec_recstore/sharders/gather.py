@@ -24,16 +24,25 @@ def all_gathered(value: _T, env: ShardingEnv) -> list[_T]:
 
 @contextmanager
 def refused_together(env: ShardingEnv) -> Iterator[None]:
-    """A ``ValueError`` in the block on any rank becomes one on every rank, so that none waits for it. Collective.
+    """An error in the block on any rank becomes one on every rank, so that none waits for it. Collective.
 
     Raises:
-        ValueError: the first rank's.
+        Exception: the first failing rank's.
     """
-    error = None
+    error: Exception | None = None
     try:
         yield
-    except ValueError as refused:
-        error = str(refused)
-    for text in all_gathered(error, env):
-        if text is not None:
-            raise ValueError(text)
+    except Exception as refused:
+        error = refused
+    for first in all_gathered(error, env):
+        if first is not None:
+            raise first from error
+
+
+def whole_environment() -> ShardingEnv:
+    """All ranks of the job; this process alone where ``torch.distributed`` is not initialised."""
+    if not dist.is_initialized():
+        return ShardingEnv.from_local(world_size=1, rank=0)
+    group = dist.group.WORLD
+    assert group is not None
+    return ShardingEnv.from_process_group(group)

@@ -50,6 +50,8 @@ class ModuleState:
         """This rank's shards of each table."""
         self.container = container
         self.env = env
+        self.marks: dict[str, dict[str, list[int]]] = {}
+        """For each checkpoint that was saved or loaded, by its checksum, and each table: its shards' marks."""
         module._register_state_dict_hook(self._add_rows)  # type: ignore[no-untyped-call]
 
     @property

@@ -91,7 +91,7 @@ class TableState:
             parts = [self.rows_of(shard, state) for shard in self.shards]
         for shard, (ids, rows) in zip(self.shards, parts, strict=True):
             shard.table.write_rows(ids, rows)
-        self.set_clocks(state)
+            set_clocks(shard.table, state)
 
     def check_keys(self, state: Mapping[str, object]) -> None:
         """Refuses optimizer state that lacks something.
@@ -134,13 +134,6 @@ class TableState:
             rows[key] = self._state_of(shard, source, kind, starts)
         return ids, rows
 
-    def set_clocks(self, state: Mapping[str, Value]) -> None:
-        """Sets what the table's shards count: updates and, where ``state`` has it, steps."""
-        for shard in self.shards:
-            shard.table.optimizer_steps = int(torch.as_tensor(state["steps"])[0])
-            if "clock" in state:
-                shard.table.steps = int(torch.as_tensor(state["clock"])[0])
-
     def _state_of(self, shard: LocalShard, source: TableSource, kind: str, starts: Sequence[int]) -> Tensor:
         columns = shard.table.columns
         if kind == "element":
@@ -150,6 +143,13 @@ class TableState:
         # Of a column split that is not the model's there is no such position, which is refused.
         position = starts.index(columns.start) if columns.start in starts else len(starts)
         return source.rows(shard, _position(position)).squeeze(1)
+
+
+def set_clocks(table: Table, state: Mapping[str, Value]) -> None:
+    """Sets what a shard counts: its updates and, where an optimizer state has them, its steps."""
+    table.optimizer_steps = int(torch.as_tensor(state["steps"])[0])
+    if "clock" in state:
+        table.steps = int(torch.as_tensor(state["clock"])[0])
 
 
 def export_weights(name: str, shards: Sequence[LocalShard], env: ShardingEnv) -> tuple[ShardedTensor, ShardedTensor]:

@@ -230,6 +230,18 @@ class Table:
         with ops.native_errors(f"table '{self.name}'"):
             return Snapshot(self.name, self.optimizer, ops.snapshot_open(self.handle, since))
 
+    def empty_copy(self) -> Table:
+        """A table like this one, without rows."""
+        return Table(
+            self.dim,
+            self.dtype,
+            self.optimizer,
+            self.options,
+            name=self.name,
+            columns=self.columns,
+            stochastic_rounding=self.stochastic_rounding,
+        )
+
     def exchange_rows(self, other: Table) -> None:
         """Exchanges rows, their changes, ``steps`` and ``optimizer_steps`` with another table, without copying.
 

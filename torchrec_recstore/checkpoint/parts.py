@@ -1,0 +1,140 @@
+"""Rows of a shard, between its snapshot and the files of a checkpoint."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import threading
+from collections.abc import Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from urllib.parse import quote
+
+import torch
+from torch import Tensor
+
+from torchrec_recstore.checkpoint.files import FileInfo, write_tensors
+from torchrec_recstore.checkpoint.info import PartInfo
+from torchrec_recstore.optim import state_names
+from torchrec_recstore.store import Snapshot, Table
+
+PART_BYTES = 48 << 20
+"""Of a part, about. Two of them are in memory at a time; the format allows 256 MB."""
+
+_LONGEST_NAME = 100
+_POLITE_NICENESS = 10
+
+
+def part_rows(table: Table) -> int:
+    """Rows of a part: the same for every column shard of the table, so that their parts hold the same ids."""
+    states = state_names(table.optimizer).values()
+    row = table.dim * (table.dtype.itemsize + 4 * sum(kind == "element" for kind in states)) + 4 * len(states) + 24
+    return max(1, PART_BYTES // row)
+
+
+class PartWriter:
+    """Writes a rank's files in a thread of its own, one while the next is being prepared.
+
+    Args:
+        directory: where.
+        rank: of the files' names.
+        polite: beside training: with low priority.
+    """
+
+    def __init__(self, directory: Path, rank: int, *, polite: bool = False) -> None:
+        self.files: dict[str, FileInfo] = {}
+        self._directory = directory
+        self._rank = rank
+        self._polite = polite
+        self._thread = ThreadPoolExecutor(1, "checkpoint-files", initializer=be_polite if polite else None)
+        self._pending: Future[tuple[str, FileInfo]] | None = None
+
+    def rows(self, table: Table, snapshot: Snapshot) -> tuple[PartInfo, ...]:
+        """Writes all rows of a snapshot of the table."""
+        parts: list[PartInfo] = []
+        while left := len(snapshot):
+            ids, rows = snapshot.read(min(part_rows(table), left), polite=self._polite)
+            parts.append(self._part(table, "", len(parts), {"ids": ids, **rows}))
+        return tuple(parts)
+
+    def ids(self, table: Table, kind: str, ids: Tensor) -> tuple[PartInfo, ...]:
+        """Writes ids alone, which ascend."""
+        pieces = torch.split(ids, PART_BYTES // ids.element_size()) if len(ids) else ()
+        return tuple(self._part(table, f"-{kind}", i, {"ids": piece}) for i, piece in enumerate(pieces))
+
+    def tensors(self, name: str, tensors: dict[str, Tensor]) -> None:
+        """Writes a file, if there are tensors for it."""
+        if tensors:
+            self._submit(name, tensors)
+
+    def close(self) -> dict[str, FileInfo]:
+        """Waits for the last file; returns all of them.
+
+        Raises:
+            OSError: one could not be written.
+        """
+        try:
+            self._collect()
+        finally:
+            self._thread.shutdown()
+        return self.files
+
+    def _part(self, table: Table, kind: str, number: int, tensors: dict[str, Tensor]) -> PartInfo:
+        columns = (table.columns.start, table.columns.stop)
+        name = f"{_file_name(table.name)}{kind}-{self._rank:05d}-{columns[0]}-{columns[1]}-{number:05d}.safetensors"
+        self._submit(name, tensors)
+        ids = tensors["ids"]
+        return PartInfo(name, self._rank, columns, len(ids), int(ids[0]), int(ids[-1]))
+
+    def _submit(self, name: str, tensors: dict[str, Tensor]) -> None:
+        self._collect()
+        self._pending = self._thread.submit(lambda: (name, write_tensors(self._directory / name, tensors)))
+
+    def _collect(self) -> None:
+        pending, self._pending = self._pending, None
+        if pending is not None:
+            name, info = pending.result()
+            self.files[name] = info
+
+
+def be_polite() -> None:
+    """Gives the calling thread a low priority."""
+    # Linux: a thread's own niceness, which POSIX would have to be the process's.
+    os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _POLITE_NICENESS)
+
+
+def _file_name(table: str) -> str:
+    name = quote(table, safe="")
+    if len(name) <= _LONGEST_NAME:
+        return name
+    return f"{name[:_LONGEST_NAME]}~{hashlib.sha256(table.encode()).hexdigest()[:16]}"
+
+
+def joined_rows(
+    pieces: Sequence[tuple[range, dict[str, Tensor]]], columns: range, states: Mapping[str, str]
+) -> dict[str, Tensor]:
+    """The rows of a shard out of those of the column shards that cover it.
+
+    A row-wise state becomes the column-weighted mean of theirs, or a copy where there is but one.
+
+    Args:
+        pieces: columns and rows (:meth:`Table.read_rows`, the same ids) of each covering shard, ascending.
+        columns: of the wanted shard.
+        states: of the optimizer, see :func:`torchrec_recstore.optim.state_names`.
+    """
+    cuts = [slice(max(c.start, columns.start) - c.start, min(c.stop, columns.stop) - c.start) for c, _ in pieces]
+    first = pieces[0][1]
+
+    def joined(name: str) -> Tensor:
+        parts = [rows[name][:, cut] for (_, rows), cut in zip(pieces, cuts, strict=True)]
+        return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
+
+    def mean(name: str) -> Tensor:
+        if len(pieces) == 1:
+            return first[name]
+        shares = [(cut.stop - cut.start) / len(columns) for cut in cuts]
+        weighted = [rows[name].double() * share for (_, rows), share in zip(pieces, shares, strict=True)]
+        return torch.stack(weighted).sum(0).float()
+
+    rows = {name: joined(name) if kind == "element" else mean(name) for name, kind in states.items()}
+    return {"weight": joined("weight"), **rows, "last_step": first["last_step"], "frequency": first["frequency"]}

@@ -1,0 +1,363 @@
+"""Saving the model: a snapshot of the moment, written part by part, and given its name when all of it is there."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import threading
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+from weakref import WeakKeyDictionary
+
+import torch.distributed as dist
+from torch import Tensor, nn
+from torchrec.distributed.types import ShardingEnv
+
+from torchrec_recstore.checkpoint.encoding import encode
+from torchrec_recstore.checkpoint.files import FileInfo, make_staging, publish, staging_directory
+from torchrec_recstore.checkpoint.info import (
+    DENSE,
+    METADATA,
+    TRAINING_STATE,
+    CheckpointInfo,
+    DeltaOf,
+    PartInfo,
+    TableInfo,
+    metadata_bytes,
+    read_chain,
+)
+from torchrec_recstore.checkpoint.model_tensors import dense_tensors
+from torchrec_recstore.checkpoint.parts import PartWriter, be_polite
+from torchrec_recstore.checkpoint.tables import distinct_tables
+from torchrec_recstore.sharders.gather import all_gathered, refused_together, whole_environment
+from torchrec_recstore.store import Snapshot, Table
+
+
+def save_checkpoint(
+    model: nn.Module,
+    path: str | Path,
+    *,
+    delta_of: str | Path | None = None,
+    overwrite: bool = False,
+    training_state: Any = None,
+) -> CheckpointInfo:
+    """Saves every RecStore table and the rest of the model's state. Collective.
+
+    What is at ``path`` afterwards is whole: files are written beside it, synced, and then renamed. A save that failed
+    has changed nothing and can be repeated.
+
+    Args:
+        model: ``DistributedModelParallel``, or anything that contains sharded modules.
+        path: the checkpoint's directory, on a filesystem that all ranks share.
+        delta_of: a checkpoint that this model has saved or loaded; then only rows that have changed since are
+            written, and which ids have left. It is needed to load the delta, from where it lies relative to it.
+        overwrite: whether a checkpoint at ``path`` may be replaced, which happens at once.
+        training_state: what the training loop needs to go on beside the model, the same on every rank: the dense
+            optimizer's and the scheduler's ``state_dict``, the position in the data. Tensors, None, bool, int, float,
+            str; lists, tuples and dicts of these.
+
+    Returns:
+        What was saved.
+
+    Raises:
+        FileExistsError: there is something at ``path``.
+        ValueError: ``delta_of`` is no checkpoint that this model has saved or loaded, a table is on one of TorchRec's
+            own sharded kernels, two tables have the same name, or another save is still being written.
+        TypeError: something in ``training_state`` that is not saved.
+        OSError: a file cannot be written.
+        RuntimeError: a rank has died. All of these on every rank.
+    """
+    path = Path(os.path.abspath(path))
+    save = _Save(model, path, delta_of, overwrite, training_state, whole_environment(), polite=False)
+    return save.write()
+
+
+class AsyncSave:
+    """A checkpoint that is being written beside training; see :func:`async_save`."""
+
+    def __init__(self, save: _Save) -> None:
+        self._info: CheckpointInfo | None = None
+        self._error: BaseException | None = None
+        self._thread = threading.Thread(target=self._write, args=(save,), name="checkpoint")
+        self._thread.start()
+
+    def done(self) -> bool:
+        """Whether :meth:`wait` would return at once."""
+        return not self._thread.is_alive()
+
+    def wait(self) -> CheckpointInfo:
+        """Waits until the checkpoint is whole on every rank.
+
+        Raises:
+            OSError, MemoryError, RuntimeError: it could not be written; there is nothing at its path. MemoryError:
+                there was no room to keep the rows that training changed meanwhile.
+        """
+        self._thread.join()
+        if self._error is not None:
+            raise self._error
+        assert self._info is not None
+        return self._info
+
+    def _write(self, save: _Save) -> None:
+        try:
+            be_polite()
+            self._info = save.write()
+        except BaseException as error:  # it belongs to whoever waits
+            self._error = error
+
+
+def async_save(
+    model: nn.Module,
+    path: str | Path,
+    *,
+    delta_of: str | Path | None = None,
+    overwrite: bool = False,
+    training_state: Any = None,
+) -> AsyncSave:
+    """As :func:`save_checkpoint`, but returns as soon as the snapshot is taken. Collective.
+
+    The checkpoint is the model of this moment, whatever is trained while it is written: a row that is about to change
+    is copied first, so memory grows by the rows that change meanwhile; dense tensors are copied at once. Files are
+    written by a thread of low priority. The process group needs gloo, for a group of the writing threads' own.
+
+    Returns:
+        Whose ``wait()`` is to be called before the next save, and before the process ends.
+
+    Raises:
+        FileExistsError, ValueError, TypeError: as :func:`save_checkpoint`.
+    """
+    path = Path(os.path.abspath(path))
+    save = _Save(model, path, delta_of, overwrite, training_state, whole_environment(), polite=True)
+    save.env = _background_environment(save.env)
+    return AsyncSave(save)
+
+
+_background_groups: WeakKeyDictionary[dist.ProcessGroup, ShardingEnv] = WeakKeyDictionary()
+
+
+def _background_environment(env: ShardingEnv) -> ShardingEnv:
+    """The same ranks with a process group that training does not use. Collective where there is none yet."""
+    if env.process_group is None:
+        return env
+    if env.process_group not in _background_groups:
+        group = dist.new_group(backend="gloo")
+        _background_groups[env.process_group] = ShardingEnv.from_process_group(group)
+    return _background_groups[env.process_group]
+
+
+@dataclass
+class _Shard:
+    """A shard of this rank that is being saved."""
+
+    table: Table
+    snapshot: Snapshot
+    rows: int
+    steps: int
+    optimizer_steps: int
+    mark: int
+    left: Tensor | None  # since delta_of; None: no longer known
+    ids: Tensor | None = None  # all of them, where they are listed instead
+
+    @staticmethod
+    def of(table: Table, since: int | None, undo: ExitStack) -> _Shard:
+        """The shard at this moment; ``undo`` ends it."""
+        left = None if since is None else table.left_since(since)
+        return _Shard(
+            table=table,
+            snapshot=undo.enter_context(table.snapshot(since)),
+            rows=len(table),
+            steps=table.steps,
+            optimizer_steps=table.optimizer_steps,
+            mark=table.mark(),
+            left=None if left is None else left[~table.contains(left)],
+        )
+
+
+class _Save:
+    """A save from its moment on. Making one is collective, and so is :meth:`write`."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        path: Path,
+        delta_of: str | Path | None,
+        overwrite: bool,
+        training_state: Any,
+        env: ShardingEnv,
+        *,
+        polite: bool,
+    ) -> None:
+        self.env = env
+        self._path = path
+        self._overwrite = overwrite
+        self._polite = polite
+        self._shards: dict[str, list[_Shard]] = {}
+        self._delta_of: DeltaOf | None = None
+        self._tensors: dict[str, Tensor] = {}
+        with ExitStack() as undo:
+            with refused_together(env):
+                self._check_path()
+                self._tables = distinct_tables(model)
+                marks = self._marks_since(delta_of)
+                self._training_state = encode(training_state, self._tensors)
+                self._dense = dense_tensors(model, self._tables)
+                for table in self._tables:
+                    self._shards[table.name] = []
+                    for number, shard in enumerate(table.module.recstore_state.shards[table.name]):
+                        since = None if marks is None else marks[table.name][number]
+                        self._shards[table.name].append(_Shard.of(shard.table, since, undo))
+                if polite:  # training goes on with the tensors themselves
+                    self._dense = {key: value.clone() for key, value in self._dense.items()}
+                    self._tensors = {key: value.detach().clone() for key, value in self._tensors.items()}
+            self._removal = self._removals()
+            self._snapshots = undo.pop_all()
+
+    def write(self) -> CheckpointInfo:
+        """Writes all of it."""
+        try:
+            with self._snapshots:
+                info = self._write()
+        except BaseException:
+            if self.env.rank == 0:
+                shutil.rmtree(staging_directory(self._path), ignore_errors=True)
+            raise
+        self._remember(info)
+        return info
+
+    def _write(self) -> CheckpointInfo:
+        with refused_together(self.env):
+            self._check_path()
+            staging = make_staging(self._path) if self.env.rank == 0 else staging_directory(self._path)
+        files: dict[str, FileInfo] = {}
+        contents: dict[str, TableInfo] = {}
+        with refused_together(self.env):
+            writer = PartWriter(staging, self.env.rank, polite=self._polite)
+            try:
+                for name, shards in self._shards.items():
+                    for shard in shards:
+                        contents[name] = _merged([contents.get(name), self._write_shard(writer, name, shard)])
+                if self.env.rank == 0:
+                    writer.tensors(DENSE, self._dense)
+                    writer.tensors(TRAINING_STATE, self._tensors)
+            finally:
+                files = writer.close()
+        gathered = all_gathered((contents, files), self.env)
+        info: CheckpointInfo | None = None
+        with refused_together(self.env):
+            if self.env.rank == 0:
+                all_files = {file: info for _, of_rank in gathered for file, info in of_rank.items()}
+                info = self._published(staging, [of_rank for of_rank, _ in gathered], all_files)
+        info = all_gathered(info, self.env)[0]
+        assert info is not None
+        return info
+
+    def _check_path(self) -> None:
+        if self.env.rank == 0 and os.path.lexists(self._path) and not self._overwrite:
+            raise FileExistsError(f"{self._path} exists already: pass overwrite=True to replace it")
+
+    def _marks_since(self, delta_of: str | Path | None) -> Mapping[str, Sequence[int]] | None:
+        if delta_of is None:
+            return None
+        chain = read_chain(delta_of)
+        base = chain[-1]
+        if self._path in [each.path for each in chain]:
+            raise ValueError(f"a delta of {base.path} cannot replace {self._path}, which is needed to load it")
+        known = [table.module.recstore_state.marks.get(base.checksum) for table in self._tables]
+        marks = {name: of_table for of_module in known for name, of_table in (of_module or {}).items()}
+        if not marks.keys() >= {table.name for table in self._tables}:
+            raise ValueError(f"delta_of: this model has neither saved nor loaded {base.path}")
+        self._delta_of = DeltaOf(os.path.relpath(base.path, self._path.parent), base.checksum)
+        return marks
+
+    def _removals(self) -> dict[str, Literal["left", "stay"]]:
+        """How each table of a delta tells which ids have left: by those, or by those that stay where they are fewer."""
+        if self._delta_of is None:
+            return dict.fromkeys(self._shards, "left")
+        local = {
+            name: [(None if shard.left is None else len(shard.left), shard.rows) for shard in shards]
+            for name, shards in self._shards.items()
+        }
+        gathered = all_gathered(local, self.env)
+        removal: dict[str, Literal["left", "stay"]] = {}
+        with refused_together(self.env):
+            for name, shards in self._shards.items():
+                counts = [count for of_rank in gathered for count in of_rank[name]]
+                left = sum(left for left, _ in counts if left is not None)
+                known = all(left is not None for left, _ in counts)
+                removal[name] = "left" if known and left <= sum(rows for _, rows in counts) else "stay"
+                for shard in shards:
+                    shard.ids = shard.table.ids() if removal[name] == "stay" else None
+        return removal
+
+    def _write_shard(self, writer: PartWriter, name: str, shard: _Shard) -> TableInfo:
+        table = shard.table
+        removed: tuple[PartInfo, ...] = ()
+        kind = self._removal[name]
+        if self._delta_of is not None and table.columns.start == 0:  # column shards hold the same ids
+            ids = shard.left if kind == "left" else shard.ids
+            assert ids is not None
+            removed = writer.ids(table, kind, ids)
+        return TableInfo(
+            dim=table.dim,
+            dtype=str(table.dtype).removeprefix("torch."),
+            optimizer=table.optimizer,
+            options=table.options,
+            rows=shard.rows if table.columns.start == 0 else 0,
+            steps=shard.steps,
+            optimizer_steps=shard.optimizer_steps,
+            columns=((table.columns.start, table.columns.stop),),
+            parts=writer.rows(table, shard.snapshot),
+            removal=kind,
+            removed=removed,
+        )
+
+    def _published(
+        self, staging: Path, contents: Sequence[Mapping[str, TableInfo]], files: Mapping[str, FileInfo]
+    ) -> CheckpointInfo:
+        for name, file in files.items():
+            written = staging / name
+            if not written.is_file() or written.stat().st_size != file.bytes:
+                raise OSError(
+                    f"rank 0 does not see {written}, which another rank has written: "
+                    f"all ranks must share the filesystem of {self._path.parent}"
+                )
+        tables = {table.name: _merged([of_rank.get(table.name) for of_rank in contents]) for table in self._tables}
+        info = CheckpointInfo(
+            path=self._path,
+            step=max((table.steps for table in tables.values()), default=0),
+            world_size=self.env.world_size,
+            tables=tables,
+            files=files,
+            dense=tuple(sorted(self._dense)),
+            delta_of=self._delta_of,
+        )
+        text, checksum = metadata_bytes(info, self._training_state)
+        with (staging / METADATA).open("wb") as file_:
+            file_.write(text)
+            file_.flush()
+            os.fsync(file_.fileno())
+        publish(self._path)
+        return replace(info, checksum=checksum)
+
+    def _remember(self, info: CheckpointInfo) -> None:
+        for table in self._tables:
+            marks = table.module.recstore_state.marks.setdefault(info.checksum, {})
+            marks[table.name] = [shard.mark for shard in self._shards[table.name]]
+
+
+def _merged(infos: Sequence[TableInfo | None]) -> TableInfo:
+    """What the shards of a table say of it, put together."""
+    known = [info for info in infos if info is not None]
+    first = known[0]
+    return replace(
+        first,
+        rows=sum(info.rows for info in known),
+        steps=max(info.steps for info in known),
+        optimizer_steps=max(info.optimizer_steps for info in known),
+        columns=tuple(sorted({columns for info in known for columns in info.columns})),
+        parts=tuple(part for info in known for part in info.parts),
+        removed=tuple(part for info in known for part in info.removed),
+    )
