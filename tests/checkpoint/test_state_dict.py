@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -22,7 +21,7 @@ from . import models
 USER_IDS = "sparse.embedding_bags.user.weight_id"
 
 
-def forth_and_back(rank: int, world_size: int, *, sharding: str) -> None:
+def forth_and_back(sharding: str) -> None:
     model = models.recstore(sharding, EmbOptimType.EXACT_ADAGRAD)
     models.train(model)
     state, optimizer = model.state_dict(), model.fused_optimizer.state_dict()
@@ -34,12 +33,7 @@ def forth_and_back(rank: int, world_size: int, *, sharding: str) -> None:
     models.assert_holds(model, before)
 
 
-@pytest.mark.parametrize("sharding", ["row_wise", "column_wise", "table_wise"])
-def test_two_ranks(sharding: str) -> None:
-    run_on_ranks(2, partial(forth_and_back, sharding=sharding))
-
-
-def refused_on_every_rank(rank: int, world_size: int) -> None:
+def refused_on_every_rank() -> None:
     model = models.recstore("table_wise")
     models.train(model)
     before, state = models.shards(model), model.state_dict()
@@ -53,8 +47,14 @@ def refused_on_every_rank(rank: int, world_size: int) -> None:
     models.assert_holds(model, before)
 
 
-def test_what_one_rank_refuses_all_refuse() -> None:
-    run_on_ranks(2, refused_on_every_rank)
+def two_ranks(rank: int, world_size: int) -> None:
+    for sharding in ("row_wise", "column_wise", "table_wise"):
+        forth_and_back(sharding)
+    refused_on_every_rank()
+
+
+def test_two_ranks() -> None:
+    run_on_ranks(2, two_ranks)
 
 
 @pytest.mark.parametrize(
