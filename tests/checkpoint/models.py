@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
 from pathlib import Path
 
 import torch
@@ -43,18 +42,14 @@ class Model(nn.Module):
 
 
 def recstore(
-    sharding_type: str = "table_wise",
-    optimizer: EmbOptimType = EmbOptimType.EXACT_ROWWISE_ADAGRAD,
-    fused: Collection[str] = (),
+    sharding_type: str = "table_wise", optimizer: EmbOptimType = EmbOptimType.EXACT_ROWWISE_ADAGRAD
 ) -> DistributedModelParallel:
-    """The model, its tables in RecStore but for those that are ``fused``: on TorchRec's own kernel."""
+    """The model, all of its tables in RecStore."""
     torch.manual_seed(0)
     model, world = Model(), dist.get_world_size()
     sharders = [RecStoreSharder(fused_params={"optimizer": optimizer, "learning_rate": 0.1})]
     constraints = {
-        name: ParameterConstraints(sharding_types=["table_wise"], compute_kernels=["fused"])
-        if name in fused
-        else RecStoreConstraints(
+        name: RecStoreConstraints(
             sharding_types=[sharding_type],
             min_partition=DIM // 2 if sharding_type in ("column_wise", "grid_shard") else None,
         )

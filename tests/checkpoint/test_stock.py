@@ -16,6 +16,8 @@ from torchrec import (
     EmbeddingConfig,
 )
 from torchrec.distributed import DistributedModelParallel
+from torchrec.distributed.planner import Topology
+from torchrec.distributed.planner.types import ParameterConstraints
 from torchrec.distributed.types import ShardingEnv
 from torchrec.modules.feature_processor_ import PositionWeightedModuleCollection
 from torchrec.modules.fp_embedding_modules import FeatureProcessedEmbeddingBagCollection
@@ -29,6 +31,7 @@ from torchrec_recstore import (
 )
 from torchrec_recstore.checkpoint.whole import whole
 from torchrec_recstore.optim import Adam, AdamW
+from torchrec_recstore.planner import RecStoreConstraints, RecStorePlanner
 from torchrec_recstore.sharders import (
     RecStoreEmbeddingCollectionSharder,
     RecStoreFeatureProcessedEmbeddingBagCollectionSharder,
@@ -130,24 +133,39 @@ def test_optimizers_that_torchrec_has_on_gpus_alone(one_rank: None, optimizer: E
         assert torch.equal(table.lookup(ids), loaded.lookup(ids))
 
 
+def mixed(optimizer: EmbOptimType) -> DistributedModelParallel:
+    """The user table in RecStore, the item table on TorchRec's kernel."""
+    torch.manual_seed(0)
+    model, world = models.Model(), dist.get_world_size()
+    sharders = [RecStoreSharder(fused_params={"optimizer": optimizer, "learning_rate": 0.1})]
+    constraints = {
+        "user": RecStoreConstraints(sharding_types=["row_wise"]),
+        "item": ParameterConstraints(sharding_types=["table_wise"], compute_kernels=["fused"]),
+    }
+    topology = Topology(world_size=world, local_world_size=world, compute_device="cpu")
+    planner = RecStorePlanner(topology=topology, constraints=constraints, debug=False)
+    plan = planner.collective_plan(model, sharders, dist.group.WORLD)
+    return DistributedModelParallel(model, plan=plan, sharders=sharders, device=torch.device("cpu"))
+
+
 def two_ranks(rank: int, world_size: int) -> None:
     model = models.recstore("row_wise", ADAGRAD)
     models.train(model, **IDS)
     state, states = stock_state_dict(model, NUM_ROWS), stock_optimizer_state_dict(model, NUM_ROWS)
     other, stock = models.recstore("column_wise", ADAGRAD), models.stock("table_wise", ADAGRAD)
-    mixed = models.recstore("row_wise", ADAGRAD, fused=["item"])
+    both = mixed(ADAGRAD)
     load_stock_state_dict(other, state, states)
     load_into_stock(stock, state, states)
-    load_stock_state_dict(mixed, state, states)
-    for trained in (other, stock, mixed):
+    load_stock_state_dict(both, state, states)
+    for trained in (other, stock, both):
         models.train(trained, steps=2, **IDS)
     state, states = stock_state_dict(other, NUM_ROWS), stock_optimizer_state_dict(other, NUM_ROWS)
     for key, value in stock.state_dict().items():
         for part in value.local_shards() if key in (USER, ITEM) else ():
             torch.testing.assert_close(state[key], part.tensor.detach(), rtol=0, atol=1e-5)
     user = {"user": ROWS}
-    torch.testing.assert_close(stock_state_dict(mixed, user), state, rtol=0, atol=1e-5)
-    torch.testing.assert_close(stock_optimizer_state_dict(mixed, user), states, rtol=0, atol=1e-5)
+    torch.testing.assert_close(stock_state_dict(both, user), state, rtol=0, atol=1e-5)
+    torch.testing.assert_close(stock_optimizer_state_dict(both, user), states, rtol=0, atol=1e-5)
     with pytest.raises(ValueError, match="is spread over several processes"):
         load_stock_state_dict(model, stock.state_dict())
     with pytest.raises(ValueError, match=r"table 'user' has \d+ ids outside \[0, 1\)"):
