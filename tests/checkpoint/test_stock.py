@@ -253,6 +253,7 @@ def test_what_does_not_fit_changes_nothing(one_rank: None) -> None:
         model, r"table 'item': .* is of shape \(100, 5\), the table's dim is 8", {**state, ITEM: torch.ones(ROWS, 5)}
     )
     refused(model, r"over.bias is of shape \(3,\), the model's of \(1,\)", {**state, "over.bias": torch.ones(3)})
+    refused(model, 'the stock optimizer state has no "state"', state, states)
     refused(model, "the stock optimizer state has no item.mom", state, {"state": without(states, ITEM)})
     refused(model, "the stock optimizer state has stranger, which", state, {"state": {**states, "stranger": {}}})
     refused(model, "'item': the stock optimizer state has no item.momentum1", state, optimizer())

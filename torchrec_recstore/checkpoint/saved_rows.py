@@ -59,8 +59,8 @@ class SavedTensors:
 
     def row_ranges(self, key: str) -> list[range]:
         """The rows that were saved in one piece, piece by piece: reading other ranges reads pieces several times."""
-        begins = {chunk.offsets[0]: chunk.sizes[0] for chunk in self.saved[key].chunks}
-        return [range(begin, begin + size) for begin, size in sorted(begins.items())]
+        pieces = {(chunk.offsets[0], chunk.sizes[0]) for chunk in self.saved[key].chunks}
+        return [range(begin, begin + size) for begin, size in sorted(pieces) if size]
 
     def read(self, keys: Mapping[str, str], rows: range | None = None) -> dict[str, Tensor]:
         """``rows`` of several tensors, or all of them.

@@ -111,7 +111,7 @@ def load_stock_state_dict(
             or ``optimizer_steps`` is needed; nothing has changed.
     """
     tables = {table.weight_key: table for table in recstore_tables(model)}
-    given = None if optimizer_state_dict is None else optimizer_state_dict["state"]
+    given = _states_in(optimizer_state_dict)
     with rows_left_out(model):
         own, own_states = model.state_dict(), model.fused_optimizer.state_dict()["state"]
     states: dict[str, dict[str, Tensor]] = {}
@@ -149,12 +149,11 @@ def load_into_stock(
     Raises:
         ValueError: an entry is missing or unknown or of another shape; nothing has changed.
     """
+    given = _states_in(optimizer_state_dict)
     own, own_states = model.state_dict(), model.fused_optimizer.state_dict()["state"]
-    fused: list[tuple[Any, Tensor]] = []
     with refused_together(_env([])):
         plain = _checked_weights({}, state_dict, own)
-        if optimizer_state_dict is not None:
-            fused = _checked_pairs(optimizer_state_dict["state"], own_states, own)
+        fused = [] if given is None else _checked_pairs(given, own_states, own)
     _load_rest(model, plain, own)
     for value, part in fused:
         fill(value, part)
@@ -162,6 +161,15 @@ def load_into_stock(
 
 def _env(tables: Sequence[ModelTable]) -> ShardingEnv:
     return tables[0].state.env if tables else whole_environment()
+
+
+def _states_in(optimizer_state_dict: Mapping[str, Any] | None) -> Mapping[str, Mapping[str, Any]] | None:
+    if optimizer_state_dict is None:
+        return None
+    if "state" not in optimizer_state_dict:
+        raise ValueError('the stock optimizer state has no "state": it should be of model.fused_optimizer.state_dict()')
+    given: Mapping[str, Mapping[str, Any]] = optimizer_state_dict["state"]
+    return given
 
 
 def _load_rest(model: nn.Module, plain: dict[str, Any], own: Mapping[str, Any]) -> None:

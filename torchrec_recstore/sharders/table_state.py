@@ -16,7 +16,14 @@ from torchrec.distributed.types import ShardingEnv
 from torchrec_recstore.optim import Optimizer, state_names
 from torchrec_recstore.sharders.gather import refused_together
 from torchrec_recstore.sharders.local_shard import LocalShard
-from torchrec_recstore.sharders.whole_tensors import TableLayout, TableSource, Value, gathered_rows, owned_positions
+from torchrec_recstore.sharders.whole_tensors import (
+    PIECE_ROWS,
+    TableLayout,
+    TableSource,
+    Value,
+    gathered_rows,
+    owned_positions,
+)
 from torchrec_recstore.store import Table
 
 BOOKKEEPING = ("last_step", "frequency")
@@ -56,14 +63,14 @@ class TableState:
             return {}
         layout = TableLayout(self.name, self.shards, self.env)
         ids = [shard.table.ids() for shard in self.shards]
-        rows = [shard.table.read_rows(i) for shard, i in zip(self.shards, ids, strict=True)]
+        rows = [self._read(shard.table, i) for shard, i in zip(self.shards, ids, strict=True)]
         starts = [columns.start for columns in layout.column_shards]
         state: dict[str, Value] = {
             "id": layout.rowed(ids),
             "columns": torch.tensor(starts),
             "steps": torch.tensor([layout.optimizer_steps]),
             "clock": torch.tensor([layout.clock]),
-            **{key: layout.rowed([r[key].contiguous() for r in rows]) for key in BOOKKEEPING},
+            **{key: layout.rowed([r[key] for r in rows]) for key in BOOKKEEPING},
         }
         for key, kind in self._states.items():
             if kind == "element":
@@ -133,6 +140,15 @@ class TableState:
                 raise ValueError(f"RecStore table {self.name!r}: {key} is of shape {source.shape}, not {width} columns")
             rows[key] = self._state_of(shard, source, kind, starts)
         return ids, rows
+
+    def _read(self, table: Table, ids: Tensor) -> dict[str, Tensor]:
+        """Optimizer state and bookkeeping of ``ids``, without their weights."""
+        parts: dict[str, list[Tensor]] = {key: [] for key in (*self._states, *BOOKKEEPING)}
+        for begin in range(0, max(1, len(ids)), PIECE_ROWS):
+            rows = table.read_rows(ids[begin : begin + PIECE_ROWS])
+            for key, values in parts.items():
+                values.append(rows[key])
+        return {key: torch.cat(values) for key, values in parts.items()}
 
     def _state_of(self, shard: LocalShard, source: TableSource, kind: str, starts: Sequence[int]) -> Tensor:
         columns = shard.table.columns
