@@ -185,6 +185,12 @@ def test_an_async_save_that_fails_says_so_when_waited_for(tmp_path: Path) -> Non
     async_save(model, tmp_path / "saved").wait()
 
 
+def test_files_are_readable_by_whom_the_umask_lets(tmp_path: Path) -> None:
+    info = save_checkpoint(trained(), tmp_path / "saved")
+    expected = (tmp_path / "saved").stat().st_mode & 0o666
+    assert {file.stat().st_mode & 0o777 for file in info.path.iterdir()} == {expected}
+
+
 def test_overwrite_replaces_at_once(tmp_path: Path) -> None:
     model = trained()
     save_checkpoint(model, tmp_path / "saved")
