@@ -6,6 +6,12 @@ from torchrec_recstore.checkpoint.files import CheckpointError
 from torchrec_recstore.checkpoint.info import CheckpointInfo, TableInfo, read_info
 from torchrec_recstore.checkpoint.load import load_checkpoint
 from torchrec_recstore.checkpoint.save import AsyncSave, async_save, save_checkpoint
+from torchrec_recstore.checkpoint.stock import (
+    load_into_stock,
+    load_stock_state_dict,
+    stock_optimizer_state_dict,
+    stock_state_dict,
+)
 
 __all__ = [
     "AsyncSave",
@@ -17,6 +23,10 @@ __all__ = [
     "load_checkpoint",
     "load_dense_weights",
     "load_distributed_checkpoint",
+    "load_into_stock",
+    "load_stock_state_dict",
     "read_info",
     "save_checkpoint",
+    "stock_optimizer_state_dict",
+    "stock_state_dict",
 ]
