@@ -148,14 +148,7 @@ def full(model: DistributedModelParallel, folder: Path) -> CheckpointInfo:
         seconds["write"].append(timed(lambda sizes=sizes: write_plain(folder / "plain", sizes)))  # type: ignore[misc]
         forget(folder / "plain")
         seconds["read"].append(timed(lambda: read_plain(folder / "plain")))
-        other = build()
-        for key in ("load", "load_touched"):
-            forget(folder / "full")
-            with peak_memory() as peak:
-                seconds[key].append(timed(lambda: load_checkpoint(other, folder / "full")))  # noqa: B023
-            if key == "load":
-                memory["load"].append(peak[0] - table_of(other).stats().bytes)
-        del other
+        load(folder / "full", seconds, memory)
     assert info is not None
     rate = {key: info.bytes / statistics.median(values) / 1e9 for key, values in seconds.items()}
     emit(
@@ -172,6 +165,17 @@ def full(model: DistributedModelParallel, folder: Path) -> CheckpointInfo:
         }
     )
     return info
+
+
+def load(path: Path, seconds: dict[str, list[float]], memory: dict[str, list[int]]) -> None:
+    """Loads into a new model, and again into memory that the first load's rows have left."""
+    model = build()
+    for key in ("load", "load_touched"):
+        forget(path)
+        with peak_memory() as peak:
+            seconds[key].append(timed(lambda: load_checkpoint(model, path)))
+        if key == "load":
+            memory["load"].append(peak[0] - table_of(model).stats().bytes)
 
 
 def deltas(model: DistributedModelParallel, folder: Path, base: CheckpointInfo) -> None:
