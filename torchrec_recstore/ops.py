@@ -193,11 +193,15 @@ table_exchange_rows = cast(Callable[[int, int], None], _ops.table_exchange_rows.
 table_mark = cast(Callable[[int], int], _ops.table_mark.default)
 """(table) -> a mark, since when changes are known from here on."""
 
-table_left_since = cast(Callable[[int, int], Tensor | None], _ops.table_left_since.default)
-"""(table, mark) -> ids (N,) int64, ascending, whose row was removed since; None where they are no longer known."""
-
 snapshot_open = cast(Callable[[int, int | None], int], _ops.snapshot_open.default)
 """(table, mark or None) -> a snapshot of all rows, or of those changed since the mark."""
+
+snapshot_moment = cast(Callable[[int], list[int]], _ops.snapshot_moment.default)
+"""(snapshot) -> a mark of its moment, and the table's rows, steps and optimizer steps then."""
+
+snapshot_left = cast(Callable[[int], Tensor | None], _ops.snapshot_left.default)
+"""(snapshot since a mark) -> ids (N,) int64, ascending, that had a row then and had none any more; None where they are
+no longer known, or where there was no mark."""
 
 snapshot_rows_left = cast(Callable[[int], int], _ops.snapshot_rows_left.default)
 """(snapshot) -> rows that have not been read."""

@@ -138,6 +138,24 @@ def test_deltas_hold_what_changed_and_chains_load(tmp_path: Path) -> None:
     assert [len(table.parts) + len(table.removed) for table in nothing.tables.values()] == [0, 0]
 
 
+def test_a_delta_knows_what_was_loaded_otherwise(tmp_path: Path) -> None:
+    model, other = trained(), other_model()
+    state = model.state_dict()
+    save_checkpoint(model, tmp_path / "0")
+    models.train(model, steps=1, distinct=50)
+    model.load_state_dict(state)
+    save_checkpoint(model, tmp_path / "1", delta_of=tmp_path / "0")
+    load_checkpoint(other, tmp_path / "1")
+    assert_same(held(other), held(model))
+    # Rows that came all at once are those of another history.
+    load_checkpoint(model, tmp_path / "0")
+    with pytest.raises(ValueError, match="no longer known"):
+        save_checkpoint(model, tmp_path / "2", delta_of=tmp_path / "1")
+    save_checkpoint(model, tmp_path / "2", delta_of=tmp_path / "0")
+    load_checkpoint(other, tmp_path / "2")
+    assert_same(held(other), held(model))
+
+
 def test_a_delta_lists_the_ids_that_stay_where_most_left(tmp_path: Path) -> None:
     model = models.recstore()
     (table,) = (s.table for s in model.module.sparse.recstore_state.shards["user"])

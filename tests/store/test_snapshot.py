@@ -147,11 +147,11 @@ def test_marks_against_a_model(script: list[tuple[str, list[int]]]) -> None:
     for mark, changed, left in marks:
         with table.snapshot(mark) as snapshot:
             ids, rows = read_all(snapshot, 3)
+            gone = snapshot.left
         assert ids.tolist() == sorted(changed)
         assert same((ids, rows), (ids, table.read_rows(ids)))
-        gone = table.left_since(mark)
         assert gone is not None
-        assert gone.tolist() == sorted(left)
+        assert gone.tolist() == sorted(left - present)
 
 
 def test_old_marks_are_forgotten_and_recent_ones_are_not() -> None:
@@ -175,16 +175,17 @@ def test_ids_that_left_are_not_listed_where_more_left_than_stay() -> None:
     table.insert(torch.arange(200_000), torch.zeros(200_000, 1))
     mark = table.mark()
     table.remove(torch.arange(90_000))
-    left = table.left_since(mark)
+    with table.snapshot(mark) as snapshot:
+        left = snapshot.left
     assert left is not None
     assert len(left) == 90_000
     table.remove(torch.arange(90_000, 190_000))
-    assert table.left_since(mark) is None
-    later = table.mark()
+    with table.snapshot(mark) as snapshot:
+        assert snapshot.left is None
     table.remove(torch.tensor([195_000]))
-    again = table.left_since(later)
-    assert again is not None
-    assert again.tolist() == [195_000]
+    with table.snapshot(snapshot.mark) as later:
+        assert later.left is not None
+        assert later.left.tolist() == [195_000]
 
 
 def test_one_snapshot_at_a_time() -> None:
@@ -214,6 +215,20 @@ def test_exchanged_rows_come_with_their_clocks() -> None:
             table.exchange_rows(stranger)
     with pytest.raises(ValueError, match="itself"):
         table.exchange_rows(table)
+
+
+def test_marks_do_not_outlive_an_exchange() -> None:
+    table, other = trained(SGD(0.1), torch.arange(100)), trained(SGD(0.1), torch.arange(5))
+    marks = [table.mark(), other.mark(), other.mark()]
+    table.exchange_rows(other)
+    for mark in marks:
+        with pytest.raises(ValueError, match="no longer known"):
+            table.snapshot(mark)
+    with table.snapshot(table.mark()) as snapshot:
+        assert len(snapshot) == 0
+    table.update(torch.tensor([3]), torch.ones(1, 4))
+    with table.snapshot(snapshot.mark) as changed:
+        assert read_all(changed)[0].tolist() == [3]
 
 
 def test_a_backward_after_an_exchange_updates_nothing() -> None:

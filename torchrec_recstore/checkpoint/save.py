@@ -154,26 +154,7 @@ class _Shard:
 
     table: Table
     snapshot: Snapshot
-    rows: int
-    steps: int
-    optimizer_steps: int
-    mark: int
-    left: Tensor | None  # since delta_of; None: no longer known
-    ids: Tensor | None = None  # all of them, where they are listed instead
-
-    @staticmethod
-    def of(table: Table, since: int | None, undo: ExitStack) -> _Shard:
-        """The shard at this moment; ``undo`` ends it."""
-        left = None if since is None else table.left_since(since)
-        return _Shard(
-            table=table,
-            snapshot=undo.enter_context(table.snapshot(since)),
-            rows=len(table),
-            steps=table.steps,
-            optimizer_steps=table.optimizer_steps,
-            mark=table.mark(),
-            left=None if left is None else left[~table.contains(left)],
-        )
+    ids: Tensor | None = None  # all of them, where they are listed instead of those that left
 
 
 class _Save:
@@ -208,7 +189,9 @@ class _Save:
                     self._shards[table.name] = []
                     for number, shard in enumerate(table.module.recstore_state.shards[table.name]):
                         since = None if marks is None else marks[table.name][number]
-                        self._shards[table.name].append(_Shard.of(shard.table, since, undo))
+                        self._shards[table.name].append(
+                            _Shard(shard.table, undo.enter_context(shard.table.snapshot(since)))
+                        )
                 if polite:  # training goes on with the tensors themselves
                     self._dense = {key: value.clone() for key, value in self._dense.items()}
                     self._tensors = {key: value.detach().clone() for key, value in self._tensors.items()}
@@ -277,7 +260,7 @@ class _Save:
         if self._delta_of is None:
             return dict.fromkeys(self._shards, "left")
         local = {
-            name: [(None if shard.left is None else len(shard.left), shard.rows) for shard in shards]
+            name: [(None if s.snapshot.left is None else len(s.snapshot.left), s.snapshot.table_rows) for s in shards]
             for name, shards in self._shards.items()
         }
         gathered = all_gathered(local, self.env)
@@ -297,7 +280,7 @@ class _Save:
         removed: tuple[PartInfo, ...] = ()
         kind = self._removal[name]
         if self._delta_of is not None and table.columns.start == 0:  # column shards hold the same ids
-            ids = shard.left if kind == "left" else shard.ids
+            ids = shard.snapshot.left if kind == "left" else shard.ids
             assert ids is not None
             removed = writer.ids(table, kind, ids)
         return TableInfo(
@@ -305,9 +288,9 @@ class _Save:
             dtype=str(table.dtype).removeprefix("torch."),
             optimizer=table.optimizer,
             options=table.options,
-            rows=shard.rows if table.columns.start == 0 else 0,
-            steps=shard.steps,
-            optimizer_steps=shard.optimizer_steps,
+            rows=shard.snapshot.table_rows if table.columns.start == 0 else 0,
+            steps=shard.snapshot.steps,
+            optimizer_steps=shard.snapshot.optimizer_steps,
             columns=((table.columns.start, table.columns.stop),),
             parts=writer.rows(table, shard.snapshot),
             removal=kind,
@@ -345,7 +328,7 @@ class _Save:
     def _remember(self, info: CheckpointInfo) -> None:
         for table in self._tables:
             marks = table.module.recstore_state.marks.setdefault(info.checksum, {})
-            marks[table.name] = [shard.mark for shard in self._shards[table.name]]
+            marks[table.name] = [shard.snapshot.mark for shard in self._shards[table.name]]
 
 
 def _merged(infos: Sequence[TableInfo | None]) -> TableInfo:

@@ -326,24 +326,27 @@ int64_t table_mark(int64_t table) {
   return owner->rows().mark();
 }
 
-// -> the ids that have left since the mark, (N,) int64, ascending; none where they are not known any more.
-std::optional<Tensor> table_left_since(int64_t table, int64_t mark) {
-  const auto owner = tables().get(table);
-  const std::lock_guard<std::mutex> lock(owner->mutex());
-  owner->check_open();
-  const auto left = owner->rows().changes().left_since(mark);
-  if (!left) return std::nullopt;
-  Tensor ids = empty({static_cast<int64_t>(left->size())}, ScalarType::Long);
-  std::copy(left->begin(), left->end(), static_cast<int64_t*>(ids.mutable_data_ptr()));
-  return ids;
-}
-
 int64_t snapshot_open(int64_t table, std::optional<int64_t> since) {
   const auto owner = tables().get(table);
   const std::lock_guard<std::mutex> lock(owner->mutex());
   owner->check_open();
   owner->settle_passes(executor());
   return snapshots().add(std::make_shared<Snapshot>(owner, since));
+}
+
+// mark, rows of the table, steps, optimizer steps
+std::vector<int64_t> snapshot_moment(int64_t snapshot) {
+  const auto reader = snapshots().get(snapshot);
+  return {reader->mark(), reader->table_rows(), reader->steps(), reader->optimizer_steps()};
+}
+
+// -> the ids that had left since the snapshot's mark, (N,) int64, ascending; none where they are not known.
+std::optional<Tensor> snapshot_left(int64_t snapshot) {
+  const auto reader = snapshots().get(snapshot);
+  if (!reader->left()) return std::nullopt;
+  Tensor ids = empty({static_cast<int64_t>(reader->left()->size())}, ScalarType::Long);
+  std::copy(reader->left()->begin(), reader->left()->end(), static_cast<int64_t*>(ids.mutable_data_ptr()));
+  return ids;
 }
 
 int64_t snapshot_rows_left(int64_t snapshot) { return snapshots().get(snapshot)->rows_left(); }
@@ -614,8 +617,9 @@ STABLE_TORCH_LIBRARY(recstore_ops, m) {
       "-> ()");
   m.def("table_exchange_rows(int table, int other) -> ()");
   m.def("table_mark(int table) -> int");
-  m.def("table_left_since(int table, int mark) -> Tensor?");
   m.def("snapshot_open(int table, int? since) -> int");
+  m.def("snapshot_moment(int snapshot) -> int[]");
+  m.def("snapshot_left(int snapshot) -> Tensor?");
   m.def("snapshot_rows_left(int snapshot) -> int");
   m.def("snapshot_read(int snapshot, int n, bool polite) -> (Tensor, Tensor, Tensor, Tensor, Tensor, Tensor)");
   m.def("snapshot_close(int snapshot) -> ()");
@@ -645,8 +649,9 @@ STABLE_TORCH_LIBRARY_IMPL(recstore_ops, CompositeExplicitAutograd, m) {
   m.impl("table_set_steps", TORCH_BOX(&recstore::table_set_steps));
   m.impl("table_exchange_rows", TORCH_BOX(&recstore::table_exchange_rows));
   m.impl("table_mark", TORCH_BOX(&recstore::table_mark));
-  m.impl("table_left_since", TORCH_BOX(&recstore::table_left_since));
   m.impl("snapshot_open", TORCH_BOX(&recstore::snapshot_open));
+  m.impl("snapshot_moment", TORCH_BOX(&recstore::snapshot_moment));
+  m.impl("snapshot_left", TORCH_BOX(&recstore::snapshot_left));
   m.impl("snapshot_rows_left", TORCH_BOX(&recstore::snapshot_rows_left));
   m.impl("snapshot_read", TORCH_BOX(&recstore::snapshot_read));
   m.impl("snapshot_close", TORCH_BOX(&recstore::snapshot_close));

@@ -56,6 +56,13 @@ std::optional<std::vector<int64_t>> Changes::left_since(Mark mark) const {
   return ids;
 }
 
+void Changes::restart(Mark last) {
+  base_ = now_ = last;
+  left_.clear();
+  left_count_ = 0;
+  left_from_ = now_ + 1;
+}
+
 void Changes::clear() {
   stamps_.discard(0, static_cast<size_t>(slots_));
 }

@@ -31,11 +31,14 @@ class Changes {
   // Whether what has changed since the mark is known still.
   bool knows(Mark mark) const { return mark > base_ && mark <= now_; }
   bool changed_since(Slot slot, Mark mark) const { return stamps()[slot] >= mark - base_; }
-  // The ids that have left since the mark, ascending, also those that have come back; nothing where they are
-  // more than the rows that stayed.
+  // The ids that have left since the mark, ascending, also those that have come back; nothing where they are no
+  // longer known, because they are more than the rows that stayed.
   std::optional<std::vector<int64_t>> left_since(Mark mark) const;
   // Every row has gone.
   void clear();
+  // The rows are others now: forgets every mark up to `last`, and goes on behind it.
+  void restart(Mark last);
+  Mark last_mark() const { return now_; }
 
  private:
   struct Left {

@@ -55,6 +55,9 @@ class Snapshot::Least {
 Snapshot::Snapshot(std::shared_ptr<Table> table, std::optional<Changes::Mark> since)
     : table_(std::move(table)),
       slots_(table_->rows().slots()),
+      table_rows_(table_->size()),
+      steps_(table_->counters().steps),
+      optimizer_steps_(table_->optimizer_steps()),
       pending_(static_cast<size_t>(slots_ + 63) / 64, since ? 0 : ~uint64_t{0}),
       image_bytes_(table_->rows().row_bytes() + static_cast<int64_t>(sizeof(RowMeta))),
       blocks_(static_cast<size_t>(slots_ / kBlockImages + 1)) {
@@ -70,6 +73,13 @@ Snapshot::Snapshot(std::shared_ptr<Table> table, std::optional<Changes::Mark> si
   }
   table_->rows().for_each_free([&](Slot slot) { pending_[slot / 64] &= ~(uint64_t{1} << (slot % 64)); });
   for (const uint64_t bits : pending_) rows_left_ += __builtin_popcountll(bits);
+  if (since) {
+    left_ = table_->rows().changes().left_since(*since);
+    const Index& index = table_->index();
+    const auto is_back = [&](int64_t id) { return index.find(id, index.hash(id)) != kNoSlot; };
+    if (left_) left_->erase(std::remove_if(left_->begin(), left_->end(), is_back), left_->end());
+  }
+  mark_ = table_->rows().mark();
   numbers_.reserve(static_cast<size_t>(slots_) * sizeof(uint32_t));
   pass_ = table_->begin_pass(this);  // so that slots are not reused
   table_->set_snapshot(this);

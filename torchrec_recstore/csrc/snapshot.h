@@ -27,6 +27,13 @@ class Snapshot final : public PendingPass {
   ~Snapshot() override;  // the caller does not hold the lock
 
   const Table& table() const { return *table_; }
+  // What the table was at that moment: its rows and clocks, a mark of the moment, and, where `since` was given, the
+  // ids that had left since, ascending; nothing where these are not known.
+  int64_t table_rows() const { return table_rows_; }
+  int64_t steps() const { return steps_; }
+  int64_t optimizer_steps() const { return optimizer_steps_; }
+  Changes::Mark mark() const { return mark_; }
+  const std::optional<std::vector<int64_t>>& left() const { return left_; }
   // Rows that have not been read.
   int64_t rows_left() const { return rows_left_; }
   // Copies the next n rows, n at most rows_left(), ids ascending. The caller does not hold the lock.
@@ -60,6 +67,11 @@ class Snapshot final : public PendingPass {
   std::shared_ptr<Table> table_;
   std::mutex reading_;             // one read() after the other
   int64_t slots_;
+  int64_t table_rows_;
+  int64_t steps_;
+  int64_t optimizer_steps_;
+  Changes::Mark mark_;
+  std::optional<std::vector<int64_t>> left_;
   std::atomic<int64_t> rows_left_{0};
   std::vector<uint64_t> pending_;  // a bit a slot: a row of the snapshot that has not been read
   std::vector<Row> removed_;       // since the snapshot began, and not read before

@@ -67,6 +67,9 @@ void Table::exchange_rows(Table& other) {
   std::swap(rows_, other.rows_);
   std::swap(optimizer_steps_, other.optimizer_steps_);
   std::swap(counters_.steps, other.counters_.steps);
+  // Marks of one table must not be taken for those of the other.
+  const Changes::Mark last = std::max(rows_.changes().last_mark(), other.rows_.changes().last_mark());
+  for (Table* table : {this, &other}) table->rows_.changes().restart(last);
 }
 
 void Table::ids(int64_t* out) const {

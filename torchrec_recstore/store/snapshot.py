@@ -21,6 +21,11 @@ class Snapshot:
         self._optimizer = optimizer
         self._handle = handle
         self._close = weakref.finalize(self, ops.snapshot_close, handle)
+        self.mark, self.table_rows, self.steps, self.optimizer_steps = ops.snapshot_moment(handle)
+        """A mark of its moment, and what ``len(table)``, ``steps`` and ``optimizer_steps`` were."""
+        self.left = ops.snapshot_left(handle)
+        """(N,) int64: ids, ascending, that had a row at the mark given to :meth:`Table.snapshot` and have none any
+        more. None where they are no longer known, because more have left than stay, or where no mark was given."""
 
     def __len__(self) -> int:
         """Rows that have not been read."""

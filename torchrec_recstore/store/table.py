@@ -204,19 +204,11 @@ class Table:
     def mark(self) -> int:
         """From here on the table knows which rows change and which ids leave; returns the mark to ask by.
 
-        From the first mark on, a row takes a byte more, and each id that leaves eight. The last 127 marks at least
-        are known, older ones are forgotten.
+        A snapshot has a mark of its own moment. From the first mark on, a row takes a byte more, and each id that
+        leaves eight. The last 127 marks at least are known, older ones are forgotten.
         """
         with ops.native_errors(f"table '{self.name}'"):
             return ops.table_mark(self.handle)
-
-    def left_since(self, mark: int) -> Tensor | None:
-        """The ids that have left since a mark, (N,) int64, ascending, also those that have come back.
-
-        None where they are no longer known, because more have left than stay.
-        """
-        with ops.native_errors(f"table '{self.name}'"):
-            return ops.table_left_since(self.handle, mark)
 
     def snapshot(self, since: int | None = None) -> Snapshot:
         """The rows as they are now, to be read while the table goes on changing; one at a time.
@@ -243,9 +235,9 @@ class Table:
         )
 
     def exchange_rows(self, other: Table) -> None:
-        """Exchanges rows, their changes, ``steps`` and ``optimizer_steps`` with another table, without copying.
+        """Exchanges rows, ``steps`` and ``optimizer_steps`` with another table, without copying.
 
-        Forwards whose backward has not run yet update neither table any more.
+        Forwards whose backward has not run yet update neither table any more, and all marks are forgotten.
 
         Raises:
             ValueError: the tables differ in columns, dtype or optimizer, or there is a snapshot of one of them.
