@@ -15,8 +15,9 @@ from measure import ROOT, run_lanes
 from tqdm import tqdm
 
 FOLDER = Path(__file__).resolve().parent
-SCRIPTS = ("kernel", "growth", "memory", "store", "dlrm")
-ONE_LANE = {"growth", "memory", "store"}  # the table's memory is not malloc's
+SCRIPTS = ("kernel", "growth", "memory", "store", "dlrm", "checkpoint")
+ONE_LANE = {"growth", "memory", "store", "checkpoint"}  # the table's memory is not malloc's
+SCRIPT_OF = {"delta": "checkpoint", "async_save": "checkpoint"}
 RESULTS = FOLDER / "results.json"
 BEGIN, END = "<!-- benchmarks: written by make bench -->", "<!-- end of benchmarks -->"
 
@@ -60,6 +61,21 @@ def other_lines(rows: list[dict[str, Any]]) -> list[str]:
             where = f"dim {r['dim']}, batch {r['batch_size']}, {r['lane']}"
             lines.append(f"| DLRM step over the dense part alone ({where}) | {r['step_over_dense_alone']}x |")
             lines.append(f"| DLRM samples/s over FUSED ({where}) | {r['samples_per_second_over_fused']}x |")
+        if r["benchmark"] == "checkpoint":
+            what = f"checkpoint of {r['bytes'] / 1e9:.1f} GB"
+            lines.append(
+                f"| {what}: save, load over the disk's speed | {r['save_over_disk']}x, {r['load_over_disk']}x |"
+            )
+            lines.append(
+                f"| {what}: load over the disk's speed, the machine's first touch of memory apart "
+                f"| {r['load_into_touched_memory_over_disk']}x |"
+            )
+        if r["benchmark"] == "delta":
+            changed = f"delta, {r['rows_changed_and_left'] / r['rows']:.2%} of the rows changed"
+            over = f"{r['seconds_over_full']}x, {r['bytes_over_full']}x"
+            lines.append(f"| {changed}: time, bytes over a full save's | {over} |")
+        if r["benchmark"] == "async_save":
+            lines.append(f"| training step during an async_save over one without | {r['mean_step_over_alone']}x |")
     return lines
 
 
@@ -80,10 +96,10 @@ def main() -> None:
     parser.add_argument("--only", default=",".join(SCRIPTS))
     only = parser.parse_args().only.split(",")
     rows = json.loads(RESULTS.read_text()) if RESULTS.exists() else []
-    rows = [row for row in rows if row["benchmark"] not in only]
+    rows = [row for row in rows if SCRIPT_OF.get(row["benchmark"], row["benchmark"]) not in only]
     for name in tqdm(only, disable=not sys.stderr.isatty()):
         rows += run_lanes(str(FOLDER / f"{name}.py"), lanes=("shipped",) if name in ONE_LANE else ("shipped", "kept"))
-    rows.sort(key=lambda row: SCRIPTS.index(row["benchmark"]))
+    rows.sort(key=lambda row: SCRIPTS.index(SCRIPT_OF.get(row["benchmark"], row["benchmark"])))
     RESULTS.write_text(json.dumps(rows, indent=1) + "\n")
     write_readme(rows)
     print("\n".join([*kernel_lines(rows), "", *other_lines(rows)]))

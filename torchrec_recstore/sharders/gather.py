@@ -76,6 +76,8 @@ def refused_together(env: ShardingEnv) -> Iterator[None]:
     except Exception as refused:
         error = refused
     for first in all_gathered(error, env):
+        if first is not None and first is error:
+            raise first
         if first is not None:
             raise first from error
 
