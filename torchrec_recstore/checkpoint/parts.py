@@ -81,9 +81,9 @@ class PartWriter:
             columns: of the shard.
             number: of the part among the shard's.
             tensors: ``ids``, ascending and at least one, and rows, if any. They must not change until :meth:`close`.
-            kind: what the file's name says beside these.
+            kind: what the file's name ends with beside these.
         """
-        name = f"{_file_name(table)}{kind}-{self._rank:05d}-{columns[0]}-{columns[1]}-{number:05d}.safetensors"
+        name = f"{_file_name(table)}-{self._rank:05d}-{columns[0]}-{columns[1]}-{number:05d}{kind}.safetensors"
         self._submit(name, tensors)
         ids = tensors["ids"]
         return PartInfo(name, self._rank, columns, len(ids), int(ids[0]), int(ids[-1]))
