@@ -152,14 +152,17 @@ def _dense(info: CheckpointInfo) -> dict[str, Tensor]:
 
 
 def _changes(one: Tensor, other: Tensor) -> tuple[Tensor, float]:
-    """Which of N rows have changed by any bit: (N,) bool; and the largest absolute change, NaN if there is one."""
+    """Which of N rows, (N,) or (N, columns), have changed by any bit: (N,) bool; and the largest absolute change.
+
+    That is NaN where something became it, or was it.
+    """
     if one.dtype == other.dtype:
         bits = _BITS[one.element_size()]
         differs = one.contiguous().view(bits) != other.contiguous().view(bits)
     else:
         differs = one.double() != other.double()
     changes = (one.double() - other.double()).abs()[differs]
-    return differs.reshape(len(one), -1).any(dim=1), float(changes.max()) if len(changes) else 0.0
+    return differs.any(dim=1) if differs.dim() == 2 else differs, float(changes.max()) if len(changes) else 0.0
 
 
 def _grow(largest: dict[str, float], key: str, change: float) -> None:
