@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +19,8 @@ from torchrec_recstore.optim import state_names
 from torchrec_recstore.sharders.gather import refused_together, whole_environment
 from torchrec_recstore.sharders.state import LocalShard
 from torchrec_recstore.store import Table
+
+_T = TypeVar("_T")
 
 Owned = Callable[[Tensor], Tensor]
 """(N,) int64 ids -> (N,) bool: which of them belong to a shard."""
@@ -89,7 +93,7 @@ def load_rows(table: Table, name: str, chain: Sequence[CheckpointInfo], owned: O
             continue  # the table is newer than that checkpoint
         contents = info.tables[name]
         _remove_rows(table, contents, info)
-        for ids, rows in _rows_of(contents, info, table.columns, owned):
+        for ids, rows in _one_ahead(_rows_of(contents, info, table.columns, owned)):
             table.write_rows(ids, rows)
     last = chain[-1].tables[name]
     table.steps, table.optimizer_steps = last.steps, last.optimizer_steps
@@ -154,6 +158,16 @@ def _rows_of(
             ids = ids[keep]
             pieces = [(c, {key: value[keep] for key, value in rows.items()}) for c, rows in pieces]
         yield ids, joined_rows(pieces, columns, states)
+
+
+def _one_ahead(items: Iterator[_T]) -> Iterator[_T]:
+    """The items, of which the next is made in another thread while one is used."""
+    end = object()
+    with ThreadPoolExecutor(1, "checkpoint-files") as thread:
+        coming = thread.submit(next, items, end)
+        while (item := coming.result()) is not end:
+            coming = thread.submit(next, items, end)
+            yield cast(_T, item)
 
 
 def _same_rows(contents: TableInfo, part: PartInfo, columns: tuple[int, int], info: CheckpointInfo) -> PartInfo:

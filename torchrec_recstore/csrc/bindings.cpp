@@ -96,9 +96,9 @@ Tensor recycled_tensor(BufferPool::Buffer buffer, const std::vector<int64_t>& si
 Tensor pooled_tensor(BufferPool::Buffer buffer, int64_t rows, int64_t columns) {
   return recycled_tensor(std::move(buffer), {rows, columns}, {std::max<int64_t>(columns, 1), 1});
 }
-BufferPool::Buffer output_buffer(int64_t rows, int64_t columns) {
+BufferPool::Buffer output_buffer(int64_t rows, int64_t columns, int64_t element_bytes = sizeof(float)) {
   size_t bytes = 0;
-  if (__builtin_mul_overflow(static_cast<size_t>(rows), static_cast<size_t>(columns) * sizeof(float), &bytes) || bytes > kMostBytes) {
+  if (__builtin_mul_overflow(static_cast<size_t>(rows), static_cast<size_t>(columns * element_bytes), &bytes) || bytes > kMostBytes) {
     throw OutOfMemory("an output of " + std::to_string(rows) + " rows of " + std::to_string(columns) + " columns");
   }
   return BufferPool::instance().take(bytes);
@@ -185,7 +185,7 @@ void table_insert(int64_t table, Tensor ids, Tensor weights) {
   std::vector<Slot> slots(static_cast<size_t>(n));
   const std::lock_guard<std::mutex> lock(owner->mutex());
   owner->check_open();
-  find_or_insert(*owner, id_data(ids), n, slots.data(), executor());
+  find_or_insert(*owner, id_data(ids), n, slots.data(), executor(), false);
   for (int64_t i = 0; i < n; ++i) {
     owner->before_change(slots[i]);
     owner->rows().set_weights(slots[i], float_data(weights) + i * columns);
@@ -248,10 +248,25 @@ ScalarType weight_type(const Table& table) {
 // row-wise state (N,) float32, last step (N,) int64, frequency (N,) int64.
 using RowTensors = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor>;
 
+// A contiguous tensor over a buffer of the pool: rows are read part by part.
+Tensor recycled(const std::vector<int64_t>& shape, ScalarType dtype) {
+  int64_t count = 1;
+  std::vector<int64_t> strides(shape.size());
+  for (size_t d = shape.size(); d-- > 0;) {
+    strides[d] = count;
+    if (__builtin_mul_overflow(count, shape[d], &count)) throw OutOfMemory("a tensor of more elements than any machine holds");
+  }
+  const int64_t size = dtype == ScalarType::Long ? 8 : dtype == ScalarType::Float ? 4 : 2;
+  auto buffer = output_buffer(count, 1, size);
+  void* data = buffer.data();
+  return torch::stable::from_blob(data, shape, strides, torch::stable::Device(torch::headeronly::DeviceType::CPU), dtype,
+                                  [owned = std::move(buffer)](void*) {});
+}
+
 RowTensors empty_rows(const Table& table, int64_t n) {
   const int64_t columns = table.config().columns(), states = table.config().optimizer.element_states();
-  return {empty({n, columns}, weight_type(table)), empty({states, n, columns}, ScalarType::Float), empty({n}, ScalarType::Float),
-          empty({n}, ScalarType::Long), empty({n}, ScalarType::Long)};
+  return {recycled({n, columns}, weight_type(table)), recycled({states, n, columns}, ScalarType::Float),
+          recycled({n}, ScalarType::Float), recycled({n}, ScalarType::Long), recycled({n}, ScalarType::Long)};
 }
 RowImages images_of(const RowTensors& rows) {
   const auto& [weights, elements, state, last_step, frequency] = rows;
@@ -339,7 +354,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor> snapshot_read(int64_t
   if (n < 0 || n > reader->rows_left()) {
     throw InvalidArgument("the snapshot has " + std::to_string(reader->rows_left()) + " rows left, not " + std::to_string(n));
   }
-  const Tensor ids = empty({n}, ScalarType::Long);
+  const Tensor ids = recycled({n}, ScalarType::Long);
   const RowTensors rows = empty_rows(reader->table(), n);
   SerialExecutor serial;
   reader->read(n, static_cast<int64_t*>(ids.mutable_data_ptr()), images_of(rows), polite,

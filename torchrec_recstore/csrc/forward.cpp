@@ -411,10 +411,10 @@ void find(const Table& table, const int64_t* ids, int64_t n, Slot* slots, Execut
   resolve_all(table, ids, n, slots, executor);
 }
 
-void find_or_insert(Table& table, const int64_t* ids, int64_t n, Slot* slots, Executor& executor) {
+void find_or_insert(Table& table, const int64_t* ids, int64_t n, Slot* slots, Executor& executor, bool initialise) {
   std::vector<Miss> misses = resolve_all(table, ids, n, slots, executor);
   if (misses.empty()) return;
-  Insertion insertion(table, std::move(misses), slots);
+  Insertion insertion(table, std::move(misses), slots, initialise);
   try {
     insert_missing({&insertion}, executor);
   } catch (...) {

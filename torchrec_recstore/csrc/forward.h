@@ -25,6 +25,7 @@ StepResult lookup(const Group& group, const Batch& batch, bool train, Slot* slot
 void find(const Table& table, const int64_t* ids, int64_t n, Slot* slots, Executor& executor);
 
 // As find(), and makes rows for the ids that have none.
-void find_or_insert(Table& table, const int64_t* ids, int64_t n, Slot* slots, Executor& executor);
+// initialise: whether these get their initial weights; else the caller writes them.
+void find_or_insert(Table& table, const int64_t* ids, int64_t n, Slot* slots, Executor& executor, bool initialise = true);
 
 }  // namespace recstore

@@ -17,8 +17,8 @@ struct Step {
 
 }  // namespace
 
-Insertion::Insertion(Table& table, std::vector<Miss> misses, Slot* slots)
-    : table_(table), misses_(std::move(misses)), slots_(slots), order_(misses_.size()) {
+Insertion::Insertion(Table& table, std::vector<Miss> misses, Slot* slots, bool initialise)
+    : table_(table), misses_(std::move(misses)), slots_(slots), initialise_(initialise), order_(misses_.size()) {
   const auto n = static_cast<int64_t>(misses_.size());
   tasks_ = 1;
   while (tasks_ < Index::kParts && n / tasks_ > kTaskMisses) tasks_ *= 2;
@@ -70,7 +70,7 @@ void Insertion::fill(int64_t task) {
         __builtin_prefetch(table_.index().home_line(misses_[fresh_[p][rank + kAhead]].hash), 1, 3);
       }
       table_.index().set_slot(miss.id, miss.hash, slots[rank]);
-      table_.initializer().fill(miss.id, table_.rows().row(slots[rank]));
+      if (initialise_) table_.initializer().fill(miss.id, table_.rows().row(slots[rank]));
       table_.rows().reset_state(slots[rank]);
     }
     for (int32_t i = begin_[p]; i < begin_[p + 1]; ++i) {

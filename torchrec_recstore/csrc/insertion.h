@@ -22,7 +22,8 @@ struct Miss {
 class Insertion {
  public:
   // slots: the batch's, written at the positions of the misses.
-  Insertion(Table& table, std::vector<Miss> misses, Slot* slots);
+  // initialise: whether fill() writes the new rows' weights; else the caller does.
+  Insertion(Table& table, std::vector<Miss> misses, Slot* slots, bool initialise = true);
 
   // Tasks of place() and of fill(); they may run in parallel.
   int64_t tasks() const { return tasks_; }
@@ -45,6 +46,7 @@ class Insertion {
   Table& table_;
   std::vector<Miss> misses_;
   Slot* slots_;
+  bool initialise_;
   int64_t tasks_;
   std::array<int32_t, Index::kParts + 1> begin_{};           // misses of a part of the index in order_
   std::vector<int32_t> order_;                               // of the batch, within each part
