@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from torchrec_recstore.checkpoint.encoding import encode
-from torchrec_recstore.checkpoint.fold import FoldedTable, common_columns, tables_named
+from torchrec_recstore.checkpoint.fold import FoldedTable, among, common_columns, tables_named
 from torchrec_recstore.checkpoint.info import DENSE, CheckpointInfo, TableInfo
 
 _FACTS = ("dtype", "optimizer", "options", "steps", "optimizer_steps")
@@ -110,11 +110,12 @@ def _compare_tables(
     while bounds := [bound for bound in (one.bound(), other.bound()) if bound is not None]:
         ids, shards = one.take(min(bounds))
         other_ids, other_shards = other.take(min(bounds))
-        common, other_common = torch.isin(ids, other_ids), torch.isin(other_ids, ids)
+        common, other_common = among(ids, other_ids), among(other_ids, ids)
+        picked, other_picked = (slice(None) if mask.all() else mask for mask in (common, other_common))
         changed = torch.zeros(int(common.sum()), dtype=torch.bool)
         for shard, other_shard in zip(shards, other_shards, strict=False):  # none where nothing was left
             for key in compared:
-                now, largest = _changes(shard[key][common], other_shard[key][other_common])
+                now, largest = _changes(shard[key][picked], other_shard[key][other_picked])
                 changed |= now
                 if key not in ("last_step", "frequency"):
                     _grow(difference.largest, key, largest)
@@ -161,7 +162,7 @@ def _changes(one: Tensor, other: Tensor) -> tuple[Tensor, float]:
         differs = one.contiguous().view(bits) != other.contiguous().view(bits)
     else:
         differs = one.double() != other.double()
-    changes = (one.double() - other.double()).abs()[differs]
+    changes = (one[differs].double() - other[differs].double()).abs()
     return differs.any(dim=1) if differs.dim() == 2 else differs, float(changes.max()) if len(changes) else 0.0
 
 

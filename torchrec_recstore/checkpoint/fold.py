@@ -48,6 +48,13 @@ def common_columns(tables: Iterable[TableInfo]) -> list[Columns]:
     return list(pairwise(sorted({edge for table in tables for columns in table.columns for edge in columns})))
 
 
+def among(ids: Tensor, ascending: Tensor) -> Tensor:
+    """Which of ``ids``, (N,), are in ``ascending``, (M,): (N,) bool. A few times faster than ``torch.isin``."""
+    if not len(ascending):
+        return torch.zeros_like(ids, dtype=torch.bool)
+    return ascending[torch.searchsorted(ascending, ids).clamp_(max=len(ascending) - 1)] == ids
+
+
 class FoldedTable:
     """A table of a chain of checkpoints, from its least id to its greatest.
 
@@ -180,7 +187,7 @@ class _Removal:
         for first, last, part in self._listed:
             if len(ids) and first <= ids[-1] and ids[0] <= last:
                 begin, end = torch.searchsorted(part, ids[0]), torch.searchsorted(part, ids[-1], right=True)
-                listed |= torch.isin(ids, part[begin:end])
+                listed |= among(ids, part[begin:end])
         return listed if self._those_that_stay else ~listed
 
 
