@@ -11,6 +11,7 @@ from common.command import DataError
 Backend = Literal["recstore", "fused"]
 Sharding = Literal["table_wise", "row_wise"]
 Optimizer = Literal["sgd", "adagrad", "rowwise_adagrad"]
+LrSchedule = Literal["constant", "linear", "cosine"]
 
 HINT_ROWS = 2**40
 """``num_embeddings`` of a RecStore table, which has no size: a hint that nobody has to think about."""

@@ -12,10 +12,10 @@ from fbgemm_gpu.split_embedding_configs import EmbOptimType
 from torch import nn
 from torchrec.distributed.embedding_types import EmbeddingComputeKernel
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
-from torchrec.distributed.model_parallel import DistributedModelParallel
+from torchrec.distributed.model_parallel import DefaultDataParallelWrapper, DistributedModelParallel
 from torchrec.distributed.planner import EmbeddingShardingPlanner, ParameterConstraints, Topology
 from torchrec.distributed.types import ModuleSharder, ShardingPlan
-from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper
+from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizer, KeyedOptimizerWrapper
 from torchrec.optim.optimizers import in_backward_optimizer_filter
 
 from torchrec_recstore import RecStoreConstraints, RecStorePlanner, RecStoreSharder, TableOptions, table_stats
@@ -69,11 +69,22 @@ def shard(
         The sharded model and the optimizer of its dense part; the embeddings are updated in backward.
     """
     plan, sharders = _plan(settings, features, model)
-    sharded = DistributedModelParallel(model, plan=plan, sharders=sharders, device=torch.device("cpu"))
+    # By default DDP moves its buckets after the first step, and with them the order in which gradients of three or more
+    # ranks are summed, so that a run that goes on from a checkpoint would differ in the last bits.
+    same_buckets = DefaultDataParallelWrapper(static_graph=False, find_unused_parameters=True)
+    sharded = DistributedModelParallel(
+        model, plan=plan, sharders=sharders, device=torch.device("cpu"), data_parallel_wrapper=same_buckets
+    )
     dense_parameters = dict(in_backward_optimizer_filter(sharded.named_parameters()))
     # Adagrad here loses up to 0.04 of DLRM's AUC on some seeds: its first steps kill units of the dense layers.
     dense = KeyedOptimizerWrapper(dense_parameters, lambda params: torch.optim.Adam(params, lr=settings.dense_lr))
     return sharded, CombinedOptimizer([sharded.fused_optimizer, dense])
+
+
+def dense_part(optimizer: CombinedOptimizer) -> KeyedOptimizer:
+    """The dense layers' optimizer of those that ``shard`` combined; its state is the same on every rank."""
+    (_, _), (_, dense) = optimizer.optimizers
+    return dense
 
 
 def table_sizes(

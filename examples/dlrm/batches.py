@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Generator, Iterable, Iterator
+from bisect import bisect_left
+from collections.abc import Generator, Iterable, Iterator, Sequence
 from typing import NamedTuple, Protocol, TypeVar
 
 import numpy as np
@@ -24,10 +25,25 @@ class RowSource(Protocol):
     path: str
     num_rows: int
     bad_rows: int
+    bad_lines: Sequence[int]
+    fingerprint: str
 
     def rows(self, start: int, stop: int) -> Iterator[Rows]:
         """Yields rows ``[start, stop)`` in pieces of any size."""
         ...
+
+
+def good_rows(bad_lines: Sequence[int], part: range) -> int:
+    """How many lines of a part are not bad; ``bad_lines`` ascend."""
+    return len(part) - bisect_left(bad_lines, part.stop) + bisect_left(bad_lines, part.start)
+
+
+def behind(bad_lines: Sequence[int], part: range, count: int) -> range:
+    """What is left of a part behind its first ``count`` good rows; ``bad_lines`` ascend."""
+    first = bisect_left(bad_lines, part.start)
+    # Before the i-th bad line of the part lie (its distance from the start) - i good rows.
+    skipped = bisect_left(range(len(bad_lines) - first), count, key=lambda i: bad_lines[first + i] - part.start - i)
+    return range(min(part.start + count + skipped, part.stop), part.stop)
 
 
 class Step(NamedTuple):

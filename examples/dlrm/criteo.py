@@ -13,6 +13,7 @@ from __future__ import annotations
 import os
 import sys
 import zlib
+from array import array
 from bisect import bisect_right
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -98,7 +99,8 @@ class CriteoFile:
 
     Attributes:
         num_rows: lines of the file (up to ``limit_rows``), the bad ones too.
-        bad_rows: how many of them are bad.
+        bad_lines: numbers of the bad ones, counted from 0, ascending.
+        fingerprint: tells this content from another, whatever the file's name and packing.
         marks: (line, byte offset) pairs where reading may begin; plain files only.
     """
 
@@ -115,8 +117,14 @@ class CriteoFile:
         self.limit_rows = limit_rows
         self.chunk_bytes = chunk_bytes
         self.num_rows = 0
-        self.bad_rows = 0
+        self.bad_lines = array("q")
+        self.fingerprint = ""
         self.marks: list[tuple[int, int]] = [(0, 0)]
+
+    @property
+    def bad_rows(self) -> int:
+        """How many lines are bad."""
+        return len(self.bad_lines)
 
     def scan(self, on_progress: Callable[[int], None] = lambda num_lines: None) -> None:
         """Reads the whole file once: counts the lines and checks each, so that no training starts on a bad file.
@@ -129,23 +137,25 @@ class CriteoFile:
             DataError: no good line at all, or a gzip file that is damaged or cut short.
             OSError: the file cannot be read.
         """
-        first = begin = bad_rows = num_rows = 0
+        first = begin = checksum = num_rows = 0
         marks = []
+        bad_lines = array("q")
 
         def on_bad(index: int, column: str, reason: str) -> None:
-            nonlocal bad_rows
-            bad_rows += 1
+            bad_lines.append(first + index)
             self._on_bad(first, index, column, reason)
 
         for first, data, end in self._chunks(0, self.limit_rows):
             parse(data, on_bad)
+            checksum = zlib.crc32(data, checksum)
             num_rows = first + _count_lines(data)
             marks.append((first, begin))
             begin = end
             on_progress(num_rows - first)
-        if num_rows == bad_rows:
+        if num_rows == len(bad_lines):
             raise DataError(f"{self.path}: {'no good row' if num_rows else 'the file is empty'}")
-        self.num_rows, self.bad_rows = num_rows, bad_rows
+        self.num_rows, self.bad_lines = num_rows, bad_lines
+        self.fingerprint = f"{num_rows:,} rows of checksum {checksum:08x}"
         # Offsets are of the unpacked bytes, where a packed file cannot be entered.
         self.marks = marks[:1] if _is_gzip(self.path) else marks
 

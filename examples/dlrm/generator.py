@@ -10,7 +10,7 @@ the ids to predict it. Rows depend on the seed and their number alone; a stream 
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, NamedTuple
 
@@ -67,14 +67,18 @@ class Generator:
     Attributes:
         num_rows: as given.
         bad_rows: 0.
+        bad_lines: none.
+        fingerprint: tells this log from another.
     """
 
     path = "generator"
     bad_rows = 0
+    bad_lines: Sequence[int] = ()
 
     def __init__(self, num_rows: int, seed: int) -> None:
         self.num_rows = num_rows
         self.seed = seed
+        self.fingerprint = f"{num_rows:,} generated rows of seed {seed}"
         salts = np.arange(1, 2 * NUM_IDS + 1, dtype=np.uint64) + _UINT64(seed % 2**32) * _UINT64(1 << 20)
         self._id_salts, self._effect_salts = _mix(salts)[:NUM_IDS], _mix(salts)[NUM_IDS:]
         self._dense_weights = np.random.default_rng([seed, 1]).choice([-1, 1], NUM_DENSE).astype(np.float32)

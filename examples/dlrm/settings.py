@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from common.settings import RunSettings
+from common.command import DataError
+from common.settings import LrSchedule, RunSettings
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -16,8 +17,41 @@ class Settings(RunSettings):
         data: a Criteo TSV, plain or gzip; None generates rows.
         limit_rows: only the first so many rows exist; how many the generator makes.
         skip_bad_rows: bad lines are left out and counted instead of being an error.
+        lr_schedule: what becomes of both learning rates after the warm-up.
+        warmup_steps: steps in which they rise to what was set.
+        checkpoint: folder of the run's checkpoints; None writes none.
+        checkpoint_every: steps from one checkpoint to the next; one is written at the end of an epoch in any case.
+        resume: go on from the newest checkpoint, if there is one.
+        keep: how many checkpoints stay.
     """
 
     data: Path | None
     limit_rows: int | None
     skip_bad_rows: bool
+    lr_schedule: LrSchedule = "constant"
+    warmup_steps: int = 0
+    checkpoint: Path | None = None
+    checkpoint_every: int | None = None
+    resume: bool = False
+    keep: int = 3
+
+    def check(self, world_size: int) -> None:
+        """Finds what would fail only later, or less clearly.
+
+        Raises:
+            DataError: a setting does not fit another, or the number of ranks.
+        """
+        super().check(world_size)
+        if self.checkpoint is None:
+            for flag, given in (("--resume", self.resume), ("--checkpoint-every", self.checkpoint_every is not None)):
+                if given:
+                    raise DataError(f"{flag} needs --checkpoint DIR")
+        elif self.backend == "fused":
+            raise DataError(
+                "--checkpoint is for --backend recstore: stock tables are torch.distributed.checkpoint's job"
+            )
+
+    def must_match(self) -> dict[str, str | int | float]:
+        """What a run that goes on from a checkpoint must be asked for again: flags and their values."""
+        names = ("dim", "optimizer", "lr", "dense_lr", "lr_schedule", "warmup_steps", "batch_size", "epochs", "seed")
+        return {f"--{name.replace('_', '-')}": getattr(self, name) for name in names}

@@ -4,6 +4,10 @@
     python examples/dlrm/train.py --data train.txt --json result.json    # or train.txt.gz
     python examples/dlrm/train.py --data train.txt --backend fused       # stock TorchRec tables, hashed ids
     torchrun --nproc-per-node 2 examples/dlrm/train.py --sharding row_wise
+    torchrun --nproc-per-node 2 --max-restarts 3 examples/dlrm/train.py --checkpoint run --checkpoint-every 200 --resume
+
+The last one writes checkpoints to the folder run. After a crash, of one process or of all, it goes on from the newest:
+by torchrun's restart, or by the same command given again, also with another number of processes or another sharding.
 
 The log is split by time: 80 % to train on, 10 % to validate after each epoch, 10 % to test at the end.
 """
@@ -19,12 +23,12 @@ import typer
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from common.command import data_errors_in_one_line, prepare_torch, run
-from common.settings import Backend, Optimizer, Sharding
+from common.settings import Backend, LrSchedule, Optimizer, Sharding
 from settings import Settings
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
-DATA, MODEL, RUN = "Data", "Model", "Run"
+DATA, MODEL, RUN, CHECKPOINTS = "Data", "Model", "Run", "Checkpoints"
 
 
 @app.command()
@@ -54,6 +58,12 @@ def main(
     dense_lr: Annotated[
         float, typer.Option(min=0.0, help="Learning rate of the dense layers (Adam).", rich_help_panel=MODEL)
     ] = 0.001,
+    lr_schedule: Annotated[
+        LrSchedule, typer.Option(help="Both learning rates after the warm-up.", rich_help_panel=MODEL)
+    ] = "constant",
+    warmup_steps: Annotated[
+        int, typer.Option(min=0, help="Steps in which both learning rates rise.", rich_help_panel=MODEL)
+    ] = 0,
     batch_size: Annotated[
         int, typer.Option(min=1, help="Samples of a step, over all ranks.", rich_help_panel=RUN)
     ] = 512,
@@ -62,6 +72,24 @@ def main(
     sharding: Annotated[
         Sharding, typer.Option(help="How every table lies on the ranks.", rich_help_panel=RUN)
     ] = "table_wise",
+    checkpoint: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="DIR",
+            help="Write a checkpoint at the end of each epoch, to DIR/step-000000123.",
+            rich_help_panel=CHECKPOINTS,
+        ),
+    ] = None,
+    checkpoint_every: Annotated[
+        int | None, typer.Option(min=1, metavar="N", help="Also every N steps.", rich_help_panel=CHECKPOINTS)
+    ] = None,
+    resume: Annotated[
+        bool,
+        typer.Option("--resume", help="Go on from the newest checkpoint, if any.", rich_help_panel=CHECKPOINTS),
+    ] = False,
+    keep: Annotated[
+        int, typer.Option(min=1, metavar="N", help="The newest N checkpoints stay.", rich_help_panel=CHECKPOINTS)
+    ] = 3,
     json_out: Annotated[
         Path | None, typer.Option("--json", metavar="OUT", help="Write the result as JSON.", rich_help_panel=RUN)
     ] = None,
@@ -84,6 +112,12 @@ def main(
         epochs=epochs,
         seed=seed,
         sharding=sharding,
+        lr_schedule=lr_schedule,
+        warmup_steps=warmup_steps,
+        checkpoint=checkpoint,
+        checkpoint_every=checkpoint_every,
+        resume=resume,
+        keep=keep,
         json_out=json_out,
     )
     prepare_torch()

@@ -4,201 +4,140 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Generator as ReadAhead
-from collections.abc import Iterator
-from contextlib import closing
+from contextlib import closing, nullcontext
 from dataclasses import asdict
-from itertools import pairwise
 from typing import Any
 
-import torch
 import torch.distributed as dist
-from batches import BatchMaker, RowSource, Step, read_steps
+from batches import RowSource, behind
+from checkpoints import Checkpoints
 from common.command import DataError
-from common.processes import process_group, progress_bar, rank_and_world_size
+from common.folder import sole_use
+from common.processes import process_group, progress_bar
 from common.report import check_folder, print_tables, write_json
+from common.schedule import lr_scheduler
 from common.sharding import table_sizes
-from criteo import CriteoFile
 from criteo_format import ID_NAMES
-from generator import Generator
+from loops import Training, evaluate, train_epoch
 from rich.console import Console
 from settings import Settings
 from sharded import build
+from sources import open_on_all_ranks, open_source, splits, steps_in_epoch, steps_of
 from torch import nn
-from torchmetrics import MeanMetric
-from torchmetrics.classification import BinaryAUROC
-from tqdm import tqdm
+from torch.optim.lr_scheduler import LRScheduler
 
-GENERATED_ROWS = 800_000
 EVALUATION_ROWS = 4096
-LOSS_EVERY_STEPS = 20
-
-
-def open_source(settings: Settings) -> RowSource:
-    """Opens the data; a file is read through once, to count its lines and check each.
-
-    Raises:
-        DataError: the file cannot be read, or see ``CriteoFile.scan``.
-    """
-    if settings.data is None:
-        return Generator(settings.limit_rows or GENERATED_ROWS, settings.seed)
-    file = CriteoFile(settings.data, skip_bad_rows=settings.skip_bad_rows, limit_rows=settings.limit_rows)
-    try:
-        with progress_bar(desc="checking", unit=" rows", leave=False) as bar:
-            file.scan(bar.update)
-    except OSError as error:
-        raise DataError(f"{file.path}: {error.strerror}") from error
-    return file
-
-
-def open_on_all_ranks(settings: Settings) -> RowSource:
-    """``open_source`` on rank 0, whose findings the others take over; an error is an error on every rank.
-
-    Raises:
-        DataError: rank 0 cannot use the data, or another rank cannot open the file.
-    """
-    source: RowSource | None = None
-    error: str | None = None
-    try:
-        if dist.get_rank() == 0:
-            source = open_source(settings)
-        elif settings.data is not None:
-            settings.data.open("rb").close()
-    except DataError as caught:
-        error = str(caught)
-    except OSError as caught:
-        error = f"{settings.data} on rank {dist.get_rank()}: {caught.strerror}"
-    found: list[tuple[RowSource | None, str | None]] = [(None, None)] * dist.get_world_size()
-    dist.all_gather_object(found, (source, error))
-    for _, message in found:
-        if message is not None:
-            raise DataError(message)
-    source = found[0][0]
-    assert source is not None
-    return source
-
-
-def splits(source: RowSource) -> tuple[range, range, range]:
-    """Splits rows by time into 80 % training, 10 % validation, 10 % test.
-
-    Raises:
-        DataError: a part would be empty.
-    """
-    bounds = [0, source.num_rows * 8 // 10, source.num_rows * 9 // 10, source.num_rows]
-    train, validation, test = (range(*pair) for pair in pairwise(bounds))
-    if not (train and validation and test):
-        raise DataError(f"{source.path}: {source.num_rows} rows are too few to split 80/10/10")
-    return train, validation, test
-
-
-def steps_of(
-    settings: Settings, source: RowSource, part: range, batch_rows: int, even: bool = False
-) -> ReadAhead[Step, None, None]:
-    """Yields this rank's steps of a part of the log, as many as every other rank's; ``even``: see ``BatchMaker``."""
-    rank, world_size = rank_and_world_size()
-    return read_steps(source, part.start, part.stop, batch_rows, BatchMaker(rank, world_size, settings.modulo, even))
-
-
-def train_epoch(
-    model: nn.Module, optimizer: torch.optim.Optimizer, steps: Iterator[Step], bar: tqdm[Any]
-) -> tuple[int, float]:
-    """Trains on every step once; collective.
-
-    Returns:
-        Samples over all ranks, and their mean loss.
-    """
-    model.train()
-    samples = 0
-    loss_sum = torch.zeros((), dtype=torch.float64)
-    for number, (batch, global_rows) in enumerate(steps):
-        optimizer.zero_grad(set_to_none=True)
-        loss, _ = model(batch)
-        loss.backward()
-        optimizer.step()
-        loss_sum += loss.detach() * global_rows
-        samples += global_rows
-        if number % LOSS_EVERY_STEPS == 0:
-            bar.set_postfix(loss=f"{loss.item():.4f}", refresh=False)
-        bar.update(global_rows)
-    dist.all_reduce(loss_sum)
-    return samples, float(loss_sum) / (samples * dist.get_world_size()) if samples else float("nan")
-
-
-@torch.no_grad()
-def evaluate(model: nn.Module, steps: Iterator[Step]) -> tuple[float | None, float | None]:
-    """Computes AUC and logloss over all ranks; collective.
-
-    Returns:
-        (AUC, logloss); the AUC is None where only one label occurs, both where there is no sample.
-    """
-    model.eval()
-    auc, logloss, positives = BinaryAUROC(), MeanMetric(), MeanMetric()
-    samples = 0
-    for batch, global_rows in steps:
-        _, (loss, logits, labels) = model(batch)
-        # In double: float32's sigmoid makes ties of confident predictions.
-        auc.update(torch.sigmoid(logits.double()), labels)
-        logloss.update(loss.double(), len(labels))
-        positives.update(labels.double())
-        samples += global_rows
-    if not samples:
-        return None, None
-    one_label = float(positives.compute()) in (0.0, 1.0)
-    area = float(auc.compute())
-    return None if one_label else area, float(logloss.compute())
 
 
 def train(settings: Settings) -> None:
-    """Trains, evaluates and reports, on every rank of the group.
+    """Trains, evaluates and reports, on every rank of a group of its own.
 
     Raises:
-        DataError: the data cannot be used, on every rank alike, or the settings do not fit the group.
+        DataError: data or checkpoints cannot be used, or the settings do not fit the group; on every rank alike.
     """
     check_folder(settings.json_out)
     with process_group():
-        settings.check(dist.get_world_size())
-        source = open_on_all_ranks(settings)
-        result = asdict(settings) | {"data": source.path, "world_size": dist.get_world_size()}
-        del result["json_out"]
-        result |= _fit(settings, source)
+        result = train_in_group(settings)
         if dist.get_rank() == 0:
             _report(result)
             write_json(settings.json_out, result)
 
 
-def _fit(settings: Settings, source: RowSource) -> dict[str, Any]:
-    training, validation, test = splits(source)
-    evaluation_rows = max(settings.batch_size, EVALUATION_ROWS)
-    model, optimizer = build(settings)
-    samples, seconds, loss, val_aucs = 0, 0.0, float("nan"), []
-    for epoch in range(settings.epochs):
+def train_in_group(settings: Settings) -> dict[str, Any]:
+    """Trains and evaluates; collective, the process group stands.
+
+    Returns:
+        The settings and what came of them.
+
+    Raises:
+        DataError: see :func:`train`.
+    """
+    settings.check(dist.get_world_size())
+    with sole_use(settings.checkpoint) if settings.checkpoint else nullcontext():
+        checkpoints = Checkpoints(settings)
+        source = open_on_all_ranks(settings)
+        result = asdict(settings) | {
+            "data": source.path,
+            "checkpoint": None if settings.checkpoint is None else str(settings.checkpoint),
+            "world_size": dist.get_world_size(),
+        }
+        del result["json_out"]
+        return result | _fit(settings, source, checkpoints)
+
+
+def _fit(settings: Settings, source: RowSource, checkpoints: Checkpoints) -> dict[str, Any]:
+    training_part, validation, test = splits(source)
+    total_steps = steps_in_epoch(settings, source, training_part) * settings.epochs
+    if settings.warmup_steps > total_steps:
+        raise DataError(f"--warmup-steps {settings.warmup_steps} is more than the run's {total_steps:,} steps")
+    checkpoints.identify(source.fingerprint)
+    training = checkpoints.restore(*build(settings))
+    progress = training.progress
+    resumed = None
+    if checkpoints.resumed_from:
+        resumed = f"resumed at step {progress.step:,} of {total_steps:,} from {checkpoints.resumed_from}"
+        _say(resumed)
+    schedule = (settings.lr_schedule, settings.warmup_steps, total_steps)
+    scheduler = lr_scheduler(training.optimizer, *schedule, first_step=progress.step)
+    samples_before, seconds, loss, val_auc = progress.samples, 0.0, float("nan"), None
+    for epoch in range(progress.epoch, settings.epochs):
+        if epoch > progress.epoch:
+            progress.next_epoch()
         label = f"epoch {epoch + 1}/{settings.epochs}"
-        with (
-            progress_bar(desc=label, unit=" samples", total=len(training)) as bar,
-            closing(steps_of(settings, source, training, settings.batch_size, even=True)) as steps,
-        ):
-            begin = time.perf_counter()
-            epoch_samples, loss = train_epoch(model, optimizer, steps, bar)
-            seconds += time.perf_counter() - begin
-            samples += epoch_samples
-        with closing(steps_of(settings, source, validation, evaluation_rows)) as steps:
-            val_aucs.append(evaluate(model, steps)[0])
-        if dist.get_rank() == 0:
-            print(f"{label}: training loss {loss:.4f}, validation AUC {_number(val_aucs[-1])}", file=sys.stderr)
-    with closing(steps_of(settings, source, test, evaluation_rows)) as steps:
-        test_auc, test_logloss = evaluate(model, steps)
-    rows, sizes = table_sizes(settings, ID_NAMES, model)
+        begin = time.perf_counter()
+        _finish_epoch(settings, source, training_part, training, scheduler, checkpoints, label)
+        loss = progress.mean_loss()
+        seconds += time.perf_counter() - begin
+        val_auc, _ = _evaluate(settings, source, validation, training.model)
+        _say(f"{label}: training loss {loss:.4f}, validation AUC {_number(val_auc)}")
+    test_auc, test_logloss = _evaluate(settings, source, test, training.model)
+    rows, sizes = table_sizes(settings, ID_NAMES, training.model)
     return {
-        "train_samples": samples,
+        "resumed": resumed,
+        "train_steps": progress.step,
+        "train_samples": progress.samples,
         "skipped_rows": source.bad_rows,
-        "train_samples_per_second": samples / seconds,
+        "train_samples_per_second": (progress.samples - samples_before) / seconds,
         "train_loss": loss,
-        "val_auc": val_aucs[-1],
+        "val_auc": val_auc,
         "test_auc": test_auc,
         "test_logloss": test_logloss,
         "rows": rows,
         "bytes": sizes,
     }
+
+
+def _finish_epoch(
+    settings: Settings,
+    source: RowSource,
+    part: range,
+    training: Training,
+    scheduler: LRScheduler,
+    checkpoints: Checkpoints,
+    label: str,
+) -> None:
+    """Trains on what is left of an epoch, and saves checkpoints on the way and at the end."""
+    progress = training.progress
+    left = behind(source.bad_lines, part, progress.epoch_steps * settings.batch_size)
+    shown = f"{label}, resumed" if progress.epoch_steps else label
+    with (
+        progress_bar(desc=shown, unit=" samples", total=len(part), initial=progress.epoch_samples) as bar,
+        closing(steps_of(settings, source, left, settings.batch_size, even=True)) as steps,
+    ):
+        train_epoch(training, scheduler, steps, bar, checkpoints.save_if_due)
+        checkpoints.save(training)
+
+
+def _evaluate(
+    settings: Settings, source: RowSource, part: range, model: nn.Module
+) -> tuple[float | None, float | None]:
+    with closing(steps_of(settings, source, part, max(settings.batch_size, EVALUATION_ROWS))) as steps:
+        return evaluate(model, steps)
+
+
+def _say(line: str) -> None:
+    if dist.get_rank() == 0:
+        print(line, file=sys.stderr)
 
 
 def _number(value: float | None) -> str:
@@ -209,6 +148,8 @@ def _report(result: dict[str, Any]) -> None:
     console = Console()
     console.print(f"{result['backend']}, {result['sharding']}, world size {result['world_size']}")
     print_tables(console, result["rows"], result["bytes"])
+    if result["resumed"]:
+        console.print(result["resumed"], soft_wrap=True, highlight=False)
     if result["skip_bad_rows"]:
         console.print(f"bad rows skipped   {result['skipped_rows']:,}")
     console.print(f"training samples   {result['train_samples']:,}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Literal
 
 import torch
 import torch.distributed as dist
@@ -14,6 +15,7 @@ from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
 from torchrec.distributed.planner import EmbeddingShardingPlanner, Topology
 from torchrec.distributed.planner.types import ParameterConstraints
 
+from torchrec_recstore.options import TableOptions
 from torchrec_recstore.planner import RecStoreConstraints, RecStorePlanner
 from torchrec_recstore.sharders import RecStoreSharder
 
@@ -41,7 +43,9 @@ class Model(nn.Module):
 
 
 def recstore(
-    sharding_type: str = "table_wise", optimizer: EmbOptimType = EmbOptimType.EXACT_ROWWISE_ADAGRAD
+    sharding_type: str = "table_wise",
+    optimizer: EmbOptimType = EmbOptimType.EXACT_ROWWISE_ADAGRAD,
+    routing: Literal["block", "hash"] = "block",
 ) -> DistributedModelParallel:
     """The model, all of its tables in RecStore."""
     torch.manual_seed(0)
@@ -50,7 +54,8 @@ def recstore(
     constraints = {
         name: RecStoreConstraints(
             sharding_types=[sharding_type],
-            min_partition=DIM // 2 if sharding_type in ("column_wise", "grid_shard") else None,
+            min_partition=DIM // 2 if sharding_type in ("column_wise", "table_column_wise", "grid_shard") else None,
+            options=TableOptions(routing=routing),
         )
         for name in TABLES
     }

@@ -50,6 +50,7 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> FileInfo:
         code = re.search(r"os error (\d+)", str(error))
         number = int(code[1]) if code else errno.EIO
         raise OSError(number, f"cannot be written: {os.strerror(number)}", os.fspath(path)) from error
+    path.chmod(path.parent.stat().st_mode & 0o666)  # safetensors 0.8 lets nobody else read
     with path.open("rb") as file:
         os.fsync(file.fileno())
     return file_info(path)

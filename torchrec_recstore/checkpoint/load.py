@@ -10,7 +10,7 @@ from typing import TypeVar, cast
 import torch
 from torch import Tensor, nn
 
-from torchrec_recstore.checkpoint.files import CheckpointError, read_ids, read_tensors
+from torchrec_recstore.checkpoint.files import CheckpointError, check_file, read_ids, read_tensors
 from torchrec_recstore.checkpoint.info import DENSE, CheckpointInfo, PartInfo, TableInfo, read_chain
 from torchrec_recstore.checkpoint.model_tensors import check_dense, dense_tensors, load_dense
 from torchrec_recstore.checkpoint.parts import joined_rows
@@ -59,6 +59,9 @@ def load_checkpoint(model: nn.Module, path: str | Path, *, strict: bool = True) 
         own = dense_tensors(model, tables)
         dense = read_tensors(info.path / DENSE, info.files[DENSE]) if DENSE in info.files else {}
         check_dense(dense, own, strict=strict)
+        for base in chain[:-1]:  # whose dense tensors are not used, but all of a chain is checked
+            if env.rank == 0 and DENSE in base.files:
+                check_file(base.path / DENSE, base.files[DENSE])
         present = [table for table in tables if table.name in info.tables]
         for table in present:
             for shard in table.module.recstore_state.shards[table.name]:

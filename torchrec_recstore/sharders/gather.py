@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TypeVar
+from dataclasses import dataclass
+from typing import Any, TypeVar, cast
 
 import torch.distributed as dist
 from torchrec.distributed.types import ShardingEnv
@@ -13,13 +14,53 @@ _T = TypeVar("_T")
 
 
 def all_gathered(value: _T, env: ShardingEnv) -> list[_T]:
-    """``value`` of every rank of the module's group, in their order. Collective."""
+    """``value`` of every rank of the module's group, in their order. Collective.
+
+    Raises:
+        RuntimeError: a rank has died; on every rank that lives, where the group is of gloo.
+    """
     group = env.process_group
     if group is None or dist.get_world_size(group) == 1:
         return [value]
     values: list[_T] = [value] * dist.get_world_size(group)
-    dist.all_gather_object(values, value, group=group)
+    try:
+        if dist.get_backend(group) != "gloo":
+            dist.all_gather_object(values, value, group=group)
+            return values
+        return _through_first_rank(values, value, group)
+    except RuntimeError as error:
+        raise RuntimeError(f"a rank of the job has died: {str(error).strip()}") from error
+
+
+def _through_first_rank(values: list[_T], value: _T, group: dist.ProcessGroup) -> list[_T]:
+    # gloo's own all_gather goes round in a ring: who is not next to the rank that died waits for half an hour (2.13).
+    received: list[Any] = [None]
+    if dist.get_rank(group) != 0:
+        dist.send_object_list([value], group=group, group_dst=0)
+        dist.recv_object_list(received, group=group, group_src=0)
+        if isinstance(received[0], _Died):
+            raise RuntimeError(received[0].why)
+        return cast(list[_T], received[0])
+    living, died = [], None
+    for rank in range(1, len(values)):
+        try:
+            dist.recv_object_list(received, group=group, group_src=rank)
+            values[rank] = received[0]
+            living.append(rank)
+        except RuntimeError as error:
+            died = _Died(f"rank {rank}: {error}")
+    for rank in living:
+        dist.send_object_list([values if died is None else died], group=group, group_dst=rank)
+    if died is not None:
+        raise RuntimeError(died.why)
     return values
+
+
+@dataclass(frozen=True)
+class _Died:
+    """In the place of values: a rank is not there any more."""
+
+    why: str
 
 
 @contextmanager

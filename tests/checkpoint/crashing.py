@@ -1,0 +1,226 @@
+"""Saves that are killed at chosen points: run as a process of its own, which forks one for each kill.
+
+python -m tests.checkpoint.crashing one DIRECTORY      # 50 points of a save in one process
+python -m tests.checkpoint.crashing ranks DIRECTORY    # one of two ranks dies
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+import signal
+import sys
+import threading
+import traceback
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torchrec.distributed import DistributedModelParallel
+
+from torchrec_recstore import load_checkpoint, save_checkpoint
+
+from . import models
+
+POINTS = 50
+FILE_CALLS = ("fsync", "rename", "mkdir", "rmdir", "unlink", "open", "save_file", "serialize_file", "write", "close")
+KILLED, RAISED, SAVED = -signal.SIGKILL, 3, 4
+
+
+class Calls:
+    """Watches every call that Python code makes, in all threads, and dies at one of them.
+
+    Args:
+        die_at: number of the call; None to live.
+    """
+
+    def __init__(self, die_at: int | None = None) -> None:
+        self.names: list[str] = []
+        self._die_at = die_at
+
+    def __enter__(self) -> Calls:
+        threading.setprofile(self._see)
+        sys.setprofile(self._see)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        sys.setprofile(None)
+        threading.setprofile(None)  # type: ignore[arg-type]
+
+    def _see(self, frame: Any, event: str, argument: Any) -> None:
+        if event not in ("call", "c_call", "c_return"):
+            return
+        if len(self.names) == self._die_at:
+            os.kill(os.getpid(), signal.SIGKILL)
+        self.names.append(argument.__name__ if event == "c_call" else event)
+
+
+def in_a_fork(work: Callable[[], int]) -> int:
+    """Runs ``work`` in a forked process; returns its status, negative for a signal."""
+    child = os.fork()
+    if child == 0:
+        try:
+            os._exit(work())
+        except BaseException:
+            traceback.print_exc()
+            os._exit(1)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
+def weights(model: DistributedModelParallel) -> list[Any]:
+    return [
+        (name, ids.tolist(), rows["weight"].tolist(), rows["sum"].tolist())
+        for name, _, ids, rows in models.shards(model)
+    ]
+
+
+def loaded(path: Path) -> list[Any]:
+    model = models.recstore()
+    load_checkpoint(model, path)
+    return weights(model)
+
+
+def points_of(names: list[str]) -> list[int]:
+    """Half of the points spread over all calls, half over those that touch files, and the last ones among them."""
+    calls = [i for i, name in enumerate(names) if name in FILE_CALLS]
+    half = POINTS // 2
+    spread = [len(names) * k // half for k in range(half)]
+    files = [calls[len(calls) * k // half] for k in range(half - 4)] + calls[-4:]
+    return sorted(spread + files)
+
+
+def one(directory: Path) -> None:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    model = models.recstore()
+    models.train(model)
+    old = weights(model)
+    save_checkpoint(model, directory / "first")
+    models.train(model, steps=2, distinct=60)
+    new = weights(model)
+    target = directory / "second"
+
+    def count() -> int:
+        with Calls() as calls:
+            save_checkpoint(model, target, overwrite=True)
+        (directory / "calls").write_text("\n".join(calls.names))
+        return 0
+
+    outcomes = {"none": 0, "old": 0, "new": 0}
+    for overwrite in (False, True):
+        shutil.rmtree(target, ignore_errors=True)
+        if overwrite:
+            shutil.copytree(directory / "first", target)
+        assert in_a_fork(count) == 0
+        points = points_of((directory / "calls").read_text().split("\n"))
+        for point in points[overwrite::2]:
+            shutil.rmtree(target, ignore_errors=True)
+            if overwrite:
+                shutil.copytree(directory / "first", target)
+
+            def die(point: int = point) -> int:
+                with Calls(point):
+                    save_checkpoint(model, target, overwrite=True)
+                return SAVED
+
+            assert in_a_fork(die) == KILLED, point
+            assert loaded(directory / "first") == old
+            if target.exists():
+                found = loaded(target)
+                assert found in (old, new), point
+                outcomes["old" if found == old else "new"] += 1
+                assert overwrite or found == new
+            else:
+                assert not overwrite, point
+                outcomes["none"] += 1
+            # The save is repeated, over whatever the killed one left behind.
+            save_checkpoint(model, target, overwrite=True)
+            assert loaded(target) == new
+            left = {path.name for path in directory.iterdir()} - {"calls"}
+            assert left == {"first", "second"}, left
+    print(f"killed at {sum(outcomes.values())} points: {outcomes}")
+    assert sum(outcomes.values()) == POINTS
+    assert min(outcomes.values()) > 0
+
+
+def on_rank(rank: int, directory: Path, work: Callable[[DistributedModelParallel], int]) -> int:
+    os.environ.update(LOCAL_WORLD_SIZE="2", LOCAL_RANK=str(rank))
+    dist.init_process_group("gloo", init_method=f"file://{directory}/rendezvous", rank=rank, world_size=2)
+    model = models.recstore("row_wise")
+    models.train(model)
+    return work(model)
+
+
+def ranks(directory: Path) -> None:
+    def first(rank: int) -> int:
+        def work(model: DistributedModelParallel) -> int:
+            with Calls() as calls:
+                save_checkpoint(model, directory / "first")
+            (directory / f"calls_{rank}").write_text(str(len(calls.names)))
+            models.write_down(model, directory)
+            dist.barrier()
+            return 0
+
+        return on_rank(rank, directory, work)
+
+    def second(rank: int, victim: int, share: float) -> int:
+        def work(model: DistributedModelParallel) -> int:
+            calls = int((directory / f"calls_{rank}").read_text())
+            try:
+                with Calls(int(calls * share) if rank == victim else None):
+                    save_checkpoint(model, directory / "second")
+            except Exception as error:
+                (directory / f"error_{rank}").write_text(repr(error))
+                return RAISED
+            return SAVED
+
+        return on_rank(rank, directory, work)
+
+    def both(work: Callable[[int], int]) -> list[int]:
+        (directory / "rendezvous").unlink(missing_ok=True)
+        children = []
+        for rank in range(2):
+            child = os.fork()
+            if child == 0:
+                try:
+                    os._exit(work(rank))
+                except BaseException:
+                    traceback.print_exc()
+                    os._exit(1)
+            children.append(child)
+        return [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
+
+    def check(path: Path) -> int:
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        expected = models.whole_tables(directory)
+        for name, ids, rows, _ in loaded(path):
+            assert set(ids) == expected[name].keys()
+            assert all(row == expected[name][i]["weight"].tolist() for i, row in zip(ids, rows, strict=True))
+        return 0
+
+    assert both(first) == [0, 0]
+    for victim, share in [(0, 0.3), (1, 0.3), (1, 0.6), (0, 0.75), (0, 0.93)]:
+        status = both(lambda rank, victim=victim, share=share: second(rank, victim, share))  # type: ignore[misc]
+        assert status[victim] == KILLED, (victim, share, status)
+        # Whoever lives raises, unless everything had been done.
+        whole = (directory / "second").exists()
+        assert status[1 - victim] in ((RAISED, SAVED) if whole else (RAISED,)), (victim, share, status)
+        assert in_a_fork(lambda: check(directory / "first")) == 0
+        if whole:
+            assert in_a_fork(lambda: check(directory / "second")) == 0
+            shutil.rmtree(directory / "second")
+    assert both(lambda rank: second(rank, -1, 0)) == [SAVED, SAVED]
+    assert in_a_fork(lambda: check(directory / "second")) == 0
+    print("survivors raised:", *sorted(path.read_text() for path in directory.glob("error_*")), sep="\n")
+
+
+if __name__ == "__main__":
+    warnings.filterwarnings("ignore")
+    logging.disable(logging.CRITICAL)
+    torch.set_num_threads(1)  # libgomp's threads do not survive a fork
+    {"one": one, "ranks": ranks}[sys.argv[1]](Path(sys.argv[2]))
+    sys.stdout.flush()
+    os._exit(0)

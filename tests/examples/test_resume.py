@@ -1,0 +1,392 @@
+"""The training command stopped, killed and started again: it ends as if nothing had happened."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import math
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import trainer
+from batches import behind, good_rows
+from common.checkpoints import CheckpointFolder
+from common.command import DataError
+from common.folder import sole_use
+from common.schedule import lr_factor, lr_scheduler
+from common.sharding import table_name
+from criteo import CriteoFile
+from generator import Generator
+from loops import Training, train_epoch
+from progress import Progress
+from settings import Settings
+from sharded import build
+from sources import steps_of
+from tqdm import tqdm
+
+from torchrec_recstore import export_dense_weights, save_checkpoint
+
+from ..distributed.workers import run_on_ranks
+from .commands import ROOT
+
+FLAGS = ("--dim", 4, "--batch-size", 60, "--sharding", "row_wise")
+OF_THE_PROCESS = ("train_samples_per_second", "resumed", "resume", "checkpoint", "checkpoint_every", "keep")
+
+
+def settings_of(**changes: Any) -> Settings:
+    plain: dict[str, Any] = dict.fromkeys(("data", "json_out"), None)
+    plain |= {"backend": "recstore", "dim": 4, "num_embeddings": 100, "batch_size": 60, "epochs": 1, "seed": 0}
+    plain |= {"limit_rows": 1500, "optimizer": "rowwise_adagrad", "lr": 0.01, "dense_lr": 0.001}
+    plain |= {"sharding": "table_wise", "skip_bad_rows": False}
+    return Settings(**plain | changes)
+
+
+def lasting(result: dict[str, Any]) -> dict[str, Any]:
+    """What a run reports, without what belongs to its process."""
+    return {key: value for key, value in result.items() if key not in OF_THE_PROCESS}
+
+
+def result_of(path: Path) -> dict[str, Any]:
+    """What a run's JSON file reports, without what belongs to its process."""
+    return lasting(json.loads(path.read_text()))
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+def content(folder: Path) -> dict[str, bytes]:
+    return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+def stopped_after(step: int, folder: Path, copy: Path) -> Path:
+    """A copy of a run's folder as it was when the checkpoint of that step had been written."""
+    copy.mkdir()
+    for path in folder.glob("step-*"):
+        if int(path.name.removeprefix("step-")) <= step:
+            shutil.copytree(path, copy / path.name)
+    return copy
+
+
+@pytest.fixture(scope="module")
+def lines() -> list[bytes]:
+    return list(Generator(3000, 1).lines(0, 3000))
+
+
+def spoil(lines: list[bytes]) -> list[bytes]:
+    """The lines with a tenth of them bad."""
+    chosen = set(random.Random(0).sample(range(len(lines)), len(lines) // 10))
+    return [b"bad\n" if number in chosen else line for number, line in enumerate(lines)]
+
+
+@pytest.mark.parametrize(
+    ("data", "changes", "steps"),
+    [
+        # The end of the first epoch is step 20, that of the second 40.
+        (
+            "generated",
+            {"epochs": 2, "lr_schedule": "cosine", "warmup_steps": 5, "optimizer": "adagrad"},
+            (7, 20, 28, 40),
+        ),
+        ("bad rows", {"skip_bad_rows": True, "lr_schedule": "linear", "limit_rows": None}, (14,)),
+        ("gzip", {"limit_rows": 2000, "sharding": "row_wise"}, (21,)),
+    ],
+)
+def test_a_run_that_went_on_equals_one_that_never_stopped(
+    lines: list[bytes], tmp_path: Path, data: str, changes: dict[str, Any], steps: tuple[int, ...]
+) -> None:
+    if data != "generated":
+        path = tmp_path / "rows"
+        path.write_bytes(b"".join(spoil(lines)) if data == "bad rows" else gzip.compress(b"".join(lines)))
+        changes |= {"data": path}
+    whole = tmp_path / "whole"
+    settings = {"checkpoint_every": 7, "keep": 100} | changes
+    trainer.train(settings_of(checkpoint=whole, json_out=tmp_path / "whole.json", **settings))
+    last = names(whole)[-1]
+    for step in steps:
+        part = stopped_after(step, whole, tmp_path / f"part{step}")
+        trainer.train(settings_of(checkpoint=part, json_out=tmp_path / "part.json", resume=True, **settings))
+        assert f"at step {step} of" in json.loads((tmp_path / "part.json").read_text())["resumed"]
+        assert result_of(tmp_path / "part.json") == result_of(tmp_path / "whole.json")
+        assert names(part) == names(whole)
+        assert content(part / last) == content(whole / last)
+
+
+def test_a_run_without_checkpoints_is_the_same_run(tmp_path: Path) -> None:
+    trainer.train(settings_of(json_out=tmp_path / "without.json"))
+    trainer.train(settings_of(checkpoint=tmp_path / "run", resume=True, json_out=tmp_path / "with.json"))
+    assert result_of(tmp_path / "with.json") == result_of(tmp_path / "without.json")
+    assert json.loads((tmp_path / "with.json").read_text())["resumed"] is None
+
+
+def test_old_checkpoints_and_the_leavings_of_a_killed_run_are_cleared_away(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = tmp_path / "run"
+    (run / ".step-000000003.saving").mkdir(parents=True)
+    (run / ".step-000000003.saving" / "half").write_bytes(b"x")
+    (run / "notes").mkdir()
+    trainer.train(settings_of(checkpoint=run, checkpoint_every=6, keep=2))
+    assert names(run) == ["notes", "step-000000018", "step-000000020"]
+    said = [line for line in capsys.readouterr().err.splitlines() if line.startswith("checkpoint ")]
+    assert [line.split()[1] for line in said] == [f"{run}/step-{step:09}:" for step in (6, 12, 18, 20)]
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_a_checkpoint_that_a_kept_one_is_a_delta_of_stays(tmp_path: Path) -> None:
+    model, _ = build(settings_of())
+    run = tmp_path / "run"
+    save_checkpoint(model, run / "step-000000001")
+    for step in (2, 3):
+        save_checkpoint(model, run / f"step-{step:09}", delta_of=run / f"step-{step - 1:09}")
+    folder = CheckpointFolder(run, keep=2)
+    folder.save(model, 4, {})
+    assert names(run) == [f"step-{step:09}" for step in (1, 2, 3, 4)]
+    folder.save(model, 5, {})
+    assert names(run) == [f"step-{step:09}" for step in (4, 5)]
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"resume": True}, "--resume needs --checkpoint DIR"),
+        ({"checkpoint_every": 5}, "--checkpoint-every needs --checkpoint DIR"),
+        ({"checkpoint": Path("/proc/run")}, "/proc/run: No such file or directory"),
+        ({"checkpoint": Path(__file__)}, "test_resume.py: this is no folder"),
+        ({"checkpoint": Path(__file__) / "run"}, "test_resume.py/run: Not a directory"),
+        ({"checkpoint": Path("run"), "backend": "fused"}, "torch.distributed.checkpoint's job"),
+        ({"warmup_steps": 21}, "--warmup-steps 21 is more than the run's 20 steps"),
+    ],
+)
+def test_flags_that_cannot_be_followed(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(DataError, match=message):
+        trainer.train(settings_of(**changes))
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run's folder of checkpoints."""
+    run = tmp_path_factory.mktemp("finished") / "run"
+    trainer.train(settings_of(checkpoint=run, limit_rows=300))
+    return run
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"resume": False}, "run has checkpoints already, up to step-000000004: --resume goes on from there"),
+        ({"dim": 8}, "step-000000004 is of a run with --dim 4, not 8$"),
+        ({"optimizer": "sgd", "seed": 3}, "--optimizer rowwise_adagrad, not sgd; --seed 0, not 3$"),
+        ({"limit_rows": 400}, "--data 300 generated rows of seed 0, not 400 generated rows of seed 0$"),
+        ({"batch_size": 30, "epochs": 2}, "--batch-size 60, not 30; --epochs 1, not 2$"),
+        ({"lr": 0.02, "warmup_steps": 1}, "--lr 0.01, not 0.02; --warmup-steps 0, not 1$"),
+    ],
+)
+def test_checkpoints_of_another_run(finished: Path, changes: dict[str, Any], message: str) -> None:
+    before = content(finished)
+    with pytest.raises(DataError, match=message):
+        trainer.train(settings_of(**{"checkpoint": finished, "limit_rows": 300, "resume": True} | changes))
+    assert content(finished) == before
+
+
+@pytest.mark.parametrize("name", ["metadata.json", "dense.safetensors", "training_state.safetensors"])
+def test_a_damaged_checkpoint_is_named(finished: Path, tmp_path: Path, name: str) -> None:
+    run = shutil.copytree(finished, tmp_path / "run")
+    path = run / "step-000000004" / name
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+    with pytest.raises(DataError, match=rf"step-000000004/{name} is damaged"):
+        trainer.train(settings_of(checkpoint=run, limit_rows=300, resume=True))
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_two_runs_do_not_share_a_folder(tmp_path: Path) -> None:
+    with sole_use(tmp_path / "run"), pytest.raises(DataError, match="run: another run is writing there"):
+        trainer.train_in_group(settings_of(checkpoint=tmp_path / "run"))
+    trainer.train_in_group(settings_of(checkpoint=tmp_path / "run", limit_rows=300))
+
+
+def dense_of(file: CriteoFile, part: range) -> list[list[float]]:
+    return [row for rows in file.rows(part.start, part.stop) for row in rows.dense.tolist()]
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_a_place_in_a_file_with_bad_lines_is_found(lines: list[bytes], tmp_path: Path, packed: bool) -> None:
+    spoiled = spoil(lines[:200])
+    path = tmp_path / "rows"
+    path.write_bytes(gzip.compress(b"".join(spoiled)) if packed else b"".join(spoiled))
+    file = CriteoFile(path, skip_bad_rows=True, chunk_bytes=3000)
+    file.scan()
+    for part in (range(200), range(31, 171)):
+        whole = dense_of(file, part)
+        assert good_rows(file.bad_lines, part) == len(whole)
+        for count in range(len(whole) + 1):
+            rest = behind(file.bad_lines, part, count)
+            assert good_rows(file.bad_lines, rest) == len(whole) - count
+        for count in (0, 1, 60, len(whole)):
+            rest = behind(file.bad_lines, part, count)
+            assert [label for rows in file.rows(rest.start, rest.stop) for label in rows.dense.tolist()] == whole[
+                count:
+            ]
+
+
+def test_equal_content_has_an_equal_fingerprint(lines: list[bytes], tmp_path: Path) -> None:
+    contents = {"plain": lines[:50], "other": [*lines[:49], lines[50]], "longer": lines[:51]}
+    files = {name: b"".join(parts) for name, parts in contents.items()} | {
+        "packed": gzip.compress(b"".join(lines[:50]))
+    }
+    found = {}
+    for name, data in files.items():
+        (tmp_path / name).write_bytes(data)
+        file = CriteoFile(tmp_path / name, chunk_bytes=1000)
+        file.scan()
+        found[name] = file.fingerprint
+    assert found["plain"] == found["packed"]
+    assert len(set(found.values())) == 3
+
+
+def test_schedules() -> None:
+    assert [lr_factor("constant", 4, 10, step) for step in range(6)] == [0.25, 0.5, 0.75, 1.0, 1.0, 1.0]
+    assert [lr_factor("linear", 2, 6, step) for step in range(8)] == [0.5, 1.0, 1.0, 0.75, 0.5, 0.25, 0.0, 0.0]
+    cosine = [lr_factor("cosine", 0, 4, step) for step in range(5)]
+    assert cosine == pytest.approx([1, (1 + math.sqrt(0.5)) / 2, 0.5, (1 - math.sqrt(0.5)) / 2, 0])
+    assert lr_factor("cosine", 5, 5, 5) == 0
+
+
+def weights_after_one_step(warmup_steps: int) -> list[torch.Tensor]:
+    """The row of id 0, which most samples have, and a layer's bias."""
+    settings = settings_of(optimizer="sgd", lr=1000.0, dense_lr=0.1)
+    training = Training(*build(settings), Progress())
+    scheduler = lr_scheduler(training.optimizer, "constant", warmup_steps, 10)
+    train_epoch(training, scheduler, steps_of(settings, Generator(60, 0), range(60), 60), tqdm(disable=True))
+    bias = training.model.state_dict()["model.over_arch.model.1.bias"]
+    return [export_dense_weights(training.model, table_name("C26"), 1), bias]
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_the_schedule_drives_embeddings_and_dense_layers() -> None:
+    for full, half, quarter in zip(*map(weights_after_one_step, (1, 2, 4)), strict=True):
+        assert (full - half).abs().max() > 1e-3
+        torch.testing.assert_close(full - half, 2 * (half - quarter), rtol=1e-3, atol=1e-6)
+
+
+def workers(torchrun: subprocess.Popen[str]) -> dict[int, int]:
+    """Process ids of torchrun's workers, by rank."""
+    found = {}
+    for folder in Path("/proc").glob("[0-9]*"):
+        try:
+            parent = int((folder / "stat").read_text().rpartition(")")[2].split()[1])
+            if parent == torchrun.pid:
+                environment = dict(
+                    entry.split(b"=", 1) for entry in (folder / "environ").read_bytes().split(b"\0") if b"=" in entry
+                )
+                found[int(environment[b"RANK"])] = int(folder.name)
+        except (OSError, KeyError):
+            continue  # it has just ended, or is only being started
+    return found
+
+
+class Job:
+    """torchrun over the training command on generated rows, in the background.
+
+    Args:
+        ranks: number of processes.
+        flags: of the training command.
+    """
+
+    def __init__(self, ranks: int, *flags: object) -> None:
+        torchrun = ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", "--max-restarts=3"]
+        command = [sys.executable, *torchrun, str(ROOT / "examples" / "dlrm" / "train.py"), *map(str, (*FLAGS, *flags))]
+        path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
+        environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": path}
+        self.process = subprocess.Popen(
+            command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        )
+
+    def end(self) -> str:
+        """Waits for the end, which must be a good one, and returns what was printed."""
+        output, _ = self.process.communicate(timeout=120)
+        assert self.process.returncode == 0, output
+        return output
+
+
+@pytest.fixture
+def job() -> Iterator[Callable[..., Job]]:
+    """Starts jobs, and ends those that a failed test leaves behind."""
+    jobs: list[Job] = []
+
+    def start(*arguments: Any) -> Job:
+        jobs.append(Job(*arguments))
+        return jobs[-1]
+
+    yield start
+    for each in jobs:
+        each.process.kill()
+
+
+def test_a_killed_rank_brings_the_job_back(job: Callable[..., Job], tmp_path: Path) -> None:
+    flags = ("--limit-rows", 4500, "--lr-schedule", "cosine", "--checkpoint-every", 8, "--keep", 100, "--resume")
+    job(2, *flags, "--checkpoint", tmp_path / "whole", "--json", tmp_path / "whole.json").end()
+    killed = job(2, *flags, "--checkpoint", tmp_path / "killed", "--json", tmp_path / "killed.json")
+    deadline = time.monotonic() + 60
+    while not list(tmp_path.glob("killed/step-*")):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    os.kill(workers(killed.process)[1], signal.SIGKILL)
+    assert "resumed at step " in killed.end()
+    assert result_of(tmp_path / "killed.json") == result_of(tmp_path / "whole.json")
+    assert names(tmp_path / "killed") == names(tmp_path / "whole")
+    last = names(tmp_path / "whole")[-1]
+    assert last == "step-000000060"
+    assert content(tmp_path / "killed" / last) == content(tmp_path / "whole" / last)
+
+    # With fewer ranks, from the middle.
+    part = stopped_after(24, tmp_path / "whole", tmp_path / "part")
+    trainer.train(
+        settings_of(limit_rows=4500, lr_schedule="cosine", checkpoint=part, resume=True, json_out=tmp_path / "one.json")
+    )
+    one, two = (result_of(tmp_path / f"{name}.json") for name in ("one", "whole"))
+    check_close(one, two)
+
+
+def check_close(one: dict[str, Any], other: dict[str, Any]) -> None:
+    """The same run on another number of ranks: the same rows, and results that differ by rounding alone."""
+    for key in ("train_samples", "train_steps", "rows"):
+        assert one[key] == other[key]
+    for key in ("train_loss", "test_logloss", "test_auc", "val_auc"):
+        assert one[key] == pytest.approx(other[key], abs=2e-3)
+
+
+def on_three_ranks(folder: Path, rank: int, world_size: int) -> None:
+    settings = partial(settings_of, sharding="row_wise", checkpoint_every=8, keep=100)
+    whole = lasting(trainer.train_in_group(settings(checkpoint=folder / "whole")))
+    if rank == 0:
+        stopped_after(8, folder / "whole", folder / "part")
+    dist.barrier()
+    part = trainer.train_in_group(settings(checkpoint=folder / "part", resume=True))
+    assert "at step 8 of 20" in part["resumed"]
+    assert lasting(part) == whole
+    assert content(folder / "part" / "step-000000020") == content(folder / "whole" / "step-000000020")
+
+    grown = trainer.train_in_group(settings(checkpoint=folder / "one", resume=True))
+    assert "at step 8 of 20" in grown["resumed"]
+    check_close(grown, whole)
+
+
+def test_three_ranks_go_on_as_if_never_stopped_and_from_where_one_was(tmp_path: Path) -> None:
+    trainer.train(settings_of(checkpoint=tmp_path / "all_of_one", checkpoint_every=8, keep=100))
+    stopped_after(8, tmp_path / "all_of_one", tmp_path / "one")
+    run_on_ranks(3, partial(on_three_ranks, tmp_path))
