@@ -91,7 +91,7 @@ class PartWriter:
     def tensors(self, name: str, tensors: dict[str, Tensor]) -> None:
         """Writes a file, if there are tensors for it."""
         if tensors:
-            self._submit(name, tensors)
+            self._submit(name, _unshared(tensors))
 
     def close(self) -> dict[str, FileInfo]:
         """Waits for the last file; returns all of them.
@@ -120,6 +120,17 @@ def be_polite() -> None:
     """Gives the calling thread a low priority."""
     # Linux: a thread's own niceness, which POSIX would have to be the process's.
     os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _POLITE_NICENESS)
+
+
+def _unshared(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The same tensors, but no two in the same memory: tied weights, which safetensors refuses."""
+    found: dict[str, Tensor] = {}
+    storages: set[int] = set()
+    for name, tensor in tensors.items():
+        storage = tensor.untyped_storage().data_ptr()
+        found[name] = tensor.clone() if storage in storages else tensor
+        storages.add(storage)
+    return found
 
 
 def _file_name(table: str) -> str:
