@@ -19,8 +19,12 @@ if TYPE_CHECKING:
         load_checkpoint,
         load_dense_weights,
         load_distributed_checkpoint,
+        load_into_stock,
+        load_stock_state_dict,
         read_info,
         save_checkpoint,
+        stock_optimizer_state_dict,
+        stock_state_dict,
     )
     from torchrec_recstore.optim import (
         LAMB,
@@ -82,9 +86,13 @@ _MODULES = {
     "load_checkpoint": "checkpoint",
     "load_dense_weights": "checkpoint",
     "load_distributed_checkpoint": "checkpoint",
+    "load_into_stock": "checkpoint",
+    "load_stock_state_dict": "checkpoint",
     "read_info": "checkpoint",
     "save_checkpoint": "checkpoint",
     "state_names": "optim",
+    "stock_optimizer_state_dict": "checkpoint",
+    "stock_state_dict": "checkpoint",
     "table_stats": "sharders",
 }
 
@@ -121,9 +129,13 @@ __all__ = [
     "load_checkpoint",
     "load_dense_weights",
     "load_distributed_checkpoint",
+    "load_into_stock",
+    "load_stock_state_dict",
     "read_info",
     "save_checkpoint",
     "state_names",
+    "stock_optimizer_state_dict",
+    "stock_state_dict",
     "table_stats",
 ]
 

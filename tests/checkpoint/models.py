@@ -14,6 +14,7 @@ from torchrec.distributed import DistributedModelParallel
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
 from torchrec.distributed.planner import EmbeddingShardingPlanner, Topology
 from torchrec.distributed.planner.types import ParameterConstraints
+from torchrec.distributed.types import ShardingEnv
 
 from torchrec_recstore.options import TableOptions
 from torchrec_recstore.planner import RecStoreConstraints, RecStorePlanner
@@ -68,19 +69,24 @@ def recstore(
     return DistributedModelParallel(model, plan=plan, sharders=sharders, device=torch.device("cpu"))
 
 
-def stock() -> DistributedModelParallel:
+def stock(
+    sharding_type: str = "table_wise",
+    optimizer: EmbOptimType = EmbOptimType.EXACT_SGD,
+    env: ShardingEnv | None = None,
+) -> DistributedModelParallel:
     """The model with TorchRec's own tables."""
     torch.manual_seed(0)
     model = Model()
-    sharders = [EmbeddingBagCollectionSharder(fused_params={"optimizer": EmbOptimType.EXACT_SGD, "learning_rate": 0.1})]
+    sharders = [EmbeddingBagCollectionSharder(fused_params={"optimizer": optimizer, "learning_rate": 0.1})]
     constraints = {
-        name: ParameterConstraints(sharding_types=["table_wise"], compute_kernels=["fused"]) for name in TABLES
+        name: ParameterConstraints(sharding_types=[sharding_type], compute_kernels=["fused"], min_partition=DIM // 2)
+        for name in TABLES
     }
     planner = EmbeddingShardingPlanner(
         topology=Topology(world_size=dist.get_world_size(), compute_device="cpu"), constraints=constraints, debug=False
     )
     plan = planner.collective_plan(model, sharders, dist.group.WORLD)
-    return DistributedModelParallel(model, plan=plan, sharders=sharders, device=torch.device("cpu"))
+    return DistributedModelParallel(model, env, plan=plan, sharders=sharders, device=torch.device("cpu"))
 
 
 def batch(seed: int, low: int = -(2**62), high: int = 2**62, distinct: int = 40) -> KeyedJaggedTensor:
@@ -111,13 +117,22 @@ def shards(model: DistributedModelParallel) -> list[tuple[str, range, Tensor, di
     return found
 
 
+def assert_holds(model: DistributedModelParallel, before: list[tuple[str, range, Tensor, dict[str, Tensor]]]) -> None:
+    """That this rank's shards are as :func:`shards` gave them, bookkeeping included."""
+    for (_, _, ids, rows), (_, _, ids_now, rows_now) in zip(before, shards(model), strict=True):
+        assert torch.equal(ids, ids_now)
+        assert rows.keys() == rows_now.keys()
+        for key, values in rows.items():
+            assert torch.equal(values, rows_now[key]), key
+
+
 def write_down(model: DistributedModelParallel, directory: str | Path) -> None:
     """Leaves what this rank's tables hold, for :func:`whole_tables` of another run."""
     torch.save(shards(model), Path(directory, f"held_by_{dist.get_rank()}.pt"))
 
 
 def whole_tables(directory: str | Path) -> dict[str, dict[int, dict[str, Tensor]]]:
-    """By table and id: ``weight`` (dim,), and ``state`` (dim,), row-wise states repeated over their columns."""
+    """By table and id: ``weight`` (dim,), ``state`` (dim,), row-wise ones repeated over their columns, bookkeeping."""
     tables: dict[str, dict[int, dict[str, Tensor]]] = {name: {} for name in TABLES}
     for path in Path(directory).glob("held_by_*.pt"):
         for name, columns, ids, rows in torch.load(path, weights_only=False):
@@ -127,4 +142,5 @@ def whole_tables(directory: str | Path) -> dict[str, dict[int, dict[str, Tensor]
                 row = tables[name].setdefault(identity, {k: torch.full((DIM,), torch.nan) for k in ("weight", "state")})
                 row["weight"][columns.start : columns.stop] = rows["weight"][i]
                 row["state"][columns.start : columns.stop] = state[i]
+                row.update({key: rows[key][i] for key in ("last_step", "frequency")})
     return tables

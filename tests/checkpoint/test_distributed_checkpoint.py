@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -11,27 +12,65 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from fbgemm_gpu.split_embedding_configs import EmbOptimType
+from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.staging import BlockingAsyncStager
+from torchrec.distributed import DistributedModelParallel
 
 from tests.distributed.workers import run_on_ranks
 from torchrec_recstore.checkpoint import load_distributed_checkpoint
+from torchrec_recstore.checkpoint.tables import rows_left_out
+from torchrec_recstore.sharders import whole_tensors
 
 from . import models
 
+ROW, TABLE, COLUMN, NODE, GRID = "row_wise", "table_wise", "column_wise", "table_row_wise", "grid_shard"
+RW, ELEMENT, NONE = EmbOptimType.EXACT_ROWWISE_ADAGRAD, EmbOptimType.EXACT_ADAGRAD, EmbOptimType.EXACT_SGD
+USER, ITEM = (f"sparse.embedding_bags.{name}.weight" for name in models.TABLES)
+Case = tuple[int, str, EmbOptimType]  # world size, sharding, optimizer
+SAVED: list[Case] = [(1, TABLE, ELEMENT), (1, TABLE, NONE), (2, ROW, RW), (2, COLUMN, RW), (2, NODE, ELEMENT)]
+LOADS: list[tuple[Case, int, str]] = [
+    ((1, TABLE, ELEMENT), 2, ROW),
+    ((1, TABLE, NONE), 2, COLUMN),
+    ((2, ROW, RW), 1, TABLE),
+    ((2, ROW, RW), 2, COLUMN),
+    ((2, ROW, RW), 3, ROW),
+    ((2, COLUMN, RW), 1, ROW),
+    ((2, COLUMN, RW), 2, TABLE),
+    ((2, COLUMN, RW), 2, COLUMN),
+    ((2, NODE, ELEMENT), 1, TABLE),
+    ((2, NODE, ELEMENT), 2, GRID),
+    ((2, NODE, ELEMENT), 3, GRID),
+]
 
-def save(rank: int, world_size: int, *, path: str, sharding: str, optimizer: EmbOptimType) -> None:
+
+def saves_and_loads(rank: int, world_size: int, *, path: Path) -> None:
+    """All that is saved at this world size, then all that is loaded."""
+    whole_tensors.PIECE_ROWS = 7  # so that a table has several pieces
+    for case in SAVED:
+        if case[0] == world_size:
+            save(path / "_".join(map(str, case)), *case[1:])
+    dist.barrier()
+    for case, at, sharding in LOADS:
+        if at == world_size:
+            load(path / "_".join(map(str, case)), case, sharding)
+
+
+def save(path: Path, sharding: str, optimizer: EmbOptimType) -> None:
+    path.mkdir(exist_ok=True)
     model = models.recstore(sharding, optimizer)
     models.train(model)
     models.write_down(model, path)
     dcp.save(
-        {"model": model.state_dict(), "optimizer": model.fused_optimizer.state_dict()}, checkpoint_id=f"{path}/saved"
+        {"model": model.state_dict(), "optimizer": model.fused_optimizer.state_dict()}, checkpoint_id=path / "saved"
     )
 
 
-def load(rank: int, world_size: int, *, path: str, sharding: str, optimizer: EmbOptimType, exact: bool) -> None:
+def load(path: Path, case: Case, sharding: str) -> None:
+    _, saved_as, optimizer = case
+    exact = saved_as != COLUMN or sharding == COLUMN  # only joined column shards average a row-wise state
     model = models.recstore(sharding, optimizer)
-    models.train(model, steps=1)  # rows that must be gone afterwards
-    load_distributed_checkpoint(model, f"{path}/saved")
+    models.train(model, steps=1, distinct=30)  # rows that must be gone afterwards
+    load_distributed_checkpoint(model, path / "saved")
     expected = models.whole_tables(path)
     held: dict[str, set[int]] = {name: set() for name in expected}
     for name, columns, ids, rows in models.shards(model):
@@ -41,43 +80,32 @@ def load(rank: int, world_size: int, *, path: str, sharding: str, optimizer: Emb
             row = expected[name][identity]
             cut = slice(columns.start, columns.stop)
             assert torch.equal(rows["weight"][i], row["weight"][cut])
-            state = row["state"][cut] if states.dim() == 2 else row["state"][cut].double().mean().float()
-            if exact or states.dim() == 2:
-                assert torch.equal(states[i], state if states.dim() == 2 else row["state"][columns.start])
+            assert all(torch.equal(rows[key][i], row[key]) for key in ("last_step", "frequency"))
+            if states.dim() == 2:
+                assert torch.equal(states[i], row["state"][cut])
+            elif exact:
+                assert torch.equal(states[i], row["state"][columns.start])
             else:
-                torch.testing.assert_close(states[i], state)
-    everywhere: list[Any] = [None] * world_size
+                torch.testing.assert_close(states[i], row["state"][cut].double().mean().float())
+    counts = {(t.steps, t.optimizer_steps) for t in model.module.sparse.recstore_tables()}
+    assert counts <= {(5, 5)}  # a rank may have no shard
+    everywhere: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everywhere, held)
     assert {name: set().union(*(h[name] for h in everywhere)) for name in expected} == {
         name: set(rows) for name, rows in expected.items()
     }
 
 
-ROW, TABLE, COLUMN = "row_wise", "table_wise", "column_wise"
-RW, ELEMENT, NONE = EmbOptimType.EXACT_ROWWISE_ADAGRAD, EmbOptimType.EXACT_ADAGRAD, EmbOptimType.EXACT_SGD
-
-
-@pytest.mark.parametrize(
-    ("saved_at", "saved_as", "loads"),
-    [
-        (2, ROW, [(1, TABLE, RW), (3, ROW, RW), (2, COLUMN, RW)]),
-        (2, COLUMN, [(1, ROW, RW), (2, TABLE, RW)]),
-        (1, TABLE, [(2, ROW, ELEMENT), (2, COLUMN, NONE)]),
-        (2, "table_row_wise", [(2, "grid_shard", ELEMENT), (1, TABLE, ELEMENT)]),
-        (2, "grid_shard", [(2, ROW, ELEMENT)]),
-    ],
-)
-def test_any_world_size_and_sharding(
-    tmp_path: Path, saved_at: int, saved_as: str, loads: list[tuple[int, str, EmbOptimType]]
-) -> None:
-    for optimizer in dict.fromkeys(optimizer for _, _, optimizer in loads):
-        path = str(tmp_path / optimizer.value)
-        Path(path).mkdir()
-        run_on_ranks(saved_at, partial(save, path=path, sharding=saved_as, optimizer=optimizer))
-        for world_size, sharding, wanted in loads:
-            if wanted == optimizer:
-                exact = saved_as != COLUMN or sharding == COLUMN  # only joined column shards average a row-wise state
-                run_on_ranks(world_size, partial(load, path=path, sharding=sharding, optimizer=optimizer, exact=exact))
+def test_any_world_size_and_sharding(one_rank: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(whole_tensors, "PIECE_ROWS", 7)
+    alone = [case for case in SAVED if case[0] == 1]
+    for case in alone:
+        save(tmp_path / "_".join(map(str, case)), *case[1:])
+    run_on_ranks(2, partial(saves_and_loads, path=tmp_path))
+    run_on_ranks(3, partial(saves_and_loads, path=tmp_path))
+    for case, at, sharding in LOADS:
+        if at == 1:
+            load(tmp_path / "_".join(map(str, case)), case, sharding)
 
 
 def test_async_save_and_training_on(one_rank: None, tmp_path: Path) -> None:
@@ -91,10 +119,7 @@ def test_async_save_and_training_on(one_rank: None, tmp_path: Path) -> None:
     saving.result()
     other = models.recstore()
     load_distributed_checkpoint(other, tmp_path / "saved")
-    for (_, _, ids, rows), (_, _, other_ids, other_rows) in zip(before, models.shards(other), strict=True):
-        assert torch.equal(ids, other_ids)
-        assert torch.equal(rows["weight"], other_rows["weight"])
-        assert torch.equal(rows["sum"], other_rows["sum"])
+    models.assert_holds(other, before)
 
 
 def test_model_state_alone(one_rank: None, tmp_path: Path) -> None:
@@ -117,19 +142,93 @@ def test_stock_tables_come_and_go(one_rank: None, tmp_path: Path) -> None:
     assert torch.equal(stock.eval()(batch), model.eval()(batch))
 
 
-def test_what_cannot_be_loaded_changes_nothing(one_rank: None, tmp_path: Path) -> None:
+def test_pieces_are_of_bounded_size(one_rank: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(whole_tensors, "PIECE_ROWS", 16)
+    model = models.recstore()
+    models.train(model)
+    dcp.save({"model": model.state_dict(), "optimizer": model.fused_optimizer.state_dict()}, checkpoint_id=tmp_path)
+    saved = FileSystemReader(tmp_path).read_metadata().state_dict_metadata
+    states = [f"optimizer.state.{USER}.rows.{key}" for key in ("id", "sum", "last_step", "frequency")]
+    for key in (f"model.{USER}", f"model.{USER}_id", *states):
+        assert [chunk.sizes[0] for chunk in saved[key].chunks] == [16, 4]
+
+
+def test_without_bookkeeping(one_rank: None, tmp_path: Path) -> None:
+    """As versions before this one wrote it: rows are as new ones, and a table without optimizer state has no entry."""
+    for optimizer in (RW, NONE):
+        model = models.recstore(optimizer=optimizer)
+        models.train(model)
+        states = model.fused_optimizer.state_dict()["state"]
+        for entry in states.values():
+            for key in ("last_step", "frequency", "clock"):
+                del entry["rows"][key]
+        states = states if optimizer == RW else {}
+        dcp.save(
+            {"model": model.state_dict(), "optimizer": {"state": states}}, checkpoint_id=tmp_path / optimizer.value
+        )
+        other = models.recstore(optimizer=optimizer)
+        load_distributed_checkpoint(other, tmp_path / optimizer.value)
+        for (_, _, ids, rows), (_, _, other_ids, other_rows) in zip(
+            models.shards(model), models.shards(other), strict=True
+        ):
+            assert torch.equal(ids, other_ids)
+            assert all(torch.equal(rows[key], other_rows[key]) for key in set(rows) - {"last_step", "frequency"})
+            assert other_rows["last_step"].count_nonzero() == 0
+
+
+def test_rows_can_be_left_out(one_rank: None) -> None:
     model = models.recstore()
     models.train(model)
     before = models.shards(model)
+    with rows_left_out(model):
+        state, optimizer = model.state_dict(), model.fused_optimizer.state_dict()
+        assert state[USER].numel() == 0
+        assert f"{USER}_id" not in state
+        assert optimizer["state"][USER] == {"rows": {}}
+        model.load_state_dict({key: value for key, value in state.items() if key != USER})
+        model.fused_optimizer.load_state_dict(optimizer)
+    models.assert_holds(model, before)
+    assert len(model.state_dict()[f"{USER}_id"].local_shards()[0].tensor) == len(before[0][2])
+
+
+def refused(model: DistributedModelParallel, path: Path, message: str) -> None:
+    before, dense = models.shards(model), model.module.over.weight.clone()
+    with pytest.raises(ValueError, match=message):
+        load_distributed_checkpoint(model, path)
+    models.assert_holds(model, before)
+    assert torch.equal(model.module.over.weight, dense)
+
+
+def test_what_cannot_be_loaded_changes_nothing(one_rank: None, tmp_path: Path) -> None:
+    model = models.recstore()
+    models.train(model)
+    state = {"model": model.state_dict(), "optimizer": model.fused_optimizer.state_dict()}
+    item = state["optimizer"]["state"][ITEM]["rows"]
+    rows = item["id"].size()[0]
+    models.train(model, steps=2, distinct=50)
+    with torch.no_grad():
+        model.module.over.weight.add_(1)
     with pytest.raises(FileNotFoundError, match="nowhere"):
         load_distributed_checkpoint(model, tmp_path / "nowhere")
-    dcp.save({"model": {"over.weight": torch.zeros(1, 24)}}, checkpoint_id=tmp_path / "dense")
-    with pytest.raises(ValueError, match="no RecStore table 'user'"):
-        load_distributed_checkpoint(model, tmp_path / "dense")
-    wide = {f"sparse.embedding_bags.{name}.weight": torch.zeros(3, 16) for name in models.TABLES}
-    dcp.save({"model": wide}, checkpoint_id=tmp_path / "wide")
-    with pytest.raises(ValueError, match=r"'user' is of shape \(3, 16\)"):
-        load_distributed_checkpoint(model, tmp_path / "wide")
-    for (_, _, ids, rows), (_, _, ids_now, rows_now) in zip(before, models.shards(model), strict=True):
-        assert torch.equal(ids, ids_now)
-        assert torch.equal(rows["weight"], rows_now["weight"])
+    # What is broken belongs to the last table, so that nothing may have been loaded into the first.
+    without = {key: value for key, value in state["model"].items() if ITEM not in key}
+    dcp.save({**state, "model": without}, checkpoint_id=tmp_path / "without")
+    refused(model, tmp_path / "without", "no RecStore table 'item'")
+    dcp.save({**state, "model": {**without, ITEM: torch.zeros(3, 16)}}, checkpoint_id=tmp_path / "wide")
+    refused(model, tmp_path / "wide", r"'item' is of shape \(3, 16\) in the checkpoint, its dim in the model is 8")
+    for key, value, message in [
+        ("sum", torch.zeros(rows, 3), rf"'item': sum is of shape \({rows}, 3\) in the checkpoint, not \({rows}, 1\)"),
+        ("id", torch.arange(rows), "'item': the optimizer state in the checkpoint is of other ids"),
+        ("frequency", torch.arange(3), r"'item': frequency is of shape \(3,\)"),
+        ("steps", None, "'item': the optimizer state has no steps"),
+    ]:
+        broken = {k: value if k == key else v for k, v in item.items() if k != key or value is not None}
+        states = {**state["optimizer"]["state"], ITEM: {"rows": broken}}
+        dcp.save({**state, "optimizer": {"state": states}}, checkpoint_id=tmp_path / key)
+        refused(model, tmp_path / key, message)
+    dcp.save(state, checkpoint_id=tmp_path / "cut")
+    (file,) = (tmp_path / "cut").glob("*.distcp")
+    os.truncate(file, file.stat().st_size - 1)
+    refused(model, tmp_path / "cut", "distcp has .* bytes, the checkpoint has written")
+    file.unlink()
+    refused(model, tmp_path / "cut", "lost a file")

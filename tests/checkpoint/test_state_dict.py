@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -23,7 +21,7 @@ from . import models
 USER_IDS = "sparse.embedding_bags.user.weight_id"
 
 
-def forth_and_back(rank: int, world_size: int, *, sharding: str) -> None:
+def forth_and_back(sharding: str) -> None:
     model = models.recstore(sharding, EmbOptimType.EXACT_ADAGRAD)
     models.train(model)
     state, optimizer = model.state_dict(), model.fused_optimizer.state_dict()
@@ -31,18 +29,11 @@ def forth_and_back(rank: int, world_size: int, *, sharding: str) -> None:
     models.train(model, steps=9, distinct=60)
     model.load_state_dict(state)
     model.fused_optimizer.load_state_dict(optimizer)
-    for (_, _, ids, rows), (_, _, ids_now, rows_now) in zip(before, models.shards(model), strict=True):
-        assert torch.equal(ids, ids_now)
-        assert torch.equal(rows["weight"], rows_now["weight"])
-        assert torch.equal(rows["sum"], rows_now["sum"])
+    assert all(table.steps == 5 for table in model.module.sparse.recstore_tables())
+    models.assert_holds(model, before)
 
 
-@pytest.mark.parametrize("sharding", ["row_wise", "column_wise", "table_wise"])
-def test_two_ranks(sharding: str) -> None:
-    run_on_ranks(2, partial(forth_and_back, sharding=sharding))
-
-
-def refused_on_every_rank(rank: int, world_size: int) -> None:
+def refused_on_every_rank() -> None:
     model = models.recstore("table_wise")
     models.train(model)
     before, state = models.shards(model), model.state_dict()
@@ -53,14 +44,17 @@ def refused_on_every_rank(rank: int, world_size: int) -> None:
     states.update(id=torch.tensor([2**50]), sum=torch.ones(1, 1))
     with pytest.raises(ValueError, match="id 1125899906842624 has no row"):
         model.fused_optimizer.load_state_dict(optimizer)
-    for (_, _, ids, rows), (_, _, ids_now, rows_now) in zip(before, models.shards(model), strict=True):
-        assert torch.equal(ids, ids_now)
-        assert torch.equal(rows["weight"], rows_now["weight"])
-        assert torch.equal(rows["sum"], rows_now["sum"])
+    models.assert_holds(model, before)
 
 
-def test_what_one_rank_refuses_all_refuse() -> None:
-    run_on_ranks(2, refused_on_every_rank)
+def two_ranks(rank: int, world_size: int) -> None:
+    for sharding in ("row_wise", "column_wise", "table_wise"):
+        forth_and_back(sharding)
+    refused_on_every_rank()
+
+
+def test_two_ranks() -> None:
+    run_on_ranks(2, two_ranks)
 
 
 @pytest.mark.parametrize(
@@ -73,18 +67,20 @@ def test_a_resumed_run_is_the_run_that_never_stopped(one_rank: None, optimizer: 
     other.fused_optimizer.load_state_dict(model.fused_optimizer.state_dict())
     for trained in (model, other):
         models.train(trained, steps=3, distinct=50)
-    batch = models.batch(4, distinct=50)
-    assert torch.equal(model.eval()(batch), other.eval()(batch))
+    models.assert_holds(other, models.shards(model))
 
 
 def test_empty_tables_and_plain_sgd(one_rank: None) -> None:
     model = models.recstore(optimizer=EmbOptimType.EXACT_SGD)
     state = model.state_dict()
     assert tuple(state["sparse.embedding_bags.user.weight"].size()) == (0, models.DIM)
-    assert model.fused_optimizer.state_dict() == {"state": {}}
+    optimizer = model.fused_optimizer.state_dict()
+    rows = optimizer["state"]["sparse.embedding_bags.user.weight"]["rows"]
+    assert list(rows) == ["id", "columns", "steps", "clock", "last_step", "frequency"]
     models.train(model)
     model.load_state_dict(state)
-    assert [len(ids) for _, _, ids, _ in models.shards(model)] == [0, 0]
+    model.fused_optimizer.load_state_dict(optimizer)
+    assert [(len(table), table.steps) for table in model.module.sparse.recstore_tables()] == [(0, 0), (0, 0)]
 
 
 def test_stock_state_goes_in_and_dense_comes_out(one_rank: None) -> None:
@@ -102,21 +98,27 @@ def test_stock_state_goes_in_and_dense_comes_out(one_rank: None) -> None:
 def test_what_does_not_fit_is_refused(one_rank: None) -> None:
     model = models.recstore()
     models.train(model)
-    before = models.shards(model)
     state = model.state_dict()
+    models.train(model, steps=2, distinct=50)
+    before = models.shards(model)
+    # Of the last table, so that nothing may have been loaded into the first.
     for broken, message in [
-        ({"sparse.embedding_bags.user.weight": torch.zeros(2, 3)}, "table 'user'.*weight"),
-        ({"sparse.embedding_bags.user.weight_id": torch.zeros(2, dtype=torch.int64)}, "its ids are"),
+        ({"sparse.embedding_bags.item.weight": torch.zeros(2, 3)}, "table 'item'.*weight"),
+        ({"sparse.embedding_bags.item.weight_id": torch.zeros(2, dtype=torch.int64)}, "its ids are"),
     ]:
         with pytest.raises(ValueError, match=message):
             model.load_state_dict({**state, **broken})
-    optimizer = copy.copy(model.fused_optimizer.state_dict())
-    del optimizer["state"]["sparse.embedding_bags.user.weight"]["rows"]["sum"]
-    with pytest.raises(ValueError, match="table 'user': the optimizer state has no sum"):
-        model.fused_optimizer.load_state_dict(optimizer)
-    for (_, _, ids, rows), (_, _, ids_now, rows_now) in zip(before, models.shards(model), strict=True):
-        assert torch.equal(ids, ids_now)
-        assert torch.equal(rows["weight"], rows_now["weight"])
+    for key, value, message in [
+        ("sum", None, "table 'user': the optimizer state has no sum"),
+        ("sum", torch.zeros(len(before[0][2]), 2), r"table 'user': sum is of shape \(.*, 2\), not 1 columns"),
+        ("last_step", torch.zeros(2), r"table 'user': last_step is of shape \(2,\)"),
+    ]:
+        optimizer = model.fused_optimizer.state_dict()
+        rows = optimizer["state"]["sparse.embedding_bags.user.weight"]["rows"]
+        rows.pop(key) if value is None else rows.update({key: value})
+        with pytest.raises(ValueError, match=message):
+            model.fused_optimizer.load_state_dict(optimizer)
+    models.assert_holds(model, before)
 
 
 def test_sequences(one_rank: None, tmp_path: Path) -> None:

@@ -16,6 +16,12 @@ if TYPE_CHECKING:
     from torchrec_recstore.checkpoint.info import CheckpointInfo, TableInfo, read_info
     from torchrec_recstore.checkpoint.load import load_checkpoint
     from torchrec_recstore.checkpoint.save import AsyncSave, async_save, save_checkpoint
+    from torchrec_recstore.checkpoint.stock import (
+        load_into_stock,
+        load_stock_state_dict,
+        stock_optimizer_state_dict,
+        stock_state_dict,
+    )
 
 _MODULES = {
     "AsyncSave": "save",
@@ -28,8 +34,12 @@ _MODULES = {
     "load_checkpoint": "load",
     "load_dense_weights": "dense",
     "load_distributed_checkpoint": "distributed",
+    "load_into_stock": "stock",
+    "load_stock_state_dict": "stock",
     "read_info": "info",
     "save_checkpoint": "save",
+    "stock_optimizer_state_dict": "stock",
+    "stock_state_dict": "stock",
 }
 
 __all__ = [
@@ -43,8 +53,12 @@ __all__ = [
     "load_checkpoint",
     "load_dense_weights",
     "load_distributed_checkpoint",
+    "load_into_stock",
+    "load_stock_state_dict",
     "read_info",
     "save_checkpoint",
+    "stock_optimizer_state_dict",
+    "stock_state_dict",
 ]
 
 

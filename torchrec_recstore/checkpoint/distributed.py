@@ -6,14 +6,13 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch import Tensor
-from torch.distributed.checkpoint.filesystem import FileSystemReader
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import load
 from torchrec.distributed import DistributedModelParallel
 
-from torchrec_recstore.checkpoint.tables import ModelTable, recstore_tables
+from torchrec_recstore.checkpoint.saved_rows import SavedTable, SavedTensors
+from torchrec_recstore.checkpoint.tables import ModelTable, recstore_tables, rows_left_out
+from torchrec_recstore.sharders.gather import refused_together, whole_environment
+from torchrec_recstore.store import Table
 
 
 def load_distributed_checkpoint(model: DistributedModelParallel, checkpoint_id: str | Path) -> None:
@@ -25,7 +24,9 @@ def load_distributed_checkpoint(model: DistributedModelParallel, checkpoint_id: 
         dcp.save({"model": model.state_dict(), "optimizer": model.fused_optimizer.state_dict()}, checkpoint_id=path)
 
     A table that was saved from TorchRec's own kernels is loaded as well: its row i becomes id i, its optimizer state
-    starts anew. Every rank reads each RecStore table whole and keeps the rows that belong to it.
+    starts anew. Every rank reads each RecStore table that it has a shard of, piece by piece as it was saved (RecStore
+    tables in pieces of at most 2**18 rows), and keeps the rows that belong to it: in new tables, which take the place
+    of the model's own when all is well.
 
     Args:
         model: ``DistributedModelParallel``.
@@ -33,55 +34,57 @@ def load_distributed_checkpoint(model: DistributedModelParallel, checkpoint_id: 
 
     Raises:
         FileNotFoundError: there is no checkpoint.
-        ValueError: a RecStore table of the model is not in it, or has another dim; nothing has changed.
+        ValueError: a RecStore table of the model is not in it or has another dim, its state does not fit its rows or
+            lacks something, or a file is missing or shorter than it was; no table has changed.
     """
     if not (Path(checkpoint_id) / ".metadata").exists():
         raise FileNotFoundError(f"no checkpoint of torch.distributed.checkpoint at {checkpoint_id}")
-    saved: Mapping[str, Any] = FileSystemReader(checkpoint_id).read_metadata().state_dict_metadata
-    tables = recstore_tables(model)
-    nested = any(key.startswith("model.") for key in saved)
+    tensors = SavedTensors(checkpoint_id)
+    nested = any(key.startswith("model.") for key in tensors.saved)
     prefix = "model." if nested else ""
-    rows = {key: value for table in tables for key, value in _empty_rows(table, saved, prefix).items()}
-    mine = {key for table in tables for key in (table.weight_key, f"{table.weight_key}_id")}
-    weights = {**{key: value for key, value in model.state_dict().items() if key not in mine}, **rows}
-    state: dict[str, Any] = {"model": weights} if nested else weights
-    optimizer = None
-    if any(key.startswith("optimizer.state.") for key in saved):
-        optimizer = model.fused_optimizer.state_dict()
-        kept = {
-            t.weight_key: optimizer["state"].pop(t.weight_key) for t in tables if t.weight_key in optimizer["state"]
-        }
-        saved_states = {key: _empty_states(key, saved) for key in kept}
-        optimizer["state"].update({key: states for key, states in saved_states.items() if states["rows"]})
-        state["optimizer"] = optimizer
-    load(state, checkpoint_id=checkpoint_id)
-    model.load_state_dict(weights)
-    if optimizer is not None:
-        started_anew = {
-            key: model.fused_optimizer.state_dict()["state"][key] for key in kept if key not in optimizer["state"]
-        }
-        optimizer["state"].update(started_anew)
-        model.fused_optimizer.load_state_dict(optimizer)
+    tables = recstore_tables(model)
+    rows = [SavedTable(tensors, table.state, prefix + table.weight_key, _states(table)) for table in tables]
+    loaded: list[tuple[Table, Table]] = []
+    with refused_together(whole_environment()):
+        tensors.check_files()
+        for saved in rows:
+            saved.check()
+        for saved in rows:
+            loaded += saved.loaded()
+        for shard, _ in loaded:
+            shard.snapshot().close()  # refuses while a save is being written
+    _load_the_rest(model, tables, tensors.saved, nested, checkpoint_id)
+    for shard, fresh in loaded:
+        shard.exchange_rows(fresh)
+        fresh.close()
 
 
-def _empty_rows(table: ModelTable, saved: Mapping[str, Any], prefix: str) -> dict[str, Tensor]:
-    key = table.weight_key
-    if prefix + key not in saved:
-        raise ValueError(f"the checkpoint has no RecStore table {table.name!r} ({prefix + key})")
-    weight = _empty_like(saved[prefix + key])
-    if weight.dim() != 2 or weight.shape[1] != table.dim:
-        raise ValueError(
-            f"table {table.name!r} is of shape {tuple(weight.shape)} in the checkpoint, "
-            f"its dim in the model is {table.dim}"
-        )
-    ids = saved.get(f"{prefix}{key}_id")
-    return {key: weight} if ids is None else {key: weight, f"{key}_id": _empty_like(ids)}
+def _states(table: ModelTable) -> str:
+    return f"optimizer.state.{table.weight_key}.rows."
 
 
-def _empty_states(weight_key: str, saved: Mapping[str, Any]) -> dict[str, dict[str, Tensor]]:
-    prefix = f"optimizer.state.{weight_key}.rows."
-    return {"rows": {k.removeprefix(prefix): _empty_like(v) for k, v in saved.items() if k.startswith(prefix)}}
-
-
-def _empty_like(metadata: TensorStorageMetadata) -> Tensor:
-    return torch.empty(metadata.size, dtype=metadata.properties.dtype)
+def _load_the_rest(
+    model: DistributedModelParallel,
+    tables: list[ModelTable],
+    saved: Mapping[str, Any],
+    nested: bool,
+    checkpoint_id: str | Path,
+) -> None:
+    """All but the RecStore tables, by DCP's own load, into the model's own tensors."""
+    mine = {table.weight_key for table in tables}
+    with rows_left_out(model):
+        weights = {key: value for key, value in model.state_dict().items() if key not in mine}
+        state: dict[str, Any] = {}
+        if weights:
+            state.update({"model": weights} if nested else weights)
+        optimizer = None
+        if any(key.startswith("optimizer.state.") for key in saved):
+            optimizer = model.fused_optimizer.state_dict()["state"]
+            others = {key: states for key, states in optimizer.items() if key not in mine}
+            if others:
+                state["optimizer"] = {"state": others}
+        if state:
+            load(state, checkpoint_id=checkpoint_id)
+        model.load_state_dict(weights)
+        if optimizer is not None:
+            model.fused_optimizer.load_state_dict({"state": {**optimizer, **others}})

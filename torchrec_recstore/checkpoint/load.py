@@ -17,7 +17,7 @@ from torchrec_recstore.checkpoint.parts import joined_rows
 from torchrec_recstore.checkpoint.tables import ModelTable, distinct_tables
 from torchrec_recstore.optim import state_names
 from torchrec_recstore.sharders.gather import refused_together, whole_environment
-from torchrec_recstore.sharders.state import LocalShard
+from torchrec_recstore.sharders.local_shard import LocalShard
 from torchrec_recstore.store import Table
 
 _T = TypeVar("_T")

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
 
-from torchrec_recstore.checkpoint.tables import ModelTable
+from torchrec_recstore.checkpoint.tables import ModelTable, rows_left_out
 
 
 def dense_tensors(model: nn.Module, tables: Sequence[ModelTable]) -> dict[str, Tensor]:
@@ -18,7 +17,7 @@ def dense_tensors(model: nn.Module, tables: Sequence[ModelTable]) -> dict[str, T
         ValueError: a table on one of TorchRec's own sharded kernels, or something that is no tensor.
     """
     placeholders = {table.weight_key for table in tables}
-    with _without_rows(tables):
+    with rows_left_out(model):
         state = {key: value for key, value in model.state_dict().items() if key not in placeholders}
     for key, value in state.items():
         # ShardedTensor and DTensor: tables on TorchRec's own kernels (torchrec 1.8.0).
@@ -52,15 +51,3 @@ def load_dense(saved: Mapping[str, Tensor], own: Mapping[str, Tensor]) -> None:
     with torch.no_grad():
         for name in own.keys() & saved.keys():
             own[name].copy_(saved[name])
-
-
-@contextmanager
-def _without_rows(tables: Sequence[ModelTable]) -> Iterator[None]:
-    states = [table.module.recstore_state for table in tables]
-    for state in states:
-        state.emits_rows = False
-    try:
-        yield
-    finally:
-        for state in states:
-            state.emits_rows = True

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 from torch import nn
@@ -10,6 +11,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torchrec.distributed import DistributedModelParallel
 
 from torchrec_recstore.sharders.collection import RecStoreCollection
+from torchrec_recstore.sharders.table_state import TableState
 
 
 @dataclass(frozen=True)
@@ -30,6 +32,11 @@ class ModelTable:
     def dim(self) -> int:
         """Columns of the whole table."""
         return int(self.module.recstore_dims()[self.name])
+
+    @property
+    def state(self) -> TableState:
+        """What the table is on this rank."""
+        return self.module.recstore_state.tables[self.name]
 
 
 def recstore_tables(model: nn.Module) -> list[ModelTable]:
@@ -68,6 +75,23 @@ def table_named(model: nn.Module, name: str) -> ModelTable:
         what = "no" if not found else "more than one"
         raise ValueError(f"the model has {what} RecStore table {name!r}; it has {names or 'none'}")
     return found[0]
+
+
+@contextmanager
+def rows_left_out(model: nn.Module) -> Iterator[None]:
+    """Within it, ``state_dict`` of the model and of its fused optimizer are without the rows of RecStore tables.
+
+    There they are copies, as large as the tables. Loading such a state leaves the tables as they are.
+    """
+    states = [table.state for table in recstore_tables(model)]
+    before = [state.emits_rows for state in states]
+    for state in states:
+        state.emits_rows = False
+    try:
+        yield
+    finally:
+        for state, emits in zip(states, before, strict=True):
+            state.emits_rows = emits
 
 
 def _sharded_modules(module: nn.Module, prefix: str) -> Iterator[tuple[str, RecStoreCollection]]:

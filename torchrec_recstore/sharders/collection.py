@@ -16,13 +16,15 @@ from torchrec.optim.keyed import CombinedOptimizer
 from torchrec_recstore.optim import Optimizer
 from torchrec_recstore.sharders.fused_params import optimizer_from_fused_params
 from torchrec_recstore.sharders.kernel import RecStoreKernel, placeholder_parameter
+from torchrec_recstore.sharders.local_shard import LocalShard
 from torchrec_recstore.sharders.lookup import RecStoreLookup, grouped_configs, grouped_configs_of_all_ranks
 from torchrec_recstore.sharders.parameter_sharding import RECSTORE_KERNEL
 from torchrec_recstore.sharders.plan_checks import check_plan, hashed_features
 from torchrec_recstore.sharders.raw_ids import int64_ids, mixed_ids
 from torchrec_recstore.sharders.row_split import IN_NODE, MOST_ROWS_IN_NODE
 from torchrec_recstore.sharders.shard_tables import check_table
-from torchrec_recstore.sharders.state import LocalShard, ModuleState
+from torchrec_recstore.sharders.state import ModuleState
+from torchrec_recstore.sharders.table_state import TableState
 from torchrec_recstore.store import Table
 
 
@@ -147,8 +149,10 @@ class RecStoreCollection(ShardedEmbeddingModule):  # type: ignore[misc]
         for kernel in self._recstore_kernels():
             for table, routing in zip(kernel.tables, kernel.routings, strict=True):
                 shards[table.name].append(LocalShard(table, routing))
-        self.recstore_state = ModuleState(self, self._tables_name, shards, self._env)
-        self._optim = self.recstore_state.optimizer_with_states(self._optim, self._recstore_optimizers())
+        dims, optimizers = self.recstore_dims(), self._recstore_optimizers()
+        states = {n: TableState(n, dims[n], of_table, self._env, optimizers[n]) for n, of_table in shards.items()}
+        self.recstore_state = ModuleState(self, self._tables_name, states, self._env)
+        self._optim = self.recstore_state.optimizer_with_states(self._optim)
 
     def _recstore_optimizers(self) -> dict[str, Optimizer]:
         # Of tables on other ranks too.

@@ -1,0 +1,281 @@
+"""Checkpoints of a large table: speed against the disk's own, memory beside the table, deltas, steps during a save.
+
+    python benchmarks/checkpoint.py [--rows 15000000] [--folder .]
+
+A model of DLRM's shape, one table of dim 64 with row-wise Adagrad for 26 features. JSON rows:
+
+- ``checkpoint``: bytes a second of a save and a load, over those of plain files of the same sizes, written and synced,
+  or read from a cold cache; medians of runs in turns. ``load_into_touched_memory``: a load into a table whose memory
+  the machine has handed out before. Memory beside the tables is this process's anonymous memory, at its peak.
+- ``delta``: time and size of a delta after a share of the rows has changed, over the full save's.
+- ``async_save``: time of a training step while a save is written, over that without.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import statistics
+import tempfile
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from fbgemm_gpu.split_embedding_configs import EmbOptimType
+from measure import clock, emit
+from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, KeyedJaggedTensor
+from torchrec.distributed import DistributedModelParallel
+from torchrec.models.dlrm import DLRM
+
+from torchrec_recstore import CheckpointInfo, RecStoreSharder, Table, async_save, load_checkpoint, save_checkpoint
+
+DIM, FEATURES, BATCH = 64, 26, 2048
+BLOCK = 16 << 20
+ROUNDS = 3
+NAMES = [f"f{i}" for i in range(FEATURES)]
+
+
+def build() -> DistributedModelParallel:
+    """DLRM over one RecStore table."""
+    torch.manual_seed(0)
+    config = EmbeddingBagConfig(name="t", embedding_dim=DIM, num_embeddings=2**40, feature_names=NAMES)
+    dlrm = DLRM(
+        embedding_bag_collection=EmbeddingBagCollection(tables=[config], device=torch.device("meta")),
+        dense_in_features=13,
+        dense_arch_layer_sizes=[512, 256, DIM],
+        over_arch_layer_sizes=[512, 512, 256, 1],
+    )
+    sharder = RecStoreSharder(fused_params={"optimizer": EmbOptimType.EXACT_ROWWISE_ADAGRAD, "learning_rate": 0.01})
+    return DistributedModelParallel(dlrm, sharders=[sharder], device=torch.device("cpu"))
+
+
+def table_of(model: DistributedModelParallel) -> Table:
+    """The model's only table."""
+    return next(iter(model.module.sparse_arch.embedding_bag_collection.recstore_tables()))
+
+
+def id_of(numbers: torch.Tensor) -> torch.Tensor:
+    """Distinct ids without a pattern: an odd multiplier modulo 2**64."""
+    return numbers * -7046029254386353131
+
+
+def fill(table: Table, rows: int) -> None:
+    """Gives the table its rows, none of them at its initial values."""
+    for begin in range(0, rows, 1 << 18):
+        ids = id_of(torch.arange(begin, min(begin + (1 << 18), rows)))
+        table.update(ids, torch.randn(len(ids), DIM))
+
+
+def anonymous_bytes() -> int:
+    """This process's resident memory without that of files."""
+    status = Path("/proc/self/status").read_text()
+    return int(status.split("RssAnon:")[1].split()[0]) * 1024
+
+
+@contextmanager
+def peak_memory() -> Iterator[list[int]]:
+    """The most anonymous memory in the block over that at its beginning, in the list's only entry."""
+    before, peak, stop = anonymous_bytes(), [0], threading.Event()
+
+    def watch() -> None:
+        while not stop.wait(0.002):
+            peak[0] = max(peak[0], anonymous_bytes() - before)
+
+    thread = threading.Thread(target=watch)
+    thread.start()
+    try:
+        yield peak
+    finally:
+        stop.set()
+        thread.join()
+
+
+def forget(folder: Path) -> None:
+    """Has the system drop what it has cached of a folder's files."""
+    for file in folder.iterdir():
+        descriptor = os.open(file, os.O_RDONLY)
+        os.fsync(descriptor)
+        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+        os.close(descriptor)
+
+
+def timed(work: Callable[[], Any]) -> float:
+    """Seconds that ``work`` takes."""
+    begin = clock()
+    work()
+    return clock() - begin
+
+
+def write_plain(folder: Path, sizes: list[int]) -> None:
+    """Files of these sizes, written one after the other and synced."""
+    block = os.urandom(BLOCK)
+    folder.mkdir()
+    for number, size in enumerate(sizes):
+        with (folder / str(number)).open("wb", buffering=0) as file:
+            for begin in range(0, size, BLOCK):
+                file.write(block[: min(BLOCK, size - begin)])
+            os.fsync(file.fileno())
+
+
+def read_plain(folder: Path) -> None:
+    """Every file of a folder, one after the other, into the same memory."""
+    block = bytearray(BLOCK)
+    for file in sorted(folder.iterdir()):
+        with file.open("rb", buffering=0) as opened:
+            while opened.readinto(block):
+                pass
+
+
+def full(model: DistributedModelParallel, folder: Path) -> CheckpointInfo:
+    """Saves and loads the whole model, and plain files as large, in turns; leaves a checkpoint at ``full``."""
+    seconds: dict[str, list[float]] = {key: [] for key in ("save", "write", "load", "read", "load_touched")}
+    memory: dict[str, list[int]] = {"save": [], "load": []}
+    info: CheckpointInfo | None = None
+    for _ in range(ROUNDS):
+        shutil.rmtree(folder / "full", ignore_errors=True)
+        shutil.rmtree(folder / "plain", ignore_errors=True)
+        with peak_memory() as peak:
+            begin = clock()
+            info = save_checkpoint(model, folder / "full")
+            seconds["save"].append(clock() - begin)
+        memory["save"].append(peak[0])
+        sizes = [file.bytes for file in info.files.values()]
+        seconds["write"].append(timed(lambda sizes=sizes: write_plain(folder / "plain", sizes)))  # type: ignore[misc]
+        forget(folder / "plain")
+        seconds["read"].append(timed(lambda: read_plain(folder / "plain")))
+        other = build()
+        for key in ("load", "load_touched"):
+            forget(folder / "full")
+            with peak_memory() as peak:
+                seconds[key].append(timed(lambda: load_checkpoint(other, folder / "full")))  # noqa: B023
+            if key == "load":
+                memory["load"].append(peak[0] - table_of(other).stats().bytes)
+        del other
+    assert info is not None
+    rate = {key: info.bytes / statistics.median(values) / 1e9 for key, values in seconds.items()}
+    emit(
+        {
+            "benchmark": "checkpoint",
+            "rows": len(table_of(model)),
+            "bytes": info.bytes,
+            **{f"{key}_gb_per_second": round(value, 3) for key, value in rate.items()},
+            "save_over_disk": round(rate["save"] / rate["write"], 3),
+            "load_over_disk": round(rate["load"] / rate["read"], 3),
+            "load_into_touched_memory_over_disk": round(rate["load_touched"] / rate["read"], 3),
+            "save_mb_beside_table": round(max(memory["save"]) / 1e6),
+            "load_mb_beside_table": round(max(memory["load"]) / 1e6),
+        }
+    )
+    return info
+
+
+def deltas(model: DistributedModelParallel, folder: Path, base: CheckpointInfo) -> None:
+    """Deltas after a growing share of the rows has changed."""
+    table, rows = table_of(model), len(table_of(model))
+    full_seconds = timed(lambda: save_checkpoint(model, folder / "whole"))
+    shutil.rmtree(folder / "whole")
+    for share in (0.0001, 0.001, 0.01, 0.1):
+        ids = id_of(torch.randperm(rows)[: int(rows * share)])
+        table.update(ids, torch.randn(len(ids), DIM))
+        table.remove(ids[: len(ids) // 100])
+        begin = clock()
+        info = save_checkpoint(model, folder / "delta", delta_of=base.path)
+        seconds = clock() - begin
+        emit(
+            {
+                "benchmark": "delta",
+                "rows": rows,
+                "rows_changed_and_left": sum(p.rows for t in info.tables.values() for p in (*t.parts, *t.removed)),
+                "bytes_over_full": round(info.bytes / base.bytes, 5),
+                "seconds": round(seconds, 3),
+                "seconds_over_full": round(seconds / full_seconds, 5),
+            }
+        )
+        shutil.rmtree(folder / "delta")
+
+
+def steps_during_a_save(model: DistributedModelParallel, folder: Path) -> None:
+    """Training steps alone and during a save, in turns."""
+    rows = len(table_of(model))
+    optimizer = torch.optim.Adam([p for n, p in model.named_parameters() if "embedding" not in n], lr=0.001)
+    dense = torch.randn(BATCH, 13)
+    ones = torch.ones(FEATURES * BATCH, dtype=torch.int32)
+    generator = torch.Generator().manual_seed(0)
+
+    def step() -> float:
+        # Log-uniform over the rows: Zipf's law with exponent one, by which ids of click logs come about.
+        numbers = torch.exp(
+            torch.rand(FEATURES * BATCH, generator=generator, dtype=torch.float64) * torch.tensor(rows).log()
+        )
+        features = KeyedJaggedTensor(keys=NAMES, values=id_of(numbers.long() - 1), lengths=ones)
+        begin = clock()
+        optimizer.zero_grad()
+        model(dense, features).sum().backward()
+        optimizer.step()
+        return clock() - begin
+
+    alone: list[float] = []
+    during: list[float] = []
+    saves = []
+    memory = []
+    for _ in range(50):
+        step()
+    for _ in range(2):
+        alone += [step() for _ in range(200)]
+        with peak_memory() as peak:
+            begin = clock()
+            saving = async_save(model, folder / "beside", overwrite=True)
+            snapshot = clock() - begin
+            while not saving.done():
+                during.append(step())
+            saving.wait()
+        saves.append(clock() - begin)
+        memory.append(peak[0])
+        alone += [step() for _ in range(200)]
+    emit(
+        {
+            "benchmark": "async_save",
+            "rows": rows,
+            "batch_size": BATCH,
+            "step_ms": round(statistics.mean(alone) * 1e3, 2),
+            "step_ms_during_a_save": round(statistics.mean(during) * 1e3, 2),
+            "steps_during_a_save": len(during) // 2,
+            "mean_step_over_alone": round(statistics.mean(during) / statistics.mean(alone), 3),
+            "median_step_over_alone": round(statistics.median(during) / statistics.median(alone), 3),
+            "p99_step_ms": round(sorted(alone)[len(alone) * 99 // 100] * 1e3, 2),
+            "p99_step_ms_during_a_save": round(sorted(during)[len(during) * 99 // 100] * 1e3, 2),
+            "call_ms": round(snapshot * 1e3, 2),
+            "save_seconds": round(statistics.mean(saves), 2),
+            "mb_beside_table": round(max(memory) / 1e6),
+        }
+    )
+
+
+def main() -> None:
+    """Measures and prints the rows."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rows", type=int, default=15_000_000, help="of the table; 284 bytes each")
+    parser.add_argument("--folder", type=Path, default=Path.cwd(), help="on the disk to measure")
+    parser.add_argument("--only", default="full,deltas,steps")
+    arguments = parser.parse_args()
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    model = build()
+    fill(table_of(model), arguments.rows)
+    only = arguments.only.split(",")
+    with tempfile.TemporaryDirectory(dir=arguments.folder) as directory:
+        folder = Path(directory)
+        base = full(model, folder) if "full" in only else save_checkpoint(model, folder / "full")
+        if "deltas" in only:
+            deltas(model, folder, base)
+        if "steps" in only:
+            steps_during_a_save(model, folder)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,262 @@
+"""Between models with RecStore tables and the same models with TorchRec's own, where row i of a table is id i.
+
+Optimizer state is in the form of ``fused_optimizer.state_dict()`` of TorchRec's fused tables, with plain tensors:
+``{"state": {"sparse.embedding_bags.t.weight": {"t.momentum1": ...}}}``. Their first state is always called
+``momentum1``, others have the names of :func:`torchrec_recstore.state_names` (``EmbeddingFusedOptimizer``, 1.8.0).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torchrec.distributed import DistributedModelParallel
+from torchrec.distributed.types import ShardingEnv
+
+from torchrec_recstore.checkpoint.dense import export_dense_weights
+from torchrec_recstore.checkpoint.stock_checks import check_keys, check_shape, checked_states, stock_names
+from torchrec_recstore.checkpoint.tables import ModelTable, recstore_tables, rows_left_out, table_named
+from torchrec_recstore.checkpoint.whole import column_starts, fill, gathered, is_sharded, summed, whole
+from torchrec_recstore.optim import StateKind, state_names
+from torchrec_recstore.sharders.gather import all_gathered, refused_together, whole_environment
+from torchrec_recstore.sharders.table_state import replace_rows
+from torchrec_recstore.sharders.whole_tensors import TableLayout, TableSource
+
+_CHUNK = 1 << 18  # rows at a time
+
+
+def stock_state_dict(model: nn.Module, num_rows: Mapping[str, int], *, leave_out: bool = False) -> dict[str, Any]:
+    """``state_dict`` of the model as it is unsharded, with TorchRec's own tables. Collective; the result on every rank.
+
+    ``unsharded_model.load_state_dict(result)`` works; for a sharded stock model there is :func:`load_into_stock`.
+
+    Args:
+        model: ``DistributedModelParallel``, a sharded module, or anything that contains them.
+        num_rows: how many rows each RecStore table is to have: what ``num_embeddings`` is there.
+        leave_out: leave out rows of ids outside [0, num_rows), rather than refuse them.
+
+    Returns:
+        Each RecStore table as a (num_rows, dim) tensor of its dtype, ids without a row as zeros; tables of TorchRec's
+        kernels as whole tensors; all else as it is in ``model.state_dict()``.
+
+    Raises:
+        ValueError: an unknown table, one without a number, a negative number, or ids outside; on every rank.
+    """
+    tables = _counted_tables(model, num_rows, leave_out)
+    with rows_left_out(model):
+        state = model.state_dict()
+    state.update(gathered({key: value for key, value in state.items() if is_sharded(value)}, _env(tables)))
+    for table in tables:
+        dtype = TableLayout(table.name, table.state.shards, table.state.env).dtype
+        state[table.weight_key] = export_dense_weights(model, table.name, num_rows[table.name]).to(dtype)
+    return state
+
+
+def stock_optimizer_state_dict(
+    model: DistributedModelParallel, num_rows: Mapping[str, int], *, leave_out: bool = False
+) -> dict[str, Any]:
+    """``fused_optimizer.state_dict()`` as TorchRec's own tables have it, in plain tensors. Collective; on every rank.
+
+    Element-wise states are (num_rows, dim), row-wise ones (num_rows,), those of column shards joined to their
+    column-weighted mean. An id without a row has zeros. How many updates there were, which Adam and LAMB count, is not
+    part of such a state.
+
+    Args:
+        model: as for :func:`stock_state_dict`.
+        num_rows: as for :func:`stock_state_dict`.
+        leave_out: as for :func:`stock_state_dict`.
+
+    Raises:
+        ValueError: as :func:`stock_state_dict`; or a table's optimizer is none of TorchRec's fused ones.
+    """
+    tables = _counted_tables(model, num_rows, leave_out)
+    env = _env(tables)
+    names = {table.weight_key: stock_names(table) for table in tables}
+    with rows_left_out(model):
+        own = {key: states for key, states in model.fused_optimizer.state_dict()["state"].items() if key not in names}
+    state: dict[str, dict[str, Tensor]] = {key: {} for keys in all_gathered(list(own), env) for key in keys}
+    parts = {(key, name): value for key, states in own.items() for name, value in states.items()}
+    for (key, name), value in gathered(parts, env).items():
+        state[key][name] = value
+    for table in tables:
+        states = _exported_states(table, num_rows[table.name])
+        state[table.weight_key] = {stock: states[name] for name, stock in names[table.weight_key].items()}
+    return {"state": state}
+
+
+def load_stock_state_dict(
+    model: DistributedModelParallel,
+    state_dict: Mapping[str, Any],
+    optimizer_state_dict: Mapping[str, Any] | None = None,
+    *,
+    optimizer_steps: int | None = None,
+) -> None:
+    """Loads the state of the same model with TorchRec's own tables: row i becomes id i. Collective; all or nothing.
+
+    A table's rows are replaced; without ``optimizer_state_dict`` their optimizer state starts anew.
+
+    Args:
+        model: with RecStore tables.
+        state_dict: of the unsharded model; or of a sharded one of which this process holds all shards. The same on
+            every rank.
+        optimizer_state_dict: ``fused_optimizer.state_dict()`` of the sharded one, or what
+            :func:`stock_optimizer_state_dict` gives.
+        optimizer_steps: updates so far, which TorchRec's state does not say: what the bias correction of Adam and LAMB
+            counts.
+
+    Raises:
+        ValueError: an entry is missing or unknown or of another shape, tables of another dim or optimizer among them,
+            or ``optimizer_steps`` is needed; nothing has changed.
+    """
+    tables = {table.weight_key: table for table in recstore_tables(model)}
+    given = _states_in(optimizer_state_dict)
+    with rows_left_out(model):
+        own, own_states = model.state_dict(), model.fused_optimizer.state_dict()["state"]
+    states: dict[str, dict[str, Tensor]] = {}
+    fused: list[tuple[Any, Tensor]] = []
+    with refused_together(_env(list(tables.values()))):
+        plain = _checked_weights(tables, state_dict, own)
+        if given is not None:
+            for key, table in tables.items():
+                starts = column_starts(state_dict[key])
+                states[key] = checked_states(table, given.get(key, {}), len(plain[key]), starts, optimizer_steps)
+            fused = _checked_pairs(given, {key: own_states[key] for key in own_states.keys() - tables}, own)
+    _load_rest(model, {key: value for key, value in plain.items() if key not in tables}, own)
+    for value, part in fused:
+        fill(value, part)
+    for key, table in tables.items():
+        replace_rows(table.state.shards, TableSource(key, plain[key], None))
+        if key in states:
+            table.state.load_state_dict(states[key])
+
+
+def load_into_stock(
+    model: DistributedModelParallel,
+    state_dict: Mapping[str, Any],
+    optimizer_state_dict: Mapping[str, Any] | None = None,
+) -> None:
+    """Loads plain state into a sharded model with TorchRec's own tables; all or nothing.
+
+    Adam and LAMB go on counting updates from where they are: ``model.fused_optimizer.set_optimizer_step(steps)``.
+
+    Args:
+        model: without RecStore tables, sharded in any way.
+        state_dict: as :func:`stock_state_dict` gives it, the same on every rank.
+        optimizer_state_dict: as :func:`stock_optimizer_state_dict` gives it.
+
+    Raises:
+        ValueError: an entry is missing or unknown or of another shape; nothing has changed.
+    """
+    given = _states_in(optimizer_state_dict)
+    own, own_states = model.state_dict(), model.fused_optimizer.state_dict()["state"]
+    with refused_together(_env([])):
+        plain = _checked_weights({}, state_dict, own)
+        fused = [] if given is None else _checked_pairs(given, own_states, own)
+    _load_rest(model, plain, own)
+    for value, part in fused:
+        fill(value, part)
+
+
+def _env(tables: Sequence[ModelTable]) -> ShardingEnv:
+    return tables[0].state.env if tables else whole_environment()
+
+
+def _states_in(optimizer_state_dict: Mapping[str, Any] | None) -> Mapping[str, Mapping[str, Any]] | None:
+    if optimizer_state_dict is None:
+        return None
+    if "state" not in optimizer_state_dict:
+        raise ValueError('the stock optimizer state has no "state": it should be of model.fused_optimizer.state_dict()')
+    given: Mapping[str, Mapping[str, Any]] = optimizer_state_dict["state"]
+    return given
+
+
+def _load_rest(model: nn.Module, plain: dict[str, Any], own: Mapping[str, Any]) -> None:
+    """Loads all but RecStore tables, for which there is nothing in ``plain``."""
+    for key, value in plain.items():
+        if is_sharded(own[key]):
+            fill(own[key], value)
+            plain[key] = own[key]
+    with rows_left_out(model):
+        model.load_state_dict(plain)
+
+
+def _checked_weights(
+    tables: Mapping[str, ModelTable], given: Mapping[str, Any], own: Mapping[str, Any]
+) -> dict[str, Any]:
+    """A stock ``state_dict`` that fits the model, with plain tensors."""
+    check_keys("the stock state_dict", given, own)
+    plain = {key: whole(key, value) if isinstance(value, Tensor) else value for key, value in given.items()}
+    for key, value in plain.items():
+        if key not in tables:
+            check_shape(key, value, own[key])
+        elif value.dim() != 2 or value.shape[1] != tables[key].dim:
+            name, dim = tables[key].name, tables[key].dim
+            raise ValueError(f"table {name!r}: {key} is of shape {tuple(value.shape)}, the table's dim is {dim}")
+    return plain
+
+
+def _checked_pairs(
+    given: Mapping[str, Mapping[str, Any]], own: Mapping[str, Mapping[str, Any]], known: Iterable[str]
+) -> list[tuple[Any, Tensor]]:
+    """This rank's states of TorchRec's fused tables, and what is to be copied into each.
+
+    Args:
+        given: states of all tables by the keys of their weights.
+        own: of those that this rank has a shard of.
+        known: the keys of all weights.
+    """
+    check_keys("the stock optimizer state", [key for key in given if key not in set(known)], [])
+    pairs = []
+    for key, states in own.items():
+        check_keys(f"{key}: the stock optimizer state", given.get(key, {}), states)
+        for name, value in states.items():
+            plain = whole(name, given[key][name])
+            check_shape(name, plain, value, row_wise_states=True)
+            pairs.append((value, plain))
+    return pairs
+
+
+def _counted_tables(model: nn.Module, num_rows: Mapping[str, int], leave_out: bool) -> list[ModelTable]:
+    """The model's RecStore tables, each of which has a number of rows that its ids are within."""
+    named = [table_named(model, name) for name in num_rows]
+    tables = recstore_tables(model)
+    missing = [repr(table.name) for table in tables if table.name not in num_rows]
+    if missing:
+        raise ValueError(f"num_rows has no number for RecStore table {', '.join(missing)}")
+    for table in named:
+        rows = num_rows[table.name]
+        if rows < 0:
+            raise ValueError(f"num_rows of table {table.name!r} must not be negative, got {rows}")
+        state = table.state
+        ids = [shard.table.ids() for shard in state.shards if shard.table.columns.start == 0]
+        outside = sum(all_gathered(sum(int(((i < 0) | (i >= rows)).sum()) for i in ids), state.env))
+        if outside and not leave_out:
+            raise ValueError(
+                f"table {table.name!r} has {outside} ids outside [0, {rows}): leave_out=True goes without their rows"
+            )
+    return tables
+
+
+def _exported_states(table: ModelTable, num_rows: int) -> dict[str, Tensor]:
+    kinds: dict[str, StateKind] = state_names(table.state.optimizer)
+    out = {
+        name: torch.zeros(num_rows, table.dim) if kind == "element" else torch.zeros(num_rows)
+        for name, kind in kinds.items()
+    }
+    for shard in table.state.shards:
+        columns = shard.table.columns
+        ids = shard.table.ids()
+        ids = ids[(ids >= 0) & (ids < num_rows)]
+        for begin in range(0, len(ids), _CHUNK):
+            part = ids[begin : begin + _CHUNK]
+            rows = shard.table.read_rows(part)
+            for name, kind in kinds.items():
+                if kind == "element":
+                    out[name][part, columns.start : columns.stop] = rows[name]
+                else:
+                    out[name][part] += rows[name] * (len(columns) / table.dim)
+    for value in out.values():
+        summed(value, table.state.env)
+    return out
