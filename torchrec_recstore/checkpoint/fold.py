@@ -65,7 +65,7 @@ class FoldedTable:
         chain: the full checkpoint first.
         name: of a table of the last one.
         columns: what rows are cut into: :func:`common_columns` of the chain's tables, or a finer split. A row-wise
-            state of a shard that is cut is repeated.
+            state of a shard that is cut is repeated. Weights are of the last checkpoint's data type.
 
     Raises:
         CheckpointError: checkpoints of the chain differ in what the table is, or a file is missing.
@@ -75,6 +75,7 @@ class FoldedTable:
         newest = chain[-1].tables[name]
         self.states = state_names(newest.optimizer)
         """Of the optimizer."""
+        self._dtype = getattr(torch, newest.dtype)
         self._row_bytes = newest.dim * 4 * (1 + len(self.states)) + 24  # at most
         self._runs: list[_Run] = []
         self._removals: list[_Removal] = []
@@ -82,10 +83,8 @@ class FoldedTable:
             table = info.tables.get(name)
             if table is None:
                 continue
-            if (table.dim, table.dtype, state_names(table.optimizer)) != (newest.dim, newest.dtype, self.states):
-                raise CheckpointError(
-                    f"table {name!r} of {info.path} has another dim, dtype or optimizer state later on"
-                )
+            if (table.dim, state_names(table.optimizer)) != (newest.dim, self.states):
+                raise CheckpointError(f"table {name!r} of {info.path} has another dim or optimizer state later on")
             runs = [_Run(info.path, level, blocks, columns, self.states) for blocks in _runs(info.path, name, table)]
             self._runs = runs + self._runs  # the newest first: of equal ids a stable sort leaves it there
             self._removals.append(_Removal(info.path, level, table))
@@ -114,8 +113,13 @@ class FoldedTable:
         for removal in self._removals:
             kept &= (levels[order] >= removal.level) | removal.stays(ids)
         order = order[kept]
-        shards = zip(*(rows for _, _, rows in taken), strict=True)
-        return ids[kept], [{name: torch.cat([rows[name] for rows in s])[order] for name in s[0]} for s in shards]
+        shards = [
+            {name: torch.cat([rows[name] for rows in shard])[order] for name in shard[0]}
+            for shard in zip(*(rows for _, _, rows in taken), strict=True)
+        ]
+        for shard in shards:
+            shard["weight"] = shard["weight"].to(self._dtype)
+        return ids[kept], shards
 
 
 class _Run:
