@@ -39,12 +39,16 @@ def files_in(directory: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in directory.iterdir()}
 
 
-@pytest.fixture
-def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Parts of a few rows and windows of even fewer, so that each takes many."""
+def make_parts_small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(parts, "PART_BYTES", 700)
     monkeypatch.setattr(fold, "_LEAST_ROWS", 3)
     monkeypatch.setattr(fold, "_WINDOW_BYTES", 0)
+
+
+@pytest.fixture
+def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Parts of a few rows and windows of even fewer, so that each takes many."""
+    make_parts_small(monkeypatch)
 
 
 @pytest.mark.parametrize("optimizer", [EmbOptimType.EXACT_ROWWISE_ADAGRAD, EmbOptimType.ADAM])
@@ -74,6 +78,7 @@ def test_gives_the_files_of_a_full_save(
 
 
 def folds_deltas_of_other_shardings(rank: int, world_size: int, *, path: Path) -> None:
+    make_parts_small(pytest.MonkeyPatch())  # the process ends with the test
     last = None
     for number, sharding in enumerate(["row_wise", "column_wise", "grid_shard"]):
         model = models.recstore(sharding)
