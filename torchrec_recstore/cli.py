@@ -81,7 +81,7 @@ def diff(
 
     with _errors_in_one_line():
         first, second = read_chain(a), read_chain(b)
-        _verify([*first, *second])
+        _verify(list({info.path: info for info in (*first, *second)}.values()))
         with _progress("comparing", _rows([first[-1], second[-1]])) as advance:
             difference = compare_chains(first, second, advance)
     if as_json:
