@@ -1,17 +1,46 @@
-"""Checkpoints that lose nothing, and rows of RecStore tables in and out of other formats."""
+"""Checkpoints that lose nothing, and rows of RecStore tables in and out of other formats.
 
-from torchrec_recstore.checkpoint.dense import export_dense_weights, load_dense_weights
-from torchrec_recstore.checkpoint.distributed import load_distributed_checkpoint
-from torchrec_recstore.checkpoint.files import CheckpointError
-from torchrec_recstore.checkpoint.info import CheckpointInfo, TableInfo, read_info
-from torchrec_recstore.checkpoint.load import load_checkpoint
-from torchrec_recstore.checkpoint.save import AsyncSave, async_save, save_checkpoint
-from torchrec_recstore.checkpoint.stock import (
-    load_into_stock,
-    load_stock_state_dict,
-    stock_optimizer_state_dict,
-    stock_state_dict,
-)
+Names are imported when first used, so that what looks at checkpoints does without TorchRec.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from torchrec_recstore.checkpoint.compact import compact_checkpoint
+    from torchrec_recstore.checkpoint.dense import export_dense_weights, load_dense_weights
+    from torchrec_recstore.checkpoint.distributed import load_distributed_checkpoint
+    from torchrec_recstore.checkpoint.files import CheckpointError
+    from torchrec_recstore.checkpoint.info import CheckpointInfo, TableInfo, read_info
+    from torchrec_recstore.checkpoint.load import load_checkpoint
+    from torchrec_recstore.checkpoint.save import AsyncSave, async_save, save_checkpoint
+    from torchrec_recstore.checkpoint.stock import (
+        load_into_stock,
+        load_stock_state_dict,
+        stock_optimizer_state_dict,
+        stock_state_dict,
+    )
+
+_MODULES = {
+    "AsyncSave": "save",
+    "CheckpointError": "files",
+    "CheckpointInfo": "info",
+    "TableInfo": "info",
+    "async_save": "save",
+    "compact_checkpoint": "compact",
+    "export_dense_weights": "dense",
+    "load_checkpoint": "load",
+    "load_dense_weights": "dense",
+    "load_distributed_checkpoint": "distributed",
+    "load_into_stock": "stock",
+    "load_stock_state_dict": "stock",
+    "read_info": "info",
+    "save_checkpoint": "save",
+    "stock_optimizer_state_dict": "stock",
+    "stock_state_dict": "stock",
+}
 
 __all__ = [
     "AsyncSave",
@@ -19,6 +48,7 @@ __all__ = [
     "CheckpointInfo",
     "TableInfo",
     "async_save",
+    "compact_checkpoint",
     "export_dense_weights",
     "load_checkpoint",
     "load_dense_weights",
@@ -30,3 +60,15 @@ __all__ = [
     "stock_optimizer_state_dict",
     "stock_state_dict",
 ]
+
+
+def __getattr__(name: str) -> object:
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(importlib.import_module(f"{__name__}.{_MODULES[name]}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

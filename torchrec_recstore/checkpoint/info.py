@@ -162,6 +162,28 @@ def metadata_bytes(info: CheckpointInfo, training_state: Any) -> tuple[bytes, st
     return text[: -len(_NO_CHECKSUM) - 4] + checksum.encode() + text[-4:], checksum
 
 
+def write_metadata(directory: Path, info: CheckpointInfo, training_state: Any) -> str:
+    """Writes ``metadata.json``, which is on the disk when this returns.
+
+    Args:
+        directory: where.
+        info: as for :func:`metadata_bytes`.
+        training_state: likewise.
+
+    Returns:
+        Its checksum.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    text, checksum = metadata_bytes(info, training_state)
+    with (directory / METADATA).open("wb") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    return checksum
+
+
 def read_info(path: str | Path) -> CheckpointInfo:
     """Reads what a checkpoint says of itself, and its training state; rows are left alone.
 

@@ -81,6 +81,8 @@ def load_checkpoint(model: nn.Module, path: str | Path, *, strict: bool = True) 
 def load_rows(table: Table, name: str, chain: Sequence[CheckpointInfo], owned: Owned | None = None) -> None:
     """Streams a table's rows into an empty shard, from a full checkpoint and the deltas on top of it.
 
+    Rows of another data type are converted: exactly to float32, else rounded to nearest.
+
     Args:
         table: the shard, whose columns are taken.
         name: of the table in the checkpoints.
@@ -97,6 +99,8 @@ def load_rows(table: Table, name: str, chain: Sequence[CheckpointInfo], owned: O
         contents = info.tables[name]
         _remove_rows(table, contents, info)
         for ids, rows in _one_ahead(_rows_of(contents, info, table.columns, owned)):
+            if rows["weight"].dtype is not table.dtype:
+                rows["weight"] = rows["weight"].float()  # which any table takes, and rounds to its own type
             table.write_rows(ids, rows)
     last = chain[-1].tables[name]
     table.steps, table.optimizer_steps = last.steps, last.optimizer_steps

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from torchrec_recstore.checkpoint.files import FileInfo, write_tensors
 from torchrec_recstore.checkpoint.info import PartInfo
-from torchrec_recstore.optim import state_names
+from torchrec_recstore.optim import Optimizer, state_names
 from torchrec_recstore.store import Snapshot, Table
 
 PART_BYTES = 48 << 20
@@ -25,10 +25,16 @@ _LONGEST_NAME = 100
 _POLITE_NICENESS = 10
 
 
-def part_rows(table: Table) -> int:
-    """Rows of a part: the same for every column shard of the table, so that their parts hold the same ids."""
-    states = state_names(table.optimizer).values()
-    row = table.dim * (table.dtype.itemsize + 4 * sum(kind == "element" for kind in states)) + 4 * len(states) + 24
+def part_rows(dim: int, dtype: torch.dtype, optimizer: Optimizer) -> int:
+    """Rows of a part: the same for every column shard of a table, so that their parts hold the same ids.
+
+    Args:
+        dim: of the whole table.
+        dtype: of its weights.
+        optimizer: of the table.
+    """
+    states = state_names(optimizer).values()
+    row = dim * (dtype.itemsize + 4 * sum(kind == "element" for kind in states)) + 4 * len(states) + 24
     return max(1, PART_BYTES // row)
 
 
@@ -51,21 +57,41 @@ class PartWriter:
 
     def rows(self, table: Table, snapshot: Snapshot) -> tuple[PartInfo, ...]:
         """Writes all rows of a snapshot of the table."""
+        size = part_rows(table.dim, table.dtype, table.optimizer)
+        columns = (table.columns.start, table.columns.stop)
         parts: list[PartInfo] = []
         while left := len(snapshot):
-            ids, rows = snapshot.read(min(part_rows(table), left), polite=self._polite)
-            parts.append(self._part(table, "", len(parts), {"ids": ids, **rows}))
+            ids, rows = snapshot.read(min(size, left), polite=self._polite)
+            parts.append(self.part(table.name, columns, len(parts), {"ids": ids, **rows}))
         return tuple(parts)
 
     def ids(self, table: Table, kind: str, ids: Tensor) -> tuple[PartInfo, ...]:
         """Writes ids alone, which ascend."""
         pieces = torch.split(ids, PART_BYTES // ids.element_size()) if len(ids) else ()
-        return tuple(self._part(table, f"-{kind}", i, {"ids": piece}) for i, piece in enumerate(pieces))
+        columns = (table.columns.start, table.columns.stop)
+        return tuple(self.part(table.name, columns, i, {"ids": piece}, f"-{kind}") for i, piece in enumerate(pieces))
+
+    def part(
+        self, table: str, columns: tuple[int, int], number: int, tensors: dict[str, Tensor], kind: str = ""
+    ) -> PartInfo:
+        """Writes a part.
+
+        Args:
+            table: its name.
+            columns: of the shard.
+            number: of the part among the shard's.
+            tensors: ``ids``, ascending and at least one, and rows, if any. They must not change until :meth:`close`.
+            kind: what the file's name ends with beside these.
+        """
+        name = f"{_file_name(table)}-{self._rank:05d}-{columns[0]}-{columns[1]}-{number:05d}{kind}.safetensors"
+        self._submit(name, tensors)
+        ids = tensors["ids"]
+        return PartInfo(name, self._rank, columns, len(ids), int(ids[0]), int(ids[-1]))
 
     def tensors(self, name: str, tensors: dict[str, Tensor]) -> None:
         """Writes a file, if there are tensors for it."""
         if tensors:
-            self._submit(name, tensors)
+            self._submit(name, _unshared(tensors))
 
     def close(self) -> dict[str, FileInfo]:
         """Waits for the last file; returns all of them.
@@ -78,13 +104,6 @@ class PartWriter:
         finally:
             self._thread.shutdown()
         return self.files
-
-    def _part(self, table: Table, kind: str, number: int, tensors: dict[str, Tensor]) -> PartInfo:
-        columns = (table.columns.start, table.columns.stop)
-        name = f"{_file_name(table.name)}{kind}-{self._rank:05d}-{columns[0]}-{columns[1]}-{number:05d}.safetensors"
-        self._submit(name, tensors)
-        ids = tensors["ids"]
-        return PartInfo(name, self._rank, columns, len(ids), int(ids[0]), int(ids[-1]))
 
     def _submit(self, name: str, tensors: dict[str, Tensor]) -> None:
         self._collect()
@@ -101,6 +120,17 @@ def be_polite() -> None:
     """Gives the calling thread a low priority."""
     # Linux: a thread's own niceness, which POSIX would have to be the process's.
     os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _POLITE_NICENESS)
+
+
+def _unshared(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The same tensors, but no two in the same memory: tied weights, which safetensors refuses."""
+    found: dict[str, Tensor] = {}
+    storages: set[int] = set()
+    for name, tensor in tensors.items():
+        storage = tensor.untyped_storage().data_ptr()
+        found[name] = tensor.clone() if storage in storages else tensor
+        storages.add(storage)
+    return found
 
 
 def _file_name(table: str) -> str:

@@ -20,14 +20,13 @@ from torchrec_recstore.checkpoint.encoding import encode
 from torchrec_recstore.checkpoint.files import FileInfo, make_staging, publish, staging_directory
 from torchrec_recstore.checkpoint.info import (
     DENSE,
-    METADATA,
     TRAINING_STATE,
     CheckpointInfo,
     DeltaOf,
     PartInfo,
     TableInfo,
-    metadata_bytes,
     read_chain,
+    write_metadata,
 )
 from torchrec_recstore.checkpoint.model_tensors import dense_tensors
 from torchrec_recstore.checkpoint.parts import PartWriter, be_polite
@@ -317,11 +316,7 @@ class _Save:
             dense=tuple(sorted(self._dense)),
             delta_of=self._delta_of,
         )
-        text, checksum = metadata_bytes(info, self._training_state)
-        with (staging / METADATA).open("wb") as file_:
-            file_.write(text)
-            file_.flush()
-            os.fsync(file_.fileno())
+        checksum = write_metadata(staging, info, self._training_state)
         publish(self._path)
         return replace(info, checksum=checksum)
 

@@ -1,0 +1,144 @@
+"""A chain of checkpoints folded into one."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from torchrec_recstore.checkpoint.encoding import encode
+from torchrec_recstore.checkpoint.files import CheckpointError, FileInfo, check_file, make_staging, publish
+from torchrec_recstore.checkpoint.fold import FoldedTable, check_files, common_columns, tables_named
+from torchrec_recstore.checkpoint.info import (
+    DENSE,
+    TRAINING_STATE,
+    CheckpointInfo,
+    PartInfo,
+    TableInfo,
+    read_chain,
+    write_metadata,
+)
+from torchrec_recstore.checkpoint.parts import PartWriter, part_rows
+
+Shards = list[dict[str, Tensor]]
+
+
+def compact_checkpoint(path: str | Path, output: str | Path) -> CheckpointInfo:
+    """Folds a delta and all that it is a delta of into one full checkpoint, which loads to the same bits.
+
+    It needs neither a model nor a process group, nor memory for a table: rows are merged as they are read. The
+    checkpoints that it reads stay as they are. What loaded or saved the chain has neither loaded nor saved its
+    ``output``: load that first to save deltas of it.
+
+    Args:
+        path: the delta's directory; a full checkpoint is copied.
+        output: the new directory; it is whole or not there.
+
+    Returns:
+        What ``output`` holds.
+
+    Raises:
+        FileNotFoundError: there is no checkpoint, or one is missing that it is a delta of.
+        FileExistsError: there is something at ``output``.
+        CheckpointError: a file is missing or damaged, or the format is another version's.
+        OSError: a file cannot be written.
+    """
+    check_output(output)
+    chain = read_chain(path)
+    check_files(chain)
+    return compact_chain(chain, output)
+
+
+def check_output(output: str | Path) -> None:
+    """Refuses a path where there is something.
+
+    Raises:
+        FileExistsError: there is.
+    """
+    if os.path.lexists(output):
+        raise FileExistsError(f"{output} exists already")
+
+
+def compact_chain(
+    chain: Sequence[CheckpointInfo], output: str | Path, on_rows: Callable[[int], object] = lambda count: None
+) -> CheckpointInfo:
+    """:func:`compact_checkpoint` of a chain whose files have been checked.
+
+    Args:
+        chain: as :func:`torchrec_recstore.checkpoint.info.read_chain` gives it.
+        output: the new directory.
+        on_rows: called with the number of rows folded since its last call.
+    """
+    output = Path(os.path.abspath(output))
+    check_output(output)
+    staging = make_staging(output)
+    try:
+        writer = PartWriter(staging, rank=0)
+        try:
+            tables = {name: _compact_table(chain, name, writer, on_rows) for name in chain[-1].tables}
+        finally:
+            files = writer.close()
+        newest = chain[-1]
+        for name in (DENSE, TRAINING_STATE):
+            if name in newest.files:
+                files[name] = newest.files[name]
+                _copy(newest.path / name, staging / name, files[name])
+        info = replace(newest, path=output, tables=tables, files=files, delta_of=None)
+        checksum = write_metadata(staging, info, encode(newest.training_state, {}))
+        publish(output)
+    except BaseException:
+        shutil.rmtree(staging, ignore_errors=True)
+        raise
+    return replace(info, checksum=checksum)
+
+
+def _compact_table(
+    chain: Sequence[CheckpointInfo], name: str, writer: PartWriter, on_rows: Callable[[int], object]
+) -> TableInfo:
+    table = chain[-1].tables[name]
+    columns = common_columns(tables_named(name, chain))
+    parts: list[PartInfo] = []
+    size = part_rows(table.dim, getattr(torch, table.dtype), table.optimizer)
+    rows = 0
+    for number, (ids, shards) in enumerate(_resized(FoldedTable(chain, name, columns), size)):
+        parts += [writer.part(name, c, number, {"ids": ids, **shard}) for c, shard in zip(columns, shards, strict=True)]
+        rows += len(ids)
+        on_rows(len(ids))
+    if rows != table.rows:
+        raise CheckpointError(f"table {name!r} of {chain[-1].path} folds into {rows} rows and should have {table.rows}")
+    return replace(table, columns=tuple(columns), parts=tuple(parts), removal="left", removed=())
+
+
+def _resized(folded: FoldedTable, size: int) -> Iterator[tuple[Tensor, Shards]]:
+    """Windows of ``size`` rows, the last one of what is left: those of a save of the whole table by one rank."""
+    held: list[tuple[Tensor, Shards]] = []
+    count = 0
+    while (bound := folded.bound()) is not None:
+        held.append(folded.take(bound))
+        count += len(held[-1][0])
+        while count >= size:
+            ids, shards = _joined(held)
+            yield ids[:size], [{key: rows[:size] for key, rows in shard.items()} for shard in shards]
+            held = [(ids[size:], [{key: rows[size:] for key, rows in shard.items()} for shard in shards])]
+            count -= size
+    if count:
+        yield _joined(held)
+
+
+def _joined(windows: Sequence[tuple[Tensor, Shards]]) -> tuple[Tensor, Shards]:
+    shards = zip(*(shards for _, shards in windows), strict=True)
+    return torch.cat([ids for ids, _ in windows]), [
+        {key: torch.cat([rows[key] for rows in shard]) for key in shard[0]} for shard in shards
+    ]
+
+
+def _copy(source: Path, target: Path, expected: FileInfo) -> None:
+    shutil.copyfile(source, target)
+    with target.open("rb") as file:
+        os.fsync(file.fileno())
+    check_file(target, expected)

@@ -1,0 +1,186 @@
+"""What differs between two checkpoints."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import safetensors.torch
+import torch
+from torch import Tensor
+
+from torchrec_recstore.checkpoint.encoding import encode
+from torchrec_recstore.checkpoint.fold import FoldedTable, among, common_columns, tables_named
+from torchrec_recstore.checkpoint.info import DENSE, CheckpointInfo, TableInfo
+
+_FACTS = ("dtype", "optimizer", "options", "steps", "optimizer_steps")
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+@dataclass
+class Difference:
+    """Between two tables, or between the dense parts; counted are rows, or tensors.
+
+    Args:
+        both: in both checkpoints.
+        added: in the second one alone.
+        gone: in the first one alone.
+        changed: of those in both, with any other bit: of weights, optimizer state or bookkeeping.
+        largest: absolute change, by tensor; of the dense part as a whole under ``"weight"``.
+        facts: what else differs, from and to, by the name in :class:`TableInfo`.
+    """
+
+    both: int = 0
+    added: int = 0
+    gone: int = 0
+    changed: int = 0
+    largest: dict[str, float] = field(default_factory=dict)
+    facts: dict[str, tuple[object, object]] = field(default_factory=dict)
+
+    @property
+    def equal(self) -> bool:
+        """Whether there is none."""
+        return not (self.added or self.gone or self.changed or self.facts)
+
+
+@dataclass(frozen=True)
+class CheckpointDifference:
+    """Between two checkpoints.
+
+    Args:
+        tables: by name, of both.
+        dense: of the model's other tensors.
+        training_state: whether it differs.
+    """
+
+    tables: Mapping[str, Difference]
+    dense: Difference
+    training_state: bool
+
+    @property
+    def equal(self) -> bool:
+        """Whether loading the one gives what loading the other gives."""
+        return all(each.equal for each in (*self.tables.values(), self.dense)) and not self.training_state
+
+
+def compare_chains(
+    first: Sequence[CheckpointInfo],
+    second: Sequence[CheckpointInfo],
+    on_rows: Callable[[int], object] = lambda count: None,
+) -> CheckpointDifference:
+    """Compares what loading two checkpoints would give; how they are split over ranks and files makes no difference.
+
+    Memory is that of a window of rows, whatever the size of the tables.
+
+    Args:
+        first: of :func:`torchrec_recstore.checkpoint.info.read_chain`; its files have passed
+            :func:`torchrec_recstore.checkpoint.fold.check_files`.
+        second: likewise.
+        on_rows: called with the number of rows read, of the one and the other, since its last call.
+
+    Raises:
+        ValueError: tables of another dim.
+    """
+    before, after = first[-1], second[-1]
+    names = sorted({*before.tables, *after.tables})
+    for name in names:
+        dims = [info.tables[name].dim for info in (before, after) if name in info.tables]
+        if len(set(dims)) > 1:
+            raise ValueError(
+                f"table {name!r} is of dim {dims[0]} in {before.path} and of dim {dims[1]} in {after.path}"
+            )
+    return CheckpointDifference(
+        tables={name: _compare_tables(first, second, name, on_rows) for name in names},
+        dense=_compare_dense(before, after),
+        training_state=_differs(before.training_state, after.training_state),
+    )
+
+
+def _compare_tables(
+    first: Sequence[CheckpointInfo], second: Sequence[CheckpointInfo], name: str, on_rows: Callable[[int], object]
+) -> Difference:
+    before, after = first[-1].tables.get(name), second[-1].tables.get(name)
+    if before is None or after is None:
+        return Difference(added=after.rows if after else 0, gone=before.rows if before else 0)
+    difference = Difference(facts=_facts(before, after))
+    columns = common_columns(tables_named(name, [*first, *second]))
+    one, other = FoldedTable(first, name, columns), FoldedTable(second, name, columns)
+    compared = ["weight", *(state for state in one.states if state in other.states), "last_step", "frequency"]
+    while bounds := [bound for bound in (one.bound(), other.bound()) if bound is not None]:
+        ids, shards = one.take(min(bounds))
+        other_ids, other_shards = other.take(min(bounds))
+        common, other_common = among(ids, other_ids), among(other_ids, ids)
+        picked, other_picked = (slice(None) if mask.all() else mask for mask in (common, other_common))
+        changed = torch.zeros(int(common.sum()), dtype=torch.bool)
+        for shard, other_shard in zip(shards, other_shards, strict=False):  # none where nothing was left
+            for key in compared:
+                now, largest = _changes(shard[key][picked], other_shard[key][other_picked])
+                changed |= now
+                if key not in ("last_step", "frequency"):
+                    _grow(difference.largest, key, largest)
+        difference.both += len(changed)
+        difference.added += int((~other_common).sum())
+        difference.gone += int((~common).sum())
+        difference.changed += int(changed.sum())
+        on_rows(len(ids) + len(other_ids))
+    return difference
+
+
+def _facts(before: TableInfo, after: TableInfo) -> dict[str, tuple[object, object]]:
+    pairs = {name: (getattr(before, name), getattr(after, name)) for name in _FACTS}
+    return {name: (a, b) for name, (a, b) in pairs.items() if a != b}
+
+
+def _compare_dense(before: CheckpointInfo, after: CheckpointInfo) -> Difference:
+    one, other = _dense(before), _dense(after)
+    difference = Difference(
+        both=len(one.keys() & other.keys()), added=len(other.keys() - one.keys()), gone=len(one.keys() - other.keys())
+    )
+    for name in sorted(one.keys() & other.keys()):
+        if one[name].shape != other[name].shape:
+            difference.changed += 1
+            continue
+        changed, largest = _changes(_as_row(one[name]), _as_row(other[name]))
+        difference.changed += int(changed)
+        _grow(difference.largest, "weight", largest)
+    return difference
+
+
+def _dense(info: CheckpointInfo) -> dict[str, Tensor]:
+    tensors: dict[str, Tensor] = safetensors.torch.load_file(info.path / DENSE) if DENSE in info.files else {}
+    return tensors
+
+
+def _changes(one: Tensor, other: Tensor) -> tuple[Tensor, float]:
+    """Which of N rows, (N,) or (N, columns), have changed by any bit: (N,) bool; and the largest absolute change.
+
+    That is NaN where something became it, or was it.
+    """
+    if one.dtype == other.dtype:
+        bits = _BITS[one.element_size()]
+        differs = one.contiguous().view(bits) != other.contiguous().view(bits)
+    else:
+        differs = one.double() != other.double()
+    changes = (one[differs].double() - other[differs].double()).abs()
+    return differs.any(dim=1) if differs.dim() == 2 else differs, float(changes.max()) if len(changes) else 0.0
+
+
+def _grow(largest: dict[str, float], key: str, change: float) -> None:
+    largest[key] = float(torch.tensor([largest.get(key, 0.0), change], dtype=torch.float64).max())  # NaN stays
+
+
+def _differs(one: Any, other: Any) -> bool:
+    tensors: dict[str, Tensor] = {}
+    other_tensors: dict[str, Tensor] = {}
+    if encode(one, tensors) != encode(other, other_tensors):
+        return True
+    return any(
+        a.dtype != b.dtype or a.shape != b.shape or bool(_changes(_as_row(a), _as_row(b))[0])
+        for a, b in ((tensors[name], other_tensors[name]) for name in tensors)
+    )
+
+
+def _as_row(tensor: Tensor) -> Tensor:
+    real = torch.view_as_real(tensor) if tensor.is_complex() else tensor
+    return real.flatten().unsqueeze(0)

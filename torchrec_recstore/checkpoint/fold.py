@@ -1,0 +1,219 @@
+"""A table's rows as loading a chain of checkpoints would give them, read a window at a time, without a table."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import safetensors
+import torch
+from torch import Tensor
+
+from torchrec_recstore.checkpoint.files import CheckpointError, check_file, read_ids
+from torchrec_recstore.checkpoint.info import CheckpointInfo, PartInfo, TableInfo
+from torchrec_recstore.optim import state_names
+
+Columns = tuple[int, int]
+"""The first one, and the one behind the last."""
+
+_WINDOW_BYTES = 16 << 20
+_LEAST_ROWS = 64  # of each run in a window
+
+
+def check_files(chain: Iterable[CheckpointInfo], on_bytes: Callable[[int], object] = lambda count: None) -> None:
+    """Compares every file with its checksum.
+
+    Args:
+        chain: checkpoints.
+        on_bytes: called with the number of bytes read since its last call.
+
+    Raises:
+        CheckpointError: a file is missing or damaged; the message names it.
+    """
+    for info in chain:
+        for name, file in info.files.items():
+            check_file(info.path / name, file, on_bytes)
+
+
+def tables_named(name: str, chain: Iterable[CheckpointInfo]) -> list[TableInfo]:
+    """What each checkpoint that has the table says of it."""
+    return [info.tables[name] for info in chain if name in info.tables]
+
+
+def common_columns(tables: Iterable[TableInfo]) -> list[Columns]:
+    """The widest ranges of columns such that no column shard of any of the tables begins or ends within one."""
+    return list(pairwise(sorted({edge for table in tables for columns in table.columns for edge in columns})))
+
+
+def among(ids: Tensor, ascending: Tensor) -> Tensor:
+    """Which of ``ids``, (N,), are in ``ascending``, (M,): (N,) bool. A few times faster than ``torch.isin``."""
+    if not len(ascending):
+        return torch.zeros_like(ids, dtype=torch.bool)
+    return ascending[torch.searchsorted(ascending, ids).clamp_(max=len(ascending) - 1)] == ids
+
+
+class FoldedTable:
+    """A table of a chain of checkpoints, from its least id to its greatest.
+
+    It takes the memory of a window; ids stay in their files until they are looked at. Files are to be checked
+    beforehand, by :func:`check_files`.
+
+    Args:
+        chain: the full checkpoint first.
+        name: of a table of the last one.
+        columns: what rows are cut into: :func:`common_columns` of the chain's tables, or a finer split. A row-wise
+            state of a shard that is cut is repeated. Weights are of the last checkpoint's data type.
+
+    Raises:
+        CheckpointError: checkpoints of the chain differ in what the table is, or a file is missing.
+    """
+
+    def __init__(self, chain: Sequence[CheckpointInfo], name: str, columns: Sequence[Columns]) -> None:
+        newest = chain[-1].tables[name]
+        self.states = state_names(newest.optimizer)
+        """Of the optimizer."""
+        self._dtype = getattr(torch, newest.dtype)
+        self._row_bytes = newest.dim * 4 * (1 + len(self.states)) + 24  # at most
+        self._runs: list[_Run] = []
+        self._removals: list[_Removal] = []
+        for level, info in enumerate(chain):
+            table = info.tables.get(name)
+            if table is None:
+                continue
+            if (table.dim, state_names(table.optimizer)) != (newest.dim, self.states):
+                raise CheckpointError(f"table {name!r} of {info.path} has another dim or optimizer state later on")
+            runs = [_Run(info.path, level, blocks, columns, self.states) for blocks in _runs(info.path, name, table)]
+            self._runs = runs + self._runs  # the newest first: of equal ids a stable sort leaves it there
+            self._removals.append(_Removal(info.path, level, table))
+
+    def bound(self) -> int | None:
+        """An id up to which a window of rows is left, about; None where nothing is left."""
+        rows = max(_LEAST_ROWS, _WINDOW_BYTES // self._row_bytes // max(1, len(self._runs)))
+        return min((run.bound(rows) for run in self._runs), default=None)
+
+    def take(self, bound: int) -> tuple[Tensor, list[dict[str, Tensor]]]:
+        """The rows that are left with ids up to ``bound``, which is not above :meth:`bound`.
+
+        Returns:
+            ids (N,) int64, ascending, and for each range of columns what
+            :meth:`torchrec_recstore.store.Table.read_rows` of a shard with these columns gives for them. Nothing for
+            any range where nothing is left.
+        """
+        if not self._runs:
+            return torch.empty(0, dtype=torch.int64), []
+        taken = [(run.level, *run.take(bound)) for run in self._runs]
+        self._runs = [run for run in self._runs if run.left]
+        levels = torch.cat([torch.full_like(ids, level) for level, ids, _ in taken])
+        ids, order = torch.cat([ids for _, ids, _ in taken]).sort(stable=True)
+        kept = torch.ones_like(ids, dtype=torch.bool)
+        kept[1:] = ids[1:] != ids[:-1]
+        for removal in self._removals:
+            kept &= (levels[order] >= removal.level) | removal.stays(ids)
+        order = order[kept]
+        shards = [
+            {name: torch.cat([rows[name] for rows in shard])[order] for name in shard[0]}
+            for shard in zip(*(rows for _, _, rows in taken), strict=True)
+        ]
+        for shard in shards:
+            shard["weight"] = shard["weight"].to(self._dtype)
+        return ids[kept], shards
+
+
+class _Run:
+    """Rows of one checkpoint whose ids ascend over several parts, each of which is a file for every column shard."""
+
+    def __init__(
+        self,
+        directory: Path,
+        level: int,
+        blocks: Sequence[Sequence[PartInfo]],
+        columns: Sequence[Columns],
+        states: Mapping[str, str],
+    ) -> None:
+        self.level = level
+        self._directory = directory
+        self._blocks = list(blocks[::-1])
+        self._columns = columns
+        self._per_element = {"weight", *(name for name, kind in states.items() if kind == "element")}
+        self._names = ["weight", *states, "last_step", "frequency"]
+        self._at = 0
+        self._ids: Tensor
+        self._files: dict[Columns, Any]
+        self._next_block()
+
+    @property
+    def left(self) -> bool:
+        return self._at < len(self._ids)
+
+    def bound(self, rows: int) -> int:
+        return int(self._ids[min(self._at + rows, len(self._ids)) - 1])
+
+    def take(self, bound: int) -> tuple[Tensor, list[dict[str, Tensor]]]:
+        begin, end = self._at, int(torch.searchsorted(self._ids, bound, right=True))
+        ids = self._ids[begin:end]
+        rows = [self._rows(begin, end, columns) for columns in self._columns]
+        self._at = end
+        if not self.left and self._blocks:
+            self._next_block()
+        return ids, rows
+
+    def _next_block(self) -> None:
+        block = self._blocks.pop()
+        self._ids = read_ids(self._directory / block[0].file)
+        self._files = {part.columns: _opened(self._directory / part.file) for part in block}
+        self._at = 0
+
+    def _rows(self, begin: int, end: int, columns: Columns) -> dict[str, Tensor]:
+        first, file = next(
+            (shard[0], file) for shard, file in self._files.items() if shard[0] <= columns[0] and columns[1] <= shard[1]
+        )
+        cut = slice(columns[0] - first, columns[1] - first)
+        return {
+            name: file.get_slice(name)[begin:end, cut] if name in self._per_element else file.get_slice(name)[begin:end]
+            for name in self._names
+        }
+
+
+class _Removal:
+    """Which rows of older checkpoints are no longer there in a newer one."""
+
+    def __init__(self, directory: Path, level: int, table: TableInfo) -> None:
+        self.level = level
+        self._those_that_stay = table.removal == "stay"
+        self._listed = [(part.first_id, part.last_id, read_ids(directory / part.file)) for part in table.removed]
+
+    def stays(self, ids: Tensor) -> Tensor:
+        """Which of ``ids``, (N,), ascending, are not removed: (N,) bool."""
+        listed = torch.zeros_like(ids, dtype=torch.bool)
+        for first, last, part in self._listed:
+            if len(ids) and first <= ids[-1] and ids[0] <= last:
+                begin, end = torch.searchsorted(part, ids[0]), torch.searchsorted(part, ids[-1], right=True)
+                listed |= among(ids, part[begin:end])
+        return listed if self._those_that_stay else ~listed
+
+
+def _runs(directory: Path, name: str, table: TableInfo) -> list[list[list[PartInfo]]]:
+    """Parts of the same rows together, and these by rank, ascending.
+
+    Raises:
+        CheckpointError: there is not a part for each column shard.
+    """
+    blocks: dict[tuple[int, int, int], list[PartInfo]] = defaultdict(list)
+    for part in table.parts:
+        blocks[part.first_id, part.last_id, part.rows].append(part)
+    runs: dict[int, list[list[PartInfo]]] = defaultdict(list)
+    for _, block in sorted(blocks.items()):
+        if sorted(part.columns for part in block) != sorted(table.columns):
+            raise CheckpointError(f"{directory}: table {name!r} has not a part of each column shard for the same rows")
+        runs[min(block, key=lambda part: part.columns).rank].append(block)
+    return list(runs.values())
+
+
+def _opened(path: Path) -> Any:
+    try:
+        return safetensors.safe_open(path, framework="pt")
+    except (safetensors.SafetensorError, OSError) as error:
+        raise CheckpointError(f"{path} is missing or damaged: {error}") from error
