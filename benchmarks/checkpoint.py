@@ -78,12 +78,16 @@ def anonymous_bytes() -> int:
 
 
 @contextmanager
-def peak_memory() -> Iterator[list[int]]:
-    """The most anonymous memory in the block over that at its beginning, in the list's only entry."""
+def peak_memory(interval: float = 0.002) -> Iterator[list[int]]:
+    """The most anonymous memory in the block over that at its beginning, in the list's only entry.
+
+    Args:
+        interval: seconds between looks; a look takes the time of what it watches.
+    """
     before, peak, stop = anonymous_bytes(), [0], threading.Event()
 
     def watch() -> None:
-        while not stop.wait(0.002):
+        while not stop.wait(interval):
             peak[0] = max(peak[0], anonymous_bytes() - before)
 
     thread = threading.Thread(target=watch)
@@ -183,6 +187,7 @@ def load(path: Path, size: int, seconds: dict[str, list[float]], memory: list[in
         with peak_memory() as peak:
             seconds[key].append(timed(lambda: load_checkpoint(model, path)))  # noqa: B023
         memory.append(peak[0] - table_of(model).stats().bytes)
+        table_of(model).close()  # the model itself lives on in reference cycles
 
 
 def deltas(model: DistributedModelParallel, folder: Path, base: CheckpointInfo) -> None:
@@ -238,7 +243,7 @@ def steps_during_a_save(model: DistributedModelParallel, folder: Path) -> None:
         step()
     for _ in range(2):
         alone += [step() for _ in range(200)]
-        with peak_memory() as peak:
+        with peak_memory(0.5) as peak:
             begin = clock()
             saving = async_save(model, folder / "beside", overwrite=True)
             snapshot = clock() - begin

@@ -18,11 +18,13 @@ from torchrec_recstore.checkpoint.info import PartInfo
 from torchrec_recstore.optim import Optimizer, state_names
 from torchrec_recstore.store import Snapshot, Table
 
-PART_BYTES = 48 << 20
+PART_BYTES = 32 << 20
 """Of a part, about. Two of them are in memory at a time; the format allows 256 MB."""
 
 _LONGEST_NAME = 100
-_POLITE_NICENESS = 10
+_POLITE_NICENESS = (
+    15  # a 28th of the share of a core that training has; the table is not locked while files are written
+)
 
 
 def part_rows(dim: int, dtype: torch.dtype, optimizer: Optimizer) -> int:

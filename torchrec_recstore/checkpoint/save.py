@@ -29,7 +29,7 @@ from torchrec_recstore.checkpoint.info import (
     write_metadata,
 )
 from torchrec_recstore.checkpoint.model_tensors import dense_tensors
-from torchrec_recstore.checkpoint.parts import PartWriter, be_polite
+from torchrec_recstore.checkpoint.parts import PartWriter
 from torchrec_recstore.checkpoint.tables import distinct_tables
 from torchrec_recstore.sharders.gather import all_gathered, refused_together, whole_environment
 from torchrec_recstore.store import Snapshot, Table
@@ -102,7 +102,6 @@ class AsyncSave:
 
     def _write(self, save: _Save) -> None:
         try:
-            be_polite()
             self._info = save.write()
         except BaseException as error:  # it belongs to whoever waits
             self._error = error

@@ -19,16 +19,35 @@ constexpr uint32_t kSegments = 64;           // that are walked through under on
 constexpr int64_t kRun = 512;                // rows that are read under one lock beside training, or by a task
 constexpr int64_t kLongRun = 1 << 16;
 constexpr int64_t kAhead = 8;                // rows that are being fetched
-constexpr int64_t kBlockImages = 4096;
-// Beside training: who waits for the table's lock gets it only if it is free while that thread wakes up.
-constexpr std::chrono::microseconds kPause{50};
+constexpr int64_t kBlockImages = 32768;
 char* const kNoBlock = reinterpret_cast<char*>(1);
+constexpr int kPauses = 6;
+constexpr std::chrono::microseconds kLeastPause{50};
+
+// Work beside training, in slices with the table locked. In between it pauses for a multiple of the slice's time, so
+// that it takes a small share of a core, and that who waits for the lock gets it. A low priority would not do: the
+// thread would be stopped with the lock in its hands.
+class Slice {
+ public:
+  Slice(std::mutex& mutex, bool polite) : polite_(polite), lock_(mutex), begin_(std::chrono::steady_clock::now()) {}
+  ~Slice() {
+    const auto time = std::chrono::steady_clock::now() - begin_;
+    lock_.unlock();
+    if (polite_) std::this_thread::sleep_for(std::max<std::chrono::nanoseconds>(kLeastPause, kPauses * time));
+  }
+
+ private:
+  bool polite_;
+  std::unique_lock<std::mutex> lock_;
+  std::chrono::steady_clock::time_point begin_;
+};
 
 }  // namespace
 
 // The rows with the least ids among those that are added.
 class Snapshot::Least {
  public:
+  explicit Least(int64_t most) { rows_.reserve(std::min(2 * kFound, static_cast<size_t>(most))); }
   void add(const Row& row) {
     if (row.id > bound_) return;
     rows_.push_back(row);
@@ -97,14 +116,14 @@ Snapshot::~Snapshot() {
 }
 
 void Snapshot::find_next(bool polite) {
-  Least least;
+  next_ = {};  // its memory first
+  Least least(rows_left_ + static_cast<int64_t>(removed_.size()));
   const auto add = [&](int64_t id, Slot slot) {
     if (pending(slot) && (!last_id_ || id > *last_id_)) least.add({id, slot});
   };
   // Rows move only to segments further on, so that none is passed over.
   for (uint32_t first = 0;; first += kSegments) {
-    if (polite) std::this_thread::sleep_for(kPause);
-    const std::lock_guard<std::mutex> lock(table_->mutex());
+    const Slice slice(table_->mutex(), polite);
     table_->check_open();
     const Index& index = table_->index();
     index.for_each(first, std::min(first + kSegments, index.segments()), add);
@@ -125,7 +144,6 @@ void Snapshot::read(int64_t n, int64_t* ids, const RowImages& out, bool polite, 
   }
   for (int64_t done = 0; done < n;) {
     if (read_ == next_.size()) find_next(polite);
-    if (polite) std::this_thread::sleep_for(kPause);
     const int64_t run = std::min({n - done, static_cast<int64_t>(next_.size() - read_), polite ? kRun : kLongRun});
     if (run == 0) throw std::logic_error("a row of the snapshot cannot be found");
     const Row* rows = next_.data() + read_;
@@ -137,7 +155,7 @@ void Snapshot::read(int64_t n, int64_t* ids, const RowImages& out, bool polite, 
       }
     };
     {
-      const std::lock_guard<std::mutex> lock(table_->mutex());
+      const Slice slice(table_->mutex(), polite);
       table_->check_open();
       if (out_of_memory_) throw OutOfMemory("no room to keep rows that changed while they were being saved");
       for_each_task(executor, (run + kRun - 1) / kRun, [&](int64_t task) { read_range(task * kRun, std::min((task + 1) * kRun, run)); });
