@@ -50,7 +50,10 @@ def _through_first_rank(values: list[_T], value: _T, group: dist.ProcessGroup) -
         except RuntimeError as error:
             died = _Died(f"rank {rank}: {error}")
     for rank in living:
-        dist.send_object_list([values if died is None else died], group=group, group_dst=rank)
+        try:
+            dist.send_object_list([values if died is None else died], group=group, group_dst=rank)
+        except RuntimeError as error:  # the others are to know, now or in the next call
+            died = _Died(f"rank {rank}: {error}")
     if died is not None:
         raise RuntimeError(died.why)
     return values
