@@ -8,6 +8,7 @@ import subprocess
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import safetensors.torch
 import torch
@@ -220,6 +221,73 @@ def test_overwrite_replaces_at_once(tmp_path: Path) -> None:
     load_checkpoint(other, tmp_path / "saved")
     assert_same(held(other), held(model))
     assert [file.name for file in tmp_path.iterdir() if file.is_dir()] == ["saved"]
+
+
+def test_overwrite_replaces_checkpoints_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = trained()
+    folder = tmp_path / "folder"
+    save_checkpoint(model, folder / "1")
+    (tmp_path / "file").write_text("not a checkpoint")
+    monkeypatch.chdir(folder)
+    for path in (folder, tmp_path / "file", ""):
+        with pytest.raises(FileExistsError, match="is no checkpoint"):
+            save_checkpoint(model, path, overwrite=True)
+    (tmp_path / "link").symlink_to(folder)
+    with pytest.raises(ValueError, match="needed to load it"):
+        save_checkpoint(model, tmp_path / "link" / "1", delta_of=folder / "1", overwrite=True)
+    load_checkpoint(other_model(), folder / "1")
+
+
+def test_chains_do_not_depend_on_the_links_they_are_reached_by(tmp_path: Path) -> None:
+    model, other = trained(), other_model()
+    folder = tmp_path / "deep" / "folder"
+    save_checkpoint(model, folder / "1")
+    (tmp_path / "link").symlink_to(folder)
+    latest = folder / "latest"
+    latest.symlink_to("1")
+    models.train(model, steps=1)
+    save_checkpoint(model, tmp_path / "link" / "2", delta_of=latest)
+    latest.unlink()
+    latest.symlink_to("2")
+    for path in (latest, folder / "2", tmp_path / "link" / "2"):
+        load_checkpoint(other, path)
+        assert_same(held(other), held(model))
+    folder.rename(tmp_path / "moved")
+    load_checkpoint(other, tmp_path / "moved" / "latest")
+    assert_same(held(other), held(model))
+
+
+def test_odd_training_states(tmp_path: Path) -> None:
+    model = trained()
+    state = {
+        "best": np.float64("inf"),
+        "a/b": torch.tensor([0]),
+        "a": {"b": torch.tensor([1])},
+        1: torch.tensor([2]),
+        "1": torch.tensor([3]),
+    }
+    loaded = save_and_read(model, tmp_path / "saved", state)
+    assert loaded["best"] == float("inf")
+    assert [int(t) for t in (loaded["a/b"], loaded["a"]["b"], loaded[1], loaded["1"])] == [0, 1, 2, 3]
+    for tensor in (torch.ones(2).to_sparse(), torch.ones(2, dtype=torch.complex64), torch.ones(2, device="meta")):
+        with pytest.raises(TypeError, match=r"/x/0 is a tensor of type"):
+            save_checkpoint(model, tmp_path / "odd", training_state={"x": [tensor]})
+
+
+def save_and_read(model: DistributedModelParallel, path: Path, state: Any) -> Any:
+    save_checkpoint(model, path, training_state=state)
+    return read_info(path).training_state
+
+
+def test_a_dense_tensor_that_cannot_be_written_is_refused_before_anything_changes(tmp_path: Path) -> None:
+    model, other = trained(), other_model()
+    for each in (model, other):
+        each.module.over.register_buffer("expanded", torch.zeros(1).expand(3))
+    save_checkpoint(model, tmp_path / "saved")
+    before = held(other)
+    with pytest.raises(ValueError, match=r"over\.expanded of the model cannot be written"):
+        load_checkpoint(other, tmp_path / "saved")
+    assert_same(held(other), before)
 
 
 def test_bad_arguments_change_nothing(tmp_path: Path) -> None:

@@ -217,10 +217,20 @@ def test_exchanged_rows_come_with_their_clocks() -> None:
         table.exchange_rows(table)
 
 
+def test_one_changed_row_of_a_wide_table_is_kept() -> None:
+    table = Table(1 << 20, optimizer=SGD(1.0))
+    table.insert(torch.arange(2), torch.zeros(2, 1 << 20))
+    with table.snapshot() as snapshot:
+        table.update(torch.tensor([1]), torch.ones(1, 1 << 20))
+        assert float(read_all(snapshot)[1]["weight"].abs().max()) == 0.0
+
+
 def test_marks_do_not_outlive_an_exchange() -> None:
     table, other = trained(SGD(0.1), torch.arange(100)), trained(SGD(0.1), torch.arange(5))
     marks = [table.mark(), other.mark(), other.mark()]
     table.exchange_rows(other)
+    for each in (table, other):
+        each.update(torch.arange(200), torch.ones(200, 4))  # what changes is noted, though no mark is known
     for mark in marks:
         with pytest.raises(ValueError, match="no longer known"):
             table.snapshot(mark)
@@ -237,8 +247,11 @@ def test_a_backward_after_an_exchange_updates_nothing() -> None:
     out = PooledKernel([table], [0], "sum")(torch.arange(150), torch.arange(151), weights, train=True)
     expected = rows_of(other)
     table.exchange_rows(other)
+    steps = table.optimizer_steps
     out.sum().backward()
     assert same(rows_of(table), expected)
+    assert table.optimizer_steps == steps
     assert weights.grad is not None
+    assert table.stats().hits >= 0
     table.update(torch.arange(5), torch.ones(5, 4))
     assert not same(rows_of(table), expected)

@@ -7,7 +7,8 @@ from collections.abc import Mapping
 from dataclasses import fields, is_dataclass
 from typing import Any, cast
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 
 from torchrec_recstore import optim, options
 
@@ -31,10 +32,14 @@ def encode(value: object, tensors: dict[str, Tensor], where: str = "") -> Any:
     if value is None or isinstance(value, bool | int | str):
         return value
     if isinstance(value, float):
-        return value if math.isfinite(value) else {"$float": repr(value)}
+        return value if math.isfinite(value) else {"$float": repr(float(value))}  # a float of numpy's has another repr
     if isinstance(value, Tensor):
-        tensors[where] = value
-        return {"$tensor": where}
+        _check_tensor(value, where)
+        name = where
+        while name in tensors:  # {"a/b": x, "a": {"b": y}}
+            name += "'"
+        tensors[name] = value
+        return {"$tensor": name}
     if isinstance(value, list):
         return [encode(item, tensors, f"{where}/{i}") for i, item in enumerate(value)]
     if isinstance(value, tuple):
@@ -52,6 +57,16 @@ def encode(value: object, tensors: dict[str, Tensor], where: str = "") -> Any:
         values = {field.name: getattr(value, field.name) for field in fields(value)}
         return {"$type": type(value).__name__, **{k: encode(v, tensors, f"{where}/{k}") for k, v in values.items()}}
     raise TypeError(f"{where or 'the value'} is of type {type(value).__name__}, which is not saved")
+
+
+def _check_tensor(tensor: Tensor, where: str) -> None:
+    kind = type(tensor).__name__ if type(tensor) not in (Tensor, nn.Parameter) else None
+    if tensor.layout is not torch.strided:
+        kind = str(tensor.layout)
+    elif tensor.is_meta or tensor.is_complex() or tensor.is_quantized:
+        kind = f"{tensor.device.type} {tensor.dtype}"
+    if kind is not None:
+        raise TypeError(f"{where or 'the value'} is a tensor of type {kind}, which is not saved")
 
 
 def decode(value: Any, tensors: Mapping[str, Tensor]) -> Any:

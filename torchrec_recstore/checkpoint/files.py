@@ -145,11 +145,19 @@ def publish(path: Path) -> None:
     """
     staging = staging_directory(path)
     sync_directory(staging)
-    if path.exists():
+    replaces = path.exists()
+    if replaces:
         _exchange(staging, path)
     else:
         os.rename(staging, path)
-    sync_directory(path.parent)
+    try:
+        sync_directory(path.parent)
+    except OSError:
+        if replaces:
+            _exchange(staging, path)
+        else:
+            os.rename(path, staging)
+        raise
     shutil.rmtree(staging, ignore_errors=True)
 
 

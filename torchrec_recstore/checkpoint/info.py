@@ -194,7 +194,7 @@ def read_info(path: str | Path) -> CheckpointInfo:
         FileNotFoundError: there is no checkpoint.
         CheckpointError: its metadata is damaged, or of a format that this version does not know.
     """
-    path = Path(os.path.abspath(path))
+    path = Path(os.path.realpath(path))  # so that a chain holds together whatever links it is reached by
     file = path / METADATA
     if not file.is_file():
         reason = f"it has no {METADATA}" if path.exists() else "no such directory"

@@ -30,10 +30,11 @@ def dense_tensors(model: nn.Module, tables: Sequence[ModelTable]) -> dict[str, T
 
 
 def check_dense(saved: Mapping[str, Tensor], own: Mapping[str, Tensor], *, strict: bool) -> None:
-    """Compares the tensors of a checkpoint with those of the model.
+    """Compares the tensors of a checkpoint with those of the model, which must be such that can be written.
 
     Raises:
-        ValueError: another shape; with ``strict`` also a name that only one of them has.
+        ValueError: another shape; with ``strict`` also a name that only one of them has; a tensor of the model that
+            was expanded, or made in inference mode.
     """
     for what, names in (("no", own.keys() - saved.keys()), ("an unknown", saved.keys() - own.keys())):
         if strict and names:
@@ -44,6 +45,9 @@ def check_dense(saved: Mapping[str, Tensor], own: Mapping[str, Tensor], *, stric
                 f"{name} is of shape {tuple(saved[name].shape)} in the checkpoint, "
                 f"of shape {tuple(own[name].shape)} in the model"
             )
+        overlaps = any(step == 0 and size > 1 for step, size in zip(own[name].stride(), own[name].shape, strict=True))
+        if overlaps or (own[name].is_inference() and not torch.is_inference_mode_enabled()):
+            raise ValueError(f"{name} of the model cannot be written: it was expanded, or made in inference mode")
 
 
 def load_dense(saved: Mapping[str, Tensor], own: Mapping[str, Tensor]) -> None:

@@ -121,7 +121,8 @@ class PartWriter:
 def be_polite() -> None:
     """Gives the calling thread a low priority."""
     # Linux: a thread's own niceness, which POSIX would have to be the process's.
-    os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _POLITE_NICENESS)
+    thread = threading.get_native_id()
+    os.setpriority(os.PRIO_PROCESS, thread, max(_POLITE_NICENESS, os.getpriority(os.PRIO_PROCESS, thread)))
 
 
 def _unshared(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

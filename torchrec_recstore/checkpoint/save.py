@@ -20,6 +20,7 @@ from torchrec_recstore.checkpoint.encoding import encode
 from torchrec_recstore.checkpoint.files import FileInfo, make_staging, publish, staging_directory
 from torchrec_recstore.checkpoint.info import (
     DENSE,
+    METADATA,
     TRAINING_STATE,
     CheckpointInfo,
     DeltaOf,
@@ -69,7 +70,7 @@ def save_checkpoint(
         OSError: a file cannot be written.
         RuntimeError: a rank has died. All of these on every rank.
     """
-    path = Path(os.path.abspath(path))
+    path = Path(os.path.realpath(path))
     save = _Save(model, path, delta_of, overwrite, training_state, whole_environment(), polite=False)
     return save.write()
 
@@ -81,7 +82,11 @@ class AsyncSave:
         self._info: CheckpointInfo | None = None
         self._error: BaseException | None = None
         self._thread = threading.Thread(target=self._write, args=(save,), name="checkpoint")
-        self._thread.start()
+        try:
+            self._thread.start()
+        except RuntimeError:
+            save.give_up()
+            raise
 
     def done(self) -> bool:
         """Whether :meth:`wait` would return at once."""
@@ -127,9 +132,11 @@ def async_save(
     Raises:
         FileExistsError, ValueError, TypeError: as :func:`save_checkpoint`.
     """
-    path = Path(os.path.abspath(path))
-    save = _Save(model, path, delta_of, overwrite, training_state, whole_environment(), polite=True)
-    save.env = _background_environment(save.env)
+    path = Path(os.path.realpath(path))
+    env = whole_environment()
+    background = _background_environment(env)
+    save = _Save(model, path, delta_of, overwrite, training_state, env, polite=True)
+    save.env = background
     return AsyncSave(save)
 
 
@@ -196,6 +203,10 @@ class _Save:
             self._removal = self._removals()
             self._snapshots = undo.pop_all()
 
+    def give_up(self) -> None:
+        """Ends the snapshots."""
+        self._snapshots.close()
+
     def write(self) -> CheckpointInfo:
         """Writes all of it."""
         try:
@@ -236,15 +247,20 @@ class _Save:
         return info
 
     def _check_path(self) -> None:
-        if self.env.rank == 0 and os.path.lexists(self._path) and not self._overwrite:
+        if self.env.rank != 0 or not os.path.lexists(self._path):
+            return
+        if not self._overwrite:
             raise FileExistsError(f"{self._path} exists already: pass overwrite=True to replace it")
+        empty = self._path.is_dir() and not any(self._path.iterdir())
+        if not empty and not (self._path / METADATA).is_file():
+            raise FileExistsError(f"{self._path} is no checkpoint: overwrite=True replaces checkpoints alone")
 
     def _marks_since(self, delta_of: str | Path | None) -> Mapping[str, Sequence[int]] | None:
         if delta_of is None:
             return None
         chain = read_chain(delta_of)
         base = chain[-1]
-        if self._path in [each.path for each in chain]:
+        if any(self._path in (each.path, *each.path.parents) for each in chain):
             raise ValueError(f"a delta of {base.path} cannot replace {self._path}, which is needed to load it")
         known = [table.module.recstore_state.marks.get(base.checksum) for table in self._tables]
         marks = {name: of_table for of_module in known for name, of_table in (of_module or {}).items()}

@@ -322,7 +322,9 @@ Distinct apply_gradients(const ResolvedBatch& resolved, const float* grad, const
     args.step = steps[chunk.table];
     row_kernels().update(args);
   });
-  for (size_t t = 0; t < tables.size(); ++t) tables[t]->count_update(distinct[t]);
+  for (size_t t = 0; t < tables.size(); ++t) {
+    if (steps[t] != kForgotten) tables[t]->count_update(distinct[t]);
+  }
   return distinct;
 }
 

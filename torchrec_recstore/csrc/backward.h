@@ -17,6 +17,8 @@ struct ResolvedBatch {
 
 // The step whose bookkeeping is to be written, for each table; 0 for none.
 using Steps = std::vector<uint32_t>;
+// In place of a step: the table has got other rows since, and this is no update of it.
+constexpr uint32_t kForgotten = 0xFFFFFFFFu;
 
 // The distinct ids of each table.
 using Distinct = std::vector<int64_t>;

@@ -328,10 +328,14 @@ int64_t table_mark(int64_t table) {
 
 int64_t snapshot_open(int64_t table, std::optional<int64_t> since) {
   const auto owner = tables().get(table);
-  const std::lock_guard<std::mutex> lock(owner->mutex());
-  owner->check_open();
-  owner->settle_passes(executor());
-  return snapshots().add(std::make_shared<Snapshot>(owner, since));
+  std::shared_ptr<Snapshot> made;  // ends, where nobody takes it, without the lock
+  {
+    const std::lock_guard<std::mutex> lock(owner->mutex());
+    owner->check_open();
+    owner->settle_passes(executor());
+    made = std::make_shared<Snapshot>(owner, since);
+  }
+  return snapshots().add(std::move(made));
 }
 
 // mark, rows of the table, steps, optimizer steps
@@ -376,7 +380,7 @@ int64_t table_optimizer_steps(int64_t table) {
 }
 
 void table_set_optimizer_steps(int64_t table, int64_t steps) {
-  if (steps < 0) throw InvalidArgument("optimizer steps must not be negative, got " + std::to_string(steps));
+  if (steps < 0 || steps > int64_t{1} << 62) throw InvalidArgument("optimizer steps must be within 0 and 2**62, got " + std::to_string(steps));
   const auto owner = tables().get(table);
   const std::lock_guard<std::mutex> lock(owner->mutex());
   owner->check_open();
@@ -385,7 +389,7 @@ void table_set_optimizer_steps(int64_t table, int64_t steps) {
 
 // The clock that last steps are told by.
 void table_set_steps(int64_t table, int64_t steps) {
-  if (steps < 0) throw InvalidArgument("steps must not be negative, got " + std::to_string(steps));
+  if (steps < 0 || steps >= int64_t{0xFFFFFFFF}) throw InvalidArgument("steps must be within 0 and 2**32 - 2, got " + std::to_string(steps));
   const auto owner = tables().get(table);
   const std::lock_guard<std::mutex> lock(owner->mutex());
   owner->check_open();

@@ -57,6 +57,7 @@ std::optional<std::vector<int64_t>> Changes::left_since(Mark mark) const {
 }
 
 void Changes::restart(Mark last) {
+  if (slots_ > 0) std::fill_n(stamps(), slots_, uint8_t{0});
   base_ = now_ = last;
   left_.clear();
   left_count_ = 0;

@@ -56,7 +56,7 @@ void Pass::weight_gradients_only(const float* grad, float* grad_weights, Executo
 void Pass::settle(const Table& table, Executor& executor) {
   Steps unsettled(steps_.size(), 0);
   for (size_t t = 0; t < steps_.size(); ++t) {
-    if (group_->tables[t].get() == &table) unsettled[t] = steps_[t];
+    if (group_->tables[t].get() == &table && steps_[t] != kForgotten) unsettled[t] = steps_[t];
   }
   if (std::any_of(unsettled.begin(), unsettled.end(), [](uint32_t step) { return step != 0; })) {
     count(record_step(resolved(), unsettled, executor));
@@ -69,7 +69,7 @@ void Pass::forget(const Table& table) {
     const int64_t t = group_->feature_tables[f];
     if (group_->tables[t].get() != &table) continue;
     std::fill(slots + batch_.offset(f * batch_.bags), slots + batch_.offset((f + 1) * batch_.bags), kNoSlot);
-    steps_[t] = 0;
+    steps_[t] = kForgotten;
   }
 }
 

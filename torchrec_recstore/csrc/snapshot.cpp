@@ -5,6 +5,7 @@
 #include <cstring>
 #include <mutex>
 #include <new>
+#include <stdexcept>
 #include <string>
 #include <thread>
 #include <utility>
@@ -16,10 +17,11 @@ namespace {
 
 constexpr size_t kFound = size_t{1} << 21;   // rows that a walk through the index finds: it and its scratch take 64 MiB
 constexpr uint32_t kSegments = 64;           // that are walked through under one lock: a quarter of a megabyte
+constexpr size_t kSliceEntries = size_t{kSegments} * 256;
 constexpr int64_t kRun = 512;                // rows that are read under one lock beside training, or by a task
 constexpr int64_t kLongRun = 1 << 16;
 constexpr int64_t kAhead = 8;                // rows that are being fetched
-constexpr int64_t kBlockImages = 32768;
+constexpr int64_t kBlockBytes = 8 << 20;
 char* const kNoBlock = reinterpret_cast<char*>(1);
 constexpr int kPauses = 6;
 constexpr std::chrono::microseconds kLeastPause{50};
@@ -47,11 +49,16 @@ class Slice {
 // The rows with the least ids among those that are added.
 class Snapshot::Least {
  public:
-  explicit Least(int64_t most) { rows_.reserve(std::min(2 * kFound, static_cast<size_t>(most))); }
+  explicit Least(int64_t most) { rows_.reserve(std::min(2 * kFound + kSliceEntries, static_cast<size_t>(most))); }
   void add(const Row& row) {
-    if (row.id > bound_) return;
-    rows_.push_back(row);
-    if (rows_.size() == 2 * kFound) cut();
+    if (row.id <= bound_) rows_.push_back(row);
+  }
+  // Drops what is too much; takes its time, so not with the table locked.
+  void cut() {
+    if (rows_.size() < 2 * kFound) return;
+    std::nth_element(rows_.begin(), rows_.begin() + (kFound - 1), rows_.end());
+    bound_ = rows_[kFound - 1].id;
+    rows_.resize(kFound);
   }
   std::vector<Row> sorted() {
     std::sort(rows_.begin(), rows_.end());
@@ -62,11 +69,6 @@ class Snapshot::Least {
   }
 
  private:
-  void cut() {
-    std::nth_element(rows_.begin(), rows_.begin() + (kFound - 1), rows_.end());
-    bound_ = rows_[kFound - 1].id;
-    rows_.resize(kFound);
-  }
   std::vector<Row> rows_;
   int64_t bound_ = INT64_MAX;
 };
@@ -79,7 +81,8 @@ Snapshot::Snapshot(std::shared_ptr<Table> table, std::optional<Changes::Mark> si
       optimizer_steps_(table_->optimizer_steps()),
       pending_(static_cast<size_t>(slots_ + 63) / 64, since ? 0 : ~uint64_t{0}),
       image_bytes_(table_->rows().row_bytes() + static_cast<int64_t>(sizeof(RowMeta))),
-      blocks_(static_cast<size_t>(slots_ / kBlockImages + 1)) {
+      block_images_(std::max<int64_t>(1, std::min(kBlockBytes / image_bytes_, slots_))),
+      blocks_(static_cast<size_t>(slots_ / block_images_ + 1)) {
   if (table_->snapshot() != nullptr) throw InvalidArgument("it is being saved already: wait for that first");
   if (since) {
     const Changes& changes = table_->rows().changes();
@@ -117,12 +120,14 @@ Snapshot::~Snapshot() {
 
 void Snapshot::find_next(bool polite) {
   next_ = {};  // its memory first
-  Least least(rows_left_ + static_cast<int64_t>(removed_.size()));
+  read_ = 0;
+  Least least(rows_left_);
   const auto add = [&](int64_t id, Slot slot) {
     if (pending(slot) && (!last_id_ || id > *last_id_)) least.add({id, slot});
   };
   // Rows move only to segments further on, so that none is passed over.
   for (uint32_t first = 0;; first += kSegments) {
+    least.cut();
     const Slice slice(table_->mutex(), polite);
     table_->check_open();
     const Index& index = table_->index();
@@ -133,15 +138,21 @@ void Snapshot::find_next(bool polite) {
     }
   }
   next_ = least.sorted();
-  read_ = 0;
   if (!next_.empty()) last_id_ = next_.back().id;
 }
 
 void Snapshot::read(int64_t n, int64_t* ids, const RowImages& out, bool polite, Executor& executor) {
   const std::lock_guard<std::mutex> one(reading_);
+  if (broken_) throw InvalidArgument("the snapshot is of no use any more: reading it has failed");
   if (n < 0 || n > rows_left_) {
     throw InvalidArgument("the snapshot has " + std::to_string(rows_left_) + " rows left, not " + std::to_string(n));
   }
+  broken_ = true;
+  read_next(n, ids, out, polite, executor);
+  broken_ = false;
+}
+
+void Snapshot::read_next(int64_t n, int64_t* ids, const RowImages& out, bool polite, Executor& executor) {
   for (int64_t done = 0; done < n;) {
     if (read_ == next_.size()) find_next(polite);
     const int64_t run = std::min({n - done, static_cast<int64_t>(next_.size() - read_), polite ? kRun : kLongRun});
@@ -171,16 +182,16 @@ void Snapshot::read_one(const Row& row, const RowImages& out, int64_t position) 
   const Rows& rows = table_->rows();
   const uint32_t kept = number(row.slot);
   if (kept == 0) return read_row(rows, rows.row(row.slot), rows.meta(row.slot), out, position);
-  const char* image = blocks_[(kept - 1) / kBlockImages].load() + (kept - 1) % kBlockImages * image_bytes_;
+  const char* image = blocks_[(kept - 1) / block_images_].load() + (kept - 1) % block_images_ * image_bytes_;
   RowMeta meta;
   std::memcpy(&meta, image + rows.row_bytes(), sizeof(meta));
   read_row(rows, image, meta, out, position);
 }
 
 char* Snapshot::block(int64_t number) {
-  std::atomic<char*>& block = blocks_[static_cast<size_t>(number / kBlockImages)];
-  if (number % kBlockImages == 0) {  // whose image is the block's first makes it
-    void* fresh = ::operator new(static_cast<size_t>(kBlockImages * image_bytes_), std::nothrow);
+  std::atomic<char*>& block = blocks_[static_cast<size_t>(number / block_images_)];
+  if (number % block_images_ == 0) {  // whose image is the block's first makes it
+    void* fresh = ::operator new(static_cast<size_t>(block_images_ * image_bytes_), std::nothrow);
     if (fresh == nullptr) out_of_memory_ = true;
     block.store(fresh == nullptr ? kNoBlock : static_cast<char*>(fresh));
   }
@@ -189,12 +200,12 @@ char* Snapshot::block(int64_t number) {
 }
 
 void Snapshot::keep(Slot slot) {
-  if (!pending(slot) || number(slot) != 0) return;
+  if (!pending(slot) || number(slot) != 0 || out_of_memory_.load(std::memory_order_relaxed)) return;
   const int64_t kept = kept_.fetch_add(1);
   char* const begin = block(kept);
   if (begin == kNoBlock) return;  // read() will tell
   const Rows& rows = table_->rows();
-  char* image = begin + kept % kBlockImages * image_bytes_;
+  char* image = begin + kept % block_images_ * image_bytes_;
   std::memcpy(image, rows.row(slot), static_cast<size_t>(rows.row_bytes()));
   std::memcpy(image + rows.row_bytes(), &rows.meta(slot), sizeof(RowMeta));
   number(slot) = static_cast<uint32_t>(kept + 1);

@@ -60,12 +60,14 @@ class Snapshot final : public PendingPass {
 
   bool pending(Slot slot) const { return slot < slots_ && (pending_[slot / 64] >> (slot % 64) & 1) != 0; }
   void find_next(bool polite);
+  void read_next(int64_t n, int64_t* ids, const RowImages& out, bool polite, Executor& executor);
   char* block(int64_t number);
   uint32_t& number(Slot slot) const { return reinterpret_cast<uint32_t*>(numbers_.data())[slot]; }
   void read_one(const Row& row, const RowImages& out, int64_t position) const;
 
   std::shared_ptr<Table> table_;
   std::mutex reading_;             // one read() after the other
+  bool broken_ = false;            // a read() has failed on its way
   int64_t slots_;
   int64_t table_rows_;
   int64_t steps_;
@@ -82,6 +84,7 @@ class Snapshot final : public PendingPass {
 
   // Kept rows, as they lay in the table and their RowMeta behind.
   int64_t image_bytes_;
+  int64_t block_images_;
   Region numbers_;                 // by slot, uint32: of its kept row, from 1; 0 where there is none
   std::vector<std::atomic<char*>> blocks_;
   std::atomic<int64_t> kept_{0};

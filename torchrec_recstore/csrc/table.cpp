@@ -59,6 +59,13 @@ void Table::exchange_rows(Table& other) {
   for (Table* table : {this, &other}) {
     if (table->snapshot_ != nullptr) throw InvalidArgument("it is being saved: wait for that first");
   }
+  // Marks of one table must not be taken for those of the other.
+  const Changes::Mark last = std::max(rows_.changes().last_mark(), other.rows_.changes().last_mark());
+  SerialExecutor serial;
+  for (Table* table : {this, &other}) {
+    table->settle_passes(serial);
+    if (last > 0) table->rows_.changes().reserve(table->rows_.slots());
+  }
   for (Table* table : {this, &other}) {
     for (const Numbered& numbered : table->pending_) numbered.pass->forget(*table);
     table->rows_.reclaim(table->next_pass_);
@@ -67,8 +74,6 @@ void Table::exchange_rows(Table& other) {
   std::swap(rows_, other.rows_);
   std::swap(optimizer_steps_, other.optimizer_steps_);
   std::swap(counters_.steps, other.counters_.steps);
-  // Marks of one table must not be taken for those of the other.
-  const Changes::Mark last = std::max(rows_.changes().last_mark(), other.rows_.changes().last_mark());
   for (Table* table : {this, &other}) table->rows_.changes().restart(last);
 }
 

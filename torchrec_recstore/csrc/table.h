@@ -78,7 +78,7 @@ class Table {
   Snapshot* snapshot() const { return snapshot_; }
   void set_snapshot(Snapshot* snapshot) { snapshot_ = snapshot; }
   // Exchanges rows, their changes and the clocks with another table of the same shape, without touching the rows.
-  // The caller holds both locks. Throws InvalidArgument where the shapes differ or there is a snapshot.
+  // The caller holds both locks. Throws InvalidArgument where the shapes differ or there is a snapshot, OutOfMemory.
   void exchange_rows(Table& other);
 
   // Removes ids (n,); returns how many had a row.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -17,14 +18,14 @@ def all_gathered(value: _T, env: ShardingEnv) -> list[_T]:
     """``value`` of every rank of the module's group, in their order. Collective.
 
     Raises:
-        RuntimeError: a rank has died; on every rank that lives, where the group is of gloo.
+        RuntimeError: a rank has died; on every rank that lives, unless the group is of NCCL.
     """
     group = env.process_group
     if group is None or dist.get_world_size(group) == 1:
         return [value]
     values: list[_T] = [value] * dist.get_world_size(group)
     try:
-        if dist.get_backend(group) != "gloo":
+        if dist.get_backend(group) == "nccl":  # a group made without a name for its backend has gloo, too
             dist.all_gather_object(values, value, group=group)
             return values
         return _through_first_rank(values, value, group)
@@ -78,11 +79,20 @@ def refused_together(env: ShardingEnv) -> Iterator[None]:
         yield
     except Exception as refused:
         error = refused
-    for first in all_gathered(error, env):
-        if first is not None and first is error:
-            raise first
+    for first in all_gathered(_picklable(error), env):
+        if first is not None and error is not None and (first is error or str(first) == str(error)):
+            raise error
         if first is not None:
             raise first from error
+
+
+def _picklable(error: Exception | None) -> Exception | None:
+    """The error, or one that says the same where it would not arrive."""
+    try:
+        pickle.loads(pickle.dumps(error))
+    except Exception:
+        return RuntimeError(f"{type(error).__name__}: {error}")
+    return error
 
 
 def whole_environment() -> ShardingEnv:
