@@ -84,7 +84,12 @@ def write_readme(rows: list[dict[str, Any]]) -> None:
     path = ROOT / "README.md"
     text = path.read_text()
     r = rows[0]
-    where = f"{r['cpu']}, {r['threads']} threads, torch {r['torch']}, commit {r['commit']}; medians."
+    commits: dict[str, list[str]] = {}
+    for row in rows:
+        of = commits.setdefault(row["commit"], [])
+        of += [row["benchmark"]] if row["benchmark"] not in of else []
+    at = ", ".join(f"{commit} ({', '.join(of)})" for commit, of in commits.items())
+    where = f"{r['cpu']}, {r['threads']} threads, torch {r['torch']}, commit {at}; medians."
     table = "\n".join([where, "", *kernel_lines(rows), "", *other_lines(rows)])
     begin, end = text.index(BEGIN) + len(BEGIN), text.index(END)
     path.write_text(f"{text[:begin]}\n\n{table}\n\n{text[end:]}")
