@@ -65,6 +65,7 @@ CASES: dict[str, Any] = {
     "table_export": lambda: (_table_of(IDS), IDS),
     "table_import": lambda: (_table(), IDS, *ops.table_export(_table_of(IDS), IDS)),
     "table_exchange_rows": lambda: (_table(), _table()),
+    "table_is_being_saved": lambda: (_table(),),
     "table_mark": lambda: (_table(),),
     "snapshot_open": lambda: (_table(), None),
     "snapshot_moment": lambda: (_snapshot(),),

@@ -190,6 +190,9 @@ table_import = cast(Callable[[int, Tensor, Tensor, Tensor, Tensor, Tensor, Tenso
 table_exchange_rows = cast(Callable[[int, int], None], _ops.table_exchange_rows.default)
 """(table, other table of the same shape). Each gets the other's rows, clocks and changes; nothing is copied."""
 
+table_is_being_saved = cast(Callable[[int], bool], _ops.table_is_being_saved.default)
+"""(table) -> whether there is a snapshot of it."""
+
 table_mark = cast(Callable[[int], int], _ops.table_mark.default)
 """(table) -> a mark, since when changes are known from here on."""
 

@@ -9,6 +9,7 @@ from typing import Any
 from torch.distributed.checkpoint.state_dict_loader import load
 from torchrec.distributed import DistributedModelParallel
 
+from torchrec_recstore.checkpoint.new_rows import check_replaceable, exchange_all
 from torchrec_recstore.checkpoint.saved_rows import SavedTable, SavedTensors
 from torchrec_recstore.checkpoint.tables import ModelTable, recstore_tables, rows_left_out
 from torchrec_recstore.sharders.gather import refused_together, whole_environment
@@ -51,12 +52,9 @@ def load_distributed_checkpoint(model: DistributedModelParallel, checkpoint_id: 
             saved.check()
         for saved in rows:
             loaded += saved.loaded()
-        for shard, _ in loaded:
-            shard.snapshot().close()  # refuses while a save is being written
+        check_replaceable(old for old, _ in loaded)
     _load_the_rest(model, tables, tensors.saved, nested, checkpoint_id)
-    for shard, fresh in loaded:
-        shard.exchange_rows(fresh)
-        fresh.close()
+    exchange_all(loaded)
 
 
 def _states(table: ModelTable) -> str:

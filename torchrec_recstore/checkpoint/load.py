@@ -11,8 +11,10 @@ import torch
 from torch import Tensor, nn
 
 from torchrec_recstore.checkpoint.files import CheckpointError, check_file, read_ids, read_tensors
+from torchrec_recstore.checkpoint.fold import among
 from torchrec_recstore.checkpoint.info import DENSE, CheckpointInfo, PartInfo, TableInfo, read_chain
 from torchrec_recstore.checkpoint.model_tensors import check_dense, dense_tensors, load_dense
+from torchrec_recstore.checkpoint.new_rows import check_replaceable, exchange_all
 from torchrec_recstore.checkpoint.parts import joined_rows
 from torchrec_recstore.checkpoint.tables import ModelTable, distinct_tables
 from torchrec_recstore.optim import state_names
@@ -66,11 +68,8 @@ def load_checkpoint(model: nn.Module, path: str | Path, *, strict: bool = True) 
         for table in present:
             for shard in table.module.recstore_state.shards[table.name]:
                 loaded.append((shard.table, _loaded_shard(chain, shard)))
-        for table_, _ in loaded:
-            table_.snapshot().close()  # refuses while a save is being written
-    for table_, fresh in loaded:
-        table_.exchange_rows(fresh)
-        fresh.close()
+        check_replaceable(old for old, _ in loaded)
+    exchange_all(loaded)
     load_dense(dense, own)
     for table in present:
         state = table.module.recstore_state
@@ -198,5 +197,5 @@ def _remove_rows(table: Table, contents: TableInfo, info: CheckpointInfo) -> Non
     stays = torch.zeros(len(ids), dtype=torch.bool)
     for part in contents.removed:
         staying = read_tensors(info.path / part.file, info.files[part.file])["ids"]
-        stays |= torch.isin(ids, staying)
+        stays |= among(ids, staying)
     table.remove(ids[~stays])

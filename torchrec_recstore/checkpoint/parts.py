@@ -22,9 +22,7 @@ PART_BYTES = 32 << 20
 """Of a part, about. Two of them are in memory at a time; the format allows 256 MB."""
 
 _LONGEST_NAME = 100
-_POLITE_NICENESS = (
-    15  # a 28th of the share of a core that training has; the table is not locked while files are written
-)
+_POLITE_NICENESS = 15  # docs/performance.md has the times of a step with others
 
 
 def part_rows(dim: int, dtype: torch.dtype, optimizer: Optimizer) -> int:

@@ -70,7 +70,6 @@ def save_checkpoint(
         OSError: a file cannot be written.
         RuntimeError: a rank has died. All of these on every rank.
     """
-    path = Path(os.path.realpath(path))
     save = _Save(model, path, delta_of, overwrite, training_state, whole_environment(), polite=False)
     return save.write()
 
@@ -132,7 +131,6 @@ def async_save(
     Raises:
         FileExistsError, ValueError, TypeError: as :func:`save_checkpoint`.
     """
-    path = Path(os.path.realpath(path))
     env = whole_environment()
     background = _background_environment(env)
     save = _Save(model, path, delta_of, overwrite, training_state, env, polite=True)
@@ -168,7 +166,7 @@ class _Save:
     def __init__(
         self,
         model: nn.Module,
-        path: Path,
+        path: str | Path,
         delta_of: str | Path | None,
         overwrite: bool,
         training_state: Any,
@@ -177,7 +175,7 @@ class _Save:
         polite: bool,
     ) -> None:
         self.env = env
-        self._path = path
+        self._path = Path(os.path.realpath(path))
         self._overwrite = overwrite
         self._polite = polite
         self._shards: dict[str, list[_Shard]] = {}

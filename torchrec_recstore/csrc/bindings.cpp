@@ -319,6 +319,13 @@ void table_exchange_rows(int64_t table, int64_t other) {
   one->exchange_rows(*two);
 }
 
+bool table_is_being_saved(int64_t table) {
+  const auto owner = tables().get(table);
+  const std::lock_guard<std::mutex> lock(owner->mutex());
+  owner->check_open();
+  return owner->snapshot() != nullptr;
+}
+
 int64_t table_mark(int64_t table) {
   const auto owner = tables().get(table);
   const std::lock_guard<std::mutex> lock(owner->mutex());
@@ -620,6 +627,7 @@ STABLE_TORCH_LIBRARY(recstore_ops, m) {
       "table_import(int table, Tensor ids, Tensor weights, Tensor elements, Tensor state, Tensor last_step, Tensor frequency) "
       "-> ()");
   m.def("table_exchange_rows(int table, int other) -> ()");
+  m.def("table_is_being_saved(int table) -> bool");
   m.def("table_mark(int table) -> int");
   m.def("snapshot_open(int table, int? since) -> int");
   m.def("snapshot_moment(int snapshot) -> int[]");
@@ -652,6 +660,7 @@ STABLE_TORCH_LIBRARY_IMPL(recstore_ops, CompositeExplicitAutograd, m) {
   m.impl("table_set_optimizer_steps", TORCH_BOX(&recstore::table_set_optimizer_steps));
   m.impl("table_set_steps", TORCH_BOX(&recstore::table_set_steps));
   m.impl("table_exchange_rows", TORCH_BOX(&recstore::table_exchange_rows));
+  m.impl("table_is_being_saved", TORCH_BOX(&recstore::table_is_being_saved));
   m.impl("table_mark", TORCH_BOX(&recstore::table_mark));
   m.impl("snapshot_open", TORCH_BOX(&recstore::snapshot_open));
   m.impl("snapshot_moment", TORCH_BOX(&recstore::snapshot_moment));

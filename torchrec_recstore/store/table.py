@@ -201,6 +201,12 @@ class Table:
                 rows["frequency"],
             )
 
+    @property
+    def is_being_saved(self) -> bool:
+        """Whether there is a snapshot of it, during which it takes no other rows."""
+        with ops.native_errors(f"table '{self.name}'"):
+            return ops.table_is_being_saved(self.handle)
+
     def mark(self) -> int:
         """From here on the table knows which rows change and which ids leave; returns the mark to ask by.
 
