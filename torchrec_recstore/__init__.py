@@ -40,7 +40,18 @@ if TYPE_CHECKING:
         RowWiseAdagrad,
         state_names,
     )
-    from torchrec_recstore.options import ConstantInit, NormalInit, TableOptions, UniformInit
+    from torchrec_recstore.options import (
+        LFU,
+        LRU,
+        ConstantInit,
+        Expiry,
+        MinFrequency,
+        NormalInit,
+        RedisStore,
+        RocksDBStore,
+        TableOptions,
+        UniformInit,
+    )
     from torchrec_recstore.planner import RecStoreConstraints, RecStorePlanner
     from torchrec_recstore.sharders import (
         RecStoreEmbeddingCollectionSharder,
@@ -49,7 +60,7 @@ if TYPE_CHECKING:
         RecStoreSharder,
         table_stats,
     )
-    from torchrec_recstore.store import Table, TableStats
+    from torchrec_recstore.store import ColdStoreError, Table, TableStats
 
 __version__ = "0.1.0"
 
@@ -60,10 +71,15 @@ _MODULES = {
     "AsyncSave": "checkpoint",
     "CheckpointError": "checkpoint",
     "CheckpointInfo": "checkpoint",
+    "ColdStoreError": "store",
     "ConstantInit": "options",
+    "Expiry": "options",
     "Ftrl": "optim",
     "LAMB": "optim",
     "LARSSGD": "optim",
+    "LFU": "options",
+    "LRU": "options",
+    "MinFrequency": "options",
     "NormalInit": "options",
     "PartialRowWiseAdam": "optim",
     "PartialRowWiseLAMB": "optim",
@@ -74,6 +90,8 @@ _MODULES = {
     "RecStorePlanner": "planner",
     "RecStorePrefetchPipeline": "sharders",
     "RecStoreSharder": "sharders",
+    "RedisStore": "options",
+    "RocksDBStore": "options",
     "RowWiseAdagrad": "optim",
     "SGD": "optim",
     "Table": "store",
@@ -99,6 +117,8 @@ _MODULES = {
 __all__ = [
     "LAMB",
     "LARSSGD",
+    "LFU",
+    "LRU",
     "SGD",
     "Adagrad",
     "Adam",
@@ -106,8 +126,11 @@ __all__ = [
     "AsyncSave",
     "CheckpointError",
     "CheckpointInfo",
+    "ColdStoreError",
     "ConstantInit",
+    "Expiry",
     "Ftrl",
+    "MinFrequency",
     "NormalInit",
     "PartialRowWiseAdam",
     "PartialRowWiseLAMB",
@@ -118,6 +141,8 @@ __all__ = [
     "RecStorePlanner",
     "RecStorePrefetchPipeline",
     "RecStoreSharder",
+    "RedisStore",
+    "RocksDBStore",
     "RowWiseAdagrad",
     "Table",
     "TableOptions",

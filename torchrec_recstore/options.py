@@ -6,6 +6,7 @@ The plan carries a :class:`TableOptions` to every rank, so all of this must pick
 from __future__ import annotations
 
 import math
+from collections.abc import Hashable
 from dataclasses import dataclass
 from typing import Literal
 
@@ -73,15 +74,157 @@ class ConstantInit:
 Initializer = UniformInit | NormalInit | ConstantInit
 
 
+def _check_int(owner: str, field: str, value: object, least: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"{owner}.{field} must be an int, got {type(value).__name__}")
+    if value < least:
+        raise ValueError(f"{owner}.{field} must be at least {least}, got {value}")
+
+
+@dataclass(frozen=True)
+class LRU:
+    """Evicts the rows whose last training step is longest ago."""
+
+
+@dataclass(frozen=True)
+class LFU:
+    """Evicts the rows that the fewest training steps have looked up; of equals, the least recent.
+
+    Args:
+        half_life_steps: every so many steps all frequencies are halved, rounded down. ``None``: never.
+
+    Raises:
+        TypeError, ValueError: ``half_life_steps`` is no int, or less than 1.
+    """
+
+    half_life_steps: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.half_life_steps is not None:
+            _check_int("LFU", "half_life_steps", self.half_life_steps, 1)
+
+
+@dataclass(frozen=True)
+class Expiry:
+    """Rows that no training step has looked up for more than ``steps`` steps leave, within half as many steps more.
+
+    Raises:
+        TypeError, ValueError: ``steps`` is no int, or less than 1.
+    """
+
+    steps: int
+
+    def __post_init__(self) -> None:
+        _check_int("Expiry", "steps", self.steps, 1)
+
+
+@dataclass(frozen=True)
+class MinFrequency:
+    """An id gets its row in the ``count``-th training step that looks it up.
+
+    Args:
+        count: steps, at most 255.
+        counter_bytes: memory of each shard's counter of sightings; a power of two. Its error is described in
+            docs/memory.md.
+
+    Raises:
+        TypeError, ValueError: an argument is no int, or out of range.
+    """
+
+    count: int
+    counter_bytes: int = 2**23
+
+    def __post_init__(self) -> None:
+        _check_int("MinFrequency", "count", self.count, 1)
+        _check_int("MinFrequency", "counter_bytes", self.counter_bytes, 2**10)
+        if self.count > 255:
+            raise ValueError(f"MinFrequency.count must be at most 255, got {self.count}")
+        if self.counter_bytes & (self.counter_bytes - 1) or self.counter_bytes > 2**34:
+            raise ValueError(
+                f"MinFrequency.counter_bytes must be a power of two, at most 2**34, got {self.counter_bytes}"
+            )
+
+
+@dataclass(frozen=True)
+class RocksDBStore:
+    """Evicted rows on a local SSD, through ``rocksdict``.
+
+    Args:
+        path: a directory, made where it is missing. Each shard of a table has one of its own in it.
+
+    Raises:
+        TypeError, ValueError: ``path`` is no str, or empty.
+    """
+
+    path: str
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.path, str):
+            raise TypeError(f"RocksDBStore.path must be a str, got {type(self.path).__name__}")
+        if not self.path:
+            raise ValueError("RocksDBStore.path must not be empty")
+
+
+@dataclass(frozen=True)
+class RedisStore:
+    """Evicted rows on a Redis or Valkey server or cluster, through ``redis`` and ``hiredis``.
+
+    Args:
+        url: ``redis://``, ``rediss://`` (TLS) or ``unix://`` as ``redis.from_url`` takes it, with credentials and
+            database; with ``redis+cluster://`` or ``rediss+cluster://`` a node of a cluster.
+        retry_seconds: how long a call that fails is tried again, with growing pauses, before it is an error.
+
+    Raises:
+        TypeError, ValueError: ``url`` is no str or of another scheme, ``retry_seconds`` is negative.
+    """
+
+    url: str
+    retry_seconds: float = 30.0
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.url, str):
+            raise TypeError(f"RedisStore.url must be a str, got {type(self.url).__name__}")
+        scheme = self.url.partition("://")[0]
+        if scheme not in ("redis", "rediss", "unix", "redis+cluster", "rediss+cluster"):
+            raise ValueError(
+                "RedisStore.url must begin with redis://, rediss://, unix://, redis+cluster:// or rediss+cluster://, "
+                f"got {self.public_url!r}"
+            )
+        _check_finite(self, retry_seconds=self.retry_seconds)
+        if self.retry_seconds < 0:
+            raise ValueError(f"RedisStore.retry_seconds must not be negative, got {self.retry_seconds}")
+
+    @property
+    def public_url(self) -> str:
+        """The URL without its credentials, for messages."""
+        scheme, separator, rest = self.url.partition("://")
+        authority, slash, path = rest.partition("/")
+        return f"{scheme}{separator}{authority.rpartition('@')[2]}{slash}{path.partition('?')[0]}"
+
+    def __repr__(self) -> str:
+        return f"RedisStore(url={self.public_url!r}, retry_seconds={self.retry_seconds})"
+
+
 @dataclass(frozen=True)
 class TableOptions:
     """How one table makes and reads rows.
+
+    Without any of the bounds a table keeps every row that it has made.
 
     Args:
         initializer: weights of a new row. ``None``: the config's ``weight_init_min/max`` where the user set
             them, else uniform in ``+-sqrt(1/n)`` (see :func:`default_initializer`).
         seed: with the table's name, the id and the global column it decides a new row's weights, nothing else does.
         expected_rows: the planner's estimate of resident rows over all ranks.
+        max_rows: bound on the rows in memory, over all ranks; a table that is sharded by rows gives each shard its
+            even part. With neither ``eviction`` nor ``cold_store`` the table refuses to grow past it.
+        eviction: which rows leave when there are too many; needs ``max_rows``. With ``cold_store`` alone it is
+            :class:`LRU`.
+        expiry: rows that are no longer looked up leave.
+        admission: whether an id that has no row gets one.
+        cold_store: where evicted rows go, to come back with the next lookup: :class:`RocksDBStore`,
+            :class:`RedisStore`, or what has been registered with ``torchrec_recstore.store.open_cold_store``. Needs
+            ``max_rows``.
         routing: how sharding by rows spreads ids over ranks: ``"block"`` is TorchRec's own split by ranges of
             ``num_embeddings``, ``"hash"`` spreads any pattern of ids evenly. Without effect on other sharding types.
         missing: what an evaluation lookup reads for an id without a row: ``"zeros"`` or its initial row, ``"init"``.
@@ -94,6 +237,11 @@ class TableOptions:
     initializer: Initializer | None = None
     seed: int = 0
     expected_rows: int | None = None
+    max_rows: int | None = None
+    eviction: LRU | LFU | None = None
+    expiry: Expiry | None = None
+    admission: MinFrequency | None = None
+    cold_store: Hashable | None = None
     routing: Literal["block", "hash"] = "block"
     missing: Literal["zeros", "init"] = "zeros"
 
@@ -107,11 +255,19 @@ class TableOptions:
             raise TypeError(f"TableOptions.seed must be an int, got {type(self.seed).__name__}")
         if not -(2**63) <= self.seed < 2**63:
             raise ValueError(f"TableOptions.seed must fit 64 bits, got {self.seed}")
-        if self.expected_rows is not None:
-            if isinstance(self.expected_rows, bool) or not isinstance(self.expected_rows, int):
-                raise TypeError(f"TableOptions.expected_rows must be an int, got {type(self.expected_rows).__name__}")
-            if self.expected_rows < 1:
-                raise ValueError(f"TableOptions.expected_rows must be at least 1, got {self.expected_rows}")
+        for field in ("expected_rows", "max_rows"):
+            if getattr(self, field) is not None:
+                _check_int("TableOptions", field, getattr(self, field), 1)
+        for field, kinds in (("eviction", (LRU, LFU)), ("expiry", (Expiry,)), ("admission", (MinFrequency,))):
+            value = getattr(self, field)
+            if value is not None and not isinstance(value, kinds):
+                names = " or ".join(kind.__name__ for kind in kinds)
+                raise TypeError(f"TableOptions.{field} must be {names}, got {type(value).__name__}")
+        for field in ("eviction", "cold_store"):
+            if getattr(self, field) is not None and self.max_rows is None:
+                raise ValueError(f"TableOptions.{field} needs max_rows: an unbounded table evicts nothing")
+        if not isinstance(self.cold_store, Hashable):
+            raise TypeError(f"TableOptions.cold_store must be hashable, got {type(self.cold_store).__name__}")
         if self.routing not in ("block", "hash"):
             raise ValueError(f"TableOptions.routing must be 'block' or 'hash', got {self.routing!r}")
         if self.missing not in ("zeros", "init"):
@@ -119,18 +275,28 @@ class TableOptions:
 
 
 def resident_rows(options: TableOptions, num_embeddings: int | None) -> int:
-    """Rows that a table is expected to hold over all ranks: ``expected_rows``, else the hint, at most 2**20."""
+    """Rows that a table is expected to hold in memory over all ranks.
+
+    ``expected_rows``, else the hint, at most 2**20; never more than ``max_rows``.
+    """
+    rows = _expected_ids(options, num_embeddings)
+    return rows if options.max_rows is None else min(rows, options.max_rows)
+
+
+def _expected_ids(options: TableOptions, num_embeddings: int | None) -> int:
     if options.expected_rows is not None:
         return options.expected_rows
     return MAX_INIT_ROWS if num_embeddings is None else min(num_embeddings, MAX_INIT_ROWS)
 
 
 def default_initializer(options: TableOptions, num_embeddings: int | None = None) -> Initializer:
-    """The table's initializer, or uniform in ``+-sqrt(1/n)`` with ``n`` from :func:`resident_rows`, never above 2**20.
+    """The table's initializer, or uniform in ``+-sqrt(1/n)``, ``n`` being ``expected_rows``, else the hint.
+
+    ``n`` is never above 2**20, and ``max_rows`` has no say: a bound on memory must not change what is learned.
 
     Source: ``EmbeddingBagConfig.get_weight_init_max`` (torchrec 1.8.0), with n bounded.
     """
     if options.initializer is not None:
         return options.initializer
-    bound = math.sqrt(1.0 / min(resident_rows(options, num_embeddings), MAX_INIT_ROWS))
+    bound = math.sqrt(1.0 / min(_expected_ids(options, num_embeddings), MAX_INIT_ROWS))
     return UniformInit(-bound, bound)

@@ -1,7 +1,8 @@
 """Tables of rows by id. Needs torch alone."""
 
+from torchrec_recstore.store.cold import ColdStore, ColdStoreError, open_cold_store
 from torchrec_recstore.store.snapshot import Snapshot
 from torchrec_recstore.store.stats import TableStats
 from torchrec_recstore.store.table import Table
 
-__all__ = ["Snapshot", "Table", "TableStats"]
+__all__ = ["ColdStore", "ColdStoreError", "Snapshot", "Table", "TableStats", "open_cold_store"]

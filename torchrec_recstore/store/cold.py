@@ -1,0 +1,70 @@
+"""Where rows lie that have left memory and must not be lost: the protocol, and how an option becomes a store."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import singledispatch
+from typing import Protocol
+
+from torch import Tensor
+
+
+class ColdStoreError(RuntimeError):
+    """A cold store cannot be read or written; the message names it."""
+
+
+class ColdStore(Protocol):
+    """Rows, as bytes, by id: those of one shard of one table.
+
+    A row comes back as it was put, byte for byte, until it is put again or deleted. What a call has done is done when
+    it returns; one that raises may be repeated. Calls come from one thread at a time, not always the same.
+
+    Every call raises :class:`ColdStoreError` where the store cannot be reached, is full, or has lost rows.
+    """
+
+    ascending_snapshots: bool
+    """Whether :meth:`scan` gives ids in ascending order and the rows of the moment of its call, whatever is put or
+    deleted before it is exhausted. Other stores are scanned while nothing changes."""
+
+    def get(self, ids: Tensor) -> tuple[Tensor, Tensor]:
+        """Reads rows.
+
+        Args:
+            ids: (N,) int64, distinct.
+
+        Returns:
+            (N,) bool, which of them are there, and the rows of these, (their number, row bytes) uint8, in the order of
+            ``ids``.
+        """
+
+    def put(self, ids: Tensor, rows: Tensor) -> None:
+        """Writes or overwrites rows: ids (N,) int64, distinct, rows (N, row bytes) uint8."""
+
+    def delete(self, ids: Tensor) -> None:
+        """Forgets rows, of ids (N,) int64; those that are not there are passed over."""
+
+    def scan(self) -> Iterator[tuple[Tensor, Tensor]]:
+        """Every id that is there, once, and its row, batch by batch: ids (n,) int64, rows (n, row bytes) uint8."""
+
+    def close(self) -> None:
+        """Forgets all rows and frees what the store takes. Closing twice is fine; any other call then raises."""
+
+
+@singledispatch
+def open_cold_store(options: object, *, name: str, row_bytes: int) -> ColdStore:
+    """An empty cold store.
+
+    Register a store of your own by the type of its options: ``@open_cold_store.register``. The conformance test in
+    ``torchrec_recstore.store.conformance`` tells whether it fits.
+
+    Args:
+        options: ``TableOptions.cold_store``, a frozen dataclass.
+        name: of the shard: table, rank and columns. Stores of one name that are open at once are kept apart.
+        row_bytes: of a row.
+
+    Raises:
+        TypeError: no store is registered for options of that type.
+        ColdStoreError: the store cannot be made.
+        ImportError: the library that the store needs is missing.
+    """
+    raise TypeError(f"TableOptions.cold_store: no cold store is registered for {type(options).__name__}")
