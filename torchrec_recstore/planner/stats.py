@@ -37,8 +37,8 @@ class RecStoreStats(EmbeddingStats):  # type: ignore[misc]
 def assumed(options: list[ShardingOption], constraints: dict[str, ParameterConstraints] | None) -> list[str]:
     """A line a RecStore table: resident rows over all ranks and, on each rank, bytes in GiB; empty where there is none.
 
-    The bytes count the rows with their optimizer state, index and bookkeeping, the counter of admission, and the table's
-    inputs and outputs.
+    The bytes count the rows with their optimizer state, index and bookkeeping, the counter of sightings, and the
+    table's inputs and outputs.
     """
     lines = []
     for option in sorted(options, key=lambda o: str(o.name)):
