@@ -93,6 +93,7 @@ class Table:
             optimizer,
             dtype,
             stochastic_rounding,
+            options,
         )
         """The native table, for :func:`torchrec_recstore.ops.group_create`."""
         self._free = weakref.finalize(self, ops.table_destroy, self.handle)
@@ -282,7 +283,8 @@ class Table:
     @property
     def steps(self) -> int:
         """Training lookups so far: the clock that a row's last step is told by."""
-        return self.stats().steps
+        with ops.native_errors(f"table '{self.name}'"):
+            return ops.table_steps(self.handle)
 
     @steps.setter
     def steps(self, steps: int) -> None:
@@ -292,7 +294,8 @@ class Table:
     def stats(self) -> TableStats:
         """What the table holds and has done."""
         with ops.native_errors(f"table '{self.name}'"):
-            rows, size, lookups, misses, inserts, updates, steps = ops.table_stats(self.handle)
+            counts = ops.table_stats(self.handle)
+        rows, size, lookups, misses, inserts, updates, steps, refused, evicted, expired, cold_hits = counts
         return TableStats(
             rows=rows,
             bytes=size,
@@ -300,6 +303,10 @@ class Table:
             hits=lookups - misses,
             misses=misses,
             inserts=inserts,
+            refused=refused,
+            evicted=evicted,
+            expired=expired,
+            cold_hits=cold_hits,
             updates=updates,
             steps=steps,
         )
