@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any
 
@@ -114,11 +115,28 @@ def keeps_its_bound(rank: int, world_size: int) -> None:
             assert (stats.lookups, stats.hits + stats.misses, stats.steps) == (lookups, lookups, step + 1)
             assert stats.inserts - stats.evicted == stats.rows
         assert stats.evicted > 0
-        check_shards(gathered([describe(shard) for shard in shards], world_size), sharding_type, stats)
+        of_ranks = gathered([describe(shard) for shard in shards], world_size)
+        check_shards(of_ranks, sharding_type, stats)
+        check_parts(of_ranks)
         for shard in shards:
             held = set(shard.ids().tolist())
             gone = {i for i in last_seen if owned(shard, i, sharding_type, world_size, rank)} - held
             assert max(last_seen[i] for i in gone) <= min(last_seen[i] for i in held), "not the least recent ones"
+
+
+def frequent_rows_stay(rank: int, world_size: int) -> None:
+    for config, sharding_type in ((bags(), COLUMN), (bags(), GRID), (rows(), ROW)):
+        options = TableOptions(max_rows=MAX_ROWS, eviction=LFU(half_life_steps=4), expiry=Expiry(9))
+        model, shards = build(config, sharding_type, options, world_size)
+        for step in range(STEPS):
+            train_step(model, batch_of(config, step, rank))
+            stats = table_stats(model)["t"]
+            assert stats.rows <= MAX_ROWS
+            assert stats.inserts - stats.evicted - stats.expired == stats.rows
+        of_ranks = gathered([describe(shard) for shard in shards], world_size)
+        check_shards(of_ranks, sharding_type, stats)
+        held = {i for _, _, ids in itertools.chain(*of_ranks) for i in ids}
+        assert held >= set(IDS[:8].tolist()), "those that nearly every step looks up"
 
 
 def owned(shard: Table, i: int, sharding_type: str, world_size: int, rank: int) -> bool:
@@ -127,27 +145,32 @@ def owned(shard: Table, i: int, sharding_type: str, world_size: int, rank: int) 
     return not by_rows or i % 2**64 % world_size == rank
 
 
-def describe(shard: Table) -> tuple[range, int | None, list[int]]:
+Shard = tuple[range, int | None, list[int]]
+
+
+def describe(shard: Table) -> Shard:
     return shard.columns, shard.options.max_rows, shard.ids().tolist()
 
 
-def check_shards(
-    of_ranks: list[list[tuple[range, int | None, list[int]]]], sharding_type: str, stats: TableStats
-) -> None:
-    by_columns: dict[range, dict[int, tuple[int, list[int]]]] = {}
-    for rank, of_rank in enumerate(of_ranks):
-        for columns, max_rows, ids in of_rank:
-            assert max_rows is not None
-            assert len(ids) <= max_rows
-            by_columns.setdefault(columns, {})[rank] = (max_rows, ids)
+def check_shards(of_ranks: list[list[Shard]], sharding_type: str, stats: TableStats) -> None:
+    by_columns: dict[range, list[int]] = {}
+    for columns, _, ids in itertools.chain(*of_ranks):
+        by_columns.setdefault(columns, []).extend(ids)
     assert len(by_columns) == (2 if sharding_type in (COLUMN, GRID) else 1)
-    for of_column in by_columns.values():
-        parts = [max_rows for max_rows, _ in of_column.values()]
+    residents = [sorted(ids) for ids in by_columns.values()]
+    assert len(residents[0]) == len(set(residents[0])) == stats.rows
+    assert all(ids == residents[0] for ids in residents), "column shards hold different rows"
+
+
+def check_parts(of_ranks: list[list[Shard]]) -> None:
+    by_columns: dict[range, list[int]] = {}
+    for columns, max_rows, ids in itertools.chain(*of_ranks):
+        assert max_rows is not None
+        assert len(ids) <= max_rows
+        by_columns.setdefault(columns, []).append(max_rows)
+    for parts in by_columns.values():
         assert sum(parts) == MAX_ROWS
         assert max(parts) - min(parts) <= 1
-        assert sum(len(ids) for _, ids in of_column.values()) == stats.rows
-    residents = [sorted(i for _, ids in of_column.values() for i in ids) for of_column in by_columns.values()]
-    assert all(ids == residents[0] for ids in residents), "column shards hold different rows"
 
 
 def a_wide_bound_changes_no_bit(rank: int, world_size: int) -> None:
@@ -167,7 +190,7 @@ def a_wide_bound_changes_no_bit(rank: int, world_size: int) -> None:
 def expiry_and_admission(rank: int, world_size: int) -> None:
     for config, sharding_type in each_sharding():
         options = TableOptions(admission=MinFrequency(2), expiry=Expiry(6))
-        model, _ = build(config, sharding_type, options, world_size)
+        model, shards = build(config, sharding_type, options, world_size)
         sightings: dict[int, int] = {}
         refused, last_seen = 0, {}
         for step in range(STEPS):
@@ -184,6 +207,7 @@ def expiry_and_admission(rank: int, world_size: int) -> None:
             assert stats.inserts - stats.expired == stats.rows
         assert stats.refused == pytest.approx(refused, rel=0.1)
         assert stats.expired > 0
+        check_shards(gathered([describe(shard) for shard in shards], world_size), sharding_type, stats)
 
 
 def beside_stock_tables(rank: int, world_size: int) -> None:
@@ -208,20 +232,8 @@ def beside_stock_tables(rank: int, world_size: int) -> None:
     assert stats["t"].evicted > 0
 
 
-@pytest.mark.parametrize(
-    "scenario", [keeps_its_bound, a_wide_bound_changes_no_bit, expiry_and_admission, beside_stock_tables]
-)
-def test_two_ranks(scenario: Any) -> None:
-    run_on_ranks(2, scenario)
-
-
-@pytest.mark.usefixtures("one_rank")
-@pytest.mark.parametrize("scenario", [a_wide_bound_changes_no_bit, expiry_and_admission, beside_stock_tables])
-def test_one_rank(scenario: Any) -> None:
-    scenario(0, 1)
-
-
 def too_small(rank: int, world_size: int) -> None:
+    """Refused on every rank, also where a shard would still get a row."""
     for config, sharding_type in ((bags(), ROW), (bags(), TABLE_ROW), (bags(), GRID), (rows(), ROW)):
         with pytest.raises(ValueError, match=r"'t': max_rows=1 is less than the 2 shards"):
             build(config, sharding_type, TableOptions(max_rows=1, eviction=LRU()), world_size)
@@ -229,8 +241,29 @@ def too_small(rank: int, world_size: int) -> None:
     build(bags(), ROW, TableOptions(max_rows=2, eviction=LRU()), world_size)
 
 
-def test_a_bound_below_the_number_of_shards_is_refused_on_every_rank() -> None:
-    run_on_ranks(2, too_small)
+SCENARIOS = (
+    keeps_its_bound,
+    frequent_rows_stay,
+    a_wide_bound_changes_no_bit,
+    expiry_and_admission,
+    beside_stock_tables,
+    too_small,
+)
+
+
+def every_scenario(rank: int, world_size: int) -> None:
+    for scenario in SCENARIOS:
+        scenario(rank, world_size)
+
+
+def test_two_ranks() -> None:
+    run_on_ranks(2, every_scenario)
+
+
+@pytest.mark.usefixtures("one_rank")
+@pytest.mark.parametrize("scenario", [expiry_and_admission, beside_stock_tables])
+def test_one_rank(scenario: Callable[[int, int], None]) -> None:
+    scenario(0, 1)
 
 
 def does_not_fit(rank: int, world_size: int, *, sharding_type: str) -> None:
