@@ -221,7 +221,7 @@ this one has taken. N is 0 without admission."""
 table_set_sightings = cast(Callable[[int, Tensor, int], None], _ops.table_set_sightings.default)
 """(table, cells, taken)."""
 
-# What follows is for whoever keeps a table's cold store. An image, (image bytes,) uint8, is a row with all of its state.
+# What follows is for whoever keeps a table's cold store. An image, (image bytes,) uint8, is a row with all its state.
 
 table_image_bytes = cast(Callable[[int], int], _ops.table_image_bytes.default)
 """(table) -> bytes of an image."""

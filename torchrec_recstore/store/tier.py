@@ -12,6 +12,7 @@ from torch import Tensor
 from torchrec_recstore import ops
 from torchrec_recstore.options import TableOptions
 from torchrec_recstore.store.cold import ColdStore, open_cold_store
+from torchrec_recstore.store.images import last_steps
 
 Arrival = Literal["lookup", "update", "write"]
 """Why rows are wanted: by a training step, by an update, or to be written. Admission has no say in the last."""
@@ -36,6 +37,7 @@ class ColdTier:
     def __init__(self, handle: int, options: TableOptions, name: str) -> None:
         self._handle = handle
         self._expiry = options.expiry
+        self._max_rows = options.max_rows or 0
         self.lock = threading.RLock()
         self.store: ColdStore = open_cold_store(options.cold_store, name=name, row_bytes=ops.table_image_bytes(handle))
         self.rows = 0
@@ -125,7 +127,8 @@ class ColdTier:
         """(N,) int64: the ids of all rows, here and in memory, ascending."""
         with self.lock:
             parts = [ops.table_ids(self._handle), *(ids for ids, _ in self.store.scan())]
-        return torch.cat(parts).unique(sorted=True)
+        ids: Tensor = torch.unique(torch.cat(parts))
+        return ids
 
     def exchange(self, other: ColdTier) -> None:
         """Exchanges the stores with another tier, when their native tables exchange rows."""
@@ -165,7 +168,7 @@ class ColdTier:
             self.rows += int(ops.table_evict(self._handle, leaving, images))
 
     def _delete(self, ids: Tensor) -> None:
-        ids = ids.unique()
+        ids = torch.unique(ids)
         ids = ids[ops.table_may_be_cold(self._handle, ids)]
         if len(ids):
             self.store.delete(ids)
@@ -192,7 +195,8 @@ class ColdTier:
         if len(old):
             self._delete(old)
             ops.table_count_expired(self._handle, int(ops.table_remove(self._handle, old)))
-        seen, part = 0, -(-4 * self.rows // self._expiry.steps)
+        copies = self.rows + self._max_rows  # rows in memory may have one that is out of date
+        seen, part = 0, -(-4 * copies // self._expiry.steps)
         while seen < part:
             if self._sweep is None:
                 self._sweep = self.store.scan()
@@ -211,9 +215,7 @@ class ColdTier:
                 ops.table_count_expired(self._handle, len(ids))
 
     def _age(self, images: Tensor) -> Tensor:
-        # csrc/row_kernels.h: the last twelve bytes of an image are the state, the last step and the frequency.
-        last_step = images[:, -8:-4].contiguous().view(torch.int32).squeeze(1).to(torch.int64) & 0xFFFFFFFF
-        return ops.table_steps(self._handle) - last_step
+        return ops.table_steps(self._handle) - last_steps(images)
 
 
 @contextmanager
