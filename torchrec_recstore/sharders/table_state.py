@@ -14,6 +14,7 @@ from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from torchrec.distributed.types import ShardingEnv
 
 from torchrec_recstore.optim import Optimizer, state_names
+from torchrec_recstore.options import TableOptions
 from torchrec_recstore.sharders.gather import refused_together
 from torchrec_recstore.sharders.local_shard import LocalShard
 from torchrec_recstore.sharders.whole_tensors import (
@@ -43,16 +44,24 @@ class TableState:
         shards: this rank's.
         env: of the sharded module.
         optimizer: that the table is updated by.
+        options: of the whole table, while those of a shard have its part of ``max_rows``.
     """
 
     def __init__(
-        self, name: str, dim: int, shards: Sequence[LocalShard], env: ShardingEnv, optimizer: Optimizer
+        self,
+        name: str,
+        dim: int,
+        shards: Sequence[LocalShard],
+        env: ShardingEnv,
+        optimizer: Optimizer,
+        options: TableOptions,
     ) -> None:
         self.name = name
         self.dim = dim
         self.shards = shards
         self.env = env
         self.optimizer = optimizer
+        self.options = options
         self.emits_rows = True
         """Whether :meth:`state_dict` and :meth:`load_state_dict` do anything."""
         self._states = state_names(optimizer)
