@@ -41,7 +41,8 @@ def id_bytes(ids: Tensor) -> Tensor:
 
 def ids_of(encoded: Tensor) -> Tensor:
     """(N,) int64, of what :func:`id_bytes` gave."""
-    return encoded.flip(1).contiguous().view(torch.int64).view(-1) ^ _SIGN
+    native = torch.empty(len(encoded), ID_BYTES, dtype=torch.uint8).copy_(encoded.flip(1))
+    return native.view(torch.int64).view(-1) ^ _SIGN
 
 
 def split(table: Tensor) -> list[bytes]:

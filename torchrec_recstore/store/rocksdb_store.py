@@ -173,7 +173,7 @@ class RocksDBColdStore:
         # Opening writes the log's rows to a table. Where that fails nothing can be read: ask for the room first.
         in_memory = db.property_int_value("rocksdb.size-all-mem-tables") or 0
         try:
-            _check_room(self._path / "room", 2 * in_memory + n_bytes + 2**20)
+            _check_room(self._path / "room", in_memory + n_bytes + 2**20)
         except OSError as error:
             raise self._error("cannot be written", error) from error
         self._shut()
