@@ -43,6 +43,7 @@ WRITE_BUFFERS = 3
 BLOCK_CACHE_BYTES = 2**24
 BLOOM_BITS = 10
 _READ_BYTES = 2**25
+_SCAN_BYTES = 2**22
 # rocksdict 0.3.29 holds the interpreter's lock while a batch is written: short ones let other threads in between.
 _WRITE_BYTES = 2**20
 _STALL_PAUSE_S = 0.002
@@ -119,7 +120,7 @@ class RocksDBColdStore:
         """As :meth:`ColdStore.scan`: ids ascending, the rows of this moment."""
         db = self._database()
         try:
-            scan = _Scan(db.snapshot(), self._row_bytes, self._rows_a_read, str(self))
+            scan = _Scan(db.snapshot(), self._row_bytes, str(self))
         except Exception as error:
             raise self._error("cannot be read", error) from error
         self._scans.add(scan)
@@ -202,13 +203,13 @@ class RocksDBColdStore:
 
 
 class _Scan(Iterator[tuple[Tensor, Tensor]]):
-    def __init__(self, snapshot: Snapshot, row_bytes: int, batch_rows: int, store: str) -> None:
+    def __init__(self, snapshot: Snapshot, row_bytes: int, store: str) -> None:
         options = ReadOptions()
         options.set_readahead_size(2**20)
         self._snapshot: Snapshot | None = snapshot
         self._items: Iterator[tuple[Any, Any]] | None = snapshot.items(read_opt=options)
         self._row_bytes = row_bytes
-        self._batch_rows = batch_rows
+        self._batch_rows = max(1, _SCAN_BYTES // row_bytes)
         self._store = store
         self._last = b""
         self._exhausted = False
