@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import os
-import threading
 import time
 import weakref
 from collections.abc import Iterator
@@ -68,7 +67,6 @@ class RocksDBColdStore:
         self._write_failed = False
         self._write_options = WriteOptions()
         self._write_options.no_slowdown = True
-        self._closing = threading.Lock()
         self._db: Rdict | None = None
         try:
             self._directory: RunDirectory | None = RunDirectory(options.path, name)
@@ -128,8 +126,7 @@ class RocksDBColdStore:
 
     def close(self) -> None:
         """As :meth:`ColdStore.close`."""
-        with self._closing:
-            directory, self._directory = self._directory, None
+        directory, self._directory = self._directory, None
         if directory is None:
             return
         self._shut()
