@@ -4,9 +4,11 @@ import os
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -140,11 +142,20 @@ def test_a_place_that_cannot_be_used_is_named(tmp_path: Path) -> None:
         _open(file)
 
 
+def wait_for_background_work(store: Any) -> None:
+    work = ("mem-table-flush-pending", "num-running-flushes", "compaction-pending", "num-running-compactions")
+    end = time.monotonic() + 30
+    while any(store._db.property_int_value(f"rocksdb.{name}") for name in work):
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
 @pytest.mark.parametrize("damage", ["cut", "changed"])
 def test_damaged_files_are_an_error(tmp_path: Path, damage: str) -> None:
     store = _open(tmp_path)
     ids, rows = torch.arange(50_000), _rows(50_000)
     store.put(ids, rows)
+    wait_for_background_work(store)  # what it is still writing would cover the damage
     tables = sorted(tmp_path.glob("*/run-*/db/*.sst"))
     assert tables
     for table in tables:
