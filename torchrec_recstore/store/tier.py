@@ -162,23 +162,29 @@ class ColdTier:
 
     def _fetch(self, ids: Tensor) -> tuple[Tensor, Tensor]:
         """Which of ``ids``, distinct and not in memory, are in the store: (N,) bool; and the images of these."""
-        found = torch.zeros(len(ids), dtype=torch.bool)
-        images = torch.empty(len(ids), self.image_bytes, dtype=torch.uint8)
         unknown = ops.table_may_be_cold(self._handle, ids)
+        parts: list[tuple[Tensor, Tensor]] = []  # places among ids, ascending, and images
         for staged_ids, staged_images in self._staged:
-            here = among(ids, staged_ids) & unknown
-            images[here] = staged_images[torch.searchsorted(staged_ids, ids[here])]
-            found |= here
-            unknown &= ~here
-        if unknown.any():
-            places = unknown.nonzero().squeeze(1)
-            is_there, rows = self.store.get(ids[places])
-            images[places[is_there]] = rows
-            found[places[is_there]] = True
-        images = images[found]
-        alive = last_steps(images) >= self.expired_before
-        found[found.clone()] = alive
-        return found, images[alive]
+            places = (among(ids, staged_ids) & unknown).nonzero().squeeze(1)
+            if len(places):
+                parts.append((places, staged_images[torch.searchsorted(staged_ids, ids[places])]))
+                unknown[places] = False
+        places = unknown.nonzero().squeeze(1)
+        if len(places):
+            is_there, images = self.store.get(ids[places])
+            parts.append((places[is_there], images))
+        found = torch.zeros(len(ids), dtype=torch.bool)
+        if not parts:
+            return found, torch.empty(0, self.image_bytes, dtype=torch.uint8)
+        places, images = parts[0]
+        if len(parts) > 1:
+            order = torch.cat([places for places, _ in parts]).sort()
+            places, images = order.values, torch.cat([images for _, images in parts])[order.indices]
+        if self.expires:
+            alive = last_steps(images) >= self.expired_before
+            places, images = places[alive], images[alive]
+        found[places] = True
+        return found, images
 
     def _make_room(self, ids: Tensor, new_rows: int) -> None:
         # Rows that a backward has changed since they were copied have stayed: others go then.
