@@ -4,6 +4,7 @@ import os
 import time
 import weakref
 from collections.abc import Iterator
+from functools import cache
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from rocksdict import (
     ReadOptions,
     Snapshot,
     WriteBatch,
+    WriteBufferManager,
     WriteOptions,
 )
 from torch import Tensor
@@ -39,7 +41,8 @@ from torchrec_recstore.store.run_directory import RunDirectory
 
 WRITE_BUFFER_BYTES = 2**24
 WRITE_BUFFERS = 3
-BLOCK_CACHE_BYTES = 2**24
+SHARED_BYTES = 2**27
+_SHARED_WRITE_BYTES = 3 * 2**25
 BLOOM_BITS = 10
 _READ_BYTES = 2**25
 _SCAN_BYTES = 2**22
@@ -252,14 +255,23 @@ def _check_room(path: Path, n_bytes: int) -> None:
         path.unlink()
 
 
+@cache
+def _shared_memory() -> tuple[Cache, WriteBufferManager]:
+    """The block cache of all stores of the process, in which their write buffers are counted too."""
+    blocks = Cache(SHARED_BYTES)
+    return blocks, WriteBufferManager.new_write_buffer_manager_with_cache(_SHARED_WRITE_BYTES, False, blocks)
+
+
 def _options() -> Options:
+    block_cache, write_buffers = _shared_memory()
     blocks = BlockBasedOptions()
-    blocks.set_block_cache(Cache(BLOCK_CACHE_BYTES))
+    blocks.set_block_cache(block_cache)
     blocks.set_bloom_filter(BLOOM_BITS, False)
     blocks.set_format_version(5)
     options = Options(raw_mode=True)
     options.create_if_missing(True)
     options.set_block_based_table_factory(blocks)
+    options.set_write_buffer_manager(write_buffers)
     options.set_write_buffer_size(WRITE_BUFFER_BYTES)
     options.set_max_write_buffer_number(WRITE_BUFFERS)
     options.set_compression_type(DBCompressionType.none())  # floats do not get smaller: lz4 left 299 MB as they were
