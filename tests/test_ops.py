@@ -10,6 +10,7 @@ from torch.library import opcheck
 
 from torchrec_recstore import ops
 from torchrec_recstore.kernels import PooledKernel
+from torchrec_recstore.options import LRU, Expiry, MinFrequency, TableOptions
 from torchrec_recstore.store import Table
 
 IDS = torch.tensor([1, -5, 7])
@@ -19,6 +20,12 @@ _keep: list[Any] = []
 
 def _table() -> int:
     _keep.append(Table(4))
+    return int(_keep[-1].handle)
+
+
+def _bounded() -> int:
+    options = TableOptions(max_rows=3, eviction=LRU(), expiry=Expiry(1), admission=MinFrequency(2, 1024))
+    _keep.append(Table(4, options=options))
     return int(_keep[-1].handle)
 
 
@@ -50,7 +57,7 @@ def _context() -> torch.Tensor:
 
 
 CASES: dict[str, Any] = {
-    "table_create": lambda: ("t", 0, 4, 0, False, 0, -1.0, 1.0, 0.0, 2, [1e-8] + [0.0] * 14, 0, False),
+    "table_create": lambda: ("t", 0, 4, 0, False, 0, -1.0, 1.0, 0.0, 2, [1e-8] + [0.0] * 14, 0, False, [0] * 7),
     "table_destroy": lambda: (ops.table_create("t", range(4), 0, "zeros", ops.ConstantInit(0.0), ops.SGD()),),
     "table_lookup": lambda: (_table(), IDS, True),
     "table_update": lambda: (_table(), IDS, torch.ones(3, 4), 0.1),
@@ -61,11 +68,24 @@ CASES: dict[str, Any] = {
     "table_stats": lambda: (_table(),),
     "table_optimizer_steps": lambda: (_table(),),
     "table_set_optimizer_steps": lambda: (_table(), 3),
+    "table_steps": lambda: (_table(),),
     "table_set_steps": lambda: (_table(), 3),
     "table_export": lambda: (_table_of(IDS), IDS),
     "table_import": lambda: (_table(), IDS, *ops.table_export(_table_of(IDS), IDS)),
     "table_exchange_rows": lambda: (_table(), _table()),
     "table_is_being_saved": lambda: (_table(),),
+    "table_sightings": lambda: (_table(),),
+    "table_set_sightings": lambda: (_bounded(), torch.zeros(2, 4, 128, dtype=torch.uint8), 1),
+    "table_image_bytes": lambda: (_table(),),
+    "table_absent": lambda: (_table(), IDS),
+    "table_may_be_cold": lambda: (_table(), IDS),
+    "table_admits": lambda: (_bounded(), IDS, True),
+    "table_leaving": lambda: (_bounded(), IDS, 2),
+    "table_images": lambda: (_table_of(IDS), IDS),
+    "table_evict": lambda: (_table_of(IDS), IDS, ops.table_images(_table_of(IDS), IDS)),
+    "table_bring_back": lambda: (_table(), IDS, ops.table_images(_table_of(IDS), IDS), True),
+    "table_expired": lambda: (_bounded(),),
+    "table_count_expired": lambda: (_table(), 3),
     "table_mark": lambda: (_table(),),
     "snapshot_open": lambda: (_table(), None),
     "snapshot_moment": lambda: (_snapshot(),),
@@ -76,6 +96,8 @@ CASES: dict[str, Any] = {
     "group_create": lambda: ([_table()], [0, 0], [0, 0, 0, 0], False),
     "group_destroy": lambda: (_group(),),
     "group_forward": lambda: (_group(), IDS, OFFSETS, None, True),
+    "group_table_ids": lambda: (_group(), IDS, OFFSETS),
+    "group_read": lambda: (_group(), IDS, OFFSETS, None, [IDS[1:2]], [ops.table_images(_table_of(IDS), IDS[:1])]),
     "group_prefetch": lambda: (_group(), IDS, [3]),
     "group_backward": lambda: (_context(), torch.ones(2, 4), [0.1], True),
     "rows_forward": lambda: ([_group(), _group()], IDS, [2, 1], True),
@@ -136,27 +158,46 @@ def test_native_checks_do_not_rely_on_the_wrappers() -> None:
         (lambda: native.table_lookup(table, IDS[None], False), "ids"),
         (lambda: native.table_update(table, IDS, torch.ones(2, 4), 0.1), "grads"),
         (lambda: native.table_insert(table, IDS, torch.ones(3, 5)), "weights"),
-        (lambda: native.table_create("t", 4, 4, 0, False, 0, 0.0, 0.0, 0.0, 0, [0.0] * 15, 0, False), "columns"),
-        (lambda: native.table_create("t", 0, 4, 0, False, 9, 0.0, 0.0, 0.0, 0, [0.0] * 15, 0, False), "init"),
         (
-            lambda: native.table_create("t", 0, 4, 0, False, 0, 0.0, 0.0, 0.0, 10, [0.0] * 15, 0, False),
+            lambda: native.table_create("t", 4, 4, 0, False, 0, 0.0, 0.0, 0.0, 0, [0.0] * 15, 0, False, [0] * 7),
+            "columns",
+        ),
+        (lambda: native.table_create("t", 0, 4, 0, False, 9, 0.0, 0.0, 0.0, 0, [0.0] * 15, 0, False, [0] * 7), "init"),
+        (
+            lambda: native.table_create("t", 0, 4, 0, False, 0, 0.0, 0.0, 0.0, 10, [0.0] * 15, 0, False, [0] * 7),
             "optimizer must",
         ),
         (
-            lambda: native.table_create("t", 0, 4, 0, False, 0, 0.0, 0.0, 0.0, 0, [0.0] * 3, 0, False),
+            lambda: native.table_create("t", 0, 4, 0, False, 0, 0.0, 0.0, 0.0, 0, [0.0] * 3, 0, False, [0] * 7),
             "optimizer_numbers",
         ),
         (
-            lambda: native.table_create("t", 0, 4, 0, False, 0, 0.0, 0.0, 0.0, 3, [-1.0] * 15, 0, False),
+            lambda: native.table_create("t", 0, 4, 0, False, 0, 0.0, 0.0, 0.0, 3, [-1.0] * 15, 0, False, [0] * 7),
             "optimizer_numbers",
         ),
         (
             lambda: native.table_create(
-                "t", 0, 4, 0, False, 0, 0.0, 0.0, 0.0, 3, [0.0] * 4 + [1.0] + [0.0] * 10, 0, False
+                "t", 0, 4, 0, False, 0, 0.0, 0.0, 0.0, 3, [0.0] * 4 + [1.0] + [0.0] * 10, 0, False, [0] * 7
             ),
             "beta1",
         ),
-        (lambda: native.table_create("t", 0, 4, 0, False, 0, 0.0, 0.0, 0.0, 0, [0.0] * 15, 3, False), "row_type"),
+        (
+            lambda: native.table_create("t", 0, 4, 0, False, 0, 0.0, 0.0, 0.0, 0, [0.0] * 15, 3, False, [0] * 7),
+            "row_type",
+        ),
+        (
+            lambda: native.table_create("t", 0, 4, 0, False, 0, 0.0, 0.0, 0.0, 0, [0.0] * 15, 0, False, [-1] * 7),
+            "bounds",
+        ),
+        (lambda: native.table_images(_table_of(IDS), torch.tensor([2])), "id 2 has no row"),
+        (lambda: native.table_evict(_table_of(IDS), IDS, torch.zeros(3, 5, dtype=torch.uint8)), "images"),
+        (
+            lambda: native.table_bring_back(_table(), IDS[[0, 0]], torch.zeros(2, 28, dtype=torch.uint8), True),
+            "distinct",
+        ),
+        (lambda: native.table_leaving(_table(), IDS, 3), "max_rows"),
+        (lambda: native.table_set_sightings(_bounded(), torch.zeros(2, 4, 5, dtype=torch.uint8), 0), "cells"),
+        (lambda: native.group_read(_group(), IDS, OFFSETS, None, [], []), "one entry a table"),
         (lambda: native.group_create([table], [0], [0, 0], False), "routings"),
         (lambda: native.rows_forward([_group()], IDS, [2], True), "counts"),
         (lambda: native.rows_forward([_group(), _group()], IDS, [3, 1], True), "counts"),

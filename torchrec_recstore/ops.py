@@ -29,7 +29,7 @@ from torchrec_recstore.optim import (
     RMSprop,
     RowWiseAdagrad,
 )
-from torchrec_recstore.options import ConstantInit, Initializer, NormalInit, UniformInit
+from torchrec_recstore.options import LFU, ConstantInit, Initializer, NormalInit, TableOptions, UniformInit
 
 try:
     from torchrec_recstore import _C  # noqa: F401  (importing it registers the ops)
@@ -78,7 +78,8 @@ def native_errors(who: str) -> Iterator[None]:
     except RuntimeError as error:
         text = str(error).partition("\n")[0]
         if text.startswith(_INVALID):
-            raise ValueError(f"{who}: {text.removeprefix(_INVALID)}") from None
+            text = text.removeprefix(_INVALID)
+            raise ValueError(text if text.startswith(who) else f"{who}: {text}") from None
         if text.startswith(_NO_MEMORY) or "std::bad_alloc" in text:
             raise MemoryError(f"{who}: out of memory: {text.removeprefix(_NO_MEMORY)}") from None
         raise
@@ -113,6 +114,20 @@ def _optimizer_numbers(optimizer: Optimizer) -> list[float]:
     ]
 
 
+def _bounds(options: TableOptions) -> list[int]:
+    """In the order of csrc/config.h, Bounds; 0 for what there is not."""
+    eviction, admission = options.eviction, options.admission
+    return [
+        options.max_rows or 0,
+        0 if eviction is None else 2 if isinstance(eviction, LFU) else 1,
+        (isinstance(eviction, LFU) and eviction.half_life_steps) or 0,
+        0 if options.expiry is None else options.expiry.steps,
+        0 if admission is None else admission.count,
+        0 if admission is None else admission.counter_bytes,
+        int(options.cold_store is not None),
+    ]
+
+
 def table_create(
     name: str,
     columns: range,
@@ -122,10 +137,12 @@ def table_create(
     optimizer: Optimizer,
     dtype: torch.dtype = torch.float32,
     stochastic_rounding: bool = False,
+    options: TableOptions = TableOptions(),  # noqa: B008  (frozen)
 ) -> int:
     """Makes a table that holds ``columns`` of each row; returns its handle, to be given to :func:`table_destroy`.
 
-    ``dtype`` is one of :data:`ROW_DTYPES`; tensors of weights are float32 for each of them.
+    ``dtype`` is one of :data:`ROW_DTYPES`; tensors of weights are float32 for each of them. Of ``options`` the bounds
+    count.
     """
     numbers = _initializer_numbers(initializer)
     with native_errors(f"table '{name}'"):
@@ -140,6 +157,7 @@ def table_create(
             _optimizer_numbers(optimizer),
             _ROW_TYPES[dtype],
             stochastic_rounding,
+            _bounds(options),
         )
     return cast(int, handle)
 
@@ -166,13 +184,16 @@ table_ids = cast(Callable[[int], Tensor], _ops.table_ids.default)
 """(table) -> (rows,) int64, ascending."""
 
 table_stats = cast(Callable[[int], list[int]], _ops.table_stats.default)
-"""(table) -> rows, bytes, lookups, misses, inserts, updates, steps."""
+"""(table) -> rows, bytes, lookups, misses, inserts, updates, steps, refused, evicted, expired, cold hits."""
 
 table_optimizer_steps = cast(Callable[[int], int], _ops.table_optimizer_steps.default)
 """(table) -> the updates so far, one a step: what Adam's and LAMB's bias correction counts."""
 
 table_set_optimizer_steps = cast(Callable[[int, int], None], _ops.table_set_optimizer_steps.default)
 """(table, updates)."""
+
+table_steps = cast(Callable[[int], int], _ops.table_steps.default)
+"""(table) -> training lookups so far."""
 
 table_set_steps = cast(Callable[[int, int], None], _ops.table_set_steps.default)
 """(table, training lookups so far): the clock that last steps are told by."""
@@ -192,6 +213,48 @@ table_exchange_rows = cast(Callable[[int, int], None], _ops.table_exchange_rows.
 
 table_is_being_saved = cast(Callable[[int], bool], _ops.table_is_being_saved.default)
 """(table) -> whether there is a snapshot of it."""
+
+table_sightings = cast(Callable[[int], tuple[Tensor, int]], _ops.table_sightings.default)
+"""(table) -> what admission has counted: cells (2, 4, N) uint8, the present generation first, and the sightings that
+this one has taken. N is 0 without admission."""
+
+table_set_sightings = cast(Callable[[int, Tensor, int], None], _ops.table_set_sightings.default)
+"""(table, cells, taken)."""
+
+# What follows is for whoever keeps a table's cold store. An image, (image bytes,) uint8, is a row with all its state.
+
+table_image_bytes = cast(Callable[[int], int], _ops.table_image_bytes.default)
+"""(table) -> bytes of an image."""
+
+table_absent = cast(Callable[[int, Tensor], Tensor], _ops.table_absent.default)
+"""(table, ids (N,) int64) -> the distinct ones that have no row in memory, in the order of their first occurrence."""
+
+table_may_be_cold = cast(Callable[[int, Tensor], Tensor], _ops.table_may_be_cold.default)
+"""(table, ids (N,) int64) -> (N,) bool: whether they may have left for the cold store; False is certain."""
+
+table_admits = cast(Callable[[int, Tensor, bool], Tensor], _ops.table_admits.default)
+"""(table, ids (N,) int64 without a row, lookup) -> (N,) bool: whether a training lookup, or else an update, would make
+their rows."""
+
+table_leaving = cast(Callable[[int, Tensor, int], Tensor], _ops.table_leaving.default)
+"""(table, ids (N,) int64, new rows) -> ids whose rows must leave before so many more come, none of ``ids``. ValueError
+where the working set is larger than ``max_rows``."""
+
+table_images = cast(Callable[[int, Tensor], Tensor], _ops.table_images.default)
+"""(table, ids (N,) int64) -> (N, image bytes) uint8. ValueError where an id has no row in memory."""
+
+table_evict = cast(Callable[[int, Tensor, Tensor], Tensor], _ops.table_evict.default)
+"""(table, ids (N,) int64, images (N, image bytes) uint8) -> () int64: how many rows have left memory; those stay that
+are no longer as in their image, or that a pending backward needs."""
+
+table_bring_back = cast(Callable[[int, Tensor, Tensor, bool], None], _ops.table_bring_back.default)
+"""(table, ids (N,) int64, images (N, image bytes) uint8, whether a step looks them up). There must be room."""
+
+table_expired = cast(Callable[[int], Tensor], _ops.table_expired.default)
+"""(table) -> ids (N,) int64 whose rows are too old, of the part of the table that this step is to look at."""
+
+table_count_expired = cast(Callable[[int, int], None], _ops.table_count_expired.default)
+"""(table, rows) that have left for age."""
 
 table_mark = cast(Callable[[int], int], _ops.table_mark.default)
 """(table) -> a mark, since when changes are known from here on."""
@@ -227,6 +290,17 @@ group_forward = cast(
 -> pooled (B, columns) float32, and the context for :func:`group_backward` (empty without train).
 
 While the context lives, the slots that the forward found are not reused."""
+
+group_table_ids = cast(Callable[[int, Tensor, Tensor | None], list[Tensor]], _ops.group_table_ids.default)
+"""(group, ids (N,) int64, offsets as for :func:`group_forward`, or None in a group of one feature) -> the raw ids that
+the batch looks up in each table."""
+
+group_read = cast(
+    Callable[[int, Tensor, Tensor | None, Tensor | None, Sequence[Tensor], Sequence[Tensor]], Tensor],
+    _ops.group_read.default,
+)
+"""(group, ids (N,) int64, offsets, weights, ids (n,) int64, ascending, and images (n, image bytes) uint8 of each table)
+-> pooled (B, columns) float32: an evaluation lookup in which these rows lie elsewhere."""
 
 group_prefetch = cast(Callable[[int, Tensor, Sequence[int]], None], _ops.group_prefetch.default)
 """(group, ids (N,) int64, how many of them each feature has). Makes missing rows ahead of their training forward, on
@@ -296,7 +370,7 @@ def _fake_remove(table: int, ids: Tensor) -> Tensor:
     return ids.new_empty(())
 
 
-def _fake_contains(table: int, ids: Tensor) -> Tensor:
+def _fake_contains(table: int, ids: Tensor, *_: object) -> Tensor:
     return ids.new_empty(ids.shape, dtype=torch.bool)
 
 
@@ -342,6 +416,30 @@ def _fake_accumulated(contexts: Sequence[Tensor], grads: Sequence[Tensor], learn
     return None
 
 
+def _fake_ids(table: int, ids: Tensor, *_: object) -> Tensor:
+    return ids.new_empty(_symbolic_size())
+
+
+def _fake_images(table: int, ids: Tensor) -> Tensor:
+    return ids.new_empty((ids.shape[0], _symbolic_size()), dtype=torch.uint8)
+
+
+def _fake_evict(table: int, ids: Tensor, images: Tensor) -> Tensor:
+    return ids.new_empty(())
+
+
+def _fake_nothing(table: int, *_: object) -> None:
+    return None
+
+
+def _fake_table_ids(group: int, ids: Tensor, offsets: Tensor | None) -> list[Tensor]:
+    return [ids.new_empty(_symbolic_size())]
+
+
+def _fake_read(group: int, ids: Tensor, *_: object) -> Tensor:
+    return ids.new_empty((_symbolic_size(), _symbolic_size()), dtype=torch.float32)
+
+
 _FAKES: dict[str, Callable[..., object]] = {
     "table_lookup": _fake_lookup,
     "table_update": _fake_write,
@@ -350,6 +448,16 @@ _FAKES: dict[str, Callable[..., object]] = {
     "table_contains": _fake_contains,
     "table_export": _fake_export,
     "table_import": _fake_import,
+    "table_set_sightings": _fake_nothing,
+    "table_absent": _fake_ids,
+    "table_may_be_cold": _fake_contains,
+    "table_admits": _fake_contains,
+    "table_leaving": _fake_ids,
+    "table_images": _fake_images,
+    "table_evict": _fake_evict,
+    "table_bring_back": _fake_nothing,
+    "group_table_ids": _fake_table_ids,
+    "group_read": _fake_read,
     "group_forward": _fake_forward,
     "group_prefetch": _fake_prefetch,
     "group_backward": _fake_backward,

@@ -277,10 +277,12 @@ class TableOptions:
 def resident_rows(options: TableOptions, num_embeddings: int | None) -> int:
     """Rows that a table is expected to hold in memory over all ranks.
 
-    ``expected_rows``, else the hint, at most 2**20; never more than ``max_rows``.
+    ``expected_rows``, else the hint; at most ``max_rows``. Without that a hint counts as 2**20 at most.
     """
-    rows = _expected_ids(options, num_embeddings)
-    return rows if options.max_rows is None else min(rows, options.max_rows)
+    if options.max_rows is None:
+        return _expected_ids(options, num_embeddings)
+    wanted = options.expected_rows or num_embeddings
+    return options.max_rows if wanted is None else min(wanted, options.max_rows)
 
 
 def _expected_ids(options: TableOptions, num_embeddings: int | None) -> int:

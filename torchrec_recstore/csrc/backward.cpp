@@ -320,6 +320,7 @@ Distinct apply_gradients(const ResolvedBatch& resolved, const float* grad, const
     args.optimizer = table.config().optimizer.kind;
     args.scalars = scalars[chunk.table];
     args.step = steps[chunk.table];
+    args.half_life = static_cast<uint32_t>(table.config().bounds.half_life);
     row_kernels().update(args);
   });
   for (size_t t = 0; t < tables.size(); ++t) {
@@ -334,12 +335,11 @@ Distinct record_step(const ResolvedBatch& resolved, const Steps& steps, Executor
     Table& table = *resolved.group.tables[chunk.table];
     if (table.watched()) note_changes(table, resolved, grouping.links(), chunk);
     const Rows& rows = table.rows();
+    const auto half_life = static_cast<uint32_t>(table.config().bounds.half_life);
     const int64_t end = resolved.batch.offset(chunk.bag_end);
     for (int64_t p = resolved.batch.offset(chunk.bag_begin); p < end; ++p) {
       if ((grouping.links()[p] & kNotFirst) != 0) continue;
-      RowMeta& meta = rows.meta(resolved.slots[p]);
-      meta.last_step = steps[chunk.table];
-      ++meta.frequency;
+      count_step(rows.meta(resolved.slots[p]), steps[chunk.table], half_life);
     }
   });
 }
@@ -351,15 +351,26 @@ void weight_gradients(const ResolvedBatch& resolved, const float* grad, float* g
   const int64_t runs = (batch.bags + kBags - 1) / kBags;
   for_each_task(executor, runs * group.features(), [&](int64_t task) {
     const int64_t f = task / runs, begin = task % runs * kBags, end = std::min(begin + kBags, batch.bags);
-    const RowsView rows = group.tables[group.feature_tables[f]]->rows().view();
+    const Table& table = *group.tables[group.feature_tables[f]];
+    const RowsView rows = table.rows().view();
     for (int64_t bag = begin; bag < end; ++bag) {
       const int64_t first = batch.offset(f * batch.bags + bag), last = batch.offset(f * batch.bags + bag + 1);
       const float scale = group.mean && last - first > 1 ? 1.0f / static_cast<float>(last - first) : 1.0f;
       const float* bag_grad = grad + bag * group.columns() + group.column_offsets[f];
       for (int64_t p = first; p < last; ++p) {
         const Slot slot = resolved.slots[p];
-        grad_weights[p] =
-            slot == kNoSlot ? 0.0f : scale * row_kernels().dot(rows.type, rows.data + slot * rows.stride, bag_grad, rows.columns);
+        const float* row = rows.data + slot * rows.stride;
+        if (slot == kNoSlot) {
+          grad_weights[p] = 0.0f;
+          if (table.sightings() == nullptr) continue;
+          // Held back by admission: it was read as its initial row.
+          const int64_t floats = rows.weight_floats();
+          float* initial = workspace().gradient.get(floats);
+          std::fill_n(initial, floats, 0.0f);
+          table.initializer().fill(group.routings[group.feature_tables[f]].raw_id(batch.ids[p]), initial);
+          row = initial;
+        }
+        grad_weights[p] = scale * row_kernels().dot(rows.type, row, bag_grad, rows.columns);
       }
     }
   });

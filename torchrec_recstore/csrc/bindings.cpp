@@ -16,7 +16,9 @@
 
 #include "buffer_pool.h"
 #include "clipping.h"
+#include "cold_rows.h"
 #include "error.h"
+#include "eviction.h"
 #include "mix.h"
 #include "pass.h"
 #include "registry.h"
@@ -67,7 +69,8 @@ Registry<Snapshot>& snapshots() {
 Tensor checked(const Tensor& tensor, const char* name, ScalarType dtype, int64_t dim) {
   if (!tensor.is_cpu()) throw InvalidArgument(std::string(name) + " must be on the CPU");
   if (tensor.scalar_type() != dtype) {
-    throw InvalidArgument(std::string(name) + " must be of dtype " + (dtype == ScalarType::Long ? "int64" : "float32"));
+    const char* wanted = dtype == ScalarType::Long ? "int64" : dtype == ScalarType::Byte ? "uint8" : "float32";
+    throw InvalidArgument(std::string(name) + " must be of dtype " + wanted);
   }
   if (tensor.dim() != dim) throw InvalidArgument(std::string(name) + " must have " + std::to_string(dim) + " dimensions");
   return tensor.is_contiguous() ? tensor : torch::stable::contiguous(tensor);
@@ -116,19 +119,27 @@ Batch plain_batch(const Tensor& ids) {
 }
 
 // An evaluation lookup into out.
-void read(const Group& group, const Batch& batch, float* out) {
+void read(const Group& group, const Batch& batch, float* out, const std::vector<RowsElsewhere>& elsewhere = {}) {
   const auto slots = BufferPool::instance().take(static_cast<size_t>(batch.n_ids) * sizeof(Slot));
   const auto locks = group.lock();
-  lookup(group, batch, false, static_cast<Slot*>(slots.data()), out, executor());
+  lookup(group, batch, false, static_cast<Slot*>(slots.data()), out, executor(), elsewhere);
 }
 
 int64_t table_create(std::string name, int64_t column_begin, int64_t column_end, int64_t seed, bool missing_reads_init,
                      int64_t init, double init_a, double init_b, double init_truncate, int64_t optimizer,
-                     std::vector<double> optimizer_numbers, int64_t row_type, bool stochastic_rounding) {
+                     std::vector<double> optimizer_numbers, int64_t row_type, bool stochastic_rounding,
+                     std::vector<int64_t> bounds) {
   if (column_begin < 0 || column_end <= column_begin) throw InvalidArgument("columns must be a range that is not empty");
   if (column_end > kMostColumns) throw InvalidArgument("a row has at most 2**24 columns, got " + std::to_string(column_end));
   if (init < 0 || init > 2) throw InvalidArgument("init must be 0, 1 or 2");
   if (row_type < 0 || row_type > 2) throw InvalidArgument("row_type must be 0, 1 or 2");
+  if (bounds.size() != 7) throw InvalidArgument("bounds must have seven numbers");
+  for (const int64_t number : bounds) {
+    if (number < 0) throw InvalidArgument("bounds must not be negative");
+  }
+  if (bounds[1] > 2) throw InvalidArgument("eviction must be 0, 1 or 2");
+  if (bounds[2] > int64_t{0xFFFFFFFF}) throw InvalidArgument("half_life must be at most 2**32 - 1");
+  if (bounds[4] > 1 && (bounds[5] < 8 || (bounds[5] & (bounds[5] - 1)) != 0)) throw InvalidArgument("counter_bytes must be a power of two");
   row_kernels();  // a wrong RECSTORE_ISA is told here
   TableConfig config;
   config.name = std::move(name);
@@ -139,6 +150,7 @@ int64_t table_create(std::string name, int64_t column_begin, int64_t column_end,
   config.init = {static_cast<InitKind>(init), init_a, init_b, init_truncate};
   config.row_type = static_cast<RowType>(row_type);
   config.stochastic_rounding = stochastic_rounding;
+  config.bounds = {bounds[0], static_cast<Eviction>(bounds[1]), bounds[2], bounds[3], bounds[4], bounds[5], bounds[6] != 0};
   config.optimizer = OptimizerConfig::of(optimizer, optimizer_numbers);
   return tables().add(std::make_shared<Table>(std::move(config)));
 }
@@ -173,7 +185,7 @@ void table_update(int64_t table, Tensor ids, Tensor grads, double learning_rate)
   auto* slot_data = static_cast<Slot*>(slots.data());
   const auto locks = group->lock();
   const ClippedGradient clipped(*group, float_data(grads), batch.bags, executor());
-  find_or_insert(*group->tables[0], batch.ids, batch.n_ids, slot_data, executor());
+  find_or_insert(*group->tables[0], batch.ids, batch.n_ids, slot_data, executor(), Arrival::kUpdate);
   apply_gradients({*group, batch, slot_data}, clipped.data(), {static_cast<float>(learning_rate)}, Steps{0}, executor());
 }
 
@@ -185,7 +197,7 @@ void table_insert(int64_t table, Tensor ids, Tensor weights) {
   std::vector<Slot> slots(static_cast<size_t>(n));
   const std::lock_guard<std::mutex> lock(owner->mutex());
   owner->check_open();
-  find_or_insert(*owner, id_data(ids), n, slots.data(), executor(), false);
+  find_or_insert(*owner, id_data(ids), n, slots.data(), executor(), Arrival::kWrite);
   for (int64_t i = 0; i < n; ++i) {
     owner->before_change(slots[i]);
     owner->rows().set_weights(slots[i], float_data(weights) + i * columns);
@@ -225,14 +237,14 @@ Tensor table_ids(int64_t table) {
   return out;
 }
 
-// rows, bytes, lookups, misses, inserts, updates, steps
+// rows, bytes, lookups, misses, inserts, updates, steps, refused, evicted, expired, cold hits
 std::vector<int64_t> table_stats(int64_t table) {
   const auto owner = tables().get(table);
   const std::lock_guard<std::mutex> lock(owner->mutex());
   owner->check_open();
   owner->settle_passes(executor());
   const Counters& c = owner->counters();
-  return {owner->size(), owner->bytes(), c.lookups, c.misses, c.inserts, c.updates, c.steps};
+  return {owner->size(), owner->bytes(), c.lookups, c.misses, c.inserts, c.updates, c.steps, c.refused, c.evicted, c.expired, c.cold_hits};
 }
 
 ScalarType weight_type(const Table& table) {
@@ -256,7 +268,7 @@ Tensor recycled(const std::vector<int64_t>& shape, ScalarType dtype) {
     strides[d] = count;
     if (__builtin_mul_overflow(count, shape[d], &count)) throw OutOfMemory("a tensor of more elements than any machine holds");
   }
-  const int64_t size = dtype == ScalarType::Long ? 8 : dtype == ScalarType::Float ? 4 : 2;
+  const int64_t size = dtype == ScalarType::Long ? 8 : dtype == ScalarType::Float ? 4 : dtype == ScalarType::Byte ? 1 : 2;
   auto buffer = output_buffer(count, 1, size);
   void* data = buffer.data();
   return torch::stable::from_blob(data, shape, strides, torch::stable::Device(torch::headeronly::DeviceType::CPU), dtype,
@@ -308,6 +320,150 @@ void table_import(int64_t table, Tensor ids, Tensor weights, Tensor elements, Te
   owner->check_open();
   owner->settle_passes(executor());
   write_rows(*owner, id_data(ids), n, images, executor());
+}
+
+// What admission has counted: cells (generations, rows, cells of a row) uint8, and the sightings of the present one.
+std::tuple<Tensor, int64_t> table_sightings(int64_t table) {
+  const auto owner = tables().get(table);
+  const std::lock_guard<std::mutex> lock(owner->mutex());
+  owner->check_open();
+  const Sightings* sightings = owner->sightings();
+  Tensor cells = empty({Sightings::kGenerations, Sightings::kRows, sightings == nullptr ? 0 : sightings->cells()}, ScalarType::Byte);
+  if (sightings == nullptr) return {cells, 0};
+  sightings->read(static_cast<uint8_t*>(cells.mutable_data_ptr()));
+  return {cells, sightings->taken()};
+}
+
+void table_set_sightings(int64_t table, Tensor cells, int64_t taken) {
+  const auto owner = tables().get(table);
+  cells = checked(cells, "cells", ScalarType::Byte, 3);
+  const std::lock_guard<std::mutex> lock(owner->mutex());
+  owner->check_open();
+  Sightings* sightings = owner->sightings();
+  if (sightings == nullptr) throw InvalidArgument("the table has no admission");
+  if (cells.size(0) != Sightings::kGenerations || cells.size(1) != Sightings::kRows || cells.size(2) != sightings->cells()) {
+    throw InvalidArgument("cells must have the shape (2, 4, " + std::to_string(sightings->cells()) + ")");
+  }
+  if (taken < 0) throw InvalidArgument("taken must not be negative");
+  sightings->write(static_cast<const uint8_t*>(cells.const_data_ptr()), taken);
+}
+
+int64_t table_image_bytes(int64_t table) { return image_bytes(*tables().get(table)); }
+
+Tensor id_tensor(const std::vector<int64_t>& ids) {
+  Tensor out = empty({static_cast<int64_t>(ids.size())}, ScalarType::Long);
+  std::copy(ids.begin(), ids.end(), static_cast<int64_t*>(out.mutable_data_ptr()));
+  return out;
+}
+const char* checked_images(Tensor& images, const Table& table, int64_t n) {
+  images = checked(images, "images", ScalarType::Byte, 2);
+  if (images.size(0) != n || images.size(1) != image_bytes(table)) {
+    throw InvalidArgument("images must have the shape (" + std::to_string(n) + ", " + std::to_string(image_bytes(table)) + ")");
+  }
+  return static_cast<const char*>(images.const_data_ptr());
+}
+void check_distinct(const int64_t* ids, int64_t n) {
+  std::vector<int64_t> sorted(ids, ids + n);
+  std::sort(sorted.begin(), sorted.end());
+  if (std::adjacent_find(sorted.begin(), sorted.end()) != sorted.end()) throw InvalidArgument("ids must be distinct");
+}
+
+// -> the distinct ids that have no row in memory, in the order of their first occurrence.
+Tensor table_absent(int64_t table, Tensor ids) {
+  ids = checked_ids(ids);
+  const auto owner = tables().get(table);
+  const std::lock_guard<std::mutex> lock(owner->mutex());
+  owner->check_open();
+  return id_tensor(absent_ids(*owner, id_data(ids), ids.size(0), executor()));
+}
+
+template <class Test>  // test(table, id)
+Tensor tested(int64_t table, Tensor ids, const Test& test) {
+  ids = checked_ids(ids);
+  const auto owner = tables().get(table);
+  const int64_t n = ids.size(0);
+  Tensor out = empty({n}, ScalarType::Bool);
+  auto* result = static_cast<bool*>(out.mutable_data_ptr());
+  const std::lock_guard<std::mutex> lock(owner->mutex());
+  owner->check_open();
+  for (int64_t i = 0; i < n; ++i) result[i] = test(*owner, id_data(ids)[i]);
+  return out;
+}
+
+// -> which ids may have left for the cold store.
+Tensor table_may_be_cold(int64_t table, Tensor ids) {
+  return tested(table, ids, [](const Table& owner, int64_t id) { return owner.cold_filter().may_contain(id); });
+}
+
+// -> which ids, all without a row, a training lookup or an update would give one.
+Tensor table_admits(int64_t table, Tensor ids, bool lookup) {
+  const Arrival arrival = lookup ? Arrival::kLookup : Arrival::kUpdate;
+  return tested(table, ids, [&](const Table& owner, int64_t id) { return is_admitted(owner, id, arrival); });
+}
+
+// -> the ids whose rows must leave before new_rows more come; none of ids.
+Tensor table_leaving(int64_t table, Tensor ids, int64_t new_rows) {
+  ids = checked_ids(ids);
+  if (new_rows < 0 || new_rows > int64_t{kNoSlot}) throw InvalidArgument("new_rows must be within 0 and 2**32 - 1");
+  const auto owner = tables().get(table);
+  const std::lock_guard<std::mutex> lock(owner->mutex());
+  owner->check_open();
+  if (owner->config().bounds.max_rows == 0) throw InvalidArgument("the table has no max_rows");
+  return id_tensor(leaving_ids(*owner, id_data(ids), ids.size(0), new_rows, executor()));
+}
+
+// -> (N, image bytes) uint8.
+Tensor table_images(int64_t table, Tensor ids) {
+  ids = checked_ids(ids);
+  const auto owner = tables().get(table);
+  const Tensor images = recycled({ids.size(0), image_bytes(*owner)}, ScalarType::Byte);
+  const std::lock_guard<std::mutex> lock(owner->mutex());
+  owner->check_open();
+  owner->settle_passes(executor());
+  read_images(*owner, id_data(ids), ids.size(0), static_cast<char*>(images.mutable_data_ptr()), executor());
+  return images;
+}
+
+// -> () int64: how many have left.
+Tensor table_evict(int64_t table, Tensor ids, Tensor images) {
+  ids = checked_ids(ids);
+  const auto owner = tables().get(table);
+  const char* data = checked_images(images, *owner, ids.size(0));
+  check_distinct(id_data(ids), ids.size(0));
+  const std::lock_guard<std::mutex> lock(owner->mutex());
+  owner->check_open();
+  Tensor left = empty({}, ScalarType::Long);
+  *static_cast<int64_t*>(left.mutable_data_ptr()) = evict(*owner, id_data(ids), ids.size(0), data);
+  return left;
+}
+
+void table_bring_back(int64_t table, Tensor ids, Tensor images, bool looked_up) {
+  ids = checked_ids(ids);
+  const auto owner = tables().get(table);
+  const char* data = checked_images(images, *owner, ids.size(0));
+  check_distinct(id_data(ids), ids.size(0));
+  const std::lock_guard<std::mutex> lock(owner->mutex());
+  owner->check_open();
+  bring_back(*owner, id_data(ids), ids.size(0), data, looked_up, executor());
+}
+
+// -> ids whose rows are too old, of the part of the table that it is this step's turn to look at.
+Tensor table_expired(int64_t table) {
+  const auto owner = tables().get(table);
+  const std::lock_guard<std::mutex> lock(owner->mutex());
+  owner->check_open();
+  std::vector<int64_t> ids;
+  if (owner->config().bounds.expiry > 0) {
+    for (const Leaver& row : expired_rows(*owner)) ids.push_back(row.id);
+  }
+  return id_tensor(ids);
+}
+
+void table_count_expired(int64_t table, int64_t rows) {
+  const auto owner = tables().get(table);
+  const std::lock_guard<std::mutex> lock(owner->mutex());
+  owner->check_open();
+  owner->counters().expired += rows;
 }
 
 void table_exchange_rows(int64_t table, int64_t other) {
@@ -395,6 +551,12 @@ void table_set_optimizer_steps(int64_t table, int64_t steps) {
 }
 
 // The clock that last steps are told by.
+int64_t table_steps(int64_t table) {
+  const auto owner = tables().get(table);
+  const std::lock_guard<std::mutex> lock(owner->mutex());
+  owner->check_open();
+  return owner->clock();
+}
 void table_set_steps(int64_t table, int64_t steps) {
   if (steps < 0 || steps >= int64_t{0xFFFFFFFF}) throw InvalidArgument("steps must be within 0 and 2**32 - 2, got " + std::to_string(steps));
   const auto owner = tables().get(table);
@@ -442,6 +604,39 @@ BufferPool::Buffer copy_offsets(const Tensor& offsets, bool narrow) {
   return buffer;
 }
 
+// A batch as a group's op is given it, and what keeps its arrays alive.
+struct GivenBatch {
+  Batch batch;
+  std::shared_ptr<Inputs> inputs;
+};
+
+// offsets: int32 or int64; none: each id is a bag of its own.
+GivenBatch checked_batch(const Group& group, const Tensor& given_ids, std::optional<Tensor> offsets, const std::optional<Tensor>& weights) {
+  const Tensor ids = checked_ids(given_ids);
+  GivenBatch given{plain_batch(ids), std::make_shared<Inputs>(Inputs{ids, {}, std::nullopt})};
+  Batch& batch = given.batch;
+  if (offsets.has_value()) {
+    const bool narrow = offsets->scalar_type() == ScalarType::Int;
+    offsets = checked(*offsets, "offsets", narrow ? ScalarType::Int : ScalarType::Long, 1);
+    const int64_t n = offsets->size(0);
+    batch.bags = group.features() == 0 ? 0 : (n - 1) / group.features();
+    if (n < 1 || n != batch.bags * group.features() + 1) {
+      throw InvalidArgument("offsets must have features * batch + 1 entries, got " + std::to_string(n) + " for " +
+                            std::to_string(group.features()) + " features");
+    }
+    given.inputs->offsets = copy_offsets(*offsets, narrow);
+    batch.offsets = static_cast<const int64_t*>(given.inputs->offsets.data());
+  } else if (group.features() != 1) {
+    throw InvalidArgument("a batch without offsets is for groups of one feature");
+  }
+  if (weights.has_value()) {
+    given.inputs->weights = checked(*weights, "weights", ScalarType::Float, 1);
+    if (given.inputs->weights->size(0) != batch.n_ids) throw InvalidArgument("weights must have one entry an id");
+    batch.weights = float_data(*given.inputs->weights);
+  }
+  return given;
+}
+
 // Keeps the pass until its last reference is gone.
 Tensor context_of(std::shared_ptr<Pass> pass) {
   auto* handle = new int64_t(passes().add(std::move(pass)));
@@ -456,24 +651,8 @@ Tensor context_of(std::shared_ptr<Pass> pass) {
 // -> out (bags, columns), and where train is set the context that group_backward takes, else an empty tensor.
 std::tuple<Tensor, Tensor> group_forward(int64_t group_handle, Tensor ids, Tensor offsets, std::optional<Tensor> weights, bool train) {
   const auto group = groups().get(group_handle);
-  ids = checked_ids(ids);
-  const bool narrow = offsets.scalar_type() == ScalarType::Int;
-  offsets = checked(offsets, "offsets", narrow ? ScalarType::Int : ScalarType::Long, 1);
-  const int64_t n_offsets = offsets.size(0);
-  const int64_t bags = group->features() == 0 ? 0 : (n_offsets - 1) / group->features();
-  if (n_offsets < 1 || n_offsets != bags * group->features() + 1) {
-    throw InvalidArgument("offsets must have features * batch + 1 entries, got " + std::to_string(n_offsets) + " for " +
-                          std::to_string(group->features()) + " features");
-  }
-  auto inputs = std::make_shared<Inputs>(Inputs{ids, copy_offsets(offsets, narrow), std::nullopt});
-  Batch batch = plain_batch(ids);
-  batch.bags = bags;
-  batch.offsets = static_cast<const int64_t*>(inputs->offsets.data());
-  if (weights.has_value()) {
-    inputs->weights = checked(*weights, "weights", ScalarType::Float, 1);
-    if (inputs->weights->size(0) != batch.n_ids) throw InvalidArgument("weights must have one entry an id");
-    batch.weights = float_data(*inputs->weights);
-  }
+  const auto [batch, inputs] = checked_batch(*group, ids, offsets, weights);
+  const int64_t bags = batch.bags;
   auto buffer = output_buffer(bags, group->columns());
   auto* out = static_cast<float*>(buffer.data());
   if (!train) {
@@ -482,6 +661,52 @@ std::tuple<Tensor, Tensor> group_forward(int64_t group_handle, Tensor ids, Tenso
   }
   return {pooled_tensor(std::move(buffer), bags, group->columns()),
           context_of(std::make_shared<Pass>(group, batch, inputs, out, executor()))};
+}
+
+// -> the raw ids that a batch looks up in each table, those of its features one after the other.
+std::vector<Tensor> group_table_ids(int64_t group_handle, Tensor ids, std::optional<Tensor> offsets) {
+  const auto group = groups().get(group_handle);
+  const auto given = checked_batch(*group, ids, offsets, std::nullopt);
+  const Batch& batch = given.batch;
+  check_offsets(batch, group->features(), executor());
+  std::vector<int64_t> counts(group->tables.size(), 0);
+  const auto count_of = [&](int64_t f) { return batch.offset((f + 1) * batch.bags) - batch.offset(f * batch.bags); };
+  for (int64_t f = 0; f < group->features(); ++f) counts[group->feature_tables[f]] += count_of(f);
+  std::vector<Tensor> out;
+  std::vector<int64_t*> next;
+  for (const int64_t count : counts) {
+    out.push_back(recycled({count}, ScalarType::Long));
+    next.push_back(static_cast<int64_t*>(out.back().mutable_data_ptr()));
+  }
+  for (int64_t f = 0; f < group->features(); ++f) {
+    const int64_t t = group->feature_tables[f];
+    const int64_t* first = batch.ids + batch.offset(f * batch.bags);
+    next[t] = std::transform(first, first + count_of(f), next[t], [&](int64_t id) { return group->routings[t].raw_id(id); });
+  }
+  return out;
+}
+
+// An evaluation lookup in which some rows of each table lie elsewhere: ids (N,) int64, ascending, and their images.
+// -> out (bags, columns).
+Tensor group_read(int64_t group_handle, Tensor ids, std::optional<Tensor> offsets, std::optional<Tensor> weights,
+                  std::vector<Tensor> elsewhere_ids, std::vector<Tensor> elsewhere_images) {
+  const auto group = groups().get(group_handle);
+  const auto given = checked_batch(*group, ids, offsets, weights);
+  if (elsewhere_ids.size() != group->tables.size() || elsewhere_images.size() != group->tables.size()) {
+    throw InvalidArgument("rows elsewhere must have one entry a table");
+  }
+  std::vector<RowsElsewhere> elsewhere;
+  for (size_t t = 0; t < group->tables.size(); ++t) {
+    elsewhere_ids[t] = checked_ids(elsewhere_ids[t]);
+    const int64_t n = elsewhere_ids[t].size(0);
+    const int64_t* data = id_data(elsewhere_ids[t]);
+    if (!std::is_sorted(data, data + n)) throw InvalidArgument("ids of rows elsewhere must ascend");
+    elsewhere.push_back({data, n, checked_images(elsewhere_images[t], *group->tables[t], n), image_bytes(*group->tables[t])});
+  }
+  auto buffer = output_buffer(given.batch.bags, group->columns());
+  auto* out = static_cast<float*>(buffer.data());
+  read(*group, given.batch, out, elsewhere);
+  return pooled_tensor(std::move(buffer), given.batch.bags, group->columns());
 }
 
 // Makes the missing rows of a batch ahead of its training forward, on the calling thread alone and table by table.
@@ -501,6 +726,10 @@ void group_prefetch(int64_t group_handle, Tensor ids, std::vector<int64_t> count
   for (size_t feature = 0; feature < counts.size(); ++feature) {
     const int64_t number = group->feature_tables[feature];
     Table& table = *group->tables[number];
+    if (table.config().bounds.limit_new_rows()) {  // which rows it makes, and which leave, its steps decide in their order
+      next += counts[feature];
+      continue;
+    }
     std::vector<int64_t> raw(static_cast<size_t>(counts[feature]));
     std::transform(next, next + counts[feature], raw.begin(), [&](int64_t id) { return group->routings[number].raw_id(id); });
     next += counts[feature];
@@ -508,7 +737,7 @@ void group_prefetch(int64_t group_handle, Tensor ids, std::vector<int64_t> count
     const std::lock_guard<std::mutex> lock(table.mutex());
     table.check_open();
     const int64_t before = table.size();
-    find_or_insert(table, raw.data(), counts[feature], slots.data(), serial);
+    find_or_insert(table, raw.data(), counts[feature], slots.data(), serial, Arrival::kUpdate);
     table.counters().misses += table.size() - before;
   }
 }
@@ -613,7 +842,7 @@ STABLE_TORCH_LIBRARY(recstore_ops, m) {
   m.def(
       "table_create(str name, int column_begin, int column_end, int seed, bool missing_reads_init, int init, float init_a, "
       "float init_b, float init_truncate, int optimizer, float[] optimizer_numbers, int row_type, "
-      "bool stochastic_rounding) -> int");
+      "bool stochastic_rounding, int[] bounds) -> int");
   m.def("table_destroy(int table) -> ()");
   m.def("table_lookup(int table, Tensor ids, bool train) -> Tensor");
   m.def("table_update(int table, Tensor ids, Tensor grads, float learning_rate) -> ()");
@@ -626,6 +855,22 @@ STABLE_TORCH_LIBRARY(recstore_ops, m) {
   m.def(
       "table_import(int table, Tensor ids, Tensor weights, Tensor elements, Tensor state, Tensor last_step, Tensor frequency) "
       "-> ()");
+  m.def("table_sightings(int table) -> (Tensor, int)");
+  m.def("table_set_sightings(int table, Tensor cells, int taken) -> ()");
+  m.def("table_image_bytes(int table) -> int");
+  m.def("table_absent(int table, Tensor ids) -> Tensor");
+  m.def("table_may_be_cold(int table, Tensor ids) -> Tensor");
+  m.def("table_admits(int table, Tensor ids, bool lookup) -> Tensor");
+  m.def("table_leaving(int table, Tensor ids, int new_rows) -> Tensor");
+  m.def("table_images(int table, Tensor ids) -> Tensor");
+  m.def("table_evict(int table, Tensor ids, Tensor images) -> Tensor");
+  m.def("table_bring_back(int table, Tensor ids, Tensor images, bool looked_up) -> ()");
+  m.def("table_expired(int table) -> Tensor");
+  m.def("table_count_expired(int table, int rows) -> ()");
+  m.def("group_table_ids(int group, Tensor ids, Tensor? offsets) -> Tensor[]");
+  m.def(
+      "group_read(int group, Tensor ids, Tensor? offsets, Tensor? weights, Tensor[] elsewhere_ids, Tensor[] elsewhere_images) "
+      "-> Tensor");
   m.def("table_exchange_rows(int table, int other) -> ()");
   m.def("table_is_being_saved(int table) -> bool");
   m.def("table_mark(int table) -> int");
@@ -637,6 +882,7 @@ STABLE_TORCH_LIBRARY(recstore_ops, m) {
   m.def("snapshot_close(int snapshot) -> ()");
   m.def("table_optimizer_steps(int table) -> int");
   m.def("table_set_optimizer_steps(int table, int steps) -> ()");
+  m.def("table_steps(int table) -> int");
   m.def("table_set_steps(int table, int steps) -> ()");
   m.def("group_create(int[] tables, int[] feature_tables, int[] routings, bool mean) -> int");
   m.def("group_destroy(int group) -> ()");
@@ -658,7 +904,12 @@ STABLE_TORCH_LIBRARY_IMPL(recstore_ops, CompositeExplicitAutograd, m) {
   m.impl("table_stats", TORCH_BOX(&recstore::table_stats));
   m.impl("table_optimizer_steps", TORCH_BOX(&recstore::table_optimizer_steps));
   m.impl("table_set_optimizer_steps", TORCH_BOX(&recstore::table_set_optimizer_steps));
+  m.impl("table_steps", TORCH_BOX(&recstore::table_steps));
   m.impl("table_set_steps", TORCH_BOX(&recstore::table_set_steps));
+  m.impl("table_sightings", TORCH_BOX(&recstore::table_sightings));
+  m.impl("table_image_bytes", TORCH_BOX(&recstore::table_image_bytes));
+  m.impl("table_expired", TORCH_BOX(&recstore::table_expired));
+  m.impl("table_count_expired", TORCH_BOX(&recstore::table_count_expired));
   m.impl("table_exchange_rows", TORCH_BOX(&recstore::table_exchange_rows));
   m.impl("table_is_being_saved", TORCH_BOX(&recstore::table_is_being_saved));
   m.impl("table_mark", TORCH_BOX(&recstore::table_mark));
@@ -681,6 +932,16 @@ STABLE_TORCH_LIBRARY_IMPL(recstore_ops, CPU, m) {
   m.impl("table_contains", TORCH_BOX(&recstore::table_contains));
   m.impl("table_export", TORCH_BOX(&recstore::table_export));
   m.impl("table_import", TORCH_BOX(&recstore::table_import));
+  m.impl("table_set_sightings", TORCH_BOX(&recstore::table_set_sightings));
+  m.impl("table_absent", TORCH_BOX(&recstore::table_absent));
+  m.impl("table_may_be_cold", TORCH_BOX(&recstore::table_may_be_cold));
+  m.impl("table_admits", TORCH_BOX(&recstore::table_admits));
+  m.impl("table_leaving", TORCH_BOX(&recstore::table_leaving));
+  m.impl("table_images", TORCH_BOX(&recstore::table_images));
+  m.impl("table_evict", TORCH_BOX(&recstore::table_evict));
+  m.impl("table_bring_back", TORCH_BOX(&recstore::table_bring_back));
+  m.impl("group_table_ids", TORCH_BOX(&recstore::group_table_ids));
+  m.impl("group_read", TORCH_BOX(&recstore::group_read));
   m.impl("group_forward", TORCH_BOX(&recstore::group_forward));
   m.impl("group_prefetch", TORCH_BOX(&recstore::group_prefetch));
   m.impl("group_backward", TORCH_BOX(&recstore::group_backward));

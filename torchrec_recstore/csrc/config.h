@@ -17,6 +17,22 @@ struct InitConfig {
   double truncate = 0.0; // normal: bound in standard deviations, 0 for none
 };
 
+enum class Eviction : int64_t { kNone = 0, kLeastRecent = 1, kLeastFrequent = 2 };
+
+// What keeps a shard small; 0 for what it has not. torchrec_recstore/options.py tells what each means.
+struct Bounds {
+  int64_t max_rows = 0;
+  Eviction eviction = Eviction::kNone;
+  int64_t half_life = 0;      // steps
+  int64_t expiry = 0;         // steps
+  int64_t min_frequency = 0;  // steps
+  int64_t counter_bytes = 0;  // of what counts them
+  bool cold_store = false;    // evicted rows go there, by whoever calls: no row leaves on its own
+
+  // Whether an id without a row may be refused one, or cost another's.
+  bool limit_new_rows() const { return max_rows > 0 || min_frequency > 0; }
+};
+
 struct TableConfig {
   std::string name;
   int64_t column_begin = 0;  // this shard holds the columns [column_begin, column_end) of each row
@@ -27,6 +43,7 @@ struct TableConfig {
   bool stochastic_rounding = false;  // of 16-bit weights in updates; else to nearest, ties to even
   InitConfig init;
   OptimizerConfig optimizer;
+  Bounds bounds;
 
   int64_t columns() const { return column_end - column_begin; }
 };

@@ -4,6 +4,7 @@
 #include <array>
 #include <atomic>
 #include <cstdint>
+#include <cstring>
 #include <numeric>
 #include <optional>
 #include <string>
@@ -142,8 +143,8 @@ struct Task {
 
 class Lookup {
  public:
-  Lookup(const Group& group, const Batch& batch, Slot* slots, float* out)
-      : group_(group), batch_(batch), slots_(slots), out_(out) {
+  Lookup(const Group& group, const Batch& batch, Slot* slots, float* out, const std::vector<RowsElsewhere>& elsewhere)
+      : group_(group), batch_(batch), slots_(slots), out_(out), elsewhere_(elsewhere) {
     const int64_t stride_bytes = group.columns() * static_cast<int64_t>(sizeof(float));
     streams_ = stride_bytes * batch.bags >= kStreamBytes && stride_bytes % 64 == 0 && reinterpret_cast<uintptr_t>(out) % 64 == 0;
     offsets_ = batch.offsets;
@@ -158,48 +159,60 @@ class Lookup {
   void evaluate(Executor& executor) {
     for_each_task(executor, static_cast<int64_t>(tasks_.size()), [&](int64_t t) {
       resolve_and_pool(tasks_[t]);
-      const bool reads_init = table_of(tasks_[t]).config().missing_reads_init;
-      if (reads_init && !tasks_[t].misses.empty()) add_initial_rows(tasks_[t]);
+      const bool others = !elsewhere_.empty() && elsewhere_[table_number(tasks_[t])].n > 0;
+      if (tasks_[t].misses.empty() || !(others || table_of(tasks_[t]).config().missing_reads_init)) return;
+      for (const int64_t bag : tasks_[t].bags_with_misses) pool_with_missing_rows(tasks_[t], bag);
     });
   }
 
-  // Also makes the missing rows. Returns how many, table by table; all or nothing.
+  // Also makes the missing rows, and counts them; all or nothing.
   //
   // Waking threads and waiting for the last of them costs more than a small batch's work, above all on
   // busy cores: so whoever resolves a table's last task goes on to complete the table, in the same go.
-  std::vector<int64_t> train(Executor& executor) {
+  void train(Executor& executor) {
     std::vector<std::atomic<int64_t>> unresolved(group_.tables.size());
     for (const Task& task : tasks_) ++unresolved[table_number(task)];
     insertions_.resize(group_.tables.size());
+    arrivals_.resize(group_.tables.size());
     try {
       for_each_task(executor, static_cast<int64_t>(tasks_.size()), [&](int64_t t) {
         resolve_and_pool(tasks_[t]);
         const int64_t table = table_number(tasks_[t]);
         if (--unresolved[table] == 0) complete(table);
       });
-      complete_large(executor);
+      complete_rest(executor);
     } catch (...) {
       for (auto& insertion : insertions_) {
         if (insertion.has_value()) insertion->undo();
       }
       throw;
     }
-    std::vector<int64_t> made;
-    for (const auto& insertion : insertions_) made.push_back(insertion.has_value() ? insertion->rows_made() : 0);
-    return made;
+    for (size_t t = 0; t < insertions_.size(); ++t) {
+      const int64_t made = insertions_[t].has_value() ? insertions_[t]->rows_made() : 0;
+      if (arrivals_[t].has_value()) {
+        arrivals_[t]->finish(made);
+      } else {
+        group_.tables[t]->counters().misses += made;
+        group_.tables[t]->counters().inserts += made;
+      }
+    }
   }
 
  private:
   int64_t table_number(const Task& task) const { return group_.feature_tables[task.feature]; }
   Table& table_of(const Task& task) const { return *group_.tables[table_number(task)]; }
 
-  // Makes one table's missing rows, unless they are so many that threads had better share them.
+  // Makes one table's missing rows, unless they are so many that threads had better share them, or need room.
   void complete(int64_t table) {
     std::vector<Miss> misses;
     for (const Task& task : tasks_) {
       if (table_number(task) == table) misses.insert(misses.end(), task.misses.begin(), task.misses.end());
     }
     if (misses.empty()) return;
+    if (group_.tables[table]->config().bounds.limit_new_rows()) {
+      arrivals_[table].emplace(*group_.tables[table], std::move(misses), Arrival::kLookup);
+      return;
+    }
     const bool large = static_cast<int64_t>(misses.size()) > kLargeInsertion;
     Insertion& insertion = insertions_[table].emplace(*group_.tables[table], std::move(misses), slots_);
     if (large) return;
@@ -210,19 +223,42 @@ class Lookup {
       if (table_number(task) == table) pool_bags_with_misses(task);
     }
   }
-  void complete_large(Executor& executor) {
-    std::vector<Insertion*> large;
+  void complete_rest(Executor& executor) {
+    // What each table does is decided before any of them changes.
+    for (size_t t = 0; t < arrivals_.size(); ++t) {
+      if (arrivals_[t].has_value()) {
+        arrivals_[t]->plan([&](SlotSet& pinned) { pin(static_cast<int64_t>(t), pinned); }, executor);
+      }
+    }
+    std::vector<Insertion*> rest;
     std::vector<const Task*> incomplete;
     for (size_t t = 0; t < insertions_.size(); ++t) {
-      if (!insertions_[t].has_value() || insertions_[t]->misses() <= kLargeInsertion) continue;
-      large.push_back(&*insertions_[t]);
+      if (arrivals_[t].has_value()) {
+        insertions_[t].emplace(*group_.tables[t], arrivals_[t]->take_admitted(), slots_);
+      } else if (!insertions_[t].has_value() || insertions_[t]->misses() <= kLargeInsertion) {
+        continue;
+      }
+      rest.push_back(&*insertions_[t]);
       for (const Task& task : tasks_) {
         if (table_number(task) == static_cast<int64_t>(t)) incomplete.push_back(&task);
       }
     }
-    if (large.empty()) return;
-    insert_missing(large, executor);
+    if (rest.empty()) return;
+    insert_missing(rest, executor, [&] {
+      for (auto& arrivals : arrivals_) {
+        if (arrivals.has_value()) arrivals->make_room();
+      }
+    });
     for_each_task(executor, static_cast<int64_t>(incomplete.size()), [&](int64_t t) { pool_bags_with_misses(*incomplete[t]); });
+  }
+
+  // Adds the slots that the batch has found in a table.
+  void pin(int64_t table, SlotSet& pinned) const {
+    for (int64_t f = 0; f < group_.features(); ++f) {
+      if (group_.feature_tables[f] != table) continue;
+      const int64_t begin = offsets_[f * batch_.bags];
+      pinned.add(slots_ + begin, offsets_[(f + 1) * batch_.bags] - begin);
+    }
   }
 
   void split() {
@@ -257,6 +293,11 @@ class Lookup {
   // Pools the bags again that had ids without rows, run by run.
   void pool_bags_with_misses(const Task& task) const {
     const auto& bags = task.bags_with_misses;
+    const auto& arrivals = arrivals_[table_number(task)];
+    if (arrivals.has_value() && arrivals->refused() > 0) {
+      for (const int64_t bag : bags) pool_with_missing_rows(task, bag);
+      return;
+    }
     for (size_t first = 0, next; first < bags.size(); first = next) {
       next = first + 1;
       while (next < bags.size() && bags[next] == bags[next - 1] + 1) ++next;
@@ -298,36 +339,45 @@ class Lookup {
       if (task.bags_with_misses.empty() || task.bags_with_misses.back() != number) task.bags_with_misses.push_back(number);
     }
   }
-  void add_initial_rows(const Task& task) const {
-    const Table& table = table_of(task);
+  // Pools a bag with ids that have no row in the table: what they read as and the rows of the others, laid out one
+  // behind the other, are pooled like any others.
+  void pool_with_missing_rows(const Task& task, int64_t bag) const {
+    const int64_t number = table_number(task);
+    const Table& table = *group_.tables[number];
     const int64_t floats = table.rows().view().weight_floats();
-    // A bag's rows, resident and initial ones alike, laid out one behind the other, are pooled like any others.
-    std::vector<float> rows;
-    std::vector<Slot> slots;
-    for (const int64_t bag : task.bags_with_misses) {
-      const int64_t* run_bounds = bounds(task, bag);
-      const int64_t begin = run_bounds[0], n = run_bounds[1] - run_bounds[0];
-      rows.assign(static_cast<size_t>(n * floats), 0.0f);
-      slots.resize(static_cast<size_t>(n));
-      const Routing& routing = group_.routings[table_number(task)];
-      for (int64_t i = 0; i < n; ++i) {
-        slots[i] = static_cast<Slot>(i);
-        float* row = rows.data() + i * floats;
-        const Slot slot = slots_[begin + i];
-        if (slot == kNoSlot) {
-          table.initializer().fill(routing.raw_id(batch_.ids[begin + i]), row);
-        } else {
-          std::copy_n(table.rows().row(slot), floats, row);
-        }
+    const int64_t* run_bounds = bounds(task, bag);
+    const int64_t begin = run_bounds[0], n = run_bounds[1] - run_bounds[0];
+    thread_local std::vector<float> rows;
+    thread_local std::vector<Slot> slots;
+    rows.assign(static_cast<size_t>(n * floats), 0.0f);
+    slots.resize(static_cast<size_t>(n));
+    for (int64_t i = 0; i < n; ++i) {
+      slots[i] = static_cast<Slot>(i);
+      const Slot slot = slots_[begin + i];
+      float* row = rows.data() + i * floats;
+      if (slot != kNoSlot) {
+        std::copy_n(table.rows().row(slot), floats, row);
+      } else {
+        read_missing_row(number, group_.routings[number].raw_id(batch_.ids[begin + i]), row);
       }
-      const int64_t local_bounds[2] = {0, n};
-      PoolArgs args = pool_args(task, local_bounds, bag);
-      args.rows.data = rows.data();
-      args.rows.stride = floats;
-      args.slots = slots.data();
-      if (args.weights != nullptr) args.weights += begin;
-      args.bags = 1;
-      row_kernels().pool(args);
+    }
+    const int64_t local_bounds[2] = {0, n};
+    PoolArgs args = pool_args(task, local_bounds, bag);
+    args.rows.data = rows.data();
+    args.rows.stride = floats;
+    args.slots = slots.data();
+    if (args.weights != nullptr) args.weights += begin;
+    args.bags = 1;
+    row_kernels().pool(args);
+  }
+  // row: zeros.
+  void read_missing_row(int64_t number, int64_t id, float* row) const {
+    const Table& table = *group_.tables[number];
+    const char* elsewhere = elsewhere_.empty() ? nullptr : elsewhere_[number].find(id);
+    if (elsewhere != nullptr) {
+      std::memcpy(row, elsewhere, static_cast<size_t>(table.rows().view().weight_floats()) * sizeof(float));
+    } else if (!arrivals_.empty() || table.config().missing_reads_init) {  // in training the initial row is read
+      table.initializer().fill(id, row);
     }
   }
 
@@ -339,14 +389,13 @@ class Lookup {
   std::vector<int64_t> each_its_own_;  // the offsets of a batch without offsets
   const int64_t* offsets_;
   std::vector<Task> tasks_;
-  std::vector<std::optional<Insertion>> insertions_;  // by table
+  const std::vector<RowsElsewhere>& elsewhere_;       // by table, or none
+  std::vector<std::optional<Insertion>> insertions_;  // by table, in training
+  std::vector<std::optional<Arrivals>> arrivals_;     // of tables with bounds
 };
 
 }  // namespace
 
-namespace {
-
-// Everything behind relies on it: a run of bags must not reach into another's positions.
 void check_offsets(const Batch& batch, int64_t features, Executor& executor) {
   const int64_t all_bags = batch.bags * features;
   if (std::max(batch.n_ids, all_bags) >= int64_t{kNotFirst}) {
@@ -366,22 +415,22 @@ void check_offsets(const Batch& batch, int64_t features, Executor& executor) {
   });
 }
 
-}  // namespace
+const char* RowsElsewhere::find(int64_t id) const {
+  const int64_t* found = std::lower_bound(ids, ids + n, id);
+  return found == ids + n || *found != id ? nullptr : rows + (found - ids) * stride;
+}
 
-StepResult lookup(const Group& group, const Batch& batch, bool train, Slot* slots, float* out, Executor& executor) {
+StepResult lookup(const Group& group, const Batch& batch, bool train, Slot* slots, float* out, Executor& executor,
+                  const std::vector<RowsElsewhere>& elsewhere) {
   check_offsets(batch, group.features(), executor);
-  Lookup work(group, batch, slots, out);
+  Lookup work(group, batch, slots, out, elsewhere);
   StepResult result;
   if (!train) {
     work.evaluate(executor);
     return result;
   }
-  const std::vector<int64_t> made = work.train(executor);
-  for (size_t t = 0; t < group.tables.size(); ++t) {
-    group.tables[t]->counters().misses += made[t];
-    group.tables[t]->counters().inserts += made[t];
-    result.steps.push_back(group.tables[t]->begin_step());
-  }
+  work.train(executor);
+  for (const auto& table : group.tables) result.steps.push_back(table->begin_step());
   return result;
 }
 
@@ -411,17 +460,24 @@ void find(const Table& table, const int64_t* ids, int64_t n, Slot* slots, Execut
   resolve_all(table, ids, n, slots, executor);
 }
 
-void find_or_insert(Table& table, const int64_t* ids, int64_t n, Slot* slots, Executor& executor, bool initialise) {
+std::vector<Miss> find_missing(const Table& table, const int64_t* ids, int64_t n, Executor& executor) {
+  std::vector<Slot> slots(static_cast<size_t>(n));
+  return resolve_all(table, ids, n, slots.data(), executor);
+}
+
+void find_or_insert(Table& table, const int64_t* ids, int64_t n, Slot* slots, Executor& executor, Arrival arrival) {
   std::vector<Miss> misses = resolve_all(table, ids, n, slots, executor);
   if (misses.empty()) return;
-  Insertion insertion(table, std::move(misses), slots, initialise);
+  Arrivals arrivals(table, std::move(misses), arrival);
+  arrivals.plan([&](SlotSet& pinned) { pinned.add(slots, n); }, executor);
+  Insertion insertion(table, arrivals.take_admitted(), slots, initialises(arrival));
   try {
-    insert_missing({&insertion}, executor);
+    insert_missing({&insertion}, executor, [&] { arrivals.make_room(); });
   } catch (...) {
     insertion.undo();
     throw;
   }
-  table.counters().inserts += insertion.rows_made();
+  arrivals.finish(insertion.rows_made());
 }
 
 }  // namespace recstore

@@ -62,6 +62,7 @@ void Insertion::take_rows() {
 }
 
 void Insertion::fill(int64_t task) {
+  const auto step = static_cast<uint32_t>(table_.clock());
   for_each_part(task, [&](int64_t p) {
     const Slot* slots = taken_.data() + base_[p];
     for (size_t rank = 0; rank < fresh_[p].size(); ++rank) {
@@ -71,7 +72,7 @@ void Insertion::fill(int64_t task) {
       }
       table_.index().set_slot(miss.id, miss.hash, slots[rank]);
       if (initialise_) table_.initializer().fill(miss.id, table_.rows().row(slots[rank]));
-      table_.rows().reset_state(slots[rank]);
+      table_.rows().reset_state(slots[rank], step);
     }
     for (int32_t i = begin_[p]; i < begin_[p + 1]; ++i) {
       Slot& slot = slots_[misses_[order_[i]].position];
@@ -87,7 +88,7 @@ void Insertion::undo() {
   table_.rows().put_back(taken_);
 }
 
-void insert_missing(const std::vector<Insertion*>& insertions, Executor& executor) {
+void insert_missing(const std::vector<Insertion*>& insertions, Executor& executor, const std::function<void()>& placed) {
   std::vector<Step> steps;
   for (Insertion* insertion : insertions) {
     for (int64_t task = 0; task < insertion->tasks(); ++task) steps.push_back({insertion, task});
@@ -96,6 +97,7 @@ void insert_missing(const std::vector<Insertion*>& insertions, Executor& executo
     for_each_task(executor, static_cast<int64_t>(steps.size()), [&](int64_t s) { work(steps[s]); });
   };
   run([](const Step& step) { step.insertion->place(step.task); });
+  placed();
   for (Insertion* insertion : insertions) insertion->take_rows();
   run([](const Step& step) { step.insertion->fill(step.task); });
 }

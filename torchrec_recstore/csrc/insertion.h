@@ -2,6 +2,7 @@
 
 #include <array>
 #include <cstdint>
+#include <functional>
 #include <vector>
 
 #include "executor.h"
@@ -55,7 +56,9 @@ class Insertion {
   std::vector<Slot> taken_;
 };
 
-// Runs insertions of different tables. Throws OutOfMemory; then all of them are to be undone.
-void insert_missing(const std::vector<Insertion*>& insertions, Executor& executor);
+// Runs insertions of different tables. placed: called before rows are taken, to make room for them.
+// Throws OutOfMemory; then all of them are to be undone.
+void insert_missing(const std::vector<Insertion*>& insertions, Executor& executor,
+                    const std::function<void()>& placed = [] {});
 
 }  // namespace recstore

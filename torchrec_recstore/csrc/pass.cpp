@@ -5,8 +5,24 @@
 
 #include "clipping.h"
 #include "error.h"
+#include "eviction.h"
 
 namespace recstore {
+
+namespace {
+
+// Rows that have grown too old leave; those of a cold store go by whoever keeps it.
+void expire(Table& table) {
+  if (table.config().bounds.expiry == 0 || table.config().bounds.cold_store) return;
+  try {
+    const std::vector<Leaver> old = expired_rows(table);
+    table.leave(old);
+    table.counters().expired += static_cast<int64_t>(old.size());
+  } catch (const std::bad_alloc&) {  // a later step will do it
+  }
+}
+
+}  // namespace
 
 Pass::Pass(std::shared_ptr<const Group> group, const Batch& batch, std::shared_ptr<void> inputs, float* out, Executor& executor)
     : group_(std::move(group)),
@@ -23,6 +39,7 @@ Pass::Pass(std::shared_ptr<const Group> group, const Batch& batch, std::shared_p
     end();
     throw;
   }
+  for (const auto& table : group_->tables) expire(*table);
 }
 
 Pass::~Pass() {
@@ -70,6 +87,15 @@ void Pass::forget(const Table& table) {
     if (group_->tables[t].get() != &table) continue;
     std::fill(slots + batch_.offset(f * batch_.bags), slots + batch_.offset((f + 1) * batch_.bags), kNoSlot);
     steps_[t] = kForgotten;
+  }
+}
+
+void Pass::pin(const Table& table, SlotSet& pinned) const {
+  const auto* slots = static_cast<const Slot*>(slots_.data());
+  for (int64_t f = 0; f < group_->features(); ++f) {
+    if (group_->tables[group_->feature_tables[f]].get() != &table) continue;
+    const int64_t begin = batch_.offset(f * batch_.bags);
+    pinned.add(slots + begin, batch_.offset((f + 1) * batch_.bags) - begin);
   }
 }
 

@@ -32,6 +32,7 @@ class Pass final : public PendingPass {
 
   void settle(const Table& table, Executor& executor) override;
   void forget(const Table& table) override;
+  void pin(const Table& table, SlotSet& pinned) const override;
 
  private:
   friend void accumulated_backward(const std::vector<std::shared_ptr<Pass>>&, const std::vector<const float*>&,

@@ -18,6 +18,19 @@ struct RowMeta {
   uint32_t frequency;  // steps that looked it up
 };
 
+// The frequency at step `now`: it is halved at every multiple of half_life; 0 for never.
+inline uint32_t aged_frequency(const RowMeta& meta, uint32_t now, uint32_t half_life) {
+  if (half_life == 0 || meta.last_step >= now) return meta.frequency;
+  const uint32_t halvings = now / half_life - meta.last_step / half_life;
+  return halvings > 31 ? 0 : meta.frequency >> halvings;
+}
+
+// A step looks the row up.
+inline void count_step(RowMeta& meta, uint32_t step, uint32_t half_life) {
+  meta.frequency = aged_frequency(meta, step, half_life) + 1;
+  meta.last_step = step;
+}
+
 // Rows of one table, as the inner loops see them.
 struct RowsView {
   float* data;      // a row: weights (columns,) of the type, padded to whole floats, then element-wise optimizer state
@@ -76,7 +89,8 @@ struct UpdateArgs {
   StochasticRounding rounding;
   OptimizerKind optimizer;
   StepScalars scalars;
-  uint32_t step;                  // written to last_step, with one more of frequency; 0: leave the bookkeeping alone
+  uint32_t step;                  // that has looked the rows up; 0: leave the bookkeeping alone
+  uint32_t half_life;             // of the rows' frequencies
 };
 
 // The loops over rows, compiled once for each instruction set. All give the same bits: sixteen

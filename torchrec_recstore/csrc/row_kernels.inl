@@ -201,8 +201,7 @@ void update_rows(const UpdateArgs& a, Columns columns) {
         narrow_row<Row>(columns, w, rounding.key == 0 ? nullptr : a.random, row);
       }
       if (a.step != 0) {
-        meta.last_step = a.step;
-        ++meta.frequency;
+        count_step(meta, a.step, a.half_life);
       }
     }
   }

@@ -42,9 +42,9 @@ Changes::Mark Rows::mark() {
   return changes_.mark();
 }
 
-void Rows::reset_state(Slot slot) {
+void Rows::reset_state(Slot slot, uint32_t step) {
   std::fill(row(slot) + weight_floats(type_, columns_), row(slot) + stride_, 0.0f);
-  meta(slot) = RowMeta{0.0f, 0, 0};
+  meta(slot) = RowMeta{0.0f, step, 0};
   if (changes_.tracks()) changes_.touch(slot);
 }
 

@@ -52,12 +52,14 @@ class Rows {
   void take(int64_t count, std::vector<Slot>& out);
   // Takes slots back that take() gave and nobody has seen since.
   void put_back(const std::vector<Slot>& slots) { free_.insert(free_.end(), slots.begin(), slots.end()); }
+  // Takes a slot back that no pending pass refers to.
+  void give_back_now(Slot slot) { free_.push_back(slot); }
   // Takes a slot back; it is handed out again once every pass up to number `last_pass` has ended.
   void give_back(Slot slot, uint64_t last_pass);
   // Tells that no pass numbered below `oldest_pass` is pending.
   void reclaim(uint64_t oldest_pass);
-  // A new row: its weights are the caller's to write, its optimizer state and bookkeeping zero.
-  void reset_state(Slot slot);
+  // A new row: its weights are the caller's to write, its optimizer state and frequency zero.
+  void reset_state(Slot slot, uint32_t step);
 
   // Writes weights (columns,), rounded to nearest.
   void set_weights(Slot slot, const float* weights) { row_kernels().narrow(type_, weights, columns_, row(slot)); }

@@ -47,6 +47,7 @@ class Snapshot final : public PendingPass {
   void removed(int64_t id, Slot slot);
 
   void settle(const Table&, Executor&) override {}  // has no bookkeeping of its own
+  void pin(const Table&, SlotSet&) const override {}  // has copies of what it still needs, or its slots wait for it
   void forget(const Table&) override {}             // rows are not exchanged while there is a snapshot
 
  private:

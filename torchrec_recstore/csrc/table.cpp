@@ -5,6 +5,7 @@
 #include <utility>
 
 #include "error.h"
+#include "eviction.h"
 #include "snapshot.h"
 
 namespace recstore {
@@ -18,12 +19,20 @@ uint64_t random_salt() {
 }  // namespace
 
 Table::Table(TableConfig config)
-    : config_(std::move(config)), index_(random_salt()), rows_(config_), initializer_(config_) {}
+    : config_(std::move(config)),
+      index_(random_salt()),
+      rows_(config_),
+      initializer_(config_),
+      cold_filter_(config_.bounds.max_rows) {
+  if (config_.bounds.min_frequency > 1) sightings_.emplace(config_.bounds.counter_bytes);
+}
 
 void Table::close() {
   if (!open_) return;
   index_.clear();
   rows_.clear();
+  sightings_.reset();
+  cold_filter_.clear();
   open_ = false;
 }
 
@@ -43,6 +52,23 @@ int64_t Table::remove(const int64_t* ids, int64_t n) {
   }
   rows_.reclaim(pending_.empty() ? next_pass_ : pending_.begin()->number);
   return removed;
+}
+
+void Table::leave(const std::vector<Leaver>& rows) {
+  for (const Leaver& row : rows) {
+    index_.erase(row.id, index_.hash(row.id));
+    if (rows_.changes().tracks()) rows_.changes().left(row.id, index_.size());
+    if (snapshot_ != nullptr) {  // which reads it later
+      snapshot_->removed(row.id, row.slot);
+      rows_.give_back(row.slot, next_pass_ - 1);
+    } else {
+      rows_.give_back_now(row.slot);
+    }
+  }
+}
+
+int64_t Table::bytes() const {
+  return rows_.bytes() + index_.bytes() + cold_filter_.bytes() + (sightings_ ? sightings_->bytes() : 0);
 }
 
 void Table::note_change(Slot slot) {
@@ -74,6 +100,8 @@ void Table::exchange_rows(Table& other) {
   std::swap(rows_, other.rows_);
   std::swap(optimizer_steps_, other.optimizer_steps_);
   std::swap(counters_.steps, other.counters_.steps);
+  if (sightings_.has_value() == other.sightings_.has_value()) std::swap(sightings_, other.sightings_);
+  std::swap(cold_filter_, other.cold_filter_);
   for (Table* table : {this, &other}) table->rows_.changes().restart(last);
 }
 

@@ -2,14 +2,18 @@
 
 #include <cstdint>
 #include <mutex>
+#include <optional>
 #include <set>
 #include <vector>
 
+#include "cold_filter.h"
 #include "config.h"
 #include "executor.h"
 #include "index.h"
 #include "initializer.h"
 #include "rows.h"
+#include "sightings.h"
+#include "slot_set.h"
 
 namespace recstore {
 
@@ -18,6 +22,10 @@ struct Counters {
   int64_t lookups = 0;
   int64_t misses = 0;
   int64_t inserts = 0;
+  int64_t refused = 0;
+  int64_t evicted = 0;
+  int64_t expired = 0;
+  int64_t cold_hits = 0;
   int64_t updates = 0;
   int64_t steps = 0;
 };
@@ -33,9 +41,12 @@ class PendingPass {
   virtual void settle(const Table& table, Executor& executor) = 0;
   // The table, whose lock the caller holds, gets other rows: the pass has none of it any more.
   virtual void forget(const Table& table) = 0;
+  // Adds the slots of the table, whose lock the caller holds, that the pass refers to.
+  virtual void pin(const Table& table, SlotSet& pinned) const = 0;
 };
 
 class Snapshot;
+struct Leaver;
 
 // One shard of one table: the rows of the ids that it has seen. The members below mutex() are for
 // whoever holds it.
@@ -67,7 +78,19 @@ class Table {
     ++optimizer_steps_;
   }
   int64_t size() const { return index_.size(); }
-  int64_t bytes() const { return rows_.bytes() + index_.bytes(); }
+  int64_t bytes() const;
+  // Training lookups so far: what last steps are told by.
+  int64_t clock() const { return counters_.steps; }
+
+  // Counts the sightings of ids that admission holds back; null where it holds none back.
+  Sightings* sightings() { return sightings_ ? &*sightings_ : nullptr; }
+  const Sightings* sightings() const { return sightings_ ? &*sightings_ : nullptr; }
+  // Which ids may be in the cold store.
+  ColdFilter& cold_filter() { return cold_filter_; }
+  const ColdFilter& cold_filter() const { return cold_filter_; }
+  // Where in the index the search for old rows goes on.
+  int64_t expiry_cursor() const { return expiry_cursor_; }
+  void set_expiry_cursor(int64_t segment) { expiry_cursor_ = segment; }
 
   // A row, which is there already, is about to change. Distinct slots may come in parallel.
   void before_change(Slot slot) {
@@ -83,6 +106,8 @@ class Table {
 
   // Removes ids (n,); returns how many had a row.
   int64_t remove(const int64_t* ids, int64_t n);
+  // Removes rows that no pending pass refers to.
+  void leave(const std::vector<Leaver>& rows);
   // The ids that have a row, ascending. out: (size(),)
   void ids(int64_t* out) const;
 
@@ -92,6 +117,10 @@ class Table {
   uint64_t begin_pass(PendingPass* pass);
   void end_pass(uint64_t number);
   void settle_passes(Executor& executor);
+  template <class Visit>  // visit(pass)
+  void for_each_pass(const Visit& visit) const {
+    for (const Numbered& numbered : pending_) visit(*numbered.pass);
+  }
 
  private:
   void note_change(Slot slot);
@@ -110,6 +139,9 @@ class Table {
   Initializer initializer_;
   Counters counters_;
   int64_t optimizer_steps_ = 0;
+  std::optional<Sightings> sightings_;
+  ColdFilter cold_filter_;
+  int64_t expiry_cursor_ = 0;
   Snapshot* snapshot_ = nullptr;
   uint64_t next_pass_ = 1;
   std::set<Numbered> pending_;

@@ -71,7 +71,7 @@ void write_rows(Table& table, const int64_t* ids, int64_t n, const ConstRowImage
   check_bookkeeping(in.last_step, n);
   check_bookkeeping(in.frequency, n);
   std::vector<Slot> slots(static_cast<size_t>(n));
-  find_or_insert(table, ids, n, slots.data(), executor, false);
+  find_or_insert(table, ids, n, slots.data(), executor, Arrival::kWrite);
   // A slot belongs to one task, so that of duplicates the last wins.
   const int64_t tasks = n < kRun ? 1 : executor.threads();
   for_each_task(executor, tasks, [&](int64_t task) {

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from torchrec_recstore import ops
+from torchrec_recstore.kernels.cold_rows import ColdRows
 from torchrec_recstore.kernels.routing import BlockRouting
 from torchrec_recstore.store import Table
 
@@ -60,6 +61,7 @@ class PooledKernel(nn.Module):
         numbers = [(0, 0, 0, False) if r is None else astuple(r) for r in routings]
         self._group = ops.group_create([t.handle for t in self.tables], feature_tables, numbers, pooling == "mean")
         self._free = weakref.finalize(self, ops.group_destroy, self._group)
+        self.cold_rows = ColdRows(self.tables, self._group)
         self._anchor = torch.empty(0, requires_grad=True)
         self._name = ", ".join(table.name for table in self.tables)
 
@@ -78,30 +80,38 @@ class PooledKernel(nn.Module):
 
         Raises:
             TypeError: a tensor of the wrong dtype; the message names it.
-            ValueError: a tensor of the wrong shape, offsets that do not ascend, a closed table.
+            ValueError: a tensor of the wrong shape, offsets that do not ascend, a closed table, or a batch that needs
+                more rows of a table at once than its ``max_rows``.
+            ColdStoreError: a cold store fails; every row is where it was.
             MemoryError: no room for the new rows; nothing has changed.
         """
         self._check(ids, offsets, weights)
         with ops.native_errors(f"tables {self._name}"):
             if not (train and torch.is_grad_enabled()):
+                if self.cold_rows.tiers:
+                    return self.cold_rows.read(ids, offsets, weights)
                 return ops.group_forward(self._group, ids, offsets, weights, False)[0]
-            out: Tensor = _PooledLookup.apply(self._anchor, self, ids, offsets, weights)  # type: ignore[no-untyped-call]
+            with self.cold_rows.resident(ids, offsets):
+                out: Tensor = _PooledLookup.apply(self._anchor, self, ids, offsets, weights)  # type: ignore[no-untyped-call]
             return out
 
     def prefetch(self, ids: Tensor, counts: Sequence[int]) -> None:
-        """Makes the missing rows of a batch ahead of its training forward; may run in a thread beside other work.
+        """Prepares a batch ahead of its training forward; may run in a thread beside other work.
+
+        Missing rows are made, save those of tables with ``max_rows`` or ``admission``, and cold rows are read.
 
         Args:
             ids: (N,) int64, feature by feature.
             counts: ids of each feature.
 
         Raises:
-            TypeError, ValueError, MemoryError: as :meth:`forward`.
+            TypeError, ValueError, MemoryError, ColdStoreError: as :meth:`forward`.
         """
         if ids.dtype is not torch.int64:
             raise TypeError(f"ids must be int64, got {ids.dtype}")
         with ops.native_errors(f"tables {self._name}"):
             ops.group_prefetch(self._group, ids, counts)
+            self.cold_rows.prefetch(ids, counts)
 
     def _check(self, ids: Tensor, offsets: Tensor, weights: Tensor | None) -> None:
         if ids.dtype is not torch.int64:

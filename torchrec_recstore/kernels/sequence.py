@@ -1,6 +1,7 @@
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ from torchrec_recstore import ops
 from torchrec_recstore.kernels.pooled import PooledKernel
 from torchrec_recstore.kernels.routing import BlockRouting
 from torchrec_recstore.store import Table
+from torchrec_recstore.store.tier import holding
 
 
 class SequenceKernel(nn.Module):
@@ -75,15 +77,27 @@ class SequenceKernel(nn.Module):
         if ids.dtype is not torch.int64:
             raise TypeError(f"ids must be int64, got {ids.dtype}")
         with ops.native_errors(f"tables {self._name}"):
+            cold = any(kernel.cold_rows.tiers for kernel in self._kernels)
             if not (train and torch.is_grad_enabled()):
+                if cold:
+                    rows = (kernel.cold_rows.read(part, None, None) for kernel, part in self._parts(ids, counts))
+                    return torch.cat([part.flatten() for part in rows])
                 return ops.rows_forward(self._groups(), ids, counts, False)[0]
-            out: Tensor = _Rows.apply(self._anchor, self, ids, list(counts))  # type: ignore[no-untyped-call]
+            with ExitStack() as stack:
+                if cold:  # the locks of all tables, in their order, before any is taken alone
+                    stack.enter_context(holding([tier for kernel in self._kernels for tier in kernel.cold_rows.tiers]))
+                for kernel, part in self._parts(ids, counts) if cold else ():
+                    stack.enter_context(kernel.cold_rows.resident(part, None))
+                out: Tensor = _Rows.apply(self._anchor, self, ids, list(counts))  # type: ignore[no-untyped-call]
             return out
 
     def prefetch(self, ids: Tensor, counts: Sequence[int]) -> None:
         """As :meth:`PooledKernel.prefetch`, with the ids of each table counted."""
-        for kernel, part in zip(self._kernels, torch.split(ids, list(counts)), strict=True):
+        for kernel, part in self._parts(ids, counts):
             kernel.prefetch(part, [len(part)])
+
+    def _parts(self, ids: Tensor, counts: Sequence[int]) -> Iterator[tuple[PooledKernel, Tensor]]:
+        return zip(self._kernels, torch.split(ids, list(counts)), strict=True)
 
     def _groups(self) -> list[int]:
         return [kernel.group for kernel in self._kernels]

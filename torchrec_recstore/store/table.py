@@ -1,7 +1,8 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from types import TracebackType
 
 import torch
@@ -10,8 +11,10 @@ from torch import Tensor
 from torchrec_recstore import ops
 from torchrec_recstore.optim import Optimizer, RowWiseAdagrad, state_names
 from torchrec_recstore.options import TableOptions, default_initializer
+from torchrec_recstore.store.images import unpacked
 from torchrec_recstore.store.snapshot import Snapshot, named_rows
 from torchrec_recstore.store.stats import TableStats
+from torchrec_recstore.store.tier import Arrival, ColdTier, holding
 
 
 class Table:
@@ -32,10 +35,13 @@ class Table:
         stochastic_rounding: whether updates of 16-bit rows round up or down at random, with the probability that makes
             the mean right, so that steps smaller than the last bit are not lost. The random numbers depend on seed,
             name, id, column and the number of the table's update alone. Without effect on float32 rows.
+        shard: number of the shard where a table's rows are split; keeps shards apart in a shared cold store.
 
     Raises:
         TypeError: an argument of the wrong type; the message names it.
         ValueError: an argument that makes no sense; the message names it.
+        ColdStoreError, ImportError: the cold store cannot be opened. Every call raises ColdStoreError where it needs
+            the store and that fails; every row is then where it was, and the call can be repeated.
 
     Example::
 
@@ -56,6 +62,7 @@ class Table:
         name: str = "table",
         columns: range | None = None,
         stochastic_rounding: bool = False,
+        shard: int = 0,
     ) -> None:
         if isinstance(dim, bool) or not isinstance(dim, int):
             raise TypeError(f"dim must be an int, got {type(dim).__name__}")
@@ -84,6 +91,7 @@ class Table:
         self.name = name
         self.columns = columns
         self.stochastic_rounding = stochastic_rounding
+        self.shard = shard
         self.handle = ops.table_create(
             name,
             columns,
@@ -93,9 +101,15 @@ class Table:
             optimizer,
             dtype,
             stochastic_rounding,
+            options,
         )
         """The native table, for :func:`torchrec_recstore.ops.group_create`."""
-        self._free = weakref.finalize(self, ops.table_destroy, self.handle)
+        self._free_rows = weakref.finalize(self, ops.table_destroy, self.handle)
+        self.tier: ColdTier | None = None
+        """What moves rows between memory and the cold store, where there is one."""
+        if options.cold_store is not None:
+            self.tier = ColdTier(self.handle, options, f"{name}.{shard}.{columns.start}-{columns.stop}")
+            self._free_store = weakref.finalize(self, self.tier.close)
 
     def lookup(self, ids: Tensor, *, train: bool = False) -> Tensor:
         """Reads rows.
@@ -110,12 +124,19 @@ class Table:
 
         Raises:
             TypeError: ``ids`` is no int64 tensor.
-            ValueError: ``ids`` has another shape, or the table is closed.
+            ValueError: ``ids`` has another shape, the table is closed, or the ids need more rows at once than
+                ``options.max_rows``.
             MemoryError: no room for the new rows.
         """
         self._check_ids(ids)
-        with ops.native_errors(f"table '{self.name}'"):
-            return ops.table_lookup(self.handle, ids, train).to(self.dtype)
+        with self._rows_of(ids, "lookup" if train else None):
+            rows = ops.table_lookup(self.handle, ids, train).to(self.dtype)
+            if self.tier is not None and not train:
+                cold, images = self.tier.read(ids)
+                places = torch.searchsorted(cold, ids).clamp_(max=max(len(cold) - 1, 0))
+                here = cold[places] == ids if len(cold) else torch.zeros(len(ids), dtype=torch.bool)
+                rows[here] = unpacked(images, self.dtype, len(self.columns))[0][places[here]]
+            return rows
 
     def update(self, ids: Tensor, grads: Tensor) -> None:
         """Applies the optimizer once to each distinct id's row, on the sum of its gradients in the order given.
@@ -131,7 +152,7 @@ class Table:
         """
         self._check_ids(ids)
         self._check_rows(grads, "grads", ids, self.dtype)
-        with ops.native_errors(f"table '{self.name}'"):
+        with self._rows_of(ids, "update"):
             ops.table_update(self.handle, ids, grads.detach().float(), self.optimizer.lr)
 
     def insert(self, ids: Tensor, weights: Tensor) -> None:
@@ -146,7 +167,7 @@ class Table:
         """
         self._check_ids(ids)
         self._check_rows(weights, "weights", ids, self.dtype)
-        with ops.native_errors(f"table '{self.name}'"):
+        with self._rows_of(ids, "write"):
             ops.table_insert(self.handle, ids, weights.detach().float())
 
     def read_rows(self, ids: Tensor) -> dict[str, Tensor]:
@@ -161,8 +182,8 @@ class Table:
             TypeError, ValueError: as :meth:`lookup`; an id has no row.
         """
         self._check_ids(ids)
-        with ops.native_errors(f"table '{self.name}'"):
-            return named_rows(self.optimizer, ops.table_export(self.handle, ids))
+        with self._rows_of(ids):
+            return named_rows(self.optimizer, self._read(ids))
 
     def write_rows(self, ids: Tensor, rows: Mapping[str, Tensor]) -> None:
         """Makes or overwrites the rows of ``ids``, (N,) int64, all of each; of duplicates the last wins.
@@ -190,7 +211,7 @@ class Table:
         row_wise = [rows[name] for name, kind in kinds.items() if kind == "row"] or [torch.zeros(ids.shape[0])]
         states = [rows[name].detach() for name in elements]
         stacked = torch.stack(states) if states else torch.empty(0, *rows["weight"].shape)
-        with ops.native_errors(f"table '{self.name}'"):
+        with self._rows_of(ids, "write"):
             ops.table_import(
                 self.handle,
                 ids,
@@ -206,6 +227,11 @@ class Table:
         """Whether there is a snapshot of it, during which it takes no other rows."""
         with ops.native_errors(f"table '{self.name}'"):
             return ops.table_is_being_saved(self.handle)
+
+    @property
+    def image_bytes(self) -> int:
+        """Bytes of a row with all of its state, as a cold store gets it."""
+        return ops.table_image_bytes(self.handle)
 
     def mark(self) -> int:
         """From here on the table knows which rows change and which ids leave; returns the mark to ask by.
@@ -238,6 +264,7 @@ class Table:
             name=self.name,
             columns=self.columns,
             stochastic_rounding=self.stochastic_rounding,
+            shard=self.shard,
         )
 
     def exchange_rows(self, other: Table) -> None:
@@ -246,27 +273,34 @@ class Table:
         Forwards whose backward has not run yet update neither table any more, and all marks are forgotten.
 
         Raises:
-            ValueError: the tables differ in columns, dtype or optimizer, or there is a snapshot of one of them.
+            ValueError: the tables differ in columns, dtype or optimizer, one alone has a cold store, or there is a
+                snapshot of one of them.
         """
-        with ops.native_errors(f"table '{self.name}'"):
+        tiers = [tier for tier in (self.tier, other.tier) if tier is not None]
+        with ops.native_errors(f"table '{self.name}'"), holding(tiers):
+            if len(tiers) == 1:
+                raise ValueError(f"table '{self.name}': one of the tables has a cold store, the other has none")
             ops.table_exchange_rows(self.handle, other.handle)
+            if self.tier is not None and other.tier is not None:
+                self.tier.exchange(other.tier)
 
     def contains(self, ids: Tensor) -> Tensor:
         """Tells which of ``ids``, (N,) int64, have a row: (N,) bool."""
         self._check_ids(ids)
-        with ops.native_errors(f"table '{self.name}'"):
-            return ops.table_contains(self.handle, ids)
+        with self._rows_of(ids):
+            found = ops.table_contains(self.handle, ids)
+            return found if self.tier is None else found | torch.isin(ids, self.tier.read(ids)[0])
 
     def remove(self, ids: Tensor) -> int:
         """Forgets the rows of ``ids``, (N,) int64; returns how many there were."""
         self._check_ids(ids)
-        with ops.native_errors(f"table '{self.name}'"):
-            return int(ops.table_remove(self.handle, ids))
+        with self._rows_of(ids):
+            return int(ops.table_remove(self.handle, ids)) if self.tier is None else self.tier.remove(ids)
 
     def ids(self) -> Tensor:
         """The ids that have a row: (rows,) int64, ascending."""
         with ops.native_errors(f"table '{self.name}'"):
-            return ops.table_ids(self.handle)
+            return ops.table_ids(self.handle) if self.tier is None else self.tier.ids()
 
     @property
     def optimizer_steps(self) -> int:
@@ -282,7 +316,8 @@ class Table:
     @property
     def steps(self) -> int:
         """Training lookups so far: the clock that a row's last step is told by."""
-        return self.stats().steps
+        with ops.native_errors(f"table '{self.name}'"):
+            return ops.table_steps(self.handle)
 
     @steps.setter
     def steps(self, steps: int) -> None:
@@ -292,24 +327,33 @@ class Table:
     def stats(self) -> TableStats:
         """What the table holds and has done."""
         with ops.native_errors(f"table '{self.name}'"):
-            rows, size, lookups, misses, inserts, updates, steps = ops.table_stats(self.handle)
+            counts = ops.table_stats(self.handle)
+        rows, size, lookups, misses, inserts, updates, steps, refused, evicted, expired, cold_hits = counts
         return TableStats(
             rows=rows,
+            cold_rows=0 if self.tier is None else self.tier.rows,
             bytes=size,
             lookups=lookups,
             hits=lookups - misses,
             misses=misses,
             inserts=inserts,
+            refused=refused,
+            evicted=evicted,
+            expired=expired,
+            cold_hits=cold_hits,
             updates=updates,
             steps=steps,
         )
 
     def close(self) -> None:
-        """Frees the rows; any later use raises ValueError. Closing twice is fine."""
-        self._free()
+        """Frees the rows, cold ones too; any later use raises ValueError. Closing twice is fine."""
+        self._free_rows()
+        if self.tier is not None:
+            self._free_store()
 
     def __len__(self) -> int:
-        return self.stats().rows
+        stats = self.stats()
+        return stats.rows + stats.cold_rows
 
     def __bool__(self) -> bool:
         return True  # an empty table is a table
@@ -330,6 +374,30 @@ class Table:
             f"Table(dim={self.dim}, dtype={self.dtype}, optimizer={self.optimizer}, name={self.name!r}, "
             f"columns={self.columns})"
         )
+
+    @contextmanager
+    def _rows_of(self, ids: Tensor, arrival: Arrival | None = None) -> Iterator[None]:
+        """Within it no row moves to the cold store or back; with ``arrival`` the rows of ``ids`` are in memory."""
+        with ops.native_errors(f"table '{self.name}'"), holding([] if self.tier is None else [self.tier]):
+            if self.tier is not None and arrival is not None:
+                self.tier.bring(ids, arrival)
+            yield
+
+    def _read(self, ids: Tensor) -> ops.RowTensors:
+        if self.tier is None:
+            return ops.table_export(self.handle, ids)
+        cold, images = self.tier.read(ids)
+        is_cold = torch.isin(ids, cold)
+        resident = ops.table_export(self.handle, ids[~is_cold])
+        places = torch.searchsorted(cold, ids[is_cold])
+        moved = unpacked(images, self.dtype, len(self.columns))
+        weight, elements, *numbers = resident
+        rows = [part.new_empty((len(ids), *part.shape[1:])) for part in (weight, *numbers)]
+        for whole, part, cold_part in zip(rows, (weight, *numbers), (moved[0], *moved[2:]), strict=True):
+            whole[~is_cold], whole[is_cold] = part, cold_part[places]
+        states = elements.new_empty((len(elements), len(ids), len(self.columns)))
+        states[:, ~is_cold], states[:, is_cold] = elements, moved[1][:, places]
+        return rows[0], states, rows[1], rows[2], rows[3]
 
     def _check_ids(self, ids: Tensor) -> None:
         if not isinstance(ids, Tensor):

@@ -1,0 +1,283 @@
+"""Tables with a cold store hold the very rows that the same tables hold without a bound."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.store.dict_store import DictStore, DictStoreOptions
+from torchrec_recstore.kernels import PooledKernel, SequenceKernel
+from torchrec_recstore.optim import SGD, Adam, RowWiseAdagrad
+from torchrec_recstore.options import LFU, LRU, Expiry, MinFrequency, TableOptions
+from torchrec_recstore.store import ColdStoreError, Table
+
+MAX_ROWS = 200
+
+
+@pytest.fixture(autouse=True)
+def _in_order() -> Iterator[None]:
+    DictStore.failing = False
+    yield
+    DictStore.failing = False
+
+
+def _tables(
+    dtype: torch.dtype = torch.float32, optimizer: Any = None, dim: int = 5, **options: Any
+) -> tuple[Table, Table]:
+    """A table with a cold store, and the same without a bound."""
+    optimizer = optimizer or Adam(lr=0.1)
+    cold = {"eviction": LRU(), "max_rows": MAX_ROWS, "cold_store": DictStoreOptions()}
+    whole = {key: value for key, value in options.items() if key not in ("eviction", "max_rows")}
+    return (
+        Table(dim, dtype, optimizer, TableOptions(**{**cold, **options})),
+        Table(dim, dtype, optimizer, TableOptions(**whole)),
+    )
+
+
+def _batches(n: int, seed: int = 0, ids: int = 2000) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return [(torch.rand(300, generator=generator) ** 3 * ids).long().unique()[:150] - 50 for _ in range(n)]
+
+
+def _assert_same(tiered: Table, whole: Table) -> None:
+    ids = tiered.ids()
+    assert torch.equal(ids, whole.ids())
+    assert len(tiered) == len(whole) == len(ids)
+    rows, expected = tiered.read_rows(ids), whole.read_rows(ids)
+    assert rows.keys() == expected.keys()
+    for key, value in expected.items():
+        assert torch.equal(rows[key], value), key
+    shuffled = torch.cat([ids, ids + 10**6])[torch.randperm(2 * len(ids))]
+    assert torch.equal(tiered.lookup(shuffled), whole.lookup(shuffled))
+    assert torch.equal(tiered.contains(shuffled), whole.contains(shuffled))
+
+
+@pytest.mark.parametrize("eviction", [None, LRU(), LFU(), LFU(3)])
+@pytest.mark.parametrize(
+    ("dtype", "optimizer"),
+    [
+        (torch.float32, Adam(lr=0.1)),
+        (torch.float32, SGD(lr=0.1)),
+        (torch.float16, RowWiseAdagrad(lr=0.1)),
+        (torch.bfloat16, Adam(lr=0.1)),
+    ],
+)
+def test_rows_come_back_as_they_left(eviction: Any, dtype: torch.dtype, optimizer: Any) -> None:
+    halving = eviction if isinstance(eviction, LFU) and eviction.half_life_steps else None
+    tiered, whole = _tables(dtype, optimizer, eviction=eviction)
+    for number, ids in enumerate(_batches(30)):
+        for table in (tiered, whole):
+            rows = table.lookup(ids, train=True)
+            table.update(ids, rows * 0.5 + number)
+        assert tiered.stats().rows <= MAX_ROWS
+    stats = tiered.stats()
+    assert stats.cold_rows > MAX_ROWS
+    assert stats.evicted > stats.cold_rows
+    assert stats.cold_hits > 100
+    assert stats.lookups == whole.stats().lookups
+    assert stats.inserts == whole.stats().inserts
+    assert stats.misses == stats.inserts + stats.cold_hits
+    if halving is None:  # frequencies are halved in one of them only
+        _assert_same(tiered, whole)
+    else:
+        assert torch.equal(tiered.lookup(tiered.ids()), whole.lookup(whole.ids()))
+
+
+def test_every_call_sees_cold_rows() -> None:
+    tiered, whole = _tables()
+    for table in (tiered, whole):
+        for ids in _batches(20):
+            table.lookup(ids, train=True)
+            table.update(ids, torch.ones(len(ids), 5))
+    some = tiered.ids()[::7]
+    for table in (tiered, whole):
+        table.insert(some[:80], torch.full((80, 5), 2.0))
+        assert table.remove(torch.cat([some[50:], torch.tensor([10**9])])) == len(some) - 50
+        rows = table.read_rows(some[:50])
+        table.write_rows(some[:50], {**rows, "frequency": rows["frequency"] + 7})
+        table.update(some[40:80], torch.ones(40, 5))
+    _assert_same(tiered, whole)
+
+
+def test_evaluation_moves_nothing() -> None:
+    tiered, whole = _tables(missing="init")
+    for ids in _batches(10):
+        tiered.lookup(ids, train=True)
+        whole.lookup(ids, train=True)
+    before = tiered.stats()
+    absent = torch.arange(10**6, 10**6 + 50)
+    ids = torch.cat([tiered.ids(), absent])
+    assert torch.equal(tiered.lookup(ids), whole.lookup(ids))
+    kernels = [PooledKernel([table], [0, 0], "mean") for table in (tiered, whole)]
+    offsets = torch.arange(0, len(ids) // 6 * 6 + 1, 3)
+    weights = torch.rand(len(ids) // 6 * 6)
+    pooled = [kernel(ids[: len(weights)], offsets, weights, train=False) for kernel in kernels]
+    assert torch.equal(*pooled)
+    rows = [SequenceKernel([table])(ids, [len(ids)], train=False) for table in (tiered, whole)]
+    assert torch.equal(*rows)
+    assert tiered.stats() == before
+
+
+@pytest.mark.parametrize("pending", [1, 3])
+def test_kernels_train_the_same_rows(pending: int) -> None:
+    pairs = [_tables(), _tables(dim=3)]
+    kernels = [PooledKernel([pair[side] for pair in pairs], [0, 1, 0], "sum") for side in (0, 1)]
+    sequences = [SequenceKernel([pair[side] for pair in pairs]) for side in (0, 1)]
+    for step in range(12):
+        outputs: list[list[Tensor]] = [[], []]
+        for p in range(pending):
+            generator = torch.Generator().manual_seed(100 * step + p)
+            ids = (torch.rand(60, generator=generator) ** 2 * 1000).long()
+            for side in (0, 1):
+                kernels[side].prefetch(ids, [20, 20, 20])
+                outputs[side].append(kernels[side](ids, torch.arange(0, 61, 2), train=True))
+                outputs[side].append(sequences[side](ids, [35, 25], train=True))
+        for one, other in zip(*outputs, strict=True):
+            assert torch.equal(one, other)
+            one.square().sum().backward()
+            other.square().sum().backward()
+        assert all(tiered.stats().rows <= MAX_ROWS for tiered, _ in pairs)
+    for tiered, whole in pairs:
+        _assert_same(tiered, whole)
+
+
+def test_prefetched_rows_are_not_read_again_and_never_out_of_date() -> None:
+    tiered, whole = _tables()
+    kernel, other = PooledKernel([tiered], [0], "sum"), PooledKernel([whole], [0], "sum")
+    batches = _batches(40)
+    again = 0
+    for number, ids in enumerate(batches):
+        # Rows of the batch after this one are trained on, and leave again, before its turn.
+        for ahead in batches[number + 1 : number + 2]:
+            kernel.prefetch(ahead, [len(ahead)])
+        if number % 10 == 0:
+            removed = batches[min(number + 1, 39)][:20]
+            assert tiered.remove(removed) == whole.remove(removed)
+        before = DictStore.reads
+        out = kernel(ids, torch.arange(len(ids) + 1), train=True)
+        expected = other(ids, torch.arange(len(ids) + 1), train=True)
+        if number > 0:
+            again += DictStore.reads - before
+        assert torch.equal(out, expected)
+        for result in (out, expected):
+            (result.sum() * 0.1).backward()
+    assert again < tiered.stats().cold_hits / 4  # rows that had left meanwhile, and what the filter cannot tell
+    _assert_same(tiered, whole)
+
+
+def test_new_ids_are_not_looked_for() -> None:
+    tiered, _ = _tables()
+    for start in range(0, 5000, 100):
+        tiered.lookup(torch.arange(start, start + 100), train=True)
+    asked = DictStore.reads
+    tiered.lookup(torch.arange(10**6, 10**6 + 100), train=True)
+    assert DictStore.reads - asked <= 15  # of a hundred
+
+
+def test_a_failing_store_loses_nothing() -> None:
+    tiered, whole = _tables()
+    generator = torch.Generator().manual_seed(5)
+    failures = 0
+    for number, ids in enumerate(_batches(40, seed=3)):
+        DictStore.failing = bool(torch.rand((), generator=generator) < 0.5)
+        for attempt in range(2):
+            before = tiered.stats()
+            try:
+                tiered.lookup(ids, train=True)
+                break
+            except ColdStoreError:
+                assert attempt == 0
+                failures += 1
+                assert tiered.stats() == before
+                DictStore.failing = False
+        DictStore.failing = False
+        tiered.update(ids, torch.full((len(ids), 5), float(number)))
+        whole.lookup(ids, train=True)
+        whole.update(ids, torch.full((len(ids), 5), float(number)))
+    assert failures > 5
+    _assert_same(tiered, whole)
+
+
+def test_a_working_set_that_does_not_fit_leaves_the_table_as_it_was() -> None:
+    tiered, whole = _tables()
+    for ids in _batches(10):
+        tiered.lookup(ids, train=True)
+        whole.lookup(ids, train=True)
+    before = tiered.stats()
+    with pytest.raises(ValueError, match=r"needs 201 rows at once, max_rows is 200"):
+        tiered.lookup(torch.arange(MAX_ROWS + 1), train=True)
+    assert tiered.stats() == before
+    _assert_same(tiered, whole)
+
+
+def test_old_rows_expire_in_the_store_too() -> None:
+    tiered, _ = _tables(expiry=Expiry(8))
+    for start in range(0, 1000, 100):
+        tiered.lookup(torch.arange(start, start + 100), train=True)
+    kept = tiered.ids()
+    assert len(kept) >= 800
+    assert int(kept.min()) <= 200
+    for _ in range(12):
+        tiered.lookup(torch.arange(5), train=True)
+    assert tiered.ids().tolist() == list(range(5))
+    stats = tiered.stats()
+    assert stats.cold_rows == 0
+    assert stats.rows == 5
+    assert stats.expired >= 995
+
+
+def test_admission_asks_for_new_ids_alone() -> None:
+    tiered, whole = _tables(admission=MinFrequency(2))
+    for ids in _batches(40):
+        for table in (tiered, whole):
+            assert table.lookup(ids, train=True).shape == (len(ids), 5)
+            table.update(ids, torch.ones(len(ids), 5))
+    assert tiered.stats().refused == whole.stats().refused > 0
+    assert tiered.stats().cold_rows > 0
+    _assert_same(tiered, whole)
+
+
+def test_tables_exchange_their_stores() -> None:
+    (one, whole), other = _tables(), _tables()[0]
+    for ids in _batches(20):
+        one.lookup(ids, train=True)
+        whole.lookup(ids, train=True)
+    other.lookup(torch.arange(100), train=True)
+    one.exchange_rows(other)
+    assert one.ids().tolist() == list(range(100))
+    _assert_same(other, whole)
+    with pytest.raises(ValueError, match="cold store"):
+        one.exchange_rows(whole)
+
+
+def test_threads_share_a_table() -> None:
+    tiered, whole = _tables(optimizer=SGD(lr=1.0))
+    batches = _batches(60, seed=9)
+    errors: list[BaseException] = []
+
+    def train(part: list[Tensor]) -> None:
+        try:
+            for ids in part:
+                tiered.lookup(ids, train=True)
+                tiered.update(ids, torch.ones(len(ids), 5))
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=train, args=(batches[i::3],)) for i in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not errors
+    for ids in batches:
+        whole.lookup(ids, train=True)
+        whole.update(ids, torch.ones(len(ids), 5))
+    ids = whole.ids()
+    assert torch.equal(tiered.ids(), ids)
+    assert torch.equal(tiered.lookup(ids), whole.lookup(ids))
+    assert torch.equal(tiered.read_rows(ids)["frequency"], whole.read_rows(ids)["frequency"])

@@ -1,0 +1,83 @@
+#include "arrivals.h"
+
+#include <algorithm>
+#include <string>
+#include <utility>
+
+#include "error.h"
+#include "id_set.h"
+
+namespace recstore {
+bool is_admitted(const Table& table, int64_t id, Arrival arrival) {
+  const Sightings* sightings = table.sightings();
+  if (sightings == nullptr || !initialises(arrival)) return true;
+  return sightings->count(id) + (arrival == Arrival::kLookup ? 1 : 0) >= table.config().bounds.min_frequency;
+}
+
+void check_working_set(const Table& table, int64_t rows) {
+  const int64_t most = table.config().bounds.max_rows;
+  if (rows <= most) return;
+  throw InvalidArgument("table '" + table.config().name + "' needs " + std::to_string(rows) + " rows at once, max_rows is " +
+                        std::to_string(most) + " for this shard");
+}
+
+Arrivals::Arrivals(Table& table, std::vector<Miss> misses, Arrival arrival)
+    : table_(table), arrival_(arrival), misses_(std::move(misses)) {}
+
+void Arrivals::plan(const std::function<void(SlotSet&)>& pin_batch, Executor& executor) {
+  if (!table_.config().bounds.limit_new_rows()) {
+    admitted_ = std::move(misses_);
+    return;
+  }
+  IdSet distinct(misses_.size());
+  if (table_.sightings() == nullptr || !initialises(arrival_)) {
+    for (const Miss& miss : misses_) distinct.add(miss.id, miss.hash);
+    new_rows_ = static_cast<int64_t>(distinct.ids().size());
+    admitted_ = std::move(misses_);
+  } else {
+    IdSet held_back(misses_.size());
+    for (const Miss& miss : misses_) {
+      if (is_admitted(table_, miss.id, arrival_)) {
+        distinct.add(miss.id, miss.hash);
+        admitted_.push_back(miss);
+      } else {
+        held_back.add(miss.id, miss.hash);
+      }
+    }
+    new_rows_ = static_cast<int64_t>(distinct.ids().size());
+    refused_ = held_back.ids();
+  }
+  if (table_.config().bounds.max_rows > 0) choose_leavers(new_rows_, pin_batch, executor);
+}
+
+void Arrivals::choose_leavers(int64_t new_rows, const std::function<void(SlotSet&)>& pin_batch, Executor& executor) {
+  const Bounds& bounds = table_.config().bounds;
+  const int64_t over = table_.size() + new_rows - bounds.max_rows;
+  if (over <= 0) return;
+  if (bounds.eviction == Eviction::kNone || bounds.cold_store) {
+    throw InvalidArgument("table '" + table_.config().name + "' needs " + std::to_string(table_.size() + new_rows) +
+                          " rows, max_rows is " + std::to_string(bounds.max_rows) + " for this shard, " +
+                          (bounds.cold_store ? "and no room was made" : "and it has no eviction"));
+  }
+  SlotSet pinned = pinned_slots(table_);
+  pin_batch(pinned);
+  check_working_set(table_, pinned.size() + new_rows);
+  leavers_ = least_rows(table_, pinned, leaving_at_once(table_, over), executor);
+}
+
+void Arrivals::make_room() {
+  table_.leave(leavers_);
+  table_.counters().evicted += static_cast<int64_t>(leavers_.size());
+}
+
+void Arrivals::finish(int64_t rows_made) {
+  Counters& counters = table_.counters();
+  if (arrival_ != Arrival::kReturn) counters.inserts += rows_made;
+  if (arrival_ != Arrival::kLookup) return;
+  counters.misses += rows_made + refused();
+  counters.lookups += refused();  // the others are counted when their pass ends
+  counters.refused += refused();
+  for (const int64_t id : refused_) table_.sightings()->add(id);
+}
+
+}  // namespace recstore

@@ -1,0 +1,66 @@
+#include "cold_filter.h"
+
+#include <algorithm>
+#include <utility>
+
+#include "mix.h"
+
+namespace recstore {
+namespace {
+
+constexpr int64_t kLeastIds = 1 << 12;
+constexpr int64_t kBlockIds = 64;  // of 512 bits: a byte an id
+constexpr int kBits = 6;           // that an id sets
+
+}  // namespace
+
+ColdFilter::ColdFilter(int64_t ids) : first_ids_(std::max(ids, kLeastIds)) {}
+
+ColdFilter::Mask ColdFilter::mask_of(uint64_t hash) {
+  Mask mask{};
+  uint64_t bits = mix(hash ^ 0x9E3779B97F4A7C15u);
+  for (int b = 0; b < kBits; ++b, bits >>= 9) mask.words[(bits >> 6) & 7] |= uint64_t{1} << (bits & 63);
+  return mask;
+}
+
+uint64_t* ColdFilter::block_of(const Level& level, uint64_t hash) {
+  const auto block = static_cast<uint64_t>((static_cast<unsigned __int128>(hash) * static_cast<uint64_t>(level.blocks)) >> 64);
+  return reinterpret_cast<uint64_t*>(level.memory.data()) + block * kBlockWords;
+}
+
+void ColdFilter::add(int64_t id) {
+  if (may_contain(id)) return;
+  if (levels_.empty() || levels_.back().ids == levels_.back().blocks * kBlockIds) {
+    Level level;
+    level.blocks = ((first_ids_ << levels_.size()) + kBlockIds - 1) / kBlockIds;
+    level.memory.reserve(static_cast<size_t>(level.blocks) * kBlockWords * sizeof(uint64_t));
+    levels_.push_back(std::move(level));
+  }
+  Level& level = levels_.back();
+  const uint64_t hash = mix(static_cast<uint64_t>(id));
+  const Mask mask = mask_of(hash);
+  uint64_t* block = block_of(level, hash);
+  for (int64_t w = 0; w < kBlockWords; ++w) block[w] |= mask.words[w];
+  ++level.ids;
+}
+
+bool ColdFilter::may_contain(int64_t id) const {
+  const uint64_t hash = mix(static_cast<uint64_t>(id));
+  const Mask mask = mask_of(hash);
+  return std::any_of(levels_.begin(), levels_.end(), [&](const Level& level) {
+    const uint64_t* block = block_of(level, hash);
+    uint64_t absent = 0;
+    for (int64_t w = 0; w < kBlockWords; ++w) absent |= mask.words[w] & ~block[w];
+    return absent == 0;
+  });
+}
+
+void ColdFilter::clear() { levels_.clear(); }
+
+int64_t ColdFilter::bytes() const {
+  int64_t blocks = 0;
+  for (const Level& level : levels_) blocks += level.blocks;
+  return blocks * kBlockWords * static_cast<int64_t>(sizeof(uint64_t));
+}
+
+}  // namespace recstore

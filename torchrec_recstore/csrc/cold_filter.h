@@ -1,0 +1,40 @@
+#pragma once
+
+#include <cstdint>
+#include <vector>
+
+#include "region.h"
+
+namespace recstore {
+
+// Tells of ids that have never left for the cold store that they have not: a chain of blocked Bloom filters (Putze,
+// Sanders, Singler 2007), each twice as large as the one before, of a byte an id.
+class ColdFilter {
+ public:
+  // ids: that the first filter is made for.
+  explicit ColdFilter(int64_t ids);
+
+  // Throws OutOfMemory; those before `id` are then there.
+  void add(int64_t id);
+  bool may_contain(int64_t id) const;
+  void clear();
+  int64_t bytes() const;
+
+ private:
+  static constexpr int64_t kBlockWords = 8;  // a cache line
+  struct Level {
+    Region memory;
+    int64_t blocks = 0;
+    int64_t ids = 0;
+  };
+  struct Mask {
+    uint64_t words[kBlockWords];
+  };
+  static Mask mask_of(uint64_t hash);
+  static uint64_t* block_of(const Level& level, uint64_t hash);
+
+  int64_t first_ids_;
+  std::vector<Level> levels_;
+};
+
+}  // namespace recstore

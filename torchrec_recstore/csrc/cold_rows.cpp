@@ -1,0 +1,103 @@
+#include "cold_rows.h"
+
+#include <cstring>
+#include <string>
+
+#include "arrivals.h"
+#include "error.h"
+#include "eviction.h"
+#include "id_set.h"
+
+namespace recstore {
+namespace {
+
+constexpr int64_t kRun = 4096;  // rows of a task
+constexpr int64_t kAhead = 8;   // rows that are being fetched
+
+bool is_as_in(const Rows& rows, Slot slot, const char* image) {
+  const auto bytes = static_cast<size_t>(rows.row_bytes());
+  return std::memcmp(rows.row(slot), image, bytes) == 0 && std::memcmp(&rows.meta(slot), image + bytes, sizeof(RowMeta)) == 0;
+}
+
+template <class Work>  // work(i), in parallel
+void for_each_row(const Rows& rows, const std::vector<Slot>& slots, Executor& executor, const Work& work) {
+  const auto n = static_cast<int64_t>(slots.size());
+  for_each_task(executor, (n + kRun - 1) / kRun, [&](int64_t run) {
+    const int64_t end = std::min((run + 1) * kRun, n);
+    for (int64_t i = run * kRun; i < end; ++i) {
+      if (i + kAhead < end) rows.prefetch(slots[i + kAhead]);
+      work(i);
+    }
+  });
+}
+
+}  // namespace
+
+int64_t image_bytes(const Table& table) { return table.rows().row_bytes() + static_cast<int64_t>(sizeof(RowMeta)); }
+
+std::vector<int64_t> absent_ids(const Table& table, const int64_t* ids, int64_t n, Executor& executor) {
+  const std::vector<Miss> misses = find_missing(table, ids, n, executor);
+  IdSet distinct(misses.size());
+  for (const Miss& miss : misses) distinct.add(miss.id, miss.hash);
+  return distinct.ids();
+}
+
+std::vector<int64_t> leaving_ids(const Table& table, const int64_t* ids, int64_t n, int64_t new_rows, Executor& executor) {
+  const int64_t over = table.size() + new_rows - table.config().bounds.max_rows;
+  if (over <= 0) return {};
+  SlotSet kept = pinned_slots(table);
+  std::vector<Slot> slots(static_cast<size_t>(n));
+  find(table, ids, n, slots.data(), executor);
+  kept.add(slots.data(), n);
+  check_working_set(table, kept.size() + new_rows);
+  std::vector<int64_t> leaving;
+  for (const Leaver& row : least_rows(table, kept, leaving_at_once(table, over), executor)) leaving.push_back(row.id);
+  return leaving;
+}
+
+void read_images(const Table& table, const int64_t* ids, int64_t n, char* images, Executor& executor) {
+  std::vector<Slot> slots(static_cast<size_t>(n));
+  find(table, ids, n, slots.data(), executor);
+  for (int64_t i = 0; i < n; ++i) {
+    if (slots[i] == kNoSlot) throw InvalidArgument("id " + std::to_string(ids[i]) + " has no row");
+  }
+  const Rows& rows = table.rows();
+  const auto bytes = static_cast<size_t>(rows.row_bytes());
+  for_each_row(rows, slots, executor, [&](int64_t i) {
+    char* image = images + i * image_bytes(table);
+    std::memcpy(image, rows.row(slots[i]), bytes);
+    std::memcpy(image + bytes, &rows.meta(slots[i]), sizeof(RowMeta));
+  });
+}
+
+int64_t evict(Table& table, const int64_t* ids, int64_t n, const char* images) {
+  const SlotSet pinned = pinned_slots(table);
+  std::vector<Leaver> leavers;
+  leavers.reserve(static_cast<size_t>(n));
+  for (int64_t i = 0; i < n; ++i) {
+    const Slot slot = table.index().find(ids[i], table.index().hash(ids[i]));
+    if (slot == kNoSlot || pinned.contains(slot) || !is_as_in(table.rows(), slot, images + i * image_bytes(table))) continue;
+    leavers.push_back({ids[i], slot});
+  }
+  for (const Leaver& leaver : leavers) table.cold_filter().add(leaver.id);
+  table.leave(leavers);
+  table.counters().evicted += static_cast<int64_t>(leavers.size());
+  return static_cast<int64_t>(leavers.size());
+}
+
+void bring_back(Table& table, const int64_t* ids, int64_t n, const char* images, bool looked_up, Executor& executor) {
+  std::vector<Slot> slots(static_cast<size_t>(n));
+  find_or_insert(table, ids, n, slots.data(), executor, Arrival::kReturn);
+  Rows& rows = table.rows();
+  const auto bytes = static_cast<size_t>(rows.row_bytes());
+  for_each_row(rows, slots, executor, [&](int64_t i) {
+    const char* image = images + i * image_bytes(table);
+    std::memcpy(rows.row(slots[i]), image, bytes);
+    std::memcpy(&rows.meta(slots[i]), image + bytes, sizeof(RowMeta));
+  });
+  if (!looked_up) return;
+  table.counters().misses += n;
+  table.counters().cold_hits += n;
+}
+
+}  // namespace recstore
