@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import Any
 
+from common.bounds import Bounds
 from common.command import DataError
 from rich.console import Console
 from rich.filesize import decimal
 from rich.table import Table
+
+from torchrec_recstore import TableStats
 
 
 def check_folder(path: Path | None) -> None:
@@ -23,17 +28,81 @@ def check_folder(path: Path | None) -> None:
         raise DataError(f"{path}: no such folder")
 
 
-def print_tables(console: Console, rows: dict[str, int], sizes: dict[str, int]) -> None:
-    """Prints rows and bytes of every table, and of all."""
-    table = Table()
-    table.add_column("table")
-    table.add_column("rows", justify="right")
-    table.add_column("bytes", justify="right")
-    for name, count in rows.items():
-        table.add_row(name, f"{count:,}", decimal(sizes[name]))
-    table.add_section()
-    table.add_row("all", f"{sum(rows.values()):,}", decimal(sum(sizes.values())))
-    console.print(table)
+def result_of(tables: Mapping[str, TableStats]) -> dict[str, Any]:
+    """What a run's result says of its tables: rows and bytes of each, and what RecStore's have done."""
+    return {
+        "rows": {name: stats.rows for name, stats in tables.items()},
+        "bytes": {name: stats.bytes for name, stats in tables.items()},
+        "counts": {name: asdict(stats) for name, stats in tables.items() if stats.lookups},
+        "hit_rate": hit_rate(total(tables)),
+    }
+
+
+def print_tables(console: Console, result: Mapping[str, Any], bounds: Bounds) -> None:
+    """Prints what every table holds, and all of them together; where there are bounds, also what came of them.
+
+    Args:
+        console: where.
+        result: with what :func:`result_of` gives.
+        bounds: of the tables.
+    """
+    rows, sizes, counts = result["rows"], result["bytes"], result["counts"]
+    tables = {name: TableStats(**({"rows": rows[name], "bytes": sizes[name]} | counts.get(name, {}))) for name in rows}
+    columns = _columns(bounds)
+    shown = Table()
+    shown.add_column("table")
+    for title in columns:
+        shown.add_column(title, justify="right")
+    for name, stats in tables.items():
+        shown.add_row(name, *(number(stats) for number in columns.values()))
+    shown.add_section()
+    shown.add_row("all", *(number(total(tables)) for number in columns.values()))
+    console.print(shown)
+
+
+def in_words(tables: Mapping[str, TableStats], bounds: Bounds) -> str:
+    """What :func:`print_tables` has in its last row, in a line."""
+    return ", ".join(f"{title} {number(total(tables))}" for title, number in _columns(bounds).items())
+
+
+def total(tables: Mapping[str, TableStats]) -> TableStats:
+    """The sum over tables; of ``steps`` as well, which no one shows."""
+    return TableStats(**{f.name: sum(getattr(stats, f.name) for stats in tables.values()) for f in fields(TableStats)})
+
+
+def since(before: Mapping[str, TableStats], now: Mapping[str, TableStats]) -> dict[str, TableStats]:
+    """What the tables hold now, and what they have done since before."""
+    held = ("rows", "cold_rows", "bytes")
+    done = [f.name for f in fields(TableStats) if f.name not in held]
+    return {
+        name: replace(stats, **{count: getattr(stats, count) - getattr(before[name], count) for count in done})
+        for name, stats in now.items()
+    }
+
+
+def hit_rate(stats: TableStats) -> float | None:
+    """The share of looked up ids that had a row in memory; None where there was none."""
+    return stats.hits / stats.lookups if stats.lookups else None
+
+
+def _columns(bounds: Bounds) -> dict[str, Callable[[TableStats], str]]:
+    """What is shown of a table, by title."""
+    columns: dict[str, Callable[[TableStats], str]] = {
+        "rows": lambda stats: f"{stats.rows:,}",
+        "bytes": lambda stats: decimal(stats.bytes),
+    }
+    if bounds.flags():
+        columns["hit rate"] = lambda stats: "-" if (rate := hit_rate(stats)) is None else f"{rate:.1%}"
+    if bounds.max_rows is not None:
+        columns["evicted"] = lambda stats: f"{stats.evicted:,}"
+    if bounds.expire_steps is not None:
+        columns["expired"] = lambda stats: f"{stats.expired:,}"
+    if bounds.min_frequency is not None:
+        columns["refused"] = lambda stats: f"{stats.refused:,}"
+    if bounds.cold_store is not None:
+        columns["cold rows"] = lambda stats: f"{stats.cold_rows:,}"
+        columns["cold hits"] = lambda stats: f"{stats.cold_hits:,}"
+    return columns
 
 
 def write_json(path: Path | None, result: dict[str, Any]) -> None:

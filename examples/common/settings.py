@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
+from common.bounds import Bounds
 from common.command import DataError
 
 Backend = Literal["recstore", "fused"]
@@ -32,6 +33,7 @@ class RunSettings:
         dense_lr: of the dense layers, which Adam trains.
         seed: of the dense weights, the tables and whatever else is drawn.
         sharding: how every table lies on the ranks.
+        bounds: which rows each table keeps.
         json_out: where the result goes too.
     """
 
@@ -45,6 +47,7 @@ class RunSettings:
     dense_lr: float
     seed: int
     sharding: Sharding
+    bounds: Bounds = field(default_factory=Bounds)
     json_out: Path | None
 
     @property
@@ -69,5 +72,11 @@ class RunSettings:
             raise DataError(
                 "--backend fused has no row_wise sharding on CPU: TorchRec's sharder does not offer it there"
             )
+        if self.backend == "fused" and self.bounds.flags():
+            raise DataError(f"{next(iter(self.bounds.flags()))} is for --backend recstore: stock tables keep every row")
+        self.bounds.check()
+        max_rows = self.bounds.max_rows
+        if self.sharding == "row_wise" and max_rows is not None and max_rows < world_size:
+            raise DataError(f"--max-rows {max_rows} is less than the {world_size} ranks that share a table's rows")
         if self.backend == "fused" and self.dim % 4:
             raise DataError(f"--backend fused needs a --dim that is a multiple of 4, not {self.dim}")

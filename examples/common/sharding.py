@@ -18,7 +18,7 @@ from torchrec.distributed.types import ModuleSharder, ShardingPlan
 from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizer, KeyedOptimizerWrapper
 from torchrec.optim.optimizers import in_backward_optimizer_filter
 
-from torchrec_recstore import RecStoreConstraints, RecStorePlanner, RecStoreSharder, TableOptions, table_stats
+from torchrec_recstore import RecStoreConstraints, RecStorePlanner, RecStoreSharder, TableStats, table_stats
 
 EPS = 1e-8
 
@@ -39,7 +39,7 @@ def _plan(
     sharders: list[ModuleSharder[Any]]
     planner: EmbeddingShardingPlanner
     if settings.backend == "recstore":
-        options = TableOptions(seed=settings.seed)
+        options = settings.bounds.options(settings.seed)
         sharders = [RecStoreSharder(fused_params=fused_params)]
         dynamic = {name: RecStoreConstraints(sharding_types=[settings.sharding], options=options) for name in names}
         planner = RecStorePlanner(topology=topology, batch_size=batch_rows, constraints=dynamic)
@@ -87,15 +87,11 @@ def dense_part(optimizer: CombinedOptimizer) -> KeyedOptimizer:
     return dense
 
 
-def table_sizes(
-    settings: RunSettings, features: Sequence[str], model: nn.Module
-) -> tuple[dict[str, int], dict[str, int]]:
-    """Returns rows and bytes of every table of a sharded model over all ranks; collective."""
+def stats_of_tables(settings: RunSettings, features: Sequence[str], model: nn.Module) -> dict[str, TableStats]:
+    """Returns what every table of a sharded model holds, over all ranks, and a RecStore table has done; collective."""
     if settings.backend == "recstore":
-        stats = table_stats(model)
-        return {name: each.rows for name, each in stats.items()}, {name: each.bytes for name, each in stats.items()}
+        return table_stats(model)
     # FBGEMM on CPU keeps float32: the weights, and one state of the same shape, of one number a row, or none.
     state = {"sgd": 0, "adagrad": settings.dim, "rowwise_adagrad": 1}[settings.optimizer]
-    names = [table_name(feature) for feature in features]
-    row_bytes = 4 * (settings.dim + state)
-    return dict.fromkeys(names, settings.num_embeddings), dict.fromkeys(names, settings.num_embeddings * row_bytes)
+    rows = settings.num_embeddings
+    return {table_name(f): TableStats(rows=rows, bytes=rows * 4 * (settings.dim + state)) for f in features}

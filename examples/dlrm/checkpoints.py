@@ -31,7 +31,7 @@ class Checkpoints:
         self._settings = settings
         self._folder = CheckpointFolder(settings.checkpoint, settings.keep) if settings.checkpoint else None
         self._newest = self._folder.newest() if self._folder else None
-        self._identity: dict[str, str | int | float] = {}
+        self._identity: dict[str, str | int | float | None] = {}
         self._saved_step = 0
         if self._newest and not settings.resume:
             raise DataError(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from common.command import DataError
@@ -51,7 +51,10 @@ class Settings(RunSettings):
                 "--checkpoint is for --backend recstore: stock tables are torch.distributed.checkpoint's job"
             )
 
-    def must_match(self) -> dict[str, str | int | float]:
+    def must_match(self) -> dict[str, str | int | float | None]:
         """What a run that goes on from a checkpoint must be asked for again: flags and their values."""
         names = ("dim", "optimizer", "lr", "dense_lr", "lr_schedule", "warmup_steps", "batch_size", "epochs", "seed")
-        return {f"--{name.replace('_', '-')}": getattr(self, name) for name in names}
+        # A cold store may lie elsewhere: the checkpoint has its rows.
+        bounds = {name: value for name, value in asdict(self.bounds).items() if name != "cold_store"}
+        asked = {name: getattr(self, name) for name in names} | bounds
+        return {f"--{name.replace('_', '-')}": value for name, value in asked.items()}

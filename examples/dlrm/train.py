@@ -3,6 +3,7 @@
     python examples/dlrm/train.py                                        # synthetic rows, RecStore tables
     python examples/dlrm/train.py --data train.txt --json result.json    # or train.txt.gz
     python examples/dlrm/train.py --data train.txt --backend fused       # stock TorchRec tables, hashed ids
+    python examples/dlrm/train.py --max-rows 20000 --cold-store cold     # a table's other rows lie in the folder cold
     torchrun --nproc-per-node 2 examples/dlrm/train.py --sharding row_wise
     torchrun --nproc-per-node 2 --max-restarts 3 examples/dlrm/train.py --checkpoint run --checkpoint-every 200 --resume
 
@@ -22,13 +23,14 @@ import typer
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
+from common.bounds import Bounds, Eviction
 from common.command import data_errors_in_one_line, prepare_torch, run
 from common.settings import Backend, LrSchedule, Optimizer, Sharding
 from settings import Settings
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
-DATA, MODEL, RUN, CHECKPOINTS = "Data", "Model", "Run", "Checkpoints"
+DATA, MODEL, BOUNDS, RUN, CHECKPOINTS = "Data", "Model", "Bounds of every table", "Run", "Checkpoints"
 
 
 @app.command()
@@ -64,6 +66,39 @@ def main(
     warmup_steps: Annotated[
         int, typer.Option(min=0, help="Steps in which both learning rates rise.", rich_help_panel=MODEL)
     ] = 0,
+    max_rows: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            help="Rows that each table keeps in memory, over all ranks; at least the distinct ids of a step.",
+            rich_help_panel=BOUNDS,
+        ),
+    ] = None,
+    eviction: Annotated[
+        Eviction | None,
+        typer.Option(
+            help="Which rows leave when there are more: least recently (lru, the default) or least frequently used.",
+            rich_help_panel=BOUNDS,
+        ),
+    ] = None,
+    half_life_steps: Annotated[
+        int | None, typer.Option(min=1, help="lfu halves all frequencies so often.", rich_help_panel=BOUNDS)
+    ] = None,
+    expire_steps: Annotated[
+        int | None, typer.Option(min=1, help="Rows not looked up for so long leave.", rich_help_panel=BOUNDS)
+    ] = None,
+    min_frequency: Annotated[
+        int | None,
+        typer.Option(min=1, max=255, help="Steps that look an id up before it gets its row.", rich_help_panel=BOUNDS),
+    ] = None,
+    cold_store: Annotated[
+        str | None,
+        typer.Option(
+            metavar="URL-OR-PATH",
+            help="Where evicted rows go, to come back: redis://..., or a folder for RocksDB.",
+            rich_help_panel=BOUNDS,
+        ),
+    ] = None,
     batch_size: Annotated[
         int, typer.Option(min=1, help="Samples of a step, over all ranks.", rich_help_panel=RUN)
     ] = 512,
@@ -112,6 +147,14 @@ def main(
         epochs=epochs,
         seed=seed,
         sharding=sharding,
+        bounds=Bounds(
+            max_rows=max_rows,
+            eviction=eviction,
+            half_life_steps=half_life_steps,
+            expire_steps=expire_steps,
+            min_frequency=min_frequency,
+            cold_store=cold_store,
+        ),
         lr_schedule=lr_schedule,
         warmup_steps=warmup_steps,
         checkpoint=checkpoint,

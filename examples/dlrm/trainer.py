@@ -11,12 +11,13 @@ from typing import Any
 import torch.distributed as dist
 from batches import RowSource, behind
 from checkpoints import Checkpoints
+from common.bounds import Bounds
 from common.command import DataError
 from common.folder import sole_use
 from common.processes import process_group, progress_bar
-from common.report import check_folder, print_tables, write_json
+from common.report import check_folder, in_words, print_tables, result_of, since, write_json
 from common.schedule import lr_scheduler
-from common.sharding import table_sizes
+from common.sharding import stats_of_tables
 from criteo_format import ID_NAMES
 from loops import Training, evaluate, train_epoch
 from rich.console import Console
@@ -39,7 +40,7 @@ def train(settings: Settings) -> None:
     with process_group():
         result = train_in_group(settings)
         if dist.get_rank() == 0:
-            _report(result)
+            _report(result, settings.bounds)
             write_json(settings.json_out, result)
 
 
@@ -58,6 +59,7 @@ def train_in_group(settings: Settings) -> dict[str, Any]:
         source = open_on_all_ranks(settings)
         result = asdict(settings) | {
             "data": source.path,
+            "bounds": settings.bounds.shown(),
             "checkpoint": None if settings.checkpoint is None else str(settings.checkpoint),
             "world_size": dist.get_world_size(),
         }
@@ -80,6 +82,7 @@ def _fit(settings: Settings, source: RowSource, checkpoints: Checkpoints) -> dic
     schedule = (settings.lr_schedule, settings.warmup_steps, total_steps)
     scheduler = lr_scheduler(training.optimizer, *schedule, first_step=progress.step)
     samples_before, seconds, loss, val_auc = progress.samples, 0.0, float("nan"), None
+    tables = stats_of_tables(settings, ID_NAMES, training.model)
     for epoch in range(progress.epoch, settings.epochs):
         if epoch > progress.epoch:
             progress.next_epoch()
@@ -90,8 +93,10 @@ def _fit(settings: Settings, source: RowSource, checkpoints: Checkpoints) -> dic
         seconds += time.perf_counter() - begin
         val_auc, _ = _evaluate(settings, source, validation, training.model)
         _say(f"{label}: training loss {loss:.4f}, validation AUC {_number(val_auc)}")
+        before, tables = tables, stats_of_tables(settings, ID_NAMES, training.model)
+        if settings.bounds.flags():
+            _say(f"{label}: {in_words(since(before, tables), settings.bounds)}")
     test_auc, test_logloss = _evaluate(settings, source, test, training.model)
-    rows, sizes = table_sizes(settings, ID_NAMES, training.model)
     return {
         "resumed": resumed,
         "train_steps": progress.step,
@@ -102,8 +107,7 @@ def _fit(settings: Settings, source: RowSource, checkpoints: Checkpoints) -> dic
         "val_auc": val_auc,
         "test_auc": test_auc,
         "test_logloss": test_logloss,
-        "rows": rows,
-        "bytes": sizes,
+        **result_of(stats_of_tables(settings, ID_NAMES, training.model)),
     }
 
 
@@ -144,10 +148,10 @@ def _number(value: float | None) -> str:
     return "-" if value is None else f"{value:.4f}"
 
 
-def _report(result: dict[str, Any]) -> None:
+def _report(result: dict[str, Any], bounds: Bounds) -> None:
     console = Console()
     console.print(f"{result['backend']}, {result['sharding']}, world size {result['world_size']}")
-    print_tables(console, result["rows"], result["bytes"])
+    print_tables(console, result, bounds)
     if result["resumed"]:
         console.print(result["resumed"], soft_wrap=True, highlight=False)
     if result["skip_bad_rows"]:

@@ -9,10 +9,11 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from common.bounds import Bounds
 from common.command import DataError
 from common.processes import process_group, progress_bar
-from common.report import check_folder, print_tables, write_json
-from common.sharding import shard, table_sizes
+from common.report import check_folder, print_tables, result_of, write_json
+from common.sharding import shard, stats_of_tables
 from rich.console import Console
 from torch import Tensor, nn
 from torchrec.distributed.model_parallel import DistributedModelParallel
@@ -60,7 +61,7 @@ def train(settings: Settings) -> None:
         del result["json_out"]
         result |= _fit(settings, data)
         if dist.get_rank() == 0:
-            _report(result)
+            _report(result, settings.bounds)
             write_json(settings.json_out, result)
 
 
@@ -75,7 +76,6 @@ def _fit(settings: Settings, data: Data) -> dict[str, Any]:
         epoch_samples, loss = train_epoch(model, optimizer, data, settings, epoch)
         samples += epoch_samples
     seconds = time.perf_counter() - begin
-    rows, sizes = table_sizes(settings, features, model)
     return {
         "train_samples": samples,
         "train_samples_per_second": samples / seconds,
@@ -83,8 +83,7 @@ def _fit(settings: Settings, data: Data) -> dict[str, Any]:
         "test_users": len(data.test),
         "items": data.items.num_rows,
         f"recall_at_{TOP}": recall(model, data),
-        "rows": rows,
-        "bytes": sizes,
+        **result_of(stats_of_tables(settings, features, model)),
     }
 
 
@@ -148,10 +147,10 @@ def _in_pieces(tower: nn.Module, features: FeatureStore) -> Tensor:
     return torch.cat([tower(features.pick(rows)) for rows in pieces])
 
 
-def _report(result: dict[str, Any]) -> None:
+def _report(result: dict[str, Any], bounds: Bounds) -> None:
     console = Console()
     console.print(f"{result['backend']}, {result['sharding']}, world size {result['world_size']}")
-    print_tables(console, result["rows"], result["bytes"])
+    print_tables(console, result, bounds)
     console.print(f"training samples   {result['train_samples']:,}")
     console.print(f"training samples/s {result['train_samples_per_second']:,.0f}")
     console.print(f"test users, items  {result['test_users']:,}, {result['items']:,}")

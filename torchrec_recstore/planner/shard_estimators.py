@@ -21,7 +21,8 @@ OVERHEAD_BYTES_PER_ROW = 44
 class RecStoreStorageEstimator(EmbeddingStorageEstimator):  # type: ignore[misc]
     """TorchRec's estimates for its own kernels; for RecStore tables, host memory of the rows expected to be resident.
 
-    Inputs and outputs of a RecStore table are estimated as TorchRec does.
+    Each shard's counter of sightings, where admission has one, comes on top. Inputs and outputs of a RecStore table are
+    estimated as TorchRec does.
     """
 
     def estimate(self, sharding_options: list[ShardingOption], sharder_data_map: SharderDataMap) -> None:
@@ -36,13 +37,16 @@ class RecStoreStorageEstimator(EmbeddingStorageEstimator):  # type: ignore[misc]
                 continue
             fused_params = sharder_data_map[option.module_type_key].fused_params
             optimizer = _optimizer(option.tensor, fused_params, option.name)
-            rows = resident_rows(options_of(self._constraints, option.name), option.tensor.shape[0])
+            options = options_of(self._constraints, option.name)
+            rows = resident_rows(options, option.tensor.shape[0])
+            counter_bytes = 0 if options.admission is None else options.admission.counter_bytes
             without_rows = _without_rows(option)
             super().estimate([without_rows], sharder_data_map)
             for shard, io in zip(option.shards, without_rows.shards, strict=True):
                 shard_rows = -(-rows * shard.size[0] // option.tensor.shape[0])
                 row_bytes = OVERHEAD_BYTES_PER_ROW + _bytes_per_row(shard.size[1], option.tensor, optimizer)
-                shard.storage = Storage(hbm=io.storage.hbm, ddr=io.storage.ddr + shard_rows * row_bytes)
+                resident_bytes = shard_rows * row_bytes + counter_bytes
+                shard.storage = Storage(hbm=io.storage.hbm, ddr=io.storage.ddr + resident_bytes)
 
 
 def _without_rows(option: ShardingOption) -> ShardingOption:

@@ -9,7 +9,7 @@ from torchrec.distributed.planner.stats import EmbeddingStats
 from torchrec.distributed.planner.types import ParameterConstraints, ShardingOption
 from torchrec.distributed.types import ShardingPlan
 
-from torchrec_recstore.options import resident_rows
+from torchrec_recstore.options import TableOptions, resident_rows
 from torchrec_recstore.planner.constraints import options_of
 from torchrec_recstore.sharders import RECSTORE_KERNEL
 
@@ -37,7 +37,8 @@ class RecStoreStats(EmbeddingStats):  # type: ignore[misc]
 def assumed(options: list[ShardingOption], constraints: dict[str, ParameterConstraints] | None) -> list[str]:
     """A line a RecStore table: resident rows over all ranks and, on each rank, bytes in GiB; empty where there is none.
 
-    The bytes count the rows with their optimizer state, index and bookkeeping, and the table's inputs and outputs.
+    The bytes count the rows with their optimizer state, index and bookkeeping, the counter of sightings, and the
+    table's inputs and outputs.
     """
     lines = []
     for option in sorted(options, key=lambda o: str(o.name)):
@@ -45,9 +46,15 @@ def assumed(options: list[ShardingOption], constraints: dict[str, ParameterConst
             continue
         asked = options_of(constraints, option.name)
         rows = resident_rows(asked, option.tensor.shape[0])
-        source = (
-            "expected_rows" if asked.expected_rows is not None else "no expected_rows: num_embeddings, at most 2**20"
-        )
         ranks = ", ".join(f"rank {s.rank}: {s.storage.ddr / 2**30:.3f} GiB" for s in option.shards)
-        lines.append(f"RecStore table {option.name!r}: {rows:,} resident rows assumed ({source}); {ranks}")
+        lines.append(
+            f"RecStore table {option.name!r}: {rows:,} resident rows assumed ({_source(asked, rows)}); {ranks}"
+        )
     return lines
+
+
+def _source(options: TableOptions, rows: int) -> str:
+    """Which option the resident rows come from."""
+    if rows == options.max_rows and rows != options.expected_rows:
+        return "max_rows"
+    return "expected_rows" if options.expected_rows is not None else "no expected_rows: num_embeddings, at most 2**20"

@@ -8,12 +8,15 @@ from typing import Any, ClassVar
 
 from torch import nn
 from torchrec.distributed.embedding_sharding import EmbeddingSharding, EmbeddingShardingInfo
-from torchrec.distributed.embedding_types import EmbeddingComputeKernel, ShardedEmbeddingModule
+from torchrec.distributed.embedding_types import (
+    EmbeddingComputeKernel,
+    ShardedEmbeddingModule,
+    ShardedEmbeddingTable,
+)
 from torchrec.distributed.types import Awaitable, ParameterSharding
 from torchrec.modules.embedding_configs import BaseEmbeddingConfig
 from torchrec.optim.keyed import CombinedOptimizer
 
-from torchrec_recstore.optim import Optimizer
 from torchrec_recstore.sharders.fused_params import optimizer_from_fused_params
 from torchrec_recstore.sharders.kernel import RecStoreKernel, placeholder_parameter
 from torchrec_recstore.sharders.local_shard import LocalShard
@@ -21,8 +24,8 @@ from torchrec_recstore.sharders.lookup import RecStoreLookup, grouped_configs, g
 from torchrec_recstore.sharders.parameter_sharding import RECSTORE_KERNEL
 from torchrec_recstore.sharders.plan_checks import check_plan, hashed_features
 from torchrec_recstore.sharders.raw_ids import int64_ids, mixed_ids
-from torchrec_recstore.sharders.row_split import IN_NODE, MOST_ROWS_IN_NODE
-from torchrec_recstore.sharders.shard_tables import check_table
+from torchrec_recstore.sharders.row_split import IN_NODE, MOST_ROWS_IN_NODE, row_split
+from torchrec_recstore.sharders.shard_tables import check_table, shard_options, whole_options
 from torchrec_recstore.sharders.state import ModuleState
 from torchrec_recstore.sharders.table_state import TableState
 from torchrec_recstore.store import Table
@@ -128,6 +131,11 @@ class RecStoreCollection(ShardedEmbeddingModule):  # type: ignore[misc]
         raise NotImplementedError
 
     def _create_lookups(self) -> None:
+        # On every rank, also those without a shard; only here is it known how many shards there are.
+        for sharding_type, sharding in zip(self._sharding_types, self._shardings(), strict=True):
+            for table in _recstore_configs(sharding):
+                options = whole_options(table, table.fused_params)
+                shard_options(options, row_split(sharding, sharding_type), table.name)
         # The one seam between shardings and kernels (torchrec 1.8.0).
         for sharding_type, sharding in zip(self._sharding_types, self._shardings(), strict=True):
             kernels = {group.compute_kernel for group in grouped_configs(sharding)}
@@ -145,27 +153,35 @@ class RecStoreCollection(ShardedEmbeddingModule):  # type: ignore[misc]
                 table.register_parameter("weight", placeholder_parameter())
         if skip_registering:
             return
+        states = self._table_states()
+        self.recstore_state = ModuleState(self, self._tables_name, states, self._env)
+        self._optim = self.recstore_state.optimizer_with_states(self._optim)
+
+    def _table_states(self) -> dict[str, TableState]:
         shards: dict[str, list[LocalShard]] = {name: [] for name in self.recstore_table_names()}
         for kernel in self._recstore_kernels():
             for table, routing in zip(kernel.tables, kernel.routings, strict=True):
                 shards[table.name].append(LocalShard(table, routing))
-        dims, optimizers = self.recstore_dims(), self._recstore_optimizers()
-        states = {n: TableState(n, dims[n], of_table, self._env, optimizers[n]) for n, of_table in shards.items()}
-        self.recstore_state = ModuleState(self, self._tables_name, states, self._env)
-        self._optim = self.recstore_state.optimizer_with_states(self._optim)
-
-    def _recstore_optimizers(self) -> dict[str, Optimizer]:
+        dims = self.recstore_dims()
         # Of tables on other ranks too.
-        return {
-            table.name: optimizer_from_fused_params(table.fused_params, [table.name])
-            for sharding in self._shardings()
-            for group in grouped_configs_of_all_ranks(sharding)
-            for table in group.embedding_tables
-            if table.compute_kernel == EmbeddingComputeKernel.CUSTOMIZED_KERNEL
-        }
+        configs = {table.name: table for sharding in self._shardings() for table in _recstore_configs(sharding)}
+        states = {}
+        for name, of_table in shards.items():
+            params = configs[name].fused_params
+            optimizer, options = optimizer_from_fused_params(params, [name]), whole_options(configs[name], params)
+            states[name] = TableState(name, dims[name], of_table, self._env, optimizer, options)
+        return states
 
     @staticmethod
     def _pre_load_state_dict_hook(self: Any, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         # Both stock collections register the hook under this name (torchrec 1.8.0).
         self.recstore_state.load(state_dict, prefix)
         super()._pre_load_state_dict_hook(self, state_dict, prefix, *args)
+
+
+def _recstore_configs(sharding: EmbeddingSharding[Any, Any, Any, Any]) -> Iterator[ShardedEmbeddingTable]:
+    """TorchRec's descriptions of the sharding's RecStore shards on all ranks."""
+    for group in grouped_configs_of_all_ranks(sharding):
+        for table in group.embedding_tables:
+            if table.compute_kernel == EmbeddingComputeKernel.CUSTOMIZED_KERNEL:
+                yield table

@@ -28,8 +28,8 @@ class RecStoreShardedEmbeddingCollection(RecStoreCollection, ShardedEmbeddingCol
     table-column-wise, table-row-wise and grid sharding for it.
 
     Raises:
-        ValueError: a RecStore table with a sharding type, data type, ``init_fn``, optimizer or routing that RecStore
-            does not support; on every rank, also those without a shard of it.
+        ValueError: a RecStore table with a sharding type, data type, ``init_fn``, optimizer, routing or ``max_rows``
+            that RecStore does not support; on every rank, also those without a shard of it.
     """
 
     _supported = (ShardingType.TABLE_WISE.value, ShardingType.COLUMN_WISE.value, ShardingType.ROW_WISE.value)

@@ -25,8 +25,8 @@ class RecStoreShardedEmbeddingBagCollection(RecStoreCollection, ShardedEmbedding
     change nothing. Initial weights come from the table's options and config, not from the unsharded module.
 
     Raises:
-        ValueError: a RecStore table with a sharding type, data type, ``init_fn``, optimizer or routing that RecStore
-            does not support; on every rank, also those without a shard of it.
+        ValueError: a RecStore table with a sharding type, data type, ``init_fn``, optimizer, routing or ``max_rows``
+            that RecStore does not support; on every rank, also those without a shard of it.
     """
 
     _supported = (

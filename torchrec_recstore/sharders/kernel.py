@@ -62,17 +62,18 @@ class RecStoreKernel(BaseEmbedding, FusedOptimizerModule):  # type: ignore[misc]
     Args:
         config: TorchRec's group: tables that share pooling and optimizer. Options may differ from table to table.
         split: (ranks, this rank) among which TorchRec splits each table's rows; None where it does not.
+        shard: this rank, by which the shards of a table are kept apart in a cold store.
 
     Raises:
         ValueError: an optimizer that RecStore does not support; the message names the tables.
     """
 
-    def __init__(self, config: GroupedEmbeddingConfig, split: tuple[int, int] | None) -> None:
+    def __init__(self, config: GroupedEmbeddingConfig, split: tuple[int, int] | None, shard: int) -> None:
         super().__init__()
         self._config = config
         optimizer = optimizer_from_fused_params(config.fused_params, config.table_names())
         self._output_dtype = output_dtype(config.fused_params, config.table_names())
-        self._tables = [make_table(table, optimizer) for table in config.embedding_tables]
+        self._tables = [make_table(table, optimizer, split, shard) for table in config.embedding_tables]
         self._routings = [routing(table, split) for table in config.embedding_tables]
         self._placeholders = {name: placeholder_parameter() for name in dict.fromkeys(config.table_names())}
         self._optim = RecStoreFusedOptimizer(
@@ -143,7 +144,7 @@ class RecStoreEmbeddingBag(RecStoreKernel):
     Args:
         config: TorchRec's group.
         sharding_type: row-wise types pool the mean as a sum, which the collection divides later.
-        split: (ranks, this rank) among which TorchRec splits each table's rows; None where it does not.
+        split, shard: as for :class:`RecStoreKernel`.
 
     Raises:
         ValueError: an optimizer that RecStore does not support; the message names the tables.
@@ -154,8 +155,9 @@ class RecStoreEmbeddingBag(RecStoreKernel):
         config: GroupedEmbeddingConfig,
         sharding_type: ShardingType | None = None,
         split: tuple[int, int] | None = None,
+        shard: int = 0,
     ) -> None:
-        super().__init__(config, split)
+        super().__init__(config, split, shard)
         feature_tables = [i for i, table in enumerate(config.embedding_tables) for _ in range(table.num_features())]
         mean = pooling_type_to_pooling_mode(config.pooling, sharding_type) == PoolingMode.MEAN
         self._kernel = PooledKernel(
@@ -199,14 +201,14 @@ class RecStoreEmbedding(RecStoreKernel):
 
     Args:
         config: TorchRec's group.
-        split: (ranks, this rank) among which TorchRec splits each table's rows; None where it does not.
+        split, shard: as for :class:`RecStoreKernel`.
 
     Raises:
         ValueError: an optimizer that RecStore does not support; the message names the tables.
     """
 
-    def __init__(self, config: GroupedEmbeddingConfig, split: tuple[int, int] | None = None) -> None:
-        super().__init__(config, split)
+    def __init__(self, config: GroupedEmbeddingConfig, split: tuple[int, int] | None = None, shard: int = 0) -> None:
+        super().__init__(config, split, shard)
         self._kernel = SequenceKernel(
             self._tables, routings=self._routings, accumulation_steps=accumulation_steps(config.fused_params)
         )

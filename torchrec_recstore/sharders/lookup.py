@@ -38,7 +38,8 @@ class RecStoreLookup(BaseEmbeddingLookup):  # type: ignore[misc]
         device: torch.device | None,
         **more: Any,
     ) -> None:
-        self._split = row_split(sharding, type_name)  # before TorchRec's constructor, which makes the kernels
+        # Before TorchRec's constructor, which makes the kernels.
+        self._split, self._rank = row_split(sharding, type_name), sharding._env.rank
         super().__init__(
             grouped_configs=grouped_configs(sharding), pg=sharding._pg, device=device, env=sharding._env, **more
         )
@@ -82,7 +83,7 @@ class RecStorePooledLookup(RecStoreLookup, GroupedPooledEmbeddingsLookup):  # ty
         super().__init__(sharding, type_name, device, sharding_type=self._pools_as)
 
     def _recstore_kernel(self, config: GroupedEmbeddingConfig) -> RecStoreKernel:
-        return RecStoreEmbeddingBag(config, self._pools_as, self._split)
+        return RecStoreEmbeddingBag(config, self._pools_as, self._split, self._rank)
 
     def _forward_with_vbe_merging(
         self, features_by_group: list[KeyedJaggedTensor], device: torch.device
@@ -99,7 +100,7 @@ class RecStoreSequenceLookup(RecStoreLookup, GroupedEmbeddingsLookup):  # type: 
     """TorchRec's sequence lookup with RecStore's kernel."""
 
     def _recstore_kernel(self, config: GroupedEmbeddingConfig) -> RecStoreKernel:
-        return RecStoreEmbedding(config, self._split)
+        return RecStoreEmbedding(config, self._split, self._rank)
 
 
 def grouped_configs(sharding: EmbeddingSharding[Any, Any, Any, Any]) -> list[GroupedEmbeddingConfig]:

@@ -51,21 +51,54 @@ def check_table(config: EmbeddingTableConfig, fused_params: Mapping[str, Any] | 
         raise ValueError(f"RecStore table {config.name!r}: weight_init_min, weight_init_max: {error}") from error
 
 
-def make_table(config: ShardedEmbeddingTable, optimizer: Optimizer) -> Table:
+def whole_options(config: EmbeddingTableConfig, fused_params: Mapping[str, Any] | None) -> TableOptions:
+    """A table's options over all its shards, with the initializer that its config stands for."""
+    options = table_options(fused_params)
+    return replace(options, initializer=_initializer(config, options))
+
+
+def shard_options(options: TableOptions, split: tuple[int, int] | None, table_name: str) -> TableOptions:
+    """The options of one shard: its even part of ``max_rows``, of which the first shards have one more.
+
+    Column shards hold the same rows, so each has its row shard's part in full.
+
+    Args:
+        options: of the whole table.
+        split: (ranks, this rank) among which the table's rows are split; None where they are not.
+        table_name: the table's.
+
+    Raises:
+        ValueError: there are fewer rows than shards; the message names the table.
+    """
+    if split is None or options.max_rows is None:
+        return options
+    ranks, rank = split
+    rows, rest = divmod(options.max_rows, ranks)
+    if rows == 0:
+        raise ValueError(
+            f"RecStore table {table_name!r}: max_rows={options.max_rows} is less than the {ranks} shards that its rows "
+            "are split into: each needs a row"
+        )
+    return replace(options, max_rows=rows + (rank < rest))
+
+
+def make_table(config: ShardedEmbeddingTable, optimizer: Optimizer, split: tuple[int, int] | None, shard: int) -> Table:
     """The store of one shard: all columns of the table, or those of a column-wise shard.
 
     Args:
         config: of a table that :func:`check_table` has passed.
         optimizer: of its group.
+        split: as for :func:`shard_options`.
+        shard: the rank, by which shards of one cold store are kept apart.
     """
-    options = table_options(config.fused_params)
     return Table(
         config.embedding_dim,
         dtype=_ROW_DTYPES[config.data_type],
         optimizer=optimizer,
-        options=replace(options, initializer=_initializer(config, options)),
+        options=shard_options(whole_options(config, config.fused_params), split, config.name),
         name=config.name,
         columns=_columns(config),
+        shard=shard,
         stochastic_rounding=stochastic_rounding(config.fused_params, [config.name]),
     )
 

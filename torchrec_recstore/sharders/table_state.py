@@ -14,6 +14,7 @@ from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from torchrec.distributed.types import ShardingEnv
 
 from torchrec_recstore.optim import Optimizer, state_names
+from torchrec_recstore.options import TableOptions
 from torchrec_recstore.sharders.gather import refused_together
 from torchrec_recstore.sharders.local_shard import LocalShard
 from torchrec_recstore.sharders.whole_tensors import (
@@ -24,7 +25,7 @@ from torchrec_recstore.sharders.whole_tensors import (
     gathered_rows,
     owned_positions,
 )
-from torchrec_recstore.store import Table
+from torchrec_recstore.store import Table, insert_all, write_all
 
 BOOKKEEPING = ("last_step", "frequency")
 
@@ -43,16 +44,24 @@ class TableState:
         shards: this rank's.
         env: of the sharded module.
         optimizer: that the table is updated by.
+        options: of the whole table, while those of a shard have its part of ``max_rows``.
     """
 
     def __init__(
-        self, name: str, dim: int, shards: Sequence[LocalShard], env: ShardingEnv, optimizer: Optimizer
+        self,
+        name: str,
+        dim: int,
+        shards: Sequence[LocalShard],
+        env: ShardingEnv,
+        optimizer: Optimizer,
+        options: TableOptions,
     ) -> None:
         self.name = name
         self.dim = dim
         self.shards = shards
         self.env = env
         self.optimizer = optimizer
+        self.options = options
         self.emits_rows = True
         """Whether :meth:`state_dict` and :meth:`load_state_dict` do anything."""
         self._states = state_names(optimizer)
@@ -97,7 +106,7 @@ class TableState:
         with refused_together(self.env):
             parts = [self.rows_of(shard, state) for shard in self.shards]
         for shard, (ids, rows) in zip(self.shards, parts, strict=True):
-            shard.table.write_rows(ids, rows)
+            write_all(shard.table, ids, rows)
             set_clocks(shard.table, state)
 
     def check_keys(self, state: Mapping[str, object]) -> None:
@@ -203,7 +212,7 @@ def replace_rows(shards: Sequence[LocalShard], source: TableSource) -> None:
     for shard in shards:
         rows = source.rows(shard, shard.table.columns)
         shard.table.remove(shard.table.ids())
-        shard.table.insert(source.ids[owned_positions(shard, source.ids)], rows)
+        insert_all(shard.table, source.ids[owned_positions(shard, source.ids)], rows)
         shard.table.optimizer_steps = 0
 
 

@@ -11,6 +11,7 @@ from torch import Tensor
 from torchrec_recstore import ops
 from torchrec_recstore.optim import Optimizer, RowWiseAdagrad, state_names
 from torchrec_recstore.options import TableOptions, default_initializer
+from torchrec_recstore.store.cold_snapshot import ColdSnapshot
 from torchrec_recstore.store.images import unpacked
 from torchrec_recstore.store.snapshot import Snapshot, named_rows
 from torchrec_recstore.store.stats import TableStats
@@ -228,6 +229,23 @@ class Table:
         with ops.native_errors(f"table '{self.name}'"):
             return ops.table_is_being_saved(self.handle)
 
+    def sightings(self) -> tuple[Tensor, int]:
+        """What admission has counted: cells (2, 4, N) uint8, the present generation first, and its sightings so far.
+
+        N is 0 without admission. How ids have their cells is told in csrc/sightings.h.
+        """
+        with ops.native_errors(f"table '{self.name}'"):
+            return ops.table_sightings(self.handle)
+
+    def set_sightings(self, cells: Tensor, taken: int) -> None:
+        """Replaces what admission has counted by what :meth:`sightings` of such a table gave.
+
+        Raises:
+            ValueError: the table has no admission, or a counter of another size.
+        """
+        with ops.native_errors(f"table '{self.name}'"):
+            ops.table_set_sightings(self.handle, cells, taken)
+
     @property
     def image_bytes(self) -> int:
         """Bytes of a row with all of its state, as a cold store gets it."""
@@ -245,14 +263,26 @@ class Table:
     def snapshot(self, since: int | None = None) -> Snapshot:
         """The rows as they are now, to be read while the table goes on changing; one at a time.
 
+        Of a cold store that cannot be read as it was at a moment (``ColdStore.ascending_snapshots``) a copy is made
+        first, in a temporary file.
+
         Args:
             since: a mark; then only rows that have changed, or were made, since.
 
         Raises:
             ValueError: there is a snapshot of the table already, or the mark has been forgotten.
+            ColdStoreError: the cold store fails.
         """
-        with ops.native_errors(f"table '{self.name}'"):
-            return Snapshot(self.name, self.optimizer, ops.snapshot_open(self.handle, since))
+        with ops.native_errors(f"table '{self.name}'"), holding([] if self.tier is None else [self.tier]):
+            handle = ops.snapshot_open(self.handle, since)
+            try:
+                cold = None
+                if self.tier is not None:
+                    cold = ColdSnapshot(self.handle, self.tier, ops.snapshot_left(handle), whole=since is None)
+                return Snapshot(self.name, self.optimizer, self.dtype, len(self.columns), handle, cold)
+            except BaseException:
+                ops.snapshot_close(handle)
+                raise
 
     def empty_copy(self) -> Table:
         """A table like this one, without rows."""

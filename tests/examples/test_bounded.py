@@ -1,0 +1,122 @@
+"""Bounded tables in the training command: what it keeps, what it reports, what it refuses."""
+
+from __future__ import annotations
+
+import json
+import re
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import trainer
+from common.bounds import Bounds
+from common.command import DataError
+from criteo_format import ID_NAMES
+from generator import Generator
+
+from torchrec_recstore.options import LFU, LRU, RedisStore, RocksDBStore
+
+from .commands import run_script
+from .test_train import settings_of
+
+TABLES = [f"t_{name}" for name in ID_NAMES]
+ROWS, BATCH = 6_000, 128
+run = partial(run_script, "dlrm/train.py")
+
+
+@pytest.fixture(scope="module")
+def rows_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("data") / "rows.tsv"
+    path.write_bytes(b"".join(Generator(ROWS, 1).lines(0, ROWS)))
+    return path
+
+
+def train(rows_file: Path, out: Path, *flags: object, ranks: int = 1) -> tuple[dict[str, Any], str, str]:
+    asked = ("--data", rows_file, "--dim", 8, "--batch-size", BATCH, "--json", out, *flags)
+    done = run(*asked, ranks=ranks)
+    assert done.returncode == 0, done.stderr
+    return json.loads(out.read_text()), done.stdout, done.stderr
+
+
+def of_all(result: dict[str, Any], count: str) -> int:
+    return sum(counts[count] for counts in result["counts"].values())
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_bounded_run_keeps_its_bound_and_says_what_left(rows_file: Path, tmp_path: Path, ranks: int) -> None:
+    flags: tuple[object, ...] = ("--max-rows", 300, "--eviction", "lfu", "--half-life-steps", 10, "--expire-steps", 12)
+    flags += ("--sharding", "row_wise")
+    result, report, said = train(rows_file, tmp_path / "out.json", *flags, ranks=ranks)
+    assert result["bounds"] == {
+        "max_rows": 300,
+        "eviction": "lfu",
+        "half_life_steps": 10,
+        "expire_steps": 12,
+        "min_frequency": None,
+        "cold_store": None,
+    }
+    assert list(result["counts"]) == TABLES
+    assert max(result["rows"].values()) <= 300
+    for counts in result["counts"].values():
+        assert counts["hits"] + counts["misses"] == counts["lookups"] > 0
+        assert counts["inserts"] - counts["evicted"] - counts["expired"] == counts["rows"]
+    assert of_all(result, "evicted") > 0
+    assert of_all(result, "expired") > 0
+    assert result["hit_rate"] == of_all(result, "hits") / of_all(result, "lookups")
+    line = (
+        rf"epoch 1/1: rows {sum(result['rows'].values()):,}, bytes \S+ \wB, hit rate {result['hit_rate']:.1%}, "
+        rf"evicted {of_all(result, 'evicted'):,}, expired {of_all(result, 'expired'):,}"
+    )
+    assert re.search(f"^{line}$", said, flags=re.MULTILINE)
+    for title in ("hit rate", "evicted", "expired"):
+        assert title in report
+    for title in ("refused", "cold"):
+        assert title not in report
+
+
+def test_admission_holds_rare_ids_back(rows_file: Path, tmp_path: Path) -> None:
+    every, report, said = train(rows_file, tmp_path / "every.json")
+    twice, counted, _ = train(rows_file, tmp_path / "twice.json", "--min-frequency", 2)
+    assert "hit rate" not in report + said, "nothing is said of bounds where there are none"
+    assert "refused" in counted
+    assert of_all(twice, "refused") > 0 == of_all(every, "refused")
+    assert sum(twice["rows"].values()) < sum(every["rows"].values())
+    assert twice["rows"]["t_C9"] == every["rows"]["t_C9"], "a table of few ids, each of them frequent"
+
+
+def test_flags_become_options() -> None:
+    assert Bounds().options(7).max_rows is None
+    assert Bounds(max_rows=9).options().eviction == LRU()
+    assert Bounds(max_rows=9, eviction="lfu", half_life_steps=5).options().eviction == LFU(5)
+    assert Bounds(max_rows=9, cold_store="some/where").options().cold_store == RocksDBStore("some/where")
+    url = "redis://user:secret@127.0.0.1:6379/1"
+    asked = Bounds(max_rows=9, cold_store=url)
+    assert asked.options().cold_store == RedisStore(url)
+    assert asked.shown()["cold_store"] == "redis://127.0.0.1:6379/1"
+
+
+@pytest.mark.parametrize(
+    ("changes", "bounds", "message"),
+    [
+        ({}, {"eviction": "lru"}, "--eviction needs --max-rows"),
+        ({}, {"cold_store": "cold"}, "--cold-store needs --max-rows"),
+        ({}, {"max_rows": 9, "half_life_steps": 5}, "--half-life-steps needs --eviction lfu"),
+        ({}, {"max_rows": 9, "cold_store": "http://127.0.0.1"}, "RedisStore.url must begin with redis://"),
+        ({"backend": "fused"}, {"expire_steps": 9}, "--expire-steps is for --backend recstore"),
+    ],
+)
+def test_bounds_that_make_no_sense_are_refused(
+    rows_file: Path, changes: dict[str, Any], bounds: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(DataError, match=message):
+        trainer.train(settings_of(data=rows_file, bounds=Bounds(**bounds), **changes))
+
+
+def test_a_resumed_run_must_have_the_same_bounds(rows_file: Path, tmp_path: Path) -> None:
+    asked = ("--data", rows_file, "--dim", 8, "--batch-size", BATCH, "--checkpoint", tmp_path / "run")
+    assert run(*asked, "--max-rows", 400).returncode == 0
+    for flags, was, now in (((), 400, None), (("--max-rows", 500), 400, 500)):
+        done = run(*asked, "--resume", *flags)
+        assert done.returncode == 2
+        assert f"is of a run with --max-rows {was}, not {now}" in done.stderr
