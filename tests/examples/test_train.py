@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import trainer
 from common.command import DataError
 from criteo_format import ID_NAMES
@@ -29,6 +30,20 @@ def train(out: Path, *flags: object, ranks: int = 1) -> tuple[dict[str, Any], st
     done = run("--json", out, *flags, ranks=ranks)
     assert done.returncode == 0, done.stderr
     return json.loads(out.read_text()), done.stdout
+
+
+def settings_of(**changes: Any) -> Settings:
+    plain: dict[str, Any] = dict.fromkeys(("data", "limit_rows", "json_out"), None)
+    plain |= {"backend": "recstore", "dim": 8, "num_embeddings": 100, "batch_size": 512, "epochs": 1, "seed": 0}
+    plain |= {"lr": 0.01, "dense_lr": 0.001, "sharding": "table_wise", "skip_bad_rows": False}
+    return Settings(**plain | changes)
+
+
+def train_here(out: Path, capsys: pytest.CaptureFixture[str], **changes: Any) -> tuple[dict[str, Any], str]:
+    """As :func:`train`, in this process: a new one takes seconds to import TorchRec."""
+    torch.set_num_threads(1)
+    trainer.train(settings_of(json_out=out, **changes))
+    return json.loads(out.read_text()), capsys.readouterr().out
 
 
 @pytest.fixture(scope="module")
@@ -59,9 +74,9 @@ def check_result(result: dict[str, Any], **expected: object) -> None:
     assert all(result["bytes"][name] >= 8 * 4 * result["rows"][name] for name in TABLES)
 
 
-def test_fused(rows_file: Path, tmp_path: Path) -> None:
-    flags = ("--data", rows_file, "--backend", "fused", "--num-embeddings", 1000, "--dim", 8, "--batch-size", 256)
-    result, report = train(tmp_path / "out.json", *flags)
+def test_fused(rows_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    changes = {"data": rows_file, "backend": "fused", "num_embeddings": 1000, "batch_size": 256}
+    result, report = train_here(tmp_path / "out.json", capsys, **changes)
     check_result(result, backend="fused", world_size=1, train_samples=9601, skipped_rows=0, data=str(rows_file))
     assert result["rows"] == dict.fromkeys(TABLES, 1000)
     assert result["bytes"] == dict.fromkeys(TABLES, 1000 * (8 + 1) * 4)
@@ -70,14 +85,14 @@ def test_fused(rows_file: Path, tmp_path: Path) -> None:
 
 
 def test_recstore_holds_the_ids_it_was_trained_on_and_learns_the_same_on_two_ranks(
-    rows_file: Path, tmp_path: Path
+    rows_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    flags = ("--data", rows_file, "--dim", 8, "--batch-size", 256)
-    one, _ = train(tmp_path / "one.json", *flags)
+    one, _ = train_here(tmp_path / "one.json", capsys, data=rows_file, batch_size=256)
     check_result(one, backend="recstore", world_size=1, train_samples=9601, skipped_rows=0)
     assert one["rows"] == distinct_ids(rows_file, 9601)
     # The last training sample cannot be shared by two; the 1201 test samples are shared unevenly.
-    two, _ = train(tmp_path / "two.json", *flags, "--sharding", "row_wise", ranks=2)
+    flags = ("--data", rows_file, "--dim", 8, "--batch-size", 256, "--sharding", "row_wise")
+    two, _ = train(tmp_path / "two.json", *flags, ranks=2)
     check_result(two, world_size=2, train_samples=9600, sharding="row_wise", rows=distinct_ids(rows_file, 9600))
     for key in ("train_loss", "test_logloss", "test_auc", "val_auc"):
         assert two[key] == pytest.approx(one[key], abs=2e-3)
@@ -120,19 +135,11 @@ def test_bad_row_stops_the_run_before_training(rows_file: Path, tmp_path: Path, 
         assert done.stderr.count("\n") == 1, "one line, no traceback"
 
 
-def test_bad_rows_are_skipped_and_reported(rows_file: Path, tmp_path: Path) -> None:
-    path = bad_copy(rows_file, tmp_path)
-    flags = ("--data", path, "--backend", "fused", "--skip-bad-rows", "--num-embeddings", 100, "--dim", 8)
-    result, report = train(tmp_path / "out.json", *flags)
+def test_bad_rows_are_skipped_and_reported(rows_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    changes = {"data": bad_copy(rows_file, tmp_path), "backend": "fused", "skip_bad_rows": True}
+    result, report = train_here(tmp_path / "out.json", capsys, **changes)
     assert (result["train_samples"], result["skipped_rows"]) == (1599, 1)
     assert "bad rows skipped   1" in report
-
-
-def settings_of(**changes: Any) -> Settings:
-    plain: dict[str, Any] = dict.fromkeys(("data", "limit_rows", "json_out"), None)
-    plain |= {"backend": "recstore", "dim": 8, "num_embeddings": 100, "batch_size": 512, "epochs": 1, "seed": 0}
-    plain |= {"optimizer": "sgd", "lr": 0.01, "dense_lr": 0.001, "sharding": "table_wise", "skip_bad_rows": False}
-    return Settings(**plain | changes)
 
 
 @pytest.mark.parametrize(

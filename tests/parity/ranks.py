@@ -21,6 +21,7 @@ from torchrec.distributed import comm
 from torchrec.distributed.planner.types import PlannerError
 
 import torchrec_recstore
+from tests.distributed.workers import START_METHOD
 
 from .cells import Cell
 from .run_cell import ranks_of_a_node, run_cell
@@ -74,10 +75,11 @@ def run_trials(trials: Sequence[Trial]) -> dict[Trial, list[Report]]:
 
 def _run_group(trials: Sequence[Trial]) -> tuple[dict[Trial, list[Report]], str]:
     world_size = trials[0].cell.world_size
-    spawn = mp.get_context("spawn")
+    context = mp.get_context(START_METHOD)
     with tempfile.TemporaryDirectory() as directory:
         ranks = [
-            spawn.Process(target=_rank, args=(rank, world_size, directory, list(trials))) for rank in range(world_size)
+            context.Process(target=_rank, args=(rank, world_size, directory, list(trials)))
+            for rank in range(world_size)
         ]
         for process in ranks:
             process.start()

@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 import threading
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -99,6 +100,7 @@ def _run(code: str, isa: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False)
 
 
+@cache
 def _digest(isa: str) -> tuple[str, str]:
     run = _run(f"import torch; torch.manual_seed(0)\n{_DIGEST}", isa)
     if "lacks it" in run.stderr:

@@ -1,0 +1,184 @@
+"""Which rows leave: against the store's own rule id for id, against the exact policies by their hit rates."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from torchrec_recstore.kernels import PooledKernel
+from torchrec_recstore.options import LFU, LRU, TableOptions
+from torchrec_recstore.store import Table
+
+from .policies import Residents, least_at_once, universe_of, zipf_steps
+
+POLICIES = [LRU(), LFU(), LFU(half_life_steps=7), LFU(half_life_steps=1)]
+ROOT = Path(__file__).parents[2]
+SAMPLE = ROOT.parent / "shared" / "criteo" / "criteo_kaggle_sample.tsv.gz"
+
+
+def bounded(max_rows: int, eviction: LRU | LFU, columns: range = range(2)) -> Table:
+    return Table(4, options=TableOptions(max_rows=max_rows, eviction=eviction), columns=columns)
+
+
+def assert_bookkeeping(table: Table, oracle: Residents) -> None:
+    rows = table.read_rows(table.ids())
+    last_step, frequency = oracle.bookkeeping(table.ids().numpy())
+    assert rows["last_step"].tolist() == last_step.tolist()
+    assert rows["frequency"].tolist() == frequency.tolist()
+
+
+@pytest.mark.parametrize("max_rows", [40, 640])  # of the smaller one a row leaves at once where one is wanted
+@pytest.mark.parametrize("eviction", POLICIES, ids=repr)
+def test_the_least_rows_leave_ties_and_all(eviction: LRU | LFU, max_rows: int) -> None:
+    batches = zipf_steps(1.0, 8 * max_rows, steps=120, batch=max_rows // 2)
+    table = bounded(max_rows, eviction)
+    oracle = Residents(universe_of(batches), max_rows, eviction, at_once=least_at_once(max_rows))
+    hits = 0
+    for step, ids in enumerate(batches):
+        table.lookup(ids, train=True)
+        hits += oracle.lookup(ids.numpy())
+        assert table.ids().tolist() == oracle.ids().tolist(), f"after step {step + 1}"
+    assert_bookkeeping(table, oracle)
+    stats = table.stats()
+    assert (stats.hits, stats.evicted, stats.rows) == (hits, oracle.evicted, len(oracle.ids()))
+    assert stats.lookups == sum(len(ids.unique()) for ids in batches)
+    assert stats.misses == stats.inserts == stats.evicted + stats.rows
+
+
+@pytest.mark.parametrize("eviction", POLICIES, ids=repr)
+def test_residents_depend_neither_on_threads_nor_slots_nor_columns(eviction: LRU | LFU) -> None:
+    batches = zipf_steps(1.0, 200_000, steps=12, batch=20_000)
+    tables = [bounded(30_000, eviction, columns) for columns in (range(2), range(2, 4), range(4))]
+    tables[1].lookup(torch.arange(10**6, 10**6 + 5000), train=True)  # other slots
+    tables[1].remove(torch.arange(10**6, 10**6 + 5000, 2))
+    tables[1].remove(table_ids := tables[1].ids())
+    assert len(table_ids) == 2500
+    tables[1].steps = 0
+    for ids in batches:
+        for threads, table in zip((1, 2, 3), tables, strict=True):
+            torch.set_num_threads(threads)
+            table.lookup(ids[torch.randperm(len(ids))], train=True)
+        assert torch.equal(tables[0].ids(), tables[1].ids())
+        assert torch.equal(tables[0].ids(), tables[2].ids())
+    ids = tables[0].ids()
+    halves = torch.cat([tables[0].lookup(ids), tables[1].lookup(ids)], dim=1)
+    assert torch.equal(halves, tables[2].lookup(ids))
+    assert tables[0].stats().evicted == tables[2].stats().evicted > 0
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+def test_a_large_table_by_its_kernel(threads: int) -> None:
+    """Where the search for leavers is of several tasks."""
+    torch.set_num_threads(threads)
+    max_rows = 150_000
+    for eviction in (LRU(), LFU(half_life_steps=5)):
+        batches = zipf_steps(0.9, 600_000, steps=10, batch=60_000)
+        table = bounded(max_rows, eviction)
+        kernel = PooledKernel([table], [0], "sum")
+        oracle = Residents(universe_of(batches), max_rows, eviction, at_once=least_at_once(max_rows))
+        for ids in batches:
+            out = kernel(ids, torch.arange(0, len(ids) + 1, 2), train=True)
+            out.backward(torch.zeros_like(out))
+            oracle.lookup(ids.numpy())
+        assert oracle.evicted > max_rows // 4
+        assert torch.equal(table.ids(), torch.from_numpy(oracle.ids()))
+        assert_bookkeeping(table, oracle)
+
+
+def test_halving_forgets_what_was_frequent_once() -> None:
+    old, new = torch.arange(10), torch.arange(10, 20)
+    residents = {}
+    for half_life in (None, 8):
+        table = bounded(20, LFU(half_life))
+        for _ in range(16):
+            table.lookup(old, train=True)
+        for _ in range(9):
+            table.lookup(new, train=True)
+        assert table.read_rows(new)["frequency"].unique().tolist() == ([9] if half_life is None else [5])
+        table.lookup(torch.arange(20, 30), train=True)
+        residents[half_life] = table.ids().tolist()
+    # At step 25 the old rows' frequency of 16 has been halved at 8, 16 and 24, that of the new ones at 24 alone.
+    assert residents[None] == [*range(10), *range(20, 30)]
+    assert residents[8] == [*range(10, 20), *range(20, 30)]
+
+
+@pytest.mark.parametrize("eviction", POLICIES, ids=repr)
+def test_a_32nd_leaves_at_once(eviction: LRU | LFU) -> None:
+    table = bounded(320, eviction)
+    table.lookup(torch.arange(320), train=True)
+    table.lookup(torch.tensor([1000]), train=True)
+    assert (len(table), table.stats().evicted) == (311, 10)
+    table.lookup(torch.arange(2000, 2300), train=True)
+    assert (len(table), table.stats().evicted) == (320, 301)
+
+
+def test_an_evicted_row_comes_back_as_new() -> None:
+    table = bounded(4, LRU())
+    first = table.lookup(torch.arange(4), train=True)
+    table.update(torch.arange(4), torch.ones(4, 2))
+    assert not torch.equal(table.lookup(torch.arange(4)), first)
+    table.lookup(torch.arange(10, 14), train=True)
+    assert not table.contains(torch.arange(4)).any()
+    assert torch.equal(table.lookup(torch.arange(4), train=True), first)
+    rows = table.read_rows(torch.arange(4))
+    assert rows["sum"].tolist() == [0.0] * 4
+    assert rows["frequency"].tolist() == [1] * 4
+    assert rows["last_step"].tolist() == [3] * 4
+
+
+def hit_rates(batches: list[Tensor], max_rows: int, eviction: LRU | LFU) -> tuple[float, float]:
+    """Of the store and of the exact policy, over all but the first tenth of the steps."""
+    table = bounded(max_rows, eviction)
+    exact = Residents(universe_of(batches), max_rows, eviction)
+    warm = len(batches) // 10
+    exact_hits = lookups = 0
+    for step, ids in enumerate(batches):
+        if step == warm:
+            before = table.stats()
+        table.lookup(ids, train=True)
+        hits = exact.lookup(ids.numpy())
+        if step >= warm:
+            exact_hits += hits
+            lookups += len(ids.unique())
+    after = table.stats()
+    assert after.lookups - before.lookups == lookups
+    return (after.hits - before.hits) / lookups, exact_hits / lookups
+
+
+@pytest.mark.parametrize("eviction", [LRU(), LFU(), LFU(half_life_steps=20)], ids=repr)
+@pytest.mark.parametrize("exponent", [0.9, 1.05, 1.2])
+@pytest.mark.parametrize("share", [0.02, 0.1, 0.3])
+def test_hit_rates_on_zipf_streams(exponent: float, share: float, eviction: LRU | LFU) -> None:
+    population = 50_000
+    batches = zipf_steps(exponent, population, steps=150, batch=1000)
+    store, exact = hit_rates(batches, int(share * population), eviction)
+    assert 0.05 < exact < 0.99
+    assert abs(store - exact) < 0.02
+
+
+@pytest.mark.skipif(not SAMPLE.exists(), reason="the Criteo sample is not on this machine")
+@pytest.mark.parametrize("eviction", [LRU(), LFU(), LFU(half_life_steps=20)], ids=repr)
+def test_hit_rates_on_the_criteo_sample(eviction: LRU | LFU, criteo_steps: list[Tensor]) -> None:
+    distinct = len(universe_of(criteo_steps))
+    for share in (0.1, 0.25):
+        store, exact = hit_rates(criteo_steps, int(share * distinct), eviction)
+        assert 0.2 < exact < 0.99
+        assert abs(store - exact) < 0.02, share
+
+
+@pytest.fixture(scope="module")
+def criteo_steps() -> list[Tensor]:
+    """Ids of all 26 features, kept apart by the feature's number, of 256 samples a step."""
+    with pytest.MonkeyPatch.context() as patch:
+        for folder in ("examples", "examples/dlrm"):
+            patch.syspath_prepend(ROOT / folder)
+        from criteo import CriteoFile
+    file = CriteoFile(SAMPLE)
+    file.scan()
+    apart = torch.arange(26, dtype=torch.int64)[None] << 40
+    ids = torch.cat([torch.as_tensor(np.asarray(rows.ids)) for rows in file.rows(0, 10_000)])
+    return [(part + apart).flatten() for part in ids.split(256)]

@@ -1,0 +1,96 @@
+"""What bounds a table: which options make sense, and which say so."""
+
+from __future__ import annotations
+
+import pickle
+from typing import Any
+
+import pytest
+
+from torchrec_recstore.options import (
+    LFU,
+    LRU,
+    MAX_INIT_ROWS,
+    Expiry,
+    MinFrequency,
+    RedisStore,
+    RocksDBStore,
+    TableOptions,
+    UniformInit,
+    default_initializer,
+    resident_rows,
+)
+
+EVERYTHING = TableOptions(
+    max_rows=10,
+    eviction=LFU(half_life_steps=100),
+    expiry=Expiry(5),
+    admission=MinFrequency(3, counter_bytes=2**12),
+    cold_store=RocksDBStore("/cold"),
+)
+
+
+@pytest.mark.parametrize(
+    ("make", "error", "message"),
+    [
+        (lambda: TableOptions(max_rows=0), ValueError, r"TableOptions\.max_rows must be at least 1, got 0"),
+        (lambda: TableOptions(max_rows=10.0), TypeError, r"TableOptions\.max_rows must be an int, got float"),
+        (lambda: TableOptions(max_rows=True), TypeError, r"TableOptions\.max_rows must be an int, got bool"),
+        (lambda: TableOptions(expected_rows=0), ValueError, r"TableOptions\.expected_rows must be at least 1"),
+        (lambda: TableOptions(eviction=LRU()), ValueError, r"TableOptions\.eviction needs max_rows"),
+        (lambda: TableOptions(cold_store=RocksDBStore("x")), ValueError, r"TableOptions\.cold_store needs max_rows"),
+        (lambda: TableOptions(max_rows=1, eviction="lru"), TypeError, r"TableOptions\.eviction must be LRU or LFU"),
+        (lambda: TableOptions(max_rows=1, eviction=LRU), TypeError, r"TableOptions\.eviction must be .*got type"),
+        (lambda: TableOptions(expiry=5), TypeError, r"TableOptions\.expiry must be Expiry, got int"),
+        (lambda: TableOptions(admission=2), TypeError, r"TableOptions\.admission must be MinFrequency, got int"),
+        (lambda: TableOptions(max_rows=1, cold_store=[]), TypeError, r"TableOptions\.cold_store must be hashable"),
+        (lambda: LFU(0), ValueError, r"LFU\.half_life_steps must be at least 1, got 0"),
+        (lambda: LFU(1.5), TypeError, r"LFU\.half_life_steps must be an int, got float"),
+        (lambda: Expiry(0), ValueError, r"Expiry\.steps must be at least 1, got 0"),
+        (lambda: Expiry("5"), TypeError, r"Expiry\.steps must be an int, got str"),
+        (lambda: MinFrequency(0), ValueError, r"MinFrequency\.count must be at least 1, got 0"),
+        (lambda: MinFrequency(256), ValueError, r"MinFrequency\.count must be at most 255, got 256"),
+        (lambda: MinFrequency(2.0), TypeError, r"MinFrequency\.count must be an int, got float"),
+        (lambda: MinFrequency(2, 2**9), ValueError, r"MinFrequency\.counter_bytes must be at least 1024, got 512"),
+        (lambda: MinFrequency(2, 5000), ValueError, r"MinFrequency\.counter_bytes must be a power of two"),
+        (lambda: MinFrequency(2, 2**35), ValueError, r"MinFrequency\.counter_bytes must be .*at most 2\*\*34"),
+        (lambda: RocksDBStore(""), ValueError, r"RocksDBStore\.path must not be empty"),
+        (lambda: RocksDBStore(3), TypeError, r"RocksDBStore\.path must be a str, got int"),
+        (lambda: RedisStore("http://host"), ValueError, r"RedisStore\.url must begin with redis://"),
+        (lambda: RedisStore(3), TypeError, r"RedisStore\.url must be a str, got int"),
+        (lambda: RedisStore("redis://host", -1.0), ValueError, r"RedisStore\.retry_seconds must not be negative"),
+        (lambda: RedisStore("redis://host", float("inf")), ValueError, r"RedisStore\.retry_seconds must be finite"),
+    ],
+)
+def test_what_makes_no_sense_is_named(make: Any, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        make()
+
+
+def test_all_of_them_at_once_travel_with_the_plan() -> None:
+    assert pickle.loads(pickle.dumps(EVERYTHING)) == EVERYTHING
+    assert hash(EVERYTHING) == hash(pickle.loads(pickle.dumps(EVERYTHING)))
+    assert TableOptions(max_rows=10, eviction=LFU(half_life_steps=99)) != EVERYTHING
+
+
+@pytest.mark.parametrize("url", ["redis://user:secret@host:7000/3", "rediss+cluster://:secret@host?password=secret"])
+def test_secrets_of_a_url_are_not_shown(url: str) -> None:
+    store = RedisStore(url)
+    assert "secret" not in repr(store)
+    assert "secret" not in repr(TableOptions(max_rows=1, cold_store=store))
+    assert "host" in repr(store)
+    with pytest.raises(ValueError, match=r"RedisStore\.url") as raised:
+        RedisStore(url.replace("redis", "http"))
+    assert "secret" not in str(raised.value)
+
+
+def test_a_bound_on_rows_is_a_bound_on_what_is_expected() -> None:
+    assert resident_rows(TableOptions(), None) == MAX_INIT_ROWS
+    assert resident_rows(TableOptions(max_rows=100), None) == 100
+    assert resident_rows(TableOptions(max_rows=100, expected_rows=50), 2**40) == 50
+    assert resident_rows(TableOptions(expected_rows=5000), 10) == 5000
+
+
+def test_a_bound_does_not_change_what_is_learned() -> None:
+    assert default_initializer(TableOptions(max_rows=4)) == default_initializer(TableOptions())
+    assert default_initializer(TableOptions(max_rows=4), 100) == UniformInit(-0.1, 0.1)
