@@ -211,8 +211,10 @@ void Snapshot::keep(Slot slot) {
   number(slot) = static_cast<uint32_t>(kept + 1);
 }
 
-void Snapshot::removed(int64_t id, Slot slot) {
-  if (pending(slot)) removed_.push_back({id, slot});
+bool Snapshot::removed(int64_t id, Slot slot) {
+  if (!pending(slot)) return false;
+  removed_.push_back({id, slot});
+  return true;
 }
 
 }  // namespace recstore

@@ -43,8 +43,8 @@ class Snapshot final : public PendingPass {
 
   // The row is about to change. The caller holds the lock; distinct slots may come in parallel.
   void keep(Slot slot);
-  // The id's row is removed. The caller holds the lock.
-  void removed(int64_t id, Slot slot);
+  // The id's row leaves. The caller holds the lock. Returns whether it is still to be read, from where it lies.
+  bool removed(int64_t id, Slot slot);
 
   void settle(const Table&, Executor&) override {}  // has no bookkeeping of its own
   void pin(const Table&, SlotSet&) const override {}  // has copies of what it still needs, or its slots wait for it

@@ -58,8 +58,7 @@ void Table::leave(const std::vector<Leaver>& rows) {
   for (const Leaver& row : rows) {
     index_.erase(row.id, index_.hash(row.id));
     if (rows_.changes().tracks()) rows_.changes().left(row.id, index_.size());
-    if (snapshot_ != nullptr) {  // which reads it later
-      snapshot_->removed(row.id, row.slot);
+    if (snapshot_ != nullptr && snapshot_->removed(row.id, row.slot)) {
       rows_.give_back(row.slot, next_pass_ - 1);
     } else {
       rows_.give_back_now(row.slot);

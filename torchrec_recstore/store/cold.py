@@ -8,6 +8,8 @@ from typing import Protocol
 
 from torch import Tensor
 
+from torchrec_recstore.options import RedisStore, RocksDBStore
+
 
 class ColdStoreError(RuntimeError):
     """A cold store cannot be read or written; the message names it."""
@@ -68,3 +70,25 @@ def open_cold_store(options: object, *, name: str, row_bytes: int) -> ColdStore:
         ImportError: the library that the store needs is missing.
     """
     raise TypeError(f"TableOptions.cold_store: no cold store is registered for {type(options).__name__}")
+
+
+@open_cold_store.register
+def _open_rocksdb(options: RocksDBStore, *, name: str, row_bytes: int) -> ColdStore:
+    try:
+        from torchrec_recstore.store.rocksdb_store import RocksDBColdStore  # here: few tables need the library
+    except ModuleNotFoundError as error:
+        raise _missing(options, "rocksdict", error) from error
+    return RocksDBColdStore(options, name=name, row_bytes=row_bytes)
+
+
+@open_cold_store.register
+def _open_redis(options: RedisStore, *, name: str, row_bytes: int) -> ColdStore:
+    try:
+        from torchrec_recstore.store.redis_store import RedisColdStore
+    except ModuleNotFoundError as error:
+        raise _missing(options, "redis hiredis", error) from error
+    return RedisColdStore(options, name=name, row_bytes=row_bytes)
+
+
+def _missing(options: object, packages: str, error: ModuleNotFoundError) -> ImportError:
+    return ImportError(f"{options!r} needs a package that is missing: pip install {packages} ({error})")

@@ -11,6 +11,7 @@ from torch import Tensor
 from torchrec_recstore import ops
 from torchrec_recstore.optim import Optimizer, RowWiseAdagrad, state_names
 from torchrec_recstore.options import TableOptions, default_initializer
+from torchrec_recstore.store.cold_snapshot import ColdSnapshot
 from torchrec_recstore.store.images import unpacked
 from torchrec_recstore.store.snapshot import Snapshot, named_rows
 from torchrec_recstore.store.stats import TableStats
@@ -245,14 +246,26 @@ class Table:
     def snapshot(self, since: int | None = None) -> Snapshot:
         """The rows as they are now, to be read while the table goes on changing; one at a time.
 
+        Of a cold store that cannot be read as it was at a moment (``ColdStore.ascending_snapshots``) a copy is made
+        first, in a temporary file.
+
         Args:
             since: a mark; then only rows that have changed, or were made, since.
 
         Raises:
             ValueError: there is a snapshot of the table already, or the mark has been forgotten.
+            ColdStoreError: the cold store fails.
         """
-        with ops.native_errors(f"table '{self.name}'"):
-            return Snapshot(self.name, self.optimizer, ops.snapshot_open(self.handle, since))
+        with ops.native_errors(f"table '{self.name}'"), holding([] if self.tier is None else [self.tier]):
+            handle = ops.snapshot_open(self.handle, since)
+            try:
+                cold = None
+                if self.tier is not None:
+                    cold = ColdSnapshot(self.handle, self.tier, ops.snapshot_left(handle), whole=since is None)
+                return Snapshot(self.name, self.optimizer, self.dtype, len(self.columns), handle, cold)
+            except BaseException:
+                ops.snapshot_close(handle)
+                raise
 
     def empty_copy(self) -> Table:
         """A table like this one, without rows."""

@@ -39,7 +39,8 @@ class ColdTier:
         self._expiry = options.expiry
         self._max_rows = options.max_rows or 0
         self.lock = threading.RLock()
-        self.store: ColdStore = open_cold_store(options.cold_store, name=name, row_bytes=ops.table_image_bytes(handle))
+        self.image_bytes = ops.table_image_bytes(handle)
+        self.store: ColdStore = open_cold_store(options.cold_store, name=name, row_bytes=self.image_bytes)
         self.rows = 0
         """That are in the store and not in memory."""
         self._staged: deque[tuple[Tensor, Tensor]] = deque(maxlen=_STAGED_BATCHES)  # ids, ascending, and images
@@ -86,7 +87,7 @@ class ColdTier:
         with self.lock:
             wanted = absent[ops.table_may_be_cold(self._handle, absent)]
             for staged, _ in self._staged:
-                wanted = wanted[~_among(wanted, staged)]
+                wanted = wanted[~among(wanted, staged)]
             self._fetching += 1
         fetched: tuple[Tensor, Tensor] | None = None
         try:
@@ -145,10 +146,10 @@ class ColdTier:
     def _fetch(self, ids: Tensor) -> tuple[Tensor, Tensor]:
         """Which of ``ids``, distinct and not in memory, are in the store: (N,) bool; and the images of these."""
         found = torch.zeros(len(ids), dtype=torch.bool)
-        images = torch.empty(len(ids), ops.table_image_bytes(self._handle), dtype=torch.uint8)
+        images = torch.empty(len(ids), self.image_bytes, dtype=torch.uint8)
         unknown = ops.table_may_be_cold(self._handle, ids)
         for staged_ids, staged_images in self._staged:
-            here = _among(ids, staged_ids) & unknown
+            here = among(ids, staged_ids) & unknown
             images[here] = staged_images[torch.searchsorted(staged_ids, ids[here])]
             found |= here
             unknown &= ~here
@@ -183,7 +184,7 @@ class ColdTier:
     def _unstage(self, ids: Tensor) -> None:
         ascending = ids.sort().values
         for place, (staged_ids, images) in enumerate(self._staged):
-            stays = ~_among(staged_ids, ascending)
+            stays = ~among(staged_ids, ascending)
             if not stays.all():
                 self._staged[place] = staged_ids[stays], images[stays]
 
@@ -227,7 +228,7 @@ def holding(tiers: Sequence[ColdTier]) -> Iterator[None]:
         yield
 
 
-def _among(ids: Tensor, ascending: Tensor) -> Tensor:
+def among(ids: Tensor, ascending: Tensor) -> Tensor:
     """Which of ``ids``, (N,), are in ``ascending``, (M,): (N,) bool."""
     if len(ascending) == 0:
         return torch.zeros(len(ids), dtype=torch.bool)

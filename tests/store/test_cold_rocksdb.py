@@ -1,0 +1,236 @@
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from torchrec_recstore.options import RocksDBStore
+from torchrec_recstore.store import ColdStore, ColdStoreError, open_cold_store
+
+ROW_BYTES = 512
+
+
+def _open(path: Path, name: str = "table/0", row_bytes: int = ROW_BYTES) -> ColdStore:
+    return open_cold_store(RocksDBStore(str(path)), name=name, row_bytes=row_bytes)
+
+
+def _rows(n: int, seed: int = 0) -> Tensor:
+    return torch.randint(0, 256, (n, ROW_BYTES), dtype=torch.uint8, generator=torch.Generator().manual_seed(seed))
+
+
+def _check(store: ColdStore, ids: Tensor, rows: Tensor) -> None:
+    found, got = store.get(ids)
+    assert found.all()
+    assert torch.equal(got, rows)
+    scanned = list(store.scan())
+    ids, order = ids.sort()
+    assert torch.equal(torch.cat([batch for batch, _ in scanned]), ids)
+    assert torch.equal(torch.cat([batch for _, batch in scanned]), rows[order])
+
+
+def _runs(path: Path) -> list[Path]:
+    return sorted(path.glob("*/run-*"))
+
+
+def test_rows_that_left_memory_come_back(tmp_path: Path) -> None:
+    store = _open(tmp_path)
+    ids, rows = torch.randperm(80_000) * 7919 - 10**8, _rows(80_000)  # 41 MB: two write buffers and more
+    for some_ids, some_rows in zip(ids.split(20_000), rows.split(20_000), strict=True):
+        store.put(some_ids, some_rows)
+    assert list(tmp_path.glob("*/run-*/db/*.sst"))
+    _check(store, ids, rows)
+    store.close()
+
+
+def test_a_directory_each_that_closing_removes(tmp_path: Path) -> None:
+    path = tmp_path / "made" / "here"
+    one, two, other = _open(path), _open(path), _open(path, "../..")
+    assert len(_runs(path)) == 3
+    assert {run.parent.name for run in _runs(path)} == {"table%2F0", "%2E%2E%2F%2E%2E"}
+    other.close()
+    one.close()
+    assert len(_runs(path)) == 1
+    two.close()
+    assert os.listdir(path) == ["lock"]
+
+
+_OWNER = """
+import sys, torch
+from torchrec_recstore.options import RocksDBStore
+from torchrec_recstore.store import open_cold_store
+store = open_cold_store(RocksDBStore(sys.argv[1]), name="table/1", row_bytes=512)
+store.put(torch.arange(1000), torch.ones(1000, 512, dtype=torch.uint8))
+print("open", flush=True)
+sys.stdin.read()
+"""
+
+
+@contextmanager
+def _owner(path: Path) -> Iterator[subprocess.Popen[str]]:
+    command = [sys.executable, "-c", _OWNER, str(path)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "open\n"
+        yield process
+        process.kill()
+
+
+def test_what_dead_processes_left_is_removed_and_the_living_keep_theirs(tmp_path: Path) -> None:
+    mine = _open(tmp_path)
+    mine.put(torch.arange(10), _rows(10))
+    strangers = tmp_path / "table%2F0" / "run-of-a-stranger"
+    strangers.mkdir()
+    (strangers / "lock").touch()
+    with _owner(tmp_path) as dead, _owner(tmp_path) as living:
+        owned = set(_runs(tmp_path))
+        assert len(owned) == 4
+        dead.kill()  # SIGKILL
+        dead.wait()
+        next_one = _open(tmp_path)
+        gone = owned - set(_runs(tmp_path))
+        assert [run.parent.name for run in gone] == ["table%2F1"]
+        assert len(_runs(tmp_path)) == 4
+        _check(mine, torch.arange(10), _rows(10))
+        living.kill()
+        living.wait()
+    next_one.close()
+    mine.close()
+    assert len(_runs(tmp_path)) == 2
+    _open(tmp_path, "another").close()
+    assert _runs(tmp_path) == [strangers]
+
+
+def test_stores_are_opened_at_once_from_several_threads(tmp_path: Path) -> None:
+    stores: list[ColdStore] = []
+    threads = [threading.Thread(target=lambda: stores.append(_open(tmp_path))) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(stores) == len(_runs(tmp_path)) == 8
+    for store in stores:
+        store.put(torch.arange(3), _rows(3))
+        store.close()
+
+
+def test_closing_ends_open_scans(tmp_path: Path) -> None:
+    store = _open(tmp_path)
+    ids = torch.arange(70_000)
+    store.put(ids, _rows(1).expand(70_000, -1))
+    scan = store.scan()
+    next(scan)
+    store.close()
+    assert not _runs(tmp_path)
+    with pytest.raises(ColdStoreError, match="while it was scanned"):
+        next(scan)
+
+
+def test_a_place_that_cannot_be_used_is_named(tmp_path: Path) -> None:
+    file = tmp_path / "file"
+    file.touch()
+    with pytest.raises(ColdStoreError, match=f"RocksDBStore.*{file}"):
+        _open(file)
+
+
+@pytest.mark.parametrize("damage", ["cut", "changed"])
+def test_damaged_files_are_an_error(tmp_path: Path, damage: str) -> None:
+    store = _open(tmp_path)
+    ids, rows = torch.arange(80_000), _rows(80_000)
+    store.put(ids, rows)
+    tables = sorted(tmp_path.glob("*/run-*/db/*.sst"))
+    assert tables
+    for table in tables:
+        with open(table, "r+b") as file:
+            if damage == "cut":
+                file.truncate(4096)
+            else:
+                file.seek(table.stat().st_size // 2)
+                file.write(bytes(8192))
+    with pytest.raises(ColdStoreError, match=str(tmp_path)):
+        store.get(ids)
+    with pytest.raises(ColdStoreError, match=str(tmp_path)):
+        list(store.scan())
+    store.close()
+
+
+@pytest.mark.parametrize(
+    ("ids", "rows", "error"),
+    [
+        (torch.arange(3, dtype=torch.int32), _rows(3), TypeError),
+        (torch.zeros(3, 1, dtype=torch.int64), _rows(3), ValueError),
+        (torch.arange(3), _rows(2), ValueError),
+        (torch.arange(3), _rows(3)[:, 1:], ValueError),
+        (torch.arange(3), _rows(3).int(), TypeError),
+    ],
+)
+def test_arguments_of_another_kind(tmp_path: Path, ids: Tensor, rows: Tensor, error: type[Exception]) -> None:
+    store = _open(tmp_path)
+    with pytest.raises(error, match="ids|rows"):
+        store.put(ids, rows)
+    assert not list(store.scan())
+    store.close()
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 128 MB, 72 MB of which a file named ``ballast`` takes."""
+    path = tmp_path / "disk"
+    path.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=128m", "tmpfs", str(path)]
+    if os.getuid() != 0 or shutil.which("mount") is None or subprocess.run(mount, capture_output=True).returncode:
+        pytest.skip("a file system of its own cannot be mounted here: only root may")
+    try:
+        (path / "ballast").write_bytes(bytes(72 * 2**20))
+        yield path
+    finally:
+        subprocess.run(["umount", "-l", str(path)], check=True)
+
+
+def test_a_full_disk_loses_nothing_and_is_no_end(small_disk: Path) -> None:
+    store = _open(small_disk)
+    ids, rows = torch.randperm(150_000) - 10**5, _rows(150_000)
+    put = 0
+    with pytest.raises(ColdStoreError, match=f"{small_disk}.* cannot be written: .*[Nn]o space") as failure:
+        while put < len(ids):
+            store.put(ids[put : put + 5000], rows[put : put + 5000])
+            put += 5000
+    assert put >= 40_000, failure
+    found, got = store.get(ids[:put])
+    assert found.all()
+    assert torch.equal(got, rows[:put])
+    again = (ids[put : put + 5000], rows[put : put + 5000])
+    with pytest.raises(ColdStoreError, match="No space"):
+        store.put(*again)
+    with pytest.raises(ColdStoreError, match="No space"):
+        store.delete(ids[:1])
+    assert torch.equal(store.get(ids[:put])[1], rows[:put])
+
+    (small_disk / "ballast").unlink()
+    store.put(*again)
+    _check(store, ids[: put + 5000], rows[: put + 5000])
+    store.delete(ids[:put])
+    store.put(ids[:5000], rows[:5000])
+    _check(store, torch.cat([ids[:5000], again[0]]), torch.cat([rows[:5000], again[1]]))
+    store.close()
+    assert not _runs(small_disk)
+
+
+def test_a_store_that_meets_a_full_disk_is_closed_all_the_same(small_disk: Path) -> None:
+    store = _open(small_disk)
+    rows = _rows(5000)
+    with pytest.raises(ColdStoreError):
+        for begin in range(0, 10**6, 5000):
+            store.put(torch.arange(begin, begin + 5000), rows)
+    store.close()
+    assert not _runs(small_disk)
+    with pytest.raises(ColdStoreError, match="closed"):
+        store.put(torch.arange(5000), rows)

@@ -1,0 +1,279 @@
+"""Whether a cold store fits: :func:`check_cold_store`."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from threading import Thread
+
+import torch
+from torch import Tensor
+
+from torchrec_recstore.store.cold import ColdStore, ColdStoreError, open_cold_store
+
+ROW_BYTES = 52
+_EXTREME_IDS = torch.tensor([2**63 - 1, 0, -1, -(2**63), 1, 2**31, -(2**31) - 1, 256])
+
+
+def check_cold_store(options: object) -> None:
+    """Opens stores of ``options`` and tries all that :class:`ColdStore` promises. Takes a few seconds, 10 MB.
+
+    Example::
+
+        from torchrec_recstore.store.conformance import check_cold_store
+
+        def test_my_store() -> None:
+            check_cold_store(MyStore("..."))
+
+    Args:
+        options: of a type that is registered with :func:`open_cold_store`.
+
+    Raises:
+        AssertionError: a promise is broken; the message says which.
+    """
+    _expect(hash(options) is not None, "options are hashable")
+    _expect(pickle.loads(pickle.dumps(options)) == options, "options pickle, and compare by value")
+    for check in CHECKS:
+        check(options)
+
+
+@contextmanager
+def _opened(options: object, name: str = "conformance/0", row_bytes: int = ROW_BYTES) -> Iterator[ColdStore]:
+    store = open_cold_store(options, name=name, row_bytes=row_bytes)
+    try:
+        yield store
+    finally:
+        store.close()
+
+
+def _starts_empty(options: object) -> None:
+    with _opened(options) as store:
+        found, rows = store.get(_EXTREME_IDS)
+        _expect(not found.any() and rows.shape == (0, ROW_BYTES), "a new store has no rows")
+        _expect(not len(_scanned(store)[0]), "a scan of an empty store gives no ids")
+
+
+def _keeps_rows(options: object) -> None:
+    with _opened(options) as store:
+        ids, rows = _EXTREME_IDS, _rows(len(_EXTREME_IDS))
+        rows[0], rows[1] = 0, 255
+        store.put(ids, rows)
+        _expect_rows(store, ids, rows, "rows come back byte for byte, in the order of the ids asked for")
+        back = ids.flip(0)
+        _expect_rows(store, back, rows.flip(0), "rows come back in the order of the ids asked for")
+        strided = torch.stack([ids, ids], dim=1)[:, 0]
+        _expect_rows(store, strided, rows, "ids may be strided")
+        store.put(ids[:4] + 16, rows.repeat(1, 2)[:4, ::2])
+        _expect_rows(store, ids[:4] + 16, rows.repeat(1, 2)[:4, ::2], "rows may be strided")
+
+
+def _overwrites(options: object) -> None:
+    with _opened(options) as store:
+        ids, rows = torch.arange(-50, 50), _rows(100)
+        store.put(ids, rows)
+        rows[20:60] = _rows(40, seed=1)
+        store.put(ids[20:60], rows[20:60])
+        _expect_rows(store, ids, rows, "a second put replaces the rows of its ids and no others")
+        _expect_scan(store, ids, rows, "a scan gives the rows put last")
+
+
+def _tells_missing_ids(options: object) -> None:
+    with _opened(options) as store:
+        ids, rows = torch.arange(0, 2000, 2), _rows(1000)
+        store.put(ids, rows)
+        asked = torch.arange(2000).flip(0)
+        found, got = store.get(asked)
+        _expect(found.dtype == torch.bool and found.shape == asked.shape, "found is (N,) bool")
+        _expect(torch.equal(found, asked % 2 == 0), "found tells for each id whether it is there")
+        _expect(torch.equal(got, rows.flip(0)), "rows are those of the ids found, in the order asked for")
+        found, got = store.get(torch.tensor([1, 3, 5]))
+        _expect(not found.any() and got.shape == (0, ROW_BYTES), "rows of missing ids are (0, row bytes)")
+
+
+def _deletes(options: object) -> None:
+    with _opened(options) as store:
+        ids, rows = torch.arange(-500, 500), _rows(1000)
+        store.put(ids, rows)
+        gone = ids % 3 == 0
+        store.delete(torch.cat([ids[gone], torch.tensor([10**6, -(10**6)])]))
+        found, got = store.get(ids)
+        _expect(torch.equal(found, ~gone), "deleted ids are not found, all others are")
+        _expect(torch.equal(got, rows[~gone]), "a delete leaves the other rows as they were")
+        _expect_scan(store, ids[~gone], rows[~gone], "a scan gives no deleted id")
+        store.put(ids[gone], rows[gone].flip(0))
+        _expect_rows(store, ids[gone], rows[gone].flip(0), "a deleted id can be put again")
+
+
+def _takes_empty_batches(options: object) -> None:
+    with _opened(options) as store:
+        store.put(torch.tensor([7]), _rows(1))
+        none = torch.empty(0, dtype=torch.int64)
+        found, rows = store.get(none)
+        _expect(found.shape == (0,) and rows.shape == (0, ROW_BYTES), "a get of no ids gives (0,) and (0, row bytes)")
+        _expect(found.dtype == torch.bool and rows.dtype == torch.uint8, "a get of no ids gives bool and uint8")
+        store.put(none, rows)
+        store.delete(none)
+        _expect_scan(store, torch.tensor([7]), _rows(1), "empty puts and deletes change nothing")
+
+
+def _takes_big_batches(options: object) -> None:
+    with _opened(options, row_bytes=140) as store:
+        ids, rows = torch.randperm(20_000, generator=_generator(2)) * 7919 - 10**8, _rows(20_000, 140)
+        store.put(ids, rows)
+        _expect_rows(store, ids, rows, "a batch of 20,000 rows comes back")
+        _expect_scan(store, ids, rows, "a scan gives every id once, with its row")
+        store.delete(ids[1:])
+        _expect_scan(store, ids[:1], rows[:1], "a batch of 19,999 ids is deleted")
+
+
+def _takes_any_row_size(options: object) -> None:
+    for row_bytes in (1, 8, 4097):
+        with _opened(options, row_bytes=row_bytes) as store:
+            ids, rows = torch.arange(64), _rows(64, row_bytes)
+            store.put(ids, rows)
+            _expect_rows(store, ids, rows, f"rows of {row_bytes} bytes come back")
+
+
+def _snapshots_ascend(options: object) -> None:
+    with _opened(options) as store:
+        if not store.ascending_snapshots:
+            return
+        ids = torch.cat([_EXTREME_IDS, torch.randperm(30_000, generator=_generator(3)) * 613 - 10**7]).unique()
+        rows = _rows(len(ids))
+        store.put(ids, rows)
+        scan = store.scan()
+        store.delete(ids[::2])
+        store.put(ids[1::2], rows[1::2].flip(0))
+        first = next(scan)
+        store.put(torch.arange(10**8, 10**8 + 100), _rows(100))
+        batches = [first, *scan]
+        seen = torch.cat([batch for batch, _ in batches])
+        _expect(
+            torch.equal(seen, ids), "ascending_snapshots: a scan gives the ids of the moment of its call, ascending"
+        )
+        _expect(
+            torch.equal(torch.cat([batch for _, batch in batches]), rows),
+            "ascending_snapshots: a scan gives the rows of the moment of its call",
+        )
+
+
+def _keeps_stores_apart(options: object) -> None:
+    for other in (
+        "conformance/0",
+        "conformance/00",
+        "conformance/0*",
+        "..",
+        "a name: of {1} \N{SNOWMAN}[0]?/" + "x" * 300,
+    ):
+        with _opened(options) as one, _opened(options, other) as two:
+            ids, rows = torch.arange(10), _rows(20)
+            one.put(ids, rows[:10])
+            _expect(not two.get(ids)[0].any(), f"stores named 'conformance/0' and {other!r} are apart")
+            two.put(ids, rows[10:])
+            _expect_scan(one, ids, rows[:10], f"a scan gives no rows of a store named {other!r}")
+            two.close()
+            _expect_rows(one, ids, rows[:10], f"closing a store named {other!r} leaves 'conformance/0' as it was")
+
+
+def _serves_several_threads(options: object) -> None:
+    with _opened(options) as store:
+        ids, rows = torch.arange(1000), _rows(1000)
+        _in_a_thread(lambda: store.put(ids[:500], rows[:500]))
+        store.put(ids[500:], rows[500:])
+        _in_a_thread(lambda: _expect_rows(store, ids, rows, "calls may come from several threads, one after the other"))
+        _in_a_thread(lambda: store.delete(ids[:10]))
+        _expect_scan(store, ids[10:], rows[10:], "what one thread has deleted another does not see")
+
+
+def _closes(options: object) -> None:
+    store = open_cold_store(options, name="conformance/0", row_bytes=ROW_BYTES)
+    ids, rows = torch.arange(10), _rows(10)
+    store.put(ids, rows)
+    store.close()
+    store.close()
+    calls: dict[str, Callable[[], object]] = {
+        "get": lambda: store.get(ids),
+        "put": lambda: store.put(ids, rows),
+        "delete": lambda: store.delete(ids),
+        "scan": lambda: list(store.scan()),
+    }
+    for name, call in calls.items():
+        try:
+            call()
+        except ColdStoreError:
+            continue
+        _expect(False, f"{name} after close raises ColdStoreError")
+    with _opened(options) as again:
+        _expect(not again.get(ids)[0].any(), "a store forgets its rows when it is closed")
+
+
+CHECKS = (
+    _starts_empty,
+    _keeps_rows,
+    _overwrites,
+    _tells_missing_ids,
+    _deletes,
+    _takes_empty_batches,
+    _takes_big_batches,
+    _takes_any_row_size,
+    _snapshots_ascend,
+    _keeps_stores_apart,
+    _serves_several_threads,
+    _closes,
+)
+
+
+def _generator(seed: int) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+def _rows(n: int, row_bytes: int = ROW_BYTES, seed: int = 0) -> Tensor:
+    return torch.randint(0, 256, (n, row_bytes), dtype=torch.uint8, generator=_generator(seed))
+
+
+def _scanned(store: ColdStore) -> tuple[Tensor, Tensor]:
+    """All of a scan, by ascending ids."""
+    batches = list(store.scan())
+    for ids, rows in batches:
+        _expect(ids.dtype == torch.int64 and ids.dim() == 1, "a scan's ids are (n,) int64")
+        _expect(rows.dtype == torch.uint8 and len(rows) == len(ids), "a scan's rows are (n, row bytes) uint8")
+    if not batches:
+        return torch.empty(0, dtype=torch.int64), torch.empty(0, 0, dtype=torch.uint8)
+    ids, order = torch.cat([ids for ids, _ in batches]).sort()
+    return ids, torch.cat([rows for _, rows in batches])[order]
+
+
+def _expect_scan(store: ColdStore, ids: Tensor, rows: Tensor, promise: str) -> None:
+    ids, order = ids.sort()
+    scanned, scanned_rows = _scanned(store)
+    _expect(torch.equal(scanned, ids), f"{promise}: the ids are those put, each once")
+    _expect(torch.equal(scanned_rows, rows[order]), f"{promise}: the rows are those put")
+
+
+def _expect_rows(store: ColdStore, ids: Tensor, rows: Tensor, promise: str) -> None:
+    found, got = store.get(ids)
+    _expect(found.dtype == torch.bool and found.shape == ids.shape and bool(found.all()), f"{promise}: all are found")
+    _expect(got.dtype == torch.uint8 and torch.equal(got, rows), promise)
+
+
+def _in_a_thread(call: Callable[[], object]) -> None:
+    errors: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            call()
+        except BaseException as error:
+            errors.append(error)
+
+    thread = Thread(target=run)
+    thread.start()
+    thread.join()
+    if errors:
+        raise errors[0]
+
+
+def _expect(kept: bool, promise: str) -> None:
+    # Not assert: third parties may run this with -O.
+    if not kept:
+        raise AssertionError(f"broken promise of a cold store: {promise}")
