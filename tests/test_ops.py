@@ -85,6 +85,7 @@ CASES: dict[str, Any] = {
     "table_evict": lambda: (_table_of(IDS), IDS, ops.table_images(_table_of(IDS), IDS)),
     "table_bring_back": lambda: (_table(), IDS, ops.table_images(_table_of(IDS), IDS), True),
     "table_expired": lambda: (_bounded(),),
+    "table_note_left": lambda: (_table(), IDS),
     "table_count_expired": lambda: (_table(), 3),
     "table_mark": lambda: (_table(),),
     "snapshot_open": lambda: (_table(), None),

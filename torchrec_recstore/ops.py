@@ -244,14 +244,17 @@ table_images = cast(Callable[[int, Tensor], Tensor], _ops.table_images.default)
 """(table, ids (N,) int64) -> (N, image bytes) uint8. ValueError where an id has no row in memory."""
 
 table_evict = cast(Callable[[int, Tensor, Tensor], Tensor], _ops.table_evict.default)
-"""(table, ids (N,) int64, images (N, image bytes) uint8) -> () int64: how many rows have left memory; those stay that
-are no longer as in their image, or that a pending backward needs."""
+"""(table, ids (N,) int64, images (N, image bytes) uint8) -> (N,) bool: which rows have left memory; those stay that are
+no longer as in their image, or that a pending backward needs."""
 
 table_bring_back = cast(Callable[[int, Tensor, Tensor, bool], None], _ops.table_bring_back.default)
 """(table, ids (N,) int64, images (N, image bytes) uint8, whether a step looks them up). There must be room."""
 
 table_expired = cast(Callable[[int], Tensor], _ops.table_expired.default)
-"""(table) -> ids (N,) int64 whose rows are too old, of the part of the table that this step is to look at."""
+"""(table) -> ids (N,) int64 whose rows no step has looked up for too long."""
+
+table_note_left = cast(Callable[[int, Tensor], None], _ops.table_note_left.default)
+"""(table, ids (N,) int64) whose rows have left the cold store for good: for deltas."""
 
 table_count_expired = cast(Callable[[int, int], None], _ops.table_count_expired.default)
 """(table, rows) that have left for age."""
@@ -424,10 +427,6 @@ def _fake_images(table: int, ids: Tensor) -> Tensor:
     return ids.new_empty((ids.shape[0], _symbolic_size()), dtype=torch.uint8)
 
 
-def _fake_evict(table: int, ids: Tensor, images: Tensor) -> Tensor:
-    return ids.new_empty(())
-
-
 def _fake_nothing(table: int, *_: object) -> None:
     return None
 
@@ -454,8 +453,9 @@ _FAKES: dict[str, Callable[..., object]] = {
     "table_admits": _fake_contains,
     "table_leaving": _fake_ids,
     "table_images": _fake_images,
-    "table_evict": _fake_evict,
+    "table_evict": _fake_contains,
     "table_bring_back": _fake_nothing,
+    "table_note_left": _fake_nothing,
     "group_table_ids": _fake_table_ids,
     "group_read": _fake_read,
     "group_forward": _fake_forward,

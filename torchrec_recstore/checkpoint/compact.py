@@ -84,7 +84,8 @@ def compact_chain(
         finally:
             files = writer.close()
         newest = chain[-1]
-        for name in (DENSE, TRAINING_STATE):
+        counted = [file.file for table in newest.tables.values() for file in table.sightings]
+        for name in (DENSE, TRAINING_STATE, *counted):
             if name in newest.files:
                 files[name] = newest.files[name]
                 _copy(newest.path / name, staging / name, files[name])

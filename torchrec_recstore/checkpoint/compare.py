@@ -13,6 +13,7 @@ from torch import Tensor
 from torchrec_recstore.checkpoint.encoding import encode
 from torchrec_recstore.checkpoint.fold import FoldedTable, among, common_columns, tables_named
 from torchrec_recstore.checkpoint.info import DENSE, CheckpointInfo, TableInfo
+from torchrec_recstore.checkpoint.sightings import merged
 
 _FACTS = ("dtype", "optimizer", "options", "steps", "optimizer_steps")
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -103,7 +104,7 @@ def _compare_tables(
     before, after = first[-1].tables.get(name), second[-1].tables.get(name)
     if before is None or after is None:
         return Difference(added=after.rows if after else 0, gone=before.rows if before else 0)
-    difference = Difference(facts=_facts(before, after))
+    difference = Difference(facts=_facts(before, after) | _sightings(first[-1], second[-1], name))
     columns = common_columns(tables_named(name, [*first, *second]))
     one, other = FoldedTable(first, name, columns), FoldedTable(second, name, columns)
     compared = ["weight", *(state for state in one.states if state in other.states), "last_step", "frequency"]
@@ -130,6 +131,14 @@ def _compare_tables(
 def _facts(before: TableInfo, after: TableInfo) -> dict[str, tuple[object, object]]:
     pairs = {name: (getattr(before, name), getattr(after, name)) for name in _FACTS}
     return {name: (a, b) for name, (a, b) in pairs.items() if a != b}
+
+
+def _sightings(before: CheckpointInfo, after: CheckpointInfo, name: str) -> dict[str, tuple[object, object]]:
+    """What admission has counted, where a model would go on with other counts."""
+    saved = [info.tables[name].sightings for info in (before, after)]
+    cells = max((file.cells for files in saved for file in files), default=1)
+    (one, _), (other, _) = merged(before, name, cells), merged(after, name, cells)
+    return {} if torch.equal(one, other) else {"sightings": (int(one.sum()), int(other.sum()))}
 
 
 def _compare_dense(before: CheckpointInfo, after: CheckpointInfo) -> Difference:

@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from torchrec_recstore.checkpoint.tables import table_named
+from torchrec_recstore.store import insert_all
 
 _CHUNK = 1 << 20  # rows at a time
 
@@ -42,7 +43,8 @@ def load_dense_weights(model: nn.Module, weights: Mapping[str, Tensor]) -> None:
                 part = tensor[begin : begin + _CHUNK].detach()
                 ids = torch.arange(begin, begin + part.shape[0])
                 owned = shard.owned(ids)
-                shard.table.insert(ids[owned], part[owned, columns.start : columns.stop].to("cpu", torch.float32))
+                mine = part[owned, columns.start : columns.stop].to("cpu", torch.float32)
+                insert_all(shard.table, ids[owned], mine)
 
 
 def export_dense_weights(model: nn.Module, table_name: str, num_rows: int) -> Tensor:

@@ -49,6 +49,23 @@ class PartInfo:
 
 
 @dataclass(frozen=True)
+class SightingsInfo:
+    """A file with what a shard's admission has counted.
+
+    It has the tensors ``position`` (n,) int64, of the flattened cells that are not 0, and ``count`` (n,) uint8.
+
+    Args:
+        file: its name.
+        cells: N of the counter's cells (2, 4, N).
+        taken: sightings of the present generation.
+    """
+
+    file: str
+    cells: int
+    taken: int
+
+
+@dataclass(frozen=True)
 class TableInfo:
     """A table in a checkpoint.
 
@@ -56,7 +73,7 @@ class TableInfo:
         dim: columns of the whole table.
         dtype: of the weights: ``"float32"``, ``"float16"`` or ``"bfloat16"``.
         optimizer: with its numbers as they were given; a schedule's learning rate is the schedule's to save.
-        options: of the table.
+        options: of the table, without its cold store: where rows lay is nothing that they have to go back to.
         rows: of the whole table when it was saved.
         steps: training lookups, which a row's ``last_step`` refers to.
         optimizer_steps: updates, which the bias correction of Adam and LAMB counts.
@@ -65,6 +82,7 @@ class TableInfo:
         removal: which ids the parts in ``removed`` list: those that ``"left"`` since ``delta_of``, or those that
             ``"stay"`` of the rows that it had.
         removed: files with ids alone; empty where nothing left.
+        sightings: what admission has counted, by shards; in a delta too, all of it.
     """
 
     dim: int
@@ -78,6 +96,7 @@ class TableInfo:
     parts: tuple[PartInfo, ...]
     removal: Literal["left", "stay"] = "left"
     removed: tuple[PartInfo, ...] = ()
+    sightings: tuple[SightingsInfo, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -268,6 +287,7 @@ def _table(entry: dict[str, Any]) -> TableInfo:
         "columns": tuple((begin, end) for begin, end in entry["columns"]),
         "parts": tuple(_part(part) for part in entry["parts"]),
         "removed": tuple(_part(part) for part in entry["removed"]),
+        "sightings": tuple(SightingsInfo(**file) for file in entry.get("sightings", ())),
     }
     return TableInfo(**{**entry, **values})
 

@@ -16,11 +16,12 @@ from torchrec_recstore.checkpoint.info import DENSE, CheckpointInfo, PartInfo, T
 from torchrec_recstore.checkpoint.model_tensors import check_dense, dense_tensors, load_dense
 from torchrec_recstore.checkpoint.new_rows import check_replaceable, exchange_all
 from torchrec_recstore.checkpoint.parts import joined_rows
+from torchrec_recstore.checkpoint.sightings import load_sightings
 from torchrec_recstore.checkpoint.tables import ModelTable, distinct_tables
 from torchrec_recstore.optim import state_names
 from torchrec_recstore.sharders.gather import refused_together, whole_environment
 from torchrec_recstore.sharders.local_shard import LocalShard
-from torchrec_recstore.store import Table
+from torchrec_recstore.store import Table, write_all
 
 _T = TypeVar("_T")
 
@@ -31,8 +32,9 @@ Owned = Callable[[Tensor], Tensor]
 def load_checkpoint(model: nn.Module, path: str | Path, *, strict: bool = True) -> CheckpointInfo:
     """Loads what ``save_checkpoint`` wrote, at any world size and with any plan. Collective.
 
-    The model then holds the checkpoint's rows and no others. All of it is read and checked before anything changes:
-    while it is read, the model's old rows are still there, beside the new ones.
+    The model then holds the checkpoint's rows and no others. Those that a table with ``max_rows`` has no room for go to
+    its cold store, whichever that is, and without one it keeps those that its eviction would keep. All of it is read
+    and checked before anything changes: while it is read, the model's old rows are still there, beside the new ones.
 
     Args:
         model: ``DistributedModelParallel``, or anything that contains sharded modules.
@@ -48,7 +50,8 @@ def load_checkpoint(model: nn.Module, path: str | Path, *, strict: bool = True) 
         CheckpointError: a file is missing or damaged, or the format is another version's.
         ValueError: the model does not fit: a missing or unknown table, another dim, another optimizer's state, another
             shape of a dense tensor; a save of the model is still being written.
-        MemoryError: there is no room for the rows. All of these on every rank, with nothing changed.
+        MemoryError: there is no room for the rows.
+        ColdStoreError: a cold store fails. All of these on every rank, with nothing changed.
     """
     env = whole_environment()
     loaded: list[tuple[Table, Table]] = []
@@ -92,6 +95,8 @@ def load_rows(table: Table, name: str, chain: Sequence[CheckpointInfo], owned: O
         CheckpointError: a file is missing or damaged.
         MemoryError: no room.
     """
+    last = chain[-1].tables[name]
+    table.steps = last.steps  # first: by it eviction tells how old rows are
     for info in chain:
         if name not in info.tables:
             continue  # the table is newer than that checkpoint
@@ -100,9 +105,9 @@ def load_rows(table: Table, name: str, chain: Sequence[CheckpointInfo], owned: O
         for ids, rows in _one_ahead(_rows_of(contents, info, table.columns, owned)):
             if rows["weight"].dtype is not table.dtype:
                 rows["weight"] = rows["weight"].float()  # which any table takes, and rounds to its own type
-            table.write_rows(ids, rows)
-    last = chain[-1].tables[name]
-    table.steps, table.optimizer_steps = last.steps, last.optimizer_steps
+            write_all(table, ids, rows)
+    table.optimizer_steps = last.optimizer_steps
+    load_sightings(table, chain, name)
 
 
 def _loaded_shard(chain: Sequence[CheckpointInfo], shard: LocalShard) -> Table:

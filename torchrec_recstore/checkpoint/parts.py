@@ -71,6 +71,12 @@ class PartWriter:
         columns = (table.columns.start, table.columns.stop)
         return tuple(self.part(table.name, columns, i, {"ids": piece}, f"-{kind}") for i, piece in enumerate(pieces))
 
+    def sightings(self, table: Table, tensors: dict[str, Tensor]) -> str:
+        """Writes what the table's admission has counted; returns the file's name."""
+        name = f"{_file_name(table.name)}-{self._rank:05d}-{table.columns.start}-sightings.safetensors"
+        self._submit(name, tensors)
+        return name
+
     def part(
         self, table: str, columns: tuple[int, int], number: int, tensors: dict[str, Tensor], kind: str = ""
     ) -> PartInfo:

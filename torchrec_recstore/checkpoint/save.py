@@ -25,13 +25,16 @@ from torchrec_recstore.checkpoint.info import (
     CheckpointInfo,
     DeltaOf,
     PartInfo,
+    SightingsInfo,
     TableInfo,
     read_chain,
     write_metadata,
 )
 from torchrec_recstore.checkpoint.model_tensors import dense_tensors
 from torchrec_recstore.checkpoint.parts import PartWriter
+from torchrec_recstore.checkpoint.sightings import sparse
 from torchrec_recstore.checkpoint.tables import distinct_tables
+from torchrec_recstore.options import TableOptions
 from torchrec_recstore.sharders.gather import all_gathered, refused_together, whole_environment
 from torchrec_recstore.store import Snapshot, Table
 
@@ -157,6 +160,8 @@ class _Shard:
 
     table: Table
     snapshot: Snapshot
+    options: TableOptions  # of the whole table
+    sightings: tuple[Tensor, int]
     ids: Tensor | None = None  # all of them, where they are listed instead of those that left
 
 
@@ -193,7 +198,12 @@ class _Save:
                     for number, shard in enumerate(table.module.recstore_state.shards[table.name]):
                         since = None if marks is None else marks[table.name][number]
                         self._shards[table.name].append(
-                            _Shard(shard.table, undo.enter_context(shard.table.snapshot(since)))
+                            _Shard(
+                                shard.table,
+                                undo.enter_context(shard.table.snapshot(since)),
+                                replace(table.state.options, cold_store=None),
+                                shard.table.sightings(),
+                            )
                         )
                 if polite:  # training goes on with the tensors themselves
                     self._dense = {key: value.clone() for key, value in self._dense.items()}
@@ -295,11 +305,15 @@ class _Save:
             ids = shard.snapshot.left if kind == "left" else shard.ids
             assert ids is not None
             removed = writer.ids(table, kind, ids)
+        sightings: tuple[SightingsInfo, ...] = ()
+        cells, taken = shard.sightings
+        if cells.shape[2] > 0 and table.columns.start == 0:
+            sightings = (SightingsInfo(writer.sightings(table, sparse(cells)), cells.shape[2], taken),)
         return TableInfo(
             dim=table.dim,
             dtype=str(table.dtype).removeprefix("torch."),
             optimizer=table.optimizer,
-            options=table.options,
+            options=shard.options,
             rows=shard.snapshot.table_rows if table.columns.start == 0 else 0,
             steps=shard.snapshot.steps,
             optimizer_steps=shard.snapshot.optimizer_steps,
@@ -307,6 +321,7 @@ class _Save:
             parts=writer.rows(table, shard.snapshot),
             removal=kind,
             removed=removed,
+            sightings=sightings,
         )
 
     def _published(
@@ -351,4 +366,5 @@ def _merged(infos: Sequence[TableInfo | None]) -> TableInfo:
         columns=tuple(sorted({columns for info in known for columns in info.columns})),
         parts=tuple(part for info in known for part in info.parts),
         removed=tuple(part for info in known for part in info.removed),
+        sightings=tuple(file for info in known for file in info.sightings),
     )

@@ -19,7 +19,7 @@ from torchrec_recstore.optim import state_names
 from torchrec_recstore.sharders.local_shard import LocalShard
 from torchrec_recstore.sharders.table_state import BOOKKEEPING, TableState, set_clocks
 from torchrec_recstore.sharders.whole_tensors import owned_positions
-from torchrec_recstore.store import Table
+from torchrec_recstore.store import Table, insert_all, write_all
 
 
 class SavedTensors:
@@ -148,7 +148,7 @@ class SavedTable:
             for _, fresh in pairs:
                 _insert(fresh, rows["weight_id"], rows["weight"])
                 if states:
-                    fresh.table.write_rows(*self._state.rows_of(fresh, {**states, **counts}))
+                    write_all(fresh.table, *self._state.rows_of(fresh, {**states, **counts}))
         for _, fresh in pairs if counts else ():
             set_clocks(fresh.table, counts)
         return [(table, fresh.table) for table, fresh in pairs]
@@ -168,4 +168,4 @@ class SavedTable:
 def _insert(shard: LocalShard, ids: Tensor, weights: Tensor) -> None:
     owned = owned_positions(shard, ids)
     columns = shard.table.columns
-    shard.table.insert(ids[owned], weights[owned, columns.start : columns.stop].to(torch.float32))
+    insert_all(shard.table, ids[owned], weights[owned, columns.start : columns.stop].to(torch.float32))

@@ -424,7 +424,7 @@ Tensor table_images(int64_t table, Tensor ids) {
   return images;
 }
 
-// -> () int64: how many have left.
+// -> (N,) bool: which of them have left.
 Tensor table_evict(int64_t table, Tensor ids, Tensor images) {
   ids = checked_ids(ids);
   const auto owner = tables().get(table);
@@ -432,8 +432,8 @@ Tensor table_evict(int64_t table, Tensor ids, Tensor images) {
   check_distinct(id_data(ids), ids.size(0));
   const std::lock_guard<std::mutex> lock(owner->mutex());
   owner->check_open();
-  Tensor left = empty({}, ScalarType::Long);
-  *static_cast<int64_t*>(left.mutable_data_ptr()) = evict(*owner, id_data(ids), ids.size(0), data);
+  Tensor left = empty({ids.size(0)}, ScalarType::Bool);
+  evict(*owner, id_data(ids), ids.size(0), data, static_cast<bool*>(left.mutable_data_ptr()));
   return left;
 }
 
@@ -447,16 +447,26 @@ void table_bring_back(int64_t table, Tensor ids, Tensor images, bool looked_up) 
   bring_back(*owner, id_data(ids), ids.size(0), data, looked_up, executor());
 }
 
-// -> ids whose rows are too old, of the part of the table that it is this step's turn to look at.
+// -> ids whose rows no step has looked up for too long.
 Tensor table_expired(int64_t table) {
   const auto owner = tables().get(table);
   const std::lock_guard<std::mutex> lock(owner->mutex());
   owner->check_open();
   std::vector<int64_t> ids;
   if (owner->config().bounds.expiry > 0) {
-    for (const Leaver& row : expired_rows(*owner)) ids.push_back(row.id);
+    for (const Leaver& row : expired_rows(*owner, executor())) ids.push_back(row.id);
   }
   return id_tensor(ids);
+}
+
+// Ids whose rows have left the cold store for good.
+void table_note_left(int64_t table, Tensor ids) {
+  ids = checked_ids(ids);
+  const auto owner = tables().get(table);
+  const std::lock_guard<std::mutex> lock(owner->mutex());
+  owner->check_open();
+  Changes& changes = owner->rows().changes();
+  for (int64_t i = 0; changes.tracks() && i < ids.size(0); ++i) changes.left(id_data(ids)[i], owner->size());
 }
 
 void table_count_expired(int64_t table, int64_t rows) {
@@ -866,6 +876,7 @@ STABLE_TORCH_LIBRARY(recstore_ops, m) {
   m.def("table_evict(int table, Tensor ids, Tensor images) -> Tensor");
   m.def("table_bring_back(int table, Tensor ids, Tensor images, bool looked_up) -> ()");
   m.def("table_expired(int table) -> Tensor");
+  m.def("table_note_left(int table, Tensor ids) -> ()");
   m.def("table_count_expired(int table, int rows) -> ()");
   m.def("group_table_ids(int group, Tensor ids, Tensor? offsets) -> Tensor[]");
   m.def(
@@ -933,6 +944,7 @@ STABLE_TORCH_LIBRARY_IMPL(recstore_ops, CPU, m) {
   m.impl("table_export", TORCH_BOX(&recstore::table_export));
   m.impl("table_import", TORCH_BOX(&recstore::table_import));
   m.impl("table_set_sightings", TORCH_BOX(&recstore::table_set_sightings));
+  m.impl("table_note_left", TORCH_BOX(&recstore::table_note_left));
   m.impl("table_absent", TORCH_BOX(&recstore::table_absent));
   m.impl("table_may_be_cold", TORCH_BOX(&recstore::table_may_be_cold));
   m.impl("table_admits", TORCH_BOX(&recstore::table_admits));

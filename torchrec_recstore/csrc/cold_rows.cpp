@@ -70,19 +70,18 @@ void read_images(const Table& table, const int64_t* ids, int64_t n, char* images
   });
 }
 
-int64_t evict(Table& table, const int64_t* ids, int64_t n, const char* images) {
+void evict(Table& table, const int64_t* ids, int64_t n, const char* images, bool* left) {
   const SlotSet pinned = pinned_slots(table);
   std::vector<Leaver> leavers;
   leavers.reserve(static_cast<size_t>(n));
   for (int64_t i = 0; i < n; ++i) {
     const Slot slot = table.index().find(ids[i], table.index().hash(ids[i]));
-    if (slot == kNoSlot || pinned.contains(slot) || !is_as_in(table.rows(), slot, images + i * image_bytes(table))) continue;
-    leavers.push_back({ids[i], slot});
+    left[i] = slot != kNoSlot && !pinned.contains(slot) && is_as_in(table.rows(), slot, images + i * image_bytes(table));
+    if (left[i]) leavers.push_back({ids[i], slot});
   }
   for (const Leaver& leaver : leavers) table.cold_filter().add(leaver.id);
   table.leave(leavers);
   table.counters().evicted += static_cast<int64_t>(leavers.size());
-  return static_cast<int64_t>(leavers.size());
 }
 
 void bring_back(Table& table, const int64_t* ids, int64_t n, const char* images, bool looked_up, Executor& executor) {

@@ -9,6 +9,7 @@ namespace recstore {
 namespace {
 
 constexpr int64_t kPart = 32;            // of a full table leaves at once
+constexpr int64_t kExpiryParts = 4;      // how often rows are looked for that are too old, in the time that makes them so
 constexpr int64_t kTaskSegments = 64;    // of the index
 constexpr int64_t kTaskSlots = 1 << 16;
 
@@ -55,6 +56,35 @@ struct Candidate {
   }
 };
 
+// The slots that pass a test, of all that were ever handed out.
+template <class Test>
+SlotSet slots_where(const Rows& rows, Executor& executor, const Test& test) {
+  const int64_t slots = rows.slots();
+  SlotSet found(slots);
+  for_each_task(executor, (slots + kTaskSlots - 1) / kTaskSlots, [&](int64_t task) {  // each has words of its own
+    for (int64_t s = task * kTaskSlots; s < std::min((task + 1) * kTaskSlots, slots); ++s) {
+      if (test(static_cast<Slot>(s))) found.add(static_cast<Slot>(s));
+    }
+  });
+  return found;
+}
+
+// Appends make(id, slot) for the rows that are in `slots`, in no order.
+template <class T, class Make>
+void append_each_of(const Table& table, const SlotSet& slots, Executor& executor, const Make& make, std::vector<T>& out) {
+  const Index& index = table.index();
+  const int64_t walks = (int64_t{index.segments()} + kTaskSegments - 1) / kTaskSegments;
+  std::vector<std::vector<T>> parts(static_cast<size_t>(walks));
+  for_each_task(executor, walks, [&](int64_t walk) {
+    const auto first = static_cast<uint32_t>(walk * kTaskSegments);
+    const auto end = static_cast<uint32_t>(std::min<int64_t>((walk + 1) * kTaskSegments, index.segments()));
+    index.for_each(first, end, [&](int64_t id, Slot slot) {
+      if (slots.contains(slot)) parts[walk].push_back(make(id, slot));
+    });
+  });
+  for (const auto& part : parts) out.insert(out.end(), part.begin(), part.end());
+}
+
 template <class Policy>
 std::vector<Leaver> least(const Table& table, const Policy& policy, const SlotSet& kept, int64_t count, Executor& executor) {
   const Rows& rows = table.rows();
@@ -79,27 +109,14 @@ std::vector<Leaver> least(const Table& table, const Policy& policy, const SlotSe
   }
   if (found == 0) return {};
 
-  SlotSet wanted(tasks * kTaskSlots);
-  for_each_task(executor, tasks, [&](int64_t task) {
-    for (int64_t s = task * kTaskSlots; s < std::min((task + 1) * kTaskSlots, slots); ++s) {
-      const auto slot = static_cast<Slot>(s);
-      if (policy.class_of(rows.meta(slot)) <= last_class && !rest.contains(slot)) wanted.add(slot);
-    }
-  });
-
-  const Index& index = table.index();
-  const int64_t walks = (int64_t{index.segments()} + kTaskSegments - 1) / kTaskSegments;
-  std::vector<std::vector<Candidate>> parts(static_cast<size_t>(walks));
-  for_each_task(executor, walks, [&](int64_t walk) {
-    const auto first = static_cast<uint32_t>(walk * kTaskSegments);
-    const auto end = static_cast<uint32_t>(std::min<int64_t>((walk + 1) * kTaskSegments, index.segments()));
-    index.for_each(first, end, [&](int64_t id, Slot slot) {
-      if (wanted.contains(slot)) parts[walk].push_back({policy.rank(rows.meta(slot)), mix(static_cast<uint64_t>(id)), slot});
-    });
+  const SlotSet wanted = slots_where(rows, executor, [&](Slot slot) {
+    return policy.class_of(rows.meta(slot)) <= last_class && !rest.contains(slot);
   });
   std::vector<Candidate> candidates;
   candidates.reserve(static_cast<size_t>(found));
-  for (const auto& part : parts) candidates.insert(candidates.end(), part.begin(), part.end());
+  append_each_of(table, wanted, executor, [&](int64_t id, Slot slot) {
+    return Candidate{policy.rank(rows.meta(slot)), mix(static_cast<uint64_t>(id)), slot};
+  }, candidates);
   if (static_cast<int64_t>(candidates.size()) > count) {
     std::nth_element(candidates.begin(), candidates.begin() + count, candidates.end());
     candidates.resize(static_cast<size_t>(count));
@@ -127,27 +144,25 @@ int64_t leaving_at_once(const Table& table, int64_t needed) {
   return std::max(needed, table.config().bounds.max_rows / kPart);
 }
 
-std::vector<Leaver> expired_rows(Table& table) {
+bool is_expiry_step(const Table& table) {
   const int64_t expiry = table.config().bounds.expiry;
-  const Index& index = table.index();
-  const int64_t segments = index.segments();
-  const int64_t part = std::min(segments, (4 * segments + expiry - 1) / expiry);
-  const int64_t now = table.clock();
-  std::vector<Leaver> old;
-  int64_t first = table.expiry_cursor() < segments ? table.expiry_cursor() : 0;
-  for (int64_t left = part; left > 0;) {
-    const int64_t end = std::min(first + left, segments);
-    index.for_each(static_cast<uint32_t>(first), static_cast<uint32_t>(end), [&](int64_t id, Slot slot) {
-      if (now - int64_t{table.rows().meta(slot).last_step} > expiry) old.push_back({id, slot});
-    });
-    left -= end - first;
-    first = end == segments ? 0 : end;
-  }
-  table.set_expiry_cursor(first);
-  if (old.empty()) return old;
-  const SlotSet pinned = pinned_slots(table);
-  old.erase(std::remove_if(old.begin(), old.end(), [&](const Leaver& row) { return pinned.contains(row.slot); }), old.end());
-  return old;
+  return expiry > 0 && table.clock() % std::max<int64_t>(1, expiry / kExpiryParts) == 0;
+}
+
+std::vector<Leaver> expired_rows(const Table& table, Executor& executor) {
+  const Rows& rows = table.rows();
+  const int64_t oldest = table.clock() - table.config().bounds.expiry;  // last step of a row that stays
+  SlotSet old = slots_where(rows, executor, [&](Slot slot) { return int64_t{rows.meta(slot).last_step} < oldest; });
+  rows.for_each_free([&](Slot slot) { old.remove(slot); });
+  if (old.empty()) return {};
+  table.for_each_pass([&](const PendingPass& pass) {
+    SlotSet pinned(rows.slots());
+    pass.pin(table, pinned);
+    old.remove(pinned);
+  });
+  std::vector<Leaver> leavers;
+  append_each_of(table, old, executor, [](int64_t id, Slot slot) { return Leaver{id, slot}; }, leavers);
+  return leavers;
 }
 
 SlotSet pinned_slots(const Table& table) {

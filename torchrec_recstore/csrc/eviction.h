@@ -26,9 +26,11 @@ std::vector<Leaver> least_rows(const Table& table, const SlotSet& kept, int64_t 
 // How many rows leave where `needed` more are wanted than fit: a pass through the table is worth a part of it.
 int64_t leaving_at_once(const Table& table, int64_t needed);
 
-// Rows that no step has looked up for too long, in the part of the index that it is this step's turn to look at; all
-// of it comes by in a quarter of `expiry` steps. The caller holds the lock.
-std::vector<Leaver> expired_rows(Table& table);
+// Whether rows that are too old are to leave after this step. The step's number decides alone, so that all shards, and a
+// run that was resumed, let the same rows go.
+bool is_expiry_step(const Table& table);
+// Rows that no step has looked up for too long, and no pending pass refers to. The caller holds the lock.
+std::vector<Leaver> expired_rows(const Table& table, Executor& executor);
 
 // The slots that pending passes refer to. The caller holds the lock.
 SlotSet pinned_slots(const Table& table);

@@ -12,10 +12,10 @@ namespace recstore {
 namespace {
 
 // Rows that have grown too old leave; those of a cold store go by whoever keeps it.
-void expire(Table& table) {
-  if (table.config().bounds.expiry == 0 || table.config().bounds.cold_store) return;
+void expire(Table& table, Executor& executor) {
+  if (!is_expiry_step(table) || table.config().bounds.cold_store) return;
   try {
-    const std::vector<Leaver> old = expired_rows(table);
+    const std::vector<Leaver> old = expired_rows(table, executor);
     table.leave(old);
     table.counters().expired += static_cast<int64_t>(old.size());
   } catch (const std::bad_alloc&) {  // a later step will do it
@@ -39,7 +39,7 @@ Pass::Pass(std::shared_ptr<const Group> group, const Batch& batch, std::shared_p
     end();
     throw;
   }
-  for (const auto& table : group_->tables) expire(*table);
+  for (const auto& table : group_->tables) expire(*table, executor);
 }
 
 Pass::~Pass() {

@@ -1,5 +1,6 @@
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 #include <vector>
 
@@ -19,6 +20,13 @@ class SlotSet {
     for (int64_t i = 0; i < n; ++i) {
       if (slots[i] != kNoSlot) add(slots[i]);
     }
+  }
+  void remove(Slot slot) { bits_[slot / 64] &= ~(uint64_t{1} << (slot % 64)); }
+  void remove(const SlotSet& others) {
+    for (size_t w = 0; w < bits_.size(); ++w) bits_[w] &= ~others.bits_[w];
+  }
+  bool empty() const {
+    return std::all_of(bits_.begin(), bits_.end(), [](uint64_t bits) { return bits == 0; });
   }
   int64_t size() const {
     int64_t size = 0;

@@ -88,9 +88,6 @@ class Table {
   // Which ids may be in the cold store.
   ColdFilter& cold_filter() { return cold_filter_; }
   const ColdFilter& cold_filter() const { return cold_filter_; }
-  // Where in the index the search for old rows goes on.
-  int64_t expiry_cursor() const { return expiry_cursor_; }
-  void set_expiry_cursor(int64_t segment) { expiry_cursor_ = segment; }
 
   // A row, which is there already, is about to change. Distinct slots may come in parallel.
   void before_change(Slot slot) {
@@ -141,7 +138,6 @@ class Table {
   int64_t optimizer_steps_ = 0;
   std::optional<Sightings> sightings_;
   ColdFilter cold_filter_;
-  int64_t expiry_cursor_ = 0;
   Snapshot* snapshot_ = nullptr;
   uint64_t next_pass_ = 1;
   std::set<Numbered> pending_;

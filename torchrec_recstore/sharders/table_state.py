@@ -25,7 +25,7 @@ from torchrec_recstore.sharders.whole_tensors import (
     gathered_rows,
     owned_positions,
 )
-from torchrec_recstore.store import Table
+from torchrec_recstore.store import Table, insert_all, write_all
 
 BOOKKEEPING = ("last_step", "frequency")
 
@@ -106,7 +106,7 @@ class TableState:
         with refused_together(self.env):
             parts = [self.rows_of(shard, state) for shard in self.shards]
         for shard, (ids, rows) in zip(self.shards, parts, strict=True):
-            shard.table.write_rows(ids, rows)
+            write_all(shard.table, ids, rows)
             set_clocks(shard.table, state)
 
     def check_keys(self, state: Mapping[str, object]) -> None:
@@ -212,7 +212,7 @@ def replace_rows(shards: Sequence[LocalShard], source: TableSource) -> None:
     for shard in shards:
         rows = source.rows(shard, shard.table.columns)
         shard.table.remove(shard.table.ids())
-        shard.table.insert(source.ids[owned_positions(shard, source.ids)], rows)
+        insert_all(shard.table, source.ids[owned_positions(shard, source.ids)], rows)
         shard.table.optimizer_steps = 0
 
 

@@ -4,5 +4,15 @@ from torchrec_recstore.store.cold import ColdStore, ColdStoreError, open_cold_st
 from torchrec_recstore.store.snapshot import Snapshot
 from torchrec_recstore.store.stats import TableStats
 from torchrec_recstore.store.table import Table
+from torchrec_recstore.store.writing import insert_all, write_all
 
-__all__ = ["ColdStore", "ColdStoreError", "Snapshot", "Table", "TableStats", "open_cold_store"]
+__all__ = [
+    "ColdStore",
+    "ColdStoreError",
+    "Snapshot",
+    "Table",
+    "TableStats",
+    "insert_all",
+    "open_cold_store",
+    "write_all",
+]

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from torchrec_recstore import ops
 from torchrec_recstore.store.cold import ColdStore
+from torchrec_recstore.store.images import last_steps
 from torchrec_recstore.store.tier import ColdTier, among
 
 _BATCH = 1 << 16
@@ -43,6 +44,8 @@ class ColdSnapshot:
             self.wanted = torch.cat(cold) if cold else left
         elif not whole:
             resident = ops.table_ids(handle)
+        self.knows_left = not tier.expires
+        """Whether the ids are known that have left the store since a mark: those that expire there are not."""
         self.table_rows = tier.rows
         """All that are in the store and not in memory."""
         self.rows = tier.rows if self.wanted is None else len(self.wanted)
@@ -51,19 +54,19 @@ class ColdSnapshot:
         if self.rows:
             ascending = tier.store.ascending_snapshots
             batches = tier.store.scan() if ascending else _spooled(tier.store, self.wanted, tier.image_bytes)
-        self._batches = self._filtered(batches, resident)
+        self._batches = self._filtered(batches, resident, tier.expired_before)
 
     def next_batch(self) -> tuple[Tensor, Tensor] | None:
         """The next rows; None behind the last one."""
         return next(self._batches, None)
 
-    def _filtered(self, batches: Batches, resident: Tensor | None) -> Batches:
+    def _filtered(self, batches: Batches, resident: Tensor | None, expired_before: int) -> Batches:
         for ids, images in batches:
-            keep = torch.ones(len(ids), dtype=torch.bool)
+            keep = last_steps(images) >= expired_before
             if self.wanted is not None:
-                keep = among(ids, self.wanted)
+                keep &= among(ids, self.wanted)
             elif resident is not None:
-                keep = ~among(ids, resident)
+                keep &= ~among(ids, resident)
             if keep.any():
                 yield ids[keep], images[keep]
 

@@ -46,13 +46,14 @@ class Snapshot:
         """A mark of its moment, and what ``len(table)``, ``steps`` and ``optimizer_steps`` were."""
         self.left = ops.snapshot_left(handle)
         """(N,) int64: ids, ascending, that had a row at the mark given to :meth:`Table.snapshot` and have none any
-        more. None where they are no longer known, because more have left than stay, or where no mark was given."""
+        more. None where they are no longer known, because more have left than stay or rows have expired in the cold
+        store, or where no mark was given."""
         self._rows_left = ops.snapshot_rows_left(handle)
         if cold is not None:
             self.table_rows += cold.table_rows
             self._rows_left += cold.rows
             if self.left is not None and cold.wanted is not None:  # what is in the cold store has not left the table
-                self.left = self.left[~among(self.left, cold.wanted)]
+                self.left = self.left[~among(self.left, cold.wanted)] if cold.knows_left else None
         # Read and not merged yet, or merged and not asked for yet:
         self._resident, self._cold_rows, self._merged = self._no_rows(), self._no_rows(), self._no_rows()
 

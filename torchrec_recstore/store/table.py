@@ -229,6 +229,23 @@ class Table:
         with ops.native_errors(f"table '{self.name}'"):
             return ops.table_is_being_saved(self.handle)
 
+    def sightings(self) -> tuple[Tensor, int]:
+        """What admission has counted: cells (2, 4, N) uint8, the present generation first, and its sightings so far.
+
+        N is 0 without admission. How ids have their cells is told in csrc/sightings.h.
+        """
+        with ops.native_errors(f"table '{self.name}'"):
+            return ops.table_sightings(self.handle)
+
+    def set_sightings(self, cells: Tensor, taken: int) -> None:
+        """Replaces what admission has counted by what :meth:`sightings` of such a table gave.
+
+        Raises:
+            ValueError: the table has no admission, or a counter of another size.
+        """
+        with ops.native_errors(f"table '{self.name}'"):
+            ops.table_set_sightings(self.handle, cells, taken)
+
     @property
     def image_bytes(self) -> int:
         """Bytes of a row with all of its state, as a cold store gets it."""

@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import threading
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Literal
@@ -11,7 +11,7 @@ from torch import Tensor
 
 from torchrec_recstore import ops
 from torchrec_recstore.options import TableOptions
-from torchrec_recstore.store.cold import ColdStore, open_cold_store
+from torchrec_recstore.store.cold import ColdStore, ColdStoreError, open_cold_store
 from torchrec_recstore.store.images import last_steps
 
 Arrival = Literal["lookup", "update", "write"]
@@ -36,17 +36,31 @@ class ColdTier:
 
     def __init__(self, handle: int, options: TableOptions, name: str) -> None:
         self._handle = handle
-        self._expiry = options.expiry
+        # Old rows leave after every so many steps: csrc/eviction.h, is_expiry_step().
+        self._expiry = options.expiry.steps if options.expiry is not None else None
+        self._every = max(1, (self._expiry or 0) // 4)
         self._max_rows = options.max_rows or 0
         self.lock = threading.RLock()
         self.image_bytes = ops.table_image_bytes(handle)
         self.store: ColdStore = open_cold_store(options.cold_store, name=name, row_bytes=self.image_bytes)
-        self.rows = 0
-        """That are in the store and not in memory."""
+        # Rows that are in the store and not in memory, by the time that lets them expire.
+        self._counts: Counter[int] = Counter()
+        self.expired_before = 0
+        """Rows in the store with an earlier last step than this have expired."""
         self._staged: deque[tuple[Tensor, Tensor]] = deque(maxlen=_STAGED_BATCHES)  # ids, ascending, and images
         self._fetching = 0
         self._outdated: list[Tensor] = []  # ids that were written or deleted while others are being fetched
         self._sweep: Iterator[tuple[Tensor, Tensor]] | None = None
+
+    @property
+    def expires(self) -> bool:
+        """Whether rows leave for age."""
+        return self._expiry is not None
+
+    @property
+    def rows(self) -> int:
+        """That are in the store and not in memory."""
+        return self._counts.total()
 
     def bring(self, ids: Tensor, arrival: Arrival) -> None:
         """Brings the rows of ``ids``, (N,) int64, into memory, and makes room for those that are new.
@@ -69,7 +83,7 @@ class ColdTier:
             self._make_room(ids, len(images) + admitted)
             if len(images):
                 ops.table_bring_back(self._handle, absent[found], images, arrival == "lookup")
-                self.rows -= len(images)
+                self._counts -= self._counted(images)
                 self._unstage(absent[found])
 
     def prefetch(self, ids: Tensor) -> None:
@@ -119,22 +133,25 @@ class ColdTier:
     def remove(self, ids: Tensor) -> int:
         """Forgets the rows of ``ids``, (N,) int64, here and in memory; returns how many there were."""
         with self.lock:
-            cold = len(self.read(ids)[0])
+            cold, images = self.read(ids)
             self._delete(ids)
-            self.rows -= cold
-            return cold + int(ops.table_remove(self._handle, ids))
+            ops.table_note_left(self._handle, cold)
+            self._counts -= self._counted(images)
+            return len(images) + int(ops.table_remove(self._handle, ids))
 
     def ids(self) -> Tensor:
         """(N,) int64: the ids of all rows, here and in memory, ascending."""
         with self.lock:
-            parts = [ops.table_ids(self._handle), *(ids for ids, _ in self.store.scan())]
+            cold = (ids[(last_steps(images) >= self.expired_before)] for ids, images in self.store.scan())
+            parts = [ops.table_ids(self._handle), *cold]
         ids: Tensor = torch.unique(torch.cat(parts))
         return ids
 
     def exchange(self, other: ColdTier) -> None:
         """Exchanges the stores with another tier, when their native tables exchange rows."""
         self.store, other.store = other.store, self.store
-        self.rows, other.rows = other.rows, self.rows
+        self._counts, other._counts = other._counts, self._counts
+        self.expired_before, other.expired_before = other.expired_before, self.expired_before
         for tier in (self, other):
             tier._staged.clear()
             tier._sweep = None
@@ -158,7 +175,10 @@ class ColdTier:
             is_there, rows = self.store.get(ids[places])
             images[places[is_there]] = rows
             found[places[is_there]] = True
-        return found, images[found]
+        images = images[found]
+        alive = last_steps(images) >= self.expired_before
+        found[found.clone()] = alive
+        return found, images[alive]
 
     def _make_room(self, ids: Tensor, new_rows: int) -> None:
         # Rows that a backward has changed since they were copied have stayed: others go then.
@@ -166,7 +186,8 @@ class ColdTier:
             images = ops.table_images(self._handle, leaving)
             self.store.put(leaving, images)
             self._outdate(leaving)
-            self.rows += int(ops.table_evict(self._handle, leaving, images))
+            gone = ops.table_evict(self._handle, leaving, images)
+            self._counts += self._counted(images[gone])
 
     def _delete(self, ids: Tensor) -> None:
         ids = torch.unique(ids)
@@ -189,34 +210,50 @@ class ColdTier:
                 self._staged[place] = staged_ids[stays], images[stays]
 
     def _expire(self) -> None:
-        """Lets old rows go: in memory those that it is the native table's turn to look at, here as large a part."""
+        """Lets rows go that are too old, when it is time.
+
+        Those in the store count for nothing from then on; that they are deleted takes the steps up to the next time.
+        """
         if self._expiry is None:
             return
-        old = ops.table_expired(self._handle)
-        if len(old):
+        time = ops.table_steps(self._handle) // self._every
+        if time * self._every - self._expiry > self.expired_before:
+            old = ops.table_expired(self._handle)
             self._delete(old)
             ops.table_count_expired(self._handle, int(ops.table_remove(self._handle, old)))
+            self.expired_before = time * self._every - self._expiry
+            gone = [bucket for bucket in self._counts if bucket < time]
+            ops.table_count_expired(self._handle, sum(self._counts.pop(bucket) for bucket in gone))
+        self._delete_expired()
+
+    def _delete_expired(self) -> None:
+        """Goes on to delete what has expired, so that all of the store comes by until the next time."""
         copies = self.rows + self._max_rows  # rows in memory may have one that is out of date
-        seen, part = 0, -(-4 * copies // self._expiry.steps)
+        seen, part = 0, -(-copies // self._every)
         while seen < part:
             if self._sweep is None:
                 self._sweep = self.store.scan()
-            batch = next(self._sweep, None)
+            try:
+                batch = next(self._sweep, None)
+            except ColdStoreError:  # RocksDB's ends where the store has to be opened anew
+                batch = None
             if batch is None:
                 self._sweep = None
                 break
             seen += len(batch[0])
-            # The scan may be older than the rows: those that seem old are read again.
-            suspects = batch[0][self._age(batch[1]) > self._expiry.steps]
-            ids, images = self.read(suspects)
-            ids = ids[self._age(images) > self._expiry.steps]
+            # The scan may be older than the rows: those that seem to have expired are read again.
+            ids = batch[0][last_steps(batch[1]) < self.expired_before]
             if len(ids):
-                self._delete(ids)
-                self.rows -= len(ids)
-                ops.table_count_expired(self._handle, len(ids))
+                found, images = self.store.get(ids)
+                self._delete(ids[found][last_steps(images) < self.expired_before])
 
-    def _age(self, images: Tensor) -> Tensor:
-        return ops.table_steps(self._handle) - last_steps(images)
+    def _counted(self, images: Tensor) -> Counter[int]:
+        if self._expiry is None:
+            return Counter({0: len(images)})
+        # A row has expired when its last step is before time * every - expiry, for a time that has come.
+        times = (last_steps(images) + self._expiry) // self._every
+        values, counts = torch.unique(times, return_counts=True)
+        return Counter(dict(zip(values.tolist(), counts.tolist(), strict=True)))
 
 
 @contextmanager
