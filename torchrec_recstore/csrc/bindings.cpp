@@ -811,19 +811,33 @@ std::tuple<Tensor, std::vector<Tensor>> rows_forward(std::vector<int64_t> group_
   if (left != 0) throw InvalidArgument("counts must sum up to the number of ids");
   auto buffer = output_buffer(floats, 1);
   auto* out = static_cast<float*>(buffer.data());
-  Batch batch;
-  batch.ids = id_data(ids);
-  std::vector<Tensor> contexts;
-  for (size_t g = 0; g < counts.size(); ++g) {
-    batch.n_ids = batch.bags = counts[g];
-    if (train) {
-      contexts.push_back(context_of(std::make_shared<Pass>(members[g], batch, nullptr, out, executor())));
-    } else {
-      read(*members[g], batch, out);
+  const auto for_each_group = [&](const auto& work) {  // work(group, batch, out)
+    Batch batch;
+    batch.ids = id_data(ids);
+    float* next = out;
+    for (size_t g = 0; g < counts.size(); ++g) {
+      batch.n_ids = batch.bags = counts[g];
+      work(members[g], batch, next);
+      batch.ids += counts[g];
+      next += counts[g] * members[g]->columns();
     }
-    batch.ids += counts[g];
-    out += counts[g] * members[g]->columns();
+  };
+  std::vector<Tensor> contexts;
+  if (!train) {
+    for_each_group([](const auto& group, const Batch& batch, float* rows) { read(*group, batch, rows); });
+    return {recycled_tensor(std::move(buffer), {floats}, {1}), std::move(contexts)};
   }
+  // A table without room is told before another one has made rows.
+  for_each_group([&](const auto& group, const Batch& batch, float* rows) {
+    const bool bounded = std::any_of(group->tables.begin(), group->tables.end(), [](const auto& table) { return table->config().bounds.max_rows > 0; });
+    if (counts.size() == 1 || !bounded) return;
+    const auto slots = BufferPool::instance().take(static_cast<size_t>(batch.n_ids) * sizeof(Slot));
+    const auto locks = group->lock();
+    check_room(*group, batch, static_cast<Slot*>(slots.data()), rows, executor());
+  });
+  for_each_group([&](const auto& group, const Batch& batch, float* rows) {
+    contexts.push_back(context_of(std::make_shared<Pass>(group, batch, nullptr, rows, executor())));
+  });
   return {recycled_tensor(std::move(buffer), {floats}, {1}), std::move(contexts)};
 }
 

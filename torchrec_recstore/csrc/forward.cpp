@@ -165,6 +165,17 @@ class Lookup {
     });
   }
 
+  // Whether train() would find room.
+  void check_room(Executor& executor) {
+    arrivals_.resize(group_.tables.size());
+    for_each_task(executor, static_cast<int64_t>(tasks_.size()), [&](int64_t t) { resolve_and_pool(tasks_[t]); });
+    for (size_t t = 0; t < arrivals_.size(); ++t) {
+      if (group_.tables[t]->config().bounds.max_rows == 0) continue;
+      arrivals_[t].emplace(*group_.tables[t], misses_of(static_cast<int64_t>(t)), Arrival::kLookup);
+    }
+    plan_arrivals(executor);
+  }
+
   // Also makes the missing rows, and counts them; all or nothing.
   //
   // Waking threads and waiting for the last of them costs more than a small batch's work, above all on
@@ -204,10 +215,7 @@ class Lookup {
 
   // Makes one table's missing rows, unless they are so many that threads had better share them, or need room.
   void complete(int64_t table) {
-    std::vector<Miss> misses;
-    for (const Task& task : tasks_) {
-      if (table_number(task) == table) misses.insert(misses.end(), task.misses.begin(), task.misses.end());
-    }
+    std::vector<Miss> misses = misses_of(table);
     if (misses.empty()) return;
     if (group_.tables[table]->config().bounds.limit_new_rows()) {
       arrivals_[table].emplace(*group_.tables[table], std::move(misses), Arrival::kLookup);
@@ -223,13 +231,22 @@ class Lookup {
       if (table_number(task) == table) pool_bags_with_misses(task);
     }
   }
-  void complete_rest(Executor& executor) {
-    // What each table does is decided before any of them changes.
+  std::vector<Miss> misses_of(int64_t table) const {
+    std::vector<Miss> misses;
+    for (const Task& task : tasks_) {
+      if (table_number(task) == table) misses.insert(misses.end(), task.misses.begin(), task.misses.end());
+    }
+    return misses;
+  }
+  void plan_arrivals(Executor& executor) {
     for (size_t t = 0; t < arrivals_.size(); ++t) {
       if (arrivals_[t].has_value()) {
         arrivals_[t]->plan([&](SlotSet& pinned) { pin(static_cast<int64_t>(t), pinned); }, executor);
       }
     }
+  }
+  void complete_rest(Executor& executor) {
+    plan_arrivals(executor);  // what each table does is decided before any of them changes
     std::vector<Insertion*> rest;
     std::vector<const Task*> incomplete;
     for (size_t t = 0; t < insertions_.size(); ++t) {
@@ -418,6 +435,12 @@ void check_offsets(const Batch& batch, int64_t features, Executor& executor) {
 const char* RowsElsewhere::find(int64_t id) const {
   const int64_t* found = std::lower_bound(ids, ids + n, id);
   return found == ids + n || *found != id ? nullptr : rows + (found - ids) * stride;
+}
+
+void check_room(const Group& group, const Batch& batch, Slot* slots, float* out, Executor& executor) {
+  check_offsets(batch, group.features(), executor);
+  const std::vector<RowsElsewhere> nowhere;
+  Lookup(group, batch, slots, out, nowhere).check_room(executor);
 }
 
 StepResult lookup(const Group& group, const Batch& batch, bool train, Slot* slots, float* out, Executor& executor,

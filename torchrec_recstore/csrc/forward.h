@@ -39,6 +39,10 @@ void check_offsets(const Batch& batch, int64_t features, Executor& executor);
 StepResult lookup(const Group& group, const Batch& batch, bool train, Slot* slots, float* out, Executor& executor,
                   const std::vector<RowsElsewhere>& elsewhere = {});
 
+// Throws what a training lookup of the batch would throw for want of room in a table with bounds; changes nothing but
+// slots and out. The caller holds the group's locks.
+void check_room(const Group& group, const Batch& batch, Slot* slots, float* out, Executor& executor);
+
 // Finds the slot of each id of one table, kNoSlot for an id without a row.
 void find(const Table& table, const int64_t* ids, int64_t n, Slot* slots, Executor& executor);
 
