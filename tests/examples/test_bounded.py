@@ -16,6 +16,7 @@ from common.command import DataError
 from criteo_format import ID_NAMES
 from generator import Generator
 
+from tests.redis_server import free_port, needs_redis, redis_server
 from torchrec_recstore.options import LFU, LRU, RedisStore, RocksDBStore
 
 from .commands import run_script
@@ -132,3 +133,47 @@ def test_a_resumed_run_must_have_the_same_bounds(rows_file: Path, tmp_path: Path
         done = run(*asked, "--resume", *flags)
         assert done.returncode == 2
         assert f"is of a run with --max-rows {was}, not {now}" in done.stderr
+
+
+def without_bounds_or_speed(result: dict[str, Any]) -> dict[str, Any]:
+    left_out = {"bounds", "rows", "bytes", "counts", "hit_rate", "train_samples_per_second"}
+    return {key: value for key, value in result.items() if key not in left_out}
+
+
+def check_tiered(tiered: dict[str, Any], whole: dict[str, Any]) -> None:
+    assert without_bounds_or_speed(tiered) == without_bounds_or_speed(whole), "bit for bit, and so all that follows"
+    for name in TABLES:
+        counts = tiered["counts"][name]
+        assert counts["rows"] + counts["cold_rows"] == whole["rows"][name]
+    assert 0 < of_all(tiered, "cold_hits") < of_all(tiered, "misses")
+
+
+def test_with_a_cold_store_training_is_that_without_a_bound(rows_file: Path, tmp_path: Path) -> None:
+    whole, _, _ = train(rows_file, tmp_path / "whole.json")
+    folder = tmp_path / "cold"
+    tiered, report, said = train(rows_file, tmp_path / "out.json", "--max-rows", 300, "--cold-store", folder)
+    check_tiered(tiered, whole)
+    assert tiered["bounds"]["cold_store"] == str(folder)
+    for text in (report, said):
+        assert "cold rows" in text
+        assert "cold hits" in text
+
+
+@needs_redis
+def test_cold_rows_on_a_server_whose_password_is_written_nowhere(rows_file: Path, tmp_path: Path) -> None:
+    asked = ("--limit-rows", 2000, "--checkpoint")
+    whole, _, _ = train(rows_file, tmp_path / "whole.json", *asked, tmp_path / "whole")
+    password = "swordfish"
+    port = free_port()
+    url = f"redis://:{password}@127.0.0.1:{port}"
+    with redis_server(tmp_path / "redis", "--requirepass", password, port=port, ping=url):  # type: ignore[arg-type]
+        asked += (tmp_path / "run", "--max-rows", 200, "--cold-store", url)
+        tiered, report, said = train(rows_file, tmp_path / "out.json", *asked)
+    for result in (tiered, whole):
+        result.pop("checkpoint")
+    check_tiered(tiered, whole)
+    assert tiered["bounds"]["cold_store"] == f"redis://127.0.0.1:{port}"
+    assert password not in report + said
+    written = [file for file in [tmp_path / "out.json", *(tmp_path / "run").rglob("*")] if file.is_file()]
+    assert len(written) > len(TABLES)
+    assert all(password.encode() not in file.read_bytes() for file in written)
