@@ -21,7 +21,7 @@ $(VENV)/.train-requirements: requirements/base.txt requirements/build.txt requir
 	$(PIP) install --no-deps -r requirements/torchrec.txt
 	@touch $@
 
-$(VENV)/.dev-requirements: requirements/dev.txt $(VENV)/.train-requirements
+$(VENV)/.dev-requirements: requirements/dev.txt requirements/cold.txt $(VENV)/.train-requirements
 	$(PIP) install -r requirements/dev.txt
 	@touch $@
 

@@ -47,6 +47,7 @@ def recstore(
     sharding_type: str = "table_wise",
     optimizer: EmbOptimType = EmbOptimType.EXACT_ROWWISE_ADAGRAD,
     routing: Literal["block", "hash"] = "block",
+    options: TableOptions | None = None,
 ) -> DistributedModelParallel:
     """The model, all of its tables in RecStore."""
     torch.manual_seed(0)
@@ -56,7 +57,7 @@ def recstore(
         name: RecStoreConstraints(
             sharding_types=[sharding_type],
             min_partition=DIM // 2 if sharding_type in ("column_wise", "table_column_wise", "grid_shard") else None,
-            options=TableOptions(routing=routing),
+            options=options or TableOptions(routing=routing),
         )
         for name in TABLES
     }

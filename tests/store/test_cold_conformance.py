@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.redis_server import needs_cluster, needs_redis, redis_cluster, redis_server
+from tests.redis_server import needs_redis, redis_server
 from torchrec_recstore.options import RedisStore, RocksDBStore
 from torchrec_recstore.store import ColdStore, ColdStoreError, open_cold_store
 from torchrec_recstore.store.conformance import check_cold_store
@@ -26,13 +26,6 @@ def test_redis(tmp_path: Path) -> None:
         client.set("of another", "program")
         check_cold_store(RedisStore(server.url, retry_seconds=0))
         assert client.keys() == [b"of another"]
-
-
-@needs_cluster
-def test_redis_cluster(tmp_path: Path) -> None:
-    with redis_cluster(tmp_path) as nodes:
-        check_cold_store(RedisStore(f"redis+cluster://127.0.0.1:{nodes[1].port}"))
-        assert [node.client().dbsize() for node in nodes] == [0, 0, 0]
 
 
 @dataclass(frozen=True)

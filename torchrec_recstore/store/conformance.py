@@ -136,17 +136,17 @@ def _takes_any_row_size(options: object) -> None:
 
 
 def _snapshots_ascend(options: object) -> None:
-    with _opened(options) as store:
+    with _opened(options, row_bytes=1000) as store:  # 10 MB: more than one batch of most scans
         if not store.ascending_snapshots:
             return
-        ids = torch.cat([_EXTREME_IDS, torch.randperm(30_000, generator=_generator(3)) * 613 - 10**7]).unique()
-        rows = _rows(len(ids))
+        ids = torch.cat([torch.randperm(10_000, generator=_generator(3)) * 613 - 10**6, _EXTREME_IDS]).sort().values
+        rows = _rows(len(ids), 1000)
         store.put(ids, rows)
         scan = store.scan()
         store.delete(ids[::2])
         store.put(ids[1::2], rows[1::2].flip(0))
         first = next(scan)
-        store.put(torch.arange(10**8, 10**8 + 100), _rows(100))
+        store.put(torch.arange(10**8, 10**8 + 100), _rows(100, 1000))
         batches = [first, *scan]
         seen = torch.cat([batch for batch, _ in batches])
         _expect(
@@ -215,12 +215,12 @@ CHECKS = (
     _tells_missing_ids,
     _deletes,
     _takes_empty_batches,
-    _takes_big_batches,
     _takes_any_row_size,
     _snapshots_ascend,
     _keeps_stores_apart,
     _serves_several_threads,
     _closes,
+    _takes_big_batches,
 )
 
 

@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import os
-import threading
 import time
 import weakref
 from collections.abc import Iterator
@@ -43,6 +42,7 @@ WRITE_BUFFERS = 3
 BLOCK_CACHE_BYTES = 2**24
 BLOOM_BITS = 10
 _READ_BYTES = 2**25
+_SCAN_BYTES = 2**22
 # rocksdict 0.3.29 holds the interpreter's lock while a batch is written: short ones let other threads in between.
 _WRITE_BYTES = 2**20
 _STALL_PAUSE_S = 0.002
@@ -67,7 +67,6 @@ class RocksDBColdStore:
         self._write_failed = False
         self._write_options = WriteOptions()
         self._write_options.no_slowdown = True
-        self._closing = threading.Lock()
         self._db: Rdict | None = None
         try:
             self._directory: RunDirectory | None = RunDirectory(options.path, name)
@@ -119,7 +118,7 @@ class RocksDBColdStore:
         """As :meth:`ColdStore.scan`: ids ascending, the rows of this moment."""
         db = self._database()
         try:
-            scan = _Scan(db.snapshot(), self._row_bytes, self._rows_a_read, str(self))
+            scan = _Scan(db.snapshot(), self._row_bytes, str(self))
         except Exception as error:
             raise self._error("cannot be read", error) from error
         self._scans.add(scan)
@@ -127,8 +126,7 @@ class RocksDBColdStore:
 
     def close(self) -> None:
         """As :meth:`ColdStore.close`."""
-        with self._closing:
-            directory, self._directory = self._directory, None
+        directory, self._directory = self._directory, None
         if directory is None:
             return
         self._shut()
@@ -202,13 +200,13 @@ class RocksDBColdStore:
 
 
 class _Scan(Iterator[tuple[Tensor, Tensor]]):
-    def __init__(self, snapshot: Snapshot, row_bytes: int, batch_rows: int, store: str) -> None:
+    def __init__(self, snapshot: Snapshot, row_bytes: int, store: str) -> None:
         options = ReadOptions()
         options.set_readahead_size(2**20)
         self._snapshot: Snapshot | None = snapshot
         self._items: Iterator[tuple[Any, Any]] | None = snapshot.items(read_opt=options)
         self._row_bytes = row_bytes
-        self._batch_rows = batch_rows
+        self._batch_rows = max(1, _SCAN_BYTES // row_bytes)
         self._store = store
         self._last = b""
         self._exhausted = False
