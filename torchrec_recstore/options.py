@@ -198,8 +198,9 @@ class RedisStore:
     def public_url(self) -> str:
         """The URL without its credentials, for messages."""
         scheme, separator, rest = self.url.partition("://")
-        authority, slash, path = rest.partition("/")
-        return f"{scheme}{separator}{authority.rpartition('@')[2]}{slash}{path.partition('?')[0]}"
+        plain, _, query = rest.partition("?")
+        # A password with a raw @ or / may lie anywhere; one that has a raw ? leaves nothing to go by.
+        return scheme + separator + ("..." if "@" in query else plain.rpartition("@")[2])
 
     def __repr__(self) -> str:
         return f"RedisStore(url={self.public_url!r}, retry_seconds={self.retry_seconds})"

@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 import subprocess
 import sys
 import threading
@@ -178,21 +177,6 @@ def test_arguments_of_another_kind(tmp_path: Path, ids: Tensor, rows: Tensor, er
         store.put(ids, rows)
     assert not list(store.scan())
     store.close()
-
-
-@pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system of 112 MB, 72 MB of which a file named ``ballast`` takes."""
-    path = tmp_path / "disk"
-    path.mkdir()
-    mount = ["mount", "-t", "tmpfs", "-o", "size=112m", "tmpfs", str(path)]
-    if os.getuid() != 0 or shutil.which("mount") is None or subprocess.run(mount, capture_output=True).returncode:
-        pytest.skip("a file system of its own cannot be mounted here: only root may")
-    try:
-        (path / "ballast").write_bytes(bytes(72 * 2**20))
-        yield path
-    finally:
-        subprocess.run(["umount", "-l", str(path)], check=True)
 
 
 def test_a_full_disk_loses_nothing_and_is_no_end(small_disk: Path) -> None:

@@ -251,7 +251,7 @@ def test_tables_exchange_their_stores() -> None:
     one.exchange_rows(other)
     assert one.ids().tolist() == list(range(100))
     _assert_same(other, whole)
-    with pytest.raises(ValueError, match="cold store"):
+    with pytest.raises(ValueError, match="different bounds"):
         one.exchange_rows(whole)
 
 

@@ -45,7 +45,9 @@ void Arrivals::plan(const std::function<void(SlotSet&)>& pin_batch, Executor& ex
       }
     }
     new_rows_ = static_cast<int64_t>(distinct.ids().size());
-    refused_ = held_back.ids();
+    refused_ = static_cast<int64_t>(held_back.ids().size());
+    seen_ = held_back.ids();
+    seen_.insert(seen_.end(), distinct.ids().begin(), distinct.ids().end());
   }
   if (table_.config().bounds.max_rows > 0) choose_leavers(new_rows_, pin_batch, executor);
 }
@@ -74,10 +76,10 @@ void Arrivals::finish(int64_t rows_made) {
   Counters& counters = table_.counters();
   if (arrival_ != Arrival::kReturn) counters.inserts += rows_made;
   if (arrival_ != Arrival::kLookup) return;
-  counters.misses += rows_made + refused();
-  counters.lookups += refused();  // the others are counted when their pass ends
-  counters.refused += refused();
-  for (const int64_t id : refused_) table_.sightings()->add(id);
+  counters.misses += rows_made + refused_;
+  counters.lookups += refused_;  // the others are counted when their pass ends
+  counters.refused += refused_;
+  for (const int64_t id : seen_) table_.sightings()->add(id);
 }
 
 }  // namespace recstore

@@ -35,7 +35,8 @@ class Arrivals {
   // When the insertion has been filled: counts, and notes who has been seen.
   void finish(int64_t rows_made);
 
-  int64_t refused() const { return static_cast<int64_t>(refused_.size()); }
+  // Distinct ids that get no row.
+  int64_t refused() const { return refused_; }
 
  private:
   void choose_leavers(int64_t new_rows, const std::function<void(SlotSet&)>& pin_batch, Executor& executor);
@@ -45,7 +46,8 @@ class Arrivals {
   int64_t new_rows_ = 0;         // distinct ids among admitted_
   std::vector<Miss> misses_;
   std::vector<Miss> admitted_;
-  std::vector<int64_t> refused_;  // distinct ids
+  int64_t refused_ = 0;
+  std::vector<int64_t> seen_;  // distinct ids, where sightings are counted
   std::vector<Leaver> leavers_;
 };
 

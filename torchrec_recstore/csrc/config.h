@@ -29,6 +29,10 @@ struct Bounds {
   int64_t counter_bytes = 0;  // of what counts them
   bool cold_store = false;    // evicted rows go there, by whoever calls: no row leaves on its own
 
+  bool operator==(const Bounds& other) const {
+    return max_rows == other.max_rows && eviction == other.eviction && half_life == other.half_life && expiry == other.expiry &&
+           min_frequency == other.min_frequency && counter_bytes == other.counter_bytes && cold_store == other.cold_store;
+  }
   // Whether an id without a row may be refused one, or cost another's.
   bool limit_new_rows() const { return max_rows > 0 || min_frequency > 0; }
 };

@@ -155,11 +155,7 @@ std::vector<Leaver> expired_rows(const Table& table, Executor& executor) {
   SlotSet old = slots_where(rows, executor, [&](Slot slot) { return int64_t{rows.meta(slot).last_step} < oldest; });
   rows.for_each_free([&](Slot slot) { old.remove(slot); });
   if (old.empty()) return {};
-  table.for_each_pass([&](const PendingPass& pass) {
-    SlotSet pinned(rows.slots());
-    pass.pin(table, pinned);
-    old.remove(pinned);
-  });
+  old.remove(pinned_slots(table));
   std::vector<Leaver> leavers;
   append_each_of(table, old, executor, [](int64_t id, Slot slot) { return Leaver{id, slot}; }, leavers);
   return leavers;
@@ -168,6 +164,7 @@ std::vector<Leaver> expired_rows(const Table& table, Executor& executor) {
 SlotSet pinned_slots(const Table& table) {
   SlotSet pinned(table.rows().slots());
   table.for_each_pass([&](const PendingPass& pass) { pass.pin(table, pinned); });
+  table.rows().for_each_free([&](Slot slot) { pinned.remove(slot); });  // whose rows were removed since
   return pinned;
 }
 

@@ -32,7 +32,7 @@ bool is_expiry_step(const Table& table);
 // Rows that no step has looked up for too long, and no pending pass refers to. The caller holds the lock.
 std::vector<Leaver> expired_rows(const Table& table, Executor& executor);
 
-// The slots that pending passes refer to. The caller holds the lock.
+// The slots of rows that pending passes refer to. The caller holds the lock.
 SlotSet pinned_slots(const Table& table);
 
 }  // namespace recstore

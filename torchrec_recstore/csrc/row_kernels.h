@@ -28,7 +28,7 @@ inline uint32_t aged_frequency(const RowMeta& meta, uint32_t now, uint32_t half_
 // A step looks the row up.
 inline void count_step(RowMeta& meta, uint32_t step, uint32_t half_life) {
   meta.frequency = aged_frequency(meta, step, half_life) + 1;
-  meta.last_step = step;
+  if (meta.last_step < step) meta.last_step = step;  // backwards may come in another order than their forwards
 }
 
 // Rows of one table, as the inner loops see them.

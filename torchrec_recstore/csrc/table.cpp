@@ -81,6 +81,7 @@ void Table::exchange_rows(Table& other) {
       config_.optimizer.element_states() != other.config_.optimizer.element_states()) {
     throw InvalidArgument("the tables are of different shapes");
   }
+  if (!(config_.bounds == other.config_.bounds)) throw InvalidArgument("the tables have different bounds");
   for (Table* table : {this, &other}) {
     if (table->snapshot_ != nullptr) throw InvalidArgument("it is being saved: wait for that first");
   }
@@ -99,7 +100,7 @@ void Table::exchange_rows(Table& other) {
   std::swap(rows_, other.rows_);
   std::swap(optimizer_steps_, other.optimizer_steps_);
   std::swap(counters_.steps, other.counters_.steps);
-  if (sightings_.has_value() == other.sightings_.has_value()) std::swap(sightings_, other.sightings_);
+  std::swap(sightings_, other.sightings_);
   std::swap(cold_filter_, other.cold_filter_);
   for (Table* table : {this, &other}) table->rows_.changes().restart(last);
 }

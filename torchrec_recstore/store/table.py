@@ -303,13 +303,10 @@ class Table:
         Forwards whose backward has not run yet update neither table any more, and all marks are forgotten.
 
         Raises:
-            ValueError: the tables differ in columns, dtype or optimizer, one alone has a cold store, or there is a
-                snapshot of one of them.
+            ValueError: the tables differ in columns, dtype, optimizer or bounds, or there is a snapshot of one of them.
         """
         tiers = [tier for tier in (self.tier, other.tier) if tier is not None]
         with ops.native_errors(f"table '{self.name}'"), holding(tiers):
-            if len(tiers) == 1:
-                raise ValueError(f"table '{self.name}': one of the tables has a cold store, the other has none")
             ops.table_exchange_rows(self.handle, other.handle)
             if self.tier is not None and other.tier is not None:
                 self.tier.exchange(other.tier)

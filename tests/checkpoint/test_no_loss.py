@@ -1,0 +1,32 @@
+"""A killed run with a cold store, started again from its checkpoint, ends with the rows of one without a bound."""
+
+from __future__ import annotations
+
+import re
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+
+@pytest.mark.parametrize(
+    ("ids", "max_rows"),
+    [(40_000, 4_000), pytest.param(10_000_000, 1_000_000, marks=[pytest.mark.slow, pytest.mark.timeout(3600)])],
+)
+def test_every_row_is_that_of_a_run_without_a_bound(tmp_path: Path, ids: int, max_rows: int) -> None:
+    def run(phase: str) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "-W", "ignore", "-m", "tests.checkpoint.no_loss", phase, str(tmp_path)]
+        sizes = [f"--ids={ids}", f"--max-rows={max_rows}"]
+        return subprocess.run([*command, *sizes], capture_output=True, text=True, check=False)
+
+    killed = run("train")
+    assert killed.returncode == -signal.SIGKILL, killed.stderr
+    cold = re.search(r"cold_rows=(\d+)", killed.stdout)
+    assert cold is not None
+    assert int(cold[1]) > 4 * max_rows
+    resumed = run("resume")
+    assert resumed.returncode == 0, resumed.stderr
+    assert f"{ids} rows" in resumed.stdout
+    print(killed.stdout, resumed.stdout)
