@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
+import subprocess
+import sys
 from collections import Counter
 from functools import partial
 from pathlib import Path
@@ -177,3 +180,27 @@ def test_cold_rows_on_a_server_whose_password_is_written_nowhere(rows_file: Path
     written = [file for file in [tmp_path / "out.json", *(tmp_path / "run").rglob("*")] if file.is_file()]
     assert len(written) > len(TABLES)
     assert all(password.encode() not in file.read_bytes() for file in written)
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ("--max-rows", 250, "--eviction", "lfu", "--half-life-steps", 7, "--expire-steps", 25, "--min-frequency", 2),
+        ("--max-rows", 250, "--cold-store", "cold"),
+    ],
+)
+def test_a_run_that_goes_on_ends_like_one_that_was_never_stopped(
+    rows_file: Path, tmp_path: Path, flags: tuple[object, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    asked = (*flags, "--limit-rows", 4000, "--sharding", "row_wise", "--checkpoint-every", 15, "--checkpoint")
+    undisturbed, _, _ = train(rows_file, tmp_path / "one.json", *asked, tmp_path / "run", ranks=2)
+    *_, before, last = sorted((tmp_path / "run").iterdir())
+    shutil.copytree(before, tmp_path / "again" / before.name)
+    resumed, _, _ = train(rows_file, tmp_path / "two.json", *asked, tmp_path / "again", "--resume", ranks=2)
+    assert resumed["resumed"].startswith("resumed at step 15 of 25")
+    for key in ("test_auc", "test_logloss", "val_auc", "rows"):
+        assert resumed[key] == undisturbed[key] or (key == "rows" and "--cold-store" in flags), key
+    compare = [sys.executable, "-m", "torchrec_recstore.cli", "diff", str(last), str(tmp_path / "again" / last.name)]
+    done = subprocess.run(compare, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout
