@@ -98,11 +98,6 @@ def pipeline_equals_loop(rank: int, world_size: int) -> None:
             assert table_stats(piped) == stats, (kind, options)
 
 
-@pytest.mark.usefixtures("one_rank")
-def test_one_rank() -> None:
-    pipeline_equals_loop(0, 1)
-
-
 def test_two_ranks() -> None:
     run_on_ranks(2, pipeline_equals_loop)
 
