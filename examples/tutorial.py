@@ -307,6 +307,32 @@ show("First iteration loss:", loss.item())
 loss.backward()
 show("Second iteration loss:", loss_of_batch().item())
 
+title("Bounded memory")
+
+# A table that keeps the row of every id grows as long as it is trained. TableOptions bound it: here to four rows in
+# memory, over all processes. When more are needed, the rows that were trained on longest ago leave. There are also rows
+# that leave for their age (expiry), ids that get a row only when they come again (admission), and a store on SSD or
+# Redis for rows that must not be lost (cold_store). docs/memory.md has them all.
+
+from torchrec_recstore import LRU, RecStoreConstraints, TableOptions
+
+constraints = {
+    "product_table": RecStoreConstraints(
+        sharding_types=["table_wise"], options=TableOptions(max_rows=4, eviction=LRU())
+    )
+}
+bounded_planner = RecStorePlanner(
+    topology=Topology(world_size=dist.get_world_size(), compute_device="cpu"), constraints=constraints
+)
+bounded_plan = bounded_planner.collective_plan(ebc, [sharder], pg)
+bounded_ebc = sharder.shard(ebc, bounded_plan.plan[""], env, cpu)
+for day in range(3):  # every day three other products
+    of_day = KeyedJaggedTensor(kjt.keys(), values=kjt.values() + 1000 * day, lengths=kjt.lengths())
+    bounded_ebc(of_day).wait().values().sum().backward()
+stats = table_stats(bounded_ebc)["product_table"]
+show("Rows in memory:", stats.rows)
+show("Rows that have left:", stats.evicted)
+
 # The processes leave together.
 
 dist.barrier()

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import itertools
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,8 +19,10 @@ from torchrec.distributed.planner import Topology
 from torchrec.distributed.planner.types import ParameterConstraints
 from torchrec.distributed.types import ShardingType
 
+from tests.redis_server import needs_redis, redis_server
+from tests.store.dict_store import DictStoreOptions
 from torchrec_recstore.optim import Adam
-from torchrec_recstore.options import LFU, LRU, Expiry, MinFrequency, TableOptions
+from torchrec_recstore.options import LFU, LRU, Expiry, MinFrequency, RedisStore, RocksDBStore, TableOptions
 from torchrec_recstore.planner import RecStoreConstraints, RecStorePlanner
 from torchrec_recstore.sharders import (
     RecStoreCollection,
@@ -180,11 +183,7 @@ def a_wide_bound_changes_no_bit(rank: int, world_size: int) -> None:
         for step in range(STEPS):
             one, other = (train_step(model, batch_of(config, step, rank)) for model, _ in pair)
             assert all(torch.equal(one[key], other[key]) for key in one)
-        for one_shard, other_shard in zip(*(shards for _, shards in pair), strict=True):
-            ids = one_shard.ids()
-            assert torch.equal(ids, other_shard.ids())
-            plain, bounded = one_shard.read_rows(ids), other_shard.read_rows(ids)
-            assert all(torch.equal(plain[key], bounded[key]) for key in plain if key != "frequency")
+        compare_shards(*(shards for _, shards in pair), but=["frequency"])  # which is halved
 
 
 def expiry_and_admission(rank: int, world_size: int) -> None:
@@ -241,11 +240,47 @@ def too_small(rank: int, world_size: int) -> None:
     build(bags(), ROW, TableOptions(max_rows=2, eviction=LRU()), world_size)
 
 
+def cold_rows_come_back_as_they_were(rank: int, world_size: int) -> None:
+    for config, sharding_type in each_sharding():
+        as_without_a_bound(rank, world_size, config=config, sharding_type=sharding_type, store=DictStoreOptions())
+
+
+def as_without_a_bound(rank: int, world_size: int, *, config: TableConfig, sharding_type: str, store: Hashable) -> None:
+    cold = TableOptions(max_rows=MAX_ROWS, cold_store=store)
+    pair = [build(config, sharding_type, options, world_size) for options in (TableOptions(), cold)]
+    for step in range(STEPS):
+        one, other = (train_step(model, batch_of(config, step, rank)) for model, _ in pair)
+        assert all(torch.equal(one[key], other[key]) for key in one)
+        stats = table_stats(pair[1][0])["t"]
+        assert stats.rows <= MAX_ROWS
+    everything = table_stats(pair[0][0])["t"]
+    assert stats.rows + stats.cold_rows == everything.rows == everything.inserts == stats.inserts
+    assert (stats.lookups, stats.updates) == (everything.lookups, everything.updates)
+    assert stats.misses - stats.cold_hits == everything.misses
+    assert 0 < stats.cold_hits < stats.evicted
+    compare_shards(*(shards for _, shards in pair))
+    unseen = batch_of(config, STEPS, rank)
+    for model, _ in pair:
+        model.eval()
+    one, other = (outputs(model(unseen).wait()) for model, _ in pair)
+    assert all(torch.equal(one[key], other[key]) for key in one)
+    assert table_stats(pair[1][0])["t"] == stats
+
+
+def compare_shards(shards: list[Table], others: list[Table], but: Sequence[str] = ()) -> None:
+    for one, other in zip(shards, others, strict=True):
+        ids = one.ids()
+        assert torch.equal(ids, other.ids())
+        rows, same = one.read_rows(ids), other.read_rows(ids)
+        assert all(torch.equal(rows[key], same[key]) for key in rows if key not in but)
+
+
 SCENARIOS = (
     keeps_its_bound,
     frequent_rows_stay,
     a_wide_bound_changes_no_bit,
     expiry_and_admission,
+    cold_rows_come_back_as_they_were,
     beside_stock_tables,
     too_small,
 )
@@ -288,3 +323,19 @@ def does_not_fit(rank: int, world_size: int, *, sharding_type: str) -> None:
 @pytest.mark.parametrize("sharding_type", [ROW, TABLE])
 def test_a_working_set_that_does_not_fit_ends_the_job(sharding_type: str) -> None:
     run_on_ranks(2, partial(does_not_fit, sharding_type=sharding_type))
+
+
+def through_one_store(rank: int, world_size: int, *, store: Hashable) -> None:
+    """Shards of one name, on the ranks and, of a grid, on one rank."""
+    for config, sharding_type in ((bags(), GRID), (rows(), COLUMN)):
+        as_without_a_bound(rank, world_size, config=config, sharding_type=sharding_type, store=store)
+
+
+def test_the_shards_of_all_ranks_share_a_directory(tmp_path: Path) -> None:
+    run_on_ranks(2, partial(through_one_store, store=RocksDBStore(str(tmp_path / "cold"))))
+
+
+@needs_redis
+def test_the_shards_of_all_ranks_share_a_server(tmp_path: Path) -> None:
+    with redis_server(tmp_path) as server:
+        run_on_ranks(2, partial(through_one_store, store=RedisStore(server.url)))

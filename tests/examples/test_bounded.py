@@ -4,6 +4,10 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
+import subprocess
+import sys
+from collections import Counter
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,6 +19,7 @@ from common.command import DataError
 from criteo_format import ID_NAMES
 from generator import Generator
 
+from tests.redis_server import free_port, needs_redis, redis_server
 from torchrec_recstore.options import LFU, LRU, RedisStore, RocksDBStore
 
 from .commands import run_script
@@ -81,8 +86,19 @@ def test_admission_holds_rare_ids_back(rows_file: Path, tmp_path: Path) -> None:
     assert "hit rate" not in report + said, "nothing is said of bounds where there are none"
     assert "refused" in counted
     assert of_all(twice, "refused") > 0 == of_all(every, "refused")
-    assert sum(twice["rows"].values()) < sum(every["rows"].values())
-    assert twice["rows"]["t_C9"] == every["rows"]["t_C9"], "a table of few ids, each of them frequent"
+    steps = steps_that_see(rows_file)
+    assert every["rows"] == {name: len(of_table) for name, of_table in steps.items()}
+    assert twice["rows"] == {name: sum(n > 1 for n in of_table.values()) for name, of_table in steps.items()}
+
+
+def steps_that_see(path: Path) -> dict[str, Counter[str]]:
+    """In how many training steps each id occurs, by table."""
+    lines = [line.split("\t")[14:] for line in path.read_text().splitlines()][: ROWS * 8 // 10]
+    counts: dict[str, Counter[str]] = {name: Counter() for name in TABLES}
+    for begin in range(0, len(lines), BATCH):
+        for name, ids in zip(TABLES, zip(*lines[begin : begin + BATCH], strict=True), strict=True):
+            counts[name].update(set(ids))
+    return counts
 
 
 def test_flags_become_options() -> None:
@@ -120,3 +136,71 @@ def test_a_resumed_run_must_have_the_same_bounds(rows_file: Path, tmp_path: Path
         done = run(*asked, "--resume", *flags)
         assert done.returncode == 2
         assert f"is of a run with --max-rows {was}, not {now}" in done.stderr
+
+
+def without_bounds_or_speed(result: dict[str, Any]) -> dict[str, Any]:
+    left_out = {"bounds", "rows", "bytes", "counts", "hit_rate", "train_samples_per_second"}
+    return {key: value for key, value in result.items() if key not in left_out}
+
+
+def check_tiered(tiered: dict[str, Any], whole: dict[str, Any]) -> None:
+    assert without_bounds_or_speed(tiered) == without_bounds_or_speed(whole), "bit for bit, and so all that follows"
+    for name in TABLES:
+        counts = tiered["counts"][name]
+        assert counts["rows"] + counts["cold_rows"] == whole["rows"][name]
+    assert 0 < of_all(tiered, "cold_hits") < of_all(tiered, "misses")
+
+
+def test_with_a_cold_store_training_is_that_without_a_bound(rows_file: Path, tmp_path: Path) -> None:
+    whole, _, _ = train(rows_file, tmp_path / "whole.json")
+    folder = tmp_path / "cold"
+    tiered, report, said = train(rows_file, tmp_path / "out.json", "--max-rows", 300, "--cold-store", folder)
+    check_tiered(tiered, whole)
+    assert tiered["bounds"]["cold_store"] == str(folder)
+    for text in (report, said):
+        assert "cold rows" in text
+        assert "cold hits" in text
+
+
+@needs_redis
+def test_cold_rows_on_a_server_whose_password_is_written_nowhere(rows_file: Path, tmp_path: Path) -> None:
+    asked = ("--limit-rows", 2000, "--checkpoint")
+    whole, _, _ = train(rows_file, tmp_path / "whole.json", *asked, tmp_path / "whole")
+    password = "swordfish"
+    port = free_port()
+    url = f"redis://:{password}@127.0.0.1:{port}"
+    with redis_server(tmp_path / "redis", "--requirepass", password, port=port, ping=url):  # type: ignore[arg-type]
+        asked += (tmp_path / "run", "--max-rows", 200, "--cold-store", url)
+        tiered, report, said = train(rows_file, tmp_path / "out.json", *asked)
+    for result in (tiered, whole):
+        result.pop("checkpoint")
+    check_tiered(tiered, whole)
+    assert tiered["bounds"]["cold_store"] == f"redis://127.0.0.1:{port}"
+    assert password not in report + said
+    written = [file for file in [tmp_path / "out.json", *(tmp_path / "run").rglob("*")] if file.is_file()]
+    assert len(written) > len(TABLES)
+    assert all(password.encode() not in file.read_bytes() for file in written)
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        ("--max-rows", 250, "--eviction", "lfu", "--half-life-steps", 7, "--expire-steps", 25, "--min-frequency", 2),
+        ("--max-rows", 250, "--cold-store", "cold"),
+    ],
+)
+def test_a_run_that_goes_on_ends_like_one_that_was_never_stopped(
+    rows_file: Path, tmp_path: Path, flags: tuple[object, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    asked = (*flags, "--limit-rows", 4000, "--sharding", "row_wise", "--checkpoint-every", 15, "--checkpoint")
+    undisturbed, _, _ = train(rows_file, tmp_path / "one.json", *asked, tmp_path / "run", ranks=2)
+    *_, before, last = sorted((tmp_path / "run").iterdir())
+    shutil.copytree(before, tmp_path / "again" / before.name)
+    resumed, _, _ = train(rows_file, tmp_path / "two.json", *asked, tmp_path / "again", "--resume", ranks=2)
+    assert resumed["resumed"].startswith("resumed at step 15 of 25")
+    for key in ("test_auc", "test_logloss", "val_auc", "rows"):
+        assert resumed[key] == undisturbed[key] or (key == "rows" and "--cold-store" in flags), key
+    compare = [sys.executable, "-m", "torchrec_recstore.cli", "diff", str(last), str(tmp_path / "again" / last.name)]
+    done = subprocess.run(compare, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout

@@ -39,3 +39,6 @@ def test_tutorial(ranks: int) -> None:
         assert f"lr: {learning_rate}\n" in said
     first, second = number_after("First iteration loss", said), number_after("Second iteration loss", said)
     assert second < first - 1, "backward has updated the rows"
+    # Nine products, of which the table may hold four.
+    assert number_after("Rows in memory", said) == 4
+    assert number_after("Rows that have left", said) == 5

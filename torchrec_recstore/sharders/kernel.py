@@ -101,7 +101,9 @@ class RecStoreKernel(BaseEmbedding, FusedOptimizerModule):  # type: ignore[misc]
         return self._routings
 
     def prefetch(self, features: KeyedJaggedTensor) -> None:
-        """Makes the missing rows of a batch ahead of its training forward, in whatever thread calls.
+        """Prepares a batch's rows ahead of its training forward, in whatever thread calls.
+
+        Missing ones are made, save those of tables with ``max_rows`` or ``admission``, and cold ones are read.
 
         Args:
             features: int64 ids of ``config.feature_names()``, in that order.
@@ -188,7 +190,7 @@ class RecStoreEmbeddingBag(RecStoreKernel):
         return rank_major(self._pooled(features.values(), offsets, weights), bags, self._config.embedding_dims())
 
     def prefetch(self, features: KeyedJaggedTensor) -> None:
-        """Makes missing rows."""
+        """As :meth:`RecStoreKernel.prefetch`."""
         self._kernel.prefetch(features.values(), features.length_per_key())
 
     def _pooled(self, ids: torch.Tensor, offsets: torch.Tensor, weights: torch.Tensor | None) -> torch.Tensor:
@@ -227,7 +229,7 @@ class RecStoreEmbedding(RecStoreKernel):
         return rows.to(self._output_dtype)
 
     def prefetch(self, features: KeyedJaggedTensor) -> None:
-        """Makes missing rows."""
+        """As :meth:`RecStoreKernel.prefetch`."""
         self._kernel.prefetch(features.values(), self._counts(features))
 
     def _counts(self, features: KeyedJaggedTensor) -> list[int]:

@@ -54,7 +54,7 @@ class RecStoreLookup(BaseEmbeddingLookup):  # type: ignore[misc]
         raise NotImplementedError
 
     def prefetch(self, sparse_features: KeyedJaggedTensor, forward_stream: Any = None) -> None:
-        """TorchRec's hook for pipelines: makes the batch's missing rows; its own kernels fetch as they do."""
+        """TorchRec's hook for pipelines: prepares the batch's rows; its own kernels fetch as they do."""
         super().prefetch(sparse_features, forward_stream)
         by_group = sparse_features.split(self._feature_splits)
         for kernel, features in zip(self._emb_modules, by_group, strict=True):

@@ -1,4 +1,4 @@
-"""A train pipeline that makes the next batch's rows while this one computes, on the CPU too."""
+"""A train pipeline that makes or fetches the next batch's rows while this one computes, on the CPU too."""
 
 from __future__ import annotations
 
@@ -13,10 +13,11 @@ from torchrec.distributed.train_pipeline.train_pipelines import PrefetchTrainPip
 class RecStorePrefetchPipeline(PrefetchTrainPipelineSparseDist):  # type: ignore[misc]
     """TorchRec's ``PrefetchTrainPipelineSparseDist``, whose prefetch also runs where there are no CUDA streams.
 
-    On the CPU a thread makes the next batch's missing rows beside this batch's backward and dense layers. Losses are
-    those of a loop without pipeline, step by step: a new row's weights do not depend on when it is made. TorchRec's own
-    returns from its prefetch at once there (torchrec 1.8.0). On CUDA it is TorchRec's pipeline, and rows are made by
-    its prefetch hook. The constructor takes the same arguments.
+    On the CPU a thread makes the next batch's missing rows beside this batch's backward and dense layers, and reads
+    those that lie in cold stores. Losses are those of a loop without pipeline, step by step: a new row's weights do not
+    depend on when it is made, and tables with ``max_rows`` or ``admission`` make theirs in the step itself. TorchRec's
+    own returns from its prefetch at once there (torchrec 1.8.0). On CUDA it is TorchRec's pipeline, and rows are made
+    by its prefetch hook. The constructor takes the same arguments.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -36,6 +37,7 @@ class RecStorePrefetchPipeline(PrefetchTrainPipelineSparseDist):  # type: ignore
         Raises:
             StopIteration: there is no batch left.
             MemoryError: no room for the rows of a batch that was prefetched.
+            ColdStoreError: a cold store could not be read for it.
         """
         self._finish_prefetch()
         return super().progress(dataloader_iter)

@@ -1,0 +1,58 @@
+"""What docs/memory.md says holds: its code runs and prints what it says, and its figures are those of the store."""
+
+from __future__ import annotations
+
+import re
+from contextlib import redirect_stdout
+from io import StringIO
+from pathlib import Path
+
+import pytest
+import torch
+
+from torchrec_recstore import LRU, SGD, MinFrequency, Table, TableOptions
+
+DOCUMENT = (Path(__file__).parents[1] / "docs" / "memory.md").read_text()
+
+
+def test_code_blocks() -> None:
+    blocks = re.findall(r"```python\n(.*?)```", DOCUMENT, flags=re.DOTALL)
+    assert len(blocks) == 2
+    printed = StringIO()
+    with redirect_stdout(printed):
+        exec("\n".join(blocks), {})
+    assert printed.getvalue().splitlines() == re.findall(r"print\(.*\)  # (.*)", "\n".join(blocks))
+
+
+def test_a_row_takes_no_more_than_is_said() -> None:
+    (said,) = re.findall(r"up to (\d+) for index and bookkeeping", DOCUMENT)
+    table = Table(16, optimizer=SGD(lr=0.1), options=TableOptions(max_rows=100_000, eviction=LRU()))
+    for step in range(30):
+        table.lookup(torch.arange(5000 * step, 5000 * (step + 1)), train=True)
+    stats = table.stats()
+    assert stats.rows == 100_000
+    assert stats.evicted == 50_000
+    assert 0 < stats.bytes / stats.rows - 16 * 4 <= int(said)
+
+
+@pytest.mark.parametrize("count", [2, 3])
+def test_few_ids_are_let_in_early(count: int) -> None:
+    (said,) = re.findall(rf"(\d+\.\d+) % (?:get a row )?with `MinFrequency\({count}\)`", DOCUMENT)
+    table = Table(4, options=TableOptions(admission=MinFrequency(count, counter_bytes=2**16)))
+    steps, batch = 100, 1000
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(steps):
+        table.lookup(torch.randint(-(2**63), 2**63 - 1, (batch,), generator=generator), train=True)
+    assert len(table) / (steps * batch) == pytest.approx(float(said) / 100, rel=0.3)
+
+
+def test_sightings_of_a_generation_are_not_forgotten() -> None:
+    counter_bytes, seen = 2**13, torch.arange(-20, 0)
+    generation = counter_bytes // 16
+    for others, fewest, most in ((generation - 20, 20, 20), (2 * generation + 50, 0, 4)):
+        table = Table(4, options=TableOptions(admission=MinFrequency(2, counter_bytes=counter_bytes)))
+        table.lookup(seen, train=True)
+        assert len(table) == 0
+        table.lookup(torch.arange(others), train=True)
+        table.lookup(seen, train=True)
+        assert fewest <= int(table.contains(seen).sum()) <= most
