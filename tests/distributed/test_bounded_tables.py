@@ -309,6 +309,16 @@ def test_two_ranks() -> None:
     run_on_ranks(2, every_scenario)
 
 
+def two_nodes(rank: int, world_size: int) -> None:
+    """A node for each rank, over which grid shards split columns; rows are split within a node, so not at all."""
+    os.environ.update(LOCAL_WORLD_SIZE="1", LOCAL_RANK="0", GROUP_RANK=str(rank))
+    keeps_its_bound(rank, world_size)
+
+
+def test_two_nodes() -> None:
+    run_on_ranks(2, two_nodes)
+
+
 @pytest.mark.usefixtures("one_rank")
 @pytest.mark.parametrize("scenario", [expiry_and_admission, beside_stock_tables])
 def test_one_rank(scenario: Callable[[int, int], None]) -> None:
