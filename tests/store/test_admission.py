@@ -228,7 +228,7 @@ def test_few_ids_are_taken_for_others() -> None:
             table.lookup(ids, train=True)
     share = (len(table) - before) / (12 * window)
     assert share == pytest.approx(chance[-1] + chance.mean(), rel=0.1)  # of the last generation, and of the present one
-    assert share < 0.031
+    assert share < 0.033
 
 
 def test_a_larger_counter_errs_less() -> None:

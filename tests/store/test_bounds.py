@@ -304,7 +304,7 @@ class Model:
         admitted = self.admitted(distinct, 1)
         self.lookups += len(distinct)
         self.refused += len(distinct) - len(admitted)
-        for id_ in set(distinct) - set(admitted):
+        for id_ in set(distinct) - self.weights.keys():
             self.seen[id_] = self.seen.get(id_, 0) + 1
         self.hits += self.policy.lookup(np.array(admitted, dtype=np.int64))
         self._arrived(admitted)
