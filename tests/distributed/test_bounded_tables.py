@@ -30,7 +30,7 @@ from torchrec_recstore.sharders import (
     RecStoreSharder,
     table_stats,
 )
-from torchrec_recstore.store import Table, TableStats
+from torchrec_recstore.store import ColdStoreError, Table, TableStats
 
 from .reference import Case, TableConfig, loss, outputs
 from .workers import run_on_ranks
@@ -363,3 +363,22 @@ def test_the_shards_of_all_ranks_share_a_directory(tmp_path: Path) -> None:
 def test_the_shards_of_all_ranks_share_a_server(tmp_path: Path) -> None:
     with redis_server(tmp_path) as server:
         run_on_ranks(2, partial(through_one_store, store=RedisStore(server.url)))
+
+
+def out_of_reach_for_one(rank: int, world_size: int, *, path: Path) -> None:
+    here = path / str(rank)
+    here.mkdir()
+    os.chdir(here)
+    if rank == 1:
+        Path("cold").write_text("a file where the store wants a directory")
+    for config, sharding_type in ((bags(), ROW), (rows(), ROW), (bags(), TABLE)):
+        options = TableOptions(max_rows=MAX_ROWS, cold_store=RocksDBStore("cold"))
+        if sharding_type == TABLE:  # on rank 0, which can open it
+            build(config, sharding_type, options, world_size)
+            continue
+        with pytest.raises(ColdStoreError, match=r"RocksDBStore\('cold'\)"):
+            build(config, sharding_type, options, world_size)
+
+
+def test_a_store_that_one_rank_cannot_open_is_an_error_on_all(tmp_path: Path) -> None:
+    run_on_ranks(2, partial(out_of_reach_for_one, path=tmp_path))
