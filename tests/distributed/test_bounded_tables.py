@@ -30,7 +30,7 @@ from torchrec_recstore.sharders import (
     RecStoreSharder,
     table_stats,
 )
-from torchrec_recstore.store import Table, TableStats
+from torchrec_recstore.store import ColdStoreError, Table, TableStats
 
 from .reference import Case, TableConfig, loss, outputs
 from .workers import run_on_ranks
@@ -76,8 +76,7 @@ def planned(
     module: nn.Module, constraints: Mapping[str, ParameterConstraints], world_size: int
 ) -> tuple[DistributedModelParallel, list[Table]]:
     sharders = [kind(optimizer=Adam(lr=0.05)) for kind in (RecStoreSharder, RecStoreEmbeddingCollectionSharder)]
-    local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
-    topology = Topology(world_size=world_size, local_world_size=local_world_size, compute_device="cpu")
+    topology = Topology(world_size=world_size, local_world_size=ranks_of_node(world_size), compute_device="cpu")
     planner = RecStorePlanner(topology=topology, constraints=dict(constraints), debug=False)
     plan = planner.collective_plan(module, sharders, dist.group.WORLD)
     model = DistributedModelParallel(module, plan=plan, sharders=sharders)
@@ -144,8 +143,12 @@ def frequent_rows_stay(rank: int, world_size: int) -> None:
 
 def owned(shard: Table, i: int, sharding_type: str, world_size: int, rank: int) -> bool:
     # Beyond num_embeddings TorchRec sends an id to rank id % ranks, negative ones as uint64.
-    by_rows = sharding_type in (ROW, TABLE_ROW, GRID)
-    return not by_rows or i % 2**64 % world_size == rank
+    ranks = {ROW: world_size, TABLE_ROW: ranks_of_node(world_size), GRID: ranks_of_node(world_size)}
+    return i % 2**64 % ranks.get(sharding_type, 1) == rank % ranks.get(sharding_type, 1)
+
+
+def ranks_of_node(world_size: int) -> int:
+    return int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
 
 
 Shard = tuple[range, int | None, list[int]]
@@ -267,6 +270,16 @@ def as_without_a_bound(rank: int, world_size: int, *, config: TableConfig, shard
     assert table_stats(pair[1][0])["t"] == stats
 
 
+def hash_routing_uses_all_of_a_bound(rank: int, world_size: int) -> None:
+    for routing, held in (("block", MAX_ROWS // 2 + 1), ("hash", MAX_ROWS)):
+        options = TableOptions(max_rows=MAX_ROWS, eviction=LRU(), routing=routing)  # type: ignore[arg-type]
+        model, _ = build(bags(), ROW, options, world_size)
+        for step in range(20):  # within TorchRec's first block of num_embeddings
+            ids = torch.arange(40 * step + 20 * rank, 40 * step + 20 * (rank + 1))
+            train_step(model, KeyedJaggedTensor.from_lengths_sync(["t0", "t1"], ids, torch.tensor([10, 10])))
+        assert held - 8 <= table_stats(model)["t"].rows <= held
+
+
 def compare_shards(shards: list[Table], others: list[Table], but: Sequence[str] = ()) -> None:
     for one, other in zip(shards, others, strict=True):
         ids = one.ids()
@@ -281,6 +294,7 @@ SCENARIOS = (
     a_wide_bound_changes_no_bit,
     expiry_and_admission,
     cold_rows_come_back_as_they_were,
+    hash_routing_uses_all_of_a_bound,
     beside_stock_tables,
     too_small,
 )
@@ -293,6 +307,16 @@ def every_scenario(rank: int, world_size: int) -> None:
 
 def test_two_ranks() -> None:
     run_on_ranks(2, every_scenario)
+
+
+def two_nodes(rank: int, world_size: int) -> None:
+    """A node for each rank, over which grid shards split columns; rows are split within a node, so not at all."""
+    os.environ.update(LOCAL_WORLD_SIZE="1", LOCAL_RANK="0", GROUP_RANK=str(rank))
+    keeps_its_bound(rank, world_size)
+
+
+def test_two_nodes() -> None:
+    run_on_ranks(2, two_nodes)
 
 
 @pytest.mark.usefixtures("one_rank")
@@ -339,3 +363,22 @@ def test_the_shards_of_all_ranks_share_a_directory(tmp_path: Path) -> None:
 def test_the_shards_of_all_ranks_share_a_server(tmp_path: Path) -> None:
     with redis_server(tmp_path) as server:
         run_on_ranks(2, partial(through_one_store, store=RedisStore(server.url)))
+
+
+def out_of_reach_for_one(rank: int, world_size: int, *, path: Path) -> None:
+    here = path / str(rank)
+    here.mkdir()
+    os.chdir(here)
+    if rank == 1:
+        Path("cold").write_text("a file where the store wants a directory")
+    for config, sharding_type in ((bags(), ROW), (rows(), ROW), (bags(), TABLE)):
+        options = TableOptions(max_rows=MAX_ROWS, cold_store=RocksDBStore("cold"))
+        if sharding_type == TABLE:  # on rank 0, which can open it
+            build(config, sharding_type, options, world_size)
+            continue
+        with pytest.raises(ColdStoreError, match=r"RocksDBStore\('cold'\)"):
+            build(config, sharding_type, options, world_size)
+
+
+def test_a_store_that_one_rank_cannot_open_is_an_error_on_all(tmp_path: Path) -> None:
+    run_on_ranks(2, partial(out_of_reach_for_one, path=tmp_path))

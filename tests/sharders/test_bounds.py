@@ -11,7 +11,15 @@ from torchrec.modules.feature_processor_ import PositionWeightedModuleCollection
 from torchrec.modules.fp_embedding_modules import FeatureProcessedEmbeddingBagCollection
 
 from tests.distributed.reference import loss, outputs
-from torchrec_recstore.options import LFU, LRU, ConstantInit, TableOptions, UniformInit, default_initializer
+from torchrec_recstore.options import (
+    LFU,
+    LRU,
+    ConstantInit,
+    MinFrequency,
+    TableOptions,
+    UniformInit,
+    default_initializer,
+)
 from torchrec_recstore.planner import RecStoreConstraints, RecStorePlanner
 from torchrec_recstore.sharders import (
     RecStoreCollection,
@@ -123,3 +131,51 @@ def test_feature_processed_collections_have_bounds(eviction: LRU | LFU) -> None:
     assert stats.evicted == stats.inserts - stats.rows > 0
     (shard,) = [t for m in model.modules() if isinstance(m, RecStoreCollection) for t in m.recstore_tables()]
     assert shard.contains(torch.tensor([0, 9, 10, 11, 1009])).all()
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_ids_that_are_held_back_read_and_give_weights_gradients_as_their_initial_rows() -> None:
+    def first_step(options: TableOptions) -> tuple[torch.Tensor, list[torch.Tensor | None], int]:
+        positions = PositionWeightedModuleCollection({"f": 4}, device=torch.device("cpu"))
+        module = FeatureProcessedEmbeddingBagCollection(collection(bag(), is_weighted=True), positions)
+        sharder = RecStoreFeatureProcessedEmbeddingBagCollectionSharder()
+        constraints = {"t": RecStoreConstraints(options=options)}
+        plan = RecStorePlanner(constraints=constraints, debug=False).plan(module, [sharder])
+        model = DistributedModelParallel(module, plan=plan, sharders=[sharder], device=torch.device("cpu"))
+        pooled = model(batch(f=[[1, 2, 3, 1], [], [-5]])).values()
+        (pooled**2).sum().backward()
+        weights = [p.grad for name, p in model.named_parameters() if "position" in name]
+        return pooled.detach(), weights, table_stats(model)["t"].rows
+
+    plain, (plain_grad,), plain_rows = first_step(TableOptions())
+    held_back, (grad,), no_rows = first_step(TableOptions(admission=MinFrequency(2)))
+    assert plain_grad is not None
+    assert grad is not None
+    assert plain_grad.abs().sum() > 0
+    assert torch.equal(held_back, plain)
+    assert torch.equal(grad, plain_grad)
+    assert (plain_rows, no_rows) == (4, 0)
+
+
+@pytest.mark.usefixtures("one_rank")
+@pytest.mark.parametrize("config", [bag, sequence])
+def test_accumulated_passes_need_room_together(config: type) -> None:
+    make = sequences if config is sequence else collection
+    for max_rows in (20, 19):
+        model = sharded(
+            make(config()), options={"t": TableOptions(max_rows=max_rows, eviction=LRU())}, accumulation_steps=2
+        )
+
+        def train(first: int, model: DistributedModelParallel = model) -> None:
+            loss(outputs(model(batch(f=[[*range(first, first + 10)]])).wait())).backward()
+
+        train(0)
+        if max_rows == 19:
+            with pytest.raises(ValueError, match=r"20 rows at once, max_rows is 19"):
+                train(10)
+            continue
+        for first in (10, 20, 30):
+            train(first)
+        (table,) = tables(model).values()
+        assert table.ids().tolist() == list(range(20, 40))
+        assert table.stats().updates == 40

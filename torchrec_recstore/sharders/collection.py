@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any, ClassVar
 
 from torch import nn
@@ -18,6 +18,7 @@ from torchrec.modules.embedding_configs import BaseEmbeddingConfig
 from torchrec.optim.keyed import CombinedOptimizer
 
 from torchrec_recstore.sharders.fused_params import optimizer_from_fused_params
+from torchrec_recstore.sharders.gather import refused_together
 from torchrec_recstore.sharders.kernel import RecStoreKernel, placeholder_parameter
 from torchrec_recstore.sharders.local_shard import LocalShard
 from torchrec_recstore.sharders.lookup import RecStoreLookup, grouped_configs, grouped_configs_of_all_ranks
@@ -132,17 +133,21 @@ class RecStoreCollection(ShardedEmbeddingModule):  # type: ignore[misc]
 
     def _create_lookups(self) -> None:
         # On every rank, also those without a shard; only here is it known how many shards there are.
+        opens_stores = False
         for sharding_type, sharding in zip(self._sharding_types, self._shardings(), strict=True):
             for table in _recstore_configs(sharding):
                 options = whole_options(table, table.fused_params)
                 shard_options(options, row_split(sharding, sharding_type), table.name)
-        # The one seam between shardings and kernels (torchrec 1.8.0).
-        for sharding_type, sharding in zip(self._sharding_types, self._shardings(), strict=True):
-            kernels = {group.compute_kernel for group in grouped_configs(sharding)}
-            if EmbeddingComputeKernel.CUSTOMIZED_KERNEL in kernels:
-                self._lookups.append(self._lookup_type(sharding, sharding_type, self._device))
-            else:
-                self._lookups.append(sharding.create_lookup())
+                opens_stores |= options.cold_store is not None
+        # A cold store may be out of reach for one rank alone.
+        with refused_together(self._env) if opens_stores else nullcontext():
+            # The one seam between shardings and kernels (torchrec 1.8.0).
+            for sharding_type, sharding in zip(self._sharding_types, self._shardings(), strict=True):
+                kernels = {group.compute_kernel for group in grouped_configs(sharding)}
+                if EmbeddingComputeKernel.CUSTOMIZED_KERNEL in kernels:
+                    self._lookups.append(self._lookup_type(sharding, sharding_type, self._device))
+                else:
+                    self._lookups.append(sharding.create_lookup())
 
     def _initialize_torch_state(self, skip_registering: bool = False) -> None:
         super()._initialize_torch_state(skip_registering)

@@ -30,6 +30,7 @@ class RecStoreShardedEmbeddingCollection(RecStoreCollection, ShardedEmbeddingCol
     Raises:
         ValueError: a RecStore table with a sharding type, data type, ``init_fn``, optimizer, routing or ``max_rows``
             that RecStore does not support; on every rank, also those without a shard of it.
+        ColdStoreError, ImportError: a cold store cannot be opened; on every rank.
     """
 
     _supported = (ShardingType.TABLE_WISE.value, ShardingType.COLUMN_WISE.value, ShardingType.ROW_WISE.value)

@@ -27,6 +27,7 @@ class RecStoreShardedEmbeddingBagCollection(RecStoreCollection, ShardedEmbedding
     Raises:
         ValueError: a RecStore table with a sharding type, data type, ``init_fn``, optimizer, routing or ``max_rows``
             that RecStore does not support; on every rank, also those without a shard of it.
+        ColdStoreError, ImportError: a cold store cannot be opened; on every rank.
     """
 
     _supported = (
