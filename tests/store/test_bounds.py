@@ -304,8 +304,9 @@ class Model:
         admitted = self.admitted(distinct, 1)
         self.lookups += len(distinct)
         self.refused += len(distinct) - len(admitted)
-        for id_ in set(distinct) - set(admitted):
-            self.seen[id_] = self.seen.get(id_, 0) + 1
+        for id_ in distinct:
+            if id_ not in self.weights:
+                self.seen[id_] = self.seen.get(id_, 0) + 1
         self.hits += self.policy.lookup(np.array(admitted, dtype=np.int64))
         self._arrived(admitted)
         return [self.weights[id_] if id_ in self.weights else self.initial_row(id_) for id_ in ids]
