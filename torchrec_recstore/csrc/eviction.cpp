@@ -12,6 +12,7 @@ constexpr int64_t kPart = 32;            // of a full table leaves at once
 constexpr int64_t kExpiryParts = 4;      // how often rows are looked for that are too old, in the time that makes them so
 constexpr int64_t kTaskSegments = 64;    // of the index
 constexpr int64_t kTaskSlots = 1 << 16;
+constexpr uint32_t kNoClass = 0xFFFF;
 
 // A monotone map of 32 bits to a few: values below 2**kBits as they are, larger ones by their leading kBits + 1 bits.
 template <int kBits>
@@ -92,13 +93,19 @@ std::vector<Leaver> least(const Table& table, const Policy& policy, const SlotSe
   SlotSet rest = kept;  // and the slots without a row
   rows.for_each_free([&](Slot slot) { rest.add(slot); });
 
+  static_assert(Policy::kClasses <= kNoClass);
+  std::vector<uint16_t> classes(static_cast<size_t>(slots));
   const int64_t tasks = (slots + kTaskSlots - 1) / kTaskSlots;
   std::vector<std::vector<uint32_t>> counts(static_cast<size_t>(tasks));
   for_each_task(executor, tasks, [&](int64_t task) {
     counts[task].assign(Policy::kClasses, 0);
     for (int64_t s = task * kTaskSlots; s < std::min((task + 1) * kTaskSlots, slots); ++s) {
       const auto slot = static_cast<Slot>(s);
-      if (!rest.contains(slot)) ++counts[task][policy.class_of(rows.meta(slot))];
+      classes[s] = kNoClass;
+      if (rest.contains(slot)) continue;
+      const uint32_t of_slot = policy.class_of(rows.meta(slot));
+      classes[s] = static_cast<uint16_t>(of_slot);
+      ++counts[task][of_slot];
     }
   });
   uint32_t last_class = 0;
@@ -108,10 +115,9 @@ std::vector<Leaver> least(const Table& table, const Policy& policy, const SlotSe
     if (found >= count) break;
   }
   if (found == 0) return {};
+  last_class = std::min(last_class, Policy::kClasses - 1);
 
-  const SlotSet wanted = slots_where(rows, executor, [&](Slot slot) {
-    return policy.class_of(rows.meta(slot)) <= last_class && !rest.contains(slot);
-  });
+  const SlotSet wanted = slots_where(rows, executor, [&](Slot slot) { return classes[slot] <= last_class; });
   std::vector<Candidate> candidates;
   candidates.reserve(static_cast<size_t>(found));
   append_each_of(table, wanted, executor, [&](int64_t id, Slot slot) {

@@ -11,6 +11,8 @@
 namespace recstore {
 namespace {
 
+constexpr size_t kAhead = 8;  // entries of the index that are being fetched
+
 uint64_t random_salt() {
   std::random_device device;
   return (uint64_t{device()} << 32) | device();
@@ -55,7 +57,9 @@ int64_t Table::remove(const int64_t* ids, int64_t n) {
 }
 
 void Table::leave(const std::vector<Leaver>& rows) {
-  for (const Leaver& row : rows) {
+  for (size_t i = 0; i < rows.size(); ++i) {
+    if (i + kAhead < rows.size()) __builtin_prefetch(index_.home_line(index_.hash(rows[i + kAhead].id)), 1, 3);
+    const Leaver& row = rows[i];
     index_.erase(row.id, index_.hash(row.id));
     if (rows_.changes().tracks()) rows_.changes().left(row.id, index_.size());
     if (snapshot_ != nullptr && snapshot_->removed(row.id, row.slot)) {

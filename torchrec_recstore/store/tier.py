@@ -209,6 +209,8 @@ class ColdTier:
             self._outdated.append(ids)
 
     def _unstage(self, ids: Tensor) -> None:
+        if not self._staged:
+            return
         ascending = ids.sort().values
         for place, (staged_ids, images) in enumerate(self._staged):
             stays = ~among(staged_ids, ascending)
