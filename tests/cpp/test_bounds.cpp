@@ -1,0 +1,258 @@
+// Tables with bounds, without torch: never more rows than allowed, pending passes keep theirs, what fails changes
+// nothing, and rows that leave for a cold store come back bit for bit.
+
+#include <algorithm>
+#include <cstdint>
+#include <cstring>
+#include <map>
+#include <memory>
+#include <optional>
+#include <random>
+#include <string>
+#include <vector>
+
+#include "cold_rows.h"
+#include "error.h"
+#include "eviction.h"
+#include "pass.h"
+#include "snapshot.h"
+#include "testing.h"
+
+using namespace recstore;
+
+namespace {
+
+constexpr int64_t kColumns = 5;
+constexpr int64_t kMaxRows = 300;
+
+std::shared_ptr<Table> make_table(const Bounds& bounds, OptimizerKind kind = OptimizerKind::kAdam) {
+  TableConfig config;
+  config.name = "t";
+  config.column_end = kColumns;
+  config.init = {InitKind::kUniform, -1.0, 1.0, 0.0};
+  config.optimizer.kind = kind;
+  config.optimizer.beta1 = 0.9;
+  config.optimizer.beta2 = 0.99;
+  config.bounds = bounds;
+  return std::make_shared<Table>(config);
+}
+
+std::shared_ptr<const Group> group_of(const std::shared_ptr<Table>& table) {
+  return std::make_shared<const Group>(std::vector<std::shared_ptr<Table>>{table}, std::vector<Routing>(1),
+                                       std::vector<int64_t>{0}, false);
+}
+
+std::vector<int64_t> draw(std::mt19937_64& random, size_t n, uint64_t spread) {
+  std::vector<int64_t> ids(n);
+  for (int64_t& id : ids) id = static_cast<int64_t>(random() % spread * (random() % 3 == 0 ? 1 : 7919)) - 40;
+  return ids;
+}
+
+struct Step {
+  std::vector<int64_t> ids;
+  std::vector<float> out;
+  std::shared_ptr<Pass> pass;
+
+  Step(const std::shared_ptr<const Group>& group, std::vector<int64_t> looked_up, Executor& executor)
+      : ids(std::move(looked_up)), out(ids.size() * kColumns) {
+    Batch batch;
+    batch.ids = ids.data();
+    batch.n_ids = batch.bags = static_cast<int64_t>(ids.size());
+    pass = std::make_shared<Pass>(group, batch, nullptr, out.data(), executor);
+  }
+  void backward(Executor& executor) {
+    std::vector<float> grad(out.size());
+    for (size_t i = 0; i < grad.size(); ++i) grad[i] = 0.01f * static_cast<float>(i % 17) - 0.05f;
+    pass->backward(grad.data(), {0.1f}, nullptr, executor);
+  }
+};
+
+Slot slot_of(const Table& table, int64_t id) { return table.index().find(id, table.index().hash(id)); }
+
+void any_calls_keep_the_bound(const Bounds& bounds, uint64_t seed) {
+  std::mt19937_64 random(seed);
+  Threads executor(1 + static_cast<int>(seed % 3));
+  const auto table = make_table(bounds);
+  const auto group = group_of(table);
+  std::vector<Step> pending;
+  std::unique_ptr<Snapshot> snapshot;
+  int64_t full = 0;
+  for (int round = 0; round < 1500; ++round) {
+    const uint64_t what = random() % 20;
+    if (what < 9) {
+      const int64_t before = table->size(), clock = table->clock();
+      const Counters counters = table->counters();
+      try {
+        Step step(group, draw(random, 1 + random() % 120, 400), executor);
+        if (bounds.min_frequency == 0) {
+          for (const int64_t id : step.ids) CHECK(slot_of(*table, id) != kNoSlot);
+        }
+        pending.push_back(std::move(step));
+      } catch (const InvalidArgument&) {
+        ++full;
+        CHECK(table->size() == before && table->clock() == clock);
+        CHECK(table->counters().evicted == counters.evicted && table->counters().inserts == counters.inserts);
+      }
+    } else if (what < 14 && !pending.empty()) {
+      const size_t which = random() % pending.size();
+      if (random() % 4 != 0) pending[which].backward(executor);
+      pending.erase(pending.begin() + static_cast<int64_t>(which));
+    } else if (what == 14) {
+      const auto ids = draw(random, 20, 400);
+      const auto locks = group->lock();
+      table->remove(ids.data(), 20);
+    } else if (what == 15) {
+      const auto ids = draw(random, 50, 400);
+      std::vector<Slot> slots(50);
+      const auto locks = group->lock();
+      try {
+        find_or_insert(*table, ids.data(), 50, slots.data(), executor, random() % 2 == 0 ? Arrival::kUpdate : Arrival::kWrite);
+      } catch (const InvalidArgument&) {
+        ++full;
+      }
+    } else if (what == 16) {
+      if (snapshot == nullptr) {
+        std::optional<Changes::Mark> since;
+        const auto locks = group->lock();
+        table->settle_passes(executor);
+        if (random() % 2 == 0) since = table->rows().mark();
+        snapshot = std::make_unique<Snapshot>(table, since);
+      } else {
+        const int64_t n = snapshot->rows_left();
+        std::vector<int64_t> ids(static_cast<size_t>(n)), last_step(ids.size()), frequency(ids.size());
+        std::vector<float> weights(ids.size() * kColumns), first(weights.size()), second(weights.size()), state(ids.size());
+        const RowImages images{weights.data(), {first.data(), second.data()}, state.data(), last_step.data(), frequency.data()};
+        if (random() % 3 != 0) snapshot->read(n, ids.data(), images, false, executor);
+        CHECK(random() % 3 == 0 || std::is_sorted(ids.begin(), ids.end()));
+        snapshot.reset();
+      }
+    }
+    CHECK(table->size() <= bounds.max_rows);
+    // A slot that a pending pass refers to is no other id's.
+    for (const Step& step : pending) {
+      SlotSet pinned(table->rows().slots());
+      step.pass->pin(*table, pinned);
+      table->index().for_each(0, table->index().segments(), [&](int64_t id, Slot slot) {
+        CHECK(!pinned.contains(slot) || std::find(step.ids.begin(), step.ids.end(), id) != step.ids.end());
+      });
+    }
+  }
+  CHECK(full > 0);
+  CHECK(table->counters().evicted > kMaxRows);
+  CHECK(bounds.expiry == 0 || table->counters().expired > 0);
+  CHECK(bounds.min_frequency == 0 || table->counters().refused > 0);
+}
+
+void cold_rows_come_back_as_they_left() {
+  std::mt19937_64 random(5);
+  Threads executor(2);
+  Bounds bounds;
+  bounds.max_rows = kMaxRows;
+  bounds.cold_store = true;
+  const auto table = make_table(bounds), whole = make_table({});
+  const auto group = group_of(table), whole_group = group_of(whole);
+  std::map<int64_t, std::vector<char>> cold;
+  const auto bytes = static_cast<size_t>(image_bytes(*table));
+  const auto make_room = [&](const std::vector<int64_t>& ids, int64_t n) {
+    for (;;) {
+      const auto leaving = leaving_ids(*table, ids.data(), static_cast<int64_t>(ids.size()), n, executor);
+      if (leaving.empty()) return;
+      std::vector<char> images(leaving.size() * bytes);
+      std::unique_ptr<bool[]> left(new bool[leaving.size()]);
+      read_images(*table, leaving.data(), static_cast<int64_t>(leaving.size()), images.data(), executor);
+      evict(*table, leaving.data(), static_cast<int64_t>(leaving.size()), images.data(), left.get());
+      for (size_t i = 0; i < leaving.size(); ++i) {
+        if (left[i]) cold[leaving[i]].assign(images.data() + i * bytes, images.data() + (i + 1) * bytes);
+      }
+    }
+  };
+  for (int round = 0; round < 300; ++round) {
+    const auto ids = draw(random, 1 + random() % 150, 900);
+    {
+      const auto locks = group->lock();
+      const auto absent = absent_ids(*table, ids.data(), static_cast<int64_t>(ids.size()), executor);
+      std::vector<int64_t> back;
+      std::vector<char> images;
+      for (const int64_t id : absent) {
+        const auto found = cold.find(id);
+        if (found == cold.end()) continue;
+        CHECK(table->cold_filter().may_contain(id));
+        back.push_back(id);
+        images.insert(images.end(), found->second.begin(), found->second.end());
+      }
+      make_room(ids, static_cast<int64_t>(absent.size()));
+      bring_back(*table, back.data(), static_cast<int64_t>(back.size()), images.data(), true, executor);
+      for (const int64_t id : back) cold.erase(id);
+    }
+    Step step(group, ids, executor), expected(whole_group, ids, executor);
+    CHECK(step.out == expected.out);
+    if (round % 5 == 0) continue;  // the graph is dropped
+    step.backward(executor);
+    expected.backward(executor);
+  }
+  CHECK(table->size() + static_cast<int64_t>(cold.size()) == whole->size());
+  CHECK(static_cast<int64_t>(cold.size()) > kMaxRows);
+  for (const auto& [id, image] : cold) {
+    std::vector<char> same(bytes);
+    read_images(*whole, &id, 1, same.data(), executor);
+    CHECK(same == image);
+  }
+  const std::vector<int64_t> many = draw(random, 2000, 100000);
+  CHECK_THROWS(leaving_ids(*table, many.data(), 2000, 2000, executor), InvalidArgument);
+}
+
+void sightings_are_never_missed() {
+  Sightings sightings(1 << 12);
+  std::map<int64_t, int64_t> seen;
+  std::mt19937_64 random(1);
+  for (int i = 0; i < 200; ++i) {  // less than a generation
+    const auto id = static_cast<int64_t>(random() % 60);
+    CHECK(sightings.count(id) >= seen[id]);
+    sightings.add(id);
+    ++seen[id];
+  }
+  std::vector<uint8_t> cells(static_cast<size_t>(sightings.bytes()));
+  sightings.read(cells.data());
+  Sightings other(1 << 12);
+  other.write(cells.data(), sightings.taken());
+  for (const auto& [id, count] : seen) CHECK(other.count(id) == sightings.count(id));
+  for (int i = 0; i < 100000; ++i) sightings.add(static_cast<int64_t>(random()));  // many generations
+  for (int i = 0; i < 300; ++i) sightings.add(7);
+  CHECK(sightings.count(7) == 255);
+}
+
+void the_filter_forgets_nothing() {
+  ColdFilter filter(1000);
+  int64_t wrong = 0;
+  for (int64_t id = -20000; id < 20000; ++id) filter.add(id * 7919);
+  for (int64_t id = -20000; id < 20000; ++id) CHECK(filter.may_contain(id * 7919));
+  for (int64_t id = 1; id <= 40000; ++id) wrong += filter.may_contain(id * 7919 + 1);
+  CHECK(wrong < 40000 / 8);
+  CHECK(filter.bytes() < 4 * 40000);
+}
+
+}  // namespace
+
+int main() {
+  uint64_t seed = 0;
+  for (const Eviction eviction : {Eviction::kLeastRecent, Eviction::kLeastFrequent}) {
+    for (const int64_t half_life : {0, 5}) {
+      for (const int64_t expiry : {0, 9}) {
+        for (const int64_t min_frequency : {0, 2}) {
+          Bounds bounds;
+          bounds.max_rows = kMaxRows;
+          bounds.eviction = eviction;
+          bounds.half_life = half_life;
+          bounds.expiry = expiry;
+          bounds.min_frequency = min_frequency;
+          bounds.counter_bytes = 1 << 12;
+          any_calls_keep_the_bound(bounds, ++seed);
+        }
+      }
+    }
+  }
+  cold_rows_come_back_as_they_left();
+  sightings_are_never_missed();
+  the_filter_forgets_nothing();
+  std::puts("test_bounds passed");
+}
