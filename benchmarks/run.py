@@ -15,9 +15,9 @@ from measure import ROOT, run_lanes
 from tqdm import tqdm
 
 FOLDER = Path(__file__).resolve().parent
-SCRIPTS = ("kernel", "growth", "memory", "store", "dlrm", "checkpoint")
-ONE_LANE = {"growth", "memory", "store", "checkpoint"}  # the table's memory is not malloc's
-SCRIPT_OF = {"delta": "checkpoint", "async_save": "checkpoint"}
+SCRIPTS = ("kernel", "growth", "memory", "store", "dlrm", "checkpoint", "tiers")
+ONE_LANE = {"growth", "memory", "store", "checkpoint", "tiers"}  # the table's memory is not malloc's
+SCRIPT_OF = {"delta": "checkpoint", "async_save": "checkpoint", "eviction": "tiers", "bounded_memory": "tiers"}
 RESULTS = FOLDER / "results.json"
 BEGIN, END = "<!-- benchmarks: written by make bench -->", "<!-- end of benchmarks -->"
 
@@ -79,6 +79,27 @@ def other_lines(rows: list[dict[str, Any]]) -> list[str]:
     return lines
 
 
+def bounded_lines(rows: list[dict[str, Any]]) -> list[str]:
+    """A line for each figure of tiers.py."""
+    lines = []
+    for r in rows:
+        if r["benchmark"] == "eviction":
+            what = f"kernel step of a full table of {r['rows']:,} rows, {r['new_ids'] / r['batch']:.0%} new ids"
+            ratios = [f"{r[f'{policy}_over_unbounded']['median']:.2f}x" for policy in ("lru", "lfu")]
+            lines.append(f"| {what}: LRU, LFU over one without a bound | {', '.join(ratios)} |")
+        if r["benchmark"] == "bounded_memory":
+            what = f"resident memory of a table bounded to {r['rows']:,} rows over one of as many without a bound"
+            lines.append(f"| {what} | {r['bounded_over_unbounded']}x |")
+        if r["benchmark"] == "tiers":
+            share = r["rows_in_dram"] / r["ids"]
+            what = f"DLRM samples/s, Zipf {r['exponent']} over {r['ids']:,} ids, {share:.0%} in DRAM"
+            ratios = [f"{r[f'{side}_over_dram']['median']:.2f}x" for side in ("lost", "rocksdb")]
+            lines.append(f"| {what}, the others lost, in RocksDB: over all in DRAM | {', '.join(ratios)} |")
+            ratios = [f"{r['cold_reads'][f'{side}_over_rocksdict']}x" for side in ("store", "lookup")]
+            lines.append(f"| cold reads/s of the store, of a table, over rocksdict's batch get | {', '.join(ratios)} |")
+    return lines
+
+
 def write_readme(rows: list[dict[str, Any]]) -> None:
     """Puts the table between the README's marks."""
     path = ROOT / "README.md"
@@ -90,7 +111,7 @@ def write_readme(rows: list[dict[str, Any]]) -> None:
         of += [row["benchmark"]] if row["benchmark"] not in of else []
     at = ", ".join(f"{commit} ({', '.join(of)})" for commit, of in commits.items())
     where = f"{r['cpu']}, {r['threads']} threads, torch {r['torch']}, commit {at}; medians."
-    table = "\n".join([where, "", *kernel_lines(rows), "", *other_lines(rows)])
+    table = "\n".join([where, "", *kernel_lines(rows), "", *other_lines(rows), *bounded_lines(rows)])
     begin, end = text.index(BEGIN) + len(BEGIN), text.index(END)
     path.write_text(f"{text[:begin]}\n\n{table}\n\n{text[end:]}")
 
@@ -107,7 +128,7 @@ def main() -> None:
     rows.sort(key=lambda row: SCRIPTS.index(SCRIPT_OF.get(row["benchmark"], row["benchmark"])))
     RESULTS.write_text(json.dumps(rows, indent=1) + "\n")
     write_readme(rows)
-    print("\n".join([*kernel_lines(rows), "", *other_lines(rows)]))
+    print("\n".join([*kernel_lines(rows), "", *other_lines(rows), *bounded_lines(rows)]))
 
 
 if __name__ == "__main__":

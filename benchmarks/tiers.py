@@ -113,8 +113,9 @@ def eviction(arguments: argparse.Namespace) -> None:
     tables["unbounded"].remove(tables["unbounded"].ids()[1:])
     for table in tables.values():
         fill(table, hot, batch)
+    before = {name: table.stats() for name, table in tables.items()}
     timings = interleave({name: side(table) for name, table in tables.items()}, steps, warm_up)
-    stats = {name: table.stats() for name, table in tables.items()}
+    after = {name: table.stats() for name, table in tables.items()}
     emit(
         {
             "benchmark": "eviction",
@@ -129,9 +130,9 @@ def eviction(arguments: argparse.Namespace) -> None:
             "lru_over_unbounded": ratio_of_means(timings["lru"], timings["unbounded"]),
             "lfu_over_unbounded": ratio_of_means(timings["lfu"], timings["unbounded"]),
             "misses_a_step": {
-                name: round(each.misses / each.steps, 1) for name, each in stats.items() if name != "unbounded"
+                name: (each.misses - before[name].misses) / (warm_up + steps) for name, each in after.items()
             },
-            "resident": {name: each.rows for name, each in stats.items()},
+            "resident": {name: each.rows for name, each in after.items()},
         }
     )
 
@@ -152,7 +153,6 @@ def memory(arguments: argparse.Namespace) -> None:
         for begin in range(1, many, step):
             table.lookup(torch.arange(begin, begin + step, out=ids), train=True)
         taken[name] = resident_bytes() - before
-        print(name, table.stats(), file=sys.stderr)
         table.close()
     emit(
         {

@@ -265,6 +265,29 @@ def test_a_snapshot_is_of_its_moment_whatever_leaves() -> None:
         assert torch.equal(values[name], value), name
 
 
+@pytest.mark.parametrize("reason", ["evicted", "expired"])
+def test_marks_know_who_has_left(reason: str) -> None:
+    options = {"evicted": TableOptions(max_rows=200, eviction=LRU()), "expired": TableOptions(expiry=Expiry(1))}[reason]
+    table = Table(4, options=options)
+    table.lookup(torch.arange(200), train=True)
+    table.update(TEN, grads(TEN))
+    mark = table.mark()
+    stay = torch.arange(20, 200)
+    for start in (300, 307, 314):
+        table.lookup(torch.cat([stay, torch.arange(start, start + 7)]), train=True)
+    assert not table.contains(TEN).any()
+    table.lookup(torch.cat([stay, TEN[:3]]), train=True)
+    with table.snapshot(since=mark) as snapshot:
+        ids, rows = snapshot.read(len(snapshot))
+        assert snapshot.left is not None
+        left = set(snapshot.left.tolist())
+    assert set(TEN[:3].tolist()) <= set(ids.tolist()) <= set(table.ids().tolist())
+    assert set(TEN[3:].tolist()) <= left
+    assert not left & set(table.ids().tolist())
+    for name, value in table.read_rows(ids).items():
+        assert torch.equal(rows[name], value), name
+
+
 class Model:
     """A table by the book: rows as tensors, residents as the store's rule has them, SGD in plain torch."""
 
@@ -304,8 +327,9 @@ class Model:
         admitted = self.admitted(distinct, 1)
         self.lookups += len(distinct)
         self.refused += len(distinct) - len(admitted)
-        for id_ in set(distinct) - self.weights.keys():
-            self.seen[id_] = self.seen.get(id_, 0) + 1
+        for id_ in distinct:
+            if id_ not in self.weights:
+                self.seen[id_] = self.seen.get(id_, 0) + 1
         self.hits += self.policy.lookup(np.array(admitted, dtype=np.int64))
         self._arrived(admitted)
         return [self.weights[id_] if id_ in self.weights else self.initial_row(id_) for id_ in ids]
