@@ -79,7 +79,7 @@ def native_errors(who: str) -> Iterator[None]:
         text = str(error).partition("\n")[0]
         if text.startswith(_INVALID):
             text = text.removeprefix(_INVALID)
-            raise ValueError(text if text.startswith(who) else f"{who}: {text}") from None
+            raise ValueError(text if text.startswith("table '") else f"{who}: {text}") from None
         if text.startswith(_NO_MEMORY) or "std::bad_alloc" in text:
             raise MemoryError(f"{who}: out of memory: {text.removeprefix(_NO_MEMORY)}") from None
         raise
