@@ -3,6 +3,7 @@
 import glob
 import importlib.util
 import os
+from concurrent.futures import ThreadPoolExecutor
 
 from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
@@ -37,7 +38,13 @@ class BuildOnTorch(build_ext):
         for extension in self.extensions:
             extension.extra_compile_args += ["-isystem", os.path.join(root, "include")]
             extension.library_dirs.append(os.path.join(root, "lib"))
-        super().build_extensions()
+        # One compiler a core: setuptools compiles the files of an extension one after the other.
+        compile_files = self.compiler.compile
+        with ThreadPoolExecutor(os.cpu_count()) as pool:
+            self.compiler.compile = lambda files, **options: [
+                made for each in pool.map(lambda file: compile_files([file], **options), files) for made in each
+            ]
+            super().build_extensions()
 
 
 setup(
