@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from rocksdict import (
     BlockBasedOptions,
-    Cache,
+    ChecksumType,
     DBCompressionType,
     Options,
     Rdict,
@@ -41,8 +41,7 @@ from torchrec_recstore.store.run_directory import RunDirectory
 
 WRITE_BUFFER_BYTES = 2**24
 WRITE_BUFFERS = 3
-SHARED_BYTES = 2**27
-_SHARED_WRITE_BYTES = 3 * 2**25
+SHARED_WRITE_BYTES = 3 * 2**25
 BLOOM_BITS = 10
 _READ_BYTES = 2**25
 _SCAN_BYTES = 2**22
@@ -256,22 +255,21 @@ def _check_room(path: Path, n_bytes: int) -> None:
 
 
 @cache
-def _shared_memory() -> tuple[Cache, WriteBufferManager]:
-    """The block cache of all stores of the process, in which their write buffers are counted too."""
-    blocks = Cache(SHARED_BYTES)
-    return blocks, WriteBufferManager.new_write_buffer_manager_with_cache(_SHARED_WRITE_BYTES, False, blocks)
+def _write_buffers() -> WriteBufferManager:
+    """A budget for all stores of the process."""
+    return WriteBufferManager(SHARED_WRITE_BYTES, False)
 
 
 def _options() -> Options:
-    block_cache, write_buffers = _shared_memory()
     blocks = BlockBasedOptions()
-    blocks.set_block_cache(block_cache)
+    blocks.disable_cache()  # rows come at random: a cache of blocks cost a third of a read's time; the kernel has one
+    blocks.set_checksum_type(ChecksumType.xxh3())
     blocks.set_bloom_filter(BLOOM_BITS, False)
     blocks.set_format_version(5)
     options = Options(raw_mode=True)
     options.create_if_missing(True)
     options.set_block_based_table_factory(blocks)
-    options.set_write_buffer_manager(write_buffers)
+    options.set_write_buffer_manager(_write_buffers())
     options.set_write_buffer_size(WRITE_BUFFER_BYTES)
     options.set_max_write_buffer_number(WRITE_BUFFERS)
     options.set_compression_type(DBCompressionType.none())  # floats do not get smaller: lz4 left 299 MB as they were
