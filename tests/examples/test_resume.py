@@ -44,7 +44,10 @@ from .commands import ROOT
 from .ranks import train_on_ranks
 
 FLAGS = ("--dim", 4, "--num-embeddings", 100, "--batch-size", 60, "--sharding", "row_wise")
-OF_THE_PROCESS = ("train_samples_per_second", "resumed", "resume", "checkpoint", "checkpoint_every", "keep")
+OF_THE_PROCESS = (
+    *("train_samples_per_second", "resumed", "resume", "checkpoint", "checkpoint_every", "keep"),
+    *("counts", "hit_rate"),  # of lookups since it began
+)
 
 
 def settings_of(**changes: Any) -> Settings:
