@@ -28,7 +28,7 @@ from torch import Tensor
 
 from torchrec_recstore.options import RedisStore
 from torchrec_recstore.store.cold import ColdStoreError
-from torchrec_recstore.store.cold_rows import (
+from torchrec_recstore.store.cold_bytes import (
     ID_BYTES,
     check_ids,
     check_rows,

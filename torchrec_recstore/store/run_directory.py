@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from torchrec_recstore.store.cold_rows import escaped_name, new_run
+from torchrec_recstore.store.cold_bytes import escaped_name, new_run
 
 _RUN = re.compile(r"run-[0-9a-f]{12}")
 _LOCK = "lock"
