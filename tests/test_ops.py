@@ -83,8 +83,14 @@ CASES: dict[str, Any] = {
     "table_leaving": lambda: (_bounded(), IDS, 2),
     "table_images": lambda: (_table_of(IDS), IDS),
     "table_evict": lambda: (_table_of(IDS), IDS, ops.table_images(_table_of(IDS), IDS)),
-    "table_bring_back": lambda: (_table(), IDS, ops.table_images(_table_of(IDS), IDS), True),
+    "table_bring_back": lambda: (
+        _table(),
+        IDS[:0],
+        ops.table_images(_table_of(IDS), IDS[:0]),
+        True,
+    ),  # twice, of one id, it refuses
     "table_expired": lambda: (_bounded(),),
+    "table_note_cold": lambda: (_table(), IDS),
     "table_note_left": lambda: (_table(), IDS),
     "table_count_expired": lambda: (_table(), 3),
     "table_mark": lambda: (_table(),),
@@ -195,6 +201,10 @@ def test_native_checks_do_not_rely_on_the_wrappers() -> None:
         (
             lambda: native.table_bring_back(_table(), IDS[[0, 0]], torch.zeros(2, 28, dtype=torch.uint8), True),
             "distinct",
+        ),
+        (
+            lambda: native.table_bring_back(_table_of(IDS), IDS[:1], torch.zeros(1, 28, dtype=torch.uint8), True),
+            "already",
         ),
         (lambda: native.table_leaving(_table(), IDS, 3), "max_rows"),
         (lambda: native.table_set_sightings(_bounded(), torch.zeros(2, 4, 5, dtype=torch.uint8), 0), "cells"),

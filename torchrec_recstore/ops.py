@@ -253,6 +253,9 @@ table_bring_back = cast(Callable[[int, Tensor, Tensor, bool], None], _ops.table_
 table_expired = cast(Callable[[int], Tensor], _ops.table_expired.default)
 """(table) -> ids (N,) int64 whose rows no step has looked up for too long."""
 
+table_note_cold = cast(Callable[[int, Tensor], None], _ops.table_note_cold.default)
+"""(table, ids (N,) int64) whose rows are about to be written to the cold store."""
+
 table_note_left = cast(Callable[[int, Tensor], None], _ops.table_note_left.default)
 """(table, ids (N,) int64) whose rows have left the cold store for good: for deltas."""
 
@@ -455,6 +458,7 @@ _FAKES: dict[str, Callable[..., object]] = {
     "table_images": _fake_images,
     "table_evict": _fake_contains,
     "table_bring_back": _fake_nothing,
+    "table_note_cold": _fake_nothing,
     "table_note_left": _fake_nothing,
     "group_table_ids": _fake_table_ids,
     "group_read": _fake_read,

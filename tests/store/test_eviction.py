@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from torchrec_recstore.kernels import PooledKernel
-from torchrec_recstore.options import LFU, LRU, TableOptions
+from torchrec_recstore.optim import SGD
+from torchrec_recstore.options import LFU, LRU, Expiry, TableOptions
 from torchrec_recstore.store import Table
 
 from .policies import Residents, least_at_once, universe_of, zipf_steps
@@ -182,3 +183,33 @@ def criteo_steps() -> list[Tensor]:
     apart = torch.arange(26, dtype=torch.int64)[None] << 40
     ids = torch.cat([torch.as_tensor(np.asarray(rows.ids)) for rows in file.rows(0, 10_000)])
     return [(part + apart).flatten() for part in ids.split(256)]
+
+
+def test_a_frequency_of_16_goes_before_one_of_17() -> None:
+    """Whatever their age: larger frequencies share classes."""
+    table = Table(2, options=TableOptions(max_rows=2, eviction=LFU()))
+    for id_ in (17, 16):
+        for _ in range(id_):
+            table.lookup(torch.tensor([id_]), train=True)
+    table.lookup(torch.tensor([1]), train=True)
+    assert table.ids().tolist() == [1, 17]
+
+
+def test_no_row_leaves_for_rows_that_there_is_no_memory_for() -> None:
+    table = Table(2**24, optimizer=SGD(), options=TableOptions(max_rows=100_001, eviction=LRU()))
+    table.insert(torch.tensor([1, 2]), torch.ones(2, 2**24))
+    kernel = PooledKernel([table], [0], "sum")
+    with pytest.raises(MemoryError):
+        kernel(torch.arange(10, 100_010), torch.tensor([0, 100_000]), train=True)
+    assert table.ids().tolist() == [1, 2]
+    assert table.stats().evicted == 0
+
+
+def test_the_last_step_of_the_clock() -> None:
+    table = Table(2, options=TableOptions(expiry=Expiry(8)))
+    table.steps = 2**32 - 4
+    for _ in range(2):
+        table.lookup(torch.tensor([1]), train=True)
+    with pytest.raises(ValueError, match=r"2\*\*32 - 2 steps"):
+        table.lookup(torch.tensor([1]), train=True)
+    assert table.ids().tolist() == [1]

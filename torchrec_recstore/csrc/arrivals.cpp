@@ -67,6 +67,11 @@ void Arrivals::choose_leavers(int64_t new_rows, const std::function<void(SlotSet
   leavers_ = least_rows(table_, pinned, leaving_at_once(table_, over), executor);
 }
 
+void Arrivals::reserve() {
+  const bool slots_wait = table_.snapshot() != nullptr;  // for it to have read them
+  table_.rows().reserve(new_rows_, slots_wait ? 0 : static_cast<int64_t>(leavers_.size()));
+}
+
 void Arrivals::make_room() {
   table_.leave(leavers_);
   table_.counters().evicted += static_cast<int64_t>(leavers_.size());

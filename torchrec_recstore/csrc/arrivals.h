@@ -30,7 +30,9 @@ class Arrivals {
   void plan(const std::function<void(SlotSet&)>& pin_batch, Executor& executor);
   // The misses that get a row, to be inserted after plan().
   std::vector<Miss> take_admitted() { return std::move(admitted_); }
-  // Between the insertion's place() and its take_rows().
+  // Between the insertion's place() and its take_rows(): first reserve() of every table, which may throw OutOfMemory, and
+  // then make_room() of each, so that no row leaves for one that cannot come.
+  void reserve();
   void make_room();
   // When the insertion has been filled: counts, and notes who has been seen.
   void finish(int64_t rows_made);

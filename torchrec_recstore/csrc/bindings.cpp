@@ -139,7 +139,7 @@ int64_t table_create(std::string name, int64_t column_begin, int64_t column_end,
   }
   if (bounds[1] > 2) throw InvalidArgument("eviction must be 0, 1 or 2");
   if (bounds[2] > int64_t{0xFFFFFFFF}) throw InvalidArgument("half_life must be at most 2**32 - 1");
-  if (bounds[4] > 1 && (bounds[5] < 8 || (bounds[5] & (bounds[5] - 1)) != 0)) throw InvalidArgument("counter_bytes must be a power of two");
+  if (bounds[4] > 1 && (bounds[5] < 16 || (bounds[5] & (bounds[5] - 1)) != 0)) throw InvalidArgument("counter_bytes must be a power of two");
   row_kernels();  // a wrong RECSTORE_ISA is told here
   TableConfig config;
   config.name = std::move(name);
@@ -457,6 +457,15 @@ Tensor table_expired(int64_t table) {
     for (const Leaver& row : expired_rows(*owner, executor())) ids.push_back(row.id);
   }
   return id_tensor(ids);
+}
+
+// Ids whose rows are about to be written to the cold store.
+void table_note_cold(int64_t table, Tensor ids) {
+  ids = checked_ids(ids);
+  const auto owner = tables().get(table);
+  const std::lock_guard<std::mutex> lock(owner->mutex());
+  owner->check_open();
+  for (int64_t i = 0; i < ids.size(0); ++i) owner->cold_filter().add(id_data(ids)[i]);
 }
 
 // Ids whose rows have left the cold store for good.
@@ -827,6 +836,10 @@ std::tuple<Tensor, std::vector<Tensor>> rows_forward(std::vector<int64_t> group_
     for_each_group([](const auto& group, const Batch& batch, float* rows) { read(*group, batch, rows); });
     return {recycled_tensor(std::move(buffer), {floats}, {1}), std::move(contexts)};
   }
+  std::vector<const Table*> distinct;
+  for (const auto& group : members) distinct.push_back(group->tables[0].get());
+  std::sort(distinct.begin(), distinct.end());
+  if (std::adjacent_find(distinct.begin(), distinct.end()) != distinct.end()) throw InvalidArgument("groups must be of different tables");
   // A table without room is told before another one has made rows.
   for_each_group([&](const auto& group, const Batch& batch, float* rows) {
     const bool bounded = std::any_of(group->tables.begin(), group->tables.end(), [](const auto& table) { return table->config().bounds.max_rows > 0; });
@@ -836,7 +849,8 @@ std::tuple<Tensor, std::vector<Tensor>> rows_forward(std::vector<int64_t> group_
     check_room(*group, batch, static_cast<Slot*>(slots.data()), rows, executor());
   });
   for_each_group([&](const auto& group, const Batch& batch, float* rows) {
-    contexts.push_back(context_of(std::make_shared<Pass>(group, batch, nullptr, rows, executor())));
+    const auto inputs = std::make_shared<Inputs>(Inputs{ids, {}, std::nullopt});
+    contexts.push_back(context_of(std::make_shared<Pass>(group, batch, inputs, rows, executor())));
   });
   return {recycled_tensor(std::move(buffer), {floats}, {1}), std::move(contexts)};
 }
@@ -890,6 +904,7 @@ STABLE_TORCH_LIBRARY(recstore_ops, m) {
   m.def("table_evict(int table, Tensor ids, Tensor images) -> Tensor");
   m.def("table_bring_back(int table, Tensor ids, Tensor images, bool looked_up) -> ()");
   m.def("table_expired(int table) -> Tensor");
+  m.def("table_note_cold(int table, Tensor ids) -> ()");
   m.def("table_note_left(int table, Tensor ids) -> ()");
   m.def("table_count_expired(int table, int rows) -> ()");
   m.def("group_table_ids(int group, Tensor ids, Tensor? offsets) -> Tensor[]");
@@ -958,6 +973,7 @@ STABLE_TORCH_LIBRARY_IMPL(recstore_ops, CPU, m) {
   m.impl("table_export", TORCH_BOX(&recstore::table_export));
   m.impl("table_import", TORCH_BOX(&recstore::table_import));
   m.impl("table_set_sightings", TORCH_BOX(&recstore::table_set_sightings));
+  m.impl("table_note_cold", TORCH_BOX(&recstore::table_note_cold));
   m.impl("table_note_left", TORCH_BOX(&recstore::table_note_left));
   m.impl("table_absent", TORCH_BOX(&recstore::table_absent));
   m.impl("table_may_be_cold", TORCH_BOX(&recstore::table_may_be_cold));

@@ -79,13 +79,16 @@ void evict(Table& table, const int64_t* ids, int64_t n, const char* images, bool
     left[i] = slot != kNoSlot && !pinned.contains(slot) && is_as_in(table.rows(), slot, images + i * image_bytes(table));
     if (left[i]) leavers.push_back({ids[i], slot});
   }
-  for (const Leaver& leaver : leavers) table.cold_filter().add(leaver.id);
   table.leave(leavers);
   table.counters().evicted += static_cast<int64_t>(leavers.size());
 }
 
 void bring_back(Table& table, const int64_t* ids, int64_t n, const char* images, bool looked_up, Executor& executor) {
   std::vector<Slot> slots(static_cast<size_t>(n));
+  find(table, ids, n, slots.data(), executor);
+  for (int64_t i = 0; i < n; ++i) {
+    if (slots[i] != kNoSlot) throw InvalidArgument("id " + std::to_string(ids[i]) + " has a row already");
+  }
   find_or_insert(table, ids, n, slots.data(), executor, Arrival::kReturn);
   Rows& rows = table.rows();
   const auto bytes = static_cast<size_t>(rows.row_bytes());

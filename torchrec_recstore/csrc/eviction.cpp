@@ -11,6 +11,7 @@ namespace {
 constexpr int64_t kPart = 32;            // of a full table leaves at once
 constexpr int64_t kExpiryParts = 4;      // how often rows are looked for that are too old, in the time that makes them so
 constexpr int64_t kTaskSegments = 64;    // of the index
+constexpr int64_t kRoundWalks = 32;      // tasks whose finds are put together at once: at most 11 MB
 constexpr int64_t kTaskSlots = 1 << 16;
 constexpr uint32_t kNoClass = 0xFFFF;
 
@@ -44,7 +45,10 @@ struct LeastFrequent {
   uint32_t frequency(const RowMeta& meta) const { return aged_frequency(meta, now, half_life); }
   uint64_t rank(const RowMeta& meta) const { return uint64_t{frequency(meta)} << 32 | meta.last_step; }
   uint32_t class_of(const RowMeta& meta) const {
-    return coarse<3>(frequency(meta)) * kAges + kAges - 1 - coarse<3>(meta.last_step < now ? now - meta.last_step : 0);
+    const uint32_t times = frequency(meta);
+    const uint32_t age = meta.last_step < now ? now - meta.last_step : 0;
+    // From 16 on a class has several frequencies, which count before the age.
+    return coarse<3>(times) * kAges + (times < 16 ? kAges - 1 - coarse<3>(age) : 0);
   }
 };
 
@@ -70,20 +74,24 @@ SlotSet slots_where(const Rows& rows, Executor& executor, const Test& test) {
   return found;
 }
 
-// Appends make(id, slot) for the rows that are in `slots`, in no order.
-template <class T, class Make>
-void append_each_of(const Table& table, const SlotSet& slots, Executor& executor, const Make& make, std::vector<T>& out) {
+// Appends make(id, slot) for the rows that are in `slots`, in no order; now and then cut(out) may drop some.
+template <class T, class Make, class Cut>
+void append_each_of(const Table& table, const SlotSet& slots, Executor& executor, const Make& make, std::vector<T>& out, const Cut& cut) {
   const Index& index = table.index();
   const int64_t walks = (int64_t{index.segments()} + kTaskSegments - 1) / kTaskSegments;
-  std::vector<std::vector<T>> parts(static_cast<size_t>(walks));
-  for_each_task(executor, walks, [&](int64_t walk) {
-    const auto first = static_cast<uint32_t>(walk * kTaskSegments);
-    const auto end = static_cast<uint32_t>(std::min<int64_t>((walk + 1) * kTaskSegments, index.segments()));
-    index.for_each(first, end, [&](int64_t id, Slot slot) {
-      if (slots.contains(slot)) parts[walk].push_back(make(id, slot));
+  for (int64_t round = 0; round < walks; round += kRoundWalks) {
+    std::vector<std::vector<T>> parts(static_cast<size_t>(std::min(kRoundWalks, walks - round)));
+    for_each_task(executor, static_cast<int64_t>(parts.size()), [&](int64_t part) {
+      const int64_t walk = round + part;
+      const auto first = static_cast<uint32_t>(walk * kTaskSegments);
+      const auto end = static_cast<uint32_t>(std::min<int64_t>((walk + 1) * kTaskSegments, index.segments()));
+      index.for_each(first, end, [&](int64_t id, Slot slot) {
+        if (slots.contains(slot)) parts[part].push_back(make(id, slot));
+      });
     });
-  });
-  for (const auto& part : parts) out.insert(out.end(), part.begin(), part.end());
+    for (const auto& part : parts) out.insert(out.end(), part.begin(), part.end());
+    cut(out);
+  }
 }
 
 template <class Policy>
@@ -118,15 +126,17 @@ std::vector<Leaver> least(const Table& table, const Policy& policy, const SlotSe
   last_class = std::min(last_class, Policy::kClasses - 1);
 
   const SlotSet wanted = slots_where(rows, executor, [&](Slot slot) { return classes[slot] <= last_class; });
+  // A class may have all rows of the table, after a load for example: no more of them are kept than matter.
+  const auto cut_to = [&](std::vector<Candidate>& some, int64_t most) {
+    if (static_cast<int64_t>(some.size()) <= most) return;
+    std::nth_element(some.begin(), some.begin() + count, some.end());
+    some.resize(static_cast<size_t>(count));
+  };
   std::vector<Candidate> candidates;
-  candidates.reserve(static_cast<size_t>(found));
   append_each_of(table, wanted, executor, [&](int64_t id, Slot slot) {
     return Candidate{policy.rank(rows.meta(slot)), mix(static_cast<uint64_t>(id)), slot};
-  }, candidates);
-  if (static_cast<int64_t>(candidates.size()) > count) {
-    std::nth_element(candidates.begin(), candidates.begin() + count, candidates.end());
-    candidates.resize(static_cast<size_t>(count));
-  }
+  }, candidates, [&](std::vector<Candidate>& some) { cut_to(some, 2 * count); });
+  cut_to(candidates, count);
   std::vector<Leaver> leavers;
   leavers.reserve(candidates.size());
   for (const Candidate& candidate : candidates) {
@@ -163,7 +173,8 @@ std::vector<Leaver> expired_rows(const Table& table, Executor& executor) {
   if (old.empty()) return {};
   old.remove(pinned_slots(table));
   std::vector<Leaver> leavers;
-  append_each_of(table, old, executor, [](int64_t id, Slot slot) { return Leaver{id, slot}; }, leavers);
+  append_each_of(table, old, executor, [](int64_t id, Slot slot) { return Leaver{id, slot}; }, leavers,
+                 [](std::vector<Leaver>&) {});
   return leavers;
 }
 

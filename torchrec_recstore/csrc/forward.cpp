@@ -21,6 +21,7 @@ namespace {
 constexpr int64_t kBlock = 16;         // ids that go through a stage of the pipeline together
 constexpr int64_t kTaskIds = 1024;     // ids of a task, about
 constexpr int64_t kLargeInsertion = 16384;  // misses from which one table's rows are made in parallel
+constexpr int64_t kMostSteps = 0xFFFFFFFE;  // a row's last step has 32 bits, of which one value has another meaning
 constexpr int64_t kStreamBytes = 16 << 20;  // outputs from here on are written around the caches
 
 // Resolves a run of ids to slots in blocks, so that memory is always being fetched for the blocks
@@ -167,10 +168,17 @@ class Lookup {
 
   // Whether train() would find room.
   void check_room(Executor& executor) {
+    std::vector<bool> may_fail;
+    for (const auto& table : group_.tables) {
+      const Bounds& bounds = table->config().bounds;
+      const bool fits = bounds.eviction != Eviction::kNone && pinned_slots(*table).size() + batch_.n_ids <= bounds.max_rows;
+      may_fail.push_back(bounds.max_rows > 0 && !bounds.cold_store && !fits);
+    }
+    if (std::find(may_fail.begin(), may_fail.end(), true) == may_fail.end()) return;
     arrivals_.resize(group_.tables.size());
     for_each_task(executor, static_cast<int64_t>(tasks_.size()), [&](int64_t t) { resolve_and_pool(tasks_[t]); });
     for (size_t t = 0; t < arrivals_.size(); ++t) {
-      if (group_.tables[t]->config().bounds.max_rows == 0) continue;
+      if (!may_fail[t]) continue;
       arrivals_[t].emplace(*group_.tables[t], misses_of(static_cast<int64_t>(t)), Arrival::kLookup);
     }
     plan_arrivals(executor);
@@ -262,6 +270,9 @@ class Lookup {
     }
     if (rest.empty()) return;
     insert_missing(rest, executor, [&] {
+      for (auto& arrivals : arrivals_) {
+        if (arrivals.has_value()) arrivals->reserve();
+      }
       for (auto& arrivals : arrivals_) {
         if (arrivals.has_value()) arrivals->make_room();
       }
@@ -452,6 +463,9 @@ StepResult lookup(const Group& group, const Batch& batch, bool train, Slot* slot
     work.evaluate(executor);
     return result;
   }
+  for (const auto& table : group.tables) {
+    if (table->clock() >= kMostSteps) throw InvalidArgument("table '" + table->config().name + "' has done all of its 2**32 - 2 steps");
+  }
   work.train(executor);
   for (const auto& table : group.tables) result.steps.push_back(table->begin_step());
   return result;
@@ -495,7 +509,10 @@ void find_or_insert(Table& table, const int64_t* ids, int64_t n, Slot* slots, Ex
   arrivals.plan([&](SlotSet& pinned) { pinned.add(slots, n); }, executor);
   Insertion insertion(table, arrivals.take_admitted(), slots, initialises(arrival));
   try {
-    insert_missing({&insertion}, executor, [&] { arrivals.make_room(); });
+    insert_missing({&insertion}, executor, [&] {
+      arrivals.reserve();
+      arrivals.make_room();
+    });
   } catch (...) {
     insertion.undo();
     throw;

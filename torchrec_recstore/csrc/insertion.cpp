@@ -27,6 +27,7 @@ Insertion::Insertion(Table& table, std::vector<Miss> misses, Slot* slots, bool i
   auto next = begin_;
   for (size_t i = 0; i < misses_.size(); ++i) order_[next[Index::part_of(misses_[i].hash)]++] = static_cast<int32_t>(i);
   table_.index().reserve_inserts(n);
+  taken_.reserve(misses_.size());
 }
 
 template <class Work>

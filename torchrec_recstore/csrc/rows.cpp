@@ -12,19 +12,24 @@ Rows::Rows(const TableConfig& config)
       columns_(config.columns()),
       stride_(weight_floats(type_, columns_) + columns_ * config.optimizer.element_states()) {}
 
-void Rows::take(int64_t count, std::vector<Slot>& out) {
-  const int64_t reused = std::min<int64_t>(count, static_cast<int64_t>(free_.size()));
-  const int64_t grown = high_water_ + count - reused;
+void Rows::reserve(int64_t count, int64_t given_back) {
+  const int64_t free = static_cast<int64_t>(free_.size()) + given_back;
+  const int64_t grown = high_water_ + std::max<int64_t>(0, count - free);
   if (grown > int64_t{kNoSlot}) throw OutOfMemory("a shard holds at most 2**32 - 1 rows");
   data_.reserve(static_cast<size_t>(grown * stride_) * sizeof(float));
   meta_.reserve(static_cast<size_t>(grown) * sizeof(RowMeta));
   if (changes_.tracks()) changes_.reserve(grown);
+  free_.reserve(static_cast<size_t>(free));
+}
+
+void Rows::take(int64_t count, std::vector<Slot>& out) {
+  reserve(count, 0);
   out.reserve(out.size() + static_cast<size_t>(count));
-  for (int64_t i = 0; i < reused; ++i) {
+  for (; count > 0 && !free_.empty(); --count) {
     out.push_back(free_.back());
     free_.pop_back();
   }
-  while (high_water_ < grown) out.push_back(static_cast<Slot>(high_water_++));
+  for (; count > 0; --count) out.push_back(static_cast<Slot>(high_water_++));
 }
 
 void Rows::give_back(Slot slot, uint64_t last_pass) { retired_.push_back({last_pass, slot}); }

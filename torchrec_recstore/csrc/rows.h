@@ -48,6 +48,8 @@ class Rows {
   // From here on, which rows change is known.
   Changes::Mark mark();
 
+  // Makes room for `count` slots, where so many are first given back; take() then fails for no want of it. Throws OutOfMemory.
+  void reserve(int64_t count, int64_t given_back);
   // Appends `count` free slots to `out`. Throws OutOfMemory and changes nothing where there is no room.
   void take(int64_t count, std::vector<Slot>& out);
   // Takes slots back that take() gave and nobody has seen since.

@@ -106,8 +106,8 @@ class TableState:
         with refused_together(self.env):
             parts = [self.rows_of(shard, state) for shard in self.shards]
         for shard, (ids, rows) in zip(self.shards, parts, strict=True):
+            set_clocks(shard.table, state)  # first: by it rows are told that leave for these
             write_all(shard.table, ids, rows)
-            set_clocks(shard.table, state)
 
     def check_keys(self, state: Mapping[str, object]) -> None:
         """Refuses optimizer state that lacks something.

@@ -19,7 +19,8 @@ class ColdStore(Protocol):
     """Rows, as bytes, by id: those of one shard of one table.
 
     A row comes back as it was put, byte for byte, until it is put again or deleted. What a call has done is done when
-    it returns; one that raises may be repeated. Calls come from one thread at a time, not always the same.
+    it returns; one that raises may be repeated. Calls come from one thread at a time, not always the same; what
+    :meth:`scan` has given is read on beside them where ``ascending_snapshots`` is set.
 
     Every call raises :class:`ColdStoreError` where the store cannot be reached, is full, or has lost rows.
     """

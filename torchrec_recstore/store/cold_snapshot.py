@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from torchrec_recstore import ops
-from torchrec_recstore.store.cold import ColdStore
 from torchrec_recstore.store.images import last_steps
 from torchrec_recstore.store.tier import ColdTier, among
 
@@ -40,8 +39,7 @@ class ColdSnapshot:
         """(n,) int64, ascending: the ids in it; None for all that are in the store and not in memory."""
         resident: Tensor | None = None
         if left is not None:
-            cold = [tier.read(part)[0] for part in torch.split(left, _BATCH)]
-            self.wanted = torch.cat(cold) if cold else left
+            self.wanted = tier.found(left)
         elif not whole:
             resident = ops.table_ids(handle)
         self.knows_left = not tier.expires
@@ -53,16 +51,16 @@ class ColdSnapshot:
         batches: Batches = iter(())
         if self.rows:
             ascending = tier.store.ascending_snapshots
-            batches = tier.store.scan() if ascending else _spooled(tier.store, self.wanted, tier.image_bytes)
-        self._batches = self._filtered(batches, resident, tier.expired_before)
+            batches = tier.scan() if ascending else _spooled(tier, self.wanted)
+        self._batches = self._filtered(batches, resident, tier.expired_before, tier.dead)
 
     def next_batch(self) -> tuple[Tensor, Tensor] | None:
         """The next rows; None behind the last one."""
         return next(self._batches, None)
 
-    def _filtered(self, batches: Batches, resident: Tensor | None, expired_before: int) -> Batches:
+    def _filtered(self, batches: Batches, resident: Tensor | None, expired_before: int, dead: Tensor) -> Batches:
         for ids, images in batches:
-            keep = last_steps(images) >= expired_before
+            keep = (last_steps(images) >= expired_before) & ~among(ids, dead)
             if self.wanted is not None:
                 keep &= among(ids, self.wanted)
             elif resident is not None:
@@ -71,20 +69,16 @@ class ColdSnapshot:
                 yield ids[keep], images[keep]
 
 
-def _spooled(store: ColdStore, wanted: Tensor | None, image_bytes: int) -> Batches:
+def _spooled(tier: ColdTier, wanted: Tensor | None) -> Batches:
     """A copy of the store's rows, or of those that are wanted."""
     file = tempfile.TemporaryFile()  # noqa: SIM115  (lives as long as the iterator)
     parts = []
-    if wanted is None:
-        for ids, images in store.scan():
-            file.write(images.numpy().data)
-            parts.append(ids)
-    else:
-        for ids in torch.split(wanted, _BATCH):
-            file.write(store.get(ids)[1].numpy().data)
-            parts.append(ids)
+    rows = tier.scan() if wanted is None else (tier.read(ids) for ids in torch.split(wanted, _BATCH))
+    for ids, images in rows:
+        file.write(images.numpy().data)
+        parts.append(ids)
     file.flush()
-    return _sorted(file, torch.cat(parts) if parts else torch.empty(0, dtype=torch.int64), image_bytes)
+    return _sorted(file, torch.cat(parts) if parts else torch.empty(0, dtype=torch.int64), tier.image_bytes)
 
 
 def _sorted(file: BinaryIO, ids: Tensor, image_bytes: int) -> Batches:

@@ -140,13 +140,16 @@ def _snapshots_ascend(options: object) -> None:
         if not store.ascending_snapshots:
             return
         ids = torch.cat([torch.randperm(10_000, generator=_generator(3)) * 613 - 10**6, _EXTREME_IDS]).sort().values
+        ids = ids[ids < 2**63 - 1]  # so that there is room above
         rows = _rows(len(ids), 1000)
         store.put(ids, rows)
         scan = store.scan()
         store.delete(ids[::2])
+        store.delete(ids[-1:])
         store.put(ids[1::2], rows[1::2].flip(0))
         first = next(scan)
         store.put(torch.arange(10**8, 10**8 + 100), _rows(100, 1000))
+        store.put(torch.arange(2**63 - 100, 2**63 - 1), _rows(99, 1000))
         batches = [first, *scan]
         seen = torch.cat([batch for batch, _ in batches])
         _expect(

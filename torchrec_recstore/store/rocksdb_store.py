@@ -207,6 +207,11 @@ class _Scan(Iterator[tuple[Tensor, Tensor]]):
         options.set_readahead_size(2**20)
         self._snapshot: Snapshot | None = snapshot
         self._items: Iterator[tuple[Any, Any]] | None = snapshot.items(read_opt=options)
+        # Now, since rocksdict 0.3.29 opens an iterator of a snapshot on the rows of the moment of that.
+        end = snapshot.iter()
+        end.seek_to_last()
+        end.status()
+        self._end = end.key() if end.valid() else b""
         self._row_bytes = row_bytes
         self._batch_rows = max(1, _SCAN_BYTES // row_bytes)
         self._store = store
@@ -234,14 +239,7 @@ class _Scan(Iterator[tuple[Tensor, Tensor]]):
 
     def _check_complete(self) -> None:
         # An iterator of rocksdict's ends at an error as it does at the last row.
-        assert self._snapshot is not None
-        end = self._snapshot.iter()
-        end.seek_to_last()
-        try:
-            end.status()
-        except Exception as error:
-            raise ColdStoreError(f"{self._store} cannot be read: {error}") from error
-        if end.valid() and end.key() != self._last:
+        if self._end != self._last:
             raise ColdStoreError(f"{self._store} cannot be read: the scan ended before its last row")
 
 

@@ -5,7 +5,7 @@ import os
 import re
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from torchrec_recstore.store.cold_bytes import escaped_name, new_run
@@ -37,17 +37,18 @@ class RunDirectory:
         """Deletes it, and the directory of its name where that is empty. Raises OSError."""
         try:
             shutil.rmtree(self.path)
-            with _locked(self._root_lock):
+            # Not waiting: the garbage collector may come here out of the constructor above, which holds the lock.
+            with suppress(BlockingIOError), _locked(self._root_lock, wait=False):
                 _remove_if_empty(self.path.parent)
         finally:
             os.close(self._lock)
 
 
 @contextmanager
-def _locked(path: Path) -> Iterator[None]:
+def _locked(path: Path, *, wait: bool = True) -> Iterator[None]:
     file = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
     try:
-        fcntl.flock(file, fcntl.LOCK_EX)
+        fcntl.flock(file, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)
         yield
     finally:
         os.close(file)
@@ -58,7 +59,8 @@ def _remove_dead(root: Path) -> None:
         run = lock.parent
         if _RUN.fullmatch(run.name) and _is_free(lock):
             shutil.rmtree(run, ignore_errors=True)  # what stays is tried again by the next
-            _remove_if_empty(run.parent)
+    for directory in root.glob("*/"):
+        _remove_if_empty(directory)
 
 
 def _is_free(lock: Path) -> bool:

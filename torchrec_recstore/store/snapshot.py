@@ -84,6 +84,8 @@ class Snapshot:
             else:
                 rows = self._read_merged(n, polite)
         self._rows_left -= n
+        if self._cold is not None and self._rows_left == 0 and len(self._merged[0]):
+            raise RuntimeError(f"table '{self._name}': the cold store has more rows than the table knows of")
         return rows
 
     def close(self) -> None:

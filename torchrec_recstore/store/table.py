@@ -316,7 +316,7 @@ class Table:
         self._check_ids(ids)
         with self._rows_of(ids):
             found = ops.table_contains(self.handle, ids)
-            return found if self.tier is None else found | torch.isin(ids, self.tier.read(ids)[0])
+            return found if self.tier is None else found | torch.isin(ids, self.tier.found(ids))
 
     def remove(self, ids: Tensor) -> int:
         """Forgets the rows of ``ids``, (N,) int64; returns how many there were."""
@@ -348,8 +348,11 @@ class Table:
 
     @steps.setter
     def steps(self, steps: int) -> None:
-        with ops.native_errors(f"table '{self.name}'"):
-            ops.table_set_steps(self.handle, steps)
+        with ops.native_errors(f"table '{self.name}'"), holding([] if self.tier is None else [self.tier]):
+            if self.tier is not None:
+                self.tier.set_steps(steps)
+            else:
+                ops.table_set_steps(self.handle, steps)
 
     def stats(self) -> TableStats:
         """What the table holds and has done."""

@@ -3,7 +3,7 @@ from __future__ import annotations
 import threading
 from collections import Counter, deque
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from typing import Literal
 
 import torch
@@ -17,6 +17,7 @@ from torchrec_recstore.store.images import last_steps
 Arrival = Literal["lookup", "update", "write"]
 """Why rows are wanted: by a training step, by an update, or to be written. Admission has no say in the last."""
 
+_PART = 1 << 16  # ids that are read at once where all of a table's may be asked for
 _STAGED_BATCHES = 2  # the batch that is next, and the one that is fetched while that is trained on
 
 
@@ -41,14 +42,18 @@ class ColdTier:
         self._every = max(1, (self._expiry or 0) // 4)
         self._max_rows = options.max_rows or 0
         self.lock = threading.RLock()
+        self._calls = threading.Lock()  # of the store: one at a time, also those that prefetch() makes beside the lock
         self.image_bytes = ops.table_image_bytes(handle)
         self.store: ColdStore = open_cold_store(options.cold_store, name=name, row_bytes=self.image_bytes)
         # Rows that are in the store and not in memory, by the time that lets them expire.
         self._counts: Counter[int] = Counter()
+        self.dead = torch.empty(0, dtype=torch.int64)
+        """Ids, ascending, whose rows in the store count for nothing: they are still to be deleted."""
         self.expired_before = 0
         """Rows in the store with an earlier last step than this have expired."""
         self._staged: deque[tuple[Tensor, Tensor]] = deque(maxlen=_STAGED_BATCHES)  # ids, ascending, and images
         self._fetching = 0
+        self._stores_had = 0  # what is fetched from one is of no use with the next
         self._outdated: list[Tensor] = []  # ids that were written or deleted while others are being fetched
         self._sweep: Iterator[tuple[Tensor, Tensor]] | None = None
 
@@ -103,16 +108,18 @@ class ColdTier:
             for staged, _ in self._staged:
                 wanted = wanted[~among(wanted, staged)]
             self._fetching += 1
+            number, store = self._stores_had, self.store
         fetched: tuple[Tensor, Tensor] | None = None
         try:
             if len(wanted):
-                found, images = self.store.get(wanted)
+                with self._calls:
+                    found, images = store.get(wanted)
                 ascending = wanted[found].sort()
                 fetched = ascending.values, images[ascending.indices]
         finally:
             with self.lock:
                 self._fetching -= 1
-                if fetched is not None:
+                if fetched is not None and number == self._stores_had:
                     self._staged.append(fetched)
                     for outdated in self._outdated:
                         self._unstage(outdated)
@@ -130,29 +137,57 @@ class ColdTier:
             found, images = self._fetch(absent)
             return absent[found], images
 
+    def found(self, ids: Tensor) -> Tensor:
+        """(n,) int64, ascending: those of ``ids``, (N,) int64, whose rows are in the store and not in memory."""
+        with self.lock:
+            parts = [self.read(part)[0] for part in torch.split(ids, _PART)]
+        found: Tensor = torch.unique(torch.cat(parts))
+        return found
+
     def remove(self, ids: Tensor) -> int:
         """Forgets the rows of ``ids``, (N,) int64, here and in memory; returns how many there were."""
         with self.lock:
-            cold, images = self.read(ids)
-            self._delete(ids)
-            ops.table_note_left(self._handle, cold)
-            self._counts -= self._counted(images)
-            return len(images) + int(ops.table_remove(self._handle, ids))
+            removed = 0
+            for part in torch.split(torch.unique(ids), _PART):
+                cold, images = self.read(part)
+                ops.table_note_left(self._handle, cold)
+                self._counts -= self._counted(images)
+                removed += len(cold) + int(ops.table_remove(self._handle, part))
+                self._delete(part)
+            return removed
 
     def ids(self) -> Tensor:
         """(N,) int64: the ids of all rows, here and in memory, ascending."""
         with self.lock:
-            cold = (ids[(last_steps(images) >= self.expired_before)] for ids, images in self.store.scan())
-            parts = [ops.table_ids(self._handle), *cold]
+            parts = [ops.table_ids(self._handle)]
+            for some, images in self.scan():
+                parts.append(some[(last_steps(images) >= self.expired_before) & ~among(some, self.dead)])
         ids: Tensor = torch.unique(torch.cat(parts))
         return ids
+
+    def scan(self) -> Iterator[tuple[Tensor, Tensor]]:
+        """As :meth:`ColdStore.scan`: also rows that are in memory too, have expired, or are :attr:`dead`."""
+        with self._calls:
+            return self.store.scan()
+
+    def set_steps(self, steps: int) -> None:
+        """Sets the native table's clock."""
+        with self.lock:
+            if self._expiry is not None and steps // self._every * self._every - self._expiry < self.expired_before:
+                # What has expired by the clock before would be alive again by the new one.
+                self._bury()
+                self.expired_before = max(0, steps // self._every * self._every - self._expiry)
+                self._sweep = None
+            ops.table_set_steps(self._handle, steps)
 
     def exchange(self, other: ColdTier) -> None:
         """Exchanges the stores with another tier, when their native tables exchange rows."""
         self.store, other.store = other.store, self.store
         self._counts, other._counts = other._counts, self._counts
         self.expired_before, other.expired_before = other.expired_before, self.expired_before
+        self.dead, other.dead = other.dead, self.dead
         for tier in (self, other):
+            tier._stores_had += 1
             tier._staged.clear()
             tier._sweep = None
 
@@ -162,7 +197,7 @@ class ColdTier:
 
     def _fetch(self, ids: Tensor) -> tuple[Tensor, Tensor]:
         """Which of ``ids``, distinct and not in memory, are in the store: (N,) bool; and the images of these."""
-        unknown = ops.table_may_be_cold(self._handle, ids)
+        unknown = ops.table_may_be_cold(self._handle, ids) & ~among(ids, self.dead)
         parts: list[tuple[Tensor, Tensor]] = []  # places among ids, ascending, and images
         for staged_ids, staged_images in self._staged:
             places = (among(ids, staged_ids) & unknown).nonzero().squeeze(1)
@@ -171,7 +206,8 @@ class ColdTier:
                 unknown[places] = False
         places = unknown.nonzero().squeeze(1)
         if len(places):
-            is_there, images = self.store.get(ids[places])
+            with self._calls:
+                is_there, images = self.store.get(ids[places])
             parts.append((places[is_there], images))
         found = torch.zeros(len(ids), dtype=torch.bool)
         if not parts:
@@ -190,17 +226,25 @@ class ColdTier:
         # Rows that a backward has changed since they were copied have stayed: others go then.
         while len(leaving := ops.table_leaving(self._handle, ids, new_rows)):
             images = ops.table_images(self._handle, leaving)
-            self.store.put(leaving, images)
+            ops.table_note_cold(self._handle, leaving)  # first: a put that fails may have left copies
+            with self._calls:
+                self.store.put(leaving, images)
             self._outdate(leaving)
-            gone = ops.table_evict(self._handle, leaving, images)
-            self._counts += self._counted(images[gone])
+            self.dead = self.dead[~among(self.dead, leaving.sort().values)]
+            gone = images[ops.table_evict(self._handle, leaving, images)]
+            alive = last_steps(gone) >= self.expired_before
+            self._counts += self._counted(gone[alive])
+            ops.table_count_expired(self._handle, int((~alive).sum()))
 
     def _delete(self, ids: Tensor) -> None:
-        ids = torch.unique(ids)
-        ids = ids[ops.table_may_be_cold(self._handle, ids)]
-        if len(ids):
-            self.store.delete(ids)
-            self._outdate(ids)
+        """Deletes the rows of ``ids``, (N,) int64, from the store; what fails now is done later."""
+        ids = torch.unique(ids[ops.table_may_be_cold(self._handle, ids)])
+        self._outdate(ids)
+        self.dead = torch.unique(torch.cat([self.dead, ids]))
+        if len(self.dead):
+            with suppress(ColdStoreError), self._calls:
+                self.store.delete(self.dead)
+                self.dead = self.dead[:0]
 
     def _outdate(self, ids: Tensor) -> None:
         """What has been read of ``ids`` is no longer what the store has."""
@@ -227,20 +271,28 @@ class ColdTier:
         time = ops.table_steps(self._handle) // self._every
         if time * self._every - self._expiry > self.expired_before:
             old = ops.table_expired(self._handle)
-            self._delete(old)
             ops.table_count_expired(self._handle, int(ops.table_remove(self._handle, old)))
+            self._delete(old)
             self.expired_before = time * self._every - self._expiry
             gone = [bucket for bucket in self._counts if bucket < time]
             ops.table_count_expired(self._handle, sum(self._counts.pop(bucket) for bucket in gone))
-        self._delete_expired()
+            if not self.store.ascending_snapshots:
+                self._bury()
+        if self.store.ascending_snapshots:
+            self._sweep_on()
 
-    def _delete_expired(self) -> None:
+    def _bury(self) -> None:
+        """Deletes all that has expired from the store."""
+        old = [ids[last_steps(images) < self.expired_before] for ids, images in self.scan()]
+        self._delete(torch.cat([*old, self.dead]))
+
+    def _sweep_on(self) -> None:
         """Goes on to delete what has expired, so that all of the store comes by until the next time."""
         copies = self.rows + self._max_rows  # rows in memory may have one that is out of date
         seen, part = 0, -(-copies // self._every)
         while seen < part:
             if self._sweep is None:
-                self._sweep = self.store.scan()
+                self._sweep = self.scan()
             try:
                 batch = next(self._sweep, None)
             except ColdStoreError:  # RocksDB's ends where the store has to be opened anew
@@ -252,7 +304,8 @@ class ColdTier:
             # The scan may be older than the rows: those that seem to have expired are read again.
             ids = batch[0][last_steps(batch[1]) < self.expired_before]
             if len(ids):
-                found, images = self.store.get(ids)
+                with self._calls:
+                    found, images = self.store.get(ids)
                 self._delete(ids[found][last_steps(images) < self.expired_before])
 
     def _counted(self, images: Tensor) -> Counter[int]:
