@@ -8,6 +8,7 @@
 #include "id_set.h"
 
 namespace recstore {
+
 bool is_admitted(const Table& table, int64_t id, Arrival arrival) {
   const Sightings* sightings = table.sightings();
   if (sightings == nullptr || !initialises(arrival)) return true;

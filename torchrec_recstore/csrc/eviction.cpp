@@ -1,7 +1,6 @@
 #include "eviction.h"
 
 #include <algorithm>
-#include <array>
 
 #include "mix.h"
 

@@ -19,7 +19,7 @@ struct Leaver {
 // are. Among equals a hash of the id decides, so that the same ids in the same steps give the same rows, whatever the
 // threads, the slots and the columns of the shard. The caller holds the lock.
 //
-// Two passes over the bookkeeping, which is small and lies together, find the rows that come into question, a little
+// A pass over the bookkeeping, which is small and lies together, finds the rows that come into question, mostly a little
 // more than `count`; one through the index finds their ids.
 std::vector<Leaver> least_rows(const Table& table, const SlotSet& kept, int64_t count, Executor& executor);
 

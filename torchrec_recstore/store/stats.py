@@ -13,7 +13,7 @@ class TableStats:
     Args:
         rows: resident rows.
         cold_rows: rows in the cold store.
-        bytes: memory of rows, optimizer state, index and bookkeeping.
+        bytes: memory of rows with their state, index and bookkeeping, admission's counter and the cold store's filter.
         lookups: ids that training steps looked up.
         hits: of these, those that had a row.
         misses: of these, those that had none.
