@@ -160,6 +160,7 @@ void cold_rows_come_back_as_they_left() {
       std::vector<char> images(leaving.size() * bytes);
       std::unique_ptr<bool[]> left(new bool[leaving.size()]);
       read_images(*table, leaving.data(), static_cast<int64_t>(leaving.size()), images.data(), executor);
+      for (const int64_t id : leaving) table->cold_filter().add(id);
       evict(*table, leaving.data(), static_cast<int64_t>(leaving.size()), images.data(), left.get());
       for (size_t i = 0; i < leaving.size(); ++i) {
         if (left[i]) cold[leaving[i]].assign(images.data() + i * bytes, images.data() + (i + 1) * bytes);

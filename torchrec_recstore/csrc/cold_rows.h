@@ -24,8 +24,8 @@ std::vector<int64_t> leaving_ids(const Table& table, const int64_t* ids, int64_t
 // Copies the rows of ids (n,) to images. Throws InvalidArgument where an id has no row.
 void read_images(const Table& table, const int64_t* ids, int64_t n, char* images, Executor& executor);
 
-// The rows of ids (n,), distinct, leave for the cold store, where their images are; those stay that are no longer as
-// in their image, or that a pending pass refers to. left: (n,), which have left.
+// The rows of ids (n,), distinct, leave for the cold store, where their images are and of which the filter knows; those
+// stay that are no longer as in their image, or that a pending pass refers to. left: (n,), which have left.
 void evict(Table& table, const int64_t* ids, int64_t n, const char* images, bool* left);
 
 // Rows from the cold store, of ids (n,), distinct and without a row here. looked_up: by a step, which counts them.
