@@ -11,9 +11,10 @@ import torch
 from torch import Tensor
 
 from torchrec_recstore.checkpoint.encoding import encode
-from torchrec_recstore.checkpoint.fold import FoldedTable, among, common_columns, tables_named
+from torchrec_recstore.checkpoint.fold import FoldedTable, common_columns, tables_named
 from torchrec_recstore.checkpoint.info import DENSE, CheckpointInfo, TableInfo
 from torchrec_recstore.checkpoint.sightings import merged
+from torchrec_recstore.ids import among
 
 _FACTS = ("dtype", "optimizer", "options", "steps", "optimizer_steps")
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from torchrec_recstore.checkpoint.files import CheckpointError, check_file, read_ids
 from torchrec_recstore.checkpoint.info import CheckpointInfo, PartInfo, TableInfo
+from torchrec_recstore.ids import among
 from torchrec_recstore.optim import state_names
 
 Columns = tuple[int, int]
@@ -46,13 +47,6 @@ def tables_named(name: str, chain: Iterable[CheckpointInfo]) -> list[TableInfo]:
 def common_columns(tables: Iterable[TableInfo]) -> list[Columns]:
     """The widest ranges of columns such that no column shard of any of the tables begins or ends within one."""
     return list(pairwise(sorted({edge for table in tables for columns in table.columns for edge in columns})))
-
-
-def among(ids: Tensor, ascending: Tensor) -> Tensor:
-    """Which of ``ids``, (N,), are in ``ascending``, (M,): (N,) bool. A few times faster than ``torch.isin``."""
-    if not len(ascending):
-        return torch.zeros_like(ids, dtype=torch.bool)
-    return ascending[torch.searchsorted(ascending, ids).clamp_(max=len(ascending) - 1)] == ids
 
 
 class FoldedTable:

@@ -11,13 +11,13 @@ import torch
 from torch import Tensor, nn
 
 from torchrec_recstore.checkpoint.files import CheckpointError, check_file, read_ids, read_tensors
-from torchrec_recstore.checkpoint.fold import among
 from torchrec_recstore.checkpoint.info import DENSE, CheckpointInfo, PartInfo, TableInfo, read_chain
 from torchrec_recstore.checkpoint.model_tensors import check_dense, dense_tensors, load_dense
 from torchrec_recstore.checkpoint.new_rows import check_replaceable, exchange_all
 from torchrec_recstore.checkpoint.parts import joined_rows
 from torchrec_recstore.checkpoint.sightings import load_sightings
 from torchrec_recstore.checkpoint.tables import ModelTable, distinct_tables
+from torchrec_recstore.ids import among
 from torchrec_recstore.optim import state_names
 from torchrec_recstore.sharders.gather import refused_together, whole_environment
 from torchrec_recstore.sharders.local_shard import LocalShard

@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 
 from torchrec_recstore import ops
+from torchrec_recstore.ids import among
 from torchrec_recstore.store.images import last_steps
-from torchrec_recstore.store.tier import ColdTier, among
+from torchrec_recstore.store.tier import ColdTier
 
 _BATCH = 1 << 16
 

@@ -7,10 +7,10 @@ import torch
 from torch import Tensor
 
 from torchrec_recstore import ops
+from torchrec_recstore.ids import among
 from torchrec_recstore.optim import Optimizer, state_names
 from torchrec_recstore.store.cold_snapshot import ColdSnapshot
 from torchrec_recstore.store.images import unpacked
-from torchrec_recstore.store.tier import among
 
 _MERGED_ROWS = 1 << 16  # resident rows that are read at least where cold ones are merged with them
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from torchrec_recstore import ops
+from torchrec_recstore.ids import among
 from torchrec_recstore.optim import Optimizer, RowWiseAdagrad, state_names
 from torchrec_recstore.options import TableOptions, default_initializer
 from torchrec_recstore.store.cold_snapshot import ColdSnapshot
@@ -134,9 +135,9 @@ class Table:
             rows = ops.table_lookup(self.handle, ids, train).to(self.dtype)
             if self.tier is not None and not train:
                 cold, images = self.tier.read(ids)
-                places = torch.searchsorted(cold, ids).clamp_(max=max(len(cold) - 1, 0))
-                here = cold[places] == ids if len(cold) else torch.zeros(len(ids), dtype=torch.bool)
-                rows[here] = unpacked(images, self.dtype, len(self.columns))[0][places[here]]
+                here = among(ids, cold)
+                weights = unpacked(images, self.dtype, len(self.columns))[0]
+                rows[here] = weights[torch.searchsorted(cold, ids[here])]
             return rows
 
     def update(self, ids: Tensor, grads: Tensor) -> None:
@@ -316,7 +317,7 @@ class Table:
         self._check_ids(ids)
         with self._rows_of(ids):
             found = ops.table_contains(self.handle, ids)
-            return found if self.tier is None else found | torch.isin(ids, self.tier.found(ids))
+            return found if self.tier is None else found | among(ids, self.tier.found(ids))
 
     def remove(self, ids: Tensor) -> int:
         """Forgets the rows of ``ids``, (N,) int64; returns how many there were."""
@@ -417,7 +418,7 @@ class Table:
         if self.tier is None:
             return ops.table_export(self.handle, ids)
         cold, images = self.tier.read(ids)
-        is_cold = torch.isin(ids, cold)
+        is_cold = among(ids, cold)
         resident = ops.table_export(self.handle, ids[~is_cold])
         places = torch.searchsorted(cold, ids[is_cold])
         moved = unpacked(images, self.dtype, len(self.columns))

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from torchrec_recstore import ops
+from torchrec_recstore.ids import among
 from torchrec_recstore.options import TableOptions
 from torchrec_recstore.store.cold import ColdStore, ColdStoreError, open_cold_store
 from torchrec_recstore.store.images import last_steps
@@ -324,11 +325,3 @@ def holding(tiers: Sequence[ColdTier]) -> Iterator[None]:
         for tier in sorted(tiers, key=lambda tier: tier._handle):
             stack.enter_context(tier.lock)
         yield
-
-
-def among(ids: Tensor, ascending: Tensor) -> Tensor:
-    """Which of ``ids``, (N,), are in ``ascending``, (M,): (N,) bool."""
-    if len(ascending) == 0:
-        return torch.zeros(len(ids), dtype=torch.bool)
-    places = torch.searchsorted(ascending, ids).clamp_(max=len(ascending) - 1)
-    return ascending[places] == ids
