@@ -1,0 +1,1 @@
+"""Tables for clients: in their own process, or on parameter servers."""
