@@ -164,14 +164,20 @@ class StatsReply(_message.Message):
     def __init__(self, counts: _Optional[_Mapping[str, int]] = ...) -> None: ...
 
 class SaveRequest(_message.Message):
-    __slots__ = ("name", "overwrite", "incarnation")
+    __slots__ = ("name", "overwrite", "incarnation", "client", "request", "done_before")
     NAME_FIELD_NUMBER: _ClassVar[int]
     OVERWRITE_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    CLIENT_FIELD_NUMBER: _ClassVar[int]
+    REQUEST_FIELD_NUMBER: _ClassVar[int]
+    DONE_BEFORE_FIELD_NUMBER: _ClassVar[int]
     name: str
     overwrite: bool
     incarnation: str
-    def __init__(self, name: _Optional[str] = ..., overwrite: _Optional[bool] = ..., incarnation: _Optional[str] = ...) -> None: ...
+    client: str
+    request: int
+    done_before: int
+    def __init__(self, name: _Optional[str] = ..., overwrite: _Optional[bool] = ..., incarnation: _Optional[str] = ..., client: _Optional[str] = ..., request: _Optional[int] = ..., done_before: _Optional[int] = ...) -> None: ...
 
 class LoadRequest(_message.Message):
     __slots__ = ("name",)

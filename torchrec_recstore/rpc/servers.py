@@ -1,0 +1,178 @@
+"""Several servers, among which the ids are shared out by hash."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from torchrec_recstore import ops
+from torchrec_recstore.rpc import recstore_pb2 as pb
+from torchrec_recstore.rpc.connection import Access, Connection
+
+_Result = TypeVar("_Result")
+
+
+class Servers:
+    """Tables whose rows are shared out among servers: every call goes to all that have a part in it, at once.
+
+    A call that fails at one server may have been carried out at others.
+
+    Args:
+        addresses: ``host:port`` each; their order decides which ids lie where.
+        access: as for :class:`Connection`.
+
+    Raises:
+        TypeError, ValueError: an address is no ``host:port``, or is there twice.
+        OSError: a file of certificates cannot be read.
+    """
+
+    def __init__(self, addresses: Sequence[str], access: Access) -> None:
+        self.addresses = checked_addresses(addresses)
+        self._connections = [Connection(address, access) for address in self.addresses]
+        self._threads = ThreadPoolExecutor(4 * len(self.addresses), "recstore-client")
+        self._close = weakref.finalize(self, _close, self._connections, self._threads)
+
+    def specs(self, table: str) -> list[str | None]:
+        """What each server says of a table; None where it has none."""
+        return [reply.tables.get(table) for reply in self._each(Connection.describe)]
+
+    def create(self, table: str, specs: Sequence[str]) -> None:
+        """Makes a table: each server its part."""
+        of = dict(zip(self._connections, specs, strict=True))
+        self._each(lambda connection: connection.create(table, of[connection]))
+
+    def drop(self, table: str) -> None:
+        """Forgets a table, where it is there."""
+        self._each(lambda connection: connection.drop(table))
+
+    def pull(self, table: str, ids: Tensor, columns: int, dtype: torch.dtype) -> Tensor:
+        """(N, columns): the rows of ``ids``, (N,) int64; those of ids without one are initial rows."""
+        _, rows = self._read(table, ids, columns * dtype.itemsize, pb.PullHeader.ROWS)
+        return rows.view(dtype).view(-1, columns)
+
+    def found(self, table: str, ids: Tensor) -> Tensor:
+        """(N,) bool: which of ``ids``, (N,) int64, have a row."""
+        return self._read(table, ids, 1, pb.PullHeader.FOUND)[0]
+
+    def found_rows(self, table: str, ids: Tensor, row_bytes: int) -> tuple[Tensor, Tensor]:
+        """Which of ``ids``, (N,) int64, have a row, (N,) bool, and the rows of these, (n, row bytes) uint8."""
+        return self._read(table, ids, row_bytes, pb.PullHeader.FOUND_ROWS)
+
+    def push(self, table: str, ids: Tensor, values: Tensor) -> None:
+        """Writes the rows ``values``, (N, columns), of ``ids``, (N,) int64; of duplicates the last wins."""
+        self._write(table, pb.WriteHeader.PUSH, ids, values)
+
+    def update(self, table: str, ids: Tensor, grads: Tensor, initial: tuple[Tensor, Tensor] | None = None) -> None:
+        """Applies gradients, (N, columns); before, ``initial`` ids get the ``initial`` rows where they have none."""
+        self._write(table, pb.WriteHeader.UPDATE, ids, grads, initial)
+
+    def delete(self, table: str, ids: Tensor) -> int:
+        """Forgets the rows of ``ids``, (N,) int64; returns how many there were."""
+        return self._write(table, pb.WriteHeader.DELETE, ids)
+
+    def ids(self, table: str) -> Tensor:
+        """(N,) int64: all ids that have a row, ascending."""
+        ids: Tensor = torch.cat(self._each(lambda connection: connection.ids(table))).sort().values
+        return ids
+
+    def stats(self, table: str) -> list[dict[str, int]]:
+        """Each server's counts."""
+        return self._each(lambda connection: connection.stats(table))
+
+    def save(self, name: str, overwrite: bool) -> None:
+        """Each server saves all of its tables."""
+        self._each(lambda connection: connection.save(name, overwrite))
+
+    def load(self, name: str) -> None:
+        """Each server replaces its tables by those that it has saved."""
+        self._each(lambda connection: connection.load(name))
+
+    def close(self) -> None:
+        """Ends the connections."""
+        self._close()
+
+    def _read(self, table: str, ids: Tensor, row_bytes: int, want: pb.PullHeader.Want) -> tuple[Tensor, Tensor]:
+        if len(self._connections) == 1:
+            return self._connections[0].pull(table, ids, row_bytes, want)
+        places = self._places(ids)
+        parts = self._each(lambda connection: connection.pull(table, ids[places[connection]], row_bytes, want), places)
+        found = torch.empty(0 if want == pb.PullHeader.ROWS else len(ids), dtype=torch.bool)
+        rows = torch.empty(0, row_bytes, dtype=torch.uint8)
+        if len(found):
+            for place, (part, _) in zip(places.values(), parts, strict=True):
+                found[place] = part
+        if want == pb.PullHeader.FOUND:
+            return found, rows
+        # Where each row goes: among all ids, or among those found.
+        row_places = list(places.values())
+        if want == pb.PullHeader.FOUND_ROWS:
+            rank = found.cumsum(0) - 1
+            row_places = [rank[place[found[place]]] for place in row_places]
+        rows = torch.empty(sum(map(len, row_places)), row_bytes, dtype=torch.uint8)
+        for place, (_, part) in zip(row_places, parts, strict=True):
+            rows[place] = part
+        return found, rows
+
+    def _write(
+        self,
+        table: str,
+        kind: pb.WriteHeader.Kind,
+        ids: Tensor,
+        rows: Tensor | None = None,
+        initial: tuple[Tensor, Tensor] | None = None,
+    ) -> int:
+        if len(self._connections) == 1:
+            return self._connections[0].write(table, kind, ids, rows, initial)
+        places = self._places(ids)
+        firsts = {} if initial is None else self._places(initial[0])
+
+        def write(connection: Connection) -> int:
+            place = places[connection]
+            first = None
+            if initial is not None and len(firsts[connection]):
+                first = initial[0][firsts[connection]], initial[1][firsts[connection]]
+            return connection.write(table, kind, ids[place], None if rows is None else rows[place], first)
+
+        return sum(self._each(write, places))
+
+    def _places(self, ids: Tensor) -> dict[Connection, Tensor]:
+        """Where among ``ids`` those of each server are, ascending."""
+        owners = ops.mix_ids(ids, True).remainder_(len(self._connections))
+        return {connection: (owners == number).nonzero()[:, 0] for number, connection in enumerate(self._connections)}
+
+    def _each(
+        self, call: Callable[[Connection], _Result], connections: Sequence[Connection] | dict[Connection, Tensor] = ()
+    ) -> list[_Result]:
+        """Calls all at once and waits for all, so that nothing is under way when an error is raised."""
+        chosen = list(connections or self._connections)
+        if len(chosen) == 1:
+            return [call(chosen[0])]
+        futures = [self._threads.submit(call, connection) for connection in chosen]
+        wait(futures)
+        return [future.result() for future in futures]
+
+
+def checked_addresses(addresses: Sequence[str]) -> tuple[str, ...]:
+    """Addresses, each ``host:port``, after a check."""
+    if isinstance(addresses, str) or not all(isinstance(address, str) for address in addresses):
+        raise TypeError(f"servers must be a list of 'host:port', got {addresses!r}")
+    if not addresses:
+        raise ValueError("servers must name at least one 'host:port'")
+    for address in addresses:
+        host, _, port = address.rpartition(":")
+        if not host or not (port.isdecimal() and 0 < int(port) < 2**16):
+            raise ValueError(f"servers must be 'host:port', got {address!r}")
+    if len(set(addresses)) != len(addresses):
+        raise ValueError(f"servers must differ, got {', '.join(addresses)}")
+    return tuple(addresses)
+
+
+def _close(connections: Sequence[Connection], threads: ThreadPoolExecutor) -> None:
+    for connection in connections:
+        connection.close()
+    threads.shutdown(wait=False)
