@@ -6,7 +6,7 @@ VERSION = "1"
 VERSION_KEY = "recstore-protocol"
 TOKEN_KEY = "authorization"
 ERROR_KEY = "recstore-error"
-"""In the trailing metadata of an error: the name of its class in :data:`~torchrec_recstore.rpc.errors.REMOTE_ERRORS`."""
+"""In the trailing metadata of an error: its class in :data:`~torchrec_recstore.rpc.errors.REMOTE_ERRORS`."""
 
 PART_IDS = 1 << 16
 PART_BYTES = 1 << 20
