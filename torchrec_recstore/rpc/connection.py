@@ -316,7 +316,7 @@ class Connection:
             return ServiceError(f"{named} cannot be reached for {self._access.timeout_s:g} s: {details}")
         if code is grpc.StatusCode.DEADLINE_EXCEEDED:
             return ServiceError(f"{named} has not answered within {self._access.timeout_s:g} s")
-        return ServiceError(f"{named}: {details} ({code.name.lower().replace('_', ' ')})")
+        return ServiceError(f"{named}: {details} ({code.name.lower().replace('_', ' ')})", kind)
 
     def _named(self, table: str) -> str:
         return f"table {table!r} on server {self.address}" if table else f"server {self.address}"
