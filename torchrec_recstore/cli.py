@@ -145,6 +145,9 @@ def serve(
             raise ValueError(f"{error.name} is missing: pip install 'torchrec-recstore[service]'") from None
         from torchrec_recstore.service.limits import limits_from_flags
 
+        token = None if token_file is None else token_file.read_text().strip()
+        if token == "":
+            raise ValueError(f"--token-file {token_file} is empty")
         limits = limits_from_flags(max_rows, eviction, half_life_steps, expire_steps, min_frequency, cold_store)
         options = ServerOptions(
             listen=listen,
@@ -153,7 +156,7 @@ def serve(
             tls_cert=tls_cert,
             tls_key=tls_key,
             client_ca=client_ca,
-            token=None if token_file is None else token_file.read_text().strip(),
+            token=token,
             metrics=metrics,
         )
         run(options, lambda line: print(line, flush=True))
