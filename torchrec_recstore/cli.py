@@ -159,7 +159,7 @@ def serve(
             token=token,
             metrics=metrics,
         )
-        run(options, lambda line: print(line, flush=True))
+        run(options, lambda address: print(f"serving on {address}", flush=True))
 
 
 def main() -> None:
