@@ -4,10 +4,16 @@
 
 One JSON row a number of servers, the sides taking turns; one of eight clients at once against one server, which the
 RecStore system publishes 1.17M ids/s for (gRPC, one shard, another machine); and one of how much of a pull a prefetch
-hides behind compute of one thread.
+hides behind compute of one thread. Client and servers share this machine's cores.
 """
 
 from __future__ import annotations
+
+import os
+
+os.environ.setdefault(
+    "OMP_WAIT_POLICY", "passive"
+)  # clients share the cores with servers: waiting threads must not spin
 
 import argparse
 import contextlib
