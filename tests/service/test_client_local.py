@@ -81,10 +81,11 @@ def test_init_data_again(init_func: Callable[[tuple[int, int], torch.dtype], Ten
     assert client.exists("t", IDS).all()
     for arguments, error in [
         ({"shape": (100, DIM + 1)}, "dim is 4, not 5"),
-        ({"shape": (101, DIM)}, r"expected_rows=100.*, not .*expected_rows=101"),
+        ({"shape": (101, DIM)}, r"options.expected_rows is 100, not 101$"),
         ({"dtype": torch.bfloat16}, "dtype is torch.float32, not torch.bfloat16"),
-        ({"optimizer": SGD(lr=2.0)}, r"lr=1.0.*, not .*lr=2.0"),
-        ({"options": TableOptions(seed=1)}, r"seed=0.*, not .*seed=1"),
+        ({"optimizer": SGD(lr=2.0)}, r"optimizer.lr is 1.0, not 2.0$"),
+        ({"optimizer": RowWiseAdagrad(lr=1.0)}, r"optimizer is SGD\(.*, not RowWiseAdagrad\("),
+        ({"options": TableOptions(seed=1)}, r"options.seed is 0, not 1"),
         ({"init_func": zeros}, "initial_rows is"),
     ]:
         given = {"shape": (100, DIM), "init_func": init_func, "optimizer": SGD(lr=1.0), **arguments}
