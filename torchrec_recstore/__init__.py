@@ -53,6 +53,7 @@ if TYPE_CHECKING:
         UniformInit,
     )
     from torchrec_recstore.planner import RecStoreConstraints, RecStorePlanner
+    from torchrec_recstore.service import RecStoreClient
     from torchrec_recstore.sharders import (
         RecStoreEmbeddingCollectionSharder,
         RecStoreFeatureProcessedEmbeddingBagCollectionSharder,
@@ -84,6 +85,7 @@ _MODULES = {
     "PartialRowWiseAdam": "optim",
     "PartialRowWiseLAMB": "optim",
     "RMSprop": "optim",
+    "RecStoreClient": "service",
     "RecStoreConstraints": "planner",
     "RecStoreEmbeddingCollectionSharder": "sharders",
     "RecStoreFeatureProcessedEmbeddingBagCollectionSharder": "sharders",
@@ -135,6 +137,7 @@ __all__ = [
     "PartialRowWiseAdam",
     "PartialRowWiseLAMB",
     "RMSprop",
+    "RecStoreClient",
     "RecStoreConstraints",
     "RecStoreEmbeddingCollectionSharder",
     "RecStoreFeatureProcessedEmbeddingBagCollectionSharder",
