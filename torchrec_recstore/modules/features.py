@@ -32,8 +32,8 @@ class Features:
         self.given = given
         self.device = given.values().device
         self._is_weighted = is_weighted
-        if is_weighted:
-            given.weights()  # raises where there are none
+        if is_weighted and given.weights_or_none() is None:
+            raise ValueError(f"is_weighted=True needs weights of the features {given.keys()}")
 
     @cached_property
     def jagged(self) -> dict[str, JaggedTensor]:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator, Mapping
+from multiprocessing.context import get_spawning_popen
 from typing import Any
 
 import torch
@@ -52,7 +54,12 @@ class OwnedTable:
         return fresh
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _restored, (self._arguments, table_state(self.table))
+        state = table_state(self.table)
+        process = get_spawning_popen()
+        if process is not None:
+            # What is pickled for a new process goes there as shared memory, which must live until it has started.
+            weakref.finalize(process, state.clear).atexit = False
+        return _restored, (self._arguments, state)
 
 
 def _restored(arguments: Mapping[str, Any], state: Mapping[str, Tensor]) -> OwnedTable:

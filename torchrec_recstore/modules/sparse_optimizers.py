@@ -37,22 +37,23 @@ class _SparseOptimizer:
     def step(self, modules: Iterable[nn.Module] | None = None) -> None:
         """Updates each row that the collected gradients are of, once, on their sum in the order of the passes.
 
-        The gradients are then gone. A table without any is left alone.
+        The gradients are then gone. A table without any is left alone. Where one raises, it and those behind it have
+        theirs still.
 
         Args:
             modules: RecStore's eager modules, or any that contain them; None: those of the constructor.
 
         Raises:
             ValueError: there is none among ``modules``, one has ``fused=True``, or has been updated by an optimizer of
-                another type; nothing has changed then.
+                another type; nothing has changed then. Or a table cannot hold so many rows at once.
             MemoryError, ColdStoreError: as for :meth:`torchrec_recstore.store.Table.update`.
         """
         tables = _tables(self._modules if modules is None else _checked(modules), required=True)
         _use(tables, self._optimizer)
         for table in tables:
-            collected = table.take_collected()
-            if collected is not None:
+            if (collected := table.collected) is not None:
                 table.update(*collected, self.lr)
+                table.forget_collected()
 
     def zero_grad(self, modules: Iterable[nn.Module] | None = None) -> None:
         """Forgets the gradients that have been collected; ``zero_grad`` of a module or an optimizer of torch does too.
@@ -61,7 +62,7 @@ class _SparseOptimizer:
             modules: as for :meth:`step`.
         """
         for table in _tables(self._modules if modules is None else _checked(modules), required=True):
-            table.take_collected()
+            table.forget_collected()
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self._optimizer!r})"

@@ -112,14 +112,18 @@ class TableModule(nn.Module):
             self.weight.grad = torch.zeros_like(self.weight)
         self._collected.append((ids, grads))
 
-    def take_collected(self) -> tuple[Tensor, Tensor] | None:
-        """What has been collected since it was zeroed or taken: ids (N,), grads (N, dim); None where nothing has."""
-        parts, self._collected = self._collected, []
-        given, self.weight.grad = self.weight.grad, None
-        if given is None or not parts:
+    @property
+    def collected(self) -> tuple[Tensor, Tensor] | None:
+        """The gradients since they were zeroed or stepped: ids (N,) int64, grads (N, dim); None: there are none."""
+        if self.weight.grad is None or not self._collected:
             return None
-        ids, grads = zip(*parts, strict=True)
+        ids, grads = zip(*self._collected, strict=True)
         return torch.cat(ids), torch.cat(grads)
+
+    def forget_collected(self) -> None:
+        """Zeroes the gradients."""
+        self._collected = []
+        self.weight.grad = None
 
     def update(self, ids: Tensor, grads: Tensor, lr: float) -> None:
         """As :meth:`torchrec_recstore.store.Table.update`, with another learning rate than the optimizer's."""
@@ -162,6 +166,10 @@ class TableModule(nn.Module):
         raise RuntimeError(
             f"table {self._arguments['name']!r} cannot be shared by processes: its rows are in this one's memory"
         )
+
+    def extra_repr(self) -> str:
+        """Dim and optimizer."""
+        return f"{self._arguments['dim']}, optimizer={self._arguments['optimizer']!r}"
 
     def _no_rows(self, device: torch.device | str) -> Tensor:
         return torch.empty(0, self._arguments["dim"], dtype=self._arguments["dtype"], device=device)
