@@ -44,7 +44,7 @@ def cases(draw: st.DrawFn) -> dict[str, Any]:
     }
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(case=cases())
 def test_as_torch(case: dict[str, Any]) -> None:
     arguments = {key: case[key] for key in ("mode", "padding_idx", "include_last_offset")}
