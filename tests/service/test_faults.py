@@ -132,8 +132,9 @@ def test_updates_are_applied_once_whatever_is_cut(proxy: Proxy, server: RecStore
     assert proxy.cut_after is None
 
 
-def test_a_slow_server_is_an_error_in_time(proxy: Proxy) -> None:
-    client = _client(proxy.address, timeout_s=0.5)
+def test_a_slow_server_is_an_error_in_time(proxy: Proxy, server: RecStoreServer) -> None:
+    _client(server.address)
+    client = RecStoreClient([proxy.address], timeout_s=0.5)
     proxy.held.set()
     for call in (
         lambda: client.pull("t", IDS),
@@ -144,16 +145,16 @@ def test_a_slow_server_is_an_error_in_time(proxy: Proxy) -> None:
         begin = time.monotonic()
         with pytest.raises(ServiceError, match=rf"table 't' on server {proxy.address} has not answered within 0.5 s"):
             call()
-        assert time.monotonic() - begin < 5
+        assert time.monotonic() - begin < 10
     proxy.held.clear()
-    client.pull("t", IDS)
+    RecStoreClient([proxy.address]).pull("t", IDS)
 
 
 def test_a_server_that_is_gone_is_an_error_in_time() -> None:
     begin = time.monotonic()
     with pytest.raises(ServiceError, match=r"table 't' on server 127.0.0.1:1 cannot be reached for 0.5 s"):
         RecStoreClient(["127.0.0.1:1"], timeout_s=0.5).pull("t", IDS)
-    assert time.monotonic() - begin < 5
+    assert time.monotonic() - begin < 10
 
 
 def test_one_of_two_servers_is_gone(server: RecStoreServer, own_server: RecStoreServer) -> None:
