@@ -15,10 +15,12 @@ from torch import Tensor
 
 from tests.recstore_server import Proxy, RecStoreServer
 from torchrec_recstore.optim import Adagrad
+from torchrec_recstore.options import TableOptions
 from torchrec_recstore.rpc import recstore_pb2 as pb
 from torchrec_recstore.rpc.protocol import VERSION, VERSION_KEY
 from torchrec_recstore.service import RecStoreClient, ServerRestartedError, ServiceError
 from torchrec_recstore.service.serve import ServerOptions, serve
+from torchrec_recstore.service.spec import TableSpec
 
 IDS = torch.arange(-200, 200)
 
@@ -239,6 +241,12 @@ def test_bad_requests_change_nothing(server: RecStoreServer) -> None:
         send("Pull", pb.PullRequest(header=pb.PullHeader(table="t", want=9), ids=one).SerializeToString())
         send("Pull", pb.PullRequest(header=pb.PullHeader(table="t"), ids=one[1:]).SerializeToString())
         send("Pull", pb.PullRequest(header=pb.PullHeader(table="t"), ids=bytes(70 * 2**20)).SerializeToString())
+        for dim in (0, -1, 2**31, 2**62, 2**100):
+            spec = TableSpec(8, torch.float32, Adagrad(lr=0.1), TableOptions()).to_json()
+            spec = spec.replace('"dim": 8', f'"dim": {dim}')
+            before = refused
+            send("Create", pb.CreateRequest(table=f"dim {dim}", spec=spec).SerializeToString())
+            assert refused == before + 1, dim
         for spec in ("", "{}", "[]", "1", '{"dim": 1e99}', "[" * 100_000, '{"dim": 4, "dtype": "nn"}'):
             send("Create", pb.CreateRequest(table="bad", spec=spec).SerializeToString())
         for name in ("", ".", "..", "a/b", "/etc", "lock", "server.json", "\0"):
