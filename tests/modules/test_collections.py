@@ -107,6 +107,7 @@ def test_sequences_as_torchrec(enable_fusion: bool, need_indices: bool) -> None:
                 assert mine.weights_or_none() is None
         optimizer.zero_grad()
         for out in outs:
+            out["c"].values().mul_(2.0)  # outputs may be changed in place
             sum((out[name].values() ** 2).sum() for name in sorted(out)).backward()  # type: ignore[union-attr]
         optimizer.step()
     for name, table in ours.embeddings.items():
@@ -196,6 +197,19 @@ def test_evaluation_changes_nothing() -> None:
     with torch.no_grad():
         ebc.train()(batch(0))
     assert all(len(table.table) == 0 for table in ebc.embedding_bags.values())
+
+
+@pytest.mark.parametrize("pooling", [SUM, MEAN])
+def test_weights_have_the_gradients_of_training_in_evaluation(pooling: PoolingType) -> None:
+    ebc = RecStoreEmbeddingBagCollection(bag_tables(pooling), is_weighted=True, optimizer=SGD(lr=0.0))
+    grads = []
+    for training in (True, False):
+        given = batch(0, weighted=True)
+        (ebc.train(training)(given).values() + 0.5).square().sum().backward()
+        grads.append(given.weights().grad)
+    assert grads[0] is not None
+    assert float(grads[0].abs().min()) > 0
+    torch.testing.assert_close(grads[1], grads[0], rtol=1e-5, atol=1e-7)
 
 
 def test_configs_of_either_kind() -> None:

@@ -28,6 +28,7 @@ SPARSE: list[tuple[str, Callable[..., Any], Optimizer]] = [
     ("sum", lambda: SparseSGD(lr=0.1, momentum=0.9), SGD(0.1, momentum=0.9)),
     ("mean", lambda: SparseRowWiseAdagrad(lr=0.1, eps=1e-3), RowWiseAdagrad(0.1, 1e-3)),
     ("weighted", lambda: SparseAdamW(lr=0.1, betas=(0.8, 0.9)), AdamW(0.1, (0.8, 0.9))),
+    ("weighted mean", lambda: SparseSGD(lr=0.1), SGD(0.1)),
     ("sequence", lambda: SparseRowWiseAdagrad(lr=0.1, weight_decay=0.1), RowWiseAdagrad(0.1, weight_decay=0.1)),
 ]
 
@@ -61,9 +62,9 @@ def test_a_step_a_pass_is_the_fused_update(kind: str, sparse: Callable[[], Any],
     def model(**more: Any) -> nn.Module:
         if kind == "sequence":
             return RecStoreEmbeddingCollection(sequence_tables(), options=options, **more)
-        pooling = PoolingType.MEAN if kind == "mean" else PoolingType.SUM
+        pooling = PoolingType.MEAN if "mean" in kind else PoolingType.SUM
         return RecStoreEmbeddingBagCollection(
-            bag_tables(pooling), is_weighted=kind == "weighted", options=options, **more
+            bag_tables(pooling), is_weighted="weighted" in kind, options=options, **more
         )
 
     outside, inside = model(fused=False), model(optimizer=fused)
@@ -71,9 +72,9 @@ def test_a_step_a_pass_is_the_fused_update(kind: str, sparse: Callable[[], Any],
     for step in range(6):
         grads = []
         for module in (outside, inside):
-            given = batch(step, kind == "weighted", batch_size=4)
+            given = batch(step, "weighted" in kind, batch_size=4)
             loss_of(module(given)).backward()
-            grads.append(given.weights().grad if kind == "weighted" else torch.zeros(0))
+            grads.append(given.weights().grad if "weighted" in kind else torch.zeros(0))
         optimizer.step([outside])
         assert torch.equal(*grads)
     if kind == "sequence":
