@@ -24,7 +24,7 @@ from torchrec.modules.embedding_configs import DataType
 
 from tests.modules.collections import IDS, bag_tables, batch, places, rows_of, sequence_tables
 from torchrec_recstore import ConstantInit, TableOptions, UniformInit
-from torchrec_recstore.modules import RecStoreEmbeddingBagCollection, RecStoreEmbeddingCollection
+from torchrec_recstore.modules import RecStoreEmbeddingBagCollection, RecStoreEmbeddingCollection, SparseAdamW
 from torchrec_recstore.modules.table_module import TableModule
 from torchrec_recstore.optim import SGD, Adagrad
 
@@ -184,6 +184,26 @@ def test_one_call_looks_all_tables_up(monkeypatch: pytest.MonkeyPatch) -> None:
         RecStoreEmbeddingCollection(sequence_tables(), enable_fusion=enable_fusion)(batch(0))
         assert calls == ["rows_forward"] * count
         calls.clear()
+
+
+@pytest.mark.parametrize("fused", [True, False])
+@pytest.mark.parametrize("enable_fusion", [True, False])
+def test_a_batch_without_ids(enable_fusion: bool, fused: bool) -> None:
+    """It is a step and an update all the same, as with a sharded module."""
+    none = torch.empty(0, dtype=torch.int64)
+    given = KeyedJaggedTensor(["a", "b", "c"], none, torch.empty(0), lengths=torch.zeros(6, dtype=torch.int64))
+    ebc = RecStoreEmbeddingBagCollection(bag_tables(), enable_fusion=enable_fusion, fused=fused, is_weighted=True)
+    ec = RecStoreEmbeddingCollection(sequence_tables(), enable_fusion=enable_fusion, fused=fused)
+    pooled = ebc(given).values()
+    assert torch.equal(pooled, torch.zeros(2, 22))
+    rows = [jagged.values() for jagged in ec(given).values()]
+    assert [tuple(part.shape) for part in rows] == [(0, 4)] * 4
+    pooled.sum().backward()
+    torch.cat(rows).sum().backward()
+    if not fused:
+        SparseAdamW().step([ebc, ec])
+    for module in (*ebc.embedding_bags.values(), *ec.embeddings.values()):
+        assert (len(module.table), module.table.steps, module.table.optimizer_steps) == (0, 1, 1)
 
 
 def test_evaluation_changes_nothing() -> None:
