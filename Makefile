@@ -7,7 +7,7 @@ PIP := $(BIN)/pip --disable-pip-version-check --quiet
 SOURCES := $(wildcard torchrec_recstore/csrc/*)
 CORE := $(filter-out torchrec_recstore/csrc/bindings.cpp,$(wildcard torchrec_recstore/csrc/*.cpp))
 
-.PHONY: help build train test test-all test-cpp parity lint bench clean
+.PHONY: help build train test test-all test-cpp parity lint proto bench clean
 .DEFAULT_GOAL := help
 
 help:  ## show this list
@@ -21,7 +21,7 @@ $(VENV)/.train-requirements: requirements/base.txt requirements/build.txt requir
 	$(PIP) install --no-deps -r requirements/torchrec.txt
 	@touch $@
 
-$(VENV)/.dev-requirements: requirements/dev.txt requirements/cold.txt $(VENV)/.train-requirements
+$(VENV)/.dev-requirements: requirements/dev.txt requirements/cold.txt requirements/service.txt $(VENV)/.train-requirements
 	$(PIP) install -r requirements/dev.txt
 	@touch $@
 
@@ -68,6 +68,9 @@ lint: build $(VENV)/.dev-requirements  ## ruff and mypy --strict
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+
+proto: $(VENV)/.dev-requirements  ## generate the Python code of the server's protocol
+	$(BIN)/python -m grpc_tools.protoc -I. --python_out=. --pyi_out=. --grpc_python_out=. torchrec_recstore/rpc/recstore.proto
 
 bench: build $(VENV)/.dev-requirements  ## measure; writes benchmarks/results.json and the README's table
 	$(BIN)/python benchmarks/run.py $(ARGS)

@@ -62,6 +62,7 @@ if TYPE_CHECKING:
         UniformInit,
     )
     from torchrec_recstore.planner import RecStoreConstraints, RecStorePlanner
+    from torchrec_recstore.service import RecStoreClient
     from torchrec_recstore.sharders import (
         RecStoreEmbeddingCollectionSharder,
         RecStoreFeatureProcessedEmbeddingBagCollectionSharder,
@@ -93,6 +94,7 @@ _MODULES = {
     "PartialRowWiseAdam": "optim",
     "PartialRowWiseLAMB": "optim",
     "RMSprop": "optim",
+    "RecStoreClient": "service",
     "RecStoreConstraints": "planner",
     "RecStoreEmbedding": "modules",
     "RecStoreEmbeddingBag": "modules",
@@ -151,6 +153,7 @@ __all__ = [
     "PartialRowWiseAdam",
     "PartialRowWiseLAMB",
     "RMSprop",
+    "RecStoreClient",
     "RecStoreConstraints",
     "RecStoreEmbedding",
     "RecStoreEmbeddingBag",

@@ -1,0 +1,1 @@
+"""How clients and parameter servers talk: the protocol, and one server's connection."""

@@ -1,0 +1,382 @@
+"""One server: calls with a deadline, which are repeated where that is safe."""
+
+from __future__ import annotations
+
+import random
+import re
+import threading
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
+
+import grpc
+import torch
+from torch import Tensor
+
+from torchrec_recstore.rpc import recstore_pb2 as pb
+from torchrec_recstore.rpc.errors import REMOTE_ERRORS, ServerRestartedError, ServiceError
+from torchrec_recstore.rpc.protocol import (
+    ERROR_KEY,
+    MESSAGE_BYTES,
+    PART_IDS,
+    TOKEN_KEY,
+    VERSION,
+    VERSION_KEY,
+    rows_a_part,
+    token_value,
+)
+from torchrec_recstore.rpc.recstore_pb2_grpc import ParameterServerStub
+from torchrec_recstore.rpc.tensor_bytes import fill, from_bytes, put_rows, to_bytes
+
+_LONG_CALL_S = 24 * 3600.0  # a save or load takes as long as it takes; a dead server is noticed by keepalive
+_FIRST_PAUSE_S = 0.05
+_LONGEST_PAUSE_S = 1.0
+_PASSING = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED)
+_OPTIONS = [
+    ("grpc.max_receive_message_length", MESSAGE_BYTES),
+    ("grpc.max_send_message_length", MESSAGE_BYTES),
+    ("grpc.use_local_subchannel_pool", 1),
+    ("grpc.keepalive_time_ms", 10_000),
+    ("grpc.keepalive_timeout_ms", 10_000),
+    ("grpc.initial_reconnect_backoff_ms", 100),
+    ("grpc.min_reconnect_backoff_ms", 1_000),
+    ("grpc.max_reconnect_backoff_ms", 1_000),
+]
+_Result = TypeVar("_Result")
+
+
+@dataclass(frozen=True)
+class Access:
+    """How servers are reached.
+
+    Args:
+        token: that they want, if any.
+        tls_ca: file of the certificates that theirs are signed by, PEM; with it connections are encrypted.
+        tls_cert: file of this client's own certificate, where they want one.
+        tls_key: file of its key.
+        timeout_s: how long a call may take with all of its repetitions.
+
+    Raises:
+        ValueError: a value makes no sense; the message names it.
+    """
+
+    token: str | None = field(default=None, repr=False)
+    tls_ca: str | Path | None = None
+    tls_cert: str | Path | None = None
+    tls_key: str | Path | None = None
+    timeout_s: float = 30.0
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.timeout_s, int | float) or not 0 < self.timeout_s < float("inf"):
+            raise ValueError(f"timeout_s must be a positive number of seconds, got {self.timeout_s!r}")
+        if (self.tls_cert is None) != (self.tls_key is None):
+            raise ValueError("tls_cert and tls_key belong together")
+        if self.tls_cert is not None and self.tls_ca is None:
+            raise ValueError("tls_cert needs tls_ca")
+        if self.token is not None and not (isinstance(self.token, str) and re.fullmatch("[!-~]+", self.token)):
+            raise ValueError("token must be of printable ASCII characters without blanks")
+
+
+class Connection:
+    """One server's tables.
+
+    Reads are repeated for as long as the server cannot be reached. So are writes: they carry a number, by which the
+    server knows one that it has carried out already, and its incarnation, by which another server, or the same after a
+    restart that has lost writes, refuses them. Once it has written, all calls of a client are for that incarnation.
+
+    All methods raise :class:`ServiceError`, and what the server's own method raises. They may be called from many
+    threads at once.
+
+    Args:
+        address: ``host:port``.
+        access: token, certificates, deadline.
+    """
+
+    def __init__(self, address: str, access: Access) -> None:
+        self.address = address
+        self._access = access
+        self._channel = _channel(address, access)
+        self._stub: Any = ParameterServerStub(self._channel)  # type: ignore[no-untyped-call]
+        self._metadata = [(VERSION_KEY, VERSION)]
+        if access.token is not None:
+            self._metadata.append((TOKEN_KEY, token_value(access.token)))
+        self._client = uuid.uuid4().hex
+        self._lock = threading.Lock()
+        self._incarnation = ""
+        self._requests = 0
+        self._pending: set[int] = set()
+        self._saved = 0  # writes up to this number are in a checkpoint
+
+    def describe(self, table: str = "") -> pb.DescribeReply:
+        """The server's incarnation and tables; ``table`` is named in errors."""
+        reply: pb.DescribeReply = self._call(table, lambda left: self._unary("Describe", pb.DescribeRequest(), left))
+        return reply
+
+    def create(self, table: str, spec: str) -> None:
+        """Makes a table."""
+        request = pb.CreateRequest(table=table, spec=spec)
+        self._call(table, lambda left: self._unary("Create", request, left))
+
+    def drop(self, table: str) -> None:
+        """Forgets a table, if it is there."""
+        self._call(table, lambda left: self._unary("Drop", pb.DropRequest(table=table), left))
+
+    def pull(self, table: str, ids: Tensor, out: Tensor, places: Tensor | None = None) -> None:
+        """Writes the rows of ``ids``, (N,) int64, into ``out``, (N, columns), or at the ``places``, (N,), of that."""
+        self._call(table, lambda left: self._pull(table, ids, out, places, left))
+
+    def found(self, table: str, ids: Tensor, row_bytes: int) -> tuple[Tensor, Tensor]:
+        """Which of ``ids``, (N,) int64, have a row, (N,) bool, and the rows of these, (n, row bytes) uint8.
+
+        Where ``row_bytes`` is 0 no rows are read.
+        """
+        return self._call(table, lambda left: self._found(table, ids, row_bytes, left))
+
+    def write(
+        self,
+        table: str,
+        kind: pb.WriteHeader.Kind,
+        ids: Tensor,
+        rows: Tensor | None = None,
+        initial: tuple[Tensor, Tensor] | None = None,
+    ) -> int:
+        """Writes, updates or deletes the rows of ``ids``, (N,) int64; returns how many were deleted.
+
+        Args:
+            table: its name.
+            kind: what is done.
+            ids: whose.
+            rows: (N, columns): weights or gradients.
+            initial: ids and rows that are written first, where they have none.
+        """
+
+        def attempt(incarnation: str, number: int, done_before: int, left: float) -> int:
+            header = pb.WriteHeader(
+                table=table,
+                incarnation=incarnation,
+                client=self._client,
+                request=number,
+                done_before=done_before,
+                kind=kind,
+                ids=len(ids),
+                float32=rows is not None and rows.dtype is torch.float32,
+            )
+            reply = self._stub.Write(_parts(header, ids, rows, initial), timeout=left, metadata=self._metadata)
+            return int(reply.deleted)
+
+        return self._numbered(table, attempt)
+
+    def ids(self, table: str) -> Tensor:
+        """(N,) int64: the ids that have a row, ascending."""
+
+        def attempt(left: float) -> Tensor:
+            request = pb.IdsRequest(table=table, incarnation=self._expected())
+            replies = self._stub.Ids(request, timeout=left, metadata=self._metadata)
+            return from_bytes([reply.ids for reply in replies], torch.int64)
+
+        return self._call(table, attempt)
+
+    def stats(self, table: str) -> dict[str, int]:
+        """The table's counts."""
+
+        def attempt(left: float) -> dict[str, int]:
+            return dict(self._unary("Stats", pb.StatsRequest(table=table, incarnation=self._expected()), left).counts)
+
+        return self._call(table, attempt)
+
+    def save(self, name: str, overwrite: bool) -> None:
+        """Saves the server's tables."""
+        with self._lock:
+            saved = self._requests if not self._pending else None
+
+        def attempt(incarnation: str, number: int, done_before: int, left: float) -> None:
+            request = pb.SaveRequest(
+                name=name,
+                overwrite=overwrite,
+                incarnation=incarnation,
+                client=self._client,
+                request=number,
+                done_before=done_before,
+            )
+            self._unary("Save", request, left)
+            with self._lock:
+                if saved is not None and number == saved + 1:
+                    self._saved = number
+
+        self._numbered("", attempt, _LONG_CALL_S)
+
+    def load(self, name: str) -> None:
+        """Replaces the server's tables by saved ones; the client goes on with the server as it is then."""
+        self._call("", lambda left: self._unary("Load", pb.LoadRequest(name=name), left), _LONG_CALL_S)
+        self._adopt("")
+        with self._lock:
+            self._saved = self._requests
+
+    def close(self) -> None:
+        """Ends the connection."""
+        self._channel.close()
+
+    # One attempt.
+
+    def _unary(self, method: str, request: Any, left: float) -> Any:
+        return getattr(self._stub, method)(request, timeout=left, metadata=self._metadata)
+
+    def _replies(self, table: str, ids: Tensor, want: pb.PullHeader.Want, left: float) -> Iterator[pb.PullReply]:
+        header = pb.PullHeader(table=table, incarnation=self._expected(), want=want)
+        requests = (
+            pb.PullRequest(header=header if place == 0 else None, ids=to_bytes(ids[place : place + PART_IDS]))
+            for place in range(0, max(1, len(ids)), PART_IDS)
+        )
+        replies: Iterator[pb.PullReply] = self._stub.Pull(requests, timeout=left, metadata=self._metadata)
+        return replies
+
+    def _pull(self, table: str, ids: Tensor, out: Tensor, places: Tensor | None, left: float) -> None:
+        row_bytes = out.shape[1] * out.dtype.itemsize
+        flat = out.view(-1).view(torch.uint8)
+        done = 0
+        for reply in self._replies(table, ids, pb.PullHeader.ROWS, left):
+            rows, rest = divmod(len(reply.rows), row_bytes)
+            if rest or done + rows > len(ids):
+                break
+            if places is None:
+                fill(flat[done * row_bytes :], [reply.rows])
+            else:
+                put_rows(out, places[done : done + rows], reply.rows)
+            done += rows
+        if done != len(ids):
+            raise self._unfit(table)
+
+    def _found(self, table: str, ids: Tensor, row_bytes: int, left: float) -> tuple[Tensor, Tensor]:
+        want = pb.PullHeader.FOUND_ROWS if row_bytes else pb.PullHeader.FOUND
+        replies = list(self._replies(table, ids, want, left))
+        found = from_bytes([reply.found for reply in replies], torch.bool)
+        rows = from_bytes([reply.rows for reply in replies], torch.uint8).view(-1, max(1, row_bytes))
+        if len(found) != len(ids) or len(rows) != (int(found.sum()) if row_bytes else 0):
+            raise self._unfit(table)
+        return found, rows
+
+    def _unfit(self, table: str) -> ServiceError:
+        return ServiceError(f"{self._named(table)} has answered with another number of rows than asked for")
+
+    # Repetition.
+
+    def _numbered(
+        self, table: str, attempt: Callable[[str, int, int, float], _Result], timeout_s: float | None = None
+    ) -> _Result:
+        """A write: with a number, so that the server carries it out once."""
+        if not self._incarnation:
+            self._adopt(table)
+        with self._request() as number:
+            attempts = 0
+
+            def once(left: float) -> _Result:
+                nonlocal attempts
+                attempts += 1
+                return attempt(self._incarnation, number, min(self._pending), left)
+
+            try:
+                return self._call(table, once, timeout_s)
+            except ServerRestartedError:
+                if attempts > 1 or self._saved < number - 1:
+                    raise
+            # Nothing of this client's is lost, and the request was refused: it may go to the server as it is now.
+            self._adopt(table)
+            return self._call(table, once, timeout_s)
+
+    @contextmanager
+    def _request(self) -> Iterator[int]:
+        with self._lock:
+            self._requests += 1
+            number = self._requests
+            self._pending.add(number)
+        try:
+            yield number
+        finally:
+            with self._lock:
+                self._pending.remove(number)
+
+    def _adopt(self, table: str) -> None:
+        incarnation = self.describe(table).incarnation
+        with self._lock:
+            self._incarnation = incarnation
+
+    def _expected(self) -> str:
+        """The incarnation that a read is for: any, unless this client has written what is in no checkpoint."""
+        with self._lock:
+            return self._incarnation if self._saved < self._requests else ""
+
+    def _call(self, table: str, attempt: Callable[[float], _Result], timeout_s: float | None = None) -> _Result:
+        """Repeats what fails because the server cannot be reached, until the time is over.
+
+        Args:
+            table: is named in errors.
+            attempt: is given the seconds that are left.
+            timeout_s: of an attempt; then the time for repetitions begins when the first has failed.
+        """
+        end = time.monotonic() + self._access.timeout_s
+        failed = False
+        pause = _FIRST_PAUSE_S
+        while True:
+            try:
+                return attempt(timeout_s or max(0.001, end - time.monotonic()))
+            except grpc.RpcError as error:
+                if timeout_s is not None and not failed:
+                    end = time.monotonic() + self._access.timeout_s
+                failed = True
+                if error.code() not in _PASSING or end - time.monotonic() <= pause:
+                    raise self._error(table, error) from None
+            except ValueError as error:
+                if "closed channel" in str(error):
+                    raise ValueError(f"{self._named(table)}: the client is closed") from None
+                raise
+            time.sleep(pause * random.uniform(0.5, 1))  # clients do not all come back at once
+            pause = min(2 * pause, _LONGEST_PAUSE_S)
+
+    def _error(self, table: str, error: grpc.RpcError) -> Exception:
+        code, details = error.code(), error.details() or ""
+        kind = dict(error.trailing_metadata() or ()).get(ERROR_KEY, "")
+        named = self._named(table)
+        if kind in REMOTE_ERRORS:
+            return REMOTE_ERRORS[kind](f"{named}: {details}")
+        if code is grpc.StatusCode.UNAVAILABLE:
+            return ServiceError(f"{named} cannot be reached for {self._access.timeout_s:g} s: {details}")
+        if code is grpc.StatusCode.DEADLINE_EXCEEDED:
+            return ServiceError(f"{named} has not answered within {self._access.timeout_s:g} s")
+        return ServiceError(f"{named}: {details} ({code.name.lower().replace('_', ' ')})", kind)
+
+    def _named(self, table: str) -> str:
+        return f"table {table!r} on server {self.address}" if table else f"server {self.address}"
+
+
+def _parts(
+    header: pb.WriteHeader, ids: Tensor, rows: Tensor | None, initial: tuple[Tensor, Tensor] | None
+) -> Iterator[pb.WriteRequest]:
+    yield pb.WriteRequest(header=header)
+    if initial is not None:
+        for some_ids, some_rows in _split(*initial):
+            yield pb.WriteRequest(initial_ids=to_bytes(some_ids), initial_rows=to_bytes(some_rows))
+    for some_ids, some_rows in _split(ids, ids.new_empty(len(ids), 0) if rows is None else rows):
+        yield pb.WriteRequest(ids=to_bytes(some_ids), rows=to_bytes(some_rows))
+
+
+def _split(ids: Tensor, rows: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+    size = rows_a_part(rows.shape[1] * rows.dtype.itemsize)
+    for place in range(0, len(ids), size):
+        yield ids[place : place + size], rows[place : place + size]
+
+
+def _channel(address: str, access: Access) -> Any:
+    if access.tls_ca is None:
+        return grpc.insecure_channel(address, _OPTIONS)
+
+    def content(file: str | Path | None) -> bytes | None:
+        return None if file is None else Path(file).read_bytes()
+
+    credentials = grpc.ssl_channel_credentials(
+        content(access.tls_ca), content(access.tls_key), content(access.tls_cert)
+    )
+    return grpc.secure_channel(address, credentials, _OPTIONS)

@@ -1,0 +1,186 @@
+from google.protobuf.internal import containers as _containers
+from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
+from google.protobuf import descriptor as _descriptor
+from google.protobuf import message as _message
+from collections.abc import Mapping as _Mapping
+from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
+
+DESCRIPTOR: _descriptor.FileDescriptor
+
+class Empty(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class DescribeRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class DescribeReply(_message.Message):
+    __slots__ = ("incarnation", "tables")
+    class TablesEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: str
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[str] = ...) -> None: ...
+    INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    TABLES_FIELD_NUMBER: _ClassVar[int]
+    incarnation: str
+    tables: _containers.ScalarMap[str, str]
+    def __init__(self, incarnation: _Optional[str] = ..., tables: _Optional[_Mapping[str, str]] = ...) -> None: ...
+
+class CreateRequest(_message.Message):
+    __slots__ = ("table", "spec")
+    TABLE_FIELD_NUMBER: _ClassVar[int]
+    SPEC_FIELD_NUMBER: _ClassVar[int]
+    table: str
+    spec: str
+    def __init__(self, table: _Optional[str] = ..., spec: _Optional[str] = ...) -> None: ...
+
+class DropRequest(_message.Message):
+    __slots__ = ("table",)
+    TABLE_FIELD_NUMBER: _ClassVar[int]
+    table: str
+    def __init__(self, table: _Optional[str] = ...) -> None: ...
+
+class PullHeader(_message.Message):
+    __slots__ = ("table", "incarnation", "want")
+    class Want(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+        __slots__ = ()
+        ROWS: _ClassVar[PullHeader.Want]
+        FOUND: _ClassVar[PullHeader.Want]
+        FOUND_ROWS: _ClassVar[PullHeader.Want]
+    ROWS: PullHeader.Want
+    FOUND: PullHeader.Want
+    FOUND_ROWS: PullHeader.Want
+    TABLE_FIELD_NUMBER: _ClassVar[int]
+    INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    WANT_FIELD_NUMBER: _ClassVar[int]
+    table: str
+    incarnation: str
+    want: PullHeader.Want
+    def __init__(self, table: _Optional[str] = ..., incarnation: _Optional[str] = ..., want: _Optional[_Union[PullHeader.Want, str]] = ...) -> None: ...
+
+class PullRequest(_message.Message):
+    __slots__ = ("header", "ids")
+    HEADER_FIELD_NUMBER: _ClassVar[int]
+    IDS_FIELD_NUMBER: _ClassVar[int]
+    header: PullHeader
+    ids: bytes
+    def __init__(self, header: _Optional[_Union[PullHeader, _Mapping]] = ..., ids: _Optional[bytes] = ...) -> None: ...
+
+class PullReply(_message.Message):
+    __slots__ = ("found", "rows")
+    FOUND_FIELD_NUMBER: _ClassVar[int]
+    ROWS_FIELD_NUMBER: _ClassVar[int]
+    found: bytes
+    rows: bytes
+    def __init__(self, found: _Optional[bytes] = ..., rows: _Optional[bytes] = ...) -> None: ...
+
+class WriteHeader(_message.Message):
+    __slots__ = ("table", "incarnation", "client", "request", "done_before", "kind", "ids", "float32")
+    class Kind(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+        __slots__ = ()
+        NONE: _ClassVar[WriteHeader.Kind]
+        PUSH: _ClassVar[WriteHeader.Kind]
+        UPDATE: _ClassVar[WriteHeader.Kind]
+        DELETE: _ClassVar[WriteHeader.Kind]
+    NONE: WriteHeader.Kind
+    PUSH: WriteHeader.Kind
+    UPDATE: WriteHeader.Kind
+    DELETE: WriteHeader.Kind
+    TABLE_FIELD_NUMBER: _ClassVar[int]
+    INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    CLIENT_FIELD_NUMBER: _ClassVar[int]
+    REQUEST_FIELD_NUMBER: _ClassVar[int]
+    DONE_BEFORE_FIELD_NUMBER: _ClassVar[int]
+    KIND_FIELD_NUMBER: _ClassVar[int]
+    IDS_FIELD_NUMBER: _ClassVar[int]
+    FLOAT32_FIELD_NUMBER: _ClassVar[int]
+    table: str
+    incarnation: str
+    client: str
+    request: int
+    done_before: int
+    kind: WriteHeader.Kind
+    ids: int
+    float32: bool
+    def __init__(self, table: _Optional[str] = ..., incarnation: _Optional[str] = ..., client: _Optional[str] = ..., request: _Optional[int] = ..., done_before: _Optional[int] = ..., kind: _Optional[_Union[WriteHeader.Kind, str]] = ..., ids: _Optional[int] = ..., float32: _Optional[bool] = ...) -> None: ...
+
+class WriteRequest(_message.Message):
+    __slots__ = ("header", "ids", "rows", "initial_ids", "initial_rows")
+    HEADER_FIELD_NUMBER: _ClassVar[int]
+    IDS_FIELD_NUMBER: _ClassVar[int]
+    ROWS_FIELD_NUMBER: _ClassVar[int]
+    INITIAL_IDS_FIELD_NUMBER: _ClassVar[int]
+    INITIAL_ROWS_FIELD_NUMBER: _ClassVar[int]
+    header: WriteHeader
+    ids: bytes
+    rows: bytes
+    initial_ids: bytes
+    initial_rows: bytes
+    def __init__(self, header: _Optional[_Union[WriteHeader, _Mapping]] = ..., ids: _Optional[bytes] = ..., rows: _Optional[bytes] = ..., initial_ids: _Optional[bytes] = ..., initial_rows: _Optional[bytes] = ...) -> None: ...
+
+class WriteReply(_message.Message):
+    __slots__ = ("deleted",)
+    DELETED_FIELD_NUMBER: _ClassVar[int]
+    deleted: int
+    def __init__(self, deleted: _Optional[int] = ...) -> None: ...
+
+class IdsRequest(_message.Message):
+    __slots__ = ("table", "incarnation")
+    TABLE_FIELD_NUMBER: _ClassVar[int]
+    INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    table: str
+    incarnation: str
+    def __init__(self, table: _Optional[str] = ..., incarnation: _Optional[str] = ...) -> None: ...
+
+class IdsReply(_message.Message):
+    __slots__ = ("ids",)
+    IDS_FIELD_NUMBER: _ClassVar[int]
+    ids: bytes
+    def __init__(self, ids: _Optional[bytes] = ...) -> None: ...
+
+class StatsRequest(_message.Message):
+    __slots__ = ("table", "incarnation")
+    TABLE_FIELD_NUMBER: _ClassVar[int]
+    INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    table: str
+    incarnation: str
+    def __init__(self, table: _Optional[str] = ..., incarnation: _Optional[str] = ...) -> None: ...
+
+class StatsReply(_message.Message):
+    __slots__ = ("counts",)
+    class CountsEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: int
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[int] = ...) -> None: ...
+    COUNTS_FIELD_NUMBER: _ClassVar[int]
+    counts: _containers.ScalarMap[str, int]
+    def __init__(self, counts: _Optional[_Mapping[str, int]] = ...) -> None: ...
+
+class SaveRequest(_message.Message):
+    __slots__ = ("name", "overwrite", "incarnation", "client", "request", "done_before")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    OVERWRITE_FIELD_NUMBER: _ClassVar[int]
+    INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    CLIENT_FIELD_NUMBER: _ClassVar[int]
+    REQUEST_FIELD_NUMBER: _ClassVar[int]
+    DONE_BEFORE_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    overwrite: bool
+    incarnation: str
+    client: str
+    request: int
+    done_before: int
+    def __init__(self, name: _Optional[str] = ..., overwrite: _Optional[bool] = ..., incarnation: _Optional[str] = ..., client: _Optional[str] = ..., request: _Optional[int] = ..., done_before: _Optional[int] = ...) -> None: ...
+
+class LoadRequest(_message.Message):
+    __slots__ = ("name",)
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    def __init__(self, name: _Optional[str] = ...) -> None: ...
