@@ -145,6 +145,17 @@ def test_gradients_are_zeroed_by_whoever_does_it(way: str) -> None:
     assert not torch.equal(after[1], before[1])
 
 
+@pytest.mark.parametrize("kind", [RecStoreEmbedding, RecStoreEmbeddingBag])
+def test_a_gradient_may_be_used_again_before_the_step(kind: Any) -> None:
+    module = kind(9, 3, fused=False, options=TableOptions(ConstantInit(0.0)))
+    out = module(torch.tensor([[1], [2]]))
+    grad = torch.ones_like(out)
+    out.backward(grad)
+    grad.fill_(torch.nan)
+    SparseSGD(lr=1.0).step([module])
+    assert torch.equal(module.table.lookup(torch.tensor([1, 2])), -torch.ones(2, 3))
+
+
 def test_what_is_fused_or_frozen_is_not_stepped() -> None:
     fused, outside = RecStoreEmbedding(9, 3), RecStoreEmbedding(9, 3, fused=False)
     optimizer = SparseSGD(lr=1.0)

@@ -194,9 +194,9 @@ class _CollectRows(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[None, None, None, None, None]:
         sizes = [count * table.table.dim for count, table in zip(ctx.counts, ctx.tables, strict=True)]
-        parts = torch.split(grads[0], sizes)
+        parts = torch.split(grads[0], sizes)  # of a gradient that slicing has made, so that nobody else has it
         for table, ids, grad in zip(ctx.tables, torch.split(ctx.saved_tensors[0], ctx.counts), parts, strict=True):
-            table.collect(ids, grad.view(-1, table.table.dim).clone())  # whose memory is the caller's
+            table.collect(ids, grad.view(-1, table.table.dim))
         return None, None, None, None, None
 
 
