@@ -49,6 +49,7 @@ if TYPE_CHECKING:
         NormalInit,
         RedisStore,
         RocksDBStore,
+        ServerStore,
         TableOptions,
         UniformInit,
     )
@@ -58,6 +59,7 @@ if TYPE_CHECKING:
         RecStoreFeatureProcessedEmbeddingBagCollectionSharder,
         RecStorePrefetchPipeline,
         RecStoreSharder,
+        flush_tables,
         table_stats,
     )
     from torchrec_recstore.store import ColdStoreError, Table, TableStats
@@ -94,6 +96,7 @@ _MODULES = {
     "RocksDBStore": "options",
     "RowWiseAdagrad": "optim",
     "SGD": "optim",
+    "ServerStore": "options",
     "Table": "store",
     "TableOptions": "options",
     "TableStats": "store",
@@ -101,6 +104,7 @@ _MODULES = {
     "async_save": "checkpoint",
     "compact_checkpoint": "checkpoint",
     "export_dense_weights": "checkpoint",
+    "flush_tables": "sharders",
     "load_checkpoint": "checkpoint",
     "load_dense_weights": "checkpoint",
     "load_distributed_checkpoint": "checkpoint",
@@ -144,6 +148,7 @@ __all__ = [
     "RedisStore",
     "RocksDBStore",
     "RowWiseAdagrad",
+    "ServerStore",
     "Table",
     "TableOptions",
     "TableStats",
@@ -151,6 +156,7 @@ __all__ = [
     "async_save",
     "compact_checkpoint",
     "export_dense_weights",
+    "flush_tables",
     "load_checkpoint",
     "load_dense_weights",
     "load_distributed_checkpoint",
