@@ -1,8 +1,9 @@
-"""The ``recstore`` command: looks at checkpoints, compares and compacts them.
+"""The ``recstore`` command: looks at checkpoints, compares and compacts them, serves tables.
 
     recstore inspect DIR
     recstore diff A B
     recstore compact CHECKPOINT OUTPUT
+    recstore serve --listen 127.0.0.1:7700 --data DIR
 
 Exit status: 0; 1 where ``diff`` found a difference; 2 for input that cannot be used, with one line on stderr.
 """
@@ -16,7 +17,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 try:
     import typer
@@ -34,7 +35,7 @@ if TYPE_CHECKING:
     from torchrec_recstore.checkpoint.info import CheckpointInfo, TableInfo
 
 app = typer.Typer(
-    help="Look at checkpoints of RecStore tables, compare them, fold deltas into a full one.",
+    help="Look at checkpoints of RecStore tables, compare them, fold deltas into a full one; serve tables.",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
@@ -108,6 +109,57 @@ def compact(
             info = compact_chain(chain, output, advance)
     rows = sum(table.rows for table in info.tables.values())
     _out().print(f"{info.path}: {rows:,} rows, {decimal(info.bytes)}", highlight=False)
+
+
+@app.command()
+def serve(
+    listen: Annotated[str, typer.Option(metavar="HOST:PORT", help="Address; port 0 takes a free one.")],
+    data: Annotated[Path, typer.Option(metavar="DIR", help="Directory of checkpoints; the last is loaded at start.")],
+    tls_cert: Annotated[Path | None, typer.Option(metavar="PEM", help="Certificate of the server.")] = None,
+    tls_key: Annotated[Path | None, typer.Option(metavar="PEM", help="Its key.")] = None,
+    client_ca: Annotated[
+        Path | None, typer.Option(metavar="PEM", help="Clients need a certificate that is signed by one of these.")
+    ] = None,
+    token_file: Annotated[Path | None, typer.Option(metavar="FILE", help="The token that clients must show.")] = None,
+    metrics: Annotated[str | None, typer.Option(metavar="HOST:PORT", help="Metrics for Prometheus.")] = None,
+    max_rows: Annotated[int | None, typer.Option(help="Rows of each table in this server's memory.")] = None,
+    eviction: Annotated[
+        Literal["lru", "lfu"] | None, typer.Option(help="Which rows leave when there are more; needs --max-rows.")
+    ] = None,
+    half_life_steps: Annotated[int | None, typer.Option(help="Of LFU's frequencies, in updates.")] = None,
+    expire_steps: Annotated[int | None, typer.Option(help="Rows that no update has met for longer leave.")] = None,
+    min_frequency: Annotated[int | None, typer.Option(help="Updates that meet an id before it gets its row.")] = None,
+    cold_store: Annotated[
+        str | None, typer.Option(help="URL of a Redis server or a path for RocksDB, where evicted rows go.")
+    ] = None,
+) -> None:
+    """Serve tables to RecStoreClient over gRPC, until SIGTERM or Ctrl-C; then save them.
+
+    Other machines can only be let in with TLS and a token.
+    """
+    with _errors_in_one_line():
+        try:
+            from torchrec_recstore.service.serve import ServerOptions
+            from torchrec_recstore.service.serve import serve as run
+        except ModuleNotFoundError as error:
+            raise ValueError(f"{error.name} is missing: pip install 'torchrec-recstore[service]'") from None
+        from torchrec_recstore.service.limits import limits_from_flags
+
+        token = None if token_file is None else token_file.read_text().strip()
+        if token == "":
+            raise ValueError(f"--token-file {token_file} is empty")
+        limits = limits_from_flags(max_rows, eviction, half_life_steps, expire_steps, min_frequency, cold_store)
+        options = ServerOptions(
+            listen=listen,
+            data=data,
+            limits=limits,
+            tls_cert=tls_cert,
+            tls_key=tls_key,
+            client_ca=client_ca,
+            token=token,
+            metrics=metrics,
+        )
+        run(options, lambda address: print(f"serving on {address}", flush=True))
 
 
 def main() -> None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Hashable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 MAX_INIT_ROWS = 2**20
@@ -332,6 +332,31 @@ class TableOptions:
             raise ValueError(f"TableOptions.routing must be 'block' or 'hash', got {self.routing!r}")
         if self.missing not in ("zeros", "init"):
             raise ValueError(f"TableOptions.missing must be 'zeros' or 'init', got {self.missing!r}")
+
+
+def shard_options(options: TableOptions, split: tuple[int, int] | None, table_name: str) -> TableOptions:
+    """The options of one shard: its even part of ``max_rows``, of which the first shards have one more.
+
+    Column shards hold the same rows, so each has its row shard's part in full.
+
+    Args:
+        options: of the whole table.
+        split: (ranks, this rank) among which the table's rows are split; None where they are not.
+        table_name: the table's.
+
+    Raises:
+        ValueError: there are fewer rows than shards; the message names the table.
+    """
+    if split is None or options.max_rows is None:
+        return options
+    ranks, rank = split
+    rows, rest = divmod(options.max_rows, ranks)
+    if rows == 0:
+        raise ValueError(
+            f"RecStore table {table_name!r}: max_rows={options.max_rows} is less than the {ranks} shards that its rows "
+            "are split into: each needs a row"
+        )
+    return replace(options, max_rows=rows + (rank < rest))
 
 
 def resident_rows(options: TableOptions, num_embeddings: int | None) -> int:

@@ -19,6 +19,7 @@ from torchrec_recstore.options import (
     TableOptions,
     UniformInit,
     default_initializer,
+    shard_options,
 )
 from torchrec_recstore.planner import RecStoreConstraints, RecStorePlanner
 from torchrec_recstore.sharders import (
@@ -26,7 +27,6 @@ from torchrec_recstore.sharders import (
     RecStoreFeatureProcessedEmbeddingBagCollectionSharder,
     table_stats,
 )
-from torchrec_recstore.sharders.shard_tables import shard_options
 
 from .models import bag, batch, collection, sequence, sequences, sharded, tables
 

@@ -124,12 +124,16 @@ class Connection:
         """Forgets a table, if it is there."""
         self._call(table, lambda left: self._unary("Drop", pb.DropRequest(table=table), left))
 
-    def pull(self, table: str, ids: Tensor, row_bytes: int, want: pb.PullHeader.Want) -> tuple[Tensor, Tensor]:
-        """Which of ``ids``, (N,) int64, have a row, (N,) bool, and rows, (n, row bytes) uint8, as ``want`` says.
+    def pull(self, table: str, ids: Tensor, out: Tensor, places: Tensor | None = None) -> None:
+        """Writes the rows of ``ids``, (N,) int64, into ``out``, (N, columns), or at the ``places``, (N,), of that."""
+        self._call(table, lambda left: self._pull(table, ids, out, places, left))
 
-        What is not wanted is empty.
+    def found(self, table: str, ids: Tensor, row_bytes: int) -> tuple[Tensor, Tensor]:
+        """Which of ``ids``, (N,) int64, have a row, (N,) bool, and the rows of these, (n, row bytes) uint8.
+
+        Where ``row_bytes`` is 0 no rows are read.
         """
-        return self._call(table, lambda left: self._pull(table, ids, row_bytes, want, left))
+        return self._call(table, lambda left: self._found(table, ids, row_bytes, left))
 
     def write(
         self,
@@ -221,24 +225,42 @@ class Connection:
     def _unary(self, method: str, request: Any, left: float) -> Any:
         return getattr(self._stub, method)(request, timeout=left, metadata=self._metadata)
 
-    def _pull(
-        self, table: str, ids: Tensor, row_bytes: int, want: pb.PullHeader.Want, left: float
-    ) -> tuple[Tensor, Tensor]:
+    def _replies(self, table: str, ids: Tensor, want: pb.PullHeader.Want, left: float) -> Iterator[pb.PullReply]:
         header = pb.PullHeader(table=table, incarnation=self._expected(), want=want)
         requests = (
             pb.PullRequest(header=header if place == 0 else None, ids=to_bytes(ids[place : place + PART_IDS]))
             for place in range(0, max(1, len(ids)), PART_IDS)
         )
-        found = torch.empty(0 if want == pb.PullHeader.ROWS else len(ids), dtype=torch.bool)
-        rows = torch.empty(0 if want == pb.PullHeader.FOUND else len(ids), row_bytes, dtype=torch.uint8)
-        n_found = n_rows = 0
-        for reply in self._stub.Pull(requests, timeout=left, metadata=self._metadata):
-            n_found += fill(found.view(torch.uint8)[n_found:], [reply.found])
-            n_rows += fill(rows.view(-1)[n_rows:], [reply.rows])
-        expected = int(found.sum()) * row_bytes if want == pb.PullHeader.FOUND_ROWS else rows.numel()
-        if n_found != len(found) or n_rows != expected:
-            raise ServiceError(f"{self._named(table)} has answered with another number of rows than asked for")
-        return found, rows[: n_rows // row_bytes]
+        replies: Iterator[pb.PullReply] = self._stub.Pull(requests, timeout=left, metadata=self._metadata)
+        return replies
+
+    def _pull(self, table: str, ids: Tensor, out: Tensor, places: Tensor | None, left: float) -> None:
+        row_bytes = out.shape[1] * out.dtype.itemsize
+        flat = out.view(-1).view(torch.uint8)
+        done = 0
+        for reply in self._replies(table, ids, pb.PullHeader.ROWS, left):
+            rows, rest = divmod(len(reply.rows), row_bytes)
+            if rest or done + rows > len(ids):
+                break
+            if places is None:
+                fill(flat[done * row_bytes :], [reply.rows])
+            else:
+                out[places[done : done + rows]] = from_bytes([reply.rows], out.dtype, out.shape[1])
+            done += rows
+        if done != len(ids):
+            raise self._unfit(table)
+
+    def _found(self, table: str, ids: Tensor, row_bytes: int, left: float) -> tuple[Tensor, Tensor]:
+        want = pb.PullHeader.FOUND_ROWS if row_bytes else pb.PullHeader.FOUND
+        replies = list(self._replies(table, ids, want, left))
+        found = from_bytes([reply.found for reply in replies], torch.bool)
+        rows = from_bytes([reply.rows for reply in replies], torch.uint8).view(-1, max(1, row_bytes))
+        if len(found) != len(ids) or len(rows) != (int(found.sum()) if row_bytes else 0):
+            raise self._unfit(table)
+        return found, rows
+
+    def _unfit(self, table: str) -> ServiceError:
+        return ServiceError(f"{self._named(table)} has answered with another number of rows than asked for")
 
     # Repetition.
 
@@ -316,7 +338,7 @@ class Connection:
             return ServiceError(f"{named} cannot be reached for {self._access.timeout_s:g} s: {details}")
         if code is grpc.StatusCode.DEADLINE_EXCEEDED:
             return ServiceError(f"{named} has not answered within {self._access.timeout_s:g} s")
-        return ServiceError(f"{named}: {details} ({code.name.lower().replace('_', ' ')})")
+        return ServiceError(f"{named}: {details} ({code.name.lower().replace('_', ' ')})", kind)
 
     def _named(self, table: str) -> str:
         return f"table {table!r} on server {self.address}" if table else f"server {self.address}"

@@ -4,6 +4,11 @@ from __future__ import annotations
 class ServiceError(RuntimeError):
     """A parameter server cannot be reached, refuses access or has failed; the message names it, and the table."""
 
+    def __init__(self, message: str, kind: str = "") -> None:
+        super().__init__(message)
+        self.kind = kind
+        """Name of the server's own error, where it has told one."""
+
 
 class ServerRestartedError(ServiceError):
     """A server has restarted without what this client has written to it since its last save.

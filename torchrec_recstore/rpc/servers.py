@@ -52,16 +52,34 @@ class Servers:
 
     def pull(self, table: str, ids: Tensor, columns: int, dtype: torch.dtype) -> Tensor:
         """(N, columns): the rows of ``ids``, (N,) int64; those of ids without one are initial rows."""
-        _, rows = self._read(table, ids, columns * dtype.itemsize, pb.PullHeader.ROWS)
-        return rows.view(dtype).view(-1, columns)
+        rows = torch.empty(len(ids), columns, dtype=dtype)
+        if len(self._connections) == 1:
+            self._connections[0].pull(table, ids, rows)
+        else:
+            places = self._places(ids)
+            self._each(lambda connection: connection.pull(table, ids[places[connection]], rows, places[connection]))
+        return rows
 
     def found(self, table: str, ids: Tensor) -> Tensor:
         """(N,) bool: which of ``ids``, (N,) int64, have a row."""
-        return self._read(table, ids, 1, pb.PullHeader.FOUND)[0]
+        return self.found_rows(table, ids, 0)[0]
 
     def found_rows(self, table: str, ids: Tensor, row_bytes: int) -> tuple[Tensor, Tensor]:
         """Which of ``ids``, (N,) int64, have a row, (N,) bool, and the rows of these, (n, row bytes) uint8."""
-        return self._read(table, ids, row_bytes, pb.PullHeader.FOUND_ROWS)
+        if len(self._connections) == 1:
+            return self._connections[0].found(table, ids, row_bytes)
+        places = self._places(ids)
+        parts = self._each(lambda connection: connection.found(table, ids[places[connection]], row_bytes))
+        found = torch.empty(len(ids), dtype=torch.bool)
+        for place, (part, _) in zip(places.values(), parts, strict=True):
+            found[place] = part
+        if row_bytes == 0:
+            return found, torch.empty(0, 1, dtype=torch.uint8)
+        rank = found.cumsum(0) - 1
+        rows = torch.empty(int(found.sum()), row_bytes, dtype=torch.uint8)
+        for place, (part, some) in zip(places.values(), parts, strict=True):
+            rows[rank[place[part]]] = some
+        return found, rows
 
     def push(self, table: str, ids: Tensor, values: Tensor) -> None:
         """Writes the rows ``values``, (N, columns), of ``ids``, (N,) int64; of duplicates the last wins."""
@@ -96,28 +114,6 @@ class Servers:
         """Ends the connections."""
         self._close()
 
-    def _read(self, table: str, ids: Tensor, row_bytes: int, want: pb.PullHeader.Want) -> tuple[Tensor, Tensor]:
-        if len(self._connections) == 1:
-            return self._connections[0].pull(table, ids, row_bytes, want)
-        places = self._places(ids)
-        parts = self._each(lambda connection: connection.pull(table, ids[places[connection]], row_bytes, want), places)
-        found = torch.empty(0 if want == pb.PullHeader.ROWS else len(ids), dtype=torch.bool)
-        rows = torch.empty(0, row_bytes, dtype=torch.uint8)
-        if len(found):
-            for place, (part, _) in zip(places.values(), parts, strict=True):
-                found[place] = part
-        if want == pb.PullHeader.FOUND:
-            return found, rows
-        # Where each row goes: among all ids, or among those found.
-        row_places = list(places.values())
-        if want == pb.PullHeader.FOUND_ROWS:
-            rank = found.cumsum(0) - 1
-            row_places = [rank[place[found[place]]] for place in row_places]
-        rows = torch.empty(sum(map(len, row_places)), row_bytes, dtype=torch.uint8)
-        for place, (_, part) in zip(row_places, parts, strict=True):
-            rows[place] = part
-        return found, rows
-
     def _write(
         self,
         table: str,
@@ -138,21 +134,18 @@ class Servers:
                 first = initial[0][firsts[connection]], initial[1][firsts[connection]]
             return connection.write(table, kind, ids[place], None if rows is None else rows[place], first)
 
-        return sum(self._each(write, places))
+        return sum(self._each(write))
 
     def _places(self, ids: Tensor) -> dict[Connection, Tensor]:
         """Where among ``ids`` those of each server are, ascending."""
         owners = ops.mix_ids(ids, True).remainder_(len(self._connections))
         return {connection: (owners == number).nonzero()[:, 0] for number, connection in enumerate(self._connections)}
 
-    def _each(
-        self, call: Callable[[Connection], _Result], connections: Sequence[Connection] | dict[Connection, Tensor] = ()
-    ) -> list[_Result]:
-        """Calls all at once and waits for all, so that nothing is under way when an error is raised."""
-        chosen = list(connections or self._connections)
-        if len(chosen) == 1:
-            return [call(chosen[0])]
-        futures = [self._threads.submit(call, connection) for connection in chosen]
+    def _each(self, call: Callable[[Connection], _Result]) -> list[_Result]:
+        """Calls all servers at once and waits for all, so that nothing is under way when an error is raised."""
+        if len(self._connections) == 1:
+            return [call(self._connections[0])]
+        futures = [self._threads.submit(call, connection) for connection in self._connections]
         wait(futures)
         return [future.result() for future in futures]
 

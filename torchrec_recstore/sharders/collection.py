@@ -17,6 +17,7 @@ from torchrec.distributed.types import Awaitable, ParameterSharding
 from torchrec.modules.embedding_configs import BaseEmbeddingConfig
 from torchrec.optim.keyed import CombinedOptimizer
 
+from torchrec_recstore.options import shard_options
 from torchrec_recstore.sharders.fused_params import optimizer_from_fused_params
 from torchrec_recstore.sharders.gather import refused_together
 from torchrec_recstore.sharders.kernel import RecStoreKernel, placeholder_parameter
@@ -26,7 +27,7 @@ from torchrec_recstore.sharders.parameter_sharding import RECSTORE_KERNEL
 from torchrec_recstore.sharders.plan_checks import check_plan, hashed_features
 from torchrec_recstore.sharders.raw_ids import int64_ids, mixed_ids
 from torchrec_recstore.sharders.row_split import IN_NODE, MOST_ROWS_IN_NODE, row_split
-from torchrec_recstore.sharders.shard_tables import check_table, shard_options, whole_options
+from torchrec_recstore.sharders.shard_tables import check_table, whole_options
 from torchrec_recstore.sharders.state import ModuleState
 from torchrec_recstore.sharders.table_state import TableState
 from torchrec_recstore.store import Table

@@ -12,7 +12,7 @@ from torchrec.modules.embedding_configs import DataType, EmbeddingTableConfig
 
 from torchrec_recstore.kernels import BlockRouting
 from torchrec_recstore.optim import Optimizer
-from torchrec_recstore.options import Initializer, TableOptions, UniformInit, default_initializer
+from torchrec_recstore.options import Initializer, TableOptions, UniformInit, default_initializer, shard_options
 from torchrec_recstore.sharders.fused_params import (
     optimizer_from_fused_params,
     output_dtype,
@@ -58,31 +58,6 @@ def whole_options(config: EmbeddingTableConfig, fused_params: Mapping[str, Any] 
     return replace(options, initializer=_initializer(config, options))
 
 
-def shard_options(options: TableOptions, split: tuple[int, int] | None, table_name: str) -> TableOptions:
-    """The options of one shard: its even part of ``max_rows``, of which the first shards have one more.
-
-    Column shards hold the same rows, so each has its row shard's part in full.
-
-    Args:
-        options: of the whole table.
-        split: (ranks, this rank) among which the table's rows are split; None where they are not.
-        table_name: the table's.
-
-    Raises:
-        ValueError: there are fewer rows than shards; the message names the table.
-    """
-    if split is None or options.max_rows is None:
-        return options
-    ranks, rank = split
-    rows, rest = divmod(options.max_rows, ranks)
-    if rows == 0:
-        raise ValueError(
-            f"RecStore table {table_name!r}: max_rows={options.max_rows} is less than the {ranks} shards that its rows "
-            "are split into: each needs a row"
-        )
-    return replace(options, max_rows=rows + (rank < rest))
-
-
 def make_table(
     config: ShardedEmbeddingTable,
     optimizer: Optimizer,
@@ -95,7 +70,7 @@ def make_table(
     Args:
         config: of a table that :func:`check_table` has passed.
         optimizer: of its group.
-        split: as for :func:`shard_options`.
+        split: as for :func:`torchrec_recstore.options.shard_options`.
         shard: the rank, by which shards of one cold store are kept apart.
         routing: which ids are the shard's; None for all.
     """

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import fields, replace
+from dataclasses import replace
 
 from torch import nn
 
 from torchrec_recstore.sharders.collection import RecStoreCollection
 from torchrec_recstore.sharders.gather import all_gathered
 from torchrec_recstore.store import TableStats
+from torchrec_recstore.store.stats import combined
 
 _Shard = tuple[int, TableStats]  # first column, counts
 
@@ -49,10 +50,5 @@ def _all_shards(module: RecStoreCollection) -> list[dict[str, list[_Shard]]]:
 def _combined(shards: Iterable[_Shard]) -> TableStats:
     shards = list(shards)
     first = min(column for column, _ in shards)
-    counted = [stats for column, stats in shards if column == first]
-    total = {f.name: sum(getattr(stats, f.name) for stats in counted) for f in fields(TableStats)}
-    return replace(
-        TableStats(**total),
-        bytes=sum(stats.bytes for _, stats in shards),
-        steps=max(stats.steps for _, stats in shards),
-    )
+    whole = combined(stats for column, stats in shards if column == first)
+    return replace(whole, bytes=sum(stats.bytes for _, stats in shards), steps=max(stats.steps for _, stats in shards))

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, fields, replace
 
 
 @dataclass(frozen=True)
@@ -39,3 +40,10 @@ class TableStats:
     cold_hits: int = 0
     updates: int = 0
     steps: int = 0
+
+
+def combined(shards: Iterable[TableStats]) -> TableStats:
+    """Counts over shards that hold different rows: sums, and the steps of the furthest."""
+    shards = list(shards)
+    total = {f.name: sum(getattr(stats, f.name) for stats in shards) for f in fields(TableStats)}
+    return replace(TableStats(**total), steps=max(stats.steps for stats in shards))

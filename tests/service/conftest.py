@@ -1,0 +1,30 @@
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.recstore_server import Proxy, RecStoreServer
+
+
+@pytest.fixture(scope="session")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RecStoreServer]:
+    """A server that outlives tests: their tables have names of their own."""
+    server = RecStoreServer(tmp_path_factory.mktemp("server"))
+    yield server
+    server.kill()
+
+
+@pytest.fixture
+def own_server(tmp_path: Path) -> Iterator[RecStoreServer]:
+    server = RecStoreServer(tmp_path / "data")
+    yield server
+    server.kill()
+
+
+@pytest.fixture
+def proxy(server: RecStoreServer) -> Iterator[Proxy]:
+    proxy = Proxy(server.address)
+    yield proxy
+    proxy.close()

@@ -1,0 +1,82 @@
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+from torchrec_recstore.checkpoint.files import sync_directory
+
+_STATE = "server.json"
+_LOCK = "lock"
+
+
+class DataDirectory:
+    """A server's checkpoints, ``DIR/NAME`` each, and which of them it starts from.
+
+    ``server.json`` names the last checkpoint that was acknowledged, and what a server that has stopped leaves to the
+    next: it is taken away before that one serves, so that only one can go on as if nothing had happened.
+
+    Args:
+        path: made where it is missing. It belongs to one server at a time.
+
+    Raises:
+        OSError: it cannot be made or written, or another server has it.
+        ValueError: ``server.json`` is damaged.
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        self._path = Path(path)
+        self._path.mkdir(parents=True, exist_ok=True)
+        self._lock = open(self._path / _LOCK, "w")  # noqa: SIM115  (held for as long as the server runs)
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            self._lock.close()
+            raise BlockingIOError(f"{self._path}: another server has this data directory") from None
+        self.last: str | None = None
+        """Name of the checkpoint to start from."""
+        self._stopped: dict[str, Any] | None = None
+        state = self._path / _STATE
+        if state.exists():
+            try:
+                document = json.loads(state.read_bytes())
+                self.last, self._stopped = document["last"], document["stopped"]
+            except (ValueError, KeyError, TypeError) as error:
+                raise ValueError(f"{state} is damaged: {error}") from error
+
+    def checkpoint(self, name: str) -> Path:
+        """Where the checkpoint of that name is.
+
+        Raises:
+            ValueError: it is no plain name.
+        """
+        if not name or name.startswith(".") or "/" in name or "\0" in name or name in (_STATE, _LOCK):
+            raise ValueError(f"on a server, save and load take a plain name below its data directory, got {name!r}")
+        return self._path / name
+
+    def take_stopped(self) -> dict[str, Any] | None:
+        """What the last server left when it stopped, once."""
+        stopped, self._stopped = self._stopped, None
+        if stopped is not None:
+            self._write(None)
+        return stopped
+
+    def set_last(self, name: str, stopped: dict[str, Any] | None = None) -> None:
+        """Names the checkpoint to start from. It is on the disk when this returns."""
+        self.last = name
+        self._write(stopped)
+
+    def close(self) -> None:
+        """Lets another server have it."""
+        self._lock.close()
+
+    def _write(self, stopped: dict[str, Any] | None) -> None:
+        staging = self._path / f".{_STATE}"
+        with staging.open("w") as file:
+            json.dump({"last": self.last, "stopped": stopped}, file)
+            file.flush()
+            os.fsync(file.fileno())
+        staging.replace(self._path / _STATE)
+        sync_directory(self._path)

@@ -1,0 +1,79 @@
+"""Who may call: the token, the protocol's version, and which addresses a server may listen on."""
+
+from __future__ import annotations
+
+import hmac
+import ipaddress
+from collections.abc import Callable
+from typing import Any
+
+import grpc
+
+from torchrec_recstore.rpc.protocol import TOKEN_KEY, VERSION, VERSION_KEY, token_value
+
+_HEALTH = "/grpc.health.v1.Health/"
+_OWN = "/torchrec_recstore."
+
+
+class Guard(grpc.ServerInterceptor):  # type: ignore[misc]
+    """Refuses calls without the token, but for health checks, and clients of another version of the protocol."""
+
+    def __init__(self, token: str | None) -> None:
+        self._token = None if token is None else token_value(token).encode()
+
+    def intercept_service(self, continuation: Callable[[Any], Any], details: Any) -> Any:
+        """As grpc.ServerInterceptor."""
+        metadata = dict(details.invocation_metadata)
+        given = metadata.get(TOKEN_KEY, "")
+        given = given if isinstance(given, bytes) else given.encode()
+        wanted = None if details.method.startswith(_HEALTH) else self._token
+        if wanted is not None and not hmac.compare_digest(given, wanted):
+            return _refusal(grpc.StatusCode.UNAUTHENTICATED, "the token is missing or wrong")
+        version = metadata.get(VERSION_KEY)
+        if details.method.startswith(_OWN) and version != VERSION:
+            return _refusal(
+                grpc.StatusCode.FAILED_PRECONDITION,
+                f"the client speaks version {version} of the protocol, the server version {VERSION}",
+            )
+        return continuation(details)
+
+
+def check_listen(address: str, *, tls: bool, token: bool) -> None:
+    """Whether a server may listen there: other machines may call only with TLS and a token.
+
+    Raises:
+        ValueError: it may not, or it is no ``host:port``.
+    """
+    host = check_address("--listen", address)
+    if not is_loopback(host) and not (tls and token):
+        missing = " and ".join(
+            flag for flag, given in (("--tls-cert and --tls-key", tls), ("--token-file", token)) if not given
+        )
+        raise ValueError(f"--listen {address} can be reached from other machines: that needs {missing}")
+
+
+def check_address(flag: str, address: str) -> str:
+    """The host of a ``host:port``.
+
+    Raises:
+        ValueError: it is none.
+    """
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdecimal() or int(port) >= 2**16:
+        raise ValueError(f"{flag} must be HOST:PORT, got {address!r}")
+    return host
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine can reach the address."""
+    try:
+        return ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def _refusal(code: grpc.StatusCode, details: str) -> Any:
+    def abort(request: Any, context: Any) -> None:
+        context.abort(code, details)
+
+    return grpc.unary_unary_rpc_method_handler(abort)

@@ -1,0 +1,187 @@
+"""Tables of one process: a client's own, or those that a server serves."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from torchrec_recstore import ops
+from torchrec_recstore.ids import among
+from torchrec_recstore.kernels import PooledKernel
+from torchrec_recstore.service.backend import InitialRows, NoInitialRow
+from torchrec_recstore.service.limits import Limits, held_options
+from torchrec_recstore.service.spec import TableSpec
+from torchrec_recstore.store import Table, TableStats
+
+
+@dataclass
+class Hosted:
+    """A table, and what it was made with."""
+
+    name: str
+    spec: TableSpec
+    table: Table
+    lock: threading.RLock = field(default_factory=threading.RLock)
+    """Held by every call that looks at the rows or changes them, as long as it takes."""
+    dropped: bool = False
+
+    def __post_init__(self) -> None:
+        self.kernel = PooledKernel([self.table], [0], "sum")
+
+
+class HostedTables:
+    """Named tables of this process; implements :class:`torchrec_recstore.service.backend.Tables`.
+
+    Calls for one table come one after the other, those for different tables side by side.
+
+    Args:
+        limits: bounds of each table where its specification leaves them open.
+    """
+
+    def __init__(self, limits: Limits = Limits()) -> None:  # noqa: B008  (frozen)
+        self._limits = limits
+        self._tables: dict[str, Hosted] | None = {}
+        self._lock = threading.RLock()  # of which tables there are; taken before a table's own
+
+    def create(self, name: str, spec: TableSpec) -> None:
+        """As :meth:`Tables.create`; ``spec.shard`` tells which part of the table this is."""
+        with self._lock:
+            there = self._named().get(name)
+            if there is None:
+                self._named()[name] = Hosted(name, spec, _made(name, spec, self._limits))
+            elif there.spec != spec:
+                raise ValueError(f"table {name!r} is there already, and another one: {there.spec.difference(spec)}")
+
+    def spec(self, name: str) -> TableSpec | None:
+        """As :meth:`Tables.spec`, with the shard that it was made with."""
+        there = self._named().get(name)
+        return None if there is None else there.spec
+
+    def specs(self) -> dict[str, TableSpec]:
+        """Of every table, by its name."""
+        with self._lock:
+            return {name: hosted.spec for name, hosted in self._named().items()}
+
+    def drop(self, name: str) -> None:
+        """Forgets a table and its rows."""
+        with self._lock, self._held(name) as hosted:
+            del self._named()[name]
+            hosted.dropped = True
+            _close(hosted)
+
+    def pull(self, name: str, ids: Tensor) -> Tensor:
+        """As :meth:`Tables.pull`."""
+        with self._held(name) as hosted:
+            if hosted.spec.initial_rows and not bool(hosted.table.contains(ids).all()):
+                raise NoInitialRow(name)
+            return hosted.table.lookup(ids)
+
+    def found_rows(self, name: str, ids: Tensor) -> tuple[Tensor, Tensor]:
+        """As :meth:`Tables.found_rows`."""
+        with self._held(name) as hosted:
+            found = hosted.table.contains(ids)
+            return found, hosted.table.lookup(ids if bool(found.all()) else ids[found])
+
+    def push(self, name: str, ids: Tensor, values: Tensor) -> None:
+        """As :meth:`Tables.push`."""
+        with self._held(name) as hosted:
+            hosted.table.insert(ids, values)
+
+    def update(self, name: str, ids: Tensor, grads: Tensor, initial: InitialRows | None = None) -> None:
+        """As :meth:`Tables.update`."""
+        with self._held(name) as hosted:
+            table, kernel = hosted.table, hosted.kernel
+            with ops.native_errors(f"table '{name}'"), kernel.cold_rows.resident(ids, None):
+                begun = _without_row(hosted, ids, initial)
+                # The rows stay where they are from here on until their update.
+                context = ops.rows_forward([kernel.group], ids, [len(ids)], True)[1][0]
+                if begun is not None and len(begun[0]):
+                    there = table.contains(begun[0])  # those that admission has not held back
+                    table.insert(begun[0][there], begun[1][there])
+                kernel.update(context, grads.float(), False)
+
+    def delete(self, name: str, ids: Tensor) -> int:
+        """As :meth:`Tables.delete`."""
+        with self._held(name) as hosted:
+            return hosted.table.remove(ids)
+
+    def exists(self, name: str, ids: Tensor) -> Tensor:
+        """As :meth:`Tables.exists`."""
+        with self._held(name) as hosted:
+            return hosted.table.contains(ids)
+
+    def ids(self, name: str) -> Tensor:
+        """The ids that have a row: (rows,) int64, ascending."""
+        with self._held(name) as hosted:
+            return hosted.table.ids()
+
+    def stats(self, name: str) -> TableStats:
+        """As :meth:`Tables.stats`."""
+        with self._held(name) as hosted:
+            return hosted.table.stats()
+
+    def close(self) -> None:
+        """As :meth:`Tables.close`."""
+        with self._lock:
+            tables, self._tables = self._tables or {}, None
+            for hosted in tables.values():
+                with hosted.lock:
+                    hosted.dropped = True
+                    _close(hosted)
+
+    def _named(self) -> dict[str, Hosted]:
+        if self._tables is None:
+            raise ValueError("the tables are closed")
+        return self._tables
+
+    @contextmanager
+    def _held(self, name: str) -> Iterator[Hosted]:
+        """The table of that name, which no other call looks at meanwhile."""
+        while True:
+            tables = self._named()
+            hosted = tables.get(name)
+            if hosted is None:
+                there = ", ".join(map(repr, sorted(tables))) or "none"
+                raise ValueError(f"there is no table {name!r}: there is {there}; init_data makes one")
+            with hosted.lock:
+                if not hosted.dropped:  # meanwhile; there may be another one of that name
+                    yield hosted
+                    return
+
+
+def _made(name: str, spec: TableSpec, limits: Limits) -> Table:
+    return Table(
+        spec.dim,
+        spec.dtype,
+        spec.optimizer,
+        held_options(name, spec, limits),
+        name=name,
+        shard=spec.shard[0],
+    )
+
+
+def _close(hosted: Hosted) -> None:
+    """Frees the rows, unless a save has still to read them, which does it then."""
+    if not hosted.table.is_being_saved:
+        hosted.table.close()
+
+
+def _without_row(hosted: Hosted, ids: Tensor, initial: InitialRows | None) -> InitialRows | None:
+    """Those of the initial rows whose ids have no row.
+
+    Raises:
+        NoInitialRow: an id of a table with initial rows has neither.
+    """
+    if initial is None and not hosted.spec.initial_rows:
+        return None
+    missing = torch.unique(ids[~hosted.table.contains(ids)])
+    known, rows = initial if initial is not None else (missing[:0], torch.empty(0, hosted.spec.dim))
+    if hosted.spec.initial_rows and not bool(among(missing, known.sort().values).all()):
+        raise NoInitialRow(hosted.name)
+    wanted = among(known, missing)
+    return known[wanted], rows[wanted]

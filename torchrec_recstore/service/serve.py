@@ -1,0 +1,143 @@
+"""A server's life: start from the last checkpoint, serve, save, stop."""
+
+from __future__ import annotations
+
+import signal
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+
+import grpc
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection
+
+from torchrec_recstore.rpc import recstore_pb2 as pb
+from torchrec_recstore.rpc.protocol import MESSAGE_BYTES
+from torchrec_recstore.rpc.recstore_pb2_grpc import add_ParameterServerServicer_to_server
+from torchrec_recstore.service.data_directory import DataDirectory
+from torchrec_recstore.service.guard import Guard, check_address, check_listen
+from torchrec_recstore.service.hosted import HostedTables
+from torchrec_recstore.service.limits import Limits
+from torchrec_recstore.service.metrics import Metrics, NoObserver
+from torchrec_recstore.service.server import ParameterServer
+
+GRACE_S = 30.0
+_CALLS = 32  # at once; each has a thread
+_OPTIONS = [
+    ("grpc.max_receive_message_length", MESSAGE_BYTES),
+    ("grpc.max_send_message_length", MESSAGE_BYTES),
+    ("grpc.so_reuseport", 0),  # else a second server on a port would take a part of its calls
+    ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
+    ("grpc.keepalive_permit_without_calls", 1),
+]
+
+
+@dataclass(frozen=True)
+class ServerOptions:
+    """How a server is reached, and what it keeps.
+
+    Args:
+        listen: ``host:port``; port 0 for a free one.
+        data: directory of its checkpoints.
+        limits: bounds of each table, for what a client leaves open.
+        tls_cert: file of its certificate, PEM.
+        tls_key: file of its key.
+        client_ca: file of the certificates that clients' own must be signed by.
+        token: that clients must show.
+        metrics: ``host:port`` for Prometheus.
+
+    Raises:
+        ValueError: they do not fit each other.
+    """
+
+    listen: str
+    data: Path
+    limits: Limits = Limits()  # noqa: RUF009  (frozen)
+    tls_cert: Path | None = None
+    tls_key: Path | None = None
+    client_ca: Path | None = None
+    token: str | None = None
+    metrics: str | None = None
+
+    def __post_init__(self) -> None:
+        if (self.tls_cert is None) != (self.tls_key is None):
+            raise ValueError("--tls-cert and --tls-key belong together")
+        if self.client_ca is not None and self.tls_cert is None:
+            raise ValueError("--client-ca needs --tls-cert and --tls-key")
+        check_listen(self.listen, tls=self.tls_cert is not None, token=self.token is not None)
+        if self.metrics is not None:
+            check_address("--metrics", self.metrics)
+
+
+def serve(options: ServerOptions, ready: Callable[[str], object]) -> None:
+    """Serves until SIGTERM or SIGINT, then ends calls that are under way and saves. Call it from the main thread.
+
+    Args:
+        options: how.
+        ready: is told the address when it serves.
+
+    Raises:
+        OSError: it cannot listen, or the data directory cannot be used; or the last save failed.
+        CheckpointError, ValueError: the last checkpoint cannot be loaded.
+    """
+    stop = threading.Event()
+
+    def on_signal(number: int, frame: FrameType | None) -> None:
+        stop.set()
+
+    before = {number: signal.signal(number, on_signal) for number in (signal.SIGTERM, signal.SIGINT)}
+    directory = DataDirectory(options.data)
+    try:
+        _serve(options, directory, ready, stop)
+    finally:
+        directory.close()
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _serve(
+    options: ServerOptions, directory: DataDirectory, ready: Callable[[str], object], stop: threading.Event
+) -> None:
+    tables = HostedTables(options.limits)
+    metrics = None
+    if options.metrics is not None:
+        host, _, metrics_port = options.metrics.rpartition(":")
+        metrics = Metrics(tables, host, int(metrics_port))
+    service = ParameterServer(tables, directory, metrics or NoObserver())
+    server = grpc.server(
+        ThreadPoolExecutor(_CALLS, "recstore-call"), interceptors=[Guard(options.token)], options=_OPTIONS
+    )
+    add_ParameterServerServicer_to_server(service, server)  # type: ignore[no-untyped-call]
+    own = pb.DESCRIPTOR.services_by_name["ParameterServer"].full_name
+    healthy = health.HealthServicer()
+    health_pb2_grpc.add_HealthServicer_to_server(healthy, server)
+    reflection.enable_server_reflection((own, health.SERVICE_NAME, reflection.SERVICE_NAME), server)
+    port = _bind(server, options)
+    server.start()
+    for name in ("", own):
+        healthy.set(name, health_pb2.HealthCheckResponse.SERVING)
+    ready(f"{options.listen.rpartition(':')[0]}:{port}")
+    stop.wait()
+    healthy.enter_graceful_shutdown()
+    server.stop(GRACE_S).wait()
+    service.stop()
+    if metrics is not None:
+        metrics.close()
+
+
+def _bind(server: grpc.Server, options: ServerOptions) -> int:
+    try:
+        if options.tls_cert is None or options.tls_key is None:
+            return int(server.add_insecure_port(options.listen))
+        clients = None if options.client_ca is None else options.client_ca.read_bytes()
+        credentials = grpc.ssl_server_credentials(
+            [(options.tls_key.read_bytes(), options.tls_cert.read_bytes())], clients, clients is not None
+        )
+        return int(server.add_secure_port(options.listen, credentials))
+    except RuntimeError as error:
+        raise OSError(
+            f"cannot listen on {options.listen}: is the address in use, or the certificate no PEM?"
+        ) from error

@@ -1,0 +1,268 @@
+"""The parameter server's methods: from messages to tables, and errors back."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from typing import Any, NoReturn
+
+import grpc
+import torch
+from torch import Tensor
+
+from torchrec_recstore.rpc import recstore_pb2 as pb
+from torchrec_recstore.rpc.errors import REMOTE_ERRORS, ServerRestartedError
+from torchrec_recstore.rpc.protocol import ERROR_KEY, PART_IDS, rows_a_part
+from torchrec_recstore.rpc.recstore_pb2_grpc import ParameterServerServicer
+from torchrec_recstore.rpc.tensor_bytes import from_bytes, to_bytes
+from torchrec_recstore.service.applied import AppliedRequests
+from torchrec_recstore.service.backend import NoInitialRow
+from torchrec_recstore.service.data_directory import DataDirectory
+from torchrec_recstore.service.hosted import HostedTables
+from torchrec_recstore.service.metrics import Observer
+from torchrec_recstore.service.spec import TableSpec
+
+MAX_REQUEST_BYTES = 2**31
+_ERROR_CHARACTERS = 2000  # an error goes into a header, whose size is limited
+_CODES = {
+    ValueError: grpc.StatusCode.INVALID_ARGUMENT,
+    TypeError: grpc.StatusCode.INVALID_ARGUMENT,
+    MemoryError: grpc.StatusCode.RESOURCE_EXHAUSTED,
+    FileExistsError: grpc.StatusCode.ALREADY_EXISTS,
+    FileNotFoundError: grpc.StatusCode.NOT_FOUND,
+    OSError: grpc.StatusCode.INTERNAL,
+    ServerRestartedError: grpc.StatusCode.FAILED_PRECONDITION,
+}
+_log = logging.getLogger(__name__)
+
+
+class ParameterServer(ParameterServerServicer):
+    """Serves tables.
+
+    Args:
+        tables: which.
+        directory: where saves go.
+        observer: is told of every call.
+        max_request_bytes: of all parts of a write together, which are gathered before it is carried out.
+    """
+
+    def __init__(
+        self,
+        tables: HostedTables,
+        directory: DataDirectory,
+        observer: Observer,
+        max_request_bytes: int = MAX_REQUEST_BYTES,
+    ) -> None:
+        self._tables = tables
+        self._directory = directory
+        self._observer = observer
+        self._max_request_bytes = max_request_bytes
+        self._saving = threading.Lock()
+        self._applied = AppliedRequests()
+        self._incarnation = uuid.uuid4().hex
+        stopped = directory.take_stopped()
+        if directory.last is not None:
+            tables.load(directory.checkpoint(directory.last))
+        if stopped is not None:
+            self._incarnation = stopped["incarnation"]
+            self._applied.from_json(stopped["applied"])
+
+    def stop(self) -> None:
+        """Saves all tables, when no call is under way any more; a server that starts on them goes on as this one."""
+        if self._tables.specs() or self._directory.last is not None:
+            self._tables.save(self._directory.checkpoint("stopped"), overwrite=True)
+            self._directory.set_last("stopped", {"incarnation": self._incarnation, "applied": self._applied.to_json()})
+        self._tables.close()
+
+    def Describe(self, request: pb.DescribeRequest, context: Any) -> pb.DescribeReply:
+        """As in recstore.proto."""
+        with self._call("Describe", context):
+            tables = {name: spec.to_json() for name, spec in self._tables.specs().items()}
+            return pb.DescribeReply(incarnation=self._incarnation, tables=tables)
+
+    def Create(self, request: pb.CreateRequest, context: Any) -> pb.Empty:
+        """As in recstore.proto."""
+        with self._call("Create", context):
+            if not request.table:
+                raise ValueError("a table needs a name")
+            self._tables.create(request.table, TableSpec.from_json(request.spec))
+            return pb.Empty()
+
+    def Drop(self, request: pb.DropRequest, context: Any) -> pb.Empty:
+        """As in recstore.proto."""
+        with self._call("Drop", context):
+            if request.table in self._tables.specs():
+                self._tables.drop(request.table)
+            return pb.Empty()
+
+    def Pull(self, requests: Iterator[pb.PullRequest], context: Any) -> Iterator[pb.PullReply]:
+        """As in recstore.proto."""
+        with self._call("Pull", context):
+            header: pb.PullHeader | None = None
+            for request in requests:
+                if header is None:
+                    header = request.header
+                    self._check_incarnation(header.incarnation)
+                    spec = self._spec(header.table)
+                    size = PART_IDS
+                    if header.want != pb.PullHeader.FOUND:
+                        size = rows_a_part(spec.dim * spec.dtype.itemsize)
+                ids = from_bytes([request.ids], torch.int64)
+                for place in range(0, len(ids), size):
+                    yield self._pulled(header, ids[place : place + size])
+
+    def Write(self, requests: Iterator[pb.WriteRequest], context: Any) -> pb.WriteReply:
+        """As in recstore.proto."""
+        with self._call("Write", context):
+            header = next(requests, pb.WriteRequest()).header
+            self._check_incarnation(header.incarnation or "none")
+            spec = self._spec(header.table)
+            action = self._write(header, spec, requests)
+            deleted = self._applied.once(header.client, header.request, header.done_before, action)
+            return pb.WriteReply(deleted=deleted)
+
+    def Ids(self, request: pb.IdsRequest, context: Any) -> Iterator[pb.IdsReply]:
+        """As in recstore.proto."""
+        with self._call("Ids", context):
+            self._check_incarnation(request.incarnation)
+            ids = self._tables.ids(request.table)
+            for place in range(0, len(ids), PART_IDS):
+                yield pb.IdsReply(ids=to_bytes(ids[place : place + PART_IDS]))
+
+    def Stats(self, request: pb.StatsRequest, context: Any) -> pb.StatsReply:
+        """As in recstore.proto."""
+        with self._call("Stats", context):
+            self._check_incarnation(request.incarnation)
+            return pb.StatsReply(counts=asdict(self._tables.stats(request.table)))
+
+    def Save(self, request: pb.SaveRequest, context: Any) -> pb.Empty:
+        """As in recstore.proto."""
+        with self._call("Save", context):
+            self._check_incarnation(request.incarnation or "none")
+            path = self._directory.checkpoint(request.name)
+
+            def save() -> int:
+                with self._saving:
+                    self._tables.save(path, request.overwrite)
+                    self._directory.set_last(request.name)
+                return 0
+
+            self._applied.once(request.client, request.request, request.done_before, save)
+            return pb.Empty()
+
+    def Load(self, request: pb.LoadRequest, context: Any) -> pb.Empty:
+        """As in recstore.proto."""
+        with self._call("Load", context):
+            path = self._directory.checkpoint(request.name)
+            with self._saving:
+                self._tables.load(path)
+            return pb.Empty()
+
+    def _check_incarnation(self, expected: str) -> None:
+        if expected and expected != self._incarnation:
+            raise ServerRestartedError(
+                "it has been restarted, and is as its last checkpoint: what was written since is lost"
+            )
+
+    def _spec(self, table: str) -> TableSpec:
+        specs = self._tables.specs()
+        if table not in specs:
+            raise ValueError(f"there is no table {table!r}, there are: {', '.join(sorted(specs)) or 'none'}")
+        return specs[table]
+
+    def _pulled(self, header: pb.PullHeader, ids: Tensor) -> pb.PullReply:
+        if header.want == pb.PullHeader.ROWS:
+            self._observer.ids("pull", header.table, len(ids))
+            return pb.PullReply(rows=to_bytes(self._tables.pull(header.table, ids)))
+        if header.want == pb.PullHeader.FOUND:
+            return pb.PullReply(found=to_bytes(self._tables.exists(header.table, ids)))
+        if header.want == pb.PullHeader.FOUND_ROWS:
+            self._observer.ids("pull", header.table, len(ids))
+            found, rows = self._tables.found_rows(header.table, ids)
+            return pb.PullReply(found=to_bytes(found), rows=to_bytes(rows))
+        raise ValueError(f"want must be ROWS, FOUND or FOUND_ROWS, got {header.want}")
+
+    def _write(self, header: pb.WriteHeader, spec: TableSpec, requests: Iterator[pb.WriteRequest]) -> Callable[[], int]:
+        """Gathers all parts of a write; returns what carries it out."""
+        gathered = {"ids": [], "rows": [], "initial_ids": [], "initial_rows": []}  # type: dict[str, list[bytes]]
+        size = 0
+        for request in requests:
+            for name, parts in gathered.items():
+                parts.append(getattr(request, name))
+                size += len(parts[-1])
+            if size > self._max_request_bytes:
+                raise ValueError(f"a write may be of {self._max_request_bytes} bytes: split it up")
+        ids = from_bytes(gathered["ids"], torch.int64)
+        if len(ids) != header.ids:
+            raise ValueError(f"{len(ids)} ids have come, {header.ids} were announced")
+        name = header.table
+
+        def rows(part: str, of: Tensor, dtype: torch.dtype) -> Tensor:
+            matrix = from_bytes(gathered[part], dtype, spec.dim)
+            if len(matrix) != len(of):
+                raise ValueError(f"{len(of)} ids have come, and {len(matrix)} rows")
+            return matrix
+
+        dtype = torch.float32 if header.float32 else spec.dtype
+        if header.kind == pb.WriteHeader.PUSH:
+            values = rows("rows", ids, dtype)
+            self._observer.ids("push", name, len(ids))
+            return _nothing_deleted(lambda: self._tables.push(name, ids, values))
+        if header.kind == pb.WriteHeader.UPDATE:
+            grads = rows("rows", ids, dtype)
+            initial_ids = from_bytes(gathered["initial_ids"], torch.int64)
+            initial_rows = rows("initial_rows", initial_ids, torch.float32)
+            initial = (initial_ids, initial_rows) if len(initial_ids) else None
+            self._observer.ids("update", name, len(ids))
+            return _nothing_deleted(lambda: self._tables.update(name, ids, grads, initial))
+        if header.kind == pb.WriteHeader.DELETE:
+            self._observer.ids("delete", name, len(ids))
+            return lambda: self._tables.delete(name, ids)
+        raise ValueError(f"kind must be PUSH, UPDATE or DELETE, got {header.kind}")
+
+    @contextmanager
+    def _call(self, method: str, context: Any) -> Iterator[None]:
+        """Tells clients of errors, and the observer of the call."""
+        begin = time.perf_counter()
+        outcome = "ok"
+        try:
+            yield
+        except GeneratorExit:  # the client is gone
+            outcome = "cancelled"
+            raise
+        except Exception as error:
+            if not context.is_active():  # reading the request failed, since the client is gone
+                outcome = "cancelled"
+                raise
+            outcome = type(error).__name__
+            _abort(context, method, error)
+        finally:
+            self._observer.call(method, outcome, time.perf_counter() - begin)
+
+
+def _abort(context: Any, method: str, error: Exception) -> NoReturn:
+    kinds = (kind for kind in (*REMOTE_ERRORS.values(), NoInitialRow) if type(error) is kind)
+    kind = next(kinds, None) or next((kind for kind in _CODES if isinstance(error, kind)), None)
+    details = str(error)
+    code = grpc.StatusCode.INTERNAL
+    if kind is None:
+        _log.error("%s failed", method, exc_info=error)
+        details = f"{method} failed: {type(error).__name__}: {error}"
+    else:
+        code = next(code for known, code in _CODES.items() if issubclass(kind, known))
+        context.set_trailing_metadata(((ERROR_KEY, kind.__name__),))
+    context.abort(code, details[:_ERROR_CHARACTERS])
+    raise AssertionError("abort raises")
+
+
+def _nothing_deleted(write: Callable[[], None]) -> Callable[[], int]:
+    def action() -> int:
+        write()
+        return 0
+
+    return action
