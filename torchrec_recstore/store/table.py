@@ -277,8 +277,8 @@ class Table:
             since: a mark; then only rows that have changed, or were made, since.
 
         Raises:
-            ValueError: there is a snapshot of the table already, or the mark has been forgotten, or there is one and the
-                cold store is shared: what others have changed since is not known.
+            ValueError: there is a snapshot of the table already, or the mark has been forgotten, or there is a mark and
+                the cold store is shared: what others have changed since is not known.
             ColdStoreError: the cold store fails.
         """
         if since is not None:
