@@ -11,7 +11,7 @@ import torch
 from torchrec_recstore.checkpoint.compact import compact_chain
 from torchrec_recstore.checkpoint.files import write_tensors
 from torchrec_recstore.checkpoint.info import CheckpointInfo, DeltaOf, PartInfo, TableInfo
-from torchrec_recstore.checkpoint.load import load_rows
+from torchrec_recstore.checkpoint.rows import load_rows
 from torchrec_recstore.store import Table
 
 TYPES = [torch.float32, torch.float16, torch.bfloat16]

@@ -7,7 +7,7 @@ import shutil
 import threading
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 from weakref import WeakKeyDictionary
@@ -17,26 +17,20 @@ from torch import Tensor, nn
 from torchrec.distributed.types import ShardingEnv
 
 from torchrec_recstore.checkpoint.encoding import encode
-from torchrec_recstore.checkpoint.files import FileInfo, make_staging, publish, staging_directory
+from torchrec_recstore.checkpoint.files import FileInfo, make_staging, staging_directory
 from torchrec_recstore.checkpoint.info import (
     DENSE,
-    METADATA,
     TRAINING_STATE,
     CheckpointInfo,
     DeltaOf,
-    PartInfo,
-    SightingsInfo,
     TableInfo,
     read_chain,
-    write_metadata,
 )
 from torchrec_recstore.checkpoint.model_tensors import dense_tensors
 from torchrec_recstore.checkpoint.parts import PartWriter
-from torchrec_recstore.checkpoint.sightings import sparse
 from torchrec_recstore.checkpoint.tables import distinct_tables
-from torchrec_recstore.options import TableOptions
+from torchrec_recstore.checkpoint.writing import SavedShard, check_path, finish, write_shard
 from torchrec_recstore.sharders.gather import all_gathered, refused_together, whole_environment
-from torchrec_recstore.store import Snapshot, Table
 
 
 def save_checkpoint(
@@ -154,17 +148,6 @@ def _background_environment(env: ShardingEnv) -> ShardingEnv:
     return _background_groups[env.process_group]
 
 
-@dataclass
-class _Shard:
-    """A shard of this rank that is being saved."""
-
-    table: Table
-    snapshot: Snapshot
-    options: TableOptions  # of the whole table
-    sightings: tuple[Tensor, int]
-    ids: Tensor | None = None  # all of them, where they are listed instead of those that left
-
-
 class _Save:
     """A save from its moment on. Making one is collective, and so is :meth:`write`."""
 
@@ -183,7 +166,7 @@ class _Save:
         self._path = Path(os.path.realpath(path))
         self._overwrite = overwrite
         self._polite = polite
-        self._shards: dict[str, list[_Shard]] = {}
+        self._shards: dict[str, list[SavedShard]] = {}
         self._delta_of: DeltaOf | None = None
         self._tensors: dict[str, Tensor] = {}
         with ExitStack() as undo:
@@ -198,7 +181,7 @@ class _Save:
                     for number, shard in enumerate(table.module.recstore_state.shards[table.name]):
                         since = None if marks is None else marks[table.name][number]
                         self._shards[table.name].append(
-                            _Shard(
+                            SavedShard(
                                 shard.table,
                                 undo.enter_context(shard.table.snapshot(since)),
                                 replace(table.state.options, cold_store=None),
@@ -238,7 +221,8 @@ class _Save:
             try:
                 for name, shards in self._shards.items():
                     for shard in shards:
-                        contents[name] = _merged([contents.get(name), self._write_shard(writer, name, shard)])
+                        written = write_shard(writer, shard, self._removal[name], delta=self._delta_of is not None)
+                        contents[name] = _merged([contents.get(name), written])
                 if self.env.rank == 0:
                     writer.tensors(DENSE, self._dense)
                     writer.tensors(TRAINING_STATE, self._tensors)
@@ -255,13 +239,8 @@ class _Save:
         return info
 
     def _check_path(self) -> None:
-        if self.env.rank != 0 or not os.path.lexists(self._path):
-            return
-        if not self._overwrite:
-            raise FileExistsError(f"{self._path} exists already: pass overwrite=True to replace it")
-        empty = self._path.is_dir() and not any(self._path.iterdir())
-        if not empty and not (self._path / METADATA).is_file():
-            raise FileExistsError(f"{self._path} is no checkpoint: overwrite=True replaces checkpoints alone")
+        if self.env.rank == 0:
+            check_path(self._path, self._overwrite)
 
     def _marks_since(self, delta_of: str | Path | None) -> Mapping[str, Sequence[int]] | None:
         if delta_of is None:
@@ -297,33 +276,6 @@ class _Save:
                     shard.ids = shard.table.ids() if removal[name] == "stay" else None
         return removal
 
-    def _write_shard(self, writer: PartWriter, name: str, shard: _Shard) -> TableInfo:
-        table = shard.table
-        removed: tuple[PartInfo, ...] = ()
-        kind = self._removal[name]
-        if self._delta_of is not None and table.columns.start == 0:  # column shards hold the same ids
-            ids = shard.snapshot.left if kind == "left" else shard.ids
-            assert ids is not None
-            removed = writer.ids(table, kind, ids)
-        sightings: tuple[SightingsInfo, ...] = ()
-        cells, taken = shard.sightings
-        if cells.shape[2] > 0 and table.columns.start == 0:
-            sightings = (SightingsInfo(writer.sightings(table, sparse(cells)), cells.shape[2], taken),)
-        return TableInfo(
-            dim=table.dim,
-            dtype=str(table.dtype).removeprefix("torch."),
-            optimizer=table.optimizer,
-            options=shard.options,
-            rows=shard.snapshot.table_rows if table.columns.start == 0 else 0,
-            steps=shard.snapshot.steps,
-            optimizer_steps=shard.snapshot.optimizer_steps,
-            columns=((table.columns.start, table.columns.stop),),
-            parts=writer.rows(table, shard.snapshot),
-            removal=kind,
-            removed=removed,
-            sightings=sightings,
-        )
-
     def _published(
         self, staging: Path, contents: Sequence[Mapping[str, TableInfo]], files: Mapping[str, FileInfo]
     ) -> CheckpointInfo:
@@ -344,9 +296,7 @@ class _Save:
             dense=tuple(sorted(self._dense)),
             delta_of=self._delta_of,
         )
-        checksum = write_metadata(staging, info, self._training_state)
-        publish(self._path)
-        return replace(info, checksum=checksum)
+        return finish(info, self._training_state)
 
     def _remember(self, info: CheckpointInfo) -> None:
         for table in self._tables:

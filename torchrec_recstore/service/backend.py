@@ -15,23 +15,26 @@ InitialRows = tuple[Tensor, Tensor]
 
 
 class NoInitialRow(ValueError):
-    """An id without a row is wanted, and only the client's ``init_func`` can tell how its row begins."""
+    """An id without a row is wanted, and only the client's ``init_func`` can tell how its row begins.
 
-    def __init__(self, name: str) -> None:
+    Args:
+        name: of the table.
+        pending: (n,) int64: the positions, among the ids given, whose part of the call has not been carried out, so
+            that these can be given again. None where that is not known.
+    """
+
+    def __init__(self, name: str, pending: Tensor | None = None) -> None:
         super().__init__(
             f"table {name!r} has rows that an init_func makes, and an id has none yet: "
             "call init_data with that init_func first"
         )
-        self.table = name
-
-    def __reduce__(self) -> tuple[type[NoInitialRow], tuple[str]]:
-        return NoInitialRow, (self.table,)
+        self.pending = pending
 
 
 class Tables(Protocol):
-    """Named tables.
+    """Named tables. The client is written against this; it checks what it passes on.
 
-    Arguments have been checked by the client: ids are (N,) int64, rows (N, dim) of the table's dtype or float32, all on
+    Ids are (N,) int64, rows (N, dim) of the table's dtype or float32, all on
     the CPU; they are not changed, and not kept after the call. Any thread may call. A call either does all of its work
     or raises with everything as it was.
 

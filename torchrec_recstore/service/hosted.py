@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from torchrec_recstore import ops
+from torchrec_recstore.checkpoint.info import read_chain
+from torchrec_recstore.checkpoint.new_rows import exchange_all
+from torchrec_recstore.checkpoint.writing import SavedShard, check_path
 from torchrec_recstore.ids import among
 from torchrec_recstore.kernels import PooledKernel
 from torchrec_recstore.service.backend import InitialRows, NoInitialRow
+from torchrec_recstore.service.checkpoint import check_loadable, loaded_tables, saved_specs, write_tables
 from torchrec_recstore.service.limits import Limits, held_options
 from torchrec_recstore.service.spec import TableSpec
 from torchrec_recstore.store import Table, TableStats
@@ -46,7 +53,9 @@ class HostedTables:
     def __init__(self, limits: Limits = Limits()) -> None:  # noqa: B008  (frozen)
         self._limits = limits
         self._tables: dict[str, Hosted] | None = {}
-        self._lock = threading.RLock()  # of which tables there are; taken before a table's own
+        # In the order in which they are taken; a table's own lock is the last.
+        self._files = threading.Lock()  # one save or load at a time
+        self._lock = threading.RLock()  # of which tables there are
 
     def create(self, name: str, spec: TableSpec) -> None:
         """As :meth:`Tables.create`; ``spec.shard`` tells which part of the table this is."""
@@ -64,8 +73,7 @@ class HostedTables:
 
     def specs(self) -> dict[str, TableSpec]:
         """Of every table, by its name."""
-        with self._lock:
-            return {name: hosted.spec for name, hosted in self._named().items()}
+        return {name: hosted.spec for name, hosted in dict(self._named()).items()}
 
     def drop(self, name: str) -> None:
         """Forgets a table and its rows."""
@@ -78,7 +86,7 @@ class HostedTables:
         """As :meth:`Tables.pull`."""
         with self._held(name) as hosted:
             if hosted.spec.initial_rows and not bool(hosted.table.contains(ids).all()):
-                raise NoInitialRow(name)
+                raise NoInitialRow(name, torch.arange(len(ids)))
             return hosted.table.lookup(ids)
 
     def found_rows(self, name: str, ids: Tensor) -> tuple[Tensor, Tensor]:
@@ -126,14 +134,69 @@ class HostedTables:
         with self._held(name) as hosted:
             return hosted.table.stats()
 
+    def save(self, path: str | Path, overwrite: bool = False) -> None:
+        """As :meth:`Tables.save`; the tables go on meanwhile."""
+        path = Path(os.path.realpath(path))
+        with self._files:
+            check_path(path, overwrite)
+            with self._lock:
+                saved = {name: hosted for name, hosted in self._named().items() if not hosted.spec.temporary}
+            try:
+                with ExitStack() as snapshots:
+                    shards = self._snapshots(saved, snapshots)
+                    write_tables(shards, {name: hosted.spec for name, hosted in saved.items()}, path)
+            finally:
+                for hosted in saved.values():
+                    if hosted.dropped:
+                        hosted.table.close()
+
+    def load(self, path: str | Path) -> None:
+        """As :meth:`Tables.load`; until all is read the tables go on, and what is written meanwhile is replaced.
+
+        Tables that are in the checkpoint alone are made. Old and new rows are in memory together for a while.
+        """
+        with self._files, self._lock:
+            chain = read_chain(path)
+            specs = saved_specs(chain[-1])
+            tables = self._named()
+            check_loadable(chain[-1], specs, self.specs())
+            fresh = loaded_tables(
+                chain,
+                {
+                    name: tables[name].table.empty_copy if name in tables else partial(_made, name, spec, self._limits)
+                    for name, spec in specs.items()
+                },
+            )
+            with ExitStack() as locks:
+                present = [locks.enter_context(self._held(name)) for name in fresh if name in tables]
+                exchange_all((hosted.table, fresh.pop(hosted.name)) for hosted in present)
+            tables.update((name, Hosted(name, specs[name], table)) for name, table in fresh.items())
+
     def close(self) -> None:
-        """As :meth:`Tables.close`."""
-        with self._lock:
+        """As :meth:`Tables.close`; waits for a save or load."""
+        with self._files, self._lock:
             tables, self._tables = self._tables or {}, None
             for hosted in tables.values():
                 with hosted.lock:
                     hosted.dropped = True
-                    _close(hosted)
+                    hosted.table.close()
+
+    def _snapshots(self, saved: dict[str, Hosted], snapshots: ExitStack) -> list[SavedShard]:
+        """Opens snapshots of all tables at one moment, at which no call is at work on any of them."""
+        with ExitStack() as locks:
+            for hosted in saved.values():
+                locks.enter_context(hosted.lock)
+            for name in [name for name, hosted in saved.items() if hosted.dropped]:
+                del saved[name]
+            return [
+                SavedShard(
+                    hosted.table,
+                    snapshots.enter_context(hosted.table.snapshot()),
+                    hosted.spec.options,
+                    hosted.table.sightings(),
+                )
+                for hosted in saved.values()
+            ]
 
     def _named(self) -> dict[str, Hosted]:
         if self._tables is None:
@@ -183,6 +246,6 @@ def _without_row(hosted: Hosted, ids: Tensor, initial: InitialRows | None) -> In
     missing = torch.unique(ids[~hosted.table.contains(ids)])
     known, rows = initial if initial is not None else (missing[:0], torch.empty(0, hosted.spec.dim))
     if hosted.spec.initial_rows and not bool(among(missing, known.sort().values).all()):
-        raise NoInitialRow(hosted.name)
+        raise NoInitialRow(hosted.name, torch.arange(len(ids)))
     wanted = among(known, missing)
     return known[wanted], rows[wanted]

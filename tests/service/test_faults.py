@@ -1,0 +1,280 @@
+"""Servers that die, stall or are cut off; clients that may not, or that send nonsense."""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from pathlib import Path
+
+import grpc
+import pytest
+import torch
+from torch import Tensor
+
+from tests.recstore_server import Proxy, RecStoreServer
+from torchrec_recstore.optim import Adagrad
+from torchrec_recstore.rpc import recstore_pb2 as pb
+from torchrec_recstore.rpc.protocol import VERSION, VERSION_KEY
+from torchrec_recstore.service import RecStoreClient, ServerRestartedError, ServiceError
+
+IDS = torch.arange(-200, 200)
+
+
+def _grads(step: int) -> Tensor:
+    return torch.randn(400, 8, generator=torch.Generator().manual_seed(step))
+
+
+def _client(address: str, timeout_s: float = 20.0) -> RecStoreClient:
+    client = RecStoreClient([address], timeout_s=timeout_s)
+    client.init_data("t", (400, 8), torch.float32, optimizer=Adagrad(lr=0.1))
+    return client
+
+
+class _Oracle:
+    """The rows after so many steps of training."""
+
+    def __init__(self) -> None:
+        self._client = RecStoreClient()
+        self._client.init_data("t", (400, 8), torch.float32, optimizer=Adagrad(lr=0.1))
+        self._rows = [self._client.pull("t", IDS)]
+
+    def after(self, steps: int) -> Tensor:
+        while len(self._rows) <= steps:
+            self._client.update("t", IDS, _grads(len(self._rows) - 1))
+            self._rows.append(self._client.pull("t", IDS))
+        return self._rows[steps]
+
+
+def test_no_acknowledged_save_is_lost_when_the_server_is_killed(own_server: RecStoreServer) -> None:
+    oracle = _Oracle()
+    client = _client(own_server.address)
+    chosen = random.Random(0)
+    step = saved = kills = 0
+    client.save("save-0")
+    while kills < 3:
+        killer = threading.Timer(chosen.uniform(0.02, 0.3), own_server.kill)
+        killer.start()
+        try:
+            while True:
+                client.update("t", IDS, _grads(step))
+                step += 1
+                if step % 3 == 0:
+                    client.save(f"save-{step}", overwrite=True)
+                    saved = step
+                if not killer.is_alive():
+                    own_server.start()
+        except ServerRestartedError as error:
+            assert own_server.address in str(error)  # noqa: PT017
+            assert "lost" in str(error)  # noqa: PT017
+        kills += 1
+        with _client(own_server.address) as reader:  # the server has started from a save by itself
+            there = reader.pull("t", IDS)
+        # A save that was not acknowledged may be there as well.
+        saves = [saved, *range(saved + 1, step + 1)]
+        assert any(torch.equal(there, oracle.after(each)) for each in saves), (saved, step)
+        with pytest.raises(ServerRestartedError, match=r"table 't' on server"):
+            client.pull("t", IDS)
+        client.load(f"save-{saved}")
+        step = saved
+        assert torch.equal(client.pull("t", IDS), oracle.after(step))
+
+
+def test_a_server_that_stops_saves_and_the_next_goes_on(own_server: RecStoreServer) -> None:
+    oracle = _Oracle()
+    client = _client(own_server.address)
+    for step in range(6):
+        if step % 2:
+            own_server.stop()
+            own_server.start()
+        client.update("t", IDS, _grads(step))
+    assert torch.equal(client.pull("t", IDS), oracle.after(6))
+    own_server.stop()
+    own_server.start()
+    client.update("t", IDS, _grads(6))
+    own_server.kill()
+    own_server.start()
+    with pytest.raises(ServerRestartedError):
+        client.update("t", IDS, _grads(7))
+    assert torch.equal(_client(own_server.address).pull("t", IDS), oracle.after(6))
+
+
+def test_updates_are_applied_once_whatever_is_cut(proxy: Proxy, server: RecStoreServer) -> None:
+    oracle = RecStoreClient()
+    client = RecStoreClient([proxy.address])
+    ids = torch.arange(4000)
+    for each in (client, oracle):
+        each.init_data("cut", (10, 64), torch.float32, optimizer=Adagrad(lr=0.1))
+    chosen = random.Random(1)
+    cuts = 0
+    for step in range(30):
+        grads = torch.randn(4000, 64)
+        if step % 2:
+            # After the request has been read, as often as not: replies are short.
+            timer = threading.Timer(chosen.uniform(0, 0.02), proxy.cut)
+            timer.start()
+        else:
+            proxy.cut_after = chosen.choice([1, 9, 30, 60])
+        client.update("cut", ids, grads)
+        oracle.update("cut", ids, grads)
+        if step % 2:
+            timer.join()
+        else:
+            cuts += proxy.cut_after is None
+            proxy.cut_after = None
+    assert cuts > 5
+    assert torch.equal(client.pull("cut", ids), oracle.pull("cut", ids))
+    assert client.stats("cut").steps == 30
+    proxy.cut_after = 300_000  # in the middle of a pull
+    assert torch.equal(client.pull("cut", ids), oracle.pull("cut", ids))
+    assert proxy.cut_after is None
+
+
+def test_a_slow_server_is_an_error_in_time(proxy: Proxy) -> None:
+    client = _client(proxy.address, timeout_s=0.5)
+    proxy.held.set()
+    for call in (
+        lambda: client.pull("t", IDS),
+        lambda: client.update("t", IDS, _grads(0)),
+        lambda: client.stats("t"),
+        lambda: client.wait_for_prefetch(client.prefetch("t", IDS)),
+    ):
+        begin = time.monotonic()
+        with pytest.raises(ServiceError, match=rf"table 't' on server {proxy.address} has not answered within 0.5 s"):
+            call()
+        assert time.monotonic() - begin < 5
+    proxy.held.clear()
+    client.pull("t", IDS)
+
+
+def test_a_server_that_is_gone_is_an_error_in_time() -> None:
+    begin = time.monotonic()
+    with pytest.raises(ServiceError, match=r"table 't' on server 127.0.0.1:1 cannot be reached for 0.5 s"):
+        RecStoreClient(["127.0.0.1:1"], timeout_s=0.5).pull("t", IDS)
+    assert time.monotonic() - begin < 5
+
+
+def test_one_of_two_servers_is_gone(server: RecStoreServer, own_server: RecStoreServer) -> None:
+    client = RecStoreClient([server.address, own_server.address], timeout_s=0.5)
+    client.init_data("halves", (10, 8), torch.float32)
+    client.pull("halves", IDS)
+    own_server.kill()
+    with pytest.raises(ServiceError, match=rf"table 'halves' on server {own_server.address} cannot be reached"):
+        client.pull("halves", IDS)
+
+
+def test_bad_requests_change_nothing(server: RecStoreServer) -> None:
+    client = _client(server.address)
+    client.push("t", IDS, _grads(0))
+    version = [(VERSION_KEY, VERSION)]
+    chosen = random.Random(2)
+    refused = 0
+    own = pb.DESCRIPTOR.services_by_name["ParameterServer"]
+    with grpc.insecure_channel(server.address) as channel:
+
+        def send(method: str, *messages: bytes) -> None:
+            nonlocal refused
+            call = channel.stream_stream(f"/{own.full_name}/{method}")
+            try:
+                list(call(iter(messages), metadata=version, timeout=20))
+            except grpc.RpcError as error:
+                refused += 1
+                assert error.code() in (  # noqa: PT017
+                    grpc.StatusCode.INVALID_ARGUMENT,
+                    grpc.StatusCode.INTERNAL,  # what cannot be parsed; grpc's own
+                    grpc.StatusCode.UNKNOWN,
+                    grpc.StatusCode.NOT_FOUND,
+                    grpc.StatusCode.FAILED_PRECONDITION,
+                    grpc.StatusCode.UNIMPLEMENTED,
+                    grpc.StatusCode.RESOURCE_EXHAUSTED,
+                ), error
+
+        for method in own.methods_by_name:
+            send(method)
+            for _ in range(20):
+                send(method, *(chosen.randbytes(chosen.randrange(200)) for _ in range(chosen.randrange(3))))
+        incarnation = client_incarnation(channel)
+        header = {"table": "t", "incarnation": incarnation, "client": "fuzz", "kind": pb.WriteHeader.PUSH, "float32": True}
+        number = 0
+
+        def write(header: dict[str, object], *parts: pb.WriteRequest) -> None:
+            nonlocal number
+            number += 1
+            first = pb.WriteRequest(header=pb.WriteHeader(**{"request": number, **header}))
+            before = refused
+            send("Write", first.SerializeToString(), *(part.SerializeToString() for part in parts))
+            assert refused == before + 1, (header, parts)
+
+        row, one = bytes(32), bytes(8)
+        write({**header, "ids": 1}, pb.WriteRequest(ids=one, rows=row[:-1]))
+        write({**header, "ids": 1}, pb.WriteRequest(ids=one[:-1], rows=row))
+        write({**header, "ids": 1}, pb.WriteRequest(ids=one))
+        write({**header, "ids": 1}, pb.WriteRequest(rows=row))
+        write({**header, "ids": 2**63}, pb.WriteRequest(ids=one, rows=row))
+        write({**header, "ids": 1, "kind": 77}, pb.WriteRequest(ids=one, rows=row))
+        write({**header, "ids": 1, "kind": 0}, pb.WriteRequest(ids=one, rows=row))
+        write({**header, "ids": 1, "incarnation": ""}, pb.WriteRequest(ids=one, rows=row))
+        write({**header, "ids": 1, "incarnation": "x"}, pb.WriteRequest(ids=one, rows=row))
+        write({**header, "ids": 1, "table": "u" * 10_000}, pb.WriteRequest(ids=one, rows=row))
+        write(
+            {**header, "ids": 1, "kind": pb.WriteHeader.UPDATE},
+            pb.WriteRequest(ids=one, rows=row, initial_ids=one, initial_rows=row[1:]),
+        )
+        send("Write", pb.WriteRequest(ids=one).SerializeToString())
+        send("Pull", pb.PullRequest(ids=one).SerializeToString())
+        send("Pull", pb.PullRequest(header=pb.PullHeader(table="t", want=9), ids=one).SerializeToString())
+        send("Pull", pb.PullRequest(header=pb.PullHeader(table="t"), ids=one[1:]).SerializeToString())
+        send("Pull", pb.PullRequest(header=pb.PullHeader(table="t"), ids=bytes(70 * 2**20)).SerializeToString())
+        for spec in ("", "{}", "[]", "1", '{"dim": 1e99}', "[" * 100_000, '{"dim": 4, "dtype": "nn"}'):
+            send("Create", pb.CreateRequest(table="bad", spec=spec).SerializeToString())
+        for name in ("", ".", "..", "a/b", "/etc", "lock", "server.json", "\0"):
+            save = pb.SaveRequest(name=name, incarnation=incarnation, client="fuzz", request=10**6)
+            before = refused
+            send("Save", save.SerializeToString())
+            assert refused == before + 1, name
+            send("Load", pb.LoadRequest(name=name).SerializeToString())
+    assert refused > 100
+    assert torch.equal(client.pull("t", IDS), _grads(0))
+    assert torch.equal(_client(server.address).pull("t", IDS), _grads(0))
+
+
+def client_incarnation(channel: grpc.Channel) -> str:
+    describe = channel.unary_unary(
+        "/torchrec_recstore.ParameterServer/Describe", response_deserializer=pb.DescribeReply.FromString
+    )
+    return describe(b"", metadata=[(VERSION_KEY, VERSION)]).incarnation
+
+
+@pytest.mark.parametrize("version", ["0", "2", "", "x"])
+def test_another_version_of_the_protocol(server: RecStoreServer, version: str) -> None:
+    with grpc.insecure_channel(server.address) as channel:
+        call = channel.unary_unary("/torchrec_recstore.ParameterServer/Describe")
+        with pytest.raises(grpc.RpcError, match=f"version {version} of the protocol, the server version 1") as caught:
+            call(b"", metadata=[(VERSION_KEY, version)])
+    assert caught.value.code() is grpc.StatusCode.FAILED_PRECONDITION
+
+
+def test_a_data_directory_belongs_to_one_server(own_server: RecStoreServer) -> None:
+    with pytest.raises(AssertionError, match="another server has this data directory"):
+        RecStoreServer(own_server.data)
+    with pytest.raises(AssertionError, match="cannot listen"):
+        RecStoreServer(own_server.data.parent / "more", listen=own_server.address)
+
+
+def test_a_damaged_checkpoint_is_not_passed_over(tmp_path: Path) -> None:
+    server = RecStoreServer(tmp_path)
+    client = _client(server.address)
+    client.push("t", IDS, _grads(0))
+    client.save("first")
+    client.push("t", IDS, _grads(1))
+    client.save("second")
+    server.kill()
+    part = max((tmp_path / "second").glob("*.safetensors"), key=lambda file: file.stat().st_size)
+    content = bytearray(part.read_bytes())
+    content[-1] ^= 1
+    part.write_bytes(content)
+    with pytest.raises(AssertionError, match=part.name):
+        server.start()
+    (tmp_path / "server.json").write_text("{")
+    with pytest.raises(AssertionError, match=r"server\.json is damaged"):
+        server.start()

@@ -1,0 +1,239 @@
+"""Tables on real servers: the same numbers as in the process."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from pathlib import Path
+
+import grpc
+import pytest
+import torch
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoReflectionDescriptorDatabase
+from torch import Tensor
+
+from tests.recstore_server import RecStoreServer
+from torchrec_recstore.optim import SGD, Adagrad, Adam, RowWiseAdagrad
+from torchrec_recstore.options import LRU, ConstantInit, TableOptions
+from torchrec_recstore.service import RecStoreClient
+
+_numbers = itertools.count()
+
+
+def _name() -> str:
+    return f"table {next(_numbers)}: \N{SNOWMAN}/"
+
+
+def _batch(step: int, n: int = 3000, dim: int = 16) -> tuple[Tensor, Tensor]:
+    random = torch.Generator().manual_seed(step)
+    ids = torch.randint(-(2**63), 2**63 - 1, (n,), generator=random)
+    ids[: n // 2] = torch.randint(0, 500, (n // 2,), generator=random)  # many of them more than once
+    return ids, torch.randn(n, dim, generator=random)
+
+
+@pytest.fixture(scope="module")
+def two_servers(server: RecStoreServer, tmp_path_factory: pytest.TempPathFactory):
+    other = RecStoreServer(tmp_path_factory.mktemp("other"))
+    yield [server.address, other.address]
+    other.kill()
+
+
+@pytest.fixture(params=["one", "two"])
+def client(request: pytest.FixtureRequest, server: RecStoreServer):
+    servers = [server.address] if request.param == "one" else request.getfixturevalue("two_servers")
+    with RecStoreClient(servers) as client:
+        yield client
+
+
+@pytest.mark.parametrize("optimizer", [RowWiseAdagrad(lr=0.1), Adam(lr=0.01), SGD(lr=0.1)], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_rows_are_those_of_a_table_in_the_process(client: RecStoreClient, optimizer, dtype) -> None:
+    name = _name()
+    local = RecStoreClient()
+    for each in (client, local):
+        each.init_data(name, (1000, 16), dtype, optimizer=optimizer)
+    for step in range(3):
+        ids, grads = _batch(step)
+        for each in (client, local):
+            each.update(name, ids, grads)
+        asked = torch.cat([ids, torch.arange(600)])
+        assert torch.equal(client.pull(name, asked), local.pull(name, asked))
+        assert torch.equal(client.exists(name, asked), local.exists(name, asked))
+        values = torch.randn(3000, 16)
+        for each in (client, local):
+            each.push(name, ids[:40], values[:40])
+        assert client.delete(name, ids[20:60]) == local.delete(name, ids[20:60])
+        assert torch.equal(client.pull(name, asked), local.pull(name, asked))
+    here, there = local.stats(name), client.stats(name)
+    assert (there.rows, there.inserts, there.updates) == (here.rows, here.inserts, here.updates)
+    local.close()
+
+
+def test_large_requests_are_split(client: RecStoreClient) -> None:
+    name, n = _name(), 200_000
+    client.init_data(name, (n, 32), torch.float32)
+    ids, rows = torch.randperm(n), torch.randn(n, 32)
+    client.push(name, ids, rows)
+    asked = torch.randint(0, n, (300_000,))
+    assert torch.equal(client.pull(name, asked), rows[ids.argsort()][asked])
+    assert bool(client.exists(name, asked).all())
+    assert client.delete(name, torch.arange(0, n, 2)) == n // 2
+    assert torch.equal(client.exists(name, torch.arange(n)), torch.arange(n) % 2 == 1)
+
+
+def test_rows_longer_than_a_part(client: RecStoreClient) -> None:
+    name, dim = _name(), 400_000
+    client.init_data(name, (10, dim), torch.float32)
+    rows = torch.randn(5, dim)
+    client.push(name, torch.arange(5), rows)
+    assert torch.equal(client.pull(name, torch.arange(5)), rows)
+
+
+def test_no_ids(client: RecStoreClient) -> None:
+    name, none = _name(), torch.empty(0, dtype=torch.int64)
+    client.init_data(name, (10, 4), torch.float32)
+    assert client.pull(name, none).shape == (0, 4)
+    assert client.exists(name, none).shape == (0,)
+    client.push(name, none, torch.empty(0, 4))
+    client.update(name, none, torch.empty(0, 4))
+    assert client.delete(name, none) == 0
+
+
+def test_an_init_func_makes_the_same_rows_for_every_client(client: RecStoreClient, server: RecStoreServer) -> None:
+    name = _name()
+
+    def init(shape, dtype):
+        return torch.randn(shape, dtype=dtype)
+
+    local = RecStoreClient()
+    for each in (client, local):
+        each.init_data(name, (10, 16), torch.float32, init, optimizer=Adagrad(lr=0.1))
+    ids, grads = _batch(7, 300)
+    assert torch.equal(client.pull(name, ids), local.pull(name, ids))
+    assert not client.exists(name, ids).any()
+    for each in (client, local):
+        each.update(name, ids[:200], grads[:200])
+    assert torch.equal(client.pull(name, ids), local.pull(name, ids))
+    with pytest.raises(ValueError, match="init_func"):
+        RecStoreClient(client.servers).pull(name, ids)
+    assert torch.equal(RecStoreClient(client.servers).pull(name, ids[:200]), local.pull(name, ids[:200]))
+
+
+def test_many_clients_at_once(client: RecStoreClient) -> None:
+    """Gradients of one add up, whatever the order: SGD of integers is exact."""
+    name = _name()
+    options = TableOptions(initializer=ConstantInit(0.0))
+    client.init_data(name, (10, 8), torch.float32, optimizer=SGD(lr=1.0), options=options)
+    ids = torch.arange(1000)
+    errors: list[BaseException] = []
+
+    def train() -> None:
+        try:
+            with RecStoreClient(client.servers) as mine:
+                for _ in range(10):
+                    mine.update(name, ids, torch.full((1000, 8), -1.0))
+                    mine.pull(name, ids)
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=train) for _ in range(6)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not errors
+    assert torch.equal(client.pull(name, ids), torch.full((1000, 8), 60.0))
+
+
+def test_prefetch(client: RecStoreClient) -> None:
+    name = _name()
+    client.init_data(name, (10, 8), torch.float32)
+    ids, rows = torch.arange(100), torch.randn(100, 8)
+    client.push(name, ids, rows)
+    handles = [client.prefetch(name, part) for part in ids.split(10)]
+    assert torch.equal(torch.cat([client.wait_for_prefetch(handle) for handle in handles]), rows)
+
+
+def test_init_data_again(client: RecStoreClient) -> None:
+    name = _name()
+    client.init_data(name, (10, 8), torch.float32)
+    client.push(name, torch.arange(3), torch.ones(3, 8))
+    client.init_data(name, (10, 8), torch.float32)
+    RecStoreClient(client.servers).init_data(name, (10, 8), torch.float32)
+    assert torch.equal(client.pull(name, torch.arange(3)), torch.ones(3, 8))
+    for change in ({"shape": (10, 9)}, {"dtype": torch.float16}, {"optimizer": SGD(lr=1.0)}, {"init_func": torch.ones}):
+        arguments = {"shape": (10, 8), "dtype": torch.float32, **change}
+        with pytest.raises(ValueError, match="there already"):
+            client.init_data(name, **arguments)
+
+
+def test_tables_and_servers_are_named(client: RecStoreClient, server: RecStoreServer) -> None:
+    with pytest.raises(ValueError, match="no table 'missing'"):
+        client.pull("missing", torch.arange(3))
+    with pytest.raises(ValueError, match="plain name"):
+        client.save("../up")
+    with pytest.raises(FileNotFoundError, match=r"server 127\.0\.0\.1:\d+.*nowhere"):
+        client.load("nowhere")
+
+
+def test_other_servers_or_another_order(two_servers: list[str]) -> None:
+    name = _name()
+    with RecStoreClient(two_servers) as client:
+        client.init_data(name, (10, 8), torch.float32)
+    for servers in (two_servers[::-1], two_servers[:1]):
+        with RecStoreClient(servers) as client, pytest.raises(ValueError, match="in the order"):
+            client.pull(name, torch.arange(3))
+
+
+def test_bounds_are_over_all_servers(client: RecStoreClient) -> None:
+    name = _name()
+    client.init_data(name, (10, 8), torch.float32, options=TableOptions(max_rows=100, eviction=LRU()))
+    for step in range(10):
+        client.update(name, torch.arange(40 * step, 40 * step + 40), torch.ones(40, 8))
+    stats = client.stats(name)
+    assert 50 < stats.rows <= 100
+    assert stats.evicted == 400 - stats.rows
+
+
+def test_saved_tables_load(client: RecStoreClient) -> None:
+    name, other, save = _name(), _name(), f"save-{next(_numbers)}"
+    client.init_data(name, (10, 16), torch.float32, optimizer=Adam(lr=0.1))
+    client.update(name, *_batch(1))
+    client.save(save)
+    saved = client.pull(name, _batch(1)[0])
+    client.update(name, *_batch(2))
+    after = client.pull(name, _batch(1)[0])
+    with pytest.raises(FileExistsError, match=save):
+        client.save(save)
+    client.load(save)
+    assert torch.equal(client.pull(name, _batch(1)[0]), saved)
+    client.update(name, *_batch(2))
+    assert torch.equal(client.pull(name, _batch(1)[0]), after)  # optimizer state and steps too
+    client.init_data(other, (10, 16), torch.float32)
+    with pytest.raises(ValueError, match=f"{other}"):
+        client.load(save)
+    client.save(save, overwrite=True)
+    client.load(save)
+
+
+def test_health_and_reflection(server: RecStoreServer) -> None:
+    with grpc.insecure_channel(server.address) as channel:
+        for name in ("", "torchrec_recstore.ParameterServer"):
+            reply = health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(service=name))
+            assert reply.status == health_pb2.HealthCheckResponse.SERVING
+        services = set(ProtoReflectionDescriptorDatabase(channel).get_services())
+    assert {"torchrec_recstore.ParameterServer", "grpc.health.v1.Health"} <= services
+
+
+def test_generated_code_is_that_of_the_protocol(tmp_path: Path) -> None:
+    from grpc_tools import protoc
+
+    source = Path(__file__).parents[2] / "torchrec_recstore/rpc/recstore.proto"
+    root = source.parents[2]
+    out = [f"--{kind}_out={tmp_path}" for kind in ("python", "pyi", "grpc_python")]
+    assert protoc.main(["", f"-I{root}", *out, str(source)]) == 0
+    made = sorted((tmp_path / "torchrec_recstore/rpc").iterdir())
+    assert len(made) == 3
+    for file in made:
+        assert file.read_text() == (source.parent / file.name).read_text(), f"{file.name}: run make proto"

@@ -1,0 +1,145 @@
+"""A table's rows out of a chain of checkpoints into a shard."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import TypeVar, cast
+
+import torch
+from torch import Tensor
+
+from torchrec_recstore.checkpoint.files import CheckpointError, read_ids, read_tensors
+from torchrec_recstore.checkpoint.info import CheckpointInfo, PartInfo, TableInfo
+from torchrec_recstore.checkpoint.parts import joined_rows
+from torchrec_recstore.checkpoint.sightings import load_sightings
+from torchrec_recstore.ids import among
+from torchrec_recstore.optim import Optimizer, state_names
+from torchrec_recstore.store import Table, write_all
+
+_T = TypeVar("_T")
+
+Owned = Callable[[Tensor], Tensor]
+"""(N,) int64 ids -> (N,) bool: which of them belong to a shard."""
+
+
+def check_fits(name: str, saved: TableInfo, path: Path, dim: int, optimizer: Optimizer, whose: str) -> None:
+    """Refuses a saved table whose rows another one cannot hold.
+
+    Args:
+        name: of the table.
+        saved: in a checkpoint.
+        path: of that.
+        dim: of the table that is to get the rows.
+        optimizer: likewise.
+        whose: that table is, for messages.
+
+    Raises:
+        ValueError: another dim, or another optimizer's state.
+    """
+    if saved.dim != dim:
+        raise ValueError(f"table {name!r} has dim {saved.dim} in the checkpoint {path}, {dim} in {whose}")
+    if state_names(saved.optimizer) != state_names(optimizer):
+        raise ValueError(
+            f"table {name!r} was saved with the optimizer {saved.optimizer}, "
+            f"whose state does not fit {whose}'s {optimizer}"
+        )
+
+
+def load_rows(table: Table, name: str, chain: Sequence[CheckpointInfo], owned: Owned | None = None) -> None:
+    """Streams a table's rows into an empty shard, from a full checkpoint and the deltas on top of it.
+
+    Rows of another data type are converted: exactly to float32, else rounded to nearest.
+
+    Args:
+        table: the shard, whose columns are taken.
+        name: of the table in the checkpoints.
+        chain: as :func:`torchrec_recstore.checkpoint.info.read_chain` gives it.
+        owned: which ids belong to the shard; None for all.
+
+    Raises:
+        CheckpointError: a file is missing or damaged.
+        MemoryError: no room.
+    """
+    last = chain[-1].tables[name]
+    table.steps = last.steps  # first: by it eviction tells how old rows are
+    for info in chain:
+        if name not in info.tables:
+            continue  # the table is newer than that checkpoint
+        contents = info.tables[name]
+        _remove_rows(table, contents, info)
+        for ids, rows in _one_ahead(_rows_of(contents, info, table.columns, owned)):
+            if rows["weight"].dtype is not table.dtype:
+                rows["weight"] = rows["weight"].float()  # which any table takes, and rounds to its own type
+            write_all(table, ids, rows)
+    table.optimizer_steps = last.optimizer_steps
+    load_sightings(table, chain, name)
+
+
+def _rows_of(
+    contents: TableInfo, info: CheckpointInfo, columns: range, owned: Owned | None
+) -> Iterator[tuple[Tensor, dict[str, Tensor]]]:
+    """Ids and rows of a shard, part by part."""
+    states = state_names(contents.optimizer)
+    names = {"weight", *states, "last_step", "frequency"}
+    covering = [c for c in contents.columns if c[0] < columns.stop and c[1] > columns.start]
+    for part in contents.parts:
+        if part.columns != covering[0]:
+            continue
+        mine: Tensor | None = None
+        if owned is not None:
+            # The ids are not checked yet: were one damaged, another shard would own it, and find that.
+            mine = owned(read_ids(info.path / part.file))
+            if not mine.any():
+                continue
+        pieces = []
+        ids: Tensor | None = None
+        for piece in (_same_rows(contents, part, each, info) for each in covering):
+            rows = read_tensors(info.path / piece.file, info.files[piece.file])
+            its_ids = rows.pop("ids", torch.empty(0))
+            if rows.keys() != names or (ids is not None and not torch.equal(ids, its_ids)):
+                raise CheckpointError(f"{info.path / piece.file} does not hold the rows that {part.file} has")
+            ids = its_ids
+            pieces.append((range(*piece.columns), rows))
+        assert ids is not None
+        if mine is not None and not mine.all():
+            keep = mine.nonzero().squeeze(1)
+            ids = ids[keep]
+            pieces = [(c, {key: value[keep] for key, value in rows.items()}) for c, rows in pieces]
+        yield ids, joined_rows(pieces, columns, states)
+
+
+def _one_ahead(items: Iterator[_T]) -> Iterator[_T]:
+    """The items, of which the next is made in another thread while one is used."""
+    end = object()
+    with ThreadPoolExecutor(1, "checkpoint-files") as thread:
+        coming = thread.submit(next, items, end)
+        while (item := coming.result()) is not end:
+            coming = thread.submit(next, items, end)
+            yield cast(_T, item)
+
+
+def _same_rows(contents: TableInfo, part: PartInfo, columns: tuple[int, int], info: CheckpointInfo) -> PartInfo:
+    """The part of another column shard that holds the same ids."""
+    wanted = (part.first_id, part.last_id, part.rows)
+    for other in contents.parts:
+        if other.columns == columns and (other.first_id, other.last_id, other.rows) == wanted:
+            return other
+    raise CheckpointError(f"{info.path}: there are no columns {columns} of the rows in {part.file}")
+
+
+def _remove_rows(table: Table, contents: TableInfo, info: CheckpointInfo) -> None:
+    """Forgets the ids that left before a delta was saved."""
+    if info.delta_of is None:
+        return
+    if contents.removal == "left":
+        for part in contents.removed:
+            table.remove(read_tensors(info.path / part.file, info.files[part.file])["ids"])
+        return
+    ids = table.ids()
+    stays = torch.zeros(len(ids), dtype=torch.bool)
+    for part in contents.removed:
+        staying = read_tensors(info.path / part.file, info.files[part.file])["ids"]
+        stays |= among(ids, staying)
+    table.remove(ids[~stays])
