@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
@@ -137,6 +138,8 @@ def serve(
 
     Other machines can only be let in with TLS and a token.
     """
+    # Before torch is imported: each thread that serves calls has a team of torch's threads, which would else spin.
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     with _errors_in_one_line():
         try:
             from torchrec_recstore.service.serve import ServerOptions

@@ -194,7 +194,13 @@ def test_bad_requests_change_nothing(server: RecStoreServer) -> None:
             for _ in range(20):
                 send(method, *(chosen.randbytes(chosen.randrange(200)) for _ in range(chosen.randrange(3))))
         incarnation = client_incarnation(channel)
-        header = {"table": "t", "incarnation": incarnation, "client": "fuzz", "kind": pb.WriteHeader.PUSH, "float32": True}
+        header = {
+            "table": "t",
+            "incarnation": incarnation,
+            "client": "fuzz",
+            "kind": pb.WriteHeader.PUSH,
+            "float32": True,
+        }
         number = 0
 
         def write(header: dict[str, object], *parts: pb.WriteRequest) -> None:

@@ -29,7 +29,7 @@ from torchrec_recstore.rpc.protocol import (
     token_value,
 )
 from torchrec_recstore.rpc.recstore_pb2_grpc import ParameterServerStub
-from torchrec_recstore.rpc.tensor_bytes import fill, from_bytes, to_bytes
+from torchrec_recstore.rpc.tensor_bytes import fill, from_bytes, put_rows, to_bytes
 
 _LONG_CALL_S = 24 * 3600.0  # a save or load takes as long as it takes; a dead server is noticed by keepalive
 _FIRST_PAUSE_S = 0.05
@@ -245,7 +245,7 @@ class Connection:
             if places is None:
                 fill(flat[done * row_bytes :], [reply.rows])
             else:
-                out[places[done : done + rows]] = from_bytes([reply.rows], out.dtype, out.shape[1])
+                put_rows(out, places[done : done + rows], reply.rows)
             done += rows
         if done != len(ids):
             raise self._unfit(table)

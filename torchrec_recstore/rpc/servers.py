@@ -13,6 +13,7 @@ from torch import Tensor
 from torchrec_recstore import ops
 from torchrec_recstore.rpc import recstore_pb2 as pb
 from torchrec_recstore.rpc.connection import Access, Connection
+from torchrec_recstore.rpc.tensor_bytes import put_rows, rows_at, to_bytes
 
 _Result = TypeVar("_Result")
 
@@ -78,7 +79,7 @@ class Servers:
         rank = found.cumsum(0) - 1
         rows = torch.empty(int(found.sum()), row_bytes, dtype=torch.uint8)
         for place, (part, some) in zip(places.values(), parts, strict=True):
-            rows[rank[place[part]]] = some
+            put_rows(rows, rank[place[part]], to_bytes(some))
         return found, rows
 
     def push(self, table: str, ids: Tensor, values: Tensor) -> None:
@@ -132,7 +133,7 @@ class Servers:
             first = None
             if initial is not None and len(firsts[connection]):
                 first = initial[0][firsts[connection]], initial[1][firsts[connection]]
-            return connection.write(table, kind, ids[place], None if rows is None else rows[place], first)
+            return connection.write(table, kind, ids[place], None if rows is None else rows_at(rows, place), first)
 
         return sum(self._each(write))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any
 
 import numpy as np
 import torch
@@ -46,3 +47,26 @@ def fill(out: Tensor, parts: Iterable[bytes]) -> int:
         array[place : place + len(part)] = np.frombuffer(part, np.uint8)
         place += len(part)
     return place
+
+
+def rows_at(rows: Tensor, places: Tensor) -> Tensor:
+    """``rows[places]`` of (N, columns), on the calling thread alone.
+
+    Many threads serve calls, and torch's pool has a team of threads for each that uses it: teams that wait for work
+    took more time than the work (8 ms for 25,000 rows of 256 bytes, 0.2 ms so).
+    """
+    out = rows.new_empty(len(places), rows.shape[1])
+    if out.numel():
+        _whole_rows(out)[:] = _whole_rows(rows.contiguous())[places.numpy()]
+    return out
+
+
+def put_rows(out: Tensor, places: Tensor, rows: bytes) -> None:
+    """``out[places] = rows``, likewise, with the rows as bytes; ``out`` (N, columns) is contiguous."""
+    view = _whole_rows(out)
+    view[places.numpy()] = np.frombuffer(rows, view.dtype)
+
+
+def _whole_rows(rows: Tensor) -> np.ndarray[Any, Any]:
+    """(N,): each row one element."""
+    return rows.detach().view(torch.uint8).numpy().view(f"V{rows.shape[1] * rows.dtype.itemsize}")[:, 0]

@@ -1,0 +1,147 @@
+"""Who may call a server, where it may listen, and what it tells of itself."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+import urllib.request
+from pathlib import Path
+
+import grpc
+import pytest
+import torch
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from tests.recstore_server import RecStoreServer
+from tests.redis_server import free_port
+from torchrec_recstore.service import RecStoreClient, ServiceError
+
+IDS = torch.arange(10)
+TOKEN = "correct-horse"
+
+needs_openssl = pytest.mark.skipif(
+    shutil.which("openssl") is None, reason="openssl, which makes the certificates, is not here"
+)
+
+
+@pytest.fixture(scope="module")
+def certificates(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """ca.pem, and server and client certificates that it has signed."""
+    path = tmp_path_factory.mktemp("certificates")
+
+    def openssl(*arguments: str) -> None:
+        subprocess.run(["openssl", *arguments], cwd=path, check=True, capture_output=True)
+
+    key = ["-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes"]
+    openssl("req", "-x509", *key, "-keyout", "ca.key", "-out", "ca.pem", "-subj", "/CN=ca", "-days", "1")
+    (path / "names").write_text("subjectAltName=IP:127.0.0.1")
+    for name in ("server", "client"):
+        openssl("req", *key, "-keyout", f"{name}.key", "-out", f"{name}.csr", "-subj", f"/CN={name}")
+        signed = ["-CA", "ca.pem", "-CAkey", "ca.key", "-CAcreateserial", "-days", "1", "-extfile", "names"]
+        openssl("x509", "-req", "-in", f"{name}.csr", "-out", f"{name}.pem", *signed)
+    return path
+
+
+def _use(client: RecStoreClient) -> None:
+    client.init_data("t", (10, 4), torch.float32)
+    client.push("t", IDS, torch.ones(10, 4))
+    assert torch.equal(client.pull("t", IDS), torch.ones(10, 4))
+
+
+@needs_openssl
+def test_tls_token_and_clients_own_certificates(tmp_path: Path, certificates: Path) -> None:
+    (tmp_path / "token").write_text(TOKEN + "\n")
+    server = RecStoreServer(
+        tmp_path / "data",
+        *("--tls-cert", str(certificates / "server.pem"), "--tls-key", str(certificates / "server.key")),
+        *("--client-ca", str(certificates / "ca.pem"), "--token-file", str(tmp_path / "token")),
+        listen="0.0.0.0:0",
+    )
+    address = f"127.0.0.1:{server.address.rpartition(':')[2]}"
+    mine = {"tls_cert": certificates / "client.pem", "tls_key": certificates / "client.key"}
+    ca = certificates / "ca.pem"
+    with RecStoreClient([address], token=TOKEN, tls_ca=ca, **mine) as client:
+        _use(client)
+    for token in (None, "wrong", TOKEN + "x"):
+        with RecStoreClient([address], token=token, tls_ca=ca, **mine, timeout_s=2) as client:
+            with pytest.raises(ServiceError, match=rf"server {address}: the token is missing or wrong") as error:
+                client.pull("t", IDS)
+            assert TOKEN not in str(error.value)
+    for other in ({}, {"tls_ca": ca}, {"tls_ca": certificates / "client.pem", **mine}):
+        with RecStoreClient([address], token=TOKEN, **other, timeout_s=1) as client:
+            with pytest.raises(ServiceError, match=f"server {address} cannot be reached"):
+                client.pull("t", IDS)
+    assert TOKEN not in repr(client)
+    server.kill()
+
+
+def test_a_token_alone(tmp_path: Path) -> None:
+    (tmp_path / "token").write_text(TOKEN)
+    port = free_port()
+    flags = ["--token-file", str(tmp_path / "token"), "--metrics", f"127.0.0.1:{port}", "--max-rows", "100"]
+    server = RecStoreServer(tmp_path / "data", *flags)
+    with RecStoreClient([server.address], token=TOKEN) as client:
+        _use(client)
+        for step in range(5):
+            client.update("t", torch.arange(50) + 50 * step, torch.ones(50, 4))
+        with pytest.raises(ValueError, match="needs 101 rows"):
+            client.update("t", torch.arange(101), torch.ones(101, 4))
+    with RecStoreClient([server.address]) as client, pytest.raises(ServiceError, match="token"):
+        client.pull("t", IDS)
+    with grpc.insecure_channel(server.address) as channel:  # whoever restarts servers need not know the token
+        reply = health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest())
+        assert reply.status == health_pb2.HealthCheckResponse.SERVING
+    text = urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics").read().decode()
+    lines = dict(line.rsplit(" ", 1) for line in text.splitlines() if not line.startswith("#"))
+    assert float(lines['recstore_ids_total{operation="update",table="t"}']) == 351
+    assert float(lines['recstore_ids_total{operation="pull",table="t"}']) == 10
+    assert float(lines['recstore_calls_total{method="Write",outcome="ok"}']) == 6
+    assert float(lines['recstore_calls_total{method="Write",outcome="ValueError"}']) == 1
+    assert 50 <= float(lines['recstore_table_rows{table="t"}']) <= 100
+    assert float(lines['recstore_table_evicted_total{table="t"}']) > 0
+    assert float(lines['recstore_call_seconds_count{method="Pull"}']) == 1
+    server.kill()
+
+
+@pytest.mark.parametrize(
+    ("flags", "error"),
+    [
+        (["--listen", "0.0.0.0:0"], "needs --tls-cert and --tls-key and --token-file"),
+        (["--listen", "0.0.0.0:0", "--token-file", "TOKEN"], "needs --tls-cert and --tls-key"),
+        (["--listen", "[::]:0"], "can be reached from other machines"),
+        (["--listen", "example.org:7000"], "can be reached from other machines"),
+        (["--listen", "here"], "--listen must be HOST:PORT"),
+        (["--listen", "127.0.0.1:99999"], "--listen must be HOST:PORT"),
+        (["--listen", "127.0.0.1:0", "--tls-cert", "x"], "belong together"),
+        (["--listen", "127.0.0.1:0", "--client-ca", "x"], "--client-ca needs"),
+        (["--listen", "127.0.0.1:0", "--tls-cert", "x", "--tls-key", "y"], "No such file"),
+        (["--listen", "127.0.0.1:0", "--token-file", "nothing"], "nothing: No such file"),
+        (["--listen", "127.0.0.1:0", "--token-file", "EMPTY"], "is empty"),
+        (["--listen", "127.0.0.1:0", "--metrics", "x"], "--metrics must be HOST:PORT"),
+        (["--listen", "127.0.0.1:0", "--eviction", "lru"], "--eviction needs --max-rows"),
+        (["--listen", "127.0.0.1:0", "--half-life-steps", "3", "--max-rows", "9"], "--eviction lfu"),
+        (["--listen", "127.0.0.1:0", "--max-rows", "0"], "max_rows must be at least 1"),
+    ],
+)
+def test_flags_that_make_no_sense(
+    tmp_path: Path, flags: list[str], error: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from torchrec_recstore.cli import app
+
+    (tmp_path / "TOKEN").write_text(TOKEN)
+    (tmp_path / "EMPTY").write_text("\n")
+    flags = [str(tmp_path / flag) if flag in ("TOKEN", "EMPTY") else flag for flag in flags]
+    with pytest.raises(SystemExit) as exit_:
+        app(["serve", "--data", str(tmp_path / "data"), *flags], prog_name="recstore")
+    assert exit_.value.code == 2
+    out, err = capsys.readouterr()
+    assert error in err
+    assert len(err.splitlines()) == 1
+    assert not out
+
+
+def test_help_imports_no_torch() -> None:
+    code = "import sys; from torchrec_recstore.cli import app\ntry: app(['serve', '--help'])\nexcept SystemExit: pass\n"
+    code += "assert 'torch' not in sys.modules and 'grpc' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)

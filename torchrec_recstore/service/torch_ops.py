@@ -1,0 +1,87 @@
+"""A client's operations as ``torch.ops.recstore_ops.emb_*``, for graphs: ``torch.compile``, ``make_fx``, export.
+
+``client`` is :attr:`RecStoreClient.handle`; what the ops do is what its methods do. All of them are effects in order:
+compilers neither drop one nor move it before or behind another. None takes part in autograd.
+
+    emb_read(int client, str name, Tensor ids) -> Tensor                        # pull
+    emb_update(int client, str name, Tensor ids, Tensor grads) -> ()            # update
+    emb_write(int client, str name, Tensor ids, Tensor values) -> ()            # push
+    emb_prefetch(int client, str name, Tensor ids) -> SymInt                    # prefetch
+    emb_prefetch_result(int client, SymInt handle) -> Tensor                    # wait_for_prefetch
+
+A handle is an int; it is symbolic in graphs, where it is another one in each run. ``make_fx`` needs
+``tracing_mode="fake"`` or ``"symbolic"`` for that.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch._library.effects import EffectType  # torch has no public name for it (2.13)
+
+from torchrec_recstore.service.client import client_of
+
+_library = torch.library.Library("recstore_ops", "FRAGMENT")  # type: ignore[no-untyped-call]
+
+
+def _read(client: int, name: str, ids: Tensor) -> Tensor:
+    return client_of(client).pull(name, ids)
+
+
+def _update(client: int, name: str, ids: Tensor, grads: Tensor) -> None:
+    client_of(client).update(name, ids, grads)
+
+
+def _write(client: int, name: str, ids: Tensor, values: Tensor) -> None:
+    client_of(client).push(name, ids, values)
+
+
+def _prefetch(client: int, name: str, ids: Tensor) -> int:
+    return client_of(client).prefetch(name, ids)
+
+
+def _prefetch_result(client: int, handle: int) -> Tensor:
+    return client_of(client).wait_for_prefetch(handle)
+
+
+# Shapes alone, for graphs.
+
+
+def _fake_read(client: int, name: str, ids: Tensor) -> Tensor:
+    spec = client_of(client).spec(name)
+    return ids.new_empty((ids.shape[0], spec.dim), dtype=spec.dtype)
+
+
+def _fake_write(client: int, name: str, ids: Tensor, rows: Tensor) -> None:
+    return None
+
+
+def _fake_prefetch(client: int, name: str, ids: Tensor) -> torch.SymInt:
+    client_of(client).spec(name)  # now, while an unknown table can be told of
+    return torch.library.get_ctx().new_dynamic_size()
+
+
+def _fake_prefetch_result(client: int, handle: torch.SymInt) -> Tensor:
+    # Neither how many ids were asked for nor the table is known from the handle.
+    dtypes = client_of(client).dtypes()
+    if len(dtypes) != 1:
+        raise ValueError(
+            "emb_prefetch_result in a graph: the client has tables of several dtypes, and which of them the handle is "
+            "for is not known: use a client of its own for each dtype"
+        )
+    context = torch.library.get_ctx()
+    return torch.empty(context.new_dynamic_size(), context.new_dynamic_size(), dtype=dtypes.pop())
+
+
+for _schema, _op, _fake in (
+    ("emb_read(int client, str name, Tensor ids) -> Tensor", _read, _fake_read),
+    ("emb_update(int client, str name, Tensor ids, Tensor grads) -> ()", _update, _fake_write),
+    ("emb_write(int client, str name, Tensor ids, Tensor values) -> ()", _write, _fake_write),
+    ("emb_prefetch(int client, str name, Tensor ids) -> SymInt", _prefetch, _fake_prefetch),
+    ("emb_prefetch_result(int client, SymInt handle) -> Tensor", _prefetch_result, _fake_prefetch_result),
+):
+    _name = _schema.partition("(")[0]
+    _library.define(_schema)  # type: ignore[no-untyped-call]
+    _library.impl(_name, _op, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
+    torch.library.register_fake(f"recstore_ops::{_name}", _fake, lib=_library)
+    _library._register_effectful_op(f"recstore_ops::{_name}", EffectType.ORDERED)
