@@ -10,13 +10,14 @@ from torch import Tensor
 
 from torchrec_recstore.optim import SGD
 from torchrec_recstore.options import ConstantInit, ServerStore, TableOptions
-from torchrec_recstore.rpc.connection import Access
+from torchrec_recstore.rpc.connection import Access, Connection
 from torchrec_recstore.rpc.errors import ServiceError
 from torchrec_recstore.rpc.servers import Servers
 from torchrec_recstore.store.cold import ColdStoreError
 from torchrec_recstore.store.cold_bytes import check_ids, check_rows, escaped_name, in_parts, new_run
 
 _CALL_BYTES = 2**24  # of rows in a call, each of which has its own deadline
+_CLOSE_S = 1.0
 _COLUMN_BYTES = 4
 _Result = TypeVar("_Result")
 _log = logging.getLogger(__name__)
@@ -43,8 +44,8 @@ class ServerColdStore:
         self._table = f"cold/{escaped_name(options.shared or new_run())}/{escaped_name(name)}"
         self._open = True
         try:
-            access = Access(token=options.token, tls_ca=options.tls_ca, timeout_s=options.timeout_s)
-            self._servers = Servers(options.addresses, access)
+            self._access = Access(token=options.token, tls_ca=options.tls_ca, timeout_s=options.timeout_s)
+            self._servers = Servers(options.addresses, self._access)
         except OSError as error:
             raise self._error("cannot be used", error) from error
         try:
@@ -89,12 +90,19 @@ class ServerColdStore:
         if not self._open:
             return
         self._open = False
-        if self._options.shared is None:
-            try:
-                self._call(lambda: self._servers.drop(self._table))
-            except ColdStoreError as error:
-                _log.warning("%s: table %r may be left: %s", self, self._table, error)
         self._servers.close()
+        if self._options.shared is not None:
+            return
+        # One by one: where the process ends, no threads can be started any more. Nor should it wait for long.
+        access = replace(self._access, timeout_s=min(self._options.timeout_s, _CLOSE_S))
+        for address in self._options.addresses:
+            connection = Connection(address, access)
+            try:
+                connection.drop(self._table)
+            except (ServiceError, ValueError, OSError) as error:
+                _log.warning("%s: table %r may be left: %s", self, self._table, error)
+            finally:
+                connection.close()
 
     def __str__(self) -> str:
         return f"cold store {self._options!r}"
