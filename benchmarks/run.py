@@ -15,9 +15,10 @@ from measure import ROOT, run_lanes
 from tqdm import tqdm
 
 FOLDER = Path(__file__).resolve().parent
-SCRIPTS = ("kernel", "growth", "memory", "store", "dlrm", "checkpoint", "tiers")
-ONE_LANE = {"growth", "memory", "store", "checkpoint", "tiers"}  # the table's memory is not malloc's
+SCRIPTS = ("kernel", "growth", "memory", "store", "dlrm", "checkpoint", "tiers", "service")
+ONE_LANE = {"growth", "memory", "store", "checkpoint", "tiers", "service"}  # the table's memory is not malloc's
 SCRIPT_OF = {"delta": "checkpoint", "async_save": "checkpoint", "eviction": "tiers", "bounded_memory": "tiers"}
+SCRIPT_OF |= {"service_clients": "service", "service_prefetch": "service"}
 RESULTS = FOLDER / "results.json"
 BEGIN, END = "<!-- benchmarks: written by make bench -->", "<!-- end of benchmarks -->"
 
@@ -100,6 +101,27 @@ def bounded_lines(rows: list[dict[str, Any]]) -> list[str]:
     return lines
 
 
+def service_lines(rows: list[dict[str, Any]]) -> list[str]:
+    """A line for each figure of service.py."""
+    lines = []
+    for r in rows:
+        what = f"{r.get('ids', 0):,} ids at dim {r.get('dim')} over loopback"
+        if r["benchmark"] == "service":
+            rates = ", ".join(f"{r[f'million_ids_per_second_{each}']}M" for each in ("pull", "update"))
+            over = ", ".join(f"{r[f'{each}_over_in_process']}x" for each in ("pull", "update"))
+            lines.append(
+                f"| {what}, servers: {r['servers']}: ids/s pulled, updated (time over a table's in the process) "
+                f"| {rates} ({over}) |"
+            )
+        if r["benchmark"] == "service_clients":
+            lines.append(
+                f"| {what}, {r['clients']} clients, one server: ids/s pulled | {r['million_ids_per_second']}M |"
+            )
+        if r["benchmark"] == "service_prefetch":
+            lines.append(f"| {what}: share of a pull that prefetch hides | {r['share_of_the_pull_hidden']:.0%} |")
+    return lines
+
+
 def write_readme(rows: list[dict[str, Any]]) -> None:
     """Puts the table between the README's marks."""
     path = ROOT / "README.md"
@@ -111,7 +133,9 @@ def write_readme(rows: list[dict[str, Any]]) -> None:
         of += [row["benchmark"]] if row["benchmark"] not in of else []
     at = ", ".join(f"{commit} ({', '.join(of)})" for commit, of in commits.items())
     where = f"{r['cpu']}, {r['threads']} threads, torch {r['torch']}, commit {at}; medians."
-    table = "\n".join([where, "", *kernel_lines(rows), "", *other_lines(rows), *bounded_lines(rows)])
+    table = "\n".join(
+        [where, "", *kernel_lines(rows), "", *other_lines(rows), *bounded_lines(rows), *service_lines(rows)]
+    )
     begin, end = text.index(BEGIN) + len(BEGIN), text.index(END)
     path.write_text(f"{text[:begin]}\n\n{table}\n\n{text[end:]}")
 
@@ -128,7 +152,7 @@ def main() -> None:
     rows.sort(key=lambda row: SCRIPTS.index(SCRIPT_OF.get(row["benchmark"], row["benchmark"])))
     RESULTS.write_text(json.dumps(rows, indent=1) + "\n")
     write_readme(rows)
-    print("\n".join([*kernel_lines(rows), "", *other_lines(rows), *bounded_lines(rows)]))
+    print("\n".join([*kernel_lines(rows), "", *other_lines(rows), *bounded_lines(rows), *service_lines(rows)]))
 
 
 if __name__ == "__main__":

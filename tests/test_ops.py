@@ -117,7 +117,8 @@ CASES: dict[str, Any] = {
 
 def test_every_op_has_a_case() -> None:
     names = {name.split("::")[1] for name in torch._C._dispatch_get_all_op_names() if name.startswith("recstore_ops::")}
-    assert names == set(CASES)
+    # Those of clients, registered where torchrec_recstore.service is imported, have their own tests.
+    assert {name for name in names if not name.startswith("emb_")} == set(CASES)
 
 
 @pytest.mark.parametrize("name", sorted(CASES))

@@ -26,6 +26,15 @@ if TYPE_CHECKING:
         stock_optimizer_state_dict,
         stock_state_dict,
     )
+    from torchrec_recstore.modules import (
+        RecStoreEmbedding,
+        RecStoreEmbeddingBag,
+        RecStoreEmbeddingBagCollection,
+        RecStoreEmbeddingCollection,
+        SparseAdamW,
+        SparseRowWiseAdagrad,
+        SparseSGD,
+    )
     from torchrec_recstore.optim import (
         LAMB,
         LARSSGD,
@@ -54,6 +63,7 @@ if TYPE_CHECKING:
         UniformInit,
     )
     from torchrec_recstore.planner import RecStoreConstraints, RecStorePlanner
+    from torchrec_recstore.service import RecStoreClient
     from torchrec_recstore.sharders import (
         RecStoreEmbeddingCollectionSharder,
         RecStoreFeatureProcessedEmbeddingBagCollectionSharder,
@@ -86,7 +96,12 @@ _MODULES = {
     "PartialRowWiseAdam": "optim",
     "PartialRowWiseLAMB": "optim",
     "RMSprop": "optim",
+    "RecStoreClient": "service",
     "RecStoreConstraints": "planner",
+    "RecStoreEmbedding": "modules",
+    "RecStoreEmbeddingBag": "modules",
+    "RecStoreEmbeddingBagCollection": "modules",
+    "RecStoreEmbeddingCollection": "modules",
     "RecStoreEmbeddingCollectionSharder": "sharders",
     "RecStoreFeatureProcessedEmbeddingBagCollectionSharder": "sharders",
     "RecStorePlanner": "planner",
@@ -97,6 +112,9 @@ _MODULES = {
     "RowWiseAdagrad": "optim",
     "SGD": "optim",
     "ServerStore": "options",
+    "SparseAdamW": "modules",
+    "SparseRowWiseAdagrad": "modules",
+    "SparseSGD": "modules",
     "Table": "store",
     "TableOptions": "options",
     "TableStats": "store",
@@ -139,7 +157,12 @@ __all__ = [
     "PartialRowWiseAdam",
     "PartialRowWiseLAMB",
     "RMSprop",
+    "RecStoreClient",
     "RecStoreConstraints",
+    "RecStoreEmbedding",
+    "RecStoreEmbeddingBag",
+    "RecStoreEmbeddingBagCollection",
+    "RecStoreEmbeddingCollection",
     "RecStoreEmbeddingCollectionSharder",
     "RecStoreFeatureProcessedEmbeddingBagCollectionSharder",
     "RecStorePlanner",
@@ -149,6 +172,9 @@ __all__ = [
     "RocksDBStore",
     "RowWiseAdagrad",
     "ServerStore",
+    "SparseAdamW",
+    "SparseRowWiseAdagrad",
+    "SparseSGD",
     "Table",
     "TableOptions",
     "TableStats",

@@ -69,9 +69,9 @@ def test_tls_token_and_clients_own_certificates(tmp_path: Path, certificates: Pa
                 client.pull("t", IDS)
             assert TOKEN not in str(error.value)
     for other in ({}, {"tls_ca": ca}, {"tls_ca": certificates / "client.pem", **mine}):
-        with RecStoreClient([address], token=TOKEN, **other, timeout_s=1) as client:
-            with pytest.raises(ServiceError, match=f"server {address} cannot be reached"):
-                client.pull("t", IDS)
+        client = RecStoreClient([address], token=TOKEN, **other, timeout_s=1)
+        with pytest.raises(ServiceError, match=f"server {address} cannot be reached"):
+            client.pull("t", IDS)
     assert TOKEN not in repr(client)
     server.kill()
 

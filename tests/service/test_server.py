@@ -32,6 +32,10 @@ def _batch(step: int, n: int = 3000, dim: int = 16) -> tuple[Tensor, Tensor]:
     return ids, torch.randn(n, dim, generator=random)
 
 
+def _ones(shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
+    return torch.ones(shape, dtype=dtype)
+
+
 @pytest.fixture(scope="module")
 def two_servers(server: RecStoreServer, tmp_path_factory: pytest.TempPathFactory):
     other = RecStoreServer(tmp_path_factory.mktemp("other"))
@@ -40,8 +44,12 @@ def two_servers(server: RecStoreServer, tmp_path_factory: pytest.TempPathFactory
 
 
 @pytest.fixture(params=["one", "two"])
-def client(request: pytest.FixtureRequest, server: RecStoreServer):
-    servers = [server.address] if request.param == "one" else request.getfixturevalue("two_servers")
+def servers(request: pytest.FixtureRequest, server: RecStoreServer) -> list[str]:
+    return [server.address] if request.param == "one" else request.getfixturevalue("two_servers")
+
+
+@pytest.fixture
+def client(servers: list[str]):
     with RecStoreClient(servers) as client:
         yield client
 
@@ -100,7 +108,7 @@ def test_no_ids(client: RecStoreClient) -> None:
     assert client.delete(name, none) == 0
 
 
-def test_an_init_func_makes_the_same_rows_for_every_client(client: RecStoreClient, server: RecStoreServer) -> None:
+def test_an_init_func_makes_the_same_rows_for_every_client(client: RecStoreClient, servers: list[str]) -> None:
     name = _name()
 
     def init(shape, dtype):
@@ -116,11 +124,11 @@ def test_an_init_func_makes_the_same_rows_for_every_client(client: RecStoreClien
         each.update(name, ids[:200], grads[:200])
     assert torch.equal(client.pull(name, ids), local.pull(name, ids))
     with pytest.raises(ValueError, match="init_func"):
-        RecStoreClient(client.servers).pull(name, ids)
-    assert torch.equal(RecStoreClient(client.servers).pull(name, ids[:200]), local.pull(name, ids[:200]))
+        RecStoreClient(servers).pull(name, ids)
+    assert torch.equal(RecStoreClient(servers).pull(name, ids[:200]), local.pull(name, ids[:200]))
 
 
-def test_many_clients_at_once(client: RecStoreClient) -> None:
+def test_many_clients_at_once(client: RecStoreClient, servers: list[str]) -> None:
     """Gradients of one add up, whatever the order: SGD of integers is exact."""
     name = _name()
     options = TableOptions(initializer=ConstantInit(0.0))
@@ -130,7 +138,7 @@ def test_many_clients_at_once(client: RecStoreClient) -> None:
 
     def train() -> None:
         try:
-            with RecStoreClient(client.servers) as mine:
+            with RecStoreClient(servers) as mine:
                 for _ in range(10):
                     mine.update(name, ids, torch.full((1000, 8), -1.0))
                     mine.pull(name, ids)
@@ -155,14 +163,14 @@ def test_prefetch(client: RecStoreClient) -> None:
     assert torch.equal(torch.cat([client.wait_for_prefetch(handle) for handle in handles]), rows)
 
 
-def test_init_data_again(client: RecStoreClient) -> None:
+def test_init_data_again(client: RecStoreClient, servers: list[str]) -> None:
     name = _name()
     client.init_data(name, (10, 8), torch.float32)
     client.push(name, torch.arange(3), torch.ones(3, 8))
     client.init_data(name, (10, 8), torch.float32)
-    RecStoreClient(client.servers).init_data(name, (10, 8), torch.float32)
+    RecStoreClient(servers).init_data(name, (10, 8), torch.float32)
     assert torch.equal(client.pull(name, torch.arange(3)), torch.ones(3, 8))
-    for change in ({"shape": (10, 9)}, {"dtype": torch.float16}, {"optimizer": SGD(lr=1.0)}, {"init_func": torch.ones}):
+    for change in ({"shape": (10, 9)}, {"dtype": torch.float16}, {"optimizer": SGD(lr=1.0)}, {"init_func": _ones}):
         arguments = {"shape": (10, 8), "dtype": torch.float32, **change}
         with pytest.raises(ValueError, match="there already"):
             client.init_data(name, **arguments)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import time
-from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 
@@ -27,13 +26,6 @@ from torchrec_recstore.store.conformance import check_cold_store
 
 MAX_ROWS = 24
 ADAM = EmbOptimType.ADAM
-
-
-@pytest.fixture(scope="module")
-def second(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RecStoreServer]:
-    server = RecStoreServer(tmp_path_factory.mktemp("second"))
-    yield server
-    server.kill()
 
 
 @pytest.fixture

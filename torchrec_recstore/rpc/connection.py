@@ -110,9 +110,9 @@ class Connection:
         self._pending: set[int] = set()
         self._saved = 0  # writes up to this number are in a checkpoint
 
-    def describe(self) -> pb.DescribeReply:
-        """The server's incarnation and tables."""
-        reply: pb.DescribeReply = self._call("", lambda left: self._unary("Describe", pb.DescribeRequest(), left))
+    def describe(self, table: str = "") -> pb.DescribeReply:
+        """The server's incarnation and tables; ``table`` is named in errors."""
+        reply: pb.DescribeReply = self._call(table, lambda left: self._unary("Describe", pb.DescribeRequest(), left))
         return reply
 
     def create(self, table: str, spec: str) -> None:
@@ -211,9 +211,8 @@ class Connection:
     def load(self, name: str) -> None:
         """Replaces the server's tables by saved ones; the client goes on with the server as it is then."""
         self._call("", lambda left: self._unary("Load", pb.LoadRequest(name=name), left), _LONG_CALL_S)
-        incarnation = self.describe().incarnation
+        self._adopt("")
         with self._lock:
-            self._incarnation = incarnation
             self._saved = self._requests
 
     def close(self) -> None:
@@ -269,7 +268,7 @@ class Connection:
     ) -> _Result:
         """A write: with a number, so that the server carries it out once."""
         if not self._incarnation:
-            self._adopt()
+            self._adopt(table)
         with self._request() as number:
             attempts = 0
 
@@ -284,7 +283,7 @@ class Connection:
                 if attempts > 1 or self._saved < number - 1:
                     raise
             # Nothing of this client's is lost, and the request was refused: it may go to the server as it is now.
-            self._adopt()
+            self._adopt(table)
             return self._call(table, once, timeout_s)
 
     @contextmanager
@@ -299,8 +298,8 @@ class Connection:
             with self._lock:
                 self._pending.remove(number)
 
-    def _adopt(self) -> None:
-        incarnation = self.describe().incarnation
+    def _adopt(self, table: str) -> None:
+        incarnation = self.describe(table).incarnation
         with self._lock:
             self._incarnation = incarnation
 

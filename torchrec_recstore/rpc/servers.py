@@ -40,7 +40,7 @@ class Servers:
 
     def specs(self, table: str) -> list[str | None]:
         """What each server says of a table; None where it has none."""
-        return [reply.tables.get(table) for reply in self._each(Connection.describe)]
+        return self._each(lambda connection: connection.describe(table).tables.get(table))
 
     def create(self, table: str, specs: Sequence[str]) -> None:
         """Makes a table: each server its part."""

@@ -4,7 +4,8 @@ Needs torch alone for the first, grpcio for the second. Importing it registers `
 the other ops of clients.
 """
 
+from torchrec_recstore.rpc.errors import ServerRestartedError, ServiceError
 from torchrec_recstore.service import torch_ops as torch_ops  # registers them
 from torchrec_recstore.service.client import RecStoreClient
 
-__all__ = ["RecStoreClient"]
+__all__ = ["RecStoreClient", "ServerRestartedError", "ServiceError"]

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, fields, is_dataclass
+from typing import Any
 
 import torch
 
@@ -92,8 +94,13 @@ class TableSpec:
 
     def difference(self, other: TableSpec) -> str:
         """In which fields another one differs, for messages; empty where it does not."""
-        return ", ".join(
-            f"{name} is {getattr(self, name)}, not {getattr(other, name)}"
-            for name in self.__dataclass_fields__
-            if getattr(self, name) != getattr(other, name)
-        )
+        return ", ".join(f"{name} is {own!r}, not {others!r}" for name, own, others in _differences("", self, other))
+
+
+def _differences(name: str, one: Any, other: Any) -> Iterator[tuple[str, Any, Any]]:
+    if is_dataclass(one) and type(one) is type(other):
+        for field in fields(one):
+            inner = f"{name}.{field.name}" if name else field.name
+            yield from _differences(inner, getattr(one, field.name), getattr(other, field.name))
+    elif one != other:
+        yield name, one, other

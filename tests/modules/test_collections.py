@@ -1,0 +1,293 @@
+"""The eager collections against TorchRec's own unsharded ones."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from tensordict import TensorDict
+from torch import Tensor, nn
+from torchrec import (
+    EmbeddingBagCollection,
+    EmbeddingBagConfig,
+    EmbeddingCollection,
+    EmbeddingConfig,
+    JaggedTensor,
+    KeyedJaggedTensor,
+    KeyedTensor,
+    PoolingType,
+)
+from torchrec.models.dlrm import DLRM
+from torchrec.modules.embedding_configs import DataType
+
+from tests.modules.collections import IDS, bag_tables, batch, places, rows_of, sequence_tables
+from torchrec_recstore import ConstantInit, TableOptions, UniformInit
+from torchrec_recstore.modules import RecStoreEmbeddingBagCollection, RecStoreEmbeddingCollection
+from torchrec_recstore.modules.table_module import TableModule
+from torchrec_recstore.optim import SGD, Adagrad
+
+SUM, MEAN = PoolingType.SUM, PoolingType.MEAN
+
+
+def give_rows(stock: nn.ModuleDict, ours: nn.ModuleDict) -> None:
+    """The rows of :data:`IDS` of our tables get the weights of TorchRec's."""
+    for name, table in ours.items():
+        assert isinstance(table, TableModule)
+        table.table.insert(IDS.sort().values, stock[name].weight.detach())  # type: ignore[arg-type]
+
+
+def assert_same(ours: KeyedTensor, stock: KeyedTensor) -> None:
+    assert ours.keys() == stock.keys()
+    assert ours.length_per_key() == stock.length_per_key()
+    assert ours.offset_per_key() == stock.offset_per_key()
+    torch.testing.assert_close(ours.values(), stock.values(), rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("enable_fusion", [True, False])
+@pytest.mark.parametrize(
+    ("poolings", "weighted", "keys"),
+    [
+        ([SUM], False, ("b", "a", "c")),
+        ([MEAN], False, ("c", "unused", "b", "a")),
+        ([SUM, MEAN, SUM], False, ("a", "b", "c")),
+        ([SUM], True, ("b", "c", "a")),
+    ],
+)
+def test_bags_as_torchrec(poolings: Any, weighted: bool, keys: Any, enable_fusion: bool) -> None:
+    stock = EmbeddingBagCollection(tables=bag_tables(*poolings, stock=True), is_weighted=weighted)
+    optimizer = torch.optim.Adagrad(stock.parameters(), lr=0.1, eps=1e-8)
+    ours = RecStoreEmbeddingBagCollection(
+        bag_tables(*poolings), enable_fusion=enable_fusion, is_weighted=weighted, optimizer=Adagrad(lr=0.1, eps=1e-8)
+    )
+    give_rows(stock.embedding_bags, ours.embedding_bags)
+    assert ours.is_weighted() is weighted
+    for step in range(3):
+        given = batch(step, weighted, keys)
+        others = places(given)
+        outs = ours(given), stock(others)
+        assert_same(*outs)
+        grad = torch.randn_like(outs[0].values())
+        optimizer.zero_grad()
+        for out in outs:
+            out.values().backward(grad)
+        optimizer.step()
+        if weighted:
+            torch.testing.assert_close(given.weights().grad, others.weights().grad, rtol=1e-5, atol=1e-6)
+    for name, table in ours.embedding_bags.items():
+        weight = stock.embedding_bags[name].weight.detach()
+        torch.testing.assert_close(rows_of(table.table), weight, rtol=1e-5, atol=1e-6)
+    assert_same(ours.eval()(batch(9, weighted, keys)), stock(places(batch(9, weighted, keys))))
+
+
+@pytest.mark.parametrize("need_indices", [True, False])
+@pytest.mark.parametrize("enable_fusion", [True, False])
+def test_sequences_as_torchrec(enable_fusion: bool, need_indices: bool) -> None:
+    stock = EmbeddingCollection(tables=sequence_tables(stock=True), need_indices=need_indices)
+    optimizer = torch.optim.SGD(stock.parameters(), lr=0.1)
+    ours = RecStoreEmbeddingCollection(
+        sequence_tables(), enable_fusion=enable_fusion, need_indices=need_indices, optimizer=SGD(lr=0.1)
+    )
+    give_rows(stock.embeddings, ours.embeddings)
+    assert (ours.need_indices(), ours.embedding_dim()) == (need_indices, 4)
+    assert ours.embedding_names_by_table() == stock.embedding_names_by_table()
+    for step in range(3):
+        given = batch(step)
+        outs: list[dict[str, JaggedTensor]] = [ours(given), stock(places(given))]
+        assert list(outs[0]) == list(outs[1])
+        for name in outs[0]:
+            mine, other = outs[0][name], outs[1][name]
+            assert torch.equal(mine.values(), other.values()) or step
+            torch.testing.assert_close(mine.values(), other.values(), rtol=1e-6, atol=1e-6)
+            assert torch.equal(mine.lengths(), other.lengths())
+            if need_indices:
+                assert torch.equal(mine.weights(), given[name.split("@")[0]].values())
+            else:
+                assert mine.weights_or_none() is None
+        optimizer.zero_grad()
+        for out in outs:
+            sum((out[name].values() ** 2).sum() for name in sorted(out)).backward()  # type: ignore[union-attr]
+        optimizer.step()
+    for name, table in ours.embeddings.items():
+        weight = stock.embeddings[name].weight.detach()
+        torch.testing.assert_close(rows_of(table.table), weight, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("enable_fusion", [True, False])
+def test_a_batch_whose_size_varies_by_feature(enable_fusion: bool) -> None:
+    given = KeyedJaggedTensor(
+        keys=["a", "b", "c"],
+        values=IDS[torch.tensor([0, 4, 3, 4, 8, 9, 1])],
+        lengths=torch.tensor([2, 1, 0, 1, 2, 1]),
+        stride_per_key_per_rank=[[3], [1], [2]],
+        inverse_indices=(["a", "b", "c"], torch.tensor([[2, 1, 0, 0], [0, 0, 0, 0], [1, 0, 1, 0]])),
+    )
+    stock = EmbeddingBagCollection(tables=bag_tables(stock=True))
+    ours = RecStoreEmbeddingBagCollection(bag_tables(), enable_fusion=enable_fusion, optimizer=SGD(lr=1.0))
+    give_rows(stock.embedding_bags, ours.embedding_bags)
+    outs = ours(given), stock(places(given))
+    assert_same(*outs)
+    grad = torch.randn_like(outs[0].values())
+    for out in outs:
+        out.values().backward(grad)
+    for name, table in ours.embedding_bags.items():
+        stepped = stock.embedding_bags[name].weight.detach() - stock.embedding_bags[name].weight.grad
+        torch.testing.assert_close(rows_of(table.table), stepped, rtol=1e-5, atol=1e-6)
+    sequences = EmbeddingCollection(tables=sequence_tables(stock=True))
+    eager = RecStoreEmbeddingCollection(sequence_tables(), enable_fusion=enable_fusion)
+    give_rows(sequences.embeddings, eager.embeddings)
+    for name, jagged in sequences(places(given)).items():
+        mine = eager(given)[name]
+        assert torch.equal(mine.values(), jagged.values())
+        assert torch.equal(mine.lengths(), jagged.lengths())
+
+
+def test_fusion_changes_no_bit_and_limits_no_id() -> None:
+    """Tables of any pooling, some frozen, in one call or a call each; ids of all 64 bits for any fusion_k."""
+
+    def train(enable_fusion: bool, fusion_k: int) -> list[Tensor]:
+        ebc = RecStoreEmbeddingBagCollection(
+            bag_tables(SUM, MEAN, SUM), 0.05, enable_fusion, fusion_k, is_weighted=True
+        )
+        found = []
+        for step in range(4):
+            ebc.embedding_bags["t2"].requires_grad_(step % 2 == 0)
+            given = batch(step, weighted=True)
+            out = ebc(given).values()
+            (out**2).sum().backward()
+            found += [out, given.weights().grad]
+        for name, table in ebc.embedding_bags.items():
+            found += [table.table.ids(), rows_of(table.table), torch.tensor(table.table.stats().steps)]
+            if name == "t0":
+                assert torch.equal(table.table.ids(), IDS.sort().values)
+        return found
+
+    plain = train(False, 30)
+    for fused in (train(True, 30), train(True, 1), train(True, 63)):
+        assert all(torch.equal(*pair) for pair in zip(plain, fused, strict=True))
+    assert [int(steps) for steps in plain[-7::3][:1] + plain[-1:]] == [4, 2]
+
+
+def test_one_call_looks_all_tables_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    from torchrec_recstore import ops
+
+    calls: list[str] = []
+    for name in ("group_forward", "rows_forward"):
+        original = getattr(ops, name)
+        monkeypatch.setattr(ops, name, lambda *a, _o=original, _n=name: (calls.append(_n), _o(*a))[1])
+    for enable_fusion, count in ((True, 1), (False, 3)):
+        RecStoreEmbeddingBagCollection(bag_tables(), enable_fusion=enable_fusion)(batch(0))
+        assert calls == ["group_forward"] * count
+        calls.clear()
+        RecStoreEmbeddingCollection(sequence_tables(), enable_fusion=enable_fusion)(batch(0))
+        assert calls == ["rows_forward"] * count
+        calls.clear()
+
+
+def test_evaluation_changes_nothing() -> None:
+    options = {"t0": TableOptions(missing="init", initializer=ConstantInit(2.0))}
+    ebc = RecStoreEmbeddingBagCollection(bag_tables(), options=options).eval()
+    out = ebc(batch(0))
+    assert not out.values().requires_grad
+    lengths = batch(0)["b"].lengths()
+    assert torch.equal(out["b@t0"], 2.0 * lengths[:, None].expand(-1, 4))
+    assert torch.equal(out["c"], torch.zeros(5, 6))
+    with torch.no_grad():
+        ebc.train()(batch(0))
+    assert all(len(table.table) == 0 for table in ebc.embedding_bags.values())
+
+
+def test_configs_of_either_kind() -> None:
+    """Mappings, as RecStore's own module takes them; int32 ids; a TensorDict; a feature named by its table."""
+    mapping = {"name": "t", "num_embeddings": 10, "embedding_dim": 4, "weight_init_min": 1.0, "weight_init_max": 2.0}
+    ebc = RecStoreEmbeddingBagCollection([mapping])
+    assert ebc.embedding_bag_configs()[0].feature_names == ["t"]
+    given = KeyedJaggedTensor(["t"], torch.tensor([3, -3], dtype=torch.int32), lengths=torch.tensor([1, 1]))
+    out = ebc(given).values()
+    assert bool(((out >= 1.0) & (out < 2.0)).all())
+    jagged = torch.nested.nested_tensor([torch.tensor([3]), torch.tensor([-3])], layout=torch.jagged)
+    assert torch.equal(ebc(TensorDict({"t": jagged}, batch_size=[2])).values(), out)
+    half = EmbeddingConfig(name="t", num_embeddings=10, embedding_dim=4, feature_names=["t"], data_type=DataType.BF16)
+    ec = RecStoreEmbeddingCollection(tables=[half])
+    assert ec.embeddings["t"].table.dtype is torch.bfloat16
+    assert ec(given)["t"].values().dtype is torch.float32
+
+
+def test_the_learning_rate_is_all_tables() -> None:
+    ebc = RecStoreEmbeddingBagCollection(bag_tables(), optimizer=SGD(lr=0.5))
+    ebc.learning_rate = 0.0
+    before = ebc(batch(0))
+    before.values().sum().backward()
+    assert torch.equal(ebc(batch(0)).values(), before.values())
+    assert [table.learning_rate for table in ebc.embedding_bags.values()] == [0.0] * 3
+
+
+def test_in_a_model_of_torchrec() -> None:
+    tables = [replace(config, embedding_dim=8) for config in bag_tables()[:2]]
+    model = DLRM(RecStoreEmbeddingBagCollection(tables, lr=0.5), 3, [8, 8], [4, 1])
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.05)
+    labels = (batch(0)["c"].lengths() > 0).float()
+    assert 0 < int(labels.sum()) < 5
+    dense, losses = torch.randn(5, 3), []
+    for _ in range(20):
+        loss = nn.functional.binary_cross_entropy_with_logits(model(dense, batch(0)).squeeze(1), labels)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        losses.append(float(loss.detach()))
+    assert losses[-1] < 0.1 < losses[0]
+
+
+def one(**more: Any) -> EmbeddingBagConfig:
+    arguments = {"name": "t", "num_embeddings": 10, "embedding_dim": 4, "feature_names": ["f"], **more}
+    return EmbeddingBagConfig(**arguments)
+
+
+@pytest.mark.parametrize(
+    ("error", "match", "arguments"),
+    [
+        (TypeError, "fusion_k must be an int, got float", {"fusion_k": 30.0}),
+        (TypeError, "fusion_k must be an int, got bool", {"fusion_k": True}),
+        (TypeError, "enable_fusion must be a bool", {"enable_fusion": 1}),
+        (TypeError, "give either embedding_bag_configs or tables", {"tables": [one()]}),
+        (TypeError, "give either embedding_bag_configs or tables", {"embedding_bag_configs": None}),
+        (ValueError, "at least one table", {"embedding_bag_configs": []}),
+        (TypeError, "must be EmbeddingBagConfig or mappings, got str", {"embedding_bag_configs": ["t"]}),
+        (ValueError, "Duplicate table name t", {"embedding_bag_configs": [one(), one()]}),
+        (ValueError, "'t': data_type INT8", {"embedding_bag_configs": [one(data_type=DataType.INT8)]}),
+        (ValueError, "'t': init_fn", {"embedding_bag_configs": [one(init_fn=nn.init.zeros_)]}),
+        (ValueError, "'t': use_virtual_table", {"embedding_bag_configs": [one(use_virtual_table=True)]}),
+        (ValueError, "'t': pooling must be", {"embedding_bag_configs": [one(pooling=PoolingType.NONE)]}),
+        (ValueError, "'t': weight_init_min", {"embedding_bag_configs": [one(weight_init_min=5.0)]}),
+        (ValueError, r"unknown table\(s\) 'u'", {"options": {"u": TableOptions()}}),
+        (TypeError, "options must be TableOptions", {"options": {"t": 1}}),
+        (ValueError, "device must be cpu or meta", {"device": torch.device("cuda", 1)}),
+        (ValueError, r"lr=0\.2 disagrees", {"lr": 0.2, "optimizer": SGD()}),
+    ],
+)
+def test_bad_arguments(error: type[Exception], match: str, arguments: dict[str, Any]) -> None:
+    with pytest.raises(error, match=match):
+        RecStoreEmbeddingBagCollection(**{"embedding_bag_configs": [one()], **arguments})
+
+
+def test_bad_input() -> None:
+    ebc = RecStoreEmbeddingBagCollection([one()], is_weighted=True)
+    given = KeyedJaggedTensor(["f"], torch.tensor([1]), lengths=torch.tensor([1]))
+    with pytest.raises(ValueError, match="is_weighted=True needs weights"):
+        ebc(given)
+    with pytest.raises(TypeError, match=r"ids must be integers, got torch.float32 for features \['f'\]"):
+        ebc(KeyedJaggedTensor(["f"], torch.tensor([1.0]), lengths=torch.tensor([1])))
+    with pytest.raises(KeyError, match="'f'"):
+        ebc(KeyedJaggedTensor(["g"], torch.tensor([1]), torch.ones(1), torch.tensor([1])))
+    assert len(ebc.embedding_bags["t"].table) == 0
+    tables = [EmbeddingConfig(name=f"t{dim}", num_embeddings=10, embedding_dim=dim) for dim in (4, 8)]
+    with pytest.raises(ValueError, match="'t8' has 8, not 4"):
+        RecStoreEmbeddingCollection(tables)
+
+
+def test_an_initializer_of_the_options_goes_before_that_of_the_config() -> None:
+    config = one(init_fn=nn.init.zeros_, weight_init_min=5.0, weight_init_max=6.0)
+    ebc = RecStoreEmbeddingBagCollection([config], options=TableOptions(UniformInit(1.0, 2.0)))
+    out = ebc(KeyedJaggedTensor(["f"], torch.tensor([1]), lengths=torch.tensor([1]))).values()
+    assert bool(((out >= 1.0) & (out < 2.0)).all())

@@ -1,0 +1,98 @@
+"""What ``torch.nn.EmbeddingBag`` takes, as bags of ids on the CPU."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from torchrec_recstore.modules.lookups import Bags
+
+
+def bags_of(
+    input: Tensor,
+    offsets: Tensor | None,
+    per_sample_weights: Tensor | None,
+    *,
+    include_last_offset: bool,
+    padding_idx: int | None,
+) -> Bags:
+    """The bags of one table, without what is padding.
+
+    Args:
+        input: (B, L), or (N,) with ``offsets``; int32 or int64.
+        offsets: (B,), or (B + 1,) with ``include_last_offset``; int32 or int64. Ids behind the last offset are in no
+            bag then.
+        per_sample_weights: of the shape of ``input``, floating point.
+        include_last_offset: as for ``torch.nn.EmbeddingBag``.
+        padding_idx: the id that is left out.
+
+    Raises:
+        TypeError: a tensor of another dtype; the message names it.
+        ValueError: a tensor of another shape, or offsets that do not ascend within the input.
+    """
+    ids = int64_input(input)
+    if input.is_nested:
+        ids, offsets, include_last_offset = int64_input(input.values()), input.offsets(), True  # type: ignore[attr-defined]
+        if per_sample_weights is not None and not per_sample_weights.is_nested:
+            raise ValueError("per_sample_weights must be nested where input is")
+        per_sample_weights = None if per_sample_weights is None else per_sample_weights.values()
+    weights = None if per_sample_weights is None else _weights(per_sample_weights, ids)
+    if ids.dim() == 2:
+        if offsets is not None:
+            raise ValueError("offsets must be None where input is of the shape (B, L): each line is a bag")
+        # Not arange with a step: lines may be empty.
+        bounds = torch.arange(ids.shape[0] + 1) * ids.shape[1]
+        ids, weights = ids.reshape(-1), None if weights is None else weights.reshape(-1)
+    else:
+        bounds = _bounds(ids, offsets, include_last_offset)
+        end = int(bounds[-1])
+        ids, weights = ids[:end], None if weights is None else weights[:end]
+    if padding_idx is not None:
+        stays = ids != padding_idx
+        before = torch.cat([torch.zeros(1, dtype=torch.int64), stays.cumsum(0)])
+        ids, bounds = ids[stays], before[bounds]
+        weights = None if weights is None else weights[stays]
+    return Bags(ids, bounds, weights)
+
+
+def int64_input(input: Tensor) -> Tensor:
+    """``input`` as int64, on the CPU.
+
+    Raises:
+        TypeError: it is neither int32 nor int64.
+    """
+    if not isinstance(input, Tensor) or input.dtype not in (torch.int32, torch.int64):
+        got = input.dtype if isinstance(input, Tensor) else type(input).__name__
+        raise TypeError(f"input must be an int32 or int64 tensor, got {got}")
+    return input if input.is_nested else input.to("cpu", torch.int64)
+
+
+def _weights(weights: Tensor, ids: Tensor) -> Tensor:
+    if not weights.is_floating_point():
+        raise TypeError(f"per_sample_weights must be of a floating-point dtype, got {weights.dtype}")
+    if weights.shape != ids.shape:
+        raise ValueError(
+            f"per_sample_weights must have the shape of input, {tuple(ids.shape)}, got {tuple(weights.shape)}"
+        )
+    return weights.to("cpu", torch.float32)
+
+
+def _bounds(ids: Tensor, offsets: Tensor | None, include_last_offset: bool) -> Tensor:
+    """(B + 1,) int64, on the CPU: where bags begin, and where the last one ends."""
+    if ids.dim() != 1:
+        raise ValueError(f"input must be of the shape (B, L) or (N,), got {tuple(ids.shape)}")
+    if offsets is None:
+        raise ValueError("offsets must be given where input is of the shape (N,)")
+    if offsets.dtype not in (torch.int32, torch.int64):
+        raise TypeError(f"offsets must be an int32 or int64 tensor, got {offsets.dtype}")
+    if offsets.dim() != 1 or (include_last_offset and len(offsets) == 0):
+        shape = "(B + 1,)" if include_last_offset else "(B,)"
+        raise ValueError(f"offsets must have the shape {shape}, got {tuple(offsets.shape)}")
+    bounds = offsets.to("cpu", torch.int64)
+    if not include_last_offset:
+        if len(bounds) == 0:
+            return torch.zeros(1, dtype=torch.int64)
+        bounds = torch.cat([bounds, torch.tensor([len(ids)])])
+    if int(bounds[0]) != 0 or int(bounds[-1]) > len(ids) or not bool((bounds[1:] >= bounds[:-1]).all()):
+        raise ValueError(f"offsets must ascend from 0 to at most the {len(ids)} ids of input")
+    return bounds

@@ -1,0 +1,250 @@
+"""Lookups of a module's tables: which kernel does them, and what their backward does."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from torchrec_recstore import ops
+from torchrec_recstore.kernels import PooledKernel, SequenceKernel
+from torchrec_recstore.modules.table_module import TableModule
+
+Pooling = Literal["sum", "mean"]
+_K = TypeVar("_K", PooledKernel, SequenceKernel)
+
+
+@dataclass(frozen=True)
+class Bags:
+    """Bags of ids, feature by feature, on the CPU.
+
+    Args:
+        ids: (N,) int64.
+        offsets: (F * B + 1,) int64: where each bag begins, from 0 to N.
+        weights: (N,) float32 per-sample weights, or None.
+    """
+
+    ids: Tensor
+    offsets: Tensor
+    weights: Tensor | None = None
+
+
+class Lookups:
+    """A module's kernels, made when first needed. Copies and pickles of the module have none of them."""
+
+    def __init__(self) -> None:
+        self._kernels: dict[object, PooledKernel | SequenceKernel] = {}
+        self._handles: dict[int, int] = {}
+        self._anchor = torch.empty(0, requires_grad=True)
+
+    def __reduce__(self) -> tuple[type[Lookups], tuple[()]]:
+        return Lookups, ()
+
+    def clear(self) -> None:
+        """Forgets all kernels, and with them the tables that they hold."""
+        self._kernels.clear()
+        self._handles.clear()
+
+    def bags(
+        self, tables: Sequence[TableModule], feature_tables: Sequence[int], pooling: Pooling, bags: Bags, *, train: bool
+    ) -> Tensor:
+        """Pooled rows, by one native call.
+
+        Per-sample weights get their gradient in training and evaluation alike, where grad is enabled.
+
+        Args:
+            tables: all of which are trained, or none.
+            feature_tables: for each feature the position of its table.
+            pooling: of a bag's rows.
+            bags: of all features.
+            train: as for :class:`PooledKernel`.
+
+        Returns:
+            (B, sum of the features' columns) float32.
+
+        Raises:
+            RuntimeError: a table is on the meta device, or in a ``DistributedDataParallel``.
+            TypeError, ValueError, MemoryError, ColdStoreError: as for :class:`PooledKernel`.
+        """
+        train = train and torch.is_grad_enabled()
+        fused = tables[0].fused
+        kind = PooledKernel if fused else _PooledWithoutUpdate
+        kernel = self._kernel(
+            (fused, pooling, *feature_tables, *map(id, tables)), tables, lambda t: kind(t, feature_tables, pooling)
+        )
+        if train:
+            _refuse_ddp(tables)
+            out: Tensor = kernel(bags.ids, bags.offsets, bags.weights, train=True)
+            if fused:
+                return out
+            features = [tables[number] for number in feature_tables]
+            return _Collect.apply(out, features, pooling, bags.ids, bags.offsets, bags.weights)  # type: ignore[no-any-return, no-untyped-call]
+        weights = None if bags.weights is None else bags.weights.detach()
+        out = kernel(bags.ids, bags.offsets, weights, train=False)
+        if bags.weights is None or not (bags.weights.requires_grad and torch.is_grad_enabled()):
+            return out
+        features = [tables[number] for number in feature_tables]
+        rows = [t.table.lookup(bags.ids[first:end]).float() for t, first, end in _parts(features, bags.offsets)]
+        return _WeightGradients.apply(bags.weights, out, pooling, bags.offsets, *rows)  # type: ignore[no-any-return, no-untyped-call]
+
+    def rows(self, tables: Sequence[TableModule], ids: Tensor, counts: Sequence[int], *, train: bool) -> list[Tensor]:
+        """Rows in the order of the ids, by one native call.
+
+        Args:
+            tables: all of which are trained, or none.
+            ids: (N,) int64, on the CPU, table by table.
+            counts: ids of each table.
+            train: as for :class:`SequenceKernel`.
+
+        Returns:
+            For each table (count, dim) float32.
+
+        Raises:
+            RuntimeError: a table is on the meta device, or in a ``DistributedDataParallel``.
+            TypeError, ValueError, MemoryError, ColdStoreError: as for :class:`SequenceKernel`.
+        """
+        train = train and torch.is_grad_enabled()
+        kernel = self._kernel(tuple(map(id, tables)), tables, SequenceKernel)
+        if train:
+            _refuse_ddp(tables)
+        out: Tensor = kernel(ids, counts, train=train)
+        collects = train and not tables[0].fused
+        if collects:
+            out = out.detach()
+        sizes = [count * table.table.dim for count, table in zip(counts, tables, strict=True)]
+        parts = [part.view(-1, table.table.dim) for part, table in zip(torch.split(out, sizes), tables, strict=True)]
+        if not collects:
+            return parts
+        return [
+            _CollectRows.apply(self._anchor, rows, table, some)  # type: ignore[no-untyped-call]
+            for rows, table, some in zip(parts, tables, torch.split(ids, list(counts)), strict=True)
+        ]
+
+    def _kernel(self, key: object, modules: Sequence[TableModule], make: Callable[[list[Any]], _K]) -> _K:
+        tables = [module.table for module in modules]
+        handles = {id(module): table.handle for module, table in zip(modules, tables, strict=True)}
+        if any(self._handles.get(module, handle) != handle for module, handle in handles.items()):
+            self.clear()  # a kernel would keep a table that has been replaced
+        self._handles |= handles
+        kernel = self._kernels.get(key)
+        if kernel is None:
+            kernel = self._kernels[key] = make(tables)
+            kernel.learning_rate = modules[0].rate
+        return kernel  # type: ignore[return-value]
+
+
+class _PooledWithoutUpdate(PooledKernel):
+    """Leaves the rows as they are in backward; per-sample weights get their gradient."""
+
+    def update(self, context: Tensor, grad: Tensor, weight_grads: bool) -> Tensor | None:
+        return ops.group_weight_gradients(context, grad) if weight_grads else None
+
+
+class _Collect(torch.autograd.Function):
+    """Passes pooled rows on; backward gives each table its ids and their gradients, as a fused update sums them."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        out: Tensor,
+        features: list[TableModule],
+        pooling: Pooling,
+        ids: Tensor,
+        offsets: Tensor,
+        weights: Tensor | None,
+    ) -> Tensor:
+        ctx.save_for_backward(ids, offsets, weights)
+        ctx.features, ctx.pooling = features, pooling
+        return out.view_as(out)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        ids, offsets, weights = ctx.saved_tensors
+        columns = torch.split(grads[0].float(), [feature.table.dim for feature in ctx.features], dim=1)
+        scales = bag_scales(offsets, ctx.pooling)
+        bags = grads[0].shape[0]
+        for number, (feature, first, end) in enumerate(_parts(ctx.features, offsets)):
+            bag_of = _bag_of(offsets[number * bags : (number + 1) * bags + 1])
+            of_ids = columns[number][bag_of]
+            scale = None if weights is None else weights[first:end]
+            if scales is not None:
+                of_bag = scales[number * bags : (number + 1) * bags][bag_of]
+                scale = of_bag if scale is None else scale * of_bag
+            feature.collect(ids[first:end], of_ids if scale is None else of_ids * scale[:, None])
+        return (grads[0] if ctx.needs_input_grad[0] else None, *[None] * 5)
+
+
+class _CollectRows(torch.autograd.Function):
+    """Passes a table's rows on; backward gives the table their gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, anchor: Tensor, rows: Tensor, table: TableModule, ids: Tensor) -> Tensor:
+        ctx.save_for_backward(ids)
+        ctx.table = table
+        return rows.view_as(rows)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[None, None, None, None]:
+        ctx.table.collect(ctx.saved_tensors[0], grads[0].float().clone())
+        return None, None, None, None
+
+
+class _WeightGradients(torch.autograd.Function):
+    """Passes pooled rows on that take no part in autograd; backward gives per-sample weights their gradient alone."""
+
+    @staticmethod
+    def forward(ctx: Any, weights: Tensor, out: Tensor, pooling: Pooling, offsets: Tensor, *rows: Tensor) -> Tensor:
+        ctx.save_for_backward(offsets, *rows)
+        ctx.pooling = pooling
+        return out.view_as(out)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        offsets, *rows = ctx.saved_tensors
+        bags, scales = grads[0].shape[0], bag_scales(offsets, ctx.pooling)
+        of_weights = []
+        for number, (some, grad) in enumerate(
+            zip(rows, torch.split(grads[0].float(), [part.shape[1] for part in rows], dim=1), strict=True)
+        ):
+            here = slice(number * bags, (number + 1) * bags)
+            if scales is not None:
+                grad = grad * scales[here, None]
+            of_weights.append((some * grad[_bag_of(offsets[here.start : here.stop + 1])]).sum(1))
+        return (torch.cat(of_weights), *[None] * (3 + len(rows)))
+
+
+def bag_scales(offsets: Tensor, pooling: Pooling) -> Tensor | None:
+    """What each bag's sum is multiplied by: (bags,) float32; None for a sum."""
+    if pooling == "sum":
+        return None
+    return 1.0 / (offsets[1:] - offsets[:-1]).clamp(min=1).float()
+
+
+def _bag_of(offsets: Tensor) -> Tensor:
+    """(n,) int64: the number of each id's bag, for bags that begin at ``offsets``."""
+    lengths = offsets[1:] - offsets[:-1]
+    return torch.repeat_interleave(torch.arange(len(lengths)), lengths)
+
+
+def _parts(features: Sequence[TableModule], offsets: Tensor) -> Iterator[tuple[TableModule, int, int]]:
+    """Each feature's table, and where its ids begin and end."""
+    bags = (len(offsets) - 1) // len(features)
+    ends = offsets[::bags].tolist() if bags else [0] * (len(features) + 1)
+    return zip(features, ends[:-1], ends[1:], strict=True)
+
+
+def _refuse_ddp(tables: Sequence[TableModule]) -> None:
+    # Each rank would train rows of its own, with nobody to tell. (A private name of torch 2.13.)
+    if getattr(nn.parallel.DistributedDataParallel, "_active_ddp_module", None) is not None:
+        names = ", ".join(repr(module.table.name) for module in tables)
+        raise RuntimeError(
+            f"table(s) {names}: DistributedDataParallel cannot keep the rows of eager modules alike on all ranks: "
+            "shard the model with RecStoreSharder and DistributedModelParallel"
+        )
