@@ -21,7 +21,7 @@ from torchrec_recstore.checkpoint.info import read_chain
 from torchrec_recstore.checkpoint.load import load_rows
 from torchrec_recstore.optim import Adam
 from torchrec_recstore.rpc.connection import Access, Connection
-from torchrec_recstore.store import open_cold_store
+from torchrec_recstore.store import ColdStoreError, open_cold_store
 from torchrec_recstore.store.conformance import check_cold_store
 
 MAX_ROWS = 24
@@ -99,35 +99,39 @@ def test_a_model_trains_as_without_a_bound(both: str, sharding_type: str) -> Non
 
 
 def trained_on_a_rank(rank: int, world_size: int, servers: str, directory: Path) -> None:
-    options = TableOptions(max_rows=2 * MAX_ROWS, cold_store=ServerStore(servers, shared="ranks"))
-    for sharding_type in ("row_wise", "column_wise"):
-        if sharding_type == "column_wise":
-            options = TableOptions(max_rows=2 * MAX_ROWS, cold_store=ServerStore(servers, shared="columns"))
-        model, unbounded = (models.recstore(sharding_type, ADAM, options=each) for each in (options, TableOptions()))
-        for each in (model, unbounded):
-            models.train(each, steps=12, distinct=120)
-        flush_tables(model)
-        models.assert_holds(model, models.shards(unbounded))
-        for name, each in (("shared", model), ("unbounded", unbounded)):
-            save_checkpoint(each, directory / sharding_type / name)
+    shared = TableOptions(max_rows=2 * MAX_ROWS, cold_store=ServerStore(servers, shared="ranks"))
+    # Rows and columns are split: each rank has two shards of a table.
+    model, unbounded = (models.recstore("grid_shard", ADAM, options=options) for options in (shared, TableOptions()))
+    for each in (model, unbounded):
+        models.train(each, steps=12, distinct=120)
+    flush_tables(model)
+    models.assert_holds(model, models.shards(unbounded))
+    for name, each in (("shared", model), ("unbounded", unbounded)):
+        save_checkpoint(each, directory / name)
 
 
 def test_ranks_write_what_processes_of_another_job_read(both: str, tmp_path: Path) -> None:
     run_on_ranks(2, partial(trained_on_a_rank, servers=both, directory=tmp_path))
-    for sharding_type, columns in (("row_wise", [range(8)]), ("column_wise", [range(4), range(4, 8)])):
-        for name in models.TABLES:
-            for some in columns:
-                whole, saved = (Table(8, optimizer=Adam(lr=0.1), name=name, columns=some) for _ in range(2))
-                for table, checkpoint in ((whole, "unbounded"), (saved, "shared")):
-                    load_rows(table, name, read_chain(tmp_path / sharding_type / checkpoint))
-                shared = ServerStore(both, shared="ranks" if sharding_type == "row_wise" else "columns")
-                options = TableOptions(max_rows=10, cold_store=shared)
-                reader = Table(8, optimizer=Adam(lr=0.1), options=options, name=name, columns=some)
-                reader.steps = whole.steps
-                for table in (saved, reader):
-                    assert torch.equal(table.ids(), whole.ids())
-                    rows, expected = table.read_rows(table.ids()), whole.read_rows(whole.ids())
-                    assert all(torch.equal(rows[key], expected[key]) for key in expected)
+    bounded = TableOptions(max_rows=10, cold_store=ServerStore(both, shared="ranks"))
+    for name in models.TABLES:
+        for columns in (range(4), range(4, 8)):
+            whole, saved, reader = (
+                Table(8, optimizer=Adam(lr=0.1), options=options, name=name, columns=columns)
+                for options in (TableOptions(), TableOptions(), bounded)
+            )
+            load_rows(whole, name, read_chain(tmp_path / "unbounded"))
+            load_rows(saved, name, read_chain(tmp_path / "shared"))
+            reader.steps = whole.steps
+            ids, expected = whole.ids(), whole.read_rows(whole.ids())
+            assert len(ids) > 2 * MAX_ROWS
+            for table in (saved, reader):
+                assert torch.equal(table.ids(), ids)
+                rows = table.read_rows(ids)
+                assert all(torch.equal(rows[key], expected[key]) for key in expected)
+    narrow = Table(8, optimizer=Adam(lr=0.1), options=bounded, name="user")
+    assert len(narrow) == 0  # columns are split otherwise
+    with pytest.raises(ColdStoreError, match=r"table 'cold/ranks/user.*' is there already, and another one: dim"):
+        Table(8, torch.float16, Adam(lr=0.1), bounded, name="user", columns=range(4))
 
 
 def test_a_server_killed_in_mid_training(server: RecStoreServer, own_server: RecStoreServer) -> None:
