@@ -13,6 +13,8 @@ from tests.store.dict_store import DictStore, DictStoreOptions
 from tests.store.shared_store import ROWS, SharedDictOptions
 from torchrec_recstore import (
     ColdStoreError,
+    RecStoreEmbeddingBagCollection,
+    RowWiseAdagrad,
     Table,
     TableOptions,
     flush_tables,
@@ -62,6 +64,20 @@ def test_what_a_checkpoint_cannot_do_with_a_shared_store_is_said_at_once(tmp_pat
     with pytest.raises(ValueError, match=r"table 'user'.*SharedDictOptions.* is shared"):
         load_checkpoint(model, tmp_path / "whole")
     models.assert_holds(model, held)
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_modules_without_a_process_group_serve_the_rows() -> None:
+    model = models.recstore(options=SHARED)
+    models.train(model, steps=12, distinct=120)
+    flush_tables(model)
+    configs = models.Model().sparse.embedding_bag_configs()
+    serving = RecStoreEmbeddingBagCollection(configs, optimizer=RowWiseAdagrad(lr=0.1), options=SHARED).eval()
+    model.eval()
+    for seed in range(12):
+        batch = models.batch(seed, distinct=120)
+        pooled, expected = serving(batch), model.module.sparse(batch)
+        assert torch.equal(pooled.values(), expected.wait().values())
 
 
 @pytest.mark.usefixtures("one_rank")

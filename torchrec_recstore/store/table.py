@@ -300,7 +300,7 @@ class Table:
         Raises:
             ValueError: the cold store is shared.
         """
-        self._check_unshared("there is no second one without rows, to load them into beside the old")
+        self._check_unshared("all of them cannot be replaced at once")
         return Table(
             self.dim,
             self.dtype,
