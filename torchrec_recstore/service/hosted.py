@@ -153,7 +153,8 @@ class HostedTables:
     def load(self, path: str | Path) -> None:
         """As :meth:`Tables.load`; until all is read the tables go on, and what is written meanwhile is replaced.
 
-        Tables that are in the checkpoint alone are made. Old and new rows are in memory together for a while.
+        Tables that are in the checkpoint alone are made. Old and new rows are in memory together for a while; making
+        and dropping tables waits.
         """
         with self._files, self._lock:
             chain = read_chain(path)

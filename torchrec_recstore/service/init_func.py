@@ -40,7 +40,7 @@ class InitialRowMaker:
         self._seed = seed
         self._dim = dim
         self._dtype = dtype
-        sample = torch.tensor(_SAMPLE)
+        sample = torch.tensor(_SAMPLE, device="cpu")
         self.digest = _digest(self.rows(sample))
         """Of some rows, hexadecimal: tells one ``init_func`` from another, also between processes."""
         if self.digest != _digest(self.rows(sample)):
@@ -51,7 +51,7 @@ class InitialRowMaker:
 
     def rows(self, ids: Tensor) -> Tensor:
         """(n, dim) of the table's dtype: the initial rows of ``ids``, (n,) int64."""
-        rows = torch.empty(len(ids), self._dim, dtype=self._dtype)
+        rows = torch.empty(len(ids), self._dim, dtype=self._dtype, device="cpu")  # whatever the default is
         with _generator, torch.no_grad(), torch.random.fork_rng(devices=[]):
             for place, number in enumerate(ids.tolist()):
                 torch.default_generator.manual_seed(self._seed_of(number))

@@ -18,7 +18,7 @@ from torchrec_recstore.rpc import recstore_pb2 as pb
 from torchrec_recstore.rpc.protocol import MESSAGE_BYTES
 from torchrec_recstore.rpc.recstore_pb2_grpc import add_ParameterServerServicer_to_server
 from torchrec_recstore.service.data_directory import DataDirectory
-from torchrec_recstore.service.guard import Guard, check_address, check_listen
+from torchrec_recstore.service.guard import Guard, check_listen, host_of_flag
 from torchrec_recstore.service.hosted import HostedTables
 from torchrec_recstore.service.limits import Limits
 from torchrec_recstore.service.metrics import Metrics, NoObserver
@@ -69,7 +69,7 @@ class ServerOptions:
             raise ValueError("--client-ca needs --tls-cert and --tls-key")
         check_listen(self.listen, tls=self.tls_cert is not None, token=self.token is not None)
         if self.metrics is not None:
-            check_address("--metrics", self.metrics)
+            host_of_flag("--metrics", self.metrics)
 
 
 def serve(options: ServerOptions, ready: Callable[[str], object]) -> None:
