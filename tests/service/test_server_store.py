@@ -74,6 +74,21 @@ def test_more_rows_than_one_call_takes(both: str, monkeypatch: pytest.MonkeyPatc
     store.close()
 
 
+def test_a_server_with_a_bound_gives_no_row_up(tmp_path: Path) -> None:
+    server = RecStoreServer(tmp_path / "data", "--max-rows", "1000", "--eviction", "lru", "--expire-steps", "1")
+    try:
+        store = open_cold_store(ServerStore(server.address), name="bounded", row_bytes=8)
+        ids, rows = torch.arange(1000), torch.randint(0, 256, (1000, 8), dtype=torch.uint8)
+        store.put(ids, rows)
+        with pytest.raises(ColdStoreError, match=r"table 'cold/.*bounded' on server .*max_rows is 1000"):
+            store.put(ids[:10] + 1000, rows[:10])
+        found, got = store.get(ids)
+        assert found.all()
+        assert torch.equal(got, rows)
+    finally:
+        server.kill()
+
+
 def train(model: DistributedModelParallel, steps: int) -> None:
     dense = torch.optim.SGD(model.module.over.parameters(), lr=0.1)
     for step in range(steps):

@@ -131,6 +131,7 @@ class ServerColdStore:
             optimizer=SGD(lr=0.0),
             options=TableOptions(initializer=ConstantInit(0.0)),
             temporary=self._options.shared is None,
+            lossless=True,
         )
         return [replace(spec, shard=(shard, shards)).to_json() for shard in range(shards)]
 
