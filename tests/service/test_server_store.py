@@ -45,6 +45,7 @@ def test_it_keeps_the_promises_of_a_cold_store(server: RecStoreServer, second: R
     check_cold_store(ServerStore(server.address))
     check_cold_store(ServerStore(both))
     assert (tables_of(server), tables_of(second)) == before
+    check_cold_store(ServerStore(both, shared="conformance"))
 
 
 def test_every_pattern_of_bits_comes_back(both: str) -> None:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from tests.store.dict_store import DictStore
-from torchrec_recstore.store import open_cold_store
+from torchrec_recstore.store import ColdStoreError, open_cold_store
 
 ROWS: dict[tuple[str, str], dict[int, Tensor]] = {}
 """By the names of the sharing and of the store."""
@@ -28,6 +28,7 @@ class SharedDictStore(DictStore):
     def __init__(self, rows: dict[int, Tensor], row_bytes: int) -> None:
         super().__init__(row_bytes)
         self.rows = rows
+        self._closed = False
 
     def put(self, ids: Tensor, rows: Tensor) -> None:
         super().put(ids, rows)
@@ -38,10 +39,16 @@ class SharedDictStore(DictStore):
         return torch.tensor(list(self.rows), dtype=torch.int64)
 
     def scan(self) -> Iterator[tuple[Tensor, Tensor]]:
-        raise AssertionError("others may change the rows meanwhile: the tier asks for ids and then for their rows")
+        return ((ids[found], rows) for ids in self.ids().split(100) for found, rows in (self.get(ids),))
+
+    def _check(self) -> None:
+        super()._check()
+        if self._closed:
+            raise ColdStoreError("closed")
 
     def close(self) -> None:
         """Keeps them."""
+        self._closed = True
 
 
 @open_cold_store.register

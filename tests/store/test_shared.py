@@ -10,11 +10,12 @@ import torch
 from torch import Tensor
 
 from tests.store.dict_store import DictStore, DictStoreOptions
-from tests.store.shared_store import ROWS, WRITTEN, SharedDictOptions
+from tests.store.shared_store import ROWS, WRITTEN, SharedDictOptions, SharedDictStore
 from torchrec_recstore.kernels import PooledKernel
 from torchrec_recstore.optim import SGD, Adam
 from torchrec_recstore.options import LFU, Expiry, MinFrequency, TableOptions
 from torchrec_recstore.store import ColdStoreError, Table
+from torchrec_recstore.store.conformance import check_cold_store
 
 DIM, MAX_ROWS = 5, 200
 ADAM = Adam(lr=0.1)
@@ -53,6 +54,35 @@ def assert_same(table: Table, whole: Table) -> None:
     expected["last_step"].clamp_(max=table.steps)
     for key, value in expected.items():
         assert torch.equal(rows[key], value), key
+
+
+def test_a_shared_store_of_a_third_party() -> None:
+    check_cold_store(SharedDictOptions())
+    assert not any(ROWS.values())
+
+
+@pytest.mark.parametrize(
+    ("broken", "promise"),
+    [
+        ({"close": lambda store: store.rows.clear()}, "keeps its rows when it is closed"),
+        ({"ids": lambda store: torch.tensor(list(store.rows)[1:], dtype=torch.int64)}, "gives every id once"),
+        (
+            {"__init__": lambda store, rows, row_bytes: _init(store, {}, row_bytes)},
+            "stores of one name have the same rows",
+        ),
+        ({"_check": lambda store: None}, "get after close raises ColdStoreError"),
+    ],
+)
+def test_broken_shared_stores_do_not_pass(
+    broken: dict[str, Any], promise: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, call in broken.items():
+        monkeypatch.setattr(SharedDictStore, name, call)
+    with pytest.raises(AssertionError, match=f"broken promise of a cold store: .*{promise}"):
+        check_cold_store(SharedDictOptions())
+
+
+_init = SharedDictStore.__init__
 
 
 def test_a_table_reads_what_another_has_trained() -> None:
