@@ -1,0 +1,170 @@
+"""Cold rows on parameter servers: the promises of a cold store, training, sharing between processes, and failures."""
+
+from __future__ import annotations
+
+import re
+import time
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+from fbgemm_gpu.split_embedding_configs import EmbOptimType
+from torchrec.distributed import DistributedModelParallel
+
+from tests.checkpoint import models
+from tests.distributed.workers import run_on_ranks
+from tests.recstore_server import RecStoreServer
+from tests.store.test_tier_failures import Pair, train_until_it_fails
+from torchrec_recstore import ServerStore, Table, TableOptions, flush_tables, ops, save_checkpoint
+from torchrec_recstore.checkpoint.info import read_chain
+from torchrec_recstore.checkpoint.load import load_rows
+from torchrec_recstore.optim import Adam
+from torchrec_recstore.rpc.connection import Access, Connection
+from torchrec_recstore.store import ColdStoreError, open_cold_store
+from torchrec_recstore.store.conformance import check_cold_store
+
+MAX_ROWS = 24
+ADAM = EmbOptimType.ADAM
+
+
+@pytest.fixture
+def both(server: RecStoreServer, second: RecStoreServer) -> str:
+    return f"{server.address},{second.address}"
+
+
+def tables_of(server: RecStoreServer) -> set[str]:
+    connection = Connection(server.address, Access())
+    tables = set(connection.describe().tables)
+    connection.close()
+    return tables
+
+
+def test_it_keeps_the_promises_of_a_cold_store(server: RecStoreServer, second: RecStoreServer, both: str) -> None:
+    before = tables_of(server), tables_of(second)
+    check_cold_store(ServerStore(server.address))
+    check_cold_store(ServerStore(both))
+    assert (tables_of(server), tables_of(second)) == before
+    check_cold_store(ServerStore(both, shared="conformance"))
+
+
+def test_every_pattern_of_bits_comes_back(both: str) -> None:
+    # Infinities, NaNs quiet and signalling, denormal numbers, -0.0; in rows of no whole number of floats too.
+    words = [0x7F800000, 0x7F800001, -1, -(2**31), 1, 0x7FC00000, -0x7FFFFF, 0x3F800000]
+    rows = torch.tensor(words, dtype=torch.int32).repeat(50, 1).view(torch.uint8)
+    for row_bytes in (32, 31, 29):
+        store = open_cold_store(ServerStore(both), name="bits", row_bytes=row_bytes)
+        store.put(torch.arange(50), rows[:, :row_bytes])
+        found, got = store.get(torch.arange(50))
+        assert found.all()
+        assert torch.equal(got, rows[:, :row_bytes])
+        store.close()
+
+
+def test_more_rows_than_one_call_takes(both: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("torchrec_recstore.store.server_store._CALL_BYTES", 1000)
+    store = open_cold_store(ServerStore(both), name="calls", row_bytes=100)
+    ids, rows = torch.randperm(95), torch.randint(0, 256, (95, 100), dtype=torch.uint8)
+    store.put(ids, rows)
+    found, got = store.get(torch.arange(200))
+    assert torch.equal(found, torch.arange(200) < 95)
+    assert torch.equal(got, rows[ids.argsort()])
+    scanned, its_rows = (torch.cat(parts) for parts in zip(*store.scan(), strict=True))
+    assert torch.equal(scanned, torch.arange(95))
+    assert torch.equal(its_rows, got)
+    store.close()
+
+
+def test_a_server_with_a_bound_gives_no_row_up(tmp_path: Path) -> None:
+    server = RecStoreServer(tmp_path / "data", "--max-rows", "1000", "--eviction", "lru", "--expire-steps", "1")
+    try:
+        store = open_cold_store(ServerStore(server.address), name="bounded", row_bytes=8)
+        ids, rows = torch.arange(1000), torch.randint(0, 256, (1000, 8), dtype=torch.uint8)
+        store.put(ids, rows)
+        with pytest.raises(ColdStoreError, match=r"table 'cold/.*bounded' on server .*max_rows is 1000"):
+            store.put(ids[:10] + 1000, rows[:10])
+        found, got = store.get(ids)
+        assert found.all()
+        assert torch.equal(got, rows)
+    finally:
+        server.kill()
+
+
+def train(model: DistributedModelParallel, steps: int) -> None:
+    dense = torch.optim.SGD(model.module.over.parameters(), lr=0.1)
+    for step in range(steps):
+        dense.zero_grad()
+        model(models.batch(step, distinct=120)).sigmoid().sum().backward()
+        dense.step()
+
+
+@pytest.mark.usefixtures("one_rank")
+@pytest.mark.parametrize("sharding_type", ["table_wise", "row_wise"])
+def test_a_model_trains_as_without_a_bound(both: str, sharding_type: str) -> None:
+    bounded = TableOptions(max_rows=MAX_ROWS, cold_store=ServerStore(both))
+    model, unbounded = (models.recstore(sharding_type, ADAM, options=each) for each in (bounded, TableOptions()))
+    for each in (model, unbounded):
+        train(each, 20)
+    tables = [shard.table for shards in model.module.sparse.recstore_state.shards.values() for shard in shards]
+    cold = [table.stats() for table in tables]
+    assert all(stats.cold_rows > MAX_ROWS // 2 and stats.cold_hits > MAX_ROWS // 2 for stats in cold), cold
+    models.assert_holds(model, models.shards(unbounded))
+    assert torch.equal(model.module.over.weight, unbounded.module.over.weight)
+    for table in tables:
+        table.close()
+
+
+def trained_on_a_rank(rank: int, world_size: int, servers: str, directory: Path) -> None:
+    shared = TableOptions(max_rows=2 * MAX_ROWS, cold_store=ServerStore(servers, shared="ranks"))
+    # Rows and columns are split: each rank has two shards of a table.
+    model, unbounded = (models.recstore("grid_shard", ADAM, options=options) for options in (shared, TableOptions()))
+    for each in (model, unbounded):
+        models.train(each, steps=12, distinct=120)
+    flush_tables(model)
+    models.assert_holds(model, models.shards(unbounded))
+    for name, each in (("shared", model), ("unbounded", unbounded)):
+        save_checkpoint(each, directory / name)
+
+
+def test_ranks_write_what_processes_of_another_job_read(both: str, tmp_path: Path) -> None:
+    run_on_ranks(2, partial(trained_on_a_rank, servers=both, directory=tmp_path))
+    bounded = TableOptions(max_rows=10, cold_store=ServerStore(both, shared="ranks"))
+    for name in models.TABLES:
+        for columns in (range(4), range(4, 8)):
+            whole, saved, reader = (
+                Table(8, optimizer=Adam(lr=0.1), options=options, name=name, columns=columns)
+                for options in (TableOptions(), TableOptions(), bounded)
+            )
+            load_rows(whole, name, read_chain(tmp_path / "unbounded"))
+            load_rows(saved, name, read_chain(tmp_path / "shared"))
+            reader.steps = whole.steps
+            ids, expected = whole.ids(), whole.read_rows(whole.ids())
+            assert len(ids) > 2 * MAX_ROWS
+            for table in (saved, reader):
+                assert torch.equal(table.ids(), ids)
+                rows = table.read_rows(ids)
+                assert all(torch.equal(rows[key], expected[key]) for key in expected)
+    narrow = Table(8, optimizer=Adam(lr=0.1), options=bounded, name="user")
+    assert len(narrow) == 0  # columns are split otherwise
+    with pytest.raises(ColdStoreError, match=r"table 'cold/ranks/user.*' is there already, and another one: dim"):
+        Table(8, torch.float16, Adam(lr=0.1), bounded, name="user", columns=range(4))
+
+
+def test_a_server_killed_in_mid_training(server: RecStoreServer, own_server: RecStoreServer) -> None:
+    store = ServerStore(f"{server.address},{own_server.address}", timeout_s=2.0)
+    pair = Pair(TableOptions(max_rows=500, cold_store=store))
+    for _ in range(10):
+        pair.train()
+    resident = ops.table_ids(pair.tiered.handle)
+    assert len(resident) > 400
+    own_server.kill()
+    begin = time.monotonic()
+    train_until_it_fails(pair, rf"cold store ServerStore\(.*server {re.escape(own_server.address)} cannot be reached")
+    assert 0.5 <= time.monotonic() - begin < 10  # it has tried
+    own_server.start()  # empty: what it had is lost, and that is not the same as never there
+    train_until_it_fails(pair, rf"server {re.escape(own_server.address)}.*restarted")
+    still = ops.table_ids(pair.tiered.handle)
+    assert len(still) > 400
+    rows, expected = pair.tiered.read_rows(still), pair.whole.read_rows(still)
+    assert all(torch.equal(rows[key], expected[key]) for key in expected)
+    pair.tiered.close()
