@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 import re
 import threading
@@ -105,6 +106,7 @@ class Connection:
         if access.token is not None:
             self._metadata.append((TOKEN_KEY, token_value(access.token)))
         self._client = uuid.uuid4().hex
+        self._process = os.getpid()
         self._lock = threading.Lock()
         self._incarnation = ""
         self._requests = 0
@@ -216,6 +218,15 @@ class Connection:
         with self._lock:
             self._saved = self._requests
 
+    def check_process(self) -> None:
+        """Refuses a process that has been forked since: its requests would have the numbers of this one's.
+
+        Raises:
+            ValueError: it is another one than that which made the connection.
+        """
+        if os.getpid() != self._process:
+            raise ValueError(f"{self._named('')}: the client was made in another process; make one in each")
+
     def close(self) -> None:
         """Ends the connection."""
         self._channel.close()
@@ -317,6 +328,7 @@ class Connection:
             attempt: is given the seconds that are left.
             timeout_s: of an attempt; then the time for repetitions begins when the first has failed.
         """
+        self.check_process()
         end = time.monotonic() + self._access.timeout_s
         failed = False
         pause = _FIRST_PAUSE_S

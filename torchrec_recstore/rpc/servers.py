@@ -14,6 +14,8 @@ from torchrec_recstore import ops
 from torchrec_recstore.rpc import recstore_pb2 as pb
 from torchrec_recstore.rpc.addresses import checked_addresses, host_of, is_loopback
 from torchrec_recstore.rpc.connection import Access, Connection
+from torchrec_recstore.rpc.errors import ServiceError
+from torchrec_recstore.rpc.protocol import NO_INITIAL_ROW
 from torchrec_recstore.rpc.tensor_bytes import put_rows, rows_at, to_bytes
 
 _Result = TypeVar("_Result")
@@ -91,13 +93,18 @@ class Servers:
         """Writes the rows ``values``, (N, columns), of ``ids``, (N,) int64; of duplicates the last wins."""
         self._write(table, pb.WriteHeader.PUSH, ids, values)
 
-    def update(self, table: str, ids: Tensor, grads: Tensor, initial: tuple[Tensor, Tensor] | None = None) -> None:
-        """Applies gradients, (N, columns); before, ``initial`` ids get the ``initial`` rows where they have none."""
-        self._write(table, pb.WriteHeader.UPDATE, ids, grads, initial)
+    def update(self, table: str, ids: Tensor, grads: Tensor, initial: tuple[Tensor, Tensor] | None = None) -> Tensor:
+        """Applies gradients, (N, columns); before, ``initial`` ids get the ``initial`` rows where they have none.
+
+        Returns:
+            (n,) int64: places of the ids whose server has refused its part, because an id of that has neither a row nor
+            an initial one.
+        """
+        return self._write(table, pb.WriteHeader.UPDATE, ids, grads, initial)[1]
 
     def delete(self, table: str, ids: Tensor) -> int:
         """Forgets the rows of ``ids``, (N,) int64; returns how many there were."""
-        return self._write(table, pb.WriteHeader.DELETE, ids)
+        return self._write(table, pb.WriteHeader.DELETE, ids)[0]
 
     def ids(self, table: str) -> Tensor:
         """(N,) int64: all ids that have a row, ascending."""
@@ -127,20 +134,24 @@ class Servers:
         ids: Tensor,
         rows: Tensor | None = None,
         initial: tuple[Tensor, Tensor] | None = None,
-    ) -> int:
+    ) -> tuple[int, Tensor]:
+        """How many rows were deleted, and the places of the ids whose server wants initial rows."""
         if len(self._connections) == 1:
-            return self._connections[0].write(table, kind, ids, rows, initial)
+            deleted = _written(self._connections[0], table, kind, ids, rows, initial)
+            return deleted or 0, torch.arange(len(ids) if deleted is None else 0)
         places = self._places(ids)
         firsts = {} if initial is None else self._places(initial[0])
 
-        def write(connection: Connection) -> int:
+        def write(connection: Connection) -> int | None:
             place = places[connection]
             first = None
             if initial is not None and len(firsts[connection]):
                 first = initial[0][firsts[connection]], initial[1][firsts[connection]]
-            return connection.write(table, kind, ids[place], None if rows is None else rows_at(rows, place), first)
+            return _written(connection, table, kind, ids[place], None if rows is None else rows_at(rows, place), first)
 
-        return sum(self._each(write))
+        counts = self._each(write)
+        refused = [place for place, count in zip(places.values(), counts, strict=True) if count is None]
+        return sum(count or 0 for count in counts), torch.cat([ids[:0], *refused])
 
     def _places(self, ids: Tensor) -> dict[Connection, Tensor]:
         """Where among ``ids`` those of each server are, ascending."""
@@ -151,9 +162,27 @@ class Servers:
         """Calls all servers at once and waits for all, so that nothing is under way when an error is raised."""
         if len(self._connections) == 1:
             return [call(self._connections[0])]
+        self._connections[0].check_process()  # the threads are not there either
         futures = [self._threads.submit(call, connection) for connection in self._connections]
         wait(futures)
         return [future.result() for future in futures]
+
+
+def _written(
+    connection: Connection,
+    table: str,
+    kind: pb.WriteHeader.Kind,
+    ids: Tensor,
+    rows: Tensor | None,
+    initial: tuple[Tensor, Tensor] | None,
+) -> int | None:
+    """How many rows were deleted; None where the server has refused, because it wants an initial row."""
+    try:
+        return connection.write(table, kind, ids, rows, initial)
+    except ServiceError as error:
+        if error.kind == NO_INITIAL_ROW:
+            return None
+        raise
 
 
 def _close(connections: Sequence[Connection], threads: ThreadPoolExecutor) -> None:

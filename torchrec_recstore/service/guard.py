@@ -64,7 +64,8 @@ def host_of_flag(flag: str, address: str) -> str:
 
 
 def _refusal(code: grpc.StatusCode, details: str) -> Any:
-    def abort(request: Any, context: Any) -> None:
+    def abort(requests: Any, context: Any) -> None:
         context.abort(code, details)
 
-    return grpc.unary_unary_rpc_method_handler(abort)
+    # Of streams, whatever the method is: it is refused before anything is read, which may never come.
+    return grpc.stream_stream_rpc_method_handler(abort)

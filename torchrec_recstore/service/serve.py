@@ -105,7 +105,10 @@ def _serve(
     metrics = None
     if options.metrics is not None:
         host, _, metrics_port = options.metrics.rpartition(":")
-        metrics = Metrics(tables, host, int(metrics_port))
+        try:
+            metrics = Metrics(tables, host, int(metrics_port))
+        except OSError as error:
+            raise OSError(f"--metrics {options.metrics}: {error.strerror}") from error
     service = ParameterServer(tables, directory, metrics or NoObserver())
     server = grpc.server(
         ThreadPoolExecutor(_CALLS, "recstore-call"), interceptors=[Guard(options.token)], options=_OPTIONS
@@ -116,6 +119,7 @@ def _serve(
     health_pb2_grpc.add_HealthServicer_to_server(healthy, server)
     reflection.enable_server_reflection((own, health.SERVICE_NAME, reflection.SERVICE_NAME), server)
     port = _bind(server, options)
+    service.begin()
     server.start()
     for name in ("", own):
         healthy.set(name, health_pb2.HealthCheckResponse.SERVING)
