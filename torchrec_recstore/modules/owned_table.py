@@ -28,7 +28,10 @@ class OwnedTable:
         self.table = Table(**arguments)
 
     def with_optimizer(self, arguments: Mapping[str, Any]) -> OwnedTable:
-        """The same rows in a table of another optimizer; their state stays where that is of the same type."""
+        """The same rows in a table of another optimizer; their state stays where that is of the same type.
+
+        One of another type is for rows that have not been updated.
+        """
         fresh = OwnedTable(arguments)
         old, new = self.table, fresh.table
         keeps_state = type(old.optimizer) is type(new.optimizer)
@@ -44,8 +47,6 @@ class OwnedTable:
             return {**kept, **({name: rows.get(name, zeros[name]) for name in zeros} if keeps_state else zeros)}
 
         _copy(old, new, converted)
-        if not keeps_state:
-            new.optimizer_steps = 0
         return fresh
 
     def __deepcopy__(self, memo: dict[int, Any]) -> OwnedTable:
