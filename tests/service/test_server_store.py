@@ -18,7 +18,7 @@ from tests.recstore_server import RecStoreServer
 from tests.store.test_tier_failures import Pair, train_until_it_fails
 from torchrec_recstore import ServerStore, Table, TableOptions, flush_tables, ops, save_checkpoint
 from torchrec_recstore.checkpoint.info import read_chain
-from torchrec_recstore.checkpoint.load import load_rows
+from torchrec_recstore.checkpoint.rows import load_rows
 from torchrec_recstore.optim import Adam
 from torchrec_recstore.rpc.connection import Access, Connection
 from torchrec_recstore.store import ColdStoreError, open_cold_store
