@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import subprocess
+import sys
 import time
 from functools import partial
 from pathlib import Path
@@ -51,6 +53,24 @@ def test_it_keeps_the_promises_of_a_cold_store(server: RecStoreServer, second: R
     check_cold_store(ServerStore(both))
     assert (tables_of(server), tables_of(second)) == before
     check_cold_store(ServerStore(both, shared="conformance"))
+
+
+_FORGETFUL = """
+import sys
+import torch
+from torchrec_recstore import ServerStore, Table, TableOptions
+table = Table(4, options=TableOptions(max_rows=5, cold_store=ServerStore(sys.argv[1])))
+for first in range(0, 50, 5):
+    table.insert(torch.arange(first, first + 5), torch.ones(5, 4))
+assert table.stats().cold_rows == 45
+"""
+
+
+def test_a_process_that_ends_leaves_nothing(server: RecStoreServer, second: RecStoreServer, both: str) -> None:
+    before = tables_of(server), tables_of(second)
+    run = subprocess.run([sys.executable, "-c", _FORGETFUL, both], capture_output=True, text=True, timeout=60)
+    assert (run.returncode, run.stderr) == (0, "")
+    assert (tables_of(server), tables_of(second)) == before
 
 
 def test_every_pattern_of_bits_comes_back(both: str) -> None:
