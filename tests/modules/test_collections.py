@@ -21,6 +21,8 @@ from torchrec import (
 )
 from torchrec.models.dlrm import DLRM
 from torchrec.modules.embedding_configs import DataType
+from torchrec.modules.feature_processor_ import PositionWeightedModuleCollection
+from torchrec.modules.fp_embedding_modules import FeatureProcessedEmbeddingBagCollection
 
 from tests.modules.collections import IDS, bag_tables, batch, places, rows_of, sequence_tables
 from torchrec_recstore import ConstantInit, TableOptions, UniformInit
@@ -271,6 +273,21 @@ def test_in_a_model_of_torchrec() -> None:
         optimizer.step()
         losses.append(float(loss.detach()))
     assert losses[-1] < 0.1 < losses[0]
+
+
+def test_under_feature_processors_of_torchrec() -> None:
+    """Whose weights of positions get the gradients that they get with TorchRec's own tables."""
+    stock = EmbeddingBagCollection(tables=bag_tables(stock=True), is_weighted=True)
+    ours = RecStoreEmbeddingBagCollection(bag_tables(), is_weighted=True)
+    give_rows(stock.embedding_bags, ours.embedding_bags)
+    grads = []
+    for collection, given in ((stock, places(batch(0))), (ours, batch(0))):
+        processors = PositionWeightedModuleCollection({"a": 3, "b": 3, "c": 3})
+        model = FeatureProcessedEmbeddingBagCollection(collection, processors)
+        (model(given).values() + 0.5).square().sum().backward()
+        grads.append([weight.grad for weight in processors.parameters()])
+    for mine, other in zip(*reversed(grads), strict=True):
+        torch.testing.assert_close(mine, other, rtol=1e-5, atol=1e-6)
 
 
 def one(**more: Any) -> EmbeddingBagConfig:
