@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import subprocess
+import sys
 import time
 from functools import partial
 from pathlib import Path
@@ -14,13 +16,18 @@ from torchrec.distributed import DistributedModelParallel
 
 from tests.checkpoint import models
 from tests.distributed.workers import run_on_ranks
-from tests.recstore_server import RecStoreServer
+from tests.recstore_server import Proxy, RecStoreServer
 from tests.store.test_tier_failures import Pair, train_until_it_fails
 from torchrec_recstore import ServerStore, Table, TableOptions, flush_tables, ops, save_checkpoint
 from torchrec_recstore.checkpoint.info import read_chain
-from torchrec_recstore.checkpoint.load import load_rows
+from torchrec_recstore.checkpoint.rows import load_rows
 from torchrec_recstore.optim import Adam
+from torchrec_recstore.options import LRU, Expiry, MinFrequency
 from torchrec_recstore.rpc.connection import Access, Connection
+from torchrec_recstore.rpc.servers import Servers
+from torchrec_recstore.service.hosted import HostedTables
+from torchrec_recstore.service.limits import Limits
+from torchrec_recstore.service.spec import TableSpec
 from torchrec_recstore.store import ColdStoreError, open_cold_store
 from torchrec_recstore.store.conformance import check_cold_store
 
@@ -46,6 +53,24 @@ def test_it_keeps_the_promises_of_a_cold_store(server: RecStoreServer, second: R
     check_cold_store(ServerStore(both))
     assert (tables_of(server), tables_of(second)) == before
     check_cold_store(ServerStore(both, shared="conformance"))
+
+
+_FORGETFUL = """
+import sys
+import torch
+from torchrec_recstore import ServerStore, Table, TableOptions
+table = Table(4, options=TableOptions(max_rows=5, cold_store=ServerStore(sys.argv[1])))
+for first in range(0, 50, 5):
+    table.insert(torch.arange(first, first + 5), torch.ones(5, 4))
+assert table.stats().cold_rows == 45
+"""
+
+
+def test_a_process_that_ends_leaves_nothing(server: RecStoreServer, second: RecStoreServer, both: str) -> None:
+    before = tables_of(server), tables_of(second)
+    run = subprocess.run([sys.executable, "-c", _FORGETFUL, both], capture_output=True, text=True, timeout=60)
+    assert (run.returncode, run.stderr) == (0, "")
+    assert (tables_of(server), tables_of(second)) == before
 
 
 def test_every_pattern_of_bits_comes_back(both: str) -> None:
@@ -75,19 +100,42 @@ def test_more_rows_than_one_call_takes(both: str, monkeypatch: pytest.MonkeyPatc
     store.close()
 
 
-def test_a_server_with_a_bound_gives_no_row_up(tmp_path: Path) -> None:
-    server = RecStoreServer(tmp_path / "data", "--max-rows", "1000", "--eviction", "lru", "--expire-steps", "1")
-    try:
-        store = open_cold_store(ServerStore(server.address), name="bounded", row_bytes=8)
-        ids, rows = torch.arange(1000), torch.randint(0, 256, (1000, 8), dtype=torch.uint8)
-        store.put(ids, rows)
-        with pytest.raises(ColdStoreError, match=r"table 'cold/.*bounded' on server .*max_rows is 1000"):
-            store.put(ids[:10] + 1000, rows[:10])
-        found, got = store.get(ids)
-        assert found.all()
-        assert torch.equal(got, rows)
-    finally:
-        server.kill()
+def test_a_server_with_a_bound_gives_no_row_up(monkeypatch: pytest.MonkeyPatch, server: RecStoreServer) -> None:
+    made: list[str] = []
+    monkeypatch.setattr(Servers, "create", lambda self, table, specs: made.extend(specs))
+    monkeypatch.setattr(Servers, "delete", lambda self, table, ids: 0)
+    open_cold_store(ServerStore(server.address, shared="made"), name="t", row_bytes=8).close()
+    # As of recstore serve --max-rows 1000 --eviction lru --expire-steps 1 --min-frequency 2.
+    limits = Limits(max_rows=1000, eviction=LRU(), expiry=Expiry(1), admission=MinFrequency(2))
+    tables = HostedTables(limits)
+    tables.create("t", TableSpec.from_json(made[0]))
+    ids, rows = torch.arange(1000), torch.rand(1000, 2)
+    tables.push("t", ids, rows)
+    with pytest.raises(ValueError, match="max_rows is 1000"):
+        tables.push("t", ids[:10] + 1000, rows[:10])
+    found, got = tables.found_rows("t", ids)
+    assert found.all()
+    assert torch.equal(got, rows)
+    tables.close()
+
+
+def test_a_cut_and_a_slow_connection(server: RecStoreServer, proxy: Proxy) -> None:
+    store = open_cold_store(ServerStore(proxy.address, timeout_s=1.0), name="far", row_bytes=100)
+    ids, rows = torch.arange(5000), torch.randint(0, 256, (5000, 100), dtype=torch.uint8)
+    store.put(ids, rows)
+    proxy.cut_after = 200_000
+    assert torch.equal(store.get(ids)[1], rows)
+    assert proxy.cut_after is None
+    proxy.held.set()
+    for call in (lambda: store.get(ids), lambda: store.put(ids, rows.flip(0)), lambda: store.delete(ids), store.scan):
+        begin = time.monotonic()
+        with pytest.raises(ColdStoreError, match=rf"'cold/.*far' on server {proxy.address} (has not|cannot)"):
+            call()
+        assert 0.3 < time.monotonic() - begin < 3
+    proxy.held.clear()
+    store.put(ids, rows)
+    assert torch.equal(store.get(ids)[1], rows)
+    store.close()
 
 
 def train(model: DistributedModelParallel, steps: int) -> None:
@@ -150,21 +198,32 @@ def test_ranks_write_what_processes_of_another_job_read(both: str, tmp_path: Pat
         Table(8, torch.float16, Adam(lr=0.1), bounded, name="user", columns=range(4))
 
 
-def test_a_server_killed_in_mid_training(server: RecStoreServer, own_server: RecStoreServer) -> None:
-    store = ServerStore(f"{server.address},{own_server.address}", timeout_s=2.0)
-    pair = Pair(TableOptions(max_rows=500, cold_store=store))
+def test_a_server_stopped_and_one_killed(server: RecStoreServer, own_server: RecStoreServer) -> None:
+    shared = ServerStore(own_server.address, shared="kept", timeout_s=2.0)
+    store = open_cold_store(shared, name="t", row_bytes=8)
+    ids, rows = torch.arange(100), torch.randint(0, 256, (100, 8), dtype=torch.uint8)
+    store.put(ids, rows)
+    own_server.stop()
+    own_server.start()  # as it was
+    assert torch.equal(store.get(ids)[1], rows)
+    store.put(ids + 100, rows)
+
+    both = f"{server.address},{own_server.address}"
+    pair = Pair(TableOptions(max_rows=500, cold_store=ServerStore(both, timeout_s=1.5)))
     for _ in range(10):
         pair.train()
-    resident = ops.table_ids(pair.tiered.handle)
-    assert len(resident) > 400
     own_server.kill()
     begin = time.monotonic()
     train_until_it_fails(pair, rf"cold store ServerStore\(.*server {re.escape(own_server.address)} cannot be reached")
     assert 0.5 <= time.monotonic() - begin < 10  # it has tried
-    own_server.start()  # empty: what it had is lost, and that is not the same as never there
+    own_server.start()  # what it had is lost, and that is not the same as never there
     train_until_it_fails(pair, rf"server {re.escape(own_server.address)}.*restarted")
-    still = ops.table_ids(pair.tiered.handle)
-    assert len(still) > 400
-    rows, expected = pair.tiered.read_rows(still), pair.whole.read_rows(still)
-    assert all(torch.equal(rows[key], expected[key]) for key in expected)
+    resident = ops.table_ids(pair.tiered.handle)
+    assert len(resident) > 400
+    rows_now, expected = pair.tiered.read_rows(resident), pair.whole.read_rows(resident)
+    assert all(torch.equal(rows_now[key], expected[key]) for key in expected)
+    with pytest.raises(ColdStoreError, match="restarted"):
+        store.get(ids)
+    again = open_cold_store(shared, name="t", row_bytes=8)  # from the last save, knowingly
+    assert again.get(torch.arange(200))[0].tolist() == [True] * 100 + [False] * 100
     pair.tiered.close()

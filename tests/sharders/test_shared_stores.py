@@ -61,9 +61,18 @@ def test_what_a_checkpoint_cannot_do_with_a_shared_store_is_said_at_once(tmp_pat
     with pytest.raises(ValueError, match=r"table 'user'.*SharedDictOptions.* is shared.*save all of it"):
         save_checkpoint(model, tmp_path / "delta", delta_of=tmp_path / "whole")
     assert not (tmp_path / "delta").exists()
-    with pytest.raises(ValueError, match=r"table 'user'.*SharedDictOptions.* is shared"):
+    weight = model.module.over.weight.clone()
+    with torch.no_grad():
+        model.module.over.weight.zero_()
+    with pytest.raises(ValueError, match=r"table 'user'.*SharedDictOptions.*shared.*strict=False"):
         load_checkpoint(model, tmp_path / "whole")
+    assert not model.module.over.weight.any()
     models.assert_holds(model, held)
+    flush_tables(model)
+    again = models.recstore(options=SHARED)
+    load_checkpoint(again, tmp_path / "whole", strict=False)  # all but the rows, which are there
+    assert torch.equal(again.module.over.weight, weight)
+    models.assert_holds(again, held)
 
 
 @pytest.mark.usefixtures("one_rank")

@@ -192,6 +192,34 @@ def test_a_refresh_keeps_what_a_backward_needs() -> None:
     assert_same(shared(), whole)
 
 
+@pytest.mark.parametrize("moment", ["flush", "_changed", "_put"])
+def test_a_backward_in_the_midst_of_a_refresh_is_not_lost(moment: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    table, whole = shared(), Table(DIM, optimizer=ADAM)
+    train(batches(3), table, whole)
+    table.flush()
+    ids = whole.ids()[10:20]
+    outs = [PooledKernel([each], [0], "sum")(ids, torch.arange(11), train=True) for each in (table, whole)]
+    tier = table.tier
+    assert tier is not None
+    call, pending = getattr(tier, moment), True
+
+    def then_backward(*arguments: Any) -> Any:
+        nonlocal pending
+        result = call(*arguments)
+        if pending:  # as in another thread: at this moment
+            pending = False
+            for out in outs:
+                out.square().sum().backward()
+        return result
+
+    monkeypatch.setattr(tier, moment, then_backward)
+    table.refresh()
+    assert not pending
+    assert_same(table, whole)
+    table.flush()
+    assert_same(shared(), whole)
+
+
 def test_rows_of_a_clock_ahead_come_as_of_now() -> None:
     ahead = shared()
     ahead.steps = 10**6

@@ -271,9 +271,9 @@ CHECKS = (
     _takes_big_batches,
 )
 SHARED_CHECKS = (
-    *(check for check in CHECKS if check not in (_keeps_stores_apart, _closes)),
     _is_one_of_a_name,
     _outlives_its_users,
+    *(check for check in CHECKS if check not in (_keeps_stores_apart, _closes)),
 )
 
 

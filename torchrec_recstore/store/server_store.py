@@ -51,7 +51,7 @@ class ServerColdStore:
         try:
             self._call(lambda: self._servers.create(self._table, self._specs()))
             # A write of nothing: from the first one on, the connections know the servers that they are for.
-            self._call(lambda: self._servers.delete(self._table, torch.empty(0, dtype=torch.int64)))
+            self._delete_part(torch.empty(0, dtype=torch.int64))
         except ColdStoreError:
             self._servers.close()
             raise
@@ -74,7 +74,8 @@ class ServerColdStore:
         """As :meth:`ColdStore.delete`."""
         check_ids(ids)
         self._check_open()
-        self._call(lambda: self._servers.delete(self._table, ids))
+        for part in in_parts(ids, _CALL_BYTES // ids.element_size()):
+            self._delete_part(part)
 
     def ids(self) -> Tensor:
         """As :meth:`SharedColdStore.ids`."""
@@ -143,6 +144,9 @@ class ServerColdStore:
         padded = torch.zeros(len(ids), self._columns * _COLUMN_BYTES, dtype=torch.uint8)
         padded[:, : self._row_bytes] = rows
         self._call(lambda: self._servers.push(self._table, ids, padded.view(torch.float32)))
+
+    def _delete_part(self, ids: Tensor) -> None:
+        self._call(lambda: self._servers.delete(self._table, ids))
 
     def _rows_of(self, ids: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
         for part in in_parts(ids, self._rows_a_call):
