@@ -21,7 +21,7 @@ from tests.store.test_tier_failures import Pair, train_until_it_fails
 from torchrec_recstore import ServerStore, Table, TableOptions, flush_tables, ops, save_checkpoint
 from torchrec_recstore.checkpoint.info import read_chain
 from torchrec_recstore.checkpoint.rows import load_rows
-from torchrec_recstore.optim import Adam
+from torchrec_recstore.optim import Adagrad, Adam, RowWiseAdagrad
 from torchrec_recstore.options import LRU, Expiry, MinFrequency
 from torchrec_recstore.rpc.connection import Access, Connection
 from torchrec_recstore.rpc.servers import Servers
@@ -192,10 +192,11 @@ def test_ranks_write_what_processes_of_another_job_read(both: str, tmp_path: Pat
                 assert torch.equal(table.ids(), ids)
                 rows = table.read_rows(ids)
                 assert all(torch.equal(rows[key], expected[key]) for key in expected)
-    narrow = Table(8, optimizer=Adam(lr=0.1), options=bounded, name="user")
-    assert len(narrow) == 0  # columns are split otherwise
-    with pytest.raises(ColdStoreError, match=r"table 'cold/ranks/user.*' is there already, and another one: dim"):
-        Table(8, torch.float16, Adam(lr=0.1), bounded, name="user", columns=range(4))
+    assert len(Table(8, optimizer=Adam(lr=0.1), options=bounded, name="user")) == 0  # columns are split otherwise
+    assert len(Table(8, torch.float16, Adam(lr=0.1), bounded, name="user", columns=range(4))) == 0
+    Table(8, optimizer=Adagrad(lr=0.1), options=bounded, name="sums")
+    with pytest.raises(ColdStoreError, match=r"table 'cold/ranks/sums.*' is there already, and another one: dim"):
+        Table(8, optimizer=RowWiseAdagrad(lr=0.1), options=bounded, name="sums")
 
 
 def test_a_server_stopped_and_one_killed(server: RecStoreServer, own_server: RecStoreServer) -> None:

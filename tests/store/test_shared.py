@@ -335,3 +335,31 @@ def test_what_a_shared_store_does_not_allow_is_said() -> None:
     with pytest.raises(ValueError, match=r"TableOptions\.expiry cannot be used with a shared cold store"):
         shared(expiry=Expiry(5))
     assert all(torch.equal(value, rows[key]) for key, value in table.read_rows(table.ids()).items())
+
+
+def _of_type(dtype: torch.dtype) -> Table:
+    options = TableOptions(max_rows=MAX_ROWS, cold_store=SharedDictOptions())
+    return Table(4, dtype, optimizer=ADAM, options=options, name="typed")
+
+
+def test_rows_of_another_kind_are_apart() -> None:
+    ids = torch.arange(10)
+    with _of_type(torch.float16) as one:
+        one.insert(ids, torch.ones(10, 4))
+    with _of_type(torch.bfloat16) as other:
+        assert not other.contains(ids).any()
+    with _of_type(torch.float16) as again:
+        assert torch.equal(again.lookup(ids), torch.ones(10, 4, dtype=torch.float16))
+
+
+def test_staged_rows_are_not_those_that_others_have_written_since() -> None:
+    ids = torch.arange(10)
+    with _of_type(torch.float32) as one, _of_type(torch.float32) as other:
+        one.insert(ids, torch.ones(10, 4))
+        one.flush()
+        other.tier.prefetch(ids)
+        one.insert(ids, torch.full((10, 4), 2.0))
+        one.flush()
+        assert torch.equal(other.lookup(ids), torch.full((10, 4), 2.0))
+        other.refresh()
+        assert torch.equal(other.lookup(ids, train=True), torch.full((10, 4), 2.0))

@@ -339,8 +339,10 @@ class Connection:
                 if timeout_s is not None and not failed:
                     end = time.monotonic() + self._access.timeout_s
                 failed = True
-                if error.code() not in _PASSING or end - time.monotonic() <= pause:
+                left = end - time.monotonic()
+                if error.code() not in _PASSING or left <= 0:
                     raise self._error(table, error) from None
+                pause = min(pause, left)
             except ValueError as error:
                 if "closed channel" in str(error):
                     raise ValueError(f"{self._named(table)}: the client is closed") from None

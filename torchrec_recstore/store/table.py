@@ -113,9 +113,11 @@ class Table:
         self.tier: ColdTier | None = None
         """What moves rows between memory and the cold store, where there is one."""
         if options.cold_store is not None:
-            # The rows of a shared store are found by jobs that split them otherwise.
-            of_shard = "" if is_shared(options.cold_store) else f".{shard}"
-            store_name = f"{name}{of_shard}.{columns.start}-{columns.stop}"
+            store_name = f"{name}.{shard}.{columns.start}-{columns.stop}"
+            if is_shared(options.cold_store):
+                # Found by jobs that split rows otherwise, and by none that would read the bytes as another kind of row.
+                kind = ".".join([str(dtype).removeprefix("torch."), *state_names(optimizer)])
+                store_name = f"{name}.{columns.start}-{columns.stop}.{kind}"
             self.tier = ColdTier(self.handle, options, store_name, owned)
             self._free_store = weakref.finalize(self, self.tier.close)
 

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import threading
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from typing import Literal, cast
 
@@ -65,7 +65,7 @@ class ColdTier:
         """Rows in the store with an earlier last step than this have expired."""
         self._staged: deque[tuple[Tensor, Tensor]] = deque(maxlen=_STAGED_BATCHES)  # ids, ascending, and images
         self._fetching = 0
-        self._stores_had = 0  # what is fetched from one is of no use with the next
+        self._forgotten = 0  # how often: what was being fetched is of no use either
         self._outdated: list[Tensor] = []  # ids that were written or deleted while others are being fetched
         self._sweep: Iterator[tuple[Tensor, Tensor]] | None = None
 
@@ -92,7 +92,7 @@ class ColdTier:
             absent = ops.table_absent(self._handle, ids)
             if len(absent) == 0:
                 return
-            found, images = self._fetch(absent)
+            found, images = self._fetch(absent, self._staged)
             new = absent[~found]
             admitted = len(new)
             if arrival != "write" and admitted:
@@ -120,7 +120,7 @@ class ColdTier:
             for staged, _ in self._staged:
                 wanted = wanted[~among(wanted, staged)]
             self._fetching += 1
-            number, store = self._stores_had, self.store
+            number, store = self._forgotten, self.store
         fetched: tuple[Tensor, Tensor] | None = None
         try:
             if len(wanted):
@@ -131,7 +131,7 @@ class ColdTier:
         finally:
             with self.lock:
                 self._fetching -= 1
-                if fetched is not None and number == self._stores_had:
+                if fetched is not None and number == self._forgotten:
                     self._staged.append(fetched)
                     for outdated in self._outdated:
                         self._unstage(outdated)
@@ -146,7 +146,8 @@ class ColdTier:
         """
         with self.lock:
             absent = ops.table_absent(self._handle, ids).sort().values
-            found, images = self._fetch(absent)
+            # What was staged for a training step is not what others have written to a shared store since.
+            found, images = self._fetch(absent, staged=() if self.shared else self._staged)
             return absent[found], images
 
     def found(self, ids: Tensor) -> Tensor:
@@ -214,6 +215,7 @@ class ColdTier:
         """As :meth:`flush`; then the rows leave memory, but those that a pending backward needs."""
         with self.lock:
             self.flush()
+            self._forget_staged()
             everything = ops.table_ids(self._handle)
             for ids in torch.split(everything, max(_PART, -(-len(everything) // _RELEASES))):
                 images = ops.table_images(self._handle, ids)
@@ -239,19 +241,21 @@ class ColdTier:
         self.expired_before, other.expired_before = other.expired_before, self.expired_before
         self.dead, other.dead = other.dead, self.dead
         for tier in (self, other):
-            tier._stores_had += 1
-            tier._staged.clear()
+            tier._forget_staged()
             tier._sweep = None
 
     def close(self) -> None:
         """Forgets all rows of the store, unless it is shared."""
         self.store.close()
 
-    def _fetch(self, ids: Tensor) -> tuple[Tensor, Tensor]:
-        """Which of ``ids``, distinct and not in memory, are in the store: (N,) bool; and the images of these."""
+    def _fetch(self, ids: Tensor, staged: Iterable[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+        """Which of ``ids``, distinct and not in memory, are in the store: (N,) bool; and the images of these.
+
+        Images of ``staged`` need not be read.
+        """
         unknown = self._may_be_cold(ids) & ~among(ids, self.dead)
         parts: list[tuple[Tensor, Tensor]] = []  # places among ids, ascending, and images
-        for staged_ids, staged_images in self._staged:
+        for staged_ids, staged_images in staged:
             places = (among(ids, staged_ids) & unknown).nonzero().squeeze(1)
             if len(places):
                 parts.append((places, staged_images[torch.searchsorted(staged_ids, ids[places])]))
@@ -330,6 +334,11 @@ class ColdTier:
         self._unstage(ids)
         if self._fetching:
             self._outdated.append(ids)
+
+    def _forget_staged(self) -> None:
+        """Also what is being fetched now."""
+        self._forgotten += 1
+        self._staged.clear()
 
     def _unstage(self, ids: Tensor) -> None:
         if not self._staged:
