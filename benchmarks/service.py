@@ -107,12 +107,16 @@ def eight_clients(steps: int) -> None:
             subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) for _ in range(CLIENTS)
         ]
         for process in begin_together:
-            assert process.stdout is not None
             process.stdout.readline()  # it is ready
         begin = clock()
         for process in begin_together:
-            process.communicate("\n")
+            process.stdin.write("\n")
+            process.stdin.flush()
+        for process in begin_together:
+            process.stdout.readline()  # it is done
         seconds = clock() - begin
+        for process in begin_together:
+            process.communicate()
     rate = round(CLIENTS * steps * IDS / seconds / 1e6, 2)
     emit({"benchmark": "service_clients", "clients": CLIENTS, "ids": IDS, "dim": DIM, "million_ids_per_second": rate})
 
@@ -126,6 +130,7 @@ def one_client(address: str, steps: int) -> None:
     sys.stdin.readline()
     for i in range(steps):
         client.pull("t", batches[i % 4])
+    print("done", flush=True)
 
 
 def overlap(steps: int) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import random
 import socket
@@ -121,12 +122,19 @@ def test_what_was_loaded_is_what_a_server_starts_from(own_server: RecStoreServer
     client.update("t", IDS, _grads(2))
     after = client.pull("t", IDS)
     with pytest.raises(ValueError, match="choose another name"):
-        client.save("stopped")
+        client.save("stopped-0")
     own_server.stop()
     with pytest.raises(OSError, match="cannot listen"), socket.create_server(("127.0.0.1", 0)) as taken:
         _serve(own_server.data, f"127.0.0.1:{taken.getsockname()[1]}")
     own_server.start()
     assert torch.equal(client.pull("t", IDS), after)
+    own_server.stop()
+    state = own_server.data / "server.json"
+    left = json.loads(state.read_text())
+    state.write_text(json.dumps({**left, "last": "tuesday"}))  # by hand, as after a damaged checkpoint
+    own_server.start()
+    with pytest.raises(ServerRestartedError):
+        client.pull("t", IDS)
 
 
 def test_calls_without_a_token_take_no_place(tmp_path: Path) -> None:
@@ -136,10 +144,14 @@ def test_calls_without_a_token_take_no_place(tmp_path: Path) -> None:
     with grpc.insecure_channel(server.address) as channel:
         call = channel.stream_stream("/torchrec_recstore.ParameterServer/Pull")
         waiting = [call(iter(end.wait, True)) for _ in range(100)]
+        check = channel.stream_unary("/grpc.health.v1.Health/Check")
+        checks = [check.future(iter(end.wait, True)) for _ in range(40)]
         with RecStoreClient([server.address], token="right", timeout_s=10) as client:
             client.init_data("t", (400, 8), torch.float32)
         for each in waiting:
             assert each.code() is grpc.StatusCode.UNAUTHENTICATED
+        for each in checks:
+            each.cancel()
         end.set()
     server.kill()
 

@@ -213,10 +213,12 @@ class Connection:
 
     def load(self, name: str) -> None:
         """Replaces the server's tables by saved ones; the client goes on with the server as it is then."""
+        with self._lock:  # of what other threads write meanwhile nobody knows whether it was before
+            saved = min(self._pending, default=self._requests + 1) - 1
         self._call("", lambda left: self._unary("Load", pb.LoadRequest(name=name), left), _LONG_CALL_S)
         self._adopt("")
         with self._lock:
-            self._saved = self._requests
+            self._saved = max(self._saved, saved)
 
     def check_process(self) -> None:
         """Refuses a process that has been forked since: its requests would have the numbers of this one's.

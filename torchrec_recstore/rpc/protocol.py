@@ -12,8 +12,8 @@ NO_INITIAL_ROW = "NoInitialRow"
 
 PART_IDS = 1 << 16
 PART_BYTES = 1 << 20
-MESSAGE_BYTES = 1 << 26
-"""Of one part at most: a row is not split, and may be longer than ``PART_BYTES``."""
+MESSAGE_BYTES = (1 << 26) + (1 << 20)
+"""Of one part at most: a row is not split, may be longer than ``PART_BYTES``, and has at most 2**24 columns."""
 
 
 def token_value(token: str) -> str:

@@ -18,6 +18,7 @@ from torchrec_recstore.rpc.errors import ServiceError
 from torchrec_recstore.rpc.protocol import NO_INITIAL_ROW
 from torchrec_recstore.rpc.tensor_bytes import put_rows, rows_at, to_bytes
 
+_CALLS = 256  # at once, more than wait for each other in practice: the deadline of a call begins when it has a thread
 _Result = TypeVar("_Result")
 
 
@@ -42,7 +43,7 @@ class Servers:
         if access.token is not None and access.tls_ca is None and open_to_others:
             raise ValueError(f"token would go to {open_to_others[0]} in the clear: pass tls_ca as well")
         self._connections = [Connection(address, access) for address in self.addresses]
-        self._threads = ThreadPoolExecutor(4 * len(self.addresses), "recstore-client")
+        self._threads = ThreadPoolExecutor(_CALLS * len(self.addresses), "recstore-client")
         self._close = weakref.finalize(self, _close, self._connections, self._threads)
 
     def specs(self, table: str) -> list[str | None]:

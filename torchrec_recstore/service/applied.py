@@ -44,9 +44,10 @@ class AppliedRequests:
             self._clients.move_to_end(client)
             while len(self._clients) > _CLIENTS:
                 self._clients.popitem(last=False)
-            known.done_before = max(known.done_before, done_before)
-            for number in [number for number in known.answers if number < known.done_before]:
-                del known.answers[number]
+            if done_before > known.done_before:
+                known.done_before = done_before
+                for number in [number for number in known.answers if number < done_before]:
+                    del known.answers[number]
             if request < known.done_before:
                 raise ValueError(f"request {request} of client {client!r} has been answered already")
             answer = known.answers.get(request)

@@ -160,7 +160,11 @@ class RecStoreClient:
         ids = checked_ids(name, ids)
         grads = checked_rows(name, "grads", grads, ids, spec)
         for attempt in range(_ATTEMPTS):
-            initial = self._initial_rows(name, ids) if spec.initial_rows else None
+            initial = None
+            if spec.initial_rows:
+                # After a first refusal for all, so that there is no reason for another.
+                missing = torch.unique(ids[~tables.exists(name, ids)] if attempt == 0 else ids)
+                initial = self._initial_rows(name, missing)
             try:
                 tables.update(name, ids, grads, initial)
                 return
@@ -291,9 +295,8 @@ class RecStoreClient:
         return whole
 
     def _initial_rows(self, name: str, ids: Tensor) -> InitialRows | None:
-        """Of those ids that have no row."""
-        missing = torch.unique(ids[~self._tables.exists(name, ids)])
-        return (missing, self._maker(name).rows(missing).float()) if len(missing) else None
+        """Of ``ids``, distinct."""
+        return (ids, self._maker(name).rows(ids).float()) if len(ids) else None
 
     def _maker(self, name: str) -> InitialRowMaker:
         maker = self._makers.get(name)

@@ -59,12 +59,15 @@ class HostedTables:
 
     def create(self, name: str, spec: TableSpec) -> None:
         """As :meth:`Tables.create`; ``spec.shard`` tells which part of the table this is."""
-        with self._lock:
-            there = self._named().get(name)
-            if there is None:
-                self._named()[name] = Hosted(name, spec, _made(name, spec, self._limits))
-            elif there.spec != spec:
-                raise ValueError(f"table {name!r} is there already, and another one: {there.spec.difference(spec)}")
+        there = self._named().get(name)
+        if there is None:
+            with self._lock:
+                there = self._named().get(name)
+                if there is None:
+                    self._named()[name] = Hosted(name, spec, _made(name, spec, self._limits))
+                    return
+        if there.spec != spec:
+            raise ValueError(f"table {name!r} is there already, and another one: {there.spec.difference(spec)}")
 
     def spec(self, name: str) -> TableSpec | None:
         """As :meth:`Tables.spec`, with the shard that it was made with."""

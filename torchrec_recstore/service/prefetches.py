@@ -4,7 +4,7 @@ import itertools
 import os
 import threading
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from typing import Generic, TypeVar
 
 _Read = TypeVar("_Read")
@@ -47,7 +47,10 @@ class Prefetches(Generic[_Read]):
             future = self._pending.pop(handle, None)
         if future is None:
             raise ValueError(f"there is no prefetch {handle!r}, or it has been waited for already")
-        return future.result()
+        try:
+            return future.result()
+        except CancelledError:
+            raise ValueError("the client is closed") from None
 
     def close(self) -> None:
         """Forgets reads that have not begun, and waits for the others."""

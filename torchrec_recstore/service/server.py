@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import shutil
 import threading
 import time
 import uuid
@@ -29,8 +30,8 @@ from torchrec_recstore.service.metrics import Observer
 from torchrec_recstore.service.spec import TableSpec
 
 MAX_REQUEST_BYTES = 2**31
-STOPPED = "stopped"
-"""Name of the checkpoint that a server writes when it stops."""
+STOPPED = ("stopped-0", "stopped-1")
+"""Names of the checkpoints that servers write when they stop, in turns: not every filesystem can replace one."""
 _ERROR_BYTES = 4000
 _CODES = {
     ValueError: grpc.StatusCode.INVALID_ARGUMENT,
@@ -70,9 +71,10 @@ class ParameterServer(ParameterServerServicer):
         self._incarnation = uuid.uuid4().hex
         if directory.last is not None:
             tables.load(directory.checkpoint(directory.last))
-        if directory.stopped is not None:
-            self._incarnation = directory.stopped["incarnation"]
-            self._applied.from_json(directory.stopped["applied"])
+        stopped = directory.stopped
+        if stopped is not None and stopped["checkpoint"] == directory.last:
+            self._incarnation = stopped["incarnation"]
+            self._applied.from_json(stopped["applied"])
 
     def begin(self) -> None:
         """To be called when nothing can go wrong any more, before the first call is taken."""
@@ -91,8 +93,13 @@ class ParameterServer(ParameterServerServicer):
 
     def _save_stopped(self) -> None:
         if self._tables.specs() or self._directory.last is not None:
-            self._tables.save(self._directory.checkpoint(STOPPED), overwrite=True)
-            self._directory.set_last(STOPPED, {"incarnation": self._incarnation, "applied": self._applied.to_json()})
+            # Not the one that the next server would start from if this one came no further.
+            name = next(name for name in STOPPED if name != self._directory.last)
+            path = self._directory.checkpoint(name)
+            shutil.rmtree(path, ignore_errors=True)
+            self._tables.save(path)
+            stopped = {"checkpoint": name, "incarnation": self._incarnation, "applied": self._applied.to_json()}
+            self._directory.set_last(name, stopped)
 
     def Describe(self, request: pb.DescribeRequest, context: Any) -> pb.DescribeReply:
         """As in recstore.proto."""
@@ -160,8 +167,8 @@ class ParameterServer(ParameterServerServicer):
         with self._call("Save", context):
             self._check_incarnation(request.incarnation or "none")
             path = self._directory.checkpoint(request.name)
-            if request.name == STOPPED:
-                raise ValueError(f"a server that stops saves as {STOPPED!r}: choose another name")
+            if request.name in STOPPED:
+                raise ValueError(f"a server that stops saves as {request.name!r}: choose another name")
 
             def save() -> int:
                 with self._saving:
