@@ -213,3 +213,15 @@ def test_rows_that_have_left_memory_are_stepped(tmp_path: Any) -> None:
     emb(torch.tensor([4]))
     optimizer.step([emb])
     assert torch.equal(emb.table.lookup(torch.arange(6))[:, 0], torch.tensor([-1.0, -1, 0, 0, 0, 0]))
+
+
+def test_gradients_changed_in_place_are_refused() -> None:
+    module, optimizer = RecStoreEmbedding(10, 4, fused=False), SparseSGD(lr=0.1)
+    module(torch.arange(3)).sum().backward()
+    module.zero_grad(set_to_none=False)
+    with pytest.raises(ValueError, match=r"weight\.grad has been changed in place"):
+        optimizer.step([module])
+    module.zero_grad()
+    module(torch.arange(3)).sum().backward()
+    optimizer.step([module])
+    assert module.table.stats().updates == 3

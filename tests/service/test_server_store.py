@@ -18,7 +18,16 @@ from tests.checkpoint import models
 from tests.distributed.workers import run_on_ranks
 from tests.recstore_server import Proxy, RecStoreServer
 from tests.store.test_tier_failures import Pair, train_until_it_fails
-from torchrec_recstore import ServerStore, Table, TableOptions, flush_tables, ops, save_checkpoint
+from torchrec_recstore import (
+    ServerStore,
+    Table,
+    TableOptions,
+    export_dense_weights,
+    flush_tables,
+    load_dense_weights,
+    ops,
+    save_checkpoint,
+)
 from torchrec_recstore.checkpoint.info import read_chain
 from torchrec_recstore.checkpoint.rows import load_rows
 from torchrec_recstore.optim import Adagrad, Adam, RowWiseAdagrad
@@ -172,6 +181,11 @@ def trained_on_a_rank(rank: int, world_size: int, servers: str, directory: Path)
     models.assert_holds(model, models.shards(unbounded))
     for name, each in (("shared", model), ("unbounded", unbounded)):
         save_checkpoint(each, directory / name)
+    weights = {name: torch.ones(200, 8) for name in models.TABLES}
+    load_dense_weights(model, weights)
+    flush_tables(model)
+    for name, expected in weights.items():
+        assert torch.equal(export_dense_weights(model, name, 200), expected)
 
 
 def test_ranks_write_what_processes_of_another_job_read(both: str, tmp_path: Path) -> None:
@@ -188,8 +202,8 @@ def test_ranks_write_what_processes_of_another_job_read(both: str, tmp_path: Pat
             reader.steps = whole.steps
             ids, expected = whole.ids(), whole.read_rows(whole.ids())
             assert len(ids) > 2 * MAX_ROWS
-            for table in (saved, reader):
-                assert torch.equal(table.ids(), ids)
+            for table, loaded in ((saved, ids[:0]), (reader, torch.arange(200))):
+                assert torch.equal(table.ids(), torch.cat([ids, loaded]).unique())
                 rows = table.read_rows(ids)
                 assert all(torch.equal(rows[key], expected[key]) for key in expected)
     assert len(Table(8, optimizer=Adam(lr=0.1), options=bounded, name="user")) == 0  # columns are split otherwise

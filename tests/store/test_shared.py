@@ -363,3 +363,19 @@ def test_staged_rows_are_not_those_that_others_have_written_since() -> None:
         assert torch.equal(other.lookup(ids), torch.full((10, 4), 2.0))
         other.refresh()
         assert torch.equal(other.lookup(ids, train=True), torch.full((10, 4), 2.0))
+
+
+def test_a_table_whose_store_fails_can_be_closed() -> None:
+    table = shared()
+    table.lookup(torch.arange(10), train=True)
+    DictStore.failing = True
+    with pytest.raises(ColdStoreError):
+        table.close()
+    table.close(flush=False)
+    with pytest.raises(ValueError, match="no open table"):
+        table.lookup(torch.arange(10))
+    DictStore.failing = False
+    with pytest.raises(KeyError), shared() as table:
+        table.lookup(torch.arange(10), train=True)
+        DictStore.failing = True
+        raise KeyError

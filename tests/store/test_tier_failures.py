@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import threading
 import time
@@ -144,3 +145,18 @@ def test_a_store_that_cannot_be_opened_is_named(tmp_path: Path) -> None:
         assert "secret" not in str(failure.value)
     with pytest.raises(TypeError, match="no cold store is registered for str"):
         Table(4, options=TableOptions(max_rows=10, cold_store="/tmp"))
+
+
+def test_a_forked_process_ends_no_rows_of_its_parent(tmp_path: Path) -> None:
+    options = TableOptions(max_rows=10, cold_store=RocksDBStore(str(tmp_path)))
+    table = Table(4, options=options)
+    ids, rows = torch.arange(100), torch.randn(100, 4)
+    for part in ids.split(10):
+        table.insert(part, rows[part])
+    child = os.fork()
+    if child == 0:
+        table.close()
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0
+    assert torch.equal(table.lookup(ids), rows)
+    table.close()

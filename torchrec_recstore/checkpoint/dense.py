@@ -70,6 +70,7 @@ def export_dense_weights(model: nn.Module, table_name: str, num_rows: int) -> Te
         columns = shard.table.columns
         for begin in range(0, num_rows, _CHUNK):
             ids = torch.arange(begin, min(begin + _CHUNK, num_rows))
+            ids = ids[shard.owned(ids)]  # a shared cold store has the rows of the other ranks as well
             ids = ids[shard.table.contains(ids)]
             out[ids, columns.start : columns.stop] = shard.table.lookup(ids).float()
     if state.env.process_group is not None and dist.get_world_size(state.env.process_group) > 1:

@@ -63,6 +63,7 @@ class TableModule(nn.Module):
         self._learning_rate = learning_rate
         self.fused = fused
         self._collected: list[tuple[Tensor, Tensor]] = []
+        self._grad_version = 0
         self.weight = nn.Parameter(self._no_rows(device))
 
     @property
@@ -110,11 +111,21 @@ class TableModule(nn.Module):
             self._collected.clear()
             # It is set to None by whatever zeroes gradients, of this module alone or of the whole model.
             self.weight.grad = torch.zeros_like(self.weight)
+            self._grad_version = self.weight.grad._version
         self._collected.append((ids, grads))
 
     @property
     def collected(self) -> tuple[Tensor, Tensor] | None:
-        """The gradients since they were zeroed or stepped: ids (N,) int64, grads (N, dim); None: there are none."""
+        """The gradients since they were zeroed or stepped: ids (N,) int64, grads (N, dim); None: there are none.
+
+        Raises:
+            ValueError: ``weight.grad`` was changed in place.
+        """
+        if self._collected and self.weight.grad is not None and self.weight.grad._version != self._grad_version:
+            raise ValueError(
+                f"table {self.table.name!r}: weight.grad has been changed in place, as zero_grad(set_to_none=False), "
+                "clip_grad_norm_ and GradScaler do: the collected gradients are not in it. Zero them with zero_grad()"
+            )
         if self.weight.grad is None or not self._collected:
             return None
         ids, grads = zip(*self._collected, strict=True)

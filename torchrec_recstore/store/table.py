@@ -12,6 +12,7 @@ from torchrec_recstore import ops
 from torchrec_recstore.ids import among
 from torchrec_recstore.optim import Optimizer, RowWiseAdagrad, state_names
 from torchrec_recstore.options import TableOptions, default_initializer, is_shared
+from torchrec_recstore.store.cold import ColdStoreError
 from torchrec_recstore.store.cold_snapshot import ColdSnapshot
 from torchrec_recstore.store.images import unpacked
 from torchrec_recstore.store.snapshot import Snapshot, named_rows
@@ -418,13 +419,14 @@ class Table:
             steps=steps,
         )
 
-    def close(self) -> None:
+    def close(self, *, flush: bool = True) -> None:
         """Frees the rows, cold ones too; any later use raises ValueError. Closing twice is fine.
 
-        With a shared cold store, :meth:`flush` is called first, and raises what it raises: the table is then open
-        still. A table that is dropped without being closed writes nothing.
+        Args:
+            flush: with a shared cold store, call :meth:`flush` first, which raises what it raises: the table is then
+                open still. A table that is dropped without being closed writes nothing.
         """
-        if self._free_rows.alive and self.tier is not None and self.tier.shared:
+        if flush and self._free_rows.alive and self.tier is not None and self.tier.shared:
             self.flush()
         self._free_rows()
         if self.tier is not None:
@@ -445,7 +447,12 @@ class Table:
     def __exit__(
         self, kind: type[BaseException] | None, value: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        self.close()
+        try:
+            self.close()
+        except ColdStoreError:
+            self.close(flush=False)
+            if kind is None:  # else that error is the one to be seen
+                raise
 
     def __reduce__(self) -> str:
         raise TypeError(f"table {self.name!r} owns native memory and cannot be copied or pickled")

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import os
 import threading
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -53,6 +54,7 @@ class ColdTier:
         self._expiry = options.expiry.steps if options.expiry is not None else None
         self._every = max(1, (self._expiry or 0) // 4)
         self._max_rows = options.max_rows or 0
+        self._process = os.getpid()
         self.lock = threading.RLock()
         self._calls = threading.Lock()  # of the store: one at a time, also those that prefetch() makes beside the lock
         self.image_bytes = ops.table_image_bytes(handle)
@@ -245,8 +247,9 @@ class ColdTier:
             tier._sweep = None
 
     def close(self) -> None:
-        """Forgets all rows of the store, unless it is shared."""
-        self.store.close()
+        """Forgets all rows of the store, unless it is shared; in a forked process none: they are its parent's."""
+        if os.getpid() == self._process:
+            self.store.close()
 
     def _fetch(self, ids: Tensor, staged: Iterable[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
         """Which of ``ids``, distinct and not in memory, are in the store: (N,) bool; and the images of these.
