@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import pickle
 from typing import Any
 
@@ -15,6 +16,7 @@ from torchrec_recstore.options import (
     MinFrequency,
     RedisStore,
     RocksDBStore,
+    ServerStore,
     TableOptions,
     UniformInit,
     default_initializer,
@@ -60,6 +62,29 @@ EVERYTHING = TableOptions(
         (lambda: RedisStore(3), TypeError, r"RedisStore\.url must be a str, got int"),
         (lambda: RedisStore("redis://host", -1.0), ValueError, r"RedisStore\.retry_seconds must not be negative"),
         (lambda: RedisStore("redis://host", float("inf")), ValueError, r"RedisStore\.retry_seconds must be finite"),
+        (lambda: ServerStore(["host:1"]), TypeError, r"ServerStore\.servers must be a str, got list"),
+        (lambda: ServerStore(""), ValueError, r"ServerStore\.servers must not be empty"),
+        (lambda: ServerStore("host"), ValueError, r"ServerStore\.servers must be 'host:port,host:port', got 'host'"),
+        (lambda: ServerStore("host:1,"), ValueError, r"ServerStore\.servers must be 'host:port,host:port', got ''"),
+        (
+            lambda: ServerStore("host:0"),
+            ValueError,
+            r"ServerStore\.servers must be 'host:port,host:port', got 'host:0'",
+        ),
+        (lambda: ServerStore("host:65536"), ValueError, r"ServerStore\.servers must be .*'host:65536'"),
+        (lambda: ServerStore("h:1, h:1"), ValueError, r"ServerStore\.servers must differ, got 'h:1, h:1'"),
+        (lambda: ServerStore("h:1", shared=True), TypeError, r"ServerStore\.shared must be a str, got bool"),
+        (lambda: ServerStore("h:1", shared=""), ValueError, r"ServerStore\.shared must not be empty"),
+        (lambda: ServerStore("h:1", token=7), TypeError, r"ServerStore\.token must be a str, got int"),
+        (lambda: ServerStore("h:1", tls_ca=7), TypeError, r"ServerStore\.tls_ca must be a str, got int"),
+        (lambda: ServerStore("h:1", timeout_s=0), ValueError, r"ServerStore\.timeout_s must be positive, got 0"),
+        (lambda: ServerStore("h:1", timeout_s=math.nan), ValueError, r"ServerStore\.timeout_s must be finite, got nan"),
+        (lambda: ServerStore("h:1", timeout_s="3"), TypeError, r"ServerStore\.timeout_s must be a number, got str"),
+        (
+            lambda: TableOptions(max_rows=1, expiry=Expiry(5), cold_store=ServerStore("h:1", shared="a")),
+            ValueError,
+            r"TableOptions\.expiry cannot be used with a shared cold store",
+        ),
     ],
 )
 def test_what_makes_no_sense_is_named(make: Any, error: type[Exception], message: str) -> None:
@@ -81,6 +106,18 @@ def test_secrets_of_a_url_are_not_shown(url: str) -> None:
     assert "host" in repr(store)
     with pytest.raises(ValueError, match=r"RedisStore\.url") as raised:
         RedisStore(url.replace("redis", "http"))
+    assert "secret" not in str(raised.value)
+
+
+def test_a_token_is_not_shown() -> None:
+    store = ServerStore("host:1,other:2", token="secret", tls_ca="ca.pem")
+    assert store.addresses == ("host:1", "other:2")
+    assert pickle.loads(pickle.dumps(store)) == store
+    assert hash(store) == hash(ServerStore("host:1,other:2", token="secret", tls_ca="ca.pem"))
+    assert store != ServerStore("host:1,other:2", token="another", tls_ca="ca.pem")
+    assert "secret" not in repr(TableOptions(max_rows=1, cold_store=store))
+    with pytest.raises(ValueError, match=r"ServerStore\.token must be of printable ASCII") as raised:
+        ServerStore("host:1", token="secret\n")
     assert "secret" not in str(raised.value)
 
 

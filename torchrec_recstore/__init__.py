@@ -58,6 +58,7 @@ if TYPE_CHECKING:
         NormalInit,
         RedisStore,
         RocksDBStore,
+        ServerStore,
         TableOptions,
         UniformInit,
     )
@@ -68,6 +69,7 @@ if TYPE_CHECKING:
         RecStoreFeatureProcessedEmbeddingBagCollectionSharder,
         RecStorePrefetchPipeline,
         RecStoreSharder,
+        flush_tables,
         table_stats,
     )
     from torchrec_recstore.store import ColdStoreError, Table, TableStats
@@ -109,6 +111,7 @@ _MODULES = {
     "RocksDBStore": "options",
     "RowWiseAdagrad": "optim",
     "SGD": "optim",
+    "ServerStore": "options",
     "SparseAdamW": "modules",
     "SparseRowWiseAdagrad": "modules",
     "SparseSGD": "modules",
@@ -119,6 +122,7 @@ _MODULES = {
     "async_save": "checkpoint",
     "compact_checkpoint": "checkpoint",
     "export_dense_weights": "checkpoint",
+    "flush_tables": "sharders",
     "load_checkpoint": "checkpoint",
     "load_dense_weights": "checkpoint",
     "load_distributed_checkpoint": "checkpoint",
@@ -167,6 +171,7 @@ __all__ = [
     "RedisStore",
     "RocksDBStore",
     "RowWiseAdagrad",
+    "ServerStore",
     "SparseAdamW",
     "SparseRowWiseAdagrad",
     "SparseSGD",
@@ -177,6 +182,7 @@ __all__ = [
     "async_save",
     "compact_checkpoint",
     "export_dense_weights",
+    "flush_tables",
     "load_checkpoint",
     "load_dense_weights",
     "load_distributed_checkpoint",

@@ -13,6 +13,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
@@ -149,8 +150,8 @@ def serve(
         from torchrec_recstore.service.limits import limits_from_flags
 
         token = None if token_file is None else token_file.read_text().strip()
-        if token == "":
-            raise ValueError(f"--token-file {token_file} is empty")
+        if token is not None and not re.fullmatch("[!-~]+", token):
+            raise ValueError(f"--token-file {token_file} must hold printable ASCII characters without blanks")
         limits = limits_from_flags(max_rows, eviction, half_life_steps, expire_steps, min_frequency, cold_store)
         options = ServerOptions(
             listen=listen,

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Hashable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 MAX_INIT_ROWS = 2**20
@@ -15,9 +15,9 @@ MAX_INIT_ROWS = 2**20
 
 
 def _check_finite(owner: object, **values: float) -> None:
-    for field, value in values.items():
+    for name, value in values.items():
         if not math.isfinite(value):
-            raise ValueError(f"{type(owner).__name__}.{field} must be finite, got {value}")
+            raise ValueError(f"{type(owner).__name__}.{name} must be finite, got {value}")
 
 
 @dataclass(frozen=True)
@@ -207,6 +207,61 @@ class RedisStore:
 
 
 @dataclass(frozen=True)
+class ServerStore:
+    """Evicted rows on RecStore's parameter servers (``recstore serve``), through ``grpcio``.
+
+    Args:
+        servers: ``"host:port,host:port"``; their order decides which ids lie where.
+        shared: None: the rows are this table's alone and forgotten with it. A name: they are those of this name on the
+            servers, which other tables of the same name, columns, data type and optimizer read and write too, in this
+            job or others, and which stay when the table is closed. docs/cold_stores.md says what that means.
+        token: that the servers want, if any.
+        tls_ca: file of the certificates that theirs are signed by, PEM; with it connections are encrypted.
+        timeout_s: how long a call may take with all of its repetitions.
+
+    Raises:
+        TypeError, ValueError: an argument is of the wrong type, or makes no sense; the message names it.
+    """
+
+    servers: str
+    shared: str | None = None
+    token: str | None = field(default=None, repr=False)
+    tls_ca: str | None = None
+    timeout_s: float = 30.0
+
+    def __post_init__(self) -> None:
+        for name in ("servers", "shared", "token", "tls_ca"):
+            value = getattr(self, name)
+            if not isinstance(value, str) and (value is not None or name == "servers"):
+                raise TypeError(f"ServerStore.{name} must be a str, got {type(value).__name__}")
+            if value == "":
+                raise ValueError(f"ServerStore.{name} must not be empty")
+        for address in self.addresses:
+            host, _, port = address.rpartition(":")
+            if not host or not (port.isascii() and port.isdecimal() and 0 < int(port) < 2**16):
+                raise ValueError(f"ServerStore.servers must be 'host:port,host:port', got {address!r}")
+        if len(set(self.addresses)) != len(self.addresses):
+            raise ValueError(f"ServerStore.servers must differ, got {self.servers!r}")
+        if self.token is not None and not (self.token.isascii() and self.token.isprintable()):
+            raise ValueError("ServerStore.token must be of printable ASCII characters")
+        if isinstance(self.timeout_s, bool) or not isinstance(self.timeout_s, int | float):
+            raise TypeError(f"ServerStore.timeout_s must be a number, got {type(self.timeout_s).__name__}")
+        _check_finite(self, timeout_s=self.timeout_s)
+        if self.timeout_s <= 0:
+            raise ValueError(f"ServerStore.timeout_s must be positive, got {self.timeout_s}")
+
+    @property
+    def addresses(self) -> tuple[str, ...]:
+        """``host:port`` of each server."""
+        return tuple(address.strip() for address in self.servers.split(","))
+
+
+def is_shared(cold_store: Hashable | None) -> bool:
+    """Whether rows of a cold store are also those of other tables: where its options have a ``shared`` that is set."""
+    return bool(getattr(cold_store, "shared", None))
+
+
+@dataclass(frozen=True)
 class TableOptions:
     """How one table makes and reads rows.
 
@@ -224,8 +279,8 @@ class TableOptions:
         expiry: rows that are no longer looked up leave.
         admission: whether an id that has no row gets one.
         cold_store: where evicted rows go, to come back with the next lookup: :class:`RocksDBStore`,
-            :class:`RedisStore`, or what has been registered with ``torchrec_recstore.store.open_cold_store``. Needs
-            ``max_rows``.
+            :class:`RedisStore`, :class:`ServerStore`, or what has been registered with
+            ``torchrec_recstore.store.open_cold_store``. Needs ``max_rows``.
         routing: how sharding by rows spreads ids over ranks: ``"block"`` is TorchRec's own split by ranges of
             ``num_embeddings``, ``"hash"`` spreads any pattern of ids evenly. Without effect on other sharding types.
         missing: what an evaluation lookup reads for an id without a row: ``"zeros"`` or its initial row, ``"init"``.
@@ -256,17 +311,21 @@ class TableOptions:
             raise TypeError(f"TableOptions.seed must be an int, got {type(self.seed).__name__}")
         if not -(2**63) <= self.seed < 2**63:
             raise ValueError(f"TableOptions.seed must fit 64 bits, got {self.seed}")
-        for field in ("expected_rows", "max_rows"):
-            if getattr(self, field) is not None:
-                _check_int("TableOptions", field, getattr(self, field), 1)
-        for field, kinds in (("eviction", (LRU, LFU)), ("expiry", (Expiry,)), ("admission", (MinFrequency,))):
-            value = getattr(self, field)
+        for name in ("expected_rows", "max_rows"):
+            if getattr(self, name) is not None:
+                _check_int("TableOptions", name, getattr(self, name), 1)
+        for name, kinds in (("eviction", (LRU, LFU)), ("expiry", (Expiry,)), ("admission", (MinFrequency,))):
+            value = getattr(self, name)
             if value is not None and not isinstance(value, kinds):
                 names = " or ".join(kind.__name__ for kind in kinds)
-                raise TypeError(f"TableOptions.{field} must be {names}, got {type(value).__name__}")
-        for field in ("eviction", "cold_store"):
-            if getattr(self, field) is not None and self.max_rows is None:
-                raise ValueError(f"TableOptions.{field} needs max_rows: an unbounded table evicts nothing")
+                raise TypeError(f"TableOptions.{name} must be {names}, got {type(value).__name__}")
+        for name in ("eviction", "cold_store"):
+            if getattr(self, name) is not None and self.max_rows is None:
+                raise ValueError(f"TableOptions.{name} needs max_rows: an unbounded table evicts nothing")
+        if self.expiry is not None and is_shared(self.cold_store):
+            raise ValueError(
+                "TableOptions.expiry cannot be used with a shared cold store: rows of other jobs go by other clocks"
+            )
         if not isinstance(self.cold_store, Hashable):
             raise TypeError(f"TableOptions.cold_store must be hashable, got {type(self.cold_store).__name__}")
         if self.routing not in ("block", "hash"):

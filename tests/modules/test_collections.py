@@ -21,10 +21,12 @@ from torchrec import (
 )
 from torchrec.models.dlrm import DLRM
 from torchrec.modules.embedding_configs import DataType
+from torchrec.modules.feature_processor_ import PositionWeightedModuleCollection
+from torchrec.modules.fp_embedding_modules import FeatureProcessedEmbeddingBagCollection
 
 from tests.modules.collections import IDS, bag_tables, batch, places, rows_of, sequence_tables
 from torchrec_recstore import ConstantInit, TableOptions, UniformInit
-from torchrec_recstore.modules import RecStoreEmbeddingBagCollection, RecStoreEmbeddingCollection
+from torchrec_recstore.modules import RecStoreEmbeddingBagCollection, RecStoreEmbeddingCollection, SparseAdamW
 from torchrec_recstore.modules.table_module import TableModule
 from torchrec_recstore.optim import SGD, Adagrad
 
@@ -107,6 +109,7 @@ def test_sequences_as_torchrec(enable_fusion: bool, need_indices: bool) -> None:
                 assert mine.weights_or_none() is None
         optimizer.zero_grad()
         for out in outs:
+            out["c"].values().mul_(2.0)  # outputs may be changed in place
             sum((out[name].values() ** 2).sum() for name in sorted(out)).backward()  # type: ignore[union-attr]
         optimizer.step()
     for name, table in ours.embeddings.items():
@@ -185,6 +188,26 @@ def test_one_call_looks_all_tables_up(monkeypatch: pytest.MonkeyPatch) -> None:
         calls.clear()
 
 
+@pytest.mark.parametrize("fused", [True, False])
+@pytest.mark.parametrize("enable_fusion", [True, False])
+def test_a_batch_without_ids(enable_fusion: bool, fused: bool) -> None:
+    """It is a step and an update all the same, as with a sharded module."""
+    none = torch.empty(0, dtype=torch.int64)
+    given = KeyedJaggedTensor(["a", "b", "c"], none, torch.empty(0), lengths=torch.zeros(6, dtype=torch.int64))
+    ebc = RecStoreEmbeddingBagCollection(bag_tables(), enable_fusion=enable_fusion, fused=fused, is_weighted=True)
+    ec = RecStoreEmbeddingCollection(sequence_tables(), enable_fusion=enable_fusion, fused=fused)
+    pooled = ebc(given).values()
+    assert torch.equal(pooled, torch.zeros(2, 22))
+    rows = [jagged.values() for jagged in ec(given).values()]
+    assert [tuple(part.shape) for part in rows] == [(0, 4)] * 4
+    pooled.sum().backward()
+    torch.cat(rows).sum().backward()
+    if not fused:
+        SparseAdamW().step([ebc, ec])
+    for module in (*ebc.embedding_bags.values(), *ec.embeddings.values()):
+        assert (len(module.table), module.table.steps, module.table.optimizer_steps) == (0, 1, 1)
+
+
 def test_evaluation_changes_nothing() -> None:
     options = {"t0": TableOptions(missing="init", initializer=ConstantInit(2.0))}
     ebc = RecStoreEmbeddingBagCollection(bag_tables(), options=options).eval()
@@ -196,6 +219,19 @@ def test_evaluation_changes_nothing() -> None:
     with torch.no_grad():
         ebc.train()(batch(0))
     assert all(len(table.table) == 0 for table in ebc.embedding_bags.values())
+
+
+@pytest.mark.parametrize("pooling", [SUM, MEAN])
+def test_weights_have_the_gradients_of_training_in_evaluation(pooling: PoolingType) -> None:
+    ebc = RecStoreEmbeddingBagCollection(bag_tables(pooling), is_weighted=True, optimizer=SGD(lr=0.0))
+    grads = []
+    for training in (True, False):
+        given = batch(0, weighted=True)
+        (ebc.train(training)(given).values() + 0.5).square().sum().backward()
+        grads.append(given.weights().grad)
+    assert grads[0] is not None
+    assert float(grads[0].abs().min()) > 0
+    torch.testing.assert_close(grads[1], grads[0], rtol=1e-5, atol=1e-7)
 
 
 def test_configs_of_either_kind() -> None:
@@ -237,6 +273,21 @@ def test_in_a_model_of_torchrec() -> None:
         optimizer.step()
         losses.append(float(loss.detach()))
     assert losses[-1] < 0.1 < losses[0]
+
+
+def test_under_feature_processors_of_torchrec() -> None:
+    """Whose weights of positions get the gradients that they get with TorchRec's own tables."""
+    stock = EmbeddingBagCollection(tables=bag_tables(stock=True), is_weighted=True)
+    ours = RecStoreEmbeddingBagCollection(bag_tables(), is_weighted=True)
+    give_rows(stock.embedding_bags, ours.embedding_bags)
+    grads = []
+    for collection, given in ((stock, places(batch(0))), (ours, batch(0))):
+        processors = PositionWeightedModuleCollection({"a": 3, "b": 3, "c": 3})
+        model = FeatureProcessedEmbeddingBagCollection(collection, processors)
+        (model(given).values() + 0.5).square().sum().backward()
+        grads.append([weight.grad for weight in processors.parameters()])
+    for mine, other in zip(*reversed(grads), strict=True):
+        torch.testing.assert_close(mine, other, rtol=1e-5, atol=1e-6)
 
 
 def one(**more: Any) -> EmbeddingBagConfig:

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from torchrec_recstore.modules import RecStoreEmbedding
+from torchrec_recstore.modules import RecStoreEmbedding, SparseSGD
 from torchrec_recstore.optim import SGD
 from torchrec_recstore.options import TableOptions
 
@@ -64,6 +64,22 @@ def test_padding_is_zeros_and_never_gets_a_row(missing: Any) -> None:
     out.sum().backward()
     assert torch.equal(emb.table.ids(), torch.tensor([1]))
     emb(ids[:1]).sum().backward()
+
+
+@pytest.mark.parametrize("arguments", [{}, {"fused": False}, {"padding_idx": 1}, {"scale_grad_by_freq": True}])
+def test_the_output_may_be_changed_in_place(arguments: dict[str, Any]) -> None:
+    """As torch's: positions are often added so."""
+    weight, ids, positions = torch.randn(ROWS, DIM), torch.tensor([1, 3, 1]), torch.randn(3, DIM)
+    emb = RecStoreEmbedding(ROWS, DIM, _weight=weight, optimizer=SGD(lr=1.0), **arguments)
+    stock = nn.Embedding(ROWS, DIM, _weight=weight.clone(), **{k: v for k, v in arguments.items() if k != "fused"})
+    for module in (emb, stock):
+        out = module(ids)
+        out += positions
+        (out.relu_() ** 2).sum().backward()
+    if not emb.fused:
+        SparseSGD(lr=1.0).step([emb])
+    assert stock.weight.grad is not None
+    torch.testing.assert_close(emb.table.lookup(torch.arange(ROWS)), weight - stock.weight.grad)
 
 
 def test_from_pretrained() -> None:

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from torchrec_recstore.modules import RecStoreEmbeddingBag
+from torchrec_recstore.modules import RecStoreEmbeddingBag, SparseSGD
 from torchrec_recstore.optim import SGD, RowWiseAdagrad
 from torchrec_recstore.options import ConstantInit, TableOptions
 
@@ -143,6 +143,28 @@ def test_ids_behind_the_last_offset_are_in_no_bag() -> None:
     bags = RecStoreEmbeddingBag(4, DIM, mode="sum", include_last_offset=True)
     bags(SOME, torch.tensor([0, 1, 2]), torch.ones(4))
     assert torch.equal(bags.table.ids(), torch.tensor([-1, 5]))
+
+
+@pytest.mark.parametrize("fused", [True, False])
+@pytest.mark.parametrize("mode", ["sum", "mean", "max"])
+def test_the_output_may_be_changed_in_place(mode: Any, fused: bool) -> None:
+    """As torch's, in training and in evaluation."""
+    bags = RecStoreEmbeddingBag(4, DIM, mode=mode, fused=fused, name="t", optimizer=SGD(lr=1.0))
+    plain = RecStoreEmbeddingBag(4, DIM, mode=mode, name="t", optimizer=SGD(lr=1.0))
+    changed = bags(SOME, torch.tensor([0, 3]))
+    changed *= 2.0
+    changed.relu_().sum().backward()
+    (plain(SOME, torch.tensor([0, 3])) * 2.0).relu().sum().backward()
+    if not fused:
+        SparseSGD(lr=1.0).step([bags])
+    assert torch.equal(bags.table.lookup(SOME), plain.table.lookup(SOME))
+    if mode == "sum":
+        weights = [torch.ones(4, requires_grad=True) for _ in range(2)]
+        out = bags.eval()(SOME, torch.tensor([0, 3]), weights[0])
+        out *= 2.0
+        out.sum().backward()
+        (plain.eval()(SOME, torch.tensor([0, 3]), weights[1]) * 2.0).sum().backward()
+        assert torch.equal(weights[0].grad, weights[1].grad)  # type: ignore[arg-type]
 
 
 def test_a_nested_input_is_bags() -> None:

@@ -28,6 +28,7 @@ SPARSE: list[tuple[str, Callable[..., Any], Optimizer]] = [
     ("sum", lambda: SparseSGD(lr=0.1, momentum=0.9), SGD(0.1, momentum=0.9)),
     ("mean", lambda: SparseRowWiseAdagrad(lr=0.1, eps=1e-3), RowWiseAdagrad(0.1, 1e-3)),
     ("weighted", lambda: SparseAdamW(lr=0.1, betas=(0.8, 0.9)), AdamW(0.1, (0.8, 0.9))),
+    ("weighted mean", lambda: SparseSGD(lr=0.1), SGD(0.1)),
     ("sequence", lambda: SparseRowWiseAdagrad(lr=0.1, weight_decay=0.1), RowWiseAdagrad(0.1, weight_decay=0.1)),
 ]
 
@@ -61,9 +62,9 @@ def test_a_step_a_pass_is_the_fused_update(kind: str, sparse: Callable[[], Any],
     def model(**more: Any) -> nn.Module:
         if kind == "sequence":
             return RecStoreEmbeddingCollection(sequence_tables(), options=options, **more)
-        pooling = PoolingType.MEAN if kind == "mean" else PoolingType.SUM
+        pooling = PoolingType.MEAN if "mean" in kind else PoolingType.SUM
         return RecStoreEmbeddingBagCollection(
-            bag_tables(pooling), is_weighted=kind == "weighted", options=options, **more
+            bag_tables(pooling), is_weighted="weighted" in kind, options=options, **more
         )
 
     outside, inside = model(fused=False), model(optimizer=fused)
@@ -71,9 +72,9 @@ def test_a_step_a_pass_is_the_fused_update(kind: str, sparse: Callable[[], Any],
     for step in range(6):
         grads = []
         for module in (outside, inside):
-            given = batch(step, kind == "weighted", batch_size=4)
+            given = batch(step, "weighted" in kind, batch_size=4)
             loss_of(module(given)).backward()
-            grads.append(given.weights().grad if kind == "weighted" else torch.zeros(0))
+            grads.append(given.weights().grad if "weighted" in kind else torch.zeros(0))
         optimizer.step([outside])
         assert torch.equal(*grads)
     if kind == "sequence":
@@ -142,6 +143,17 @@ def test_gradients_are_zeroed_by_whoever_does_it(way: str) -> None:
     after = emb.table.lookup(torch.tensor([1, 2]))
     assert torch.equal(after[0], before[0])
     assert not torch.equal(after[1], before[1])
+
+
+@pytest.mark.parametrize("kind", [RecStoreEmbedding, RecStoreEmbeddingBag])
+def test_a_gradient_may_be_used_again_before_the_step(kind: Any) -> None:
+    module = kind(9, 3, fused=False, options=TableOptions(ConstantInit(0.0)))
+    out = module(torch.tensor([[1], [2]]))
+    grad = torch.ones_like(out)
+    out.backward(grad)
+    grad.fill_(torch.nan)
+    SparseSGD(lr=1.0).step([module])
+    assert torch.equal(module.table.lookup(torch.tensor([1, 2])), -torch.ones(2, 3))
 
 
 def test_what_is_fused_or_frozen_is_not_stepped() -> None:

@@ -16,6 +16,14 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RecStoreServer]
     server.kill()
 
 
+@pytest.fixture(scope="session")
+def second(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RecStoreServer]:
+    """Another one of the same kind."""
+    server = RecStoreServer(tmp_path_factory.mktemp("second"))
+    yield server
+    server.kill()
+
+
 @pytest.fixture
 def own_server(tmp_path: Path) -> Iterator[RecStoreServer]:
     server = RecStoreServer(tmp_path / "data")

@@ -117,7 +117,7 @@ def test_a_token_alone(tmp_path: Path) -> None:
         (["--listen", "127.0.0.1:0", "--client-ca", "x"], "--client-ca needs"),
         (["--listen", "127.0.0.1:0", "--tls-cert", "x", "--tls-key", "y"], "No such file"),
         (["--listen", "127.0.0.1:0", "--token-file", "nothing"], "nothing: No such file"),
-        (["--listen", "127.0.0.1:0", "--token-file", "EMPTY"], "is empty"),
+        (["--listen", "127.0.0.1:0", "--token-file", "EMPTY"], "must hold printable ASCII"),
         (["--listen", "127.0.0.1:0", "--metrics", "x"], "--metrics must be HOST:PORT"),
         (["--listen", "127.0.0.1:0", "--eviction", "lru"], "--eviction needs --max-rows"),
         (["--listen", "127.0.0.1:0", "--half-life-steps", "3", "--max-rows", "9"], "--eviction lfu"),
@@ -145,3 +145,28 @@ def test_help_imports_no_torch() -> None:
     code = "import sys; from torchrec_recstore.cli import app\ntry: app(['serve', '--help'])\nexcept SystemExit: pass\n"
     code += "assert 'torch' not in sys.modules and 'grpc' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)
+
+
+@pytest.mark.parametrize(
+    ("servers", "arguments", "error"),
+    [
+        ("127.0.0.1:7700", {}, TypeError),
+        ([], {}, ValueError),
+        (["127.0.0.1"], {}, ValueError),
+        (["127.0.0.1:0"], {}, ValueError),
+        (["127.0.0.1:x"], {}, ValueError),
+        (["127.0.0.1:1", "127.0.0.1:1"], {}, ValueError),
+        ([7700], {}, TypeError),
+        (["127.0.0.1:1"], {"timeout_s": 0}, ValueError),
+        (["127.0.0.1:1"], {"timeout_s": float("nan")}, ValueError),
+        (["127.0.0.1:1"], {"token": ""}, ValueError),
+        (["127.0.0.1:1"], {"token": "\n"}, ValueError),
+        (["10.0.0.1:1"], {"token": TOKEN}, ValueError),
+        (["127.0.0.1:1"], {"tls_cert": "x"}, ValueError),
+        (["127.0.0.1:1"], {"tls_ca": "/nothing"}, FileNotFoundError),
+    ],
+)
+def test_arguments_that_make_no_sense(servers, arguments: dict, error: type[Exception]) -> None:
+    with pytest.raises(error) as caught:
+        RecStoreClient(servers, **arguments)
+    assert TOKEN not in str(caught.value)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import random
+import socket
 import threading
 import time
 from contextlib import suppress
@@ -15,10 +17,12 @@ from torch import Tensor
 
 from tests.recstore_server import Proxy, RecStoreServer
 from torchrec_recstore.optim import Adagrad
+from torchrec_recstore.options import TableOptions
 from torchrec_recstore.rpc import recstore_pb2 as pb
 from torchrec_recstore.rpc.protocol import VERSION, VERSION_KEY
 from torchrec_recstore.service import RecStoreClient, ServerRestartedError, ServiceError
 from torchrec_recstore.service.serve import ServerOptions, serve
+from torchrec_recstore.service.spec import TableSpec
 
 IDS = torch.arange(-200, 200)
 
@@ -100,6 +104,63 @@ def test_a_server_that_stops_saves_and_the_next_goes_on(own_server: RecStoreServ
     with pytest.raises(ServerRestartedError):
         client.update("t", IDS, _grads(4))
     assert torch.equal(_client(own_server.address).pull("t", IDS), oracle.after(2))
+
+
+def test_what_was_loaded_is_what_a_server_starts_from(own_server: RecStoreServer) -> None:
+    client = _client(own_server.address)
+    for number, name in enumerate(("monday", "tuesday")):
+        client.push("t", IDS, _grads(number))
+        client.save(name)
+    client.load("monday")
+    own_server.kill()
+    # Starts that fail change nothing: neither here nor below.
+    with pytest.raises(OSError, match="cannot listen"), socket.create_server(("127.0.0.1", 0)) as taken:
+        _serve(own_server.data, f"127.0.0.1:{taken.getsockname()[1]}")
+    own_server.start()
+    assert torch.equal(client.pull("t", IDS), _grads(0))
+    client.update("t", IDS, _grads(2))
+    after = client.pull("t", IDS)
+    with pytest.raises(ValueError, match="choose another name"):
+        client.save("stopped")
+    own_server.stop()
+    with pytest.raises(OSError, match="cannot listen"), socket.create_server(("127.0.0.1", 0)) as taken:
+        _serve(own_server.data, f"127.0.0.1:{taken.getsockname()[1]}")
+    own_server.start()
+    assert torch.equal(client.pull("t", IDS), after)
+
+
+def test_calls_without_a_token_take_no_place(tmp_path: Path) -> None:
+    (tmp_path / "token").write_text("right")
+    server = RecStoreServer(tmp_path / "data", "--token-file", str(tmp_path / "token"))
+    end = threading.Event()
+    with grpc.insecure_channel(server.address) as channel:
+        call = channel.stream_stream("/torchrec_recstore.ParameterServer/Pull")
+        waiting = [call(iter(end.wait, True)) for _ in range(100)]
+        with RecStoreClient([server.address], token="right", timeout_s=10) as client:
+            client.init_data("t", (400, 8), torch.float32)
+        for each in waiting:
+            assert each.code() is grpc.StatusCode.UNAUTHENTICATED
+        end.set()
+    server.kill()
+
+
+def test_a_forked_process_needs_a_client_of_its_own(server: RecStoreServer) -> None:
+    client = _client(server.address)
+    before = client.stats("t").steps
+    client.update("t", IDS, _grads(0))
+    client.wait_for_prefetch(client.prefetch("t", IDS))
+    child = os.fork()
+    if child == 0:
+        refused = 0
+        for call in (lambda: client.update("t", IDS, _grads(1)), lambda: client.prefetch("t", IDS)):
+            try:
+                call()
+            except ValueError as error:
+                refused += "made in another process" in str(error)
+        os._exit(0 if refused == 2 else 1)
+    assert os.waitpid(child, 0)[1] == 0
+    client.update("t", IDS, _grads(2))
+    assert client.stats("t").steps == before + 2
 
 
 def test_updates_are_applied_once_whatever_is_cut(proxy: Proxy, server: RecStoreServer) -> None:
@@ -239,6 +300,12 @@ def test_bad_requests_change_nothing(server: RecStoreServer) -> None:
         send("Pull", pb.PullRequest(header=pb.PullHeader(table="t", want=9), ids=one).SerializeToString())
         send("Pull", pb.PullRequest(header=pb.PullHeader(table="t"), ids=one[1:]).SerializeToString())
         send("Pull", pb.PullRequest(header=pb.PullHeader(table="t"), ids=bytes(70 * 2**20)).SerializeToString())
+        for dim in (0, -1, 2**31, 2**62, 2**100):
+            spec = TableSpec(8, torch.float32, Adagrad(lr=0.1), TableOptions()).to_json()
+            spec = spec.replace('"dim": 8', f'"dim": {dim}')
+            before = refused
+            send("Create", pb.CreateRequest(table=f"dim {dim}", spec=spec).SerializeToString())
+            assert refused == before + 1, dim
         for spec in ("", "{}", "[]", "1", '{"dim": 1e99}', "[" * 100_000, '{"dim": 4, "dtype": "nn"}'):
             send("Create", pb.CreateRequest(table="bad", spec=spec).SerializeToString())
         for name in ("", ".", "..", "a/b", "/etc", "lock", "server.json", "\0"):

@@ -32,6 +32,10 @@ def _batch(step: int, n: int = 3000, dim: int = 16) -> tuple[Tensor, Tensor]:
     return ids, torch.randn(n, dim, generator=random)
 
 
+def _normal(shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
+    return torch.randn(shape, dtype=dtype)
+
+
 def _ones(shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
     return torch.ones(shape, dtype=dtype)
 
@@ -110,13 +114,9 @@ def test_no_ids(client: RecStoreClient) -> None:
 
 def test_an_init_func_makes_the_same_rows_for_every_client(client: RecStoreClient, servers: list[str]) -> None:
     name = _name()
-
-    def init(shape, dtype):
-        return torch.randn(shape, dtype=dtype)
-
     local = RecStoreClient()
     for each in (client, local):
-        each.init_data(name, (10, 16), torch.float32, init, optimizer=Adagrad(lr=0.1))
+        each.init_data(name, (10, 16), torch.float32, _normal, optimizer=Adagrad(lr=0.1))
     ids, grads = _batch(7, 300)
     assert torch.equal(client.pull(name, ids), local.pull(name, ids))
     assert not client.exists(name, ids).any()
@@ -126,6 +126,35 @@ def test_an_init_func_makes_the_same_rows_for_every_client(client: RecStoreClien
     with pytest.raises(ValueError, match="init_func"):
         RecStoreClient(servers).pull(name, ids)
     assert torch.equal(RecStoreClient(servers).pull(name, ids[:200]), local.pull(name, ids[:200]))
+
+
+def test_rows_of_an_init_func_that_another_client_deletes(client: RecStoreClient, servers: list[str]) -> None:
+    name, ids = _name(), torch.arange(-100, 100)
+    other = RecStoreClient(servers)
+    for each in (client, other):
+        each.init_data(name, (10, 8), torch.float32, _normal, optimizer=SGD(lr=1.0))
+    errors: list[BaseException] = []
+    done = threading.Event()
+
+    def delete() -> None:
+        try:
+            while not done.is_set():
+                other.delete(name, ids[::7])
+        except BaseException as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=delete)
+    thread.start()
+    for _ in range(30):
+        client.update(name, ids, torch.ones(200, 8))
+    done.set()
+    thread.join()
+    assert not errors
+    kept = torch.ones(200, dtype=torch.bool)
+    kept[::7] = False
+    after = client.pull(name, ids)
+    client.delete(name, ids)
+    torch.testing.assert_close(after[kept], client.pull(name, ids)[kept] - 30, atol=1e-4, rtol=0)
 
 
 def test_many_clients_at_once(client: RecStoreClient, servers: list[str]) -> None:

@@ -169,11 +169,15 @@ def test_options_of_no_registered_type() -> None:
 
 _LAZY = """
 import sys
-from torchrec_recstore.options import RedisStore, RocksDBStore
+from torchrec_recstore.options import RedisStore, RocksDBStore, ServerStore
 from torchrec_recstore.store import open_cold_store
-assert not {"rocksdict", "redis", "hiredis"} & set(sys.modules)
-sys.modules["rocksdict"] = sys.modules["redis"] = None  # as where they are not installed
-for options, package in ((RocksDBStore("/nowhere"), "rocksdict"), (RedisStore("redis://u:secret@h"), "redis hiredis")):
+assert not {"rocksdict", "redis", "hiredis", "grpc", "google.protobuf"} & set(sys.modules)
+sys.modules["rocksdict"] = sys.modules["redis"] = sys.modules["grpc"] = None  # as where they are not installed
+for options, package in (
+    (RocksDBStore("/nowhere"), "rocksdict"),
+    (RedisStore("redis://u:secret@h"), "redis hiredis"),
+    (ServerStore("h:1", token="secret"), "grpcio protobuf"),
+):
     try:
         open_cold_store(options, name="t", row_bytes=4)
     except ImportError as error:

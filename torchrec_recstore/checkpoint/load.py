@@ -13,6 +13,7 @@ from torchrec_recstore.checkpoint.model_tensors import check_dense, dense_tensor
 from torchrec_recstore.checkpoint.new_rows import check_replaceable, exchange_all
 from torchrec_recstore.checkpoint.rows import check_fits, load_rows
 from torchrec_recstore.checkpoint.tables import ModelTable, distinct_tables
+from torchrec_recstore.options import is_shared
 from torchrec_recstore.sharders.gather import refused_together, whole_environment
 from torchrec_recstore.sharders.local_shard import LocalShard
 from torchrec_recstore.store import Table
@@ -29,7 +30,8 @@ def load_checkpoint(model: nn.Module, path: str | Path, *, strict: bool = True) 
         model: ``DistributedModelParallel``, or anything that contains sharded modules.
         path: the checkpoint's directory. Those that it is a delta of must be where they were, relative to it.
         strict: whether the checkpoint and the model must have the same RecStore tables and other tensors. Otherwise
-            what only one of them has is left alone.
+            what only one of them has is left alone, and so are the rows of a table with a shared cold store: it takes
+            the checkpoint's clocks.
 
     Returns:
         What was loaded, ``training_state`` included.
@@ -56,17 +58,35 @@ def load_checkpoint(model: nn.Module, path: str | Path, *, strict: bool = True) 
         for base in chain[:-1]:  # whose dense tensors are not used, but all of a chain is checked
             if env.rank == 0 and DENSE in base.files:
                 check_file(base.path / DENSE, base.files[DENSE])
-        present = [table for table in tables if table.name in info.tables]
+        present, left_alone = _present(tables, info, strict=strict)
         for table in present:
             for shard in table.module.recstore_state.shards[table.name]:
                 loaded.append((shard.table, _loaded_shard(chain, shard)))
         check_replaceable(old for old, _ in loaded)
     exchange_all(loaded)
     load_dense(dense, own)
+    for table in left_alone:
+        for shard in table.module.recstore_state.shards[table.name]:
+            shard.table.steps = info.tables[table.name].steps
+            shard.table.optimizer_steps = info.tables[table.name].optimizer_steps
     for table in present:
         state = table.module.recstore_state
         state.marks.setdefault(info.checksum, {})[table.name] = [s.table.mark() for s in state.shards[table.name]]
     return info
+
+
+def _present(
+    tables: Sequence[ModelTable], info: CheckpointInfo, *, strict: bool
+) -> tuple[list[ModelTable], list[ModelTable]]:
+    """The tables whose rows are loaded, and those whose rows are in the checkpoint and stay as they are."""
+    present = [table for table in tables if table.name in info.tables]
+    shared = [table for table in present if is_shared(table.state.options.cold_store)]
+    if shared and strict:
+        raise ValueError(
+            f"table {shared[0].name!r}: its rows lie in {shared[0].state.options.cold_store!r}, which is shared, and "
+            "cannot be replaced at once: strict=False leaves them as they are"
+        )
+    return [table for table in present if table not in shared], shared
 
 
 def _loaded_shard(chain: Sequence[CheckpointInfo], shard: LocalShard) -> Table:

@@ -7,12 +7,8 @@ from typing import Any, TypeVar
 
 import torch
 from torch import nn
-from torchrec.modules.embedding_configs import (
-    BaseEmbeddingConfig,
-)
-from torchrec.modules.embedding_modules import (
-    get_embedding_names_by_table,
-)
+from torchrec.modules.embedding_configs import BaseEmbeddingConfig
+from torchrec.modules.embedding_modules import get_embedding_names_by_table
 
 from torchrec_recstore.modules.configs import options_of_tables, table_arguments
 from torchrec_recstore.modules.lookups import Lookups

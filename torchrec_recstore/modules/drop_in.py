@@ -120,7 +120,8 @@ class _ScaledGradient(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, rows: Tensor, counts: Tensor) -> Tensor:
         ctx.save_for_backward(counts)
-        return rows.view_as(rows)
+        ctx.mark_dirty(rows)
+        return rows
 
     @staticmethod
     @once_differentiable

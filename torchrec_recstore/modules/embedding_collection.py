@@ -97,13 +97,15 @@ class RecStoreEmbeddingCollection(EagerCollection, EmbeddingCollectionInterface)
         found: dict[str, JaggedTensor] = {}
         for number, names in enumerate(self._names_by_table):
             jagged = [batch.jagged[name] for name in self._feature_names[number]]
-            values = torch.split(rows[number], [len(one.values()) for one in jagged])
-            for name, one, part in zip(names, jagged, values, strict=True):
+            first = 0
+            for name, one in zip(names, jagged, strict=True):
+                count = len(one.values())
                 found[name] = JaggedTensor(
-                    values=part.to(batch.device),
+                    values=rows[number][first : first + count].to(batch.device),
                     lengths=one.lengths(),
                     weights=one.values() if self._need_indices else None,
                 )
+                first += count
         return found
 
     def need_indices(self) -> bool:

@@ -112,17 +112,15 @@ class Lookups:
         if train:
             _refuse_ddp(tables)
         out: Tensor = kernel(ids, counts, train=train)
-        collects = train and not tables[0].fused
-        if collects:
-            out = out.detach()
-        sizes = [count * table.table.dim for count, table in zip(counts, tables, strict=True)]
-        parts = [part.view(-1, table.table.dim) for part, table in zip(torch.split(out, sizes), tables, strict=True)]
-        if not collects:
-            return parts
-        return [
-            _CollectRows.apply(self._anchor, rows, table, some)  # type: ignore[no-untyped-call]
-            for rows, table, some in zip(parts, tables, torch.split(ids, list(counts)), strict=True)
-        ]
+        if train and not tables[0].fused:
+            out = _CollectRows.apply(self._anchor, out.detach(), list(tables), ids, list(counts))  # type: ignore[no-untyped-call]
+        parts, first = [], 0
+        for table, count in zip(tables, counts, strict=True):
+            size = count * table.table.dim
+            # Slices, not a split: what that gives may not be changed in place.
+            parts.append(out[first : first + size].view(count, table.table.dim))
+            first += size
+        return parts
 
     def _kernel(self, key: object, modules: Sequence[TableModule], make: Callable[[list[Any]], _K]) -> _K:
         tables = [module.table for module in modules]
@@ -159,7 +157,8 @@ class _Collect(torch.autograd.Function):
     ) -> Tensor:
         ctx.save_for_backward(ids, offsets, weights)
         ctx.features, ctx.pooling = features, pooling
-        return out.view_as(out)
+        ctx.mark_dirty(out)  # and no view, so that it may be changed in place
+        return out
 
     @staticmethod
     @once_differentiable
@@ -180,19 +179,25 @@ class _Collect(torch.autograd.Function):
 
 
 class _CollectRows(torch.autograd.Function):
-    """Passes a table's rows on; backward gives the table their gradients."""
+    """Passes the rows of tables on; backward gives each table its ids and their gradients."""
 
     @staticmethod
-    def forward(ctx: Any, anchor: Tensor, rows: Tensor, table: TableModule, ids: Tensor) -> Tensor:
+    def forward(
+        ctx: Any, anchor: Tensor, rows: Tensor, tables: list[TableModule], ids: Tensor, counts: list[int]
+    ) -> Tensor:
         ctx.save_for_backward(ids)
-        ctx.table = table
-        return rows.view_as(rows)
+        ctx.tables, ctx.counts = tables, counts
+        ctx.mark_dirty(rows)
+        return rows
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *grads: Tensor) -> tuple[None, None, None, None]:
-        ctx.table.collect(ctx.saved_tensors[0], grads[0].float().clone())
-        return None, None, None, None
+    def backward(ctx: Any, *grads: Tensor) -> tuple[None, None, None, None, None]:
+        sizes = [count * table.table.dim for count, table in zip(ctx.counts, ctx.tables, strict=True)]
+        parts = torch.split(grads[0], sizes)  # of a gradient that slicing has made, so that nobody else has it
+        for table, ids, grad in zip(ctx.tables, torch.split(ctx.saved_tensors[0], ctx.counts), parts, strict=True):
+            table.collect(ids, grad.view(-1, table.table.dim))
+        return None, None, None, None, None
 
 
 class _WeightGradients(torch.autograd.Function):
@@ -202,7 +207,8 @@ class _WeightGradients(torch.autograd.Function):
     def forward(ctx: Any, weights: Tensor, out: Tensor, pooling: Pooling, offsets: Tensor, *rows: Tensor) -> Tensor:
         ctx.save_for_backward(offsets, *rows)
         ctx.pooling = pooling
-        return out.view_as(out)
+        ctx.mark_dirty(out)
+        return out
 
     @staticmethod
     @once_differentiable

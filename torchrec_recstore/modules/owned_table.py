@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from torchrec_recstore.optim import state_names
+from torchrec_recstore.options import is_shared
 from torchrec_recstore.store import Table, write_all
 
 _PIECE_ROWS = 1 << 16  # that are read or written at once, so that little lies in memory twice
@@ -18,6 +19,8 @@ _PIECE_ROWS = 1 << 16  # that are read or written at once, so that little lies i
 
 class OwnedTable:
     """Carries a :class:`Table` through ``deepcopy`` and pickling, with all its rows, cold ones too.
+
+    Rows of a shared cold store are the copy's as well: what has changed in memory goes there, and none is copied.
 
     Args:
         arguments: of the :class:`Table` that is made.
@@ -28,10 +31,19 @@ class OwnedTable:
         self.table = Table(**arguments)
 
     def with_optimizer(self, arguments: Mapping[str, Any]) -> OwnedTable:
-        """The same rows in a table of another optimizer; their state stays where that is of the same type."""
+        """The same rows in a table of another optimizer; their state stays where that is of the same type.
+
+        One of another type is for rows that have not been updated.
+        """
+        old = self.table
+        keeps_state = type(old.optimizer) is type(arguments["optimizer"])
+        if _shares_rows(old) and not keeps_state:
+            raise ValueError(
+                f"table {old.name!r}: its rows are shared and have the state of {old.optimizer}: "
+                "give the module its optimizer when it is made"
+            )
         fresh = OwnedTable(arguments)
-        old, new = self.table, fresh.table
-        keeps_state = type(old.optimizer) is type(new.optimizer)
+        new = fresh.table
         kinds = state_names(new.optimizer)
 
         def converted(rows: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -44,8 +56,6 @@ class OwnedTable:
             return {**kept, **({name: rows.get(name, zeros[name]) for name in zeros} if keeps_state else zeros)}
 
         _copy(old, new, converted)
-        if not keeps_state:
-            new.optimizer_steps = 0
         return fresh
 
     def __deepcopy__(self, memo: dict[int, Any]) -> OwnedTable:
@@ -54,7 +64,11 @@ class OwnedTable:
         return fresh
 
     def __reduce__(self) -> tuple[Any, ...]:
-        state = table_state(self.table)
+        if _shares_rows(self.table):
+            self.table.flush()
+            state = _clocks(self.table)
+        else:
+            state = table_state(self.table)
         process = get_spawning_popen()
         if process is not None:
             # What is pickled for a new process goes there as shared memory, which must live until it has started.
@@ -64,7 +78,10 @@ class OwnedTable:
 
 def _restored(arguments: Mapping[str, Any], state: Mapping[str, Tensor]) -> OwnedTable:
     owned = OwnedTable(arguments)
-    _fill(owned.table, state)
+    if _shares_rows(owned.table):
+        _set_clocks(owned.table, state)
+    else:
+        _fill(owned.table, state)
     return owned
 
 
@@ -90,11 +107,7 @@ def table_state(table: Table) -> dict[str, Tensor]:
             if name not in whole:
                 whole[name] = values.new_empty((len(ids), *values.shape[1:]))
             whole[name][part] = values
-    state = {**whole, "weight_id": ids}
-    state["steps"], state["clock"] = torch.tensor(table.optimizer_steps), torch.tensor(table.steps)
-    if _counts_sightings(table):
-        cells, taken = table.sightings()
-        state["sightings"], state["sightings_taken"] = cells, torch.tensor(taken)
+    state = {**whole, "weight_id": ids, **_clocks(table)}
     return {key: state[key] for key in state_keys(table)}
 
 
@@ -133,12 +146,28 @@ def forget_rows(table: Table) -> None:
 
 
 def _fill(table: Table, state: Mapping[str, Tensor]) -> None:
-    table.steps = int(state["clock"])  # first: by it eviction tells how old rows are
+    _set_clocks(table, state)  # first: by the clock eviction tells how old rows are
     ids = state["weight_id"]
     names = ["weight", *state_names(table.optimizer), "last_step", "frequency"]
     for part in _pieces(len(ids)):
         write_all(table, ids[part], {name: state[name][part] for name in names})
-    table.optimizer_steps = int(state["steps"])
+
+
+def _shares_rows(table: Table) -> bool:
+    return is_shared(table.options.cold_store)
+
+
+def _clocks(table: Table) -> dict[str, Tensor]:
+    """What a table's state has besides rows."""
+    state = {"steps": torch.tensor(table.optimizer_steps), "clock": torch.tensor(table.steps)}
+    if _counts_sightings(table):
+        cells, taken = table.sightings()
+        state["sightings"], state["sightings_taken"] = cells, torch.tensor(taken)
+    return state
+
+
+def _set_clocks(table: Table, state: Mapping[str, Tensor]) -> None:
+    table.steps, table.optimizer_steps = int(state["clock"]), int(state["steps"])
     if "sightings" in state and _counts_sightings(table):
         table.set_sightings(state["sightings"], int(state["sightings_taken"]))
 
@@ -146,13 +175,13 @@ def _fill(table: Table, state: Mapping[str, Tensor]) -> None:
 def _copy(
     source: Table, target: Table, converted: Callable[[dict[str, Tensor]], dict[str, Tensor]] = lambda rows: rows
 ) -> None:
-    target.steps = source.steps
+    _set_clocks(target, _clocks(source))
+    if _shares_rows(source):
+        source.flush()
+        return
     ids = source.ids()
     for part in _pieces(len(ids)):
         write_all(target, ids[part], converted(source.read_rows(ids[part])))
-    target.optimizer_steps = source.optimizer_steps
-    if _counts_sightings(source):
-        target.set_sightings(*source.sightings())
 
 
 def _checked(table: Table, state: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import random
+import re
 import threading
 import time
 import uuid
@@ -76,8 +78,8 @@ class Access:
             raise ValueError("tls_cert and tls_key belong together")
         if self.tls_cert is not None and self.tls_ca is None:
             raise ValueError("tls_cert needs tls_ca")
-        if self.token is not None and not (isinstance(self.token, str) and self.token.isascii() and self.token):
-            raise ValueError("token must be of ASCII characters")
+        if self.token is not None and not (isinstance(self.token, str) and re.fullmatch("[!-~]+", self.token)):
+            raise ValueError("token must be of printable ASCII characters without blanks")
 
 
 class Connection:
@@ -104,6 +106,7 @@ class Connection:
         if access.token is not None:
             self._metadata.append((TOKEN_KEY, token_value(access.token)))
         self._client = uuid.uuid4().hex
+        self._process = os.getpid()
         self._lock = threading.Lock()
         self._incarnation = ""
         self._requests = 0
@@ -215,6 +218,15 @@ class Connection:
         with self._lock:
             self._saved = self._requests
 
+    def check_process(self) -> None:
+        """Refuses a process that has been forked since: its requests would have the numbers of this one's.
+
+        Raises:
+            ValueError: it is another one than that which made the connection.
+        """
+        if os.getpid() != self._process:
+            raise ValueError(f"{self._named('')}: the client was made in another process; make one in each")
+
     def close(self) -> None:
         """Ends the connection."""
         self._channel.close()
@@ -309,17 +321,28 @@ class Connection:
             return self._incarnation if self._saved < self._requests else ""
 
     def _call(self, table: str, attempt: Callable[[float], _Result], timeout_s: float | None = None) -> _Result:
-        """Repeats what fails because the server cannot be reached, until the time is over."""
-        begin = time.monotonic()
-        patience = self._access.timeout_s
+        """Repeats what fails because the server cannot be reached, until the time is over.
+
+        Args:
+            table: is named in errors.
+            attempt: is given the seconds that are left.
+            timeout_s: of an attempt; then the time for repetitions begins when the first has failed.
+        """
+        self.check_process()
+        end = time.monotonic() + self._access.timeout_s
+        failed = False
         pause = _FIRST_PAUSE_S
         while True:
             try:
-                return attempt(timeout_s or max(0.001, begin + patience - time.monotonic()))
+                return attempt(timeout_s or max(0.001, end - time.monotonic()))
             except grpc.RpcError as error:
-                left = begin + patience - time.monotonic()
-                if error.code() not in _PASSING or left <= pause:
+                if timeout_s is not None and not failed:
+                    end = time.monotonic() + self._access.timeout_s
+                failed = True
+                left = end - time.monotonic()
+                if error.code() not in _PASSING or left <= 0:
                     raise self._error(table, error) from None
+                pause = min(pause, left)
             except ValueError as error:
                 if "closed channel" in str(error):
                     raise ValueError(f"{self._named(table)}: the client is closed") from None

@@ -7,6 +7,8 @@ VERSION_KEY = "recstore-protocol"
 TOKEN_KEY = "authorization"
 ERROR_KEY = "recstore-error"
 """In the trailing metadata of an error: its class in :data:`~torchrec_recstore.rpc.errors.REMOTE_ERRORS`."""
+NO_INITIAL_ROW = "NoInitialRow"
+"""There: an id has no row, and only the client's init_func can tell how it begins."""
 
 PART_IDS = 1 << 16
 PART_BYTES = 1 << 20

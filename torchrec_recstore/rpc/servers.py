@@ -12,7 +12,10 @@ from torch import Tensor
 
 from torchrec_recstore import ops
 from torchrec_recstore.rpc import recstore_pb2 as pb
+from torchrec_recstore.rpc.addresses import checked_addresses, host_of, is_loopback
 from torchrec_recstore.rpc.connection import Access, Connection
+from torchrec_recstore.rpc.errors import ServiceError
+from torchrec_recstore.rpc.protocol import NO_INITIAL_ROW
 from torchrec_recstore.rpc.tensor_bytes import put_rows, rows_at, to_bytes
 
 _Result = TypeVar("_Result")
@@ -28,12 +31,16 @@ class Servers:
         access: as for :class:`Connection`.
 
     Raises:
-        TypeError, ValueError: an address is no ``host:port``, or is there twice.
+        TypeError, ValueError: an address is no ``host:port``, or is there twice; or a token would go to another machine
+            without TLS.
         OSError: a file of certificates cannot be read.
     """
 
     def __init__(self, addresses: Sequence[str], access: Access) -> None:
         self.addresses = checked_addresses(addresses)
+        open_to_others = [a for a in self.addresses if not is_loopback(host_of(a))]
+        if access.token is not None and access.tls_ca is None and open_to_others:
+            raise ValueError(f"token would go to {open_to_others[0]} in the clear: pass tls_ca as well")
         self._connections = [Connection(address, access) for address in self.addresses]
         self._threads = ThreadPoolExecutor(4 * len(self.addresses), "recstore-client")
         self._close = weakref.finalize(self, _close, self._connections, self._threads)
@@ -86,13 +93,18 @@ class Servers:
         """Writes the rows ``values``, (N, columns), of ``ids``, (N,) int64; of duplicates the last wins."""
         self._write(table, pb.WriteHeader.PUSH, ids, values)
 
-    def update(self, table: str, ids: Tensor, grads: Tensor, initial: tuple[Tensor, Tensor] | None = None) -> None:
-        """Applies gradients, (N, columns); before, ``initial`` ids get the ``initial`` rows where they have none."""
-        self._write(table, pb.WriteHeader.UPDATE, ids, grads, initial)
+    def update(self, table: str, ids: Tensor, grads: Tensor, initial: tuple[Tensor, Tensor] | None = None) -> Tensor:
+        """Applies gradients, (N, columns); before, ``initial`` ids get the ``initial`` rows where they have none.
+
+        Returns:
+            (n,) int64: places of the ids whose server has refused its part, because an id of that has neither a row nor
+            an initial one.
+        """
+        return self._write(table, pb.WriteHeader.UPDATE, ids, grads, initial)[1]
 
     def delete(self, table: str, ids: Tensor) -> int:
         """Forgets the rows of ``ids``, (N,) int64; returns how many there were."""
-        return self._write(table, pb.WriteHeader.DELETE, ids)
+        return self._write(table, pb.WriteHeader.DELETE, ids)[0]
 
     def ids(self, table: str) -> Tensor:
         """(N,) int64: all ids that have a row, ascending."""
@@ -122,20 +134,24 @@ class Servers:
         ids: Tensor,
         rows: Tensor | None = None,
         initial: tuple[Tensor, Tensor] | None = None,
-    ) -> int:
+    ) -> tuple[int, Tensor]:
+        """How many rows were deleted, and the places of the ids whose server wants initial rows."""
         if len(self._connections) == 1:
-            return self._connections[0].write(table, kind, ids, rows, initial)
+            deleted = _written(self._connections[0], table, kind, ids, rows, initial)
+            return deleted or 0, torch.arange(len(ids) if deleted is None else 0)
         places = self._places(ids)
         firsts = {} if initial is None else self._places(initial[0])
 
-        def write(connection: Connection) -> int:
+        def write(connection: Connection) -> int | None:
             place = places[connection]
             first = None
             if initial is not None and len(firsts[connection]):
                 first = initial[0][firsts[connection]], initial[1][firsts[connection]]
-            return connection.write(table, kind, ids[place], None if rows is None else rows_at(rows, place), first)
+            return _written(connection, table, kind, ids[place], None if rows is None else rows_at(rows, place), first)
 
-        return sum(self._each(write))
+        counts = self._each(write)
+        refused = [place for place, count in zip(places.values(), counts, strict=True) if count is None]
+        return sum(count or 0 for count in counts), torch.cat([ids[:0], *refused])
 
     def _places(self, ids: Tensor) -> dict[Connection, Tensor]:
         """Where among ``ids`` those of each server are, ascending."""
@@ -146,24 +162,27 @@ class Servers:
         """Calls all servers at once and waits for all, so that nothing is under way when an error is raised."""
         if len(self._connections) == 1:
             return [call(self._connections[0])]
+        self._connections[0].check_process()  # the threads are not there either
         futures = [self._threads.submit(call, connection) for connection in self._connections]
         wait(futures)
         return [future.result() for future in futures]
 
 
-def checked_addresses(addresses: Sequence[str]) -> tuple[str, ...]:
-    """Addresses, each ``host:port``, after a check."""
-    if isinstance(addresses, str) or not all(isinstance(address, str) for address in addresses):
-        raise TypeError(f"servers must be a list of 'host:port', got {addresses!r}")
-    if not addresses:
-        raise ValueError("servers must name at least one 'host:port'")
-    for address in addresses:
-        host, _, port = address.rpartition(":")
-        if not host or not (port.isdecimal() and 0 < int(port) < 2**16):
-            raise ValueError(f"servers must be 'host:port', got {address!r}")
-    if len(set(addresses)) != len(addresses):
-        raise ValueError(f"servers must differ, got {', '.join(addresses)}")
-    return tuple(addresses)
+def _written(
+    connection: Connection,
+    table: str,
+    kind: pb.WriteHeader.Kind,
+    ids: Tensor,
+    rows: Tensor | None,
+    initial: tuple[Tensor, Tensor] | None,
+) -> int | None:
+    """How many rows were deleted; None where the server has refused, because it wants an initial row."""
+    try:
+        return connection.write(table, kind, ids, rows, initial)
+    except ServiceError as error:
+        if error.kind == NO_INITIAL_ROW:
+            return None
+        raise
 
 
 def _close(connections: Sequence[Connection], threads: ThreadPoolExecutor) -> None:

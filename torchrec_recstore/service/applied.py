@@ -3,11 +3,15 @@ from __future__ import annotations
 import threading
 from collections import OrderedDict
 from collections.abc import Callable
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
 from typing import Any
 
 _CLIENTS = 10_000
+
+
+class ServerStoppingError(RuntimeError):
+    """Nothing is written any more."""
 
 
 @dataclass
@@ -25,14 +29,17 @@ class AppliedRequests:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._clients: OrderedDict[str, _Client] = OrderedDict()
+        self._closed = False
 
     def once(self, client: str, request: int, done_before: int, action: Callable[[], int]) -> int:
         """What ``action`` returns, which is called unless it has been for that request; one that raised may come again.
 
         Raises:
             ValueError: the request is one of those that were not to come again.
+            ServerStoppingError: after :meth:`close`.
         """
         with self._lock:
+            self.check_open()
             known = self._clients.setdefault(client, _Client())
             self._clients.move_to_end(client)
             while len(self._clients) > _CLIENTS:
@@ -56,8 +63,20 @@ class AppliedRequests:
             answer.set_exception(error)
         return answer.result()
 
+    def check_open(self) -> None:
+        """Raises ServerStoppingError after :meth:`close`."""
+        if self._closed:
+            raise ServerStoppingError("the server stops")
+
+    def close(self) -> None:
+        """Lets no request begin any more, and waits for those that have."""
+        with self._lock:
+            self._closed = True
+            answers = [answer for client in self._clients.values() for answer in client.answers.values()]
+        wait(answers)
+
     def to_json(self) -> dict[str, Any]:
-        """All that is finished, for :meth:`from_json`."""
+        """All that has been carried out, for :meth:`from_json`; after :meth:`close`."""
         with self._lock:
             return {
                 name: {

@@ -224,7 +224,8 @@ class RecStoreClient:
 
         Raises:
             FileExistsError: there is something at ``path``.
-            OSError: a file cannot be written; there is nothing new at ``path``.
+            OSError: a file cannot be written; there is nothing new at ``path``. Of several servers some may have saved
+                when another fails: repeat it with ``overwrite``.
         """
         self._open().save(path, overwrite)
 
@@ -237,7 +238,7 @@ class RecStoreClient:
         Raises:
             FileNotFoundError: there is no checkpoint.
             ValueError: a file of it is missing or damaged (``CheckpointError``), or a table that is here is missing or
-                another one there. Nothing has changed.
+                another one there. Nothing has changed; of several servers some may have loaded when another fails.
         """
         self._open().load(path)
         self._specs.clear()

@@ -15,7 +15,7 @@ _LOCK = "lock"
 class DataDirectory:
     """A server's checkpoints, ``DIR/NAME`` each, and which of them it starts from.
 
-    ``server.json`` names the last checkpoint that was acknowledged, and what a server that has stopped leaves to the
+    ``server.json`` names the checkpoint that was saved or loaded last, and what a server that has stopped leaves to the
     next: it is taken away before that one serves, so that only one can go on as if nothing had happened.
 
     Args:
@@ -37,12 +37,13 @@ class DataDirectory:
             raise BlockingIOError(f"{self._path}: another server has this data directory") from None
         self.last: str | None = None
         """Name of the checkpoint to start from."""
-        self._stopped: dict[str, Any] | None = None
+        self.stopped: dict[str, Any] | None = None
+        """What the last server left when it stopped, until :meth:`set_last`."""
         state = self._path / _STATE
         if state.exists():
             try:
                 document = json.loads(state.read_bytes())
-                self.last, self._stopped = document["last"], document["stopped"]
+                self.last, self.stopped = document["last"], document["stopped"]
             except (ValueError, KeyError, TypeError) as error:
                 raise ValueError(f"{state} is damaged: {error}") from error
 
@@ -56,27 +57,17 @@ class DataDirectory:
             raise ValueError(f"on a server, save and load take a plain name below its data directory, got {name!r}")
         return self._path / name
 
-    def take_stopped(self) -> dict[str, Any] | None:
-        """What the last server left when it stopped, once."""
-        stopped, self._stopped = self._stopped, None
-        if stopped is not None:
-            self._write(None)
-        return stopped
-
-    def set_last(self, name: str, stopped: dict[str, Any] | None = None) -> None:
+    def set_last(self, name: str | None, stopped: dict[str, Any] | None = None) -> None:
         """Names the checkpoint to start from. It is on the disk when this returns."""
-        self.last = name
-        self._write(stopped)
-
-    def close(self) -> None:
-        """Lets another server have it."""
-        self._lock.close()
-
-    def _write(self, stopped: dict[str, Any] | None) -> None:
         staging = self._path / f".{_STATE}"
         with staging.open("w") as file:
-            json.dump({"last": self.last, "stopped": stopped}, file)
+            json.dump({"last": name, "stopped": stopped}, file)
             file.flush()
             os.fsync(file.fileno())
         staging.replace(self._path / _STATE)
         sync_directory(self._path)
+        self.last, self.stopped = name, stopped
+
+    def close(self) -> None:
+        """Lets another server have it."""
+        self._lock.close()

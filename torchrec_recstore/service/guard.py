@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import hmac
-import ipaddress
 from collections.abc import Callable
 from typing import Any
 
 import grpc
 
+from torchrec_recstore.rpc.addresses import host_of, is_loopback
 from torchrec_recstore.rpc.protocol import TOKEN_KEY, VERSION, VERSION_KEY, token_value
 
 _HEALTH = "/grpc.health.v1.Health/"
@@ -44,36 +44,28 @@ def check_listen(address: str, *, tls: bool, token: bool) -> None:
     Raises:
         ValueError: it may not, or it is no ``host:port``.
     """
-    host = check_address("--listen", address)
-    if not is_loopback(host) and not (tls and token):
+    if not is_loopback(host_of_flag("--listen", address)) and not (tls and token):
         missing = " and ".join(
             flag for flag, given in (("--tls-cert and --tls-key", tls), ("--token-file", token)) if not given
         )
         raise ValueError(f"--listen {address} can be reached from other machines: that needs {missing}")
 
 
-def check_address(flag: str, address: str) -> str:
-    """The host of a ``host:port``.
+def host_of_flag(flag: str, address: str) -> str:
+    """The host of a flag's ``host:port``, of which the port may be 0.
 
     Raises:
-        ValueError: it is none.
+        ValueError: it is none; the message names the flag.
     """
-    host, _, port = address.rpartition(":")
-    if not host or not port.isdecimal() or int(port) >= 2**16:
-        raise ValueError(f"{flag} must be HOST:PORT, got {address!r}")
-    return host
-
-
-def is_loopback(host: str) -> bool:
-    """Whether only this machine can reach the address."""
     try:
-        return ipaddress.ip_address(host.strip("[]")).is_loopback
-    except ValueError:
-        return host == "localhost"
+        return host_of(address, least_port=0)
+    except ValueError as error:
+        raise ValueError(f"{flag} {error}") from None
 
 
 def _refusal(code: grpc.StatusCode, details: str) -> Any:
-    def abort(request: Any, context: Any) -> None:
+    def abort(requests: Any, context: Any) -> None:
         context.abort(code, details)
 
-    return grpc.unary_unary_rpc_method_handler(abort)
+    # Of streams, whatever the method is: it is refused before anything is read, which may never come.
+    return grpc.stream_stream_rpc_method_handler(abort)

@@ -66,6 +66,9 @@ def held_options(name: str, spec: TableSpec, limits: Limits) -> TableOptions:
     options = shard_options(spec.options, (shards, shard), name)
     bounds = [rows for rows in (options.max_rows, limits.max_rows) if rows is not None]
     bounded = bool(bounds)
+    if spec.lossless:
+        keeps = limits.eviction if limits.cold_store is not None else None
+        limits = replace(limits, eviction=keeps, expiry=None, admission=None)
     return replace(
         options,
         max_rows=min(bounds, default=None),

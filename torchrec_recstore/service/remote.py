@@ -10,6 +10,7 @@ from torch import Tensor
 
 from torchrec_recstore.rpc.connection import Access
 from torchrec_recstore.rpc.errors import ServiceError
+from torchrec_recstore.rpc.protocol import NO_INITIAL_ROW
 from torchrec_recstore.rpc.servers import Servers
 from torchrec_recstore.service.backend import InitialRows, NoInitialRow
 from torchrec_recstore.service.spec import TableSpec
@@ -70,7 +71,9 @@ class RemoteTables:
         try:
             return self._servers.pull(name, ids, spec.dim, spec.dtype)
         except ServiceError as error:
-            raise _what_it_is(error, name) from None
+            if error.kind == NO_INITIAL_ROW:
+                raise NoInitialRow(name) from None
+            raise
 
     def found_rows(self, name: str, ids: Tensor) -> tuple[Tensor, Tensor]:
         """As :meth:`Tables.found_rows`."""
@@ -84,10 +87,9 @@ class RemoteTables:
 
     def update(self, name: str, ids: Tensor, grads: Tensor, initial: InitialRows | None = None) -> None:
         """As :meth:`Tables.update`."""
-        try:
-            self._servers.update(name, ids, grads, initial)
-        except ServiceError as error:
-            raise _what_it_is(error, name) from None
+        refused = self._servers.update(name, ids, grads, initial)
+        if len(refused):
+            raise NoInitialRow(name, refused)
 
     def delete(self, name: str, ids: Tensor) -> int:
         """As :meth:`Tables.delete`."""
@@ -120,7 +122,3 @@ class RemoteTables:
         if spec is None:
             raise ValueError(f"there is no table {name!r} on the servers {', '.join(self._servers.addresses)}")
         return spec
-
-
-def _what_it_is(error: ServiceError, table: str) -> Exception:
-    return NoInitialRow(table) if error.kind == NoInitialRow.__name__ else error

@@ -18,7 +18,7 @@ from torchrec_recstore.rpc import recstore_pb2 as pb
 from torchrec_recstore.rpc.protocol import MESSAGE_BYTES
 from torchrec_recstore.rpc.recstore_pb2_grpc import add_ParameterServerServicer_to_server
 from torchrec_recstore.service.data_directory import DataDirectory
-from torchrec_recstore.service.guard import Guard, check_address, check_listen
+from torchrec_recstore.service.guard import Guard, check_listen, host_of_flag
 from torchrec_recstore.service.hosted import HostedTables
 from torchrec_recstore.service.limits import Limits
 from torchrec_recstore.service.metrics import Metrics, NoObserver
@@ -69,7 +69,7 @@ class ServerOptions:
             raise ValueError("--client-ca needs --tls-cert and --tls-key")
         check_listen(self.listen, tls=self.tls_cert is not None, token=self.token is not None)
         if self.metrics is not None:
-            check_address("--metrics", self.metrics)
+            host_of_flag("--metrics", self.metrics)
 
 
 def serve(options: ServerOptions, ready: Callable[[str], object]) -> None:
@@ -105,7 +105,10 @@ def _serve(
     metrics = None
     if options.metrics is not None:
         host, _, metrics_port = options.metrics.rpartition(":")
-        metrics = Metrics(tables, host, int(metrics_port))
+        try:
+            metrics = Metrics(tables, host, int(metrics_port))
+        except OSError as error:
+            raise OSError(f"--metrics {options.metrics}: {error.strerror}") from error
     service = ParameterServer(tables, directory, metrics or NoObserver())
     server = grpc.server(
         ThreadPoolExecutor(_CALLS, "recstore-call"), interceptors=[Guard(options.token)], options=_OPTIONS
@@ -116,6 +119,7 @@ def _serve(
     health_pb2_grpc.add_HealthServicer_to_server(healthy, server)
     reflection.enable_server_reflection((own, health.SERVICE_NAME, reflection.SERVICE_NAME), server)
     port = _bind(server, options)
+    service.begin()
     server.start()
     for name in ("", own):
         healthy.set(name, health_pb2.HealthCheckResponse.SERVING)

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
 from typing import Any, NoReturn
+from urllib.parse import quote
 
 import grpc
 import torch
@@ -17,10 +18,10 @@ from torch import Tensor
 
 from torchrec_recstore.rpc import recstore_pb2 as pb
 from torchrec_recstore.rpc.errors import REMOTE_ERRORS, ServerRestartedError
-from torchrec_recstore.rpc.protocol import ERROR_KEY, PART_IDS, rows_a_part
+from torchrec_recstore.rpc.protocol import ERROR_KEY, NO_INITIAL_ROW, PART_IDS, rows_a_part
 from torchrec_recstore.rpc.recstore_pb2_grpc import ParameterServerServicer
 from torchrec_recstore.rpc.tensor_bytes import from_bytes, to_bytes
-from torchrec_recstore.service.applied import AppliedRequests
+from torchrec_recstore.service.applied import AppliedRequests, ServerStoppingError
 from torchrec_recstore.service.backend import NoInitialRow
 from torchrec_recstore.service.data_directory import DataDirectory
 from torchrec_recstore.service.hosted import HostedTables
@@ -28,7 +29,9 @@ from torchrec_recstore.service.metrics import Observer
 from torchrec_recstore.service.spec import TableSpec
 
 MAX_REQUEST_BYTES = 2**31
-_ERROR_CHARACTERS = 2000  # an error goes into a header, whose size is limited
+STOPPED = "stopped"
+"""Name of the checkpoint that a server writes when it stops."""
+_ERROR_BYTES = 4000
 _CODES = {
     ValueError: grpc.StatusCode.INVALID_ARGUMENT,
     TypeError: grpc.StatusCode.INVALID_ARGUMENT,
@@ -65,19 +68,31 @@ class ParameterServer(ParameterServerServicer):
         self._saving = threading.Lock()
         self._applied = AppliedRequests()
         self._incarnation = uuid.uuid4().hex
-        stopped = directory.take_stopped()
         if directory.last is not None:
             tables.load(directory.checkpoint(directory.last))
-        if stopped is not None:
-            self._incarnation = stopped["incarnation"]
-            self._applied.from_json(stopped["applied"])
+        if directory.stopped is not None:
+            self._incarnation = directory.stopped["incarnation"]
+            self._applied.from_json(directory.stopped["applied"])
+
+    def begin(self) -> None:
+        """To be called when nothing can go wrong any more, before the first call is taken."""
+        if self._directory.stopped is not None:
+            self._directory.set_last(self._directory.last)
 
     def stop(self) -> None:
-        """Saves all tables, when no call is under way any more; a server that starts on them goes on as this one."""
-        if self._tables.specs() or self._directory.last is not None:
-            self._tables.save(self._directory.checkpoint("stopped"), overwrite=True)
-            self._directory.set_last("stopped", {"incarnation": self._incarnation, "applied": self._applied.to_json()})
+        """Ends writes, also those that have outlived the server, and saves all tables.
+
+        A server that starts on them goes on as this one.
+        """
+        self._applied.close()
+        with self._saving:
+            self._save_stopped()
         self._tables.close()
+
+    def _save_stopped(self) -> None:
+        if self._tables.specs() or self._directory.last is not None:
+            self._tables.save(self._directory.checkpoint(STOPPED), overwrite=True)
+            self._directory.set_last(STOPPED, {"incarnation": self._incarnation, "applied": self._applied.to_json()})
 
     def Describe(self, request: pb.DescribeRequest, context: Any) -> pb.DescribeReply:
         """As in recstore.proto."""
@@ -145,6 +160,8 @@ class ParameterServer(ParameterServerServicer):
         with self._call("Save", context):
             self._check_incarnation(request.incarnation or "none")
             path = self._directory.checkpoint(request.name)
+            if request.name == STOPPED:
+                raise ValueError(f"a server that stops saves as {STOPPED!r}: choose another name")
 
             def save() -> int:
                 with self._saving:
@@ -160,7 +177,9 @@ class ParameterServer(ParameterServerServicer):
         with self._call("Load", context):
             path = self._directory.checkpoint(request.name)
             with self._saving:
+                self._applied.check_open()
                 self._tables.load(path)
+                self._directory.set_last(request.name)
             return pb.Empty()
 
     def _check_incarnation(self, expected: str) -> None:
@@ -246,18 +265,34 @@ class ParameterServer(ParameterServerServicer):
 
 
 def _abort(context: Any, method: str, error: Exception) -> NoReturn:
-    kinds = (kind for kind in (*REMOTE_ERRORS.values(), NoInitialRow) if type(error) is kind)
+    kinds = (kind for kind in REMOTE_ERRORS.values() if type(error) is kind)
     kind = next(kinds, None) or next((kind for kind in _CODES if isinstance(error, kind)), None)
     details = str(error)
     code = grpc.StatusCode.INTERNAL
-    if kind is None:
+    if kind is None and not isinstance(error, ServerStoppingError):
         _log.error("%s failed", method, exc_info=error)
         details = f"{method} failed: {type(error).__name__}: {error}"
-    else:
+    elif kind is not None:
         code = next(code for known, code in _CODES.items() if issubclass(kind, known))
-        context.set_trailing_metadata(((ERROR_KEY, kind.__name__),))
-    context.abort(code, details[:_ERROR_CHARACTERS])
+        name = NO_INITIAL_ROW if isinstance(error, NoInitialRow) else kind.__name__
+        context.set_trailing_metadata(((ERROR_KEY, name),))
+    if isinstance(error, ServerStoppingError):  # clients try again, and find the next one
+        code = grpc.StatusCode.UNAVAILABLE
+    context.abort(code, _shortened(details))
     raise AssertionError("abort raises")
+
+
+def _shortened(details: str) -> str:
+    """Without its middle where it is long: it goes into a header, as percent-encoded UTF-8."""
+    half = _ERROR_BYTES // 2
+    if len(quote(details)) <= _ERROR_BYTES:
+        return details
+    begin, end = details[:half], details[-half:]
+    while len(quote(begin)) > half:
+        begin = begin[:-1]
+    while len(quote(end)) > half:
+        end = end[1:]
+    return f"{begin} ... {end}"
 
 
 def _nothing_deleted(write: Callable[[], None]) -> Callable[[], int]:

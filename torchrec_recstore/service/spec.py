@@ -27,6 +27,8 @@ class TableSpec:
         initial_rows: digest of some rows that the client's ``init_func`` makes; empty without one.
         shard: number of the server that holds this part of the table, and how many there are.
         temporary: whether saves leave the table out.
+        lossless: whether no row may be given up for want of room or for age, because it cannot be made again: a server
+            that is to bound such a table puts rows into its cold store, and without one refuses more of them.
 
     Raises:
         TypeError, ValueError: a value makes no sense; the message names it.
@@ -39,6 +41,7 @@ class TableSpec:
     initial_rows: str = ""
     shard: tuple[int, int] = (0, 1)
     temporary: bool = False
+    lossless: bool = False
 
     def __post_init__(self) -> None:
         if isinstance(self.dim, bool) or not isinstance(self.dim, int):
@@ -65,6 +68,7 @@ class TableSpec:
                 "initial_rows": self.initial_rows,
                 "shard": self.shard,
                 "temporary": self.temporary,
+                "lossless": self.lossless,
             }
         )
 
@@ -88,6 +92,7 @@ class TableSpec:
                 initial_rows=str(entry["initial_rows"]),
                 shard=(int(shard), int(shards)),
                 temporary=bool(entry["temporary"]),
+                lossless=bool(entry["lossless"]),
             )
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
             raise ValueError(f"no table's specification: {error}") from error

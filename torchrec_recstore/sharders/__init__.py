@@ -9,6 +9,7 @@ from torchrec_recstore.sharders.embedding import (
     RecStoreShardedEmbeddingCollection,
 )
 from torchrec_recstore.sharders.embeddingbag import RecStoreShardedEmbeddingBagCollection, RecStoreSharder
+from torchrec_recstore.sharders.flush import flush_tables
 from torchrec_recstore.sharders.fp_embeddingbag import RecStoreFeatureProcessedEmbeddingBagCollectionSharder
 from torchrec_recstore.sharders.parameter_sharding import RECSTORE_KERNEL, RecStoreParameterSharding
 from torchrec_recstore.sharders.perf import register_kernel
@@ -29,5 +30,6 @@ __all__ = [
     "RecStoreShardedEmbeddingBagCollection",
     "RecStoreShardedEmbeddingCollection",
     "RecStoreSharder",
+    "flush_tables",
     "table_stats",
 ]

@@ -73,8 +73,11 @@ class RecStoreKernel(BaseEmbedding, FusedOptimizerModule):  # type: ignore[misc]
         self._config = config
         optimizer = optimizer_from_fused_params(config.fused_params, config.table_names())
         self._output_dtype = output_dtype(config.fused_params, config.table_names())
-        self._tables = [make_table(table, optimizer, split, shard) for table in config.embedding_tables]
         self._routings = [routing(table, split) for table in config.embedding_tables]
+        self._tables = [
+            make_table(table, optimizer, split, shard, routing)
+            for table, routing in zip(config.embedding_tables, self._routings, strict=True)
+        ]
         self._placeholders = {name: placeholder_parameter() for name in dict.fromkeys(config.table_names())}
         self._optim = RecStoreFusedOptimizer(
             {f"{name}.weight": parameter for name, parameter in self._placeholders.items()}, optimizer

@@ -10,6 +10,7 @@ import torch
 from torchrec.distributed.embedding_types import ShardedEmbeddingTable
 from torchrec.modules.embedding_configs import DataType, EmbeddingTableConfig
 
+from torchrec_recstore.kernels import BlockRouting
 from torchrec_recstore.optim import Optimizer
 from torchrec_recstore.options import Initializer, TableOptions, UniformInit, default_initializer, shard_options
 from torchrec_recstore.sharders.fused_params import (
@@ -57,7 +58,13 @@ def whole_options(config: EmbeddingTableConfig, fused_params: Mapping[str, Any] 
     return replace(options, initializer=_initializer(config, options))
 
 
-def make_table(config: ShardedEmbeddingTable, optimizer: Optimizer, split: tuple[int, int] | None, shard: int) -> Table:
+def make_table(
+    config: ShardedEmbeddingTable,
+    optimizer: Optimizer,
+    split: tuple[int, int] | None,
+    shard: int,
+    routing: BlockRouting | None,
+) -> Table:
     """The store of one shard: all columns of the table, or those of a column-wise shard.
 
     Args:
@@ -65,6 +72,7 @@ def make_table(config: ShardedEmbeddingTable, optimizer: Optimizer, split: tuple
         optimizer: of its group.
         split: as for :func:`torchrec_recstore.options.shard_options`.
         shard: the rank, by which shards of one cold store are kept apart.
+        routing: which ids are the shard's; None for all.
     """
     return Table(
         config.embedding_dim,
@@ -74,6 +82,7 @@ def make_table(config: ShardedEmbeddingTable, optimizer: Optimizer, split: tuple
         name=config.name,
         columns=_columns(config),
         shard=shard,
+        owned=None if routing is None else routing.owned,
         stochastic_rounding=stochastic_rounding(config.fused_params, [config.name]),
     )
 

@@ -8,7 +8,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from torchrec_recstore.options import RedisStore, RocksDBStore
+from torchrec_recstore.options import RedisStore, RocksDBStore, ServerStore
 
 
 class ColdStoreError(RuntimeError):
@@ -53,16 +53,28 @@ class ColdStore(Protocol):
         """Forgets all rows and frees what the store takes. Closing twice is fine; any other call then raises."""
 
 
+class SharedColdStore(ColdStore, Protocol):
+    """Rows that other tables of the same name read and write too: where the options' ``shared`` is set.
+
+    It is not empty when it is opened, and keeps its rows when it is closed. Rows of a :meth:`scan` are of any moment
+    since its call, and those that others delete meanwhile are passed over.
+    """
+
+    def ids(self) -> Tensor:
+        """(N,) int64: every id that is there, once."""
+
+
 @singledispatch
 def open_cold_store(options: object, *, name: str, row_bytes: int) -> ColdStore:
-    """An empty cold store.
+    """A cold store, empty unless it is shared: :class:`SharedColdStore`.
 
     Register a store of your own by the type of its options: ``@open_cold_store.register``. The conformance test in
     ``torchrec_recstore.store.conformance`` tells whether it fits.
 
     Args:
         options: ``TableOptions.cold_store``, a frozen dataclass.
-        name: of the shard: table, rank and columns. Stores of one name that are open at once are kept apart.
+        name: of the shard: table, rank and columns. Stores of one name that are open at once are kept apart. Shared
+            ones are named by table and columns, and those of one name are one.
         row_bytes: of a row.
 
     Raises:
@@ -89,6 +101,15 @@ def _open_redis(options: RedisStore, *, name: str, row_bytes: int) -> ColdStore:
     except ModuleNotFoundError as error:
         raise _missing(options, "redis hiredis", error) from error
     return RedisColdStore(options, name=name, row_bytes=row_bytes)
+
+
+@open_cold_store.register
+def _open_servers(options: ServerStore, *, name: str, row_bytes: int) -> ColdStore:
+    try:
+        from torchrec_recstore.store.server_store import ServerColdStore
+    except ModuleNotFoundError as error:
+        raise _missing(options, "grpcio protobuf", error) from error
+    return ServerColdStore(options, name=name, row_bytes=row_bytes)
 
 
 def _missing(options: object, packages: str, error: ModuleNotFoundError) -> ImportError:

@@ -24,13 +24,14 @@ Batches = Iterator[tuple[Tensor, Tensor]]
 class ColdSnapshot:
     """The rows that a table has in its cold store, as they are now, to be read while the table goes on.
 
-    Made while nothing moves. A store without ascending snapshots is copied to a temporary file at once.
+    Made while nothing moves. A store without ascending snapshots is copied to a temporary file at once, and so is a
+    shared one, whose rows nobody has counted.
 
     Args:
         handle: of the native table.
         tier: of the table.
         left: (N,) int64, ascending: ids that have left memory since a mark, where only what has changed since is wanted
-            and that is known; else None.
+            and that is known; else None. None of a shared store.
         whole: whether all rows are wanted, whose resident ones are read with them, so that copies which are out of date
             can be told.
     """
@@ -50,9 +51,11 @@ class ColdSnapshot:
         self.rows = tier.rows if self.wanted is None else len(self.wanted)
         """Those of them that the snapshot has."""
         batches: Batches = iter(())
-        if self.rows:
-            ascending = tier.store.ascending_snapshots
-            batches = tier.scan() if ascending else _spooled(tier, self.wanted)
+        if tier.shared:
+            self.rows, batches = _spooled(tier, tier.cold_ids())
+            self.table_rows = self.rows
+        elif self.rows:
+            batches = tier.scan() if tier.store.ascending_snapshots else _spooled(tier, self.wanted)[1]
         self._batches = self._filtered(batches, resident, tier.expired_before, tier.dead)
 
     def next_batch(self) -> tuple[Tensor, Tensor] | None:
@@ -70,8 +73,8 @@ class ColdSnapshot:
                 yield ids[keep], images[keep]
 
 
-def _spooled(tier: ColdTier, wanted: Tensor | None) -> Batches:
-    """A copy of the store's rows, or of those that are wanted."""
+def _spooled(tier: ColdTier, wanted: Tensor | None) -> tuple[int, Batches]:
+    """How many rows the store has, or those that are wanted, and a copy of them."""
     file = tempfile.TemporaryFile()  # noqa: SIM115  (lives as long as the iterator)
     parts = []
     rows = tier.scan() if wanted is None else (tier.read(ids) for ids in torch.split(wanted, _BATCH))
@@ -79,7 +82,8 @@ def _spooled(tier: ColdTier, wanted: Tensor | None) -> Batches:
         file.write(images.numpy().data)
         parts.append(ids)
     file.flush()
-    return _sorted(file, torch.cat(parts) if parts else torch.empty(0, dtype=torch.int64), tier.image_bytes)
+    ids = torch.cat(parts) if parts else torch.empty(0, dtype=torch.int64)
+    return len(ids), _sorted(file, ids, tier.image_bytes)
 
 
 def _sorted(file: BinaryIO, ids: Tensor, image_bytes: int) -> Batches:

@@ -6,11 +6,13 @@ import pickle
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from threading import Thread
+from typing import cast
 
 import torch
 from torch import Tensor
 
-from torchrec_recstore.store.cold import ColdStore, ColdStoreError, open_cold_store
+from torchrec_recstore.options import is_shared
+from torchrec_recstore.store.cold import ColdStore, ColdStoreError, SharedColdStore, open_cold_store
 
 ROW_BYTES = 52
 _EXTREME_IDS = torch.tensor([2**63 - 1, 0, -1, -(2**63), 1, 2**31, -(2**31) - 1, 256])
@@ -18,6 +20,9 @@ _EXTREME_IDS = torch.tensor([2**63 - 1, 0, -1, -(2**63), 1, 2**31, -(2**31) - 1,
 
 def check_cold_store(options: object) -> None:
     """Opens stores of ``options`` and tries all that :class:`ColdStore` promises. Takes a few seconds, 10 MB.
+
+    Of options with a ``shared`` that is true it tries what :class:`SharedColdStore` promises, in stores whose names
+    begin with ``conformance/``, and leaves them empty.
 
     Example::
 
@@ -34,16 +39,20 @@ def check_cold_store(options: object) -> None:
     """
     _expect(hash(options) is not None, "options are hashable")
     _expect(pickle.loads(pickle.dumps(options)) == options, "options pickle, and compare by value")
-    for check in CHECKS:
+    for check in SHARED_CHECKS if is_shared(options) else CHECKS:
         check(options)
 
 
 @contextmanager
 def _opened(options: object, name: str = "conformance/0", row_bytes: int = ROW_BYTES) -> Iterator[ColdStore]:
+    if is_shared(options):
+        name = f"{name}/{row_bytes}"  # those of one name are one, and so of one width
     store = open_cold_store(options, name=name, row_bytes=row_bytes)
     try:
         yield store
     finally:
+        if is_shared(options):
+            store.delete(_shared(store).ids())
         store.close()
 
 
@@ -211,6 +220,42 @@ def _closes(options: object) -> None:
         _expect(not again.get(ids)[0].any(), "a store forgets its rows when it is closed")
 
 
+def _is_one_of_a_name(options: object) -> None:
+    with _opened(options) as one, _opened(options) as two, _opened(options, "conformance/1") as other:
+        ids, rows = torch.cat([_EXTREME_IDS, torch.arange(1000, 2000)]), _rows(1008)
+        one.put(ids, rows)
+        _expect_rows(two, ids, rows, "stores of one name have the same rows")
+        _expect(torch.equal(_shared(two).ids().sort().values, ids.sort().values), "ids gives every id once")
+        _expect(not len(_shared(other).ids()), "stores of another name have other rows")
+        two.put(ids[:10], rows[:10].flip(0))
+        two.delete(ids[500:])
+        _expect_rows(one, ids[:10], rows[:10].flip(0), "what one store puts the others get")
+        _expect(not one.get(ids[500:])[0].any(), "what one store deletes is gone for all")
+        scan = two.scan()
+        one.delete(ids[:100])
+        seen = torch.cat([torch.empty(0, dtype=torch.int64), *(some for some, _ in scan)])
+        _expect(set(ids[100:500].tolist()) <= set(seen.tolist()), "a scan gives what nobody has deleted meanwhile")
+
+
+def _outlives_its_users(options: object) -> None:
+    ids, rows = torch.arange(-50, 50), _rows(100)
+    with _opened(options) as other:
+        store = open_cold_store(options, name=f"conformance/0/{ROW_BYTES}", row_bytes=ROW_BYTES)
+        store.put(ids, rows)
+        store.close()
+        store.close()
+        _expect_rows(other, ids, rows, "a shared store keeps its rows when it is closed")
+        try:
+            store.get(ids)
+        except ColdStoreError:
+            return
+        _expect(False, "get after close raises ColdStoreError")
+
+
+def _shared(store: ColdStore) -> SharedColdStore:
+    return cast(SharedColdStore, store)
+
+
 CHECKS = (
     _starts_empty,
     _keeps_rows,
@@ -224,6 +269,11 @@ CHECKS = (
     _serves_several_threads,
     _closes,
     _takes_big_batches,
+)
+SHARED_CHECKS = (
+    _is_one_of_a_name,
+    _outlives_its_users,
+    *(check for check in CHECKS if check not in (_keeps_stores_apart, _closes)),
 )
 
 

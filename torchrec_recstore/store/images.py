@@ -37,6 +37,16 @@ def last_steps(images: Tensor) -> Tensor:
     return _unsigned(images[:, -8:-4])
 
 
+def with_last_steps_up_to(images: Tensor, steps: int) -> Tensor:
+    """The same images, N of them, of which none has a last step beyond ``steps``."""
+    ahead = last_steps(images) > steps
+    if not ahead.any():
+        return images
+    images = images.clone()
+    images[ahead, -8:-4] = torch.tensor([steps]).view(torch.uint8)[:4]  # the lower half, of uint32
+    return images
+
+
 def _numbers(part: Tensor, dtype: torch.dtype) -> Tensor:
     return part.contiguous().view(dtype).reshape(len(part), part.shape[1] // dtype.itemsize)
 

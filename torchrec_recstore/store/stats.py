@@ -13,7 +13,7 @@ class TableStats:
 
     Args:
         rows: resident rows.
-        cold_rows: rows in the cold store.
+        cold_rows: rows in the cold store; 0 where it is shared, and its rows are no table's alone.
         bytes: memory of rows with their state, index and bookkeeping, admission's counter and the cold store's filter.
         lookups: ids that training steps looked up.
         hits: of these, those that had a row.

@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from types import TracebackType
 
@@ -11,7 +11,7 @@ from torch import Tensor
 from torchrec_recstore import ops
 from torchrec_recstore.ids import among
 from torchrec_recstore.optim import Optimizer, RowWiseAdagrad, state_names
-from torchrec_recstore.options import TableOptions, default_initializer
+from torchrec_recstore.options import TableOptions, default_initializer, is_shared
 from torchrec_recstore.store.cold_snapshot import ColdSnapshot
 from torchrec_recstore.store.images import unpacked
 from torchrec_recstore.store.snapshot import Snapshot, named_rows
@@ -37,7 +37,9 @@ class Table:
         stochastic_rounding: whether updates of 16-bit rows round up or down at random, with the probability that makes
             the mean right, so that steps smaller than the last bit are not lost. The random numbers depend on seed,
             name, id, column and the number of the table's update alone. Without effect on float32 rows.
-        shard: number of the shard where a table's rows are split; keeps shards apart in a shared cold store.
+        shard: number of the shard where a table's rows are split; keeps shards apart in a cold store.
+        owned: ids (N,) int64 -> (N,) bool, which are this shard's where a table's rows are split: a shared cold store
+            has those of all shards under one name.
 
     Raises:
         TypeError: an argument of the wrong type; the message names it.
@@ -65,6 +67,7 @@ class Table:
         columns: range | None = None,
         stochastic_rounding: bool = False,
         shard: int = 0,
+        owned: Callable[[Tensor], Tensor] | None = None,
     ) -> None:
         if isinstance(dim, bool) or not isinstance(dim, int):
             raise TypeError(f"dim must be an int, got {type(dim).__name__}")
@@ -110,7 +113,12 @@ class Table:
         self.tier: ColdTier | None = None
         """What moves rows between memory and the cold store, where there is one."""
         if options.cold_store is not None:
-            self.tier = ColdTier(self.handle, options, f"{name}.{shard}.{columns.start}-{columns.stop}")
+            store_name = f"{name}.{shard}.{columns.start}-{columns.stop}"
+            if is_shared(options.cold_store):
+                # Found by jobs that split rows otherwise, and by none that would read the bytes as another kind of row.
+                kind = ".".join([str(dtype).removeprefix("torch."), *state_names(optimizer)])
+                store_name = f"{name}.{columns.start}-{columns.stop}.{kind}"
+            self.tier = ColdTier(self.handle, options, store_name, owned)
             self._free_store = weakref.finalize(self, self.tier.close)
 
     def lookup(self, ids: Tensor, *, train: bool = False) -> Tensor:
@@ -271,9 +279,12 @@ class Table:
             since: a mark; then only rows that have changed, or were made, since.
 
         Raises:
-            ValueError: there is a snapshot of the table already, or the mark has been forgotten.
+            ValueError: there is a snapshot of the table already, or the mark has been forgotten, or there is a mark and
+                the cold store is shared: what others have changed since is not known.
             ColdStoreError: the cold store fails.
         """
+        if since is not None:
+            self._check_unshared("what others have changed there since a mark is not known: save all of it")
         with ops.native_errors(f"table '{self.name}'"), holding([] if self.tier is None else [self.tier]):
             handle = ops.snapshot_open(self.handle, since)
             try:
@@ -286,7 +297,12 @@ class Table:
                 raise
 
     def empty_copy(self) -> Table:
-        """A table like this one, without rows."""
+        """A table like this one, without rows.
+
+        Raises:
+            ValueError: the cold store is shared.
+        """
+        self._check_unshared("all of them cannot be replaced at once")
         return Table(
             self.dim,
             self.dtype,
@@ -304,8 +320,11 @@ class Table:
         Forwards whose backward has not run yet update neither table any more, and all marks are forgotten.
 
         Raises:
-            ValueError: the tables differ in columns, dtype, optimizer or bounds, or there is a snapshot of one of them.
+            ValueError: the tables differ in columns, dtype, optimizer or bounds, there is a snapshot of one of them, or
+                a cold store is shared.
         """
+        for table in (self, other):
+            table._check_unshared("they are not this table's to give away")
         tiers = [tier for tier in (self.tier, other.tier) if tier is not None]
         with ops.native_errors(f"table '{self.name}'"), holding(tiers):
             ops.table_exchange_rows(self.handle, other.handle)
@@ -329,6 +348,29 @@ class Table:
         """The ids that have a row: (rows,) int64, ascending."""
         with ops.native_errors(f"table '{self.name}'"):
             return ops.table_ids(self.handle) if self.tier is None else self.tier.ids()
+
+    def flush(self) -> None:
+        """Writes the rows that have changed in memory to the shared cold store, so that others see them.
+
+        They stay in memory. What is written is what the rows are now, whatever others have written meanwhile.
+
+        Raises:
+            ValueError: the table has no shared cold store, or there is a snapshot of it.
+            ColdStoreError: the store fails; it may have some of the rows. The call can be repeated.
+        """
+        with ops.native_errors(f"table '{self.name}'"):
+            self._shared_tier().flush()
+
+    def refresh(self) -> None:
+        """As :meth:`flush`; then the rows leave memory, so that the next lookups see what others have written.
+
+        Rows of a forward whose backward has not run stay.
+
+        Raises:
+            ValueError, ColdStoreError: as :meth:`flush`.
+        """
+        with ops.native_errors(f"table '{self.name}'"):
+            self._shared_tier().release()
 
     @property
     def optimizer_steps(self) -> int:
@@ -377,12 +419,20 @@ class Table:
         )
 
     def close(self) -> None:
-        """Frees the rows, cold ones too; any later use raises ValueError. Closing twice is fine."""
+        """Frees the rows, cold ones too; any later use raises ValueError. Closing twice is fine.
+
+        With a shared cold store, :meth:`flush` is called first, and raises what it raises: the table is then open
+        still. A table that is dropped without being closed writes nothing.
+        """
+        if self._free_rows.alive and self.tier is not None and self.tier.shared:
+            self.flush()
         self._free_rows()
         if self.tier is not None:
             self._free_store()
 
     def __len__(self) -> int:
+        if self.tier is not None and self.tier.shared:
+            return len(self.ids())
         stats = self.stats()
         return stats.rows + stats.cold_rows
 
@@ -413,6 +463,17 @@ class Table:
             if self.tier is not None and arrival is not None:
                 self.tier.bring(ids, arrival)
             yield
+
+    def _shared_tier(self) -> ColdTier:
+        if self.tier is None or not self.tier.shared:
+            raise ValueError(f"table '{self.name}' has no shared cold store")
+        return self.tier
+
+    def _check_unshared(self, why: str) -> None:
+        if self.tier is not None and self.tier.shared:
+            raise ValueError(
+                f"table '{self.name}': its rows lie in {self.options.cold_store!r}, which is shared: {why}"
+            )
 
     def _read(self, ids: Tensor) -> ops.RowTensors:
         if self.tier is None:

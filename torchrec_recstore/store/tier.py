@@ -2,23 +2,25 @@ from __future__ import annotations
 
 import threading
 from collections import Counter, deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from typing import Literal
+from typing import Literal, cast
 
 import torch
 from torch import Tensor
 
 from torchrec_recstore import ops
 from torchrec_recstore.ids import among
-from torchrec_recstore.options import TableOptions
-from torchrec_recstore.store.cold import ColdStore, ColdStoreError, open_cold_store
-from torchrec_recstore.store.images import last_steps
+from torchrec_recstore.options import TableOptions, is_shared
+from torchrec_recstore.store.cold import ColdStore, ColdStoreError, SharedColdStore, open_cold_store
+from torchrec_recstore.store.images import last_steps, with_last_steps_up_to
 
 Arrival = Literal["lookup", "update", "write"]
 """Why rows are wanted: by a training step, by an update, or to be written. Admission has no say in the last."""
 
 _PART = 1 << 16  # ids that are read at once where all of a table's may be asked for
+_KNOWN_MARKS = 127  # csrc/changes.h
+_RELEASES = 64  # parts, with a mark each
 _STAGED_BATCHES = 2  # the batch that is next, and the one that is fetched while that is trained on
 
 
@@ -30,14 +32,23 @@ class ColdTier:
 
     Calls that need rows hold :func:`holding` from bringing them until they are pinned by the native pass.
 
+    Of a shared store, which others write too, nothing is known but what it answers: every id that is not in memory is
+    asked for, and rows are not counted. Rows whose last step is ahead of this table's clock come as of now.
+
     Args:
         handle: of the native table.
         options: the table's, with ``cold_store``.
         name: of the shard, see :func:`torchrec_recstore.store.open_cold_store`.
+        owned: (N,) int64 ids -> (N,) bool, which of a shared store's rows belong to the shard; None for all.
     """
 
-    def __init__(self, handle: int, options: TableOptions, name: str) -> None:
+    def __init__(
+        self, handle: int, options: TableOptions, name: str, owned: Callable[[Tensor], Tensor] | None = None
+    ) -> None:
         self._handle = handle
+        self.shared = is_shared(options.cold_store)
+        self._owned = owned
+        self._written: int | None = None  # a mark: what has changed since is not in the shared store
         # Old rows leave after every so many steps: csrc/eviction.h, is_expiry_step().
         self._expiry = options.expiry.steps if options.expiry is not None else None
         self._every = max(1, (self._expiry or 0) // 4)
@@ -54,7 +65,7 @@ class ColdTier:
         """Rows in the store with an earlier last step than this have expired."""
         self._staged: deque[tuple[Tensor, Tensor]] = deque(maxlen=_STAGED_BATCHES)  # ids, ascending, and images
         self._fetching = 0
-        self._stores_had = 0  # what is fetched from one is of no use with the next
+        self._forgotten = 0  # how often: what was being fetched is of no use either
         self._outdated: list[Tensor] = []  # ids that were written or deleted while others are being fetched
         self._sweep: Iterator[tuple[Tensor, Tensor]] | None = None
 
@@ -65,7 +76,7 @@ class ColdTier:
 
     @property
     def rows(self) -> int:
-        """That are in the store and not in memory."""
+        """That are in the store and not in memory; 0 with a shared one, whose rows come and go unseen."""
         return self._counts.total()
 
     def bring(self, ids: Tensor, arrival: Arrival) -> None:
@@ -81,7 +92,7 @@ class ColdTier:
             absent = ops.table_absent(self._handle, ids)
             if len(absent) == 0:
                 return
-            found, images = self._fetch(absent)
+            found, images = self._fetch(absent, self._staged)
             new = absent[~found]
             admitted = len(new)
             if arrival != "write" and admitted:
@@ -105,11 +116,11 @@ class ColdTier:
         """
         absent = ops.table_absent(self._handle, ids)
         with self.lock:
-            wanted = absent[ops.table_may_be_cold(self._handle, absent)]
+            wanted = absent[self._may_be_cold(absent)]
             for staged, _ in self._staged:
                 wanted = wanted[~among(wanted, staged)]
             self._fetching += 1
-            number, store = self._stores_had, self.store
+            number, store = self._forgotten, self.store
         fetched: tuple[Tensor, Tensor] | None = None
         try:
             if len(wanted):
@@ -120,7 +131,7 @@ class ColdTier:
         finally:
             with self.lock:
                 self._fetching -= 1
-                if fetched is not None and number == self._stores_had:
+                if fetched is not None and number == self._forgotten:
                     self._staged.append(fetched)
                     for outdated in self._outdated:
                         self._unstage(outdated)
@@ -135,7 +146,8 @@ class ColdTier:
         """
         with self.lock:
             absent = ops.table_absent(self._handle, ids).sort().values
-            found, images = self._fetch(absent)
+            # What was staged for a training step is not what others have written to a shared store since.
+            found, images = self._fetch(absent, staged=() if self.shared else self._staged)
             return absent[found], images
 
     def found(self, ids: Tensor) -> Tensor:
@@ -151,18 +163,26 @@ class ColdTier:
             removed = 0
             for part in torch.split(torch.unique(ids), _PART):
                 cold, images = self.read(part)
+                if self.shared:  # first: others must not go on with rows that are gone here
+                    with self._calls:
+                        self.store.delete(part)
+                    self._outdate(part)
                 ops.table_note_left(self._handle, cold)
                 self._counts -= self._counted(images)
                 removed += len(cold) + int(ops.table_remove(self._handle, part))
-                self._delete(part)
+                if not self.shared:
+                    self._delete(part)
             return removed
 
     def ids(self) -> Tensor:
         """(N,) int64: the ids of all rows, here and in memory, ascending."""
         with self.lock:
             parts = [ops.table_ids(self._handle)]
-            for some, images in self.scan():
-                parts.append(some[(last_steps(images) >= self.expired_before) & ~among(some, self.dead)])
+            if self.shared:
+                parts.append(self._shared_ids())
+            else:
+                for some, images in self.scan():
+                    parts.append(some[(last_steps(images) >= self.expired_before) & ~among(some, self.dead)])
         ids: Tensor = torch.unique(torch.cat(parts))
         return ids
 
@@ -170,6 +190,39 @@ class ColdTier:
         """As :meth:`ColdStore.scan`: also rows that are in memory too, have expired, or are :attr:`dead`."""
         with self._calls:
             return self.store.scan()
+
+    def cold_ids(self) -> Tensor:
+        """(N,) int64, ascending: ids of a shared store's rows that belong to the shard and are not in memory."""
+        with self.lock:
+            ids = self._shared_ids().sort().values
+            return ids[~among(ids, ops.table_ids(self._handle))]
+
+    def flush(self) -> None:
+        """Writes the rows that have changed in memory since the last time to a shared store.
+
+        Raises:
+            ValueError: there is a snapshot of the table.
+            ColdStoreError: the store fails; it has some of the rows.
+        """
+        with self.lock:
+            mark = ops.table_mark(self._handle)  # first: what changes from here on is for the next time
+            known = self._written is not None and mark - self._written < _KNOWN_MARKS
+            for ids in torch.split(self._changed() if known else ops.table_ids(self._handle), _PART):
+                self._put(ids, ops.table_images(self._handle, ids))
+            self._written = mark
+
+    def release(self) -> None:
+        """As :meth:`flush`; then the rows leave memory, but those that a pending backward needs."""
+        with self.lock:
+            self.flush()
+            self._forget_staged()
+            everything = ops.table_ids(self._handle)
+            for ids in torch.split(everything, max(_PART, -(-len(everything) // _RELEASES))):
+                images = ops.table_images(self._handle, ids)
+                # After the images: a backward in another thread may have changed some since the flush.
+                changed = among(ids, self._changed())
+                self._put(ids[changed], images[changed])
+                ops.table_evict(self._handle, ids, images)
 
     def set_steps(self, steps: int) -> None:
         """Sets the native table's clock."""
@@ -188,19 +241,21 @@ class ColdTier:
         self.expired_before, other.expired_before = other.expired_before, self.expired_before
         self.dead, other.dead = other.dead, self.dead
         for tier in (self, other):
-            tier._stores_had += 1
-            tier._staged.clear()
+            tier._forget_staged()
             tier._sweep = None
 
     def close(self) -> None:
-        """Forgets all rows of the store."""
+        """Forgets all rows of the store, unless it is shared."""
         self.store.close()
 
-    def _fetch(self, ids: Tensor) -> tuple[Tensor, Tensor]:
-        """Which of ``ids``, distinct and not in memory, are in the store: (N,) bool; and the images of these."""
-        unknown = ops.table_may_be_cold(self._handle, ids) & ~among(ids, self.dead)
+    def _fetch(self, ids: Tensor, staged: Iterable[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
+        """Which of ``ids``, distinct and not in memory, are in the store: (N,) bool; and the images of these.
+
+        Images of ``staged`` need not be read.
+        """
+        unknown = self._may_be_cold(ids) & ~among(ids, self.dead)
         parts: list[tuple[Tensor, Tensor]] = []  # places among ids, ascending, and images
-        for staged_ids, staged_images in self._staged:
+        for staged_ids, staged_images in staged:
             places = (among(ids, staged_ids) & unknown).nonzero().squeeze(1)
             if len(places):
                 parts.append((places, staged_images[torch.searchsorted(staged_ids, ids[places])]))
@@ -220,6 +275,8 @@ class ColdTier:
         if self.expires:
             alive = last_steps(images) >= self.expired_before
             places, images = places[alive], images[alive]
+        if self.shared:
+            images = with_last_steps_up_to(images, ops.table_steps(self._handle))
         found[places] = True
         return found, images
 
@@ -227,15 +284,40 @@ class ColdTier:
         # Rows that a backward has changed since they were copied have stayed: others go then.
         while len(leaving := ops.table_leaving(self._handle, ids, new_rows)):
             images = ops.table_images(self._handle, leaving)
-            ops.table_note_cold(self._handle, leaving)  # first: a put that fails may have left copies
-            with self._calls:
-                self.store.put(leaving, images)
-            self._outdate(leaving)
+            self._put(leaving, images)
             self.dead = self.dead[~among(self.dead, leaving.sort().values)]
             gone = images[ops.table_evict(self._handle, leaving, images)]
             alive = last_steps(gone) >= self.expired_before
             self._counts += self._counted(gone[alive])
             ops.table_count_expired(self._handle, int((~alive).sum()))
+
+    def _put(self, ids: Tensor, images: Tensor) -> None:
+        if not self.shared:
+            ops.table_note_cold(self._handle, ids)  # first: a put that fails may have left copies
+        with self._calls:
+            self.store.put(ids, images)
+        self._outdate(ids)
+
+    def _changed(self) -> Tensor:
+        """(n,) int64, ascending: ids in memory whose rows have changed since all were in the shared store."""
+        snapshot = ops.snapshot_open(self._handle, self._written)
+        try:
+            parts = [torch.empty(0, dtype=torch.int64)]
+            while left := ops.snapshot_rows_left(snapshot):
+                parts.append(ops.snapshot_read(snapshot, min(left, _PART), False)[0])
+        finally:
+            ops.snapshot_close(snapshot)
+        return torch.cat(parts)
+
+    def _may_be_cold(self, ids: Tensor) -> Tensor:
+        if self.shared:
+            return torch.ones_like(ids, dtype=torch.bool)
+        return ops.table_may_be_cold(self._handle, ids)
+
+    def _shared_ids(self) -> Tensor:
+        with self._calls:
+            ids = cast(SharedColdStore, self.store).ids()
+        return ids if self._owned is None else ids[self._owned(ids)]
 
     def _delete(self, ids: Tensor) -> None:
         """Deletes the rows of ``ids``, (N,) int64, from the store; what fails now is done later."""
@@ -252,6 +334,11 @@ class ColdTier:
         self._unstage(ids)
         if self._fetching:
             self._outdated.append(ids)
+
+    def _forget_staged(self) -> None:
+        """Also what is being fetched now."""
+        self._forgotten += 1
+        self._staged.clear()
 
     def _unstage(self, ids: Tensor) -> None:
         if not self._staged:
@@ -310,6 +397,8 @@ class ColdTier:
                 self._delete(ids[found][last_steps(images) < self.expired_before])
 
     def _counted(self, images: Tensor) -> Counter[int]:
+        if self.shared:
+            return Counter()
         if self._expiry is None:
             return Counter({0: len(images)})
         # A row has expired when its last step is before time * every - expiry, for a time that has come.

@@ -1,0 +1,67 @@
+from __future__ import annotations
+
+import json
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from torchrec_recstore.service.applied import AppliedRequests, ServerStoppingError
+
+
+def _never() -> int:
+    raise AssertionError("carried out twice")
+
+
+def test_a_repeated_request_is_answered_and_not_carried_out() -> None:
+    applied = AppliedRequests()
+    assert applied.once("a", 1, 1, lambda: 5) == 5
+    assert applied.once("a", 1, 1, _never) == 5
+    assert applied.once("b", 1, 1, lambda: 6) == 6
+    assert applied.once("a", 2, 2, lambda: 7) == 7
+    with pytest.raises(ValueError, match="has been answered already"):
+        applied.once("a", 1, 1, _never)
+
+
+def test_one_that_failed_may_come_again() -> None:
+    applied = AppliedRequests()
+    with pytest.raises(ZeroDivisionError):
+        applied.once("a", 1, 1, lambda: 1 // 0)
+    assert applied.once("a", 1, 1, lambda: 5) == 5
+
+
+def test_a_repeated_request_waits_for_the_first() -> None:
+    applied = AppliedRequests()
+    begun, go = threading.Event(), threading.Event()
+
+    def slow() -> int:
+        begun.set()
+        go.wait()
+        return 5
+
+    with ThreadPoolExecutor(3) as threads:
+        first = threads.submit(applied.once, "a", 1, 1, slow)
+        begun.wait()
+        again = threads.submit(applied.once, "a", 1, 1, _never)
+        closed = threads.submit(applied.close)
+        while not applied._closed:
+            pass
+        assert not closed.done()
+        with pytest.raises(ServerStoppingError):
+            applied.once("a", 2, 1, _never)
+        go.set()
+        assert first.result() == again.result() == 5
+        closed.result()
+    after = AppliedRequests()
+    after.from_json(json.loads(json.dumps(applied.to_json())))
+    assert after.once("a", 1, 1, _never) == 5
+
+
+def test_clients_that_come_and_go_take_no_memory() -> None:
+    applied = AppliedRequests()
+    for client in range(12_000):
+        applied.once(str(client), 1, 1, lambda: 0)
+    for request in range(1, 1000):
+        applied.once("a", request, request, lambda: 0)
+    assert len(applied._clients) == 10_000
+    assert len(applied._clients["a"].answers) == 1

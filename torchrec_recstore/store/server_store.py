@@ -1,0 +1,158 @@
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from torchrec_recstore.optim import SGD
+from torchrec_recstore.options import ConstantInit, ServerStore, TableOptions
+from torchrec_recstore.rpc.connection import Access, Connection
+from torchrec_recstore.rpc.errors import ServiceError
+from torchrec_recstore.rpc.servers import Servers
+from torchrec_recstore.store.cold import ColdStoreError
+from torchrec_recstore.store.cold_bytes import check_ids, check_rows, escaped_name, in_parts, new_run
+
+_CALL_BYTES = 2**24  # of rows in a call, each of which has its own deadline
+_CLOSE_S = 1.0
+_COLUMN_BYTES = 4
+_Result = TypeVar("_Result")
+_log = logging.getLogger(__name__)
+
+
+class ServerColdStore:
+    """Rows as weights of the table ``cold/<run or shared name>/<name>`` of RecStore's parameter servers.
+
+    A row is bytes, which lie in float32 columns as they are: the servers never update them, so that nobody reads a
+    number in them.
+
+    Servers forget: they restart from their last save, or load another. Every call but the first is for the servers as
+    they were when the store was opened, and raises where one has forgotten something since.
+    """
+
+    ascending_snapshots = False
+
+    def __init__(self, options: ServerStore, *, name: str, row_bytes: int) -> None:
+        """Makes the table, if it is not there. Raises ColdStoreError."""
+        self._options = options
+        self._row_bytes = row_bytes
+        self._columns = -(-row_bytes // _COLUMN_BYTES)
+        self._rows_a_call = max(1, _CALL_BYTES // (self._columns * _COLUMN_BYTES))
+        self._table = f"cold/{escaped_name(options.shared or new_run())}/{escaped_name(name)}"
+        self._open = True
+        try:
+            self._access = Access(token=options.token, tls_ca=options.tls_ca, timeout_s=options.timeout_s)
+            self._servers = Servers(options.addresses, self._access)
+        except OSError as error:
+            raise self._error("cannot be used", error) from error
+        try:
+            self._call(lambda: self._servers.create(self._table, self._specs()))
+            # A write of nothing: from the first one on, the connections know the servers that they are for.
+            self._delete_part(torch.empty(0, dtype=torch.int64))
+        except ColdStoreError:
+            self._servers.close()
+            raise
+
+    def get(self, ids: Tensor) -> tuple[Tensor, Tensor]:
+        """As :meth:`ColdStore.get`."""
+        check_ids(ids)
+        self._check_open()
+        found, rows = zip(*(self._get_part(part) for part in in_parts(ids, self._rows_a_call)), strict=True)
+        return torch.cat(found), torch.cat(rows)
+
+    def put(self, ids: Tensor, rows: Tensor) -> None:
+        """As :meth:`ColdStore.put`."""
+        check_rows(ids, rows, self._row_bytes)
+        self._check_open()
+        for some, its_rows in zip(in_parts(ids, self._rows_a_call), in_parts(rows, self._rows_a_call), strict=True):
+            self._put_part(some, its_rows)
+
+    def delete(self, ids: Tensor) -> None:
+        """As :meth:`ColdStore.delete`."""
+        check_ids(ids)
+        self._check_open()
+        for part in in_parts(ids, _CALL_BYTES // ids.element_size()):
+            self._delete_part(part)
+
+    def ids(self) -> Tensor:
+        """As :meth:`SharedColdStore.ids`."""
+        self._check_open()
+        return self._call(lambda: self._servers.ids(self._table))
+
+    def scan(self) -> Iterator[tuple[Tensor, Tensor]]:
+        """As :meth:`ColdStore.scan`: first all ids, 8 bytes each, then their rows."""
+        return self._rows_of(self.ids())
+
+    def close(self) -> None:
+        """As :meth:`ColdStore.close`. A server that cannot be reached keeps the rows until it stops; this is logged."""
+        if not self._open:
+            return
+        self._open = False
+        self._servers.close()
+        if self._options.shared is not None:
+            return
+        # One by one: where the process ends, no threads can be started any more. Nor should it wait for long.
+        access = replace(self._access, timeout_s=min(self._options.timeout_s, _CLOSE_S))
+        for address in self._options.addresses:
+            connection = Connection(address, access)
+            try:
+                connection.drop(self._table)
+            except (ServiceError, ValueError, OSError) as error:
+                _log.warning("%s: table %r may be left: %s", self, self._table, error)
+            finally:
+                connection.close()
+
+    def __str__(self) -> str:
+        return f"cold store {self._options!r}"
+
+    def _error(self, what: str, reason: object) -> ColdStoreError:
+        return ColdStoreError(f"{self} {what}: {reason}")
+
+    def _check_open(self) -> None:
+        if not self._open:
+            raise self._error("is closed", "no call but close is allowed")
+
+    def _call(self, action: Callable[[], _Result]) -> _Result:
+        try:
+            return action()
+        except (ServiceError, ValueError, MemoryError, OSError) as error:  # which name server and table
+            raise self._error("has failed", error) from error
+
+    def _specs(self) -> list[str]:
+        """What the table is, for each server."""
+        from torchrec_recstore.service.spec import TableSpec  # here: it is built on the store
+
+        shards = len(self._servers.addresses)
+        spec = TableSpec(
+            dim=self._columns,
+            dtype=torch.float32,
+            optimizer=SGD(lr=0.0),
+            options=TableOptions(initializer=ConstantInit(0.0)),
+            temporary=self._options.shared is None,
+            lossless=True,
+        )
+        return [replace(spec, shard=(shard, shards)).to_json() for shard in range(shards)]
+
+    def _get_part(self, ids: Tensor) -> tuple[Tensor, Tensor]:
+        found, rows = self._call(lambda: self._servers.found_rows(self._table, ids, self._columns * _COLUMN_BYTES))
+        return found, rows[:, : self._row_bytes]
+
+    def _put_part(self, ids: Tensor, rows: Tensor) -> None:
+        padded = torch.zeros(len(ids), self._columns * _COLUMN_BYTES, dtype=torch.uint8)
+        padded[:, : self._row_bytes] = rows
+        self._call(lambda: self._servers.push(self._table, ids, padded.view(torch.float32)))
+
+    def _delete_part(self, ids: Tensor) -> None:
+        self._call(lambda: self._servers.delete(self._table, ids))
+
+    def _rows_of(self, ids: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+        for part in in_parts(ids, self._rows_a_call):
+            self._check_open()
+            found, rows = self._get_part(part)
+            if self._options.shared is None and not found.all():
+                raise self._error("has changed while it was scanned", f"{int((~found).sum())} rows are gone")
+            if len(rows):
+                yield part[found], rows
