@@ -1,9 +1,14 @@
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
+# OpenMP's threads wait by spinning for milliseconds, in which tests' other processes could work. Read with torch.
+os.environ.setdefault("GOMP_SPINCOUNT", "10000")
+
 import torch
 import torch.distributed as dist
 

@@ -17,17 +17,18 @@ from criteo_format import ID_NAMES
 from generator import Generator
 from settings import Settings
 
-from .commands import ROOT, run_script
+from .commands import ROOT, run_forked, run_script
 
 SAMPLE = ROOT.parent / "shared" / "criteo" / "criteo_kaggle_sample.tsv.gz"
 TABLES = [f"t_{name}" for name in ID_NAMES]
 
 
 run = partial(run_script, "dlrm/train.py")
+forked = partial(run_forked, "dlrm/train.py")
 
 
 def train(out: Path, *flags: object, ranks: int = 1) -> tuple[dict[str, Any], str]:
-    done = run("--json", out, *flags, ranks=ranks)
+    done = forked("--json", out, *flags, ranks=ranks)
     assert done.returncode == 0, done.stderr
     return json.loads(out.read_text()), done.stdout
 
@@ -108,7 +109,9 @@ def test_criteo_sample(tmp_path: Path) -> None:
 
 def test_generated_rows_and_reader_alone(tmp_path: Path) -> None:
     out = tmp_path / "out.json"
-    result, report = train(out, "--read-only", "--limit-rows", 20_000)
+    done = run("--json", out, "--read-only", "--limit-rows", 20_000)
+    assert done.returncode == 0, done.stderr
+    result, report = json.loads(out.read_text()), done.stdout
     assert result["samples"] == 20_000
     assert result["reader_samples_per_second"] > 0
     assert "reader samples/s" in report
@@ -125,7 +128,7 @@ def bad_copy(rows_file: Path, tmp_path: Path) -> Path:
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_bad_row_stops_the_run_before_training(rows_file: Path, tmp_path: Path, ranks: int) -> None:
     path = bad_copy(rows_file, tmp_path)
-    done = run("--data", path, "--backend", "fused", "--json", tmp_path / "out.json", ranks=ranks)
+    done = forked("--data", path, "--backend", "fused", "--json", tmp_path / "out.json", ranks=ranks)
     assert done.returncode != 0
     assert done.stderr.count(f"error: {path}, line 1001, column I1: expected an integer") == 1
     assert "epoch" not in done.stderr

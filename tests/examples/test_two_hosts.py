@@ -48,7 +48,7 @@ def hosts() -> Iterator[list[tuple[str, str]]]:
 
 def test_two_hosts_train_as_one(hosts: list[tuple[str, str]], tmp_path: Path) -> None:
     data = tmp_path / "rows.tsv"
-    data.write_bytes(b"".join(Generator(4000, 1).lines(0, 4000)))
+    data.write_bytes(b"".join(Generator(2000, 1).lines(0, 2000)))
     flags = ["--data", str(data), "--dim", "8", "--batch-size", "256", "--sharding", "row_wise"]
     settings = Settings(
         data=data,

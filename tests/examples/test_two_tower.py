@@ -5,8 +5,10 @@ from __future__ import annotations
 import gzip
 import json
 import random
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from subprocess import CompletedProcess
 from typing import Any
 
 import numpy as np
@@ -19,7 +21,7 @@ from two_tower.movielens import Features, leave_last_out, load, token_id
 from two_tower.settings import Settings
 from two_tower.towers import TEMPERATURE, in_batch_softmax
 
-from .commands import ROOT, run_script
+from .commands import ROOT, run_forked, run_script
 
 MOVIELENS = ROOT.parent / "shared" / "movielens"
 TABLES = [f"t_{name}" for name in ("user_id", "age", "gender", "occupation", "zip", "item_id", "year", "genres")]
@@ -33,6 +35,7 @@ ITEMS = "item_id:token\tmovie_title:token_seq\trelease_year:token\tclass:token_s
 INTERACTIONS = "user_id:token\titem_id:token\trating:float\ttimestamp:float\n"
 
 run = partial(run_script, "two_tower/train.py")
+forked = partial(run_forked, "two_tower/train.py")
 
 
 def write(folder: Path, users: str, items: str, interactions: str) -> Path:
@@ -64,8 +67,10 @@ def tastes(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write(tmp_path_factory.mktemp("tastes"), users, items, "".join(interactions))
 
 
-def train(out: Path, *flags: object, ranks: int = 1) -> tuple[dict[str, Any], str]:
-    done = run("--json", out, *flags, ranks=ranks)
+def train(
+    out: Path, *flags: object, ranks: int = 1, start: Callable[..., CompletedProcess[str]] = forked
+) -> tuple[dict[str, Any], str]:
+    done = start("--json", out, *flags, ranks=ranks)
     assert done.returncode == 0, done.stderr
     return json.loads(out.read_text()), done.stdout
 
@@ -75,7 +80,8 @@ def train(out: Path, *flags: object, ranks: int = 1) -> tuple[dict[str, Any], st
 )
 def test_learns_whose_items_are_whose(tastes: Path, tmp_path: Path, ranks: int, flags: tuple[str, ...]) -> None:
     common = ("--data", tastes, "--batch-size", 60, "--epochs", 4, "--dim", 16, "--lr", 0.2, "--dense-lr", 0.01)
-    result, report = train(tmp_path / "out.json", *common, *flags, ranks=ranks)
+    start = run if ranks == 1 else forked  # one of them as a user does
+    result, report = train(tmp_path / "out.json", *common, *flags, ranks=ranks, start=start)
     assert (result["test_users"], result["items"], result["world_size"]) == (NUM_USERS, NUM_ITEMS, ranks)
     assert result["train_samples"] == 4 * NUM_USERS * (RATED - 1)
     # By chance it is 10 of the 88 items that a user was not trained on; 8 of them are of the user's kind.

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
+import hashlib
 from typing import Any
 
 import pytest
@@ -35,6 +33,7 @@ from torchrec_recstore.optim import (
 from torchrec_recstore.options import ConstantInit, TableOptions
 from torchrec_recstore.store import Table
 
+from ..instruction_sets import by_instruction_set
 from .optimizer_cases import OPTIMIZERS, ROWS, rows, table
 from .optimizer_reference import Reference
 
@@ -171,40 +170,25 @@ def test_a_row_takes_the_memory_that_its_states_say(optimizer: Optimizer) -> Non
     )
 
 
-_DIGEST = """
-import hashlib, torch
-from tests.kernels.optimizer_cases import OPTIMIZERS, table
-for threads in (1, 2):
-    torch.set_num_threads(threads)
-    digest = hashlib.sha256()
-    for number, optimizer in enumerate(OPTIMIZERS):
-        dim = (16, 33)[number % 2]
-        made, generator = table(optimizer, dim), torch.Generator().manual_seed(dim)
-        for _ in range(2):
-            ids = torch.randint(0, 4000, (9000,), generator=generator)
-            made.update(ids, torch.randn(9000, dim, generator=generator))
-        digest.update(made.lookup(made.ids()).numpy().tobytes())
-    print(digest.hexdigest())
-"""
-
-
-def _digests(isa: str) -> list[str]:
-    run = subprocess.run(
-        [sys.executable, "-c", _DIGEST],
-        env={**os.environ, "RECSTORE_ISA": isa},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    if "lacks it" in run.stderr:
-        pytest.skip(f"this processor lacks {isa}")
-    assert run.returncode == 0, run.stderr
-    return run.stdout.split()
+def _digests() -> list[str]:
+    found = []
+    for threads in (1, 2):
+        torch.set_num_threads(threads)
+        digest = hashlib.sha256()
+        for number, optimizer in enumerate(OPTIMIZERS):
+            dim = (16, 33)[number % 2]
+            made, generator = table(optimizer, dim), torch.Generator().manual_seed(dim)
+            for _ in range(2):
+                ids = torch.randint(0, 4000, (9000,), generator=generator)
+                made.update(ids, torch.randn(9000, dim, generator=generator))
+            digest.update(made.lookup(made.ids()).numpy().tobytes())
+        found.append(digest.hexdigest())
+    return found
 
 
 def test_bits_depend_neither_on_the_instruction_set_nor_on_threads() -> None:
-    digests = {isa: _digests(isa) for isa in ("baseline", "avx2", "avx512")}
-    assert len({digest for pair in digests.values() for digest in pair}) == 1, digests
+    digests = by_instruction_set(_digests)
+    assert len({digest for some in digests.values() for digest in some}) == 1, digests
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from torchrec_recstore.kernels import PooledKernel
-from torchrec_recstore.optim import SGD
+from torchrec_recstore.optim import Adam
 from torchrec_recstore.options import LFU, LRU, Expiry, TableOptions
 from torchrec_recstore.store import Table
 
@@ -196,11 +196,12 @@ def test_a_frequency_of_16_goes_before_one_of_17() -> None:
 
 
 def test_no_row_leaves_for_rows_that_there_is_no_memory_for() -> None:
-    table = Table(2**24, optimizer=SGD(), options=TableOptions(max_rows=100_001, eviction=LRU()))
-    table.insert(torch.tensor([1, 2]), torch.ones(2, 2**24))
+    n, dim = 25_000, 2**24  # 5 TB with the optimizer's states
+    table = Table(dim, optimizer=Adam(), options=TableOptions(max_rows=n + 1, eviction=LRU()))
+    table.insert(torch.tensor([1, 2]), torch.ones(2, dim))
     kernel = PooledKernel([table], [0], "sum")
     with pytest.raises(MemoryError):
-        kernel(torch.arange(10, 100_010), torch.tensor([0, 100_000]), train=True)
+        kernel(torch.arange(10, n + 10), torch.tensor([0, n]), train=True)
     assert table.ids().tolist() == [1, 2]
     assert table.stats().evicted == 0
 

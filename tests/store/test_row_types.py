@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
+import hashlib
 from dataclasses import replace
 from itertools import pairwise
 
@@ -16,6 +14,7 @@ from torchrec_recstore.optim import SGD, Adagrad, Optimizer, RowWiseAdagrad, sta
 from torchrec_recstore.options import ConstantInit, NormalInit, TableOptions, UniformInit
 from torchrec_recstore.store import Table
 
+from ..instruction_sets import by_instruction_set
 from ..kernels.optimizer_cases import OPTIMIZERS
 
 NARROW = [torch.float16, torch.bfloat16]
@@ -198,53 +197,33 @@ def test_random_rounding_of_accumulated_gradients() -> None:
     assert torch.equal(tables[0].lookup(ids), tables[1].lookup(ids))
 
 
-_DIGEST = """
-import hashlib, torch
-from dataclasses import replace
-from tests.kernels.optimizer_cases import OPTIMIZERS
-from torchrec_recstore.kernels import PooledKernel
-from torchrec_recstore.options import NormalInit, TableOptions
-from torchrec_recstore.store import Table
-for threads in (1, 2):
-    torch.set_num_threads(threads)
-    digest, number = hashlib.sha256(), 0
-    for dtype in (torch.float16, torch.bfloat16):
-        patterns = torch.arange(2**16, dtype=torch.int32).to(torch.int16).view(dtype).view(1024, 64)
-        every = Table(64, dtype, optimizer=OPTIMIZERS[1])
-        every.insert(torch.arange(1024), patterns)
-        digest.update(every.read_rows(torch.arange(1024))["weight"].view(torch.int16).numpy().tobytes())
-        for optimizer in OPTIMIZERS:
-            number += 1
-            dim, generator = (16, 33, 64)[number % 3], torch.Generator().manual_seed(number)
-            options = TableOptions(NormalInit(0.0, 1e-3 if number % 2 else 1.0))
-            table = Table(dim, dtype, optimizer, options, stochastic_rounding=number % 4 < 2)
-            kernel = PooledKernel([table], [0], "mean")
-            for _ in range(2):
-                ids, offsets = torch.randint(0, 4000, (9000,), generator=generator), torch.arange(0, 9001, 3)
-                out = kernel(ids, offsets, torch.rand(9000, generator=generator), train=True)
-                out.backward(torch.randn(out.shape, generator=generator))
-                digest.update(out.detach().numpy().tobytes())
-            digest.update(table.lookup(table.ids()).view(torch.int16).numpy().tobytes())
-    print(digest.hexdigest())
-"""
-
-
-def _digests(isa: str) -> list[str]:
-    run = subprocess.run(
-        [sys.executable, "-c", _DIGEST],
-        env={**os.environ, "RECSTORE_ISA": isa},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    if "lacks it" in run.stderr:
-        return []
-    assert run.returncode == 0, run.stderr
-    return run.stdout.split()
+def _digests() -> list[str]:
+    found = []
+    for threads in (1, 2):
+        torch.set_num_threads(threads)
+        digest, number = hashlib.sha256(), 0
+        for dtype in NARROW:
+            every = Table(64, dtype, optimizer=OPTIMIZERS[1])
+            every.insert(torch.arange(1024), all_patterns(dtype))
+            digest.update(every.read_rows(torch.arange(1024))["weight"].view(torch.int16).numpy().tobytes())
+            for optimizer in OPTIMIZERS:
+                number += 1
+                dim, generator = (16, 33, 64)[number % 3], torch.Generator().manual_seed(number)
+                options = TableOptions(NormalInit(0.0, 1e-3 if number % 2 else 1.0))
+                table = Table(dim, dtype, optimizer, options, stochastic_rounding=number % 4 < 2)
+                kernel = PooledKernel([table], [0], "mean")
+                for _ in range(2):
+                    ids, offsets = torch.randint(0, 4000, (9000,), generator=generator), torch.arange(0, 9001, 3)
+                    out = kernel(ids, offsets, torch.rand(9000, generator=generator), train=True)
+                    out.backward(torch.randn(out.shape, generator=generator))
+                    digest.update(out.detach().numpy().tobytes())
+                digest.update(table.lookup(table.ids()).view(torch.int16).numpy().tobytes())
+        found.append(digest.hexdigest())
+    return found
 
 
 def test_bits_depend_neither_on_the_instruction_set_nor_on_threads() -> None:
-    digests = {isa: _digests(isa) for isa in ("baseline", "avx2", "avx512")}
+    digests = by_instruction_set(_digests)
     assert len({digest for some in digests.values() for digest in some}) == 1, digests
 
 

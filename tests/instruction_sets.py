@@ -1,0 +1,52 @@
+"""The same work by each instruction set, in a process of its own, since a process decides for one."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+
+import torch.multiprocessing as mp
+
+from torchrec_recstore import ops
+
+INSTRUCTION_SETS = ("baseline", "avx2", "avx512")
+
+
+def by_instruction_set(work: Callable[[], list[str]]) -> dict[str, list[str]]:
+    """What ``work`` returns by each instruction set that this processor has.
+
+    Args:
+        work: at module level, so that it can be sent to other processes, which import its module.
+    """
+    found = {isa: _by(isa, work) for isa in INSTRUCTION_SETS}
+    return {isa: result for isa, result in found.items() if result is not None}
+
+
+def _by(isa: str, work: Callable[[], list[str]]) -> list[str] | None:
+    # Forked from a process that has imported torch for the ranks of other tests, or will have.
+    context = mp.get_context("forkserver")
+    ours, theirs = context.Pipe(duplex=False)
+    process = context.Process(target=_work, args=(isa, work, theirs))
+    process.start()
+    theirs.close()
+    try:
+        result: list[str] | Exception = ours.recv()
+    finally:
+        process.join()
+    if isinstance(result, Exception):
+        if "lacks it" in str(result):
+            return None
+        raise result
+    return result
+
+
+def _work(isa: str, work: Callable[[], list[str]], results: Connection) -> None:
+    os.environ["RECSTORE_ISA"] = isa
+    try:
+        result = work()
+        if ops.instruction_set() != isa:
+            raise RuntimeError(f"asked for {isa}, got {ops.instruction_set()}")
+        results.send(result)
+    except Exception as error:
+        results.send(error)
