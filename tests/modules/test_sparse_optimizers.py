@@ -225,3 +225,14 @@ def test_gradients_changed_in_place_are_refused() -> None:
     module(torch.arange(3)).sum().backward()
     optimizer.step([module])
     assert module.table.stats().updates == 3
+
+
+def test_a_batch_s_tensor_may_be_filled_with_the_next_before_the_step() -> None:
+    module, optimizer = RecStoreEmbedding(10, 4, fused=False), SparseSGD(lr=0.1)
+    ids = torch.arange(3)
+    for _ in range(2):
+        module(ids).sum().backward()
+        ids += 3
+    before = module.eval()(torch.arange(6))
+    optimizer.step([module])
+    torch.testing.assert_close(module(torch.arange(6)), before - 0.1)

@@ -375,7 +375,8 @@ def test_a_table_whose_store_fails_can_be_closed() -> None:
     with pytest.raises(ValueError, match="no open table"):
         table.lookup(torch.arange(10))
     DictStore.failing = False
-    with pytest.raises(KeyError), shared() as table:
-        table.lookup(torch.arange(10), train=True)
-        DictStore.failing = True
+    table = shared()
+    table.lookup(torch.arange(10), train=True)
+    DictStore.failing = True
+    with pytest.raises(KeyError), table:
         raise KeyError

@@ -112,7 +112,7 @@ class TableModule(nn.Module):
             # It is set to None by whatever zeroes gradients, of this module alone or of the whole model.
             self.weight.grad = torch.zeros_like(self.weight)
             self._grad_version = self.weight.grad._version
-        self._collected.append((ids, grads))
+        self._collected.append((ids.clone(), grads))  # the caller may fill its tensor with the next batch
 
     @property
     def collected(self) -> tuple[Tensor, Tensor] | None:
