@@ -66,6 +66,8 @@ def test_what_a_checkpoint_cannot_do_with_a_shared_store_is_said_at_once(tmp_pat
         model.module.over.weight.zero_()
     with pytest.raises(ValueError, match=r"table 'user'.*SharedDictOptions.*shared.*strict=False"):
         load_checkpoint(model, tmp_path / "whole")
+    with pytest.raises(ValueError, match=r"table 'user'.*is shared: others' rows would be replaced"):
+        model.load_state_dict(model.state_dict())
     assert not model.module.over.weight.any()
     models.assert_holds(model, held)
     flush_tables(model)

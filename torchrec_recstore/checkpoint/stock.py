@@ -21,7 +21,7 @@ from torchrec_recstore.checkpoint.tables import ModelTable, recstore_tables, row
 from torchrec_recstore.checkpoint.whole import column_starts, fill, gathered, is_sharded, summed, whole
 from torchrec_recstore.optim import StateKind, state_names
 from torchrec_recstore.sharders.gather import all_gathered, refused_together, whole_environment
-from torchrec_recstore.sharders.table_state import replace_rows
+from torchrec_recstore.sharders.table_state import check_not_shared, replace_rows
 from torchrec_recstore.sharders.whole_tensors import TableLayout, TableSource
 
 _CHUNK = 1 << 18  # rows at a time
@@ -117,6 +117,8 @@ def load_stock_state_dict(
     states: dict[str, dict[str, Tensor]] = {}
     fused: list[tuple[Any, Tensor]] = []
     with refused_together(_env(list(tables.values()))):
+        for table in tables.values():
+            check_not_shared(table.state.shards)
         plain = _checked_weights(tables, state_dict, own)
         if given is not None:
             for key, table in tables.items():

@@ -195,8 +195,10 @@ def checked_weights(name: str, shards: Sequence[LocalShard], weight: Value, ids:
         ids: (R,) int64; None: row i is id i, as in TorchRec's own tables.
 
     Raises:
-        ValueError: a shape or dtype that does not fit the table, or a value that is sharded otherwise.
+        ValueError: a shape or dtype that does not fit the table, or a value that is sharded otherwise; or the rows are
+            in a shared cold store, and not this model's to replace.
     """
+    check_not_shared(shards)
     source = TableSource(f"RecStore table {name!r}: weight", weight, ids)
     for shard in shards:
         if shard.table.dim != source.shape[1]:
@@ -205,6 +207,16 @@ def checked_weights(name: str, shards: Sequence[LocalShard], weight: Value, ids:
             )
         source.check(shard, shard.table.columns)
     return source
+
+
+def check_not_shared(shards: Sequence[LocalShard]) -> None:
+    """Refuses tables for :func:`replace_rows`.
+
+    Raises:
+        ValueError: the rows are in a shared cold store.
+    """
+    for shard in shards:
+        shard.table.check_unshared("others' rows would be replaced")
 
 
 def replace_rows(shards: Sequence[LocalShard], source: TableSource) -> None:

@@ -285,7 +285,7 @@ class Table:
             ColdStoreError: the cold store fails.
         """
         if since is not None:
-            self._check_unshared("what others have changed there since a mark is not known: save all of it")
+            self.check_unshared("what others have changed there since a mark is not known: save all of it")
         with ops.native_errors(f"table '{self.name}'"), holding([] if self.tier is None else [self.tier]):
             handle = ops.snapshot_open(self.handle, since)
             try:
@@ -303,7 +303,7 @@ class Table:
         Raises:
             ValueError: the cold store is shared.
         """
-        self._check_unshared("all of them cannot be replaced at once")
+        self.check_unshared("all of them cannot be replaced at once")
         return Table(
             self.dim,
             self.dtype,
@@ -325,7 +325,7 @@ class Table:
                 a cold store is shared.
         """
         for table in (self, other):
-            table._check_unshared("they are not this table's to give away")
+            table.check_unshared("they are not this table's to give away")
         tiers = [tier for tier in (self.tier, other.tier) if tier is not None]
         with ops.native_errors(f"table '{self.name}'"), holding(tiers):
             ops.table_exchange_rows(self.handle, other.handle)
@@ -476,7 +476,12 @@ class Table:
             raise ValueError(f"table '{self.name}' has no shared cold store")
         return self.tier
 
-    def _check_unshared(self, why: str) -> None:
+    def check_unshared(self, why: str) -> None:
+        """Refuses what a table whose rows are in a shared cold store cannot do.
+
+        Raises:
+            ValueError: it is such a table; the message ends with ``why``.
+        """
         if self.tier is not None and self.tier.shared:
             raise ValueError(
                 f"table '{self.name}': its rows lie in {self.options.cold_store!r}, which is shared: {why}"
