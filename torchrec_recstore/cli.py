@@ -134,6 +134,10 @@ def serve(
     cold_store: Annotated[
         str | None, typer.Option(help="URL of a Redis server or a path for RocksDB, where evicted rows go.")
     ] = None,
+    drop_idle_after: Annotated[
+        float | None,
+        typer.Option(metavar="HOURS", help="When a job's own cold rows are dropped that no call has asked for since."),
+    ] = None,
 ) -> None:
     """Serve tables to RecStoreClient over gRPC, until SIGTERM or Ctrl-C; then save them.
 
@@ -162,6 +166,7 @@ def serve(
             client_ca=client_ca,
             token=token,
             metrics=metrics,
+            idle_s=math.inf if drop_idle_after is None else 3600 * drop_idle_after,
         )
         run(options, lambda address: print(f"serving on {address}", flush=True))
 

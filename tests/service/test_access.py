@@ -122,6 +122,7 @@ def test_a_token_alone(tmp_path: Path) -> None:
         (["--listen", "127.0.0.1:0", "--eviction", "lru"], "--eviction needs --max-rows"),
         (["--listen", "127.0.0.1:0", "--half-life-steps", "3", "--max-rows", "9"], "--eviction lfu"),
         (["--listen", "127.0.0.1:0", "--max-rows", "0"], "max_rows must be at least 1"),
+        (["--listen", "127.0.0.1:0", "--drop-idle-after", "0"], "--drop-idle-after must be a positive number"),
     ],
 )
 def test_flags_that_make_no_sense(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -351,3 +352,16 @@ def test_many_threads(tmp_path: Path) -> None:
         a, b = (loaded.pull(name, hot).unique().tolist() for name in ("a", "b"))
         assert len(a) == len(b) == 1
         assert a[0] - b[0] in (0.0, 1.0, 2.0)  # of each of the two writers, one at most
+
+
+def test_temporary_tables_that_nobody_uses_are_dropped() -> None:
+    tables = HostedTables()
+    for name in ("used", "idle"):
+        tables.create(name, spec(temporary=True))
+    tables.create("kept", spec())
+    assert tables.drop_idle(60) == []
+    time.sleep(0.05)
+    tables.pull("used", ids(1))
+    tables.stats("idle")  # asks for no row
+    assert tables.drop_idle(0.04) == ["idle"]
+    assert set(tables.specs()) == {"used", "kept"}

@@ -52,7 +52,7 @@ class _SparseOptimizer:
         _use(tables, self._optimizer)
         for table in tables:
             if (collected := table.collected) is not None:
-                table.update(*collected, self.lr)
+                table.table.update(*collected, lr=self.lr)
                 table.forget_collected()
 
     def zero_grad(self, modules: Iterable[nn.Module] | None = None) -> None:

@@ -10,11 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from torchrec_recstore import ops
 from torchrec_recstore.modules.owned_table import OwnedTable, forget_rows, load_table_state, state_keys, table_state
 from torchrec_recstore.optim import Optimizer
 from torchrec_recstore.store import ColdStoreError, Table
-from torchrec_recstore.store.tier import holding
 
 
 @dataclass
@@ -135,14 +133,6 @@ class TableModule(nn.Module):
         """Zeroes the gradients."""
         self._collected = []
         self.weight.grad = None
-
-    def update(self, ids: Tensor, grads: Tensor, lr: float) -> None:
-        """As :meth:`torchrec_recstore.store.Table.update`, with another learning rate than the optimizer's."""
-        table = self.table
-        with ops.native_errors(f"table '{table.name}'"), holding([] if table.tier is None else [table.tier]):
-            if table.tier is not None:
-                table.tier.bring(ids, "update")
-            ops.table_update(table.handle, ids, grads, lr)
 
     def use_optimizer(self, optimizer: Optimizer) -> None:
         """Makes ``optimizer`` the table's. Its rows move to a new table where more than the learning rate differs.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
@@ -36,6 +37,8 @@ class Hosted:
     lock: threading.RLock = field(default_factory=threading.RLock)
     """Held by every call that looks at the rows or changes them, as long as it takes."""
     dropped: bool = False
+    last_used: float = field(default_factory=time.monotonic)
+    """When a call has last looked at the rows or changed them."""
 
     def __post_init__(self) -> None:
         self.kernel = PooledKernel([self.table], [0], "sum")
@@ -81,9 +84,23 @@ class HostedTables:
     def drop(self, name: str) -> None:
         """Forgets a table and its rows."""
         with self._lock, self._held(name) as hosted:
-            del self._named()[name]
-            hosted.dropped = True
-            _close(hosted)
+            self._drop(hosted)
+
+    def drop_idle(self, seconds: float) -> list[str]:
+        """Forgets temporary tables that have not been used for so long; returns their names."""
+        dropped = []
+        with self._lock:
+            for name in [name for name, spec in self.specs().items() if spec.temporary]:
+                with self._held(name, use=False) as hosted:
+                    if time.monotonic() - hosted.last_used > seconds:
+                        self._drop(hosted)
+                        dropped.append(name)
+        return dropped
+
+    def _drop(self, hosted: Hosted) -> None:
+        del self._named()[hosted.name]
+        hosted.dropped = True
+        _close(hosted)
 
     def pull(self, name: str, ids: Tensor) -> Tensor:
         """As :meth:`Tables.pull`."""
@@ -134,7 +151,7 @@ class HostedTables:
 
     def stats(self, name: str) -> TableStats:
         """As :meth:`Tables.stats`."""
-        with self._held(name) as hosted:
+        with self._held(name, use=False) as hosted:
             return hosted.table.stats()
 
     def save(self, path: str | Path, overwrite: bool = False) -> None:
@@ -208,7 +225,7 @@ class HostedTables:
         return self._tables
 
     @contextmanager
-    def _held(self, name: str) -> Iterator[Hosted]:
+    def _held(self, name: str, use: bool = True) -> Iterator[Hosted]:
         """The table of that name, which no other call looks at meanwhile."""
         while True:
             tables = self._named()
@@ -218,6 +235,8 @@ class HostedTables:
                 raise ValueError(f"there is no table {name!r}: there is {there}; init_data makes one")
             with hosted.lock:
                 if not hosted.dropped:  # meanwhile; there may be another one of that name
+                    if use:
+                        hosted.last_used = time.monotonic()
                     yield hosted
                     return
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import math
 import signal
 import threading
 from collections.abc import Callable
@@ -26,6 +28,7 @@ from torchrec_recstore.service.metrics import Metrics, NoObserver
 from torchrec_recstore.service.server import ParameterServer
 
 GRACE_S = 30.0
+_IDLE_CHECK_S = 60.0
 _CALLS = 32  # at once; each has a thread
 _OPTIONS = [
     ("grpc.max_receive_message_length", MESSAGE_BYTES),
@@ -34,6 +37,7 @@ _OPTIONS = [
     ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
     ("grpc.keepalive_permit_without_calls", 1),
 ]
+_log = logging.getLogger(__name__)
 
 
 class _Health(health.HealthServicer):  # type: ignore[misc]
@@ -60,6 +64,8 @@ class ServerOptions:
         client_ca: file of the certificates that clients' own must be signed by.
         token: that clients must show.
         metrics: ``host:port`` for Prometheus.
+        idle_s: seconds after which a job's own cold rows are forgotten where no call has asked for any of them: those of
+            a job that was killed.
 
     Raises:
         ValueError: they do not fit each other.
@@ -73,8 +79,11 @@ class ServerOptions:
     client_ca: Path | None = None
     token: str | None = None
     metrics: str | None = None
+    idle_s: float = math.inf
 
     def __post_init__(self) -> None:
+        if not self.idle_s > 0:
+            raise ValueError(f"--drop-idle-after must be a positive number of hours, got {self.idle_s / 3600:g}")
         if (self.tls_cert is None) != (self.tls_key is None):
             raise ValueError("--tls-cert and --tls-key belong together")
         if self.client_ca is not None and self.tls_cert is None:
@@ -136,7 +145,9 @@ def _serve(
     for name in ("", own):
         healthy.set(name, health_pb2.HealthCheckResponse.SERVING)
     ready(f"{options.listen.rpartition(':')[0]}:{port}")
-    stop.wait()
+    while not stop.wait(min(_IDLE_CHECK_S, options.idle_s)):
+        for name in tables.drop_idle(options.idle_s):
+            _log.warning("table %r was not used for %g hours: dropped", name, options.idle_s / 3600)
     healthy.enter_graceful_shutdown()
     server.stop(GRACE_S).wait()
     service.stop()

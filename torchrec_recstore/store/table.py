@@ -149,7 +149,7 @@ class Table:
                 rows[here] = weights[torch.searchsorted(cold, ids[here])]
             return rows
 
-    def update(self, ids: Tensor, grads: Tensor) -> None:
+    def update(self, ids: Tensor, grads: Tensor, *, lr: float | None = None) -> None:
         """Applies the optimizer once to each distinct id's row, on the sum of its gradients in the order given.
 
         An id without a row gets its initial row first.
@@ -157,6 +157,7 @@ class Table:
         Args:
             ids: (N,) int64.
             grads: (N, columns), float32 or the table's dtype.
+            lr: learning rate; None: the optimizer's.
 
         Raises:
             TypeError, ValueError, MemoryError: as :meth:`lookup`, and for ``grads``.
@@ -164,7 +165,7 @@ class Table:
         self._check_ids(ids)
         self._check_rows(grads, "grads", ids, self.dtype)
         with self._rows_of(ids, "update"):
-            ops.table_update(self.handle, ids, grads.detach().float(), self.optimizer.lr)
+            ops.table_update(self.handle, ids, grads.detach().float(), self.optimizer.lr if lr is None else lr)
 
     def insert(self, ids: Tensor, weights: Tensor) -> None:
         """Writes rows: new ones start with zero optimizer state, existing ones keep theirs.
