@@ -64,13 +64,13 @@ def test_tls_token_and_clients_own_certificates(tmp_path: Path, certificates: Pa
     with RecStoreClient([address], token=TOKEN, tls_ca=ca, **mine) as client:
         _use(client)
     for token in (None, "wrong", TOKEN + "x"):
-        with RecStoreClient([address], token=token, tls_ca=ca, **mine, timeout_s=2) as client:
+        with RecStoreClient([address], token=token, tls_ca=ca, **mine) as client:
             with pytest.raises(ServiceError, match=rf"server {address}: the token is missing or wrong") as error:
                 client.pull("t", IDS)
             assert TOKEN not in str(error.value)
     for other in ({}, {"tls_ca": ca}, {"tls_ca": certificates / "client.pem", **mine}):
         client = RecStoreClient([address], token=TOKEN, **other, timeout_s=1)
-        with pytest.raises(ServiceError, match=f"server {address} cannot be reached"):
+        with pytest.raises(ServiceError, match=rf"server {address} (cannot be reached|has not answered)"):
             client.pull("t", IDS)
     assert TOKEN not in repr(client)
     server.kill()

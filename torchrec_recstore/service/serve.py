@@ -64,8 +64,8 @@ class ServerOptions:
         client_ca: file of the certificates that clients' own must be signed by.
         token: that clients must show.
         metrics: ``host:port`` for Prometheus.
-        idle_s: seconds after which a job's own cold rows are forgotten where no call has asked for any of them: those of
-            a job that was killed.
+        idle_s: seconds after which a job's own cold rows are forgotten where no call has asked for any of them, since
+            the job was killed.
 
     Raises:
         ValueError: they do not fit each other.
