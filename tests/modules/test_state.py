@@ -262,6 +262,7 @@ def test_meta_and_back() -> None:
     assert bags(none[None]).shape == (1, 4)
 
 
+@pytest.mark.filterwarnings("ignore:for .* meta")
 def test_loading_into_meta() -> None:
     model = Model()
     train(model, 0, 2)
