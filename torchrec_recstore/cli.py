@@ -13,7 +13,6 @@ from __future__ import annotations
 import json
 import math
 import os
-import re
 import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
@@ -151,16 +150,25 @@ def serve(
             from torchrec_recstore.service.serve import serve as run
         except ModuleNotFoundError as error:
             raise ValueError(f"{error.name} is missing: pip install 'torchrec-recstore[service]'") from None
-        from torchrec_recstore.service.limits import limits_from_flags
+        from torchrec_recstore.flags import options_of_flags
+        from torchrec_recstore.rpc.protocol import is_token
+        from torchrec_recstore.service.limits import limits_of
 
         token = None if token_file is None else token_file.read_text().strip()
-        if token is not None and not re.fullmatch("[!-~]+", token):
+        if token is not None and not is_token(token):
             raise ValueError(f"--token-file {token_file} must hold printable ASCII characters without blanks")
-        limits = limits_from_flags(max_rows, eviction, half_life_steps, expire_steps, min_frequency, cold_store)
+        bounds = options_of_flags(
+            max_rows=max_rows,
+            eviction=eviction,
+            half_life_steps=half_life_steps,
+            expire_steps=expire_steps,
+            min_frequency=min_frequency,
+            cold_store=cold_store,
+        )
         options = ServerOptions(
             listen=listen,
             data=data,
-            limits=limits,
+            limits=limits_of(bounds),
             tls_cert=tls_cert,
             tls_key=tls_key,
             client_ca=client_ca,

@@ -7,7 +7,8 @@ from typing import Literal
 
 from common.command import DataError
 
-from torchrec_recstore.options import LFU, LRU, Expiry, MinFrequency, RedisStore, RocksDBStore, TableOptions
+from torchrec_recstore.flags import cold_store_of_flag, options_of_flags
+from torchrec_recstore.options import RedisStore, TableOptions
 
 Eviction = Literal["lru", "lfu"]
 
@@ -42,11 +43,6 @@ class Bounds:
         Raises:
             DataError: a bound does not fit another, or makes no sense.
         """
-        for flag in ("--eviction", "--cold-store"):
-            if flag in self.flags() and self.max_rows is None:
-                raise DataError(f"{flag} needs --max-rows: a table without a bound evicts nothing")
-        if self.half_life_steps is not None and self.eviction != "lfu":
-            raise DataError("--half-life-steps needs --eviction lfu")
         try:
             self.options()
         except ValueError as error:
@@ -54,23 +50,9 @@ class Bounds:
 
     def options(self, seed: int = 0) -> TableOptions:
         """The options of each table."""
-        eviction: LRU | LFU | None = None
-        if self.max_rows is not None:
-            eviction = LFU(self.half_life_steps) if self.eviction == "lfu" else LRU()
-        return TableOptions(
-            seed=seed,
-            max_rows=self.max_rows,
-            eviction=eviction,
-            expiry=None if self.expire_steps is None else Expiry(self.expire_steps),
-            admission=None if self.min_frequency is None else MinFrequency(self.min_frequency),
-            cold_store=None if self.cold_store is None else _cold_store(self.cold_store),
-        )
+        return options_of_flags(**asdict(self), seed=seed)
 
     def shown(self) -> dict[str, int | str | None]:
         """The bounds as they may be written down: a URL without its credentials."""
-        store = None if self.cold_store is None else _cold_store(self.cold_store)
+        store = None if self.cold_store is None else cold_store_of_flag(self.cold_store)
         return asdict(self) | ({"cold_store": store.public_url} if isinstance(store, RedisStore) else {})
-
-
-def _cold_store(url_or_path: str) -> RedisStore | RocksDBStore:
-    return RedisStore(url_or_path) if "://" in url_or_path else RocksDBStore(url_or_path)

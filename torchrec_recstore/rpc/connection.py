@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import random
-import re
 import threading
 import time
 import uuid
@@ -27,6 +26,7 @@ from torchrec_recstore.rpc.protocol import (
     TOKEN_KEY,
     VERSION,
     VERSION_KEY,
+    is_token,
     rows_a_part,
     token_value,
 )
@@ -78,7 +78,7 @@ class Access:
             raise ValueError("tls_cert and tls_key belong together")
         if self.tls_cert is not None and self.tls_ca is None:
             raise ValueError("tls_cert needs tls_ca")
-        if self.token is not None and not (isinstance(self.token, str) and re.fullmatch("[!-~]+", self.token)):
+        if self.token is not None and not (isinstance(self.token, str) and is_token(self.token)):
             raise ValueError("token must be of printable ASCII characters without blanks")
 
 

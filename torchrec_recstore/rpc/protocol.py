@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 VERSION = "1"
 VERSION_KEY = "recstore-protocol"
 TOKEN_KEY = "authorization"
@@ -14,6 +16,11 @@ PART_IDS = 1 << 16
 PART_BYTES = 1 << 20
 MESSAGE_BYTES = (1 << 26) + (1 << 20)
 """Of one part at most: a row is not split, may be longer than ``PART_BYTES``, and has at most 2**24 columns."""
+
+
+def is_token(text: str) -> bool:
+    """Whether a header can have it: printable ASCII characters without blanks."""
+    return re.fullmatch("[!-~]+", text) is not None
 
 
 def token_value(token: str) -> str:

@@ -81,6 +81,11 @@ class HostedTables:
         """Of every table, by its name."""
         return {name: hosted.spec for name, hosted in dict(self._named()).items()}
 
+    def no_table(self, name: str) -> ValueError:
+        """The error of whoever asks for a table that is not there."""
+        there = ", ".join(map(repr, sorted(self._named()))) or "none"
+        return ValueError(f"there is no table {name!r}: there is {there}; init_data makes one")
+
     def drop(self, name: str) -> None:
         """Forgets a table and its rows."""
         with self._lock, self._held(name) as hosted:
@@ -231,8 +236,7 @@ class HostedTables:
             tables = self._named()
             hosted = tables.get(name)
             if hosted is None:
-                there = ", ".join(map(repr, sorted(tables))) or "none"
-                raise ValueError(f"there is no table {name!r}: there is {there}; init_data makes one")
+                raise self.no_table(name)
             with hosted.lock:
                 if not hosted.dropped:  # meanwhile; there may be another one of that name
                     if use:

@@ -4,15 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Hashable
 from dataclasses import dataclass, replace
-from typing import Literal
 
 from torchrec_recstore.options import (
     LFU,
     LRU,
     Expiry,
     MinFrequency,
-    RedisStore,
-    RocksDBStore,
     TableOptions,
     shard_options,
 )
@@ -51,6 +48,11 @@ class Limits:
         )
 
 
+def limits_of(options: TableOptions) -> Limits:
+    """Those of its bounds that a process can have for all of its tables."""
+    return Limits(options.max_rows, options.eviction, options.expiry, options.admission, options.cold_store)
+
+
 def held_options(name: str, spec: TableSpec, limits: Limits) -> TableOptions:
     """The options of the part of a table that this process holds.
 
@@ -77,37 +79,4 @@ def held_options(name: str, spec: TableSpec, limits: Limits) -> TableOptions:
         admission=options.admission or limits.admission,
         cold_store=limits.cold_store if bounded else None,
         missing="init",  # a client reads what training would begin with
-    )
-
-
-def limits_from_flags(
-    max_rows: int | None,
-    eviction: Literal["lru", "lfu"] | None,
-    half_life_steps: int | None,
-    expire_steps: int | None,
-    min_frequency: int | None,
-    cold_store: str | None,
-) -> Limits:
-    """The limits that the flags of ``recstore serve`` stand for.
-
-    Raises:
-        ValueError: they do not fit each other, or make no sense.
-    """
-    for flag, given in (("--eviction", eviction), ("--cold-store", cold_store)):
-        if given is not None and max_rows is None:
-            raise ValueError(f"{flag} needs --max-rows: a table without a bound evicts nothing")
-    if half_life_steps is not None and eviction != "lfu":
-        raise ValueError("--half-life-steps needs --eviction lfu")
-    policy: LRU | LFU | None = None
-    if max_rows is not None:
-        policy = LFU(half_life_steps) if eviction == "lfu" else LRU()
-    store: RedisStore | RocksDBStore | None = None
-    if cold_store is not None:
-        store = RedisStore(cold_store) if "://" in cold_store else RocksDBStore(cold_store)
-    return Limits(
-        max_rows=max_rows,
-        eviction=policy,
-        expiry=None if expire_steps is None else Expiry(expire_steps),
-        admission=None if min_frequency is None else MinFrequency(min_frequency),
-        cold_store=store,
     )

@@ -118,7 +118,7 @@ class ParameterServer(ParameterServerServicer):
     def Drop(self, request: pb.DropRequest, context: Any) -> pb.Empty:
         """As in recstore.proto."""
         with self._call("Drop", context):
-            if request.table in self._tables.specs():
+            if self._tables.spec(request.table) is not None:
                 self._tables.drop(request.table)
             return pb.Empty()
 
@@ -196,10 +196,10 @@ class ParameterServer(ParameterServerServicer):
             )
 
     def _spec(self, table: str) -> TableSpec:
-        specs = self._tables.specs()
-        if table not in specs:
-            raise ValueError(f"there is no table {table!r}, there are: {', '.join(sorted(specs)) or 'none'}")
-        return specs[table]
+        spec = self._tables.spec(table)
+        if spec is None:
+            raise self._tables.no_table(table)
+        return spec
 
     def _pulled(self, header: pb.PullHeader, ids: Tensor) -> pb.PullReply:
         if header.want == pb.PullHeader.ROWS:

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from functools import partial
 
-from torch import nn
 from torchrec.distributed.types import ParameterSharding
 from torchrec.modules.embedding_configs import BaseEmbeddingConfig
 
 from torchrec_recstore.sharders.parameter_sharding import RECSTORE_KERNEL, RecStoreParameterSharding
 from torchrec_recstore.sharders.row_split import ROW_SPLIT
+from torchrec_recstore.table_configs import check_init_fn
 
 
 def check_plan(
@@ -34,12 +33,7 @@ def check_plan(
             f"RecStore table {config.name!r}: sharding type {sharding.sharding_type!r} is not supported in "
             f"{collection}; supported are {', '.join(supported)}"
         )
-    initializer = sharding.options.initializer if isinstance(sharding, RecStoreParameterSharding) else None
-    if initializer is None and not _is_default_init(config):
-        raise ValueError(
-            f"RecStore table {config.name!r}: init_fn initialises whole tables, but rows are made one at a time: "
-            "set TableOptions.initializer, or the config's weight_init_min and weight_init_max"
-        )
+    check_init_fn(config, sharding.options if isinstance(sharding, RecStoreParameterSharding) else None)
 
 
 def hashed_features(
@@ -68,13 +62,4 @@ def _is_hashed(sharding: ParameterSharding) -> bool:
         and sharding.compute_kernel == RECSTORE_KERNEL
         and sharding.sharding_type in ROW_SPLIT
         and sharding.options.routing == "hash"
-    )
-
-
-def _is_default_init(config: BaseEmbeddingConfig) -> bool:
-    """Whether ``init_fn`` is the one that TorchRec fills in (``BaseEmbeddingConfig.__post_init__``, torchrec 1.8.0)."""
-    filled_in: Mapping[str, float] = {"a": config.get_weight_init_min(), "b": config.get_weight_init_max()}
-    init_fn = config.init_fn
-    return init_fn is None or (
-        isinstance(init_fn, partial) and init_fn.func is nn.init.uniform_ and init_fn.keywords == filled_in
     )

@@ -6,13 +6,12 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-import torch
 from torchrec.distributed.embedding_types import ShardedEmbeddingTable
-from torchrec.modules.embedding_configs import DataType, EmbeddingTableConfig
+from torchrec.modules.embedding_configs import EmbeddingTableConfig
 
 from torchrec_recstore.kernels import BlockRouting
 from torchrec_recstore.optim import Optimizer
-from torchrec_recstore.options import Initializer, TableOptions, UniformInit, default_initializer, shard_options
+from torchrec_recstore.options import TableOptions, shard_options
 from torchrec_recstore.sharders.fused_params import (
     optimizer_from_fused_params,
     output_dtype,
@@ -20,12 +19,7 @@ from torchrec_recstore.sharders.fused_params import (
     table_options,
 )
 from torchrec_recstore.store import Table
-
-_ROW_DTYPES = {
-    DataType.FP32: torch.float32,
-    DataType.FP16: torch.float16,
-    DataType.BF16: torch.bfloat16,
-}
+from torchrec_recstore.table_configs import ROW_DTYPES, check_config, initializer_of
 
 
 def check_table(config: EmbeddingTableConfig, fused_params: Mapping[str, Any] | None) -> None:
@@ -36,26 +30,17 @@ def check_table(config: EmbeddingTableConfig, fused_params: Mapping[str, Any] | 
     Raises:
         ValueError: data type, optimizer, initial range or virtual table; the message names the table.
     """
-    if config.data_type not in _ROW_DTYPES:
-        raise ValueError(
-            f"RecStore table {config.name!r}: data_type {config.data_type} is not supported, "
-            f"only {', '.join(kind.name for kind in _ROW_DTYPES)} are"
-        )
-    if config.use_virtual_table:
-        raise ValueError(f"RecStore table {config.name!r}: use_virtual_table asks for another kernel of TorchRec's")
+    check_config(config)
     optimizer_from_fused_params(fused_params, [config.name])
     stochastic_rounding(fused_params, [config.name])
     output_dtype(fused_params, [config.name])
-    try:
-        _initializer(config, table_options(fused_params))
-    except ValueError as error:
-        raise ValueError(f"RecStore table {config.name!r}: weight_init_min, weight_init_max: {error}") from error
+    initializer_of(config, table_options(fused_params))
 
 
 def whole_options(config: EmbeddingTableConfig, fused_params: Mapping[str, Any] | None) -> TableOptions:
     """A table's options over all its shards, with the initializer that its config stands for."""
     options = table_options(fused_params)
-    return replace(options, initializer=_initializer(config, options))
+    return replace(options, initializer=initializer_of(config, options))
 
 
 def make_table(
@@ -76,7 +61,7 @@ def make_table(
     """
     return Table(
         config.embedding_dim,
-        dtype=_ROW_DTYPES[config.data_type],
+        dtype=ROW_DTYPES[config.data_type],
         optimizer=optimizer,
         options=shard_options(whole_options(config, config.fused_params), split, config.name),
         name=config.name,
@@ -94,13 +79,3 @@ def _columns(config: ShardedEmbeddingTable) -> range | None:
         raise ValueError(f"RecStore table {config.name!r}: the plan has no sharding_spec for its column shard")
     first = config.local_metadata.shard_offsets[1]
     return range(first, first + config.local_cols)
-
-
-def _initializer(config: EmbeddingTableConfig, options: TableOptions) -> Initializer:
-    default = default_initializer(options, config.num_embeddings)
-    low, high = config.weight_init_min, config.weight_init_max
-    if options.initializer is not None or (low is None and high is None):
-        return default
-    if not isinstance(default, UniformInit):
-        raise AssertionError("the default initializer is uniform")
-    return UniformInit(default.low if low is None else low, default.high if high is None else high)

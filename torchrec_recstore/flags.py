@@ -1,0 +1,45 @@
+"""Flags of commands that bound tables, as options."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from torchrec_recstore.options import LFU, LRU, Expiry, MinFrequency, RedisStore, RocksDBStore, TableOptions
+
+
+def options_of_flags(
+    *,
+    max_rows: int | None,
+    eviction: Literal["lru", "lfu"] | None,
+    half_life_steps: int | None,
+    expire_steps: int | None,
+    min_frequency: int | None,
+    cold_store: str | None,
+    seed: int = 0,
+) -> TableOptions:
+    """The options that ``--max-rows``, ``--eviction`` and so on stand for.
+
+    Raises:
+        ValueError: flags that do not fit each other, or a value that makes no sense.
+    """
+    for flag, value in (("--eviction", eviction), ("--cold-store", cold_store)):
+        if value is not None and max_rows is None:
+            raise ValueError(f"{flag} needs --max-rows: a table without a bound evicts nothing")
+    if half_life_steps is not None and eviction != "lfu":
+        raise ValueError("--half-life-steps needs --eviction lfu")
+    policy: LRU | LFU | None = None
+    if max_rows is not None:
+        policy = LFU(half_life_steps) if eviction == "lfu" else LRU()
+    return TableOptions(
+        seed=seed,
+        max_rows=max_rows,
+        eviction=policy,
+        expiry=None if expire_steps is None else Expiry(expire_steps),
+        admission=None if min_frequency is None else MinFrequency(min_frequency),
+        cold_store=None if cold_store is None else cold_store_of_flag(cold_store),
+    )
+
+
+def cold_store_of_flag(url_or_path: str) -> RedisStore | RocksDBStore:
+    """The cold store that ``--cold-store`` stands for."""
+    return RedisStore(url_or_path) if "://" in url_or_path else RocksDBStore(url_or_path)

@@ -1,0 +1,68 @@
+"""What TorchRec's description of a table says of a RecStore table, sharded or not."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import torch
+from torch import nn
+from torchrec.modules.embedding_configs import BaseEmbeddingConfig, DataType
+
+from torchrec_recstore.options import Initializer, TableOptions, UniformInit, default_initializer
+
+ROW_DTYPES = {DataType.FP32: torch.float32, DataType.FP16: torch.float16, DataType.BF16: torch.bfloat16}
+
+
+def check_config(config: BaseEmbeddingConfig) -> None:
+    """Refuses a data type that rows cannot have, and tables of another kernel.
+
+    Raises:
+        ValueError: the message names the table.
+    """
+    if config.data_type not in ROW_DTYPES:
+        raise ValueError(
+            f"RecStore table {config.name!r}: data_type {config.data_type} is not supported, "
+            f"only {', '.join(kind.name for kind in ROW_DTYPES)} are"
+        )
+    if config.use_virtual_table:
+        raise ValueError(f"RecStore table {config.name!r}: use_virtual_table asks for another kernel of TorchRec's")
+
+
+def check_init_fn(config: BaseEmbeddingConfig, options: TableOptions | None) -> None:
+    """Refuses an ``init_fn`` of the user's where ``options`` have no initializer.
+
+    Raises:
+        ValueError: the message names the table.
+    """
+    if (options is None or options.initializer is None) and not _is_default_init(config):
+        raise ValueError(
+            f"RecStore table {config.name!r}: init_fn initialises whole tables, but rows are made one at a time: "
+            "set TableOptions.initializer, or the config's weight_init_min and weight_init_max"
+        )
+
+
+def initializer_of(config: BaseEmbeddingConfig, options: TableOptions) -> Initializer:
+    """What makes the table's rows: of ``options``, else of the config's range, else the default.
+
+    Raises:
+        ValueError: the range makes no sense; the message names the table.
+    """
+    default = default_initializer(options, config.num_embeddings)
+    low, high = config.weight_init_min, config.weight_init_max
+    if options.initializer is not None or (low is None and high is None):
+        return default
+    if not isinstance(default, UniformInit):
+        raise AssertionError("the default initializer is uniform")
+    try:
+        return UniformInit(default.low if low is None else low, default.high if high is None else high)
+    except ValueError as error:
+        raise ValueError(f"RecStore table {config.name!r}: weight_init_min, weight_init_max: {error}") from error
+
+
+def _is_default_init(config: BaseEmbeddingConfig) -> bool:
+    """Whether ``init_fn`` is the one that TorchRec fills in (``BaseEmbeddingConfig.__post_init__``, torchrec 1.8.0)."""
+    filled_in = {"a": config.get_weight_init_min(), "b": config.get_weight_init_max()}
+    init_fn = config.init_fn
+    return init_fn is None or (
+        isinstance(init_fn, partial) and init_fn.func is nn.init.uniform_ and init_fn.keywords == filled_in
+    )
