@@ -55,10 +55,6 @@ class Servers:
         of = dict(zip(self._connections, specs, strict=True))
         self._each(lambda connection: connection.create(table, of[connection]))
 
-    def drop(self, table: str) -> None:
-        """Forgets a table, where it is there."""
-        self._each(lambda connection: connection.drop(table))
-
     def pull(self, table: str, ids: Tensor, columns: int, dtype: torch.dtype) -> Tensor:
         """(N, columns): the rows of ``ids``, (N,) int64; those of ids without one are initial rows."""
         rows = torch.empty(len(ids), columns, dtype=dtype)

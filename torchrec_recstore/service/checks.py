@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import cast
 
 import torch
 from torch import Tensor
 
 from torchrec_recstore.service.spec import TableSpec
+from torchrec_recstore.store.arguments import check_ids, check_rows
 
 
 def checked_name(name: object) -> str:
@@ -42,13 +44,8 @@ def checked_ids(name: str, ids: object) -> Tensor:
     Raises:
         TypeError, ValueError: they are not (N,) int64 on the CPU.
     """
-    if not isinstance(ids, Tensor):
-        raise TypeError(f"table {name!r}: ids must be an int64 tensor, got {type(ids).__name__}")
-    if ids.dtype is not torch.int64:
-        raise TypeError(f"table {name!r}: ids must be an int64 tensor, got {ids.dtype}")
-    if ids.dim() != 1:
-        raise ValueError(f"table {name!r}: ids must have the shape (N,), got {tuple(ids.shape)}")
-    return _on_cpu(name, "ids", ids)
+    check_ids(ids, f"table {name!r}: ")
+    return cast(Tensor, ids).detach().contiguous()
 
 
 def checked_rows(name: str, argument: str, rows: object, ids: Tensor, spec: TableSpec) -> Tensor:
@@ -57,19 +54,6 @@ def checked_rows(name: str, argument: str, rows: object, ids: Tensor, spec: Tabl
     Raises:
         TypeError, ValueError: they are not (N, dim) of the table's dtype or float32, on the CPU.
     """
-    names = " or ".join(sorted({str(kind).removeprefix("torch.") for kind in (torch.float32, spec.dtype)}))
-    if not isinstance(rows, Tensor):
-        raise TypeError(f"table {name!r}: {argument} must be a {names} tensor, got {type(rows).__name__}")
-    if rows.dtype not in (torch.float32, spec.dtype):
-        raise TypeError(f"table {name!r}: {argument} must be a {names} tensor, got {rows.dtype}")
-    if tuple(rows.shape) != (len(ids), spec.dim):
-        raise ValueError(
-            f"table {name!r}: {argument} must have the shape ({len(ids)}, {spec.dim}), got {tuple(rows.shape)}"
-        )
-    return _on_cpu(name, argument, rows)
-
-
-def _on_cpu(name: str, argument: str, tensor: Tensor) -> Tensor:
-    if tensor.device.type != "cpu":
-        raise ValueError(f"table {name!r}: {argument} must be on the CPU, got {tensor.device}")
-    return tensor.detach().contiguous()
+    dtypes = sorted((torch.float32, spec.dtype), key=str)
+    check_rows(rows, argument, (len(ids), spec.dim), dtypes, f"table {name!r}: ")
+    return cast(Tensor, rows).detach().contiguous()

@@ -12,6 +12,7 @@ from torchrec_recstore import ops
 from torchrec_recstore.ids import among
 from torchrec_recstore.optim import Optimizer, RowWiseAdagrad, state_names
 from torchrec_recstore.options import TableOptions, default_initializer, is_shared
+from torchrec_recstore.store.arguments import check_ids, check_rows
 from torchrec_recstore.store.cold import ColdStoreError
 from torchrec_recstore.store.cold_snapshot import ColdSnapshot
 from torchrec_recstore.store.images import unpacked
@@ -139,7 +140,7 @@ class Table:
                 ``options.max_rows``.
             MemoryError: no room for the new rows.
         """
-        self._check_ids(ids)
+        check_ids(ids)
         with self._rows_of(ids, "lookup" if train else None):
             rows = ops.table_lookup(self.handle, ids, train).to(self.dtype)
             if self.tier is not None and not train:
@@ -162,7 +163,7 @@ class Table:
         Raises:
             TypeError, ValueError, MemoryError: as :meth:`lookup`, and for ``grads``.
         """
-        self._check_ids(ids)
+        check_ids(ids)
         self._check_rows(grads, "grads", ids, self.dtype)
         with self._rows_of(ids, "update"):
             ops.table_update(self.handle, ids, grads.detach().float(), self.optimizer.lr if lr is None else lr)
@@ -177,7 +178,7 @@ class Table:
         Raises:
             TypeError, ValueError, MemoryError: as :meth:`lookup`, and for ``weights``.
         """
-        self._check_ids(ids)
+        check_ids(ids)
         self._check_rows(weights, "weights", ids, self.dtype)
         with self._rows_of(ids, "write"):
             ops.table_insert(self.handle, ids, weights.detach().float())
@@ -193,7 +194,7 @@ class Table:
         Raises:
             TypeError, ValueError: as :meth:`lookup`; an id has no row.
         """
-        self._check_ids(ids)
+        check_ids(ids)
         with self._rows_of(ids):
             return named_rows(self.optimizer, self._read(ids))
 
@@ -208,7 +209,7 @@ class Table:
             TypeError, ValueError, MemoryError: as :meth:`lookup`; a key is missing or unknown, or a tensor has another
                 shape.
         """
-        self._check_ids(ids)
+        check_ids(ids)
         kinds = state_names(self.optimizer)
         expected = ["weight", *kinds, "last_step", "frequency"]
         if set(rows) != set(expected):
@@ -335,14 +336,14 @@ class Table:
 
     def contains(self, ids: Tensor) -> Tensor:
         """Tells which of ``ids``, (N,) int64, have a row: (N,) bool."""
-        self._check_ids(ids)
+        check_ids(ids)
         with self._rows_of(ids):
             found = ops.table_contains(self.handle, ids)
             return found if self.tier is None else found | among(ids, self.tier.found(ids))
 
     def remove(self, ids: Tensor) -> int:
         """Forgets the rows of ``ids``, (N,) int64; returns how many there were."""
-        self._check_ids(ids)
+        check_ids(ids)
         with self._rows_of(ids):
             return int(ops.table_remove(self.handle, ids)) if self.tier is None else self.tier.remove(ids)
 
@@ -504,24 +505,5 @@ class Table:
         states[:, ~is_cold], states[:, is_cold] = elements, moved[1][:, places]
         return rows[0], states, rows[1], rows[2], rows[3]
 
-    def _check_ids(self, ids: Tensor) -> None:
-        if not isinstance(ids, Tensor):
-            raise TypeError(f"ids must be an int64 tensor, got {type(ids).__name__}")
-        if ids.dtype is not torch.int64:
-            raise TypeError(f"ids must be an int64 tensor, got {ids.dtype}")
-        if ids.dim() != 1:
-            raise ValueError(f"ids must have the shape (N,), got {tuple(ids.shape)}")
-        if ids.device.type != "cpu":
-            raise ValueError(f"ids must be on the CPU, got {ids.device}")
-
     def _check_rows(self, rows: Tensor, argument: str, ids: Tensor, or_dtype: torch.dtype = torch.float32) -> None:
-        names = "float32" if or_dtype is torch.float32 else f"float32 or {str(or_dtype).removeprefix('torch.')}"
-        if not isinstance(rows, Tensor):
-            raise TypeError(f"{argument} must be a {names} tensor, got {type(rows).__name__}")
-        if rows.dtype not in (torch.float32, or_dtype):
-            raise TypeError(f"{argument} must be a {names} tensor, got {rows.dtype}")
-        expected = (ids.shape[0], len(self.columns))
-        if tuple(rows.shape) != expected:
-            raise ValueError(f"{argument} must have the shape {expected}, got {tuple(rows.shape)}")
-        if rows.device.type != "cpu":
-            raise ValueError(f"{argument} must be on the CPU, got {rows.device}")
+        check_rows(rows, argument, (ids.shape[0], len(self.columns)), (torch.float32, or_dtype))
