@@ -18,6 +18,7 @@ FLAGS = [
     "-ffp-contract=off",
     "-fno-math-errno",
     "-fvisibility=hidden",
+    "-g0",  # the interpreter's own flags may ask for debug information: nine tenths of the library
     "-Wall",
     "-Wextra",
     "-Wno-psabi",
