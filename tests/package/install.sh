@@ -33,7 +33,7 @@ test "$(python -W ignore quickstart.py 2>quickstart.log | tail -1)" = 3 || { cat
 echo "quickstart: three rows"
 
 recstore doctor
-recstore train --limit-rows 20000 --epochs 1 --checkpoint run --no-log
+recstore train --limit-rows 20000 --epochs 1 --checkpoint run
 recstore inspect run/step-*
 recstore bench --list
 before=$(cd venv/lib && find . -newer "$folder/quickstart.py" -path '*torchrec_recstore*' ! -name '*.pyc' ! -name __pycache__ -type f)
