@@ -6,6 +6,7 @@ import importlib
 import json
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -15,6 +16,8 @@ from rich.text import Text
 from torchrec_recstore.commands.output import AsJson, errors_in_one_line, print_json, stdout, table_of
 from torchrec_recstore.commands.progress import steps
 from torchrec_recstore.commands.shipped import folder_of, how_to_install
+
+_LAST_LINES = 20
 
 
 def bench(
@@ -61,11 +64,15 @@ def bench(
             begin(name)
             lanes = ("shipped",) if quick else scripts.lanes_of(name)
             flags = scripts.QUICK[name] if quick else ()
-            try:
-                rows += measure.run_lanes(str(folder / f"{name}.py"), lanes, flags)
-            except subprocess.CalledProcessError as error:
-                failed.append(name)
-                print(f"error: the benchmark {name} ended with status {error.returncode}", file=sys.stderr)
+            with tempfile.TemporaryFile("w+") as errors:  # what libraries say beside it would tear the bar
+                try:
+                    rows += measure.run_lanes(str(folder / f"{name}.py"), lanes, flags, errors)
+                except subprocess.CalledProcessError as error:
+                    failed.append(name)
+                    errors.seek(0)
+                    last = errors.read().splitlines()[-_LAST_LINES:]
+                    said = f"error: the benchmark {name} ended with status {error.returncode}"
+                    print("\n".join([*last, said]), file=sys.stderr)
     if as_json:
         print_json(rows)
     elif rows:
