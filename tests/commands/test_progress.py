@@ -8,9 +8,10 @@ import sys
 from pathlib import Path
 
 import pytest
+from rich.progress import Task, TaskID
 
 from torchrec_recstore import save_checkpoint
-from torchrec_recstore.commands.progress import rate
+from torchrec_recstore.commands.progress import TimeLeftColumn, rate
 
 from ..checkpoint import models
 from ..terminal import run_in_terminal
@@ -60,6 +61,31 @@ def test_on_a_terminal(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> Non
         assert re.search(r"[\d.]+ [kMG]?B/s" if unit == "bytes" else r"[\d.]+[kMG]? rows/s", frame), frame
         assert frame.rstrip().endswith("0:00:00"), frame
     assert seen.rstrip().endswith("\x1b[2K")  # the last bar is gone
+
+
+STEPS = """
+import time
+from torchrec_recstore.commands.progress import steps
+with steps(3) as begin:
+    for name in ("kernel", "store", "dlrm"):
+        begin(name)
+        time.sleep(0.6)
+"""
+
+
+def test_long_steps() -> None:
+    status, _, seen = run_in_terminal([sys.executable, "-c", STEPS])
+    assert status == 0
+    frames = [frame.rstrip() for frame in re.split(r"[\r\n]+", ESCAPES.sub("", seen)) if frame.strip()]
+    for pattern in (r"^kernel .* 0/3 0:00:0\d$", r"^dlrm .* 2/3 0:00:\d\d, about 0:00:\d\d left$"):
+        assert any(re.search(pattern, frame) for frame in frames), frames
+
+
+def test_time_left_of_long_steps() -> None:
+    task = Task(TaskID(0), "", total=3, completed=0, _get_time=lambda: 60.0, start_time=0.0)
+    assert str(TimeLeftColumn().render(task)) == "0:01:00"
+    task.completed = 1
+    assert str(TimeLeftColumn().render(task)) == "0:01:00, about 0:02:00 left"
 
 
 def test_nothing_where_it_is_no_terminal(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
