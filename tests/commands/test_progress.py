@@ -82,7 +82,8 @@ def test_long_steps() -> None:
 
 
 def test_time_left_of_long_steps() -> None:
-    task = Task(TaskID(0), "", total=3, completed=0, _get_time=lambda: 60.0, start_time=0.0)
+    task = Task(TaskID(0), "", total=3, completed=0, _get_time=lambda: 60.0)
+    task.start_time = 0.0
     assert str(TimeLeftColumn().render(task)) == "0:01:00"
     task.completed = 1
     assert str(TimeLeftColumn().render(task)) == "0:01:00, about 0:02:00 left"
