@@ -69,3 +69,17 @@ def test_a_name_that_is_none() -> None:
     assert refused.exit_code == 2
     assert refused.stderr.startswith("error: there is no benchmark 'stores': kernel, growth, ")
     assert refused.stderr.count("\n") == 1
+
+
+def test_the_readme_s_table_is_what_was_measured() -> None:
+    bench("--list")
+    figures = importlib.import_module("figures")
+    rows = json.loads((ROOT / "benchmarks/results.json").read_text())
+    readme = (ROOT / "README.md").read_text().splitlines()
+    for columns, made in (
+        (figures.KERNEL, figures.kernel_figures(rows)),
+        (figures.OTHER, figures.other_figures(rows)),
+    ):
+        lines = figures.markdown(columns, made)
+        at = readme.index(lines[0])
+        assert readme[at : at + len(lines)] == lines

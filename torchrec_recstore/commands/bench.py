@@ -33,8 +33,8 @@ def bench(
 ) -> None:
     """Measure RecStore tables on this machine against FBGEMM's, the disk's or the machine's own limit.
 
-    Both sides of a ratio are measured in one run, each benchmark in a process of its own. Nothing is written but what
-    is printed. The kernel's needs g++; all together take about an hour, one some minutes.
+    Both sides of a ratio are measured in one run, each benchmark in a process of its own. Files go to the working
+    folder or the one for temporary files, and none stays. The kernel's needs g++; all together take about an hour.
 
     Example: recstore bench kernel store
 
