@@ -41,7 +41,7 @@ test: build $(VENV)/.dev-requirements lint  ## all that CI runs, under ten minut
 
 test-all: build $(VENV)/.dev-requirements lint  ## also what takes longer
 	@$(MAKE) --no-print-directory -j$(shell nproc) test-cpp
-	$(BIN)/python -m pytest -n auto --maxprocesses 8 --dist worksteal $(ARGS)
+	$(BIN)/python -m pytest $(ARGS)
 
 # The core without torch, under AddressSanitizer and UndefinedBehaviorSanitizer.
 SANITIZE := -std=c++17 -O1 -g -ffp-contract=off -fno-omit-frame-pointer -fsanitize=address,undefined \
