@@ -37,7 +37,7 @@ train: build  ## train DLRM: make train [DATA=train.txt] [ARGS="--dim 64 ..."]
 
 test: build $(VENV)/.dev-requirements lint  ## all that CI runs, under ten minutes
 	@$(MAKE) --no-print-directory -j$(shell nproc) test-cpp
-	$(BIN)/python -m pytest -m "not slow" $(ARGS)
+	$(BIN)/python -m pytest -n auto --maxprocesses 8 --dist worksteal -m "not slow" $(ARGS)
 
 test-all: build $(VENV)/.dev-requirements lint  ## also what takes longer
 	@$(MAKE) --no-print-directory -j$(shell nproc) test-cpp
