@@ -15,7 +15,7 @@ from rich.text import Text
 
 from torchrec_recstore.commands.output import AsJson, errors_in_one_line, print_json, stdout, table_of
 from torchrec_recstore.commands.progress import steps
-from torchrec_recstore.commands.shipped import folder_of, how_to_install
+from torchrec_recstore.commands.shipped import folder_of, missing_in_one_line
 
 _LAST_LINES = 20
 
@@ -52,10 +52,8 @@ def bench(
         for name in names or ():
             if name not in known:
                 raise ValueError(f"there is no benchmark {name!r}: {', '.join(known)}")
-        try:
+        with missing_in_one_line():
             measure = importlib.import_module("measure")
-        except ModuleNotFoundError as error:
-            raise ValueError(f"{error.name} is missing: {how_to_install(error.name or '')}") from None
     wanted = list(dict.fromkeys(names or known))
     rows: list[dict[str, Any]] = []
     failed = []
