@@ -9,15 +9,30 @@ import importlib
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from torchrec_recstore.inference.export import export_for_inference
+    from torchrec_recstore.inference.checkpoint import export_checkpoint, export_checkpoint_delta
+    from torchrec_recstore.inference.delta import DeltaInfo, read_delta
+    from torchrec_recstore.inference.export import export_delta, export_for_inference
     from torchrec_recstore.inference.served_model import scriptable
 
 _MODULES = {
+    "DeltaInfo": "delta",
+    "export_checkpoint": "checkpoint",
+    "export_checkpoint_delta": "checkpoint",
+    "export_delta": "export",
     "export_for_inference": "export",
+    "read_delta": "delta",
     "scriptable": "served_model",
 }
 
-__all__ = ["export_for_inference", "scriptable"]
+__all__ = [
+    "DeltaInfo",
+    "export_checkpoint",
+    "export_checkpoint_delta",
+    "export_delta",
+    "export_for_inference",
+    "read_delta",
+    "scriptable",
+]
 
 
 def __getattr__(name: str) -> object:

@@ -19,8 +19,11 @@ from torchrec.modules.fp_embedding_modules import FeatureProcessedEmbeddingBagCo
 
 from torchrec_recstore.checkpoint.whole import gathered
 from torchrec_recstore.inference.copies import copied_with
+from torchrec_recstore.inference.delta import DeltaInfo, dtype_of, open_base, write_delta
 from torchrec_recstore.inference.row_formats import check_dim, check_dtype
-from torchrec_recstore.inference.script import check_path, write_scripted
+from torchrec_recstore.inference.script import check_path, save_script, scripted
+from torchrec_recstore.inference.selection import check_selection, missing_row, selected
+from torchrec_recstore.inference.served_model import scriptable
 from torchrec_recstore.inference.single_tables import StaticEmbedding, StaticEmbeddingBag
 from torchrec_recstore.inference.static_collections import (
     ProcessedFeatures,
@@ -28,14 +31,14 @@ from torchrec_recstore.inference.static_collections import (
     StaticEmbeddingCollection,
     StaticTable,
 )
-from torchrec_recstore.inference.whole_tables import check_selection, missing_row, selected, whole_table
+from torchrec_recstore.inference.whole_tables import whole_table
 from torchrec_recstore.modules import RecStoreEmbedding, RecStoreEmbeddingBag
 from torchrec_recstore.modules.embedding_bag_collection import RecStoreEmbeddingBagCollection
 from torchrec_recstore.modules.embedding_collection import RecStoreEmbeddingCollection
 from torchrec_recstore.modules.table_module import TableModule
 from torchrec_recstore.options import Initializer, TableOptions, default_initializer
 from torchrec_recstore.sharders.collection import RecStoreCollection
-from torchrec_recstore.sharders.gather import refused_together, whole_environment
+from torchrec_recstore.sharders.gather import all_gathered, refused_together, whole_environment
 from torchrec_recstore.store import Table
 from torchrec_recstore.table_configs import ROW_DTYPES, initializer_of
 
@@ -102,8 +105,56 @@ def export_for_inference(
     if path is not None:
         with refused_together(env):
             if env.rank == 0:
-                write_scripted(exported, Path(path))
+                save_script(scripted(scriptable(exported)), Path(path))
     return exported
+
+
+def export_delta(
+    model: nn.Module,
+    path: str | Path,
+    *,
+    base: str | Path | torch.jit.ScriptModule,
+    min_frequency: int = 0,
+    top_rows: int | None = None,
+) -> DeltaInfo:
+    """Writes what a model has otherwise than an earlier export, for ``apply_delta`` of that one. Collective.
+
+    Rows are compared as they are exported, so a delta is exact whatever happened in between: training, loading, or
+    other rows that ``top_rows`` leaves out. It takes the time and memory of an export; the file is small.
+
+    Args:
+        model: as for :func:`export_for_inference`.
+        path: the file, of safetensors; rank 0 writes it, all of it or nothing.
+        base: the file of the earlier export, which rank 0 reads, or that as ``torch.jit.load`` gives it; a served model
+            to which deltas have been applied is one, too.
+        min_frequency: as for the export of ``base``.
+        top_rows: likewise.
+
+    Returns:
+        What the delta has; on every rank.
+
+    Raises:
+        TypeError, ValueError, OSError, ColdStoreError: as for :func:`export_for_inference`; ``base`` is not of the same
+            model. All of these on every rank.
+    """
+    env = whole_environment()
+    served: torch.jit.ScriptModule | None = None
+    dtype: torch.dtype | None = None
+    with refused_together(env):
+        if env.rank == 0:
+            check_path(Path(path))
+            served = open_base(base)
+            dtype = dtype_of(served)
+    dtype = all_gathered(dtype, env)[0]
+    assert dtype is not None
+    exported = export_for_inference(model, dtype=dtype, min_frequency=min_frequency, top_rows=top_rows)
+    info: DeltaInfo | None = None
+    with refused_together(env):
+        if served is not None:
+            info = write_delta(scriptable(exported), served, Path(path))
+    info = all_gathered(info, env)[0]
+    assert info is not None
+    return info
 
 
 _KINDS = (
@@ -139,7 +190,7 @@ def _collections(model: nn.Module) -> list[nn.Module]:
 def _processors(module: nn.Module) -> nn.Module | None:
     """Of a feature-processed collection."""
     kinds = (ShardedFeatureProcessedEmbeddingBagCollection, FeatureProcessedEmbeddingBagCollection)
-    return module._feature_processors if isinstance(module, kinds) else None  # type: ignore[return-value]
+    return module._feature_processors if isinstance(module, kinds) else None
 
 
 def _configs(module: nn.Module) -> list[BaseEmbeddingConfig]:
@@ -177,8 +228,10 @@ class _Conversion:
             inner: nn.Module = module._embedding_bag_collection  # type: ignore[assignment]
             return ProcessedFeatures(copied_with(processors, {}), self.of(inner))
         if isinstance(module, RecStoreEmbedding | RecStoreEmbeddingBag):
-            kind = StaticEmbedding if isinstance(module, RecStoreEmbedding) else StaticEmbeddingBag
-            return kind(module, *self._rows_of_module(module, module.table.options.initializer), self._dtype)
+            ids, weight = self._rows_of_module(module, module.table.options.initializer)
+            if isinstance(module, RecStoreEmbedding):
+                return StaticEmbedding(module, ids, weight, self._dtype)
+            return StaticEmbeddingBag(module, ids, weight, self._dtype)
         tables = self._tables(module)
         if isinstance(module, ShardedEmbeddingBagCollection):
             return StaticEmbeddingBagCollection(tables, module._is_weighted, self._dtype)
@@ -258,7 +311,7 @@ class _Conversion:
         if not exact:
             self._initial_rows.append(name)
         whole = whole_table(shards, dim, env)
-        places = selected(whole.ids, whole.frequency, self._min_frequency, self._top_rows)
+        places = selected(whole.frequency, self._min_frequency, self._top_rows)
         return whole.ids[places], torch.cat([missing[None], whole.weight[places]])
 
     def warn_of_initial_rows(self) -> None:
@@ -275,5 +328,3 @@ class _Conversion:
 def _env(module: Any) -> ShardingEnv:
     env: ShardingEnv = module._env
     return env
-
-

@@ -7,12 +7,18 @@ import tempfile
 from pathlib import Path
 
 import torch
-import torchrec.fx
 from torch import nn
 
-from torchrec_recstore.inference.served_model import dense_tensors, scriptable, served_tables, version_of
+from torchrec_recstore.inference.versions import dense_tensors, served_tables, version_of
 
-_METHODS = ("recstore_tables", "recstore_version", "recstore_ids", "recstore_rows", "apply_delta")
+_METHODS = (
+    "recstore_tables",
+    "recstore_version",
+    "recstore_row_format",
+    "recstore_ids",
+    "recstore_rows",
+    "apply_delta",
+)
 
 
 def check_path(path: Path) -> None:
@@ -27,20 +33,6 @@ def check_path(path: Path) -> None:
         raise FileNotFoundError(f"{path.parent} is no directory")
 
 
-def write_scripted(exported: nn.Module, path: Path) -> None:
-    """Writes a model; what is at ``path`` is the old file or all of the new one.
-
-    Args:
-        exported: of :func:`torchrec_recstore.inference.export_for_inference`.
-        path: the file.
-
-    Raises:
-        ValueError: TorchScript cannot take the model, or table names are not distinct.
-        OSError: it cannot be written.
-    """
-    save_script(scripted(scriptable(exported)), path)
-
-
 def save_script(script: torch.jit.ScriptModule, path: Path) -> None:
     """Writes a scripted module beside ``path`` and renames it.
 
@@ -51,7 +43,7 @@ def save_script(script: torch.jit.ScriptModule, path: Path) -> None:
     handle, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
     try:
         with os.fdopen(handle, "wb") as file:
-            torch.jit.save(script, file)  # type: ignore[no-untyped-call]
+            torch.jit.save(script, file)
             file.flush()
             os.fsync(file.fileno())
         umask = os.umask(0)
@@ -75,7 +67,9 @@ def scripted(served: nn.Module) -> torch.jit.ScriptModule:
     """
     for method in _METHODS:
         if hasattr(served, method):
-            raise ValueError(f"{type(served).__name__} has an attribute {method!r}, which a served model has as a method")
+            raise ValueError(
+                f"{type(served).__name__} has an attribute {method!r}: a served model has a method of that name"
+            )
     names = [table.name for _, table in served_tables(served)]
     for name in names:
         if names.count(name) > 1:
@@ -97,12 +91,15 @@ def _scripted(served: nn.Module) -> tuple[torch.jit.ScriptModule, nn.Module]:
     except Exception as error:
         directly = error
     try:
+        import torchrec.fx  # a module without TorchRec's is scripted above
+
         tracer = torchrec.fx.Tracer(leaf_modules=["ServedEmbeddingBagCollection", "ServedEmbeddingCollection"])
         traced = torch.fx.GraphModule(served, tracer.trace(served))
         return torch.jit.script(traced), traced
     except Exception as error:
         raise ValueError(
-            f"TorchScript cannot take {type(served).__name__}: {directly}\nnor what torchrec.fx.Tracer makes of it: {error}"
+            f"TorchScript cannot take {type(served).__name__}: {directly}\n"
+            f"nor what torchrec.fx.Tracer makes of it: {error}"
         ) from directly
 
 
@@ -126,6 +123,8 @@ def _methods(tables: list[str], dense: list[str]) -> str:
         f"    return [{', '.join(f'{table}.name' for table in tables)}]",
         "def recstore_version(self) -> str:",
         f"    return {tables[0]}.version",
+        "def recstore_row_format(self) -> str:",
+        f"    return {tables[0]}.row_format",
     ]
     for method, value in (("recstore_ids", "raw_ids()"), ("recstore_rows", "rows")):
         lines.append(f"def {method}(self, table: str) -> Tensor:")
@@ -157,7 +156,7 @@ def _apply_delta(tables: list[str], dense: list[str]) -> list[str]:
         ids, rows, removed = (f"delta[{table}.name + '/{kind}']" for kind in ("ids", "rows", "removed"))
         lines += [
             f"    if {table}.name + '/ids' in delta:",
-            f"        {table}.check({ids}, {rows}, {removed})",
+            f"        {table}.check_rows({ids}, {rows}, {removed})",
             "        known += 3",
         ]
     for name in dense:
@@ -173,7 +172,7 @@ def _apply_delta(tables: list[str], dense: list[str]) -> list[str]:
         ids, rows, removed = (f"delta[{table}.name + '/{kind}']" for kind in ("ids", "rows", "removed"))
         lines += [
             f"    if {table}.name + '/ids' in delta:",
-            f"        {table}.apply({ids}, {rows}, {removed})",
+            f"        {table}.replace_rows({ids}, {rows}, {removed})",
             f"    {table}.version = versions[1]",
         ]
     for name in dense:

@@ -61,7 +61,7 @@ class ServedEmbeddingBagCollection(nn.Module):
             weights: Tensor | None = None
             if self._weighted:
                 weights = _joined([by_name[name].weights() for name in names])
-            pooled = table.pooled(values, lengths, weights, self._means[number])
+            pooled = table.pooled(values, lengths, weights, self._means[number])  # type: ignore[operator]
             outputs.append(side_by_side(pooled, len(names)))
         return KeyedTensor(keys=self._keys, length_per_key=self._dims, values=torch.cat(outputs, dim=1))
 
@@ -93,52 +93,8 @@ class ServedEmbeddingCollection(nn.Module):
             for place, name in enumerate(self._features[number]):
                 feature = by_name[name]
                 found[self._keys[number][place]] = JaggedTensor(
-                    values=table.lookup(feature.values()),
+                    values=table.lookup(feature.values()),  # type: ignore[operator]
                     lengths=feature.lengths(),
                     weights=feature.values() if self._need_indices else None,
                 )
         return found
-
-
-class ServedTables(nn.Module):
-    """Tables alone, over plain tensors.
-
-    Args:
-        tables: any number.
-    """
-
-    def __init__(self, tables: Sequence[ServedTable]) -> None:
-        super().__init__()
-        self.tables = nn.ModuleList(tables)
-
-    def forward(self, values: Tensor, lengths: Tensor) -> Tensor:
-        """Sums of the rows of bags of ids.
-
-        Args:
-            values: (N,) raw ids, any integer type: the bags of the first table, then those of the second, ...
-            lengths: (T, B) ids of each of B bags of each of T tables, or flat.
-
-        Returns:
-            (B, sum of dims) float32, table by table.
-        """
-        count = len(self.tables)
-        lengths = lengths.reshape(count, -1)
-        counts: list[int] = lengths.sum(1).tolist()
-        outputs: list[Tensor] = []
-        first = 0
-        for number, table in enumerate(self.tables):
-            outputs.append(table.pooled(values[first : first + counts[number]], lengths[number], None, False))
-            first += counts[number]
-        return torch.cat(outputs, dim=1)
-
-    @torch.jit.export
-    def lookup(self, table: str, values: Tensor) -> Tensor:
-        """(N, dim) float32 rows of (N,) raw ids of one table.
-
-        Raises:
-            ValueError: there is no such table.
-        """
-        for each in self.tables:
-            if each.name == table:
-                return each.lookup(values)
-        raise ValueError("there is no table " + table)

@@ -1,11 +1,12 @@
 """Tables as they are served: ids, rows and the way from the ones to the others, for TorchScript and ``torch.export``.
 
 Once scripted nothing here needs this package, and float32 rows need torch alone. A forward reads buffers and writes
-none, so any number of threads may run it; :meth:`ServedTable.apply` replaces buffers, and none may run beside it.
+none, so any number of threads may run it; none may run beside :meth:`ServedTable.replace_rows`.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -131,28 +132,31 @@ class ServedTable(nn.Module):
         return self.ids[:-1]
 
     @torch.jit.export
-    def check(self, ids: Tensor, rows: Tensor, removed: Tensor) -> None:
-        """Refuses what :meth:`apply` cannot take.
+    def check_rows(self, ids: Tensor, rows: Tensor, removed: Tensor) -> None:
+        """Refuses what :meth:`replace_rows` cannot take.
 
         Raises:
             RuntimeError, AssertionError: shapes or data types that are not this table's; the message names it.
         """
-        if not self.has_ids:
-            raise ValueError("table " + self.name + " is TorchRec's own: a delta has no rows of it")
+        if not self.has_ids and (removed.shape[0] > 0 or torch.any((ids < 0) | (ids >= self.rows.shape[0])).item()):
+            raise ValueError("table " + self.name + " is TorchRec's own, and the delta has rows beyond it")
         if rows.dim() != 2 or rows.shape[1] != self.rows.shape[1] or rows.dtype != self.rows.dtype:
             raise ValueError("table " + self.name + ": the delta's rows are of another dim or data type")
         if ids.dtype != torch.int64 or removed.dtype != torch.int64 or ids.shape[0] != rows.shape[0]:
             raise ValueError("table " + self.name + ": the delta has not an int64 id for each row")
 
     @torch.jit.export
-    def apply(self, ids: Tensor, rows: Tensor, removed: Tensor) -> None:
-        """Gives ids new rows and forgets others; what :meth:`check` has passed.
+    def replace_rows(self, ids: Tensor, rows: Tensor, removed: Tensor) -> None:
+        """Gives ids new rows and forgets others; what :meth:`check_rows` has passed.
 
         Args:
             ids: (N,) int64, each once.
             rows: (N, ...) theirs, in the row format.
             removed: (M,) int64, none of them among ``ids``.
         """
+        if not self.has_ids:
+            self.rows = self.rows.index_copy(0, ids, rows)
+            return
         before = self.ids[:-1]
         stays = torch.logical_not(torch.isin(before, torch.cat([ids, removed])))
         ids, order = torch.cat([before[stays], ids]).sort()
@@ -204,3 +208,47 @@ def served_table(name: str, dim: int, row_format: str, ids: Tensor | None, rows:
     """The table of that row format; arguments as for :class:`ServedTable`."""
     kind = ServedTable if row_format == "float32" else ServedQuantTable
     return kind(name, dim, row_format, ids, rows)
+
+
+class ServedTables(nn.Module):
+    """Tables alone, over plain tensors.
+
+    Args:
+        tables: any number.
+    """
+
+    def __init__(self, tables: Sequence[ServedTable]) -> None:
+        super().__init__()
+        self.tables = nn.ModuleList(tables)
+
+    def forward(self, values: Tensor, lengths: Tensor) -> Tensor:
+        """Sums of the rows of bags of ids.
+
+        Args:
+            values: (N,) raw ids, any integer type: the bags of the first table, then those of the second, ...
+            lengths: (T, B) ids of each of B bags of each of T tables, or flat.
+
+        Returns:
+            (B, sum of dims) float32, table by table.
+        """
+        count = len(self.tables)
+        lengths = lengths.reshape(count, -1)
+        counts: list[int] = lengths.sum(1).tolist()
+        outputs: list[Tensor] = []
+        first = 0
+        for number, table in enumerate(self.tables):
+            outputs.append(table.pooled(values[first : first + counts[number]], lengths[number], None, False))  # type: ignore[operator]
+            first += counts[number]
+        return torch.cat(outputs, dim=1)
+
+    @torch.jit.export
+    def lookup(self, table: str, values: Tensor) -> Tensor:
+        """(N, dim) float32 rows of (N,) raw ids of one table.
+
+        Raises:
+            ValueError: there is no such table.
+        """
+        for each in self.tables:
+            if each.name == table:
+                return each.lookup(values)  # type: ignore[no-any-return, operator]
+        raise ValueError("there is no table " + table)

@@ -54,9 +54,7 @@ class StaticEmbeddingBag(nn.Module):
         self._by_torch = self._mode == "max" or bool(module.scale_grad_by_freq)
         self._include_last_offset = bool(module.include_last_offset)
 
-    def forward(
-        self, input: Tensor, offsets: Tensor | None = None, per_sample_weights: Tensor | None = None
-    ) -> Tensor:
+    def forward(self, input: Tensor, offsets: Tensor | None = None, per_sample_weights: Tensor | None = None) -> Tensor:
         """As ``RecStoreEmbeddingBag.forward``, without nested tensors."""
         weights = per_sample_weights
         if input.dim() == 2:

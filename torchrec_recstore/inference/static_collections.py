@@ -61,9 +61,7 @@ class IdMap(nn.Module):
 class ExactEmbeddingBag(nn.EmbeddingBag):
     """``nn.EmbeddingBag`` that pools to the bit as RecStore's kernels do, means of weighted rows too."""
 
-    def forward(
-        self, input: Tensor, offsets: Tensor | None = None, per_sample_weights: Tensor | None = None
-    ) -> Tensor:
+    def forward(self, input: Tensor, offsets: Tensor | None = None, per_sample_weights: Tensor | None = None) -> Tensor:
         """As TorchRec's collection calls it: input (N,), offsets (bags + 1,), weights (N,) -> (bags, dim) float32."""
         assert offsets is not None
         return pooled_in_order(self.weight, input, offsets, per_sample_weights, self.mode == "mean")
@@ -74,6 +72,7 @@ def rows_instead_of_ids(
     features: KeyedJaggedTensor,
     names: list[str],
     keys: list[str],
+    table_of: list[int],
     ids: list[Tensor],
     rows: list[int],
     weighted: bool,
@@ -84,8 +83,9 @@ def rows_instead_of_ids(
         features: ids of any integer type.
         names: of the features to take, those of several tables once for each.
         keys: what each of these is called from here on.
-        ids: of each one's table, (R + 1,) of :func:`id_buffer`; (0,) of a table of TorchRec's own.
-        rows: of each one's table.
+        table_of: the number of each one's table.
+        ids: of each table, (R + 1,) of :func:`id_buffer`; (0,) of a table of TorchRec's own.
+        rows: of each table.
         weighted: whether the batch has weights that count.
     """
     by_name = features.to_dict()
@@ -94,10 +94,11 @@ def rows_instead_of_ids(
     weights: list[Tensor] = []
     for number, name in enumerate(names):
         feature = by_name[name]
-        if ids[number].shape[0] > 0:
-            values.append(rows_of_ids(ids[number], feature.values()))
+        table = table_of[number]
+        if ids[table].shape[0] > 0:
+            values.append(rows_of_ids(ids[table], feature.values()))
         else:
-            values.append(rows_of_numbers(rows[number], feature.values()))
+            values.append(rows_of_numbers(rows[table], feature.values()))
         lengths.append(feature.lengths())
         if weighted:
             weights.append(feature.weights())
@@ -107,6 +108,14 @@ def rows_instead_of_ids(
         lengths=torch.cat(lengths),
         weights=torch.cat(weights) if weighted else None,
     )
+
+
+@torch.fx.wrap
+def in_order(pooled: KeyedTensor, keys: list[str], dims: list[int]) -> KeyedTensor:
+    """The same columns in the order of the plain module: TorchRec's quantised ones sort tables by pooling (1.8.0)."""
+    if pooled.keys() == keys:
+        return pooled
+    return KeyedTensor(keys=keys, length_per_key=dims, values=torch.cat([pooled[key] for key in keys], dim=1))
 
 
 class _StaticCollection(nn.Module):
@@ -127,8 +136,9 @@ class _StaticCollection(nn.Module):
             features,
             self._names,
             self._keys,
-            [self.maps[number].ids for number in self._table_of],
-            [self.maps[number].rows for number in self._table_of],
+            self._table_of,
+            [each.ids for each in self.maps],  # type: ignore[misc]
+            [each.rows for each in self.maps],  # type: ignore[misc]
             self._weighted,
         )
 
@@ -136,7 +146,7 @@ class _StaticCollection(nn.Module):
         """Each table's config and ids, (R,) int64, ascending; None for TorchRec's own."""
         every = []
         for config, ids in zip(self._configs, (ids_of.ids for ids_of in self.maps), strict=True):
-            every.append((config, ids[:-1] if len(ids) else None))
+            every.append((config, ids[:-1] if len(ids) else None))  # type: ignore[arg-type, index]
         return every
 
 
@@ -166,16 +176,10 @@ class StaticEmbeddingBagCollection(_StaticCollection):
         collection._device = torch.device("cpu")
         super().__init__(tables, _quantized(collection, QuantEmbeddingBagCollection, dtype), weighted)
         self._dims = [config.embedding_dim for config in configs for _ in config.feature_names]
-        self._columns = self._column_order()
 
     def forward(self, features: KeyedJaggedTensor) -> KeyedTensor:
         """Pooled rows, (B, sum of dims) float32: table by table, feature by feature."""
-        pooled = self.collection(self._rows_of(features))
-        if self._columns is None:
-            return pooled
-        return KeyedTensor(
-            keys=self._keys, length_per_key=self._dims, values=pooled.values().index_select(1, self._columns)
-        )
+        return in_order(self.collection(self._rows_of(features)), self._keys, self._dims)
 
     def is_weighted(self) -> bool:
         """Whether per-sample weights of the batch count."""
@@ -183,21 +187,7 @@ class StaticEmbeddingBagCollection(_StaticCollection):
 
     def embedding_bag_configs(self) -> list[EmbeddingBagConfig]:
         """The tables' configs, in their order."""
-        return self._configs  # type: ignore[return-value]
-
-    def _column_order(self) -> Tensor | None:
-        """Where the columns are that TorchRec's quantised module puts elsewhere: its tables are by pooling (1.8.0)."""
-        if isinstance(self.collection, EmbeddingBagCollection):
-            return None
-        inner: list[str] = self.collection._embedding_names
-        if inner == self._keys:
-            return None
-        dims = dict(zip(self._keys, self._dims, strict=True))
-        starts, begin = {}, 0
-        for key in inner:
-            starts[key] = begin
-            begin += dims[key]
-        return torch.cat([torch.arange(starts[key], starts[key] + dims[key]) for key in self._keys])
+        return self._configs
 
 
 class StaticEmbeddingCollection(_StaticCollection):
@@ -231,7 +221,7 @@ class StaticEmbeddingCollection(_StaticCollection):
 
     def embedding_configs(self) -> list[EmbeddingConfig]:
         """The tables' configs, in their order."""
-        return self._configs  # type: ignore[return-value]
+        return self._configs
 
 
 class ProcessedFeatures(nn.Module):
@@ -310,7 +300,7 @@ def _inner_configs(tables: Sequence[StaticTable]) -> list[BaseEmbeddingConfig]:
 def _quantized(collection: nn.Module, kind: type[nn.Module], dtype: torch.dtype) -> nn.Module:
     if dtype == torch.float32:
         return collection
-    collection.qconfig = QuantConfig(  # type: ignore[assignment]
+    collection.qconfig = QuantConfig(
         activation=torch.ao.quantization.PlaceholderObserver.with_args(dtype=torch.float32),
         weight=torch.ao.quantization.PlaceholderObserver.with_args(dtype=dtype),
     )
@@ -328,7 +318,7 @@ def stored_rows(collection: nn.Module) -> Mapping[str, tuple[str, Tensor]]:
         modules = getattr(collection, "embedding_bags", None) or collection.embeddings
         return {name: ("float32", module.weight.detach()) for name, module in modules.items()}
     every: dict[str, tuple[str, Tensor]] = {}
-    for tbe in collection._emb_modules:
+    for tbe in collection._emb_modules:  # type: ignore[union-attr]
         weights = tbe.split_embedding_weights_with_scale_bias(split_scale_bias_mode=0)
         for (name, _, _, kind, _), (weight, _, _) in zip(tbe.embedding_specs, weights, strict=True):
             every[name] = (FORMAT_NAMES[kind.as_int()], weight)
