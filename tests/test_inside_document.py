@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import re
-from contextlib import redirect_stdout
-from io import StringIO
 from pathlib import Path
 
 import pytest
@@ -56,11 +54,3 @@ def test_versions_are_those_of_the_build() -> None:
 
 def test_ops_named_are_there() -> None:
     assert all(hasattr(ops, name) for name in ("group_forward", "group_backward", "group_accumulated_backward"))
-
-
-def test_code_blocks() -> None:
-    blocks = re.findall(r"```python\n(.*?)```", DOCUMENT, flags=re.DOTALL)
-    printed = StringIO()
-    with redirect_stdout(printed):
-        exec("\n".join(blocks), {})
-    assert printed.getvalue().splitlines() == re.findall(r"print\(.*\)  # (.*)", "\n".join(blocks))
