@@ -14,6 +14,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -28,25 +29,35 @@ def lane() -> str:
     return "kept" if "MALLOC_MMAP_THRESHOLD_" in os.environ else "shipped"
 
 
-def run_lanes(script: str, lanes: Sequence[str]) -> list[dict[str, Any]]:
-    """Runs a benchmark in each lane; returns its rows."""
+def run_lanes(script: str, lanes: Sequence[str], flags: Sequence[str] = ()) -> list[dict[str, Any]]:
+    """Runs a benchmark in each lane; returns its rows.
+
+    Raises:
+        subprocess.CalledProcessError: it failed; what it has written to stderr has been seen.
+    """
     rows = []
     for name in lanes:
         environment = {**os.environ, **(KEPT if name == "kept" else {})}
-        run = subprocess.run([sys.executable, script], env=environment, stdout=subprocess.PIPE, text=True, check=True)
+        command = [sys.executable, script, *flags]
+        run = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True)
         rows += [json.loads(line) for line in run.stdout.splitlines() if line.startswith("{")]
     return rows
 
 
+def commit() -> str:
+    """The checkout's, or the version of the package that these scripts were installed with."""
+    if (ROOT / ".git").exists():
+        command = ["git", "describe", "--always", "--dirty"]
+        return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False).stdout.strip()
+    return version("torchrec-recstore")
+
+
 def conditions() -> dict[str, Any]:
-    """Commit, processor, torch and threads, as every row states them."""
-    commit = subprocess.run(
-        ["git", "describe", "--always", "--dirty"], cwd=ROOT, capture_output=True, text=True, check=False
-    ).stdout.strip()
+    """Commit or version, processor, torch and threads, as every row states them."""
     cpuinfo = Path("/proc/cpuinfo").read_text().splitlines()
     names = [line.split(":")[1].strip() for line in cpuinfo if line.startswith("model name")]
     return {
-        "commit": commit,
+        "commit": commit(),
         "cpu": f"{names[0] if names else platform.processor()} x{os.cpu_count()}",
         "torch": torch.__version__,
         "threads": torch.get_num_threads(),

@@ -98,9 +98,14 @@ def _loaded_shard(chain: Sequence[CheckpointInfo], shard: LocalShard) -> Table:
 def _check_tables(info: CheckpointInfo, tables: Sequence[ModelTable], *, strict: bool) -> None:
     names = {table.name for table in tables}
     for missing in sorted(names - info.tables.keys() if strict else ()):
-        raise ValueError(f"the checkpoint {info.path} has no table {missing!r}")
+        raise ValueError(
+            f"the checkpoint {info.path} has no table {missing!r}: strict=False leaves the model's as it is"
+        )
     for unknown in sorted(info.tables.keys() - names if strict else ()):
-        raise ValueError(f"the model has no RecStore table {unknown!r}, the checkpoint {info.path} has it")
+        raise ValueError(
+            f"the model has no RecStore table {unknown!r}, the checkpoint {info.path} has it: strict=False passes it "
+            "over"
+        )
     for table in tables:
         saved = info.tables.get(table.name)
         if saved is None:

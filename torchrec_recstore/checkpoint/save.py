@@ -252,7 +252,7 @@ class _Save:
         known = [table.module.recstore_state.marks.get(base.checksum) for table in self._tables]
         marks = {name: of_table for of_module in known for name, of_table in (of_module or {}).items()}
         if not marks.keys() >= {table.name for table in self._tables}:
-            raise ValueError(f"delta_of: this model has neither saved nor loaded {base.path}")
+            raise ValueError(f"delta_of: this model has neither saved nor loaded {base.path}: save without delta_of")
         self._delta_of = DeltaOf(os.path.relpath(base.path, self._path.parent), base.checksum)
         return marks
 
