@@ -55,7 +55,10 @@ class RecStoreShardedEmbeddingBagCollection(RecStoreCollection, ShardedEmbedding
             NotImplementedError: there are RecStore tables: TorchRec would build them anew, without their rows.
         """
         if self.recstore_table_names():
-            raise NotImplementedError(f"resharding in place with RecStore tables {self.recstore_table_names()}")
+            raise NotImplementedError(
+                f"RecStore tables {self.recstore_table_names()} cannot be resharded in place: save a checkpoint, and "
+                "load it into a model with the new plan"
+            )
         super().update_shards(*args, **kwargs)
 
     def _shardings(self) -> list[EmbeddingSharding[Any, Any, Any, Any]]:
