@@ -154,7 +154,9 @@ def evaluation(arguments: argparse.Namespace) -> None:
 
     ids = [torch.randint(0, 2 * rows, (batch,), generator=generator) for _ in range(16)]
     measured = over({"zeros": side("zeros"), "init": side("init")}, "zeros", arguments.steps, BLOCK_STEPS)
-    emit({"benchmark": "options_evaluation", "rows": rows, "dim": arguments.dim, "batch": batch, "over_zeros": measured})
+    emit(
+        {"benchmark": "options_evaluation", "rows": rows, "dim": arguments.dim, "batch": batch, "over_zeros": measured}
+    )
 
 
 def routing(arguments: argparse.Namespace) -> None:
