@@ -3,15 +3,8 @@
 from __future__ import annotations
 
 SCRIPTS = ("kernel", "growth", "memory", "store", "dlrm", "checkpoint", "tiers", "service", "options")
-ONE_LANE = {
-    "growth",
-    "memory",
-    "store",
-    "checkpoint",
-    "tiers",
-    "service",
-    "options",
-}  # the table's memory is not malloc's
+# The table's memory is not malloc's.
+ONE_LANE = {"growth", "memory", "store", "checkpoint", "tiers", "service", "options"}
 SCRIPT_OF = {"delta": "checkpoint", "async_save": "checkpoint", "eviction": "tiers", "bounded_memory": "tiers"}
 SCRIPT_OF |= {"service_clients": "service", "service_prefetch": "service"}
 SCRIPT_OF |= {f"options_{part}": "options" for part in ("training", "new_rows", "evaluation", "routing")}
