@@ -36,7 +36,8 @@ def write_tables(page: str, rows: list[dict[str, Any]], lines: list[str]) -> Non
         of = commits.setdefault(row["commit"], [])
         of += [row["benchmark"]] if row["benchmark"] not in of else []
     at = ", ".join(f"{commit} ({', '.join(of)})" for commit, of in commits.items())
-    where = f"{r['cpu']}, {r['threads']} threads, torch {r['torch']}, commit {at}; medians."
+    threads = f"{r['threads']} thread{'s' * (r['threads'] != 1)}"
+    where = f"{r['cpu']}, {threads}, torch {r['torch']}, commit {at}; medians."
     table = "\n".join([where, "", *lines])
     begin, end = text.index(BEGIN) + len(BEGIN), text.index(END)
     path.write_text(f"{text[:begin]}\n\n{table}\n\n{text[end:]}")

@@ -32,9 +32,12 @@ napoleon_custom_sections = [("Source", "notes_style")]
 nitpicky = True
 nitpick_ignore_regex = [
     (r"py:.*", r"(torch|torchrec|fbgemm_gpu|collections|typing|pathlib)\..*"),
-    (r"py:.*", r"ParameterSharding|PlannerError"),
+    (r"py:.*", r"ParameterSharding|PlannerError|SafetensorError"),
     # In signatures: what the package alone makes and passes on.
-    (r"py:.*", r"torchrec_recstore\..*\.(_\w+|ColdSnapshot|ColdTier|LearningRate|ModuleState|TableModule|TableSpec)"),
+    (
+        r"py:.*",
+        r"torchrec_recstore\..*\.(_\w+|ColdSnapshot|ColdTier|LearningRate|ModuleState|ServedTable|TableModule|TableSpec)",
+    ),
     (r"py:.*", r"torchrec_recstore\.ops\..*"),
 ]
 
