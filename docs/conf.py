@@ -14,7 +14,7 @@ version = release = torchrec_recstore.__version__
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
 exclude_patterns = ["_build"]
 html_theme = "furo"
-html_title = f"torchrec_recstore {release}"
+html_title = f"RecStore for TorchRec {release}"
 html_show_sourcelink = False
 
 # Headings are anchors, as on the repository's web page, so that links to them work in both.
