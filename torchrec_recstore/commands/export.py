@@ -84,6 +84,7 @@ def _export(
 
     known = read_info(checkpoint).tables
     with missing_in_one_line(), warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
         import torch
 
         from torchrec_recstore.inference.checkpoint import export_checkpoint, export_checkpoint_delta
