@@ -22,6 +22,7 @@ from common.report import finite
 from common.settings import RunSettings
 
 RUN_FILE = "run.json"
+INSTEAD = "(--log-dir names another folder, --no-log does without one)"
 
 
 @contextmanager
@@ -51,7 +52,7 @@ def log_folder(settings: RunSettings, example: str, fixed: Path | None = None) -
         try:
             locks.append(locked_folder(folder))
         except DataError as error:
-            raise DataError(f"{error} (--log-dir names another folder, --no-log does without one)") from error
+            raise DataError(f"{error} {INSTEAD}") from error
         # torchrun's restart of a run without checkpoints begins anew, in the same folder.
         restarted = settings.goes_on or os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
         if has_curves(folder) and not restarted:
@@ -84,13 +85,9 @@ def _new(example: str) -> Path:
             folder.mkdir(parents=True)
             return folder
         except FileExistsError:
-            if not folder.is_dir():
-                raise DataError(f"{folder.parent}: this is no folder (--log-dir names another one)") from None
             time.sleep(0.1)  # of a run that began in the same second
         except OSError as error:
-            raise DataError(
-                f"{folder}: {error.strerror} (--log-dir names another folder, --no-log does without one)"
-            ) from error
+            raise DataError(f"{folder}: {error.strerror} {INSTEAD}") from error
 
 
 def describe(folder: Path, example: str, settings: dict[str, Any]) -> None:

@@ -70,7 +70,7 @@ def run_forked(script: str, *flags: object, ranks: int = 1) -> subprocess.Comple
 
 def _script(script: str, flags: tuple[object, ...]) -> list[str]:
     """The script and its flags; a training writes curves and a report only where a flag says where to."""
-    quiet = ["--no-log"] if script.endswith("train.py") and "--log-dir" not in flags else []
+    quiet = ["--no-log"] if script.endswith("train.py") and not {"--log-dir", "--log-every"} & {*flags} else []
     return [str(ROOT / "examples" / script), *map(str, flags), *quiet]
 
 
