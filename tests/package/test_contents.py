@@ -105,6 +105,7 @@ def test_what_extras_name_is_pinned() -> None:
     [
         ("torchrec_recstore", ["", "torchrec-cpu", "torchrec", "rocksdb", "redis", "service", "cli"]),
         ("examples", ["", "torchrec-cpu", "torchrec", "cli", "examples"]),
+        ("benchmarks", ["", "torchrec-cpu", "torchrec", "rocksdb", "service", "cli", "examples"]),
     ],
 )
 def test_what_is_imported_is_required(folder: str, extras: list[str]) -> None:
