@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 import trainer
+from common import run_log
 from common.command import DataError
 from common.curves import Curve, read_curves
 from common.log_folder import log_folder, read_about
@@ -357,7 +358,7 @@ def test_a_terminal_shows_how_far_it_is(tmp_path: Path, monkeypatch: pytest.Monk
 
 
 @pytest.mark.usefixtures("one_rank")
-def test_the_auc_of_some_steps() -> None:
+def test_the_auc_of_some_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     window = _Window()
     logits, labels = torch.tensor([[0.1, 2.0, -1.0], [0.1, 3.0, 0.5]]), torch.tensor([[0, 1, 1], [1, 0, 0]])
     for some in zip(logits, labels, strict=True):
@@ -365,6 +366,11 @@ def test_the_auc_of_some_steps() -> None:
     pairs = [(p, n) for p in logits[labels == 1].tolist() for n in logits[labels == 0].tolist()]
     expected = sum((p > n) + 0.5 * (p == n) for p, n in pairs) / len(pairs)
     assert window.values()["AUC/training"] == pytest.approx(expected)
+    monkeypatch.setattr(run_log, "AUC_SAMPLES", 3)
+    last = _Window()
+    for some in zip(logits, labels, strict=True):
+        last.add(3, torch.tensor(0.5), *some)
+    assert last.values()["AUC/training"] == pytest.approx(0)  # of the second step alone
     one_label = _Window()
     one_label.add(3, torch.tensor(0.5), logits[0], torch.ones(3))
     assert "AUC/training" not in one_label.values()
