@@ -22,6 +22,7 @@ import pytest
 import torch
 import trainer
 from common import run_log
+from common.bounds import Bounds
 from common.command import DataError
 from common.curves import Curve, read_curves
 from common.log_folder import log_folder, read_about
@@ -73,8 +74,6 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Logged:
 
 @pytest.fixture(scope="module")
 def bounded(tmp_path_factory: pytest.TempPathFactory) -> Logged:
-    from common.bounds import Bounds
-
     folder = tmp_path_factory.mktemp("bounded") / "log"
     return logged(folder, bounds=Bounds(max_rows=100, eviction="lru"), lr_schedule="linear")
 
@@ -237,16 +236,17 @@ def test_a_page_of_a_run_that_was_killed(run: Logged, tmp_path: Path) -> None:
 
 
 def test_a_run_that_goes_on_from_an_older_step_has_each_point_once(tmp_path: Path) -> None:
-    """From the middle of an epoch, and from its end, which is validated before the log is cut off there."""
+    """From the beginning, the middle of an epoch, and its end, which is validated before the log is cut off there."""
     changes = {"limit_rows": 1500, "epochs": 2, "checkpoint_every": 8, "keep": 100}
     whole = tmp_path / "whole"
     trainer.train(settings_of(checkpoint=whole, **changes))
     expected = read_curves(whole / "log")
     assert expected["AUC/validation"].samples == [1200, 2400]
-    for step in (16, 20):
+    for step in (0, 16, 20):
         part = stopped_after(step, whole, tmp_path / f"part{step}")
         shutil.copytree(whole / "log", part / "log")
-        trainer.train(settings_of(checkpoint=part, resume=True, **changes))
+        # Killed before its first checkpoint, a run begins anew, and so do its curves.
+        trainer.train(settings_of(checkpoint=part, resume=step > 0, **changes))
         curves = read_curves(part / "log")
         assert list(curves) == list(expected)
         for tag, curve in curves.items():
@@ -374,6 +374,12 @@ def test_the_auc_of_some_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     one_label = _Window()
     one_label.add(3, torch.tensor(0.5), logits[0], torch.ones(3))
     assert "AUC/training" not in one_label.values()
+
+
+def test_what_is_written_down_of_settings_has_no_password() -> None:
+    shown = settings_of(bounds=Bounds(max_rows=10, cold_store="redis://user:secret@host:6379/0")).shown()
+    assert "host:6379" in str(shown)
+    assert "secret" not in str(shown)
 
 
 def test_labels_stand_apart_and_numbers_are_short() -> None:
