@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable, Sequence
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import torch
 
@@ -29,17 +29,25 @@ def lane() -> str:
     return "kept" if "MALLOC_MMAP_THRESHOLD_" in os.environ else "shipped"
 
 
-def run_lanes(script: str, lanes: Sequence[str], flags: Sequence[str] = ()) -> list[dict[str, Any]]:
+def run_lanes(
+    script: str, lanes: Sequence[str], flags: Sequence[str] = (), errors: IO[str] | None = None
+) -> list[dict[str, Any]]:
     """Runs a benchmark in each lane; returns its rows.
 
+    Args:
+        script: its path.
+        lanes: their names.
+        flags: of the script.
+        errors: the file for what it writes to stderr; None: this process's own.
+
     Raises:
-        subprocess.CalledProcessError: it failed; what it has written to stderr has been seen.
+        subprocess.CalledProcessError: it failed.
     """
     rows = []
     for name in lanes:
         environment = {**os.environ, **(KEPT if name == "kept" else {})}
         command = [sys.executable, script, *flags]
-        run = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, check=True)
+        run = subprocess.run(command, env=environment, stdout=subprocess.PIPE, stderr=errors, text=True, check=True)
         rows += [json.loads(line) for line in run.stdout.splitlines() if line.startswith("{")]
     return rows
 

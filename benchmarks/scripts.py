@@ -13,7 +13,7 @@ QUICK: dict[str, list[str]] = {
     "memory": ["--rows", "400000"],
     "store": ["--rows", "100000"],
     "dlrm": ["--dim", "16", "--batch-size", "256", "--steps", "5"],
-    "checkpoint": ["--rows", "200000"],
+    "checkpoint": ["--rows", "200000", "--only", "full,deltas"],
     "tiers": ["--parts", "eviction,memory", "--rows", "50000", "--steps", "20"],
     "service": ["--steps", "5"],
 }

@@ -6,6 +6,7 @@ import importlib
 import json
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -14,7 +15,9 @@ from rich.text import Text
 
 from torchrec_recstore.commands.output import AsJson, errors_in_one_line, print_json, stdout, table_of
 from torchrec_recstore.commands.progress import steps
-from torchrec_recstore.commands.shipped import folder_of, how_to_install
+from torchrec_recstore.commands.shipped import folder_of, missing_in_one_line
+
+_LAST_LINES = 20
 
 
 def bench(
@@ -30,8 +33,8 @@ def bench(
 ) -> None:
     """Measure RecStore tables on this machine against FBGEMM's, the disk's or the machine's own limit.
 
-    Both sides of a ratio are measured in one run, each benchmark in a process of its own. Nothing is written but what
-    is printed. The kernel's needs g++; all together take about an hour, one some minutes.
+    Both sides of a ratio are measured in one run, each benchmark in a process of its own. Files go to the working
+    folder or the one for temporary files, and none stays. The kernel's needs g++; all together take about an hour.
 
     Example: recstore bench kernel store
 
@@ -49,10 +52,8 @@ def bench(
         for name in names or ():
             if name not in known:
                 raise ValueError(f"there is no benchmark {name!r}: {', '.join(known)}")
-        try:
+        with missing_in_one_line():
             measure = importlib.import_module("measure")
-        except ModuleNotFoundError as error:
-            raise ValueError(f"{error.name} is missing: {how_to_install(error.name or '')}") from None
     wanted = list(dict.fromkeys(names or known))
     rows: list[dict[str, Any]] = []
     failed = []
@@ -61,11 +62,15 @@ def bench(
             begin(name)
             lanes = ("shipped",) if quick else scripts.lanes_of(name)
             flags = scripts.QUICK[name] if quick else ()
-            try:
-                rows += measure.run_lanes(str(folder / f"{name}.py"), lanes, flags)
-            except subprocess.CalledProcessError as error:
-                failed.append(name)
-                print(f"error: the benchmark {name} ended with status {error.returncode}", file=sys.stderr)
+            with tempfile.TemporaryFile("w+") as errors:  # what libraries say beside it would tear the bar
+                try:
+                    rows += measure.run_lanes(str(folder / f"{name}.py"), lanes, flags, errors)
+                except subprocess.CalledProcessError as error:
+                    failed.append(name)
+                    errors.seek(0)
+                    last = errors.read().splitlines()[-_LAST_LINES:]
+                    said = f"error: the benchmark {name} ended with status {error.returncode}"
+                    print("\n".join([*last, said]), file=sys.stderr)
     if as_json:
         print_json(rows)
     elif rows:

@@ -12,7 +12,7 @@ from rich.text import Text
 from torchrec_recstore.commands.checkpoints import Checkpoint, rows_of
 from torchrec_recstore.commands.output import AsJson, errors_in_one_line, print_json, stdout, table_of
 from torchrec_recstore.commands.progress import progress
-from torchrec_recstore.commands.shipped import how_to_install
+from torchrec_recstore.commands.shipped import missing_in_one_line
 
 if TYPE_CHECKING:
     from torchrec_recstore.inference.checkpoint import ExportInfo
@@ -51,14 +51,10 @@ def export(
         from torchrec_recstore.checkpoint.info import read_chain
 
         chain = read_chain(checkpoint)
-        try:
+        with missing_in_one_line():
             import torch
 
             from torchrec_recstore.inference.checkpoint import export_checkpoint
-        except ModuleNotFoundError as error:
-            if error.name is None or error.name.partition(".")[0] == "torchrec_recstore":
-                raise
-            raise ValueError(f"{error.name} is missing: {how_to_install(error.name)}") from None
         types = {"int8": torch.int8, "int4": torch.quint4x2, "fp16": torch.float16, "float32": torch.float32}
         with progress("exporting", rows_of(chain[-1:])) as advance:
             info = export_checkpoint(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from datetime import timedelta
 from typing import Literal
 
 from rich.console import Console
@@ -17,7 +18,6 @@ from rich.progress import (
     ProgressColumn,
     Task,
     TextColumn,
-    TimeElapsedColumn,
     TimeRemainingColumn,
 )
 from rich.text import Text
@@ -36,6 +36,19 @@ class RateColumn(ProgressColumn):
         """The rate, empty as long as none is known."""
         speed = task.finished_speed or task.speed
         return Text("" if speed is None else rate(speed, self._unit), style="progress.data.speed")
+
+
+class TimeLeftColumn(ProgressColumn):
+    """The time since the first step, and what the others take at the pace of those done."""
+
+    def render(self, task: Task) -> Text:
+        """Both, the second as long as it is known."""
+        elapsed = task.elapsed or 0.0
+        said = str(timedelta(seconds=int(elapsed)))
+        if task.completed and task.total is not None:
+            left = max(0.0, elapsed / task.completed * task.total - elapsed)
+            said += f", about {timedelta(seconds=int(left))} left"
+        return Text(said, style="progress.remaining")
 
 
 def rate(per_second: float, unit: Unit) -> str:
@@ -78,7 +91,7 @@ def steps(total: int) -> Iterator[Callable[[str], object]]:
     Yields:
         What is called as each step begins, with its name.
     """
-    with _bar(MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("left"), TimeRemainingColumn()) as bar:
+    with _bar(MofNCompleteColumn(), TimeLeftColumn()) as bar:
         task = bar.add_task("", total=total)
         begun = False
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 _PACKAGE = Path(__file__).resolve().parents[1]
@@ -19,6 +21,21 @@ def folder_of(name: str) -> Path:
     raise FileNotFoundError(f"this installation of torchrec_recstore came without its {name}: install its wheel")
 
 
+@contextmanager
+def missing_in_one_line() -> Iterator[None]:
+    """Where its body imports a package that is not installed, says what to type.
+
+    Raises:
+        ValueError: with that.
+    """
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        if error.name is None or error.name.partition(".")[0] == "torchrec_recstore":
+            raise
+        raise ValueError(f"{error.name} is missing: {how_to_install(error.name)}") from None
+
+
 def how_to_install(module: str) -> str:
     """What to type where a module cannot be imported.
 
@@ -31,4 +48,5 @@ def how_to_install(module: str) -> str:
             "pip install 'torchrec-recstore[torchrec-cpu]' and then pip install --no-deps torchrec==1.8.0 "
             "(with CUDA: pip install 'torchrec-recstore[torchrec]')"
         )
-    return "pip install 'torchrec-recstore[cli,examples,service]'"
+    extra = {"rocksdict": "rocksdb", "redis": "redis", "hiredis": "redis"}.get(package, "cli,examples,service")
+    return f"pip install 'torchrec-recstore[{extra}]'"

@@ -8,7 +8,7 @@ import sys
 import typer
 
 from torchrec_recstore.commands.output import errors_in_one_line
-from torchrec_recstore.commands.shipped import folder_of, how_to_install
+from torchrec_recstore.commands.shipped import folder_of, missing_in_one_line
 
 
 def train(context: typer.Context) -> None:
@@ -23,18 +23,14 @@ def train(context: typer.Context) -> None:
     Exit status: 0, or 2 with one line on stderr for input that cannot be used.
     """
     with errors_in_one_line():
-        folder = folder_of("examples") / "dlrm"
-        sys.path.insert(0, str(folder))
-        try:
-            # The folder's own train.py: it stands first on the path.
+        # The folder's own modules: train.py imports the others so.
+        sys.path.insert(0, str(folder_of("examples") / "dlrm"))
+        with missing_in_one_line():
             script = importlib.import_module("train")
-            # Before its work begins, and not after rows have been read; --help needs neither.
-            if not {"--help", "--version"} & set(context.args):
-                importlib.import_module("common.command").prepare_torch()
-                importlib.import_module("trainer")
-            run = importlib.import_module("common.command").run
-        except ModuleNotFoundError as error:
-            if error.name is None or error.name.partition(".")[0] == "torchrec_recstore":
-                raise
-            raise ValueError(f"{error.name} is missing: {how_to_install(error.name)}") from None
-    run(lambda: script.app(context.args, prog_name="recstore train"))
+            leave = importlib.import_module("common.command").run
+
+    def run() -> None:
+        with errors_in_one_line(), missing_in_one_line():
+            script.app(context.args, prog_name="recstore train")
+
+    leave(run)

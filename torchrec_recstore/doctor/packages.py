@@ -96,8 +96,10 @@ def fbgemm(found: Imported, of_torch: Imported, versions: Versions) -> Finding:
         return Finding("fbgemm", "problem", f"{said}: both write the same files", fix)
     name, number = next(iter(there.items()))
     said += " (CPU)" if name == "fbgemm-gpu-cpu" else " (CUDA)"
+    if of_torch.error is not None:
+        return Finding("fbgemm", "problem", f"{said} needs torch", "mend torch first")
     wanted = _TORCH_OF_FBGEMM.get(number)
-    has = release(of_torch.facts.get("version") or versions("torch") or "0")
+    has = release(of_torch.facts["version"])
     if wanted is not None and has != wanted:
         why = f"{said} loads with torch {wanted[0]}.{wanted[1]} alone, and torch is {has[0]}.{has[1]}"
         return Finding("fbgemm", "problem", why, f"pip install torch=={TESTED['torch']}")

@@ -1,0 +1,47 @@
+"""Trained models as static, quantised, scripted ones that need nothing of this project to run: docs/serving.md.
+
+Names are imported when first used, so that exporting a checkpoint does without TorchRec's sharding.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from torchrec_recstore.inference.checkpoint import export_checkpoint, export_checkpoint_delta
+    from torchrec_recstore.inference.delta import DeltaInfo, read_delta
+    from torchrec_recstore.inference.export import export_delta, export_for_inference
+    from torchrec_recstore.inference.served_model import scriptable
+
+_MODULES = {
+    "DeltaInfo": "delta",
+    "export_checkpoint": "checkpoint",
+    "export_checkpoint_delta": "checkpoint",
+    "export_delta": "export",
+    "export_for_inference": "export",
+    "read_delta": "delta",
+    "scriptable": "served_model",
+}
+
+__all__ = [
+    "DeltaInfo",
+    "export_checkpoint",
+    "export_checkpoint_delta",
+    "export_delta",
+    "export_for_inference",
+    "read_delta",
+    "scriptable",
+]
+
+
+def __getattr__(name: str) -> object:
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(importlib.import_module(f"{__name__}.{_MODULES[name]}"), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

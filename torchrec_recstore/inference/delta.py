@@ -1,0 +1,172 @@
+"""What has changed since an export, as a small file that a served model takes while it runs."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+import safetensors.torch
+import torch
+from torch import Tensor, nn
+
+from torchrec_recstore.ids import among
+from torchrec_recstore.inference.row_formats import FORMATS
+from torchrec_recstore.inference.script import check_path
+from torchrec_recstore.inference.served_tables import ServedTable
+from torchrec_recstore.inference.versions import dense_tensors, served_tables, version_of
+
+
+@dataclass(frozen=True)
+class DeltaTable:
+    """What a delta has of one table.
+
+    Args:
+        rows: that are new or have changed in the exported data type.
+        removed: ids that have no row any more.
+    """
+
+    rows: int
+    removed: int
+
+
+@dataclass(frozen=True)
+class DeltaInfo:
+    """A delta.
+
+    Args:
+        path: the file.
+        bytes: of it.
+        base: the version that it is to be applied to.
+        version: the version that this gives.
+        tables: by name.
+        dense: names of the other tensors that have changed.
+    """
+
+    path: Path
+    bytes: int
+    base: str
+    version: str
+    tables: Mapping[str, DeltaTable]
+    dense: tuple[str, ...]
+
+
+def read_delta(path: str | Path) -> dict[str, Tensor]:
+    """What ``apply_delta`` of a served model takes; ``safetensors.torch.load_file`` gives the same.
+
+    Raises:
+        OSError, SafetensorError: the file is missing or damaged.
+    """
+    tensors: dict[str, Tensor] = safetensors.torch.load_file(path)
+    return tensors
+
+
+def open_base(base: str | Path | torch.jit.ScriptModule) -> torch.jit.ScriptModule:
+    """A served model, from its file where that is given.
+
+    Raises:
+        ValueError: it is none of this package's export.
+        OSError: there is no such file.
+    """
+    if not isinstance(base, torch.jit.ScriptModule):
+        if not Path(base).is_file():
+            raise FileNotFoundError(f"there is no exported model at {base}")
+        with suppress(ImportError):  # float rows load without it
+            import fbgemm_gpu  # noqa: F401  (registers the ops of quantised rows)
+        base = torch.jit.load(base)  # type: ignore[no-untyped-call]
+    assert isinstance(base, torch.jit.ScriptModule)
+    if not hasattr(base, "apply_delta") or not hasattr(base, "recstore_version"):
+        raise ValueError("base must be a model that export_for_inference or export_checkpoint has written")
+    return base
+
+
+def dtype_of(base: torch.jit.ScriptModule) -> torch.dtype:
+    """The data type that a served model's rows were exported in."""
+    name = base.recstore_row_format()
+    return next(dtype for dtype, known in FORMATS.items() if known == name)
+
+
+def write_delta(served: nn.Module, base: torch.jit.ScriptModule, path: Path) -> DeltaInfo:
+    """Writes what a served model has otherwise than an earlier export.
+
+    Args:
+        served: the model as it is now, in the row format of ``base``.
+        base: the earlier one.
+        path: the file; all of it is written or nothing.
+
+    Raises:
+        ValueError: the two are not of the same model; the message names what differs.
+        OSError: the file cannot be written.
+    """
+    tables = {table.name: table for _, table in served_tables(served)}
+    if sorted(tables) != sorted(base.recstore_tables()):
+        raise ValueError(f"the model has the tables {sorted(tables)}, base has {sorted(base.recstore_tables())}")
+    tensors: dict[str, Tensor] = {}
+    found = {}
+    for name, table in tables.items():
+        ids, rows, removed = _changes(table, base.recstore_ids(name), base.recstore_rows(name))
+        if len(ids) or len(removed):
+            tensors |= {f"{name}/ids": ids, f"{name}/rows": rows, f"{name}/removed": removed}
+        found[name] = DeltaTable(len(ids), len(removed))
+    before = {**dict(base.named_parameters()), **dict(base.named_buffers())}
+    dense = {}
+    for name, tensor in dense_tensors(served).items():
+        if name in before and not _same_bits(tensor, before[name].detach()):
+            if tensor.shape != before[name].shape:
+                raise ValueError(f"{name} is of shape {tuple(tensor.shape)}, that of base {tuple(before[name].shape)}")
+            dense[f"dense/{name}"] = tensor.contiguous()
+    versions = base.recstore_version(), version_of(served)
+    for key, version in zip(("base", "version"), versions, strict=True):
+        tensors[key] = torch.tensor(list(version.encode()), dtype=torch.uint8)
+    _write(tensors | dense, path)
+    names = tuple(name.removeprefix("dense/") for name in dense)
+    return DeltaInfo(path, path.stat().st_size, *versions, found, names)
+
+
+def _changes(table: ServedTable, old_ids: Tensor, old_rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Ids whose rows are new or others, these rows, and ids that are gone."""
+    rows = table.rows
+    if rows.shape[1] != old_rows.shape[1] or rows.dtype != old_rows.dtype:
+        raise ValueError(f"table {table.name!r} is of another dim or data type in base")
+    if not table.has_ids:
+        if len(old_ids) or rows.shape != old_rows.shape:
+            raise ValueError(f"table {table.name!r} is TorchRec's own, and another one in base")
+        changed = _differ(rows, old_rows).nonzero().squeeze(1)
+        return changed, rows[changed], torch.empty(0, dtype=torch.int64)
+    ids = table.raw_ids()
+    if bool(_differ(rows[:1], old_rows[:1])):
+        raise ValueError(f"table {table.name!r}: ids without a row read otherwise in base")
+    known = among(ids, old_ids)
+    changed_too = torch.ones_like(known)
+    changed_too[known] = _differ(rows[1:][known], old_rows[1:][torch.searchsorted(old_ids, ids[known])])
+    places = changed_too.nonzero().squeeze(1)
+    return ids[places], rows[1:][places], old_ids[~among(old_ids, ids)]
+
+
+def _differ(rows: Tensor, others: Tensor) -> Tensor:
+    """(N,) bool: which rows have another bit."""
+    if rows.dtype == torch.float32:
+        rows, others = rows.contiguous().view(torch.int32), others.contiguous().view(torch.int32)
+    return (rows != others).any(1)
+
+
+def _same_bits(one: Tensor, other: Tensor) -> bool:
+    if one.shape != other.shape or one.dtype != other.dtype:
+        return False
+    pair = [tensor.contiguous().view(-1).view(torch.uint8) for tensor in (one, other)]
+    return torch.equal(*pair)
+
+
+def _write(tensors: Mapping[str, Tensor], path: Path) -> None:
+    check_path(path)
+    beside = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        safetensors.torch.save_file(dict(tensors), beside)
+        with beside.open("rb") as file:
+            os.fsync(file.fileno())
+        os.replace(beside, path)
+    except BaseException:
+        beside.unlink(missing_ok=True)
+        raise

@@ -1,0 +1,330 @@
+"""From a trained model to one that needs nothing of this project to run."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torchrec.distributed.embedding import ShardedEmbeddingCollection
+from torchrec.distributed.embeddingbag import ShardedEmbeddingBagCollection
+from torchrec.distributed.fp_embeddingbag import ShardedFeatureProcessedEmbeddingBagCollection
+from torchrec.distributed.types import ShardedModule, ShardingEnv
+from torchrec.modules.embedding_configs import BaseEmbeddingConfig
+from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
+from torchrec.modules.fp_embedding_modules import FeatureProcessedEmbeddingBagCollection
+
+from torchrec_recstore.checkpoint.whole import gathered
+from torchrec_recstore.inference.copies import copied_with
+from torchrec_recstore.inference.delta import DeltaInfo, dtype_of, open_base, write_delta
+from torchrec_recstore.inference.row_formats import check_dim, check_dtype
+from torchrec_recstore.inference.script import check_path, save_script, scripted
+from torchrec_recstore.inference.selection import check_selection, missing_row, selected
+from torchrec_recstore.inference.served_model import scriptable
+from torchrec_recstore.inference.single_tables import StaticEmbedding, StaticEmbeddingBag
+from torchrec_recstore.inference.static_collections import (
+    ProcessedFeatures,
+    StaticEmbeddingBagCollection,
+    StaticEmbeddingCollection,
+    StaticTable,
+)
+from torchrec_recstore.inference.whole_tables import whole_table
+from torchrec_recstore.modules import RecStoreEmbedding, RecStoreEmbeddingBag
+from torchrec_recstore.modules.embedding_bag_collection import RecStoreEmbeddingBagCollection
+from torchrec_recstore.modules.embedding_collection import RecStoreEmbeddingCollection
+from torchrec_recstore.modules.table_module import TableModule
+from torchrec_recstore.options import Initializer, TableOptions, default_initializer
+from torchrec_recstore.sharders.collection import RecStoreCollection
+from torchrec_recstore.sharders.gather import all_gathered, refused_together, whole_environment
+from torchrec_recstore.store import Table
+from torchrec_recstore.table_configs import ROW_DTYPES, initializer_of
+
+
+def export_for_inference(
+    model: nn.Module,
+    path: str | Path | None = None,
+    *,
+    dtype: torch.dtype = torch.int8,
+    min_frequency: int = 0,
+    top_rows: int | None = None,
+) -> nn.Module:
+    """Makes a model for inference of a trained one, with static tables that need nothing of this project to run.
+
+    The model's tree is kept; each collection of tables is replaced by a search of raw ids among sorted ones in front of
+    TorchRec's own module of that kind. An id without a row reads as zeros. Tables of TorchRec's own, sharded or not,
+    come along, with their row numbers as ids. The given model is as it was, to be trained on. Collective where the
+    model is sharded.
+
+    With float32 rows outputs are those of an evaluation, to the bit; where rows of one table are split over several
+    ranks, up to the order in which these sum. Otherwise each weight is within half a step of its row's scale.
+
+    Args:
+        model: ``DistributedModelParallel``, or anything that contains sharded modules or those of
+            :mod:`torchrec_recstore.modules`.
+        path: file for the scripted model, which ``torch.jit.load`` reads without this package; rank 0 writes it, all of
+            it or nothing. docs/serving.md says how it is served and kept fresh. None: nothing is written.
+        dtype: of the exported rows: ``torch.int8``, ``torch.quint4x2`` (TorchRec's int4), ``torch.float16`` or
+            ``torch.float32``.
+        min_frequency: rows of RecStore tables that fewer training steps have looked up are left out. Frequencies are
+            what LFU eviction goes by: halved where that has a half-life, and 0 for rows that were inserted and never
+            trained on.
+        top_rows: how many rows of each RecStore table stay: those of the highest frequency, of equals the least ids.
+
+    Returns:
+        The model in evaluation mode, on the CPU, on every rank.
+
+    Raises:
+        TypeError, ValueError: an argument that makes no sense, a table of a dim that ``dtype`` cannot hold, a sharded
+            module of another kind, a model without tables; with ``path`` also one that TorchScript cannot take. The
+            message names it.
+        OSError: the file cannot be written.
+        ColdStoreError: a cold store fails. All of these on every rank.
+
+    Warns:
+        UserWarning: a table reads ids without a row as random initial rows (``TableOptions.missing="init"``), which
+            static tables cannot: they read as zeros.
+    """
+    env = whole_environment()
+    with refused_together(env):
+        row_format = check_dtype(dtype)
+        check_selection(min_frequency, top_rows)
+        if path is not None and env.rank == 0:
+            check_path(Path(path))
+        kinds = _collections(model)
+        for config_name, dim in _dims(kinds):
+            check_dim(config_name, dim, row_format)
+    conversion = _Conversion(dtype, min_frequency, top_rows)
+    replaced: dict[int, Any] = {id(module): conversion.of(module) for module in kinds}
+    with refused_together(env):
+        exported = copied_with(model, replaced).eval().requires_grad_(False)
+        exported.zero_grad()
+    conversion.warn_of_initial_rows()
+    if path is not None:
+        with refused_together(env):
+            if env.rank == 0:
+                save_script(scripted(scriptable(exported)), Path(path))
+    return exported
+
+
+def export_delta(
+    model: nn.Module,
+    path: str | Path,
+    *,
+    base: str | Path | torch.jit.ScriptModule,
+    min_frequency: int = 0,
+    top_rows: int | None = None,
+) -> DeltaInfo:
+    """Writes what a model has otherwise than an earlier export, for ``apply_delta`` of that one. Collective.
+
+    Rows are compared as they are exported, so a delta is exact whatever happened in between: training, loading, or
+    other rows that ``top_rows`` leaves out. It takes the time and memory of an export; the file is small.
+
+    Args:
+        model: as for :func:`export_for_inference`.
+        path: the file, of safetensors; rank 0 writes it, all of it or nothing.
+        base: the file of the earlier export, which rank 0 reads, or that as ``torch.jit.load`` gives it; a served model
+            to which deltas have been applied is one, too.
+        min_frequency: as for the export of ``base``.
+        top_rows: likewise.
+
+    Returns:
+        What the delta has; on every rank.
+
+    Raises:
+        TypeError, ValueError, OSError, ColdStoreError: as for :func:`export_for_inference`; ``base`` is not of the same
+            model. All of these on every rank.
+    """
+    env = whole_environment()
+    served: torch.jit.ScriptModule | None = None
+    dtype: torch.dtype | None = None
+    with refused_together(env):
+        if env.rank == 0:
+            check_path(Path(path))
+            served = open_base(base)
+            dtype = dtype_of(served)
+    dtype = all_gathered(dtype, env)[0]
+    assert dtype is not None
+    exported = export_for_inference(model, dtype=dtype, min_frequency=min_frequency, top_rows=top_rows)
+    info: DeltaInfo | None = None
+    with refused_together(env):
+        if served is not None:
+            info = write_delta(scriptable(exported), served, Path(path))
+    info = all_gathered(info, env)[0]
+    assert info is not None
+    return info
+
+
+_KINDS = (
+    ShardedEmbeddingBagCollection,
+    ShardedEmbeddingCollection,
+    EmbeddingBagCollection,
+    EmbeddingCollection,
+    RecStoreEmbeddingBagCollection,
+    RecStoreEmbeddingCollection,
+    RecStoreEmbedding,
+    RecStoreEmbeddingBag,
+    ShardedFeatureProcessedEmbeddingBagCollection,
+    FeatureProcessedEmbeddingBagCollection,
+)
+
+
+def _collections(model: nn.Module) -> list[nn.Module]:
+    """The modules that are replaced; feature-processed ones behind what they contain.
+
+    Raises:
+        ValueError: there is none, or a sharded one of another kind.
+    """
+    found = [(name, module) for name, module in model.named_modules() if isinstance(module, _KINDS)]
+    for name, module in model.named_modules():
+        inside = any(name == outer or name.startswith(f"{outer}.") or outer == "" for outer, _ in found)
+        if isinstance(module, ShardedModule) and not inside:
+            raise ValueError(f"{name or 'the model'} is a {type(module).__name__}, whose tables cannot be exported")
+    if not found:
+        raise ValueError(f"{type(model).__name__} has no tables: there is nothing to export")
+    return [module for _, module in sorted(found, key=lambda each: _processors(each[1]) is not None)]
+
+
+def _processors(module: nn.Module) -> nn.Module | None:
+    """Of a feature-processed collection."""
+    kinds = (ShardedFeatureProcessedEmbeddingBagCollection, FeatureProcessedEmbeddingBagCollection)
+    return module._feature_processors if isinstance(module, kinds) else None
+
+
+def _configs(module: nn.Module) -> list[BaseEmbeddingConfig]:
+    for name in ("_embedding_bag_configs", "_embedding_configs"):
+        if hasattr(module, name):
+            return list(getattr(module, name))
+    return []
+
+
+def _dims(modules: list[nn.Module]) -> list[tuple[str, int]]:
+    dims = [(config.name, config.embedding_dim) for module in modules for config in _configs(module)]
+    single = [module for module in modules if isinstance(module, RecStoreEmbedding | RecStoreEmbeddingBag)]
+    return dims + [(module.table.name, module.embedding_dim) for module in single]
+
+
+class _Conversion:
+    """One export: what has been asked for, and what is found out on the way."""
+
+    def __init__(self, dtype: torch.dtype, min_frequency: int, top_rows: int | None) -> None:
+        self._dtype = dtype
+        self._min_frequency = min_frequency
+        self._top_rows = top_rows
+        self._initial_rows: list[str] = []
+        self._done: dict[int, nn.Module] = {}
+
+    def of(self, module: nn.Module) -> nn.Module:
+        """What stands in its place."""
+        if id(module) not in self._done:
+            self._done[id(module)] = self._of(module)
+        return self._done[id(module)]
+
+    def _of(self, module: nn.Module) -> nn.Module:
+        processors = _processors(module)
+        if processors is not None:
+            inner: nn.Module = module._embedding_bag_collection  # type: ignore[assignment]
+            return ProcessedFeatures(copied_with(processors, {}), self.of(inner))
+        if isinstance(module, RecStoreEmbedding | RecStoreEmbeddingBag):
+            ids, weight = self._rows_of_module(module, module.table.options.initializer)
+            if isinstance(module, RecStoreEmbedding):
+                return StaticEmbedding(module, ids, weight, self._dtype)
+            return StaticEmbeddingBag(module, ids, weight, self._dtype)
+        tables = self._tables(module)
+        if isinstance(module, ShardedEmbeddingBagCollection):
+            return StaticEmbeddingBagCollection(tables, module._is_weighted, self._dtype)
+        if isinstance(module, EmbeddingBagCollection | RecStoreEmbeddingBagCollection):
+            return StaticEmbeddingBagCollection(tables, module.is_weighted(), self._dtype)
+        if isinstance(module, ShardedEmbeddingCollection):
+            return StaticEmbeddingCollection(tables, module._need_indices, self._dtype)
+        return StaticEmbeddingCollection(tables, module.need_indices(), self._dtype)  # type: ignore[operator]
+
+    def _tables(self, module: nn.Module) -> list[StaticTable]:
+        stock = self._stock_weights(module)
+        tables = []
+        for config in _configs(module):
+            if config.name in stock:
+                tables.append(StaticTable(config, None, stock[config.name].float()))
+            else:
+                ids, weight = self._rows_of_table(module, config)
+                tables.append(StaticTable(config, ids, weight))
+        return tables
+
+    def _stock_weights(self, module: nn.Module) -> Mapping[str, Tensor]:
+        if isinstance(module, RecStoreEmbeddingBagCollection | RecStoreEmbeddingCollection):
+            return {}
+        dynamic = set(module.recstore_table_names()) if isinstance(module, RecStoreCollection) else set()
+        names = {config.name for config in _configs(module)} - dynamic
+        if not names:
+            return {}
+        emits = module.recstore_state.emits_rows if isinstance(module, RecStoreCollection) else True
+        if isinstance(module, RecStoreCollection):
+            module.recstore_state.emits_rows = False
+        try:
+            state = module.state_dict()
+        finally:
+            if isinstance(module, RecStoreCollection):
+                module.recstore_state.emits_rows = emits
+        weights = {key.split(".")[-2]: value for key, value in state.items() if key.endswith(".weight")}
+        weights = {name: weights[name] for name in sorted(names)}
+        if not isinstance(module, ShardedModule):
+            return {name: weight.detach().cpu().clone() for name, weight in weights.items()}
+        plain = {name: weight for name, weight in weights.items() if type(weight) in (Tensor, nn.Parameter)}
+        sharded = {name: weight for name, weight in weights.items() if name not in plain}
+        whole = gathered(sharded, _env(module))
+        return {**whole, **{name: weight.detach().cpu().clone() for name, weight in plain.items()}}
+
+    def _rows_of_table(self, module: nn.Module, config: BaseEmbeddingConfig) -> tuple[Tensor, Tensor]:
+        if isinstance(module, RecStoreCollection):
+            state = module.recstore_state.tables[config.name]
+            shards = [shard.table for shard in state.shards]
+            options = state.options
+            env: ShardingEnv | None = _env(module)
+        else:
+            tables: nn.ModuleDict = getattr(module, "embedding_bags", None) or module.embeddings  # type: ignore[assignment]
+            table_module = tables[config.name]
+            assert isinstance(table_module, TableModule)
+            shards, options, env = [table_module.table], table_module.table.options, None
+        initializer = initializer_of(config, options)
+        return self._rows(config.name, shards, config.embedding_dim, env, options, initializer, config)
+
+    def _rows_of_module(self, module: TableModule, initializer: Initializer | None) -> tuple[Tensor, Tensor]:
+        table = module.table
+        return self._rows(
+            table.name, [table], table.dim, None, table.options, initializer or default_initializer(table.options), None
+        )
+
+    def _rows(
+        self,
+        name: str,
+        shards: list[Table],
+        dim: int,
+        env: ShardingEnv | None,
+        options: TableOptions,
+        initializer: Initializer,
+        config: BaseEmbeddingConfig | None,
+    ) -> tuple[Tensor, Tensor]:
+        dtype = ROW_DTYPES[config.data_type] if config is not None else shards[0].dtype
+        missing, exact = missing_row(initializer, options, dim, dtype)
+        if not exact:
+            self._initial_rows.append(name)
+        whole = whole_table(shards, dim, env)
+        places = selected(whole.frequency, self._min_frequency, self._top_rows)
+        return whole.ids[places], torch.cat([missing[None], whole.weight[places]])
+
+    def warn_of_initial_rows(self) -> None:
+        """Once for all tables that it concerns."""
+        if self._initial_rows:
+            names = ", ".join(map(repr, self._initial_rows))
+            warnings.warn(
+                f"table(s) {names} have missing='init': an id without a row reads as its initial row in the model, "
+                "and as zeros in what is exported",
+                stacklevel=3,
+            )
+
+
+def _env(module: Any) -> ShardingEnv:
+    env: ShardingEnv = module._env
+    return env

@@ -1,0 +1,76 @@
+"""How an exported table's rows are stored: FBGEMM's formats, which TorchRec's quantised modules read as they are."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+FORMATS = {torch.float32: "float32", torch.float16: "float16", torch.int8: "int8", torch.quint4x2: "int4"}
+"""Names of the data types that rows are exported in."""
+
+TYPE_NUMBERS = {"float16": 1, "int8": 2, "int4": 3}
+"""``SparseType.as_int()`` of fbgemm-gpu 1.8.0."""
+
+FORMAT_NAMES = {0: "float32"} | {number: name for name, number in TYPE_NUMBERS.items()}
+"""The names by these numbers."""
+
+_ALIGNMENT = 16  # bytes, torchrec.quant's DEFAULT_ROW_ALIGNMENT (1.8.0)
+_BITS = {"float16": 16, "int8": 8, "int4": 4}
+
+
+def check_dtype(dtype: torch.dtype) -> str:
+    """The name of a format.
+
+    Raises:
+        ValueError: rows are not exported in that data type.
+    """
+    if dtype not in FORMATS:
+        names = ", ".join(map(str, FORMATS))
+        raise ValueError(f"dtype must be one of {names} (which is TorchRec's int4), got {dtype}")
+    return FORMATS[dtype]
+
+
+def check_dim(name: str, dim: int, row_format: str) -> None:
+    """Refuses a table whose rows the format cannot hold.
+
+    Raises:
+        ValueError: two columns share a byte, and there is an odd number of them; the message names the table.
+    """
+    if row_format == "int4" and dim % 2:
+        raise ValueError(f"table {name!r} has dim {dim}: torch.quint4x2 needs an even one")
+
+
+def row_bytes(dim: int, row_format: str) -> int:
+    """Of one row."""
+    if row_format == "float32":
+        return dim * 4
+    size = dim * _BITS[row_format] // 8 + (0 if row_format == "float16" else 4)
+    return -(-size // _ALIGNMENT) * _ALIGNMENT
+
+
+def packed(weight: Tensor, row_format: str) -> Tensor:
+    """Rows as they are stored.
+
+    Args:
+        weight: (R, dim) float32.
+        row_format: of :data:`FORMATS`.
+
+    Returns:
+        (R, dim) float32 as it is; else (R, :func:`row_bytes`) uint8: int8 and int4 rows begin with their scale and
+        bias, float16 each.
+    """
+    if row_format == "float32":
+        return weight
+    out = torch.zeros(len(weight), row_bytes(weight.shape[1], row_format), dtype=torch.uint8)
+    if len(weight) == 0:
+        return out
+    if row_format == "float16":
+        data = weight.half().view(torch.uint8)
+        out[:, : data.shape[1]] = data
+        return out
+    import fbgemm_gpu  # noqa: F401  (registers the op; float rows do without)
+
+    data = torch.ops.fbgemm.FloatOrHalfToFusedNBitRowwiseQuantizedSBHalf(weight, _BITS[row_format])
+    out[:, :4] = data[:, -4:]
+    out[:, 4 : data.shape[1]] = data[:, :-4]
+    return out
