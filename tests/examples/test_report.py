@@ -346,8 +346,10 @@ def test_a_terminal_shows_how_far_it_is(tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.setattr(sys, "stderr", terminal.stderr)
     path = tmp_path / "rows.tsv"
     path.write_bytes(b"".join(Generator(600, 0).lines(0, 600)))
-    trainer.train(settings_of(data=path, limit_rows=None, log=False))
-    trainer.read(settings_of(data=path, limit_rows=None, log=False))
+    settings = settings_of(data=path, limit_rows=None, log=False, checkpoint=tmp_path / "run", resume=True)
+    trainer.train(settings)
+    trainer.train(settings)
+    trainer.read(settings)
     lines = terminal.lines()
     for label, samples in (("epoch 1/1", 480), ("validation", 60), ("test", 60), ("reading", 600)):
         shown = [line for line in lines if line.startswith(f"{label}:")]
@@ -355,6 +357,8 @@ def test_a_terminal_shows_how_far_it_is(tmp_path: Path, monkeypatch: pytest.Monk
         # How many of how many, the time left and the rate; neither is known yet.
         assert re.search(rf"0/{samples}(\.0)? \[00:00<\?, \? samples/s\]", shown[0]), shown[0]
     assert any(line.startswith("checking:") for line in lines)
+    for label in ("saving", "loading"):
+        assert any(re.match(rf"{label} step-000000008: .*rows/s\]", line) for line in lines), label
 
 
 @pytest.mark.usefixtures("one_rank")
