@@ -7,6 +7,7 @@ from typing import Any
 
 KERNEL = ("kernel, over FBGEMM's", "forward shipped", "forward kept", "with backward shipped", "with backward kept")
 OTHER = ("figure", "measured")
+OPTIONS = ("option", "over", "time (10th to 90th percentile)", "bytes a row")
 
 
 def kernel_figures(rows: list[dict[str, Any]]) -> list[tuple[str, ...]]:
@@ -113,6 +114,48 @@ def _service_figures(rows: list[dict[str, Any]]) -> list[tuple[str, ...]]:
         if r["benchmark"] == "service_prefetch":
             lines.append((f"{what}: share of a pull that prefetch hides", f"{r['share_of_the_pull_hidden']:.0%}"))
     return lines
+
+
+def option_figures(rows: list[dict[str, Any]]) -> list[tuple[str, ...]]:
+    """A row of :data:`OPTIONS` for each figure of options.py."""
+    lines: list[tuple[str, ...]] = []
+    for script, sides, over, names in _OPTIONS:
+        for r in (r for r in rows if r["benchmark"] == script):
+            for side, ratio in r[sides].items():
+                if side != "base_ms":
+                    time = f"{ratio['median']:.2f}x ({ratio['p10']:.2f} to {ratio['p90']:.2f})"
+                    size = f"{r['bytes_per_row'][side]:.0f}" if "bytes_per_row" in r else ""
+                    lines.append((names.get(side, f"`{side}`"), over, time, size))
+    return lines
+
+
+_OPTIONS: tuple[tuple[str, str, str, dict[str, str]], ...] = (
+    (
+        "options_training",
+        "over_plain",
+        "a training step, float32, `RowWiseAdagrad`",
+        {
+            "admission": "`admission=MinFrequency(2)`, 5 % of the ids come once",
+            "expiry": "`expiry=Expiry(40)`, 5 % of the ids come once",
+            "float16": "rows in float16",
+            "bfloat16": "rows in bfloat16",
+            "bfloat16, stochastic rounding": "rows in bfloat16, `stochastic_rounding`",
+        },
+    ),
+    (
+        "options_new_rows",
+        "over_uniform",
+        "making rows by `UniformInit`",
+        {"NormalInit, truncated": "`NormalInit(truncate_std=2.0)`"},
+    ),
+    (
+        "options_evaluation",
+        "over_zeros",
+        '`missing="zeros"`, half of the ids without a row',
+        {"init": '`missing="init"`'},
+    ),
+    ("options_routing", "over_block", "TorchRec's split of ids over ranks", {"hash": '`routing="hash"`'}),
+)
 
 
 def markdown(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:

@@ -6,9 +6,9 @@ A JSON row a part; the sides of each are interleaved in one process, and ratios 
 steps, so that neither the machine's drift nor a single step decides. One thread and its processor time: what is asked
 is how much more work an option is.
 
-- options_training: forward and backward of a kernel over one table of ``--rows`` rows; a twentieth of each batch are ids
-  that come once. Admission, expiry, 16-bit rows, rounding at random, other optimizers: over none of them, float32 and
-  row-wise Adagrad.
+- options_training: forward and backward of a kernel over one table of ``--rows`` rows; a twentieth of each batch are
+  ids that come once. Admission, expiry, 16-bit rows, rounding at random, other optimizers: over none of them, float32
+  and row-wise Adagrad.
 - options_new_rows: training lookups of ids that are all new, by initializer: over ``UniformInit``.
 - options_evaluation: lookups of ids of which half have no row, ``missing="init"`` over ``missing="zeros"``.
 - options_routing: TorchRec's split of a batch's ids over ranks, with ``routing="hash"`` over without.
@@ -27,7 +27,7 @@ from measure import emit, interleave, spread
 
 from torchrec_recstore import ops
 from torchrec_recstore.kernels import PooledKernel
-from torchrec_recstore.optim import SGD, Adagrad, Adam, RowWiseAdagrad
+from torchrec_recstore.optim import SGD, Adagrad, Adam
 from torchrec_recstore.options import ConstantInit, Expiry, MinFrequency, NormalInit, TableOptions, UniformInit
 from torchrec_recstore.store import Table
 
@@ -154,7 +154,9 @@ def evaluation(arguments: argparse.Namespace) -> None:
 
     ids = [torch.randint(0, 2 * rows, (batch,), generator=generator) for _ in range(16)]
     measured = over({"zeros": side("zeros"), "init": side("init")}, "zeros", arguments.steps, BLOCK_STEPS)
-    emit({"benchmark": "options_evaluation", "rows": rows, "dim": arguments.dim, "batch": batch, "over_zeros": measured})
+    emit(
+        {"benchmark": "options_evaluation", "rows": rows, "dim": arguments.dim, "batch": batch, "over_zeros": measured}
+    )
 
 
 def routing(arguments: argparse.Namespace) -> None:

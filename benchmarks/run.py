@@ -1,4 +1,4 @@
-"""Runs every benchmark, writes ``benchmarks/results.json`` and the table in the README.
+"""Runs every benchmark, writes ``benchmarks/results.json`` and the tables in the README and docs/options.md.
 
 python benchmarks/run.py [--only kernel,growth]
 """
@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from figures import KERNEL, OTHER, kernel_figures, markdown, other_figures
+from figures import KERNEL, OPTIONS, OTHER, kernel_figures, markdown, option_figures, other_figures
 from measure import ROOT, run_lanes
 from scripts import SCRIPT_OF, SCRIPTS, lanes_of
 from tqdm import tqdm
@@ -26,9 +26,9 @@ def tables(rows: list[dict[str, Any]]) -> list[str]:
     return [*markdown(KERNEL, kernel_figures(rows)), "", *markdown(OTHER, other_figures(rows))]
 
 
-def write_readme(rows: list[dict[str, Any]]) -> None:
-    """Puts the table between the README's marks."""
-    path = ROOT / "README.md"
+def write_tables(page: str, rows: list[dict[str, Any]], lines: list[str]) -> None:
+    """Puts the rows' conditions, and lines of Markdown, between a page's marks."""
+    path = ROOT / page
     text = path.read_text()
     r = rows[0]
     commits: dict[str, list[str]] = {}
@@ -37,7 +37,7 @@ def write_readme(rows: list[dict[str, Any]]) -> None:
         of += [row["benchmark"]] if row["benchmark"] not in of else []
     at = ", ".join(f"{commit} ({', '.join(of)})" for commit, of in commits.items())
     where = f"{r['cpu']}, {r['threads']} threads, torch {r['torch']}, commit {at}; medians."
-    table = "\n".join([where, "", *tables(rows)])
+    table = "\n".join([where, "", *lines])
     begin, end = text.index(BEGIN) + len(BEGIN), text.index(END)
     path.write_text(f"{text[:begin]}\n\n{table}\n\n{text[end:]}")
 
@@ -53,8 +53,13 @@ def main() -> None:
         rows += run_lanes(str(FOLDER / f"{name}.py"), lanes_of(name))
     rows.sort(key=lambda row: SCRIPTS.index(SCRIPT_OF.get(row["benchmark"], row["benchmark"])))
     RESULTS.write_text(json.dumps(rows, indent=1) + "\n")
-    write_readme(rows)
-    print("\n".join(tables(rows)))
+    of_options = [row for row in rows if row["benchmark"].startswith("options_")]
+    others = [row for row in rows if row not in of_options]
+    if others:
+        write_tables("README.md", others, tables(others))
+    if of_options:
+        write_tables("docs/options.md", of_options, markdown(OPTIONS, option_figures(of_options)))
+    print("\n".join([*tables(others), "", *markdown(OPTIONS, option_figures(of_options))]))
 
 
 if __name__ == "__main__":

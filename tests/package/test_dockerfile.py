@@ -79,7 +79,9 @@ def test_its_steps_in_a_clean_directory(tmp_path: Path) -> None:
         elif name == "ENV":
             key, _, value = rest.partition("=")
             if key != "PIP_EXTRA_INDEX_URL":  # whatever this machine's pip has
-                environment[key] = value.replace("$PATH", environment["PATH"]).replace("/torchrec_recstore", str(at), 1)
+                environment[key] = value.replace("$PATH", environment["PATH"]).replace(
+                    "/torchrec_recstore", str(tmp_path / "torchrec_recstore"), 1
+                )
         elif name == "COPY":
             *sources, target = rest.split()
             for source in sources:

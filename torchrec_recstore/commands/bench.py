@@ -94,11 +94,15 @@ def _list(known: dict[str, str], as_json: bool) -> None:
 
 def _print(rows: list[dict[str, Any]], quick: bool) -> None:
     said = importlib.import_module("figures")
-    for columns, figures in ((said.KERNEL, said.kernel_figures(rows)), (said.OTHER, said.other_figures(rows))):
+    for columns, figures in (
+        (said.KERNEL, said.kernel_figures(rows)),
+        (said.OTHER, said.other_figures(rows)),
+        (said.OPTIONS, said.option_figures(rows)),
+    ):
         if figures:
             table = table_of(columns)
             for figure in figures:
-                table.add_row(*map(Text, figure))
+                table.add_row(*(Text(cell.replace("`", "")) for cell in figure))
             stdout().print(table)
     first = rows[0]
     where = f"{first['cpu']}, {first['threads']} threads, torch {first['torch']}, {first['commit']}; medians"

@@ -14,7 +14,7 @@ from rich.table import Table
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead.")]
 
-_LEFT = frozenset({"", "table", "dtype", "optimizer", "figure", "kernel, over FBGEMM's"})
+_LEFT = frozenset({"", "table", "dtype", "optimizer", "figure", "kernel, over FBGEMM's", "option", "over"})
 
 
 @contextmanager

@@ -142,7 +142,7 @@ def _apply_delta(tables: list[str], dense: list[str]) -> list[str]:
         '    for key in ["base", "version"]:',
         "        if key not in delta:",
         '            raise ValueError("this is no delta: it has no " + key)',
-        "        codes: List[int] = delta[key].tolist()",
+        "        codes: List[int] = delta[key].long().tolist()",
         '        versions.append("".join([chr(code) for code in codes]))',
         f"    if {version} == versions[1]:",
         "        return False",

@@ -250,5 +250,6 @@ class ServedTables(nn.Module):
         """
         for each in self.tables:
             if each.name == table:
-                return each.lookup(values)  # type: ignore[no-any-return, operator]
+                rows: Tensor = each.lookup(values)  # type: ignore[operator]
+                return rows
         raise ValueError("there is no table " + table)

@@ -1,0 +1,216 @@
+"""A delta makes of an exported model what a full export at that time is."""
+
+from __future__ import annotations
+
+import copy
+import threading
+from pathlib import Path
+
+import pytest
+import safetensors.torch
+import torch
+from torch import Tensor, nn
+from torchrec import KeyedJaggedTensor
+
+from torchrec_recstore.checkpoint import save_checkpoint
+from torchrec_recstore.inference import (
+    export_checkpoint,
+    export_checkpoint_delta,
+    export_delta,
+    export_for_inference,
+    read_delta,
+)
+from torchrec_recstore.inference.checkpoint import ExportInfo
+from torchrec_recstore.options import LRU, MinFrequency, TableOptions
+
+from ..checkpoint.models import DIM, recstore
+from .models import Model, batch, train
+
+DTYPES = [torch.float32, torch.float16, torch.int8, torch.quint4x2]
+
+
+def assert_same_model(one: torch.jit.ScriptModule, other: torch.jit.ScriptModule) -> None:
+    assert one.recstore_version() == other.recstore_version()
+    for name in other.recstore_tables():
+        assert torch.equal(one.recstore_ids(name), other.recstore_ids(name))
+        assert torch.equal(one.recstore_rows(name), other.recstore_rows(name))
+    some = batch()
+    assert torch.equal(one(some), other(some))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.int8], ids=str)
+def test_of_a_live_model(dtype: torch.dtype, tmp_path: Path) -> None:
+    model = train(Model(TableOptions(max_rows=60, eviction=LRU())))
+    export_for_inference(model, tmp_path / "base.pt", dtype=dtype)
+    served = torch.jit.load(tmp_path / "base.pt")
+    for step in range(2):
+        before = served.recstore_version()
+        train(model, 1)
+        ids = torch.arange(100, 130) + 50 * step  # new ones, for which others leave
+        model.train()
+        model(KeyedJaggedTensor(["g", "h", "f"], ids.repeat(3), lengths=torch.full((9,), 10))).sum().backward()
+        with torch.no_grad():
+            model.eval().over[0].weight += 1
+        info = export_delta(model, tmp_path / "delta.safetensors", base=served if step else tmp_path / "base.pt")
+        export_for_inference(model, tmp_path / "full.pt", dtype=dtype)
+        full = torch.jit.load(tmp_path / "full.pt")
+        assert (info.base, info.version) == (before, full.recstore_version())
+        assert info.dense == ("over.0.weight",)
+        assert info.tables["t"].removed > 0
+        assert info.bytes == (tmp_path / "delta.safetensors").stat().st_size
+        delta = read_delta(tmp_path / "delta.safetensors")
+        assert served.apply_delta(delta)
+        assert_same_model(served, full)
+        assert not served.apply_delta(delta), "it has it already"
+        assert_same_model(served, full)
+
+
+def test_rows_that_have_not_changed_are_not_in_it(tmp_path: Path) -> None:
+    model = train(Model())
+    export_for_inference(model, tmp_path / "base.pt", dtype=torch.int8)
+    info = export_delta(model, tmp_path / "delta", base=tmp_path / "base.pt")
+    assert info.base == info.version
+    assert {(table.rows, table.removed) for table in info.tables.values()} == {(0, 0)}
+    model.train()
+    model(KeyedJaggedTensor(["g", "h", "f"], torch.tensor([7]), lengths=torch.tensor([0, 0, 1]))).sum().backward()
+    info = export_delta(model.eval(), tmp_path / "delta", base=tmp_path / "base.pt")
+    assert {name: table.rows for name, table in info.tables.items()} == {"t": 1, "m": 0, "u": 1, "s": 0}
+    assert sorted(read_delta(tmp_path / "delta")) == sorted(
+        ["base", "version", *(f"{name}/{kind}" for name in "tu" for kind in ("ids", "rows", "removed"))]
+    )
+
+
+def test_with_rows_that_are_left_out(tmp_path: Path) -> None:
+    """A row that has not changed may come or go with others."""
+    model = train(Model(), 2)
+    export_for_inference(model, tmp_path / "base.pt", top_rows=10)
+    served = torch.jit.load(tmp_path / "base.pt")
+    train(model, 2)
+    export_delta(model, tmp_path / "delta", base=served, top_rows=10)
+    export_for_inference(model, tmp_path / "full.pt", top_rows=10)
+    served.apply_delta(read_delta(tmp_path / "delta"))
+    assert_same_model(served, torch.jit.load(tmp_path / "full.pt"))
+    assert all(len(served.recstore_ids(name)) == 10 for name in served.recstore_tables())
+
+
+def test_what_is_refused(tmp_path: Path) -> None:
+    model = train(Model())
+    export_for_inference(model, tmp_path / "base.pt")
+    served = torch.jit.load(tmp_path / "base.pt")
+    version = served.recstore_version()
+    first = export_delta(train(model), tmp_path / "first", base=served)
+    ahead = copy.deepcopy(served)
+    ahead.apply_delta(read_delta(tmp_path / "first"))
+    export_delta(train(model), tmp_path / "second", base=ahead)
+    with pytest.raises(torch.jit.Error, match=f"the delta is one of version {first.version}.*of version {version}"):
+        served.apply_delta(read_delta(tmp_path / "second"))
+    good = read_delta(tmp_path / "first")
+    for message, changed in (
+        ("this is no delta: it has no base", {"base": None}),
+        ("one of another model", {"nobody/ids": good["t/ids"]}),
+        ("table t: the delta's rows are of another dim", {"t/rows": good["t/rows"][:, :4]}),
+        ("table t: the delta has not an int64 id for each row", {"t/ids": good["t/ids"][1:]}),
+        # A later table is wrong: those before it stay as they are.
+        ("table s: the delta's rows are of another dim", {"s/rows": good["s/rows"].float()}),
+    ):
+        delta = {key: value for key, value in (good | changed).items() if value is not None}
+        rows = {name: served.recstore_rows(name) for name in served.recstore_tables()}
+        with pytest.raises(torch.jit.Error, match=message):
+            served.apply_delta(delta)
+        assert served.recstore_version() == version
+        assert all(torch.equal(served.recstore_rows(name), some) for name, some in rows.items())
+    with pytest.raises(FileNotFoundError, match="there is no exported model at"):
+        export_delta(model, tmp_path / "x", base=tmp_path / "none.pt")
+    with pytest.raises(ValueError, match="base must be a model that"):
+        export_delta(model, tmp_path / "x", base=torch.jit.script(nn.Linear(1, 1)))
+    other = torch.jit.load(tmp_path / "base.pt")
+    with pytest.raises(ValueError, match="the model has the tables .*, base has"):
+        export_delta(train(Model()).bags, tmp_path / "x", base=other)
+    assert not (tmp_path / "x").exists()
+    torch.save({}, tmp_path / "first")
+    with pytest.raises(safetensors.SafetensorError):
+        read_delta(tmp_path / "first")
+
+
+def test_requests_in_flight(tmp_path: Path) -> None:
+    """A new model is made beside the served one and takes its place: each answer is of the one or the other."""
+    model = train(Model())
+    export_for_inference(model, tmp_path / "base.pt")
+    current = [torch.jit.load(tmp_path / "base.pt")]
+    some = batch()
+    answers: list[Tensor] = []
+    failures: list[BaseException] = []
+    done = threading.Event()
+
+    def serve() -> None:
+        try:
+            while not done.is_set():
+                answers.append(current[0](some).detach())
+        except BaseException as error:
+            failures.append(error)
+
+    allowed = [current[0](some).detach()]
+    threads = [threading.Thread(target=serve) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    try:
+        for _ in range(5):
+            export_delta(train(model, 1), tmp_path / "delta", base=current[0])
+            fresh = copy.deepcopy(current[0])
+            fresh.apply_delta(read_delta(tmp_path / "delta"))
+            allowed.append(fresh(some).detach())
+            seen = len(answers)
+            current[0] = fresh
+            while len(answers) < seen + 6 and not failures:
+                done.wait(0.001)
+    finally:
+        done.set()
+        for thread in threads:
+            thread.join()
+    assert not failures
+    kinds = [[torch.equal(answer, each) for each in allowed].index(True) for answer in answers]
+    assert set(kinds) == set(range(6)), "each version was served, and nothing else"
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_of_a_delta_checkpoint(tmp_path: Path) -> None:
+    model = recstore(options=TableOptions(max_rows=10, eviction=LRU(), admission=MinFrequency(2)))
+
+    def step(first: int) -> None:
+        ids = torch.arange(first, first + 12).repeat_interleave(3) - 5
+        model(KeyedJaggedTensor(["u", "i", "j"], ids, lengths=torch.full((6,), 6))).sum().backward()
+
+    for first in (0, 0, 5, 5):
+        step(first)
+    save_checkpoint(model, tmp_path / "full")
+    for dtype in DTYPES:
+        base = tmp_path / f"base-{dtype}.pt"
+        info = export_checkpoint(tmp_path / "full", base, dtype=dtype)
+        assert_tables_of(model, info, torch.jit.load(base))
+    for first in (20, 20, 40, 40):
+        step(first)
+    save_checkpoint(model, tmp_path / "delta", delta_of=tmp_path / "full")
+    for dtype in DTYPES:
+        served = torch.jit.load(tmp_path / f"base-{dtype}.pt")
+        done: list[int] = []
+        found = export_checkpoint_delta(tmp_path / "delta", tmp_path / "d", base=served, advance=done.append)
+        info = export_checkpoint(tmp_path / "delta", tmp_path / "now.pt", dtype=dtype)
+        assert sum(done) == sum(len(table) for table in model.module.sparse.recstore_tables())
+        assert found.version == info.version
+        assert sum(table.removed for table in found.tables.values()) > 0
+        assert served.apply_delta(read_delta(tmp_path / "d"))
+        assert_tables_of(model, info, served)
+        assert served.recstore_version() == torch.jit.load(tmp_path / "now.pt").recstore_version() == info.version
+
+
+def assert_tables_of(model: nn.Module, info: ExportInfo, served: torch.jit.ScriptModule) -> None:
+    tables = {table.name: table for table in model.module.sparse.recstore_tables()}
+    assert list(info.tables) == served.recstore_tables() == sorted(tables)
+    for name, table in tables.items():
+        ids = table.ids()
+        assert torch.equal(served.recstore_ids(name), ids)
+        assert info.tables[name].rows == len(ids)
+        rows = served.lookup(name, ids)
+        assert rows.shape == (len(ids), DIM)
+        exact = info.tables[name].dtype == torch.float32
+        torch.testing.assert_close(rows, table.lookup(ids), atol=0 if exact else 0.05, rtol=0)

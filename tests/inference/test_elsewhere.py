@@ -1,0 +1,161 @@
+"""Exported files where this project is not: in another Python process, and in C++."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import fbgemm_gpu
+import pytest
+import torch
+from torch import nn
+from torchrec import KeyedJaggedTensor
+
+from torchrec_recstore.checkpoint import save_checkpoint
+from torchrec_recstore.inference import export_checkpoint, export_checkpoint_delta, export_delta, export_for_inference
+
+from ..checkpoint.models import recstore
+from .models import Model, OfPlainTensors, batch, plain_batch, train
+
+ROOT = Path(__file__).parents[2]
+DTYPES = {"float32": torch.float32, "int8": torch.int8}
+FBGEMM = [Path(fbgemm_gpu.__file__).with_name(f"fbgemm_gpu_{name}.so") for name in ("tbe_inference", "py")]
+
+
+@pytest.fixture(scope="module")
+def exported(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Files with what they are to be asked and what they are to answer, after their deltas."""
+    folder = tmp_path_factory.mktemp("exported")
+    torch.manual_seed(0)
+    _export_models(folder)
+    import torch.distributed as dist
+    from torchrec.distributed import comm
+
+    dist.init_process_group("gloo", init_method=f"file://{folder}/rendezvous", rank=0, world_size=1)
+    try:
+        _export_tables(folder)
+    finally:
+        dist.destroy_process_group()
+        comm._INTRA_PG = comm._CROSS_PG = None
+    return folder
+
+
+def _export_models(folder: Path) -> None:
+    model = OfPlainTensors()
+
+    def step() -> nn.Module:
+        model.train()
+        model(*plain_batch()).sum().backward()
+        return model.eval()
+
+    inputs = plain_batch()
+    for name, dtype in DTYPES.items():
+        export_for_inference(step(), folder / f"model-{name}.pt", dtype=dtype)
+        base = torch.jit.load(folder / f"model-{name}.pt")
+        for number in range(2):
+            with torch.no_grad():
+                model.over[0].weight.mul_(1.5)
+            path = folder / f"model-{name}.{number}.safetensors"
+            export_delta(step(), path, base=base)
+            base.apply_delta(_delta(path))
+        full = export_for_inference(model, dtype=dtype)
+        torch.save(list(inputs), folder / f"model-{name}.inputs.pt")
+        torch.save(full(*inputs), folder / f"model-{name}.output.pt")
+    keyed, some = train(Model()), batch()
+    export_for_inference(keyed, folder / "keyed.pt", dtype=torch.float32)
+    torch.save([some.keys(), some.values(), some.lengths()], folder / "keyed.inputs.pt")
+    torch.save(keyed(some).detach(), folder / "keyed.output.pt")
+
+
+def _delta(path: Path) -> dict[str, torch.Tensor]:
+    import safetensors.torch
+
+    return safetensors.torch.load_file(path)
+
+
+def _export_tables(folder: Path) -> None:
+    model = recstore()
+
+    def step() -> None:
+        ids = torch.randint(-20, 20, (36,))
+        model(KeyedJaggedTensor(["u", "i", "j"], ids, lengths=torch.full((6,), 6))).sum().backward()
+
+    step()
+    save_checkpoint(model, folder / "full")
+    step()
+    save_checkpoint(model, folder / "delta", delta_of=folder / "full")
+    lengths = torch.tensor([[3, 0, 2], [1, 4, 0]])
+    inputs = [torch.randint(-25, 25, (10,)), lengths]
+    for name, dtype in DTYPES.items():
+        path = folder / f"tables-{name}.pt"
+        export_checkpoint(folder / "full", path, dtype=dtype)
+        export_checkpoint_delta(folder / "delta", folder / f"tables-{name}.0.safetensors", base=path)
+        export_checkpoint(folder / "delta", folder / "now.pt", dtype=dtype)
+        output = torch.jit.load(folder / "now.pt")(*inputs)
+        torch.save(inputs, folder / f"tables-{name}.inputs.pt")
+        torch.save(output, folder / f"tables-{name}.output.pt")
+        if dtype == torch.float32:  # the sums of the model's own tables
+            tables = {table.name: table for table in model.module.sparse.recstore_tables()}
+            bags = iter(inputs[0].split(lengths.flatten().tolist()))
+            wanted = [torch.stack([tables[t].lookup(next(bags)).sum(0) for _ in range(3)]) for t in ("item", "user")]
+            assert torch.allclose(output, torch.cat(wanted, dim=1))
+
+
+def test_in_another_python(exported: Path) -> None:
+    environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
+    script = Path(__file__).with_name("elsewhere.py")
+    done = subprocess.run(
+        [sys.executable, "-I", str(script), str(exported)],
+        capture_output=True, text=True, timeout=120, env=environment, cwd=exported, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("is right") == 5
+
+
+@pytest.fixture(scope="module")
+def program(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """examples/serving/main.cpp; some ten seconds of compiling."""
+    if shutil.which("g++") is None:
+        pytest.skip("there is no g++")
+    path = tmp_path_factory.mktemp("program") / "main"
+    command = [str(ROOT / "examples" / "serving" / "build.sh"), str(path), "-O0", "-Wall", "-Werror"]
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=240, env=os.environ | {"PYTHON": sys.executable}, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    yield path
+
+
+def run(program: Path, *arguments: object) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [program, *map(str, arguments)], capture_output=True, text=True, timeout=120, env={}, check=False
+    )
+
+
+def test_in_cpp(exported: Path, program: Path, tmp_path: Path) -> None:
+    libraries = [argument for path in FBGEMM for argument in ("--library", path)]
+    for name in ("tables-float32", "tables-int8", "model-float32", "model-int8"):
+        files = (exported / f"{name}.pt", exported / f"{name}.inputs.pt", tmp_path / "output.pt")
+        deltas = sorted(exported.glob(f"{name}.*.safetensors"))
+        wanted = torch.load(exported / f"{name}.output.pt")
+        more = [] if name == "tables-float32" else libraries
+        done = run(program, *files, *more, *(argument for delta in deltas for argument in ("--delta", delta)))
+        assert done.returncode == 0, done.stderr
+        assert done.stdout.count("applied") == len(deltas)
+        assert torch.equal(torch.load(tmp_path / "output.pt"), wanted)
+        # The last one once more.
+        done = run(program, *files, *more, *(a for d in (*deltas, deltas[-1]) for a in ("--delta", d)))
+        assert "already has" in done.stdout
+        assert torch.equal(torch.load(tmp_path / "output.pt"), wanted)
+    # The second delta without the first one.
+    done = run(program, *files, *libraries, "--delta", deltas[1])
+    assert done.returncode == 1
+    assert "the delta is one of version" in done.stderr
+    assert "Unknown builtin op: fbgemm::" in run(program, *files).stderr
+    torn = tmp_path / "torn"
+    torn.write_bytes(deltas[0].read_bytes()[:-8])
+    assert f"{torn} is damaged" in run(program, *files, *libraries, "--delta", torn).stderr
