@@ -35,6 +35,7 @@ echo "quickstart: three rows"
 recstore doctor
 recstore train --limit-rows 20000 --epochs 1 --checkpoint run
 recstore inspect run/step-*
+recstore export run/step-* tables.pt --dtype fp16 --top-rows 100
 recstore bench --list
-before=$(cd venv/lib && find . -newer "$folder/quickstart.py" -path '*torchrec_recstore*' ! -name '*.pyc' ! -name __pycache__ -type f)
-test -z "$before" || { echo "the installed package has changed: $before"; exit 1; }
+changed=$(cd venv/lib && find . -newer "$folder/quickstart.py" -path '*torchrec_recstore*' ! -name '*.pyc' ! -name __pycache__ -type f)
+test -z "$changed" || { echo "the installed package has changed: $changed"; exit 1; }

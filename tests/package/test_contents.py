@@ -105,11 +105,12 @@ def test_what_extras_name_is_pinned() -> None:
     [
         ("torchrec_recstore", ["", "torchrec-cpu", "torchrec", "rocksdb", "redis", "service", "cli"]),
         ("examples", ["", "torchrec-cpu", "torchrec", "cli", "examples"]),
+        ("benchmarks", ["", "torchrec-cpu", "torchrec", "rocksdb", "service", "cli", "examples"]),
     ],
 )
 def test_what_is_imported_is_required(folder: str, extras: list[str]) -> None:
     known = {name.replace("-", "_").lower() for extra in extras for name in requirements()[extra]}
-    own = {path.stem for path in (ROOT / folder).rglob("*")} | {"torchrec_recstore"}
+    own = {path.stem for each in {folder, "examples"} for path in (ROOT / each).rglob("*")} | {"torchrec_recstore"}
     distributions = packages_distributions()
     for path in (ROOT / folder).rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
