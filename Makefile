@@ -7,7 +7,7 @@ PIP := $(BIN)/pip --disable-pip-version-check --quiet
 SOURCES := $(wildcard torchrec_recstore/csrc/*)
 CORE := $(filter-out torchrec_recstore/csrc/bindings.cpp,$(wildcard torchrec_recstore/csrc/*.cpp))
 
-.PHONY: help build train test test-all test-cpp parity lint proto bench clean
+.PHONY: help build train test test-all test-cpp parity lint proto bench docs package clean
 .DEFAULT_GOAL := help
 
 help:  ## show this list
@@ -21,7 +21,7 @@ $(VENV)/.train-requirements: requirements/base.txt requirements/build.txt requir
 	$(PIP) install --no-deps -r requirements/torchrec.txt
 	@touch $@
 
-$(VENV)/.dev-requirements: requirements/dev.txt requirements/cold.txt requirements/service.txt $(VENV)/.train-requirements
+$(VENV)/.dev-requirements: requirements/dev.txt requirements/cold.txt requirements/docs.txt requirements/service.txt $(VENV)/.train-requirements
 	$(PIP) install -r requirements/dev.txt
 	@touch $@
 
@@ -37,7 +37,7 @@ train: build  ## train DLRM: make train [DATA=train.txt] [ARGS="--dim 64 ..."]
 
 test: build $(VENV)/.dev-requirements lint  ## all that CI runs, under ten minutes
 	@$(MAKE) --no-print-directory -j$(shell nproc) test-cpp
-	$(BIN)/python -m pytest -m "not slow" $(ARGS)
+	$(BIN)/python -m pytest -n auto --maxprocesses 8 --dist worksteal -m "not slow" $(ARGS)
 
 test-all: build $(VENV)/.dev-requirements lint  ## also what takes longer
 	@$(MAKE) --no-print-directory -j$(shell nproc) test-cpp
@@ -75,5 +75,14 @@ proto: $(VENV)/.dev-requirements  ## generate the Python code of the server's pr
 bench: build $(VENV)/.dev-requirements  ## measure; writes benchmarks/results.json and the README's table
 	$(BIN)/python benchmarks/run.py $(ARGS)
 
+docs: build $(VENV)/.dev-requirements  ## the documentation as HTML, in build/docs; a warning is an error
+	$(BIN)/python -m sphinx -q -W --keep-going -b html docs build/docs
+
+package: $(VENV)/.dev-requirements  ## wheel and sdist in dist/, each tried in a clean environment
+	rm -rf dist
+	$(BIN)/python -m build --no-isolation
+	tests/package/install.sh dist/*.whl
+	tests/package/install.sh dist/*.tar.gz
+
 clean:  ## remove builds and the virtual environment
-	rm -rf $(VENV) build *.egg-info torchrec_recstore/*.so
+	rm -rf $(VENV) build dist *.egg-info torchrec_recstore/*.so

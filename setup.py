@@ -1,12 +1,14 @@
-"""Builds the native extension; everything else stands in setup.cfg."""
+"""Builds the native extension, ships what `recstore` runs; everything else stands in setup.cfg."""
 
 import glob
 import importlib.util
 import os
+import shutil
 from concurrent.futures import ThreadPoolExecutor
 
 from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
+from setuptools.command.build_py import build_py
 
 FLAGS = [
     "-std=c++17",
@@ -16,6 +18,7 @@ FLAGS = [
     "-ffp-contract=off",
     "-fno-math-errno",
     "-fvisibility=hidden",
+    "-g0",  # the interpreter's own flags may ask for debug information: nine tenths of the library
     "-Wall",
     "-Wextra",
     "-Wno-psabi",
@@ -32,7 +35,7 @@ class BuildOnTorch(build_ext):
         if spec is None or spec.origin is None:
             raise SystemExit(
                 "building torchrec_recstore needs torch: install requirements/base.txt first, "
-                "then build with --no-build-isolation"
+                "then build with `pip install --no-build-isolation` or `python -m build --no-isolation`"
             )
         root = os.path.dirname(spec.origin)
         for extension in self.extensions:
@@ -45,6 +48,19 @@ class BuildOnTorch(build_ext):
                 made for each in pool.map(lambda file: compile_files([file], **options), files) for made in each
             ]
             super().build_extensions()
+
+
+class ShipScripts(build_py):
+    """Puts what `recstore train` and `recstore bench` run into the package; an editable one finds them beside it."""
+
+    def run(self) -> None:
+        super().run()
+        if self.editable_mode:
+            return
+        for folder in ("examples", "benchmarks"):
+            target = os.path.join(self.build_lib, "torchrec_recstore", folder)
+            shutil.rmtree(target, ignore_errors=True)
+            shutil.copytree(folder, target, ignore=shutil.ignore_patterns("__pycache__", "results.json"))
 
 
 setup(
@@ -63,6 +79,6 @@ setup(
             py_limited_api=True,
         )
     ],
-    cmdclass={"build_ext": BuildOnTorch},
+    cmdclass={"build_ext": BuildOnTorch, "build_py": ShipScripts},
     options={"bdist_wheel": {"py_limited_api": "cp310"}},
 )

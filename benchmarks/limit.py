@@ -4,21 +4,24 @@ from __future__ import annotations
 
 import ctypes
 import subprocess
+import tempfile
+from functools import cache
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 _SOURCE = Path(__file__).with_suffix(".cpp")
-_LIBRARY = _SOURCE.parent.parent / "build" / "limit.so"
 
 
+@cache
 def _library() -> ctypes.CDLL:
-    if not _LIBRARY.exists() or _LIBRARY.stat().st_mtime < _SOURCE.stat().st_mtime:
-        _LIBRARY.parent.mkdir(exist_ok=True)
+    # Not beside the source, which may be an installed package's.
+    with tempfile.TemporaryDirectory() as folder:
+        library = Path(folder, "limit.so")
         flags = ["-std=c++17", "-O3", "-march=native", "-shared", "-fPIC", "-fopenmp"]
-        subprocess.run(["g++", *flags, str(_SOURCE), "-o", str(_LIBRARY)], check=True)
-    return ctypes.CDLL(str(_LIBRARY))
+        subprocess.run(["g++", *flags, str(_SOURCE), "-o", str(library)], check=True)
+        return ctypes.CDLL(str(library))
 
 
 def _call(name: str, rows: Tensor, slots: Tensor, values: Tensor) -> None:

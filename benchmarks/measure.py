@@ -14,8 +14,9 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Sequence
+from importlib.metadata import version
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import torch
 
@@ -28,25 +29,43 @@ def lane() -> str:
     return "kept" if "MALLOC_MMAP_THRESHOLD_" in os.environ else "shipped"
 
 
-def run_lanes(script: str, lanes: Sequence[str]) -> list[dict[str, Any]]:
-    """Runs a benchmark in each lane; returns its rows."""
+def run_lanes(
+    script: str, lanes: Sequence[str], flags: Sequence[str] = (), errors: IO[str] | None = None
+) -> list[dict[str, Any]]:
+    """Runs a benchmark in each lane; returns its rows.
+
+    Args:
+        script: its path.
+        lanes: their names.
+        flags: of the script.
+        errors: the file for what it writes to stderr; None: this process's own.
+
+    Raises:
+        subprocess.CalledProcessError: it failed.
+    """
     rows = []
     for name in lanes:
         environment = {**os.environ, **(KEPT if name == "kept" else {})}
-        run = subprocess.run([sys.executable, script], env=environment, stdout=subprocess.PIPE, text=True, check=True)
+        command = [sys.executable, script, *flags]
+        run = subprocess.run(command, env=environment, stdout=subprocess.PIPE, stderr=errors, text=True, check=True)
         rows += [json.loads(line) for line in run.stdout.splitlines() if line.startswith("{")]
     return rows
 
 
+def commit() -> str:
+    """The checkout's, or the version of the package that these scripts were installed with."""
+    if (ROOT / ".git").exists():
+        command = ["git", "describe", "--always", "--dirty"]
+        return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False).stdout.strip()
+    return version("torchrec-recstore")
+
+
 def conditions() -> dict[str, Any]:
-    """Commit, processor, torch and threads, as every row states them."""
-    commit = subprocess.run(
-        ["git", "describe", "--always", "--dirty"], cwd=ROOT, capture_output=True, text=True, check=False
-    ).stdout.strip()
+    """Commit or version, processor, torch and threads, as every row states them."""
     cpuinfo = Path("/proc/cpuinfo").read_text().splitlines()
     names = [line.split(":")[1].strip() for line in cpuinfo if line.startswith("model name")]
     return {
-        "commit": commit,
+        "commit": commit(),
         "cpu": f"{names[0] if names else platform.processor()} x{os.cpu_count()}",
         "torch": torch.__version__,
         "threads": torch.get_num_threads(),

@@ -23,7 +23,7 @@ import tempfile
 from collections.abc import Callable, Iterator, Sequence
 
 import torch
-from measure import ROOT, clock, emit, interleave, spread
+from measure import clock, emit, interleave, spread
 
 from torchrec_recstore.optim import RowWiseAdagrad
 from torchrec_recstore.service import RecStoreClient
@@ -44,7 +44,7 @@ def servers(n: int) -> Iterator[list[str]]:
         for number in range(n):
             command = [sys.executable, "-m", "torchrec_recstore.cli", "serve", "--listen", "127.0.0.1:0"]
             command += ["--data", f"{data}/{number}"]
-            process = stack.enter_context(subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True))
+            process = stack.enter_context(subprocess.Popen(command, stdout=subprocess.PIPE, text=True))
             stack.callback(process.kill)
             assert process.stdout is not None
             addresses.append(process.stdout.readline().removeprefix("serving on ").strip())

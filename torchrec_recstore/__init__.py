@@ -63,7 +63,7 @@ if TYPE_CHECKING:
         UniformInit,
     )
     from torchrec_recstore.planner import RecStoreConstraints, RecStorePlanner
-    from torchrec_recstore.service import RecStoreClient
+    from torchrec_recstore.service import NoInitialRow, RecStoreClient, ServerRestartedError, ServiceError
     from torchrec_recstore.sharders import (
         RecStoreEmbeddingCollectionSharder,
         RecStoreFeatureProcessedEmbeddingBagCollectionSharder,
@@ -92,6 +92,7 @@ _MODULES = {
     "LFU": "options",
     "LRU": "options",
     "MinFrequency": "options",
+    "NoInitialRow": "service",
     "NormalInit": "options",
     "PartialRowWiseAdam": "optim",
     "PartialRowWiseLAMB": "optim",
@@ -111,7 +112,9 @@ _MODULES = {
     "RocksDBStore": "options",
     "RowWiseAdagrad": "optim",
     "SGD": "optim",
+    "ServerRestartedError": "service",
     "ServerStore": "options",
+    "ServiceError": "service",
     "SparseAdamW": "modules",
     "SparseRowWiseAdagrad": "modules",
     "SparseSGD": "modules",
@@ -153,6 +156,7 @@ __all__ = [
     "Expiry",
     "Ftrl",
     "MinFrequency",
+    "NoInitialRow",
     "NormalInit",
     "PartialRowWiseAdam",
     "PartialRowWiseLAMB",
@@ -171,7 +175,9 @@ __all__ = [
     "RedisStore",
     "RocksDBStore",
     "RowWiseAdagrad",
+    "ServerRestartedError",
     "ServerStore",
+    "ServiceError",
     "SparseAdamW",
     "SparseRowWiseAdagrad",
     "SparseSGD",

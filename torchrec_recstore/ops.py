@@ -43,6 +43,7 @@ except ImportError as error:
 _ops = torch.ops.recstore_ops
 _INVALID = "recstore invalid argument: "
 _NO_MEMORY = "recstore out of memory: "
+_CLOSED = "no open table has the handle"
 # csrc/optimizer.h, OptimizerKind. AdamW is FBGEMM's Adam with other defaults.
 _KINDS: dict[type, int] = {
     SGD: 0,
@@ -79,6 +80,8 @@ def native_errors(who: str) -> Iterator[None]:
         text = str(error).partition("\n")[0]
         if text.startswith(_INVALID):
             text = text.removeprefix(_INVALID)
+            if text.startswith(_CLOSED) and who.startswith("table '"):
+                text = "it is closed"
             raise ValueError(text if text.startswith("table '") else f"{who}: {text}") from None
         if text.startswith(_NO_MEMORY) or "std::bad_alloc" in text:
             raise MemoryError(f"{who}: out of memory: {text.removeprefix(_NO_MEMORY)}") from None

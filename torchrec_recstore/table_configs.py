@@ -25,7 +25,9 @@ def check_config(config: BaseEmbeddingConfig) -> None:
             f"only {', '.join(kind.name for kind in ROW_DTYPES)} are"
         )
     if config.use_virtual_table:
-        raise ValueError(f"RecStore table {config.name!r}: use_virtual_table asks for another kernel of TorchRec's")
+        raise ValueError(
+            f"RecStore table {config.name!r}: use_virtual_table asks for TorchRec's own kernels: leave it out"
+        )
 
 
 def check_init_fn(config: BaseEmbeddingConfig, options: TableOptions | None) -> None:

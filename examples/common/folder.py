@@ -27,7 +27,7 @@ def sole_use(path: Path) -> Iterator[None]:
     """
     locks: list[int] = []
     try:
-        on_rank_0(lambda: locks.append(_lock(path)))
+        on_rank_0(lambda: locks.append(locked_folder(path)))
         seen: list[bool] = [False] * dist.get_world_size()
         dist.all_gather_object(seen, path.is_dir())
         if not all(seen):
@@ -38,8 +38,15 @@ def sole_use(path: Path) -> Iterator[None]:
             os.close(descriptor)
 
 
-def _lock(path: Path) -> int:
-    """Makes the folder and locks it until the descriptor returned is closed, or the process has ended in any way."""
+def locked_folder(path: Path) -> int:
+    """Makes a folder where it is not there, and locks it until the descriptor is closed or the process has ended.
+
+    Returns:
+        The descriptor.
+
+    Raises:
+        DataError: there is no such folder and none can be made, it cannot be written to, or another run has it.
+    """
     if path.exists() and not path.is_dir():
         raise DataError(f"{path}: this is no folder")
     try:

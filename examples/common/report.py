@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, fields, replace
 from pathlib import Path
@@ -16,6 +17,8 @@ from rich.filesize import decimal
 from rich.table import Table
 
 from torchrec_recstore import TableStats
+
+STDOUT = Path("-")
 
 
 def check_folder(path: Path | None) -> None:
@@ -105,11 +108,24 @@ def _columns(bounds: Bounds) -> dict[str, Callable[[TableStats], str]]:
     return columns
 
 
+def console_for(json_out: Path | None) -> Console:
+    """Where the report goes: stdout, or stderr where stdout is the JSON result's."""
+    return Console(stderr=json_out == STDOUT)
+
+
+def finite(value: Any) -> Any:
+    """The same, with null in the place of every number that is not finite: NaN is no JSON."""
+    if isinstance(value, Mapping):
+        return {key: finite(each) for key, each in value.items()}
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
 def write_json(path: Path | None, result: dict[str, Any]) -> None:
-    """Writes the result, where a path is given; a number that is not finite is null, since NaN is no JSON."""
-    if path is not None:
-        clean = {
-            key: None if isinstance(value, float) and not math.isfinite(value) else value
-            for key, value in result.items()
-        }
-        path.write_text(json.dumps(clean, indent=2, allow_nan=False) + "\n")
+    """Writes the result, where a path is given."""
+    if path is None:
+        return
+    text = json.dumps(finite(result), indent=2, allow_nan=False) + "\n"
+    if path == STDOUT:
+        sys.stdout.write(text)
+    else:
+        path.write_text(text)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from common.bounds import Bounds
 from common.command import DataError
@@ -34,7 +34,10 @@ class RunSettings:
         seed: of the dense weights, the tables and whatever else is drawn.
         sharding: how every table lies on the ranks.
         bounds: which rows each table keeps.
-        json_out: where the result goes too.
+        json_out: where the result goes too; "-" is stdout, in the report's place.
+        log: whether curves are written, and a report of them at the end.
+        log_dir: the folder for them; None takes a new one.
+        log_every: steps from one point of a curve to the next.
     """
 
     backend: Backend
@@ -49,6 +52,14 @@ class RunSettings:
     sharding: Sharding
     bounds: Bounds = field(default_factory=Bounds)
     json_out: Path | None
+    log: bool = False
+    log_dir: Path | None = None
+    log_every: int = 50
+
+    @property
+    def goes_on(self) -> bool:
+        """Whether the run may go on from where another one came to, and from its curves."""
+        return False
 
     @property
     def modulo(self) -> int | None:
@@ -59,6 +70,13 @@ class RunSettings:
     def declared_rows(self) -> int:
         """``num_embeddings`` in the tables' configs."""
         return self.modulo or HINT_ROWS
+
+    def shown(self) -> dict[str, Any]:
+        """The settings as they may be written down, by name: without where results go, a URL without credentials."""
+        shown = asdict(self) | {"bounds": self.bounds.shown()}
+        for name in ("json_out", "log", "log_dir", "log_every"):
+            del shown[name]
+        return {name: str(value) if isinstance(value, Path) else value for name, value in shown.items()}
 
     def check(self, world_size: int) -> None:
         """Finds what would fail only later, or less clearly.

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from batches import Step
+from common.run_log import RunLog
 from progress import Progress
 from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
@@ -25,7 +26,7 @@ class Training:
     """A model in training.
 
     Attributes:
-        model: from a ``Batch`` to (loss, anything).
+        model: from a ``Batch`` to (loss, (loss, logits, labels)).
         optimizer: of its dense part; the embeddings are updated in backward.
         progress: how far it has come.
     """
@@ -41,6 +42,7 @@ def train_epoch(
     steps: Iterator[Step],
     bar: tqdm[Any],
     after_step: Callable[[Training], None] = lambda training: None,
+    log: RunLog | None = None,
 ) -> None:
     """Trains on every step once; collective.
 
@@ -50,25 +52,41 @@ def train_epoch(
         steps: what is left of the epoch.
         bar: counts the samples.
         after_step: called after each step.
+        log: sees each step.
     """
     model, optimizer, progress = training.model, training.optimizer, training.progress
     model.train()
+    if log:
+        log.wants_batch()
     for number, (batch, global_rows) in enumerate(steps):
+        if log:
+            log.has_batch()
         optimizer.zero_grad(set_to_none=True)
-        loss, _ = model(batch)
+        loss, (_, logits, labels) = model(batch)
         loss.backward()
         optimizer.step()
         scheduler.step()
         progress.count(loss, global_rows)
+        if log:
+            log.step(global_rows, loss, logits, labels)
         if number % LOSS_EVERY_STEPS == 0:
             bar.set_postfix(loss=f"{loss.item():.4f}", refresh=False)
         bar.update(global_rows)
         after_step(training)
+        if log:
+            log.wants_batch()
+    if log:
+        log.point()
 
 
 @torch.no_grad()
-def evaluate(model: nn.Module, steps: Iterator[Step]) -> tuple[float | None, float | None]:
+def evaluate(model: nn.Module, steps: Iterator[Step], bar: tqdm[Any]) -> tuple[float | None, float | None]:
     """Computes AUC and logloss over all ranks; collective.
+
+    Args:
+        model: as in :class:`Training`.
+        steps: of what is evaluated.
+        bar: counts the samples.
 
     Returns:
         (AUC, logloss); the AUC is None where only one label occurs, both where there is no sample.
@@ -83,6 +101,7 @@ def evaluate(model: nn.Module, steps: Iterator[Step]) -> tuple[float | None, flo
         logloss.update(loss.double(), len(labels))
         positives.update(labels.double())
         samples += global_rows
+        bar.update(global_rows)
     if not samples:
         return None, None
     one_label = float(positives.compute()) in (0.0, 1.0)

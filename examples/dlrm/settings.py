@@ -35,6 +35,11 @@ class Settings(RunSettings):
     resume: bool = False
     keep: int = 3
 
+    @property
+    def goes_on(self) -> bool:
+        """Whether the run may go on from where another one came to, and from its curves."""
+        return self.resume
+
     def check(self, world_size: int) -> None:
         """Finds what would fail only later, or less clearly.
 

@@ -10,6 +10,10 @@
 The last one writes checkpoints to the folder run. After a crash, of one process or of all, it goes on from the newest:
 by torchrun's restart, or by the same command given again, also with another number of processes or another sharding.
 
+While it trains, tensorboard --logdir runs shows its curves, of the folder runs/dlrm-<date>-<time>. With --checkpoint
+run it is run/log, where a restart goes on with them. At the end it has report.html as well; of a run that was killed,
+examples/report.py makes that.
+
 The log is split by time: 80 % to train on, 10 % to validate after each epoch, 10 % to test at the end.
 """
 
@@ -25,6 +29,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from common.bounds import Bounds, Eviction
 from common.command import data_errors_in_one_line, prepare_torch, run
+from common.log_flags import JsonOut, LogDir, LogEvery, NoLog
 from common.settings import Backend, LrSchedule, Optimizer, Sharding
 from settings import Settings
 
@@ -125,9 +130,10 @@ def main(
     keep: Annotated[
         int, typer.Option(min=1, metavar="N", help="The newest N checkpoints stay.", rich_help_panel=CHECKPOINTS)
     ] = 3,
-    json_out: Annotated[
-        Path | None, typer.Option("--json", metavar="OUT", help="Write the result as JSON.", rich_help_panel=RUN)
-    ] = None,
+    log_dir: LogDir = None,
+    no_log: NoLog = False,
+    log_every: LogEvery = 50,
+    json_out: JsonOut = None,
     read_only: Annotated[
         bool, typer.Option("--read-only", help="Run the reader alone and print its rate.", rich_help_panel=RUN)
     ] = False,
@@ -162,6 +168,9 @@ def main(
         resume=resume,
         keep=keep,
         json_out=json_out,
+        log=not no_log,
+        log_dir=log_dir,
+        log_every=log_every,
     )
     prepare_torch()
     # Here and not above: TorchRec takes seconds to import, which --help need not wait for.

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import sys
 import time
-from contextlib import closing, nullcontext
-from dataclasses import asdict
+from contextlib import ExitStack, closing
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
@@ -14,8 +15,11 @@ from checkpoints import Checkpoints
 from common.bounds import Bounds
 from common.command import DataError
 from common.folder import sole_use
+from common.log_folder import log_folder
+from common.page import show
 from common.processes import process_group, progress_bar
-from common.report import check_folder, in_words, print_tables, result_of, since, write_json
+from common.report import check_folder, console_for, in_words, print_tables, result_of, since, write_json
+from common.run_log import RunLog
 from common.schedule import lr_scheduler
 from common.sharding import stats_of_tables
 from criteo_format import ID_NAMES
@@ -27,6 +31,7 @@ from sources import open_on_all_ranks, open_source, splits, steps_in_epoch, step
 from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 
+EXAMPLE = "dlrm"
 EVALUATION_ROWS = 4096
 
 
@@ -40,8 +45,9 @@ def train(settings: Settings) -> None:
     with process_group():
         result = train_in_group(settings)
         if dist.get_rank() == 0:
-            _report(result, settings.bounds)
+            _report(console_for(settings.json_out), result, settings.bounds)
             write_json(settings.json_out, result)
+            show(result["log_dir"])
 
 
 def train_in_group(settings: Settings) -> dict[str, Any]:
@@ -54,20 +60,22 @@ def train_in_group(settings: Settings) -> dict[str, Any]:
         DataError: see :func:`train`.
     """
     settings.check(dist.get_world_size())
-    with sole_use(settings.checkpoint) if settings.checkpoint else nullcontext():
+    with ExitStack() as folders:
+        # Where a restart finds it again.
+        fixed = settings.checkpoint / "log" if settings.checkpoint else None
+        if settings.checkpoint:
+            folders.enter_context(sole_use(settings.checkpoint))
         checkpoints = Checkpoints(settings)
+        folder = folders.enter_context(log_folder(settings, EXAMPLE, fixed))
         source = open_on_all_ranks(settings)
-        result = asdict(settings) | {
-            "data": source.path,
-            "bounds": settings.bounds.shown(),
-            "checkpoint": None if settings.checkpoint is None else str(settings.checkpoint),
-            "world_size": dist.get_world_size(),
-        }
-        del result["json_out"]
-        return result | _fit(settings, source, checkpoints)
+        shown = settings.shown() | {"data": source.path, "world_size": dist.get_world_size()}
+        result = _fit(settings, source, checkpoints, folder, shown)
+        return shown | {"log_dir": str(folder) if folder else None} | result
 
 
-def _fit(settings: Settings, source: RowSource, checkpoints: Checkpoints) -> dict[str, Any]:
+def _fit(
+    settings: Settings, source: RowSource, checkpoints: Checkpoints, folder: Path | None, shown: dict[str, Any]
+) -> dict[str, Any]:
     training_part, validation, test = splits(source)
     total_steps = steps_in_epoch(settings, source, training_part) * settings.epochs
     if settings.warmup_steps > total_steps:
@@ -82,22 +90,27 @@ def _fit(settings: Settings, source: RowSource, checkpoints: Checkpoints) -> dic
     schedule = (settings.lr_schedule, settings.warmup_steps, total_steps)
     scheduler = lr_scheduler(training.optimizer, *schedule, first_step=progress.step)
     samples_before, seconds, loss, val_auc = progress.samples, 0.0, float("nan"), None
-    tables = stats_of_tables(settings, ID_NAMES, training.model)
+    table_stats = partial(stats_of_tables, settings, ID_NAMES, training.model)
+    tables = table_stats()
+    run = (training.model, training.optimizer, table_stats, progress.step, progress.samples)
+    log = RunLog(folder, EXAMPLE, settings, shown, *run)
     for epoch in range(progress.epoch, settings.epochs):
         if epoch > progress.epoch:
             progress.next_epoch()
         label = f"epoch {epoch + 1}/{settings.epochs}"
         begin = time.perf_counter()
-        _finish_epoch(settings, source, training_part, training, scheduler, checkpoints, label)
+        _finish_epoch(settings, source, training_part, training, scheduler, checkpoints, log, label)
         loss = progress.mean_loss()
         seconds += time.perf_counter() - begin
-        val_auc, _ = _evaluate(settings, source, validation, training.model)
+        val_auc, val_logloss = _evaluate(settings, source, validation, training.model, "validation")
+        log.add({"AUC/validation": val_auc, "loss/validation": val_logloss})
         _say(f"{label}: training loss {loss:.4f}, validation AUC {_number(val_auc)}")
-        before, tables = tables, stats_of_tables(settings, ID_NAMES, training.model)
+        before, tables = tables, table_stats()
         if settings.bounds.flags():
             _say(f"{label}: {in_words(since(before, tables), settings.bounds)}")
-    test_auc, test_logloss = _evaluate(settings, source, test, training.model)
-    return {
+    test_auc, test_logloss = _evaluate(settings, source, test, training.model, "test")
+    log.add({"AUC/test": test_auc, "loss/test": test_logloss})
+    result = {
         "resumed": resumed,
         "train_steps": progress.step,
         "train_samples": progress.samples,
@@ -107,8 +120,10 @@ def _fit(settings: Settings, source: RowSource, checkpoints: Checkpoints) -> dic
         "val_auc": val_auc,
         "test_auc": test_auc,
         "test_logloss": test_logloss,
-        **result_of(stats_of_tables(settings, ID_NAMES, training.model)),
+        **result_of(table_stats()),
     }
+    log.finish(result)
+    return result
 
 
 def _finish_epoch(
@@ -118,6 +133,7 @@ def _finish_epoch(
     training: Training,
     scheduler: LRScheduler,
     checkpoints: Checkpoints,
+    log: RunLog,
     label: str,
 ) -> None:
     """Trains on what is left of an epoch, and saves checkpoints on the way and at the end."""
@@ -128,15 +144,18 @@ def _finish_epoch(
         progress_bar(desc=shown, unit=" samples", total=len(part), initial=progress.epoch_samples) as bar,
         closing(steps_of(settings, source, left, settings.batch_size, even=True)) as steps,
     ):
-        train_epoch(training, scheduler, steps, bar, checkpoints.save_if_due)
+        train_epoch(training, scheduler, steps, bar, checkpoints.save_if_due, log)
         checkpoints.save(training)
 
 
 def _evaluate(
-    settings: Settings, source: RowSource, part: range, model: nn.Module
+    settings: Settings, source: RowSource, part: range, model: nn.Module, label: str
 ) -> tuple[float | None, float | None]:
-    with closing(steps_of(settings, source, part, max(settings.batch_size, EVALUATION_ROWS))) as steps:
-        return evaluate(model, steps)
+    with (
+        progress_bar(desc=label, unit=" samples", total=len(part), leave=False) as bar,
+        closing(steps_of(settings, source, part, max(settings.batch_size, EVALUATION_ROWS))) as steps,
+    ):
+        return evaluate(model, steps, bar)
 
 
 def _say(line: str) -> None:
@@ -148,8 +167,7 @@ def _number(value: float | None) -> str:
     return "-" if value is None else f"{value:.4f}"
 
 
-def _report(result: dict[str, Any], bounds: Bounds) -> None:
-    console = Console()
+def _report(console: Console, result: dict[str, Any], bounds: Bounds) -> None:
     console.print(f"{result['backend']}, {result['sharding']}, world size {result['world_size']}")
     print_tables(console, result, bounds)
     if result["resumed"]:
@@ -171,12 +189,18 @@ def read(settings: Settings) -> None:
     source = open_source(settings)
     samples = 0
     begin = time.perf_counter()
-    with closing(steps_of(settings, source, range(source.num_rows), settings.batch_size)) as steps:
+    with (
+        progress_bar(desc="reading", unit=" samples", total=source.num_rows, leave=False) as bar,
+        closing(steps_of(settings, source, range(source.num_rows), settings.batch_size)) as steps,
+    ):
         for step in steps:
             samples += step.global_rows
+            bar.update(step.global_rows)
     rate = samples / (time.perf_counter() - begin)
-    print(f"{samples:,} samples read from {source.path}, {source.bad_rows:,} bad rows skipped")
-    print(f"reader samples/s   {rate:,.0f}")
+    console = console_for(settings.json_out)
+    skipped = f"{source.bad_rows:,} bad rows skipped"
+    console.print(f"{samples:,} samples read from {source.path}, {skipped}", soft_wrap=True, highlight=False)
+    console.print(f"reader samples/s   {rate:,.0f}", highlight=False)
     write_json(
         settings.json_out,
         {

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import sys
 import time
-from dataclasses import asdict
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from common.bounds import Bounds
 from common.command import DataError
+from common.log_folder import log_folder
+from common.page import show
 from common.processes import process_group, progress_bar
-from common.report import check_folder, print_tables, result_of, write_json
+from common.report import check_folder, console_for, print_tables, result_of, write_json
+from common.run_log import RunLog
 from common.sharding import shard, stats_of_tables
 from rich.console import Console
 from torch import Tensor, nn
@@ -23,6 +27,7 @@ from two_tower.movielens import MovieLens, load
 from two_tower.settings import Settings
 from two_tower.towers import TwoTower, in_batch_softmax
 
+EXAMPLE = "two_tower"
 TOP = 10
 EVALUATION_ROWS = 1024
 LOSS_EVERY_STEPS = 20
@@ -57,38 +62,45 @@ def train(settings: Settings) -> None:
         raise DataError(f"--batch-size {settings.batch_size} is more than the {len(data.train)} training interactions")
     with process_group():
         settings.check(dist.get_world_size())
-        result = asdict(settings) | {"data": str(settings.data), "world_size": dist.get_world_size()}
-        del result["json_out"]
-        result |= _fit(settings, data)
+        shown = settings.shown() | {"world_size": dist.get_world_size()}
+        with log_folder(settings, EXAMPLE) as folder:
+            result = shown | {"log_dir": str(folder) if folder else None} | _fit(settings, data, folder, shown)
         if dist.get_rank() == 0:
-            _report(result, settings.bounds)
+            _report(console_for(settings.json_out), result, settings.bounds)
             write_json(settings.json_out, result)
+            show(result["log_dir"])
 
 
-def _fit(settings: Settings, data: Data) -> dict[str, Any]:
+def _fit(settings: Settings, data: Data, folder: Path | None, shown: dict[str, Any]) -> dict[str, Any]:
     torch.manual_seed(settings.seed)
     towers = TwoTower(data.users.names, data.items.names, settings.dim, settings.declared_rows)
     features = [*data.users.names, *data.items.names]
     model, optimizer = shard(settings, features, towers)
+    table_stats = partial(stats_of_tables, settings, features, model)
+    log = RunLog(folder, EXAMPLE, settings, shown, model, optimizer, table_stats)
     samples, loss = 0, float("nan")
     begin = time.perf_counter()
     for epoch in range(settings.epochs):
-        epoch_samples, loss = train_epoch(model, optimizer, data, settings, epoch)
+        epoch_samples, loss = train_epoch(model, optimizer, data, settings, epoch, log)
         samples += epoch_samples
     seconds = time.perf_counter() - begin
-    return {
+    recalled = recall(model, data)
+    log.add({"recall/test": recalled})
+    result = {
         "train_samples": samples,
         "train_samples_per_second": samples / seconds,
         "train_loss": loss,
         "test_users": len(data.test),
         "items": data.items.num_rows,
-        f"recall_at_{TOP}": recall(model, data),
-        **result_of(stats_of_tables(settings, features, model)),
+        f"recall_at_{TOP}": recalled,
+        **result_of(table_stats()),
     }
+    log.finish(result)
+    return result
 
 
 def train_epoch(
-    model: nn.Module, optimizer: CombinedOptimizer, data: Data, settings: Settings, epoch: int
+    model: nn.Module, optimizer: CombinedOptimizer, data: Data, settings: Settings, epoch: int, log: RunLog
 ) -> tuple[int, float]:
     """Trains on every interaction once; collective.
 
@@ -100,25 +112,32 @@ def train_epoch(
     label = f"epoch {epoch + 1}/{settings.epochs}"
     # A seed of its own for every epoch of every run.
     order_seed = settings.seed * settings.epochs + epoch
-    losses = []
+    steps = 0
+    # A list of losses would keep each step's freed buffers apart, and memory would grow by a batch's scores a step.
+    loss_sum = torch.zeros((), dtype=torch.float64)
     with progress_bar(desc=label, unit=" samples", total=len(data.train)) as bar:
+        log.wants_batch()
         for pairs in shuffled(data.train, settings.batch_size, order_seed, rank, world_size):
+            log.has_batch()
             users, items = pairs[:, 0], pairs[:, 1]
             optimizer.zero_grad(set_to_none=True)
             user_vectors, item_vectors = model(data.users.pick(users), data.items.pick(items))
             loss = in_batch_softmax(user_vectors, item_vectors, items, data.log_shares[items])
             loss.backward()
             optimizer.step()
-            losses.append(loss.detach())
-            if len(losses) % LOSS_EVERY_STEPS == 1:
+            loss_sum += loss.detach()
+            steps += 1
+            log.step(settings.batch_size, loss)
+            if steps % LOSS_EVERY_STEPS == 1:
                 bar.set_postfix(loss=f"{loss.item():.4f}", refresh=False)
             bar.update(settings.batch_size)
-    mean = torch.stack(losses).double().mean()
-    dist.all_reduce(mean)
-    mean /= world_size
+            log.wants_batch()
+    log.point()
+    dist.all_reduce(loss_sum)
+    mean = float(loss_sum) / (steps * world_size)
     if rank == 0:
         print(f"{label}: training loss {mean:.4f}", file=sys.stderr)
-    return len(losses) * settings.batch_size, float(mean)
+    return steps * settings.batch_size, mean
 
 
 @torch.no_grad()
@@ -147,8 +166,7 @@ def _in_pieces(tower: nn.Module, features: FeatureStore) -> Tensor:
     return torch.cat([tower(features.pick(rows)) for rows in pieces])
 
 
-def _report(result: dict[str, Any], bounds: Bounds) -> None:
-    console = Console()
+def _report(console: Console, result: dict[str, Any], bounds: Bounds) -> None:
     console.print(f"{result['backend']}, {result['sharding']}, world size {result['world_size']}")
     print_tables(console, result, bounds)
     console.print(f"training samples   {result['train_samples']:,}")

@@ -5,7 +5,7 @@
     torchrun --nproc-per-node 2 examples/two_tower/train.py --data ml-100k --sharding row_wise
 
 The folder holds ml-100k.inter, ml-100k.user and ml-100k.item, plain or .gz, as RecBole hands them out. Each user's last
-interaction is left out for the test.
+interaction is left out for the test. Curves and a report.html go to runs/two_tower-<date>-<time>.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import typer
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from common.command import data_errors_in_one_line, prepare_torch, run
+from common.log_flags import JsonOut, LogDir, LogEvery, NoLog
 from common.settings import Backend, Sharding
 from two_tower.settings import Settings
 
@@ -41,7 +42,10 @@ def main(
     dense_lr: Annotated[float, typer.Option(min=0.0, help="Learning rate of the towers' layers (Adam).")] = 0.001,
     seed: Annotated[int, typer.Option(min=0, help="Fixes weights, RecStore's rows and the order.")] = 0,
     sharding: Annotated[Sharding, typer.Option(help="How every table lies on the ranks.")] = "table_wise",
-    json_out: Annotated[Path | None, typer.Option("--json", metavar="OUT", help="Write the result as JSON.")] = None,
+    log_dir: LogDir = None,
+    no_log: NoLog = False,
+    log_every: LogEvery = 50,
+    json_out: JsonOut = None,
 ) -> None:
     """Train a two-tower model on MovieLens-100k and report recall@10 over all items."""
     prepare_torch()
@@ -62,6 +66,9 @@ def main(
                 seed=seed,
                 sharding=sharding,
                 json_out=json_out,
+                log=not no_log,
+                log_dir=log_dir,
+                log_every=log_every,
             )
         )
 

@@ -106,7 +106,7 @@ def test_compact(chain: tuple[DistributedModelParallel, Path]) -> None:
     assert shown.exit_code == 0
     assert shown.stdout.endswith("equal\n")
     again = recstore("compact", path / "delta", path / "one")
-    assert (again.exit_code, again.stderr) == (2, f"error: {path}/one exists already\n")
+    assert (again.exit_code, again.stderr) == (2, f"error: {path}/one exists already: name a path that does not\n")
 
 
 def test_diff_of_dense_parts_and_training_states(chain: tuple[DistributedModelParallel, Path]) -> None:

@@ -1,41 +1,17 @@
-"""What docs/checkpoint.md says of the format holds for a checkpoint."""
+"""What docs/checkpoint.md says of the format holds for a checkpoint. Its code is run by tests/docs."""
 
 from __future__ import annotations
 
 import json
 import re
-from functools import partial
 from pathlib import Path
-from typing import Any, get_args
+from typing import get_args
 
-import pytest
-import torch
-
-from tests.distributed.workers import run_on_ranks
 from torchrec_recstore import optim, save_checkpoint
 
 from . import models
 
 DOCUMENT = (Path(__file__).parents[2] / "docs" / "checkpoint.md").read_text()
-
-
-def saves(rank: int, world_size: int, *, path: Path) -> None:
-    model = models.recstore("grid_shard")
-    models.train(model)
-    save_checkpoint(model, path / "checkpoints" / "1000")
-    models.write_down(model, path)
-
-
-def test_the_code_reads_a_table(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    code = re.findall(r"```python\n(.*?)```", DOCUMENT, flags=re.DOTALL)[-1]
-    run_on_ranks(2, partial(saves, path=tmp_path))
-    monkeypatch.chdir(tmp_path)
-    names: dict[str, Any] = {}
-    exec(code, names)
-    held = models.whole_tables(tmp_path)["user"]
-    assert len({part["columns"][0] for part in names["table"]["parts"]}) == 2
-    assert names["rows"].keys() == held.keys()
-    assert all(torch.equal(names["rows"][i], held[i]["weight"]) for i in held)
 
 
 def test_its_tables_name_every_field_and_state(one_rank: None, tmp_path: Path) -> None:

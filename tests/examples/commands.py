@@ -26,7 +26,7 @@ def run_script(script: str, *flags: object, ranks: int = 1) -> subprocess.Comple
     command = [sys.executable]
     if ranks > 1:
         command += ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
-    command += [str(ROOT / "examples" / script), *map(str, flags)]
+    command += _script(script, flags)
     # One thread: tests share the machine, and spinning thread pools slow each other down without bound.
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     return subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S, env=environment, check=False)
@@ -37,7 +37,7 @@ def run_forked(script: str, *flags: object, ranks: int = 1) -> subprocess.Comple
 
     Several ranks get the environment that torchrun gives, and the store of this process in the place of its agent's.
     """
-    arguments = [str(ROOT / "examples" / script), *map(str, flags)]
+    arguments = _script(script, flags)
     environments = [dict(os.environ) for _ in range(ranks)]
     if ranks > 1:
         store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
@@ -66,6 +66,12 @@ def run_forked(script: str, *flags: object, ranks: int = 1) -> subprocess.Comple
             "".join(Path(folder, f"{rank}.{kind}").read_text() for rank in range(ranks)) for kind in ("out", "err")
         )
     return subprocess.CompletedProcess(arguments, next((status for status in statuses if status), 0) or 0, out, err)
+
+
+def _script(script: str, flags: tuple[object, ...]) -> list[str]:
+    """The script and its flags; a training writes curves and a report only where a flag says where to."""
+    quiet = ["--no-log"] if script.endswith("train.py") and not {"--log-dir", "--log-every"} & {*flags} else []
+    return [str(ROOT / "examples" / script), *map(str, flags), *quiet]
 
 
 def _join(processes: list[mp.Process]) -> None:

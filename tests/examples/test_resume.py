@@ -25,6 +25,7 @@ import trainer
 from batches import behind, good_rows
 from common.checkpoints import CheckpointFolder
 from common.command import DataError
+from common.curves import read_curves
 from common.folder import sole_use
 from common.schedule import lr_factor, lr_scheduler
 from common.sharding import table_name
@@ -47,6 +48,7 @@ FLAGS = ("--dim", 4, "--num-embeddings", 100, "--batch-size", 60, "--sharding", 
 OF_THE_PROCESS = (
     *("train_samples_per_second", "resumed", "resume", "checkpoint", "checkpoint_every", "keep"),
     *("counts", "hit_rate"),  # of lookups since it began
+    "log_dir",
 )
 
 
@@ -345,8 +347,10 @@ def job() -> Iterator[Callable[..., Job]]:
 def test_a_killed_rank_brings_the_job_back(job: Callable[..., Job], tmp_path: Path) -> None:
     flags = ("--limit-rows", 3000, "--lr-schedule", "cosine", "--checkpoint-every", 8, "--keep", 100, "--resume")
     settings = settings_of(limit_rows=3000, lr_schedule="cosine", sharding="row_wise", checkpoint_every=8, keep=100)
+    settings = replace(settings, log=True, log_dir=tmp_path / "log", log_every=4)
     train_on_ranks(2, replace(settings, checkpoint=tmp_path / "whole", json_out=tmp_path / "whole.json"))
-    killed = job(2, *flags, "--checkpoint", tmp_path / "killed", "--json", tmp_path / "killed.json")
+    places = ("--checkpoint", tmp_path / "killed", "--log-every", 4, "--json", tmp_path / "killed.json")
+    killed = job(2, *flags, *places)
     deadline = time.monotonic() + 60
     while not list(tmp_path.glob("killed/step-*")):
         assert time.monotonic() < deadline
@@ -354,7 +358,8 @@ def test_a_killed_rank_brings_the_job_back(job: Callable[..., Job], tmp_path: Pa
     os.kill(workers(killed.process)[1], signal.SIGKILL)
     assert "resumed at step " in killed.end()
     assert result_of(tmp_path / "killed.json") == result_of(tmp_path / "whole.json")
-    assert names(tmp_path / "killed") == names(tmp_path / "whole")
+    assert names(tmp_path / "killed") == ["log", *names(tmp_path / "whole")]
+    assert_same_curves(tmp_path / "killed" / "log", tmp_path / "log")
     last = names(tmp_path / "whole")[-1]
     assert last == "step-000000040"
     assert content(tmp_path / "killed" / last) == content(tmp_path / "whole" / last)
@@ -366,6 +371,17 @@ def test_a_killed_rank_brings_the_job_back(job: Callable[..., Job], tmp_path: Pa
     )
     one, two = (result_of(tmp_path / f"{name}.json") for name in ("one", "whole"))
     check_close(one, two)
+
+
+def assert_same_curves(log: Path, whole: Path) -> None:
+    """One curve with no gap and no point twice, as of a run that never stopped, but for times and memory."""
+    curves, expected = read_curves(log), read_curves(whole)
+    assert list(curves) == list(expected)
+    for tag, curve in expected.items():
+        assert curves[tag].samples == curve.samples, tag
+        if not tag.startswith(("step_ms/", "speed/", "memory/", "bytes/")):
+            assert curves[tag].values == curve.values, tag
+    assert curves["loss/training"].samples == list(range(240, 2401, 240))
 
 
 def check_close(one: dict[str, Any], other: dict[str, Any]) -> None:

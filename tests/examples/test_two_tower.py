@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 from common.command import DataError
+from common.curves import read_curves
 from two_tower import retrieval
 from two_tower.batches import FeatureStore, shuffled
 from two_tower.movielens import Features, leave_last_out, load, token_id
@@ -81,7 +82,8 @@ def train(
 def test_learns_whose_items_are_whose(tastes: Path, tmp_path: Path, ranks: int, flags: tuple[str, ...]) -> None:
     common = ("--data", tastes, "--batch-size", 60, "--epochs", 4, "--dim", 16, "--lr", 0.2, "--dense-lr", 0.01)
     start = run if ranks == 1 else forked  # one of them as a user does
-    result, report = train(tmp_path / "out.json", *common, *flags, ranks=ranks, start=start)
+    log = () if ranks == 1 else ("--log-dir", tmp_path / "log", "--log-every", 10)
+    result, report = train(tmp_path / "out.json", *common, *flags, *log, ranks=ranks, start=start)
     assert (result["test_users"], result["items"], result["world_size"]) == (NUM_USERS, NUM_ITEMS, ranks)
     assert result["train_samples"] == 4 * NUM_USERS * (RATED - 1)
     # By chance it is 10 of the 88 items that a user was not trained on; 8 of them are of the user's kind.
@@ -94,6 +96,14 @@ def test_learns_whose_items_are_whose(tastes: Path, tmp_path: Path, ranks: int, 
         assert result["rows"]["t_user_id"] == NUM_USERS
         assert result["rows"]["t_item_id"] == NUM_ITEMS
         assert result["rows"]["t_genres"] == 3
+        curves = read_curves(tmp_path / "log")
+        # A point every ten of an epoch's 40 steps.
+        assert curves["loss/training"].samples == list(range(600, 9601, 600))
+        assert curves["recall/test"].values == pytest.approx([result["recall_at_10"]])
+        assert {name: curves[f"rows/{name}"].values[-1] for name in TABLES} == result["rows"]
+        # Two collections, each with its own input dist, lookup and update.
+        assert all(min(curves[f"step_ms/{part}"].values) > 0 for part in ("input_dist", "lookup", "update"))
+        assert f"{result['recall_at_10']:.4f}" in (tmp_path / "log" / "report.html").read_text()
 
 
 @pytest.mark.skipif(not MOVIELENS.exists(), reason="MovieLens is not on this machine")

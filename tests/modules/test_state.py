@@ -268,7 +268,7 @@ def test_loading_into_meta() -> None:
     train(model, 0, 2)
     for made in (Model(device="meta"), Model().to("meta")):
         state = copy.deepcopy(model.state_dict())
-        with pytest.warns(UserWarning, match=r"emb\.weight: the table is on the meta device.*assign=True"):
+        with pytest.warns(UserWarning, match="on the meta device have no rows.*assign=True"):
             made.load_state_dict(state, strict=False)
         made.load_state_dict(state, assign=True)
         assert_same(states(made), states(model))

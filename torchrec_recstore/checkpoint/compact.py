@@ -61,7 +61,7 @@ def check_output(output: str | Path) -> None:
         FileExistsError: there is.
     """
     if os.path.lexists(output):
-        raise FileExistsError(f"{output} exists already")
+        raise FileExistsError(f"{output} exists already: name a path that does not")
 
 
 def compact_chain(

@@ -48,7 +48,7 @@ def encode(value: object, tensors: dict[str, Tensor], where: str = "") -> Any:
         for key in value:
             if isinstance(key, bool) or not isinstance(key, str | int):
                 raise TypeError(
-                    f"{where or 'the value'} has a key of type {type(key).__name__}: only str and int are saved"
+                    f"training_state{where} has a key of type {type(key).__name__}: only str and int are saved"
                 )
         items = [(key, encode(item, tensors, f"{where}/{key}")) for key, item in value.items()]
         plain = all(isinstance(key, str) and not key.startswith("$") for key in value)
@@ -56,7 +56,9 @@ def encode(value: object, tensors: dict[str, Tensor], where: str = "") -> Any:
     if is_dataclass(value) and _CLASSES.get(type(value).__name__) is type(value):
         values = {field.name: getattr(value, field.name) for field in fields(value)}
         return {"$type": type(value).__name__, **{k: encode(v, tensors, f"{where}/{k}") for k, v in values.items()}}
-    raise TypeError(f"{where or 'the value'} is of type {type(value).__name__}, which is not saved")
+    raise TypeError(
+        f"training_state{where} is of type {type(value).__name__}, which is not saved: plain values and tensors are"
+    )
 
 
 def _check_tensor(tensor: Tensor, where: str) -> None:
@@ -66,7 +68,7 @@ def _check_tensor(tensor: Tensor, where: str) -> None:
     elif tensor.is_meta or tensor.is_complex() or tensor.is_quantized:
         kind = f"{tensor.device.type} {tensor.dtype}"
     if kind is not None:
-        raise TypeError(f"{where or 'the value'} is a tensor of type {kind}, which is not saved")
+        raise TypeError(f"training_state{where} is a tensor of type {kind}, which is not saved")
 
 
 def decode(value: Any, tensors: Mapping[str, Tensor]) -> Any:

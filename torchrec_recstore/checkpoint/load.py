@@ -11,7 +11,8 @@ from torchrec_recstore.checkpoint.files import check_file, read_tensors
 from torchrec_recstore.checkpoint.info import DENSE, CheckpointInfo, read_chain
 from torchrec_recstore.checkpoint.model_tensors import check_dense, dense_tensors, load_dense
 from torchrec_recstore.checkpoint.new_rows import check_replaceable, exchange_all
-from torchrec_recstore.checkpoint.rows import check_fits, load_rows
+from torchrec_recstore.checkpoint.progress import Progress, RowCount
+from torchrec_recstore.checkpoint.rows import check_fits, load_rows, rows_to_read
 from torchrec_recstore.checkpoint.tables import ModelTable, distinct_tables
 from torchrec_recstore.options import is_shared
 from torchrec_recstore.sharders.gather import refused_together, whole_environment
@@ -19,7 +20,9 @@ from torchrec_recstore.sharders.local_shard import LocalShard
 from torchrec_recstore.store import Table
 
 
-def load_checkpoint(model: nn.Module, path: str | Path, *, strict: bool = True) -> CheckpointInfo:
+def load_checkpoint(
+    model: nn.Module, path: str | Path, *, strict: bool = True, progress: Progress | None = None
+) -> CheckpointInfo:
     """Loads what ``save_checkpoint`` wrote, at any world size and with any plan. Collective.
 
     The model then holds the checkpoint's rows and no others. Those that a table with ``max_rows`` has no room for go to
@@ -32,6 +35,8 @@ def load_checkpoint(model: nn.Module, path: str | Path, *, strict: bool = True) 
         strict: whether the checkpoint and the model must have the same RecStore tables and other tensors. Otherwise
             what only one of them has is left alone, and so are the rows of a table with a shared cold store: it takes
             the checkpoint's clocks.
+        progress: called after every part of 32 MB with the rows read and the rows of all, for this rank's shards;
+            those of a part that other ranks' shards own count too.
 
     Returns:
         What was loaded, ``training_state`` included.
@@ -59,9 +64,10 @@ def load_checkpoint(model: nn.Module, path: str | Path, *, strict: bool = True) 
             if env.rank == 0 and DENSE in base.files:
                 check_file(base.path / DENSE, base.files[DENSE])
         present, left_alone = _present(tables, info, strict=strict)
-        for table in present:
-            for shard in table.module.recstore_state.shards[table.name]:
-                loaded.append((shard.table, _loaded_shard(chain, shard)))
+        shards = [shard for table in present for shard in table.module.recstore_state.shards[table.name]]
+        count = RowCount(progress, sum(rows_to_read(chain, each.table.name, each.table.columns) for each in shards))
+        for shard in shards:
+            loaded.append((shard.table, _loaded_shard(chain, shard, count)))
         check_replaceable(old for old, _ in loaded)
     exchange_all(loaded)
     load_dense(dense, own)
@@ -89,18 +95,23 @@ def _present(
     return [table for table in present if table not in shared], shared
 
 
-def _loaded_shard(chain: Sequence[CheckpointInfo], shard: LocalShard) -> Table:
+def _loaded_shard(chain: Sequence[CheckpointInfo], shard: LocalShard, count: RowCount) -> Table:
     fresh = shard.table.empty_copy()
-    load_rows(fresh, fresh.name, chain, None if shard.routing is None else shard.owned)
+    load_rows(fresh, fresh.name, chain, None if shard.routing is None else shard.owned, count.add)
     return fresh
 
 
 def _check_tables(info: CheckpointInfo, tables: Sequence[ModelTable], *, strict: bool) -> None:
     names = {table.name for table in tables}
     for missing in sorted(names - info.tables.keys() if strict else ()):
-        raise ValueError(f"the checkpoint {info.path} has no table {missing!r}")
+        raise ValueError(
+            f"the checkpoint {info.path} has no table {missing!r}: strict=False leaves the model's as it is"
+        )
     for unknown in sorted(info.tables.keys() - names if strict else ()):
-        raise ValueError(f"the model has no RecStore table {unknown!r}, the checkpoint {info.path} has it")
+        raise ValueError(
+            f"the model has no RecStore table {unknown!r}, the checkpoint {info.path} has it: strict=False passes it "
+            "over"
+        )
     for table in tables:
         saved = info.tables.get(table.name)
         if saved is None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from urllib.parse import quote
@@ -55,14 +55,23 @@ class PartWriter:
         self._thread = ThreadPoolExecutor(1, "checkpoint-files", initializer=be_polite if polite else None)
         self._pending: Future[tuple[str, FileInfo]] | None = None
 
-    def rows(self, table: Table, snapshot: Snapshot) -> tuple[PartInfo, ...]:
-        """Writes all rows of a snapshot of the table."""
+    def rows(
+        self, table: Table, snapshot: Snapshot, on_rows: Callable[[int], object] = lambda count: None
+    ) -> tuple[PartInfo, ...]:
+        """Writes all rows of a snapshot of the table.
+
+        Args:
+            table: the shard.
+            snapshot: of its rows, to be read to its end.
+            on_rows: called after every part with its rows.
+        """
         size = part_rows(table.dim, table.dtype, table.optimizer)
         columns = (table.columns.start, table.columns.stop)
         parts: list[PartInfo] = []
         while left := len(snapshot):
             ids, rows = snapshot.read(min(size, left), polite=self._polite)
             parts.append(self.part(table.name, columns, len(parts), {"ids": ids, **rows}))
+            on_rows(len(ids))
         return tuple(parts)
 
     def ids(self, table: Table, kind: str, ids: Tensor) -> tuple[PartInfo, ...]:

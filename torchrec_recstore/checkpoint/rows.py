@@ -47,7 +47,25 @@ def check_fits(name: str, saved: TableInfo, path: Path, dim: int, optimizer: Opt
         )
 
 
-def load_rows(table: Table, name: str, chain: Sequence[CheckpointInfo], owned: Owned | None = None) -> None:
+def rows_to_read(chain: Sequence[CheckpointInfo], name: str, columns: range) -> int:
+    """How many rows :func:`load_rows` tells of in all.
+
+    Args:
+        chain: as :func:`torchrec_recstore.checkpoint.info.read_chain` gives it.
+        name: of the table.
+        columns: of the shard.
+    """
+    contents = [info.tables[name] for info in chain if name in info.tables]
+    return sum(part.rows for each in contents for part in each.parts if part.columns == _covering(each, columns)[0])
+
+
+def load_rows(
+    table: Table,
+    name: str,
+    chain: Sequence[CheckpointInfo],
+    owned: Owned | None = None,
+    on_rows: Callable[[int], object] = lambda count: None,
+) -> None:
     """Streams a table's rows into an empty shard, from a full checkpoint and the deltas on top of it.
 
     Rows of another data type are converted: exactly to float32, else rounded to nearest.
@@ -57,6 +75,7 @@ def load_rows(table: Table, name: str, chain: Sequence[CheckpointInfo], owned: O
         name: of the table in the checkpoints.
         chain: as :func:`torchrec_recstore.checkpoint.info.read_chain` gives it.
         owned: which ids belong to the shard; None for all.
+        on_rows: called after every part with its rows, those of other shards too.
 
     Raises:
         CheckpointError: a file is missing or damaged.
@@ -69,21 +88,23 @@ def load_rows(table: Table, name: str, chain: Sequence[CheckpointInfo], owned: O
             continue  # the table is newer than that checkpoint
         contents = info.tables[name]
         _remove_rows(table, contents, info)
-        for ids, rows in _one_ahead(_rows_of(contents, info, table.columns, owned)):
-            if rows["weight"].dtype is not table.dtype:
-                rows["weight"] = rows["weight"].float()  # which any table takes, and rounds to its own type
-            write_all(table, ids, rows)
+        for count, (ids, rows) in _one_ahead(_rows_of(contents, info, table.columns, owned)):
+            if len(ids):
+                if rows["weight"].dtype is not table.dtype:
+                    rows["weight"] = rows["weight"].float()  # which any table takes, and rounds to its own type
+                write_all(table, ids, rows)
+            on_rows(count)
     table.optimizer_steps = last.optimizer_steps
     load_sightings(table, chain, name)
 
 
 def _rows_of(
     contents: TableInfo, info: CheckpointInfo, columns: range, owned: Owned | None
-) -> Iterator[tuple[Tensor, dict[str, Tensor]]]:
-    """Ids and rows of a shard, part by part."""
+) -> Iterator[tuple[int, tuple[Tensor, dict[str, Tensor]]]]:
+    """Part by part: its rows of all shards, and ids and rows of this one."""
     states = state_names(contents.optimizer)
     names = {"weight", *states, "last_step", "frequency"}
-    covering = [c for c in contents.columns if c[0] < columns.stop and c[1] > columns.start]
+    covering = _covering(contents, columns)
     for part in contents.parts:
         if part.columns != covering[0]:
             continue
@@ -92,6 +113,7 @@ def _rows_of(
             # The ids are not checked yet: were one damaged, another shard would own it, and find that.
             mine = owned(read_ids(info.path / part.file))
             if not mine.any():
+                yield part.rows, (torch.empty(0, dtype=torch.int64), {})
                 continue
         pieces = []
         ids: Tensor | None = None
@@ -107,7 +129,12 @@ def _rows_of(
             keep = mine.nonzero().squeeze(1)
             ids = ids[keep]
             pieces = [(c, {key: value[keep] for key, value in rows.items()}) for c, rows in pieces]
-        yield ids, joined_rows(pieces, columns, states)
+        yield part.rows, (ids, joined_rows(pieces, columns, states))
+
+
+def _covering(contents: TableInfo, columns: range) -> list[tuple[int, int]]:
+    """The column shards that hold some of the columns, ascending."""
+    return [c for c in contents.columns if c[0] < columns.stop and c[1] > columns.start]
 
 
 def _one_ahead(items: Iterator[_T]) -> Iterator[_T]:

@@ -28,6 +28,7 @@ from torchrec_recstore.checkpoint.info import (
 )
 from torchrec_recstore.checkpoint.model_tensors import dense_tensors
 from torchrec_recstore.checkpoint.parts import PartWriter
+from torchrec_recstore.checkpoint.progress import Progress, RowCount
 from torchrec_recstore.checkpoint.tables import distinct_tables
 from torchrec_recstore.checkpoint.writing import SavedShard, check_path, finish, write_shard
 from torchrec_recstore.sharders.gather import all_gathered, refused_together, whole_environment
@@ -40,6 +41,7 @@ def save_checkpoint(
     delta_of: str | Path | None = None,
     overwrite: bool = False,
     training_state: Any = None,
+    progress: Progress | None = None,
 ) -> CheckpointInfo:
     """Saves every RecStore table and the rest of the model's state. Collective.
 
@@ -55,6 +57,7 @@ def save_checkpoint(
         training_state: what the training loop needs to go on beside the model, the same on every rank: the dense
             optimizer's and the scheduler's ``state_dict``, the position in the data. Tensors, None, bool, int, float,
             str; lists, tuples and dicts of these.
+        progress: called after every part of 32 MB with the rows written and the rows of all, of this rank's shards.
 
     Returns:
         What was saved.
@@ -67,7 +70,7 @@ def save_checkpoint(
         OSError: a file cannot be written.
         RuntimeError: a rank has died. All of these on every rank.
     """
-    save = _Save(model, path, delta_of, overwrite, training_state, whole_environment(), polite=False)
+    save = _Save(model, path, delta_of, overwrite, training_state, whole_environment(), progress, polite=False)
     return save.write()
 
 
@@ -115,12 +118,14 @@ def async_save(
     delta_of: str | Path | None = None,
     overwrite: bool = False,
     training_state: Any = None,
+    progress: Progress | None = None,
 ) -> AsyncSave:
     """As :func:`save_checkpoint`, but returns as soon as the snapshot is taken. Collective.
 
     The checkpoint is the model of this moment, whatever is trained while it is written: a row that is about to change
     is copied first, so memory grows by the rows that change meanwhile; dense tensors are copied at once. Files are
-    written by a thread of low priority. The process group needs gloo, for a group of the writing threads' own.
+    written by a thread of low priority, which also calls ``progress``. The process group needs gloo, for a group of the
+    writing threads' own.
 
     Returns:
         Whose ``wait()`` is to be called before the next save, and before the process ends.
@@ -130,7 +135,7 @@ def async_save(
     """
     env = whole_environment()
     background = _background_environment(env)
-    save = _Save(model, path, delta_of, overwrite, training_state, env, polite=True)
+    save = _Save(model, path, delta_of, overwrite, training_state, env, progress, polite=True)
     save.env = background
     return AsyncSave(save)
 
@@ -159,6 +164,7 @@ class _Save:
         overwrite: bool,
         training_state: Any,
         env: ShardingEnv,
+        progress: Progress | None,
         *,
         polite: bool,
     ) -> None:
@@ -166,6 +172,7 @@ class _Save:
         self._path = Path(os.path.realpath(path))
         self._overwrite = overwrite
         self._polite = polite
+        self._progress = progress
         self._shards: dict[str, list[SavedShard]] = {}
         self._delta_of: DeltaOf | None = None
         self._tensors: dict[str, Tensor] = {}
@@ -218,10 +225,13 @@ class _Save:
         contents: dict[str, TableInfo] = {}
         with refused_together(self.env):
             writer = PartWriter(staging, self.env.rank, polite=self._polite)
+            total = sum(len(shard.snapshot) for shards in self._shards.values() for shard in shards)
+            count = RowCount(self._progress, total)
             try:
                 for name, shards in self._shards.items():
                     for shard in shards:
-                        written = write_shard(writer, shard, self._removal[name], delta=self._delta_of is not None)
+                        removal, delta = self._removal[name], self._delta_of is not None
+                        written = write_shard(writer, shard, removal, delta=delta, on_rows=count.add)
                         contents[name] = _merged([contents.get(name), written])
                 if self.env.rank == 0:
                     writer.tensors(DENSE, self._dense)
@@ -252,7 +262,7 @@ class _Save:
         known = [table.module.recstore_state.marks.get(base.checksum) for table in self._tables]
         marks = {name: of_table for of_module in known for name, of_table in (of_module or {}).items()}
         if not marks.keys() >= {table.name for table in self._tables}:
-            raise ValueError(f"delta_of: this model has neither saved nor loaded {base.path}")
+            raise ValueError(f"delta_of: this model has neither saved nor loaded {base.path}: save without delta_of")
         self._delta_of = DeltaOf(os.path.relpath(base.path, self._path.parent), base.checksum)
         return marks
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -59,7 +60,12 @@ def check_path(path: Path, overwrite: bool) -> None:
 
 
 def write_shard(
-    writer: PartWriter, shard: SavedShard, removal: Literal["left", "stay"] = "left", *, delta: bool = False
+    writer: PartWriter,
+    shard: SavedShard,
+    removal: Literal["left", "stay"] = "left",
+    *,
+    delta: bool = False,
+    on_rows: Callable[[int], object] = lambda count: None,
 ) -> TableInfo:
     """Writes a shard's rows and what else belongs to it.
 
@@ -68,6 +74,7 @@ def write_shard(
         shard: to be read to its end.
         removal: of a delta: which ids it lists.
         delta: whether the checkpoint is one.
+        on_rows: called after every part with its rows.
 
     Returns:
         What this shard adds to what the checkpoint says of the table.
@@ -92,7 +99,7 @@ def write_shard(
         steps=shard.snapshot.steps,
         optimizer_steps=shard.snapshot.optimizer_steps,
         columns=((table.columns.start, table.columns.stop),),
-        parts=writer.rows(table, shard.snapshot),
+        parts=writer.rows(table, shard.snapshot, on_rows),
         removal=removal,
         removed=removed,
         sightings=sightings,

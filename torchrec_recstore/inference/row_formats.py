@@ -61,6 +61,8 @@ def packed(weight: Tensor, row_format: str) -> Tensor:
     """
     if row_format == "float32":
         return weight
+    import fbgemm_gpu  # noqa: F401  (registers the ops that pack and read these; float32 rows do without)
+
     out = torch.zeros(len(weight), row_bytes(weight.shape[1], row_format), dtype=torch.uint8)
     if len(weight) == 0:
         return out
@@ -68,8 +70,6 @@ def packed(weight: Tensor, row_format: str) -> Tensor:
         data = weight.half().view(torch.uint8)
         out[:, : data.shape[1]] = data
         return out
-    import fbgemm_gpu  # noqa: F401  (registers the op; float rows do without)
-
     data = torch.ops.fbgemm.FloatOrHalfToFusedNBitRowwiseQuantizedSBHalf(weight, _BITS[row_format])
     out[:, :4] = data[:, -4:]
     out[:, 4 : data.shape[1]] = data[:, :-4]

@@ -123,7 +123,7 @@ class RecStoreEmbedding(DropIn):
             input: any shape, int32 or int64.
 
         Returns:
-            (*input.shape, embedding_dim), of the module's dtype, on the device of ``input``.
+            (``*input.shape``, embedding_dim), of the module's dtype, on the device of ``input``.
 
         Raises:
             TypeError: another dtype.

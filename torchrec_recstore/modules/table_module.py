@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -13,6 +12,7 @@ from torch import Tensor, nn
 from torchrec_recstore.modules.owned_table import OwnedTable, forget_rows, load_table_state, state_keys, table_state
 from torchrec_recstore.optim import Optimizer
 from torchrec_recstore.store import ColdStoreError, Table
+from torchrec_recstore.warn import warn_user
 
 
 @dataclass
@@ -224,10 +224,9 @@ class TableModule(nn.Module):
         if "weight" not in own:
             return
         if self._owned is None:
-            warnings.warn(
-                f"for {prefix}weight: the table is on the meta device, so that loading it does nothing. (Did you mean "
-                "to pass assign=True?)",
-                stacklevel=2,
+            warn_user(
+                "RecStore tables on the meta device have no rows, and loading them does nothing: pass assign=True to "
+                "load_state_dict, or call to_empty(device='cpu') first"
             )
             return
         # The weights alone are a stock module's: row i is id i, and there is no more to it.

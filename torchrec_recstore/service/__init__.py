@@ -6,6 +6,7 @@ the other ops of clients.
 
 from torchrec_recstore.rpc.errors import ServerRestartedError, ServiceError
 from torchrec_recstore.service import torch_ops as torch_ops  # registers them
+from torchrec_recstore.service.backend import NoInitialRow
 from torchrec_recstore.service.client import RecStoreClient
 
-__all__ = ["RecStoreClient", "ServerRestartedError", "ServiceError"]
+__all__ = ["NoInitialRow", "RecStoreClient", "ServerRestartedError", "ServiceError"]

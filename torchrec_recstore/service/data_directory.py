@@ -34,7 +34,9 @@ class DataDirectory:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             self._lock.close()
-            raise BlockingIOError(f"{self._path}: another server has this data directory") from None
+            raise BlockingIOError(
+                f"{self._path}: another server has this data directory: stop that one, or give this one another"
+            ) from None
         self.last: str | None = None
         """Name of the checkpoint to start from."""
         self.stopped: dict[str, Any] | None = None

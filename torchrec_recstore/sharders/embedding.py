@@ -62,8 +62,8 @@ class RecStoreShardedEmbeddingCollection(RecStoreCollection, ShardedEmbeddingCol
         trains = self.training and torch.is_grad_enabled() and self.recstore_table_names()
         if trains and isinstance(features, KeyedJaggedTensor) and features.variable_stride_per_key():
             raise NotImplementedError(
-                f"training on a variable batch size per feature, RecStore tables {self.recstore_table_names()} in an "
-                "EmbeddingCollection: TorchRec has no gradient for it on CPU"
+                f"RecStore tables {self.recstore_table_names()}: an EmbeddingCollection cannot train on batches of "
+                "varying size: TorchRec has no gradient for it on CPU; give all features the same batch size"
             )
         return super().input_dist(ctx, features)
 

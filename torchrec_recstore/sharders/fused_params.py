@@ -207,7 +207,7 @@ def output_dtype(fused_params: Mapping[str, Any] | None, table_names: Sequence[s
 
 
 def _where(table_names: Sequence[str]) -> str:
-    return f"RecStore table(s) {', '.join(map(repr, table_names))}"
+    return f"RecStore table(s) {', '.join(map(repr, table_names))}" if table_names else "the sharder"
 
 
 def optimizer_from_fused_params(fused_params: Mapping[str, Any] | None, table_names: Sequence[str]) -> Optimizer:
@@ -218,7 +218,7 @@ def optimizer_from_fused_params(fused_params: Mapping[str, Any] | None, table_na
 
     Args:
         fused_params: a table's merged ``fused_params``.
-        table_names: the tables concerned, for error messages.
+        table_names: the tables concerned, for error messages; none: all of the sharder's.
 
     Raises:
         ValueError: an optimizer, a key or a value that RecStore does not support, or two ways of selecting the

@@ -38,7 +38,7 @@ def with_own_arguments(
         if not isinstance(optimizer, Optimizer):
             raise TypeError(f"optimizer must be one of torchrec_recstore.optim, got {type(optimizer).__name__}")
         carrying[OPTIMIZER_KEY] = optimizer
-        optimizer_from_fused_params(carrying, ["of the sharder"])
+        optimizer_from_fused_params(carrying, [])
     return carrying
 
 

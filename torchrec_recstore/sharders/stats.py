@@ -35,7 +35,9 @@ def table_stats(model: nn.Module) -> dict[str, TableStats]:
         gathered = _all_shards(module)
         for name in module.recstore_table_names():
             if name in stats:
-                raise ValueError(f"two collections have a RecStore table {name!r}: ask each for its own statistics")
+                raise ValueError(
+                    f"two collections have a RecStore table {name!r}: give table_stats one of them at a time"
+                )
             stats[name] = _combined([shard for shards in gathered for shard in shards.get(name, [])])
     return stats
 

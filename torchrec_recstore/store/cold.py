@@ -82,7 +82,10 @@ def open_cold_store(options: object, *, name: str, row_bytes: int) -> ColdStore:
         ColdStoreError: the store cannot be made.
         ImportError: the library that the store needs is missing.
     """
-    raise TypeError(f"TableOptions.cold_store: no cold store is registered for {type(options).__name__}")
+    raise TypeError(
+        f"TableOptions.cold_store: no cold store is registered for {type(options).__name__}: give RocksDBStore, "
+        "RedisStore or ServerStore, or register one with open_cold_store.register"
+    )
 
 
 @open_cold_store.register

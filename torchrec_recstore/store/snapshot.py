@@ -9,6 +9,7 @@ from torch import Tensor
 from torchrec_recstore import ops
 from torchrec_recstore.ids import among
 from torchrec_recstore.optim import Optimizer, state_names
+from torchrec_recstore.store.cold import ColdStoreError
 from torchrec_recstore.store.cold_snapshot import ColdSnapshot
 from torchrec_recstore.store.images import unpacked
 
@@ -85,7 +86,7 @@ class Snapshot:
                 rows = self._read_merged(n, polite)
         self._rows_left -= n
         if self._cold is not None and self._rows_left == 0 and len(self._merged[0]):
-            raise RuntimeError(f"table '{self._name}': the cold store has more rows than the table knows of")
+            raise ColdStoreError(f"table '{self._name}': the cold store has more rows than the table knows of")
         return rows
 
     def close(self) -> None:
@@ -125,7 +126,7 @@ class Snapshot:
             # What is there of both is complete up to the lesser of their last ids, unless the other one has no more.
             ends = [int(ids[-1]) for ids in (self._resident[0], self._cold_rows[0]) if len(ids)]
             if not ends:
-                raise RuntimeError(f"table '{self._name}': the cold store has lost rows while they were being saved")
+                raise ColdStoreError(f"table '{self._name}': the cold store has lost rows while they were being saved")
             resident, self._resident = _up_to(self._resident, min(ends))
             cold, self._cold_rows = _up_to(self._cold_rows, min(ends))
             in_date = ~among(cold[0], resident[0])  # of a row in memory the copy in the store counts for nothing

@@ -1,0 +1,200 @@
+"""What each of a table's options costs, over the same work without it; the figures of docs/options.md.
+
+    python benchmarks/options.py [--rows 200000] [--batch 20000] [--dim 64] [--steps 300]
+
+A JSON row a part; the sides of each are interleaved in one process, and ratios are taken over blocks of neighbouring
+steps, so that neither the machine's drift nor a single step decides. One thread and its processor time: what is asked
+is how much more work an option is.
+
+- options_training: forward and backward of a kernel over one table of ``--rows`` rows; a twentieth of each batch are
+  ids that come once. Admission, expiry, 16-bit rows, rounding at random, other optimizers: over none of them, float32
+  and row-wise Adagrad.
+- options_new_rows: training lookups of ids that are all new, by initializer: over ``UniformInit``.
+- options_evaluation: lookups of ids of which half have no row, ``missing="init"`` over ``missing="zeros"``.
+- options_routing: TorchRec's split of a batch's ids over ranks, with ``routing="hash"`` over without.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Callable
+from typing import Any
+
+import fbgemm_gpu  # noqa: F401  (registers the split)
+import torch
+from measure import emit, interleave, spread
+
+from torchrec_recstore import ops
+from torchrec_recstore.kernels import PooledKernel
+from torchrec_recstore.optim import SGD, Adagrad, Adam
+from torchrec_recstore.options import ConstantInit, Expiry, MinFrequency, NormalInit, TableOptions, UniformInit
+from torchrec_recstore.store import Table
+
+ONCE = 0.05  # of a batch's ids
+EXPIRY_STEPS = 40
+BLOCK_STEPS = 30  # a whole number of searches for expired rows, which are in every tenth step
+RANKS = 2
+HINT = 2**40
+
+Side = Callable[[int], tuple[float]]
+
+
+def over(sides: dict[str, Side], base: str, steps: int, warm_up: int) -> dict[str, dict[str, float]]:
+    """The ratio of each side's time to the base's, over blocks of steps."""
+    timings = interleave(sides, steps, warm_up)
+    blocks = {
+        name: [sum(t[0] for t in values[i : i + BLOCK_STEPS]) for i in range(0, steps, BLOCK_STEPS)]
+        for name, values in timings.items()
+    }
+    ratios = {
+        name: spread([mine / theirs for mine, theirs in zip(values, blocks[base], strict=True)], 1)
+        for name, values in blocks.items()
+    }
+    base_ms = {"base_ms": spread([t[0] for t in timings[base]])}
+    return base_ms | {name: ratio for name, ratio in ratios.items() if name != base}
+
+
+def timed(work: Callable[[int], Any]) -> Side:
+    """A side of which all is measured."""
+
+    def step(i: int) -> tuple[float]:
+        begin = time.thread_time()
+        work(i)
+        return (time.thread_time() - begin,)
+
+    return step
+
+
+def training(arguments: argparse.Namespace) -> None:
+    """Measures training steps and prints the row."""
+    rows, batch, dim = arguments.rows, arguments.batch, arguments.dim
+    generator = torch.Generator().manual_seed(0)
+    once = int(ONCE * batch)
+    tables = {
+        "plain": Table(dim, name="plain"),
+        "admission": Table(dim, options=TableOptions(admission=MinFrequency(2))),
+        "expiry": Table(dim, options=TableOptions(expiry=Expiry(EXPIRY_STEPS))),
+        "float16": Table(dim, torch.float16),
+        "bfloat16": Table(dim, torch.bfloat16),
+        "bfloat16, stochastic rounding": Table(dim, torch.bfloat16, stochastic_rounding=True),
+        "SGD": Table(dim, optimizer=SGD()),
+        "Adagrad": Table(dim, optimizer=Adagrad()),
+        "Adam": Table(dim, optimizer=Adam()),
+    }
+    offsets = torch.arange(batch + 1)
+    grads = torch.randn(batch, dim, generator=generator) * 0.01
+    batches: dict[int, torch.Tensor] = {}
+
+    def ids_of(step: int) -> torch.Tensor:
+        if step not in batches:
+            batches.clear()
+            known = torch.randint(0, rows, (batch - once,), generator=generator)
+            ids = torch.cat([known, 2**40 + torch.arange(step * once, (step + 1) * once)])
+            batches[step] = ids[torch.randperm(batch, generator=generator)]
+        return batches[step]
+
+    def side(table: Table) -> Side:
+        kernel = PooledKernel([table], [0], "sum")
+
+        def step(i: int) -> tuple[float]:
+            ids, begin = ids_of(i), time.thread_time()
+            out = kernel(ids, offsets, train=True)
+            out.backward(grads.to(out.dtype))
+            return (time.thread_time() - begin,)
+
+        return step
+
+    for table in tables.values():
+        table.insert(torch.arange(rows), torch.randn(rows, dim, generator=generator) * 0.01)
+    measured = over({name: side(table) for name, table in tables.items()}, "plain", arguments.steps, EXPIRY_STEPS * 2)
+    stats = {name: table.stats() for name, table in tables.items()}
+    emit(
+        {
+            "benchmark": "options_training",
+            "rows": rows,
+            "dim": dim,
+            "batch": batch,
+            "ids_that_come_once": ONCE,
+            "over_plain": measured,
+            "resident": {name: each.rows for name, each in stats.items()},
+            "bytes_per_row": {name: round(each.bytes / each.rows, 1) for name, each in stats.items()},
+        }
+    )
+
+
+def new_rows(arguments: argparse.Namespace) -> None:
+    """Measures the making of rows and prints the row."""
+    initializers = {
+        "UniformInit": UniformInit(-0.01, 0.01),
+        "NormalInit": NormalInit(0.0, 0.01),
+        "NormalInit, truncated": NormalInit(0.0, 0.01, truncate_std=2.0),
+        "ConstantInit": ConstantInit(0.0),
+    }
+    new = arguments.batch // 4
+
+    def side(initializer: Any) -> Side:
+        table = Table(arguments.dim, options=TableOptions(initializer=initializer))
+        return timed(lambda i: table.lookup(torch.arange(i * new, (i + 1) * new), train=True))
+
+    sides = {name: side(each) for name, each in initializers.items()}
+    measured = over(sides, "UniformInit", arguments.steps, BLOCK_STEPS)
+    emit({"benchmark": "options_new_rows", "dim": arguments.dim, "batch": new, "over_uniform": measured})
+
+
+def evaluation(arguments: argparse.Namespace) -> None:
+    """Measures evaluation and prints the row."""
+    rows, batch = arguments.rows, arguments.batch
+    generator = torch.Generator().manual_seed(0)
+
+    def side(missing: Any) -> Side:
+        table = Table(arguments.dim, options=TableOptions(missing=missing))
+        table.insert(torch.arange(rows), torch.ones(rows, arguments.dim))
+        return timed(lambda i: table.lookup(ids[i % len(ids)]))
+
+    ids = [torch.randint(0, 2 * rows, (batch,), generator=generator) for _ in range(16)]
+    measured = over({"zeros": side("zeros"), "init": side("init")}, "zeros", arguments.steps, BLOCK_STEPS)
+    emit(
+        {"benchmark": "options_evaluation", "rows": rows, "dim": arguments.dim, "batch": batch, "over_zeros": measured}
+    )
+
+
+def routing(arguments: argparse.Namespace) -> None:
+    """Measures the split of ids over ranks and prints the row."""
+    batch = arguments.batch
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(-(2**63), 2**63 - 1, (batch,), generator=generator)
+    lengths = torch.ones(batch, dtype=torch.int64)
+
+    def split(ids: torch.Tensor) -> None:
+        torch.ops.fbgemm.block_bucketize_sparse_features(
+            lengths,
+            ids,
+            bucketize_pos=False,
+            sequence=False,
+            block_sizes=torch.tensor([-(-HINT // RANKS)]),
+            my_size=RANKS,
+        )
+
+    sides = {"block": timed(lambda i: split(ids)), "hash": timed(lambda i: split(ops.mix_ids(ids, False)))}
+    measured = over(sides, "block", arguments.steps, BLOCK_STEPS)
+    emit({"benchmark": "options_routing", "ranks": RANKS, "batch": batch, "over_block": measured})
+
+
+def main() -> None:
+    """Measures and prints the rows."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rows", type=int, default=200_000)
+    parser.add_argument("--batch", type=int, default=20_000)
+    parser.add_argument("--dim", type=int, default=64)
+    parser.add_argument("--steps", type=int, default=300, help=f"a multiple of {BLOCK_STEPS}")
+    arguments = parser.parse_args()
+    if arguments.steps % BLOCK_STEPS:
+        parser.error(f"--steps must be a multiple of {BLOCK_STEPS}, got {arguments.steps}")
+    torch.set_num_threads(1)
+    for part in (training, new_rows, evaluation, routing):
+        part(arguments)
+
+
+if __name__ == "__main__":
+    main()

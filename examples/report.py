@@ -1,0 +1,35 @@
+"""Make report.html of a run's log again: of a run that was killed, or is still training.
+
+python examples/report.py runs/dlrm-20261121-150000
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from common.command import DataError, data_errors_in_one_line, prepare_torch, run
+
+app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+
+
+@app.command()
+def main(log_dir: Annotated[Path, typer.Argument(help="The folder with the run's curves.")]) -> None:
+    """Make report.html and its plots of a run's log, from as much as there is of it."""
+    prepare_torch()
+    from common.page import write_report
+
+    with data_errors_in_one_line():
+        try:
+            print(write_report(log_dir))
+        except OSError as error:
+            raise DataError(f"{error.filename}: {error.strerror}" if error.strerror else str(error)) from error
+
+
+if __name__ == "__main__":
+    run(app)

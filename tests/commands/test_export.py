@@ -1,0 +1,118 @@
+"""``recstore export`` of a checkpoint, and of what has changed since."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torchrec.distributed import DistributedModelParallel
+from typer.testing import CliRunner, Result
+
+from torchrec_recstore import Table, TableOptions, UniformInit, save_checkpoint
+from torchrec_recstore.cli import app
+
+from ..checkpoint import models
+from ..terminal import run_in_terminal
+from .test_progress import ESCAPES
+
+
+def export(*arguments: object) -> Result:
+    return CliRunner().invoke(app, ["export", *map(str, arguments)], catch_exceptions=False)
+
+
+@pytest.fixture
+def trained(one_rank: None, tmp_path: Path) -> DistributedModelParallel:
+    """A model whose checkpoint lies at "full"."""
+    model = models.recstore()
+    models.train(model)
+    save_checkpoint(model, tmp_path / "full")
+    return model
+
+
+def user_table(model: DistributedModelParallel) -> Table:
+    table: Table = model.module.sparse.recstore_state.shards["user"][0].table
+    return table
+
+
+def test_a_file_that_torch_alone_reads(trained: DistributedModelParallel, tmp_path: Path) -> None:
+    done = export(tmp_path / "full", tmp_path / "out.pt", "--dtype", "float32", "--table", "user", "--json")
+    assert (done.exit_code, done.stderr) == (0, "")
+    told = json.loads(done.stdout)
+    table = user_table(trained)
+    assert told["path"] == str(tmp_path / "out.pt")
+    assert told["bytes"] == (tmp_path / "out.pt").stat().st_size
+    assert list(told["tables"]) == ["user"]
+    assert told["tables"]["user"]["rows"] == len(table) > 0
+    assert told["tables"]["user"]["dtype"] == "float32"
+    served = torch.jit.load(tmp_path / "out.pt")
+    assert torch.equal(served.lookup("user", table.ids()), table.lookup(table.ids()))
+
+    shown = export(tmp_path / "full", tmp_path / "out.pt", "--dtype", "fp16")
+    assert shown.exit_code == 0
+    assert [line for line in shown.stdout.splitlines() if "user" in line and "float16" in line]
+    assert "rows left out" in shown.stdout
+
+
+def test_a_delta(trained: DistributedModelParallel, tmp_path: Path) -> None:
+    export(tmp_path / "full", tmp_path / "out.pt", "--dtype", "float32")
+    table = user_table(trained)
+    models.train(trained, steps=2, distinct=80)
+    gone = table.ids()[:2]
+    table.remove(gone)
+    save_checkpoint(trained, tmp_path / "later")
+    done = export(tmp_path / "later", tmp_path / "delta", "--delta-of", tmp_path / "out.pt", "--json")
+    assert (done.exit_code, done.stderr) == (0, "")
+    told = json.loads(done.stdout)
+    assert told["tables"]["user"]["removed"] == 2
+    served = torch.jit.load(tmp_path / "out.pt")
+    served.apply_delta(load_file(tmp_path / "delta"))
+    assert served.recstore_version() == told["version"]
+    assert torch.equal(served.lookup("user", table.ids()), table.lookup(table.ids()))
+    assert "removed" in export(tmp_path / "later", tmp_path / "delta", "--delta-of", tmp_path / "out.pt").stdout
+    refused = export(tmp_path / "later", tmp_path / "delta", "--delta-of", tmp_path / "out.pt", "--dtype", "int8")
+    assert refused.exit_code == 2
+    assert refused.stderr.startswith("error: --delta-of takes tables and dtype from the export")
+
+
+def test_bad_input_in_one_line(trained: DistributedModelParallel, tmp_path: Path) -> None:
+    for arguments, says in [
+        ([tmp_path / "nowhere", tmp_path / "out.pt"], "nowhere: no such directory"),
+        ([tmp_path / "full", tmp_path / "out.pt", "--table", "users"], "'users'"),
+        ([tmp_path / "full", tmp_path / "no/out.pt"], "no is no directory"),
+    ]:
+        refused = export(*arguments)
+        assert refused.exit_code == 2
+        assert refused.stderr.startswith("error: ")
+        assert refused.stderr.count("\n") == 1
+        assert says in refused.stderr
+    assert not (tmp_path / "out.pt").exists()
+
+
+def test_what_is_lost_is_said_in_one_line(one_rank: None, tmp_path: Path) -> None:
+    model = models.recstore(options=TableOptions(missing="init", initializer=UniformInit(-0.1, 0.1)))
+    models.train(model)
+    save_checkpoint(model, tmp_path / "full")
+    done = export(tmp_path / "full", tmp_path / "out.pt")
+    assert done.exit_code == 0
+    assert done.stderr.startswith("warning: table(s) ")
+    assert done.stderr.count("\n") == 1
+
+
+def test_progress(trained: DistributedModelParallel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2]))
+    # In a process of its own, which has imported nothing before: fp16 rows need fbgemm's ops, too.
+    command = [sys.executable, "-m", "torchrec_recstore.cli", "export", "--dtype", "fp16"]
+    command += [str(tmp_path / "full"), str(tmp_path / "out.pt")]
+    status, out, seen = run_in_terminal(command)
+    assert status == 0
+    assert "out.pt: " in out
+    rows = sum(
+        json.loads(export(tmp_path / "full", tmp_path / "again.pt", "--json").stdout)["tables"][name]["rows"]
+        for name in ("item", "user")
+    )
+    assert f"{rows}/{rows} " in ESCAPES.sub("", seen)
+    assert " rows/s " in ESCAPES.sub("", seen)

@@ -1,0 +1,124 @@
+"""Runs a page's blocks one after the other, in one folder, and compares what they print with what the page says."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import traceback
+from collections.abc import Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+
+from tests.redis_server import free_port
+
+from .pages import ROOT, Block
+
+TIMEOUT_S = 120
+
+
+class Missing(Exception):
+    """A page needs a program that this machine lacks; the message says which."""
+
+
+def run(blocks: Sequence[Block], folder: Path, before: str = "", after: str = "") -> None:
+    """Runs blocks in ``folder/page``. In a process of its own: what it leaves behind ends with it.
+
+    Addresses on this machine are replaced by free ones, the same for the same throughout the page.
+
+    Args:
+        blocks: of Python and bash, in their order.
+        folder: gets a file ``failed``, which says why, or ``skipped``.
+        before: Python that runs before them, among their names.
+        after: Python that runs behind them.
+    """
+    # Servers of the page's shell blocks are in this group, and end with it.
+    os.setsid()
+    sys.stdout.flush()
+    commands = folder / "commands"
+    for made in (folder / "page", commands):
+        made.mkdir()
+    os.chdir(folder / "page")
+    torch.set_num_threads(1)
+    # As an installation has it, which a checkout may lack.
+    recstore = commands / "recstore"
+    recstore.write_text(f'#!/bin/sh\nexec "{sys.executable}" -m torchrec_recstore.cli "$@"\n')
+    recstore.chmod(0o755)
+    path = f"{commands}:{Path(sys.executable).parent}:{os.environ['PATH']}"
+    os.environ.update(OMP_NUM_THREADS="1", PATH=path, PYTHONPATH=str(ROOT), PYTHONWARNINGS="ignore")
+    # As a script has it: its classes can be pickled.
+    sys.modules["__main__"] = module = ModuleType("__main__")
+    names = module.__dict__
+    ports: dict[str, str] = {}
+    try:
+        exec(_with_own_ports(before, ports), names)
+        for block in blocks:
+            _run(block, _with_own_ports(block.text, ports), names)
+        exec(after, names)
+    except Missing as error:
+        (folder / "skipped").write_text(str(error))
+    except BaseException:
+        (folder / "failed").write_text(traceback.format_exc())
+    finally:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        os.killpg(0, signal.SIGTERM)
+        os._exit(0)  # gloo's teardown aborts now and then (torch 2.13): leave without it
+
+
+def _with_own_ports(text: str, ports: dict[str, str]) -> str:
+    return re.sub(r"127\.0\.0\.1:[1-9]\d*", lambda match: ports.setdefault(match[0], f"127.0.0.1:{free_port()}"), text)
+
+
+def _run(block: Block, text: str, names: dict[str, Any]) -> None:
+    if block.kind == "bash":
+        with tempfile.TemporaryFile("w+") as out:
+            command = ["bash", "-euc", text]
+            status = subprocess.run(command, stdout=out, stderr=subprocess.STDOUT, timeout=TIMEOUT_S, check=False)
+            out.seek(0)
+            printed = out.read()
+        assert status.returncode == 0, f"the block of line {block.line} ends with {status.returncode}:\n{printed}"
+        said = block.output
+    else:
+        printed = _python(block, text, names)
+        said = block.output if block.output is not None else _comments(text)
+    if said is not None and not matches(printed, said):
+        raise AssertionError(f"the block of line {block.line} prints\n{printed}\nwhere the page says\n{said}")
+
+
+def _python(block: Block, text: str, names: dict[str, Any]) -> str:
+    """Runs Python; what it prints, from wherever, without what it logs."""
+    # Tracebacks and TorchScript find the code by its file.
+    file = Path.cwd().parent / f"block_{block.line}.py"
+    file.write_text(text)
+    with ExitStack() as stack:
+        out = stack.enter_context(tempfile.TemporaryFile("w+"))
+        stdout = os.dup(1)
+        stack.callback(os.close, stdout)
+        sys.stdout.flush()
+        os.dup2(out.fileno(), 1)
+        try:
+            exec(compile(text, str(file), "exec"), names)
+        finally:
+            sys.stdout.flush()
+            os.dup2(stdout, 1)
+        out.seek(0)
+        return out.read()
+
+
+def _comments(text: str) -> str:
+    return "".join(f"{said}\n" for said in re.findall(r"print\(.*\)  # (.*)", text))
+
+
+def matches(printed: str, said: str) -> bool:
+    """Whether the lines are the same, blanks at their ends apart; one of ``...`` stands for any number of lines."""
+    lines = [re.escape(line.rstrip()) + r"\n" for line in said.rstrip("\n").split("\n")]
+    pattern = "".join(r"(?:.*\n)*?" if line == r"\.\.\.\n" else line for line in lines if said.strip())
+    text = "".join(f"{line.rstrip()}\n" for line in printed.rstrip("\n").split("\n") if printed.strip())
+    return re.fullmatch(pattern, text) is not None

@@ -1,0 +1,197 @@
+"""Versions that fit each other or do not, and imports that fail in real processes."""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from torchrec_recstore.doctor.finding import Finding
+from torchrec_recstore.doctor.optional import extra_packages, fits, requirements_of
+from torchrec_recstore.doctor.packages import TESTED, packages, python
+from torchrec_recstore.doctor.probe import MODULES, Imported, probe
+
+ROOT = Path(__file__).parents[2]
+GOOD = {
+    "torch": Imported(facts={"version": "2.13.0+cpu"}),
+    "torchrec_recstore.ops": Imported(facts={"instruction_set": "avx2"}),
+    "fbgemm_gpu": Imported(),
+    "torchrec": Imported(),
+}
+
+
+def look(versions: dict[str, str | None], imported: dict[str, Imported] | None = None) -> dict[str, Finding]:
+    """What is found where all is as tested, but for what is given."""
+    there: dict[str, str | None] = {**TESTED, "torchrec-recstore": "0.1.0", **versions}
+    findings = {finding.name: finding for finding in packages({**GOOD, **(imported or {})}, there.get)}
+    # Nothing else is found fault with than what the test is about.
+    return {name: finding for name, finding in findings.items() if finding.status != "ok"}
+
+
+def test_what_is_tested_is_what_is_pinned() -> None:
+    text = "".join((ROOT / "requirements" / name).read_text() for name in ("base.txt", "torchrec.txt"))
+    pins = dict(re.findall(r"^([\w-]+)==([\d.]+)$", text, flags=re.MULTILINE))
+    assert {name: pins[name] for name in TESTED} == TESTED
+
+
+def test_all_fits() -> None:
+    assert look({}) == {}
+
+
+@pytest.mark.parametrize(
+    ("versions", "imported", "expected"),
+    [
+        (
+            {"torch": None},
+            {"torch": Imported("ModuleNotFoundError: No module named 'torch'", "torch")},
+            {
+                "torch": ("problem", "not installed", "pip install torch==2.13.0"),
+                "torchrec_recstore": ("problem", "its native extension needs torch", "mend torch first"),
+                "fbgemm": ("problem", "fbgemm-gpu-cpu 1.8.0 (CPU) needs torch", "mend torch first"),
+            },
+        ),
+        (
+            {},
+            {"torch": Imported("OSError: libtorch.so: no such file")},
+            {
+                "torch": ("problem", "cannot be imported: OSError: libtorch", "--force-reinstall"),
+                "torchrec_recstore": ("problem", "its native extension needs torch", "mend torch first"),
+                "fbgemm": ("problem", "fbgemm-gpu-cpu 1.8.0 (CPU) needs torch", "mend torch first"),
+            },
+        ),
+        (
+            {},
+            {"torch": Imported(facts={"version": "2.10.1"}), "torchrec_recstore.ops": Imported("ImportError: symbol")},
+            {
+                "torch": ("problem", "2.10.1 (CPU), and the native extension needs 2.11", "pip install torch==2.13.0"),
+                "torchrec_recstore": ("problem", "does not load: ImportError: symbol", "make build"),
+                "fbgemm": ("problem", "loads with torch 2.13 alone, and torch is 2.10", "pip install torch==2.13.0"),
+            },
+        ),
+        (
+            {"fbgemm-gpu": "1.8.0"},
+            {},
+            {"fbgemm": ("problem", "both write the same files", "pip uninstall -y fbgemm-gpu fbgemm-gpu-cpu && pip")},
+        ),
+        (
+            {"fbgemm-gpu-cpu": None, "fbgemm-gpu": "1.8.0"},
+            {"fbgemm_gpu": Imported("OSError: libcudart.so.12"), "torchrec": Imported("OSError: libcudart.so.12")},
+            {
+                "fbgemm": (
+                    "problem",
+                    "fbgemm-gpu 1.8.0 (CUDA) cannot be imported",
+                    "pip install fbgemm-gpu-cpu==1.8.0",
+                ),
+                "torchrec": ("problem", "cannot be imported without fbgemm", "mend fbgemm first"),
+            },
+        ),
+        (
+            {"fbgemm-gpu-cpu": None, "torchrec": None, "torchmetrics": None, "tensordict": None},
+            {},
+            {
+                "fbgemm": ("warning", "not installed: Table alone works", "pip install fbgemm-gpu-cpu==1.8.0"),
+                "torchrec": ("warning", "not installed: Table alone works", "pip install --no-deps torchrec==1.8.0"),
+            },
+        ),
+        (
+            {"torchrec": "1.9.0"},
+            {},
+            {"torchrec": ("warning", "1.9.0; tested with 1.8.0", "pip install --no-deps torchrec==1.8.0")},
+        ),
+        (
+            {},
+            {"torchrec": Imported("ModuleNotFoundError: No module named 'iopath'", "iopath")},
+            {"torchrec": ("problem", "No module named 'iopath'", "pip install 'torchrec-recstore[torchrec-cpu]'")},
+        ),
+        (
+            {"torchmetrics": "1.4.0", "safetensors": "0.9.1"},
+            {},
+            {"torchmetrics": ("warning", "torchrec 1.8.0 is tested with 1.0.3", "pip install torchmetrics==1.0.3")},
+        ),
+        (
+            {"xxhash": None, "tensordict": None},
+            {},
+            {
+                "xxhash": ("problem", "torchrec_recstore needs it", "pip install xxhash==4.1.0"),
+                "tensordict": ("problem", "torchrec needs it", "pip install tensordict==0.15.3"),
+            },
+        ),
+    ],
+)
+def test_verdicts(
+    versions: dict[str, str | None], imported: dict[str, Imported], expected: dict[str, tuple[str, str, str]]
+) -> None:
+    found = look(versions, imported)
+    assert found.keys() == expected.keys()
+    for name, (status, says, fix) in expected.items():
+        assert found[name].status == status
+        assert says in found[name].found
+        assert fix in found[name].fix
+
+
+def test_python() -> None:
+    assert python((3, 10, 0), "python").status == "ok"
+    assert python((3, 9, 18), "python").status == "problem"
+
+
+LINES = ["torch>=2.11", 'redis>=8; extra == "redis"', "hiredis>=3 ; extra == 'redis'", 'rich; extra == "cli"']
+
+
+def test_extras() -> None:
+    wanted = requirements_of("redis", LINES)
+    assert wanted == {"redis": ">=8", "hiredis": ">=3"}
+
+    def extra(versions: dict[str, str]) -> Finding:
+        get: Callable[[str], str | None] = versions.get
+        return extra_packages("redis", "cold rows", wanted, get)
+
+    assert extra({"redis": "8.1.0", "hiredis": "3.5.0"}).status == "ok"
+    missing = extra({"redis": "8.1.0"})
+    assert (missing.status, missing.found) == ("ok", "cold rows: not installed (hiredis)")
+    assert missing.fix == "pip install 'torchrec-recstore[redis]'"
+    old = extra({"redis": "7.4.1", "hiredis": "3.5.0"})
+    assert (old.status, old.found) == ("warning", "cold rows: redis 7.4.1, wanted >=8")
+
+
+@pytest.mark.parametrize(
+    ("number", "bound", "expected"),
+    [
+        ("1.10.0", ">=1.9", True),
+        ("1.8", ">=1.9", False),
+        ("1.0.3", "==1.0.3", True),
+        ("1.0.30", "==1.0.3", False),
+        ("2.13.0+cpu", "==2.13.0", True),
+        ("5", "", True),
+    ],
+)
+def test_fits(number: str, bound: str, expected: bool) -> None:
+    assert fits(number, bound) is expected
+
+
+def test_imports_that_fail_crash_and_never_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the real child process, with modules made for it."""
+    (tmp_path / "fails.py").write_text("import is_not_there\n")
+    (tmp_path / "crashes.py").write_text("import os, signal\nos.kill(os.getpid(), signal.SIGSEGV)\n")
+    (tmp_path / "ends.py").write_text("import os\nos._exit(3)\n")
+    (tmp_path / "hangs.py").write_text("import time\nprint('noise')\ntime.sleep(60)\n")
+    (tmp_path / "works.py").write_text("print('{noise}')\n")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    found = probe(["fails", "crashes", "ends", "works"])
+    assert found["fails"].error == "ModuleNotFoundError: No module named 'is_not_there'"
+    assert found["fails"].missing == "is_not_there"
+    assert found["crashes"].error == "its import ends the process with SIGSEGV"
+    assert found["ends"].error == "its import ends the process with status 3"
+    assert found["works"] == Imported()
+    assert probe(["hangs", "works"], timeout_s=1)["hangs"].error == "its import has not returned in 1 s"
+
+
+def test_torch_that_is_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "torch.py").write_text("raise ModuleNotFoundError(\"No module named 'torch'\", name='torch')\n")
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{ROOT}")
+    found = probe(MODULES)
+    assert all(found[name].missing == "torch" for name in MODULES if name != "fbgemm_gpu")
+    assert "torch" not in [finding.name for finding in packages(found) if finding.status == "ok"]
+    assert sys.modules["torch"].__version__  # the test's own is not touched

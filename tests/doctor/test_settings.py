@@ -1,0 +1,105 @@
+"""Threads, files and the processor, on machines made up."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from torchrec_recstore.doctor import files
+from torchrec_recstore.doctor.files import disk, open_files
+from torchrec_recstore.doctor.machine import UNLIMITED
+from torchrec_recstore.doctor.probe import Imported
+from torchrec_recstore.doctor.processor import instruction_set
+from torchrec_recstore.doctor.threads import spinning, threads, usable_cores
+
+from .machines import machine
+
+CPUINFO = "processor\t: 0\nmodel name\t: A Processor\nflags\t\t: fpu {}\n\nprocessor\t: 1\nmodel name\t: A Processor\n"
+AVX2 = "avx avx2 f16c"
+AVX512 = f"{AVX2} avx512f avx512dq avx512bw avx512vl"
+
+
+@pytest.mark.parametrize(
+    ("set_to", "status"), [("", "ok"), ("8", "ok"), ("4,2", "ok"), ("1", "warning"), ("9", "warning"), ("x", "warning")]
+)
+def test_threads(tmp_path: Path, set_to: str, status: str) -> None:
+    environ = {"OMP_NUM_THREADS": set_to} if set_to else {}
+    finding = threads(machine(tmp_path, cores=8, environ=environ))
+    assert finding.status == status
+    if status == "warning":
+        assert finding.fix == "export OMP_NUM_THREADS=8"
+    assert ("torchrun" in finding.fix) == (set_to == "")
+
+
+@pytest.mark.parametrize(
+    "files",
+    [
+        {"sys/fs/cgroup/cgroup.controllers": "cpu\n", "sys/fs/cgroup/cpu.max": "200000 100000\n"},
+        {
+            "proc/self/cgroup": "4:cpu,cpuacct:/a\n0::/\n",
+            "sys/fs/cgroup/cpu/a/cpu.cfs_quota_us": "250000\n",
+            "sys/fs/cgroup/cpu/a/cpu.cfs_period_us": "100000\n",
+            "sys/fs/cgroup/cpu/cpu.cfs_quota_us": "-1\n",
+            "sys/fs/cgroup/cpu/cpu.cfs_period_us": "100000\n",
+        },
+    ],
+)
+def test_a_control_group_gives_less_time(tmp_path: Path, files: dict[str, str]) -> None:
+    finding = threads(machine(tmp_path, files, cores=8))
+    assert (finding.status, finding.fix) == ("warning", "export OMP_NUM_THREADS=2")
+    assert "a control group gives 2, and torch starts 8 threads" in finding.found
+    assert usable_cores(machine(tmp_path / "free", {"sys/fs/cgroup/cpu.max": "max 100000\n"}, cores=8)) == 8
+
+
+def test_spinning(tmp_path: Path) -> None:
+    assert "GOMP_SPINCOUNT" in spinning(machine(tmp_path)).fix
+    for name in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY"):
+        finding = spinning(machine(tmp_path, environ={name: "value"}))
+        assert (finding.status, finding.found, finding.fix) == ("ok", f"{name}=value", "")
+
+
+@pytest.mark.parametrize(
+    ("limits", "status", "fix"),
+    [
+        ((1024, 1048576), "warning", "ulimit -n 65536"),
+        ((1024, 4096), "warning", "sudo prlimit --pid $$ --nofile=65536"),
+        ((65536, 65536), "ok", ""),
+        ((UNLIMITED, UNLIMITED), "ok", ""),
+    ],
+)
+def test_open_files(tmp_path: Path, limits: tuple[int, int], status: str, fix: str) -> None:
+    finding = open_files(machine(tmp_path, open_files=limits))
+    assert (finding.status, finding.fix) == (status, fix)
+
+
+def test_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert disk(tmp_path).status == "ok"
+    missing = disk(tmp_path / "new")
+    assert (missing.status, missing.fix) == ("problem", f"mkdir -p {tmp_path}/new")
+    monkeypatch.setattr(files, "_LITTLE", 1 << 62)
+    assert disk(tmp_path).status == "warning"
+    monkeypatch.setattr(os, "access", lambda path, mode: False)  # root may write anywhere
+    assert disk(tmp_path).found == f"{tmp_path} cannot be written"
+
+
+@pytest.mark.parametrize(
+    ("flags", "chosen", "environ", "status", "fix"),
+    [
+        (AVX512, "avx512", {}, "ok", ""),
+        (AVX2, "avx2", {}, "ok", ""),
+        (AVX512, "avx2", {"RECSTORE_ISA": "avx2"}, "warning", "unset RECSTORE_ISA"),
+        (AVX512, "baseline", {}, "warning", "reinstall torchrec-recstore"),
+        ("sse2", "baseline", {}, "warning", "run on a processor with AVX2; in a virtual machine, pass it on"),
+        (AVX2, None, {}, "ok", ""),
+    ],
+)
+def test_instruction_set(
+    tmp_path: Path, flags: str, chosen: str | None, environ: dict[str, str], status: str, fix: str
+) -> None:
+    facts = {} if chosen is None else {"instruction_set": chosen}
+    looked_at = machine(tmp_path, {"proc/cpuinfo": CPUINFO.format(flags)}, environ=environ)
+    finding = instruction_set(looked_at, {"torchrec_recstore.ops": Imported(facts=facts)})
+    assert (finding.status, finding.fix) == (status, fix)
+    assert finding.found.startswith("A Processor")

@@ -1,0 +1,126 @@
+"""Checkpoints."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import torch
+from fbgemm_gpu.split_embedding_configs import EmbOptimType
+from torchrec.distributed.planner.types import ParameterConstraints
+
+from tests.checkpoint import models
+from tests.errors.situations import situation
+from tests.sharders.models import bag, collection, sharded
+from torchrec_recstore import compact_checkpoint, load_checkpoint, save_checkpoint
+
+
+def saved(path: Path) -> Path:
+    """A checkpoint of a model that has trained."""
+    model = models.recstore()
+    models.train(model)
+    save_checkpoint(model, path)
+    return path
+
+
+def only(directory: Path, pattern: str) -> Path:
+    """The first file that fits."""
+    return min(directory.glob(pattern))
+
+
+@situation("A damaged file")
+def a_bit_flipped(one_rank: None, tmp_path: Path) -> None:
+    file = only(saved(tmp_path / "1000"), "*item*")
+    content = bytearray(file.read_bytes())
+    content[-1] ^= 1
+    file.write_bytes(content)
+    load_checkpoint(models.recstore(), tmp_path / "1000")
+
+
+@situation("A missing file")
+def a_file_deleted(one_rank: None, tmp_path: Path) -> None:
+    only(saved(tmp_path / "1000"), "*item*").unlink()
+    load_checkpoint(models.recstore(), tmp_path / "1000")
+
+
+@situation("A base that was replaced")
+def a_base_saved_again(one_rank: None, tmp_path: Path) -> None:
+    model = models.recstore()
+    models.train(model)
+    save_checkpoint(model, tmp_path / "1000")
+    save_checkpoint(model, tmp_path / "1001", delta_of=tmp_path / "1000")
+    models.train(model)
+    save_checkpoint(model, tmp_path / "1000", overwrite=True)
+    load_checkpoint(model, tmp_path / "1001")
+
+
+@situation("A format of another version")
+def from_the_future(one_rank: None, tmp_path: Path) -> None:
+    metadata = only(saved(tmp_path / "1000"), "*.json")
+    document = json.loads(metadata.read_text())
+    document["version"] = 1000
+    metadata.write_text(json.dumps(document))
+    load_checkpoint(models.recstore(), tmp_path / "1000")
+
+
+@situation("A table that the checkpoint does not have")
+def a_new_table(one_rank: None, tmp_path: Path) -> None:
+    save_checkpoint(sharded(collection(bag("t_user"))), tmp_path / "1000")
+    load_checkpoint(sharded(collection(bag("t_user"), bag("t_item", ["item"]))), tmp_path / "1000")
+
+
+@situation("A table that only the checkpoint has")
+def a_table_less(one_rank: None, tmp_path: Path) -> None:
+    save_checkpoint(sharded(collection(bag("t_user"), bag("t_item", ["item"]))), tmp_path / "1000")
+    load_checkpoint(sharded(collection(bag("t_user"))), tmp_path / "1000")
+
+
+@situation("Another dim than in the checkpoint")
+def another_dim(one_rank: None, tmp_path: Path) -> None:
+    save_checkpoint(sharded(collection(bag("t_user", dim=4))), tmp_path / "1000")
+    load_checkpoint(sharded(collection(bag("t_user", dim=8))), tmp_path / "1000")
+
+
+@situation("Another optimizer than in the checkpoint")
+def another_optimizer(one_rank: None, tmp_path: Path) -> None:
+    save_checkpoint(models.recstore(), tmp_path / "1000")
+    load_checkpoint(models.recstore(optimizer=EmbOptimType.ADAM), tmp_path / "1000")
+
+
+@situation("A delta of a checkpoint that the model does not know")
+def an_unknown_base(one_rank: None, tmp_path: Path) -> None:
+    saved(tmp_path / "1000")
+    save_checkpoint(models.recstore(), tmp_path / "1001", delta_of=tmp_path / "1000")
+
+
+@situation("Tables on TorchRec's own kernels in a checkpoint")
+def a_stock_table(one_rank: None, tmp_path: Path) -> None:
+    stock = {"t_user": ParameterConstraints(sharding_types=["table_wise"], compute_kernels=["fused"])}
+    model = sharded(collection(bag("t_user"), device="cpu"), constraints=stock)
+    save_checkpoint(model, tmp_path / "1000")
+
+
+@situation("Training state that cannot be saved")
+def a_lambda(one_rank: None, tmp_path: Path) -> None:
+    save_checkpoint(models.recstore(), tmp_path / "1000", training_state={"schedule": torch.nn.ReLU()})
+
+
+@situation("Saving to a path that exists")
+def saved_twice(one_rank: None, tmp_path: Path) -> None:
+    save_checkpoint(models.recstore(), saved(tmp_path / "1000"))
+
+
+@situation("Folding into a path that exists")
+def folded_twice(one_rank: None, tmp_path: Path) -> None:
+    compact_checkpoint(saved(tmp_path / "1000"), tmp_path / "1000")
+
+
+@situation("Loading from a path where no checkpoint is")
+def nothing_there(one_rank: None, tmp_path: Path) -> None:
+    load_checkpoint(models.recstore(), tmp_path / "1000")
+
+
+@situation("A folder that may not be written")
+def a_file_in_the_way(one_rank: None, tmp_path: Path) -> None:
+    (tmp_path / "run").write_text("no folder")
+    save_checkpoint(models.recstore(), tmp_path / "run" / "1000")

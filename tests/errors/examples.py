@@ -1,0 +1,19 @@
+"""The examples' commands."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.errors.situations import situation
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+
+
+@situation("Data that an example cannot read")
+def no_movielens(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+    from two_tower.movielens import load
+
+    load(tmp_path / "ml-100k")

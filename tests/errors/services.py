@@ -1,0 +1,138 @@
+"""Cold stores, parameter servers and their clients."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from tests.errors.situations import situation
+from tests.recstore_server import RecStoreServer
+from tests.redis_server import free_port
+from torchrec_recstore.options import RedisStore, RocksDBStore, ServerStore, TableOptions
+from torchrec_recstore.service import RecStoreClient
+from torchrec_recstore.service.applied import AppliedRequests
+from torchrec_recstore.service.data_directory import DataDirectory
+from torchrec_recstore.service.serve import ServerOptions, serve
+from torchrec_recstore.store import Table
+from torchrec_recstore.store.conformance import check_cold_store
+
+THREE = torch.arange(3)
+
+
+def tiered(cold_store: object) -> Table:
+    return Table(4, name="t_user", options=TableOptions(max_rows=2, cold_store=cold_store))
+
+
+@situation("A cold store on disk that cannot be opened")
+def no_folder(tmp_path: Path) -> None:
+    (tmp_path / "ssd").write_text("no folder")
+    tiered(RocksDBStore(str(tmp_path / "ssd" / "cold")))
+
+
+@situation("A Redis server that cannot be reached")
+def no_redis() -> None:
+    tiered(RedisStore(f"redis://:secret@127.0.0.1:{free_port()}", retry_seconds=0))
+
+
+@situation("A server as cold store that cannot be reached")
+def no_server_store() -> None:
+    tiered(ServerStore(f"127.0.0.1:{free_port()}", timeout_s=0.05))
+
+
+@situation("A server that cannot be reached")
+def no_server() -> None:
+    RecStoreClient([f"127.0.0.1:{free_port()}"], timeout_s=0.05).pull("t_user", THREE)
+
+
+@situation("A token that is missing or wrong")
+def no_token(guarded_server: RecStoreServer) -> None:
+    RecStoreClient([guarded_server.address]).pull("t_user", THREE)
+
+
+@situation("A server that was restarted without this client's writes")
+def restarted(tmp_path: Path) -> None:
+    server = RecStoreServer(tmp_path / "data")
+    try:
+        client = RecStoreClient([server.address])
+        client.init_data("t_user", (10, 4))
+        client.push("t_user", THREE, torch.ones(3, 4))
+        server.kill()
+        server.start()
+        client.push("t_user", THREE, torch.ones(3, 4))
+    finally:
+        server.kill()
+
+
+@situation("A server that stops")
+def stopping() -> None:
+    requests = AppliedRequests()
+    requests.close()
+    requests.once("client", 1, 0, lambda: 0)
+
+
+@situation("Rows that another client's init_func makes")
+def other_clients_rows(error_server: RecStoreServer) -> None:
+    def ones(shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
+        return torch.ones(shape, dtype=dtype)
+
+    maker, reader = RecStoreClient([error_server.address]), RecStoreClient([error_server.address])
+    maker.init_data("t_ones", (10, 4), init_func=ones)
+    reader.pull("t_ones", THREE)
+
+
+@situation("A table that nobody has made")
+def no_table() -> None:
+    RecStoreClient().pull("t_user", THREE)
+
+
+@situation("A table that was made with other arguments")
+def made_twice() -> None:
+    client = RecStoreClient()
+    client.init_data("t_user", (10, 4))
+    client.init_data("t_user", (10, 8))
+
+
+@situation("Servers in another order")
+def swapped(error_server: RecStoreServer, second_error_server: RecStoreServer) -> None:
+    addresses = [error_server.address, second_error_server.address]
+    RecStoreClient(addresses).init_data("t_split", (10, 4))
+    RecStoreClient(addresses[::-1]).pull("t_split", THREE)
+
+
+@situation("A client that has been closed")
+def closed_client() -> None:
+    client = RecStoreClient()
+    client.close()
+    client.pull("t_user", THREE)
+
+
+@situation("A token without encryption")
+def token_in_the_clear() -> None:
+    RecStoreClient(["ps-1.example.org:7700"], token="secret")
+
+
+@situation("A server open to other machines without TLS and a token")
+def open_to_all(tmp_path: Path) -> None:
+    ServerOptions(listen="0.0.0.0:7700", data=tmp_path)
+
+
+@situation("A client in the arguments of another process")
+def pickled_client() -> None:
+    RecStoreClient().__reduce__()
+
+
+@situation("An address that is in use")
+def in_use(error_server: RecStoreServer, tmp_path: Path) -> None:
+    serve(ServerOptions(listen=error_server.address, data=tmp_path / "other"), lambda address: None)
+
+
+@situation("A data directory that another server has")
+def same_directory(error_server: RecStoreServer) -> None:
+    DataDirectory(error_server.data)
+
+
+@situation("A cold store of your own that breaks a promise")
+def options_without_equality() -> None:
+    check_cold_store(object())

@@ -1,0 +1,179 @@
+"""Models that are sharded with RecStore tables, and eager modules."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from fbgemm_gpu.split_embedding_configs import EmbOptimType
+from torch import nn
+from torchrec import KeyedJaggedTensor
+from torchrec.distributed.planner.types import ParameterConstraints
+from torchrec.modules.embedding_configs import DataType
+
+from tests.errors.situations import situation
+from tests.sharders.models import bag, batch, collection, sequence, sequences, sharded
+from torchrec_recstore import (
+    SGD,
+    Adam,
+    RecStoreConstraints,
+    RecStoreEmbedding,
+    RecStoreEmbeddingBag,
+    SparseSGD,
+    TableOptions,
+    load_dense_weights,
+    save_checkpoint,
+    table_stats,
+)
+from torchrec_recstore.options import shard_options
+
+SGD_BY_PARAMS = {"optimizer": EmbOptimType.EXACT_SGD}
+
+
+@situation("An optimizer that RecStore does not have")
+def unknown_optimizer(one_rank: None) -> None:
+    sharded(collection(bag("t_user")), fused_params={"optimizer": EmbOptimType.SHAMPOO})
+
+
+@situation("An unknown key in fused_params")
+def unknown_key(one_rank: None) -> None:
+    sharded(collection(bag("t_user")), fused_params={**SGD_BY_PARAMS, "learning_rat": 0.1})
+
+
+@situation("Two optimizers for one table")
+def two_optimizers(one_rank: None) -> None:
+    sharded(collection(bag("t_user")), fused_params=SGD_BY_PARAMS, optimizer=Adam(lr=0.1))
+
+
+@situation("A data type that rows cannot have")
+def int8_rows(one_rank: None) -> None:
+    sharded(collection(bag("t_user", data_type=DataType.INT8)))
+
+
+@situation("init_fn in a table's config")
+def whole_tables(one_rank: None) -> None:
+    sharded(collection(bag("t_user", init_fn=nn.init.zeros_)))
+
+
+@situation("A virtual table in RecStore")
+def virtual(one_rank: None) -> None:
+    sharded(collection(bag("t_user", use_virtual_table=True)))
+
+
+@situation("A feature of a hashed table and of one that is not")
+def half_hashed(one_rank: None) -> None:
+    options = {"t_user": TableOptions(routing="hash"), "t_history": TableOptions()}
+    tables = collection(bag("t_user", features=["user"]), bag("t_history", features=["user"]))
+    sharded(tables, options=options, sharding_type="row_wise")
+
+
+@situation("Fewer rows than shards")
+def one_row_for_two_ranks() -> None:
+    shard_options(TableOptions(max_rows=1), (2, 0), "t_user")
+
+
+@situation("A table that the model does not have")
+def unknown_table(one_rank: None) -> None:
+    load_dense_weights(sharded(collection(bag("t_user"))), {"t_usr": torch.ones(3, 4)})
+
+
+@situation("Weights of another dim")
+def other_dim(one_rank: None) -> None:
+    load_dense_weights(sharded(collection(bag("t_user"))), {"t_user": torch.ones(3, 8)})
+
+
+@situation("Two tables of one name")
+def same_name(one_rank: None) -> None:
+    table_stats(nn.ModuleList([sharded(collection(bag("t_user"))), sharded(collection(bag("t_user")))]))
+
+
+@situation("Ids of a feature that are not integers")
+def float_features(one_rank: None) -> None:
+    sharded(collection(bag("t_user", features=["user"])))(batch(torch.float32, user=[[1, 2]]))
+
+
+@situation("Constraints for a table that the model does not have")
+def unknown_constraints(one_rank: None) -> None:
+    constraints: dict[str, ParameterConstraints] = {"t_usr": RecStoreConstraints()}
+    sharded(collection(bag("t_user")), constraints=constraints)
+
+
+@situation("Resharding in place")
+def resharding(one_rank: None) -> None:
+    model = sharded(collection(bag("t_user")))
+    model.module.update_shards({}, model.module._env, torch.device("cpu"))
+
+
+@situation("Batches of varying size in an EmbeddingCollection")
+def varying(one_rank: None) -> None:
+    features = KeyedJaggedTensor(
+        ["user", "item"],
+        torch.arange(3),
+        lengths=torch.ones(3, dtype=torch.int64),
+        stride_per_key_per_rank=[[1], [2]],
+    )
+    sharded(sequences(sequence("t_item", features=["user", "item"])))(features)
+
+
+@situation("A module that has no rows yet")
+def on_meta() -> None:
+    RecStoreEmbedding(10, 4, name="t_item", device="meta")(torch.arange(3))
+
+
+@situation("DistributedDataParallel around eager tables")
+def data_parallel(one_rank: None) -> None:
+    model = nn.Sequential(RecStoreEmbedding(10, 4, name="t_item"), nn.Linear(4, 1))
+    nn.parallel.DistributedDataParallel(model)(torch.arange(3))
+
+
+@situation("Rows on another device")
+def on_a_gpu() -> None:
+    RecStoreEmbedding(10, 4, name="t_item", device="cuda")
+
+
+@situation("max_norm of torch's modules")
+def max_norm() -> None:
+    RecStoreEmbedding(10, 4, name="t_item", max_norm=1.0)
+
+
+@situation("A sparse optimizer over fused modules")
+def fused_already() -> None:
+    SparseSGD([RecStoreEmbedding(10, 4, name="t_item", optimizer=SGD(lr=0.1))], lr=0.1)
+
+
+@situation("Gradients changed in place")
+def zeroed_in_place() -> None:
+    module = RecStoreEmbedding(10, 4, name="t_item", fused=False)
+    optimizer = SparseSGD([module], lr=0.1)
+    module(torch.arange(3)).sum().backward()
+    nn.utils.clip_grad_norm_(module.parameters(), 1.0)
+    optimizer.step()
+
+
+@situation("Weights of samples without mode='sum'")
+def weighted_mean() -> None:
+    bags = RecStoreEmbeddingBag(10, 4, name="t_item", mode="mean")
+    bags(torch.arange(4).view(2, 2), per_sample_weights=torch.ones(2, 2))
+
+
+@situation("A rank has died")
+def a_rank_has_died(tmp_path: Path) -> None:
+    method = f"file://{tmp_path}/rendezvous"
+    child = os.fork()
+    if child == 0:
+        dist.init_process_group("gloo", init_method=method, rank=1, world_size=2)
+        os._exit(1)
+    dist.init_process_group("gloo", init_method=method, rank=0, world_size=2)
+    try:
+        os.waitpid(child, 0)
+        save_checkpoint(nn.Linear(1, 1), tmp_path / "checkpoint")
+    finally:
+        dist.destroy_process_group()
+
+
+@situation("A state dict that does not fit")
+def another_state_dict() -> None:
+    state = RecStoreEmbedding(10, 8, name="t_item").state_dict()
+    RecStoreEmbedding(10, 4, name="t_item").load_state_dict(state)

@@ -1,0 +1,41 @@
+#!/usr/bin/env bash
+# Installs a wheel or an sdist into a clean environment with the pinned stack, and runs the quickstart there.
+#
+#     tests/package/install.sh dist/torchrec_recstore-*.whl
+#
+# Works in a folder of its own, so that nothing of the checkout can be imported.
+set -euo pipefail
+artifact=$(realpath "$1")
+requirements=$(realpath "$(dirname "$0")/../../requirements")
+folder=$(mktemp -d)
+trap 'rm -rf "$folder"' EXIT
+unset PYTHONPATH
+cd "$folder"
+
+"${PYTHON:-python3}" -m venv venv
+export PATH="$folder/venv/bin:$PATH"
+pip() { python -m pip --disable-pip-version-check --quiet "$@"; }
+pip install -r "$requirements/build.txt" -r "$requirements/examples.txt" -r "$requirements/service.txt"
+pip install --no-deps -r "$requirements/torchrec.txt"
+# What is pinned stays as it is; the other requirements of these extras are met by it.
+pip install --no-build-isolation "$artifact[cli,examples,service,torchrec-cpu]"
+
+python - <<'PYTHON'
+import importlib.metadata, pathlib, re
+import torchrec_recstore
+
+assert "venv" in torchrec_recstore.__file__, torchrec_recstore.__file__
+# The README's first code; the rest of its page continues it.
+readme = importlib.metadata.metadata("torchrec-recstore").get_payload()
+pathlib.Path("quickstart.py").write_text(re.search(r"```python\n(.*?)```", readme, re.S)[1])
+PYTHON
+test "$(python -W ignore quickstart.py 2>quickstart.log | tail -1)" = 3 || { cat quickstart.log; exit 1; }
+echo "quickstart: three rows"
+
+recstore doctor
+recstore train --limit-rows 20000 --epochs 1 --checkpoint run
+recstore inspect run/step-*
+recstore export run/step-* tables.pt --dtype fp16 --top-rows 100
+recstore bench --list
+changed=$(cd venv/lib && find . -newer "$folder/quickstart.py" -path '*torchrec_recstore*' ! -name '*.pyc' ! -name __pycache__ -type f)
+test -z "$changed" || { echo "the installed package has changed: $changed"; exit 1; }

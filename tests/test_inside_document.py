@@ -1,0 +1,56 @@
+"""docs/inside.md names files that exist, and says of the sources what stands in them."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from torchrec_recstore import ops
+
+ROOT = Path(__file__).parents[1]
+DOCUMENT = (ROOT / "docs" / "inside.md").read_text()
+NAMED = sorted(set(re.findall(r"[\w/]+/\w+\.(?:py|h|cpp|inl|proto)\b", DOCUMENT)))
+
+
+@pytest.mark.parametrize("name", NAMED)
+def test_named_files_exist(name: str) -> None:
+    places = (ROOT / name, ROOT / "torchrec_recstore" / name)
+    assert any(place.is_file() for place in places)
+
+
+def test_the_core_is_described() -> None:
+    assert len(NAMED) > 50
+    assert {"csrc/index.h", "csrc/rows.h", "csrc/pass.h", "csrc/snapshot.h", "csrc/bindings.cpp"} <= set(NAMED)
+
+
+@pytest.mark.parametrize(
+    ("said", "file", "stands"),
+    [
+        ("64 lines of 4 entries", "index.h", "kLines = 64"),
+        ("64 lines of 4 entries", "index.h", "kLineEntries = 4"),
+        ("7/8 full", "index.h", "kEntries * 7 / 8"),
+        ("one of 64", "index.h", "kPartBits = 6"),
+        ("first 512 KiB", "region.cpp", "size_t{512} << 10"),
+        ("32nd of `max_rows`", "eviction.cpp", "kPart = 32"),
+        ("Philox4x32-10", "philox.h", "round < 10"),
+        ("tasks of about a thousand ids", "forward.cpp", "1024"),
+        ("two generations", "sightings.h", "kGenerations = 2"),
+    ],
+)
+def test_numbers_are_those_of_the_core(said: str, file: str, stands: str) -> None:
+    assert said in " ".join(DOCUMENT.split())
+    assert stands in (ROOT / "torchrec_recstore" / "csrc" / file).read_text()
+
+
+def test_versions_are_those_of_the_build() -> None:
+    setup = (ROOT / "setup.py").read_text()
+    assert "(2.11 and later)" in " ".join(DOCUMENT.split())
+    assert "0x020b" in setup
+    assert "(3.10 and later)" in " ".join(DOCUMENT.split())
+    assert "cp310" in setup
+
+
+def test_ops_named_are_there() -> None:
+    assert all(hasattr(ops, name) for name in ("group_forward", "group_backward", "group_accumulated_backward"))

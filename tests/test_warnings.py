@@ -1,0 +1,100 @@
+"""Warnings come once for each cause, at the user's line, and docs/errors.md lists them."""
+
+from __future__ import annotations
+
+import ast
+import logging
+import re
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from torchrec import PoolingType
+
+from tests.modules.collections import bag_tables
+from tests.redis_server import needs_redis, redis_server
+from tests.sharders.models import bag, batch, collection, sharded
+from torchrec_recstore import LRU, RecStoreEmbeddingBagCollection, RedisStore, Table, TableOptions
+from torchrec_recstore.inference import export_for_inference
+
+ROOT = Path(__file__).parents[1]
+DOCUMENT = " ".join((ROOT / "docs" / "errors.md").read_text().split())
+
+
+def test_loading_into_meta_warns_once_for_all_tables_at_the_users_line() -> None:
+    state = RecStoreEmbeddingBagCollection(bag_tables(PoolingType.SUM)).state_dict()
+    model = torch.nn.Sequential(RecStoreEmbeddingBagCollection(bag_tables(PoolingType.SUM), device="meta"))
+    state = {f"0.{key}": value for key, value in state.items()}
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("default")  # what Python does, which pytest changes
+        for _ in range(3):
+            model.load_state_dict(state, strict=False)
+    ours = [warning for warning in caught if "RecStore" in str(warning.message)]
+    assert [(warning.category, warning.filename) for warning in ours] == [(UserWarning, __file__)]
+    assert "model.load_state_dict(state" in Path(__file__).read_text().splitlines()[ours[0].lineno - 1]
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_training_warns_of_nothing() -> None:
+    options = {"a": TableOptions(max_rows=10, eviction=LRU()), "b": TableOptions()}
+    model = sharded(collection(bag("a", ["f"]), bag("b", ["g"])), options=options)
+    model(batch(f=[[1]], g=[[2]])).values().sum().backward()  # TorchRec's own are of the first step
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for step in range(3):
+            model(batch(f=[[step]], g=[[-step]])).values().sum().backward()
+    assert [str(warning.message) for warning in caught] == []
+
+
+def test_an_export_warns_once_for_all_tables_at_the_users_line() -> None:
+    options = {f"t{i}": TableOptions(missing="init") for i in range(3)}
+    model = RecStoreEmbeddingBagCollection(bag_tables(PoolingType.SUM), options=options)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        export_for_inference(model)
+    ours = [warning for warning in caught if "missing='init'" in str(warning.message)]
+    assert [warning.filename for warning in ours] == [__file__]
+    assert all(f"'{name}'" in str(ours[0].message) for name in options)
+
+
+@needs_redis
+def test_keys_that_are_left_are_logged_once_for_each_table(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    with redis_server(tmp_path) as server:
+        options = TableOptions(max_rows=2, cold_store=RedisStore(server.url, retry_seconds=0))
+        tables = [Table(4, name=name, options=options) for name in ("one", "other")]
+        for table in tables:
+            table.lookup(torch.arange(2), train=True)
+            table.lookup(torch.arange(2, 4), train=True)
+    with caplog.at_level(logging.WARNING):
+        for table in tables * 2:
+            table.close()
+    messages = [record.getMessage() for record in caplog.records if record.name.startswith("torchrec_recstore")]
+    assert len(messages) == 2
+    assert all(name in message for name, message in zip(("one", "other"), messages, strict=True))
+    assert all("may be left" in message for message in messages)
+
+
+def text_of(argument: ast.expr) -> str:
+    """The text of a literal, with ``...`` in the place of what an f-string or ``%`` puts in."""
+    if isinstance(argument, ast.JoinedStr):
+        return "".join(part.value if isinstance(part, ast.Constant) else "..." for part in argument.values)  # type: ignore[misc]
+    return re.sub(r"%[srdg]", "...", ast.literal_eval(argument))
+
+
+def warning_texts() -> Iterator[tuple[str, str]]:
+    """Text and file of each warning in the package: of ``warn_user``, and of loggers' ``warning``."""
+    for file in (ROOT / "torchrec_recstore").rglob("*.py"):
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.Call) and node.args and file.name != "warn.py":
+                called = ast.unparse(node.func)
+                if called in ("warn_user", "warnings.warn") or called.endswith(".warning"):
+                    yield text_of(node.args[0]), file.name
+
+
+def test_every_warning_is_listed() -> None:
+    found = list(warning_texts())
+    assert {file for _, file in found} >= {"table_module.py", "redis_store.py", "server_store.py", "serve.py"}
+    for text, file in found:
+        assert text in DOCUMENT, file

@@ -1,0 +1,1 @@
+"""One file for each command of ``recstore``, and what they share."""

@@ -1,0 +1,109 @@
+"""``recstore bench``."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.text import Text
+
+from torchrec_recstore.commands.output import AsJson, errors_in_one_line, print_json, stdout, table_of
+from torchrec_recstore.commands.progress import steps
+from torchrec_recstore.commands.shipped import folder_of, missing_in_one_line
+
+_LAST_LINES = 20
+
+
+def bench(
+    names: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="NAME", help="Of benchmarks; all of them without.", show_default=False),
+    ] = None,
+    quick: Annotated[
+        bool, typer.Option("--quick", help="Small sizes: seconds each, to see that all works. Not to be quoted.")
+    ] = False,
+    list_: Annotated[bool, typer.Option("--list", help="List the benchmarks, and run none.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Measure RecStore tables on this machine against FBGEMM's, the disk's or the machine's own limit.
+
+    Both sides of a ratio are measured in one run, each benchmark in a process of its own. Files go to the working
+    folder or the one for temporary files, and none stays. The kernel's needs g++; all together take about an hour.
+
+    Example: recstore bench kernel store
+
+    Exit status: 0, 1 where a benchmark failed, 2 where there is none of that name.
+    """
+    with errors_in_one_line():
+        folder = folder_of("benchmarks")
+    sys.path.insert(0, str(folder))  # its scripts import each other so
+    scripts = importlib.import_module("scripts")
+    known = {name: _about(folder / f"{name}.py") for name in scripts.SCRIPTS}
+    if list_:
+        _list(known, as_json)
+        return
+    with errors_in_one_line():
+        for name in names or ():
+            if name not in known:
+                raise ValueError(f"there is no benchmark {name!r}: {', '.join(known)}")
+        with missing_in_one_line():
+            measure = importlib.import_module("measure")
+    wanted = list(dict.fromkeys(names or known))
+    rows: list[dict[str, Any]] = []
+    failed = []
+    with steps(len(wanted)) as begin:
+        for name in wanted:
+            begin(name)
+            lanes = ("shipped",) if quick else scripts.lanes_of(name)
+            flags = scripts.QUICK[name] if quick else ()
+            with tempfile.TemporaryFile("w+") as errors:  # what libraries say beside it would tear the bar
+                try:
+                    rows += measure.run_lanes(str(folder / f"{name}.py"), lanes, flags, errors)
+                except subprocess.CalledProcessError as error:
+                    failed.append(name)
+                    errors.seek(0)
+                    last = errors.read().splitlines()[-_LAST_LINES:]
+                    said = f"error: the benchmark {name} ended with status {error.returncode}"
+                    print("\n".join([*last, said]), file=sys.stderr)
+    if as_json:
+        print_json(rows)
+    elif rows:
+        _print(rows, quick)
+    raise typer.Exit(1 if failed else 0)
+
+
+def _about(script: Path) -> str:
+    """The first line of its docstring."""
+    with script.open() as file:
+        return file.readline().strip().strip('"').replace("``", "")
+
+
+def _list(known: dict[str, str], as_json: bool) -> None:
+    if as_json:
+        print(json.dumps(known, indent=1))
+        return
+    for name, about in known.items():
+        stdout().print(Text(f"{name:<12}{about}"), soft_wrap=True)
+
+
+def _print(rows: list[dict[str, Any]], quick: bool) -> None:
+    said = importlib.import_module("figures")
+    for columns, figures in (
+        (said.KERNEL, said.kernel_figures(rows)),
+        (said.OTHER, said.other_figures(rows)),
+        (said.OPTIONS, said.option_figures(rows)),
+    ):
+        if figures:
+            table = table_of(columns)
+            for figure in figures:
+                table.add_row(*(Text(cell.replace("`", "")) for cell in figure))
+            stdout().print(table)
+    first = rows[0]
+    where = f"{first['cpu']}, {first['threads']} threads, torch {first['torch']}, {first['commit']}; medians"
+    stdout().print(Text(where + (". Quick sizes: not to be quoted." if quick else ".")), soft_wrap=True)

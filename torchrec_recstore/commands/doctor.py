@@ -1,0 +1,64 @@
+"""``recstore doctor``."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.text import Text
+
+from torchrec_recstore.commands.output import AsJson, print_json, stdout
+from torchrec_recstore.doctor import examine
+from torchrec_recstore.doctor.finding import Finding
+
+_STYLES = {"ok": "green", "warning": "yellow", "problem": "bold red"}
+_WIDTH = 28  # of status and name
+
+
+def doctor(
+    data: Annotated[
+        Path, typer.Option(metavar="DIR", help="A folder on the disk for checkpoints and cold rows.")
+    ] = Path(),
+    as_json: AsJson = False,
+) -> None:
+    """Check packages and settings of this machine, and say how to mend what is wrong.
+
+    Versions that have to fit each other are imported in a process of their own; then come the processor, memory and
+    its limits, overcommit, huge pages, threads, open files and the disk. Nothing is changed.
+
+    Example: recstore doctor --data /ssd/checkpoints
+
+    Exit status: 0, or 1 where there is a problem; warnings are no problem.
+    """
+    findings = []
+    section = ""
+    for section_of, finding in examine(data):
+        findings.append((section_of, finding))
+        if not as_json:
+            if section_of != section:
+                stdout().print(Text(section_of, style="bold"))
+                section = section_of
+            _print(finding)
+    counts = {status: sum(finding.status == status for _, finding in findings) for status in _STYLES}
+    if as_json:
+        rows = [{"section": section_of, **asdict(finding)} for section_of, finding in findings]
+        print_json({"problems": counts["problem"], "warnings": counts["warning"], "findings": rows})
+    else:
+        said = (f"{counts[status]} {status}{'' if counts[status] == 1 else 's'}" for status in ("problem", "warning"))
+        stdout().print(", ".join(said), highlight=False)
+    raise typer.Exit(1 if counts["problem"] else 0)
+
+
+def _print(finding: Finding) -> None:
+    head = Text.assemble("  ", (f"{finding.status:<8}", _STYLES[finding.status]), f"{finding.name:<18}")
+    lines = Text(finding.found)
+    if finding.fix:
+        lines.append(f"\n{finding.fix}", style="cyan")
+    console = stdout()
+    body = lines.wrap(console, max(20, console.width - _WIDTH))
+    first, *rest = body
+    console.print(Text.assemble(head, first), soft_wrap=True)
+    for line in rest:
+        console.print(Text.assemble(" " * _WIDTH, line), soft_wrap=True)

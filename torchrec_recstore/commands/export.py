@@ -1,0 +1,142 @@
+"""``recstore export``."""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import typer
+from rich.filesize import decimal
+from rich.text import Text
+
+from torchrec_recstore.commands.checkpoints import Checkpoint
+from torchrec_recstore.commands.output import AsJson, errors_in_one_line, print_json, stdout, table_of
+from torchrec_recstore.commands.progress import progress
+from torchrec_recstore.commands.shipped import missing_in_one_line
+
+if TYPE_CHECKING:
+    from torchrec_recstore.inference.checkpoint import ExportInfo
+    from torchrec_recstore.inference.delta import DeltaInfo
+
+ROWS = "Which rows"
+
+
+def export(
+    checkpoint: Checkpoint,
+    output: Annotated[Path, typer.Argument(metavar="OUT", help="The file to write.", show_default=False)],
+    dtype: Annotated[
+        Literal["int8", "int4", "fp16", "float32"] | None,
+        typer.Option(help="Of the rows: quantised, or as trained.", show_default="int8"),
+    ] = None,
+    tables: Annotated[
+        list[str] | None,
+        typer.Option("--table", metavar="NAME", help="Only this table; may be given several times."),
+    ] = None,
+    delta_of: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="EXPORT.pt", help="Write a delta: what has changed since this export, for its apply_delta."
+        ),
+    ] = None,
+    min_frequency: Annotated[
+        int, typer.Option(min=0, help="Leave out rows that fewer steps have looked up.", rich_help_panel=ROWS)
+    ] = 0,
+    top_rows: Annotated[
+        int | None,
+        typer.Option(min=1, metavar="N", help="Only the N most frequent rows of each table.", rich_help_panel=ROWS),
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Make one scripted collection of a checkpoint's tables, which torch.jit.load runs without torchrec_recstore.
+
+    Ids stay raw: a sorted id tensor maps them to rows, ids without a row read as zeros.
+
+    With --delta-of, OUT is a safetensors file that a running server applies to that export without loading another:
+    tables, dtype and the choice of rows are the export's.
+
+    Example: recstore export run/step-000001000 tables.pt --dtype int8 --top-rows 1000000
+
+    Exit status: 0, or 2 with one line on stderr; then there is nothing new at OUT.
+    """
+    with errors_in_one_line():
+        if delta_of is not None and (tables or dtype):
+            raise ValueError("--delta-of takes tables and dtype from the export: leave out --table and --dtype")
+        info = _export(checkpoint, output, tables, dtype or "int8", delta_of, min_frequency, top_rows)
+    if as_json:
+        print_json(_as_json(info))
+    else:
+        _print(info)
+
+
+def _export(
+    checkpoint: Path,
+    output: Path,
+    tables: list[str] | None,
+    dtype: str,
+    delta_of: Path | None,
+    min_frequency: int,
+    top_rows: int | None,
+) -> ExportInfo | DeltaInfo:
+    from torchrec_recstore.checkpoint.info import read_info
+
+    known = read_info(checkpoint).tables
+    with missing_in_one_line(), warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        import torch
+
+        from torchrec_recstore.inference.checkpoint import export_checkpoint, export_checkpoint_delta
+
+        rows = sum(table.rows for name, table in known.items() if not tables or name in tables)
+        with progress("exporting", rows) as advance:
+            info: ExportInfo | DeltaInfo
+            if delta_of is None:
+                types = {"int8": torch.int8, "int4": torch.quint4x2, "fp16": torch.float16, "float32": torch.float32}
+                info = export_checkpoint(
+                    checkpoint,
+                    output,
+                    tables=tables,
+                    dtype=types[dtype],
+                    min_frequency=min_frequency,
+                    top_rows=top_rows,
+                    advance=advance,
+                )
+            else:
+                info = export_checkpoint_delta(
+                    checkpoint,
+                    output,
+                    base=delta_of,
+                    min_frequency=min_frequency,
+                    top_rows=top_rows,
+                    advance=advance,
+                )
+    for warning in caught:
+        if Path(warning.filename) == Path(__file__):  # ours, and not what torch says of itself
+            print(f"warning: {warning.message}", file=sys.stderr)
+    return info
+
+
+def _as_json(info: ExportInfo | DeltaInfo) -> dict[str, Any]:
+    told = asdict(info)
+    for table in told["tables"].values():
+        if "dtype" in table:
+            table["dtype"] = str(table["dtype"]).removeprefix("torch.")
+    return {**told, "path": str(info.path)}
+
+
+def _print(info: ExportInfo | DeltaInfo) -> None:
+    tables = _as_json(info)["tables"]
+    columns = list(next(iter(tables.values())))
+    shown = table_of(["table", *(column.replace("_", " ") for column in columns)])
+    for name, table in tables.items():
+        shown.add_row(Text(name), *(_cell(column, table[column]) for column in columns))
+    stdout().print(shown)
+    stdout().print(f"{info.path}: {decimal(info.bytes)}", highlight=False, markup=False, soft_wrap=True)
+
+
+def _cell(column: str, value: int | str) -> str:
+    if isinstance(value, str):
+        return value
+    return decimal(value) if column == "bytes" else f"{value:,}"

@@ -1,0 +1,49 @@
+"""What commands print: tables and lines on stdout, an error in one line on stderr."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead.")]
+
+_LEFT = frozenset({"", "table", "dtype", "optimizer", "figure", "kernel, over FBGEMM's", "option", "over"})
+
+
+@contextmanager
+def errors_in_one_line() -> Iterator[None]:
+    """Ends the command with status 2 and one line on stderr where its body cannot use what it was given."""
+    try:
+        yield
+    except (OSError, ValueError) as error:
+        if isinstance(error, OSError) and error.strerror:
+            message = f"{error.filename}: {error.strerror}" if error.filename else error.strerror
+        else:
+            message = str(error)
+        print(f"error: {message}", file=sys.stderr)
+        raise typer.Exit(2) from None
+
+
+def stdout() -> Console:
+    """The console on stdout. Where that is no terminal, lines are for other programs: not wrapped."""
+    return Console() if sys.stdout.isatty() else Console(width=1000)
+
+
+def print_json(value: Any) -> None:
+    """Prints a document of JSON."""
+    print(json.dumps(value, indent=1))
+
+
+def table_of(columns: Sequence[str]) -> Table:
+    """A table whose columns of figures are aligned to the right."""
+    table = Table()
+    for column in columns:
+        table.add_column(column, justify="left" if column in _LEFT else "right", overflow="fold")
+    return table

@@ -1,0 +1,79 @@
+"""Imports packages in a process of its own: one that crashes or never returns is found, too."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+MODULES = ("torch", "torchrec_recstore.ops", "fbgemm_gpu", "torchrec")
+"""In the order in which they need each other."""
+
+_TIMEOUT_S = 180
+
+_CHILD = """
+import importlib, json, logging, sys, warnings
+warnings.filterwarnings("ignore")
+logging.disable(logging.WARNING)
+for name in sys.argv[1:]:
+    told = {"module": name, "error": None, "missing": None, "facts": {}}
+    try:
+        module = importlib.import_module(name)
+        if name == "torch":
+            told["facts"] = {"version": module.__version__, "cuda": module.version.cuda}
+        if name == "torchrec_recstore.ops":
+            told["facts"] = {"instruction_set": module.instruction_set()}
+    except BaseException as error:
+        cause = error.__cause__ or error
+        told["error"] = f"{type(cause).__name__}: {cause}".splitlines()[0]
+        told["missing"] = cause.name if isinstance(cause, ModuleNotFoundError) else None
+    print("\\n" + json.dumps(told), flush=True)
+"""
+
+
+@dataclass(frozen=True)
+class Imported:
+    """How an import went.
+
+    Args:
+        error: why it failed, in one line; None where it did not.
+        missing: the module that was not found, if that was why.
+        facts: what the module says of itself.
+    """
+
+    error: str | None = None
+    missing: str | None = None
+    facts: dict[str, str] = field(default_factory=dict)
+
+
+def probe(modules: Sequence[str], python: str = sys.executable, timeout_s: float = _TIMEOUT_S) -> dict[str, Imported]:
+    """Imports each module.
+
+    Args:
+        modules: their names, each after those that it needs.
+        python: which interpreter.
+        timeout_s: for all that one process imports.
+    """
+    found: dict[str, Imported] = {}
+    while left := [name for name in modules if name not in found]:
+        command = [python, "-c", _CHILD, *left]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as child:
+            try:
+                out, ended = child.communicate(timeout=timeout_s)[0], ""
+            except subprocess.TimeoutExpired:
+                child.kill()
+                out, ended = child.communicate()[0], f"has not returned in {timeout_s:g} s"
+        for line in out.splitlines():
+            if line.startswith('{"module"'):
+                told = json.loads(line)
+                found[told["module"]] = Imported(told["error"], told["missing"], told["facts"])
+        crashed = [name for name in left if name not in found]
+        if crashed:
+            if not ended:
+                status = child.returncode
+                ended = f"ends the process with {signal.Signals(-status).name if status < 0 else f'status {status}'}"
+            found[crashed[0]] = Imported(error=f"its import {ended}")
+    return found
