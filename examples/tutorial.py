@@ -349,7 +349,8 @@ with torch.no_grad():
     trained = sharded_ebc_fused_params(kjt).wait()
 for key in ("product", "user"):
     show(f"Same float rows, {key}:", torch.equal(float_ebc(kjt)[key], trained[key]))
-    show(f"Largest error of int8, {key}:", (quant_ebc(kjt)[key] - trained[key]).abs().max().item())
+    error = (quant_ebc(kjt)[key] - trained[key]).abs().max()
+    show(f"Largest error of int8, {key}: {error:.7f}")
 
 # TorchRec's tracer makes a graph of the model, and TorchScript a program of that, which runs without Python. Given a
 # path, export_for_inference writes such a program itself, with a method that takes fresh rows: docs/serving.md.

@@ -10,7 +10,7 @@ import pytest
 import safetensors.torch
 import torch
 from torch import Tensor, nn
-from torchrec import KeyedJaggedTensor
+from torchrec import EmbeddingBagCollection, KeyedJaggedTensor, KeyedTensor
 
 from torchrec_recstore.checkpoint import save_checkpoint
 from torchrec_recstore.inference import (
@@ -21,10 +21,12 @@ from torchrec_recstore.inference import (
     read_delta,
 )
 from torchrec_recstore.inference.checkpoint import ExportInfo
+from torchrec_recstore.inference.delta import DeltaTable
+from torchrec_recstore.modules import RecStoreEmbeddingBagCollection
 from torchrec_recstore.options import LRU, MinFrequency, TableOptions
 
 from ..checkpoint.models import DIM, recstore
-from .models import Model, batch, train
+from .models import BAGS, Model, batch, train
 
 DTYPES = [torch.float32, torch.float16, torch.int8, torch.quint4x2]
 
@@ -78,6 +80,36 @@ def test_rows_that_have_not_changed_are_not_in_it(tmp_path: Path) -> None:
     assert sorted(read_delta(tmp_path / "delta")) == sorted(
         ["base", "version", *(f"{name}/{kind}" for name in "tu" for kind in ("ids", "rows", "removed"))]
     )
+
+
+class WithTorchRecsTable(nn.Module):
+    """A table of TorchRec's own beside one of RecStore's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.own = EmbeddingBagCollection(tables=[copy.deepcopy(BAGS[1])])
+        self.bags = RecStoreEmbeddingBagCollection(BAGS[:1], lr=0.3)
+
+    def forward(self, features: KeyedJaggedTensor) -> Tensor:
+        own: KeyedTensor = self.own(features)
+        pooled: KeyedTensor = self.bags(features)
+        return torch.cat([own.values(), pooled.values()], dim=1)
+
+
+def test_rows_of_torchrecs_tables(tmp_path: Path) -> None:
+    model = WithTorchRecsTable().eval()
+    export_for_inference(model, tmp_path / "base.pt", dtype=torch.float16)
+    with torch.no_grad():
+        model.own.embedding_bags["m"].weight[[3, 50]] += 1
+    info = export_delta(model, tmp_path / "delta", base=tmp_path / "base.pt")
+    assert info.tables["m"] == DeltaTable(2, 0)
+    export_for_inference(model, tmp_path / "full.pt", dtype=torch.float16)
+    served = torch.jit.load(tmp_path / "base.pt")
+    delta = read_delta(tmp_path / "delta")
+    with pytest.raises(torch.jit.Error, match="table m is TorchRec's own, and the delta has rows beyond it"):
+        served.apply_delta(delta | {"m/ids": torch.tensor([3, 100])})
+    assert served.apply_delta(delta)
+    assert_same_model(served, torch.jit.load(tmp_path / "full.pt"))
 
 
 def test_with_rows_that_are_left_out(tmp_path: Path) -> None:

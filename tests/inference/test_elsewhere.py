@@ -146,10 +146,10 @@ def test_in_cpp(exported: Path, program: Path, tmp_path: Path) -> None:
         assert done.returncode == 0, done.stderr
         assert done.stdout.count("applied") == len(deltas)
         assert torch.equal(torch.load(tmp_path / "output.pt"), wanted)
-        # The last one once more.
-        done = run(program, *files, *more, *(a for d in (*deltas, deltas[-1]) for a in ("--delta", d)))
-        assert "already has" in done.stdout
-        assert torch.equal(torch.load(tmp_path / "output.pt"), wanted)
+    # The last one once more.
+    done = run(program, *files, *libraries, *(a for d in (*deltas, deltas[-1]) for a in ("--delta", d)))
+    assert "already has" in done.stdout
+    assert torch.equal(torch.load(tmp_path / "output.pt"), wanted)
     # The second delta without the first one.
     done = run(program, *files, *libraries, "--delta", deltas[1])
     assert done.returncode == 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,7 @@ from torchrec.distributed.planner.types import ParameterConstraints
 from torchrec.modules.feature_processor_ import PositionWeightedModule, PositionWeightedModuleCollection
 from torchrec.modules.fp_embedding_modules import FeatureProcessedEmbeddingBagCollection
 
-from torchrec_recstore.inference import export_for_inference
+from torchrec_recstore.inference import export_delta, export_for_inference, read_delta, scriptable
 from torchrec_recstore.modules import RecStoreEmbedding, RecStoreEmbeddingBag, RecStoreEmbeddingBagCollection
 from torchrec_recstore.options import LFU, LRU, ConstantInit, RocksDBStore, TableOptions
 from torchrec_recstore.planner import RecStoreConstraints, RecStorePlanner
@@ -240,6 +241,14 @@ def test_frequencies_are_halved_as_eviction_has_it() -> None:
     assert kept.tolist() == [False, False, False], "by now"
 
 
+def test_frequencies_that_are_not_known() -> None:
+    table = RecStoreEmbedding(3, 2, _weight=torch.ones(3, 2), name="t").eval()
+    for arguments in ({"min_frequency": 1}, {"top_rows": 2}):
+        with pytest.raises(ValueError, match="'t' has rows and no training step has looked any up"):
+            export_for_inference(table, **arguments)
+    assert bool((export_for_inference(table)(torch.arange(3)) == 1).all())
+
+
 def test_rows_in_a_cold_store(tmp_path: Path) -> None:
     options = TableOptions(max_rows=60, eviction=LRU(), cold_store=RocksDBStore(str(tmp_path / "cold")))
     model = Model(options)
@@ -316,6 +325,46 @@ def test_a_model_that_torchscript_cannot_take(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="TorchScript cannot take Unscriptable"):
         export_for_inference(Unscriptable(), tmp_path / "m.pt")
     assert list(tmp_path.iterdir()) == []
+
+
+class Traceable(nn.Module):
+    """Has what TorchScript takes only from a trace."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model, self.rows = Model(), RecStoreEmbedding(9, 2, name="more")
+        self.twice = partial(torch.mul, other=2)
+
+    def forward(self, features: KeyedJaggedTensor, ids: Tensor) -> Tensor:
+        return self.twice(self.model(features)) + self.rows(ids).sum()
+
+
+# For the tracer: with annotations from __future__ they are but text.
+Traceable.forward.__annotations__ = {"features": KeyedJaggedTensor, "ids": Tensor, "return": Tensor}
+
+
+def test_a_model_that_torchscript_takes_from_a_trace(tmp_path: Path) -> None:
+    model, ids = Traceable(), torch.tensor([3, 4])
+    model(batch(), ids).sum().backward()
+    model.eval()
+    with pytest.raises(RuntimeError, match="partial"):
+        torch.jit.script(scriptable(export_for_inference(model)))
+    export_for_inference(model, tmp_path / "m.pt", dtype=torch.float32)
+    some, served = batch(), torch.jit.load(tmp_path / "m.pt")
+    assert torch.equal(served(some, ids), model(some, ids).detach())
+    train_on = model.train()
+    train_on(batch(), ids).sum().backward()
+    with torch.no_grad():
+        model.model.over[2].bias += 1
+    info = export_delta(model.eval(), tmp_path / "delta", base=served)
+    assert info.dense == ("model.over.2.bias",)
+    assert served.apply_delta(read_delta(tmp_path / "delta"))
+    assert torch.equal(served(some, ids), model(some, ids).detach())
+
+
+def test_a_table_on_the_meta_device() -> None:
+    with pytest.raises(ValueError, match="table 't' is on the meta device"):
+        export_for_inference(collection(BAGS[0]))
 
 
 def two_ranks(rank: int, world_size: int) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,9 +14,10 @@ from torchrec_recstore.checkpoint.info import CheckpointInfo, TableInfo, read_ch
 from torchrec_recstore.inference.delta import DeltaInfo, dtype_of, open_base, write_delta
 from torchrec_recstore.inference.row_formats import check_dim, check_dtype, packed
 from torchrec_recstore.inference.script import check_path, save_script, scripted
-from torchrec_recstore.inference.selection import aged, check_selection, missing_row, selected
+from torchrec_recstore.inference.selection import aged, check_counted, check_selection, missing_row, selected
 from torchrec_recstore.inference.served_tables import ServedTable, ServedTables, served_table
 from torchrec_recstore.options import default_initializer
+from torchrec_recstore.warn import warn_user
 
 
 @dataclass(frozen=True)
@@ -160,6 +160,7 @@ def _served(
         )
     for name in names:
         check_dim(name, known[name].dim, row_format)
+        check_counted(name, known[name].rows, known[name].steps, min_frequency, top_rows)
     check_files(chain)
     served, left_out, initial = [], {}, []
     for name in names:
@@ -172,10 +173,9 @@ def _served(
         served.append(served_table(name, info.dim, row_format, ids, rows))
         left_out[name] = info.rows - len(ids)
     if initial:
-        warnings.warn(
+        warn_user(
             f"table(s) {', '.join(map(repr, initial))} have missing='init': an id without a row reads as its initial "
-            "row in a model, and as zeros in what is exported",
-            stacklevel=3,
+            "row in a model, and as zeros in what is exported"
         )
     return ServedTables(served), left_out
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -22,7 +21,7 @@ from torchrec_recstore.inference.copies import copied_with
 from torchrec_recstore.inference.delta import DeltaInfo, dtype_of, open_base, write_delta
 from torchrec_recstore.inference.row_formats import check_dim, check_dtype
 from torchrec_recstore.inference.script import check_path, save_script, scripted
-from torchrec_recstore.inference.selection import check_selection, missing_row, selected
+from torchrec_recstore.inference.selection import check_counted, check_selection, missing_row, selected
 from torchrec_recstore.inference.served_model import scriptable
 from torchrec_recstore.inference.single_tables import StaticEmbedding, StaticEmbeddingBag
 from torchrec_recstore.inference.static_collections import (
@@ -41,6 +40,7 @@ from torchrec_recstore.sharders.collection import RecStoreCollection
 from torchrec_recstore.sharders.gather import all_gathered, refused_together, whole_environment
 from torchrec_recstore.store import Table
 from torchrec_recstore.table_configs import ROW_DTYPES, initializer_of
+from torchrec_recstore.warn import warn_user
 
 
 def export_for_inference(
@@ -77,9 +77,9 @@ def export_for_inference(
         The model in evaluation mode, on the CPU, on every rank.
 
     Raises:
-        TypeError, ValueError: an argument that makes no sense, a table of a dim that ``dtype`` cannot hold, a sharded
-            module of another kind, a model without tables; with ``path`` also one that TorchScript cannot take. The
-            message names it.
+        TypeError, ValueError: an argument that makes no sense, a table of a dim that ``dtype`` cannot hold or on the
+            meta device, a choice by frequency of rows that were never trained on, a sharded module of another kind, a
+            model without tables; with ``path`` also one that TorchScript cannot take. The message names it.
         OSError: the file cannot be written.
         ColdStoreError: a cold store fails. All of these on every rank.
 
@@ -269,6 +269,9 @@ class _Conversion:
                 module.recstore_state.emits_rows = emits
         weights = {key.split(".")[-2]: value for key, value in state.items() if key.endswith(".weight")}
         weights = {name: weights[name] for name in sorted(names)}
+        for name, weight in weights.items():
+            if isinstance(weight, Tensor) and weight.is_meta:
+                raise ValueError(f"table {name!r} is on the meta device and has no rows")
         if not isinstance(module, ShardedModule):
             return {name: weight.detach().cpu().clone() for name, weight in weights.items()}
         plain = {name: weight for name, weight in weights.items() if type(weight) in (Tensor, nn.Parameter)}
@@ -311,6 +314,7 @@ class _Conversion:
         if not exact:
             self._initial_rows.append(name)
         whole = whole_table(shards, dim, env)
+        check_counted(name, len(whole.ids), whole.steps, self._min_frequency, self._top_rows)
         places = selected(whole.frequency, self._min_frequency, self._top_rows)
         return whole.ids[places], torch.cat([missing[None], whole.weight[places]])
 
@@ -318,10 +322,9 @@ class _Conversion:
         """Once for all tables that it concerns."""
         if self._initial_rows:
             names = ", ".join(map(repr, self._initial_rows))
-            warnings.warn(
+            warn_user(
                 f"table(s) {names} have missing='init': an id without a row reads as its initial row in the model, "
-                "and as zeros in what is exported",
-                stacklevel=3,
+                "and as zeros in what is exported"
             )
 
 

@@ -20,6 +20,8 @@ _METHODS = (
     "apply_delta",
 )
 
+_LEAVES = ["ServedEmbeddingBagCollection", "ServedEmbeddingCollection", "StaticEmbedding", "StaticEmbeddingBag"]
+
 
 def check_path(path: Path) -> None:
     """Refuses a path that no file can be written to.
@@ -93,7 +95,7 @@ def _scripted(served: nn.Module) -> tuple[torch.jit.ScriptModule, nn.Module]:
     try:
         import torchrec.fx  # a module without TorchRec's is scripted above
 
-        tracer = torchrec.fx.Tracer(leaf_modules=["ServedEmbeddingBagCollection", "ServedEmbeddingCollection"])
+        tracer = torchrec.fx.Tracer(leaf_modules=_LEAVES)
         traced = torch.fx.GraphModule(served, tracer.trace(served))
         return torch.jit.script(traced), traced
     except Exception as error:

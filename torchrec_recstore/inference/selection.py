@@ -39,6 +39,26 @@ def check_selection(min_frequency: int, top_rows: int | None) -> None:
             raise ValueError(f"{name} must be at least {least}, got {value}")
 
 
+def check_counted(name: str, rows: int, steps: int, min_frequency: int, top_rows: int | None) -> None:
+    """Refuses a choice by frequency among rows that no training step has counted.
+
+    Args:
+        name: of the table.
+        rows: of it.
+        steps: training lookups that it has seen.
+        min_frequency: as asked for.
+        top_rows: likewise.
+
+    Raises:
+        ValueError: they were only loaded, inserted, or updated by id.
+    """
+    if rows and not steps and (min_frequency or top_rows is not None):
+        raise ValueError(
+            f"table {name!r} has rows and no training step has looked any up, so that their frequencies are not known: "
+            "leave out min_frequency and top_rows"
+        )
+
+
 def selected(frequency: Tensor, min_frequency: int, top_rows: int | None) -> Tensor:
     """Which rows are exported.
 

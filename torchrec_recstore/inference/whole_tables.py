@@ -25,11 +25,13 @@ class WholeTable:
         ids: (R,) int64, ascending.
         weight: (R, dim) float32.
         frequency: (R,) int64: training steps that have looked the row up, halved as the table's eviction has it.
+        steps: training steps of the table.
     """
 
     ids: Tensor
     weight: Tensor
     frequency: Tensor
+    steps: int
 
 
 def whole_table(shards: Iterable[Table], dim: int, env: ShardingEnv | None) -> WholeTable:
@@ -41,17 +43,17 @@ def whole_table(shards: Iterable[Table], dim: int, env: ShardingEnv | None) -> W
         env: of the ranks that have the others; None where this process has all of it.
     """
     with nullcontext() if env is None else refused_together(env):
-        mine = [((shard.columns.start, shard.columns.stop), *_rows_of(shard)) for shard in shards]
+        mine = [((shard.columns.start, shard.columns.stop), shard.steps, *_rows_of(shard)) for shard in shards]
     gathered = [mine] if env is None else all_gathered(mine, env)
     parts = [part for of_rank in gathered for part in of_rank]
-    ids = torch.cat([torch.empty(0, dtype=torch.int64), *(ids for _, ids, _, _ in parts)]).unique()  # type: ignore[no-untyped-call]
+    ids = torch.cat([torch.empty(0, dtype=torch.int64), *(ids for _, _, ids, _, _ in parts)]).unique()  # type: ignore[no-untyped-call]
     weight = torch.zeros(len(ids), dim)
     frequency = torch.zeros(len(ids), dtype=torch.int64)
-    for (start, stop), some, rows, counts in parts:
+    for (start, stop), _, some, rows, counts in parts:
         places = torch.searchsorted(ids, some)
         weight[places, start:stop] = rows
         frequency[places] = counts  # of each column shard the same
-    return WholeTable(ids, weight, frequency)
+    return WholeTable(ids, weight, frequency, max((steps for _, steps, *_ in parts), default=0))
 
 
 def _rows_of(shard: Table) -> tuple[Tensor, Tensor, Tensor]:
