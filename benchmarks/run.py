@@ -19,6 +19,7 @@ from tqdm import tqdm
 FOLDER = Path(__file__).resolve().parent
 RESULTS = FOLDER / "results.json"
 BEGIN, END = "<!-- benchmarks: written by make bench -->", "<!-- end of benchmarks -->"
+BEGIN_BOUNDS = "<!-- benchmarks of bounds: written by make bench -->"
 
 
 def tables(rows: list[dict[str, Any]]) -> list[str]:
@@ -26,7 +27,7 @@ def tables(rows: list[dict[str, Any]]) -> list[str]:
     return [*markdown(KERNEL, kernel_figures(rows)), "", *markdown(OTHER, other_figures(rows))]
 
 
-def write_tables(page: str, rows: list[dict[str, Any]], lines: list[str]) -> None:
+def write_tables(page: str, rows: list[dict[str, Any]], lines: list[str], mark: str = BEGIN) -> None:
     """Puts the rows' conditions, and lines of Markdown, between a page's marks."""
     path = ROOT / page
     text = path.read_text()
@@ -36,9 +37,11 @@ def write_tables(page: str, rows: list[dict[str, Any]], lines: list[str]) -> Non
         of = commits.setdefault(row["commit"], [])
         of += [row["benchmark"]] if row["benchmark"] not in of else []
     at = ", ".join(f"{commit} ({', '.join(of)})" for commit, of in commits.items())
-    where = f"{r['cpu']}, {r['threads']} threads, torch {r['torch']}, commit {at}; medians."
+    threads = f"{r['threads']} thread{'s' * (r['threads'] != 1)}"
+    where = f"{r['cpu']}, {threads}, torch {r['torch']}, commit {at}; medians."
     table = "\n".join([where, "", *lines])
-    begin, end = text.index(BEGIN) + len(BEGIN), text.index(END)
+    begin = text.index(mark) + len(mark)
+    end = text.index(END, begin)
     path.write_text(f"{text[:begin]}\n\n{table}\n\n{text[end:]}")
 
 
@@ -59,6 +62,9 @@ def main() -> None:
         write_tables("README.md", others, tables(others))
     if of_options:
         write_tables("docs/options.md", of_options, markdown(OPTIONS, option_figures(of_options)))
+    of_bounds = [row for row in rows if SCRIPT_OF.get(row["benchmark"], row["benchmark"]) == "tiers"]
+    if of_bounds:
+        write_tables("docs/options.md", of_bounds, markdown(OTHER, other_figures(of_bounds)), BEGIN_BOUNDS)
     print("\n".join([*tables(others), "", *markdown(OPTIONS, option_figures(of_options))]))
 
 

@@ -14,7 +14,7 @@ version = release = torchrec_recstore.__version__
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
 exclude_patterns = ["_build"]
 html_theme = "furo"
-html_title = f"torchrec_recstore {release}"
+html_title = f"RecStore for TorchRec {release}"
 html_show_sourcelink = False
 
 # Headings are anchors, as on the repository's web page, so that links to them work in both.
@@ -32,9 +32,12 @@ napoleon_custom_sections = [("Source", "notes_style")]
 nitpicky = True
 nitpick_ignore_regex = [
     (r"py:.*", r"(torch|torchrec|fbgemm_gpu|collections|typing|pathlib)\..*"),
-    (r"py:.*", r"ParameterSharding|PlannerError"),
+    (r"py:.*", r"ParameterSharding|PlannerError|SafetensorError"),
     # In signatures: what the package alone makes and passes on.
-    (r"py:.*", r"torchrec_recstore\..*\.(_\w+|ColdSnapshot|ColdTier|LearningRate|ModuleState|TableModule|TableSpec)"),
+    (
+        r"py:.*",
+        r"torchrec_recstore\..*\.(_\w+|ColdSnapshot|ColdTier|LearningRate|ModuleState|ServedTable|TableModule|TableSpec)",
+    ),
     (r"py:.*", r"torchrec_recstore\.ops\..*"),
 ]
 

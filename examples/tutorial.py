@@ -3,8 +3,8 @@
     python examples/tutorial.py                                # one process
     torchrun --nproc-per-node 2 examples/tutorial.py           # two, which share the tables
 
-The steps are those of https://pytorch.org/tutorials/intermediate/torchrec_intro_tutorial.html up to inference: the same
-modules and the same calls, on a CPU. What differs is what a table is. TorchRec's is a matrix with a fixed number of
+The steps are those of https://pytorch.org/tutorials/intermediate/torchrec_intro_tutorial.html: the same modules and the
+same calls, on a CPU. What differs is what a table is. TorchRec's is a matrix with a fixed number of
 rows; RecStore's makes a row for an id when it is first trained on, so ids are never hashed into a range.
 """
 
@@ -332,6 +332,33 @@ for day in range(3):  # every day three other products
 stats = table_stats(bounded_ebc)["product_table"]
 show("Rows in memory:", stats.rows)
 show("Rows that have left:", stats.evicted)
+
+title("Inference")
+
+# A model that serves is not trained any more: its tables can be static, in one process, and quantised. TorchRec swaps
+# EmbeddingBagCollection for a quantised one, here with the ids that the tables have by now in front of it. An id that
+# was never trained on reads as zeros. The sharded model stays as it is.
+
+from torchrec_recstore.inference import export_for_inference
+
+sharded_ebc_fused_params.eval()
+float_ebc = export_for_inference(sharded_ebc_fused_params, dtype=torch.float32)
+quant_ebc = export_for_inference(sharded_ebc_fused_params, dtype=torch.int8)
+show(quant_ebc)
+with torch.no_grad():
+    trained = sharded_ebc_fused_params(kjt).wait()
+for key in ("product", "user"):
+    show(f"Same float rows, {key}:", torch.equal(float_ebc(kjt)[key], trained[key]))
+    show(f"Largest error of int8, {key}:", (quant_ebc(kjt)[key] - trained[key]).abs().max().item())
+
+# TorchRec's tracer makes a graph of the model, and TorchScript a program of that, which runs without Python. Given a
+# path, export_for_inference writes such a program itself, with a method that takes fresh rows: docs/serving.md.
+
+import torchrec.fx
+
+graph = torchrec.fx.symbolic_trace(quant_ebc)
+scripted = torch.jit.script(graph)
+show("Scripted, the same:", torch.equal(scripted(kjt).values(), quant_ebc(kjt).values()))
 
 # The processes leave together.
 

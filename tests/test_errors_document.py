@@ -14,11 +14,11 @@ from pathlib import Path
 import pytest
 
 import torchrec_recstore
-from tests.errors import checkpoints, examples, services, sharding, tables
+from tests.errors import checkpoints, examples, exports, services, sharding, tables
 from tests.errors.situations import SITUATIONS
 from tests.recstore_server import RecStoreServer
 
-assert all((checkpoints, examples, services, sharding, tables))  # importing them registers the situations
+assert all((checkpoints, examples, exports, services, sharding, tables))  # importing them registers the situations
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "torchrec_recstore"

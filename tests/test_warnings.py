@@ -17,6 +17,7 @@ from tests.modules.collections import bag_tables
 from tests.redis_server import needs_redis, redis_server
 from tests.sharders.models import bag, batch, collection, sharded
 from torchrec_recstore import LRU, RecStoreEmbeddingBagCollection, RedisStore, Table, TableOptions
+from torchrec_recstore.inference import export_for_inference
 
 ROOT = Path(__file__).parents[1]
 DOCUMENT = " ".join((ROOT / "docs" / "errors.md").read_text().split())
@@ -45,6 +46,17 @@ def test_training_warns_of_nothing() -> None:
         for step in range(3):
             model(batch(f=[[step]], g=[[-step]])).values().sum().backward()
     assert [str(warning.message) for warning in caught] == []
+
+
+def test_an_export_warns_once_for_all_tables_at_the_users_line() -> None:
+    options = {f"t{i}": TableOptions(missing="init") for i in range(3)}
+    model = RecStoreEmbeddingBagCollection(bag_tables(PoolingType.SUM), options=options)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        export_for_inference(model)
+    ours = [warning for warning in caught if "missing='init'" in str(warning.message)]
+    assert [warning.filename for warning in ours] == [__file__]
+    assert all(f"'{name}'" in str(ours[0].message) for name in options)
 
 
 @needs_redis

@@ -7,14 +7,14 @@ import re
 import shutil
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
 from common.command import DataError
-from common.processes import on_rank_0
+from common.processes import on_rank_0, progress_bar
 from rich.filesize import decimal
 from torch import nn
 from tqdm import tqdm
@@ -35,6 +35,18 @@ def _in_one_line(path: Path) -> Iterator[None]:
         raise DataError(line) from error
     except ValueError as error:
         raise DataError(str(error)) from error
+
+
+@contextmanager
+def _rows_shown(what: str) -> Iterator[Callable[[int, int], None]]:
+    """A bar over rank 0's rows; yields what takes the rows done and those of all."""
+    with progress_bar(desc=what, unit=" rows", total=0, leave=False) as bar:
+
+        def show(done: int, total: int) -> None:
+            bar.total = total
+            bar.update(done - bar.n)
+
+        yield show
 
 
 class CheckpointFolder:
@@ -91,8 +103,8 @@ class CheckpointFolder:
         Raises:
             DataError: it is damaged, or does not fit the model; the model is as it was.
         """
-        with _in_one_line(path):
-            return load_checkpoint(model, path).training_state or {}
+        with _in_one_line(path), _rows_shown(f"loading {path.name}") as progress:
+            return load_checkpoint(model, path, progress=progress).training_state or {}
 
     def save(self, model: nn.Module, step: int, training_state: dict[str, Any]) -> None:
         """Saves a checkpoint, says so on stderr, and removes those that are too old by then.
@@ -107,8 +119,8 @@ class CheckpointFolder:
         """
         path = self.path / f"step-{step:09}"
         begin = time.perf_counter()
-        with _in_one_line(path):
-            info = save_checkpoint(model, path, training_state=training_state)
+        with _in_one_line(path), _rows_shown(f"saving {path.name}") as progress:
+            info = save_checkpoint(model, path, training_state=training_state, progress=progress)
         if dist.get_rank() == 0:
             seconds = time.perf_counter() - begin
             tqdm.write(f"checkpoint {path}: {decimal(info.bytes)} in {seconds:.1f} s", file=sys.stderr)

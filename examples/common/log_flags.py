@@ -13,9 +13,8 @@ LogDir = Annotated[
     Path | None,
     typer.Option(
         metavar="DIR",
-        help="TensorBoard curves while it trains, report.html at the end.  "
-        "[default: runs/<example>-<date>-<time>, or the log folder in --checkpoint's]",
-        show_default=False,
+        help="TensorBoard curves while it trains, report.html at the end.",
+        show_default="runs/<example>-<date>-<time>, or the folder log in that of --checkpoint",
         rich_help_panel=LOG,
     ),
 ]

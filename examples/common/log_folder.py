@@ -32,7 +32,7 @@ def log_folder(settings: RunSettings, example: str, fixed: Path | None = None) -
     Args:
         settings: ``log_dir`` names the folder; without it a new one under ``runs`` is made, named by example and time.
         example: the example's name.
-        fixed: instead of a new one, for a run that may have to find it again.
+        fixed: instead of a new one, for a run that may have to find it again; its place is the run's alone.
 
     Returns:
         The folder, on every rank; None where the run writes no log.
@@ -53,9 +53,10 @@ def log_folder(settings: RunSettings, example: str, fixed: Path | None = None) -
             locks.append(locked_folder(folder))
         except DataError as error:
             raise DataError(f"{error} {INSTEAD}") from error
-        # torchrun's restart of a run without checkpoints begins anew, in the same folder.
-        restarted = settings.goes_on or os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
-        if has_curves(folder) and not restarted:
+        # Its curves go on from the run's first sample. Without --resume that is the beginning: after torchrun's restart
+        # of a run without checkpoints, and where a run was killed before its first one.
+        restarted = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
+        if has_curves(folder) and not (settings.goes_on or restarted or folder == fixed):
             raise DataError(f"{folder} has a run's curves already: another --log-dir starts anew")
         return folder
 

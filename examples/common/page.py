@@ -39,6 +39,7 @@ figure img { display: block; width: 100%; height: auto; background: #fff; border
 figure h3 { margin: 0 0 0.5rem; font-size: 1rem }
 figcaption { margin-top: 0.5rem; color: var(--faint); font-size: 0.85rem }
 .wide { overflow-x: auto } table { border-collapse: collapse; width: 100%; font-variant-numeric: tabular-nums }
+th { overflow-wrap: normal }
 th, td { padding: 0.2rem 0.6rem; border-bottom: 1px solid var(--line); text-align: left; vertical-align: top }
 .wide th, .wide td { text-align: right; white-space: nowrap } .wide tr > :first-child { text-align: left }
 tfoot td { font-weight: 600 }
@@ -135,7 +136,7 @@ def _facts(result: Mapping[str, Any], curves: Mapping[str, Curve]) -> str:
         "recall@10": result.get("recall_at_10"),
         "validation AUC": result.get("val_auc", last("AUC/validation")),
         "training loss": result.get("train_loss", last("loss/training")),
-        "training samples": result.get("train_samples"),
+        "samples": result.get("train_samples"),
         "samples/s": result.get("train_samples_per_second", last("speed/samples_per_second")),
         "rows": sum(rows.values()) if rows else last(f"rows/{ALL}"),
         "memory": last("memory/processes"),

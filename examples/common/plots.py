@@ -43,12 +43,12 @@ def draw(curves: Mapping[str, Curve]) -> list[Plot]:
 
 def _loss(curves: Mapping[str, Curve]) -> Plot | None:
     parts = {"training": "loss/training", "validation": "loss/validation", "test": "loss/test"}
-    return _lines("loss", "Loss", curves, parts, "mean loss", str_of=lambda value: f"{value:.4f}")
+    return _lines("loss", "Loss", curves, parts, "mean loss", "{:.4f}".format, "{:.3g}".format)
 
 
 def _auc(curves: Mapping[str, Curve]) -> Plot | None:
     parts = {"training": "AUC/training", "validation": "AUC/validation", "test": "AUC/test"}
-    return _lines("auc", "AUC", curves, parts, "area under the ROC curve", str_of=lambda value: f"{value:.4f}")
+    return _lines("auc", "AUC", curves, parts, "area under the ROC curve", "{:.4f}".format, "{:.3g}".format)
 
 
 def _rows(curves: Mapping[str, Curve]) -> Plot | None:
@@ -81,9 +81,7 @@ def _learning_rate(curves: Mapping[str, Curve]) -> Plot | None:
     parts = {name: f"learning_rate/{name}" for name in ("embeddings", "dense")}
     if all(len(set(curves[tag].values)) == 1 for tag in parts.values() if tag in curves):
         return None  # constant: that stands among the settings
-    return _lines(
-        "learning_rate", "Learning rates", curves, parts, "rate", str_of=lambda value: f"{value:.2g}", zero=True
-    )
+    return _lines("learning_rate", "Learning rates", curves, parts, "rate", "{:.2g}".format, zero=True)
 
 
 def _lines(
@@ -93,13 +91,14 @@ def _lines(
     parts: Mapping[str, str],
     unit: str,
     str_of: Callable[[float], str],
+    tick_of: Callable[[float], str] | None = None,
     zero: bool = False,
 ) -> Plot | None:
     """One line a curve, by their labels."""
     found = {label: curves[tag] for label, tag in parts.items() if tag in curves}
     if not found:
         return None
-    picture = _Picture(unit, str_of, zero)
+    picture = _Picture(unit, tick_of or str_of, zero)
     for (label, curve), colour in zip(found.items(), COLOURS, strict=False):
         picture.line(curve, colour, label)
     ends = ", ".join(f"{label} {str_of(curve.values[-1])}" for label, curve in found.items())
@@ -115,7 +114,7 @@ def _per_table(
     if not tables:
         return None
     picture = _Picture(unit, str_of, zero=True)
-    by_end = sorted(tables, key=lambda table: tables[table].values[-1], reverse=True)
+    by_end = sorted(tables, key=lambda table: (tables[table].values[-1], sum(tables[table].values)), reverse=True)
     named, others = by_end[:NAMED_TABLES], by_end[NAMED_TABLES:]
     for number, table in enumerate(others):
         picture.line(tables[table], REST, f"{len(others)} other tables" if number == 0 else "", thin=True)
@@ -133,7 +132,7 @@ def _step_time(curves: Mapping[str, Curve]) -> Plot | None:
     found = {title: curves[f"step_ms/{part}"] for part, title in PART_TITLES.items() if f"step_ms/{part}" in curves}
     if not found:
         return None
-    picture = _Picture("ms a step", lambda value: f"{value:.3g}", zero=True)
+    picture = _Picture("ms a step", "{:.3g}".format, zero=True)
     picture.stack(found)
     whole = sum(sum(curve.values) for curve in found.values())
     shares = ", ".join(f"{title} {share(sum(curve.values) / whole)}" for title, curve in found.items())
@@ -144,7 +143,7 @@ def _step_time(curves: Mapping[str, Curve]) -> Plot | None:
 class _Picture:
     """A plot over training samples, labelled at the lines' ends, where there is room for the names of any number."""
 
-    def __init__(self, unit: str, str_of: Callable[[float], str], zero: bool) -> None:
+    def __init__(self, unit: str, tick_of: Callable[[float], str], zero: bool) -> None:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
         from matplotlib.ticker import FuncFormatter, MaxNLocator
@@ -161,7 +160,7 @@ class _Picture:
         axes.tick_params(labelsize=11)
         axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: short(value)))
         axes.xaxis.set_major_locator(MaxNLocator(nbins=6))
-        axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: str_of(value)))
+        axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: tick_of(value)))
         axes.yaxis.set_major_locator(MaxNLocator(nbins=6))
         self._axes, self._zero = axes, zero
         self._labels: list[tuple[float, str, str]] = []  # height, text, colour

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections import deque
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,9 @@ from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.optim.keyed import CombinedOptimizer
 
 from torchrec_recstore import TableStats
+
+AUC_SAMPLES = 2**20
+"""The AUC of a point is of so many samples of each rank, the last ones before it, so that memory has a bound."""
 
 
 class RunLog:
@@ -149,23 +153,25 @@ class _Window:
     def __init__(self) -> None:
         self.steps = self.samples = 0
         self._loss_sum = torch.zeros((), dtype=torch.float64)
-        self._logits: list[Tensor] = []
-        self._labels: list[Tensor] = []
+        self._scored: deque[tuple[Tensor, Tensor]] = deque()
+        self._scored_samples = 0
 
     def add(self, samples: int, loss: Tensor, logits: Tensor | None, labels: Tensor | None) -> None:
         self.steps += 1
         self.samples += samples
         self._loss_sum += loss.detach() * samples
         if logits is not None and labels is not None:
-            self._logits.append(logits.detach())
-            self._labels.append(labels)
+            self._scored.append((logits.detach(), labels))
+            self._scored_samples += len(labels)
+            while self._scored_samples - len(self._scored[0][1]) >= AUC_SAMPLES:
+                self._scored_samples -= len(self._scored.popleft()[1])
 
     def values(self) -> dict[str, float]:
         """Loss, AUC and the processes' memory, over all ranks; the same on each but for the AUC, rank 0's alone."""
         sums = torch.stack([self._loss_sum, torch.tensor(resident_bytes(), dtype=torch.float64)])
         dist.all_reduce(sums)
         loss = float(sums[0]) / (self.samples * dist.get_world_size())
-        auc = _auc(torch.cat(self._logits), torch.cat(self._labels)) if self._logits else {}
+        auc = _auc(*map(torch.cat, zip(*self._scored, strict=True))) if self._scored else {}
         return {"loss/training": loss, "memory/processes": float(sums[1])} | auc
 
 

@@ -10,6 +10,10 @@
 The last one writes checkpoints to the folder run. After a crash, of one process or of all, it goes on from the newest:
 by torchrun's restart, or by the same command given again, also with another number of processes or another sharding.
 
+While it trains, tensorboard --logdir runs shows its curves, of the folder runs/dlrm-<date>-<time>. With --checkpoint
+run it is run/log, where a restart goes on with them. At the end it has report.html as well; of a run that was killed,
+examples/report.py makes that.
+
 The log is split by time: 80 % to train on, 10 % to validate after each epoch, 10 % to test at the end.
 """
 

@@ -112,7 +112,9 @@ def train_epoch(
     label = f"epoch {epoch + 1}/{settings.epochs}"
     # A seed of its own for every epoch of every run.
     order_seed = settings.seed * settings.epochs + epoch
-    losses = []
+    steps = 0
+    # A list of losses would keep each step's freed buffers apart, and memory would grow by a batch's scores a step.
+    loss_sum = torch.zeros((), dtype=torch.float64)
     with progress_bar(desc=label, unit=" samples", total=len(data.train)) as bar:
         log.wants_batch()
         for pairs in shuffled(data.train, settings.batch_size, order_seed, rank, world_size):
@@ -123,19 +125,19 @@ def train_epoch(
             loss = in_batch_softmax(user_vectors, item_vectors, items, data.log_shares[items])
             loss.backward()
             optimizer.step()
-            losses.append(loss.detach())
+            loss_sum += loss.detach()
+            steps += 1
             log.step(settings.batch_size, loss)
-            if len(losses) % LOSS_EVERY_STEPS == 1:
+            if steps % LOSS_EVERY_STEPS == 1:
                 bar.set_postfix(loss=f"{loss.item():.4f}", refresh=False)
             bar.update(settings.batch_size)
             log.wants_batch()
     log.point()
-    mean = torch.stack(losses).double().mean()
-    dist.all_reduce(mean)
-    mean /= world_size
+    dist.all_reduce(loss_sum)
+    mean = float(loss_sum) / (steps * world_size)
     if rank == 0:
         print(f"{label}: training loss {mean:.4f}", file=sys.stderr)
-    return len(losses) * settings.batch_size, float(mean)
+    return steps * settings.batch_size, mean
 
 
 @torch.no_grad()

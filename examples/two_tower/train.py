@@ -5,7 +5,7 @@
     torchrun --nproc-per-node 2 examples/two_tower/train.py --data ml-100k --sharding row_wise
 
 The folder holds ml-100k.inter, ml-100k.user and ml-100k.item, plain or .gz, as RecBole hands them out. Each user's last
-interaction is left out for the test.
+interaction is left out for the test. Curves and a report.html go to runs/two_tower-<date>-<time>.
 """
 
 from __future__ import annotations

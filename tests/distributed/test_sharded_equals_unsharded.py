@@ -172,6 +172,12 @@ def mean(rank: int, world_size: int) -> None:
     train_and_compare(
         Case(tables), {"many": recstore(ROW), "few": recstore(TABLE), "also": recstore(TABLE)}, rank, world_size
     )
+    # A feature of a row-wise mean and of a sum, which it takes for two means.
+    tables = three_tables(PoolingType.MEAN)
+    tables[2].pooling = PoolingType.SUM
+    for other in (ROW, TABLE):
+        beside = {"many": recstore(other), "few": recstore(ROW), "also": recstore(other)}
+        train_and_compare(Case(tables), beside, rank, world_size)
 
 
 def weighted(rank: int, world_size: int) -> None:

@@ -94,8 +94,8 @@ def _run(block: Block, text: str, names: dict[str, Any]) -> None:
 
 def _python(block: Block, text: str, names: dict[str, Any]) -> str:
     """Runs Python; what it prints, from wherever, without what it logs."""
-    # Tracebacks and inspect.getsource find the code by its file.
-    file = Path(f"block_{block.line}.py")
+    # Tracebacks and TorchScript find the code by its file.
+    file = Path.cwd().parent / f"block_{block.line}.py"
     file.write_text(text)
     with ExitStack() as stack:
         out = stack.enter_context(tempfile.TemporaryFile("w+"))
@@ -108,7 +108,6 @@ def _python(block: Block, text: str, names: dict[str, Any]) -> str:
         finally:
             sys.stdout.flush()
             os.dup2(stdout, 1)
-            file.unlink()
         out.seek(0)
         return out.read()
 

@@ -1,24 +1,53 @@
-"""The figures in docs/options.md are those that were measured, of every row of the benchmark."""
+"""The figures in docs/options.md and docs/operations.md are those that were measured."""
 
 from __future__ import annotations
 
 import json
+import re
 import sys
 
 import pytest
 
 from .pages import ROOT
 
-BEGIN, END = "<!-- benchmarks: written by make bench -->", "<!-- end of benchmarks -->"
+RESULTS = json.loads((ROOT / "benchmarks" / "results.json").read_text())
+OPTIONS = (ROOT / "docs" / "options.md").read_text()
 
 
-def test_the_table_is_what_was_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+def lines_behind(mark: str) -> list[str]:
+    begin = OPTIONS.index(mark) + len(mark)
+    return [line for line in OPTIONS[begin : OPTIONS.index("<!-- end", begin)].splitlines() if line.startswith("|")]
+
+
+def test_the_tables_are_what_was_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "path", [str(ROOT / "benchmarks"), *sys.path])
-    from figures import OPTIONS, markdown, option_figures
+    import figures
+    from scripts import SCRIPT_OF
 
-    rows = json.loads((ROOT / "benchmarks" / "results.json").read_text())
-    text = (ROOT / "docs" / "options.md").read_text()
-    written = text[text.index(BEGIN) + len(BEGIN) : text.index(END)].strip().splitlines()
-    figures = option_figures(rows)
-    assert len(figures) == 13
-    assert written[2:] == markdown(OPTIONS, figures)
+    options = figures.option_figures(RESULTS)
+    assert len(options) == 13
+    assert lines_behind("<!-- benchmarks: written by make bench -->") == figures.markdown(figures.OPTIONS, options)
+    bounds = figures.other_figures([row for row in RESULTS if SCRIPT_OF.get(row["benchmark"], "tiers") == "tiers"])
+    written = lines_behind("<!-- benchmarks of bounds: written by make bench -->")
+    assert len(written) == 6
+    assert set(written[2:]) <= set(figures.markdown(figures.OTHER, bounds))
+
+
+def test_what_is_said_of_models_is_in_the_page_that_measures_it() -> None:
+    memory = (ROOT / "docs" / "memory.md").read_text()
+    said = re.findall(r"0\.7\d{3}|\d+,\d{3} instead|\d+,\d{3} rows", OPTIONS[OPTIONS.index("## Field by field") :])
+    assert len(said) >= 5
+    assert all(re.sub(r" \w+", "", number) in memory for number in said)
+
+
+def test_the_figures_of_operations() -> None:
+    text = " ".join((ROOT / "docs" / "operations.md").read_text().split())
+    rows = {row["benchmark"]: row for row in RESULTS}
+    payload, overhead = re.search(r"row-wise Adagrad: (\d+) \+ (\d+) bytes at ten million rows", text).groups()
+    memory = rows["memory"]
+    assert int(payload) == memory["payload_bytes_per_row"]
+    assert int(overhead) == round(memory["resident_bytes_per_row"] - memory["payload_bytes_per_row"])
+    without, with_it = re.search(r"([\d.]+) million rows a second without it, ([\d.]+) with it", text).groups()
+    growth = rows["growth"]
+    assert float(without) == round(growth["new_rows_per_second_without_first_touch"] / 1e6, 1)
+    assert float(with_it) == round(growth["new_rows_per_second"] / 1e6, 1)

@@ -45,6 +45,12 @@ def test_blocks_say_what_they_are(page: Path) -> None:
     """Whatever is not run is marked as such, and code stands in fences alone."""
     kinds = {block.kind for block in blocks(page)}
     assert {kind for kind in kinds if not kind.startswith("{")} <= {*RUN, *NOT_RUN}
+    for block in blocks(page):
+        if block.kind == "console":
+            assert block.text.startswith("$ "), f"line {block.line}: a console shows a prompt"
+        if block.kind not in RUN and not block.kind.startswith("{"):
+            code = re.search(r"^(import|from) \w+|^recstore \w+", block.text, flags=re.MULTILINE)
+            assert code is None, f"line {block.line}: code that could run is marked {block.kind!r}"
     prose = without_fences(page)
     assert "```" not in prose
     indented = re.findall(r"(?:^|\n\n) {4}(?! *[-*] ).*", prose)

@@ -21,6 +21,8 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 import trainer
+from common import run_log
+from common.bounds import Bounds
 from common.command import DataError
 from common.curves import Curve, read_curves
 from common.log_folder import log_folder, read_about
@@ -72,8 +74,6 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Logged:
 
 @pytest.fixture(scope="module")
 def bounded(tmp_path_factory: pytest.TempPathFactory) -> Logged:
-    from common.bounds import Bounds
-
     folder = tmp_path_factory.mktemp("bounded") / "log"
     return logged(folder, bounds=Bounds(max_rows=100, eviction="lru"), lr_schedule="linear")
 
@@ -236,16 +236,17 @@ def test_a_page_of_a_run_that_was_killed(run: Logged, tmp_path: Path) -> None:
 
 
 def test_a_run_that_goes_on_from_an_older_step_has_each_point_once(tmp_path: Path) -> None:
-    """From the middle of an epoch, and from its end, which is validated before the log is cut off there."""
+    """From the beginning, the middle of an epoch, and its end, which is validated before the log is cut off there."""
     changes = {"limit_rows": 1500, "epochs": 2, "checkpoint_every": 8, "keep": 100}
     whole = tmp_path / "whole"
     trainer.train(settings_of(checkpoint=whole, **changes))
     expected = read_curves(whole / "log")
     assert expected["AUC/validation"].samples == [1200, 2400]
-    for step in (16, 20):
+    for step in (0, 16, 20):
         part = stopped_after(step, whole, tmp_path / f"part{step}")
         shutil.copytree(whole / "log", part / "log")
-        trainer.train(settings_of(checkpoint=part, resume=True, **changes))
+        # Killed before its first checkpoint, a run begins anew, and so do its curves.
+        trainer.train(settings_of(checkpoint=part, resume=step > 0, **changes))
         curves = read_curves(part / "log")
         assert list(curves) == list(expected)
         for tag, curve in curves.items():
@@ -345,8 +346,10 @@ def test_a_terminal_shows_how_far_it_is(tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.setattr(sys, "stderr", terminal.stderr)
     path = tmp_path / "rows.tsv"
     path.write_bytes(b"".join(Generator(600, 0).lines(0, 600)))
-    trainer.train(settings_of(data=path, limit_rows=None, log=False))
-    trainer.read(settings_of(data=path, limit_rows=None, log=False))
+    settings = settings_of(data=path, limit_rows=None, log=False, checkpoint=tmp_path / "run", resume=True)
+    trainer.train(settings)
+    trainer.train(settings)
+    trainer.read(settings)
     lines = terminal.lines()
     for label, samples in (("epoch 1/1", 480), ("validation", 60), ("test", 60), ("reading", 600)):
         shown = [line for line in lines if line.startswith(f"{label}:")]
@@ -354,10 +357,12 @@ def test_a_terminal_shows_how_far_it_is(tmp_path: Path, monkeypatch: pytest.Monk
         # How many of how many, the time left and the rate; neither is known yet.
         assert re.search(rf"0/{samples}(\.0)? \[00:00<\?, \? samples/s\]", shown[0]), shown[0]
     assert any(line.startswith("checking:") for line in lines)
+    for label in ("saving", "loading"):
+        assert any(re.match(rf"{label} step-000000008: .*rows/s\]", line) for line in lines), label
 
 
 @pytest.mark.usefixtures("one_rank")
-def test_the_auc_of_some_steps() -> None:
+def test_the_auc_of_some_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     window = _Window()
     logits, labels = torch.tensor([[0.1, 2.0, -1.0], [0.1, 3.0, 0.5]]), torch.tensor([[0, 1, 1], [1, 0, 0]])
     for some in zip(logits, labels, strict=True):
@@ -365,9 +370,20 @@ def test_the_auc_of_some_steps() -> None:
     pairs = [(p, n) for p in logits[labels == 1].tolist() for n in logits[labels == 0].tolist()]
     expected = sum((p > n) + 0.5 * (p == n) for p, n in pairs) / len(pairs)
     assert window.values()["AUC/training"] == pytest.approx(expected)
+    monkeypatch.setattr(run_log, "AUC_SAMPLES", 3)
+    last = _Window()
+    for some in zip(logits, labels, strict=True):
+        last.add(3, torch.tensor(0.5), *some)
+    assert last.values()["AUC/training"] == pytest.approx(0)  # of the second step alone
     one_label = _Window()
     one_label.add(3, torch.tensor(0.5), logits[0], torch.ones(3))
     assert "AUC/training" not in one_label.values()
+
+
+def test_what_is_written_down_of_settings_has_no_password() -> None:
+    shown = settings_of(bounds=Bounds(max_rows=10, cold_store="redis://user:secret@host:6379/0")).shown()
+    assert "host:6379" in str(shown)
+    assert "secret" not in str(shown)
 
 
 def test_labels_stand_apart_and_numbers_are_short() -> None:

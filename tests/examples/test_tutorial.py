@@ -39,6 +39,11 @@ def test_tutorial(ranks: int) -> None:
         assert f"lr: {learning_rate}\n" in said
     first, second = number_after("First iteration loss", said), number_after("Second iteration loss", said)
     assert second < first - 1, "backward has updated the rows"
+    # Each process has the whole tables.
+    assert said.count("Same float rows") == said.count(": True\nLargest error of int8") == 2
+    for key in ("product", "user"):
+        assert 0 < number_after(f"Largest error of int8, {key}", said) < 0.01
+    assert "Scripted, the same: True" in said
     # Nine products, of which the table may hold four.
     assert number_after("Rows in memory", said) == 4
     assert number_after("Rows that have left", said) == 5

@@ -124,7 +124,7 @@ def test_what_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="base must be a model that"):
         export_delta(model, tmp_path / "x", base=torch.jit.script(nn.Linear(1, 1)))
     other = torch.jit.load(tmp_path / "base.pt")
-    with pytest.raises(ValueError, match="the model has the tables .*, base has"):
+    with pytest.raises(ValueError, match=r"the model has the tables .*, base has"):
         export_delta(train(Model()).bags, tmp_path / "x", base=other)
     assert not (tmp_path / "x").exists()
     torch.save({}, tmp_path / "first")

@@ -6,7 +6,6 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import fbgemm_gpu
@@ -117,7 +116,7 @@ def test_in_another_python(exported: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def program(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """examples/serving/main.cpp; some ten seconds of compiling."""
     if shutil.which("g++") is None:
         pytest.skip("there is no g++")
@@ -127,7 +126,7 @@ def program(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         command, capture_output=True, text=True, timeout=240, env=os.environ | {"PYTHON": sys.executable}, check=False
     )
     assert done.returncode == 0, done.stderr
-    yield path
+    return path
 
 
 def run(program: Path, *arguments: object) -> subprocess.CompletedProcess[str]:

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import gc
+import itertools
 import weakref
 from functools import partial
 from typing import Any
@@ -9,13 +10,14 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed.optim import _apply_optimizer_in_backward as apply_optimizer_in_backward
-from torchrec import KeyedJaggedTensor, PoolingType
+from torchrec import EmbeddingBagCollection, KeyedJaggedTensor, PoolingType
 from torchrec.distributed import DistributedModelParallel
 from torchrec.distributed.planner.types import ParameterConstraints
 from torchrec.distributed.sharding_plan import construct_module_sharding_plan, row_wise, table_wise
 from torchrec.distributed.types import ShardingPlan
 from torchrec.modules.embedding_configs import DataType
 
+from torchrec_recstore.checkpoint import load_dense_weights
 from torchrec_recstore.options import ConstantInit, TableOptions, UniformInit
 from torchrec_recstore.planner import RecStoreConstraints
 from torchrec_recstore.sharders import RecStoreSharder, table_stats
@@ -186,14 +188,26 @@ def test_plans_written_by_hand() -> None:
     assert {name: table.ids().tolist() for name, table in tables(model).items()} == {"a": [-5], "b": [-6]}
 
 
-def test_a_feature_cannot_be_averaged_by_two_ways_of_sharding() -> None:
-    mean = {"pooling": PoolingType.MEAN}
+@pytest.mark.parametrize("pooling", itertools.product([PoolingType.SUM, PoolingType.MEAN], repeat=2))
+@pytest.mark.parametrize("sharding_types", itertools.product(["row_wise", "table_wise", "column_wise"], repeat=2))
+def test_tables_of_any_pooling_and_sharding_share_features(
+    pooling: tuple[PoolingType, ...], sharding_types: tuple[str, ...]
+) -> None:
+    names = ("a", "b")
+    features = {"a": ["f", "g"], "b": ["g", "f"]}
+    bags = [bag(name, features[name], pooling=pool) for name, pool in zip(names, pooling, strict=True)]
+    stock = EmbeddingBagCollection(bags)
     constraints = {
-        "a": RecStoreConstraints(sharding_types=["row_wise"]),
-        "b": RecStoreConstraints(sharding_types=["table_wise"]),
+        name: RecStoreConstraints(sharding_types=[kind]) for name, kind in zip(names, sharding_types, strict=True)
     }
-    with pytest.raises(ValueError, match=r"'b'.*\['f'\]"):
-        sharded(collection(bag("a", ["f"], **mean), bag("b", ["f", "g"], **mean)), constraints=constraints)
+    model = sharded(collection(*bags), constraints=constraints)
+    for name in names:
+        load_dense_weights(model, {name: stock.embedding_bags[name].weight.detach()})
+    kjt = batch(f=[[1, 2], [], [3, 3, 4]], g=[[5], [6, 7, 8], []])
+    out, expected = model(kjt).to_dict(), stock(kjt).to_dict()
+    assert out.keys() == expected.keys()
+    for key, pooled in expected.items():
+        torch.testing.assert_close(out[key], pooled, rtol=2e-6, atol=1e-6)
 
 
 @pytest.mark.parametrize("sharding_type", ["table_wise", "row_wise"])

@@ -5,11 +5,10 @@
 
 #include <algorithm>
 #include <cstdint>
-#include <cstdio>
 #include <cstring>
-#include <fstream>
 #include <string>
 
+#include "available_memory.h"
 #include "error.h"
 
 namespace recstore {
@@ -32,27 +31,6 @@ char* map_aligned(size_t bytes) {
   return reinterpret_cast<char*>(aligned);
 }
 
-// Bytes that this process can still touch before the machine, or its control group, kills it.
-size_t available_bytes() {
-  size_t available = SIZE_MAX;
-  std::ifstream meminfo("/proc/meminfo");
-  for (std::string line; std::getline(meminfo, line);) {
-    unsigned long long kib = 0;
-    if (std::sscanf(line.c_str(), "MemAvailable: %llu kB", &kib) == 1) available = size_t{kib} * 1024;
-  }
-  size_t limit = 0, current = 0;
-  if (std::ifstream("/sys/fs/cgroup/memory.max") >> limit && std::ifstream("/sys/fs/cgroup/memory.current") >> current) {
-    std::ifstream stat("/sys/fs/cgroup/memory.stat");
-    for (std::string line; std::getline(stat, line);) {
-      unsigned long long cached = 0;  // pages of files, which the kernel gives up first
-      if (std::sscanf(line.c_str(), "inactive_file %llu", &cached) == 1) current -= std::min<size_t>(current, cached);
-      if (std::sscanf(line.c_str(), "active_file %llu", &cached) == 1) current -= std::min<size_t>(current, cached);
-    }
-    available = std::min(available, limit > current ? limit - current : 0);
-  }
-  return available;
-}
-
 }  // namespace
 
 Region::~Region() {
@@ -63,7 +41,7 @@ void Region::reserve(size_t bytes) {
   if (bytes > kMostBytes) throw OutOfMemory(std::to_string(bytes) + " bytes are more than any machine has");
   if (bytes > promised_) {
     const size_t wanted = bytes - promised_;
-    if (wanted > available_bytes()) throw OutOfMemory(std::to_string(wanted) + " more bytes are not available on this machine");
+    if (wanted > available_memory()) throw OutOfMemory(std::to_string(wanted) + " more bytes are not available on this machine");
   }
   if (bytes > bytes_) grow(bytes);
   promised_ = std::max(promised_, (bytes + kPromise - 1) / kPromise * kPromise);

@@ -13,8 +13,6 @@ from torchrec_recstore.doctor.finding import Finding, size
 from torchrec_recstore.doctor.machine import UNLIMITED, Machine
 
 _LITTLE = 2 << 30
-# Version 1 of control groups writes the largest multiple of a page where there is no limit.
-_NO_LIMIT = 1 << 60
 
 
 def available(machine: Machine) -> Finding:
@@ -29,28 +27,20 @@ def available(machine: Machine) -> Finding:
 
 
 def control_group(machine: Machine) -> Finding:
-    """The limit of a container or of systemd's, past which the kernel kills the process."""
-    seen = Path("sys/fs/cgroup/memory.max")  # the one that the native store reads before it grows
+    """The limit of a container, of a batch system's job or of systemd's unit, past which the kernel kills the process."""
     limits: dict[Path, int] = {}
-    for folder in machine.groups("memory"):
+    for folder in machine.groups("memory"):  # the native store asks the same ones before a table grows
         for name in ("memory.max", "memory.limit_in_bytes"):
             limit = machine.number(str(folder / name))
-            if limit is not None and limit < _NO_LIMIT:
+            if limit is not None and limit < machine.memory().get("MemTotal", 0):
                 limits[folder / name] = limit
     if not limits:
-        return Finding("memory limit", "ok", "no control group bounds this process")
+        return Finding("memory limit", "ok", "no control group bounds this process to less than the machine has")
     tightest = min(limits, key=lambda path: limits[path])
-    limit = limits[tightest]
-    if limit >= machine.memory().get("MemTotal", 0):
-        return Finding("memory limit", "ok", f"{size(limit)}, which is all that the machine has")
-    if limits.get(seen, UNLIMITED) == limit:
-        return Finding("memory limit", "ok", f"{size(limit)} in /{seen}: tables refuse to grow past it")
-    return Finding(
-        "memory limit",
-        "warning",
-        f"{size(limit)} in /{tightest}, which tables do not look at: a process that passes it is killed",
-        f"bound tables to less: TableOptions(max_rows=...), all together below {size(limit)}",
-    )
+    found = f"{size(limits[tightest])} in /{tightest}: tables refuse to grow past it"
+    if limits[tightest] < _LITTLE:
+        return Finding("memory limit", "warning", found, "raise it, or bound tables: TableOptions(max_rows=...)")
+    return Finding("memory limit", "ok", found)
 
 
 def overcommit(machine: Machine) -> Finding:

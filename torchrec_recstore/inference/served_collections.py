@@ -1,6 +1,6 @@
 """Collections as they are served: scriptable, exportable, and with rows that a delta replaces."""
 
-from __future__ import annotations
+# Not with annotations from __future__: fx copies those of forward as they are, and TorchScript reads them.
 
 from collections.abc import Sequence
 

@@ -1,6 +1,6 @@
 """``RecStoreEmbedding`` and ``RecStoreEmbeddingBag`` for inference."""
 
-from __future__ import annotations
+# Not with annotations from __future__: fx copies those of forward as they are, and TorchScript reads them.
 
 import torch
 import torch.nn.functional as F

@@ -1,6 +1,6 @@
 """TorchRec's own collections behind a search from raw ids to rows."""
 
-from __future__ import annotations
+# Not with annotations from __future__: fx copies those of forward as they are, and TorchScript reads them.
 
 import copy
 from collections.abc import Mapping, Sequence

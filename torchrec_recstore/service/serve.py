@@ -109,8 +109,8 @@ def serve(options: ServerOptions, ready: Callable[[str], object]) -> None:
     def on_signal(number: int, frame: FrameType | None) -> None:
         stop.set()
 
-    before = {number: signal.signal(number, on_signal) for number in (signal.SIGTERM, signal.SIGINT)}
     directory = DataDirectory(options.data)
+    before = {number: signal.signal(number, on_signal) for number in (signal.SIGTERM, signal.SIGINT)}
     try:
         _serve(options, directory, ready, stop)
     finally:

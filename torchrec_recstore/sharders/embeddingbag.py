@@ -9,7 +9,7 @@ from torchrec.distributed.embedding_sharding import EmbeddingSharding
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder, ShardedEmbeddingBagCollection
 from torchrec.distributed.types import ParameterSharding, ShardingEnv, ShardingType
 from torchrec.modules.embedding_configs import EmbeddingBagConfig, PoolingType
-from torchrec.modules.embedding_modules import EmbeddingBagCollection
+from torchrec.modules.embedding_modules import EmbeddingBagCollection, get_embedding_names_by_table
 
 from torchrec_recstore.sharders.collection import RecStoreCollection
 from torchrec_recstore.sharders.lookup import RecStorePooledLookup
@@ -46,7 +46,8 @@ class RecStoreShardedEmbeddingBagCollection(RecStoreCollection, ShardedEmbedding
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._keep_means_once()
+        self._divided = self._divided_afterwards()
+        self._has_mean_pooling_callback = bool(self._divided)
 
     def update_shards(self, *args: Any, **kwargs: Any) -> None:
         """As TorchRec's, for collections without RecStore tables.
@@ -65,32 +66,35 @@ class RecStoreShardedEmbeddingBagCollection(RecStoreCollection, ShardedEmbedding
         shardings: list[EmbeddingSharding[Any, Any, Any, Any]] = self._embedding_shardings
         return shardings
 
-    def _keep_means_once(self) -> None:
-        # torchrec 1.8.0 divides every feature by its length once any row-wise table pools the mean, apart from those
-        # listed as SUM: also features of table- and column-wise tables, whose kernels have already divided or sum.
-        # Without RecStore, CPU plans have no row-wise tables, so this would be met here first. Grid shards it lists
-        # neither way, so that their means would stay sums.
-        by_pooling = self._pooling_type_to_rs_features
-        whole: list[EmbeddingBagConfig] = []
-        for config in self._embedding_bag_configs:
+    def _divided_afterwards(self) -> set[str]:
+        """Names, as in the output, of what the kernels have summed and is divided by its length after output dist."""
+        names = get_embedding_names_by_table(self._embedding_bag_configs)
+        divided = set()
+        for config, of_table in zip(self._embedding_bag_configs, names, strict=True):
             sharding = self.module_sharding_plan[config.name]
+            # torchrec 1.8.0 takes the means of stock grid shards in their kernels, one for each shard of rows.
             grid = sharding.sharding_type == ShardingType.GRID_SHARD.value
-            if grid and sharding.compute_kernel == RECSTORE_KERNEL:
-                by_pooling[config.pooling.value].extend(config.feature_names)
-            if sharding.sharding_type not in ROW_SPLIT:
-                whole.append(config)
-        self._has_mean_pooling_callback = bool(by_pooling.get(PoolingType.MEAN.value))
-        if not self._has_mean_pooling_callback:
-            return
-        rows_split = set(by_pooling[PoolingType.MEAN.value])
-        for config in whole:
-            shared = rows_split.intersection(config.feature_names)
-            if shared:
-                raise ValueError(
-                    f"table {config.name!r} shares feature(s) {sorted(shared)} with a row-wise table that pools the "
-                    "mean; TorchRec then divides both: shard both row-wise, or neither"
-                )
-            by_pooling[PoolingType.SUM.value].extend(config.feature_names)
+            summed = sharding.compute_kernel == RECSTORE_KERNEL if grid else sharding.sharding_type in ROW_SPLIT
+            if summed and config.pooling == PoolingType.MEAN:
+                divided.update(of_table)
+        return divided
+
+    def _init_mean_pooling_callback(self, *args: Any) -> None:
+        super()._init_mean_pooling_callback(*args)
+        # torchrec 1.8.0 finds what to divide by a feature's name, at its first place: so it also divides what table-
+        # and column-wise kernels have divided or only sum, and at further places of a shared feature what is a sum.
+        # Without RecStore, CPU plans have no row-wise tables, so this would be met here first. Here each place counts.
+        places = []
+        for sharding in self._shardings():
+            # Column-wise and grid shardings keep a name for each shard, as the features have it; grid's
+            # uncombined_embedding_names are the combined ones.
+            places += getattr(sharding, "_embedding_names", sharding.embedding_names())
+        self._kjt_key_indices = {str(place): place for place in range(len(places))}
+        whole = [str(place) for place, name in enumerate(places) if name not in self._divided]
+        self._pooling_type_to_rs_features = {PoolingType.SUM.value: whole}
+        self._kt_key_ordering = torch.tensor(
+            [places.index(name) for name in self._embedding_names], device=self._device
+        )
 
 
 class RecStoreSharder(RecStoreCollectionSharder, EmbeddingBagCollectionSharder):  # type: ignore[misc]

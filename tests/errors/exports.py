@@ -1,0 +1,45 @@
+"""Models for inference."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from tests.errors.situations import situation
+from torchrec_recstore import RecStoreEmbeddingBag
+from torchrec_recstore.inference import export_delta, export_for_inference
+
+
+def bags(name: str = "t_item", dim: int = 4) -> RecStoreEmbeddingBag:
+    """A table with three rows."""
+    module = RecStoreEmbeddingBag(10, dim, name=name, mode="sum")
+    module(torch.arange(3).view(1, 3)).sum().backward()
+    return module
+
+
+@situation("A model without tables to export")
+def nothing_to_export() -> None:
+    export_for_inference(nn.Linear(1, 1))
+
+
+@situation("A data type that rows are not exported in")
+def as_float64() -> None:
+    export_for_inference(bags(), dtype=torch.float64)
+
+
+@situation("An odd dim in four bits")
+def five_columns() -> None:
+    export_for_inference(bags(dim=5), dtype=torch.quint4x2)
+
+
+@situation("An export delta of another model")
+def another_model(tmp_path: Path) -> None:
+    export_for_inference(bags("t_user"), tmp_path / "served.pt")
+    export_delta(bags("t_item"), tmp_path / "delta.safetensors", base=tmp_path / "served.pt")
+
+
+@situation("An export delta of nothing")
+def no_base(tmp_path: Path) -> None:
+    export_delta(bags(), tmp_path / "delta.safetensors", base=tmp_path / "served.pt")
