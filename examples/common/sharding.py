@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -40,6 +41,9 @@ def _plan(
     planner: EmbeddingShardingPlanner
     if settings.backend == "recstore":
         options = settings.bounds.options(settings.seed)
+        if settings.sharding == "row_wise":
+            # Ids of a click log are small numbers beside the hint, all in the first rank's block.
+            options = replace(options, routing="hash")
         sharders = [RecStoreSharder(fused_params=fused_params)]
         dynamic = {name: RecStoreConstraints(sharding_types=[settings.sharding], options=options) for name in names}
         planner = RecStorePlanner(topology=topology, batch_size=batch_rows, constraints=dynamic)

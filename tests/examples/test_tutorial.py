@@ -10,7 +10,7 @@ from .commands import run_script
 
 
 def number_after(label: str, text: str) -> float:
-    found = re.search(rf"^{re.escape(label)}: ([0-9.]+)", text, flags=re.MULTILINE)
+    found = re.search(rf"^{re.escape(label)}: ([0-9.e-]+)", text, flags=re.MULTILINE)
     assert found is not None, label
     return float(found[1])
 
