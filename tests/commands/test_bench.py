@@ -11,6 +11,7 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from torchrec_recstore.cli import app
+from torchrec_recstore.commands import bench as bench_module
 
 ROOT = Path(__file__).parents[2]
 
@@ -37,21 +38,27 @@ def test_list() -> None:
         assert all(f'"{flag}"' in text for flag in scripts.QUICK[name] if flag.startswith("--")), name
 
 
-def test_one_benchmark() -> None:
-    before = {path: path.stat().st_mtime_ns for path in (ROOT / "benchmarks").iterdir() if path.is_file()}
-    shown = bench("store", "--quick")
-    assert shown.exit_code == 0
-    assert "lookups of 500 ids at 512 B, one thread" in shown.stdout
-    assert "M ids/s" in shown.stdout
-    assert "threads, torch 2." in shown.stdout
-    assert "not to be quoted" in shown.stdout
-    assert {path: path.stat().st_mtime_ns for path in (ROOT / "benchmarks").iterdir() if path.is_file()} == before
+def test_tables(capsys: pytest.CaptureFixture[str]) -> None:
+    """Of what was measured last, whole: a run takes an hour."""
+    bench("--list")
+    rows = json.loads((ROOT / "benchmarks/results.json").read_text())
+    bench_module.print_figures(rows, quick=True)
+    shown = capsys.readouterr().out.splitlines()
+    figures = importlib.import_module("figures")
+    made = [*figures.kernel_figures(rows), *figures.other_figures(rows), *figures.option_figures(rows)]
+    assert len(made) > 30
+    for cells in made:
+        wanted = [cell.replace("`", "") for cell in cells]
+        assert [line for line in shown if [cell.strip() for cell in line.strip("│").split("│")] == wanted], wanted
+    assert shown[-1].endswith("medians. Quick sizes: not to be quoted.")
+    assert f"threads, torch {rows[0]['torch']}, {rows[0]['commit']}" in shown[-1]
 
 
 def test_json_and_a_benchmark_that_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     bench("--list")
     scripts = importlib.import_module("scripts")
     monkeypatch.setitem(scripts.QUICK, "growth", ["--rows", "no number"])
+    before = {path: path.stat().st_mtime_ns for path in (ROOT / "benchmarks").iterdir() if path.is_file()}
     done = bench("store", "growth", "--quick", "--json")
     assert done.exit_code == 1
     (row,) = json.loads(done.stdout)
@@ -62,6 +69,7 @@ def test_json_and_a_benchmark_that_fails(monkeypatch: pytest.MonkeyPatch) -> Non
     *said, last = done.stderr.splitlines()
     assert said[-1] == "growth.py: error: argument --rows: invalid int value: 'no number'"
     assert last == "error: the benchmark growth ended with status 2"
+    assert {path: path.stat().st_mtime_ns for path in (ROOT / "benchmarks").iterdir() if path.is_file()} == before
 
 
 def test_a_name_that_is_none() -> None:

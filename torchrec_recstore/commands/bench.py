@@ -74,7 +74,7 @@ def bench(
     if as_json:
         print_json(rows)
     elif rows:
-        _print(rows, quick)
+        print_figures(rows, quick)
     raise typer.Exit(1 if failed else 0)
 
 
@@ -92,7 +92,13 @@ def _list(known: dict[str, str], as_json: bool) -> None:
         stdout().print(Text(f"{name:<12}{about}"), soft_wrap=True)
 
 
-def _print(rows: list[dict[str, Any]], quick: bool) -> None:
+def print_figures(rows: list[dict[str, Any]], quick: bool) -> None:
+    """Prints what was measured as tables, and under which conditions.
+
+    Args:
+        rows: as the benchmarks give them; their folder is on the path.
+        quick: whether sizes were small.
+    """
     said = importlib.import_module("figures")
     for columns, figures in (
         (said.KERNEL, said.kernel_figures(rows)),

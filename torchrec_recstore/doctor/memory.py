@@ -27,7 +27,7 @@ def available(machine: Machine) -> Finding:
 
 
 def control_group(machine: Machine) -> Finding:
-    """The limit of a container, of a batch system's job or of systemd's unit, past which the kernel kills the process."""
+    """The limit of a container, a batch system's job or a systemd unit, past which the kernel kills the process."""
     limits: dict[Path, int] = {}
     for folder in machine.groups("memory"):  # the native store asks the same ones before a table grows
         for name in ("memory.max", "memory.limit_in_bytes"):
