@@ -167,5 +167,5 @@ def _report(result: dict[str, Any]) -> None:
     console.print(f"{result['out']}: {result['dtype']}, {decimal(result['bytes'])}", soft_wrap=True)
     console.print(f"checkpoint         {decimal(result['checkpoint_bytes'])}, {result['rows']:,} rows")
     if "test_auc_trained" in result:
-        console.print(f"test AUC, trained  {result['test_auc_trained']:.5f}")
-        console.print(f"test AUC, exported {result['test_auc_exported']:.5f}")
+        console.print(f"test AUC, trained  {result['test_auc_trained']:.6f}")
+        console.print(f"test AUC, exported {result['test_auc_exported']:.6f}")
