@@ -5,8 +5,9 @@ Names are imported when first used, so that ``torchrec_recstore.store`` works wh
 
 from __future__ import annotations
 
-import importlib
 from typing import TYPE_CHECKING
+
+from torchrec_recstore.lazy import lazy_names
 
 if TYPE_CHECKING:
     from torchrec_recstore.checkpoint import (
@@ -202,14 +203,4 @@ __all__ = [
     "table_stats",
 ]
 
-
-def __getattr__(name: str) -> object:
-    if name not in _MODULES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(importlib.import_module(f"{__name__}.{_MODULES[name]}"), name)
-    globals()[name] = value
-    return value
-
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+__getattr__, __dir__ = lazy_names(__name__, _MODULES)

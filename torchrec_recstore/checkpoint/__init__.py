@@ -5,8 +5,9 @@ Names are imported when first used, so that what looks at checkpoints does witho
 
 from __future__ import annotations
 
-import importlib
 from typing import TYPE_CHECKING
+
+from torchrec_recstore.lazy import lazy_names
 
 if TYPE_CHECKING:
     from torchrec_recstore.checkpoint.compact import compact_checkpoint
@@ -61,14 +62,4 @@ __all__ = [
     "stock_state_dict",
 ]
 
-
-def __getattr__(name: str) -> object:
-    if name not in _MODULES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(importlib.import_module(f"{__name__}.{_MODULES[name]}"), name)
-    globals()[name] = value
-    return value
-
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+__getattr__, __dir__ = lazy_names(__name__, _MODULES)

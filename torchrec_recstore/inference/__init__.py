@@ -5,8 +5,9 @@ Names are imported when first used, so that exporting a checkpoint does without 
 
 from __future__ import annotations
 
-import importlib
 from typing import TYPE_CHECKING
+
+from torchrec_recstore.lazy import lazy_names
 
 if TYPE_CHECKING:
     from torchrec_recstore.inference.checkpoint import export_checkpoint, export_checkpoint_delta
@@ -34,14 +35,4 @@ __all__ = [
     "scriptable",
 ]
 
-
-def __getattr__(name: str) -> object:
-    if name not in _MODULES:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(importlib.import_module(f"{__name__}.{_MODULES[name]}"), name)
-    globals()[name] = value
-    return value
-
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+__getattr__, __dir__ = lazy_names(__name__, _MODULES)

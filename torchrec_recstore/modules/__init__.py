@@ -5,9 +5,9 @@
 
 from __future__ import annotations
 
-import importlib
 from typing import TYPE_CHECKING
 
+from torchrec_recstore.lazy import lazy_names
 from torchrec_recstore.modules.embedding import RecStoreEmbedding
 from torchrec_recstore.modules.embedding_bag import RecStoreEmbeddingBag
 from torchrec_recstore.modules.sparse_optimizers import SparseAdamW, SparseRowWiseAdagrad, SparseSGD
@@ -26,14 +26,9 @@ __all__ = [
     "SparseSGD",
 ]
 
-
 _WITH_TORCHREC = {
     "RecStoreEmbeddingBagCollection": "embedding_bag_collection",
     "RecStoreEmbeddingCollection": "embedding_collection",
 }
 
-
-def __getattr__(name: str) -> object:
-    if name not in _WITH_TORCHREC:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(f"{__name__}.{_WITH_TORCHREC[name]}"), name)
+__getattr__, __dir__ = lazy_names(__name__, _WITH_TORCHREC)
