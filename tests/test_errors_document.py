@@ -81,17 +81,19 @@ def test_situations(title: str, request: pytest.FixtureRequest) -> None:
     assert re.search(r"^Cause: .+\. Fix: .+\.$", on_one_line(text.partition("```text")[2].partition("```")[2]).strip())
 
 
-def own_classes() -> set[str]:
+def own_classes(kind: type[BaseException]) -> set[str]:
     found = set()
     for module in pkgutil.walk_packages(torchrec_recstore.__path__, "torchrec_recstore."):
         for name, value in vars(importlib.import_module(module.name)).items():
-            if inspect.isclass(value) and issubclass(value, BaseException) and value.__module__ == module.name:
+            if inspect.isclass(value) and issubclass(value, kind) and value.__module__ == module.name:
                 found.add(name)
     return found
 
 
 def test_every_class_of_ours_is_listed_and_public() -> None:
-    own = own_classes()
+    warnings = own_classes(Warning)
+    assert warnings == {"RecStoreWarning"} == warnings & set(torchrec_recstore.__all__)
+    own = own_classes(BaseException) - warnings
     assert own == {name for name in CLASSES if name not in vars(builtins)} - {"PlannerError", "DataError"}
     assert own - {"ServerStoppingError"} == own & set(torchrec_recstore.__all__)
 

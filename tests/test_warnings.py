@@ -16,7 +16,7 @@ from torchrec import PoolingType
 from tests.modules.collections import bag_tables
 from tests.redis_server import needs_redis, redis_server
 from tests.sharders.models import bag, batch, collection, sharded
-from torchrec_recstore import LRU, RecStoreEmbeddingBagCollection, RedisStore, Table, TableOptions
+from torchrec_recstore import LRU, RecStoreEmbeddingBagCollection, RecStoreWarning, RedisStore, Table, TableOptions
 from torchrec_recstore.inference import export_for_inference
 
 ROOT = Path(__file__).parents[1]
@@ -32,7 +32,7 @@ def test_loading_into_meta_warns_once_for_all_tables_at_the_users_line() -> None
         for _ in range(3):
             model.load_state_dict(state, strict=False)
     ours = [warning for warning in caught if "RecStore" in str(warning.message)]
-    assert [(warning.category, warning.filename) for warning in ours] == [(UserWarning, __file__)]
+    assert [(warning.category, warning.filename) for warning in ours] == [(RecStoreWarning, __file__)]
     assert "model.load_state_dict(state" in Path(__file__).read_text().splitlines()[ours[0].lineno - 1]
 
 

@@ -74,6 +74,7 @@ if TYPE_CHECKING:
         table_stats,
     )
     from torchrec_recstore.store import ColdStoreError, Table, TableStats
+    from torchrec_recstore.warn import RecStoreWarning
 
 __version__ = "0.1.0"
 
@@ -109,6 +110,7 @@ _MODULES = {
     "RecStorePlanner": "planner",
     "RecStorePrefetchPipeline": "sharders",
     "RecStoreSharder": "sharders",
+    "RecStoreWarning": "warn",
     "RedisStore": "options",
     "RocksDBStore": "options",
     "RowWiseAdagrad": "optim",
@@ -173,6 +175,7 @@ __all__ = [
     "RecStorePlanner",
     "RecStorePrefetchPipeline",
     "RecStoreSharder",
+    "RecStoreWarning",
     "RedisStore",
     "RocksDBStore",
     "RowWiseAdagrad",

@@ -5,6 +5,11 @@ from __future__ import annotations
 import sys
 import warnings
 
+
+class RecStoreWarning(UserWarning):
+    """What this package warns of, for filters."""
+
+
 _NOT_THE_USERS = ("torchrec_recstore", "torchrec", "torch")
 
 
@@ -20,4 +25,4 @@ def warn_user(message: str) -> None:
     level, frame = 2, sys._getframe(1)
     while frame.f_back is not None and str(frame.f_globals.get("__name__", "")).split(".")[0] in _NOT_THE_USERS:
         level, frame = level + 1, frame.f_back
-    warnings.warn(message, UserWarning, stacklevel=level)
+    warnings.warn(message, RecStoreWarning, stacklevel=level)

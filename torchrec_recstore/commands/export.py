@@ -16,6 +16,7 @@ from torchrec_recstore.commands.checkpoints import Checkpoint
 from torchrec_recstore.commands.output import AsJson, errors_in_one_line, print_json, stdout, table_of
 from torchrec_recstore.commands.progress import progress
 from torchrec_recstore.commands.shipped import missing_in_one_line
+from torchrec_recstore.warn import RecStoreWarning
 
 if TYPE_CHECKING:
     from torchrec_recstore.inference.checkpoint import ExportInfo
@@ -113,7 +114,7 @@ def _export(
                     advance=advance,
                 )
     for warning in caught:
-        if Path(warning.filename) == Path(__file__):  # ours, and not what torch says of itself
+        if issubclass(warning.category, RecStoreWarning):  # and not what torch says of itself
             print(f"warning: {warning.message}", file=sys.stderr)
     return info
 

@@ -87,7 +87,7 @@ def export_checkpoint(
         OSError: the file cannot be written.
 
     Warns:
-        UserWarning: as for :func:`torchrec_recstore.inference.export_for_inference`.
+        RecStoreWarning: as for :func:`torchrec_recstore.inference.export_for_inference`.
     """
     output = Path(output)
     check_path(output)

@@ -84,7 +84,7 @@ def export_for_inference(
         ColdStoreError: a cold store fails. All of these on every rank.
 
     Warns:
-        UserWarning: a table reads ids without a row as random initial rows (``TableOptions.missing="init"``), which
+        RecStoreWarning: a table reads ids without a row as random initial rows (``TableOptions.missing="init"``), which
             static tables cannot: they read as zeros.
     """
     env = whole_environment()
