@@ -91,6 +91,7 @@ def _export(
         from torchrec_recstore.inference.checkpoint import export_checkpoint, export_checkpoint_delta
 
         rows = sum(table.rows for name, table in known.items() if not tables or name in tables)
+        rows *= 2 if min_frequency or top_rows else 1  # read to choose, and again to export
         with progress("exporting", rows) as advance:
             info: ExportInfo | DeltaInfo
             if delta_of is None:

@@ -79,7 +79,8 @@ def export_checkpoint(
         dtype: of the rows, as for :func:`torchrec_recstore.inference.export_for_inference`.
         min_frequency: likewise.
         top_rows: likewise.
-        advance: called with the number of the checkpoint's rows done since its last call.
+        advance: called with the number of the checkpoint's rows read since its last call; a choice by ``min_frequency``
+            or ``top_rows`` reads each twice.
 
     Raises:
         FileNotFoundError, CheckpointError: a checkpoint of the chain is missing or damaged.
@@ -194,12 +195,10 @@ def _rows(
     kept: Tensor | None = None
     count = info.rows
     if min_frequency > 0 or top_rows is not None:
-        windows = [(ids, _frequency(shards, info)) for ids, shards in _windows(chain, name) if len(ids)]
-        frequency = torch.cat([torch.empty(0, dtype=torch.int64), *(some for _, some in windows)])
-        every = torch.cat([torch.empty(0, dtype=torch.int64), *(ids for ids, _ in windows)])
-        del windows
+        counts = [_frequency(shards, info) for _, shards in _windows(chain, name, advance)]
+        frequency = torch.cat([torch.empty(0, dtype=torch.int64), *counts])
         places = selected(frequency, min_frequency, top_rows)
-        kept = torch.zeros(len(every), dtype=torch.bool)
+        kept = torch.zeros(len(frequency), dtype=torch.bool)
         kept[places] = True
         count = len(places)
     ids = torch.empty(count, dtype=torch.int64)
@@ -207,11 +206,8 @@ def _rows(
     rows = first.new_empty(count + 1, first.shape[1])
     rows[:1] = first
     at = read = 0
-    for some, shards in _windows(chain, name):
-        if not len(some):
-            continue
+    for some, shards in _windows(chain, name, advance):
         weight = torch.cat([shard["weight"] for shard in shards], dim=1).float()
-        advance(len(some))
         if kept is not None:
             mask = kept[read : read + len(some)]
             read += len(some)
@@ -222,10 +218,15 @@ def _rows(
     return ids, rows
 
 
-def _windows(chain: Sequence[CheckpointInfo], name: str) -> Iterator[tuple[Tensor, list[dict[str, Tensor]]]]:
+def _windows(
+    chain: Sequence[CheckpointInfo], name: str, advance: Callable[[int], object]
+) -> Iterator[tuple[Tensor, list[dict[str, Tensor]]]]:
     folded = FoldedTable(chain, name, common_columns(tables_named(name, chain)))
     while (bound := folded.bound()) is not None:
-        yield folded.take(bound)
+        ids, shards = folded.take(bound)
+        if len(ids):
+            yield ids, shards
+            advance(len(ids))
 
 
 def _frequency(shards: list[dict[str, Tensor]], info: TableInfo) -> Tensor:
