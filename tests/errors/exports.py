@@ -29,7 +29,7 @@ def as_float64() -> None:
     export_for_inference(bags(), dtype=torch.float64)
 
 
-@situation("An odd dim in four bits")
+@situation("A dim that a data type does not fit")
 def five_columns() -> None:
     export_for_inference(bags(dim=5), dtype=torch.quint4x2)
 

@@ -135,7 +135,8 @@ class TestSharded:
             collection(EmbeddingBagConfig(name="odd", embedding_dim=5, num_embeddings=9, feature_names=["f"]))
         )
         for error, message, arguments in (
-            (ValueError, "'odd' has dim 5.*even", {"dtype": torch.quint4x2}),
+            (ValueError, "'odd' has dim 5: int4 .* multiple of 4", {"dtype": torch.quint4x2}),
+            (ValueError, "'odd' has dim 5: int8 .* multiple of 2", {}),
             (ValueError, "dtype must be one of .*got torch.float64", {"dtype": torch.float64}),
             (ValueError, "min_frequency must be at least 0, got -1", {"min_frequency": -1}),
             (TypeError, "top_rows must be an int, got float", {"top_rows": 1.0}),

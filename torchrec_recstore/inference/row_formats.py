@@ -16,6 +16,8 @@ FORMAT_NAMES = {0: "float32"} | {number: name for name, number in TYPE_NUMBERS.i
 
 _ALIGNMENT = 16  # bytes, torchrec.quant's DEFAULT_ROW_ALIGNMENT (1.8.0)
 _BITS = {"float16": 16, "int8": 8, "int4": 4}
+_MULTIPLES = {"int8": 2, "int4": 4}
+"""What the dim must be a multiple of: FBGEMM packs rows into whole pairs of bytes (fbgemm-gpu 1.8.0)."""
 
 
 def check_dtype(dtype: torch.dtype) -> str:
@@ -34,10 +36,11 @@ def check_dim(name: str, dim: int, row_format: str) -> None:
     """Refuses a table whose rows the format cannot hold.
 
     Raises:
-        ValueError: two columns share a byte, and there is an odd number of them; the message names the table.
+        ValueError: the message names the table.
     """
-    if row_format == "int4" and dim % 2:
-        raise ValueError(f"table {name!r} has dim {dim}: torch.quint4x2 needs an even one")
+    multiple = _MULTIPLES.get(row_format, 1)
+    if dim % multiple:
+        raise ValueError(f"table {name!r} has dim {dim}: {row_format} rows need a multiple of {multiple}")
 
 
 def row_bytes(dim: int, row_format: str) -> int:
