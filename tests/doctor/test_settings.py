@@ -9,6 +9,7 @@ import pytest
 
 from torchrec_recstore.doctor import files
 from torchrec_recstore.doctor.files import disk, open_files
+from torchrec_recstore.doctor.finding import Finding
 from torchrec_recstore.doctor.machine import UNLIMITED
 from torchrec_recstore.doctor.probe import Imported
 from torchrec_recstore.doctor.processor import instruction_set
@@ -78,6 +79,8 @@ def test_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert disk(tmp_path).status == "ok"
     missing = disk(tmp_path / "new")
     assert (missing.status, missing.fix) == ("problem", f"mkdir -p {tmp_path}/new")
+    (tmp_path / "file").touch()
+    assert disk(tmp_path / "file") == Finding("disk", "problem", f"{tmp_path}/file is no folder", "name one: --data DIR")
     monkeypatch.setattr(files, "_LITTLE", 1 << 62)
     assert disk(tmp_path).status == "warning"
     monkeypatch.setattr(os, "access", lambda path, mode: False)  # root may write anywhere
