@@ -36,14 +36,23 @@ def data_errors_in_one_line() -> Iterator[None]:
         raise SystemExit(2) from None
 
 
-def run(main: Callable[[], object]) -> NoReturn:
-    """Runs a command and leaves the process with its status."""
-    status: str | int | None = 0
+def run(app: Callable[..., object]) -> NoReturn:
+    """Runs a typer app and leaves the process with its status: 2, with one line on stderr, for flags that are wrong."""
+    import typer
+
+    status: object = 0
     try:
-        main()
+        status = app(standalone_mode=False) or 0
+    except typer.BadParameter.__mro__[1] as error:  # of all errors of usage: it has no public name
+        if os.environ.get("RANK", "0") == "0":
+            message = " ".join(error.format_message().split()).rstrip(".")
+            print(f"error: {message}: see {error.ctx.command_path} --help", file=sys.stderr)
+        status = 2
+    except typer.Abort:
+        status = 130
     except SystemExit as end:
-        status = end.code
-    leave(status if isinstance(status, int) else int(status is not None))
+        status = end.code or 0
+    leave(status if isinstance(status, int) else 1)
 
 
 def leave(status: int = 0) -> NoReturn:

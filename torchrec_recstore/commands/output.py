@@ -22,13 +22,25 @@ def errors_in_one_line() -> Iterator[None]:
     """Ends the command with status 2 and one line on stderr where its body cannot use what it was given."""
     try:
         yield
-    except (OSError, ValueError) as error:
+    except _errors_of_input() as error:
         if isinstance(error, OSError) and error.strerror:
             message = f"{error.filename}: {error.strerror}" if error.filename else error.strerror
         else:
-            message = str(error)
-        print(f"error: {message}", file=sys.stderr)
+            message = str(error) or "out of memory"  # Python's own MemoryError says nothing
+        print_error(message)
         raise typer.Exit(2) from None
+
+
+def print_error(message: str) -> None:
+    """Prints it to stderr, in one line."""
+    print(f"error: {' '.join(message.splitlines())}", file=sys.stderr)
+
+
+def _errors_of_input() -> tuple[type[Exception], ...]:
+    # Ours count as far as something has been imported that raises them: an import of torch takes seconds.
+    names = {"torchrec_recstore.store.cold": "ColdStoreError", "torchrec_recstore.rpc.errors": "ServiceError"}
+    ours = (getattr(sys.modules[module], name) for module, name in names.items() if module in sys.modules)
+    return (OSError, ValueError, MemoryError, *ours)
 
 
 def stdout() -> Console:
