@@ -197,7 +197,7 @@ def test_bad_rows_are_skipped_and_reported(rows_file: Path, tmp_path: Path, caps
     [
         (None, {}, r"rows\.tsv: No such file or directory"),
         (b"", {}, r"rows\.tsv: the file is empty"),
-        (b"0\t1\n", {}, r"rows\.tsv, line 1, column I2: expected 40 tab-separated columns, found 2"),
+        (b"0\t1\n", {}, r"rows\.tsv, line 1: expected 40 tab-separated columns, found 2"),
         (b"".join(Generator(5, 0).lines(0, 5)), {}, r"rows\.tsv: 5 rows are too few"),
         (b"", {"backend": "fused", "sharding": "row_wise"}, "no row_wise sharding on CPU"),
         (b"", {"backend": "fused", "dim": 6}, "multiple of 4"),
