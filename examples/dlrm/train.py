@@ -28,7 +28,7 @@ import typer
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from common.bounds import Bounds, Eviction
-from common.command import data_errors_in_one_line, prepare_torch, run
+from common.command import errors_in_one_line, prepare_torch, run
 from common.log_flags import JsonOut, LogDir, LogEvery, NoLog
 from common.settings import Backend, LrSchedule, Optimizer, Sharding
 from settings import Settings
@@ -176,7 +176,7 @@ def main(
     # Here and not above: TorchRec takes seconds to import, which --help need not wait for.
     from trainer import read, train
 
-    with data_errors_in_one_line():
+    with errors_in_one_line():
         read(settings) if read_only else train(settings)
 
 

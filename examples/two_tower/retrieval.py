@@ -57,10 +57,11 @@ def train(settings: Settings) -> None:
         DataError: the data cannot be used, on every rank alike, or the settings do not fit it or the group.
     """
     check_folder(settings.json_out)
-    data = Data(load(settings.data), settings.modulo)
-    if settings.batch_size > len(data.train):
-        raise DataError(f"--batch-size {settings.batch_size} is more than the {len(data.train)} training interactions")
     with process_group():
+        data = Data(load(settings.data), settings.modulo)
+        samples = len(data.train)
+        if settings.batch_size > samples:
+            raise DataError(f"--batch-size {settings.batch_size} is more than the {samples} training interactions")
         settings.check(dist.get_world_size())
         shown = settings.shown() | {"world_size": dist.get_world_size()}
         with log_folder(settings, EXAMPLE) as folder:
