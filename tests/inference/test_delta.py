@@ -162,6 +162,10 @@ def test_what_is_refused(tmp_path: Path) -> None:
     torch.save({}, tmp_path / "first")
     with pytest.raises(safetensors.SafetensorError):
         read_delta(tmp_path / "first")
+    with pytest.raises(ValueError, match=r"first is no exported model that can be loaded: ."):
+        export_delta(model, tmp_path / "x", base=tmp_path / "first")
+    with pytest.raises(OSError, match="/proc/x cannot be written: "):  # where no file can be made
+        export_delta(model, "/proc/x", base=served)
 
 
 def test_requests_in_flight(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import safetensors.torch
 import torch
+from safetensors import SafetensorError
 from torch import Tensor, nn
 
 from torchrec_recstore.ids import among
@@ -75,7 +76,12 @@ def open_base(base: str | Path | torch.jit.ScriptModule) -> torch.jit.ScriptModu
             raise FileNotFoundError(f"there is no exported model at {base}")
         with suppress(ImportError):  # float rows load without it
             import fbgemm_gpu  # noqa: F401  (registers the ops of quantised rows)
-        base = torch.jit.load(base)  # type: ignore[no-untyped-call]
+        path = base
+        try:
+            base = torch.jit.load(path)  # type: ignore[no-untyped-call]
+        except RuntimeError as error:
+            cause = str(error).strip().splitlines() or [""]
+            raise ValueError(f"{path} is no exported model that can be loaded: {cause[0]}") from error
     assert isinstance(base, torch.jit.ScriptModule)
     if not hasattr(base, "apply_delta") or not hasattr(base, "recstore_version"):
         raise ValueError("base must be a model that export_for_inference or export_checkpoint has written")
@@ -167,6 +173,9 @@ def _write(tensors: Mapping[str, Tensor], path: Path) -> None:
         with beside.open("rb") as file:
             os.fsync(file.fileno())
         os.replace(beside, path)
+    except SafetensorError as error:  # which it raises where files raise OSError
+        beside.unlink(missing_ok=True)
+        raise OSError(f"{path} cannot be written: {error}") from error
     except BaseException:
         beside.unlink(missing_ok=True)
         raise
