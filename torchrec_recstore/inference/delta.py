@@ -14,10 +14,11 @@ from safetensors import SafetensorError
 from torch import Tensor, nn
 
 from torchrec_recstore.ids import among
+from torchrec_recstore.inference.checksum import checksum_of
 from torchrec_recstore.inference.row_formats import FORMATS
 from torchrec_recstore.inference.script import check_path
 from torchrec_recstore.inference.served_tables import ServedTable
-from torchrec_recstore.inference.versions import dense_tensors, served_tables, version_of
+from torchrec_recstore.inference.versions import dense_tensors, served_tables, tensor_at, version_of
 
 
 @dataclass(frozen=True)
@@ -57,8 +58,10 @@ class DeltaInfo:
 def read_delta(path: str | Path) -> dict[str, Tensor]:
     """What ``apply_delta`` of a served model takes; ``safetensors.torch.load_file`` gives the same.
 
+    A damaged row is for ``apply_delta`` to see, by the delta's checksum.
+
     Raises:
-        OSError, SafetensorError: the file is missing or damaged.
+        OSError, SafetensorError: the file is missing, or none of safetensors.
     """
     tensors: dict[str, Tensor] = safetensors.torch.load_file(path)
     return tensors
@@ -116,17 +119,22 @@ def write_delta(served: nn.Module, base: torch.jit.ScriptModule, path: Path) -> 
         if len(ids) or len(removed):
             tensors |= {f"{name}/ids": ids, f"{name}/rows": rows, f"{name}/removed": removed}
         found[name] = DeltaTable(len(ids), len(removed))
-    before = {**dict(base.named_parameters()), **dict(base.named_buffers())}
     dense = {}
     for name, tensor in dense_tensors(served).items():
-        if name in before and not _same_bits(tensor, before[name].detach()):
-            if tensor.shape != before[name].shape:
-                raise ValueError(f"{name} is of shape {tuple(tensor.shape)}, that of base {tuple(before[name].shape)}")
+        before = tensor_at(base, name)
+        if before is not None and not _same_bits(tensor, before):
+            if (tensor.shape, tensor.dtype) != (before.shape, before.dtype):
+                raise ValueError(
+                    f"{name} is {tensor.dtype} of shape {tuple(tensor.shape)}, "
+                    f"that of base {before.dtype} of shape {tuple(before.shape)}"
+                )
             dense[f"dense/{name}"] = tensor.contiguous()
     versions = base.recstore_version(), version_of(served)
     for key, version in zip(("base", "version"), versions, strict=True):
         tensors[key] = torch.tensor(list(version.encode()), dtype=torch.uint8)
-    _write(tensors | dense, path)
+    tensors |= dense
+    tensors["checksum"] = torch.jit.script(checksum_of)(tensors)
+    _write(tensors, path)
     names = tuple(name.removeprefix("dense/") for name in dense)
     return DeltaInfo(path, path.stat().st_size, *versions, found, names)
 
