@@ -146,14 +146,19 @@ class ServedTable(nn.Module):
         """Refuses what :meth:`replace_rows` cannot take.
 
         Raises:
-            RuntimeError, AssertionError: shapes or data types that are not this table's; the message names it.
+            ValueError: shapes or data types that are not this table's, or an id twice; the message names it.
         """
-        if not self.has_ids and (removed.shape[0] > 0 or torch.any((ids < 0) | (ids >= self.rows.shape[0])).item()):
-            raise ValueError("table " + self.name + " is TorchRec's own, and the delta has rows beyond it")
         if rows.dim() != 2 or rows.shape[1] != self.rows.shape[1] or rows.dtype != self.rows.dtype:
             raise ValueError("table " + self.name + ": the delta's rows are of another dim or data type")
-        if ids.dtype != torch.int64 or removed.dtype != torch.int64 or ids.shape[0] != rows.shape[0]:
+        if ids.dim() != 1 or ids.dtype != torch.int64 or ids.shape[0] != rows.shape[0]:
             raise ValueError("table " + self.name + ": the delta has not an int64 id for each row")
+        if removed.dim() != 1 or removed.dtype != torch.int64:
+            raise ValueError("table " + self.name + ": the delta's removed ids are no vector of int64")
+        every = torch.cat([ids, removed]).sort()[0]
+        if torch.any(every[1:] == every[:-1]).item():
+            raise ValueError("table " + self.name + ": the delta has an id more than once")
+        if not self.has_ids and (removed.shape[0] > 0 or torch.any((ids < 0) | (ids >= self.rows.shape[0])).item()):
+            raise ValueError("table " + self.name + " is TorchRec's own, and the delta has rows beyond it")
 
     @torch.jit.export
     def replace_rows(self, ids: Tensor, rows: Tensor, removed: Tensor) -> None:
