@@ -371,25 +371,28 @@ def two_ranks(rank: int, world_size: int) -> None:
     torch.manual_seed(0)
     ebc = collection(
         *(
-            EmbeddingBagConfig(name=name, embedding_dim=8, num_embeddings=64, feature_names=[f])
-            for name, f in NAMES.items()
+            EmbeddingBagConfig(name=name, embedding_dim=dim, num_embeddings=64, feature_names=[f])
+            for name, f, dim in TABLES
         )
     )
     kinds = {"rows": "row_wise", "columns": "column_wise", "whole": "table_wise"}
-    constraints = {
+    constraints: dict[str, ParameterConstraints] = {
         name: RecStoreConstraints(sharding_types=[kind], min_partition=4 if kind == "column_wise" else None)
         for name, kind in kinds.items()
     }
+    # TorchRec's own: a rank has two parts of the one, and none of the other.
+    for name, kind in (("stock_columns", "column_wise"), ("stock_whole", "table_wise")):
+        constraints[name] = ParameterConstraints(sharding_types=[kind], compute_kernels=["fused"], min_partition=4)
     sharders = [RecStoreSharder({"learning_rate": 0.3}), RecStoreEmbeddingCollectionSharder()]
     plan = RecStorePlanner(constraints=constraints).collective_plan(nn.Sequential(ebc), sharders)
     model = DistributedModelParallel(nn.Sequential(ebc), plan=plan, sharders=sharders, device=torch.device("cpu"))
     torch.manual_seed(rank)
     for _ in range(3):
-        model(batch()).values().sum().backward()
+        model(for_all(batch())).values().sum().backward()
     model.eval()
     some = batch()
     # One id a bag, so that ranks have no sums of their own.
-    some = KeyedJaggedTensor(some.keys(), some.values()[:12], lengths=torch.tensor([1] * 12))
+    some = for_all(KeyedJaggedTensor(some.keys(), some.values()[:12], lengths=torch.tensor([1] * 12)))
     wanted = model(some).to_dict()
     exported = export_for_inference(model, dtype=torch.float32)
     assert_same({key: value.detach() for key, value in wanted.items()}, exported(some).to_dict())
@@ -402,7 +405,13 @@ def two_ranks(rank: int, world_size: int) -> None:
         export_for_inference(model, path)
 
 
-NAMES = {"rows": "f", "columns": "g", "whole": "h"}
+def for_all(features: KeyedJaggedTensor) -> KeyedJaggedTensor:
+    ids = features.values().clone()
+    ids[features.offset_per_key()[-2] :] %= 64  # those of x, for TorchRec's own tables
+    return KeyedJaggedTensor(features.keys(), ids, lengths=features.lengths())
+
+
+TABLES = [("rows", "f", 8), ("columns", "g", 8), ("whole", "h", 8), ("stock_columns", "x", 16), ("stock_whole", "x", 8)]
 
 
 def test_two_ranks() -> None:

@@ -270,7 +270,8 @@ class _Conversion:
         weights = {key.split(".")[-2]: value for key, value in state.items() if key.endswith(".weight")}
         weights = {name: weights[name] for name in sorted(names)}
         for name, weight in weights.items():
-            if isinstance(weight, Tensor) and weight.is_meta:
+            # A ShardedTensor is a Tensor, too, and cannot be asked where this rank has not one part of it.
+            if type(weight) in (Tensor, nn.Parameter) and weight.is_meta:
                 raise ValueError(f"table {name!r} is on the meta device and has no rows")
         if not isinstance(module, ShardedModule):
             return {name: weight.detach().cpu().clone() for name, weight in weights.items()}
