@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import resource
 from functools import partial
 from pathlib import Path
 
@@ -310,6 +311,38 @@ def test_names_in_a_file_are_distinct(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="more than one table 't'"):
         export_for_inference(model, tmp_path / "m.pt")
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.int8], ids=str)
+def test_takes_the_memory_of_what_it_writes(dtype: torch.dtype, tmp_path: Path) -> None:
+    table = RecStoreEmbedding(9, 64, name="t").eval()
+    table.table.insert(torch.arange(200_000), torch.randn(200_000, 64))
+    export_for_inference(RecStoreEmbedding(9, 64, name="t"), tmp_path / "m.pt", dtype=dtype)  # imports
+    Path("/proc/self/clear_refs").write_text("5")  # VmHWM begins again
+    before = _memory("VmRSS")
+    export_for_inference(table, tmp_path / "m.pt", dtype=dtype)
+    assert _memory("VmHWM") - before < 2 * (tmp_path / "m.pt").stat().st_size
+
+
+def _memory(field: str) -> int:
+    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(field))
+    return int(line.split()[1]) * 1024
+
+
+def test_a_file_that_cannot_be_written(tmp_path: Path) -> None:
+    table, path = RecStoreEmbedding(9, 4, name="t"), tmp_path / "m.pt"
+    with pytest.raises(OSError, match=r"cannot be written: .*: '/proc/m.pt'"):
+        export_for_inference(table, "/proc/m.pt")
+    path.write_text("old")
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, limits[1]))
+    try:
+        with pytest.raises(OSError, match=rf"cannot be written: .*: '{path}'"):
+            export_for_inference(table, path)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert path.read_text() == "old"
+    assert list(tmp_path.iterdir()) == [path]
 
 
 class Unscriptable(nn.Module):
