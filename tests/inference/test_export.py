@@ -18,7 +18,7 @@ from torchrec.modules.fp_embedding_modules import FeatureProcessedEmbeddingBagCo
 
 from torchrec_recstore.inference import export_delta, export_for_inference, read_delta, scriptable
 from torchrec_recstore.modules import RecStoreEmbedding, RecStoreEmbeddingBag, RecStoreEmbeddingBagCollection
-from torchrec_recstore.options import LFU, LRU, ConstantInit, RocksDBStore, TableOptions
+from torchrec_recstore.options import LFU, LRU, ConstantInit, NormalInit, RocksDBStore, TableOptions, UniformInit
 from torchrec_recstore.planner import RecStoreConstraints, RecStorePlanner
 from torchrec_recstore.sharders import (
     RecStoreEmbeddingCollectionSharder,
@@ -266,9 +266,11 @@ def test_rows_in_a_cold_store(tmp_path: Path) -> None:
 def test_initial_rows_of_unseen_ids() -> None:
     configs = [EmbeddingBagConfig(name="t", embedding_dim=4, num_embeddings=9, feature_names=["f"])]
     some = batch_of(f=[[1, 8], [9]])
-    constant = TableOptions(initializer=ConstantInit(0.25), missing="init")
-    bags = RecStoreEmbeddingBagCollection(configs, options=constant).eval()
-    assert torch.equal(export_for_inference(bags, dtype=torch.float32)(some).values(), bags(some).values())
+    for initializer in (ConstantInit(0.3), UniformInit(0.3, 0.3), NormalInit(0.3, 0.0), NormalInit(-0.3, 0.0, 2.0)):
+        alike = TableOptions(initializer=initializer, missing="init")
+        bags = RecStoreEmbeddingBagCollection(configs, options=alike).eval()
+        assert bags(some).values().all()
+        assert torch.equal(export_for_inference(bags, dtype=torch.float32)(some).values(), bags(some).values())
     bags = RecStoreEmbeddingBagCollection(configs, options=TableOptions(missing="init")).eval()
     with pytest.warns(UserWarning, match="'t' have missing='init'") as caught:
         exported = export_for_inference(bags, dtype=torch.float32)
