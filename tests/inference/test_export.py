@@ -18,7 +18,16 @@ from torchrec.modules.fp_embedding_modules import FeatureProcessedEmbeddingBagCo
 
 from torchrec_recstore.inference import export_delta, export_for_inference, read_delta, scriptable
 from torchrec_recstore.modules import RecStoreEmbedding, RecStoreEmbeddingBag, RecStoreEmbeddingBagCollection
-from torchrec_recstore.options import LFU, LRU, ConstantInit, NormalInit, RocksDBStore, TableOptions, UniformInit
+from torchrec_recstore.options import (
+    LFU,
+    LRU,
+    ConstantInit,
+    MinFrequency,
+    NormalInit,
+    RocksDBStore,
+    TableOptions,
+    UniformInit,
+)
 from torchrec_recstore.planner import RecStoreConstraints, RecStorePlanner
 from torchrec_recstore.sharders import (
     RecStoreEmbeddingCollectionSharder,
@@ -240,6 +249,17 @@ def test_frequencies_are_halved_as_eviction_has_it() -> None:
         table(torch.tensor([9])).sum().backward()
     kept = export_for_inference(table.eval(), dtype=torch.float32, min_frequency=1)(ids).abs().sum(1) > 0
     assert kept.tolist() == [False, False, False], "by now"
+
+
+def test_frequencies_begin_with_the_row() -> None:
+    options = TableOptions(admission=MinFrequency(3), max_rows=1, eviction=LRU())
+    table = RecStoreEmbedding(50, 4, options=options, name="t")
+    for others, steps, counted in ((0, 5, 3), (3, 2, 2)):  # admitted in the third step; pushed out, and back again
+        for id in [2] * others + [1] * steps:
+            table.train()(torch.tensor([id])).sum().backward()
+        for least in (counted, counted + 1):
+            exported = export_for_inference(table.eval(), dtype=torch.float32, min_frequency=least)
+            assert bool(exported(torch.tensor([1])).any()) == (least == counted), (steps, least)
 
 
 def test_frequencies_that_are_not_known() -> None:

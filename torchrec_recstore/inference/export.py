@@ -60,7 +60,8 @@ def export_for_inference(
     model is sharded.
 
     With float32 rows outputs are those of an evaluation, to the bit; where rows of one table are split over several
-    ranks, up to the order in which these sum. Otherwise each weight is within half a step of its row's scale.
+    ranks, up to the order in which these sum, and of TorchRec's own tables up to how these round. Otherwise each weight
+    is within half a step of its row's scale.
 
     Args:
         model: ``DistributedModelParallel``, or anything that contains sharded modules or those of
@@ -70,8 +71,8 @@ def export_for_inference(
         dtype: of the exported rows: ``torch.int8``, ``torch.quint4x2`` (TorchRec's int4), ``torch.float16`` or
             ``torch.float32``.
         min_frequency: rows of RecStore tables that fewer training steps have looked up are left out. Frequencies are
-            what LFU eviction goes by: halved where that has a half-life, and 0 for rows that were inserted and never
-            trained on.
+            what LFU eviction goes by: 1 from the step on that admits the id, halved where that has a half-life, and 0
+            for rows that were inserted and never trained on.
         top_rows: how many rows of each RecStore table stay: those of the highest frequency, of equals the least ids.
 
     Returns:
@@ -121,7 +122,7 @@ def export_delta(
     """Writes what a model has otherwise than an earlier export, for ``apply_delta`` of that one. Collective.
 
     Rows are compared as they are exported, so a delta is exact whatever happened in between: training, loading, or
-    other rows that ``top_rows`` leaves out. It takes the time and memory of an export; the file is small.
+    other rows that ``top_rows`` leaves out. It takes the time of an export and more memory; the file is small.
 
     Args:
         model: as for :func:`export_for_inference`.
