@@ -1,4 +1,4 @@
-"""From a checkpoint to one file of TorchScript, without a model and without memory for more than what is written."""
+"""From a checkpoint to one file of TorchScript, without a model and in little more memory than what is written."""
 
 from __future__ import annotations
 

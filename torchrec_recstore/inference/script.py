@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import errno
 import keyword
 import os
+import subprocess
 import tempfile
 from pathlib import Path
+from typing import IO
 
 import torch
 from torch import nn
 
+from torchrec_recstore.checkpoint.files import sync_directory
 from torchrec_recstore.inference.checksum import checksum_of  # noqa: F401  (apply_delta calls it)
 from torchrec_recstore.inference.versions import dense_tensors, served_tables, tensor_at, version_of
 
@@ -49,19 +53,40 @@ def save_script(script: torch.jit.ScriptModule, path: Path) -> None:
         OSError: it cannot be written; what was there is there still.
     """
     check_path(path)
-    handle, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
+    name: str | None = None
     try:
+        handle, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
         with os.fdopen(handle, "wb") as file:
-            torch.jit.save(script, file)
-            file.flush()
+            _write(script, file)
             os.fsync(file.fileno())
         umask = os.umask(0)
         os.umask(umask)
         os.chmod(name, 0o666 & ~umask)  # as any other file; that of mkstemp is its owner's alone
         os.replace(name, path)
-    except BaseException:
-        os.unlink(name)
+    except BaseException as error:
+        if name is not None:
+            os.unlink(name)
+        if isinstance(error, OSError):  # without the hidden file's name
+            raise OSError(error.errno, f"cannot be written: {error.strerror}", str(path)) from error
         raise
+    sync_directory(path.parent)
+
+
+def _write(script: torch.jit.ScriptModule, file: IO[bytes]) -> None:
+    """Through a pipe, without a buffer of all of it.
+
+    ``torch.jit.save`` makes one for an open file; given a name it writes as it goes, and aborts the process on a full
+    disk (torch 2.13). So another process writes, and reads on where it no longer can.
+    """
+    command = ["sh", "-c", "cat || { cat >/dev/null; exit 1; }"]
+    pipe, plain = subprocess.PIPE, {**os.environ, "LC_ALL": "C"}
+    with subprocess.Popen(command, stdin=pipe, stdout=file, stderr=pipe, env=plain) as writer:
+        assert writer.stdin is not None
+        script.save(f"/dev/fd/{writer.stdin.fileno()}")
+        said = writer.communicate()[1].decode().strip()
+    if writer.returncode:
+        full = os.strerror(errno.ENOSPC)
+        raise OSError(errno.ENOSPC, full) if full in said else OSError(errno.EIO, said)
 
 
 def scripted(served: nn.Module) -> torch.jit.ScriptModule:
