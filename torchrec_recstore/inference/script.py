@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import errno
 import keyword
 import os
-import subprocess
 import tempfile
 from pathlib import Path
-from typing import IO
 
 import torch
 from torch import nn
@@ -57,7 +54,9 @@ def save_script(script: torch.jit.ScriptModule, path: Path) -> None:
     try:
         handle, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
         with os.fdopen(handle, "wb") as file:
-            _write(script, file)
+            # By way of a buffer of all of it: given a name, torch 2.13 aborts the process where the disk is full.
+            torch.jit.save(script, file)
+            file.flush()
             os.fsync(file.fileno())
         umask = os.umask(0)
         os.umask(umask)
@@ -70,23 +69,6 @@ def save_script(script: torch.jit.ScriptModule, path: Path) -> None:
             raise OSError(error.errno, f"cannot be written: {error.strerror}", str(path)) from error
         raise
     sync_directory(path.parent)
-
-
-def _write(script: torch.jit.ScriptModule, file: IO[bytes]) -> None:
-    """Through a pipe, without a buffer of all of it.
-
-    ``torch.jit.save`` makes one for an open file; given a name it writes as it goes, and aborts the process on a full
-    disk (torch 2.13). So another process writes, and reads on where it no longer can.
-    """
-    command = ["sh", "-c", "cat || { cat >/dev/null; exit 1; }"]
-    pipe, plain = subprocess.PIPE, {**os.environ, "LC_ALL": "C"}
-    with subprocess.Popen(command, stdin=pipe, stdout=file, stderr=pipe, env=plain) as writer:
-        assert writer.stdin is not None
-        script.save(f"/dev/fd/{writer.stdin.fileno()}")
-        said = writer.communicate()[1].decode().strip()
-    if writer.returncode:
-        full = os.strerror(errno.ENOSPC)
-        raise OSError(errno.ENOSPC, full) if full in said else OSError(errno.EIO, said)
 
 
 def scripted(served: nn.Module) -> torch.jit.ScriptModule:
