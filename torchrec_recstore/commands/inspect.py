@@ -31,15 +31,14 @@ def inspect(
 
     with errors_in_one_line():
         chain = read_chain(checkpoint)
-        if not as_json:
-            _print_checkpoint(chain)
         if verify:
             verify_files(chain)
-        if as_json:
-            print_json({**_as_json(chain), "verified": verify})
-        else:
-            files = sum(len(info.files) for info in chain) + len(chain)
-            stdout().print(f"checksums       {f'{files} files good' if verify else 'not verified'}", highlight=False)
+    if as_json:
+        print_json({**_as_json(chain), "verified": verify})
+        return
+    _print_checkpoint(chain)
+    files = sum(len(info.files) for info in chain) + len(chain)
+    stdout().print(f"checksums       {f'{files} files good' if verify else 'not verified'}", highlight=False)
 
 
 def _print_checkpoint(chain: Sequence[CheckpointInfo]) -> None:
