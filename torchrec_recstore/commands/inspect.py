@@ -10,7 +10,7 @@ from rich.filesize import decimal
 from rich.text import Text
 
 from torchrec_recstore.commands.checkpoints import Checkpoint, verify_files
-from torchrec_recstore.commands.output import AsJson, errors_in_one_line, print_json, stdout, table_of
+from torchrec_recstore.commands.output import AsJson, errors_in_one_line, in_order, print_json, stdout, table_of
 
 if TYPE_CHECKING:
     from torchrec_recstore.checkpoint.info import CheckpointInfo, TableInfo
@@ -57,7 +57,7 @@ def _print_checkpoint(chain: Sequence[CheckpointInfo]) -> None:
     # A delta holds some rows of each table only.
     here = ["here"] if info.delta_of else []
     table = table_of(["table", "rows", *here, "dim", "dtype", "optimizer", "bytes", "parts"])
-    for name, each in info.tables.items():
+    for name, each in in_order(info.tables):
         values = _table_as_json(info, each)
         counts = [f"{each.rows:,}", *(f"{values['rows_here']:,}" for _ in here), str(each.dim)]
         optimizer, size = type(each.optimizer).__name__, decimal(values["bytes"])
