@@ -13,7 +13,7 @@ from rich.filesize import decimal
 from rich.text import Text
 
 from torchrec_recstore.commands.checkpoints import Checkpoint
-from torchrec_recstore.commands.output import AsJson, errors_in_one_line, print_json, stdout, table_of
+from torchrec_recstore.commands.output import AsJson, errors_in_one_line, in_order, print_json, stdout, table_of
 from torchrec_recstore.commands.progress import progress
 from torchrec_recstore.commands.shipped import missing_in_one_line
 from torchrec_recstore.warn import RecStoreWarning
@@ -132,7 +132,7 @@ def _print(info: ExportInfo | DeltaInfo) -> None:
     tables = _as_json(info)["tables"]
     columns = list(next(iter(tables.values())))
     shown = table_of(["table", *(column.replace("_", " ") for column in columns)])
-    for name, table in tables.items():
+    for name, table in in_order(tables):
         shown.add_row(Text(name), *(_cell(column, table[column]) for column in columns))
     stdout().print(shown)
     stdout().print(f"{info.path}: {decimal(info.bytes)}", highlight=False, markup=False, soft_wrap=True)
