@@ -29,7 +29,7 @@ from torchrec_recstore import CheckpointInfo, load_checkpoint, read_info
 from torchrec_recstore.inference import export_for_inference
 
 CHECK_ROWS = 4096
-DTYPES = {"float32": torch.float32, "float16": torch.float16, "int8": torch.int8, "int4": torch.quint4x2}
+DTYPES = {"int8": torch.int8, "int4": torch.quint4x2, "fp16": torch.float16, "float32": torch.float32}
 
 
 @dataclass(frozen=True)

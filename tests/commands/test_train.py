@@ -60,7 +60,7 @@ def test_bad_flags_and_missing_packages_in_one_line(tmp_path: Path) -> None:
     assert missing.stderr.count("\n") == 1
     assert "pip install --no-deps torchrec==1.8.0" in missing.stderr
     assert how_to_install("rocksdict.options") == "pip install 'torchrec-recstore[rocksdb]'"
-    assert how_to_install("polars") == "pip install 'torchrec-recstore[cli,examples,service]'"
+    assert how_to_install("matplotlib.figure") == "pip install 'torchrec-recstore[examples]'"
 
 
 @pytest.mark.slow
