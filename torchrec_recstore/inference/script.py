@@ -31,6 +31,9 @@ _RESERVED = frozenset(keyword.kwlist) - {
 }  # fmt: skip
 
 
+_CODE_BYTES = 1 << 22  # of a file beside its tensors, more than enough
+
+
 def check_path(path: Path) -> None:
     """Refuses a path that no file can be written to.
 
@@ -53,11 +56,14 @@ def save_script(script: torch.jit.ScriptModule, path: Path) -> None:
     name: str | None = None
     try:
         handle, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
-        with os.fdopen(handle, "wb") as file:
-            # By way of a buffer of all of it: given a name, torch 2.13 aborts the process where the disk is full.
-            torch.jit.save(script, file)
-            file.flush()
-            os.fsync(file.fileno())
+        try:
+            # Given a file, torch.jit.save makes several copies of all of it in memory; given a name it writes as it
+            # goes, and aborts the process where there is no room (torch 2.13). So that is found out before.
+            os.posix_fallocate(handle, 0, _bytes(script) + _CODE_BYTES)
+            script.save(name)
+            os.fsync(handle)
+        finally:
+            os.close(handle)
         umask = os.umask(0)
         os.umask(umask)
         os.chmod(name, 0o666 & ~umask)  # as any other file; that of mkstemp is its owner's alone
@@ -69,6 +75,10 @@ def save_script(script: torch.jit.ScriptModule, path: Path) -> None:
             raise OSError(error.errno, f"cannot be written: {error.strerror}", str(path)) from error
         raise
     sync_directory(path.parent)
+
+
+def _bytes(script: torch.jit.ScriptModule) -> int:
+    return sum(tensor.nbytes for tensor in [*script.parameters(), *script.buffers()])
 
 
 def scripted(served: nn.Module) -> torch.jit.ScriptModule:
