@@ -15,6 +15,10 @@ line on stderr.
 
 from __future__ import annotations
 
+import os
+import sys
+from typing import Any
+
 try:
     import typer
 
@@ -24,23 +28,26 @@ try:
     from torchrec_recstore.commands.doctor import doctor
     from torchrec_recstore.commands.export import export
     from torchrec_recstore.commands.inspect import inspect
+    from torchrec_recstore.commands.output import errors_in_one_line, print_error
     from torchrec_recstore.commands.serve import serve
     from torchrec_recstore.commands.train import train
 except ModuleNotFoundError as error:
     if error.name not in ("typer", "rich", "click"):
         raise
-    raise SystemExit(f"error: {error.name} is missing: pip install 'torchrec-recstore[cli]'") from None
+    print(f"error: {error.name} is missing: pip install 'torchrec-recstore[cli]'", file=sys.stderr)
+    raise SystemExit(2) from None
 
 app = typer.Typer(
     help="Train with RecStore tables, look at their checkpoints, export and serve them. "
     "Each command has an example in its own --help.",
-    no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode="markdown",  # in which a docstring's lines are joined to paragraphs
 )
 
 JOBS, CHECKPOINTS, MACHINE = "Training and serving", "Checkpoints", "This machine"
+# Typer has taken click into itself, where the base of its errors of usage has no public name.
+_UsageError: Any = typer.BadParameter.__mro__[1]
 # The script's flags are not known here, nor is its --help.
 _PASS_ON = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
 
@@ -56,7 +63,25 @@ app.command(rich_help_panel=MACHINE)(bench)
 
 def main() -> None:
     """The command."""
-    app(prog_name="recstore")
+    try:
+        with errors_in_one_line():
+            status = app(sys.argv[1:] or ["--help"], prog_name="recstore", standalone_mode=False) or 0
+    except _UsageError as error:
+        message = " ".join(error.format_message().split()).rstrip(".")
+        print_error(f"{message}: see {error.ctx.command_path if error.ctx else 'recstore'} --help")
+        status = 2
+    except typer.Exit as end:
+        status = end.exit_code
+    except typer.Abort:
+        status = 130
+    try:
+        sys.stdout.flush()
+    except OSError as error:
+        if status != 2:
+            print_error(f"stdout: {error.strerror}")
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # Python tries once more at its end
+        status = 2
+    sys.exit(status)
 
 
 if __name__ == "__main__":

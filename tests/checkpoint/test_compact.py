@@ -14,8 +14,9 @@ from torchrec.distributed import DistributedModelParallel
 
 from tests.distributed.workers import run_on_ranks
 from torchrec_recstore import CheckpointError, compact_checkpoint, load_checkpoint, save_checkpoint
-from torchrec_recstore.checkpoint import fold, parts
+from torchrec_recstore.checkpoint import compact, fold, parts
 from torchrec_recstore.checkpoint.compact import compact_chain
+from torchrec_recstore.checkpoint.files import make_staging
 from torchrec_recstore.checkpoint.info import read_chain
 from torchrec_recstore.store import Table
 
@@ -133,3 +134,20 @@ def test_a_fold_that_fails_leaves_nothing(one_rank: None, tmp_path: Path) -> Non
     with pytest.raises(CheckpointError, match=f"{part} is missing"):
         compact_chain(read_chain(tmp_path / "full"), tmp_path / "new")
     assert sorted(path.name for path in tmp_path.iterdir() if "rendezvous" not in path.name) == ["full"]
+
+
+def test_a_full_disk_is_named(one_rank: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of files that are copied as they are, the one that could not be written: nothing is wrong with the other."""
+    model = models.recstore()
+    save_checkpoint(model, tmp_path / "full", training_state={"epoch": torch.ones(1)})
+
+    def full(output: Path) -> Path:
+        staging = make_staging(output)
+        (staging / "training_state.safetensors").symlink_to("/dev/full")
+        return staging
+
+    monkeypatch.setattr(compact, "make_staging", full)
+    with pytest.raises(OSError, match="No space left on device") as error:
+        compact_checkpoint(tmp_path / "full", tmp_path / "new")
+    assert error.value.filename == str(tmp_path / ".new.saving/training_state.safetensors")
+    assert not (tmp_path / "new").exists()

@@ -93,7 +93,11 @@ def test_all_fits() -> None:
             {},
             {
                 "fbgemm": ("warning", "not installed: Table alone works", "pip install fbgemm-gpu-cpu==1.8.0"),
-                "torchrec": ("warning", "not installed: Table alone works", "pip install --no-deps torchrec==1.8.0"),
+                "torchrec": (
+                    "warning",
+                    "not installed: Table alone works",
+                    "pip install 'torchrec-recstore[torchrec-cpu]' && pip install --no-deps torchrec==1.8.0",
+                ),
             },
         ),
         (

@@ -9,6 +9,7 @@ import pytest
 
 from torchrec_recstore.doctor import files
 from torchrec_recstore.doctor.files import disk, open_files
+from torchrec_recstore.doctor.finding import Finding
 from torchrec_recstore.doctor.machine import UNLIMITED
 from torchrec_recstore.doctor.probe import Imported
 from torchrec_recstore.doctor.processor import instruction_set
@@ -22,7 +23,8 @@ AVX512 = f"{AVX2} avx512f avx512dq avx512bw avx512vl"
 
 
 @pytest.mark.parametrize(
-    ("set_to", "status"), [("", "ok"), ("8", "ok"), ("4,2", "ok"), ("1", "warning"), ("9", "warning"), ("x", "warning")]
+    ("set_to", "status"),
+    [("", "ok"), ("8", "ok"), ("4,2", "ok"), ("1", "warning"), ("9", "warning"), ("x", "warning"), ("0", "warning")],
 )
 def test_threads(tmp_path: Path, set_to: str, status: str) -> None:
     environ = {"OMP_NUM_THREADS": set_to} if set_to else {}
@@ -31,6 +33,7 @@ def test_threads(tmp_path: Path, set_to: str, status: str) -> None:
     if status == "warning":
         assert finding.fix == "export OMP_NUM_THREADS=8"
     assert ("torchrun" in finding.fix) == (set_to == "")
+    assert ("no number of threads" in finding.found) == (set_to in ("x", "0"))
 
 
 @pytest.mark.parametrize(
@@ -78,6 +81,10 @@ def test_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert disk(tmp_path).status == "ok"
     missing = disk(tmp_path / "new")
     assert (missing.status, missing.fix) == ("problem", f"mkdir -p {tmp_path}/new")
+    (tmp_path / "file").touch()
+    assert disk(tmp_path / "file") == Finding(
+        "disk", "problem", f"{tmp_path}/file is no folder", "name one: --data DIR"
+    )
     monkeypatch.setattr(files, "_LITTLE", 1 << 62)
     assert disk(tmp_path).status == "warning"
     monkeypatch.setattr(os, "access", lambda path, mode: False)  # root may write anywhere

@@ -139,7 +139,12 @@ def _joined(windows: Sequence[tuple[Tensor, Shards]]) -> tuple[Tensor, Shards]:
 
 
 def _copy(source: Path, target: Path, expected: FileInfo) -> None:
-    shutil.copyfile(source, target)
-    with target.open("rb") as file:
-        os.fsync(file.fileno())
+    with source.open("rb") as of:
+        try:
+            with target.open("wb") as to:
+                shutil.copyfileobj(of, to)
+                to.flush()
+                os.fsync(to.fileno())
+        except OSError as error:
+            raise OSError(error.errno, f"cannot be written: {error.strerror}", os.fspath(target)) from error
     check_file(target, expected)

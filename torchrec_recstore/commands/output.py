@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 import typer
 from rich.console import Console
 from rich.table import Table
+
+_Value = TypeVar("_Value")
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead.")]
 
@@ -22,13 +25,25 @@ def errors_in_one_line() -> Iterator[None]:
     """Ends the command with status 2 and one line on stderr where its body cannot use what it was given."""
     try:
         yield
-    except (OSError, ValueError) as error:
+    except _errors_of_input() as error:
         if isinstance(error, OSError) and error.strerror:
             message = f"{error.filename}: {error.strerror}" if error.filename else error.strerror
         else:
-            message = str(error)
-        print(f"error: {message}", file=sys.stderr)
+            message = str(error) or "out of memory"  # Python's own MemoryError says nothing
+        print_error(message)
         raise typer.Exit(2) from None
+
+
+def print_error(message: str) -> None:
+    """Prints it to stderr, in one line."""
+    print(f"error: {' '.join(message.splitlines())}", file=sys.stderr)
+
+
+def _errors_of_input() -> tuple[type[Exception], ...]:
+    # Ours count as far as something has been imported that raises them: an import of torch takes seconds.
+    names = {"torchrec_recstore.store.cold": "ColdStoreError", "torchrec_recstore.rpc.errors": "ServiceError"}
+    ours = (getattr(sys.modules[module], name) for module, name in names.items() if module in sys.modules)
+    return (OSError, ValueError, MemoryError, *ours)
 
 
 def stdout() -> Console:
@@ -47,3 +62,12 @@ def table_of(columns: Sequence[str]) -> Table:
     for column in columns:
         table.add_column(column, justify="left" if column in _LEFT else "right", overflow="fold")
     return table
+
+
+def in_order(tables: Mapping[str, _Value]) -> list[tuple[str, _Value]]:
+    """Tables as people count them: t_2 before t_10."""
+
+    def key(item: tuple[str, _Value]) -> list[str | int]:
+        return [int(part) if i % 2 else part for i, part in enumerate(re.split(r"(\d+)", item[0]))]
+
+    return sorted(tables.items(), key=key)

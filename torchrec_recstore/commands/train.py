@@ -29,8 +29,8 @@ def train(context: typer.Context) -> None:
             script = importlib.import_module("train")
             leave = importlib.import_module("common.command").run
 
-    def run() -> None:
+    def run(**how: bool) -> object:
         with errors_in_one_line(), missing_in_one_line():
-            script.app(context.args, prog_name="recstore train")
+            return script.app(context.args, prog_name="recstore train", **how)
 
     leave(run)

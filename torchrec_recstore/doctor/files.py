@@ -31,6 +31,8 @@ def disk(folder: Path) -> Finding:
         free = shutil.disk_usage(folder).free
     except OSError as error:
         return Finding("disk", "problem", f"{folder}: {error.strerror}", f"mkdir -p {folder}")
+    if not folder.is_dir():
+        return Finding("disk", "problem", f"{os.path.abspath(folder)} is no folder", "name one: --data DIR")
     found = f"{size(free)} free at {os.path.abspath(folder)}"
     if not os.access(folder, os.W_OK):
         return Finding("disk", "problem", f"{os.path.abspath(folder)} cannot be written", "name another: --data DIR")

@@ -57,7 +57,8 @@ def overcommit(machine: Machine) -> Finding:
         "problem" if left < _LITTLE else "warning",
         f"vm.overcommit_memory = 2: reserved address space counts, {size(max(left, 0))} is left, and a table that "
         "grows reserves three times its size",
-        "sudo sysctl vm.overcommit_memory=0",
+        "sudo sysctl vm.overcommit_memory=0  # until the next boot; to keep it: "
+        "echo vm.overcommit_memory=0 | sudo tee /etc/sysctl.d/90-recstore.conf",
     )
 
 
@@ -73,7 +74,8 @@ def huge_pages(machine: Machine) -> Finding:
         "huge pages",
         "warning",
         f"transparent_hugepage/enabled: {chosen}: rows lie in small pages, lookups are slower",
-        "echo madvise | sudo tee /sys/kernel/mm/transparent_hugepage/enabled",
+        "echo madvise | sudo tee /sys/kernel/mm/transparent_hugepage/enabled  # until the next boot; "
+        "to keep it: transparent_hugepage=madvise on the kernel's command line",
     )
 
 

@@ -114,7 +114,8 @@ def torchrec(found: Imported, of_fbgemm: Imported, versions: Versions) -> Findin
     number = versions("torchrec")
     fix = f"pip install --no-deps torchrec=={TESTED['torchrec']}"
     if number is None:
-        return Finding("torchrec", "warning", "not installed: Table alone works, sharders do not", fix)
+        found_so = "not installed: Table alone works, sharders do not"
+        return Finding("torchrec", "warning", found_so, f"pip install 'torchrec-recstore[torchrec-cpu]' && {fix}")
     if found.error is not None:
         if of_fbgemm.error is not None:
             return Finding("torchrec", "problem", f"{number} cannot be imported without fbgemm", "mend fbgemm first")

@@ -24,7 +24,7 @@ def threads(machine: Machine) -> Finding:
         return Finding("threads", "ok", where, ranks if cores > 2 else "")
     if not set_to.isdigit() or int(set_to) < 1:
         return Finding(
-            "threads", "warning", f"OMP_NUM_THREADS={set_to} is no number", f"export OMP_NUM_THREADS={cores}"
+            "threads", "warning", f"OMP_NUM_THREADS={set_to} is no number of threads", f"export OMP_NUM_THREADS={cores}"
         )
     found = f"OMP_NUM_THREADS={set_to} on {where}"
     if int(set_to) > cores:

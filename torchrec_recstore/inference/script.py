@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
+from torchrec_recstore.checkpoint.files import sync_directory
 from torchrec_recstore.inference.checksum import checksum_of  # noqa: F401  (apply_delta calls these)
 from torchrec_recstore.inference.served_tables import check_tensor, take_tensor  # noqa: F401
 from torchrec_recstore.inference.versions import dense_tensors, served_tables, tensor_at, version_of
@@ -31,6 +32,9 @@ _RESERVED = frozenset(keyword.kwlist) - {
 }  # fmt: skip
 
 
+_CODE_BYTES = 1 << 22  # of a file beside its tensors, more than enough
+
+
 def check_path(path: Path) -> None:
     """Refuses a path that no file can be written to.
 
@@ -50,19 +54,32 @@ def save_script(script: torch.jit.ScriptModule, path: Path) -> None:
         OSError: it cannot be written; what was there is there still.
     """
     check_path(path)
-    handle, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
+    name: str | None = None
     try:
-        with os.fdopen(handle, "wb") as file:
-            torch.jit.save(script, file)
-            file.flush()
-            os.fsync(file.fileno())
+        handle, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
+        try:
+            # Given a file, torch.jit.save makes several copies of all of it in memory; given a name it writes as it
+            # goes, and aborts the process where there is no room (torch 2.13). So that is found out before.
+            os.posix_fallocate(handle, 0, _bytes(script) + _CODE_BYTES)
+            script.save(name)
+            os.fsync(handle)
+        finally:
+            os.close(handle)
         umask = os.umask(0)
         os.umask(umask)
         os.chmod(name, 0o666 & ~umask)  # as any other file; that of mkstemp is its owner's alone
         os.replace(name, path)
-    except BaseException:
-        os.unlink(name)
+    except BaseException as error:
+        if name is not None:
+            os.unlink(name)
+        if isinstance(error, OSError):  # without the hidden file's name
+            raise OSError(error.errno, f"cannot be written: {error.strerror}", str(path)) from error
         raise
+    sync_directory(path.parent)
+
+
+def _bytes(script: torch.jit.ScriptModule) -> int:
+    return sum(tensor.nbytes for tensor in [*script.parameters(), *script.buffers()])
 
 
 def scripted(served: nn.Module) -> torch.jit.ScriptModule:
