@@ -11,7 +11,8 @@ import torch
 from torch import nn
 
 from torchrec_recstore.checkpoint.files import sync_directory
-from torchrec_recstore.inference.checksum import checksum_of  # noqa: F401  (apply_delta calls it)
+from torchrec_recstore.inference.checksum import checksum_of  # noqa: F401  (apply_delta calls these)
+from torchrec_recstore.inference.served_tables import check_tensor, take_tensor  # noqa: F401
 from torchrec_recstore.inference.versions import dense_tensors, served_tables, tensor_at, version_of
 
 _METHODS = (
@@ -166,17 +167,22 @@ def _methods(tables: list[str], dense: list[str]) -> str:
         "def recstore_row_format(self) -> str:",
         f"    return {tables[0]}.row_format",
     ]
-    for method, value in (("recstore_ids", "raw_ids()"), ("recstore_rows", "rows")):
-        lines.append(f"def {method}(self, table: str) -> Tensor:")
-        for table in tables:
-            lines += [f"    if table == {table}.name:", f"        return {table}.{value}"]
-        lines.append('    raise ValueError("there is no table " + table)')
+    for method, kind in (("recstore_ids", "ids"), ("recstore_rows", "rows")):
+        lines += [f"def {method}(self, table: str) -> Tensor:", "    found: List[Tensor] = []"]
+        lines += [f"    {table}.give_{kind}(table, found)" for table in tables]
+        lines += [
+            "    if len(found) == 0:",
+            '        raise ValueError("there is no table " + table)',
+            "    return found[0]",
+        ]
     return "\n".join([*lines, *_apply_delta(tables, dense)]) + "\n"
 
 
 def _apply_delta(tables: list[str], dense: list[str]) -> list[str]:
+    """One line for each table and tensor: torch takes quadratic time to load conditions one after another."""
     version = f"{tables[0]}.version"
-    lines = [
+    keys = [(repr(f"dense/{name}"), _expression(name)) for name in dense]
+    return [
         "def apply_delta(self, delta: Dict[str, Tensor]) -> bool:",
         '    known: List[str] = ["base", "version", "checksum"]',
         "    for key in known:",
@@ -193,44 +199,16 @@ def _apply_delta(tables: list[str], dense: list[str]) -> list[str]:
         f"    if {version} != versions[0]:",
         '        raise ValueError("the delta is one of version " + versions[0] + ", and this model is of version " '
         f"+ {version})",
-    ]
-    # All is checked before anything changes.
-    parts = {table: [f"delta[{table}.name + '/{kind}']" for kind in ("ids", "rows", "removed")] for table in tables}
-    for table in tables:
-        lines += [
-            f"    if {table}.name + '/ids' in delta:",
-            '        for kind in ["/ids", "/rows", "/removed"]:',
-            f"            known.append({table}.name + kind)",
-            "            if known[-1] not in delta:",
-            '                raise ValueError("the delta has no " + known[-1])',
-            f"        {table}.check_rows({', '.join(parts[table])})",
-        ]
-    for name in dense:
-        key, tensor = repr(f"dense/{name}"), _expression(name)
-        lines += [
-            f"    if {key} in delta:",
-            f"        known.append({key})",
-            f"        if delta[{key}].shape != {tensor}.shape or delta[{key}].dtype != {tensor}.dtype:",
-            f"            raise ValueError({name + ' is of another shape or data type in the delta'!r})",
-        ]
-    lines += [
+        # All is checked before anything changes.
+        *(f"    {table}.check_delta(delta, known)" for table in tables),
+        *(f"    check_tensor(delta, {key}, {tensor}, known)" for key, tensor in keys),
         "    for key in delta.keys():",
         "        if key not in known:",
         '            raise ValueError("the delta is one of another model: it has " + key)',
-        "    ids_of: Dict[str, Tensor] = {}",
-        "    rows_of: Dict[str, Tensor] = {}",
+        "    ids: Dict[str, Tensor] = {}",
+        "    rows: Dict[str, Tensor] = {}",
+        *(f"    {table}.take_delta(delta, ids, rows)" for table in tables),
+        *(f"    take_tensor(delta, {key}, {tensor})" for key, tensor in keys),
+        *(f"    {table}.version = versions[1]" for table in tables),
+        "    return True",
     ]
-    for table in tables:
-        lines += [
-            f"    if {table}.name + '/ids' in delta:",
-            f"        if {table}.name not in rows_of:",
-            f"            {table}.replace_rows({', '.join(parts[table])})",
-            f"            ids_of[{table}.name], rows_of[{table}.name] = {table}.ids, {table}.rows",
-            f"        {table}.ids = ids_of[{table}.name]",
-            f"        {table}.rows = rows_of[{table}.name]",
-        ]
-    for name in dense:
-        key = repr(f"dense/{name}")
-        lines += [f"    if {key} in delta:", f"        {_expression(name)}.detach().copy_(delta[{key}])"]
-    lines += [f"    {table}.version = versions[1]" for table in tables]
-    return [*lines, "    return True"]

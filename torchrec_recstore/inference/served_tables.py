@@ -97,6 +97,24 @@ def pooled_in_order(weight: Tensor, rows: Tensor, offsets: Tensor, weights: Tens
     return out
 
 
+def check_tensor(delta: dict[str, Tensor], key: str, tensor: Tensor, known: list[str]) -> None:
+    """Refuses a delta whose tensor :func:`take_tensor` cannot copy, and appends its key to ``known`` where it has one.
+
+    Raises:
+        ValueError: the message names it.
+    """
+    if key in delta:
+        known.append(key)
+        if delta[key].shape != tensor.shape or delta[key].dtype != tensor.dtype:
+            raise ValueError(key + " is of another shape or data type in the delta")
+
+
+def take_tensor(delta: dict[str, Tensor], key: str, tensor: Tensor) -> None:
+    """Copies a tensor of a delta, where it has one of that key, to the model's."""
+    if key in delta:
+        tensor.detach().copy_(delta[key])
+
+
 class ServedTable(nn.Module):
     """One table of float32 rows, and what :class:`ServedQuantTable` has in common with it.
 
@@ -140,6 +158,52 @@ class ServedTable(nn.Module):
     def raw_ids(self) -> Tensor:
         """(R,) int64, ascending; none of a table of TorchRec's own."""
         return self.ids[:-1]
+
+    @torch.jit.export
+    def give_ids(self, table: str, found: list[Tensor]) -> None:
+        """Appends :meth:`raw_ids` where this is the table of that name."""
+        if table == self.name:
+            found.append(self.raw_ids())
+
+    @torch.jit.export
+    def give_rows(self, table: str, found: list[Tensor]) -> None:
+        """Appends ``rows`` where this is the table of that name."""
+        if table == self.name:
+            found.append(self.rows)
+
+    @torch.jit.export
+    def check_delta(self, delta: dict[str, Tensor], known: list[str]) -> None:
+        """Refuses a delta that :meth:`take_delta` cannot take, and appends the keys of this table to ``known``.
+
+        Raises:
+            ValueError: a key is missing, or as for :meth:`check_rows`.
+        """
+        if self.name + "/ids" in delta:
+            keys = [self.name + "/ids", self.name + "/rows", self.name + "/removed"]
+            for key in keys:
+                known.append(key)
+                if key not in delta:
+                    raise ValueError("the delta has no " + key)
+            self.check_rows(delta[keys[0]], delta[keys[1]], delta[keys[2]])
+
+    @torch.jit.export
+    def take_delta(self, delta: dict[str, Tensor], ids: dict[str, Tensor], rows: dict[str, Tensor]) -> None:
+        """Applies a delta.
+
+        Args:
+            delta: that :meth:`check_delta` has passed.
+            ids: those of tables that have done so already, by name; another copy of this one may be among them, and
+                shares its tensors then.
+            rows: likewise.
+        """
+        if self.name + "/ids" not in delta:
+            return
+        if self.name not in ids:
+            self.replace_rows(delta[self.name + "/ids"], delta[self.name + "/rows"], delta[self.name + "/removed"])
+            ids[self.name] = self.ids
+            rows[self.name] = self.rows
+        self.ids = ids[self.name]
+        self.rows = rows[self.name]
 
     @torch.jit.export
     def check_rows(self, ids: Tensor, rows: Tensor, removed: Tensor) -> None:
