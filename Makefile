@@ -80,7 +80,7 @@ docs: build $(VENV)/.dev-requirements  ## the documentation as HTML, in build/do
 
 package: $(VENV)/.dev-requirements  ## wheel and sdist in dist/, each tried in a clean environment
 	rm -rf dist
-	$(BIN)/python -m build --no-isolation
+	$(BIN)/python -m build
 	tests/package/install.sh dist/*.whl
 	tests/package/install.sh dist/*.tar.gz
 

@@ -4,6 +4,7 @@ import glob
 import importlib.util
 import os
 import shutil
+import subprocess
 from concurrent.futures import ThreadPoolExecutor
 
 from setuptools import Extension, setup
@@ -27,17 +28,32 @@ FLAGS = [
 ]
 
 
+def torch_folder() -> "str | None":
+    """Where torch is: in this environment, or in that of the `build` or `pip` that has made an isolated one.
+
+    It is no requirement of the build, since pip would take it for one of its own choice, with several GB of CUDA; a
+    library on the stable ABI fits the torch it was built on and later ones.
+    """
+    spec = importlib.util.find_spec("torch")
+    if spec is not None and spec.origin is not None:
+        return os.path.dirname(spec.origin)
+    with open(f"/proc/{os.getppid()}/cmdline", "rb") as file:
+        builder = os.fsdecode(file.read().split(b"\0")[0])
+    # An isolated environment puts its own packages first by PYTHONPATH or PATH; the builder's are asked for here.
+    asked = [builder, "-I", "-c", "import importlib.util; print(importlib.util.find_spec('torch').origin)"]
+    answer = subprocess.run(asked, capture_output=True, text=True, check=False)
+    return os.path.dirname(answer.stdout.strip()) if answer.returncode == 0 else None
+
+
 class BuildOnTorch(build_ext):
     """Finds torch's headers when the extension is compiled, so that metadata and sdist need no torch."""
 
     def build_extensions(self) -> None:
-        spec = importlib.util.find_spec("torch")
-        if spec is None or spec.origin is None:
+        root = torch_folder()
+        if root is None:
             raise SystemExit(
-                "building torchrec_recstore needs torch: install requirements/base.txt first, "
-                "then build with `pip install --no-build-isolation` or `python -m build --no-isolation`"
+                "building torchrec_recstore needs torch in the Python that builds: install requirements/base.txt first"
             )
-        root = os.path.dirname(spec.origin)
         for extension in self.extensions:
             extension.extra_compile_args += ["-isystem", os.path.join(root, "include")]
             extension.library_dirs.append(os.path.join(root, "lib"))

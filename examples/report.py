@@ -13,7 +13,7 @@ import typer
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from common.command import DataError, data_errors_in_one_line, prepare_torch, run
+from common.command import errors_in_one_line, prepare_torch, run
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
@@ -24,11 +24,8 @@ def main(log_dir: Annotated[Path, typer.Argument(help="The folder with the run's
     prepare_torch()
     from common.page import write_report
 
-    with data_errors_in_one_line():
-        try:
-            print(write_report(log_dir))
-        except OSError as error:
-            raise DataError(f"{error.filename}: {error.strerror}" if error.strerror else str(error)) from error
+    with errors_in_one_line():
+        print(write_report(log_dir))
 
 
 if __name__ == "__main__":

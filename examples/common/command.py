@@ -25,15 +25,31 @@ def prepare_torch() -> None:
 
 
 @contextmanager
-def data_errors_in_one_line() -> Iterator[None]:
-    """Ends the process with status 2 and one line on stderr where its body raises a :class:`DataError`."""
+def errors_in_one_line() -> Iterator[None]:
+    """Ends the process with status 2 and one line on stderr where its body raises what a user can act on.
+
+    That is an error of the input, of a file, of a cold store or server, and of memory.
+    """
     try:
         yield
-    except DataError as error:
-        # Such an error is the same on every rank.
-        if os.environ.get("RANK", "0") == "0":
-            print(f"error: {error}", file=sys.stderr)
+    except (ValueError, OSError, MemoryError, RuntimeError) as error:
+        if isinstance(error, RuntimeError) and not _of_a_store(error):
+            raise
+        print(f"error: {_in_words(error)}", file=sys.stderr)
         raise SystemExit(2) from None
+
+
+def _of_a_store(error: RuntimeError) -> bool:
+    # Here and not above: this imports torch.
+    from torchrec_recstore import ColdStoreError, ServiceError
+
+    return isinstance(error, (ColdStoreError, ServiceError))
+
+
+def _in_words(error: Exception) -> str:
+    if isinstance(error, OSError) and error.strerror:
+        return f"{error.filename}: {error.strerror}" if error.filename else error.strerror
+    return str(error) or ("out of memory" if isinstance(error, MemoryError) else type(error).__name__)
 
 
 def run(app: Callable[..., object]) -> NoReturn:

@@ -30,7 +30,11 @@ def _join_torchrun() -> None:
 
 @contextmanager
 def process_group() -> Iterator[None]:
-    """Joins torchrun's gloo group, or makes one of this process alone."""
+    """Joins torchrun's gloo group, or makes one of this process alone.
+
+    An exception leaves it on the first rank that fails, which says for all what is wrong. The others, which meet the
+    same, or that one is gone, end without a word.
+    """
     if dist.is_torchelastic_launched():
         _join_torchrun()
     else:
@@ -38,8 +42,18 @@ def process_group() -> Iterator[None]:
     try:
         yield
         dist.barrier()
+    except Exception:
+        if not _fails_first():
+            raise SystemExit(1) from None
+        raise
     finally:
         dist.destroy_process_group()
+
+
+def _fails_first() -> bool:
+    """Whether no other rank has asked this before."""
+    assert dist.group.WORLD is not None
+    return dist.group.WORLD.get_group_store().add("failed", 1) == 1
 
 
 def rank_and_world_size() -> tuple[int, int]:

@@ -141,7 +141,7 @@ class CriteoFile:
         marks = []
         bad_lines = array("q")
 
-        def on_bad(index: int, column: str, reason: str) -> None:
+        def on_bad(index: int, column: str | None, reason: str) -> None:
             bad_lines.append(first + index)
             self._on_bad(first, index, column, reason)
 
@@ -184,6 +184,7 @@ class CriteoFile:
                 yield max(first, start), data, end
             first = last
 
-    def _on_bad(self, first: int, index: int, column: str, reason: str) -> None:
+    def _on_bad(self, first: int, index: int, column: str | None, reason: str) -> None:
         if not self.skip_bad_rows:
-            raise BadRowError(f"{self.path}, line {first + index + 1}, column {column}: {reason}")
+            place = f"line {first + index + 1}" + (f", column {column}" if column else "")
+            raise BadRowError(f"{self.path}, {place}: {reason}")

@@ -34,7 +34,7 @@ _INT64 = range(-(2**63), 2**63)
 
 
 class BadRowError(DataError):
-    """A line that is no Criteo row; the message names file, line (from 1) and column."""
+    """A line that is no Criteo row; the message names file, line (from 1) and, where one is to blame, the column."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,21 +126,20 @@ def parse_fast(data: bytes) -> Rows | None:
     return Rows(labels.astype(np.int32), np.ascontiguousarray(transform_dense(dense).T), ids.T)
 
 
-def find_fault(line: bytes) -> tuple[str, str] | None:
-    """Names the first column of a line that is wrong, and why.
+def find_fault(line: bytes) -> tuple[str | None, str] | None:
+    """Says what is wrong with a line: its first bad column, and why.
 
     Args:
         line: one line without its end.
 
     Returns:
-        (column, reason), or None for a good line. Too few columns name the first that is missing.
+        (column, reason), or None for a good line; the column is None where the fault is the whole line's.
     """
     fields = line.split(b"\t")
     if len(line) > MAX_LINE_BYTES:
-        return "label", f"the line is longer than {MAX_LINE_BYTES} bytes"
+        return None, f"the line is longer than {MAX_LINE_BYTES} bytes"
     if len(fields) != len(COLUMNS):
-        column = COLUMNS[len(fields)] if len(fields) < len(COLUMNS) else str(len(COLUMNS) + 1)
-        return column, f"expected {len(COLUMNS)} tab-separated columns, found {len(fields)}"
+        return None, f"expected {len(COLUMNS)} tab-separated columns, found {len(fields)}"
     if fields[0] not in (b"0", b"1"):
         return "label", f"expected 0 or 1, found {_show(fields[0])}"
     for name, field in zip(DENSE_NAMES, fields[1:], strict=False):
@@ -173,12 +172,12 @@ def _parse_slow(lines: list[bytes]) -> Rows:
     return Rows(labels, transform_dense(dense.reshape(-1, NUM_DENSE)), ids.reshape(-1, NUM_IDS).view(np.int64))
 
 
-def parse(data: bytes, on_bad: Callable[[int, str, str], None]) -> Rows:
+def parse(data: bytes, on_bad: Callable[[int, str | None, str], None]) -> Rows:
     """Parses whole lines; the bad ones are reported and left out.
 
     Args:
         data: lines, ended by LF or CRLF; the last may lack its end.
-        on_bad: called with (index of the line in ``data``, column, reason) for every bad line; may raise.
+        on_bad: called with (index of the line in ``data``, column or None, reason) for every bad line; may raise.
 
     Returns:
         The good rows.

@@ -18,7 +18,7 @@ import typer
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from common.command import data_errors_in_one_line, prepare_torch, run
+from common.command import errors_in_one_line, prepare_torch, run
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
@@ -30,7 +30,7 @@ def main(
     ],
     out: Annotated[Path, typer.Option(metavar="FILE", help="The exported model.")],
     dtype: Annotated[
-        Literal["float32", "float16", "int8", "int4"], typer.Option(help="Data type of the embedding rows.")
+        Literal["int8", "int4", "fp16", "float32"], typer.Option(help="Data type of the embedding rows.")
     ] = "int8",
     min_frequency: Annotated[
         int, typer.Option(min=0, help="Leave out rows that fewer training steps have looked up.")
@@ -55,7 +55,7 @@ def main(
     # Here and not above: TorchRec takes seconds to import, which --help need not wait for.
     from exporter import Export, export
 
-    with data_errors_in_one_line():
+    with errors_in_one_line():
         export(Export(checkpoint, out, dtype, min_frequency, top_rows, check, limit_rows, json_out))
 
 

@@ -28,7 +28,7 @@ import typer
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from common.bounds import Bounds, Eviction
-from common.command import data_errors_in_one_line, prepare_torch, run
+from common.command import errors_in_one_line, prepare_torch, run
 from common.log_flags import JsonOut, LogDir, LogEvery, NoLog
 from common.settings import Backend, LrSchedule, Optimizer, Sharding
 from settings import Settings
@@ -138,7 +138,16 @@ def main(
         bool, typer.Option("--read-only", help="Run the reader alone and print its rate.", rich_help_panel=RUN)
     ] = False,
 ) -> None:
-    """Train TorchRec's DLRM on a Criteo click log, split by time, and report test AUC, logloss and speed."""
+    """Train TorchRec's DLRM on a Criteo click log, split by time, and report test AUC, logloss and speed.
+
+    \b
+    Examples, the last one in a checkout:
+    recstore train --data train.txt --dim 64 --checkpoint run
+    torchrun --nproc-per-node 2 --no-python recstore train --sharding row_wise
+    python examples/dlrm/train.py --data train.txt
+
+    Exit status: 0, or 2 with one line on stderr for what cannot be used.
+    """  # noqa: D301  (typer keeps the lines after a backspace)
     settings = Settings(
         data=data,
         limit_rows=limit_rows,
@@ -176,7 +185,7 @@ def main(
     # Here and not above: TorchRec takes seconds to import, which --help need not wait for.
     from trainer import read, train
 
-    with data_errors_in_one_line():
+    with errors_in_one_line():
         read(settings) if read_only else train(settings)
 
 

@@ -14,11 +14,13 @@
 
 #include <algorithm>
 #include <atomic>
+#include <charconv>
 #include <cstdint>
 #include <cstring>
 #include <fstream>
 #include <iostream>
 #include <iterator>
+#include <map>
 #include <memory>
 #include <stdexcept>
 #include <string>
@@ -44,20 +46,20 @@ class Header {
   std::string string() {
     expect('"');
     std::string out;
-    for (; at_ < text_.size() && text_[at_] != '"'; ++at_) {
-      if (text_[at_] == '\\') ++at_;  // names of tables have no other escapes than \" and \\ here
-      out += text_[at_];
-    }
-    expect('"');
+    for (; at_ < text_.size() && text_[at_] != '"'; ++at_) out += text_[at_] == '\\' ? escaped() : text_[at_];
+    if (at_ >= text_.size()) refuse();
+    ++at_;
     return out;
   }
   std::vector<int64_t> numbers() {
     expect('[');
     std::vector<int64_t> out;
     while (at_ < text_.size() && text_[at_] != ']') {
-      size_t used = 0;
-      out.push_back(std::stoll(text_.substr(at_, 24), &used));
-      at_ += used;
+      int64_t number = 0;
+      const auto [end, error] = std::from_chars(text_.data() + at_, text_.data() + text_.size(), number);
+      if (error != std::errc() || number < 0) refuse();
+      out.push_back(number);
+      at_ = static_cast<size_t>(end - text_.data());
       skip(" ,");
     }
     expect(']');
@@ -70,31 +72,50 @@ class Header {
  private:
   void expect(char wanted) {
     skip(" ");
-    if (at_ >= text_.size() || text_[at_] != wanted) throw std::runtime_error("this is no safetensors file");
+    if (at_ >= text_.size() || text_[at_] != wanted) refuse();
     ++at_;
   }
+  // The character of an escape; at_ goes from its backslash to its end. The header is UTF-8: \u is for control characters.
+  char escaped() {
+    if (++at_ >= text_.size()) refuse();
+    const std::string letters = "\"\\/bfnrt", meant = "\"\\/\b\f\n\r\t";
+    const size_t known = letters.find(text_[at_]);
+    if (known != std::string::npos) return meant[known];
+    int code = 0;
+    const char* digits = text_.data() + at_ + 1;
+    if (text_[at_] != 'u' || text_.size() - at_ < 5 || std::from_chars(digits, digits + 4, code, 16).ptr != digits + 4 ||
+        code < 0 || code >= 0x80) {
+      refuse();
+    }
+    at_ += 4;
+    return static_cast<char>(code);
+  }
+  [[noreturn]] static void refuse() { throw std::runtime_error("its header is not one of safetensors"); }
 
   std::string text_;
   size_t at_ = 0;
 };
 
 at::ScalarType type_named(const std::string& name) {
-  if (name == "I64") return at::kLong;
-  if (name == "F32") return at::kFloat;
-  if (name == "F16") return at::kHalf;
-  if (name == "BF16") return at::kBFloat16;
-  if (name == "U8") return at::kByte;
-  if (name == "I32") return at::kInt;
-  throw std::runtime_error("a delta has no tensors of type " + name);
+  static const std::map<std::string, at::ScalarType> types = {
+      {"F64", at::kDouble},   {"F32", at::kFloat},   {"F16", at::kHalf},     {"BF16", at::kBFloat16},
+      {"I64", at::kLong},     {"I32", at::kInt},     {"I16", at::kShort},    {"I8", at::kChar},
+      {"U64", at::kUInt64},   {"U32", at::kUInt32},  {"U16", at::kUInt16},   {"U8", at::kByte},
+      {"BOOL", at::kBool},    {"C64", at::kComplexFloat},
+      {"F8_E4M3", at::kFloat8_e4m3fn}, {"F8_E5M2", at::kFloat8_e5m2},
+      {"F8_E4M3FNUZ", at::kFloat8_e4m3fnuz}, {"F8_E5M2FNUZ", at::kFloat8_e5m2fnuz},
+  };
+  const auto found = types.find(name);
+  if (found == types.end()) throw std::runtime_error("it has tensors of the unknown type " + name);
+  return found->second;
 }
 
-// What apply_delta takes.
-c10::Dict<std::string, at::Tensor> read_delta(const std::string& path) {
-  const std::vector<char> file = bytes_of(path);
+// What apply_delta takes, of the bytes of a safetensors file.
+c10::Dict<std::string, at::Tensor> tensors_of(const std::vector<char>& file) {
   uint64_t length = 0;
-  if (file.size() < sizeof(length)) throw std::runtime_error(path + " is no safetensors file");
+  if (file.size() < sizeof(length)) throw std::runtime_error("it has no header");
   std::memcpy(&length, file.data(), sizeof(length));
-  if (length > file.size() - sizeof(length)) throw std::runtime_error(path + " is no safetensors file");
+  if (length > file.size() - sizeof(length)) throw std::runtime_error("its header is not whole");
   const char* data = file.data() + sizeof(length) + length;
   const int64_t data_bytes = static_cast<int64_t>(file.size() - sizeof(length) - length);
   Header header(std::string(file.data() + sizeof(length), length));
@@ -102,6 +123,15 @@ c10::Dict<std::string, at::Tensor> read_delta(const std::string& path) {
   while (!header.done()) {
     const std::string name = header.string();
     header.colon();
+    if (name == "__metadata__") {  // strings by name, of no use here
+      while (!header.done()) {
+        header.string();
+        header.colon();
+        header.string();
+      }
+      header.close();
+      continue;
+    }
     std::string type;
     std::vector<int64_t> shape, range;
     while (!header.done()) {
@@ -114,15 +144,28 @@ c10::Dict<std::string, at::Tensor> read_delta(const std::string& path) {
       }
     }
     header.close();
-    at::Tensor tensor = at::empty(shape, type_named(type));
-    const int64_t bytes = static_cast<int64_t>(tensor.nbytes());
-    if (range.size() != 2 || range[0] < 0 || range[1] - range[0] != bytes || range[1] > data_bytes) {
-      throw std::runtime_error(path + " is damaged");
+    const at::ScalarType scalar = type_named(type);
+    int64_t bytes = static_cast<int64_t>(c10::elementSize(scalar));
+    for (const int64_t size : shape) {
+      if (__builtin_mul_overflow(bytes, size, &bytes)) throw std::runtime_error("tensor " + name + " is too large");
     }
+    if (range.size() != 2 || range[1] > data_bytes || range[0] > range[1] || range[1] - range[0] != bytes) {
+      throw std::runtime_error("the bytes of tensor " + name + " are not where they should be");
+    }
+    at::Tensor tensor = at::empty(shape, scalar);
     if (bytes > 0) std::memcpy(tensor.data_ptr(), data + range[0], bytes);
     tensors.insert(name, tensor);
   }
   return tensors;
+}
+
+c10::Dict<std::string, at::Tensor> read_delta(const std::string& path) {
+  const std::vector<char> file = bytes_of(path);
+  try {
+    return tensors_of(file);
+  } catch (const std::exception& error) {
+    throw std::runtime_error(path + " is no safetensors file or damaged: " + error.what());
+  }
 }
 
 int run(const std::vector<std::string>& arguments) {
@@ -153,7 +196,10 @@ int run(const std::vector<std::string>& arguments) {
   std::vector<c10::IValue> inputs;
   for (const c10::IValue& input : given.toListRef()) inputs.push_back(input);
   const std::vector<char> output = torch::jit::pickle_save(served->forward(inputs));
-  std::ofstream(files[2], std::ios::binary).write(output.data(), static_cast<std::streamsize>(output.size()));
+  std::ofstream file(files[2], std::ios::binary);
+  file.write(output.data(), static_cast<std::streamsize>(output.size()));
+  file.close();
+  if (!file) throw std::runtime_error("cannot write " + files[2]);
   return 0;
 }
 

@@ -18,7 +18,7 @@ import typer
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from common.command import data_errors_in_one_line, prepare_torch, run
+from common.command import errors_in_one_line, prepare_torch, run
 from common.log_flags import JsonOut, LogDir, LogEvery, NoLog
 from common.settings import Backend, Sharding
 from two_tower.settings import Settings
@@ -52,7 +52,7 @@ def main(
     # Here and not above: TorchRec takes seconds to import, which --help need not wait for.
     from two_tower.retrieval import train
 
-    with data_errors_in_one_line():
+    with errors_in_one_line():
         train(
             Settings(
                 data=data,

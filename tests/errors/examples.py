@@ -17,3 +17,13 @@ def no_movielens(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     from two_tower.movielens import load
 
     load(tmp_path / "ml-100k")
+
+
+@situation("A line that is no row of the Criteo log")
+def bad_line(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+    monkeypatch.syspath_prepend(str(EXAMPLES / "dlrm"))
+    from criteo import CriteoFile
+
+    (tmp_path / "train.txt").write_bytes(b"0\tx" + b"\t" * 38)
+    CriteoFile(tmp_path / "train.txt").scan()

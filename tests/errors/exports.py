@@ -29,9 +29,16 @@ def as_float64() -> None:
     export_for_inference(bags(), dtype=torch.float64)
 
 
-@situation("An odd dim in four bits")
+@situation("A dim that a data type does not fit")
 def five_columns() -> None:
     export_for_inference(bags(dim=5), dtype=torch.quint4x2)
+
+
+@situation("Weights that a data type cannot hold")
+def a_great_weight() -> None:
+    model = bags()
+    model.table.insert(torch.tensor([1]), torch.tensor([[-5.0, 0.0, 1.0, 1e5]]))
+    export_for_inference(model)
 
 
 @situation("An export delta of another model")

@@ -162,21 +162,21 @@ def test_any_chunk_size_and_any_part_give_the_same_rows(
         (with_field("C9", b"ab\0cd"), "C9", "hexadecimal"),
         (with_field("C9", b"ab\rcd"), "C9", "hexadecimal"),
         (with_field("C9", "\N{ARABIC-INDIC DIGIT ONE}".encode()), "C9", "hexadecimal"),
-        (b"\t".join(GOOD.split(b"\t")[:-1]), "C26", "expected 40 tab-separated columns, found 39"),
-        (GOOD + b"\t", "41", "expected 40 tab-separated columns, found 41"),
-        (b"", "I1", "expected 40 tab-separated columns, found 1"),
+        (b"\t".join(GOOD.split(b"\t")[:-1]), None, "expected 40 tab-separated columns, found 39"),
+        (GOOD + b"\t", None, "expected 40 tab-separated columns, found 41"),
+        (b"", None, "expected 40 tab-separated columns, found 1"),
         (b"\xef\xbb\xbf" + GOOD, "label", "expected 0 or 1"),
-        (GOOD.replace(b"\t", b","), "I1", "found 1"),
-        (b"1" * (MAX_LINE_BYTES + 10), "label", "longer than"),
+        (GOOD.replace(b"\t", b","), None, "found 1"),
+        (b"1" * (MAX_LINE_BYTES + 10), None, "longer than"),
     ],
 )
-def test_bad_line_is_named_or_skipped(tmp_path: Path, line: bytes, column: str, reason: str) -> None:
+def test_bad_line_is_named_or_skipped(tmp_path: Path, line: bytes, column: str | None, reason: str) -> None:
     path = tmp_path / "train.txt"
     path.write_bytes(b"\n".join([GOOD, GOOD, line, GOOD, b""]))
     for chunk_bytes in (100, 1 << 23):
         with pytest.raises(BadRowError) as error:
             CriteoFile(path, chunk_bytes=chunk_bytes if len(line) < 10_000 else 1 << 19).scan()
-        assert str(error.value).startswith(f"{path}, line 3, column {column}: ")
+        assert str(error.value).startswith(f"{path}, line 3, column {column}: " if column else f"{path}, line 3: ")
         assert reason in str(error.value)
     file = CriteoFile(path, skip_bad_rows=True)
     check_equal(read_all(file), [GOOD] * 3)
@@ -197,7 +197,7 @@ def test_limit_hides_what_comes_after(tmp_path: Path) -> None:
     path.write_bytes(b"\n".join([GOOD] * 7 + [b"rubbish"]))
     file = CriteoFile(path, limit_rows=7)
     check_equal(read_all(file), [GOOD] * 7)
-    with pytest.raises(BadRowError, match="line 8, column I1"):
+    with pytest.raises(BadRowError, match="line 8: expected 40"):
         CriteoFile(path, limit_rows=8).scan()
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 import math
+import os
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ import pytest
 import torch
 import trainer
 from common.command import DataError
+from common.report import check_file
 from criteo_format import ID_NAMES
 from generator import Generator
 from settings import Settings
@@ -138,6 +140,53 @@ def test_bad_row_stops_the_run_before_training(rows_file: Path, tmp_path: Path, 
         assert done.stderr.count("\n") == 1, "one line, no traceback"
 
 
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (("--max-rows", 500, "--cold-store", f"{__file__}/x"), "cold store RocksDBStore("),
+        (("--max-rows", 5), "table 't_C"),
+    ],
+)
+def test_what_tables_refuse_is_one_line(flags: tuple[object, ...], message: str, ranks: int) -> None:
+    done = forked("--limit-rows", 2000, *flags, ranks=ranks)
+    assert done.returncode == 2 or (ranks > 1 and done.returncode)
+    assert done.stderr.startswith(f"error: {message}")
+    assert done.stderr.count("\n") == 1, done.stderr
+
+
+ONE_RANK_FAILS = """
+import sys
+sys.path.insert(0, {examples!r})
+from common.command import errors_in_one_line, run
+def main():
+    import torch.distributed as dist
+    from common.processes import process_group
+    from torchrec_recstore import ColdStoreError
+    with errors_in_one_line(), process_group():
+        dist.barrier()
+        if dist.get_rank() == 1:
+            raise {error}
+        dist.barrier()
+run(main)
+"""
+
+
+@pytest.mark.parametrize(
+    ("error", "line"),
+    [("ColdStoreError('no')", "error: no"), ("MemoryError()", "error: out of memory"), ("KeyError(7)", "KeyError: 7")],
+)
+def test_a_rank_that_fails_alone_says_so_and_ends_all(tmp_path: Path, error: str, line: str) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(ONE_RANK_FAILS.format(examples=str(ROOT / "examples"), error=error))
+    done = run_forked(str(script), ranks=2)  # killed, a rank that does not end has a negative status
+    assert done.returncode == 1
+    assert done.stderr.splitlines()[-1] == line
+    # A defect has a traceback, of its rank alone.
+    assert done.stderr.count("Traceback") == (1 if "KeyError" in error else 0)
+    assert done.stderr.count("error: ") == (0 if "KeyError" in error else 1)
+
+
 def test_bad_rows_are_skipped_and_reported(rows_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     changes = {"data": bad_copy(rows_file, tmp_path), "backend": "fused", "skip_bad_rows": True}
     result, report = train_here(tmp_path / "out.json", capsys, **changes)
@@ -150,11 +199,14 @@ def test_bad_rows_are_skipped_and_reported(rows_file: Path, tmp_path: Path, caps
     [
         (None, {}, r"rows\.tsv: No such file or directory"),
         (b"", {}, r"rows\.tsv: the file is empty"),
-        (b"0\t1\n", {}, r"rows\.tsv, line 1, column I2: expected 40 tab-separated columns, found 2"),
+        (b"0\t1\n", {}, r"rows\.tsv, line 1: expected 40 tab-separated columns, found 2"),
         (b"".join(Generator(5, 0).lines(0, 5)), {}, r"rows\.tsv: 5 rows are too few"),
         (b"", {"backend": "fused", "sharding": "row_wise"}, "no row_wise sharding on CPU"),
         (b"", {"backend": "fused", "dim": 6}, "multiple of 4"),
-        (b"", {"json_out": Path("/nowhere/out.json")}, "/nowhere/out.json: no such folder"),
+        (b"", {"json_out": Path("/nowhere/out.json")}, "^/nowhere/out.json: no such folder"),
+        (b"", {"json_out": Path("/tmp")}, "^/tmp: this is a folder, and no file"),
+        (b"", {"json_out": Path("/proc/out.json")}, "^/proc/out.json: No such file or directory"),
+        (b"", {"json_out": Path("/proc/version")}, r"^/proc/version: [A-Z]"),
     ],
 )
 def test_unusable_input(tmp_path: Path, content: bytes | None, changes: dict[str, Any], message: str) -> None:
@@ -163,3 +215,22 @@ def test_unusable_input(tmp_path: Path, content: bytes | None, changes: dict[str
         path.write_bytes(content)
     with pytest.raises(DataError, match=message):
         trainer.train(settings_of(data=path, **changes))
+
+
+def test_the_place_of_the_json_is_only_looked_at(tmp_path: Path) -> None:
+    pipe, there, link = tmp_path / "pipe", tmp_path / "there.json", tmp_path / "link.json"
+    os.mkfifo(pipe)
+    there.write_text("before")
+    link.symlink_to("new.json")
+    for path in (pipe, there, link, Path("-"), tmp_path / "new.json"):
+        check_file(path)
+    assert there.read_text() == "before"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["link.json", "pipe", "there.json"]
+
+
+def test_a_full_disk_is_said_with_the_file_and_after_the_report(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(DataError, match=r"^/dev/full: No space left on device$"):
+        trainer.train(settings_of(limit_rows=600, log=True, log_dir=tmp_path / "log", json_out=Path("/dev/full")))
+    assert capsys.readouterr().err.endswith(f"report: {tmp_path}/log/report.html\n")

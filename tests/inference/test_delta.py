@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import threading
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
@@ -21,14 +22,21 @@ from torchrec_recstore.inference import (
     read_delta,
 )
 from torchrec_recstore.inference.checkpoint import ExportInfo
+from torchrec_recstore.inference.checksum import checksum_of
 from torchrec_recstore.inference.delta import DeltaTable
-from torchrec_recstore.modules import RecStoreEmbeddingBagCollection
+from torchrec_recstore.modules import RecStoreEmbedding, RecStoreEmbeddingBagCollection
 from torchrec_recstore.options import LRU, MinFrequency, TableOptions
 
 from ..checkpoint.models import DIM, recstore
 from .models import BAGS, Model, batch, train
 
 DTYPES = [torch.float32, torch.float16, torch.int8, torch.quint4x2]
+
+
+def signed(delta: Mapping[str, Tensor | None]) -> dict[str, Tensor]:
+    """A delta with the checksum of what it has, so that what else is wrong with it comes to light."""
+    tensors = {key: value for key, value in delta.items() if value is not None}
+    return tensors | {"checksum": torch.jit.script(checksum_of)(tensors)}
 
 
 def assert_same_model(one: torch.jit.ScriptModule, other: torch.jit.ScriptModule) -> None:
@@ -78,7 +86,7 @@ def test_rows_that_have_not_changed_are_not_in_it(tmp_path: Path) -> None:
     info = export_delta(model.eval(), tmp_path / "delta", base=tmp_path / "base.pt")
     assert {name: table.rows for name, table in info.tables.items()} == {"t": 1, "m": 0, "u": 1, "s": 0}
     assert sorted(read_delta(tmp_path / "delta")) == sorted(
-        ["base", "version", *(f"{name}/{kind}" for name in "tu" for kind in ("ids", "rows", "removed"))]
+        ["base", "checksum", "version", *(f"{name}/{kind}" for name in "tu" for kind in ("ids", "rows", "removed"))]
     )
 
 
@@ -107,7 +115,7 @@ def test_rows_of_torchrecs_tables(tmp_path: Path) -> None:
     served = torch.jit.load(tmp_path / "base.pt")
     delta = read_delta(tmp_path / "delta")
     with pytest.raises(torch.jit.Error, match="table m is TorchRec's own, and the delta has rows beyond it"):
-        served.apply_delta(delta | {"m/ids": torch.tensor([3, 100])})
+        served.apply_delta(signed(delta | {"m/ids": torch.tensor([3, 100])}))
     assert served.apply_delta(delta)
     assert_same_model(served, torch.jit.load(tmp_path / "full.pt"))
 
@@ -125,11 +133,23 @@ def test_with_rows_that_are_left_out(tmp_path: Path) -> None:
     assert all(len(served.recstore_ids(name)) == 10 for name in served.recstore_tables())
 
 
+def assert_refused(served: torch.jit.ScriptModule, delta: dict[str, Tensor], message: str) -> None:
+    """And nothing has changed then."""
+    version = served.recstore_version()
+    rows = {name: served.recstore_rows(name).clone() for name in served.recstore_tables()}
+    with pytest.raises(torch.jit.Error, match=message):
+        served.apply_delta(delta)
+    assert served.recstore_version() == version
+    assert all(torch.equal(served.recstore_rows(name), some) for name, some in rows.items())
+
+
 def test_what_is_refused(tmp_path: Path) -> None:
     model = train(Model())
     export_for_inference(model, tmp_path / "base.pt")
     served = torch.jit.load(tmp_path / "base.pt")
     version = served.recstore_version()
+    with torch.no_grad():
+        model.over[0].weight += 1
     first = export_delta(train(model), tmp_path / "first", base=served)
     ahead = copy.deepcopy(served)
     ahead.apply_delta(read_delta(tmp_path / "first"))
@@ -137,20 +157,28 @@ def test_what_is_refused(tmp_path: Path) -> None:
     with pytest.raises(torch.jit.Error, match=f"the delta is one of version {first.version}.*of version {version}"):
         served.apply_delta(read_delta(tmp_path / "second"))
     good = read_delta(tmp_path / "first")
+    weight = good["dense/over.0.weight"]
+    ids = good["s/ids"]
     for message, changed in (
         ("this is no delta: it has no base", {"base": None}),
-        ("one of another model", {"nobody/ids": good["t/ids"]}),
+        ("one of another model: it has nobody/ids", {"nobody/ids": ids}),
         ("table t: the delta's rows are of another dim", {"t/rows": good["t/rows"][:, :4]}),
         ("table t: the delta has not an int64 id for each row", {"t/ids": good["t/ids"][1:]}),
         # A later table is wrong: those before it stay as they are.
         ("table s: the delta's rows are of another dim", {"s/rows": good["s/rows"].float()}),
+        ("table s: the delta has not an int64 id for each row", {"s/ids": ids[:, None]}),
+        ("table s: the delta's removed ids are no vector of int64", {"s/removed": ids[:0, None]}),
+        ("table s: the delta has an id more than once", {"s/ids": torch.zeros_like(ids)}),
+        ("table s: the delta has an id more than once", {"s/removed": ids[:1]}),
+        ("the delta has no s/rows", {"s/rows": None}),
+        ("over.0.weight is of another shape or data type", {"dense/over.0.weight": weight.double()}),
+        ("over.0.weight is of another shape or data type", {"dense/over.0.weight": weight[:1]}),
     ):
-        delta = {key: value for key, value in (good | changed).items() if value is not None}
-        rows = {name: served.recstore_rows(name) for name in served.recstore_tables()}
-        with pytest.raises(torch.jit.Error, match=message):
-            served.apply_delta(delta)
-        assert served.recstore_version() == version
-        assert all(torch.equal(served.recstore_rows(name), some) for name, some in rows.items())
+        assert_refused(served, signed({**good, **changed}), message)
+    for name in ("t/rows", "u/ids", "dense/over.0.weight", "version", "checksum"):
+        flipped = good[name].clone()
+        flipped.view(-1)[-1:].view(torch.uint8)[-1] ^= 1
+        assert_refused(served, good | {name: flipped}, "the delta is damaged")
     with pytest.raises(FileNotFoundError, match="there is no exported model at"):
         export_delta(model, tmp_path / "x", base=tmp_path / "none.pt")
     with pytest.raises(ValueError, match="base must be a model that"):
@@ -162,6 +190,80 @@ def test_what_is_refused(tmp_path: Path) -> None:
     torch.save({}, tmp_path / "first")
     with pytest.raises(safetensors.SafetensorError):
         read_delta(tmp_path / "first")
+    with pytest.raises(ValueError, match=r"first is no exported model that can be loaded: ."):
+        export_delta(model, tmp_path / "x", base=tmp_path / "first")
+    with pytest.raises(OSError, match="/proc/x cannot be written: "):  # where no file can be made
+        export_delta(model, "/proc/x", base=served)
+
+
+class SharedParts(nn.Module):
+    """Two of each, or one at two paths."""
+
+    def __init__(self, shared: bool) -> None:
+        super().__init__()
+        self.towers = nn.ModuleList(self._tower(name) for name in "ab")
+        if shared:
+            self.towers[1] = nn.Sequential(self.towers[0][0], self.towers[0][1])
+        self.register_buffer("shift", torch.zeros(2, dtype=torch.float64))
+        self.scale = torch.tensor(1.0)  # neither a parameter nor a buffer
+
+    def _tower(self, name: str) -> nn.Module:
+        return nn.Sequential(RecStoreEmbedding(50, 4, name=name, lr=0.3), nn.Linear(4, 2))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        out = [tower(ids) for tower in self.towers]
+        return (torch.cat(out, dim=1) * self.scale).double() + self.shift.sum()
+
+
+def test_what_a_model_has_at_several_paths_and_plain_tensors(tmp_path: Path) -> None:
+    """Models of one TorchScript class share their methods, whether parts of one are shared or not."""
+    ids = torch.arange(5)
+    for shared in (True, False, True):
+        model = SharedParts(shared)
+        export_for_inference(model.eval(), tmp_path / "base.pt")
+        model.train()(ids).sum().backward()
+        model.scale = torch.tensor(3.0)
+        with torch.no_grad():
+            model.shift += 1
+            model.towers[1][1].weight += 1
+        info = export_delta(model.eval(), tmp_path / "delta", base=tmp_path / "base.pt")
+        weight = f"towers.{0 if shared else 1}.1.weight"
+        assert sorted(info.dense) == ["scale", "shift", weight]
+        full = export_for_inference(model, tmp_path / "full.pt")
+        for served in (torch.jit.load(tmp_path / "base.pt"), copy.deepcopy(torch.jit.load(tmp_path / "base.pt"))):
+            assert served.recstore_tables() == (["a"] if shared else ["a", "b"])
+            served.apply_delta(read_delta(tmp_path / "delta"))
+            assert torch.equal(served(ids), full(ids))
+            assert served.recstore_version() == torch.jit.load(tmp_path / "full.pt").recstore_version()
+
+
+class Traced(nn.Module):
+    """TorchScript does not take it, TorchRec's tracer does; a collection that its forward does not use."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.used = RecStoreEmbedding(50, 4, name="a", lr=0.3)
+        self.unused = RecStoreEmbeddingBagCollection(BAGS, lr=0.3)
+
+    def forward(self, ids):  # type: ignore[no-untyped-def]  # the tracer copies annotations as they are
+        return sum([self.used(ids)], torch.zeros(()))
+
+
+def test_a_collection_that_is_not_used(tmp_path: Path) -> None:
+    model, ids = Traced(), torch.arange(5)
+    export_for_inference(model.eval(), tmp_path / "base.pt")
+    model.train()(ids).sum().backward()
+    info = export_delta(model.eval(), tmp_path / "delta", base=tmp_path / "base.pt")
+    assert {name: table.rows for name, table in info.tables.items()} == {"a": 5, "t": 0, "m": 0, "u": 0}
+    served = torch.jit.load(tmp_path / "base.pt")
+    served.apply_delta(read_delta(tmp_path / "delta"))
+    assert torch.equal(served(ids), export_for_inference(model)(ids))
+
+
+def test_a_name_that_torchscript_reserves(tmp_path: Path) -> None:
+    model = nn.ModuleDict({"in": RecStoreEmbedding(50, 4, name="a")})
+    with pytest.raises(ValueError, match=r"the model has 'in', a name that TorchScript's files cannot have"):
+        export_for_inference(model, tmp_path / "model.pt")
 
 
 def test_requests_in_flight(tmp_path: Path) -> None:

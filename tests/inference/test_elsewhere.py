@@ -10,12 +10,14 @@ from pathlib import Path
 
 import fbgemm_gpu
 import pytest
+import safetensors.torch
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torchrec import KeyedJaggedTensor
 
 from torchrec_recstore.checkpoint import save_checkpoint
 from torchrec_recstore.inference import export_checkpoint, export_checkpoint_delta, export_delta, export_for_inference
+from torchrec_recstore.modules import RecStoreEmbedding
 
 from ..checkpoint.models import recstore
 from .models import Model, OfPlainTensors, batch, plain_batch, train
@@ -71,8 +73,6 @@ def _export_models(folder: Path) -> None:
 
 
 def _delta(path: Path) -> dict[str, torch.Tensor]:
-    import safetensors.torch
-
     return safetensors.torch.load_file(path)
 
 
@@ -157,4 +157,55 @@ def test_in_cpp(exported: Path, program: Path, tmp_path: Path) -> None:
     assert "Unknown builtin op: fbgemm::" in run(program, *files).stderr
     torn = tmp_path / "torn"
     torn.write_bytes(deltas[0].read_bytes()[:-8])
-    assert f"{torn} is damaged" in run(program, *files, *libraries, "--delta", torn).stderr
+    assert f"{torn} is no safetensors file or damaged" in run(program, *files, *libraries, "--delta", torn).stderr
+
+
+class Odd(nn.Module):
+    """A table whose name needs escapes, and tensors of many types."""
+
+    TYPES = (
+        torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.int16, torch.int8,
+        torch.uint8, torch.bool, torch.complex64, torch.uint16, torch.uint32, torch.uint64, torch.float8_e4m3fn,
+        torch.float8_e5m2,
+    )  # fmt: skip
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows = RecStoreEmbedding(50, 4, name='t\n\t"\\\x01\u00fc', lr=0.3)
+        for number, dtype in enumerate(self.TYPES):
+            self.register_buffer(f"of{number}", torch.zeros(3).to(dtype))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.rows(ids) + self.of0.sum() + self.of10.real.sum()
+
+
+def test_deltas_of_any_tensors_in_cpp(program: Path, tmp_path: Path) -> None:
+    model, ids = Odd(), torch.arange(5)
+    export_for_inference(model.eval(), tmp_path / "model.pt", dtype=torch.float32)
+    model.train()(ids).sum().backward()
+    for number, dtype in enumerate(model.TYPES):
+        model.register_buffer(f"of{number}", torch.ones(3).to(dtype))
+    delta = tmp_path / "delta"
+    info = export_delta(model.eval(), delta, base=tmp_path / "model.pt")
+    assert len(info.dense) == len(model.TYPES)
+    safetensors.torch.save_file(_delta(delta), delta, metadata={"by": "hand"})
+    torch.save([ids], tmp_path / "inputs.pt")
+    files = [tmp_path / name for name in ("model.pt", "inputs.pt", "output.pt")]
+    done = run(program, *files, "--delta", delta)
+    assert done.returncode == 0, done.stderr
+    assert torch.equal(torch.load(files[2]), model(ids))
+    # What is not as it should be.
+    done = run(program, *files[:2], "/proc/x")
+    assert (done.returncode, done.stderr) == (1, "error: cannot write /proc/x\n")
+    for message, header in (
+        ("its header is not one of safetensors", '{"a":{"dtype":"U8","shape":[x],"data_offsets":[0,4]}}'),
+        ("its header is not one of safetensors", '{"a":{"dtype":"U8","shape":[-4],"data_offsets":[0,4]}}'),
+        ("tensor a is too large", '{"a":{"dtype":"U8","shape":[9223372036854775807,4],"data_offsets":[0,4]}}'),
+        ("the bytes of tensor a are not where", '{"a":{"dtype":"U8","shape":[4],"data_offsets":[1,5]}}'),
+        ("the unknown type U7", '{"a":{"dtype":"U7","shape":[4],"data_offsets":[0,4]}}'),
+    ):
+        delta.write_bytes(len(header).to_bytes(8, "little") + header.encode() + bytes(4))
+        done = run(program, *files, "--delta", delta)
+        assert done.returncode == 1
+        assert done.stderr.startswith(f"error: {delta} is no safetensors file or damaged: ")
+        assert message in done.stderr

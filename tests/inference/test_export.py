@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import resource
 from functools import partial
 from pathlib import Path
 
@@ -17,7 +18,16 @@ from torchrec.modules.fp_embedding_modules import FeatureProcessedEmbeddingBagCo
 
 from torchrec_recstore.inference import export_delta, export_for_inference, read_delta, scriptable
 from torchrec_recstore.modules import RecStoreEmbedding, RecStoreEmbeddingBag, RecStoreEmbeddingBagCollection
-from torchrec_recstore.options import LFU, LRU, ConstantInit, RocksDBStore, TableOptions
+from torchrec_recstore.options import (
+    LFU,
+    LRU,
+    ConstantInit,
+    MinFrequency,
+    NormalInit,
+    RocksDBStore,
+    TableOptions,
+    UniformInit,
+)
 from torchrec_recstore.planner import RecStoreConstraints, RecStorePlanner
 from torchrec_recstore.sharders import (
     RecStoreEmbeddingCollectionSharder,
@@ -135,7 +145,8 @@ class TestSharded:
             collection(EmbeddingBagConfig(name="odd", embedding_dim=5, num_embeddings=9, feature_names=["f"]))
         )
         for error, message, arguments in (
-            (ValueError, "'odd' has dim 5.*even", {"dtype": torch.quint4x2}),
+            (ValueError, "'odd' has dim 5: int4 .* multiple of 4", {"dtype": torch.quint4x2}),
+            (ValueError, "'odd' has dim 5: int8 .* multiple of 2", {}),
             (ValueError, "dtype must be one of .*got torch.float64", {"dtype": torch.float64}),
             (ValueError, "min_frequency must be at least 0, got -1", {"min_frequency": -1}),
             (TypeError, "top_rows must be an int, got float", {"top_rows": 1.0}),
@@ -241,6 +252,17 @@ def test_frequencies_are_halved_as_eviction_has_it() -> None:
     assert kept.tolist() == [False, False, False], "by now"
 
 
+def test_frequencies_begin_with_the_row() -> None:
+    options = TableOptions(admission=MinFrequency(3), max_rows=1, eviction=LRU())
+    table = RecStoreEmbedding(50, 4, options=options, name="t")
+    for others, steps, counted in ((0, 5, 3), (3, 2, 2)):  # admitted in the third step; pushed out, and back again
+        for id in [2] * others + [1] * steps:
+            table.train()(torch.tensor([id])).sum().backward()
+        for least in (counted, counted + 1):
+            exported = export_for_inference(table.eval(), dtype=torch.float32, min_frequency=least)
+            assert bool(exported(torch.tensor([1])).any()) == (least == counted), (steps, least)
+
+
 def test_frequencies_that_are_not_known() -> None:
     table = RecStoreEmbedding(3, 2, _weight=torch.ones(3, 2), name="t").eval()
     for arguments in ({"min_frequency": 1}, {"top_rows": 2}):
@@ -265,9 +287,11 @@ def test_rows_in_a_cold_store(tmp_path: Path) -> None:
 def test_initial_rows_of_unseen_ids() -> None:
     configs = [EmbeddingBagConfig(name="t", embedding_dim=4, num_embeddings=9, feature_names=["f"])]
     some = batch_of(f=[[1, 8], [9]])
-    constant = TableOptions(initializer=ConstantInit(0.25), missing="init")
-    bags = RecStoreEmbeddingBagCollection(configs, options=constant).eval()
-    assert torch.equal(export_for_inference(bags, dtype=torch.float32)(some).values(), bags(some).values())
+    for initializer in (ConstantInit(0.3), UniformInit(0.3, 0.3), NormalInit(0.3, 0.0), NormalInit(-0.3, 0.0, 2.0)):
+        alike = TableOptions(initializer=initializer, missing="init")
+        bags = RecStoreEmbeddingBagCollection(configs, options=alike).eval()
+        assert bags(some).values().all()
+        assert torch.equal(export_for_inference(bags, dtype=torch.float32)(some).values(), bags(some).values())
     bags = RecStoreEmbeddingBagCollection(configs, options=TableOptions(missing="init")).eval()
     with pytest.warns(UserWarning, match="'t' have missing='init'") as caught:
         exported = export_for_inference(bags, dtype=torch.float32)
@@ -310,6 +334,38 @@ def test_names_in_a_file_are_distinct(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="more than one table 't'"):
         export_for_inference(model, tmp_path / "m.pt")
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.int8], ids=str)
+def test_takes_the_memory_of_what_it_writes(dtype: torch.dtype, tmp_path: Path) -> None:
+    table = RecStoreEmbedding(9, 64, name="t").eval()
+    table.table.insert(torch.arange(200_000), torch.randn(200_000, 64))
+    export_for_inference(RecStoreEmbedding(9, 64, name="t"), tmp_path / "m.pt", dtype=dtype)  # imports
+    Path("/proc/self/clear_refs").write_text("5")  # VmHWM begins again
+    before = _memory("VmRSS")
+    export_for_inference(table, tmp_path / "m.pt", dtype=dtype)
+    assert _memory("VmHWM") - before < 2 * (tmp_path / "m.pt").stat().st_size
+
+
+def _memory(field: str) -> int:
+    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(field))
+    return int(line.split()[1]) * 1024
+
+
+def test_a_file_that_cannot_be_written(tmp_path: Path) -> None:
+    table, path = RecStoreEmbedding(9, 4, name="t"), tmp_path / "m.pt"
+    with pytest.raises(OSError, match=r"cannot be written: .*: '/proc/m.pt'"):
+        export_for_inference(table, "/proc/m.pt")
+    path.write_text("old")
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, limits[1]))
+    try:
+        with pytest.raises(OSError, match=rf"cannot be written: .*: '{path}'"):
+            export_for_inference(table, path)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert path.read_text() == "old"
+    assert list(tmp_path.iterdir()) == [path]
 
 
 class Unscriptable(nn.Module):
@@ -371,25 +427,28 @@ def two_ranks(rank: int, world_size: int) -> None:
     torch.manual_seed(0)
     ebc = collection(
         *(
-            EmbeddingBagConfig(name=name, embedding_dim=8, num_embeddings=64, feature_names=[f])
-            for name, f in NAMES.items()
+            EmbeddingBagConfig(name=name, embedding_dim=dim, num_embeddings=64, feature_names=[f])
+            for name, f, dim in TABLES
         )
     )
     kinds = {"rows": "row_wise", "columns": "column_wise", "whole": "table_wise"}
-    constraints = {
+    constraints: dict[str, ParameterConstraints] = {
         name: RecStoreConstraints(sharding_types=[kind], min_partition=4 if kind == "column_wise" else None)
         for name, kind in kinds.items()
     }
+    # TorchRec's own: a rank has two parts of the one, and none of the other.
+    for name, kind in (("stock_columns", "column_wise"), ("stock_whole", "table_wise")):
+        constraints[name] = ParameterConstraints(sharding_types=[kind], compute_kernels=["fused"], min_partition=4)
     sharders = [RecStoreSharder({"learning_rate": 0.3}), RecStoreEmbeddingCollectionSharder()]
     plan = RecStorePlanner(constraints=constraints).collective_plan(nn.Sequential(ebc), sharders)
     model = DistributedModelParallel(nn.Sequential(ebc), plan=plan, sharders=sharders, device=torch.device("cpu"))
     torch.manual_seed(rank)
     for _ in range(3):
-        model(batch()).values().sum().backward()
+        model(for_all(batch())).values().sum().backward()
     model.eval()
     some = batch()
     # One id a bag, so that ranks have no sums of their own.
-    some = KeyedJaggedTensor(some.keys(), some.values()[:12], lengths=torch.tensor([1] * 12))
+    some = for_all(KeyedJaggedTensor(some.keys(), some.values()[:12], lengths=torch.tensor([1] * 12)))
     wanted = model(some).to_dict()
     exported = export_for_inference(model, dtype=torch.float32)
     assert_same({key: value.detach() for key, value in wanted.items()}, exported(some).to_dict())
@@ -402,7 +461,13 @@ def two_ranks(rank: int, world_size: int) -> None:
         export_for_inference(model, path)
 
 
-NAMES = {"rows": "f", "columns": "g", "whole": "h"}
+def for_all(features: KeyedJaggedTensor) -> KeyedJaggedTensor:
+    ids = features.values().clone()
+    ids[features.offset_per_key()[-2] :] %= 64  # those of x, for TorchRec's own tables
+    return KeyedJaggedTensor(features.keys(), ids, lengths=features.lengths())
+
+
+TABLES = [("rows", "f", 8), ("columns", "g", 8), ("whole", "h", 8), ("stock_columns", "x", 16), ("stock_whole", "x", 8)]
 
 
 def test_two_ranks() -> None:

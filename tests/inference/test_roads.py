@@ -24,6 +24,7 @@ from torchrec.modules.embedding_modules import EmbeddingBagCollection
 from torchrec.quant.embedding_modules import EmbeddingBagCollection as QuantEmbeddingBagCollection
 
 from torchrec_recstore.inference import export_for_inference, scriptable
+from torchrec_recstore.modules import RecStoreEmbedding
 
 from .models import Model, batch, train
 
@@ -61,6 +62,15 @@ def test_traced_and_scripted(exported: dict[torch.dtype, nn.Module], dtype: torc
     assert torch.equal(traced(some), model(some))
     assert torch.equal(torch.jit.script(traced)(some), model(some))
     assert torch.equal(torch.jit.script(scriptable(model))(some), model(some))
+
+
+def test_single_tables_are_traced_as_leaves() -> None:
+    model = nn.Sequential(RecStoreEmbedding(5, 4, name="t"), nn.Linear(4, 1))
+    model(torch.tensor([1, -2])).sum().backward()
+    exported = export_for_inference(model, dtype=torch.float32)
+    traced = torchrec.fx.symbolic_trace(exported, leaf_modules=["StaticEmbedding", "StaticEmbeddingBag"])
+    some = torch.tensor([1, -2, 3])
+    assert torch.equal(torch.jit.script(traced)(some), model.eval()(some))
 
 
 def test_float_is_scripted_as_it_is(exported: dict[torch.dtype, nn.Module]) -> None:

@@ -10,13 +10,15 @@ from pathlib import Path
 
 import safetensors.torch
 import torch
+from safetensors import SafetensorError
 from torch import Tensor, nn
 
 from torchrec_recstore.ids import among
+from torchrec_recstore.inference.checksum import checksum_of
 from torchrec_recstore.inference.row_formats import FORMATS
 from torchrec_recstore.inference.script import check_path
 from torchrec_recstore.inference.served_tables import ServedTable
-from torchrec_recstore.inference.versions import dense_tensors, served_tables, version_of
+from torchrec_recstore.inference.versions import dense_tensors, served_tables, tensor_at, version_of
 
 
 @dataclass(frozen=True)
@@ -56,8 +58,10 @@ class DeltaInfo:
 def read_delta(path: str | Path) -> dict[str, Tensor]:
     """What ``apply_delta`` of a served model takes; ``safetensors.torch.load_file`` gives the same.
 
+    A damaged row is for ``apply_delta`` to see, by the delta's checksum.
+
     Raises:
-        OSError, SafetensorError: the file is missing or damaged.
+        OSError, SafetensorError: the file is missing, or none of safetensors.
     """
     tensors: dict[str, Tensor] = safetensors.torch.load_file(path)
     return tensors
@@ -75,7 +79,12 @@ def open_base(base: str | Path | torch.jit.ScriptModule) -> torch.jit.ScriptModu
             raise FileNotFoundError(f"there is no exported model at {base}")
         with suppress(ImportError):  # float rows load without it
             import fbgemm_gpu  # noqa: F401  (registers the ops of quantised rows)
-        base = torch.jit.load(base)  # type: ignore[no-untyped-call]
+        path = base
+        try:
+            base = torch.jit.load(path)  # type: ignore[no-untyped-call]
+        except RuntimeError as error:
+            cause = str(error).strip().splitlines() or [""]
+            raise ValueError(f"{path} is no exported model that can be loaded: {cause[0]}") from error
     assert isinstance(base, torch.jit.ScriptModule)
     if not hasattr(base, "apply_delta") or not hasattr(base, "recstore_version"):
         raise ValueError("base must be a model that export_for_inference or export_checkpoint has written")
@@ -110,17 +119,22 @@ def write_delta(served: nn.Module, base: torch.jit.ScriptModule, path: Path) -> 
         if len(ids) or len(removed):
             tensors |= {f"{name}/ids": ids, f"{name}/rows": rows, f"{name}/removed": removed}
         found[name] = DeltaTable(len(ids), len(removed))
-    before = {**dict(base.named_parameters()), **dict(base.named_buffers())}
     dense = {}
     for name, tensor in dense_tensors(served).items():
-        if name in before and not _same_bits(tensor, before[name].detach()):
-            if tensor.shape != before[name].shape:
-                raise ValueError(f"{name} is of shape {tuple(tensor.shape)}, that of base {tuple(before[name].shape)}")
+        before = tensor_at(base, name)
+        if before is not None and not _same_bits(tensor, before):
+            if (tensor.shape, tensor.dtype) != (before.shape, before.dtype):
+                raise ValueError(
+                    f"{name} is {tensor.dtype} of shape {tuple(tensor.shape)}, "
+                    f"that of base {before.dtype} of shape {tuple(before.shape)}"
+                )
             dense[f"dense/{name}"] = tensor.contiguous()
     versions = base.recstore_version(), version_of(served)
     for key, version in zip(("base", "version"), versions, strict=True):
         tensors[key] = torch.tensor(list(version.encode()), dtype=torch.uint8)
-    _write(tensors | dense, path)
+    tensors |= dense
+    tensors["checksum"] = torch.jit.script(checksum_of)(tensors)
+    _write(tensors, path)
     names = tuple(name.removeprefix("dense/") for name in dense)
     return DeltaInfo(path, path.stat().st_size, *versions, found, names)
 
@@ -167,6 +181,9 @@ def _write(tensors: Mapping[str, Tensor], path: Path) -> None:
         with beside.open("rb") as file:
             os.fsync(file.fileno())
         os.replace(beside, path)
+    except SafetensorError as error:  # which it raises where files raise OSError
+        beside.unlink(missing_ok=True)
+        raise OSError(f"{path} cannot be written: {error}") from error
     except BaseException:
         beside.unlink(missing_ok=True)
         raise

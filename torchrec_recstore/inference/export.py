@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torchrec.distributed.embedding import ShardedEmbeddingCollection
 from torchrec.distributed.embeddingbag import ShardedEmbeddingBagCollection
@@ -19,7 +20,7 @@ from torchrec.modules.fp_embedding_modules import FeatureProcessedEmbeddingBagCo
 from torchrec_recstore.checkpoint.whole import gathered
 from torchrec_recstore.inference.copies import copied_with
 from torchrec_recstore.inference.delta import DeltaInfo, dtype_of, open_base, write_delta
-from torchrec_recstore.inference.row_formats import check_dim, check_dtype
+from torchrec_recstore.inference.row_formats import FORMATS, check_dim, check_dtype, check_range
 from torchrec_recstore.inference.script import check_path, save_script, scripted
 from torchrec_recstore.inference.selection import check_counted, check_selection, missing_row, selected
 from torchrec_recstore.inference.served_model import scriptable
@@ -59,7 +60,8 @@ def export_for_inference(
     model is sharded.
 
     With float32 rows outputs are those of an evaluation, to the bit; where rows of one table are split over several
-    ranks, up to the order in which these sum. Otherwise each weight is within half a step of its row's scale.
+    ranks, up to the order in which these sum, and of TorchRec's own tables up to how these round. Otherwise each weight
+    is within half a step of its row's scale.
 
     Args:
         model: ``DistributedModelParallel``, or anything that contains sharded modules or those of
@@ -69,8 +71,8 @@ def export_for_inference(
         dtype: of the exported rows: ``torch.int8``, ``torch.quint4x2`` (TorchRec's int4), ``torch.float16`` or
             ``torch.float32``.
         min_frequency: rows of RecStore tables that fewer training steps have looked up are left out. Frequencies are
-            what LFU eviction goes by: halved where that has a half-life, and 0 for rows that were inserted and never
-            trained on.
+            what LFU eviction goes by: 1 from the step on that admits the id, halved where that has a half-life, and 0
+            for rows that were inserted and never trained on.
         top_rows: how many rows of each RecStore table stay: those of the highest frequency, of equals the least ids.
 
     Returns:
@@ -120,7 +122,7 @@ def export_delta(
     """Writes what a model has otherwise than an earlier export, for ``apply_delta`` of that one. Collective.
 
     Rows are compared as they are exported, so a delta is exact whatever happened in between: training, loading, or
-    other rows that ``top_rows`` leaves out. It takes the time and memory of an export; the file is small.
+    other rows that ``top_rows`` leaves out. It takes the time of an export and more memory; the file is small.
 
     Args:
         model: as for :func:`export_for_inference`.
@@ -228,10 +230,10 @@ class _Conversion:
             inner: nn.Module = module._embedding_bag_collection  # type: ignore[assignment]
             return ProcessedFeatures(copied_with(processors, {}), self.of(inner))
         if isinstance(module, RecStoreEmbedding | RecStoreEmbeddingBag):
-            ids, weight = self._rows_of_module(module, module.table.options.initializer)
+            ids, rows = self._rows_of_module(module)
             if isinstance(module, RecStoreEmbedding):
-                return StaticEmbedding(module, ids, weight, self._dtype)
-            return StaticEmbeddingBag(module, ids, weight, self._dtype)
+                return StaticEmbedding(module, ids, rows, FORMATS[self._dtype])
+            return StaticEmbeddingBag(module, ids, rows, FORMATS[self._dtype])
         tables = self._tables(module)
         if isinstance(module, ShardedEmbeddingBagCollection):
             return StaticEmbeddingBagCollection(tables, module._is_weighted, self._dtype)
@@ -250,6 +252,7 @@ class _Conversion:
             else:
                 ids, weight = self._rows_of_table(module, config)
                 tables.append(StaticTable(config, ids, weight))
+            check_range(config.name, tables[-1].weight, FORMATS[self._dtype])
         return tables
 
     def _stock_weights(self, module: nn.Module) -> Mapping[str, Tensor]:
@@ -270,7 +273,8 @@ class _Conversion:
         weights = {key.split(".")[-2]: value for key, value in state.items() if key.endswith(".weight")}
         weights = {name: weights[name] for name in sorted(names)}
         for name, weight in weights.items():
-            if isinstance(weight, Tensor) and weight.is_meta:
+            # A ShardedTensor is a Tensor, too, and cannot be asked where this rank has not one part of it.
+            if type(weight) in (Tensor, nn.Parameter) and weight.is_meta:
                 raise ValueError(f"table {name!r} is on the meta device and has no rows")
         if not isinstance(module, ShardedModule):
             return {name: weight.detach().cpu().clone() for name, weight in weights.items()}
@@ -290,33 +294,39 @@ class _Conversion:
             table_module = tables[config.name]
             assert isinstance(table_module, TableModule)
             shards, options, env = [table_module.table], table_module.table.options, None
-        initializer = initializer_of(config, options)
-        return self._rows(config.name, shards, config.embedding_dim, env, options, initializer, config)
-
-    def _rows_of_module(self, module: TableModule, initializer: Initializer | None) -> tuple[Tensor, Tensor]:
-        table = module.table
-        return self._rows(
-            table.name, [table], table.dim, None, table.options, initializer or default_initializer(table.options), None
+        missing = self._missing_row(
+            config.name,
+            initializer_of(config, options),
+            options,
+            config.embedding_dim,
+            ROW_DTYPES[config.data_type],
         )
+        return self._rows(config.name, shards, missing, env, "float32")  # TorchRec's modules quantise by themselves
 
-    def _rows(
-        self,
-        name: str,
-        shards: list[Table],
-        dim: int,
-        env: ShardingEnv | None,
-        options: TableOptions,
-        initializer: Initializer,
-        config: BaseEmbeddingConfig | None,
-    ) -> tuple[Tensor, Tensor]:
-        dtype = ROW_DTYPES[config.data_type] if config is not None else shards[0].dtype
+    def _rows_of_module(self, module: TableModule) -> tuple[Tensor, Tensor]:
+        table = module.table
+        initializer = default_initializer(table.options)
+        missing = self._missing_row(table.name, initializer, table.options, table.dim, table.dtype)
+        return self._rows(table.name, [table], missing, None, FORMATS[self._dtype])
+
+    def _missing_row(
+        self, name: str, initializer: Initializer, options: TableOptions, dim: int, dtype: torch.dtype
+    ) -> Tensor:
         missing, exact = missing_row(initializer, options, dim, dtype)
         if not exact:
             self._initial_rows.append(name)
-        whole = whole_table(shards, dim, env)
+        return missing
+
+    def _rows(
+        self, name: str, shards: list[Table], missing: Tensor, env: ShardingEnv | None, row_format: str
+    ) -> tuple[Tensor, Tensor]:
+        """Ids, and rows in the format behind the one for ids without a row."""
+        whole = whole_table(name, shards, missing, env, row_format)
         check_counted(name, len(whole.ids), whole.steps, self._min_frequency, self._top_rows)
         places = selected(whole.frequency, self._min_frequency, self._top_rows)
-        return whole.ids[places], torch.cat([missing[None], whole.weight[places]])
+        if len(places) == len(whole.ids):
+            return whole.ids, whole.rows
+        return whole.ids[places], whole.rows[F.pad(places + 1, [1, 0])]
 
     def warn_of_initial_rows(self) -> None:
         """Once for all tables that it concerns."""

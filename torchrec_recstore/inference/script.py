@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import keyword
 import os
 import tempfile
 from pathlib import Path
@@ -9,7 +10,9 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from torchrec_recstore.inference.versions import dense_tensors, served_tables, version_of
+from torchrec_recstore.checkpoint.files import sync_directory
+from torchrec_recstore.inference.checksum import checksum_of  # noqa: F401  (apply_delta calls it)
+from torchrec_recstore.inference.versions import dense_tensors, served_tables, tensor_at, version_of
 
 _METHODS = (
     "recstore_tables",
@@ -21,6 +24,14 @@ _METHODS = (
 )
 
 _LEAVES = ["ServedEmbeddingBagCollection", "ServedEmbeddingCollection", "StaticEmbedding", "StaticEmbeddingBag"]
+
+# TorchScript writes these as they are, and cannot read the file then (torch 2.13).
+_RESERVED = frozenset(keyword.kwlist) - {
+    "async", "await", "except", "finally", "from", "lambda", "nonlocal", "try", "yield",
+}  # fmt: skip
+
+
+_CODE_BYTES = 1 << 22  # of a file beside its tensors, more than enough
 
 
 def check_path(path: Path) -> None:
@@ -42,19 +53,32 @@ def save_script(script: torch.jit.ScriptModule, path: Path) -> None:
         OSError: it cannot be written; what was there is there still.
     """
     check_path(path)
-    handle, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
+    name: str | None = None
     try:
-        with os.fdopen(handle, "wb") as file:
-            torch.jit.save(script, file)
-            file.flush()
-            os.fsync(file.fileno())
+        handle, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
+        try:
+            # Given a file, torch.jit.save makes several copies of all of it in memory; given a name it writes as it
+            # goes, and aborts the process where there is no room (torch 2.13). So that is found out before.
+            os.posix_fallocate(handle, 0, _bytes(script) + _CODE_BYTES)
+            script.save(name)
+            os.fsync(handle)
+        finally:
+            os.close(handle)
         umask = os.umask(0)
         os.umask(umask)
         os.chmod(name, 0o666 & ~umask)  # as any other file; that of mkstemp is its owner's alone
         os.replace(name, path)
-    except BaseException:
-        os.unlink(name)
+    except BaseException as error:
+        if name is not None:
+            os.unlink(name)
+        if isinstance(error, OSError):  # without the hidden file's name
+            raise OSError(error.errno, f"cannot be written: {error.strerror}", str(path)) from error
         raise
+    sync_directory(path.parent)
+
+
+def _bytes(script: torch.jit.ScriptModule) -> int:
+    return sum(tensor.nbytes for tensor in [*script.parameters(), *script.buffers()])
 
 
 def scripted(served: nn.Module) -> torch.jit.ScriptModule:
@@ -64,14 +88,17 @@ def scripted(served: nn.Module) -> torch.jit.ScriptModule:
         served: of :func:`torchrec_recstore.inference.scriptable`, or a module of served tables.
 
     Raises:
-        ValueError: neither TorchScript nor TorchRec's tracer takes the model, a table's name is not its own, or the
-            model has methods of these names.
+        ValueError: neither TorchScript nor TorchRec's tracer takes the model, a table's name is not its own, the
+            model has methods of these names, or a word that TorchScript reserves as the name of a module or tensor.
     """
     for method in _METHODS:
         if hasattr(served, method):
             raise ValueError(
                 f"{type(served).__name__} has an attribute {method!r}: a served model has a method of that name"
             )
+    for path in [*(path for path, _ in served.named_modules()), *dense_tensors(served)]:
+        if _RESERVED.intersection(path.split(".")):
+            raise ValueError(f"the model has {path!r}, a name that TorchScript's files cannot have: rename it")
     names = [table.name for _, table in served_tables(served)]
     for name in names:
         if names.count(name) > 1:
@@ -82,7 +109,10 @@ def scripted(served: nn.Module) -> torch.jit.ScriptModule:
     script, source = _scripted(served)
     # Models whose modules are alike share their TorchScript class, and so these methods, which name no table.
     if not hasattr(script, "apply_delta"):
-        script.define(_methods([_expression(path) for path, _ in served_tables(source)], sorted(dense_tensors(source))))
+        # TorchScript copies what a model has at several paths, and models of one class may differ in what these share.
+        tables = [_expression(path) for path, _ in served_tables(source, every_path=True)]
+        names = [name for name in sorted(dense_tensors(source, every_path=True)) if tensor_at(script, name) is not None]
+        script.define(_methods(tables, names))
     return script
 
 
@@ -97,6 +127,10 @@ def _scripted(served: nn.Module) -> tuple[torch.jit.ScriptModule, nn.Module]:
 
         tracer = torchrec.fx.Tracer(leaf_modules=_LEAVES)
         traced = torch.fx.GraphModule(served, tracer.trace(served))
+        used = {id(table) for _, table in served_tables(traced)}
+        for path, table in served_tables(served):
+            if id(table) not in used:  # it comes along all the same, as where TorchScript takes the model itself
+                traced.add_submodule(path, table)
         return torch.jit.script(traced), traced
     except Exception as error:
         raise ValueError(
@@ -117,12 +151,16 @@ def _methods(tables: list[str], dense: list[str]) -> str:
     """Source of the methods of a served model.
 
     Args:
-        tables: expressions that reach them.
+        tables: expressions that reach them; several may reach one table, or copies of it.
         dense: names of the other tensors.
     """
     lines = [
         "def recstore_tables(self) -> List[str]:",
-        f"    return [{', '.join(f'{table}.name' for table in tables)}]",
+        "    names: List[str] = []",
+        f"    for name in [{', '.join(f'{table}.name' for table in tables)}]:",
+        "        if name not in names:",
+        "            names.append(name)",
+        "    return names",
         "def recstore_version(self) -> str:",
         f"    return {tables[0]}.version",
         "def recstore_row_format(self) -> str:",
@@ -140,10 +178,14 @@ def _apply_delta(tables: list[str], dense: list[str]) -> list[str]:
     version = f"{tables[0]}.version"
     lines = [
         "def apply_delta(self, delta: Dict[str, Tensor]) -> bool:",
-        "    versions: List[str] = []",
-        '    for key in ["base", "version"]:',
+        '    known: List[str] = ["base", "version", "checksum"]',
+        "    for key in known:",
         "        if key not in delta:",
         '            raise ValueError("this is no delta: it has no " + key)',
+        '    if not torch.equal(delta["checksum"], checksum_of(delta)):',
+        '        raise ValueError("the delta is damaged: its checksum is another one")',
+        "    versions: List[str] = []",
+        "    for key in known[:2]:",
         "        codes: List[int] = delta[key].long().tolist()",
         '        versions.append("".join([chr(code) for code in codes]))',
         f"    if {version} == versions[1]:",
@@ -151,33 +193,44 @@ def _apply_delta(tables: list[str], dense: list[str]) -> list[str]:
         f"    if {version} != versions[0]:",
         '        raise ValueError("the delta is one of version " + versions[0] + ", and this model is of version " '
         f"+ {version})",
-        "    known = 2",
     ]
     # All is checked before anything changes.
+    parts = {table: [f"delta[{table}.name + '/{kind}']" for kind in ("ids", "rows", "removed")] for table in tables}
     for table in tables:
-        ids, rows, removed = (f"delta[{table}.name + '/{kind}']" for kind in ("ids", "rows", "removed"))
         lines += [
             f"    if {table}.name + '/ids' in delta:",
-            f"        {table}.check_rows({ids}, {rows}, {removed})",
-            "        known += 3",
+            '        for kind in ["/ids", "/rows", "/removed"]:',
+            f"            known.append({table}.name + kind)",
+            "            if known[-1] not in delta:",
+            '                raise ValueError("the delta has no " + known[-1])',
+            f"        {table}.check_rows({', '.join(parts[table])})",
         ]
     for name in dense:
-        key = repr(f"dense/{name}")
+        key, tensor = repr(f"dense/{name}"), _expression(name)
         lines += [
             f"    if {key} in delta:",
-            f"        if delta[{key}].shape != {_expression(name)}.shape:",
-            f"            raise ValueError({name + ' is of another shape in the delta'!r})",
-            "        known += 1",
+            f"        known.append({key})",
+            f"        if delta[{key}].shape != {tensor}.shape or delta[{key}].dtype != {tensor}.dtype:",
+            f"            raise ValueError({name + ' is of another shape or data type in the delta'!r})",
         ]
-    lines += ["    if known != len(delta):", '        raise ValueError("the delta is one of another model")']
+    lines += [
+        "    for key in delta.keys():",
+        "        if key not in known:",
+        '            raise ValueError("the delta is one of another model: it has " + key)',
+        "    ids_of: Dict[str, Tensor] = {}",
+        "    rows_of: Dict[str, Tensor] = {}",
+    ]
     for table in tables:
-        ids, rows, removed = (f"delta[{table}.name + '/{kind}']" for kind in ("ids", "rows", "removed"))
         lines += [
             f"    if {table}.name + '/ids' in delta:",
-            f"        {table}.replace_rows({ids}, {rows}, {removed})",
-            f"    {table}.version = versions[1]",
+            f"        if {table}.name not in rows_of:",
+            f"            {table}.replace_rows({', '.join(parts[table])})",
+            f"            ids_of[{table}.name], rows_of[{table}.name] = {table}.ids, {table}.rows",
+            f"        {table}.ids = ids_of[{table}.name]",
+            f"        {table}.rows = rows_of[{table}.name]",
         ]
     for name in dense:
         key = repr(f"dense/{name}")
-        lines += [f"    if {key} in delta:", f"        {_expression(name)}.copy_(delta[{key}])"]
+        lines += [f"    if {key} in delta:", f"        {_expression(name)}.detach().copy_(delta[{key}])"]
+    lines += [f"    {table}.version = versions[1]" for table in tables]
     return [*lines, "    return True"]

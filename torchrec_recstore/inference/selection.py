@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from torchrec_recstore.options import LFU, ConstantInit, Initializer, TableOptions
+from torchrec_recstore.options import LFU, ConstantInit, Initializer, TableOptions, UniformInit
 
 
 def aged(frequency: Tensor, last_step: Tensor, steps: int, options: TableOptions) -> Tensor:
@@ -92,6 +92,15 @@ def missing_row(initializer: Initializer, options: TableOptions, dim: int, dtype
     """
     if options.missing == "zeros":
         return torch.zeros(dim), True
+    value = _only_value(initializer)
+    if value is None:
+        return torch.zeros(dim), False
+    return torch.full((dim,), value).to(dtype).float(), True
+
+
+def _only_value(initializer: Initializer) -> float | None:
     if isinstance(initializer, ConstantInit):
-        return torch.full((dim,), initializer.value).to(dtype).float(), True
-    return torch.zeros(dim), False
+        return initializer.value
+    if isinstance(initializer, UniformInit):
+        return initializer.low if initializer.low == initializer.high else None
+    return initializer.mean if initializer.std == 0 else None

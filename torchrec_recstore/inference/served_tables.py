@@ -30,6 +30,16 @@ def id_buffer(ids: Tensor) -> Tensor:
     return torch.cat([ids, torch.full((1,), _LAST_ID, dtype=torch.int64)])
 
 
+def check_ids(values: Tensor) -> None:
+    """Refuses what are no ids.
+
+    Raises:
+        ValueError: another shape or data type.
+    """
+    if values.dim() != 1 or values.is_floating_point() or values.is_complex() or values.dtype == torch.bool:
+        raise ValueError("values must be integers of shape (N,)")
+
+
 @torch.fx.wrap
 def rows_of_ids(ids: Tensor, values: Tensor) -> Tensor:
     """Where ids have their rows.
@@ -136,14 +146,19 @@ class ServedTable(nn.Module):
         """Refuses what :meth:`replace_rows` cannot take.
 
         Raises:
-            RuntimeError, AssertionError: shapes or data types that are not this table's; the message names it.
+            ValueError: shapes or data types that are not this table's, or an id twice; the message names it.
         """
-        if not self.has_ids and (removed.shape[0] > 0 or torch.any((ids < 0) | (ids >= self.rows.shape[0])).item()):
-            raise ValueError("table " + self.name + " is TorchRec's own, and the delta has rows beyond it")
         if rows.dim() != 2 or rows.shape[1] != self.rows.shape[1] or rows.dtype != self.rows.dtype:
             raise ValueError("table " + self.name + ": the delta's rows are of another dim or data type")
-        if ids.dtype != torch.int64 or removed.dtype != torch.int64 or ids.shape[0] != rows.shape[0]:
+        if ids.dim() != 1 or ids.dtype != torch.int64 or ids.shape[0] != rows.shape[0]:
             raise ValueError("table " + self.name + ": the delta has not an int64 id for each row")
+        if removed.dim() != 1 or removed.dtype != torch.int64:
+            raise ValueError("table " + self.name + ": the delta's removed ids are no vector of int64")
+        every = torch.cat([ids, removed]).sort()[0]
+        if torch.any(every[1:] == every[:-1]).item():
+            raise ValueError("table " + self.name + ": the delta has an id more than once")
+        if not self.has_ids and (removed.shape[0] > 0 or torch.any((ids < 0) | (ids >= self.rows.shape[0])).item()):
+            raise ValueError("table " + self.name + " is TorchRec's own, and the delta has rows beyond it")
 
     @torch.jit.export
     def replace_rows(self, ids: Tensor, rows: Tensor, removed: Tensor) -> None:
@@ -230,9 +245,19 @@ class ServedTables(nn.Module):
 
         Returns:
             (B, sum of dims) float32, table by table.
+
+        Raises:
+            ValueError: values are no integers, or lengths are not those of ``values``.
         """
+        check_ids(values)
         count = len(self.tables)
-        lengths = lengths.reshape(count, -1)
+        if lengths.is_floating_point() or lengths.numel() % count != 0:
+            raise ValueError("lengths must be integers, for each bag of each table")
+        lengths = lengths.reshape(count, -1).to(torch.int64)
+        # The op of quantised rows would read beyond values.
+        beyond = torch.any((lengths < 0) | (lengths > values.shape[0])).item()
+        if beyond or int(lengths.sum().item()) != values.shape[0]:
+            raise ValueError("lengths must not be negative and add up to the number of values")
         counts: list[int] = lengths.sum(1).tolist()
         outputs: list[Tensor] = []
         first = 0
@@ -246,8 +271,9 @@ class ServedTables(nn.Module):
         """(N, dim) float32 rows of (N,) raw ids of one table.
 
         Raises:
-            ValueError: there is no such table.
+            ValueError: there is no such table, or values are no integers.
         """
+        check_ids(values)
         for each in self.tables:
             if each.name == table:
                 rows: Tensor = each.lookup(values)  # type: ignore[operator]

@@ -6,7 +6,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from torchrec_recstore.inference.row_formats import FORMATS, packed
 from torchrec_recstore.inference.served_tables import pooled_in_order, served_table
 from torchrec_recstore.modules import RecStoreEmbedding, RecStoreEmbeddingBag
 
@@ -17,14 +16,13 @@ class StaticEmbedding(nn.Module):
     Args:
         module: that it stands for.
         ids: (R,) int64, ascending.
-        weight: (R + 1, dim) float32, the first row for ids that have none.
-        dtype: of the rows.
+        rows: (R + 1, ...) in the row format, the first one for ids that have none.
+        row_format: of :data:`torchrec_recstore.inference.row_formats.FORMATS`.
     """
 
-    def __init__(self, module: RecStoreEmbedding, ids: Tensor, weight: Tensor, dtype: torch.dtype) -> None:
+    def __init__(self, module: RecStoreEmbedding, ids: Tensor, rows: Tensor, row_format: str) -> None:
         super().__init__()
-        row_format = FORMATS[dtype]
-        self.table = served_table(module.table.name, weight.shape[1], row_format, ids, packed(weight, row_format))
+        self.table = served_table(module.table.name, module.embedding_dim, row_format, ids, rows)
         self._has_padding = module.padding_idx is not None
         self._padding = module.padding_idx or 0
         self._output = module.weight.dtype
@@ -43,10 +41,9 @@ class StaticEmbedding(nn.Module):
 class StaticEmbeddingBag(nn.Module):
     """Pooled rows of bags of raw ids; arguments as for :class:`StaticEmbedding`."""
 
-    def __init__(self, module: RecStoreEmbeddingBag, ids: Tensor, weight: Tensor, dtype: torch.dtype) -> None:
+    def __init__(self, module: RecStoreEmbeddingBag, ids: Tensor, rows: Tensor, row_format: str) -> None:
         super().__init__()
-        row_format = FORMATS[dtype]
-        self.table = served_table(module.table.name, weight.shape[1], row_format, ids, packed(weight, row_format))
+        self.table = served_table(module.table.name, module.embedding_dim, row_format, ids, rows)
         self._has_padding = module.padding_idx is not None
         self._padding = module.padding_idx or 0
         self._output = module.weight.dtype

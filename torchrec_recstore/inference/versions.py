@@ -13,18 +13,43 @@ from torchrec_recstore.inference.served_tables import ServedTable
 _KINDS = ("ids", "rows")
 
 
-def served_tables(model: nn.Module) -> Iterator[tuple[str, ServedTable]]:
-    """The path and the table of each one in a model."""
-    for path, module in model.named_modules():
+def served_tables(model: nn.Module, *, every_path: bool = False) -> Iterator[tuple[str, ServedTable]]:
+    """The path and the table of each one in a model.
+
+    Args:
+        model: that has them.
+        every_path: also the further paths of a table that a model has at several.
+    """
+    for path, module in model.named_modules(remove_duplicate=not every_path):
         if isinstance(module, ServedTable):
             yield path, module
 
 
-def dense_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """A served model's tensors beside its tables, by name."""
-    inside = tuple(f"{path}." for path, _ in served_tables(model))
-    tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())}
-    return {name: tensor.detach() for name, tensor in tensors.items() if not name.startswith(inside or ("\0",))}
+def dense_tensors(model: nn.Module, *, every_path: bool = False) -> dict[str, Tensor]:
+    """A served model's tensors beside its tables, by name: parameters, buffers and plain attributes.
+
+    Args:
+        model: that has them.
+        every_path: also the further names of a tensor that has several.
+    """
+    tensors: dict[str, Tensor] = {}
+    known: set[int] = set()
+    for path, module in model.named_modules(remove_duplicate=not every_path):
+        if isinstance(module, ServedTable):
+            continue
+        for name, value in {**vars(module), **module._parameters, **module._buffers}.items():
+            if isinstance(value, Tensor) and (every_path or id(value) not in known):
+                known.add(id(value))
+                tensors[f"{path}.{name}" if path else name] = value.detach()
+    return tensors
+
+
+def tensor_at(script: torch.jit.ScriptModule, name: str) -> Tensor | None:
+    """A served model's tensor of that name, None where it has none."""
+    found: object = script
+    for part in name.split("."):
+        found = getattr(found, part, None)
+    return found.detach() if isinstance(found, Tensor) else None
 
 
 def version_of(served: nn.Module) -> str:
