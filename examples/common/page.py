@@ -12,6 +12,7 @@ from typing import Any
 from common.curves import Curve, has_curves, read_curves
 from common.log_folder import read_about
 from common.plots import Plot, draw
+from common.report import counted_since, total
 from common.whole_file import write_whole
 from common.words import ALL, plain, share, short_bytes
 
@@ -174,7 +175,7 @@ def _section(title: str, values: Mapping[str, Any]) -> str:
 
 
 def _tables(result: Mapping[str, Any], curves: Mapping[str, Curve]) -> str:
-    """What each table holds, and has done since its process began."""
+    """What each table holds, and has done since the run was resumed, if it was."""
     rows = result.get("rows") or _last(curves, "rows")
     sizes = result.get("bytes") or _last(curves, "bytes")
     counts = {name: TableStats(**each) for name, each in (result.get("counts") or {}).items()}
@@ -183,19 +184,22 @@ def _tables(result: Mapping[str, Any], curves: Mapping[str, Curve]) -> str:
     columns: dict[str, list[str]] = {"table": [*rows]}
     columns["rows"] = [f"{rows[name]:,.0f}" for name in rows]
     columns["bytes"] = [short_bytes(sizes[name]) for name in rows]
-    done = [counts.get(name) for name in rows]
+    foot = [ALL, f"{sum(rows.values()):,.0f}", short_bytes(sum(sizes.values()))]
     if counts:
-        columns["hit rate"] = [share(stats.hits / stats.lookups) if stats and stats.lookups else "-" for stats in done]
+        done = [counts.get(name, TableStats()) for name in rows]
+        whole = total(counts)
+        columns["hit rate"] = [share(stats.hits / stats.lookups) if stats.lookups else "-" for stats in done]
+        foot.append(share(whole.hits / whole.lookups))
         for count in ("lookups", "inserts", "evicted", "expired", "refused", "cold_rows", "cold_hits"):
-            numbers = [getattr(stats, count) if stats else 0 for stats in done]
-            if any(numbers):
-                columns[count.replace("_", " ")] = [f"{number:,}" for number in numbers]
-    foot = _row(
-        "td", ["all", f"{sum(rows.values()):,.0f}", short_bytes(sum(sizes.values()))] + [""] * (len(columns) - 3)
-    )
+            if getattr(whole, count):
+                columns[count.replace("_", " ")] = [f"{getattr(stats, count):,}" for stats in done]
+                foot.append(f"{getattr(whole, count):,}")
+    note = counted_since(result) if counts else None
     lines = "".join(_row("td", cells) for cells in zip(*columns.values(), strict=True))
     head = f"<thead>{_row('th', columns)}</thead>"
-    return f'<div class="wide"><table>{head}<tbody>{lines}</tbody><tfoot>{foot}</tfoot></table></div>'
+    body = f"<tbody>{lines}</tbody><tfoot>{_row('td', foot)}</tfoot>"
+    text = f'<p class="faint">{escape(note[0].upper() + note[1:])}</p>' if note else ""
+    return f'{text}<div class="wide"><table>{head}{body}</table></div>'
 
 
 def _row(cell: str, texts: Iterable[str]) -> str:

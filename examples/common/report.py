@@ -51,14 +51,25 @@ def check_file(path: Path | None) -> None:
         raise DataError(f"{path}: {error.strerror}") from error
 
 
-def result_of(tables: Mapping[str, TableStats]) -> dict[str, Any]:
-    """What a run's result says of its tables: rows and bytes of each, and what RecStore's have done."""
+def result_of(tables: Mapping[str, TableStats], since_step: int = 0) -> dict[str, Any]:
+    """What a run's result says of its tables: rows and bytes of each, and what RecStore's have done.
+
+    Args:
+        tables: what :func:`stats_of_tables` gives.
+        since_step: where this process went on with the run. What tables have done is counted from there.
+    """
     return {
         "rows": {name: stats.rows for name, stats in tables.items()},
         "bytes": {name: stats.bytes for name, stats in tables.items()},
-        "counts": {name: asdict(stats) for name, stats in tables.items() if stats.lookups},
+        "counts_since_step": since_step,
+        "counts": {name: _counts(stats) for name, stats in tables.items() if stats.lookups},
         "hit_rate": hit_rate(total(tables)),
     }
+
+
+def _counts(stats: TableStats) -> dict[str, int]:
+    # A table's steps come with its checkpoint, and are those of the whole run, which has them elsewhere.
+    return {name: count for name, count in asdict(stats).items() if name != "steps"}
 
 
 def print_tables(console: Console, result: Mapping[str, Any], bounds: Bounds) -> None:
@@ -72,7 +83,8 @@ def print_tables(console: Console, result: Mapping[str, Any], bounds: Bounds) ->
     rows, sizes, counts = result["rows"], result["bytes"], result["counts"]
     tables = {name: TableStats(**({"rows": rows[name], "bytes": sizes[name]} | counts.get(name, {}))) for name in rows}
     columns = _columns(bounds)
-    shown = Table()
+    # Rows and bytes are what tables hold, whoever made them.
+    shown = Table(caption=counted_since(result) if len(columns) > 2 else None)
     shown.add_column("table")
     for title in columns:
         shown.add_column(title, justify="right")
@@ -81,6 +93,12 @@ def print_tables(console: Console, result: Mapping[str, Any], bounds: Bounds) ->
     shown.add_section()
     shown.add_row("all", *(number(total(tables)) for number in columns.values()))
     console.print(shown)
+
+
+def counted_since(result: Mapping[str, Any]) -> str | None:
+    """Since when counts of a result are counted, where that is not the run's beginning."""
+    step = result.get("counts_since_step")
+    return f"hits and other counts: since the run was resumed at step {step:,}" if step else None
 
 
 def in_words(tables: Mapping[str, TableStats], bounds: Bounds) -> str:

@@ -91,15 +91,16 @@ def _fit(
     scheduler = lr_scheduler(training.optimizer, *schedule, first_step=progress.step)
     samples_before, seconds, loss, val_auc = progress.samples, 0.0, float("nan"), None
     table_stats = partial(stats_of_tables, settings, ID_NAMES, training.model)
-    tables = table_stats()
+    tables, first_step = table_stats(), progress.step
     run = (training.model, training.optimizer, table_stats, progress.step, progress.samples)
     log = RunLog(folder, EXAMPLE, settings, shown, *run)
     for epoch in range(progress.epoch, settings.epochs):
         if epoch > progress.epoch:
             progress.next_epoch()
         label = f"epoch {epoch + 1}/{settings.epochs}"
+        part = f"{label}, resumed" if progress.epoch_steps else label
         begin = time.perf_counter()
-        _finish_epoch(settings, source, training_part, training, scheduler, checkpoints, log, label)
+        _finish_epoch(settings, source, training_part, training, scheduler, checkpoints, log, part)
         loss = progress.mean_loss()
         seconds += time.perf_counter() - begin
         val_auc, val_logloss = _evaluate(settings, source, validation, training.model, "validation")
@@ -107,7 +108,7 @@ def _fit(
         _say(f"{label}: training loss {loss:.4f}, validation AUC {_number(val_auc)}")
         before, tables = tables, table_stats()
         if settings.bounds.flags():
-            _say(f"{label}: {in_words(since(before, tables), settings.bounds)}")
+            _say(f"{part}: {in_words(since(before, tables), settings.bounds)}")
     test_auc, test_logloss = _evaluate(settings, source, test, training.model, "test")
     log.add({"AUC/test": test_auc, "loss/test": test_logloss})
     result = {
@@ -120,7 +121,7 @@ def _fit(
         "val_auc": val_auc,
         "test_auc": test_auc,
         "test_logloss": test_logloss,
-        **result_of(table_stats()),
+        **result_of(table_stats(), first_step),
     }
     log.finish(result)
     return result
@@ -139,9 +140,8 @@ def _finish_epoch(
     """Trains on what is left of an epoch, and saves checkpoints on the way and at the end."""
     progress = training.progress
     left = behind(source.bad_lines, part, progress.epoch_steps * settings.batch_size)
-    shown = f"{label}, resumed" if progress.epoch_steps else label
     with (
-        progress_bar(desc=shown, unit=" samples", total=len(part), initial=progress.epoch_samples) as bar,
+        progress_bar(desc=label, unit=" samples", total=len(part), initial=progress.epoch_samples) as bar,
         closing(steps_of(settings, source, left, settings.batch_size, even=True)) as steps,
     ):
         train_epoch(training, scheduler, steps, bar, checkpoints.save_if_due, log)

@@ -28,11 +28,13 @@ from common.curves import Curve, read_curves
 from common.log_folder import log_folder, read_about
 from common.page import write_report
 from common.plots import COLOURS, spread
+from common.report import print_tables
 from common.run_log import _Window
 from common.words import plain, share, short, short_bytes
 from criteo_format import ID_NAMES
 from generator import Generator
 from PIL import Image
+from rich.console import Console
 from settings import Settings
 from sources import steps_of
 
@@ -148,6 +150,18 @@ def test_evictions_and_falling_rates_are_seen(bounded: Logged) -> None:
     assert (bounded.folder / "learning_rate.png").exists()
 
 
+def test_all_tables_together_and_since_when(bounded: Logged, capsys: pytest.CaptureFixture[str]) -> None:
+    result, counts = bounded.result, bounded.result["counts"].values()
+    (foot,) = re.findall(r"<tfoot>(.*)</tfoot>", (bounded.folder / "report.html").read_text())
+    sums = {name: sum(each[name] for each in counts) for name in ("lookups", "inserts", "evicted")}
+    cells = re.findall(r"<td>(.*?)</td>", foot)
+    assert cells[:2] == ["all", f"{sum(result['rows'].values()):,}"]
+    assert cells[3:] == [share(result["hit_rate"]), *(f"{number:,}" for number in sums.values())]
+    for step, shown in ((0, False), (1007, True)):
+        print_tables(Console(), result | {"counts_since_step": step}, Bounds(max_rows=100))
+        assert ("since the run was resumed at step 1,007" in " ".join(capsys.readouterr().out.split())) == shown
+
+
 def test_stock_tables_have_no_lookups_to_tell_of(tmp_path: Path) -> None:
     fused = logged(tmp_path / "log", backend="fused", num_embeddings=100)
     assert not any(tag.startswith(("hit_rate", "unseen_share")) for tag in fused.curves)
@@ -239,14 +253,21 @@ def test_a_run_that_goes_on_from_an_older_step_has_each_point_once(tmp_path: Pat
     """From the beginning, the middle of an epoch, and its end, which is validated before the log is cut off there."""
     changes = {"limit_rows": 1500, "epochs": 2, "checkpoint_every": 8, "keep": 100}
     whole = tmp_path / "whole"
-    trainer.train(settings_of(checkpoint=whole, **changes))
+    trainer.train(settings_of(checkpoint=whole, json_out=tmp_path / "out.json", **changes))
+    counts = json.loads((tmp_path / "out.json").read_text())["counts"]
     expected = read_curves(whole / "log")
     assert expected["AUC/validation"].samples == [1200, 2400]
     for step in (0, 16, 20):
         part = stopped_after(step, whole, tmp_path / f"part{step}")
         shutil.copytree(whole / "log", part / "log")
         # Killed before its first checkpoint, a run begins anew, and so do its curves.
-        trainer.train(settings_of(checkpoint=part, resume=step > 0, **changes))
+        trainer.train(settings_of(checkpoint=part, resume=step > 0, json_out=tmp_path / "out.json", **changes))
+        result = json.loads((tmp_path / "out.json").read_text())
+        assert result["counts_since_step"] == step
+        before = counts["t_C25"]["lookups"] - result["counts"]["t_C25"]["lookups"]
+        assert before == (0 if step == 0 else pytest.approx(counts["t_C25"]["lookups"] * step / 40, rel=0.1))
+        since = f"since the run was resumed at step {step}"
+        assert (since in Page(part / "log" / "report.html").text) == (step > 0)
         curves = read_curves(part / "log")
         assert list(curves) == list(expected)
         for tag, curve in curves.items():

@@ -47,7 +47,7 @@ from .ranks import train_on_ranks
 FLAGS = ("--dim", 4, "--num-embeddings", 100, "--batch-size", 60, "--sharding", "row_wise")
 OF_THE_PROCESS = (
     *("train_samples_per_second", "resumed", "resume", "checkpoint", "checkpoint_every", "keep"),
-    *("counts", "hit_rate"),  # of lookups since it began
+    *("counts", "counts_since_step", "hit_rate"),  # of lookups since it began
     "log_dir",
 )
 
