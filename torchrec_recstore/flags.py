@@ -22,6 +22,14 @@ def options_of_flags(
     Raises:
         ValueError: flags that do not fit each other, or a value that makes no sense.
     """
+    for flag, number in (
+        ("--max-rows", max_rows),
+        ("--half-life-steps", half_life_steps),
+        ("--expire-steps", expire_steps),
+        ("--min-frequency", min_frequency),
+    ):
+        if number is not None and number < 1:
+            raise ValueError(f"{flag} must be at least 1, got {number}")
     for flag, value in (("--eviction", eviction), ("--cold-store", cold_store)):
         if value is not None and max_rows is None:
             raise ValueError(f"{flag} needs --max-rows: a table without a bound evicts nothing")

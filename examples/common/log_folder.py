@@ -20,6 +20,7 @@ from common.machine import machine, versions
 from common.processes import on_rank_0
 from common.report import finite
 from common.settings import RunSettings
+from common.whole_file import write_whole
 
 RUN_FILE = "run.json"
 INSTEAD = "(--log-dir names another folder, --no-log does without one)"
@@ -133,7 +134,4 @@ def read_about(folder: Path) -> dict[str, Any]:
 
 
 def _write(folder: Path, about: dict[str, Any]) -> None:
-    # Beside and renamed: a killed run leaves the one before.
-    beside = folder / f".{RUN_FILE}"
-    beside.write_text(json.dumps(finite(about), indent=2, default=str) + "\n")
-    beside.replace(folder / RUN_FILE)
+    write_whole(folder / RUN_FILE, (json.dumps(finite(about), indent=2, default=str) + "\n").encode())

@@ -12,6 +12,7 @@ from typing import Any
 from common.curves import Curve, has_curves, read_curves
 from common.log_folder import read_about
 from common.plots import Plot, draw
+from common.whole_file import write_whole
 from common.words import ALL, plain, share, short_bytes
 
 from torchrec_recstore import TableStats
@@ -64,9 +65,9 @@ def write_report(folder: Path) -> Path:
     about, curves = read_about(folder), read_curves(folder)
     plots = draw(curves)
     for plot in plots:
-        (folder / f"{plot.name}.png").write_bytes(plot.png)
+        write_whole(folder / f"{plot.name}.png", plot.png)
     page = folder / PAGE_FILE
-    page.write_text(_page(folder, about, curves, plots), encoding="utf-8")
+    write_whole(page, _page(folder, about, curves, plots).encode())
     return page
 
 

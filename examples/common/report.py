@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import math
+import os
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, fields, replace
@@ -21,14 +23,32 @@ from torchrec_recstore import TableStats
 STDOUT = Path("-")
 
 
-def check_folder(path: Path | None) -> None:
-    """Finds out before the work whether its result can be written.
+def check_file(path: Path | None) -> None:
+    """Finds out before the work whether its result can be written; leaves what is there as it is.
+
+    Args:
+        path: of the file; None and "-" are none.
 
     Raises:
-        DataError: the folder of ``path`` does not exist.
+        DataError: its folder does not exist, it is a folder itself, or it cannot be written to.
     """
-    if path is not None and not path.absolute().parent.is_dir():
+    if path is None or path == STDOUT:
+        return
+    place = Path(os.path.realpath(path))
+    if not place.parent.is_dir():
         raise DataError(f"{path}: no such folder")
+    if place.is_dir():
+        raise DataError(f"{path}: this is a folder, and no file")
+    try:
+        if place.is_file():
+            place.open("ab").close()
+        elif not place.exists():
+            place.open("xb").close()
+            place.unlink()
+        elif not os.access(place, os.W_OK):  # a pipe's other end would take opening and closing for all there is
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+    except OSError as error:
+        raise DataError(f"{path}: {error.strerror}") from error
 
 
 def result_of(tables: Mapping[str, TableStats]) -> dict[str, Any]:
@@ -121,11 +141,18 @@ def finite(value: Any) -> Any:
 
 
 def write_json(path: Path | None, result: dict[str, Any]) -> None:
-    """Writes the result, where a path is given."""
+    """Writes the result, where a path is given.
+
+    Raises:
+        DataError: it cannot be written.
+    """
     if path is None:
         return
     text = json.dumps(finite(result), indent=2, allow_nan=False) + "\n"
     if path == STDOUT:
         sys.stdout.write(text)
-    else:
+        return
+    try:
         path.write_text(text)
+    except OSError as error:
+        raise DataError(f"{path}: {error.strerror}") from error

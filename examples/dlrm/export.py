@@ -30,7 +30,7 @@ def main(
     ],
     out: Annotated[Path, typer.Option(metavar="FILE", help="The exported model.")],
     dtype: Annotated[
-        Literal["float32", "float16", "int8", "int4"], typer.Option(help="Data type of the embedding rows.")
+        Literal["int8", "int4", "fp16", "float32"], typer.Option(help="Data type of the embedding rows.")
     ] = "int8",
     min_frequency: Annotated[
         int, typer.Option(min=0, help="Leave out rows that fewer training steps have looked up.")

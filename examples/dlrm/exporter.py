@@ -13,7 +13,7 @@ from common.bounds import Bounds
 from common.checkpoints import CheckpointFolder
 from common.command import DataError
 from common.processes import process_group
-from common.report import check_folder, write_json
+from common.report import check_file, write_json
 from criteo_format import ID_NAMES
 from rich.console import Console
 from rich.filesize import decimal
@@ -29,7 +29,7 @@ from torchrec_recstore import CheckpointInfo, load_checkpoint, read_info
 from torchrec_recstore.inference import export_for_inference
 
 CHECK_ROWS = 4096
-DTYPES = {"float32": torch.float32, "float16": torch.float16, "int8": torch.int8, "int4": torch.quint4x2}
+DTYPES = {"int8": torch.int8, "int4": torch.quint4x2, "fp16": torch.float16, "float32": torch.float32}
 
 
 @dataclass(frozen=True)
@@ -72,8 +72,8 @@ def export(asked: Export) -> None:
     Raises:
         DataError: the checkpoint, the data or a file cannot be used.
     """
-    check_folder(asked.json_out)
-    check_folder(asked.out)
+    check_file(asked.json_out)
+    check_file(asked.out)
     with process_group():
         info = _checkpoint(asked.checkpoint)
         settings = _settings(info, asked)

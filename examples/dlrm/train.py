@@ -138,7 +138,16 @@ def main(
         bool, typer.Option("--read-only", help="Run the reader alone and print its rate.", rich_help_panel=RUN)
     ] = False,
 ) -> None:
-    """Train TorchRec's DLRM on a Criteo click log, split by time, and report test AUC, logloss and speed."""
+    """Train TorchRec's DLRM on a Criteo click log, split by time, and report test AUC, logloss and speed.
+
+    \b
+    Examples, the last one in a checkout:
+    recstore train --data train.txt --dim 64 --checkpoint run
+    torchrun --nproc-per-node 2 --no-python recstore train --sharding row_wise
+    python examples/dlrm/train.py --data train.txt
+
+    Exit status: 0, or 2 with one line on stderr for what cannot be used.
+    """  # noqa: D301  (typer keeps the lines after a backspace)
     settings = Settings(
         data=data,
         limit_rows=limit_rows,

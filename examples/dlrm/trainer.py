@@ -17,8 +17,8 @@ from common.command import DataError
 from common.folder import sole_use
 from common.log_folder import log_folder
 from common.page import show
-from common.processes import process_group, progress_bar
-from common.report import check_folder, console_for, in_words, print_tables, result_of, since, write_json
+from common.processes import on_rank_0, process_group, progress_bar
+from common.report import check_file, console_for, in_words, print_tables, result_of, since, write_json
 from common.run_log import RunLog
 from common.schedule import lr_scheduler
 from common.sharding import stats_of_tables
@@ -41,13 +41,13 @@ def train(settings: Settings) -> None:
     Raises:
         DataError: data or checkpoints cannot be used, or the settings do not fit the group; on every rank alike.
     """
-    check_folder(settings.json_out)
     with process_group():
+        on_rank_0(partial(check_file, settings.json_out))
         result = train_in_group(settings)
         if dist.get_rank() == 0:
             _report(console_for(settings.json_out), result, settings.bounds)
-            write_json(settings.json_out, result)
             show(result["log_dir"])
+            write_json(settings.json_out, result)
 
 
 def train_in_group(settings: Settings) -> dict[str, Any]:
@@ -184,8 +184,9 @@ def read(settings: Settings) -> None:
     """Runs the reader alone over the whole log, making the batches of training, and prints its rate.
 
     Raises:
-        DataError: the data cannot be used.
+        DataError: the data cannot be used, or the result cannot be written.
     """
+    check_file(settings.json_out)
     source = open_source(settings)
     samples = 0
     begin = time.perf_counter()

@@ -14,8 +14,8 @@ from common.bounds import Bounds
 from common.command import DataError
 from common.log_folder import log_folder
 from common.page import show
-from common.processes import process_group, progress_bar
-from common.report import check_folder, console_for, print_tables, result_of, write_json
+from common.processes import on_rank_0, process_group, progress_bar
+from common.report import check_file, console_for, print_tables, result_of, write_json
 from common.run_log import RunLog
 from common.sharding import shard, stats_of_tables
 from rich.console import Console
@@ -56,8 +56,8 @@ def train(settings: Settings) -> None:
     Raises:
         DataError: the data cannot be used, on every rank alike, or the settings do not fit it or the group.
     """
-    check_folder(settings.json_out)
     with process_group():
+        on_rank_0(partial(check_file, settings.json_out))
         data = Data(load(settings.data), settings.modulo)
         samples = len(data.train)
         if settings.batch_size > samples:
@@ -68,8 +68,8 @@ def train(settings: Settings) -> None:
             result = shown | {"log_dir": str(folder) if folder else None} | _fit(settings, data, folder, shown)
         if dist.get_rank() == 0:
             _report(console_for(settings.json_out), result, settings.bounds)
-            write_json(settings.json_out, result)
             show(result["log_dir"])
+            write_json(settings.json_out, result)
 
 
 def _fit(settings: Settings, data: Data, folder: Path | None, shown: dict[str, Any]) -> dict[str, Any]:

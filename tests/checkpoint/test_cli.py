@@ -152,7 +152,7 @@ def test_bad_input_in_one_line(chain: tuple[DistributedModelParallel, Path]) -> 
         result = recstore(*arguments)
         assert result.exit_code == 2
         assert result.stderr.startswith("error: ")
-        assert result.stderr.count("\n") == 1
+        assert (result.stdout, result.stderr.count("\n")) == ("", 1)
         return result.stderr
 
     assert "nowhere: no such directory" in refuses("inspect", path / "nowhere")

@@ -82,6 +82,7 @@ def test_bad_input_in_one_line(trained: DistributedModelParallel, tmp_path: Path
     for arguments, says in [
         ([tmp_path / "nowhere", tmp_path / "out.pt"], "nowhere: no such directory"),
         ([tmp_path / "full", tmp_path / "out.pt", "--table", "users"], "'users'"),
+        ([tmp_path / "full", tmp_path / "out.pt", "--table", "user", "--table", "user"], "--table user is named twice"),
         ([tmp_path / "full", tmp_path / "no/out.pt"], "no is no directory"),
     ]:
         refused = export(*arguments)

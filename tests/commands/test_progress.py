@@ -86,7 +86,8 @@ def test_time_left_of_long_steps() -> None:
     task.start_time = 0.0
     assert str(TimeLeftColumn().render(task)) == "0:01:00"
     task.completed = 1
-    assert str(TimeLeftColumn().render(task)) == "0:01:00, about 0:02:00 left"
+    task.fields["done_after"] = 50.0  # and the next has run for ten seconds
+    assert str(TimeLeftColumn().render(task)) == "0:01:00, about 0:01:30 left"
 
 
 def test_nothing_where_it_is_no_terminal(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:

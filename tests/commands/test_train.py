@@ -36,6 +36,11 @@ def test_help_is_the_script_s(tmp_path: Path) -> None:
     assert shown.returncode == 0
     assert "Usage: recstore train [OPTIONS]" in shown.stdout
     assert all(flag in shown.stdout for flag in ("--data", "--max-rows", "--checkpoint-every"))
+    lines = [line.strip() for line in shown.stdout.splitlines()]
+    assert "recstore train --data train.txt --dim 64 --checkpoint run" in lines
+    assert "torchrun --nproc-per-node 2 --no-python recstore train --sharding row_wise" in lines
+    assert "\\b" not in shown.stdout
+    assert "Exit status: 0, or 2 with one line on stderr" in shown.stdout
     assert max(map(len, shown.stdout.splitlines())) <= 80
     assert shown.stdout.endswith("[]\n")
 
@@ -64,7 +69,7 @@ def test_bad_flags_and_missing_packages_in_one_line(tmp_path: Path) -> None:
     assert missing.stderr.count("\n") == 1
     assert "pip install --no-deps torchrec==1.8.0" in missing.stderr
     assert how_to_install("rocksdict.options") == "pip install 'torchrec-recstore[rocksdb]'"
-    assert how_to_install("polars") == "pip install 'torchrec-recstore[cli,examples,service]'"
+    assert how_to_install("matplotlib.figure") == "pip install 'torchrec-recstore[examples]'"
 
 
 @pytest.mark.slow

@@ -34,6 +34,13 @@ def five_columns() -> None:
     export_for_inference(bags(dim=5), dtype=torch.quint4x2)
 
 
+@situation("Weights that a data type cannot hold")
+def a_great_weight() -> None:
+    model = bags()
+    model.table.insert(torch.tensor([1]), torch.tensor([[-5.0, 0.0, 1.0, 1e5]]))
+    export_for_inference(model)
+
+
 @situation("An export delta of another model")
 def another_model(tmp_path: Path) -> None:
     export_for_inference(bags("t_user"), tmp_path / "served.pt")

@@ -270,10 +270,27 @@ def small_files() -> Iterator[None]:
 def test_a_full_disk_costs_the_curves_alone(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     trainer.train(settings_of(log_dir=tmp_path / "log", json_out=tmp_path / "out.json", log_every=1))
     assert json.loads((tmp_path / "out.json").read_text())["train_samples"] == 2400
-    warnings = [line for line in capfd.readouterr().err.splitlines() if "warning" in line or "Traceback" in line]
+    warnings = [line for line in capfd.readouterr().err.splitlines() if re.match("warning|.*Traceback", line)]
     assert len(warnings) == 2
     assert warnings[0].startswith("warning: no more curves are written: ")
     assert warnings[1].startswith("warning: no report was made: ")
+    # The first picture is too large; what is smaller is there as a whole.
+    assert f"'{tmp_path}/log/loss.png'" in warnings[1]
+    assert read_about(tmp_path / "log")["result"]
+    names = [path.name for path in (tmp_path / "log").iterdir()]
+    assert sorted(name for name in names if "tfevents" not in name) == ["run.json"]
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_a_disk_that_is_full_from_the_start_is_named_and_nothing_left(tmp_path: Path) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100, hard))
+    try:
+        with pytest.raises(DataError, match=r"log: File too large \(--no-log does without it\)"):
+            trainer.train_in_group(settings_of(log_dir=tmp_path / "log"))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert list((tmp_path / "log").iterdir()) == []
 
 
 def test_what_cannot_be_logged_is_said_before_the_training(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 import math
+import os
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ import pytest
 import torch
 import trainer
 from common.command import DataError
+from common.report import check_file
 from criteo_format import ID_NAMES
 from generator import Generator
 from settings import Settings
@@ -201,7 +203,10 @@ def test_bad_rows_are_skipped_and_reported(rows_file: Path, tmp_path: Path, caps
         (b"".join(Generator(5, 0).lines(0, 5)), {}, r"rows\.tsv: 5 rows are too few"),
         (b"", {"backend": "fused", "sharding": "row_wise"}, "no row_wise sharding on CPU"),
         (b"", {"backend": "fused", "dim": 6}, "multiple of 4"),
-        (b"", {"json_out": Path("/nowhere/out.json")}, "/nowhere/out.json: no such folder"),
+        (b"", {"json_out": Path("/nowhere/out.json")}, "^/nowhere/out.json: no such folder"),
+        (b"", {"json_out": Path("/tmp")}, "^/tmp: this is a folder, and no file"),
+        (b"", {"json_out": Path("/proc/out.json")}, "^/proc/out.json: No such file or directory"),
+        (b"", {"json_out": Path("/proc/version")}, r"^/proc/version: [A-Z]"),
     ],
 )
 def test_unusable_input(tmp_path: Path, content: bytes | None, changes: dict[str, Any], message: str) -> None:
@@ -210,3 +215,22 @@ def test_unusable_input(tmp_path: Path, content: bytes | None, changes: dict[str
         path.write_bytes(content)
     with pytest.raises(DataError, match=message):
         trainer.train(settings_of(data=path, **changes))
+
+
+def test_the_place_of_the_json_is_only_looked_at(tmp_path: Path) -> None:
+    pipe, there, link = tmp_path / "pipe", tmp_path / "there.json", tmp_path / "link.json"
+    os.mkfifo(pipe)
+    there.write_text("before")
+    link.symlink_to("new.json")
+    for path in (pipe, there, link, Path("-"), tmp_path / "new.json"):
+        check_file(path)
+    assert there.read_text() == "before"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["link.json", "pipe", "there.json"]
+
+
+def test_a_full_disk_is_said_with_the_file_and_after_the_report(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(DataError, match=r"^/dev/full: No space left on device$"):
+        trainer.train(settings_of(limit_rows=600, log=True, log_dir=tmp_path / "log", json_out=Path("/dev/full")))
+    assert capsys.readouterr().err.endswith(f"report: {tmp_path}/log/report.html\n")

@@ -23,9 +23,10 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_auc_of_the_exported_model(checkpoints: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("dtype", ["int8", "fp16"])
+def test_auc_of_the_exported_model(checkpoints: Path, tmp_path: Path, dtype: str) -> None:
     out, result = tmp_path / "dlrm.pt", tmp_path / "result.json"
-    arguments = ("--checkpoint", checkpoints, "--out", out, "--check", "generated", *ROWS)
+    arguments = ("--checkpoint", checkpoints, "--out", out, "--check", "generated", *ROWS, "--dtype", dtype)
     done = run_forked("dlrm/export.py", *arguments, "--json", result)
     assert done.returncode == 0, done.stderr
     found = json.loads(result.read_text())

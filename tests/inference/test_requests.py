@@ -7,15 +7,18 @@ from pathlib import Path
 import pytest
 import torch
 from torch import Tensor
+from torchrec import EmbeddingBagConfig
 
+from torchrec_recstore.inference import export_for_inference
 from torchrec_recstore.inference.row_formats import packed
 from torchrec_recstore.inference.script import save_script, scripted
 from torchrec_recstore.inference.served_tables import ServedTables, served_table
+from torchrec_recstore.modules import RecStoreEmbedding, RecStoreEmbeddingBagCollection
 
 
 @pytest.fixture(scope="module", params=["float32", "int8"])
 def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> torch.jit.ScriptModule:
-    rows = packed(torch.rand(3, 4), request.param)
+    rows = packed("a", torch.rand(3, 4), request.param)
     path: Path = tmp_path_factory.mktemp("served") / "tables.pt"
     tables = [served_table(name, 4, request.param, torch.tensor([-1, 2]), rows) for name in ("a", "b")]
     save_script(scripted(ServedTables(tables)), path)
@@ -45,3 +48,18 @@ def test_good_requests(served: torch.jit.ScriptModule) -> None:
     assert served(torch.empty(0, dtype=torch.int64), torch.zeros(6, dtype=torch.int64)).shape == (3, 8)
     with pytest.raises(Exception, match="values must be integers"):
         served.lookup("a", torch.tensor([1.5]))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.int8, torch.quint4x2], ids=str)
+@pytest.mark.parametrize("weight", [1e5, float("nan"), -float("inf")])
+def test_weights_that_a_format_cannot_hold(dtype: torch.dtype, weight: float, tmp_path: Path) -> None:
+    single = RecStoreEmbedding(5, 4, name="t")
+    single.table.insert(torch.tensor([1]), torch.full((1, 4), weight))
+    config = EmbeddingBagConfig(name="t", embedding_dim=4, num_embeddings=9, feature_names=["f"])
+    bags = RecStoreEmbeddingBagCollection([config])
+    bags.embedding_bags["t"].table.insert(torch.tensor([1]), torch.full((1, 4), weight))
+    for model in (single, bags):
+        with pytest.raises(ValueError, match=r"table 't' has weights from .*rows hold finite ones up to 65504"):
+            export_for_inference(model, tmp_path / "m.pt", dtype=dtype)
+    assert not (tmp_path / "m.pt").exists()
+    export_for_inference(single, tmp_path / "m.pt", dtype=torch.float32)

@@ -116,12 +116,17 @@ def test_a_token_alone(tmp_path: Path) -> None:
         (["--listen", "127.0.0.1:0", "--tls-cert", "x"], "belong together"),
         (["--listen", "127.0.0.1:0", "--client-ca", "x"], "--client-ca needs"),
         (["--listen", "127.0.0.1:0", "--tls-cert", "x", "--tls-key", "y"], "No such file"),
+        (
+            ["--listen", "127.0.0.1:0", "--tls-cert", "TOKEN", "--tls-key", "TOKEN"],
+            "TOKEN are no certificate and its key",
+        ),
         (["--listen", "127.0.0.1:0", "--token-file", "nothing"], "nothing: No such file"),
         (["--listen", "127.0.0.1:0", "--token-file", "EMPTY"], "must hold printable ASCII"),
         (["--listen", "127.0.0.1:0", "--metrics", "x"], "--metrics must be HOST:PORT"),
         (["--listen", "127.0.0.1:0", "--eviction", "lru"], "--eviction needs --max-rows"),
         (["--listen", "127.0.0.1:0", "--half-life-steps", "3", "--max-rows", "9"], "--eviction lfu"),
-        (["--listen", "127.0.0.1:0", "--max-rows", "0"], "max_rows must be at least 1"),
+        (["--listen", "127.0.0.1:0", "--max-rows", "0"], "--max-rows must be at least 1, got 0"),
+        (["--listen", "127.0.0.1:0", "--expire-steps", "-1"], "--expire-steps must be at least 1, got -1"),
         (["--listen", "127.0.0.1:0", "--drop-idle-after", "0"], "--drop-idle-after must be a positive number"),
     ],
 )

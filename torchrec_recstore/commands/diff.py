@@ -11,7 +11,7 @@ import typer
 from rich.text import Text
 
 from torchrec_recstore.commands.checkpoints import rows_of, verify_files
-from torchrec_recstore.commands.output import AsJson, errors_in_one_line, print_json, stdout, table_of
+from torchrec_recstore.commands.output import AsJson, errors_in_one_line, in_order, print_json, stdout, table_of
 from torchrec_recstore.commands.progress import progress
 
 if TYPE_CHECKING:
@@ -47,7 +47,7 @@ def diff(
 def _print_difference(difference: CheckpointDifference) -> None:
     out = stdout()
     table = table_of(["", "in both", "added", "gone", "changed", "weights by", "state by"])
-    differences = [*difference.tables.items(), ("dense tensors", difference.dense)]
+    differences = [*in_order(difference.tables), ("dense tensors", difference.dense)]
     for name, each in differences:
         counts = [f"{count:,}" for count in (each.both, each.added, each.gone, each.changed)]
         states = [change for key, change in each.largest.items() if key != "weight"]

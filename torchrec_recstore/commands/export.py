@@ -13,7 +13,7 @@ from rich.filesize import decimal
 from rich.text import Text
 
 from torchrec_recstore.commands.checkpoints import Checkpoint
-from torchrec_recstore.commands.output import AsJson, errors_in_one_line, print_json, stdout, table_of
+from torchrec_recstore.commands.output import AsJson, errors_in_one_line, in_order, print_json, stdout, table_of
 from torchrec_recstore.commands.progress import progress
 from torchrec_recstore.commands.shipped import missing_in_one_line
 from torchrec_recstore.warn import RecStoreWarning
@@ -30,7 +30,7 @@ def export(
     output: Annotated[Path, typer.Argument(metavar="OUT", help="The file to write.", show_default=False)],
     dtype: Annotated[
         Literal["int8", "int4", "fp16", "float32"] | None,
-        typer.Option(help="Of the rows: quantised, or as trained.", show_default="int8"),
+        typer.Option(help="Of the rows: quantised, or as trained; int8 unless told.", show_default=False),
     ] = None,
     tables: Annotated[
         list[str] | None,
@@ -65,6 +65,9 @@ def export(
     with errors_in_one_line():
         if delta_of is not None and (tables or dtype):
             raise ValueError("--delta-of takes tables and dtype from the export: leave out --table and --dtype")
+        for name in tables or ():
+            if (tables or []).count(name) > 1:
+                raise ValueError(f"--table {name} is named twice")
         info = _export(checkpoint, output, tables, dtype or "int8", delta_of, min_frequency, top_rows)
     if as_json:
         print_json(_as_json(info))
@@ -132,7 +135,7 @@ def _print(info: ExportInfo | DeltaInfo) -> None:
     tables = _as_json(info)["tables"]
     columns = list(next(iter(tables.values())))
     shown = table_of(["table", *(column.replace("_", " ") for column in columns)])
-    for name, table in tables.items():
+    for name, table in in_order(tables):
         shown.add_row(Text(name), *(_cell(column, table[column]) for column in columns))
     stdout().print(shown)
     stdout().print(f"{info.path}: {decimal(info.bytes)}", highlight=False, markup=False, soft_wrap=True)

@@ -10,7 +10,7 @@ from rich.filesize import decimal
 from rich.text import Text
 
 from torchrec_recstore.commands.checkpoints import Checkpoint, verify_files
-from torchrec_recstore.commands.output import AsJson, errors_in_one_line, print_json, stdout, table_of
+from torchrec_recstore.commands.output import AsJson, errors_in_one_line, in_order, print_json, stdout, table_of
 
 if TYPE_CHECKING:
     from torchrec_recstore.checkpoint.info import CheckpointInfo, TableInfo
@@ -31,15 +31,14 @@ def inspect(
 
     with errors_in_one_line():
         chain = read_chain(checkpoint)
-        if not as_json:
-            _print_checkpoint(chain)
         if verify:
             verify_files(chain)
-        if as_json:
-            print_json({**_as_json(chain), "verified": verify})
-        else:
-            files = sum(len(info.files) for info in chain) + len(chain)
-            stdout().print(f"checksums       {f'{files} files good' if verify else 'not verified'}", highlight=False)
+    if as_json:
+        print_json({**_as_json(chain), "verified": verify})
+        return
+    _print_checkpoint(chain)
+    files = sum(len(info.files) for info in chain) + len(chain)
+    stdout().print(f"checksums       {f'{files} files good' if verify else 'not verified'}", highlight=False)
 
 
 def _print_checkpoint(chain: Sequence[CheckpointInfo]) -> None:
@@ -58,7 +57,7 @@ def _print_checkpoint(chain: Sequence[CheckpointInfo]) -> None:
     # A delta holds some rows of each table only.
     here = ["here"] if info.delta_of else []
     table = table_of(["table", "rows", *here, "dim", "dtype", "optimizer", "bytes", "parts"])
-    for name, each in info.tables.items():
+    for name, each in in_order(info.tables):
         values = _table_as_json(info, each)
         counts = [f"{each.rows:,}", *(f"{values['rows_here']:,}" for _ in here), str(each.dim)]
         optimizer, size = type(each.optimizer).__name__, decimal(values["bytes"])

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import json
+import re
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 import typer
 from rich.console import Console
 from rich.table import Table
+
+_Value = TypeVar("_Value")
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead.")]
 
@@ -59,3 +62,12 @@ def table_of(columns: Sequence[str]) -> Table:
     for column in columns:
         table.add_column(column, justify="left" if column in _LEFT else "right", overflow="fold")
     return table
+
+
+def in_order(tables: Mapping[str, _Value]) -> list[tuple[str, _Value]]:
+    """Tables as people count them: t_2 before t_10."""
+
+    def key(item: tuple[str, _Value]) -> list[str | int]:
+        return [int(part) if i % 2 else part for i, part in enumerate(re.split(r"(\d+)", item[0]))]
+
+    return sorted(tables.items(), key=key)

@@ -46,7 +46,8 @@ class TimeLeftColumn(ProgressColumn):
         elapsed = task.elapsed or 0.0
         said = str(timedelta(seconds=int(elapsed)))
         if task.completed and task.total is not None:
-            left = max(0.0, elapsed / task.completed * task.total - elapsed)
+            # Counted down from the end of the last step: at the pace of this moment it would grow with the time gone.
+            left = max(0.0, task.fields["done_after"] / task.completed * task.total - elapsed)
             said += f", about {timedelta(seconds=int(left))} left"
         return Text(said, style="progress.remaining")
 
@@ -97,7 +98,7 @@ def steps(total: int) -> Iterator[Callable[[str], object]]:
 
         def begin(name: str) -> None:
             nonlocal begun
-            bar.update(task, description=name, advance=1 if begun else 0)
+            bar.update(task, description=name, advance=1 if begun else 0, done_after=bar.tasks[0].elapsed)
             begun = True
 
         yield begin

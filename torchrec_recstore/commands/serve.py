@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import ssl
 import time
 from pathlib import Path
 from typing import Annotated, Literal
@@ -109,6 +110,7 @@ def serve(
             metrics=metrics,
             idle_s=math.inf if drop_idle_after is None else 3600 * drop_idle_after,
         )
+        _check_pem(tls_cert, tls_key, client_ca)
         begin = time.monotonic()
         addresses: list[str] = []
 
@@ -121,3 +123,25 @@ def serve(
         if as_json:
             seconds = round(time.monotonic() - begin, 3)
             print(json.dumps({"event": "stopped", "address": addresses[0], "seconds": seconds}), flush=True)
+
+
+def _check_pem(cert: Path | None, key: Path | None, client_ca: Path | None) -> None:
+    """Refuses by its flag what gRPC would only log lines about, and call an address that it cannot listen on.
+
+    Raises:
+        OSError, ValueError: a file cannot be read, or does not hold what it should.
+    """
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    for path in (cert, key, client_ca):
+        if path is not None:
+            path.read_bytes()  # ssl's own error has no name
+    try:
+        if cert is not None:
+            context.load_cert_chain(cert, key, password="")  # gRPC takes no encrypted key: no prompt for its password
+    except ssl.SSLError:
+        raise ValueError(f"--tls-cert {cert} and --tls-key {key} are no certificate and its key, PEM") from None
+    try:
+        if client_ca is not None:
+            context.load_verify_locations(client_ca)
+    except ssl.SSLError:
+        raise ValueError(f"--client-ca {client_ca} holds no certificates, PEM") from None

@@ -6,6 +6,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+# Of setup.cfg, the one that brings a package.
+_EXTRAS = {"rocksdict": "rocksdb", "redis": "redis", "hiredis": "redis"} | dict.fromkeys(
+    ("matplotlib", "polars", "rich", "tensorboard", "torchmetrics", "tqdm", "typer"), "examples"
+)
 _PACKAGE = Path(__file__).resolve().parents[1]
 
 
@@ -48,5 +52,4 @@ def how_to_install(module: str) -> str:
             "pip install 'torchrec-recstore[torchrec-cpu]' and then pip install --no-deps torchrec==1.8.0 "
             "(with CUDA: pip install 'torchrec-recstore[torchrec]')"
         )
-    extra = {"rocksdict": "rocksdb", "redis": "redis", "hiredis": "redis"}.get(package, "cli,examples,service")
-    return f"pip install 'torchrec-recstore[{extra}]'"
+    return f"pip install 'torchrec-recstore[{_EXTRAS.get(package, 'cli,examples,service')}]'"

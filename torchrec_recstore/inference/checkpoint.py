@@ -202,7 +202,7 @@ def _rows(
         kept[places] = True
         count = len(places)
     ids = torch.empty(count, dtype=torch.int64)
-    first = packed(missing[None], row_format)
+    first = packed(name, missing[None], row_format)
     rows = first.new_empty(count + 1, first.shape[1])
     rows[:1] = first
     at = read = 0
@@ -213,7 +213,7 @@ def _rows(
             read += len(some)
             some, weight = some[mask], weight[mask]
         ids[at : at + len(some)] = some
-        rows[at + 1 : at + 1 + len(some)] = packed(weight, row_format)
+        rows[at + 1 : at + 1 + len(some)] = packed(name, weight, row_format)
         at += len(some)
     return ids, rows
 

@@ -20,7 +20,7 @@ from torchrec.modules.fp_embedding_modules import FeatureProcessedEmbeddingBagCo
 from torchrec_recstore.checkpoint.whole import gathered
 from torchrec_recstore.inference.copies import copied_with
 from torchrec_recstore.inference.delta import DeltaInfo, dtype_of, open_base, write_delta
-from torchrec_recstore.inference.row_formats import FORMATS, check_dim, check_dtype
+from torchrec_recstore.inference.row_formats import FORMATS, check_dim, check_dtype, check_range
 from torchrec_recstore.inference.script import check_path, save_script, scripted
 from torchrec_recstore.inference.selection import check_counted, check_selection, missing_row, selected
 from torchrec_recstore.inference.served_model import scriptable
@@ -252,6 +252,7 @@ class _Conversion:
             else:
                 ids, weight = self._rows_of_table(module, config)
                 tables.append(StaticTable(config, ids, weight))
+            check_range(config.name, tables[-1].weight, FORMATS[self._dtype])
         return tables
 
     def _stock_weights(self, module: nn.Module) -> Mapping[str, Tensor]:
@@ -320,7 +321,7 @@ class _Conversion:
         self, name: str, shards: list[Table], missing: Tensor, env: ShardingEnv | None, row_format: str
     ) -> tuple[Tensor, Tensor]:
         """Ids, and rows in the format behind the one for ids without a row."""
-        whole = whole_table(shards, missing, env, row_format)
+        whole = whole_table(name, shards, missing, env, row_format)
         check_counted(name, len(whole.ids), whole.steps, self._min_frequency, self._top_rows)
         places = selected(whole.frequency, self._min_frequency, self._top_rows)
         if len(places) == len(whole.ids):

@@ -15,6 +15,7 @@ FORMAT_NAMES = {0: "float32"} | {number: name for name, number in TYPE_NUMBERS.i
 """The names by these numbers."""
 
 _ALIGNMENT = 16  # bytes, torchrec.quant's DEFAULT_ROW_ALIGNMENT (1.8.0)
+_GREATEST = torch.finfo(torch.float16).max
 _BITS = {"float16": 16, "int8": 8, "int4": 4}
 _MULTIPLES = {"int8": 2, "int4": 4}
 """What the dim must be a multiple of: FBGEMM packs rows into whole pairs of bytes (fbgemm-gpu 1.8.0)."""
@@ -51,17 +52,37 @@ def row_bytes(dim: int, row_format: str) -> int:
     return -(-size // _ALIGNMENT) * _ALIGNMENT
 
 
-def packed(weight: Tensor, row_format: str) -> Tensor:
+def check_range(name: str, weight: Tensor, row_format: str) -> None:
+    """Refuses weights that a format cannot hold: all but float32 keep numbers as float16, if only scale and bias.
+
+    Raises:
+        ValueError: the message names the table.
+    """
+    if row_format != "float32" and weight.numel():
+        least, greatest = weight.aminmax()
+        if not (least >= -_GREATEST and greatest <= _GREATEST):  # nor where they are NaN
+            raise ValueError(
+                f"table {name!r} has weights from {float(least):g} to {float(greatest):g}: {row_format} rows hold "
+                f"finite ones up to {_GREATEST:g}"
+            )
+
+
+def packed(name: str, weight: Tensor, row_format: str) -> Tensor:
     """Rows as they are stored.
 
     Args:
+        name: of the table.
         weight: (R, dim) float32.
         row_format: of :data:`FORMATS`.
 
     Returns:
         (R, dim) float32 as it is; else (R, :func:`row_bytes`) uint8: int8 and int4 rows begin with their scale and
         bias, float16 each.
+
+    Raises:
+        ValueError: see :func:`check_range`.
     """
+    check_range(name, weight, row_format)
     if row_format == "float32":
         return weight
     import fbgemm_gpu  # noqa: F401  (registers the ops that pack and read these; float32 rows do without)

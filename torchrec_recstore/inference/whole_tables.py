@@ -36,13 +36,14 @@ class WholeTable:
 
 
 def whole_table(
-    shards: Iterable[Table], missing: Tensor, env: ShardingEnv | None, row_format: str = "float32"
+    name: str, shards: Iterable[Table], missing: Tensor, env: ShardingEnv | None, row_format: str = "float32"
 ) -> WholeTable:
     """Reads a table, rows in its cold store too, and changes nothing. Collective where it is sharded.
 
     Rows are packed while they are read, so that a table of one shard takes the memory of the result alone.
 
     Args:
+        name: of the table.
         shards: this rank's.
         missing: (dim,) float32: the row for ids that have none, of the whole table.
         env: of the ranks that have the others; None where this process has all of it.
@@ -56,7 +57,7 @@ def whole_table(
         return parts[0][1]
     ids = torch.cat([part.ids for _, part in parts]).unique()  # type: ignore[no-untyped-call]
     steps = max(part.steps for _, part in parts)
-    first = packed(missing[None], row_format)
+    first = packed(name, missing[None], row_format)
     rows = first.new_empty(len(ids) + 1, first.shape[1])
     rows[:1] = first
     frequency = torch.zeros(len(ids), dtype=torch.int64)
@@ -72,7 +73,7 @@ def whole_table(
 
 def _part(shard: Table, missing: Tensor, row_format: str) -> WholeTable:
     """The columns and rows of a shard."""
-    first = packed(missing[None, shard.columns.start : shard.columns.stop], row_format)
+    first = packed(shard.name, missing[None, shard.columns.start : shard.columns.stop], row_format)
     with shard.snapshot() as snapshot:
         count = len(snapshot)
         ids, frequency = torch.empty(count, dtype=torch.int64), torch.empty(count, dtype=torch.int64)
@@ -81,6 +82,6 @@ def _part(shard: Table, missing: Tensor, row_format: str) -> WholeTable:
         for begin in range(0, count, _PIECE_ROWS):
             some, read = snapshot.read(min(_PIECE_ROWS, count - begin))
             part = slice(begin, begin + len(some))
-            ids[part], rows[1:][part] = some, packed(read["weight"].float(), row_format)
+            ids[part], rows[1:][part] = some, packed(shard.name, read["weight"].float(), row_format)
             frequency[part] = aged(read["frequency"], read["last_step"], snapshot.steps, shard.options)
         return WholeTable(ids, rows, frequency, snapshot.steps)
