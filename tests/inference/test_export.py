@@ -337,14 +337,14 @@ def test_names_in_a_file_are_distinct(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.int8], ids=str)
-def test_takes_the_memory_of_what_it_writes(dtype: torch.dtype, tmp_path: Path) -> None:
-    table = RecStoreEmbedding(9, 64, name="t").eval()
-    table.table.insert(torch.arange(200_000), torch.randn(200_000, 64))
-    export_for_inference(RecStoreEmbedding(9, 64, name="t"), tmp_path / "m.pt", dtype=dtype)  # imports
+def test_takes_little_more_memory_than_it_writes(dtype: torch.dtype, tmp_path: Path) -> None:
+    table = RecStoreEmbedding(9, 16, name="t").eval()
+    table.table.insert(torch.arange(600_000), torch.randn(600_000, 16))
+    export_for_inference(RecStoreEmbedding(9, 16, name="t"), tmp_path / "m.pt", dtype=dtype)  # imports
     Path("/proc/self/clear_refs").write_text("5")  # VmHWM begins again
     before = _memory("VmRSS")
     export_for_inference(table, tmp_path / "m.pt", dtype=dtype)
-    assert _memory("VmHWM") - before < 2 * (tmp_path / "m.pt").stat().st_size
+    assert _memory("VmHWM") - before < 3 * (tmp_path / "m.pt").stat().st_size, "and of pieces that are read"
 
 
 def _memory(field: str) -> int:
