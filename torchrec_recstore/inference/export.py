@@ -60,8 +60,8 @@ def export_for_inference(
     model is sharded.
 
     With float32 rows outputs are those of an evaluation, to the bit; where rows of one table are split over several
-    ranks, up to the order in which these sum, and of TorchRec's own tables up to how these round. Otherwise each weight
-    is within half a step of its row's scale.
+    ranks, up to the order in which these sum, and of TorchRec's own tables up to how these round. What
+    other rows are off by is in docs/serving.md.
 
     Args:
         model: ``DistributedModelParallel``, or anything that contains sharded modules or those of
