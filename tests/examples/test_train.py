@@ -158,7 +158,10 @@ def test_what_tables_refuse_is_one_line(flags: tuple[object, ...], message: str,
 ONE_RANK_FAILS = """
 import sys
 sys.path.insert(0, {examples!r})
+import typer
 from common.command import errors_in_one_line, run
+app = typer.Typer()
+@app.command()
 def main():
     import torch.distributed as dist
     from common.processes import process_group
@@ -168,7 +171,7 @@ def main():
         if dist.get_rank() == 1:
             raise {error}
         dist.barrier()
-run(main)
+run(app)
 """
 
 
