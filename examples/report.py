@@ -13,7 +13,9 @@ import typer
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from common.command import errors_in_one_line, prepare_torch, run
+from common.command import prepare_torch, run
+
+from torchrec_recstore.commands.output import errors_in_one_line
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 

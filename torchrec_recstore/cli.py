@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import os
 import sys
-from typing import Any
 
 try:
     import typer
@@ -28,7 +27,7 @@ try:
     from torchrec_recstore.commands.doctor import doctor
     from torchrec_recstore.commands.export import export
     from torchrec_recstore.commands.inspect import inspect
-    from torchrec_recstore.commands.output import errors_in_one_line, print_error
+    from torchrec_recstore.commands.output import errors_in_one_line, print_error, status_of
     from torchrec_recstore.commands.serve import serve
     from torchrec_recstore.commands.train import train
 except ModuleNotFoundError as error:
@@ -46,8 +45,6 @@ app = typer.Typer(
 )
 
 JOBS, CHECKPOINTS, MACHINE = "Training and serving", "Checkpoints", "This machine"
-# Typer has taken click into itself, where the base of its errors of usage has no public name.
-_UsageError: Any = typer.BadParameter.__mro__[1]
 # The script's flags are not known here, nor is its --help.
 _PASS_ON = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
 
@@ -63,17 +60,7 @@ app.command(rich_help_panel=MACHINE)(bench)
 
 def main() -> None:
     """The command."""
-    try:
-        with errors_in_one_line():
-            status = app(sys.argv[1:] or ["--help"], prog_name="recstore", standalone_mode=False) or 0
-    except _UsageError as error:
-        message = " ".join(error.format_message().split()).rstrip(".")
-        print_error(f"{message}: see {error.ctx.command_path if error.ctx else 'recstore'} --help")
-        status = 2
-    except typer.Exit as end:
-        status = end.exit_code
-    except typer.Abort:
-        status = 130
+    status = status_of(_run)
     try:
         sys.stdout.flush()
     except OSError as error:
@@ -82,6 +69,11 @@ def main() -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # Python tries once more at its end
         status = 2
     sys.exit(status)
+
+
+def _run() -> object:
+    with errors_in_one_line():
+        return app(sys.argv[1:] or ["--help"], prog_name="recstore", standalone_mode=False)
 
 
 if __name__ == "__main__":

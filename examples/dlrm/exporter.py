@@ -27,9 +27,9 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from torchrec_recstore import CheckpointInfo, load_checkpoint, read_info
 from torchrec_recstore.inference import export_for_inference
+from torchrec_recstore.inference.row_formats import DTYPES
 
 CHECK_ROWS = 4096
-DTYPES = {"int8": torch.int8, "int4": torch.quint4x2, "fp16": torch.float16, "float32": torch.float32}
 
 
 @dataclass(frozen=True)

@@ -18,10 +18,12 @@ import typer
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from common.command import errors_in_one_line, prepare_torch, run
+from common.command import prepare_torch, run
 from common.log_flags import JsonOut, LogDir, LogEvery, NoLog
 from common.settings import Backend, Sharding
 from two_tower.settings import Settings
+
+from torchrec_recstore.commands.output import errors_in_one_line
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 

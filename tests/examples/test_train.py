@@ -159,7 +159,8 @@ ONE_RANK_FAILS = """
 import sys
 sys.path.insert(0, {examples!r})
 import typer
-from common.command import errors_in_one_line, run
+from common.command import run
+from torchrec_recstore.commands.output import errors_in_one_line
 app = typer.Typer()
 @app.command()
 def main():

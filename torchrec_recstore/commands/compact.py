@@ -36,7 +36,7 @@ def compact(
         verify_files(chain)
         with progress("folding", rows_of(chain[-1:])) as advance:
             info = compact_chain(chain, output, advance)
-    rows = sum(table.rows for table in info.tables.values())
+    rows = rows_of([info])
     if as_json:
         print_json({"path": str(info.path), "rows": rows, "bytes": info.bytes, "tables": _rows_by_table(info)})
         return

@@ -56,7 +56,7 @@ def export(
     Ids stay raw: a sorted id tensor maps them to rows, ids without a row read as zeros.
 
     With --delta-of, OUT is a safetensors file that a running server applies to that export without loading another:
-    tables, dtype and the choice of rows are the export's.
+    tables and dtype are the export's, and so must be --min-frequency and --top-rows.
 
     Example: recstore export run/step-000001000 tables.pt --dtype int8 --top-rows 1000000
 
@@ -89,21 +89,19 @@ def _export(
     known = read_info(checkpoint).tables
     with missing_in_one_line(), warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        import torch
-
         from torchrec_recstore.inference.checkpoint import export_checkpoint, export_checkpoint_delta
+        from torchrec_recstore.inference.row_formats import DTYPES
 
         rows = sum(table.rows for name, table in known.items() if not tables or name in tables)
         rows *= 2 if min_frequency or top_rows else 1  # read to choose, and again to export
         with progress("exporting", rows) as advance:
             info: ExportInfo | DeltaInfo
             if delta_of is None:
-                types = {"int8": torch.int8, "int4": torch.quint4x2, "fp16": torch.float16, "float32": torch.float32}
                 info = export_checkpoint(
                     checkpoint,
                     output,
                     tables=tables,
-                    dtype=types[dtype],
+                    dtype=DTYPES[dtype],
                     min_frequency=min_frequency,
                     top_rows=top_rows,
                     advance=advance,

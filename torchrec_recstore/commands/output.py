@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Annotated, Any, TypeVar
 
@@ -14,6 +15,9 @@ from rich.console import Console
 from rich.table import Table
 
 _Value = TypeVar("_Value")
+
+# Typer has taken click into itself, where the base of its errors of usage has no public name.
+_UsageError: Any = typer.BadParameter.__mro__[1]
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead.")]
 
@@ -32,6 +36,26 @@ def errors_in_one_line() -> Iterator[None]:
             message = str(error) or "out of memory"  # Python's own MemoryError says nothing
         print_error(message)
         raise typer.Exit(2) from None
+
+
+def status_of(app: Callable[[], object]) -> int:
+    """The exit status of a typer app that is called without its own handling of errors.
+
+    Args:
+        app: calls it; flags that are wrong give status 2, with one line on stderr, of the first rank alone.
+    """
+    try:
+        status = app()
+    except _UsageError as error:
+        if os.environ.get("RANK", "0") == "0":
+            message = " ".join(error.format_message().split()).rstrip(".")
+            print_error(f"{message}: see {error.ctx.command_path if error.ctx else 'recstore'} --help")
+        return 2
+    except typer.Exit as end:
+        return int(end.exit_code)
+    except typer.Abort:
+        return 130
+    return status if isinstance(status, int) else 0
 
 
 def print_error(message: str) -> None:

@@ -8,6 +8,9 @@ from torch import Tensor
 FORMATS = {torch.float32: "float32", torch.float16: "float16", torch.int8: "int8", torch.quint4x2: "int4"}
 """Names of the data types that rows are exported in."""
 
+DTYPES = {"float32": torch.float32, "fp16": torch.float16, "int8": torch.int8, "int4": torch.quint4x2}
+"""The data types by what commands call them."""
+
 TYPE_NUMBERS = {"float16": 1, "int8": 2, "int4": 3}
 """``SparseType.as_int()`` of fbgemm-gpu 1.8.0."""
 
