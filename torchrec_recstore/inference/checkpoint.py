@@ -13,9 +13,10 @@ from torchrec_recstore.checkpoint.fold import FoldedTable, check_files, common_c
 from torchrec_recstore.checkpoint.info import CheckpointInfo, TableInfo, read_chain
 from torchrec_recstore.inference.delta import DeltaInfo, dtype_of, open_base, write_delta
 from torchrec_recstore.inference.row_formats import check_dim, check_dtype, packed
-from torchrec_recstore.inference.script import check_path, save_script, scripted
+from torchrec_recstore.inference.script import save_script, scripted
 from torchrec_recstore.inference.selection import aged, check_counted, check_selection, missing_row, selected
 from torchrec_recstore.inference.served_tables import ServedTable, ServedTables, served_table
+from torchrec_recstore.inference.whole_file import check_path
 from torchrec_recstore.options import default_initializer
 from torchrec_recstore.warn import warn_user
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -16,9 +15,9 @@ from torch import Tensor, nn
 from torchrec_recstore.ids import among
 from torchrec_recstore.inference.checksum import checksum_of
 from torchrec_recstore.inference.row_formats import FORMATS
-from torchrec_recstore.inference.script import check_path
 from torchrec_recstore.inference.served_tables import ServedTable
 from torchrec_recstore.inference.versions import dense_tensors, served_tables, tensor_at, version_of
+from torchrec_recstore.inference.whole_file import whole_file
 
 
 @dataclass(frozen=True)
@@ -174,16 +173,8 @@ def _same_bits(one: Tensor, other: Tensor) -> bool:
 
 
 def _write(tensors: Mapping[str, Tensor], path: Path) -> None:
-    check_path(path)
-    beside = path.with_name(f".{path.name}.{os.getpid()}")
     try:
-        safetensors.torch.save_file(dict(tensors), beside)
-        with beside.open("rb") as file:
-            os.fsync(file.fileno())
-        os.replace(beside, path)
-    except SafetensorError as error:  # which it raises where files raise OSError
-        beside.unlink(missing_ok=True)
-        raise OSError(f"{path} cannot be written: {error}") from error
-    except BaseException:
-        beside.unlink(missing_ok=True)
-        raise
+        with whole_file(path) as beside:
+            safetensors.torch.save_file(dict(tensors), beside)
+    except (OSError, SafetensorError) as error:  # the latter where files raise the former
+        raise OSError(f"{path} cannot be written: {getattr(error, 'strerror', None) or error}") from error

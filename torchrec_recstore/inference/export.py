@@ -21,7 +21,7 @@ from torchrec_recstore.checkpoint.whole import gathered
 from torchrec_recstore.inference.copies import copied_with
 from torchrec_recstore.inference.delta import DeltaInfo, dtype_of, open_base, write_delta
 from torchrec_recstore.inference.row_formats import FORMATS, check_dim, check_dtype, check_range
-from torchrec_recstore.inference.script import check_path, save_script, scripted
+from torchrec_recstore.inference.script import save_script, scripted
 from torchrec_recstore.inference.selection import check_counted, check_selection, missing_row, selected
 from torchrec_recstore.inference.served_model import scriptable
 from torchrec_recstore.inference.single_tables import StaticEmbedding, StaticEmbeddingBag
@@ -31,6 +31,7 @@ from torchrec_recstore.inference.static_collections import (
     StaticEmbeddingCollection,
     StaticTable,
 )
+from torchrec_recstore.inference.whole_file import check_path
 from torchrec_recstore.inference.whole_tables import whole_table
 from torchrec_recstore.modules import RecStoreEmbedding, RecStoreEmbeddingBag
 from torchrec_recstore.modules.embedding_bag_collection import RecStoreEmbeddingBagCollection

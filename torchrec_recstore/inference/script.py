@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import keyword
 import os
-import tempfile
 from pathlib import Path
 
 import torch
 from torch import nn
 
-from torchrec_recstore.checkpoint.files import sync_directory
 from torchrec_recstore.inference.checksum import checksum_of  # noqa: F401  (apply_delta calls these)
 from torchrec_recstore.inference.served_tables import check_tensor, take_tensor  # noqa: F401
 from torchrec_recstore.inference.versions import dense_tensors, served_tables, tensor_at, version_of
+from torchrec_recstore.inference.whole_file import whole_file
 
 _METHODS = (
     "recstore_tables",
@@ -35,47 +34,23 @@ _RESERVED = frozenset(keyword.kwlist) - {
 _CODE_BYTES = 1 << 22  # of a file beside its tensors, more than enough
 
 
-def check_path(path: Path) -> None:
-    """Refuses a path that no file can be written to.
-
-    Raises:
-        FileNotFoundError, IsADirectoryError: the message names it.
-    """
-    if path.is_dir():
-        raise IsADirectoryError(f"{path} is a directory")
-    if not path.parent.is_dir():
-        raise FileNotFoundError(f"{path.parent} is no directory")
-
-
 def save_script(script: torch.jit.ScriptModule, path: Path) -> None:
-    """Writes a scripted module beside ``path`` and renames it.
+    """Writes a scripted module, all of it or nothing.
 
     Raises:
         OSError: it cannot be written; what was there is there still.
     """
-    check_path(path)
-    name: str | None = None
     try:
-        handle, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
-        try:
+        with whole_file(path) as beside:
             # Given a file, torch.jit.save makes several copies of all of it in memory; given a name it writes as it
             # goes, and aborts the process where there is no room (torch 2.13). So that is found out before.
-            os.posix_fallocate(handle, 0, _bytes(script) + _CODE_BYTES)
-            script.save(name)
-            os.fsync(handle)
-        finally:
-            os.close(handle)
-        umask = os.umask(0)
-        os.umask(umask)
-        os.chmod(name, 0o666 & ~umask)  # as any other file; that of mkstemp is its owner's alone
-        os.replace(name, path)
-    except BaseException as error:
-        if name is not None:
-            os.unlink(name)
-        if isinstance(error, OSError):  # without the hidden file's name
-            raise OSError(error.errno, f"cannot be written: {error.strerror}", str(path)) from error
-        raise
-    sync_directory(path.parent)
+            with beside.open("wb") as file:
+                os.posix_fallocate(file.fileno(), 0, _bytes(script) + _CODE_BYTES)
+            script.save(str(beside))
+    except OSError as error:
+        if error.strerror is None:
+            raise
+        raise OSError(error.errno, f"cannot be written: {error.strerror}", str(path)) from error
 
 
 def _bytes(script: torch.jit.ScriptModule) -> int:
