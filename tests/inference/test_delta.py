@@ -111,6 +111,9 @@ def test_rows_of_torchrecs_tables(tmp_path: Path) -> None:
         model.own.embedding_bags["m"].weight[[3, 50]] += 1
     info = export_delta(model, tmp_path / "delta", base=tmp_path / "base.pt")
     assert info.tables["m"] == DeltaTable(2, 0)
+    (tmp_path / "plain").touch()
+    assert {path.name for path in tmp_path.iterdir()} == {"base.pt", "delta", "plain"}
+    assert len({path.stat().st_mode for path in tmp_path.iterdir()}) == 1, "readable as any other file"
     export_for_inference(model, tmp_path / "full.pt", dtype=torch.float16)
     served = torch.jit.load(tmp_path / "base.pt")
     delta = read_delta(tmp_path / "delta")
@@ -348,13 +351,3 @@ def assert_tables_of(model: nn.Module, info: ExportInfo, served: torch.jit.Scrip
         assert rows.shape == (len(ids), DIM)
         exact = info.tables[name].dtype == torch.float32
         torch.testing.assert_close(rows, table.lookup(ids), atol=0 if exact else 0.05, rtol=0)
-
-
-def test_a_delta_is_readable_as_any_other_file(tmp_path: Path) -> None:
-    model = train(Model(), 1)
-    export_for_inference(model, tmp_path / "base.pt")
-    export_delta(model, tmp_path / "delta", base=tmp_path / "base.pt")
-    (tmp_path / "plain").touch()
-    modes = {path.stat().st_mode for path in tmp_path.iterdir()}
-    assert len(modes) == 1
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["base.pt", "delta", "plain"]
