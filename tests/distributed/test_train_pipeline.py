@@ -6,6 +6,7 @@ from functools import partial
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 from torchrec import (
     EmbeddingBagCollection,
@@ -15,12 +16,14 @@ from torchrec import (
     KeyedJaggedTensor,
 )
 from torchrec.distributed import DistributedModelParallel, TrainPipelineSparseDist
+from torchrec.distributed.planner import Topology
 from torchrec.distributed.train_pipeline import TrainPipelineBase
 from torchrec.distributed.train_pipeline.train_pipelines import TrainPipelineSparseDistLite
 from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper
 from torchrec.optim.optimizers import in_backward_optimizer_filter
 
 from torchrec_recstore.optim import RowWiseAdagrad
+from torchrec_recstore.planner import RecStoreConstraints, RecStorePlanner
 from torchrec_recstore.sharders import (
     RecStoreEmbeddingCollectionSharder,
     RecStorePrefetchPipeline,
@@ -105,8 +108,32 @@ def test_one_rank() -> None:
     pipeline_equals_loop(0, 1)
 
 
+def weights_that_are_trained_are_refused(rank: int) -> None:
+    """On every rank, with nothing left in the air: the collectives after it find their partners."""
+    features = CASE.batch(0, rank)
+    weights = torch.ones(len(features.values()), requires_grad=True)
+    learned = KeyedJaggedTensor(features.keys(), features.values(), lengths=features.lengths(), weights=weights)
+    for sharding_type in ("table_wise", "row_wise"):
+        module = EmbeddingBagCollection(tables=TABLES, device=torch.device("meta"), is_weighted=True)
+        constraints = {table.name: RecStoreConstraints(sharding_types=[sharding_type]) for table in TABLES}
+        topology = Topology(world_size=2, local_world_size=2, compute_device="cpu")
+        sharders = [RecStoreSharder()]
+        plan = RecStorePlanner(topology=topology, constraints=constraints, debug=False).collective_plan(
+            module, sharders, dist.group.WORLD
+        )
+        model = DistributedModelParallel(module, plan=plan, sharders=sharders)
+        with pytest.raises(NotImplementedError, match=rf"'a'.*'f0', 'f1' .*\({sharding_type} on 2 rank\(s\)\): use"):
+            model(learned)
+        assert all(stats.rows == stats.steps == 0 for stats in table_stats(model).values())
+
+
+def on_two_ranks(rank: int, world_size: int) -> None:
+    weights_that_are_trained_are_refused(rank)
+    pipeline_equals_loop(rank, world_size)
+
+
 def test_two_ranks() -> None:
-    run_on_ranks(2, pipeline_equals_loop)
+    run_on_ranks(2, on_two_ranks)
 
 
 @pytest.mark.usefixtures("one_rank")

@@ -117,6 +117,15 @@ def varying(one_rank: None) -> None:
     sharded(sequences(sequence("t_item", features=["user", "item"])))(features)
 
 
+@situation("Weights of samples that require a gradient")
+def learned_weights(one_rank: None) -> None:
+    features = batch(user=[[1, 2]])
+    weights = torch.ones(2, requires_grad=True)
+    sharded(collection(bag("t_user", features=["user"]), is_weighted=True), sharding_type="row_wise")(
+        KeyedJaggedTensor(["user"], features.values(), lengths=features.lengths(), weights=weights)
+    )
+
+
 @situation("A module that has no rows yet")
 def on_meta() -> None:
     RecStoreEmbedding(10, 4, name="t_item", device="meta")(torch.arange(3))

@@ -28,7 +28,11 @@ from torchrec.distributed.types import ParameterSharding, ShardingPlan
 
 from torchrec_recstore.options import TableOptions
 from torchrec_recstore.planner import RecStoreConstraints, RecStorePlanner
-from torchrec_recstore.sharders import RecStoreParameterSharding, RecStoreSharder
+from torchrec_recstore.sharders import (
+    RecStoreEmbeddingCollectionSharder,
+    RecStoreParameterSharding,
+    RecStoreSharder,
+)
 
 GiB = 2**30
 
@@ -171,6 +175,52 @@ def test_other_sharders_are_left_alone() -> None:
     plan = planner(2, {"a": RecStoreConstraints()}).plan(Both(), [RecStoreSharder(), EmbeddingCollectionSharder()])
     assert planned(plan, "bags")["a"].compute_kernel == "customized_kernel"
     assert planned(plan, "sequences")["s"].compute_kernel in ("fused", "dense")
+
+
+def bags(dim: int, tables: int, weighted: bool = False) -> EmbeddingBagCollection:
+    return EmbeddingBagCollection(
+        tables=[
+            EmbeddingBagConfig(name=f"t{i}", num_embeddings=10**6, embedding_dim=dim, feature_names=[f"f{i}"])
+            for i in range(tables)
+        ],
+        device=torch.device("meta"),
+        is_weighted=weighted,
+    )
+
+
+def sequences(dim: int) -> EmbeddingCollection:
+    return EmbeddingCollection(
+        tables=[EmbeddingConfig(name="t0", num_embeddings=1000, embedding_dim=dim, feature_names=["f0"])],
+        device=torch.device("meta"),
+    )
+
+
+def sharding_types(kind: type[EmbeddingShardingPlanner], module: nn.Module, sharder: Any, ranks: int) -> list[str]:
+    topology = Topology(world_size=ranks, local_world_size=ranks, compute_device="cpu", ddr_cap=64 * GiB)
+    plan = kind(topology=topology, debug=False).plan(module, [sharder])
+    return [sharding.sharding_type for sharding in planned(plan).values()]
+
+
+@pytest.mark.parametrize("dim", [4, 16, 32, 64, 128])
+@pytest.mark.parametrize("kind", [RecStorePlanner, EmbeddingShardingPlanner])
+def test_one_rank_is_table_wise(kind: type[EmbeddingShardingPlanner], dim: int) -> None:
+    for weighted in (False, True):
+        assert sharding_types(kind, bags(dim, 2, weighted), RecStoreSharder(), 1) == ["table_wise"] * 2
+    assert sharding_types(kind, sequences(dim), RecStoreEmbeddingCollectionSharder(), 1) == ["table_wise"]
+
+
+@pytest.mark.parametrize("dim", [16, 64, 128])
+@pytest.mark.parametrize("tables", [2, 3, 5, 26])
+def test_two_ranks_are_table_wise_where_stock_tables_are(dim: int, tables: int) -> None:
+    stock = sharding_types(EmbeddingShardingPlanner, bags(dim, tables), EmbeddingBagCollectionSharder(), 2)
+    assert stock == ["table_wise"] * tables
+    assert sharding_types(RecStorePlanner, bags(dim, tables), RecStoreSharder(), 2) == stock
+
+
+def test_a_table_too_many_for_the_ranks_is_split() -> None:
+    found = sharding_types(RecStorePlanner, bags(16, 5), RecStoreSharder(), 4)
+    assert sorted(found) == ["row_wise", *["table_wise"] * 4]
+    assert sharding_types(RecStorePlanner, bags(16, 1), RecStoreSharder(), 8) == ["row_wise"]
 
 
 def test_planning_twice_gives_the_same_plan() -> None:

@@ -6,8 +6,13 @@ from typing import Any
 
 import torch
 from torchrec.distributed.embedding_sharding import EmbeddingSharding
-from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder, ShardedEmbeddingBagCollection
-from torchrec.distributed.types import ParameterSharding, ShardingEnv, ShardingType
+from torchrec.distributed.embedding_types import KJTList
+from torchrec.distributed.embeddingbag import (
+    EmbeddingBagCollectionContext,
+    EmbeddingBagCollectionSharder,
+    ShardedEmbeddingBagCollection,
+)
+from torchrec.distributed.types import Awaitable, ParameterSharding, ShardingEnv, ShardingType
 from torchrec.modules.embedding_configs import EmbeddingBagConfig, PoolingType
 from torchrec.modules.embedding_modules import EmbeddingBagCollection, get_embedding_names_by_table
 
@@ -16,6 +21,7 @@ from torchrec_recstore.sharders.lookup import RecStorePooledLookup
 from torchrec_recstore.sharders.parameter_sharding import RECSTORE_KERNEL
 from torchrec_recstore.sharders.row_split import ROW_SPLIT
 from torchrec_recstore.sharders.sharder import RecStoreCollectionSharder
+from torchrec_recstore.sharders.weight_gradients import check_weight_gradients, require_gradient
 
 
 class RecStoreShardedEmbeddingBagCollection(RecStoreCollection, ShardedEmbeddingBagCollection):  # type: ignore[misc]
@@ -48,6 +54,22 @@ class RecStoreShardedEmbeddingBagCollection(RecStoreCollection, ShardedEmbedding
         super().__init__(*args, **kwargs)
         self._divided = self._divided_afterwards()
         self._has_mean_pooling_callback = bool(self._divided)
+
+    def input_dist(self, ctx: EmbeddingBagCollectionContext, features: Any) -> Awaitable[Awaitable[KJTList]]:
+        """See :meth:`RecStoreCollection.input_dist`.
+
+        Raises:
+            NotImplementedError: the weights require a gradient that TorchRec's input distribution loses; on every rank.
+        """
+        if self._is_weighted and self.training and require_gradient(features):
+            check_weight_gradients(
+                features,
+                self._embedding_bag_configs,
+                self.module_sharding_plan,
+                self._shardings(),
+                self._env.world_size,
+            )
+        return super().input_dist(ctx, features)
 
     def update_shards(self, *args: Any, **kwargs: Any) -> None:
         """As TorchRec's, for collections without RecStore tables.

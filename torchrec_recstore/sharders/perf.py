@@ -4,12 +4,41 @@ from __future__ import annotations
 
 from torchrec.distributed.planner.constants import DEFAULT_PERF_ESTIMATOR
 from torchrec.distributed.planner.estimator import EmbeddingPerfEstimatorConfig, EmbeddingPerfEstimatorFactory
+from torchrec.distributed.planner.estimator.annotations import backward_compute, forward_compute
+from torchrec.distributed.planner.estimator.estimator import TableWiseEvaluator
+from torchrec.distributed.planner.estimator.types import ShardPerfContext
+from torchrec.distributed.types import ShardingType
 
 from torchrec_recstore.sharders.parameter_sharding import RECSTORE_KERNEL
 
 SPEED_OVER_FUSED = 1.5
 """RecStore's kernel over TorchRec's fused one on a CPU, forward and backward, row-wise Adagrad: 1.57 and 1.76 where
 both keep their outputs' memory (benchmarks/results.json, cases big and criteo, 2026-11-21), more as TorchRec ships."""
+
+_WITH_BLOCKS = [
+    ShardingType.TABLE_WISE.value,
+    ShardingType.COLUMN_WISE.value,
+    ShardingType.TABLE_COLUMN_WISE.value,
+]
+"""The sharding types that ``TableWiseEvaluator`` and its subclasses estimate (torchrec 1.8.0)."""
+
+
+class _WithoutBlocks(TableWiseEvaluator):  # type: ignore[misc]
+    """TorchRec's table-wise estimate without the costs of FBGEMM's CUDA blocks, which RecStore's kernel does not have.
+
+    TorchRec adds these costs for narrow rows, but not where a table is sharded row-wise (torchrec 1.8.0). With them, a
+    narrow table of RecStore was planned row-wise even on one rank.
+    """
+
+    def use_min_dim_for_lookup(self, config: EmbeddingPerfEstimatorConfig) -> bool:
+        return False
+
+    def use_block_usage_penalty(self, config: EmbeddingPerfEstimatorConfig) -> bool:
+        return False
+
+
+def _evaluator(context: ShardPerfContext) -> TableWiseEvaluator:
+    return _WithoutBlocks() if context.compute_kernel == RECSTORE_KERNEL else TableWiseEvaluator()
 
 
 class RecStorePerfConfig(EmbeddingPerfEstimatorConfig):  # type: ignore[misc]
@@ -40,6 +69,19 @@ class RecStorePerfConfig(EmbeddingPerfEstimatorConfig):  # type: ignore[misc]
             prefetch_pipeline,
         )
         return bandwidth
+
+    @forward_compute(_WITH_BLOCKS)  # type: ignore[untyped-decorator]
+    def forward_ms(self, context: ShardPerfContext) -> float:
+        """Milliseconds of a forward; a row costs as much here as where its table is sharded row-wise."""
+        # What TorchRec does for a config without annotated methods (torchrec 1.8.0).
+        milliseconds: float = _evaluator(context)._default_fwd_comp(context, self)
+        return milliseconds
+
+    @backward_compute(_WITH_BLOCKS)  # type: ignore[untyped-decorator]
+    def backward_ms(self, context: ShardPerfContext) -> float:
+        """Milliseconds of a backward, likewise."""
+        milliseconds: float = _evaluator(context)._default_bwd_comp(context, self)
+        return milliseconds
 
 
 def register_kernel() -> None:
