@@ -1,0 +1,402 @@
+"""Small files of every format that this project writes, with the values that they hold beside them.
+
+    python -m tests.formats.fixed DIRECTORY
+
+writes the files of the present formats to ``DIRECTORY/checkpoint_N`` and ``DIRECTORY/export_N``, where N is the number
+of the format. Those of each format that there has ever been lie beside this module. They are written once, by the
+version that made the format, and never again: test_formats.py loads all of them.
+"""
+
+# Not with annotations from __future__: fx copies those of forward as they are, and TorchScript reads them.
+
+import json
+import os
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import safetensors.torch
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from fbgemm_gpu.split_embedding_configs import EmbOptimType
+from torch import Tensor, nn
+from torchrec import (
+    EmbeddingBagCollection,
+    EmbeddingBagConfig,
+    EmbeddingConfig,
+    JaggedTensor,
+    KeyedJaggedTensor,
+    KeyedTensor,
+    PoolingType,
+)
+from torchrec.distributed import DistributedModelParallel
+from torchrec.distributed.planner import Topology
+
+from tests.distributed.workers import run_on_ranks
+from torchrec_recstore import optim
+from torchrec_recstore.checkpoint import info as checkpoint_info
+from torchrec_recstore.checkpoint import parts, save_checkpoint
+from torchrec_recstore.inference import (
+    export_checkpoint,
+    export_checkpoint_delta,
+    export_delta,
+    export_for_inference,
+    read_delta,
+)
+from torchrec_recstore.inference.row_formats import DTYPES
+from torchrec_recstore.modules import RecStoreEmbeddingBagCollection, RecStoreEmbeddingCollection
+from torchrec_recstore.options import (
+    LFU,
+    LRU,
+    ConstantInit,
+    Expiry,
+    MinFrequency,
+    NormalInit,
+    RocksDBStore,
+    TableOptions,
+    UniformInit,
+)
+from torchrec_recstore.planner import RecStoreConstraints, RecStorePlanner
+from torchrec_recstore.service.applied import AppliedRequests
+from torchrec_recstore.service.data_directory import DataDirectory
+from torchrec_recstore.service.hosted import HostedTables
+from torchrec_recstore.service.limits import Limits
+from torchrec_recstore.service.spec import TableSpec
+from torchrec_recstore.sharders import RecStoreSharder
+from torchrec_recstore.store import Table
+
+HERE = Path(__file__).parent
+DIM = 8
+OPTIONS = {
+    "user": TableOptions(
+        initializer=UniformInit(-0.5, 0.5),
+        seed=3,
+        max_rows=64,
+        eviction=LFU(half_life_steps=4),
+        expiry=Expiry(steps=1000),
+        admission=MinFrequency(2),
+    ),
+    "item": TableOptions(initializer=ConstantInit(0.25), expected_rows=1000, missing="init"),
+}
+OPTIMIZERS: dict[str, optim.Optimizer] = {
+    "sgd": optim.SGD(lr=0.5),
+    "momentum": optim.SGD(lr=0.5, momentum=0.5),
+    "adagrad": optim.Adagrad(lr=0.5),
+    "rowwise": optim.RowWiseAdagrad(lr=0.5),
+    "adam": optim.Adam(lr=0.5),
+    "adamw": optim.AdamW(lr=0.5),
+    "partial_adam": optim.PartialRowWiseAdam(lr=0.5),
+    "lamb": optim.LAMB(lr=0.5),
+    "partial_lamb": optim.PartialRowWiseLAMB(lr=0.5),
+    "lars": optim.LARSSGD(lr=0.5),
+    "rmsprop": optim.RMSprop(lr=0.5),
+    "ftrl": optim.Ftrl(lr=0.5),
+}
+TRAINING_STATE = {
+    "step": 5,
+    "position": (1, "epoch", None, True, float("inf")),
+    "optimizer": {"state": {0: {"exp_avg": torch.tensor([0.5, -1.5])}}, "groups": [{"lr": 0.1}]},
+}
+INCARNATION = "0123456789abcdef" * 2
+BAGS = [
+    EmbeddingBagConfig(name="t", embedding_dim=8, num_embeddings=100, feature_names=["f", "g"]),
+    EmbeddingBagConfig(name="m", embedding_dim=4, num_embeddings=100, feature_names=["h"], pooling=PoolingType.MEAN),
+]
+ROWS = [EmbeddingConfig(name="s", embedding_dim=8, num_embeddings=100, feature_names=["h"])]
+
+
+def ids_of(step: int) -> Tensor:
+    """Ids of a step: near ones, and both ends of int64."""
+    return torch.tensor([step, step + 1, -3, 2 * step - 9, -(2**63), 2**63 - 1])
+
+
+class Sharded(nn.Module):
+    """Two tables and a dense layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        configs = [
+            EmbeddingBagConfig(name=name, embedding_dim=DIM, num_embeddings=2**40, feature_names=[name])
+            for name in OPTIONS
+        ]
+        self.sparse = EmbeddingBagCollection(tables=configs, device=torch.device("meta"))
+        self.over = nn.Linear(2, 1)
+        with torch.no_grad():
+            self.over.weight.copy_(torch.tensor([[0.5, -2.0]]))
+            self.over.bias.fill_(0.125)
+
+    def forward(self, features: KeyedJaggedTensor) -> KeyedTensor:
+        """(B, 2 * DIM)."""
+        pooled: KeyedTensor = self.sparse(features)
+        return pooled
+
+
+def sharded(
+    sharding_type: str = "table_wise", optimizer: EmbOptimType = EmbOptimType.EXACT_ROWWISE_ADAGRAD
+) -> DistributedModelParallel:
+    """The model, with its tables in RecStore."""
+    split = DIM // 2 if sharding_type == "column_wise" else None
+    constraints = {
+        name: RecStoreConstraints(sharding_types=[sharding_type], min_partition=split, options=options)
+        for name, options in OPTIONS.items()
+    }
+    sharders = [RecStoreSharder(fused_params={"optimizer": optimizer, "learning_rate": 0.5})]
+    model = Sharded()
+    planner = RecStorePlanner(
+        topology=Topology(world_size=dist.get_world_size(), compute_device="cpu"), constraints=constraints
+    )
+    plan = planner.collective_plan(model, sharders, dist.group.WORLD)
+    return DistributedModelParallel(model, plan=plan, sharders=sharders, device=torch.device("cpu"))
+
+
+def train(model: DistributedModelParallel, steps: range) -> None:
+    """Gradients are exact numbers, so that rows are the same on every machine."""
+    for step in steps:
+        ids = ids_of(step + 7 * dist.get_rank())
+        features = KeyedJaggedTensor(list(OPTIONS), torch.cat([ids, ids]), lengths=torch.tensor([3, 3, 2, 4]))
+        values = model(features).values()
+        (values * (torch.arange(values.numel()).view_as(values) % 5 - 2)).sum().backward()
+
+
+def shards(model: DistributedModelParallel) -> list[Table]:
+    """This rank's, of all tables."""
+    return [shard.table for of_table in model.module.sparse.recstore_state.shards.values() for shard in of_table]
+
+
+def write_expected(tables: list[Table], path: Path) -> None:
+    """What tables hold, all ranks' together, as plain safetensors, and their clocks as JSON. Collective where there are
+    several ranks.
+
+    Args:
+        tables: this rank's shards.
+        path: without a suffix.
+    """
+    mine = [
+        (table.name, table.columns, table.ids(), table.read_rows(table.ids()), table.steps, table.optimizer_steps)
+        for table in tables
+    ]
+    everywhere: list[Any] = [mine]
+    if dist.is_initialized():
+        everywhere = [None] * dist.get_world_size()
+        dist.all_gather_object(everywhere, mine)
+        if dist.get_rank() != 0:
+            return
+    tensors: dict[str, Tensor] = {}
+    clocks: dict[str, tuple[int, int]] = {}
+    found: dict[str, list[dict[str, Tensor]]] = {}
+    for name, columns, ids, rows, steps, optimizer_steps in (shard for of_rank in everywhere for shard in of_rank):
+        found.setdefault(f"{name}/{columns.start}-{columns.stop}", []).append({"ids": ids, **rows})
+        clocks[name] = max(clocks.get(name, (0, 0)), (steps, optimizer_steps))
+    for shard, of_ranks in found.items():
+        order = torch.cat([each["ids"] for each in of_ranks]).argsort()
+        for key in of_ranks[0]:
+            tensors[f"{shard}/{key}"] = torch.cat([each[key] for each in of_ranks])[order]
+    path.parent.mkdir(parents=True, exist_ok=True)
+    safetensors.torch.save_file(tensors, path.with_suffix(".safetensors"))
+    path.with_suffix(".json").write_text(json.dumps(clocks) + "\n")
+
+
+@contextmanager
+def small_parts() -> Iterator[None]:
+    """Several parts a table."""
+    before = parts.PART_BYTES
+    parts.PART_BYTES = 400
+    try:
+        yield
+    finally:
+        parts.PART_BYTES = before
+
+
+def write_model_checkpoints(to: Path) -> None:
+    """A full checkpoint and two deltas of it, one rank, and the same model by ``torch.distributed.checkpoint``."""
+    model = sharded()
+    user, item = (table for name in OPTIONS for table in shards(model) if table.name == name)
+    train(model, range(5))
+    with small_parts():
+        save_checkpoint(model, to / "full", training_state=TRAINING_STATE)
+    write_expected(shards(model), to / "expected" / "full")
+    user.remove(torch.tensor([-3]))
+    item.remove(torch.tensor([0, 2**63 - 1]))
+    train(model, range(5, 7))
+    save_checkpoint(model, to / "delta", delta_of=to / "full", training_state={"step": 7})
+    write_expected(shards(model), to / "expected" / "delta")
+    ids = item.ids()
+    item.remove(ids[2:])
+    user.remove(user.ids()[1:])
+    train(model, range(40, 41))
+    with torch.no_grad():
+        model.module.over.bias.fill_(2.5)
+    save_checkpoint(model, to / "second_delta", delta_of=to / "delta")
+    write_expected(shards(model), to / "expected" / "second_delta")
+    with _inside(to):  # the path is written into the checkpoint
+        dcp.save({"model": model.state_dict(), "optimizer": model.fused_optimizer.state_dict()}, checkpoint_id="dcp")
+
+
+@contextmanager
+def _inside(directory: Path) -> Iterator[None]:
+    before = os.getcwd()
+    os.chdir(directory)
+    try:
+        yield
+    finally:
+        os.chdir(before)
+
+
+def write_checkpoints_of_ranks(rank: int, world_size: int, *, to: Path) -> None:
+    """Of two ranks: rows split, and columns split."""
+    for name, optimizer in (("row_wise", EmbOptimType.ADAM), ("column_wise", EmbOptimType.EXACT_ROWWISE_ADAGRAD)):
+        model = sharded(name, optimizer)
+        train(model, range(5))
+        save_checkpoint(model, to / name)
+        write_expected(shards(model), to / "expected" / name)
+
+
+def write_server_data(to: Path) -> None:
+    """What a server that has stopped leaves: a table of each optimizer, and one with most rows in a cold store."""
+    with tempfile.TemporaryDirectory() as cold:
+        tables = HostedTables(Limits(cold_store=RocksDBStore(cold)))
+        for number, (name, optimizer) in enumerate(OPTIMIZERS.items()):
+            dtype = (torch.float32, torch.float16, torch.bfloat16)[number % 3]
+            options = TableOptions(initializer=NormalInit(0.0, 0.5, truncate_std=2.0), missing="init")
+            tables.create(name, TableSpec(DIM, dtype, optimizer, options, lossless=number == 0))
+        bounded = TableOptions(initializer=ConstantInit(1.5), max_rows=12, eviction=LRU())
+        tables.create("cold", TableSpec(DIM, torch.float32, optim.Adagrad(lr=0.5), bounded, shard=(1, 3)))
+        tables.create("temporary", TableSpec(DIM, torch.float32, optim.SGD(lr=0.5), TableOptions(), temporary=True))
+        for name in tables.specs():
+            for step in range(3):
+                ids = ids_of(3 * step)[:4]
+                tables.push(name, ids, torch.arange(4 * DIM).view(4, DIM) / 8 - step)
+                tables.update(name, ids, torch.arange(4 * DIM).view(4, DIM) % 5 / 4 - 0.5)
+        directory = DataDirectory(to / "server")
+        tables.save(directory.checkpoint("stopped-0"))
+        applied = AppliedRequests()
+        applied.once("client", 6, 6, lambda: 3)
+        applied.once("client", 7, 6, lambda: 1)
+        state = {"checkpoint": "stopped-0", "incarnation": INCARNATION, "applied": applied.to_json()}
+        directory.set_last("stopped-0", state)
+        directory.close()
+        (to / "server" / "lock").unlink()
+        write_expected([hosted.table for hosted in hosted_tables(tables)], to / "expected" / "server")
+        tables.close()
+
+
+def hosted_tables(tables: HostedTables) -> list[Any]:
+    """Those that saves do not leave out."""
+    return [tables._named()[name] for name, spec in tables.specs().items() if not spec.temporary]
+
+
+class Served(nn.Module):
+    """Both collections and a dense layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bags = RecStoreEmbeddingBagCollection(BAGS, lr=0.5)
+        self.rows = RecStoreEmbeddingCollection(ROWS, lr=0.5)
+        self.over = nn.Linear(20, 1)
+        self.scale = 2
+        with torch.no_grad():
+            self.over.weight.copy_(torch.arange(20)[None] / 8 - 1)
+            self.over.bias.fill_(0.125)
+
+    def forward(self, features: KeyedJaggedTensor) -> Tensor:
+        """(B, 1)."""
+        pooled: KeyedTensor = self.bags(features)
+        rows: dict[str, JaggedTensor] = self.rows(features)
+        out: Tensor = self.over(pooled.values())
+        return out * self.scale + rows["h"].values().sum()
+
+
+def features_of(values: Tensor) -> KeyedJaggedTensor:
+    """Two bags of each feature of :class:`Served`."""
+    return KeyedJaggedTensor(["f", "g", "h"], values, lengths=torch.tensor([3, 1, 2, 2, 1, 3]))
+
+
+def train_served(model: Served, first: int) -> Served:
+    """A step; in evaluation mode afterwards."""
+    model.train()(features_of(torch.cat([ids_of(first), ids_of(first + 1)]))).sum().backward()
+    return model.eval()
+
+
+def write_exports(checkpoints: Path, to: Path) -> None:
+    """Exports of checkpoints and of models, a delta of each, and what they answer before and after it."""
+    to.mkdir(parents=True, exist_ok=True)
+    values = torch.cat([ids_of(3), ids_of(4), torch.tensor([77])])
+    lengths = torch.tensor([[3, 0, 2], [1, 4, 3]])
+    for name in ("float32", "fp16", "int8"):  # and the model's rows are of the fourth type
+        path, delta = to / f"tables_{name}.pt", to / f"tables_{name}_delta.safetensors"
+        export_checkpoint(checkpoints / "full", path, dtype=DTYPES[name])
+        export_checkpoint_delta(checkpoints / "delta", delta, base=path)
+        _write_answers(path, delta, {"values": values, "lengths": lengths})
+    model, path, delta = Served(), to / "model.pt", to / "model_delta.safetensors"
+    export_for_inference(train_served(model, 3), path, dtype=DTYPES["int4"])
+    with torch.no_grad():
+        model.over.bias.fill_(2.5)
+    export_delta(train_served(model, 11), delta, base=path)
+    _write_answers(path, delta, {"values": torch.cat([ids_of(3), ids_of(11)])})
+
+
+def answer(served: torch.jit.ScriptModule, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
+    """What a served model holds, and what it answers.
+
+    Args:
+        served: one of :func:`write_exports`.
+        inputs: of its forward; ``values`` alone for :class:`Served`.
+    """
+    given: dict[str, Any] = {"features": features_of(inputs["values"])} if len(inputs) == 1 else inputs
+    tensors = {"output": served(**given).detach()}
+    for name in served.recstore_tables():
+        tensors[f"{name}/ids"] = served.recstore_ids(name).clone()
+        tensors[f"{name}/rows"] = served.recstore_rows(name).clone()
+    return tensors
+
+
+def _write_answers(path: Path, delta: Path, inputs: dict[str, Tensor]) -> None:
+    served = torch.jit.load(path)
+    tensors = {f"input/{key}": value.clone() for key, value in inputs.items()}
+    versions = [served.recstore_version()]
+    tensors |= {f"before/{key}": value for key, value in answer(served, inputs).items()}
+    served.apply_delta(read_delta(delta))
+    tensors |= {f"after/{key}": value for key, value in answer(served, inputs).items()}
+    versions.append(served.recstore_version())
+    expected = path.parent / "expected" / path.stem
+    expected.parent.mkdir(exist_ok=True)
+    safetensors.torch.save_file(tensors, expected.with_suffix(".safetensors"))
+    expected.with_suffix(".json").write_text(json.dumps(versions) + "\n")
+
+
+@contextmanager
+def one_rank() -> Iterator[None]:
+    """A process group of this process alone."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def main(directory: Path) -> None:
+    """Writes all of it."""
+    # TorchScript's files name the source of their code, for tracebacks: not by where it lies on this machine.
+    find = torch._sources.get_source_lines_and_file
+
+    def found(*arguments: Any) -> tuple[list[str], int, str | None]:
+        lines, number, file = find(*arguments)
+        return lines, number, file and Path(file).name
+
+    torch._sources.get_source_lines_and_file = torch.jit.frontend.get_source_lines_and_file = found
+    checkpoints = directory / f"checkpoint_{checkpoint_info.VERSION}"
+    checkpoints.mkdir(parents=True)
+    with one_rank():
+        write_model_checkpoints(checkpoints)
+        write_exports(checkpoints, directory / "export_1")
+    write_server_data(checkpoints)
+    run_on_ranks(2, partial(write_checkpoints_of_ranks, to=checkpoints))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))
