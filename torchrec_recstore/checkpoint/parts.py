@@ -16,6 +16,7 @@ from torch import Tensor
 from torchrec_recstore.checkpoint.files import FileInfo, write_tensors
 from torchrec_recstore.checkpoint.info import PartInfo
 from torchrec_recstore.optim import Optimizer, state_names
+from torchrec_recstore.row_wise_states import column_weighted_mean
 from torchrec_recstore.store import Snapshot, Table
 
 PART_BYTES = 32 << 20
@@ -176,11 +177,7 @@ def joined_rows(
         return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
 
     def mean(name: str) -> Tensor:
-        if len(pieces) == 1:
-            return first[name]
-        shares = [(cut.stop - cut.start) / len(columns) for cut in cuts]
-        weighted = [rows[name].double() * share for (_, rows), share in zip(pieces, shares, strict=True)]
-        return torch.stack(weighted).sum(0).float()
+        return column_weighted_mean([rows[name] for _, rows in pieces], [cut.stop - cut.start for cut in cuts])
 
     rows = {name: joined(name) if kind == "element" else mean(name) for name, kind in states.items()}
     return {"weight": joined("weight"), **rows, "last_step": first["last_step"], "frequency": first["frequency"]}

@@ -15,6 +15,7 @@ from torchrec.distributed.types import ShardingEnv
 
 from torchrec_recstore.optim import Optimizer, state_names
 from torchrec_recstore.options import TableOptions
+from torchrec_recstore.row_wise_states import column_weighted_mean
 from torchrec_recstore.sharders.gather import refused_together
 from torchrec_recstore.sharders.local_shard import LocalShard
 from torchrec_recstore.sharders.whole_tensors import (
@@ -240,7 +241,4 @@ def _joined(values: Tensor, starts: Sequence[int], table: Table) -> Tensor:
         max(0, min(end, columns.stop) - max(start, columns.start)) for start, end in zip(starts, ends, strict=True)
     ]
     covering = [i for i, overlap in enumerate(overlaps) if overlap]
-    if len(covering) == 1:
-        return values[:, covering[0]].contiguous()  # a copy, bit for bit
-    weights = torch.tensor(overlaps, dtype=torch.float64) / len(columns)
-    return (values.double() @ weights).float()
+    return column_weighted_mean([values[:, i].contiguous() for i in covering], [overlaps[i] for i in covering])
