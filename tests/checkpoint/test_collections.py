@@ -17,7 +17,7 @@ from torchrec_recstore import (
     save_checkpoint,
     table_stats,
 )
-from torchrec_recstore.checkpoint.tables import recstore_tables
+from torchrec_recstore.sharders.model_tables import recstore_tables
 
 pytestmark = pytest.mark.usefixtures("one_rank")
 META = torch.device("meta")
@@ -50,7 +50,7 @@ def build(second: str = "bag") -> DistributedModelParallel:
 
 
 def rows_of(model: nn.Module) -> list[torch.Tensor]:
-    shards = [s.table for t in recstore_tables(model) for s in t.module.recstore_state.shards[t.name]]
+    shards = [s.table for t in recstore_tables(model) for s in t.shards]
     return [value for table in shards for value in (table.ids(), *table.read_rows(table.ids()).values())]
 
 
@@ -66,9 +66,3 @@ def test_two_collections_and_each_alone(tmp_path: Path) -> None:
     third = build()
     load_checkpoint(third.module.sequence, tmp_path / "alone")
     assert {name: stats.rows for name, stats in table_stats(third).items()} == {"seq": 4, "bag": 0}
-
-
-def test_tables_of_one_name_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="more than one RecStore table 'seq'"):
-        save_checkpoint(build("seq"), tmp_path / "saved")
-    assert not (tmp_path / "saved").exists()

@@ -18,8 +18,8 @@ from torchrec.distributed import DistributedModelParallel
 
 from tests.distributed.workers import run_on_ranks
 from torchrec_recstore.checkpoint import load_distributed_checkpoint
-from torchrec_recstore.checkpoint.tables import rows_left_out
 from torchrec_recstore.sharders import whole_tensors
+from torchrec_recstore.sharders.model_tables import rows_left_out
 
 from . import models
 

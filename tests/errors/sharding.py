@@ -23,9 +23,9 @@ from torchrec_recstore import (
     RecStoreEmbeddingBag,
     SparseSGD,
     TableOptions,
+    export_dense_weights,
     load_dense_weights,
     save_checkpoint,
-    table_stats,
 )
 from torchrec_recstore.options import shard_options
 
@@ -84,9 +84,10 @@ def other_dim(one_rank: None) -> None:
     load_dense_weights(sharded(collection(bag("t_user"))), {"t_user": torch.ones(3, 8)})
 
 
-@situation("Two tables of one name")
+@situation("A name of several tables")
 def same_name(one_rank: None) -> None:
-    table_stats(nn.ModuleList([sharded(collection(bag("t_user"))), sharded(collection(bag("t_user")))]))
+    towers = {name: sharded(collection(bag("t_id"))) for name in ("user", "item")}
+    export_dense_weights(nn.ModuleDict(towers), "t_id", 3)
 
 
 @situation("Ids of a feature that are not integers")

@@ -330,8 +330,8 @@ def test_embedding_and_bag(padding: int | None, tmp_path: Path) -> None:
 
 
 def test_names_in_a_file_are_distinct(tmp_path: Path) -> None:
-    model = nn.Sequential(RecStoreEmbedding(9, 2, name="t"), RecStoreEmbedding(9, 2, name="t"))
-    with pytest.raises(ValueError, match="more than one table 't'"):
+    model = nn.Sequential(*(RecStoreEmbedding(9, 2, name=name) for name in ("t", "t", "0.t")))
+    with pytest.raises(ValueError, match=r"more than one table '0\.t'"):
         export_for_inference(model, tmp_path / "m.pt")
     assert list(tmp_path.iterdir()) == []
 

@@ -248,18 +248,6 @@ def test_stock_tables_alone_under_the_sharder() -> None:
     assert model.module.embedding_bags["t"].weight.shape == (10, 4)
 
 
-def test_two_collections_with_a_table_of_the_same_name_have_no_common_statistics() -> None:
-    class Two(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.a, self.b = collection(bag()), collection(bag())
-
-    model = DistributedModelParallel(Two(), sharders=[RecStoreSharder()])
-    with pytest.raises(ValueError, match="'t'"):
-        table_stats(model)
-    assert table_stats(model.module.a)["t"].rows == 0
-
-
 def test_rows_are_freed_with_the_model() -> None:
     model = sharded(collection(bag()))
     table = weakref.ref(tables(model)["t"])

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from torchrec_recstore.checkpoint.tables import table_named
+from torchrec_recstore.sharders.model_tables import table_named, tables_named
 from torchrec_recstore.store import insert_all
 
 _CHUNK = 1 << 20  # rows at a time
@@ -21,13 +21,15 @@ def load_dense_weights(model: nn.Module, weights: Mapping[str, Tensor]) -> None:
 
     Args:
         model: ``DistributedModelParallel``, a sharded module, or anything that contains them.
-        weights: (rows, dim) tensors by table name, the same on every rank.
+        weights: (rows, dim) tensors by table name, the same on every rank. Where several collections have a table of
+            that name, the name is the collection's path in the model, a dot and the table's name.
 
     Raises:
-        ValueError: an unknown table or a tensor of another shape; on every rank, with nothing changed.
+        ValueError: an unknown table, a name that several tables have, or a tensor of another shape; on every rank, with
+            nothing changed.
         TypeError: something that is no floating-point tensor.
     """
-    tables = {name: table_named(model, name) for name in weights}
+    tables = tables_named(model, weights)
     for name, tensor in weights.items():
         if not isinstance(tensor, Tensor) or not tensor.is_floating_point():
             kind = tensor.dtype if isinstance(tensor, Tensor) else type(tensor).__name__
@@ -37,7 +39,7 @@ def load_dense_weights(model: nn.Module, weights: Mapping[str, Tensor]) -> None:
                 f"weights of table {name!r} must have the shape (rows, {tables[name].dim}), got {tuple(tensor.shape)}"
             )
     for name, tensor in weights.items():
-        for shard in tables[name].module.recstore_state.shards[name]:
+        for shard in tables[name].shards:
             columns = shard.table.columns
             for begin in range(0, tensor.shape[0], _CHUNK):
                 part = tensor[begin : begin + _CHUNK].detach()
@@ -52,27 +54,27 @@ def export_dense_weights(model: nn.Module, table_name: str, num_rows: int) -> Te
 
     Args:
         model: as for :func:`load_dense_weights`.
-        table_name: a RecStore table.
+        table_name: The name of a RecStore table, as for :func:`load_dense_weights`.
         num_rows: at least 0.
 
     Returns:
         (num_rows, dim) float32.
 
     Raises:
-        ValueError: an unknown table, or a negative number; on every rank.
+        ValueError: an unknown table, a name that several tables have, or a negative number; on every rank.
     """
     table = table_named(model, table_name)
     if num_rows < 0:
         raise ValueError(f"num_rows must not be negative, got {num_rows}")
-    state = table.module.recstore_state
     out = torch.zeros(num_rows, table.dim)
-    for shard in state.shards[table_name]:
+    for shard in table.shards:
         columns = shard.table.columns
         for begin in range(0, num_rows, _CHUNK):
             ids = torch.arange(begin, min(begin + _CHUNK, num_rows))
             ids = ids[shard.owned(ids)]  # a shared cold store has the rows of the other ranks as well
             ids = ids[shard.table.contains(ids)]
             out[ids, columns.start : columns.stop] = shard.table.lookup(ids).float()
-    if state.env.process_group is not None and dist.get_world_size(state.env.process_group) > 1:
-        dist.all_reduce(out, group=state.env.process_group)  # every cell has one owner: a sum with zeros
+    group = table.state.env.process_group
+    if group is not None and dist.get_world_size(group) > 1:
+        dist.all_reduce(out, group=group)  # every cell has one owner: a sum with zeros
     return out

@@ -11,8 +11,8 @@ from torchrec.distributed import DistributedModelParallel
 
 from torchrec_recstore.checkpoint.new_rows import check_replaceable, exchange_all
 from torchrec_recstore.checkpoint.saved_rows import SavedTable, SavedTensors
-from torchrec_recstore.checkpoint.tables import ModelTable, recstore_tables, rows_left_out
 from torchrec_recstore.sharders.gather import refused_together, whole_environment
+from torchrec_recstore.sharders.model_tables import ModelTable, recstore_tables, rows_left_out
 from torchrec_recstore.store import Table
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from torch import nn
@@ -13,10 +14,10 @@ from torchrec_recstore.checkpoint.model_tensors import check_dense, dense_tensor
 from torchrec_recstore.checkpoint.new_rows import check_replaceable, exchange_all
 from torchrec_recstore.checkpoint.progress import Progress, RowCount
 from torchrec_recstore.checkpoint.rows import check_fits, load_rows, rows_to_read
-from torchrec_recstore.checkpoint.tables import ModelTable, distinct_tables
 from torchrec_recstore.options import is_shared
 from torchrec_recstore.sharders.gather import refused_together, whole_environment
 from torchrec_recstore.sharders.local_shard import LocalShard
+from torchrec_recstore.sharders.model_tables import ModelTable, recstore_tables
 from torchrec_recstore.store import Table
 
 
@@ -54,7 +55,7 @@ def load_checkpoint(
     with refused_together(env):
         chain = read_chain(path)
         info = chain[-1]
-        tables = distinct_tables(model)
+        tables = _as_saved(recstore_tables(model), info)
         for each in chain:
             _check_tables(each, tables, strict=strict and each is info)
         own = dense_tensors(model, tables)
@@ -64,21 +65,34 @@ def load_checkpoint(
             if env.rank == 0 and DENSE in base.files:
                 check_file(base.path / DENSE, base.files[DENSE])
         present, left_alone = _present(tables, info, strict=strict)
-        shards = [shard for table in present for shard in table.module.recstore_state.shards[table.name]]
-        count = RowCount(progress, sum(rows_to_read(chain, each.table.name, each.table.columns) for each in shards))
-        for shard in shards:
-            loaded.append((shard.table, _loaded_shard(chain, shard, count)))
+        shards = [(table.name, shard) for table in present for shard in table.shards]
+        count = RowCount(progress, sum(rows_to_read(chain, name, shard.table.columns) for name, shard in shards))
+        for name, shard in shards:
+            loaded.append((shard.table, _loaded_shard(chain, name, shard, count)))
         check_replaceable(old for old, _ in loaded)
     exchange_all(loaded)
     load_dense(dense, own)
     for table in left_alone:
-        for shard in table.module.recstore_state.shards[table.name]:
+        for shard in table.shards:
             shard.table.steps = info.tables[table.name].steps
             shard.table.optimizer_steps = info.tables[table.name].optimizer_steps
     for table in present:
-        state = table.module.recstore_state
-        state.marks.setdefault(info.checksum, {})[table.name] = [s.table.mark() for s in state.shards[table.name]]
+        marks = table.module.recstore_state.marks.setdefault(info.checksum, {})
+        marks[table.config_name] = [shard.table.mark() for shard in table.shards]
     return info
+
+
+def _as_saved(tables: Sequence[ModelTable], info: CheckpointInfo) -> list[ModelTable]:
+    """The tables under the names that the checkpoint has for them.
+
+    A model with more or fewer tables of a name may have saved it: such a table is known by its full name.
+    """
+    return [
+        replace(table, name=table.full_name)
+        if table.name not in info.tables and table.full_name in info.tables
+        else table
+        for table in tables
+    ]
 
 
 def _present(
@@ -95,9 +109,9 @@ def _present(
     return [table for table in present if table not in shared], shared
 
 
-def _loaded_shard(chain: Sequence[CheckpointInfo], shard: LocalShard, count: RowCount) -> Table:
+def _loaded_shard(chain: Sequence[CheckpointInfo], name: str, shard: LocalShard, count: RowCount) -> Table:
     fresh = shard.table.empty_copy()
-    load_rows(fresh, fresh.name, chain, None if shard.routing is None else shard.owned, count.add)
+    load_rows(fresh, name, chain, None if shard.routing is None else shard.owned, count.add)
     return fresh
 
 

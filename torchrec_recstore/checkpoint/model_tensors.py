@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
-from torchrec_recstore.checkpoint.tables import ModelTable, rows_left_out
+from torchrec_recstore.sharders.model_tables import ModelTable, rows_left_out
 
 
 def dense_tensors(model: nn.Module, tables: Sequence[ModelTable]) -> dict[str, Tensor]:

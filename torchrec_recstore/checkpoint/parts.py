@@ -57,11 +57,12 @@ class PartWriter:
         self._pending: Future[tuple[str, FileInfo]] | None = None
 
     def rows(
-        self, table: Table, snapshot: Snapshot, on_rows: Callable[[int], object] = lambda count: None
+        self, name: str, table: Table, snapshot: Snapshot, on_rows: Callable[[int], object] = lambda count: None
     ) -> tuple[PartInfo, ...]:
         """Writes all rows of a snapshot of the table.
 
         Args:
+            name: The table's name in the checkpoint.
             table: the shard.
             snapshot: of its rows, to be read to its end.
             on_rows: called after every part with its rows.
@@ -71,21 +72,21 @@ class PartWriter:
         parts: list[PartInfo] = []
         while left := len(snapshot):
             ids, rows = snapshot.read(min(size, left), polite=self._polite)
-            parts.append(self.part(table.name, columns, len(parts), {"ids": ids, **rows}))
+            parts.append(self.part(name, columns, len(parts), {"ids": ids, **rows}))
             on_rows(len(ids))
         return tuple(parts)
 
-    def ids(self, table: Table, kind: str, ids: Tensor) -> tuple[PartInfo, ...]:
+    def ids(self, name: str, table: Table, kind: str, ids: Tensor) -> tuple[PartInfo, ...]:
         """Writes ids alone, which ascend."""
         pieces = torch.split(ids, PART_BYTES // ids.element_size()) if len(ids) else ()
         columns = (table.columns.start, table.columns.stop)
-        return tuple(self.part(table.name, columns, i, {"ids": piece}, f"-{kind}") for i, piece in enumerate(pieces))
+        return tuple(self.part(name, columns, i, {"ids": piece}, f"-{kind}") for i, piece in enumerate(pieces))
 
-    def sightings(self, table: Table, tensors: dict[str, Tensor]) -> str:
+    def sightings(self, name: str, table: Table, tensors: dict[str, Tensor]) -> str:
         """Writes what the table's admission has counted; returns the file's name."""
-        name = f"{_file_name(table.name)}-{self._rank:05d}-{table.columns.start}-sightings.safetensors"
-        self._submit(name, tensors)
-        return name
+        file = f"{_file_name(name)}-{self._rank:05d}-{table.columns.start}-sightings.safetensors"
+        self._submit(file, tensors)
+        return file
 
     def part(
         self, table: str, columns: tuple[int, int], number: int, tensors: dict[str, Tensor], kind: str = ""

@@ -29,9 +29,9 @@ from torchrec_recstore.checkpoint.info import (
 from torchrec_recstore.checkpoint.model_tensors import dense_tensors
 from torchrec_recstore.checkpoint.parts import PartWriter
 from torchrec_recstore.checkpoint.progress import Progress, RowCount
-from torchrec_recstore.checkpoint.tables import distinct_tables
 from torchrec_recstore.checkpoint.writing import SavedShard, check_path, finish, write_shard
 from torchrec_recstore.sharders.gather import all_gathered, refused_together, whole_environment
+from torchrec_recstore.sharders.model_tables import recstore_tables
 
 
 def save_checkpoint(
@@ -65,7 +65,7 @@ def save_checkpoint(
     Raises:
         FileExistsError: there is something at ``path``.
         ValueError: ``delta_of`` is no checkpoint that this model has saved or loaded, a table is on one of TorchRec's
-            own sharded kernels, two tables have the same name, or another save is still being written.
+            own sharded kernels, or another save is still being written.
         TypeError: something in ``training_state`` that is not saved.
         OSError: a file cannot be written.
         RuntimeError: a rank has died. All of these on every rank.
@@ -179,16 +179,17 @@ class _Save:
         with ExitStack() as undo:
             with refused_together(env):
                 self._check_path()
-                self._tables = distinct_tables(model)
+                self._tables = recstore_tables(model)
                 marks = self._marks_since(delta_of)
                 self._training_state = encode(training_state, self._tensors)
                 self._dense = dense_tensors(model, self._tables)
                 for table in self._tables:
                     self._shards[table.name] = []
-                    for number, shard in enumerate(table.module.recstore_state.shards[table.name]):
+                    for number, shard in enumerate(table.shards):
                         since = None if marks is None else marks[table.name][number]
                         self._shards[table.name].append(
                             SavedShard(
+                                table.name,
                                 shard.table,
                                 undo.enter_context(shard.table.snapshot(since)),
                                 replace(table.state.options, cold_store=None),
@@ -259,9 +260,12 @@ class _Save:
         base = chain[-1]
         if any(self._path in (each.path, *each.path.parents) for each in chain):
             raise ValueError(f"a delta of {base.path} cannot replace {self._path}, which is needed to load it")
-        known = [table.module.recstore_state.marks.get(base.checksum) for table in self._tables]
-        marks = {name: of_table for of_module in known for name, of_table in (of_module or {}).items()}
-        if not marks.keys() >= {table.name for table in self._tables}:
+        marks = {}
+        for table in self._tables:
+            of_module = table.module.recstore_state.marks.get(base.checksum, {})
+            if table.config_name in of_module and table.name in base.tables:
+                marks[table.name] = of_module[table.config_name]
+        if len(marks) < len(self._tables):
             raise ValueError(f"delta_of: this model has neither saved nor loaded {base.path}: save without delta_of")
         self._delta_of = DeltaOf(os.path.relpath(base.path, self._path.parent), base.checksum)
         return marks
@@ -311,7 +315,7 @@ class _Save:
     def _remember(self, info: CheckpointInfo) -> None:
         for table in self._tables:
             marks = table.module.recstore_state.marks.setdefault(info.checksum, {})
-            marks[table.name] = [shard.snapshot.mark for shard in self._shards[table.name]]
+            marks[table.config_name] = [shard.snapshot.mark for shard in self._shards[table.name]]
 
 
 def _merged(infos: Sequence[TableInfo | None]) -> TableInfo:

@@ -17,10 +17,10 @@ from torchrec.distributed.types import ShardingEnv
 
 from torchrec_recstore.checkpoint.dense import export_dense_weights
 from torchrec_recstore.checkpoint.stock_checks import check_keys, check_shape, checked_states, stock_names
-from torchrec_recstore.checkpoint.tables import ModelTable, recstore_tables, rows_left_out, table_named
 from torchrec_recstore.checkpoint.whole import column_starts, fill, gathered, is_sharded, summed, whole
 from torchrec_recstore.optim import StateKind, state_names
 from torchrec_recstore.sharders.gather import all_gathered, refused_together, whole_environment
+from torchrec_recstore.sharders.model_tables import ModelTable, recstore_tables, rows_left_out, tables_named
 from torchrec_recstore.sharders.table_state import check_not_shared, replace_rows
 from torchrec_recstore.sharders.whole_tensors import TableLayout, TableSource
 
@@ -34,7 +34,8 @@ def stock_state_dict(model: nn.Module, num_rows: Mapping[str, int], *, leave_out
 
     Args:
         model: ``DistributedModelParallel``, a sharded module, or anything that contains them.
-        num_rows: how many rows each RecStore table is to have: what ``num_embeddings`` is there.
+        num_rows: how many rows each RecStore table is to have: what ``num_embeddings`` is there. By table name, as for
+            :func:`load_dense_weights`.
         leave_out: leave out rows of ids outside [0, num_rows), rather than refuse them.
 
     Returns:
@@ -44,13 +45,14 @@ def stock_state_dict(model: nn.Module, num_rows: Mapping[str, int], *, leave_out
     Raises:
         ValueError: an unknown table, one without a number, a negative number, or ids outside; on every rank.
     """
-    tables = _counted_tables(model, num_rows, leave_out)
+    counts = _counted_tables(model, num_rows, leave_out)
+    tables = list(counts)
     with rows_left_out(model):
         state = model.state_dict()
     state.update(gathered({key: value for key, value in state.items() if is_sharded(value)}, _env(tables)))
     for table in tables:
         dtype = TableLayout(table.name, table.state.shards, table.state.env).dtype
-        state[table.weight_key] = export_dense_weights(model, table.name, num_rows[table.name]).to(dtype)
+        state[table.weight_key] = export_dense_weights(model, table.name, counts[table]).to(dtype)
     return state
 
 
@@ -71,7 +73,8 @@ def stock_optimizer_state_dict(
     Raises:
         ValueError: as :func:`stock_state_dict`; or a table's optimizer is none of TorchRec's fused ones.
     """
-    tables = _counted_tables(model, num_rows, leave_out)
+    counts = _counted_tables(model, num_rows, leave_out)
+    tables = list(counts)
     env = _env(tables)
     names = {table.weight_key: stock_names(table) for table in tables}
     with rows_left_out(model):
@@ -81,7 +84,7 @@ def stock_optimizer_state_dict(
     for (key, name), value in gathered(parts, env).items():
         state[key][name] = value
     for table in tables:
-        states = _exported_states(table, num_rows[table.name])
+        states = _exported_states(table, counts[table])
         state[table.weight_key] = {stock: states[name] for name, stock in names[table.weight_key].items()}
     return {"state": state}
 
@@ -220,15 +223,14 @@ def _checked_pairs(
     return pairs
 
 
-def _counted_tables(model: nn.Module, num_rows: Mapping[str, int], leave_out: bool) -> list[ModelTable]:
-    """The model's RecStore tables, each of which has a number of rows that its ids are within."""
-    named = [table_named(model, name) for name in num_rows]
+def _counted_tables(model: nn.Module, num_rows: Mapping[str, int], leave_out: bool) -> dict[ModelTable, int]:
+    """The model's RecStore tables, each with a number of rows that its ids are within."""
+    counts = {table: num_rows[name] for name, table in tables_named(model, num_rows).items()}
     tables = recstore_tables(model)
-    missing = [repr(table.name) for table in tables if table.name not in num_rows]
+    missing = [repr(table.name) for table in tables if table not in counts]
     if missing:
         raise ValueError(f"num_rows has no number for RecStore table {', '.join(missing)}")
-    for table in named:
-        rows = num_rows[table.name]
+    for table, rows in counts.items():
         if rows < 0:
             raise ValueError(f"num_rows of table {table.name!r} must not be negative, got {rows}")
         state = table.state
@@ -238,7 +240,7 @@ def _counted_tables(model: nn.Module, num_rows: Mapping[str, int], leave_out: bo
             raise ValueError(
                 f"table {table.name!r} has {outside} ids outside [0, {rows}): leave_out=True goes without their rows"
             )
-    return tables
+    return {table: counts[table] for table in tables}
 
 
 def _exported_states(table: ModelTable, num_rows: int) -> dict[str, Tensor]:

@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from torchrec_recstore.checkpoint.tables import ModelTable
 from torchrec_recstore.checkpoint.whole import whole
 from torchrec_recstore.optim import (
     LAMB,
@@ -20,6 +19,7 @@ from torchrec_recstore.optim import (
     RowWiseAdagrad,
     state_names,
 )
+from torchrec_recstore.sharders.model_tables import ModelTable
 
 _COUNTING = (Adam, PartialRowWiseAdam, LAMB, PartialRowWiseLAMB)
 _STOCK = (SGD, Adagrad, RowWiseAdagrad, *_COUNTING)
@@ -35,7 +35,7 @@ def stock_names(table: ModelTable) -> dict[str, str]:
     names = list(state_names(optimizer))
     if not isinstance(optimizer, _STOCK) or (isinstance(optimizer, SGD) and names):
         raise ValueError(f"table {table.name!r}: TorchRec's fused tables have no {optimizer}")
-    return {name: f"{table.name}.{name if i else 'momentum1'}" for i, name in enumerate(names)}
+    return {name: f"{table.config_name}.{name if i else 'momentum1'}" for i, name in enumerate(names)}
 
 
 def checked_states(

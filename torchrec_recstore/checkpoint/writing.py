@@ -30,6 +30,7 @@ class SavedShard:
     """A shard that is being saved, as it was at one moment.
 
     Args:
+        name: The table's name in the checkpoint.
         table: the shard.
         snapshot: of its rows; of a delta, of those that have changed.
         options: of the whole table, without its cold store.
@@ -37,6 +38,7 @@ class SavedShard:
         ids: all that have a row, where they are listed instead of those that left.
     """
 
+    name: str
     table: Table
     snapshot: Snapshot
     options: TableOptions
@@ -85,11 +87,11 @@ def write_shard(
     if delta and first:
         ids = shard.snapshot.left if removal == "left" else shard.ids
         assert ids is not None
-        removed = writer.ids(table, removal, ids)
+        removed = writer.ids(shard.name, table, removal, ids)
     sightings: tuple[SightingsInfo, ...] = ()
     cells, taken = shard.sightings
     if cells.shape[2] > 0 and first:
-        sightings = (SightingsInfo(writer.sightings(table, sparse(cells)), cells.shape[2], taken),)
+        sightings = (SightingsInfo(writer.sightings(shard.name, table, sparse(cells)), cells.shape[2], taken),)
     return TableInfo(
         dim=table.dim,
         dtype=str(table.dtype).removeprefix("torch."),
@@ -99,7 +101,7 @@ def write_shard(
         steps=shard.snapshot.steps,
         optimizer_steps=shard.snapshot.optimizer_steps,
         columns=((table.columns.start, table.columns.stop),),
-        parts=writer.rows(table, shard.snapshot, on_rows),
+        parts=writer.rows(shard.name, table, shard.snapshot, on_rows),
         removal=removal,
         removed=removed,
         sightings=sightings,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Any
 
 from torch import nn
@@ -24,6 +25,9 @@ class RecStorePlanner(EmbeddingShardingPlanner):  # type: ignore[misc]
         constraints = {"t_user": RecStoreConstraints(options=TableOptions(expected_rows=10_000_000))}
         planner = RecStorePlanner(topology=Topology(world_size=2, compute_device="cpu"), constraints=constraints)
         plan = planner.collective_plan(model, [RecStoreSharder()], dist.group.WORLD)
+
+    Where several collections of the model have a RecStore table of one name, the constraint of that name is for each of
+    them, and each makes its initial rows by the path of its collection too, so that they differ.
 
     Args:
         topology: device topology; by default that of the process group.
@@ -57,9 +61,16 @@ class RecStorePlanner(EmbeddingShardingPlanner):  # type: ignore[misc]
             PlannerError: no plan satisfies constraints and memory, or a constraint names an unknown table.
         """
         plan: ShardingPlan = super().plan(module, sharders)
-        for module_plan in plan.plan.values():
-            for name, sharding in module_plan.items():
-                if sharding.compute_kernel == RECSTORE_KERNEL:
-                    options = options_of(self._constraints, name)
-                    module_plan[name] = RecStoreParameterSharding.of(sharding, options)
+        tables = [
+            (path, module_plan, name)
+            for path, module_plan in plan.plan.items()
+            for name, sharding in module_plan.items()
+            if sharding.compute_kernel == RECSTORE_KERNEL
+        ]
+        times = Counter(name for *_, name in tables)
+        for path, module_plan, name in tables:
+            options = options_of(self._constraints, name)
+            # Tables of one name would make the same initial rows, and share rows in a shared cold store.
+            row_name = f"{path}.{name}" if times[name] > 1 else None
+            module_plan[name] = RecStoreParameterSharding.of(module_plan[name], options, row_name)
         return plan

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from typing import Any
 
 from torchrec.distributed.planner.stats import EmbeddingStats
@@ -41,15 +42,14 @@ def assumed(options: list[ShardingOption], constraints: dict[str, ParameterConst
     table's inputs and outputs.
     """
     lines = []
-    for option in sorted(options, key=lambda o: str(o.name)):
-        if option.compute_kernel != RECSTORE_KERNEL:
-            continue
+    dynamic = [option for option in options if option.compute_kernel == RECSTORE_KERNEL]
+    times = Counter(option.name for option in dynamic)
+    for option in sorted(dynamic, key=lambda o: (o.name, o.path)):
+        name = option.name if times[option.name] == 1 else f"{option.path}.{option.name}"
         asked = options_of(constraints, option.name)
         rows = resident_rows(asked, option.tensor.shape[0])
         ranks = ", ".join(f"rank {s.rank}: {s.storage.ddr / 2**30:.3f} GiB" for s in option.shards)
-        lines.append(
-            f"RecStore table {option.name!r}: {rows:,} resident rows assumed ({_source(asked, rows)}); {ranks}"
-        )
+        lines.append(f"RecStore table {name!r}: {rows:,} resident rows assumed ({_source(asked, rows)}); {ranks}")
     return lines
 
 

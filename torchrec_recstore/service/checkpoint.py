@@ -35,7 +35,7 @@ def write_tables(shards: Sequence[SavedShard], specs: Mapping[str, TableSpec], p
         writer = PartWriter(make_staging(path), 0, polite=True)
         try:
             for shard in shards:
-                tables[shard.table.name] = write_shard(writer, shard)
+                tables[shard.name] = write_shard(writer, shard)
         finally:
             files = writer.close()
         step = max((table.steps for table in tables.values()), default=0)

@@ -216,6 +216,7 @@ class HostedTables:
                 del saved[name]
             return [
                 SavedShard(
+                    hosted.table.name,
                     hosted.table,
                     snapshots.enter_context(hosted.table.snapshot()),
                     hosted.spec.options,

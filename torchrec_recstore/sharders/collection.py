@@ -166,8 +166,9 @@ class RecStoreCollection(ShardedEmbeddingModule):  # type: ignore[misc]
     def _table_states(self) -> dict[str, TableState]:
         shards: dict[str, list[LocalShard]] = {name: [] for name in self.recstore_table_names()}
         for kernel in self._recstore_kernels():
-            for table, routing in zip(kernel.tables, kernel.routings, strict=True):
-                shards[table.name].append(LocalShard(table, routing))
+            names = kernel.config.table_names()
+            for name, table, routing in zip(names, kernel.tables, kernel.routings, strict=True):
+                shards[name].append(LocalShard(table, routing))
         dims = self.recstore_dims()
         # Of tables on other ranks too.
         configs = {table.name: table for sharding in self._shardings() for table in _recstore_configs(sharding)}

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 from torch import nn
 
 from torchrec_recstore.options import is_shared
@@ -19,7 +21,8 @@ def flush_tables(model: nn.Module) -> None:
         model: ``DistributedModelParallel``, a sharded module, or anything that contains them.
 
     Raises:
-        ValueError: the model has no RecStore table with a shared cold store, or one is being saved.
+        ValueError: The model has no RecStore table with a shared cold store, one is being saved, or two tables of one
+            name share one store: under a plan that is not ``RecStorePlanner``'s they have the same rows.
         ColdStoreError: a store fails; it may have some of the rows. The call can be repeated. All of these on every
             rank.
     """
@@ -28,7 +31,14 @@ def flush_tables(model: nn.Module) -> None:
         states = [state for module in modules for state in module.recstore_state.tables.values()]
         if not any(is_shared(state.options.cold_store) for state in states):
             raise ValueError("the model has no RecStore table with a shared cold store")
-        for module in modules:
-            for table in module.recstore_tables():
-                if is_shared(table.options.cold_store):
-                    table.flush()
+        tables = [table for module in modules for table in module.recstore_tables()]
+        shared = [table for table in tables if is_shared(table.options.cold_store)]
+        stores = Counter((table.options.cold_store, table.name, table.columns) for table in shared)
+        for (store, name, _), times in stores.items():
+            if times > 1:
+                raise ValueError(
+                    f"{times} collections have a RecStore table {name!r} whose rows are in {store!r}, so that they "
+                    "share rows: plan the model with RecStorePlanner, or give the tables different names"
+                )
+        for table in shared:
+            table.flush()

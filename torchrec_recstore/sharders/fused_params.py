@@ -146,10 +146,15 @@ class CarriedOptions:
     compare equal and hash alike. Tables that differ in options alone must share a kernel, because each kernel costs a
     pass over the batch, so every carrier equals every other. Read it from the table's own ``fused_params``, never from
     the group's, which keep those of one table only.
+
+    Args:
+        options: The table's options.
+        row_name: The name that the table's rows are made and stored by; None: the name in the table's config.
     """
 
-    def __init__(self, options: TableOptions) -> None:
+    def __init__(self, options: TableOptions, row_name: str | None = None) -> None:
         self.options = options
+        self.row_name = row_name
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, CarriedOptions)
@@ -158,13 +163,19 @@ class CarriedOptions:
         return hash(CarriedOptions)
 
     def __repr__(self) -> str:
-        return f"CarriedOptions({self.options!r})"
+        return f"CarriedOptions({self.options!r}, {self.row_name!r})"
 
 
 def table_options(fused_params: Mapping[str, Any] | None) -> TableOptions:
     """The options that a table's own ``fused_params`` carry; default options where the plan carried none."""
     carried = (fused_params or {}).get(OPTIONS_KEY)
     return carried.options if isinstance(carried, CarriedOptions) else TableOptions()
+
+
+def carried_row_name(fused_params: Mapping[str, Any] | None) -> str | None:
+    """The name that a table's own ``fused_params`` carry for its rows; None where the plan carried none."""
+    carried = (fused_params or {}).get(OPTIONS_KEY)
+    return carried.row_name if isinstance(carried, CarriedOptions) else None
 
 
 def accumulation_steps(fused_params: Mapping[str, Any] | None) -> int:

@@ -22,21 +22,27 @@ class RecStoreParameterSharding(ParameterSharding):  # type: ignore[misc]
 
     Args:
         options: the table's options.
+        row_name: The name that decides the table's initial rows and keeps them apart in cold stores; None: the name in
+            the table's config. A planner sets it where several collections of the model have a table of that name.
         optimizer, accumulation_steps: those of the sharder, on their way to the kernel; a planner leaves them out.
     """
 
     options: TableOptions = field(default_factory=TableOptions)
+    row_name: str | None = None
     optimizer: Optimizer | None = None
     accumulation_steps: int = 1
 
     @classmethod
-    def of(cls, sharding: ParameterSharding, options: TableOptions) -> RecStoreParameterSharding:
-        """``sharding`` with ``options`` attached."""
-        return cls(**{f.name: getattr(sharding, f.name) for f in fields(ParameterSharding)}, options=options)
+    def of(
+        cls, sharding: ParameterSharding, options: TableOptions, row_name: str | None = None
+    ) -> RecStoreParameterSharding:
+        """``sharding`` with ``options`` and ``row_name`` attached."""
+        stock = {f.name: getattr(sharding, f.name) for f in fields(ParameterSharding)}
+        return cls(**stock, options=options, row_name=row_name)
 
     def get_additional_fused_params(self) -> dict[str, Any]:
         """Called by TorchRec for customized kernels (``add_params_from_parameter_sharding``, torchrec 1.8.0)."""
-        params: dict[str, Any] = {OPTIONS_KEY: CarriedOptions(self.options)}
+        params: dict[str, Any] = {OPTIONS_KEY: CarriedOptions(self.options, self.row_name)}
         if self.optimizer is not None:
             params[OPTIMIZER_KEY] = self.optimizer
         if self.accumulation_steps > 1:

@@ -13,6 +13,7 @@ from torchrec_recstore.kernels import BlockRouting
 from torchrec_recstore.optim import Optimizer
 from torchrec_recstore.options import TableOptions, shard_options
 from torchrec_recstore.sharders.fused_params import (
+    carried_row_name,
     optimizer_from_fused_params,
     output_dtype,
     stochastic_rounding,
@@ -64,7 +65,7 @@ def make_table(
         dtype=ROW_DTYPES[config.data_type],
         optimizer=optimizer,
         options=shard_options(whole_options(config, config.fused_params), split, config.name),
-        name=config.name,
+        name=carried_row_name(config.fused_params) or config.name,
         columns=_columns(config),
         shard=shard,
         owned=None if routing is None else routing.owned,

@@ -9,6 +9,7 @@ from torch import nn
 
 from torchrec_recstore.sharders.collection import RecStoreCollection
 from torchrec_recstore.sharders.gather import all_gathered
+from torchrec_recstore.sharders.model_tables import recstore_tables
 from torchrec_recstore.store import TableStats
 from torchrec_recstore.store.stats import combined
 
@@ -22,30 +23,25 @@ def table_stats(model: nn.Module) -> dict[str, TableStats]:
         model: ``DistributedModelParallel``, a sharded module, or anything that contains them.
 
     Returns:
-        Statistics by table name, the same on every rank; no entry for tables on TorchRec's kernels. Counts are summed
-        over ranks; a row split by columns counts once, its bytes in full; ``steps`` is the furthest shard's.
-
-    Raises:
-        ValueError: two collections of the model have a RecStore table of the same name.
+        Statistics by table name, the same on every rank; no entry for tables on TorchRec's kernels. A table whose name
+        another collection has too is named by the path of its collection in the model, a dot and its name. Counts are
+        summed over ranks; a row split by columns counts once, its bytes in full; ``steps`` is the furthest shard's.
     """
     stats: dict[str, TableStats] = {}
-    for module in model.modules():
-        if not isinstance(module, RecStoreCollection):
-            continue
-        gathered = _all_shards(module)
-        for name in module.recstore_table_names():
-            if name in stats:
-                raise ValueError(
-                    f"two collections have a RecStore table {name!r}: give table_stats one of them at a time"
-                )
-            stats[name] = _combined([shard for shards in gathered for shard in shards.get(name, [])])
+    gathered: dict[RecStoreCollection, list[dict[str, list[_Shard]]]] = {}
+    for table in recstore_tables(model):
+        if table.module not in gathered:
+            gathered[table.module] = _all_shards(table.module)
+        shards = [shard for of_rank in gathered[table.module] for shard in of_rank[table.config_name]]
+        stats[table.name] = _combined(shards)
     return stats
 
 
 def _all_shards(module: RecStoreCollection) -> list[dict[str, list[_Shard]]]:
-    local: dict[str, list[_Shard]] = {}
-    for table in module.recstore_tables():
-        local.setdefault(table.name, []).append((table.columns.start, table.stats()))
+    local = {
+        name: [(shard.table.columns.start, shard.table.stats()) for shard in shards]
+        for name, shards in module.recstore_state.shards.items()
+    }
     return all_gathered(local, module._env)
 
 
