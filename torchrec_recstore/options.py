@@ -122,6 +122,8 @@ class Expiry:
 class MinFrequency:
     """An id gets its row in the ``count``-th training step that looks it up.
 
+    With a ``count`` above 1 an update makes no row: it drops the gradients of ids that have none.
+
     Args:
         count: steps, at most 255.
         counter_bytes: memory of each shard's counter of sightings; a power of two. Its error is described in

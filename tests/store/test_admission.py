@@ -107,11 +107,34 @@ def test_an_update_of_a_refused_id_is_none() -> None:
     assert len(table) == 3
 
 
-def test_an_update_makes_the_row_of_an_id_that_has_been_seen_often_enough() -> None:
+@pytest.mark.parametrize("counter_bytes", [2**10, 2**14, 2**17])
+@pytest.mark.parametrize("bound", [{}, {"max_rows": 600, "eviction": LRU()}], ids=["unbounded", "max_rows"])
+def test_an_update_makes_no_row_of_an_id_that_its_step_refused(counter_bytes: int, bound: dict[str, object]) -> None:
+    """However many ids share the counter's cells, so that the counts add up."""
+    table = admitting(2, counter_bytes, **bound)
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(10):
+        ids = torch.randint(-(2**62), 2**62, (2500,), generator=generator)
+        ids[:500] %= 1000
+        table.lookup(ids, train=True)
+        before = table.stats()
+        table.update(ids, torch.ones(len(ids), 4))
+        stats = table.stats()
+        assert (stats.rows, stats.inserts, stats.refused) == (before.rows, before.inserts, before.refused)
+        assert stats.lookups == stats.hits + stats.misses
+        assert stats.misses == stats.refused + stats.inserts
+    assert stats.refused > 10_000
+    assert stats.hits > 100
+
+
+def test_an_id_whose_row_has_left_is_admitted_by_its_next_sighting_and_not_by_an_update() -> None:
     table = admitting(2)
     for _ in range(2):
         table.lookup(IDS, train=True)
     table.remove(IDS)
+    table.update(IDS[:2], torch.ones(2, 4))
+    assert len(table) == 0
+    table.lookup(IDS[:2], train=True)
     table.update(IDS[:2], torch.ones(2, 4))
     assert torch.equal(table.ids(), IDS[:2].sort().values)
     assert torch.equal(table.lookup(IDS[:2]), initial_rows(IDS[:2]) - 1.0)

@@ -306,10 +306,11 @@ class Model:
     def initial_row(self, id_: int) -> Tensor:
         return self.initial.lookup(torch.tensor([id_]))[0]
 
-    def admitted(self, ids: list[int], sightings: int) -> list[int]:
+    def admitted(self, ids: list[int], *, sighting: bool) -> list[int]:
+        """Those that have a row, or get one: of a call that is no sighting only where all ids are admitted."""
         if self.count == 1:
             return ids
-        return [id_ for id_ in ids if id_ in self.weights or self.seen.get(id_, 0) + sightings >= self.count]
+        return [id_ for id_ in ids if id_ in self.weights or (sighting and self.seen.get(id_, 0) + 1 >= self.count)]
 
     def fits(self, ids: list[int]) -> bool:
         return len(ids) <= self.policy._max_rows
@@ -324,7 +325,7 @@ class Model:
 
     def lookup(self, ids: list[int]) -> list[Tensor]:
         distinct = sorted(set(ids))
-        admitted = self.admitted(distinct, 1)
+        admitted = self.admitted(distinct, sighting=True)
         self.lookups += len(distinct)
         self.refused += len(distinct) - len(admitted)
         for id_ in distinct:
@@ -411,7 +412,7 @@ class BoundedMachine(RuleBasedStateMachine):
     @rule(ids=ids_strategy, seed=st.integers(0, 1000), backward=st.booleans(), pooled=st.booleans())
     def step(self, ids: list[int], seed: int, backward: bool, pooled: bool) -> None:
         given = torch.tensor(ids, dtype=torch.int64)
-        needed = self.model.admitted(sorted(set(ids)), 1)
+        needed = self.model.admitted(sorted(set(ids)), sighting=True)
         offsets = torch.arange(len(ids) + 1)
         call = (
             (lambda: self.kernel(given, offsets, train=True))
@@ -441,7 +442,7 @@ class BoundedMachine(RuleBasedStateMachine):
     def update(self, ids: list[int], seed: int) -> None:
         given = torch.tensor(ids, dtype=torch.int64)
         grads = torch.randn(len(ids), DIM, generator=torch.Generator().manual_seed(seed))
-        needed = self.model.admitted(sorted(set(ids)), 0)
+        needed = self.model.admitted(sorted(set(ids)), sighting=False)
         if not self.refused(needed, lambda: self.table.update(given, grads)):
             self.table.update(given, grads)
             self.model.write(needed)

@@ -16,6 +16,7 @@ from torchrec_recstore.kernels import PooledKernel, SequenceKernel
 from torchrec_recstore.optim import SGD, Adam, RowWiseAdagrad
 from torchrec_recstore.options import LFU, LRU, Expiry, MinFrequency, TableOptions
 from torchrec_recstore.store import ColdStoreError, Table
+from torchrec_recstore.store.tier import ColdTier
 
 MAX_ROWS = 200
 
@@ -234,14 +235,71 @@ def test_old_rows_expire_in_the_store_too(ascending: bool, monkeypatch: pytest.M
     assert stats.expired >= 995
 
 
+@pytest.mark.parametrize("ascending", [True, False])
+@pytest.mark.parametrize("steps", [1, 5, 8])
+def test_rows_expire_in_the_step_in_which_they_do_without_a_cold_store(
+    steps: int, ascending: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever reads, updates and writes them between the steps, also those of a forward that is pending."""
+    monkeypatch.setattr(DictStore, "ascending_snapshots", ascending)
+    tables = _tables(expiry=Expiry(steps))
+    kernels = [PooledKernel([table], [0], "sum") for table in tables]
+    pending = torch.arange(10**6, 10**6 + 10)
+    for step, ids in enumerate(_batches(60, ids=600)):
+        if step % 20 == 0:
+            outputs = [kernel(pending, torch.tensor([0, len(pending)]), train=True) for kernel in kernels]
+            _assert_same(*tables)
+        if step % 20 == 7:
+            for output in outputs:
+                output.sum().backward()
+        for table in tables:
+            table.lookup(ids[:100] if step < 40 else ids[:20], train=True)
+        _assert_same(*tables)
+        assert tables[0].stats().expired == tables[1].stats().expired
+        for table in tables:
+            table.update(ids[90:110], torch.ones(len(ids[90:110]), 5))
+            table.insert(ids[110:120], torch.ones(len(ids[110:120]), 5))
+        if step == 50:
+            for table in tables:
+                table.steps = 1003  # as a load does
+    assert tables[0].stats().expired > 100
+
+
+def test_a_step_is_done_though_what_has_expired_cannot_be_deleted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It counts for nothing, and is deleted when the store works again."""
+    monkeypatch.setattr(DictStore, "ascending_snapshots", False)
+    tiered, whole = _tables(expiry=Expiry(8))
+    for ids in _batches(30):
+        for table in (tiered, whole):
+            table.lookup(ids, train=True)
+    assert tiered.stats().cold_rows > 100
+    resident = ids[:5]
+    for _ in range(20):
+        DictStore.failing = True
+        tiered.lookup(resident, train=True)
+        DictStore.failing = False
+        whole.lookup(resident, train=True)
+        _assert_same(tiered, whole)
+    assert tiered.ids().tolist() == resident.tolist()
+    assert tiered.stats().cold_rows == 0
+    for _ in range(4):
+        tiered.lookup(resident, train=True)
+    assert isinstance(tiered.tier, ColdTier)
+    assert isinstance(tiered.tier.store, DictStore)
+    assert set(tiered.tier.store.rows) <= set(resident.tolist())
+
+
 def test_admission_asks_for_new_ids_alone() -> None:
     tiered, whole = _tables(admission=MinFrequency(2))
     for ids in _batches(40):
         for table in (tiered, whole):
             assert table.lookup(ids, train=True).shape == (len(ids), 5)
             table.update(ids, torch.ones(len(ids), 5))
-    assert tiered.stats().refused == whole.stats().refused > 0
-    assert tiered.stats().cold_rows > 0
+    stats = tiered.stats()
+    assert stats.refused == whole.stats().refused > 0
+    assert stats.cold_rows > 0
+    assert stats.misses == stats.cold_hits + stats.refused + stats.inserts
+    assert stats.lookups == stats.hits + stats.misses
     _assert_same(tiered, whole)
 
 

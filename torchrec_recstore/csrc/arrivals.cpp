@@ -12,7 +12,9 @@ namespace recstore {
 bool is_admitted(const Table& table, int64_t id, Arrival arrival) {
   const Sightings* sightings = table.sightings();
   if (sightings == nullptr || !initialises(arrival)) return true;
-  return sightings->count(id) + (arrival == Arrival::kLookup ? 1 : 0) >= table.config().bounds.min_frequency;
+  // The sighting that admits an id makes its row. An update that went by the sightings so far would make rows of ids that
+  // the step before it has refused: the step's own sightings fill the cells that the ids share.
+  return arrival == Arrival::kLookup && sightings->count(id) + 1 >= table.config().bounds.min_frequency;
 }
 
 void check_working_set(const Table& table, int64_t rows) {

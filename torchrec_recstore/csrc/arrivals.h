@@ -12,8 +12,8 @@
 namespace recstore {
 
 // Why ids come to a table that has no rows for them: a step looks them up, which counts as a sighting; an update, which
-// goes by the sightings so far; a write, or a row that comes back from the cold store, which no admission holds back and
-// whose rows the caller writes.
+// is no sighting and makes no row where sightings count; a write, or a row that comes back from the cold store, which
+// admission does not hold back and whose rows the caller writes.
 enum class Arrival { kLookup, kUpdate, kWrite, kReturn };
 
 // Whether rows are given their initial weights.

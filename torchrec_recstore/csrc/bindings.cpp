@@ -395,7 +395,7 @@ Tensor table_may_be_cold(int64_t table, Tensor ids) {
   return tested(table, ids, [](const Table& owner, int64_t id) { return owner.cold_filter().may_contain(id); });
 }
 
-// -> which ids, all without a row, a training lookup or an update would give one.
+// -> which ids, all without a row, a training lookup would give one, or an update.
 Tensor table_admits(int64_t table, Tensor ids, bool lookup) {
   const Arrival arrival = lookup ? Arrival::kLookup : Arrival::kUpdate;
   return tested(table, ids, [&](const Table& owner, int64_t id) { return is_admitted(owner, id, arrival); });

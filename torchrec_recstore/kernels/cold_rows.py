@@ -26,7 +26,7 @@ class ColdRows:
 
     @contextmanager
     def resident(self, ids: Tensor, offsets: Tensor | None) -> Iterator[None]:
-        """Within it the rows that a training step looks up are in memory, and stay there.
+        """Within it the rows that a training step looks up are in memory, and stay there; the step is done within it.
 
         Args:
             ids: (N,) int64, as the group is given them.
@@ -38,6 +38,8 @@ class ColdRows:
                     if table.tier is not None:
                         table.tier.bring(raw, "lookup")
             yield
+            for tier in self.tiers:
+                tier.end_step()
 
     def read(self, ids: Tensor, offsets: Tensor | None, weights: Tensor | None) -> Tensor:
         """An evaluation lookup that reads them where they are: pooled (B, columns) float32."""

@@ -18,8 +18,8 @@ class TableStats:
         lookups: ids that training steps looked up.
         hits: of these, those that had a row.
         misses: of these, those that had none.
-        inserts: rows made, by training lookups, ``update`` and ``insert``.
-        refused: ids that admission held back.
+        inserts: rows made, by training lookups, ``update`` and ``insert``; those that a cold store had are not made.
+        refused: of the misses, ids that admission held back.
         evicted: rows that left DRAM.
         expired: rows that left for age.
         cold_hits: misses that were found in the cold store.

@@ -153,7 +153,8 @@ class Table:
     def update(self, ids: Tensor, grads: Tensor, *, lr: float | None = None) -> None:
         """Applies the optimizer once to each distinct id's row, on the sum of its gradients in the order given.
 
-        An id without a row gets its initial row first.
+        An id without a row gets its initial row first. With ``MinFrequency(count)`` and a count above 1 it gets no row,
+        and its gradients are dropped: only a training lookup admits an id.
 
         Args:
             ids: (N,) int64.
@@ -472,6 +473,8 @@ class Table:
             if self.tier is not None and arrival is not None:
                 self.tier.bring(ids, arrival)
             yield
+            if self.tier is not None and arrival == "lookup":
+                self.tier.end_step()
 
     def _shared_tier(self) -> ColdTier:
         if self.tier is None or not self.tier.shared:

@@ -50,9 +50,9 @@ class ColdTier:
         self.shared = is_shared(options.cold_store)
         self._owned = owned
         self._written: int | None = None  # a mark: what has changed since is not in the shared store
-        # Old rows leave after every so many steps: csrc/eviction.h, is_expiry_step().
-        self._expiry = options.expiry.steps if options.expiry is not None else None
-        self._every = max(1, (self._expiry or 0) // 4)
+        # Old rows leave in every so many-th step: csrc/eviction.h, is_expiry_step().
+        self._expiry = 0 if options.expiry is None else options.expiry.steps
+        self._every = max(1, self._expiry // 4)
         self._max_rows = options.max_rows or 0
         self._process = os.getpid()
         self.lock = threading.RLock()
@@ -74,7 +74,7 @@ class ColdTier:
     @property
     def expires(self) -> bool:
         """Whether rows leave for age."""
-        return self._expiry is not None
+        return self._expiry > 0
 
     @property
     def rows(self) -> int:
@@ -89,8 +89,6 @@ class ColdTier:
             ColdStoreError: the store fails; every row is where it was.
         """
         with self.lock:
-            if arrival == "lookup":
-                self._expire()
             absent = ops.table_absent(self._handle, ids)
             if len(absent) == 0:
                 return
@@ -104,6 +102,21 @@ class ColdTier:
                 ops.table_bring_back(self._handle, absent[found], images, arrival == "lookup")
                 self._counts -= self._counted(images)
                 self._unstage(absent[found])
+
+    def end_step(self) -> None:
+        """Lets rows go that are too old, at the end of a training step: in the steps in which the native pass does it.
+
+        Rows in the store count for nothing from then on; that they are deleted takes the steps up to the next time. The
+        step has been done, so no failure is raised: a later step does what could not be done now.
+        """
+        if not self.expires:
+            return
+        with self.lock, suppress(ColdStoreError, MemoryError), ops.native_errors("expiry"):
+            steps = ops.table_steps(self._handle)
+            if steps % self._every == 0 and steps - self._expiry > self.expired_before:
+                self._expire(steps - self._expiry)
+            if self.store.ascending_snapshots:
+                self._sweep_on()
 
     def prefetch(self, ids: Tensor) -> None:
         """Reads the cold rows of a batch that is soon to be looked up, so that :meth:`bring` need not wait for them.
@@ -229,7 +242,7 @@ class ColdTier:
     def set_steps(self, steps: int) -> None:
         """Sets the native table's clock."""
         with self.lock:
-            if self._expiry is not None and steps // self._every * self._every - self._expiry < self.expired_before:
+            if self.expires and steps // self._every * self._every - self._expiry < self.expired_before:
                 # What has expired by the clock before would be alive again by the new one.
                 self._bury()
                 self.expired_before = max(0, steps // self._every * self._every - self._expiry)
@@ -290,6 +303,7 @@ class ColdTier:
             self._put(leaving, images)
             self.dead = self.dead[~among(self.dead, leaving.sort().values)]
             gone = images[ops.table_evict(self._handle, leaving, images)]
+            # Those of a forward that was pending when they grew too old expire now, not in the next step for that.
             alive = last_steps(gone) >= self.expired_before
             self._counts += self._counted(gone[alive])
             ops.table_count_expired(self._handle, int((~alive).sum()))
@@ -352,25 +366,15 @@ class ColdTier:
             if not stays.all():
                 self._staged[place] = staged_ids[stays], images[stays]
 
-    def _expire(self) -> None:
-        """Lets rows go that are too old, when it is time.
-
-        Those in the store count for nothing from then on; that they are deleted takes the steps up to the next time.
-        """
-        if self._expiry is None:
-            return
-        time = ops.table_steps(self._handle) // self._every
-        if time * self._every - self._expiry > self.expired_before:
-            old = ops.table_expired(self._handle)
-            ops.table_count_expired(self._handle, int(ops.table_remove(self._handle, old)))
-            self._delete(old)
-            self.expired_before = time * self._every - self._expiry
-            gone = [bucket for bucket in self._counts if bucket < time]
-            ops.table_count_expired(self._handle, sum(self._counts.pop(bucket) for bucket in gone))
-            if not self.store.ascending_snapshots:
-                self._bury()
-        if self.store.ascending_snapshots:
-            self._sweep_on()
+    def _expire(self, expired_before: int) -> None:
+        self.expired_before = expired_before
+        gone = [bucket for bucket in self._counts if bucket * self._every - self._expiry < expired_before]
+        ops.table_count_expired(self._handle, sum(self._counts.pop(bucket) for bucket in gone))
+        old = ops.table_expired(self._handle)
+        ops.table_count_expired(self._handle, int(ops.table_remove(self._handle, old)))
+        self._delete(old)
+        if not self.store.ascending_snapshots:
+            self._bury()
 
     def _bury(self) -> None:
         """Deletes all that has expired from the store."""
@@ -402,7 +406,7 @@ class ColdTier:
     def _counted(self, images: Tensor) -> Counter[int]:
         if self.shared:
             return Counter()
-        if self._expiry is None:
+        if not self.expires:
             return Counter({0: len(images)})
         # A row has expired when its last step is before time * every - expiry, for a time that has come.
         times = (last_steps(images) + self._expiry) // self._every
