@@ -127,9 +127,60 @@ def test_model_state_alone(one_rank: None, tmp_path: Path) -> None:
     models.train(model)
     dcp.save(model.state_dict(), checkpoint_id=tmp_path / "saved")
     other = models.recstore()
-    load_distributed_checkpoint(other, tmp_path / "saved")
+    refused(other, tmp_path / "saved", "no optimizer state of RecStore table 'user'.*strict=False")
+    load_distributed_checkpoint(other, tmp_path / "saved", strict=False)
     batch = models.batch(3)
     assert torch.equal(model.eval()(batch), other.eval()(batch))
+
+
+def test_states_are_found_under_any_key(one_rank: None, tmp_path: Path) -> None:
+    model, another = models.recstore(), models.recstore()
+    models.train(model)
+    models.train(another, steps=2, distinct=20)
+    weights, states = model.state_dict(), model.fused_optimizer.state_dict()
+    other_weights, other_states = another.state_dict(), another.fused_optimizer.state_dict()
+    for number, (saved, keys) in enumerate(
+        [
+            ({"model": weights, "opt": states}, {}),
+            ({"app": {"net": {"module": weights}, "optim": [{"fused": states}]}, "step": 3}, {}),
+            ({**weights, "optimizer": states}, {}),
+            ({"ema": other_weights, "model": weights, "old": other_states, "optimizer": states}, {}),
+            ({"ema": other_weights, "x": {"y": weights}, "opt": states}, {"model_key": "x.y"}),
+            ({"model": weights, "opt": states, "old": other_states}, {"optimizer_key": "opt"}),
+            ({**weights, "ema": other_weights, "opt": states}, {"model_key": ""}),
+        ]
+    ):
+        path = tmp_path / str(number)
+        dcp.save(saved, checkpoint_id=path)
+        loaded = models.recstore()
+        load_distributed_checkpoint(loaded, path, **keys)
+        models.assert_holds(loaded, models.shards(model))
+        assert torch.equal(loaded.module.over.weight, model.module.over.weight)
+    for saved, message in [
+        ({"ema": other_weights, "net": weights, "opt": states}, "the model under 'ema', 'net': give model_key"),
+        ({"model": weights, "a": states, "b": other_states}, "fused optimizer under 'a', 'b': give optimizer_key"),
+        ({"else": {"x": torch.zeros(3)}}, "nothing of the model"),
+    ]:
+        path = tmp_path / message[-9:]
+        dcp.save(saved, checkpoint_id=path)
+        refused(model, path, message)
+    dcp.save({"model": weights}, checkpoint_id=tmp_path / "keys")
+    refused(model, tmp_path / "keys", "model_key='net': the checkpoint has the model under 'model'", model_key="net")
+
+
+def test_what_is_missing_stays_where_it_may(one_rank: None, tmp_path: Path) -> None:
+    model = models.recstore()
+    models.train(model)
+    weights, states = model.state_dict(), model.fused_optimizer.state_dict()
+    before = models.shards(model)
+    some = {key: value for key, value in weights.items() if ITEM not in key and "over" not in key}
+    dcp.save({"model": some, "opt": {"state": {USER: states["state"][USER]}}}, checkpoint_id=tmp_path / "some")
+    refused(model, tmp_path / "some", "no RecStore table 'item'")
+    models.train(model, steps=2, distinct=50)
+    item, dense = models.shards(model)[1], model.module.over.weight.clone()
+    load_distributed_checkpoint(model, tmp_path / "some", strict=False)
+    models.assert_holds(model, [before[0], item])
+    assert torch.equal(model.module.over.weight, dense)
 
 
 def test_stock_tables_come_and_go(one_rank: None, tmp_path: Path) -> None:
@@ -137,7 +188,7 @@ def test_stock_tables_come_and_go(one_rank: None, tmp_path: Path) -> None:
     models.train(stock, low=0, high=100)
     dcp.save({"model": stock.state_dict()}, checkpoint_id=tmp_path / "saved")
     model = models.recstore()
-    load_distributed_checkpoint(model, tmp_path / "saved")
+    load_distributed_checkpoint(model, tmp_path / "saved", strict=False)
     batch = models.batch(3, low=0, high=100)
     assert torch.equal(stock.eval()(batch), model.eval()(batch))
 
@@ -191,10 +242,10 @@ def test_rows_can_be_left_out(one_rank: None) -> None:
     assert len(model.state_dict()[f"{USER}_id"].local_shards()[0].tensor) == len(before[0][2])
 
 
-def refused(model: DistributedModelParallel, path: Path, message: str) -> None:
+def refused(model: DistributedModelParallel, path: Path, message: str, **keys: str) -> None:
     before, dense = models.shards(model), model.module.over.weight.clone()
     with pytest.raises(ValueError, match=message):
-        load_distributed_checkpoint(model, path)
+        load_distributed_checkpoint(model, path, **keys)
     models.assert_holds(model, before)
     assert torch.equal(model.module.over.weight, dense)
 

@@ -6,13 +6,14 @@ import json
 from pathlib import Path
 
 import torch
+import torch.distributed.checkpoint as dcp
 from fbgemm_gpu.split_embedding_configs import EmbOptimType
 from torchrec.distributed.planner.types import ParameterConstraints
 
 from tests.checkpoint import models
 from tests.errors.situations import situation
 from tests.sharders.models import bag, collection, sharded
-from torchrec_recstore import compact_checkpoint, load_checkpoint, save_checkpoint
+from torchrec_recstore import compact_checkpoint, load_checkpoint, load_distributed_checkpoint, save_checkpoint
 
 
 def saved(path: Path) -> Path:
@@ -91,6 +92,20 @@ def another_optimizer(one_rank: None, tmp_path: Path) -> None:
 def an_unknown_base(one_rank: None, tmp_path: Path) -> None:
     saved(tmp_path / "1000")
     save_checkpoint(models.recstore(), tmp_path / "1001", delta_of=tmp_path / "1000")
+
+
+@situation("A DCP checkpoint without optimizer state")
+def weights_alone(one_rank: None, tmp_path: Path) -> None:
+    model = models.recstore()
+    dcp.save({"model": model.state_dict()}, checkpoint_id=tmp_path / "1000")
+    load_distributed_checkpoint(model, tmp_path / "1000")
+
+
+@situation("A DCP checkpoint with several models")
+def two_models(one_rank: None, tmp_path: Path) -> None:
+    model = models.recstore()
+    dcp.save({"net": model.state_dict(), "ema": model.state_dict()}, checkpoint_id=tmp_path / "1000")
+    load_distributed_checkpoint(model, tmp_path / "1000")
 
 
 @situation("Tables on TorchRec's own kernels in a checkpoint")
