@@ -4,18 +4,19 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
 import torch
 from torch import Tensor
 
 from tests.errors.situations import situation
 from tests.recstore_server import RecStoreServer
-from tests.redis_server import free_port
+from tests.redis_server import PROGRAM, free_port, redis_server
 from torchrec_recstore.options import RedisStore, RocksDBStore, ServerStore, TableOptions
 from torchrec_recstore.service import RecStoreClient
 from torchrec_recstore.service.applied import AppliedRequests
 from torchrec_recstore.service.data_directory import DataDirectory
 from torchrec_recstore.service.serve import ServerOptions, serve
-from torchrec_recstore.store import Table
+from torchrec_recstore.store import Table, redis_store
 from torchrec_recstore.store.conformance import check_cold_store
 
 THREE = torch.arange(3)
@@ -34,6 +35,19 @@ def no_folder(tmp_path: Path) -> None:
 @situation("A Redis server that cannot be reached")
 def no_redis() -> None:
     tiered(RedisStore(f"redis://:secret@127.0.0.1:{free_port()}", retry_seconds=0))
+
+
+@situation("A Redis server that evicts rows")
+def an_evicting_redis(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    if PROGRAM is None:
+        pytest.skip("neither redis-server nor valkey-server is on this machine")
+    monkeypatch.setattr(redis_store, "_CHECK_SECONDS", 0.0)
+    with redis_server(tmp_path) as server, tiered(RedisStore(server.url)) as table:
+        table.lookup(torch.arange(2), train=True)
+        with server.client() as client:
+            client.config_set("maxmemory", "100mb")
+            client.config_set("maxmemory-policy", "allkeys-lru")
+        table.lookup(torch.arange(2, 4), train=True)
 
 
 @situation("A server as cold store that cannot be reached")

@@ -21,7 +21,7 @@ from tests.redis_server import (
     wait_for_cluster,
 )
 from torchrec_recstore.options import RedisStore
-from torchrec_recstore.store import ColdStore, ColdStoreError, open_cold_store
+from torchrec_recstore.store import ColdStore, ColdStoreError, open_cold_store, redis_store
 from torchrec_recstore.store.conformance import check_cold_store
 
 ROW_BYTES = 140
@@ -204,6 +204,105 @@ def test_a_server_that_evicts_is_refused(server: RedisServer, policy: str, maxme
             assert client.dbsize() == 0
         else:
             _open(server.url).close()
+
+
+def _every_call_checks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(redis_store, "_CHECK_SECONDS", 0.0)
+
+
+def test_a_server_that_is_set_to_evict_while_it_is_used_is_refused(
+    server: RedisServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _every_call_checks(monkeypatch)
+    store = _open(server.url)
+    rows = _rows()
+    store.put(IDS, rows)
+    with server.client() as client:
+        client.config_set("maxmemory", "100mb")
+        _check(store, rows)
+        for policy in ("allkeys-lru", "allkeys-random"):
+            client.config_set("maxmemory-policy", policy)
+            for call in (
+                lambda: store.get(IDS),
+                lambda: store.put(IDS, _rows(1)),
+                lambda: store.delete(IDS),
+                lambda: list(store.scan()),
+            ):
+                with pytest.raises(ColdStoreError, match=f"{server.url}.*maxmemory-policy is {policy}.*noeviction"):
+                    call()
+        for policy in ("noeviction", "volatile-lru"):  # nothing has been evicted: the store is as good as before
+            client.config_set("maxmemory-policy", policy)
+            _check(store, rows)
+    store.put(IDS, _rows(1))
+    _check(store, _rows(1))
+    store.close()
+
+
+@pytest.mark.parametrize("then", ["allkeys-lru", "noeviction"])
+def test_a_server_that_has_evicted_rows_is_of_no_use(
+    server: RedisServer, then: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _every_call_checks(monkeypatch)
+    store = _open(server.url)
+    store.put(IDS, _rows())
+    with server.client() as client:
+        client.config_set("maxmemory-policy", "allkeys-lru")
+        client.config_set("maxmemory", client.info("memory")["used_memory"] - 200_000)
+        client.set("another's", b"1")
+        assert client.info("stats")["evicted_keys"] > 0
+        client.config_set("maxmemory", "100mb")
+        client.config_set("maxmemory-policy", then)
+    for _ in range(2):
+        for call in (lambda: store.get(IDS[:1]), lambda: store.put(IDS[:1], _rows()[:1])):
+            with pytest.raises(
+                ColdStoreError, match=rf"{server.url}.*has lost its rows: it evicted \d+ keys.*checkpoint"
+            ):
+                call()
+    store.close()
+    again = _open(server.url) if then == "noeviction" else None
+    if again is not None:
+        again.put(IDS, _rows())
+        _check(again, _rows())
+        again.close()
+
+
+def test_keys_of_others_may_be_evicted(server: RedisServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    _every_call_checks(monkeypatch)
+    with server.client() as client:
+        client.config_set("maxmemory-policy", "volatile-ttl")
+        store = _open(server.url)
+        store.put(IDS, _rows())
+        for number in range(2000):
+            client.set(f"another's {number}", b"x" * 100, ex=3600)
+        client.config_set("maxmemory", client.info("memory")["used_memory"] - 100_000)
+        client.set("one more", b"1")
+        assert client.info("stats")["evicted_keys"] > 0
+        client.config_set("maxmemory", "100mb")
+        _check(store, _rows())
+        store.put(IDS, _rows(1))
+        client.config_set("maxmemory-policy", "noeviction")
+        _check(store, _rows(1))
+    store.close()
+
+
+def test_the_policy_is_asked_for_now_and_then_and_after_a_failure(tmp_path: Path) -> None:
+    with redis_server(tmp_path, "--appendonly", "yes") as server:
+        store = _open(server.url, retry_seconds=60)
+        store.put(IDS, _rows())
+        for _ in range(20):
+            store.get(IDS)
+        with server.client() as client:
+            times = client.info("commandstats")["cmdstat_info"]["calls"]
+        assert times < 10  # not once a call
+        server.stop()
+        restart = threading.Timer(
+            0.5, lambda: server.start("--maxmemory", "100mb", "--maxmemory-policy", "allkeys-lru")
+        )
+        restart.start()
+        with pytest.raises(ColdStoreError, match="maxmemory-policy is allkeys-lru"):
+            store.get(IDS)
+        restart.join()
+        store.close()
 
 
 def test_a_user_with_the_rights_that_are_documented(server: RedisServer) -> None:

@@ -50,6 +50,7 @@ _SCAN_COUNT = 4096
 _TIMEOUT_S = 5.0
 _FIRST_PAUSE_S = 0.05
 _LONGEST_PAUSE_S = 2.0
+_CHECK_SECONDS = 10.0  # between questions for the server's eviction policy
 _REFUSED = (AuthenticationError, AuthorizationError)
 _PASSING = (
     redis.ConnectionError,
@@ -76,6 +77,9 @@ class RedisColdStore:
     version, a key that every write to the group raises, together with its rows where it puts some. Each read asks for
     it too. A version that is missing or lower than that of the last write means that rows have been lost, and
     that is an error; an id counts as missing where the version is right alone.
+
+    No version tells that a single row has been evicted. So the server is asked for its eviction policy, and how many
+    keys it has evicted, when the store is opened, after each failure and every ``_CHECK_SECONDS`` of use.
     """
 
     ascending_snapshots = False
@@ -87,6 +91,8 @@ class RedisColdStore:
         self._row_bytes = row_bytes
         self._client: Any = None
         self._open = True
+        self._next_check_s = 0.0  # of the policy; on time.monotonic()'s clock
+        self._evicted: dict[str, int] = {}  # keys that each node had evicted at the last check, by the node's run
         self._prefix = f"recstore:{escaped_name(name)}:{{{new_run()}-"
         groups = CLUSTER_GROUPS if self._cluster else 1
         self._group_keys = [f"{self._prefix}{group:02x}}}".encode() for group in range(groups)]
@@ -165,10 +171,13 @@ class RedisColdStore:
         pause = _FIRST_PAUSE_S
         while True:
             try:
+                if time.monotonic() >= self._next_check_s:
+                    self._check_eviction()
                 return action()
             except _REFUSED as error:
                 raise self._error("refuses access", error) from error
             except _PASSING as error:
+                self._next_check_s = 0.0  # a server that comes back may have other settings
                 left = end - time.monotonic()
                 if left <= 0:
                     raise self._error(f"cannot be reached for {self._options.retry_seconds:g} s", error) from error
@@ -197,25 +206,36 @@ class RedisColdStore:
         return answers
 
     def _set_up(self) -> None:
-        client = self._connected()
-        if client.get_encoder().decode_responses:
+        if self._connected().get_encoder().decode_responses:
             raise self._error("cannot be used", "the url must not ask for decode_responses")
-        self._check_eviction(client)
         self._run([("SET", key, b"0") for key in self._group_keys])
 
-    def _check_eviction(self, client: Any) -> None:
+    def _check_eviction(self) -> None:
+        """Raises ColdStoreError where the server may evict rows, or may have evicted some since the last check."""
+        client = self._connected()
         try:
             if self._cluster:
-                nodes = client.info("memory", target_nodes=redis.RedisCluster.PRIMARIES)
-                memories = [nodes] if "used_memory" in nodes else list(nodes.values())
+                answer = client.info(target_nodes=redis.RedisCluster.PRIMARIES)
+                nodes = [answer] if "used_memory" in answer else list(answer.values())
             else:
-                memories = [client.info("memory")]
+                nodes = [client.info()]
         except redis.ResponseError:  # not allowed, or not known
-            return
-        for memory in memories:
-            policy = str(memory.get("maxmemory_policy", ""))
-            if int(memory.get("maxmemory", 0)) and policy.startswith("allkeys-"):
+            nodes = []
+        evicted: dict[str, int] = {}
+        for node in nodes:
+            run, policy = str(node.get("run_id", "")), str(node.get("maxmemory_policy", ""))
+            evicted[run] = int(node.get("evicted_keys", 0))
+            gone = evicted[run] - self._evicted.get(run, evicted[run])
+            if gone > 0 and not policy.startswith("volatile-"):  # that policy takes keys with a time to live: no rows
+                raise self._error(
+                    "has lost its rows",
+                    f"it evicted {gone} keys under another maxmemory-policy than noeviction; set that, close the table "
+                    "and load the last checkpoint",
+                )
+            if int(node.get("maxmemory", 0)) and policy.startswith("allkeys-"):
                 raise self._error("would lose rows", f"its maxmemory-policy is {policy}; it must be noeviction")
+        self._evicted = evicted
+        self._next_check_s = time.monotonic() + _CHECK_SECONDS
 
     # Keys and versions.
 
