@@ -364,7 +364,7 @@ def test_a_chain_without_its_beginning_is_refused(chain: Path) -> None:
 def test_another_format_version_is_refused(chain: Path) -> None:
     file = chain / "full" / "metadata.json"
     file.write_text(file.read_text().replace('"version": 1', '"version": 7'))
-    with pytest.raises(CheckpointError, match=r"version 7.*reads.*version 1"):
+    with pytest.raises(CheckpointError, match=r"is of version 7 .*newer version.*pip install --upgrade.*reads up to 1"):
         load_checkpoint(other_model(optimizer=ELEMENT), chain / "full")
     file.write_text('{"something": "else"}')
     with pytest.raises(CheckpointError, match="damaged"):
@@ -446,5 +446,5 @@ def test_a_full_disk(tmp_path: Path) -> None:
 
 
 def test_an_unknown_type_of_a_newer_version_is_an_error() -> None:
-    with pytest.raises(ValueError, match="unknown type 'Shampoo'"):
+    with pytest.raises(ValueError, match=r"a value of the type 'Shampoo', which torchrec_recstore .* does not know"):
         decode({"$type": "Shampoo"}, {})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pickle
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -277,6 +278,17 @@ def test_what_cannot_be_loaded_changes_nothing(one_rank: None, tmp_path: Path) -
         states = {**state["optimizer"]["state"], ITEM: {"rows": broken}}
         dcp.save({**state, "optimizer": {"state": states}}, checkpoint_id=tmp_path / key)
         refused(model, tmp_path / key, message)
+    twice = torch.arange(rows).clamp(min=1)
+    with_twice = {**state["model"], ITEM: torch.zeros(rows, models.DIM), f"{ITEM}_id": twice}
+    states = {**state["optimizer"]["state"], ITEM: {"rows": {**item, "id": twice}}}
+    dcp.save({"model": with_twice, "optimizer": {"state": states}}, checkpoint_id=tmp_path / "twice")
+    refused(model, tmp_path / "twice", "table 'item': the checkpoint has an id several times")
+    dcp.save(state, checkpoint_id=tmp_path / "lacks")
+    metadata = tmp_path / "lacks" / ".metadata"
+    contents = pickle.loads(metadata.read_bytes())
+    contents.state_dict_metadata[f"model.{ITEM}_id"].chunks.clear()
+    metadata.write_bytes(pickle.dumps(contents))
+    refused(model, tmp_path / "lacks", f"lacks lacks pieces of model.{ITEM}_id")
     dcp.save(state, checkpoint_id=tmp_path / "cut")
     (file,) = (tmp_path / "cut").glob("*.distcp")
     os.truncate(file, file.stat().st_size - 1)

@@ -11,6 +11,7 @@ from fbgemm_gpu.split_embedding_configs import EmbOptimType
 from torchrec.distributed.planner.types import ParameterConstraints
 
 from tests.checkpoint import models
+from tests.checkpoint.test_contents import Document, change
 from tests.errors.situations import situation
 from tests.sharders.models import bag, collection, sharded
 from torchrec_recstore import compact_checkpoint, load_checkpoint, load_distributed_checkpoint, save_checkpoint
@@ -55,12 +56,33 @@ def a_base_saved_again(one_rank: None, tmp_path: Path) -> None:
     load_checkpoint(model, tmp_path / "1001")
 
 
-@situation("A format of another version")
+@situation("A format of a newer version")
 def from_the_future(one_rank: None, tmp_path: Path) -> None:
     metadata = only(saved(tmp_path / "1000"), "*.json")
     document = json.loads(metadata.read_text())
     document["version"] = 1000
     metadata.write_text(json.dumps(document))
+    load_checkpoint(models.recstore(), tmp_path / "1000")
+
+
+@situation("A field of a newer version")
+def an_option_from_the_future(one_rank: None, tmp_path: Path) -> None:
+    def with_it(document: Document) -> None:
+        document["tables"]["item"]["options"]["shape"] = "round"
+
+    change(saved(tmp_path / "1000"), with_it)
+    load_checkpoint(models.recstore(), tmp_path / "1000")
+
+
+@situation("A part that is not listed")
+def a_part_left_out(one_rank: None, tmp_path: Path) -> None:
+    change(saved(tmp_path / "1000"), lambda document: document["tables"]["item"]["parts"].pop())
+    load_checkpoint(models.recstore(), tmp_path / "1000")
+
+
+@situation("Parts that do not have the table's rows")
+def a_wrong_number_of_rows(one_rank: None, tmp_path: Path) -> None:
+    change(saved(tmp_path / "1000"), lambda document: document["tables"]["item"].update(rows=7))
     load_checkpoint(models.recstore(), tmp_path / "1000")
 
 

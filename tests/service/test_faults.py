@@ -372,5 +372,5 @@ def test_a_damaged_checkpoint_is_not_passed_over(own_server: RecStoreServer) -> 
     with pytest.raises(ValueError, match=part.name):
         _serve(data)
     (data / "server.json").write_text("{")
-    with pytest.raises(ValueError, match=r"server\.json is damaged"):
+    with pytest.raises(ValueError, match=r"server\.json cannot be used"):
         _serve(data)

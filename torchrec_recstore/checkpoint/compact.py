@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from torchrec_recstore.checkpoint.encoding import encode
-from torchrec_recstore.checkpoint.files import CheckpointError, FileInfo, check_file, make_staging, publish
+from torchrec_recstore.checkpoint.files import FileInfo, check_file, make_staging, publish
 from torchrec_recstore.checkpoint.fold import FoldedTable, check_files, common_columns, tables_named
 from torchrec_recstore.checkpoint.info import (
     DENSE,
@@ -105,13 +105,9 @@ def _compact_table(
     columns = common_columns(tables_named(name, chain))
     parts: list[PartInfo] = []
     size = part_rows(table.dim, getattr(torch, table.dtype), table.optimizer)
-    rows = 0
     for number, (ids, shards) in enumerate(_resized(FoldedTable(chain, name, columns), size)):
         parts += [writer.part(name, c, number, {"ids": ids, **shard}) for c, shard in zip(columns, shards, strict=True)]
-        rows += len(ids)
         on_rows(len(ids))
-    if rows != table.rows:
-        raise CheckpointError(f"table {name!r} of {chain[-1].path} folds into {rows} rows and should have {table.rows}")
     return replace(table, columns=tuple(columns), parts=tuple(parts), removal="left", removed=())
 
 

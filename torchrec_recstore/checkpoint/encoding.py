@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import fields, is_dataclass
+from dataclasses import MISSING, fields, is_dataclass
 from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
 from torchrec_recstore import optim, options
+from torchrec_recstore.newer import check_fields, not_known
 
 _CLASSES = {
-    name: value for module in (optim, options) for name, value in vars(module).items() if isinstance(value, type)
+    name: value
+    for module in (optim, options)
+    for name, value in vars(module).items()
+    if isinstance(value, type) and is_dataclass(value)
 }
 
 
@@ -75,7 +79,8 @@ def decode(value: Any, tensors: Mapping[str, Tensor]) -> Any:
     """The value that :func:`encode` was given.
 
     Raises:
-        ValueError: an unknown type, or a tensor that is not there.
+        ValueError: an unknown type, a field that a type does not have or one that it lacks, or a tensor that is not
+            there.
     """
     if isinstance(value, list):
         return [decode(item, tensors) for item in value]
@@ -94,6 +99,10 @@ def decode(value: Any, tensors: Mapping[str, Tensor]) -> Any:
     if "$type" in value:
         known = cast(Any, _CLASSES.get(value["$type"]))
         if known is None:
-            raise ValueError(f"unknown type {value['$type']!r}: written by a newer version?")
-        return known(**{key: decode(item, tensors) for key, item in value.items() if key != "$type"})
+            raise ValueError(not_known(f"there is a value of the type {value['$type']!r}"))
+        values = {key: decode(item, tensors) for key, item in value.items() if key != "$type"}
+        of_type = [field for field in fields(known) if field.init]
+        needed = [field.name for field in of_type if field.default is MISSING and field.default_factory is MISSING]
+        check_fields(f"a value of the type {value['$type']!r}", values, [field.name for field in of_type], needed)
+        return known(**values)
     return {key: decode(item, tensors) for key, item in value.items()}

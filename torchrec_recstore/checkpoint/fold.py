@@ -12,6 +12,7 @@ import safetensors
 import torch
 from torch import Tensor
 
+from torchrec_recstore.checkpoint.contents import check_ids, check_shapes
 from torchrec_recstore.checkpoint.files import CheckpointError, check_file, read_ids
 from torchrec_recstore.checkpoint.info import CheckpointInfo, PartInfo, TableInfo
 from torchrec_recstore.ids import among
@@ -62,7 +63,9 @@ class FoldedTable:
             state of a shard that is cut is repeated. Weights are of the last checkpoint's data type.
 
     Raises:
-        CheckpointError: checkpoints of the chain differ in what the table is, or a file is missing.
+        CheckpointError: checkpoints of the chain differ in what the table is, a file is missing or does not hold what
+            metadata says of it. So does :meth:`take`, also where an id is in several parts of one checkpoint, and
+            where the rows are at an end and their number is not the table's.
     """
 
     def __init__(self, chain: Sequence[CheckpointInfo], name: str, columns: Sequence[Columns]) -> None:
@@ -73,6 +76,9 @@ class FoldedTable:
         self._row_bytes = newest.dim * 4 * (1 + len(self.states)) + 24  # at most
         self._runs: list[_Run] = []
         self._removals: list[_Removal] = []
+        self._name = name
+        self._chain = chain
+        self._rows = 0
         for level, info in enumerate(chain):
             table = info.tables.get(name)
             if table is None:
@@ -82,6 +88,7 @@ class FoldedTable:
             runs = [_Run(info.path, level, blocks, columns, self.states) for blocks in _runs(info.path, name, table)]
             self._runs = runs + self._runs  # the newest first: of equal ids a stable sort leaves it there
             self._removals.append(_Removal(info.path, level, table))
+        self._check_end()
 
     def bound(self) -> int | None:
         """An id up to which a window of rows is left, about; None where nothing is left."""
@@ -102,8 +109,10 @@ class FoldedTable:
         self._runs = [run for run in self._runs if run.left]
         levels = torch.cat([torch.full_like(ids, level) for level, ids, _ in taken])
         ids, order = torch.cat([ids for _, ids, _ in taken]).sort(stable=True)
+        same = ids[1:] == ids[:-1]
+        self._check_once(ids[1:][same], levels[order][1:][same], levels[order][:-1][same])
         kept = torch.ones_like(ids, dtype=torch.bool)
-        kept[1:] = ids[1:] != ids[:-1]
+        kept[1:] = ~same
         for removal in self._removals:
             kept &= (levels[order] >= removal.level) | removal.stays(ids)
         order = order[kept]
@@ -113,7 +122,24 @@ class FoldedTable:
         ]
         for shard in shards:
             shard["weight"] = shard["weight"].to(self._dtype)
+        self._rows += len(order)
+        self._check_end()
         return ids[kept], shards
+
+    def _check_end(self) -> None:
+        """Refuses another number of rows than the table has, when the last one is there."""
+        newest = self._chain[-1]
+        wanted = newest.tables[self._name].rows
+        if not self._runs and self._rows != wanted:
+            raise CheckpointError(
+                f"table {self._name!r} of {newest.path} folds into {self._rows} rows and should have {wanted}"
+            )
+
+    def _check_once(self, ids: Tensor, levels: Tensor, others: Tensor) -> None:
+        """Refuses an id that is in two parts of one checkpoint."""
+        for place in (levels == others).nonzero().flatten().tolist():
+            path = self._chain[int(levels[place])].path
+            raise CheckpointError(f"table {self._name!r} of {path} has the id {int(ids[place])} in several parts")
 
 
 class _Run:
@@ -132,6 +158,7 @@ class _Run:
         self._blocks = list(blocks[::-1])
         self._columns = columns
         self._per_element = {"weight", *(name for name, kind in states.items() if kind == "element")}
+        self._states = states
         self._names = ["weight", *states, "last_step", "frequency"]
         self._at = 0
         self._ids: Tensor
@@ -156,8 +183,16 @@ class _Run:
 
     def _next_block(self) -> None:
         block = self._blocks.pop()
-        self._ids = read_ids(self._directory / block[0].file)
         self._files = {part.columns: _opened(self._directory / part.file) for part in block}
+        for part in block:
+            path, file = self._directory / part.file, self._files[part.columns]
+            ids = read_ids(path)
+            check_ids(path, part, ids)
+            if part is not block[0] and not torch.equal(ids, self._ids):
+                raise CheckpointError(f"{path} does not hold the rows that {block[0].file} has")
+            self._ids = ids
+            shapes = {name: file.get_slice(name).get_shape() for name in file.keys() if name != "ids"}  # noqa: SIM118
+            check_shapes(path, part, self._states, shapes)
         self._at = 0
 
     def _rows(self, begin: int, end: int, columns: Columns) -> dict[str, Tensor]:
@@ -178,6 +213,8 @@ class _Removal:
         self.level = level
         self._those_that_stay = table.removal == "stay"
         self._listed = [(part.first_id, part.last_id, read_ids(directory / part.file)) for part in table.removed]
+        for part, (_, _, ids) in zip(table.removed, self._listed, strict=True):
+            check_ids(directory / part.file, part, ids)
 
     def stays(self, ids: Tensor) -> Tensor:
         """Which of ``ids``, (N,), ascending, are not removed: (N,) bool."""

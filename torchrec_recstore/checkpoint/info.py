@@ -6,14 +6,16 @@ import json
 import os
 import re
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import MISSING, asdict, dataclass, field, fields
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import xxhash
 
+from torchrec_recstore.checkpoint.contents import check_info
 from torchrec_recstore.checkpoint.encoding import decode, encode
 from torchrec_recstore.checkpoint.files import CheckpointError, FileInfo, read_tensors
+from torchrec_recstore.newer import check_fields, not_known
 from torchrec_recstore.optim import Optimizer
 from torchrec_recstore.options import TableOptions
 
@@ -25,6 +27,10 @@ TRAINING_STATE = "training_state.safetensors"
 
 _CHECKSUM = re.compile(rb'"checksum": "([0-9a-f]{32})"\n}\n\Z')
 _NO_CHECKSUM = b"0" * 32
+_DOCUMENT = (
+    "format", "version", "step", "world_size", "delta_of", "tables", "dense", "training_state", "files", "checksum",
+)  # fmt: skip
+_Entry = TypeVar("_Entry")
 
 
 @dataclass(frozen=True)
@@ -211,7 +217,8 @@ def read_info(path: str | Path) -> CheckpointInfo:
 
     Raises:
         FileNotFoundError: there is no checkpoint.
-        CheckpointError: its metadata is damaged, or of a format that this version does not know.
+        CheckpointError: its metadata is damaged, of a format that this version does not know, or does not hold
+            together.
     """
     path = Path(os.path.realpath(path))  # so that a chain holds together whatever links it is reached by
     file = path / METADATA
@@ -222,33 +229,43 @@ def read_info(path: str | Path) -> CheckpointInfo:
     try:
         document = json.loads(text)
         known, version = document["format"] == FORMAT, document["version"]
+        if not isinstance(version, int) or not known or version < 1:
+            raise ValueError(f"it is of version {version} of the format {document['format']!r}")
     except (ValueError, KeyError, TypeError) as error:
         raise CheckpointError(f"{file} is damaged: it is no {FORMAT}'s metadata") from error
-    if not known or version != VERSION:
+    if version > VERSION:
         raise CheckpointError(
-            f"{file} is of format {document['format']!r} version {version}, "
-            f"and this version of torchrec_recstore reads {FORMAT!r} version {VERSION}"
+            not_known(f"{file} is of version {version} of the format {FORMAT!r}") + f" (it reads up to {VERSION})"
         )
     checksum = _checksum(text)
     if checksum is None:
         raise CheckpointError(f"{file} is damaged: its checksum does not fit")
-    files = {name: FileInfo(**entry) for name, entry in document["files"].items()}
-    state = document["training_state"]
-    tensors = read_tensors(path / TRAINING_STATE, files[TRAINING_STATE]) if TRAINING_STATE in files else {}
     try:
-        return CheckpointInfo(
-            path=path,
-            step=document["step"],
-            world_size=document["world_size"],
-            tables={name: _table(entry) for name, entry in document["tables"].items()},
-            files=files,
-            dense=tuple(document["dense"]),
-            delta_of=None if document["delta_of"] is None else DeltaOf(**document["delta_of"]),
-            training_state=decode(state, tensors),
-            checksum=checksum,
-        )
-    except (ValueError, TypeError) as error:
+        info = _info(path, document, checksum)
+    except CheckpointError:
+        raise
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(f"{file}: {error}") from error
+    check_info(info, {DENSE: bool(info.dense), TRAINING_STATE: TRAINING_STATE in info.files})
+    return info
+
+
+def _info(path: Path, document: dict[str, Any], checksum: str) -> CheckpointInfo:
+    check_fields("it", document, _DOCUMENT, _DOCUMENT)
+    files = {name: _entry(f"the file {name}", FileInfo, entry) for name, entry in document["files"].items()}
+    tensors = read_tensors(path / TRAINING_STATE, files[TRAINING_STATE]) if TRAINING_STATE in files else {}
+    delta_of = document["delta_of"]
+    return CheckpointInfo(
+        path=path,
+        step=document["step"],
+        world_size=document["world_size"],
+        tables={name: _table(name, entry) for name, entry in document["tables"].items()},
+        files=files,
+        dense=tuple(document["dense"]),
+        delta_of=None if delta_of is None else _entry("delta_of", DeltaOf, delta_of),
+        training_state=decode(document["training_state"], tensors),
+        checksum=checksum,
+    )
 
 
 def read_chain(path: str | Path) -> list[CheckpointInfo]:
@@ -280,18 +297,25 @@ def _checksum(text: bytes) -> str | None:
     return checksum if xxhash.xxh3_128_hexdigest(without) == checksum else None
 
 
-def _table(entry: dict[str, Any]) -> TableInfo:
+def _table(name: str, entry: dict[str, Any]) -> TableInfo:
+    where = f"table {name!r}"
     values = {
         "optimizer": decode(entry["optimizer"], {}),
         "options": decode(entry["options"], {}),
         "columns": tuple((begin, end) for begin, end in entry["columns"]),
-        "parts": tuple(_part(part) for part in entry["parts"]),
-        "removed": tuple(_part(part) for part in entry["removed"]),
-        "sightings": tuple(SightingsInfo(**file) for file in entry.get("sightings", ())),
+        "parts": tuple(_part(where, part) for part in entry["parts"]),
+        "removed": tuple(_part(where, part) for part in entry["removed"]),
+        "sightings": tuple(_entry(f"sightings of {where}", SightingsInfo, file) for file in entry.get("sightings", ())),
     }
-    return TableInfo(**{**entry, **values})
+    return _entry(where, TableInfo, {**entry, **values})
 
 
-def _part(entry: dict[str, Any]) -> PartInfo:
+def _part(table: str, entry: dict[str, Any]) -> PartInfo:
     begin, end = entry["columns"]
-    return PartInfo(**{**entry, "columns": (begin, end)})
+    return _entry(f"a part of {table}", PartInfo, {**entry, "columns": (begin, end)})
+
+
+def _entry(where: str, kind: type[_Entry], entry: dict[str, Any]) -> _Entry:
+    known = fields(kind)  # type: ignore[arg-type]
+    check_fields(where, entry, [each.name for each in known], [each.name for each in known if each.default is MISSING])
+    return kind(**entry)

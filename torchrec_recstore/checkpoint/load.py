@@ -7,15 +7,16 @@ from dataclasses import replace
 from pathlib import Path
 
 from torch import nn
+from torchrec.distributed.types import ShardingEnv
 
 from torchrec_recstore.checkpoint.files import check_file, read_tensors
 from torchrec_recstore.checkpoint.info import DENSE, CheckpointInfo, read_chain
 from torchrec_recstore.checkpoint.model_tensors import check_dense, dense_tensors, load_dense
 from torchrec_recstore.checkpoint.new_rows import check_replaceable, exchange_all
 from torchrec_recstore.checkpoint.progress import Progress, RowCount
-from torchrec_recstore.checkpoint.rows import check_fits, load_rows, rows_to_read
+from torchrec_recstore.checkpoint.rows import check_fits, check_rows, held_rows, load_rows, rows_to_read
 from torchrec_recstore.options import is_shared
-from torchrec_recstore.sharders.gather import refused_together, whole_environment
+from torchrec_recstore.sharders.gather import all_gathered, refused_together, whole_environment
 from torchrec_recstore.sharders.local_shard import LocalShard
 from torchrec_recstore.sharders.model_tables import ModelTable, recstore_tables
 from torchrec_recstore.store import Table
@@ -44,7 +45,8 @@ def load_checkpoint(
 
     Raises:
         FileNotFoundError: there is no checkpoint, or one is missing that it is a delta of.
-        CheckpointError: a file is missing or damaged, or the format is another version's.
+        CheckpointError: a file is missing or damaged, files do not hold what metadata says of them, or the format is
+            another version's.
         ValueError: the model does not fit: a missing or unknown table, another dim, another optimizer's state, another
             shape of a dense tensor; a save of the model is still being written.
         MemoryError: there is no room for the rows.
@@ -70,6 +72,7 @@ def load_checkpoint(
         for name, shard in shards:
             loaded.append((shard.table, _loaded_shard(chain, name, shard, count)))
         check_replaceable(old for old, _ in loaded)
+    _check_rows(chain, shards, [fresh for _, fresh in loaded], env)
     exchange_all(loaded)
     load_dense(dense, own)
     for table in left_alone:
@@ -113,6 +116,25 @@ def _loaded_shard(chain: Sequence[CheckpointInfo], name: str, shard: LocalShard,
     fresh = shard.table.empty_copy()
     load_rows(fresh, name, chain, None if shard.routing is None else shard.owned, count.add)
     return fresh
+
+
+def _check_rows(
+    chain: Sequence[CheckpointInfo],
+    shards: Sequence[tuple[str, LocalShard]],
+    loaded: Sequence[Table],
+    env: ShardingEnv,
+) -> None:
+    """Refuses rows that are not those that the checkpoint says, all ranks' together. Collective."""
+    held: list[tuple[str, int | None]] = [
+        (name, held_rows(fresh))
+        for (name, _), fresh in zip(shards, loaded, strict=True)
+        if fresh.columns.start == 0  # the other column shards hold the same ids
+    ]
+    everywhere = [each for of_rank in all_gathered(held, env) for each in of_rank]
+    with refused_together(env):
+        for name in sorted({name for name, _ in everywhere}) if env.rank == 0 else ():
+            counts = [count for other, count in everywhere if other == name]
+            check_rows(chain, name, None if None in counts else sum(count or 0 for count in counts))
 
 
 def _check_tables(info: CheckpointInfo, tables: Sequence[ModelTable], *, strict: bool) -> None:

@@ -10,7 +10,9 @@ from typing import TypeVar, cast
 import torch
 from torch import Tensor
 
+from torchrec_recstore.checkpoint.contents import check_ids, check_shapes
 from torchrec_recstore.checkpoint.files import CheckpointError, read_ids, read_tensors
+from torchrec_recstore.checkpoint.fold import FoldedTable
 from torchrec_recstore.checkpoint.info import CheckpointInfo, PartInfo, TableInfo
 from torchrec_recstore.checkpoint.parts import joined_rows
 from torchrec_recstore.checkpoint.sightings import load_sightings
@@ -103,7 +105,6 @@ def _rows_of(
 ) -> Iterator[tuple[int, tuple[Tensor, dict[str, Tensor]]]]:
     """Part by part: its rows of all shards, and ids and rows of this one."""
     states = state_names(contents.optimizer)
-    names = {"weight", *states, "last_step", "frequency"}
     covering = _covering(contents, columns)
     for part in contents.parts:
         if part.columns != covering[0]:
@@ -120,7 +121,9 @@ def _rows_of(
         for piece in (_same_rows(contents, part, each, info) for each in covering):
             rows = read_tensors(info.path / piece.file, info.files[piece.file])
             its_ids = rows.pop("ids", torch.empty(0))
-            if rows.keys() != names or (ids is not None and not torch.equal(ids, its_ids)):
+            check_ids(info.path / piece.file, piece, its_ids)
+            check_shapes(info.path / piece.file, piece, states, {name: row.shape for name, row in rows.items()})
+            if ids is not None and not torch.equal(ids, its_ids):
                 raise CheckpointError(f"{info.path / piece.file} does not hold the rows that {part.file} has")
             ids = its_ids
             pieces.append((range(*piece.columns), rows))
@@ -162,11 +165,49 @@ def _remove_rows(table: Table, contents: TableInfo, info: CheckpointInfo) -> Non
         return
     if contents.removal == "left":
         for part in contents.removed:
-            table.remove(read_tensors(info.path / part.file, info.files[part.file])["ids"])
+            table.remove(_listed(info, part))
         return
     ids = table.ids()
     stays = torch.zeros(len(ids), dtype=torch.bool)
     for part in contents.removed:
-        staying = read_tensors(info.path / part.file, info.files[part.file])["ids"]
-        stays |= among(ids, staying)
+        stays |= among(ids, _listed(info, part))
     table.remove(ids[~stays])
+
+
+def _listed(info: CheckpointInfo, part: PartInfo) -> Tensor:
+    """The ids of a file that has ids alone."""
+    path = info.path / part.file
+    ids = read_tensors(path, info.files[part.file]).get("ids", torch.empty(0))
+    check_ids(path, part, ids)
+    return ids
+
+
+def held_rows(table: Table) -> int | None:
+    """How many rows :func:`load_rows` has given a shard; None where some did not stay, for want of room."""
+    return None if table.stats().evicted and table.options.cold_store is None else len(table)
+
+
+def check_rows(chain: Sequence[CheckpointInfo], name: str, held: int | None) -> None:
+    """Compares the rows that were loaded with what the checkpoint says of the table.
+
+    A part that is left out, or that holds ids of another part, is found by the number of rows. Which ids these are is
+    found by reading all ids.
+
+    Args:
+        chain: as for :func:`load_rows`.
+        name: of the table.
+        held: rows of all shards that hold its first column; None where some did not stay.
+
+    Raises:
+        CheckpointError: the numbers differ, or an id is in several parts.
+    """
+    wanted = chain[-1].tables[name].rows
+    if held == wanted:
+        return
+    folded = FoldedTable(chain, name, [])
+    while (bound := folded.bound()) is not None:
+        folded.take(bound)
+    if held is not None:
+        raise CheckpointError(
+            f"table {name!r} of {chain[-1].path} has {held} rows when loaded, and should have {wanted}"
+        )

@@ -11,10 +11,11 @@ import torch
 from torch import Tensor
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.filesystem import FileSystemReader
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import LoadPlan
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
+from torchrec_recstore.checkpoint.rows import held_rows
 from torchrec_recstore.optim import state_names
 from torchrec_recstore.sharders.local_shard import LocalShard
 from torchrec_recstore.sharders.table_state import BOOKKEEPING, TableState, set_clocks
@@ -52,6 +53,20 @@ class SavedTensors:
                 raise ValueError(f"the checkpoint has lost a file: {file}")
             if file.stat().st_size < end:
                 raise ValueError(f"{file} has {file.stat().st_size} bytes, the checkpoint has written {end}")
+
+    def check_whole(self, key: str) -> None:
+        """Refuses a tensor of which the checkpoint lacks a piece: it would be read as whatever is in memory.
+
+        Raises:
+            ValueError: the message names the key.
+        """
+        entry = self.saved[key]
+        if not isinstance(entry, TensorStorageMetadata):
+            return  # it has no shape either
+        stored = {(index.offset, index.fqn) for index in self._metadata.storage_data}
+        pieces = [chunk for chunk in entry.chunks if (chunk.offsets, key) in stored]
+        if sum(chunk.sizes.numel() for chunk in pieces) != entry.size.numel():
+            raise ValueError(f"the checkpoint {self._path} lacks pieces of {key}")
 
     def shape(self, key: str) -> tuple[int, ...]:
         """Of the tensor under that key; empty where there is none."""
@@ -113,7 +128,8 @@ class SavedTable:
         """Refuses what :meth:`loaded` could not load.
 
         Raises:
-            ValueError: the table is not there or has another dim; its state lacks something or has another shape.
+            ValueError: the table is not there, lacks pieces or has another dim; its state lacks something or has
+                another shape.
         """
         what, weight_key = f"table {self._state.name!r}", self._weights["weight"]
         if weight_key not in self._tensors.saved:
@@ -130,6 +146,7 @@ class SavedTable:
             for key, kind in state_names(self._state.optimizer).items():
                 expected[key] = shape if kind == "element" else rows + columns
         for key, stored in {**self._weights, **self._states}.items():
+            self._tensors.check_whole(stored)
             if key in expected and self._tensors.shape(stored) != expected[key]:
                 raise ValueError(
                     f"{what}: {key} is of shape {self._tensors.shape(stored)} in the checkpoint, not {expected[key]}"
@@ -139,16 +156,20 @@ class SavedTable:
         """Each of this rank's shards of the table, and a new table with the rows that it is to have.
 
         Raises:
-            ValueError: the optimizer state is of other ids than the weights.
+            ValueError: the optimizer state is of other ids than the weights, or an id is there several times.
         """
         pairs = [(shard.table, replace(shard, table=shard.table.empty_copy())) for shard in self._state.shards]
         wanted = ("columns", "steps", "clock")
         counts = self._tensors.read({key: stored for key, stored in self._states.items() if key in wanted})
+        inserted = [0] * len(pairs)
         for rows, states in self._pieces() if pairs else ():
-            for _, fresh in pairs:
-                _insert(fresh, rows["weight_id"], rows["weight"])
+            for number, (_, fresh) in enumerate(pairs):
+                inserted[number] += _insert(fresh, rows["weight_id"], rows["weight"])
                 if states:
                     write_all(fresh.table, *self._state.rows_of(fresh, {**states, **counts}))
+        for count, (_, fresh) in zip(inserted, pairs, strict=True):
+            if held_rows(fresh.table) not in (None, count):
+                raise ValueError(f"table {self._state.name!r}: the checkpoint has an id several times")
         for _, fresh in pairs if counts else ():
             set_clocks(fresh.table, counts)
         return [(table, fresh.table) for table, fresh in pairs]
@@ -165,7 +186,9 @@ class SavedTable:
             yield rows, its_states
 
 
-def _insert(shard: LocalShard, ids: Tensor, weights: Tensor) -> None:
+def _insert(shard: LocalShard, ids: Tensor, weights: Tensor) -> int:
+    """Inserts the rows that belong to the shard; returns their number."""
     owned = owned_positions(shard, ids)
     columns = shard.table.columns
     insert_all(shard.table, ids[owned], weights[owned, columns.start : columns.stop].to(torch.float32))
+    return len(owned)

@@ -10,7 +10,7 @@ from torchrec_recstore.checkpoint.encoding import encode
 from torchrec_recstore.checkpoint.files import CheckpointError, make_staging, staging_directory
 from torchrec_recstore.checkpoint.info import CheckpointInfo, TableInfo
 from torchrec_recstore.checkpoint.parts import PartWriter
-from torchrec_recstore.checkpoint.rows import check_fits, load_rows
+from torchrec_recstore.checkpoint.rows import check_fits, check_rows, held_rows, load_rows
 from torchrec_recstore.checkpoint.writing import SavedShard, finish, write_shard
 from torchrec_recstore.ops import ROW_DTYPES
 from torchrec_recstore.service.spec import TableSpec
@@ -112,6 +112,7 @@ def loaded_tables(chain: Sequence[CheckpointInfo], empty: Mapping[str, Callable[
         for name, make in empty.items():
             tables[name] = make()
             load_rows(tables[name], name, chain)
+            check_rows(chain, name, held_rows(tables[name]))
     except BaseException:
         for table in tables.values():
             table.close()

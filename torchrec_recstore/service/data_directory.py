@@ -7,9 +7,12 @@ from pathlib import Path
 from typing import Any
 
 from torchrec_recstore.checkpoint.files import sync_directory
+from torchrec_recstore.newer import check_fields
 
 _STATE = "server.json"
 _LOCK = "lock"
+_FIELDS = ("last", "stopped")
+_STOPPED = ("checkpoint", "incarnation", "applied")
 
 
 class DataDirectory:
@@ -23,7 +26,7 @@ class DataDirectory:
 
     Raises:
         OSError: it cannot be made or written, or another server has it.
-        ValueError: ``server.json`` is damaged.
+        ValueError: ``server.json`` is damaged, or a newer version wrote it.
     """
 
     def __init__(self, path: str | Path) -> None:
@@ -45,9 +48,12 @@ class DataDirectory:
         if state.exists():
             try:
                 document = json.loads(state.read_bytes())
+                check_fields("it", document, _FIELDS, _FIELDS)
                 self.last, self.stopped = document["last"], document["stopped"]
+                if self.stopped is not None:
+                    check_fields("'stopped'", self.stopped, _STOPPED, _STOPPED)
             except (ValueError, KeyError, TypeError) as error:
-                raise ValueError(f"{state} is damaged: {error}") from error
+                raise ValueError(f"{state} cannot be used: {error}") from error
 
     def checkpoint(self, name: str) -> Path:
         """Where the checkpoint of that name is.

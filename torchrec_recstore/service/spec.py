@@ -11,6 +11,7 @@ import torch
 
 from torchrec_recstore import ops
 from torchrec_recstore.checkpoint.encoding import decode, encode
+from torchrec_recstore.newer import check_fields
 from torchrec_recstore.optim import Optimizer
 from torchrec_recstore.options import TableOptions
 
@@ -81,6 +82,8 @@ class TableSpec:
         """
         try:
             entry = json.loads(text)
+            names = [field.name for field in fields(cls)]
+            check_fields("it", entry, names, names)
             shard, shards = entry["shard"]
             if not 0 <= shard < shards:
                 raise ValueError(f"shard must be one of {shards}, got {shard}")

@@ -1,0 +1,241 @@
+"""Checkpoints whose checksums are right and whose contents are not: each is refused by name."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import safetensors.torch
+import torch
+import xxhash
+
+from tests.formats.fixed import HERE
+from torchrec_recstore import CheckpointError
+from torchrec_recstore.checkpoint.compact import compact_checkpoint
+from torchrec_recstore.checkpoint.files import file_info
+from torchrec_recstore.checkpoint.info import METADATA, VERSION, read_chain
+from torchrec_recstore.checkpoint.rows import check_rows, held_rows, load_rows
+from torchrec_recstore.options import LRU, TableOptions
+from torchrec_recstore.service.data_directory import DataDirectory
+from torchrec_recstore.service.hosted import HostedTables
+from torchrec_recstore.service.spec import TableSpec
+from torchrec_recstore.store import Table
+
+Document = dict[str, Any]
+INSTALL = r".* torchrec_recstore [\d.]+ does not know: .*pip install --upgrade torchrec-recstore"
+
+
+@pytest.fixture
+def saved(tmp_path: Path) -> Path:
+    """Checkpoints of one rank and of two, full and deltas."""
+    shutil.copytree(HERE / "checkpoint_1", tmp_path / "saved")
+    return tmp_path / "saved"
+
+
+def change(checkpoint: Path, how: Callable[[Document], object]) -> None:
+    """Changes metadata, and gives it and every file the right checksum."""
+    file = checkpoint / METADATA
+    document = json.loads(file.read_bytes())
+    how(document)
+    for name in document["files"]:
+        if (checkpoint / name).exists():
+            found = file_info(checkpoint / name)
+            document["files"][name] = {"bytes": found.bytes, "xxh3_128": found.xxh3_128}
+    document.pop("checksum", None)
+    document["checksum"] = "0" * 32  # the last field
+    text = json.dumps(document, indent=1) + "\n"
+    file.write_text(text.replace("0" * 32, xxhash.xxh3_128_hexdigest(text.encode())))
+
+
+def load(checkpoint: Path) -> None:
+    """All rows of one table, into a new one."""
+    chain = read_chain(checkpoint)
+    table = chain[-1].tables["item"]
+    with Table(table.dim, optimizer=table.optimizer, name="item") as fresh:
+        load_rows(fresh, "item", chain)
+        check_rows(chain, "item", held_rows(fresh))
+
+
+def assert_refused(checkpoint: Path, message: str) -> None:
+    """By what loads it into tables, and by what folds it."""
+    with pytest.raises(CheckpointError, match=message):
+        load(checkpoint)
+    with pytest.raises(CheckpointError, match=message):
+        compact_checkpoint(checkpoint, checkpoint.parent / "compacted")
+    assert not (checkpoint.parent / "compacted").exists()
+
+
+def test_the_unchanged_ones_are_good(saved: Path) -> None:
+    for path in ("full", "delta", "second_delta", "row_wise", "column_wise"):
+        change(saved / path, lambda document: None)
+        if path in ("row_wise", "column_wise"):  # the others are bases of deltas
+            compact_checkpoint(saved / path, saved / f"compact-{path}")
+
+
+def drop(what: str, *, file_too: bool = True) -> Callable[[Document], None]:
+    def dropped(document: Document) -> None:
+        part = document["tables"]["item"][what].pop()
+        if file_too:
+            del document["files"][part["file"]]
+
+    return dropped
+
+
+def set_value(*path: Any, to: Any) -> Callable[[Document], None]:
+    def changed(document: Document) -> None:
+        for key in path[:-1]:
+            document = document[key]
+        document[path[-1]] = to(document[path[-1]]) if callable(to) else to
+
+    return changed
+
+
+PART = ("tables", "item", "parts", 0)
+
+
+@pytest.mark.parametrize(
+    ("name", "how", "message"),
+    [
+        ("full", drop("parts"), r"full: table 'item' has \d+ rows, and its parts have \d"),
+        ("full", drop("parts", file_too=False), "full has the file item-.*-00002.safetensors, which"),
+        ("full", set_value("tables", "item", "rows", to=7), "full: table 'item' has 7 rows, and its parts have"),
+        ("full", set_value("files", to=lambda files: dict(list(files.items())[1:])), "full has no checksum of dense"),
+        ("full", set_value(*PART, "columns", to=[0, 4]), r"table 'item' has no shard of rank 0 and columns \(0, 4\)"),
+        ("full", set_value(*PART, "rank", to=1), "table 'item' has no shard of rank 1"),
+        ("full", set_value("tables", "item", "columns", to=[[0, 4]]), "table 'item' has dim 8, and column shards"),
+        ("full", set_value("tables", "item", "dtype", to="int8"), "has weights of an unknown data type 'int8'"),
+        ("full", set_value(*PART, "last_id", to=2**63 - 1), "item-.* and item-.* have ids in the same range"),
+        ("full", set_value(*PART, "first_id", to=-(2**62)), "item-.*-00000.safetensors does not have the ids from -"),
+        ("full", set_value("dense", to=[]), "full has the file dense.safetensors, which belongs to no table"),
+        ("full", set_value("tables", "user", "sightings", to=[]), "the file user-.*-sightings.safetensors, which"),
+        ("column_wise", drop("parts"), r"'item' has no part of the columns \(4, 8\) for the rows of item-"),
+        ("row_wise", drop("parts"), r"row_wise: table 'item' has \d+ rows, and its parts have"),
+        ("second_delta", drop("removed"), r"table 'item' has \d+ rows, and its files list 0 ids that stay"),
+        ("delta", drop("parts"), r"table 'item' of .*delta .* and should have"),
+        ("delta", set_value("tables", "item", "rows", to=lambda rows: rows + 1), r"'item' of .*delta .* should have"),
+        ("delta", drop("removed"), r"table 'item' of .*delta .* and should have"),
+    ],
+)  # fmt: skip
+def test_what_metadata_says_wrongly(saved: Path, name: str, how: Callable[[Document], None], message: str) -> None:
+    change(saved / name, how)
+    assert_refused(saved / name, message)
+
+
+def test_a_number_of_rows_that_the_file_does_not_have(saved: Path) -> None:
+    def fewer(document: Document) -> None:
+        document["tables"]["item"]["rows"] -= 1
+        document["tables"]["item"]["parts"][0]["rows"] -= 1
+
+    change(saved / "full", fewer)
+    assert_refused(saved / "full", r"item-00000-0-8-00000.safetensors has ids of shape \(\d,\), and metadata.json says")
+
+
+def test_tensors_of_another_shape(saved: Path) -> None:
+    for file in (saved / "full").glob("item-*"):
+        tensors = safetensors.torch.load_file(file)
+        tensors["sum"] = tensors["sum"][:, None].expand(-1, 8).contiguous()
+        safetensors.torch.save_file(tensors, file)
+    change(saved / "full", lambda document: None)
+    assert_refused(saved / "full", r"item-.* has tensors of the shapes .*'sum': \[\d, 8\]")
+
+
+def one_id_twice(checkpoint: Path) -> int:
+    """Gives a row of one rank the id of a row of the other one: metadata still holds together."""
+    (_, one), (path, other) = ((path, safetensors.torch.load_file(path)) for path in sorted(checkpoint.glob("item-*")))
+    ids = other["ids"]
+    place, id = next(
+        (place, id)
+        for id in one["ids"].tolist()
+        for place in range(1, len(ids) - 1)
+        if ids[place - 1] < id < ids[place + 1]
+    )
+    ids[place] = id
+    safetensors.torch.save_file(other, path)
+    change(checkpoint, lambda document: None)
+    return id
+
+
+def small_table(checkpoint: Path) -> Table:
+    """Without room for all rows."""
+    optimizer = read_chain(checkpoint)[-1].tables["item"].optimizer
+    return Table(8, optimizer=optimizer, options=TableOptions(max_rows=4, eviction=LRU()))
+
+
+def test_an_id_in_the_parts_of_two_ranks(saved: Path) -> None:
+    """Only the ids tell. A table that has not room for all of them does not pass it either."""
+    id = one_id_twice(saved / "row_wise")
+    message = f"table 'item' of .*row_wise has the id {id} in several parts"
+    assert_refused(saved / "row_wise", message)
+    chain = read_chain(saved / "row_wise")
+    with Table(
+        8, optimizer=chain[-1].tables["item"].optimizer, options=TableOptions(max_rows=4, eviction=LRU())
+    ) as small:
+        load_rows(small, "item", chain)
+        assert held_rows(small) is None
+        with pytest.raises(CheckpointError, match=message):
+            check_rows(chain, "item", held_rows(small))
+
+
+def test_a_table_without_room_for_all_rows_takes_a_good_one(saved: Path) -> None:
+    chain = read_chain(saved / "delta")
+    with Table(
+        8, optimizer=chain[-1].tables["item"].optimizer, options=TableOptions(max_rows=4, eviction=LRU())
+    ) as small:
+        load_rows(small, "item", chain)
+        check_rows(chain, "item", held_rows(small))
+        assert len(small) == 4
+
+
+@pytest.mark.parametrize(
+    ("how", "message"),
+    [
+        (set_value("version", to=VERSION + 1), rf"version {VERSION + 1} of the format 'recstore checkpoint'"),
+        (lambda document: document.update(new=1), "metadata.json: it has the field 'new', which"),
+        (lambda document: document["tables"]["item"].update(new=1), "table 'item' has the field 'new', which"),
+        (lambda document: document["tables"]["item"]["parts"][0].update(new=1), "a part of table 'item' has the field"),
+        (lambda document: document["tables"]["item"]["options"].update(new=1), "'TableOptions' has the field 'new'"),
+        (lambda document: document["tables"]["item"]["optimizer"].update(new=1), "'RowWiseAdagrad' has the"),
+        (set_value("tables", "item", "optimizer", "$type", to="Shampoo"), "a value of the type 'Shampoo'"),
+        (set_value("delta_of", to={"path": "x", "checksum": "y", "new": 1}), "delta_of has the field 'new'"),
+    ],
+)  # fmt: skip
+def test_what_a_newer_version_has_written(saved: Path, how: Callable[[Document], None], message: str) -> None:
+    change(saved / "full", how)
+    with pytest.raises(CheckpointError, match=message + INSTALL):
+        read_chain(saved / "full")
+
+
+@pytest.mark.parametrize("field", ["step", "tables", "files", "dense", "delta_of", "training_state"])
+def test_a_field_that_is_missing(saved: Path, field: str) -> None:
+    change(saved / "full", lambda document: document.pop(field) if field != "files" else document[field].clear())
+    with pytest.raises(CheckpointError, match=f"it has no field '{field}'|there is no tensor"):
+        read_chain(saved / "full")
+
+
+def test_what_a_server_has_saved(saved: Path, tmp_path: Path) -> None:
+    state = saved / "server" / "server.json"
+    good = json.loads(state.read_bytes())
+    for changed, message in (
+        ({**good, "new": 1}, f"server.json cannot be used: it has the field 'new',{INSTALL}"),
+        ({**good, "stopped": {**good["stopped"], "new": 1}}, f"'stopped' has the field 'new',{INSTALL}"),
+        ({"last": "x"}, "server.json cannot be used: it has no field 'stopped'"),
+    ):
+        state.write_text(json.dumps(changed))
+        with pytest.raises(ValueError, match=message):
+            DataDirectory(saved / "server")
+    spec = TableSpec(4, torch.float32, read_chain(saved / "full")[-1].tables["item"].optimizer, TableOptions())
+    with pytest.raises(ValueError, match=f"no table's specification: it has the field 'new',{INSTALL}"):
+        TableSpec.from_json(json.dumps({**json.loads(spec.to_json()), "new": 1}))
+    tables = HostedTables()
+    change(saved / "full", drop("parts", file_too=False))
+    with pytest.raises(CheckpointError, match=r"full has the file item-.*, which belongs to no table"):
+        tables.load(saved / "full")
+    one_id_twice(saved / "row_wise")
+    with pytest.raises(CheckpointError, match=r"table 'item' of .*row_wise has the id .* in several parts"):
+        tables.load(saved / "row_wise")
+    assert not tables.specs()
+    tables.close()
