@@ -55,23 +55,30 @@ class CheckpointFolder:
     A checkpoint is written under a hidden name beside and renamed when it is whole, so each one found is whole.
 
     Args:
-        path: the folder, which this run has to itself.
+        path: the folder. Whoever saves or sweeps has it to itself.
         keep: how many checkpoints stay; at least 1.
-
-    Raises:
-        DataError: what a killed run left half written cannot be removed.
     """
 
     def __init__(self, path: Path, keep: int) -> None:
         self.path = path
         self.keep = keep
-        on_rank_0(self._sweep)
 
-    def _sweep(self) -> None:
-        """Removes what a killed run was writing, or clearing away."""
-        with _in_one_line(self.path):
-            for rest in self.path.glob(".step-*"):
-                shutil.rmtree(rest)
+    def sweep(self) -> None:
+        """Removes what a killed run was writing, or clearing away.
+
+        Raises:
+            DataError: it cannot be removed.
+        """
+
+        def remove() -> None:
+            with _in_one_line(self.path):
+                for rest in self.path.glob(".step-*"):
+                    if rest.is_dir():
+                        shutil.rmtree(rest)
+                    else:
+                        rest.unlink()
+
+        on_rank_0(remove)
 
     def _all(self) -> list[Path]:
         """The checkpoints, oldest first."""

@@ -6,7 +6,7 @@ import json
 import os
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from datetime import datetime
 from importlib import import_module
 from pathlib import Path
@@ -44,14 +44,14 @@ def log_folder(settings: RunSettings, example: str, fixed: Path | None = None) -
     if not settings.log:
         yield None
         return
-    locks: list[int] = []
+    locks = ExitStack()
 
     def make() -> Path:
         _need("tensorboard", "torch.utils.tensorboard")
         _need("matplotlib", "matplotlib")
         folder = settings.log_dir or fixed or _new(example)
         try:
-            locks.append(locked_folder(folder))
+            locks.enter_context(locked_folder(folder))
         except DataError as error:
             raise DataError(f"{error} {INSTEAD}") from error
         # Its curves go on from the run's first sample. Without --resume that is the beginning: after torchrun's restart
@@ -61,11 +61,8 @@ def log_folder(settings: RunSettings, example: str, fixed: Path | None = None) -
             raise DataError(f"{folder} has a run's curves already: another --log-dir starts anew")
         return folder
 
-    try:
+    with locks:
         yield on_rank_0(make)
-    finally:
-        for descriptor in locks:
-            os.close(descriptor)
 
 
 def _need(package: str, module: str) -> None:

@@ -30,6 +30,8 @@ class Checkpoints:
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
         self._folder = CheckpointFolder(settings.checkpoint, settings.keep) if settings.checkpoint else None
+        if self._folder:
+            self._folder.sweep()
         self._newest = self._folder.newest() if self._folder else None
         self._identity: dict[str, str | int | float | None] = {}
         self._saved_step = 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import shutil
 import subprocess
@@ -23,6 +24,7 @@ from torchrec_recstore import (
     save_checkpoint,
 )
 from torchrec_recstore.checkpoint import parts
+from torchrec_recstore.checkpoint.destination import Destination
 from torchrec_recstore.checkpoint.encoding import decode
 
 from . import models
@@ -195,12 +197,17 @@ def test_async_save_is_the_model_of_its_moment(tmp_path: Path, monkeypatch: pyte
     assert_same(held(other), held(model))
 
 
-def test_an_async_save_that_fails_says_so_when_waited_for(tmp_path: Path) -> None:
+def fails(destination: Destination) -> Path:
+    raise OSError(errno.ENOSPC, "No space left on device", str(destination.path))
+
+
+def test_an_async_save_that_fails_says_so_when_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model = trained()
-    (tmp_path / "parent").write_text("a file where a directory should be")
-    saving = async_save(model, tmp_path / "parent" / "saved")
-    with pytest.raises(OSError, match="parent"):
+    monkeypatch.setattr(Destination, "stage", fails)
+    saving = async_save(model, tmp_path / "saved")
+    with pytest.raises(OSError, match="No space left"):
         saving.wait()
+    monkeypatch.undo()
     async_save(model, tmp_path / "saved").wait()
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from functools import partial
 from pathlib import Path
 
@@ -14,10 +15,8 @@ from torchrec.distributed import DistributedModelParallel
 
 from tests.distributed.workers import run_on_ranks
 from torchrec_recstore import CheckpointError, compact_checkpoint, load_checkpoint, save_checkpoint
-from torchrec_recstore.checkpoint import compact, fold, parts
-from torchrec_recstore.checkpoint.compact import compact_chain
-from torchrec_recstore.checkpoint.files import make_staging
-from torchrec_recstore.checkpoint.info import read_chain
+from torchrec_recstore.checkpoint import fold, parts
+from torchrec_recstore.checkpoint.destination import Destination
 from torchrec_recstore.store import Table
 
 from . import models
@@ -132,7 +131,7 @@ def test_a_fold_that_fails_leaves_nothing(one_rank: None, tmp_path: Path) -> Non
     (part,) = (tmp_path / "full").glob("user-*")  # the last table
     part.unlink()
     with pytest.raises(CheckpointError, match=f"{part} is missing"):
-        compact_chain(read_chain(tmp_path / "full"), tmp_path / "new")
+        compact_checkpoint(tmp_path / "full", tmp_path / "new")
     assert sorted(path.name for path in tmp_path.iterdir() if "rendezvous" not in path.name) == ["full"]
 
 
@@ -141,13 +140,14 @@ def test_a_full_disk_is_named(one_rank: None, tmp_path: Path, monkeypatch: pytes
     model = models.recstore()
     save_checkpoint(model, tmp_path / "full", training_state={"epoch": torch.ones(1)})
 
-    def full(output: Path) -> Path:
-        staging = make_staging(output)
+    def full(destination: Destination) -> Path:
+        staging = stage(destination)
         (staging / "training_state.safetensors").symlink_to("/dev/full")
         return staging
 
-    monkeypatch.setattr(compact, "make_staging", full)
+    stage = Destination.stage
+    monkeypatch.setattr(Destination, "stage", full)
     with pytest.raises(OSError, match="No space left on device") as error:
         compact_checkpoint(tmp_path / "full", tmp_path / "new")
-    assert error.value.filename == str(tmp_path / ".new.saving/training_state.safetensors")
+    assert re.fullmatch(r".*/\.new\.saving-[0-9a-f]{12}/training_state\.safetensors", error.value.filename)
     assert not (tmp_path / "new").exists()

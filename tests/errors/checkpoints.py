@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import torch
@@ -15,6 +16,7 @@ from tests.checkpoint.test_contents import Document, change
 from tests.errors.situations import situation
 from tests.sharders.models import bag, collection, sharded
 from torchrec_recstore import compact_checkpoint, load_checkpoint, load_distributed_checkpoint, save_checkpoint
+from torchrec_recstore.checkpoint.destination import Destination
 
 
 def saved(path: Path) -> Path:
@@ -52,8 +54,37 @@ def a_base_saved_again(one_rank: None, tmp_path: Path) -> None:
     save_checkpoint(model, tmp_path / "1000")
     save_checkpoint(model, tmp_path / "1001", delta_of=tmp_path / "1000")
     models.train(model)
-    save_checkpoint(model, tmp_path / "1000", overwrite=True)
+    shutil.rmtree(tmp_path / "1000")
+    save_checkpoint(model, tmp_path / "1000")
     load_checkpoint(model, tmp_path / "1001")
+
+
+@situation("Replacing a checkpoint that a delta needs")
+def a_base_overwritten(one_rank: None, tmp_path: Path) -> None:
+    model = models.recstore()
+    save_checkpoint(model, tmp_path / "1000")
+    save_checkpoint(model, tmp_path / "1001", delta_of=tmp_path / "1000")
+    save_checkpoint(model, tmp_path / "1000", overwrite=True)
+
+
+@situation("Replacing a directory with other files")
+def notes_beside_the_rows(one_rank: None, tmp_path: Path) -> None:
+    (saved(tmp_path / "1000") / "notes.txt").write_text("keep this")
+    save_checkpoint(models.recstore(), tmp_path / "1000", overwrite=True)
+
+
+@situation("Two processes that save to one path")
+def a_second_saver(one_rank: None, tmp_path: Path) -> None:
+    with Destination(tmp_path / "1000"):
+        save_checkpoint(models.recstore(), tmp_path / "1000")
+
+
+@situation("A base that is being replaced")
+def a_base_being_saved_again(one_rank: None, tmp_path: Path) -> None:
+    model = models.recstore()
+    save_checkpoint(model, tmp_path / "1000")
+    with Destination(tmp_path / "1000", overwrite=True):
+        save_checkpoint(model, tmp_path / "1001", delta_of=tmp_path / "1000")
 
 
 @situation("A format of a newer version")

@@ -142,8 +142,9 @@ def test_old_checkpoints_and_the_leavings_of_a_killed_run_are_cleared_away(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = tmp_path / "run"
-    (run / ".step-000000003.saving").mkdir(parents=True)
-    (run / ".step-000000003.saving" / "half").write_bytes(b"x")
+    (run / ".step-000000003.saving-0123456789ab").mkdir(parents=True)
+    (run / ".step-000000003.saving-0123456789ab" / "half").write_bytes(b"x")
+    (run / ".step-000000003.lock").touch()
     (run / "notes").mkdir()
     trainer.train(settings_of(checkpoint=run, checkpoint_every=6, keep=2))
     assert names(run) == ["notes", "step-000000018", "step-000000020"]

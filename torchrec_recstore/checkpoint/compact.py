@@ -5,14 +5,16 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from torchrec_recstore.checkpoint.destination import Destination
 from torchrec_recstore.checkpoint.encoding import encode
-from torchrec_recstore.checkpoint.files import FileInfo, check_file, make_staging, publish
+from torchrec_recstore.checkpoint.files import FileInfo, check_file
 from torchrec_recstore.checkpoint.fold import FoldedTable, check_files, common_columns, tables_named
 from torchrec_recstore.checkpoint.info import (
     DENSE,
@@ -21,9 +23,9 @@ from torchrec_recstore.checkpoint.info import (
     PartInfo,
     TableInfo,
     read_chain,
-    write_metadata,
 )
 from torchrec_recstore.checkpoint.parts import PartWriter, part_rows
+from torchrec_recstore.checkpoint.writing import finish
 
 Shards = list[dict[str, Tensor]]
 
@@ -45,57 +47,53 @@ def compact_checkpoint(path: str | Path, output: str | Path) -> CheckpointInfo:
     Raises:
         FileNotFoundError: there is no checkpoint, or one is missing that it is a delta of.
         FileExistsError: there is something at ``output``.
+        BlockingIOError: another process is writing to ``output``, or is replacing one of the chain.
         CheckpointError: a file is missing or damaged, or the format is another version's.
         OSError: a file cannot be written.
     """
-    check_output(output)
-    chain = read_chain(path)
-    check_files(chain)
-    return compact_chain(chain, output)
+    with folding(path, output) as (chain, destination):
+        check_files(chain)
+        return compact_chain(chain, destination)
 
 
-def check_output(output: str | Path) -> None:
-    """Refuses a path where there is something.
+@contextmanager
+def folding(path: str | Path, output: str | Path) -> Iterator[tuple[list[CheckpointInfo], Destination]]:
+    """The chain of ``path``, which stays as it is meanwhile, and where it is folded into.
 
     Raises:
-        FileExistsError: there is.
+        FileNotFoundError, FileExistsError, BlockingIOError, CheckpointError: as :func:`compact_checkpoint`.
     """
     if os.path.lexists(output):
         raise FileExistsError(f"{output} exists already: name a path that does not")
+    chain = read_chain(path)
+    with Destination(Path(os.path.abspath(output)), bases=chain) as destination:
+        yield chain, destination
 
 
 def compact_chain(
-    chain: Sequence[CheckpointInfo], output: str | Path, on_rows: Callable[[int], object] = lambda count: None
+    chain: Sequence[CheckpointInfo], destination: Destination, on_rows: Callable[[int], object] = lambda count: None
 ) -> CheckpointInfo:
     """:func:`compact_checkpoint` of a chain whose files have been checked.
 
     Args:
-        chain: as :func:`torchrec_recstore.checkpoint.info.read_chain` gives it.
-        output: the new directory.
+        chain: as :func:`folding` gives it.
+        destination: likewise.
         on_rows: called with the number of rows folded since its last call.
     """
-    output = Path(os.path.abspath(output))
-    check_output(output)
-    staging = make_staging(output)
+    staging = destination.stage()
+    writer = PartWriter(staging, rank=0)
     try:
-        writer = PartWriter(staging, rank=0)
-        try:
-            tables = {name: _compact_table(chain, name, writer, on_rows) for name in chain[-1].tables}
-        finally:
-            files = writer.close()
-        newest = chain[-1]
-        counted = [file.file for table in newest.tables.values() for file in table.sightings]
-        for name in (DENSE, TRAINING_STATE, *counted):
-            if name in newest.files:
-                files[name] = newest.files[name]
-                _copy(newest.path / name, staging / name, files[name])
-        info = replace(newest, path=output, tables=tables, files=files, delta_of=None)
-        checksum = write_metadata(staging, info, encode(newest.training_state, {}))
-        publish(output)
-    except BaseException:
-        shutil.rmtree(staging, ignore_errors=True)
-        raise
-    return replace(info, checksum=checksum)
+        tables = {name: _compact_table(chain, name, writer, on_rows) for name in chain[-1].tables}
+    finally:
+        files = writer.close()
+    newest = chain[-1]
+    counted = [file.file for table in newest.tables.values() for file in table.sightings]
+    for name in (DENSE, TRAINING_STATE, *counted):
+        if name in newest.files:
+            files[name] = newest.files[name]
+            _copy(newest.path / name, staging / name, files[name])
+    info = replace(newest, path=destination.path, tables=tables, files=files, delta_of=None)
+    return finish(destination, info, encode(newest.training_state, {}))
 
 
 def _compact_table(

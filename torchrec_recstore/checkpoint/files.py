@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import ctypes
 import errno
 import os
 import re
-import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,8 +15,6 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 _BLOCK = 1 << 20
-_AT_FDCWD = -100
-_RENAME_EXCHANGE = 2
 
 
 class CheckpointError(ValueError):
@@ -120,51 +116,19 @@ def sync_directory(path: Path) -> None:
         os.close(descriptor)
 
 
-def staging_directory(path: Path) -> Path:
-    """Where a checkpoint is written before it has its name."""
-    return path.parent / f".{path.name}.saving"
-
-
-def make_staging(path: Path) -> Path:
-    """An empty directory for the files of ``path``; what an earlier save left behind there goes.
+def make_directory(path: Path) -> None:
+    """Makes a directory and its parents where they are missing, and has the new entries on the disk.
 
     Raises:
+        NotADirectoryError: there is a file in the way.
         OSError: it cannot be made.
     """
-    staging = staging_directory(path)
-    shutil.rmtree(staging, ignore_errors=True)
-    staging.mkdir(parents=True)
-    return staging
-
-
-def publish(path: Path) -> None:
-    """Gives the files in the staging directory of ``path`` their place, at once and for good.
-
-    Raises:
-        OSError: that cannot be done; ``path`` is as it was.
-    """
-    staging = staging_directory(path)
-    sync_directory(staging)
-    replaces = path.exists()
-    if replaces:
-        _exchange(staging, path)
-    else:
-        os.rename(staging, path)
+    if path.is_dir():
+        return
+    make_directory(path.parent)
     try:
-        sync_directory(path.parent)
-    except OSError:
-        if replaces:
-            _exchange(staging, path)
-        else:
-            os.rename(path, staging)
-        raise
-    shutil.rmtree(staging, ignore_errors=True)
-
-
-def _exchange(one: Path, other: Path) -> None:
-    # rename() cannot replace a directory that has files; to remove it first would leave a moment without a checkpoint.
-    libc = ctypes.CDLL(None, use_errno=True)
-    if libc.renameat2(_AT_FDCWD, os.fsencode(one), _AT_FDCWD, os.fsencode(other), _RENAME_EXCHANGE) != 0:
-        code = ctypes.get_errno()
-        hint = ": this filesystem cannot exchange directories, save to a new path" if code == errno.EINVAL else ""
-        raise OSError(code, os.strerror(code) + hint, os.fspath(other))
+        path.mkdir()
+    except FileExistsError:
+        if not path.is_dir():  # else another process was faster
+            raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), os.fspath(path)) from None
+    sync_directory(path.parent)

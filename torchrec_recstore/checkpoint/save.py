@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
 import threading
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
@@ -16,8 +15,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torchrec.distributed.types import ShardingEnv
 
+from torchrec_recstore.checkpoint.destination import Destination
 from torchrec_recstore.checkpoint.encoding import encode
-from torchrec_recstore.checkpoint.files import FileInfo, make_staging, staging_directory
+from torchrec_recstore.checkpoint.files import FileInfo
 from torchrec_recstore.checkpoint.info import (
     DENSE,
     TRAINING_STATE,
@@ -29,7 +29,7 @@ from torchrec_recstore.checkpoint.info import (
 from torchrec_recstore.checkpoint.model_tensors import dense_tensors
 from torchrec_recstore.checkpoint.parts import PartWriter
 from torchrec_recstore.checkpoint.progress import Progress, RowCount
-from torchrec_recstore.checkpoint.writing import SavedShard, check_path, finish, write_shard
+from torchrec_recstore.checkpoint.writing import SavedShard, finish, write_shard
 from torchrec_recstore.sharders.gather import all_gathered, refused_together, whole_environment
 from torchrec_recstore.sharders.model_tables import recstore_tables
 
@@ -46,7 +46,7 @@ def save_checkpoint(
     """Saves every RecStore table and the rest of the model's state. Collective.
 
     What is at ``path`` afterwards is whole: files are written beside it, synced, and then renamed. A save that failed
-    has changed nothing and can be repeated.
+    has changed nothing and can be repeated. One job at a time saves to a path: rank 0 holds a lock on it.
 
     Args:
         model: ``DistributedModelParallel``, or anything that contains sharded modules.
@@ -63,7 +63,10 @@ def save_checkpoint(
         What was saved.
 
     Raises:
-        FileExistsError: there is something at ``path``.
+        FileExistsError: there is something at ``path``; with ``overwrite``: it is no checkpoint, a delta beside it
+            needs it, or it holds files that are not the checkpoint's.
+        BlockingIOError: another process is saving to ``path``, or is replacing a checkpoint that the delta needs. The
+            message names the process.
         ValueError: ``delta_of`` is no checkpoint that this model has saved or loaded, a table is on one of TorchRec's
             own sharded kernels, or another save is still being written.
         TypeError: something in ``training_state`` that is not saved.
@@ -131,7 +134,7 @@ def async_save(
         Whose ``wait()`` is to be called before the next save, and before the process ends.
 
     Raises:
-        FileExistsError, ValueError, TypeError: as :func:`save_checkpoint`.
+        FileExistsError, BlockingIOError, ValueError, TypeError, OSError: as :func:`save_checkpoint`.
     """
     env = whole_environment()
     background = _background_environment(env)
@@ -170,7 +173,6 @@ class _Save:
     ) -> None:
         self.env = env
         self._path = Path(os.path.realpath(path))
-        self._overwrite = overwrite
         self._polite = polite
         self._progress = progress
         self._shards: dict[str, list[SavedShard]] = {}
@@ -178,9 +180,15 @@ class _Save:
         self._tensors: dict[str, Tensor] = {}
         with ExitStack() as undo:
             with refused_together(env):
-                self._check_path()
                 self._tables = recstore_tables(model)
-                marks = self._marks_since(delta_of)
+                bases = [] if delta_of is None else read_chain(delta_of)
+                marks = self._marks_since(bases)
+                # Rank 0 owns the path for all of them.
+                self._destination = (
+                    undo.enter_context(Destination(self._path, overwrite=overwrite, bases=bases))
+                    if env.rank == 0
+                    else None
+                )
                 self._training_state = encode(training_state, self._tensors)
                 self._dense = dense_tensors(model, self._tables)
                 for table in self._tables:
@@ -203,25 +211,21 @@ class _Save:
             self._snapshots = undo.pop_all()
 
     def give_up(self) -> None:
-        """Ends the snapshots."""
+        """Ends the snapshots, and gives up the path."""
         self._snapshots.close()
 
     def write(self) -> CheckpointInfo:
         """Writes all of it."""
-        try:
-            with self._snapshots:
-                info = self._write()
-        except BaseException:
-            if self.env.rank == 0:
-                shutil.rmtree(staging_directory(self._path), ignore_errors=True)
-            raise
+        with self._snapshots:
+            info = self._write()
         self._remember(info)
         return info
 
     def _write(self) -> CheckpointInfo:
         with refused_together(self.env):
-            self._check_path()
-            staging = make_staging(self._path) if self.env.rank == 0 else staging_directory(self._path)
+            made = None if self._destination is None else self._destination.stage()
+        staging = all_gathered(made, self.env)[0]
+        assert staging is not None
         files: dict[str, FileInfo] = {}
         contents: dict[str, TableInfo] = {}
         with refused_together(self.env):
@@ -242,21 +246,16 @@ class _Save:
         gathered = all_gathered((contents, files), self.env)
         info: CheckpointInfo | None = None
         with refused_together(self.env):
-            if self.env.rank == 0:
+            if self._destination is not None:
                 all_files = {file: info for _, of_rank in gathered for file, info in of_rank.items()}
-                info = self._published(staging, [of_rank for of_rank, _ in gathered], all_files)
+                info = self._published(self._destination, [of_rank for of_rank, _ in gathered], all_files)
         info = all_gathered(info, self.env)[0]
         assert info is not None
         return info
 
-    def _check_path(self) -> None:
-        if self.env.rank == 0:
-            check_path(self._path, self._overwrite)
-
-    def _marks_since(self, delta_of: str | Path | None) -> Mapping[str, Sequence[int]] | None:
-        if delta_of is None:
+    def _marks_since(self, chain: Sequence[CheckpointInfo]) -> Mapping[str, Sequence[int]] | None:
+        if not chain:
             return None
-        chain = read_chain(delta_of)
         base = chain[-1]
         if any(self._path in (each.path, *each.path.parents) for each in chain):
             raise ValueError(f"a delta of {base.path} cannot replace {self._path}, which is needed to load it")
@@ -291,10 +290,10 @@ class _Save:
         return removal
 
     def _published(
-        self, staging: Path, contents: Sequence[Mapping[str, TableInfo]], files: Mapping[str, FileInfo]
+        self, destination: Destination, contents: Sequence[Mapping[str, TableInfo]], files: Mapping[str, FileInfo]
     ) -> CheckpointInfo:
         for name, file in files.items():
-            written = staging / name
+            written = destination.staging / name
             if not written.is_file() or written.stat().st_size != file.bytes:
                 raise OSError(
                     f"rank 0 does not see {written}, which another rank has written: "
@@ -310,7 +309,7 @@ class _Save:
             dense=tuple(sorted(self._dense)),
             delta_of=self._delta_of,
         )
-        return finish(info, self._training_state)
+        return finish(destination, info, self._training_state)
 
     def _remember(self, info: CheckpointInfo) -> None:
         for table in self._tables:

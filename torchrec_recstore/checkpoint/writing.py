@@ -2,23 +2,14 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any, Literal
 
 from torch import Tensor
 
-from torchrec_recstore.checkpoint.files import publish, staging_directory
-from torchrec_recstore.checkpoint.info import (
-    METADATA,
-    CheckpointInfo,
-    PartInfo,
-    SightingsInfo,
-    TableInfo,
-    write_metadata,
-)
+from torchrec_recstore.checkpoint.destination import Destination
+from torchrec_recstore.checkpoint.info import CheckpointInfo, PartInfo, SightingsInfo, TableInfo, write_metadata
 from torchrec_recstore.checkpoint.parts import PartWriter
 from torchrec_recstore.checkpoint.sightings import sparse
 from torchrec_recstore.options import TableOptions
@@ -44,21 +35,6 @@ class SavedShard:
     options: TableOptions
     sightings: tuple[Tensor, int]
     ids: Tensor | None = None
-
-
-def check_path(path: Path, overwrite: bool) -> None:
-    """Refuses a path that a checkpoint is not to be written to.
-
-    Raises:
-        FileExistsError: there is something, and no ``overwrite``, or it is no checkpoint.
-    """
-    if not os.path.lexists(path):
-        return
-    if not overwrite:
-        raise FileExistsError(f"{path} exists already: pass overwrite=True to replace it")
-    empty = path.is_dir() and not any(path.iterdir())
-    if not empty and not (path / METADATA).is_file():
-        raise FileExistsError(f"{path} is no checkpoint: overwrite=True replaces checkpoints alone")
 
 
 def write_shard(
@@ -108,16 +84,17 @@ def write_shard(
     )
 
 
-def finish(info: CheckpointInfo, training_state: Any) -> CheckpointInfo:
+def finish(destination: Destination, info: CheckpointInfo, training_state: Any) -> CheckpointInfo:
     """Writes the metadata beside the files, which are there, and gives the checkpoint its name.
 
     Args:
+        destination: of the checkpoint.
         info: of the checkpoint, without its checksum.
         training_state: as :func:`torchrec_recstore.checkpoint.encoding.encode` gives it.
 
     Raises:
         OSError: that cannot be done; what was at its path is there still.
     """
-    checksum = write_metadata(staging_directory(info.path), info, training_state)
-    publish(info.path)
+    checksum = write_metadata(destination.staging, info, training_state)
+    destination.publish()
     return replace(info, checksum=checksum)

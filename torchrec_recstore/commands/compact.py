@@ -27,15 +27,12 @@ def compact(
 
     Exit status: 0, or 2 with one line on stderr; then there is nothing at OUTPUT.
     """
-    from torchrec_recstore.checkpoint.compact import check_output, compact_chain
-    from torchrec_recstore.checkpoint.info import read_chain
+    from torchrec_recstore.checkpoint.compact import compact_chain, folding
 
-    with errors_in_one_line():
-        check_output(output)
-        chain = read_chain(checkpoint)
+    with errors_in_one_line(), folding(checkpoint, output) as (chain, destination):
         verify_files(chain)
         with progress("folding", rows_of(chain[-1:])) as advance:
-            info = compact_chain(chain, output, advance)
+            info = compact_chain(chain, destination, advance)
     rows = rows_of([info])
     if as_json:
         print_json({"path": str(info.path), "rows": rows, "bytes": info.bytes, "tables": _rows_by_table(info)})

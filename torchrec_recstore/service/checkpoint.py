@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 
+from torchrec_recstore.checkpoint.destination import Destination
 from torchrec_recstore.checkpoint.encoding import encode
-from torchrec_recstore.checkpoint.files import CheckpointError, make_staging, staging_directory
+from torchrec_recstore.checkpoint.files import CheckpointError
 from torchrec_recstore.checkpoint.info import CheckpointInfo, TableInfo
 from torchrec_recstore.checkpoint.parts import PartWriter
 from torchrec_recstore.checkpoint.rows import check_fits, check_rows, held_rows, load_rows
@@ -19,31 +18,29 @@ from torchrec_recstore.store import Table
 _SPECS = "served_tables"  # in the training state: by name the JSON of each specification
 
 
-def write_tables(shards: Sequence[SavedShard], specs: Mapping[str, TableSpec], path: Path) -> CheckpointInfo:
+def write_tables(
+    shards: Sequence[SavedShard], specs: Mapping[str, TableSpec], destination: Destination
+) -> CheckpointInfo:
     """Writes tables as they were at one moment; beside those who use them, with low priority.
 
     Args:
         shards: of the tables, a shard of each.
         specs: what each table was made with, by its name.
-        path: which :func:`torchrec_recstore.checkpoint.writing.check_path` has passed.
+        destination: of the checkpoint.
 
     Raises:
-        OSError: a file cannot be written; there is nothing new at ``path``.
+        OSError: a file cannot be written; there is nothing new at the destination's path.
     """
     tables: dict[str, TableInfo] = {}
+    writer = PartWriter(destination.stage(), 0, polite=True)
     try:
-        writer = PartWriter(make_staging(path), 0, polite=True)
-        try:
-            for shard in shards:
-                tables[shard.name] = write_shard(writer, shard)
-        finally:
-            files = writer.close()
-        step = max((table.steps for table in tables.values()), default=0)
-        info = CheckpointInfo(path=path, step=step, world_size=1, tables=tables, files=files, dense=())
-        return finish(info, encode({_SPECS: {name: spec.to_json() for name, spec in specs.items()}}, {}))
-    except BaseException:
-        shutil.rmtree(staging_directory(path), ignore_errors=True)
-        raise
+        for shard in shards:
+            tables[shard.name] = write_shard(writer, shard)
+    finally:
+        files = writer.close()
+    step = max((table.steps for table in tables.values()), default=0)
+    info = CheckpointInfo(path=destination.path, step=step, world_size=1, tables=tables, files=files, dense=())
+    return finish(destination, info, encode({_SPECS: {name: spec.to_json() for name, spec in specs.items()}}, {}))
 
 
 def saved_specs(info: CheckpointInfo) -> dict[str, TableSpec]:

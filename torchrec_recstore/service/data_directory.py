@@ -1,12 +1,12 @@
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 from pathlib import Path
 from typing import Any
 
-from torchrec_recstore.checkpoint.files import sync_directory
+from torchrec_recstore.checkpoint.files import make_directory, sync_directory
+from torchrec_recstore.checkpoint.lock import FileLock
 from torchrec_recstore.newer import check_fields
 
 _STATE = "server.json"
@@ -31,15 +31,16 @@ class DataDirectory:
 
     def __init__(self, path: str | Path) -> None:
         self._path = Path(path)
-        self._path.mkdir(parents=True, exist_ok=True)
-        self._lock = open(self._path / _LOCK, "w")  # noqa: SIM115  (held for as long as the server runs)
-        try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            self._lock.close()
-            raise BlockingIOError(
-                f"{self._path}: another server has this data directory: stop that one, or give this one another"
-            ) from None
+        make_directory(self._path)
+        self._lock = FileLock(
+            self._path / _LOCK,
+            "serving it",
+            lambda holder: (
+                f"{self._path}: another server has this data directory ({holder}): stop that one, or give this one "
+                "another"
+            ),
+            keep=True,
+        )
         self.last: str | None = None
         """Name of the checkpoint to start from."""
         self.stopped: dict[str, Any] | None = None

@@ -15,9 +15,10 @@ import torch
 from torch import Tensor
 
 from torchrec_recstore import ops
+from torchrec_recstore.checkpoint.destination import Destination
 from torchrec_recstore.checkpoint.info import read_chain
 from torchrec_recstore.checkpoint.new_rows import exchange_all
-from torchrec_recstore.checkpoint.writing import SavedShard, check_path
+from torchrec_recstore.checkpoint.writing import SavedShard
 from torchrec_recstore.ids import among
 from torchrec_recstore.kernels import PooledKernel
 from torchrec_recstore.service.backend import InitialRows, NoInitialRow
@@ -162,14 +163,13 @@ class HostedTables:
     def save(self, path: str | Path, overwrite: bool = False) -> None:
         """As :meth:`Tables.save`; the tables go on meanwhile."""
         path = Path(os.path.realpath(path))
-        with self._files:
-            check_path(path, overwrite)
+        with self._files, Destination(path, overwrite=overwrite) as destination:
             with self._lock:
                 saved = {name: hosted for name, hosted in self._named().items() if not hosted.spec.temporary}
             try:
                 with ExitStack() as snapshots:
                     shards = self._snapshots(saved, snapshots)
-                    write_tables(shards, {name: hosted.spec for name, hosted in saved.items()}, path)
+                    write_tables(shards, {name: hosted.spec for name, hosted in saved.items()}, destination)
             finally:
                 for hosted in saved.values():
                     if hosted.dropped:

@@ -1,0 +1,223 @@
+"""Two processes that save to one path at the same time: what either of them acknowledges is there, and loads.
+
+python -m tests.checkpoint.two_savers --rounds 1000
+
+Every round forks two processes, one of which is stopped somewhere while the other one works. In half of
+the rounds one of them is killed at a random moment.
+A process acknowledges its save after ``save_checkpoint`` has returned. Rounds of three kinds take turns:
+
+- ``new``: both save to a path where nothing is.
+- ``overwrite``: both replace a checkpoint that has been acknowledged before.
+- ``base``: one saves a delta of a checkpoint, the other one replaces that checkpoint.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import random
+import shutil
+import signal
+import sys
+import tempfile
+import time
+import traceback
+import warnings
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torchrec.distributed import DistributedModelParallel
+
+from torchrec_recstore import load_checkpoint, save_checkpoint
+from torchrec_recstore.checkpoint import parts
+from torchrec_recstore.store import Table
+
+from . import models
+
+KINDS = ("new", "overwrite", "base")
+
+
+def tables(model: DistributedModelParallel) -> list[Table]:
+    return [shard.table for shards in model.module.sparse.recstore_state.shards.values() for shard in shards]
+
+
+def mark(model: DistributedModelParallel, saver: int) -> None:
+    """Writes the saver's number into every row: files of two savers cannot be taken for each other."""
+    for table in tables(model):
+        ids = table.ids()
+        table.insert(ids, torch.full((len(ids), models.DIM), float(saver)))
+
+
+class Saver:
+    """A forked process that saves once.
+
+    Args:
+        work: what it does; what it raises is its answer.
+    """
+
+    def __init__(self, work: Callable[[], object]) -> None:
+        begin, self._begin = os.pipe()
+        self._answer, answer = os.pipe()
+        self.pid = os.fork()
+        if self.pid == 0:
+            try:
+                os.close(self._begin)
+                os.read(begin, 1)
+                work()
+                os.write(answer, b"saved")
+            except Exception as error:
+                os.write(answer, f"{type(error).__name__}: {error}".encode())
+            except BaseException:
+                traceback.print_exc()
+            finally:
+                os._exit(0)
+        os.close(begin)
+        os.close(answer)
+
+    def begin(self) -> None:
+        os.write(self._begin, b"!")  # closing it would not do: the process that was forked later has it, too
+        os.close(self._begin)
+
+    def signal(self, number: signal.Signals) -> None:
+        os.kill(self.pid, number)
+
+    def answer(self) -> str:
+        """``saved``, its error, or nothing where it was killed before it could answer."""
+        with os.fdopen(self._answer) as answer:
+            text = answer.read()
+        os.waitpid(self.pid, 0)
+        return text
+
+
+class Rounds:
+    """Rounds in a directory of their own, and what came of them.
+
+    Args:
+        directory: an empty one.
+        seed: of the moments at which savers are killed.
+    """
+
+    def __init__(self, directory: Path, seed: int = 0) -> None:
+        parts.PART_BYTES = 700  # several files a table
+        self.outcomes: Counter[str] = Counter()
+        self._directory = directory
+        self._random = random.Random(seed)
+        self._model = models.recstore()
+        models.train(self._model)
+        self._other = models.recstore()
+        times = []
+        for number in range(5):
+            saver = Saver(lambda number=number: save_checkpoint(self._model, directory / str(number)))  # type: ignore[misc]
+            begin = time.monotonic()
+            saver.begin()
+            assert saver.answer() == "saved"
+            times.append(time.monotonic() - begin)
+        self._save_s = sorted(times)[2]
+
+    def _wait(self) -> None:
+        """Part of the time that a save takes."""
+        time.sleep(self._random.uniform(0, self._save_s))
+
+    def play(self, kind: str, kill: bool) -> None:
+        """One round.
+
+        Raises:
+            AssertionError: an acknowledged checkpoint is lost.
+        """
+        path, base = self._directory / "saved", self._directory / "base"
+        for rest in self._directory.iterdir():
+            shutil.rmtree(rest) if rest.is_dir() else rest.unlink()
+        if kind != "new":
+            mark(self._model, 1)
+            save_checkpoint(self._model, path if kind == "overwrite" else base)
+
+        def work(saver: int) -> None:
+            if kind == "base" and saver == 2:
+                save_checkpoint(self._model, path, delta_of=base)
+            else:
+                save_checkpoint(self._model, base if kind == "base" else path, overwrite=kind != "new")
+
+        savers = {}
+        for number in (2, 3):
+            mark(self._model, number)
+            savers[number] = Saver(lambda number=number: work(number))  # type: ignore[misc]
+        victim = self._random.choice((2, 3)) if kill else 0
+        first, second = self._random.sample((2, 3), 2)
+        savers[first].begin()
+        self._wait()
+        savers[first].signal(signal.SIGSTOP)  # so that the two are interleaved on a busy machine, too
+        savers[second].begin()
+        self._wait()
+        if victim:
+            savers[victim].signal(signal.SIGKILL)
+        savers[first].signal(signal.SIGCONT)
+        answers = {number: saver.answer() for number, saver in savers.items()}
+        acknowledged: set[int | None] = {number for number, answer in answers.items() if answer == "saved"}
+        for number, answer in answers.items():
+            self.outcomes[f"{kind}: {'acknowledged' if answer == 'saved' else answer.split(':')[0] or 'killed'}"] += 1
+            other = savers[5 - number].pid
+            refused = answer.startswith(("BlockingIOError", "FileExistsError"))
+            if (kind, number) == ("base", 2):  # the base has been replaced before this one has begun
+                refused = refused or "has neither saved nor loaded" in answer
+            assert refused or answer in ("saved", "" if number == victim else "saved"), (kind, number, answer)
+            if answer.startswith("BlockingIOError"):
+                assert f"process {other} " in answer, answer
+                assert os.fspath(base if kind == "base" else path) in answer, answer
+        if kind == "base":
+            assert self.held(base) in ({1, 3} if 3 not in acknowledged else {3})
+            if 2 in acknowledged:
+                assert self.held(path) == 2
+        else:
+            expected = acknowledged or {1 if kind == "overwrite" else None, victim}
+            if kind == "overwrite":  # the victim may have replaced what the other one had acknowledged
+                expected |= {victim}
+            assert self.held(path) in expected, (kind, victim, answers)
+        # Either of them is repeated, over whatever the killed one has left behind.
+        target = path.with_name("alone") if kind == "base" else path
+        save_checkpoint(self._model, target, overwrite=True)
+        if kind != "base":
+            assert {entry.name for entry in self._directory.iterdir()} == {"saved"}
+
+    def held(self, path: Path) -> int | None:
+        """Whose rows a checkpoint has, all of them; None where there is no checkpoint."""
+        if not path.exists():
+            return None
+        load_checkpoint(self._other, path)
+        (value,) = {float(value) for table in tables(self._other) for value in table.lookup(table.ids()).unique()}
+        return int(value)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=1000)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--keep-going", action="store_true", help="Count the rounds that fail instead of stopping.")
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)  # libgomp's threads do not survive a fork
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    lost: Counter[str] = Counter()
+    with tempfile.TemporaryDirectory() as directory:
+        rounds = Rounds(Path(directory), arguments.seed)
+        for number in range(arguments.rounds):
+            kind = KINDS[number // 2 % len(KINDS)]
+            try:
+                rounds.play(kind, kill=number % 2 == 1)
+            except Exception:
+                if not arguments.keep_going:
+                    raise
+                lost[kind] += 1
+                print(traceback.format_exc().strip().split("\n")[-1][:300])
+    print(f"{arguments.rounds} rounds: {dict(sorted(rounds.outcomes.items()))}")
+    print(f"rounds that failed: {dict(lost) or 'none'}")
+    sys.stdout.flush()
+    os._exit(1 if lost else 0)
+
+
+if __name__ == "__main__":
+    warnings.filterwarnings("ignore")
+    logging.disable(logging.CRITICAL)
+    main()
