@@ -23,6 +23,23 @@ def test_a_repeated_request_is_answered_and_not_carried_out() -> None:
         applied.once("a", 1, 1, _never)
 
 
+def test_answers_are_kept_up_to_the_first_that_may_come_again() -> None:
+    """``done_before`` is the number of the first request that is not done; it is answered, earlier ones are not."""
+    applied = AppliedRequests()
+    for request in (1, 2, 3):
+        assert applied.once("a", request, 1, lambda request=request: request) == request  # type: ignore[misc]
+    assert applied.once("a", 4, 2, lambda: 4) == 4  # 1 is done, 2 and 3 are not
+    for request in (2, 3, 4):
+        assert applied.once("a", request, 2, _never) == request
+    with pytest.raises(ValueError, match="request 1 of client 'a' has been answered already"):
+        applied.once("a", 1, 1, _never)
+    assert applied.once("a", 3, 3, _never) == 3
+    with pytest.raises(ValueError, match="request 2 of client 'a' has been answered already"):
+        applied.once("a", 2, 2, _never)
+    assert applied.once("a", 5, 5, lambda: 5) == 5  # done up to the request itself
+    assert applied.once("a", 5, 5, _never) == 5
+
+
 def test_one_that_failed_may_come_again() -> None:
     applied = AppliedRequests()
     with pytest.raises(ZeroDivisionError):

@@ -194,6 +194,30 @@ def test_an_update_goes_on_where_rows_leave_in_between(monkeypatch: pytest.Monke
     assert torch.equal(client.pull("t", IDS), torch.cat([rows[:2], torch.zeros(3, DIM)]) - 1)
 
 
+def test_an_update_that_was_refused_is_not_refused_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows leave before every attempt, and are there when the client asks: it sends the initial rows of all ids."""
+    client = client_with(init_func=normal, optimizer=SGD(lr=1.0))
+    rows = client.pull("t", IDS)
+    client.push("t", IDS, torch.zeros(5, DIM))
+    update, given = HostedTables.update, []
+
+    def meddled(self: HostedTables, name: str, ids: Tensor, grads: Tensor, initial: InitialRows | None = None) -> None:
+        given.append(initial)
+        self.delete(name, IDS)
+        try:
+            update(self, name, ids, grads, initial)
+        except ValueError:
+            self.push(name, IDS, torch.zeros(5, DIM))
+            raise
+
+    monkeypatch.setattr(HostedTables, "update", meddled)
+    client.update("t", IDS, torch.ones(5, DIM))
+    assert len(given) == 2
+    assert given[0] is None
+    assert torch.equal(given[1][0], IDS.sort().values)
+    assert torch.equal(client.pull("t", IDS), rows - 1)
+
+
 def test_prefetch(monkeypatch: pytest.MonkeyPatch) -> None:
     client = client_with()
     ids = IDS.clone()

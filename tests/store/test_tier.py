@@ -380,6 +380,54 @@ def test_what_is_fetched_of_a_store_is_of_no_use_with_the_next(monkeypatch: pyte
     assert torch.equal(one.lookup(torch.arange(4), train=True), torch.full((4, 2), 2.0))
 
 
+@pytest.mark.parametrize("put", ["while it is fetched", "when it is staged"])
+def test_a_row_that_was_fetched_before_it_was_trained_on_and_put_is_not_used(
+    put: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tiered, whole = _tables()
+    ids, others = torch.arange(20), torch.arange(1000, 1000 + MAX_ROWS)
+    for table in (tiered, whole):
+        table.lookup(ids, train=True)
+        table.lookup(others, train=True)  # they leave
+    tier = tiered.tier
+    assert isinstance(tier, ColdTier)
+    assert torch.equal(tier.read(ids)[0], ids)
+    get, fetched, held = tier.store.get, threading.Event(), threading.Event()
+
+    def first_get(asked: Tensor) -> tuple[Tensor, Tensor]:
+        monkeypatch.undo()  # the other calls are as they were
+        rows = get(asked)
+        fetched.set()
+        assert held.wait(60)
+        return rows
+
+    def train() -> None:
+        for table in (tiered, whole):
+            table.lookup(ids, train=True)
+            table.update(ids, torch.ones(20, 5))
+
+    def leave() -> None:
+        for table in (tiered, whole):
+            table.lookup(others, train=True)
+
+    monkeypatch.setattr(tier.store, "get", first_get)
+    fetching = threading.Thread(target=tier.prefetch, args=(ids,))
+    fetching.start()
+    assert fetched.wait(60)
+    with tier.lock:  # what has been read is staged when it is free
+        held.set()
+        train()
+        if put == "while it is fetched":
+            leave()
+    fetching.join()
+    if put == "when it is staged":
+        leave()
+    assert torch.equal(tier.read(ids)[0], ids)
+    _assert_same(tiered, whole)
+    train()
+    _assert_same(tiered, whole)
+
+
 class _Failing:
     """Calls of a store that fail when they have done a part."""
 
