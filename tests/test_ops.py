@@ -46,14 +46,23 @@ def _snapshot() -> int:
     return ops.snapshot_open(_table_of(IDS), None)
 
 
-def _group() -> int:
+def _kernel() -> PooledKernel:
     table = Table(4)
     _keep.extend([table, PooledKernel([table], [0], "sum")])
-    return int(_keep[-1]._group)
+    return _keep[-1]  # type: ignore[no-any-return]
+
+
+def _group() -> int:
+    return _kernel().group
 
 
 def _context() -> torch.Tensor:
     return ops.group_forward(_group(), IDS, OFFSETS, None, True)[1]
+
+
+def _looked_up() -> tuple[int, torch.Tensor]:
+    kernel = _kernel()
+    return kernel._handle, kernel.look_up(IDS, OFFSETS, (), torch.ones(3))[1]
 
 
 CASES: dict[str, Any] = {
@@ -107,6 +116,9 @@ CASES: dict[str, Any] = {
     "group_read": lambda: (_group(), IDS, OFFSETS, None, [IDS[1:2]], [ops.table_images(_table_of(IDS), IDS[:1])]),
     "group_prefetch": lambda: (_group(), IDS, [3]),
     "group_backward": lambda: (_context(), torch.ones(2, 4), [0.1], True),
+    "kernel_lookup": lambda: (_kernel()._handle, torch.empty(0, requires_grad=True), IDS, OFFSETS, [], None),
+    "kernel_update": lambda: (*_looked_up(), torch.ones(2, 4), [], 3),
+    "kernel_read": lambda: (_kernel()._handle, IDS, OFFSETS, [], torch.ones(3)),
     "rows_forward": lambda: ([_group(), _group()], IDS, [2, 1], True),
     "mix_ids": lambda: (IDS, False),
     "group_weight_gradients": lambda: (_context(), torch.ones(2, 4)),
@@ -131,12 +143,42 @@ def test_opcheck(name: str) -> None:
     opcheck(op, arguments, test_utils=checks)
 
 
-@pytest.mark.parametrize("name", ["table_lookup", "table_contains", "group_forward"])
+# A second call of the others gives something else: another context, or no row to remove any more.
+TRACED = [
+    "table_lookup",
+    "table_contains",
+    "table_insert",
+    "table_update",
+    "table_export",
+    "table_images",
+    "table_absent",
+]
+
+
+@pytest.mark.parametrize("name", [*TRACED, "group_forward", "kernel_read", "mix_ids"])
 def test_opcheck_traced(name: str) -> None:
     arguments = CASES[name]()
     if name == "group_forward":
-        arguments = (*arguments[:-1], False)  # a training forward returns another context each time
+        arguments = (*arguments[:-1], False)
     opcheck(getattr(torch.ops.recstore_ops, name).default, arguments, test_utils="test_aot_dispatch_dynamic")
+
+
+def test_what_a_compiled_function_does_to_rows_is_done() -> None:
+    tables = [Table(4), Table(4)]
+
+    def step(table: int, ids: torch.Tensor) -> torch.Tensor:
+        rows = torch.ops.recstore_ops.table_lookup(table, ids, True)
+        torch.ops.recstore_ops.table_update(table, ids, rows + 1, 0.5)
+        torch.ops.recstore_ops.table_insert(table, ids[:1], torch.ones(1, 4))
+        return rows
+
+    compiled = torch.compile(step, backend="aot_eager", fullgraph=True)
+    for n in (3, 5):
+        ids = torch.arange(n) - 2**62
+        assert torch.equal(step(tables[0].handle, ids), compiled(tables[1].handle, ids))
+    one, other = (ops.table_export(table.handle, table.ids()) for table in tables)
+    assert all(map(torch.equal, one, other))
+    assert tables[0].stats() == tables[1].stats()
 
 
 # Destroying what is not there is allowed, and table_create, instruction_set and mix_ids take no handle.
@@ -154,7 +196,7 @@ def test_an_unknown_handle_is_an_error(name: str) -> None:
     )
     if name in ("group_backward", "group_weight_gradients"):
         bad = _GONE
-    with pytest.raises(RuntimeError, match="handle"):
+    with pytest.raises((RuntimeError, ValueError), match="handle"):
         getattr(torch.ops.recstore_ops, name)(bad, *CASES[name]()[1:])
 
 

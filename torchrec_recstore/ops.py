@@ -14,6 +14,8 @@ from typing import cast
 
 import torch
 from torch import Tensor
+from torch._higher_order_ops.effects import _register_effectful_op
+from torch._library.effects import EffectType
 
 from torchrec_recstore.optim import (
     LAMB,
@@ -346,10 +348,11 @@ def group_create(
 
 
 rows_forward = cast(
-    Callable[[Sequence[int], Tensor, Sequence[int], bool], tuple[Tensor, list[Tensor]]], _ops.rows_forward.default
+    Callable[[Sequence[int], Tensor, Sequence[int], bool], tuple[Tensor, Tensor]], _ops.rows_forward.default
 )
 """(groups of one feature, ids (N,) int64, counts: ids of each group, train)
--> rows (sum of counts * columns,) float32, and each group's context for :func:`group_backward` (none without train)."""
+-> rows (sum of counts * columns,) float32, and the contexts (groups,) that :func:`group_backward` takes one by one, as
+``contexts[i : i + 1]`` (empty without train)."""
 
 mix_ids = cast(Callable[[Tensor, bool], Tensor], _ops.mix_ids.default)
 """(ids (N,) int64, inverse) -> (N,) int64: a bijection without a pattern in its low bits, or its inverse."""
@@ -408,9 +411,9 @@ def _fake_backward(context: Tensor, grad: Tensor, learning_rates: Sequence[float
     return grad.new_empty((_symbolic_size() if weight_grads else 0,))
 
 
-def _fake_rows(groups: Sequence[int], ids: Tensor, counts: Sequence[int], train: bool) -> tuple[Tensor, list[Tensor]]:
+def _fake_rows(groups: Sequence[int], ids: Tensor, counts: Sequence[int], train: bool) -> tuple[Tensor, Tensor]:
     out = ids.new_empty((_symbolic_size(),), dtype=torch.float32)
-    return out, [ids.new_empty((1,)) for _ in groups] if train else []
+    return out, ids.new_empty((len(groups) if train else 0,))
 
 
 def _fake_mix(ids: Tensor, inverse: bool) -> Tensor:
@@ -475,3 +478,7 @@ _FAKES: dict[str, Callable[..., object]] = {
 }
 for _name, _fake in _FAKES.items():
     torch.library.register_fake(f"recstore_ops::{_name}", _fake)
+    if _fake is not _fake_mix:
+        # The rows that the other ops read and change are no tensor of a graph. As effects in order, compilers neither
+        # drop one of them nor move it before or behind another. (torch has no public name for it, 2.13.)
+        _register_effectful_op(f"recstore_ops::{_name}", EffectType.ORDERED)

@@ -57,7 +57,8 @@ Registry<const Group>& groups() {
   return *registry;
 }
 Registry<Pass>& passes() {
-  static auto* registry = new Registry<Pass>("pass");
+  static auto* registry = new Registry<Pass>(
+      "pass", ": the lookup's graph is gone, or a saved-tensor hook has put a copy in the place of what a compiled lookup saved");
   return *registry;
 }
 
@@ -656,15 +657,24 @@ GivenBatch checked_batch(const Group& group, const Tensor& given_ids, std::optio
   return given;
 }
 
-// Keeps the pass until its last reference is gone.
-Tensor context_of(std::shared_ptr<Pass> pass) {
-  auto* handle = new int64_t(passes().add(std::move(pass)));
-  const std::vector<int64_t> one{1};
-  return torch::stable::from_blob(
-      handle, one, one, torch::stable::Device(torch::headeronly::DeviceType::CPU), ScalarType::Long, [](void* data) {
-        passes().remove(*static_cast<int64_t*>(data));
-        delete static_cast<int64_t*>(data);
-      });
+// Keeps passes until a context tensor's last reference is gone. A compiled graph may write to the tensor's memory after it
+// has read it for the last time, so that the handles stand here once more.
+struct PassOwner {
+  std::vector<int64_t> handles;
+  std::vector<int64_t> tensor_data;
+  ~PassOwner() {
+    for (const int64_t handle : handles) passes().remove(handle);
+  }
+};
+
+// The handles of the passes, (passes,) int64, which live as long as the tensor.
+Tensor context_of(std::vector<std::shared_ptr<Pass>> all) {
+  const auto owner = std::make_shared<PassOwner>();
+  owner->handles.reserve(all.size());
+  for (auto& pass : all) owner->handles.push_back(passes().add(std::move(pass)));
+  owner->tensor_data = owner->handles;
+  return torch::stable::from_blob(owner->tensor_data.data(), {static_cast<int64_t>(all.size())}, {1},
+                                  torch::stable::Device(torch::headeronly::DeviceType::CPU), ScalarType::Long, [owner](void*) {});
 }
 
 // -> out (bags, columns), and where train is set the context that group_backward takes, else an empty tensor.
@@ -679,7 +689,7 @@ std::tuple<Tensor, Tensor> group_forward(int64_t group_handle, Tensor ids, Tenso
     return {pooled_tensor(std::move(buffer), bags, group->columns()), empty({0}, ScalarType::Long)};
   }
   return {pooled_tensor(std::move(buffer), bags, group->columns()),
-          context_of(std::make_shared<Pass>(group, batch, inputs, out, executor()))};
+          context_of({std::make_shared<Pass>(group, batch, inputs, out, executor())})};
 }
 
 // -> the raw ids that a batch looks up in each table, those of its features one after the other.
@@ -804,8 +814,8 @@ void group_accumulated_backward(std::vector<Tensor> contexts, std::vector<Tensor
 std::string instruction_set() { return row_kernels().name; }
 
 // Rows without pooling, of groups of one feature whose ids follow each other: counts of each.
-// -> out (sum of counts * columns,), and where train is set the context of each group, that group_backward takes.
-std::tuple<Tensor, std::vector<Tensor>> rows_forward(std::vector<int64_t> group_handles, Tensor ids, std::vector<int64_t> counts, bool train) {
+// -> out (sum of counts * columns,), and the contexts (groups,) that group_backward takes one by one, none where train is not set.
+std::tuple<Tensor, Tensor> rows_forward(std::vector<int64_t> group_handles, Tensor ids, std::vector<int64_t> counts, bool train) {
   ids = checked_ids(ids);
   if (counts.size() != group_handles.size()) throw InvalidArgument("counts must have one entry a group");
   std::vector<std::shared_ptr<const Group>> members;
@@ -831,10 +841,9 @@ std::tuple<Tensor, std::vector<Tensor>> rows_forward(std::vector<int64_t> group_
       next += counts[g] * members[g]->columns();
     }
   };
-  std::vector<Tensor> contexts;
   if (!train) {
     for_each_group([](const auto& group, const Batch& batch, float* rows) { read(*group, batch, rows); });
-    return {recycled_tensor(std::move(buffer), {floats}, {1}), std::move(contexts)};
+    return {recycled_tensor(std::move(buffer), {floats}, {1}), empty({0}, ScalarType::Long)};
   }
   std::vector<const Table*> distinct;
   for (const auto& group : members) distinct.push_back(group->tables[0].get());
@@ -848,11 +857,12 @@ std::tuple<Tensor, std::vector<Tensor>> rows_forward(std::vector<int64_t> group_
     const auto locks = group->lock();
     check_room(*group, batch, static_cast<Slot*>(slots.data()), rows, executor());
   });
+  std::vector<std::shared_ptr<Pass>> made;
   for_each_group([&](const auto& group, const Batch& batch, float* rows) {
     const auto inputs = std::make_shared<Inputs>(Inputs{ids, {}, std::nullopt});
-    contexts.push_back(context_of(std::make_shared<Pass>(group, batch, inputs, rows, executor())));
+    made.push_back(std::make_shared<Pass>(group, batch, inputs, rows, executor()));
   });
-  return {recycled_tensor(std::move(buffer), {floats}, {1}), std::move(contexts)};
+  return {recycled_tensor(std::move(buffer), {floats}, {1}), context_of(std::move(made))};
 }
 
 // -> ids (N,) int64, each mapped by mix(), or by its inverse.
@@ -932,7 +942,7 @@ STABLE_TORCH_LIBRARY(recstore_ops, m) {
   m.def("group_weight_gradients(Tensor context, Tensor grad) -> Tensor");
   m.def("group_accumulated_backward(Tensor[] contexts, Tensor[] grads, float[] learning_rates) -> ()");
   m.def("instruction_set() -> str");
-  m.def("rows_forward(int[] groups, Tensor ids, int[] counts, bool train) -> (Tensor, Tensor[])");
+  m.def("rows_forward(int[] groups, Tensor ids, int[] counts, bool train) -> (Tensor, Tensor)");
   m.def("mix_ids(Tensor ids, bool inverse) -> Tensor");
 }
 

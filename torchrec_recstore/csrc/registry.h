@@ -16,7 +16,8 @@ namespace recstore {
 template <class T>
 class Registry {
  public:
-  explicit Registry(std::string kind) : kind_(std::move(kind)) {}
+  // why_missing: ends the error about a handle that is unknown.
+  explicit Registry(std::string kind, std::string why_missing = "") : kind_(std::move(kind)), why_missing_(std::move(why_missing)) {}
 
   int64_t add(std::shared_ptr<T> object) {
     const std::lock_guard<std::mutex> lock(mutex_);
@@ -26,7 +27,7 @@ class Registry {
   std::shared_ptr<T> get(int64_t handle) {
     const std::lock_guard<std::mutex> lock(mutex_);
     const auto found = objects_.find(handle);
-    if (found == objects_.end()) throw InvalidArgument("no open " + kind_ + " has the handle " + std::to_string(handle));
+    if (found == objects_.end()) throw InvalidArgument("no open " + kind_ + " has the handle " + std::to_string(handle) + why_missing_);
     return found->second;
   }
   // The object, which lives on where somebody else still holds it; null where there was none.
@@ -41,6 +42,7 @@ class Registry {
 
  private:
   std::string kind_;
+  std::string why_missing_;
   std::mutex mutex_;
   int64_t next_ = 1;
   std::unordered_map<int64_t, std::shared_ptr<T>> objects_;

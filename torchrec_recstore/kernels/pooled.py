@@ -3,19 +3,19 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import astuple
-from typing import Any, Literal
+from typing import Literal
 
 import torch
-from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
+from torch import Tensor
 
 from torchrec_recstore import ops
 from torchrec_recstore.kernels.cold_rows import ColdRows
+from torchrec_recstore.kernels.lookup import LookupKernel
 from torchrec_recstore.kernels.routing import BlockRouting
 from torchrec_recstore.store import Table
 
 
-class PooledKernel(nn.Module):
+class PooledKernel(LookupKernel):
     """Embedding bags over a group of tables, one native call forward and one backward.
 
     Symbols: ``F`` features, ``B`` batch size, ``N`` ids in the batch.
@@ -45,7 +45,7 @@ class PooledKernel(nn.Module):
         routings: Sequence[BlockRouting | None] | None = None,
         accumulation_steps: int = 1,
     ) -> None:
-        super().__init__()
+        super().__init__(tables, 1)
         if pooling not in ("sum", "mean"):
             raise ValueError(f"pooling must be 'sum' or 'mean', got {pooling!r}")
         if routings is None:
@@ -62,8 +62,8 @@ class PooledKernel(nn.Module):
         self._group = ops.group_create([t.handle for t in self.tables], feature_tables, numbers, pooling == "mean")
         self._free = weakref.finalize(self, ops.group_destroy, self._group)
         self.cold_rows = ColdRows(self.tables, self._group)
-        self._anchor = torch.empty(0, requires_grad=True)
-        self._name = ", ".join(table.name for table in self.tables)
+        self._features = len(feature_tables)
+        self._columns = sum(len(self.tables[number].columns) for number in feature_tables)
 
     def forward(self, ids: Tensor, offsets: Tensor, weights: Tensor | None = None, *, train: bool) -> Tensor:
         """Looks a batch up and pools it.
@@ -86,14 +86,7 @@ class PooledKernel(nn.Module):
             MemoryError: no room for the new rows; nothing has changed.
         """
         self._check(ids, offsets, weights)
-        with ops.native_errors(f"tables {self._name}"):
-            if not (train and torch.is_grad_enabled()):
-                if self.cold_rows.tiers:
-                    return self.cold_rows.read(ids, offsets, weights)
-                return ops.group_forward(self._group, ids, offsets, weights, False)[0]
-            with self.cold_rows.resident(ids, offsets):
-                out: Tensor = _PooledLookup.apply(self._anchor, self, ids, offsets, weights)  # type: ignore[no-untyped-call]
-            return out
+        return self._run(ids, offsets, (), weights, train)
 
     def prefetch(self, ids: Tensor, counts: Sequence[int]) -> None:
         """Prepares a batch ahead of its training forward; may run in a thread beside other work.
@@ -126,16 +119,30 @@ class PooledKernel(nn.Module):
         """The handle of the native group, for other lookups of the same tables; valid as long as the kernel."""
         return self._group
 
-    def update(self, context: Tensor, grad: Tensor, weight_grads: bool) -> Tensor | None:
+    def look_up(
+        self, ids: Tensor, offsets: Tensor | None, counts: Sequence[int], weights: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """See :meth:`LookupKernel.look_up`."""
+        assert offsets is not None
+        with self.cold_rows.resident(ids, offsets):
+            return ops.group_forward(self._group, ids, offsets, weights, True)
+
+    def read(self, ids: Tensor, offsets: Tensor | None, counts: Sequence[int], weights: Tensor | None) -> Tensor:
+        """See :meth:`LookupKernel.read`."""
+        assert offsets is not None
+        if self.cold_rows.tiers:
+            return self.cold_rows.read(ids, offsets, weights)
+        return ops.group_forward(self._group, ids, offsets, weights, False)[0]
+
+    def output_shape(self, offsets: Tensor | None, counts: Sequence[int]) -> tuple[int, ...]:
+        """See :meth:`LookupKernel.output_shape`."""
+        assert offsets is not None
+        return (offsets.shape[0] - 1) // max(self._features, 1), self._columns
+
+    def update(self, context: Tensor, grad: Tensor, weight_grads: bool, counts: Sequence[int] = ()) -> Tensor | None:
         """The fused optimizer's step of one training forward, or what awaits it where passes are accumulated.
 
-        Args:
-            context: which the forward of the kernel's group gave.
-            grad: (B, sum of the features' columns) float32.
-            weight_grads: whether the per-sample weights get a gradient.
-
-        Returns:
-            (N,) float32 where ``weight_grads`` is set.
+        The arguments and the result are those of :meth:`LookupKernel.update`.
         """
         if self.accumulation_steps == 1:
             grad_weights = ops.group_backward(context, grad, self._learning_rates(), weight_grads)
@@ -153,28 +160,3 @@ class PooledKernel(nn.Module):
         if self.learning_rate is not None:
             return [self.learning_rate()] * len(self.tables)
         return [table.optimizer.lr for table in self.tables]
-
-
-class _PooledLookup(torch.autograd.Function):
-    """Backward is the fused optimizer's step: the rows are changed there, and only the weights get a gradient."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, anchor: Tensor, kernel: PooledKernel, ids: Tensor, offsets: Tensor, weights: Tensor | None
-    ) -> Tensor:
-        out, context = ops.group_forward(kernel._group, ids, offsets, weights, True)
-        # The native side reads the weights again: saved, so that autograd refuses ones changed in place.
-        ctx.save_for_backward(context, weights)
-        ctx.kernel = kernel
-        return out
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *grads: Tensor) -> tuple[None, None, None, None, Tensor | None]:
-        context = ctx.saved_tensors[0]
-        grad = grads[0]
-        if grad.dtype is not torch.float32:
-            grad = grad.float()
-        with ops.native_errors(f"tables {ctx.kernel._name}"):
-            grad_weights = ctx.kernel.update(context, grad, ctx.needs_input_grad[4])
-        return None, None, None, None, grad_weights

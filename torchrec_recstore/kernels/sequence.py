@@ -2,20 +2,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
-from typing import Any
 
 import torch
-from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
+from torch import Tensor
 
 from torchrec_recstore import ops
+from torchrec_recstore.kernels.lookup import LookupKernel
 from torchrec_recstore.kernels.pooled import PooledKernel
 from torchrec_recstore.kernels.routing import BlockRouting
 from torchrec_recstore.store import Table
 from torchrec_recstore.store.tier import holding
 
 
-class SequenceKernel(nn.Module):
+class SequenceKernel(LookupKernel):
     """Rows in the order of the batch, for several tables, one native call forward and one a table backward.
 
     Args:
@@ -34,7 +33,7 @@ class SequenceKernel(nn.Module):
         routings: Sequence[BlockRouting | None] | None = None,
         accumulation_steps: int = 1,
     ) -> None:
-        super().__init__()
+        super().__init__(tables, len(tables))
         if routings is None:
             routings = [None] * len(tables)
         if len(routings) != len(tables):
@@ -44,8 +43,7 @@ class SequenceKernel(nn.Module):
             for table, routing in zip(tables, routings, strict=True)
         ]
         self._columns = [len(table.columns) for table in tables]
-        self._anchor = torch.empty(0, requires_grad=True)
-        self._name = ", ".join(table.name for table in tables)
+        self._has_cold_rows = any(kernel.cold_rows.tiers for kernel in self._kernels)
 
     @property
     def learning_rate(self) -> Callable[[], float] | None:
@@ -76,20 +74,37 @@ class SequenceKernel(nn.Module):
         """
         if ids.dtype is not torch.int64:
             raise TypeError(f"ids must be int64, got {ids.dtype}")
-        with ops.native_errors(f"tables {self._name}"):
-            cold = any(kernel.cold_rows.tiers for kernel in self._kernels)
-            if not (train and torch.is_grad_enabled()):
-                if cold:
-                    rows = (kernel.cold_rows.read(part, None, None) for kernel, part in self._parts(ids, counts))
-                    return torch.cat([part.flatten() for part in rows])
-                return ops.rows_forward(self._groups(), ids, counts, False)[0]
-            with ExitStack() as stack:
-                if cold:  # the locks of all tables, in their order, before any is taken alone
-                    stack.enter_context(holding([tier for kernel in self._kernels for tier in kernel.cold_rows.tiers]))
-                for kernel, part in self._parts(ids, counts) if cold else ():
+        return self._run(ids, None, counts, None, train)
+
+    def look_up(
+        self, ids: Tensor, offsets: Tensor | None, counts: Sequence[int], weights: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """See :meth:`LookupKernel.look_up`."""
+        with ExitStack() as stack:
+            if self._has_cold_rows:
+                # The locks of all tables, in their order, before any is taken alone.
+                stack.enter_context(holding([tier for kernel in self._kernels for tier in kernel.cold_rows.tiers]))
+                for kernel, part in self._parts(ids, counts):
                     stack.enter_context(kernel.cold_rows.resident(part, None))
-                out: Tensor = _Rows.apply(self._anchor, self, ids, list(counts))  # type: ignore[no-untyped-call]
-            return out
+            return ops.rows_forward(self._groups(), ids, counts, True)
+
+    def read(self, ids: Tensor, offsets: Tensor | None, counts: Sequence[int], weights: Tensor | None) -> Tensor:
+        """See :meth:`LookupKernel.read`."""
+        if self._has_cold_rows:
+            rows = (kernel.cold_rows.read(part, None, None) for kernel, part in self._parts(ids, counts))
+            return torch.cat([part.flatten() for part in rows])
+        return ops.rows_forward(self._groups(), ids, counts, False)[0]
+
+    def output_shape(self, offsets: Tensor | None, counts: Sequence[int]) -> tuple[int, ...]:
+        """See :meth:`LookupKernel.output_shape`."""
+        return (sum(count * columns for count, columns in zip(counts, self._columns, strict=True)),)
+
+    def update(self, context: Tensor, grad: Tensor, weight_grads: bool, counts: Sequence[int] = ()) -> Tensor | None:
+        """See :meth:`LookupKernel.update`."""
+        sizes = [count * columns for count, columns in zip(counts, self._columns, strict=True)]
+        for i, (kernel, part) in enumerate(zip(self._kernels, torch.split(grad, sizes), strict=True)):
+            kernel.update(context[i : i + 1], part.reshape(-1, self._columns[i]), False)
+        return None
 
     def prefetch(self, ids: Tensor, counts: Sequence[int]) -> None:
         """As :meth:`PooledKernel.prefetch`, with the ids of each table counted."""
@@ -101,27 +116,3 @@ class SequenceKernel(nn.Module):
 
     def _groups(self) -> list[int]:
         return [kernel.group for kernel in self._kernels]
-
-
-class _Rows(torch.autograd.Function):
-    """Backward is the fused optimizer's step of each table."""
-
-    @staticmethod
-    def forward(ctx: Any, anchor: Tensor, kernel: SequenceKernel, ids: Tensor, counts: list[int]) -> Tensor:
-        out, contexts = ops.rows_forward(kernel._groups(), ids, counts, True)
-        ctx.save_for_backward(*contexts)
-        ctx.kernel, ctx.counts = kernel, counts
-        return out
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *grads: Tensor) -> tuple[None, None, None, None]:
-        kernel = ctx.kernel
-        sizes = [count * columns for count, columns in zip(ctx.counts, kernel._columns, strict=True)]
-        parts = torch.split(grads[0].float(), sizes)
-        with ops.native_errors(f"tables {kernel._name}"):
-            for one, context, grad, columns in zip(
-                kernel._kernels, ctx.saved_tensors, parts, kernel._columns, strict=True
-            ):
-                one.update(context, grad.reshape(-1, columns), False)
-        return None, None, None, None

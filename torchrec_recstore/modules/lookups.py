@@ -9,6 +9,7 @@ from typing import Any, Literal, TypeVar
 import torch
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
+from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
 from torchrec_recstore import ops
 from torchrec_recstore.kernels import PooledKernel, SequenceKernel
@@ -70,14 +71,17 @@ class Lookups:
             RuntimeError: a table is on the meta device, or in a ``DistributedDataParallel``.
             TypeError, ValueError, MemoryError, ColdStoreError: as for :class:`PooledKernel`.
         """
+        if torch.compiler.is_dynamo_compiling():
+            return _bags_outside_the_graph(self, tables, feature_tables, pooling, bags, train)  # type: ignore[no-any-return]
         train = train and torch.is_grad_enabled()
         fused = tables[0].fused
+        if train:
+            _check_training(tables)
         kind = PooledKernel if fused else _PooledWithoutUpdate
         kernel = self._kernel(
             (fused, pooling, *feature_tables, *map(id, tables)), tables, lambda t: kind(t, feature_tables, pooling)
         )
         if train:
-            _refuse_ddp(tables)
             out: Tensor = kernel(bags.ids, bags.offsets, bags.weights, train=True)
             if fused:
                 return out
@@ -107,10 +111,12 @@ class Lookups:
             RuntimeError: a table is on the meta device, or in a ``DistributedDataParallel``.
             TypeError, ValueError, MemoryError, ColdStoreError: as for :class:`SequenceKernel`.
         """
+        if torch.compiler.is_dynamo_compiling():
+            return _rows_outside_the_graph(self, tables, ids, counts, train)  # type: ignore[no-any-return]
         train = train and torch.is_grad_enabled()
-        kernel = self._kernel(tuple(map(id, tables)), tables, SequenceKernel)
         if train:
-            _refuse_ddp(tables)
+            _check_training(tables)
+        kernel = self._kernel(tuple(map(id, tables)), tables, SequenceKernel)
         out: Tensor = kernel(ids, counts, train=train)
         if train and not tables[0].fused:
             out = _CollectRows.apply(self._anchor, out.detach(), list(tables), ids, list(counts))  # type: ignore[no-untyped-call]
@@ -135,10 +141,36 @@ class Lookups:
         return kernel  # type: ignore[return-value]
 
 
+_REASON = (
+    "the rows of eager RecStore modules are looked up outside of compiled graphs; a sharded model, by RecStoreSharder, "
+    "is compiled whole"
+)
+
+
+# The kernel depends on tables that load_state_dict() replaces, and gradients may be collected in Python.
+@torch.compiler.disable(reason=_REASON)  # type: ignore[no-untyped-call, untyped-decorator]
+def _bags_outside_the_graph(
+    lookups: Lookups,
+    tables: Sequence[TableModule],
+    feature_tables: Sequence[int],
+    pooling: Pooling,
+    bags: Bags,
+    train: bool,
+) -> Tensor:
+    return lookups.bags(tables, feature_tables, pooling, bags, train=train)
+
+
+@torch.compiler.disable(reason=_REASON)  # type: ignore[no-untyped-call, untyped-decorator]
+def _rows_outside_the_graph(
+    lookups: Lookups, tables: Sequence[TableModule], ids: Tensor, counts: Sequence[int], train: bool
+) -> list[Tensor]:
+    return lookups.rows(tables, ids, counts, train=train)
+
+
 class _PooledWithoutUpdate(PooledKernel):
     """Leaves the rows as they are in backward; per-sample weights get their gradient."""
 
-    def update(self, context: Tensor, grad: Tensor, weight_grads: bool) -> Tensor | None:
+    def update(self, context: Tensor, grad: Tensor, weight_grads: bool, counts: Sequence[int] = ()) -> Tensor | None:
         return ops.group_weight_gradients(context, grad) if weight_grads else None
 
 
@@ -246,7 +278,13 @@ def _parts(features: Sequence[TableModule], offsets: Tensor) -> Iterator[tuple[T
     return zip(features, ends[:-1], ends[1:], strict=True)
 
 
-def _refuse_ddp(tables: Sequence[TableModule]) -> None:
+def _check_training(tables: Sequence[TableModule]) -> None:
+    if not tables[0].fused and get_proxy_mode() is not None:
+        names = ", ".join(repr(module.table.name) for module in tables)
+        raise NotImplementedError(
+            f"table(s) {names}: modules with fused=False collect gradients in Python, which a traced graph does not "
+            "hold: make the modules with fused=True, or trace without them"
+        )
     # Each rank would train rows of its own, with nobody to tell. (A private name of torch 2.13.)
     if getattr(nn.parallel.DistributedDataParallel, "_active_ddp_module", None) is not None:
         names = ", ".join(repr(module.table.name) for module in tables)

@@ -134,7 +134,7 @@ class HostedTables:
             with ops.native_errors(f"table '{name}'"), kernel.cold_rows.resident(ids, None):
                 begun = _without_row(hosted, ids, initial)
                 # The rows stay where they are from here on until their update.
-                context = ops.rows_forward([kernel.group], ids, [len(ids)], True)[1][0]
+                context = ops.rows_forward([kernel.group], ids, [len(ids)], True)[1]
                 if begun is not None and len(begun[0]):
                     there = table.contains(begun[0])  # those that admission has not held back
                     table.insert(begun[0][there], begun[1][there])

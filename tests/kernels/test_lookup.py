@@ -1,0 +1,133 @@
+"""Lookups beside what else takes part in autograd: saved-tensor hooks, checkpoints, graphs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+
+import pytest
+import torch
+from torch import Tensor
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils.checkpoint import checkpoint
+
+from torchrec_recstore import ops
+from torchrec_recstore.kernels import PooledKernel, SequenceKernel
+from torchrec_recstore.optim import RowWiseAdagrad
+from torchrec_recstore.store import Table
+
+IDS = torch.tensor([5, -7, 2**62, 5, 1])
+OFFSETS = torch.tensor([0, 2, 3, 5])
+Lookup = Callable[[Tensor], Tensor]
+
+
+def pooled(table: Table) -> Lookup:
+    kernel = PooledKernel([table], [0], "mean")
+    return lambda weights: kernel(IDS, OFFSETS, weights, train=True)
+
+
+def sequence(table: Table) -> Lookup:
+    kernel = SequenceKernel([table])
+    return lambda weights: kernel(IDS, [len(IDS)], train=True).view(-1, 4) * weights[:, None]
+
+
+def train(make: Callable[[Table], Lookup], around: Callable[[Lookup, Tensor], Tensor]) -> list[Tensor]:
+    """Two steps: the weights' gradients and all that the table holds."""
+    with Table(4, optimizer=RowWiseAdagrad(lr=0.1)) as table:
+        look_up = make(table)
+        weights = torch.linspace(0.5, 1.5, len(IDS), requires_grad=True)
+        for _ in range(2):
+            around(look_up, weights).square().sum().backward()
+        assert weights.grad is not None
+        assert table.stats().updates == 2 * 4
+        *state, _, _ = ops.table_export(
+            table.handle, table.ids()
+        )  # not what counts steps: a checkpoint makes two of one
+        return [weights.grad, table.ids(), *state]
+
+
+def copied_by_hooks(look_up: Lookup, weights: Tensor) -> Tensor:
+    with torch.autograd.graph.saved_tensors_hooks(torch.clone, torch.clone):
+        return look_up(weights)
+
+
+def saved_on_cpu(look_up: Lookup, weights: Tensor) -> Tensor:
+    with torch.autograd.graph.save_on_cpu():
+        return look_up(weights)
+
+
+def checkpointed(look_up: Lookup, weights: Tensor) -> Tensor:
+    return checkpoint(lambda given: look_up(given) * 1.0, weights, use_reentrant=False)  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("make", [pooled, sequence])
+@pytest.mark.parametrize("around", [copied_by_hooks, saved_on_cpu, checkpointed])
+def test_hooks_and_checkpoints_change_nothing(
+    make: Callable[[Table], Lookup], around: Callable[[Lookup, Tensor], Tensor]
+) -> None:
+    wanted = train(make, lambda look_up, weights: look_up(weights))
+    assert all(map(torch.equal, train(make, around), wanted))
+
+
+def test_a_reentrant_checkpoint_is_refused() -> None:
+    with Table(4) as table:
+        with pytest.raises(RuntimeError, match="use_reentrant=False"):
+            checkpoint(pooled(table), torch.ones(len(IDS), requires_grad=True), use_reentrant=True)
+        assert len(table) == 0
+
+
+@pytest.mark.parametrize("make", [pooled, sequence])
+def test_slots_are_kept_as_long_as_the_graph_is_and_no_longer(make: Callable[[Table], Lookup]) -> None:
+    with Table(4) as table:
+        out = make(table)(torch.ones(len(IDS)))
+        out.sum().backward(retain_graph=True)
+        out.sum().backward()
+        assert table.stats().updates == 2 * 4
+        with pytest.raises(RuntimeError, match="second time"):
+            out.sum().backward()
+        table.remove(IDS)
+        table.insert(torch.tensor([3]), torch.ones(1, 4))
+        assert table.lookup(torch.tensor([3])).tolist() == [[1.0] * 4]
+
+
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+@pytest.mark.parametrize("make", [pooled, sequence])
+def test_compiled(make: Callable[[Table], Lookup], backend: str) -> None:
+    torch._dynamo.reset()
+
+    def around(look_up: Lookup, weights: Tensor) -> Tensor:
+        # What reads the ids and weights afterwards could use their memory.
+        return torch.compile(lambda given: look_up(given * 2.0) + 1.0, backend=backend, fullgraph=True)(weights)
+
+    wanted = train(make, lambda look_up, weights: look_up(weights * 2.0) + 1.0)
+    same = torch.equal if backend == "aot_eager" else partial(torch.allclose, rtol=1e-6)
+    assert all(map(same, train(make, around), wanted))
+
+
+def test_a_compiled_graph_whose_saved_state_is_copied_is_refused() -> None:
+    with Table(4) as table:
+        compiled = torch.compile(pooled(table), backend="aot_eager", fullgraph=True)
+        with torch.autograd.graph.saved_tensors_hooks(torch.clone, torch.clone):
+            out = compiled(torch.ones(len(IDS)))
+        before = ops.table_export(table.handle, table.ids())
+        with pytest.raises(ValueError, match=r"tables table: .*saved-tensor hook"):
+            out.sum().backward()
+        assert all(map(torch.equal, before, ops.table_export(table.handle, table.ids())))
+
+
+def test_make_fx_keeps_the_update() -> None:
+    with Table(4) as table, Table(4) as traced:
+        kernels = [PooledKernel([each], [0], "sum") for each in (table, traced)]
+
+        def step(kernel: PooledKernel, weights: Tensor) -> Tensor:
+            weights = weights.detach().requires_grad_()
+            return torch.autograd.grad(kernel(IDS, OFFSETS, weights, train=True).sum(), weights)[0]
+
+        trace = make_fx(partial(step, kernels[1]), tracing_mode="fake", _allow_non_fake_inputs=True)
+        graph = trace(torch.ones(len(IDS)))
+        graph.graph.eliminate_dead_code()
+        graph.recompile()
+        assert len(traced) == 0
+        assert torch.equal(graph(torch.ones(len(IDS))), step(kernels[0], torch.ones(len(IDS))))
+        assert torch.equal(table.lookup(IDS), traced.lookup(IDS))
+        assert table.stats() == traced.stats()

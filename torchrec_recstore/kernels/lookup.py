@@ -1,0 +1,254 @@
+"""How a kernel's lookup takes part in autograd and in graphs.
+
+In eager mode a lookup is one node of autograd, made by Python: the shortest way. Where a graph is made of the program
+(``torch.compile``, ``torch.export``, ``make_fx``), it is made of three operators, whose implementations call the same
+kernels:
+
+    recstore_ops::kernel_lookup(int kernel, Tensor anchor, Tensor ids, Tensor? offsets, SymInt[] counts,
+                                Tensor? weights) -> (Tensor, Tensor)      a training lookup, and its context
+    recstore_ops::kernel_update(int kernel, Tensor context, Tensor grad, SymInt[] counts, SymInt weight_grads)
+                                -> Tensor                                 its backward
+    recstore_ops::kernel_read(int kernel, Tensor ids, Tensor? offsets, SymInt[] counts, Tensor? weights) -> Tensor
+
+What they change, the rows, is no tensor of the graph. All of them are therefore effects in order: compilers neither
+drop one nor move it before or behind another.
+"""
+
+from __future__ import annotations
+
+import itertools
+import sys
+import weakref
+from collections.abc import Sequence
+from types import FrameType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch._higher_order_ops.effects import _register_effectful_op  # torch has no public name for effects (2.13)
+from torch._library.effects import EffectType
+from torch.autograd.function import once_differentiable
+from torch.utils.checkpoint import CheckpointFunction
+
+from torchrec_recstore import ops
+from torchrec_recstore.store import Table
+
+
+class LookupKernel(nn.Module):
+    """What pooled and sequence kernels have in common.
+
+    Args:
+        tables: the tables that are looked up.
+        passes: the number of native passes that a training lookup is made of.
+    """
+
+    def __init__(self, tables: Sequence[Table], passes: int) -> None:
+        super().__init__()
+        self.passes = passes
+        self._anchor = torch.empty(0, requires_grad=True)
+        self._name = ", ".join(table.name for table in tables)
+        self._handle = next(_handles)
+        _kernels[self._handle] = self
+
+    def look_up(
+        self, ids: Tensor, offsets: Tensor | None, counts: Sequence[int], weights: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """A training lookup.
+
+        Args:
+            ids: (N,) int64.
+            offsets: (F * B + 1,) int32 or int64 where the kernel pools.
+            counts: ids of each table where the kernel does not pool.
+            weights: (N,) float32 per-sample weights.
+
+        Returns:
+            The output, float32, and the context for :meth:`update`, (passes,) int64. Slots that the lookup found are
+            not reused as long as the context lives.
+        """
+        raise NotImplementedError
+
+    def update(self, context: Tensor, grad: Tensor, weight_grads: bool, counts: Sequence[int] = ()) -> Tensor | None:
+        """The fused optimizer's step of one training lookup.
+
+        Args:
+            context: of the lookup.
+            grad: float32, of the shape of the lookup's output.
+            weight_grads: whether the per-sample weights get a gradient.
+            counts: as in the lookup.
+
+        Returns:
+            (N,) float32 where ``weight_grads`` is set.
+        """
+        raise NotImplementedError
+
+    def read(self, ids: Tensor, offsets: Tensor | None, counts: Sequence[int], weights: Tensor | None) -> Tensor:
+        """An evaluation lookup; the arguments are those of :meth:`look_up`, and so is the output."""
+        raise NotImplementedError
+
+    def output_shape(self, offsets: Tensor | None, counts: Sequence[int]) -> tuple[int, ...]:
+        """The shape of the output; sizes may be symbolic."""
+        raise NotImplementedError
+
+    def _run(
+        self, ids: Tensor, offsets: Tensor | None, counts: Sequence[int], weights: Tensor | None, train: bool
+    ) -> Tensor:
+        wanted, train = train, train and torch.is_grad_enabled()
+        if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0:
+            if train:
+                return _ops.kernel_lookup(self._handle, self._anchor, ids, offsets, counts, weights)[0]  # type: ignore[no-any-return]
+            return _ops.kernel_read(self._handle, ids, offsets, counts, weights)  # type: ignore[no-any-return]
+        with ops.native_errors(f"tables {self._name}"):
+            if train:
+                return _Lookup.apply(self._anchor, self, ids, offsets, counts, weights)  # type: ignore[no-any-return, no-untyped-call]
+            if wanted:
+                _refuse_reentrant_checkpoint(self._name)
+            return self.read(ids, offsets, counts, weights)
+
+
+class _Lookup(torch.autograd.Function):
+    """Backward is the fused optimizer's step: the rows are changed there, and only the weights get a gradient."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        anchor: Tensor,
+        kernel: LookupKernel,
+        ids: Tensor,
+        offsets: Tensor | None,
+        counts: Sequence[int],
+        weights: Tensor | None,
+    ) -> Tensor:
+        out, context = kernel.look_up(ids, offsets, counts, weights)
+        # The native side reads the weights again: saved, so that autograd refuses ones changed in place.
+        ctx.save_for_backward(weights)
+        # Not saved for backward: a saved-tensor hook would put a copy in its place, and the pass lives by this tensor.
+        ctx.kernel, ctx.counts, ctx.context = kernel, counts, context
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        _ = ctx.saved_tensors  # raises where the weights have been changed, or the graph is gone
+        kernel, context = ctx.kernel, ctx.context
+        if not torch._C._autograd._get_current_graph_task_keep_graph():  # private in torch 2.13; as autograd frees
+            ctx.context = None
+        with ops.native_errors(f"tables {kernel._name}"):
+            grad_weights = kernel.update(context, grads[0].float(), ctx.needs_input_grad[5], ctx.counts)
+        return None, None, None, None, None, grad_weights
+
+
+def _refuse_reentrant_checkpoint(names: str) -> None:
+    """Raises in the first forward of a reentrant checkpoint, which runs without grad and is to be a training step."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        if frame.f_code is CheckpointFunction.forward.__code__:
+            raise RuntimeError(
+                f"tables {names}: a reentrant checkpoint runs its first forward without grad, in which ids without a "
+                "row do not get one: use torch.utils.checkpoint.checkpoint(..., use_reentrant=False)"
+            )
+        frame = frame.f_back
+
+
+_handles = itertools.count(1)
+_kernels: weakref.WeakValueDictionary[int, LookupKernel] = weakref.WeakValueDictionary()
+_ops = torch.ops.recstore_ops
+
+
+def _kernel_of(handle: int) -> LookupKernel:
+    kernel = _kernels.get(handle)
+    if kernel is None:
+        raise ValueError(
+            f"no kernel of this process has the handle {handle}: a graph with RecStore tables runs only in the process "
+            "that made it, and only as long as its model lives; export_for_inference makes a model for other processes"
+        )
+    return kernel
+
+
+def _lookup(
+    handle: int, anchor: Tensor, ids: Tensor, offsets: Tensor | None, counts: Sequence[int], weights: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    kernel = _kernel_of(handle)
+    # The pass reads both again in backward, and a compiled graph may use their memory for something else by then.
+    ids, weights = ids.clone(), None if weights is None else weights.clone()
+    with ops.native_errors(f"tables {kernel._name}"):
+        return kernel.look_up(ids, offsets, counts, weights)
+
+
+def _update(handle: int, context: Tensor, grad: Tensor, counts: Sequence[int], weight_grads: int | None) -> Tensor:
+    kernel = _kernel_of(handle)
+    with ops.native_errors(f"tables {kernel._name}"):
+        grad_weights = kernel.update(context, grad, weight_grads is not None, counts)
+    return grad.new_empty(0) if grad_weights is None else grad_weights
+
+
+def _read(handle: int, ids: Tensor, offsets: Tensor | None, counts: Sequence[int], weights: Tensor | None) -> Tensor:
+    kernel = _kernel_of(handle)
+    with ops.native_errors(f"tables {kernel._name}"):
+        return kernel.read(ids, offsets, counts, weights)
+
+
+# Shapes alone, for graphs; sizes may be symbolic, and unbacked.
+
+
+def _fake_lookup(
+    handle: int, anchor: Tensor, ids: Tensor, offsets: Tensor | None, counts: Sequence[int], weights: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    return _fake_read(handle, ids, offsets, counts, weights), ids.new_empty(_kernel_of(handle).passes)
+
+
+def _fake_update(handle: int, context: Tensor, grad: Tensor, counts: Sequence[int], weight_grads: int | None) -> Tensor:
+    return grad.new_empty(0 if weight_grads is None else weight_grads)
+
+
+def _fake_read(
+    handle: int, ids: Tensor, offsets: Tensor | None, counts: Sequence[int], weights: Tensor | None
+) -> Tensor:
+    kernel = _kernel_of(handle)
+    if torch.compiler.is_exporting():
+        raise NotImplementedError(
+            f"tables {kernel._name}: torch.export cannot hold the rows of RecStore tables in its program: export what "
+            "torchrec_recstore.inference.export_for_inference makes of the model"
+        )
+    return ids.new_empty(kernel.output_shape(offsets, counts), dtype=torch.float32)
+
+
+def _keep_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    ctx.handle, _, _, _, ctx.counts, weights = inputs
+    ctx.weights = None if weights is None else weights.shape[0]
+    ctx.save_for_backward(output[1])
+    ctx.mark_non_differentiable(output[1])
+
+
+def _backward(ctx: Any, grad: Tensor, _: Tensor | None) -> tuple[Tensor | None, ...]:
+    weight_grads = ctx.weights if ctx.needs_input_grad[5] else None
+    grad_weights = _ops.kernel_update(ctx.handle, ctx.saved_tensors[0], grad, ctx.counts, weight_grads)
+    return None, None, None, None, None, None if weight_grads is None else grad_weights
+
+
+_library = torch.library.Library("recstore_ops", "FRAGMENT")  # type: ignore[no-untyped-call]
+for _schema, _implementation, _fake in (
+    (
+        "kernel_lookup(int kernel, Tensor anchor, Tensor ids, Tensor? offsets, SymInt[] counts, Tensor? weights) "
+        "-> (Tensor, Tensor)",
+        _lookup,
+        _fake_lookup,
+    ),
+    (
+        "kernel_update(int kernel, Tensor context, Tensor grad, SymInt[] counts, SymInt? weight_grads) -> Tensor",
+        _update,
+        _fake_update,
+    ),
+    (
+        "kernel_read(int kernel, Tensor ids, Tensor? offsets, SymInt[] counts, Tensor? weights) -> Tensor",
+        _read,
+        _fake_read,
+    ),
+):
+    _op = _schema.partition("(")[0]
+    _library.define(_schema)  # type: ignore[no-untyped-call]
+    _library.impl(_op, _implementation, "CPU")  # type: ignore[no-untyped-call]
+    torch.library.register_fake(f"recstore_ops::{_op}", _fake, lib=_library)
+    _register_effectful_op(f"recstore_ops::{_op}", EffectType.ORDERED)
+torch.library.register_autograd(
+    "recstore_ops::kernel_lookup", _backward, setup_context=_keep_for_backward, lib=_library
+)
