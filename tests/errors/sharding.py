@@ -8,7 +8,9 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from fbgemm_gpu.split_embedding_configs import EmbOptimType
-from torch import nn
+from torch import Tensor, nn
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils.checkpoint import checkpoint
 from torchrec import KeyedJaggedTensor
 from torchrec.distributed.planner.types import ParameterConstraints
 from torchrec.modules.embedding_configs import DataType
@@ -27,7 +29,9 @@ from torchrec_recstore import (
     load_dense_weights,
     save_checkpoint,
 )
+from torchrec_recstore.kernels import PooledKernel
 from torchrec_recstore.options import shard_options
+from torchrec_recstore.store import Table
 
 SGD_BY_PARAMS = {"optimizer": EmbOptimType.EXACT_SGD}
 
@@ -187,3 +191,45 @@ def a_rank_has_died(tmp_path: Path) -> None:
 def another_state_dict() -> None:
     state = RecStoreEmbedding(10, 8, name="t_item").state_dict()
     RecStoreEmbedding(10, 4, name="t_item").load_state_dict(state)
+
+
+@situation("A reentrant checkpoint around a lookup")
+def reentrant_checkpoint(one_rank: None) -> None:
+    model = sharded(collection(bag("t_user")))
+    scale = torch.ones(1, requires_grad=True)
+    checkpoint(lambda given: model(batch(f=[[1]])).values() * given, scale, use_reentrant=True)
+
+
+@situation("A copy of what a compiled lookup saved")
+def copied_by_hooks(one_rank: None) -> None:
+    with Table(4, name="t_user") as table:
+        kernel = PooledKernel([table], [0], "sum")
+        ids, offsets = torch.tensor([1, 2]), torch.tensor([0, 2])
+        look_up = torch.compile(lambda: kernel(ids, offsets, train=True), backend="aot_eager")
+        with torch.autograd.graph.saved_tensors_hooks(torch.clone, torch.clone):
+            pooled = look_up()
+        pooled.sum().backward()
+
+
+@situation("A graph in another process")
+def graph_of_another_process() -> None:
+    torch.ops.recstore_ops.kernel_read(2**40, torch.tensor([1]), torch.tensor([0, 1]), [], None)
+
+
+@situation("`torch.export` of a model with RecStore tables")
+def torch_export(one_rank: None) -> None:
+    with Table(4, name="t_user") as table:
+        kernel = PooledKernel([table], [0], "sum")
+
+        class Model(nn.Module):
+            def forward(self, ids: Tensor, offsets: Tensor) -> Tensor:
+                pooled: Tensor = kernel(ids, offsets, train=False)
+                return pooled
+
+        torch.export.export(Model(), (torch.tensor([1, 2]), torch.tensor([0, 2])), strict=False)
+
+
+@situation("A traced module that collects its gradients")
+def traced_collection() -> None:
+    rows = RecStoreEmbedding(10, 4, fused=False, name="user")
+    make_fx(rows, tracing_mode="fake", _allow_non_fake_inputs=True)(torch.tensor([1]))
