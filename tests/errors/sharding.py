@@ -5,13 +5,17 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+import pytest
 import torch
 import torch.distributed as dist
 from fbgemm_gpu.split_embedding_configs import EmbOptimType
 from torch import Tensor, nn
+from torch.ao.quantization import quantize_dynamic
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.checkpoint import checkpoint
 from torchrec import KeyedJaggedTensor
+from torchrec.distributed.model_parallel import DMPCollection
+from torchrec.distributed.planner import Topology
 from torchrec.distributed.planner.types import ParameterConstraints
 from torchrec.modules.embedding_configs import DataType
 
@@ -23,6 +27,9 @@ from torchrec_recstore import (
     RecStoreConstraints,
     RecStoreEmbedding,
     RecStoreEmbeddingBag,
+    RecStoreEmbeddingBagCollection,
+    RecStorePlanner,
+    RecStoreSharder,
     SparseSGD,
     TableOptions,
     export_dense_weights,
@@ -129,6 +136,19 @@ def learned_weights(one_rank: None) -> None:
     sharded(collection(bag("t_user", features=["user"]), is_weighted=True), sharding_type="row_wise")(
         KeyedJaggedTensor(["user"], features.values(), lengths=features.lengths(), weights=weights)
     )
+
+
+@situation("Tables in a DMPCollection")
+def replicas(one_rank: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("LOCAL_RANK", raising=False)
+    model, sharders = collection(bag("t_user")), [RecStoreSharder()]
+    plan = RecStorePlanner(topology=Topology(world_size=1, compute_device="cuda")).plan(model, sharders)
+    DMPCollection(model, torch.device("cuda"), plan, 1, 1, dist.group.WORLD, sharders=sharders)
+
+
+@situation("Quantizing tables in place")
+def quantized_in_place() -> None:
+    quantize_dynamic(RecStoreEmbeddingBagCollection([bag("t_user", features=["user"])]))
 
 
 @situation("A module that has no rows yet")

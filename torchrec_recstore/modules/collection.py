@@ -16,12 +16,13 @@ from torchrec_recstore.modules.settings import optimizer_of
 from torchrec_recstore.modules.table_module import LearningRate, TableModule
 from torchrec_recstore.optim import Optimizer
 from torchrec_recstore.options import TableOptions
+from torchrec_recstore.quantization import RefusesQuantization
 
 _Config = TypeVar("_Config", bound=BaseEmbeddingConfig)
 DEFAULT_OPTIONS = TableOptions()
 
 
-class EagerCollection(nn.Module):
+class EagerCollection(RefusesQuantization, nn.Module):
     """What both collections have in common; each registers its tables under TorchRec's name for them."""
 
     def _set_up(

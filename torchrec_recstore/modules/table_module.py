@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from torchrec_recstore.modules.owned_table import OwnedTable, forget_rows, load_table_state, state_keys, table_state
 from torchrec_recstore.optim import Optimizer
+from torchrec_recstore.quantization import RefusesQuantization
 from torchrec_recstore.store import ColdStoreError, Table
 from torchrec_recstore.warn import warn_user
 
@@ -26,7 +27,7 @@ class LearningRate:
         return self.value
 
 
-class TableModule(nn.Module):
+class TableModule(RefusesQuantization, nn.Module):
     """A table whose rows are in the module's ``state_dict``, its copies and its pickles, as those of a parameter are.
 
     ``weight`` is the empty parameter, (0, dim), that stands for the rows: ``requires_grad`` of it says whether they are

@@ -14,7 +14,7 @@ from torchrec.distributed.planner.types import (
     ShardingOption,
     Topology,
 )
-from torchrec.distributed.types import ModuleSharder, ShardingType
+from torchrec.distributed.types import ModuleSharder
 
 from torchrec_recstore.planner.shard_estimators import RecStoreStorageEstimator
 from torchrec_recstore.sharders import (
@@ -23,6 +23,7 @@ from torchrec_recstore.sharders import (
     RecStoreFeatureProcessedEmbeddingBagCollectionSharder,
 )
 from torchrec_recstore.sharders.perf import RecStorePerfConfig
+from torchrec_recstore.sharders.stock_tables import asks_for_recstore
 
 _Sharder = RecStoreCollectionSharder | RecStoreFeatureProcessedEmbeddingBagCollectionSharder
 
@@ -74,8 +75,8 @@ class RecStoreEnumerator(EmbeddingEnumerator):  # type: ignore[misc]
                 raise
             raise PlannerError(f"{error}\n{_WHAT_GOES}", error_type=PlannerErrorType.STRICT_CONSTRAINTS) from error
         self._check_names({option.name for option in enumerated}, constraints)
-        mine = {sharder.module_type for sharder in sharders if isinstance(sharder, _Sharder)}
-        return [o for o in enumerated if type(o.module[1]) not in mine or _wanted(o, constraints.get(o.name))]
+        mine = {key for key, sharder in self.sharder_map.items() if isinstance(sharder, _Sharder)}
+        return [o for o in enumerated if o.module_type_key not in mine or _wanted(o, constraints.get(o.name))]
 
     def _offer(self, sharder: ModuleSharder[nn.Module]) -> ModuleSharder[nn.Module]:
         if not isinstance(sharder, _Sharder):
@@ -104,7 +105,6 @@ _WHAT_GOES = (
 def _wanted(option: ShardingOption, constraint: ParameterConstraints | None) -> bool:
     """Whether an option for a table of a RecStore sharder is one that its constraint asks for."""
     if constraint is None or not constraint.compute_kernels:
-        data_parallel = constraint is not None and constraint.sharding_types == [ShardingType.DATA_PARALLEL.value]
-        return data_parallel or bool(option.compute_kernel == RECSTORE_KERNEL)
+        return not asks_for_recstore(constraint) or bool(option.compute_kernel == RECSTORE_KERNEL)
     kernels: list[str] = constraint.compute_kernels
     return option.compute_kernel in kernels

@@ -15,6 +15,7 @@ from torchrec_recstore.planner.constraints import options_of
 from torchrec_recstore.planner.enumerators import RecStoreEnumerator
 from torchrec_recstore.planner.stats import RecStoreStats
 from torchrec_recstore.sharders import RECSTORE_KERNEL, RecStoreParameterSharding
+from torchrec_recstore.sharders.parameter_sharding import RecStoreModulePlan
 
 
 class RecStorePlanner(EmbeddingShardingPlanner):  # type: ignore[misc]
@@ -73,4 +74,5 @@ class RecStorePlanner(EmbeddingShardingPlanner):  # type: ignore[misc]
             # Tables of one name would make the same initial rows, and share rows in a shared cold store.
             row_name = f"{path}.{name}" if times[name] > 1 else None
             module_plan[name] = RecStoreParameterSharding.of(module_plan[name], options, row_name)
+        plan.plan = {path: RecStoreModulePlan(module_plan) for path, module_plan in plan.plan.items()}
         return plan

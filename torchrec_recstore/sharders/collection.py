@@ -18,6 +18,7 @@ from torchrec.modules.embedding_configs import BaseEmbeddingConfig
 from torchrec.optim.keyed import CombinedOptimizer
 
 from torchrec_recstore.options import shard_options
+from torchrec_recstore.quantization import RefusesQuantization
 from torchrec_recstore.sharders.fused_params import optimizer_from_fused_params
 from torchrec_recstore.sharders.gather import refused_together
 from torchrec_recstore.sharders.kernel import RecStoreKernel, placeholder_parameter
@@ -33,7 +34,7 @@ from torchrec_recstore.sharders.table_state import TableState
 from torchrec_recstore.store import Table
 
 
-class RecStoreCollection(ShardedEmbeddingModule):  # type: ignore[misc]
+class RecStoreCollection(RefusesQuantization, ShardedEmbeddingModule):  # type: ignore[misc]
     """Mixed into TorchRec's sharded collections: the plan may give tables to RecStore."""
 
     _supported: ClassVar[tuple[str, ...]]

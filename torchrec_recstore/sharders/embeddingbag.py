@@ -161,8 +161,9 @@ class RecStoreSharder(RecStoreCollectionSharder, EmbeddingBagCollectionSharder):
         Raises:
             ValueError: the plan or ``fused_params`` ask of a RecStore table what RecStore does not support, or ways of
                 selecting its optimizer disagree.
+            NotImplementedError: ``DMPCollection``, with RecStore tables in the plan.
         """
-        fused_params, params = self._dealt_out(module, params)
+        fused_params, params = self._dealt_out(module, params, env)
         return RecStoreShardedEmbeddingBagCollection(
             module,
             params,

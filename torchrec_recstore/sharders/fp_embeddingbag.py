@@ -13,6 +13,7 @@ from torchrec.distributed.types import ParameterSharding, QuantizedCommCodecs, S
 from torchrec.modules.fp_embedding_modules import FeatureProcessedEmbeddingBagCollection
 
 from torchrec_recstore.sharders.embeddingbag import RecStoreSharder
+from torchrec_recstore.sharders.stock_tables import warn_if_overridden
 
 
 class RecStoreFeatureProcessedEmbeddingBagCollectionSharder(
@@ -41,6 +42,13 @@ class RecStoreFeatureProcessedEmbeddingBagCollectionSharder(
         if not isinstance(ebc_sharder, RecStoreSharder):
             raise TypeError(f"ebc_sharder must be a RecStoreSharder, got {type(ebc_sharder).__name__}")
         super().__init__(ebc_sharder, qcomm_codecs_registry)
+
+    @property
+    def module_type(self) -> type[FeatureProcessedEmbeddingBagCollection]:
+        """The class of the modules that it shards."""
+        kind: type[FeatureProcessedEmbeddingBagCollection] = super().module_type
+        warn_if_overridden(self, kind)
+        return kind
 
     def with_stock_kernels(self) -> RecStoreFeatureProcessedEmbeddingBagCollectionSharder:
         """A copy that offers TorchRec's own kernels as well, for planners that choose by constraint."""

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 from torchrec.distributed.embedding_types import EmbeddingComputeKernel
-from torchrec.distributed.types import ParameterSharding
+from torchrec.distributed.types import EmbeddingModuleShardingPlan, ParameterSharding
 
 from torchrec_recstore.optim import Optimizer
 from torchrec_recstore.options import TableOptions
@@ -14,6 +14,10 @@ from torchrec_recstore.sharders.fused_params import ACCUMULATION_KEY, OPTIMIZER_
 
 RECSTORE_KERNEL: str = EmbeddingComputeKernel.CUSTOMIZED_KERNEL.value
 """TorchRec's name, in plans and constraints, for the kernel that RecStore provides."""
+
+
+class RecStoreModulePlan(EmbeddingModuleShardingPlan):  # type: ignore[misc]
+    """A module's plan in which TorchRec's own kernels are those that constraints ask for."""
 
 
 @dataclass

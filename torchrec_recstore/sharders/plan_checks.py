@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
 
-from torchrec.distributed.types import ParameterSharding
+from torchrec.distributed.types import ParameterSharding, ShardingEnv, ShardingEnv2D
 from torchrec.modules.embedding_configs import BaseEmbeddingConfig
 
 from torchrec_recstore.sharders.parameter_sharding import RECSTORE_KERNEL, RecStoreParameterSharding
@@ -34,6 +34,25 @@ def check_plan(
             f"{collection}; supported are {', '.join(supported)}"
         )
     check_init_fn(config, sharding.options if isinstance(sharding, RecStoreParameterSharding) else None)
+
+
+def refuse_replicas(plan: Mapping[str, ParameterSharding], env: ShardingEnv) -> None:
+    """Refuses RecStore tables in a ``DMPCollection``, which averages the replicas' stock tables alone.
+
+    Args:
+        plan: of one collection, by table.
+        env: that the collection is to be sharded in.
+
+    Raises:
+        NotImplementedError: a RecStore table would have replicas, which would drift apart; the message names it.
+    """
+    tables = [name for name, sharding in plan.items() if sharding.compute_kernel == RECSTORE_KERNEL]
+    if tables and isinstance(env, ShardingEnv2D):
+        raise NotImplementedError(
+            f"RecStore table(s) {', '.join(map(repr, tables))}: DMPCollection would not average their replicas, which "
+            "would drift apart: use DistributedModelParallel, which shards tables over all ranks and replicates the "
+            "other layers, or TorchRec's own kernels"
+        )
 
 
 def hashed_features(

@@ -7,13 +7,15 @@ from typing import Any, ClassVar, TypeVar
 
 from torch import nn
 from torchrec.distributed.embedding_types import BaseEmbeddingSharder
-from torchrec.distributed.types import ParameterSharding
+from torchrec.distributed.types import ParameterSharding, ShardingEnv
 
 from torchrec_recstore.optim import Optimizer
 from torchrec_recstore.sharders.collection import RecStoreCollection
 from torchrec_recstore.sharders.own_arguments import deal_out, with_own_arguments
 from torchrec_recstore.sharders.parameter_sharding import RECSTORE_KERNEL
+from torchrec_recstore.sharders.plan_checks import refuse_replicas
 from torchrec_recstore.sharders.resident import ResidentParameter
+from torchrec_recstore.sharders.stock_tables import warn_if_overridden, warn_of_stock_tables
 
 _Self = TypeVar("_Self", bound="RecStoreCollectionSharder")
 
@@ -41,9 +43,11 @@ class RecStoreCollectionSharder(BaseEmbeddingSharder):  # type: ignore[misc]
         return offer
 
     def _dealt_out(
-        self, module: nn.Module, params: dict[str, ParameterSharding]
+        self, module: nn.Module, params: dict[str, ParameterSharding], env: ShardingEnv
     ) -> tuple[dict[str, Any] | None, dict[str, ParameterSharding]]:
         """``fused_params`` and the plan's entries as TorchRec passes them on."""
+        refuse_replicas(params, env)
+        warn_of_stock_tables(self, params)
         return deal_out(self.fused_params, params, super().shardable_parameters(module))
 
     def shardable_parameters(self, module: nn.Module) -> dict[str, nn.Parameter]:
@@ -51,7 +55,7 @@ class RecStoreCollectionSharder(BaseEmbeddingSharder):  # type: ignore[misc]
         parameters: dict[str, nn.Parameter] = super().shardable_parameters(module)
         if self._offers_stock:
             return parameters  # whose weight depends on the kernel: left to the planner's estimator
-        return {name: ResidentParameter.of(parameter) for name, parameter in parameters.items()}
+        return {name: ResidentParameter.of(parameter, name=name) for name, parameter in parameters.items()}
 
     def sharding_types(self, compute_device_type: str) -> list[str]:
         """The sharding types that RecStore supports, on any device, and what TorchRec's sharder offers on request."""
@@ -64,6 +68,13 @@ class RecStoreCollectionSharder(BaseEmbeddingSharder):  # type: ignore[misc]
         if self._offers_stock and sharding_type in super().sharding_types(compute_device_type):
             kernels += super().compute_kernels(sharding_type, compute_device_type)
         return kernels
+
+    @property
+    def module_type(self) -> type[nn.Module]:
+        """The class of the modules that it shards."""
+        kind: type[nn.Module] = super().module_type
+        warn_if_overridden(self, kind)
+        return kind
 
     @property
     def sharded_module_type(self) -> type[RecStoreCollection]:
