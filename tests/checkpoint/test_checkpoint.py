@@ -6,6 +6,8 @@ import errno
 import json
 import shutil
 import subprocess
+import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -176,16 +178,25 @@ def test_a_delta_lists_the_ids_that_stay_where_most_left(tmp_path: Path) -> None
 
 def test_async_save_is_the_model_of_its_moment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(parts, "PART_BYTES", 700)
+    changed, stage = threading.Event(), Destination.stage
+
+    def stage_late(destination: Destination) -> Path:
+        assert destination.path != tmp_path / "saved" or changed.wait(300)
+        return stage(destination)
+
+    monkeypatch.setattr(Destination, "stage", stage_late)
     model = trained()
     state = torch.zeros(3)
     before = held(model)
     saving = async_save(model, tmp_path / "saved", training_state={"x": state})
-    with pytest.raises(ValueError, match=r"being saved already|exists already"):
+    with pytest.raises(ValueError, match="being saved already"):
         save_checkpoint(model, tmp_path / "other")
+    assert not saving.done()
     models.train(model, steps=5, distinct=80)
     with torch.no_grad():
         model.module.over.weight.zero_()
         state.fill_(1)
+    changed.set()
     saving.wait()
     assert saving.done()
     other = other_model()
@@ -207,7 +218,16 @@ def test_an_async_save_that_fails_says_so_when_waited_for(tmp_path: Path, monkey
     saving = async_save(model, tmp_path / "saved")
     with pytest.raises(OSError, match="No space left"):
         saving.wait()
+    saving = async_save(model, tmp_path / "saved")
     monkeypatch.undo()
+    while not saving.done():
+        time.sleep(0.01)
+    with pytest.raises(OSError, match="No space left") as raised:  # not waited for: the next one tells, once
+        async_save(model, tmp_path / "other")
+    assert raised.value.__notes__ == [
+        f"This is the error of async_save to {tmp_path / 'saved'}, whose wait() had not been called."
+    ]
+    assert not (tmp_path / "other").exists()
     async_save(model, tmp_path / "saved").wait()
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import threading
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
@@ -15,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torchrec.distributed.types import ShardingEnv
 
+from torchrec_recstore.checkpoint.background import AsyncSave, raise_unasked
 from torchrec_recstore.checkpoint.destination import Destination
 from torchrec_recstore.checkpoint.encoding import encode
 from torchrec_recstore.checkpoint.files import FileInfo
@@ -72,46 +72,11 @@ def save_checkpoint(
         TypeError: something in ``training_state`` that is not saved.
         OSError: a file cannot be written.
         RuntimeError: a rank has died. All of these on every rank.
+        Exception: the error of an :func:`async_save` that has failed and was not waited for; nothing has been saved,
+            and the call can be repeated.
     """
     save = _Save(model, path, delta_of, overwrite, training_state, whole_environment(), progress, polite=False)
     return save.write()
-
-
-class AsyncSave:
-    """A checkpoint that is being written beside training; see :func:`async_save`."""
-
-    def __init__(self, save: _Save) -> None:
-        self._info: CheckpointInfo | None = None
-        self._error: BaseException | None = None
-        self._thread = threading.Thread(target=self._write, args=(save,), name="checkpoint")
-        try:
-            self._thread.start()
-        except RuntimeError:
-            save.give_up()
-            raise
-
-    def done(self) -> bool:
-        """Whether :meth:`wait` would return at once."""
-        return not self._thread.is_alive()
-
-    def wait(self) -> CheckpointInfo:
-        """Waits until the checkpoint is whole on every rank.
-
-        Raises:
-            OSError, MemoryError, RuntimeError: it could not be written; there is nothing at its path. MemoryError:
-                there was no room to keep the rows that training changed meanwhile.
-        """
-        self._thread.join()
-        if self._error is not None:
-            raise self._error
-        assert self._info is not None
-        return self._info
-
-    def _write(self, save: _Save) -> None:
-        try:
-            self._info = save.write()
-        except BaseException as error:  # it belongs to whoever waits
-            self._error = error
 
 
 def async_save(
@@ -130,17 +95,25 @@ def async_save(
     written by a thread of low priority, which also calls ``progress``. The process group needs gloo, for a group of the
     writing threads' own.
 
+    A process that ends before its checkpoint is written waits for it. If the checkpoint cannot be written, ``wait()``
+    raises the error, or the next ``save_checkpoint`` or ``async_save`` does. If none of them is called, the error is
+    printed when the process ends, and its exit status is 1.
+
     Returns:
-        Whose ``wait()`` is to be called before the next save, and before the process ends.
+        The save, for :meth:`AsyncSave.wait`.
 
     Raises:
-        FileExistsError, BlockingIOError, ValueError, TypeError, OSError: as :func:`save_checkpoint`.
+        FileExistsError, BlockingIOError, ValueError, TypeError, OSError, Exception: as :func:`save_checkpoint`.
     """
     env = whole_environment()
     background = _background_environment(env)
     save = _Save(model, path, delta_of, overwrite, training_state, env, progress, polite=True)
     save.env = background
-    return AsyncSave(save)
+    try:
+        return AsyncSave(save.path, save.write)
+    except RuntimeError:  # no thread can be started
+        save.give_up()
+        raise
 
 
 _background_groups: WeakKeyDictionary[dist.ProcessGroup, ShardingEnv] = WeakKeyDictionary()
@@ -172,7 +145,7 @@ class _Save:
         polite: bool,
     ) -> None:
         self.env = env
-        self._path = Path(os.path.realpath(path))
+        self.path = Path(os.path.realpath(path))
         self._polite = polite
         self._progress = progress
         self._shards: dict[str, list[SavedShard]] = {}
@@ -180,12 +153,13 @@ class _Save:
         self._tensors: dict[str, Tensor] = {}
         with ExitStack() as undo:
             with refused_together(env):
+                raise_unasked()
                 self._tables = recstore_tables(model)
                 bases = [] if delta_of is None else read_chain(delta_of)
                 marks = self._marks_since(bases)
                 # Rank 0 owns the path for all of them.
                 self._destination = (
-                    undo.enter_context(Destination(self._path, overwrite=overwrite, bases=bases))
+                    undo.enter_context(Destination(self.path, overwrite=overwrite, bases=bases))
                     if env.rank == 0
                     else None
                 )
@@ -257,8 +231,8 @@ class _Save:
         if not chain:
             return None
         base = chain[-1]
-        if any(self._path in (each.path, *each.path.parents) for each in chain):
-            raise ValueError(f"a delta of {base.path} cannot replace {self._path}, which is needed to load it")
+        if any(self.path in (each.path, *each.path.parents) for each in chain):
+            raise ValueError(f"a delta of {base.path} cannot replace {self.path}, which is needed to load it")
         marks = {}
         for table in self._tables:
             of_module = table.module.recstore_state.marks.get(base.checksum, {})
@@ -266,7 +240,7 @@ class _Save:
                 marks[table.name] = of_module[table.config_name]
         if len(marks) < len(self._tables):
             raise ValueError(f"delta_of: this model has neither saved nor loaded {base.path}: save without delta_of")
-        self._delta_of = DeltaOf(os.path.relpath(base.path, self._path.parent), base.checksum)
+        self._delta_of = DeltaOf(os.path.relpath(base.path, self.path.parent), base.checksum)
         return marks
 
     def _removals(self) -> dict[str, Literal["left", "stay"]]:
@@ -297,11 +271,11 @@ class _Save:
             if not written.is_file() or written.stat().st_size != file.bytes:
                 raise OSError(
                     f"rank 0 does not see {written}, which another rank has written: "
-                    f"all ranks must share the filesystem of {self._path.parent}"
+                    f"all ranks must share the filesystem of {self.path.parent}"
                 )
         tables = {table.name: _merged([of_rank.get(table.name) for of_rank in contents]) for table in self._tables}
         info = CheckpointInfo(
-            path=self._path,
+            path=self.path,
             step=max((table.steps for table in tables.values()), default=0),
             world_size=self.env.world_size,
             tables=tables,

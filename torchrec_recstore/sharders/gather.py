@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeVar, cast
 
+import torch
 import torch.distributed as dist
 from torchrec.distributed.types import ShardingEnv
 
@@ -20,12 +21,14 @@ def all_gathered(value: _T, env: ShardingEnv) -> list[_T]:
     Raises:
         RuntimeError: a rank has died; on every rank that lives, unless the group is of NCCL.
     """
+    # The group's own methods, which work after dist.destroy_process_group, too: a checkpoint may be written meanwhile.
+    # The functions of dist look the group up, and gloo's groups live as long as someone has them (torch 2.13).
     group = env.process_group
-    if group is None or dist.get_world_size(group) == 1:
+    if group is None or group.size() == 1:
         return [value]
-    values: list[_T] = [value] * dist.get_world_size(group)
+    values: list[_T] = [value] * group.size()
     try:
-        if dist.get_backend(group) == "nccl":  # a group made without a name for its backend has gloo, too
+        if torch.device("cpu") not in group._device_types:  # of nccl alone
             dist.all_gather_object(values, value, group=group)
             return values
         return _through_first_rank(values, value, group)
@@ -35,29 +38,41 @@ def all_gathered(value: _T, env: ShardingEnv) -> list[_T]:
 
 def _through_first_rank(values: list[_T], value: _T, group: dist.ProcessGroup) -> list[_T]:
     # gloo's own all_gather goes round in a ring: who is not next to the rank that died waits for half an hour (2.13).
-    received: list[Any] = [None]
-    if dist.get_rank(group) != 0:
-        dist.send_object_list([value], group=group, group_dst=0)
-        dist.recv_object_list(received, group=group, group_src=0)
-        if isinstance(received[0], _Died):
-            raise RuntimeError(received[0].why)
-        return cast(list[_T], received[0])
+    if group.rank() != 0:
+        _send(value, group, 0)
+        received = _received(group, 0)
+        if isinstance(received, _Died):
+            raise RuntimeError(received.why)
+        return cast(list[_T], received)
     living, died = [], None
     for rank in range(1, len(values)):
         try:
-            dist.recv_object_list(received, group=group, group_src=rank)
-            values[rank] = received[0]
+            values[rank] = _received(group, rank)
             living.append(rank)
         except RuntimeError as error:
             died = _Died(f"rank {rank}: {error}")
     for rank in living:
         try:
-            dist.send_object_list([values if died is None else died], group=group, group_dst=rank)
+            _send(values if died is None else died, group, rank)
         except RuntimeError as error:  # the others are to know, now or in the next call
             died = _Died(f"rank {rank}: {error}")
     if died is not None:
         raise RuntimeError(died.why)
     return values
+
+
+def _send(value: object, group: dist.ProcessGroup, rank: int) -> None:
+    data = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
+    for tensor in (torch.tensor([len(data)]), data):
+        group.send([tensor], rank, 0).wait()
+
+
+def _received(group: dist.ProcessGroup, rank: int) -> Any:
+    size = torch.empty(1, dtype=torch.int64)
+    group.recv([size], rank, 0).wait()
+    data = torch.empty(int(size), dtype=torch.uint8)
+    group.recv([data], rank, 0).wait()
+    return pickle.loads(data.numpy())
 
 
 @dataclass(frozen=True)

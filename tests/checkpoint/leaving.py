@@ -1,0 +1,141 @@
+"""Programs that end while a checkpoint is being written, each in forked processes that leave as any program does.
+
+python -m tests.checkpoint.leaving DIRECTORY
+"""
+
+from __future__ import annotations
+
+import atexit
+import errno
+import json
+import logging
+import os
+import signal
+import sys
+import threading
+import time
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from torchrec.distributed import DistributedModelParallel
+
+from torchrec_recstore import async_save, save_checkpoint
+from torchrec_recstore.checkpoint import parts
+from torchrec_recstore.checkpoint.destination import Destination
+
+from . import models
+
+Program = Callable[[int, DistributedModelParallel, Path], None]
+
+
+def slowly(seconds: float = 0.5) -> None:
+    """Makes every file of a checkpoint take some time."""
+    write = parts.write_tensors
+
+    def wait(path: Path, tensors: dict[str, torch.Tensor]) -> object:
+        time.sleep(seconds)
+        return write(path, tensors)
+
+    parts.write_tensors = wait  # type: ignore[assignment]
+
+
+def no_room(destination: Destination) -> Path:
+    raise OSError(errno.ENOSPC, "No space left on device", os.fspath(destination.path))
+
+
+def finished_at_exit(rank: int, model: DistributedModelParallel, path: Path) -> None:
+    slowly()
+    async_save(model, path)
+    atexit.register(lambda: (path.parent / f"atexit_{rank}").touch())
+    if rank == 0:
+        dist.destroy_process_group()
+
+
+def failed_unasked(rank: int, model: DistributedModelParallel, path: Path) -> None:
+    Destination.stage = no_room  # type: ignore[method-assign]
+    async_save(model, path)
+    atexit.register(lambda: (path.parent / f"atexit_{rank}").touch())
+    threading.Thread(target=lambda: (time.sleep(0.5), (path.parent / f"thread_{rank}").touch())).start()
+
+
+def failed_and_asked(rank: int, model: DistributedModelParallel, path: Path) -> None:
+    stage = Destination.stage
+    Destination.stage = no_room  # type: ignore[method-assign]
+    saving = async_save(model, path)
+    while not saving.done():
+        time.sleep(0.01)
+    Destination.stage = stage  # type: ignore[method-assign]
+    with pytest.raises(OSError, match=rf"No space left on device: '{path}'"):
+        save_checkpoint(model, path.with_name("later"))
+    async_save(model, path.with_name("later"))
+
+
+def failed_late(rank: int, model: DistributedModelParallel, path: Path) -> None:
+    """The next save asks before the first one has failed: it is told that the first one is being written."""
+    slowly()
+    Destination.publish = no_room  # type: ignore[method-assign, assignment]
+    async_save(model, path)
+    with pytest.raises(ValueError, match="being saved already"):
+        save_checkpoint(model, path.with_name("later"))
+
+
+def left_with_an_error(rank: int, model: DistributedModelParallel, path: Path) -> None:
+    slowly()
+    async_save(model, path)
+    raise SystemExit(3)
+
+
+def a_rank_dies(rank: int, model: DistributedModelParallel, path: Path) -> None:
+    slowly()
+    async_save(model, path)
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+PROGRAMS: list[tuple[Program, int]] = [
+    (finished_at_exit, 1),
+    (finished_at_exit, 2),
+    (failed_unasked, 1),
+    (failed_and_asked, 1),
+    (failed_late, 1),
+    (left_with_an_error, 1),
+    (a_rank_dies, 2),
+]
+
+
+def run(program: Program, rank: int, world_size: int, directory: Path) -> None:
+    os.environ.update(LOCAL_WORLD_SIZE=str(world_size), LOCAL_RANK=str(rank))
+    rendezvous = f"file://{directory}/rendezvous"
+    dist.init_process_group("gloo", init_method=rendezvous, rank=rank, world_size=world_size)
+    model = models.recstore("row_wise")
+    models.train(model)
+    program(rank, model, directory / "saved")
+
+
+def main(directory: Path) -> None:
+    results = {}
+    for program, world_size in PROGRAMS:
+        name = f"{program.__name__}_{world_size}"
+        (directory / name).mkdir()
+        children = []
+        for rank in range(world_size):
+            child = os.fork()
+            if child == 0:
+                os.dup2(os.open(directory / name / f"stderr_{rank}", os.O_CREAT | os.O_WRONLY), 2)
+                run(program, rank, world_size, directory / name)
+                return
+            children.append(child)
+        codes = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
+        results[name] = codes
+    (directory / "results.json").write_text(json.dumps(results))
+
+
+if __name__ == "__main__":
+    warnings.filterwarnings("ignore")
+    logging.disable(logging.CRITICAL)
+    torch.set_num_threads(1)  # libgomp's threads do not survive a fork
+    main(Path(sys.argv[1]))

@@ -1,0 +1,87 @@
+"""Programs that end without waiting for their checkpoints: these are written, or it is said that they are not."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from torchrec_recstore import read_info
+from torchrec_recstore.checkpoint.fold import check_files
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="module")
+def left(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What each program of :mod:`tests.checkpoint.leaving` has left behind."""
+    directory = tmp_path_factory.mktemp("left")
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.checkpoint.leaving", str(directory)],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=280,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr[-4000:]
+    return directory
+
+
+def statuses(left: Path, program: str) -> list[int]:
+    found: list[int] = json.loads((left / "results.json").read_text())[program]
+    return found
+
+
+def check_saved(path: Path, world_size: int) -> None:
+    info = read_info(path)
+    assert info.world_size == world_size
+    assert all(table.rows > 0 for table in info.tables.values())
+    check_files([info])
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_process_that_ends_waits_for_its_checkpoint(left: Path, world_size: int) -> None:
+    """Also where a rank has destroyed the process group."""
+    program = f"finished_at_exit_{world_size}"
+    assert statuses(left, program) == [0] * world_size
+    check_saved(left / program / "saved", world_size)
+    for rank in range(world_size):
+        assert (left / program / f"stderr_{rank}").read_text() == ""
+        assert (left / program / f"atexit_{rank}").exists()
+
+
+def test_an_error_that_nobody_asked_for_is_printed_and_is_the_status(left: Path) -> None:
+    directory = left / "failed_unasked_1"
+    assert statuses(left, directory.name) == [1]
+    told, path = (directory / "stderr_0").read_text(), directory / "saved"
+    assert told.startswith(f"async_save: the checkpoint {path} has not been written.\nTraceback")
+    assert f"OSError: [Errno 28] No space left on device: '{path}'" in told
+    # Exit functions and threads come to their end all the same.
+    assert (directory / "atexit_0").exists()
+    assert (directory / "thread_0").exists()
+    assert not path.exists()
+
+
+def test_an_error_that_the_next_save_has_raised_is_not_told_again(left: Path) -> None:
+    assert statuses(left, "failed_and_asked_1") == [0]
+    assert (left / "failed_and_asked_1" / "stderr_0").read_text() == ""
+    check_saved(left / "failed_and_asked_1" / "later", 1)
+
+
+def test_a_save_that_fails_after_the_next_one_was_refused(left: Path) -> None:
+    assert statuses(left, "failed_late_1") == [1]
+    assert "No space left on device" in (left / "failed_late_1" / "stderr_0").read_text()
+
+
+def test_another_status_stays_as_it_is(left: Path) -> None:
+    assert statuses(left, "left_with_an_error_1") == [3]
+    check_saved(left / "left_with_an_error_1" / "saved", 1)
+
+
+def test_a_rank_that_dies_is_told_of_by_those_that_live(left: Path) -> None:
+    assert statuses(left, "a_rank_dies_2") == [1, -9]
+    assert "RuntimeError: a rank of the job has died" in (left / "a_rank_dies_2" / "stderr_0").read_text()
+    assert not (left / "a_rank_dies_2" / "saved").exists()
