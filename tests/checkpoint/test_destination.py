@@ -17,10 +17,10 @@ import torch
 
 from torchrec_recstore import CheckpointError, RecStoreClient, compact_checkpoint, load_checkpoint, save_checkpoint
 from torchrec_recstore.checkpoint import lock
-from torchrec_recstore.checkpoint.destination import Destination, lock_file
+from torchrec_recstore.checkpoint.destination import Destination
 from torchrec_recstore.checkpoint.files import make_directory
 from torchrec_recstore.checkpoint.info import read_chain
-from torchrec_recstore.checkpoint.lock import FileLock
+from torchrec_recstore.checkpoint.lock import FileLock, lock_file
 
 from . import models
 

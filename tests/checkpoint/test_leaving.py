@@ -12,6 +12,7 @@ import pytest
 from torchrec_recstore import read_info
 from torchrec_recstore.checkpoint.fold import check_files
 
+pytestmark = pytest.mark.timeout(1800)
 ROOT = Path(__file__).parents[2]
 
 
@@ -24,7 +25,7 @@ def left(tmp_path_factory: pytest.TempPathFactory) -> Path:
         cwd=ROOT,
         capture_output=True,
         text=True,
-        timeout=280,
+        timeout=1500,
     )
     assert done.returncode == 0, done.stdout + done.stderr[-4000:]
     return directory

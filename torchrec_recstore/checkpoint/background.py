@@ -62,7 +62,7 @@ class AsyncSave:
         except BaseException as error:  # it belongs to whoever asks, see below
             traceback.clear_frames(error.__traceback__)  # which hold copies of tensors
             note = f"This is the error of async_save to {self._path}, whose wait() had not been called."
-            error.__notes__ = [note]  # type: ignore[attr-defined]  # add_note, which Python 3.10 lacks
+            error.__notes__ = [note]  # add_note, which Python 3.10 lacks
             self._error = error
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 import errno
 import os
-import secrets
 import shutil
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -14,14 +13,13 @@ from types import TracebackType
 
 from torchrec_recstore.checkpoint.files import make_directory, sync_directory
 from torchrec_recstore.checkpoint.info import CheckpointInfo
-from torchrec_recstore.checkpoint.lock import FileLock
+from torchrec_recstore.checkpoint.lock import FileLock, lock_file, path_lock
 from torchrec_recstore.checkpoint.neighbours import (
     check_not_needed,
     check_own_files,
     check_unchanged,
-    leftovers,
-    staging_name,
 )
+from torchrec_recstore.checkpoint.staging import leftovers, staging_name
 
 _AT_FDCWD = -100
 _RENAME_EXCHANGE = 2
@@ -55,7 +53,7 @@ class Destination:
         self._check()
         make_directory(path.parent)
         with ExitStack() as locks:
-            locks.enter_context(_lock(path))
+            locks.enter_context(path_lock(path))
             for base in bases:
                 try:
                     locks.enter_context(_shared_lock(base.path, path))
@@ -80,7 +78,7 @@ class Destination:
         """
         for rest in leftovers(self.path):  # dead, since this process has the lock
             shutil.rmtree(rest, ignore_errors=True)
-        staging = self.path.with_name(staging_name(self.path, secrets.token_hex(6)))
+        staging = self.path.with_name(staging_name(self.path))
         staging.mkdir()
         self._staging = staging
         return staging
@@ -138,14 +136,6 @@ class Destination:
         check_not_needed(self.path)
 
 
-def _lock(path: Path) -> FileLock:
-    return FileLock(
-        lock_file(path),
-        "writing it",
-        lambda holder: f"{path} cannot be written: {holder}: wait for that process, or use another path",
-    )
-
-
 def _shared_lock(base: Path, path: Path) -> FileLock:
     return FileLock(
         lock_file(base),
@@ -153,11 +143,6 @@ def _shared_lock(base: Path, path: Path) -> FileLock:
         lambda holder: f"{base}, which {path} needs, cannot be used: {holder}: wait for that process",
         shared=True,
     )
-
-
-def lock_file(path: Path) -> Path:
-    """The file that is locked by whoever writes to ``path``."""
-    return path.with_name(f".{path.name}.lock")
 
 
 def _exchange(one: Path, other: Path) -> None:

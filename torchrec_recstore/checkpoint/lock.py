@@ -120,6 +120,20 @@ class FileLock:
         self._descriptor = None
 
 
+def lock_file(path: Path) -> Path:
+    """The file that is locked by whoever writes to ``path``."""
+    return path.with_name(f".{path.name}.lock")
+
+
+def path_lock(path: Path) -> FileLock:
+    """The lock of whoever writes to ``path``, which :class:`FileLock` describes."""
+    return FileLock(
+        lock_file(path),
+        "writing it",
+        lambda holder: f"{path} cannot be written: {holder}: wait for that process, or use another path",
+    )
+
+
 def _is_alone(descriptor: int) -> bool:
     """Whether nobody else shares the lock; if somebody does, this process has given it up by asking."""
     try:

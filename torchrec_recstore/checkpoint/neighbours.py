@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import json
 import os
-import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from torchrec_recstore.checkpoint.files import CheckpointError
 from torchrec_recstore.checkpoint.info import METADATA, CheckpointInfo
-
-_STAGING = re.compile(r"\..+\.saving-[0-9a-f]{12}")
+from torchrec_recstore.checkpoint.staging import is_staging
 
 
 @dataclass(frozen=True)
@@ -22,19 +20,6 @@ class _Metadata:
     checksum: str
     files: frozenset[str]
     base: tuple[str, str] | None  # its path, links resolved, and its checksum
-
-
-def staging_name(path: Path, token: str) -> str:
-    """The name of the directory in which the files of ``path`` are written; ``token`` has 12 hexadecimal digits."""
-    return f".{path.name}.saving-{token}"
-
-
-def leftovers(path: Path) -> Iterator[Path]:
-    """The staging directories that saves to ``path`` have left behind, or that a save is writing."""
-    begin = staging_name(path, "")
-    for entry in path.parent.iterdir():
-        if entry.name.startswith(begin) and _STAGING.fullmatch(entry.name) and not entry.is_symlink():
-            yield entry
 
 
 def check_own_files(directory: Path, path: Path) -> None:
@@ -77,7 +62,7 @@ def check_not_needed(path: Path) -> None:
     """
     own = _metadata(path)
     for entry in path.parent.iterdir():
-        if own is not None and not _STAGING.fullmatch(entry.name) and _needs(entry, path, own.checksum):
+        if own is not None and not is_staging(entry) and _needs(entry, path, own.checksum):
             raise FileExistsError(
                 f"{path} is needed to load {entry}, which is a delta of it: save to another path, or fold that delta "
                 "first (recstore compact) and delete it"

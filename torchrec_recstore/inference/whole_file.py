@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import os
-import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 from torchrec_recstore.checkpoint.files import sync_directory
+from torchrec_recstore.checkpoint.lock import path_lock
+from torchrec_recstore.checkpoint.staging import leftovers, staging_name
 
 
 def check_path(path: Path) -> None:
@@ -25,28 +26,30 @@ def check_path(path: Path) -> None:
 
 @contextmanager
 def whole_file(path: Path) -> Iterator[Path]:
-    """Yields an empty file beside ``path``, which its body writes, and renames it.
+    """Yields an empty file beside ``path``, which its body writes, and renames it. The path is locked meanwhile.
 
     Raises:
+        BlockingIOError: another process is writing to ``path``.
         OSError: it cannot be written; what was there is there still.
     """
     check_path(path)
-    beside: Path | None = None
+    beside = path.with_name(staging_name(path))
     try:
-        handle, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
-        os.close(handle)
-        beside = Path(name)
-        yield beside
-        with beside.open("rb") as file:
-            os.fsync(file.fileno())
-        umask = os.umask(0)
-        os.umask(umask)
-        beside.chmod(0o666 & ~umask)  # as any other file; those of mkstemp and safetensors are their owner's alone
-        beside.replace(path)
-    except BaseException as error:
-        if beside is not None:
-            beside.unlink(missing_ok=True)
-        if isinstance(error, OSError) and error.strerror:  # without the hidden file's name
+        with path_lock(path):
+            for rest in leftovers(path):  # of dead processes, since this one has the lock
+                rest.unlink()
+            try:
+                beside.touch()
+                mode = beside.stat().st_mode
+                yield beside
+                with beside.open("rb") as file:
+                    os.fsync(file.fileno())
+                beside.chmod(mode)  # those of safetensors are their owner's alone
+                beside.replace(path)
+                sync_directory(path.parent)
+            finally:
+                beside.unlink(missing_ok=True)
+    except OSError as error:
+        if error.strerror:  # without the hidden file's name
             raise OSError(error.errno, error.strerror, str(path)) from error
         raise
-    sync_directory(path.parent)

@@ -72,7 +72,7 @@ def _received(group: dist.ProcessGroup, rank: int) -> Any:
     group.recv([size], rank, 0).wait()
     data = torch.empty(int(size), dtype=torch.uint8)
     group.recv([data], rank, 0).wait()
-    return pickle.loads(data.numpy())
+    return pickle.loads(data.numpy().tobytes())
 
 
 @dataclass(frozen=True)
