@@ -47,6 +47,7 @@ from torchrec_recstore.inference import (
     export_delta,
     export_for_inference,
     read_delta,
+    verification,
 )
 from torchrec_recstore.inference.row_formats import DTYPES
 from torchrec_recstore.modules import RecStoreEmbeddingBagCollection, RecStoreEmbeddingCollection
@@ -327,7 +328,7 @@ def write_exports(checkpoints: Path, to: Path) -> None:
     to.mkdir(parents=True, exist_ok=True)
     values = torch.cat([ids_of(3), ids_of(4), torch.tensor([77])])
     lengths = torch.tensor([[3, 0, 2], [1, 4, 3]])
-    for name in ("float32", "fp16", "int8"):  # and the model's rows are of the fourth type
+    for name in ("float32", "int8"):  # and the model's rows are int4
         path, delta = to / f"tables_{name}.pt", to / f"tables_{name}_delta.safetensors"
         export_checkpoint(checkpoints / "full", path, dtype=DTYPES[name])
         export_checkpoint_delta(checkpoints / "delta", delta, base=path)
@@ -393,7 +394,7 @@ def main(directory: Path) -> None:
     checkpoints.mkdir(parents=True)
     with one_rank():
         write_model_checkpoints(checkpoints)
-        write_exports(checkpoints, directory / "export_1")
+        write_exports(checkpoints, directory / f"export_{verification.FORMAT}")
     write_server_data(checkpoints)
     run_on_ranks(2, partial(write_checkpoints_of_ranks, to=checkpoints))
 

@@ -18,7 +18,7 @@ from torchrec_recstore.checkpoint import info as checkpoint_info
 from torchrec_recstore.checkpoint import load_distributed_checkpoint
 from torchrec_recstore.checkpoint.info import read_chain
 from torchrec_recstore.checkpoint.rows import load_rows
-from torchrec_recstore.inference import export_delta, export_for_inference, read_delta
+from torchrec_recstore.inference import export_delta, export_for_inference, read_delta, verification, verify
 from torchrec_recstore.inference.row_formats import DTYPES
 from torchrec_recstore.options import RocksDBStore
 from torchrec_recstore.service.data_directory import DataDirectory
@@ -32,6 +32,12 @@ from . import fixed
 
 CHECKPOINTS = sorted(fixed.HERE.glob("checkpoint_*"))
 EXPORTS = sorted(fixed.HERE.glob("export_*"))
+
+
+def _name_of(path: Path) -> str:
+    return f"{path.parent.name}/{path.name}"
+
+
 of_each_checkpoint_format = pytest.mark.parametrize("files", CHECKPOINTS, ids=lambda path: path.name)
 of_each_export_format = pytest.mark.parametrize("files", EXPORTS, ids=lambda path: path.name)
 
@@ -110,9 +116,11 @@ def test_a_server_goes_on_from_what_one_has_left(files: Path, tmp_path: Path) ->
     tables.close()
 
 
-@of_each_export_format
-@pytest.mark.parametrize("name", ["tables_float32", "tables_fp16", "tables_int8", "model"])
-def test_exports_and_deltas_load_to_the_bit(files: Path, name: str) -> None:
+@pytest.mark.parametrize("file", [file for files in EXPORTS for file in sorted(files.glob("*.pt"))], ids=_name_of)
+def test_exports_and_deltas_load_to_the_bit(file: Path) -> None:
+    files, name = file.parent, file.stem
+    for path in (file, files / f"{name}_delta.safetensors"):
+        verify(path)
     tensors, versions = expected(files, name)
     served = torch.jit.load(files / f"{name}.pt")
     inputs = {key.removeprefix("input/"): value for key, value in tensors.items() if key.startswith("input/")}
@@ -166,9 +174,9 @@ def test_a_change_of_format_has_a_number_of_its_own(tmp_path: Path) -> None:
         assert structure_of_checkpoint(tmp_path / name) == structure_of_checkpoint(known / name), HOW_TO
     state = json.loads((tmp_path / "server" / "server.json").read_bytes())
     assert shape_of(state) == shape_of(json.loads((known / "server" / "server.json").read_bytes())), HOW_TO
-    for name in ("tables_float32", "tables_fp16", "tables_int8", "model"):
-        of_these = [structure_of_export(path, name) for path in (tmp_path / "exports", fixed.HERE / "export_1")]
-        assert of_these[0] == of_these[1], HOW_TO
+    for name in ("tables_float32", "tables_int8", "model"):
+        of_known = structure_of_export(fixed.HERE / f"export_{verification.FORMAT}", name)
+        assert structure_of_export(tmp_path / "exports", name) == of_known, HOW_TO
 
 
 HOW_TO = """the structure of what is written has changed: give the format a new number, by which older versions of the

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from torchrec_recstore.inference.delta import DeltaInfo, read_delta
     from torchrec_recstore.inference.export import export_delta, export_for_inference
     from torchrec_recstore.inference.served_model import scriptable
+    from torchrec_recstore.inference.verification import verify
 
 _MODULES = {
     "DeltaInfo": "delta",
@@ -23,6 +24,7 @@ _MODULES = {
     "export_for_inference": "export",
     "read_delta": "delta",
     "scriptable": "served_model",
+    "verify": "verification",
 }
 
 __all__ = [
@@ -33,6 +35,7 @@ __all__ = [
     "export_for_inference",
     "read_delta",
     "scriptable",
+    "verify",
 ]
 
 __getattr__, __dir__ = lazy_names(__name__, _MODULES)

@@ -13,11 +13,13 @@ from safetensors import SafetensorError
 from torch import Tensor, nn
 
 from torchrec_recstore.ids import among
-from torchrec_recstore.inference.checksum import checksum_of
+from torchrec_recstore.inference.checksum import checksum_of, checksum_of_format_1, scripted_function
 from torchrec_recstore.inference.row_formats import FORMATS
 from torchrec_recstore.inference.served_tables import ServedTable
+from torchrec_recstore.inference.verification import FORMAT, delta_format, delta_metadata, sign_delta, verify
 from torchrec_recstore.inference.versions import dense_tensors, served_tables, tensor_at, version_of
 from torchrec_recstore.inference.whole_file import whole_file
+from torchrec_recstore.newer import not_known
 
 
 @dataclass(frozen=True)
@@ -61,33 +63,59 @@ def read_delta(path: str | Path) -> dict[str, Tensor]:
 
     Raises:
         OSError, SafetensorError: the file is missing, or none of safetensors.
+        ValueError: a newer version has written it.
     """
+    delta_format(path)
     tensors: dict[str, Tensor] = safetensors.torch.load_file(path)
     return tensors
 
 
 def open_base(base: str | Path | torch.jit.ScriptModule) -> torch.jit.ScriptModule:
-    """A served model, from its file where that is given.
+    """A served model that is not damaged, from its file where that is given.
 
     Raises:
-        ValueError: it is none of this package's export.
+        ValueError: it is none of this package's export, it is damaged, or a newer version has written it.
         OSError: there is no such file.
     """
     if not isinstance(base, torch.jit.ScriptModule):
         if not Path(base).is_file():
             raise FileNotFoundError(f"there is no exported model at {base}")
-        with suppress(ImportError):  # float rows load without it
-            import fbgemm_gpu  # noqa: F401  (registers the ops of quantised rows)
-        path = base
-        try:
-            base = torch.jit.load(path)  # type: ignore[no-untyped-call]
-        except RuntimeError as error:
-            cause = str(error).strip().splitlines() or [""]
-            raise ValueError(f"{path} is no exported model that can be loaded: {cause[0]}") from error
-    assert isinstance(base, torch.jit.ScriptModule)
+        verify(base)
+        return load_export(base)
     if not hasattr(base, "apply_delta") or not hasattr(base, "recstore_version"):
         raise ValueError("base must be a model that export_for_inference or export_checkpoint has written")
+    if base_format(base) > FORMAT:
+        raise ValueError(not_known(f"base is of format {base_format(base)} of exported models"))
+    if hasattr(base, "verify"):
+        try:
+            base.verify()
+        except torch.jit.Error as error:
+            raise ValueError(f"base cannot be used: {str(error).strip().splitlines()[-1]}") from error
     return base
+
+
+def load_export(path: str | Path) -> torch.jit.ScriptModule:
+    """A served model from its file, which :func:`verify` has passed.
+
+    Raises:
+        ValueError: it is none of this package's export.
+    """
+    with suppress(ImportError):  # float rows load without it
+        import fbgemm_gpu  # noqa: F401  (registers the ops of quantised rows)
+    try:
+        served = torch.jit.load(path)  # type: ignore[no-untyped-call]
+    except RuntimeError as error:
+        cause = str(error).strip().splitlines() or [""]
+        raise ValueError(f"{path} is no exported model that can be loaded: {cause[0]}") from error
+    assert isinstance(served, torch.jit.ScriptModule)
+    if not hasattr(served, "apply_delta") or not hasattr(served, "recstore_version"):
+        raise ValueError(f"{path} is no model that export_for_inference or export_checkpoint has written")
+    return served
+
+
+def base_format(base: torch.jit.ScriptModule) -> int:
+    """The number of a served model's format."""
+    return int(base.recstore_format()) if hasattr(base, "recstore_format") else 1
 
 
 def dtype_of(base: torch.jit.ScriptModule) -> torch.dtype:
@@ -128,12 +156,15 @@ def write_delta(served: nn.Module, base: torch.jit.ScriptModule, path: Path) -> 
                     f"that of base {before.dtype} of shape {tuple(before.shape)}"
                 )
             dense[f"dense/{name}"] = tensor.contiguous()
-    versions = base.recstore_version(), version_of(served)
+    versions = base.recstore_version(), version_of(served, base)
     for key, version in zip(("base", "version"), versions, strict=True):
         tensors[key] = torch.tensor(list(version.encode()), dtype=torch.uint8)
     tensors |= dense
-    tensors["checksum"] = torch.jit.script(checksum_of)(tensors)
-    _write(tensors, path)
+    number = base_format(base)
+    if number > 1:
+        tensors["format"] = torch.tensor([number])
+    tensors["checksum"] = scripted_function(checksum_of if number > 1 else checksum_of_format_1)(tensors)
+    _write(tensors, number, path)
     names = tuple(name.removeprefix("dense/") for name in dense)
     return DeltaInfo(path, path.stat().st_size, *versions, found, names)
 
@@ -172,9 +203,10 @@ def _same_bits(one: Tensor, other: Tensor) -> bool:
     return torch.equal(*pair)
 
 
-def _write(tensors: Mapping[str, Tensor], path: Path) -> None:
+def _write(tensors: Mapping[str, Tensor], number: int, path: Path) -> None:
     try:
         with whole_file(path) as beside:
-            safetensors.torch.save_file(dict(tensors), beside)
+            safetensors.torch.save_file(dict(tensors), beside, metadata=delta_metadata(number))
+            sign_delta(beside)
     except (OSError, SafetensorError) as error:  # the latter where files raise the former
         raise OSError(f"{path} cannot be written: {getattr(error, 'strerror', None) or error}") from error

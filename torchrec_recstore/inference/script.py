@@ -4,13 +4,22 @@ from __future__ import annotations
 
 import keyword
 import os
+import re
+from functools import reduce
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
 
-from torchrec_recstore.inference.checksum import checksum_of  # noqa: F401  (apply_delta calls these)
+from torchrec_recstore.inference.checksum import (  # noqa: F401  (the methods of a served model call these)
+    check_file_bytes,
+    checksum_of,
+    checksum_of_strings,
+    hexadecimal,
+)
 from torchrec_recstore.inference.served_tables import check_tensor, take_tensor  # noqa: F401
+from torchrec_recstore.inference.verification import FORMAT, sign_export
 from torchrec_recstore.inference.versions import dense_tensors, served_tables, tensor_at, version_of
 from torchrec_recstore.inference.whole_file import whole_file
 
@@ -20,7 +29,9 @@ _METHODS = (
     "recstore_row_format",
     "recstore_ids",
     "recstore_rows",
+    "recstore_format",
     "apply_delta",
+    "verify",
 )
 
 _LEAVES = ["ServedEmbeddingBagCollection", "ServedEmbeddingCollection", "StaticEmbedding", "StaticEmbeddingBag"]
@@ -47,6 +58,7 @@ def save_script(script: torch.jit.ScriptModule, path: Path) -> None:
             with beside.open("wb") as file:
                 os.posix_fallocate(file.fileno(), 0, _bytes(script) + _CODE_BYTES)
             script.save(str(beside))
+            sign_export(beside)
     except OSError as error:
         if error.strerror is None:
             raise
@@ -79,17 +91,40 @@ def scripted(served: nn.Module) -> torch.jit.ScriptModule:
     for name in names:
         if names.count(name) > 1:
             raise ValueError(f"the model has more than one table {name!r}: in a file names must differ")
-    version = version_of(served)
-    for _, table in served_tables(served):
-        table.version = version
     script, source = _scripted(served)
     # Models whose modules are alike share their TorchScript class, and so these methods, which name no table.
+    # TorchScript copies what a model has at several paths, and models of one class may differ in what these share.
+    tables = [path for path, _ in served_tables(source, every_path=True)]
     if not hasattr(script, "apply_delta"):
-        # TorchScript copies what a model has at several paths, and models of one class may differ in what these share.
-        tables = [_expression(path) for path, _ in served_tables(source, every_path=True)]
-        names = [name for name in sorted(dense_tensors(source, every_path=True)) if tensor_at(script, name) is not None]
-        script.define(_methods(tables, names))
+        own = dense_tensors(served, every_path=True)
+        there = [name for name in sorted(dense_tensors(source, every_path=True)) if tensor_at(script, name) is not None]
+        script.define(
+            _methods(
+                [_expression(path) for path in tables],
+                [name for name in there if name in own],
+                [_expression(name) for name in there if name not in own],  # of TorchRec's tracer
+                [_expression(name) for name in _attributes(script)],
+            )
+        )
+    version, attributes = version_of(served, script), script.recstore_attributes()
+    for path in tables:
+        table: Any = reduce(getattr, path.split(".") if path else [], script)
+        table.version, table.attributes = version, attributes
     return script
+
+
+_PLAIN = re.compile(r"(int|float|bool|str|List|Dict|Tuple|Optional|NoneType|[\[\], ])+")
+"""Types of attributes that ``str`` shows all of."""
+
+
+def _attributes(script: torch.jit.ScriptModule) -> list[str]:
+    """Names of a model's numbers, strings and lists and dicts of these."""
+    return [
+        f"{path}.{name}" if path else name
+        for path, module in script.named_modules(remove_duplicate=False)
+        for name, (kind, _) in sorted(module._concrete_type.get_attributes().items())
+        if name not in ("training", "version", "attributes") and _PLAIN.fullmatch(kind.annotation_str)
+    ]
 
 
 def _scripted(served: nn.Module) -> tuple[torch.jit.ScriptModule, nn.Module]:
@@ -123,12 +158,14 @@ def _expression(path: str) -> str:
     return expression
 
 
-def _methods(tables: list[str], dense: list[str]) -> str:
+def _methods(tables: list[str], dense: list[str], constants: list[str], attributes: list[str]) -> str:
     """Source of the methods of a served model.
 
     Args:
         tables: expressions that reach them; several may reach one table, or copies of it.
         dense: names of the other tensors.
+        constants: expressions of tensors that the model which was scripted does not have.
+        attributes: expressions of numbers, strings and the like.
     """
     lines = [
         "def recstore_tables(self) -> List[str]:",
@@ -141,6 +178,8 @@ def _methods(tables: list[str], dense: list[str]) -> str:
         f"    return {tables[0]}.version",
         "def recstore_row_format(self) -> str:",
         f"    return {tables[0]}.row_format",
+        "def recstore_format(self) -> int:",
+        f"    return {FORMAT}",
     ]
     for method, kind in (("recstore_ids", "ids"), ("recstore_rows", "rows")):
         lines += [f"def {method}(self, table: str) -> Tensor:", "    found: List[Tensor] = []"]
@@ -150,19 +189,42 @@ def _methods(tables: list[str], dense: list[str]) -> str:
             '        raise ValueError("there is no table " + table)',
             "    return found[0]",
         ]
-    return "\n".join([*lines, *_apply_delta(tables, dense)]) + "\n"
+    keys = [(repr(f"dense/{name}"), _expression(name)) for name in dense]
+    lines += [*_verify(tables, keys, constants, attributes), *_apply_delta(tables, keys)]
+    return "\n".join(lines) + "\n"
 
 
-def _apply_delta(tables: list[str], dense: list[str]) -> list[str]:
+def _verify(tables: list[str], keys: list[tuple[str, str]], constants: list[str], attributes: list[str]) -> list[str]:
+    return [
+        "def recstore_attributes(self) -> str:",
+        "    values: List[str] = []",
+        *(f"    values.append(str({attribute}))" for attribute in attributes),
+        *(f'    values.append(hexadecimal(checksum_of({{"": {constant}}})))' for constant in constants),
+        "    return checksum_of_strings(values)",
+        "def verify(self, file: Optional[Tensor]=None) -> None:",
+        "    if file is not None:",
+        "        check_file_bytes(file)",
+        "    tensors: Dict[str, Tensor] = {}",
+        *(f"    {table}.give_tensors(tensors)" for table in tables),
+        *(f"    tensors[{key}] = {tensor}" for key, tensor in keys),
+        f"    if hexadecimal(checksum_of(tensors)) != {tables[0]}.version:",
+        f'        raise ValueError("the model is damaged: its tensors are not of version " + {tables[0]}.version)',
+        f"    if self.recstore_attributes() != {tables[0]}.attributes:",
+        '        raise ValueError("the model is damaged: its attributes are not those that were exported")',
+    ]
+
+
+def _apply_delta(tables: list[str], keys: list[tuple[str, str]]) -> list[str]:
     """One line for each table and tensor: torch takes quadratic time to load conditions one after another."""
     version = f"{tables[0]}.version"
-    keys = [(repr(f"dense/{name}"), _expression(name)) for name in dense]
     return [
         "def apply_delta(self, delta: Dict[str, Tensor]) -> bool:",
-        '    known: List[str] = ["base", "version", "checksum"]',
-        "    for key in known:",
+        '    known: List[str] = ["base", "version", "checksum", "format"]',
+        "    for key in known[:3]:",
         "        if key not in delta:",
         '            raise ValueError("this is no delta: it has no " + key)',
+        f'    if "format" not in delta or int(delta["format"].item()) != {FORMAT}:',
+        f'        raise ValueError("the model takes deltas of format {FORMAT}, and this is another one")',
         '    if not torch.equal(delta["checksum"], checksum_of(delta)):',
         '        raise ValueError("the delta is damaged: its checksum is another one")',
         "    versions: List[str] = []",
@@ -174,6 +236,7 @@ def _apply_delta(tables: list[str], dense: list[str]) -> list[str]:
         f"    if {version} != versions[0]:",
         '        raise ValueError("the delta is one of version " + versions[0] + ", and this model is of version " '
         f"+ {version})",
+        "    self.verify()",
         # All is checked before anything changes.
         *(f"    {table}.check_delta(delta, known)" for table in tables),
         *(f"    check_tensor(delta, {key}, {tensor}, known)" for key, tensor in keys),

@@ -137,6 +137,7 @@ class ServedTable(nn.Module):
         self.row_format = row_format
         self.has_ids = ids is not None
         self.version = ""
+        self.attributes = ""
         self.register_buffer("ids", torch.empty(0, dtype=torch.int64) if ids is None else id_buffer(ids))
         self.register_buffer("rows", rows)
 
@@ -170,6 +171,12 @@ class ServedTable(nn.Module):
         """Appends ``rows`` where this is the table of that name."""
         if table == self.name:
             found.append(self.rows)
+
+    @torch.jit.export
+    def give_tensors(self, tensors: dict[str, Tensor]) -> None:
+        """Adds the table's tensors, by what ``version_of`` calls them."""
+        tensors[self.name + "/ids"] = self.ids
+        tensors[self.name + "/rows"] = self.rows
 
     @torch.jit.export
     def check_delta(self, delta: dict[str, Tensor], known: list[str]) -> None:

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import torch
-import xxhash
 from torch import Tensor, nn
 
+from torchrec_recstore.inference.checksum import checksum_of, hexadecimal, scripted_function
 from torchrec_recstore.inference.served_tables import ServedTable
 
 _KINDS = ("ids", "rows")
@@ -52,12 +52,15 @@ def tensor_at(script: torch.jit.ScriptModule, name: str) -> Tensor | None:
     return found.detach() if isinstance(found, Tensor) else None
 
 
-def version_of(served: nn.Module) -> str:
-    """What says which rows and weights a served model has: a checksum of all of them, 32 hexadecimal digits."""
-    tensors = [(f"{table.name}/{kind}", getattr(table, kind)) for _, table in served_tables(served) for kind in _KINDS]
-    digest = xxhash.xxh3_128()
-    for name, tensor in sorted([*tensors, *dense_tensors(served).items()], key=lambda each: each[0]):
-        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\0".encode())
-        if tensor.numel():
-            digest.update(tensor.contiguous().view(-1).view(torch.uint8).numpy())
-    return digest.hexdigest()
+def version_of(served: nn.Module, script: torch.jit.ScriptModule) -> str:
+    """What says which rows and weights a served model has: a checksum of all of them, 16 hexadecimal digits.
+
+    Args:
+        served: the model.
+        script: that as TorchScript, or an earlier export of the same model: tensors that it does not have do not count.
+    """
+    tensors = {f"{table.name}/{kind}": getattr(table, kind) for _, table in served_tables(served) for kind in _KINDS}
+    for name, tensor in dense_tensors(served, every_path=True).items():
+        if tensor_at(script, name) is not None:
+            tensors[f"dense/{name}"] = tensor
+    return str(scripted_function(hexadecimal)(scripted_function(checksum_of)(tensors)))

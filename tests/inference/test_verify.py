@@ -1,0 +1,267 @@
+"""Every byte of a served file counts: one that changes is found, in the file and in the model that is loaded of it."""
+
+from __future__ import annotations
+
+import os
+import random
+import struct
+import zipfile
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tests.formats import fixed
+from torchrec_recstore.inference import (
+    export_checkpoint,
+    export_checkpoint_delta,
+    export_delta,
+    export_for_inference,
+    read_delta,
+    verify,
+)
+from torchrec_recstore.inference.checksum import checksum_of, scripted_function
+from torchrec_recstore.inference.row_formats import DTYPES
+from torchrec_recstore.modules import RecStoreEmbedding
+
+CHECKPOINTS = fixed.HERE / "checkpoint_1"
+EXPORTS = [*(f"tables_{name}.pt" for name in DTYPES), "model.pt"]
+DELTAS = [f"{Path(name).stem}_delta" for name in EXPORTS]
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An export of each kind and a delta of each."""
+    folder = tmp_path_factory.mktemp("written")
+    for name, dtype in DTYPES.items():
+        path = folder / f"tables_{name}.pt"
+        export_checkpoint(CHECKPOINTS / "full", path, dtype=dtype)
+        export_checkpoint_delta(CHECKPOINTS / "delta", folder / f"tables_{name}_delta", base=path)
+    model = fixed.train_served(fixed.Served(), 3)
+    export_for_inference(model, folder / "model.pt")
+    with torch.no_grad():
+        model.over.bias.fill_(2.5)
+    export_delta(fixed.train_served(model, 11), folder / "model_delta", base=folder / "model.pt")
+    return folder
+
+
+def outside_members(path: Path) -> list[int]:
+    """The bytes of a zip file that are not in the data of its members."""
+    inside: set[int] = set()
+    content = path.read_bytes()
+    with zipfile.ZipFile(path) as archive:
+        for member in archive.infolist():
+            name, extra = struct.unpack_from("<HH", content, member.header_offset + 26)
+            begin = member.header_offset + 30 + name + extra
+            inside.update(range(begin, begin + member.compress_size))
+    return [place for place in range(len(content)) if place not in inside]
+
+
+def is_found(path: Path) -> bool:
+    """Whether ``verify`` refuses the file, by name."""
+    try:
+        verify(path)
+    except ValueError as error:
+        return str(path) in str(error)
+    return False
+
+
+def missed_flips(path: Path, places: list[int]) -> list[tuple[int, int]]:
+    """One bit of each of these bytes is flipped, and then back: those bits that are not found."""
+    torch.set_num_threads(1)
+    verify(path)
+    generator = random.Random(0)
+    content = path.read_bytes()
+    missed = []
+    descriptor = os.open(path, os.O_RDWR)
+    try:
+        for place in places:
+            bit = generator.randrange(8)
+            os.pwrite(descriptor, bytes([content[place] ^ 1 << bit]), place)
+            if not is_found(path):
+                missed.append((place, bit))
+            os.pwrite(descriptor, content[place : place + 1], place)
+    finally:
+        os.close(descriptor)
+    verify(path)
+    return missed
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", EXPORTS)
+def test_every_byte_of_the_structure_of_an_export(written: Path, name: str) -> None:
+    """What the zip format itself holds: headers, names, sizes, checksums, padding, the directory, its end."""
+    structure = outside_members(written / name)
+    assert len(structure) > 1000
+    assert not missed_flips(written / name, structure)
+
+
+@pytest.mark.parametrize("name", EXPORTS)
+def test_flipped_bits_of_an_export(written: Path, name: str) -> None:
+    path = written / name
+    some = random.Random(1)
+    places = some.sample(range(path.stat().st_size), 200) + some.sample(outside_members(path), 100)
+    end = range(path.stat().st_size - 60, path.stat().st_size)  # the directory's end, and the checksum
+    assert not missed_flips(path, [*places, *end])
+
+
+@pytest.mark.parametrize("name", DELTAS)
+def test_flipped_bits_of_a_delta(written: Path, name: str) -> None:
+    assert not missed_flips(written / name, list(range((written / name).stat().st_size)))
+
+
+@pytest.mark.parametrize("name", ["tables_int8.pt", "tables_int8_delta"])
+def test_files_that_are_cut_or_longer(written: Path, name: str, tmp_path: Path) -> None:
+    content = (written / name).read_bytes()
+    file = tmp_path / name
+    for damaged in (content[:-1], content[:-34], content[: len(content) // 2], content[:5], b"", content + b"\0"):
+        file.write_bytes(damaged)
+        with pytest.raises(ValueError, match=str(file)):
+            verify(file)
+    with pytest.raises(FileNotFoundError, match="none"):
+        verify(tmp_path / "none")
+
+
+def test_files_of_format_1(tmp_path: Path) -> None:
+    """They have checksums of the zip file's members and of the delta's tensors."""
+    for path in sorted((fixed.HERE / "export_1").glob("*.pt")):
+        file = tmp_path / path.name
+        content = path.read_bytes()
+        structure = set(outside_members(path))
+        places = [place for place in range(len(content)) if place not in structure]
+        file.write_bytes(content)
+        for place, bit in missed_flips(file, random.Random(2).sample(places, 40)):
+            # Of compressed code some bits mean nothing.
+            file.write_bytes(content[:place] + bytes([content[place] ^ 1 << bit]) + content[place + 1 :])
+            assert members(file) == members(path)
+    for path in sorted((fixed.HERE / "export_1").glob("*_delta.safetensors")):
+        file = tmp_path / path.name
+        file.write_bytes(path.read_bytes())
+        types = {place for name in (b"I64", b"U8", b"F32") for place in _places(path.read_bytes(), name)}
+        assert not missed_flips(file, [place for place in range(path.stat().st_size) if place not in types])
+
+
+def members(path: Path) -> dict[str, bytes]:
+    with zipfile.ZipFile(path) as archive:
+        return {name: archive.read(name) for name in archive.namelist()}
+
+
+def _places(content: bytes, part: bytes) -> range:
+    begin = content.find(part)
+    return range(begin, begin + len(part)) if begin >= 0 else range(0)
+
+
+def tensors_of(served: torch.jit.ScriptModule) -> list[Tensor]:
+    return [*served.parameters(), *served.buffers()]
+
+
+@pytest.mark.parametrize("name", EXPORTS)
+def test_a_model_in_memory(written: Path, name: str) -> None:
+    path = written / name
+    served = torch.jit.load(path)
+    served.verify()
+    file = torch.frombuffer(bytearray(path.read_bytes()), dtype=torch.uint8)
+    served.verify(file)
+    file[len(file) // 2] ^= 4
+    with pytest.raises(torch.jit.Error, match="the file is damaged: its checksum does not fit"):
+        served.verify(file)
+    delta = read_delta(written / f"{path.stem}_delta")
+    generator = random.Random(0)
+    for tensor in tensors_of(served):
+        data = tensor.detach().view(-1).view(torch.uint8)
+        place, bit = generator.randrange(len(data)), 1 << generator.randrange(8)
+        data[place] ^= bit
+        version = served.recstore_version()
+        for check in (served.verify, lambda: served.apply_delta(delta)):
+            with pytest.raises(torch.jit.Error, match=f"damaged: its tensors are not of version {version}"):
+                check()
+        assert served.recstore_version() == version
+        data[place] ^= bit
+    served.verify()
+    assert served.apply_delta(delta)
+    served.verify()
+
+
+def test_attributes_in_memory(written: Path) -> None:
+    served = torch.jit.load(written / "model.pt")
+    first = served.bags.tables._modules["0"]
+    for owner, name, value in (
+        (served, "scale", 3),
+        (first, "dim", 4),
+        (first, "row_format", "int4"),
+        (served.bags, "_means", [True, True]),
+        (served.bags, "_keys", ["g", "f", "h"]),
+    ):
+        before = getattr(owner, name)
+        setattr(owner, name, value)
+        with pytest.raises(torch.jit.Error, match="the model is damaged: its attributes are not those"):
+            served.verify()
+        setattr(owner, name, before)
+        served.verify()
+    served.eval().train().eval()
+    served.verify()
+
+
+def test_a_damaged_base_has_no_delta(written: Path, tmp_path: Path) -> None:
+    file = tmp_path / "base.pt"
+    content = bytearray((written / "tables_float32.pt").read_bytes())
+    content[100] ^= 1  # in the first tensor
+    file.write_bytes(content)
+    torch.jit.load(file)  # which does not see it
+    with pytest.raises(ValueError, match=f"{file} is damaged: its checksum does not fit"):
+        export_checkpoint_delta(CHECKPOINTS / "delta", tmp_path / "delta", base=file)
+    with pytest.raises(ValueError, match=r"base cannot be used: .*the model is damaged"):
+        export_checkpoint_delta(CHECKPOINTS / "delta", tmp_path / "delta", base=torch.jit.load(file))
+    assert not (tmp_path / "delta").exists()
+
+
+def test_two_signs(tmp_path: Path) -> None:
+    """A plain sum of words times odd numbers does not see that the highest bits of two words are both flipped."""
+    rows = torch.randn(100, 2)
+    other = rows.clone()
+    other[[3, 7], 1] *= -1
+    checksum = scripted_function(checksum_of)
+    assert not torch.equal(checksum({"rows": rows}), checksum({"rows": other}))
+    assert not torch.equal(checksum({"rows": rows}), checksum({"rows": rows.view(torch.int32)}))
+    assert not torch.equal(checksum({"rows": rows}), checksum({"rows": rows.view(2, 100)}))
+    assert not torch.equal(checksum({"ab": rows[0], "c": rows[1]}), checksum({"a": rows[0], "bc": rows[1]}))
+
+
+def test_files_of_a_newer_version(written: Path, tmp_path: Path) -> None:
+    install = r"which torchrec_recstore [\d.]+ does not know: .*pip install --upgrade torchrec-recstore"
+    file = tmp_path / "new.pt"
+    file.write_bytes((written / "model.pt").read_bytes().replace(b"recstore export 0002", b"recstore export 0003"))
+    with pytest.raises(ValueError, match=f"new.pt is of format 3 of exported models, {install}"):
+        verify(file)
+    delta = tmp_path / "delta"
+    delta.write_bytes((written / "model_delta").read_bytes().replace(b'delta":"0002', b'delta":"0003'))
+    for read in (verify, read_delta):
+        with pytest.raises(ValueError, match=f"delta is of format 3 of deltas, {install}"):
+            read(delta)
+
+
+def test_a_delta_of_format_1_for_a_model_of_format_2(written: Path) -> None:
+    served = torch.jit.load(written / "tables_int8.pt")
+    with pytest.raises(torch.jit.Error, match="the model takes deltas of format 2, and this is another one"):
+        served.apply_delta(read_delta(fixed.HERE / "export_1" / "tables_int8_delta.safetensors"))
+
+
+class WithVerify(nn.Module):
+    """A model with a method of that name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows = RecStoreEmbedding(50, 4, name="a")
+
+    def forward(self, ids: Tensor) -> Tensor:
+        out: Tensor = self.rows(ids)
+        return out
+
+    def verify(self) -> None:
+        """Something else."""
+
+
+def test_a_model_with_a_method_of_that_name(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="WithVerify has an attribute 'verify': a served model has a"):
+        export_for_inference(WithVerify().eval(), tmp_path / "model.pt")
