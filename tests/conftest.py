@@ -12,6 +12,8 @@ os.environ.setdefault("GOMP_SPINCOUNT", "10000")
 import torch
 import torch.distributed as dist
 
+from .upstream.summary import pytest_terminal_summary as pytest_terminal_summary  # with xdist too
+
 
 @pytest.fixture(autouse=True)
 def _seed_and_threads() -> Iterator[None]:

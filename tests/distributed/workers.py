@@ -6,6 +6,7 @@ import os
 import tempfile
 import traceback
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -20,10 +21,20 @@ mp.get_context(START_METHOD).set_forkserver_preload(["torchrec.distributed", "to
 
 
 def run_on_ranks(world_size: int, function: Callable[[int, int], None]) -> None:
-    """Run ``function(rank, world_size)`` on every rank; fails if it raises on any.
+    """Run ``function(rank, world_size)`` on every rank of a gloo group; fails if it raises on any.
 
     Args:
         function: at module level, so that it can be sent to other processes.
+    """
+    with tempfile.TemporaryDirectory() as directory:
+        run_in_processes(world_size, partial(_in_group, function=function, directory=directory))
+
+
+def run_in_processes(world_size: int, function: Callable[[int, int], None]) -> None:
+    """Run ``function(rank, world_size)`` in a process for each rank; fails if it raises in any.
+
+    Args:
+        function: at module level, or a partial of such a function, so that it can be sent to other processes.
     """
     with tempfile.TemporaryDirectory() as directory:
         try:
@@ -33,15 +44,19 @@ def run_on_ranks(world_size: int, function: Callable[[int, int], None]) -> None:
             pytest.fail(reports or str(error), pytrace=False)
 
 
-def _worker(rank: int, world_size: int, directory: str, function: Callable[[int, int], None]) -> None:
-    torch.set_num_threads(1)
+def _in_group(rank: int, world_size: int, function: Callable[[int, int], None], directory: str) -> None:
     os.environ.update(LOCAL_WORLD_SIZE=str(world_size), LOCAL_RANK=str(rank))
     dist.init_process_group("gloo", init_method=f"file://{directory}/rendezvous", rank=rank, world_size=world_size)
+    function(rank, world_size)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def _worker(rank: int, world_size: int, directory: str, function: Callable[[int, int], None]) -> None:
+    torch.set_num_threads(1)
     status = 0
     try:
         function(rank, world_size)
-        dist.barrier()
-        dist.destroy_process_group()
     except BaseException:
         Path(directory, f"rank_{rank}").write_text(f"rank {rank}:\n{traceback.format_exc()}")
         status = 1

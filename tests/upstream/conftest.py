@@ -1,0 +1,74 @@
+"""Applies the list of what does not apply, and bounds the examples of TorchRec's hypothesis tests."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import hypothesis
+import pytest
+
+from .exceptions import Entry, entries
+from .tables import STOCK
+
+HERE = Path(__file__).parent
+MOST_EXAMPLES = 3
+"""Of one of TorchRec's hypothesis tests: each starts processes."""
+
+
+@pytest.hookimpl(tryfirst=True)  # before -k and -m leave tests out
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    mine = [item for item in items if item.path.is_relative_to(HERE)]
+    listed = entries()
+    found = {item: [entry for entry in listed if entry.matches(_name(item))] for item in mine}
+    if not any("::" in arg for arg in config.args):
+        _check_list(listed, found)
+    for item, by in found.items():
+        _bound_examples(item)
+        for entry in by:
+            item.add_marker(pytest.mark.xfail(reason=entry.reason, strict=True, run=entry.runs))
+    if STOCK:
+        kept = {item for item, by in found.items() if any(entry.stock for entry in by)}
+        items[:] = [item for item in items if item in kept]
+
+
+def _name(item: pytest.Item) -> str:
+    return f"{item.path.relative_to(HERE)}::{item.nodeid.partition('::')[2]}"
+
+
+def _check_list(listed: list[Entry], found: dict[pytest.Item, list[Entry]]) -> None:
+    files = {item.path.name for item in found}
+    used = {entry.pattern for by in found.values() for entry in by}
+    for entry in listed:
+        if entry.file in files and entry.pattern not in used:
+            raise pytest.UsageError(f"{entry.pattern} in tests/upstream/does_not_apply.txt names no test")
+    for item, by in found.items():
+        if len(by) > 1:
+            raise pytest.UsageError(f"several entries of tests/upstream/does_not_apply.txt name {_name(item)}")
+
+
+def _bound_examples(item: pytest.Item) -> None:
+    # What @settings has stored (hypothesis 6); a profile would not go before the tests' own settings.
+    function = getattr(getattr(item, "function", None), "__func__", getattr(item, "function", None))
+    stored = getattr(function, "_hypothesis_internal_use_settings", None)
+    if stored is None:
+        return
+    function._hypothesis_internal_use_settings = hypothesis.settings(
+        stored,
+        max_examples=min(stored.max_examples, MOST_EXAMPLES),
+        verbosity=hypothesis.Verbosity.normal,
+        derandomize=True,
+        database=None,
+        phases=[hypothesis.Phase.explicit, hypothesis.Phase.generate],
+        suppress_health_check=list(hypothesis.HealthCheck),
+    )
+
+
+@pytest.hookimpl(hookwrapper=True)
+def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> Iterator[None]:
+    outcome: Any = yield
+    report = outcome.get_result()
+    if report.skipped and not hasattr(report, "wasxfail") and item.path.is_relative_to(HERE):
+        report.outcome = "failed"
+        report.longrepr = f"skipped without an entry in tests/upstream/does_not_apply.txt: {report.longrepr}"

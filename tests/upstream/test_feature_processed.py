@@ -1,0 +1,37 @@
+"""``FeatureProcessedEmbeddingBagCollection`` beside ``EmbeddingBagCollection`` in TorchRec's shared test."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from .models import FeatureProcessedNN, OtherModels, processed_tables
+from .sharders import BagSharder, FeatureProcessedSharder
+
+SHARDINGS = ["table_wise", "column_wise", "table_column_wise", "row_wise", "table_row_wise", "grid_shard"]
+
+
+@pytest.fixture
+def processed() -> Iterator[OtherModels]:
+    models = OtherModels()
+    models.setUp()
+    yield models
+    models.tearDown()
+
+
+def check(processed: OtherModels, sharding: str, world_size: int, **kwargs: object) -> None:
+    kinds = (BagSharder, FeatureProcessedSharder)
+    sharders = [kind(sharding, fused_params={"learning_rate": 0.1}) for kind in kinds]
+    processed.check(sharders, sharding, world_size, FeatureProcessedNN, processed_tables(), **kwargs)
+
+
+@pytest.mark.parametrize("sharding", SHARDINGS)
+def test_one_rank(processed: OtherModels, sharding: str) -> None:
+    check(processed, sharding, 1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sharding", SHARDINGS)
+def test_two_ranks(processed: OtherModels, sharding: str) -> None:
+    check(processed, sharding, 2)

@@ -1,0 +1,90 @@
+"""``EmbeddingBagCollection`` in TorchRec's shared test: shardings, poolings, weights, batches, optimizers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from torchrec.distributed.fbgemm_qcomm_codec import CommType, QCommsConfig
+from torchrec.distributed.types import ShardingType
+from torchrec.modules.embedding_configs import DataType, PoolingType
+from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
+
+from .models import PooledModels
+from .tables import KERNEL
+
+from torchrec.distributed.test_utils.test_sharding import create_test_sharder  # isort: skip
+
+SHARDINGS = [kind.value for kind in ShardingType if kind != ShardingType.DATA_PARALLEL]
+HALF = QCommsConfig(forward_precision=CommType.FP16, backward_precision=CommType.BF16)
+KINDS: dict[str, dict[str, Any]] = {
+    "sum": {},
+    "mean": {"pooling": PoolingType.MEAN},
+    "fp16": {"data_type": DataType.FP16},
+    "varying batch per rank": {"variable_batch_size": True},
+    "varying batch per feature": {"variable_batch_per_feature": True, "has_weighted_tables": False},
+    "same batch on all ranks, varying per feature": {
+        "variable_batch_per_feature": True,
+        "has_weighted_tables": False,
+        "global_constant_batch": True,
+    },
+    "empty batch": {"allow_zero_batch_size": True},
+    "offsets": {"use_offsets": True},
+    "int32": {"indices_dtype": torch.int32, "offsets_dtype": torch.int32, "lengths_dtype": torch.int32},
+    "qcomms": {"qcomms_config": HALF},
+}
+# The loss is nearly flat in the rows; eps, whose defaults differ from FBGEMM's, keeps signs of near-zeros out.
+OPTIMIZERS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
+    "SGD": (torch.optim.SGD, {"lr": 50.0}),
+    "Adagrad": (torch.optim.Adagrad, {"lr": 0.2, "eps": 1e-6}),
+    "Adam": (torch.optim.Adam, {"lr": 0.2, "eps": 1e-6}),
+    "RowWiseAdagrad": (RowWiseAdagrad, {"lr": 0.2, "eps": 1e-6}),
+}
+
+
+@pytest.fixture
+def pooled() -> Iterator[PooledModels]:
+    models = PooledModels()
+    models.setUp()
+    yield models
+    models.tearDown()
+
+
+def sharder(sharding: str, kernel: str = KERNEL, **kwargs: Any) -> Any:
+    return create_test_sharder("embedding_bag_collection", sharding, kernel, **kwargs)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("sharding", SHARDINGS)
+def test_one_rank(pooled: PooledModels, sharding: str, kind: str) -> None:
+    qcomms = KINDS[kind].get("qcomms_config")
+    pooled.check(sharder(sharding, qcomms_config=qcomms), sharding, 1, **KINDS[kind])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("sharding", SHARDINGS)
+def test_two_ranks(pooled: PooledModels, sharding: str, kind: str) -> None:
+    qcomms = KINDS[kind].get("qcomms_config")
+    pooled.check(sharder(sharding, qcomms_config=qcomms), sharding, 2, **KINDS[kind])
+
+
+def test_two_ranks_row_wise(pooled: PooledModels) -> None:
+    pooled.check(sharder("row_wise"), "row_wise", 2, pooling=PoolingType.MEAN)
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("sharding", ["table_wise", "row_wise"])
+def test_optimizers(pooled: PooledModels, sharding: str, optimizer: str) -> None:
+    config = {"embedding_bags": OPTIMIZERS[optimizer]}
+    pooled.check(sharder(sharding), sharding, 1, apply_optimizer_in_backward_config=config, has_weighted_tables=False)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+@pytest.mark.parametrize("sharding", ["table_wise", "row_wise"])
+def test_optimizers_on_two_ranks(pooled: PooledModels, sharding: str, optimizer: str) -> None:
+    config = {"embedding_bags": OPTIMIZERS[optimizer]}
+    pooled.check(sharder(sharding), sharding, 2, apply_optimizer_in_backward_config=config, has_weighted_tables=False)
