@@ -7,7 +7,7 @@ PIP := $(BIN)/pip --disable-pip-version-check --quiet
 SOURCES := $(wildcard torchrec_recstore/csrc/*)
 CORE := $(filter-out torchrec_recstore/csrc/bindings.cpp,$(wildcard torchrec_recstore/csrc/*.cpp))
 
-.PHONY: help build train test test-all test-cpp parity lint proto bench docs package clean
+.PHONY: help build train test test-slow test-all test-cpp parity lint proto bench docs package clean
 .DEFAULT_GOAL := help
 
 help:  ## show this list
@@ -35,11 +35,14 @@ build: $(VENV)/.built  ## set up .venv and build the native extension
 train: build  ## train DLRM: make train [DATA=train.txt] [ARGS="--dim 64 ..."]
 	$(BIN)/python examples/dlrm/train.py $(if $(DATA),--data "$(DATA)") $(ARGS)
 
-test: build $(VENV)/.dev-requirements lint  ## all that CI runs, under ten minutes
+test: build $(VENV)/.dev-requirements lint  ## C++ tests, lint, Python tests but the slow ones: the first step of CI
 	@$(MAKE) --no-print-directory -j$(shell nproc) test-cpp
 	$(BIN)/python -m pytest -n auto --maxprocesses 8 --dist worksteal -m "not slow" $(ARGS)
 
-test-all: build $(VENV)/.dev-requirements lint  ## also what takes longer
+test-slow: build $(VENV)/.dev-requirements  ## the slow tests, one after the other: the second step of CI
+	$(BIN)/python -m pytest -m slow $(ARGS)
+
+test-all: build $(VENV)/.dev-requirements lint  ## all tests, one after the other
 	@$(MAKE) --no-print-directory -j$(shell nproc) test-cpp
 	$(BIN)/python -m pytest $(ARGS)
 

@@ -11,7 +11,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 
 
-@pytest.mark.parametrize("what", ["one", "ranks"])
+@pytest.mark.parametrize("what", [pytest.param("one", marks=pytest.mark.slow), "ranks"])
 def test_killed_saves(what: str, tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-m", "tests.checkpoint.crashing", what, str(tmp_path)],

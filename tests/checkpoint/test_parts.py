@@ -18,8 +18,8 @@ def test_no_two_parts_have_one_name(tmp_path: Path) -> None:
         with Table(2, name=name) as table:
             table.lookup(torch.tensor([1, 2]), train=True)
             with table.snapshot() as snapshot:
-                names += [part.file for part in writer.rows(table, snapshot)]
-            names += [part.file for part in writer.ids(table, "left", torch.tensor([3]))]
+                names += [part.file for part in writer.rows(name, table, snapshot)]
+            names += [part.file for part in writer.ids(name, table, "left", torch.tensor([3]))]
     assert sorted(writer.close()) == sorted(names) == sorted(path.name for path in tmp_path.iterdir())
     assert len(set(names)) == 12
 

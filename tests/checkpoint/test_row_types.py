@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from torchrec_recstore.checkpoint.compact import compact_chain
+from torchrec_recstore.checkpoint.destination import Destination
 from torchrec_recstore.checkpoint.files import write_tensors
 from torchrec_recstore.checkpoint.info import CheckpointInfo, DeltaOf, PartInfo, TableInfo
 from torchrec_recstore.checkpoint.rows import load_rows
@@ -50,6 +51,7 @@ def test_weights_are_converted(before: torch.dtype, now: torch.dtype, tmp_path: 
         assert torch.equal(held["sum"], rows["sum"])
         target.update(ids[:50], torch.randn(50, 4))
         delta = saved(tmp_path / "delta", target, ids[:50], full)
-        load_rows(from_compacted, "t", [compact_chain([full, delta], tmp_path / "compacted")])
+        with Destination(tmp_path / "compacted") as destination:
+            load_rows(from_compacted, "t", [compact_chain([full, delta], destination)])
         held = target.read_rows(ids)
         assert all(torch.equal(held[key], value) for key, value in from_compacted.read_rows(ids).items())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 
 import pytest
@@ -24,13 +25,15 @@ from .workers import run_on_ranks
 
 STEPS = 14
 PIPELINES = (TrainPipelineSparseDist, TrainPipelineSparseDistLite, RecStorePrefetchPipeline)
-EVERY_BOUND = (
+COLD_AND_ALL = (
+    TableOptions(max_rows=171, cold_store=DictStoreOptions()),
+    TableOptions(max_rows=131, eviction=LRU(), expiry=Expiry(5), admission=MinFrequency(2)),
+)
+EACH = (
     TableOptions(max_rows=171, eviction=LRU()),
     TableOptions(max_rows=171, eviction=LFU(half_life_steps=4)),
-    TableOptions(max_rows=171, cold_store=DictStoreOptions()),
     TableOptions(expiry=Expiry(4)),
     TableOptions(admission=MinFrequency(2)),
-    TableOptions(max_rows=131, eviction=LRU(), expiry=Expiry(5), admission=MinFrequency(2)),
 )
 
 
@@ -64,8 +67,8 @@ def batches(rank: int) -> list[KeyedJaggedTensor]:
     return [KeyedJaggedTensor.concat(pair) for pair in both]
 
 
-def pipeline_equals_loop(rank: int, world_size: int) -> None:
-    for options in EVERY_BOUND:
+def pipeline_equals_loop(rank: int, world_size: int, *, bounds: Sequence[TableOptions]) -> None:
+    for options in bounds:
         looped, optimizer, one = build(options, world_size)
         losses = []
         for batch in batches(rank):
@@ -98,8 +101,9 @@ def pipeline_equals_loop(rank: int, world_size: int) -> None:
             assert table_stats(piped) == stats, (kind, options)
 
 
-def test_two_ranks() -> None:
-    run_on_ranks(2, pipeline_equals_loop)
+@pytest.mark.parametrize("bounds", [COLD_AND_ALL, pytest.param(EACH, marks=pytest.mark.slow)])
+def test_two_ranks(bounds: Sequence[TableOptions]) -> None:
+    run_on_ranks(2, partial(pipeline_equals_loop, bounds=bounds))
 
 
 @pytest.mark.usefixtures("one_rank")

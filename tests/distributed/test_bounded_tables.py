@@ -288,25 +288,19 @@ def compare_shards(shards: list[Table], others: list[Table], but: Sequence[str] 
         assert all(torch.equal(rows[key], same[key]) for key in rows if key not in but)
 
 
-SCENARIOS = (
-    keeps_its_bound,
-    frequent_rows_stay,
-    a_wide_bound_changes_no_bit,
-    expiry_and_admission,
-    cold_rows_come_back_as_they_were,
-    hash_routing_uses_all_of_a_bound,
-    beside_stock_tables,
-    too_small,
-)
+SCENARIOS = (keeps_its_bound, cold_rows_come_back_as_they_were, hash_routing_uses_all_of_a_bound, too_small)
+# On two ranks; expiry_and_admission and beside_stock_tables run on one rank as well.
+SLOW_SCENARIOS = (frequent_rows_stay, a_wide_bound_changes_no_bit, expiry_and_admission, beside_stock_tables)
 
 
-def every_scenario(rank: int, world_size: int) -> None:
-    for scenario in SCENARIOS:
+def every_one(rank: int, world_size: int, *, scenarios: Sequence[Callable[[int, int], None]]) -> None:
+    for scenario in scenarios:
         scenario(rank, world_size)
 
 
-def test_two_ranks() -> None:
-    run_on_ranks(2, every_scenario)
+@pytest.mark.parametrize("scenarios", [SCENARIOS, pytest.param(SLOW_SCENARIOS, marks=pytest.mark.slow)])
+def test_two_ranks(scenarios: Sequence[Callable[[int, int], None]]) -> None:
+    run_on_ranks(2, partial(every_one, scenarios=scenarios))
 
 
 def two_nodes(rank: int, world_size: int) -> None:

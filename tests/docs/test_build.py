@@ -9,6 +9,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 from sphinx.util.inventory import InventoryFile
 
 import torchrec_recstore
@@ -16,6 +17,7 @@ import torchrec_recstore
 DOCS = Path(__file__).parents[2] / "docs"
 
 
+@pytest.mark.slow
 def test_the_site(tmp_path: Path) -> None:
     """One test, since the build takes seconds."""
     command = [sys.executable, "-m", "sphinx", "-W", "--keep-going", "-q", "-d", str(tmp_path / "doctrees")]

@@ -18,10 +18,19 @@ WITH_CODE = [page for page in PAGES if any(block.kind in RUN for block in blocks
 AROUND = Path(__file__).parent / "around"
 """By the page's name: Python that makes what its blocks take for granted, and that looks at what they have done."""
 
+SLOW = {"command", "operations", "planner"}
+"""Pages whose blocks take the most time."""
+
 TIMEOUT_S = 200
 
 
-@pytest.mark.parametrize("page", [ROOT / "README.md", *WITH_CODE], ids=lambda page: page.stem)
+@pytest.mark.parametrize(
+    "page",
+    [
+        pytest.param(page, id=page.stem, marks=[pytest.mark.slow] if page.stem in SLOW else [])
+        for page in [ROOT / "README.md", *WITH_CODE]
+    ],
+)
 def test_blocks_run(page: Path, tmp_path: Path) -> None:
     around = [AROUND / f"{page.stem.replace('-', '_')}_{when}.py" for when in ("before", "after")]
     codes = [path.read_text() if path.exists() else "" for path in around]

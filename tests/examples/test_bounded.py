@@ -188,9 +188,10 @@ def test_cold_rows_on_a_server_whose_password_is_written_nowhere(
 @pytest.mark.parametrize(
     ("ranks", "flags"),
     [
-        (
+        pytest.param(
             2,
             ("--max-rows", 250, "--eviction", "lfu", "--half-life-steps", 7, "--expire-steps", 8, "--min-frequency", 2),
+            marks=pytest.mark.slow,
         ),
         (1, ("--max-rows", 250, "--cold-store", "cold")),
     ],

@@ -249,6 +249,7 @@ def test_a_page_of_a_run_that_was_killed(run: Logged, tmp_path: Path) -> None:
         write_report(tmp_path)
 
 
+@pytest.mark.slow
 def test_a_run_that_goes_on_from_an_older_step_has_each_point_once(tmp_path: Path) -> None:
     """From the beginning, the middle of an epoch, and its end, which is validated before the log is cut off there."""
     changes = {"limit_rows": 1500, "epochs": 2, "checkpoint_every": 8, "keep": 100}

@@ -15,7 +15,7 @@ def number_after(label: str, text: str) -> float:
     return float(found[1])
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_tutorial(ranks: int) -> None:
     done = run_script("tutorial.py", ranks=ranks)
     assert done.returncode == 0, done.stderr

@@ -12,6 +12,7 @@ import torch
 from ..examples.commands import run_forked
 
 ROWS = ("--limit-rows", 4000)
+pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")

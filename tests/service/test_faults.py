@@ -107,6 +107,7 @@ def test_a_server_that_stops_saves_and_the_next_goes_on(own_server: RecStoreServ
     assert torch.equal(_client(own_server.address).pull("t", IDS), oracle.after(2))
 
 
+@pytest.mark.slow
 def test_what_was_loaded_is_what_a_server_starts_from(own_server: RecStoreServer) -> None:
     client = _client(own_server.address)
     for number, name in enumerate(("monday", "tuesday")):
