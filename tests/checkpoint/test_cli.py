@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Callable
@@ -16,6 +17,7 @@ from typer.testing import CliRunner, Result
 
 from torchrec_recstore import Table, save_checkpoint
 from torchrec_recstore.checkpoint import fold
+from torchrec_recstore.checkpoint.destination import Destination
 from torchrec_recstore.checkpoint.info import CheckpointInfo, read_info, write_metadata
 from torchrec_recstore.cli import app
 
@@ -107,6 +109,11 @@ def test_compact(chain: tuple[DistributedModelParallel, Path]) -> None:
     assert shown.stdout.endswith("equal\n")
     again = recstore("compact", path / "delta", path / "one")
     assert (again.exit_code, again.stderr) == (2, f"error: {path}/one exists already: name a path that does not\n")
+    with Destination(path / "two"):
+        refused = recstore("compact", path / "delta", path / "two")
+    assert refused.exit_code == 2
+    assert refused.stderr.startswith(f"error: {path}/two cannot be written: process {os.getpid()} on host ")
+    assert refused.stderr.count("\n") == 1
 
 
 def test_diff_of_dense_parts_and_training_states(chain: tuple[DistributedModelParallel, Path]) -> None:

@@ -165,7 +165,10 @@ class Rounds:
                 refused = refused or "has neither saved nor loaded" in answer
             assert refused or answer in ("saved", "" if number == victim else "saved"), (kind, number, answer)
             if answer.startswith("BlockingIOError"):
-                assert f"process {other} " in answer, answer
+                # Whoever is stopped for long between taking the lock and writing down its name is not known.
+                named = f"process {other} " in answer
+                self.outcomes[f"refused by a holder that is {'named' if named else 'not known'}"] += 1
+                assert named or "another process has been using it" in answer, answer
                 assert os.fspath(base if kind == "base" else path) in answer, answer
         if kind == "base":
             assert self.held(base) in ({1, 3} if 3 not in acknowledged else {3})
@@ -211,6 +214,7 @@ def main() -> None:
                     raise
                 lost[kind] += 1
                 print(traceback.format_exc().strip().split("\n")[-1][:300])
+    assert rounds.outcomes["refused by a holder that is not known"] <= arguments.rounds // 20
     print(f"{arguments.rounds} rounds: {dict(sorted(rounds.outcomes.items()))}")
     print(f"rounds that failed: {dict(lost) or 'none'}")
     sys.stdout.flush()

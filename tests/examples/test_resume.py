@@ -153,6 +153,16 @@ def test_old_checkpoints_and_the_leavings_of_a_killed_run_are_cleared_away(
 
 
 @pytest.mark.usefixtures("one_rank")
+def test_looking_for_the_newest_checkpoint_leaves_alone_what_a_run_is_writing(tmp_path: Path) -> None:
+    """An export beside training does."""
+    writing = tmp_path / ".step-000000003.saving-0123456789ab" / "half"
+    writing.parent.mkdir()
+    writing.touch()
+    assert CheckpointFolder(tmp_path, 1).newest() is None
+    assert writing.exists()
+
+
+@pytest.mark.usefixtures("one_rank")
 def test_a_checkpoint_that_a_kept_one_is_a_delta_of_stays(tmp_path: Path) -> None:
     model, _ = build(settings_of())
     run = tmp_path / "run"
