@@ -3,10 +3,11 @@
 //   main MODEL.pt INPUTS.pt OUTPUT.pt [--library LIB.so]... [--delta DELTA.safetensors]...
 //
 // INPUTS.pt is a list of tensors that torch.save has written, the arguments of the model's forward; what forward
-// returns, a tensor, goes to OUTPUT.pt. Rows of other types than float32, and models with a KeyedJaggedTensor in them,
+// returns, a tensor, goes to OUTPUT.pt. A model or delta that is damaged is refused. Rows of other types than float32, and models with a KeyedJaggedTensor in them,
 // need FBGEMM's ops: give fbgemm_gpu's libraries with --library, in the order of docs/serving.md.
 #include <ATen/core/Dict.h>
 #include <ATen/ops/empty.h>
+#include <ATen/ops/from_file.h>
 #include <dlfcn.h>
 #include <torch/csrc/jit/api/module.h>
 #include <torch/csrc/jit/serialization/import.h>
@@ -17,6 +18,7 @@
 #include <charconv>
 #include <cstdint>
 #include <cstring>
+#include <filesystem>
 #include <fstream>
 #include <iostream>
 #include <iterator>
@@ -168,6 +170,21 @@ c10::Dict<std::string, at::Tensor> read_delta(const std::string& path) {
   }
 }
 
+// A served model that is, bit for bit, what was exported: torch::jit::load itself takes damaged files.
+std::shared_ptr<torch::jit::Module> loaded(const std::string& path) {
+  auto served = std::make_shared<torch::jit::Module>(torch::jit::load(path));
+  const auto verify = served->find_method("verify");
+  if (verify.has_value()) {  // files of format 1 have none
+    const auto size = static_cast<int64_t>(std::filesystem::file_size(path));
+    try {
+      (*verify)({at::from_file(path, /*shared=*/false, size, at::kByte)});
+    } catch (const std::exception& error) {
+      throw std::runtime_error(path + " cannot be served: " + error.what());
+    }
+  }
+  return served;
+}
+
 int run(const std::vector<std::string>& arguments) {
   std::vector<std::string> files, deltas;
   for (size_t i = 0; i < arguments.size(); ++i) {
@@ -183,7 +200,7 @@ int run(const std::vector<std::string>& arguments) {
   }
   if (files.size() != 3) throw std::runtime_error("usage: main MODEL.pt INPUTS.pt OUTPUT.pt [--library LIB.so]... [--delta FILE]...");
   c10::InferenceMode inference;
-  auto served = std::make_shared<torch::jit::Module>(torch::jit::load(files[0]));
+  auto served = loaded(files[0]);
   for (const std::string& path : deltas) {
     // Requests go on with the old model while the new one is made, and take the new one from then on.
     auto fresh = std::make_shared<torch::jit::Module>(served->deepcopy());

@@ -9,7 +9,7 @@ from torch import nn
 
 from tests.errors.situations import situation
 from torchrec_recstore import RecStoreEmbeddingBag
-from torchrec_recstore.inference import export_delta, export_for_inference
+from torchrec_recstore.inference import export_delta, export_for_inference, verify
 
 
 def bags(name: str = "t_item", dim: int = 4) -> RecStoreEmbeddingBag:
@@ -39,6 +39,24 @@ def a_great_weight() -> None:
     model = bags()
     model.table.insert(torch.tensor([1]), torch.tensor([[-5.0, 0.0, 1.0, 1e5]]))
     export_for_inference(model)
+
+
+@situation("A served file that is damaged")
+def a_bit_of_a_row(tmp_path: Path) -> None:
+    file = tmp_path / "model.pt"
+    export_for_inference(bags(), file, dtype=torch.float32)
+    content = bytearray(file.read_bytes())
+    content[100] ^= 1
+    file.write_bytes(content)
+    verify(file)
+
+
+@situation("A served file of a newer version")
+def an_export_from_the_future(tmp_path: Path) -> None:
+    file = tmp_path / "model.pt"
+    export_for_inference(bags(), file)
+    file.write_bytes(file.read_bytes().replace(b"recstore export 0002", b"recstore export 0003"))
+    verify(file)
 
 
 @situation("An export delta of another model")

@@ -25,9 +25,12 @@ def main(folder: Path) -> None:
     import torch
 
     def check(name: str) -> None:
-        served = torch.jit.load(folder / f"{name}.pt")
+        path = folder / f"{name}.pt"
+        served = torch.jit.load(path)
+        served.verify(torch.from_file(str(path), size=path.stat().st_size, dtype=torch.uint8))
         for delta in sorted(folder.glob(f"{name}.*.safetensors")):
             assert served.apply_delta(safetensors.torch.load_file(delta))
+        served.verify()
         output = served(*torch.load(folder / f"{name}.inputs.pt"))
         assert torch.equal(output, torch.load(folder / f"{name}.output.pt")), name
         print(name, "is right")

@@ -155,6 +155,15 @@ def test_in_cpp(exported: Path, program: Path, tmp_path: Path) -> None:
     assert done.returncode == 1
     assert "the delta is one of version" in done.stderr
     assert "Unknown builtin op: fbgemm::" in run(program, *files).stderr
+    damaged = tmp_path / "damaged.pt"
+    content = bytearray(files[0].read_bytes())
+    content[200] ^= 1  # in the first tensor
+    damaged.write_bytes(content)
+    torch.jit.load(damaged)  # which does not see it
+    done = run(program, damaged, *files[1:], *libraries)
+    assert done.returncode == 1
+    assert f"error: {damaged} cannot be served: " in done.stderr
+    assert "the file is damaged: its checksum does not fit" in done.stderr
     torn = tmp_path / "torn"
     torn.write_bytes(deltas[0].read_bytes()[:-8])
     assert f"{torn} is no safetensors file or damaged" in run(program, *files, *libraries, "--delta", torn).stderr

@@ -3,34 +3,44 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.filesize import decimal
 from rich.text import Text
 
-from torchrec_recstore.commands.checkpoints import Checkpoint, verify_files
+from torchrec_recstore.commands.checkpoints import verify_files
 from torchrec_recstore.commands.output import AsJson, errors_in_one_line, in_order, print_json, stdout, table_of
+from torchrec_recstore.commands.shipped import missing_in_one_line
 
 if TYPE_CHECKING:
     from torchrec_recstore.checkpoint.info import CheckpointInfo, TableInfo
 
 
 def inspect(
-    checkpoint: Checkpoint,
-    verify: Annotated[bool, typer.Option(help="Read every file of the chain and compare its checksum.")] = True,
+    path: Annotated[
+        Path,
+        typer.Argument(metavar="PATH", help="A checkpoint's directory, or a served file.", show_default=False),
+    ],
+    verify: Annotated[bool, typer.Option(help="Read every file and compare its checksum.")] = True,
     as_json: AsJson = False,
 ) -> None:
-    """Show what a checkpoint holds, and verify the checksums of it and of all that it is a delta of.
+    """Show what a checkpoint, an exported model or its delta holds, and verify every checksum.
+
+    Of a checkpoint all that it is a delta of is verified too.
 
     Example: recstore inspect run/step-000001000
 
-    Exit status: 0, or 2 where the checkpoint is damaged or there is none, with one line on stderr that names the file.
+    Exit status: 0, or 2 where a file is damaged or missing, with one line on stderr that names the file.
     """
+    if path.is_file():
+        _inspect_served_file(path, verify, as_json)
+        return
     from torchrec_recstore.checkpoint.info import read_chain
 
     with errors_in_one_line():
-        chain = read_chain(checkpoint)
+        chain = read_chain(path)
         if verify:
             verify_files(chain)
     if as_json:
@@ -39,6 +49,30 @@ def inspect(
     _print_checkpoint(chain)
     files = sum(len(info.files) for info in chain) + len(chain)
     stdout().print(f"checksums       {f'{files} files good' if verify else 'not verified'}", highlight=False)
+
+
+def _inspect_served_file(path: Path, verify: bool, as_json: bool) -> None:
+    with errors_in_one_line(), missing_in_one_line():
+        from torchrec_recstore.inference.described import described
+        from torchrec_recstore.inference.verification import verify as verify_file
+
+        if verify:
+            verify_file(path)
+        told = {**described(path), "verified": verify}
+    if as_json:
+        print_json(told)
+        return
+    for name, value in told.items():
+        if name not in ("tables", "dense", "bytes", "verified"):
+            stdout().print(f"{name:<15} {value}", highlight=False, markup=False, soft_wrap=True)
+    stdout().print(f"{'dense tensors':<15} {len(told['dense'])}", highlight=False)
+    stdout().print(f"{'size':<15} {decimal(told['bytes'])}", highlight=False)
+    tables: dict[str, dict[str, int]] = told["tables"]
+    shown = table_of(["table", *(next(iter(tables.values()), {}))])
+    for name, table in in_order(tables):
+        shown.add_row(Text(name), *(decimal(n) if key == "bytes" else f"{n:,}" for key, n in table.items()))
+    stdout().print(shown)
+    stdout().print(f"{'checksum':<15} {'good' if verify else 'not verified'}", highlight=False)
 
 
 def _print_checkpoint(chain: Sequence[CheckpointInfo]) -> None:
