@@ -12,11 +12,20 @@ from pathlib import Path
 import pytest
 import torch
 from torchrec import PoolingType
+from torchrec.distributed import DistributedModelParallel
 
 from tests.modules.collections import bag_tables
 from tests.redis_server import needs_redis, redis_server
 from tests.sharders.models import bag, batch, collection, sharded
-from torchrec_recstore import LRU, RecStoreEmbeddingBagCollection, RecStoreWarning, RedisStore, Table, TableOptions
+from torchrec_recstore import (
+    LRU,
+    RecStoreEmbeddingBagCollection,
+    RecStoreSharder,
+    RecStoreWarning,
+    RedisStore,
+    Table,
+    TableOptions,
+)
 from torchrec_recstore.inference import export_for_inference
 
 ROOT = Path(__file__).parents[1]
@@ -34,6 +43,17 @@ def test_loading_into_meta_warns_once_for_all_tables_at_the_users_line() -> None
     ours = [warning for warning in caught if "RecStore" in str(warning.message)]
     assert [(warning.category, warning.filename) for warning in ours] == [(RecStoreWarning, __file__)]
     assert "model.load_state_dict(state" in Path(__file__).read_text().splitlines()[ours[0].lineno - 1]
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_weights_of_an_unsharded_module_warn_at_the_users_line() -> None:
+    for device, expected in (("cpu", [(RecStoreWarning, __file__)]), ("meta", [])):
+        unsharded = collection(bag("a", ["f"], rows=10), bag("b", ["g"], rows=10), device=device)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("default")
+            DistributedModelParallel(unsharded, sharders=[RecStoreSharder()])
+        ours = [warning for warning in caught if "do not take the weights" in str(warning.message)]
+        assert [(warning.category, warning.filename) for warning in ours] == expected
 
 
 @pytest.mark.usefixtures("one_rank")

@@ -95,6 +95,26 @@ def other_dim(one_rank: None) -> None:
     load_dense_weights(sharded(collection(bag("t_user"))), {"t_user": torch.ones(3, 8)})
 
 
+@situation("A copy of rows that is written")
+def a_written_state(one_rank: None) -> None:
+    model = sharded(collection(bag("t_user", ["user"])))
+    load_dense_weights(model, {"t_user": torch.ones(3, 4)})
+    model.state_dict()["embedding_bags.t_user.weight"].local_shards()[0].tensor.zero_()
+    model(batch(user=[[1, 2]]))
+
+
+@situation("A parameter of a table that is written")
+def a_written_parameter(one_rank: None) -> None:
+    sharded(collection(bag("t_user"))).apply(lambda module: [p.data.uniform_(-1, 1) for p in module.parameters()])
+
+
+@situation("Rows that state_dict_gather has no place for")
+def gathered_into_few_rows(one_rank: None) -> None:
+    model = sharded(collection(bag("t_user")))
+    load_dense_weights(model, {"t_user": torch.ones(4, 4)})
+    model.state_dict()["embedding_bags.t_user.weight"].gather(out=torch.zeros(3, 4))
+
+
 @situation("A name of several tables")
 def same_name(one_rank: None) -> None:
     towers = {name: sharded(collection(bag("t_id"))) for name in ("user", "item")}

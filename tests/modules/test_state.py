@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+import pickle
 from pathlib import Path
 from typing import Any
 
@@ -376,3 +377,28 @@ def test_memory_goes_with_the_module(tmp_path: Path) -> None:
     finally:
         gc.enable()
     assert isinstance(ebc.embedding_bags["t1"], TableModule)
+
+
+def test_writes_into_a_state_or_a_parameter_are_refused() -> None:
+    model = Model()
+    train(model, 0, 2)
+    before = {key: value.clone() for key, value in model.state_dict().items()}
+    state = model.state_dict()
+    state["emb.weight"].fill_(3.0)
+    model.load_state_dict(state)
+    assert model.emb.table.lookup(state["emb.weight_id"]).unique().tolist() == [3.0]
+    model.load_state_dict(before)
+    for key, name in (("ebc.embedding_bags.t1.weight", "t1"), ("emb.last_step", "one")):
+        model.state_dict()[key].zero_()
+        with pytest.raises(RuntimeError, match=rf"table '{name}': a tensor of state_dict\(\) has been written to"):
+            model.eval()(batch(3, batch_size=3))
+    copied = copy.deepcopy(model)
+    loaded = pickle.loads(pickle.dumps(model))
+    for each in (model, copied, loaded):
+        with pytest.raises(RuntimeError, match=r"table 't0': uniform_ would change no row.*TableOptions\(initializer"):
+            each.apply(lambda module: [parameter.data.uniform_() for parameter in module.parameters(recurse=False)])
+        with pytest.raises(RuntimeError, match=r"table 'one': normal_ would change no row"):
+            nn.init.normal_(each.emb.weight)
+        with pytest.raises(RuntimeError, match=r"table 'one': data would change no row"):
+            each.emb.weight.data = torch.zeros(9, 4)
+        assert all(torch.equal(value, before[key]) for key, value in each.state_dict().items() if "dense" not in key)

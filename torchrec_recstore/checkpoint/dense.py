@@ -8,7 +8,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from torchrec_recstore.sharders.gather import refused_together
 from torchrec_recstore.sharders.model_tables import table_named, tables_named
+from torchrec_recstore.sharders.table_state import WEIGHTS
 from torchrec_recstore.store import insert_all
 
 _CHUNK = 1 << 20  # rows at a time
@@ -47,6 +49,7 @@ def load_dense_weights(model: nn.Module, weights: Mapping[str, Tensor]) -> None:
                 owned = shard.owned(ids)
                 mine = part[owned, columns.start : columns.stop].to("cpu", torch.float32)
                 insert_all(shard.table, ids[owned], mine)
+        tables[name].state.copies.forget(tables[name].config_name, WEIGHTS)
 
 
 def export_dense_weights(model: nn.Module, table_name: str, num_rows: int) -> Tensor:
@@ -66,6 +69,8 @@ def export_dense_weights(model: nn.Module, table_name: str, num_rows: int) -> Te
     table = table_named(model, table_name)
     if num_rows < 0:
         raise ValueError(f"num_rows must not be negative, got {num_rows}")
+    with refused_together(table.state.env):
+        table.state.copies.check()
     out = torch.zeros(num_rows, table.dim)
     for shard in table.shards:
         columns = shard.table.columns

@@ -107,6 +107,8 @@ def load_distributed_checkpoint(
             new = {key: state[states_prefix + key] for key in stock_states}
             model.fused_optimizer.load_state_dict({"state": {**optimizer, **new}})
     exchange_all(loaded)
+    for table in present:
+        table.state.forget_copies()
 
 
 def _prefix(

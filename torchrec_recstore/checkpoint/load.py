@@ -80,6 +80,7 @@ def load_checkpoint(
             shard.table.steps = info.tables[table.name].steps
             shard.table.optimizer_steps = info.tables[table.name].optimizer_steps
     for table in present:
+        table.state.forget_copies()
         marks = table.module.recstore_state.marks.setdefault(info.checksum, {})
         marks[table.config_name] = [shard.table.mark() for shard in table.shards]
     return info

@@ -155,6 +155,8 @@ class _Save:
             with refused_together(env):
                 raise_unasked()
                 self._tables = recstore_tables(model)
+                for table in self._tables:
+                    table.state.copies.check()
                 bases = [] if delta_of is None else read_chain(delta_of)
                 marks = self._marks_since(bases)
                 # Rank 0 owns the path for all of them.

@@ -133,6 +133,7 @@ def load_stock_state_dict(
         fill(value, part)
     for key, table in tables.items():
         replace_rows(table.state.shards, TableSource(key, plain[key], None))
+        table.state.forget_copies()
         if key in states:
             table.state.load_state_dict(states[key])
 

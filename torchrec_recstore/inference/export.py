@@ -97,6 +97,9 @@ def export_for_inference(
         if path is not None and env.rank == 0:
             check_path(Path(path))
         kinds = _collections(model)
+        for module in model.modules():
+            if isinstance(module, RecStoreCollection):
+                module.recstore_state.copies.check()
         for config_name, dim in _dims(kinds):
             check_dim(config_name, dim, row_format)
     conversion = _Conversion(dtype, min_frequency, top_rows)

@@ -9,10 +9,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from torchrec_recstore.given_copies import GivenCopies
 from torchrec_recstore.modules.owned_table import OwnedTable, forget_rows, load_table_state, state_keys, table_state
 from torchrec_recstore.optim import Optimizer
 from torchrec_recstore.quantization import RefusesQuantization
 from torchrec_recstore.store import ColdStoreError, Table
+from torchrec_recstore.table_parameter import TableParameter
 from torchrec_recstore.warn import warn_user
 
 
@@ -63,20 +65,23 @@ class TableModule(RefusesQuantization, nn.Module):
         self.fused = fused
         self._collected: list[tuple[Tensor, Tensor]] = []
         self._grad_version = 0
-        self.weight = nn.Parameter(self._no_rows(device))
+        self._copies = GivenCopies()
+        self.weight = self._parameter(device)
 
     @property
     def table(self) -> Table:
         """The rows.
 
         Raises:
-            RuntimeError: the module is on the meta device.
+            RuntimeError: the module is on the meta device, or a tensor that ``state_dict`` gave was written to, which
+                changes no row.
         """
         if self._owned is None:
             raise RuntimeError(
                 f"table {self._arguments['name']!r} is on the meta device and has no rows: "
                 "to_empty(device='cpu') makes it an empty table"
             )
+        self._copies.check()
         return self._owned.table
 
     @property
@@ -173,8 +178,9 @@ class TableModule(RefusesQuantization, nn.Module):
         """Dim and optimizer."""
         return f"{self._arguments['dim']}, optimizer={self._arguments['optimizer']!r}"
 
-    def _no_rows(self, device: torch.device | str) -> Tensor:
-        return torch.empty(0, self._arguments["dim"], dtype=self._arguments["dtype"], device=device)
+    def _parameter(self, device: torch.device | str, requires_grad: bool = True) -> TableParameter:
+        nothing = torch.empty(0, self._arguments["dim"], dtype=self._arguments["dtype"], device=device)
+        return TableParameter(nothing, requires_grad, table=self._arguments["name"])
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> TableModule:
         weight = self.weight
@@ -191,14 +197,14 @@ class TableModule(RefusesQuantization, nn.Module):
         if device != weight.device.type:
             self._owned = None if probe.is_meta else OwnedTable(self._arguments)
             self._collected = []
-            self._parameters["weight"] = nn.Parameter(self._no_rows(device), weight.requires_grad)
+            self._parameters["weight"] = self._parameter(device, weight.requires_grad)
         return self
 
     def _save_to_state_dict(self, destination: dict[str, Any], prefix: str, keep_vars: bool) -> None:
         super()._save_to_state_dict(destination, prefix, keep_vars)
         if self._owned is not None:
             for key, value in table_state(self._owned.table).items():
-                destination[prefix + key] = value
+                destination[prefix + key] = self._copies.give(self._arguments["name"], "state_dict", value)
 
     def _load_from_state_dict(
         self,
@@ -212,7 +218,7 @@ class TableModule(RefusesQuantization, nn.Module):
     ) -> None:
         if self._owned is None and local_metadata.get("assign_to_params_buffers", False):
             self._owned = OwnedTable(self._arguments)
-            self._parameters["weight"] = nn.Parameter(self._no_rows("cpu"), self.weight.requires_grad)
+            self._parameters["weight"] = self._parameter("cpu", self.weight.requires_grad)
         keys = ["weight"] if self._owned is None else state_keys(self._owned.table)
         own = {key: state_dict[prefix + key] for key in keys if prefix + key in state_dict}
         # What torch's loading is given fits the empty parameter.
@@ -235,6 +241,7 @@ class TableModule(RefusesQuantization, nn.Module):
             missing_keys.extend(prefix + key for key in keys if key not in own)
         try:
             load_table_state(self._owned.table, own)
+            self._copies.forget(self._arguments["name"], "state_dict")
         except (ValueError, MemoryError, ColdStoreError) as error:
             error_msgs.append(f"While loading the rows of {prefix}weight: {error}.")
 

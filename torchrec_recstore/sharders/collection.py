@@ -17,6 +17,7 @@ from torchrec.distributed.types import Awaitable, ParameterSharding
 from torchrec.modules.embedding_configs import BaseEmbeddingConfig
 from torchrec.optim.keyed import CombinedOptimizer
 
+from torchrec_recstore.given_copies import GivenCopies
 from torchrec_recstore.options import shard_options
 from torchrec_recstore.quantization import RefusesQuantization
 from torchrec_recstore.sharders.fused_params import optimizer_from_fused_params
@@ -48,6 +49,7 @@ class RecStoreCollection(RefusesQuantization, ShardedEmbeddingModule):  # type: 
     recstore_state: ModuleState
     """The rows of this module's RecStore tables, for ``state_dict`` and checkpoints."""
     _optim: CombinedOptimizer
+    _copies: GivenCopies
 
     def recstore_table_names(self) -> list[str]:
         """The tables that the plan gives to RecStore, in the order of the configs; the same on every rank."""
@@ -101,7 +103,12 @@ class RecStoreCollection(RefusesQuantization, ShardedEmbeddingModule):  # type: 
         return by_type
 
     def input_dist(self, ctx: Any, features: Any) -> Awaitable[Any]:
-        """As TorchRec's; ids of other integer types are widened first, since its row-wise split needs int64."""
+        """As TorchRec's; ids of other integer types are widened first, since its row-wise split needs int64.
+
+        Raises:
+            RuntimeError: a tensor that ``state_dict`` gave was written to, which changes no row.
+        """
+        self._copies.check()
         features = mixed_ids(int64_ids(features), self._hashed_features())
         if not self._has_uninitialized_input_dist:
             return super().input_dist(ctx, features)
@@ -134,6 +141,7 @@ class RecStoreCollection(RefusesQuantization, ShardedEmbeddingModule):  # type: 
         raise NotImplementedError
 
     def _create_lookups(self) -> None:
+        self._copies = GivenCopies()
         # On every rank, also those without a shard; only here is it known how many shards there are.
         opens_stores = False
         for sharding_type, sharding in zip(self._sharding_types, self._shardings(), strict=True):
@@ -154,14 +162,14 @@ class RecStoreCollection(RefusesQuantization, ShardedEmbeddingModule):  # type: 
     def _initialize_torch_state(self, skip_registering: bool = False) -> None:
         super()._initialize_torch_state(skip_registering)
         # Ranks must agree on parameter names; for customized kernels TorchRec names none where there is no shard.
-        for name in self.recstore_table_names():
+        for name, dim in self.recstore_dims().items():
             table = getattr(self, self._tables_name)[name]
             if not hasattr(table, "weight"):
-                table.register_parameter("weight", placeholder_parameter())
+                table.register_parameter("weight", placeholder_parameter(name, dim))
         if skip_registering:
             return
         states = self._table_states()
-        self.recstore_state = ModuleState(self, self._tables_name, states, self._env)
+        self.recstore_state = ModuleState(self, self._tables_name, states, self._env, self._copies)
         self._optim = self.recstore_state.optimizer_with_states(self._optim)
 
     def _table_states(self) -> dict[str, TableState]:
@@ -177,7 +185,7 @@ class RecStoreCollection(RefusesQuantization, ShardedEmbeddingModule):  # type: 
         for name, of_table in shards.items():
             params = configs[name].fused_params
             optimizer, options = optimizer_from_fused_params(params, [name]), whole_options(configs[name], params)
-            states[name] = TableState(name, dims[name], of_table, self._env, optimizer, options)
+            states[name] = TableState(name, dims[name], of_table, self._env, optimizer, options, self._copies)
         return states
 
     @staticmethod

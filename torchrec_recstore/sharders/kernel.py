@@ -22,14 +22,15 @@ from torchrec_recstore.sharders.row_split import routing
 from torchrec_recstore.sharders.shard_tables import make_table
 from torchrec_recstore.sharders.varying_batch import padded_offsets, rank_major
 from torchrec_recstore.store import Table
+from torchrec_recstore.table_parameter import TableParameter
 
 
-def placeholder_parameter() -> nn.Parameter:
-    """The empty parameter that stands for a table in TorchRec's bookkeeping.
+def placeholder_parameter(name: str, dim: int) -> nn.Parameter:
+    """The empty parameter, (0, dim), that stands for a table in TorchRec's bookkeeping.
 
     Its mark keeps it out of dense optimizers built over ``in_backward_optimizer_filter`` (torchrec 1.8.0).
     """
-    parameter = nn.Parameter(torch.empty(0))
+    parameter = TableParameter(torch.empty(0, dim), table=name)
     parameter._in_backward_optimizers = [EmptyFusedOptimizer()]  # type: ignore[attr-defined]
     return parameter
 
@@ -78,7 +79,9 @@ class RecStoreKernel(BaseEmbedding, FusedOptimizerModule):  # type: ignore[misc]
             make_table(table, optimizer, split, shard, routing)
             for table, routing in zip(config.embedding_tables, self._routings, strict=True)
         ]
-        self._placeholders = {name: placeholder_parameter() for name in dict.fromkeys(config.table_names())}
+        self._placeholders = {
+            table.name: placeholder_parameter(table.name, table.embedding_dim) for table in config.embedding_tables
+        }
         self._optim = RecStoreFusedOptimizer(
             {f"{name}.weight": parameter for name, parameter in self._placeholders.items()}, optimizer
         )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from typing import Any, ClassVar, TypeVar
 
+import torch
 from torch import nn
 from torchrec.distributed.embedding_types import BaseEmbeddingSharder
 from torchrec.distributed.types import ParameterSharding, ShardingEnv
@@ -16,6 +17,7 @@ from torchrec_recstore.sharders.parameter_sharding import RECSTORE_KERNEL
 from torchrec_recstore.sharders.plan_checks import refuse_replicas
 from torchrec_recstore.sharders.resident import ResidentParameter
 from torchrec_recstore.sharders.stock_tables import warn_if_overridden, warn_of_stock_tables
+from torchrec_recstore.warn import warn_user
 
 _Self = TypeVar("_Self", bound="RecStoreCollectionSharder")
 
@@ -48,6 +50,13 @@ class RecStoreCollectionSharder(BaseEmbeddingSharder):  # type: ignore[misc]
         """``fused_params`` and the plan's entries as TorchRec passes them on."""
         refuse_replicas(params, env)
         warn_of_stock_tables(self, params)
+        kernels = {sharding.compute_kernel for sharding in params.values()}
+        if RECSTORE_KERNEL in kernels and module.device != torch.device("meta"):
+            warn_user(
+                "RecStore tables do not take the weights of the module that is sharded, which is not on the meta "
+                "device: make it with device='meta'; TableOptions(initializer=...) sets initial rows, "
+                "load_dense_weights given ones"
+            )
         return deal_out(self.fused_params, params, super().shardable_parameters(module))
 
     def shardable_parameters(self, module: nn.Module) -> dict[str, nn.Parameter]:

@@ -5,16 +5,22 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-import torch
 from torch import nn
 from torchrec.distributed.types import ShardingEnv
 from torchrec.optim.fused import FusedOptimizer
 from torchrec.optim.keyed import CombinedOptimizer
 
+from torchrec_recstore.given_copies import GivenCopies
 from torchrec_recstore.sharders.gather import refused_together
 from torchrec_recstore.sharders.kernel import placeholder_parameter
 from torchrec_recstore.sharders.local_shard import LocalShard
-from torchrec_recstore.sharders.table_state import TableState, checked_weights, export_weights, replace_rows
+from torchrec_recstore.sharders.table_state import (
+    WEIGHTS,
+    TableState,
+    checked_weights,
+    export_weights,
+    replace_rows,
+)
 from torchrec_recstore.sharders.whole_tensors import Value, gathered_rows
 
 
@@ -36,6 +42,7 @@ class ModuleState:
         container: its attribute under which TorchRec names tables: ``embedding_bags`` or ``embeddings``.
         tables: every RecStore table of the plan by its name, on every rank, in the same order.
         env: of the module.
+        copies: the tensors that the tables' states have given out.
     """
 
     def __init__(
@@ -44,7 +51,9 @@ class ModuleState:
         container: str,
         tables: Mapping[str, TableState],
         env: ShardingEnv,
+        copies: GivenCopies,
     ) -> None:
+        self.copies = copies
         self.tables = tables
         self.shards: dict[str, Sequence[LocalShard]] = {name: table.shards for name, table in tables.items()}
         """This rank's shards of each table."""
@@ -82,9 +91,10 @@ class ModuleState:
                 }
             for name, source in sources.items():
                 replace_rows(self.shards[name], source)
-        for key in keys.values():
+                self.copies.forget(name, WEIGHTS)
+        for name, key in keys.items():
             if key in state_dict or not self.emits_rows:
-                state_dict[key] = torch.empty(0)
+                state_dict[key] = placeholder_parameter(name, self.tables[name].dim)
 
     def optimizer_with_states(self, optimizer: CombinedOptimizer) -> CombinedOptimizer:
         """The fused optimizer, with every table's state on every rank, since saving it is collective.
@@ -96,7 +106,7 @@ class ModuleState:
         parameters, states = {}, {}
         for name, state in self.tables.items():
             key = f"{self.container}.{name}.weight"
-            parameters[key] = placeholder_parameter()
+            parameters[key] = placeholder_parameter(name, state.dim)
             for _, handle in optimizer.optimizers:
                 if key in handle.params:
                     parameters[key] = handle.params[key]
@@ -107,6 +117,8 @@ class ModuleState:
     def _add_rows(self, module: nn.Module, state_dict: dict[str, Value], prefix: str, metadata: object) -> None:
         if not self.emits_rows:
             return
+        with refused_together(self.env):
+            self.copies.check()
         for name, shards in self.shards.items():
             key = f"{prefix}{self.container}.{name}.weight"
-            state_dict[key], state_dict[f"{key}_id"] = export_weights(name, shards, self.env)
+            state_dict[key], state_dict[f"{key}_id"] = export_weights(name, shards, self.env, self.copies)

@@ -13,11 +13,13 @@ from torch import Tensor
 from torch.distributed._shard.sharded_tensor.api import ShardedTensor
 from torchrec.distributed.types import ShardingEnv
 
+from torchrec_recstore.given_copies import GivenCopies
 from torchrec_recstore.optim import Optimizer, state_names
 from torchrec_recstore.options import TableOptions
 from torchrec_recstore.row_wise_states import column_weighted_mean
 from torchrec_recstore.sharders.gather import refused_together
 from torchrec_recstore.sharders.local_shard import LocalShard
+from torchrec_recstore.sharders.table_weights import TableWeights
 from torchrec_recstore.sharders.whole_tensors import (
     PIECE_ROWS,
     TableLayout,
@@ -29,6 +31,9 @@ from torchrec_recstore.sharders.whole_tensors import (
 from torchrec_recstore.store import Table, insert_all, write_all
 
 BOOKKEEPING = ("last_step", "frequency")
+WEIGHTS = "state_dict"
+"""What gives copies of a table's weights and ids."""
+_STATES = "fused_optimizer.state_dict"
 
 
 class TableState:
@@ -46,6 +51,7 @@ class TableState:
         env: of the sharded module.
         optimizer: that the table is updated by.
         options: of the whole table, while those of a shard have its part of ``max_rows``.
+        copies: the tensors that the states of the module's tables have given out.
     """
 
     def __init__(
@@ -56,8 +62,10 @@ class TableState:
         env: ShardingEnv,
         optimizer: Optimizer,
         options: TableOptions,
+        copies: GivenCopies,
     ) -> None:
         self.name = name
+        self.copies = copies
         self.dim = dim
         self.shards = shards
         self.env = env
@@ -74,12 +82,13 @@ class TableState:
         layout = TableLayout(self.name, self.shards, self.env)
         ids = [shard.table.ids() for shard in self.shards]
         rows = [self._read(shard.table, i) for shard, i in zip(self.shards, ids, strict=True)]
+        rows = [{key: self._given(value) for key, value in of_shard.items()} for of_shard in rows]
         starts = [columns.start for columns in layout.column_shards]
         state: dict[str, Value] = {
-            "id": layout.rowed(ids),
-            "columns": torch.tensor(starts),
-            "steps": torch.tensor([layout.optimizer_steps]),
-            "clock": torch.tensor([layout.clock]),
+            "id": layout.rowed(map(self._given, ids)),
+            "columns": self._given(torch.tensor(starts)),
+            "steps": self._given(torch.tensor([layout.optimizer_steps])),
+            "clock": self._given(torch.tensor([layout.clock])),
             **{key: layout.rowed([r[key] for r in rows]) for key in BOOKKEEPING},
         }
         for key, kind in self._states.items():
@@ -109,6 +118,12 @@ class TableState:
         for shard, (ids, rows) in zip(self.shards, parts, strict=True):
             set_clocks(shard.table, state)  # first: by it rows are told that leave for these
             write_all(shard.table, ids, rows)
+        self.copies.forget(self.name, _STATES)
+
+    def forget_copies(self) -> None:
+        """What ``state_dict`` has given of the table is no longer watched: all of its rows have been replaced."""
+        for what in (WEIGHTS, _STATES):
+            self.copies.forget(self.name, what)
 
     def check_keys(self, state: Mapping[str, object]) -> None:
         """Refuses optimizer state that lacks something.
@@ -151,6 +166,9 @@ class TableState:
             rows[key] = self._state_of(shard, source, kind, starts)
         return ids, rows
 
+    def _given(self, copy: Tensor) -> Tensor:
+        return self.copies.give(self.name, _STATES, copy)
+
     def _read(self, table: Table, ids: Tensor) -> dict[str, Tensor]:
         """Optimizer state and bookkeeping of ``ids``, without their weights."""
         parts: dict[str, list[Tensor]] = {key: [] for key in (*self._states, *BOOKKEEPING)}
@@ -178,12 +196,17 @@ def set_clocks(table: Table, state: Mapping[str, Value]) -> None:
         table.steps = int(torch.as_tensor(state["clock"])[0])
 
 
-def export_weights(name: str, shards: Sequence[LocalShard], env: ShardingEnv) -> tuple[ShardedTensor, ShardedTensor]:
-    """``weight`` (R, dim) of its dtype and ``weight_id`` (R,) int64 of a table, as copies. Collective."""
+def export_weights(
+    name: str, shards: Sequence[LocalShard], env: ShardingEnv, copies: GivenCopies
+) -> tuple[TableWeights, ShardedTensor]:
+    """``weight`` (R, dim) of its dtype and ``weight_id`` (R,) int64 of a table, as ``copies``. Collective."""
     layout = TableLayout(name, shards, env)
     ids = [shard.table.ids() for shard in shards]
     weights = [shard.table.lookup(i) for shard, i in zip(shards, ids, strict=True)]
-    return layout.sharded(weights, lambda columns: columns, layout.dim, layout.dtype), layout.rowed(ids)
+    given_weights, given_ids = ([copies.give(name, WEIGHTS, part) for part in parts] for parts in (weights, ids))
+    whole_ids = layout.rowed(given_ids)
+    whole = layout.sharded(given_weights, lambda columns: columns, layout.dim, layout.dtype)
+    return TableWeights.of(name, whole, whole_ids, env), whole_ids
 
 
 def checked_weights(name: str, shards: Sequence[LocalShard], weight: Value, ids: Tensor | None) -> TableSource:
