@@ -18,7 +18,7 @@ WITH_CODE = [page for page in PAGES if any(block.kind in RUN for block in blocks
 AROUND = Path(__file__).parent / "around"
 """By the page's name: Python that makes what its blocks take for granted, and that looks at what they have done."""
 
-SLOW = {"command", "operations", "planner"}
+SLOW = {"checkpoint", "command", "operations", "planner"}
 """Pages whose blocks take the most time."""
 
 TIMEOUT_S = 200

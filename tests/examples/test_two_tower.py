@@ -77,7 +77,11 @@ def train(
 
 
 @pytest.mark.parametrize(
-    ("ranks", "flags"), [(1, ("--backend", "fused")), (2, ("--backend", "recstore", "--sharding", "row_wise"))]
+    ("ranks", "flags"),
+    [
+        pytest.param(1, ("--backend", "fused"), marks=pytest.mark.slow),
+        (2, ("--backend", "recstore", "--sharding", "row_wise")),
+    ],
 )
 def test_learns_whose_items_are_whose(tastes: Path, tmp_path: Path, ranks: int, flags: tuple[str, ...]) -> None:
     common = ("--data", tastes, "--batch-size", 60, "--epochs", 4, "--dim", 16, "--lr", 0.2, "--dense-lr", 0.01)

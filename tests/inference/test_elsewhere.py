@@ -135,6 +135,7 @@ def run(program: Path, *arguments: object) -> subprocess.CompletedProcess[str]:
     )
 
 
+@pytest.mark.slow
 def test_in_cpp(exported: Path, program: Path, tmp_path: Path) -> None:
     libraries = [argument for path in FBGEMM for argument in ("--library", path)]
     for name in ("tables-float32", "tables-int8", "model-float32", "model-int8"):

@@ -90,7 +90,7 @@ def test_slots_are_kept_as_long_as_the_graph_is_and_no_longer(make: Callable[[Ta
         assert table.lookup(torch.tensor([3])).tolist() == [[1.0] * 4]
 
 
-@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+@pytest.mark.parametrize("backend", ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("make", [pooled, sequence])
 def test_compiled(make: Callable[[Table], Lookup], backend: str) -> None:
     torch._dynamo.reset()

@@ -186,6 +186,7 @@ def _digests() -> list[str]:
     return found
 
 
+@pytest.mark.slow
 def test_bits_depend_neither_on_the_instruction_set_nor_on_threads() -> None:
     digests = by_instruction_set(_digests)
     assert len({digest for some in digests.values() for digest in some}) == 1, digests

@@ -53,6 +53,7 @@ class _Oracle:
         return self._rows[steps]
 
 
+@pytest.mark.slow
 def test_no_acknowledged_save_is_lost_when_the_server_is_killed(own_server: RecStoreServer) -> None:
     oracle = _Oracle()
     client = _client(own_server.address)

@@ -188,6 +188,7 @@ def trained_on_a_rank(rank: int, world_size: int, servers: str, directory: Path)
         assert torch.equal(export_dense_weights(model, name, 200), expected)
 
 
+@pytest.mark.slow
 def test_ranks_write_what_processes_of_another_job_read(both: str, tmp_path: Path) -> None:
     run_on_ranks(2, partial(trained_on_a_rank, servers=both, directory=tmp_path))
     bounded = TableOptions(max_rows=10, cold_store=ServerStore(both, shared="ranks"))
