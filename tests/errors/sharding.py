@@ -14,7 +14,8 @@ from torch.ao.quantization import quantize_dynamic
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.checkpoint import checkpoint
 from torchrec import KeyedJaggedTensor
-from torchrec.distributed.model_parallel import DMPCollection
+from torchrec.distributed.model_parallel import DistributedModelParallel, DMPCollection
+from torchrec.distributed.model_tracker.types import DeltaTrackerConfig, TrackingMode
 from torchrec.distributed.planner import Topology
 from torchrec.distributed.planner.types import ParameterConstraints
 from torchrec.modules.embedding_configs import DataType
@@ -164,6 +165,13 @@ def replicas(one_rank: None, monkeypatch: pytest.MonkeyPatch) -> None:
     model, sharders = collection(bag("t_user")), [RecStoreSharder()]
     plan = RecStorePlanner(topology=Topology(world_size=1, compute_device="cuda")).plan(model, sharders)
     DMPCollection(model, torch.device("cuda"), plan, 1, 1, dist.group.WORLD, sharders=sharders)
+
+
+@situation("A tracking mode without the state that it needs")
+def tracked_without_a_state(one_rank: None) -> None:
+    model = nn.Sequential(sharded(collection(bag("t_user")), optimizer=SGD(lr=0.1)).module, nn.Linear(4, 1))
+    wrapped = DistributedModelParallel(model, sharders=[])
+    wrapped.init_torchrec_delta_tracker(DeltaTrackerConfig(tracking_mode=TrackingMode.MOMENTUM_LAST))
 
 
 @situation("Quantizing tables in place")

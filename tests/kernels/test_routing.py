@@ -30,7 +30,7 @@ def test_each_id_is_owned_by_the_rank_that_it_is_sent_to(world_size: int, block_
     if block_rows == 0:  # as fbgemm has it without a block: by the remainder alone
         ranks = torch.tensor([id_ % 2**64 % world_size for id_ in sent.tolist()])
     else:
-        lengths, *_ = torch.ops.fbgemm.block_bucketize_sparse_features(
+        lengths, split, *_ = torch.ops.fbgemm.block_bucketize_sparse_features(
             lengths=torch.ones(len(sent), dtype=torch.int64),
             indices=sent,
             bucketize_pos=False,
@@ -43,3 +43,6 @@ def test_each_id_is_owned_by_the_rank_that_it_is_sent_to(world_size: int, block_
     owners = torch.stack([BlockRouting(block_rows, world_size, rank, mixed).owned(ids) for rank in range(world_size)])
     assert torch.equal(owners.sum(0), torch.ones(len(ids), dtype=torch.int64))
     assert torch.equal(owners.long().argmax(0), ranks)
+    for rank in range(world_size if block_rows else 0):
+        at_rank = split.split(lengths.view(world_size, -1).sum(1).tolist())[rank]
+        assert torch.equal(BlockRouting(block_rows, world_size, rank, mixed).raw(at_rank), ids[ranks == rank])

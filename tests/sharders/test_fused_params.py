@@ -42,6 +42,8 @@ from torchrec_recstore.sharders.fused_params import (
         (None, SGD(lr=0.01)),
         ({}, SGD(lr=0.01)),
         ({"learning_rate": 0.5}, SGD(lr=0.5)),
+        ({"lr": 0.25, "learning_rate": 0.5}, SGD(lr=0.5)),
+        ({"learning_rate": 0.5, "lr": 0.25}, SGD(lr=0.5)),
         ({"lr": 0.5}, SGD(lr=0.5)),
         ({"optimizer": EmbOptimType.SGD, "weight_decay": 0.1}, SGD(lr=0.01, weight_decay=0.1)),
         ({"optimizer": OptimType.SGD, "eps": 0.5}, SGD(lr=0.01)),

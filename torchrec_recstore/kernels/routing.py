@@ -2,6 +2,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from torchrec_recstore import ops
@@ -33,6 +34,12 @@ class BlockRouting:
     def __post_init__(self) -> None:
         if self.block_rows < 0 or self.world_size < 1 or not 0 <= self.rank < self.world_size:
             raise ValueError(f"BlockRouting needs block_rows >= 0 and 0 <= rank < world_size, got {self}")
+
+    def raw(self, ids: Tensor) -> Tensor:
+        """The raw ids of ``ids`` as TorchRec's split gives them to this rank, (N,) int64."""
+        local = (ids >= 0) & (ids < self.block_rows)
+        raw = torch.where(local, ids + self.rank * self.block_rows, ids * self.world_size + self.rank)
+        return ops.mix_ids(raw, True) if self.mixed else raw
 
     def owned(self, ids: Tensor) -> Tensor:
         """Which raw ``ids``, (N,) int64, TorchRec's split sends to this rank: (N,) bool."""

@@ -7,6 +7,7 @@ from contextlib import contextmanager, nullcontext
 from typing import Any, ClassVar
 
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 from torchrec.distributed.embedding_sharding import EmbeddingSharding, EmbeddingShardingInfo
 from torchrec.distributed.embedding_types import (
     EmbeddingComputeKernel,
@@ -20,6 +21,7 @@ from torchrec.optim.keyed import CombinedOptimizer
 from torchrec_recstore.given_copies import GivenCopies
 from torchrec_recstore.options import shard_options
 from torchrec_recstore.quantization import RefusesQuantization
+from torchrec_recstore.sharders.delta_tracker import Record
 from torchrec_recstore.sharders.fused_params import optimizer_from_fused_params
 from torchrec_recstore.sharders.gather import refused_together
 from torchrec_recstore.sharders.kernel import RecStoreKernel, placeholder_parameter
@@ -115,6 +117,13 @@ class RecStoreCollection(RefusesQuantization, ShardedEmbeddingModule):  # type: 
         # The first batch is checked against num_embeddings, which for RecStore is but a hint (torchrec 1.8.0).
         with self._only_stock_configs():
             return super().input_dist(ctx, features)
+
+    def register_post_lookup_tracker_fn(self, record_fn: Record) -> None:
+        """TorchRec's hook for trackers of ids and embeddings: ``record_fn`` is called after each lookup."""
+        # With the whole module's ids, in which those of several kernels, and of RecStore's shards, are not told apart.
+        for lookup in self._lookups:
+            lookup = lookup.module if isinstance(lookup, DistributedDataParallel) else lookup
+            lookup.register_optim_state_tracker_fn(record_fn)
 
     def reset_parameters(self) -> None:
         """As TorchRec's, which reads every table's weights, and so must not see RecStore's (torchrec 1.8.0)."""

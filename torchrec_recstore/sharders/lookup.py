@@ -17,6 +17,7 @@ from torchrec.distributed.embedding_types import (
 from torchrec.distributed.types import ShardingType
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
+from torchrec_recstore.sharders.delta_tracker import Record, tracking
 from torchrec_recstore.sharders.kernel import RecStoreEmbedding, RecStoreEmbeddingBag, RecStoreKernel
 from torchrec_recstore.sharders.row_split import IN_NODE, row_split
 
@@ -40,6 +41,7 @@ class RecStoreLookup(BaseEmbeddingLookup):  # type: ignore[misc]
     ) -> None:
         # Before TorchRec's constructor, which makes the kernels.
         self._split, self._rank = row_split(sharding, type_name), sharding._env.rank
+        self._groups_of_all_ranks = grouped_configs_of_all_ranks(sharding)
         super().__init__(
             grouped_configs=grouped_configs(sharding), pg=sharding._pg, device=device, env=sharding._env, **more
         )
@@ -60,6 +62,14 @@ class RecStoreLookup(BaseEmbeddingLookup):  # type: ignore[misc]
         for kernel, features in zip(self._emb_modules, by_group, strict=True):
             if isinstance(kernel, RecStoreKernel) and kernel.training:
                 kernel.prefetch(features)
+
+    def register_optim_state_tracker_fn(self, record_fn: Record) -> None:
+        """TorchRec's hook for trackers: ``record_fn`` is called after the lookup of each group.
+
+        Raises:
+            ValueError: a delta tracker in a mode that needs a state which a table's optimizer does not keep.
+        """
+        super().register_optim_state_tracker_fn(tracking(record_fn, self._groups_of_all_ranks, list(self.kernels())))
 
     def kernels(self) -> Iterator[RecStoreKernel]:
         """RecStore's kernels of this rank."""

@@ -1,0 +1,184 @@
+"""TorchRec's delta tracker over RecStore tables: raw ids, and states that are found by id."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DistributedDataParallel
+from torchrec.distributed.embedding_types import EmbeddingComputeKernel, GroupedEmbeddingConfig
+from torchrec.distributed.model_tracker.model_delta_tracker import ModelDeltaTrackerTrec
+from torchrec.distributed.model_tracker.types import TrackingMode
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+from torchrec_recstore.optim import Optimizer, state_names
+from torchrec_recstore.row_wise_states import column_weighted_mean
+from torchrec_recstore.sharders.fused_params import optimizer_from_fused_params
+from torchrec_recstore.sharders.kernel import RecStoreKernel
+from torchrec_recstore.store import Table
+
+Record = Callable[..., None]
+"""``(features, embeddings, kernel)`` of one group of tables, after its lookup."""
+
+_SQUARES = ("sum", "exp_avg_sq", "square_avg", "accumulator")
+"""The optimizers' states that come of squared gradients."""
+
+
+def tracking(record: Record, groups: Sequence[GroupedEmbeddingConfig], kernels: Sequence[RecStoreKernel]) -> Record:
+    """The function that a lookup calls after each of its kernels, in the place of ``record``.
+
+    ``ModelDeltaTrackerTrec`` takes ids for positions in FBGEMM's state tensors, which RecStore tables do not have
+    (torchrec 1.8.0). For their kernels its store is filled here instead, with raw ids; in the modes that compare states
+    its ``get_latest``, which knows FBGEMM's kernels alone, is replaced in that tracker.
+
+    Args:
+        record: that a tracker registers: usually ``ModelDeltaTrackerTrec.record_lookup``.
+        groups: the groups of the lookup's sharding, on all ranks.
+        kernels: the RecStore kernels of the lookup.
+
+    Raises:
+        ValueError: the mode needs a state that a table's optimizer does not keep; on every rank.
+    """
+    tracker = getattr(record, "__self__", None)
+    if not isinstance(tracker, ModelDeltaTrackerTrec):
+        return record
+    mode = tracker._mode
+    for group in groups:
+        if group.compute_kernel == EmbeddingComputeKernel.CUSTOMIZED_KERNEL:
+            _check(mode, optimizer_from_fused_params(group.fused_params, group.table_names()), group.table_names())
+    if mode in (TrackingMode.MOMENTUM_DIFF, TrackingMode.ROWWISE_ADAGRAD):
+        tracker.get_latest = lambda: _latest(tracker)
+
+    def record_group(
+        features: KeyedJaggedTensor, embeddings: Tensor, kernel: nn.Module, raw_ids: Tensor | None = None
+    ) -> None:
+        if not isinstance(kernel, RecStoreKernel):
+            record(features, embeddings, kernel)
+            return
+        for name, (ids, rows) in _looked_up(kernel, features, embeddings, mode).items():
+            if name not in tracker.table_to_fqn or not len(ids):  # one that is skipped, an empty batch
+                continue
+            states = rows
+            if mode == TrackingMode.MOMENTUM_LAST:
+                states = momentum(_shards(kernels, name), ids)
+            elif mode in (TrackingMode.MOMENTUM_DIFF, TrackingMode.ROWWISE_ADAGRAD):
+                states = squares(_shards(kernels, name), ids)
+            tracker.store.append(
+                batch_idx=tracker.curr_batch_idx, fqn=tracker.table_to_fqn[name], ids=ids, states=states
+            )
+
+    return record_group
+
+
+def momentum(shards: Sequence[Table], ids: Tensor) -> Tensor:
+    """The norm of each id's first state, which FBGEMM calls the momentum, over the columns of ``shards``.
+
+    Args:
+        shards: column shards of one table.
+        ids: (N,) int64, raw; duplicates allowed.
+
+    Returns:
+        (N,) float32, zeros where there is no row.
+    """
+    return _by_id(shards, ids, next(iter(state_names(shards[0].optimizer))), lambda state: state.norm(dim=1))
+
+
+def squares(shards: Sequence[Table], ids: Tensor) -> Tensor:
+    """Each id's state of squared gradients: of a row-wise optimizer as it is, else its mean over the columns.
+
+    Args, Returns: as for :func:`momentum`.
+    """
+    return _by_id(shards, ids, _squares_name(shards[0].optimizer), lambda state: state.mean(dim=1))
+
+
+class _SquaresById:
+    """Stands for FBGEMM's tensor of a table's states, which the tracker indexes by the ids it has seen."""
+
+    def __init__(self, shards: Sequence[Table]) -> None:
+        self._shards = shards
+
+    def __getitem__(self, ids: Tensor) -> Tensor:
+        return squares(self._shards, ids)
+
+
+def _check(mode: TrackingMode, optimizer: Optimizer, names: Sequence[str]) -> None:
+    needs = None
+    if mode == TrackingMode.MOMENTUM_LAST and not state_names(optimizer):
+        needs = "a state"
+    elif mode in (TrackingMode.MOMENTUM_DIFF, TrackingMode.ROWWISE_ADAGRAD) and not _squares_name(optimizer):
+        needs = "a state of squared gradients"
+    if needs is not None:
+        raise ValueError(
+            f"RecStore table(s) {', '.join(map(repr, names))}: the tracking mode {mode.name} needs an optimizer with "
+            f"{needs}, such as RowWiseAdagrad, and {optimizer} has none: track by ID_ONLY instead"
+        )
+
+
+def _squares_name(optimizer: Optimizer) -> str:
+    return next((name for name in state_names(optimizer) if name in _SQUARES), "")
+
+
+def _by_id(shards: Sequence[Table], ids: Tensor, name: str, of_columns: Callable[[Tensor], Tensor]) -> Tensor:
+    distinct, places = torch.unique(ids.cpu(), return_inverse=True)
+    found = shards[0].contains(distinct)
+    parts = [shard.read_rows(distinct[found])[name] for shard in shards]
+    if state_names(shards[0].optimizer)[name] == "row":
+        state = column_weighted_mean(parts, [len(shard.columns) for shard in shards])
+    else:
+        state = of_columns(torch.cat(parts, dim=1))
+    states = torch.zeros(len(distinct), dtype=torch.float32)
+    states[found] = state
+    return states[places].to(ids.device)
+
+
+def _looked_up(
+    kernel: RecStoreKernel, features: KeyedJaggedTensor, embeddings: Tensor, mode: TrackingMode
+) -> dict[str, tuple[Tensor, Tensor | None]]:
+    """By table of the kernel's group: raw ids (N,) and, in the mode for it, their rows (N, columns of all shards)."""
+    lengths = iter(features.length_per_key())
+    counts = [sum(next(lengths) for _ in config.feature_names) for config in kernel.config.embedding_tables]
+    ids: dict[str, Tensor] = {}
+    rows: dict[str, list[Tensor]] = {}
+    sizes = [count * len(table.columns) for count, table in zip(counts, kernel.tables, strict=True)]
+    by_shard = torch.split(embeddings.detach(), sizes) if mode == TrackingMode.EMBEDDING else [None] * len(counts)
+    for config, table, routing, local, part in zip(
+        kernel.config.embedding_tables,
+        kernel.tables,
+        kernel.routings,
+        torch.split(features.values(), counts),
+        by_shard,
+        strict=True,
+    ):
+        ids[config.name] = local if routing is None else routing.raw(local.cpu()).to(local.device)
+        if part is not None:
+            rows.setdefault(config.name, []).append(part.view(-1, len(table.columns)))
+    return {name: (ids[name], torch.cat(rows[name], dim=1) if name in rows else None) for name in ids}
+
+
+def _shards(kernels: Sequence[RecStoreKernel], name: str) -> list[Table]:
+    """A table's column shards on this rank, all of which are in one lookup."""
+    return [
+        table
+        for kernel in kernels
+        for config, table in zip(kernel.config.embedding_tables, kernel.tables, strict=True)
+        if config.name == name
+    ]
+
+
+def _latest(tracker: ModelDeltaTrackerTrec) -> dict[str, Any]:
+    """What ``ModelDeltaTrackerTrec.get_latest`` gives: the states of each table, to be indexed by id."""
+    latest: dict[str, Any] = {}
+    for module in tracker.tracked_modules.values():
+        for lookup in module._lookups:
+            if isinstance(lookup, DistributedDataParallel):
+                continue
+            ours = [kernel for kernel in lookup._emb_modules if isinstance(kernel, RecStoreKernel)]
+            for kernel in lookup._emb_modules:
+                states = None if isinstance(kernel, RecStoreKernel) else kernel._emb_module.split_optimizer_states()
+                for place, config in enumerate(kernel.config.embedding_tables):
+                    fqn = tracker.table_to_fqn.get(config.name)
+                    if fqn is not None:
+                        latest[fqn] = _SquaresById(_shards(ours, config.name)) if states is None else states[place][0]
+    return latest
