@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,6 +22,7 @@ from torchrec.distributed.planner import Topology
 from torchrec.modules.feature_processor_ import PositionWeightedModuleCollection
 from torchrec.modules.fp_embedding_modules import FeatureProcessedEmbeddingBagCollection
 
+from torchrec_recstore import export_dense_weights, load_checkpoint, save_checkpoint
 from torchrec_recstore.options import ConstantInit, TableOptions
 from torchrec_recstore.planner import RecStoreConstraints, RecStorePlanner
 from torchrec_recstore.sharders import (
@@ -137,15 +140,63 @@ def rows_spread_over_ranks(rank: int, world_size: int) -> None:
         assert most["hash"] < 1.1
 
 
-def both(rank: int, world_size: int) -> None:
+class OneName(nn.Module):
+    """A collection of bags and one with feature processors, with tables of one name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        bags = [EmbeddingBagConfig(name="t", num_embeddings=10, embedding_dim=4, feature_names=["f"]) for _ in range(2)]
+        self.plain = EmbeddingBagCollection(tables=bags[:1], device=META)
+        processed = EmbeddingBagCollection(tables=bags[1:], device=META, is_weighted=True)
+        positions = PositionWeightedModuleCollection({"f": 3}, device=torch.device("cpu"))
+        self.processed = FeatureProcessedEmbeddingBagCollection(processed, positions)
+
+    def forward(self, kjt: KeyedJaggedTensor, processed: KeyedJaggedTensor) -> torch.Tensor:
+        total: torch.Tensor = self.plain(kjt)["f"].square().sum() + self.processed(processed)["f"].sum()
+        return total
+
+
+def equal_names(rank: int, world_size: int, *, path: Path) -> None:
+    """Tables of one name, of which a rank may have no shard: each has its own rows, in a checkpoint too."""
+    sharders = [RecStoreSharder(), RecStoreFeatureProcessedEmbeddingBagCollectionSharder()]
+
+    def build(sharding_type: str) -> DistributedModelParallel:
+        constraints = {"t": RecStoreConstraints(sharding_types=[sharding_type])}
+        topology = Topology(world_size=world_size, local_world_size=world_size, compute_device="cpu")
+        planner = RecStorePlanner(topology=topology, constraints=constraints, debug=False)
+        module = OneName()
+        plan = planner.collective_plan(module, sharders, dist.group.WORLD)
+        return DistributedModelParallel(module, plan=plan, sharders=sharders)
+
+    plain, _, processed = batches(rank)
+    for sharding_type, other_type in (("table_wise", "row_wise"), ("row_wise", "table_wise")):
+        model, other = build(sharding_type), build(other_type)
+        model(plain, processed).backward()
+        save_checkpoint(model, path / sharding_type)
+        load_checkpoint(other, path / sharding_type)
+        rows = []
+        for each in (model, other):
+            distinct = 3 if world_size == 1 else 5
+            counts = {name: stats.rows for name, stats in table_stats(each).items()}
+            assert counts == {"plain.t": distinct, "processed.t": distinct}
+            rows.append([export_dense_weights(each, name, 10) for name in counts])
+        assert all(torch.equal(one, two) for one, two in zip(*rows, strict=True))
+        assert not torch.equal(*rows[0])
+        with pytest.raises(ValueError, match=r"2 RecStore tables 't': name one of 'plain\.t', 'processed\.t'"):
+            export_dense_weights(model, "t", 10)
+
+
+def all_of_it(rank: int, world_size: int, *, path: Path) -> None:
     sharded_equals_unsharded(rank, world_size)
     rows_spread_over_ranks(rank, world_size)
+    equal_names(rank, world_size, path=path)
 
 
 @pytest.mark.usefixtures("one_rank")
-def test_one_rank() -> None:
+def test_one_rank(tmp_path: Path) -> None:
     sharded_equals_unsharded(0, 1)
+    equal_names(0, 1, path=tmp_path)
 
 
-def test_two_ranks() -> None:
-    run_on_ranks(2, both)
+def test_two_ranks(tmp_path: Path) -> None:
+    run_on_ranks(2, partial(all_of_it, path=tmp_path))
