@@ -50,6 +50,9 @@ def no_room(destination: Destination) -> Path:
 def finished_at_exit(rank: int, model: DistributedModelParallel, path: Path) -> None:
     slowly()
     async_save(model, path)
+    # The ranks of a save have the path together; whoever else comes is refused on every rank.
+    with pytest.raises(BlockingIOError, match=rf"{path} cannot be written: process \d+ on host .* has been writing it"):
+        save_checkpoint(model, path)
     atexit.register(lambda: (path.parent / f"atexit_{rank}").touch())
     if rank == 0:
         dist.destroy_process_group()

@@ -161,8 +161,9 @@ class Rounds:
             self.outcomes[f"{kind}: {'acknowledged' if answer == 'saved' else answer.split(':')[0] or 'killed'}"] += 1
             other = savers[5 - number].pid
             refused = answer.startswith(("BlockingIOError", "FileExistsError"))
-            if (kind, number) == ("base", 2):  # the base has been replaced before this one has begun
+            if (kind, number) == ("base", 2):  # the base has been replaced before this one has locked it
                 refused = refused or "has neither saved nor loaded" in answer
+                refused = refused or "base has been replaced or deleted since it was read" in answer
             assert refused or answer in ("saved", "" if number == victim else "saved"), (kind, number, answer)
             if answer.startswith("BlockingIOError"):
                 # Whoever is stopped for long between taking the lock and writing down its name is not known.
