@@ -6,6 +6,7 @@ python -m tests.checkpoint.crashing ranks DIRECTORY    # one of two ranks dies
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import shutil
@@ -15,6 +16,7 @@ import threading
 import traceback
 import warnings
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +31,7 @@ from . import models
 POINTS = 50
 FILE_CALLS = ("fsync", "rename", "mkdir", "rmdir", "unlink", "open", "save_file", "serialize_file", "write", "close")
 KILLED, RAISED, SAVED = -signal.SIGKILL, 3, 4
+OUTCOMES = {"none": 5, "old": 6, "new": 7}  # what a killed save has left, as statuses
 
 
 class Calls:
@@ -73,7 +76,7 @@ def in_a_fork(work: Callable[[], int]) -> int:
 
 def weights(model: DistributedModelParallel) -> list[Any]:
     return [
-        (name, ids.tolist(), rows["weight"].tolist(), rows["sum"].tolist())
+        [name, ids.tolist(), rows["weight"].tolist(), rows["sum"].tolist()]
         for name, _, ids, rows in models.shards(model)
     ]
 
@@ -93,54 +96,70 @@ def points_of(names: list[str]) -> list[int]:
     return sorted(spread + files)
 
 
-def one(directory: Path) -> None:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    model = models.recstore()
-    models.train(model)
-    old = weights(model)
-    save_checkpoint(model, directory / "first")
-    models.train(model, steps=2, distinct=60)
-    new = weights(model)
-    target = directory / "second"
+def in_one(work: Callable[[], int]) -> int:
+    """Runs ``work`` in a forked process that is the only rank. Each makes its model: tables do not cross a fork."""
 
-    def count() -> int:
-        with Calls() as calls:
-            save_checkpoint(model, target, overwrite=True)
-        (directory / "calls").write_text("\n".join(calls.names))
+    def alone() -> int:
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        return work()
+
+    return in_a_fork(alone)
+
+
+def one(directory: Path) -> None:
+    target, trained = directory / "second", directory / "trained"
+
+    def begin() -> int:
+        model = models.recstore()
+        models.train(model)
+        (directory / "old").write_text(json.dumps(weights(model)))
+        save_checkpoint(model, directory / "first")
+        models.train(model, steps=2, distinct=60)
+        (directory / "new").write_text(json.dumps(weights(model)))
+        save_checkpoint(model, trained)
         return 0
 
-    outcomes = {"none": 0, "old": 0, "new": 0}
+    def save(die_at: int | None = None) -> int:
+        model = models.recstore()
+        load_checkpoint(model, trained)
+        with Calls(die_at) as calls:
+            save_checkpoint(model, target, overwrite=True)
+        (directory / "calls").write_text("\n".join(calls.names))
+        return SAVED
+
+    def check(overwrite: bool) -> int:
+        old, new = (json.loads((directory / name).read_text()) for name in ("old", "new"))
+        assert loaded(directory / "first") == old
+        outcome = "none"
+        if target.exists():
+            found = loaded(target)
+            assert found in (old, new)
+            outcome = "old" if found == old else "new"
+        assert outcome in ("new", "old" if overwrite else "none")
+        # The save is repeated, over whatever the killed one left behind.
+        assert save() == SAVED
+        assert loaded(target) == new
+        left = {path.name for path in directory.iterdir()} - {"calls", "old", "new", "trained"}
+        assert left == {"first", "second"}, left
+        return OUTCOMES[outcome]
+
+    assert in_one(begin) == 0
+    names = {status: name for name, status in OUTCOMES.items()}
+    outcomes = dict.fromkeys(OUTCOMES, 0)
     for overwrite in (False, True):
         shutil.rmtree(target, ignore_errors=True)
         if overwrite:
             shutil.copytree(directory / "first", target)
-        assert in_a_fork(count) == 0
+        assert in_one(save) == SAVED
         points = points_of((directory / "calls").read_text().split("\n"))
         for point in points[overwrite::2]:
             shutil.rmtree(target, ignore_errors=True)
             if overwrite:
                 shutil.copytree(directory / "first", target)
-
-            def die(point: int = point) -> int:
-                with Calls(point):
-                    save_checkpoint(model, target, overwrite=True)
-                return SAVED
-
-            assert in_a_fork(die) == KILLED, point
-            assert loaded(directory / "first") == old
-            if target.exists():
-                found = loaded(target)
-                assert found in (old, new), point
-                outcomes["old" if found == old else "new"] += 1
-                assert overwrite or found == new
-            else:
-                assert not overwrite, point
-                outcomes["none"] += 1
-            # The save is repeated, over whatever the killed one left behind.
-            save_checkpoint(model, target, overwrite=True)
-            assert loaded(target) == new
-            left = {path.name for path in directory.iterdir()} - {"calls"}
-            assert left == {"first", "second"}, left
+            assert in_one(partial(save, point)) == KILLED, point
+            outcome = in_one(partial(check, overwrite))
+            assert outcome in names, point
+            outcomes[names[outcome]] += 1
     print(f"killed at {sum(outcomes.values())} points: {outcomes}")
     assert sum(outcomes.values()) == POINTS
     assert min(outcomes.values()) > 0

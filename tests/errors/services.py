@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.errors.situations import situation
+from tests.errors.situations import raise_from_a_fork, situation
 from tests.recstore_server import RecStoreServer
 from tests.redis_server import PROGRAM, free_port, redis_server
 from torchrec_recstore.options import RedisStore, RocksDBStore, ServerStore, TableOptions
@@ -120,6 +120,12 @@ def closed_client() -> None:
     client = RecStoreClient()
     client.close()
     client.pull("t_user", THREE)
+
+
+@situation("A client in a forked process")
+def forked_client() -> None:
+    client = RecStoreClient()
+    raise_from_a_fork(lambda: client.pull("t_user", THREE))
 
 
 @situation("A token without encryption")

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import torchrec_recstore
-from tests.errors.situations import situation
+from tests.errors.situations import raise_from_a_fork, situation
 from torchrec_recstore import ops
 from torchrec_recstore.optim import SGD, Adam
 from torchrec_recstore.options import LRU, NormalInit, RocksDBStore, TableOptions, UniformInit
@@ -87,6 +87,20 @@ def closed() -> None:
     table = Table(4, name="t_user")
     table.close()
     table.lookup(THREE)
+
+
+@situation("A table in a forked process")
+def forked() -> None:
+    table = Table(4, name="t_user")
+    raise_from_a_fork(lambda: table.lookup(THREE))
+
+
+@situation("A cold store on disk in a forked process")
+def forked_with_rocksdb(tmp_path: Path) -> None:
+    options = TableOptions(max_rows=2, cold_store=RocksDBStore(str(tmp_path / "first")))
+    with Table(4, name="t_user", options=options):
+        other = TableOptions(max_rows=2, cold_store=RocksDBStore(str(tmp_path / "second")))
+        raise_from_a_fork(lambda: Table(4, name="t_item", options=other))
 
 
 @situation("Rows that are not there")

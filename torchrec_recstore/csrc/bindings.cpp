@@ -1,6 +1,7 @@
 // The ops of torchrec_recstore, on torch's stable ABI. The only file that includes torch.
 
 #include <Python.h>
+#include <pthread.h>
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/ops.h>
 #include <torch/csrc/stable/tensor.h>
@@ -26,20 +27,34 @@
 #include "snapshot.h"
 #include "transfer.h"
 
+// Of the OpenMP runtime that torch has loaded; null where that is older than OpenMP 5.
+extern "C" int omp_pause_resource_all(int kind) __attribute__((weak));
+
 namespace recstore {
 namespace {
 
 using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
 
+constexpr int kOmpPauseSoft = 1;
+
 class TorchExecutor final : public Executor {
  public:
-  int threads() const override { return static_cast<int>(torch::stable::get_num_threads()); }
+  int threads() const override { return alone_ ? 1 : static_cast<int>(torch::stable::get_num_threads()); }
   void run(int workers, Body body, void* context) override {
     torch::stable::parallel_for(0, workers, 1, [&](int64_t begin, int64_t end) {
       for (int64_t i = begin; i < end; ++i) body(context);
     });
   }
+
+  // A child does not have the threads of libgomp's pool, and would wait for them for ever: they end before the fork and
+  // start again when they are needed. Where that cannot be done the child works on one thread.
+  void before_fork() { ended_ = omp_pause_resource_all != nullptr && omp_pause_resource_all(kOmpPauseSoft) == 0; }
+  void after_fork_in_child() { alone_ = alone_ || !ended_; }
+
+ private:
+  bool ended_ = false;
+  bool alone_ = false;
 };
 
 constexpr int64_t kMostColumns = int64_t{1} << 24;
@@ -66,6 +81,33 @@ Registry<Snapshot>& snapshots() {
   static auto* registry = new Registry<Snapshot>("snapshot");
   return *registry;
 }
+
+// Tables belong to the process that made them. Without these a process that is forked while another thread uses a table
+// would wait for ever for the locks that this thread held, at the latest when it drops a tensor.
+void before_fork() {
+  tables().before_fork();
+  groups().before_fork();
+  passes().before_fork();
+  snapshots().before_fork();
+  BufferPool::instance().before_fork();
+  executor().before_fork();
+}
+void after_fork_in_parent() {
+  tables().after_fork_in_parent();
+  groups().after_fork_in_parent();
+  passes().after_fork_in_parent();
+  snapshots().after_fork_in_parent();
+  BufferPool::instance().after_fork();
+}
+void after_fork_in_child() {
+  tables().after_fork_in_child();
+  groups().after_fork_in_child();
+  passes().after_fork_in_child();
+  snapshots().after_fork_in_child();
+  BufferPool::instance().after_fork();
+  executor().after_fork_in_child();
+}
+[[maybe_unused]] const int fork_handlers = pthread_atfork(before_fork, after_fork_in_parent, after_fork_in_child);
 
 Tensor checked(const Tensor& tensor, const char* name, ScalarType dtype, int64_t dim) {
   if (!tensor.is_cpu()) throw InvalidArgument(std::string(name) + " must be on the CPU");

@@ -39,6 +39,10 @@ class BufferPool {
     size_t bytes_ = 0;
   };
 
+  // The lock is held across a fork, so that the child finds it free and the pool whole.
+  void before_fork() { mutex_.lock(); }
+  void after_fork() { mutex_.unlock(); }
+
   // At least `bytes` uninitialised bytes, aligned to 64. Throws OutOfMemory.
   Buffer take(size_t bytes);
 

@@ -17,6 +17,7 @@ import grpc
 import torch
 from torch import Tensor
 
+from torchrec_recstore.forks import leave_to_parent
 from torchrec_recstore.rpc import recstore_pb2 as pb
 from torchrec_recstore.rpc.errors import REMOTE_ERRORS, ServerRestartedError, ServiceError
 from torchrec_recstore.rpc.protocol import (
@@ -107,6 +108,7 @@ class Connection:
             self._metadata.append((TOKEN_KEY, token_value(access.token)))
         self._client = uuid.uuid4().hex
         self._process = os.getpid()
+        leave_to_parent(self)  # a channel's destructor waits for gRPC's own locks and threads
         self._lock = threading.Lock()
         self._incarnation = ""
         self._requests = 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import weakref
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
@@ -44,7 +45,7 @@ class Servers:
             raise ValueError(f"token would go to {open_to_others[0]} in the clear: pass tls_ca as well")
         self._connections = [Connection(address, access) for address in self.addresses]
         self._threads = ThreadPoolExecutor(_CALLS * len(self.addresses), "recstore-client")
-        self._close = weakref.finalize(self, _close, self._connections, self._threads)
+        self._close = weakref.finalize(self, _close, self._connections, self._threads, os.getpid())
 
     def specs(self, table: str) -> list[str | None]:
         """What each server says of a table; None where it has none."""
@@ -182,7 +183,9 @@ def _written(
         raise
 
 
-def _close(connections: Sequence[Connection], threads: ThreadPoolExecutor) -> None:
+def _close(connections: Sequence[Connection], threads: ThreadPoolExecutor, process: int) -> None:
+    if os.getpid() != process:  # forked: connections and threads are the parent's
+        return
     for connection in connections:
         connection.close()
     threads.shutdown(wait=False)

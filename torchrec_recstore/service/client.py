@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import itertools
+import os
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -76,6 +77,7 @@ class RecStoreClient:
         )
         self._servers = None if servers is None else list(servers)
         self._closed = False
+        self._process = os.getpid()
         self._specs: dict[str, TableSpec] = {}
         self._makers: dict[str, InitialRowMaker] = {}
         self._prefetches: Prefetches[tuple[str, Tensor, _Read]] = Prefetches()
@@ -250,8 +252,9 @@ class RecStoreClient:
     def close(self) -> None:
         """Frees the tables, or ends the connections; closing twice is fine."""
         self._closed = True
-        self._prefetches.close()
-        self._tables.close()
+        if os.getpid() == self._process:  # else they are the parent's, from which this process was forked
+            self._prefetches.close()
+            self._tables.close()
 
     def __enter__(self) -> RecStoreClient:
         return self
@@ -270,6 +273,8 @@ class RecStoreClient:
     def _open(self) -> Tables:
         if self._closed:
             raise ValueError(f"{self!r} is closed")
+        if os.getpid() != self._process:  # nor are the locks and threads of that one here
+            raise ValueError(f"{self!r}: the client was made in another process; make one in each")
         return self._tables
 
     def _reading(self, name: str, ids: Tensor) -> tuple[Tensor, Callable[[], _Read]]:

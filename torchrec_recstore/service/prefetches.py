@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import itertools
-import os
 import threading
 from collections.abc import Callable
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
@@ -20,16 +19,9 @@ class Prefetches(Generic[_Read]):
         self._numbers = itertools.count(1)
         self._pending: dict[int, Future[_Read]] = {}
         self._lock = threading.Lock()
-        self._process = os.getpid()
 
     def start(self, read: Callable[[], _Read]) -> int:
-        """Has ``read`` called in another thread; returns its handle.
-
-        Raises:
-            ValueError: the process has been forked, and has not these threads.
-        """
-        if os.getpid() != self._process:
-            raise ValueError("the client was made in another process; make one in each")
+        """Has ``read`` called in another thread; returns its handle."""
         with self._lock:
             if self._threads is None:
                 self._threads = ThreadPoolExecutor(_THREADS, "recstore-prefetch")

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import ctypes
 import os
 import time
 import weakref
@@ -7,7 +8,7 @@ from collections.abc import Iterator
 from functools import cache
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from rocksdict import (
@@ -24,6 +25,7 @@ from rocksdict import (
 )
 from torch import Tensor
 
+from torchrec_recstore.forks import leave_to_parent
 from torchrec_recstore.options import RocksDBStore
 from torchrec_recstore.store.cold import ColdStoreError
 from torchrec_recstore.store.cold_bytes import (
@@ -70,6 +72,7 @@ class RocksDBColdStore:
         self._write_options = WriteOptions()
         self._write_options.no_slowdown = True
         self._db: Rdict | None = None
+        leave_to_parent(self)
         try:
             self._directory: RunDirectory | None = RunDirectory(options.path, name)
         except OSError as error:
@@ -124,6 +127,7 @@ class RocksDBColdStore:
         except Exception as error:
             raise self._error("cannot be read", error) from error
         self._scans.add(scan)
+        leave_to_parent(scan)
         return scan
 
     def close(self) -> None:
@@ -147,6 +151,14 @@ class RocksDBColdStore:
         if self._directory is None:
             raise self._error("is closed", "no call but close is allowed")
         if self._db is None:
+            global _threads
+            if _threads == "lost":
+                raise self._error(
+                    "cannot be opened",
+                    "this process was forked from one that uses RocksDB, whose threads it does not have: start it with "
+                    "multiprocessing's start method 'spawn' or 'forkserver'",
+                )
+            _threads = "started"
             options = _options()
             try:
                 # column_families too: else an existing database is opened with those that rocksdict reads from disk.
@@ -199,6 +211,22 @@ class RocksDBColdStore:
                     continue
                 self._write_failed = True
                 raise self._error("cannot be written", error) from error
+
+
+def _lose_threads() -> None:
+    """What a forked process begins with: RocksDB believes that it has the threads of the parent."""
+    global _threads
+    if _threads == "none":
+        return
+    _threads = "lost"
+    # RocksDB joins its threads in a destructor that exit() calls. Handlers run in the reverse of their order, so the
+    # process ends before that one, with the status that on_exit() passes on; the interpreter has ended by then.
+    libc = ctypes.CDLL(None)
+    libc.on_exit(libc._exit, None)
+
+
+_threads: Literal["none", "started", "lost"] = "none"
+os.register_at_fork(after_in_child=_lose_threads)
 
 
 class _Scan(Iterator[tuple[Tensor, Tensor]]):

@@ -78,6 +78,7 @@ class Snapshot:
             ColdStoreError: the cold store fails; likewise.
         """
         with ops.native_errors(f"table '{self._name}'"):
+            ops.snapshot_rows_left(self._handle)  # raises in a forked process, which must not touch the cold store
             if self._cold is None:
                 rows = self._read_resident(n, polite)
             elif n > self._rows_left:

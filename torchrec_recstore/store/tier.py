@@ -55,7 +55,7 @@ class ColdTier:
         self._every = max(1, self._expiry // 4)
         self._max_rows = options.max_rows or 0
         self._process = os.getpid()
-        self.lock = threading.RLock()
+        self.lock = _ProcessLock(handle)
         self._calls = threading.Lock()  # of the store: one at a time, also those that prefetch() makes beside the lock
         self.image_bytes = ops.table_image_bytes(handle)
         self.store: ColdStore = open_cold_store(options.cold_store, name=name, row_bytes=self.image_bytes)
@@ -412,6 +412,30 @@ class ColdTier:
         times = (last_steps(images) + self._expiry) // self._every
         values, counts = torch.unique(times, return_counts=True)
         return Counter(dict(zip(values.tolist(), counts.tolist(), strict=True)))
+
+
+class _ProcessLock:
+    """A reentrant lock of one process.
+
+    In a process that is forked from that one, whoever held it may not be there to release it. Entering it there raises
+    what any call of the native table raises there.
+
+    Args:
+        handle: of the native table.
+    """
+
+    def __init__(self, handle: int) -> None:
+        self._handle = handle
+        self._lock = threading.RLock()
+        self._process = os.getpid()
+
+    def __enter__(self) -> None:
+        if os.getpid() != self._process:
+            ops.table_image_bytes(self._handle)  # raises
+        self._lock.acquire()
+
+    def __exit__(self, *error: object) -> None:
+        self._lock.release()
 
 
 @contextmanager
