@@ -237,5 +237,13 @@ def test_what_a_server_has_saved(saved: Path, tmp_path: Path) -> None:
     one_id_twice(saved / "row_wise")
     with pytest.raises(CheckpointError, match=r"table 'item' of .*row_wise has the id .* in several parts"):
         tables.load(saved / "row_wise")
+
+    def without_a_table(document: Document) -> None:
+        for part in document["tables"].pop("adam")["parts"]:
+            del document["files"][part["file"]]
+
+    change(saved / "server" / "stopped-0", without_a_table)
+    with pytest.raises(CheckpointError, match="the rows or the specification of 'adam', and lacks the other"):
+        tables.load(saved / "server" / "stopped-0")
     assert not tables.specs()
     tables.close()

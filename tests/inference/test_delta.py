@@ -11,7 +11,7 @@ import pytest
 import safetensors.torch
 import torch
 from torch import Tensor, nn
-from torchrec import EmbeddingBagCollection, KeyedJaggedTensor, KeyedTensor
+from torchrec import EmbeddingBagCollection, KeyedJaggedTensor, KeyedTensor, PoolingType
 
 from torchrec_recstore.checkpoint import save_checkpoint
 from torchrec_recstore.inference import (
@@ -198,6 +198,16 @@ def test_what_is_refused(tmp_path: Path) -> None:
         export_delta(model, tmp_path / "x", base=tmp_path / "first")
     with pytest.raises(OSError, match="/proc/x cannot be written: "):  # where no file can be made
         export_delta(model, "/proc/x", base=served)
+
+
+def test_a_number_that_has_changed(tmp_path: Path) -> None:
+    """It is code of the export: a model with the delta would have the version of a full export and answer otherwise."""
+    model = train(Model())
+    export_for_inference(model, tmp_path / "base.pt")
+    export_delta(model, tmp_path / "delta", base=tmp_path / "base.pt")
+    model.bags.embedding_bag_configs()[0].pooling = PoolingType.MEAN
+    with pytest.raises(ValueError, match=r"bags\._means is \[True.*, and \[False.* in base: export"):
+        export_delta(model, tmp_path / "delta", base=tmp_path / "base.pt")
 
 
 class SharedParts(nn.Module):

@@ -139,6 +139,7 @@ def write_delta(served: nn.Module, base: torch.jit.ScriptModule, path: Path) -> 
     tables = {table.name: table for _, table in served_tables(served)}
     if sorted(tables) != sorted(base.recstore_tables()):
         raise ValueError(f"the model has the tables {sorted(tables)}, base has {sorted(base.recstore_tables())}")
+    _check_attributes(served, base)
     tensors: dict[str, Tensor] = {}
     found = {}
     for name, table in tables.items():
@@ -167,6 +168,21 @@ def write_delta(served: nn.Module, base: torch.jit.ScriptModule, path: Path) -> 
     _write(tensors, number, path)
     names = tuple(name.removeprefix("dense/") for name in dense)
     return DeltaInfo(path, path.stat().st_size, *versions, found, names)
+
+
+def _check_attributes(served: nn.Module, base: torch.jit.ScriptModule) -> None:
+    """Refuses numbers and strings that differ from those of base: a delta cannot change them, and answers may."""
+    modules = dict(base.named_modules())
+    for path, module in served.named_modules():
+        for name, value in vars(module).items():
+            if name in ("training", "version", "attributes") or not isinstance(value, int | float | str | list):
+                continue
+            before = getattr(modules.get(path), name, None)
+            if isinstance(before, int | float | str | list) and repr(before) != repr(value):
+                where = f"{path}.{name}" if path else name
+                raise ValueError(
+                    f"{where} is {value!r}, and {before!r} in base: export the model anew, without a delta"
+                )
 
 
 def _changes(table: ServedTable, old_ids: Tensor, old_rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:

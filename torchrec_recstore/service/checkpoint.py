@@ -59,10 +59,16 @@ def saved_specs(info: CheckpointInfo) -> dict[str, TableSpec]:
             name: TableSpec(saved.dim, dtypes[saved.dtype], saved.optimizer, saved.options)
             for name, saved in info.tables.items()
         }
+    if written.keys() != info.tables.keys():
+        lacking = ", ".join(map(repr, sorted(written.keys() ^ info.tables.keys())))
+        raise CheckpointError(f"{info.path} has the rows or the specification of {lacking}, and lacks the other")
     try:
-        return {name: TableSpec.from_json(written[name]) for name in info.tables}
-    except (KeyError, ValueError) as error:
+        specs = {name: TableSpec.from_json(text) for name, text in written.items()}
+        for name, spec in specs.items():
+            check_fits(name, info.tables[name], info.path, spec.dim, spec.optimizer, "its specification")
+    except ValueError as error:
         raise CheckpointError(f"{info.path} does not tell what its tables are: {error}") from error
+    return specs
 
 
 def check_loadable(info: CheckpointInfo, saved: Mapping[str, TableSpec], present: Mapping[str, TableSpec]) -> None:
