@@ -39,8 +39,8 @@ test: build $(VENV)/.dev-requirements lint  ## C++ tests, lint, Python tests but
 	@$(MAKE) --no-print-directory -j$(shell nproc) test-cpp
 	$(BIN)/python -m pytest -n auto --maxprocesses 8 --dist worksteal -m "not slow" $(ARGS)
 
-test-slow: build $(VENV)/.dev-requirements  ## the slow tests, one after the other: the second step of CI
-	$(BIN)/python -m pytest -m slow $(ARGS)
+test-slow: build $(VENV)/.dev-requirements  ## the slow tests: the second step of CI
+	$(BIN)/python -m pytest -n auto --maxprocesses 8 --dist worksteal -m slow $(ARGS)
 
 test-all: build $(VENV)/.dev-requirements lint  ## all tests, one after the other
 	@$(MAKE) --no-print-directory -j$(shell nproc) test-cpp

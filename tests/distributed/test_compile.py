@@ -247,6 +247,7 @@ class Small(nn.Module):
         return self.bags(features).values().sum() + rows.sum()  # type: ignore[no-any-return]
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("one_rank")
 def test_there_is_no_graph_break_that_stock_tables_have_not() -> None:
     breaks = {}

@@ -189,6 +189,7 @@ class Odd(nn.Module):
         return self.rows(ids) + self.of0.sum() + self.of10.real.sum()
 
 
+@pytest.mark.slow
 def test_deltas_of_any_tensors_in_cpp(program: Path, tmp_path: Path) -> None:
     model, ids = Odd(), torch.arange(5)
     export_for_inference(model.eval(), tmp_path / "model.pt", dtype=torch.float32)
