@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from torch.ao.quantization import default_qconfig, float_qparams_weight_only_qconfig, quantize_dynamic
 from torchrec import EmbeddingBagCollection, EmbeddingCollection
+from torchrec.distributed import DistributedModelParallel
 from torchrec.inference.modules import quantize_embeddings, quantize_inference_model
 from torchrec.quant import EmbeddingBagCollection as QuantEmbeddingBagCollection
 
@@ -33,8 +34,8 @@ EAGER = [
     lambda: RecStoreEmbedding(10, 4, name="t"),
 ]
 SHARDED = [
-    lambda: sharded(collection(bag("t", ["f"]))).module,
-    lambda: sharded(sequences(sequence("t", ["f"]))).module,
+    lambda: sharded(collection(bag("t", ["f"]))),
+    lambda: sharded(sequences(sequence("t", ["f"]))),
 ]
 ROADS: list[Callable[[nn.Module], Any]] = [
     lambda module: quantize_dynamic(module, inplace=True),
@@ -51,7 +52,8 @@ ROADS: list[Callable[[nn.Module], Any]] = [
 def refused(module: nn.Module, quantize: Callable[[nn.Module], Any]) -> None:
     with pytest.raises(NotImplementedError, match=r"inference\.export_for_inference") as error:
         quantize(module)
-    assert str(error.value).startswith(f"{type(module).__name__} cannot be quantized in place: torchrec_recstore.")
+    tables = module.module if isinstance(module, DistributedModelParallel) else module
+    assert str(error.value).startswith(f"{type(tables).__name__} cannot be quantized in place: torchrec_recstore.")
 
 
 @pytest.mark.parametrize("road", range(len(ROADS)))
@@ -63,14 +65,16 @@ def test_eager_modules_are_refused(module: Callable[[], nn.Module], road: int) -
 @pytest.mark.usefixtures("one_rank")
 @pytest.mark.parametrize("module", SHARDED)
 def test_sharded_modules_are_refused(module: Callable[[], nn.Module]) -> None:
+    refused(module(), ROADS[0])  # the whole model, in its wrapper
     for road in ROADS:
-        refused(module(), road)
+        refused(module().module, road)  # type: ignore[arg-type]
 
 
 @pytest.mark.usefixtures("one_rank")
 @pytest.mark.parametrize("module", [*EAGER, *SHARDED])
 def test_other_layers_are_quantized_again_and_again(module: Callable[[], nn.Module]) -> None:
     tables = module()
+    tables = tables.module if isinstance(tables, DistributedModelParallel) else tables
     model = nn.ModuleDict({"tables": tables, "dense": nn.Linear(4, 1)})
     for spec in ({nn.Linear}, None, {"dense": torch.ao.quantization.default_dynamic_qconfig}):
         model["dense"] = nn.Linear(4, 1)

@@ -47,9 +47,13 @@ class RefusesQuantization:
         self.__dict__.pop("_qconfig", None)
 
 
+_WRAPPERS = {"_dmp_wrapped_module", "module"}
+"""Where ``DistributedModelParallel`` and ``DistributedDataParallel`` have the whole model."""
+
+
 def _asks_for_tables(asked: dict[str, Any]) -> bool:
     """Whether a call of ``propagate_qconfig_`` is for the module itself, or names embeddings."""
-    if not asked.get("prefix"):
+    if set(str(asked.get("prefix") or "module").split(".")) <= _WRAPPERS:
         return True
     kinds: tuple[type, ...] = (nn.Embedding, nn.EmbeddingBag, RefusesQuantization)
     # Subclasses of these are TorchRec's collections, plain and quantized, and ours.
