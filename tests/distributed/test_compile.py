@@ -39,6 +39,7 @@ from torchrec_recstore.sharders import (
     RecStoreSharder,
     table_stats,
 )
+from torchrec_recstore.sharders.parameter_sharding import RECSTORE_KERNEL
 from torchrec_recstore.store import Table
 
 from .workers import run_on_ranks
@@ -82,6 +83,7 @@ KINDS = {
     "processed": lambda: [processed("processed")],
     "sequence": lambda: [rows("sequence")],
     "bounded": lambda: [bags("bounded"), rows("bounded_rows")],
+    "pooled": lambda: [bags("sum"), bags("mean", PoolingType.MEAN), processed("processed")],
     "several": lambda: [bags("sum"), bags("mean", PoolingType.MEAN), processed("processed"), rows("one"), rows("two")],
 }
 SHARDINGS = {"_a": "row_wise", "_b": "table_wise"}
@@ -224,9 +226,37 @@ def test_one_rank(backend: str, kinds: tuple[str, ...]) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(1500)
-@pytest.mark.parametrize(("backend", "kinds"), [("aot_eager", ("several", "bounded")), ("inductor", ("several",))])
+@pytest.mark.parametrize(("backend", "kinds"), [("aot_eager", ("pooled", "weighted")), ("inductor", ("pooled",))])
 def test_two_ranks(backend: str, kinds: tuple[str, ...]) -> None:
     run_on_ranks(2, partial(compiled_equals_eager, kinds=kinds, backend=backend, roads=("pipeline",), steps=20))
+
+
+def read(model: nn.Module, features: KeyedJaggedTensor) -> Tensor:
+    rows: Tensor = model(features)["f2"].values()
+    return rows
+
+
+def rows_on_two_ranks(rank: int, world_size: int) -> None:
+    for kernel, sharder in (
+        ("fused", EmbeddingCollectionSharder()),
+        (RECSTORE_KERNEL, RecStoreEmbeddingCollectionSharder()),
+    ):
+        rows = Small().rows
+        placed = {"row": table_wise(rank=0, compute_kernel=kernel)}
+        plan = construct_module_sharding_plan(rows, placed, sharder, world_size, world_size, "cpu")
+        model = nn.Sequential(rows)
+        sharded = DistributedModelParallel(model, plan=ShardingPlan({"0": plan}), sharders=[sharder], device=CPU)
+        features = batch(0, rank, weighted=False)
+        features._values %= 50
+        read(sharded, features)
+        with pt2_settings(), pytest.raises(torch._dynamo.exc.TorchRuntimeError, match="Split sizes"):
+            torch.compile(read, backend="aot_eager")(sharded, kjt_for_pt2_tracing(features))
+
+
+@pytest.mark.slow
+def test_rows_on_two_ranks_raise_while_they_are_traced_as_those_of_stock_tables_do() -> None:
+    """TorchRec 1.8.0 traces the output distribution of an EmbeddingCollection with wrong sizes: docs/compile.md."""
+    run_on_ranks(2, rows_on_two_ranks)
 
 
 class Small(nn.Module):
