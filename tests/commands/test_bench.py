@@ -54,6 +54,7 @@ def test_tables(capsys: pytest.CaptureFixture[str]) -> None:
     assert f"threads, torch {rows[0]['torch']}, {rows[0]['commit']}" in shown[-1]
 
 
+@pytest.mark.slow
 def test_json_and_a_benchmark_that_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     bench("--list")
     scripts = importlib.import_module("scripts")

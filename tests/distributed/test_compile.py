@@ -212,6 +212,7 @@ def tables_of(model: nn.Module) -> list[Table]:
 
 
 @pytest.mark.usefixtures("one_rank")
+@pytest.mark.slow
 def test_bags_and_rows_of_bounded_tables() -> None:
     compiled_equals_eager(0, 1, ("bounded",), "aot_eager", ("pipeline",), 8)
 

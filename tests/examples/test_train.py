@@ -87,6 +87,7 @@ def test_fused(rows_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[st
         assert words in report
 
 
+@pytest.mark.slow
 def test_recstore_holds_the_ids_it_was_trained_on_and_learns_the_same_on_two_ranks(
     rows_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

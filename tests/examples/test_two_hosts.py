@@ -46,6 +46,7 @@ def hosts() -> Iterator[list[tuple[str, str]]]:
             subprocess.run(["ip", "netns", "delete", name], check=False, capture_output=True)
 
 
+@pytest.mark.slow
 def test_two_hosts_train_as_one(hosts: list[tuple[str, str]], tmp_path: Path) -> None:
     data = tmp_path / "rows.tsv"
     data.write_bytes(b"".join(Generator(2000, 1).lines(0, 2000)))

@@ -104,6 +104,7 @@ def _export_tables(folder: Path) -> None:
             assert torch.allclose(output, torch.cat(wanted, dim=1))
 
 
+@pytest.mark.slow
 def test_in_another_python(exported: Path) -> None:
     environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
     script = Path(__file__).with_name("elsewhere.py")

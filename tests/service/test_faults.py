@@ -92,6 +92,7 @@ def test_no_acknowledged_save_is_lost_when_the_server_is_killed(own_server: RecS
         assert torch.equal(client.pull("t", IDS), oracle.after(step))
 
 
+@pytest.mark.slow
 def test_a_server_that_stops_saves_and_the_next_goes_on(own_server: RecStoreServer) -> None:
     oracle = _Oracle()
     client = _client(own_server.address)

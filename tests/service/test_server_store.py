@@ -214,6 +214,7 @@ def test_ranks_write_what_processes_of_another_job_read(both: str, tmp_path: Pat
         Table(8, optimizer=RowWiseAdagrad(lr=0.1), options=bounded, name="sums")
 
 
+@pytest.mark.slow
 def test_a_server_stopped_and_one_killed(server: RecStoreServer, own_server: RecStoreServer) -> None:
     shared = ServerStore(own_server.address, shared="kept", timeout_s=10.0)
     store = open_cold_store(shared, name="t", row_bytes=8)
