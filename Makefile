@@ -41,6 +41,7 @@ test: build $(VENV)/.dev-requirements lint  ## C++ tests, lint, Python tests but
 
 test-slow: build $(VENV)/.dev-requirements  ## the slow tests: the second step of CI
 	$(BIN)/python -m pytest -n auto --maxprocesses 8 --dist worksteal -m slow $(ARGS)
+	@! grep -q '^test-tsan:' Makefile || $(MAKE) --no-print-directory test-tsan
 
 test-all: build $(VENV)/.dev-requirements lint  ## all tests, one after the other
 	@$(MAKE) --no-print-directory -j$(shell nproc) test-cpp
