@@ -2,11 +2,14 @@
 // slots of pending passes kept, nothing changed by what fails.
 
 #include <algorithm>
+#include <cmath>
 #include <cstdint>
 #include <cstring>
 #include <limits>
+#include <map>
 #include <memory>
 #include <random>
+#include <utility>
 #include <vector>
 
 #include "error.h"
@@ -102,6 +105,64 @@ void bits_do_not_depend_on_threads() {
         CHECK(std::memcmp(out.data(), expected.data(), out.size() * sizeof(float)) == 0);
       }
     }
+  }
+}
+
+std::vector<double> row_of(const Table& table, int64_t id) {
+  const float* row = table.rows().row(table.index().find(id, table.index().hash(id)));
+  return {row, row + table.config().columns()};
+}
+
+// Pooling, the weights' gradients and an update of weighted bags against plain loops in double.
+void pooling_and_its_gradients_are_those_of_doubles(bool mean) {
+  constexpr int64_t kBags = 600;  // several tasks
+  constexpr double kRate = 0.5;
+  const auto near = [](double value, double expected) { return std::abs(value - expected) <= 1e-5 * (1.0 + std::abs(expected)); };
+  Threads executor(2);
+  const auto make_plain = [](const char* name, int64_t columns) {
+    TableConfig config;
+    config.name = name;
+    config.column_end = columns;
+    config.init = {InitKind::kUniform, -1.0, 1.0, 0.0};
+    config.optimizer.kind = OptimizerKind::kSgd;
+    return std::make_shared<Table>(config);
+  };
+  const auto group = make_group({make_plain("first", 17), make_plain("second", 64)}, {0, 1, 1}, mean);
+  const Data data = make_data(3, group->features(), kBags, group->columns());
+  const auto n = data.ids.size();
+  std::vector<float> out(static_cast<size_t>(kBags * group->columns())), grad_weights(n), only(n);
+  Pass pass(group, batch_of(data, kBags, true), nullptr, out.data(), executor);
+
+  std::map<std::pair<int64_t, int64_t>, std::vector<double>> updated;  // by table and id
+  std::vector<double> expected_weights(n);
+  for (int64_t f = 0; f < group->features(); ++f) {
+    const int64_t t = group->feature_tables[f];
+    const Table& table = *group->tables[t];
+    for (int64_t bag = 0; bag < kBags; ++bag) {
+      const int64_t first = data.offsets[f * kBags + bag], last = data.offsets[f * kBags + bag + 1];
+      const double divisor = mean && last > first ? static_cast<double>(last - first) : 1.0;
+      const int64_t begin = bag * group->columns() + group->column_offsets[f];
+      std::vector<double> pooled(static_cast<size_t>(table.config().columns()));
+      for (int64_t p = first; p < last; ++p) {
+        const std::vector<double> row = row_of(table, data.ids[p]);
+        auto& after = updated.emplace(std::make_pair(t, data.ids[p]), row).first->second;
+        for (size_t c = 0; c < row.size(); ++c) {
+          const double grad = data.grad[begin + c] / divisor;
+          pooled[c] += data.weights[p] * row[c] / divisor;
+          expected_weights[p] += grad * row[c];
+          after[c] -= kRate * data.weights[p] * grad;
+        }
+      }
+      for (size_t c = 0; c < pooled.size(); ++c) CHECK(near(out[begin + c], pooled[c]));
+    }
+  }
+  pass.weight_gradients_only(data.grad.data(), only.data(), executor);
+  pass.backward(data.grad.data(), {kRate, kRate}, grad_weights.data(), executor);
+  CHECK(only == grad_weights);
+  for (size_t p = 0; p < n; ++p) CHECK(near(grad_weights[p], expected_weights[p]));
+  for (const auto& [where, after] : updated) {
+    const std::vector<double> row = row_of(*group->tables[where.first], where.second);
+    for (size_t c = 0; c < row.size(); ++c) CHECK(near(row[c], after[c]));
   }
 }
 
@@ -267,6 +328,7 @@ void shards_hold_columns_of_the_same_row() {
 
 int main() {
   bits_do_not_depend_on_threads();
+  for (const bool mean : {false, true}) pooling_and_its_gradients_are_those_of_doubles(mean);
   pending_slots_are_not_reused();
   counters_count_distinct_ids_once();
   tables_settle_by_themselves();

@@ -1,13 +1,14 @@
 from __future__ import annotations
 
 import gc
+from typing import Literal
 
 import pytest
 import torch
 
 from torchrec_recstore.kernels import BlockRouting, PooledKernel
 from torchrec_recstore.optim import SGD
-from torchrec_recstore.options import TableOptions
+from torchrec_recstore.options import MinFrequency, TableOptions
 from torchrec_recstore.store import Table
 
 IDS = torch.tensor([4, -7, 4, 2**62, 9])
@@ -50,6 +51,62 @@ def test_training_makes_rows_and_backward_updates_them() -> None:
     expected = rows - 0.5 * grad[bag] * weights.detach()[:, None]
     torch.testing.assert_close(table.lookup(IDS)[[1, 3, 4]], expected[[1, 3, 4]])
     torch.testing.assert_close(table.lookup(IDS)[0], rows[0] - 0.5 * (grad[0] * 1.0 + grad[2] * 3.0))
+
+
+@pytest.mark.parametrize("accumulation_steps", [1, 2])
+@pytest.mark.parametrize("pooling", ["sum", "mean"])
+def test_weighted_bags_against_autograd_in_float64(pooling: Literal["sum", "mean"], accumulation_steps: int) -> None:
+    bags, lr = 300, 0.5
+    generator = torch.Generator().manual_seed(1)
+    # Of the second table one row in four is held back by its admission: it reads, and is differentiated, as its initial
+    # row, and is not updated.
+    options = [TableOptions(), TableOptions(admission=MinFrequency(2))]
+    tables = [
+        Table(dim, optimizer=SGD(lr=lr), options=each, name=f"t{dim}")
+        for dim, each in zip((17, 64), options, strict=True)
+    ]
+    features = [0, 1, 1]
+    seen = torch.arange(0, 90)
+    tables[1].lookup(seen, train=True)
+    kernel = PooledKernel(tables, features, pooling, accumulation_steps=accumulation_steps)
+    initial = Table(64, name="t64")  # every row
+    lengths = torch.randint(0, 6, (len(features) * bags,), generator=generator)
+    offsets = torch.nn.functional.pad(lengths.cumsum(0), (1, 0))
+    ids = torch.randint(0, 120, (int(offsets[-1]),), generator=generator)
+    given = torch.rand(len(ids), generator=generator) + 0.5
+    grad = torch.randn(bags, 17 + 64 + 64, generator=generator)
+
+    weights = given.clone().requires_grad_()
+    out = kernel(ids, offsets, weights, train=True)
+    everything = torch.arange(120)
+    before = [tables[0].lookup(everything), initial.lookup(everything, train=True)]
+    rows = [each.double().requires_grad_() for each in before]
+    expected_weights = given.double().requires_grad_()
+    bag_of = torch.repeat_interleave(torch.arange(len(lengths)), lengths)
+    parts = []
+    for feature, table in enumerate(features):
+        here = slice(int(offsets[feature * bags]), int(offsets[(feature + 1) * bags]))
+        picked = rows[table][ids[here]] * expected_weights[here, None]
+        pooled = torch.zeros(bags, picked.shape[1], dtype=torch.float64)
+        pooled = pooled.index_add(0, bag_of[here] - feature * bags, picked)
+        if pooling == "mean":
+            pooled = pooled / lengths[feature * bags : (feature + 1) * bags, None].clamp(min=1)
+        parts.append(pooled)
+    expected = torch.cat(parts, 1)
+    torch.testing.assert_close(out.detach().double(), expected.detach(), rtol=1e-5, atol=1e-5)
+
+    expected.backward(grad.double())
+    out.backward(grad)
+    assert weights.grad is not None
+    assert expected_weights.grad is not None
+    torch.testing.assert_close(weights.grad.double(), expected_weights.grad, rtol=1e-5, atol=1e-5)
+    updated = [table.contains(everything) for table in tables]
+    if accumulation_steps == 2:  # the update comes with a second pass, here of no gradient
+        kernel(ids, offsets, given, train=True).backward(torch.zeros_like(grad))
+    for table, row, old, which in zip(tables, rows, before, updated, strict=True):
+        assert row.grad is not None
+        after = old.double() - lr * row.grad
+        torch.testing.assert_close(table.lookup(everything)[which].double(), after[which], rtol=1e-5, atol=1e-5)
 
 
 def test_learning_rate_is_read_in_backward() -> None:
