@@ -7,7 +7,7 @@ PIP := $(BIN)/pip --disable-pip-version-check --quiet
 SOURCES := $(wildcard torchrec_recstore/csrc/*)
 CORE := $(filter-out torchrec_recstore/csrc/bindings.cpp,$(wildcard torchrec_recstore/csrc/*.cpp))
 
-.PHONY: help build train test test-slow test-all test-cpp parity lint proto bench docs package clean
+.PHONY: help build train test test-slow test-all test-cpp test-tsan parity lint proto bench docs package clean
 .DEFAULT_GOAL := help
 
 help:  ## show this list
@@ -47,13 +47,17 @@ test-all: build $(VENV)/.dev-requirements lint  ## all tests, one after the othe
 	@$(MAKE) --no-print-directory -j$(shell nproc) test-cpp
 	$(BIN)/python -m pytest $(ARGS)
 
-# The core without torch, under AddressSanitizer and UndefinedBehaviorSanitizer.
-SANITIZE := -std=c++17 -O1 -g -ffp-contract=off -fno-omit-frame-pointer -fsanitize=address,undefined \
-	-fno-sanitize-recover=all -Wall -Wextra -Werror -Wno-psabi -Wno-ignored-attributes -pthread
+# The core without torch, under sanitizers.
+CPP_FLAGS := -std=c++17 -O1 -g -ffp-contract=off -fno-omit-frame-pointer -Wall -Wextra -Werror -Wno-psabi \
+	-Wno-ignored-attributes -pthread
+SANITIZE := $(CPP_FLAGS) -fsanitize=address,undefined -fno-sanitize-recover=all
+TSAN := $(CPP_FLAGS) -fsanitize=thread
 CPP_OBJECTS := $(patsubst torchrec_recstore/csrc/%.cpp,build/cpp/%.o,$(CORE))
 CPP_TESTS := $(patsubst tests/cpp/%.cpp,build/cpp/%,$(wildcard tests/cpp/test_*.cpp))
 
-.SECONDARY: $(CPP_OBJECTS)
+TSAN_OBJECTS := $(CPP_OBJECTS:build/cpp/%=build/tsan/%)
+
+.SECONDARY: $(CPP_OBJECTS) $(TSAN_OBJECTS)
 
 build/cpp/%.o: torchrec_recstore/csrc/%.cpp $(filter %.h %.inl,$(SOURCES))
 	@mkdir -p build/cpp
@@ -64,6 +68,16 @@ build/cpp/test_%: tests/cpp/test_%.cpp tests/cpp/testing.h $(CPP_OBJECTS)
 
 test-cpp: $(CPP_TESTS)  ## the native core's own tests, under sanitizers
 	@for test in $(CPP_TESTS); do $$test || exit 1; done
+
+build/tsan/%.o: torchrec_recstore/csrc/%.cpp $(filter %.h %.inl,$(SOURCES))
+	@mkdir -p build/tsan
+	$(CXX) $(TSAN) -c $< -o $@
+
+build/tsan/test_%: tests/cpp/test_%.cpp tests/cpp/testing.h $(TSAN_OBJECTS)
+	$(CXX) $(TSAN) -I torchrec_recstore/csrc $< $(TSAN_OBJECTS) -o $@
+
+test-tsan: build/tsan/test_stress  ## all that the core does at once on several threads, under ThreadSanitizer
+	tests/cpp/under_tsan.sh $<
 
 parity: build $(VENV)/.dev-requirements  ## every sharding, pooling, batch and row type against TorchRec; writes docs/parity.md
 	$(BIN)/python -W ignore -m tests.parity.report

@@ -152,7 +152,7 @@ void cold_rows_come_back_as_they_left() {
   const auto table = make_table(bounds), whole = make_table({});
   const auto group = group_of(table), whole_group = group_of(whole);
   std::map<int64_t, std::vector<char>> cold;
-  const auto bytes = static_cast<size_t>(image_bytes(*table));
+  const auto bytes = static_cast<size_t>(table->image_bytes());
   const auto make_room = [&](const std::vector<int64_t>& ids, int64_t n) {
     for (;;) {
       const auto leaving = leaving_ids(*table, ids.data(), static_cast<int64_t>(ids.size()), n, executor);

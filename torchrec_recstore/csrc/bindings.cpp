@@ -391,7 +391,7 @@ void table_set_sightings(int64_t table, Tensor cells, int64_t taken) {
   sightings->write(static_cast<const uint8_t*>(cells.const_data_ptr()), taken);
 }
 
-int64_t table_image_bytes(int64_t table) { return image_bytes(*tables().get(table)); }
+int64_t table_image_bytes(int64_t table) { return tables().get(table)->image_bytes(); }
 
 Tensor id_tensor(const std::vector<int64_t>& ids) {
   Tensor out = empty({static_cast<int64_t>(ids.size())}, ScalarType::Long);
@@ -400,8 +400,8 @@ Tensor id_tensor(const std::vector<int64_t>& ids) {
 }
 const char* checked_images(Tensor& images, const Table& table, int64_t n) {
   images = checked(images, "images", ScalarType::Byte, 2);
-  if (images.size(0) != n || images.size(1) != image_bytes(table)) {
-    throw InvalidArgument("images must have the shape (" + std::to_string(n) + ", " + std::to_string(image_bytes(table)) + ")");
+  if (images.size(0) != n || images.size(1) != table.image_bytes()) {
+    throw InvalidArgument("images must have the shape (" + std::to_string(n) + ", " + std::to_string(table.image_bytes()) + ")");
   }
   return static_cast<const char*>(images.const_data_ptr());
 }
@@ -459,7 +459,7 @@ Tensor table_leaving(int64_t table, Tensor ids, int64_t new_rows) {
 Tensor table_images(int64_t table, Tensor ids) {
   ids = checked_ids(ids);
   const auto owner = tables().get(table);
-  const Tensor images = recycled({ids.size(0), image_bytes(*owner)}, ScalarType::Byte);
+  const Tensor images = recycled({ids.size(0), owner->image_bytes()}, ScalarType::Byte);
   const std::lock_guard<std::mutex> lock(owner->mutex());
   owner->check_open();
   owner->settle_passes(executor());
@@ -772,7 +772,7 @@ Tensor group_read(int64_t group_handle, Tensor ids, std::optional<Tensor> offset
     const int64_t n = elsewhere_ids[t].size(0);
     const int64_t* data = id_data(elsewhere_ids[t]);
     if (!std::is_sorted(data, data + n)) throw InvalidArgument("ids of rows elsewhere must ascend");
-    elsewhere.push_back({data, n, checked_images(elsewhere_images[t], *group->tables[t], n), image_bytes(*group->tables[t])});
+    elsewhere.push_back({data, n, checked_images(elsewhere_images[t], *group->tables[t], n), group->tables[t]->image_bytes()});
   }
   auto buffer = output_buffer(given.batch.bags, group->columns());
   auto* out = static_cast<float*>(buffer.data());

@@ -33,8 +33,6 @@ void for_each_row(const Rows& rows, const std::vector<Slot>& slots, Executor& ex
 
 }  // namespace
 
-int64_t image_bytes(const Table& table) { return table.rows().row_bytes() + static_cast<int64_t>(sizeof(RowMeta)); }
-
 std::vector<int64_t> absent_ids(const Table& table, const int64_t* ids, int64_t n, Executor& executor) {
   const std::vector<Miss> misses = find_missing(table, ids, n, executor);
   IdSet distinct(misses.size());
@@ -64,7 +62,7 @@ void read_images(const Table& table, const int64_t* ids, int64_t n, char* images
   const Rows& rows = table.rows();
   const auto bytes = static_cast<size_t>(rows.row_bytes());
   for_each_row(rows, slots, executor, [&](int64_t i) {
-    char* image = images + i * image_bytes(table);
+    char* image = images + i * table.image_bytes();
     std::memcpy(image, rows.row(slots[i]), bytes);
     std::memcpy(image + bytes, &rows.meta(slots[i]), sizeof(RowMeta));
   });
@@ -76,7 +74,7 @@ void evict(Table& table, const int64_t* ids, int64_t n, const char* images, bool
   leavers.reserve(static_cast<size_t>(n));
   for (int64_t i = 0; i < n; ++i) {
     const Slot slot = table.index().find(ids[i], table.index().hash(ids[i]));
-    left[i] = slot != kNoSlot && !pinned.contains(slot) && is_as_in(table.rows(), slot, images + i * image_bytes(table));
+    left[i] = slot != kNoSlot && !pinned.contains(slot) && is_as_in(table.rows(), slot, images + i * table.image_bytes());
     if (left[i]) leavers.push_back({ids[i], slot});
   }
   table.leave(leavers);
@@ -93,7 +91,7 @@ void bring_back(Table& table, const int64_t* ids, int64_t n, const char* images,
   Rows& rows = table.rows();
   const auto bytes = static_cast<size_t>(rows.row_bytes());
   for_each_row(rows, slots, executor, [&](int64_t i) {
-    const char* image = images + i * image_bytes(table);
+    const char* image = images + i * table.image_bytes();
     std::memcpy(rows.row(slots[i]), image, bytes);
     std::memcpy(&rows.meta(slots[i]), image + bytes, sizeof(RowMeta));
   });

@@ -12,8 +12,6 @@ namespace recstore {
 // How the rows of a table with a cold store go there and come back. Who keeps the store calls these, and none of them
 // waits for it. An image is a row as it lies in the table, its RowMeta behind. For all: the caller holds the lock.
 
-int64_t image_bytes(const Table& table);
-
 // The distinct ids among ids (n,) that have no row here, in the order of their first occurrence.
 std::vector<int64_t> absent_ids(const Table& table, const int64_t* ids, int64_t n, Executor& executor);
 

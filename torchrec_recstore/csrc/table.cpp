@@ -24,6 +24,7 @@ Table::Table(TableConfig config)
     : config_(std::move(config)),
       index_(random_salt()),
       rows_(config_),
+      image_bytes_(rows_.row_bytes() + static_cast<int64_t>(sizeof(RowMeta))),
       initializer_(config_),
       cold_filter_(config_.bounds.max_rows) {
   if (config_.bounds.min_frequency > 1) sightings_.emplace(config_.bounds.counter_bytes);

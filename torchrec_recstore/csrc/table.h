@@ -79,6 +79,8 @@ class Table {
   }
   int64_t size() const { return index_.size(); }
   int64_t bytes() const;
+  // Of a row as it goes to a cold store: as it lies in memory, its RowMeta behind. Needs no lock.
+  int64_t image_bytes() const { return image_bytes_; }
   // Training lookups so far: what last steps are told by.
   int64_t clock() const { return counters_.steps; }
 
@@ -133,6 +135,7 @@ class Table {
   bool open_ = true;
   Index index_;
   Rows rows_;
+  const int64_t image_bytes_;  // those of rows_, which another thread may be exchanging
   Initializer initializer_;
   Counters counters_;
   int64_t optimizer_steps_ = 0;
