@@ -63,8 +63,10 @@ build/cpp/%.o: torchrec_recstore/csrc/%.cpp $(filter %.h %.inl,$(SOURCES))
 	@mkdir -p build/cpp
 	$(CXX) $(SANITIZE) -c $< -o $@
 
+# What has allocations fail, wherever the core asks for memory.
+build/cpp/test_faults: WRAP := -Wl,--wrap=mmap,--wrap=mremap,--wrap=aligned_alloc
 build/cpp/test_%: tests/cpp/test_%.cpp tests/cpp/testing.h $(CPP_OBJECTS)
-	$(CXX) $(SANITIZE) -I torchrec_recstore/csrc $< $(CPP_OBJECTS) -o $@
+	$(CXX) $(SANITIZE) -I torchrec_recstore/csrc $< $(CPP_OBJECTS) $(WRAP) -o $@
 
 test-cpp: $(CPP_TESTS)  ## the native core's own tests, under sanitizers
 	@for test in $(CPP_TESTS); do $$test || exit 1; done

@@ -58,7 +58,7 @@ struct Step {
     Batch batch;
     batch.ids = ids.data();
     batch.n_ids = batch.bags = static_cast<int64_t>(ids.size());
-    pass = std::make_shared<Pass>(group, batch, nullptr, out.data(), executor);
+    pass = begun(group, batch, out.data(), executor);
   }
   void backward(Executor& executor) {
     std::vector<float> grad(out.size());
@@ -160,7 +160,7 @@ void cold_rows_come_back_as_they_left() {
       std::vector<char> images(leaving.size() * bytes);
       std::unique_ptr<bool[]> left(new bool[leaving.size()]);
       read_images(*table, leaving.data(), static_cast<int64_t>(leaving.size()), images.data(), executor);
-      for (const int64_t id : leaving) table->cold_filter().add(id);
+      table->cold_filter().add(leaving.data(), static_cast<int64_t>(leaving.size()));
       evict(*table, leaving.data(), static_cast<int64_t>(leaving.size()), images.data(), left.get());
       for (size_t i = 0; i < leaving.size(); ++i) {
         if (left[i]) cold[leaving[i]].assign(images.data() + i * bytes, images.data() + (i + 1) * bytes);
@@ -225,7 +225,10 @@ void sightings_are_never_missed() {
 void the_filter_forgets_nothing() {
   ColdFilter filter(1000);
   int64_t wrong = 0;
-  for (int64_t id = -20000; id < 20000; ++id) filter.add(id * 7919);
+  for (int64_t id = -20000; id < 20000; ++id) {
+    const int64_t added = id * 7919;
+    filter.add(&added, 1);
+  }
   for (int64_t id = -20000; id < 20000; ++id) CHECK(filter.may_contain(id * 7919));
   for (int64_t id = 1; id <= 40000; ++id) wrong += filter.may_contain(id * 7919 + 1);
   CHECK(wrong < 40000 / 8);

@@ -85,13 +85,13 @@ std::vector<float> train_steps(OptimizerKind kind, int threads, bool weighted, b
   std::vector<float> out(static_cast<size_t>(kBags * group->columns()));
   for (uint64_t step = 0; step < 4; ++step) {
     const Data data = make_data(step, group->features(), kBags, group->columns());
-    Pass pass(group, batch_of(data, kBags, weighted), nullptr, out.data(), executor);
+    const auto pass = begun(group, batch_of(data, kBags, weighted), out.data(), executor);
     std::vector<float> grad_weights(data.ids.size());
-    pass.backward(data.grad.data(), {0.1f, 0.2f}, grad_weights.data(), executor);
+    pass->backward(data.grad.data(), {0.1f, 0.2f}, grad_weights.data(), executor);
   }
   const Data data = make_data(77, group->features(), kBags, group->columns());
   std::vector<Slot> slots(data.ids.size());
-  lookup(*group, batch_of(data, kBags, weighted), false, slots.data(), out.data(), executor);
+  read(*group, batch_of(data, kBags, weighted), slots.data(), out.data(), executor);
   return out;
 }
 
@@ -175,7 +175,7 @@ void pending_slots_are_not_reused() {
   batch.ids = ids.data();
   batch.n_ids = batch.bags = 3;
   std::vector<float> out(24), fresh(24), grad(24, 1.0f);
-  auto pass = std::make_unique<Pass>(group, batch, nullptr, out.data(), executor);
+  auto pass = begun(group, batch, out.data(), executor);
   {
     const auto locks = group->lock();
     CHECK(table->remove(ids.data(), 3) == 3);
@@ -184,15 +184,15 @@ void pending_slots_are_not_reused() {
   const std::vector<int64_t> others{1, 2, 3};
   Batch other = batch;
   other.ids = others.data();
-  { const Pass second(group, other, nullptr, fresh.data(), executor); }
+  begun(group, other, fresh.data(), executor);
   pass->backward(grad.data(), {1.0f}, nullptr, executor);
   std::vector<Slot> slots(3);
   std::vector<float> after(24);
-  lookup(*group, other, false, slots.data(), after.data(), executor);
+  read(*group, other, slots.data(), after.data(), executor);
   CHECK(after == fresh);
   pass.reset();
   const int64_t before = table->rows().bytes();
-  { const Pass third(group, batch, nullptr, out.data(), executor); }  // three new rows, in the three freed slots
+  begun(group, batch, out.data(), executor);  // three new rows, in the three freed slots
   CHECK(table->rows().bytes() <= before);
   CHECK(table->size() == 6);
 }
@@ -207,13 +207,13 @@ void counters_count_distinct_ids_once() {
   batch.n_ids = batch.bags = 4;
   std::vector<float> out(16), grad(16);
   {
-    Pass pass(group, batch, nullptr, out.data(), executor);
+    const auto pass = begun(group, batch, out.data(), executor);
     table->settle_passes(executor);
     CHECK(table->counters().lookups == 2);
-    pass.backward(grad.data(), {0.1f}, nullptr, executor);
-    pass.backward(grad.data(), {0.1f}, nullptr, executor);
+    pass->backward(grad.data(), {0.1f}, nullptr, executor);
+    pass->backward(grad.data(), {0.1f}, nullptr, executor);
   }
-  { const Pass without_backward(group, batch, nullptr, out.data(), executor); }
+  begun(group, batch, out.data(), executor);
   const Counters& c = table->counters();
   CHECK(c.lookups == 4 && c.misses == 2 && c.inserts == 2 && c.updates == 4 && c.steps == 2);
   CHECK(table->optimizer_steps() == 2);
@@ -238,7 +238,7 @@ void tables_settle_by_themselves() {
   batch.bags = 2;
   std::vector<float> out(16);
   {
-    const Pass pass(group, batch, nullptr, out.data(), executor);
+    const auto pass = begun(group, batch, out.data(), executor);
     first->settle_passes(executor);
     CHECK(first->counters().lookups == 2 && second->counters().lookups == 0);
     first->settle_passes(executor);
@@ -259,7 +259,7 @@ void bad_offsets_change_nothing() {
     batch.n_ids = 3;
     batch.offsets = offsets.data();
     batch.bags = 3;
-    CHECK_THROWS(Pass(group, batch, nullptr, out.data(), executor), InvalidArgument);
+    CHECK_THROWS(begun(group, batch, out.data(), executor), InvalidArgument);
     CHECK(table->size() == 0 && table->counters().steps == 0);
   }
 }
@@ -276,7 +276,7 @@ void accumulated_passes_update_once() {
   std::vector<std::shared_ptr<Pass>> passes;
   std::vector<const float*> grads;
   for (const Data& each : data) {
-    passes.push_back(std::make_shared<Pass>(group, batch_of(each, kBags, true), nullptr, out.data(), executor));
+    passes.push_back(begun(group, batch_of(each, kBags, true), out.data(), executor));
     grads.push_back(each.grad.data());
   }
   accumulated_backward(passes, grads, {0.1f, 0.2f}, executor);

@@ -2,10 +2,12 @@
 
 #include <cstdio>
 #include <cstdlib>
+#include <memory>
 #include <thread>
 #include <vector>
 
 #include "executor.h"
+#include "pass.h"
 
 // Ends the test with the place and the text of a condition that does not hold.
 #define CHECK(condition)                                                        \
@@ -29,6 +31,14 @@
       std::abort();                                                                    \
     }                                                                                  \
   } while (0)
+
+// A pass that has begun.
+inline std::shared_ptr<recstore::Pass> begun(const std::shared_ptr<const recstore::Group>& group, const recstore::Batch& batch, float* out,
+                                             recstore::Executor& executor) {
+  const auto pass = std::make_shared<recstore::Pass>(group, batch, nullptr, executor);
+  recstore::Pass::begin({{pass.get(), out}}, executor);
+  return pass;
+}
 
 // Runs on threads of its own.
 class Threads final : public recstore::Executor {

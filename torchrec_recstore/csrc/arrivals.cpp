@@ -70,17 +70,12 @@ void Arrivals::choose_leavers(int64_t new_rows, const std::function<void(SlotSet
   leavers_ = least_rows(table_, pinned, leaving_at_once(table_, over), executor);
 }
 
-void Arrivals::reserve() {
-  const bool slots_wait = table_.snapshot() != nullptr;  // for it to have read them
-  table_.rows().reserve(new_rows_, slots_wait ? 0 : static_cast<int64_t>(leavers_.size()));
-}
-
-void Arrivals::make_room() {
-  table_.leave(leavers_);
+void Arrivals::make_room(int64_t reused) noexcept {
+  table_.leave(leavers_, reused);
   table_.counters().evicted += static_cast<int64_t>(leavers_.size());
 }
 
-void Arrivals::finish(int64_t rows_made) {
+void Arrivals::finish(int64_t rows_made) noexcept {
   Counters& counters = table_.counters();
   if (arrival_ != Arrival::kReturn) counters.inserts += rows_made;
   if (arrival_ != Arrival::kLookup) return;

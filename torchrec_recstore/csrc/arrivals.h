@@ -30,12 +30,12 @@ class Arrivals {
   void plan(const std::function<void(SlotSet&)>& pin_batch, Executor& executor);
   // The misses that get a row, to be inserted after plan().
   std::vector<Miss> take_admitted() { return std::move(admitted_); }
-  // Between the insertion's place() and its take_rows(): first reserve() of every table, which may throw OutOfMemory, and
-  // then make_room() of each, so that no row leaves for one that cannot come.
-  void reserve();
-  void make_room();
+  // The rows that leave for those that come.
+  const std::vector<Leaver>& leavers() const { return leavers_; }
+  // The rows leave; of their slots the first `reused` are those of new rows. Table::reserve_leave() has made room.
+  void make_room(int64_t reused) noexcept;
   // When the insertion has been filled: counts, and notes who has been seen.
-  void finish(int64_t rows_made);
+  void finish(int64_t rows_made) noexcept;
 
   // Distinct ids that get no row.
   int64_t refused() const { return refused_; }

@@ -4,6 +4,7 @@
 #include <atomic>
 #include <cstring>
 #include <memory>
+#include <optional>
 
 #include "buffer_pool.h"
 #include "row_kernels.h"
@@ -60,12 +61,23 @@ struct Last {
   int32_t position;
 };
 
+// What links the positions of up to n ids.
+struct LinkerMemory {
+  // The buckets of its hash table.
+  static int64_t buckets(int64_t n) {
+    int64_t buckets = 32;
+    while (buckets < 2 * n) buckets *= 2;
+    return buckets;
+  }
+  uint32_t* hash;  // (buckets(n),)
+  Last* lasts;     // (n,)
+};
 struct Workspace {
   Scratch<Last> lasts;
   Scratch<uint32_t> hash;
   Scratch<float> gradient;
-  Scratch<float> weights;
-  Scratch<uint32_t> random;
+
+  LinkerMemory linker(int64_t n) { return {hash.get(LinkerMemory::buckets(n)), lasts.get(n)}; }
 };
 
 Workspace& workspace() {
@@ -73,39 +85,80 @@ Workspace& workspace() {
   return space;
 }
 
+// What each worker of a run needs, so that none has to ask for memory.
+class WorkerMemory {
+ public:
+  // ids: that a worker links at once; columns: floats of a row, rounded up to 16.
+  WorkerMemory(int workers, int64_t ids, int64_t columns)
+      : columns_(columns),
+        hash_bytes_(ids == 0 ? 0 : LinkerMemory::buckets(ids) * static_cast<int64_t>(sizeof(uint32_t))),
+        last_bytes_((ids * static_cast<int64_t>(sizeof(Last)) + 63) / 64 * 64),
+        bytes_(hash_bytes_ + last_bytes_ + 3 * columns * static_cast<int64_t>(sizeof(float))),
+        buffer_(BufferPool::instance().take(static_cast<size_t>(workers * bytes_))) {}
+
+  LinkerMemory linker(int worker) const {
+    return {reinterpret_cast<uint32_t*>(begin(worker)), reinterpret_cast<Last*>(begin(worker) + hash_bytes_)};
+  }
+  // Three of them, each (columns,).
+  float* row(int worker, int number) const {
+    return reinterpret_cast<float*>(begin(worker) + hash_bytes_ + last_bytes_) + number * columns_;
+  }
+
+ private:
+  char* begin(int worker) const { return static_cast<char*>(buffer_.data()) + worker * bytes_; }
+
+  int64_t columns_;
+  int64_t hash_bytes_;
+  int64_t last_bytes_;
+  int64_t bytes_;
+  BufferPool::Buffer buffer_;
+};
+
 // Links the positions of a batch that have the same slot, in the order of the batch, and has every
-// chunk of it visited once its table is linked.
+// chunk of it visited once its table is linked. All that can fail is done by the constructor.
 class Grouping {
  public:
-  // steps: where given, tables of step 0 are left out.
-  explicit Grouping(const ResolvedBatch& resolved, const Steps* steps = nullptr)
+  // steps: where given, tables of step 0 are left out. columns: floats of the rows that a visit works on, or 0.
+  Grouping(const ResolvedBatch& resolved, Executor& executor, const Steps* steps = nullptr, int64_t columns = 0)
       : r_(resolved),
+        executor_(executor),
         links_(BufferPool::instance().take(static_cast<size_t>(resolved.batch.n_ids) * sizeof(Link))),
         bag_of_(BufferPool::instance().take(static_cast<size_t>(resolved.batch.n_ids) * sizeof(uint32_t))),
-        distinct_(resolved.group.tables.size()) {
+        distinct_(resolved.group.tables.size()),
+        found_(resolved.group.tables.size()) {
     plan(steps);
+    sort_into_parts();
+    // Waking threads costs more than linking a small table: where there are tables enough to keep all
+    // threads busy, each is linked and visited in one task.
+    const auto is_whole = [](const TableWork& work) { return work.parts == 1; };
+    const bool at_once = std::count_if(tables_.begin(), tables_.end(), is_whole) >= 2 * executor.threads();
+    int64_t ids = 0;
+    for (const TableWork& work : tables_) {
+      if (at_once && is_whole(work)) {
+        whole_.push_back(&work);
+        ids = std::max(ids, work.n_ids);
+      } else {
+        chunks_.insert(chunks_.end(), work.chunks.begin(), work.chunks.end());
+      }
+    }
+    link_others(at_once);
+    memory_.emplace(executor.threads(), ids, (columns + 15) / 16 * 16);
   }
 
   const Link* links() const { return static_cast<const Link*>(links_.data()); }
   const uint32_t* bag_of() const { return static_cast<const uint32_t*>(bag_of_.data()); }
 
-  template <class Visit>  // visit(chunk), in parallel
-  Distinct run(Executor& executor, const Visit& visit) {
-    // Waking threads costs more than linking a small table: where there are tables enough to keep all
-    // threads busy, each is linked and visited in one task.
-    const auto is_whole = [](const TableWork& work) { return work.parts == 1; };
-    const bool at_once = std::count_if(tables_.begin(), tables_.end(), is_whole) >= 2 * executor.threads();
-    sort_into_parts(executor);
-    link(executor, [&](const TableWork& work) {
-      if (at_once) std::for_each(work.chunks.begin(), work.chunks.end(), visit);
+  template <class Visit>  // visit(chunk, worker), in parallel; it must not throw
+  Distinct run(const Visit& visit) noexcept {
+    for_each_task(executor_, static_cast<int64_t>(whole_.size()), [&](int64_t t, int worker) {
+      link(*whole_[t], memory_->linker(worker));
+      for (const Chunk& chunk : whole_[t]->chunks) visit(chunk, worker);
     });
-    std::vector<Chunk> rest;
-    for (const TableWork& work : tables_) {
-      if (!at_once || !is_whole(work)) rest.insert(rest.end(), work.chunks.begin(), work.chunks.end());
-    }
-    for_each_task(executor, static_cast<int64_t>(rest.size()), [&](int64_t c) { visit(rest[c]); });
-    return Distinct(distinct_.begin(), distinct_.end());
+    for_each_task(executor_, static_cast<int64_t>(chunks_.size()), [&](int64_t c, int worker) { visit(chunks_[c], worker); });
+    std::copy(distinct_.begin(), distinct_.end(), found_.begin());
+    return std::move(found_);  // no copy, which could fail
   }
+  const WorkerMemory& memory() const { return *memory_; }
 
  private:
   void plan(const Steps* steps) {
@@ -148,7 +201,7 @@ class Grouping {
     }
   }
 
-  void sort_into_parts(Executor& executor) {
+  void sort_into_parts() {
     struct Task {
       TableWork* work;
       size_t chunk;
@@ -164,7 +217,7 @@ class Grouping {
     if (tasks.empty()) return;
     positions_ = BufferPool::instance().take(static_cast<size_t>(total) * sizeof(int32_t));
     const auto for_each_chunk = [&](const auto& visit) {
-      for_each_task(executor, static_cast<int64_t>(tasks.size()), [&](int64_t t) {
+      for_each_task(executor_, static_cast<int64_t>(tasks.size()), [&](int64_t t) {
         TableWork& work = *tasks[t].work;
         int64_t* of_part = work.begin.data() + tasks[t].chunk * static_cast<size_t>(work.parts);
         const auto mask = static_cast<Slot>(work.parts - 1);
@@ -196,42 +249,43 @@ class Grouping {
     return sum;
   }
 
-  template <class Linked>  // linked(work) for each table that is linked as a whole
-  void link(Executor& executor, const Linked& linked) {
+  // Links the tables that run() does not.
+  void link_others(bool at_once) {
     struct Task {
       const TableWork* work;
       int64_t part;
     };
     std::vector<Task> tasks;
     for (const TableWork& work : tables_) {
+      if (at_once && work.parts == 1) continue;
       for (int64_t part = 0; part < work.parts; ++part) tasks.push_back({&work, part});
     }
-    for_each_task(executor, static_cast<int64_t>(tasks.size()), [&](int64_t t) {
+    for_each_task(executor_, static_cast<int64_t>(tasks.size()), [&](int64_t t) {
       const TableWork& work = *tasks[t].work;
       if (work.parts == 1) {
-        Linker linker(r_.slots, static_cast<Link*>(links_.data()), work.n_ids);
-        for (const Chunk& chunk : work.chunks) walk(chunk, [&](int32_t p) { linker.add(p); });
-        distinct_[work.table] += linker.distinct();
-        linked(work);
+        link(work, workspace().linker(work.n_ids));
       } else {
         const int64_t begin = work.part_begin[tasks[t].part], end = work.part_begin[tasks[t].part + 1];
-        Linker linker(r_.slots, static_cast<Link*>(links_.data()), end - begin);
+        Linker linker(r_.slots, static_cast<Link*>(links_.data()), end - begin, workspace().linker(end - begin));
         for (int64_t i = begin; i < end; ++i) linker.add(work.positions[i]);
         distinct_[work.table] += linker.distinct();
       }
     });
   }
+  void link(const TableWork& work, const LinkerMemory& memory) {
+    Linker linker(r_.slots, static_cast<Link*>(links_.data()), work.n_ids, memory);
+    for (const Chunk& chunk : work.chunks) walk(chunk, [&](int32_t p) { linker.add(p); });
+    distinct_[work.table] += linker.distinct();
+  }
 
   // Finds, for one position after the other, the last one with the same slot.
   class Linker {
    public:
-    Linker(const Slot* slots, Link* links, int64_t n) : slots_(slots), links_(links) {
-      shift_ = 32 - 5;
-      while ((int64_t{1} << (32 - shift_)) < 2 * n) --shift_;
-      const int64_t buckets = int64_t{1} << (32 - shift_);
+    Linker(const Slot* slots, Link* links, int64_t n, const LinkerMemory& memory)
+        : slots_(slots), links_(links), hash_(memory.hash), lasts_(memory.lasts) {
+      const int64_t buckets = LinkerMemory::buckets(n);
+      shift_ = 32 - __builtin_ctzll(static_cast<uint64_t>(buckets));
       mask_ = static_cast<uint32_t>(buckets - 1);
-      hash_ = workspace().hash.get(buckets);
-      lasts_ = workspace().lasts.get(n);
       std::memset(hash_, 0xFF, static_cast<size_t>(buckets) * sizeof(uint32_t));
     }
 
@@ -255,19 +309,24 @@ class Grouping {
    private:
     const Slot* slots_;
     Link* links_;
-    int shift_;
-    uint32_t mask_;
     uint32_t* hash_;
     Last* lasts_;
+    int shift_;
+    uint32_t mask_;
     int64_t distinct_ = 0;
   };
 
-  const ResolvedBatch& r_;
+  const ResolvedBatch r_;
+  Executor& executor_;
   BufferPool::Buffer links_;
   BufferPool::Buffer bag_of_;
   BufferPool::Buffer positions_;
   std::vector<std::atomic<int64_t>> distinct_;
+  Distinct found_;
   std::vector<TableWork> tables_;
+  std::vector<const TableWork*> whole_;  // linked and visited in one task each
+  std::vector<Chunk> chunks_;            // of the other tables
+  std::optional<WorkerMemory> memory_;
 };
 
 // Tells the table of every row that a chunk is about to change.
@@ -287,51 +346,73 @@ StochasticRounding rounding_of(const Table& table, const Routing& routing) {
 
 }  // namespace
 
-Distinct apply_gradients(const ResolvedBatch& resolved, const float* grad, const std::vector<float>& learning_rates,
-                         const Steps& steps, Executor& executor) {
-  const auto& tables = resolved.group.tables;
-  std::vector<StepScalars> scalars;
-  for (size_t t = 0; t < tables.size(); ++t) {
-    scalars.push_back(step_scalars(tables[t]->config().optimizer, learning_rates[t], tables[t]->optimizer_steps() + 1));
+struct Update::Work {
+  Work(const ResolvedBatch& of, const float* gradient, const Steps& looked_up, Executor& executor)
+      : resolved(of), grad(gradient), steps(looked_up), grouping(of, executor, nullptr, most_columns(of.group)) {}
+  static int64_t most_columns(const Group& group) {
+    int64_t most = 0;
+    for (const auto& table : group.tables) most = std::max(most, table->config().columns());
+    return most;
   }
+
+  ResolvedBatch resolved;
+  const float* grad;
+  Steps steps;
+  std::vector<StepScalars> scalars;
   std::vector<StochasticRounding> roundings;
-  for (size_t t = 0; t < tables.size(); ++t) roundings.push_back(rounding_of(*tables[t], resolved.group.routings[t]));
-  Grouping grouping(resolved);
-  const Distinct distinct = grouping.run(executor, [&](const Chunk& chunk) {
+  Grouping grouping;
+};
+
+Update::Update(const ResolvedBatch& resolved, const float* grad, const std::vector<float>& learning_rates, const Steps& steps,
+               Executor& executor)
+    : work_(std::make_unique<Work>(resolved, grad, steps, executor)) {
+  const auto& tables = resolved.group.tables;
+  for (size_t t = 0; t < tables.size(); ++t) {
+    work_->scalars.push_back(step_scalars(tables[t]->config().optimizer, learning_rates[t], tables[t]->optimizer_steps() + 1));
+    work_->roundings.push_back(rounding_of(*tables[t], resolved.group.routings[t]));
+  }
+}
+
+Update::~Update() = default;
+
+Distinct Update::run() noexcept {
+  Work& work = *work_;
+  const ResolvedBatch& resolved = work.resolved;
+  const auto& tables = resolved.group.tables;
+  Distinct distinct = work.grouping.run([&](const Chunk& chunk, int worker) {
     Table& table = *tables[chunk.table];
-    if (table.watched()) note_changes(table, resolved, grouping.links(), chunk);
+    if (table.watched()) note_changes(table, resolved, work.grouping.links(), chunk);
     UpdateArgs args;
     args.rows = table.rows().view();
     args.batch = &resolved.batch;
     args.slots = resolved.slots;
-    args.links = grouping.links();
-    args.bag_of = grouping.bag_of();
+    args.links = work.grouping.links();
+    args.bag_of = work.grouping.bag_of();
     args.column_offsets = resolved.group.column_offsets.data();
-    args.grad = grad;
+    args.grad = work.grad;
     args.grad_stride = resolved.group.columns();
     args.mean = resolved.group.mean;
     args.bag_begin = chunk.bag_begin;
     args.bag_end = chunk.bag_end;
-    const int64_t padded = (args.rows.columns + 15) / 16 * 16;
-    args.scratch = workspace().gradient.get(padded);
-    args.weights = workspace().weights.get(padded);
-    args.random = workspace().random.get(padded);
-    args.rounding = roundings[chunk.table];
+    args.scratch = work.grouping.memory().row(worker, 0);
+    args.weights = work.grouping.memory().row(worker, 1);
+    args.random = reinterpret_cast<uint32_t*>(work.grouping.memory().row(worker, 2));
+    args.rounding = work.roundings[chunk.table];
     args.optimizer = table.config().optimizer.kind;
-    args.scalars = scalars[chunk.table];
-    args.step = steps[chunk.table];
+    args.scalars = work.scalars[chunk.table];
+    args.step = work.steps[chunk.table];
     args.half_life = static_cast<uint32_t>(table.config().bounds.half_life);
     row_kernels().update(args);
   });
   for (size_t t = 0; t < tables.size(); ++t) {
-    if (steps[t] != kForgotten) tables[t]->count_update(distinct[t]);
+    if (work.steps[t] != kForgotten) tables[t]->count_update(distinct[t]);
   }
   return distinct;
 }
 
 Distinct record_step(const ResolvedBatch& resolved, const Steps& steps, Executor& executor) {
-  Grouping grouping(resolved, &steps);
-  return grouping.run(executor, [&](const Chunk& chunk) {
+  Grouping grouping(resolved, executor, &steps);
+  return grouping.run([&](const Chunk& chunk, int) {
     Table& table = *resolved.group.tables[chunk.table];
     if (table.watched()) note_changes(table, resolved, grouping.links(), chunk);
     const Rows& rows = table.rows();

@@ -165,7 +165,7 @@ Batch plain_batch(const Tensor& ids) {
 void read(const Group& group, const Batch& batch, float* out, const std::vector<RowsElsewhere>& elsewhere = {}) {
   const auto slots = BufferPool::instance().take(static_cast<size_t>(batch.n_ids) * sizeof(Slot));
   const auto locks = group.lock();
-  lookup(group, batch, false, static_cast<Slot*>(slots.data()), out, executor(), elsewhere);
+  recstore::read(group, batch, static_cast<Slot*>(slots.data()), out, executor(), elsewhere);
 }
 
 int64_t table_create(std::string name, int64_t column_begin, int64_t column_end, int64_t seed, bool missing_reads_init,
@@ -211,12 +211,14 @@ Tensor table_lookup(int64_t table, Tensor ids, bool train) {
   const Batch batch = plain_batch(ids);
   auto buffer = output_buffer(batch.bags, group->columns());
   auto* out = static_cast<float*>(buffer.data());
+  const Tensor result = pooled_tensor(std::move(buffer), batch.bags, group->columns());  // what fails does so before rows are made
   if (train) {
-    const Pass pass(group, batch, nullptr, out, executor());
+    Pass pass(group, batch, nullptr, executor());
+    Pass::begin({{&pass, out}}, executor());
   } else {
     read(*group, batch, out);
   }
-  return pooled_tensor(std::move(buffer), batch.bags, group->columns());
+  return result;
 }
 
 void table_update(int64_t table, Tensor ids, Tensor grads, double learning_rate) {
@@ -228,8 +230,10 @@ void table_update(int64_t table, Tensor ids, Tensor grads, double learning_rate)
   auto* slot_data = static_cast<Slot*>(slots.data());
   const auto locks = group->lock();
   const ClippedGradient clipped(*group, float_data(grads), batch.bags, executor());
-  find_or_insert(*group->tables[0], batch.ids, batch.n_ids, slot_data, executor(), Arrival::kUpdate);
-  apply_gradients({*group, batch, slot_data}, clipped.data(), {static_cast<float>(learning_rate)}, Steps{0}, executor());
+  Upsert rows(*group->tables[0], batch.ids, batch.n_ids, slot_data, executor(), Arrival::kUpdate);
+  Update update({*group, batch, slot_data}, clipped.data(), {static_cast<float>(learning_rate)}, Steps{0}, executor());
+  rows.commit();
+  update.run();
 }
 
 void table_insert(int64_t table, Tensor ids, Tensor weights) {
@@ -497,7 +501,7 @@ Tensor table_expired(int64_t table) {
   owner->check_open();
   std::vector<int64_t> ids;
   if (owner->config().bounds.expiry > 0) {
-    for (const Leaver& row : expired_rows(*owner, executor())) ids.push_back(row.id);
+    for (const Leaver& row : expired_rows(*owner, owner->clock(), pinned_slots(*owner), executor())) ids.push_back(row.id);
   }
   return id_tensor(ids);
 }
@@ -508,7 +512,7 @@ void table_note_cold(int64_t table, Tensor ids) {
   const auto owner = tables().get(table);
   const std::lock_guard<std::mutex> lock(owner->mutex());
   owner->check_open();
-  for (int64_t i = 0; i < ids.size(0); ++i) owner->cold_filter().add(id_data(ids)[i]);
+  owner->cold_filter().add(id_data(ids), ids.size(0));
 }
 
 // Ids whose rows have left the cold store for good.
@@ -518,7 +522,9 @@ void table_note_left(int64_t table, Tensor ids) {
   const std::lock_guard<std::mutex> lock(owner->mutex());
   owner->check_open();
   Changes& changes = owner->rows().changes();
-  for (int64_t i = 0; changes.tracks() && i < ids.size(0); ++i) changes.left(id_data(ids)[i], owner->size());
+  if (!changes.tracks()) return;
+  changes.reserve_left(ids.size(0));
+  for (int64_t i = 0; i < ids.size(0); ++i) changes.left(id_data(ids)[i], owner->size());
 }
 
 void table_count_expired(int64_t table, int64_t rows) {
@@ -726,12 +732,16 @@ std::tuple<Tensor, Tensor> group_forward(int64_t group_handle, Tensor ids, Tenso
   const int64_t bags = batch.bags;
   auto buffer = output_buffer(bags, group->columns());
   auto* out = static_cast<float*>(buffer.data());
+  Tensor result = pooled_tensor(std::move(buffer), bags, group->columns());
   if (!train) {
     read(*group, batch, out);
-    return {pooled_tensor(std::move(buffer), bags, group->columns()), empty({0}, ScalarType::Long)};
+    return {std::move(result), empty({0}, ScalarType::Long)};
   }
-  return {pooled_tensor(std::move(buffer), bags, group->columns()),
-          context_of({std::make_shared<Pass>(group, batch, inputs, out, executor())})};
+  auto pass = std::make_shared<Pass>(group, batch, inputs, executor());
+  const Pass::Start start{pass.get(), out};
+  Tensor context = context_of({std::move(pass)});  // as all that can fail, before the tables change
+  Pass::begin({start}, executor());
+  return {std::move(result), std::move(context)};
 }
 
 // -> the raw ids that a batch looks up in each table, those of its features one after the other.
@@ -872,6 +882,7 @@ std::tuple<Tensor, Tensor> rows_forward(std::vector<int64_t> group_handles, Tens
   if (left != 0) throw InvalidArgument("counts must sum up to the number of ids");
   auto buffer = output_buffer(floats, 1);
   auto* out = static_cast<float*>(buffer.data());
+  Tensor result = recycled_tensor(std::move(buffer), {floats}, {1});
   const auto for_each_group = [&](const auto& work) {  // work(group, batch, out)
     Batch batch;
     batch.ids = id_data(ids);
@@ -885,26 +896,22 @@ std::tuple<Tensor, Tensor> rows_forward(std::vector<int64_t> group_handles, Tens
   };
   if (!train) {
     for_each_group([](const auto& group, const Batch& batch, float* rows) { read(*group, batch, rows); });
-    return {recycled_tensor(std::move(buffer), {floats}, {1}), empty({0}, ScalarType::Long)};
+    return {std::move(result), empty({0}, ScalarType::Long)};
   }
   std::vector<const Table*> distinct;
   for (const auto& group : members) distinct.push_back(group->tables[0].get());
   std::sort(distinct.begin(), distinct.end());
   if (std::adjacent_find(distinct.begin(), distinct.end()) != distinct.end()) throw InvalidArgument("groups must be of different tables");
-  // A table without room is told before another one has made rows.
-  for_each_group([&](const auto& group, const Batch& batch, float* rows) {
-    const bool bounded = std::any_of(group->tables.begin(), group->tables.end(), [](const auto& table) { return table->config().bounds.max_rows > 0; });
-    if (counts.size() == 1 || !bounded) return;
-    const auto slots = BufferPool::instance().take(static_cast<size_t>(batch.n_ids) * sizeof(Slot));
-    const auto locks = group->lock();
-    check_room(*group, batch, static_cast<Slot*>(slots.data()), rows, executor());
-  });
   std::vector<std::shared_ptr<Pass>> made;
+  std::vector<Pass::Start> starts;
   for_each_group([&](const auto& group, const Batch& batch, float* rows) {
     const auto inputs = std::make_shared<Inputs>(Inputs{ids, {}, std::nullopt});
-    made.push_back(std::make_shared<Pass>(group, batch, inputs, rows, executor()));
+    made.push_back(std::make_shared<Pass>(group, batch, inputs, executor()));
+    starts.push_back({made.back().get(), rows});
   });
-  return {recycled_tensor(std::move(buffer), {floats}, {1}), context_of(std::move(made))};
+  Tensor context = context_of(std::move(made));
+  Pass::begin(starts, executor());
+  return {std::move(result), std::move(context)};
 }
 
 // -> ids (N,) int64, each mapped by mix(), or by its inverse.

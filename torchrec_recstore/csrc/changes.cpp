@@ -2,6 +2,8 @@
 
 #include <algorithm>
 
+#include "reserve_more.h"
+
 namespace recstore {
 namespace {
 
@@ -18,10 +20,9 @@ Changes::Mark Changes::mark() {
       stamps()[s] = stamp > kForgotten ? static_cast<uint8_t>(stamp - kForgotten) : 0;
     }
     base_ += kForgotten;
-    while (!left_.empty() && left_.front().mark <= base_) {
-      left_count_ -= static_cast<int64_t>(left_.front().ids.size());
-      left_.pop_front();
-    }
+    auto known = left_.begin();
+    for (; known != left_.end() && known->mark <= base_; ++known) left_count_ -= static_cast<int64_t>(known->ids.size());
+    left_.erase(left_.begin(), known);
   }
   return ++now_;
 }
@@ -32,7 +33,13 @@ void Changes::reserve(int64_t slots) {
   slots_ = slots;
 }
 
-void Changes::left(int64_t id, int64_t rows) {
+void Changes::reserve_left(int64_t count) {
+  if (left_from_ > now_) return;
+  if (left_.empty() || left_.back().mark != now_) left_.push_back({now_, {}});
+  reserve_more(left_.back().ids, static_cast<size_t>(count));
+}
+
+void Changes::left(int64_t id, int64_t rows) noexcept {
   if (left_count_ >= std::max(rows, kLeastLeft)) {  // to list those that stay is shorter
     left_.clear();
     left_count_ = 0;
@@ -40,7 +47,6 @@ void Changes::left(int64_t id, int64_t rows) {
     return;
   }
   if (left_from_ > now_) return;
-  if (left_.empty() || left_.back().mark != now_) left_.push_back({now_, {}});
   left_.back().ids.push_back(id);
   ++left_count_;
 }

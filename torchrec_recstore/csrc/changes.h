@@ -1,7 +1,6 @@
 #pragma once
 
 #include <cstdint>
-#include <deque>
 #include <optional>
 #include <vector>
 
@@ -25,8 +24,10 @@ class Changes {
   void reserve(int64_t slots);
   // The row has been made or changed, or is about to be. Distinct slots may be touched in parallel.
   void touch(Slot slot) { stamps()[slot] = static_cast<uint8_t>(now_ - base_); }
+  // Makes room for `count` calls of left(). Throws std::bad_alloc.
+  void reserve_left(int64_t count);
   // The id's row has gone, of which `rows` are left.
-  void left(int64_t id, int64_t rows);
+  void left(int64_t id, int64_t rows) noexcept;
 
   // Whether what has changed since the mark is known still.
   bool knows(Mark mark) const { return mark > base_ && mark <= now_; }
@@ -52,7 +53,7 @@ class Changes {
   int64_t slots_ = 0;     // that stamps_ has room for
   Mark base_ = 0;         // older marks are forgotten, so that a stamp fits a byte
   Mark now_ = 0;
-  std::deque<Left> left_;
+  std::vector<Left> left_;
   int64_t left_count_ = 0;
   Mark left_from_ = 1;    // the first mark since which left_ is complete
 };

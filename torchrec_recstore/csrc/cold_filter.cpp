@@ -28,15 +28,26 @@ uint64_t* ColdFilter::block_of(const Level& level, uint64_t hash) {
   return reinterpret_cast<uint64_t*>(level.memory.data()) + block * kBlockWords;
 }
 
-void ColdFilter::add(int64_t id) {
-  if (may_contain(id)) return;
-  if (levels_.empty() || levels_.back().ids == levels_.back().blocks * kBlockIds) {
+int64_t ColdFilter::room() const {
+  int64_t room = 0;
+  for (const Level& level : levels_) room += level.blocks * kBlockIds - level.ids;
+  return room;
+}
+
+void ColdFilter::add(const int64_t* ids, int64_t n) {
+  const int64_t fresh = std::count_if(ids, ids + n, [&](int64_t id) { return !may_contain(id); });
+  while (room() < fresh) {
     Level level;
     level.blocks = ((first_ids_ << levels_.size()) + kBlockIds - 1) / kBlockIds;
     level.memory.reserve(static_cast<size_t>(level.blocks) * kBlockWords * sizeof(uint64_t));
     levels_.push_back(std::move(level));
   }
-  Level& level = levels_.back();
+  std::for_each(ids, ids + n, [&](int64_t id) { add(id); });
+}
+
+void ColdFilter::add(int64_t id) noexcept {
+  if (may_contain(id)) return;
+  Level& level = *std::find_if(levels_.begin(), levels_.end(), [](const Level& one) { return one.ids < one.blocks * kBlockIds; });
   const uint64_t hash = mix(static_cast<uint64_t>(id));
   const Mask mask = mask_of(hash);
   uint64_t* block = block_of(level, hash);

@@ -14,8 +14,8 @@ class ColdFilter {
   // ids: that the first filter is made for.
   explicit ColdFilter(int64_t ids);
 
-  // Throws OutOfMemory; those before `id` are then there.
-  void add(int64_t id);
+  // ids: (n,). All of them, or none where it throws OutOfMemory.
+  void add(const int64_t* ids, int64_t n);
   bool may_contain(int64_t id) const;
   void clear();
   int64_t bytes() const;
@@ -30,11 +30,13 @@ class ColdFilter {
   struct Mask {
     uint64_t words[kBlockWords];
   };
+  int64_t room() const;
+  void add(int64_t id) noexcept;
   static Mask mask_of(uint64_t hash);
   static uint64_t* block_of(const Level& level, uint64_t hash);
 
   int64_t first_ids_;
-  std::vector<Level> levels_;
+  std::vector<Level> levels_;  // full, but for the last of those that have an id, and those behind it
 };
 
 }  // namespace recstore

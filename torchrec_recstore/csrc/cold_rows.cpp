@@ -77,6 +77,7 @@ void evict(Table& table, const int64_t* ids, int64_t n, const char* images, bool
     left[i] = slot != kNoSlot && !pinned.contains(slot) && is_as_in(table.rows(), slot, images + i * table.image_bytes());
     if (left[i]) leavers.push_back({ids[i], slot});
   }
+  table.reserve_leave(static_cast<int64_t>(leavers.size()));
   table.leave(leavers);
   table.counters().evicted += static_cast<int64_t>(leavers.size());
 }

@@ -159,18 +159,18 @@ int64_t leaving_at_once(const Table& table, int64_t needed) {
   return std::max(needed, table.config().bounds.max_rows / kPart);
 }
 
-bool is_expiry_step(const Table& table) {
+bool is_expiry_step(const Table& table, int64_t step) {
   const int64_t expiry = table.config().bounds.expiry;
-  return expiry > 0 && table.clock() % std::max<int64_t>(1, expiry / kExpiryParts) == 0;
+  return expiry > 0 && step % std::max<int64_t>(1, expiry / kExpiryParts) == 0;
 }
 
-std::vector<Leaver> expired_rows(const Table& table, Executor& executor) {
+std::vector<Leaver> expired_rows(const Table& table, int64_t step, const SlotSet& kept, Executor& executor) {
   const Rows& rows = table.rows();
-  const int64_t oldest = table.clock() - table.config().bounds.expiry;  // last step of a row that stays
+  const int64_t oldest = step - table.config().bounds.expiry;  // last step of a row that stays
   SlotSet old = slots_where(rows, executor, [&](Slot slot) { return int64_t{rows.meta(slot).last_step} < oldest; });
   rows.for_each_free([&](Slot slot) { old.remove(slot); });
+  old.remove(kept);
   if (old.empty()) return {};
-  old.remove(pinned_slots(table));
   std::vector<Leaver> leavers;
   append_each_of(table, old, executor, [](int64_t id, Slot slot) { return Leaver{id, slot}; }, leavers,
                  [](std::vector<Leaver>&) {});

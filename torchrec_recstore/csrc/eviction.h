@@ -26,11 +26,11 @@ std::vector<Leaver> least_rows(const Table& table, const SlotSet& kept, int64_t 
 // How many rows leave where `needed` more are wanted than fit: a pass through the table is worth a part of it.
 int64_t leaving_at_once(const Table& table, int64_t needed);
 
-// Whether rows that are too old are to leave after this step. The step's number decides alone, so that all shards, and a
-// run that was resumed, let the same rows go.
-bool is_expiry_step(const Table& table);
-// Rows that no step has looked up for too long, and no pending pass refers to. The caller holds the lock.
-std::vector<Leaver> expired_rows(const Table& table, Executor& executor);
+// Whether rows that are too old are to leave after step number `step`, which decides alone, so that all shards, and a run
+// that was resumed, let the same rows go.
+bool is_expiry_step(const Table& table, int64_t step);
+// Rows that no step up to number `step` has looked up for too long, among those not in `kept`. The caller holds the lock.
+std::vector<Leaver> expired_rows(const Table& table, int64_t step, const SlotSet& kept, Executor& executor);
 
 // The slots of rows that pending passes refer to. The caller holds the lock.
 SlotSet pinned_slots(const Table& table);

@@ -4,6 +4,7 @@
 #include <cstdint>
 #include <exception>
 #include <mutex>
+#include <type_traits>
 
 namespace recstore {
 
@@ -14,7 +15,8 @@ class Executor {
 
   virtual ~Executor() = default;
   virtual int threads() const = 0;
-  // Calls body(context) at most `workers` and at least one time, in parallel; returns when all have.
+  // Calls body(context) at most `workers` and at least one time, in parallel; returns when all have. May throw where
+  // no thread can be had, and has not called body then.
   virtual void run(int workers, Body body, void* context) = 0;
 };
 
@@ -25,22 +27,31 @@ class SerialExecutor final : public Executor {
   void run(int, Body body, void* context) override { body(context); }
 };
 
-// Calls work(task) for every task in [0, tasks), handed out one by one, so uneven tasks balance.
-// Which thread takes which task is open: tasks must not depend on it. Rethrows the first exception
-// after every running task has ended; tasks not yet begun are then skipped.
+// Calls work(task), or work(task, worker), for every task in [0, tasks), handed out one by one, so uneven tasks balance.
+// Which thread takes which task is open: tasks must not depend on it. `worker` is below executor.threads(), and no two
+// tasks run at once with the same one. Rethrows the first exception after every running task has ended; tasks not yet
+// begun are then skipped. Throws nothing itself: the calling thread does all tasks where no other can be had.
 template <class Work>
 void for_each_task(Executor& executor, int64_t tasks, const Work& work) {
   struct Shared {
     const Work& work;
     int64_t tasks;
     std::atomic<int64_t> next{0};
+    std::atomic<int> workers{0};
     std::mutex mutex;
     std::exception_ptr error;
-  } shared{work, tasks, {}, {}, {}};
+  } shared{work, tasks, {}, {}, {}, {}};
   const auto body = [](void* context) {
     auto& s = *static_cast<Shared*>(context);
     try {
-      for (int64_t t; (t = s.next.fetch_add(1, std::memory_order_relaxed)) < s.tasks;) s.work(t);
+      [[maybe_unused]] const int worker = s.workers.fetch_add(1, std::memory_order_relaxed);
+      for (int64_t t; (t = s.next.fetch_add(1, std::memory_order_relaxed)) < s.tasks;) {
+        if constexpr (std::is_invocable_v<const Work&, int64_t, int>) {
+          s.work(t, worker);
+        } else {
+          s.work(t);
+        }
+      }
     } catch (...) {
       s.next.store(s.tasks, std::memory_order_relaxed);
       const std::lock_guard<std::mutex> lock(s.mutex);
@@ -51,7 +62,11 @@ void for_each_task(Executor& executor, int64_t tasks, const Work& work) {
   if (workers <= 1) {
     body(&shared);
   } else {
-    executor.run(static_cast<int>(workers), body, &shared);
+    try {
+      executor.run(static_cast<int>(workers), body, &shared);
+    } catch (...) {
+      body(&shared);
+    }
   }
   if (shared.error) std::rethrow_exception(shared.error);
 }

@@ -12,7 +12,6 @@
 #include <utility>
 
 #include "error.h"
-#include "insertion.h"
 #include "row_kernels.h"
 
 namespace recstore {
@@ -142,10 +141,14 @@ struct Task {
   std::vector<int64_t> bags_with_misses;
 };
 
+}  // namespace
+
 class Lookup {
  public:
-  Lookup(const Group& group, const Batch& batch, Slot* slots, float* out, const std::vector<RowsElsewhere>& elsewhere)
-      : group_(group), batch_(batch), slots_(slots), out_(out), elsewhere_(elsewhere) {
+  Lookup(const Group& group, const Batch& batch, Slot* slots, float* out, Executor& executor,
+         const std::vector<RowsElsewhere>& elsewhere)
+      : group_(group), batch_(batch), slots_(slots), out_(out), executor_(executor), elsewhere_(elsewhere) {
+    check_offsets(batch, group.features(), executor);
     const int64_t stride_bytes = group.columns() * static_cast<int64_t>(sizeof(float));
     streams_ = stride_bytes * batch.bags >= kStreamBytes && stride_bytes % 64 == 0 && reinterpret_cast<uintptr_t>(out) % 64 == 0;
     offsets_ = batch.offsets;
@@ -157,8 +160,8 @@ class Lookup {
     split();
   }
 
-  void evaluate(Executor& executor) {
-    for_each_task(executor, static_cast<int64_t>(tasks_.size()), [&](int64_t t) {
+  void evaluate() {
+    for_each_task(executor_, static_cast<int64_t>(tasks_.size()), [&](int64_t t) {
       resolve_and_pool(tasks_[t]);
       const bool others = !elsewhere_.empty() && elsewhere_[table_number(tasks_[t])].n > 0;
       if (tasks_[t].misses.empty() || !(others || table_of(tasks_[t]).config().missing_reads_init)) return;
@@ -166,54 +169,54 @@ class Lookup {
     });
   }
 
-  // Whether train() would find room.
-  void check_room(Executor& executor) {
-    std::vector<bool> may_fail;
-    for (const auto& table : group_.tables) {
-      const Bounds& bounds = table->config().bounds;
-      const bool fits = bounds.eviction != Eviction::kNone && pinned_slots(*table).size() + batch_.n_ids <= bounds.max_rows;
-      may_fail.push_back(bounds.max_rows > 0 && !bounds.cold_store && !fits);
-    }
-    if (std::find(may_fail.begin(), may_fail.end(), true) == may_fail.end()) return;
-    arrivals_.resize(group_.tables.size());
-    for_each_task(executor, static_cast<int64_t>(tasks_.size()), [&](int64_t t) { resolve_and_pool(tasks_[t]); });
-    for (size_t t = 0; t < arrivals_.size(); ++t) {
-      if (!may_fail[t]) continue;
-      arrivals_[t].emplace(*group_.tables[t], misses_of(static_cast<int64_t>(t)), Arrival::kLookup);
-    }
-    plan_arrivals(executor);
-  }
-
-  // Also makes the missing rows, and counts them; all or nothing.
+  // All of a training lookup that can fail; the tables are as they were until commit(), or again after undo().
   //
   // Waking threads and waiting for the last of them costs more than a small batch's work, above all on
   // busy cores: so whoever resolves a table's last task goes on to complete the table, in the same go.
-  void train(Executor& executor) {
-    std::vector<std::atomic<int64_t>> unresolved(group_.tables.size());
+  void prepare() {
+    const size_t n = group_.tables.size();
+    std::vector<std::atomic<int64_t>> unresolved(n);
     for (const Task& task : tasks_) ++unresolved[table_number(task)];
-    insertions_.resize(group_.tables.size());
-    arrivals_.resize(group_.tables.size());
-    try {
-      for_each_task(executor, static_cast<int64_t>(tasks_.size()), [&](int64_t t) {
-        resolve_and_pool(tasks_[t]);
-        const int64_t table = table_number(tasks_[t]);
-        if (--unresolved[table] == 0) complete(table);
+    insertions_.resize(n);
+    arrivals_.resize(n);
+    expired_.resize(n);
+    for_each_task(executor_, static_cast<int64_t>(tasks_.size()), [&](int64_t t) {
+      resolve_and_pool(tasks_[t]);
+      const int64_t table = table_number(tasks_[t]);
+      if (--unresolved[table] == 0) complete(table);
+    });
+    plan_leavers();
+    prepare_rest();
+  }
+
+  void commit() noexcept {
+    for (size_t t = 0; t < arrivals_.size(); ++t) {
+      if (arrivals_[t].has_value()) arrivals_[t]->make_room(insertions_[t]->reused());
+    }
+    if (rest_.has_value()) {
+      rest_->run(executor_, [](Insertion& insertion, int64_t task) {
+        insertion.resolve(task);
+        insertion.fill(task);
       });
-      complete_rest(executor);
-    } catch (...) {
-      for (auto& insertion : insertions_) {
-        if (insertion.has_value()) insertion->undo();
-      }
-      throw;
+      for_each_task(executor_, static_cast<int64_t>(incomplete_.size()), [&](int64_t t) { pool_bags_with_misses(*incomplete_[t]); });
     }
     for (size_t t = 0; t < insertions_.size(); ++t) {
+      Table& table = *group_.tables[t];
       const int64_t made = insertions_[t].has_value() ? insertions_[t]->rows_made() : 0;
       if (arrivals_[t].has_value()) {
         arrivals_[t]->finish(made);
       } else {
-        group_.tables[t]->counters().misses += made;
-        group_.tables[t]->counters().inserts += made;
+        table.counters().misses += made;
+        table.counters().inserts += made;
       }
+      table.leave(expired_[t]);
+      table.counters().expired += static_cast<int64_t>(expired_[t].size());
+    }
+  }
+
+  void undo() noexcept {
+    for (auto& insertion : insertions_) {
+      if (insertion.has_value()) insertion->undo();
     }
   }
 
@@ -233,8 +236,11 @@ class Lookup {
     Insertion& insertion = insertions_[table].emplace(*group_.tables[table], std::move(misses), slots_);
     if (large) return;
     for (int64_t step = 0; step < insertion.tasks(); ++step) insertion.place(step);
-    insertion.take_rows();
-    for (int64_t step = 0; step < insertion.tasks(); ++step) insertion.fill(step);
+    insertion.take_slots();
+    for (int64_t step = 0; step < insertion.tasks(); ++step) {
+      insertion.resolve(step);
+      insertion.fill(step);
+    }
     for (const Task& task : tasks_) {
       if (table_number(task) == table) pool_bags_with_misses(task);
     }
@@ -246,38 +252,54 @@ class Lookup {
     }
     return misses;
   }
-  void plan_arrivals(Executor& executor) {
+  // Decides which ids get rows, and which rows leave, by need or for their age; what each table does is decided before
+  // any of them changes.
+  void plan_leavers() {
     for (size_t t = 0; t < arrivals_.size(); ++t) {
+      const Table& table = *group_.tables[t];
       if (arrivals_[t].has_value()) {
-        arrivals_[t]->plan([&](SlotSet& pinned) { pin(static_cast<int64_t>(t), pinned); }, executor);
+        arrivals_[t]->plan([&](SlotSet& pinned) { pin(static_cast<int64_t>(t), pinned); }, executor_);
       }
+      const int64_t step = table.clock() + 1;
+      if (!is_expiry_step(table, step) || table.config().bounds.cold_store) continue;  // those of a cold store go by whoever keeps it
+      SlotSet kept = pinned_slots(table);
+      pin(static_cast<int64_t>(t), kept);
+      if (arrivals_[t].has_value()) {
+        for (const Leaver& row : arrivals_[t]->leavers()) kept.add(row.slot);
+      }
+      expired_[t] = expired_rows(table, step, kept, executor_);
     }
   }
-  void complete_rest(Executor& executor) {
-    plan_arrivals(executor);  // what each table does is decided before any of them changes
-    std::vector<Insertion*> rest;
-    std::vector<const Task*> incomplete;
+  void prepare_rest() {
+    std::vector<size_t> rest;  // tables
+    std::vector<Insertion*> insertions;
+    std::vector<const Task*> with_refused;
     for (size_t t = 0; t < insertions_.size(); ++t) {
-      if (arrivals_[t].has_value()) {
-        insertions_[t].emplace(*group_.tables[t], arrivals_[t]->take_admitted(), slots_);
-      } else if (!insertions_[t].has_value() || insertions_[t]->misses() <= kLargeInsertion) {
-        continue;
-      }
-      rest.push_back(&*insertions_[t]);
+      const bool bounded = arrivals_[t].has_value(), refused = bounded && arrivals_[t]->refused() > 0;
+      if (!bounded && (!insertions_[t].has_value() || insertions_[t]->misses() <= kLargeInsertion)) continue;
       for (const Task& task : tasks_) {
-        if (table_number(task) == static_cast<int64_t>(t)) incomplete.push_back(&task);
+        if (table_number(task) == static_cast<int64_t>(t)) (refused ? with_refused : incomplete_).push_back(&task);
       }
+      if (bounded) insertions_[t].emplace(*group_.tables[t], arrivals_[t]->take_admitted(), slots_);
+      rest.push_back(t);
+      insertions.push_back(&*insertions_[t]);
     }
-    if (rest.empty()) return;
-    insert_missing(rest, executor, [&] {
-      for (auto& arrivals : arrivals_) {
-        if (arrivals.has_value()) arrivals->reserve();
-      }
-      for (auto& arrivals : arrivals_) {
-        if (arrivals.has_value()) arrivals->make_room();
-      }
+    // A new row reads as its initial row, as one that is held back does: these bags need not wait for the rows.
+    for_each_task(executor_, static_cast<int64_t>(with_refused.size()), [&](int64_t t) {
+      for (const int64_t bag : with_refused[t]->bags_with_misses) pool_with_missing_rows(*with_refused[t], bag);
     });
-    for_each_task(executor, static_cast<int64_t>(incomplete.size()), [&](int64_t t) { pool_bags_with_misses(*incomplete[t]); });
+    if (!rest.empty()) {
+      rest_.emplace(insertions);
+      rest_->run(executor_, [](Insertion& insertion, int64_t task) { insertion.place(task); });
+    }
+    for (const size_t t : rest) {
+      const bool reuse = arrivals_[t].has_value() && group_.tables[t]->slots_are_free_at_once();
+      insertions_[t]->take_slots(reuse ? arrivals_[t]->leavers() : std::vector<Leaver>{});
+    }
+    for (size_t t = 0; t < arrivals_.size(); ++t) {
+      const size_t leaving = expired_[t].size() + (arrivals_[t].has_value() ? arrivals_[t]->leavers().size() : 0);
+      if (leaving > 0) group_.tables[t]->reserve_leave(static_cast<int64_t>(leaving));
+    }
   }
 
   // Adds the slots that the batch has found in a table.
@@ -319,13 +341,8 @@ class Lookup {
     return args;
   }
   // Pools the bags again that had ids without rows, run by run.
-  void pool_bags_with_misses(const Task& task) const {
+  void pool_bags_with_misses(const Task& task) const noexcept {
     const auto& bags = task.bags_with_misses;
-    const auto& arrivals = arrivals_[table_number(task)];
-    if (arrivals.has_value() && arrivals->refused() > 0) {
-      for (const int64_t bag : bags) pool_with_missing_rows(task, bag);
-      return;
-    }
     for (size_t first = 0, next; first < bags.size(); first = next) {
       next = first + 1;
       while (next < bags.size() && bags[next] == bags[next - 1] + 1) ++next;
@@ -413,6 +430,7 @@ class Lookup {
   const Batch& batch_;
   Slot* slots_;
   float* out_;
+  Executor& executor_;
   bool streams_;
   std::vector<int64_t> each_its_own_;  // the offsets of a batch without offsets
   const int64_t* offsets_;
@@ -420,9 +438,10 @@ class Lookup {
   const std::vector<RowsElsewhere>& elsewhere_;       // by table, or none
   std::vector<std::optional<Insertion>> insertions_;  // by table, in training
   std::vector<std::optional<Arrivals>> arrivals_;     // of tables with bounds
+  std::vector<std::vector<Leaver>> expired_;          // by table
+  std::optional<InsertionTasks> rest_;                // of those that complete() has left
+  std::vector<const Task*> incomplete_;               // that are to be pooled again once they have run
 };
-
-}  // namespace
 
 void check_offsets(const Batch& batch, int64_t features, Executor& executor) {
   const int64_t all_bags = batch.bags * features;
@@ -448,27 +467,34 @@ const char* RowsElsewhere::find(int64_t id) const {
   return found == ids + n || *found != id ? nullptr : rows + (found - ids) * stride;
 }
 
-void check_room(const Group& group, const Batch& batch, Slot* slots, float* out, Executor& executor) {
-  check_offsets(batch, group.features(), executor);
-  const std::vector<RowsElsewhere> nowhere;
-  Lookup(group, batch, slots, out, nowhere).check_room(executor);
+void read(const Group& group, const Batch& batch, Slot* slots, float* out, Executor& executor,
+          const std::vector<RowsElsewhere>& elsewhere) {
+  Lookup(group, batch, slots, out, executor, elsewhere).evaluate();
 }
 
-StepResult lookup(const Group& group, const Batch& batch, bool train, Slot* slots, float* out, Executor& executor,
-                  const std::vector<RowsElsewhere>& elsewhere) {
-  check_offsets(batch, group.features(), executor);
-  Lookup work(group, batch, slots, out, elsewhere);
-  StepResult result;
-  if (!train) {
-    work.evaluate(executor);
-    return result;
-  }
+TrainingLookup::TrainingLookup(const Group& group, const Batch& batch, Slot* slots, float* out, Executor& executor) {
   for (const auto& table : group.tables) {
     if (table->clock() >= kMostSteps) throw InvalidArgument("table '" + table->config().name + "' has done all of its 2**32 - 2 steps");
   }
-  work.train(executor);
-  for (const auto& table : group.tables) result.steps.push_back(table->begin_step());
-  return result;
+  static const std::vector<RowsElsewhere> nowhere;
+  lookup_ = std::make_unique<Lookup>(group, batch, slots, out, executor, nowhere);
+  try {
+    lookup_->prepare();
+  } catch (...) {
+    lookup_->undo();
+    throw;
+  }
+}
+
+TrainingLookup::TrainingLookup(TrainingLookup&& other) noexcept = default;
+
+TrainingLookup::~TrainingLookup() {
+  if (lookup_ != nullptr) lookup_->undo();
+}
+
+void TrainingLookup::commit() noexcept {
+  lookup_->commit();
+  lookup_ = nullptr;
 }
 
 namespace {
@@ -502,22 +528,44 @@ std::vector<Miss> find_missing(const Table& table, const int64_t* ids, int64_t n
   return resolve_all(table, ids, n, slots.data(), executor);
 }
 
-void find_or_insert(Table& table, const int64_t* ids, int64_t n, Slot* slots, Executor& executor, Arrival arrival) {
+Upsert::Upsert(Table& table, const int64_t* ids, int64_t n, Slot* slots, Executor& executor, Arrival arrival)
+    : table_(table), slots_(slots), executor_(executor) {
   std::vector<Miss> misses = resolve_all(table, ids, n, slots, executor);
   if (misses.empty()) return;
-  Arrivals arrivals(table, std::move(misses), arrival);
-  arrivals.plan([&](SlotSet& pinned) { pinned.add(slots, n); }, executor);
-  Insertion insertion(table, arrivals.take_admitted(), slots, initialises(arrival));
   try {
-    insert_missing({&insertion}, executor, [&] {
-      arrivals.reserve();
-      arrivals.make_room();
-    });
+    insert(std::move(misses), n, arrival);
   } catch (...) {
-    insertion.undo();
+    if (insertion_.has_value()) insertion_->undo();
     throw;
   }
-  arrivals.finish(insertion.rows_made());
+}
+
+void Upsert::insert(std::vector<Miss> misses, int64_t n, Arrival arrival) {
+  arrivals_.emplace(table_, std::move(misses), arrival);
+  arrivals_->plan([&](SlotSet& pinned) { pinned.add(slots_, n); }, executor_);
+  insertion_.emplace(table_, arrivals_->take_admitted(), slots_, initialises(arrival));
+  tasks_.emplace(std::vector<Insertion*>{&*insertion_});
+  tasks_->run(executor_, [](Insertion& insertion, int64_t task) { insertion.place(task); });
+  const std::vector<Leaver>& leavers = arrivals_->leavers();
+  insertion_->take_slots(table_.slots_are_free_at_once() ? leavers : std::vector<Leaver>{});
+  if (!leavers.empty()) table_.reserve_leave(static_cast<int64_t>(leavers.size()));
+  tasks_->run(executor_, [](Insertion& insertion, int64_t task) { insertion.resolve(task); });
+}
+
+Upsert::~Upsert() {
+  if (!committed_ && insertion_.has_value()) insertion_->undo();
+}
+
+void Upsert::commit() noexcept {
+  committed_ = true;
+  if (!insertion_.has_value()) return;
+  arrivals_->make_room(insertion_->reused());
+  tasks_->run(executor_, [](Insertion& insertion, int64_t task) { insertion.fill(task); });
+  arrivals_->finish(insertion_->rows_made());
+}
+
+void find_or_insert(Table& table, const int64_t* ids, int64_t n, Slot* slots, Executor& executor, Arrival arrival) {
+  Upsert(table, ids, n, slots, executor, arrival).commit();
 }
 
 }  // namespace recstore

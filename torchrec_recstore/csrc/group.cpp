@@ -13,21 +13,14 @@ Group::Group(std::vector<std::shared_ptr<Table>> group_tables, std::vector<Routi
       column_offsets(1, 0),
       mean(mean_pooling) {
   for (const int64_t t : feature_tables) column_offsets.push_back(column_offsets.back() + tables[t]->config().columns());
+  for (const auto& table : tables) lock_order.push_back(table.get());
+  std::sort(lock_order.begin(), lock_order.end());
+  lock_order.erase(std::unique(lock_order.begin(), lock_order.end()), lock_order.end());
 }
 
-std::vector<std::unique_lock<std::mutex>> Group::lock() const {
-  auto locks = lock_even_closed();
+TableLocks Group::lock() const {
+  TableLocks locks(lock_order);
   for (const auto& table : tables) table->check_open();
-  return locks;
-}
-
-std::vector<std::unique_lock<std::mutex>> Group::lock_even_closed() const {
-  std::vector<Table*> order;
-  for (const auto& table : tables) order.push_back(table.get());
-  std::sort(order.begin(), order.end());
-  order.erase(std::unique(order.begin(), order.end()), order.end());
-  std::vector<std::unique_lock<std::mutex>> locks;
-  for (Table* table : order) locks.emplace_back(table->mutex());
   return locks;
 }
 

@@ -10,11 +10,6 @@ namespace {
 constexpr int64_t kTaskMisses = 512;  // of a task, about
 constexpr int kAhead = 8;             // entries of the index that are being fetched
 
-struct Step {
-  Insertion* insertion;
-  int64_t task;
-};
-
 }  // namespace
 
 Insertion::Insertion(Table& table, std::vector<Miss> misses, Slot* slots, bool initialise)
@@ -53,16 +48,28 @@ void Insertion::place(int64_t task) {
   });
 }
 
-void Insertion::take_rows() {
+void Insertion::take_slots(const std::vector<Leaver>& leaving) {
   int64_t total = 0;
   for (int p = 0; p < Index::kParts; ++p) {
     base_[p] = total;
     total += static_cast<int64_t>(fresh_[p].size());
   }
-  table_.rows().take(total, taken_);
+  reused_ = std::min(total, static_cast<int64_t>(leaving.size()));
+  for (int64_t i = 0; i < reused_; ++i) taken_.push_back(leaving[i].slot);
+  table_.rows().take(total - reused_, taken_);
 }
 
-void Insertion::fill(int64_t task) {
+void Insertion::resolve(int64_t task) noexcept {
+  for_each_part(task, [&](int64_t p) {
+    const Slot* slots = taken_.data() + base_[p];
+    for (int32_t i = begin_[p]; i < begin_[p + 1]; ++i) {
+      Slot& slot = slots_[misses_[order_[i]].position];
+      slot = slots[slot];
+    }
+  });
+}
+
+void Insertion::fill(int64_t task) noexcept {
   const auto step = static_cast<uint32_t>(table_.clock());
   for_each_part(task, [&](int64_t p) {
     const Slot* slots = taken_.data() + base_[p];
@@ -75,32 +82,20 @@ void Insertion::fill(int64_t task) {
       if (initialise_) table_.initializer().fill(miss.id, table_.rows().row(slots[rank]));
       table_.rows().reset_state(slots[rank], step);
     }
-    for (int32_t i = begin_[p]; i < begin_[p + 1]; ++i) {
-      Slot& slot = slots_[misses_[order_[i]].position];
-      slot = slots[slot];
-    }
   });
 }
 
-void Insertion::undo() {
+void Insertion::undo() noexcept {
   for (const auto& fresh : fresh_) {
     for (const int32_t m : fresh) table_.index().erase(misses_[m].id, misses_[m].hash);
   }
-  table_.rows().put_back(taken_);
+  for (size_t i = static_cast<size_t>(reused_); i < taken_.size(); ++i) table_.rows().give_back_now(taken_[i]);
 }
 
-void insert_missing(const std::vector<Insertion*>& insertions, Executor& executor, const std::function<void()>& placed) {
-  std::vector<Step> steps;
+InsertionTasks::InsertionTasks(const std::vector<Insertion*>& insertions) {
   for (Insertion* insertion : insertions) {
-    for (int64_t task = 0; task < insertion->tasks(); ++task) steps.push_back({insertion, task});
+    for (int64_t task = 0; task < insertion->tasks(); ++task) tasks_.push_back({insertion, task});
   }
-  const auto run = [&](const auto& work) {
-    for_each_task(executor, static_cast<int64_t>(steps.size()), [&](int64_t s) { work(steps[s]); });
-  };
-  run([](const Step& step) { step.insertion->place(step.task); });
-  placed();
-  for (Insertion* insertion : insertions) insertion->take_rows();
-  run([](const Step& step) { step.insertion->fill(step.task); });
 }
 
 }  // namespace recstore

@@ -2,9 +2,9 @@
 
 #include <array>
 #include <cstdint>
-#include <functional>
 #include <vector>
 
+#include "eviction.h"
 #include "executor.h"
 #include "index.h"
 #include "table.h"
@@ -26,19 +26,23 @@ class Insertion {
   // initialise: whether fill() writes the new rows' weights; else the caller does.
   Insertion(Table& table, std::vector<Miss> misses, Slot* slots, bool initialise = true);
 
-  // Tasks of place() and of fill(); they may run in parallel.
+  // Tasks of place(), resolve() and fill(); they may run in parallel.
   int64_t tasks() const { return tasks_; }
   // Gives every distinct id of the task its place in the index. Throws OutOfMemory.
   void place(int64_t task);
-  // After all place()s: gets slots for them. Throws OutOfMemory.
-  void take_rows();
-  // After take_rows(): writes rows and slots. Cannot fail.
-  void fill(int64_t task);
-  // Whatever has been done: leaves the table as it was.
-  void undo();
+  // After all place()s: gets slots for them, first those of rows that will have left before fill(). Throws OutOfMemory.
+  void take_slots(const std::vector<Leaver>& leaving = {});
+  // After take_slots(): writes the slots of the batch.
+  void resolve(int64_t task) noexcept;
+  // After take_slots(): writes the rows.
+  void fill(int64_t task) noexcept;
+  // Whatever has been done, as long as no row has left: leaves the table as it was.
+  void undo() noexcept;
 
   int64_t misses() const { return static_cast<int64_t>(misses_.size()); }
   int64_t rows_made() const { return static_cast<int64_t>(taken_.size()); }
+  // How many rows have the slots of rows that leave, the first of these.
+  int64_t reused() const { return reused_; }
 
  private:
   template <class Work>
@@ -54,11 +58,25 @@ class Insertion {
   std::array<std::vector<int32_t>, Index::kParts> fresh_;    // each part's first miss of each distinct id
   std::array<int64_t, Index::kParts> base_{};                // of a part in taken_
   std::vector<Slot> taken_;
+  int64_t reused_ = 0;                                       // of taken_, the first ones
 };
 
-// Runs insertions of different tables. placed: called before rows are taken, to make room for them.
-// Throws OutOfMemory; then all of them are to be undone.
-void insert_missing(const std::vector<Insertion*>& insertions, Executor& executor,
-                    const std::function<void()>& placed = [] {});
+// The tasks of insertions of different tables.
+class InsertionTasks {
+ public:
+  explicit InsertionTasks(const std::vector<Insertion*>& insertions);
+
+  template <class Work>  // work(insertion, task), in parallel
+  void run(Executor& executor, const Work& work) const {
+    for_each_task(executor, static_cast<int64_t>(tasks_.size()), [&](int64_t t) { work(*tasks_[t].insertion, tasks_[t].task); });
+  }
+
+ private:
+  struct Task {
+    Insertion* insertion;
+    int64_t task;
+  };
+  std::vector<Task> tasks_;
+};
 
 }  // namespace recstore

@@ -9,51 +9,51 @@
 
 namespace recstore {
 
-namespace {
-
-// Rows that have grown too old leave; those of a cold store go by whoever keeps it.
-void expire(Table& table, Executor& executor) {
-  if (!is_expiry_step(table) || table.config().bounds.cold_store) return;
-  try {
-    const std::vector<Leaver> old = expired_rows(table, executor);
-    table.leave(old);
-    table.counters().expired += static_cast<int64_t>(old.size());
-  } catch (const std::bad_alloc&) {  // a later step will do it
-  }
-}
-
-}  // namespace
-
-Pass::Pass(std::shared_ptr<const Group> group, const Batch& batch, std::shared_ptr<void> inputs, float* out, Executor& executor)
+Pass::Pass(std::shared_ptr<const Group> group, const Batch& batch, std::shared_ptr<void> inputs, Executor& executor)
     : group_(std::move(group)),
       batch_(batch),
       inputs_(std::move(inputs)),
       slots_(BufferPool::instance().take(static_cast<size_t>(batch.n_ids) * sizeof(Slot))),
-      executor_(executor) {
-  const auto locks = group_->lock();
-  steps_ = lookup(*group_, batch_, true, static_cast<Slot*>(slots_.data()), out, executor).steps;
-  numbers_.reserve(group_->tables.size());
-  try {
-    for (const auto& table : group_->tables) numbers_.push_back(table->begin_pass(this));
-  } catch (...) {  // no destructor runs for what was not constructed
-    end();
-    throw;
+      executor_(executor) {}
+
+void Pass::begin(const std::vector<Start>& starts, Executor& executor) {
+  std::vector<Table*> tables;
+  for (const Start& start : starts) {
+    const std::vector<Table*>& own = start.pass->group_->lock_order;
+    tables.insert(tables.end(), own.begin(), own.end());
   }
-  for (const auto& table : group_->tables) expire(*table, executor);
+  std::sort(tables.begin(), tables.end());
+  const TableLocks locks(tables);
+  std::vector<TrainingLookup> lookups;  // end, where one fails, before the locks do
+  lookups.reserve(starts.size());
+  for (const auto& [pass, out] : starts) {
+    for (const auto& table : pass->group_->tables) {
+      table->check_open();
+      table->reserve_pass();
+    }
+    pass->steps_.reserve(pass->group_->tables.size());
+    pass->numbers_.reserve(pass->group_->tables.size());
+    lookups.emplace_back(*pass->group_, pass->batch_, static_cast<Slot*>(pass->slots_.data()), out, executor);
+  }
+  for (size_t p = 0; p < starts.size(); ++p) {
+    lookups[p].commit();
+    for (const auto& table : starts[p].pass->group_->tables) {
+      starts[p].pass->steps_.push_back(table->begin_step());
+      starts[p].pass->numbers_.push_back(table->begin_pass(starts[p].pass));
+    }
+  }
 }
 
 Pass::~Pass() {
+  if (numbers_.empty()) return;
   const auto locks = group_->lock_even_closed();
   try {
     for (const auto& table : group_->tables) {
       if (table->is_open()) settle(*table, executor_);
     }
-  } catch (...) {  // out of memory for the bookkeeping alone: the rows are as they were
+  } catch (...) {
+    settle_without_memory();
   }
-  end();
-}
-
-void Pass::end() {
   for (size_t t = 0; t < numbers_.size(); ++t) group_->tables[t]->end_pass(numbers_[t]);
 }
 
@@ -61,7 +61,7 @@ void Pass::backward(const float* grad, const std::vector<float>& learning_rates,
   const auto locks = group_->lock();
   const ClippedGradient clipped(*group_, grad, batch_.bags, executor);
   if (grad_weights != nullptr) weight_gradients(resolved(), clipped.data(), grad_weights, executor);
-  count(apply_gradients(resolved(), clipped.data(), learning_rates, steps_, executor));
+  count(Update(resolved(), clipped.data(), learning_rates, steps_, executor).run());
 }
 
 void Pass::weight_gradients_only(const float* grad, float* grad_weights, Executor& executor) {
@@ -99,7 +99,36 @@ void Pass::pin(const Table& table, SlotSet& pinned) const {
   }
 }
 
-void Pass::count(const Distinct& distinct) {
+// The pass ends: its slots may be put into another order, by which each row is found once.
+void Pass::settle_without_memory() noexcept {
+  auto* slots = static_cast<Slot*>(slots_.data());
+  for (size_t t = 0; t < steps_.size(); ++t) {
+    Table& table = *group_->tables[t];
+    if (steps_[t] == 0 || steps_[t] == kForgotten || !table.is_open()) continue;
+    const auto half_life = static_cast<uint32_t>(table.config().bounds.half_life);
+    const auto range = [&](int64_t f) { return std::make_pair(slots + batch_.offset(f * batch_.bags), slots + batch_.offset((f + 1) * batch_.bags)); };
+    for (int64_t f = 0; f < group_->features(); ++f) {
+      if (group_->feature_tables[f] != static_cast<int64_t>(t)) continue;
+      const auto [begin, end] = range(f);
+      std::sort(begin, end);
+      for (Slot* slot = begin; slot != end && *slot != kNoSlot; ++slot) {
+        bool seen = slot != begin && slot[-1] == *slot;
+        for (int64_t before = 0; before < f && !seen; ++before) {
+          if (group_->feature_tables[before] != static_cast<int64_t>(t)) continue;
+          const auto [first, last] = range(before);
+          seen = std::binary_search(first, last, *slot);
+        }
+        if (seen) continue;
+        table.before_change(*slot);
+        count_step(table.rows().meta(*slot), steps_[t], half_life);
+        ++table.counters().lookups;
+      }
+    }
+    steps_[t] = 0;
+  }
+}
+
+void Pass::count(const Distinct& distinct) noexcept {
   for (size_t t = 0; t < distinct.size(); ++t) {
     if (distinct[t] == 0 || steps_[t] == 0) continue;
     group_->tables[t]->counters().lookups += distinct[t];
@@ -149,7 +178,7 @@ void accumulated_backward(const std::vector<std::shared_ptr<Pass>>& passes, cons
     for (const auto& table : group->tables) pass->settle(*table, executor);
   }
   const ClippedGradient clipped(*group, grad.data(), merged.bags, executor);
-  apply_gradients({*group, merged, slots.data()}, clipped.data(), learning_rates, Steps(group->tables.size(), 0), executor);
+  Update({*group, merged, slots.data()}, clipped.data(), learning_rates, Steps(group->tables.size(), 0), executor).run();
 }
 
 }  // namespace recstore

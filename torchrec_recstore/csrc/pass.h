@@ -14,10 +14,18 @@ namespace recstore {
 // A training forward of a group, from its lookup until its backward has run or its graph is gone.
 class Pass final : public PendingPass {
  public:
-  // Looks the batch up (see lookup()) into out and keeps the slots. The caller holds no lock.
-  // inputs: keeps what `batch` points to alive.
-  Pass(std::shared_ptr<const Group> group, const Batch& batch, std::shared_ptr<void> inputs, float* out, Executor& executor);
+  // Not begun yet. inputs: keeps what `batch` points to alive. Throws OutOfMemory.
+  Pass(std::shared_ptr<const Group> group, const Batch& batch, std::shared_ptr<void> inputs, Executor& executor);
   ~Pass() override;
+
+  // A pass of tables of its own, and where its output goes.
+  struct Start {
+    Pass* pass;
+    float* out;
+  };
+  // Looks the batches of passes of different tables up (see TrainingLookup) and keeps the slots: all of them, or
+  // nothing changes. The caller holds no lock.
+  static void begin(const std::vector<Start>& starts, Executor& executor);
 
   int64_t columns() const { return group_->columns(); }
   const Batch& batch() const { return batch_; }
@@ -37,8 +45,8 @@ class Pass final : public PendingPass {
  private:
   friend void accumulated_backward(const std::vector<std::shared_ptr<Pass>>&, const std::vector<const float*>&,
                                    const std::vector<float>&, Executor&);
-  void count(const Distinct& distinct);
-  void end();
+  void count(const Distinct& distinct) noexcept;
+  void settle_without_memory() noexcept;
   ResolvedBatch resolved() const { return {*group_, batch_, static_cast<const Slot*>(slots_.data())}; }
 
   std::shared_ptr<const Group> group_;
@@ -46,7 +54,7 @@ class Pass final : public PendingPass {
   std::shared_ptr<void> inputs_;
   BufferPool::Buffer slots_;
   Steps steps_;                   // zero for a table whose bookkeeping is written
-  std::vector<uint64_t> numbers_; // one a table
+  std::vector<uint64_t> numbers_; // one a table; none before the pass has begun
   Executor& executor_;
 };
 

@@ -48,6 +48,7 @@ void Region::reserve(size_t bytes) {
 }
 
 void Region::grow(size_t bytes) {
+  pieces_.reserve(pieces_.size() + 1);  // nothing may fail once pages have been moved
   const bool small = bytes <= kSmall;
   size_t grown = small ? kSmall : std::max(bytes_, kHugePage);
   while (grown < bytes) grown *= 2;

@@ -1,13 +1,14 @@
 #pragma once
 
 #include <cstdint>
-#include <deque>
 #include <vector>
 
 #include "changes.h"
 #include "config.h"
+#include "free_slots.h"
 #include "index.h"
 #include "region.h"
+#include "reserve_more.h"
 #include "row_kernels.h"
 
 namespace recstore {
@@ -39,8 +40,8 @@ class Rows {
   int64_t slots() const { return high_water_; }
   template <class Visit>  // visit(slot) for those that hold no row
   void for_each_free(const Visit& visit) const {
-    for (const Slot slot : free_) visit(slot);
-    for (const Retired& retired : retired_) visit(retired.slot);
+    free_.for_each(0, visit);
+    for (size_t r = reclaimed_; r < retired_.size(); ++r) visit(retired_[r].slot);
   }
 
   const Changes& changes() const { return changes_; }
@@ -48,24 +49,22 @@ class Rows {
   // From here on, which rows change is known.
   Changes::Mark mark();
 
-  // Makes room for `count` slots, where so many are first given back; take() then fails for no want of it. Throws OutOfMemory.
-  void reserve(int64_t count, int64_t given_back);
-  // Appends `count` free slots to `out`. Throws OutOfMemory and changes nothing where there is no room.
+  // Appends `count` free slots to `out`, the lowest first. Throws OutOfMemory and changes nothing where there is no room.
   void take(int64_t count, std::vector<Slot>& out);
-  // Takes slots back that take() gave and nobody has seen since.
-  void put_back(const std::vector<Slot>& slots) { free_.insert(free_.end(), slots.begin(), slots.end()); }
   // Takes a slot back that no pending pass refers to.
-  void give_back_now(Slot slot) { free_.push_back(slot); }
+  void give_back_now(Slot slot) noexcept { free_.add(slot); }
+  // Makes room for `count` calls of give_back(). Throws std::bad_alloc.
+  void reserve_give_back(int64_t count) { reserve_more(retired_, static_cast<size_t>(count)); }
   // Takes a slot back; it is handed out again once every pass up to number `last_pass` has ended.
-  void give_back(Slot slot, uint64_t last_pass);
+  void give_back(Slot slot, uint64_t last_pass) noexcept { retired_.push_back({last_pass, slot}); }
   // Tells that no pass numbered below `oldest_pass` is pending.
-  void reclaim(uint64_t oldest_pass);
+  void reclaim(uint64_t oldest_pass) noexcept;
   // A new row: its weights are the caller's to write, its optimizer state and frequency zero.
   void reset_state(Slot slot, uint32_t step);
 
   // Writes weights (columns,), rounded to nearest.
   void set_weights(Slot slot, const float* weights) { row_kernels().narrow(type_, weights, columns_, row(slot)); }
-  void clear();
+  void clear() noexcept;
 
   int64_t bytes() const;
 
@@ -82,8 +81,9 @@ class Rows {
   Region meta_;
   int64_t high_water_ = 0;
   Changes changes_;
-  std::vector<Slot> free_;
-  std::deque<Retired> retired_;  // last_pass ascends
+  FreeSlots free_;
+  std::vector<Retired> retired_;  // last_pass ascends
+  size_t reclaimed_ = 0;          // of retired_, its first ones
 };
 
 }  // namespace recstore

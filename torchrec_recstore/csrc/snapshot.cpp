@@ -101,8 +101,9 @@ Snapshot::Snapshot(std::shared_ptr<Table> table, std::optional<Changes::Mark> si
     const auto is_back = [&](int64_t id) { return index.find(id, index.hash(id)) != kNoSlot; };
     if (left_) left_->erase(std::remove_if(left_->begin(), left_->end(), is_back), left_->end());
   }
-  mark_ = table_->rows().mark();
   numbers_.reserve(static_cast<size_t>(slots_) * sizeof(uint32_t));
+  table_->reserve_pass();
+  mark_ = table_->rows().mark();
   pass_ = table_->begin_pass(this);  // so that slots are not reused
   table_->set_snapshot(this);
 }
@@ -211,7 +212,7 @@ void Snapshot::keep(Slot slot) {
   number(slot) = static_cast<uint32_t>(kept + 1);
 }
 
-bool Snapshot::removed(int64_t id, Slot slot) {
+bool Snapshot::removed(int64_t id, Slot slot) noexcept {
   if (!pending(slot)) return false;
   removed_.push_back({id, slot});
   return true;

@@ -8,8 +8,9 @@
 #include <vector>
 
 #include "changes.h"
-#include "region.h"
 #include "executor.h"
+#include "region.h"
+#include "reserve_more.h"
 #include "table.h"
 #include "transfer.h"
 
@@ -43,8 +44,10 @@ class Snapshot final : public PendingPass {
 
   // The row is about to change. The caller holds the lock; distinct slots may come in parallel.
   void keep(Slot slot);
+  // Makes room for `count` calls of removed(). Throws std::bad_alloc.
+  void reserve_removed(int64_t count) { reserve_more(removed_, static_cast<size_t>(count)); }
   // The id's row leaves. The caller holds the lock. Returns whether it is still to be read, from where it lies.
-  bool removed(int64_t id, Slot slot);
+  bool removed(int64_t id, Slot slot) noexcept;
 
   void settle(const Table&, Executor&) override {}  // has no bookkeeping of its own
   void pin(const Table&, SlotSet&) const override {}  // has copies of what it still needs, or its slots wait for it

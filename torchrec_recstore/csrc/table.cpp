@@ -44,20 +44,33 @@ void Table::check_open() const {
 }
 
 int64_t Table::remove(const int64_t* ids, int64_t n) {
+  reserve_leave(n);
+  if (!pending_.empty()) rows_.reserve_give_back(n);
   int64_t removed = 0;
   for (int64_t i = 0; i < n; ++i) {
     const Slot slot = index_.erase(ids[i], index_.hash(ids[i]));
     if (slot == kNoSlot) continue;
-    rows_.give_back(slot, next_pass_ - 1);
+    if (pending_.empty()) {
+      rows_.give_back_now(slot);
+    } else {
+      rows_.give_back(slot, next_pass_ - 1);
+    }
     if (rows_.changes().tracks()) rows_.changes().left(ids[i], index_.size());
     if (snapshot_ != nullptr) snapshot_->removed(ids[i], slot);
     ++removed;
   }
-  rows_.reclaim(pending_.empty() ? next_pass_ : pending_.begin()->number);
+  rows_.reclaim(oldest_pass());
   return removed;
 }
 
-void Table::leave(const std::vector<Leaver>& rows) {
+void Table::reserve_leave(int64_t rows) {
+  if (rows_.changes().tracks()) rows_.changes().reserve_left(rows);
+  if (snapshot_ == nullptr) return;
+  snapshot_->reserve_removed(rows);
+  rows_.reserve_give_back(rows);
+}
+
+void Table::leave(const std::vector<Leaver>& rows, int64_t reused) noexcept {
   for (size_t i = 0; i < rows.size(); ++i) {
     if (i + kAhead < rows.size()) __builtin_prefetch(index_.home_line(index_.hash(rows[i + kAhead].id)), 1, 3);
     const Leaver& row = rows[i];
@@ -65,7 +78,7 @@ void Table::leave(const std::vector<Leaver>& rows) {
     if (rows_.changes().tracks()) rows_.changes().left(row.id, index_.size());
     if (snapshot_ != nullptr && snapshot_->removed(row.id, row.slot)) {
       rows_.give_back(row.slot, next_pass_ - 1);
-    } else {
+    } else if (static_cast<int64_t>(i) >= reused) {
       rows_.give_back_now(row.slot);
     }
   }
@@ -118,15 +131,16 @@ void Table::ids(int64_t* out) const {
 
 uint32_t Table::begin_step() { return static_cast<uint32_t>(++counters_.steps); }
 
-uint64_t Table::begin_pass(PendingPass* pass) {
-  const uint64_t number = next_pass_++;
-  pending_.insert({number, pass});
-  return number;
+uint64_t Table::begin_pass(PendingPass* pass) noexcept {
+  pending_.push_back({next_pass_, pass});
+  return next_pass_++;
 }
 
-void Table::end_pass(uint64_t number) {
-  pending_.erase({number, nullptr});
-  rows_.reclaim(pending_.empty() ? next_pass_ : pending_.begin()->number);
+void Table::end_pass(uint64_t number) noexcept {
+  const auto ended = std::lower_bound(pending_.begin(), pending_.end(), number,
+                                      [](const Numbered& numbered, uint64_t wanted) { return numbered.number < wanted; });
+  pending_.erase(ended);
+  rows_.reclaim(oldest_pass());
 }
 
 void Table::settle_passes(Executor& executor) {

@@ -3,7 +3,6 @@
 #include <cstdint>
 #include <mutex>
 #include <optional>
-#include <set>
 #include <vector>
 
 #include "cold_filter.h"
@@ -11,6 +10,7 @@
 #include "executor.h"
 #include "index.h"
 #include "initializer.h"
+#include "reserve_more.h"
 #include "rows.h"
 #include "sightings.h"
 #include "slot_set.h"
@@ -103,18 +103,24 @@ class Table {
   // The caller holds both locks. Throws InvalidArgument where the shapes differ or there is a snapshot, OutOfMemory.
   void exchange_rows(Table& other);
 
-  // Removes ids (n,); returns how many had a row.
+  // Removes ids (n,); returns how many had a row. Throws std::bad_alloc, and has removed nothing then.
   int64_t remove(const int64_t* ids, int64_t n);
-  // Removes rows that no pending pass refers to.
-  void leave(const std::vector<Leaver>& rows);
+  // Makes room for `rows` rows to leave. Throws std::bad_alloc.
+  void reserve_leave(int64_t rows);
+  // Removes rows that no pending pass refers to; the slots of the first `reused` of them are new rows' already.
+  void leave(const std::vector<Leaver>& rows, int64_t reused = 0) noexcept;
+  // Whether slots of rows that leave can be handed out at once.
+  bool slots_are_free_at_once() const { return snapshot_ == nullptr; }
   // The ids that have a row, ascending. out: (size(),)
   void ids(int64_t* out) const;
 
   // Starts a step's bookkeeping: returns its number, from 1.
   uint32_t begin_step();
+  // Makes room for a call of begin_pass(). Throws std::bad_alloc.
+  void reserve_pass() { reserve_more(pending_, 1); }
   // A pass is numbered when it begins; slots freed from then on wait for its end.
-  uint64_t begin_pass(PendingPass* pass);
-  void end_pass(uint64_t number);
+  uint64_t begin_pass(PendingPass* pass) noexcept;
+  void end_pass(uint64_t number) noexcept;
   void settle_passes(Executor& executor);
   template <class Visit>  // visit(pass)
   void for_each_pass(const Visit& visit) const {
@@ -123,11 +129,11 @@ class Table {
 
  private:
   void note_change(Slot slot);
+  uint64_t oldest_pass() const { return pending_.empty() ? next_pass_ : pending_.front().number; }
 
   struct Numbered {
     uint64_t number;
     PendingPass* pass;
-    bool operator<(const Numbered& other) const { return number < other.number; }
   };
 
   TableConfig config_;
@@ -143,7 +149,7 @@ class Table {
   ColdFilter cold_filter_;
   Snapshot* snapshot_ = nullptr;
   uint64_t next_pass_ = 1;
-  std::set<Numbered> pending_;
+  std::vector<Numbered> pending_;  // number ascends
 };
 
 }  // namespace recstore

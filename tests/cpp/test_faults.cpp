@@ -1,0 +1,385 @@
+// Every allocation of a call fails once in turn: after each failure the tables are as they were, to the bit, and the
+// same call then does what it does in tables where nothing failed.
+
+#include <sys/mman.h>
+
+#include <algorithm>
+#include <atomic>
+#include <cstdarg>
+#include <cstdint>
+#include <cstdlib>
+#include <cstring>
+#include <functional>
+#include <memory>
+#include <new>
+#include <string>
+#include <utility>
+#include <vector>
+
+#include "cold_rows.h"
+#include "error.h"
+#include "pass.h"
+#include "snapshot.h"
+#include "testing.h"
+#include "transfer.h"
+
+namespace faults {
+
+thread_local bool counting = false;  // what this thread asks for is counted
+std::atomic<int64_t> count{0};
+int64_t failing = -1;  // the number of the allocation that fails, from 0
+
+bool fails() { return counting && count.fetch_add(1) == failing; }
+
+}  // namespace faults
+
+// What the core asks the system for memory by.
+void* operator new(std::size_t size) {
+  void* memory = faults::fails() ? nullptr : std::malloc(size == 0 ? 1 : size);
+  if (memory == nullptr) throw std::bad_alloc();
+  return memory;
+}
+void* operator new(std::size_t size, const std::nothrow_t&) noexcept { return faults::fails() ? nullptr : std::malloc(size == 0 ? 1 : size); }
+void operator delete(void* memory) noexcept { std::free(memory); }
+void operator delete(void* memory, std::size_t) noexcept { std::free(memory); }
+
+extern "C" {
+void* __real_mmap(void* address, size_t bytes, int protection, int flags, int file, off_t offset);
+void* __real_mremap(void* from, size_t old_bytes, size_t bytes, int flags, void* to);
+void* __real_aligned_alloc(size_t alignment, size_t bytes);
+void* __wrap_mmap(void* address, size_t bytes, int protection, int flags, int file, off_t offset) {
+  return faults::fails() ? MAP_FAILED : __real_mmap(address, bytes, protection, flags, file, offset);
+}
+void* __wrap_mremap(void* from, size_t old_bytes, size_t bytes, int flags, ...) {
+  va_list arguments;
+  va_start(arguments, flags);
+  void* to = va_arg(arguments, void*);
+  va_end(arguments);
+  return faults::fails() ? MAP_FAILED : __real_mremap(from, old_bytes, bytes, flags, to);
+}
+void* __wrap_aligned_alloc(size_t alignment, size_t bytes) { return faults::fails() ? nullptr : __real_aligned_alloc(alignment, bytes); }
+}
+
+using namespace recstore;
+
+namespace {
+
+constexpr int64_t kColumns = 5;
+
+// Lends threads whose own memory does not count.
+class Workers final : public Executor {
+ public:
+  explicit Workers(int count) : threads_(count) {}
+  int threads() const override { return threads_.threads(); }
+  void run(int workers, Body body, void* context) override {
+    if (faults::fails()) throw std::bad_alloc();  // as where no thread can be had
+    struct Shared {
+      Body body;
+      void* context;
+      bool counted;
+    } shared{body, context, std::exchange(faults::counting, false)};
+    threads_.run(workers, [](void* of) {
+      const Shared& own = *static_cast<Shared*>(of);
+      faults::counting = own.counted;
+      own.body(own.context);
+    }, &shared);
+    faults::counting = shared.counted;
+  }
+
+ private:
+  Threads threads_;
+};
+
+struct Tables {
+  std::vector<std::shared_ptr<Table>> all;
+  std::shared_ptr<const Group> group;
+  std::vector<std::shared_ptr<Pass>> passes;  // still to go back
+  std::vector<std::unique_ptr<Snapshot>> snapshots;
+  std::vector<float> out = std::vector<float>(40 * 3 * kColumns);
+};
+
+struct Kind {
+  std::string name;
+  Bounds first;   // of the first table; the second has none, the third is full
+  bool snapshot;  // while one watches
+};
+
+std::shared_ptr<Table> make_table(const Bounds& bounds, const char* name) {
+  TableConfig config;
+  config.name = name;
+  config.column_end = kColumns;
+  config.init = {InitKind::kUniform, -1.0, 1.0, 0.0};
+  config.optimizer.kind = OptimizerKind::kAdam;
+  config.optimizer.beta1 = 0.9;
+  config.optimizer.beta2 = 0.99;
+  config.bounds = bounds;
+  return std::make_shared<Table>(config);
+}
+
+// Features of the tables one after the other, each of n ids.
+struct Data {
+  std::vector<int64_t> ids, offsets;
+  std::vector<float> grad;
+  Batch batch;
+
+  Data(const Data&) = delete;
+  Data(int64_t features, int64_t n, int64_t first) {
+    for (int64_t f = 0; f < features; ++f) {
+      for (int64_t i = 0; i < n; ++i) ids.push_back((i % 7 == 0 ? 0 : first) + i / 2 * 3);
+    }
+    for (int64_t i = 0; i <= features * n; ++i) offsets.push_back(i);
+    for (int64_t i = 0; i < n * features * kColumns; ++i) grad.push_back(0.01f * static_cast<float>(i % 31) - 0.1f);
+    batch.ids = ids.data();
+    batch.n_ids = static_cast<int64_t>(ids.size());
+    batch.offsets = offsets.data();
+    batch.bags = n;
+  }
+};
+
+constexpr int64_t kFull = 45;
+
+Tables make_tables(const Kind& kind) {
+  SerialExecutor executor;
+  Tables tables;
+  Bounds full;
+  full.max_rows = kFull;
+  full.eviction = Eviction::kLeastFrequent;
+  tables.all = {make_table(kind.first, "first"), make_table({}, "second"), make_table(full, "full")};
+  tables.group = std::make_shared<const Group>(tables.all, std::vector<Routing>(3), std::vector<int64_t>{0, 1, 2}, false);
+  for (int64_t step = 0; step < 5; ++step) {
+    const Data data(3, 40, 40 * step);
+    begun(tables.group, data.batch, tables.out.data(), executor)->backward(data.grad.data(), {0.1f, 0.2f, 0.3f}, nullptr, executor);
+  }
+  if (kind.snapshot) {
+    for (const auto& table : tables.all) {
+      const std::lock_guard<std::mutex> lock(table->mutex());
+      CHECK(table->rows().mark() == 1);
+      tables.snapshots.push_back(std::make_unique<Snapshot>(table, std::nullopt));
+    }
+  }
+  return tables;
+}
+
+template <class T>
+void append(std::string& bytes, const T& value) {
+  bytes.append(reinterpret_cast<const char*>(&value), sizeof(value));
+}
+
+// All that the calls may change, apart from where it lies.
+std::string state_of(const Tables& tables) {
+  SerialExecutor executor;
+  std::string state;
+  for (const auto& table : tables.all) {
+    table->settle_passes(executor);
+    std::vector<int64_t> ids(static_cast<size_t>(table->size()));
+    table->ids(ids.data());
+    const int64_t n = table->size();
+    std::vector<char> images(static_cast<size_t>(n * image_bytes(*table)));
+    read_images(*table, ids.data(), n, images.data(), executor);
+    state.append(reinterpret_cast<const char*>(ids.data()), ids.size() * sizeof(int64_t));
+    state.append(images.begin(), images.end());
+    append(state, table->counters());
+    append(state, table->optimizer_steps());
+    if (table->sightings() != nullptr) {
+      std::vector<uint8_t> cells(static_cast<size_t>(table->sightings()->bytes()));
+      table->sightings()->read(cells.data());
+      state.append(cells.begin(), cells.end());
+      append(state, table->sightings()->taken());
+    }
+    for (int64_t id = 0; id < 200; ++id) append(state, table->cold_filter().may_contain(id));
+    const auto left = table->rows().changes().left_since(1);
+    for (const int64_t id : left ? *left : std::vector<int64_t>{-1}) append(state, id);
+  }
+  return state;
+}
+
+using Call = std::function<void(Tables&, Executor&)>;
+
+int64_t calls_that_failed = 0;
+
+// before: what goes before the call, and does not fail.
+void every_allocation_fails_once(const Kind& kind, const std::string& name, int threads, const Call& before, const Call& call) {
+  Workers workers(threads);
+  Tables untouched = make_tables(kind);
+  if (before) before(untouched, workers);
+  call(untouched, workers);
+  untouched.passes.clear();
+  const std::string expected = state_of(untouched);
+  for (int64_t failing = 0;; ++failing) {
+    Tables tables = make_tables(kind);
+    if (before) before(tables, workers);
+    const std::string before_call = state_of(tables);
+    bool failed = false;
+    faults::count = 0;
+    faults::failing = failing;
+    faults::counting = true;
+    try {
+      call(tables, workers);
+    } catch (const std::bad_alloc&) {
+      failed = true;
+    } catch (const OutOfMemory&) {
+      failed = true;
+    }
+    faults::counting = false;
+    if (failed) {
+      ++calls_that_failed;
+      if (state_of(tables) != before_call) {
+        std::fprintf(stderr, "%s, %s, %d threads: allocation %lld changes the tables\n", kind.name.c_str(), name.c_str(), threads, static_cast<long long>(failing));
+        std::abort();
+      }
+      call(tables, workers);
+    }
+    tables.passes.clear();
+    if (state_of(tables) != expected) {
+      std::fprintf(stderr, "%s, %s, %d threads: another result after allocation %lld, which %s\n", kind.name.c_str(), name.c_str(), threads,
+                   static_cast<long long>(failing), failed ? "failed" : "was got over");
+      std::abort();
+    }
+    if (faults::count <= failing) break;
+  }
+}
+
+const Data& new_ids() {
+  static const Data data(3, 40, 777);
+  return data;
+}
+
+void forward(Tables& tables, Executor& executor) {
+  auto pass = begun(tables.group, new_ids().batch, tables.out.data(), executor);
+  const bool counted = std::exchange(faults::counting, false);
+  tables.passes.push_back(std::move(pass));
+  faults::counting = counted;
+}
+void backward(Tables& tables, Executor& executor) { tables.passes.back()->backward(new_ids().grad.data(), {0.1f, 0.2f, 0.3f}, nullptr, executor); }
+void accumulated(Tables& tables, Executor& executor) {
+  accumulated_backward(tables.passes, {new_ids().grad.data(), new_ids().grad.data()}, {0.1f, 0.2f, 0.3f}, executor);
+}
+// Of groups of one table each.
+void several_passes(Tables& tables, Executor& executor) {
+  static const Data data(1, 40, 777);
+  std::vector<std::shared_ptr<Pass>> passes;
+  std::vector<Pass::Start> starts;
+  for (size_t t = 0; t < tables.all.size(); ++t) {
+    const auto group = std::make_shared<const Group>(std::vector<std::shared_ptr<Table>>{tables.all[t]}, std::vector<Routing>(1), std::vector<int64_t>{0}, false);
+    passes.push_back(std::make_shared<Pass>(group, data.batch, nullptr, executor));
+    starts.push_back({passes.back().get(), tables.out.data() + t * 40 * kColumns});
+  }
+  Pass::begin(starts, executor);
+}
+void drop(Tables& tables, Executor&) { tables.passes.clear(); }
+void for_each_table(Tables& tables, size_t only, const std::function<void(const std::shared_ptr<Table>&)>& work) {
+  const std::lock_guard<std::mutex> lock(tables.all[only]->mutex());
+  work(tables.all[only]);
+}
+Call update(size_t of) {
+  return [of](Tables& tables, Executor& executor) {
+    for_each_table(tables, of, [&](const std::shared_ptr<Table>& table) {
+      const Group group({table}, std::vector<Routing>(1), {0}, false);
+      const Data data(1, 40, 777);
+      std::vector<Slot> slots(40);
+      Upsert rows(*table, data.ids.data(), 40, slots.data(), executor, Arrival::kUpdate);
+      Update update({group, data.batch, slots.data()}, data.grad.data(), {0.1f}, Steps{0}, executor);
+      rows.commit();
+      update.run();
+    });
+  };
+}
+Call import(size_t of) {
+  return [of](Tables& tables, Executor& executor) {
+    for_each_table(tables, of, [&](const std::shared_ptr<Table>& table) {
+      const Data data(1, 40, 777);
+      const std::vector<float> values(40 * kColumns, 0.5f), state(40, 0.0f);
+      const std::vector<int64_t> numbers(40, 3);
+      write_rows(*table, data.ids.data(), 40, {values.data(), {values.data(), values.data()}, state.data(), numbers.data(), numbers.data()}, executor);
+    });
+  };
+}
+Call remove(size_t of) {
+  return [of](Tables& tables, Executor&) {
+    for_each_table(tables, of, [&](const std::shared_ptr<Table>& table) {
+      const Data data(1, 40, 40);
+      table->remove(data.ids.data(), 40);
+    });
+  };
+}
+void evict_half(Tables& tables, Executor& executor) {
+  for_each_table(tables, 0, [&](const std::shared_ptr<Table>& table) {
+    std::vector<int64_t> ids(static_cast<size_t>(table->size()));
+    table->ids(ids.data());
+    const auto n = static_cast<int64_t>(ids.size());
+    std::vector<char> images(static_cast<size_t>(n * image_bytes(*table)));
+    read_images(*table, ids.data(), n, images.data(), executor);
+    std::unique_ptr<bool[]> left(new bool[ids.size()]);
+    std::vector<int64_t> some(ids.begin(), ids.begin() + n / 2);
+    evict(*table, some.data(), n / 2, images.data(), left.get());
+  });
+}
+void bring(Tables& tables, Executor& executor) {
+  for_each_table(tables, 1, [&](const std::shared_ptr<Table>& table) {
+    const std::vector<int64_t> ids{100001, 100002, 100003};
+    const std::vector<char> images(static_cast<size_t>(3 * image_bytes(*table)), 1);
+    bring_back(*table, ids.data(), 3, images.data(), true, executor);
+  });
+}
+void note_cold(Tables& tables, Executor&) {
+  for_each_table(tables, 0, [&](const std::shared_ptr<Table>& table) {
+    std::vector<int64_t> ids;
+    for (int64_t id = 0; id < 5000; ++id) ids.push_back(id % 1900);
+    table->cold_filter().add(ids.data(), 5000);
+  });
+}
+void watch(Tables& tables, Executor&) {
+  if (!tables.snapshots.empty()) return;
+  auto snapshot = std::make_unique<Snapshot>(tables.all[0], std::nullopt);
+}
+// A table grows far, over several pieces of its regions.
+void grow(Tables& tables, Executor& executor) {
+  static const Data data(1, 60000, 100000);
+  for_each_table(tables, 1, [&](const std::shared_ptr<Table>& table) {
+    std::vector<Slot> slots(60000);
+    find_or_insert(*table, data.ids.data(), 60000, slots.data(), executor, Arrival::kUpdate);
+  });
+}
+
+}  // namespace
+
+int main() {
+  Bounds bounded;
+  bounded.max_rows = 60;
+  bounded.eviction = Eviction::kLeastRecent;
+  Bounds admitting = bounded;
+  admitting.min_frequency = 2;
+  admitting.counter_bytes = 1 << 12;
+  Bounds expiring;
+  expiring.expiry = 2;
+  const std::vector<Kind> kinds{{"bounded", bounded, false}, {"admitting", admitting, false}, {"expiring", expiring, true}};
+  for (const Kind& kind : kinds) {
+    for (const int threads : {1, 3}) {
+      if (threads > 1 && kind.name != "bounded") continue;
+      const auto test = [&](const char* name, const Call& before, const Call& call) { every_allocation_fails_once(kind, name, threads, before, call); };
+      test("forward", nullptr, forward);
+      test("several passes", nullptr, several_passes);
+      test("backward", forward, backward);
+      test("drop", forward, drop);
+      test("accumulated backward", [](Tables& tables, Executor& executor) {
+        forward(tables, executor);
+        forward(tables, executor);
+      }, accumulated);
+      if (threads > 1) continue;
+      for (const size_t of : {0, 1, 2}) {
+        if (of > 0 && kind.name != "bounded") continue;
+        test("update", nullptr, update(of));
+        test("import", nullptr, import(of));
+        test("remove", nullptr, remove(of));
+        test("remove beside a pass", forward, remove(of));
+      }
+      test("evict", nullptr, evict_half);
+      test("note cold", nullptr, note_cold);
+      test("bring back", nullptr, bring);
+      test("watch", nullptr, watch);
+    }
+  }
+  every_allocation_fails_once(kinds[0], "grow", 2, nullptr, grow);
+  CHECK(calls_that_failed > 1000);
+  std::printf("test_faults passed: %lld calls failed\n", static_cast<long long>(calls_that_failed));
+}
