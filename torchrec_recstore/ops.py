@@ -358,6 +358,12 @@ mix_ids = cast(Callable[[Tensor, bool], Tensor], _ops.mix_ids.default)
 """(ids (N,) int64, inverse) -> (N,) int64: a bijection without a pattern in its low bits, or its inverse."""
 
 
+def buffer_pool_bytes() -> tuple[int, int, int]:
+    """Bytes of the process's pool of outputs and gradients: in use, idle, and the most that it keeps idle."""
+    used, idle, most_idle = _ops.buffer_pool_bytes()
+    return used, idle, most_idle
+
+
 def instruction_set() -> str:
     """The instruction set that the row loops run on: ``"baseline"``, ``"avx2"`` or ``"avx512"``."""
     return cast(str, _ops.instruction_set())

@@ -7,7 +7,8 @@ from pathlib import Path
 import pytest
 
 from torchrec_recstore.doctor.machine import Machine
-from torchrec_recstore.doctor.memory import address_space, available, control_group, huge_pages, overcommit
+from torchrec_recstore.doctor.memory import address_space, available, buffers, control_group, huge_pages, overcommit
+from torchrec_recstore.doctor.probe import probe
 
 from .machines import MEMINFO, machine
 
@@ -21,6 +22,14 @@ def test_available(tmp_path: Path) -> None:
     assert (little.status, little.found) == ("warning", "1.0 GB available of 25.3 GB")
     assert "max_rows" in little.fix
     assert available(Machine(root=tmp_path / "nowhere")).status == "problem"
+
+
+def test_buffers() -> None:
+    imported = probe(["torch", "torchrec_recstore.ops"])
+    finding = buffers(imported)
+    assert finding.status == "ok"
+    assert "keeps up to 67.1 MB of outputs and gradients" in finding.found
+    assert buffers({}).found == "not known without the native extension"
 
 
 def test_nothing_bounds_the_process(tmp_path: Path) -> None:

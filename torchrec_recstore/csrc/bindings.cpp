@@ -9,6 +9,7 @@
 
 #include <algorithm>
 #include <memory>
+#include <new>
 #include <optional>
 #include <string>
 #include <tuple>
@@ -863,6 +864,12 @@ void group_accumulated_backward(std::vector<Tensor> contexts, std::vector<Tensor
   accumulated_backward(all, data, std::vector<float>(learning_rates.begin(), learning_rates.end()), executor());
 }
 
+// Bytes of the pool of buffers: in use, idle, and the most that it keeps idle.
+std::vector<int64_t> buffer_pool_bytes() {
+  const BufferPool::Bytes bytes = BufferPool::instance().bytes();
+  return {static_cast<int64_t>(bytes.used), static_cast<int64_t>(bytes.idle), static_cast<int64_t>(bytes.most_idle)};
+}
+
 std::string instruction_set() { return row_kernels().name; }
 
 // Rows without pooling, of groups of one feature whose ids follow each other: counts of each.
@@ -932,6 +939,23 @@ Tensor mix_ids(Tensor ids, bool inverse) {
   return out;
 }
 
+// An op that fails for want of memory has changed nothing: what the pool keeps idle is freed, and it is tried again.
+template <auto op>
+struct WithIdleMemory;
+template <class Result, class... Arguments, Result (*op)(Arguments...)>
+struct WithIdleMemory<op> {
+  static Result call(const Arguments&... arguments) {
+    try {
+      return op(arguments...);
+    } catch (const OutOfMemory&) {
+      if (BufferPool::instance().free_idle() == 0) throw;
+    } catch (const std::bad_alloc&) {
+      if (BufferPool::instance().free_idle() == 0) throw;
+    }
+    return op(arguments...);
+  }
+};
+
 }  // namespace
 }  // namespace recstore
 
@@ -990,6 +1014,7 @@ STABLE_TORCH_LIBRARY(recstore_ops, m) {
   m.def("group_backward(Tensor context, Tensor grad, float[] learning_rates, bool weight_grads) -> Tensor");
   m.def("group_weight_gradients(Tensor context, Tensor grad) -> Tensor");
   m.def("group_accumulated_backward(Tensor[] contexts, Tensor[] grads, float[] learning_rates) -> ()");
+  m.def("buffer_pool_bytes() -> int[]");
   m.def("instruction_set() -> str");
   m.def("rows_forward(int[] groups, Tensor ids, int[] counts, bool train) -> (Tensor, Tensor)");
   m.def("mix_ids(Tensor ids, bool inverse) -> Tensor");
@@ -999,7 +1024,7 @@ STABLE_TORCH_LIBRARY(recstore_ops, m) {
 STABLE_TORCH_LIBRARY_IMPL(recstore_ops, CompositeExplicitAutograd, m) {
   m.impl("table_create", TORCH_BOX(&recstore::table_create));
   m.impl("table_destroy", TORCH_BOX(&recstore::table_destroy));
-  m.impl("table_ids", TORCH_BOX(&recstore::table_ids));
+  m.impl("table_ids", TORCH_BOX(&recstore::WithIdleMemory<&recstore::table_ids>::call));
   m.impl("table_stats", TORCH_BOX(&recstore::table_stats));
   m.impl("table_optimizer_steps", TORCH_BOX(&recstore::table_optimizer_steps));
   m.impl("table_set_optimizer_steps", TORCH_BOX(&recstore::table_set_optimizer_steps));
@@ -1012,7 +1037,7 @@ STABLE_TORCH_LIBRARY_IMPL(recstore_ops, CompositeExplicitAutograd, m) {
   m.impl("table_exchange_rows", TORCH_BOX(&recstore::table_exchange_rows));
   m.impl("table_is_being_saved", TORCH_BOX(&recstore::table_is_being_saved));
   m.impl("table_mark", TORCH_BOX(&recstore::table_mark));
-  m.impl("snapshot_open", TORCH_BOX(&recstore::snapshot_open));
+  m.impl("snapshot_open", TORCH_BOX(&recstore::WithIdleMemory<&recstore::snapshot_open>::call));
   m.impl("snapshot_moment", TORCH_BOX(&recstore::snapshot_moment));
   m.impl("snapshot_left", TORCH_BOX(&recstore::snapshot_left));
   m.impl("snapshot_rows_left", TORCH_BOX(&recstore::snapshot_rows_left));
@@ -1020,36 +1045,37 @@ STABLE_TORCH_LIBRARY_IMPL(recstore_ops, CompositeExplicitAutograd, m) {
   m.impl("snapshot_close", TORCH_BOX(&recstore::snapshot_close));
   m.impl("group_create", TORCH_BOX(&recstore::group_create));
   m.impl("group_destroy", TORCH_BOX(&recstore::group_destroy));
+  m.impl("buffer_pool_bytes", TORCH_BOX(&recstore::buffer_pool_bytes));
   m.impl("instruction_set", TORCH_BOX(&recstore::instruction_set));
 }
 
 STABLE_TORCH_LIBRARY_IMPL(recstore_ops, CPU, m) {
-  m.impl("table_lookup", TORCH_BOX(&recstore::table_lookup));
-  m.impl("table_update", TORCH_BOX(&recstore::table_update));
-  m.impl("table_insert", TORCH_BOX(&recstore::table_insert));
-  m.impl("table_remove", TORCH_BOX(&recstore::table_remove));
-  m.impl("table_contains", TORCH_BOX(&recstore::table_contains));
-  m.impl("table_export", TORCH_BOX(&recstore::table_export));
-  m.impl("table_import", TORCH_BOX(&recstore::table_import));
+  m.impl("table_lookup", TORCH_BOX(&recstore::WithIdleMemory<&recstore::table_lookup>::call));
+  m.impl("table_update", TORCH_BOX(&recstore::WithIdleMemory<&recstore::table_update>::call));
+  m.impl("table_insert", TORCH_BOX(&recstore::WithIdleMemory<&recstore::table_insert>::call));
+  m.impl("table_remove", TORCH_BOX(&recstore::WithIdleMemory<&recstore::table_remove>::call));
+  m.impl("table_contains", TORCH_BOX(&recstore::WithIdleMemory<&recstore::table_contains>::call));
+  m.impl("table_export", TORCH_BOX(&recstore::WithIdleMemory<&recstore::table_export>::call));
+  m.impl("table_import", TORCH_BOX(&recstore::WithIdleMemory<&recstore::table_import>::call));
   m.impl("table_set_sightings", TORCH_BOX(&recstore::table_set_sightings));
-  m.impl("table_note_cold", TORCH_BOX(&recstore::table_note_cold));
+  m.impl("table_note_cold", TORCH_BOX(&recstore::WithIdleMemory<&recstore::table_note_cold>::call));
   m.impl("table_note_left", TORCH_BOX(&recstore::table_note_left));
-  m.impl("table_absent", TORCH_BOX(&recstore::table_absent));
+  m.impl("table_absent", TORCH_BOX(&recstore::WithIdleMemory<&recstore::table_absent>::call));
   m.impl("table_may_be_cold", TORCH_BOX(&recstore::table_may_be_cold));
   m.impl("table_admits", TORCH_BOX(&recstore::table_admits));
-  m.impl("table_leaving", TORCH_BOX(&recstore::table_leaving));
-  m.impl("table_images", TORCH_BOX(&recstore::table_images));
-  m.impl("table_evict", TORCH_BOX(&recstore::table_evict));
-  m.impl("table_bring_back", TORCH_BOX(&recstore::table_bring_back));
-  m.impl("group_table_ids", TORCH_BOX(&recstore::group_table_ids));
-  m.impl("group_read", TORCH_BOX(&recstore::group_read));
-  m.impl("group_forward", TORCH_BOX(&recstore::group_forward));
+  m.impl("table_leaving", TORCH_BOX(&recstore::WithIdleMemory<&recstore::table_leaving>::call));
+  m.impl("table_images", TORCH_BOX(&recstore::WithIdleMemory<&recstore::table_images>::call));
+  m.impl("table_evict", TORCH_BOX(&recstore::WithIdleMemory<&recstore::table_evict>::call));
+  m.impl("table_bring_back", TORCH_BOX(&recstore::WithIdleMemory<&recstore::table_bring_back>::call));
+  m.impl("group_table_ids", TORCH_BOX(&recstore::WithIdleMemory<&recstore::group_table_ids>::call));
+  m.impl("group_read", TORCH_BOX(&recstore::WithIdleMemory<&recstore::group_read>::call));
+  m.impl("group_forward", TORCH_BOX(&recstore::WithIdleMemory<&recstore::group_forward>::call));
   m.impl("group_prefetch", TORCH_BOX(&recstore::group_prefetch));
-  m.impl("group_backward", TORCH_BOX(&recstore::group_backward));
-  m.impl("rows_forward", TORCH_BOX(&recstore::rows_forward));
+  m.impl("group_backward", TORCH_BOX(&recstore::WithIdleMemory<&recstore::group_backward>::call));
+  m.impl("rows_forward", TORCH_BOX(&recstore::WithIdleMemory<&recstore::rows_forward>::call));
   m.impl("mix_ids", TORCH_BOX(&recstore::mix_ids));
-  m.impl("group_weight_gradients", TORCH_BOX(&recstore::group_weight_gradients));
-  m.impl("group_accumulated_backward", TORCH_BOX(&recstore::group_accumulated_backward));
+  m.impl("group_weight_gradients", TORCH_BOX(&recstore::WithIdleMemory<&recstore::group_weight_gradients>::call));
+  m.impl("group_accumulated_backward", TORCH_BOX(&recstore::WithIdleMemory<&recstore::group_accumulated_backward>::call));
 }
 
 // Importing the module loads the library, which registers the ops.

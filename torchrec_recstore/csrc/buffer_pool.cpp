@@ -8,13 +8,14 @@
 #include <utility>
 
 #include "error.h"
+#include "reserve_more.h"
 
 namespace recstore {
 namespace {
 
 constexpr size_t kHugePage = size_t{2} << 20;
 constexpr size_t kPage = 4096;
-// A buffer that this many takes have passed by is given back to the system.
+// A buffer that this many takes have passed by is freed.
 constexpr size_t kIdleTakes = 64;
 
 size_t rounded(size_t bytes) {
@@ -22,10 +23,10 @@ size_t rounded(size_t bytes) {
   return (std::max<size_t>(bytes, 1) + unit - 1) / unit * unit;
 }
 
+// Null where there is no memory.
 void* allocate(size_t bytes) {
   void* data = std::aligned_alloc(bytes >= kHugePage ? kHugePage : kPage, bytes);
-  if (data == nullptr) throw OutOfMemory("cannot allocate a buffer of " + std::to_string(bytes) + " bytes");
-  if (bytes >= kHugePage) madvise(data, bytes, MADV_HUGEPAGE);
+  if (data != nullptr && bytes >= kHugePage) madvise(data, bytes, MADV_HUGEPAGE);
   return data;
 }
 
@@ -49,41 +50,97 @@ void BufferPool::Buffer::swap(Buffer& other) noexcept {
 BufferPool::Buffer BufferPool::take(size_t bytes) {
   bytes = rounded(bytes);
   Buffer buffer;
-  buffer.pool_ = this;
-  std::vector<Free> idle;
   {
     const std::lock_guard<std::mutex> lock(mutex_);
+    reserve_more(free_, in_use_ + 1);  // what is given back must find room
     ++clock_;
-    // The tightest fit, but never one that would leave more than half unused.
+    // The tightest fit, but never one that would leave more than half unused; of equal ones the last that came back, so
+    // that the others are seen to lie idle.
     auto best = free_.end();
     for (auto f = free_.begin(); f != free_.end(); ++f) {
-      if (f->bytes >= bytes && f->bytes <= 2 * bytes && (best == free_.end() || f->bytes < best->bytes)) best = f;
+      if (f->bytes >= bytes && f->bytes <= 2 * bytes && (best == free_.end() || f->bytes <= best->bytes)) best = f;
     }
     if (best != free_.end()) {
       buffer.data_ = best->data;
-      buffer.bytes_ = best->bytes;
+      bytes = best->bytes;
+      bytes_.idle -= bytes;
       free_.erase(best);
+    } else {
+      if (clock_ - last_freed_ > kIdleTakes) freed_ = 0;
+      const size_t missed = std::min(bytes, freed_);
+      bytes_.most_idle += missed;
+      freed_ -= missed;
     }
-    idle = remove_idle();
+    bytes_.used += bytes;
+    ++in_use_;
   }
-  for (const Free& f : idle) std::free(f.data);
+  buffer.pool_ = this;
+  buffer.bytes_ = bytes;
+  trim();
+  if (buffer.data_ == nullptr) buffer.data_ = allocate(bytes);
+  if (buffer.data_ == nullptr && free_idle() > 0) buffer.data_ = allocate(bytes);
   if (buffer.data_ == nullptr) {
-    buffer.data_ = allocate(bytes);
-    buffer.bytes_ = bytes;
+    const std::lock_guard<std::mutex> lock(mutex_);
+    bytes_.used -= bytes;
+    --in_use_;
+    throw OutOfMemory("cannot allocate a buffer of " + std::to_string(bytes) + " bytes");
   }
   return buffer;
 }
 
-void BufferPool::give_back(void* data, size_t bytes) {
-  const std::lock_guard<std::mutex> lock(mutex_);
-  free_.push_back({data, bytes, clock_});
+void BufferPool::give_back(void* data, size_t bytes) noexcept {
+  {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    free_.push_back({data, bytes, clock_});
+    --in_use_;
+    bytes_.used -= bytes;
+    bytes_.idle += bytes;
+  }
+  trim();
 }
 
-std::vector<BufferPool::Free> BufferPool::remove_idle() {
-  const auto busy = std::stable_partition(free_.begin(), free_.end(), [&](const Free& f) { return clock_ - f.last_use <= kIdleTakes; });
-  std::vector<Free> idle(busy, free_.end());
-  free_.erase(busy, free_.end());
-  return idle;
+void BufferPool::trim() noexcept {
+  for (;;) {
+    void* data = nullptr;
+    {
+      const std::lock_guard<std::mutex> lock(mutex_);
+      if (free_.empty()) return;
+      const Free oldest = free_.front();
+      const bool over = bytes_.idle > bytes_.most_idle;
+      if (!over && clock_ - oldest.last_use <= kIdleTakes) return;
+      if (over) {
+        freed_ += oldest.bytes;
+        last_freed_ = clock_;
+      } else {
+        bytes_.most_idle = std::max(kLeastIdle, bytes_.most_idle - std::min(oldest.bytes, bytes_.most_idle));
+      }
+      bytes_.idle -= oldest.bytes;
+      free_.erase(free_.begin());
+      data = oldest.data;
+    }
+    std::free(data);  // takes its time
+  }
+}
+
+size_t BufferPool::free_idle() noexcept {
+  size_t freed = 0;
+  for (;;) {
+    void* data = nullptr;
+    {
+      const std::lock_guard<std::mutex> lock(mutex_);
+      if (free_.empty()) return freed;
+      data = free_.back().data;
+      freed += free_.back().bytes;
+      bytes_.idle -= free_.back().bytes;
+      free_.pop_back();
+    }
+    std::free(data);
+  }
+}
+
+BufferPool::Bytes BufferPool::bytes() {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  return bytes_;
 }
 
 }  // namespace recstore

@@ -8,6 +8,9 @@ namespace recstore {
 
 // Memory for outputs, used again step after step: memory that malloc maps afresh costs more in page
 // faults than the lookup that fills it. A buffer is back in the pool once nothing refers to it.
+//
+// The pool keeps what takes of late have shown to be of use: it begins with a small bound, and raises that where a take
+// has to allocate what the bound had made it free shortly before. What lies idle for many takes is freed, and lowers it.
 class BufferPool {
  public:
   BufferPool() = default;
@@ -45,6 +48,15 @@ class BufferPool {
 
   // At least `bytes` uninitialised bytes, aligned to 64. Throws OutOfMemory.
   Buffer take(size_t bytes);
+  // Frees every buffer that is not in use; returns their bytes. For whoever is about to fail for want of memory.
+  size_t free_idle() noexcept;
+
+  struct Bytes {
+    size_t used;
+    size_t idle;
+    size_t most_idle;  // the bound
+  };
+  Bytes bytes();
 
  private:
   struct Free {
@@ -52,12 +64,18 @@ class BufferPool {
     size_t bytes;
     size_t last_use;
   };
-  void give_back(void* data, size_t bytes);
-  std::vector<Free> remove_idle();
+  static constexpr size_t kLeastIdle = size_t{64} << 20;
+
+  void give_back(void* data, size_t bytes) noexcept;
+  void trim() noexcept;
 
   std::mutex mutex_;
-  std::vector<Free> free_;
-  size_t clock_ = 0;  // counts the takes
+  std::vector<Free> free_;  // in the order in which they came back
+  size_t in_use_ = 0;       // buffers, for each of which free_ has room
+  size_t clock_ = 0;        // counts the takes
+  Bytes bytes_{0, 0, kLeastIdle};
+  size_t freed_ = 0;        // bytes that the bound has cost of late
+  size_t last_freed_ = 0;   // when
 };
 
 }  // namespace recstore

@@ -24,6 +24,8 @@ class Changes {
   void reserve(int64_t slots);
   // The row has been made or changed, or is about to be. Distinct slots may be touched in parallel.
   void touch(Slot slot) { stamps()[slot] = static_cast<uint8_t>(now_ - base_); }
+  // A row that `to` has no row in place of, as little or much changed, lies there from now on.
+  void move(Slot from, Slot to) { stamps()[to] = stamps()[from]; }
   // Makes room for `count` calls of left(). Throws std::bad_alloc.
   void reserve_left(int64_t count);
   // The id's row has gone, of which `rows` are left.

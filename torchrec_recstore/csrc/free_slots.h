@@ -49,6 +49,10 @@ class FreeSlots {
       for (; bits != 0; bits &= bits - 1) visit(static_cast<Slot>(word * 64 + static_cast<size_t>(__builtin_ctzll(bits))));
     }
   }
+  // Forgets the slots from `slots` on, which are all free.
+  void truncate(int64_t slots) {
+    for_each(static_cast<Slot>(slots), [&](Slot slot) { remove(slot); });
+  }
   void clear() {
     std::fill(words_.begin(), words_.end(), 0);
     std::fill(full_.begin(), full_.end(), 0);

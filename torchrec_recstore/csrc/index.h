@@ -100,6 +100,14 @@ class Index {
     }
   }
 
+  template <class Map>  // slot = map(slot), for the entries of a segment
+  void map_slots(uint32_t number, const Map& map) {
+    Entry* entries = segment(number);
+    for (int e = 0; e < kEntries; ++e) {
+      if (entries[e].slot != kNoSlot) entries[e].slot = map(entries[e].slot);
+    }
+  }
+
  private:
   static constexpr int kLineEntries = 4;
   static constexpr int kLines = 64;

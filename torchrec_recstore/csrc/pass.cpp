@@ -40,6 +40,7 @@ void Pass::begin(const std::vector<Start>& starts, Executor& executor) {
     for (const auto& table : starts[p].pass->group_->tables) {
       starts[p].pass->steps_.push_back(table->begin_step());
       starts[p].pass->numbers_.push_back(table->begin_pass(starts[p].pass));
+      table->give_memory_back();
     }
   }
 }
@@ -96,6 +97,19 @@ void Pass::pin(const Table& table, SlotSet& pinned) const {
     if (group_->tables[group_->feature_tables[f]].get() != &table) continue;
     const int64_t begin = batch_.offset(f * batch_.bags);
     pinned.add(slots + begin, batch_.offset((f + 1) * batch_.bags) - begin);
+  }
+}
+
+void Pass::moved(const Table& table, const std::vector<Move>& moves) noexcept {
+  if (moves.empty()) return;
+  auto* slots = static_cast<Slot*>(slots_.data());
+  for (int64_t f = 0; f < group_->features(); ++f) {
+    if (group_->tables[group_->feature_tables[f]].get() != &table) continue;
+    for (int64_t p = batch_.offset(f * batch_.bags); p < batch_.offset((f + 1) * batch_.bags); ++p) {
+      if (slots[p] < moves.front().from || slots[p] > moves.back().from) continue;
+      const auto move = std::lower_bound(moves.begin(), moves.end(), Move{slots[p], kNoSlot});
+      if (move->from == slots[p]) slots[p] = move->to;
+    }
   }
 }
 

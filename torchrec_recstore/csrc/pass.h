@@ -41,6 +41,7 @@ class Pass final : public PendingPass {
   void settle(const Table& table, Executor& executor) override;
   void forget(const Table& table) override;
   void pin(const Table& table, SlotSet& pinned) const override;
+  void moved(const Table& table, const std::vector<Move>& moves) noexcept override;
 
  private:
   friend void accumulated_backward(const std::vector<std::shared_ptr<Pass>>&, const std::vector<const float*>&,

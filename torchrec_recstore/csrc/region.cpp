@@ -9,6 +9,7 @@
 #include <string>
 
 #include "available_memory.h"
+#include "buffer_pool.h"
 #include "error.h"
 
 namespace recstore {
@@ -41,7 +42,8 @@ void Region::reserve(size_t bytes) {
   if (bytes > kMostBytes) throw OutOfMemory(std::to_string(bytes) + " bytes are more than any machine has");
   if (bytes > promised_) {
     const size_t wanted = bytes - promised_;
-    if (wanted > available_memory()) throw OutOfMemory(std::to_string(wanted) + " more bytes are not available on this machine");
+    const bool enough = wanted <= available_memory() || (BufferPool::instance().free_idle() > 0 && wanted <= available_memory());
+    if (!enough) throw OutOfMemory(std::to_string(wanted) + " more bytes are not available on this machine");
   }
   if (bytes > bytes_) grow(bytes);
   promised_ = std::max(promised_, (bytes + kPromise - 1) / kPromise * kPromise);
@@ -53,6 +55,7 @@ void Region::grow(size_t bytes) {
   size_t grown = small ? kSmall : std::max(bytes_, kHugePage);
   while (grown < bytes) grown *= 2;
   char* fresh = map_aligned(grown);
+  if (fresh == nullptr && BufferPool::instance().free_idle() > 0) fresh = map_aligned(grown);
   if (fresh == nullptr) throw OutOfMemory("cannot reserve " + std::to_string(grown) + " bytes");
   if (!small) madvise(fresh, grown, MADV_HUGEPAGE);
   // Piece by piece, as the range has grown: before Linux 6.17 a call moves pages of one mapping only.

@@ -1,6 +1,7 @@
 #include "rows.h"
 
 #include <algorithm>
+#include <cstring>
 #include <string>
 
 #include "error.h"
@@ -13,6 +14,7 @@ Rows::Rows(const TableConfig& config)
       stride_(weight_floats(type_, columns_) + columns_ * config.optimizer.element_states()) {}
 
 void Rows::take(int64_t count, std::vector<Slot>& out) {
+  const bool compacts = is_compacting() && count <= free_.size() - free_above_;
   const int64_t again = std::min(count, free_.size());
   const int64_t grown = high_water_ + count - again;
   if (grown > int64_t{kNoSlot}) throw OutOfMemory("a shard holds at most 2**32 - 1 rows");
@@ -21,6 +23,10 @@ void Rows::take(int64_t count, std::vector<Slot>& out) {
   if (changes_.tracks()) changes_.reserve(grown);
   free_.reserve(grown);
   out.reserve(out.size() + static_cast<size_t>(count));
+  if (!compacts) {  // the slots are needed
+    limit_ = kNoLimit;
+    free_above_ = 0;
+  }
   for (int64_t i = 0; i < again; ++i) {
     out.push_back(free_.lowest());
     free_.remove(out.back());
@@ -30,7 +36,7 @@ void Rows::take(int64_t count, std::vector<Slot>& out) {
 
 void Rows::reclaim(uint64_t oldest_pass) noexcept {
   for (; reclaimed_ < retired_.size() && retired_[reclaimed_].last_pass < oldest_pass; ++reclaimed_) {
-    free_.add(retired_[reclaimed_].slot);
+    give_back_now(retired_[reclaimed_].slot);
   }
   if (reclaimed_ == retired_.size()) {
     retired_ = {};
@@ -39,7 +45,49 @@ void Rows::reclaim(uint64_t oldest_pass) noexcept {
     retired_.erase(retired_.begin(), retired_.begin() + static_cast<int64_t>(reclaimed_));
     reclaimed_ = 0;
   }
-  if (free_.size() == high_water_ && high_water_ > 0) clear();
+  if (free_.size() == high_water_ && high_water_ > 0) give_up_from(0);
+}
+
+bool Rows::begin_compaction() noexcept {
+  if (is_compacting()) return true;
+  const int64_t rows = high_water_ - free_.size();
+  if (2 * rows >= high_water_ || (high_water_ - rows) * row_total_bytes() <= kLeastGain) return false;
+  limit_ = rows + rows / 8 + 1;
+  free_above_ = 0;
+  free_.for_each(static_cast<Slot>(limit_), [&](Slot) { ++free_above_; });
+  return true;
+}
+
+Slot Rows::move(Slot from) noexcept {
+  const Slot to = free_.lowest();
+  free_.remove(to);
+  std::memcpy(row(to), row(from), static_cast<size_t>(row_bytes()));
+  meta(to) = meta(from);
+  if (changes_.tracks()) changes_.move(from, to);
+  give_back_now(from);
+  return to;
+}
+
+bool Rows::finish_compaction() noexcept {
+  if (!is_compacting() || free_above_ != high_water_ - limit_) return false;
+  give_up_from(limit_);
+  return true;
+}
+
+void Rows::give_up_from(int64_t slots) noexcept {
+  free_.truncate(slots);
+  stale_ = std::max(stale_, high_water_);
+  high_water_ = slots;
+  limit_ = kNoLimit;
+  free_above_ = 0;
+}
+
+void Rows::give_memory_back(int64_t bytes) noexcept {
+  if (stale_ <= high_water_) return;
+  const int64_t first = std::max(high_water_, stale_ - std::max<int64_t>(1, bytes / row_total_bytes()));
+  data_.discard(static_cast<size_t>(first * row_bytes()), static_cast<size_t>(stale_ * row_bytes()));
+  meta_.discard(static_cast<size_t>(first) * sizeof(RowMeta), static_cast<size_t>(stale_) * sizeof(RowMeta));
+  stale_ = first;
 }
 
 Changes::Mark Rows::mark() {
@@ -54,10 +102,13 @@ void Rows::reset_state(Slot slot, uint32_t step) {
 }
 
 void Rows::clear() noexcept {
-  data_.discard(0, static_cast<size_t>(high_water_ * stride_) * sizeof(float));
-  meta_.discard(0, static_cast<size_t>(high_water_) * sizeof(RowMeta));
+  const int64_t touched = std::max(high_water_, stale_);
+  data_.discard(0, static_cast<size_t>(touched * row_bytes()));
+  meta_.discard(0, static_cast<size_t>(touched) * sizeof(RowMeta));
   changes_.clear();
-  high_water_ = 0;
+  high_water_ = stale_ = 0;
+  limit_ = kNoLimit;
+  free_above_ = 0;
   free_.clear();
   retired_ = {};
   reclaimed_ = 0;

@@ -52,7 +52,10 @@ class Rows {
   // Appends `count` free slots to `out`, the lowest first. Throws OutOfMemory and changes nothing where there is no room.
   void take(int64_t count, std::vector<Slot>& out);
   // Takes a slot back that no pending pass refers to.
-  void give_back_now(Slot slot) noexcept { free_.add(slot); }
+  void give_back_now(Slot slot) noexcept {
+    free_.add(slot);
+    free_above_ += slot >= limit_;
+  }
   // Makes room for `count` calls of give_back(). Throws std::bad_alloc.
   void reserve_give_back(int64_t count) { reserve_more(retired_, static_cast<size_t>(count)); }
   // Takes a slot back; it is handed out again once every pass up to number `last_pass` has ended.
@@ -66,9 +69,32 @@ class Rows {
   void set_weights(Slot slot, const float* weights) { row_kernels().narrow(type_, weights, columns_, row(slot)); }
   void clear() noexcept;
 
+  // Compaction, where more slots are free than hold a row: rows move, one by one, to free slots below a limit, until all
+  // from there on are free and their memory is given back. Meanwhile none of these is handed out; where the others do
+  // not suffice, the compaction ends.
+  bool is_compacting() const { return limit_ != kNoLimit; }
+  bool wants_compaction() const { return is_compacting() || stale_ > high_water_ || free_.size() * row_total_bytes() > kLeastGain; }
+  // Begins where it is worth it and has not begun; whether it is under way.
+  bool begin_compaction() noexcept;
+  int64_t limit() const { return limit_; }
+  // Whether there is a slot below the limit to move a row to.
+  bool has_room_below() const { return free_.size() > free_above_; }
+  // Moves the row that lies in `from`, from the limit on; returns where it lies then.
+  Slot move(Slot from) noexcept;
+  // Gives up slots where all from the limit on are free; whether that was so.
+  bool finish_compaction() noexcept;
+  // Gives memory back that no slot lies in: a part of it, so that the pause is short; `bytes` at most.
+  void give_memory_back(int64_t bytes) noexcept;
+
   int64_t bytes() const;
 
  private:
+  static constexpr int64_t kNoLimit = INT64_MAX;
+  static constexpr int64_t kLeastGain = 2 << 20;  // bytes: of a huge page
+
+  void give_up_from(int64_t slots) noexcept;
+  int64_t row_total_bytes() const { return row_bytes() + static_cast<int64_t>(sizeof(RowMeta)); }
+
   struct Retired {
     uint64_t last_pass;
     Slot slot;
@@ -84,6 +110,9 @@ class Rows {
   FreeSlots free_;
   std::vector<Retired> retired_;  // last_pass ascends
   size_t reclaimed_ = 0;          // of retired_, its first ones
+  int64_t limit_ = kNoLimit;      // of a compaction
+  int64_t free_above_ = 0;        // free slots from the limit on
+  int64_t stale_ = 0;             // slots below which memory may have been touched
 };
 
 }  // namespace recstore

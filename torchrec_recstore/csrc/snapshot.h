@@ -52,6 +52,7 @@ class Snapshot final : public PendingPass {
   void settle(const Table&, Executor&) override {}  // has no bookkeeping of its own
   void pin(const Table&, SlotSet&) const override {}  // has copies of what it still needs, or its slots wait for it
   void forget(const Table&) override {}             // rows are not exchanged while there is a snapshot
+  void moved(const Table&, const std::vector<Move>&) noexcept override {}  // nor do they move
 
  private:
   struct Row {

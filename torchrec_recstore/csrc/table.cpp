@@ -12,6 +12,9 @@ namespace recstore {
 namespace {
 
 constexpr size_t kAhead = 8;  // entries of the index that are being fetched
+constexpr int64_t kLeastSegments = 64;       // of the index that compaction looks at in a call
+constexpr int64_t kEntriesForRow = 32;       // or so many for each row that has just left
+constexpr int64_t kLeastBytes = 64 << 20;    // of memory that is given back in a call
 
 uint64_t random_salt() {
   std::random_device device;
@@ -60,7 +63,35 @@ int64_t Table::remove(const int64_t* ids, int64_t n) {
     ++removed;
   }
   rows_.reclaim(oldest_pass());
+  give_memory_back(removed);
   return removed;
+}
+
+void Table::compact(int64_t rows) noexcept {
+  if (snapshot_ != nullptr) return;  // it goes by the slots
+  const auto segments = static_cast<uint32_t>(std::max(kLeastSegments, rows * kEntriesForRow / 256));
+  const int64_t bytes = std::max(kLeastBytes, 2 * rows * rows_.row_bytes());
+  if (!rows_.is_compacting()) {
+    next_segment_ = 0;
+    if (!rows_.begin_compaction()) return rows_.give_memory_back(bytes);
+  }
+  std::vector<Move> moves;
+  try {
+    for (uint32_t s = 0; s < segments && rows_.has_room_below() && next_segment_ < index_.segments(); ++s, ++next_segment_) {
+      reserve_more(moves, 256);  // entries of a segment
+      index_.map_slots(next_segment_, [&](Slot slot) {
+        if (int64_t{slot} < rows_.limit() || !rows_.has_room_below()) return slot;
+        moves.push_back({slot, rows_.move(slot)});
+        return moves.back().to;
+      });
+    }
+  } catch (const std::bad_alloc&) {  // goes on with a later call
+  }
+  std::sort(moves.begin(), moves.end());
+  for (const Numbered& numbered : pending_) numbered.pass->moved(*this, moves);
+  // Rows that found no room below, or slots that wait for a pass, are looked for again.
+  if (!rows_.finish_compaction() && next_segment_ >= index_.segments()) next_segment_ = 0;
+  rows_.give_memory_back(bytes);
 }
 
 void Table::reserve_leave(int64_t rows) {
@@ -120,6 +151,7 @@ void Table::exchange_rows(Table& other) {
   std::swap(counters_.steps, other.counters_.steps);
   std::swap(sightings_, other.sightings_);
   std::swap(cold_filter_, other.cold_filter_);
+  next_segment_ = other.next_segment_ = 0;
   for (Table* table : {this, &other}) table->rows_.changes().restart(last);
 }
 

@@ -32,6 +32,13 @@ struct Counters {
 
 class Table;
 
+// A row lies in another slot now.
+struct Move {
+  Slot from;
+  Slot to;
+  bool operator<(const Move& other) const { return from < other.from; }
+};
+
 // A training forward whose backward has not run yet. Its slots are not reused until it ends.
 class PendingPass {
  public:
@@ -43,6 +50,8 @@ class PendingPass {
   virtual void forget(const Table& table) = 0;
   // Adds the slots of the table, whose lock the caller holds, that the pass refers to.
   virtual void pin(const Table& table, SlotSet& pinned) const = 0;
+  // Rows of the table, whose lock the caller holds, have moved. moves: by ascending `from`.
+  virtual void moved(const Table& table, const std::vector<Move>& moves) noexcept = 0;
 };
 
 class Snapshot;
@@ -110,7 +119,12 @@ class Table {
   // Removes rows that no pending pass refers to; the slots of the first `reused` of them are new rows' already.
   void leave(const std::vector<Leaver>& rows, int64_t reused = 0) noexcept;
   // Whether slots of rows that leave can be handed out at once.
-  bool slots_are_free_at_once() const { return snapshot_ == nullptr; }
+  bool slots_are_free_at_once() const { return snapshot_ == nullptr && !rows_.is_compacting(); }
+  // Gives memory back where more slots are free than hold a row, piece by piece: a call looks at some thousand entries of
+  // the index, and at more where `rows` have just left. Rows may move then. Not while a snapshot is read.
+  void give_memory_back(int64_t rows = 0) noexcept {
+    if (rows_.wants_compaction()) compact(rows);
+  }
   // The ids that have a row, ascending. out: (size(),)
   void ids(int64_t* out) const;
 
@@ -129,6 +143,7 @@ class Table {
 
  private:
   void note_change(Slot slot);
+  void compact(int64_t rows) noexcept;
   uint64_t oldest_pass() const { return pending_.empty() ? next_pass_ : pending_.front().number; }
 
   struct Numbered {
@@ -148,6 +163,7 @@ class Table {
   std::optional<Sightings> sightings_;
   ColdFilter cold_filter_;
   Snapshot* snapshot_ = nullptr;
+  uint32_t next_segment_ = 0;  // of the index: where compaction goes on
   uint64_t next_pass_ = 1;
   std::vector<Numbered> pending_;  // number ascends
 };

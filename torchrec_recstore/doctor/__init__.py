@@ -11,7 +11,7 @@ from pathlib import Path
 from torchrec_recstore.doctor.files import disk, open_files
 from torchrec_recstore.doctor.finding import Finding
 from torchrec_recstore.doctor.machine import Machine
-from torchrec_recstore.doctor.memory import address_space, available, control_group, huge_pages, overcommit
+from torchrec_recstore.doctor.memory import address_space, available, buffers, control_group, huge_pages, overcommit
 from torchrec_recstore.doctor.optional import optional_packages
 from torchrec_recstore.doctor.packages import packages
 from torchrec_recstore.doctor.probe import MODULES, probe
@@ -37,6 +37,7 @@ def examine(data: Path) -> Iterator[tuple[str, Finding]]:
     yield "processor", instruction_set(machine, imported)
     for look in (available, control_group, overcommit, huge_pages, address_space):
         yield "memory", look(machine)
+    yield "memory", buffers(imported)
     for look in (threads, spinning):
         yield "threads", look(machine)
     yield "files", open_files(machine)

@@ -7,10 +7,12 @@ times its size are reserved, and no more touched than rows need.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 
 from torchrec_recstore.doctor.finding import Finding, size
 from torchrec_recstore.doctor.machine import UNLIMITED, Machine
+from torchrec_recstore.doctor.probe import Imported
 
 _LITTLE = 2 << 30
 
@@ -24,6 +26,20 @@ def available(machine: Machine) -> Finding:
     if memory["MemAvailable"] < _LITTLE:
         return Finding("memory", "warning", found, "end other programs, or bound tables: TableOptions(max_rows=...)")
     return Finding("memory", "ok", found)
+
+
+def buffers(imported: Mapping[str, Imported]) -> Finding:
+    """Outputs and gradients that a process keeps for its next steps."""
+    extension = imported.get("torchrec_recstore.ops")
+    kept = None if extension is None else extension.facts.get("kept_bytes")
+    if kept is None:
+        return Finding("buffers", "ok", "not known without the native extension")
+    return Finding(
+        "buffers",
+        "ok",
+        f"each process keeps up to {size(int(kept))} of outputs and gradients for its next steps, more where recent "
+        "steps used more; torchrec_recstore.ops.buffer_pool_bytes() counts them",
+    )
 
 
 def control_group(machine: Machine) -> Finding:

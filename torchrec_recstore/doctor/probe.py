@@ -25,7 +25,8 @@ for name in sys.argv[1:]:
         if name == "torch":
             told["facts"] = {"version": module.__version__, "cuda": module.version.cuda}
         if name == "torchrec_recstore.ops":
-            told["facts"] = {"instruction_set": module.instruction_set()}
+            kept = str(module.buffer_pool_bytes()[2])
+            told["facts"] = {"instruction_set": module.instruction_set(), "kept_bytes": kept}
     except BaseException as error:
         cause = error.__cause__ or error
         told["error"] = f"{type(cause).__name__}: {cause}".splitlines()[0]
