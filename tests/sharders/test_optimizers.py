@@ -218,6 +218,24 @@ def test_warm_up() -> None:
     assert seen == pytest.approx([0.0, 0.25, 0.5, 0.75])
 
 
+def test_the_parameter_of_a_table_has_the_optimizer_of_the_table() -> None:
+    model = sharded(collection(bag()), {"learning_rate": 1.0}, {"t": TableOptions(initializer=ConstantInit(0.0))})
+    (parameter,) = model.parameters()
+    (optimizer,) = parameter._in_backward_optimizers
+    optimizer.param_groups[0]["lr"] = 0.25
+    optimizer.zero_grad()
+    assert decrease(model) == pytest.approx(0.25)
+    stages = [WarmupStage(policy=WarmupPolicy.LINEAR, max_iters=4, value=0.0)]
+    warm_up = WarmupOptimizer(optimizer, stages, lr=1.0)
+    seen = []
+    for _ in range(3):
+        warm_up.zero_grad()
+        seen.append(decrease(model))
+        warm_up.step()
+    assert seen == pytest.approx([0.0, 0.25, 0.5])
+    assert list(warm_up.state_dict()["state"]) == ["__warmup"]
+
+
 def test_tables_stay_out_of_the_dense_optimizer_and_of_checkpoints_of_it() -> None:
     model = sharded(collection(bag("a", ["f"]), bag("b", ["g"])))
     assert list(in_backward_optimizer_filter(model.named_parameters())) == []

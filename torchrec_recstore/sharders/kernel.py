@@ -57,6 +57,28 @@ class RecStoreFusedOptimizer(FusedOptimizer):  # type: ignore[misc]
         """Nothing: there are no gradient tensors."""
 
 
+class TableOptimizer(FusedOptimizer):  # type: ignore[misc]
+    """The optimizer that a table's parameter names; as TorchRec's, it sets the learning rate of the table's group.
+
+    Args:
+        name: the table's.
+        parameter: the table's.
+        group: the handle on the optimizer of the table's kernel.
+    """
+
+    def __init__(self, name: str, parameter: nn.Parameter, group: RecStoreFusedOptimizer) -> None:
+        super().__init__({f"{name}.weight": parameter}, {}, [{"params": [parameter], "lr": group.learning_rate()}])
+        self._group = group
+
+    def step(self, closure: Any = None) -> None:
+        """Sets the learning rate of the next backward; this one's has updated the rows."""
+        self._group.param_groups[0]["lr"] = self.param_groups[0]["lr"]
+
+    def zero_grad(self, set_to_none: bool = False) -> None:
+        """Sets the learning rate of the next backward; there are no gradient tensors."""
+        self.step()
+
+
 class RecStoreKernel(BaseEmbedding, FusedOptimizerModule):  # type: ignore[misc]
     """What pooled and sequence kernels have in common: a :class:`Table` a shard, one fused optimizer, placeholders.
 
@@ -85,6 +107,8 @@ class RecStoreKernel(BaseEmbedding, FusedOptimizerModule):  # type: ignore[misc]
         self._optim = RecStoreFusedOptimizer(
             {f"{name}.weight": parameter for name, parameter in self._placeholders.items()}, optimizer
         )
+        for name, parameter in self._placeholders.items():
+            parameter._in_backward_optimizers = [TableOptimizer(name, parameter, self._optim)]  # type: ignore[attr-defined]
 
     @property
     def config(self) -> GroupedEmbeddingConfig:
