@@ -102,7 +102,7 @@ class TableLayout:
 
         holders = [p for p in self.pieces if width is not None or p.columns == self.column_shards[0]]
         # torch refuses a ShardedTensor without shards, and shards of no rows beside others (torch 2.13).
-        kept = [p for p in holders if len(p.rows)] or holders[: len(self.column_shards) if width is not None else 1]
+        kept = [p for p in holders if len(p.rows)] or list({p.columns: p for p in reversed(holders)}.values())[::-1]
         rank = self._rank()
         mine = zip([piece for piece in self.pieces if piece.rank == rank], tensors, strict=True)
         local = [
