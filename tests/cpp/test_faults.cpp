@@ -174,7 +174,7 @@ std::string state_of(const Tables& tables) {
     std::vector<int64_t> ids(static_cast<size_t>(table->size()));
     table->ids(ids.data());
     const int64_t n = table->size();
-    std::vector<char> images(static_cast<size_t>(n * image_bytes(*table)));
+    std::vector<char> images(static_cast<size_t>(n * table->image_bytes()));
     read_images(*table, ids.data(), n, images.data(), executor);
     state.append(reinterpret_cast<const char*>(ids.data()), ids.size() * sizeof(int64_t));
     state.append(images.begin(), images.end());
@@ -307,7 +307,7 @@ void evict_half(Tables& tables, Executor& executor) {
     std::vector<int64_t> ids(static_cast<size_t>(table->size()));
     table->ids(ids.data());
     const auto n = static_cast<int64_t>(ids.size());
-    std::vector<char> images(static_cast<size_t>(n * image_bytes(*table)));
+    std::vector<char> images(static_cast<size_t>(n * table->image_bytes()));
     read_images(*table, ids.data(), n, images.data(), executor);
     std::unique_ptr<bool[]> left(new bool[ids.size()]);
     std::vector<int64_t> some(ids.begin(), ids.begin() + n / 2);
@@ -317,7 +317,7 @@ void evict_half(Tables& tables, Executor& executor) {
 void bring(Tables& tables, Executor& executor) {
   for_each_table(tables, 1, [&](const std::shared_ptr<Table>& table) {
     const std::vector<int64_t> ids{100001, 100002, 100003};
-    const std::vector<char> images(static_cast<size_t>(3 * image_bytes(*table)), 1);
+    const std::vector<char> images(static_cast<size_t>(3 * table->image_bytes()), 1);
     bring_back(*table, ids.data(), 3, images.data(), true, executor);
   });
 }

@@ -64,7 +64,7 @@ std::vector<char> images_of(Table& table, const std::vector<int64_t>& ids, Execu
   const auto group = group_of(std::shared_ptr<Table>(&table, [](Table*) {}));
   const auto locks = group->lock();
   table.settle_passes(executor);
-  std::vector<char> images(ids.size() * static_cast<size_t>(image_bytes(table)));
+  std::vector<char> images(ids.size() * static_cast<size_t>(table.image_bytes()));
   read_images(table, ids.data(), static_cast<int64_t>(ids.size()), images.data(), executor);
   return images;
 }

@@ -182,8 +182,7 @@ class Stress {
   // A training step; some backwards run here, some in another thread, some never.
   void train(Worker& worker) {
     const auto data = std::make_shared<Data>(worker, *trained_);
-    const int64_t handle =
-        registry_.add(std::make_shared<Pass>(trained_, data->batch(), data, data->out.data(), worker.executor));
+    const int64_t handle = registry_.add(begun(trained_, data->batch(), data->out.data(), worker.executor, data));
     if (worker.below(3) == 0) {
       const std::lock_guard<std::mutex> lock(passes_mutex_);
       passes_.push_back({data, handle});
@@ -224,7 +223,7 @@ class Stress {
     Data data(worker, *trained_);
     const auto slots = BufferPool::instance().take(data.ids.size() * sizeof(Slot));
     const auto locks = trained_->lock();
-    lookup(*trained_, data.batch(), false, static_cast<Slot*>(slots.data()), data.out.data(), worker.executor);
+    read(*trained_, data.batch(), static_cast<Slot*>(slots.data()), data.out.data(), worker.executor);
   }
 
   // As the ops snapshot_open, snapshot_read and snapshot_close.
@@ -314,7 +313,7 @@ class Stress {
       locked(*cold_, [&] {
         cold_->settle_passes(worker.executor);
         read_images(*cold_, leaving.data(), n, some.data(), worker.executor);
-        for (const int64_t id : leaving) cold_->cold_filter().add(id);
+        cold_->cold_filter().add(leaving.data(), n);
       });
       for (size_t i = 0; i < leaving.size(); ++i) {
         const char* image = some.data() + i * static_cast<size_t>(bytes);
@@ -324,10 +323,13 @@ class Stress {
       locked(*cold_, [&] { evict(*cold_, leaving.data(), n, some.data(), left.get()); });
     }
     locked(*cold_, [&] { bring_back(*cold_, back.data(), static_cast<int64_t>(back.size()), images.data(), true, worker.executor); });
-    Pass pass(cold_group_, data.batch(), nullptr, data.out.data(), worker.executor);
-    pass.backward(data.grad.data(), {0.1f}, nullptr, worker.executor);
+    const auto pass = begun(cold_group_, data.batch(), data.out.data(), worker.executor);
+    pass->backward(data.grad.data(), {0.1f}, nullptr, worker.executor);
     locked(*cold_, [&] {
-      if (is_expiry_step(*cold_)) cold_->leave(expired_rows(*cold_, worker.executor));
+      if (!is_expiry_step(*cold_, cold_->clock())) return;
+      const auto expired = expired_rows(*cold_, cold_->clock(), pinned_slots(*cold_), worker.executor);
+      cold_->reserve_leave(static_cast<int64_t>(expired.size()));
+      cold_->leave(expired);
     });
   }
 

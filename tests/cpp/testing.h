@@ -4,6 +4,7 @@
 #include <cstdlib>
 #include <memory>
 #include <thread>
+#include <utility>
 #include <vector>
 
 #include "executor.h"
@@ -34,8 +35,8 @@
 
 // A pass that has begun.
 inline std::shared_ptr<recstore::Pass> begun(const std::shared_ptr<const recstore::Group>& group, const recstore::Batch& batch, float* out,
-                                             recstore::Executor& executor) {
-  const auto pass = std::make_shared<recstore::Pass>(group, batch, nullptr, executor);
+                                             recstore::Executor& executor, std::shared_ptr<void> inputs = nullptr) {
+  const auto pass = std::make_shared<recstore::Pass>(group, batch, std::move(inputs), executor);
   recstore::Pass::begin({{pass.get(), out}}, executor);
   return pass;
 }
