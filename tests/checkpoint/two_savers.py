@@ -2,8 +2,9 @@
 
 python -m tests.checkpoint.two_savers --rounds 1000
 
-Every round forks two processes. The first one stops at a random call to the filesystem, the second one at another; then
-the first one goes on to its end, and the second one. In half of the rounds one of them is killed instead of stopped.
+Every round forks two processes, each of which makes its own model, since tables do not cross a fork. The first one
+stops at a random call to the filesystem, the second one at another. Then the first one goes on to its end, and after it
+the second one. In half of the rounds one of them is killed instead of stopped.
 A process acknowledges its save after ``save_checkpoint`` has returned. Rounds of three kinds take turns:
 
 - ``new``: both save to a path where nothing is.
@@ -25,6 +26,7 @@ import traceback
 import warnings
 from collections import Counter
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -51,16 +53,31 @@ def mark(model: DistributedModelParallel, saver: int) -> None:
         table.insert(ids, torch.full((len(ids), models.DIM), float(saver)))
 
 
+def alone() -> DistributedModelParallel:
+    """A trained model in a forked process, which is the only rank of its own group."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    model = models.recstore()
+    models.train(model)
+    return model
+
+
 class Saver:
     """A forked process that saves once, and that at one of its calls to the filesystem stops, or is killed.
 
     Args:
-        work: what it does; what it raises is its answer.
-        at: number of the call.
+        prepare: makes the model.
+        save: saves it; what it raises is the answer.
+        at: number of the call, among those of ``save``.
         signal_: SIGSTOP or SIGKILL.
     """
 
-    def __init__(self, work: Callable[[], object], at: int, signal_: signal.Signals) -> None:
+    def __init__(
+        self,
+        prepare: Callable[[], DistributedModelParallel],
+        save: Callable[[DistributedModelParallel], object],
+        at: int = 0,
+        signal_: signal.Signals = signal.SIGSTOP,
+    ) -> None:
         self._text, answer = os.pipe()
         self._ended = False
         self.pid = os.fork()
@@ -75,8 +92,9 @@ class Saver:
                         os.kill(os.getpid(), signal_)
 
             try:
+                model = prepare()
                 sys.addaudithook(count)
-                work()
+                save(model)
                 os.write(answer, f"saved {calls}".encode())
             except Exception as error:
                 os.write(answer, f"{type(error).__name__}: {error}".encode())
@@ -100,6 +118,45 @@ class Saver:
             return text.read()
 
 
+def saved(save: Callable[[DistributedModelParallel], object], number: int) -> str:
+    """The answer of a saver that nobody stops."""
+
+    def prepare() -> DistributedModelParallel:
+        model = alone()
+        mark(model, number)
+        return model
+
+    saver = Saver(prepare, save)
+    saver.wait()
+    answer = saver.answer()
+    assert answer.startswith("saved "), answer
+    return answer
+
+
+def held(path: Path) -> int | None:
+    """Whose rows a checkpoint has, all of them; None where there is no checkpoint."""
+    if not path.exists():
+        return None
+    reader, writer = os.pipe()
+    child = os.fork()
+    if child == 0:
+        try:
+            model = alone()
+            load_checkpoint(model, path)
+            (value,) = {float(value) for table in tables(model) for value in table.lookup(table.ids()).unique()}
+            os.write(writer, str(int(value)).encode())
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            os._exit(0)
+    os.close(writer)
+    os.waitpid(child, 0)
+    with os.fdopen(reader) as answer:
+        text = answer.read()
+    assert text, f"{path} does not load, or has the rows of several savers"
+    return int(text)
+
+
 class Rounds:
     """Rounds in a directory of their own, and what came of them.
 
@@ -113,12 +170,7 @@ class Rounds:
         self.outcomes: Counter[str] = Counter()
         self._directory = directory
         self._random = random.Random(seed)
-        self._model = models.recstore()
-        models.train(self._model)
-        self._other = models.recstore()
-        whole = Saver(lambda: save_checkpoint(self._model, directory / "whole"), 0, signal.SIGSTOP)
-        whole.wait()
-        self._calls = int(whole.answer().removeprefix("saved "))
+        self._calls = int(saved(lambda model: save_checkpoint(model, directory / "whole"), 1).removeprefix("saved "))
 
     def play(self, kind: str, kill: bool) -> None:
         """One round.
@@ -130,21 +182,26 @@ class Rounds:
         for rest in self._directory.iterdir():
             shutil.rmtree(rest) if rest.is_dir() else rest.unlink()
         if kind != "new":
-            mark(self._model, 1)
-            save_checkpoint(self._model, path if kind == "overwrite" else base)
+            saved(lambda model: save_checkpoint(model, path if kind == "overwrite" else base), 1)
 
-        def work(saver: int) -> None:
+        def prepare(saver: int) -> DistributedModelParallel:
+            model = alone()
             if kind == "base" and saver == 2:
-                save_checkpoint(self._model, path, delta_of=base)
+                load_checkpoint(model, base)
+            mark(model, saver)
+            return model
+
+        def save(model: DistributedModelParallel, saver: int) -> None:
+            if kind == "base" and saver == 2:
+                save_checkpoint(model, path, delta_of=base)
             else:
-                save_checkpoint(self._model, base if kind == "base" else path, overwrite=kind != "new")
+                save_checkpoint(model, base if kind == "base" else path, overwrite=kind != "new")
 
         savers = {}
         victim = self._random.choice((2, 3)) if kill else 0
         for number in self._random.sample((2, 3), 2):
-            mark(self._model, number)
             at, what = self._random.randint(1, self._calls), signal.SIGKILL if number == victim else signal.SIGSTOP
-            savers[number] = Saver(lambda number=number: work(number), at, what)  # type: ignore[misc]
+            savers[number] = Saver(partial(prepare, number), partial(save, saver=number), at, what)
             savers[number].wait()
         answers = {number: saver.answer() for number, saver in savers.items()}
         answers = {number: "saved" if text.startswith("saved ") else text for number, text in answers.items()}
@@ -164,27 +221,19 @@ class Rounds:
                 assert named or "another process has been using it" in answer, answer
                 assert os.fspath(base if kind == "base" else path) in answer, answer
         if kind == "base":
-            assert self.held(base) in ({1, 3} if 3 not in acknowledged else {3})
+            assert held(base) in ({1, 3} if 3 not in acknowledged else {3})
             if 2 in acknowledged:
-                assert self.held(path) == 2
+                assert held(path) == 2
         else:
             expected = acknowledged or {1 if kind == "overwrite" else None, victim}
             if kind == "overwrite":  # the victim may have replaced what the other one had acknowledged
                 expected |= {victim}
-            assert self.held(path) in expected, (kind, victim, answers)
+            assert held(path) in expected, (kind, victim, answers)
         # Either of them is repeated, over whatever the killed one has left behind.
         target = path.with_name("alone") if kind == "base" else path
-        save_checkpoint(self._model, target, overwrite=True)
+        saved(lambda model: save_checkpoint(model, target, overwrite=True), 4)
         if kind != "base":
             assert {entry.name for entry in self._directory.iterdir()} == {"saved"}
-
-    def held(self, path: Path) -> int | None:
-        """Whose rows a checkpoint has, all of them; None where there is no checkpoint."""
-        if not path.exists():
-            return None
-        load_checkpoint(self._other, path)
-        (value,) = {float(value) for table in tables(self._other) for value in table.lookup(table.ids()).unique()}
-        return int(value)
 
 
 def main() -> None:
@@ -193,8 +242,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--keep-going", action="store_true", help="Count the rounds that fail instead of stopping.")
     arguments = parser.parse_args()
-    torch.set_num_threads(1)  # libgomp's threads do not survive a fork
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    torch.set_num_threads(1)
     lost: Counter[str] = Counter()
     with tempfile.TemporaryDirectory() as directory:
         rounds = Rounds(Path(directory), arguments.seed)
