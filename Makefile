@@ -41,10 +41,10 @@ test: build $(VENV)/.dev-requirements lint  ## C++ tests, lint, Python tests but
 
 test-slow: build $(VENV)/.dev-requirements  ## the slow tests: the second step of CI
 	$(BIN)/python -m pytest -n auto --maxprocesses 8 --dist worksteal -m slow $(ARGS)
-	@! grep -q '^test-tsan:' Makefile || $(MAKE) --no-print-directory test-tsan
+	@$(MAKE) --no-print-directory -j$(shell nproc) test-faults test-tsan
 
 test-all: build $(VENV)/.dev-requirements lint  ## all tests, one after the other
-	@$(MAKE) --no-print-directory -j$(shell nproc) test-cpp
+	@$(MAKE) --no-print-directory -j$(shell nproc) test-cpp test-faults test-tsan
 	$(BIN)/python -m pytest $(ARGS)
 
 # The core without torch, under sanitizers.
@@ -53,7 +53,7 @@ CPP_FLAGS := -std=c++17 -O1 -g -ffp-contract=off -fno-omit-frame-pointer -Wall -
 SANITIZE := $(CPP_FLAGS) -fsanitize=address,undefined -fno-sanitize-recover=all
 TSAN := $(CPP_FLAGS) -fsanitize=thread
 CPP_OBJECTS := $(patsubst torchrec_recstore/csrc/%.cpp,build/cpp/%.o,$(CORE))
-CPP_TESTS := $(patsubst tests/cpp/%.cpp,build/cpp/%,$(wildcard tests/cpp/test_*.cpp))
+CPP_TESTS := $(patsubst tests/cpp/%.cpp,build/cpp/%,$(filter-out %/test_faults.cpp,$(wildcard tests/cpp/test_*.cpp)))
 
 TSAN_OBJECTS := $(CPP_OBJECTS:build/cpp/%=build/tsan/%)
 
@@ -70,6 +70,9 @@ build/cpp/test_%: tests/cpp/test_%.cpp tests/cpp/testing.h $(CPP_OBJECTS)
 
 test-cpp: $(CPP_TESTS)  ## the native core's own tests, under sanitizers
 	@for test in $(CPP_TESTS); do $$test || exit 1; done
+
+test-faults: build/cpp/test_faults  ## every allocation of the core's calls fails once, under sanitizers; a minute
+	$<
 
 build/tsan/%.o: torchrec_recstore/csrc/%.cpp $(filter %.h %.inl,$(SOURCES))
 	@mkdir -p build/tsan

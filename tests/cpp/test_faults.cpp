@@ -33,15 +33,16 @@ bool fails() { return counting && count.fetch_add(1) == failing; }
 
 }  // namespace faults
 
-// What the core asks the system for memory by.
-void* operator new(std::size_t size) {
+// What the core asks the system for memory by. GCC 12 takes delete's free() for a mismatch where it inlines one of a pair.
+#define NOT_INLINED __attribute__((noinline))
+NOT_INLINED void* operator new(std::size_t size) {
   void* memory = faults::fails() ? nullptr : std::malloc(size == 0 ? 1 : size);
   if (memory == nullptr) throw std::bad_alloc();
   return memory;
 }
 void* operator new(std::size_t size, const std::nothrow_t&) noexcept { return faults::fails() ? nullptr : std::malloc(size == 0 ? 1 : size); }
-void operator delete(void* memory) noexcept { std::free(memory); }
-void operator delete(void* memory, std::size_t) noexcept { std::free(memory); }
+NOT_INLINED void operator delete(void* memory) noexcept { std::free(memory); }
+NOT_INLINED void operator delete(void* memory, std::size_t) noexcept { std::free(memory); }
 
 extern "C" {
 void* __real_mmap(void* address, size_t bytes, int protection, int flags, int file, off_t offset);

@@ -131,7 +131,7 @@ void pooling_and_its_gradients_are_those_of_doubles(bool mean) {
   const Data data = make_data(3, group->features(), kBags, group->columns());
   const auto n = data.ids.size();
   std::vector<float> out(static_cast<size_t>(kBags * group->columns())), grad_weights(n), only(n);
-  Pass pass(group, batch_of(data, kBags, true), nullptr, out.data(), executor);
+  const auto pass = begun(group, batch_of(data, kBags, true), out.data(), executor);
 
   std::map<std::pair<int64_t, int64_t>, std::vector<double>> updated;  // by table and id
   std::vector<double> expected_weights(n);
@@ -156,8 +156,8 @@ void pooling_and_its_gradients_are_those_of_doubles(bool mean) {
       for (size_t c = 0; c < pooled.size(); ++c) CHECK(near(out[begin + c], pooled[c]));
     }
   }
-  pass.weight_gradients_only(data.grad.data(), only.data(), executor);
-  pass.backward(data.grad.data(), {kRate, kRate}, grad_weights.data(), executor);
+  pass->weight_gradients_only(data.grad.data(), only.data(), executor);
+  pass->backward(data.grad.data(), {kRate, kRate}, grad_weights.data(), executor);
   CHECK(only == grad_weights);
   for (size_t p = 0; p < n; ++p) CHECK(near(grad_weights[p], expected_weights[p]));
   for (const auto& [where, after] : updated) {
