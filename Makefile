@@ -7,7 +7,7 @@ PIP := $(BIN)/pip --disable-pip-version-check --quiet
 SOURCES := $(wildcard torchrec_recstore/csrc/*)
 CORE := $(filter-out torchrec_recstore/csrc/bindings.cpp,$(wildcard torchrec_recstore/csrc/*.cpp))
 
-.PHONY: help build train test test-slow test-all test-cpp test-tsan parity lint proto bench docs package clean
+.PHONY: help build train test test-slow test-all test-cpp test-faults test-tsan parity lint proto bench docs package clean
 .DEFAULT_GOAL := help
 
 help:  ## show this list
