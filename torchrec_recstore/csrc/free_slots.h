@@ -59,7 +59,8 @@ class FreeSlots {
     first_ = 0;
     size_ = 0;
   }
-  int64_t bytes() const { return static_cast<int64_t>((words_.capacity() + full_.capacity()) * sizeof(uint64_t)); }
+  // Without spare capacity, which depends on how the table has grown.
+  int64_t bytes() const { return static_cast<int64_t>((words_.size() + full_.size()) * sizeof(uint64_t)); }
 
  private:
   std::vector<uint64_t> words_;

@@ -117,7 +117,7 @@ void Rows::clear() noexcept {
 int64_t Rows::bytes() const {
   return high_water_ * (stride_ * static_cast<int64_t>(sizeof(float)) + static_cast<int64_t>(sizeof(RowMeta))) +
          free_.bytes() +
-         static_cast<int64_t>(retired_.capacity() * sizeof(Retired));
+         static_cast<int64_t>(retired_.size() * sizeof(Retired));
 }
 
 }  // namespace recstore
