@@ -145,7 +145,7 @@ def one(directory: Path) -> None:
 
     assert in_one(begin) == 0
     names = {status: name for name, status in OUTCOMES.items()}
-    outcomes = dict.fromkeys(OUTCOMES, 0)
+    outcomes, killed = dict.fromkeys(OUTCOMES, 0), 0
     for overwrite in (False, True):
         shutil.rmtree(target, ignore_errors=True)
         if overwrite:
@@ -156,11 +156,15 @@ def one(directory: Path) -> None:
             shutil.rmtree(target, ignore_errors=True)
             if overwrite:
                 shutil.copytree(directory / "first", target)
-            assert in_one(partial(save, point)) == KILLED, point
+            # A run makes a few calls more or less than another one: the last points may lie behind its end.
+            status = in_one(partial(save, point))
+            assert status in (KILLED, SAVED), (point, status)
+            killed += status == KILLED
             outcome = in_one(partial(check, overwrite))
             assert outcome in names, point
             outcomes[names[outcome]] += 1
-    print(f"killed at {sum(outcomes.values())} points: {outcomes}")
+    print(f"killed at {killed} points: {outcomes}")
+    assert killed >= POINTS - 4
     assert sum(outcomes.values()) == POINTS
     assert min(outcomes.values()) > 0
 

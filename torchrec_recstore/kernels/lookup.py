@@ -62,7 +62,7 @@ class LookupKernel(nn.Module):
             weights: (N,) float32 per-sample weights.
 
         Returns:
-            The output, float32, and the context for :meth:`update`, (passes,) int64. Slots that the lookup found are
+            The output, float32, and the context for ``update``, (passes,) int64. Slots that the lookup found are
             not reused as long as the context lives.
         """
         raise NotImplementedError
@@ -82,7 +82,7 @@ class LookupKernel(nn.Module):
         raise NotImplementedError
 
     def read(self, ids: Tensor, offsets: Tensor | None, counts: Sequence[int], weights: Tensor | None) -> Tensor:
-        """An evaluation lookup; the arguments are those of :meth:`look_up`, and so is the output."""
+        """An evaluation lookup; the arguments are those of ``look_up``, and so is the output."""
         raise NotImplementedError
 
     def output_shape(self, offsets: Tensor | None, counts: Sequence[int]) -> tuple[int, ...]:

@@ -122,27 +122,27 @@ class PooledKernel(LookupKernel):
     def look_up(
         self, ids: Tensor, offsets: Tensor | None, counts: Sequence[int], weights: Tensor | None
     ) -> tuple[Tensor, Tensor]:
-        """See :meth:`LookupKernel.look_up`."""
+        """See ``LookupKernel.look_up``."""
         assert offsets is not None
         with self.cold_rows.resident(ids, offsets):
             return ops.group_forward(self._group, ids, offsets, weights, True)
 
     def read(self, ids: Tensor, offsets: Tensor | None, counts: Sequence[int], weights: Tensor | None) -> Tensor:
-        """See :meth:`LookupKernel.read`."""
+        """See ``LookupKernel.read``."""
         assert offsets is not None
         if self.cold_rows.tiers:
             return self.cold_rows.read(ids, offsets, weights)
         return ops.group_forward(self._group, ids, offsets, weights, False)[0]
 
     def output_shape(self, offsets: Tensor | None, counts: Sequence[int]) -> tuple[int, ...]:
-        """See :meth:`LookupKernel.output_shape`."""
+        """See ``LookupKernel.output_shape``."""
         assert offsets is not None
         return (offsets.shape[0] - 1) // max(self._features, 1), self._columns
 
     def update(self, context: Tensor, grad: Tensor, weight_grads: bool, counts: Sequence[int] = ()) -> Tensor | None:
         """The fused optimizer's step of one training forward, or what awaits it where passes are accumulated.
 
-        The arguments and the result are those of :meth:`LookupKernel.update`.
+        The arguments and the result are those of ``LookupKernel.update``.
         """
         if self.accumulation_steps == 1:
             grad_weights = ops.group_backward(context, grad, self._learning_rates(), weight_grads)

@@ -79,7 +79,7 @@ class SequenceKernel(LookupKernel):
     def look_up(
         self, ids: Tensor, offsets: Tensor | None, counts: Sequence[int], weights: Tensor | None
     ) -> tuple[Tensor, Tensor]:
-        """See :meth:`LookupKernel.look_up`."""
+        """See ``LookupKernel.look_up``."""
         with ExitStack() as stack:
             if self._has_cold_rows:
                 # The locks of all tables, in their order, before any is taken alone.
@@ -89,18 +89,18 @@ class SequenceKernel(LookupKernel):
             return ops.rows_forward(self._groups(), ids, counts, True)
 
     def read(self, ids: Tensor, offsets: Tensor | None, counts: Sequence[int], weights: Tensor | None) -> Tensor:
-        """See :meth:`LookupKernel.read`."""
+        """See ``LookupKernel.read``."""
         if self._has_cold_rows:
             rows = (kernel.cold_rows.read(part, None, None) for kernel, part in self._parts(ids, counts))
             return torch.cat([part.flatten() for part in rows])
         return ops.rows_forward(self._groups(), ids, counts, False)[0]
 
     def output_shape(self, offsets: Tensor | None, counts: Sequence[int]) -> tuple[int, ...]:
-        """See :meth:`LookupKernel.output_shape`."""
+        """See ``LookupKernel.output_shape``."""
         return (sum(count * columns for count, columns in zip(counts, self._columns, strict=True)),)
 
     def update(self, context: Tensor, grad: Tensor, weight_grads: bool, counts: Sequence[int] = ()) -> Tensor | None:
-        """See :meth:`LookupKernel.update`."""
+        """See ``LookupKernel.update``."""
         sizes = [count * columns for count, columns in zip(counts, self._columns, strict=True)]
         for i, (kernel, part) in enumerate(zip(self._kernels, torch.split(grad, sizes), strict=True)):
             kernel.update(context[i : i + 1], part.reshape(-1, self._columns[i]), False)
