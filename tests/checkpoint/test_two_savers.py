@@ -12,7 +12,7 @@ ROOT = Path(__file__).parents[2]
 
 
 @pytest.mark.timeout(3600)
-@pytest.mark.parametrize("rounds", [12, pytest.param(1000, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("rounds", [12, pytest.param(200, marks=pytest.mark.slow)])
 def test_two_savers(rounds: int) -> None:
     done = subprocess.run(
         [sys.executable, "-m", "tests.checkpoint.two_savers", "--rounds", str(rounds)],
