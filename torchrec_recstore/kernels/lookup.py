@@ -1,17 +1,17 @@
 """How a kernel's lookup takes part in autograd and in graphs.
 
-In eager mode a lookup is one node of autograd, made by Python: the shortest way. Where a graph is made of the program
-(``torch.compile``, ``torch.export``, ``make_fx``), it is made of three operators, whose implementations call the same
-kernels:
+In eager mode a lookup is one autograd function, which is the fastest way. In a graph (``torch.compile``, ``make_fx``)
+it is made of three operators, which call the same kernels:
 
     recstore_ops::kernel_lookup(int kernel, Tensor anchor, Tensor ids, Tensor? offsets, SymInt[] counts,
                                 Tensor? weights) -> (Tensor, Tensor)      a training lookup, and its context
-    recstore_ops::kernel_update(int kernel, Tensor context, Tensor grad, SymInt[] counts, SymInt weight_grads)
+    recstore_ops::kernel_update(int kernel, Tensor context, Tensor grad, SymInt[] counts, SymInt? weight_grads)
                                 -> Tensor                                 its backward
     recstore_ops::kernel_read(int kernel, Tensor ids, Tensor? offsets, SymInt[] counts, Tensor? weights) -> Tensor
 
-What they change, the rows, is no tensor of the graph. All of them are therefore effects in order: compilers neither
-drop one nor move it before or behind another.
+``weight_grads`` is the number of per-sample weights that get a gradient; None where they get none. The rows that these
+operators change are not tensors of the graph. The operators are therefore ordered effects: compilers do not drop,
+repeat or reorder them.
 """
 
 from __future__ import annotations
