@@ -7,7 +7,7 @@ PIP := $(BIN)/pip --disable-pip-version-check --quiet
 SOURCES := $(wildcard torchrec_recstore/csrc/*)
 CORE := $(filter-out torchrec_recstore/csrc/bindings.cpp,$(wildcard torchrec_recstore/csrc/*.cpp))
 
-.PHONY: help build train test test-slow test-all test-cpp test-faults test-tsan parity lint proto bench docs package clean
+.PHONY: help build train test test-slow test-all test-cpp test-faults test-tsan parity matrix lint proto bench docs package clean
 .DEFAULT_GOAL := help
 
 help:  ## show this list
@@ -86,6 +86,9 @@ test-tsan: build/tsan/test_stress  ## all that the core does at once on several 
 
 parity: build $(VENV)/.dev-requirements  ## every sharding, pooling, batch and row type against TorchRec; writes docs/parity.md
 	$(BIN)/python -W ignore -m tests.parity.report
+
+matrix: build $(VENV)/.dev-requirements  ## the tests with each TorchRec in use; writes the README's table of versions
+	$(BIN)/python -m tests.matrix.run $(ARGS)
 
 lint: build $(VENV)/.dev-requirements  ## ruff and mypy --strict
 	$(BIN)/ruff check .

@@ -13,6 +13,7 @@ from torchrec_recstore.doctor.finding import Finding
 from torchrec_recstore.doctor.optional import extra_packages, fits, requirements_of
 from torchrec_recstore.doctor.packages import TESTED, packages, python
 from torchrec_recstore.doctor.probe import MODULES, Imported, probe
+from torchrec_recstore.triples import DEFAULT, TRIPLES, Triple
 
 ROOT = Path(__file__).parents[2]
 GOOD = {
@@ -23,9 +24,13 @@ GOOD = {
 }
 
 
+def of_triple(triple: Triple) -> dict[str, str]:
+    return {"torch": triple.torch, "torchrec": triple.torchrec, "fbgemm-gpu-cpu": triple.fbgemm}
+
+
 def look(versions: dict[str, str | None], imported: dict[str, Imported] | None = None) -> dict[str, Finding]:
     """What is found where all is as tested, but for what is given."""
-    there: dict[str, str | None] = {**TESTED, "torchrec-recstore": "0.1.0", **versions}
+    there: dict[str, str | None] = {**TESTED, **of_triple(DEFAULT), "torchrec-recstore": "0.1.0", **versions}
     findings = {finding.name: finding for finding in packages({**GOOD, **(imported or {})}, there.get)}
     # Nothing else is found fault with than what the test is about.
     return {name: finding for name, finding in findings.items() if finding.status != "ok"}
@@ -34,7 +39,8 @@ def look(versions: dict[str, str | None], imported: dict[str, Imported] | None =
 def test_what_is_tested_is_what_is_pinned() -> None:
     text = "".join((ROOT / "requirements" / name).read_text() for name in ("base.txt", "torchrec.txt"))
     pins = dict(re.findall(r"^([\w-]+)==([\d.]+)$", text, flags=re.MULTILINE))
-    assert {name: pins[name] for name in TESTED} == TESTED
+    tested = {**TESTED, **of_triple(DEFAULT)}
+    assert {name: pins[name] for name in tested} == tested
 
 
 def test_all_fits() -> None:
@@ -57,7 +63,7 @@ def test_all_fits() -> None:
             {},
             {"torch": Imported("OSError: libtorch.so: no such file")},
             {
-                "torch": ("problem", "cannot be imported: OSError: libtorch", "--force-reinstall"),
+                "torch": ("problem", "cannot be imported: OSError: libtorch", "torch==2.13.0 --force-reinstall"),
                 "torchrec_recstore": ("problem", "its native extension needs torch", "mend torch first"),
                 "fbgemm": ("problem", "fbgemm-gpu-cpu 1.8.0 (CPU) needs torch", "mend torch first"),
             },
@@ -68,7 +74,11 @@ def test_all_fits() -> None:
             {
                 "torch": ("problem", "2.10.1 (CPU), and the native extension needs 2.11", "pip install torch==2.13.0"),
                 "torchrec_recstore": ("problem", "does not load: ImportError: symbol", "make build"),
-                "fbgemm": ("problem", "loads with torch 2.13 alone, and torch is 2.10", "pip install torch==2.13.0"),
+                "fbgemm": (
+                    "problem",
+                    "loads with torch 2.13 only, and torch is 2.10",
+                    "to train with TorchRec: pip install 'torchrec-recstore[torchrec-cpu]'",
+                ),
             },
         ),
         (
@@ -83,7 +93,7 @@ def test_all_fits() -> None:
                 "fbgemm": (
                     "problem",
                     "fbgemm-gpu 1.8.0 (CUDA) cannot be imported",
-                    "pip install fbgemm-gpu-cpu==1.8.0",
+                    "pip uninstall -y fbgemm-gpu && pip install fbgemm-gpu-cpu==1.8.0",
                 ),
                 "torchrec": ("problem", "cannot be imported without fbgemm", "mend fbgemm first"),
             },
@@ -92,10 +102,14 @@ def test_all_fits() -> None:
             {"fbgemm-gpu-cpu": None, "torchrec": None, "torchmetrics": None, "tensordict": None},
             {},
             {
-                "fbgemm": ("warning", "not installed: Table alone works", "pip install fbgemm-gpu-cpu==1.8.0"),
+                "fbgemm": (
+                    "warning",
+                    "not installed: Table and RecStoreClient work",
+                    "pip install fbgemm-gpu-cpu==1.8.0",
+                ),
                 "torchrec": (
                     "warning",
-                    "not installed: Table alone works",
+                    "not installed: Table and RecStoreClient work",
                     "pip install 'torchrec-recstore[torchrec-cpu]' && pip install --no-deps torchrec==1.8.0",
                 ),
             },
@@ -103,7 +117,13 @@ def test_all_fits() -> None:
         (
             {"torchrec": "1.9.0"},
             {},
-            {"torchrec": ("warning", "1.9.0; tested with 1.8.0", "pip install --no-deps torchrec==1.8.0")},
+            {
+                "torchrec": (
+                    "warning",
+                    "1.9.0; torch 2.13.0, torchrec 1.8.0, fbgemm-gpu-cpu 1.8.0 are tested with each other",
+                    "pip install --no-deps torchrec==1.8.0",
+                )
+            },
         ),
         (
             {},
@@ -113,7 +133,7 @@ def test_all_fits() -> None:
         (
             {"torchmetrics": "1.4.0", "safetensors": "0.9.1"},
             {},
-            {"torchmetrics": ("warning", "torchrec 1.8.0 is tested with 1.0.3", "pip install torchmetrics==1.0.3")},
+            {"torchmetrics": ("warning", "torchrec is tested with 1.0.3", "pip install torchmetrics==1.0.3")},
         ),
         (
             {"xxhash": None, "tensordict": None},
@@ -134,6 +154,55 @@ def test_verdicts(
         assert found[name].status == status
         assert says in found[name].found
         assert fix in found[name].fix
+
+
+def torch_is(number: str) -> dict[str, Imported]:
+    return {"torch": Imported(facts={"version": number})}
+
+
+@pytest.mark.parametrize("triple", TRIPLES, ids=str)
+def test_every_tested_triple_fits(triple: Triple) -> None:
+    assert look(dict(of_triple(triple)), torch_is(triple.torch)) == {}
+    assert look(dict(of_triple(triple)), torch_is(f"{triple.torch[:-1]}7+cpu")) == {}  # a later patch of that torch
+
+
+@pytest.mark.parametrize("triple", TRIPLES, ids=str)
+@pytest.mark.parametrize("others", TRIPLES, ids=str)
+def test_the_advice_fits_the_torch_that_is_installed(triple: Triple, others: Triple) -> None:
+    """It is the triple of that torch, whatever else is installed, and never an FBGEMM that does not load with it."""
+    if others == triple:
+        return
+    fails = Imported("OSError: undefined symbol")
+    found = look({**of_triple(others), "torch": triple.torch}, {**torch_is(triple.torch), "fbgemm_gpu": fails})
+    has = ".".join(triple.torch.split(".")[:2])
+    assert found.keys() == {"fbgemm", "torchrec"}
+    assert (found["fbgemm"].status, found["fbgemm"].fix) == ("problem", f"pip install fbgemm-gpu-cpu=={triple.fbgemm}")
+    assert f"only, and torch is {has}; {triple} fit each other" in found["fbgemm"].found
+    assert found["torchrec"].fix == f"pip install --no-deps torchrec=={triple.torchrec}"
+    none = look({"torch": triple.torch, "torchrec": None, "fbgemm-gpu-cpu": None}, torch_is(triple.torch))
+    assert none["fbgemm"].fix == f"pip install fbgemm-gpu-cpu=={triple.fbgemm}"
+    assert none["torchrec"].fix == triple.install_on_cpu
+
+
+def test_a_torch_without_fbgemm() -> None:
+    """Table and the client work with it; to train, the advice is the newest triple with an older torch."""
+    nothing: dict[str, str | None] = dict.fromkeys(("torchrec", "fbgemm-gpu-cpu", "torchmetrics", "tensordict"))
+    found = look(nothing, torch_is("2.15.0"))
+    assert found.keys() == {"fbgemm", "torchrec"}
+    install = "pip install 'torchrec-recstore[torchrec-1-9-cpu]' && pip install --no-deps torchrec==1.9.2"
+    assert (found["fbgemm"].status, found["torchrec"].status) == ("warning", "warning")
+    assert (
+        found["fbgemm"].found == "no FBGEMM is known for torch 2.15: Table and RecStoreClient work, TorchRec does not"
+    )
+    assert found["fbgemm"].fix == f"to train with TorchRec: {install}"
+    assert found["torchrec"].fix == install
+    does_not_load = {**torch_is("2.15.0"), "fbgemm_gpu": Imported("OSError"), "torchrec": Imported("OSError")}
+    stale = look({"fbgemm-gpu-cpu": "1.9.0", "torchrec": "1.9.2"}, does_not_load)
+    assert (stale["fbgemm"].status, stale["fbgemm"].fix) == ("problem", found["fbgemm"].fix)
+    assert stale["fbgemm"].found == "fbgemm-gpu-cpu 1.9.0 loads with torch 2.14 only, and torch is 2.15"
+    later = look({"fbgemm-gpu-cpu": "1.10.0"}, torch_is("2.15.0"))
+    assert later["fbgemm"].found == "fbgemm-gpu-cpu 1.10.0; no FBGEMM is tested with torch 2.15"
+    assert later["fbgemm"].status == "warning"
 
 
 def test_python() -> None:

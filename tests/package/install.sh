@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Installs a wheel or an sdist into a clean environment with the pinned stack, and runs the quickstart there.
+# Installs a wheel or an sdist into a clean environment as a user does, and runs the quickstart there.
 #
 #     tests/package/install.sh dist/torchrec_recstore-*.whl
 #
@@ -15,10 +15,12 @@ cd "$folder"
 "${PYTHON:-python3}" -m venv venv
 export PATH="$folder/venv/bin:$PATH"
 pip() { python -m pip --disable-pip-version-check --quiet "$@"; }
-pip install -r "$requirements/build.txt" -r "$requirements/examples.txt" -r "$requirements/service.txt"
-pip install --no-deps -r "$requirements/torchrec.txt"
-# What is pinned stays as it is; the other requirements of these extras are met by it.
+if [[ "$artifact" != *.whl ]]; then  # an sdist is compiled, which needs torch
+    pip install -r "$requirements/build.txt" -r "$requirements/base.txt"
+fi
+# The versions of a wheel's requirements are those that its extras name.
 pip install --no-build-isolation "$artifact[cli,examples,service,torchrec-cpu]"
+pip install --no-deps -r "$requirements/torchrec.txt"
 
 python - <<'PYTHON'
 import importlib.metadata, pathlib, re

@@ -6,6 +6,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from torchrec_recstore.triples import DEFAULT
+
 # Of setup.cfg, the one that brings a package.
 _EXTRAS = {"rocksdict": "rocksdb", "redis": "redis", "hiredis": "redis"} | dict.fromkeys(
     ("matplotlib", "polars", "rich", "tensorboard", "torchmetrics", "tqdm", "typer"), "examples"
@@ -49,7 +51,7 @@ def how_to_install(module: str) -> str:
     package = module.partition(".")[0]
     if package in ("torchrec", "fbgemm_gpu", "tensordict", "iopath", "pyre_extensions"):
         return (
-            "pip install 'torchrec-recstore[torchrec-cpu]' and then pip install --no-deps torchrec==1.8.0 "
-            "(with CUDA: pip install 'torchrec-recstore[torchrec]')"
+            f"{DEFAULT.install_on_cpu} (with CUDA: pip install 'torchrec-recstore[torchrec]'; "
+            "for another torch: recstore doctor)"
         )
     return f"pip install 'torchrec-recstore[{_EXTRAS.get(package, 'cli,examples,service')}]'"

@@ -8,19 +8,11 @@ from importlib.metadata import PackageNotFoundError, version
 
 from torchrec_recstore.doctor.finding import Finding
 from torchrec_recstore.doctor.probe import Imported
+from torchrec_recstore.triples import DEFAULT, Triple, for_torch, nearest_to_torch, release, torch_of_fbgemm
 
-TESTED = {
-    "torch": "2.13.0",
-    "torchrec": "1.8.0",
-    "fbgemm-gpu-cpu": "1.8.0",
-    "torchmetrics": "1.0.3",
-    "tensordict": "0.15.3",
-    "safetensors": "0.8.0",
-    "xxhash": "4.1.0",
-}
-"""What requirements/ pins, and tests run with."""
+TESTED = {"torchmetrics": "1.0.3", "tensordict": "0.15.3", "safetensors": "0.8.0", "xxhash": "4.1.0"}
+"""The versions that requirements/ pins, beside those of :mod:`torchrec_recstore.triples`."""
 
-_TORCH_OF_FBGEMM = {"1.8.0": (2, 13)}  # fbgemm's libraries load with one minor version of torch alone
 _LEAST_TORCH = (2, 11)  # the stable ABI that the native extension is built for
 
 Versions = Callable[[str], str | None]
@@ -35,17 +27,17 @@ def installed(name: str) -> str | None:
 
 
 def packages(imported: Mapping[str, Imported], versions: Versions = installed) -> Iterator[Finding]:
-    """Looks at each.
+    """Checks each package.
 
     Args:
-        imported: of :data:`torchrec_recstore.doctor.probe.MODULES`.
-        versions: gives the version of a distribution, or None.
+        imported: the result of importing each of :data:`torchrec_recstore.doctor.probe.MODULES`.
+        versions: returns the version of a distribution, or None.
     """
     yield python(sys.version_info[:3], sys.executable)
     yield torch(imported["torch"], versions)
     yield extension(imported["torchrec_recstore.ops"], imported["torch"], versions)
     yield fbgemm(imported["fbgemm_gpu"], imported["torch"], versions)
-    yield torchrec(imported["torchrec"], imported["fbgemm_gpu"], versions)
+    yield torchrec(imported["torchrec"], imported["fbgemm_gpu"], imported["torch"], versions)
     for name, need in (("torchmetrics", "torchrec"), ("tensordict", "torchrec"), ("safetensors", ""), ("xxhash", "")):
         yield other(name, need, versions)
 
@@ -59,17 +51,22 @@ def python(number: tuple[int, ...], executable: str) -> Finding:
 
 
 def torch(found: Imported, versions: Versions) -> Finding:
-    """It is there, imports, and is new enough."""
-    number = found.facts.get("version") or versions("torch")
-    fix = f"pip install torch=={TESTED['torch']}"
+    """The version of torch is new enough, and torch can be imported."""
+    number = _torch_version(found, versions)
+    fix = f"pip install torch=={DEFAULT.torch}"
     if number is None:
         return Finding("torch", "problem", "not installed", fix)
     if found.error is not None:
-        return Finding("torch", "problem", f"{number} cannot be imported: {found.error}", f"{fix} --force-reinstall")
+        said = f"{number} cannot be imported: {found.error}"
+        return Finding("torch", "problem", said, f"pip install torch=={number.partition('+')[0]} --force-reinstall")
     kind = f"CUDA {found.facts['cuda']}" if found.facts.get("cuda") else "CPU"
     if release(number) < _LEAST_TORCH:
         return Finding("torch", "problem", f"{number} ({kind}), and the native extension needs 2.11 or later", fix)
     return Finding("torch", "ok", f"{number} ({kind})")
+
+
+def _torch_version(found: Imported, versions: Versions) -> str | None:
+    return found.facts.get("version") or versions("torch")
 
 
 def extension(found: Imported, of_torch: Imported, versions: Versions) -> Finding:
@@ -84,46 +81,77 @@ def extension(found: Imported, of_torch: Imported, versions: Versions) -> Findin
 
 
 def fbgemm(found: Imported, of_torch: Imported, versions: Versions) -> Finding:
-    """TorchRec's kernels: one build of them, for this torch."""
+    """FBGEMM, whose kernels TorchRec uses, is installed once and is built for the torch that is installed."""
     builds = {name: versions(name) for name in ("fbgemm-gpu-cpu", "fbgemm-gpu")}
     there = {name: number for name, number in builds.items() if number is not None}
-    fix = f"pip install fbgemm-gpu-cpu=={TESTED['fbgemm-gpu-cpu']}"
+    torch_number = _torch_version(of_torch, versions)
+    triple = DEFAULT if torch_number is None else for_torch(torch_number)
+    if triple is None:
+        return _no_fbgemm(there, release(torch_number or ""), nearest_to_torch(torch_number or ""))
+    name = next(iter(there), "fbgemm-gpu-cpu")
+    fix = f"pip install {name}=={triple.fbgemm}"
     if not there:
-        return Finding("fbgemm", "warning", "not installed: Table alone works, TorchRec does not", fix)
+        return Finding("fbgemm", "warning", _WITHOUT_TORCHREC, fix)
     said = ", ".join(f"{name} {number}" for name, number in there.items())
     if len(there) == 2:
         fix = f"pip uninstall -y fbgemm-gpu fbgemm-gpu-cpu && {fix}"
         return Finding("fbgemm", "problem", f"{said}: both write the same files", fix)
-    name, number = next(iter(there.items()))
     said += " (CPU)" if name == "fbgemm-gpu-cpu" else " (CUDA)"
     if of_torch.error is not None:
         return Finding("fbgemm", "problem", f"{said} needs torch", "mend torch first")
-    wanted = _TORCH_OF_FBGEMM.get(number)
-    has = release(of_torch.facts["version"])
-    if wanted is not None and has != wanted:
-        why = f"{said} loads with torch {wanted[0]}.{wanted[1]} alone, and torch is {has[0]}.{has[1]}"
-        return Finding("fbgemm", "problem", why, f"pip install torch=={TESTED['torch']}")
+    if misfit := _misfit(there[name], release(torch_number or "")):
+        return Finding("fbgemm", "problem", f"{said} {misfit}; {triple} fit each other", fix)
     if found.error is not None:
-        fix += " --force-reinstall --no-deps" if name == "fbgemm-gpu-cpu" else " after pip uninstall -y fbgemm-gpu"
+        if name == "fbgemm-gpu-cpu":
+            fix += " --force-reinstall --no-deps"
+        else:
+            fix = f"pip uninstall -y fbgemm-gpu && pip install fbgemm-gpu-cpu=={triple.fbgemm}"
         return Finding("fbgemm", "problem", f"{said} cannot be imported: {found.error}", fix)
     return Finding("fbgemm", "ok", said)
 
 
-def torchrec(found: Imported, of_fbgemm: Imported, versions: Versions) -> Finding:
-    """The version whose seams the sharders hold on to."""
+_WITHOUT_TORCHREC = "not installed: Table and RecStoreClient work, TorchRec does not"
+
+
+def _misfit(fbgemm_number: str, torch_release: tuple[int, int]) -> str:
+    """Why this FBGEMM does not load with this torch; empty if it does."""
+    major, minor = torch_of_fbgemm(fbgemm_number)
+    if (major, minor) == torch_release:
+        return ""
+    return f"loads with torch {major}.{minor} only, and torch is {torch_release[0]}.{torch_release[1]}"
+
+
+def _no_fbgemm(there: Mapping[str, str], torch_release: tuple[int, int], nearest: Triple) -> Finding:
+    """FBGEMM beside a torch that belongs to none of the tested triples."""
+    has = f"{torch_release[0]}.{torch_release[1]}"
+    fix = f"to train with TorchRec: {nearest.install_on_cpu}"
+    if not there:
+        said = f"no FBGEMM is known for torch {has}: Table and RecStoreClient work, TorchRec does not"
+        return Finding("fbgemm", "warning", said, fix)
+    misfits = [
+        f"{name} {number} {misfit}" for name, number in there.items() if (misfit := _misfit(number, torch_release))
+    ]
+    if misfits:
+        return Finding("fbgemm", "problem", "; ".join(misfits), fix)
+    said = " and ".join(f"{name} {number}" for name, number in there.items())
+    return Finding("fbgemm", "warning", f"{said}; no FBGEMM is tested with torch {has}", fix)
+
+
+def torchrec(found: Imported, of_fbgemm: Imported, of_torch: Imported, versions: Versions) -> Finding:
+    """TorchRec is installed in the version that was tested with the torch that is installed."""
     number = versions("torchrec")
-    fix = f"pip install --no-deps torchrec=={TESTED['torchrec']}"
+    triple = nearest_to_torch(_torch_version(of_torch, versions) or DEFAULT.torch)
+    fix = f"pip install --no-deps torchrec=={triple.torchrec}"
     if number is None:
-        found_so = "not installed: Table alone works, sharders do not"
-        return Finding("torchrec", "warning", found_so, f"pip install 'torchrec-recstore[torchrec-cpu]' && {fix}")
+        return Finding("torchrec", "warning", _WITHOUT_TORCHREC, triple.install_on_cpu)
     if found.error is not None:
         if of_fbgemm.error is not None:
             return Finding("torchrec", "problem", f"{number} cannot be imported without fbgemm", "mend fbgemm first")
         if found.missing is not None:
-            fix = "pip install 'torchrec-recstore[torchrec-cpu]'"
+            fix = triple.install_on_cpu
         return Finding("torchrec", "problem", f"{number} cannot be imported: {found.error}", fix)
-    if number != TESTED["torchrec"]:
-        return Finding("torchrec", "warning", f"{number}; tested with {TESTED['torchrec']}", fix)
+    if number != triple.torchrec:
+        return Finding("torchrec", "warning", f"{number}; {triple} are tested with each other", fix)
     return Finding("torchrec", "ok", number)
 
 
@@ -142,11 +170,5 @@ def other(name: str, need: str, versions: Versions) -> Finding:
             return Finding(name, "ok", f"not installed; {need} alone needs it")
         return Finding(name, "problem", f"not installed, {need or 'torchrec_recstore'} needs it", fix)
     if need and number != tested:
-        return Finding(name, "warning", f"{number}; {need} {TESTED[need]} is tested with {tested}", fix)
+        return Finding(name, "warning", f"{number}; {need} is tested with {tested}", fix)
     return Finding(name, "ok", number)
-
-
-def release(number: str) -> tuple[int, ...]:
-    """Major and minor of a version: (2, 13) of ``2.13.0+cpu``."""
-    parts = number.partition("+")[0].split(".")[:2]
-    return tuple(int(part) if part.isdigit() else 0 for part in parts)

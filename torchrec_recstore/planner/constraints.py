@@ -35,6 +35,10 @@ class RecStoreConstraints(ParameterConstraints):  # type: ignore[misc]
         # Stable between processes, as TorchRec's: the planner compares it with the hash of a stored plan.
         return int(hash_sha256_to_int([super().__hash__(), repr(self.options)]))
 
+    def _persistent_hash(self, cache_params_memo: object) -> int:
+        # What torchrec 1.9 compares instead; earlier releases do not call it.
+        return int(hash_sha256_to_int([super()._persistent_hash(cache_params_memo), repr(self.options)]))
+
 
 def options_of(constraints: Mapping[str, ParameterConstraints] | None, table_name: str) -> TableOptions:
     """The options that the constraints give a table; default options where they give none."""

@@ -1,0 +1,304 @@
+"""Runs the tests with each tested triple of torch, TorchRec and FBGEMM, and writes the README's table of versions.
+
+    python -m tests.matrix.run [--only torchrec-1-9] [--directory DIR] [--workers 2] [-- PYTEST_ARGUMENT ...]
+
+One wheel is built for all triples. Each triple has a virtual environment in the directory, which is outside the
+repository because other torches than the default's bring gigabytes of CUDA packages. An environment is made once and
+used again until its requirements or its Python change. The tests run in a copy of the repository whose package is the
+installed one. The table is written after a run of every triple with the whole suite but the slow tests.
+
+Exit status: 0 if every test of every triple passed, otherwise 1.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from xml.etree import ElementTree
+
+from torchrec_recstore.triples import DEFAULT, TRIPLES, Triple
+
+ROOT = Path(__file__).parents[2]
+PACKAGE = "torchrec_recstore"
+NEWEST_PYTHON = (3, 13)
+"""Newer ones are not taken: there are no wheels of all that the tests need."""
+
+BEGIN, END = "<!-- versions: written by make matrix -->", "<!-- end of versions -->"
+
+Python = tuple[int, int]
+
+
+@dataclass(frozen=True)
+class Result:
+    """How the tests of one triple ended."""
+
+    triple: Triple
+    python: str
+    counts: Mapping[str, int]
+    skips: Mapping[str, int]
+
+    @property
+    def good(self) -> bool:
+        return self.counts["failed"] == 0 and self.counts["passed"] > 0
+
+
+def pythons_at_hand() -> dict[Python, str]:
+    """The executable of each Python from 3.10 to :data:`NEWEST_PYTHON`, of the search path and of pyenv."""
+    pyenv = Path(os.environ.get("PYENV_ROOT", Path.home() / ".pyenv"))
+    found = {}
+    for minor in range(10, NEWEST_PYTHON[1] + 1):
+        installed = sorted(pyenv.glob(f"versions/3.{minor}.*/bin/python3.{minor}"))
+        candidates = [*map(str, reversed(installed)), shutil.which(f"python3.{minor}")]
+        for executable in filter(None, candidates):
+            usable = [executable, "-c", "import ensurepip, venv"]  # Debian's Pythons can lack them
+            if subprocess.run(usable, capture_output=True, check=False).returncode == 0:
+                found[(3, minor)] = executable
+                break
+    return found
+
+
+def choose_pythons(at_hand: Iterable[Python], own: Python, triples: Sequence[Triple] = TRIPLES) -> dict[Triple, Python]:
+    """A Python for each triple: ``own`` for the default triple, the newest of the others for the newest triples.
+
+    Args:
+        at_hand: the Pythons of this machine.
+        own: the Python of the repository's own environment, which is the one of CI.
+        triples: in ascending order.
+    """
+    others = sorted(set(at_hand) - {own}, reverse=True)
+    chosen = {}
+    for triple in sorted(triples, key=triples.index, reverse=True):
+        chosen[triple] = own if triple == DEFAULT or not others else others.pop(0) if len(others) > 1 else others[0]
+    return chosen
+
+
+def requirements_of(triple: Triple, folder: Path = ROOT / "requirements") -> list[str]:
+    """The pins of requirements/, with the versions of ``triple`` instead of the default's and without torchrec."""
+    lines = []
+    for path in sorted(folder.glob("*.txt")):
+        lines += [line.strip() for line in path.read_text().splitlines()]
+    kept = {line for line in lines if line and not line.startswith(("#", "-r "))}
+    # Torch 2.12 wants a setuptools older than the pinned one.
+    own = {"torch": f"=={triple.torch}", "fbgemm-gpu-cpu": f"=={triple.fbgemm}", "torchrec": "", "setuptools": ">=77"}
+    kept = {line for line in kept if re.split(r"[=<>!~ ;\[]", line)[0] not in own}
+    return sorted(kept | {f"{name}{bound}" for name, bound in own.items() if bound})
+
+
+def make_environment(folder: Path, python: str, triple: Triple) -> Path:
+    """A virtual environment with the triple and what the tests need; the one of an earlier run if nothing has changed.
+
+    Returns:
+        Its Python.
+    """
+    executable = folder / "bin/python"
+    wanted = requirements_of(triple)
+    stamp = {"python": str(Path(python).resolve()), "torchrec": triple.torchrec, "requirements": wanted}
+    stamped = folder / "recstore-matrix.json"
+    if stamped.exists() and json.loads(stamped.read_text()) == stamp:
+        return executable
+    print(f"{triple}: making {folder}", flush=True)
+    same_python = folder.exists() and (folder / "bin/python").resolve() == Path(python).resolve()
+    if not same_python:
+        shutil.rmtree(folder, ignore_errors=True)
+        run([python, "-m", "venv", str(folder)])
+    pip = [str(executable), "-m", "pip", "--disable-pip-version-check", "--quiet", "install", "--no-cache-dir"]
+    listed = folder / "requirements.txt"
+    listed.write_text("".join(f"{line}\n" for line in wanted))
+    run([*pip, "-r", str(listed)])
+    run([*pip, "--no-deps", f"torchrec=={triple.torchrec}"])  # its requirements name the CUDA build of FBGEMM
+    stamped.write_text(json.dumps(stamp, indent=1))
+    return executable
+
+
+def tracked_files() -> list[str]:
+    """The files of the repository that git tracks or does not ignore."""
+    command = ["git", "ls-files", "--cached", "--others", "--exclude-standard"]
+    names = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.splitlines()
+    return sorted({name for name in names if (ROOT / name).is_file()})
+
+
+def copy_repository(target: Path) -> None:
+    """Copies the tracked files into an empty folder, beside which the data sets are as they are beside the checkout."""
+    shutil.rmtree(target, ignore_errors=True)
+    data = target.parent / "shared"
+    if (ROOT.parent / "shared").is_dir() and not data.exists():
+        target.parent.mkdir(parents=True, exist_ok=True)
+        data.symlink_to(ROOT.parent / "shared")
+    for name in tracked_files():
+        (target / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy2(ROOT / name, target / name)
+
+
+def build_wheel(directory: Path, python: Path) -> Path:
+    """One wheel for every triple: the extension uses the stable ABI of torch and the limited API of Python."""
+    source, wheels = directory / "source", directory / "wheels"
+    copy_repository(source)
+    shutil.rmtree(wheels, ignore_errors=True)
+    pip = [str(python), "-m", "pip", "--disable-pip-version-check", "--quiet", "wheel"]
+    run([*pip, "--no-build-isolation", "--no-deps", "--wheel-dir", str(wheels), str(source)])
+    (made,) = wheels.glob("*.whl")
+    return made
+
+
+def install(wheel: Path, python: Path, copy: Path) -> None:
+    """Installs the wheel and links its package into a copy of the repository, in the place of the sources there.
+
+    Some tests read the C++ sources, which the wheel does not have; they are linked, too.
+    """
+    pip = [str(python), "-m", "pip", "--disable-pip-version-check", "--quiet", "install"]
+    run([*pip, "--no-deps", "--force-reinstall", str(wheel)])
+    ask = f"import {PACKAGE}; print({PACKAGE}.__path__[0])"
+    at = subprocess.run([str(python), "-c", ask], cwd=copy.parent, capture_output=True, text=True, check=True)
+    installed = Path(at.stdout.strip())
+    assert installed.is_relative_to(python.parents[1]), installed
+    sources = copy / PACKAGE
+    csrc = copy / "build" / "csrc"
+    csrc.parent.mkdir()
+    shutil.move(sources / "csrc", csrc)
+    shutil.rmtree(sources)
+    sources.mkdir()
+    for path in [*installed.iterdir(), csrc]:
+        (sources / path.name).symlink_to(path)
+
+
+def run_tests(copy: Path, python: Path, arguments: Sequence[str], workers: int) -> Path:
+    """Runs the suite, whose output goes to the console.
+
+    Returns:
+        pytest's report in JUnit's XML.
+    """
+    report = copy.parent / f"{copy.name}.xml"
+    report.unlink(missing_ok=True)
+    command = [str(python), "-m", "pytest", "-n", str(workers), "--dist", "worksteal", "-q", f"--junitxml={report}"]
+    environment = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "VIRTUAL_ENV")}
+    environment["PATH"] = f"{python.parent}:{environment['PATH']}"
+    subprocess.run([*command, *arguments], cwd=copy, env=environment, check=False)
+    if not report.exists():
+        raise SystemExit(f"pytest left no report for {copy.name}: see its output above")
+    return report
+
+
+def count(report: Path) -> tuple[Counter[str], Counter[str]]:
+    """The number of tests by outcome, and the number of skipped ones by reason.
+
+    Args:
+        report: JUnit's XML as pytest writes it.
+    """
+    counts, reasons = Counter[str](passed=0, failed=0, skipped=0, xfailed=0), Counter[str]()
+    outcomes: dict[tuple[str, str], str] = {}
+    for case in ElementTree.parse(report).iter("testcase"):
+        test = (case.get("classname", ""), case.get("name", ""))
+        outcome = "passed"
+        if case.find("failure") is not None or case.find("error") is not None:
+            outcome = "failed"
+        elif (skipped := case.find("skipped")) is not None:
+            outcome = "xfailed" if skipped.get("type") == "pytest.xfail" else "skipped"
+            if outcome == "skipped":
+                reasons[skipped.get("message", "")] += 1
+        # A test that passes and whose fixtures then fail is there twice.
+        if outcomes.get(test) != "failed":
+            outcomes[test] = outcome
+    counts.update(outcomes.values())
+    return counts, reasons
+
+
+def table(results: Sequence[Result], commit: str) -> str:
+    """The README's table of versions."""
+    lines = ["| torch | torchrec | fbgemm-gpu-cpu | Python | passed | failed | skipped | expected failures |"]
+    lines.append("| --- " * 8 + "|")
+    for result in results:
+        triple, counts = result.triple, result.counts
+        numbers = [f"{counts[outcome]:,}" for outcome in ("passed", "failed", "skipped", "xfailed")]
+        cells = [triple.torch, triple.torchrec, triple.fbgemm, result.python, *numbers]
+        lines.append(f"| {' | '.join(cells)} |")
+    return "\n".join([*lines, "", f"Commit {commit}, the tests that are not marked `slow`."])
+
+
+def write_table(text: str, page: Path = ROOT / "README.md") -> None:
+    """Puts the table between its marks in the README."""
+    before, begin, rest = page.read_text().partition(BEGIN)
+    _, end, after = rest.partition(END)
+    assert begin, f"{page} has no {BEGIN}"
+    assert end, f"{page} has no {END}"
+    page.write_text(f"{before}{begin}\n\n{text}\n\n{end}{after}")
+
+
+def commit() -> str:
+    """The commit of the checkout, with ``-dirty`` if files have changed since."""
+    command = ["git", "describe", "--always", "--dirty", "--exclude", "*"]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()
+
+
+def run(command: Sequence[str]) -> None:
+    """Runs a command, whose failure ends this program."""
+    done = subprocess.run(command, check=False)
+    if done.returncode != 0:
+        raise SystemExit(f"{' '.join(command)}\nended with status {done.returncode}")
+
+
+def default_directory() -> Path:
+    """The folder of the environments: below the user's cache."""
+    cache = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
+    return Path(cache) / PACKAGE / "matrix"
+
+
+def main(arguments: Sequence[str]) -> int:
+    """The command.
+
+    Returns:
+        Its exit status.
+    """
+    parser = argparse.ArgumentParser(prog="make matrix", description=(__doc__ or "").partition("\n")[0])
+    extras = [triple.extra for triple in TRIPLES]
+    parser.add_argument("--directory", type=Path, default=default_directory(), help="folder of the environments")
+    parser.add_argument("--only", choices=extras, action="append", help="run this triple; the table is not written")
+    parser.add_argument("--workers", type=int, default=min(8, os.cpu_count() or 1), help="processes that run tests")
+    parser.add_argument("pytest", nargs="*", help="arguments of pytest; the table is not written")
+    asked = parser.parse_args(arguments)
+    directory = asked.directory.resolve()
+    if directory.is_relative_to(ROOT):
+        parser.error(f"{directory} is in the repository: the environments take gigabytes, name a folder outside")
+    directory.mkdir(parents=True, exist_ok=True)
+    executables = pythons_at_hand()
+    own = (sys.version_info[0], sys.version_info[1])
+    executables.setdefault(own, sys.executable)
+    chosen = choose_pythons(executables, own)
+    triples = [triple for triple in TRIPLES if not asked.only or triple.extra in asked.only]
+    environments = {
+        triple: make_environment(directory / triple.torch, executables[chosen[triple]], triple) for triple in triples
+    }
+    at_commit = commit()
+    wheel = build_wheel(directory, environments[triples[0]])
+    results = []
+    for triple in triples:
+        start = time.monotonic()
+        python = environments[triple]
+        copy = directory / "copies" / triple.extra
+        copy_repository(copy)
+        install(wheel, python, copy)
+        print(f"{triple}, Python {'.'.join(map(str, chosen[triple]))}", flush=True)
+        report = run_tests(copy, python, asked.pytest or ["-m", "not slow"], asked.workers)
+        counts, skips = count(report)
+        results.append(Result(triple, ".".join(map(str, chosen[triple])), counts, skips))
+        print(f"{triple}: {dict(counts)} in {time.monotonic() - start:.0f} s", flush=True)
+        for reason, times in skips.most_common():
+            print(f"    {times} skipped: {reason}", flush=True)
+    text = table(results, at_commit)
+    print(text)
+    if not asked.only and not asked.pytest:
+        write_table(text)
+    return 0 if all(result.good for result in results) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
