@@ -35,8 +35,8 @@ build: $(VENV)/.built  ## set up .venv and build the native extension
 train: build  ## train DLRM: make train [DATA=train.txt] [ARGS="--dim 64 ..."]
 	$(BIN)/python examples/dlrm/train.py $(if $(DATA),--data "$(DATA)") $(ARGS)
 
-test: build $(VENV)/.dev-requirements lint  ## C++ tests, lint, Python tests but the slow ones: the first step of CI
-	@$(MAKE) --no-print-directory -j$(shell nproc) test-cpp
+test: build $(VENV)/.dev-requirements  ## lint, the C++ tests, and the Python tests that are not slow: the first step of CI
+	@$(MAKE) --no-print-directory --output-sync=target -j$(shell nproc) lint test-cpp
 	$(BIN)/python -m pytest -n auto --maxprocesses 8 --dist worksteal -m "not slow" $(ARGS)
 
 test-slow: build $(VENV)/.dev-requirements  ## the slow tests: the second step of CI
@@ -68,8 +68,11 @@ build/cpp/test_faults: WRAP := -Wl,--wrap=mmap,--wrap=mremap,--wrap=aligned_allo
 build/cpp/test_%: tests/cpp/test_%.cpp tests/cpp/testing.h $(CPP_OBJECTS)
 	$(CXX) $(SANITIZE) -I torchrec_recstore/csrc $< $(CPP_OBJECTS) $(WRAP) -o $@
 
-test-cpp: $(CPP_TESTS)  ## the native core's own tests, under sanitizers
-	@for test in $(CPP_TESTS); do $$test || exit 1; done
+.PHONY: $(CPP_TESTS:%=run-%)
+$(CPP_TESTS:%=run-%): run-%: %
+	$<
+
+test-cpp: $(CPP_TESTS:%=run-%)  ## the tests of the native core, under AddressSanitizer and UndefinedBehaviorSanitizer
 
 test-faults: build/cpp/test_faults  ## every allocation of the core's calls fails once, under sanitizers; a minute
 	$<

@@ -8,6 +8,7 @@ from multiprocessing.connection import Connection
 
 import torch.multiprocessing as mp
 
+from tests.processes import START_METHOD
 from torchrec_recstore import ops
 
 INSTRUCTION_SETS = ("baseline", "avx2", "avx512")
@@ -24,8 +25,7 @@ def by_instruction_set(work: Callable[[], list[str]]) -> dict[str, list[str]]:
 
 
 def _by(isa: str, work: Callable[[], list[str]]) -> list[str] | None:
-    # Forked from a process that has imported torch for the ranks of other tests, or will have.
-    context = mp.get_context("forkserver")
+    context = mp.get_context(START_METHOD)
     ours, theirs = context.Pipe(duplex=False)
     process = context.Process(target=_work, args=(isa, work, theirs))
     process.start()

@@ -1,58 +1,52 @@
-"""Parameter servers of a test's own, on free loopback ports, and a road to them that can be cut."""
+"""Parameter servers for tests, on free loopback ports, and a proxy in front of them that can cut connections."""
 
 from __future__ import annotations
 
 import select
-import signal
 import socket
-import subprocess
-import sys
 import threading
+import time
 from contextlib import suppress
 from pathlib import Path
 
+from tests.processes import ForkedCommand
+
 
 class RecStoreServer:
-    """``recstore serve`` in a process; ``start`` after ``stop`` or ``kill`` comes back on the same port."""
+    """``recstore serve`` in a forked process. ``start`` after ``stop`` or ``kill`` uses the same port again."""
 
     def __init__(self, data: Path, *flags: str, listen: str = "127.0.0.1:0") -> None:
         self.data = data
         self._flags = flags
         self.address = listen
-        self._process: subprocess.Popen[str] | None = None
         self.start()
 
     def start(self) -> None:
-        command = [sys.executable, "-m", "torchrec_recstore.cli", "serve"]
-        command += ["--listen", self.address, "--data", str(self.data), *self._flags]
-        self._process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-        assert self._process.stdout is not None
-        line = self._process.stdout.readline()
-        if not line:
-            raise AssertionError(f"the server has not started: {self._process.communicate()[1]}")
+        command = ["-m", "torchrec_recstore.cli", "serve", "--listen", self.address, "--data", str(self.data)]
+        self._command = ForkedCommand([*command, *self._flags])
+        while not (line := self._command.stdout).endswith("\n"):
+            if not self._command.process.is_alive():
+                raise AssertionError(f"the server has not started: {self._command.stderr}")
+            time.sleep(0.01)
         self.address = line.removeprefix("serving on ").strip()
 
     @property
     def pid(self) -> int:
-        assert self._process is not None
-        return self._process.pid
+        return self._command.pid
 
     def stop(self) -> str:
-        """As a service manager does; returns what it has written to stderr."""
-        assert self._process is not None
-        self._process.send_signal(signal.SIGTERM)
-        errors = self._process.communicate(timeout=60)[1]
-        assert self._process.returncode == 0, errors
-        return errors
+        """Stops the server as a service manager does. Returns what the server has written to stderr."""
+        self._command.terminate()
+        status = self._command.wait(timeout_s=60)
+        assert status == 0, self._command.stderr
+        return self._command.stderr
 
     def kill(self) -> None:
-        assert self._process is not None
-        self._process.kill()
-        self._process.communicate()
+        self._command.kill()
 
 
 class Proxy:
-    """Passes bytes on to a server, until it is told to cut, hold or damage them."""
+    """Passes bytes on to a server, and cuts or holds connections when a test says so."""
 
     def __init__(self, target: str) -> None:
         host, _, port = target.rpartition(":")
@@ -60,7 +54,7 @@ class Proxy:
         self._listener = socket.create_server(("127.0.0.1", 0))
         self.address = f"127.0.0.1:{self._listener.getsockname()[1]}"
         self.cut_after: int | None = None
-        """Bytes from the server, over all connections, after which all connections are cut, once."""
+        """A number of bytes from the server, over all connections. After them one connection is cut, once."""
         self.held = threading.Event()
         """While set, nothing is passed on."""
         self._lock = threading.Lock()

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import subprocess
-import sys
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -16,6 +14,7 @@ from fbgemm_gpu.split_embedding_configs import EmbOptimType
 from torchrec.distributed import DistributedModelParallel
 
 from tests.distributed.workers import run_on_ranks
+from tests.processes import run_forked_command
 from tests.store.dict_store import DictStore, DictStoreOptions
 from torchrec_recstore import (
     LFU,
@@ -276,7 +275,7 @@ os.kill(os.getpid(), signal.SIGKILL)
 
 
 def test_rows_of_a_killed_run_are_neither_read_nor_kept(tmp_path: Path) -> None:
-    killed = subprocess.run([sys.executable, "-c", KILLED, str(tmp_path)], capture_output=True, text=True, check=False)
+    killed = run_forked_command(["-c", KILLED, str(tmp_path)])
     assert killed.returncode == -signal.SIGKILL, killed.stderr
     assert int(killed.stdout) > 1000
     before = {entry for entry in tmp_path.rglob("*") if entry.is_dir()}

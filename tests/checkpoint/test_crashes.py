@@ -2,22 +2,14 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
+from tests.processes import run_forked_command
 
 
 @pytest.mark.parametrize("what", [pytest.param("one", marks=pytest.mark.slow), "ranks"])
 def test_killed_saves(what: str, tmp_path: Path) -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.checkpoint.crashing", what, str(tmp_path)],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=280,
-    )
+    done = run_forked_command(["-m", "tests.checkpoint.crashing", what, str(tmp_path)])
     assert done.returncode == 0, done.stdout + done.stderr[-4000:]

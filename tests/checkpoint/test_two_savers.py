@@ -2,24 +2,14 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 
-ROOT = Path(__file__).parents[2]
+from tests.processes import run_forked_command
 
 
 @pytest.mark.timeout(3600)
-@pytest.mark.parametrize("rounds", [12, pytest.param(200, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("rounds", [3, pytest.param(200, marks=pytest.mark.slow)])
 def test_two_savers(rounds: int) -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.checkpoint.two_savers", "--rounds", str(rounds)],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=3600,
-    )
+    done = run_forked_command(["-m", "tests.checkpoint.two_savers", "--rounds", str(rounds)], timeout_s=3600)
     assert done.returncode == 0, done.stdout + done.stderr[-4000:]
     assert f"{rounds} rounds" in done.stdout

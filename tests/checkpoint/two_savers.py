@@ -247,7 +247,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as directory:
         rounds = Rounds(Path(directory), arguments.seed)
         for number in range(arguments.rounds):
-            kind = KINDS[number // 2 % len(KINDS)]
+            kind = KINDS[number % len(KINDS)]
             try:
                 rounds.play(kind, kill=number % 2 == 1)
             except Exception:

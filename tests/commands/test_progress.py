@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import subprocess
 import sys
 from pathlib import Path
 
@@ -14,6 +13,7 @@ from torchrec_recstore import save_checkpoint
 from torchrec_recstore.commands.progress import TimeLeftColumn, rate
 
 from ..checkpoint import models
+from ..processes import run_forked_command
 from ..terminal import run_in_terminal
 
 # All in one process: each would import torch again.
@@ -92,8 +92,9 @@ def test_time_left_of_long_steps() -> None:
 
 def test_nothing_where_it_is_no_terminal(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FORCE_COLOR", "1")  # which makes rich take anything for a terminal
-    run = subprocess.run(RUN, cwd=checkpoint.parent, capture_output=True, text=True, check=True)
-    assert run.stderr == ""
+    monkeypatch.chdir(checkpoint.parent)
+    run = run_forked_command(RUN[1:])
+    assert (run.returncode, run.stderr) == (0, "")
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.processes import run_forked_command
 from torchrec_recstore.commands.shipped import how_to_install
 
 ROOT = Path(__file__).parents[2]
@@ -45,9 +46,10 @@ def test_help_is_the_script_s(tmp_path: Path) -> None:
     assert shown.stdout.endswith("[]\n")
 
 
-def test_it_trains(tmp_path: Path) -> None:
+def test_it_trains(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     flags = ["--limit-rows", "3000", "--dim", "8", "--batch-size", "256", "--json", "result.json"]
-    done = run([*RECSTORE, "train", *flags], tmp_path)
+    monkeypatch.chdir(tmp_path)
+    done = run_forked_command(["-m", "torchrec_recstore.cli", "train", *flags], {**os.environ, "OMP_NUM_THREADS": "1"})
     assert done.returncode == 0, done.stderr
     result = json.loads((tmp_path / "result.json").read_text())
     assert 0 < result["test_auc"] < 1

@@ -14,10 +14,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-# Ranks are forked from a process that has imported what they all need: an import of TorchRec takes four seconds. They
-# have the environment that this process was started in, with the first of them.
-START_METHOD = "forkserver"
-mp.get_context(START_METHOD).set_forkserver_preload(["torchrec.distributed", "torchrec_recstore.sharders"])
+from tests.processes import START_METHOD
 
 
 def run_on_ranks(world_size: int, function: Callable[[int, int], None]) -> None:

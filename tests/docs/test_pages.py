@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import ast
+import importlib
 import re
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch.multiprocessing as mp
 
-from tests.distributed.workers import START_METHOD
+from tests.processes import START_METHOD
 
 from .pages import NOT_RUN, ROOT, RUN, Block, blocks, without_fences
 from .run_page import matches, run
@@ -18,8 +21,8 @@ WITH_CODE = [page for page in PAGES if any(block.kind in RUN for block in blocks
 AROUND = Path(__file__).parent / "around"
 """By the page's name: Python that makes what its blocks take for granted, and that looks at what they have done."""
 
-SLOW = {"checkpoint", "command", "operations", "planner"}
-"""Pages whose blocks take the most time."""
+SLOW = {"checkpoint", "command", "compile", "first-table", "operations", "planner"}
+"""Pages whose blocks take the most time. ``test_what_blocks_import_is_there`` looks at these pages too."""
 
 TIMEOUT_S = 200
 
@@ -47,6 +50,20 @@ def test_blocks_run(page: Path, tmp_path: Path) -> None:
     assert process.exitcode == 0
     if skipped.exists():
         pytest.skip(skipped.read_text())
+
+
+def imported_names(code: str) -> Iterator[tuple[str, str]]:
+    """Modules of this package that the code imports from, and the names that it imports."""
+    for node in ast.walk(ast.parse(code)):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "torchrec_recstore":
+            yield from ((node.module or "", alias.name) for alias in node.names)
+
+
+@pytest.mark.parametrize("page", [ROOT / "README.md", *WITH_CODE], ids=lambda page: page.stem)
+def test_what_blocks_import_is_there(page: Path) -> None:
+    codes = [block.text for block in blocks(page) if block.kind == "python"]
+    for module, name in {found for code in codes for found in imported_names(code)}:
+        assert hasattr(importlib.import_module(module), name), f"{module} has no {name}"
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)

@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import os
-import runpy
 import subprocess
 import sys
-import tempfile
 import time
 from multiprocessing.connection import wait
 from pathlib import Path
 
-import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-from ..distributed.workers import START_METHOD
+from ..processes import ForkedCommand
 
 ROOT = Path(__file__).parents[2]
 TIMEOUT_S = 240
@@ -38,7 +35,7 @@ def run_forked(script: str, *flags: object, ranks: int = 1) -> subprocess.Comple
     Several ranks get the environment that torchrun gives, and the store of this process in the place of its agent's.
     """
     arguments = _script(script, flags)
-    environments = [dict(os.environ) for _ in range(ranks)]
+    environments = [os.environ | {"OMP_NUM_THREADS": "1"} for _ in range(ranks)]
     if ranks > 1:
         store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         for rank, environment in enumerate(environments):
@@ -47,24 +44,14 @@ def run_forked(script: str, *flags: object, ranks: int = 1) -> subprocess.Comple
             environment |= {"TORCHELASTIC_USE_AGENT_STORE": "True"}
             environment |= {"RANK": str(rank), "LOCAL_RANK": str(rank)}
             environment |= {"WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks)}
-    context = mp.get_context(START_METHOD)
-    with tempfile.TemporaryDirectory() as folder:
-        processes = [
-            context.Process(target=_run_here, args=(arguments, environment, Path.cwd(), Path(folder, str(rank))))
-            for rank, environment in enumerate(environments)
-        ]
-        for process in processes:
-            process.start()
-        try:
-            _join(processes)
-            statuses = [process.exitcode for process in processes]
-        finally:
-            for process in processes:
-                process.kill()
-                process.join()
-        out, err = (
-            "".join(Path(folder, f"{rank}.{kind}").read_text() for rank in range(ranks)) for kind in ("out", "err")
-        )
+    commands = [ForkedCommand(arguments, environment, daemon=False) for environment in environments]
+    try:
+        _join([command.process for command in commands])
+        statuses = [command.process.exitcode for command in commands]
+    finally:
+        for command in commands:
+            command.kill()
+    out, err = "".join(command.stdout for command in commands), "".join(command.stderr for command in commands)
     return subprocess.CompletedProcess(arguments, next((status for status in statuses if status), 0) or 0, out, err)
 
 
@@ -84,19 +71,3 @@ def _join(processes: list[mp.Process]) -> None:
             return
         if not wait([process.sentinel for process in running], timeout=deadline - time.monotonic()):
             raise TimeoutError(f"the command has not ended in {TIMEOUT_S} s")
-
-
-def _run_here(arguments: list[str], environment: dict[str, str], folder: Path, output: Path) -> None:
-    for stream, kind in ((1, "out"), (2, "err")):
-        file = os.open(f"{output}.{kind}", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-        os.dup2(file, stream)
-        os.close(file)
-    os.environ.clear()
-    os.environ.update(environment)
-    os.chdir(folder)
-    torch.set_num_threads(1)
-    sys.argv = arguments
-    # What the script finds is not to be what the tests have made importable.
-    others = [path for path in sys.path if not path.startswith(str(ROOT / "examples"))]
-    sys.path[:] = [str(Path(arguments[0]).parent), *others]
-    runpy.run_path(arguments[0], run_name="__main__")

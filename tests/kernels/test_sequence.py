@@ -77,13 +77,13 @@ def test_backward_needs_no_ids_of_the_caller(accumulation_steps: int) -> None:
     """They are freed, and their memory used again, before it: stochastic rounding draws by them."""
     tables = [Table(4, torch.bfloat16, SGD(lr=0.1), stochastic_rounding=True) for _ in range(2)]
     kept, freed = (SequenceKernel([table], accumulation_steps=accumulation_steps) for table in tables)
-    ids = torch.arange(2_000_000)
+    ids = torch.arange(100_000)
     for _ in range(accumulation_steps):
         out = kept(ids, [len(ids)], train=True)
         copy = ids.clone()
         other = freed(copy, [len(ids)], train=True)
         del copy
-        torch.full((2_000_000,), -1)
+        torch.full((100_000,), -1)
         for rows in (out, other):
             (rows * 0.3).sum().backward()
         del out, other, rows

@@ -16,6 +16,7 @@ from torchrec import EmbeddingBagCollection, KeyedJaggedTensor
 
 from tests.modules.child import put_rows
 from tests.modules.collections import IDS, bag_tables, batch, sequence_tables
+from tests.processes import START_METHOD
 from torchrec_recstore.modules import (
     RecStoreEmbedding,
     RecStoreEmbeddingBag,
@@ -336,7 +337,7 @@ def test_processes_get_copies() -> None:
     for module in (emb, nn.Sequential(emb)):
         with pytest.raises(RuntimeError, match="cannot be shared by processes"):
             module.share_memory()
-    context = mp.get_context("spawn")
+    context = mp.get_context(START_METHOD)
     found = context.SimpleQueue()
     process = context.Process(target=put_rows, args=(emb, found))
     process.start()

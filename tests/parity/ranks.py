@@ -21,7 +21,7 @@ from torchrec.distributed import comm
 from torchrec.distributed.planner.types import PlannerError
 
 import torchrec_recstore
-from tests.distributed.workers import START_METHOD
+from tests.processes import START_METHOD
 
 from .cells import Cell
 from .run_cell import ranks_of_a_node, run_cell

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 
+from tests.processes import run_forked_command
 from torchrec_recstore import ops
 from torchrec_recstore.options import TableOptions
 from torchrec_recstore.planner import RecStoreConstraints
@@ -23,9 +22,8 @@ INT64 = torch.iinfo(torch.int64)
 
 @pytest.mark.parametrize("ranks", [2, 8])
 def test_patterns_load_ranks_evenly(ranks: int) -> None:
-    run = subprocess.run(
-        [sys.executable, str(ROUTING), "--ranks", str(ranks)], capture_output=True, text=True, check=True
-    )
+    run = run_forked_command([str(ROUTING), "--ranks", str(ranks)])
+    assert run.returncode == 0, run.stderr
     rows = [json.loads(line) for line in run.stdout.splitlines()]
     assert [row["ids"] for row in rows] == ["sequential", "multiples"]
     assert all(row["block"] == ranks and row["hash"] < 1.05 for row in rows)

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,7 +12,7 @@ from torch import Tensor
 
 from tests.redis_server import needs_redis, redis_server
 from torchrec_recstore.options import RedisStore, RocksDBStore
-from torchrec_recstore.store import ColdStore, ColdStoreError, open_cold_store
+from torchrec_recstore.store import ColdStore, ColdStoreError, conformance, open_cold_store
 from torchrec_recstore.store.conformance import check_cold_store
 
 
@@ -131,35 +131,49 @@ def test_a_store_of_a_third_party() -> None:
 
 
 @pytest.mark.parametrize(
-    ("fault", "promise"),
+    ("fault", "check", "promise"),
     [
-        ("order", "in the order of the ids asked for"),
-        ("unsigned ids", "byte for byte"),
-        ("text", "byte for byte"),
-        ("found dtype", "a new store has no rows|all are found|bool"),
-        ("first put stays", "a second put replaces"),
-        ("lost row", "a batch of 20,000 rows"),
-        ("lost delete", "delete"),
-        ("repeating scan", "each once"),
-        ("short scan", "each once"),
-        ("lazy scan", "of the moment of its call"),
-        ("live scan", "of the moment of its call"),
-        ("descending scan", "ascending"),
-        ("one store a name", "stores named 'conformance/0' and 'conformance/0' are apart"),
-        ("short names", "are apart"),
-        ("open after close", "get after close raises ColdStoreError"),
+        ("order", conformance._keeps_rows, "in the order of the ids asked for"),
+        ("unsigned ids", conformance._keeps_rows, "byte for byte"),
+        ("text", conformance._keeps_rows, "byte for byte"),
+        ("found dtype", conformance._keeps_rows, "all are found|bool"),
+        ("first put stays", conformance._overwrites, "a second put replaces"),
+        ("lost delete", conformance._serves_several_threads, "deleted"),
+        ("repeating scan", conformance._overwrites, "each once"),
+        ("short scan", conformance._overwrites, "each once"),
+        ("lazy scan", conformance._snapshots_ascend, "of the moment of its call"),
+        ("live scan", conformance._snapshots_ascend, "of the moment of its call"),
+        ("descending scan", conformance._snapshots_ascend, "ascending"),
+        (
+            "one store a name",
+            conformance._keeps_stores_apart,
+            "stores named 'conformance/0' and 'conformance/0' are apart",
+        ),
+        ("short names", conformance._keeps_stores_apart, "are apart"),
+        ("open after close", conformance._closes, "get after close raises ColdStoreError"),
     ],
 )
-def test_broken_stores_do_not_pass(fault: str, promise: str) -> None:
+def test_broken_stores_do_not_pass(fault: str, check: Callable[[object], None], promise: str) -> None:
+    """Runs only the check that finds the fault: all checks take half a second."""
     _SHARED.clear()
+    assert check in conformance.CHECKS
     with pytest.raises(AssertionError, match=f"broken promise of a cold store: .*({promise})"):
-        check_cold_store(DictStore(fault))
+        check(DictStore(fault))
 
 
-@pytest.mark.parametrize(("fault", "error"), [("strict delete", KeyError), ("closes once", ColdStoreError)])
-def test_errors_of_broken_stores_come_out(fault: str, error: type[Exception]) -> None:
+def test_all_checks_run() -> None:
+    with pytest.raises(AssertionError, match="broken promise of a cold store: a batch of 20,000 rows"):
+        check_cold_store(DictStore("lost row"))
+    assert conformance.CHECKS[-1] is conformance._takes_big_batches  # this fault is found by the last check
+
+
+@pytest.mark.parametrize(
+    ("fault", "check", "error"),
+    [("strict delete", conformance._deletes, KeyError), ("closes once", conformance._closes, ColdStoreError)],
+)
+def test_errors_of_broken_stores_come_out(fault: str, check: Callable[[object], None], error: type[Exception]) -> None:
     with pytest.raises(error):
-        check_cold_store(DictStore(fault))
+        check(DictStore(fault))
 
 
 def test_options_of_no_registered_type() -> None:

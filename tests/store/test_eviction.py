@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import numpy as np
@@ -196,7 +197,9 @@ def test_a_frequency_of_16_goes_before_one_of_17() -> None:
 
 
 def test_no_row_leaves_for_rows_that_there_is_no_memory_for() -> None:
-    n, dim = 25_000, 2**24  # 5 TB with the optimizer's states
+    dim = 2**20
+    row_bytes = 3 * 4 * dim  # the weights and both of the optimizer's states
+    n = 2 * os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // row_bytes
     table = Table(dim, optimizer=Adam(), options=TableOptions(max_rows=n + 1, eviction=LRU()))
     table.insert(torch.tensor([1, 2]), torch.ones(2, dim))
     kernel = PooledKernel([table], [0], "sum")

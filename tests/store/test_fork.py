@@ -34,7 +34,7 @@ def _run(*arguments: object) -> None:
 
 
 def test_children_are_refused_at_once_and_do_not_hang(tmp_path: Path) -> None:
-    _run(12, tmp_path)
+    _run(4, tmp_path)
 
 
 @pytest.mark.slow

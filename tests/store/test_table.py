@@ -17,6 +17,7 @@ from torchrec_recstore.options import NormalInit, TableOptions
 from torchrec_recstore.store import Table, TableStats
 
 from ..instruction_sets import by_instruction_set
+from ..processes import run_forked_command
 
 OPTIMIZERS: list[Optimizer] = [SGD(0.1, weight_decay=0.01), Adagrad(0.1), RowWiseAdagrad(0.1, weight_decay=0.01)]
 
@@ -103,13 +104,8 @@ def test_bits_do_not_depend_on_the_instruction_set() -> None:
 
 
 def test_an_unknown_instruction_set_is_an_error() -> None:
-    run = subprocess.run(
-        [sys.executable, "-c", "from torchrec_recstore.store import Table; Table(4)"],
-        env={**os.environ, "RECSTORE_ISA": "mmx"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    code = "from torchrec_recstore.store import Table; Table(4)"
+    run = run_forked_command(["-c", code], {**os.environ, "RECSTORE_ISA": "mmx"})
     assert "RECSTORE_ISA must be baseline, avx2 or avx512, got 'mmx'" in run.stderr
 
 
@@ -251,7 +247,7 @@ except MemoryError as error:
 
 
 def test_out_of_memory_is_an_error_and_changes_nothing() -> None:
-    run = subprocess.run([sys.executable, "-c", _OUT_OF_MEMORY], capture_output=True, text=True, check=False)
+    run = run_forked_command(["-c", _OUT_OF_MEMORY])
     assert run.returncode == 0, run.stderr
     assert "table 'big': out of memory" in run.stdout
 
