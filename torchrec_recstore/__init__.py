@@ -76,7 +76,7 @@ if TYPE_CHECKING:
     from torchrec_recstore.store import ColdStoreError, Table, TableStats
     from torchrec_recstore.warn import RecStoreWarning
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 _MODULES = {
     "Adagrad": "optim",
