@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from importlib.metadata import version
 from pathlib import Path
 
 from torchrec_recstore.doctor import SECTIONS
@@ -40,6 +41,6 @@ def test_a_torch_that_does_not_load(tmp_path: Path) -> None:
     lines = [line.rstrip() for line in run.stdout.splitlines()]
     at = next(i for i, line in enumerate(lines) if line.startswith("  problem torch "))
     assert "cannot be imported: ImportError: libtorch_cpu.so: undefined symbol" in lines[at]
-    assert lines[at + 1].strip() == "pip install torch==2.13.0 --force-reinstall"
+    assert lines[at + 1].strip() == f"pip install torch=={version('torch').partition('+')[0]} --force-reinstall"
     assert lines[-1].split(" problem")[0].isdigit()
     assert (run.stderr, "files" in lines) == ("", True)

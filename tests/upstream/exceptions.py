@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from importlib.metadata import version
 from pathlib import Path
+
+from torchrec_recstore.triples import release
 
 PATH = Path(__file__).with_name("does_not_apply.txt")
 CHECKS = ("stock", "fails", "not run")
@@ -44,18 +47,27 @@ class Entry:
         return re.fullmatch(".*".join(map(re.escape, self.pattern.split("*"))), name) is not None
 
 
-def entries() -> list[Entry]:
-    """The list.
+def entries(torchrec: str | None = None) -> list[Entry]:
+    """The entries of the list that are for a version of TorchRec.
+
+    Args:
+        torchrec: the version, default: the installed one.
 
     Raises:
         ValueError: a line is not an entry.
     """
     found = []
+    has = release(torchrec or version("torchrec"))
     for line in PATH.read_text().splitlines():
         if not line.strip() or line.startswith("#"):
             continue
         parts = [part.strip() for part in line.split(" | ")]
-        if len(parts) != 3 or parts[1] not in CHECKS or not all(parts):
-            raise ValueError(f"{PATH.name}: not 'tests | {' or '.join(CHECKS)} | reason': {line}")
-        found.append(Entry(*parts))
+        check = re.fullmatch(
+            rf"({'|'.join(CHECKS)})(?: (before|from) (\d+\.\d+))?", parts[1] if len(parts) == 3 else ""
+        )
+        if check is None or not all(parts):
+            raise ValueError(f"{PATH.name}: not 'tests | {' or '.join(CHECKS)} [before or from 1.N] | reason': {line}")
+        kind, bound, number = check.groups()
+        if bound is None or (has < release(number)) == (bound == "before"):
+            found.append(Entry(parts[0], kind, parts[2]))
     return found
