@@ -48,7 +48,7 @@ from torchrec_recstore.optim import RowWiseAdagrad
 from torchrec_recstore.options import LFU, LRU, TableOptions
 from torchrec_recstore.sharders import RecStorePrefetchPipeline
 from torchrec_recstore.store import Table
-from torchrec_recstore.store.cold_bytes import id_bytes, split
+from torchrec_recstore.store.cold_store import id_bytes, split
 
 NEW = 0.1  # of a batch's ids
 BLOCK_STEPS = 10  # rows leave many at a time: the mean over several steps counts

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from torchrec_recstore.lazy import lazy_names
+from torchrec_recstore.utils import lazy_names
 
 if TYPE_CHECKING:
     from torchrec_recstore.checkpoint import (
@@ -74,7 +74,7 @@ if TYPE_CHECKING:
         table_stats,
     )
     from torchrec_recstore.store import ColdStoreError, Table, TableStats
-    from torchrec_recstore.warn import RecStoreWarning
+    from torchrec_recstore.utils import RecStoreWarning
 
 __version__ = "0.2.0"
 

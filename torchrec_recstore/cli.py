@@ -21,15 +21,12 @@ import sys
 try:
     import typer
 
-    from torchrec_recstore.commands.bench import bench
-    from torchrec_recstore.commands.compact import compact
-    from torchrec_recstore.commands.diff import diff
+    from torchrec_recstore.commands.checkpoints import compact, diff, inspect
     from torchrec_recstore.commands.doctor import doctor
     from torchrec_recstore.commands.export import export
-    from torchrec_recstore.commands.inspect import inspect
     from torchrec_recstore.commands.output import errors_in_one_line, print_error, status_of
+    from torchrec_recstore.commands.scripts import bench, train
     from torchrec_recstore.commands.serve import serve
-    from torchrec_recstore.commands.train import train
 except ModuleNotFoundError as error:
     if error.name not in ("typer", "rich", "click"):
         raise

@@ -1,7 +1,4 @@
-"""What a table does beyond holding rows: plain frozen dataclasses, hashable, no torch.
-
-The plan carries a :class:`TableOptions` to every rank, so all of this must pickle and compare by value.
-"""
+"""Options of a table beyond its shape and optimizer: plain frozen, hashable dataclasses without torch code."""
 
 from __future__ import annotations
 
@@ -389,3 +386,49 @@ def default_initializer(options: TableOptions, num_embeddings: int | None = None
         return options.initializer
     bound = math.sqrt(1.0 / min(_expected_ids(options, num_embeddings), MAX_INIT_ROWS))
     return UniformInit(-bound, bound)
+
+
+def options_of_flags(
+    *,
+    max_rows: int | None,
+    eviction: Literal["lru", "lfu"] | None,
+    half_life_steps: int | None,
+    expire_steps: int | None,
+    min_frequency: int | None,
+    cold_store: str | None,
+    seed: int = 0,
+) -> TableOptions:
+    """The options that ``--max-rows``, ``--eviction`` and so on stand for.
+
+    Raises:
+        ValueError: flags that do not fit each other, or a value that makes no sense.
+    """
+    for flag, number in (
+        ("--max-rows", max_rows),
+        ("--half-life-steps", half_life_steps),
+        ("--expire-steps", expire_steps),
+        ("--min-frequency", min_frequency),
+    ):
+        if number is not None and number < 1:
+            raise ValueError(f"{flag} must be at least 1, got {number}")
+    for flag, value in (("--eviction", eviction), ("--cold-store", cold_store)):
+        if value is not None and max_rows is None:
+            raise ValueError(f"{flag} needs --max-rows: a table without a bound evicts nothing")
+    if half_life_steps is not None and eviction != "lfu":
+        raise ValueError("--half-life-steps needs --eviction lfu")
+    policy: LRU | LFU | None = None
+    if max_rows is not None:
+        policy = LFU(half_life_steps) if eviction == "lfu" else LRU()
+    return TableOptions(
+        seed=seed,
+        max_rows=max_rows,
+        eviction=policy,
+        expiry=None if expire_steps is None else Expiry(expire_steps),
+        admission=None if min_frequency is None else MinFrequency(min_frequency),
+        cold_store=None if cold_store is None else cold_store_of_flag(cold_store),
+    )
+
+
+def cold_store_of_flag(url_or_path: str) -> RedisStore | RocksDBStore:
+    """The cold store that ``--cold-store`` stands for."""
+    return RedisStore(url_or_path) if "://" in url_or_path else RocksDBStore(url_or_path)

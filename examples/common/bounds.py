@@ -7,8 +7,7 @@ from typing import Literal
 
 from common.command import DataError
 
-from torchrec_recstore.flags import cold_store_of_flag, options_of_flags
-from torchrec_recstore.options import RedisStore, TableOptions
+from torchrec_recstore.options import RedisStore, TableOptions, cold_store_of_flag, options_of_flags
 
 Eviction = Literal["lru", "lfu"]
 

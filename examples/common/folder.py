@@ -10,8 +10,7 @@ import torch.distributed as dist
 from common.command import DataError
 from common.processes import on_rank_0
 
-from torchrec_recstore.checkpoint.files import make_directory
-from torchrec_recstore.checkpoint.lock import FileLock
+from torchrec_recstore.checkpoint.files import FileLock, make_directory
 
 
 @contextmanager

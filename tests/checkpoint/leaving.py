@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torchrec.distributed import DistributedModelParallel
 
 from torchrec_recstore import async_save, save_checkpoint
-from torchrec_recstore.checkpoint import parts
+from torchrec_recstore.checkpoint import writer
 from torchrec_recstore.checkpoint.destination import Destination
 
 from . import models
@@ -34,13 +34,13 @@ Program = Callable[[int, DistributedModelParallel, Path], None]
 
 def slowly(seconds: float = 0.5) -> None:
     """Makes every file of a checkpoint take some time."""
-    write = parts.write_tensors
+    write = writer.write_tensors
 
     def wait(path: Path, tensors: dict[str, torch.Tensor]) -> object:
         time.sleep(seconds)
         return write(path, tensors)
 
-    parts.write_tensors = wait  # type: ignore[assignment]
+    writer.write_tensors = wait  # type: ignore[assignment]
 
 
 def no_room(destination: Destination) -> Path:

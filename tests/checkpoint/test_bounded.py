@@ -32,7 +32,7 @@ from torchrec_recstore import (
     save_checkpoint,
     table_stats,
 )
-from torchrec_recstore.checkpoint import parts
+from torchrec_recstore.checkpoint import writer
 from torchrec_recstore.checkpoint.compare import compare_chains
 from torchrec_recstore.checkpoint.info import read_chain
 
@@ -64,7 +64,7 @@ def cold_rows(model: DistributedModelParallel) -> int:
 
 @pytest.fixture
 def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(parts, "PART_BYTES", 700)
+    monkeypatch.setattr(writer, "PART_BYTES", 700)
 
 
 @pytest.mark.usefixtures("one_rank", "small_parts")

@@ -25,9 +25,9 @@ from torchrec_recstore import (
     read_info,
     save_checkpoint,
 )
-from torchrec_recstore.checkpoint import parts
+from torchrec_recstore.checkpoint import writer
 from torchrec_recstore.checkpoint.destination import Destination
-from torchrec_recstore.checkpoint.encoding import decode
+from torchrec_recstore.encoding import decode
 
 from . import models
 
@@ -71,7 +71,7 @@ def trained(**kinds: Any) -> DistributedModelParallel:
     "optimizer", [EmbOptimType.EXACT_SGD, EmbOptimType.EXACT_ROWWISE_ADAGRAD, EmbOptimType.ADAM, EmbOptimType.LAMB]
 )
 def test_forth_and_back(tmp_path: Path, optimizer: EmbOptimType, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(parts, "PART_BYTES", 700)  # several parts a table
+    monkeypatch.setattr(writer, "PART_BYTES", 700)  # several parts a table
     model = trained(optimizer=optimizer)
     info = save_checkpoint(model, tmp_path / "saved")
     assert len(info.tables["item"].parts) > 2
@@ -177,7 +177,7 @@ def test_a_delta_lists_the_ids_that_stay_where_most_left(tmp_path: Path) -> None
 
 
 def test_async_save_is_the_model_of_its_moment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(parts, "PART_BYTES", 700)
+    monkeypatch.setattr(writer, "PART_BYTES", 700)
     changed, stage = threading.Event(), Destination.stage
 
     def stage_late(destination: Destination) -> Path:

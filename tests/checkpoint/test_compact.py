@@ -15,7 +15,7 @@ from torchrec.distributed import DistributedModelParallel
 
 from tests.distributed.workers import run_on_ranks
 from torchrec_recstore import CheckpointError, compact_checkpoint, load_checkpoint, save_checkpoint
-from torchrec_recstore.checkpoint import fold, parts
+from torchrec_recstore.checkpoint import fold, writer
 from torchrec_recstore.checkpoint.destination import Destination
 from torchrec_recstore.store import Table
 
@@ -40,7 +40,7 @@ def files_in(directory: Path) -> dict[str, bytes]:
 
 
 def make_parts_small(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(parts, "PART_BYTES", 700)
+    monkeypatch.setattr(writer, "PART_BYTES", 700)
     monkeypatch.setattr(fold, "_LEAST_ROWS", 3)
     monkeypatch.setattr(fold, "_WINDOW_BYTES", 0)
 

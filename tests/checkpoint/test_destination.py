@@ -16,11 +16,10 @@ import pytest
 import torch
 
 from torchrec_recstore import CheckpointError, RecStoreClient, compact_checkpoint, load_checkpoint, save_checkpoint
-from torchrec_recstore.checkpoint import lock
+from torchrec_recstore.checkpoint import files
 from torchrec_recstore.checkpoint.destination import Destination
-from torchrec_recstore.checkpoint.files import make_directory
+from torchrec_recstore.checkpoint.files import FileLock, lock_file, make_directory
 from torchrec_recstore.checkpoint.info import read_chain
-from torchrec_recstore.checkpoint.lock import FileLock, lock_file
 
 from . import models
 
@@ -104,7 +103,7 @@ def test_shared_locks(tmp_path: Path) -> None:
 
 
 def test_a_holder_that_is_not_known(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lock, "_UNKNOWN_HOLDER_S", 0.05)
+    monkeypatch.setattr(files, "_UNKNOWN_HOLDER_S", 0.05)
     file = tmp_path / "lock"
     with locked(file):
         record = json.loads(file.read_bytes())

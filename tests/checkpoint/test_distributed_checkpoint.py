@@ -19,7 +19,7 @@ from torchrec.distributed import DistributedModelParallel
 
 from tests.distributed.workers import run_on_ranks
 from torchrec_recstore.checkpoint import load_distributed_checkpoint
-from torchrec_recstore.sharders import whole_tensors
+from torchrec_recstore.sharders import layout
 from torchrec_recstore.sharders.model_tables import rows_left_out
 
 from . import models
@@ -46,7 +46,7 @@ LOADS: list[tuple[Case, int, str]] = [
 
 def saves_and_loads(rank: int, world_size: int, *, path: Path) -> None:
     """All that is saved at this world size, then all that is loaded."""
-    whole_tensors.PIECE_ROWS = 7  # so that a table has several pieces
+    layout.PIECE_ROWS = 7  # so that a table has several pieces
     for case in SAVED:
         if case[0] == world_size:
             save(path / "_".join(map(str, case)), *case[1:])
@@ -98,7 +98,7 @@ def load(path: Path, case: Case, sharding: str) -> None:
 
 
 def test_any_world_size_and_sharding(one_rank: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(whole_tensors, "PIECE_ROWS", 7)
+    monkeypatch.setattr(layout, "PIECE_ROWS", 7)
     alone = [case for case in SAVED if case[0] == 1]
     for case in alone:
         save(tmp_path / "_".join(map(str, case)), *case[1:])
@@ -195,7 +195,7 @@ def test_stock_tables_come_and_go(one_rank: None, tmp_path: Path) -> None:
 
 
 def test_pieces_are_of_bounded_size(one_rank: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(whole_tensors, "PIECE_ROWS", 16)
+    monkeypatch.setattr(layout, "PIECE_ROWS", 16)
     model = models.recstore()
     models.train(model)
     dcp.save({"model": model.state_dict(), "optimizer": model.fused_optimizer.state_dict()}, checkpoint_id=tmp_path)

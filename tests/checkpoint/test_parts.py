@@ -7,7 +7,7 @@ from pathlib import Path
 import safetensors.torch
 import torch
 
-from torchrec_recstore.checkpoint.parts import PartWriter
+from torchrec_recstore.checkpoint.writer import PartWriter
 from torchrec_recstore.store import Table
 
 

@@ -8,7 +8,7 @@ import pytest
 from torchrec.distributed import DistributedModelParallel
 
 from torchrec_recstore import async_save, load_checkpoint, save_checkpoint, table_stats
-from torchrec_recstore.checkpoint import parts
+from torchrec_recstore.checkpoint import writer
 
 from . import models
 
@@ -26,7 +26,7 @@ def check(told: list[tuple[int, int]], total: int) -> None:
 
 
 def test_saves_and_loads(one_rank: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(parts, "PART_BYTES", 1 << 10)
+    monkeypatch.setattr(writer, "PART_BYTES", 1 << 10)
     model = models.recstore()
     models.train(model)
     full = rows_of(model)

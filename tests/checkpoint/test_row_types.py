@@ -12,7 +12,7 @@ from torchrec_recstore.checkpoint.compact import compact_chain
 from torchrec_recstore.checkpoint.destination import Destination
 from torchrec_recstore.checkpoint.files import write_tensors
 from torchrec_recstore.checkpoint.info import CheckpointInfo, DeltaOf, PartInfo, TableInfo
-from torchrec_recstore.checkpoint.rows import load_rows
+from torchrec_recstore.checkpoint.reader import load_rows
 from torchrec_recstore.store import Table
 
 TYPES = [torch.float32, torch.float16, torch.bfloat16]

@@ -17,8 +17,8 @@ from torchrec.distributed.types import ShardingEnv
 from tests.distributed.workers import run_on_ranks
 from torchrec_recstore.checkpoint import export_dense_weights, load_distributed_checkpoint
 from torchrec_recstore.optim import Adam
-from torchrec_recstore.sharders import RecStoreEmbeddingCollectionSharder, whole_tensors
-from torchrec_recstore.sharders.local_shard import LocalShard
+from torchrec_recstore.sharders import RecStoreEmbeddingCollectionSharder, layout
+from torchrec_recstore.sharders.layout import LocalShard
 from torchrec_recstore.store import Table
 
 from . import models
@@ -158,12 +158,12 @@ def test_sequences(one_rank: None, tmp_path: Path) -> None:
 def test_a_table_without_rows_in_grid_shards(monkeypatch: pytest.MonkeyPatch) -> None:
     # The first of four ranks: two nodes, each with half of the columns, and half of the rows on each of its ranks.
     right = (0, range(8, 16), 0, 0, torch.float32)
-    monkeypatch.setattr(whole_tensors, "all_gathered", lambda local, env: [local, local, [right], [right]])
+    monkeypatch.setattr(layout, "all_gathered", lambda local, env: [local, local, [right], [right]])
     shards = [LocalShard(Table(16, columns=range(8)), None)]
     dist.init_process_group("fake", rank=0, world_size=4, store=FakeStore())
     try:
-        layout = whole_tensors.TableLayout("t", shards, ShardingEnv.from_process_group(dist.group.WORLD))
-        weight = layout.sharded([torch.empty(0, 8)], lambda columns: columns, layout.dim)
+        spread = layout.TableLayout("t", shards, ShardingEnv.from_process_group(dist.group.WORLD))
+        weight = spread.sharded([torch.empty(0, 8)], lambda columns: columns, spread.dim)
     finally:
         dist.destroy_process_group()
     assert [piece.shard_offsets for piece in weight.metadata().shards_metadata] == [[0, 0], [0, 8]]

@@ -29,7 +29,7 @@ from torchrec_recstore import (
     stock_optimizer_state_dict,
     stock_state_dict,
 )
-from torchrec_recstore.checkpoint.whole import whole
+from torchrec_recstore.checkpoint.stock import whole
 from torchrec_recstore.optim import Adam, AdamW
 from torchrec_recstore.planner import RecStoreConstraints, RecStorePlanner
 from torchrec_recstore.sharders import (

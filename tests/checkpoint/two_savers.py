@@ -34,7 +34,7 @@ import torch.distributed as dist
 from torchrec.distributed import DistributedModelParallel
 
 from torchrec_recstore import load_checkpoint, save_checkpoint
-from torchrec_recstore.checkpoint import parts
+from torchrec_recstore.checkpoint import writer
 from torchrec_recstore.store import Table
 
 from . import models
@@ -166,7 +166,7 @@ class Rounds:
     """
 
     def __init__(self, directory: Path, seed: int = 0) -> None:
-        parts.PART_BYTES = 700  # several files a table
+        writer.PART_BYTES = 700  # several files a table
         self.outcomes: Counter[str] = Counter()
         self._directory = directory
         self._random = random.Random(seed)

@@ -11,7 +11,7 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from torchrec_recstore.cli import app
-from torchrec_recstore.commands import bench as bench_module
+from torchrec_recstore.commands import scripts as bench_module
 
 ROOT = Path(__file__).parents[2]
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.processes import run_forked_command
-from torchrec_recstore.commands.shipped import how_to_install
+from torchrec_recstore.commands.scripts import how_to_install
 
 ROOT = Path(__file__).parents[2]
 RECSTORE = [sys.executable, "-m", "torchrec_recstore.cli"]

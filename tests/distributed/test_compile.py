@@ -39,7 +39,7 @@ from torchrec_recstore.sharders import (
     RecStoreSharder,
     table_stats,
 )
-from torchrec_recstore.sharders.parameter_sharding import RECSTORE_KERNEL
+from torchrec_recstore.sharders.plan import RECSTORE_KERNEL
 from torchrec_recstore.store import Table
 
 from .workers import run_on_ranks

@@ -7,7 +7,14 @@ from pathlib import Path
 import pytest
 
 from torchrec_recstore.doctor.machine import Machine
-from torchrec_recstore.doctor.memory import address_space, available, buffers, control_group, huge_pages, overcommit
+from torchrec_recstore.doctor.machine_checks import (
+    address_space,
+    available,
+    buffers,
+    control_group,
+    huge_pages,
+    overcommit,
+)
 from torchrec_recstore.doctor.probe import probe
 
 from .machines import MEMINFO, machine

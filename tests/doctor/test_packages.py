@@ -9,9 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from torchrec_recstore.doctor.finding import Finding
-from torchrec_recstore.doctor.optional import extra_packages, fits, requirements_of
-from torchrec_recstore.doctor.packages import TESTED, packages, python
+from torchrec_recstore.doctor.machine import Finding
+from torchrec_recstore.doctor.packages import TESTED, extra_packages, fits, packages, python, requirements_of
 from torchrec_recstore.doctor.probe import MODULES, Imported, probe
 from torchrec_recstore.triples import DEFAULT, TRIPLES, Triple
 

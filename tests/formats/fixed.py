@@ -40,7 +40,7 @@ from torchrec.distributed.planner import Topology
 from tests.distributed.workers import run_on_ranks
 from torchrec_recstore import optim
 from torchrec_recstore.checkpoint import info as checkpoint_info
-from torchrec_recstore.checkpoint import parts, save_checkpoint
+from torchrec_recstore.checkpoint import save_checkpoint, writer
 from torchrec_recstore.inference import (
     export_checkpoint,
     export_checkpoint_delta,
@@ -63,11 +63,10 @@ from torchrec_recstore.options import (
     UniformInit,
 )
 from torchrec_recstore.planner import RecStoreConstraints, RecStorePlanner
-from torchrec_recstore.service.applied import AppliedRequests
-from torchrec_recstore.service.data_directory import DataDirectory
-from torchrec_recstore.service.hosted import HostedTables
-from torchrec_recstore.service.limits import Limits
-from torchrec_recstore.service.spec import TableSpec
+from torchrec_recstore.rpc.table_spec import TableSpec
+from torchrec_recstore.service.checkpoints import DataDirectory
+from torchrec_recstore.service.hosted import HostedTables, Limits
+from torchrec_recstore.service.server import AppliedRequests
 from torchrec_recstore.sharders import RecStoreSharder
 from torchrec_recstore.store import Table
 
@@ -205,12 +204,12 @@ def write_expected(tables: list[Table], path: Path) -> None:
 @contextmanager
 def small_parts() -> Iterator[None]:
     """Several parts a table."""
-    before = parts.PART_BYTES
-    parts.PART_BYTES = 400
+    before = writer.PART_BYTES
+    writer.PART_BYTES = 400
     try:
         yield
     finally:
-        parts.PART_BYTES = before
+        writer.PART_BYTES = before
 
 
 def write_model_checkpoints(to: Path) -> None:

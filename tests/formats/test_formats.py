@@ -17,13 +17,12 @@ from torchrec_recstore import load_checkpoint
 from torchrec_recstore.checkpoint import info as checkpoint_info
 from torchrec_recstore.checkpoint import load_distributed_checkpoint
 from torchrec_recstore.checkpoint.info import read_chain
-from torchrec_recstore.checkpoint.rows import load_rows
+from torchrec_recstore.checkpoint.reader import load_rows
 from torchrec_recstore.inference import export_delta, export_for_inference, read_delta, verification, verify
 from torchrec_recstore.inference.row_formats import DTYPES
 from torchrec_recstore.options import RocksDBStore
-from torchrec_recstore.service.data_directory import DataDirectory
-from torchrec_recstore.service.hosted import HostedTables
-from torchrec_recstore.service.limits import Limits
+from torchrec_recstore.service.checkpoints import DataDirectory
+from torchrec_recstore.service.hosted import HostedTables, Limits
 from torchrec_recstore.service.metrics import NoObserver
 from torchrec_recstore.service.server import ParameterServer
 from torchrec_recstore.store import Table

@@ -21,9 +21,9 @@ from torchrec_recstore.inference import (
     export_for_inference,
     read_delta,
 )
-from torchrec_recstore.inference.checkpoint import ExportInfo
-from torchrec_recstore.inference.checksum import checksum_of, scripted_function
 from torchrec_recstore.inference.delta import DeltaTable
+from torchrec_recstore.inference.from_checkpoint import ExportInfo
+from torchrec_recstore.inference.verification import checksum_of, scripted_function
 from torchrec_recstore.modules import RecStoreEmbedding, RecStoreEmbeddingBagCollection
 from torchrec_recstore.options import LRU, MinFrequency, TableOptions
 

@@ -21,8 +21,8 @@ from torchrec_recstore.inference import (
     read_delta,
     verify,
 )
-from torchrec_recstore.inference.checksum import checksum_of, scripted_function
 from torchrec_recstore.inference.row_formats import DTYPES
+from torchrec_recstore.inference.verification import checksum_of, scripted_function
 from torchrec_recstore.modules import RecStoreEmbedding
 
 CHECKPOINTS = fixed.HERE / "checkpoint_1"

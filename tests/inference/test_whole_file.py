@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from torchrec_recstore.inference.whole_file import whole_file
+from torchrec_recstore.checkpoint.files import whole_file
 
 
 def test_one_process_at_a_time_writes_a_file(tmp_path: Path) -> None:

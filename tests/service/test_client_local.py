@@ -17,9 +17,8 @@ from torch import Tensor
 from torchrec_recstore import RecStoreClient
 from torchrec_recstore.optim import SGD, RowWiseAdagrad
 from torchrec_recstore.options import LRU, ConstantInit, MinFrequency, RocksDBStore, TableOptions, UniformInit
-from torchrec_recstore.service import prefetches
-from torchrec_recstore.service.backend import InitialRows
 from torchrec_recstore.service.hosted import HostedTables
+from torchrec_recstore.service.tables import InitialRows
 from torchrec_recstore.store import Table
 
 DIM = 4
@@ -263,7 +262,7 @@ def test_prefetches_run_beside_the_caller_in_few_threads(monkeypatch: pytest.Mon
         assert client.wait_for_prefetch(handle).tolist() == [[1.0] * DIM]
     assert len(running) == 40
     assert threading.get_ident() not in running
-    assert len(set(running)) <= prefetches._THREADS
+    assert len(set(running)) <= client._THREADS
 
 
 def test_torchs_generator_stays_the_callers() -> None:

@@ -21,9 +21,9 @@ from torchrec_recstore.optim import Adagrad
 from torchrec_recstore.options import TableOptions
 from torchrec_recstore.rpc import recstore_pb2 as pb
 from torchrec_recstore.rpc.protocol import VERSION, VERSION_KEY
+from torchrec_recstore.rpc.table_spec import TableSpec
 from torchrec_recstore.service import RecStoreClient, ServerRestartedError, ServiceError
 from torchrec_recstore.service.serve import ServerOptions, serve
-from torchrec_recstore.service.spec import TableSpec
 
 IDS = torch.arange(-200, 200)
 

@@ -13,10 +13,9 @@ from torch import Tensor
 
 from torchrec_recstore.optim import SGD, Adam, Optimizer, PartialRowWiseAdam, RowWiseAdagrad
 from torchrec_recstore.options import LFU, LRU, ConstantInit, Expiry, MinFrequency, RocksDBStore, TableOptions
-from torchrec_recstore.service.backend import NoInitialRow
-from torchrec_recstore.service.hosted import HostedTables
-from torchrec_recstore.service.limits import Limits, held_options
-from torchrec_recstore.service.spec import TableSpec
+from torchrec_recstore.rpc.table_spec import TableSpec
+from torchrec_recstore.service.hosted import HostedTables, Limits, held_options
+from torchrec_recstore.service.tables import NoInitialRow
 from torchrec_recstore.store import Table
 
 DIM = 6

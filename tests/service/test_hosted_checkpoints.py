@@ -15,16 +15,15 @@ from torch import Tensor
 from typer.testing import CliRunner
 
 from torchrec_recstore import load_checkpoint, save_checkpoint
-from torchrec_recstore.checkpoint import parts
+from torchrec_recstore.checkpoint import writer
 from torchrec_recstore.checkpoint.files import CheckpointError
 from torchrec_recstore.checkpoint.info import read_info
-from torchrec_recstore.checkpoint.rows import load_rows
+from torchrec_recstore.checkpoint.reader import load_rows
 from torchrec_recstore.cli import app
 from torchrec_recstore.optim import SGD, Adam, Optimizer, RowWiseAdagrad
 from torchrec_recstore.options import LFU, LRU, MinFrequency, RocksDBStore, TableOptions
-from torchrec_recstore.service.hosted import HostedTables
-from torchrec_recstore.service.limits import Limits
-from torchrec_recstore.service.spec import TableSpec
+from torchrec_recstore.rpc.table_spec import TableSpec
+from torchrec_recstore.service.hosted import HostedTables, Limits
 
 from ..checkpoint import models
 
@@ -285,14 +284,14 @@ def test_a_full_disk(tmp_path: Path) -> None:
 def held_up(monkeypatch: pytest.MonkeyPatch) -> tuple[threading.Event, threading.Event]:
     """Events: a file of a save is about to be written; it may be."""
     begun, go = threading.Event(), threading.Event()
-    write = parts.write_tensors
+    write = writer.write_tensors
 
     def waits(path: Path, tensors: dict[str, Tensor]) -> object:
         begun.set()
         assert go.wait(60)
         return write(path, tensors)
 
-    monkeypatch.setattr(parts, "write_tensors", waits)
+    monkeypatch.setattr(writer, "write_tensors", waits)
     return begun, go
 
 
@@ -357,7 +356,7 @@ def test_updates_while_a_checkpoint_is_read(tmp_path: Path, monkeypatch: pytest.
             threads.submit(tables.update, "t", torch.arange(5), torch.ones(5, DIM)).result(60)
             seen.append(threads.submit(rows_of, tables, "t").result(60).unique().tolist())
 
-    monkeypatch.setattr("torchrec_recstore.service.checkpoint.load_rows", loads)
+    monkeypatch.setattr("torchrec_recstore.service.checkpoints.load_rows", loads)
     tables.load(tmp_path / "saved")
     assert seen == [[5.0]]
     assert rows_of(tables, "t").unique().tolist() == [1.0]

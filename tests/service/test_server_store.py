@@ -29,14 +29,13 @@ from torchrec_recstore import (
     save_checkpoint,
 )
 from torchrec_recstore.checkpoint.info import read_chain
-from torchrec_recstore.checkpoint.rows import load_rows
+from torchrec_recstore.checkpoint.reader import load_rows
 from torchrec_recstore.optim import Adagrad, Adam, RowWiseAdagrad
 from torchrec_recstore.options import LRU, Expiry, MinFrequency
 from torchrec_recstore.rpc.connection import Access, Connection
 from torchrec_recstore.rpc.servers import Servers
-from torchrec_recstore.service.hosted import HostedTables
-from torchrec_recstore.service.limits import Limits
-from torchrec_recstore.service.spec import TableSpec
+from torchrec_recstore.rpc.table_spec import TableSpec
+from torchrec_recstore.service.hosted import HostedTables, Limits
 from torchrec_recstore.store import ColdStoreError, open_cold_store
 from torchrec_recstore.store.conformance import check_cold_store
 

@@ -7,17 +7,16 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from torchrec_recstore.lazy import lazy_names
+from torchrec_recstore.utils import lazy_names
 
 if TYPE_CHECKING:
-    from torchrec_recstore.checkpoint.background import AsyncSave
     from torchrec_recstore.checkpoint.compact import compact_checkpoint
     from torchrec_recstore.checkpoint.dense import export_dense_weights, load_dense_weights
     from torchrec_recstore.checkpoint.distributed import load_distributed_checkpoint
     from torchrec_recstore.checkpoint.files import CheckpointError
     from torchrec_recstore.checkpoint.info import CheckpointInfo, TableInfo, read_info
     from torchrec_recstore.checkpoint.load import load_checkpoint
-    from torchrec_recstore.checkpoint.save import async_save, save_checkpoint
+    from torchrec_recstore.checkpoint.save import AsyncSave, async_save, save_checkpoint
     from torchrec_recstore.checkpoint.stock import (
         load_into_stock,
         load_stock_state_dict,

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from torchrec_recstore.checkpoint.destination import Destination
-from torchrec_recstore.checkpoint.encoding import encode
 from torchrec_recstore.checkpoint.files import FileInfo, check_file
 from torchrec_recstore.checkpoint.fold import FoldedTable, check_files, common_columns, tables_named
 from torchrec_recstore.checkpoint.info import (
@@ -24,8 +23,8 @@ from torchrec_recstore.checkpoint.info import (
     TableInfo,
     read_chain,
 )
-from torchrec_recstore.checkpoint.parts import PartWriter, part_rows
-from torchrec_recstore.checkpoint.writing import finish
+from torchrec_recstore.checkpoint.writer import PartWriter, finish, part_rows
+from torchrec_recstore.encoding import encode
 
 Shards = list[dict[str, Tensor]]
 

@@ -10,11 +10,11 @@ import safetensors.torch
 import torch
 from torch import Tensor
 
-from torchrec_recstore.checkpoint.encoding import encode
 from torchrec_recstore.checkpoint.fold import FoldedTable, common_columns, tables_named
 from torchrec_recstore.checkpoint.info import DENSE, CheckpointInfo, TableInfo
-from torchrec_recstore.checkpoint.sightings import merged
-from torchrec_recstore.ids import among
+from torchrec_recstore.checkpoint.writer import merged
+from torchrec_recstore.encoding import encode
+from torchrec_recstore.store.arguments import among
 
 _FACTS = ("dtype", "optimizer", "options", "steps", "optimizer_steps")
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from torchrec_recstore.sharders.gather import refused_together
 from torchrec_recstore.sharders.model_tables import table_named, tables_named
-from torchrec_recstore.sharders.table_state import WEIGHTS
+from torchrec_recstore.sharders.state import WEIGHTS
 from torchrec_recstore.store import insert_all
 
 _CHUNK = 1 << 20  # rows at a time

@@ -12,11 +12,10 @@ import safetensors
 import torch
 from torch import Tensor
 
-from torchrec_recstore.checkpoint.contents import check_ids, check_shapes
 from torchrec_recstore.checkpoint.files import CheckpointError, check_file, read_ids
-from torchrec_recstore.checkpoint.info import CheckpointInfo, PartInfo, TableInfo
-from torchrec_recstore.ids import among
+from torchrec_recstore.checkpoint.info import CheckpointInfo, PartInfo, TableInfo, check_ids, check_shapes
 from torchrec_recstore.optim import state_names
+from torchrec_recstore.store.arguments import among
 
 Columns = tuple[int, int]
 """The first one, and the one behind the last."""

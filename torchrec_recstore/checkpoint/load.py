@@ -11,14 +11,21 @@ from torchrec.distributed.types import ShardingEnv
 
 from torchrec_recstore.checkpoint.files import check_file, read_tensors
 from torchrec_recstore.checkpoint.info import DENSE, CheckpointInfo, read_chain
-from torchrec_recstore.checkpoint.model_tensors import check_dense, dense_tensors, load_dense
-from torchrec_recstore.checkpoint.new_rows import check_replaceable, exchange_all
-from torchrec_recstore.checkpoint.progress import Progress, RowCount
-from torchrec_recstore.checkpoint.rows import check_fits, check_rows, held_rows, load_rows, rows_to_read
+from torchrec_recstore.checkpoint.reader import (
+    Progress,
+    RowCount,
+    check_fits,
+    check_replaceable,
+    check_rows,
+    exchange_all,
+    held_rows,
+    load_rows,
+    rows_to_read,
+)
 from torchrec_recstore.options import is_shared
 from torchrec_recstore.sharders.gather import all_gathered, refused_together, whole_environment
-from torchrec_recstore.sharders.local_shard import LocalShard
-from torchrec_recstore.sharders.model_tables import ModelTable, recstore_tables
+from torchrec_recstore.sharders.layout import LocalShard
+from torchrec_recstore.sharders.model_tables import ModelTable, check_dense, dense_tensors, load_dense, recstore_tables
 from torchrec_recstore.store import Table
 
 

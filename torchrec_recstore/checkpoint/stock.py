@@ -1,28 +1,220 @@
-"""Between models with RecStore tables and the same models with TorchRec's own, where row i of a table is id i.
-
-Optimizer state is in the form of ``fused_optimizer.state_dict()`` of TorchRec's fused tables, with plain tensors:
-``{"state": {"sparse.embedding_bags.t.weight": {"t.momentum1": ...}}}``. Their first state is always called
-``momentum1``, others have the names of :func:`torchrec_recstore.state_names` (``EmbeddingFusedOptimizer``, 1.8.0).
-"""
+"""Conversion between models with RecStore tables and models with TorchRec's own tables, where row i is id i."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, TypeVar
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed._shard.sharded_tensor.api import ShardedTensor
+from torch.distributed.tensor import DTensor
 from torchrec.distributed import DistributedModelParallel
+from torchrec.distributed.shards_wrapper import LocalShardsWrapper
 from torchrec.distributed.types import ShardingEnv
 
 from torchrec_recstore.checkpoint.dense import export_dense_weights
-from torchrec_recstore.checkpoint.stock_checks import check_keys, check_shape, checked_states, stock_names
-from torchrec_recstore.checkpoint.whole import column_starts, fill, gathered, is_sharded, summed, whole
-from torchrec_recstore.optim import StateKind, state_names
+from torchrec_recstore.optim import (
+    LAMB,
+    SGD,
+    Adagrad,
+    Adam,
+    PartialRowWiseAdam,
+    PartialRowWiseLAMB,
+    RowWiseAdagrad,
+    StateKind,
+    state_names,
+)
 from torchrec_recstore.sharders.gather import all_gathered, refused_together, whole_environment
+from torchrec_recstore.sharders.layout import TableLayout, TableSource
 from torchrec_recstore.sharders.model_tables import ModelTable, recstore_tables, rows_left_out, tables_named
-from torchrec_recstore.sharders.table_state import check_not_shared, replace_rows
-from torchrec_recstore.sharders.whole_tensors import TableLayout, TableSource
+from torchrec_recstore.sharders.state import check_not_shared, replace_rows
+
+_Key = TypeVar("_Key", bound=Hashable)
+
+
+def is_sharded(value: object) -> bool:
+    """Whether a value of a ``state_dict`` is spread over ranks."""
+    return isinstance(value, ShardedTensor | DTensor)
+
+
+def local_parts(value: Any) -> Iterator[tuple[tuple[int, ...], Tensor]]:
+    """What this rank holds of a tensor: where each part begins, and the part, which shares its memory."""
+    if isinstance(value, ShardedTensor):
+        for shard in value.local_shards():
+            yield tuple(shard.metadata.shard_offsets), shard.tensor.detach()
+    elif isinstance(value, DTensor):
+        local = value.to_local()
+        if not isinstance(local, LocalShardsWrapper):
+            raise ValueError("a DTensor without TorchRec's LocalShardsWrapper is no table of TorchRec's")
+        for offsets, part in zip(local.local_offsets(), local.local_shards(), strict=True):
+            yield tuple(offsets), part.detach()
+    else:
+        yield (0,) * value.dim(), value.detach()
+
+
+def whole(what: str, value: Any) -> Tensor:
+    """A plain tensor of which this process holds every part; without a copy where it is plain already.
+
+    Args:
+        what: names the tensor in the error.
+        value: a tensor, ``ShardedTensor`` or ``DTensor`` of a TorchRec table.
+
+    Raises:
+        ValueError: this process holds only a part of it.
+    """
+    if not is_sharded(value):
+        return value.detach()  # type: ignore[no-any-return]
+    out, held = _filled(value)
+    if held != out.numel():
+        raise ValueError(f"{what} is spread over several processes: convert it where one process has all of its shards")
+    return out
+
+
+def gathered(values: Mapping[_Key, Any], env: ShardingEnv) -> dict[_Key, Tensor]:
+    """Plain tensors from the parts of all ranks. Collective; the same on every rank.
+
+    Args:
+        values: sharded tensors by their keys; ranks without a part of one may lack it, as they do TorchRec's states.
+        env: of the model.
+    """
+    sizes = {key: (tuple(value.size()), value.dtype) for key, value in values.items()}
+    everywhere = {key: size for of_rank in all_gathered(sizes, env) for key, size in of_rank.items()}
+    out: dict[_Key, Tensor] = {}
+    for key, (size, dtype) in everywhere.items():
+        out[key] = _filled(values[key])[0] if key in values else torch.zeros(size, dtype=dtype)
+        summed(out[key], env)  # every cell has one owner: a sum with zeros
+    return out
+
+
+def summed(value: Tensor, env: ShardingEnv) -> None:
+    """Makes ``value`` its sum over all ranks. Collective."""
+    if env.process_group is not None and dist.get_world_size(env.process_group) > 1:
+        dist.all_reduce(value, group=env.process_group)
+
+
+def fill(value: Any, plain: Tensor) -> None:
+    """Copies what this rank holds of ``value`` out of a whole tensor.
+
+    Args:
+        value: as for :func:`whole`.
+        plain: of its shape; or (R,) for a row-wise state of C column shards, (C * R,), each of which gets a copy.
+    """
+    for offsets, part in local_parts(value):
+        if part.dim() == 1:
+            offsets = (offsets[0] % max(1, plain.shape[0]),)  # TorchRec 1.8.0 puts such states one behind the other
+        part.copy_(plain[_cut(offsets, part)])
+
+
+def column_starts(value: Any) -> list[int]:
+    """Where the column shards begin of a (R, D) tensor of which this process holds every part."""
+    return sorted({offsets[1] for offsets, _ in local_parts(value)})
+
+
+def _filled(value: Any) -> tuple[Tensor, int]:
+    out = torch.zeros(value.size(), dtype=value.dtype)
+    held = 0
+    for offsets, part in local_parts(value):
+        out[_cut(offsets, part)] = part.cpu()
+        held += part.numel()
+    return out, held
+
+
+def _cut(offsets: tuple[int, ...], part: Tensor) -> tuple[slice, ...]:
+    return tuple(slice(begin, begin + size) for begin, size in zip(offsets, part.shape, strict=True))
+
+
+_COUNTING = (Adam, PartialRowWiseAdam, LAMB, PartialRowWiseLAMB)
+_STOCK = (SGD, Adagrad, RowWiseAdagrad, *_COUNTING)
+
+
+def stock_names(table: ModelTable) -> dict[str, str]:
+    """TorchRec's names of a table's states, by ours.
+
+    Raises:
+        ValueError: TorchRec's fused tables have no such optimizer.
+    """
+    optimizer = table.state.optimizer
+    names = list(state_names(optimizer))
+    if not isinstance(optimizer, _STOCK) or (isinstance(optimizer, SGD) and names):
+        raise ValueError(f"table {table.name!r}: TorchRec's fused tables have no {optimizer}")
+    return {name: f"{table.config_name}.{name if i else 'momentum1'}" for i, name in enumerate(names)}
+
+
+def checked_states(
+    table: ModelTable, given: Mapping[str, Any], num_rows: int, starts: Sequence[int], optimizer_steps: int | None
+) -> dict[str, Tensor]:
+    """A RecStore table's optimizer state as ``TableState.load_state_dict`` takes it.
+
+    Args:
+        table: of the model.
+        given: TorchRec's state of the table.
+        num_rows: of the table there.
+        starts: where its column shards begin there.
+        optimizer_steps: updates so far.
+
+    Raises:
+        ValueError: a state is missing, unknown or of another shape, or ``optimizer_steps`` is needed.
+    """
+    names = stock_names(table)
+    check_keys(f"table {table.name!r}: the stock optimizer state", given, names.values())
+    if optimizer_steps is None and isinstance(table.state.optimizer, _COUNTING):
+        raise ValueError(f"table {table.name!r}: {type(table.state.optimizer).__name__} needs optimizer_steps")
+    state = {
+        "id": torch.arange(num_rows),
+        "columns": torch.tensor(starts),
+        "steps": torch.tensor([optimizer_steps or 0]),
+    }
+    for name, kind in state_names(table.state.optimizer).items():
+        value = whole(names[name], given[names[name]])
+        shape = (num_rows, table.dim) if kind == "element" else (num_rows * len(starts),)
+        if kind == "row" and tuple(value.shape) == (num_rows,):
+            value = value.repeat(len(starts))
+        if tuple(value.shape) != shape:
+            raise ValueError(f"{names[name]} is of shape {tuple(value.shape)}, the table needs {shape}")
+        # TorchRec 1.8.0 puts the row-wise states of column shards one behind the other.
+        state[name] = value if kind == "element" else value.view(len(starts), num_rows).T
+    return state
+
+
+def check_keys(what: str, given: Iterable[str], expected: Iterable[str]) -> None:
+    """Refuses other keys than the expected ones.
+
+    Raises:
+        ValueError: a key is missing or unknown.
+    """
+    missing, unknown = sorted(set(expected) - set(given)), sorted(set(given) - set(expected))
+    if missing:
+        raise ValueError(f"{what} has no {_some(missing)}")
+    if unknown:
+        raise ValueError(f"{what} has {_some(unknown)}, which the model has not")
+
+
+def check_shape(key: str, value: Any, own: Any, row_wise_states: bool = False) -> None:
+    """Refuses a tensor of another shape than the model's own.
+
+    Args:
+        key: names the tensor in the error.
+        value: the new one.
+        own: the model's; anything goes where this is no tensor.
+        row_wise_states: whether ``own`` may be several times as long as ``value``, once for each column shard.
+
+    Raises:
+        ValueError: the shapes differ.
+    """
+    if not isinstance(own, Tensor):
+        return
+    shape, expected = tuple(value.size()), tuple(own.size())
+    if row_wise_states and len(shape) == len(expected) == 1 and shape[0] and expected[0] % shape[0] == 0:
+        return
+    if shape != expected:
+        raise ValueError(f"{key} is of shape {shape}, the model's of {expected}")
+
+
+def _some(keys: list[str]) -> str:
+    return ", ".join(keys[:3]) + (f" and {len(keys) - 3} more" if len(keys) > 3 else "")
+
 
 _CHUNK = 1 << 18  # rows at a time
 

@@ -1,18 +1,27 @@
-"""What the commands on checkpoints share."""
+"""The commands on checkpoints: ``recstore inspect``, ``recstore diff`` and ``recstore compact``."""
 
 from __future__ import annotations
 
+import math
+from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from rich.filesize import decimal
+from rich.text import Text
 
+from torchrec_recstore.commands.output import AsJson, errors_in_one_line, in_order, print_json, stdout, table_of
 from torchrec_recstore.commands.progress import progress
+from torchrec_recstore.commands.scripts import missing_in_one_line
+
+if TYPE_CHECKING:
+    from torchrec_recstore.checkpoint.compare import CheckpointDifference, Difference
+    from torchrec_recstore.checkpoint.info import CheckpointInfo, TableInfo
+
 
 # torch takes seconds to import, which --help need not wait for: commands import what they need.
-if TYPE_CHECKING:
-    from torchrec_recstore.checkpoint.info import CheckpointInfo
 
 Checkpoint = Annotated[Path, typer.Argument(metavar="DIR", help="A checkpoint's directory.", show_default=False)]
 
@@ -32,3 +41,226 @@ def verify_files(checkpoints: Sequence[CheckpointInfo]) -> None:
 def rows_of(checkpoints: Sequence[CheckpointInfo]) -> int:
     """Rows of all tables of all of them."""
     return sum(table.rows for info in checkpoints for table in info.tables.values())
+
+
+def inspect(
+    path: Annotated[
+        Path,
+        typer.Argument(metavar="PATH", help="A checkpoint's directory, or a served file.", show_default=False),
+    ],
+    verify: Annotated[bool, typer.Option(help="Read every file and compare its checksum.")] = True,
+    as_json: AsJson = False,
+) -> None:
+    """Show what a checkpoint, an exported model or its delta holds, and verify every checksum.
+
+    Of a checkpoint all that it is a delta of is verified too.
+
+    Example: recstore inspect run/step-000001000
+
+    Exit status: 0, or 2 where a file is damaged or missing, with one line on stderr that names the file.
+    """
+    if path.is_file():
+        _inspect_served_file(path, verify, as_json)
+        return
+    from torchrec_recstore.checkpoint.info import read_chain
+
+    with errors_in_one_line():
+        chain = read_chain(path)
+        if verify:
+            verify_files(chain)
+    if as_json:
+        print_json({**_as_json(chain), "verified": verify})
+        return
+    _print_checkpoint(chain)
+    files = sum(len(info.files) for info in chain) + len(chain)
+    stdout().print(f"checksums       {f'{files} files good' if verify else 'not verified'}", highlight=False)
+
+
+def _inspect_served_file(path: Path, verify: bool, as_json: bool) -> None:
+    with errors_in_one_line(), missing_in_one_line():
+        from torchrec_recstore.inference.delta import described
+        from torchrec_recstore.inference.verification import verify as verify_file
+
+        if verify:
+            verify_file(path)
+        told = {**described(path), "verified": verify}
+    if as_json:
+        print_json(told)
+        return
+    for name, value in told.items():
+        if name not in ("tables", "dense", "bytes", "verified"):
+            stdout().print(f"{name:<15} {value}", highlight=False, markup=False, soft_wrap=True)
+    stdout().print(f"{'dense tensors':<15} {len(told['dense'])}", highlight=False)
+    stdout().print(f"{'size':<15} {decimal(told['bytes'])}", highlight=False)
+    tables: dict[str, dict[str, int]] = told["tables"]
+    shown = table_of(["table", *(next(iter(tables.values()), {}))])
+    for name, table in in_order(tables):
+        shown.add_row(Text(name), *(decimal(n) if key == "bytes" else f"{n:,}" for key, n in table.items()))
+    stdout().print(shown)
+    stdout().print(f"{'checksum':<15} {'good' if verify else 'not verified'}", highlight=False)
+
+
+def _print_checkpoint(chain: Sequence[CheckpointInfo]) -> None:
+    info, out = chain[-1], stdout()
+    state = _state_keys(info)
+    for label, value in [
+        ("checkpoint", str(info.path)),
+        ("step", f"{info.step:,}"),
+        ("world size", str(info.world_size)),
+        ("delta of", ", a delta of ".join(str(each.base) for each in chain[:0:-1]) or "nothing: full"),
+        ("dense tensors", str(len(info.dense))),
+        ("training state", state if isinstance(state, str) else ", ".join(state)),
+        ("size", f"{decimal(info.bytes)} in {len(info.files) + 1} files"),
+    ]:
+        out.print(f"{label:<15} {value}", highlight=False, markup=False, soft_wrap=True)
+    # A delta holds some rows of each table only.
+    here = ["here"] if info.delta_of else []
+    table = table_of(["table", "rows", *here, "dim", "dtype", "optimizer", "bytes", "parts"])
+    for name, each in in_order(info.tables):
+        values = _table_as_json(info, each)
+        counts = [f"{each.rows:,}", *(f"{values['rows_here']:,}" for _ in here), str(each.dim)]
+        optimizer, size = type(each.optimizer).__name__, decimal(values["bytes"])
+        table.add_row(Text(name), *counts, each.dtype, optimizer, size, str(len(each.parts)))
+    out.print(table)
+
+
+def _as_json(chain: Sequence[CheckpointInfo]) -> dict[str, Any]:
+    info = chain[-1]
+    return {
+        "path": str(info.path),
+        "step": info.step,
+        "world_size": info.world_size,
+        "bytes": info.bytes,
+        "chain": [str(each.path) for each in chain],
+        "dense": list(info.dense),
+        "training_state": _state_keys(info),
+        "tables": {name: _table_as_json(info, table) for name, table in info.tables.items()},
+    }
+
+
+def _state_keys(info: CheckpointInfo) -> list[str] | str:
+    """The keys of the training state, or what it is instead of a dict."""
+    state = info.training_state
+    if state is None:
+        return "none"
+    return [str(key) for key in state] if isinstance(state, dict) else type(state).__name__
+
+
+def _table_as_json(info: CheckpointInfo, table: TableInfo) -> dict[str, Any]:
+    return {
+        "rows": table.rows,
+        "rows_here": sum(part.rows for part in table.parts if part.columns == table.columns[0]),
+        "dim": table.dim,
+        "dtype": table.dtype,
+        "optimizer": repr(table.optimizer),
+        "options": repr(table.options),
+        "steps": table.steps,
+        "optimizer_steps": table.optimizer_steps,
+        "columns": table.columns,
+        "bytes": sum(info.files[part.file].bytes for part in (*table.parts, *table.removed)),
+        "parts": len(table.parts),
+    }
+
+
+def diff(
+    a: Annotated[Path, typer.Argument(metavar="A", help="A checkpoint's directory.", show_default=False)],
+    b: Annotated[Path, typer.Argument(metavar="B", help="Another's.", show_default=False)],
+    as_json: AsJson = False,
+) -> None:
+    """Compare what loading two checkpoints gives, whatever their ranks, shardings and deltas.
+
+    Example: recstore diff run/step-000001000 run/step-000002000
+
+    Exit status: 0 if that is the same, 1 if not, 2 if they cannot be compared.
+    """
+    from torchrec_recstore.checkpoint.compare import compare_chains
+    from torchrec_recstore.checkpoint.info import read_chain
+
+    with errors_in_one_line():
+        first, second = read_chain(a), read_chain(b)
+        verify_files(list({info.path: info for info in (*first, *second)}.values()))
+        with progress("comparing", rows_of([first[-1], second[-1]])) as advance:
+            difference = compare_chains(first, second, advance)
+    if as_json:
+        print_json(_difference_as_json(difference))
+    else:
+        _print_difference(difference)
+    raise typer.Exit(0 if difference.equal else 1)
+
+
+def _print_difference(difference: CheckpointDifference) -> None:
+    out = stdout()
+    table = table_of(["", "in both", "added", "gone", "changed", "weights by", "state by"])
+    differences = [*in_order(difference.tables), ("dense tensors", difference.dense)]
+    for name, each in differences:
+        counts = [f"{count:,}" for count in (each.both, each.added, each.gone, each.changed)]
+        states = [change for key, change in each.largest.items() if key != "weight"]
+        state = max(states, key=lambda change: math.inf if math.isnan(change) else change, default=None)
+        table.add_row(Text(name), *counts, *(_change(change) for change in (each.largest.get("weight"), state)))
+    out.print(table)
+    of_tables: dict[str, list[str]] = defaultdict(list)
+    for name, each in differences:
+        for fact, (before, after) in each.facts.items():
+            of_tables[f"{fact} {before} -> {after}"].append(name)
+    for fact, names in of_tables.items():
+        which = "all tables" if len(names) == len(difference.tables) else ", ".join(names)
+        out.print(f"{fact} ({which})", highlight=False, markup=False, soft_wrap=True)
+    if difference.training_state:
+        out.print("training state differs", highlight=False)
+    out.print("equal" if difference.equal else "different", highlight=False)
+
+
+def _change(change: float | None) -> str:
+    return "" if change is None else f"{change:.3g}"
+
+
+def _difference_as_json(difference: CheckpointDifference) -> dict[str, Any]:
+    def each(between: Difference) -> dict[str, Any]:
+        return {
+            "both": between.both,
+            "added": between.added,
+            "gone": between.gone,
+            "changed": between.changed,
+            # NaN and infinity are no JSON.
+            "largest": {key: value if math.isfinite(value) else None for key, value in between.largest.items()},
+            "facts": {name: [_plain(value) for value in pair] for name, pair in between.facts.items()},
+        }
+
+    return {
+        "equal": difference.equal,
+        "tables": {name: each(between) for name, between in difference.tables.items()},
+        "dense": each(difference.dense),
+        "training_state_differs": difference.training_state,
+    }
+
+
+def _plain(value: object) -> object:
+    return value if isinstance(value, int | str) else repr(value)
+
+
+def compact(
+    checkpoint: Checkpoint,
+    output: Annotated[Path, typer.Argument(metavar="OUTPUT", help="A new directory.", show_default=False)],
+    as_json: AsJson = False,
+) -> None:
+    """Fold a delta and all that it is a delta of into one full checkpoint, which loads to the same bits.
+
+    Example: recstore compact run/step-000002000 full
+
+    Exit status: 0, or 2 with one line on stderr; then there is nothing at OUTPUT.
+    """
+    from torchrec_recstore.checkpoint.compact import compact_chain, folding
+
+    with errors_in_one_line(), folding(checkpoint, output) as (chain, destination):
+        verify_files(chain)
+        with progress("folding", rows_of(chain[-1:])) as advance:
+            info = compact_chain(chain, destination, advance)
+    rows = rows_of([info])
+    if as_json:
+        print_json({"path": str(info.path), "rows": rows, "bytes": info.bytes, "tables": _rows_by_table(info)})
+        return
+    stdout().print(f"{info.path}: {rows:,} rows, {decimal(info.bytes)}", highlight=False)
+
+
+def _rows_by_table(info: CheckpointInfo) -> dict[str, int]:
+    return {name: table.rows for name, table in info.tables.items()}

@@ -11,7 +11,7 @@ from rich.text import Text
 
 from torchrec_recstore.commands.output import AsJson, print_json, stdout
 from torchrec_recstore.doctor import examine
-from torchrec_recstore.doctor.finding import Finding
+from torchrec_recstore.doctor.machine import Finding
 
 _STYLES = {"ok": "green", "warning": "yellow", "problem": "bold red"}
 _WIDTH = 28  # of status and name

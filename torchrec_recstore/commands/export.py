@@ -15,12 +15,12 @@ from rich.text import Text
 from torchrec_recstore.commands.checkpoints import Checkpoint
 from torchrec_recstore.commands.output import AsJson, errors_in_one_line, in_order, print_json, stdout, table_of
 from torchrec_recstore.commands.progress import progress
-from torchrec_recstore.commands.shipped import missing_in_one_line
-from torchrec_recstore.warn import RecStoreWarning
+from torchrec_recstore.commands.scripts import missing_in_one_line
+from torchrec_recstore.utils import RecStoreWarning
 
 if TYPE_CHECKING:
-    from torchrec_recstore.inference.checkpoint import ExportInfo
     from torchrec_recstore.inference.delta import DeltaInfo
+    from torchrec_recstore.inference.from_checkpoint import ExportInfo
 
 ROWS = "Which rows"
 
@@ -89,7 +89,7 @@ def _export(
     known = read_info(checkpoint).tables
     with missing_in_one_line(), warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        from torchrec_recstore.inference.checkpoint import export_checkpoint, export_checkpoint_delta
+        from torchrec_recstore.inference.from_checkpoint import export_checkpoint, export_checkpoint_delta
         from torchrec_recstore.inference.row_formats import DTYPES
 
         rows = sum(table.rows for name, table in known.items() if not tables or name in tables)

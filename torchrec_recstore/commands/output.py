@@ -65,7 +65,7 @@ def print_error(message: str) -> None:
 
 def _errors_of_input() -> tuple[type[Exception], ...]:
     # Ours count as far as something has been imported that raises them: an import of torch takes seconds.
-    names = {"torchrec_recstore.store.cold": "ColdStoreError", "torchrec_recstore.rpc.errors": "ServiceError"}
+    names = {"torchrec_recstore.store.cold_store": "ColdStoreError", "torchrec_recstore.rpc.protocol": "ServiceError"}
     ours = (getattr(sys.modules[module], name) for module, name in names.items() if module in sys.modules)
     return (OSError, ValueError, MemoryError, *ours)
 

@@ -84,9 +84,9 @@ def serve(
             from torchrec_recstore.service.serve import serve as run
         except ModuleNotFoundError as error:
             raise ValueError(f"{error.name} is missing: pip install 'torchrec-recstore[service]'") from None
-        from torchrec_recstore.flags import options_of_flags
+        from torchrec_recstore.options import options_of_flags
         from torchrec_recstore.rpc.protocol import is_token
-        from torchrec_recstore.service.limits import limits_of
+        from torchrec_recstore.service.hosted import limits_of
 
         token = None if token_file is None else token_file.read_text().strip()
         if token is not None and not is_token(token):

@@ -8,15 +8,22 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 
-from torchrec_recstore.doctor.files import disk, open_files
-from torchrec_recstore.doctor.finding import Finding
-from torchrec_recstore.doctor.machine import Machine
-from torchrec_recstore.doctor.memory import address_space, available, buffers, control_group, huge_pages, overcommit
-from torchrec_recstore.doctor.optional import optional_packages
-from torchrec_recstore.doctor.packages import packages
+from torchrec_recstore.doctor.machine import Finding, Machine
+from torchrec_recstore.doctor.machine_checks import (
+    address_space,
+    available,
+    buffers,
+    control_group,
+    disk,
+    huge_pages,
+    instruction_set,
+    open_files,
+    overcommit,
+    spinning,
+    threads,
+)
+from torchrec_recstore.doctor.packages import optional_packages, packages
 from torchrec_recstore.doctor.probe import MODULES, probe
-from torchrec_recstore.doctor.processor import instruction_set
-from torchrec_recstore.doctor.threads import spinning, threads
 
 SECTIONS = ("packages", "processor", "memory", "threads", "files")
 

@@ -7,12 +7,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from torchrec_recstore.lazy import lazy_names
+from torchrec_recstore.utils import lazy_names
 
 if TYPE_CHECKING:
-    from torchrec_recstore.inference.checkpoint import export_checkpoint, export_checkpoint_delta
     from torchrec_recstore.inference.delta import DeltaInfo, read_delta
     from torchrec_recstore.inference.export import export_delta, export_for_inference
+    from torchrec_recstore.inference.from_checkpoint import export_checkpoint, export_checkpoint_delta
     from torchrec_recstore.inference.served_model import scriptable
     from torchrec_recstore.inference.verification import verify
 

@@ -17,32 +17,30 @@ from torchrec.modules.embedding_configs import BaseEmbeddingConfig
 from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
 from torchrec.modules.fp_embedding_modules import FeatureProcessedEmbeddingBagCollection
 
-from torchrec_recstore.checkpoint.whole import gathered
-from torchrec_recstore.inference.copies import copied_with
+from torchrec_recstore.checkpoint.files import check_path
+from torchrec_recstore.checkpoint.stock import gathered
 from torchrec_recstore.inference.delta import DeltaInfo, dtype_of, open_base, write_delta
 from torchrec_recstore.inference.row_formats import FORMATS, check_dim, check_dtype, check_range
 from torchrec_recstore.inference.script import save_script, scripted
-from torchrec_recstore.inference.selection import check_counted, check_selection, missing_row, selected
-from torchrec_recstore.inference.served_model import scriptable
-from torchrec_recstore.inference.single_tables import StaticEmbedding, StaticEmbeddingBag
-from torchrec_recstore.inference.static_collections import (
+from torchrec_recstore.inference.selection import check_counted, check_selection, missing_row, selected, whole_table
+from torchrec_recstore.inference.served_model import copied_with, scriptable
+from torchrec_recstore.inference.static_modules import (
     ProcessedFeatures,
+    StaticEmbedding,
+    StaticEmbeddingBag,
     StaticEmbeddingBagCollection,
     StaticEmbeddingCollection,
     StaticTable,
 )
-from torchrec_recstore.inference.whole_file import check_path
-from torchrec_recstore.inference.whole_tables import whole_table
 from torchrec_recstore.modules import RecStoreEmbedding, RecStoreEmbeddingBag
-from torchrec_recstore.modules.embedding_bag_collection import RecStoreEmbeddingBagCollection
-from torchrec_recstore.modules.embedding_collection import RecStoreEmbeddingCollection
+from torchrec_recstore.modules.embedding_modules import RecStoreEmbeddingBagCollection, RecStoreEmbeddingCollection
 from torchrec_recstore.modules.table_module import TableModule
 from torchrec_recstore.options import Initializer, TableOptions, default_initializer
 from torchrec_recstore.sharders.collection import RecStoreCollection
 from torchrec_recstore.sharders.gather import all_gathered, refused_together, whole_environment
 from torchrec_recstore.store import Table
 from torchrec_recstore.table_configs import ROW_DTYPES, initializer_of
-from torchrec_recstore.warn import warn_user
+from torchrec_recstore.utils import warn_user
 
 
 def export_for_inference(

@@ -12,16 +12,17 @@ from typing import Any
 import torch
 from torch import nn
 
-from torchrec_recstore.inference.checksum import (  # noqa: F401  (the methods of a served model call these)
+from torchrec_recstore.checkpoint.files import whole_file
+from torchrec_recstore.inference.served_model import dense_tensors, served_tables, tensor_at, version_of
+from torchrec_recstore.inference.served_tables import check_tensor, take_tensor  # noqa: F401
+from torchrec_recstore.inference.verification import (  # noqa: F401  (the methods of a served model call these)
+    FORMAT,
     check_file_bytes,
     checksum_of,
     checksum_of_strings,
     hexadecimal,
+    sign_export,
 )
-from torchrec_recstore.inference.served_tables import check_tensor, take_tensor  # noqa: F401
-from torchrec_recstore.inference.verification import FORMAT, sign_export
-from torchrec_recstore.inference.versions import dense_tensors, served_tables, tensor_at, version_of
-from torchrec_recstore.inference.whole_file import whole_file
 
 _METHODS = (
     "recstore_tables",

@@ -7,14 +7,13 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from torchrec_recstore.lazy import lazy_names
 from torchrec_recstore.modules.embedding import RecStoreEmbedding
 from torchrec_recstore.modules.embedding_bag import RecStoreEmbeddingBag
 from torchrec_recstore.modules.sparse_optimizers import SparseAdamW, SparseRowWiseAdagrad, SparseSGD
+from torchrec_recstore.utils import lazy_names
 
 if TYPE_CHECKING:
-    from torchrec_recstore.modules.embedding_bag_collection import RecStoreEmbeddingBagCollection
-    from torchrec_recstore.modules.embedding_collection import RecStoreEmbeddingCollection
+    from torchrec_recstore.modules.embedding_modules import RecStoreEmbeddingBagCollection, RecStoreEmbeddingCollection
 
 __all__ = [
     "RecStoreEmbedding",

@@ -11,8 +11,7 @@ from torch.autograd.function import once_differentiable
 
 from torchrec_recstore.modules.lookups import Lookups
 from torchrec_recstore.modules.owned_table import load_table_state
-from torchrec_recstore.modules.settings import optimizer_of
-from torchrec_recstore.modules.table_module import LearningRate, TableModule
+from torchrec_recstore.modules.table_module import LearningRate, TableModule, optimizer_of
 from torchrec_recstore.optim import Optimizer
 from torchrec_recstore.options import NormalInit, TableOptions
 

@@ -9,13 +9,30 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from torchrec_recstore.given_copies import GivenCopies
 from torchrec_recstore.modules.owned_table import OwnedTable, forget_rows, load_table_state, state_keys, table_state
-from torchrec_recstore.optim import Optimizer
-from torchrec_recstore.quantization import RefusesQuantization
+from torchrec_recstore.optim import Optimizer, RowWiseAdagrad
 from torchrec_recstore.store import ColdStoreError, Table
-from torchrec_recstore.table_parameter import TableParameter
-from torchrec_recstore.warn import warn_user
+from torchrec_recstore.table_configs import RefusesQuantization
+from torchrec_recstore.table_parameter import GivenCopies, TableParameter
+from torchrec_recstore.utils import warn_user
+
+_DEFAULT_LR = 0.01
+
+
+def optimizer_of(optimizer: Optimizer | None, lr: float) -> Optimizer:
+    """The optimizer that is meant: the default one with ``lr``, or the one given.
+
+    Raises:
+        TypeError: something that is none of ``torchrec_recstore.optim``.
+        ValueError: both have a learning rate, and they differ; or one that makes no sense.
+    """
+    if optimizer is None:
+        return RowWiseAdagrad(lr=lr)
+    if not isinstance(optimizer, Optimizer):
+        raise TypeError(f"optimizer must be one of torchrec_recstore.optim, got {type(optimizer).__name__}")
+    if lr not in (_DEFAULT_LR, optimizer.lr):
+        raise ValueError(f"lr={lr} disagrees with optimizer={optimizer!r}: give the learning rate there alone")
+    return optimizer
 
 
 @dataclass

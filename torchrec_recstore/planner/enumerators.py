@@ -23,7 +23,7 @@ from torchrec_recstore.sharders import (
     RecStoreFeatureProcessedEmbeddingBagCollectionSharder,
 )
 from torchrec_recstore.sharders.perf import RecStorePerfConfig
-from torchrec_recstore.sharders.stock_tables import asks_for_recstore
+from torchrec_recstore.sharders.plan import asks_for_recstore
 
 _Sharder = RecStoreCollectionSharder | RecStoreFeatureProcessedEmbeddingBagCollectionSharder
 

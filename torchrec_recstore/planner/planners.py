@@ -15,7 +15,7 @@ from torchrec_recstore.planner.constraints import options_of
 from torchrec_recstore.planner.enumerators import RecStoreEnumerator
 from torchrec_recstore.planner.stats import RecStoreStats
 from torchrec_recstore.sharders import RECSTORE_KERNEL, RecStoreParameterSharding
-from torchrec_recstore.sharders.parameter_sharding import RecStoreModulePlan
+from torchrec_recstore.sharders.plan import RecStoreModulePlan
 
 
 class RecStorePlanner(EmbeddingShardingPlanner):  # type: ignore[misc]

@@ -12,7 +12,7 @@ from torchrec_recstore.options import resident_rows
 from torchrec_recstore.planner.constraints import options_of
 from torchrec_recstore.sharders import RECSTORE_KERNEL
 from torchrec_recstore.sharders.fused_params import optimizer_from_fused_params
-from torchrec_recstore.sharders.resident import ResidentParameter
+from torchrec_recstore.sharders.plan import ResidentParameter
 
 OVERHEAD_BYTES_PER_ROW = 44
 """Index, bookkeeping and alignment: 34 to 44 bytes a row as a table of 100,000 to 2 million rows grows."""

@@ -17,22 +17,27 @@ import grpc
 import torch
 from torch import Tensor
 
-from torchrec_recstore.forks import leave_to_parent
 from torchrec_recstore.rpc import recstore_pb2 as pb
-from torchrec_recstore.rpc.errors import REMOTE_ERRORS, ServerRestartedError, ServiceError
 from torchrec_recstore.rpc.protocol import (
     ERROR_KEY,
     MESSAGE_BYTES,
     PART_IDS,
+    REMOTE_ERRORS,
     TOKEN_KEY,
     VERSION,
     VERSION_KEY,
+    ServerRestartedError,
+    ServiceError,
+    fill,
+    from_bytes,
     is_token,
+    put_rows,
     rows_a_part,
+    to_bytes,
     token_value,
 )
 from torchrec_recstore.rpc.recstore_pb2_grpc import ParameterServerStub
-from torchrec_recstore.rpc.tensor_bytes import fill, from_bytes, put_rows, to_bytes
+from torchrec_recstore.utils import leave_to_parent
 
 _LONG_CALL_S = 24 * 3600.0  # a save or load takes as long as it takes; a dead server is noticed by keepalive
 _FIRST_PAUSE_S = 0.05

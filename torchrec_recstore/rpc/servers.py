@@ -13,11 +13,17 @@ from torch import Tensor
 
 from torchrec_recstore import ops
 from torchrec_recstore.rpc import recstore_pb2 as pb
-from torchrec_recstore.rpc.addresses import checked_addresses, host_of, is_loopback
 from torchrec_recstore.rpc.connection import Access, Connection
-from torchrec_recstore.rpc.errors import ServiceError
-from torchrec_recstore.rpc.protocol import NO_INITIAL_ROW
-from torchrec_recstore.rpc.tensor_bytes import put_rows, rows_at, to_bytes
+from torchrec_recstore.rpc.protocol import (
+    NO_INITIAL_ROW,
+    ServiceError,
+    checked_addresses,
+    host_of,
+    is_loopback,
+    put_rows,
+    rows_at,
+    to_bytes,
+)
 
 _CALLS = 256  # at once, more than wait for each other in practice: the deadline of a call begins when it has a thread
 _Result = TypeVar("_Result")

@@ -1,25 +1,124 @@
+"""The client: named embedding tables in its own process or on parameter servers."""
+
 from __future__ import annotations
 
 import itertools
 import os
+import threading
 import weakref
 from collections.abc import Callable, Sequence
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
+from typing import Generic, TypeVar, cast
 
 import torch
 from torch import Tensor
 
 from torchrec_recstore.optim import Optimizer, RowWiseAdagrad
 from torchrec_recstore.options import TableOptions
-from torchrec_recstore.service.backend import InitialRows, NoInitialRow, Tables
-from torchrec_recstore.service.checks import checked_ids, checked_name, checked_rows, checked_shape
+from torchrec_recstore.rpc.table_spec import TableSpec
 from torchrec_recstore.service.hosted import HostedTables
-from torchrec_recstore.service.init_func import InitFunc, InitialRowMaker
-from torchrec_recstore.service.prefetches import Prefetches
-from torchrec_recstore.service.spec import TableSpec
+from torchrec_recstore.service.initial_rows import InitFunc, InitialRowMaker
+from torchrec_recstore.service.tables import InitialRows, NoInitialRow, Tables
 from torchrec_recstore.store import TableStats
+from torchrec_recstore.store.arguments import check_ids, check_rows
+
+
+def checked_name(name: object) -> str:
+    """The name of a table.
+
+    Raises:
+        TypeError, ValueError: it is no str, or empty.
+    """
+    if not isinstance(name, str):
+        raise TypeError(f"name must be a str, got {type(name).__name__}")
+    if not name:
+        raise ValueError("name must not be empty")
+    return name
+
+
+def checked_shape(name: str, shape: Sequence[int]) -> tuple[int, int]:
+    """The rows that a table is expected to have, and its dim.
+
+    Raises:
+        TypeError, ValueError: ``shape`` is something else.
+    """
+    if not isinstance(shape, Sequence) or any(isinstance(n, bool) or not isinstance(n, int) for n in shape):
+        raise TypeError(f"table {name!r}: shape must be two ints, (rows, dim), got {shape!r}")
+    if len(shape) != 2 or min(shape) < 1:
+        raise ValueError(f"table {name!r}: shape must be two ints above 0, (rows, dim), got {tuple(shape)}")
+    return shape[0], shape[1]
+
+
+def checked_ids(name: str, ids: object) -> Tensor:
+    """Ids as the tables take them.
+
+    Raises:
+        TypeError, ValueError: they are not (N,) int64 on the CPU.
+    """
+    check_ids(ids, f"table {name!r}: ")
+    return cast(Tensor, ids).detach().contiguous()
+
+
+def checked_rows(name: str, argument: str, rows: object, ids: Tensor, spec: TableSpec) -> Tensor:
+    """Rows of ``ids`` as the tables take them.
+
+    Raises:
+        TypeError, ValueError: they are not (N, dim) of the table's dtype or float32, on the CPU.
+    """
+    dtypes = sorted((torch.float32, spec.dtype), key=str)
+    check_rows(rows, argument, (len(ids), spec.dim), dtypes, f"table {name!r}: ")
+    return cast(Tensor, rows).detach().contiguous()
+
+
+_Result = TypeVar("_Result")
+
+_THREADS = 4  # reads that are under way at a time; others wait for their turn
+
+
+class Prefetches(Generic[_Result]):
+    """Reads that run beside the caller, each to be waited for once."""
+
+    def __init__(self) -> None:
+        self._threads: ThreadPoolExecutor | None = None
+        self._numbers = itertools.count(1)
+        self._pending: dict[int, Future[_Result]] = {}
+        self._lock = threading.Lock()
+
+    def start(self, read: Callable[[], _Result]) -> int:
+        """Has ``read`` called in another thread; returns its handle."""
+        with self._lock:
+            if self._threads is None:
+                self._threads = ThreadPoolExecutor(_THREADS, "recstore-prefetch")
+            handle = next(self._numbers)
+            self._pending[handle] = self._threads.submit(read)
+            return handle
+
+    def wait(self, handle: int) -> _Result:
+        """What ``read`` has returned, or raised.
+
+        Raises:
+            ValueError: there is no such handle, or it has been waited for.
+        """
+        with self._lock:
+            future = self._pending.pop(handle, None)
+        if future is None:
+            raise ValueError(f"there is no prefetch {handle!r}, or it has been waited for already")
+        try:
+            return future.result()
+        except CancelledError:
+            raise ValueError("the client is closed") from None
+
+    def close(self) -> None:
+        """Forgets reads that have not begun, and waits for the others."""
+        with self._lock:
+            threads, self._threads = self._threads, None
+            self._pending.clear()
+        if threads is not None:
+            threads.shutdown(cancel_futures=True)
+
 
 _ATTEMPTS = 10  # of an update whose rows others delete in between
 
@@ -337,7 +436,7 @@ def _on_servers(
     timeout_s: float,
 ) -> Tables:
     from torchrec_recstore.rpc.connection import Access
-    from torchrec_recstore.service.remote import RemoteTables
+    from torchrec_recstore.service.tables import RemoteTables
 
     access = Access(token=token, tls_ca=tls_ca, tls_cert=tls_cert, tls_key=tls_key, timeout_s=timeout_s)
     return RemoteTables(servers, access)

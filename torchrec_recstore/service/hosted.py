@@ -1,13 +1,13 @@
-"""Tables of one process: a client's own, or those that a server serves."""
+"""Tables of one process: those of a client without servers, and those that a server serves."""
 
 from __future__ import annotations
 
 import os
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 
@@ -17,15 +17,88 @@ from torch import Tensor
 from torchrec_recstore import ops
 from torchrec_recstore.checkpoint.destination import Destination
 from torchrec_recstore.checkpoint.info import read_chain
-from torchrec_recstore.checkpoint.new_rows import exchange_all
-from torchrec_recstore.checkpoint.writing import SavedShard
-from torchrec_recstore.ids import among
+from torchrec_recstore.checkpoint.reader import exchange_all
+from torchrec_recstore.checkpoint.writer import SavedShard
 from torchrec_recstore.kernels import PooledKernel
-from torchrec_recstore.service.backend import InitialRows, NoInitialRow
-from torchrec_recstore.service.checkpoint import check_loadable, loaded_tables, saved_specs, write_tables
-from torchrec_recstore.service.limits import Limits, held_options
-from torchrec_recstore.service.spec import TableSpec
+from torchrec_recstore.options import (
+    LFU,
+    LRU,
+    Expiry,
+    MinFrequency,
+    TableOptions,
+    shard_options,
+)
+from torchrec_recstore.rpc.table_spec import TableSpec
+from torchrec_recstore.service.checkpoints import check_loadable, loaded_tables, saved_specs, write_tables
+from torchrec_recstore.service.tables import InitialRows, NoInitialRow
 from torchrec_recstore.store import Table, TableStats
+from torchrec_recstore.store.arguments import among
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Bounds of every table that a process holds, where its specification leaves them open.
+
+    Args:
+        max_rows: of each table in this process; a specification may ask for less, not for more.
+        eviction: as in :class:`TableOptions`; of tables with a bound.
+        expiry: likewise, of all tables.
+        admission: likewise.
+        cold_store: likewise, of tables with a bound.
+
+    Raises:
+        TypeError, ValueError: a value makes no sense; the message names it.
+    """
+
+    max_rows: int | None = None
+    eviction: LRU | LFU | None = None
+    expiry: Expiry | None = None
+    admission: MinFrequency | None = None
+    cold_store: Hashable | None = None
+
+    def __post_init__(self) -> None:
+        # A specification may have the bound that eviction and cold store need.
+        TableOptions(
+            max_rows=1 if self.max_rows is None else self.max_rows,
+            eviction=self.eviction,
+            expiry=self.expiry,
+            admission=self.admission,
+            cold_store=self.cold_store,
+        )
+
+
+def limits_of(options: TableOptions) -> Limits:
+    """Those of its bounds that a process can have for all of its tables."""
+    return Limits(options.max_rows, options.eviction, options.expiry, options.admission, options.cold_store)
+
+
+def held_options(name: str, spec: TableSpec, limits: Limits) -> TableOptions:
+    """The options of the part of a table that this process holds.
+
+    Args:
+        name: of the table.
+        spec: whose ``max_rows`` is over all shards.
+        limits: of this process.
+
+    Raises:
+        ValueError: ``max_rows`` is less than the number of shards; the message names the table.
+    """
+    shard, shards = spec.shard
+    options = shard_options(spec.options, (shards, shard), name)
+    bounds = [rows for rows in (options.max_rows, limits.max_rows) if rows is not None]
+    bounded = bool(bounds)
+    if spec.lossless:
+        keeps = limits.eviction if limits.cold_store is not None else None
+        limits = replace(limits, eviction=keeps, expiry=None, admission=None)
+    return replace(
+        options,
+        max_rows=min(bounds, default=None),
+        eviction=options.eviction or (limits.eviction if bounded else None),
+        expiry=options.expiry or limits.expiry,
+        admission=options.admission or limits.admission,
+        cold_store=limits.cold_store if bounded else None,
+        missing="init",  # a client reads what training would begin with
+    )
 
 
 @dataclass
@@ -46,7 +119,7 @@ class Hosted:
 
 
 class HostedTables:
-    """Named tables of this process; implements :class:`torchrec_recstore.service.backend.Tables`.
+    """Named tables of this process; implements :class:`torchrec_recstore.service.tables.Tables`.
 
     Calls for one table come one after the other, those for different tables side by side.
 
@@ -54,7 +127,7 @@ class HostedTables:
         limits: bounds of each table where its specification leaves them open.
     """
 
-    def __init__(self, limits: Limits = Limits()) -> None:  # noqa: B008  (frozen)
+    def __init__(self, limits: Limits = Limits()) -> None:
         self._limits = limits
         self._tables: dict[str, Hosted] | None = {}
         # In the order in which they are taken; a table's own lock is the last.

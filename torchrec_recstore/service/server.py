@@ -1,4 +1,4 @@
-"""The parameter server's methods: from messages to tables, and errors back."""
+"""The parameter server's methods: messages become calls of tables, and errors become statuses."""
 
 from __future__ import annotations
 
@@ -7,9 +7,11 @@ import shutil
 import threading
 import time
 import uuid
+from collections import OrderedDict
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future, wait
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, field
 from typing import Any, NoReturn
 from urllib.parse import quote
 
@@ -18,16 +20,111 @@ import torch
 from torch import Tensor
 
 from torchrec_recstore.rpc import recstore_pb2 as pb
-from torchrec_recstore.rpc.errors import REMOTE_ERRORS, ServerRestartedError
-from torchrec_recstore.rpc.protocol import ERROR_KEY, NO_INITIAL_ROW, PART_IDS, rows_a_part
+from torchrec_recstore.rpc.protocol import (
+    ERROR_KEY,
+    NO_INITIAL_ROW,
+    PART_IDS,
+    REMOTE_ERRORS,
+    ServerRestartedError,
+    from_bytes,
+    rows_a_part,
+    to_bytes,
+)
 from torchrec_recstore.rpc.recstore_pb2_grpc import ParameterServerServicer
-from torchrec_recstore.rpc.tensor_bytes import from_bytes, to_bytes
-from torchrec_recstore.service.applied import AppliedRequests, ServerStoppingError
-from torchrec_recstore.service.backend import NoInitialRow
-from torchrec_recstore.service.data_directory import DataDirectory
+from torchrec_recstore.rpc.table_spec import TableSpec
+from torchrec_recstore.service.checkpoints import DataDirectory
 from torchrec_recstore.service.hosted import HostedTables
 from torchrec_recstore.service.metrics import Observer
-from torchrec_recstore.service.spec import TableSpec
+from torchrec_recstore.service.tables import NoInitialRow
+
+_CLIENTS = 10_000
+
+
+class ServerStoppingError(RuntimeError):
+    """Nothing is written any more."""
+
+
+@dataclass
+class _Client:
+    done_before: int = 0
+    answers: dict[int, Future[int]] = field(default_factory=dict)
+
+
+class AppliedRequests:
+    """Writes that have been carried out, or are being, so that a repeated one is answered and not carried out again.
+
+    Clients number their requests, and say below which number none will come again.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._clients: OrderedDict[str, _Client] = OrderedDict()
+        self._closed = False
+
+    def once(self, client: str, request: int, done_before: int, action: Callable[[], int]) -> int:
+        """What ``action`` returns, which is called unless it has been for that request; one that raised may come again.
+
+        Raises:
+            ValueError: the request is one of those that were not to come again.
+            ServerStoppingError: after :meth:`close`.
+        """
+        with self._lock:
+            self.check_open()
+            known = self._clients.setdefault(client, _Client())
+            self._clients.move_to_end(client)
+            while len(self._clients) > _CLIENTS:
+                self._clients.popitem(last=False)
+            if done_before > known.done_before:
+                known.done_before = done_before
+                for number in [number for number in known.answers if number < done_before]:
+                    del known.answers[number]
+            if request < known.done_before:
+                raise ValueError(f"request {request} of client {client!r} has been answered already")
+            answer = known.answers.get(request)
+            mine = answer is None
+            if answer is None:
+                answer = known.answers[request] = Future()
+        if not mine:
+            return answer.result()
+        try:
+            answer.set_result(action())
+        except BaseException as error:
+            with self._lock:
+                known.answers.pop(request, None)
+            answer.set_exception(error)
+        return answer.result()
+
+    def check_open(self) -> None:
+        """Raises ServerStoppingError after :meth:`close`."""
+        if self._closed:
+            raise ServerStoppingError("the server stops")
+
+    def close(self) -> None:
+        """Lets no request begin any more, and waits for those that have."""
+        with self._lock:
+            self._closed = True
+            answers = [answer for client in self._clients.values() for answer in client.answers.values()]
+        wait(answers)
+
+    def to_json(self) -> dict[str, Any]:
+        """All that has been carried out, for :meth:`from_json`; after :meth:`close`."""
+        with self._lock:
+            return {
+                name: {
+                    "done_before": client.done_before,
+                    "answers": {str(number): answer.result() for number, answer in client.answers.items()},
+                }
+                for name, client in self._clients.items()
+            }
+
+    def from_json(self, document: dict[str, Any]) -> None:
+        """Takes over what another server has carried out."""
+        for name, entry in document.items():
+            client = self._clients[name] = _Client(entry["done_before"])
+            for number, deleted in entry["answers"].items():
+                client.answers[int(number)] = Future()
+                client.answers[int(number)].set_result(deleted)
+
 
 MAX_REQUEST_BYTES = 2**31
 STOPPED = ("stopped-0", "stopped-1")

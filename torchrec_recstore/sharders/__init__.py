@@ -3,18 +3,16 @@
 Importing this package makes RecStore's kernel known to TorchRec's stock planner.
 """
 
-from torchrec_recstore.sharders.collection import RecStoreCollection
+from torchrec_recstore.sharders.collection import RecStoreCollection, RecStoreCollectionSharder
 from torchrec_recstore.sharders.embedding import (
     RecStoreEmbeddingCollectionSharder,
     RecStoreShardedEmbeddingCollection,
 )
 from torchrec_recstore.sharders.embeddingbag import RecStoreShardedEmbeddingBagCollection, RecStoreSharder
-from torchrec_recstore.sharders.flush import flush_tables
 from torchrec_recstore.sharders.fp_embeddingbag import RecStoreFeatureProcessedEmbeddingBagCollectionSharder
-from torchrec_recstore.sharders.parameter_sharding import RECSTORE_KERNEL, RecStoreParameterSharding
+from torchrec_recstore.sharders.model_tables import flush_tables, table_stats
 from torchrec_recstore.sharders.perf import register_kernel
-from torchrec_recstore.sharders.sharder import RecStoreCollectionSharder
-from torchrec_recstore.sharders.stats import table_stats
+from torchrec_recstore.sharders.plan import RECSTORE_KERNEL, RecStoreParameterSharding
 from torchrec_recstore.sharders.train_pipeline import RecStorePrefetchPipeline
 
 register_kernel()

@@ -1,40 +1,116 @@
-"""What sharded collections with RecStore tables have in common."""
+"""What sharded collections with RecStore tables, and their sharders, have in common."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import copy
+from collections.abc import Iterator, Set
 from contextlib import contextmanager, nullcontext
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
+import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torchrec.distributed.embedding_sharding import EmbeddingSharding, EmbeddingShardingInfo
 from torchrec.distributed.embedding_types import (
+    BaseEmbeddingSharder,
     EmbeddingComputeKernel,
     ShardedEmbeddingModule,
     ShardedEmbeddingTable,
 )
-from torchrec.distributed.types import Awaitable, ParameterSharding
+from torchrec.distributed.types import Awaitable, ParameterSharding, ShardingEnv
 from torchrec.modules.embedding_configs import BaseEmbeddingConfig
 from torchrec.optim.keyed import CombinedOptimizer
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+from torchrec.sparse.tensor_dict import maybe_td_to_kjt
 
-from torchrec_recstore.given_copies import GivenCopies
+from torchrec_recstore import ops
+from torchrec_recstore.optim import Optimizer
 from torchrec_recstore.options import shard_options
-from torchrec_recstore.quantization import RefusesQuantization
 from torchrec_recstore.sharders.delta_tracker import Record
 from torchrec_recstore.sharders.fused_params import optimizer_from_fused_params
 from torchrec_recstore.sharders.gather import refused_together
-from torchrec_recstore.sharders.kernel import RecStoreKernel, placeholder_parameter
-from torchrec_recstore.sharders.local_shard import LocalShard
+from torchrec_recstore.sharders.kernel import (
+    IN_NODE,
+    MOST_ROWS_IN_NODE,
+    RecStoreKernel,
+    check_table,
+    placeholder_parameter,
+    row_split,
+    whole_options,
+)
+from torchrec_recstore.sharders.layout import LocalShard
 from torchrec_recstore.sharders.lookup import RecStoreLookup, grouped_configs, grouped_configs_of_all_ranks
-from torchrec_recstore.sharders.parameter_sharding import RECSTORE_KERNEL
-from torchrec_recstore.sharders.plan_checks import check_plan, hashed_features
-from torchrec_recstore.sharders.raw_ids import int64_ids, mixed_ids
-from torchrec_recstore.sharders.row_split import IN_NODE, MOST_ROWS_IN_NODE, row_split
-from torchrec_recstore.sharders.shard_tables import check_table, whole_options
-from torchrec_recstore.sharders.state import ModuleState
-from torchrec_recstore.sharders.table_state import TableState
+from torchrec_recstore.sharders.plan import (
+    RECSTORE_KERNEL,
+    ResidentParameter,
+    check_plan,
+    deal_out,
+    hashed_features,
+    refuse_replicas,
+    warn_if_overridden,
+    warn_of_stock_tables,
+    with_own_arguments,
+)
+from torchrec_recstore.sharders.state import ModuleState, TableState
 from torchrec_recstore.store import Table
+from torchrec_recstore.table_configs import RefusesQuantization
+from torchrec_recstore.table_parameter import GivenCopies
+from torchrec_recstore.utils import warn_user
+
+
+def int64_ids(features: Any) -> KeyedJaggedTensor:
+    """``features`` with int64 ids.
+
+    TorchRec's row-wise split (``block_bucketize_sparse_features``, fbgemm-gpu 1.8.0) is lossless for int64 and wrong
+    for int32 ids beyond ``num_embeddings``.
+
+    Args:
+        features: a ``KeyedJaggedTensor`` or ``TensorDict`` of any integer type.
+
+    Raises:
+        TypeError: ids that are not integers.
+    """
+    features = maybe_td_to_kjt(features)
+    dtype = features.values().dtype
+    if dtype == torch.int64:
+        return features
+    if dtype.is_floating_point or dtype.is_complex or dtype == torch.bool:
+        raise TypeError(f"ids must be integers, got {dtype} for features {features.keys()}")
+    return _with_ids(features, features.values().to(torch.int64))
+
+
+def mixed_ids(features: KeyedJaggedTensor, names: Set[str]) -> KeyedJaggedTensor:
+    """``features`` in which the ids of those called ``names`` are spread by ``ops.mix_ids``: hash routing.
+
+    Args:
+        features: with int64 ids.
+        names: features, which need not all be among ``features``.
+    """
+    keys: list[str] = features.keys()
+    mixes = [key in names for key in keys]
+    if not any(mixes):
+        return features
+    if all(mixes):
+        return _with_ids(features, ops.mix_ids(features.values(), False))
+    by_feature = features.values().split(features.length_per_key())
+    return _with_ids(
+        features,
+        torch.cat([ops.mix_ids(ids, False) if mix else ids for ids, mix in zip(by_feature, mixes, strict=True)]),
+    )
+
+
+def _with_ids(features: KeyedJaggedTensor, ids: torch.Tensor) -> KeyedJaggedTensor:
+    varies = features.variable_stride_per_key()
+    return KeyedJaggedTensor(
+        keys=features.keys(),
+        values=ids,
+        weights=features.weights_or_none(),
+        lengths=features.lengths_or_none(),
+        offsets=features.offsets_or_none(),
+        stride=None if varies else features.stride(),
+        stride_per_key_per_rank=features.stride_per_key_per_rank() if varies else None,
+        inverse_indices=features.inverse_indices_or_none(),
+    )
 
 
 class RecStoreCollection(RefusesQuantization, ShardedEmbeddingModule):  # type: ignore[misc]
@@ -210,3 +286,75 @@ def _recstore_configs(sharding: EmbeddingSharding[Any, Any, Any, Any]) -> Iterat
         for table in group.embedding_tables:
             if table.compute_kernel == EmbeddingComputeKernel.CUSTOMIZED_KERNEL:
                 yield table
+
+
+_Self = TypeVar("_Self", bound="RecStoreCollectionSharder")
+
+
+class RecStoreCollectionSharder(BaseEmbeddingSharder):  # type: ignore[misc]
+    """Mixed into TorchRec's sharders: offers RecStore's kernel, and TorchRec's own on request."""
+
+    _sharded: ClassVar[type[RecStoreCollection]]
+    _offers_stock = False
+
+    def __init__(
+        self,
+        fused_params: dict[str, Any] | None = None,
+        *args: Any,
+        optimizer: Optimizer | None = None,
+        accumulation_steps: int = 1,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(with_own_arguments(fused_params, optimizer, accumulation_steps), *args, **kwargs)
+
+    def with_stock_kernels(self: _Self) -> _Self:
+        """A copy that offers TorchRec's own kernels as well, for planners that choose by constraint."""
+        offer = copy.copy(self)
+        offer._offers_stock = True
+        return offer
+
+    def _dealt_out(
+        self, module: nn.Module, params: dict[str, ParameterSharding], env: ShardingEnv
+    ) -> tuple[dict[str, Any] | None, dict[str, ParameterSharding]]:
+        """``fused_params`` and the plan's entries as TorchRec passes them on."""
+        refuse_replicas(params, env)
+        warn_of_stock_tables(self, params)
+        kernels = {sharding.compute_kernel for sharding in params.values()}
+        if RECSTORE_KERNEL in kernels and module.device != torch.device("meta"):
+            warn_user(
+                "RecStore tables do not take the weights of the module that is sharded, which is not on the meta "
+                "device: make it with device='meta'; TableOptions(initializer=...) sets initial rows, "
+                "load_dense_weights given ones"
+            )
+        return deal_out(self.fused_params, params, super().shardable_parameters(module))
+
+    def shardable_parameters(self, module: nn.Module) -> dict[str, nn.Parameter]:
+        """The tables by name; for planning they weigh what their resident rows weigh."""
+        parameters: dict[str, nn.Parameter] = super().shardable_parameters(module)
+        if self._offers_stock:
+            return parameters  # whose weight depends on the kernel: left to the planner's estimator
+        return {name: ResidentParameter.of(parameter, name=name) for name, parameter in parameters.items()}
+
+    def sharding_types(self, compute_device_type: str) -> list[str]:
+        """The sharding types that RecStore supports, on any device, and what TorchRec's sharder offers on request."""
+        stock = super().sharding_types(compute_device_type) if self._offers_stock else []
+        return list(dict.fromkeys([*self._sharded._supported, *stock]))
+
+    def compute_kernels(self, sharding_type: str, compute_device_type: str) -> list[str]:
+        """RecStore's kernel for the sharding types it supports, and TorchRec's kernels on request."""
+        kernels = [RECSTORE_KERNEL] if sharding_type in self._sharded._supported else []
+        if self._offers_stock and sharding_type in super().sharding_types(compute_device_type):
+            kernels += super().compute_kernels(sharding_type, compute_device_type)
+        return kernels
+
+    @property
+    def module_type(self) -> type[nn.Module]:
+        """The class of the modules that it shards."""
+        kind: type[nn.Module] = super().module_type
+        warn_if_overridden(self, kind)
+        return kind
+
+    @property
+    def sharded_module_type(self) -> type[RecStoreCollection]:
+        """The class of the sharded module."""
+        return self._sharded

@@ -14,10 +14,10 @@ from torchrec.distributed.model_tracker.types import TrackingMode
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from torchrec_recstore.optim import Optimizer, state_names
-from torchrec_recstore.row_wise_states import column_weighted_mean
 from torchrec_recstore.sharders.fused_params import optimizer_from_fused_params
 from torchrec_recstore.sharders.kernel import RecStoreKernel
 from torchrec_recstore.store import Table
+from torchrec_recstore.store.snapshot import column_weighted_mean
 
 Record = Callable[..., None]
 """``(features, embeddings, kernel)`` of one group of tables, after its lookup."""

@@ -16,9 +16,8 @@ from torchrec.distributed.types import Awaitable, ParameterSharding, ShardingEnv
 from torchrec.modules.embedding_modules import EmbeddingCollection
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from torchrec_recstore.sharders.collection import RecStoreCollection
+from torchrec_recstore.sharders.collection import RecStoreCollection, RecStoreCollectionSharder
 from torchrec_recstore.sharders.lookup import RecStoreSequenceLookup
-from torchrec_recstore.sharders.sharder import RecStoreCollectionSharder
 
 
 class RecStoreShardedEmbeddingCollection(RecStoreCollection, ShardedEmbeddingCollection):  # type: ignore[misc]

@@ -13,7 +13,7 @@ from torchrec.distributed.types import ParameterSharding, QuantizedCommCodecs, S
 from torchrec.modules.fp_embedding_modules import FeatureProcessedEmbeddingBagCollection
 
 from torchrec_recstore.sharders.embeddingbag import RecStoreSharder
-from torchrec_recstore.sharders.stock_tables import warn_if_overridden
+from torchrec_recstore.sharders.plan import warn_if_overridden
 
 
 class RecStoreFeatureProcessedEmbeddingBagCollectionSharder(

@@ -3,26 +3,168 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
-from torch import nn
+import torch.distributed as dist
+from torch import Tensor, nn
 from torchrec.distributed.embedding_kernel import BaseEmbedding
-from torchrec.distributed.embedding_types import GroupedEmbeddingConfig
+from torchrec.distributed.embedding_sharding import EmbeddingSharding
+from torchrec.distributed.embedding_types import GroupedEmbeddingConfig, ShardedEmbeddingTable
 from torchrec.distributed.types import ShardingType
-from torchrec.modules.embedding_configs import PoolingMode, pooling_type_to_pooling_mode
+from torchrec.modules.embedding_configs import EmbeddingTableConfig, PoolingMode, pooling_type_to_pooling_mode
 from torchrec.optim.fused import EmptyFusedOptimizer, FusedOptimizer, FusedOptimizerModule
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from torchrec_recstore.kernels import BlockRouting, PooledKernel, SequenceKernel
 from torchrec_recstore.optim import Optimizer
-from torchrec_recstore.sharders.fused_params import accumulation_steps, optimizer_from_fused_params, output_dtype
-from torchrec_recstore.sharders.row_split import routing
-from torchrec_recstore.sharders.shard_tables import make_table
-from torchrec_recstore.sharders.varying_batch import padded_offsets, rank_major
+from torchrec_recstore.options import TableOptions, shard_options
+from torchrec_recstore.sharders.fused_params import (
+    accumulation_steps,
+    carried_row_name,
+    optimizer_from_fused_params,
+    output_dtype,
+    stochastic_rounding,
+    table_options,
+)
 from torchrec_recstore.store import Table
+from torchrec_recstore.table_configs import ROW_DTYPES, check_config, initializer_of
 from torchrec_recstore.table_parameter import TableParameter
+
+ROW_SPLIT = frozenset({ShardingType.ROW_WISE.value, ShardingType.TABLE_ROW_WISE.value, ShardingType.GRID_SHARD.value})
+"""The sharding types that split rows."""
+
+IN_NODE = frozenset({ShardingType.TABLE_ROW_WISE.value, ShardingType.GRID_SHARD.value})
+"""Those of them that split rows over the ranks of one node."""
+
+MOST_ROWS_IN_NODE = 2**31 - 1
+"""``TwRwSparseFeaturesDist`` keeps block sizes in int32 (torchrec 1.8.0). A RecStore table's ``num_embeddings`` is
+but a hint and moves only the border between blocks, so that a larger one is lowered to this."""
+
+
+def row_split(sharding: EmbeddingSharding[Any, Any, Any, Any], sharding_type: str) -> tuple[int, int] | None:
+    """(ranks, this rank) among which the sharding splits each table's rows; None where it does not."""
+    # No public accessors of these in torchrec 1.8.0.
+    if sharding_type == ShardingType.ROW_WISE.value:
+        return dist.get_world_size(sharding._pg), dist.get_rank(sharding._pg)
+    if sharding_type in IN_NODE:
+        return sharding._local_size, sharding._rank % sharding._local_size
+    return None
+
+
+def routing(table: ShardedEmbeddingTable, split: tuple[int, int] | None) -> BlockRouting | None:
+    """What the shard has to undo on the ids that it is given; None where they are raw.
+
+    Args:
+        table: TorchRec's description of the shard.
+        split: of :func:`row_split`.
+    """
+    if split is None:
+        return None
+    ranks, rank = split
+    # The block of RwSparseFeaturesDist and TwRwSparseFeaturesDist, torchrec 1.8.0: ceil(num_embeddings / ranks).
+    return BlockRouting(
+        block_rows=-(-table.num_embeddings // ranks),
+        world_size=ranks,
+        rank=rank,
+        mixed=table_options(table.fused_params).routing == "hash",
+    )
+
+
+def check_table(config: EmbeddingTableConfig, fused_params: Mapping[str, Any] | None) -> None:
+    """Refuses what RecStore does not support, on ranks without a shard of the table as well.
+
+    Every rank calls it for every table, so that none is left waiting for another that has failed.
+
+    Raises:
+        ValueError: data type, optimizer, initial range or virtual table; the message names the table.
+    """
+    check_config(config)
+    optimizer_from_fused_params(fused_params, [config.name])
+    stochastic_rounding(fused_params, [config.name])
+    output_dtype(fused_params, [config.name])
+    initializer_of(config, table_options(fused_params))
+
+
+def whole_options(config: EmbeddingTableConfig, fused_params: Mapping[str, Any] | None) -> TableOptions:
+    """A table's options over all its shards, with the initializer that its config stands for."""
+    options = table_options(fused_params)
+    return replace(options, initializer=initializer_of(config, options))
+
+
+def make_table(
+    config: ShardedEmbeddingTable,
+    optimizer: Optimizer,
+    split: tuple[int, int] | None,
+    shard: int,
+    routing: BlockRouting | None,
+) -> Table:
+    """The store of one shard: all columns of the table, or those of a column-wise shard.
+
+    Args:
+        config: of a table that :func:`check_table` has passed.
+        optimizer: of its group.
+        split: as for :func:`torchrec_recstore.options.shard_options`.
+        shard: the rank, by which shards of one cold store are kept apart.
+        routing: which ids are the shard's; None for all.
+    """
+    return Table(
+        config.embedding_dim,
+        dtype=ROW_DTYPES[config.data_type],
+        optimizer=optimizer,
+        options=shard_options(whole_options(config, config.fused_params), split, config.name),
+        name=carried_row_name(config.fused_params) or config.name,
+        columns=_columns(config),
+        shard=shard,
+        owned=None if routing is None else routing.owned,
+        stochastic_rounding=stochastic_rounding(config.fused_params, [config.name]),
+    )
+
+
+def _columns(config: ShardedEmbeddingTable) -> range | None:
+    if config.local_cols == config.embedding_dim:
+        return None
+    if config.local_metadata is None:
+        raise ValueError(f"RecStore table {config.name!r}: the plan has no sharding_spec for its column shard")
+    first = config.local_metadata.shard_offsets[1]
+    return range(first, first + config.local_cols)
+
+
+def padded_offsets(offsets: Tensor, bags: Sequence[int]) -> Tensor:
+    """Offsets in which every feature has as many bags as the one with the most: empty ones at its end.
+
+    Args:
+        offsets: (sum of bags + 1,) of all features' bags, feature by feature.
+        bags: of each feature.
+
+    Returns:
+        (features * max(bags) + 1,), of the dtype of ``offsets``.
+    """
+    counts = torch.tensor(bags)
+    first = counts.cumsum(0) - counts
+    within = torch.minimum(torch.arange(max(bags))[None], counts[:, None])
+    taken = (first[:, None] + within).view(-1)
+    return offsets[torch.cat([taken, counts.sum()[None]])]
+
+
+def rank_major(pooled: Tensor, bags: Sequence[Sequence[int]], columns: Sequence[int]) -> Tensor:
+    """The order in which TorchRec's output distribution expects bags of varying batches (torchrec 1.8.0).
+
+    Args:
+        pooled: (at least the most bags of a feature, sum of columns).
+        bags: of each feature from each rank.
+        columns: of each feature.
+
+    Returns:
+        One dimension: rank by rank, feature by feature, its bags.
+    """
+    by_feature = [
+        torch.split(block[: sum(from_ranks)], list(from_ranks))
+        for block, from_ranks in zip(torch.split(pooled, list(columns), dim=1), bags, strict=True)
+    ]
+    return torch.cat([part.reshape(-1) for rank in zip(*by_feature, strict=True) for part in rank])
 
 
 def placeholder_parameter(name: str, dim: int) -> nn.Parameter:

@@ -18,8 +18,13 @@ from torchrec.distributed.types import ShardingType
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from torchrec_recstore.sharders.delta_tracker import Record, tracking
-from torchrec_recstore.sharders.kernel import RecStoreEmbedding, RecStoreEmbeddingBag, RecStoreKernel
-from torchrec_recstore.sharders.row_split import IN_NODE, row_split
+from torchrec_recstore.sharders.kernel import (
+    IN_NODE,
+    RecStoreEmbedding,
+    RecStoreEmbeddingBag,
+    RecStoreKernel,
+    row_split,
+)
 
 
 class RecStoreLookup(BaseEmbeddingLookup):  # type: ignore[misc]

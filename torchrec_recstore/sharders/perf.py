@@ -9,7 +9,7 @@ from torchrec.distributed.planner.estimator.estimator import TableWiseEvaluator
 from torchrec.distributed.planner.estimator.types import ShardPerfContext
 from torchrec.distributed.types import ShardingType
 
-from torchrec_recstore.sharders.parameter_sharding import RECSTORE_KERNEL
+from torchrec_recstore.sharders.plan import RECSTORE_KERNEL
 
 SPEED_OVER_FUSED = 1.5
 """RecStore's kernel over TorchRec's fused one on a CPU, forward and backward, row-wise Adagrad: 1.57 and 1.76 where

@@ -1,4 +1,4 @@
-"""Checks of what users pass to a table, or to a client of one."""
+"""Checks of the ids and rows that users pass to a table or a client, and sets of ids."""
 
 from __future__ import annotations
 
@@ -6,6 +6,13 @@ from collections.abc import Sequence
 
 import torch
 from torch import Tensor
+
+
+def among(ids: Tensor, ascending: Tensor) -> Tensor:
+    """Which of ``ids``, (N,), are in ``ascending``, (M,): (N,) bool. A few times faster than ``torch.isin``."""
+    if not len(ascending):
+        return torch.zeros_like(ids, dtype=torch.bool)
+    return ascending[torch.searchsorted(ascending, ids).clamp_(max=len(ascending) - 1)] == ids
 
 
 def check_ids(ids: object, where: str = "") -> None:

@@ -27,9 +27,9 @@ from redis.retry import Retry
 from torch import Tensor
 
 from torchrec_recstore.options import RedisStore
-from torchrec_recstore.store.cold import ColdStoreError
-from torchrec_recstore.store.cold_bytes import (
+from torchrec_recstore.store.cold_store import (
     ID_BYTES,
+    ColdStoreError,
     check_ids,
     check_rows,
     escaped_name,

@@ -11,10 +11,9 @@ from torch import Tensor
 from torchrec_recstore.optim import SGD
 from torchrec_recstore.options import ConstantInit, ServerStore, TableOptions
 from torchrec_recstore.rpc.connection import Access, Connection
-from torchrec_recstore.rpc.errors import ServiceError
+from torchrec_recstore.rpc.protocol import ServiceError
 from torchrec_recstore.rpc.servers import Servers
-from torchrec_recstore.store.cold import ColdStoreError
-from torchrec_recstore.store.cold_bytes import check_ids, check_rows, escaped_name, in_parts, new_run
+from torchrec_recstore.store.cold_store import ColdStoreError, check_ids, check_rows, escaped_name, in_parts, new_run
 
 _CALL_BYTES = 2**24  # of rows in a call, each of which has its own deadline
 _CLOSE_S = 1.0
@@ -123,7 +122,7 @@ class ServerColdStore:
 
     def _specs(self) -> list[str]:
         """What the table is, for each server."""
-        from torchrec_recstore.service.spec import TableSpec  # here: it is built on the store
+        from torchrec_recstore.rpc.table_spec import TableSpec  # here: it is built on the store
 
         shards = len(self._servers.addresses)
         spec = TableSpec(

@@ -9,14 +9,11 @@ import torch
 from torch import Tensor
 
 from torchrec_recstore import ops
-from torchrec_recstore.ids import among
 from torchrec_recstore.optim import Optimizer, RowWiseAdagrad, state_names
 from torchrec_recstore.options import TableOptions, default_initializer, is_shared
-from torchrec_recstore.store.arguments import check_ids, check_rows
-from torchrec_recstore.store.cold import ColdStoreError
-from torchrec_recstore.store.cold_snapshot import ColdSnapshot
-from torchrec_recstore.store.images import unpacked
-from torchrec_recstore.store.snapshot import Snapshot, named_rows
+from torchrec_recstore.store.arguments import among, check_ids, check_rows
+from torchrec_recstore.store.cold_store import ColdStoreError, unpacked
+from torchrec_recstore.store.snapshot import ColdSnapshot, Snapshot, named_rows
 from torchrec_recstore.store.stats import TableStats
 from torchrec_recstore.store.tier import Arrival, ColdTier, holding
 

@@ -11,10 +11,16 @@ import torch
 from torch import Tensor
 
 from torchrec_recstore import ops
-from torchrec_recstore.ids import among
 from torchrec_recstore.options import TableOptions, is_shared
-from torchrec_recstore.store.cold import ColdStore, ColdStoreError, SharedColdStore, open_cold_store
-from torchrec_recstore.store.images import last_steps, with_last_steps_up_to
+from torchrec_recstore.store.arguments import among
+from torchrec_recstore.store.cold_store import (
+    ColdStore,
+    ColdStoreError,
+    SharedColdStore,
+    last_steps,
+    open_cold_store,
+    with_last_steps_up_to,
+)
 
 Arrival = Literal["lookup", "update", "write"]
 """Why rows are wanted: by a training step, by an update, or to be written. Admission has no say in the last."""

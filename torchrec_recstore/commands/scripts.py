@@ -1,0 +1,191 @@
+"""The commands that run scripts of the project: ``recstore train`` and ``recstore bench``."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.text import Text
+
+from torchrec_recstore.commands.output import AsJson, errors_in_one_line, print_json, stdout, table_of
+from torchrec_recstore.commands.progress import steps
+from torchrec_recstore.triples import DEFAULT
+
+# Of setup.cfg, the one that brings a package.
+_EXTRAS = {"rocksdict": "rocksdb", "redis": "redis", "hiredis": "redis"} | dict.fromkeys(
+    ("matplotlib", "polars", "rich", "tensorboard", "torchmetrics", "tqdm", "typer"), "examples"
+)
+_PACKAGE = Path(__file__).resolve().parents[1]
+
+
+def folder_of(name: str) -> Path:
+    """The folder ``examples`` or ``benchmarks``.
+
+    Raises:
+        FileNotFoundError: this installation came without it.
+    """
+    for folder in (_PACKAGE / name, _PACKAGE.parent / name):
+        if folder.is_dir():
+            return folder
+    raise FileNotFoundError(f"this installation of torchrec_recstore came without its {name}: install its wheel")
+
+
+@contextmanager
+def missing_in_one_line() -> Iterator[None]:
+    """Where its body imports a package that is not installed, says what to type.
+
+    Raises:
+        ValueError: with that.
+    """
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        if error.name is None or error.name.partition(".")[0] == "torchrec_recstore":
+            raise
+        raise ValueError(f"{error.name} is missing: {how_to_install(error.name)}") from None
+
+
+def how_to_install(module: str) -> str:
+    """What to type where a module cannot be imported.
+
+    Args:
+        module: its name, of the import that failed.
+    """
+    package = module.partition(".")[0]
+    if package in ("torchrec", "fbgemm_gpu", "tensordict", "iopath", "pyre_extensions"):
+        return (
+            f"{DEFAULT.install_on_cpu} (with CUDA: pip install 'torchrec-recstore[torchrec]'; "
+            "for another torch: recstore doctor)"
+        )
+    return f"pip install 'torchrec-recstore[{_EXTRAS.get(package, 'cli,examples,service')}]'"
+
+
+def train(context: typer.Context) -> None:
+    """Train TorchRec's DLRM with RecStore tables on a Criteo click log, or on generated rows.
+
+    The flags are those of examples/dlrm/train.py, which recstore train --help lists.
+
+    Example: recstore train --data train.txt --dim 64 --checkpoint run
+
+    On several processes: torchrun --nproc-per-node 2 --no-python recstore train --sharding row_wise
+
+    Exit status: 0, or 2 with one line on stderr for input that cannot be used.
+    """
+    with errors_in_one_line():
+        # The folder's own modules: train.py imports the others so.
+        sys.path.insert(0, str(folder_of("examples") / "dlrm"))
+        with missing_in_one_line():
+            script = importlib.import_module("train")
+            leave = importlib.import_module("common.command").run
+
+    def run(**how: bool) -> object:
+        with errors_in_one_line(), missing_in_one_line():
+            return script.app(context.args, prog_name="recstore train", **how)
+
+    leave(run)
+
+
+_LAST_LINES = 20
+
+
+def bench(
+    names: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="NAME", help="Of benchmarks; all of them without.", show_default=False),
+    ] = None,
+    quick: Annotated[
+        bool, typer.Option("--quick", help="Small sizes: seconds each, to see that all works. Not to be quoted.")
+    ] = False,
+    list_: Annotated[bool, typer.Option("--list", help="List the benchmarks, and run none.")] = False,
+    as_json: AsJson = False,
+) -> None:
+    """Measure RecStore tables on this machine against FBGEMM's, the disk's or the machine's own limit.
+
+    Both sides of a ratio are measured in one run, each benchmark in a process of its own. Files go to the working
+    folder or the one for temporary files, and none stays. The kernel's needs g++; all together take about an hour.
+
+    Example: recstore bench kernel store
+
+    Exit status: 0, 1 where a benchmark failed, 2 where there is none of that name.
+    """
+    with errors_in_one_line():
+        folder = folder_of("benchmarks")
+    sys.path.insert(0, str(folder))  # its scripts import each other so
+    scripts = importlib.import_module("scripts")
+    known = {name: _about(folder / f"{name}.py") for name in scripts.SCRIPTS}
+    if list_:
+        _list(known, as_json)
+        return
+    with errors_in_one_line():
+        for name in names or ():
+            if name not in known:
+                raise ValueError(f"there is no benchmark {name!r}: {', '.join(known)}")
+        with missing_in_one_line():
+            measure = importlib.import_module("measure")
+    wanted = list(dict.fromkeys(names or known))
+    rows: list[dict[str, Any]] = []
+    failed = []
+    with steps(len(wanted)) as begin:
+        for name in wanted:
+            begin(name)
+            lanes = ("shipped",) if quick else scripts.lanes_of(name)
+            flags = scripts.QUICK[name] if quick else ()
+            with tempfile.TemporaryFile("w+") as errors:  # what libraries say beside it would tear the bar
+                try:
+                    rows += measure.run_lanes(str(folder / f"{name}.py"), lanes, flags, errors)
+                except subprocess.CalledProcessError as error:
+                    failed.append(name)
+                    errors.seek(0)
+                    last = errors.read().splitlines()[-_LAST_LINES:]
+                    said = f"error: the benchmark {name} ended with status {error.returncode}"
+                    print("\n".join([*last, said]), file=sys.stderr)
+    if as_json:
+        print_json(rows)
+    elif rows:
+        print_figures(rows, quick)
+    raise typer.Exit(1 if failed else 0)
+
+
+def _about(script: Path) -> str:
+    """The first line of its docstring."""
+    with script.open() as file:
+        return file.readline().strip().strip('"').replace("``", "")
+
+
+def _list(known: dict[str, str], as_json: bool) -> None:
+    if as_json:
+        print(json.dumps(known, indent=1))
+        return
+    for name, about in known.items():
+        stdout().print(Text(f"{name:<12}{about}"), soft_wrap=True)
+
+
+def print_figures(rows: list[dict[str, Any]], quick: bool) -> None:
+    """Prints what was measured as tables, and under which conditions.
+
+    Args:
+        rows: as the benchmarks give them; their folder is on the path.
+        quick: whether sizes were small.
+    """
+    said = importlib.import_module("figures")
+    for columns, figures in (
+        (said.KERNEL, said.kernel_figures(rows)),
+        (said.OTHER, said.other_figures(rows)),
+        (said.OPTIONS, said.option_figures(rows)),
+    ):
+        if figures:
+            table = table_of(columns)
+            for figure in figures:
+                table.add_row(*(Text(cell.replace("`", "")) for cell in figure))
+            stdout().print(table)
+    first = rows[0]
+    where = f"{first['cpu']}, {first['threads']} threads, torch {first['torch']}, {first['commit']}; medians"
+    stdout().print(Text(where + (". Quick sizes: not to be quoted." if quick else ".")), soft_wrap=True)

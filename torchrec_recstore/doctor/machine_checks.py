@@ -1,0 +1,217 @@
+"""Checks of the machine's settings: files, memory, instruction set and threads."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+
+from torchrec_recstore.doctor.machine import UNLIMITED, Finding, Machine, size
+from torchrec_recstore.doctor.probe import Imported
+
+_FILES = 4096
+_GOOD = 65536
+_LITTLE_DISK = 1 << 30
+
+
+def open_files(machine: Machine) -> Finding:
+    """RocksDB keeps all files of its databases open, 64 MB each at first; a server has one for each connection."""
+    soft, hard = machine.open_files
+    if soft == UNLIMITED or soft >= _FILES:
+        return Finding("open files", "ok", f"ulimit -n: {'unlimited' if soft == UNLIMITED else soft}")
+    found = f"ulimit -n: {soft}, few for a large cold store in RocksDB and for a server of many clients"
+    if hard == UNLIMITED or hard >= _GOOD:
+        return Finding("open files", "warning", found, f"ulimit -n {_GOOD}")
+    return Finding("open files", "warning", f"{found}; at most {hard}", f"sudo prlimit --pid $$ --nofile={_GOOD}")
+
+
+def disk(folder: Path) -> Finding:
+    """Room for checkpoints and cold rows."""
+    try:
+        free = shutil.disk_usage(folder).free
+    except OSError as error:
+        return Finding("disk", "problem", f"{folder}: {error.strerror}", f"mkdir -p {folder}")
+    if not folder.is_dir():
+        return Finding("disk", "problem", f"{os.path.abspath(folder)} is no folder", "name one: --data DIR")
+    found = f"{size(free)} free at {os.path.abspath(folder)}"
+    if not os.access(folder, os.W_OK):
+        return Finding("disk", "problem", f"{os.path.abspath(folder)} cannot be written", "name another: --data DIR")
+    if free < _LITTLE_DISK:
+        return Finding("disk", "warning", found, "name another disk for checkpoints and cold stores")
+    return Finding("disk", "ok", found)
+
+
+_LITTLE_MEMORY = 2 << 30
+
+
+def available(machine: Machine) -> Finding:
+    """Memory that is there for rows."""
+    memory = machine.memory()
+    if "MemAvailable" not in memory:
+        return Finding("memory", "problem", "no MemAvailable in /proc/meminfo: tables cannot tell what is left")
+    found = f"{size(memory['MemAvailable'])} available of {size(memory['MemTotal'])}"
+    if memory["MemAvailable"] < _LITTLE_MEMORY:
+        return Finding("memory", "warning", found, "end other programs, or bound tables: TableOptions(max_rows=...)")
+    return Finding("memory", "ok", found)
+
+
+def buffers(imported: Mapping[str, Imported]) -> Finding:
+    """Outputs and gradients that a process keeps for its next steps."""
+    extension = imported.get("torchrec_recstore.ops")
+    kept = None if extension is None else extension.facts.get("kept_bytes")
+    if kept is None:
+        return Finding("buffers", "ok", "not known without the native extension")
+    return Finding(
+        "buffers",
+        "ok",
+        f"each process keeps up to {size(int(kept))} of outputs and gradients for its next steps, more where recent "
+        "steps used more; torchrec_recstore.ops.buffer_pool_bytes() counts them",
+    )
+
+
+def control_group(machine: Machine) -> Finding:
+    """The limit of a container, a batch system's job or a systemd unit, past which the kernel kills the process."""
+    limits: dict[Path, int] = {}
+    for folder in machine.groups("memory"):  # the native store asks the same ones before a table grows
+        for name in ("memory.max", "memory.limit_in_bytes"):
+            limit = machine.number(str(folder / name))
+            if limit is not None and limit < machine.memory().get("MemTotal", 0):
+                limits[folder / name] = limit
+    if not limits:
+        return Finding("memory limit", "ok", "no control group bounds this process to less than the machine has")
+    tightest = min(limits, key=lambda path: limits[path])
+    found = f"{size(limits[tightest])} in /{tightest}: tables refuse to grow past it"
+    if limits[tightest] < _LITTLE_MEMORY:
+        return Finding("memory limit", "warning", found, "raise it, or bound tables: TableOptions(max_rows=...)")
+    return Finding("memory limit", "ok", found)
+
+
+def overcommit(machine: Machine) -> Finding:
+    """Whether the kernel lets address space be reserved that is never touched."""
+    mode = machine.number("proc/sys/vm/overcommit_memory")
+    if mode is None:
+        return Finding("overcommit", "warning", "/proc/sys/vm/overcommit_memory cannot be read")
+    if mode != 2:
+        return Finding("overcommit", "ok", f"vm.overcommit_memory = {mode}")
+    memory = machine.memory()
+    left = memory.get("CommitLimit", 0) - memory.get("Committed_AS", 0)
+    return Finding(
+        "overcommit",
+        "problem" if left < _LITTLE_MEMORY else "warning",
+        f"vm.overcommit_memory = 2: reserved address space counts, {size(max(left, 0))} is left, and a table that "
+        "grows reserves three times its size",
+        "sudo sysctl vm.overcommit_memory=0  # until the next boot; to keep it: "
+        "echo vm.overcommit_memory=0 | sudo tee /etc/sysctl.d/90-recstore.conf",
+    )
+
+
+def huge_pages(machine: Machine) -> Finding:
+    """Whether rows can lie in pages of 2 MiB, which the processor translates without walking through tables."""
+    text = machine.read("sys/kernel/mm/transparent_hugepage/enabled")
+    if text is None:
+        return Finding("huge pages", "warning", "this kernel has no transparent huge pages: lookups are slower")
+    chosen = text[text.find("[") + 1 : text.find("]")]
+    if chosen in ("always", "madvise"):
+        return Finding("huge pages", "ok", f"transparent_hugepage/enabled: {chosen}")
+    return Finding(
+        "huge pages",
+        "warning",
+        f"transparent_hugepage/enabled: {chosen}: rows lie in small pages, lookups are slower",
+        "echo madvise | sudo tee /sys/kernel/mm/transparent_hugepage/enabled  # until the next boot; "
+        "to keep it: transparent_hugepage=madvise on the kernel's command line",
+    )
+
+
+def address_space(machine: Machine) -> Finding:
+    """``ulimit -v``."""
+    if machine.address_space == UNLIMITED:
+        return Finding("address space", "ok", "ulimit -v: unlimited")
+    return Finding(
+        "address space",
+        "warning",
+        f"ulimit -v: {size(machine.address_space)}; a table that grows reserves three times its size",
+        "ulimit -v unlimited",
+    )
+
+
+# As csrc/row_kernels.cpp asks for them, the best first.
+_NEEDS = {"avx512": {"avx512f", "avx512dq", "avx512vl", "avx512bw"}, "avx2": {"avx2", "f16c"}}
+_ORDER = ("baseline", "avx2", "avx512")
+
+
+def instruction_set(machine: Machine, imported: Mapping[str, Imported]) -> Finding:
+    """What the native extension has chosen, against what the processor has."""
+    text = machine.read("proc/cpuinfo") or ""
+    fields = {name.strip(): value.strip() for name, _, value in (line.partition(":") for line in text.splitlines())}
+    model = fields.get("model name", "a processor without a name")
+    flags = set(fields.get("flags", "").split())
+    best = next((name for name, needed in _NEEDS.items() if needed <= flags), "baseline")
+    extension = imported.get("torchrec_recstore.ops")
+    chosen = None if extension is None else extension.facts.get("instruction_set")
+    if chosen is None:
+        return Finding("processor", "ok", f"{model}, {best}")
+    found = f"{model}: rows are worked on with {chosen}"
+    if _ORDER.index(chosen) < _ORDER.index(best):
+        forced = machine.environ.get("RECSTORE_ISA")
+        why = "" if forced is None else f", since RECSTORE_ISA={forced}"
+        fix = "reinstall torchrec-recstore" if forced is None else "unset RECSTORE_ISA"
+        return Finding("processor", "warning", f"{found}, and the processor has {best}{why}", fix)
+    if chosen == "baseline":
+        found += ", without AVX2 the loops over rows take several times as long"
+        return Finding("processor", "warning", found, "run on a processor with AVX2; in a virtual machine, pass it on")
+    return Finding("processor", "ok", found)
+
+
+def threads(machine: Machine) -> Finding:
+    """As many as there are cores to run on."""
+    cores = usable_cores(machine)
+    where = f"{machine.cores} cores" + (
+        "" if cores == machine.cores else f", of whose time a control group gives {cores}"
+    )
+    ranks = (
+        f"several ranks: torchrun gives each one thread unless told otherwise: OMP_NUM_THREADS={cores // 2} "
+        "torchrun --nproc-per-node 2 ..."
+    )
+    set_to = machine.environ.get("OMP_NUM_THREADS", "").split(",")[0].strip()
+    if not set_to:
+        if cores < machine.cores:
+            found = f"{where}, and torch starts {machine.cores} threads"
+            return Finding("threads", "warning", found, f"export OMP_NUM_THREADS={cores}")
+        return Finding("threads", "ok", where, ranks if cores > 2 else "")
+    if not set_to.isdigit() or int(set_to) < 1:
+        return Finding(
+            "threads", "warning", f"OMP_NUM_THREADS={set_to} is no number of threads", f"export OMP_NUM_THREADS={cores}"
+        )
+    found = f"OMP_NUM_THREADS={set_to} on {where}"
+    if int(set_to) > cores:
+        return Finding("threads", "warning", f"{found}: they wait for each other", f"export OMP_NUM_THREADS={cores}")
+    if int(set_to) == 1 < cores:
+        return Finding("threads", "warning", f"{found}: one process uses one core", f"export OMP_NUM_THREADS={cores}")
+    return Finding("threads", "ok", found)
+
+
+def usable_cores(machine: Machine) -> int:
+    """Cores that this process may run on, or fewer where a control group gives it less time than they have."""
+    shares = [float(machine.cores)]
+    for folder in machine.groups("cpu"):
+        quota, period = machine.number(f"{folder}/cpu.cfs_quota_us"), machine.number(f"{folder}/cpu.cfs_period_us")
+        words = (machine.read(f"{folder}/cpu.max") or "").split()
+        if len(words) == 2 and words[0].isdigit():
+            quota, period = int(words[0]), int(words[1])
+        if quota is not None and period is not None and quota > 0:
+            shares.append(quota / period)
+    return max(1, int(min(shares)))
+
+
+def spinning(machine: Machine) -> Finding:
+    """Whether threads that wait leave their cores to others; docs/performance.md has what it costs."""
+    for name in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY"):
+        if name in machine.environ:
+            return Finding("waiting threads", "ok", f"{name}={machine.environ[name]}")
+    return Finding(
+        "waiting threads",
+        "ok",
+        "spin for milliseconds, which is fine where training has its cores for itself",
+        "beside other work: export GOMP_SPINCOUNT=10000",
+    )

@@ -1,0 +1,234 @@
+"""Export of the tables in a checkpoint to one file of TorchScript, without a model and in little memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from torchrec_recstore.checkpoint.files import check_path
+from torchrec_recstore.checkpoint.fold import FoldedTable, check_files, common_columns, tables_named
+from torchrec_recstore.checkpoint.info import CheckpointInfo, TableInfo, read_chain
+from torchrec_recstore.inference.delta import DeltaInfo, dtype_of, open_base, write_delta
+from torchrec_recstore.inference.row_formats import check_dim, check_dtype, packed
+from torchrec_recstore.inference.script import save_script, scripted
+from torchrec_recstore.inference.selection import aged, check_counted, check_selection, missing_row, selected
+from torchrec_recstore.inference.served_tables import ServedTable, ServedTables, served_table
+from torchrec_recstore.options import default_initializer
+from torchrec_recstore.utils import warn_user
+
+
+@dataclass(frozen=True)
+class ExportedTable:
+    """A table in an exported file.
+
+    Args:
+        rows: that it has.
+        rows_left_out: of the checkpoint's.
+        dim: columns.
+        dtype: of the rows.
+        bytes: of ids and rows.
+    """
+
+    rows: int
+    rows_left_out: int
+    dim: int
+    dtype: torch.dtype
+    bytes: int
+
+
+@dataclass(frozen=True)
+class ExportInfo:
+    """An exported file.
+
+    Args:
+        path: the file.
+        bytes: of it.
+        tables: by name, in the order of the module's input and output.
+        version: of its rows, as ``recstore_version()`` says.
+    """
+
+    path: Path
+    bytes: int
+    tables: Mapping[str, ExportedTable]
+    version: str
+
+
+def export_checkpoint(
+    checkpoint: str | Path,
+    output: str | Path,
+    *,
+    tables: Sequence[str] | None = None,
+    dtype: torch.dtype = torch.int8,
+    min_frequency: int = 0,
+    top_rows: int | None = None,
+    advance: Callable[[int], object] = lambda rows: None,
+) -> ExportInfo:
+    """Makes one scripted module of a checkpoint's tables.
+
+    Its ``forward(values, lengths)`` sums bags of raw ids over plain tensors, ``lookup(table, values)`` gives rows; see
+    :class:`torchrec_recstore.inference.served_tables.ServedTables`. It needs neither this package nor TorchRec; float32
+    rows need torch alone, others also ``fbgemm_gpu``.
+
+    Args:
+        checkpoint: the directory of a full checkpoint or of a delta, whose chain is folded.
+        output: the file; what is there stays until all of the new one is written.
+        tables: names of those to export, in their order; None: all, by name.
+        dtype: of the rows, as for :func:`torchrec_recstore.inference.export_for_inference`.
+        min_frequency: likewise.
+        top_rows: likewise.
+        advance: called with the number of the checkpoint's rows read since its last call; a choice by ``min_frequency``
+            or ``top_rows`` reads each twice.
+
+    Raises:
+        FileNotFoundError, CheckpointError: a checkpoint of the chain is missing or damaged.
+        TypeError, ValueError: an argument that makes no sense, or a table that the checkpoint has not.
+        OSError: the file cannot be written.
+
+    Warns:
+        RecStoreWarning: as for :func:`torchrec_recstore.inference.export_for_inference`.
+    """
+    output = Path(output)
+    check_path(output)
+    served, left_out = _served(checkpoint, tables, dtype, min_frequency, top_rows, advance)
+    script = scripted(served)
+    save_script(script, output)
+    every: list[ServedTable] = list(served.tables)  # type: ignore[arg-type]
+    infos = {
+        table.name: ExportedTable(
+            rows=len(table.raw_ids()),
+            rows_left_out=left_out[table.name],
+            dim=table.dim,
+            dtype=dtype,
+            bytes=table.ids.nbytes + table.rows.nbytes,
+        )
+        for table in every
+    }
+    return ExportInfo(output, output.stat().st_size, infos, script.recstore_version())
+
+
+def export_checkpoint_delta(
+    checkpoint: str | Path,
+    output: str | Path,
+    *,
+    base: str | Path | torch.jit.ScriptModule,
+    min_frequency: int = 0,
+    top_rows: int | None = None,
+    advance: Callable[[int], object] = lambda rows: None,
+) -> DeltaInfo:
+    """Writes what a checkpoint's tables have otherwise than an earlier export, for its ``apply_delta``.
+
+    Args:
+        checkpoint: as for :func:`export_checkpoint`.
+        output: the file, of safetensors.
+        base: what :func:`export_checkpoint` has written, or that as ``torch.jit.load`` gives it.
+        min_frequency: as for the export of ``base``.
+        top_rows: likewise.
+        advance: as for :func:`export_checkpoint`.
+
+    Raises:
+        FileNotFoundError, CheckpointError, TypeError, ValueError, OSError: as for :func:`export_checkpoint`; ``base``
+            is of other tables.
+    """
+    base = open_base(base)
+    output = Path(output)
+    check_path(output)
+    names = base.recstore_tables()
+    served, _ = _served(checkpoint, names, dtype_of(base), min_frequency, top_rows, advance)
+    return write_delta(served, base, output)
+
+
+def _served(
+    checkpoint: str | Path,
+    tables: Sequence[str] | None,
+    dtype: torch.dtype,
+    min_frequency: int,
+    top_rows: int | None,
+    advance: Callable[[int], object],
+) -> tuple[ServedTables, dict[str, int]]:
+    row_format = check_dtype(dtype)
+    check_selection(min_frequency, top_rows)
+    chain = read_chain(checkpoint)
+    known = chain[-1].tables
+    names = sorted(known) if tables is None else list(tables)
+    unknown = [name for name in names if name not in known]
+    if unknown or not names or len(set(names)) != len(names):
+        raise ValueError(
+            f"{chain[-1].path} has the tables {', '.join(map(repr, sorted(known))) or 'none'}, "
+            f"asked for were {', '.join(map(repr, names)) or 'none'}"
+        )
+    for name in names:
+        check_dim(name, known[name].dim, row_format)
+        check_counted(name, known[name].rows, known[name].steps, min_frequency, top_rows)
+    check_files(chain)
+    served, left_out, initial = [], {}, []
+    for name in names:
+        info = known[name]
+        missing, exact = missing_row(
+            default_initializer(info.options), info.options, info.dim, getattr(torch, info.dtype)
+        )
+        initial += [] if exact else [name]
+        ids, rows = _rows(chain, name, missing, row_format, min_frequency, top_rows, advance)
+        served.append(served_table(name, info.dim, row_format, ids, rows))
+        left_out[name] = info.rows - len(ids)
+    if initial:
+        warn_user(
+            f"table(s) {', '.join(map(repr, initial))} have missing='init': an id without a row reads as its initial "
+            "row in a model, and as zeros in what is exported"
+        )
+    return ServedTables(served), left_out
+
+
+def _rows(
+    chain: Sequence[CheckpointInfo],
+    name: str,
+    missing: Tensor,
+    row_format: str,
+    min_frequency: int,
+    top_rows: int | None,
+    advance: Callable[[int], object],
+) -> tuple[Tensor, Tensor]:
+    """A table's ids, and its rows behind the one for missing ids. What is left out is found by a pass of its own."""
+    info = chain[-1].tables[name]
+    kept: Tensor | None = None
+    count = info.rows
+    if min_frequency > 0 or top_rows is not None:
+        counts = [_frequency(shards, info) for _, shards in _windows(chain, name, advance)]
+        frequency = torch.cat([torch.empty(0, dtype=torch.int64), *counts])
+        places = selected(frequency, min_frequency, top_rows)
+        kept = torch.zeros(len(frequency), dtype=torch.bool)
+        kept[places] = True
+        count = len(places)
+    ids = torch.empty(count, dtype=torch.int64)
+    first = packed(name, missing[None], row_format)
+    rows = first.new_empty(count + 1, first.shape[1])
+    rows[:1] = first
+    at = read = 0
+    for some, shards in _windows(chain, name, advance):
+        weight = torch.cat([shard["weight"] for shard in shards], dim=1).float()
+        if kept is not None:
+            mask = kept[read : read + len(some)]
+            read += len(some)
+            some, weight = some[mask], weight[mask]
+        ids[at : at + len(some)] = some
+        rows[at + 1 : at + 1 + len(some)] = packed(name, weight, row_format)
+        at += len(some)
+    return ids, rows
+
+
+def _windows(
+    chain: Sequence[CheckpointInfo], name: str, advance: Callable[[int], object]
+) -> Iterator[tuple[Tensor, list[dict[str, Tensor]]]]:
+    folded = FoldedTable(chain, name, common_columns(tables_named(name, chain)))
+    while (bound := folded.bound()) is not None:
+        ids, shards = folded.take(bound)
+        if len(ids):
+            yield ids, shards
+            advance(len(ids))
+
+
+def _frequency(shards: list[dict[str, Tensor]], info: TableInfo) -> Tensor:
+    return aged(shards[0]["frequency"], shards[0]["last_step"], info.steps, info.options)

@@ -1,0 +1,420 @@
+"""Modules for inference: TorchRec's own collections behind a search from raw ids to rows."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torchrec.modules.embedding_configs import (
+    BaseEmbeddingConfig,
+    EmbeddingBagConfig,
+    EmbeddingConfig,
+    PoolingType,
+    QuantConfig,
+)
+from torchrec.modules.embedding_modules import (
+    EmbeddingBagCollection,
+    EmbeddingCollection,
+    get_embedding_names_by_table,
+)
+from torchrec.quant.embedding_modules import EmbeddingBagCollection as QuantEmbeddingBagCollection
+from torchrec.quant.embedding_modules import EmbeddingCollection as QuantEmbeddingCollection
+from torchrec.quant.embedding_modules import quant_prep_enable_register_tbes
+from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, KeyedTensor
+
+from torchrec_recstore.inference.row_formats import FORMAT_NAMES
+from torchrec_recstore.inference.served_tables import (
+    id_buffer,
+    pooled_in_order,
+    rows_of_ids,
+    rows_of_numbers,
+    served_table,
+)
+from torchrec_recstore.modules import RecStoreEmbedding, RecStoreEmbeddingBag
+
+# Not with annotations from __future__: fx copies those of forward as they are, and TorchScript reads them.
+
+
+@dataclass(frozen=True)
+class StaticTable:
+    """A whole table that does not change any more.
+
+    Args:
+        config: TorchRec's description, with the features' own names.
+        ids: (R,) int64, ascending; None for a table of TorchRec's own, where row i is id i.
+        weight: (R + 1, dim) float32, the first row for ids that have none; (R, dim) without ids.
+    """
+
+    config: BaseEmbeddingConfig
+    ids: Tensor | None
+    weight: Tensor
+
+
+class IdMap(nn.Module):
+    """The ids of one table.
+
+    Args:
+        ids: (R,) int64, ascending; None for a table of TorchRec's own, where row i is id i.
+        rows: of the table that lies behind.
+    """
+
+    def __init__(self, ids: Tensor | None, rows: int) -> None:
+        super().__init__()
+        self.register_buffer("ids", torch.empty(0, dtype=torch.int64) if ids is None else id_buffer(ids))
+        self.rows = rows
+
+
+class ExactEmbeddingBag(nn.EmbeddingBag):
+    """``nn.EmbeddingBag`` that pools to the bit as RecStore's kernels do, means of weighted rows too."""
+
+    def forward(self, input: Tensor, offsets: Tensor | None = None, per_sample_weights: Tensor | None = None) -> Tensor:
+        """As TorchRec's collection calls it: input (N,), offsets (bags + 1,), weights (N,) -> (bags, dim) float32."""
+        assert offsets is not None
+        return pooled_in_order(self.weight, input, offsets, per_sample_weights, self.mode == "mean")
+
+
+@torch.fx.wrap
+def rows_instead_of_ids(
+    features: KeyedJaggedTensor,
+    names: list[str],
+    keys: list[str],
+    table_of: list[int],
+    ids: list[Tensor],
+    rows: list[int],
+    weighted: bool,
+) -> KeyedJaggedTensor:
+    """The batch with the numbers of rows in the place of raw ids.
+
+    Args:
+        features: ids of any integer type.
+        names: of the features to take, those of several tables once for each.
+        keys: what each of these is called from here on.
+        table_of: the number of each one's table.
+        ids: of each table, (R + 1,) of :func:`id_buffer`; (0,) of a table of TorchRec's own.
+        rows: of each table.
+        weighted: whether the batch has weights that count.
+    """
+    by_name = features.to_dict()
+    values: list[Tensor] = []
+    lengths: list[Tensor] = []
+    weights: list[Tensor] = []
+    for number, name in enumerate(names):
+        feature = by_name[name]
+        table = table_of[number]
+        if ids[table].shape[0] > 0:
+            values.append(rows_of_ids(ids[table], feature.values()))
+        else:
+            values.append(rows_of_numbers(rows[table], feature.values()))
+        lengths.append(feature.lengths())
+        if weighted:
+            weights.append(feature.weights())
+    return KeyedJaggedTensor(
+        keys=keys,
+        values=torch.cat(values),
+        lengths=torch.cat(lengths),
+        weights=torch.cat(weights) if weighted else None,
+    )
+
+
+@torch.fx.wrap
+def in_order(pooled: KeyedTensor, keys: list[str], dims: list[int]) -> KeyedTensor:
+    """The same columns in the order of the plain module: TorchRec's quantised ones sort tables by pooling (1.8.0)."""
+    if pooled.keys() == keys:
+        return pooled
+    return KeyedTensor(keys=keys, length_per_key=dims, values=torch.cat([pooled[key] for key in keys], dim=1))
+
+
+class _StaticCollection(nn.Module):
+    """What both collections have in common."""
+
+    def __init__(self, tables: Sequence[StaticTable], collection: nn.Module, weighted: bool) -> None:
+        super().__init__()
+        self.maps = nn.ModuleList(IdMap(table.ids, len(table.weight)) for table in tables)
+        self.collection = collection
+        self._configs = [table.config for table in tables]
+        self._weighted = weighted
+        self._keys = [key for keys in get_embedding_names_by_table(self._configs) for key in keys]
+        self._names = [name for config in self._configs for name in config.feature_names]
+        self._table_of = [number for number, config in enumerate(self._configs) for _ in config.feature_names]
+
+    def _rows_of(self, features: KeyedJaggedTensor) -> KeyedJaggedTensor:
+        return rows_instead_of_ids(
+            features,
+            self._names,
+            self._keys,
+            self._table_of,
+            [each.ids for each in self.maps],  # type: ignore[misc]
+            [each.rows for each in self.maps],  # type: ignore[misc]
+            self._weighted,
+        )
+
+    def tables(self) -> list[tuple[BaseEmbeddingConfig, Tensor | None]]:
+        """Each table's config and ids, (R,) int64, ascending; None for TorchRec's own."""
+        every = []
+        for config, ids in zip(self._configs, (ids_of.ids for ids_of in self.maps), strict=True):
+            every.append((config, ids[:-1] if len(ids) else None))  # type: ignore[arg-type, index]
+        return every
+
+
+class StaticEmbeddingBagCollection(_StaticCollection):
+    """``EmbeddingBagCollection`` for inference: raw ids in, the pooled rows of TorchRec's own module out.
+
+    ``collection`` is that module, which TorchRec's helpers find, quantise and shard: ``EmbeddingBagCollection``, or
+    its quantised one. An id without a row reads as the table's first row.
+
+    Args:
+        tables: of the collection, in its order.
+        weighted: whether per-sample weights of the batch count.
+        dtype: of the rows.
+    """
+
+    def __init__(self, tables: Sequence[StaticTable], weighted: bool, dtype: torch.dtype) -> None:
+        configs = _inner_configs(tables)
+        collection = EmbeddingBagCollection(configs, weighted, device=torch.device("meta"))
+        for config, table in zip(configs, tables, strict=True):
+            collection.embedding_bags[config.name] = ExactEmbeddingBag(
+                len(table.weight),
+                config.embedding_dim,
+                mode="mean" if config.pooling == PoolingType.MEAN else "sum",
+                _weight=table.weight,
+                include_last_offset=True,
+            ).requires_grad_(False)
+        collection._device = torch.device("cpu")
+        super().__init__(tables, _quantized(collection, QuantEmbeddingBagCollection, dtype), weighted)
+        self._dims = [config.embedding_dim for config in configs for _ in config.feature_names]
+
+    def forward(self, features: KeyedJaggedTensor) -> KeyedTensor:
+        """Pooled rows, (B, sum of dims) float32: table by table, feature by feature."""
+        return in_order(self.collection(self._rows_of(features)), self._keys, self._dims)
+
+    def is_weighted(self) -> bool:
+        """Whether per-sample weights of the batch count."""
+        return self._weighted
+
+    def embedding_bag_configs(self) -> list[EmbeddingBagConfig]:
+        """The tables' configs, in their order."""
+        return self._configs
+
+
+class StaticEmbeddingCollection(_StaticCollection):
+    """As :class:`StaticEmbeddingBagCollection`, with a row an id: ``EmbeddingCollection`` for inference.
+
+    Args:
+        tables: of the collection, in its order.
+        need_indices: whether the output has the raw ids as its weights.
+        dtype: of the rows.
+    """
+
+    def __init__(self, tables: Sequence[StaticTable], need_indices: bool, dtype: torch.dtype) -> None:
+        configs = _inner_configs(tables)
+        collection = EmbeddingCollection(configs, device=torch.device("meta"))
+        for config, table in zip(configs, tables, strict=True):
+            collection.embeddings[config.name] = nn.Embedding(
+                len(table.weight), config.embedding_dim, _weight=table.weight
+            ).requires_grad_(False)
+        collection._device = torch.device("cpu")
+        super().__init__(tables, _quantized(collection, QuantEmbeddingCollection, dtype), False)
+        self._need_indices = need_indices
+
+    def forward(self, features: KeyedJaggedTensor) -> dict[str, JaggedTensor]:
+        """By feature (``feature@table`` where tables share it): values (N, dim) float32, lengths as given."""
+        rows = self.collection(self._rows_of(features))
+        return _with_lengths(features, rows, self._names, self._keys, self._need_indices)
+
+    def need_indices(self) -> bool:
+        """Whether the output has the raw ids as its weights."""
+        return self._need_indices
+
+    def embedding_configs(self) -> list[EmbeddingConfig]:
+        """The tables' configs, in their order."""
+        return self._configs
+
+
+class ProcessedFeatures(nn.Module):
+    """``FeatureProcessedEmbeddingBagCollection`` for inference: the processors see raw ids.
+
+    Args:
+        processors: by feature, or a ``FeatureProcessorsCollection``.
+        collection: weighted.
+    """
+
+    def __init__(self, processors: nn.Module, collection: nn.Module) -> None:
+        super().__init__()
+        if isinstance(processors, nn.ModuleDict):
+            processors = ProcessorsByFeature(processors)
+        self.processors = processors
+        self.collection = collection
+
+    def forward(self, features: KeyedJaggedTensor) -> KeyedTensor:
+        """Pooled rows, weighted by what the processors say."""
+        return self.collection(self.processors(features))
+
+
+class ProcessorsByFeature(nn.Module):
+    """Feature processors one by one, as TorchScript and fx take them."""
+
+    def __init__(self, processors: nn.ModuleDict) -> None:
+        super().__init__()
+        self.processors = processors
+
+    def forward(self, features: KeyedJaggedTensor) -> KeyedJaggedTensor:
+        """The features that have a processor, with the weights that it gives them."""
+        by_name = features.to_dict()
+        keys: list[str] = []
+        values: list[Tensor] = []
+        lengths: list[Tensor] = []
+        weights: list[Tensor] = []
+        for name, processor in self.processors.items():
+            feature = processor(by_name[name])
+            keys.append(name)
+            values.append(feature.values())
+            lengths.append(feature.lengths())
+            weights.append(feature.weights())
+        return KeyedJaggedTensor(
+            keys=keys, values=torch.cat(values), lengths=torch.cat(lengths), weights=torch.cat(weights)
+        )
+
+
+@torch.fx.wrap
+def _with_lengths(
+    features: KeyedJaggedTensor, rows: dict[str, JaggedTensor], names: list[str], keys: list[str], need_indices: bool
+) -> dict[str, JaggedTensor]:
+    by_name = features.to_dict()
+    found: dict[str, JaggedTensor] = {}
+    for number, key in enumerate(keys):
+        feature = by_name[names[number]]
+        found[key] = JaggedTensor(
+            values=rows[key].values(),
+            lengths=feature.lengths(),
+            weights=feature.values() if need_indices else None,
+        )
+    return found
+
+
+def _inner_configs(tables: Sequence[StaticTable]) -> list[BaseEmbeddingConfig]:
+    """Of TorchRec's module, in which no two tables share a feature: each has rows of its own for an id."""
+    configs = []
+    for table, keys in zip(tables, get_embedding_names_by_table([table.config for table in tables]), strict=True):
+        config = copy.copy(table.config)
+        config.feature_names = keys
+        config.num_embeddings = len(table.weight)
+        config.data_type = type(config).data_type
+        configs.append(config)
+    return configs
+
+
+def _quantized(collection: nn.Module, kind: type[nn.Module], dtype: torch.dtype) -> nn.Module:
+    if dtype == torch.float32:
+        return collection
+    collection.qconfig = QuantConfig(
+        activation=torch.ao.quantization.PlaceholderObserver.with_args(dtype=torch.float32),
+        weight=torch.ao.quantization.PlaceholderObserver.with_args(dtype=dtype),
+    )
+    quant_prep_enable_register_tbes(collection, [type(collection)])
+    return kind.from_float(collection)  # type: ignore[attr-defined, no-any-return]
+
+
+def stored_rows(collection: nn.Module) -> Mapping[str, tuple[str, Tensor]]:
+    """Each table's row format, and its rows in it, which share the collection's memory.
+
+    Args:
+        collection: TorchRec's, plain or quantised.
+    """
+    if isinstance(collection, EmbeddingBagCollection | EmbeddingCollection):
+        modules = getattr(collection, "embedding_bags", None) or collection.embeddings
+        return {name: ("float32", module.weight.detach()) for name, module in modules.items()}
+    every: dict[str, tuple[str, Tensor]] = {}
+    for tbe in collection._emb_modules:  # type: ignore[union-attr]
+        weights = tbe.split_embedding_weights_with_scale_bias(split_scale_bias_mode=0)
+        for (name, _, _, kind, _), (weight, _, _) in zip(tbe.embedding_specs, weights, strict=True):
+            every[name] = (FORMAT_NAMES[kind.as_int()], weight)
+    return every
+
+
+# Not with annotations from __future__: fx copies those of forward as they are, and TorchScript reads them.
+
+
+class StaticEmbedding(nn.Module):
+    """The rows of raw ids.
+
+    Args:
+        module: that it stands for.
+        ids: (R,) int64, ascending.
+        rows: (R + 1, ...) in the row format, the first one for ids that have none.
+        row_format: of :data:`torchrec_recstore.inference.row_formats.FORMATS`.
+    """
+
+    def __init__(self, module: RecStoreEmbedding, ids: Tensor, rows: Tensor, row_format: str) -> None:
+        super().__init__()
+        self.table = served_table(module.table.name, module.embedding_dim, row_format, ids, rows)
+        self._has_padding = module.padding_idx is not None
+        self._padding = module.padding_idx or 0
+        self._output = module.weight.dtype
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Any shape of int32 or int64 ids -> (*input.shape, dim), of the dtype of the module it stands for."""
+        values = input.reshape(-1).to(torch.int64)
+        rows = self.table.lookup(values)
+        if self._has_padding:  # without a row it reads as zeros, whatever other ids do
+            nothing = (values == self._padding) & (self.table.row_numbers(values) == 0)
+            rows = rows.masked_fill(nothing.unsqueeze(1), 0.0)
+        shape: list[int] = list(input.shape)
+        return rows.to(self._output).view(shape + [rows.shape[1]])  # noqa: RUF005  (TorchScript)
+
+
+class StaticEmbeddingBag(nn.Module):
+    """Pooled rows of bags of raw ids; arguments as for :class:`StaticEmbedding`."""
+
+    def __init__(self, module: RecStoreEmbeddingBag, ids: Tensor, rows: Tensor, row_format: str) -> None:
+        super().__init__()
+        self.table = served_table(module.table.name, module.embedding_dim, row_format, ids, rows)
+        self._has_padding = module.padding_idx is not None
+        self._padding = module.padding_idx or 0
+        self._output = module.weight.dtype
+        self._mode = str(module.mode)
+        self._by_torch = self._mode == "max" or bool(module.scale_grad_by_freq)
+        self._include_last_offset = bool(module.include_last_offset)
+
+    def forward(self, input: Tensor, offsets: Tensor | None = None, per_sample_weights: Tensor | None = None) -> Tensor:
+        """As ``RecStoreEmbeddingBag.forward``, without nested tensors."""
+        weights = per_sample_weights
+        if input.dim() == 2:
+            bounds = torch.arange(input.shape[0] + 1, device=input.device) * input.shape[1]
+        else:
+            assert offsets is not None, "offsets must be given where input is of the shape (N,)"
+            bounds = offsets.to(torch.int64)
+            if not self._include_last_offset:
+                bounds = F.pad(bounds, [0, 1], value=float(input.shape[0]))
+        end = int(bounds[-1])
+        values = input.reshape(-1)[:end].to(torch.int64)
+        if weights is not None:
+            weights = weights.reshape(-1)[:end]
+        if self._has_padding:
+            stays = values != self._padding
+            before = F.pad(stays.to(torch.int64).cumsum(0), [1, 0])
+            bounds, values = before[bounds], values[stays]
+            if weights is not None:
+                weights = weights[stays]
+        rows = self.table.lookup(values)
+        places = torch.arange(values.shape[0], device=values.device)
+        if not self._by_torch:
+            out = pooled_in_order(rows, places, bounds, weights, self._mode == "mean")
+        elif values.shape[0] == 0:  # which torch's pooling does not take
+            out = torch.zeros(bounds.shape[0] - 1, rows.shape[1])
+        else:
+            if weights is not None:
+                weights = weights.to(torch.float32)
+            out = F.embedding_bag(
+                places,
+                rows,
+                bounds,
+                norm_type=2.0,
+                mode=self._mode,
+                per_sample_weights=weights,
+                include_last_offset=True,
+            )
+        return out.to(self._output)

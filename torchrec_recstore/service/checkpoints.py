@@ -1,0 +1,199 @@
+"""Checkpoints of the tables of one process, in the format of ``save_checkpoint``, and a server's directory of them."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from torchrec_recstore.checkpoint.destination import Destination
+from torchrec_recstore.checkpoint.files import CheckpointError, FileLock, make_directory, sync_directory
+from torchrec_recstore.checkpoint.info import CheckpointInfo, TableInfo
+from torchrec_recstore.checkpoint.reader import check_fits, check_rows, held_rows, load_rows
+from torchrec_recstore.checkpoint.writer import PartWriter, SavedShard, finish, write_shard
+from torchrec_recstore.encoding import check_fields, encode
+from torchrec_recstore.ops import ROW_DTYPES
+from torchrec_recstore.rpc.table_spec import TableSpec
+from torchrec_recstore.store import Table
+
+_STATE = "server.json"
+_LOCK = "lock"
+_FIELDS = ("last", "stopped")
+_STOPPED = ("checkpoint", "incarnation", "applied")
+
+
+class DataDirectory:
+    """A server's checkpoints, ``DIR/NAME`` each, and which of them it starts from.
+
+    ``server.json`` names the checkpoint that was saved or loaded last, and what a server that has stopped leaves to the
+    next: it is taken away before that one serves, so that only one can go on as if nothing had happened.
+
+    Args:
+        path: made where it is missing. It belongs to one server at a time.
+
+    Raises:
+        OSError: it cannot be made or written, or another server has it.
+        ValueError: ``server.json`` is damaged, or a newer version wrote it.
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        self._path = Path(path)
+        make_directory(self._path)
+        self._lock = FileLock(
+            self._path / _LOCK,
+            "serving it",
+            lambda holder: (
+                f"{self._path}: another server has this data directory ({holder}): stop that one, or give this one "
+                "another"
+            ),
+            keep=True,
+        )
+        self.last: str | None = None
+        """Name of the checkpoint to start from."""
+        self.stopped: dict[str, Any] | None = None
+        """What the last server left when it stopped, until :meth:`set_last`."""
+        state = self._path / _STATE
+        if state.exists():
+            try:
+                document = json.loads(state.read_bytes())
+                check_fields("it", document, _FIELDS, _FIELDS)
+                self.last, self.stopped = document["last"], document["stopped"]
+                if self.stopped is not None:
+                    check_fields("'stopped'", self.stopped, _STOPPED, _STOPPED)
+            except (ValueError, KeyError, TypeError) as error:
+                raise ValueError(f"{state} cannot be used: {error}") from error
+
+    def checkpoint(self, name: str) -> Path:
+        """Where the checkpoint of that name is.
+
+        Raises:
+            ValueError: it is no plain name.
+        """
+        if not name or name.startswith(".") or "/" in name or "\0" in name or name in (_STATE, _LOCK):
+            raise ValueError(f"on a server, save and load take a plain name below its data directory, got {name!r}")
+        return self._path / name
+
+    def set_last(self, name: str | None, stopped: dict[str, Any] | None = None) -> None:
+        """Names the checkpoint to start from. It is on the disk when this returns."""
+        staging = self._path / f".{_STATE}"
+        with staging.open("w") as file:
+            json.dump({"last": name, "stopped": stopped}, file)
+            file.flush()
+            os.fsync(file.fileno())
+        staging.replace(self._path / _STATE)
+        sync_directory(self._path)
+        self.last, self.stopped = name, stopped
+
+    def close(self) -> None:
+        """Lets another server have it."""
+        self._lock.close()
+
+
+_SPECS = "served_tables"  # in the training state: by name the JSON of each specification
+
+
+def write_tables(
+    shards: Sequence[SavedShard], specs: Mapping[str, TableSpec], destination: Destination
+) -> CheckpointInfo:
+    """Writes tables as they were at one moment; beside those who use them, with low priority.
+
+    Args:
+        shards: of the tables, a shard of each.
+        specs: what each table was made with, by its name.
+        destination: of the checkpoint.
+
+    Raises:
+        OSError: a file cannot be written; there is nothing new at the destination's path.
+    """
+    tables: dict[str, TableInfo] = {}
+    writer = PartWriter(destination.stage(), 0, polite=True)
+    try:
+        for shard in shards:
+            tables[shard.name] = write_shard(writer, shard)
+    finally:
+        files = writer.close()
+    step = max((table.steps for table in tables.values()), default=0)
+    info = CheckpointInfo(path=destination.path, step=step, world_size=1, tables=tables, files=files, dense=())
+    return finish(destination, info, encode({_SPECS: {name: spec.to_json() for name, spec in specs.items()}}, {}))
+
+
+def saved_specs(info: CheckpointInfo) -> dict[str, TableSpec]:
+    """What each table of a checkpoint was made with, by its name.
+
+    Of a model's checkpoint: what says the same of its table.
+
+    Raises:
+        CheckpointError: it does not tell.
+    """
+    state = info.training_state
+    written = state.get(_SPECS) if isinstance(state, dict) else None
+    if not isinstance(written, dict):
+        dtypes = {str(dtype).removeprefix("torch."): dtype for dtype in ROW_DTYPES}
+        return {
+            name: TableSpec(saved.dim, dtypes[saved.dtype], saved.optimizer, saved.options)
+            for name, saved in info.tables.items()
+        }
+    if written.keys() != info.tables.keys():
+        lacking = ", ".join(map(repr, sorted(written.keys() ^ info.tables.keys())))
+        raise CheckpointError(f"{info.path} has the rows or the specification of {lacking}, and lacks the other")
+    try:
+        specs = {name: TableSpec.from_json(text) for name, text in written.items()}
+        for name, spec in specs.items():
+            check_fits(name, info.tables[name], info.path, spec.dim, spec.optimizer, "its specification")
+    except ValueError as error:
+        raise CheckpointError(f"{info.path} does not tell what its tables are: {error}") from error
+    return specs
+
+
+def check_loadable(info: CheckpointInfo, saved: Mapping[str, TableSpec], present: Mapping[str, TableSpec]) -> None:
+    """Refuses a checkpoint that the tables of a process cannot be replaced by.
+
+    Args:
+        info: the checkpoint's.
+        saved: its tables.
+        present: those of the process.
+
+    Raises:
+        ValueError: a table that is not temporary is not in it, or is another one there.
+    """
+    for name, spec in sorted(present.items()):
+        if spec.temporary:
+            if name in saved:
+                raise ValueError(f"table {name!r} is a temporary one here, the checkpoint {info.path} has it")
+            continue
+        if name not in saved:
+            raise ValueError(f"the checkpoint {info.path} has no table {name!r}, which is here")
+        check_fits(name, info.tables[name], info.path, spec.dim, spec.optimizer, "this process")
+        if saved[name].initial_rows != spec.initial_rows:
+            raise ValueError(f"table {name!r} was made with another init_func in the checkpoint {info.path}")
+        if saved[name].shard != spec.shard:
+            (part, parts), (own, own_parts) = saved[name].shard, spec.shard
+            raise ValueError(
+                f"the checkpoint {info.path} has part {part + 1} of {parts} of table {name!r}, "
+                f"and here is part {own + 1} of {own_parts}"
+            )
+
+
+def loaded_tables(chain: Sequence[CheckpointInfo], empty: Mapping[str, Callable[[], Table]]) -> dict[str, Table]:
+    """New tables with the rows of a checkpoint, by name.
+
+    Args:
+        chain: of the checkpoint, see :func:`torchrec_recstore.checkpoint.info.read_chain`.
+        empty: makes each of them.
+
+    Raises:
+        CheckpointError, MemoryError, ColdStoreError: as :func:`torchrec_recstore.checkpoint.reader.load_rows`.
+    """
+    tables: dict[str, Table] = {}
+    try:
+        for name, make in empty.items():
+            tables[name] = make()
+            load_rows(tables[name], name, chain)
+            check_rows(chain, name, held_rows(tables[name]))
+    except BaseException:
+        for table in tables.values():
+            table.close()
+        raise
+    return tables
