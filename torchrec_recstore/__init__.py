@@ -110,7 +110,7 @@ _MODULES = {
     "RecStorePlanner": "planner",
     "RecStorePrefetchPipeline": "sharders",
     "RecStoreSharder": "sharders",
-    "RecStoreWarning": "warn",
+    "RecStoreWarning": "utils",
     "RedisStore": "options",
     "RocksDBStore": "options",
     "RowWiseAdagrad": "optim",

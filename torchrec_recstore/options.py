@@ -7,6 +7,8 @@ from collections.abc import Hashable
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
+from torchrec_recstore.network import check_token, checked_addresses
+
 MAX_INIT_ROWS = 2**20
 """Ceiling of ``n`` in the default ``uniform(+-sqrt(1/n))``: a hint of 2**40 must not mean rows of zeros."""
 
@@ -235,14 +237,8 @@ class ServerStore:
                 raise TypeError(f"ServerStore.{name} must be a str, got {type(value).__name__}")
             if value == "":
                 raise ValueError(f"ServerStore.{name} must not be empty")
-        for address in self.addresses:
-            host, _, port = address.rpartition(":")
-            if not host or not (port.isascii() and port.isdecimal() and 0 < int(port) < 2**16):
-                raise ValueError(f"ServerStore.servers must be 'host:port,host:port', got {address!r}")
-        if len(set(self.addresses)) != len(self.addresses):
-            raise ValueError(f"ServerStore.servers must differ, got {self.servers!r}")
-        if self.token is not None and not (self.token.isascii() and self.token.isprintable()):
-            raise ValueError("ServerStore.token must be of printable ASCII characters")
+        checked_addresses(self.addresses, "ServerStore.servers")
+        check_token(self.token, "ServerStore.token")
         if isinstance(self.timeout_s, bool) or not isinstance(self.timeout_s, int | float):
             raise TypeError(f"ServerStore.timeout_s must be a number, got {type(self.timeout_s).__name__}")
         _check_finite(self, timeout_s=self.timeout_s)

@@ -162,7 +162,7 @@ def test_a_table_without_rows_in_grid_shards(monkeypatch: pytest.MonkeyPatch) ->
     shards = [LocalShard(Table(16, columns=range(8)), None)]
     dist.init_process_group("fake", rank=0, world_size=4, store=FakeStore())
     try:
-        spread = layout.TableLayout("t", shards, ShardingEnv.from_process_group(dist.group.WORLD))
+        spread = layout.ShardLayout("t", shards, ShardingEnv.from_process_group(dist.group.WORLD))
         weight = spread.sharded([torch.empty(0, 8)], lambda columns: columns, spread.dim)
     finally:
         dist.destroy_process_group()

@@ -287,7 +287,7 @@ class Stress {
     }
   }
 
-  // A step of a table with a cold store, as store/tier.py takes it: rows come, others leave, then the pass.
+  // A step of a table with a cold store, as store/cold_tier.py takes it: rows come, others leave, then the pass.
   void train_cold(Worker& worker) {
     Data data(worker, *cold_group_);
     const int64_t bytes = cold_->image_bytes();

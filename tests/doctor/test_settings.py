@@ -47,7 +47,7 @@ def test_threads(tmp_path: Path, set_to: str, status: str) -> None:
     ],
 )
 def test_a_control_group_gives_less_time(tmp_path: Path, files: dict[str, str]) -> None:
-    finding = threads(machine(tmp_path, machine_checks, cores=8))
+    finding = threads(machine(tmp_path, files, cores=8))
     assert (finding.status, finding.fix) == ("warning", "export OMP_NUM_THREADS=2")
     assert "a control group gives 2, and torch starts 8 threads" in finding.found
     assert usable_cores(machine(tmp_path / "free", {"sys/fs/cgroup/cpu.max": "max 100000\n"}, cores=8)) == 8
@@ -82,7 +82,7 @@ def test_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert disk(tmp_path / "file") == Finding(
         "disk", "problem", f"{tmp_path}/file is no folder", "name one: --data DIR"
     )
-    monkeypatch.setattr(machine_checks, "_LITTLE", 1 << 62)
+    monkeypatch.setattr(machine_checks, "_LITTLE_DISK", 1 << 62)
     assert disk(tmp_path).status == "warning"
     monkeypatch.setattr(os, "access", lambda path, mode: False)  # root may write anywhere
     assert disk(tmp_path).found == f"{tmp_path} cannot be written"

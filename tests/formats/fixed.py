@@ -65,7 +65,7 @@ from torchrec_recstore.options import (
 from torchrec_recstore.planner import RecStoreConstraints, RecStorePlanner
 from torchrec_recstore.rpc.table_spec import TableSpec
 from torchrec_recstore.service.checkpoints import DataDirectory
-from torchrec_recstore.service.hosted import HostedTables, Limits
+from torchrec_recstore.service.hosted import HostedBackend, Limits
 from torchrec_recstore.service.server import AppliedRequests
 from torchrec_recstore.sharders import RecStoreSharder
 from torchrec_recstore.store import Table
@@ -259,7 +259,7 @@ def write_checkpoints_of_ranks(rank: int, world_size: int, *, to: Path) -> None:
 def write_server_data(to: Path) -> None:
     """What a server that has stopped leaves: a table of each optimizer, and one with most rows in a cold store."""
     with tempfile.TemporaryDirectory() as cold:
-        tables = HostedTables(Limits(cold_store=RocksDBStore(cold)))
+        tables = HostedBackend(Limits(cold_store=RocksDBStore(cold)))
         for number, (name, optimizer) in enumerate(OPTIMIZERS.items()):
             dtype = (torch.float32, torch.float16, torch.bfloat16)[number % 3]
             options = TableOptions(initializer=NormalInit(0.0, 0.5, truncate_std=2.0), missing="init")
@@ -285,7 +285,7 @@ def write_server_data(to: Path) -> None:
         tables.close()
 
 
-def hosted_tables(tables: HostedTables) -> list[Any]:
+def hosted_tables(tables: HostedBackend) -> list[Any]:
     """Those that saves do not leave out."""
     return [tables._named()[name] for name, spec in tables.specs().items() if not spec.temporary]
 

@@ -22,7 +22,7 @@ from torchrec_recstore.inference import export_delta, export_for_inference, read
 from torchrec_recstore.inference.row_formats import DTYPES
 from torchrec_recstore.options import RocksDBStore
 from torchrec_recstore.service.checkpoints import DataDirectory
-from torchrec_recstore.service.hosted import HostedTables, Limits
+from torchrec_recstore.service.hosted import HostedBackend, Limits
 from torchrec_recstore.service.metrics import NoObserver
 from torchrec_recstore.service.server import ParameterServer
 from torchrec_recstore.store import Table
@@ -105,7 +105,7 @@ def test_checkpoints_load_into_a_model(files: Path) -> None:
 @of_each_checkpoint_format
 def test_a_server_goes_on_from_what_one_has_left(files: Path, tmp_path: Path) -> None:
     shutil.copytree(files / "server", tmp_path / "server")
-    tables = HostedTables(Limits(cold_store=RocksDBStore(str(tmp_path / "cold"))))
+    tables = HostedBackend(Limits(cold_store=RocksDBStore(str(tmp_path / "cold"))))
     server = ParameterServer(tables, DataDirectory(tmp_path / "server"), NoObserver())
     assert_holds([hosted.table for hosted in fixed.hosted_tables(tables)], files, "server")
     assert tables.specs()["cold"].shard == (1, 3)

@@ -121,7 +121,7 @@ def test_a_token_alone(tmp_path: Path) -> None:
             "TOKEN are no certificate and its key",
         ),
         (["--listen", "127.0.0.1:0", "--token-file", "nothing"], "nothing: No such file"),
-        (["--listen", "127.0.0.1:0", "--token-file", "EMPTY"], "must hold printable ASCII"),
+        (["--listen", "127.0.0.1:0", "--token-file", "EMPTY"], "the token must be of printable ASCII"),
         (["--listen", "127.0.0.1:0", "--metrics", "x"], "--metrics must be HOST:PORT"),
         (["--listen", "127.0.0.1:0", "--eviction", "lru"], "--eviction needs --max-rows"),
         (["--listen", "127.0.0.1:0", "--half-life-steps", "3", "--max-rows", "9"], "--eviction lfu"),

@@ -35,7 +35,7 @@ from torchrec_recstore.options import LRU, Expiry, MinFrequency
 from torchrec_recstore.rpc.connection import Access, Connection
 from torchrec_recstore.rpc.servers import Servers
 from torchrec_recstore.rpc.table_spec import TableSpec
-from torchrec_recstore.service.hosted import HostedTables, Limits
+from torchrec_recstore.service.hosted import HostedBackend, Limits
 from torchrec_recstore.store import ColdStoreError, open_cold_store
 from torchrec_recstore.store.conformance import check_cold_store
 
@@ -115,7 +115,7 @@ def test_a_server_with_a_bound_gives_no_row_up(monkeypatch: pytest.MonkeyPatch, 
     open_cold_store(ServerStore(server.address, shared="made"), name="t", row_bytes=8).close()
     # As of recstore serve --max-rows 1000 --eviction lru --expire-steps 1 --min-frequency 2.
     limits = Limits(max_rows=1000, eviction=LRU(), expiry=Expiry(1), admission=MinFrequency(2))
-    tables = HostedTables(limits)
+    tables = HostedBackend(limits)
     tables.create("t", TableSpec.from_json(made[0]))
     ids, rows = torch.arange(1000), torch.rand(1000, 2)
     tables.push("t", ids, rows)

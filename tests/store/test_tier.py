@@ -16,7 +16,7 @@ from torchrec_recstore.kernels import PooledKernel, SequenceKernel
 from torchrec_recstore.optim import SGD, Adam, RowWiseAdagrad
 from torchrec_recstore.options import LFU, LRU, Expiry, MinFrequency, TableOptions
 from torchrec_recstore.store import ColdStoreError, Table
-from torchrec_recstore.store.tier import ColdTier
+from torchrec_recstore.store.cold_tier import ColdTier
 
 MAX_ROWS = 200
 

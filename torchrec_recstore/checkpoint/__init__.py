@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     )
 
 _MODULES = {
-    "AsyncSave": "background",
+    "AsyncSave": "save",
     "CheckpointError": "files",
     "CheckpointInfo": "info",
     "TableInfo": "info",

@@ -23,7 +23,7 @@ from torchrec_recstore.optim import state_names
 from torchrec_recstore.sharders.gather import all_gathered, refused_together, whole_environment
 from torchrec_recstore.sharders.layout import LocalShard, owned_positions
 from torchrec_recstore.sharders.model_tables import ModelTable, recstore_tables, rows_left_out
-from torchrec_recstore.sharders.state import BOOKKEEPING, TableState, set_clocks
+from torchrec_recstore.sharders.state import BOOKKEEPING, RowState, set_clocks
 from torchrec_recstore.store import Table, insert_all, write_all
 
 
@@ -120,7 +120,7 @@ class SavedTable:
         states_prefix: what the keys of its optimizer state begin with, if it is there.
     """
 
-    def __init__(self, tensors: SavedTensors, state: TableState, weight_key: str, states_prefix: str) -> None:
+    def __init__(self, tensors: SavedTensors, state: RowState, weight_key: str, states_prefix: str) -> None:
         self._tensors = tensors
         self._state = state
         self._weights = {"weight": weight_key}

@@ -27,7 +27,7 @@ from torchrec_recstore.optim import (
     state_names,
 )
 from torchrec_recstore.sharders.gather import all_gathered, refused_together, whole_environment
-from torchrec_recstore.sharders.layout import TableLayout, TableSource
+from torchrec_recstore.sharders.layout import ShardLayout, WholeRows
 from torchrec_recstore.sharders.model_tables import ModelTable, recstore_tables, rows_left_out, tables_named
 from torchrec_recstore.sharders.state import check_not_shared, replace_rows
 
@@ -145,7 +145,7 @@ def stock_names(table: ModelTable) -> dict[str, str]:
 def checked_states(
     table: ModelTable, given: Mapping[str, Any], num_rows: int, starts: Sequence[int], optimizer_steps: int | None
 ) -> dict[str, Tensor]:
-    """A RecStore table's optimizer state as ``TableState.load_state_dict`` takes it.
+    """A RecStore table's optimizer state as ``RowState.load_state_dict`` takes it.
 
     Args:
         table: of the model.
@@ -243,7 +243,7 @@ def stock_state_dict(model: nn.Module, num_rows: Mapping[str, int], *, leave_out
         state = model.state_dict()
     state.update(gathered({key: value for key, value in state.items() if is_sharded(value)}, _env(tables)))
     for table in tables:
-        dtype = TableLayout(table.name, table.state.shards, table.state.env).dtype
+        dtype = ShardLayout(table.name, table.state.shards, table.state.env).dtype
         state[table.weight_key] = export_dense_weights(model, table.name, counts[table]).to(dtype)
     return state
 
@@ -324,7 +324,7 @@ def load_stock_state_dict(
     for value, part in fused:
         fill(value, part)
     for key, table in tables.items():
-        replace_rows(table.state.shards, TableSource(key, plain[key], None))
+        replace_rows(table.state.shards, WholeRows(key, plain[key], None))
         table.state.forget_copies()
         if key in states:
             table.state.load_state_dict(states[key])

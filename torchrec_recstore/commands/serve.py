@@ -84,13 +84,12 @@ def serve(
             from torchrec_recstore.service.serve import serve as run
         except ModuleNotFoundError as error:
             raise ValueError(f"{error.name} is missing: pip install 'torchrec-recstore[service]'") from None
+        from torchrec_recstore.network import check_token
         from torchrec_recstore.options import options_of_flags
-        from torchrec_recstore.rpc.protocol import is_token
         from torchrec_recstore.service.hosted import limits_of
 
         token = None if token_file is None else token_file.read_text().strip()
-        if token is not None and not is_token(token):
-            raise ValueError(f"--token-file {token_file} must hold printable ASCII characters without blanks")
+        check_token(token, f"--token-file {token_file}: the token")
         bounds = options_of_flags(
             max_rows=max_rows,
             eviction=eviction,

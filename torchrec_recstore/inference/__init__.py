@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 
 _MODULES = {
     "DeltaInfo": "delta",
-    "export_checkpoint": "checkpoint",
-    "export_checkpoint_delta": "checkpoint",
+    "export_checkpoint": "from_checkpoint",
+    "export_checkpoint_delta": "from_checkpoint",
     "export_delta": "export",
     "export_for_inference": "export",
     "read_delta": "delta",

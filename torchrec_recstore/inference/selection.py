@@ -118,7 +118,7 @@ _PIECE_ROWS = 1 << 16
 
 
 @dataclass(frozen=True)
-class WholeTable:
+class GatheredRows:
     """The rows of all shards.
 
     Args:
@@ -136,7 +136,7 @@ class WholeTable:
 
 def whole_table(
     name: str, shards: Iterable[Table], missing: Tensor, env: ShardingEnv | None, row_format: str = "float32"
-) -> WholeTable:
+) -> GatheredRows:
     """Reads a table, rows in its cold store too, and changes nothing. Collective where it is sharded.
 
     Rows are packed while they are read, so that a table of one shard takes the memory of the result alone.
@@ -167,10 +167,10 @@ def whole_table(
         rows[1:][places, columns] = part.rows[1:]
         frequency[places] = part.frequency  # of each column shard the same
         del part
-    return WholeTable(ids, rows, frequency, steps)
+    return GatheredRows(ids, rows, frequency, steps)
 
 
-def _part(shard: Table, missing: Tensor, row_format: str) -> WholeTable:
+def _part(shard: Table, missing: Tensor, row_format: str) -> GatheredRows:
     """The columns and rows of a shard."""
     first = packed(shard.name, missing[None, shard.columns.start : shard.columns.stop], row_format)
     with shard.snapshot() as snapshot:
@@ -183,4 +183,4 @@ def _part(shard: Table, missing: Tensor, row_format: str) -> WholeTable:
             part = slice(begin, begin + len(some))
             ids[part], rows[1:][part] = some, packed(shard.name, read["weight"].float(), row_format)
             frequency[part] = aged(read["frequency"], read["last_step"], snapshot.steps, shard.options)
-        return WholeTable(ids, rows, frequency, snapshot.steps)
+        return GatheredRows(ids, rows, frequency, snapshot.steps)

@@ -8,7 +8,8 @@ from torch import Tensor
 
 from torchrec_recstore import ops
 from torchrec_recstore.store import Table
-from torchrec_recstore.store.tier import holding
+from torchrec_recstore.store.cold_tier import ColdTier
+from torchrec_recstore.store.memory_tier import holding
 
 
 class ColdRows:
@@ -22,7 +23,7 @@ class ColdRows:
     def __init__(self, tables: Sequence[Table], group: int) -> None:
         self._tables = tables
         self._group = group
-        self.tiers = [table.tier for table in tables if table.tier is not None]
+        self.tiers = [table.tier for table in tables if isinstance(table.tier, ColdTier)]
 
     @contextmanager
     def resident(self, ids: Tensor, offsets: Tensor | None) -> Iterator[None]:
@@ -35,8 +36,7 @@ class ColdRows:
         with holding(self.tiers):
             if self.tiers:
                 for table, raw in zip(self._tables, ops.group_table_ids(self._group, ids, offsets), strict=True):
-                    if table.tier is not None:
-                        table.tier.bring(raw, "lookup")
+                    table.tier.bring(raw, "lookup")
             yield
             for tier in self.tiers:
                 tier.end_step()
@@ -44,13 +44,9 @@ class ColdRows:
     def read(self, ids: Tensor, offsets: Tensor | None, weights: Tensor | None) -> Tensor:
         """An evaluation lookup that reads them where they are: pooled (B, columns) float32."""
         with holding(self.tiers):
-            elsewhere = []
-            for table, raw in zip(self._tables, ops.group_table_ids(self._group, ids, offsets), strict=True):
-                if table.tier is None:
-                    elsewhere.append((torch.empty(0, dtype=torch.int64), torch.empty(0, table.image_bytes).byte()))
-                else:
-                    elsewhere.append(table.tier.read(raw))
-            cold_ids, images = zip(*elsewhere, strict=True)
+            raw_ids = ops.group_table_ids(self._group, ids, offsets)
+            cold = [table.tier.read(raw) for table, raw in zip(self._tables, raw_ids, strict=True)]
+            cold_ids, images = zip(*cold, strict=True)
             return ops.group_read(self._group, ids, offsets, weights, cold_ids, images)
 
     def prefetch(self, ids: Tensor, counts: Sequence[int]) -> None:
@@ -64,5 +60,4 @@ class ColdRows:
             return
         offsets = torch.tensor([0, *counts]).cumsum(0)
         for table, raw in zip(self._tables, ops.group_table_ids(self._group, ids, offsets), strict=True):
-            if table.tier is not None:
-                table.tier.prefetch(raw)
+            table.tier.prefetch(raw)

@@ -11,7 +11,7 @@ from torchrec_recstore.kernels.lookup import LookupKernel
 from torchrec_recstore.kernels.pooled import PooledKernel
 from torchrec_recstore.kernels.routing import BlockRouting
 from torchrec_recstore.store import Table
-from torchrec_recstore.store.tier import holding
+from torchrec_recstore.store.memory_tier import holding
 
 
 class SequenceKernel(LookupKernel):

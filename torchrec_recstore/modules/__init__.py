@@ -26,8 +26,8 @@ __all__ = [
 ]
 
 _WITH_TORCHREC = {
-    "RecStoreEmbeddingBagCollection": "embedding_bag_collection",
-    "RecStoreEmbeddingCollection": "embedding_collection",
+    "RecStoreEmbeddingBagCollection": "embedding_modules",
+    "RecStoreEmbeddingCollection": "embedding_modules",
 }
 
 __getattr__, __dir__ = lazy_names(__name__, _WITH_TORCHREC)

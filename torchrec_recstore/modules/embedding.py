@@ -3,8 +3,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from torchrec_recstore.modules.bag_input import int64_input
 from torchrec_recstore.modules.drop_in import DropIn, two_dimensional
-from torchrec_recstore.modules.inputs import int64_input
 from torchrec_recstore.optim import Optimizer
 from torchrec_recstore.options import TableOptions
 

@@ -6,8 +6,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from torchrec_recstore.modules.bag_input import bags_of
 from torchrec_recstore.modules.drop_in import DropIn, two_dimensional
-from torchrec_recstore.modules.inputs import bags_of
 from torchrec_recstore.modules.lookups import Bags
 from torchrec_recstore.optim import Optimizer
 from torchrec_recstore.options import TableOptions

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import cached_property
 from typing import Any, TypeVar
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torchrec.modules.embedding_configs import (
     BaseEmbeddingConfig,
@@ -24,12 +26,78 @@ from torchrec.modules.embedding_modules import (
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, KeyedTensor
 from torchrec.sparse.tensor_dict import maybe_td_to_kjt
 
-from torchrec_recstore.modules.inputs import Features
-from torchrec_recstore.modules.lookups import Lookups
+from torchrec_recstore.modules.lookups import Bags, Lookups
 from torchrec_recstore.modules.table_module import LearningRate, TableModule, optimizer_of
 from torchrec_recstore.optim import Optimizer
 from torchrec_recstore.options import TableOptions
-from torchrec_recstore.table_configs import ROW_DTYPES, RefusesQuantization, check_config, check_init_fn, initializer_of
+from torchrec_recstore.quantization import RefusesQuantization
+from torchrec_recstore.table_configs import ROW_DTYPES, check_config, check_init_fn, initializer_of
+
+
+class Features:
+    """A batch, of which each group of tables takes its features.
+
+    Args:
+        given: the batch.
+        is_weighted: whether its weights count.
+
+    Raises:
+        TypeError: ids that are not integers.
+        ValueError: weights count and there are none.
+    """
+
+    def __init__(self, given: KeyedJaggedTensor, is_weighted: bool) -> None:
+        dtype = given.values().dtype
+        if dtype.is_floating_point or dtype.is_complex or dtype == torch.bool:
+            raise TypeError(f"ids must be integers, got {dtype} for features {given.keys()}")
+        self.given = given
+        self.device = given.values().device
+        self._is_weighted = is_weighted
+        if is_weighted and given.weights_or_none() is None:
+            raise ValueError(f"is_weighted=True needs weights of the features {given.keys()}")
+
+    @cached_property
+    def jagged(self) -> dict[str, JaggedTensor]:
+        """The features one by one, as they were given."""
+        jagged: dict[str, JaggedTensor] = self.given.to_dict()
+        return jagged
+
+    def ids(self, names: Sequence[str]) -> Tensor:
+        """(N,) int64 ids of features, one after the other."""
+        whole = self._has_all(names)
+        ids: Tensor = self.given.values() if whole else _joined([self.jagged[name].values() for name in names])
+        return ids.to("cpu", torch.int64)
+
+    def bags(self, names: Sequence[str]) -> tuple[Bags, list[int] | None]:
+        """The bags of features, feature by feature.
+
+        Returns:
+            As many of each feature, and how many it has of its own where that varies: behind them there are empty ones.
+        """
+        varies = self.given.variable_stride_per_key()
+        if self._has_all(names) and not varies:
+            weights = self.given.weights() if self._is_weighted else None
+            offsets = self.given.offsets().to("cpu", torch.int64)
+            return Bags(self.ids(names), offsets, _on_cpu(weights)), None
+        parts = [self.jagged[name] for name in names]
+        lengths = [part.lengths().to("cpu", torch.int64) for part in parts]
+        counts = [len(some) for some in lengths]
+        most = max(counts)
+        padded = torch.cat([F.pad(some, (0, most - count)) for some, count in zip(lengths, counts, strict=True)])
+        offsets = F.pad(padded.cumsum(0), (1, 0))
+        weights = _joined([part.weights() for part in parts]) if self._is_weighted else None
+        return Bags(self.ids(names), offsets, _on_cpu(weights)), counts if varies else None
+
+    def _has_all(self, names: Sequence[str]) -> bool:
+        return list(names) == list(self.given.keys())
+
+
+def _joined(parts: list[Tensor]) -> Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+def _on_cpu(weights: Tensor | None) -> Tensor | None:
+    return None if weights is None else weights.to("cpu", torch.float32)
 
 
 def table_arguments(config: BaseEmbeddingConfig, optimizer: Optimizer, options: TableOptions) -> dict[str, Any]:

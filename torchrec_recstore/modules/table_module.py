@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from torchrec_recstore.modules.owned_table import OwnedTable, forget_rows, load_table_state, state_keys, table_state
 from torchrec_recstore.optim import Optimizer, RowWiseAdagrad
+from torchrec_recstore.quantization import RefusesQuantization
 from torchrec_recstore.store import ColdStoreError, Table
-from torchrec_recstore.table_configs import RefusesQuantization
 from torchrec_recstore.table_parameter import GivenCopies, TableParameter
 from torchrec_recstore.utils import warn_user
 

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import os
-import random
 import threading
-import time
 import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -17,6 +15,7 @@ import grpc
 import torch
 from torch import Tensor
 
+from torchrec_recstore.network import Backoff, check_token
 from torchrec_recstore.rpc import recstore_pb2 as pb
 from torchrec_recstore.rpc.protocol import (
     ERROR_KEY,
@@ -30,7 +29,6 @@ from torchrec_recstore.rpc.protocol import (
     ServiceError,
     fill,
     from_bytes,
-    is_token,
     put_rows,
     rows_a_part,
     to_bytes,
@@ -40,8 +38,6 @@ from torchrec_recstore.rpc.recstore_pb2_grpc import ParameterServerStub
 from torchrec_recstore.utils import leave_to_parent
 
 _LONG_CALL_S = 24 * 3600.0  # a save or load takes as long as it takes; a dead server is noticed by keepalive
-_FIRST_PAUSE_S = 0.05
-_LONGEST_PAUSE_S = 1.0
 _PASSING = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED)
 _OPTIONS = [
     ("grpc.max_receive_message_length", MESSAGE_BYTES),
@@ -84,8 +80,7 @@ class Access:
             raise ValueError("tls_cert and tls_key belong together")
         if self.tls_cert is not None and self.tls_ca is None:
             raise ValueError("tls_cert needs tls_ca")
-        if self.token is not None and not (isinstance(self.token, str) and is_token(self.token)):
-            raise ValueError("token must be of printable ASCII characters without blanks")
+        check_token(self.token)
 
 
 class Connection:
@@ -338,26 +333,22 @@ class Connection:
             timeout_s: of an attempt; then the time for repetitions begins when the first has failed.
         """
         self.check_process()
-        end = time.monotonic() + self._access.timeout_s
+        backoff = Backoff(self._access.timeout_s)
         failed = False
-        pause = _FIRST_PAUSE_S
         while True:
             try:
-                return attempt(timeout_s or max(0.001, end - time.monotonic()))
+                return attempt(timeout_s or max(0.001, backoff.left_s))
             except grpc.RpcError as error:
                 if timeout_s is not None and not failed:
-                    end = time.monotonic() + self._access.timeout_s
+                    backoff = Backoff(self._access.timeout_s)
                 failed = True
-                left = end - time.monotonic()
-                if error.code() not in _PASSING or left <= 0:
+                if error.code() not in _PASSING or backoff.left_s <= 0:
                     raise self._error(table, error) from None
-                pause = min(pause, left)
             except ValueError as error:
                 if "closed channel" in str(error):
                     raise ValueError(f"{self._named(table)}: the client is closed") from None
                 raise
-            time.sleep(pause * random.uniform(0.5, 1))  # clients do not all come back at once
-            pause = min(2 * pause, _LONGEST_PAUSE_S)
+            backoff.pause()
 
     def _error(self, table: str, error: grpc.RpcError) -> Exception:
         code, details = error.code(), error.details() or ""

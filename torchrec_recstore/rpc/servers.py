@@ -12,14 +12,12 @@ import torch
 from torch import Tensor
 
 from torchrec_recstore import ops
+from torchrec_recstore.network import checked_addresses, host_of, is_loopback
 from torchrec_recstore.rpc import recstore_pb2 as pb
 from torchrec_recstore.rpc.connection import Access, Connection
 from torchrec_recstore.rpc.protocol import (
     NO_INITIAL_ROW,
     ServiceError,
-    checked_addresses,
-    host_of,
-    is_loopback,
     put_rows,
     rows_at,
     to_bytes,

@@ -19,9 +19,9 @@ from torch import Tensor
 from torchrec_recstore.optim import Optimizer, RowWiseAdagrad
 from torchrec_recstore.options import TableOptions
 from torchrec_recstore.rpc.table_spec import TableSpec
-from torchrec_recstore.service.hosted import HostedTables
+from torchrec_recstore.service.backend import Backend, InitialRows, NoInitialRow
+from torchrec_recstore.service.hosted import HostedBackend
 from torchrec_recstore.service.initial_rows import InitFunc, InitialRowMaker
-from torchrec_recstore.service.tables import InitialRows, NoInitialRow, Tables
 from torchrec_recstore.store import TableStats
 from torchrec_recstore.store.arguments import check_ids, check_rows
 
@@ -369,7 +369,7 @@ class RecStoreClient:
     def __repr__(self) -> str:
         return f"RecStoreClient({'' if self._servers is None else self._servers})"
 
-    def _open(self) -> Tables:
+    def _open(self) -> Backend:
         if self._closed:
             raise ValueError(f"{self!r} is closed")
         if os.getpid() != self._process:  # nor are the locks and threads of that one here
@@ -421,10 +421,10 @@ def client_of(handle: int) -> RecStoreClient:
     return client
 
 
-def _here(*for_servers: object) -> Tables:
+def _here(*for_servers: object) -> Backend:
     if any(value is not None for value in for_servers):
         raise ValueError("token, tls_ca, tls_cert and tls_key are for servers, and none are given")
-    return HostedTables()
+    return HostedBackend()
 
 
 def _on_servers(
@@ -434,9 +434,9 @@ def _on_servers(
     tls_cert: str | Path | None,
     tls_key: str | Path | None,
     timeout_s: float,
-) -> Tables:
+) -> Backend:
     from torchrec_recstore.rpc.connection import Access
-    from torchrec_recstore.service.tables import RemoteTables
+    from torchrec_recstore.service.remote import RemoteBackend
 
     access = Access(token=token, tls_ca=tls_ca, tls_cert=tls_cert, tls_key=tls_key, timeout_s=timeout_s)
-    return RemoteTables(servers, access)
+    return RemoteBackend(servers, access)

@@ -29,8 +29,8 @@ from torchrec_recstore.options import (
     shard_options,
 )
 from torchrec_recstore.rpc.table_spec import TableSpec
+from torchrec_recstore.service.backend import InitialRows, NoInitialRow
 from torchrec_recstore.service.checkpoints import check_loadable, loaded_tables, saved_specs, write_tables
-from torchrec_recstore.service.tables import InitialRows, NoInitialRow
 from torchrec_recstore.store import Table, TableStats
 from torchrec_recstore.store.arguments import among
 
@@ -118,8 +118,8 @@ class Hosted:
         self.kernel = PooledKernel([self.table], [0], "sum")
 
 
-class HostedTables:
-    """Named tables of this process; implements :class:`torchrec_recstore.service.tables.Tables`.
+class HostedBackend:
+    """Named tables of this process; implements :class:`torchrec_recstore.service.backend.Backend`.
 
     Calls for one table come one after the other, those for different tables side by side.
 
@@ -135,7 +135,7 @@ class HostedTables:
         self._lock = threading.RLock()  # of which tables there are
 
     def create(self, name: str, spec: TableSpec) -> None:
-        """As :meth:`Tables.create`; ``spec.shard`` tells which part of the table this is."""
+        """As :meth:`Backend.create`; ``spec.shard`` tells which part of the table this is."""
         there = self._named().get(name)
         if there is None:
             with self._lock:
@@ -147,7 +147,7 @@ class HostedTables:
             raise ValueError(f"table {name!r} is there already, and another one: {there.spec.difference(spec)}")
 
     def spec(self, name: str) -> TableSpec | None:
-        """As :meth:`Tables.spec`, with the shard that it was made with."""
+        """As :meth:`Backend.spec`, with the shard that it was made with."""
         there = self._named().get(name)
         return None if there is None else there.spec
 
@@ -182,26 +182,26 @@ class HostedTables:
         _close(hosted)
 
     def pull(self, name: str, ids: Tensor) -> Tensor:
-        """As :meth:`Tables.pull`."""
+        """As :meth:`Backend.pull`."""
         with self._held(name) as hosted:
             if hosted.spec.initial_rows and not bool(hosted.table.contains(ids).all()):
                 raise NoInitialRow(name, torch.arange(len(ids)))
             return hosted.table.lookup(ids)
 
     def found_rows(self, name: str, ids: Tensor) -> tuple[Tensor, Tensor]:
-        """As :meth:`Tables.found_rows`."""
+        """As :meth:`Backend.found_rows`."""
         with self._held(name) as hosted:
             found = hosted.table.contains(ids)
             # Not a lookup: a sum of one row, which makes signalling NaNs quiet. Cold stores keep any bytes in rows.
             return found, hosted.table.read_rows(ids if bool(found.all()) else ids[found])["weight"]
 
     def push(self, name: str, ids: Tensor, values: Tensor) -> None:
-        """As :meth:`Tables.push`."""
+        """As :meth:`Backend.push`."""
         with self._held(name) as hosted:
             hosted.table.insert(ids, values)
 
     def update(self, name: str, ids: Tensor, grads: Tensor, initial: InitialRows | None = None) -> None:
-        """As :meth:`Tables.update`."""
+        """As :meth:`Backend.update`."""
         with self._held(name) as hosted:
             table, kernel = hosted.table, hosted.kernel
             with ops.native_errors(f"table '{name}'"), kernel.cold_rows.resident(ids, None):
@@ -214,12 +214,12 @@ class HostedTables:
                 kernel.update(context, grads.float(), False)
 
     def delete(self, name: str, ids: Tensor) -> int:
-        """As :meth:`Tables.delete`."""
+        """As :meth:`Backend.delete`."""
         with self._held(name) as hosted:
             return hosted.table.remove(ids)
 
     def exists(self, name: str, ids: Tensor) -> Tensor:
-        """As :meth:`Tables.exists`."""
+        """As :meth:`Backend.exists`."""
         with self._held(name) as hosted:
             return hosted.table.contains(ids)
 
@@ -229,12 +229,12 @@ class HostedTables:
             return hosted.table.ids()
 
     def stats(self, name: str) -> TableStats:
-        """As :meth:`Tables.stats`."""
+        """As :meth:`Backend.stats`."""
         with self._held(name, use=False) as hosted:
             return hosted.table.stats()
 
     def save(self, path: str | Path, overwrite: bool = False) -> None:
-        """As :meth:`Tables.save`; the tables go on meanwhile."""
+        """As :meth:`Backend.save`; the tables go on meanwhile."""
         path = Path(os.path.realpath(path))
         with self._files, Destination(path, overwrite=overwrite) as destination:
             with self._lock:
@@ -249,7 +249,7 @@ class HostedTables:
                         hosted.table.close()
 
     def load(self, path: str | Path) -> None:
-        """As :meth:`Tables.load`; until all is read the tables go on, and what is written meanwhile is replaced.
+        """As :meth:`Backend.load`; until all is read the tables go on, and what is written meanwhile is replaced.
 
         Tables that are in the checkpoint alone are made. Old and new rows are in memory together for a while; making
         and dropping tables waits.
@@ -272,7 +272,7 @@ class HostedTables:
             tables.update((name, Hosted(name, specs[name], table)) for name, table in fresh.items())
 
     def close(self) -> None:
-        """As :meth:`Tables.close`; waits for a save or load."""
+        """As :meth:`Backend.close`; waits for a save or load."""
         with self._files, self._lock:
             tables, self._tables = self._tables or {}, None
             for hosted in tables.values():

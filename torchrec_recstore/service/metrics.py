@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import fields
 from typing import Any, Protocol
 
-from torchrec_recstore.service.hosted import HostedTables
+from torchrec_recstore.service.hosted import HostedBackend
 from torchrec_recstore.store import TableStats
 
 _GAUGES = ("rows", "cold_rows", "bytes", "steps")
@@ -44,7 +44,7 @@ class Metrics:
         OSError: it cannot listen there.
     """
 
-    def __init__(self, tables: HostedTables, host: str, port: int) -> None:
+    def __init__(self, tables: HostedBackend, host: str, port: int) -> None:
         import prometheus_client as prometheus  # here: most servers' metrics are not asked for
         from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 

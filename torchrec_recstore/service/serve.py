@@ -18,19 +18,18 @@ import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
+from torchrec_recstore.network import host_of, is_loopback
 from torchrec_recstore.rpc import recstore_pb2 as pb
 from torchrec_recstore.rpc.protocol import (
     MESSAGE_BYTES,
     TOKEN_KEY,
     VERSION,
     VERSION_KEY,
-    host_of,
-    is_loopback,
     token_value,
 )
 from torchrec_recstore.rpc.recstore_pb2_grpc import add_ParameterServerServicer_to_server
 from torchrec_recstore.service.checkpoints import DataDirectory
-from torchrec_recstore.service.hosted import HostedTables, Limits
+from torchrec_recstore.service.hosted import HostedBackend, Limits
 from torchrec_recstore.service.metrics import Metrics, NoObserver
 from torchrec_recstore.service.server import ParameterServer
 
@@ -189,7 +188,7 @@ def serve(options: ServerOptions, ready: Callable[[str], object]) -> None:
 def _serve(
     options: ServerOptions, directory: DataDirectory, ready: Callable[[str], object], stop: threading.Event
 ) -> None:
-    tables = HostedTables(options.limits)
+    tables = HostedBackend(options.limits)
     metrics = None
     if options.metrics is not None:
         host, _, metrics_port = options.metrics.rpartition(":")

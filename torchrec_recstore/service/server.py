@@ -32,10 +32,10 @@ from torchrec_recstore.rpc.protocol import (
 )
 from torchrec_recstore.rpc.recstore_pb2_grpc import ParameterServerServicer
 from torchrec_recstore.rpc.table_spec import TableSpec
+from torchrec_recstore.service.backend import NoInitialRow
 from torchrec_recstore.service.checkpoints import DataDirectory
-from torchrec_recstore.service.hosted import HostedTables
+from torchrec_recstore.service.hosted import HostedBackend
 from torchrec_recstore.service.metrics import Observer
-from torchrec_recstore.service.tables import NoInitialRow
 
 _CLIENTS = 10_000
 
@@ -154,7 +154,7 @@ class ParameterServer(ParameterServerServicer):
 
     def __init__(
         self,
-        tables: HostedTables,
+        tables: HostedBackend,
         directory: DataDirectory,
         observer: Observer,
         max_request_bytes: int = MAX_REQUEST_BYTES,

@@ -26,6 +26,7 @@ from torchrec.sparse.tensor_dict import maybe_td_to_kjt
 from torchrec_recstore import ops
 from torchrec_recstore.optim import Optimizer
 from torchrec_recstore.options import shard_options
+from torchrec_recstore.quantization import RefusesQuantization
 from torchrec_recstore.sharders.delta_tracker import Record
 from torchrec_recstore.sharders.fused_params import optimizer_from_fused_params
 from torchrec_recstore.sharders.gather import refused_together
@@ -51,9 +52,8 @@ from torchrec_recstore.sharders.plan import (
     warn_of_stock_tables,
     with_own_arguments,
 )
-from torchrec_recstore.sharders.state import ModuleState, TableState
+from torchrec_recstore.sharders.state import ModuleState, RowState
 from torchrec_recstore.store import Table
-from torchrec_recstore.table_configs import RefusesQuantization
 from torchrec_recstore.table_parameter import GivenCopies
 from torchrec_recstore.utils import warn_user
 
@@ -257,7 +257,7 @@ class RecStoreCollection(RefusesQuantization, ShardedEmbeddingModule):  # type: 
         self.recstore_state = ModuleState(self, self._tables_name, states, self._env, self._copies)
         self._optim = self.recstore_state.optimizer_with_states(self._optim)
 
-    def _table_states(self) -> dict[str, TableState]:
+    def _table_states(self) -> dict[str, RowState]:
         shards: dict[str, list[LocalShard]] = {name: [] for name in self.recstore_table_names()}
         for kernel in self._recstore_kernels():
             names = kernel.config.table_names()
@@ -270,7 +270,7 @@ class RecStoreCollection(RefusesQuantization, ShardedEmbeddingModule):  # type: 
         for name, of_table in shards.items():
             params = configs[name].fused_params
             optimizer, options = optimizer_from_fused_params(params, [name]), whole_options(configs[name], params)
-            states[name] = TableState(name, dims[name], of_table, self._env, optimizer, options, self._copies)
+            states[name] = RowState(name, dims[name], of_table, self._env, optimizer, options, self._copies)
         return states
 
     @staticmethod

@@ -199,7 +199,7 @@ class RecStoreFusedOptimizer(FusedOptimizer):  # type: ignore[misc]
         """Nothing: there are no gradient tensors."""
 
 
-class TableOptimizer(FusedOptimizer):  # type: ignore[misc]
+class ParameterOptimizer(FusedOptimizer):  # type: ignore[misc]
     """The optimizer that a table's parameter names; as TorchRec's, it sets the learning rate of the table's group.
 
     Args:
@@ -250,7 +250,7 @@ class RecStoreKernel(BaseEmbedding, FusedOptimizerModule):  # type: ignore[misc]
             {f"{name}.weight": parameter for name, parameter in self._placeholders.items()}, optimizer
         )
         for name, parameter in self._placeholders.items():
-            parameter._in_backward_optimizers = [TableOptimizer(name, parameter, self._optim)]  # type: ignore[attr-defined]
+            parameter._in_backward_optimizers = [ParameterOptimizer(name, parameter, self._optim)]  # type: ignore[attr-defined]
 
     @property
     def config(self) -> GroupedEmbeddingConfig:
@@ -312,7 +312,7 @@ class RecStoreKernel(BaseEmbedding, FusedOptimizerModule):  # type: ignore[misc]
         """Nothing: there is no cache."""
 
 
-class RecStoreEmbeddingBag(RecStoreKernel):
+class RecStorePooledKernel(RecStoreKernel):
     """Pooled lookups of a group of tables; backward updates the tables in place.
 
     Args:
@@ -370,7 +370,7 @@ class RecStoreEmbeddingBag(RecStoreKernel):
         return pooled.to(self._output_dtype)
 
 
-class RecStoreEmbedding(RecStoreKernel):
+class RecStoreSequenceKernel(RecStoreKernel):
     """Rows of a group of tables in the order of the batch; backward updates the tables in place.
 
     Args:

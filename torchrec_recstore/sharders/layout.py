@@ -55,7 +55,7 @@ class _Piece:
             yield replace(self, rows=range(begin, min(begin + PIECE_ROWS, self.rows.stop)))
 
 
-class TableLayout:
+class ShardLayout:
     """How a table's rows are spread at this moment. Making one is collective.
 
     Args:
@@ -142,7 +142,7 @@ class TableLayout:
         return 0 if group is None else dist.get_rank(group)
 
 
-class TableSource:
+class WholeRows:
     """A whole table's tensor and the ids of its rows, to be cut for any shard.
 
     Args:

@@ -20,9 +20,9 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from torchrec_recstore.sharders.delta_tracker import Record, tracking
 from torchrec_recstore.sharders.kernel import (
     IN_NODE,
-    RecStoreEmbedding,
-    RecStoreEmbeddingBag,
     RecStoreKernel,
+    RecStorePooledKernel,
+    RecStoreSequenceKernel,
     row_split,
 )
 
@@ -98,7 +98,7 @@ class RecStorePooledLookup(RecStoreLookup, GroupedPooledEmbeddingsLookup):  # ty
         super().__init__(sharding, type_name, device, sharding_type=self._pools_as)
 
     def _recstore_kernel(self, config: GroupedEmbeddingConfig) -> RecStoreKernel:
-        return RecStoreEmbeddingBag(config, self._pools_as, self._split, self._rank)
+        return RecStorePooledKernel(config, self._pools_as, self._split, self._rank)
 
     def _forward_with_vbe_merging(
         self, features_by_group: list[KeyedJaggedTensor], device: torch.device
@@ -115,7 +115,7 @@ class RecStoreSequenceLookup(RecStoreLookup, GroupedEmbeddingsLookup):  # type: 
     """TorchRec's sequence lookup with RecStore's kernel."""
 
     def _recstore_kernel(self, config: GroupedEmbeddingConfig) -> RecStoreKernel:
-        return RecStoreEmbedding(config, self._split, self._rank)
+        return RecStoreSequenceKernel(config, self._split, self._rank)
 
 
 def grouped_configs(sharding: EmbeddingSharding[Any, Any, Any, Any]) -> list[GroupedEmbeddingConfig]:

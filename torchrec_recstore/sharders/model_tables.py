@@ -16,7 +16,7 @@ from torchrec_recstore.options import is_shared
 from torchrec_recstore.sharders.collection import RecStoreCollection
 from torchrec_recstore.sharders.gather import all_gathered, refused_together, whole_environment
 from torchrec_recstore.sharders.layout import LocalShard
-from torchrec_recstore.sharders.state import TableState
+from torchrec_recstore.sharders.state import RowState
 from torchrec_recstore.store import TableStats
 from torchrec_recstore.store.stats import combined
 
@@ -54,7 +54,7 @@ class ModelTable:
         return int(self.module.recstore_dims()[self.config_name])
 
     @property
-    def state(self) -> TableState:
+    def state(self) -> RowState:
         """The table's state on this rank."""
         return self.module.recstore_state.tables[self.config_name]
 

@@ -20,9 +20,9 @@ from torchrec_recstore.sharders.kernel import placeholder_parameter
 from torchrec_recstore.sharders.layout import (
     PIECE_ROWS,
     LocalShard,
-    TableLayout,
-    TableSource,
+    ShardLayout,
     Value,
+    WholeRows,
     gathered_rows,
     owned_positions,
 )
@@ -31,7 +31,7 @@ from torchrec_recstore.store.snapshot import column_weighted_mean
 from torchrec_recstore.table_parameter import GivenCopies
 
 
-class TableWeights(ShardedTensor):
+class ShardedRows(ShardedTensor):
     """The rows of a table as a (R, dim) tensor, whose ``gather`` makes a tensor of TorchRec's own tables of it.
 
     It is pickled, copied and cloned as a ``ShardedTensor``.
@@ -42,7 +42,7 @@ class TableWeights(ShardedTensor):
     _env: ShardingEnv
 
     @classmethod
-    def of(cls, table: str, weights: ShardedTensor, ids: ShardedTensor, env: ShardingEnv) -> TableWeights:
+    def of(cls, table: str, weights: ShardedTensor, ids: ShardedTensor, env: ShardingEnv) -> ShardedRows:
         """``weights`` (R, dim) of the rows of ``ids`` (R,), which becomes one.
 
         Args:
@@ -52,7 +52,7 @@ class TableWeights(ShardedTensor):
             env: The environment of the sharded module.
         """
         weights.__class__ = cls  # torch 2.13 makes a ShardedTensor and nothing else of shards and their metadata
-        assert isinstance(weights, TableWeights)
+        assert isinstance(weights, ShardedRows)
         weights._table, weights._ids, weights._env = table, ids, env
         return weights
 
@@ -115,7 +115,7 @@ WEIGHTS = "state_dict"
 _STATES = "fused_optimizer.state_dict"
 
 
-class TableState:
+class RowState:
     """A table's optimizer state and bookkeeping, as TorchRec's ``KeyedOptimizer`` saves and loads objects (1.8.0).
 
     The optimizer state of a table with ``R`` rows, ``D`` its dim and ``C`` its column shards: ``id`` (R,) int64,
@@ -158,7 +158,7 @@ class TableState:
         """A copy of the optimizer state. Collective."""
         if not self.emits_rows:
             return {}
-        layout = TableLayout(self.name, self.shards, self.env)
+        layout = ShardLayout(self.name, self.shards, self.env)
         ids = [shard.table.ids() for shard in self.shards]
         rows = [self._read(shard.table, i) for shard, i in zip(self.shards, ids, strict=True)]
         rows = [{key: self._given(value) for key, value in of_shard.items()} for of_shard in rows]
@@ -238,7 +238,7 @@ class TableState:
                 rows[key] = state[key][positions]
         starts = torch.as_tensor(state["columns"]).tolist()
         for key, kind in self._states.items():
-            source = TableSource(f"RecStore table {self.name!r}: {key}", state[key], whole_ids)
+            source = WholeRows(f"RecStore table {self.name!r}: {key}", state[key], whole_ids)
             width = self.dim if kind == "element" else len(starts)
             if source.shape[1] != width:
                 raise ValueError(f"RecStore table {self.name!r}: {key} is of shape {source.shape}, not {width} columns")
@@ -257,7 +257,7 @@ class TableState:
                 values.append(rows[key])
         return {key: torch.cat(values) for key, values in parts.items()}
 
-    def _state_of(self, shard: LocalShard, source: TableSource, kind: str, starts: Sequence[int]) -> Tensor:
+    def _state_of(self, shard: LocalShard, source: WholeRows, kind: str, starts: Sequence[int]) -> Tensor:
         columns = shard.table.columns
         if kind == "element":
             return source.rows(shard, columns)
@@ -277,18 +277,18 @@ def set_clocks(table: Table, state: Mapping[str, Value]) -> None:
 
 def export_weights(
     name: str, shards: Sequence[LocalShard], env: ShardingEnv, copies: GivenCopies
-) -> tuple[TableWeights, ShardedTensor]:
+) -> tuple[ShardedRows, ShardedTensor]:
     """``weight`` (R, dim) of its dtype and ``weight_id`` (R,) int64 of a table, as ``copies``. Collective."""
-    layout = TableLayout(name, shards, env)
+    layout = ShardLayout(name, shards, env)
     ids = [shard.table.ids() for shard in shards]
     weights = [shard.table.lookup(i) for shard, i in zip(shards, ids, strict=True)]
     given_weights, given_ids = ([copies.give(name, WEIGHTS, part) for part in parts] for parts in (weights, ids))
     whole_ids = layout.rowed(given_ids)
     whole = layout.sharded(given_weights, lambda columns: columns, layout.dim, layout.dtype)
-    return TableWeights.of(name, whole, whole_ids, env), whole_ids
+    return ShardedRows.of(name, whole, whole_ids, env), whole_ids
 
 
-def checked_weights(name: str, shards: Sequence[LocalShard], weight: Value, ids: Tensor | None) -> TableSource:
+def checked_weights(name: str, shards: Sequence[LocalShard], weight: Value, ids: Tensor | None) -> WholeRows:
     """A table's weights for :func:`replace_rows`.
 
     Args:
@@ -302,7 +302,7 @@ def checked_weights(name: str, shards: Sequence[LocalShard], weight: Value, ids:
             in a shared cold store, and not this model's to replace.
     """
     check_not_shared(shards)
-    source = TableSource(f"RecStore table {name!r}: weight", weight, ids)
+    source = WholeRows(f"RecStore table {name!r}: weight", weight, ids)
     for shard in shards:
         if shard.table.dim != source.shape[1]:
             raise ValueError(
@@ -322,7 +322,7 @@ def check_not_shared(shards: Sequence[LocalShard]) -> None:
         shard.table.check_unshared("others' rows would be replaced")
 
 
-def replace_rows(shards: Sequence[LocalShard], source: TableSource) -> None:
+def replace_rows(shards: Sequence[LocalShard], source: WholeRows) -> None:
     """Replaces the rows of a table's shards by what :func:`checked_weights` has passed; optimizer state starts anew."""
     for shard in shards:
         rows = source.rows(shard, shard.table.columns)
@@ -346,7 +346,7 @@ def _joined(values: Tensor, starts: Sequence[int], table: Table) -> Tensor:
     return column_weighted_mean([values[:, i].contiguous() for i in covering], [overlaps[i] for i in covering])
 
 
-class TableStates(FusedOptimizer):  # type: ignore[misc]
+class ModuleOptimizer(FusedOptimizer):  # type: ignore[misc]
     """The states of a module's RecStore tables; learning rates stay with the kernels' own handles."""
 
     def step(self, closure: Any = None) -> None:
@@ -371,7 +371,7 @@ class ModuleState:
         self,
         module: nn.Module,
         container: str,
-        tables: Mapping[str, TableState],
+        tables: Mapping[str, RowState],
         env: ShardingEnv,
         copies: GivenCopies,
     ) -> None:
@@ -434,7 +434,7 @@ class ModuleState:
                     parameters[key] = handle.params[key]
                     handle.params = {k: p for k, p in handle.params.items() if k != key}
             states[parameters[key]] = {"rows": state}
-        return CombinedOptimizer([*optimizer.optimizers, ("", TableStates(parameters, states, []))])
+        return CombinedOptimizer([*optimizer.optimizers, ("", ModuleOptimizer(parameters, states, []))])
 
     def _add_rows(self, module: nn.Module, state_dict: dict[str, Value], prefix: str, metadata: object) -> None:
         if not self.emits_rows:

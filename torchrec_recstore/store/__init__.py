@@ -1,6 +1,7 @@
 """Tables of rows by id. Needs torch alone."""
 
-from torchrec_recstore.store.cold_store import ColdStore, ColdStoreError, SharedColdStore, open_cold_store
+from torchrec_recstore.store.cold_backends import open_cold_store
+from torchrec_recstore.store.cold_store import ColdStore, ColdStoreError, SharedColdStore
 from torchrec_recstore.store.snapshot import Snapshot
 from torchrec_recstore.store.stats import TableStats
 from torchrec_recstore.store.table import Table

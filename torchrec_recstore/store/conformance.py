@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from torchrec_recstore.options import is_shared
-from torchrec_recstore.store.cold_store import ColdStore, ColdStoreError, SharedColdStore, open_cold_store
+from torchrec_recstore.store.cold_backends import open_cold_store
+from torchrec_recstore.store.cold_store import ColdStore, ColdStoreError, SharedColdStore
 
 ROW_BYTES = 52
 _EXTREME_IDS = torch.tensor([2**63 - 1, 0, -1, -(2**63), 1, 2**31, -(2**31) - 1, 256])

@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import logging
-import random
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
@@ -26,6 +25,7 @@ from redis.exceptions import (
 from redis.retry import Retry
 from torch import Tensor
 
+from torchrec_recstore.network import Backoff
 from torchrec_recstore.options import RedisStore
 from torchrec_recstore.store.cold_store import (
     ID_BYTES,
@@ -48,8 +48,6 @@ _COMMAND_BYTES = 2**20
 _PIPELINE_BYTES = 2**24
 _SCAN_COUNT = 4096
 _TIMEOUT_S = 5.0
-_FIRST_PAUSE_S = 0.05
-_LONGEST_PAUSE_S = 2.0
 _CHECK_SECONDS = 10.0  # between questions for the server's eviction policy
 _REFUSED = (AuthenticationError, AuthorizationError)
 _PASSING = (
@@ -167,8 +165,7 @@ class RedisColdStore:
 
     def _call(self, action: Callable[[], _Result]) -> _Result:
         """Repeats what fails for a reason that may pass."""
-        end = time.monotonic() + self._options.retry_seconds
-        pause = _FIRST_PAUSE_S
+        backoff = Backoff(self._options.retry_seconds)
         while True:
             try:
                 if time.monotonic() >= self._next_check_s:
@@ -178,11 +175,9 @@ class RedisColdStore:
                 raise self._error("refuses access", error) from error
             except _PASSING as error:
                 self._next_check_s = 0.0  # a server that comes back may have other settings
-                left = end - time.monotonic()
-                if left <= 0:
+                if backoff.left_s <= 0:
                     raise self._error(f"cannot be reached for {self._options.retry_seconds:g} s", error) from error
-                time.sleep(min(left, pause * random.uniform(0.5, 1)))  # ranks do not all come back at once
-                pause = min(2 * pause, _LONGEST_PAUSE_S)
+                backoff.pause()
             except RedisError as error:
                 raise self._error("has failed", error) from error
 

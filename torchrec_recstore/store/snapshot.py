@@ -16,7 +16,7 @@ from torchrec_recstore import ops
 from torchrec_recstore.optim import Optimizer, state_names
 from torchrec_recstore.store.arguments import among
 from torchrec_recstore.store.cold_store import ColdStoreError, last_steps, unpacked
-from torchrec_recstore.store.tier import ColdTier
+from torchrec_recstore.store.cold_tier import ColdTier
 
 
 def column_weighted_mean(states: Sequence[Tensor], widths: Sequence[int]) -> Tensor:

@@ -11,11 +11,12 @@ from torch import Tensor
 from torchrec_recstore import ops
 from torchrec_recstore.optim import Optimizer, RowWiseAdagrad, state_names
 from torchrec_recstore.options import TableOptions, default_initializer, is_shared
-from torchrec_recstore.store.arguments import among, check_ids, check_rows
-from torchrec_recstore.store.cold_store import ColdStoreError, unpacked
+from torchrec_recstore.store.arguments import check_ids, check_rows
+from torchrec_recstore.store.cold_store import ColdStoreError
+from torchrec_recstore.store.cold_tier import ColdTier
+from torchrec_recstore.store.memory_tier import Arrival, MemoryTier, holding
 from torchrec_recstore.store.snapshot import ColdSnapshot, Snapshot, named_rows
 from torchrec_recstore.store.stats import TableStats
-from torchrec_recstore.store.tier import Arrival, ColdTier, holding
 
 
 class Table:
@@ -109,16 +110,16 @@ class Table:
         )
         """The native table, for :func:`torchrec_recstore.ops.group_create`."""
         self._free_rows = weakref.finalize(self, ops.table_destroy, self.handle)
-        self.tier: ColdTier | None = None
-        """What moves rows between memory and the cold store, where there is one."""
+        self.tier = MemoryTier(self.handle)
+        """Where rows lie beside memory."""
         if options.cold_store is not None:
             store_name = f"{name}.{shard}.{columns.start}-{columns.stop}"
             if is_shared(options.cold_store):
                 # Found by jobs that split rows otherwise, and by none that would read the bytes as another kind of row.
                 kind = ".".join([str(dtype).removeprefix("torch."), *state_names(optimizer)])
                 store_name = f"{name}.{columns.start}-{columns.stop}.{kind}"
-            self.tier = ColdTier(self.handle, options, store_name, owned)
-            self._free_store = weakref.finalize(self, self.tier.close)
+            self.tier = ColdTier(self.handle, dtype, len(columns), options, store_name, owned)
+        self._free_store = weakref.finalize(self, self.tier.close)
 
     def lookup(self, ids: Tensor, *, train: bool = False) -> Tensor:
         """Reads rows.
@@ -140,11 +141,8 @@ class Table:
         check_ids(ids)
         with self._rows_of(ids, "lookup" if train else None):
             rows = ops.table_lookup(self.handle, ids, train).to(self.dtype)
-            if self.tier is not None and not train:
-                cold, images = self.tier.read(ids)
-                here = among(ids, cold)
-                weights = unpacked(images, self.dtype, len(self.columns))[0]
-                rows[here] = weights[torch.searchsorted(cold, ids[here])]
+            if not train:
+                self.tier.read_into(rows, ids)
             return rows
 
     def update(self, ids: Tensor, grads: Tensor, *, lr: float | None = None) -> None:
@@ -194,7 +192,7 @@ class Table:
         """
         check_ids(ids)
         with self._rows_of(ids):
-            return named_rows(self.optimizer, self._read(ids))
+            return named_rows(self.optimizer, self.tier.export(ids))
 
     def write_rows(self, ids: Tensor, rows: Mapping[str, Tensor]) -> None:
         """Makes or overwrites the rows of ``ids``, (N,) int64, all of each; of duplicates the last wins.
@@ -286,11 +284,11 @@ class Table:
         """
         if since is not None:
             self.check_unshared("what others have changed there since a mark is not known: save all of it")
-        with ops.native_errors(f"table '{self.name}'"), holding([] if self.tier is None else [self.tier]):
+        with ops.native_errors(f"table '{self.name}'"), self.tier.lock:
             handle = ops.snapshot_open(self.handle, since)
             try:
                 cold = None
-                if self.tier is not None:
+                if isinstance(self.tier, ColdTier):
                     cold = ColdSnapshot(self.handle, self.tier, ops.snapshot_left(handle), whole=since is None)
                 return Snapshot(self.name, self.optimizer, self.dtype, len(self.columns), handle, cold)
             except BaseException:
@@ -326,29 +324,26 @@ class Table:
         """
         for table in (self, other):
             table.check_unshared("they are not this table's to give away")
-        tiers = [tier for tier in (self.tier, other.tier) if tier is not None]
-        with ops.native_errors(f"table '{self.name}'"), holding(tiers):
+        with ops.native_errors(f"table '{self.name}'"), holding([self.tier, other.tier]):
             ops.table_exchange_rows(self.handle, other.handle)
-            if self.tier is not None and other.tier is not None:
-                self.tier.exchange(other.tier)
+            self.tier.exchange(other.tier)
 
     def contains(self, ids: Tensor) -> Tensor:
         """Tells which of ``ids``, (N,) int64, have a row: (N,) bool."""
         check_ids(ids)
         with self._rows_of(ids):
-            found = ops.table_contains(self.handle, ids)
-            return found if self.tier is None else found | among(ids, self.tier.found(ids))
+            return self.tier.contains(ids)
 
     def remove(self, ids: Tensor) -> int:
         """Forgets the rows of ``ids``, (N,) int64; returns how many there were."""
         check_ids(ids)
         with self._rows_of(ids):
-            return int(ops.table_remove(self.handle, ids)) if self.tier is None else self.tier.remove(ids)
+            return self.tier.remove(ids)
 
     def ids(self) -> Tensor:
         """The ids that have a row: (rows,) int64, ascending."""
         with ops.native_errors(f"table '{self.name}'"):
-            return ops.table_ids(self.handle) if self.tier is None else self.tier.ids()
+            return self.tier.ids()
 
     def flush(self) -> None:
         """Writes the rows that have changed in memory to the shared cold store, so that others see them.
@@ -392,11 +387,8 @@ class Table:
 
     @steps.setter
     def steps(self, steps: int) -> None:
-        with ops.native_errors(f"table '{self.name}'"), holding([] if self.tier is None else [self.tier]):
-            if self.tier is not None:
-                self.tier.set_steps(steps)
-            else:
-                ops.table_set_steps(self.handle, steps)
+        with ops.native_errors(f"table '{self.name}'"), self.tier.lock:
+            self.tier.set_steps(steps)
 
     def stats(self) -> TableStats:
         """What the table holds and has done."""
@@ -405,7 +397,7 @@ class Table:
         rows, size, lookups, misses, inserts, updates, steps, refused, evicted, expired, cold_hits = counts
         return TableStats(
             rows=rows,
-            cold_rows=0 if self.tier is None else self.tier.rows,
+            cold_rows=self.tier.rows,
             bytes=size,
             lookups=lookups,
             hits=lookups - misses,
@@ -426,14 +418,13 @@ class Table:
             flush: with a shared cold store, call :meth:`flush` first, which raises what it raises: the table is then
                 open still. A table that is dropped without being closed writes nothing.
         """
-        if flush and self._free_rows.alive and self.tier is not None and self.tier.shared:
+        if flush and self._free_rows.alive and self.tier.shared:
             self.flush()
         self._free_rows()
-        if self.tier is not None:
-            self._free_store()
+        self._free_store()
 
     def __len__(self) -> int:
-        if self.tier is not None and self.tier.shared:
+        if self.tier.shared:
             return len(self.ids())
         stats = self.stats()
         return stats.rows + stats.cold_rows
@@ -466,15 +457,15 @@ class Table:
     @contextmanager
     def _rows_of(self, ids: Tensor, arrival: Arrival | None = None) -> Iterator[None]:
         """Within it no row moves to the cold store or back; with ``arrival`` the rows of ``ids`` are in memory."""
-        with ops.native_errors(f"table '{self.name}'"), holding([] if self.tier is None else [self.tier]):
-            if self.tier is not None and arrival is not None:
+        with ops.native_errors(f"table '{self.name}'"), self.tier.lock:
+            if arrival is not None:
                 self.tier.bring(ids, arrival)
             yield
-            if self.tier is not None and arrival == "lookup":
+            if arrival == "lookup":
                 self.tier.end_step()
 
     def _shared_tier(self) -> ColdTier:
-        if self.tier is None or not self.tier.shared:
+        if not isinstance(self.tier, ColdTier) or not self.tier.shared:
             raise ValueError(f"table '{self.name}' has no shared cold store")
         return self.tier
 
@@ -484,26 +475,10 @@ class Table:
         Raises:
             ValueError: it is such a table; the message ends with ``why``.
         """
-        if self.tier is not None and self.tier.shared:
+        if self.tier.shared:
             raise ValueError(
                 f"table '{self.name}': its rows lie in {self.options.cold_store!r}, which is shared: {why}"
             )
-
-    def _read(self, ids: Tensor) -> ops.RowTensors:
-        if self.tier is None:
-            return ops.table_export(self.handle, ids)
-        cold, images = self.tier.read(ids)
-        is_cold = among(ids, cold)
-        resident = ops.table_export(self.handle, ids[~is_cold])
-        places = torch.searchsorted(cold, ids[is_cold])
-        moved = unpacked(images, self.dtype, len(self.columns))
-        weight, elements, *numbers = resident
-        rows = [part.new_empty((len(ids), *part.shape[1:])) for part in (weight, *numbers)]
-        for whole, part, cold_part in zip(rows, (weight, *numbers), (moved[0], *moved[2:]), strict=True):
-            whole[~is_cold], whole[is_cold] = part, cold_part[places]
-        states = elements.new_empty((len(elements), len(ids), len(self.columns)))
-        states[:, ~is_cold], states[:, is_cold] = elements, moved[1][:, places]
-        return rows[0], states, rows[1], rows[2], rows[3]
 
     def _check_rows(self, rows: Tensor, argument: str, ids: Tensor, or_dtype: torch.dtype = torch.float32) -> None:
         check_rows(rows, argument, (ids.shape[0], len(self.columns)), (torch.float32, or_dtype))

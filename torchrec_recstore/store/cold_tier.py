@@ -3,9 +3,9 @@ from __future__ import annotations
 import os
 import threading
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
-from typing import Literal, cast
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -13,17 +13,16 @@ from torch import Tensor
 from torchrec_recstore import ops
 from torchrec_recstore.options import TableOptions, is_shared
 from torchrec_recstore.store.arguments import among
+from torchrec_recstore.store.cold_backends import open_cold_store
 from torchrec_recstore.store.cold_store import (
     ColdStore,
     ColdStoreError,
     SharedColdStore,
     last_steps,
-    open_cold_store,
+    unpacked,
     with_last_steps_up_to,
 )
-
-Arrival = Literal["lookup", "update", "write"]
-"""Why rows are wanted: by a training step, by an update, or to be written. Admission has no say in the last."""
+from torchrec_recstore.store.memory_tier import Arrival, MemoryTier
 
 _PART = 1 << 16  # ids that are read at once where all of a table's may be asked for
 _KNOWN_MARKS = 127  # csrc/changes.h
@@ -31,28 +30,38 @@ _RELEASES = 64  # parts, with a mark each
 _STAGED_BATCHES = 2  # the batch that is next, and the one that is fetched while that is trained on
 
 
-class ColdTier:
+class ColdTier(MemoryTier):
     """Moves the rows of one shard between memory and its cold store.
 
     A row leaves memory when it is in the store, and only if it has not changed on the way, so that no failure of the
     store loses one. When it comes back its copy stays behind, out of date: what is in memory counts.
 
-    Calls that need rows hold :func:`holding` from bringing them until they are pinned by the native pass.
+    Calls that need rows hold :func:`~.memory_tier.holding` from bringing them until they are pinned by the native pass.
 
     Of a shared store, which others write too, nothing is known but what it answers: every id that is not in memory is
     asked for, and rows are not counted. Rows whose last step is ahead of this table's clock come as of now.
 
     Args:
-        handle: of the native table.
-        options: the table's, with ``cold_store``.
+        handle: The handle of the native table.
+        dtype: The data type of the weights.
+        columns: The number of columns of the shard.
+        options: The table's options, with ``cold_store``.
         name: of the shard, see :func:`torchrec_recstore.store.open_cold_store`.
         owned: (N,) int64 ids -> (N,) bool, which of a shared store's rows belong to the shard; None for all.
     """
 
     def __init__(
-        self, handle: int, options: TableOptions, name: str, owned: Callable[[Tensor], Tensor] | None = None
+        self,
+        handle: int,
+        dtype: torch.dtype,
+        columns: int,
+        options: TableOptions,
+        name: str,
+        owned: Callable[[Tensor], Tensor] | None = None,
     ) -> None:
-        self._handle = handle
+        super().__init__(handle)
+        self._dtype = dtype
+        self._columns = columns
         self.shared = is_shared(options.cold_store)
         self._owned = owned
         self._written: int | None = None  # a mark: what has changed since is not in the shared store
@@ -63,7 +72,6 @@ class ColdTier:
         self._process = os.getpid()
         self.lock = _ProcessLock(handle)
         self._calls = threading.Lock()  # of the store: one at a time, also those that prefetch() makes beside the lock
-        self.image_bytes = ops.table_image_bytes(handle)
         self.store: ColdStore = open_cold_store(options.cold_store, name=name, row_bytes=self.image_bytes)
         # Rows that are in the store and not in memory, by the time that lets them expire.
         self._counts: Counter[int] = Counter()
@@ -83,8 +91,8 @@ class ColdTier:
         return self._expiry > 0
 
     @property
-    def rows(self) -> int:
-        """That are in the store and not in memory; 0 with a shared one, whose rows come and go unseen."""
+    def rows(self) -> int:  # type: ignore[override]
+        """The number of rows in the store that are not in memory; 0 for a shared store, which is not counted."""
         return self._counts.total()
 
     def bring(self, ids: Tensor, arrival: Arrival) -> None:
@@ -178,6 +186,32 @@ class ColdTier:
         found: Tensor = torch.unique(torch.cat(parts))
         return found
 
+    def read_into(self, rows: Tensor, ids: Tensor) -> None:
+        """See :meth:`MemoryTier.read_into`."""
+        cold, images = self.read(ids)
+        here = among(ids, cold)
+        weights = unpacked(images, self._dtype, self._columns)[0]
+        rows[here] = weights[torch.searchsorted(cold, ids[here])]
+
+    def export(self, ids: Tensor) -> ops.RowTensors:
+        """See :meth:`MemoryTier.export`."""
+        cold, images = self.read(ids)
+        is_cold = among(ids, cold)
+        resident = super().export(ids[~is_cold])
+        places = torch.searchsorted(cold, ids[is_cold])
+        moved = unpacked(images, self._dtype, self._columns)
+        weight, elements, *numbers = resident
+        rows = [part.new_empty((len(ids), *part.shape[1:])) for part in (weight, *numbers)]
+        for whole, part, cold_part in zip(rows, (weight, *numbers), (moved[0], *moved[2:]), strict=True):
+            whole[~is_cold], whole[is_cold] = part, cold_part[places]
+        states = elements.new_empty((len(elements), len(ids), self._columns))
+        states[:, ~is_cold], states[:, is_cold] = elements, moved[1][:, places]
+        return rows[0], states, rows[1], rows[2], rows[3]
+
+    def contains(self, ids: Tensor) -> Tensor:
+        """See :meth:`MemoryTier.contains`."""
+        return super().contains(ids) | among(ids, self.found(ids))
+
     def remove(self, ids: Tensor) -> int:
         """Forgets the rows of ``ids``, (N,) int64, here and in memory; returns how many there were."""
         with self.lock:
@@ -222,8 +256,8 @@ class ColdTier:
         """Writes the rows that have changed in memory since the last time to a shared store.
 
         Raises:
-            ValueError: there is a snapshot of the table.
-            ColdStoreError: the store fails; it has some of the rows.
+            ValueError: There is a snapshot of the table.
+            ColdStoreError: The store fails. It may have stored some of the rows.
         """
         with self.lock:
             mark = ops.table_mark(self._handle)  # first: what changes from here on is for the next time
@@ -255,8 +289,9 @@ class ColdTier:
                 self._sweep = None
             ops.table_set_steps(self._handle, steps)
 
-    def exchange(self, other: ColdTier) -> None:
-        """Exchanges the stores with another tier, when their native tables exchange rows."""
+    def exchange(self, other: MemoryTier) -> None:
+        """See :meth:`MemoryTier.exchange`."""
+        assert isinstance(other, ColdTier)  # the native tables have compared their bounds, a cold store among them
         self.store, other.store = other.store, self.store
         self._counts, other._counts = other._counts, self._counts
         self.expired_before, other.expired_before = other.expired_before, self.expired_before
@@ -442,12 +477,3 @@ class _ProcessLock:
 
     def __exit__(self, *error: object) -> None:
         self._lock.release()
-
-
-@contextmanager
-def holding(tiers: Sequence[ColdTier]) -> Iterator[None]:
-    """Keeps the rows of several tables from moving."""
-    with ExitStack() as stack:
-        for tier in sorted(tiers, key=lambda tier: tier._handle):
-            stack.enter_context(tier.lock)
-        yield

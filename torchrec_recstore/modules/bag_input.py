@@ -1,14 +1,9 @@
-"""Inputs of eager modules as bags of ids on the CPU."""
+"""What ``torch.nn.EmbeddingBag`` takes, as bags of ids on the CPU."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from functools import cached_property
-
 import torch
-import torch.nn.functional as F
 from torch import Tensor
-from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 
 from torchrec_recstore.modules.lookups import Bags
 
@@ -101,69 +96,3 @@ def _bounds(ids: Tensor, offsets: Tensor | None, include_last_offset: bool) -> T
     if int(bounds[0]) != 0 or int(bounds[-1]) > len(ids) or not bool((bounds[1:] >= bounds[:-1]).all()):
         raise ValueError(f"offsets must ascend from 0 to at most the {len(ids)} ids of input")
     return bounds
-
-
-class Features:
-    """A batch, of which each group of tables takes its features.
-
-    Args:
-        given: the batch.
-        is_weighted: whether its weights count.
-
-    Raises:
-        TypeError: ids that are not integers.
-        ValueError: weights count and there are none.
-    """
-
-    def __init__(self, given: KeyedJaggedTensor, is_weighted: bool) -> None:
-        dtype = given.values().dtype
-        if dtype.is_floating_point or dtype.is_complex or dtype == torch.bool:
-            raise TypeError(f"ids must be integers, got {dtype} for features {given.keys()}")
-        self.given = given
-        self.device = given.values().device
-        self._is_weighted = is_weighted
-        if is_weighted and given.weights_or_none() is None:
-            raise ValueError(f"is_weighted=True needs weights of the features {given.keys()}")
-
-    @cached_property
-    def jagged(self) -> dict[str, JaggedTensor]:
-        """The features one by one, as they were given."""
-        jagged: dict[str, JaggedTensor] = self.given.to_dict()
-        return jagged
-
-    def ids(self, names: Sequence[str]) -> Tensor:
-        """(N,) int64 ids of features, one after the other."""
-        whole = self._has_all(names)
-        ids: Tensor = self.given.values() if whole else _joined([self.jagged[name].values() for name in names])
-        return ids.to("cpu", torch.int64)
-
-    def bags(self, names: Sequence[str]) -> tuple[Bags, list[int] | None]:
-        """The bags of features, feature by feature.
-
-        Returns:
-            As many of each feature, and how many it has of its own where that varies: behind them there are empty ones.
-        """
-        varies = self.given.variable_stride_per_key()
-        if self._has_all(names) and not varies:
-            weights = self.given.weights() if self._is_weighted else None
-            offsets = self.given.offsets().to("cpu", torch.int64)
-            return Bags(self.ids(names), offsets, _on_cpu(weights)), None
-        parts = [self.jagged[name] for name in names]
-        lengths = [part.lengths().to("cpu", torch.int64) for part in parts]
-        counts = [len(some) for some in lengths]
-        most = max(counts)
-        padded = torch.cat([F.pad(some, (0, most - count)) for some, count in zip(lengths, counts, strict=True)])
-        offsets = F.pad(padded.cumsum(0), (1, 0))
-        weights = _joined([part.weights() for part in parts]) if self._is_weighted else None
-        return Bags(self.ids(names), offsets, _on_cpu(weights)), counts if varies else None
-
-    def _has_all(self, names: Sequence[str]) -> bool:
-        return list(names) == list(self.given.keys())
-
-
-def _joined(parts: list[Tensor]) -> Tensor:
-    return parts[0] if len(parts) == 1 else torch.cat(parts)
-
-
-def _on_cpu(weights: Tensor | None) -> Tensor | None:
-    return None if weights is None else weights.to("cpu", torch.float32)

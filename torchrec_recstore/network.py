@@ -1,0 +1,96 @@
+"""Addresses and tokens of servers, and the pauses between repeated calls. This module imports no torch."""
+
+from __future__ import annotations
+
+import ipaddress
+import random
+import re
+import time
+from collections.abc import Sequence
+
+_FIRST_PAUSE_S = 0.05
+_LONGEST_PAUSE_S = 1.0
+
+
+def host_of(address: str, least_port: int = 1) -> str:
+    """Returns the host of ``host:port``.
+
+    Raises:
+        ValueError: ``address`` has another form, or its port is below ``least_port`` or above 65535.
+    """
+    host, _, port = address.rpartition(":")
+    if not host or not (port.isascii() and port.isdecimal() and least_port <= int(port) < 2**16):
+        raise ValueError(f"must be HOST:PORT, got {address!r}")
+    return host
+
+
+def is_loopback(host: str) -> bool:
+    """Returns whether only this machine can reach the host."""
+    try:
+        return ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def checked_addresses(addresses: Sequence[str], argument: str = "servers") -> tuple[str, ...]:
+    """Returns the addresses of servers after a check.
+
+    Args:
+        addresses: The address of each server, ``host:port``.
+        argument: The name that error messages begin with.
+
+    Raises:
+        TypeError: ``addresses`` is not a sequence of str.
+        ValueError: There is no address, an address has another form, or an address occurs twice.
+    """
+    if isinstance(addresses, str) or not all(isinstance(address, str) for address in addresses):
+        raise TypeError(f"{argument} must be a list of 'host:port', got {addresses!r}")
+    if not addresses:
+        raise ValueError(f"{argument} must name at least one 'host:port'")
+    for address in addresses:
+        try:
+            host_of(address)
+        except ValueError as error:
+            raise ValueError(f"{argument} {error}") from None
+    if len(set(addresses)) != len(addresses):
+        raise ValueError(f"{argument} must differ, got {', '.join(addresses)}")
+    return tuple(addresses)
+
+
+def check_token(token: object, argument: str = "token") -> None:
+    """Refuses a token that cannot be sent in a header.
+
+    Args:
+        token: The token, or None where the servers want no token.
+        argument: The name that the error message begins with.
+
+    Raises:
+        ValueError: The token is empty or has characters other than printable ASCII characters without blanks.
+    """
+    if token is not None and not (isinstance(token, str) and re.fullmatch("[!-~]+", token)):
+        raise ValueError(f"{argument} must be of printable ASCII characters without blanks")
+
+
+class Backoff:
+    """The pauses between the repetitions of a failing call.
+
+    A pause is up to twice as long as the pause before it, from 50 ms to 1 s. Each pause is shortened at random by up
+    to one half, so that many clients do not repeat their calls at the same moment.
+
+    Args:
+        timeout_s: The time in seconds after which a call is not repeated any more.
+    """
+
+    def __init__(self, timeout_s: float) -> None:
+        self._end = time.monotonic() + timeout_s
+        self._pause = _FIRST_PAUSE_S
+
+    @property
+    def left_s(self) -> float:
+        """The time in seconds until the end."""
+        return self._end - time.monotonic()
+
+    def pause(self) -> None:
+        """Sleeps until the next repetition, or until the end if that comes first."""
+        time.sleep(max(0.0, min(self.left_s, self._pause * random.uniform(0.5, 1))))
+        self._pause = min(2 * self._pause, _LONGEST_PAUSE_S)

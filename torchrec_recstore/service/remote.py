@@ -1,0 +1,123 @@
+"""A client's tables on servers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import fields, replace
+from pathlib import Path
+
+from torch import Tensor
+
+from torchrec_recstore.rpc.connection import Access
+from torchrec_recstore.rpc.protocol import NO_INITIAL_ROW, ServiceError
+from torchrec_recstore.rpc.servers import Servers
+from torchrec_recstore.rpc.table_spec import TableSpec
+from torchrec_recstore.service.backend import InitialRows, NoInitialRow
+from torchrec_recstore.store import TableStats
+from torchrec_recstore.store.stats import combined
+
+
+class RemoteBackend:
+    """As :class:`torchrec_recstore.service.backend.Backend`, each table shared out among servers by a hash of the id.
+
+    Every call goes to all servers at once. One that fails at one server may have been carried out at the others.
+
+    Args:
+        servers: ``host:port`` each, in the same order for every client.
+        access: token, certificates, deadline.
+
+    Raises:
+        TypeError, ValueError: an address is no ``host:port``.
+        OSError: a file of certificates cannot be read.
+    """
+
+    def __init__(self, servers: Sequence[str], access: Access) -> None:
+        self._servers = Servers(servers, access)
+        self._specs: dict[str, TableSpec] = {}
+
+    def create(self, name: str, spec: TableSpec) -> None:
+        """As :meth:`Backend.create`."""
+        n = len(self._servers.addresses)
+        self._servers.create(name, [replace(spec, shard=(number, n)).to_json() for number in range(n)])
+        self._specs[name] = spec
+
+    def spec(self, name: str) -> TableSpec | None:
+        """As :meth:`Backend.spec`.
+
+        Raises:
+            ValueError: the servers do not hold the parts of one table, in this order.
+        """
+        parts = self._servers.specs(name)
+        if all(part is None for part in parts):
+            return None
+        n = len(parts)
+        for number, (address, part) in enumerate(zip(self._servers.addresses, parts, strict=True)):
+            if part is None:
+                raise ValueError(f"table {name!r} is on other servers, but not on {address}")
+            shard, shards = TableSpec.from_json(part).shard
+            if (shard, shards) != (number, n):
+                raise ValueError(
+                    f"table {name!r}: server {address} holds part {shard + 1} of {shards}, and is server {number + 1} "
+                    f"of {n} here: name all servers, in the order in which the table was made"
+                )
+        assert parts[0] is not None
+        spec = self._specs[name] = replace(TableSpec.from_json(parts[0]), shard=(0, 1))
+        return spec
+
+    def pull(self, name: str, ids: Tensor) -> Tensor:
+        """As :meth:`Backend.pull`."""
+        spec = self._spec(name)
+        try:
+            return self._servers.pull(name, ids, spec.dim, spec.dtype)
+        except ServiceError as error:
+            if error.kind == NO_INITIAL_ROW:
+                raise NoInitialRow(name) from None
+            raise
+
+    def found_rows(self, name: str, ids: Tensor) -> tuple[Tensor, Tensor]:
+        """As :meth:`Backend.found_rows`."""
+        spec = self._spec(name)
+        found, rows = self._servers.found_rows(name, ids, spec.dim * spec.dtype.itemsize)
+        return found, rows.view(spec.dtype).view(-1, spec.dim)
+
+    def push(self, name: str, ids: Tensor, values: Tensor) -> None:
+        """As :meth:`Backend.push`."""
+        self._servers.push(name, ids, values)
+
+    def update(self, name: str, ids: Tensor, grads: Tensor, initial: InitialRows | None = None) -> None:
+        """As :meth:`Backend.update`."""
+        refused = self._servers.update(name, ids, grads, initial)
+        if len(refused):
+            raise NoInitialRow(name, refused)
+
+    def delete(self, name: str, ids: Tensor) -> int:
+        """As :meth:`Backend.delete`."""
+        return self._servers.delete(name, ids)
+
+    def exists(self, name: str, ids: Tensor) -> Tensor:
+        """As :meth:`Backend.exists`."""
+        return self._servers.found(name, ids)
+
+    def stats(self, name: str) -> TableStats:
+        """As :meth:`Backend.stats`, over all servers."""
+        known = [field.name for field in fields(TableStats)]
+        return combined(TableStats(**{key: counts[key] for key in known}) for counts in self._servers.stats(name))
+
+    def save(self, path: str | Path, overwrite: bool = False) -> None:
+        """As :meth:`Backend.save`; ``path`` is a name below each server's data directory."""
+        self._servers.save(str(path), overwrite)
+
+    def load(self, path: str | Path) -> None:
+        """As :meth:`Backend.load`; ``path`` is a name below each server's data directory."""
+        self._servers.load(str(path))
+        self._specs.clear()
+
+    def close(self) -> None:
+        """Ends the connections."""
+        self._servers.close()
+
+    def _spec(self, name: str) -> TableSpec:
+        spec = self._specs.get(name) or self.spec(name)
+        if spec is None:
+            raise ValueError(f"there is no table {name!r} on the servers {', '.join(self._servers.addresses)}")
+        return spec

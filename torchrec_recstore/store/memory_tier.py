@@ -1,0 +1,92 @@
+"""Where a table's rows lie beside memory: the strategy of a table whose rows are in memory alone."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from torchrec_recstore import ops
+
+Arrival = Literal["lookup", "update", "write"]
+"""Why rows are wanted: by a training step, by an update, or to be written. Admission has no say in the last."""
+
+
+class MemoryTier:
+    """The rows of a shard without a cold store, and the base class of :class:`~.cold_tier.ColdTier`.
+
+    A :class:`Table` asks its tier wherever rows may lie outside memory. Here none do.
+
+    Args:
+        handle: The handle of the native table.
+    """
+
+    shared = False
+    """Whether the rows lie in a cold store that other jobs use, too."""
+    rows = 0
+    """The number of rows in the cold store that are not in memory. It is 0 for a shared cold store."""
+
+    def __init__(self, handle: int) -> None:
+        self._handle = handle
+        self.image_bytes = ops.table_image_bytes(handle)
+        """The size in bytes of a row with all of its state, as a cold store stores it."""
+        self.lock: AbstractContextManager[object] = nullcontext()
+        """Keeps rows from moving between memory and the cold store."""
+
+    def bring(self, ids: Tensor, arrival: Arrival) -> None:
+        """Moves the rows of ``ids``, (N,) int64, into memory, and makes room for new rows."""
+
+    def end_step(self) -> None:
+        """Ends a training step."""
+
+    def read(self, ids: Tensor) -> tuple[Tensor, Tensor]:
+        """Reads the rows of ``ids``, (N,) int64, that are in the cold store and not in memory. No row moves.
+
+        Returns:
+            The ids of these rows, (n,) int64, ascending, and their images, (n, image bytes) uint8.
+        """
+        return torch.empty(0, dtype=torch.int64), torch.empty(0, self.image_bytes, dtype=torch.uint8)
+
+    def prefetch(self, ids: Tensor) -> None:
+        """Reads the cold rows of ``ids``, (N,) int64, ahead of the :meth:`bring` that needs them."""
+
+    def read_into(self, rows: Tensor, ids: Tensor) -> None:
+        """Overwrites the weights ``rows``, (N, columns), of those ``ids``, (N,) int64, whose rows are cold."""
+
+    def export(self, ids: Tensor) -> ops.RowTensors:
+        """Reads everything that is stored of the rows of ``ids``, (N,) int64, which all have a row."""
+        return ops.table_export(self._handle, ids)
+
+    def contains(self, ids: Tensor) -> Tensor:
+        """Returns which of ``ids``, (N,) int64, have a row: (N,) bool."""
+        return ops.table_contains(self._handle, ids)
+
+    def remove(self, ids: Tensor) -> int:
+        """Removes the rows of ``ids``, (N,) int64, and returns how many rows there were."""
+        return int(ops.table_remove(self._handle, ids))
+
+    def ids(self) -> Tensor:
+        """Returns the ids of all rows, (N,) int64, ascending."""
+        return ops.table_ids(self._handle)
+
+    def set_steps(self, steps: int) -> None:
+        """Sets the clock of the native table."""
+        ops.table_set_steps(self._handle, steps)
+
+    def exchange(self, other: MemoryTier) -> None:
+        """Exchanges the cold stores with another tier of the same class, when the native tables exchange rows."""
+
+    def close(self) -> None:
+        """Closes the cold store."""
+
+
+@contextmanager
+def holding(tiers: Sequence[MemoryTier]) -> Iterator[None]:
+    """Keeps the rows of several tables from moving. The locks are taken in the order of the tables' handles."""
+    with ExitStack() as stack:
+        for tier in sorted(tiers, key=lambda tier: tier._handle):
+            stack.enter_context(tier.lock)
+        yield
