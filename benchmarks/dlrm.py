@@ -22,11 +22,11 @@ from measure import ROOT, clock, emit, interleave, spread
 sys.path.insert(0, str(ROOT / "examples"))
 sys.path.insert(0, str(ROOT / "examples" / "dlrm"))
 
-from batches import BatchMaker, Step, read_steps
-from common.settings import Backend
+from common.run_settings import Backend
 from generator import Generator
 from settings import Settings
 from sharded import build
+from sources import BatchMaker, Step, read_steps
 from torch import Tensor, nn
 from torchrec.models.dlrm import DenseArch, InteractionArch, OverArch
 

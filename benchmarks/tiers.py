@@ -35,10 +35,10 @@ from memory import resident_bytes
 sys.path.insert(0, str(ROOT / "examples"))
 sys.path.insert(0, str(ROOT / "examples" / "dlrm"))
 
-from batches import BatchMaker
-from common.bounds import Bounds
-from criteo_format import NUM_DENSE, NUM_IDS, Rows
+from common.run_settings import Bounds
+from criteo import NUM_DENSE, NUM_IDS, Rows
 from sharded import build
+from sources import BatchMaker
 from torch import Tensor
 from torchrec.datasets.utils import Batch
 

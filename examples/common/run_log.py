@@ -1,32 +1,202 @@
-"""What a run writes down while it trains: curves over its training samples, for TensorBoard and for the report."""
+"""The curves of a run over its training samples: measured, written as TensorBoard's event files, and read again."""
 
 from __future__ import annotations
 
 import sys
+import threading
+import time
 from collections import deque
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from common.command import DataError
-from common.curves import CurveWriter
-from common.log_folder import add_result, describe
-from common.machine import resident_bytes
 from common.processes import on_rank_0
-from common.report import since, total
-from common.settings import RunSettings
+from common.report import ALL, PART_TITLES, since, total
+from common.run_folder import add_result, describe, has_curves, resident_bytes
+from common.run_settings import RunSettings
 from common.sharding import dense_part
-from common.step_split import StepSplit
-from common.words import ALL
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 from torchmetrics.functional.classification import binary_auroc
+from torchrec.distributed.embedding_types import ShardedEmbeddingModule
 from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.optim.keyed import CombinedOptimizer
 
 from torchrec_recstore import TableStats
+
+if TYPE_CHECKING:
+    from torch.utils.tensorboard import SummaryWriter
+
+
+class Curve(NamedTuple):
+    """One number over the run.
+
+    Attributes:
+        samples: training samples seen, ascending.
+        values: as float32.
+    """
+
+    samples: list[int]
+    values: list[float]
+
+
+def read_curves(folder: Path) -> dict[str, Curve]:
+    """Reads every curve of a folder; of a run that was killed, up to the last whole record of each file.
+
+    Points that a resumed run has taken again are left out, as TensorBoard does; of a curve of more than 10,000 points,
+    10,000 are drawn.
+    """
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(folder)).Reload()
+    points = {tag: events.Scalars(tag) for tag in events.Tags()["scalars"]}
+    return {tag: Curve([p.step for p in curve], [p.value for p in curve]) for tag, curve in points.items()}
+
+
+class CurveWriter:
+    """Adds points to the curves of a folder. What a disk refuses is said once, and no more is written then.
+
+    Args:
+        folder: which is there.
+        samples: training samples behind the run; points beyond, of a run that was killed, no longer count.
+
+    Raises:
+        OSError: nothing can be written there.
+    """
+
+    def __init__(self, folder: Path, samples: int) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        _silence_writer_threads()
+        before = read_curves(folder) if has_curves(folder) else {}
+        # An epoch's validation may come after the checkpoint of its last step: what is there is not written again.
+        self._samples = samples
+        self._there = {tag for tag, curve in before.items() if samples in curve.samples}
+        purge = samples + 1 if before else None
+        self._writer: SummaryWriter | None = SummaryWriter(str(folder), purge_step=purge)  # type: ignore[no-untyped-call]
+
+    def add(self, values: Mapping[str, float], samples: int) -> None:
+        """Adds a point to each of some curves, on disk when this returns."""
+        from tensorboard.compat.proto.summary_pb2 import Summary
+
+        new = {tag: value for tag, value in values.items() if samples > self._samples or tag not in self._there}
+        summary = Summary(value=[Summary.Value(tag=tag, simple_value=value) for tag, value in new.items()])
+
+        def write(writer: SummaryWriter) -> None:
+            # As one record, which a killed run has as a whole or not at all; a call of add_scalar each takes twice as
+            # long as all the rest of a point.
+            writer.file_writer.add_summary(summary, samples)
+            # A run that goes on from a checkpoint finds all points before it.
+            writer.flush()
+
+        self._unless_failed(write)
+
+    def close(self) -> None:
+        """Ends the writing."""
+        self._unless_failed(lambda writer: writer.close())
+        self._writer = None
+
+    def _unless_failed(self, work: Callable[[SummaryWriter], None]) -> None:
+        if self._writer is None:
+            return
+        try:
+            work(self._writer)
+        except OSError as error:
+            self._writer = None
+            print(f"warning: no more curves are written: {error}", file=sys.stderr)
+
+
+def _silence_writer_threads() -> None:
+    """Keeps a traceback of TensorBoard's writing thread off the terminal: its error is raised by the next call too."""
+    before = threading.excepthook
+
+    def hook(failure: threading.ExceptHookArgs) -> None:
+        if type(failure.thread).__name__ != "_AsyncWriterThread":
+            before(failure)
+
+    threading.excepthook = hook
+
+
+class StepSplit:
+    """Splits the time of training steps into parts, at the seams of TorchRec's sharded collections.
+
+    - reading: waiting for the next batch.
+    - input_dist: from the ids' arrival at a collection to the first lookup: sending them to their ranks, and waiting
+      for those of the others.
+    - lookup: the forward of the kernels, RecStore's or stock ones.
+    - update: their backward, which applies the fused optimizer.
+    - dense: all the rest: the dense layers both ways, their optimizer, output dist, the other ranks' gradients.
+
+    Hooks that read the clock, some ten a step, see every step of a run for less than a profiler takes for a few. What a
+    CUDA device does later is not seen.
+
+    Args:
+        model: sharded, any number of collections.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self._seconds = dict.fromkeys(PART_TITLES, 0.0)
+        self._running = False
+        self._begin = self._dist_begin = self._lookup_begin = self._update_begin = 0.0
+        for module in model.modules():
+            if isinstance(module, ShardedEmbeddingModule):
+                module.register_forward_pre_hook(self._dist_begins)
+                # Not submodules, so only here within reach (torchrec 1.8.0).
+                for lookup in module._lookups:
+                    lookup.register_forward_pre_hook(self._lookup_begins)
+                    lookup.register_forward_hook(self._lookup_ends)
+                    for kernel in getattr(lookup, "_emb_modules", ()):
+                        kernel.register_forward_hook(self._watch_update)
+
+    def wants_batch(self) -> None:
+        """A step begins, by waiting for its batch."""
+        self._begin = time.perf_counter()
+
+    def has_batch(self) -> None:
+        """The batch is there."""
+        self._running = True  # and not from the beginning: after an epoch's last batch none comes
+        self._seconds["reading"] += time.perf_counter() - self._begin
+
+    def step_ends(self) -> None:
+        """The step is done; what follows until the next one begins is not counted."""
+        self._running = False
+        self._seconds["dense"] += time.perf_counter() - self._begin
+
+    def take(self) -> dict[str, float]:
+        """Returns the seconds of each part since the last call."""
+        seconds, self._seconds = self._seconds, dict.fromkeys(PART_TITLES, 0.0)
+        # Until here "dense" is the whole of it.
+        seconds["dense"] -= sum(spent for part, spent in seconds.items() if part != "dense")
+        return seconds
+
+    def _dist_begins(self, *_: object) -> None:
+        self._dist_begin = time.perf_counter()
+
+    def _lookup_begins(self, *_: object) -> None:
+        self._lookup_begin = time.perf_counter()
+        if self._running and self._dist_begin:
+            self._seconds["input_dist"] += self._lookup_begin - self._dist_begin
+        self._dist_begin = 0.0  # a collection's further lookups come after its input dist
+
+    def _lookup_ends(self, *_: object) -> None:
+        if self._running:
+            self._seconds["lookup"] += time.perf_counter() - self._lookup_begin
+
+    def _watch_update(self, kernel: nn.Module, arguments: Any, pooled: Tensor) -> None:
+        # The node of autograd behind a kernel's result is its backward, in RecStore's kernels and in FBGEMM's.
+        if self._running and pooled.grad_fn is not None:
+            pooled.grad_fn.register_prehook(self._update_begins)
+            pooled.grad_fn.register_hook(self._update_ends)
+
+    def _update_begins(self, *_: object) -> None:
+        self._update_begin = time.perf_counter()
+
+    def _update_ends(self, *_: object) -> None:
+        self._seconds["update"] += time.perf_counter() - self._update_begin
+
 
 AUC_SAMPLES = 2**20
 """The AUC of a point is of so many samples of each rank, the last ones before it, so that memory has a bound."""

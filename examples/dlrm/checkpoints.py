@@ -7,8 +7,7 @@ from pathlib import Path
 from common.checkpoints import CheckpointFolder
 from common.command import DataError
 from common.sharding import dense_part
-from loops import Training
-from progress import Progress
+from loops import Progress, Training
 from settings import Settings
 from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.optim.keyed import CombinedOptimizer

@@ -8,18 +8,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from batches import RowSource
-from common.bounds import Bounds
 from common.checkpoints import CheckpointFolder
 from common.command import DataError
 from common.processes import process_group
 from common.report import check_file, write_json
-from criteo_format import ID_NAMES
+from common.run_settings import Bounds
+from criteo import ID_NAMES
 from rich.console import Console
 from rich.filesize import decimal
 from settings import Settings
 from sharded import build
-from sources import open_source, splits, steps_of
+from sources import RowSource, open_source, splits, steps_of
 from torch import Tensor, nn
 from torchmetrics.classification import BinaryAUROC
 from torchrec.models.dlrm import DLRM

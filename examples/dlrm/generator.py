@@ -17,7 +17,7 @@ from typing import Annotated, NamedTuple
 import numpy as np
 import numpy.typing as npt
 import typer
-from criteo_format import NUM_DENSE, NUM_IDS, Rows, transform_dense
+from criteo import NUM_DENSE, NUM_IDS, Rows, transform_dense
 
 BLOCK_ROWS = 8192
 """Rows of one random stream; a part of a block is cut from the whole block."""

@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from common.command import DataError
-from common.settings import LrSchedule, RunSettings
+from common.run_settings import LrSchedule, RunSettings
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 from common.sharding import shard, table_name
-from criteo_format import ID_NAMES, NUM_DENSE
+from criteo import ID_NAMES, NUM_DENSE
 from settings import Settings
 from torchrec import EmbeddingBagCollection, EmbeddingBagConfig
 from torchrec.distributed.model_parallel import DistributedModelParallel

@@ -1,17 +1,180 @@
-"""The data of a run: opened on every rank, split by time, and the steps of a part of it."""
+"""The data of a run: opened on every rank, split by time, cut into batches and read ahead of training."""
 
 from __future__ import annotations
 
+import queue
+import threading
+from bisect import bisect_left
 from collections.abc import Generator as ReadAhead
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import pairwise
+from typing import NamedTuple, Protocol, TypeVar
 
+import numpy as np
+import torch
 import torch.distributed as dist
-from batches import BatchMaker, RowSource, Step, good_rows, read_steps
 from common.command import DataError
 from common.processes import progress_bar, rank_and_world_size
-from criteo import CriteoFile
+from criteo import ID_NAMES, NUM_IDS, CriteoFile, Rows, concat
 from generator import Generator
 from settings import Settings
+from torchrec.datasets.utils import Batch
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+T = TypeVar("T")
+
+READ_AHEAD_BATCHES = 32
+
+
+class RowSource(Protocol):
+    """Where rows come from: ``criteo.CriteoFile`` or ``generator.Generator``."""
+
+    path: str
+    num_rows: int
+    bad_rows: int
+    bad_lines: Sequence[int]
+    fingerprint: str
+
+    def rows(self, start: int, stop: int) -> Iterator[Rows]:
+        """Yields rows ``[start, stop)`` in pieces of any size."""
+        ...
+
+
+def good_rows(bad_lines: Sequence[int], part: range) -> int:
+    """How many lines of a part are not bad; ``bad_lines`` ascend."""
+    return len(part) - bisect_left(bad_lines, part.stop) + bisect_left(bad_lines, part.start)
+
+
+def behind(bad_lines: Sequence[int], part: range, count: int) -> range:
+    """What is left of a part behind its first ``count`` good rows; ``bad_lines`` ascend."""
+    first = bisect_left(bad_lines, part.start)
+    # Before the i-th bad line of the part lie (its distance from the start) - i good rows.
+    skipped = bisect_left(range(len(bad_lines) - first), count, key=lambda i: bad_lines[first + i] - part.start - i)
+    return range(min(part.start + count + skipped, part.stop), part.stop)
+
+
+class Step(NamedTuple):
+    """What one rank needs for one step.
+
+    Attributes:
+        batch: this rank's part; dense (B, 13) float32, labels (B,) int32, one int64 id for each of C1..C26 and sample.
+        global_rows: samples of the step over all ranks.
+    """
+
+    batch: Batch
+    global_rows: int
+
+
+def cut(pieces: Iterable[Rows], batch_rows: int) -> Iterator[Rows]:
+    """Cuts pieces of any size into batches of exactly ``batch_rows``; the last may be shorter."""
+    held: list[Rows] = []
+    held_rows = 0
+    for piece in pieces:
+        start = 0
+        while held_rows + len(piece) - start >= batch_rows:
+            stop = start + batch_rows - held_rows
+            yield concat([*held, piece[start:stop]])
+            held, held_rows, start = [], 0, stop
+        if start < len(piece):
+            held.append(piece[start:])
+            held_rows += len(piece) - start
+    if held:
+        yield concat(held)
+
+
+class BatchMaker:
+    """Turns global batches into one rank's steps.
+
+    Rank r of W takes the r-th of W contiguous parts, so what is learned does not depend on W.
+
+    Args:
+        rank: this rank.
+        world_size: number of ranks.
+        modulo: ids are taken modulo this (never negative); None keeps them as they are.
+        even: every rank gets equally many samples; the up to W - 1 left over at the end of the log are left out.
+            Training needs it: row-wise sharding's backward fails on uneven parts (torchrec 1.8.0 under gloo).
+    """
+
+    def __init__(self, rank: int = 0, world_size: int = 1, modulo: int | None = None, even: bool = False) -> None:
+        self.even = even
+        self.rank = rank
+        self.world_size = world_size
+        self.modulo = modulo
+        self._ones = torch.ones(0, dtype=torch.int32)
+
+    def steps(self, batches: Iterable[Rows]) -> Iterator[Step]:
+        """Yields a step for each batch; one with fewer samples than ranks is left out, on all ranks."""
+        for rows in batches:
+            if self.even:
+                rows = rows[: len(rows) // self.world_size * self.world_size]
+            if len(rows) >= self.world_size:
+                bounds = [len(rows) * rank // self.world_size for rank in (self.rank, self.rank + 1)]
+                yield Step(self._batch(rows[slice(*bounds)]), len(rows))
+
+    def _batch(self, rows: Rows) -> Batch:
+        ids = np.ascontiguousarray(rows.ids.T)  # (26, B): feature by feature, as TorchRec wants it
+        if self.modulo is not None:
+            ids %= self.modulo
+        if len(self._ones) < ids.size:
+            self._ones = torch.ones(ids.size, dtype=torch.int32)
+        sparse = KeyedJaggedTensor(
+            keys=list(ID_NAMES),
+            values=torch.from_numpy(ids.reshape(-1)),
+            lengths=self._ones[: ids.size],
+            stride=len(rows),
+            length_per_key=[len(rows)] * NUM_IDS,
+        )
+        return Batch(torch.from_numpy(rows.dense), sparse, torch.from_numpy(rows.labels))
+
+
+def read_ahead(items: Iterator[T], depth: int = READ_AHEAD_BATCHES) -> ReadAhead[T, None, None]:
+    """Runs an iterator in a thread of its own, at most ``depth`` items ahead.
+
+    An error in the thread is raised here, after the items before it. Closing this generator ends the thread, and closes
+    ``items`` where it is a generator.
+    """
+    ready: queue.Queue[tuple[T] | BaseException | None] = queue.Queue(depth)
+    stopped = threading.Event()
+
+    def put(entry: tuple[T] | BaseException | None) -> None:
+        while not stopped.is_set():
+            try:
+                ready.put(entry, timeout=0.05)
+                return
+            except queue.Full:
+                continue
+
+    def work() -> None:
+        try:
+            for item in items:
+                put((item,))
+                if stopped.is_set():
+                    break
+            put(None)
+        except BaseException as error:  # it belongs to the consumer, whatever it is
+            put(error)
+        finally:
+            if hasattr(items, "close"):
+                items.close()
+
+    thread = threading.Thread(target=work, name="read-ahead", daemon=True)
+    thread.start()
+    try:
+        while (entry := ready.get()) is not None:
+            if isinstance(entry, BaseException):
+                raise entry
+            yield entry[0]
+    finally:
+        stopped.set()
+        thread.join()
+
+
+def read_steps(
+    source: RowSource, start: int, stop: int, batch_rows: int, maker: BatchMaker
+) -> ReadAhead[Step, None, None]:
+    """Yields the steps of rows ``[start, stop)`` in order, read ahead; close it to stop early."""
+    return read_ahead(maker.steps(cut(source.rows(start, stop), batch_rows)))
+
 
 GENERATED_ROWS = 800_000
 

@@ -27,10 +27,19 @@ import typer
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from common.bounds import Bounds, Eviction
 from common.command import prepare_torch, run
-from common.log_flags import JsonOut, LogDir, LogEvery, NoLog
-from common.settings import Backend, LrSchedule, Optimizer, Sharding
+from common.run_settings import (
+    Backend,
+    Bounds,
+    Eviction,
+    JsonOut,
+    LogDir,
+    LogEvery,
+    LrSchedule,
+    NoLog,
+    Optimizer,
+    Sharding,
+)
 from settings import Settings
 
 from torchrec_recstore.commands.output import errors_in_one_line

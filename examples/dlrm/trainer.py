@@ -10,24 +10,21 @@ from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
-from batches import RowSource, behind
 from checkpoints import Checkpoints
-from common.bounds import Bounds
 from common.command import DataError
-from common.folder import sole_use
-from common.log_folder import log_folder
 from common.page import show
 from common.processes import on_rank_0, process_group, progress_bar
 from common.report import check_file, console_for, in_words, print_tables, result_of, since, write_json
+from common.run_folder import log_folder, sole_use
 from common.run_log import RunLog
-from common.schedule import lr_scheduler
-from common.sharding import stats_of_tables
-from criteo_format import ID_NAMES
+from common.run_settings import Bounds
+from common.sharding import lr_scheduler, stats_of_tables
+from criteo import ID_NAMES
 from loops import Training, evaluate, train_epoch
 from rich.console import Console
 from settings import Settings
 from sharded import build
-from sources import open_on_all_ranks, open_source, splits, steps_in_epoch, steps_of
+from sources import RowSource, behind, open_on_all_ranks, open_source, splits, steps_in_epoch, steps_of
 from torch import nn
 from torch.optim.lr_scheduler import LRScheduler
 

@@ -10,13 +10,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from common.bounds import Bounds
 from common.command import DataError
-from common.log_folder import log_folder
 from common.page import show
 from common.processes import on_rank_0, process_group, progress_bar
 from common.report import check_file, console_for, print_tables, result_of, write_json
+from common.run_folder import log_folder
 from common.run_log import RunLog
+from common.run_settings import Bounds
 from common.sharding import shard, stats_of_tables
 from rich.console import Console
 from torch import Tensor, nn

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from common.settings import RunSettings
+from common.run_settings import RunSettings
 
 
 @dataclass(frozen=True, kw_only=True)

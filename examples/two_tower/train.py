@@ -19,8 +19,7 @@ import typer
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from common.command import prepare_torch, run
-from common.log_flags import JsonOut, LogDir, LogEvery, NoLog
-from common.settings import Backend, Sharding
+from common.run_settings import Backend, JsonOut, LogDir, LogEvery, NoLog, Sharding
 from two_tower.settings import Settings
 
 from torchrec_recstore.commands.output import errors_in_one_line

@@ -9,9 +9,9 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 import torch
-from batches import BatchMaker, Step, cut, read_ahead, read_steps
-from criteo_format import ID_NAMES, Rows
+from criteo import ID_NAMES, Rows
 from generator import Generator
+from sources import BatchMaker, Step, cut, read_ahead, read_steps
 
 
 class Pieces:

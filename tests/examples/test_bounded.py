@@ -12,9 +12,9 @@ from typing import Any
 
 import pytest
 import trainer
-from common.bounds import Bounds
 from common.command import DataError
-from criteo_format import ID_NAMES
+from common.run_settings import Bounds
+from criteo import ID_NAMES
 from generator import Generator
 
 from tests.redis_server import free_port, needs_redis, redis_server

@@ -11,8 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from common.command import DataError
-from criteo import CriteoFile
-from criteo_format import COLUMNS, MAX_LINE_BYTES, BadRowError, Rows, concat, parse, parse_fast
+from criteo import COLUMNS, MAX_LINE_BYTES, BadRowError, CriteoFile, Rows, concat, parse, parse_fast
 from hypothesis import given, settings
 from hypothesis import strategies as st
 

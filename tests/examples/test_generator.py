@@ -5,8 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import numpy as np
-from criteo import CriteoFile
-from criteo_format import Rows, concat
+from criteo import CriteoFile, Rows, concat
 from generator import BLOCK_ROWS, Generator
 
 

@@ -22,16 +22,13 @@ import pytest
 import torch
 import trainer
 from common import run_log
-from common.bounds import Bounds
 from common.command import DataError
-from common.curves import Curve, read_curves
-from common.log_folder import log_folder, read_about
-from common.page import write_report
-from common.plots import COLOURS, spread
-from common.report import print_tables
-from common.run_log import _Window
-from common.words import plain, share, short, short_bytes
-from criteo_format import ID_NAMES
+from common.page import COLOURS, spread, write_report
+from common.report import plain, print_tables, share, short, short_bytes
+from common.run_folder import log_folder, read_about
+from common.run_log import Curve, _Window, read_curves
+from common.run_settings import Bounds
+from criteo import ID_NAMES
 from generator import Generator
 from PIL import Image
 from rich.console import Console

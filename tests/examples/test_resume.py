@@ -22,20 +22,17 @@ import pytest
 import torch
 import torch.distributed as dist
 import trainer
-from batches import behind, good_rows
 from common.checkpoints import CheckpointFolder
 from common.command import DataError
-from common.curves import read_curves
-from common.folder import sole_use
-from common.schedule import lr_factor, lr_scheduler
-from common.sharding import table_name
+from common.run_folder import sole_use
+from common.run_log import read_curves
+from common.sharding import lr_factor, lr_scheduler, table_name
 from criteo import CriteoFile
 from generator import Generator
-from loops import Training, train_epoch
-from progress import Progress
+from loops import Progress, Training, train_epoch
 from settings import Settings
 from sharded import build
-from sources import steps_of
+from sources import behind, good_rows, steps_of
 from tqdm import tqdm
 
 from torchrec_recstore import export_dense_weights, save_checkpoint

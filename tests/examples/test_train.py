@@ -15,7 +15,7 @@ import torch
 import trainer
 from common.command import DataError
 from common.report import check_file
-from criteo_format import ID_NAMES
+from criteo import ID_NAMES
 from generator import Generator
 from settings import Settings
 

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 from common.command import DataError
-from common.curves import read_curves
+from common.run_log import read_curves
 from two_tower import retrieval
 from two_tower.batches import FeatureStore, shuffled
 from two_tower.movielens import Features, leave_last_out, load, token_id

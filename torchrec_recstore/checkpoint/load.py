@@ -12,8 +12,6 @@ from torchrec.distributed.types import ShardingEnv
 from torchrec_recstore.checkpoint.files import check_file, read_tensors
 from torchrec_recstore.checkpoint.info import DENSE, CheckpointInfo, read_chain
 from torchrec_recstore.checkpoint.reader import (
-    Progress,
-    RowCount,
     check_fits,
     check_replaceable,
     check_rows,
@@ -22,6 +20,7 @@ from torchrec_recstore.checkpoint.reader import (
     load_rows,
     rows_to_read,
 )
+from torchrec_recstore.checkpoint.writer import Progress, RowCount
 from torchrec_recstore.options import is_shared
 from torchrec_recstore.sharders.gather import all_gathered, refused_together, whole_environment
 from torchrec_recstore.sharders.layout import LocalShard

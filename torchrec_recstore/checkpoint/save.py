@@ -28,8 +28,7 @@ from torchrec_recstore.checkpoint.info import (
     TableInfo,
     read_chain,
 )
-from torchrec_recstore.checkpoint.reader import Progress, RowCount
-from torchrec_recstore.checkpoint.writer import PartWriter, SavedShard, finish, write_shard
+from torchrec_recstore.checkpoint.writer import PartWriter, Progress, RowCount, SavedShard, finish, write_shard
 from torchrec_recstore.encoding import encode
 from torchrec_recstore.sharders.gather import all_gathered, refused_together, whole_environment
 from torchrec_recstore.sharders.model_tables import dense_tensors, recstore_tables
