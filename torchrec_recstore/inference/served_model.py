@@ -1,6 +1,7 @@
 """A model's static collections as TorchScript, ``torch.export`` and deltas take them."""
 
-from __future__ import annotations
+# Without "from __future__ import annotations": fx copies the annotations of forward as they are, and TorchScript reads
+# them.
 
 import copy
 from collections import Counter
@@ -78,9 +79,6 @@ def version_of(served: nn.Module, script: torch.jit.ScriptModule) -> str:
         if tensor_at(script, name) is not None:
             tensors[f"dense/{name}"] = tensor
     return str(scripted_function(hexadecimal)(scripted_function(checksum_of)(tensors)))
-
-
-# Not with annotations from __future__: fx copies those of forward as they are, and TorchScript reads them.
 
 
 def side_by_side(pooled: Tensor, features: int) -> Tensor:

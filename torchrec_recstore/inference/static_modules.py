@@ -1,6 +1,7 @@
 """Modules for inference: TorchRec's own collections behind a search from raw ids to rows."""
 
-from __future__ import annotations
+# Without "from __future__ import annotations": fx copies the annotations of forward as they are, and TorchScript reads
+# them.
 
 import copy
 from collections.abc import Mapping, Sequence
@@ -35,8 +36,6 @@ from torchrec_recstore.inference.served_tables import (
     served_table,
 )
 from torchrec_recstore.modules import RecStoreEmbedding, RecStoreEmbeddingBag
-
-# Not with annotations from __future__: fx copies those of forward as they are, and TorchScript reads them.
 
 
 @dataclass(frozen=True)
@@ -333,9 +332,6 @@ def stored_rows(collection: nn.Module) -> Mapping[str, tuple[str, Tensor]]:
         for (name, _, _, kind, _), (weight, _, _) in zip(tbe.embedding_specs, weights, strict=True):
             every[name] = (FORMAT_NAMES[kind.as_int()], weight)
     return every
-
-
-# Not with annotations from __future__: fx copies those of forward as they are, and TorchScript reads them.
 
 
 class StaticEmbedding(nn.Module):
