@@ -4,8 +4,8 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/pip --disable-pip-version-check --quiet
-SOURCES := $(wildcard torchrec_recstore/csrc/*)
-CORE := $(filter-out torchrec_recstore/csrc/bindings.cpp,$(wildcard torchrec_recstore/csrc/*.cpp))
+SOURCES := $(wildcard torchrec_recstore/csrc/*.* torchrec_recstore/csrc/ops/*.*)
+CORE := $(wildcard torchrec_recstore/csrc/*.cpp)
 
 .PHONY: help build train test test-slow test-all test-cpp test-faults test-tsan parity matrix lint proto bench docs package clean
 .DEFAULT_GOAL := help

@@ -83,8 +83,8 @@ setup(
     ext_modules=[
         Extension(
             "torchrec_recstore._C",
-            sorted(glob.glob("torchrec_recstore/csrc/*.cpp")),
-            depends=sorted(glob.glob("torchrec_recstore/csrc/*.h") + glob.glob("torchrec_recstore/csrc/*.inl")),
+            sorted(glob.glob("torchrec_recstore/csrc/**/*.cpp", recursive=True)),
+            depends=sorted(glob.glob("torchrec_recstore/csrc/**/*.[hi]*", recursive=True)),
             extra_compile_args=FLAGS,
             libraries=["torch", "torch_cpu", "c10"],
             define_macros=[

@@ -261,7 +261,7 @@ def test_native_checks_do_not_rely_on_the_wrappers() -> None:
         ),
         (lambda: native.table_leaving(_table(), IDS, 3), "max_rows"),
         (lambda: native.table_set_sightings(_bounded(), torch.zeros(2, 4, 5, dtype=torch.uint8), 0), "cells"),
-        (lambda: native.group_read(_group(), IDS, OFFSETS, None, [], []), "one entry a table"),
+        (lambda: native.group_read(_group(), IDS, OFFSETS, None, [], []), "one entry for each table"),
         (lambda: native.group_create([table], [0], [0, 0], False), "routings"),
         (lambda: native.rows_forward([_group()], IDS, [2], True), "counts"),
         (lambda: native.rows_forward([_group(), _group()], IDS, [3, 1], True), "counts"),

@@ -62,7 +62,7 @@ _KINDS: dict[type, int] = {
 }
 
 
-# csrc/row_type.h, RowType.
+# csrc/config.h, RowType.
 _ROW_TYPES: dict[torch.dtype, int] = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 ROW_DTYPES = tuple(_ROW_TYPES)
 """What a table's weights can be stored as."""

@@ -1,6 +1,6 @@
 // What is left of the machine's memory and of each control group's that bounds the process, from files as Linux writes them.
 
-#include "available_memory.h"
+#include "memory.h"
 
 #include <sys/stat.h>
 

@@ -14,6 +14,7 @@
 #include "cold_rows.h"
 #include "error.h"
 #include "eviction.h"
+#include "find.h"
 #include "pass.h"
 #include "snapshot.h"
 #include "testing.h"
@@ -37,10 +38,6 @@ std::shared_ptr<Table> make_table(const Bounds& bounds, OptimizerKind kind = Opt
   return std::make_shared<Table>(config);
 }
 
-std::shared_ptr<const Group> group_of(const std::shared_ptr<Table>& table) {
-  return std::make_shared<const Group>(std::vector<std::shared_ptr<Table>>{table}, std::vector<Routing>(1),
-                                       std::vector<int64_t>{0}, false);
-}
 
 std::vector<int64_t> draw(std::mt19937_64& random, size_t n, uint64_t spread) {
   std::vector<int64_t> ids(n);
@@ -73,7 +70,7 @@ void any_calls_keep_the_bound(const Bounds& bounds, uint64_t seed) {
   std::mt19937_64 random(seed);
   Threads executor(1 + static_cast<int>(seed % 3));
   const auto table = make_table(bounds);
-  const auto group = group_of(table);
+  const auto group = one_table_group(table);
   std::vector<Step> pending;
   std::unique_ptr<Snapshot> snapshot;
   int64_t full = 0;
@@ -150,7 +147,7 @@ void cold_rows_come_back_as_they_left() {
   bounds.max_rows = kMaxRows;
   bounds.cold_store = true;
   const auto table = make_table(bounds), whole = make_table({});
-  const auto group = group_of(table), whole_group = group_of(whole);
+  const auto group = one_table_group(table), whole_group = one_table_group(whole);
   std::map<int64_t, std::vector<char>> cold;
   const auto bytes = static_cast<size_t>(table->image_bytes());
   const auto make_room = [&](const std::vector<int64_t>& ids, int64_t n) {

@@ -18,6 +18,7 @@
 
 #include "cold_rows.h"
 #include "error.h"
+#include "find.h"
 #include "pass.h"
 #include "snapshot.h"
 #include "testing.h"
@@ -261,8 +262,7 @@ void several_passes(Tables& tables, Executor& executor) {
   std::vector<std::shared_ptr<Pass>> passes;
   std::vector<Pass::Start> starts;
   for (size_t t = 0; t < tables.all.size(); ++t) {
-    const auto group = std::make_shared<const Group>(std::vector<std::shared_ptr<Table>>{tables.all[t]}, std::vector<Routing>(1), std::vector<int64_t>{0}, false);
-    passes.push_back(std::make_shared<Pass>(group, data.batch, nullptr, executor));
+    passes.push_back(std::make_shared<Pass>(one_table_group(tables.all[t]), data.batch, nullptr, executor));
     starts.push_back({passes.back().get(), tables.out.data() + t * 40 * kColumns});
   }
   Pass::begin(starts, executor);
@@ -274,14 +274,15 @@ void for_each_table(Tables& tables, size_t only, const std::function<void(const 
 }
 Call update(size_t of) {
   return [of](Tables& tables, Executor& executor) {
+    const Data data(1, 40, 777);
+    update_rows(*one_table_group(tables.all[of]), data.batch, data.grad.data(), 0.1f, executor);
+  };
+}
+Call insert(size_t of) {
+  return [of](Tables& tables, Executor& executor) {
     for_each_table(tables, of, [&](const std::shared_ptr<Table>& table) {
-      const Group group({table}, std::vector<Routing>(1), {0}, false);
       const Data data(1, 40, 777);
-      std::vector<Slot> slots(40);
-      Upsert rows(*table, data.ids.data(), 40, slots.data(), executor, Arrival::kUpdate);
-      Update update({group, data.batch, slots.data()}, data.grad.data(), {0.1f}, Steps{0}, executor);
-      rows.commit();
-      update.run();
+      write_weights(*table, data.ids.data(), 40, data.grad.data(), executor);
     });
   };
 }
@@ -371,6 +372,7 @@ int main() {
         if (of > 0 && kind.name != "bounded") continue;
         test("update", nullptr, update(of));
         test("import", nullptr, import(of));
+        test("insert", nullptr, insert(of));
         test("remove", nullptr, remove(of));
         test("remove beside a pass", forward, remove(of));
       }

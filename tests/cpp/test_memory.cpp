@@ -13,6 +13,7 @@
 
 #include "buffer_pool.h"
 #include "cold_rows.h"
+#include "error.h"
 #include "pass.h"
 #include "snapshot.h"
 #include "testing.h"
@@ -33,9 +34,6 @@ std::shared_ptr<Table> make_table() {
   config.optimizer.beta1 = 0.9;
   config.optimizer.beta2 = 0.99;
   return std::make_shared<Table>(config);
-}
-std::shared_ptr<const Group> group_of(const std::shared_ptr<Table>& table) {
-  return std::make_shared<const Group>(std::vector<std::shared_ptr<Table>>{table}, std::vector<Routing>(1), std::vector<int64_t>{0}, false);
 }
 
 // Resident bytes of the pages of a table's rows.
@@ -61,7 +59,7 @@ struct Step {
 };
 
 std::vector<char> images_of(Table& table, const std::vector<int64_t>& ids, Executor& executor) {
-  const auto group = group_of(std::shared_ptr<Table>(&table, [](Table*) {}));
+  const auto group = one_table_group(std::shared_ptr<Table>(&table, [](Table*) {}));
   const auto locks = group->lock();
   table.settle_passes(executor);
   std::vector<char> images(ids.size() * static_cast<size_t>(table.image_bytes()));
@@ -83,7 +81,7 @@ void rows_that_move_are_the_same(size_t at_once) {
   std::mt19937_64 random(at_once);
   Threads executor(2);
   const auto table = make_table(), still = make_table();
-  const auto group = group_of(table), still_group = group_of(still);
+  const auto group = one_table_group(table), still_group = one_table_group(still);
   std::vector<int64_t> all;
   for (int64_t id = 0; id < kRows; ++id) all.push_back(id * 7919 - 1000);
   for (const auto& of : {group, still_group}) Step(of, all, executor).backward(executor);
@@ -163,7 +161,7 @@ void an_empty_table_has_no_memory() {
   const auto table = make_table();
   std::vector<int64_t> all(kRows);
   for (int64_t id = 0; id < kRows; ++id) all[static_cast<size_t>(id)] = id;
-  Step(group_of(table), all, executor).backward(executor);
+  Step(one_table_group(table), all, executor).backward(executor);
   CHECK(remove(*table, all) == kRows);
   CHECK(table->rows().slots() == 0 && resident(*table, kRows) < 2 << 20);
 }
@@ -173,7 +171,7 @@ void any_calls(uint64_t seed) {
   std::mt19937_64 random(seed);
   Threads executor(2);
   const auto table = make_table(), still = make_table();
-  const auto group = group_of(table), still_group = group_of(still);
+  const auto group = one_table_group(table), still_group = one_table_group(still);
   const Snapshot snapshot(still, std::nullopt);
   std::vector<Step> pending, still_pending;
   int64_t shrunk = 0, slots = 0;
@@ -240,6 +238,44 @@ void the_pool_keeps_what_is_used() {
   CHECK(pool.free_idle() > 0 && pool.bytes().idle == 0);
 }
 
+void tensors_are_no_larger_than_a_machine() {
+  CHECK(tensor_bytes({}, 4) == 4 && tensor_bytes({3, 5}, 2) == 30 && tensor_bytes({0, 5}, 8) == 0);
+  for (const std::vector<int64_t>& shape : {std::vector<int64_t>{int64_t{1} << 45}, {int64_t{1} << 40, int64_t{1} << 40}, {-1, 2}}) {
+    CHECK_THROWS(tensor_bytes(shape, 4), OutOfMemory);
+  }
+}
+
+// A call fails this many times for want of memory.
+int calls_until_success(BufferPool& pool, int failures, bool native) {
+  int calls = 0;
+  try {
+    CHECK(with_idle_memory(pool, [&] {
+      if (++calls > failures) return 7;
+      if (native) throw OutOfMemory("for a test");
+      throw std::bad_alloc();
+    }) == 7);
+  } catch (const OutOfMemory&) {
+    return -calls;
+  } catch (const std::bad_alloc&) {
+    return -calls;
+  }
+  return calls;
+}
+
+void a_call_is_repeated_with_idle_memory() {
+  for (const bool native : {false, true}) {
+    BufferPool pool;
+    CHECK(calls_until_success(pool, 0, native) == 1);
+    CHECK(calls_until_success(pool, 1, native) == -1);  // the pool has nothing to free
+    { const auto buffer = pool.take(100); }
+    CHECK(pool.bytes().idle > 0);
+    CHECK(calls_until_success(pool, 1, native) == 2);
+    CHECK(pool.bytes().idle == 0);
+    { const auto buffer = pool.take(100); }
+    CHECK(calls_until_success(pool, 2, native) == -2);
+  }
+}
+
 }  // namespace
 
 int main() {
@@ -247,5 +283,7 @@ int main() {
   an_empty_table_has_no_memory();
   for (uint64_t seed = 1; seed <= 3; ++seed) any_calls(seed);
   the_pool_keeps_what_is_used();
+  tensors_are_no_larger_than_a_machine();
+  a_call_is_repeated_with_idle_memory();
   std::puts("test_memory passed");
 }

@@ -19,6 +19,7 @@
 #include "cold_rows.h"
 #include "error.h"
 #include "eviction.h"
+#include "find.h"
 #include "pass.h"
 #include "registry.h"
 #include "snapshot.h"
@@ -208,41 +209,35 @@ class Stress {
     for (const Pending& each : pending) registry_.remove(each.handle);
   }
 
-  // As the op group_prefetch.
   void prefetch(Worker& worker) {
     SerialExecutor serial;
     const std::vector<int64_t> ids = worker.ids(60);
-    std::vector<Slot> slots(ids.size());
-    const std::lock_guard<std::mutex> lock(plain_->mutex());
-    const int64_t before = plain_->size();
-    find_or_insert(*plain_, ids.data(), 60, slots.data(), serial, Arrival::kUpdate);
-    plain_->counters().misses += plain_->size() - before;
+    recstore::prefetch(*trained_, ids.data(), 60, {20, 20, 20}, serial);
   }
 
   void evaluate(Worker& worker) {
     Data data(worker, *trained_);
-    const auto slots = BufferPool::instance().take(data.ids.size() * sizeof(Slot));
-    const auto locks = trained_->lock();
-    read(*trained_, data.batch(), static_cast<Slot*>(slots.data()), data.out.data(), worker.executor);
+    read(*trained_, data.batch(), data.out.data(), worker.executor);
   }
 
   // As the ops snapshot_open, snapshot_read and snapshot_close.
   void save(Worker& worker, const std::shared_ptr<Table>& table) {
-    std::shared_ptr<Snapshot> snapshot;
-    {
-      const std::lock_guard<std::mutex> lock(table->mutex());
-      std::optional<Changes::Mark> since;
+    const std::optional<Changes::Mark> since = locked(*table, [&]() -> std::optional<Changes::Mark> {
       const Changes& changes = table->rows().changes();
-      if (worker.below(2) == 0 && changes.knows(changes.last_mark())) since = changes.last_mark();
-      table->settle_passes(worker.executor);
-      snapshot = std::make_shared<Snapshot>(table, since);
+      if (worker.below(2) == 0 && changes.knows(changes.last_mark())) return changes.last_mark();
+      return std::nullopt;
+    });
+    std::shared_ptr<Snapshot> snapshot;
+    try {
+      snapshot = open_snapshot(table, since, worker.executor);
+    } catch (const InvalidArgument&) {  // an exchange of rows has forgotten the mark meanwhile
+      return;
     }
-    SerialExecutor serial;
     while (snapshot->rows_left() > 0) {
       const int64_t n = std::min<int64_t>(snapshot->rows_left(), 300);
       Images rows(*table, n);
       std::vector<int64_t> ids(static_cast<size_t>(n));
-      snapshot->read(n, ids.data(), rows.pointers<RowImages>(), true, serial);
+      snapshot->read(n, ids.data(), rows.pointers<RowImages>(), true, worker.executor);
       CHECK(std::is_sorted(ids.begin(), ids.end()));
       if (worker.below(20) == 0) return;
     }

@@ -13,6 +13,7 @@
 #include <vector>
 
 #include "error.h"
+#include "find.h"
 #include "pass.h"
 #include "table.h"
 #include "testing.h"
@@ -91,7 +92,7 @@ std::vector<float> train_steps(OptimizerKind kind, int threads, bool weighted, b
   }
   const Data data = make_data(77, group->features(), kBags, group->columns());
   std::vector<Slot> slots(data.ids.size());
-  read(*group, batch_of(data, kBags, weighted), slots.data(), out.data(), executor);
+  read(*group, batch_of(data, kBags, weighted), out.data(), executor);
   return out;
 }
 
@@ -188,7 +189,7 @@ void pending_slots_are_not_reused() {
   pass->backward(grad.data(), {1.0f}, nullptr, executor);
   std::vector<Slot> slots(3);
   std::vector<float> after(24);
-  read(*group, other, slots.data(), after.data(), executor);
+  read(*group, other, after.data(), executor);
   CHECK(after == fresh);
   pass.reset();
   const int64_t before = table->rows().bytes();

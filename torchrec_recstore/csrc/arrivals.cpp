@@ -5,7 +5,7 @@
 #include <utility>
 
 #include "error.h"
-#include "id_set.h"
+#include "sets.h"
 
 namespace recstore {
 

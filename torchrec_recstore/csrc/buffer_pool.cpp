@@ -7,8 +7,7 @@
 #include <string>
 #include <utility>
 
-#include "error.h"
-#include "reserve_more.h"
+#include "memory.h"
 
 namespace recstore {
 namespace {
@@ -141,6 +140,16 @@ size_t BufferPool::free_idle() noexcept {
 BufferPool::Bytes BufferPool::bytes() {
   const std::lock_guard<std::mutex> lock(mutex_);
   return bytes_;
+}
+
+size_t tensor_bytes(const std::vector<int64_t>& shape, int64_t element_bytes) {
+  size_t bytes = static_cast<size_t>(element_bytes);
+  bool fits = true;
+  for (const int64_t size : shape) fits &= !__builtin_mul_overflow(bytes, static_cast<size_t>(size), &bytes);
+  if (fits && bytes <= kMostBytes) return bytes;
+  std::string sizes;
+  for (const int64_t size : shape) sizes += (sizes.empty() ? "" : ", ") + std::to_string(size);
+  throw OutOfMemory("cannot allocate a tensor of the shape (" + sizes + ")");
 }
 
 }  // namespace recstore

@@ -1,8 +1,12 @@
 #pragma once
 
 #include <cstddef>
+#include <cstdint>
 #include <mutex>
+#include <new>
 #include <vector>
+
+#include "error.h"
 
 namespace recstore {
 
@@ -77,5 +81,22 @@ class BufferPool {
   size_t freed_ = 0;        // bytes that the bound has cost of late
   size_t last_freed_ = 0;   // when
 };
+
+// Bytes of a tensor of this shape. Throws OutOfMemory if they are more than any machine has.
+size_t tensor_bytes(const std::vector<int64_t>& shape, int64_t element_bytes);
+
+// Returns call(). If the call fails because memory cannot be allocated, the idle buffers of the pool are freed and the
+// call is repeated once. A call that fails must have changed nothing.
+template <class Call>
+auto with_idle_memory(BufferPool& pool, const Call& call) {
+  try {
+    return call();
+  } catch (const OutOfMemory&) {
+    if (pool.free_idle() == 0) throw;
+  } catch (const std::bad_alloc&) {
+    if (pool.free_idle() == 0) throw;
+  }
+  return call();
+}
 
 }  // namespace recstore

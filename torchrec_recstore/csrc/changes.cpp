@@ -2,7 +2,7 @@
 
 #include <algorithm>
 
-#include "reserve_more.h"
+#include "memory.h"
 
 namespace recstore {
 namespace {

@@ -5,7 +5,7 @@
 #include <vector>
 
 #include "index.h"
-#include "region.h"
+#include "memory.h"
 
 namespace recstore {
 

@@ -3,7 +3,7 @@
 #include <cstdint>
 #include <vector>
 
-#include "region.h"
+#include "memory.h"
 
 namespace recstore {
 

@@ -1,20 +1,28 @@
 #include "cold_rows.h"
 
+#include <algorithm>
 #include <cstring>
 #include <string>
 
 #include "arrivals.h"
 #include "error.h"
 #include "eviction.h"
-#include "id_set.h"
+#include "find.h"
+#include "sets.h"
 
 namespace recstore {
 namespace {
 
 constexpr int64_t kRun = 4096;  // rows of a task
-constexpr int64_t kAhead = 8;   // rows that are being fetched
+constexpr int64_t kAhead = 8;   // rows that are prefetched ahead
 
-bool is_as_in(const Rows& rows, Slot slot, const char* image) {
+void check_distinct(const int64_t* ids, int64_t n) {
+  std::vector<int64_t> sorted(ids, ids + n);
+  std::sort(sorted.begin(), sorted.end());
+  if (std::adjacent_find(sorted.begin(), sorted.end()) != sorted.end()) throw InvalidArgument("ids must be distinct");
+}
+
+bool equals_image(const Rows& rows, Slot slot, const char* image) {
   const auto bytes = static_cast<size_t>(rows.row_bytes());
   return std::memcmp(rows.row(slot), image, bytes) == 0 && std::memcmp(&rows.meta(slot), image + bytes, sizeof(RowMeta)) == 0;
 }
@@ -41,7 +49,9 @@ std::vector<int64_t> absent_ids(const Table& table, const int64_t* ids, int64_t 
 }
 
 std::vector<int64_t> leaving_ids(const Table& table, const int64_t* ids, int64_t n, int64_t new_rows, Executor& executor) {
-  const int64_t over = table.size() + new_rows - table.config().bounds.max_rows;
+  const int64_t max_rows = table.config().bounds.max_rows;
+  if (max_rows == 0) throw InvalidArgument("the table has no max_rows");
+  const int64_t over = table.size() + new_rows - max_rows;
   if (over <= 0) return {};
   SlotSet kept = pinned_slots(table);
   std::vector<Slot> slots(static_cast<size_t>(n));
@@ -69,12 +79,13 @@ void read_images(const Table& table, const int64_t* ids, int64_t n, char* images
 }
 
 void evict(Table& table, const int64_t* ids, int64_t n, const char* images, bool* left) {
+  check_distinct(ids, n);
   const SlotSet pinned = pinned_slots(table);
   std::vector<Leaver> leavers;
   leavers.reserve(static_cast<size_t>(n));
   for (int64_t i = 0; i < n; ++i) {
     const Slot slot = table.index().find(ids[i], table.index().hash(ids[i]));
-    left[i] = slot != kNoSlot && !pinned.contains(slot) && is_as_in(table.rows(), slot, images + i * table.image_bytes());
+    left[i] = slot != kNoSlot && !pinned.contains(slot) && equals_image(table.rows(), slot, images + i * table.image_bytes());
     if (left[i]) leavers.push_back({ids[i], slot});
   }
   table.reserve_leave(static_cast<int64_t>(leavers.size()));
@@ -83,6 +94,7 @@ void evict(Table& table, const int64_t* ids, int64_t n, const char* images, bool
 }
 
 void bring_back(Table& table, const int64_t* ids, int64_t n, const char* images, bool looked_up, Executor& executor) {
+  check_distinct(ids, n);
   std::vector<Slot> slots(static_cast<size_t>(n));
   find(table, ids, n, slots.data(), executor);
   for (int64_t i = 0; i < n; ++i) {
@@ -99,6 +111,20 @@ void bring_back(Table& table, const int64_t* ids, int64_t n, const char* images,
   if (!looked_up) return;
   table.counters().misses += n;
   table.counters().cold_hits += n;
+}
+
+std::vector<int64_t> expired_ids(const Table& table, Executor& executor) {
+  if (table.config().bounds.expiry == 0) return {};
+  std::vector<int64_t> ids;
+  for (const Leaver& row : expired_rows(table, table.clock(), pinned_slots(table), executor)) ids.push_back(row.id);
+  return ids;
+}
+
+void note_left(Table& table, const int64_t* ids, int64_t n) {
+  Changes& changes = table.rows().changes();
+  if (!changes.tracks()) return;
+  changes.reserve_left(n);
+  for (int64_t i = 0; i < n; ++i) changes.left(ids[i], table.size());
 }
 
 }  // namespace recstore

@@ -4,30 +4,38 @@
 #include <vector>
 
 #include "executor.h"
-#include "forward.h"
 #include "table.h"
 
 namespace recstore {
 
-// How the rows of a table with a cold store go there and come back. Who keeps the store calls these, and none of them
-// waits for it. An image is a row as it lies in the table, its RowMeta behind. For all: the caller holds the lock.
+// Moves rows between a table and its cold store. The owner of the cold store calls these functions; the functions
+// themselves never wait for the store. An image is a row as it is stored in the table, followed by its RowMeta.
+// For all functions: ids are (n,), and the caller holds the lock of the table.
 
-// The distinct ids among ids (n,) that have no row here, in the order of their first occurrence.
+// Returns the distinct ids that have no row in the table, in the order of their first occurrence.
 std::vector<int64_t> absent_ids(const Table& table, const int64_t* ids, int64_t n, Executor& executor);
 
-// Rows that must leave before `new_rows` more come: none of ids (n,), nor of a pending pass. Nothing changes.
-// Throws InvalidArgument where the working set is too large.
+// Returns the ids whose rows must be evicted before `new_rows` more rows are made. These are none of `ids`, and no
+// pending pass refers to their rows. Nothing changes.
+// Throws InvalidArgument if the table has no max_rows or the working set is larger than max_rows.
 std::vector<int64_t> leaving_ids(const Table& table, const int64_t* ids, int64_t n, int64_t new_rows, Executor& executor);
 
-// Copies the rows of ids (n,) to images. Throws InvalidArgument where an id has no row.
+// Copies the rows of the ids to images. Throws InvalidArgument if an id has no row.
 void read_images(const Table& table, const int64_t* ids, int64_t n, char* images, Executor& executor);
 
-// The rows of ids (n,), distinct, leave for the cold store, where their images are and of which the filter knows; those
-// stay that are no longer as in their image, or that a pending pass refers to. left: (n,), which have left.
+// Removes rows that are in the cold store and whose ids are in the cold filter. A row stays if it is no longer equal to
+// its image, or if a pending pass refers to it. left: (n,), receives whether each row was removed.
+// Throws InvalidArgument if the ids are not distinct.
 void evict(Table& table, const int64_t* ids, int64_t n, const char* images, bool* left);
 
-// Rows from the cold store, of ids (n,), distinct and without a row here. looked_up: by a step, which counts them.
-// Throws InvalidArgument where there is no room for them, or one is here, OutOfMemory.
+// Makes the rows of images that were read from the cold store. looked_up: a step looks these rows up, and counts them.
+// Throws InvalidArgument if the ids are not distinct, an id has a row already, or the table has no room; OutOfMemory.
 void bring_back(Table& table, const int64_t* ids, int64_t n, const char* images, bool looked_up, Executor& executor);
+
+// Returns the ids of the rows that have expired and to which no pending pass refers.
+std::vector<int64_t> expired_ids(const Table& table, Executor& executor);
+
+// Notes that the rows of the ids were deleted from the cold store for good; a delta checkpoint lists these ids.
+void note_left(Table& table, const int64_t* ids, int64_t n);
 
 }  // namespace recstore

@@ -2,38 +2,51 @@
 
 #include <cstdint>
 #include <string>
+#include <vector>
 
 #include "optimizer.h"
-#include "row_type.h"
 
 namespace recstore {
+
+// The type in which a row's weights are stored. Optimizer state is float32 for each type. The values are those of
+// _ROW_TYPES in ops.py.
+enum class RowType : int64_t { kFloat32 = 0, kFloat16 = 1, kBfloat16 = 2 };
+
+// Number of floats that this many weights occupy. 16-bit weights are padded to whole floats, so that the optimizer state
+// behind them is aligned.
+inline int64_t weight_floats(RowType type, int64_t columns) {
+  return type == RowType::kFloat32 ? columns : (columns + 1) / 2;
+}
 
 enum class InitKind : int64_t { kUniform = 0, kNormal = 1, kConstant = 2 };
 
 struct InitConfig {
   InitKind kind = InitKind::kConstant;
-  double a = 0.0;        // uniform: low; normal: mean; constant: value
-  double b = 0.0;        // uniform: high; normal: standard deviation
-  double truncate = 0.0; // normal: bound in standard deviations, 0 for none
+  double a = 0.0;         // uniform: low; normal: mean; constant: value
+  double b = 0.0;         // uniform: high; normal: standard deviation
+  double truncate = 0.0;  // normal: bound in standard deviations, 0 for no bound
 };
 
 enum class Eviction : int64_t { kNone = 0, kLeastRecent = 1, kLeastFrequent = 2 };
 
-// What keeps a shard small; 0 for what it has not. torchrec_recstore/options.py tells what each means.
+// The bounds on a shard's rows; 0 if a shard lacks a bound. torchrec_recstore/options.py explains them.
 struct Bounds {
   int64_t max_rows = 0;
   Eviction eviction = Eviction::kNone;
   int64_t half_life = 0;      // steps
   int64_t expiry = 0;         // steps
-  int64_t min_frequency = 0;  // steps
-  int64_t counter_bytes = 0;  // of what counts them
-  bool cold_store = false;    // evicted rows go there, by whoever calls: no row leaves on its own
+  int64_t min_frequency = 0;  // sightings of an id that give it a row
+  int64_t counter_bytes = 0;  // memory of the counter of sightings
+  bool cold_store = false;    // evicted rows move to a cold store: the caller moves them, and no row leaves on its own
+
+  // Makes bounds of the seven numbers above, in their order. Throws InvalidArgument if a number is out of range.
+  static Bounds of(const std::vector<int64_t>& numbers);
 
   bool operator==(const Bounds& other) const {
     return max_rows == other.max_rows && eviction == other.eviction && half_life == other.half_life && expiry == other.expiry &&
            min_frequency == other.min_frequency && counter_bytes == other.counter_bytes && cold_store == other.cold_store;
   }
-  // Whether an id without a row may be refused one, or cost another's.
+  // Whether a new row may be refused, or may evict another row.
   bool limit_new_rows() const { return max_rows > 0 || min_frequency > 0; }
 };
 
@@ -42,9 +55,9 @@ struct TableConfig {
   int64_t column_begin = 0;  // this shard holds the columns [column_begin, column_end) of each row
   int64_t column_end = 0;
   uint64_t seed = 0;
-  bool missing_reads_init = false;  // what an evaluation lookup reads for an id without a row; else zeros
+  bool missing_reads_init = false;  // an evaluation lookup reads an id without a row as its initial row; else as zeros
   RowType row_type = RowType::kFloat32;
-  bool stochastic_rounding = false;  // of 16-bit weights in updates; else to nearest, ties to even
+  bool stochastic_rounding = false;  // updates round 16-bit weights stochastically; else to nearest, ties to even
   InitConfig init;
   OptimizerConfig optimizer;
   Bounds bounds;

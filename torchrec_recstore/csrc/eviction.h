@@ -4,7 +4,7 @@
 #include <vector>
 
 #include "executor.h"
-#include "slot_set.h"
+#include "sets.h"
 #include "table.h"
 
 namespace recstore {

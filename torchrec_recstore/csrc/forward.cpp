@@ -1,138 +1,29 @@
 #include "forward.h"
 
 #include <algorithm>
-#include <array>
 #include <atomic>
 #include <cstdint>
 #include <cstring>
 #include <numeric>
 #include <optional>
-#include <string>
-#include <type_traits>
 #include <utility>
 
+#include "arrivals.h"
+#include "buffer_pool.h"
 #include "error.h"
+#include "find.h"
+#include "insertion.h"
+#include "resolver.h"
 #include "row_kernels.h"
 
 namespace recstore {
 namespace {
 
-constexpr int64_t kBlock = 16;         // ids that go through a stage of the pipeline together
-constexpr int64_t kTaskIds = 1024;     // ids of a task, about
-constexpr int64_t kLargeInsertion = 16384;  // misses from which one table's rows are made in parallel
-constexpr int64_t kMostSteps = 0xFFFFFFFE;  // a row's last step has 32 bits, of which one value has another meaning
-constexpr int64_t kStreamBytes = 16 << 20;  // outputs from here on are written around the caches
+constexpr int64_t kLargeInsertion = 16384;  // a table with more misses makes its rows on several threads
+constexpr int64_t kMostSteps = 0xFFFFFFFE;  // a row's last step has 32 bits, and one value is reserved
+constexpr int64_t kStreamBytes = 16 << 20;  // outputs of at least this size are written past the caches
 
-// Resolves a run of ids to slots in blocks, so that memory is always being fetched for the blocks
-// ahead: two ahead the home line of the index, one ahead the row. The few ids that are not in their
-// home line are late by a block, in which the next line arrives.
-// kLines: cache lines of a row, 0 where the compiler cannot know.
-template <int64_t kLines>
-class Resolver {
- public:
-  Resolver(const Table& table, const Routing& routing, const int64_t* ids, int64_t begin, int64_t end, Slot* slots)
-      : index_(table.index()), rows_(table.rows().view()), routing_(routing), ids_(ids), end_(end), slots_(slots),
-        hashed_(begin), probed_(begin), resolved_(begin) {
-    hash_block();
-    hash_block();
-    probe_block();
-  }
-
-  int64_t resolved() const { return resolved_; }
-
-  void advance() {
-    finish_late();
-    hash_block();
-    probe_block();
-  }
-
-  std::vector<Miss> misses;
-
- private:
-  struct Hashed {
-    int64_t id;
-    uint64_t hash;
-    const Index::Entry* line;
-  };
-  struct Late {
-    int64_t position;
-    const Index::Entry* line;  // to go on with, null where there is none
-  };
-
-  void hash_block() {
-    const int64_t stop = std::min(hashed_ + kBlock, end_);
-    for (; hashed_ < stop; ++hashed_) {
-      const int64_t id = routing_.raw_id(ids_[hashed_]);
-      const uint64_t hash = index_.hash(id);
-      const Index::Entry* line = index_.home_line(hash);
-      ring_[hashed_ % kRing] = {id, hash, line};
-      __builtin_prefetch(line, 0, 3);
-    }
-  }
-  void probe_block() {
-    const int64_t stop = std::min(probed_ + kBlock, end_);
-    for (; probed_ < stop; ++probed_) {
-      const Hashed& hashed = ring_[probed_ % kRing];
-      const Index::Entry* entry = Index::find_in_line(hashed.line, hashed.id);
-      if (entry != nullptr) {
-        found(probed_, entry->slot);
-      } else {
-        const Index::Entry* next = index_.next_line(hashed.line);
-        __builtin_prefetch(next, 0, 3);
-        late_[late_count_++] = {probed_, next};
-      }
-    }
-  }
-  void finish_late() {
-    for (int i = 0; i < late_count_; ++i) {
-      const Hashed& hashed = ring_[late_[i].position % kRing];
-      const Index::Entry* entry = index_.find_from(late_[i].line, hashed.id);
-      if (entry != nullptr) {
-        found(late_[i].position, entry->slot);
-      } else {
-        slots_[late_[i].position] = kNoSlot;
-        misses.push_back({hashed.id, hashed.hash, late_[i].position});
-      }
-    }
-    late_count_ = 0;
-    resolved_ = probed_;
-  }
-  void found(int64_t position, Slot slot) {
-    slots_[position] = slot;
-    const float* row = rows_.data + slot * rows_.stride;
-    const int64_t floats = kLines == 0 ? rows_.weight_floats() : kLines * 16;
-    for (int64_t d = 0; d < floats; d += 16) __builtin_prefetch(row + d, 0, 3);
-  }
-
-  static constexpr int64_t kRing = 4 * kBlock;
-
-  const Index& index_;
-  RowsView rows_;
-  const Routing& routing_;
-  const int64_t* ids_;
-  int64_t end_;
-  Slot* slots_;
-  int64_t hashed_;    // positions up to which each stage has come
-  int64_t probed_;
-  int64_t resolved_;
-  int late_count_ = 0;
-  std::array<Late, kBlock> late_;
-  std::array<Hashed, kRing> ring_;
-};
-
-// Calls work(lines) with the cache lines of a row's weights, which the compiler knows for the dims that most tables have.
-template <class Work>
-void with_lines(const Table& table, const Work& work) {
-  switch (table.rows().view().weight_floats()) {
-    case 16: return work(std::integral_constant<int64_t, 1>{});
-    case 32: return work(std::integral_constant<int64_t, 2>{});
-    case 64: return work(std::integral_constant<int64_t, 4>{});
-    case 128: return work(std::integral_constant<int64_t, 8>{});
-    default: return work(std::integral_constant<int64_t, 0>{});
-  }
-}
-
-// A run of one feature's bags, and what it could not resolve.
+// A run of one feature's bags, and the misses found in it.
 struct Task {
   int64_t feature;
   int64_t bag_begin;  // within the feature
@@ -169,10 +60,10 @@ class Lookup {
     });
   }
 
-  // All of a training lookup that can fail; the tables are as they were until commit(), or again after undo().
+  // Does everything in a training lookup that can fail. No row changes before commit(), and undo() restores the tables.
   //
-  // Waking threads and waiting for the last of them costs more than a small batch's work, above all on
-  // busy cores: so whoever resolves a table's last task goes on to complete the table, in the same go.
+  // To wake threads and to wait for the last of them costs more than the work on a small batch, above all on busy
+  // cores. Therefore the thread that resolves the last task of a table completes the table in the same parallel run.
   void prepare() {
     const size_t n = group_.tables.size();
     std::vector<std::atomic<int64_t>> unresolved(n);
@@ -224,7 +115,7 @@ class Lookup {
   int64_t table_number(const Task& task) const { return group_.feature_tables[task.feature]; }
   Table& table_of(const Task& task) const { return *group_.tables[table_number(task)]; }
 
-  // Makes one table's missing rows, unless they are so many that threads had better share them, or need room.
+  // Makes the missing rows of one table, unless the table limits new rows or has so many that threads should share them.
   void complete(int64_t table) {
     std::vector<Miss> misses = misses_of(table);
     if (misses.empty()) return;
@@ -252,8 +143,8 @@ class Lookup {
     }
     return misses;
   }
-  // Decides which ids get rows, and which rows leave, by need or for their age; what each table does is decided before
-  // any of them changes.
+  // Decides which ids get rows, and which rows are evicted or expire. This is decided for all tables before any table
+  // changes.
   void plan_leavers() {
     for (size_t t = 0; t < arrivals_.size(); ++t) {
       const Table& table = *group_.tables[t];
@@ -261,7 +152,7 @@ class Lookup {
         arrivals_[t]->plan([&](SlotSet& pinned) { pin(static_cast<int64_t>(t), pinned); }, executor_);
       }
       const int64_t step = table.clock() + 1;
-      if (!is_expiry_step(table, step) || table.config().bounds.cold_store) continue;  // those of a cold store go by whoever keeps it
+      if (!is_expiry_step(table, step) || table.config().bounds.cold_store) continue;  // the owner of the cold store expires its rows
       SlotSet kept = pinned_slots(table);
       pin(static_cast<int64_t>(t), kept);
       if (arrivals_[t].has_value()) {
@@ -284,7 +175,7 @@ class Lookup {
       rest.push_back(t);
       insertions.push_back(&*insertions_[t]);
     }
-    // A new row reads as its initial row, as one that is held back does: these bags need not wait for the rows.
+    // A new row and a refused one both read as the initial row, so these bags do not have to wait for the rows.
     for_each_task(executor_, static_cast<int64_t>(with_refused.size()), [&](int64_t t) {
       for (const int64_t bag : with_refused[t]->bags_with_misses) pool_with_missing_rows(*with_refused[t], bag);
     });
@@ -302,7 +193,7 @@ class Lookup {
     }
   }
 
-  // Adds the slots that the batch has found in a table.
+  // Adds the slots that the batch has found in one table.
   void pin(int64_t table, SlotSet& pinned) const {
     for (int64_t f = 0; f < group_.features(); ++f) {
       if (group_.feature_tables[f] != table) continue;
@@ -315,7 +206,7 @@ class Lookup {
     const int64_t all_bags = batch_.bags * group_.features();
     const int64_t ids_per_bag = std::max<int64_t>(1, batch_.n_ids / std::max<int64_t>(1, all_bags));
     const int64_t bags_per_task = std::max<int64_t>(1, kTaskIds / ids_per_bag);
-    // Neighbouring tasks write the same rows of the output, each its own columns.
+    // Neighbouring tasks write the same rows of the output, each task its own columns.
     for (int64_t begin = 0; begin < batch_.bags; begin += bags_per_task) {
       for (int64_t f = 0; f < group_.features(); ++f) {
         tasks_.push_back({f, begin, std::min(begin + bags_per_task, batch_.bags), {}, {}});
@@ -323,7 +214,7 @@ class Lookup {
     }
   }
 
-  // Where a feature's bags begin, from `bag` on.
+  // The positions at which the feature's bags begin, starting with `bag`.
   const int64_t* bounds(const Task& task, int64_t bag) const { return offsets_ + task.feature * batch_.bags + bag; }
   PoolArgs pool_args(const Task& task, const int64_t* bounds, int64_t bag) const {
     const Table& table = table_of(task);
@@ -340,7 +231,7 @@ class Lookup {
     args.bags = 0;
     return args;
   }
-  // Pools the bags again that had ids without rows, run by run.
+  // Pools the bags with misses once more, in runs of consecutive bags.
   void pool_bags_with_misses(const Task& task) const noexcept {
     const auto& bags = task.bags_with_misses;
     for (size_t first = 0, next; first < bags.size(); first = next) {
@@ -363,7 +254,7 @@ class Lookup {
     PoolArgs args = pool_args(task, task_bounds, task.bag_begin);
     const int64_t bags = task.bag_end - task.bag_begin;
     for (int64_t bag = 0; bag < bags;) {
-      resolver.advance();  // its fetches overlap with the pooling below
+      resolver.advance();  // its prefetches overlap with the pooling below
       int64_t end = bag;
       while (end < bags && task_bounds[end + 1] <= resolver.resolved()) ++end;
       if (end == bag) continue;
@@ -384,8 +275,7 @@ class Lookup {
       if (task.bags_with_misses.empty() || task.bags_with_misses.back() != number) task.bags_with_misses.push_back(number);
     }
   }
-  // Pools a bag with ids that have no row in the table: what they read as and the rows of the others, laid out one
-  // behind the other, are pooled like any others.
+  // Pools a bag in which some ids have no row in the table. All rows of the bag are copied into one array first.
   void pool_with_missing_rows(const Task& task, int64_t bag) const {
     const int64_t number = table_number(task);
     const Table& table = *group_.tables[number];
@@ -415,13 +305,13 @@ class Lookup {
     args.bags = 1;
     row_kernels().pool(args);
   }
-  // row: zeros.
+  // row: filled with zeros.
   void read_missing_row(int64_t number, int64_t id, float* row) const {
     const Table& table = *group_.tables[number];
     const char* elsewhere = elsewhere_.empty() ? nullptr : elsewhere_[number].find(id);
     if (elsewhere != nullptr) {
       std::memcpy(row, elsewhere, static_cast<size_t>(table.rows().view().weight_floats()) * sizeof(float));
-    } else if (!arrivals_.empty() || table.config().missing_reads_init) {  // in training the initial row is read
+    } else if (!arrivals_.empty() || table.config().missing_reads_init) {  // training always reads the initial row
       table.initializer().fill(id, row);
     }
   }
@@ -432,49 +322,31 @@ class Lookup {
   float* out_;
   Executor& executor_;
   bool streams_;
-  std::vector<int64_t> each_its_own_;  // the offsets of a batch without offsets
+  std::vector<int64_t> each_its_own_;  // offsets of a batch that has none: each id is a bag of its own
   const int64_t* offsets_;
   std::vector<Task> tasks_;
-  const std::vector<RowsElsewhere>& elsewhere_;       // by table, or none
+  const std::vector<RowsElsewhere>& elsewhere_;       // by table, or empty
   std::vector<std::optional<Insertion>> insertions_;  // by table, in training
-  std::vector<std::optional<Arrivals>> arrivals_;     // of tables with bounds
+  std::vector<std::optional<Arrivals>> arrivals_;     // by table; only tables whose bounds limit new rows have one
   std::vector<std::vector<Leaver>> expired_;          // by table
-  std::optional<InsertionTasks> rest_;                // of those that complete() has left
-  std::vector<const Task*> incomplete_;               // that are to be pooled again once they have run
+  std::optional<InsertionTasks> rest_;                // insertions that complete() has not done
+  std::vector<const Task*> incomplete_;               // tasks whose bags are pooled again after rest_ has run
 };
-
-void check_offsets(const Batch& batch, int64_t features, Executor& executor) {
-  const int64_t all_bags = batch.bags * features;
-  if (std::max(batch.n_ids, all_bags) >= int64_t{kNotFirst}) {
-    throw InvalidArgument("a batch holds at most 2**31 - 1 ids and bags");
-  }
-  if (batch.offset(0) != 0 || batch.offset(all_bags) != batch.n_ids) {
-    throw InvalidArgument("offsets must begin with 0 and end with the number of ids, " + std::to_string(batch.n_ids));
-  }
-  if (batch.offsets == nullptr) return;
-  constexpr int64_t kRun = 65536;
-  for_each_task(executor, (all_bags + kRun - 1) / kRun, [&](int64_t run) {
-    bool ascends = true;
-    for (int64_t bag = run * kRun; bag < std::min((run + 1) * kRun, all_bags); ++bag) {
-      ascends &= batch.offsets[bag] <= batch.offsets[bag + 1];
-    }
-    if (!ascends) throw InvalidArgument("offsets must ascend from 0 to the number of ids");
-  });
-}
 
 const char* RowsElsewhere::find(int64_t id) const {
   const int64_t* found = std::lower_bound(ids, ids + n, id);
   return found == ids + n || *found != id ? nullptr : rows + (found - ids) * stride;
 }
 
-void read(const Group& group, const Batch& batch, Slot* slots, float* out, Executor& executor,
-          const std::vector<RowsElsewhere>& elsewhere) {
-  Lookup(group, batch, slots, out, executor, elsewhere).evaluate();
+void read(const Group& group, const Batch& batch, float* out, Executor& executor, const std::vector<RowsElsewhere>& elsewhere) {
+  const auto slots = BufferPool::instance().take(static_cast<size_t>(batch.n_ids) * sizeof(Slot));
+  const auto locks = group.lock();
+  Lookup(group, batch, static_cast<Slot*>(slots.data()), out, executor, elsewhere).evaluate();
 }
 
 TrainingLookup::TrainingLookup(const Group& group, const Batch& batch, Slot* slots, float* out, Executor& executor) {
   for (const auto& table : group.tables) {
-    if (table->clock() >= kMostSteps) throw InvalidArgument("table '" + table->config().name + "' has done all of its 2**32 - 2 steps");
+    if (table->clock() >= kMostSteps) throw InvalidArgument("table '" + table->config().name + "' cannot do more than 2**32 - 2 steps");
   }
   static const std::vector<RowsElsewhere> nowhere;
   lookup_ = std::make_unique<Lookup>(group, batch, slots, out, executor, nowhere);
@@ -497,75 +369,22 @@ void TrainingLookup::commit() noexcept {
   lookup_ = nullptr;
 }
 
-namespace {
-
-std::vector<Miss> resolve_all(const Table& table, const int64_t* ids, int64_t n, Slot* slots, Executor& executor) {
-  if (n >= int64_t{kNotFirst}) throw InvalidArgument("a call takes at most 2**31 - 1 ids");
-  const int64_t tasks = (n + kTaskIds - 1) / kTaskIds;
-  std::vector<std::vector<Miss>> misses(static_cast<size_t>(tasks));
-  const Routing as_they_are;
-  for_each_task(executor, tasks, [&](int64_t t) {
-    const int64_t end = std::min((t + 1) * kTaskIds, n);
-    with_lines(table, [&](auto lines) {
-      Resolver<lines> resolver(table, as_they_are, ids, t * kTaskIds, end, slots);
-      while (resolver.resolved() < end) resolver.advance();
-      misses[t] = std::move(resolver.misses);
-    });
-  });
-  std::vector<Miss> all;
-  for (const auto& some : misses) all.insert(all.end(), some.begin(), some.end());
-  return all;
-}
-
-}  // namespace
-
-void find(const Table& table, const int64_t* ids, int64_t n, Slot* slots, Executor& executor) {
-  resolve_all(table, ids, n, slots, executor);
-}
-
-std::vector<Miss> find_missing(const Table& table, const int64_t* ids, int64_t n, Executor& executor) {
-  std::vector<Slot> slots(static_cast<size_t>(n));
-  return resolve_all(table, ids, n, slots.data(), executor);
-}
-
-Upsert::Upsert(Table& table, const int64_t* ids, int64_t n, Slot* slots, Executor& executor, Arrival arrival)
-    : table_(table), slots_(slots), executor_(executor) {
-  std::vector<Miss> misses = resolve_all(table, ids, n, slots, executor);
-  if (misses.empty()) return;
-  try {
-    insert(std::move(misses), n, arrival);
-  } catch (...) {
-    if (insertion_.has_value()) insertion_->undo();
-    throw;
+void prefetch(const Group& group, const int64_t* ids, int64_t n_ids, const std::vector<int64_t>& counts, Executor& executor) {
+  check_counts(counts, group.features(), "feature", n_ids);
+  const int64_t* next = ids;
+  for (size_t f = 0; f < counts.size(); ++f) {
+    const int64_t* begin = next;
+    next += counts[f];
+    const int64_t t = group.feature_tables[f];
+    if (group.tables[t]->config().bounds.limit_new_rows()) continue;
+    std::vector<int64_t> raw(static_cast<size_t>(counts[f]));
+    std::transform(begin, next, raw.begin(), [&](int64_t id) { return group.routings[t].raw_id(id); });
+    std::vector<Slot> slots(raw.size());
+    const LockedTable table(group.tables[t]);
+    const int64_t before = table->size();
+    find_or_insert(*table, raw.data(), counts[f], slots.data(), executor, Arrival::kUpdate);
+    table->counters().misses += table->size() - before;
   }
-}
-
-void Upsert::insert(std::vector<Miss> misses, int64_t n, Arrival arrival) {
-  arrivals_.emplace(table_, std::move(misses), arrival);
-  arrivals_->plan([&](SlotSet& pinned) { pinned.add(slots_, n); }, executor_);
-  insertion_.emplace(table_, arrivals_->take_admitted(), slots_, initialises(arrival));
-  tasks_.emplace(std::vector<Insertion*>{&*insertion_});
-  tasks_->run(executor_, [](Insertion& insertion, int64_t task) { insertion.place(task); });
-  const std::vector<Leaver>& leavers = arrivals_->leavers();
-  insertion_->take_slots(table_.slots_are_free_at_once() ? leavers : std::vector<Leaver>{});
-  if (!leavers.empty()) table_.reserve_leave(static_cast<int64_t>(leavers.size()));
-  tasks_->run(executor_, [](Insertion& insertion, int64_t task) { insertion.resolve(task); });
-}
-
-Upsert::~Upsert() {
-  if (!committed_ && insertion_.has_value()) insertion_->undo();
-}
-
-void Upsert::commit() noexcept {
-  committed_ = true;
-  if (!insertion_.has_value()) return;
-  arrivals_->make_room(insertion_->reused());
-  tasks_->run(executor_, [](Insertion& insertion, int64_t task) { insertion.fill(task); });
-  arrivals_->finish(insertion_->rows_made());
-}
-
-void find_or_insert(Table& table, const int64_t* ids, int64_t n, Slot* slots, Executor& executor, Arrival arrival) {
-  Upsert(table, ids, n, slots, executor, arrival).commit();
 }
 
 }  // namespace recstore

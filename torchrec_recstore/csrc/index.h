@@ -6,7 +6,7 @@
 #include <memory>
 #include <vector>
 
-#include "region.h"
+#include "memory.h"
 
 namespace recstore {
 

@@ -6,6 +6,7 @@
 #include "clipping.h"
 #include "error.h"
 #include "eviction.h"
+#include "find.h"
 
 namespace recstore {
 
@@ -23,8 +24,9 @@ void Pass::begin(const std::vector<Start>& starts, Executor& executor) {
     tables.insert(tables.end(), own.begin(), own.end());
   }
   std::sort(tables.begin(), tables.end());
+  if (std::adjacent_find(tables.begin(), tables.end()) != tables.end()) throw InvalidArgument("groups must be of different tables");
   const TableLocks locks(tables);
-  std::vector<TrainingLookup> lookups;  // end, where one fails, before the locks do
+  std::vector<TrainingLookup> lookups;  // declared after the locks, so that an exception undoes them under the locks
   lookups.reserve(starts.size());
   for (const auto& [pass, out] : starts) {
     for (const auto& table : pass->group_->tables) {
@@ -113,7 +115,7 @@ void Pass::moved(const Table& table, const std::vector<Move>& moves) noexcept {
   }
 }
 
-// The pass ends: its slots may be put into another order, by which each row is found once.
+// Called when the pass ends, so that its slots may be sorted: this finds each row once without further memory.
 void Pass::settle_without_memory() noexcept {
   auto* slots = static_cast<Slot*>(slots_.data());
   for (size_t t = 0; t < steps_.size(); ++t) {
@@ -187,12 +189,23 @@ void accumulated_backward(const std::vector<std::shared_ptr<Pass>>& passes, cons
   merged.ids = ids.data();
   merged.offsets = offsets.data();
   merged.weights = weighted ? weights.data() : nullptr;
-  // Each pass is a step of its own in the bookkeeping.
+  // The bookkeeping records each pass as a step of its own.
   for (const auto& pass : passes) {
     for (const auto& table : group->tables) pass->settle(*table, executor);
   }
   const ClippedGradient clipped(*group, grad.data(), merged.bags, executor);
   Update({*group, merged, slots.data()}, clipped.data(), learning_rates, Steps(group->tables.size(), 0), executor).run();
+}
+
+void update_rows(const Group& group, const Batch& batch, const float* grad, float learning_rate, Executor& executor) {
+  const auto slots = BufferPool::instance().take(static_cast<size_t>(batch.n_ids) * sizeof(Slot));
+  auto* slot_data = static_cast<Slot*>(slots.data());
+  const auto locks = group.lock();
+  const ClippedGradient clipped(group, grad, batch.bags, executor);
+  Upsert rows(*group.tables[0], batch.ids, batch.n_ids, slot_data, executor, Arrival::kUpdate);
+  Update update({group, batch, slot_data}, clipped.data(), {learning_rate}, Steps{0}, executor);
+  rows.commit();
+  update.run();
 }
 
 }  // namespace recstore

@@ -11,31 +11,31 @@
 
 namespace recstore {
 
-// A training forward of a group, from its lookup until its backward has run or its graph is gone.
+// A training forward of a group, from its lookup until its backward has run or its graph has been freed.
 class Pass final : public PendingPass {
  public:
-  // Not begun yet. inputs: keeps what `batch` points to alive. Throws OutOfMemory.
+  // Makes a pass that has not begun. inputs: keeps the arrays of the batch alive. Throws OutOfMemory.
   Pass(std::shared_ptr<const Group> group, const Batch& batch, std::shared_ptr<void> inputs, Executor& executor);
   ~Pass() override;
 
-  // A pass of tables of its own, and where its output goes.
+  // A pass that begins, and the array that receives its output.
   struct Start {
     Pass* pass;
     float* out;
   };
-  // Looks the batches of passes of different tables up (see TrainingLookup) and keeps the slots: all of them, or
-  // nothing changes. The caller holds no lock.
+  // Looks up the batches of all passes (see TrainingLookup) and keeps their slots. If one fails, nothing changes. The
+  // caller holds no lock. Throws InvalidArgument if two passes have a table in common, or if a lookup does.
   static void begin(const std::vector<Start>& starts, Executor& executor);
 
   int64_t columns() const { return group_->columns(); }
   const Batch& batch() const { return batch_; }
   size_t table_count() const { return group_->tables.size(); }
 
-  // Applies the gradients (see apply_gradients()), and before that, where grad_weights is not null,
-  // writes the per-sample weights' gradients to it.
+  // Updates the rows with the gradients (see Update). If grad_weights is not null, the gradients of the per-sample
+  // weights are written to it before the rows change.
   void backward(const float* grad, const std::vector<float>& learning_rates, float* grad_weights, Executor& executor);
 
-  // Writes the per-sample weights' gradients and leaves the rows alone.
+  // Writes the gradients of the per-sample weights, and does not change the rows.
   void weight_gradients_only(const float* grad, float* grad_weights, Executor& executor);
 
   void settle(const Table& table, Executor& executor) override;
@@ -54,14 +54,20 @@ class Pass final : public PendingPass {
   Batch batch_;
   std::shared_ptr<void> inputs_;
   BufferPool::Buffer slots_;
-  Steps steps_;                   // zero for a table whose bookkeeping is written
-  std::vector<uint64_t> numbers_; // one a table; none before the pass has begun
+  Steps steps_;                    // by table: the step to be recorded, or 0 if it has been recorded
+  std::vector<uint64_t> numbers_;  // by table: the number of this pass; empty before the pass has begun
   Executor& executor_;
 };
 
-// One backward for several passes of one group: each row is updated once, on the sum over all of them,
-// taken feature by feature, and of a feature pass by pass. grads: of each pass, contiguous.
+// One backward for several passes of one group: each row is updated once, on the sum of its gradients over all passes.
+// The sum is taken feature by feature, and within a feature pass by pass. grads: for each pass, contiguous.
 void accumulated_backward(const std::vector<std::shared_ptr<Pass>>& passes, const std::vector<const float*>& grads,
                           const std::vector<float>& learning_rates, Executor& executor);
+
+// Updates the rows of ids with gradients, without a pass. An id without a row gets its initial row first, if admission
+// permits it; otherwise its gradient is dropped. The function locks the table.
+// group: of one table; batch: without offsets; grad: (bags, columns).
+// Throws InvalidArgument if the table has no room, OutOfMemory; the table is then unchanged.
+void update_rows(const Group& group, const Batch& batch, const float* grad, float learning_rate, Executor& executor);
 
 }  // namespace recstore

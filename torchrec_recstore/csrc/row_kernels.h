@@ -4,10 +4,8 @@
 #include <type_traits>
 
 #include "batch.h"
+#include "config.h"
 #include "index.h"
-#include "optimizer.h"
-#include "routing.h"
-#include "row_type.h"
 
 namespace recstore {
 

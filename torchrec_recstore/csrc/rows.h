@@ -5,10 +5,9 @@
 
 #include "changes.h"
 #include "config.h"
-#include "free_slots.h"
+#include "sets.h"
 #include "index.h"
-#include "region.h"
-#include "reserve_more.h"
+#include "memory.h"
 #include "row_kernels.h"
 
 namespace recstore {

@@ -2,7 +2,7 @@
 
 #include <cstdint>
 
-#include "region.h"
+#include "memory.h"
 
 namespace recstore {
 

@@ -142,14 +142,18 @@ void Snapshot::find_next(bool polite) {
   if (!next_.empty()) last_id_ = next_.back().id;
 }
 
+void Snapshot::check_count(int64_t n) const {
+  if (n >= 0 && n <= rows_left_) return;
+  throw InvalidArgument("the snapshot has " + std::to_string(rows_left_) + " rows left, not " + std::to_string(n));
+}
+
 void Snapshot::read(int64_t n, int64_t* ids, const RowImages& out, bool polite, Executor& executor) {
   const std::lock_guard<std::mutex> one(reading_);
   if (broken_) throw InvalidArgument("the snapshot is of no use any more: reading it has failed");
-  if (n < 0 || n > rows_left_) {
-    throw InvalidArgument("the snapshot has " + std::to_string(rows_left_) + " rows left, not " + std::to_string(n));
-  }
+  check_count(n);
   broken_ = true;
-  read_next(n, ids, out, polite, executor);
+  SerialExecutor serial;
+  read_next(n, ids, out, polite, polite ? static_cast<Executor&>(serial) : executor);
   broken_ = false;
 }
 
@@ -216,6 +220,12 @@ bool Snapshot::removed(int64_t id, Slot slot) noexcept {
   if (!pending(slot)) return false;
   removed_.push_back({id, slot});
   return true;
+}
+
+std::shared_ptr<Snapshot> open_snapshot(const std::shared_ptr<Table>& table, std::optional<Changes::Mark> since, Executor& executor) {
+  const LockedTable locked(table);
+  table->settle_passes(executor);
+  return std::make_shared<Snapshot>(table, since);
 }
 
 }  // namespace recstore

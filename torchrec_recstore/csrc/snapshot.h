@@ -9,8 +9,7 @@
 
 #include "changes.h"
 #include "executor.h"
-#include "region.h"
-#include "reserve_more.h"
+#include "memory.h"
 #include "table.h"
 #include "transfer.h"
 
@@ -37,9 +36,11 @@ class Snapshot final : public PendingPass {
   const std::optional<std::vector<int64_t>>& left() const { return left_; }
   // Rows that have not been read.
   int64_t rows_left() const { return rows_left_; }
-  // Copies the next n rows, n at most rows_left(), ids ascending. The caller does not hold the lock.
-  // polite: holds it for a tenth of a millisecond at a time, and lets others have it in between.
-  // Throws OutOfMemory where there was no room to keep a row.
+  // Throws InvalidArgument unless n is within 0 and rows_left().
+  void check_count(int64_t n) const;
+  // Copies the next n rows, in ascending order of their ids. The caller does not hold the lock of the table.
+  // polite: read on the calling thread alone, hold the lock for a tenth of a millisecond at a time, and pause in between.
+  // Throws InvalidArgument (see check_count), OutOfMemory if there was no memory to keep the copy of a row.
   void read(int64_t n, int64_t* ids, const RowImages& out, bool polite, Executor& executor);
 
   // The row is about to change. The caller holds the lock; distinct slots may come in parallel.
@@ -96,5 +97,8 @@ class Snapshot final : public PendingPass {
   std::atomic<bool> out_of_memory_{false};
   uint64_t pass_;
 };
+
+// Locks the table and takes a snapshot of it; see Snapshot.
+std::shared_ptr<Snapshot> open_snapshot(const std::shared_ptr<Table>& table, std::optional<Changes::Mark> since, Executor& executor);
 
 }  // namespace recstore

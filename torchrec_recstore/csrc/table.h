@@ -1,8 +1,10 @@
 #pragma once
 
 #include <cstdint>
+#include <memory>
 #include <mutex>
 #include <optional>
+#include <utility>
 #include <vector>
 
 #include "cold_filter.h"
@@ -10,10 +12,10 @@
 #include "executor.h"
 #include "index.h"
 #include "initializer.h"
-#include "reserve_more.h"
+#include "memory.h"
 #include "rows.h"
 #include "sightings.h"
-#include "slot_set.h"
+#include "sets.h"
 
 namespace recstore {
 
@@ -166,6 +168,20 @@ class Table {
   uint32_t next_segment_ = 0;  // of the index: where compaction goes on
   uint64_t next_pass_ = 1;
   std::vector<Numbered> pending_;  // number ascends
+};
+
+// An open table, locked for as long as this object lives.
+class LockedTable {
+ public:
+  // Throws InvalidArgument if the table is closed.
+  explicit LockedTable(std::shared_ptr<Table> table) : table_(std::move(table)), lock_(table_->mutex()) { table_->check_open(); }
+
+  Table& operator*() const { return *table_; }
+  Table* operator->() const { return table_.get(); }
+
+ private:
+  std::shared_ptr<Table> table_;
+  std::lock_guard<std::mutex> lock_;
 };
 
 }  // namespace recstore

@@ -8,16 +8,16 @@
 #include <vector>
 
 #include "error.h"
-#include "forward.h"
+#include "find.h"
 
 namespace recstore {
 namespace {
 
-constexpr int64_t kRun = 4096;   // rows of a task
-constexpr int64_t kAhead = 8;    // rows that are being fetched
+constexpr int64_t kRun = 4096;  // rows of a task
+constexpr int64_t kAhead = 8;   // rows that are prefetched ahead
 
 void check_bookkeeping(const int64_t* values, int64_t n) {
-  // No branch, so that the loop is one of vectors: a value out of range sets a bit above the low 32.
+  // The loop has no branch, so that the compiler vectorises it: a value out of range sets a bit above the low 32.
   uint64_t all = 0;
   for (int64_t i = 0; i < n; ++i) all |= static_cast<uint64_t>(values[i]);
   if (all > std::numeric_limits<uint32_t>::max()) throw InvalidArgument("last_step and frequency must be within 0 and 2**32 - 1");
@@ -72,7 +72,7 @@ void write_rows(Table& table, const int64_t* ids, int64_t n, const ConstRowImage
   check_bookkeeping(in.frequency, n);
   std::vector<Slot> slots(static_cast<size_t>(n));
   find_or_insert(table, ids, n, slots.data(), executor, Arrival::kWrite);
-  // A slot belongs to one task, so that of duplicates the last wins.
+  // All occurrences of a slot belong to one task, so that the last one is written last.
   const int64_t tasks = n < kRun ? 1 : executor.threads();
   for_each_task(executor, tasks, [&](int64_t task) {
     for (int64_t i = 0; i < n; ++i) {
@@ -81,6 +81,15 @@ void write_rows(Table& table, const int64_t* ids, int64_t n, const ConstRowImage
       write_row(table.rows(), slots[i], in, i);
     }
   });
+}
+
+void write_weights(Table& table, const int64_t* ids, int64_t n, const float* weights, Executor& executor) {
+  std::vector<Slot> slots(static_cast<size_t>(n));
+  find_or_insert(table, ids, n, slots.data(), executor, Arrival::kWrite);
+  for (int64_t i = 0; i < n; ++i) {
+    table.before_change(slots[i]);
+    table.rows().set_weights(slots[i], weights + i * table.config().columns());
+  }
 }
 
 }  // namespace recstore

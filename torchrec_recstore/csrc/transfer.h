@@ -9,8 +9,7 @@
 
 namespace recstore {
 
-// Whole rows outside of a table, by position. Of the table's shape: as many elements as its optimizer has
-// element-wise states.
+// Arrays that hold whole rows outside a table. There are as many elements as the optimizer has element-wise states.
 template <bool kConst>
 struct RowImagesOf {
   template <class T>
@@ -25,15 +24,21 @@ struct RowImagesOf {
 using RowImages = RowImagesOf<false>;
 using ConstRowImages = RowImagesOf<true>;
 
-// Copies one row, which lies where it lies in the table or as it lies there, to position i.
+// Copies one row to position i of the arrays. row: in the table, or a copy with the same layout.
 void read_row(const Rows& rows, const void* row, const RowMeta& meta, const RowImages& out, int64_t i);
 
-// Copies the rows of ids (n,) out of the table. The caller holds its lock.
-// Throws InvalidArgument where an id has no row.
+// For the functions below: ids are (n,), and the caller holds the lock of the table.
+
+// Copies the rows of the ids out of the table. Throws InvalidArgument if an id has no row.
 void read_rows(const Table& table, const int64_t* ids, int64_t n, const RowImages& out, Executor& executor);
 
-// Makes or overwrites the rows of ids (n,), all of each row; of duplicates the last wins. The caller holds the lock.
-// Throws InvalidArgument for bookkeeping out of range, OutOfMemory; the table is then as it was.
+// Makes or overwrites whole rows. If an id occurs more than once, its last row is written.
+// Throws InvalidArgument if last_step or frequency is out of range, OutOfMemory; the table is then unchanged.
 void write_rows(Table& table, const int64_t* ids, int64_t n, const ConstRowImages& in, Executor& executor);
+
+// Makes or overwrites the weights of rows. New rows have zero optimizer state, existing rows keep theirs. If an id
+// occurs more than once, its last weights are written.
+// weights: (n, columns) float32, rounded to nearest. Throws OutOfMemory; the table is then unchanged.
+void write_weights(Table& table, const int64_t* ids, int64_t n, const float* weights, Executor& executor);
 
 }  // namespace recstore

@@ -1,0 +1,250 @@
+// Ops on a group of tables: the forward and backward of a batch.
+
+#include <torch/csrc/stable/ops.h>
+
+#include <algorithm>
+#include <memory>
+#include <optional>
+#include <string>
+#include <tuple>
+#include <utility>
+#include <vector>
+
+#include "../error.h"
+#include "../pass.h"
+#include "../registry.h"
+#include "tensors.h"
+
+namespace recstore {
+namespace {
+
+int64_t group_create(std::vector<int64_t> handles, std::vector<int64_t> feature_tables, std::vector<int64_t> routings, bool mean) {
+  const auto n = static_cast<int64_t>(handles.size());
+  if (routings.size() != handles.size() * 4) throw InvalidArgument("routings must have four numbers for each table");
+  std::vector<std::shared_ptr<Table>> members;
+  std::vector<Routing> member_routings;
+  for (int64_t t = 0; t < n; ++t) {
+    members.push_back(tables().get(handles[t]));
+    if (std::count(handles.begin(), handles.end(), handles[t]) > 1) throw InvalidArgument("tables must be distinct");
+    member_routings.push_back({routings[4 * t], routings[4 * t + 1], routings[4 * t + 2], routings[4 * t + 3] != 0});
+  }
+  for (const int64_t t : feature_tables) {
+    if (t < 0 || t >= n) throw InvalidArgument("feature_tables must be positions in tables, got " + std::to_string(t));
+  }
+  return groups().add(std::make_shared<const Group>(std::move(members), std::move(member_routings), std::move(feature_tables), mean));
+}
+
+void group_destroy(int64_t group) { groups().remove(group); }
+
+// What a pass keeps until its backward. The offsets are a copy: the backward finds the bags by them, so a caller may
+// overwrite its own offsets in between.
+struct Inputs {
+  Tensor ids;  // stochastic rounding draws its bits by the ids; the rows are found by their slots
+  BufferPool::Buffer offsets;
+  std::optional<Tensor> weights;
+};
+
+// The batch that an op got, and the arrays that it refers to.
+struct GivenBatch {
+  Batch batch;
+  std::shared_ptr<Inputs> inputs;
+};
+
+// offsets: int32 or int64; none: each id is a bag of its own.
+GivenBatch checked_batch(const Group& group, const Tensor& given_ids, std::optional<Tensor> offsets, const std::optional<Tensor>& weights) {
+  const Tensor ids = checked_ids(given_ids);
+  GivenBatch given{plain_batch(ids), std::make_shared<Inputs>(Inputs{ids, {}, std::nullopt})};
+  Batch& batch = given.batch;
+  if (offsets.has_value()) {
+    const bool narrow = offsets->scalar_type() == ScalarType::Int;
+    offsets = checked(*offsets, "offsets", narrow ? ScalarType::Int : ScalarType::Long, 1);
+    const int64_t n = offsets->size(0);
+    batch.bags = count_bags(n, group.features());
+    given.inputs->offsets = narrow ? copy_offsets(static_cast<const int32_t*>(offsets->const_data_ptr()), n, executor())
+                                   : copy_offsets(id_data(*offsets), n, executor());
+    batch.offsets = static_cast<const int64_t*>(given.inputs->offsets.data());
+  } else if (group.features() != 1) {
+    throw InvalidArgument("a batch without offsets needs a group of one feature");
+  }
+  if (weights.has_value()) {
+    given.inputs->weights = checked(*weights, "weights", ScalarType::Float, 1);
+    if (given.inputs->weights->size(0) != batch.n_ids) throw InvalidArgument("weights must have one entry for each id");
+    batch.weights = float_data(*given.inputs->weights);
+  }
+  return given;
+}
+
+// Returns the handles of the passes, (passes,) int64. The passes live as long as this tensor.
+Tensor context_of(std::vector<std::shared_ptr<Pass>> all) {
+  const auto owner = std::make_shared<OwnedHandles<Pass>>(passes(), std::move(all));
+  return torch::stable::from_blob(owner->data(), {owner->size()}, {1}, torch::stable::Device(torch::headeronly::DeviceType::CPU),
+                                  ScalarType::Long, [owner](void*) {});
+}
+Tensor no_context() { return empty({0}, ScalarType::Long); }
+
+std::shared_ptr<Pass> checked_pass(const Tensor& context) {
+  const Tensor handle = checked(context, "context", ScalarType::Long, 1);
+  if (handle.size(0) != 1) throw InvalidArgument("context must come from a training group_forward");
+  return passes().get(*id_data(handle));
+}
+
+// Returns the output (bags, columns), and the context for group_backward; the context is empty without train.
+std::tuple<Tensor, Tensor> group_forward(int64_t group_handle, Tensor ids, Tensor offsets, std::optional<Tensor> weights, bool train) {
+  const auto group = groups().get(group_handle);
+  const auto [batch, inputs] = checked_batch(*group, ids, offsets, weights);
+  Tensor out = recycled({batch.bags, group->columns()}, ScalarType::Float);
+  if (!train) {
+    read(*group, batch, mutable_data<float>(out), executor());
+    return {std::move(out), no_context()};
+  }
+  auto pass = std::make_shared<Pass>(group, batch, inputs, executor());
+  const Pass::Start start{pass.get(), mutable_data<float>(out)};
+  Tensor context = context_of({std::move(pass)});  // may fail, so before the tables change
+  Pass::begin({start}, executor());
+  return {std::move(out), std::move(context)};
+}
+
+// A lookup without pooling in several groups of one feature. The first counts[0] of ids belong to the first group, the
+// next ones to the second, and so on. Returns the rows (sum of counts * columns,), and the contexts (groups,), each for a
+// group_backward of its own; they are empty without train.
+std::tuple<Tensor, Tensor> rows_forward(std::vector<int64_t> group_handles, Tensor ids, std::vector<int64_t> counts, bool train) {
+  ids = checked_ids(ids);
+  std::vector<GroupRows> parts;
+  for (const int64_t handle : group_handles) parts.push_back({groups().get(handle), {}});
+  Tensor rows = recycled({divide_ids(parts, id_data(ids), ids.size(0), counts)}, ScalarType::Float);
+  auto* out = mutable_data<float>(rows);
+  std::vector<std::shared_ptr<Pass>> made;
+  std::vector<Pass::Start> starts;
+  for (const auto& [group, batch] : parts) {
+    if (train) {
+      const auto inputs = std::make_shared<Inputs>(Inputs{ids, {}, std::nullopt});
+      made.push_back(std::make_shared<Pass>(group, batch, inputs, executor()));
+      starts.push_back({made.back().get(), out});
+    } else {
+      read(*group, batch, out, executor());
+    }
+    out += batch.bags * group->columns();
+  }
+  if (!train) return {std::move(rows), no_context()};
+  Tensor context = context_of(std::move(made));
+  Pass::begin(starts, executor());
+  return {std::move(rows), std::move(context)};
+}
+
+// Returns the raw ids that a batch looks up in each table, feature by feature.
+std::vector<Tensor> group_table_ids(int64_t group_handle, Tensor ids, std::optional<Tensor> offsets) {
+  const auto group = groups().get(group_handle);
+  const auto given = checked_batch(*group, ids, offsets, std::nullopt);
+  check_offsets(given.batch, group->features(), executor());
+  std::vector<Tensor> out;
+  std::vector<int64_t*> data;
+  for (const int64_t count : count_table_ids(*group, given.batch)) {
+    out.push_back(recycled({count}, ScalarType::Long));
+    data.push_back(mutable_data<int64_t>(out.back()));
+  }
+  copy_table_ids(*group, given.batch, data);
+  return out;
+}
+
+// An evaluation lookup in which some rows of each table are stored elsewhere: ids (N,) int64, ascending, and their images.
+// Returns the output (bags, columns).
+Tensor group_read(int64_t group_handle, Tensor ids, std::optional<Tensor> offsets, std::optional<Tensor> weights,
+                  std::vector<Tensor> elsewhere_ids, std::vector<Tensor> elsewhere_images) {
+  const auto group = groups().get(group_handle);
+  const auto given = checked_batch(*group, ids, offsets, weights);
+  if (elsewhere_ids.size() != group->tables.size() || elsewhere_images.size() != group->tables.size()) {
+    throw InvalidArgument("elsewhere_ids and elsewhere_images must have one entry for each table");
+  }
+  std::vector<RowsElsewhere> elsewhere;
+  for (size_t t = 0; t < group->tables.size(); ++t) {
+    const Table& table = *group->tables[t];
+    elsewhere_ids[t] = checked_ids(elsewhere_ids[t]);
+    const int64_t n = elsewhere_ids[t].size(0);
+    const int64_t* data = id_data(elsewhere_ids[t]);
+    if (!std::is_sorted(data, data + n)) throw InvalidArgument("elsewhere_ids must ascend");
+    elsewhere_images[t] = checked_images(elsewhere_images[t], table, n);
+    elsewhere.push_back({data, n, static_cast<const char*>(elsewhere_images[t].const_data_ptr()), table.image_bytes()});
+  }
+  Tensor out = recycled({given.batch.bags, group->columns()}, ScalarType::Float);
+  read(*group, given.batch, mutable_data<float>(out), executor(), elsewhere);
+  return out;
+}
+
+// Makes the missing rows of a batch before its training forward, on the calling thread alone: the other threads are busy
+// with the present batch.
+void group_prefetch(int64_t group_handle, Tensor ids, std::vector<int64_t> counts) {
+  const auto group = groups().get(group_handle);
+  ids = checked_ids(ids);
+  SerialExecutor serial;
+  prefetch(*group, id_data(ids), ids.size(0), counts, serial);
+}
+
+// Returns the gradient of the per-sample weights (n_ids,), which is empty without weight_grads.
+Tensor group_backward(Tensor context, Tensor grad, std::vector<double> learning_rates, bool weight_grads) {
+  const auto pass = checked_pass(context);
+  grad = checked_rows(grad, "grad", pass->batch().bags, pass->columns());
+  if (learning_rates.size() != pass->table_count()) throw InvalidArgument("learning_rates must have one entry for each table");
+  Tensor grad_weights = empty({weight_grads ? pass->batch().n_ids : 0}, ScalarType::Float);
+  pass->backward(float_data(grad), std::vector<float>(learning_rates.begin(), learning_rates.end()),
+                 weight_grads ? mutable_data<float>(grad_weights) : nullptr, executor());
+  return grad_weights;
+}
+
+// The first half of a backward whose update comes later. Returns the gradient of the per-sample weights (n_ids,).
+Tensor group_weight_gradients(Tensor context, Tensor grad) {
+  const auto pass = checked_pass(context);
+  grad = checked_rows(grad, "grad", pass->batch().bags, pass->columns());
+  Tensor grad_weights = empty({pass->batch().n_ids}, ScalarType::Float);
+  pass->weight_gradients_only(float_data(grad), mutable_data<float>(grad_weights), executor());
+  return grad_weights;
+}
+
+// One update for several passes.
+void group_accumulated_backward(std::vector<Tensor> contexts, std::vector<Tensor> grads, std::vector<double> learning_rates) {
+  if (contexts.empty() || contexts.size() != grads.size()) {
+    throw InvalidArgument("contexts and grads must have the same number of entries, at least one");
+  }
+  std::vector<std::shared_ptr<Pass>> all;
+  std::vector<const float*> data;
+  for (size_t i = 0; i < contexts.size(); ++i) {
+    all.push_back(checked_pass(contexts[i]));
+    grads[i] = checked_rows(grads[i], "grads", all[i]->batch().bags, all[i]->columns());
+    data.push_back(float_data(grads[i]));
+  }
+  if (learning_rates.size() != all[0]->table_count()) throw InvalidArgument("learning_rates must have one entry for each table");
+  accumulated_backward(all, data, std::vector<float>(learning_rates.begin(), learning_rates.end()), executor());
+}
+
+}  // namespace
+}  // namespace recstore
+
+STABLE_TORCH_LIBRARY_FRAGMENT(recstore_ops, m) {
+  m.def("group_create(int[] tables, int[] feature_tables, int[] routings, bool mean) -> int");
+  m.def("group_destroy(int group) -> ()");
+  m.def("group_forward(int group, Tensor ids, Tensor offsets, Tensor? weights, bool train) -> (Tensor, Tensor)");
+  m.def("rows_forward(int[] groups, Tensor ids, int[] counts, bool train) -> (Tensor, Tensor)");
+  m.def("group_table_ids(int group, Tensor ids, Tensor? offsets) -> Tensor[]");
+  m.def(
+      "group_read(int group, Tensor ids, Tensor? offsets, Tensor? weights, Tensor[] elsewhere_ids, Tensor[] elsewhere_images) "
+      "-> Tensor");
+  m.def("group_prefetch(int group, Tensor ids, int[] counts) -> ()");
+  m.def("group_backward(Tensor context, Tensor grad, float[] learning_rates, bool weight_grads) -> Tensor");
+  m.def("group_weight_gradients(Tensor context, Tensor grad) -> Tensor");
+  m.def("group_accumulated_backward(Tensor[] contexts, Tensor[] grads, float[] learning_rates) -> ()");
+}
+
+STABLE_TORCH_LIBRARY_IMPL(recstore_ops, CompositeExplicitAutograd, m) {
+  m.impl("group_create", RECSTORE_OP(group_create));
+  m.impl("group_destroy", RECSTORE_OP(group_destroy));
+}
+
+STABLE_TORCH_LIBRARY_IMPL(recstore_ops, CPU, m) {
+  m.impl("group_forward", RECSTORE_ALLOCATING_OP(group_forward));
+  m.impl("rows_forward", RECSTORE_ALLOCATING_OP(rows_forward));
+  m.impl("group_table_ids", RECSTORE_ALLOCATING_OP(group_table_ids));
+  m.impl("group_read", RECSTORE_ALLOCATING_OP(group_read));
+  m.impl("group_prefetch", RECSTORE_OP(group_prefetch));
+  m.impl("group_backward", RECSTORE_ALLOCATING_OP(group_backward));
+  m.impl("group_weight_gradients", RECSTORE_ALLOCATING_OP(group_weight_gradients));
+  m.impl("group_accumulated_backward", RECSTORE_ALLOCATING_OP(group_accumulated_backward));
+}

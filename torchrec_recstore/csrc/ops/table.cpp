@@ -1,0 +1,202 @@
+// Ops on one table: its life, lookups and updates, counters and clocks.
+
+#include <optional>
+#include <string>
+#include <tuple>
+#include <utility>
+#include <vector>
+
+#include "../error.h"
+#include "../find.h"
+#include "../pass.h"
+#include "../registry.h"
+#include "../row_kernels.h"
+#include "tensors.h"
+
+namespace recstore {
+namespace {
+
+constexpr int64_t kMostColumns = int64_t{1} << 24;
+
+int64_t table_create(std::string name, int64_t column_begin, int64_t column_end, int64_t seed, bool missing_reads_init,
+                     int64_t init, double init_a, double init_b, double init_truncate, int64_t optimizer,
+                     std::vector<double> optimizer_numbers, int64_t row_type, bool stochastic_rounding,
+                     std::vector<int64_t> bounds) {
+  if (column_begin < 0 || column_end <= column_begin) throw InvalidArgument("columns must be a non-empty range");
+  if (column_end > kMostColumns) throw InvalidArgument("a row has at most 2**24 columns, got " + std::to_string(column_end));
+  if (init < 0 || init > 2) throw InvalidArgument("init must be 0, 1 or 2");
+  if (row_type < 0 || row_type > 2) throw InvalidArgument("row_type must be 0, 1 or 2");
+  TableConfig config;
+  config.name = std::move(name);
+  config.column_begin = column_begin;
+  config.column_end = column_end;
+  config.seed = static_cast<uint64_t>(seed);
+  config.missing_reads_init = missing_reads_init;
+  config.init = {static_cast<InitKind>(init), init_a, init_b, init_truncate};
+  config.row_type = static_cast<RowType>(row_type);
+  config.stochastic_rounding = stochastic_rounding;
+  config.bounds = Bounds::of(bounds);
+  config.optimizer = OptimizerConfig::of(optimizer, optimizer_numbers);
+  row_kernels();  // throws if RECSTORE_ISA is wrong
+  return tables().add(std::make_shared<Table>(std::move(config)));
+}
+
+void table_destroy(int64_t table) {
+  const auto removed = tables().remove(table);
+  if (removed == nullptr) return;
+  const std::lock_guard<std::mutex> lock(removed->mutex());
+  removed->close();
+}
+
+Tensor table_lookup(int64_t table, Tensor ids, bool train) {
+  ids = checked_ids(ids);
+  const auto group = one_table_group(tables().get(table));
+  const Batch batch = plain_batch(ids);
+  const Tensor out = recycled({batch.bags, group->columns()}, ScalarType::Float);  // may fail, so before rows are made
+  if (train) {
+    Pass pass(group, batch, nullptr, executor());
+    Pass::begin({{&pass, mutable_data<float>(out)}}, executor());
+  } else {
+    read(*group, batch, mutable_data<float>(out), executor());
+  }
+  return out;
+}
+
+void table_update(int64_t table, Tensor ids, Tensor grads, double learning_rate) {
+  ids = checked_ids(ids);
+  const auto group = one_table_group(tables().get(table));
+  grads = checked_rows(grads, "grads", ids.size(0), group->columns());
+  update_rows(*group, plain_batch(ids), float_data(grads), static_cast<float>(learning_rate), executor());
+}
+
+void table_insert(int64_t table, Tensor ids, Tensor weights) {
+  ids = checked_ids(ids);
+  const auto owner = tables().get(table);
+  weights = checked_rows(weights, "weights", ids.size(0), owner->config().columns());
+  write_weights(*LockedTable(owner), id_data(ids), ids.size(0), float_data(weights), executor());
+}
+
+Tensor table_remove(int64_t table, Tensor ids) {
+  ids = checked_ids(ids);
+  Tensor removed = empty({}, ScalarType::Long);
+  *mutable_data<int64_t>(removed) = LockedTable(tables().get(table))->remove(id_data(ids), ids.size(0));
+  return removed;
+}
+
+Tensor table_contains(int64_t table, Tensor ids) {
+  ids = checked_ids(ids);
+  Tensor out = empty({ids.size(0)}, ScalarType::Bool);
+  contains(*LockedTable(tables().get(table)), id_data(ids), ids.size(0), mutable_data<bool>(out), executor());
+  return out;
+}
+
+Tensor table_ids(int64_t table) {
+  const LockedTable owner(tables().get(table));
+  Tensor out = empty({owner->size()}, ScalarType::Long);
+  owner->ids(mutable_data<int64_t>(out));
+  return out;
+}
+
+// Returns rows, bytes, lookups, misses, inserts, updates, steps, refused, evicted, expired, cold hits.
+std::vector<int64_t> table_stats(int64_t table) {
+  const LockedTable owner(tables().get(table));
+  owner->settle_passes(executor());
+  const Counters& c = owner->counters();
+  return {owner->size(), owner->bytes(), c.lookups, c.misses, c.inserts, c.updates, c.steps, c.refused, c.evicted, c.expired, c.cold_hits};
+}
+
+// Returns the counts of admission: cells (generations, rows, cells of a row) uint8, and the sightings in the present
+// generation.
+std::tuple<Tensor, int64_t> table_sightings(int64_t table) {
+  const LockedTable owner(tables().get(table));
+  const Sightings* sightings = owner->sightings();
+  Tensor cells = empty({Sightings::kGenerations, Sightings::kRows, sightings == nullptr ? 0 : sightings->cells()}, ScalarType::Byte);
+  if (sightings == nullptr) return {cells, 0};
+  sightings->read(mutable_data<uint8_t>(cells));
+  return {cells, sightings->taken()};
+}
+
+void table_set_sightings(int64_t table, Tensor cells, int64_t taken) {
+  cells = checked(cells, "cells", ScalarType::Byte, 3);
+  const LockedTable owner(tables().get(table));
+  Sightings* sightings = owner->sightings();
+  if (sightings == nullptr) throw InvalidArgument("the table has no admission");
+  if (cells.size(0) != Sightings::kGenerations || cells.size(1) != Sightings::kRows || cells.size(2) != sightings->cells()) {
+    throw InvalidArgument("cells must have the shape (2, 4, " + std::to_string(sightings->cells()) + ")");
+  }
+  if (taken < 0) throw InvalidArgument("taken must not be negative");
+  sightings->write(static_cast<const uint8_t*>(cells.const_data_ptr()), taken);
+}
+
+// The number of updates, which the bias correction of Adam and LAMB uses.
+int64_t table_optimizer_steps(int64_t table) { return LockedTable(tables().get(table))->optimizer_steps(); }
+
+void table_set_optimizer_steps(int64_t table, int64_t steps) {
+  if (steps < 0 || steps > int64_t{1} << 62) throw InvalidArgument("optimizer steps must be within 0 and 2**62, got " + std::to_string(steps));
+  LockedTable(tables().get(table))->set_optimizer_steps(steps);
+}
+
+// The number of training lookups, which is the clock of the rows' last steps.
+int64_t table_steps(int64_t table) { return LockedTable(tables().get(table))->clock(); }
+
+void table_set_steps(int64_t table, int64_t steps) {
+  if (steps < 0 || steps >= int64_t{0xFFFFFFFF}) throw InvalidArgument("steps must be within 0 and 2**32 - 2, got " + std::to_string(steps));
+  LockedTable(tables().get(table))->counters().steps = steps;
+}
+
+void table_exchange_rows(int64_t table, int64_t other) {
+  const auto one = tables().get(table), two = tables().get(other);
+  if (one == two) throw InvalidArgument("a table cannot exchange rows with itself");
+  const std::scoped_lock locks(one->mutex(), two->mutex());
+  one->check_open();
+  two->check_open();
+  one->exchange_rows(*two);
+}
+
+}  // namespace
+}  // namespace recstore
+
+STABLE_TORCH_LIBRARY_FRAGMENT(recstore_ops, m) {
+  m.def(
+      "table_create(str name, int column_begin, int column_end, int seed, bool missing_reads_init, int init, float init_a, "
+      "float init_b, float init_truncate, int optimizer, float[] optimizer_numbers, int row_type, "
+      "bool stochastic_rounding, int[] bounds) -> int");
+  m.def("table_destroy(int table) -> ()");
+  m.def("table_lookup(int table, Tensor ids, bool train) -> Tensor");
+  m.def("table_update(int table, Tensor ids, Tensor grads, float learning_rate) -> ()");
+  m.def("table_insert(int table, Tensor ids, Tensor weights) -> ()");
+  m.def("table_remove(int table, Tensor ids) -> Tensor");
+  m.def("table_contains(int table, Tensor ids) -> Tensor");
+  m.def("table_ids(int table) -> Tensor");
+  m.def("table_stats(int table) -> int[]");
+  m.def("table_sightings(int table) -> (Tensor, int)");
+  m.def("table_set_sightings(int table, Tensor cells, int taken) -> ()");
+  m.def("table_optimizer_steps(int table) -> int");
+  m.def("table_set_optimizer_steps(int table, int steps) -> ()");
+  m.def("table_steps(int table) -> int");
+  m.def("table_set_steps(int table, int steps) -> ()");
+  m.def("table_exchange_rows(int table, int other) -> ()");
+}
+
+// The dispatcher chooses a kernel by the device of a tensor argument; these ops have none.
+STABLE_TORCH_LIBRARY_IMPL(recstore_ops, CompositeExplicitAutograd, m) {
+  m.impl("table_create", RECSTORE_OP(table_create));
+  m.impl("table_destroy", RECSTORE_OP(table_destroy));
+  m.impl("table_ids", RECSTORE_ALLOCATING_OP(table_ids));
+  m.impl("table_stats", RECSTORE_OP(table_stats));
+  m.impl("table_sightings", RECSTORE_OP(table_sightings));
+  m.impl("table_optimizer_steps", RECSTORE_OP(table_optimizer_steps));
+  m.impl("table_set_optimizer_steps", RECSTORE_OP(table_set_optimizer_steps));
+  m.impl("table_steps", RECSTORE_OP(table_steps));
+  m.impl("table_set_steps", RECSTORE_OP(table_set_steps));
+  m.impl("table_exchange_rows", RECSTORE_OP(table_exchange_rows));
+}
+
+STABLE_TORCH_LIBRARY_IMPL(recstore_ops, CPU, m) {
+  m.impl("table_lookup", RECSTORE_ALLOCATING_OP(table_lookup));
+  m.impl("table_update", RECSTORE_ALLOCATING_OP(table_update));
+  m.impl("table_insert", RECSTORE_ALLOCATING_OP(table_insert));
+  m.impl("table_remove", RECSTORE_ALLOCATING_OP(table_remove));
+  m.impl("table_contains", RECSTORE_ALLOCATING_OP(table_contains));
+  m.impl("table_set_sightings", RECSTORE_OP(table_set_sightings));
+}
