@@ -1,4 +1,4 @@
-"""What a user asks of the plan for one RecStore table."""
+"""The planner's constraints for one RecStore table."""
 
 from __future__ import annotations
 
@@ -13,12 +13,15 @@ from torchrec_recstore.sharders import RECSTORE_KERNEL
 
 @dataclass
 class RecStoreConstraints(ParameterConstraints):  # type: ignore[misc]
-    """TorchRec's constraints of a table, for a table in RecStore.
+    """The planner's constraints for a table in RecStore.
 
-    ``compute_kernels`` defaults to RecStore's kernel alone; naming others as well lets the planner choose.
+    The other fields are those of TorchRec's ``ParameterConstraints``.
 
     Args:
-        options: the table's options; without effect where the table is planned on one of TorchRec's kernels.
+        compute_kernels: The names of the kernels that the planner may choose for the table. Default: RecStore's kernel
+            only.
+        options: The table's options. They have no effect if the table is planned on one of TorchRec's kernels. Default:
+            ``TableOptions()``.
 
     Raises:
         TypeError: ``options`` is not a :class:`TableOptions`.
@@ -32,7 +35,7 @@ class RecStoreConstraints(ParameterConstraints):  # type: ignore[misc]
             raise TypeError(f"RecStoreConstraints.options must be TableOptions, got {type(self.options).__name__}")
 
     def __hash__(self) -> int:
-        # Stable between processes, as TorchRec's: the planner compares it with the hash of a stored plan.
+        # The hash is the same in every process, as TorchRec's is: the planner compares it with that of a stored plan.
         return int(hash_sha256_to_int([super().__hash__(), repr(self.options)]))
 
     def _persistent_hash(self, cache_params_memo: object) -> int:
@@ -41,6 +44,6 @@ class RecStoreConstraints(ParameterConstraints):  # type: ignore[misc]
 
 
 def options_of(constraints: Mapping[str, ParameterConstraints] | None, table_name: str) -> TableOptions:
-    """The options that the constraints give a table; default options where they give none."""
+    """Returns the table's options from the constraints, or the default options if its constraint has none."""
     constraint = (constraints or {}).get(table_name)
     return constraint.options if isinstance(constraint, RecStoreConstraints) else TableOptions()

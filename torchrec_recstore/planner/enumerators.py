@@ -1,4 +1,4 @@
-"""Which shardings the planner may choose from."""
+"""The enumerator of the sharding options from which the planner chooses."""
 
 from __future__ import annotations
 
@@ -27,19 +27,27 @@ from torchrec_recstore.sharders.plan import asks_for_recstore
 
 _Sharder = RecStoreCollectionSharder | RecStoreFeatureProcessedEmbeddingBagCollectionSharder
 
+_SUPPORT = (
+    f"RecStore (compute kernel {RECSTORE_KERNEL!r}) supports every sharding type but data_parallel for pooled tables, "
+    "and table_wise, column_wise and row_wise for sequence tables. TorchRec's own kernels support data_parallel; on "
+    "CPU, they do not shard pooled tables by rows."
+)
+
 
 class RecStoreEnumerator(EmbeddingEnumerator):  # type: ignore[misc]
-    """TorchRec's enumerator, which lets constraints move single tables of a RecStore sharder to TorchRec's kernels.
+    """An enumerator whose constraints can place single tables of a RecStore sharder on TorchRec's kernels.
 
-    A table is enumerated in RecStore unless its constraint names other kernels; naming ``data_parallel`` alone as its
-    sharding type also does. Constraints for tables that no module has are refused.
+    The sharding options of a table use RecStore's kernel unless the table's constraint names other kernels in
+    ``compute_kernels``, or has ``data_parallel`` as its only sharding type.
 
     Args:
-        topology: device topology.
-        batch_size: batch size a rank.
-        constraints: by table name.
-        estimator: TorchRec's estimates with RecStore's by default.
-        use_exact_enumerate_order: as TorchRec's.
+        topology: The device topology.
+        batch_size: The batch size of one rank. Default: TorchRec's ``BATCH_SIZE``.
+        constraints: The constraints, by table name. Default: None.
+        estimator: The estimators of performance and storage. Default: None, TorchRec's estimators for its own kernels
+            and RecStore's estimators for RecStore tables.
+        use_exact_enumerate_order: Whether tables are enumerated in the exact order of the module's children, as in
+            TorchRec's ``EmbeddingEnumerator``. Default: False.
     """
 
     def __init__(
@@ -61,19 +69,20 @@ class RecStoreEnumerator(EmbeddingEnumerator):  # type: ignore[misc]
         self._offers: dict[int, _Sharder] = {}
 
     def enumerate(self, module: nn.Module, sharders: list[ModuleSharder[nn.Module]]) -> list[ShardingOption]:
-        """The options of every table.
+        """Returns the sharding options of every table that one of ``sharders`` can shard.
 
         Raises:
-            PlannerError: constraints for an unknown table, or ones that leave a table without options.
+            PlannerError: A constraint names a table that the model does not have, or the constraints leave no option
+                for a table.
         """
         constraints: dict[str, ParameterConstraints] = self._constraints or {}
         try:
             enumerated = super().enumerate(module, [self._offer(sharder) for sharder in sharders])
         except RuntimeError as error:
-            # How torchrec 1.8.0 says that constraints leave a table without options.
+            # torchrec 1.8.0 raises this error if the constraints leave a table without options.
             if not str(error).startswith("No available sharding type"):
                 raise
-            raise PlannerError(f"{error}\n{_WHAT_GOES}", error_type=PlannerErrorType.STRICT_CONSTRAINTS) from error
+            raise PlannerError(f"{error}\n{_SUPPORT}", error_type=PlannerErrorType.STRICT_CONSTRAINTS) from error
         self._check_names({option.name for option in enumerated}, constraints)
         mine = {key for key, sharder in self.sharder_map.items() if isinstance(sharder, _Sharder)}
         return [o for o in enumerated if o.module_type_key not in mine or _wanted(o, constraints.get(o.name))]
@@ -81,7 +90,7 @@ class RecStoreEnumerator(EmbeddingEnumerator):  # type: ignore[misc]
     def _offer(self, sharder: ModuleSharder[nn.Module]) -> ModuleSharder[nn.Module]:
         if not isinstance(sharder, _Sharder):
             return sharder
-        # One copy a sharder: the stock enumerator recognises a repeated call by the identity of the sharders.
+        # Each sharder gets one copy only: the stock enumerator detects a repeated call by the identity of the sharders.
         return self._offers.setdefault(id(sharder), sharder.with_stock_kernels())
 
     def _check_names(self, known: set[str], constraints: dict[str, ParameterConstraints]) -> None:
@@ -95,15 +104,8 @@ class RecStoreEnumerator(EmbeddingEnumerator):  # type: ignore[misc]
             )
 
 
-_WHAT_GOES = (
-    f"RecStore (compute kernel {RECSTORE_KERNEL!r}) shards by tables, columns and rows, sequence tables only "
-    "table-, column- and row-wise; TorchRec's own pooled kernels do not shard by rows on CPU, and only they are "
-    "data-parallel."
-)
-
-
 def _wanted(option: ShardingOption, constraint: ParameterConstraints | None) -> bool:
-    """Whether an option for a table of a RecStore sharder is one that its constraint asks for."""
+    """Returns whether the constraint of a RecStore sharder's table allows the option's kernel."""
     if constraint is None or not constraint.compute_kernels:
         return not asks_for_recstore(constraint) or bool(option.compute_kernel == RECSTORE_KERNEL)
     kernels: list[str] = constraint.compute_kernels

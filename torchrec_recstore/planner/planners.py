@@ -1,4 +1,4 @@
-"""A planner that places tables in RecStore."""
+"""The planner that places tables in RecStore."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from torchrec_recstore.sharders.plan import RecStoreModulePlan
 
 
 class RecStorePlanner(EmbeddingShardingPlanner):  # type: ignore[misc]
-    """TorchRec's planner, whose plans take each RecStore table's options to every rank.
+    """A planner that places tables in RecStore and writes the options of each of these tables into the plan.
 
     Example::
 
@@ -27,15 +27,16 @@ class RecStorePlanner(EmbeddingShardingPlanner):  # type: ignore[misc]
         planner = RecStorePlanner(topology=Topology(world_size=2, compute_device="cpu"), constraints=constraints)
         plan = planner.collective_plan(model, [RecStoreSharder()], dist.group.WORLD)
 
-    Where several collections of the model have a RecStore table of one name, the constraint of that name is for each of
-    them, and each makes its initial rows by the path of its collection too, so that they differ.
+    If several collections of the model have RecStore tables with the same name, the constraint of that name applies to
+    all of these tables. The initial rows of each of them also depend on the path of its collection in the model, so
+    that the tables start with different rows.
 
     Args:
-        topology: device topology; by default that of the process group.
-        batch_size: batch size a rank.
-        enumerator: a :class:`RecStoreEnumerator` by default.
-        args, kwargs: TorchRec's other arguments, in its order; ``constraints`` by table name, of which
-            :class:`RecStoreConstraints` give RecStore tables their options.
+        topology: The device topology. Default: the topology of the process group.
+        batch_size: The batch size of one rank. Default: TorchRec's ``BATCH_SIZE``.
+        enumerator: The enumerator of the sharding options. Default: a :class:`RecStoreEnumerator`.
+        args, kwargs: The other arguments of TorchRec's ``EmbeddingShardingPlanner``, in the same order. ``constraints``
+            maps table names to constraints; a :class:`RecStoreConstraints` has the options of a RecStore table.
     """
 
     def __init__(
@@ -48,18 +49,24 @@ class RecStorePlanner(EmbeddingShardingPlanner):  # type: ignore[misc]
     ) -> None:
         super().__init__(topology, batch_size, enumerator, *args, **kwargs)
         if enumerator is None:
-            # Only after the base class has found the topology; it offers no hook (torchrec 1.8.0).
+            # The base class determines the topology in its constructor and has no hook for a default enumerator
+            # (torchrec 1.8.0), so the enumerator is replaced afterwards.
             self._enumerator = RecStoreEnumerator(self._topology, self._batch_size, self._constraints)
-        # The same for statistics; others than TorchRec's default are the user's own choice.
+        # TorchRec's default statistics are replaced too; any other statistics are the user's choice and stay.
         self._stats: list[Stats] = [
             RecStoreStats() if type(stats) is EmbeddingStats else stats for stats in self._stats
         ]
 
     def plan(self, module: nn.Module, sharders: list[ModuleSharder[nn.Module]]) -> ShardingPlan:
-        """The plan.
+        """Returns the plan.
+
+        Args:
+            module: The model, before sharding.
+            sharders: The sharders whose modules are planned.
 
         Raises:
-            PlannerError: no plan satisfies constraints and memory, or a constraint names an unknown table.
+            PlannerError: No plan satisfies the constraints and the memory limits, or a constraint names a table that
+                the model does not have.
         """
         plan: ShardingPlan = super().plan(module, sharders)
         tables = [
@@ -71,7 +78,8 @@ class RecStorePlanner(EmbeddingShardingPlanner):  # type: ignore[misc]
         times = Counter(name for *_, name in tables)
         for path, module_plan, name in tables:
             options = options_of(self._constraints, name)
-            # Tables of one name would make the same initial rows, and share rows in a shared cold store.
+            # Without a row name of their own, tables with the same name would make the same initial rows and would
+            # share their rows in a shared cold store.
             row_name = f"{path}.{name}" if times[name] > 1 else None
             module_plan[name] = RecStoreParameterSharding.of(module_plan[name], options, row_name)
         plan.plan = {path: RecStoreModulePlan(module_plan) for path, module_plan in plan.plan.items()}

@@ -1,4 +1,4 @@
-"""The memory of RecStore tables, for the planner."""
+"""The planner's estimate of the memory of RecStore tables."""
 
 from __future__ import annotations
 
@@ -15,21 +15,27 @@ from torchrec_recstore.sharders.fused_params import optimizer_from_fused_params
 from torchrec_recstore.sharders.plan import ResidentParameter
 
 OVERHEAD_BYTES_PER_ROW = 44
-"""Index, bookkeeping and alignment: 34 to 44 bytes a row as a table of 100,000 to 2 million rows grows."""
+"""The bytes of index, bookkeeping and alignment per row. Measured: 34 to 44 for 100,000 to 2 million rows."""
 
 
 class RecStoreStorageEstimator(EmbeddingStorageEstimator):  # type: ignore[misc]
-    """TorchRec's estimates for its own kernels; for RecStore tables, host memory of the rows expected to be resident.
+    """A storage estimator that estimates RecStore tables by the host memory of their resident rows.
 
-    Each shard's counter of sightings, where admission has one, comes on top. Inputs and outputs of a RecStore table are
-    estimated as TorchRec does.
+    The estimate of a RecStore table has the rows that are expected to be resident, with their optimizer state, index
+    and bookkeeping, and the table's inputs and outputs, which TorchRec's estimator computes. If the table has an
+    admission policy, the estimate of each shard includes the counter of sightings. Tables on TorchRec's kernels are
+    estimated by TorchRec's estimator.
     """
 
     def estimate(self, sharding_options: list[ShardingOption], sharder_data_map: SharderDataMap) -> None:
-        """Set each shard's storage.
+        """Sets the estimated storage, in bytes, of every shard of the options.
+
+        Args:
+            sharding_options: The options whose shards are estimated.
+            sharder_data_map: The sharders' data, by module type.
 
         Raises:
-            ValueError: the table's optimizer is not supported.
+            ValueError: RecStore does not support the optimizer of a RecStore table.
         """
         super().estimate([o for o in sharding_options if o.compute_kernel != RECSTORE_KERNEL], sharder_data_map)
         for option in sharding_options:
@@ -50,7 +56,7 @@ class RecStoreStorageEstimator(EmbeddingStorageEstimator):  # type: ignore[misc]
 
 
 def _without_rows(option: ShardingOption) -> ShardingOption:
-    """``option`` for a table without rows: what TorchRec estimates for it are inputs and outputs alone."""
+    """Returns ``option`` for a table without rows. TorchRec's estimate of it has only the inputs and outputs."""
     return ShardingOption(
         name=option.name,
         tensor=ResidentParameter.of(option.tensor, rows=0),
@@ -70,7 +76,7 @@ def _without_rows(option: ShardingOption) -> ShardingOption:
 
 
 def _optimizer(parameter: torch.Tensor, fused_params: dict[str, object], table_name: str) -> Optimizer:
-    """The optimizer that sharding will find: the parameter's own marks over the sharder's ``fused_params``."""
+    """Returns the table's optimizer: the marks of the parameter take precedence over the sharder's ``fused_params``."""
     marked = dict(getattr(parameter, "_optimizer_kwargs", [{}])[0])
     (optimizer_class,) = getattr(parameter, "_optimizer_classes", [None])
     if optimizer_class is not None and "optimizer" not in marked:

@@ -1,4 +1,4 @@
-"""What the planner assumed of RecStore tables, for people to read."""
+"""The planner's log of the rows and bytes that it assumed for RecStore tables."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from torchrec_recstore.options import TableOptions, resident_rows
 from torchrec_recstore.planner.constraints import options_of
 from torchrec_recstore.sharders import RECSTORE_KERNEL
 
-# Where TorchRec's own table of the plan goes, so that both are shown or neither is (torchrec 1.8.0).
+# TorchRec logs its statistics of the plan here (torchrec 1.8.0), so that both are shown or neither is.
 logger = logging.getLogger("torchrec.distributed.planner.stats")
 
 
 class RecStoreStats(EmbeddingStats):  # type: ignore[misc]
-    """TorchRec's statistics of a plan, and after them the rows and bytes that RecStore tables were planned with."""
+    """A logger of a plan's statistics that adds the rows and bytes assumed for the RecStore tables."""
 
     def log(
         self,
@@ -29,17 +29,18 @@ class RecStoreStats(EmbeddingStats):  # type: ignore[misc]
         constraints: dict[str, ParameterConstraints] | None = None,
         **kwargs: Any,
     ) -> None:
-        """Logs both, with TorchRec's arguments."""
+        """Logs the statistics of a plan. See TorchRec's ``EmbeddingStats``; the arguments are the same."""
         super().log(sharding_plan, *args, best_plan=best_plan, constraints=constraints, **kwargs)
         for line in assumed(best_plan, constraints):
             logger.info(line)
 
 
 def assumed(options: list[ShardingOption], constraints: dict[str, ParameterConstraints] | None) -> list[str]:
-    """A line a RecStore table: resident rows over all ranks and, on each rank, bytes in GiB; empty where there is none.
+    """Returns one line of text for each RecStore table.
 
-    The bytes count the rows with their optimizer state, index and bookkeeping, the counter of sightings, and the
-    table's inputs and outputs.
+    A line has the resident rows of the table over all ranks, and the GiB that the table takes on each rank. The bytes
+    include the rows with their optimizer state, index and bookkeeping, the counter of sightings, and the table's inputs
+    and outputs.
     """
     lines = []
     dynamic = [option for option in options if option.compute_kernel == RECSTORE_KERNEL]
@@ -54,7 +55,7 @@ def assumed(options: list[ShardingOption], constraints: dict[str, ParameterConst
 
 
 def _source(options: TableOptions, rows: int) -> str:
-    """Which option the resident rows come from."""
+    """Returns the option that the number of resident rows comes from."""
     if rows == options.max_rows and rows != options.expected_rows:
         return "max_rows"
     return "expected_rows" if options.expected_rows is not None else "no expected_rows: num_embeddings, at most 2**20"

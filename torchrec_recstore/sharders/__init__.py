@@ -1,6 +1,6 @@
-"""Sharders and sharded modules that put RecStore tables into TorchRec.
+"""Sharders and sharded modules that place a model's embedding tables in RecStore.
 
-Importing this package makes RecStore's kernel known to TorchRec's stock planner.
+Importing this package registers RecStore's kernel with TorchRec's stock planner.
 """
 
 from torchrec_recstore.sharders.collection import RecStoreCollection, RecStoreCollectionSharder

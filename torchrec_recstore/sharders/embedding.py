@@ -1,4 +1,4 @@
-"""``EmbeddingCollection`` over RecStore tables, beside TorchRec's own."""
+"""The sharder and sharded module of ``EmbeddingCollection``, with tables in RecStore or on TorchRec's kernels."""
 
 from __future__ import annotations
 
@@ -21,15 +21,18 @@ from torchrec_recstore.sharders.lookup import RecStoreSequenceLookup
 
 
 class RecStoreShardedEmbeddingCollection(RecStoreCollection, ShardedEmbeddingCollection):  # type: ignore[misc]
-    """A sharded ``EmbeddingCollection`` in which the plan may give tables to RecStore.
+    """A sharded ``EmbeddingCollection`` whose tables are in RecStore or on TorchRec's kernels, as the plan says.
 
-    As :class:`RecStoreShardedEmbeddingBagCollection`, with a row an id instead of pooled bags. TorchRec 1.8.0 has no
-    table-column-wise, table-row-wise and grid sharding for it.
+    The output has one row for each id. Rows are made and updated as in
+    :class:`RecStoreShardedEmbeddingBagCollection`. TorchRec 1.8.0 has no table-column-wise, table-row-wise and grid
+    sharding for ``EmbeddingCollection``.
 
     Raises:
-        ValueError: a RecStore table with a sharding type, data type, ``init_fn``, optimizer, routing or ``max_rows``
-            that RecStore does not support; on every rank, also those without a shard of it.
-        ColdStoreError, ImportError: a cold store cannot be opened; on every rank.
+        ValueError: RecStore does not support the sharding type, data type, ``init_fn``, optimizer, routing or
+            ``max_rows`` of a RecStore table. The error is raised on every rank, including ranks without a shard of
+            the table.
+        ColdStoreError: A cold store cannot be opened. The error is raised on every rank.
+        ImportError: The package of a cold store is not installed. The error is raised on every rank.
     """
 
     _supported = (ShardingType.TABLE_WISE.value, ShardingType.COLUMN_WISE.value, ShardingType.ROW_WISE.value)
@@ -38,8 +41,9 @@ class RecStoreShardedEmbeddingCollection(RecStoreCollection, ShardedEmbeddingCol
     _lookup_type = RecStoreSequenceLookup
 
     def __init__(self, module: EmbeddingCollection, *args: Any, **kwargs: Any) -> None:
-        # The stock constructor ends by loading the weights of a module that is not on the meta device, which RecStore
-        # tables do not take (torchrec 1.8.0): it is given none, and the weights of the other tables follow.
+        # If the module is not on the meta device, the stock constructor loads the weights of all tables (torchrec
+        # 1.8.0), but RecStore tables do not take the weights of the unsharded module. So the constructor gets a module
+        # on the meta device, and the weights of the tables on TorchRec's kernels are loaded below.
         without_weights = copy.copy(module)
         without_weights._device = torch.device("meta")
         super().__init__(without_weights, *args, **kwargs)
@@ -52,11 +56,12 @@ class RecStoreShardedEmbeddingCollection(RecStoreCollection, ShardedEmbeddingCol
             self.load_state_dict(stock, strict=False)
 
     def input_dist(self, ctx: EmbeddingCollectionContext, features: Any) -> Awaitable[Any]:
-        """As for the bags.
+        """Distributes a batch to the ranks. See :meth:`RecStoreCollection.input_dist`.
 
         Raises:
-            NotImplementedError: training on a batch whose size varies by feature: TorchRec 1.8.0 repeats the rows with
-                ``fbgemm::permute_1D_sparse_data``, which has no gradient on CPU, and would train on wrong ones.
+            NotImplementedError: The module is in training, and the batch size varies by feature. TorchRec 1.8.0 expands
+                the rows of these batches with ``fbgemm::permute_1D_sparse_data``, which has no gradient on CPU, so that
+                the gradients would be wrong.
         """
         trains = self.training and torch.is_grad_enabled() and self.recstore_table_names()
         if trains and isinstance(features, KeyedJaggedTensor) and features.variable_stride_per_key():
@@ -79,22 +84,10 @@ class RecStoreShardedEmbeddingCollection(RecStoreCollection, ShardedEmbeddingCol
 
 
 class RecStoreEmbeddingCollectionSharder(RecStoreCollectionSharder, EmbeddingCollectionSharder):  # type: ignore[misc]
-    """Shards ``EmbeddingCollection`` with RecStore tables; to it what :class:`RecStoreSharder` is to the bags.
+    """The sharder of ``EmbeddingCollection`` that places tables in RecStore.
 
-    Rows are stored as the config's ``data_type`` says: FP32, FP16 or BF16. Casting the sharded model, by
-    ``bfloat16()``, ``half()`` or ``to(dtype)``, leaves them and their lookups as they are: set ``data_type`` instead.
-    ``fused_params["output_dtype"]``, FP32 by default as in TorchRec's kernels, is the dtype of the lookups' results;
-    ``fused_params["stochastic_rounding"]``, off by default, rounds updates of 16-bit rows at random.
-
-    Args:
-        fused_params: as for TorchRec's sharder; selects the optimizer unless ``apply_optimizer_in_backward`` does.
-        optimizer: of the RecStore tables, instead; the only way to those that TorchRec has no name for.
-        accumulation_steps: backward passes whose gradients are summed before the rows of the RecStore tables are
-            updated, once, with the learning rate of the last; forwards in between read the rows as they were.
-        args, kwargs: TorchRec's other arguments.
-
-    Raises:
-        ValueError: ``optimizer`` and ``fused_params`` disagree.
+    See :class:`RecStoreSharder`, the sharder of ``EmbeddingBagCollection``; the arguments, the errors and the dtypes of
+    rows and results are the same.
     """
 
     _sharded = RecStoreShardedEmbeddingCollection
@@ -107,13 +100,7 @@ class RecStoreEmbeddingCollectionSharder(RecStoreCollectionSharder, EmbeddingCol
         device: torch.device | None = None,
         module_fqn: str | None = None,
     ) -> RecStoreShardedEmbeddingCollection:
-        """The sharded module.
-
-        Raises:
-            ValueError: the plan or ``fused_params`` ask of a RecStore table what RecStore does not support, or ways of
-                selecting its optimizer disagree.
-            NotImplementedError: ``DMPCollection``, with RecStore tables in the plan.
-        """
+        """Returns the sharded module. See ``RecStoreSharder.shard``; the arguments and errors are the same."""
         fused_params, params = self._dealt_out(module, params, env)
         return RecStoreShardedEmbeddingCollection(
             module,

@@ -1,4 +1,4 @@
-"""``EmbeddingBagCollection`` over RecStore tables, beside TorchRec's own tables."""
+"""The sharder and sharded module of ``EmbeddingBagCollection``, with tables in RecStore or on TorchRec's kernels."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from torchrec_recstore.sharders.plan import RECSTORE_KERNEL
 
 
 def require_gradient(features: object) -> bool:
-    """Whether ``features`` have weights that are to be trained."""
+    """Returns whether ``features`` have per-sample weights that require a gradient, while gradients are enabled."""
     if not isinstance(features, KeyedJaggedTensor) or not torch.is_grad_enabled():
         return False
     weights = features.weights_or_none()
@@ -39,21 +39,22 @@ def check_weight_gradients(
     shardings: Sequence[EmbeddingSharding[Any, Any, Any, Any]],
     ranks: int,
 ) -> None:
-    """Refuses weights that require a gradient where the input distribution of a RecStore table loses it.
+    """Raises an error if the input distribution of a RecStore table would lose the gradient of per-sample weights.
 
-    TorchRec's collections distribute features without autograd (torchrec 1.8.0). The weights keep their gradient only
-    where they are handed on as they are: on one rank, with one sharding that does not split rows, and with the features
-    in its order.
+    TorchRec's collections distribute features outside of autograd (torchrec 1.8.0). The weights keep their gradient
+    only if the input distribution returns them unchanged. This is so on one rank, with one sharding that does not
+    split rows, and with the features in the order of that sharding.
 
     Args:
-        features: a batch, before its input distribution.
-        configs: of the collection's tables.
-        plan: the collection's plan, by table.
-        shardings: the collection's shardings, in their order.
-        ranks: of the collection's group.
+        features: The batch before its input distribution.
+        configs: The configs of the collection's tables.
+        plan: The collection's plan, by table name.
+        shardings: The collection's shardings, in their order.
+        ranks: The number of ranks in the collection's process group.
 
     Raises:
-        NotImplementedError: the gradient would be lost; the message names table, features and sharding type.
+        NotImplementedError: The gradient would be lost. The message names the table, the features and the sharding
+            type.
     """
     names = features.keys()
     order = [name for sharding in shardings for name in sharding.feature_names()]
@@ -76,15 +77,18 @@ def check_weight_gradients(
 
 
 class RecStoreShardedEmbeddingBagCollection(RecStoreCollection, ShardedEmbeddingBagCollection):  # type: ignore[misc]
-    """A sharded ``EmbeddingBagCollection`` in which the plan may give tables to RecStore.
+    """A sharded ``EmbeddingBagCollection`` whose tables are in RecStore or on TorchRec's kernels, as the plan says.
 
-    A RecStore table takes any int64 id. Training forwards make rows, backwards update them; evaluation forwards
-    change nothing. Initial weights come from the table's options and config, not from the unsharded module.
+    A RecStore table accepts any int64 id. In training, the forward pass makes rows and the backward pass updates them.
+    In evaluation, nothing changes. The initial weights come from the table's options and config, not from the unsharded
+    module.
 
     Raises:
-        ValueError: a RecStore table with a sharding type, data type, ``init_fn``, optimizer, routing or ``max_rows``
-            that RecStore does not support; on every rank, also those without a shard of it.
-        ColdStoreError, ImportError: a cold store cannot be opened; on every rank.
+        ValueError: RecStore does not support the sharding type, data type, ``init_fn``, optimizer, routing or
+            ``max_rows`` of a RecStore table. The error is raised on every rank, including ranks without a shard of
+            the table.
+        ColdStoreError: A cold store cannot be opened. The error is raised on every rank.
+        ImportError: The package of a cold store is not installed. The error is raised on every rank.
     """
 
     _supported = (
@@ -107,10 +111,11 @@ class RecStoreShardedEmbeddingBagCollection(RecStoreCollection, ShardedEmbedding
         self._has_mean_pooling_callback = bool(self._divided)
 
     def input_dist(self, ctx: EmbeddingBagCollectionContext, features: Any) -> Awaitable[Awaitable[KJTList]]:
-        """See :meth:`RecStoreCollection.input_dist`.
+        """Distributes a batch to the ranks. See :meth:`RecStoreCollection.input_dist`.
 
         Raises:
-            NotImplementedError: the weights require a gradient that TorchRec's input distribution loses; on every rank.
+            NotImplementedError: The per-sample weights require a gradient that TorchRec's input distribution loses.
+                The error is raised on every rank.
         """
         if self._is_weighted and self.training and require_gradient(features):
             check_weight_gradients(
@@ -123,10 +128,11 @@ class RecStoreShardedEmbeddingBagCollection(RecStoreCollection, ShardedEmbedding
         return super().input_dist(ctx, features)
 
     def update_shards(self, *args: Any, **kwargs: Any) -> None:
-        """As TorchRec's, for collections without RecStore tables.
+        """Reshards the tables in place. See TorchRec's ``ShardedEmbeddingBagCollection``; the arguments are the same.
 
         Raises:
-            NotImplementedError: there are RecStore tables: TorchRec would build them anew, without their rows.
+            NotImplementedError: The collection has RecStore tables. TorchRec would make these tables again, without
+                their rows.
         """
         if self.recstore_table_names():
             raise NotImplementedError(
@@ -140,12 +146,15 @@ class RecStoreShardedEmbeddingBagCollection(RecStoreCollection, ShardedEmbedding
         return shardings
 
     def _divided_afterwards(self) -> set[str]:
-        """Names, as in the output, of what the kernels have summed and is divided by its length after output dist."""
+        """Returns the output names whose bags are divided by their lengths only after the output distribution.
+
+        These features have mean pooling, and the kernels return sums for them.
+        """
         names = get_embedding_names_by_table(self._embedding_bag_configs)
         divided = set()
         for config, of_table in zip(self._embedding_bag_configs, names, strict=True):
             sharding = self.module_sharding_plan[config.name]
-            # torchrec 1.8.0 takes the means of stock grid shards in their kernels, one for each shard of rows.
+            # In torchrec 1.8.0 the stock kernels of a grid sharding return means, one for each shard of rows.
             grid = sharding.sharding_type == ShardingType.GRID_SHARD.value
             summed = sharding.compute_kernel == RECSTORE_KERNEL if grid else sharding.sharding_type in ROW_SPLIT
             if summed and config.pooling == PoolingType.MEAN:
@@ -154,13 +163,14 @@ class RecStoreShardedEmbeddingBagCollection(RecStoreCollection, ShardedEmbedding
 
     def _init_mean_pooling_callback(self, *args: Any) -> None:
         super()._init_mean_pooling_callback(*args)
-        # torchrec 1.8.0 finds what to divide by a feature's name, at its first place: so it also divides what table-
-        # and column-wise kernels have divided or only sum, and at further places of a shared feature what is a sum.
-        # Without RecStore, CPU plans have no row-wise tables, so this would be met here first. Here each place counts.
+        # torchrec 1.8.0 looks up the features to divide by name, at the first position of the name. It therefore also
+        # divides outputs that table-wise and column-wise kernels have divided already or that have sum pooling, if a
+        # feature belongs to several tables. Without RecStore, CPU plans have no row-wise tables, so stock plans do not
+        # show this defect. The code below identifies every output by its position instead.
         places = []
         for sharding in self._shardings():
-            # Column-wise and grid shardings keep a name for each shard, as the features have it; grid's
-            # uncombined_embedding_names are the combined ones.
+            # Column-wise and grid shardings keep one name for each shard, in the order of the features. For a grid
+            # sharding, uncombined_embedding_names returns the combined names and cannot be used.
             places += getattr(sharding, "_embedding_names", sharding.embedding_names())
         self._kjt_key_indices = {str(place): place for place in range(len(places))}
         whole = [str(place) for place, name in enumerate(places) if name not in self._divided]
@@ -171,15 +181,16 @@ class RecStoreShardedEmbeddingBagCollection(RecStoreCollection, ShardedEmbedding
 
 
 class RecStoreSharder(RecStoreCollectionSharder, EmbeddingBagCollectionSharder):  # type: ignore[misc]
-    """Shards ``EmbeddingBagCollection`` with RecStore tables.
+    """The sharder of ``EmbeddingBagCollection`` that places tables in RecStore.
 
-    Without a plan, ``DistributedModelParallel`` places every table in RecStore: giving the sharder is asking for it.
-    ``RecStorePlanner`` also places tables on TorchRec's kernels, where their constraints name them.
+    If ``DistributedModelParallel`` gets this sharder and no plan, it places every table in RecStore.
+    ``RecStorePlanner`` also places tables on TorchRec's kernels if their constraints name these kernels.
 
-    Rows are stored as the config's ``data_type`` says: FP32, FP16 or BF16. Casting the sharded model, by
-    ``bfloat16()``, ``half()`` or ``to(dtype)``, leaves them and their lookups as they are: set ``data_type`` instead.
-    ``fused_params["output_dtype"]``, FP32 by default as in TorchRec's kernels, is the dtype of the lookups' results;
-    ``fused_params["stochastic_rounding"]``, off by default, rounds updates of 16-bit rows at random.
+    Rows are stored in the ``data_type`` of the table's config: FP32, FP16 or BF16. Casting the sharded model with
+    ``bfloat16()``, ``half()`` or ``to(dtype)`` changes neither the rows nor the dtype of lookups; set ``data_type``
+    instead. ``fused_params["output_dtype"]`` is the dtype of the results of lookups. Default: FP32, as in TorchRec's
+    kernels. If ``fused_params["stochastic_rounding"]`` is True, updates of 16-bit rows are rounded stochastically.
+    Default: False.
 
     Example::
 
@@ -187,14 +198,20 @@ class RecStoreSharder(RecStoreCollectionSharder, EmbeddingBagCollectionSharder):
         model = DistributedModelParallel(model, sharders=[sharder])
 
     Args:
-        fused_params: as for TorchRec's sharder; selects the optimizer unless ``apply_optimizer_in_backward`` does.
-        optimizer: of the RecStore tables, instead; the only way to those that TorchRec has no name for.
-        accumulation_steps: backward passes whose gradients are summed before the rows of the RecStore tables are
-            updated, once, with the learning rate of the last; forwards in between read the rows as they were.
-        args, kwargs: TorchRec's other arguments.
+        fused_params: The arguments of the fused optimizer, as for TorchRec's sharder. They select the optimizer of
+            tables that have none from ``apply_optimizer_in_backward``.
+        optimizer: The optimizer of the RecStore tables, from ``torchrec_recstore.optim``. It can be an optimizer that
+            ``fused_params`` cannot select. Default: None, the optimizer that ``fused_params`` select.
+        accumulation_steps: The number of backward passes whose gradients are summed before one update of the RecStore
+            tables. The update uses the learning rate of the last backward pass. Until then, forward passes read the
+            rows without these gradients. Default: 1.
+        args, kwargs: The other arguments of TorchRec's sharder.
 
     Raises:
-        ValueError: ``optimizer`` and ``fused_params`` disagree.
+        TypeError: ``optimizer`` is not an optimizer of ``torchrec_recstore.optim``, or ``accumulation_steps`` is not an
+            int.
+        ValueError: ``optimizer`` and ``fused_params`` select different optimizers, or ``accumulation_steps`` is less
+            than 1.
     """
 
     _sharded = RecStoreShardedEmbeddingBagCollection
@@ -207,12 +224,19 @@ class RecStoreSharder(RecStoreCollectionSharder, EmbeddingBagCollectionSharder):
         device: torch.device | None = None,
         module_fqn: str | None = None,
     ) -> RecStoreShardedEmbeddingBagCollection:
-        """The sharded module.
+        """Returns the sharded module.
+
+        Args:
+            module: The collection to shard.
+            params: The collection's plan, by table name.
+            env: The process group and the ranks of the collection.
+            device: The device of the sharded module.
+            module_fqn: The path of the collection in the model.
 
         Raises:
-            ValueError: the plan or ``fused_params`` ask of a RecStore table what RecStore does not support, or ways of
-                selecting its optimizer disagree.
-            NotImplementedError: ``DMPCollection``, with RecStore tables in the plan.
+            ValueError: The plan or ``fused_params`` have a setting that RecStore does not support for a RecStore
+                table, or they select different optimizers for it.
+            NotImplementedError: The plan has RecStore tables, and the model is wrapped in ``DMPCollection``.
         """
         fused_params, params = self._dealt_out(module, params, env)
         return RecStoreShardedEmbeddingBagCollection(

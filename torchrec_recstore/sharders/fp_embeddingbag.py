@@ -1,4 +1,4 @@
-"""``FeatureProcessedEmbeddingBagCollection`` over RecStore tables, beside TorchRec's own."""
+"""The sharder of ``FeatureProcessedEmbeddingBagCollection``, with tables in RecStore or on TorchRec's kernels."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from torchrec_recstore.sharders.plan import warn_if_overridden
 class RecStoreFeatureProcessedEmbeddingBagCollectionSharder(
     FeatureProcessedEmbeddingBagCollectionSharder  # type: ignore[misc]
 ):
-    """Shards ``FeatureProcessedEmbeddingBagCollection`` with RecStore tables; processors get their gradients.
+    """The sharder of ``FeatureProcessedEmbeddingBagCollection`` that places tables in RecStore.
 
-    TorchRec's own sharder does not ask the inner one which kernels it offers, and so cannot place RecStore tables
-    (torchrec 1.8.0).
+    The feature processors are trained as with TorchRec's sharder. TorchRec's sharder itself cannot place tables in
+    RecStore, because it does not ask ``ebc_sharder`` for its compute kernels (torchrec 1.8.0).
 
     Args:
-        ebc_sharder: of the collection inside; by default ``RecStoreSharder()``.
-        qcomm_codecs_registry: as for TorchRec's sharder.
+        ebc_sharder: The sharder of the inner ``EmbeddingBagCollection``. Default: ``RecStoreSharder()``.
+        qcomm_codecs_registry: The codecs of quantized communication, as for TorchRec's sharder. Default: None.
 
     Raises:
         TypeError: ``ebc_sharder`` is not a :class:`RecStoreSharder`.
@@ -45,13 +45,13 @@ class RecStoreFeatureProcessedEmbeddingBagCollectionSharder(
 
     @property
     def module_type(self) -> type[FeatureProcessedEmbeddingBagCollection]:
-        """The class of the modules that it shards."""
+        """The class of the modules that this sharder shards."""
         kind: type[FeatureProcessedEmbeddingBagCollection] = super().module_type
         warn_if_overridden(self, kind)
         return kind
 
     def with_stock_kernels(self) -> RecStoreFeatureProcessedEmbeddingBagCollectionSharder:
-        """A copy that offers TorchRec's own kernels as well, for planners that choose by constraint."""
+        """Returns a copy that also offers TorchRec's kernels, for planners that choose the kernel by constraint."""
         offer = copy.copy(self)
         offer._ebc_sharder = self._ebc_sharder.with_stock_kernels()
         return offer
@@ -64,15 +64,18 @@ class RecStoreFeatureProcessedEmbeddingBagCollectionSharder(
         device: torch.device | None = None,
         module_fqn: str | None = None,
     ) -> ShardedFeatureProcessedEmbeddingBagCollection:
-        """The sharded module; on the CPU where no device is given, while TorchRec's sharder then takes CUDA."""
+        """Returns the sharded module. See ``RecStoreSharder.shard``; the arguments are the same.
+
+        If ``device`` is None, the module is on the CPU. (TorchRec's sharder uses CUDA by default.)
+        """
         return super().shard(module, params, env, device or torch.device("cpu"), module_fqn)
 
     def sharding_types(self, compute_device_type: str) -> list[str]:
-        """Those of the inner sharder."""
+        """Returns the sharding types that ``ebc_sharder`` supports."""
         types: list[str] = self._ebc_sharder.sharding_types(compute_device_type)
         return types
 
     def compute_kernels(self, sharding_type: str, compute_device_type: str) -> list[str]:
-        """Those of the inner sharder."""
+        """Returns the compute kernels that ``ebc_sharder`` offers."""
         kernels: list[str] = self._ebc_sharder.compute_kernels(sharding_type, compute_device_type)
         return kernels
