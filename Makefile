@@ -1,4 +1,4 @@
-# Every target does all it needs from nothing; a second call does only what changed.
+# Each target builds everything that it needs. A second call builds only what has changed.
 
 PYTHON ?= python3
 VENV := .venv
@@ -7,7 +7,7 @@ PIP := $(BIN)/pip --disable-pip-version-check --quiet
 SOURCES := $(wildcard torchrec_recstore/csrc/*.* torchrec_recstore/csrc/ops/*.*)
 CORE := $(wildcard torchrec_recstore/csrc/*.cpp)
 
-.PHONY: help build train test test-slow test-all test-cpp test-faults test-tsan parity matrix lint proto bench docs package clean
+.PHONY: help build train test test-slow test-all test-cpp test-faults test-tsan test-mutations parity matrix lint proto bench docs package clean
 .DEFAULT_GOAL := help
 
 help:  ## show this list
@@ -39,15 +39,15 @@ test: build $(VENV)/.dev-requirements  ## lint, the C++ tests, and the Python te
 	@$(MAKE) --no-print-directory --output-sync=target -j$(shell nproc) lint test-cpp
 	$(BIN)/python -m pytest -n auto --maxprocesses 8 --dist worksteal -m "not slow" $(ARGS)
 
-test-slow: build $(VENV)/.dev-requirements  ## the slow tests: the second step of CI
+test-slow: build $(VENV)/.dev-requirements  ## the slow tests, test-faults and test-tsan: the second step of CI
 	$(BIN)/python -m pytest -n auto --maxprocesses 8 --dist worksteal -m slow $(ARGS)
 	@$(MAKE) --no-print-directory -j$(shell nproc) test-faults test-tsan
 
-test-all: build $(VENV)/.dev-requirements lint  ## all tests, one after the other
-	@$(MAKE) --no-print-directory -j$(shell nproc) test-cpp test-faults test-tsan
-	$(BIN)/python -m pytest $(ARGS)
+test-all:  ## everything that CI runs: make test, then make test-slow
+	@$(MAKE) --no-print-directory test
+	@$(MAKE) --no-print-directory test-slow
 
-# The core without torch, under sanitizers.
+# The tests of the core are built without torch, under sanitizers.
 CPP_FLAGS := -std=c++17 -O1 -g -ffp-contract=off -fno-omit-frame-pointer -Wall -Wextra -Werror -Wno-psabi \
 	-Wno-ignored-attributes -pthread
 SANITIZE := $(CPP_FLAGS) -fsanitize=address,undefined -fno-sanitize-recover=all
@@ -63,7 +63,7 @@ build/cpp/%.o: torchrec_recstore/csrc/%.cpp $(filter %.h %.inl,$(SOURCES))
 	@mkdir -p build/cpp
 	$(CXX) $(SANITIZE) -c $< -o $@
 
-# What has allocations fail, wherever the core asks for memory.
+# The linker replaces the functions that the core allocates memory with, so that the test can make them fail.
 build/cpp/test_faults: WRAP := -Wl,--wrap=mmap,--wrap=mremap,--wrap=aligned_alloc
 build/cpp/test_%: tests/cpp/test_%.cpp tests/cpp/testing.h $(CPP_OBJECTS)
 	$(CXX) $(SANITIZE) -I torchrec_recstore/csrc $< $(CPP_OBJECTS) $(WRAP) -o $@
@@ -74,7 +74,7 @@ $(CPP_TESTS:%=run-%): run-%: %
 
 test-cpp: $(CPP_TESTS:%=run-%)  ## the tests of the native core, under AddressSanitizer and UndefinedBehaviorSanitizer
 
-test-faults: build/cpp/test_faults  ## every allocation of the core's calls fails once, under sanitizers; a minute
+test-faults: build/cpp/test_faults  ## each memory allocation of the core fails once, under sanitizers; about a minute
 	$<
 
 build/tsan/%.o: torchrec_recstore/csrc/%.cpp $(filter %.h %.inl,$(SOURCES))
@@ -84,13 +84,16 @@ build/tsan/%.o: torchrec_recstore/csrc/%.cpp $(filter %.h %.inl,$(SOURCES))
 build/tsan/test_%: tests/cpp/test_%.cpp tests/cpp/testing.h $(TSAN_OBJECTS)
 	$(CXX) $(TSAN) -I torchrec_recstore/csrc $< $(TSAN_OBJECTS) -o $@
 
-test-tsan: build/tsan/test_stress  ## all that the core does at once on several threads, under ThreadSanitizer
+test-tsan: build/tsan/test_stress  ## the multithreaded work of the core, under ThreadSanitizer
 	tests/cpp/under_tsan.sh $<
 
-parity: build $(VENV)/.dev-requirements  ## every sharding, pooling, batch and row type against TorchRec; writes docs/parity.md
+test-mutations: build $(VENV)/.dev-requirements $(CPP_TESTS)  ## one mistake at a time in a copy of the code; a test of make test must fail for each
+	$(BIN)/python -m tests.mutations.run $(ARGS)
+
+parity: build $(VENV)/.dev-requirements  ## compare every sharding, pooling, batch and row type with TorchRec; writes docs/parity.md
 	$(BIN)/python -W ignore -m tests.parity.report
 
-matrix: build $(VENV)/.dev-requirements  ## the tests with each TorchRec in use; writes the README's table of versions
+matrix: build $(VENV)/.dev-requirements  ## run the tests with each supported TorchRec; writes the README's table of versions
 	$(BIN)/python -m tests.matrix.run $(ARGS)
 
 lint: build $(VENV)/.dev-requirements  ## ruff and mypy --strict
@@ -101,13 +104,13 @@ lint: build $(VENV)/.dev-requirements  ## ruff and mypy --strict
 proto: $(VENV)/.dev-requirements  ## generate the Python code of the server's protocol
 	$(BIN)/python -m grpc_tools.protoc -I. --python_out=. --pyi_out=. --grpc_python_out=. torchrec_recstore/rpc/recstore.proto
 
-bench: build $(VENV)/.dev-requirements  ## measure; writes benchmarks/results.json and the README's table
+bench: build $(VENV)/.dev-requirements  ## run the benchmarks; writes benchmarks/results.json and the README's table
 	$(BIN)/python benchmarks/run.py $(ARGS)
 
-docs: build $(VENV)/.dev-requirements  ## the documentation as HTML, in build/docs; a warning is an error
+docs: build $(VENV)/.dev-requirements  ## build the documentation as HTML, in build/docs; a warning is an error
 	$(BIN)/python -m sphinx -q -W --keep-going -b html docs build/docs
 
-package: $(VENV)/.dev-requirements  ## wheel and sdist in dist/, each tried in a clean environment
+package: $(VENV)/.dev-requirements  ## build wheel and sdist in dist/, and try each in a clean environment
 	rm -rf dist
 	$(BIN)/python -m build
 	tests/package/install.sh dist/*.whl

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-# OpenMP's threads wait by spinning for milliseconds, in which tests' other processes could work. Read with torch.
+# An idle OpenMP thread spins for milliseconds, which takes time from the other processes of the tests. OpenMP reads
+# this variable when torch is imported.
 os.environ.setdefault("GOMP_SPINCOUNT", "10000")
 
 import torch
@@ -17,7 +18,7 @@ from .upstream.summary import pytest_terminal_summary as pytest_terminal_summary
 
 @pytest.fixture(autouse=True)
 def _seed_and_threads() -> Iterator[None]:
-    """Each test starts from the same seed and leaves the number of threads as it found it."""
+    """Sets the same seed before each test, and restores the number of threads after it."""
     threads = torch.get_num_threads()
     torch.manual_seed(0)
     yield
@@ -26,10 +27,10 @@ def _seed_and_threads() -> Iterator[None]:
 
 @pytest.fixture
 def one_rank(tmp_path: Path) -> Iterator[None]:
-    """The default process group, gloo, of the test's own process alone."""
-    from torchrec.distributed import comm  # here, since tests of the store do without TorchRec
+    """A default process group, gloo, with this process as its only rank."""
+    from torchrec.distributed import comm  # not at the top of the file: tests of the store run without TorchRec
 
     dist.init_process_group("gloo", init_method=f"file://{tmp_path}/rendezvous", rank=0, world_size=1)
     yield
     dist.destroy_process_group()
-    comm._INTRA_PG = comm._CROSS_PG = None  # torchrec 1.8.0 keeps the groups of the nodes of the one just destroyed
+    comm._INTRA_PG = comm._CROSS_PG = None  # torchrec 1.8.0 keeps the node groups of the destroyed group

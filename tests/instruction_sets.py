@@ -1,4 +1,4 @@
-"""The same work by each instruction set, in a process of its own, since a process decides for one."""
+"""Runs a function with each instruction set, in one process each, because a process chooses one instruction set."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ INSTRUCTION_SETS = ("baseline", "avx2", "avx512")
 
 
 def by_instruction_set(work: Callable[[], list[str]]) -> dict[str, list[str]]:
-    """What ``work`` returns by each instruction set that this processor has.
+    """Returns the result of ``work`` for each instruction set that this processor has.
 
     Args:
         work: at module level, so that it can be sent to other processes, which import its module.

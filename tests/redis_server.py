@@ -1,4 +1,4 @@
-"""Redis servers and clusters of a test's own, on free loopback ports."""
+"""Redis servers and clusters for tests, on free loopback ports."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ needs_cluster = pytest.mark.skipif(
 
 
 class RedisServer:
-    """One server; ``start`` after ``stop`` or ``kill`` comes back on the same port and directory."""
+    """One server; ``start`` after ``stop`` or ``kill`` uses the same port and directory again."""
 
     def __init__(self, directory: Path, *arguments: str, port: int | None = None, ping: str | None = None) -> None:
         directory.mkdir(parents=True, exist_ok=True)
@@ -53,7 +53,7 @@ class RedisServer:
         return False
 
     def stop(self) -> None:
-        """As a service manager does: what is to be kept is written first."""
+        """Stops the server as a service manager does: the server saves its data first."""
         self._end(signal.SIGTERM)
 
     def kill(self) -> None:
@@ -93,7 +93,7 @@ def redis_cluster(directory: Path, n_nodes: int = 3) -> Iterator[list[RedisServe
     nodes: list[RedisServer] = []
     try:
         for node in range(n_nodes):
-            # The bus listens beside; by default on the port + 10000, which may be taken.
+            # The cluster bus listens on a second port. Its default is the first port + 10000, which may be in use.
             bus = ("--cluster-enabled", "yes", "--cluster-port", str(free_port()), "--cluster-node-timeout", "1000")
             nodes.append(RedisServer(directory / str(node), *bus, "--appendonly", "yes"))
         hosts = [f"127.0.0.1:{node.port}" for node in nodes]

@@ -1,4 +1,4 @@
-"""Runs a command whose stderr is a terminal, and gives back what was written there."""
+"""Runs a command whose stderr is a terminal, and returns the output."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ ROWS, COLUMNS = 40, 120
 def run_in_terminal(
     command: Sequence[str], environment: Mapping[str, str] | None = None, timeout_s: float = 120
 ) -> tuple[int, str, str]:
-    """Its status, stdout, and all that went to the terminal, escape sequences included."""
+    """Returns the command's status, its stdout, and its stderr with all escape sequences."""
     terminal, its_end = pty.openpty()
     fcntl.ioctl(its_end, termios.TIOCSWINSZ, struct.pack("HHHH", ROWS, COLUMNS, 0, 0))
     seen: list[bytes] = []
 
     def read() -> None:
-        # Reading fails when the last process has closed the other end.
+        # Reading fails after the last process has closed the other end of the terminal.
         while True:
             try:
                 seen.append(os.read(terminal, 1 << 16))

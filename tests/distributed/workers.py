@@ -1,4 +1,4 @@
-"""Several ranks for a test: processes, a gloo group, and a way out that gloo's teardown cannot spoil."""
+"""Runs a function on several ranks: processes with a gloo group, which end without gloo's teardown."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.processes import START_METHOD
 
 
 def run_on_ranks(world_size: int, function: Callable[[int, int], None]) -> None:
-    """Run ``function(rank, world_size)`` on every rank of a gloo group; fails if it raises on any.
+    """Runs ``function(rank, world_size)`` on every rank of a gloo group. Fails if the function raises on any rank.
 
     Args:
         function: at module level, so that it can be sent to other processes.
@@ -28,7 +28,7 @@ def run_on_ranks(world_size: int, function: Callable[[int, int], None]) -> None:
 
 
 def run_in_processes(world_size: int, function: Callable[[int, int], None]) -> None:
-    """Run ``function(rank, world_size)`` in a process for each rank; fails if it raises in any.
+    """Runs ``function(rank, world_size)`` in one process for each rank. Fails if the function raises in any process.
 
     Args:
         function: at module level, or a partial of such a function, so that it can be sent to other processes.
@@ -57,4 +57,4 @@ def _worker(rank: int, world_size: int, directory: str, function: Callable[[int,
     except BaseException:
         Path(directory, f"rank_{rank}").write_text(f"rank {rank}:\n{traceback.format_exc()}")
         status = 1
-    os._exit(status)  # gloo's own teardown aborts in some runs after all work is done, in stock TorchRec too
+    os._exit(status)  # gloo's teardown aborts in some runs after all work is done, with stock TorchRec too

@@ -1,4 +1,4 @@
-"""Checkpoints."""
+"""Errors of checkpoints."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from torchrec_recstore.checkpoint.destination import Destination
 
 
 def saved(path: Path) -> Path:
-    """A checkpoint of a model that has trained."""
+    """A checkpoint of a trained model."""
     model = models.recstore()
     models.train(model)
     save_checkpoint(model, path)
@@ -28,7 +28,7 @@ def saved(path: Path) -> Path:
 
 
 def only(directory: Path, pattern: str) -> Path:
-    """The first file that fits."""
+    """The first file that matches the pattern."""
     return min(directory.glob(pattern))
 
 

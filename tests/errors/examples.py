@@ -1,4 +1,4 @@
-"""The examples' commands."""
+"""Errors of the example scripts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Models for inference."""
+"""Errors of models for inference."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Cold stores, parameter servers and their clients."""
+"""Errors of cold stores, parameter servers and their clients."""
 
 from __future__ import annotations
 

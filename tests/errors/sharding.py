@@ -1,4 +1,4 @@
-"""Models that are sharded with RecStore tables, and eager modules."""
+"""Errors of sharded models and of eager modules."""
 
 from __future__ import annotations
 

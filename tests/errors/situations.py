@@ -1,4 +1,4 @@
-"""What goes wrong for users, by the title that docs/errors.md has for it."""
+"""Functions that cause the errors of docs/errors.md, by the title of the entry."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from typing import TypeVar
 
 _Situation = TypeVar("_Situation", bound=Callable[..., object])
 SITUATIONS: dict[str, Callable[..., object]] = {}
-"""Each raises the error of its title; its parameters are pytest's fixtures."""
+"""Each function raises the error of its title. Its parameters are fixtures of pytest."""
 
 
 def raise_from_a_fork(call: Callable[[], object]) -> None:
-    """Calls it in a forked process, and raises here what it raises there."""
+    """Runs ``call`` in a forked process, and raises the error of that process in this process."""
     read, write = os.pipe()
     child = os.fork()
     if child == 0:
@@ -30,7 +30,7 @@ def raise_from_a_fork(call: Callable[[], object]) -> None:
 
 
 def situation(title: str) -> Callable[[_Situation], _Situation]:
-    """Registers a function that gets into the situation of that title."""
+    """Registers the function that causes the error with this title."""
 
     def register(function: _Situation) -> _Situation:
         assert title not in SITUATIONS

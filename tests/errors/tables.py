@@ -1,4 +1,4 @@
-"""Options, and a table by itself."""
+"""Errors of options and of a single table."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Runs an example's script the way a user does."""
+"""Runs an example script as a user does."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ TIMEOUT_S = 240
 
 
 def run_script(script: str, *flags: object, ranks: int = 1) -> subprocess.CompletedProcess[str]:
-    """Runs ``examples/<script>`` in a process of its own, or under torchrun in several."""
+    """Runs ``examples/<script>`` in a new interpreter, or in several under torchrun."""
     command = [sys.executable]
     if ranks > 1:
         command += ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}"]
     command += _script(script, flags)
-    # One thread: tests share the machine, and spinning thread pools slow each other down without bound.
+    # One thread: tests share the machine, and spinning thread pools slow each other down.
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
     return subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S, env=environment, check=False)
 
 
 def run_forked(script: str, *flags: object, ranks: int = 1) -> subprocess.CompletedProcess[str]:
-    """As :func:`run_script`, in processes forked from one that has imported TorchRec, which takes seconds.
+    """Runs ``examples/<script>`` in forked processes (:mod:`tests.processes`).
 
     Several ranks get the environment that torchrun gives, and the store of this process in the place of its agent's.
     """
@@ -56,17 +56,17 @@ def run_forked(script: str, *flags: object, ranks: int = 1) -> subprocess.Comple
 
 
 def _script(script: str, flags: tuple[object, ...]) -> list[str]:
-    """The script and its flags; a training writes curves and a report only where a flag says where to."""
+    """The command line. A training writes curves and a report only if a flag says where."""
     quiet = ["--no-log"] if script.endswith("train.py") and not {"--log-dir", "--log-every"} & {*flags} else []
     return [str(ROOT / "examples" / script), *map(str, flags), *quiet]
 
 
 def _join(processes: list[mp.Process]) -> None:
-    """Waits for all to end, or for the first to fail."""
+    """Waits until all processes have ended, or until one has failed."""
     deadline = time.monotonic() + TIMEOUT_S
     while running := [process for process in processes if process.is_alive()]:
         if any(process.exitcode for process in processes):
-            # The others end by themselves where the error is that of all.
+            # If the error occurs on all ranks, the other processes end by themselves.
             wait([process.sentinel for process in running], timeout=10)
             return
         if not wait([process.sentinel for process in running], timeout=deadline - time.monotonic()):

@@ -1,4 +1,4 @@
-"""Makes the examples' modules importable, as they are when their scripts run, and has torch use one thread."""
+"""Makes the modules of the examples importable, as they are when the scripts run, and limits torch to one thread."""
 
 import sys
 from pathlib import Path
@@ -13,5 +13,5 @@ sys.path[:0] = [str(EXAMPLES), str(EXAMPLES / "dlrm")]
 
 @pytest.fixture(autouse=True)
 def _one_thread(_seed_and_threads: None) -> None:
-    """Tests share the machine, and on small batches threads wait for each other more than they work."""
+    """Limits torch to one thread: tests share the machine, and on small batches threads mostly wait for each other."""
     torch.set_num_threads(1)

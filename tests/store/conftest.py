@@ -11,7 +11,7 @@ import pytest
 
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system of 112 MB, 72 MB of which a file named ``ballast`` takes."""
+    """A file system of 112 MB. A file named ``ballast`` takes 72 MB of it."""
     path = tmp_path / "disk"
     path.mkdir()
     mount = ["mount", "-t", "tmpfs", "-o", "size=112m", "tmpfs", str(path)]

@@ -1,4 +1,4 @@
-"""Applies the list of what does not apply, and bounds the examples of TorchRec's hypothesis tests."""
+"""Applies the list of tests that do not apply, and limits the examples of TorchRec's hypothesis tests."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .tables import STOCK
 
 HERE = Path(__file__).parent
 MOST_EXAMPLES = 3
-"""Of one of TorchRec's hypothesis tests: each starts processes."""
+"""The number of examples for each of TorchRec's hypothesis tests: each example starts processes."""
 
 
 @pytest.hookimpl(tryfirst=True)  # before -k and -m leave tests out
@@ -49,7 +49,7 @@ def _check_list(listed: list[Entry], found: dict[pytest.Item, list[Entry]]) -> N
 
 
 def _bound_examples(item: pytest.Item) -> None:
-    # What @settings has stored (hypothesis 6); a profile would not go before the tests' own settings.
+    # @settings stores this attribute (hypothesis 6). A profile would not replace the settings of the tests.
     function = getattr(getattr(item, "function", None), "__func__", getattr(item, "function", None))
     stored = getattr(function, "_hypothesis_internal_use_settings", None)
     if stored is None:

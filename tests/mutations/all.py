@@ -1,0 +1,16 @@
+"""All mutations."""
+
+from __future__ import annotations
+
+from . import core, python
+
+MUTATIONS = [
+    *core.CORE,
+    *core.ROUTING,
+    *core.BOUNDS,
+    *core.OPTIMIZERS,
+    *python.ROUTING,
+    *python.BOUNDS,
+    *python.CHECKPOINTS,
+    *python.SERVICE,
+]

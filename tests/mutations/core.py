@@ -1,0 +1,221 @@
+"""Mutations of the native core, of its routing, its bounds and its optimizers."""
+
+from __future__ import annotations
+
+from .mutation import Mutation
+
+CSRC = "torchrec_recstore/csrc"
+
+CORE = [
+    Mutation(
+        f"{CSRC}/index.cpp",
+        "if ((next - home) % kLines >= (next - line) % kLines) {",
+        "if ((next - home) % kLines > (next - line) % kLines) {",
+        ["test_index"],
+        "An erase leaves an entry behind a hole in the entry's own home line, where no search finds the entry.",
+    ),
+    Mutation(
+        f"{CSRC}/index.cpp",
+        "place(part.directory[directory_index(h, part.depth)], entry, h);",
+        "place(old_number, entry, h);",
+        ["test_index"],
+        "A segment that splits keeps the entries that belong to the new segment.",
+    ),
+    Mutation(
+        f"{CSRC}/index.cpp",
+        "--parts_[part_of(hash)].size;",
+        "",
+        ["test_index"],
+        "The size of the index does not shrink when ids are erased.",
+    ),
+    Mutation(
+        f"{CSRC}/rows.cpp",
+        "for (; reclaimed_ < retired_.size() && retired_[reclaimed_].last_pass < oldest_pass; ++reclaimed_) {",
+        "for (; reclaimed_ < retired_.size() && retired_[reclaimed_].last_pass <= oldest_pass; ++reclaimed_) {",
+        ["test_table"],
+        "The slot of a removed row is used again although a pending pass still refers to the slot.",
+    ),
+    Mutation(
+        f"{CSRC}/rows.cpp",
+        "std::fill(row(slot) + weight_floats(type_, columns_), row(slot) + stride_, 0.0f);",
+        "",
+        ["tests/store/test_oracle.py::test_table_equals_dict"],
+        "A new row begins with the optimizer state of the row that had the slot before.",
+    ),
+    Mutation(
+        f"{CSRC}/rows.cpp",
+        "if (changes_.tracks()) changes_.move(from, to);",
+        "",
+        ["test_memory"],
+        "A row that compaction moves is missing from the next delta.",
+    ),
+    Mutation(
+        f"{CSRC}/table.cpp",
+        "for (const Numbered& numbered : pending_) numbered.pass->moved(*this, moves);",
+        "",
+        ["test_memory"],
+        "The backward pass updates the slots that compaction has moved rows away from.",
+    ),
+    Mutation(
+        f"{CSRC}/table.cpp",
+        "if (snapshot_ != nullptr) snapshot_->removed(ids[i], slot);",
+        "",
+        ["test_snapshot"],
+        "A row that is removed during a save is missing from the checkpoint.",
+    ),
+    Mutation(
+        f"{CSRC}/snapshot.cpp",
+        "if (!pending(slot) || number(slot) != 0 || out_of_memory_.load(std::memory_order_relaxed)) return;",
+        "if (!pending(slot) || out_of_memory_.load(std::memory_order_relaxed)) return;",
+        ["test_snapshot"],
+        "The second update of a row during a save replaces the image that the first update has kept.",
+    ),
+    Mutation(
+        f"{CSRC}/changes.cpp",
+        "if (some.mark >= mark) ids.insert(ids.end(), some.ids.begin(), some.ids.end());",
+        "if (some.mark > mark) ids.insert(ids.end(), some.ids.begin(), some.ids.end());",
+        ["test_snapshot"],
+        "A delta does not list the ids that were removed right after its base was saved.",
+    ),
+    Mutation(
+        f"{CSRC}/initializer.cpp",
+        "if (row_type_ == RowType::kFloat32) return fill_columns(id, column_begin_, column_end_, row);",
+        "if (row_type_ == RowType::kFloat32) return fill_columns(id, 0, column_end_ - column_begin_, row);",
+        ["test_table"],
+        "A column-wise shard initializes its columns as if the columns were the first ones of the table.",
+    ),
+    Mutation(
+        f"{CSRC}/backward.cpp",
+        "links_[last.position] |= static_cast<Link>(position) + 1;",
+        "links_[last.position] = static_cast<Link>(position) + 1;",
+        ["test_table"],
+        "An id that occurs three times in a batch is updated twice.",
+    ),
+    Mutation(
+        f"{CSRC}/ops/group.cpp",
+        "const auto inputs = std::make_shared<Inputs>(Inputs{ids, {}, std::nullopt});",
+        "const auto inputs = std::make_shared<Inputs>();",
+        ["tests/kernels/test_sequence.py::test_backward_needs_no_ids_of_the_caller"],
+        "The backward pass reads the ids of the batch after their memory has been freed.",
+    ),
+    Mutation(
+        f"{CSRC}/transfer.cpp",
+        "out.frequency[i] = meta.frequency;",
+        "out.frequency[i] = meta.last_step;",
+        ["tests/store/test_eviction.py::test_halving_forgets_what_was_frequent_once"],
+        "Checkpoints save a row's last step as the row's frequency.",
+    ),
+]
+
+ROUTING = [
+    Mutation(
+        f"{CSRC}/batch.h",
+        "const uint64_t id = l < static_cast<uint64_t>(block_rows) ? l + r * static_cast<uint64_t>(block_rows)",
+        "const uint64_t id = l <= static_cast<uint64_t>(block_rows) ? l + r * static_cast<uint64_t>(block_rows)",
+        ["tests/kernels/test_pooled.py::test_routing_is_undone"],
+        "The first id behind the blocks is stored under another raw id.",
+    ),
+    Mutation(
+        f"{CSRC}/batch.h",
+        ": l * static_cast<uint64_t>(world_size) + r;",
+        ": l * static_cast<uint64_t>(world_size);",
+        [
+            "tests/kernels/test_pooled.py::test_routing_is_undone",
+            "tests/kernels/test_sequence.py::test_mixed_ids_are_stored_raw",
+        ],
+        "Ids behind the blocks of all ranks are stored as those of rank 0.",
+    ),
+]
+
+BOUNDS = [
+    Mutation(
+        f"{CSRC}/eviction.cpp",
+        "return kClasses - 1 - coarse<6>(meta.last_step < now ? now - meta.last_step : 0);",
+        "return coarse<6>(meta.last_step < now ? now - meta.last_step : 0);",
+        ["tests/store/test_eviction.py::test_the_least_rows_leave_ties_and_all"],
+        "LRU evicts the rows that were used last.",
+    ),
+    Mutation(
+        f"{CSRC}/eviction.cpp",
+        "const int64_t oldest = step - table.config().bounds.expiry;",
+        "const int64_t oldest = step - table.config().bounds.expiry + 1;",
+        ["tests/store/test_expiry.py"],
+        "Rows expire a step too early.",
+    ),
+    Mutation(
+        f"{CSRC}/eviction.cpp",
+        "SlotSet rest = kept;",
+        "SlotSet rest(slots);",
+        ["test_bounds"],
+        "Rows that the batch itself looks up are evicted.",
+    ),
+    Mutation(
+        f"{CSRC}/arrivals.cpp",
+        "return arrival == Arrival::kLookup && sightings->count(id) + 1 >= table.config().bounds.min_frequency;",
+        "return arrival == Arrival::kLookup && sightings->count(id) >= table.config().bounds.min_frequency;",
+        ["tests/store/test_admission.py::test_the_count_th_step_makes_the_row"],
+        "Admission wants a sighting too many.",
+    ),
+    Mutation(
+        f"{CSRC}/sightings.cpp",
+        "return std::min(255, least(0, place) + least(1, place));",
+        "return least(present_, place);",
+        ["tests/docs/test_memory_figures.py::test_sightings_of_a_generation_are_not_forgotten"],
+        "Admission forgets all sightings at the end of a generation.",
+    ),
+    Mutation(
+        f"{CSRC}/cold_rows.cpp",
+        "left[i] = slot != kNoSlot && !pinned.contains(slot) && "
+        "equals_image(table.rows(), slot, images + i * table.image_bytes());",
+        "left[i] = slot != kNoSlot && !pinned.contains(slot);",
+        ["tests/store/test_tier.py"],
+        "A row that is updated while the row is written to the cold store loses the update.",
+    ),
+]
+
+OPTIMIZERS = [
+    Mutation(
+        f"{CSRC}/optimizer.cpp",
+        "s.adam_rate = f(lr * bias1);",
+        "s.adam_rate = f(lr);",
+        ["tests/kernels/test_optimizers.py::test_ten_steps_equal_the_published_formula"],
+        "Adam does not correct the bias of the first moment.",
+    ),
+    Mutation(
+        f"{CSRC}/backward.cpp",
+        "work_->scalars.push_back(step_scalars("
+        "tables[t]->config().optimizer, learning_rates[t], tables[t]->optimizer_steps() + 1));",
+        "work_->scalars.push_back(step_scalars("
+        "tables[t]->config().optimizer, learning_rates[t], tables[t]->optimizer_steps()));",
+        ["tests/kernels/test_optimizers.py::test_ten_steps_equal_the_published_formula"],
+        "The bias correction is behind by a step.",
+    ),
+    Mutation(
+        f"{CSRC}/row_steps.inl",
+        "meta.state += reduce(squares) / static_cast<float>(columns);",
+        "meta.state += reduce(squares);",
+        ["tests/kernels/test_optimizers.py::test_ten_steps_equal_the_published_formula"],
+        "Row-wise Adagrad adds the sum of the squares in place of their mean.",
+    ),
+    Mutation(
+        f"{CSRC}/row_steps.inl",
+        "const AlignedVec b = momentum * load_n(buffer + d, n) + (gv + decay * wv);",
+        "const AlignedVec b = momentum * load_n(buffer + d, n) + gv;",
+        ["tests/kernels/test_optimizers.py::test_ten_steps_equal_the_published_formula"],
+        "SGD with momentum ignores the weight decay.",
+    ),
+    Mutation(
+        f"{CSRC}/row_steps.inl",
+        "if (a.scalars.decouple) scale(columns, w, a.scalars.decay_factor, w);",
+        "",
+        ["tests/kernels/test_optimizers.py::test_ten_steps_equal_the_published_formula"],
+        "Adagrad ignores a decoupled weight decay.",
+    ),
+    Mutation(
+        f"{CSRC}/row_steps.inl",
+        "return n > zero ? solved : wv;",
+        "return solved;",
+        ["tests/kernels/test_optimizers.py::test_ftrl_keeps_a_row_until_its_first_gradient_and_at_a_rate_of_zero"],
+        "FTRL sets weights that have had no gradient to zero.",
+    ),
+]

@@ -1,0 +1,131 @@
+"""Mutations of the Python code: routing, cold stores, checkpoints and the service."""
+
+from __future__ import annotations
+
+from .mutation import Mutation
+
+PACKAGE = "torchrec_recstore"
+
+ROUTING = [
+    Mutation(
+        f"{PACKAGE}/sharders/collection.py",
+        "return _with_ids(features, ops.mix_ids(features.values(), False))",
+        "return _with_ids(features, ops.mix_ids(features.values(), True))",
+        ["tests/distributed/test_sharded_equals_unsharded.py::test_one_rank"],
+        "Hash routing mixes ids with the inverse of the mix that the shards undo.",
+    ),
+    Mutation(
+        f"{PACKAGE}/kernels/routing.py",
+        "in_blocks = (ids >= 0) & (ids < self.block_rows * self.world_size)",
+        "in_blocks = ids < self.block_rows * self.world_size",
+        ["tests/checkpoint/test_resharding.py::test_every_sharding_and_world_size_to_every_other"],
+        "A load gives the rows of negative ids to another rank than the input distribution.",
+    ),
+]
+
+BOUNDS = [
+    Mutation(
+        f"{PACKAGE}/store/cold_tier.py",
+        "self._make_room(ids, len(images) + admitted)",
+        "self._make_room(ids, admitted)",
+        ["tests/store/test_tier.py"],
+        "No room is made for the rows that come back from the cold store.",
+    ),
+    Mutation(
+        f"{PACKAGE}/store/cold_tier.py",
+        "unknown = self._may_be_cold(ids) & ~among(ids, self.dead)",
+        "unknown = self._may_be_cold(ids)",
+        ["tests/store/test_tier.py"],
+        "A removed row comes back from a cold store that could not delete the row.",
+    ),
+    Mutation(
+        f"{PACKAGE}/store/cold_tier.py",
+        "parts.append(some[(last_steps(images) >= self.expired_before) & ~among(some, self.dead)])",
+        "parts.append(some[~among(some, self.dead)])",
+        ["tests/store/test_tier.py"],
+        "Cold rows that have expired are still listed.",
+    ),
+]
+
+CHECKPOINTS = [
+    Mutation(
+        f"{PACKAGE}/checkpoint/writer.py",
+        "rows=shard.snapshot.table_rows if first else 0,",
+        "rows=shard.snapshot.table_rows,",
+        ["tests/checkpoint/test_checkpoint.py", "tests/checkpoint/test_compact.py"],
+        "A checkpoint counts each row once for every column shard.",
+    ),
+    Mutation(
+        f"{PACKAGE}/checkpoint/reader.py",
+        "_remove_rows(table, contents, info)",
+        "pass",
+        ["tests/checkpoint/test_checkpoint.py::test_deltas_hold_what_changed_and_chains_load"],
+        "Rows that were removed before a delta was saved come back when the delta is loaded.",
+    ),
+    Mutation(
+        f"{PACKAGE}/checkpoint/reader.py",
+        "table.optimizer_steps = last.optimizer_steps",
+        "pass",
+        ["tests/checkpoint/test_checkpoint.py::test_forth_and_back"],
+        "Adam's bias correction starts again after a load.",
+    ),
+    Mutation(
+        f"{PACKAGE}/checkpoint/fold.py",
+        "kept &= (levels[order] >= removal.level) | removal.stays(ids)",
+        "kept &= (levels[order] > removal.level) | removal.stays(ids)",
+        ["tests/checkpoint/test_compact.py::test_gives_the_files_of_a_full_save"],
+        "A row that was removed and made again between two saves is lost when the checkpoints are folded.",
+    ),
+    Mutation(
+        f"{PACKAGE}/checkpoint/destination.py",
+        "sync_directory(staging)",
+        "pass",
+        ["tests/checkpoint/test_destination.py"],
+        "A checkpoint gets its name before the entries of its directory are on the disk.",
+    ),
+    Mutation(
+        f"{PACKAGE}/checkpoint/destination.py",
+        "if metadata is None or metadata.checksum != info.checksum:",
+        "if metadata is None:",
+        ["tests/checkpoint/test_destination.py"],
+        "A delta is saved although its base has been replaced by another checkpoint.",
+    ),
+]
+
+SERVICE = [
+    Mutation(
+        f"{PACKAGE}/service/server.py",
+        "known.answers.pop(request, None)",
+        "pass",
+        ["tests/service/test_applied.py"],
+        "A write that failed cannot be repeated.",
+    ),
+    Mutation(
+        f"{PACKAGE}/service/server.py",
+        "for number in [number for number in known.answers if number < done_before]:",
+        "for number in [number for number in known.answers if number <= done_before]:",
+        ["tests/service/test_applied.py"],
+        "The server forgets a write that may still be repeated, and applies the write twice.",
+    ),
+    Mutation(
+        f"{PACKAGE}/service/server.py",
+        "if len(ids) != header.ids:",
+        "if len(ids) > header.ids:",
+        ["tests/service/test_faults.py::test_bad_requests_change_nothing"],
+        "A write whose last parts are missing is applied in part.",
+    ),
+    Mutation(
+        f"{PACKAGE}/service/hosted.py",
+        "wanted = among(known, missing)",
+        "wanted = ~among(known, missing)",
+        ["tests/service/test_hosted.py::test_initial_rows_are_for_ids_without_a_row"],
+        "Initial rows replace the trained rows of other clients.",
+    ),
+    Mutation(
+        f"{PACKAGE}/rpc/servers.py",
+        "rank = found.cumsum(0) - 1",
+        "rank = found.cumsum(0)",
+        ["tests/service/test_server_store.py::test_every_pattern_of_bits_comes_back"],
+        "Rows of several servers are returned for the wrong ids.",
+    ),
+]
