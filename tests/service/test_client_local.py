@@ -171,7 +171,7 @@ def test_an_init_func_with_a_memory() -> None:
         calls.append(shape)
         return torch.full(shape, float(len(calls)))
 
-    with pytest.raises(ValueError, match="table 't': init_func gives another row each time"):
+    with pytest.raises(ValueError, match="table 't': init_func returns another row in each call"):
         client_with(init_func=counting)
 
 

@@ -1,4 +1,4 @@
-"""The protocol of a client's tables, which the client is written against."""
+"""The interface between the client and the place where its tables are."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from torchrec_recstore.rpc.table_spec import TableSpec
 from torchrec_recstore.store import TableStats
 
 InitialRows = tuple[Tensor, Tensor]
-"""Ids (n,) int64, distinct, and the rows float32 (n, dim) that they begin with."""
+"""Distinct ids, (n,) int64, and their initial rows, (n, dim) float32."""
 
 
 class NoInitialRow(ValueError):
-    """An id without a row is wanted, and only the client's ``init_func`` can tell how its row begins.
+    """An id has no row, and the row can only be made by a client that has the table's ``init_func``.
 
     Args:
-        name: of the table.
-        pending: (n,) int64: the positions, among the ids given, whose part of the call has not been carried out, so
-            that these can be given again. None where that is not known.
+        name: The name of the table.
+        pending: (n,) int64. The positions in the call's ``ids`` for which the call was not carried out, so that the
+            caller can repeat the call for these ids. None: unknown.
     """
 
     def __init__(self, name: str, pending: Tensor | None = None) -> None:
@@ -32,81 +32,93 @@ class NoInitialRow(ValueError):
 
 
 class Backend(Protocol):
-    """Named tables. The client is written against this; it checks what it passes on.
+    """A set of named tables that a client reads and writes.
 
-    Ids are (N,) int64, rows (N, dim) of the table's dtype or float32, all on
-    the CPU; they are not changed, and not kept after the call. Any thread may call. A call either does all of its work
-    or raises with everything as it was.
+    The client checks all arguments before it calls a backend. Ids are (N,) int64. Rows are (N, dim) in the table's
+    dtype or float32. All tensors are on the CPU; a backend neither changes them nor keeps them after the call. Methods
+    may be called from any thread. A call either completes, or raises an error and changes nothing.
 
     Raises:
-        ValueError: there is no such table; the message names it and those that there are. Or the tables are closed.
-        MemoryError, ColdStoreError: as :class:`torchrec_recstore.store.Table`.
+        ValueError: The table does not exist, or the backend is closed. The message names the table and the tables that
+            exist.
+        MemoryError, ColdStoreError: See :class:`torchrec_recstore.store.Table`.
     """
 
     def create(self, name: str, spec: TableSpec) -> None:
-        """Makes a table. One that is there with the same specification stays as it is.
+        """Creates a table. A table that exists with the same specification is not changed.
 
         Raises:
-            ValueError: there is one with another specification; the message names what differs.
+            ValueError: The table exists with another specification. The message names the difference.
         """
 
     def spec(self, name: str) -> TableSpec | None:
-        """What the table was made with, with ``shard=(0, 1)``; None where there is no such table."""
+        """Returns the specification of a table, with ``shard=(0, 1)``, or None if the table does not exist."""
 
     def pull(self, name: str, ids: Tensor) -> Tensor:
-        """Reads rows: (N, dim) of the table's dtype. An id without a row reads as its initial row and gets none.
+        """Reads rows: (N, dim) in the table's dtype. An id without a row reads as its initial row; no row is made.
 
         Raises:
-            NoInitialRow: an id has no row, and the table has ``initial_rows``.
+            NoInitialRow: An id has no row, and the table has ``initial_rows``.
         """
 
     def found_rows(self, name: str, ids: Tensor) -> tuple[Tensor, Tensor]:
-        """Which ids have a row, (N,) bool, and the rows of these, (found, dim) of the table's dtype, in their order."""
+        """Reads the rows that exist.
+
+        Returns:
+            (N,) bool, True for the ids that have a row, and (found, dim) in the table's dtype, the rows of these ids
+            in the order of ``ids``.
+        """
 
     def push(self, name: str, ids: Tensor, values: Tensor) -> None:
-        """Writes weights: new rows start with zero optimizer state, others keep theirs; of duplicates the last wins."""
+        """Writes weights.
+
+        New rows start with zero optimizer state. Existing rows keep their optimizer state. If an id occurs several
+        times, its last row is written.
+        """
 
     def update(self, name: str, ids: Tensor, grads: Tensor, initial: InitialRows | None = None) -> None:
-        """Applies the optimizer once to each distinct id's row, on the sum of its gradients in the order given.
+        """Applies the optimizer once to the row of each distinct id, with the sum of the id's gradients.
 
-        One update is one step: of the clock by which rows are evicted and expire, and of what admission counts.
+        The gradients are summed in the order of ``ids``. One update is one step of the table's clock: eviction, expiry
+        and admission count updates.
 
         Args:
-            name: of the table.
-            ids: (N,) int64.
-            grads: (N, dim).
-            initial: some of the ids with the rows they are to begin with; used for those that have no row when the
-                update is carried out. Nobody sees the rows without the update. For a table with ``initial_rows``.
+            name: The name of the table.
+            ids: (N,) int64. The ids whose rows are updated. Duplicates are allowed.
+            grads: (N, dim). The gradients.
+            initial: The initial rows of some of the ids, for a table with ``initial_rows``. An initial row is used if
+                its id has no row when the update is carried out. The row becomes visible together with the update.
 
         Raises:
-            NoInitialRow: an id has neither a row nor one in ``initial``, and the table has ``initial_rows``.
+            NoInitialRow: The table has ``initial_rows``, and an id has neither a row nor an initial row in ``initial``.
         """
 
     def delete(self, name: str, ids: Tensor) -> int:
-        """Forgets rows; returns how many there were."""
+        """Deletes rows and returns the number of rows that existed."""
 
     def exists(self, name: str, ids: Tensor) -> Tensor:
-        """Tells which ids have a row: (N,) bool."""
+        """Returns (N,) bool, True for the ids that have a row."""
 
     def stats(self, name: str) -> TableStats:
-        """What the table holds and has done."""
+        """Returns the statistics of a table."""
 
     def save(self, path: str | Path, overwrite: bool = False) -> None:
-        """Saves all tables but temporary ones, as they are at one moment on each server.
+        """Saves all tables except temporary tables. On each server, the tables are saved as of one moment.
 
         Raises:
-            FileExistsError: there is something at ``path``, and no ``overwrite``, or it is no checkpoint.
-            OSError: a file cannot be written. Either way there is nothing new at ``path``.
+            FileExistsError: ``path`` exists and ``overwrite`` is False, or ``path`` is not a checkpoint. Nothing is
+                written.
+            OSError: A file cannot be written. Nothing new is left at ``path``.
         """
 
     def load(self, path: str | Path) -> None:
-        """Replaces all tables by those saved; temporary ones stay.
+        """Replaces all tables except temporary tables by the tables of a checkpoint.
 
         Raises:
-            FileNotFoundError: there is no checkpoint.
-            CheckpointError: a file is missing or damaged.
-            ValueError: a table of these is not in the checkpoint, or with another specification.
+            FileNotFoundError: The checkpoint does not exist.
+            CheckpointError: A file is missing or damaged.
+            ValueError: A table is not in the checkpoint, or has another specification there.
         """
 
     def close(self) -> None:
-        """Frees what this holds: the tables, or the connections. Closing twice is fine."""
+        """Frees the tables or closes the connections. It may be called twice."""

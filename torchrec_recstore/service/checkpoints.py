@@ -1,4 +1,4 @@
-"""Checkpoints of the tables of one process, in the format of ``save_checkpoint``, and a server's directory of them."""
+"""Saves and loads the tables of one process, in the format of ``save_checkpoint``, and manages a server's directory."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ from torchrec_recstore.ops import ROW_DTYPES
 from torchrec_recstore.rpc.table_spec import TableSpec
 from torchrec_recstore.store import Table
 
+_SPECS = "served_tables"  # key in the training state: the JSON of each table's specification, by table name
 _STATE = "server.json"
 _LOCK = "lock"
 _FIELDS = ("last", "stopped")
@@ -25,17 +26,18 @@ _STOPPED = ("checkpoint", "incarnation", "applied")
 
 
 class DataDirectory:
-    """A server's checkpoints, ``DIR/NAME`` each, and which of them it starts from.
+    """The data directory of a server, which holds its checkpoints as ``DIR/NAME``.
 
-    ``server.json`` names the checkpoint that was saved or loaded last, and what a server that has stopped leaves to the
-    next: it is taken away before that one serves, so that only one can go on as if nothing had happened.
+    The file ``server.json`` in the directory names the checkpoint that was saved or loaded last. It also holds the
+    state that a stopped server leaves for the next server. The next server deletes this state before it takes calls,
+    so that only one server can continue from it.
 
     Args:
-        path: made where it is missing. It belongs to one server at a time.
+        path: The path of the directory. It is created if it does not exist. One server uses it at a time.
 
     Raises:
-        OSError: it cannot be made or written, or another server has it.
-        ValueError: ``server.json`` is damaged, or a newer version wrote it.
+        OSError: The directory cannot be created or written, or another server uses it.
+        ValueError: ``server.json`` is damaged, or was written by a newer version.
     """
 
     def __init__(self, path: str | Path) -> None:
@@ -51,9 +53,9 @@ class DataDirectory:
             keep=True,
         )
         self.last: str | None = None
-        """Name of the checkpoint to start from."""
+        """The name of the checkpoint to start from."""
         self.stopped: dict[str, Any] | None = None
-        """What the last server left when it stopped, until :meth:`set_last`."""
+        """The state that the last server left when it stopped. :meth:`set_last` replaces it."""
         state = self._path / _STATE
         if state.exists():
             try:
@@ -66,17 +68,17 @@ class DataDirectory:
                 raise ValueError(f"{state} cannot be used: {error}") from error
 
     def checkpoint(self, name: str) -> Path:
-        """Where the checkpoint of that name is.
+        """Returns the path of a checkpoint.
 
         Raises:
-            ValueError: it is no plain name.
+            ValueError: ``name`` is not a plain file name.
         """
         if not name or name.startswith(".") or "/" in name or "\0" in name or name in (_STATE, _LOCK):
             raise ValueError(f"on a server, save and load take a plain name below its data directory, got {name!r}")
         return self._path / name
 
     def set_last(self, name: str | None, stopped: dict[str, Any] | None = None) -> None:
-        """Names the checkpoint to start from. It is on the disk when this returns."""
+        """Writes the name of the checkpoint to start from to the disk, with the state of a server that has stopped."""
         staging = self._path / f".{_STATE}"
         with staging.open("w") as file:
             json.dump({"last": name, "stopped": stopped}, file)
@@ -87,25 +89,22 @@ class DataDirectory:
         self.last, self.stopped = name, stopped
 
     def close(self) -> None:
-        """Lets another server have it."""
+        """Releases the directory for another server."""
         self._lock.close()
-
-
-_SPECS = "served_tables"  # in the training state: by name the JSON of each specification
 
 
 def write_tables(
     shards: Sequence[SavedShard], specs: Mapping[str, TableSpec], destination: Destination
 ) -> CheckpointInfo:
-    """Writes tables as they were at one moment; beside those who use them, with low priority.
+    """Writes a checkpoint from snapshots of tables, with low priority, while the tables stay in use.
 
     Args:
-        shards: of the tables, a shard of each.
-        specs: what each table was made with, by its name.
-        destination: of the checkpoint.
+        shards: The snapshots, one shard for each table.
+        specs: The specification of each table, by table name.
+        destination: The destination of the checkpoint.
 
     Raises:
-        OSError: a file cannot be written; there is nothing new at the destination's path.
+        OSError: A file cannot be written. Nothing new is left at the path of ``destination``.
     """
     tables: dict[str, TableInfo] = {}
     writer = PartWriter(destination.stage(), 0, polite=True)
@@ -120,12 +119,12 @@ def write_tables(
 
 
 def saved_specs(info: CheckpointInfo) -> dict[str, TableSpec]:
-    """What each table of a checkpoint was made with, by its name.
+    """Returns the specification of each table of a checkpoint, by table name.
 
-    Of a model's checkpoint: what says the same of its table.
+    For a checkpoint of a model, the specifications are derived from the model's tables.
 
     Raises:
-        CheckpointError: it does not tell.
+        CheckpointError: The specifications are damaged, or do not match the rows of the checkpoint.
     """
     state = info.training_state
     written = state.get(_SPECS) if isinstance(state, dict) else None
@@ -148,15 +147,16 @@ def saved_specs(info: CheckpointInfo) -> dict[str, TableSpec]:
 
 
 def check_loadable(info: CheckpointInfo, saved: Mapping[str, TableSpec], present: Mapping[str, TableSpec]) -> None:
-    """Refuses a checkpoint that the tables of a process cannot be replaced by.
+    """Checks that the tables of a process can be replaced by those of a checkpoint.
 
     Args:
-        info: the checkpoint's.
-        saved: its tables.
-        present: those of the process.
+        info: The metadata of the checkpoint.
+        saved: The specifications of the tables in the checkpoint, by table name.
+        present: The specifications of the tables in the process, by table name.
 
     Raises:
-        ValueError: a table that is not temporary is not in it, or is another one there.
+        ValueError: A table of the process that is not temporary is not in the checkpoint, or has another specification
+            there; or a temporary table is in the checkpoint.
     """
     for name, spec in sorted(present.items()):
         if spec.temporary:
@@ -177,14 +177,14 @@ def check_loadable(info: CheckpointInfo, saved: Mapping[str, TableSpec], present
 
 
 def loaded_tables(chain: Sequence[CheckpointInfo], empty: Mapping[str, Callable[[], Table]]) -> dict[str, Table]:
-    """New tables with the rows of a checkpoint, by name.
+    """Creates tables with the rows of a checkpoint and returns them by name.
 
     Args:
-        chain: of the checkpoint, see :func:`torchrec_recstore.checkpoint.info.read_chain`.
-        empty: makes each of them.
+        chain: The checkpoint and its bases. See :func:`torchrec_recstore.checkpoint.info.read_chain`.
+        empty: For each table name, a function that creates the empty table.
 
     Raises:
-        CheckpointError, MemoryError, ColdStoreError: as :func:`torchrec_recstore.checkpoint.reader.load_rows`.
+        CheckpointError, MemoryError, ColdStoreError: See :func:`torchrec_recstore.checkpoint.reader.load_rows`.
     """
     tables: dict[str, Table] = {}
     try:

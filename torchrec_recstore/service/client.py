@@ -1,4 +1,4 @@
-"""The client: named embedding tables in its own process or on parameter servers."""
+"""The client, which reads and writes named embedding tables in its own process or on parameter servers."""
 
 from __future__ import annotations
 
@@ -25,12 +25,21 @@ from torchrec_recstore.service.initial_rows import InitFunc, InitialRowMaker
 from torchrec_recstore.store import TableStats
 from torchrec_recstore.store.arguments import check_ids, check_rows
 
+_THREADS = 4  # prefetches that run at the same time; further prefetches wait
+_ATTEMPTS = 10  # of an update whose rows are deleted by other clients before the update is carried out
+
+_Result = TypeVar("_Result")
+_Read = tuple[Tensor | None, Tensor]  # (N,) bool, which ids have a row, or None for all; and the rows of these ids
+
+_clients: weakref.WeakValueDictionary[int, RecStoreClient] = weakref.WeakValueDictionary()
+_handles = itertools.count(1)
+
 
 def checked_name(name: object) -> str:
-    """The name of a table.
+    """Checks and returns the name of a table.
 
     Raises:
-        TypeError, ValueError: it is no str, or empty.
+        TypeError, ValueError: ``name`` is not a str, or is empty.
     """
     if not isinstance(name, str):
         raise TypeError(f"name must be a str, got {type(name).__name__}")
@@ -40,10 +49,10 @@ def checked_name(name: object) -> str:
 
 
 def checked_shape(name: str, shape: Sequence[int]) -> tuple[int, int]:
-    """The rows that a table is expected to have, and its dim.
+    """Checks a shape and returns its two numbers: the expected number of rows, and the dim.
 
     Raises:
-        TypeError, ValueError: ``shape`` is something else.
+        TypeError, ValueError: ``shape`` is not two positive ints.
     """
     if not isinstance(shape, Sequence) or any(isinstance(n, bool) or not isinstance(n, int) for n in shape):
         raise TypeError(f"table {name!r}: shape must be two ints, (rows, dim), got {shape!r}")
@@ -53,33 +62,28 @@ def checked_shape(name: str, shape: Sequence[int]) -> tuple[int, int]:
 
 
 def checked_ids(name: str, ids: object) -> Tensor:
-    """Ids as the tables take them.
+    """Checks ids and returns them as a contiguous tensor.
 
     Raises:
-        TypeError, ValueError: they are not (N,) int64 on the CPU.
+        TypeError, ValueError: ``ids`` is not an (N,) int64 tensor on the CPU.
     """
     check_ids(ids, f"table {name!r}: ")
     return cast(Tensor, ids).detach().contiguous()
 
 
 def checked_rows(name: str, argument: str, rows: object, ids: Tensor, spec: TableSpec) -> Tensor:
-    """Rows of ``ids`` as the tables take them.
+    """Checks the rows of ``ids`` and returns them as a contiguous tensor.
 
     Raises:
-        TypeError, ValueError: they are not (N, dim) of the table's dtype or float32, on the CPU.
+        TypeError, ValueError: ``rows`` is not an (N, dim) tensor on the CPU in the table's dtype or float32.
     """
     dtypes = sorted((torch.float32, spec.dtype), key=str)
     check_rows(rows, argument, (len(ids), spec.dim), dtypes, f"table {name!r}: ")
     return cast(Tensor, rows).detach().contiguous()
 
 
-_Result = TypeVar("_Result")
-
-_THREADS = 4  # reads that are under way at a time; others wait for their turn
-
-
 class Prefetches(Generic[_Result]):
-    """Reads that run beside the caller, each to be waited for once."""
+    """Reads that run in background threads. The result of each read can be fetched once."""
 
     def __init__(self) -> None:
         self._threads: ThreadPoolExecutor | None = None
@@ -88,7 +92,7 @@ class Prefetches(Generic[_Result]):
         self._lock = threading.Lock()
 
     def start(self, read: Callable[[], _Result]) -> int:
-        """Has ``read`` called in another thread; returns its handle."""
+        """Calls ``read`` in another thread and returns a handle for :meth:`wait`."""
         with self._lock:
             if self._threads is None:
                 self._threads = ThreadPoolExecutor(_THREADS, "recstore-prefetch")
@@ -97,10 +101,10 @@ class Prefetches(Generic[_Result]):
             return handle
 
     def wait(self, handle: int) -> _Result:
-        """What ``read`` has returned, or raised.
+        """Waits for a read and returns its result, or raises its error.
 
         Raises:
-            ValueError: there is no such handle, or it has been waited for.
+            ValueError: The handle does not exist, or its result has already been fetched.
         """
         with self._lock:
             future = self._pending.pop(handle, None)
@@ -112,7 +116,7 @@ class Prefetches(Generic[_Result]):
             raise ValueError("the client is closed") from None
 
     def close(self) -> None:
-        """Forgets reads that have not begun, and waits for the others."""
+        """Cancels the reads that have not begun and waits for the reads that have."""
         with self._lock:
             threads, self._threads = self._threads, None
             self._pending.clear()
@@ -120,35 +124,29 @@ class Prefetches(Generic[_Result]):
             threads.shutdown(cancel_futures=True)
 
 
-_ATTEMPTS = 10  # of an update whose rows others delete in between
-
-_clients: weakref.WeakValueDictionary[int, RecStoreClient] = weakref.WeakValueDictionary()
-_handles = itertools.count(1)
-
-_Read = tuple[Tensor | None, Tensor]  # which ids have a row, where that is asked for, and rows
-
-
 class RecStoreClient:
-    """Embedding tables by name, in this process or on parameter servers.
+    """A client of named embedding tables, which are in this process or on parameter servers.
 
-    A table takes any int64 id. Rows come into being as they are written or updated: ``pull`` inserts nothing, and reads
-    an id without a row as the row it would begin with. Every method may be called from any thread. Arguments are
-    checked before anything is sent; after an error of theirs nothing has changed. Also a context manager.
+    A table takes any int64 id. Rows are created when they are written or updated. ``pull`` creates no rows: an id
+    without a row reads as its initial row. Methods may be called from any thread. Arguments are checked before anything
+    is sent, and an invalid argument changes nothing. The client is also a context manager.
 
     Args:
-        servers: ``host:port`` of each server, in the same order for every client; ids are shared out among them by
-            hash. None: the tables are in this process.
-        token: that the servers want.
-        tls_ca: file of the certificates that theirs are signed by, PEM; with it connections are encrypted.
-        tls_cert: file of this client's certificate, where they want one.
-        tls_key: file of its key.
-        timeout_s: seconds that a call may take; saves and loads take as long as they take.
+        servers: The address of each server, as ``host:port``. All clients must name the servers in the same order. Ids
+            are distributed over the servers by hash. Default: None, the tables are in this process.
+        token: The token of the servers, if they require one.
+        tls_ca: The path of a PEM file with the CA certificates that sign the servers' certificates. Connections are
+            encrypted if it is given.
+        tls_cert: The path of a PEM file with this client's certificate, if the servers require one.
+        tls_key: The path of a PEM file with the private key of ``tls_cert``.
+        timeout_s: The longest time in seconds that a call may take. Saves and loads have no limit. Default: 30.
 
     Raises:
-        TypeError, ValueError: an argument makes no sense. So do all methods, also for a table that does not exist and
-            after :meth:`close`; the message names argument and table.
-        ImportError: ``servers`` without grpcio.
-        ServiceError: a server cannot be reached, or refuses; each call raises it. MemoryError: no room for the rows.
+        TypeError, ValueError: An argument is invalid. All methods raise these errors too, for invalid arguments, for a
+            table that does not exist and after :meth:`close`. The message names the argument and the table.
+        ImportError: ``servers`` is given and grpcio is not installed.
+        ServiceError: A server cannot be reached, or refuses a call. All methods that call a server raise it.
+        MemoryError: There is not enough memory for the rows.
 
     Example::
 
@@ -181,7 +179,7 @@ class RecStoreClient:
         self._makers: dict[str, InitialRowMaker] = {}
         self._prefetches: Prefetches[tuple[str, Tensor, _Read]] = Prefetches()
         self.handle = next(_handles)
-        """By which ``torch.ops.recstore_ops.emb_read`` and the others know the client."""
+        """The number that identifies this client in the ``torch.ops.recstore_ops.emb_*`` ops."""
         _clients[self.handle] = self
 
     def init_data(
@@ -194,20 +192,21 @@ class RecStoreClient:
         optimizer: Optimizer = RowWiseAdagrad(lr=0.01),  # noqa: B008  (frozen)
         options: TableOptions = TableOptions(),  # noqa: B008  (frozen)
     ) -> None:
-        """Makes a table, without rows. One that was made with the same arguments stays as it is.
+        """Creates a table without rows. A table that was created with the same arguments is not changed.
 
         Args:
-            name: of the table; decides initial rows together with ``options.seed``.
-            shape: (rows, dim). ``rows`` limits nothing: it stands for ``options.expected_rows`` where that is None.
-            dtype: of the weights: ``torch.float32``, ``float16`` or ``bfloat16``.
-            init_func: ``(shape, dtype) -> tensor``, called with ``(1, dim)`` for each id whose row is wanted for the
-                first time, by this client, with torch's default generator seeded for the id. None: the initializer of
-                ``options``.
-            optimizer: what :meth:`update` does.
-            options: without ``cold_store``; ``max_rows`` is over all servers. An :meth:`update` is a step.
+            name: The name of the table. The name and ``options.seed`` determine the initial rows.
+            shape: (rows, dim). ``rows`` is not a limit: it is the value of ``options.expected_rows`` if that is None.
+            dtype: The dtype of the weights: ``torch.float32``, ``float16`` or ``bfloat16``. Default: ``float32``.
+            init_func: A function ``(shape, dtype) -> tensor`` that makes initial rows. This client calls it with
+                ``(1, dim)`` when the row of an id is needed for the first time; torch's default generator is then
+                seeded for the id. Default: None, the initializer of ``options`` makes the initial rows.
+            optimizer: The optimizer that :meth:`update` applies.
+            options: The options of the table. ``cold_store`` must be None. ``max_rows`` counts the rows of all servers.
+                Each :meth:`update` is one step.
 
         Raises:
-            ValueError: there is such a table, made with other arguments; the message names what differs.
+            ValueError: The table exists and was created with other arguments. The message names the difference.
         """
         tables = self._open()
         rows, dim = checked_shape(checked_name(name), shape)
@@ -221,7 +220,9 @@ class RecStoreClient:
             if not callable(init_func):
                 raise TypeError(f"table {name!r}: init_func must be callable, got {type(init_func).__name__}")
             if options.initializer is not None:
-                raise ValueError(f"table {name!r}: init_func and options.initializer say both how rows begin")
+                raise ValueError(
+                    f"table {name!r}: init_func and options.initializer both define initial rows: give only one"
+                )
             maker = InitialRowMaker(init_func, name, options.seed, dim, dtype)
             spec = replace(spec, initial_rows=maker.digest)
         tables.create(name, spec)
@@ -230,32 +231,41 @@ class RecStoreClient:
             self._makers[name] = maker
 
     def pull(self, name: str, ids: Tensor) -> Tensor:
-        """Reads the rows of ``ids``, (N,) int64, duplicates allowed: (N, dim) of the table's dtype."""
+        """Reads rows.
+
+        Args:
+            name: The name of the table.
+            ids: (N,) int64. The ids whose rows are read. Duplicates are allowed.
+
+        Returns:
+            (N, dim) in the table's dtype.
+        """
         ids, read = self._reading(name, ids)
         return self._whole(name, ids, read())
 
     def push(self, name: str, ids: Tensor, values: Tensor) -> None:
-        """Writes rows: new ones start with zero optimizer state, existing ones keep theirs.
+        """Writes rows. New rows start with zero optimizer state; existing rows keep their optimizer state.
 
         Args:
-            name: of the table.
-            ids: (N,) int64; of duplicates the last one wins.
-            values: (N, dim), float32 or the table's dtype.
+            name: The name of the table.
+            ids: (N,) int64. The ids whose rows are written. If an id occurs several times, its last row is written.
+            values: (N, dim), float32 or the table's dtype. The weights.
         """
         tables, spec = self._open(), self.spec(name)
         ids = checked_ids(name, ids)
         tables.push(name, ids, checked_rows(name, "values", values, ids, spec))
 
     def update(self, name: str, ids: Tensor, grads: Tensor) -> None:
-        """Applies the optimizer once to each distinct id's row, on the sum of its gradients in the order given.
+        """Applies the optimizer once to the row of each distinct id, with the sum of the id's gradients.
 
-        An id without a row gets its initial row first. One update is one step: of the clock that LRU, LFU and expiry
-        go by, and of what ``options.admission`` counts; updates of ids that it holds back are dropped.
+        The gradients are summed in the order of ``ids``. An id without a row first gets its initial row. One update is
+        one step of the table's clock: LRU, LFU, expiry and ``options.admission`` count updates. The update of an id
+        that ``options.admission`` does not admit yet is dropped.
 
         Args:
-            name: of the table.
-            ids: (N,) int64.
-            grads: (N, dim), float32 or the table's dtype.
+            name: The name of the table.
+            ids: (N,) int64. The ids whose rows are updated. Duplicates are allowed.
+            grads: (N, dim), float32 or the table's dtype. The gradients.
         """
         tables, spec = self._open(), self.spec(name)
         ids = checked_ids(name, ids)
@@ -263,52 +273,57 @@ class RecStoreClient:
         for attempt in range(_ATTEMPTS):
             initial = None
             if spec.initial_rows:
-                # After a first refusal for all, so that there is no reason for another.
+                # After a refused attempt, initial rows are sent for all ids: the next attempt then lacks none.
                 missing = torch.unique(ids[~tables.exists(name, ids)] if attempt == 0 else ids)
                 initial = self._initial_rows(name, missing)
             try:
                 tables.update(name, ids, grads, initial)
                 return
-            except NoInitialRow as error:  # a row has left between the question and the update
+            except NoInitialRow as error:  # a row was deleted between exists and update
                 if error.pending is None or attempt + 1 == _ATTEMPTS:
                     raise
                 ids, grads = ids[error.pending], grads[error.pending]
 
     def prefetch(self, name: str, ids: Tensor) -> int:
-        """Begins a :meth:`pull` beside the caller; ``ids``, (N,) int64, may be changed afterwards.
+        """Starts a :meth:`pull` in another thread.
+
+        Args:
+            name: The name of the table.
+            ids: (N,) int64. The ids whose rows are read. The tensor may be changed after this call.
 
         Returns:
-            A handle for :meth:`wait_for_prefetch`. Rows that are written in between are read before or after that.
+            A handle for :meth:`wait_for_prefetch`. A row that is written before that call is read either as it was
+            before the write or as it is after the write.
         """
         ids, read = self._reading(name, ids.clone() if isinstance(ids, Tensor) else ids)
         return self._prefetches.start(lambda: (name, ids, read()))
 
     def wait_for_prefetch(self, handle: int) -> Tensor:
-        """What :meth:`pull` would have returned, or raised; once for each handle.
+        """Waits for a prefetch and returns its rows, (N, dim) in the table's dtype, or raises the error of its pull.
 
         Raises:
-            ValueError: there is no such handle, or it has been waited for.
+            ValueError: The handle does not exist, or its rows have already been fetched.
         """
         self._open()
         return self._whole(*self._prefetches.wait(handle))
 
     def delete(self, name: str, ids: Tensor) -> int:
-        """Forgets the rows of ``ids``, (N,) int64; returns how many there were."""
+        """Deletes the rows of ``ids``, (N,) int64, and returns the number of rows that existed."""
         tables, _ = self._open(), self.spec(name)
         return tables.delete(name, checked_ids(name, ids))
 
     def exists(self, name: str, ids: Tensor) -> Tensor:
-        """Tells which of ``ids``, (N,) int64, have a row: (N,) bool."""
+        """Returns (N,) bool, True for the ``ids``, (N,) int64, that have a row."""
         tables, _ = self._open(), self.spec(name)
         return tables.exists(name, checked_ids(name, ids))
 
     def stats(self, name: str) -> TableStats:
-        """What the table holds and has done, over all servers."""
+        """Returns the statistics of a table, summed over all servers."""
         tables, _ = self._open(), self.spec(name)
         return tables.stats(name)
 
     def spec(self, name: str) -> TableSpec:
-        """What a table was made with."""
+        """Returns the specification that a table was created with."""
         tables = self._open()
         spec = self._specs.get(checked_name(name)) or tables.spec(name)
         if spec is None:
@@ -317,41 +332,44 @@ class RecStoreClient:
         return spec
 
     def dtypes(self) -> set[torch.dtype]:
-        """Of the tables that this client has used so far."""
+        """Returns the dtypes of the tables that this client has used so far."""
         return {spec.dtype for spec in self._specs.values()}
 
     def save(self, path: str | Path, *, overwrite: bool = False) -> None:
-        """Saves all tables, in the format of ``save_checkpoint``; others may go on with them meanwhile.
+        """Saves all tables in the format of ``save_checkpoint``. The tables can be used during the save.
 
         Args:
-            path: a directory; on servers a name below the data directory of each.
-            overwrite: whether a checkpoint at ``path`` may be replaced, which happens at once.
+            path: The path of a directory. With servers: a name below the data directory of each server.
+            overwrite: Whether a checkpoint at ``path`` is replaced. The replacement is atomic. Default: False.
 
         Raises:
-            FileExistsError: there is something at ``path``.
-            OSError: a file cannot be written; there is nothing new at ``path``. Of several servers some may have saved
-                when another fails: repeat it with ``overwrite``.
+            FileExistsError: ``path`` exists.
+            OSError: A file cannot be written. Nothing new is left at ``path``. With several servers, some servers may
+                have saved when one of them fails: repeat the save with ``overwrite=True``.
         """
         self._open().save(path, overwrite)
 
     def load(self, path: str | Path) -> None:
-        """Replaces all tables by those saved, also by ``save_checkpoint``; learning rates and bounds stay.
+        """Replaces all tables by the tables of a checkpoint of :meth:`save` or ``save_checkpoint``.
+
+        The learning rates and bounds of the tables are not changed.
 
         Args:
-            path: as for :meth:`save`.
+            path: The path of the checkpoint. See :meth:`save`.
 
         Raises:
-            FileNotFoundError: there is no checkpoint.
-            ValueError: a file of it is missing or damaged (``CheckpointError``), or a table that is here is missing or
-                another one there. Nothing has changed; of several servers some may have loaded when another fails.
+            FileNotFoundError: The checkpoint does not exist.
+            ValueError: A file is missing or damaged (``CheckpointError``), or a table is not in the checkpoint or has
+                another specification there. Nothing has changed. With several servers, some servers may have loaded
+                when one of them fails.
         """
         self._open().load(path)
         self._specs.clear()
 
     def close(self) -> None:
-        """Frees the tables, or ends the connections; closing twice is fine."""
+        """Frees the tables or closes the connections. It may be called twice."""
         self._closed = True
-        if os.getpid() == self._process:  # else they are the parent's, from which this process was forked
+        if os.getpid() == self._process:  # a forked process must not close the tables of its parent
             self._prefetches.close()
             self._tables.close()
 
@@ -372,12 +390,12 @@ class RecStoreClient:
     def _open(self) -> Backend:
         if self._closed:
             raise ValueError(f"{self!r} is closed")
-        if os.getpid() != self._process:  # nor are the locks and threads of that one here
+        if os.getpid() != self._process:  # a forked process has neither the threads nor usable locks
             raise ValueError(f"{self!r}: the client was made in another process; make one in each")
         return self._tables
 
     def _reading(self, name: str, ids: Tensor) -> tuple[Tensor, Callable[[], _Read]]:
-        """Checked ids, and what reads their rows, in any thread."""
+        """Returns the checked ids and a function that reads their rows; it may be called in any thread."""
         tables, spec = self._open(), self.spec(name)
         ids = checked_ids(name, ids)
         if spec.initial_rows:
@@ -385,9 +403,9 @@ class RecStoreClient:
         return ids, lambda: (None, tables.pull(name, ids))
 
     def _whole(self, name: str, ids: Tensor, read: _Read) -> Tensor:
-        """(N, dim): rows that have been read, and initial rows of the other ids.
+        """Returns (N, dim): the rows that were read, and initial rows for the ids without a row.
 
-        These are made in the caller's own thread, since torch's default generator has to be lent for it.
+        The initial rows are made in the caller's thread, because making them seeds torch's default generator.
         """
         found, rows = read
         if found is None or bool(found.all()):
@@ -399,7 +417,7 @@ class RecStoreClient:
         return whole
 
     def _initial_rows(self, name: str, ids: Tensor) -> InitialRows | None:
-        """Of ``ids``, distinct."""
+        """Returns the distinct ``ids`` with their initial rows, or None if there are no ids."""
         return (ids, self._maker(name).rows(ids).float()) if len(ids) else None
 
     def _maker(self, name: str) -> InitialRowMaker:
@@ -410,10 +428,10 @@ class RecStoreClient:
 
 
 def client_of(handle: int) -> RecStoreClient:
-    """The client with that handle.
+    """Returns the client with the given handle.
 
     Raises:
-        ValueError: there is none, or none any more.
+        ValueError: No client with this handle exists.
     """
     client = _clients.get(handle)
     if client is None:

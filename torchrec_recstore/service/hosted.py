@@ -1,4 +1,4 @@
-"""Tables of one process: those of a client without servers, and those that a server serves."""
+"""The backend that holds tables in its own process: in a client without servers, or in a server."""
 
 from __future__ import annotations
 
@@ -37,17 +37,18 @@ from torchrec_recstore.store.arguments import among
 
 @dataclass(frozen=True)
 class Limits:
-    """Bounds of every table that a process holds, where its specification leaves them open.
+    """The bounds of all tables of a process, which apply where a table's specification sets none.
 
     Args:
-        max_rows: of each table in this process; a specification may ask for less, not for more.
-        eviction: as in :class:`TableOptions`; of tables with a bound.
-        expiry: likewise, of all tables.
-        admission: likewise.
-        cold_store: likewise, of tables with a bound.
+        max_rows: The largest number of rows of each table in this process. A specification can lower this limit but not
+            raise it. Default: None, no limit.
+        eviction: The eviction policy of tables with ``max_rows``. See :class:`TableOptions`.
+        expiry: The expiry of all tables. See :class:`TableOptions`.
+        admission: The admission policy of all tables. See :class:`TableOptions`.
+        cold_store: The cold store of tables with ``max_rows``. See :class:`TableOptions`.
 
     Raises:
-        TypeError, ValueError: a value makes no sense; the message names it.
+        TypeError, ValueError: A value is invalid. The message names it.
     """
 
     max_rows: int | None = None
@@ -57,7 +58,7 @@ class Limits:
     cold_store: Hashable | None = None
 
     def __post_init__(self) -> None:
-        # A specification may have the bound that eviction and cold store need.
+        # max_rows=1 passes the check that eviction and cold_store need max_rows: specifications may set it later.
         TableOptions(
             max_rows=1 if self.max_rows is None else self.max_rows,
             eviction=self.eviction,
@@ -68,20 +69,20 @@ class Limits:
 
 
 def limits_of(options: TableOptions) -> Limits:
-    """Those of its bounds that a process can have for all of its tables."""
+    """Returns the bounds of ``options`` as bounds of all tables of a process."""
     return Limits(options.max_rows, options.eviction, options.expiry, options.admission, options.cold_store)
 
 
 def held_options(name: str, spec: TableSpec, limits: Limits) -> TableOptions:
-    """The options of the part of a table that this process holds.
+    """Returns the options of the shard of a table that this process holds.
 
     Args:
-        name: of the table.
-        spec: whose ``max_rows`` is over all shards.
-        limits: of this process.
+        name: The name of the table.
+        spec: The specification of the table. Its ``max_rows`` counts the rows of all shards.
+        limits: The bounds of this process.
 
     Raises:
-        ValueError: ``max_rows`` is less than the number of shards; the message names the table.
+        ValueError: ``max_rows`` is less than the number of shards. The message names the table.
     """
     shard, shards = spec.shard
     options = shard_options(spec.options, (shards, shard), name)
@@ -97,45 +98,46 @@ def held_options(name: str, spec: TableSpec, limits: Limits) -> TableOptions:
         expiry=options.expiry or limits.expiry,
         admission=options.admission or limits.admission,
         cold_store=limits.cold_store if bounded else None,
-        missing="init",  # a client reads what training would begin with
+        missing="init",  # a client reads an id without a row as its initial row
     )
 
 
 @dataclass
 class Hosted:
-    """A table, and what it was made with."""
+    """A table of this process with its specification."""
 
     name: str
     spec: TableSpec
     table: Table
     lock: threading.RLock = field(default_factory=threading.RLock)
-    """Held by every call that looks at the rows or changes them, as long as it takes."""
+    """Held during every call that reads or changes the rows."""
     dropped: bool = False
     last_used: float = field(default_factory=time.monotonic)
-    """When a call has last looked at the rows or changed them."""
+    """The time, on the monotonic clock, of the last call that read or changed the rows."""
 
     def __post_init__(self) -> None:
         self.kernel = PooledKernel([self.table], [0], "sum")
 
 
 class HostedBackend:
-    """Named tables of this process; implements :class:`torchrec_recstore.service.backend.Backend`.
+    """A backend that holds tables in its own process.
 
-    Calls for one table come one after the other, those for different tables side by side.
+    See :class:`torchrec_recstore.service.backend.Backend` for the methods. Calls for one table run one after another.
+    Calls for different tables run at the same time.
 
     Args:
-        limits: bounds of each table where its specification leaves them open.
+        limits: The bounds of all tables, which apply where a table's specification sets none.
     """
 
     def __init__(self, limits: Limits = Limits()) -> None:
         self._limits = limits
         self._tables: dict[str, Hosted] | None = {}
-        # In the order in which they are taken; a table's own lock is the last.
-        self._files = threading.Lock()  # one save or load at a time
-        self._lock = threading.RLock()  # of which tables there are
+        # Locks are taken in this order, and a table's own lock is taken last.
+        self._files = threading.Lock()  # allows one save or load at a time
+        self._lock = threading.RLock()  # guards the set of tables
 
     def create(self, name: str, spec: TableSpec) -> None:
-        """As :meth:`Backend.create`; ``spec.shard`` tells which part of the table this is."""
+        """See :meth:`Backend.create`. ``spec.shard`` is the shard of the table that this process holds."""
         there = self._named().get(name)
         if there is None:
             with self._lock:
@@ -147,26 +149,26 @@ class HostedBackend:
             raise ValueError(f"table {name!r} is there already, and another one: {there.spec.difference(spec)}")
 
     def spec(self, name: str) -> TableSpec | None:
-        """As :meth:`Backend.spec`, with the shard that it was made with."""
+        """See :meth:`Backend.spec`. The specification has the shard that the table was created with."""
         there = self._named().get(name)
         return None if there is None else there.spec
 
     def specs(self) -> dict[str, TableSpec]:
-        """Of every table, by its name."""
+        """Returns the specification of every table, by table name."""
         return {name: hosted.spec for name, hosted in dict(self._named()).items()}
 
     def no_table(self, name: str) -> ValueError:
-        """The error of whoever asks for a table that is not there."""
+        """Returns the error for a table that does not exist."""
         there = ", ".join(map(repr, sorted(self._named()))) or "none"
         return ValueError(f"there is no table {name!r}: there is {there}; init_data makes one")
 
     def drop(self, name: str) -> None:
-        """Forgets a table and its rows."""
+        """Deletes a table and its rows."""
         with self._lock, self._held(name) as hosted:
             self._drop(hosted)
 
     def drop_idle(self, seconds: float) -> list[str]:
-        """Forgets temporary tables that have not been used for so long; returns their names."""
+        """Deletes the temporary tables that have not been used for ``seconds`` and returns their names."""
         dropped = []
         with self._lock:
             for name in [name for name, spec in self.specs().items() if spec.temporary]:
@@ -182,59 +184,60 @@ class HostedBackend:
         _close(hosted)
 
     def pull(self, name: str, ids: Tensor) -> Tensor:
-        """As :meth:`Backend.pull`."""
+        """See :meth:`Backend.pull`."""
         with self._held(name) as hosted:
             if hosted.spec.initial_rows and not bool(hosted.table.contains(ids).all()):
                 raise NoInitialRow(name, torch.arange(len(ids)))
             return hosted.table.lookup(ids)
 
     def found_rows(self, name: str, ids: Tensor) -> tuple[Tensor, Tensor]:
-        """As :meth:`Backend.found_rows`."""
+        """See :meth:`Backend.found_rows`."""
         with self._held(name) as hosted:
             found = hosted.table.contains(ids)
-            # Not a lookup: a sum of one row, which makes signalling NaNs quiet. Cold stores keep any bytes in rows.
+            # A lookup sums one row, which turns a signalling NaN into a quiet NaN. The rows of a cold store are
+            # arbitrary bytes and must not change, so the rows are read without a sum.
             return found, hosted.table.read_rows(ids if bool(found.all()) else ids[found])["weight"]
 
     def push(self, name: str, ids: Tensor, values: Tensor) -> None:
-        """As :meth:`Backend.push`."""
+        """See :meth:`Backend.push`."""
         with self._held(name) as hosted:
             hosted.table.insert(ids, values)
 
     def update(self, name: str, ids: Tensor, grads: Tensor, initial: InitialRows | None = None) -> None:
-        """As :meth:`Backend.update`."""
+        """See :meth:`Backend.update`."""
         with self._held(name) as hosted:
             table, kernel = hosted.table, hosted.kernel
             with ops.native_errors(f"table '{name}'"), kernel.cold_rows.resident(ids, None):
                 begun = _without_row(hosted, ids, initial)
-                # The rows stay where they are from here on until their update.
+                # The forward pins the rows in their slots until kernel.update.
                 context = ops.rows_forward([kernel.group], ids, [len(ids)], True)[1]
                 if begun is not None and len(begun[0]):
-                    there = table.contains(begun[0])  # those that admission has not held back
+                    there = table.contains(begun[0])  # False for ids that are not admitted yet
                     table.insert(begun[0][there], begun[1][there])
                 kernel.update(context, grads.float(), False)
 
     def delete(self, name: str, ids: Tensor) -> int:
-        """As :meth:`Backend.delete`."""
+        """See :meth:`Backend.delete`."""
         with self._held(name) as hosted:
             return hosted.table.remove(ids)
 
     def exists(self, name: str, ids: Tensor) -> Tensor:
-        """As :meth:`Backend.exists`."""
+        """See :meth:`Backend.exists`."""
         with self._held(name) as hosted:
             return hosted.table.contains(ids)
 
     def ids(self, name: str) -> Tensor:
-        """The ids that have a row: (rows,) int64, ascending."""
+        """Returns the ids that have a row, (rows,) int64, in ascending order."""
         with self._held(name) as hosted:
             return hosted.table.ids()
 
     def stats(self, name: str) -> TableStats:
-        """As :meth:`Backend.stats`."""
+        """See :meth:`Backend.stats`."""
         with self._held(name, use=False) as hosted:
             return hosted.table.stats()
 
     def save(self, path: str | Path, overwrite: bool = False) -> None:
-        """As :meth:`Backend.save`; the tables go on meanwhile."""
+        """See :meth:`Backend.save`. The tables can be used during the save."""
         path = Path(os.path.realpath(path))
         with self._files, Destination(path, overwrite=overwrite) as destination:
             with self._lock:
@@ -249,10 +252,10 @@ class HostedBackend:
                         hosted.table.close()
 
     def load(self, path: str | Path) -> None:
-        """As :meth:`Backend.load`; until all is read the tables go on, and what is written meanwhile is replaced.
+        """See :meth:`Backend.load`. Tables that exist only in the checkpoint are created.
 
-        Tables that are in the checkpoint alone are made. Old and new rows are in memory together for a while; making
-        and dropping tables waits.
+        The old tables can be used until the whole checkpoint has been read. Writes to them during that time are lost.
+        Old and new rows are in memory at the same time. No table can be created or dropped during the load.
         """
         with self._files, self._lock:
             chain = read_chain(path)
@@ -272,7 +275,7 @@ class HostedBackend:
             tables.update((name, Hosted(name, specs[name], table)) for name, table in fresh.items())
 
     def close(self) -> None:
-        """As :meth:`Backend.close`; waits for a save or load."""
+        """See :meth:`Backend.close`. It waits for the end of a save or load."""
         with self._files, self._lock:
             tables, self._tables = self._tables or {}, None
             for hosted in tables.values():
@@ -281,7 +284,7 @@ class HostedBackend:
                     hosted.table.close()
 
     def _snapshots(self, saved: dict[str, Hosted], snapshots: ExitStack) -> list[SavedShard]:
-        """Opens snapshots of all tables at one moment, at which no call is at work on any of them."""
+        """Opens snapshots of all tables at one moment, while no call reads or changes any of the tables."""
         with ExitStack() as locks:
             for hosted in saved.values():
                 locks.enter_context(hosted.lock)
@@ -305,14 +308,16 @@ class HostedBackend:
 
     @contextmanager
     def _held(self, name: str, use: bool = True) -> Iterator[Hosted]:
-        """The table of that name, which no other call looks at meanwhile."""
+        """Locks a table and yields it."""
         while True:
             tables = self._named()
             hosted = tables.get(name)
             if hosted is None:
                 raise self.no_table(name)
             with hosted.lock:
-                if not hosted.dropped:  # meanwhile; there may be another one of that name
+                if (
+                    not hosted.dropped
+                ):  # else it was dropped before the lock was taken, and a new table may have its name
                     if use:
                         hosted.last_used = time.monotonic()
                     yield hosted
@@ -331,16 +336,16 @@ def _made(name: str, spec: TableSpec, limits: Limits) -> Table:
 
 
 def _close(hosted: Hosted) -> None:
-    """Frees the rows, unless a save has still to read them, which does it then."""
+    """Frees the rows, unless a save still reads them. In that case the save frees them."""
     if not hosted.table.is_being_saved:
         hosted.table.close()
 
 
 def _without_row(hosted: Hosted, ids: Tensor, initial: InitialRows | None) -> InitialRows | None:
-    """Those of the initial rows whose ids have no row.
+    """Returns the initial rows of the ids that have no row.
 
     Raises:
-        NoInitialRow: an id of a table with initial rows has neither.
+        NoInitialRow: The table has ``initial_rows``, and an id has neither a row nor an initial row in ``initial``.
     """
     if initial is None and not hosted.spec.initial_rows:
         return None

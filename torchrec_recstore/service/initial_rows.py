@@ -1,4 +1,4 @@
-"""Initial rows that a user's function makes."""
+"""Makes initial rows with a function of the user."""
 
 from __future__ import annotations
 
@@ -10,28 +10,28 @@ import torch
 from torch import Tensor
 
 InitFunc = Callable[[tuple[int, int], torch.dtype], Tensor]
-"""``(shape, dtype) -> tensor``: here always asked for one row."""
+"""A function ``(shape, dtype) -> tensor``. It is always called with a shape of one row."""
 
 _SAMPLE = (0, 1, -1, 2**40)
-_generator = threading.Lock()  # torch's default one is for one maker of rows at a time
+_generator = threading.Lock()  # held while torch's default generator is seeded, so that rows are made one by one
 
 
 class InitialRowMaker:
-    """Makes the rows that ids of a table begin with.
+    """Makes the initial rows of a table with a function of the user.
 
-    The row of an id is ``init_func((1, dim), dtype)`` with torch's default generator seeded by the table's name, its
-    seed and the id, and put back afterwards: it depends on nothing else, not on the order of ids or the client that
-    asks. It takes some tens of microseconds a row.
+    The initial row of an id is the result of ``init_func((1, dim), dtype)``. For this call, torch's default generator
+    is seeded with a hash of the table's name, the table's seed and the id; its state is restored afterwards. So the row
+    depends neither on the order of ids nor on the client. Making one row takes some tens of microseconds.
 
     Args:
-        init_func: the user's.
-        name: of the table.
-        seed: of its options.
-        dim: of its rows.
-        dtype: likewise.
+        init_func: The function of the user.
+        name: The name of the table.
+        seed: The seed of the table's options.
+        dim: The number of columns of a row.
+        dtype: The dtype of a row.
 
     Raises:
-        TypeError, ValueError: what ``init_func`` gives is no row of the table, or another one each time.
+        TypeError, ValueError: ``init_func`` does not return a row of the table, or returns another row in each call.
     """
 
     def __init__(self, init_func: InitFunc, name: str, seed: int, dim: int, dtype: torch.dtype) -> None:
@@ -42,16 +42,16 @@ class InitialRowMaker:
         self._dtype = dtype
         sample = torch.tensor(_SAMPLE, device="cpu")
         self.digest = _digest(self.rows(sample))
-        """Of some rows, hexadecimal: tells one ``init_func`` from another, also between processes."""
+        """A hexadecimal hash of a few rows. It identifies ``init_func``, also in other processes."""
         if self.digest != _digest(self.rows(sample)):
             raise ValueError(
-                f"table {name!r}: init_func gives another row each time: it may depend on its arguments and on torch's "
-                "default generator alone"
+                f"table {name!r}: init_func returns another row in each call: it may depend only on its arguments and "
+                "on torch's default generator"
             )
 
     def rows(self, ids: Tensor) -> Tensor:
-        """(n, dim) of the table's dtype: the initial rows of ``ids``, (n,) int64."""
-        rows = torch.empty(len(ids), self._dim, dtype=self._dtype, device="cpu")  # whatever the default is
+        """Returns the initial rows of ``ids``, (n,) int64, as (n, dim) in the table's dtype."""
+        rows = torch.empty(len(ids), self._dim, dtype=self._dtype, device="cpu")  # not on torch's default device
         with _generator, torch.no_grad(), torch.random.fork_rng(devices=[]):
             for place, number in enumerate(ids.tolist()):
                 torch.default_generator.manual_seed(self._seed_of(number))

@@ -1,4 +1,4 @@
-"""What a server tells of itself, for Prometheus."""
+"""The metrics of a server, for Prometheus."""
 
 from __future__ import annotations
 
@@ -13,52 +13,52 @@ _GAUGES = ("rows", "cold_rows", "bytes", "steps")
 
 
 class Observer(Protocol):
-    """Is told what a server does."""
+    """The interface through which a server reports its calls."""
 
     def call(self, method: str, outcome: str, seconds: float) -> None:
-        """A call has ended: ``ok``, ``cancelled``, or the name of an error."""
+        """Records the end of a call. ``outcome`` is ``ok``, ``cancelled`` or the name of an error class."""
 
     def ids(self, operation: str, table: str, count: int) -> None:
-        """That many ids were pulled, pushed, updated or deleted."""
+        """Records the number of ids that were pulled, pushed, updated or deleted."""
 
 
 class NoObserver:
-    """Forgets it all."""
+    """An observer that records nothing."""
 
     def call(self, method: str, outcome: str, seconds: float) -> None:
-        """As :class:`Observer`."""
+        """See :meth:`Observer.call`."""
 
     def ids(self, operation: str, table: str, count: int) -> None:
-        """As :class:`Observer`."""
+        """See :meth:`Observer.ids`."""
 
 
 class Metrics:
-    """Counts and times of calls, and every number of :class:`torchrec_recstore.TableStats`, over HTTP.
+    """An HTTP endpoint for Prometheus with counts and times of calls and all fields of ``TableStats``.
 
     Args:
-        tables: whose numbers are told.
-        host: to listen on.
-        port: likewise; 0 for a free one.
+        tables: The tables whose statistics are reported.
+        host: The host to listen on.
+        port: The port to listen on. 0 chooses a free port.
 
     Raises:
-        OSError: it cannot listen there.
+        OSError: The address cannot be listened on.
     """
 
     def __init__(self, tables: HostedBackend, host: str, port: int) -> None:
-        import prometheus_client as prometheus  # here: most servers' metrics are not asked for
+        import prometheus_client as prometheus  # imported here, because most servers report no metrics
         from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
         registry = prometheus.CollectorRegistry()
         prometheus.ProcessCollector(registry=registry)
         prometheus.PlatformCollector(registry=registry)
         self._seconds = prometheus.Histogram(
-            "recstore_call_seconds", "Time of a call until its last reply.", ["method"], registry=registry
+            "recstore_call_seconds", "The time of a call until its last reply.", ["method"], registry=registry
         )
         self._calls = prometheus.Counter(
-            "recstore_calls", "Calls by method and outcome.", ["method", "outcome"], registry=registry
+            "recstore_calls", "The number of calls by method and outcome.", ["method", "outcome"], registry=registry
         )
         self._ids = prometheus.Counter(
-            "recstore_ids", "Ids by operation and table.", ["operation", "table"], registry=registry
+            "recstore_ids", "The number of ids by operation and table.", ["operation", "table"], registry=registry
         )
 
         class OfTables:
@@ -76,12 +76,12 @@ class Metrics:
         self.port: int = self._server.server_port
 
     def call(self, method: str, outcome: str, seconds: float) -> None:
-        """As :class:`Observer`."""
+        """See :meth:`Observer.call`."""
         self._seconds.labels(method).observe(seconds)
         self._calls.labels(method, outcome).inc()
 
     def ids(self, operation: str, table: str, count: int) -> None:
-        """As :class:`Observer`."""
+        """See :meth:`Observer.ids`."""
         self._ids.labels(operation, table).inc(count)
 
     def close(self) -> None:

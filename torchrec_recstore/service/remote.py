@@ -1,4 +1,4 @@
-"""A client's tables on servers."""
+"""The backend of a client that keeps its tables on parameter servers."""
 
 from __future__ import annotations
 
@@ -18,17 +18,18 @@ from torchrec_recstore.store.stats import combined
 
 
 class RemoteBackend:
-    """As :class:`torchrec_recstore.service.backend.Backend`, each table shared out among servers by a hash of the id.
+    """A backend on parameter servers. The ids of each table are distributed over the servers by a hash of the id.
 
-    Every call goes to all servers at once. One that fails at one server may have been carried out at the others.
+    See :class:`torchrec_recstore.service.backend.Backend` for the methods. Each call is sent to all servers at the same
+    time. A call that fails at one server may have been carried out at other servers.
 
     Args:
-        servers: ``host:port`` each, in the same order for every client.
-        access: token, certificates, deadline.
+        servers: The address of each server, as ``host:port``. All clients must name the servers in the same order.
+        access: The token, certificates and timeout of the connections.
 
     Raises:
-        TypeError, ValueError: an address is no ``host:port``.
-        OSError: a file of certificates cannot be read.
+        TypeError, ValueError: An address is not ``host:port``.
+        OSError: A certificate file cannot be read.
     """
 
     def __init__(self, servers: Sequence[str], access: Access) -> None:
@@ -36,16 +37,16 @@ class RemoteBackend:
         self._specs: dict[str, TableSpec] = {}
 
     def create(self, name: str, spec: TableSpec) -> None:
-        """As :meth:`Backend.create`."""
+        """See :meth:`Backend.create`."""
         n = len(self._servers.addresses)
         self._servers.create(name, [replace(spec, shard=(number, n)).to_json() for number in range(n)])
         self._specs[name] = spec
 
     def spec(self, name: str) -> TableSpec | None:
-        """As :meth:`Backend.spec`.
+        """See :meth:`Backend.spec`.
 
         Raises:
-            ValueError: the servers do not hold the parts of one table, in this order.
+            ValueError: The servers do not hold the parts of this table in the order in which they are named.
         """
         parts = self._servers.specs(name)
         if all(part is None for part in parts):
@@ -65,7 +66,7 @@ class RemoteBackend:
         return spec
 
     def pull(self, name: str, ids: Tensor) -> Tensor:
-        """As :meth:`Backend.pull`."""
+        """See :meth:`Backend.pull`."""
         spec = self._spec(name)
         try:
             return self._servers.pull(name, ids, spec.dim, spec.dtype)
@@ -75,45 +76,45 @@ class RemoteBackend:
             raise
 
     def found_rows(self, name: str, ids: Tensor) -> tuple[Tensor, Tensor]:
-        """As :meth:`Backend.found_rows`."""
+        """See :meth:`Backend.found_rows`."""
         spec = self._spec(name)
         found, rows = self._servers.found_rows(name, ids, spec.dim * spec.dtype.itemsize)
         return found, rows.view(spec.dtype).view(-1, spec.dim)
 
     def push(self, name: str, ids: Tensor, values: Tensor) -> None:
-        """As :meth:`Backend.push`."""
+        """See :meth:`Backend.push`."""
         self._servers.push(name, ids, values)
 
     def update(self, name: str, ids: Tensor, grads: Tensor, initial: InitialRows | None = None) -> None:
-        """As :meth:`Backend.update`."""
+        """See :meth:`Backend.update`."""
         refused = self._servers.update(name, ids, grads, initial)
         if len(refused):
             raise NoInitialRow(name, refused)
 
     def delete(self, name: str, ids: Tensor) -> int:
-        """As :meth:`Backend.delete`."""
+        """See :meth:`Backend.delete`."""
         return self._servers.delete(name, ids)
 
     def exists(self, name: str, ids: Tensor) -> Tensor:
-        """As :meth:`Backend.exists`."""
+        """See :meth:`Backend.exists`."""
         return self._servers.found(name, ids)
 
     def stats(self, name: str) -> TableStats:
-        """As :meth:`Backend.stats`, over all servers."""
+        """See :meth:`Backend.stats`. The statistics are summed over all servers."""
         known = [field.name for field in fields(TableStats)]
         return combined(TableStats(**{key: counts[key] for key in known}) for counts in self._servers.stats(name))
 
     def save(self, path: str | Path, overwrite: bool = False) -> None:
-        """As :meth:`Backend.save`; ``path`` is a name below each server's data directory."""
+        """See :meth:`Backend.save`. ``path`` is a name below each server's data directory."""
         self._servers.save(str(path), overwrite)
 
     def load(self, path: str | Path) -> None:
-        """As :meth:`Backend.load`; ``path`` is a name below each server's data directory."""
+        """See :meth:`Backend.load`. ``path`` is a name below each server's data directory."""
         self._servers.load(str(path))
         self._specs.clear()
 
     def close(self) -> None:
-        """Ends the connections."""
+        """Closes the connections."""
         self._servers.close()
 
     def _spec(self, name: str) -> TableSpec:

@@ -1,4 +1,4 @@
-"""A server's life: load the last checkpoint, serve, save, stop. Who may call it is decided here, too."""
+"""Runs a parameter server: loads the last checkpoint, serves, saves and stops. Also checks who may call the server."""
 
 from __future__ import annotations
 
@@ -33,18 +33,33 @@ from torchrec_recstore.service.hosted import HostedBackend, Limits
 from torchrec_recstore.service.metrics import Metrics, NoObserver
 from torchrec_recstore.service.server import ParameterServer
 
+GRACE_S = 30.0
+_IDLE_CHECK_S = 60.0
+_CALLS = 32  # calls that run at the same time; each has a thread
+_OPTIONS = [
+    ("grpc.max_receive_message_length", MESSAGE_BYTES),
+    ("grpc.max_send_message_length", MESSAGE_BYTES),
+    ("grpc.so_reuseport", 0),  # otherwise a second server on the same port would receive a part of the calls
+    ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
+    ("grpc.keepalive_permit_without_calls", 1),
+]
 _HEALTH = "/grpc.health.v1.Health/"
 _OWN = "/torchrec_recstore."
 
+_log = logging.getLogger(__name__)
+
 
 class Guard(grpc.ServerInterceptor):  # type: ignore[misc]
-    """Refuses calls without the token, but for health checks, and clients of another version of the protocol."""
+    """An interceptor that refuses calls without the token, and clients with another version of the protocol.
+
+    Health checks need no token.
+    """
 
     def __init__(self, token: str | None) -> None:
         self._token = None if token is None else token_value(token).encode()
 
     def intercept_service(self, continuation: Callable[[Any], Any], details: Any) -> Any:
-        """As grpc.ServerInterceptor."""
+        """See grpc.ServerInterceptor."""
         metadata = dict(details.invocation_metadata)
         given = metadata.get(TOKEN_KEY, "")
         given = given if isinstance(given, bytes) else given.encode()
@@ -61,10 +76,10 @@ class Guard(grpc.ServerInterceptor):  # type: ignore[misc]
 
 
 def check_listen(address: str, *, tls: bool, token: bool) -> None:
-    """Whether a server may listen there: other machines may call only with TLS and a token.
+    """Checks that a server may listen on an address: an address that other machines reach needs TLS and a token.
 
     Raises:
-        ValueError: it may not, or it is no ``host:port``.
+        ValueError: TLS or the token is missing, or ``address`` is not ``host:port``.
     """
     if not is_loopback(host_of_flag("--listen", address)) and not (tls and token):
         missing = " and ".join(
@@ -74,10 +89,10 @@ def check_listen(address: str, *, tls: bool, token: bool) -> None:
 
 
 def host_of_flag(flag: str, address: str) -> str:
-    """The host of a flag's ``host:port``, of which the port may be 0.
+    """Returns the host of a flag's ``host:port``. The port may be 0.
 
     Raises:
-        ValueError: it is none; the message names the flag.
+        ValueError: ``address`` is not ``host:port``. The message names the flag.
     """
     try:
         return host_of(address, least_port=0)
@@ -89,52 +104,39 @@ def _refusal(code: grpc.StatusCode, details: str) -> Any:
     def abort(requests: Any, context: Any) -> None:
         context.abort(code, details)
 
-    # Of streams, whatever the method is: it is refused before anything is read, which may never come.
+    # A handler of streams fits every method. It refuses the call before a request is read, which might never arrive.
     return grpc.stream_stream_rpc_method_handler(abort)
 
 
-GRACE_S = 30.0
-_IDLE_CHECK_S = 60.0
-_CALLS = 32  # at once; each has a thread
-_OPTIONS = [
-    ("grpc.max_receive_message_length", MESSAGE_BYTES),
-    ("grpc.max_send_message_length", MESSAGE_BYTES),
-    ("grpc.so_reuseport", 0),  # else a second server on a port would take a part of its calls
-    ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
-    ("grpc.keepalive_permit_without_calls", 1),
-]
-_log = logging.getLogger(__name__)
-
-
 class _Health(health.HealthServicer):  # type: ignore[misc]
-    """Checks need no token, and have threads of their own: those that hang can hold up no other calls."""
+    """The health service with separate threads, so that health checks without a token cannot block other calls."""
 
     def Check(self, request: Any, context: Any) -> Any:
-        """As in health.proto."""
+        """See health.proto."""
         return super().Check(request, context)
 
-    # grpcio 1.85.1 asks a method for it by this name.
+    # grpcio 1.85.1 reads the thread pool of a method from this attribute.
     Check.experimental_thread_pool = ThreadPoolExecutor(2, "recstore-health")  # type: ignore[attr-defined]
 
 
 @dataclass(frozen=True)
 class ServerOptions:
-    """How a server is reached, and what it keeps.
+    """The options of a server.
 
     Args:
-        listen: ``host:port``; port 0 for a free one.
-        data: directory of its checkpoints.
-        limits: bounds of each table, for what a client leaves open.
-        tls_cert: file of its certificate, PEM.
-        tls_key: file of its key.
-        client_ca: file of the certificates that clients' own must be signed by.
-        token: that clients must show.
-        metrics: ``host:port`` for Prometheus.
-        idle_s: seconds after which a job's own cold rows are forgotten where no call has asked for any of them, since
-            the job was killed.
+        listen: The address to listen on, as ``host:port``. Port 0 chooses a free port.
+        data: The path of the directory for checkpoints.
+        limits: The bounds of all tables, which apply where a client sets none.
+        tls_cert: The path of a PEM file with the server's certificate.
+        tls_key: The path of a PEM file with the private key of ``tls_cert``.
+        client_ca: The path of a PEM file with CA certificates. Clients then need a certificate that one of them signs.
+        token: The token that clients must send.
+        metrics: The address for Prometheus, as ``host:port``.
+        idle_s: The time in seconds without a call after which the private cold rows of a job are deleted. A job that
+            was killed leaves such rows. Default: infinity.
 
     Raises:
-        ValueError: they do not fit each other.
+        ValueError: A value is invalid, or options contradict each other.
     """
 
     listen: str
@@ -160,15 +162,17 @@ class ServerOptions:
 
 
 def serve(options: ServerOptions, ready: Callable[[str], object]) -> None:
-    """Serves until SIGTERM or SIGINT, then ends calls that are under way and saves. Call it from the main thread.
+    """Runs a server until SIGTERM or SIGINT. The server then finishes the running calls and saves all tables.
+
+    This function must be called from the main thread.
 
     Args:
-        options: how.
-        ready: is told the address when it serves.
+        options: The options of the server.
+        ready: A function that is called with the address when the server takes calls.
 
     Raises:
-        OSError: it cannot listen, or the data directory cannot be used; or the last save failed.
-        CheckpointError, ValueError: the last checkpoint cannot be loaded.
+        OSError: The address cannot be listened on, the data directory cannot be used, or the last save failed.
+        CheckpointError, ValueError: The last checkpoint cannot be loaded.
     """
     stop = threading.Event()
 

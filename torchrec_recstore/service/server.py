@@ -1,4 +1,4 @@
-"""The parameter server's methods: messages become calls of tables, and errors become statuses."""
+"""The gRPC methods of the parameter server, which call the tables and turn errors into gRPC statuses."""
 
 from __future__ import annotations
 
@@ -37,11 +37,30 @@ from torchrec_recstore.service.checkpoints import DataDirectory
 from torchrec_recstore.service.hosted import HostedBackend
 from torchrec_recstore.service.metrics import Observer
 
+MAX_REQUEST_BYTES = 2**31
+STOPPED = ("stopped-0", "stopped-1")
+"""The names of the checkpoints that servers write when they stop.
+
+The names alternate, because not every file system can replace a directory.
+"""
+
 _CLIENTS = 10_000
+_ERROR_BYTES = 4000
+_CODES = {
+    ValueError: grpc.StatusCode.INVALID_ARGUMENT,
+    TypeError: grpc.StatusCode.INVALID_ARGUMENT,
+    MemoryError: grpc.StatusCode.RESOURCE_EXHAUSTED,
+    FileExistsError: grpc.StatusCode.ALREADY_EXISTS,
+    FileNotFoundError: grpc.StatusCode.NOT_FOUND,
+    OSError: grpc.StatusCode.INTERNAL,
+    ServerRestartedError: grpc.StatusCode.FAILED_PRECONDITION,
+}
+
+_log = logging.getLogger(__name__)
 
 
 class ServerStoppingError(RuntimeError):
-    """Nothing is written any more."""
+    """The server is stopping and accepts no more writes."""
 
 
 @dataclass
@@ -51,9 +70,9 @@ class _Client:
 
 
 class AppliedRequests:
-    """Writes that have been carried out, or are being, so that a repeated one is answered and not carried out again.
+    """The writes that have been carried out or are running. A repeated write is answered without a second execution.
 
-    Clients number their requests, and say below which number none will come again.
+    Clients number their requests. With each request, a client sends the number below which it repeats no request.
     """
 
     def __init__(self) -> None:
@@ -62,11 +81,19 @@ class AppliedRequests:
         self._closed = False
 
     def once(self, client: str, request: int, done_before: int, action: Callable[[], int]) -> int:
-        """What ``action`` returns, which is called unless it has been for that request; one that raised may come again.
+        """Calls ``action`` and returns its result, or returns the first result if the request is repeated.
+
+        A request that raised an error may be repeated; ``action`` is then called again.
+
+        Args:
+            client: The name of the client.
+            request: The number of the request.
+            done_before: The number below which the client repeats no request.
+            action: The function that carries out the request.
 
         Raises:
-            ValueError: the request is one of those that were not to come again.
-            ServerStoppingError: after :meth:`close`.
+            ValueError: ``request`` is below the number below which the client repeats no request.
+            ServerStoppingError: :meth:`close` has been called.
         """
         with self._lock:
             self.check_open()
@@ -95,19 +122,19 @@ class AppliedRequests:
         return answer.result()
 
     def check_open(self) -> None:
-        """Raises ServerStoppingError after :meth:`close`."""
+        """Raises ServerStoppingError if :meth:`close` has been called."""
         if self._closed:
             raise ServerStoppingError("the server stops")
 
     def close(self) -> None:
-        """Lets no request begin any more, and waits for those that have."""
+        """Refuses new requests and waits for the running requests."""
         with self._lock:
             self._closed = True
             answers = [answer for client in self._clients.values() for answer in client.answers.values()]
         wait(answers)
 
     def to_json(self) -> dict[str, Any]:
-        """All that has been carried out, for :meth:`from_json`; after :meth:`close`."""
+        """Returns the requests that have been carried out, for :meth:`from_json`. Call :meth:`close` before."""
         with self._lock:
             return {
                 name: {
@@ -118,7 +145,7 @@ class AppliedRequests:
             }
 
     def from_json(self, document: dict[str, Any]) -> None:
-        """Takes over what another server has carried out."""
+        """Adds the requests that another server has carried out."""
         for name, entry in document.items():
             client = self._clients[name] = _Client(entry["done_before"])
             for number, deleted in entry["answers"].items():
@@ -126,30 +153,15 @@ class AppliedRequests:
                 client.answers[int(number)].set_result(deleted)
 
 
-MAX_REQUEST_BYTES = 2**31
-STOPPED = ("stopped-0", "stopped-1")
-"""Names of the checkpoints that servers write when they stop, in turns: not every filesystem can replace one."""
-_ERROR_BYTES = 4000
-_CODES = {
-    ValueError: grpc.StatusCode.INVALID_ARGUMENT,
-    TypeError: grpc.StatusCode.INVALID_ARGUMENT,
-    MemoryError: grpc.StatusCode.RESOURCE_EXHAUSTED,
-    FileExistsError: grpc.StatusCode.ALREADY_EXISTS,
-    FileNotFoundError: grpc.StatusCode.NOT_FOUND,
-    OSError: grpc.StatusCode.INTERNAL,
-    ServerRestartedError: grpc.StatusCode.FAILED_PRECONDITION,
-}
-_log = logging.getLogger(__name__)
-
-
 class ParameterServer(ParameterServerServicer):
-    """Serves tables.
+    """The gRPC service of a parameter server.
 
     Args:
-        tables: which.
-        directory: where saves go.
-        observer: is told of every call.
-        max_request_bytes: of all parts of a write together, which are gathered before it is carried out.
+        tables: The tables that are served.
+        directory: The directory for checkpoints.
+        observer: The observer that every call is reported to.
+        max_request_bytes: The largest size in bytes of a write. The server collects all parts of a write before it
+            carries out the write. Default: 2 GiB.
     """
 
     def __init__(
@@ -174,14 +186,17 @@ class ParameterServer(ParameterServerServicer):
             self._applied.from_json(stopped["applied"])
 
     def begin(self) -> None:
-        """To be called when nothing can go wrong any more, before the first call is taken."""
+        """Deletes the state of the stopped server from the disk.
+
+        It must be called after everything that can fail at the start, and before the first call is taken.
+        """
         if self._directory.stopped is not None:
             self._directory.set_last(self._directory.last)
 
     def stop(self) -> None:
-        """Ends writes, also those that have outlived the server, and saves all tables.
+        """Refuses new writes, waits for the running writes, and saves all tables.
 
-        A server that starts on them goes on as this one.
+        The next server on the same directory continues with these tables and answers repeated requests.
         """
         self._applied.close()
         with self._saving:
@@ -190,7 +205,7 @@ class ParameterServer(ParameterServerServicer):
 
     def _save_stopped(self) -> None:
         if self._tables.specs() or self._directory.last is not None:
-            # Not the one that the next server would start from if this one came no further.
+            # The name must differ from the last checkpoint, from which the next server starts if this save fails.
             name = next(name for name in STOPPED if name != self._directory.last)
             path = self._directory.checkpoint(name)
             shutil.rmtree(path, ignore_errors=True)
@@ -199,13 +214,13 @@ class ParameterServer(ParameterServerServicer):
             self._directory.set_last(name, stopped)
 
     def Describe(self, request: pb.DescribeRequest, context: Any) -> pb.DescribeReply:
-        """As in recstore.proto."""
+        """See recstore.proto."""
         with self._call("Describe", context):
             tables = {name: spec.to_json() for name, spec in self._tables.specs().items()}
             return pb.DescribeReply(incarnation=self._incarnation, tables=tables)
 
     def Create(self, request: pb.CreateRequest, context: Any) -> pb.Empty:
-        """As in recstore.proto."""
+        """See recstore.proto."""
         with self._call("Create", context):
             if not request.table:
                 raise ValueError("a table needs a name")
@@ -213,14 +228,14 @@ class ParameterServer(ParameterServerServicer):
             return pb.Empty()
 
     def Drop(self, request: pb.DropRequest, context: Any) -> pb.Empty:
-        """As in recstore.proto."""
+        """See recstore.proto."""
         with self._call("Drop", context):
             if self._tables.spec(request.table) is not None:
                 self._tables.drop(request.table)
             return pb.Empty()
 
     def Pull(self, requests: Iterator[pb.PullRequest], context: Any) -> Iterator[pb.PullReply]:
-        """As in recstore.proto."""
+        """See recstore.proto."""
         with self._call("Pull", context):
             header: pb.PullHeader | None = None
             for request in requests:
@@ -236,7 +251,7 @@ class ParameterServer(ParameterServerServicer):
                     yield self._pulled(header, ids[place : place + size])
 
     def Write(self, requests: Iterator[pb.WriteRequest], context: Any) -> pb.WriteReply:
-        """As in recstore.proto."""
+        """See recstore.proto."""
         with self._call("Write", context):
             header = next(requests, pb.WriteRequest()).header
             self._check_incarnation(header.incarnation or "none")
@@ -246,7 +261,7 @@ class ParameterServer(ParameterServerServicer):
             return pb.WriteReply(deleted=deleted)
 
     def Ids(self, request: pb.IdsRequest, context: Any) -> Iterator[pb.IdsReply]:
-        """As in recstore.proto."""
+        """See recstore.proto."""
         with self._call("Ids", context):
             self._check_incarnation(request.incarnation)
             ids = self._tables.ids(request.table)
@@ -254,13 +269,13 @@ class ParameterServer(ParameterServerServicer):
                 yield pb.IdsReply(ids=to_bytes(ids[place : place + PART_IDS]))
 
     def Stats(self, request: pb.StatsRequest, context: Any) -> pb.StatsReply:
-        """As in recstore.proto."""
+        """See recstore.proto."""
         with self._call("Stats", context):
             self._check_incarnation(request.incarnation)
             return pb.StatsReply(counts=asdict(self._tables.stats(request.table)))
 
     def Save(self, request: pb.SaveRequest, context: Any) -> pb.Empty:
-        """As in recstore.proto."""
+        """See recstore.proto."""
         with self._call("Save", context):
             self._check_incarnation(request.incarnation or "none")
             path = self._directory.checkpoint(request.name)
@@ -277,7 +292,7 @@ class ParameterServer(ParameterServerServicer):
             return pb.Empty()
 
     def Load(self, request: pb.LoadRequest, context: Any) -> pb.Empty:
-        """As in recstore.proto."""
+        """See recstore.proto."""
         with self._call("Load", context):
             path = self._directory.checkpoint(request.name)
             with self._saving:
@@ -289,7 +304,7 @@ class ParameterServer(ParameterServerServicer):
     def _check_incarnation(self, expected: str) -> None:
         if expected and expected != self._incarnation:
             raise ServerRestartedError(
-                "it has been restarted, and is as its last checkpoint: what was written since is lost"
+                "the server was restarted from its last checkpoint, and later writes are lost: load a checkpoint"
             )
 
     def _spec(self, table: str) -> TableSpec:
@@ -311,7 +326,7 @@ class ParameterServer(ParameterServerServicer):
         raise ValueError(f"want must be ROWS, FOUND or FOUND_ROWS, got {header.want}")
 
     def _write(self, header: pb.WriteHeader, spec: TableSpec, requests: Iterator[pb.WriteRequest]) -> Callable[[], int]:
-        """Gathers all parts of a write; returns what carries it out."""
+        """Collects all parts of a write and returns the function that carries it out."""
         gathered = {"ids": [], "rows": [], "initial_ids": [], "initial_rows": []}  # type: dict[str, list[bytes]]
         size = 0
         for request in requests:
@@ -319,16 +334,16 @@ class ParameterServer(ParameterServerServicer):
                 parts.append(getattr(request, name))
                 size += len(parts[-1])
             if size > self._max_request_bytes:
-                raise ValueError(f"a write may be of {self._max_request_bytes} bytes: split it up")
+                raise ValueError(f"a write may have at most {self._max_request_bytes} bytes: split it")
         ids = from_bytes(gathered["ids"], torch.int64)
         if len(ids) != header.ids:
-            raise ValueError(f"{len(ids)} ids have come, {header.ids} were announced")
+            raise ValueError(f"{len(ids)} ids were received, {header.ids} were announced")
         name = header.table
 
         def rows(part: str, of: Tensor, dtype: torch.dtype) -> Tensor:
             matrix = from_bytes(gathered[part], dtype, spec.dim)
             if len(matrix) != len(of):
-                raise ValueError(f"{len(of)} ids have come, and {len(matrix)} rows")
+                raise ValueError(f"{len(of)} ids and {len(matrix)} rows were received: there must be a row for each id")
             return matrix
 
         dtype = torch.float32 if header.float32 else spec.dtype
@@ -350,16 +365,16 @@ class ParameterServer(ParameterServerServicer):
 
     @contextmanager
     def _call(self, method: str, context: Any) -> Iterator[None]:
-        """Tells clients of errors, and the observer of the call."""
+        """Reports errors to the client, and the call to the observer."""
         begin = time.perf_counter()
         outcome = "ok"
         try:
             yield
-        except GeneratorExit:  # the client is gone
+        except GeneratorExit:  # the client has disconnected
             outcome = "cancelled"
             raise
         except Exception as error:
-            if not context.is_active():  # reading the request failed, since the client is gone
+            if not context.is_active():  # the request could not be read, because the client has disconnected
                 outcome = "cancelled"
                 raise
             outcome = type(error).__name__
@@ -380,14 +395,14 @@ def _abort(context: Any, method: str, error: Exception) -> NoReturn:
         code = next(code for known, code in _CODES.items() if issubclass(kind, known))
         name = NO_INITIAL_ROW if isinstance(error, NoInitialRow) else kind.__name__
         context.set_trailing_metadata(((ERROR_KEY, name),))
-    if isinstance(error, ServerStoppingError):  # clients try again, and find the next one
+    if isinstance(error, ServerStoppingError):  # clients then repeat the call at the next server
         code = grpc.StatusCode.UNAVAILABLE
     context.abort(code, _shortened(details))
     raise AssertionError("abort raises")
 
 
 def _shortened(details: str) -> str:
-    """Without its middle where it is long: it goes into a header, as percent-encoded UTF-8."""
+    """Removes the middle of a long message, because gRPC sends it in a header, as percent-encoded UTF-8."""
     half = _ERROR_BYTES // 2
     if len(quote(details)) <= _ERROR_BYTES:
         return details

@@ -1,7 +1,8 @@
-"""A client's operations as ``torch.ops.recstore_ops.emb_*``, for graphs: ``torch.compile``, ``make_fx``, export.
+"""Registers the methods of a client as ``torch.ops.recstore_ops.emb_*``, for ``torch.compile``, ``make_fx`` and export.
 
-``client`` is :attr:`RecStoreClient.handle`; what the ops do is what its methods do. All of them are effects in order:
-compilers neither drop one nor move it before or behind another. None takes part in autograd.
+``client`` is :attr:`RecStoreClient.handle`. The comment behind each op in the list names the method that it calls.
+The ops are registered as ordered effects: a compiler neither removes nor reorders them. The ops do not support
+autograd.
 
     emb_read(int client, str name, Tensor ids) -> Tensor                        # pull
     emb_update(int client, str name, Tensor ids, Tensor grads) -> ()            # update
@@ -9,8 +10,8 @@ compilers neither drop one nor move it before or behind another. None takes part
     emb_prefetch(int client, str name, Tensor ids) -> SymInt                    # prefetch
     emb_prefetch_result(int client, SymInt handle) -> Tensor                    # wait_for_prefetch
 
-A handle is an int; it is symbolic in graphs, where it is another one in each run. ``make_fx`` needs
-``tracing_mode="fake"`` or ``"symbolic"`` for that.
+A handle of ``emb_prefetch`` is an int. In a graph the handle is symbolic, because each run of the graph gets a new
+handle. ``make_fx`` therefore needs ``tracing_mode="fake"`` or ``"symbolic"``.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ def _prefetch_result(client: int, handle: int) -> Tensor:
     return client_of(client).wait_for_prefetch(handle)
 
 
-# Shapes alone, for graphs.
+# The fake versions, which return the shapes of results for graphs.
 
 
 def _fake_read(client: int, name: str, ids: Tensor) -> Tensor:
@@ -57,17 +58,17 @@ def _fake_write(client: int, name: str, ids: Tensor, rows: Tensor) -> None:
 
 
 def _fake_prefetch(client: int, name: str, ids: Tensor) -> torch.SymInt:
-    client_of(client).spec(name)  # now, while an unknown table can be told of
+    client_of(client).spec(name)  # raises an error for an unknown table
     return torch.library.get_ctx().new_dynamic_size()
 
 
 def _fake_prefetch_result(client: int, handle: torch.SymInt) -> Tensor:
-    # Neither how many ids were asked for nor the table is known from the handle.
+    # The handle identifies neither the table nor the number of ids while a graph is traced.
     dtypes = client_of(client).dtypes()
     if len(dtypes) != 1:
         raise ValueError(
-            "emb_prefetch_result in a graph: the client has tables of several dtypes, and which of them the handle is "
-            "for is not known: use a client of its own for each dtype"
+            "emb_prefetch_result in a graph: the client has tables of several dtypes, and the dtype of the handle's "
+            "table is not known: use a separate client for each dtype"
         )
     context = torch.library.get_ctx()
     return torch.empty(context.new_dynamic_size(), context.new_dynamic_size(), dtype=dtypes.pop())
