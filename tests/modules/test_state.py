@@ -172,9 +172,9 @@ def test_loading_is_strict() -> None:
     [
         ("weight", torch.zeros(10, 5), r"weight must have the shape \(10, 4\), got \(10, 5\)"),
         ("weight", torch.tensor(1.0), r"weight must have the shape \(0, 4\)"),
-        ("weight", torch.zeros(10, 4, dtype=torch.int64), "weight must not be of torch.int64"),
+        ("weight", torch.zeros(10, 4, dtype=torch.int64), "weight must have a floating-point dtype, got torch.int64"),
         ("weight_id", torch.arange(9), r"weight_id must have the shape \(10,\)"),
-        ("weight_id", torch.zeros(10, dtype=torch.int64), "weight_id must not have an id twice"),
+        ("weight_id", torch.zeros(10, dtype=torch.int64), "weight_id must not contain the same id twice"),
         ("weight_id", torch.arange(10).int(), "weight_id must be int64"),
         ("sum", torch.zeros(10, 4), r"sum must have the shape \(10,\)"),
         ("steps", torch.tensor(-1), "optimizer steps must be within"),

@@ -1,6 +1,7 @@
-"""Eager modules: RecStore tables in a model that nothing shards, with no process group.
+"""Eager modules: RecStore tables in a model that is not sharded and has no process group.
 
-``RecStoreEmbedding`` and ``RecStoreEmbeddingBag`` need torch alone; the collections import torchrec when first used.
+``RecStoreEmbedding`` and ``RecStoreEmbeddingBag`` need torch only. The collections import torchrec when they are first
+used.
 """
 
 from __future__ import annotations

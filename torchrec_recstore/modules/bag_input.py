@@ -1,4 +1,4 @@
-"""What ``torch.nn.EmbeddingBag`` takes, as bags of ids on the CPU."""
+"""Converts the input of ``torch.nn.EmbeddingBag`` to bags of ids on the CPU."""
 
 from __future__ import annotations
 
@@ -16,31 +16,31 @@ def bags_of(
     include_last_offset: bool,
     padding_idx: int | None,
 ) -> Bags:
-    """The bags of one table, without what is padding.
+    """Returns the bags of one table, without the padding id.
 
     Args:
-        input: (B, L), or (N,) with ``offsets``; int32 or int64.
-        offsets: (B,), or (B + 1,) with ``include_last_offset``; int32 or int64. Ids behind the last offset are in no
-            bag then.
-        per_sample_weights: of the shape of ``input``, floating point.
-        include_last_offset: as for ``torch.nn.EmbeddingBag``.
-        padding_idx: the id that is left out.
+        input: (B, L), or (N,) with ``offsets``; int32 or int64. The ids.
+        offsets: (B,), or (B + 1,) with ``include_last_offset``; int32 or int64. The positions in ``input`` where the
+            bags begin. With ``include_last_offset``, ids after the last offset belong to no bag.
+        per_sample_weights: The shape of ``input``, floating point. The weight of each id.
+        include_last_offset: Whether ``offsets`` include the end of the last bag, as in ``torch.nn.EmbeddingBag``.
+        padding_idx: The id that is left out of the bags.
 
     Raises:
-        TypeError: a tensor of another dtype; the message names it.
-        ValueError: a tensor of another shape, or offsets that do not ascend within the input.
+        TypeError: A tensor has an unsupported dtype; the message names the tensor.
+        ValueError: A tensor has an unsupported shape, or the offsets do not ascend within the input.
     """
     ids = int64_input(input)
     if input.is_nested:
         ids, offsets, include_last_offset = int64_input(input.values()), input.offsets(), True  # type: ignore[attr-defined]
         if per_sample_weights is not None and not per_sample_weights.is_nested:
-            raise ValueError("per_sample_weights must be nested where input is")
+            raise ValueError("per_sample_weights must be a nested tensor if input is one")
         per_sample_weights = None if per_sample_weights is None else per_sample_weights.values()
     weights = None if per_sample_weights is None else _weights(per_sample_weights, ids)
     if ids.dim() == 2:
         if offsets is not None:
-            raise ValueError("offsets must be None where input is of the shape (B, L): each line is a bag")
-        # Not arange with a step: lines may be empty.
+            raise ValueError("offsets must be None if input has the shape (B, L): each row of input is a bag")
+        # arange with a step cannot make these bounds: L may be 0.
         bounds = torch.arange(ids.shape[0] + 1) * ids.shape[1]
         ids, weights = ids.reshape(-1), None if weights is None else weights.reshape(-1)
     else:
@@ -56,10 +56,10 @@ def bags_of(
 
 
 def int64_input(input: Tensor) -> Tensor:
-    """``input`` as int64, on the CPU.
+    """Returns ``input`` as an int64 tensor on the CPU, or ``input`` itself if it is a nested tensor.
 
     Raises:
-        TypeError: it is neither int32 nor int64.
+        TypeError: The dtype is neither int32 nor int64.
     """
     if not isinstance(input, Tensor) or input.dtype not in (torch.int32, torch.int64):
         got = input.dtype if isinstance(input, Tensor) else type(input).__name__
@@ -78,11 +78,11 @@ def _weights(weights: Tensor, ids: Tensor) -> Tensor:
 
 
 def _bounds(ids: Tensor, offsets: Tensor | None, include_last_offset: bool) -> Tensor:
-    """(B + 1,) int64, on the CPU: where bags begin, and where the last one ends."""
+    """Returns the positions where the bags begin and where the last bag ends, (B + 1,) int64, on the CPU."""
     if ids.dim() != 1:
-        raise ValueError(f"input must be of the shape (B, L) or (N,), got {tuple(ids.shape)}")
+        raise ValueError(f"input must have the shape (B, L) or (N,), got {tuple(ids.shape)}")
     if offsets is None:
-        raise ValueError("offsets must be given where input is of the shape (N,)")
+        raise ValueError("offsets must be given if input has the shape (N,)")
     if offsets.dtype not in (torch.int32, torch.int64):
         raise TypeError(f"offsets must be an int32 or int64 tensor, got {offsets.dtype}")
     if offsets.dim() != 1 or (include_last_offset and len(offsets) == 0):

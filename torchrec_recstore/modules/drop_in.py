@@ -1,4 +1,4 @@
-"""What ``RecStoreEmbedding`` and ``RecStoreEmbeddingBag`` have in common."""
+"""The common base class of ``RecStoreEmbedding`` and ``RecStoreEmbeddingBag``."""
 
 from __future__ import annotations
 
@@ -17,23 +17,24 @@ from torchrec_recstore.options import NormalInit, TableOptions
 
 
 class DropIn(TableModule):
-    """One table behind the constructor of a module of ``torch.nn``.
+    """A module with one table and the constructor of an embedding module of ``torch.nn``.
 
     Args:
-        num_embeddings: a hint; ids are not limited by it.
-        embedding_dim: columns of a row.
-        padding_idx: see the modules.
-        max_norm: None.
-        norm_type: without effect, as in torch without ``max_norm``.
-        scale_grad_by_freq: whether an id's gradient is divided by how often it is in the batch.
-        sparse: without effect: gradients are always those of the batch's rows alone.
-        weight: (n, dim) whose row i becomes id i, or None.
+        num_embeddings: The expected number of rows. It does not limit the ids.
+        embedding_dim: The number of columns of a row.
+        padding_idx: The padding id. See the subclasses.
+        max_norm: Must be None.
+        norm_type: Has no effect, as in torch without ``max_norm``.
+        scale_grad_by_freq: Whether the gradient of an id is divided by the number of times that the id is in the batch.
+        sparse: Has no effect. Only the rows of the batch have gradients.
+        weight: (num_embeddings, embedding_dim) or None. Row i becomes the row of id i.
         device: ``cpu``, ``meta`` or None.
-        dtype: float32, float16 or bfloat16; None: float32.
-        lr, optimizer, options, fused, name: see the modules.
+        dtype: float32, float16 or bfloat16. Default: None, the dtype of ``weight``, or float32 without ``weight``.
+        lr, optimizer, options, fused, name: See the subclasses.
 
     Raises:
-        TypeError, ValueError: an argument that makes no sense or cannot be honoured; the message names it.
+        TypeError: An argument has an unsupported type; the message names the argument.
+        ValueError: An argument has an unsupported value; the message names the argument.
     """
 
     def __init__(
@@ -73,7 +74,8 @@ class DropIn(TableModule):
         if dtype is None:
             dtype = torch.float32 if weight is None else weight.dtype
         if name is None:
-            # As torch's modules differ from one another, by its generator. New rows depend on the name.
+            # New rows depend on the name. A name from torch's generator gives two modules different rows, as two
+            # modules of torch have different weights.
             name = f"embedding_{int(torch.randint(2**62, (), device='cpu')):016x}"
         optimizer = optimizer_of(optimizer, lr)
         arguments = {
@@ -100,7 +102,10 @@ class DropIn(TableModule):
         return self.training and self.weight.requires_grad
 
     def _rows(self, ids: Tensor) -> Tensor:
-        """(N, dim) float32 of ids (N,) int64; the gradient of each is divided by its frequency where that is asked."""
+        """Returns the rows, (N, dim) float32, of ids (N,) int64.
+
+        With ``scale_grad_by_freq``, the gradient of each id is divided by the number of its occurrences in ``ids``.
+        """
         (rows,) = self._lookups.rows([self], ids, [len(ids)], train=self._trains)
         if self.scale_grad_by_freq and rows.requires_grad:
             _, place, counts = torch.unique(ids, return_inverse=True, return_counts=True)
@@ -114,7 +119,7 @@ class DropIn(TableModule):
 
 
 class _ScaledGradient(torch.autograd.Function):
-    """Passes rows on, and divides their gradients by counts, (N,)."""
+    """Returns rows (N, dim) unchanged in forward, and divides their gradients by counts (N,) in backward."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, counts: Tensor) -> Tensor:
@@ -129,10 +134,10 @@ class _ScaledGradient(torch.autograd.Function):
 
 
 def two_dimensional(embeddings: Tensor) -> tuple[int, int]:
-    """The shape of what ``from_pretrained`` is given.
+    """Returns the shape (n, dim) of the argument of ``from_pretrained``.
 
     Raises:
-        ValueError: it is none of (n, dim).
+        ValueError: ``embeddings`` does not have two dimensions.
     """
     if embeddings.dim() != 2:
         raise ValueError(f"embeddings must have the shape (n, dim), got {tuple(embeddings.shape)}")
@@ -145,5 +150,5 @@ def _padding_id(padding_idx: int | None, num_embeddings: int) -> int | None:
     if isinstance(padding_idx, bool) or not isinstance(padding_idx, int):
         raise TypeError(f"padding_idx must be an int, got {type(padding_idx).__name__}")
     if not -num_embeddings <= padding_idx < 2**63:
-        raise ValueError(f"padding_idx must be within -num_embeddings and 2**63 - 1, got {padding_idx}")
+        raise ValueError(f"padding_idx must be between -num_embeddings and 2**63 - 1, got {padding_idx}")
     return padding_idx if padding_idx >= 0 else num_embeddings + padding_idx

@@ -1,3 +1,5 @@
+"""A drop-in replacement for ``torch.nn.Embedding``."""
+
 from __future__ import annotations
 
 import torch
@@ -10,35 +12,42 @@ from torchrec_recstore.options import TableOptions
 
 
 class RecStoreEmbedding(DropIn):
-    """``torch.nn.Embedding`` whose rows are made as ids come by: any int64 is an id.
+    """A replacement for ``torch.nn.Embedding`` that accepts any int64 id and makes rows when ids are first trained.
 
-    In training a new id gets its row, and backward updates rows with the fused optimizer. In evaluation, or with
-    ``weight.requires_grad`` off, nothing changes; an id without a row reads as ``options.missing`` says.
+    In training, the forward pass makes a row for each new id, and the backward pass updates the rows with the fused
+    optimizer. In evaluation, or if ``weight.requires_grad`` is False, nothing changes, and ``options.missing``
+    determines the output for an id without a row.
 
     Args:
-        num_embeddings: a hint; ids are not limited by it.
-        embedding_dim: columns of a row.
-        padding_idx: the id that never gets a row or an update; it reads as zeros, or as the row that was given for it.
-            A negative one counts from ``num_embeddings``, as in torch.
-        max_norm: None; others are refused.
-        norm_type: without effect, as in torch without ``max_norm``.
-        scale_grad_by_freq: divide an id's gradient by how often it is in the batch.
-        sparse: without effect: gradients are always those of the batch's rows alone.
-        _weight: (num_embeddings, embedding_dim) whose row i becomes id i.
-        _freeze: whether ``weight.requires_grad`` is off.
-        device: ``cpu`` or ``meta``. Input on another device is copied to the CPU, and the output back.
-        dtype: of rows and output: float32, float16 or bfloat16. Arithmetic is float32.
-        lr: of the default optimizer.
-        optimizer: of ``torchrec_recstore.optim``; None: ``RowWiseAdagrad(lr)``.
-        options: how rows are made and kept. Without an initializer new rows are normal with mean 0 and deviation 1, as
-            in torch.
-        fused: whether backward updates the rows; otherwise it collects gradients for ``SparseSGD`` and the like.
-        name: of the table, which decides new rows together with ``options.seed``. None: drawn by torch's generator, so
-            that two modules differ and ``torch.manual_seed`` repeats them.
+        num_embeddings: The expected number of rows. It does not limit the ids.
+        embedding_dim: The number of columns of a row.
+        padding_idx: The id that never gets a row or an update. Its output is zeros, or its row in ``_weight`` or in a
+            loaded ``state_dict``. A negative value counts from ``num_embeddings``, as in torch. Default: None.
+        max_norm: Must be None. Other values raise an error.
+        norm_type: Has no effect, as in torch without ``max_norm``.
+        scale_grad_by_freq: Whether the gradient of an id is divided by the number of times that the id is in the batch.
+            Default: False.
+        sparse: Has no effect. Only the rows of the batch have gradients.
+        _weight: (num_embeddings, embedding_dim). Row i becomes the row of id i. Default: None, an empty table.
+        _freeze: Whether ``weight.requires_grad`` is False. Default: False.
+        device: ``cpu`` or ``meta``. Input on another device is copied to the CPU, and the output is copied back.
+            Default: None, ``meta`` if it is torch's default device, else ``cpu``.
+        dtype: The dtype of rows and output: float32, float16 or bfloat16. Arithmetic is float32. Default: None, the
+            dtype of ``_weight``, or float32 without ``_weight``.
+        lr: The learning rate of the default optimizer. Default: 0.01.
+        optimizer: The optimizer, from ``torchrec_recstore.optim``. Default: None, ``RowWiseAdagrad(lr)``.
+        options: The table's options. If they have no initializer, new rows are drawn from the normal distribution with
+            mean 0 and standard deviation 1, as in torch. Default: ``TableOptions()``.
+        fused: Whether the backward pass updates the rows. If False, it collects gradients for a sparse optimizer, for
+            example ``SparseSGD``. Default: True.
+        name: The table's name. The name and ``options.seed`` determine new rows. Default: None, a name drawn from
+            torch's generator, so that two modules have different rows and ``torch.manual_seed`` reproduces them.
 
     Raises:
-        TypeError, ValueError: an argument that makes no sense or cannot be honoured; the message names it.
-        ColdStoreError, ImportError: the cold store cannot be opened.
+        TypeError: An argument has an unsupported type; the message names the argument.
+        ValueError: An argument has an unsupported value; the message names the argument.
+        ColdStoreError: The cold store cannot be opened.
+        ImportError: The package of the cold store is not installed.
 
     Example::
 
@@ -98,9 +107,13 @@ class RecStoreEmbedding(DropIn):
         sparse: bool = False,
         **more: object,
     ) -> RecStoreEmbedding:
-        """As ``torch.nn.Embedding.from_pretrained``: row i of ``embeddings``, (n, dim), becomes id i.
+        """Returns a module with the rows ``embeddings``, (n, dim), as ``torch.nn.Embedding.from_pretrained`` does.
 
-        ``more`` goes to the constructor.
+        Row i of ``embeddings`` becomes the row of id i. If ``freeze`` is True, the rows are not trained. The other
+        arguments, including ``more``, are those of the constructor.
+
+        Raises:
+            ValueError: ``embeddings`` does not have two dimensions.
         """
         rows, dim = two_dimensional(embeddings)
         return cls(
@@ -117,18 +130,18 @@ class RecStoreEmbedding(DropIn):
         )
 
     def forward(self, input: Tensor) -> Tensor:
-        """The rows of ids.
+        """Returns the rows of ids.
 
         Args:
-            input: any shape, int32 or int64.
+            input: Any shape, int32 or int64. The ids.
 
         Returns:
-            (``*input.shape``, embedding_dim), of the module's dtype, on the device of ``input``.
+            (``*input.shape``, embedding_dim), the module's dtype, on the device of ``input``.
 
         Raises:
-            TypeError: another dtype.
-            RuntimeError: the module is on the meta device and ``input`` is not.
-            ValueError, MemoryError, ColdStoreError: as for :meth:`torchrec_recstore.store.Table.lookup`.
+            TypeError: ``input`` has another dtype.
+            RuntimeError: The module is on the meta device and ``input`` is not.
+            ValueError, MemoryError, ColdStoreError: See :meth:`torchrec_recstore.store.Table.lookup`.
         """
         if self.weight.is_meta and input.is_meta:
             return input.new_empty((*input.shape, self.embedding_dim), dtype=self.weight.dtype)
@@ -137,7 +150,7 @@ class RecStoreEmbedding(DropIn):
         return out.to(input.device, self.weight.dtype).view(*input.shape, self.embedding_dim)
 
     def extra_repr(self) -> str:
-        """As torch's."""
+        """Returns the arguments that the module's repr shows, as in torch."""
         padding = "" if self.padding_idx is None else f", padding_idx={self.padding_idx}"
         return f"{self.num_embeddings}, {self.embedding_dim}{padding}"
 
@@ -147,5 +160,6 @@ class RecStoreEmbedding(DropIn):
         given = torch.tensor([padding])
         out = torch.zeros(len(ids), self.embedding_dim)
         if len(places) < len(ids) and bool(self.table.contains(given)):
-            out += self.table.lookup(given)  # with missing="init" one without a row would not read as zeros
+            # The id has a row. (Without a row, and with missing="init", the lookup would not return zeros.)
+            out += self.table.lookup(given)
         return out.index_copy(0, places, rows)

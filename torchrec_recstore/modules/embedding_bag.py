@@ -1,3 +1,5 @@
+"""A drop-in replacement for ``torch.nn.EmbeddingBag``."""
+
 from __future__ import annotations
 
 from typing import Literal
@@ -14,36 +16,43 @@ from torchrec_recstore.options import TableOptions
 
 
 class RecStoreEmbeddingBag(DropIn):
-    """``torch.nn.EmbeddingBag`` whose rows are made as ids come by: any int64 is an id.
+    """A replacement for ``torch.nn.EmbeddingBag`` that accepts any int64 id and makes rows when ids are first trained.
 
-    In training a new id gets its row, and backward updates rows with the fused optimizer. In evaluation, or with
-    ``weight.requires_grad`` off, nothing changes; an id without a row reads as ``options.missing`` says.
+    In training, the forward pass makes a row for each new id, and the backward pass updates the rows with the fused
+    optimizer. In evaluation, or if ``weight.requires_grad`` is False, nothing changes, and ``options.missing``
+    determines the row that is read for an id without a row.
 
     Args:
-        num_embeddings: a hint; ids are not limited by it.
-        embedding_dim: columns of a row.
-        max_norm: None; others are refused.
-        norm_type: without effect, as in torch without ``max_norm``.
-        scale_grad_by_freq: divide an id's gradient by how often it is in the batch; not with ``mode="max"``.
-        mode: ``"sum"``, ``"mean"`` or ``"max"``.
-        sparse: without effect: gradients are always those of the batch's rows alone; not with ``mode="max"``.
-        _weight: (num_embeddings, embedding_dim) whose row i becomes id i.
-        include_last_offset: whether ``offsets`` end with the end of the last bag.
-        padding_idx: the id that is left out of its bags, and never gets a row. A negative one counts from
-            ``num_embeddings``, as in torch.
-        device: ``cpu`` or ``meta``. Input on another device is copied to the CPU, and the output back.
-        dtype: of rows and output: float32, float16 or bfloat16. Arithmetic is float32.
-        lr: of the default optimizer.
-        optimizer: of ``torchrec_recstore.optim``; None: ``RowWiseAdagrad(lr)``.
-        options: how rows are made and kept. Without an initializer new rows are normal with mean 0 and deviation 1, as
-            in torch.
-        fused: whether backward updates the rows; otherwise it collects gradients for ``SparseSGD`` and the like.
-        name: of the table, which decides new rows together with ``options.seed``. None: drawn by torch's generator, so
-            that two modules differ and ``torch.manual_seed`` repeats them.
+        num_embeddings: The expected number of rows. It does not limit the ids.
+        embedding_dim: The number of columns of a row.
+        max_norm: Must be None. Other values raise an error.
+        norm_type: Has no effect, as in torch without ``max_norm``.
+        scale_grad_by_freq: Whether the gradient of an id is divided by the number of times that the id is in the batch.
+            Must be False with ``mode="max"``. Default: False.
+        mode: The pooling: ``"sum"``, ``"mean"`` or ``"max"``. Default: ``"mean"``.
+        sparse: Has no effect. Only the rows of the batch have gradients. Must be False with ``mode="max"``.
+        _weight: (num_embeddings, embedding_dim). Row i becomes the row of id i. Default: None, an empty table.
+        include_last_offset: Whether ``offsets`` include the end of the last bag. Default: False.
+        padding_idx: The id that is left out of its bags and never gets a row. A negative value counts from
+            ``num_embeddings``, as in torch. Default: None.
+        device: ``cpu`` or ``meta``. Input on another device is copied to the CPU, and the output is copied back.
+            Default: None, ``meta`` if it is torch's default device, else ``cpu``.
+        dtype: The dtype of rows and output: float32, float16 or bfloat16. Arithmetic is float32. Default: None, the
+            dtype of ``_weight``, or float32 without ``_weight``.
+        lr: The learning rate of the default optimizer. Default: 0.01.
+        optimizer: The optimizer, from ``torchrec_recstore.optim``. Default: None, ``RowWiseAdagrad(lr)``.
+        options: The table's options. If they have no initializer, new rows are drawn from the normal distribution with
+            mean 0 and standard deviation 1, as in torch. Default: ``TableOptions()``.
+        fused: Whether the backward pass updates the rows. If False, it collects gradients for a sparse optimizer, for
+            example ``SparseSGD``. Default: True.
+        name: The table's name. The name and ``options.seed`` determine new rows. Default: None, a name drawn from
+            torch's generator, so that two modules have different rows and ``torch.manual_seed`` reproduces them.
 
     Raises:
-        TypeError, ValueError: an argument that makes no sense or cannot be honoured; the message names it.
-        ColdStoreError, ImportError: the cold store cannot be opened.
+        TypeError: An argument has an unsupported type; the message names the argument.
+        ValueError: An argument has an unsupported value; the message names the argument.
+        ColdStoreError: The cold store cannot be opened.
+        ImportError: The package of the cold store is not installed.
 
     Example::
 
@@ -112,9 +121,13 @@ class RecStoreEmbeddingBag(DropIn):
         padding_idx: int | None = None,
         **more: object,
     ) -> RecStoreEmbeddingBag:
-        """As ``torch.nn.EmbeddingBag.from_pretrained``: row i of ``embeddings``, (n, dim), becomes id i.
+        """Returns a module with the rows ``embeddings``, (n, dim), as ``torch.nn.EmbeddingBag.from_pretrained`` does.
 
-        ``more`` goes to the constructor.
+        Row i of ``embeddings`` becomes the row of id i. If ``freeze`` is True, the rows are not trained. The other
+        arguments, including ``more``, are those of the constructor.
+
+        Raises:
+            ValueError: ``embeddings`` does not have two dimensions.
         """
         module = cls(
             *two_dimensional(embeddings),
@@ -132,26 +145,29 @@ class RecStoreEmbeddingBag(DropIn):
         return module
 
     def forward(self, input: Tensor, offsets: Tensor | None = None, per_sample_weights: Tensor | None = None) -> Tensor:
-        """Pooled rows of bags of ids; an empty bag is zeros.
+        """Returns the pooled rows of bags of ids. The output for an empty bag is zeros.
 
         Args:
-            input: (B, L), each line a bag, or (N,) with ``offsets``; int32 or int64. A nested tensor's are bags too.
-            offsets: (B,) where bags begin, from 0; (B + 1,) with ``include_last_offset``, and ids behind the last one
-                are in no bag. int32 or int64.
-            per_sample_weights: of the shape of ``input``, floating point; with ``mode="sum"``. They get a gradient
-                where they require one.
+            input: (B, L), or (N,) with ``offsets``; int32 or int64. The ids. Each row of a (B, L) tensor and each
+                component of a nested tensor is a bag.
+            offsets: (B,), or (B + 1,) with ``include_last_offset``; int32 or int64. The positions in ``input`` where
+                the bags begin; the first is 0. With ``include_last_offset``, ids after the last offset belong to no
+                bag.
+            per_sample_weights: The shape of ``input``, floating point. The weight of each id; ``mode`` must be
+                ``"sum"``. The weights get a gradient if they require one.
 
         Returns:
-            (B, embedding_dim), of the module's dtype, on the device of ``input``.
+            (B, embedding_dim), the module's dtype, on the device of ``input``.
 
         Raises:
-            TypeError, ValueError: input of another dtype or shape, or offsets that do not ascend.
-            NotImplementedError: ``per_sample_weights`` with another mode, as in torch.
-            RuntimeError: the module is on the meta device and ``input`` is not.
-            MemoryError, ColdStoreError: as for :meth:`torchrec_recstore.store.Table.lookup`.
+            TypeError: A tensor has an unsupported dtype.
+            ValueError: A tensor has an unsupported shape, or the offsets do not ascend within the input.
+            NotImplementedError: ``per_sample_weights`` are given and ``mode`` is not ``"sum"``, as in torch.
+            RuntimeError: The module is on the meta device and ``input`` is not.
+            MemoryError, ColdStoreError: See :meth:`torchrec_recstore.store.Table.lookup`.
         """
         if per_sample_weights is not None and self.mode != "sum":
-            raise NotImplementedError(f"per_sample_weights need mode='sum', as in torch; it is {self.mode!r}")
+            raise NotImplementedError(f"per_sample_weights require mode='sum', as in torch, got mode={self.mode!r}")
         if self.weight.is_meta and input.is_meta:
             return self._meta_output(input, offsets)
         bags = bags_of(
@@ -168,14 +184,16 @@ class RecStoreEmbeddingBag(DropIn):
         return out.to(input.device, self.weight.dtype)
 
     def extra_repr(self) -> str:
-        """As torch's."""
+        """Returns the arguments that the module's repr shows, as in torch."""
         padding = "" if self.padding_idx is None else f", padding_idx={self.padding_idx}"
         return f"{self.num_embeddings}, {self.embedding_dim}, mode={self.mode!r}{padding}"
 
     def _pooled_by_torch(self, bags: Bags) -> Tensor:
-        """What the native kernel has no pass for: torch's own pooling, ties included, of the batch's rows."""
+        """Returns the rows of the batch pooled by torch, for the cases that the native kernel does not support."""
         rows = self._rows(bags.ids)
-        if len(bags.ids) == 0:  # which torch's pooling does not take; backward is an update all the same
+        if len(bags.ids) == 0:
+            # torch's pooling does not accept an empty batch. The sum keeps the rows in the graph, because backward
+            # counts as an update of the table even without ids.
             return rows.new_zeros(len(bags.offsets) - 1, self.embedding_dim) + rows.sum(0)
         return F.embedding_bag(
             torch.arange(len(rows)),
@@ -190,6 +208,6 @@ class RecStoreEmbeddingBag(DropIn):
         count = input.shape[0]
         if input.dim() == 1:
             if offsets is None:
-                raise ValueError("offsets must be given where input is of the shape (N,)")
+                raise ValueError("offsets must be given if input has the shape (N,)")
             count = offsets.shape[0] - self.include_last_offset
         return input.new_empty((count, self.embedding_dim), dtype=self.weight.dtype)

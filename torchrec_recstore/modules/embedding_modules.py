@@ -1,4 +1,4 @@
-"""TorchRec's embedding collections over RecStore tables in one process."""
+"""TorchRec's embedding collections with RecStore tables in one process."""
 
 from __future__ import annotations
 
@@ -33,17 +33,21 @@ from torchrec_recstore.options import TableOptions
 from torchrec_recstore.quantization import RefusesQuantization
 from torchrec_recstore.table_configs import ROW_DTYPES, check_config, check_init_fn, initializer_of
 
+_Config = TypeVar("_Config", bound=BaseEmbeddingConfig)
 
-class Features:
-    """A batch, of which each group of tables takes its features.
+DEFAULT_OPTIONS = TableOptions()
+
+
+class _Features:
+    """A batch from which each group of tables takes its features.
 
     Args:
-        given: the batch.
-        is_weighted: whether its weights count.
+        given: The batch.
+        is_weighted: Whether the per-sample weights of the batch are used.
 
     Raises:
-        TypeError: ids that are not integers.
-        ValueError: weights count and there are none.
+        TypeError: The ids are not integers.
+        ValueError: ``is_weighted`` is True and the batch has no weights.
     """
 
     def __init__(self, given: KeyedJaggedTensor, is_weighted: bool) -> None:
@@ -58,21 +62,22 @@ class Features:
 
     @cached_property
     def jagged(self) -> dict[str, JaggedTensor]:
-        """The features one by one, as they were given."""
+        """The features of the batch by name, as given."""
         jagged: dict[str, JaggedTensor] = self.given.to_dict()
         return jagged
 
     def ids(self, names: Sequence[str]) -> Tensor:
-        """(N,) int64 ids of features, one after the other."""
+        """Returns the ids of features, (N,) int64, on the CPU, feature by feature."""
         whole = self._has_all(names)
         ids: Tensor = self.given.values() if whole else _joined([self.jagged[name].values() for name in names])
         return ids.to("cpu", torch.int64)
 
     def bags(self, names: Sequence[str]) -> tuple[Bags, list[int] | None]:
-        """The bags of features, feature by feature.
+        """Returns the bags of features, feature by feature.
 
         Returns:
-            As many of each feature, and how many it has of its own where that varies: behind them there are empty ones.
+            The bags, and None. If the batch size varies by feature, empty bags are appended to the shorter features, so
+            that all features have the same number of bags, and the second value is each feature's own number of bags.
         """
         varies = self.given.variable_stride_per_key()
         if self._has_all(names) and not varies:
@@ -100,11 +105,12 @@ def _on_cpu(weights: Tensor | None) -> Tensor | None:
     return None if weights is None else weights.to("cpu", torch.float32)
 
 
-def table_arguments(config: BaseEmbeddingConfig, optimizer: Optimizer, options: TableOptions) -> dict[str, Any]:
-    """What the table of ``config`` is made with: the same rows as its sharded table has.
+def _table_arguments(config: BaseEmbeddingConfig, optimizer: Optimizer, options: TableOptions) -> dict[str, Any]:
+    """Returns the arguments of the ``Table`` for ``config``. The table makes the same rows as in a sharded module.
 
     Raises:
-        ValueError: data type, initial range, ``init_fn`` or virtual table; the message names the table.
+        ValueError: RecStore does not support the data type, the initial range or the ``init_fn`` of ``config``, or
+            ``config`` has a virtual table; the message names the table.
     """
     check_config(config)
     check_init_fn(config, options)
@@ -117,31 +123,31 @@ def table_arguments(config: BaseEmbeddingConfig, optimizer: Optimizer, options: 
     }
 
 
-def options_of_tables(
+def _options_of_tables(
     options: TableOptions | Mapping[str, TableOptions], configs: Sequence[BaseEmbeddingConfig]
 ) -> list[TableOptions]:
-    """Each table's options, of a mapping by name or one for all.
+    """Returns the options of each table.
+
+    Args:
+        options: The options of all tables, or a mapping from table names to options.
+        configs: The configs of the tables.
 
     Raises:
-        TypeError: something else.
-        ValueError: a name that no table has.
+        TypeError: ``options`` is neither ``TableOptions`` nor a mapping of them.
+        ValueError: The mapping has a name that no table has.
     """
     if isinstance(options, TableOptions):
         return [options] * len(configs)
     if not isinstance(options, Mapping) or not all(isinstance(value, TableOptions) for value in options.values()):
-        raise TypeError("options must be TableOptions, or a mapping of them by table name")
+        raise TypeError("options must be TableOptions, or a mapping from table names to TableOptions")
     unknown = sorted(set(options) - {config.name for config in configs})
     if unknown:
         raise ValueError(f"options name unknown table(s) {', '.join(map(repr, unknown))}")
     return [options.get(config.name, TableOptions()) for config in configs]
 
 
-_Config = TypeVar("_Config", bound=BaseEmbeddingConfig)
-DEFAULT_OPTIONS = TableOptions()
-
-
 class EagerCollection(RefusesQuantization, nn.Module):
-    """What both collections have in common; each registers its tables under TorchRec's name for them."""
+    """The common base class of the eager collections. Each subclass registers its tables under TorchRec's name."""
 
     def _set_up(
         self,
@@ -164,7 +170,7 @@ class EagerCollection(RefusesQuantization, nn.Module):
                 raise ValueError(f"Duplicate table name {config.name}")
             names.add(config.name)
             if not config.feature_names:
-                config.feature_names = [config.name]  # as TorchRec does
+                config.feature_names = [config.name]  # TorchRec's default
         optimizer = optimizer_of(optimizer, lr)
         self._rate = LearningRate(optimizer.lr)
         self._enable_fusion = enable_fusion
@@ -174,9 +180,9 @@ class EagerCollection(RefusesQuantization, nn.Module):
         return nn.ModuleDict(
             {
                 config.name: TableModule(
-                    table_arguments(config, optimizer, of_table), self._rate, fused=fused, device=device
+                    _table_arguments(config, optimizer, of_table), self._rate, fused=fused, device=device
                 )
-                for config, of_table in zip(configs, options_of_tables(options, configs), strict=True)
+                for config, of_table in zip(configs, _options_of_tables(options, configs), strict=True)
             }
         )
 
@@ -185,12 +191,12 @@ class EagerCollection(RefusesQuantization, nn.Module):
 
     @property
     def device(self) -> torch.device:
-        """Where rows live: cpu or meta."""
+        """The device of the rows: ``cpu``, or ``meta`` if there are no rows."""
         return self._modules_by_table()[0].weight.device
 
     @property
     def learning_rate(self) -> float:
-        """Of the fused optimizer, read in each backward; setting it changes the next one's."""
+        """The learning rate of the fused optimizer. Each backward pass reads it; a new value applies from the next."""
         return self._modules_by_table()[0].learning_rate
 
     @learning_rate.setter
@@ -198,15 +204,15 @@ class EagerCollection(RefusesQuantization, nn.Module):
         self._modules_by_table()[0].learning_rate = value
 
     def reset_parameters(self) -> None:
-        """Forgets all rows: each starts anew when it is next looked up."""
+        """Removes all rows. Each id gets a new initial row when it is next trained."""
         for module in self._modules_by_table():
             module.reset_parameters()
 
     def _groups(self, kinds: Sequence[object]) -> Iterator[tuple[list[int], bool]]:
-        """Tables that are looked up in one call, by number, and whether they are trained.
+        """Yields groups of tables that one native call looks up: the tables' numbers, and whether they are trained.
 
         Args:
-            kinds: what else the tables of a call have in common.
+            kinds: One value for each table. Tables with different values are in different groups.
         """
         groups: dict[object, list[int]] = {}
         modules = self._modules_by_table()
@@ -222,50 +228,53 @@ class EagerCollection(RefusesQuantization, nn.Module):
         return self
 
 
-def given_configs(
+def _given_configs(
     configs: Sequence[_Config | Mapping[str, Any]] | None,
     tables: Sequence[_Config | Mapping[str, Any]] | None,
     argument: str,
     kind: type[_Config],
 ) -> list[_Config]:
-    """The configs under whichever of their names."""
+    """Returns the configs from the one of the two arguments that is given."""
     if (configs is None) == (tables is None):
-        raise TypeError(f"give either {argument} or tables")
+        raise TypeError(f"exactly one of {argument} and tables must be given")
     found = [kind(**config) if isinstance(config, Mapping) else config for config in configs or tables or ()]
     for config in found:
         if not isinstance(config, kind):
-            raise TypeError(f"{argument} must be {kind.__name__} or mappings, got {type(config).__name__}")
+            raise TypeError(f"each of {argument} must be {kind.__name__} or a mapping, got {type(config).__name__}")
     if not found:
         raise ValueError(f"{argument} must have at least one table")
     return found
 
 
 class RecStoreEmbeddingBagCollection(EagerCollection, EmbeddingBagCollectionInterface):  # type: ignore[misc]
-    """TorchRec's ``EmbeddingBagCollection`` over tables that take any int64 id, in one process.
+    """An ``EmbeddingBagCollection`` in one process whose tables accept any int64 id.
 
-    The output is as its output: order, names and shapes. In training a new id gets its row, and backward updates rows
-    with the fused optimizer; the numbers are those of the sharded module, to the bit. In evaluation, or with a table's
-    ``weight.requires_grad`` off, nothing changes; an id without a row reads as ``TableOptions.missing`` says.
-
-    Symbols: ``F`` features, ``B`` batch size.
+    The output has the order, names and shapes of TorchRec's ``EmbeddingBagCollection``. In training, the forward pass
+    makes a row for each new id, and the backward pass updates the rows with the fused optimizer. The results are equal
+    to those of the sharded module, bit for bit. In evaluation, or if a table's ``weight.requires_grad`` is False,
+    nothing changes, and ``TableOptions.missing`` determines the row that is read for an id without a row.
 
     Args:
-        embedding_bag_configs: of the tables: ``EmbeddingBagConfig``, or mappings of its arguments.
-        lr: of the default optimizer.
-        enable_fusion: look all tables that share pooling up in one native call; otherwise a call a table. The numbers
-            are the same.
-        fusion_k: accepted for compatibility; it limits nothing, ids have 64 bits.
-        tables: TorchRec's name of ``embedding_bag_configs``; give one of the two.
-        is_weighted: whether per-sample weights of the input count.
-        device: ``cpu`` or ``meta``. Input on another device is copied to the CPU, and the output back.
-        optimizer: of ``torchrec_recstore.optim``, for all tables; None: ``RowWiseAdagrad(lr)``.
-        options: of all tables, or a mapping by table name.
-        fused: whether backward updates the rows; otherwise it collects gradients for ``SparseSGD`` and the like.
+        embedding_bag_configs: The configs of the tables: ``EmbeddingBagConfig``, or mappings of its arguments.
+        lr: The learning rate of the default optimizer. Default: 0.01.
+        enable_fusion: Whether one native call looks up all tables that have the same pooling. If False, there is one
+            call for each table; the results are the same. Default: True.
+        fusion_k: Has no effect; ids have 64 bits. It is accepted for compatibility. Default: 30.
+        tables: TorchRec's name for ``embedding_bag_configs``. Exactly one of the two must be given.
+        is_weighted: Whether the per-sample weights of the input are used. Default: False.
+        device: ``cpu`` or ``meta``. Input on another device is copied to the CPU, and the output is copied back.
+            Default: None, ``meta`` if it is torch's default device, else ``cpu``.
+        optimizer: The optimizer of all tables, from ``torchrec_recstore.optim``. Default: None, ``RowWiseAdagrad(lr)``.
+        options: The options of all tables, or a mapping from table names to options. Default: ``TableOptions()``.
+        fused: Whether the backward pass updates the rows. If False, it collects gradients for a sparse optimizer, for
+            example ``SparseSGD``. Default: True.
 
     Raises:
-        TypeError, ValueError: an argument that makes no sense, or a table that RecStore does not support; the message
-            names it.
-        ColdStoreError, ImportError: a cold store cannot be opened.
+        TypeError: An argument has an unsupported type; the message names the argument.
+        ValueError: An argument has an unsupported value, or RecStore does not support a table; the message names the
+            argument or the table.
+        ColdStoreError: A cold store cannot be opened.
+        ImportError: The package of a cold store is not installed.
 
     Example::
 
@@ -290,7 +299,7 @@ class RecStoreEmbeddingBagCollection(EagerCollection, EmbeddingBagCollectionInte
         fused: bool = True,
     ) -> None:
         super().__init__()
-        self._embedding_bag_configs = given_configs(
+        self._embedding_bag_configs = _given_configs(
             embedding_bag_configs, tables, "embedding_bag_configs", EmbeddingBagConfig
         )
         self._is_weighted = is_weighted
@@ -300,22 +309,23 @@ class RecStoreEmbeddingBagCollection(EagerCollection, EmbeddingBagCollectionInte
         )
 
     def forward(self, features: KeyedJaggedTensor) -> KeyedTensor:
-        """Pooled rows.
+        """Returns the pooled rows of the tables' features.
 
         Args:
-            features: ids of at least the tables' features, of any integer type; a ``TensorDict`` too. A batch whose
-                size varies by feature needs inverse indices, as with TorchRec's module.
+            features: The ids, of any integer dtype, of the tables' features and possibly of others; a
+                ``KeyedJaggedTensor`` or a ``TensorDict``. If the batch size varies by feature, the features must have
+                inverse indices, as with TorchRec's module.
 
         Returns:
-            (B, sum of dims) float32 on the device of ``features``: table by table, feature by feature.
+            (batch size, sum of dims) float32, on the device of ``features``: table by table, feature by feature.
 
         Raises:
-            KeyError: a feature is missing.
-            TypeError: ids that are not integers.
-            RuntimeError: the module is on the meta device.
-            ValueError, MemoryError, ColdStoreError: as for :class:`torchrec_recstore.kernels.PooledKernel`.
+            KeyError: A feature is missing.
+            TypeError: The ids are not integers.
+            RuntimeError: The module is on the meta device.
+            ValueError, MemoryError, ColdStoreError: See :class:`torchrec_recstore.kernels.PooledKernel`.
         """
-        batch = Features(maybe_td_to_kjt(features, None), self._is_weighted)
+        batch = _Features(maybe_td_to_kjt(features, None), self._is_weighted)
         modules = self._modules_by_table()
         flat_names = [name for names in self._feature_names for name in names]
         inverse = reorder_inverse_indices(batch.given.inverse_indices_or_none(), flat_names).to("cpu")
@@ -345,11 +355,11 @@ class RecStoreEmbeddingBagCollection(EagerCollection, EmbeddingBagCollectionInte
         return KeyedTensor(keys=keys, length_per_key=lengths, values=whole.to(batch.device))
 
     def is_weighted(self) -> bool:
-        """Whether per-sample weights of the input count."""
+        """Returns whether the per-sample weights of the input are used."""
         return self._is_weighted
 
     def embedding_bag_configs(self) -> list[EmbeddingBagConfig]:
-        """The tables' configs, in their order."""
+        """Returns the configs of the tables, in the given order."""
         return self._embedding_bag_configs
 
     def _modules_by_table(self) -> list[TableModule]:
@@ -363,18 +373,20 @@ def _pooling(config: EmbeddingBagConfig) -> Any:
 
 
 class RecStoreEmbeddingCollection(EagerCollection, EmbeddingCollectionInterface):  # type: ignore[misc]
-    """TorchRec's ``EmbeddingCollection`` over tables that take any int64 id, in one process.
+    """An ``EmbeddingCollection`` in one process whose tables accept any int64 id.
 
-    As :class:`RecStoreEmbeddingBagCollection`, with a row an id instead of pooled bags.
+    The output has one row for each id. Rows are made and updated as in :class:`RecStoreEmbeddingBagCollection`.
 
     Args:
-        embedding_configs: of the tables: ``EmbeddingConfig``, or mappings of its arguments; all of one dim.
-        lr, enable_fusion, fusion_k, device, optimizer, options, fused: as for :class:`RecStoreEmbeddingBagCollection`.
-        tables: TorchRec's name of ``embedding_configs``; give one of the two.
-        need_indices: whether the output has the ids as its weights.
+        embedding_configs: The configs of the tables: ``EmbeddingConfig``, or mappings of its arguments. All tables must
+            have the same dim.
+        lr, enable_fusion, fusion_k, device, optimizer, options, fused: See :class:`RecStoreEmbeddingBagCollection`.
+        tables: TorchRec's name for ``embedding_configs``. Exactly one of the two must be given.
+        need_indices: Whether the output has the ids as its weights. Default: False.
 
     Raises:
-        TypeError, ValueError, ColdStoreError, ImportError: as there; tables of several dims.
+        ValueError: The tables have different dims.
+        TypeError, ValueError, ColdStoreError, ImportError: See :class:`RecStoreEmbeddingBagCollection`.
 
     Example::
 
@@ -399,12 +411,12 @@ class RecStoreEmbeddingCollection(EagerCollection, EmbeddingCollectionInterface)
         fused: bool = True,
     ) -> None:
         super().__init__()
-        self._embedding_configs = given_configs(embedding_configs, tables, "embedding_configs", EmbeddingConfig)
+        self._embedding_configs = _given_configs(embedding_configs, tables, "embedding_configs", EmbeddingConfig)
         self._embedding_dim = self._embedding_configs[0].embedding_dim
         for config in self._embedding_configs:
             if config.embedding_dim != self._embedding_dim:
                 raise ValueError(
-                    f"the tables of a collection must have one embedding_dim: {config.name!r} has "
+                    f"the tables of a collection must have the same embedding_dim: {config.name!r} has "
                     f"{config.embedding_dim}, not {self._embedding_dim}"
                 )
         self._need_indices = need_indices
@@ -413,20 +425,24 @@ class RecStoreEmbeddingCollection(EagerCollection, EmbeddingCollectionInterface)
         )
 
     def forward(self, features: KeyedJaggedTensor) -> dict[str, JaggedTensor]:
-        """The row of each id.
+        """Returns the row of each id.
 
         Args:
-            features: ids of at least the tables' features, of any integer type; a ``TensorDict`` too.
+            features: The ids, of any integer dtype, of the tables' features and possibly of others; a
+                ``KeyedJaggedTensor`` or a ``TensorDict``.
 
         Returns:
-            By feature (``feature@table`` where tables share it): values (ids of the feature, dim) float32 on the device
-            of ``features``, lengths as given, and with ``need_indices`` the ids as weights.
+            One ``JaggedTensor`` for each feature, by the feature's name, or by ``feature@table`` if several tables have
+            the feature. Its values are (ids of the feature, dim) float32, on the device of ``features``. Its lengths
+            are those of the input. With ``need_indices``, its weights are the ids.
 
         Raises:
-            KeyError, TypeError, RuntimeError, ValueError, MemoryError, ColdStoreError: as for
-                :class:`RecStoreEmbeddingBagCollection`.
+            KeyError: A feature is missing.
+            TypeError: The ids are not integers.
+            RuntimeError: The module is on the meta device.
+            ValueError, MemoryError, ColdStoreError: See :class:`torchrec_recstore.kernels.SequenceKernel`.
         """
-        batch = Features(maybe_td_to_kjt(features, None), False)
+        batch = _Features(maybe_td_to_kjt(features, None), False)
         modules = self._modules_by_table()
         rows: dict[int, Tensor] = {}
         for numbers, trains in self._groups([None] * len(modules)):
@@ -450,20 +466,20 @@ class RecStoreEmbeddingCollection(EagerCollection, EmbeddingCollectionInterface)
         return found
 
     def need_indices(self) -> bool:
-        """Whether the output has the ids as its weights."""
+        """Returns whether the output has the ids as its weights."""
         return self._need_indices
 
     def embedding_dim(self) -> int:
-        """Columns of every table."""
+        """Returns the number of columns of every table."""
         dim: int = self._embedding_dim
         return dim
 
     def embedding_configs(self) -> list[EmbeddingConfig]:
-        """The tables' configs, in their order."""
+        """Returns the configs of the tables, in the given order."""
         return self._embedding_configs
 
     def embedding_names_by_table(self) -> list[list[str]]:
-        """The keys of the output, table by table."""
+        """Returns the keys of the output, as one list for each table."""
         return self._names_by_table
 
     def _modules_by_table(self) -> list[TableModule]:

@@ -1,4 +1,4 @@
-"""Lookups of a module's tables: which kernel does them, and what their backward does."""
+"""The lookups of eager modules in their tables, and the backward passes of these lookups."""
 
 from __future__ import annotations
 
@@ -16,17 +16,23 @@ from torchrec_recstore.kernels import PooledKernel, SequenceKernel
 from torchrec_recstore.modules.table_module import TableModule
 
 Pooling = Literal["sum", "mean"]
+
 _K = TypeVar("_K", PooledKernel, SequenceKernel)
+
+_REASON = (
+    "the rows of eager RecStore modules are looked up outside of compiled graphs; shard the model with RecStoreSharder "
+    "to compile it as one graph"
+)
 
 
 @dataclass(frozen=True)
 class Bags:
-    """Bags of ids, feature by feature, on the CPU.
+    """The bags of ``F`` features with ``B`` bags each, feature by feature, on the CPU.
 
     Args:
-        ids: (N,) int64.
-        offsets: (F * B + 1,) int64: where each bag begins, from 0 to N.
-        weights: (N,) float32 per-sample weights, or None.
+        ids: (N,) int64. The ids.
+        offsets: (F * B + 1,) int64. The positions in ``ids`` where the bags begin, and N.
+        weights: (N,) float32 or None. The per-sample weights.
     """
 
     ids: Tensor
@@ -35,7 +41,10 @@ class Bags:
 
 
 class Lookups:
-    """A module's kernels, made when first needed. Copies and pickles of the module have none of them."""
+    """A cache of the kernels of a module.
+
+    A kernel is made when a lookup first needs it. Copies and pickles of the module start with an empty cache.
+    """
 
     def __init__(self) -> None:
         self._kernels: dict[object, PooledKernel | SequenceKernel] = {}
@@ -46,30 +55,30 @@ class Lookups:
         return Lookups, ()
 
     def clear(self) -> None:
-        """Forgets all kernels, and with them the tables that they hold."""
+        """Removes all kernels, and with them the references to the tables."""
         self._kernels.clear()
         self._handles.clear()
 
     def bags(
         self, tables: Sequence[TableModule], feature_tables: Sequence[int], pooling: Pooling, bags: Bags, *, train: bool
     ) -> Tensor:
-        """Pooled rows, by one native call.
+        """Returns the pooled rows of bags, by one native call.
 
-        Per-sample weights get their gradient in training and evaluation alike, where grad is enabled.
+        Per-sample weights that require a gradient get one both in training and in evaluation, if gradients are enabled.
 
         Args:
-            tables: all of which are trained, or none.
-            feature_tables: for each feature the position of its table.
-            pooling: of a bag's rows.
-            bags: of all features.
-            train: as for :class:`PooledKernel`.
+            tables: The tables. Either all of them are trained, or none.
+            feature_tables: The position in ``tables`` of each feature's table.
+            pooling: The pooling of all features.
+            bags: The bags of all features.
+            train: Whether the lookup makes missing rows and backward trains them. It has no effect without gradients.
 
         Returns:
             (B, sum of the features' columns) float32.
 
         Raises:
-            RuntimeError: a table is on the meta device, or in a ``DistributedDataParallel``.
-            TypeError, ValueError, MemoryError, ColdStoreError: as for :class:`PooledKernel`.
+            RuntimeError: A table is on the meta device, or the module is in a ``DistributedDataParallel``.
+            TypeError, ValueError, MemoryError, ColdStoreError: See :class:`PooledKernel`.
         """
         if torch.compiler.is_dynamo_compiling():
             return _bags_outside_the_graph(self, tables, feature_tables, pooling, bags, train)  # type: ignore[no-any-return]
@@ -96,20 +105,20 @@ class Lookups:
         return _WeightGradients.apply(bags.weights, out, pooling, bags.offsets, *rows)  # type: ignore[no-any-return, no-untyped-call]
 
     def rows(self, tables: Sequence[TableModule], ids: Tensor, counts: Sequence[int], *, train: bool) -> list[Tensor]:
-        """Rows in the order of the ids, by one native call.
+        """Returns the rows of ids, in the order of the ids, by one native call.
 
         Args:
-            tables: all of which are trained, or none.
-            ids: (N,) int64, on the CPU, table by table.
-            counts: ids of each table.
-            train: as for :class:`SequenceKernel`.
+            tables: The tables. Either all of them are trained, or none.
+            ids: (N,) int64, on the CPU. The ids, table by table.
+            counts: The number of ids of each table.
+            train: Whether the lookup makes missing rows and backward trains them. It has no effect without gradients.
 
         Returns:
-            For each table (count, dim) float32.
+            One tensor for each table: (number of the table's ids, dim) float32.
 
         Raises:
-            RuntimeError: a table is on the meta device, or in a ``DistributedDataParallel``.
-            TypeError, ValueError, MemoryError, ColdStoreError: as for :class:`SequenceKernel`.
+            RuntimeError: A table is on the meta device, or the module is in a ``DistributedDataParallel``.
+            TypeError, ValueError, MemoryError, ColdStoreError: See :class:`SequenceKernel`.
         """
         if torch.compiler.is_dynamo_compiling():
             return _rows_outside_the_graph(self, tables, ids, counts, train)  # type: ignore[no-any-return]
@@ -123,7 +132,7 @@ class Lookups:
         parts, first = [], 0
         for table, count in zip(tables, counts, strict=True):
             size = count * table.table.dim
-            # Slices, not a split: what that gives may not be changed in place.
+            # The parts are slices because autograd forbids in-place changes of the results of torch.split.
             parts.append(out[first : first + size].view(count, table.table.dim))
             first += size
         return parts
@@ -132,7 +141,7 @@ class Lookups:
         tables = [module.table for module in modules]
         handles = {id(module): table.handle for module, table in zip(modules, tables, strict=True)}
         if any(self._handles.get(module, handle) != handle for module, handle in handles.items()):
-            self.clear()  # a kernel would keep a table that has been replaced
+            self.clear()  # A module's table was replaced, and a kernel would keep the old table.
         self._handles |= handles
         kernel = self._kernels.get(key)
         if kernel is None:
@@ -141,13 +150,8 @@ class Lookups:
         return kernel  # type: ignore[return-value]
 
 
-_REASON = (
-    "the rows of eager RecStore modules are looked up outside of compiled graphs; a sharded model, by RecStoreSharder, "
-    "is compiled whole"
-)
-
-
-# The kernel depends on tables that load_state_dict() replaces, and gradients may be collected in Python.
+# Lookups stay outside of compiled graphs, because load_state_dict() replaces the tables that the kernel depends on, and
+# because modules with fused=False collect gradients in Python.
 @torch.compiler.disable(reason=_REASON)  # type: ignore[no-untyped-call, untyped-decorator]
 def _bags_outside_the_graph(
     lookups: Lookups,
@@ -168,14 +172,17 @@ def _rows_outside_the_graph(
 
 
 class _PooledWithoutUpdate(PooledKernel):
-    """Leaves the rows as they are in backward; per-sample weights get their gradient."""
+    """A pooled kernel whose backward computes the gradients of per-sample weights and does not update the rows."""
 
     def update(self, context: Tensor, grad: Tensor, weight_grads: bool, counts: Sequence[int] = ()) -> Tensor | None:
         return ops.group_weight_gradients(context, grad) if weight_grads else None
 
 
 class _Collect(torch.autograd.Function):
-    """Passes pooled rows on; backward gives each table its ids and their gradients, as a fused update sums them."""
+    """Returns pooled rows unchanged in forward. Backward passes the ids and their gradients to each table.
+
+    The gradients are those that a fused update would sum.
+    """
 
     @staticmethod
     def forward(
@@ -189,7 +196,7 @@ class _Collect(torch.autograd.Function):
     ) -> Tensor:
         ctx.save_for_backward(ids, offsets, weights)
         ctx.features, ctx.pooling = features, pooling
-        ctx.mark_dirty(out)  # and no view, so that it may be changed in place
+        ctx.mark_dirty(out)  # The result is not a view, so that the caller may change it in place.
         return out
 
     @staticmethod
@@ -197,7 +204,7 @@ class _Collect(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         ids, offsets, weights = ctx.saved_tensors
         columns = torch.split(grads[0].float(), [feature.table.dim for feature in ctx.features], dim=1)
-        scales = bag_scales(offsets, ctx.pooling)
+        scales = _bag_scales(offsets, ctx.pooling)
         bags = grads[0].shape[0]
         for number, (feature, first, end) in enumerate(_parts(ctx.features, offsets)):
             bag_of = _bag_of(offsets[number * bags : (number + 1) * bags + 1])
@@ -211,7 +218,7 @@ class _Collect(torch.autograd.Function):
 
 
 class _CollectRows(torch.autograd.Function):
-    """Passes the rows of tables on; backward gives each table its ids and their gradients."""
+    """Returns the rows of tables unchanged in forward. Backward passes the ids and their gradients to each table."""
 
     @staticmethod
     def forward(
@@ -226,14 +233,15 @@ class _CollectRows(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[None, None, None, None, None]:
         sizes = [count * table.table.dim for count, table in zip(ctx.counts, ctx.tables, strict=True)]
-        parts = torch.split(grads[0], sizes)  # of a gradient that slicing has made, so that nobody else has it
+        # The backward of slicing made this gradient, so that no other code holds it, and tables may keep its parts.
+        parts = torch.split(grads[0], sizes)
         for table, ids, grad in zip(ctx.tables, torch.split(ctx.saved_tensors[0], ctx.counts), parts, strict=True):
             table.collect(ids, grad.view(-1, table.table.dim))
         return None, None, None, None, None
 
 
 class _WeightGradients(torch.autograd.Function):
-    """Passes pooled rows on that take no part in autograd; backward gives per-sample weights their gradient alone."""
+    """Returns pooled rows of tables that are not trained. Backward computes the gradients of per-sample weights."""
 
     @staticmethod
     def forward(ctx: Any, weights: Tensor, out: Tensor, pooling: Pooling, offsets: Tensor, *rows: Tensor) -> Tensor:
@@ -246,7 +254,7 @@ class _WeightGradients(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         offsets, *rows = ctx.saved_tensors
-        bags, scales = grads[0].shape[0], bag_scales(offsets, ctx.pooling)
+        bags, scales = grads[0].shape[0], _bag_scales(offsets, ctx.pooling)
         of_weights = []
         for number, (some, grad) in enumerate(
             zip(rows, torch.split(grads[0].float(), [part.shape[1] for part in rows], dim=1), strict=True)
@@ -258,21 +266,21 @@ class _WeightGradients(torch.autograd.Function):
         return (torch.cat(of_weights), *[None] * (3 + len(rows)))
 
 
-def bag_scales(offsets: Tensor, pooling: Pooling) -> Tensor | None:
-    """What each bag's sum is multiplied by: (bags,) float32; None for a sum."""
+def _bag_scales(offsets: Tensor, pooling: Pooling) -> Tensor | None:
+    """Returns the factor of each bag's sum, (bags,) float32: 1 / length for a mean. Returns None for a sum."""
     if pooling == "sum":
         return None
     return 1.0 / (offsets[1:] - offsets[:-1]).clamp(min=1).float()
 
 
 def _bag_of(offsets: Tensor) -> Tensor:
-    """(n,) int64: the number of each id's bag, for bags that begin at ``offsets``."""
+    """Returns the number of each id's bag, (n,) int64, for bags that begin at ``offsets``."""
     lengths = offsets[1:] - offsets[:-1]
     return torch.repeat_interleave(torch.arange(len(lengths)), lengths)
 
 
 def _parts(features: Sequence[TableModule], offsets: Tensor) -> Iterator[tuple[TableModule, int, int]]:
-    """Each feature's table, and where its ids begin and end."""
+    """Yields each feature's table, and the positions where the feature's ids begin and end."""
     bags = (len(offsets) - 1) // len(features)
     ends = offsets[::bags].tolist() if bags else [0] * (len(features) + 1)
     return zip(features, ends[:-1], ends[1:], strict=True)
@@ -283,12 +291,12 @@ def _check_training(tables: Sequence[TableModule]) -> None:
         names = ", ".join(repr(module.table.name) for module in tables)
         raise NotImplementedError(
             f"table(s) {names}: modules with fused=False collect gradients in Python, which a traced graph does not "
-            "hold: make the modules with fused=True, or trace without them"
+            "contain: make the modules with fused=True, or trace the model without them"
         )
-    # Each rank would train rows of its own, with nobody to tell. (A private name of torch 2.13.)
+    # Each rank would train different rows, and nothing would report it. (This is a private name of torch 2.13.)
     if getattr(nn.parallel.DistributedDataParallel, "_active_ddp_module", None) is not None:
         names = ", ".join(repr(module.table.name) for module in tables)
         raise RuntimeError(
-            f"table(s) {names}: DistributedDataParallel cannot keep the rows of eager modules alike on all ranks: "
+            f"table(s) {names}: DistributedDataParallel cannot keep the rows of eager modules equal on all ranks: "
             "shard the model with RecStoreSharder and DistributedModelParallel"
         )

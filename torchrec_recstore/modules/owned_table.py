@@ -1,4 +1,4 @@
-"""A table that a module owns: its rows as tensors, out of it and into it."""
+"""A table that a module owns, and the conversion between a table's rows and a state of tensors."""
 
 from __future__ import annotations
 
@@ -14,16 +14,18 @@ from torchrec_recstore.optim import state_names
 from torchrec_recstore.options import is_shared
 from torchrec_recstore.store import Table, write_all
 
-_PIECE_ROWS = 1 << 16  # that are read or written at once, so that little lies in memory twice
+# The number of rows that are read or written at once. It limits the memory that holds two copies of rows.
+_PIECE_ROWS = 1 << 16
 
 
 class OwnedTable:
-    """Carries a :class:`Table` through ``deepcopy`` and pickling, with all its rows, cold ones too.
+    """A :class:`Table` that can be copied with ``deepcopy`` and pickled, with its resident rows and its cold rows.
 
-    Rows of a shared cold store are the copy's as well: what has changed in memory goes there, and none is copied.
+    If the table has a shared cold store, the copy uses the same cold store: the rows that have changed in memory are
+    written there, and no row is copied.
 
     Args:
-        arguments: of the :class:`Table` that is made.
+        arguments: The arguments of the :class:`Table`, by name.
     """
 
     def __init__(self, arguments: Mapping[str, Any]) -> None:
@@ -31,16 +33,23 @@ class OwnedTable:
         self.table = Table(**arguments)
 
     def with_optimizer(self, arguments: Mapping[str, Any]) -> OwnedTable:
-        """The same rows in a table of another optimizer; their state stays where that is of the same type.
+        """Returns a table with the same rows and another optimizer.
 
-        One of another type is for rows that have not been updated.
+        If the new optimizer has the type of the old one, the rows keep their optimizer state. Otherwise the state
+        starts as zeros; the rows must not have been updated.
+
+        Args:
+            arguments: The arguments of the new :class:`Table`, by name. They differ in ``optimizer`` only.
+
+        Raises:
+            ValueError: The rows are in a shared cold store, and the new optimizer has another type.
         """
         old = self.table
         keeps_state = type(old.optimizer) is type(arguments["optimizer"])
         if _shares_rows(old) and not keeps_state:
             raise ValueError(
                 f"table {old.name!r}: its rows are shared and have the state of {old.optimizer}: "
-                "give the module its optimizer when it is made"
+                "pass the optimizer to the constructor of the module"
             )
         fresh = OwnedTable(arguments)
         new = fresh.table
@@ -71,7 +80,7 @@ class OwnedTable:
             state = table_state(self.table)
         process = get_spawning_popen()
         if process is not None:
-            # What is pickled for a new process goes there as shared memory, which must live until it has started.
+            # Tensors that are pickled for a new process are in shared memory, which must exist until it has started.
             weakref.finalize(process, state.clear).atexit = False
         return _restored, (self._arguments, state)
 
@@ -86,19 +95,19 @@ def _restored(arguments: Mapping[str, Any], state: Mapping[str, Tensor]) -> Owne
 
 
 def state_keys(table: Table) -> list[str]:
-    """The keys of :func:`table_state`."""
+    """Returns the keys of :func:`table_state`."""
     keys = ["weight", "weight_id", *state_names(table.optimizer), "last_step", "frequency", "steps", "clock"]
     return [*keys, "sightings", "sightings_taken"] if _counts_sightings(table) else keys
 
 
 def table_state(table: Table) -> dict[str, Tensor]:
-    """All that there is of a table's ``R`` rows, as copies.
+    """Returns copies of all rows of a table and their state, for ``R`` rows.
 
     Returns:
-        ``weight`` (R, dim) of the table's dtype and ``weight_id`` (R,) int64, ascending; the optimizer's states under
-        their names (:func:`torchrec_recstore.optim.state_names`), ``last_step`` and ``frequency`` (R,) int64;
-        ``steps``, the updates so far, and ``clock``, the training lookups so far, () int64; with admission what it has
-        counted: ``sightings`` (2, 4, N) uint8 and ``sightings_taken`` () int64.
+        ``weight``, (R, dim) of the table's dtype; ``weight_id``, (R,) int64, ascending; the optimizer's states by name
+        (:func:`torchrec_recstore.optim.state_names`); ``last_step`` and ``frequency``, (R,) int64; ``steps``, () int64,
+        the number of updates; ``clock``, () int64, the number of training lookups. If admission counts sightings:
+        ``sightings``, (2, 4, N) uint8, and ``sightings_taken``, () int64.
     """
     ids = table.ids()
     whole: dict[str, Tensor] = {}
@@ -112,20 +121,21 @@ def table_state(table: Table) -> dict[str, Tensor]:
 
 
 def load_table_state(table: Table, state: Mapping[str, Tensor]) -> None:
-    """Gives a table the rows of ``state`` and no others; all or nothing.
+    """Replaces all rows of a table with the rows of ``state``. After an error, the table is unchanged.
 
-    While they are written the old rows are still there, beside the new ones. Those that a table with ``max_rows`` has
-    no room for go to its cold store; without one it keeps those that its eviction would keep.
+    While the new rows are written, the old rows and the new rows are both in memory. If ``state`` has more rows than
+    ``max_rows``, the rest goes to the table's cold store. Without a cold store, the table keeps the rows that its
+    eviction policy would keep.
 
     Args:
-        table: keeps its handle.
-        state: as :func:`table_state` gives it; at least ``weight``. Without ``weight_id`` row i becomes id i; other
-            things that are not there start as in a new table.
+        table: The table. Its handle stays the same.
+        state: A state as :func:`table_state` returns it. It must have ``weight``. Without ``weight_id``, row i becomes
+            the row of id i. Other missing entries start as in a new table.
 
     Raises:
-        ValueError: a tensor of another shape or dtype, an id twice, or more rows than the table takes.
-        MemoryError: no room.
-        ColdStoreError: the cold store fails.
+        ValueError: A tensor has another shape or dtype, an id occurs twice, or the table cannot hold the rows.
+        MemoryError: There is not enough memory for the new rows.
+        ColdStoreError: An operation of the cold store fails.
     """
     checked = _checked(table, state)
     fresh = table.empty_copy()
@@ -137,7 +147,7 @@ def load_table_state(table: Table, state: Mapping[str, Tensor]) -> None:
 
 
 def forget_rows(table: Table) -> None:
-    """Leaves a table as it was when it was made, its handle too."""
+    """Removes all rows and the counts of a table, as if it had just been made. Its handle stays the same."""
     fresh = table.empty_copy()
     try:
         table.exchange_rows(fresh)
@@ -146,7 +156,8 @@ def forget_rows(table: Table) -> None:
 
 
 def _fill(table: Table, state: Mapping[str, Tensor]) -> None:
-    _set_clocks(table, state)  # first: by the clock eviction tells how old rows are
+    # The clock must be set before rows are written, because eviction computes the age of rows from it.
+    _set_clocks(table, state)
     ids = state["weight_id"]
     names = ["weight", *state_names(table.optimizer), "last_step", "frequency"]
     for part in _pieces(len(ids)):
@@ -158,7 +169,7 @@ def _shares_rows(table: Table) -> bool:
 
 
 def _clocks(table: Table) -> dict[str, Tensor]:
-    """What a table's state has besides rows."""
+    """Returns the part of a table's state that is not in its rows: the counts of steps and the admission counter."""
     state = {"steps": torch.tensor(table.optimizer_steps), "clock": torch.tensor(table.steps)}
     if _counts_sightings(table):
         cells, taken = table.sightings()
@@ -185,7 +196,11 @@ def _copy(
 
 
 def _checked(table: Table, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The whole state, on the CPU, of a state that may lack things."""
+    """Returns the complete state, on the CPU. Entries that ``state`` does not have start as in a new table.
+
+    Raises:
+        ValueError: See :func:`load_table_state`.
+    """
     for key, value in state.items():
         if not isinstance(value, Tensor):
             raise ValueError(f"{key} must be a tensor, got {type(value).__name__}")
@@ -208,7 +223,8 @@ def _checked(table: Table, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
         if tuple(value.shape) != shape:
             raise ValueError(f"{key} must have the shape {shape}, got {tuple(value.shape)}")
         if value.is_floating_point() != (key in floats):
-            raise ValueError(f"{key} must not be of {value.dtype}")
+            kind = "a floating-point" if key in floats else "an integer"
+            raise ValueError(f"{key} must have {kind} dtype, got {value.dtype}")
         if key in floats:
             value = value.to(table.dtype if key == "weight" and value.dtype is table.dtype else torch.float32)
         whole[key] = value
@@ -216,19 +232,24 @@ def _checked(table: Table, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
     if ids.dtype is not torch.int64:
         raise ValueError(f"weight_id must be int64, got {ids.dtype}")
     if not bool((ids[1:] > ids[:-1]).all()) and bool((ids.sort().values.diff() == 0).any()):
-        raise ValueError("weight_id must not have an id twice")
+        raise ValueError("weight_id must not contain the same id twice")
     return whole
 
 
 def _whole(key: str, value: Tensor) -> Tensor:
-    """A tensor of a sharded module's state that lies whole in this process, as a plain one."""
-    local_shards = getattr(value, "local_shards", None)  # a ShardedTensor has it, whose type takes long to import
+    """Returns a plain tensor for a tensor of a sharded module's state, if all of its shards are in this process.
+
+    Raises:
+        ValueError: This process has only a part of the tensor.
+    """
+    # Only a ShardedTensor has this attribute. The check does not import its type, which would take long.
+    local_shards = getattr(value, "local_shards", None)
     if local_shards is None:
         return value
     shards = sorted(local_shards(), key=lambda shard: shard.metadata.shard_offsets[0])
     rows = torch.cat([shard.tensor for shard in shards]) if shards else torch.empty(0)
     if rows.shape != value.size():
-        raise ValueError(f"{key} is sharded over several ranks or columns, of which this process has a part alone")
+        raise ValueError(f"{key} is sharded over several ranks or columns, and this process has only a part of it")
     return rows
 
 

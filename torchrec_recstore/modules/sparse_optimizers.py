@@ -1,4 +1,4 @@
-"""Optimizers of modules made with ``fused=False``: backward collects gradients, ``step`` updates the rows."""
+"""Optimizers of modules with ``fused=False``: backward collects gradients, and ``step`` updates the rows."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from torchrec_recstore.optim import SGD, AdamW, Optimizer, RowWiseAdagrad
 
 
 class _SparseOptimizer:
-    """What they have in common.
+    """The common base class of the sparse optimizers.
 
     Args:
-        modules: those whose tables get their state now, so that a ``state_dict`` with it can be loaded; ``step`` and
-            ``zero_grad`` without modules mean these.
-        optimizer: what a step does to a row.
+        modules: The modules that ``step`` and ``zero_grad`` apply to by default. Their tables get the optimizer's state
+            in the constructor, so that a ``state_dict`` with this state can be loaded.
+        optimizer: The optimizer that updates the rows.
     """
 
     def __init__(self, modules: Iterable[nn.Module], optimizer: Optimizer) -> None:
@@ -35,18 +35,20 @@ class _SparseOptimizer:
         self._optimizer = replace(self._optimizer, lr=value)
 
     def step(self, modules: Iterable[nn.Module] | None = None) -> None:
-        """Updates each row that the collected gradients are of, once, on their sum in the order of the passes.
+        """Updates each row that has collected gradients once, with the sum of its gradients, and removes the gradients.
 
-        The gradients are then gone. A table without any is left alone. Where one raises, it and those behind it have
-        theirs still.
+        The gradients of a row are summed in the order of the backward passes. Tables without gradients do not change.
+        If the update of a table raises an error, this table and the tables after it keep their gradients.
 
         Args:
-            modules: RecStore's eager modules, or any that contain them; None: those of the constructor.
+            modules: RecStore's eager modules, or modules that contain them. Default: None, the modules of the
+                constructor.
 
         Raises:
-            ValueError: there is none among ``modules``, one has ``fused=True``, or has been updated by an optimizer of
-                another type; nothing has changed then. Or a table cannot hold so many rows at once.
-            MemoryError, ColdStoreError: as for :meth:`torchrec_recstore.store.Table.update`.
+            ValueError: ``modules`` contain no eager RecStore module, a module has ``fused=True``, or a table has been
+                updated by an optimizer of another type; no table has changed. Or a table cannot hold all rows of the
+                update at once.
+            MemoryError, ColdStoreError: See :meth:`torchrec_recstore.store.Table.update`.
         """
         tables = _tables(self._modules if modules is None else _checked(modules), required=True)
         _use(tables, self._optimizer)
@@ -56,10 +58,10 @@ class _SparseOptimizer:
                 table.forget_collected()
 
     def zero_grad(self, modules: Iterable[nn.Module] | None = None) -> None:
-        """Forgets the gradients that have been collected; ``zero_grad`` of a module or an optimizer of torch does too.
+        """Removes the collected gradients. ``zero_grad`` of a module or an optimizer of torch removes them as well.
 
         Args:
-            modules: as for :meth:`step`.
+            modules: See :meth:`step`.
         """
         for table in _tables(self._modules if modules is None else _checked(modules), required=True):
             table.forget_collected()
@@ -69,14 +71,16 @@ class _SparseOptimizer:
 
 
 class SparseSGD(_SparseOptimizer):
-    """:class:`torchrec_recstore.optim.SGD`, applied by ``step``.
+    """A sparse optimizer that applies :class:`torchrec_recstore.optim.SGD` in ``step``.
 
     Args:
-        modules: as for every sparse optimizer: see :meth:`step`.
-        lr, weight_decay, momentum: as there.
+        modules: The modules that ``step`` and ``zero_grad`` apply to by default. Default: no modules; pass them to
+            ``step``.
+        lr, weight_decay, momentum: See :class:`torchrec_recstore.optim.SGD`.
 
     Raises:
-        TypeError, ValueError: an argument that makes no sense; the message names it.
+        TypeError: An argument has an unsupported type; the message names the argument.
+        ValueError: An argument has an unsupported value; the message names the argument.
 
     Example::
 
@@ -98,14 +102,14 @@ class SparseSGD(_SparseOptimizer):
 
 
 class SparseRowWiseAdagrad(_SparseOptimizer):
-    """:class:`torchrec_recstore.optim.RowWiseAdagrad`, applied by ``step``.
+    """A sparse optimizer that applies :class:`torchrec_recstore.optim.RowWiseAdagrad` in ``step``.
 
     Args:
-        modules: as for :class:`SparseSGD`.
-        lr, eps, weight_decay: as there.
+        modules: See :class:`SparseSGD`.
+        lr, eps, weight_decay: See :class:`torchrec_recstore.optim.RowWiseAdagrad`.
 
     Raises:
-        TypeError, ValueError: an argument that makes no sense; the message names it.
+        TypeError, ValueError: See :class:`SparseSGD`.
     """
 
     def __init__(
@@ -120,14 +124,14 @@ class SparseRowWiseAdagrad(_SparseOptimizer):
 
 
 class SparseAdamW(_SparseOptimizer):
-    """:class:`torchrec_recstore.optim.AdamW`, applied by ``step``.
+    """A sparse optimizer that applies :class:`torchrec_recstore.optim.AdamW` in ``step``.
 
     Args:
-        modules: as for :class:`SparseSGD`.
-        lr, betas, eps, weight_decay: as there.
+        modules: See :class:`SparseSGD`.
+        lr, betas, eps, weight_decay: See :class:`torchrec_recstore.optim.AdamW`.
 
     Raises:
-        TypeError, ValueError: an argument that makes no sense; the message names it.
+        TypeError, ValueError: See :class:`SparseSGD`.
     """
 
     def __init__(
@@ -155,7 +159,7 @@ def _tables(modules: Iterable[nn.Module], *, required: bool = False) -> list[Tab
         if table.fused:
             raise ValueError(f"{table} updates its rows in backward: make it with fused=False for a sparse optimizer")
     if required and not every:
-        raise ValueError("there is no eager RecStore module among those given")
+        raise ValueError("modules must contain at least one eager RecStore module, got none")
     return list(every.values())
 
 

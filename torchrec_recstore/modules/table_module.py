@@ -1,4 +1,4 @@
-"""One RecStore table as a torch module."""
+"""A torch module with one RecStore table."""
 
 from __future__ import annotations
 
@@ -20,48 +20,50 @@ _DEFAULT_LR = 0.01
 
 
 def optimizer_of(optimizer: Optimizer | None, lr: float) -> Optimizer:
-    """The optimizer that is meant: the default one with ``lr``, or the one given.
+    """Returns ``optimizer``, or ``RowWiseAdagrad(lr)`` if ``optimizer`` is None.
 
     Raises:
-        TypeError: something that is none of ``torchrec_recstore.optim``.
-        ValueError: both have a learning rate, and they differ; or one that makes no sense.
+        TypeError: ``optimizer`` is not an optimizer of ``torchrec_recstore.optim``.
+        ValueError: ``lr`` is neither the default nor the learning rate of ``optimizer``, or ``lr`` is not a valid
+            learning rate.
     """
     if optimizer is None:
         return RowWiseAdagrad(lr=lr)
     if not isinstance(optimizer, Optimizer):
         raise TypeError(f"optimizer must be one of torchrec_recstore.optim, got {type(optimizer).__name__}")
     if lr not in (_DEFAULT_LR, optimizer.lr):
-        raise ValueError(f"lr={lr} disagrees with optimizer={optimizer!r}: give the learning rate there alone")
+        raise ValueError(f"lr={lr} disagrees with optimizer={optimizer!r}: set the learning rate in the optimizer only")
     return optimizer
 
 
 @dataclass
 class LearningRate:
-    """A learning rate that the tables of a module share, read in each backward."""
+    """A learning rate that the tables of a module share. Each backward pass reads it."""
 
     value: float
 
     def __call__(self) -> float:
-        """The present one."""
+        """Returns the current learning rate."""
         return self.value
 
 
 class TableModule(RefusesQuantization, nn.Module):
-    """A table whose rows are in the module's ``state_dict``, its copies and its pickles, as those of a parameter are.
+    """A module with one table. Its ``state_dict``, its copies and its pickles contain the rows of the table.
 
-    ``weight`` is the empty parameter, (0, dim), that stands for the rows: ``requires_grad`` of it says whether they are
-    trained, its device whether there are any. Rows live in host memory wherever the module is moved; on the meta device
-    there are none.
+    ``weight`` is an empty parameter, (0, dim), that represents the rows. The rows are trained if ``weight`` requires a
+    gradient. They are in host memory, also if the module is moved to another device. On the meta device, the module has
+    no rows.
 
     Args:
-        arguments: of the :class:`torchrec_recstore.store.Table`, by name.
-        learning_rate: of the fused optimizer.
-        fused: whether backward updates the rows; otherwise it collects gradients for ``SparseSGD`` and the like.
-        device: ``cpu`` or ``meta``; None: meta where that is torch's default device, else cpu.
+        arguments: The arguments of the :class:`torchrec_recstore.store.Table`, by name.
+        learning_rate: The learning rate of the fused optimizer.
+        fused: Whether the backward pass updates the rows. If False, it collects gradients for a sparse optimizer, for
+            example ``SparseSGD``. Default: True.
+        device: ``cpu`` or ``meta``. Default: None, ``meta`` if it is torch's default device, else ``cpu``.
 
     Raises:
-        TypeError, ValueError, ColdStoreError, ImportError: as for :class:`torchrec_recstore.store.Table`; a device that
-            rows cannot live on.
+        ValueError: The device is neither ``cpu`` nor ``meta``.
+        TypeError, ValueError, ColdStoreError, ImportError: See :class:`torchrec_recstore.store.Table`.
     """
 
     def __init__(
@@ -75,7 +77,7 @@ class TableModule(RefusesQuantization, nn.Module):
         super().__init__()
         if not isinstance(fused, bool):
             raise TypeError(f"fused must be a bool, got {type(fused).__name__}")
-        device = rows_device(device)
+        device = _rows_device(device)
         self._arguments = dict(arguments)
         self._owned = None if device.type == "meta" else OwnedTable(self._arguments)
         self._learning_rate = learning_rate
@@ -87,11 +89,11 @@ class TableModule(RefusesQuantization, nn.Module):
 
     @property
     def table(self) -> Table:
-        """The rows.
+        """The table that holds the rows.
 
         Raises:
-            RuntimeError: the module is on the meta device, or a tensor that ``state_dict`` gave was written to, which
-                changes no row.
+            RuntimeError: The module is on the meta device. Or a tensor that ``state_dict`` returned has been written
+                to; this would change no row.
         """
         if self._owned is None:
             raise RuntimeError(
@@ -103,49 +105,51 @@ class TableModule(RefusesQuantization, nn.Module):
 
     @property
     def learning_rate(self) -> float:
-        """Of the fused optimizer, read in each backward; setting it changes the next one's."""
+        """The learning rate of the fused optimizer. Each backward pass reads it; a new value applies from the next."""
         return self._learning_rate.value
 
     @learning_rate.setter
     def learning_rate(self, value: float) -> None:
-        replace(self._arguments["optimizer"], lr=value)  # refuses what is no learning rate
+        replace(self._arguments["optimizer"], lr=value)  # Raises an error if the value is not a valid learning rate.
         self._learning_rate.value = value
 
     @property
     def rate(self) -> LearningRate:
-        """What kernels read the learning rate from."""
+        """The object from which kernels read the learning rate."""
         return self._learning_rate
 
     def reset_parameters(self) -> None:
-        """Forgets all rows: each starts anew when it is next looked up."""
+        """Removes all rows. Each id gets a new initial row when it is next trained."""
         if self._owned is not None:
             forget_rows(self._owned.table)
 
     def collect(self, ids: Tensor, grads: Tensor) -> None:
-        """Keeps gradients for the step of a sparse optimizer.
+        """Stores gradients for the next step of a sparse optimizer.
 
         Args:
-            ids: (N,) int64, in the order of the batch.
-            grads: (N, dim) float32, of each.
+            ids: (N,) int64. The ids, in the order of the batch.
+            grads: (N, dim) float32. The gradient of each id.
         """
         if self.weight.grad is None:
             self._collected.clear()
-            # It is set to None by whatever zeroes gradients, of this module alone or of the whole model.
+            # Zeroing gradients, of this module or of the whole model, sets weight.grad to None, and so removes the
+            # collected gradients.
             self.weight.grad = torch.zeros_like(self.weight)
             self._grad_version = self.weight.grad._version
-        self._collected.append((ids.clone(), grads))  # the caller may fill its tensor with the next batch
+        self._collected.append((ids.clone(), grads))  # The caller may write the next batch into the same tensor.
 
     @property
     def collected(self) -> tuple[Tensor, Tensor] | None:
-        """The gradients since they were zeroed or stepped: ids (N,) int64, grads (N, dim); None: there are none.
+        """The ids (N,) int64 and gradients (N, dim) float32 that have been collected, or None if there are none.
 
         Raises:
-            ValueError: ``weight.grad`` was changed in place.
+            ValueError: ``weight.grad`` has been changed in place.
         """
         if self._collected and self.weight.grad is not None and self.weight.grad._version != self._grad_version:
             raise ValueError(
                 f"table {self.table.name!r}: weight.grad has been changed in place, as zero_grad(set_to_none=False), "
-                "clip_grad_norm_ and GradScaler do: the collected gradients are not in it. Zero them with zero_grad()"
+                "clip_grad_norm_ and GradScaler do: weight.grad does not hold the collected gradients. Zero them with "
+                "zero_grad()"
             )
         if self.weight.grad is None or not self._collected:
             return None
@@ -153,15 +157,17 @@ class TableModule(RefusesQuantization, nn.Module):
         return torch.cat(ids), torch.cat(grads)
 
     def forget_collected(self) -> None:
-        """Zeroes the gradients."""
+        """Removes the collected gradients."""
         self._collected = []
         self.weight.grad = None
 
     def use_optimizer(self, optimizer: Optimizer) -> None:
-        """Makes ``optimizer`` the table's. Its rows move to a new table where more than the learning rate differs.
+        """Replaces the table's optimizer.
+
+        If the optimizers differ in more than the learning rate, the rows are copied to a new table.
 
         Raises:
-            ValueError: rows have been updated by one of another type, whose state does not fit.
+            ValueError: The rows have been updated by an optimizer of another type, so that their state does not fit.
         """
         present: Optimizer = self._arguments["optimizer"]
         if replace(optimizer, lr=present.lr) == present:
@@ -173,7 +179,7 @@ class TableModule(RefusesQuantization, nn.Module):
         self._arguments = arguments
 
     def check_optimizer(self, optimizer: Optimizer) -> None:
-        """Raises what :meth:`use_optimizer` would; changes nothing."""
+        """Raises the errors of :meth:`use_optimizer` without a change of the table."""
         present = self._arguments["optimizer"]
         if type(optimizer) is not type(present) and self._owned is not None and self._owned.table.optimizer_steps:
             raise ValueError(
@@ -182,17 +188,17 @@ class TableModule(RefusesQuantization, nn.Module):
             )
 
     def share_memory(self) -> TableModule:
-        """Not possible.
+        """Raises an error, because the rows cannot be moved to shared memory.
 
         Raises:
-            RuntimeError: always.
+            RuntimeError: Always.
         """
         raise RuntimeError(
-            f"table {self._arguments['name']!r} cannot be shared by processes: its rows are in this one's memory"
+            f"table {self._arguments['name']!r} cannot be shared by processes: its rows are in this process's memory"
         )
 
     def extra_repr(self) -> str:
-        """Dim and optimizer."""
+        """Returns the dim and the optimizer, which the module's repr shows."""
         return f"{self._arguments['dim']}, optimizer={self._arguments['optimizer']!r}"
 
     def _parameter(self, device: torch.device | str, requires_grad: bool = True) -> TableParameter:
@@ -205,7 +211,7 @@ class TableModule(RefusesQuantization, nn.Module):
             probe = fn(torch.empty(1, device=weight.device))
         if probe.device.type == "cpu" and probe.is_shared():  # type: ignore[no-untyped-call]
             self.share_memory()
-        self._parameters["weight"] = None  # in its place, so that the order of parameters stays
+        self._parameters["weight"] = None  # The key stays, so that the order of the parameters stays the same.
         try:
             super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
         finally:
@@ -238,7 +244,7 @@ class TableModule(RefusesQuantization, nn.Module):
             self._parameters["weight"] = self._parameter("cpu", self.weight.requires_grad)
         keys = ["weight"] if self._owned is None else state_keys(self._owned.table)
         own = {key: state_dict[prefix + key] for key in keys if prefix + key in state_dict}
-        # What torch's loading is given fits the empty parameter.
+        # torch loads the empty parameter itself; the rows are loaded below.
         rest = dict(state_dict)
         for key in own:
             del rest[prefix + key]
@@ -253,7 +259,7 @@ class TableModule(RefusesQuantization, nn.Module):
                 "load_state_dict, or call to_empty(device='cpu') first"
             )
             return
-        # The weights alone are a stock module's: row i is id i, and there is no more to it.
+        # A state with weights only comes from a module of torch: row i is the row of id i, and no other key is missing.
         if strict and len(own) > 1:
             missing_keys.extend(prefix + key for key in keys if key not in own)
         try:
@@ -263,11 +269,11 @@ class TableModule(RefusesQuantization, nn.Module):
             error_msgs.append(f"While loading the rows of {prefix}weight: {error}.")
 
 
-def rows_device(device: torch.device | str | int | None) -> torch.device:
-    """The device that is meant.
+def _rows_device(device: torch.device | str | int | None) -> torch.device:
+    """Returns the device for a ``device`` argument: ``meta`` if None and torch's default device is meta, else ``cpu``.
 
     Raises:
-        ValueError: rows cannot live there.
+        ValueError: The device is neither ``cpu`` nor ``meta``.
     """
     if device is None:
         default = torch.get_default_device()
@@ -275,7 +281,7 @@ def rows_device(device: torch.device | str | int | None) -> torch.device:
     device = torch.device(device)
     if device.type not in ("cpu", "meta"):
         raise ValueError(
-            f"device must be cpu or meta, got {device}: rows live in host memory; input on another device is copied "
-            "there, and the output back"
+            f"device must be cpu or meta, got {device}: rows are in host memory; input on another device is copied to "
+            "the CPU, and the output is copied back"
         )
     return device
