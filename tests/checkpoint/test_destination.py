@@ -230,7 +230,7 @@ def test_what_is_not_the_checkpoints_is_not_deleted(
     save_checkpoint(model, path, training_state={"x": torch.ones(1)})
     before = {file.name: file.read_bytes() for file in path.iterdir()}
     (path / "notes").mkdir()
-    with pytest.raises(FileExistsError, match=r"saved holds what is no file of the checkpoint.*: notes; move it away"):
+    with pytest.raises(FileExistsError, match=r"saved contains files that do not belong .*: notes; move them away"):
         save_checkpoint(model, path, overwrite=True)
     (path / "notes").rmdir()
     # Also what comes at the last moment.

@@ -1,6 +1,6 @@
-"""Checkpoints that lose nothing, and rows of RecStore tables in and out of other formats.
+"""Saves and loads models with RecStore tables, and converts their rows from and to other formats.
 
-Names are imported when first used, so that what looks at checkpoints does without TorchRec.
+Names are imported when they are first used, so that code that only inspects checkpoints does not need TorchRec.
 """
 
 from __future__ import annotations

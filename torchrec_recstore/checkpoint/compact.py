@@ -1,4 +1,4 @@
-"""A chain of checkpoints folded into one."""
+"""Folds a chain of checkpoints into one full checkpoint."""
 
 from __future__ import annotations
 
@@ -26,29 +26,29 @@ from torchrec_recstore.checkpoint.info import (
 from torchrec_recstore.checkpoint.writer import PartWriter, finish, part_rows
 from torchrec_recstore.encoding import encode
 
-Shards = list[dict[str, Tensor]]
+_Shards = list[dict[str, Tensor]]
 
 
 def compact_checkpoint(path: str | Path, output: str | Path) -> CheckpointInfo:
-    """Folds a delta and all that it is a delta of into one full checkpoint, which loads to the same bits.
+    """Folds a delta and its bases into one full checkpoint, which loads to the same bits.
 
-    It needs neither a model nor a process group, nor memory for a table: rows are merged as they are read. The
-    checkpoints that it reads stay as they are. What loaded or saved the chain has neither loaded nor saved its
-    ``output``: load that first to save deltas of it.
+    The function needs no model, no process group and no memory for a table: rows are merged while they are read. The
+    checkpoints of the chain are not changed. A model that has saved or loaded the chain must load ``output`` before it
+    can save deltas of ``output``.
 
     Args:
-        path: the delta's directory; a full checkpoint is copied.
-        output: the new directory; it is whole or not there.
+        path: The delta's directory. A full checkpoint is copied.
+        output: The directory of the new checkpoint. It is complete or does not exist.
 
     Returns:
-        What ``output`` holds.
+        The metadata of the new checkpoint.
 
     Raises:
-        FileNotFoundError: there is no checkpoint, or one is missing that it is a delta of.
-        FileExistsError: there is something at ``output``.
-        BlockingIOError: another process is writing to ``output``, or is replacing one of the chain.
-        CheckpointError: a file is missing or damaged, or the format is another version's.
-        OSError: a file cannot be written.
+        FileNotFoundError: There is no checkpoint at ``path``, or the base of a delta is missing.
+        FileExistsError: ``output`` exists.
+        BlockingIOError: Another process is writing to ``output``, or is replacing a checkpoint of the chain.
+        CheckpointError: A file is missing or damaged, or the format is that of another version.
+        OSError: A file cannot be written.
     """
     with folding(path, output) as (chain, destination):
         check_files(chain)
@@ -57,10 +57,10 @@ def compact_checkpoint(path: str | Path, output: str | Path) -> CheckpointInfo:
 
 @contextmanager
 def folding(path: str | Path, output: str | Path) -> Iterator[tuple[list[CheckpointInfo], Destination]]:
-    """The chain of ``path``, which stays as it is meanwhile, and where it is folded into.
+    """Yields the chain of ``path``, locked against changes, and the destination at ``output``.
 
     Raises:
-        FileNotFoundError, FileExistsError, BlockingIOError, CheckpointError: as :func:`compact_checkpoint`.
+        FileNotFoundError, FileExistsError, BlockingIOError, CheckpointError: See :func:`compact_checkpoint`.
     """
     if os.path.lexists(output):
         raise FileExistsError(f"{output} exists already: name a path that does not")
@@ -72,12 +72,15 @@ def folding(path: str | Path, output: str | Path) -> Iterator[tuple[list[Checkpo
 def compact_chain(
     chain: Sequence[CheckpointInfo], destination: Destination, on_rows: Callable[[int], object] = lambda count: None
 ) -> CheckpointInfo:
-    """:func:`compact_checkpoint` of a chain whose files have been checked.
+    """Folds a chain whose files have been checked. See :func:`compact_checkpoint`.
 
     Args:
-        chain: as :func:`folding` gives it.
-        destination: likewise.
-        on_rows: called with the number of rows folded since its last call.
+        chain: The chain that :func:`folding` yields.
+        destination: The destination that :func:`folding` yields.
+        on_rows: A callback that is called with the number of rows folded since the last call.
+
+    Returns:
+        The metadata of the new checkpoint.
     """
     staging = destination.stage()
     writer = PartWriter(staging, rank=0)
@@ -108,9 +111,9 @@ def _compact_table(
     return replace(table, columns=tuple(columns), parts=tuple(parts), removal="left", removed=())
 
 
-def _resized(folded: FoldedTable, size: int) -> Iterator[tuple[Tensor, Shards]]:
-    """Windows of ``size`` rows, the last one of what is left: those of a save of the whole table by one rank."""
-    held: list[tuple[Tensor, Shards]] = []
+def _resized(folded: FoldedTable, size: int) -> Iterator[tuple[Tensor, _Shards]]:
+    """Yields the rows in windows of ``size`` rows, so that the parts are those of a save by one rank."""
+    held: list[tuple[Tensor, _Shards]] = []
     count = 0
     while (bound := folded.bound()) is not None:
         held.append(folded.take(bound))
@@ -124,7 +127,7 @@ def _resized(folded: FoldedTable, size: int) -> Iterator[tuple[Tensor, Shards]]:
         yield _joined(held)
 
 
-def _joined(windows: Sequence[tuple[Tensor, Shards]]) -> tuple[Tensor, Shards]:
+def _joined(windows: Sequence[tuple[Tensor, _Shards]]) -> tuple[Tensor, _Shards]:
     shards = zip(*(shards for _, shards in windows), strict=True)
     return torch.cat([ids for ids, _ in windows]), [
         {key: torch.cat([rows[key] for rows in shard]) for key in shard[0]} for shard in shards

@@ -1,4 +1,4 @@
-"""What differs between two checkpoints."""
+"""Compares two checkpoints."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch import Tensor
 
 from torchrec_recstore.checkpoint.fold import FoldedTable, common_columns, tables_named
 from torchrec_recstore.checkpoint.info import DENSE, CheckpointInfo, TableInfo
-from torchrec_recstore.checkpoint.writer import merged
+from torchrec_recstore.checkpoint.reader import merged_sightings
 from torchrec_recstore.encoding import encode
 from torchrec_recstore.store.arguments import among
 
@@ -22,15 +22,18 @@ _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 @dataclass
 class Difference:
-    """Between two tables, or between the dense parts; counted are rows, or tensors.
+    """The differences between two tables in numbers of rows, or between the dense parts in numbers of tensors.
 
     Args:
-        both: in both checkpoints.
-        added: in the second one alone.
-        gone: in the first one alone.
-        changed: of those in both, with any other bit: of weights, optimizer state or bookkeeping.
-        largest: absolute change, by tensor; of the dense part as a whole under ``"weight"``.
-        facts: what else differs, from and to, by the name in :class:`TableInfo`.
+        both: The number of rows that are in both checkpoints.
+        added: The number of rows that are only in the second checkpoint.
+        gone: The number of rows that are only in the first checkpoint.
+        changed: The number of rows in both checkpoints that differ in any bit of the weights, the optimizer state or
+            the bookkeeping.
+        largest: The largest absolute change by name of the tensor. For the dense part, one number for all tensors with
+            the name ``"weight"``.
+        facts: The other fields of :class:`TableInfo` that differ, by name: the value in the first and in the second
+            checkpoint.
     """
 
     both: int = 0
@@ -42,18 +45,18 @@ class Difference:
 
     @property
     def equal(self) -> bool:
-        """Whether there is none."""
+        """Whether there is no difference."""
         return not (self.added or self.gone or self.changed or self.facts)
 
 
 @dataclass(frozen=True)
 class CheckpointDifference:
-    """Between two checkpoints.
+    """The differences between two checkpoints.
 
     Args:
-        tables: by name, of both.
-        dense: of the model's other tensors.
-        training_state: whether it differs.
+        tables: The differences of each table of either checkpoint, by name.
+        dense: The differences of the model's other tensors.
+        training_state: Whether the training state differs.
     """
 
     tables: Mapping[str, Difference]
@@ -62,7 +65,7 @@ class CheckpointDifference:
 
     @property
     def equal(self) -> bool:
-        """Whether loading the one gives what loading the other gives."""
+        """Whether both checkpoints load to the same state."""
         return all(each.equal for each in (*self.tables.values(), self.dense)) and not self.training_state
 
 
@@ -71,18 +74,21 @@ def compare_chains(
     second: Sequence[CheckpointInfo],
     on_rows: Callable[[int], object] = lambda count: None,
 ) -> CheckpointDifference:
-    """Compares what loading two checkpoints would give; how they are split over ranks and files makes no difference.
+    """Compares the states that two checkpoints load to. Their split over ranks and files makes no difference.
 
-    Memory is that of a window of rows, whatever the size of the tables.
+    The comparison needs memory for one window of rows, for any size of the tables. All files of both chains must have
+    passed :func:`torchrec_recstore.checkpoint.fold.check_files`.
 
     Args:
-        first: of :func:`torchrec_recstore.checkpoint.info.read_chain`; its files have passed
-            :func:`torchrec_recstore.checkpoint.fold.check_files`.
-        second: likewise.
-        on_rows: called with the number of rows read, of the one and the other, since its last call.
+        first: The first checkpoint; the result of :func:`torchrec_recstore.checkpoint.info.read_chain`.
+        second: The second checkpoint in the same form.
+        on_rows: A callback that is called with the number of rows read from both checkpoints since the last call.
+
+    Returns:
+        The differences.
 
     Raises:
-        ValueError: tables of another dim.
+        ValueError: A table has different dims in the two checkpoints.
     """
     before, after = first[-1], second[-1]
     names = sorted({*before.tables, *after.tables})
@@ -115,7 +121,7 @@ def _compare_tables(
         common, other_common = among(ids, other_ids), among(other_ids, ids)
         picked, other_picked = (slice(None) if mask.all() else mask for mask in (common, other_common))
         changed = torch.zeros(int(common.sum()), dtype=torch.bool)
-        for shard, other_shard in zip(shards, other_shards, strict=False):  # none where nothing was left
+        for shard, other_shard in zip(shards, other_shards, strict=False):  # A list is empty after the last row.
             for key in compared:
                 now, largest = _changes(shard[key][picked], other_shard[key][other_picked])
                 changed |= now
@@ -135,10 +141,10 @@ def _facts(before: TableInfo, after: TableInfo) -> dict[str, tuple[object, objec
 
 
 def _sightings(before: CheckpointInfo, after: CheckpointInfo, name: str) -> dict[str, tuple[object, object]]:
-    """What admission has counted, where a model would go on with other counts."""
+    """Returns the sums of the counts of admission if any count differs."""
     saved = [info.tables[name].sightings for info in (before, after)]
     cells = max((file.cells for files in saved for file in files), default=1)
-    (one, _), (other, _) = merged(before, name, cells), merged(after, name, cells)
+    (one, _), (other, _) = merged_sightings(before, name, cells), merged_sightings(after, name, cells)
     return {} if torch.equal(one, other) else {"sightings": (int(one.sum()), int(other.sum()))}
 
 
@@ -163,9 +169,13 @@ def _dense(info: CheckpointInfo) -> dict[str, Tensor]:
 
 
 def _changes(one: Tensor, other: Tensor) -> tuple[Tensor, float]:
-    """Which of N rows, (N,) or (N, columns), have changed by any bit: (N,) bool; and the largest absolute change.
+    """Returns whether each of N rows differs in any bit, (N,) bool, and the largest absolute change.
 
-    That is NaN where something became it, or was it.
+    The change is NaN if a value that differs is NaN in one of them.
+
+    Args:
+        one: (N,) or (N, columns). The rows before the change.
+        other: (N,) or (N, columns). The rows after the change.
     """
     if one.dtype == other.dtype:
         bits = _BITS[one.element_size()]
@@ -177,7 +187,7 @@ def _changes(one: Tensor, other: Tensor) -> tuple[Tensor, float]:
 
 
 def _grow(largest: dict[str, float], key: str, change: float) -> None:
-    largest[key] = float(torch.tensor([largest.get(key, 0.0), change], dtype=torch.float64).max())  # NaN stays
+    largest[key] = float(torch.tensor([largest.get(key, 0.0), change], dtype=torch.float64).max())  # keeps NaN
 
 
 def _differs(one: Any, other: Any) -> bool:

@@ -1,4 +1,4 @@
-"""The directory that a checkpoint is written to: by one process at a time, completely or not at all."""
+"""Writes a checkpoint's directory completely or not at all, by one process at a time."""
 
 from __future__ import annotations
 
@@ -26,120 +26,27 @@ from torchrec_recstore.checkpoint.files import (
 )
 from torchrec_recstore.checkpoint.info import METADATA, CheckpointInfo
 
-
-@dataclass(frozen=True)
-class _Metadata:
-    """What is read of a checkpoint, of another version's too."""
-
-    checksum: str
-    files: frozenset[str]
-    base: tuple[str, str] | None  # its path, links resolved, and its checksum
-
-
-def check_own_files(directory: Path, path: Path) -> None:
-    """Refuses to delete files that are not a checkpoint's.
-
-    Args:
-        directory: the checkpoint, or an empty directory.
-        path: what to call it in the error.
-
-    Raises:
-        FileExistsError: there is something in ``directory`` that is not a file of the checkpoint.
-    """
-    there = set(os.listdir(directory))
-    if not there:
-        return
-    if METADATA not in there:
-        raise FileExistsError(f"{path} is no checkpoint: overwrite=True replaces checkpoints alone")
-    metadata = _metadata(directory)
-    if metadata is None:
-        raise FileExistsError(
-            f"{path} has damaged metadata, so that its own files are not known: delete it, or save to another path"
-        )
-    foreign = sorted(there - metadata.files - {METADATA})
-    if foreign:
-        names = ", ".join(foreign[:3]) + (f" and {len(foreign) - 3} more" if len(foreign) > 3 else "")
-        raise FileExistsError(
-            f"{path} holds what is no file of the checkpoint, and would be deleted with it: {names}; move it away, or "
-            "save to another path"
-        )
-
-
-def check_not_needed(path: Path) -> None:
-    """Refuses to replace a checkpoint that a delta beside it needs.
-
-    Args:
-        path: the checkpoint, links resolved.
-
-    Raises:
-        FileExistsError: a delta in the same directory is a delta of it, or of another delta of it.
-    """
-    own = _metadata(path)
-    for entry in path.parent.iterdir():
-        if own is not None and not is_staging(entry) and _needs(entry, path, own.checksum):
-            raise FileExistsError(
-                f"{path} is needed to load {entry}, which is a delta of it: save to another path, or fold that delta "
-                "first (recstore compact) and delete it"
-            )
-
-
-def check_unchanged(chain: Sequence[CheckpointInfo]) -> None:
-    """Refuses to use checkpoints that have been replaced or deleted since they were read.
-
-    Raises:
-        CheckpointError: one of them.
-    """
-    for info in chain:
-        metadata = _metadata(info.path)
-        if metadata is None or metadata.checksum != info.checksum:
-            raise CheckpointError(f"{info.path} has been replaced or deleted since it was read: begin again")
-
-
-def _needs(delta: Path, path: Path, checksum: str) -> bool:
-    seen: set[str] = set()
-    metadata = _metadata(delta)
-    while metadata is not None and metadata.base is not None and metadata.base[0] not in seen:
-        if metadata.base == (os.fspath(path), checksum):
-            return True
-        seen.add(metadata.base[0])
-        metadata = _metadata(Path(metadata.base[0]))
-    return False
-
-
-def _metadata(path: Path) -> _Metadata | None:
-    """None where there is no checkpoint, or where its metadata cannot be read."""
-    try:
-        path = path.resolve()
-        document = json.loads((path / METADATA).read_bytes())
-        of = document["delta_of"]
-        base = None if of is None else (os.path.realpath(path.parent / of["path"]), str(of["checksum"]))
-        return _Metadata(str(document["checksum"]), frozenset(document["files"]), base)
-    except (OSError, ValueError, KeyError, TypeError):
-        return None
-
-
-_AT_FDCWD = -100
-_RENAME_EXCHANGE = 2
+_AT_FDCWD = -100  # linux/fcntl.h
+_RENAME_EXCHANGE = 2  # linux/fs.h
 
 
 class Destination:
-    """A path that nobody but this process writes a checkpoint to; also a context manager.
+    """A locked path to which this process writes a checkpoint; also a context manager.
 
-    Files are written into a directory beside the path, which has a name that no other save uses, and which
-    :meth:`publish` renames. The path is locked until :meth:`close`. The checkpoints that are read meanwhile are locked
-    against being replaced.
+    :meth:`stage` creates a hidden directory next to the path, the caller writes the files into it, and :meth:`publish`
+    renames it. The path is locked until :meth:`close`. The bases are locked too, so that they are not replaced.
 
     Args:
-        path: of the checkpoint's directory, links resolved. Its parents are made where they are missing.
-        overwrite: whether a checkpoint at ``path`` may be replaced.
-        bases: checkpoints that the new one needs, or is made of.
+        path: The checkpoint's directory, with links resolved. Its parents are created if they do not exist.
+        overwrite: Whether an existing checkpoint at ``path`` may be replaced. Default: False.
+        bases: The checkpoints that the new checkpoint needs, or from which it is made.
 
     Raises:
-        FileExistsError: there is something at ``path``, and no ``overwrite``; or it is no checkpoint, has files that
-            are not the checkpoint's, or is needed by a delta beside it.
-        BlockingIOError: another process is writing to ``path``, or replacing one of ``bases``.
-        CheckpointError: one of ``bases`` has been replaced since it was read.
-        OSError: the parent directory cannot be made or written.
+        FileExistsError: ``path`` exists, and ``overwrite`` is False. With ``overwrite``: ``path`` is not a checkpoint,
+            contains files that do not belong to the checkpoint, or is needed by a delta in the same directory.
+        BlockingIOError: Another process is writing to ``path``, or is replacing one of ``bases``.
+        CheckpointError: One of ``bases`` has been replaced since it was read.
+        OSError: The parent directory cannot be created or written.
     """
 
     def __init__(self, path: Path, *, overwrite: bool = False, bases: Sequence[CheckpointInfo] = ()) -> None:
@@ -154,26 +61,26 @@ class Destination:
             for base in bases:
                 try:
                     locks.enter_context(_shared_lock(base.path, path))
-                except OSError as error:  # where this process cannot write; publish looks whether it is there still
+                except OSError as error:  # Without write access there is no lock; publish finds a replaced base.
                     if error.errno not in (errno.EACCES, errno.EPERM, errno.EROFS):
                         raise
-            check_unchanged(bases)
+            _check_unchanged(bases)
             self._check()
             self._locks = locks.pop_all()
 
     @property
     def staging(self) -> Path:
-        """The directory to write the files to, after :meth:`stage`."""
+        """The directory that :meth:`stage` has created."""
         assert self._staging is not None
         return self._staging
 
     def stage(self) -> Path:
-        """Makes the directory to write the files to, and removes those that dead processes have left behind.
+        """Creates the directory for the files, and removes the directories of dead processes.
 
         Raises:
-            OSError: it cannot be made.
+            OSError: The directory cannot be created.
         """
-        for rest in leftovers(self.path):  # dead, since this process has the lock
+        for rest in leftovers(self.path):  # The processes that made them are dead, since this process holds the lock.
             shutil.rmtree(rest, ignore_errors=True)
         staging = self.path.with_name(staging_name(self.path))
         staging.mkdir()
@@ -181,14 +88,16 @@ class Destination:
         return staging
 
     def publish(self) -> None:
-        """Gives the files their place, at once and for good.
+        """Renames the directory to the path in one atomic operation, and syncs it to the disk.
+
+        After any error, ``path`` is as it was.
 
         Raises:
-            FileExistsError, CheckpointError: as for the class, if that has changed meanwhile.
-            OSError: that cannot be done. After any error ``path`` is as it was.
+            FileExistsError, CheckpointError: See the class. The path or a base has changed since the construction.
+            OSError: The directory cannot be renamed.
         """
         staging = self.staging
-        check_unchanged(self._bases)
+        _check_unchanged(self._bases)
         self._check()
         sync_directory(staging)
         replaces = self.path.exists()
@@ -198,7 +107,8 @@ class Destination:
             os.rename(staging, self.path)
         try:
             if replaces:
-                check_own_files(staging, self.path)  # again, now that nobody reaches it by its path
+                # The old checkpoint is checked again now that no process can add a file to it by its path.
+                _check_own_files(staging, self.path)
             sync_directory(self.path.parent)
         except BaseException:
             if replaces:
@@ -208,7 +118,7 @@ class Destination:
             raise
 
     def close(self) -> None:
-        """Removes what has not been published, or what has been replaced, and unlocks the path."""
+        """Deletes the unpublished directory or the replaced checkpoint, and releases the locks."""
         with self._locks:
             if self._staging is not None:
                 shutil.rmtree(self._staging, ignore_errors=True)
@@ -229,8 +139,99 @@ class Destination:
             raise FileExistsError(f"{self.path} exists already: pass overwrite=True to replace it")
         if not self.path.is_dir():
             raise FileExistsError(f"{self.path} is no checkpoint: overwrite=True replaces checkpoints alone")
-        check_own_files(self.path, self.path)
-        check_not_needed(self.path)
+        _check_own_files(self.path, self.path)
+        _check_not_needed(self.path)
+
+
+@dataclass(frozen=True)
+class _Metadata:
+    """The part of a checkpoint's metadata that is the same in every version of the format."""
+
+    checksum: str
+    files: frozenset[str]
+    base: tuple[str, str] | None  # The path of the base with links resolved, and its checksum.
+
+
+def _check_own_files(directory: Path, path: Path) -> None:
+    """Refuses to replace a directory that contains files other than those of a checkpoint.
+
+    Args:
+        directory: The checkpoint's directory, or an empty directory.
+        path: The path of the checkpoint, for the error message.
+
+    Raises:
+        FileExistsError: ``directory`` contains a file that does not belong to the checkpoint.
+    """
+    there = set(os.listdir(directory))
+    if not there:
+        return
+    if METADATA not in there:
+        raise FileExistsError(f"{path} is no checkpoint: overwrite=True replaces checkpoints alone")
+    metadata = _metadata(directory)
+    if metadata is None:
+        raise FileExistsError(
+            f"{path} has damaged metadata, so that its own files are not known: delete it, or save to another path"
+        )
+    foreign = sorted(there - metadata.files - {METADATA})
+    if foreign:
+        names = ", ".join(foreign[:3]) + (f" and {len(foreign) - 3} more" if len(foreign) > 3 else "")
+        raise FileExistsError(
+            f"{path} contains files that do not belong to the checkpoint and would be deleted with it: {names}; move "
+            "them away, or save to another path"
+        )
+
+
+def _check_not_needed(path: Path) -> None:
+    """Refuses to replace a checkpoint that a delta in the same parent directory needs.
+
+    Args:
+        path: The checkpoint's directory, with links resolved.
+
+    Raises:
+        FileExistsError: The checkpoint is the base of a delta, or the base of a delta's base.
+    """
+    own = _metadata(path)
+    for entry in path.parent.iterdir():
+        if own is not None and not is_staging(entry) and _needs(entry, path, own.checksum):
+            raise FileExistsError(
+                f"{path} is needed to load {entry}, which is a delta of it: save to another path, or fold that delta "
+                "first (recstore compact) and delete it"
+            )
+
+
+def _check_unchanged(chain: Sequence[CheckpointInfo]) -> None:
+    """Refuses to use checkpoints if one of them has been replaced or deleted since its metadata was read.
+
+    Raises:
+        CheckpointError: A checkpoint has been replaced or deleted.
+    """
+    for info in chain:
+        metadata = _metadata(info.path)
+        if metadata is None or metadata.checksum != info.checksum:
+            raise CheckpointError(f"{info.path} has been replaced or deleted since it was read: begin again")
+
+
+def _needs(delta: Path, path: Path, checksum: str) -> bool:
+    seen: set[str] = set()
+    metadata = _metadata(delta)
+    while metadata is not None and metadata.base is not None and metadata.base[0] not in seen:
+        if metadata.base == (os.fspath(path), checksum):
+            return True
+        seen.add(metadata.base[0])
+        metadata = _metadata(Path(metadata.base[0]))
+    return False
+
+
+def _metadata(path: Path) -> _Metadata | None:
+    """Reads the metadata of a checkpoint; None if there is no checkpoint or its metadata cannot be read."""
+    try:
+        path = path.resolve()
+        document = json.loads((path / METADATA).read_bytes())
+        of = document["delta_of"]
+        base = None if of is None else (os.path.realpath(path.parent / of["path"]), str(of["checksum"]))
+        return _Metadata(str(document["checksum"]), frozenset(document["files"]), base)
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
 
 
 def _shared_lock(base: Path, path: Path) -> FileLock:
@@ -243,7 +244,8 @@ def _shared_lock(base: Path, path: Path) -> FileLock:
 
 
 def _exchange(one: Path, other: Path) -> None:
-    # rename() cannot replace a directory that has files; to remove it first would leave a moment without a checkpoint.
+    # rename() cannot replace a directory that contains files. If the directory were removed first, there would be no
+    # checkpoint for a moment.
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.renameat2(_AT_FDCWD, os.fsencode(one), _AT_FDCWD, os.fsencode(other), _RENAME_EXCHANGE) != 0:
         code = ctypes.get_errno()

@@ -1,4 +1,4 @@
-"""Files and directories: locked by path, written completely or not at all, and checked when they are read."""
+"""Locks paths, writes files completely or not at all, and checks files when they are read."""
 
 from __future__ import annotations
 
@@ -23,29 +23,35 @@ import xxhash
 from safetensors import SafetensorError
 from torch import Tensor
 
-_UNKNOWN_HOLDER_S = 1.0  # how long to wait for the name of a holder that has not written it yet
+_UNKNOWN_HOLDER_S = 1.0  # The time to wait until a new holder of a lock has written its name.
+_STAGING = re.compile(r"\..+\.saving-[0-9a-f]{12}")
+_BLOCK = 1 << 20  # bytes
 
 _held: WeakSet[FileLock] = WeakSet()
 
 
-class FileLock:
-    """A lock that one process holds, or that several share; also a context manager.
+class CheckpointError(ValueError):
+    """A checkpoint cannot be used: it is damaged, incomplete, or of another format. The message names the file."""
 
-    The lock is an ``flock`` of a file. The system gives it up when the process that holds it ends, however it ends; a
-    process that is forked meanwhile does not have it. The file tells others who holds the lock. On NFS the lock holds
-    over hosts, unless the filesystem is mounted with ``nolock`` or ``local_lock``.
+
+class FileLock:
+    """A lock of a file that one process holds or several processes share; also a context manager.
+
+    The lock is an ``flock``. The operating system releases it when the process ends for any reason, and a forked
+    process does not inherit it. The file contains the names of the processes that hold the lock. On NFS the lock works
+    between hosts, unless the filesystem is mounted with ``nolock`` or ``local_lock``.
 
     Args:
-        file: the lock's file, in a directory that exists. It is made where it is missing.
-        doing: what this process does with the lock, for the error of others: "writing it".
-        refusal: makes the message of the error out of the holder, "process 12 on host h has been writing it since
-            2026-01-31T12:00:00Z".
-        shared: whether others may have the lock as well, if they share it, too.
-        keep: whether the file stays when the lock is given up.
+        file: The file to lock. Its directory must exist. The file is created if it does not exist.
+        doing: A description of what this process does, for the error in other processes: "writing it".
+        refusal: A function that makes the error message out of a description of the holder: "process 12 on host h has
+            been writing it since 2026-01-31T12:00:00Z".
+        shared: Whether other processes can hold the lock too, if they also set ``shared``. Default: False.
+        keep: Whether the file remains after the lock is released. Default: False.
 
     Raises:
-        BlockingIOError: another process has the lock, or another part of this one.
-        OSError: the file cannot be written, or its filesystem has no locks.
+        BlockingIOError: Another process, or another object in this process, holds the lock.
+        OSError: The file cannot be written, or its filesystem has no locks.
     """
 
     def __init__(
@@ -60,19 +66,19 @@ class FileLock:
         deadline = time.monotonic() + _UNKNOWN_HOLDER_S
         while not self._acquire():
             holder, known = _holder(file)
-            # A holder that is not known is only beginning, or has just died.
+            # An unknown holder has just taken the lock and not written its name yet, or has just died.
             if known or time.monotonic() > deadline:
                 raise BlockingIOError(refusal(holder))
             time.sleep(0.01)
 
     def close(self) -> None:
-        """Gives up the lock."""
+        """Releases the lock."""
         descriptor, self._descriptor = self._descriptor, None
         if descriptor is None:
             return
         _held.discard(self)
         try:
-            # Whoever has opened the file by now, and waits for nothing but its lock, finds that the file is gone.
+            # A process that has opened the file and then gets the lock finds that the file is gone, and tries again.
             with suppress(OSError):
                 if self._shared and not _is_alone(descriptor):
                     _write_records(descriptor, [each for each in _records(self._file) if each != self._record])
@@ -93,12 +99,12 @@ class FileLock:
         self.close()
 
     def _acquire(self) -> bool:
-        """Takes the lock if it is free."""
+        """Takes the lock if it is free, and returns whether it was free."""
         while True:
             descriptor = os.open(self._file, os.O_RDWR | os.O_CREAT, 0o666)
             try:
                 fcntl.flock(descriptor, (fcntl.LOCK_SH if self._shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
-                if self._is_at_its_path(descriptor):  # else whoever had it before has removed it
+                if self._is_at_its_path(descriptor):  # Otherwise the previous holder has removed the file: try again.
                     others = _records(self._file) if self._shared else []
                     _write_records(descriptor, [*others, self._record])
                     self._descriptor = descriptor
@@ -122,17 +128,17 @@ class FileLock:
 
     def _forget(self) -> None:
         assert self._descriptor is not None
-        os.close(self._descriptor)  # not unlocked: the parent's is the same lock
+        os.close(self._descriptor)  # The file is not unlocked, because the parent process still holds the same lock.
         self._descriptor = None
 
 
 def lock_file(path: Path) -> Path:
-    """The file that is locked by whoever writes to ``path``."""
+    """Returns the path of the file that a process locks before it writes to ``path``."""
     return path.with_name(f".{path.name}.lock")
 
 
 def path_lock(path: Path) -> FileLock:
-    """The lock of whoever writes to ``path``, which :class:`FileLock` describes."""
+    """Takes the lock of a process that writes to ``path``. See :class:`FileLock`."""
     return FileLock(
         lock_file(path),
         "writing it",
@@ -141,7 +147,7 @@ def path_lock(path: Path) -> FileLock:
 
 
 def _is_alone(descriptor: int) -> bool:
-    """Whether nobody else shares the lock; if somebody does, this process has given it up by asking."""
+    """Returns whether no other process shares the lock. If another process does, this process loses the lock."""
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:
@@ -151,7 +157,7 @@ def _is_alone(descriptor: int) -> bool:
 
 @dataclass(frozen=True)
 class _Record:
-    """A holder, as the file of the lock names it; ``token`` tells the locks of one process apart."""
+    """A line of a lock's file: a holder of the lock. ``token`` distinguishes the locks of one process."""
 
     pid: int
     host: str
@@ -160,19 +166,22 @@ class _Record:
     token: str
 
     def is_alive(self) -> bool:
-        """Whether the process lives, as far as this host can tell."""
+        """Returns whether the process is alive. A process on another host counts as alive."""
         try:
             if self.host == socket.gethostname():
                 os.kill(self.pid, 0)
         except ProcessLookupError:
             return False
         except PermissionError:
-            pass  # another user's
+            pass  # The process belongs to another user.
         return True
 
 
 def _records(file: Path) -> list[_Record]:
-    """The holders, the last one to take the lock last. Those that share it may miss one that came as another left."""
+    """Returns the holders in the order in which they took the lock.
+
+    A shared lock may miss a holder that took the lock at the moment when another one released it.
+    """
     try:
         return [_Record(**json.loads(line)) for line in file.read_bytes().splitlines()]
     except (OSError, ValueError, TypeError):
@@ -186,7 +195,7 @@ def _write_records(descriptor: int, records: Sequence[_Record]) -> None:
 
 
 def _holder(file: Path) -> tuple[str, bool]:
-    """Who holds a lock, in words, and whether that is known."""
+    """Returns a description of the process that holds a lock, and whether that process is known."""
     for each in reversed(_records(file)):
         if each.is_alive():
             return f"process {each.pid} on host {each.host} has been {each.doing} since {each.since}", True
@@ -202,40 +211,33 @@ def _forget_all() -> None:
 os.register_at_fork(after_in_child=_forget_all)
 
 
-_STAGING = re.compile(r"\..+\.saving-[0-9a-f]{12}")
-
-
 def staging_name(path: Path) -> str:
-    """A name beside ``path`` that nobody else uses."""
+    """Returns a new, hidden name in the directory of ``path`` for files that are being written."""
     return f".{path.name}.saving-{secrets.token_hex(6)}"
 
 
 def is_staging(path: Path) -> bool:
-    """Whether :func:`staging_name` has given the name."""
+    """Returns whether the name of ``path`` was made by :func:`staging_name`."""
     return _STAGING.fullmatch(path.name) is not None
 
 
 def leftovers(path: Path) -> Iterator[Path]:
-    """What is beside ``path`` under such names: of dead processes, unless a process has the lock of the path."""
+    """Yields the files and directories that unfinished writes to ``path`` have left.
+
+    If the caller holds the lock of ``path``, the processes that made them are dead.
+    """
     for entry in path.parent.iterdir():
         if entry.name.startswith(f".{path.name}.saving-") and is_staging(entry) and not entry.is_symlink():
             yield entry
 
 
-_BLOCK = 1 << 20
-
-
-class CheckpointError(ValueError):
-    """A checkpoint cannot be used: damaged, incomplete, or of another format; the message names the file."""
-
-
 @dataclass(frozen=True)
 class FileInfo:
-    """Size and checksum of a file.
+    """The size and the checksum of a file.
 
     Args:
-        bytes: its size.
-        xxh3_128: of its bytes, hexadecimal, as ``xxhsum -H2`` prints it.
+        bytes: The file's size in bytes.
+        xxh3_128: The XXH3 checksum of the file's bytes (128 bits), in the hexadecimal form that ``xxhsum -H2`` prints.
     """
 
     bytes: int
@@ -243,29 +245,36 @@ class FileInfo:
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> FileInfo:
-    """Writes a safetensors file that is on the disk when this returns.
+    """Writes a safetensors file and syncs it to the disk.
+
+    Args:
+        path: The file.
+        tensors: The tensors by name. No two of them share memory.
+
+    Returns:
+        The file's size and checksum.
 
     Raises:
-        OSError: it cannot be written.
+        OSError: The file cannot be written.
     """
     try:
         safetensors.torch.save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, path)
-    except SafetensorError as error:  # what it makes of the system's errors
+    except SafetensorError as error:  # safetensors raises it in the place of an OSError.
         code = re.search(r"os error (\d+)", str(error))
         number = int(code[1]) if code else errno.EIO
         raise OSError(number, f"cannot be written: {os.strerror(number)}", os.fspath(path)) from error
-    path.chmod(path.parent.stat().st_mode & 0o666)  # safetensors 0.8 lets nobody else read
+    path.chmod(path.parent.stat().st_mode & 0o666)  # Files of safetensors 0.8 are readable by their owner only.
     with path.open("rb") as file:
         os.fsync(file.fileno())
     return file_info(path)
 
 
 def file_info(path: Path, on_bytes: Callable[[int], object] = lambda count: None) -> FileInfo:
-    """Reads a file through.
+    """Reads a file and returns its size and checksum.
 
     Args:
-        path: the file.
-        on_bytes: called after every block with its size.
+        path: The file.
+        on_bytes: A callback that is called after each block with the block's size in bytes.
     """
     digest = xxhash.xxh3_128()
     block = memoryview(bytearray(_BLOCK))
@@ -279,10 +288,15 @@ def file_info(path: Path, on_bytes: Callable[[int], object] = lambda count: None
 
 
 def check_file(path: Path, expected: FileInfo, on_bytes: Callable[[int], object] = lambda count: None) -> None:
-    """Reads a file through and compares it with what it should be.
+    """Reads a file and compares its size and checksum with the expected ones.
+
+    Args:
+        path: The file.
+        expected: The expected size and checksum.
+        on_bytes: A callback that is called after each block with the block's size in bytes.
 
     Raises:
-        CheckpointError: it is missing, or has another size or other bytes.
+        CheckpointError: The file is missing, or has another size or another checksum.
     """
     try:
         found = file_info(path, on_bytes)
@@ -295,17 +309,21 @@ def check_file(path: Path, expected: FileInfo, on_bytes: Callable[[int], object]
 
 
 def read_tensors(path: Path, expected: FileInfo) -> dict[str, Tensor]:
-    """The tensors of a safetensors file, after :func:`check_file`; they lie in the file until they are touched."""
+    """Checks a safetensors file and returns its tensors. Their memory is mapped from the file.
+
+    Raises:
+        CheckpointError: See :func:`check_file`.
+    """
     check_file(path, expected)
     tensors: dict[str, Tensor] = safetensors.torch.load_file(path)
     return tensors
 
 
 def read_ids(path: Path) -> Tensor:
-    """The ids of a file with rows, which is not checked.
+    """Returns the ids of a file with rows, without a check of the file's checksum.
 
     Raises:
-        CheckpointError: it cannot be read.
+        CheckpointError: The file cannot be read.
     """
     try:
         with safetensors.safe_open(path, framework="pt") as file:
@@ -316,7 +334,7 @@ def read_ids(path: Path) -> Tensor:
 
 
 def sync_directory(path: Path) -> None:
-    """Has the directory's entries on the disk."""
+    """Syncs the entries of a directory to the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -325,11 +343,11 @@ def sync_directory(path: Path) -> None:
 
 
 def make_directory(path: Path) -> None:
-    """Makes a directory and its parents where they are missing, and has the new entries on the disk.
+    """Creates a directory and its parents if they do not exist, and syncs the new entries to the disk.
 
     Raises:
-        NotADirectoryError: there is a file in the way.
-        OSError: it cannot be made.
+        NotADirectoryError: A component of the path is a file.
+        OSError: The directory cannot be created.
     """
     if path.is_dir():
         return
@@ -337,16 +355,17 @@ def make_directory(path: Path) -> None:
     try:
         path.mkdir()
     except FileExistsError:
-        if not path.is_dir():  # else another process was faster
+        if not path.is_dir():  # Otherwise another process has created the directory at the same time.
             raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), os.fspath(path)) from None
     sync_directory(path.parent)
 
 
 def check_path(path: Path) -> None:
-    """Refuses a path that no file can be written to.
+    """Refuses the path of a file that cannot be written.
 
     Raises:
-        FileNotFoundError, IsADirectoryError: the message names it.
+        IsADirectoryError: The path is a directory.
+        FileNotFoundError: The path's parent is not a directory.
     """
     if path.is_dir():
         raise IsADirectoryError(f"{path} is a directory")
@@ -356,17 +375,19 @@ def check_path(path: Path) -> None:
 
 @contextmanager
 def whole_file(path: Path) -> Iterator[Path]:
-    """Yields an empty file beside ``path``, which its body writes, and renames it. The path is locked meanwhile.
+    """Yields the path of an empty file for the body to write, and then renames that file to ``path``.
+
+    ``path`` is locked until the end of the body.
 
     Raises:
-        BlockingIOError: another process is writing to ``path``.
-        OSError: it cannot be written; what was there is there still.
+        BlockingIOError: Another process is writing to ``path``.
+        OSError: The file cannot be written. The file at ``path`` is as it was.
     """
     check_path(path)
     beside = path.with_name(staging_name(path))
     try:
         with path_lock(path):
-            for rest in leftovers(path):  # of dead processes, since this one has the lock
+            for rest in leftovers(path):  # The processes that made them are dead, since this process holds the lock.
                 rest.unlink()
             try:
                 beside.touch()
@@ -374,12 +395,12 @@ def whole_file(path: Path) -> Iterator[Path]:
                 yield beside
                 with beside.open("rb") as file:
                     os.fsync(file.fileno())
-                beside.chmod(mode)  # those of safetensors are their owner's alone
+                beside.chmod(mode)  # Files of safetensors are readable by their owner only.
                 beside.replace(path)
                 sync_directory(path.parent)
             finally:
                 beside.unlink(missing_ok=True)
     except OSError as error:
-        if error.strerror:  # without the hidden file's name
+        if error.strerror:  # The error names the path, not the hidden file.
             raise OSError(error.errno, error.strerror, str(path)) from error
         raise

@@ -1,4 +1,4 @@
-"""A table's rows as loading a chain of checkpoints would give them, read a window at a time, without a table."""
+"""Reads the rows that a chain of checkpoints holds, one window of ids after the other, without a table in memory."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ from torchrec_recstore.optim import state_names
 from torchrec_recstore.store.arguments import among
 
 Columns = tuple[int, int]
-"""The first one, and the one behind the last."""
+"""A range of columns: the first column and the column after the last."""
 
 _WINDOW_BYTES = 16 << 20
-_LEAST_ROWS = 64  # of each run in a window
+_LEAST_ROWS = 64  # The minimum number of rows of each run in a window.
 
 
 def check_files(chain: Iterable[CheckpointInfo], on_bytes: Callable[[int], object] = lambda count: None) -> None:
-    """Compares every file with its checksum.
+    """Compares every file of several checkpoints with its checksum.
 
     Args:
-        chain: checkpoints.
-        on_bytes: called with the number of bytes read since its last call.
+        chain: The metadata of the checkpoints.
+        on_bytes: A callback that is called with the number of bytes read since the last call.
 
     Raises:
-        CheckpointError: a file is missing or damaged; the message names it.
+        CheckpointError: A file is missing or damaged. The message names the file.
     """
     for info in chain:
         for name, file in info.files.items():
@@ -40,39 +40,39 @@ def check_files(chain: Iterable[CheckpointInfo], on_bytes: Callable[[int], objec
 
 
 def tables_named(name: str, chain: Iterable[CheckpointInfo]) -> list[TableInfo]:
-    """What each checkpoint that has the table says of it."""
+    """Returns the table's metadata in each checkpoint that has the table."""
     return [info.tables[name] for info in chain if name in info.tables]
 
 
 def common_columns(tables: Iterable[TableInfo]) -> list[Columns]:
-    """The widest ranges of columns such that no column shard of any of the tables begins or ends within one."""
+    """Returns the widest ranges of columns such that no column shard of a table begins or ends within a range."""
     return list(pairwise(sorted({edge for table in tables for columns in table.columns for edge in columns})))
 
 
 class FoldedTable:
-    """A table of a chain of checkpoints, from its least id to its greatest.
+    """A reader of one table of a chain of checkpoints, in ascending order of the ids.
 
-    It takes the memory of a window; ids stay in their files until they are looked at. Files are to be checked
-    beforehand, by :func:`check_files`.
+    It needs memory for one window of rows, because the files are mapped. The files must have passed
+    :func:`check_files`. Weights have the data type of the last checkpoint.
 
     Args:
-        chain: the full checkpoint first.
-        name: of a table of the last one.
-        columns: what rows are cut into: :func:`common_columns` of the chain's tables, or a finer split. A row-wise
-            state of a shard that is cut is repeated. Weights are of the last checkpoint's data type.
+        chain: The metadata of the checkpoints, the full checkpoint first.
+        name: The name of a table of the last checkpoint.
+        columns: The ranges of columns that the rows are split into: :func:`common_columns` of the chain's tables, or
+            narrower ranges. If a range is a part of a saved column shard, it gets a copy of the row-wise states.
 
     Raises:
-        CheckpointError: checkpoints of the chain differ in what the table is, a file is missing or does not hold what
-            metadata says of it. So does :meth:`take`, also where an id is in several parts of one checkpoint, and
-            where the rows are at an end and their number is not the table's.
+        CheckpointError: The table has different dims or optimizer states in the chain, or a file is missing or does
+            not agree with the metadata. :meth:`take` also raises it if an id is in several parts of one checkpoint, or
+            if the number of all rows differs from the metadata.
     """
 
     def __init__(self, chain: Sequence[CheckpointInfo], name: str, columns: Sequence[Columns]) -> None:
         newest = chain[-1].tables[name]
         self.states = state_names(newest.optimizer)
-        """Of the optimizer."""
+        """The optimizer's states; see :func:`torchrec_recstore.optim.state_names`."""
         self._dtype = getattr(torch, newest.dtype)
-        self._row_bytes = newest.dim * 4 * (1 + len(self.states)) + 24  # at most
+        self._row_bytes = newest.dim * 4 * (1 + len(self.states)) + 24  # The maximum.
         self._runs: list[_Run] = []
         self._removals: list[_Removal] = []
         self._name = name
@@ -85,22 +85,24 @@ class FoldedTable:
             if (table.dim, state_names(table.optimizer)) != (newest.dim, self.states):
                 raise CheckpointError(f"table {name!r} of {info.path} has another dim or optimizer state later on")
             runs = [_Run(info.path, level, blocks, columns, self.states) for blocks in _runs(info.path, name, table)]
-            self._runs = runs + self._runs  # the newest first: of equal ids a stable sort leaves it there
+            self._runs = runs + self._runs  # The newest runs come first: the stable sort in take() keeps them first.
             self._removals.append(_Removal(info.path, level, table))
         self._check_end()
 
     def bound(self) -> int | None:
-        """An id up to which a window of rows is left, about; None where nothing is left."""
+        """Returns an id such that the rows up to it fill about one window; None if no rows are left."""
         rows = max(_LEAST_ROWS, _WINDOW_BYTES // self._row_bytes // max(1, len(self._runs)))
         return min((run.bound(rows) for run in self._runs), default=None)
 
     def take(self, bound: int) -> tuple[Tensor, list[dict[str, Tensor]]]:
-        """The rows that are left with ids up to ``bound``, which is not above :meth:`bound`.
+        """Reads the remaining rows with ids up to ``bound``.
+
+        Args:
+            bound: The greatest id to read. It is not greater than :meth:`bound`.
 
         Returns:
-            ids (N,) int64, ascending, and for each range of columns what
-            :meth:`torchrec_recstore.store.Table.read_rows` of a shard with these columns gives for them. Nothing for
-            any range where nothing is left.
+            ids, (N,) int64, in ascending order, and for each range of columns the rows in the form of
+            :meth:`torchrec_recstore.store.Table.read_rows`. The list is empty if no rows are left.
         """
         if not self._runs:
             return torch.empty(0, dtype=torch.int64), []
@@ -126,7 +128,7 @@ class FoldedTable:
         return ids[kept], shards
 
     def _check_end(self) -> None:
-        """Refuses another number of rows than the table has, when the last one is there."""
+        """Compares the number of rows with the metadata after the last row."""
         newest = self._chain[-1]
         wanted = newest.tables[self._name].rows
         if not self._runs and self._rows != wanted:
@@ -135,14 +137,20 @@ class FoldedTable:
             )
 
     def _check_once(self, ids: Tensor, levels: Tensor, others: Tensor) -> None:
-        """Refuses an id that is in two parts of one checkpoint."""
+        """Refuses an id that is in several parts of one checkpoint.
+
+        Args:
+            ids: (N,) int64. The ids that occur more than once.
+            levels: (N,) int64. The position in the chain of each id's checkpoint.
+            others: (N,) int64. The position of the checkpoint of the previous row, which has the same id.
+        """
         for place in (levels == others).nonzero().flatten().tolist():
             path = self._chain[int(levels[place])].path
             raise CheckpointError(f"table {self._name!r} of {path} has the id {int(ids[place])} in several parts")
 
 
 class _Run:
-    """Rows of one checkpoint whose ids ascend over several parts, each of which is a file for every column shard."""
+    """A sequence of parts of one checkpoint with ascending ids. Each part has one file for each column shard."""
 
     def __init__(
         self,
@@ -206,7 +214,7 @@ class _Run:
 
 
 class _Removal:
-    """Which rows of older checkpoints are no longer there in a newer one."""
+    """The ids that a delta removes from the older checkpoints of its chain."""
 
     def __init__(self, directory: Path, level: int, table: TableInfo) -> None:
         self.level = level
@@ -216,7 +224,7 @@ class _Removal:
             check_ids(directory / part.file, part, ids)
 
     def stays(self, ids: Tensor) -> Tensor:
-        """Which of ``ids``, (N,), ascending, are not removed: (N,) bool."""
+        """Returns whether each id remains: (N,) bool for (N,) ids in ascending order."""
         listed = torch.zeros_like(ids, dtype=torch.bool)
         for first, last, part in self._listed:
             if len(ids) and first <= ids[-1] and ids[0] <= last:
@@ -226,10 +234,10 @@ class _Removal:
 
 
 def _runs(directory: Path, name: str, table: TableInfo) -> list[list[list[PartInfo]]]:
-    """Parts of the same rows together, and these by rank, ascending.
+    """Groups the parts that hold the same rows, and returns these groups by rank, in ascending order of the ids.
 
     Raises:
-        CheckpointError: there is not a part for each column shard.
+        CheckpointError: A column shard has no part for some rows.
     """
     blocks: dict[tuple[int, int, int], list[PartInfo]] = defaultdict(list)
     for part in table.parts:
@@ -237,7 +245,7 @@ def _runs(directory: Path, name: str, table: TableInfo) -> list[list[list[PartIn
     runs: dict[int, list[list[PartInfo]]] = defaultdict(list)
     for _, block in sorted(blocks.items()):
         if sorted(part.columns for part in block) != sorted(table.columns):
-            raise CheckpointError(f"{directory}: table {name!r} has not a part of each column shard for the same rows")
+            raise CheckpointError(f"{directory}: table {name!r} has no part of a column shard for some rows")
         runs[min(block, key=lambda part: part.columns).rank].append(block)
     return list(runs.values())
 

@@ -1,4 +1,4 @@
-"""The metadata of a checkpoint, ``metadata.json``, and checks of its consistency.
+"""Reads, writes and checks the metadata of a checkpoint, ``metadata.json``.
 
 docs/checkpoint.md describes the format.
 """
@@ -35,20 +35,24 @@ _NO_CHECKSUM = b"0" * 32
 _DOCUMENT = (
     "format", "version", "step", "world_size", "delta_of", "tables", "dense", "training_state", "files", "checksum",
 )  # fmt: skip
+
+DTYPES = ("float32", "float16", "bfloat16")
+"""The data types that weights can have."""
+
 _Entry = TypeVar("_Entry")
 
 
 @dataclass(frozen=True)
 class PartInfo:
-    """A file with rows of one shard, ids ascending, or with ids alone.
+    """A file that holds ids of one shard in ascending order, with their rows or without.
 
     Args:
-        file: its name.
-        rank: of the shard.
-        columns: first column of the shard, and the one behind its last.
-        rows: how many.
-        first_id: the least.
-        last_id: the greatest.
+        file: The file's name.
+        rank: The rank of the shard.
+        columns: The first column of the shard and the column after its last.
+        rows: The number of ids.
+        first_id: The smallest id.
+        last_id: The greatest id.
     """
 
     file: str
@@ -61,14 +65,15 @@ class PartInfo:
 
 @dataclass(frozen=True)
 class SightingsInfo:
-    """A file with what a shard's admission has counted.
+    """A file with the sightings that a shard's admission has counted.
 
-    It has the tensors ``position`` (n,) int64, of the flattened cells that are not 0, and ``count`` (n,) uint8.
+    The counter is a (2, 4, N) uint8 tensor. The file has two tensors: ``position``, (n,) int64, the positions of the
+    cells that are not 0 in the flattened counter; and ``count``, (n,) uint8, their counts.
 
     Args:
-        file: its name.
-        cells: N of the counter's cells (2, 4, N).
-        taken: sightings of the present generation.
+        file: The file's name.
+        cells: N, the number of cells in each row of the counter.
+        taken: The number of sightings in the present generation.
     """
 
     file: str
@@ -78,22 +83,23 @@ class SightingsInfo:
 
 @dataclass(frozen=True)
 class TableInfo:
-    """A table in a checkpoint.
+    """The metadata of a table in a checkpoint.
 
     Args:
-        dim: columns of the whole table.
-        dtype: of the weights: ``"float32"``, ``"float16"`` or ``"bfloat16"``.
-        optimizer: with its numbers as they were given; a schedule's learning rate is the schedule's to save.
-        options: of the table, without its cold store: where rows lay is nothing that they have to go back to.
-        rows: of the whole table when it was saved.
-        steps: training lookups, which a row's ``last_step`` refers to.
-        optimizer_steps: updates, which the bias correction of Adam and LAMB counts.
-        columns: where each column shard begins and ends.
-        parts: of the rows that the checkpoint holds: all of them, or those that changed since ``delta_of``.
-        removal: which ids the parts in ``removed`` list: those that ``"left"`` since ``delta_of``, or those that
-            ``"stay"`` of the rows that it had.
-        removed: files with ids alone; empty where nothing left.
-        sightings: what admission has counted, by shards; in a delta too, all of it.
+        dim: The number of columns of the whole table.
+        dtype: The data type of the weights: ``"float32"``, ``"float16"`` or ``"bfloat16"``.
+        optimizer: The optimizer with the numbers that it was created with. The learning rate that a scheduler has set
+            is part of the scheduler's state.
+        options: The table's options without its cold store, because rows can be loaded into any cold store.
+        rows: The number of rows of the whole table when it was saved.
+        steps: The number of training lookups. A row's ``last_step`` refers to it.
+        optimizer_steps: The number of updates. The bias correction of Adam and LAMB uses it.
+        columns: For each column shard, its first column and the column after its last.
+        parts: The files with rows: with all rows, or in a delta with the rows that have changed since ``delta_of``.
+        removal: The ids that the files in ``removed`` list: the ids that have left since ``delta_of`` (``"left"``), or
+            all ids that the table has at the delta (``"stay"``).
+        removed: The files with ids and no rows. Empty if no id left.
+        sightings: The files with the counts of admission, one for each shard. A delta has all counts, too.
     """
 
     dim: int
@@ -112,11 +118,11 @@ class TableInfo:
 
 @dataclass(frozen=True)
 class DeltaOf:
-    """The checkpoint that a delta is to be put on top of.
+    """A reference from a delta to its base, the checkpoint that is loaded before the delta.
 
     Args:
-        path: from the delta's parent directory.
-        checksum: of its metadata.
+        path: The path of the base, relative to the delta's parent directory.
+        checksum: The checksum of the base's metadata.
     """
 
     path: str
@@ -125,18 +131,18 @@ class DeltaOf:
 
 @dataclass(frozen=True)
 class CheckpointInfo:
-    """What a checkpoint holds.
+    """The metadata of a checkpoint.
 
     Args:
-        path: its directory.
-        step: training steps of the table that has done most.
-        world_size: ranks that wrote it.
-        tables: by name.
-        files: every file but ``metadata.json``, by name.
-        dense: names of the model's other tensors.
-        delta_of: what it is a delta of; None for a full one.
-        training_state: what the caller saved beside the model.
-        checksum: of ``metadata.json``, and so of everything.
+        path: The checkpoint's directory.
+        step: The greatest number of training steps of a table.
+        world_size: The number of ranks that wrote the checkpoint.
+        tables: The metadata of the tables by name.
+        files: The sizes and checksums of all files but ``metadata.json``, by name.
+        dense: The names of the model's other tensors.
+        delta_of: The base of a delta. None for a full checkpoint.
+        training_state: The training state that was saved with the model.
+        checksum: The checksum of ``metadata.json``, which contains the checksums of all other files.
     """
 
     path: Path
@@ -151,22 +157,17 @@ class CheckpointInfo:
 
     @property
     def bytes(self) -> int:
-        """Of all files but ``metadata.json``."""
+        """The size of all files but ``metadata.json`` in bytes."""
         return sum(file.bytes for file in self.files.values())
 
     @property
     def base(self) -> Path | None:
-        """Where the checkpoint that this is a delta of should lie."""
+        """The path of a delta's base; None for a full checkpoint."""
         return None if self.delta_of is None else Path(os.path.normpath(self.path.parent / self.delta_of.path))
 
 
-def metadata_bytes(info: CheckpointInfo, training_state: Any) -> tuple[bytes, str]:
-    """``metadata.json``, and its checksum.
-
-    Args:
-        info: all but path, training state and checksum is written.
-        training_state: as :func:`torchrec_recstore.encoding.encode` gives it.
-    """
+def _metadata_bytes(info: CheckpointInfo, training_state: Any) -> tuple[bytes, str]:
+    """Returns the bytes of ``metadata.json`` and their checksum."""
     tables = {
         name: {
             **asdict(table),
@@ -193,20 +194,20 @@ def metadata_bytes(info: CheckpointInfo, training_state: Any) -> tuple[bytes, st
 
 
 def write_metadata(directory: Path, info: CheckpointInfo, training_state: Any) -> str:
-    """Writes ``metadata.json``, which is on the disk when this returns.
+    """Writes ``metadata.json`` and syncs it to the disk.
 
     Args:
-        directory: where.
-        info: as for :func:`metadata_bytes`.
-        training_state: likewise.
+        directory: The checkpoint's directory.
+        info: The metadata. Its path, its training state and its checksum are not written.
+        training_state: The result of :func:`torchrec_recstore.encoding.encode` for the training state.
 
     Returns:
-        Its checksum.
+        The checksum of the file.
 
     Raises:
-        OSError: it cannot be written.
+        OSError: The file cannot be written.
     """
-    text, checksum = metadata_bytes(info, training_state)
+    text, checksum = _metadata_bytes(info, training_state)
     with (directory / METADATA).open("wb") as file:
         file.write(text)
         file.flush()
@@ -215,17 +216,19 @@ def write_metadata(directory: Path, info: CheckpointInfo, training_state: Any) -
 
 
 def read_info(path: str | Path) -> CheckpointInfo:
-    """Reads what a checkpoint says of itself, and its training state; rows are left alone.
+    """Reads the metadata and the training state of a checkpoint. Files with rows are not read.
 
     Args:
-        path: the checkpoint's directory.
+        path: The checkpoint's directory.
+
+    Returns:
+        The checkpoint's metadata.
 
     Raises:
-        FileNotFoundError: there is no checkpoint.
-        CheckpointError: its metadata is damaged, of a format that this version does not know, or does not hold
-            together.
+        FileNotFoundError: There is no checkpoint at ``path``.
+        CheckpointError: The metadata is damaged or inconsistent, or has a format that this version does not know.
     """
-    path = Path(os.path.realpath(path))  # so that a chain holds together whatever links it is reached by
+    path = Path(os.path.realpath(path))  # The path of a base is relative to the directory itself, not to a link.
     file = path / METADATA
     if not file.is_file():
         reason = f"it has no {METADATA}" if path.exists() else "no such directory"
@@ -251,7 +254,7 @@ def read_info(path: str | Path) -> CheckpointInfo:
         raise
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(f"{file}: {error}") from error
-    check_info(info, {DENSE: bool(info.dense), TRAINING_STATE: TRAINING_STATE in info.files})
+    _check_info(info, {DENSE: bool(info.dense), TRAINING_STATE: TRAINING_STATE in info.files})
     return info
 
 
@@ -274,10 +277,14 @@ def _info(path: Path, document: dict[str, Any], checksum: str) -> CheckpointInfo
 
 
 def read_chain(path: str | Path) -> list[CheckpointInfo]:
-    """A checkpoint and all that it is a delta of, the full one first.
+    """Reads the metadata of a chain: of a full checkpoint, the deltas of it, and the checkpoint at ``path``, in order.
+
+    Args:
+        path: The directory of the last checkpoint of the chain. A full checkpoint is a chain of one.
 
     Raises:
-        FileNotFoundError, CheckpointError: as :func:`read_info`; one of the chain is missing or another one.
+        FileNotFoundError: There is no checkpoint at ``path``, or the base of a delta is missing.
+        CheckpointError: The base of a delta has been replaced. See :func:`read_info` for other errors.
     """
     chain = [read_info(path)]
     while (delta_of := chain[-1].delta_of) is not None:
@@ -293,7 +300,10 @@ def read_chain(path: str | Path) -> list[CheckpointInfo]:
 
 
 def _checksum(text: bytes) -> str | None:
-    """The checksum that a metadata file names, if it is that of the file with zeros in its place."""
+    """Returns the checksum in a metadata file, or None if the checksum is wrong.
+
+    The checksum is computed on the file with zeros in the place of the checksum.
+    """
     found = _CHECKSUM.search(text)
     if found is None:
         return None
@@ -326,19 +336,15 @@ def _entry(where: str, kind: type[_Entry], entry: dict[str, Any]) -> _Entry:
     return kind(**entry)
 
 
-DTYPES = ("float32", "float16", "bfloat16")
-"""Data types of weights."""
-
-
-def check_info(info: CheckpointInfo, own_files: Mapping[str, bool]) -> None:
-    """Compares what metadata says of the files, of the tables and of their parts.
+def _check_info(info: CheckpointInfo, own_files: Mapping[str, bool]) -> None:
+    """Checks that the metadata of the files, of the tables and of the parts agree.
 
     Args:
-        info: as it was read.
-        own_files: names of the files that belong to no table, and whether the checkpoint must have them.
+        info: The metadata that was read.
+        own_files: The names of the files that belong to no table, and whether the checkpoint must have them.
 
     Raises:
-        CheckpointError: two of these do not fit; the message names the table or the file.
+        CheckpointError: The metadata is inconsistent. The message names the table or the file.
     """
     named = Counter(name for name, needed in own_files.items() if needed)
     for table in info.tables.values():
@@ -393,12 +399,12 @@ def _of(parts: Iterable[PartInfo], columns: tuple[int, int]) -> list[PartInfo]:
 
 
 def _block(part: PartInfo) -> tuple[int, int, int]:
-    """What the parts of the column shards have in common that hold the same rows."""
+    """Returns a key that is equal for the parts of different column shards that hold the same rows."""
     return part.first_id, part.last_id, part.rows
 
 
 def _check_ranges(table_name: str, parts: Sequence[PartInfo]) -> None:
-    """Parts of one shard are cut out of its ascending ids."""
+    """Checks that the ranges of ids of a shard's parts do not overlap."""
     for shard in sorted({(part.rank, part.columns) for part in parts}):
         of_shard = [part for part in parts if (part.rank, part.columns) == shard]
         for one, other in pairwise(sorted(of_shard, key=_block)):
@@ -407,10 +413,10 @@ def _check_ranges(table_name: str, parts: Sequence[PartInfo]) -> None:
 
 
 def check_ids(path: Path, part: PartInfo, ids: Tensor) -> None:
-    """Compares a file's ids with what metadata says of them.
+    """Compares a file's ids with the metadata of the part.
 
     Raises:
-        CheckpointError: their number, the first or the last one is another, or they do not ascend.
+        CheckpointError: The number of ids, the first or the last id differs, or the ids are not in ascending order.
     """
     if ids.dtype != torch.int64 or ids.dim() != 1 or len(ids) != part.rows:
         raise CheckpointError(f"{path} has ids of shape {tuple(ids.shape)}, and metadata.json says {part.rows}")
@@ -419,16 +425,16 @@ def check_ids(path: Path, part: PartInfo, ids: Tensor) -> None:
 
 
 def check_shapes(path: Path, part: PartInfo, states: Mapping[str, str], shapes: Mapping[str, Sequence[int]]) -> None:
-    """Compares the shapes of a file's rows with what metadata says of them.
+    """Compares the shapes of a file's tensors with the metadata of the part.
 
     Args:
-        path: the file.
-        part: what metadata says.
-        states: of the optimizer, see :func:`torchrec_recstore.optim.state_names`.
-        shapes: of the file's tensors but ``ids``.
+        path: The file.
+        part: The metadata of the part.
+        states: The optimizer's states; see :func:`torchrec_recstore.optim.state_names`.
+        shapes: The shapes of the file's tensors except ``ids``, by name.
 
     Raises:
-        CheckpointError: a tensor is missing, unknown or of another shape.
+        CheckpointError: A tensor is missing, unknown or of another shape.
     """
     begin, end = part.columns
     whole = {"weight", *(name for name, kind in states.items() if kind == "element")}
@@ -436,4 +442,4 @@ def check_shapes(path: Path, part: PartInfo, states: Mapping[str, str], shapes: 
     wanted = {name: [part.rows, end - begin] if name in whole else [part.rows] for name in names}
     found = {name: list(shape) for name, shape in shapes.items()}
     if found != wanted:
-        raise CheckpointError(f"{path} has tensors of the shapes {found}, and the table's rows are {wanted}")
+        raise CheckpointError(f"{path} has tensors of the shapes {found} instead of {wanted}")

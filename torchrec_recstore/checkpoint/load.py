@@ -1,4 +1,4 @@
-"""Loading a checkpoint: its rows are streamed into new tables, which take the model's place when all is well."""
+"""Loads a checkpoint: reads its rows into new tables, which replace the model's when every rank has succeeded."""
 
 from __future__ import annotations
 
@@ -31,32 +31,35 @@ from torchrec_recstore.store import Table
 def load_checkpoint(
     model: nn.Module, path: str | Path, *, strict: bool = True, progress: Progress | None = None
 ) -> CheckpointInfo:
-    """Loads what ``save_checkpoint`` wrote, at any world size and with any plan. Collective.
+    """Loads a checkpoint that ``save_checkpoint`` wrote, at any world size and with any sharding plan. Collective.
 
-    The model then holds the checkpoint's rows and no others. Those that a table with ``max_rows`` has no room for go to
-    its cold store, whichever that is, and without one it keeps those that its eviction would keep. All of it is read
-    and checked before anything changes: while it is read, the model's old rows are still there, beside the new ones.
+    Afterwards the model holds the rows of the checkpoint and no other rows. If the rows of a table exceed its
+    ``max_rows``, the excess rows are written to the table's cold store, and a table without a cold store keeps the rows
+    that its eviction policy would keep. The whole checkpoint is read and checked before the model changes. Until then
+    the old rows and the new rows are both in memory.
 
     Args:
-        model: ``DistributedModelParallel``, or anything that contains sharded modules.
-        path: the checkpoint's directory. Those that it is a delta of must be where they were, relative to it.
-        strict: whether the checkpoint and the model must have the same RecStore tables and other tensors. Otherwise
-            what only one of them has is left alone, and so are the rows of a table with a shared cold store: it takes
-            the checkpoint's clocks.
-        progress: called after every part of 32 MB with the rows read and the rows of all, for this rank's shards;
-            those of a part that other ranks' shards own count too.
+        model: ``DistributedModelParallel``, or any module that contains sharded modules.
+        path: The checkpoint's directory. The base of a delta must be at the same path relative to the delta as when
+            the delta was saved.
+        strict: Whether the checkpoint and the model must have the same RecStore tables and the same other tensors. If
+            False, tables and tensors that only one of them has are ignored, and a table with a shared cold store keeps
+            its rows and loads only its step counts. Default: True.
+        progress: A callback that is called after each part of 32 MB with two arguments: the number of rows that are
+            read, and the number of all rows in the parts that this rank reads. Both include rows of other ranks'
+            shards.
 
     Returns:
-        What was loaded, ``training_state`` included.
+        The checkpoint's metadata, which includes ``training_state``.
 
     Raises:
-        FileNotFoundError: there is no checkpoint, or one is missing that it is a delta of.
-        CheckpointError: a file is missing or damaged, files do not hold what metadata says of them, or the format is
-            another version's.
-        ValueError: the model does not fit: a missing or unknown table, another dim, another optimizer's state, another
-            shape of a dense tensor; a save of the model is still being written.
-        MemoryError: there is no room for the rows.
-        ColdStoreError: a cold store fails. All of these on every rank, with nothing changed.
+        FileNotFoundError: There is no checkpoint at ``path``, or the base of a delta is missing.
+        CheckpointError: A file is missing or damaged, the files do not agree with the metadata, or the format is that
+            of another version.
+        ValueError: The model does not fit: a table is missing or unknown, or has another dim or another optimizer
+            state; a dense tensor has another shape; or a save of the model is still being written.
+        MemoryError: There is no memory for the rows.
+        ColdStoreError: A cold store fails. All of these errors are raised on every rank, and the model is unchanged.
     """
     env = whole_environment()
     loaded: list[tuple[Table, Table]] = []
@@ -69,7 +72,7 @@ def load_checkpoint(
         own = dense_tensors(model, tables)
         dense = read_tensors(info.path / DENSE, info.files[DENSE]) if DENSE in info.files else {}
         check_dense(dense, own, strict=strict)
-        for base in chain[:-1]:  # whose dense tensors are not used, but all of a chain is checked
+        for base in chain[:-1]:  # The dense tensors of a base are not used, but every file of a chain is checked.
             if env.rank == 0 and DENSE in base.files:
                 check_file(base.path / DENSE, base.files[DENSE])
         present, left_alone = _present(tables, info, strict=strict)
@@ -93,9 +96,9 @@ def load_checkpoint(
 
 
 def _as_saved(tables: Sequence[ModelTable], info: CheckpointInfo) -> list[ModelTable]:
-    """The tables under the names that the checkpoint has for them.
+    """Returns the tables with the names that they have in the checkpoint.
 
-    A model with more or fewer tables of a name may have saved it: such a table is known by its full name.
+    A table has its full name in a checkpoint if the model that saved it had several tables of that name.
     """
     return [
         replace(table, name=table.full_name)
@@ -108,7 +111,7 @@ def _as_saved(tables: Sequence[ModelTable], info: CheckpointInfo) -> list[ModelT
 def _present(
     tables: Sequence[ModelTable], info: CheckpointInfo, *, strict: bool
 ) -> tuple[list[ModelTable], list[ModelTable]]:
-    """The tables whose rows are loaded, and those whose rows are in the checkpoint and stay as they are."""
+    """Returns the tables whose rows are loaded, and the tables with a shared cold store, which keep their rows."""
     present = [table for table in tables if table.name in info.tables]
     shared = [table for table in present if is_shared(table.state.options.cold_store)]
     if shared and strict:
@@ -131,11 +134,11 @@ def _check_rows(
     loaded: Sequence[Table],
     env: ShardingEnv,
 ) -> None:
-    """Refuses rows that are not those that the checkpoint says, all ranks' together. Collective."""
+    """Refuses the loaded rows if their number on all ranks differs from the metadata. Collective."""
     held: list[tuple[str, int | None]] = [
         (name, held_rows(fresh))
         for (name, _), fresh in zip(shards, loaded, strict=True)
-        if fresh.columns.start == 0  # the other column shards hold the same ids
+        if fresh.columns.start == 0  # All column shards hold the same ids: one of them is counted.
     ]
     everywhere = [each for of_rank in all_gathered(held, env) for each in of_rank]
     with refused_together(env):
@@ -152,8 +155,8 @@ def _check_tables(info: CheckpointInfo, tables: Sequence[ModelTable], *, strict:
         )
     for unknown in sorted(info.tables.keys() - names if strict else ()):
         raise ValueError(
-            f"the model has no RecStore table {unknown!r}, the checkpoint {info.path} has it: strict=False passes it "
-            "over"
+            f"the model has no RecStore table {unknown!r}, which the checkpoint {info.path} has: strict=False ignores "
+            "the checkpoint's table"
         )
     for table in tables:
         saved = info.tables.get(table.name)

@@ -1,8 +1,8 @@
-"""Reading the rows of a chain of checkpoints into shards."""
+"""Reads the rows of a chain of checkpoints into shards."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TypeVar, cast
@@ -13,17 +13,23 @@ from torch import Tensor
 from torchrec_recstore.checkpoint.files import CheckpointError, read_ids, read_tensors
 from torchrec_recstore.checkpoint.fold import FoldedTable
 from torchrec_recstore.checkpoint.info import CheckpointInfo, PartInfo, TableInfo, check_ids, check_shapes
-from torchrec_recstore.checkpoint.writer import joined_rows, load_sightings
 from torchrec_recstore.optim import Optimizer, state_names
 from torchrec_recstore.store import Table, write_all
 from torchrec_recstore.store.arguments import among
+from torchrec_recstore.store.snapshot import column_weighted_mean
+
+Owned = Callable[[Tensor], Tensor]
+"""A function from (N,) int64 ids to (N,) bool: whether each id belongs to a shard."""
+
+_T = TypeVar("_T")
+_GENERATIONS, _ROWS = 2, 4  # The shape of the admission's counter in csrc/sightings.h.
 
 
 def check_replaceable(tables: Iterable[Table]) -> None:
     """Refuses tables whose rows are being written to a checkpoint.
 
     Raises:
-        ValueError: there is one.
+        ValueError: A table is being saved.
     """
     for table in tables:
         if table.is_being_saved:
@@ -31,48 +37,45 @@ def check_replaceable(tables: Iterable[Table]) -> None:
 
 
 def exchange_all(pairs: Iterable[tuple[Table, Table]]) -> None:
-    """Gives each first table the rows of the second, which is closed; they have passed :func:`check_replaceable`."""
+    """Replaces the rows of the first table of each pair by those of the second, and closes the second.
+
+    The first tables have passed :func:`check_replaceable`.
+    """
     for table, fresh in pairs:
         table.exchange_rows(fresh)
         fresh.close()
 
 
-_T = TypeVar("_T")
-
-Owned = Callable[[Tensor], Tensor]
-"""(N,) int64 ids -> (N,) bool: which of them belong to a shard."""
-
-
-def check_fits(name: str, saved: TableInfo, path: Path, dim: int, optimizer: Optimizer, whose: str) -> None:
-    """Refuses a saved table whose rows another one cannot hold.
+def check_fits(name: str, saved: TableInfo, path: Path, dim: int, optimizer: Optimizer, owner: str) -> None:
+    """Refuses a saved table if its rows do not fit the table that would receive them.
 
     Args:
-        name: of the table.
-        saved: in a checkpoint.
-        path: of that.
-        dim: of the table that is to get the rows.
-        optimizer: likewise.
-        whose: that table is, for messages.
+        name: The table's name.
+        saved: The table's metadata in the checkpoint.
+        path: The checkpoint's directory.
+        dim: The dim of the table that would receive the rows.
+        optimizer: The optimizer of the table that would receive the rows.
+        owner: The owner of that table, for error messages: "the model".
 
     Raises:
-        ValueError: another dim, or another optimizer's state.
+        ValueError: The dim or the tensors of the optimizer's state differ.
     """
     if saved.dim != dim:
-        raise ValueError(f"table {name!r} has dim {saved.dim} in the checkpoint {path}, {dim} in {whose}")
+        raise ValueError(f"table {name!r} has dim {saved.dim} in the checkpoint {path}, {dim} in {owner}")
     if state_names(saved.optimizer) != state_names(optimizer):
         raise ValueError(
             f"table {name!r} was saved with the optimizer {saved.optimizer}, "
-            f"whose state does not fit {whose}'s {optimizer}"
+            f"whose state does not fit {owner}'s {optimizer}"
         )
 
 
 def rows_to_read(chain: Sequence[CheckpointInfo], name: str, columns: range) -> int:
-    """How many rows :func:`load_rows` tells of in all.
+    """Returns the number of rows that :func:`load_rows` reports in all.
 
     Args:
-        chain: as :func:`torchrec_recstore.checkpoint.info.read_chain` gives it.
-        name: of the table.
-        columns: of the shard.
+        chain: The result of :func:`torchrec_recstore.checkpoint.info.read_chain`.
+        name: The table's name.
+        columns: The columns of the shard.
     """
     contents = [info.tables[name] for info in chain if name in info.tables]
     return sum(part.rows for each in contents for part in each.parts if part.columns == _covering(each, columns)[0])
@@ -85,42 +88,43 @@ def load_rows(
     owned: Owned | None = None,
     on_rows: Callable[[int], object] = lambda count: None,
 ) -> None:
-    """Streams a table's rows into an empty shard, from a full checkpoint and the deltas on top of it.
+    """Reads a table's rows from a full checkpoint and its deltas into an empty shard, part by part.
 
-    Rows of another data type are converted: exactly to float32, else rounded to nearest.
+    Rows of another data type are converted: exactly to float32, otherwise rounded to nearest.
 
     Args:
-        table: the shard, whose columns are taken.
-        name: of the table in the checkpoints.
-        chain: as :func:`torchrec_recstore.checkpoint.info.read_chain` gives it.
-        owned: which ids belong to the shard; None for all.
-        on_rows: called after every part with its rows, those of other shards too.
+        table: The shard. It receives its own columns of the rows.
+        name: The table's name in the checkpoints.
+        chain: The result of :func:`torchrec_recstore.checkpoint.info.read_chain`.
+        owned: A function that selects the ids that belong to the shard. None: all ids do.
+        on_rows: A callback that is called after each part with the part's number of rows, which includes rows of other
+            shards.
 
     Raises:
-        CheckpointError: a file is missing or damaged.
-        MemoryError: no room.
+        CheckpointError: A file is missing or damaged.
+        MemoryError: There is no memory for the rows.
     """
     last = chain[-1].tables[name]
-    table.steps = last.steps  # first: by it eviction tells how old rows are
+    table.steps = last.steps  # This comes first: eviction computes the age of the rows from it.
     for info in chain:
         if name not in info.tables:
-            continue  # the table is newer than that checkpoint
+            continue  # The table was added after this checkpoint was saved.
         contents = info.tables[name]
         _remove_rows(table, contents, info)
         for count, (ids, rows) in _one_ahead(_rows_of(contents, info, table.columns, owned)):
             if len(ids):
                 if rows["weight"].dtype is not table.dtype:
-                    rows["weight"] = rows["weight"].float()  # which any table takes, and rounds to its own type
+                    rows["weight"] = rows["weight"].float()  # Every table accepts float32 and rounds to its own type.
                 write_all(table, ids, rows)
             on_rows(count)
     table.optimizer_steps = last.optimizer_steps
-    load_sightings(table, chain, name)
+    _load_sightings(table, chain, name)
 
 
 def _rows_of(
     contents: TableInfo, info: CheckpointInfo, columns: range, owned: Owned | None
 ) -> Iterator[tuple[int, tuple[Tensor, dict[str, Tensor]]]]:
-    """Part by part: its rows of all shards, and ids and rows of this one."""
+    """Yields for each part its number of rows, and the ids and rows of the part that belong to the shard."""
     states = state_names(contents.optimizer)
     covering = _covering(contents, columns)
     for part in contents.parts:
@@ -128,7 +132,8 @@ def _rows_of(
             continue
         mine: Tensor | None = None
         if owned is not None:
-            # The ids are not checked yet: were one damaged, another shard would own it, and find that.
+            # The ids are not checked yet. If an id is damaged, the shard that owns the damaged id reads the file too
+            # and finds the damage.
             mine = owned(read_ids(info.path / part.file))
             if not mine.any():
                 yield part.rows, (torch.empty(0, dtype=torch.int64), {})
@@ -149,16 +154,16 @@ def _rows_of(
             keep = mine.nonzero().squeeze(1)
             ids = ids[keep]
             pieces = [(c, {key: value[keep] for key, value in rows.items()}) for c, rows in pieces]
-        yield part.rows, (ids, joined_rows(pieces, columns, states))
+        yield part.rows, (ids, _joined_rows(pieces, columns, states))
 
 
 def _covering(contents: TableInfo, columns: range) -> list[tuple[int, int]]:
-    """The column shards that hold some of the columns, ascending."""
+    """Returns the column shards that hold some of the columns, in ascending order."""
     return [c for c in contents.columns if c[0] < columns.stop and c[1] > columns.start]
 
 
 def _one_ahead(items: Iterator[_T]) -> Iterator[_T]:
-    """The items, of which the next is made in another thread while one is used."""
+    """Yields the items. Another thread makes the next item while the caller uses the current one."""
     end = object()
     with ThreadPoolExecutor(1, "checkpoint-files") as thread:
         coming = thread.submit(next, items, end)
@@ -168,7 +173,7 @@ def _one_ahead(items: Iterator[_T]) -> Iterator[_T]:
 
 
 def _same_rows(contents: TableInfo, part: PartInfo, columns: tuple[int, int], info: CheckpointInfo) -> PartInfo:
-    """The part of another column shard that holds the same ids."""
+    """Returns the part of the column shard ``columns`` that holds the same ids as ``part``."""
     wanted = (part.first_id, part.last_id, part.rows)
     for other in contents.parts:
         if other.columns == columns and (other.first_id, other.last_id, other.rows) == wanted:
@@ -177,7 +182,7 @@ def _same_rows(contents: TableInfo, part: PartInfo, columns: tuple[int, int], in
 
 
 def _remove_rows(table: Table, contents: TableInfo, info: CheckpointInfo) -> None:
-    """Forgets the ids that left before a delta was saved."""
+    """Removes the ids that left the table between the base of a delta and the delta."""
     if info.delta_of is None:
         return
     if contents.removal == "left":
@@ -192,7 +197,7 @@ def _remove_rows(table: Table, contents: TableInfo, info: CheckpointInfo) -> Non
 
 
 def _listed(info: CheckpointInfo, part: PartInfo) -> Tensor:
-    """The ids of a file that has ids alone."""
+    """Returns the ids of a file that holds no rows."""
     path = info.path / part.file
     ids = read_tensors(path, info.files[part.file]).get("ids", torch.empty(0))
     check_ids(path, part, ids)
@@ -200,23 +205,24 @@ def _listed(info: CheckpointInfo, part: PartInfo) -> Tensor:
 
 
 def held_rows(table: Table) -> int | None:
-    """How many rows :func:`load_rows` has given a shard; None where some did not stay, for want of room."""
+    """Returns the number of rows of a shard after :func:`load_rows`; None if the shard had no room for some of them."""
     return None if table.stats().evicted and table.options.cold_store is None else len(table)
 
 
 def check_rows(chain: Sequence[CheckpointInfo], name: str, held: int | None) -> None:
-    """Compares the rows that were loaded with what the checkpoint says of the table.
+    """Compares the number of loaded rows with the number in the table's metadata.
 
-    A part that is left out, or that holds ids of another part, is found by the number of rows. Which ids these are is
-    found by reading all ids.
+    A part that is missing, or that holds ids of another part, changes the number of rows. In this case all ids are read
+    again to find the id that is in several parts.
 
     Args:
-        chain: as for :func:`load_rows`.
-        name: of the table.
-        held: rows of all shards that hold its first column; None where some did not stay.
+        chain: The chain of checkpoints; see :func:`load_rows`.
+        name: The table's name.
+        held: The number of rows in all shards that hold the table's first column. None if a shard had no room for some
+            of its rows.
 
     Raises:
-        CheckpointError: the numbers differ, or an id is in several parts.
+        CheckpointError: The numbers differ, or an id is in several parts.
     """
     wanted = chain[-1].tables[name].rows
     if held == wanted:
@@ -228,3 +234,73 @@ def check_rows(chain: Sequence[CheckpointInfo], name: str, held: int | None) -> 
         raise CheckpointError(
             f"table {name!r} of {chain[-1].path} has {held} rows when loaded, and should have {wanted}"
         )
+
+
+def _joined_rows(
+    pieces: Sequence[tuple[range, dict[str, Tensor]]], columns: range, states: Mapping[str, str]
+) -> dict[str, Tensor]:
+    """Returns the rows of a shard, made of the rows of the saved column shards that cover it.
+
+    A row-wise state is the column-weighted mean of the saved states, or a copy if there is only one.
+
+    Args:
+        pieces: The columns and the rows of each covering column shard, in ascending order. The rows have the form of
+            :meth:`Table.read_rows`, and all pieces hold the same ids.
+        columns: The columns of the shard.
+        states: The optimizer's states; see :func:`torchrec_recstore.optim.state_names`.
+    """
+    cuts = [slice(max(c.start, columns.start) - c.start, min(c.stop, columns.stop) - c.start) for c, _ in pieces]
+    first = pieces[0][1]
+
+    def joined(name: str) -> Tensor:
+        parts = [rows[name][:, cut] for (_, rows), cut in zip(pieces, cuts, strict=True)]
+        return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
+
+    def mean(name: str) -> Tensor:
+        return column_weighted_mean([rows[name] for _, rows in pieces], [cut.stop - cut.start for cut in cuts])
+
+    rows = {name: joined(name) if kind == "element" else mean(name) for name, kind in states.items()}
+    return {"weight": joined("weight"), **rows, "last_step": first["last_step"], "frequency": first["frequency"]}
+
+
+def _load_sightings(table: Table, chain: Sequence[CheckpointInfo], name: str) -> None:
+    """Loads the counts of all saved shards into the admission of a shard.
+
+    Raises:
+        CheckpointError: A file is missing or damaged.
+    """
+    if table.options.admission is not None and table.options.admission.count > 1:
+        table.set_sightings(*merged_sightings(chain[-1], name, table.sightings()[0].shape[2]))
+
+
+def merged_sightings(info: CheckpointInfo, name: str, cells: int) -> tuple[Tensor, int]:
+    """Merges the counts of all saved shards into one counter, for any number of shards and any sizes of their counters.
+
+    Shards have different ids. The merged cell is the maximum of the shards' cells, so the count of an id may be too
+    high and is never too low. Cells of a larger counter are merged, and cells of a smaller counter are repeated.
+
+    Args:
+        info: The checkpoint's metadata.
+        name: The table's name.
+        cells: The number of cells in each row of the merged counter.
+
+    Returns:
+        (2, 4, cells) uint8, the counts; and the greatest number of sightings in the present generation of a shard.
+
+    Raises:
+        CheckpointError: A file is missing or damaged.
+    """
+    counts = torch.zeros(_GENERATIONS, _ROWS, cells, dtype=torch.uint8)
+    taken = 0
+    for saved in info.tables[name].sightings:
+        tensors = read_tensors(info.path / saved.file, info.files[saved.file])
+        flat = torch.zeros(_GENERATIONS * _ROWS * saved.cells, dtype=torch.uint8)
+        if tensors["position"].numel() and not 0 <= int(tensors["position"].max()) < len(flat):
+            raise CheckpointError(f"{info.path / saved.file} does not hold counts of {saved.cells} cells a row")
+        flat[tensors["position"]] = tensors["count"]
+        found = flat.view(_GENERATIONS, _ROWS, -1)
+        if saved.cells > cells:  # The number of a cell is the low bits of a hash.
+            found = found.view(_GENERATIONS, _ROWS, -1, cells).amax(dim=2)
+        counts = torch.maximum(counts, found.repeat(1, 1, cells // found.shape[2]))
+        taken = max(taken, saved.taken)
+    return counts, taken

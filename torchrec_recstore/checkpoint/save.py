@@ -1,4 +1,7 @@
-"""Saving a model: a snapshot of one moment is written in parts and renamed when it is complete."""
+"""Saves a model: writes a snapshot of one moment in parts, and renames the checkpoint when it is complete.
+
+The steps of a save are the methods of :class:`_Save`, from top to bottom. docs/inside.md lists the files that they use.
+"""
 
 from __future__ import annotations
 
@@ -33,100 +36,10 @@ from torchrec_recstore.encoding import encode
 from torchrec_recstore.sharders.gather import all_gathered, refused_together, whole_environment
 from torchrec_recstore.sharders.model_tables import dense_tensors, recstore_tables
 
-# Those that are being written, and those that have failed and that nobody has asked for yet.
+# The saves that are being written, and the failed saves whose error has not been raised yet.
 _open: set[AsyncSave] = set()
-
-
-class AsyncSave:
-    """A checkpoint that is being written beside training; see :func:`torchrec_recstore.async_save`.
-
-    Args:
-        path: of the checkpoint.
-        write: writes it.
-    """
-
-    def __init__(self, path: Path, write: Callable[[], CheckpointInfo]) -> None:
-        self._path = path
-        self._info: CheckpointInfo | None = None
-        self._error: BaseException | None = None
-        # A daemon, so that an interrupt at the end of the process is not followed by another wait for it.
-        self._thread = threading.Thread(target=self._write, args=(write,), name="checkpoint", daemon=True)
-        _open.add(self)
-        try:
-            self._thread.start()
-        except RuntimeError:
-            _open.discard(self)
-            raise
-
-    def done(self) -> bool:
-        """Whether :meth:`wait` would return at once."""
-        return not self._thread.is_alive()
-
-    def wait(self) -> CheckpointInfo:
-        """Waits until the checkpoint is whole on every rank.
-
-        Raises:
-            OSError, MemoryError, RuntimeError: it could not be written; there is nothing at its path. MemoryError:
-                there was no room to keep the rows that training changed meanwhile.
-        """
-        self._thread.join()
-        _open.discard(self)
-        if self._error is not None:
-            raise self._error
-        assert self._info is not None
-        return self._info
-
-    def _write(self, write: Callable[[], CheckpointInfo]) -> None:
-        try:
-            self._info = write()
-            _open.discard(self)
-        except BaseException as error:  # it belongs to whoever asks, see below
-            traceback.clear_frames(error.__traceback__)  # which hold copies of tensors
-            note = f"This is the error of async_save to {self._path}, whose wait() had not been called."
-            error.__notes__ = [note]  # add_note, which Python 3.10 lacks
-            self._error = error
-
-
-def raise_unasked() -> None:
-    """Raises the error of an :func:`torchrec_recstore.async_save` that has failed and was not waited for, once."""
-    for save in list(_open):
-        if save._error is not None:
-            _open.discard(save)
-            raise save._error
-
-
-def _finish() -> None:
-    """Lets the process end when its checkpoints are written, and tells of those that are not."""
-    failed = False
-    for save in list(_open):
-        why: str | None
-        try:
-            save._thread.join()
-            why = None if save._error is None else "".join(traceback.format_exception(save._error))
-        except KeyboardInterrupt:
-            why = "It was being written when the process was interrupted.\n"
-        if why is not None:
-            print(f"async_save: the checkpoint {save._path} has not been written.\n{why}", file=sys.stderr, flush=True)
-            failed = True
-    if failed:
-        atexit.register(_leave)
-
-
-def _leave() -> None:
-    """Ends the process with status 1."""
-    # Nothing else changes the status of an interpreter that has begun to end. The exit functions of others come first.
-    atexit.unregister(_leave)
-    atexit._run_exitfuncs()
-    for stream in (sys.stdout, sys.stderr):
-        stream.flush()
-    os._exit(1)
-
-
-# Not atexit: before its functions are called, the threads of concurrent.futures, which write the files, are ended by a
-# function that was registered like this one. The last one to be registered is called first. Private; checked on
-# Python 3.11.
-threading._register_atexit(_finish)  # type: ignore[attr-defined]
-os.register_at_fork(after_in_child=_open.clear)
+# By the model's process group: the same ranks with a group that only writing threads use.
+_background_groups: WeakKeyDictionary[dist.ProcessGroup, ShardingEnv] = WeakKeyDictionary()
 
 
 def save_checkpoint(
@@ -140,35 +53,39 @@ def save_checkpoint(
 ) -> CheckpointInfo:
     """Saves every RecStore table and the rest of the model's state. Collective.
 
-    What is at ``path`` afterwards is whole: files are written beside it, synced, and then renamed. A save that failed
-    has changed nothing and can be repeated. One job at a time saves to a path: rank 0 holds a lock on it.
+    A checkpoint is complete or does not exist: the files are written into a hidden directory next to ``path``, synced
+    to the disk, and then the directory is renamed. A save that fails changes nothing and can be repeated. Only one job
+    at a time can save to a path, because rank 0 holds a lock on the path.
 
     Args:
-        model: ``DistributedModelParallel``, or anything that contains sharded modules.
-        path: the checkpoint's directory, on a filesystem that all ranks share.
-        delta_of: a checkpoint that this model has saved or loaded; then only rows that have changed since are
-            written, and which ids have left. It is needed to load the delta, from where it lies relative to it.
-        overwrite: whether a checkpoint at ``path`` may be replaced, which happens at once.
-        training_state: what the training loop needs to go on beside the model, the same on every rank: the dense
-            optimizer's and the scheduler's ``state_dict``, the position in the data. Tensors, None, bool, int, float,
-            str; lists, tuples and dicts of these.
-        progress: called after every part of 32 MB with the rows written and the rows of all, of this rank's shards.
+        model: ``DistributedModelParallel``, or any module that contains sharded modules.
+        path: The checkpoint's directory, on a filesystem that all ranks share.
+        delta_of: The path of a checkpoint that this model has saved or loaded. If it is given, only the rows that have
+            changed since that checkpoint and the ids that have left are written. Loading the delta needs that
+            checkpoint, at the same path relative to the delta. Default: None, a full checkpoint.
+        overwrite: Whether an existing checkpoint at ``path`` may be replaced. It is replaced in one atomic operation.
+            Default: False.
+        training_state: The state that the training loop needs to resume, in addition to the model: the
+            ``state_dict`` of the dense optimizer and of the scheduler, the position in the data. It consists of
+            tensors, None, bool, int, float, str, and lists, tuples and dicts of these, and is the same on every rank.
+        progress: A callback that is called after each part of 32 MB with two arguments: the number of rows that are
+            written, and the number of all rows of this rank's shards.
 
     Returns:
-        What was saved.
+        The checkpoint's metadata.
 
     Raises:
-        FileExistsError: there is something at ``path``; with ``overwrite``: it is no checkpoint, a delta beside it
-            needs it, or it holds files that are not the checkpoint's.
-        BlockingIOError: another process is saving to ``path``, or is replacing a checkpoint that the delta needs. The
+        FileExistsError: ``path`` exists. With ``overwrite``: ``path`` is not a checkpoint, a delta in the same
+            directory needs it, or it holds files that do not belong to the checkpoint.
+        BlockingIOError: Another process is saving to ``path``, or is replacing a checkpoint that the delta needs. The
             message names the process.
-        ValueError: ``delta_of`` is no checkpoint that this model has saved or loaded, a table is on one of TorchRec's
-            own sharded kernels, or another save is still being written.
-        TypeError: something in ``training_state`` that is not saved.
-        OSError: a file cannot be written.
-        RuntimeError: a rank has died. All of these on every rank.
-        Exception: the error of an :func:`async_save` that has failed and was not waited for; nothing has been saved,
-            and the call can be repeated.
+        ValueError: This model has neither saved nor loaded ``delta_of``, a table uses one of TorchRec's own sharded
+            kernels, or another save of the model is still being written.
+        TypeError: ``training_state`` contains a value of another type.
+        OSError: A file cannot be written.
+        RuntimeError: A rank has died. All of these errors are raised on every rank.
+        Exception: The error of an earlier :func:`async_save` that failed and was not waited for. Nothing has been
+            saved, and the call can be repeated.
     """
     save = _Save(model, path, delta_of, overwrite, training_state, whole_environment(), progress, polite=False)
     return save.write()
@@ -183,22 +100,22 @@ def async_save(
     training_state: Any = None,
     progress: Progress | None = None,
 ) -> AsyncSave:
-    """As :func:`save_checkpoint`, but returns as soon as the snapshot is taken. Collective.
+    """Takes a snapshot of the model, returns, and writes the checkpoint while training continues. Collective.
 
-    The checkpoint is the model of this moment, whatever is trained while it is written: a row that is about to change
-    is copied first, so memory grows by the rows that change meanwhile; dense tensors are copied at once. Files are
-    written by a thread of low priority, which also calls ``progress``. The process group needs gloo, for a group of the
-    writing threads' own.
+    See :func:`save_checkpoint`; the arguments are the same. The checkpoint holds the model at the moment of the call.
+    A row that changes while the checkpoint is being written is copied first, so memory grows by the rows that change.
+    Dense tensors are copied at the call. A thread of low priority writes the files and calls ``progress``. The backend
+    gloo must be available, because the writing threads use a process group of gloo.
 
     A process that ends before its checkpoint is written waits for it. If the checkpoint cannot be written, ``wait()``
     raises the error, or the next ``save_checkpoint`` or ``async_save`` does. If none of them is called, the error is
     printed when the process ends, and its exit status is 1.
 
     Returns:
-        The save, for :meth:`AsyncSave.wait`.
+        The save. :meth:`AsyncSave.wait` waits until it is complete.
 
     Raises:
-        FileExistsError, BlockingIOError, ValueError, TypeError, OSError, Exception: as :func:`save_checkpoint`.
+        FileExistsError, BlockingIOError, ValueError, TypeError, OSError, Exception: See :func:`save_checkpoint`.
     """
     env = whole_environment()
     background = _background_environment(env)
@@ -206,26 +123,67 @@ def async_save(
     save.env = background
     try:
         return AsyncSave(save.path, save.write)
-    except RuntimeError:  # no thread can be started
+    except RuntimeError:  # The system cannot start a thread.
         save.give_up()
         raise
 
 
-_background_groups: WeakKeyDictionary[dist.ProcessGroup, ShardingEnv] = WeakKeyDictionary()
+class AsyncSave:
+    """A checkpoint that is being written while training continues; see :func:`torchrec_recstore.async_save`.
 
+    Args:
+        path: The checkpoint's directory.
+        write: A function that writes the checkpoint and returns its metadata.
+    """
 
-def _background_environment(env: ShardingEnv) -> ShardingEnv:
-    """The same ranks with a process group that training does not use. Collective where there is none yet."""
-    if env.process_group is None:
-        return env
-    if env.process_group not in _background_groups:
-        group = dist.new_group(backend="gloo")
-        _background_groups[env.process_group] = ShardingEnv.from_process_group(group)
-    return _background_groups[env.process_group]
+    def __init__(self, path: Path, write: Callable[[], CheckpointInfo]) -> None:
+        self._path = path
+        self._info: CheckpointInfo | None = None
+        self._error: BaseException | None = None
+        # The thread is a daemon. Otherwise the interpreter would wait for it again after an interrupt at exit.
+        self._thread = threading.Thread(target=self._write, args=(write,), name="checkpoint", daemon=True)
+        _open.add(self)
+        try:
+            self._thread.start()
+        except RuntimeError:
+            _open.discard(self)
+            raise
+
+    def done(self) -> bool:
+        """Returns whether :meth:`wait` would return without waiting."""
+        return not self._thread.is_alive()
+
+    def wait(self) -> CheckpointInfo:
+        """Waits until the checkpoint is complete on every rank.
+
+        Returns:
+            The checkpoint's metadata.
+
+        Raises:
+            OSError, RuntimeError: The checkpoint could not be written. Its path is as it was before the save.
+            MemoryError: There was no memory for copies of the rows that training changed during the save. The path is
+                as it was.
+        """
+        self._thread.join()
+        _open.discard(self)
+        if self._error is not None:
+            raise self._error
+        assert self._info is not None
+        return self._info
+
+    def _write(self, write: Callable[[], CheckpointInfo]) -> None:
+        try:
+            self._info = write()
+            _open.discard(self)
+        except BaseException as error:  # wait(), the next save or the end of the process reports the error.
+            traceback.clear_frames(error.__traceback__)  # The frames hold copies of tensors.
+            note = f"This is the error of async_save to {self._path}, whose wait() had not been called."
+            error.__notes__ = [note]  # Python 3.10 lacks add_note.
+            self._error = error
 
 
 class _Save:
-    """A save from its moment on. Making one is collective, and so is :meth:`write`."""
+    """A save that has taken its snapshot. Its construction and :meth:`write` are collective."""
 
     def __init__(
         self,
@@ -248,13 +206,13 @@ class _Save:
         self._tensors: dict[str, Tensor] = {}
         with ExitStack() as undo:
             with refused_together(env):
-                raise_unasked()
+                _raise_pending_error()
                 self._tables = recstore_tables(model)
                 for table in self._tables:
                     table.state.copies.check()
                 bases = [] if delta_of is None else read_chain(delta_of)
                 marks = self._marks_since(bases)
-                # Rank 0 owns the path for all of them.
+                # Rank 0 holds the lock of the path for all ranks.
                 self._destination = (
                     undo.enter_context(Destination(self.path, overwrite=overwrite, bases=bases))
                     if env.rank == 0
@@ -275,24 +233,58 @@ class _Save:
                                 shard.table.sightings(),
                             )
                         )
-                if polite:  # training goes on with the tensors themselves
+                if polite:  # Training changes the tensors while the copies are written.
                     self._dense = {key: value.clone() for key, value in self._dense.items()}
                     self._tensors = {key: value.detach().clone() for key, value in self._tensors.items()}
             self._removal = self._removals()
             self._snapshots = undo.pop_all()
 
-    def give_up(self) -> None:
-        """Ends the snapshots, and gives up the path."""
-        self._snapshots.close()
+    def _marks_since(self, chain: Sequence[CheckpointInfo]) -> Mapping[str, Sequence[int]] | None:
+        """Returns for each table the change marks of its shards that the base of a delta has set; None without base."""
+        if not chain:
+            return None
+        base = chain[-1]
+        if any(self.path in (each.path, *each.path.parents) for each in chain):
+            raise ValueError(f"a delta of {base.path} cannot replace {self.path}, which is needed to load it")
+        marks = {}
+        for table in self._tables:
+            of_module = table.module.recstore_state.marks.get(base.checksum, {})
+            if table.config_name in of_module and table.name in base.tables:
+                marks[table.name] = of_module[table.config_name]
+        if len(marks) < len(self._tables):
+            raise ValueError(f"delta_of: this model has neither saved nor loaded {base.path}: save without delta_of")
+        self._delta_of = DeltaOf(os.path.relpath(base.path, self.path.parent), base.checksum)
+        return marks
+
+    def _removals(self) -> dict[str, Literal["left", "stay"]]:
+        """Returns for each table whether a delta lists the ids that left or the ids that stay, whichever are fewer."""
+        if self._delta_of is None:
+            return dict.fromkeys(self._shards, "left")
+        local = {
+            name: [(None if s.snapshot.left is None else len(s.snapshot.left), s.snapshot.table_rows) for s in shards]
+            for name, shards in self._shards.items()
+        }
+        gathered = all_gathered(local, self.env)
+        removal: dict[str, Literal["left", "stay"]] = {}
+        with refused_together(self.env):
+            for name, shards in self._shards.items():
+                counts = [count for of_rank in gathered for count in of_rank[name]]
+                left = sum(left for left, _ in counts if left is not None)
+                known = all(left is not None for left, _ in counts)
+                removal[name] = "left" if known and left <= sum(rows for _, rows in counts) else "stay"
+                for shard in shards:
+                    shard.ids = shard.table.ids() if removal[name] == "stay" else None
+        return removal
 
     def write(self) -> CheckpointInfo:
-        """Writes all of it."""
+        """Writes the checkpoint and returns its metadata."""
         with self._snapshots:
             info = self._write()
         self._remember(info)
         return info
 
     def _write(self) -> CheckpointInfo:
+        """Writes this rank's files. Rank 0 then adds the metadata and publishes the checkpoint."""
         with refused_together(self.env):
             made = None if self._destination is None else self._destination.stage()
         staging = all_gathered(made, self.env)[0]
@@ -324,45 +316,10 @@ class _Save:
         assert info is not None
         return info
 
-    def _marks_since(self, chain: Sequence[CheckpointInfo]) -> Mapping[str, Sequence[int]] | None:
-        if not chain:
-            return None
-        base = chain[-1]
-        if any(self.path in (each.path, *each.path.parents) for each in chain):
-            raise ValueError(f"a delta of {base.path} cannot replace {self.path}, which is needed to load it")
-        marks = {}
-        for table in self._tables:
-            of_module = table.module.recstore_state.marks.get(base.checksum, {})
-            if table.config_name in of_module and table.name in base.tables:
-                marks[table.name] = of_module[table.config_name]
-        if len(marks) < len(self._tables):
-            raise ValueError(f"delta_of: this model has neither saved nor loaded {base.path}: save without delta_of")
-        self._delta_of = DeltaOf(os.path.relpath(base.path, self.path.parent), base.checksum)
-        return marks
-
-    def _removals(self) -> dict[str, Literal["left", "stay"]]:
-        """How each table of a delta tells which ids have left: by those, or by those that stay where they are fewer."""
-        if self._delta_of is None:
-            return dict.fromkeys(self._shards, "left")
-        local = {
-            name: [(None if s.snapshot.left is None else len(s.snapshot.left), s.snapshot.table_rows) for s in shards]
-            for name, shards in self._shards.items()
-        }
-        gathered = all_gathered(local, self.env)
-        removal: dict[str, Literal["left", "stay"]] = {}
-        with refused_together(self.env):
-            for name, shards in self._shards.items():
-                counts = [count for of_rank in gathered for count in of_rank[name]]
-                left = sum(left for left, _ in counts if left is not None)
-                known = all(left is not None for left, _ in counts)
-                removal[name] = "left" if known and left <= sum(rows for _, rows in counts) else "stay"
-                for shard in shards:
-                    shard.ids = shard.table.ids() if removal[name] == "stay" else None
-        return removal
-
     def _published(
         self, destination: Destination, contents: Sequence[Mapping[str, TableInfo]], files: Mapping[str, FileInfo]
     ) -> CheckpointInfo:
+        """Writes the metadata of all ranks' files, and publishes the checkpoint. Rank 0 calls it."""
         for name, file in files.items():
             written = destination.staging / name
             if not written.is_file() or written.stat().st_size != file.bytes:
@@ -383,13 +340,18 @@ class _Save:
         return finish(destination, info, self._training_state)
 
     def _remember(self, info: CheckpointInfo) -> None:
+        """Keeps the change marks of this save, so that a later save can be a delta of it."""
         for table in self._tables:
             marks = table.module.recstore_state.marks.setdefault(info.checksum, {})
             marks[table.config_name] = [shard.snapshot.mark for shard in self._shards[table.name]]
 
+    def give_up(self) -> None:
+        """Closes the snapshots and releases the lock of the path."""
+        self._snapshots.close()
+
 
 def _merged(infos: Sequence[TableInfo | None]) -> TableInfo:
-    """What the shards of a table say of it, put together."""
+    """Merges the metadata that the shards of a table have written."""
     known = [info for info in infos if info is not None]
     first = known[0]
     return replace(
@@ -402,3 +364,58 @@ def _merged(infos: Sequence[TableInfo | None]) -> TableInfo:
         removed=tuple(part for info in known for part in info.removed),
         sightings=tuple(file for info in known for file in info.sightings),
     )
+
+
+def _background_environment(env: ShardingEnv) -> ShardingEnv:
+    """Returns an environment of the same ranks whose process group training does not use.
+
+    The first call is collective, because it creates the group.
+    """
+    if env.process_group is None:
+        return env
+    if env.process_group not in _background_groups:
+        group = dist.new_group(backend="gloo")
+        _background_groups[env.process_group] = ShardingEnv.from_process_group(group)
+    return _background_groups[env.process_group]
+
+
+def _raise_pending_error() -> None:
+    """Raises the error of an :func:`async_save` that failed and was not waited for. Each error is raised once."""
+    for save in list(_open):
+        if save._error is not None:
+            _open.discard(save)
+            raise save._error
+
+
+def _finish() -> None:
+    """Waits at the end of the process until its checkpoints are written, and prints the errors of those that fail."""
+    failed = False
+    for save in list(_open):
+        why: str | None
+        try:
+            save._thread.join()
+            why = None if save._error is None else "".join(traceback.format_exception(save._error))
+        except KeyboardInterrupt:
+            why = "It was being written when the process was interrupted.\n"
+        if why is not None:
+            print(f"async_save: the checkpoint {save._path} has not been written.\n{why}", file=sys.stderr, flush=True)
+            failed = True
+    if failed:
+        atexit.register(_leave)
+
+
+def _leave() -> None:
+    """Ends the process with status 1."""
+    # Only os._exit changes the exit status once the interpreter is shutting down. All other exit functions run first.
+    atexit.unregister(_leave)
+    atexit._run_exitfuncs()
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+    os._exit(1)
+
+
+# atexit would be too late: concurrent.futures, whose threads write the files, ends its threads before the functions of
+# atexit are called, in a function that it registers with threading._register_atexit. The function that was registered
+# last is called first. _register_atexit is private; checked on Python 3.11.
+threading._register_atexit(_finish)  # type: ignore[attr-defined]
+os.register_at_fork(after_in_child=_open.clear)

@@ -1,11 +1,11 @@
-"""Writing the rows of shards: from a snapshot to the files of a checkpoint."""
+"""Writes the rows of a shard from a snapshot into the files of a checkpoint."""
 
 from __future__ import annotations
 
 import hashlib
 import os
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -16,88 +16,43 @@ import torch
 from torch import Tensor
 
 from torchrec_recstore.checkpoint.destination import Destination
-from torchrec_recstore.checkpoint.files import CheckpointError, FileInfo, read_tensors, write_tensors
+from torchrec_recstore.checkpoint.files import FileInfo, write_tensors
 from torchrec_recstore.checkpoint.info import CheckpointInfo, PartInfo, SightingsInfo, TableInfo, write_metadata
 from torchrec_recstore.optim import Optimizer, state_names
 from torchrec_recstore.options import TableOptions
 from torchrec_recstore.store import Snapshot, Table
-from torchrec_recstore.store.snapshot import column_weighted_mean
-
-_GENERATIONS, _ROWS = 2, 4  # csrc/sightings.h
-
-
-def sparse(cells: Tensor) -> dict[str, Tensor]:
-    """The tensors of a file.
-
-    Args:
-        cells: (2, 4, N) uint8.
-    """
-    flat = cells.flatten()
-    positions = flat.nonzero().squeeze(1)
-    return {"position": positions, "count": flat[positions]}
-
-
-def load_sightings(table: Table, chain: Sequence[CheckpointInfo], name: str) -> None:
-    """Gives a shard with admission what a checkpoint's shards have counted, whatever their number and their memory.
-
-    Shards have different ids, so the greater count of a cell is right for the ids of both: the cell of an id is at most
-    too high. Of a larger counter cells are put together, of a smaller one they are repeated.
-
-    Raises:
-        CheckpointError: a file is missing or damaged.
-    """
-    if table.options.admission is not None and table.options.admission.count > 1:
-        table.set_sightings(*merged(chain[-1], name, table.sightings()[0].shape[2]))
-
-
-def merged(info: CheckpointInfo, name: str, cells: int) -> tuple[Tensor, int]:
-    """The counts of all shards as one counter of ``cells`` cells a row has them: (2, 4, cells) uint8; and sightings."""
-    counts = torch.zeros(_GENERATIONS, _ROWS, cells, dtype=torch.uint8)
-    taken = 0
-    for saved in info.tables[name].sightings:
-        tensors = read_tensors(info.path / saved.file, info.files[saved.file])
-        flat = torch.zeros(_GENERATIONS * _ROWS * saved.cells, dtype=torch.uint8)
-        if tensors["position"].numel() and not 0 <= int(tensors["position"].max()) < len(flat):
-            raise CheckpointError(f"{info.path / saved.file} does not hold counts of {saved.cells} cells a row")
-        flat[tensors["position"]] = tensors["count"]
-        found = flat.view(_GENERATIONS, _ROWS, -1)
-        if saved.cells > cells:  # a cell's number is the low bits of a hash
-            found = found.view(_GENERATIONS, _ROWS, -1, cells).amax(dim=2)
-        counts = torch.maximum(counts, found.repeat(1, 1, cells // found.shape[2]))
-        taken = max(taken, saved.taken)
-    return counts, taken
-
 
 PART_BYTES = 32 << 20
-"""Of a part, about. Two of them are in memory at a time; the format allows 256 MB."""
+"""The approximate size of a part in bytes. Two parts are in memory at a time. The format allows parts of 256 MB."""
+
+Progress = Callable[[int, int], object]
+"""A callback with two arguments: the number of rows that are done, and the number of all rows of this rank's shards."""
 
 _LONGEST_NAME = 100
-_POLITE_NICENESS = 15  # docs/performance.md has the times of a step with others
+_POLITE_NICENESS = 15  # docs/performance.md compares the time of a training step at several values.
 
 
 def part_rows(dim: int, dtype: torch.dtype, optimizer: Optimizer) -> int:
-    """Rows of a part: the same for every column shard of a table, so that their parts hold the same ids.
+    """Returns the number of rows of a part.
+
+    The number is the same for every column shard of a table, so that the parts of all column shards hold the same ids.
 
     Args:
-        dim: of the whole table.
-        dtype: of its weights.
-        optimizer: of the table.
+        dim: The number of columns of the whole table.
+        dtype: The data type of the table's weights.
+        optimizer: The table's optimizer.
     """
     states = state_names(optimizer).values()
     row = dim * (dtype.itemsize + 4 * sum(kind == "element" for kind in states)) + 4 * len(states) + 24
     return max(1, PART_BYTES // row)
 
 
-Progress = Callable[[int, int], object]
-"""Is called with the rows done and the rows of all, of this rank's shards."""
-
-
 class RowCount:
-    """Counts rows and tells.
+    """A counter of rows that reports to a progress callback.
 
     Args:
-        progress: is told; None for nobody.
-        total: rows that there are to do.
+        progress: The callback, or None.
+        total: The number of all rows.
     """
 
     def __init__(self, progress: Progress | None, total: int) -> None:
@@ -106,19 +61,21 @@ class RowCount:
         self._done = 0
 
     def add(self, rows: int) -> None:
-        """So many more are done."""
+        """Adds ``rows`` to the number of rows that are done, and calls the callback."""
         self._done += rows
         if self._progress is not None:
             self._progress(self._done, self._total)
 
 
 class PartWriter:
-    """Writes a rank's files in a thread of its own, one while the next is being prepared.
+    """A writer of one rank's files.
+
+    A separate thread writes one file while the caller prepares the next.
 
     Args:
-        directory: where.
-        rank: of the files' names.
-        polite: beside training: with low priority.
+        directory: The directory in which the files are created.
+        rank: The rank, which is part of the files' names.
+        polite: Whether the thread has a low priority, because training continues at the same time.
     """
 
     def __init__(self, directory: Path, rank: int, *, polite: bool = False) -> None:
@@ -126,19 +83,19 @@ class PartWriter:
         self._directory = directory
         self._rank = rank
         self._polite = polite
-        self._thread = ThreadPoolExecutor(1, "checkpoint-files", initializer=be_polite if polite else None)
+        self._thread = ThreadPoolExecutor(1, "checkpoint-files", initializer=_lower_priority if polite else None)
         self._pending: Future[tuple[str, FileInfo]] | None = None
 
     def rows(
         self, name: str, table: Table, snapshot: Snapshot, on_rows: Callable[[int], object] = lambda count: None
     ) -> tuple[PartInfo, ...]:
-        """Writes all rows of a snapshot of the table.
+        """Writes all rows of a snapshot.
 
         Args:
             name: The table's name in the checkpoint.
-            table: the shard.
-            snapshot: of its rows, to be read to its end.
-            on_rows: called after every part with its rows.
+            table: The shard.
+            snapshot: A snapshot of the shard's rows. It is read to its end.
+            on_rows: A callback that is called after each part with the part's number of rows.
         """
         size = part_rows(table.dim, table.dtype, table.optimizer)
         columns = (table.columns.start, table.columns.stop)
@@ -150,13 +107,13 @@ class PartWriter:
         return tuple(parts)
 
     def ids(self, name: str, table: Table, kind: str, ids: Tensor) -> tuple[PartInfo, ...]:
-        """Writes ids alone, which ascend."""
+        """Writes ids without rows. The ids are in ascending order."""
         pieces = torch.split(ids, PART_BYTES // ids.element_size()) if len(ids) else ()
         columns = (table.columns.start, table.columns.stop)
         return tuple(self.part(name, columns, i, {"ids": piece}, f"-{kind}") for i, piece in enumerate(pieces))
 
     def sightings(self, name: str, table: Table, tensors: dict[str, Tensor]) -> str:
-        """Writes what the table's admission has counted; returns the file's name."""
+        """Writes the sightings that the table's admission has counted, and returns the file's name."""
         file = f"{_file_name(name)}-{self._rank:05d}-{table.columns.start}-sightings.safetensors"
         self._submit(file, tensors)
         return file
@@ -167,11 +124,12 @@ class PartWriter:
         """Writes a part.
 
         Args:
-            table: its name.
-            columns: of the shard.
-            number: of the part among the shard's.
-            tensors: ``ids``, ascending and at least one, and rows, if any. They must not change until :meth:`close`.
-            kind: what the file's name ends with beside these.
+            table: The table's name.
+            columns: The first column of the shard and the column after its last.
+            number: The number of the part among the shard's parts.
+            tensors: ``ids``, in ascending order and at least one, and the tensors of their rows, if any. The tensors
+                must not change before :meth:`close` returns.
+            kind: A suffix of the file's name.
         """
         name = f"{_file_name(table)}-{self._rank:05d}-{columns[0]}-{columns[1]}-{number:05d}{kind}.safetensors"
         self._submit(name, tensors)
@@ -179,15 +137,15 @@ class PartWriter:
         return PartInfo(name, self._rank, columns, len(ids), int(ids[0]), int(ids[-1]))
 
     def tensors(self, name: str, tensors: dict[str, Tensor]) -> None:
-        """Writes a file, if there are tensors for it."""
+        """Writes the tensors into a file. Without tensors there is no file."""
         if tensors:
             self._submit(name, _unshared(tensors))
 
     def close(self) -> dict[str, FileInfo]:
-        """Waits for the last file; returns all of them.
+        """Waits until all files are written, and returns their sizes and checksums by name.
 
         Raises:
-            OSError: one could not be written.
+            OSError: A file could not be written.
         """
         try:
             self._collect()
@@ -206,15 +164,18 @@ class PartWriter:
             self.files[name] = info
 
 
-def be_polite() -> None:
-    """Gives the calling thread a low priority."""
-    # Linux: a thread's own niceness, which POSIX would have to be the process's.
+def _lower_priority() -> None:
+    """Lowers the priority of the calling thread."""
+    # On Linux each thread has its own niceness. POSIX defines one niceness for the whole process.
     thread = threading.get_native_id()
     os.setpriority(os.PRIO_PROCESS, thread, max(_POLITE_NICENESS, os.getpriority(os.PRIO_PROCESS, thread)))
 
 
 def _unshared(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The same tensors, but no two in the same memory: tied weights, which safetensors refuses."""
+    """Returns the same tensors, where a tensor that shares memory with an earlier one is a copy.
+
+    safetensors refuses tensors that share memory, such as tied weights.
+    """
     found: dict[str, Tensor] = {}
     storages: set[int] = set()
     for name, tensor in tensors.items():
@@ -231,43 +192,17 @@ def _file_name(table: str) -> str:
     return f"{name[:_LONGEST_NAME]}~{hashlib.sha256(table.encode()).hexdigest()[:16]}"
 
 
-def joined_rows(
-    pieces: Sequence[tuple[range, dict[str, Tensor]]], columns: range, states: Mapping[str, str]
-) -> dict[str, Tensor]:
-    """The rows of a shard out of those of the column shards that cover it.
-
-    A row-wise state becomes the column-weighted mean of theirs, or a copy where there is but one.
-
-    Args:
-        pieces: columns and rows (:meth:`Table.read_rows`, the same ids) of each covering shard, ascending.
-        columns: of the wanted shard.
-        states: of the optimizer, see :func:`torchrec_recstore.optim.state_names`.
-    """
-    cuts = [slice(max(c.start, columns.start) - c.start, min(c.stop, columns.stop) - c.start) for c, _ in pieces]
-    first = pieces[0][1]
-
-    def joined(name: str) -> Tensor:
-        parts = [rows[name][:, cut] for (_, rows), cut in zip(pieces, cuts, strict=True)]
-        return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
-
-    def mean(name: str) -> Tensor:
-        return column_weighted_mean([rows[name] for _, rows in pieces], [cut.stop - cut.start for cut in cuts])
-
-    rows = {name: joined(name) if kind == "element" else mean(name) for name, kind in states.items()}
-    return {"weight": joined("weight"), **rows, "last_step": first["last_step"], "frequency": first["frequency"]}
-
-
 @dataclass
 class SavedShard:
-    """A shard that is being saved, as it was at one moment.
+    """A shard that is being saved, in the state of one moment.
 
     Args:
         name: The table's name in the checkpoint.
-        table: the shard.
-        snapshot: of its rows; of a delta, of those that have changed.
-        options: of the whole table, without its cold store.
-        sightings: what its admission has counted.
-        ids: all that have a row, where they are listed instead of those that left.
+        table: The shard.
+        snapshot: A snapshot of the shard's rows. In a delta: of the rows that have changed.
+        options: The options of the whole table, without its cold store.
+        sightings: The counts of the shard's admission; see :meth:`Table.sightings`.
+        ids: All ids that have a row, where the delta lists the ids that stay. Otherwise None.
     """
 
     name: str
@@ -286,20 +221,20 @@ def write_shard(
     delta: bool = False,
     on_rows: Callable[[int], object] = lambda count: None,
 ) -> TableInfo:
-    """Writes a shard's rows and what else belongs to it.
+    """Writes a shard's rows, the ids that left, and the counts of its admission.
 
     Args:
-        writer: of this rank's files.
-        shard: to be read to its end.
-        removal: of a delta: which ids it lists.
-        delta: whether the checkpoint is one.
-        on_rows: called after every part with its rows.
+        writer: The writer of this rank's files.
+        shard: The shard. Its snapshot is read to its end.
+        removal: The ids that a delta lists: those that left, or those that stay.
+        delta: Whether the checkpoint is a delta.
+        on_rows: A callback that is called after each part with the part's number of rows.
 
     Returns:
-        What this shard adds to what the checkpoint says of the table.
+        The table's metadata, restricted to this shard.
     """
     table = shard.table
-    first = table.columns.start == 0  # column shards hold the same ids
+    first = table.columns.start == 0  # All column shards hold the same ids: the first one writes what belongs to ids.
     removed: tuple[PartInfo, ...] = ()
     if delta and first:
         ids = shard.snapshot.left if removal == "left" else shard.ids
@@ -308,7 +243,7 @@ def write_shard(
     sightings: tuple[SightingsInfo, ...] = ()
     cells, taken = shard.sightings
     if cells.shape[2] > 0 and first:
-        sightings = (SightingsInfo(writer.sightings(shard.name, table, sparse(cells)), cells.shape[2], taken),)
+        sightings = (SightingsInfo(writer.sightings(shard.name, table, _sparse(cells)), cells.shape[2], taken),)
     return TableInfo(
         dim=table.dim,
         dtype=str(table.dtype).removeprefix("torch."),
@@ -325,16 +260,30 @@ def write_shard(
     )
 
 
-def finish(destination: Destination, info: CheckpointInfo, training_state: Any) -> CheckpointInfo:
-    """Writes the metadata beside the files, which are there, and gives the checkpoint its name.
+def _sparse(cells: Tensor) -> dict[str, Tensor]:
+    """Returns the tensors of a file of sightings: the positions and the counts of the cells that are not 0.
 
     Args:
-        destination: of the checkpoint.
-        info: of the checkpoint, without its checksum.
-        training_state: as :func:`torchrec_recstore.encoding.encode` gives it.
+        cells: (2, 4, N) uint8. The cells of the counter.
+    """
+    flat = cells.flatten()
+    positions = flat.nonzero().squeeze(1)
+    return {"position": positions, "count": flat[positions]}
+
+
+def finish(destination: Destination, info: CheckpointInfo, training_state: Any) -> CheckpointInfo:
+    """Writes the metadata of a checkpoint whose other files are written, and publishes the checkpoint at its path.
+
+    Args:
+        destination: The destination of the checkpoint.
+        info: The checkpoint's metadata, without the checksum.
+        training_state: The result of :func:`torchrec_recstore.encoding.encode`.
+
+    Returns:
+        The checkpoint's metadata with its checksum.
 
     Raises:
-        OSError: that cannot be done; what was at its path is there still.
+        OSError: The checkpoint cannot be written or published. The path is as it was.
     """
     checksum = write_metadata(destination.staging, info, training_state)
     destination.publish()
