@@ -5,6 +5,8 @@ from __future__ import annotations
 import ast
 import logging
 import re
+import subprocess
+import sys
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -27,6 +29,8 @@ from torchrec_recstore import (
     TableOptions,
 )
 from torchrec_recstore.inference import export_for_inference
+from torchrec_recstore.torchrec_seams import warn_if_untested
+from torchrec_recstore.triples import TRIPLES
 
 ROOT = Path(__file__).parents[1]
 DOCUMENT = " ".join((ROOT / "docs" / "errors.md").read_text().split())
@@ -54,6 +58,24 @@ def test_weights_of_an_unsharded_module_warn_at_the_users_line() -> None:
             DistributedModelParallel(unsharded, sharders=[RecStoreSharder()])
         ours = [warning for warning in caught if "do not take the weights" in str(warning.message)]
         assert [(warning.category, warning.filename) for warning in ours] == expected
+
+
+def test_an_untested_torchrec_warns_once_at_the_users_line() -> None:
+    script = "import warnings\nwarnings.simplefilter('default')\nimport importlib.metadata as installed\n"
+    script += "real = installed.version\n"
+    script += "installed.version = lambda name: '1.9.9' if name == 'torchrec' else real(name)\n"
+    script += "from torchrec_recstore import RecStoreSharder\nimport torchrec_recstore.inference.export\n"
+    script += "from torchrec_recstore import RecStorePlanner\n"
+    command = [sys.executable, "-W", "ignore", "-c", script]
+    said = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stderr
+    lines = [line for line in said.splitlines() if "RecStoreWarning" in line]
+    assert len(lines) == 1
+    assert lines[0].startswith("<string>:6: RecStoreWarning: torchrec 1.9.9 is untested with this version")
+    for triple in TRIPLES:
+        assert str(triple) in lines[0]
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            warn_if_untested(triple.torchrec)
 
 
 @pytest.mark.usefixtures("one_rank")

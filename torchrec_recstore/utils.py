@@ -9,6 +9,7 @@ import sys
 import warnings
 import weakref
 from collections.abc import Callable, Mapping
+from types import FrameType
 
 
 def lazy_names(package: str, modules: Mapping[str, str]) -> tuple[Callable[[str], object], Callable[[], list[str]]]:
@@ -34,7 +35,7 @@ class RecStoreWarning(UserWarning):
     """What this package warns of, for filters."""
 
 
-_NOT_THE_USERS = ("torchrec_recstore", "torchrec", "torch")
+_NOT_THE_USERS = ("torchrec_recstore", "torchrec", "torch", "importlib")
 
 
 def warn_user(message: str) -> None:
@@ -46,10 +47,22 @@ def warn_user(message: str) -> None:
     Args:
         message: cause and fix.
     """
-    level, frame = 2, sys._getframe(1)
-    while frame.f_back is not None and str(frame.f_globals.get("__name__", "")).split(".")[0] in _NOT_THE_USERS:
-        level, frame = level + 1, frame.f_back
-    warnings.warn(message, RecStoreWarning, stacklevel=level)
+    frame = sys._getframe(1)
+    while frame.f_back is not None and _module_of(frame).split(".")[0] in _NOT_THE_USERS:
+        frame = frame.f_back
+    # By frame, since the stacklevel of warnings.warn leaves out some frames of an import.
+    warnings.warn_explicit(
+        message,
+        RecStoreWarning,
+        filename=frame.f_code.co_filename,
+        lineno=frame.f_lineno,
+        module=_module_of(frame),
+        registry=frame.f_globals.setdefault("__warningregistry__", {}),
+    )
+
+
+def _module_of(frame: FrameType) -> str:
+    return str(frame.f_globals.get("__name__", ""))
 
 
 _of_this_process: weakref.WeakSet[object] = weakref.WeakSet()

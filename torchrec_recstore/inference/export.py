@@ -40,6 +40,14 @@ from torchrec_recstore.sharders.collection import RecStoreCollection
 from torchrec_recstore.sharders.gather import all_gathered, refused_together, whole_environment
 from torchrec_recstore.store import Table
 from torchrec_recstore.table_configs import ROW_DTYPES, initializer_of
+from torchrec_recstore.torchrec_seams import (
+    collection_inside,
+    configs_of,
+    feature_processors,
+    is_weighted,
+    need_indices,
+    sharding_env,
+)
 from torchrec_recstore.utils import warn_user
 
 
@@ -194,18 +202,11 @@ def _collections(model: nn.Module) -> list[nn.Module]:
 def _processors(module: nn.Module) -> nn.Module | None:
     """Of a feature-processed collection."""
     kinds = (ShardedFeatureProcessedEmbeddingBagCollection, FeatureProcessedEmbeddingBagCollection)
-    return module._feature_processors if isinstance(module, kinds) else None
-
-
-def _configs(module: nn.Module) -> list[BaseEmbeddingConfig]:
-    for name in ("_embedding_bag_configs", "_embedding_configs"):
-        if hasattr(module, name):
-            return list(getattr(module, name))
-    return []
+    return feature_processors(module) if isinstance(module, kinds) else None
 
 
 def _dims(modules: list[nn.Module]) -> list[tuple[str, int]]:
-    dims = [(config.name, config.embedding_dim) for module in modules for config in _configs(module)]
+    dims = [(config.name, config.embedding_dim) for module in modules for config in configs_of(module)]
     single = [module for module in modules if isinstance(module, RecStoreEmbedding | RecStoreEmbeddingBag)]
     return dims + [(module.table.name, module.embedding_dim) for module in single]
 
@@ -229,8 +230,7 @@ class _Conversion:
     def _of(self, module: nn.Module) -> nn.Module:
         processors = _processors(module)
         if processors is not None:
-            inner: nn.Module = module._embedding_bag_collection  # type: ignore[assignment]
-            return ProcessedFeatures(copied_with(processors, {}), self.of(inner))
+            return ProcessedFeatures(copied_with(processors, {}), self.of(collection_inside(module)))
         if isinstance(module, RecStoreEmbedding | RecStoreEmbeddingBag):
             ids, rows = self._rows_of_module(module)
             if isinstance(module, RecStoreEmbedding):
@@ -238,17 +238,17 @@ class _Conversion:
             return StaticEmbeddingBag(module, ids, rows, FORMATS[self._dtype])
         tables = self._tables(module)
         if isinstance(module, ShardedEmbeddingBagCollection):
-            return StaticEmbeddingBagCollection(tables, module._is_weighted, self._dtype)
+            return StaticEmbeddingBagCollection(tables, is_weighted(module), self._dtype)
         if isinstance(module, EmbeddingBagCollection | RecStoreEmbeddingBagCollection):
             return StaticEmbeddingBagCollection(tables, module.is_weighted(), self._dtype)
         if isinstance(module, ShardedEmbeddingCollection):
-            return StaticEmbeddingCollection(tables, module._need_indices, self._dtype)
+            return StaticEmbeddingCollection(tables, need_indices(module), self._dtype)
         return StaticEmbeddingCollection(tables, module.need_indices(), self._dtype)  # type: ignore[operator]
 
     def _tables(self, module: nn.Module) -> list[StaticTable]:
         stock = self._stock_weights(module)
         tables = []
-        for config in _configs(module):
+        for config in configs_of(module):
             if config.name in stock:
                 tables.append(StaticTable(config, None, stock[config.name].float()))
             else:
@@ -261,7 +261,7 @@ class _Conversion:
         if isinstance(module, RecStoreEmbeddingBagCollection | RecStoreEmbeddingCollection):
             return {}
         dynamic = set(module.recstore_table_names()) if isinstance(module, RecStoreCollection) else set()
-        names = {config.name for config in _configs(module)} - dynamic
+        names = {config.name for config in configs_of(module)} - dynamic
         if not names:
             return {}
         emits = module.recstore_state.emits_rows if isinstance(module, RecStoreCollection) else True
@@ -282,7 +282,7 @@ class _Conversion:
             return {name: weight.detach().cpu().clone() for name, weight in weights.items()}
         plain = {name: weight for name, weight in weights.items() if type(weight) in (Tensor, nn.Parameter)}
         sharded = {name: weight for name, weight in weights.items() if name not in plain}
-        whole = gathered(sharded, _env(module))
+        whole = gathered(sharded, sharding_env(module))
         return {**whole, **{name: weight.detach().cpu().clone() for name, weight in plain.items()}}
 
     def _rows_of_table(self, module: nn.Module, config: BaseEmbeddingConfig) -> tuple[Tensor, Tensor]:
@@ -290,7 +290,7 @@ class _Conversion:
             state = module.recstore_state.tables[config.name]
             shards = [shard.table for shard in state.shards]
             options = state.options
-            env: ShardingEnv | None = _env(module)
+            env: ShardingEnv | None = sharding_env(module)
         else:
             tables: nn.ModuleDict = getattr(module, "embedding_bags", None) or module.embeddings  # type: ignore[assignment]
             table_module = tables[config.name]
@@ -338,8 +338,3 @@ class _Conversion:
                 f"table(s) {names} have missing='init': an id without a row reads as its initial row in the model, "
                 "and as zeros in what is exported"
             )
-
-
-def _env(module: Any) -> ShardingEnv:
-    env: ShardingEnv = module._env
-    return env

@@ -36,6 +36,7 @@ from torchrec_recstore.inference.served_tables import (
     served_table,
 )
 from torchrec_recstore.modules import RecStoreEmbedding, RecStoreEmbeddingBag
+from torchrec_recstore.torchrec_seams import kernels_of, set_device
 
 
 @dataclass(frozen=True)
@@ -182,7 +183,7 @@ class StaticEmbeddingBagCollection(_StaticCollection):
                 _weight=table.weight,
                 include_last_offset=True,
             ).requires_grad_(False)
-        collection._device = torch.device("cpu")
+        set_device(collection, torch.device("cpu"))
         super().__init__(tables, _quantized(collection, QuantEmbeddingBagCollection, dtype), weighted)
         self._dims = [config.embedding_dim for config in configs for _ in config.feature_names]
 
@@ -215,7 +216,7 @@ class StaticEmbeddingCollection(_StaticCollection):
             collection.embeddings[config.name] = nn.Embedding(
                 len(table.weight), config.embedding_dim, _weight=table.weight
             ).requires_grad_(False)
-        collection._device = torch.device("cpu")
+        set_device(collection, torch.device("cpu"))
         super().__init__(tables, _quantized(collection, QuantEmbeddingCollection, dtype), False)
         self._need_indices = need_indices
 
@@ -327,7 +328,7 @@ def stored_rows(collection: nn.Module) -> Mapping[str, tuple[str, Tensor]]:
         modules = getattr(collection, "embedding_bags", None) or collection.embeddings
         return {name: ("float32", module.weight.detach()) for name, module in modules.items()}
     every: dict[str, tuple[str, Tensor]] = {}
-    for tbe in collection._emb_modules:  # type: ignore[union-attr]
+    for tbe in kernels_of(collection):
         weights = tbe.split_embedding_weights_with_scale_bias(split_scale_bias_mode=0)
         for (name, _, _, kind, _), (weight, _, _) in zip(tbe.embedding_specs, weights, strict=True):
             every[name] = (FORMAT_NAMES[kind.as_int()], weight)

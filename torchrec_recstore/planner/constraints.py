@@ -5,14 +5,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from torchrec.distributed.planner.types import ParameterConstraints, hash_sha256_to_int
+from torchrec.distributed.planner.types import ParameterConstraints
 
 from torchrec_recstore.options import TableOptions
 from torchrec_recstore.sharders import RECSTORE_KERNEL
+from torchrec_recstore.torchrec_seams import ConstraintsSeams
 
 
 @dataclass
-class RecStoreConstraints(ParameterConstraints):  # type: ignore[misc]
+class RecStoreConstraints(ConstraintsSeams):
     """The planner's constraints for a table in RecStore.
 
     The other fields are those of TorchRec's ``ParameterConstraints``.
@@ -36,11 +37,11 @@ class RecStoreConstraints(ParameterConstraints):  # type: ignore[misc]
 
     def __hash__(self) -> int:
         # The hash is the same in every process, as TorchRec's is: the planner compares it with that of a stored plan.
-        return int(hash_sha256_to_int([super().__hash__(), repr(self.options)]))
+        return self.hash_with_own_fields()
 
-    def _persistent_hash(self, cache_params_memo: object) -> int:
-        # What torchrec 1.9 compares instead; earlier releases do not call it.
-        return int(hash_sha256_to_int([super()._persistent_hash(cache_params_memo), repr(self.options)]))
+    def own_fields(self) -> str:
+        """Returns the options as text. They are part of the key of a stored plan."""
+        return repr(self.options)
 
 
 def options_of(constraints: Mapping[str, ParameterConstraints] | None, table_name: str) -> TableOptions:

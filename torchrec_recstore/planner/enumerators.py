@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from torch import nn
 from torchrec.distributed.planner.constants import BATCH_SIZE
 from torchrec.distributed.planner.enumerators import EmbeddingEnumerator
@@ -24,6 +26,7 @@ from torchrec_recstore.sharders import (
 )
 from torchrec_recstore.sharders.perf import RecStorePerfConfig
 from torchrec_recstore.sharders.plan import asks_for_recstore
+from torchrec_recstore.torchrec_seams import compute_device, constraints_of
 
 _Sharder = RecStoreCollectionSharder | RecStoreFeatureProcessedEmbeddingBagCollectionSharder
 
@@ -75,7 +78,7 @@ class RecStoreEnumerator(EmbeddingEnumerator):  # type: ignore[misc]
             PlannerError: A constraint names a table that the model does not have, or the constraints leave no option
                 for a table.
         """
-        constraints: dict[str, ParameterConstraints] = self._constraints or {}
+        constraints: Mapping[str, ParameterConstraints] = constraints_of(self)
         try:
             enumerated = super().enumerate(module, [self._offer(sharder) for sharder in sharders])
         except RuntimeError as error:
@@ -93,8 +96,8 @@ class RecStoreEnumerator(EmbeddingEnumerator):  # type: ignore[misc]
         # Each sharder gets one copy only: the stock enumerator detects a repeated call by the identity of the sharders.
         return self._offers.setdefault(id(sharder), sharder.with_stock_kernels())
 
-    def _check_names(self, known: set[str], constraints: dict[str, ParameterConstraints]) -> None:
-        elsewhere = {n for n, c in constraints.items() if c.device_group and c.device_group != self._compute_device}
+    def _check_names(self, known: set[str], constraints: Mapping[str, ParameterConstraints]) -> None:
+        elsewhere = {n for n, c in constraints.items() if c.device_group and c.device_group != compute_device(self)}
         unknown = sorted(set(constraints) - known - elsewhere)
         if unknown:
             raise PlannerError(

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from collections import Counter
-from typing import Any
 
 from torch import nn
-from torchrec.distributed.planner import EmbeddingShardingPlanner
 from torchrec.distributed.planner.stats import EmbeddingStats
-from torchrec.distributed.planner.types import Enumerator, Stats, Topology
+from torchrec.distributed.planner.types import ParameterConstraints, Stats, Topology
 from torchrec.distributed.types import ModuleSharder, ShardingPlan
 
 from torchrec_recstore.planner.constraints import options_of
@@ -16,9 +14,10 @@ from torchrec_recstore.planner.enumerators import RecStoreEnumerator
 from torchrec_recstore.planner.stats import RecStoreStats
 from torchrec_recstore.sharders import RECSTORE_KERNEL, RecStoreParameterSharding
 from torchrec_recstore.sharders.plan import RecStoreModulePlan
+from torchrec_recstore.torchrec_seams import PlannerSeams, constraints_of
 
 
-class RecStorePlanner(EmbeddingShardingPlanner):  # type: ignore[misc]
+class RecStorePlanner(PlannerSeams):
     """A planner that places tables in RecStore and writes the options of each of these tables into the plan.
 
     Example::
@@ -39,23 +38,15 @@ class RecStorePlanner(EmbeddingShardingPlanner):  # type: ignore[misc]
             maps table names to constraints; a :class:`RecStoreConstraints` has the options of a RecStore table.
     """
 
-    def __init__(
-        self,
-        topology: Topology | None = None,
-        batch_size: int | None = None,
-        enumerator: Enumerator | None = None,
-        *args: Any,
-        **kwargs: Any,
-    ) -> None:
-        super().__init__(topology, batch_size, enumerator, *args, **kwargs)
-        if enumerator is None:
-            # The base class determines the topology in its constructor and has no hook for a default enumerator
-            # (torchrec 1.8.0), so the enumerator is replaced afterwards.
-            self._enumerator = RecStoreEnumerator(self._topology, self._batch_size, self._constraints)
-        # TorchRec's default statistics are replaced too; any other statistics are the user's choice and stay.
-        self._stats: list[Stats] = [
-            RecStoreStats() if type(stats) is EmbeddingStats else stats for stats in self._stats
-        ]
+    def make_enumerator(
+        self, topology: Topology, batch_size: int, constraints: dict[str, ParameterConstraints] | None
+    ) -> RecStoreEnumerator:
+        """Returns the enumerator of a planner whose argument ``enumerator`` is None."""
+        return RecStoreEnumerator(topology, batch_size, constraints)
+
+    def replace_stats(self, stats: Stats) -> Stats:
+        """Replaces TorchRec's default statistics; any other statistics are the user's choice and stay."""
+        return RecStoreStats() if type(stats) is EmbeddingStats else stats
 
     def plan(self, module: nn.Module, sharders: list[ModuleSharder[nn.Module]]) -> ShardingPlan:
         """Returns the plan.
@@ -77,7 +68,7 @@ class RecStorePlanner(EmbeddingShardingPlanner):  # type: ignore[misc]
         ]
         times = Counter(name for *_, name in tables)
         for path, module_plan, name in tables:
-            options = options_of(self._constraints, name)
+            options = options_of(constraints_of(self), name)
             # Without a row name of their own, tables with the same name would make the same initial rows and would
             # share their rows in a shared cold store.
             row_name = f"{path}.{name}" if times[name] > 1 else None

@@ -13,6 +13,7 @@ from torchrec_recstore.planner.constraints import options_of
 from torchrec_recstore.sharders import RECSTORE_KERNEL
 from torchrec_recstore.sharders.fused_params import optimizer_from_fused_params
 from torchrec_recstore.sharders.plan import ResidentParameter
+from torchrec_recstore.torchrec_seams import constraints_of, marked_optimizer
 
 OVERHEAD_BYTES_PER_ROW = 44
 """The bytes of index, bookkeeping and alignment per row. Measured: 34 to 44 for 100,000 to 2 million rows."""
@@ -43,7 +44,7 @@ class RecStoreStorageEstimator(EmbeddingStorageEstimator):  # type: ignore[misc]
                 continue
             fused_params = sharder_data_map[option.module_type_key].fused_params
             optimizer = _optimizer(option.tensor, fused_params, option.name)
-            options = options_of(self._constraints, option.name)
+            options = options_of(constraints_of(self), option.name)
             rows = resident_rows(options, option.tensor.shape[0])
             counter_bytes = 0 if options.admission is None else options.admission.counter_bytes
             without_rows = _without_rows(option)
@@ -77,8 +78,7 @@ def _without_rows(option: ShardingOption) -> ShardingOption:
 
 def _optimizer(parameter: torch.Tensor, fused_params: dict[str, object], table_name: str) -> Optimizer:
     """Returns the table's optimizer: the marks of the parameter take precedence over the sharder's ``fused_params``."""
-    marked = dict(getattr(parameter, "_optimizer_kwargs", [{}])[0])
-    (optimizer_class,) = getattr(parameter, "_optimizer_classes", [None])
+    optimizer_class, marked = marked_optimizer(parameter)
     if optimizer_class is not None and "optimizer" not in marked:
         marked["optimizer"] = optimizer_type_to_emb_opt_type(optimizer_class)
     if "lr" in marked:

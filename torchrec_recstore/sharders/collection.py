@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator, Set
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from typing import Any, ClassVar, TypeVar
 
 import torch
@@ -14,7 +14,6 @@ from torchrec.distributed.embedding_sharding import EmbeddingSharding, Embedding
 from torchrec.distributed.embedding_types import (
     BaseEmbeddingSharder,
     EmbeddingComputeKernel,
-    ShardedEmbeddingModule,
     ShardedEmbeddingTable,
 )
 from torchrec.distributed.types import Awaitable, ParameterSharding, ShardingEnv
@@ -40,7 +39,7 @@ from torchrec_recstore.sharders.kernel import (
     whole_options,
 )
 from torchrec_recstore.sharders.layout import LocalShard
-from torchrec_recstore.sharders.lookup import RecStoreLookup, grouped_configs, grouped_configs_of_all_ranks
+from torchrec_recstore.sharders.lookup import RecStoreLookup
 from torchrec_recstore.sharders.plan import (
     RECSTORE_KERNEL,
     ResidentParameter,
@@ -55,6 +54,7 @@ from torchrec_recstore.sharders.plan import (
 from torchrec_recstore.sharders.state import ModuleState, RowState
 from torchrec_recstore.store import Table
 from torchrec_recstore.table_parameter import GivenCopies
+from torchrec_recstore.torchrec_seams import CollectionSeams, grouped_configs, grouped_configs_of_all_ranks
 from torchrec_recstore.utils import warn_user
 
 
@@ -113,26 +113,23 @@ def _with_ids(features: KeyedJaggedTensor, ids: torch.Tensor) -> KeyedJaggedTens
     )
 
 
-class RecStoreCollection(RefusesQuantization, ShardedEmbeddingModule):  # type: ignore[misc]
+class RecStoreCollection(RefusesQuantization, CollectionSeams):
     """Mixed into TorchRec's sharded collections: the plan may give tables to RecStore."""
 
     _supported: ClassVar[tuple[str, ...]]
     """Sharding types of RecStore tables."""
-    _configs_name: ClassVar[str]
-    """The unsharded module's method, and with an underscore before it the sharded one's list, of table configs."""
     _tables_name: ClassVar[str]
     """The attribute that holds one module a table."""
     _lookup_type: ClassVar[type[RecStoreLookup]]
 
     recstore_state: ModuleState
     """The rows of this module's RecStore tables, for ``state_dict`` and checkpoints."""
-    _optim: CombinedOptimizer
     _copies: GivenCopies
 
     def recstore_table_names(self) -> list[str]:
         """The tables that the plan gives to RecStore, in the order of the configs; the same on every rank."""
         plan = self.module_sharding_plan
-        return [name for name in self._table_names if plan[name].compute_kernel == RECSTORE_KERNEL]
+        return [name for name in self.names_of_tables if plan[name].compute_kernel == RECSTORE_KERNEL]
 
     def recstore_tables(self) -> Iterator[Table]:
         """The RecStore shards of this rank."""
@@ -142,10 +139,10 @@ class RecStoreCollection(RefusesQuantization, ShardedEmbeddingModule):  # type: 
     def recstore_dims(self) -> dict[str, int]:
         """Columns of each whole RecStore table, by name."""
         names = set(self.recstore_table_names())
-        return {c.name: c.embedding_dim for c in getattr(self, f"_{self._configs_name}") if c.name in names}
+        return {c.name: c.embedding_dim for c in self.table_configs if c.name in names}
 
     def _recstore_kernels(self) -> Iterator[RecStoreKernel]:
-        for lookup in self._lookups:
+        for lookup in self.lookups:
             if isinstance(lookup, RecStoreLookup):
                 yield from lookup.kernels()
 
@@ -188,74 +185,61 @@ class RecStoreCollection(RefusesQuantization, ShardedEmbeddingModule):  # type: 
         """
         self._copies.check()
         features = mixed_ids(int64_ids(features), self._hashed_features())
-        if not self._has_uninitialized_input_dist:
+        if not self.awaits_first_batch:
             return super().input_dist(ctx, features)
         # The first batch is checked against num_embeddings, which for RecStore is but a hint (torchrec 1.8.0).
-        with self._only_stock_configs():
+        with self.hidden_configs(self.recstore_table_names()):
             return super().input_dist(ctx, features)
 
     def register_post_lookup_tracker_fn(self, record_fn: Record) -> None:
         """TorchRec's hook for trackers of ids and embeddings: ``record_fn`` is called after each lookup."""
         # With the whole module's ids, in which those of several kernels, and of RecStore's shards, are not told apart.
-        for lookup in self._lookups:
+        for lookup in self.lookups:
             lookup = lookup.module if isinstance(lookup, DistributedDataParallel) else lookup
             lookup.register_optim_state_tracker_fn(record_fn)
 
     def reset_parameters(self) -> None:
         """As TorchRec's, which reads every table's weights, and so must not see RecStore's (torchrec 1.8.0)."""
-        with self._only_stock_configs():
+        with self.hidden_configs(self.recstore_table_names()):
             super().reset_parameters()
 
     def _hashed_features(self) -> frozenset[str]:
         if not hasattr(self, "_hashed"):
-            self._hashed = hashed_features(getattr(self, f"_{self._configs_name}"), self.module_sharding_plan)
+            self._hashed = hashed_features(self.table_configs, self.module_sharding_plan)
         return self._hashed
 
-    @contextmanager
-    def _only_stock_configs(self) -> Iterator[None]:
-        name = f"_{self._configs_name}"
-        configs = getattr(self, name)
-        hidden = set(self.recstore_table_names())
-        setattr(self, name, [config for config in configs if config.name not in hidden])
-        try:
-            yield
-        finally:
-            setattr(self, name, configs)
-
-    def _shardings(self) -> list[EmbeddingSharding[Any, Any, Any, Any]]:
-        raise NotImplementedError
-
-    def _create_lookups(self) -> None:
+    def make_lookups(self) -> None:
+        """Makes RecStore's lookup for each sharding with RecStore tables, and TorchRec's own for the others."""
         self._copies = GivenCopies()
         # On every rank, also those without a shard; only here is it known how many shards there are.
         opens_stores = False
-        for sharding_type, sharding in zip(self._sharding_types, self._shardings(), strict=True):
+        for sharding_type, sharding in self.shardings_by_type():
             for table in _recstore_configs(sharding):
                 options = whole_options(table, table.fused_params)
                 shard_options(options, row_split(sharding, sharding_type), table.name)
                 opens_stores |= options.cold_store is not None
         # A cold store may be out of reach for one rank alone.
-        with refused_together(self._env) if opens_stores else nullcontext():
-            # The one seam between shardings and kernels (torchrec 1.8.0).
-            for sharding_type, sharding in zip(self._sharding_types, self._shardings(), strict=True):
+        with refused_together(self.ranks_env) if opens_stores else nullcontext():
+            for sharding_type, sharding in self.shardings_by_type():
                 kernels = {group.compute_kernel for group in grouped_configs(sharding)}
                 if EmbeddingComputeKernel.CUSTOMIZED_KERNEL in kernels:
-                    self._lookups.append(self._lookup_type(sharding, sharding_type, self._device))
+                    self.lookups.append(self._lookup_type(sharding, sharding_type, self.stock_device))
                 else:
-                    self._lookups.append(sharding.create_lookup())
+                    self.lookups.append(sharding.create_lookup())
 
-    def _initialize_torch_state(self, skip_registering: bool = False) -> None:
-        super()._initialize_torch_state(skip_registering)
+    def register_tables(self) -> None:
+        """Registers a parameter for each RecStore table, also where this rank has no shard of it."""
         # Ranks must agree on parameter names; for customized kernels TorchRec names none where there is no shard.
         for name, dim in self.recstore_dims().items():
             table = getattr(self, self._tables_name)[name]
             if not hasattr(table, "weight"):
                 table.register_parameter("weight", placeholder_parameter(name, dim))
-        if skip_registering:
-            return
+
+    def make_state(self, fused_optimizer: CombinedOptimizer) -> CombinedOptimizer:
+        """Makes :attr:`recstore_state`; returns the fused optimizer with the states of the RecStore tables."""
         states = self._table_states()
-        self.recstore_state = ModuleState(self, self._tables_name, states, self._env, self._copies)
-        self._optim = self.recstore_state.optimizer_with_states(self._optim)
+        self.recstore_state = ModuleState(self, self._tables_name, states, self.ranks_env, self._copies)
+        return self.recstore_state.optimizer_with_states(fused_optimizer)
 
     def _table_states(self) -> dict[str, RowState]:
         shards: dict[str, list[LocalShard]] = {name: [] for name in self.recstore_table_names()}
@@ -265,19 +249,17 @@ class RecStoreCollection(RefusesQuantization, ShardedEmbeddingModule):  # type: 
                 shards[name].append(LocalShard(table, routing))
         dims = self.recstore_dims()
         # Of tables on other ranks too.
-        configs = {table.name: table for sharding in self._shardings() for table in _recstore_configs(sharding)}
+        configs = {table.name: table for sharding in self.shardings_in_order for table in _recstore_configs(sharding)}
         states = {}
         for name, of_table in shards.items():
             params = configs[name].fused_params
             optimizer, options = optimizer_from_fused_params(params, [name]), whole_options(configs[name], params)
-            states[name] = RowState(name, dims[name], of_table, self._env, optimizer, options, self._copies)
+            states[name] = RowState(name, dims[name], of_table, self.ranks_env, optimizer, options, self._copies)
         return states
 
-    @staticmethod
-    def _pre_load_state_dict_hook(self: Any, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
-        # Both stock collections register the hook under this name (torchrec 1.8.0).
+    def load_rows(self, state_dict: dict[str, Any], prefix: str) -> None:
+        """Loads the rows of the RecStore tables and takes them out of ``state_dict``."""
         self.recstore_state.load(state_dict, prefix)
-        super()._pre_load_state_dict_hook(self, state_dict, prefix, *args)
 
 
 def _recstore_configs(sharding: EmbeddingSharding[Any, Any, Any, Any]) -> Iterator[ShardedEmbeddingTable]:

@@ -18,6 +18,7 @@ from torchrec_recstore.sharders.fused_params import optimizer_from_fused_params
 from torchrec_recstore.sharders.kernel import RecStoreKernel
 from torchrec_recstore.store import Table
 from torchrec_recstore.store.snapshot import column_weighted_mean
+from torchrec_recstore.torchrec_seams import kernels_of, optimizer_states, tracking_mode
 
 Record = Callable[..., None]
 """``(features, embeddings, kernel)`` of one group of tables, after its lookup."""
@@ -44,7 +45,7 @@ def tracking(record: Record, groups: Sequence[GroupedEmbeddingConfig], kernels: 
     tracker = getattr(record, "__self__", None)
     if not isinstance(tracker, ModelDeltaTrackerTrec):
         return record
-    mode = tracker._mode
+    mode = tracking_mode(tracker)
     for group in groups:
         if group.compute_kernel == EmbeddingComputeKernel.CUSTOMIZED_KERNEL:
             _check(mode, optimizer_from_fused_params(group.fused_params, group.table_names()), group.table_names())
@@ -171,12 +172,12 @@ def _latest(tracker: ModelDeltaTrackerTrec) -> dict[str, Any]:
     """What ``ModelDeltaTrackerTrec.get_latest`` gives: the states of each table, to be indexed by id."""
     latest: dict[str, Any] = {}
     for module in tracker.tracked_modules.values():
-        for lookup in module._lookups:
+        for lookup in module.lookups:
             if isinstance(lookup, DistributedDataParallel):
                 continue
-            ours = [kernel for kernel in lookup._emb_modules if isinstance(kernel, RecStoreKernel)]
-            for kernel in lookup._emb_modules:
-                states = None if isinstance(kernel, RecStoreKernel) else kernel._emb_module.split_optimizer_states()
+            ours = [kernel for kernel in kernels_of(lookup) if isinstance(kernel, RecStoreKernel)]
+            for kernel in kernels_of(lookup):
+                states = None if isinstance(kernel, RecStoreKernel) else optimizer_states(kernel)
                 for place, config in enumerate(kernel.config.embedding_tables):
                     fqn = tracker.table_to_fqn.get(config.name)
                     if fqn is not None:

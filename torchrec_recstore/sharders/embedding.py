@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from typing import Any
 
 import torch
@@ -11,16 +10,16 @@ from torchrec.distributed.embedding import (
     EmbeddingCollectionSharder,
     ShardedEmbeddingCollection,
 )
-from torchrec.distributed.embedding_sharding import EmbeddingSharding
 from torchrec.distributed.types import Awaitable, ParameterSharding, ShardingEnv, ShardingType
 from torchrec.modules.embedding_modules import EmbeddingCollection
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from torchrec_recstore.sharders.collection import RecStoreCollection, RecStoreCollectionSharder
 from torchrec_recstore.sharders.lookup import RecStoreSequenceLookup
+from torchrec_recstore.torchrec_seams import SequenceCollectionSeams, need_indices, on_meta_device, uses_index_dedup
 
 
-class RecStoreShardedEmbeddingCollection(RecStoreCollection, ShardedEmbeddingCollection):  # type: ignore[misc]
+class RecStoreShardedEmbeddingCollection(RecStoreCollection, SequenceCollectionSeams, ShardedEmbeddingCollection):  # type: ignore[misc]
     """A sharded ``EmbeddingCollection`` whose tables are in RecStore or on TorchRec's kernels, as the plan says.
 
     The output has one row for each id. Rows are made and updated as in
@@ -44,11 +43,9 @@ class RecStoreShardedEmbeddingCollection(RecStoreCollection, ShardedEmbeddingCol
         # If the module is not on the meta device, the stock constructor loads the weights of all tables (torchrec
         # 1.8.0), but RecStore tables do not take the weights of the unsharded module. So the constructor gets a module
         # on the meta device, and the weights of the tables on TorchRec's kernels are loaded below.
-        without_weights = copy.copy(module)
-        without_weights._device = torch.device("meta")
-        super().__init__(without_weights, *args, **kwargs)
+        super().__init__(on_meta_device(module), *args, **kwargs)
         hashed = sorted(self._hashed_features())
-        if hashed and self._need_indices:
+        if hashed and need_indices(self):
             raise ValueError(f"need_indices is not supported with routing='hash': features {hashed}")
         if module.device != torch.device("meta"):
             recstore = {f"embeddings.{name}.weight" for name in self.recstore_table_names()}
@@ -70,17 +67,6 @@ class RecStoreShardedEmbeddingCollection(RecStoreCollection, ShardedEmbeddingCol
                 "varying size: TorchRec has no gradient for it on CPU; give all features the same batch size"
             )
         return super().input_dist(ctx, features)
-
-    def _shardings(self) -> list[EmbeddingSharding[Any, Any, Any, Any]]:
-        return list(self._sharding_type_to_sharding.values())
-
-    def _create_lookups(self) -> None:
-        super()._create_lookups()
-        if not self.enable_embedding_update:
-            return
-        for sharding, lookup in zip(self._shardings(), self._lookups, strict=True):
-            if sharding.enable_embedding_update:
-                self._updates.append(sharding.create_update(lookup))
 
 
 class RecStoreEmbeddingCollectionSharder(RecStoreCollectionSharder, EmbeddingCollectionSharder):  # type: ignore[misc]
@@ -109,6 +95,6 @@ class RecStoreEmbeddingCollectionSharder(RecStoreCollectionSharder, EmbeddingCol
             fused_params,
             device,
             qcomm_codecs_registry=self.qcomm_codecs_registry,
-            use_index_dedup=self._use_index_dedup,
+            use_index_dedup=uses_index_dedup(self),
             module_fqn=module_fqn,
         )

@@ -14,7 +14,7 @@ from torchrec.distributed.embeddingbag import (
     ShardedEmbeddingBagCollection,
 )
 from torchrec.distributed.types import Awaitable, ParameterSharding, ShardingEnv, ShardingType
-from torchrec.modules.embedding_configs import BaseEmbeddingConfig, EmbeddingBagConfig, PoolingType
+from torchrec.modules.embedding_configs import BaseEmbeddingConfig, PoolingType
 from torchrec.modules.embedding_modules import EmbeddingBagCollection, get_embedding_names_by_table
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
@@ -22,6 +22,7 @@ from torchrec_recstore.sharders.collection import RecStoreCollection, RecStoreCo
 from torchrec_recstore.sharders.kernel import ROW_SPLIT
 from torchrec_recstore.sharders.lookup import RecStorePooledLookup
 from torchrec_recstore.sharders.plan import RECSTORE_KERNEL
+from torchrec_recstore.torchrec_seams import BagCollectionSeams, is_weighted, module_order
 
 
 def require_gradient(features: object) -> bool:
@@ -76,7 +77,7 @@ def check_weight_gradients(
         )
 
 
-class RecStoreShardedEmbeddingBagCollection(RecStoreCollection, ShardedEmbeddingBagCollection):  # type: ignore[misc]
+class RecStoreShardedEmbeddingBagCollection(RecStoreCollection, BagCollectionSeams, ShardedEmbeddingBagCollection):  # type: ignore[misc]
     """A sharded ``EmbeddingBagCollection`` whose tables are in RecStore or on TorchRec's kernels, as the plan says.
 
     A RecStore table accepts any int64 id. In training, the forward pass makes rows and the backward pass updates them.
@@ -103,12 +104,9 @@ class RecStoreShardedEmbeddingBagCollection(RecStoreCollection, ShardedEmbedding
     _tables_name = "embedding_bags"
     _lookup_type = RecStorePooledLookup
 
-    _embedding_bag_configs: list[EmbeddingBagConfig]
-
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._divided = self._divided_afterwards()
-        self._has_mean_pooling_callback = bool(self._divided)
+        self.divide_afterwards(self._divided_afterwards())
 
     def input_dist(self, ctx: EmbeddingBagCollectionContext, features: Any) -> Awaitable[Awaitable[KJTList]]:
         """Distributes a batch to the ranks. See :meth:`RecStoreCollection.input_dist`.
@@ -117,13 +115,13 @@ class RecStoreShardedEmbeddingBagCollection(RecStoreCollection, ShardedEmbedding
             NotImplementedError: The per-sample weights require a gradient that TorchRec's input distribution loses.
                 The error is raised on every rank.
         """
-        if self._is_weighted and self.training and require_gradient(features):
+        if is_weighted(self) and self.training and require_gradient(features):
             check_weight_gradients(
                 features,
-                self._embedding_bag_configs,
+                self.table_configs,
                 self.module_sharding_plan,
-                self._shardings(),
-                self._env.world_size,
+                self.shardings_in_order,
+                self.ranks_env.world_size,
             )
         return super().input_dist(ctx, features)
 
@@ -141,18 +139,14 @@ class RecStoreShardedEmbeddingBagCollection(RecStoreCollection, ShardedEmbedding
             )
         super().update_shards(*args, **kwargs)
 
-    def _shardings(self) -> list[EmbeddingSharding[Any, Any, Any, Any]]:
-        shardings: list[EmbeddingSharding[Any, Any, Any, Any]] = self._embedding_shardings
-        return shardings
-
     def _divided_afterwards(self) -> set[str]:
         """Returns the output names whose bags are divided by their lengths only after the output distribution.
 
         These features have mean pooling, and the kernels return sums for them.
         """
-        names = get_embedding_names_by_table(self._embedding_bag_configs)
+        names = get_embedding_names_by_table(self.table_configs)
         divided = set()
-        for config, of_table in zip(self._embedding_bag_configs, names, strict=True):
+        for config, of_table in zip(self.table_configs, names, strict=True):
             sharding = self.module_sharding_plan[config.name]
             # In torchrec 1.8.0 the stock kernels of a grid sharding return means, one for each shard of rows.
             grid = sharding.sharding_type == ShardingType.GRID_SHARD.value
@@ -160,24 +154,6 @@ class RecStoreShardedEmbeddingBagCollection(RecStoreCollection, ShardedEmbedding
             if summed and config.pooling == PoolingType.MEAN:
                 divided.update(of_table)
         return divided
-
-    def _init_mean_pooling_callback(self, *args: Any) -> None:
-        super()._init_mean_pooling_callback(*args)
-        # torchrec 1.8.0 looks up the features to divide by name, at the first position of the name. It therefore also
-        # divides outputs that table-wise and column-wise kernels have divided already or that have sum pooling, if a
-        # feature belongs to several tables. Without RecStore, CPU plans have no row-wise tables, so stock plans do not
-        # show this defect. The code below identifies every output by its position instead.
-        places = []
-        for sharding in self._shardings():
-            # Column-wise and grid shardings keep one name for each shard, in the order of the features. For a grid
-            # sharding, uncombined_embedding_names returns the combined names and cannot be used.
-            places += getattr(sharding, "_embedding_names", sharding.embedding_names())
-        self._kjt_key_indices = {str(place): place for place in range(len(places))}
-        whole = [str(place) for place, name in enumerate(places) if name not in self._divided]
-        self._pooling_type_to_rs_features = {PoolingType.SUM.value: whole}
-        self._kt_key_ordering = torch.tensor(
-            [places.index(name) for name in self._embedding_names], device=self._device
-        )
 
 
 class RecStoreSharder(RecStoreCollectionSharder, EmbeddingBagCollectionSharder):  # type: ignore[misc]
@@ -247,5 +223,5 @@ class RecStoreSharder(RecStoreCollectionSharder, EmbeddingBagCollectionSharder):
             device=device,
             qcomm_codecs_registry=self.qcomm_codecs_registry,
             module_fqn=module_fqn,
-            sharded_module_order_overwrite=self._sharded_module_order_overwrite,
+            sharded_module_order_overwrite=module_order(self),
         )

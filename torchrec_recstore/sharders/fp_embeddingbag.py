@@ -14,10 +14,12 @@ from torchrec.modules.fp_embedding_modules import FeatureProcessedEmbeddingBagCo
 
 from torchrec_recstore.sharders.embeddingbag import RecStoreSharder
 from torchrec_recstore.sharders.plan import warn_if_overridden
+from torchrec_recstore.torchrec_seams import FeatureProcessedSharderSeams
 
 
 class RecStoreFeatureProcessedEmbeddingBagCollectionSharder(
-    FeatureProcessedEmbeddingBagCollectionSharder  # type: ignore[misc]
+    FeatureProcessedSharderSeams,
+    FeatureProcessedEmbeddingBagCollectionSharder,  # type: ignore[misc]
 ):
     """The sharder of ``FeatureProcessedEmbeddingBagCollection`` that places tables in RecStore.
 
@@ -53,7 +55,7 @@ class RecStoreFeatureProcessedEmbeddingBagCollectionSharder(
     def with_stock_kernels(self) -> RecStoreFeatureProcessedEmbeddingBagCollectionSharder:
         """Returns a copy that also offers TorchRec's kernels, for planners that choose the kernel by constraint."""
         offer = copy.copy(self)
-        offer._ebc_sharder = self._ebc_sharder.with_stock_kernels()
+        offer.inner_sharder = self.inner_sharder.with_stock_kernels()
         return offer
 
     def shard(
@@ -72,10 +74,10 @@ class RecStoreFeatureProcessedEmbeddingBagCollectionSharder(
 
     def sharding_types(self, compute_device_type: str) -> list[str]:
         """Returns the sharding types that ``ebc_sharder`` supports."""
-        types: list[str] = self._ebc_sharder.sharding_types(compute_device_type)
+        types: list[str] = self.inner_sharder.sharding_types(compute_device_type)
         return types
 
     def compute_kernels(self, sharding_type: str, compute_device_type: str) -> list[str]:
         """Returns the compute kernels that ``ebc_sharder`` offers."""
-        kernels: list[str] = self._ebc_sharder.compute_kernels(sharding_type, compute_device_type)
+        kernels: list[str] = self.inner_sharder.compute_kernels(sharding_type, compute_device_type)
         return kernels

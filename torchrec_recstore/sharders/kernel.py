@@ -32,6 +32,7 @@ from torchrec_recstore.sharders.fused_params import (
 from torchrec_recstore.store import Table
 from torchrec_recstore.table_configs import ROW_DTYPES, check_config, initializer_of
 from torchrec_recstore.table_parameter import TableParameter
+from torchrec_recstore.torchrec_seams import mark_as_optimized, process_group, split_in_node
 
 ROW_SPLIT = frozenset({ShardingType.ROW_WISE.value, ShardingType.TABLE_ROW_WISE.value, ShardingType.GRID_SHARD.value})
 """The sharding types that split rows."""
@@ -46,11 +47,10 @@ but a hint and moves only the border between blocks, so that a larger one is low
 
 def row_split(sharding: EmbeddingSharding[Any, Any, Any, Any], sharding_type: str) -> tuple[int, int] | None:
     """(ranks, this rank) among which the sharding splits each table's rows; None where it does not."""
-    # No public accessors of these in torchrec 1.8.0.
     if sharding_type == ShardingType.ROW_WISE.value:
-        return dist.get_world_size(sharding._pg), dist.get_rank(sharding._pg)
+        return dist.get_world_size(process_group(sharding)), dist.get_rank(process_group(sharding))
     if sharding_type in IN_NODE:
-        return sharding._local_size, sharding._rank % sharding._local_size
+        return split_in_node(sharding)
     return None
 
 
@@ -173,7 +173,7 @@ def placeholder_parameter(name: str, dim: int) -> nn.Parameter:
     Its mark keeps it out of dense optimizers built over ``in_backward_optimizer_filter`` (torchrec 1.8.0).
     """
     parameter = TableParameter(torch.empty(0, dim), table=name)
-    parameter._in_backward_optimizers = [EmptyFusedOptimizer()]  # type: ignore[attr-defined]
+    mark_as_optimized(parameter, EmptyFusedOptimizer())
     return parameter
 
 
@@ -250,7 +250,7 @@ class RecStoreKernel(BaseEmbedding, FusedOptimizerModule):  # type: ignore[misc]
             {f"{name}.weight": parameter for name, parameter in self._placeholders.items()}, optimizer
         )
         for name, parameter in self._placeholders.items():
-            parameter._in_backward_optimizers = [ParameterOptimizer(name, parameter, self._optim)]  # type: ignore[attr-defined]
+            mark_as_optimized(parameter, ParameterOptimizer(name, parameter, self._optim))
 
     @property
     def config(self) -> GroupedEmbeddingConfig:

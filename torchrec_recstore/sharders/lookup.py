@@ -6,14 +6,9 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torchrec.distributed.embedding_kernel import BaseEmbedding
 from torchrec.distributed.embedding_lookup import GroupedEmbeddingsLookup, GroupedPooledEmbeddingsLookup
 from torchrec.distributed.embedding_sharding import EmbeddingSharding
-from torchrec.distributed.embedding_types import (
-    BaseEmbeddingLookup,
-    EmbeddingComputeKernel,
-    GroupedEmbeddingConfig,
-)
+from torchrec.distributed.embedding_types import EmbeddingComputeKernel, GroupedEmbeddingConfig
 from torchrec.distributed.types import ShardingType
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
@@ -25,9 +20,18 @@ from torchrec_recstore.sharders.kernel import (
     RecStoreSequenceKernel,
     row_split,
 )
+from torchrec_recstore.torchrec_seams import (
+    LookupSeams,
+    PooledLookupSeams,
+    grouped_configs,
+    grouped_configs_of_all_ranks,
+    kernels_of,
+    process_group,
+    sharding_env,
+)
 
 
-class RecStoreLookup(BaseEmbeddingLookup):  # type: ignore[misc]
+class RecStoreLookup(LookupSeams):
     """Mixed into TorchRec's lookups: RecStore's kernel for the groups that the plan gives to it.
 
     Args:
@@ -45,17 +49,20 @@ class RecStoreLookup(BaseEmbeddingLookup):  # type: ignore[misc]
         **more: Any,
     ) -> None:
         # Before TorchRec's constructor, which makes the kernels.
-        self._split, self._rank = row_split(sharding, type_name), sharding._env.rank
+        self._split, self._rank = row_split(sharding, type_name), sharding_env(sharding).rank
         self._groups_of_all_ranks = grouped_configs_of_all_ranks(sharding)
         super().__init__(
-            grouped_configs=grouped_configs(sharding), pg=sharding._pg, device=device, env=sharding._env, **more
+            grouped_configs=grouped_configs(sharding),
+            pg=process_group(sharding),
+            device=device,
+            env=sharding_env(sharding),
+            **more,
         )
 
-    def _create_embedding_kernel(self, config: GroupedEmbeddingConfig, *args: Any, **kwargs: Any) -> BaseEmbedding:
-        # The one seam for kernels: the stock method refuses CUSTOMIZED_KERNEL (torchrec 1.8.0).
-        if config.compute_kernel != EmbeddingComputeKernel.CUSTOMIZED_KERNEL:
-            return super()._create_embedding_kernel(config, *args, **kwargs)
-        return self._recstore_kernel(config)
+    def make_kernel(self, config: GroupedEmbeddingConfig) -> RecStoreKernel | None:
+        """RecStore's kernel for a group of RecStore tables, or None for TorchRec's own."""
+        recstore = config.compute_kernel == EmbeddingComputeKernel.CUSTOMIZED_KERNEL
+        return self._recstore_kernel(config) if recstore else None
 
     def _recstore_kernel(self, config: GroupedEmbeddingConfig) -> RecStoreKernel:
         raise NotImplementedError
@@ -63,8 +70,7 @@ class RecStoreLookup(BaseEmbeddingLookup):  # type: ignore[misc]
     def prefetch(self, sparse_features: KeyedJaggedTensor, forward_stream: Any = None) -> None:
         """TorchRec's hook for pipelines: prepares the batch's rows; its own kernels fetch as they do."""
         super().prefetch(sparse_features, forward_stream)
-        by_group = sparse_features.split(self._feature_splits)
-        for kernel, features in zip(self._emb_modules, by_group, strict=True):
+        for kernel, features in self.features_by_kernel(sparse_features):
             if isinstance(kernel, RecStoreKernel) and kernel.training:
                 kernel.prefetch(features)
 
@@ -78,12 +84,12 @@ class RecStoreLookup(BaseEmbeddingLookup):  # type: ignore[misc]
 
     def kernels(self) -> Iterator[RecStoreKernel]:
         """RecStore's kernels of this rank."""
-        for kernel in self._emb_modules:
+        for kernel in kernels_of(self):
             if isinstance(kernel, RecStoreKernel):
                 yield kernel
 
 
-class RecStorePooledLookup(RecStoreLookup, GroupedPooledEmbeddingsLookup):  # type: ignore[misc]
+class RecStorePooledLookup(RecStoreLookup, PooledLookupSeams, GroupedPooledEmbeddingsLookup):  # type: ignore[misc]
     """TorchRec's pooled lookup with RecStore's kernel."""
 
     def __init__(
@@ -100,36 +106,9 @@ class RecStorePooledLookup(RecStoreLookup, GroupedPooledEmbeddingsLookup):  # ty
     def _recstore_kernel(self, config: GroupedEmbeddingConfig) -> RecStoreKernel:
         return RecStorePooledKernel(config, self._pools_as, self._split, self._rank)
 
-    def _forward_with_vbe_merging(
-        self, features_by_group: list[KeyedJaggedTensor], device: torch.device
-    ) -> torch.Tensor:
-        # The stock way hands kernels a preallocated output, which neither ours nor FBGEMM's on CPU take; this is
-        # the one that it keeps for devices without (torchrec 1.8.0).
-        merged: torch.Tensor = self._merge_variable_batch_embeddings(
-            self._forward(features_by_group), self._vbe_splits(features_by_group)
-        )
-        return merged
-
 
 class RecStoreSequenceLookup(RecStoreLookup, GroupedEmbeddingsLookup):  # type: ignore[misc]
     """TorchRec's sequence lookup with RecStore's kernel."""
 
     def _recstore_kernel(self, config: GroupedEmbeddingConfig) -> RecStoreKernel:
         return RecStoreSequenceKernel(config, self._split, self._rank)
-
-
-def grouped_configs(sharding: EmbeddingSharding[Any, Any, Any, Any]) -> list[GroupedEmbeddingConfig]:
-    """This rank's groups of tables."""
-    # No public accessor in torchrec 1.8.0; table-row-wise and grid shardings keep those of every rank.
-    per_rank = getattr(sharding, "_grouped_embedding_configs_per_rank", None)
-    groups: list[GroupedEmbeddingConfig] | None = getattr(sharding, "_grouped_embedding_configs", None)
-    if groups is None:
-        groups = [] if per_rank is None else per_rank[sharding._rank]
-    return groups
-
-
-def grouped_configs_of_all_ranks(sharding: EmbeddingSharding[Any, Any, Any, Any]) -> list[GroupedEmbeddingConfig]:
-    """The groups of tables of every rank; none for data-parallel shardings."""
-    # No public accessor in torchrec 1.8.0.
-    per_rank = getattr(sharding, "_grouped_embedding_configs_per_rank", [])
-    return [group for groups in per_rank for group in groups]

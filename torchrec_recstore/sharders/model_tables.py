@@ -177,7 +177,7 @@ def _all_shards(module: RecStoreCollection) -> list[dict[str, list[_Shard]]]:
         name: [(shard.table.columns.start, shard.table.stats()) for shard in shards]
         for name, shards in module.recstore_state.shards.items()
     }
-    return all_gathered(local, module._env)
+    return all_gathered(local, module.ranks_env)
 
 
 def _combined(shards: Iterable[_Shard]) -> TableStats:

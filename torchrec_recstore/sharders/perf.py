@@ -10,6 +10,7 @@ from torchrec.distributed.planner.estimator.types import ShardPerfContext
 from torchrec.distributed.types import ShardingType
 
 from torchrec_recstore.sharders.plan import RECSTORE_KERNEL
+from torchrec_recstore.torchrec_seams import default_backward_ms, default_forward_ms
 
 SPEED_OVER_FUSED = 1.5
 """RecStore's kernel over TorchRec's fused one on a CPU, forward and backward, row-wise Adagrad: 1.57 and 1.76 where
@@ -73,15 +74,12 @@ class RecStorePerfConfig(EmbeddingPerfEstimatorConfig):  # type: ignore[misc]
     @forward_compute(_WITH_BLOCKS)  # type: ignore[untyped-decorator]
     def forward_ms(self, context: ShardPerfContext) -> float:
         """Milliseconds of a forward; a row costs as much here as where its table is sharded row-wise."""
-        # What TorchRec does for a config without annotated methods (torchrec 1.8.0).
-        milliseconds: float = _evaluator(context)._default_fwd_comp(context, self)
-        return milliseconds
+        return default_forward_ms(_evaluator(context), context, self)
 
     @backward_compute(_WITH_BLOCKS)  # type: ignore[untyped-decorator]
     def backward_ms(self, context: ShardPerfContext) -> float:
         """Milliseconds of a backward, likewise."""
-        milliseconds: float = _evaluator(context)._default_bwd_comp(context, self)
-        return milliseconds
+        return default_backward_ms(_evaluator(context), context, self)
 
 
 def register_kernel() -> None:

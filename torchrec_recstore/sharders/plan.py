@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 from torch import nn
 from torchrec.distributed.embedding_types import EmbeddingComputeKernel
-from torchrec.distributed.planner.types import Enumerator, ParameterConstraints
+from torchrec.distributed.planner.types import ParameterConstraints
 from torchrec.distributed.types import (
     EmbeddingModuleShardingPlan,
     ModuleSharder,
@@ -32,6 +31,7 @@ from torchrec_recstore.sharders.fused_params import (
 )
 from torchrec_recstore.sharders.kernel import ROW_SPLIT
 from torchrec_recstore.table_configs import check_init_fn
+from torchrec_recstore.torchrec_seams import caller_that_enumerates, constraints_of, marked_optimizer
 from torchrec_recstore.utils import warn_user
 
 RECSTORE_KERNEL: str = EmbeddingComputeKernel.CUSTOMIZED_KERNEL.value
@@ -188,7 +188,7 @@ def deal_out(
             OPTIMIZER_KEY in own
             and sharding.compute_kernel.startswith("fused")
             and "optimizer" not in stock
-            and not hasattr(parameters.get(name), "_optimizer_classes")
+            and marked_optimizer(parameters.get(name))[0] is None
         ):
             raise ValueError(
                 f"table {name!r} is on TorchRec's kernel {sharding.compute_kernel!r}, which does not take "
@@ -204,7 +204,7 @@ def _check_marks(
     if "optimizer" not in fused_params:
         return
     for name, sharding in plan.items():
-        (marked,) = getattr(parameters.get(name), "_optimizer_classes", [None])
+        marked, _ = marked_optimizer(parameters.get(name))
         if marked is None or sharding.compute_kernel != RECSTORE_KERNEL:
             continue
         by_params = optimizer_from_fused_params(fused_params, [name])
@@ -334,18 +334,16 @@ def warn_if_overridden(sharder: ModuleSharder[nn.Module], kind: type[nn.Module])
         sharder: whose property ``module_type`` calls this.
         kind: that ``module_type``.
     """
-    frame = sys._getframe(2)
-    if frame.f_code.co_name == "<dictcomp>" and frame.f_back is not None:  # up to Python 3.11
-        frame = frame.f_back
-    planner, module, sharders = (frame.f_locals.get(name) for name in ("self", "module", "sharders"))
-    if not isinstance(planner, Enumerator) or not isinstance(module, nn.Module) or not isinstance(sharders, list):
+    caller = caller_that_enumerates(2)
+    if caller is None:
         return
+    enumerator, module, sharders = caller
     behind = sharders[[other is sharder for other in sharders].index(True) + 1 :]
     # One that is for RecStore as well is left out: reading its type would bring it here.
     stock = [other for other in behind if not hasattr(other, "with_stock_kernels") and other.module_type is kind]
     if not stock:
         return
-    constraints = getattr(planner, "_constraints", None) or {}
+    constraints = constraints_of(enumerator)
     tables = [
         name
         for each in module.modules()

@@ -7,10 +7,11 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 from torchrec.distributed.train_pipeline.pipeline_context import PrefetchTrainPipelineContext
-from torchrec.distributed.train_pipeline.train_pipelines import PrefetchTrainPipelineSparseDist
+
+from torchrec_recstore.torchrec_seams import PrefetchPipelineSeams
 
 
-class RecStorePrefetchPipeline(PrefetchTrainPipelineSparseDist):  # type: ignore[misc]
+class RecStorePrefetchPipeline(PrefetchPipelineSeams):
     """TorchRec's ``PrefetchTrainPipelineSparseDist``, whose prefetch also runs where there are no CUDA streams.
 
     On the CPU a thread makes the next batch's missing rows beside this batch's backward and dense layers, and reads
@@ -47,15 +48,12 @@ class RecStorePrefetchPipeline(PrefetchTrainPipelineSparseDist):  # type: ignore
         while self._prefetching:
             self._prefetching.pop(0).result()
 
-    def _prefetch(self, context: PrefetchTrainPipelineContext) -> None:
-        # The seam between stages (torchrec 1.8.0); with streams TorchRec's own does all of it.
-        if self._prefetch_stream is not None:
-            super()._prefetch(context)
-            return
-        for module in self._pipelined_modules:
+    def prefetch_without_stream(self, context: PrefetchTrainPipelineContext) -> None:
+        """Makes the rows of the next batch in a thread."""
+        for module in self.pipelined_modules:
             name = module.forward.name
             features = context.input_dist_tensors_requests.pop(name).wait()
             context.module_input_post_prefetch[name] = features
             context.module_contexts_post_prefetch[name] = context.module_contexts.pop(name)
-            if self._model.training:
+            if self.trains:
                 self._prefetching.append(self._thread.submit(module.prefetch, features))

@@ -1,0 +1,78 @@
+"""Every use of a private name of TorchRec is in ``torchrec_recstore/torchrec_seams.py``."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import inspect
+import textwrap
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+import torch
+import torchrec
+
+import torchrec_recstore
+
+PACKAGE = Path(torchrec_recstore.__file__).parent
+TORCHREC = Path(torchrec.__file__).parent
+SEAMS = "torchrec_seams.py"
+
+
+def private(name: str) -> bool:
+    return name.startswith("_") and not name.startswith("__")
+
+
+def defined(tree: ast.AST) -> set[str]:
+    """The private names that code defines: functions, classes, variables, attributes that it sets."""
+    names: set[str] = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            names.add(node.name)
+        elif isinstance(node, ast.Attribute | ast.Name) and isinstance(node.ctx, ast.Store):
+            names.add(node.attr if isinstance(node, ast.Attribute) else node.id)
+    return {name for name in names if private(name)}
+
+
+@cache
+def names_of_torchrec() -> frozenset[str]:
+    """The private names that TorchRec defines anywhere but in its tests, and that torch's modules do not have."""
+    files = [path for path in TORCHREC.rglob("*.py") if not {"tests", "test_utils"} & set(path.parts)]
+    return frozenset().union(*(defined(ast.parse(path.read_text())) for path in files)) - vars(torch.nn.Module()).keys()
+
+
+def inherited(cls: type) -> set[str]:
+    """The private names of the classes of TorchRec's that a class derives from."""
+    bases = [base for base in cls.__mro__ if base.__module__.partition(".")[0] == "torchrec"]
+    return set().union(*(defined(ast.parse(textwrap.dedent(inspect.getsource(base)))) for base in bases))
+
+
+def uses(path: Path) -> Iterator[str]:
+    """The private names of TorchRec that a module uses, each with its line."""
+    tree = ast.parse(path.read_text())
+    imports = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) and node.module]
+    of_torchrec = [node for node in imports if (node.module or "").partition(".")[0] == "torchrec"]
+    yield from (f"{node.lineno}: {each.name}" for node in of_torchrec for each in node.names if private(each.name))
+    name = ".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts).removesuffix(".__init__")
+    own = defined(tree)
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and ast.unparse(node.value) not in ("self", "cls", "super()"):
+            if node.attr in names_of_torchrec() - own and of_torchrec:
+                yield f"{node.lineno}: {ast.unparse(node)}"
+        elif isinstance(node, ast.Call) and ast.unparse(node.func) in ("getattr", "hasattr", "setattr"):
+            constant = node.args[1].value if isinstance(node.args[1], ast.Constant) else ""
+            if constant in names_of_torchrec() - own:
+                yield f"{node.lineno}: {ast.unparse(node)}"
+        elif isinstance(node, ast.ClassDef) and node in tree.body:
+            theirs = inherited(getattr(importlib.import_module(name), node.name))
+            for part in ast.walk(node) if theirs else ():
+                used = part.name if isinstance(part, ast.FunctionDef) else getattr(part, "attr", "")
+                if used in theirs:
+                    yield f"{part.lineno}: {node.name} has or uses {used}"  # type: ignore[attr-defined]
+
+
+def test_private_names_of_torchrec_are_in_one_module() -> None:
+    files = [path for path in PACKAGE.rglob("*.py") if not path.name.endswith(("_pb2.py", "_pb2_grpc.py"))]
+    found = {str(path.relative_to(PACKAGE)): sorted(set(uses(path))) for path in files if path.name != SEAMS}
+    assert {name: lines for name, lines in found.items() if lines} == {}

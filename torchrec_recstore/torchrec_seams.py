@@ -1,0 +1,499 @@
+"""The private parts of TorchRec that this package uses: what TorchRec has no public way to do.
+
+No other module uses a private name of TorchRec (``tests/test_torchrec_seams.py``). Each seam was checked on torchrec
+1.7.0, 1.8.0 and 1.9.2, the releases of :mod:`torchrec_recstore.triples`, on which ``make matrix`` tests them. A seam
+that differs between these releases says so.
+
+The import of this module warns once if another release of TorchRec is installed.
+"""
+
+from __future__ import annotations
+
+import copy
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any, ClassVar, TypeAlias
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torchrec.distributed.embedding_kernel import BaseEmbedding
+from torchrec.distributed.embedding_sharding import EmbeddingSharding
+from torchrec.distributed.embedding_types import (
+    BaseEmbeddingLookup,
+    BaseEmbeddingSharder,
+    GroupedEmbeddingConfig,
+    ShardedEmbeddingModule,
+)
+from torchrec.distributed.model_tracker.model_delta_tracker import ModelDeltaTrackerTrec
+from torchrec.distributed.model_tracker.types import TrackingMode
+from torchrec.distributed.planner import EmbeddingShardingPlanner
+from torchrec.distributed.planner.estimator import EmbeddingPerfEstimatorConfig
+from torchrec.distributed.planner.estimator.estimator import TableWiseEvaluator
+from torchrec.distributed.planner.estimator.types import ShardPerfContext
+from torchrec.distributed.planner.types import Enumerator, ParameterConstraints, Stats, Topology, hash_sha256_to_int
+from torchrec.distributed.train_pipeline.pipeline_context import PrefetchTrainPipelineContext
+from torchrec.distributed.train_pipeline.train_pipelines import PrefetchTrainPipelineSparseDist
+from torchrec.distributed.types import ModuleSharder, ShardingEnv
+from torchrec.modules.embedding_configs import BaseEmbeddingConfig, PoolingType
+from torchrec.modules.embedding_modules import EmbeddingCollection
+from torchrec.optim.keyed import CombinedOptimizer
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+from torchrec_recstore.triples import TRIPLES
+from torchrec_recstore.utils import warn_user
+
+Sharding: TypeAlias = EmbeddingSharding[Any, Any, Any, Any]
+
+
+def warn_if_untested(torchrec: str) -> None:
+    """Warns if a release of TorchRec is none of those that the seams were checked on."""
+    if torchrec not in [triple.torchrec for triple in TRIPLES]:
+        tested = "; ".join(map(str, TRIPLES))
+        warn_user(
+            f"torchrec {torchrec} is untested with this version of torchrec_recstore, which uses private parts of "
+            f"TorchRec. Tested are: {tested}. `recstore doctor` names the releases that fit the installed torch"
+        )
+
+
+try:
+    warn_if_untested(version("torchrec"))
+except PackageNotFoundError:  # TorchRec is on the path without being installed
+    warn_if_untested("of an unknown version")
+
+
+# Shardings: the tables of one collection that have one sharding type.
+
+
+def process_group(sharding: Sharding) -> dist.ProcessGroup | None:
+    """The process group of a sharding. There is no public accessor."""
+    return sharding._pg  # type: ignore[no-any-return]
+
+
+def sharding_env(owner: Sharding | nn.Module) -> ShardingEnv:
+    """The environment of a sharding or of a sharded module. There is no public accessor."""
+    env: ShardingEnv = owner._env
+    return env
+
+
+def split_in_node(sharding: Sharding) -> tuple[int, int]:
+    """The ranks of a node and this rank among them, for table-row-wise and grid shardings.
+
+    There is no public accessor.
+    """
+    return sharding._local_size, sharding._rank % sharding._local_size
+
+
+def grouped_configs(sharding: Sharding) -> list[GroupedEmbeddingConfig]:
+    """The groups of tables on this rank.
+
+    There is no public accessor. Table-row-wise and grid shardings keep the groups of every rank only.
+    """
+    per_rank = getattr(sharding, "_grouped_embedding_configs_per_rank", None)
+    groups: list[GroupedEmbeddingConfig] | None = getattr(sharding, "_grouped_embedding_configs", None)
+    if groups is None:
+        groups = [] if per_rank is None else per_rank[sharding._rank]
+    return groups
+
+
+def grouped_configs_of_all_ranks(sharding: Sharding) -> list[GroupedEmbeddingConfig]:
+    """The groups of tables of every rank; none for data-parallel shardings. There is no public accessor."""
+    per_rank = getattr(sharding, "_grouped_embedding_configs_per_rank", [])
+    return [group for groups in per_rank for group in groups]
+
+
+# Sharded collections.
+
+
+class CollectionSeams(ShardedEmbeddingModule):  # type: ignore[misc]
+    """Mixed into TorchRec's sharded collections: public hooks and attributes for private ones."""
+
+    _optim: CombinedOptimizer
+    _configs_name: ClassVar[str]
+    """The unsharded module's method, and with an underscore before it the sharded one's list, of table configs."""
+
+    @property
+    def ranks_env(self) -> ShardingEnv:
+        """The environment that the collection is sharded in. There is no public accessor."""
+        return sharding_env(self)
+
+    @property
+    def stock_device(self) -> torch.device:
+        """The device of TorchRec's own kernels. There is no public accessor."""
+        return self._device  # type: ignore[no-any-return]
+
+    @property
+    def lookups(self) -> list[Any]:
+        """The lookup of each sharding, in their order. There is no public accessor."""
+        return self._lookups  # type: ignore[no-any-return]
+
+    @property
+    def names_of_tables(self) -> list[str]:
+        """The names of the tables, in the order of the configs. There is no public accessor."""
+        return self._table_names  # type: ignore[no-any-return]
+
+    @property
+    def table_configs(self) -> list[BaseEmbeddingConfig]:
+        """The configs of the tables. There is no public accessor."""
+        return getattr(self, f"_{self._configs_name}")  # type: ignore[no-any-return]
+
+    @property
+    def shardings_in_order(self) -> list[Sharding]:
+        """The shardings, in the order of their types."""
+        raise NotImplementedError
+
+    def shardings_by_type(self) -> Iterator[tuple[str, Sharding]]:
+        """The sharding type and the sharding of each. There is no public accessor."""
+        return zip(self._sharding_types, self.shardings_in_order, strict=True)
+
+    @property
+    def awaits_first_batch(self) -> bool:
+        """Whether the input distribution is still to be made. There is no public accessor."""
+        return bool(self._has_uninitialized_input_dist)
+
+    @contextmanager
+    def hidden_configs(self, tables: Sequence[str]) -> Iterator[None]:
+        """Hides the configs of some tables from TorchRec's methods, which have no argument for it."""
+        name, configs = f"_{self._configs_name}", self.table_configs
+        setattr(self, name, [config for config in configs if config.name not in set(tables)])
+        try:
+            yield
+        finally:
+            setattr(self, name, configs)
+
+    def make_lookups(self) -> None:
+        """Appends the lookup of each sharding to :attr:`lookups`."""
+        raise NotImplementedError
+
+    def make_state(self, fused_optimizer: CombinedOptimizer) -> CombinedOptimizer:
+        """Called once the stock tables are registered; returns the collection's fused optimizer."""
+        raise NotImplementedError
+
+    def register_tables(self) -> None:
+        """Called whenever the parameters of the stock tables have been registered."""
+        raise NotImplementedError
+
+    def load_rows(self, state_dict: dict[str, Any], prefix: str) -> None:
+        """Takes the rows of the collection's own tables out of a state that is being loaded."""
+        raise NotImplementedError
+
+    def _create_lookups(self) -> None:
+        # The only place between shardings and kernels.
+        self.make_lookups()
+
+    def _initialize_torch_state(self, skip_registering: bool = False) -> None:
+        super()._initialize_torch_state(skip_registering)
+        self.register_tables()
+        if not skip_registering:
+            self._optim = self.make_state(self._optim)
+
+    @staticmethod
+    def _pre_load_state_dict_hook(self: Any, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        # Both stock collections register the hook under this name.
+        self.load_rows(state_dict, prefix)
+        super()._pre_load_state_dict_hook(self, state_dict, prefix, *args)
+
+
+class BagCollectionSeams(CollectionSeams):
+    """Mixed into ``ShardedEmbeddingBagCollection``."""
+
+    divided: set[str]
+    """The outputs, by name, that the kernels have summed and that are divided by their lengths afterwards."""
+
+    @property
+    def shardings_in_order(self) -> list[Sharding]:
+        """The shardings, in the order of their types. There is no public accessor."""
+        return list(self._embedding_shardings)
+
+    def divide_afterwards(self, names: set[str]) -> None:
+        """Sets :attr:`divided`. TorchRec chooses by sharding type only."""
+        self.divided = names
+        self._has_mean_pooling_callback = bool(names)
+
+    def _init_mean_pooling_callback(self, *args: Any) -> None:
+        super()._init_mean_pooling_callback(*args)
+        # TorchRec looks up the features to divide by name, at the first position of the name. It therefore also divides
+        # outputs that table-wise and column-wise kernels have divided already or that have sum pooling, if a feature
+        # belongs to several tables. CPU plans of stock tables have no row-wise tables and do not show this defect. The
+        # code below identifies every output by its position instead.
+        places = []
+        for sharding in self.shardings_in_order:
+            # Column-wise and grid shardings keep one name for each shard, in the order of the features. For a grid
+            # sharding, uncombined_embedding_names returns the combined names and cannot be used.
+            places += getattr(sharding, "_embedding_names", sharding.embedding_names())
+        self._kjt_key_indices = {str(place): place for place in range(len(places))}
+        whole = [str(place) for place, name in enumerate(places) if name not in self.divided]
+        self._pooling_type_to_rs_features = {PoolingType.SUM.value: whole}
+        self._kt_key_ordering = torch.tensor(
+            [places.index(name) for name in self._embedding_names], device=self._device
+        )
+
+
+class SequenceCollectionSeams(CollectionSeams):
+    """Mixed into ``ShardedEmbeddingCollection``."""
+
+    @property
+    def shardings_in_order(self) -> list[Sharding]:
+        """The shardings, in the order of their types. There is no public accessor."""
+        return list(self._sharding_type_to_sharding.values())
+
+    def _create_lookups(self) -> None:
+        super()._create_lookups()
+        # TorchRec's method, which is not called, also makes these.
+        if self.enable_embedding_update:
+            for sharding, lookup in zip(self.shardings_in_order, self.lookups, strict=True):
+                if sharding.enable_embedding_update:
+                    self._updates.append(sharding.create_update(lookup))
+
+
+def on_meta_device(module: EmbeddingCollection) -> EmbeddingCollection:
+    """A shallow copy that says of itself that it is on the meta device.
+
+    The constructor of the sharded collection loads the weights of a module that is on another device.
+    """
+    shallow = copy.copy(module)
+    shallow._device = torch.device("meta")
+    return shallow
+
+
+def set_device(collection: nn.Module, device: torch.device) -> None:
+    """Sets the device that an unsharded collection says it is on, after its tables have been replaced."""
+    collection._device = device  # type: ignore[assignment]
+
+
+def configs_of(collection: nn.Module) -> list[BaseEmbeddingConfig]:
+    """The configs of the tables of a collection, sharded or not; none for other modules."""
+    for name in ("_embedding_bag_configs", "_embedding_configs"):
+        if hasattr(collection, name):
+            return list(getattr(collection, name))
+    return []
+
+
+def is_weighted(collection: nn.Module) -> bool:
+    """Whether a sharded bag collection uses the weights of its features. There is no public accessor."""
+    return bool(collection._is_weighted)
+
+
+def need_indices(collection: nn.Module) -> bool:
+    """Whether the output of a sharded sequence collection has the ids. There is no public accessor."""
+    return bool(collection._need_indices)
+
+
+def feature_processors(collection: nn.Module) -> nn.Module:
+    """The processors of a feature-processed collection. There is no public accessor."""
+    return collection._feature_processors  # type: ignore[return-value]
+
+
+def collection_inside(collection: nn.Module) -> nn.Module:
+    """The bag collection of a feature-processed one. There is no public accessor."""
+    return collection._embedding_bag_collection  # type: ignore[return-value]
+
+
+def kernels_of(owner: nn.Module) -> list[Any]:
+    """The kernels of a lookup or of a quantized collection. There is no public accessor."""
+    return list(owner._emb_modules)  # type: ignore[arg-type]
+
+
+# Sharders.
+
+
+def module_order(sharder: BaseEmbeddingSharder) -> Any:
+    """The argument ``sharded_module_order_overwrite`` of a bag sharder. There is no public accessor."""
+    return sharder._sharded_module_order_overwrite
+
+
+def uses_index_dedup(sharder: BaseEmbeddingSharder) -> bool:
+    """The argument ``use_index_dedup`` of a sequence sharder. There is no public accessor."""
+    return bool(sharder._use_index_dedup)
+
+
+class FeatureProcessedSharderSeams:
+    """Mixed into ``FeatureProcessedEmbeddingBagCollectionSharder``."""
+
+    _ebc_sharder: Any
+
+    @property
+    def inner_sharder(self) -> Any:
+        """The sharder of the collection inside. There is no public accessor."""
+        return self._ebc_sharder
+
+    @inner_sharder.setter
+    def inner_sharder(self, sharder: Any) -> None:
+        self._ebc_sharder = sharder
+
+
+# Lookups and kernels.
+
+
+class LookupSeams(BaseEmbeddingLookup):  # type: ignore[misc]
+    """Mixed into TorchRec's lookups: a kernel of one's own for some groups of tables."""
+
+    def make_kernel(self, config: GroupedEmbeddingConfig) -> BaseEmbedding | None:
+        """The kernel of a group, or None for TorchRec's own."""
+        raise NotImplementedError
+
+    def _create_embedding_kernel(self, config: GroupedEmbeddingConfig, *args: Any, **kwargs: Any) -> BaseEmbedding:
+        # The only place where kernels are made; TorchRec's method refuses CUSTOMIZED_KERNEL.
+        kernel = self.make_kernel(config)
+        return super()._create_embedding_kernel(config, *args, **kwargs) if kernel is None else kernel
+
+    def features_by_kernel(self, features: KeyedJaggedTensor) -> Iterator[tuple[Any, KeyedJaggedTensor]]:
+        """Each kernel and its features. There is no public accessor."""
+        return zip(kernels_of(self), features.split(self._feature_splits), strict=True)
+
+
+class PooledLookupSeams(LookupSeams):
+    """Mixed into ``GroupedPooledEmbeddingsLookup``."""
+
+    def _forward_with_vbe_merging(self, features_by_group: list[KeyedJaggedTensor], device: torch.device) -> Tensor:
+        # The stock method gives its kernels a preallocated output, which neither RecStore's nor FBGEMM's on a CPU take.
+        by_rank = []
+        pieces_of_groups = self._vbe_splits(features_by_group)  # elements by rank, then by feature
+        for pooled, pieces, features in zip(
+            self._forward(features_by_group), pieces_of_groups, self._feature_splits, strict=True
+        ):
+            sizes = [sum(pieces[first : first + features]) for first in range(0, len(pieces), features)]
+            by_rank.append(pooled.split(sizes))
+        return torch.cat([part for of_rank in zip(*by_rank, strict=True) for part in of_rank])
+
+
+def optimizer_states(kernel: nn.Module) -> Any:
+    """The optimizer states of a kernel of TorchRec's, by table. There is no public accessor."""
+    return kernel._emb_module.split_optimizer_states()  # type: ignore[union-attr, operator]
+
+
+def tracking_mode(tracker: ModelDeltaTrackerTrec) -> TrackingMode:
+    """What a delta tracker compares. There is no public accessor."""
+    return tracker._mode
+
+
+# Marks of apply_optimizer_in_backward, which keeps them as private attributes of the parameter.
+
+
+def marked_optimizer(parameter: Tensor | None) -> tuple[type[torch.optim.Optimizer] | None, dict[str, Any]]:
+    """The optimizer class and the arguments that ``apply_optimizer_in_backward`` has left; (None, {}) without."""
+    (kind,) = getattr(parameter, "_optimizer_classes", [None])
+    return kind, dict(getattr(parameter, "_optimizer_kwargs", [{}])[0])
+
+
+def mark_as_optimized(parameter: Tensor, optimizer: object) -> None:
+    """Marks a parameter as updated in backward, as ``in_backward_optimizer_filter`` reads it."""
+    parameter._in_backward_optimizers = [optimizer]  # type: ignore[attr-defined]
+
+
+# The planner.
+
+
+class ConstraintsSeams(ParameterConstraints):  # type: ignore[misc]
+    """Mixed into constraints with fields of their own, which have to count in the key of a stored plan."""
+
+    def own_fields(self) -> str:
+        """The fields that TorchRec's constraints do not have, as text that is the same in every process."""
+        raise NotImplementedError
+
+    def hash_with_own_fields(self) -> int:
+        """The hash of all fields; a dataclass sets its own ``__hash__``, which has to call this."""
+        return int(hash_sha256_to_int([super().__hash__(), self.own_fields()]))
+
+    def _persistent_hash(self, cache_params_memo: object) -> int:
+        # The key of a stored plan from torchrec 1.9 on; before, it was __hash__.
+        return int(hash_sha256_to_int([super()._persistent_hash(cache_params_memo), self.own_fields()]))
+
+
+def constraints_of(part: object) -> Mapping[str, ParameterConstraints]:
+    """The constraints of a planner, an enumerator or an estimator, by table. There is no public accessor."""
+    return getattr(part, "_constraints", None) or {}
+
+
+def compute_device(enumerator: Enumerator) -> str:
+    """The device that an enumerator plans for. There is no public accessor."""
+    return str(enumerator._compute_device)
+
+
+class PlannerSeams(EmbeddingShardingPlanner):  # type: ignore[misc]
+    """A planner that chooses its enumerator and its statistics once TorchRec's constructor has found the topology."""
+
+    def make_enumerator(
+        self, topology: Topology, batch_size: int, constraints: dict[str, ParameterConstraints] | None
+    ) -> Enumerator:
+        """The enumerator of a planner that was given none."""
+        raise NotImplementedError
+
+    def replace_stats(self, stats: Stats) -> Stats:
+        """The statistics to use instead of ``stats``."""
+        raise NotImplementedError
+
+    def __init__(
+        self,
+        topology: Topology | None = None,
+        batch_size: int | None = None,
+        enumerator: Enumerator | None = None,
+        *args: Any,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(topology, batch_size, enumerator, *args, **kwargs)
+        if enumerator is None:
+            self._enumerator = self.make_enumerator(self._topology, self._batch_size, self._constraints)
+        self._stats: list[Stats] = [self.replace_stats(stats) for stats in self._stats]
+
+
+def caller_that_enumerates(depth: int) -> tuple[Enumerator, nn.Module, list[ModuleSharder[nn.Module]]] | None:
+    """The enumerator, the model and the sharders of ``EmbeddingEnumerator.enumerate``, if that is the caller.
+
+    The enumerator makes a map of the sharders by the type of their modules and reads nothing but ``module_type`` of
+    those that others override. The local variables of its method are the only way to them.
+
+    Args:
+        depth: calls between this function and the one that the enumerator makes.
+    """
+    frame = sys._getframe(depth + 1)
+    if frame.f_code.co_name == "<dictcomp>" and frame.f_back is not None:  # up to Python 3.11
+        frame = frame.f_back
+    enumerator, module, sharders = (frame.f_locals.get(name) for name in ("self", "module", "sharders"))
+    if not isinstance(enumerator, Enumerator) or not isinstance(module, nn.Module) or not isinstance(sharders, list):
+        return None
+    return enumerator, module, sharders
+
+
+def default_forward_ms(
+    evaluator: TableWiseEvaluator, context: ShardPerfContext, config: EmbeddingPerfEstimatorConfig
+) -> float:
+    """TorchRec's estimate of a forward for a config without annotated methods."""
+    return float(evaluator._default_fwd_comp(context, config))
+
+
+def default_backward_ms(
+    evaluator: TableWiseEvaluator, context: ShardPerfContext, config: EmbeddingPerfEstimatorConfig
+) -> float:
+    """TorchRec's estimate of a backward for a config without annotated methods."""
+    return float(evaluator._default_bwd_comp(context, config))
+
+
+# Train pipelines.
+
+
+class PrefetchPipelineSeams(PrefetchTrainPipelineSparseDist):  # type: ignore[misc]
+    """A prefetching pipeline that also prefetches where there are no CUDA streams."""
+
+    def prefetch_without_stream(self, context: PrefetchTrainPipelineContext) -> None:
+        """Called between the input distribution and the forward of a batch if there is no stream."""
+        raise NotImplementedError
+
+    @property
+    def pipelined_modules(self) -> list[Any]:
+        """The sharded modules of the pipeline. There is no public accessor."""
+        return self._pipelined_modules  # type: ignore[no-any-return]
+
+    @property
+    def trains(self) -> bool:
+        """Whether the model is in training mode. There is no public accessor of the model."""
+        return bool(self._model.training)
+
+    def _prefetch(self, context: PrefetchTrainPipelineContext) -> None:
+        # The only place between these stages; without a stream, TorchRec's method returns at once.
+        if self._prefetch_stream is None:
+            self.prefetch_without_stream(context)
+        else:
+            super()._prefetch(context)
