@@ -1,10 +1,18 @@
-"""Fused optimizers: what a table's backward does to a row. Plain frozen dataclasses, no torch.
+"""Fused optimizers: the formulas by which a table's backward updates rows. They are frozen dataclasses without torch.
 
-Notation: ``g`` is the sum of an id's gradients in a step, ``w`` its weights, ``D`` the columns of the shard, ``|x|``
-the Euclidean norm over them, ``t`` the number of this update of the table, from 1 (one a backward, as FBGEMM's
-``iter``). States start at zero; :func:`state_names` lists them.
+Notation:
 
-Source, where no other is named: the GPU formulas in FBGEMM 1.8.0, ``fbgemm_gpu/codegen/genscript/optimizers.py``.
+- ``g``: the sum of an id's gradients in a step.
+- ``w``: the weights of the id's row.
+- ``D``: the number of columns of the shard.
+- ``|x|``: the Euclidean norm of ``x`` over these columns.
+- ``t``: the number of the table's update, from 1. Each backward is one update, as in FBGEMM's ``iter``.
+
+All states of a new row are zero. :func:`state_names` lists the states of an optimizer. Each optimizer updates the rows
+of the batch alone: all other rows keep their weights and states.
+
+Source, unless an optimizer names another: the GPU formulas in FBGEMM 1.8.0,
+``fbgemm_gpu/codegen/genscript/optimizers.py``.
 """
 
 from __future__ import annotations
@@ -14,18 +22,20 @@ from dataclasses import dataclass, fields
 from typing import Literal
 
 WeightDecayMode = Literal["l2", "decouple"]
+StateKind = Literal["element", "row"]
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
 class _Fused:
-    """What every optimizer has: its checks, and clipping of the gradient ahead of its formula."""
+    """The base class of the optimizers: it checks the arguments, and has the options that clip the gradient."""
 
     max_gradient: float | None = None
-    """Clip each element of each bag's gradient to +-this, before gradients are summed; FBGEMM's ``gradient_clipping``
-    with ``max_gradient``."""
+    """The largest absolute value of an element of a bag's gradient. Larger elements are clipped to it before gradients
+    are summed, as by FBGEMM's ``gradient_clipping`` with ``max_gradient``. None: no clipping."""
 
     max_gradient_norm: float | None = None
-    """Scale ``g`` down to this norm where it is longer, row by row, before weight decay; FBGEMM has no such option."""
+    """The largest norm of ``g``. A longer ``g`` is scaled down to this norm, row by row, before weight decay. FBGEMM
+    does not have this option. None: no scaling."""
 
     def __post_init__(self) -> None:
         for field in fields(self):
@@ -72,13 +82,13 @@ def _check_below_one(name: str, value: object) -> None:
 
 @dataclass(frozen=True, repr=False)
 class SGD(_Fused):
-    """``g += weight_decay * w; w -= lr * g``.
+    """Stochastic gradient descent: ``g += weight_decay * w; w -= lr * g``.
 
-    With ``momentum`` as in ``torch.optim.SGD``: ``m = momentum * m + g; w -= lr * m``, ``m`` being ``(D,)`` a row. An
-    update moves the rows of its batch alone; FBGEMM's SGD has neither momentum nor weight decay.
+    With ``momentum``, the formula is that of ``torch.optim.SGD``: ``m = momentum * m + g; w -= lr * m``. The state
+    ``m`` has the shape ``(D,)`` per row. FBGEMM's SGD has neither momentum nor weight decay.
 
     Raises:
-        ValueError: a value out of range; the message names it.
+        ValueError: A value is out of range. The message names it.
     """
 
     lr: float = 0.01
@@ -88,13 +98,14 @@ class SGD(_Fused):
 
 @dataclass(frozen=True, repr=False)
 class Adagrad(_Fused):
-    """``g += weight_decay * w; m += g**2; w -= lr * g / (sqrt(m) + eps)``; ``m`` is ``(D,)`` a row.
+    """Adagrad: ``g += weight_decay * w; m += g**2; w -= lr * g / (sqrt(m) + eps)``.
 
-    With ``weight_decay_mode="decouple"``: ``w *= 1 - lr * weight_decay`` instead of adding to ``g``. FBGEMM's Adagrad
-    has no weight decay; this one is as its row-wise Adagrad's.
+    The state ``m`` has the shape ``(D,)`` per row. With ``weight_decay_mode="decouple"``, weight decay is
+    ``w *= 1 - lr * weight_decay``, and is not added to ``g``. FBGEMM's Adagrad has no weight decay; the formula here is
+    that of FBGEMM's row-wise Adagrad.
 
     Raises:
-        ValueError: a value out of range; the message names it.
+        ValueError: A value is out of range. The message names it.
     """
 
     lr: float = 0.01
@@ -105,13 +116,14 @@ class Adagrad(_Fused):
 
 @dataclass(frozen=True, repr=False)
 class RowWiseAdagrad(_Fused):
-    """``g += weight_decay * w; m += mean(g**2); w -= lr * g / (sqrt(m) + eps)``; ``m`` is one number a row.
+    """Row-wise Adagrad: ``g += weight_decay * w; m += mean(g**2); w -= lr * g / (sqrt(m) + eps)``.
 
-    With ``weight_decay_mode="decouple"``: ``w *= 1 - lr * weight_decay`` instead of adding to ``g``. With ``max_norm``:
-    ``w *= max_norm / |w|`` after the update, where ``|w| > max_norm``.
+    The state ``m`` is one number per row. With ``weight_decay_mode="decouple"``, weight decay is
+    ``w *= 1 - lr * weight_decay``, and is not added to ``g``. With ``max_norm``, the update is followed by
+    ``w *= max_norm / |w|`` if ``|w| > max_norm``.
 
     Raises:
-        ValueError: a value out of range; the message names it.
+        ValueError: A value is out of range. The message names it.
     """
 
     lr: float = 0.01
@@ -123,13 +135,15 @@ class RowWiseAdagrad(_Fused):
 
 @dataclass(frozen=True, repr=False)
 class Adam(_Fused):
-    """``w -= lr * (m' / (sqrt(v') + eps) + weight_decay * w)``: weight decay is decoupled, as in FBGEMM's ``adam``.
+    """Adam with decoupled weight decay, as FBGEMM's ``adam``.
 
-    ``m = b1 * m + (1 - b1) * g; v = b2 * v + (1 - b2) * g**2; m' = m / (1 - b1**t); v' = v / (1 - b2**t)`` with
-    ``b1, b2 = betas``; ``m`` and ``v`` are ``(D,)`` a row. Rows outside the batch stay as they are, but ``t`` goes on.
+    The update is ``w -= lr * (m' / (sqrt(v') + eps) + weight_decay * w)``, with ``m = b1 * m + (1 - b1) * g;
+    v = b2 * v + (1 - b2) * g**2; m' = m / (1 - b1**t); v' = v / (1 - b2**t)`` and ``b1, b2 = betas``. The states ``m``
+    and ``v`` have the shape ``(D,)`` per row. ``t`` counts every update of the table, including updates that do not
+    contain the row.
 
     Raises:
-        ValueError: a value out of range; the message names it.
+        ValueError: A value is out of range. The message names it.
     """
 
     lr: float = 0.01
@@ -140,10 +154,10 @@ class Adam(_Fused):
 
 @dataclass(frozen=True, repr=False)
 class AdamW(_Fused):
-    """``torch.optim.AdamW``, with its defaults: the same formula as :class:`Adam`, on the rows of the batch.
+    """Adam with the defaults of ``torch.optim.AdamW``. The formula is that of :class:`Adam`.
 
     Raises:
-        ValueError: a value out of range; the message names it.
+        ValueError: A value is out of range. The message names it.
     """
 
     lr: float = 0.001
@@ -154,10 +168,10 @@ class AdamW(_Fused):
 
 @dataclass(frozen=True, repr=False)
 class PartialRowWiseAdam(_Fused):
-    """:class:`Adam` whose ``v`` is one number a row: ``v = b2 * v + (1 - b2) * mean(g**2)``.
+    """:class:`Adam` with one ``v`` per row: ``v = b2 * v + (1 - b2) * mean(g**2)``.
 
     Raises:
-        ValueError: a value out of range; the message names it.
+        ValueError: A value is out of range. The message names it.
     """
 
     lr: float = 0.01
@@ -168,13 +182,14 @@ class PartialRowWiseAdam(_Fused):
 
 @dataclass(frozen=True, repr=False)
 class LAMB(_Fused):
-    """``u = m' / (sqrt(v') + eps) + weight_decay * w; w -= lr * |w| / |u| * u`` with :class:`Adam`'s ``m'`` and ``v'``.
+    """LAMB: ``u = m' / (sqrt(v') + eps) + weight_decay * w; w -= lr * |w| / |u| * u``.
 
-    Where ``|w|`` or ``|u|`` is zero, the ratio is 1, as in the authors' code; FBGEMM divides, so that a row of zeros
-    stays one and a zero update makes a row not-a-number.
+    ``m'`` and ``v'`` are those of :class:`Adam`. If ``|w|`` or ``|u|`` is zero, the ratio ``|w| / |u|`` is replaced by
+    1, as in the code of LAMB's authors. FBGEMM computes the ratio in every case, so that a row of zeros never changes
+    and a zero update makes a row NaN.
 
     Raises:
-        ValueError: a value out of range; the message names it.
+        ValueError: A value is out of range. The message names it.
     """
 
     lr: float = 0.01
@@ -185,10 +200,10 @@ class LAMB(_Fused):
 
 @dataclass(frozen=True, repr=False)
 class PartialRowWiseLAMB(_Fused):
-    """:class:`LAMB` whose ``v`` is one number a row: ``v = b2 * v + (1 - b2) * mean(g**2)``.
+    """:class:`LAMB` with one ``v`` per row: ``v = b2 * v + (1 - b2) * mean(g**2)``.
 
     Raises:
-        ValueError: a value out of range; the message names it.
+        ValueError: A value is out of range. The message names it.
     """
 
     lr: float = 0.01
@@ -199,13 +214,15 @@ class PartialRowWiseLAMB(_Fused):
 
 @dataclass(frozen=True, repr=False)
 class LARSSGD(_Fused):
-    """``m = momentum * m + lr * r * (g + weight_decay * w); w -= m``; ``m`` is ``(D,)`` a row.
+    """SGD with layer-wise adaptive rate scaling (LARS), applied row by row.
 
-    ``r = eta * |w| / (|g| + weight_decay * |w|)``, ``eta`` being the trust coefficient. Where ``|w|`` or the divisor is
-    zero, ``r`` is 1; FBGEMM divides, so that a row of zeros stays one or becomes not-a-number.
+    The update is ``m = momentum * m + lr * r * (g + weight_decay * w); w -= m``, with the ratio
+    ``r = eta * |w| / (|g| + weight_decay * |w|)``. ``eta`` is the trust coefficient. The state ``m`` has the shape
+    ``(D,)`` per row. If ``|w|`` or the divisor is zero, ``r`` is 1. FBGEMM computes the ratio in every case, so that a
+    row of zeros never changes or becomes NaN.
 
     Raises:
-        ValueError: a value out of range; the message names it.
+        ValueError: A value is out of range. The message names it.
     """
 
     lr: float = 0.01
@@ -216,12 +233,13 @@ class LARSSGD(_Fused):
 
 @dataclass(frozen=True, repr=False)
 class RMSprop(_Fused):
-    """``g += weight_decay * w; v = alpha * v + (1 - alpha) * g**2; w -= lr * g / (sqrt(v) + eps)``.
+    """RMSprop: ``g += weight_decay * w; v = alpha * v + (1 - alpha) * g**2; w -= lr * g / (sqrt(v) + eps)``.
 
-    ``torch.optim.RMSprop``, neither centered nor with momentum, on the rows of the batch; ``v`` is ``(D,)`` a row.
+    The formula is that of ``torch.optim.RMSprop``, not centered and without momentum. The state ``v`` has the shape
+    ``(D,)`` per row.
 
     Raises:
-        ValueError: a value out of range; the message names it.
+        ValueError: A value is out of range. The message names it.
     """
 
     lr: float = 0.01
@@ -232,15 +250,16 @@ class RMSprop(_Fused):
 
 @dataclass(frozen=True, repr=False)
 class Ftrl(_Fused):
-    """FTRL-proximal, algorithm 1 of McMahan et al., "Ad Click Prediction" (KDD 2013), ``lr`` being its alpha.
+    """FTRL-proximal: algorithm 1 of McMahan et al., "Ad Click Prediction" (KDD 2013). ``lr`` is the paper's alpha.
 
-    ``s = ((n + g**2)**-lr_power - n**-lr_power) / lr; n += g**2; z += g - s * w``, then ``w = 0`` where ``|z| <= l1``,
-    else ``w = (sign(z) * l1 - z) / ((beta + n**-lr_power) / lr + l2)``. ``z`` and ``n`` are ``(D,)`` a row. The paper's
-    ``lr_power``, a name of TensorFlow's, is -0.5. An element keeps its initial weight until its first gradient that is
-    not zero; an update with a learning rate of 0 changes nothing.
+    The update of an element is ``s = ((n + g**2)**-lr_power - n**-lr_power) / lr; n += g**2; z += g - s * w``. Then
+    ``w = 0`` if ``|z| <= l1``, otherwise ``w = (sign(z) * l1 - z) / ((beta + n**-lr_power) / lr + l2)``. The states
+    ``z`` (``linear``) and ``n`` (``accumulator``) have the shape ``(D,)`` per row. The name ``lr_power`` is
+    TensorFlow's; the paper uses the default, -0.5. An element keeps its initial weight until its first gradient that is
+    not zero. An update with a learning rate of 0 changes nothing.
 
     Raises:
-        ValueError: a value out of range; the message names it.
+        ValueError: A value is out of range. The message names it.
     """
 
     lr: float = 0.01
@@ -264,8 +283,6 @@ Optimizer = (
     | Ftrl
 )
 
-StateKind = Literal["element", "row"]
-
 _STATES: dict[type, dict[str, StateKind]] = {
     Adagrad: {"sum": "element"},
     RowWiseAdagrad: {"sum": "row"},
@@ -281,9 +298,11 @@ _STATES: dict[type, dict[str, StateKind]] = {
 
 
 def state_names(optimizer: Optimizer) -> dict[str, StateKind]:
-    """What ``optimizer`` keeps of each row, by the names that torch.optim and FBGEMM's ``get_optimizer_state`` use.
+    """Returns the names and kinds of the states that ``optimizer`` stores with each row.
 
-    ``"element"``: ``(D,)`` a row, in this order behind the row's weights; ``"row"``: one number a row.
+    The names are those of torch.optim and of FBGEMM's ``get_optimizer_state``. A state of the kind ``"element"`` has
+    the shape ``(D,)`` per row; these states follow the row's weights in memory, in the order of the result. A state of
+    the kind ``"row"`` is one number per row.
     """
     if isinstance(optimizer, SGD):
         return {"momentum_buffer": "element"} if optimizer.momentum else {}
@@ -291,5 +310,5 @@ def state_names(optimizer: Optimizer) -> dict[str, StateKind]:
 
 
 def state_bytes(optimizer: Optimizer, columns: int) -> int:
-    """Bytes of a row's optimizer state, for a shard of so many columns."""
+    """Returns the size in bytes of the optimizer state of one row, for a shard with ``columns`` columns."""
     return sum(4 * columns if kind == "element" else 4 for kind in state_names(optimizer).values())

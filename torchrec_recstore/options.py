@@ -1,4 +1,4 @@
-"""Options of a table beyond its shape and optimizer: plain frozen, hashable dataclasses without torch code."""
+"""Options of a table beyond its shape and optimizer. They are frozen, hashable dataclasses, and need no torch."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from typing import Literal
 from torchrec_recstore.network import check_token, checked_addresses
 
 MAX_INIT_ROWS = 2**20
-"""Ceiling of ``n`` in the default ``uniform(+-sqrt(1/n))``: a hint of 2**40 must not mean rows of zeros."""
+"""The largest ``n`` in the default initializer ``uniform(+-sqrt(1/n))``. Without a limit, ``num_embeddings=2**40``
+would initialize rows to almost zero."""
 
 
 def _check_finite(owner: object, **values: float) -> None:
@@ -19,12 +20,23 @@ def _check_finite(owner: object, **values: float) -> None:
             raise ValueError(f"{type(owner).__name__}.{name} must be finite, got {value}")
 
 
+def _check_int(owner: str, field: str, value: object, least: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"{owner}.{field} must be an int, got {type(value).__name__}")
+    if value < least:
+        raise ValueError(f"{owner}.{field} must be at least {least}, got {value}")
+
+
 @dataclass(frozen=True)
 class UniformInit:
-    """New weights uniform in [low, high).
+    """Initializes the weights of new rows from the uniform distribution over [low, high).
+
+    Args:
+        low: The lower bound.
+        high: The upper bound.
 
     Raises:
-        ValueError: a bound is not finite, or ``low > high``.
+        ValueError: A bound is not finite, or ``low > high``.
     """
 
     low: float
@@ -38,10 +50,16 @@ class UniformInit:
 
 @dataclass(frozen=True)
 class NormalInit:
-    """New weights normal with ``mean`` and ``std``; with ``truncate_std=t`` limited to ``mean +- t * std``.
+    """Initializes the weights of new rows from a normal distribution.
+
+    Args:
+        mean: The mean. Default: 0.
+        std: The standard deviation. Default: 1.
+        truncate_std: The distance from the mean, in standard deviations, to which weights are limited: every weight
+            lies within ``mean +- truncate_std * std``. Default: None, which means no limit.
 
     Raises:
-        ValueError: a value is not finite, ``std`` is negative or ``truncate_std`` is not positive.
+        ValueError: A value is not finite, ``std`` is negative, or ``truncate_std`` is not positive.
     """
 
     mean: float = 0.0
@@ -58,7 +76,10 @@ class NormalInit:
 
 @dataclass(frozen=True)
 class ConstantInit:
-    """New weights all equal to ``value``.
+    """Initializes all weights of new rows to one value.
+
+    Args:
+        value: The value. Default: 0.
 
     Raises:
         ValueError: ``value`` is not finite.
@@ -73,27 +94,24 @@ class ConstantInit:
 Initializer = UniformInit | NormalInit | ConstantInit
 
 
-def _check_int(owner: str, field: str, value: object, least: int) -> None:
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise TypeError(f"{owner}.{field} must be an int, got {type(value).__name__}")
-    if value < least:
-        raise ValueError(f"{owner}.{field} must be at least {least}, got {value}")
-
-
 @dataclass(frozen=True)
 class LRU:
-    """Evicts the rows whose last training step is longest ago."""
+    """Evicts the least recently used rows: the rows that no training step has looked up for the longest time."""
 
 
 @dataclass(frozen=True)
 class LFU:
-    """Evicts the rows that the fewest training steps have looked up; of equals, the least recent.
+    """Evicts the least frequently used rows: the rows that the fewest training steps have looked up.
+
+    Among rows of the same frequency, the least recently used row is evicted first.
 
     Args:
-        half_life_steps: every so many steps all frequencies are halved, rounded down. ``None``: never.
+        half_life_steps: The number of steps after which all frequencies are halved and rounded down, again and again.
+            Default: None, which means that frequencies are never halved.
 
     Raises:
-        TypeError, ValueError: ``half_life_steps`` is no int, or less than 1.
+        TypeError: ``half_life_steps`` is not an int.
+        ValueError: ``half_life_steps`` is less than 1.
     """
 
     half_life_steps: int | None = None
@@ -105,10 +123,15 @@ class LFU:
 
 @dataclass(frozen=True)
 class Expiry:
-    """Rows that no training step has looked up for more than ``steps`` steps leave, within half as many steps more.
+    """Removes the rows that no training step has looked up for more than ``steps`` steps.
+
+    Args:
+        steps: The number of training steps after which an unused row expires. The row is removed at most ``steps / 2``
+            steps later.
 
     Raises:
-        TypeError, ValueError: ``steps`` is no int, or less than 1.
+        TypeError: ``steps`` is not an int.
+        ValueError: ``steps`` is less than 1.
     """
 
     steps: int
@@ -119,17 +142,18 @@ class Expiry:
 
 @dataclass(frozen=True)
 class MinFrequency:
-    """An id gets its row in the ``count``-th training step that looks it up.
+    """Admits an id, that is, creates its row, in the ``count``-th training step that looks the id up.
 
-    With a ``count`` above 1 an update makes no row: it drops the gradients of ids that have none.
+    If ``count`` is above 1, an update never creates a row. It drops the gradients of ids that have no row.
 
     Args:
-        count: steps, at most 255.
-        counter_bytes: memory of each shard's counter of sightings; a power of two. Its error is described in
-            docs/memory.md.
+        count: The number of training steps, from 1 to 255.
+        counter_bytes: The memory, in bytes, in which each shard counts how often it has seen an id: a power of two from
+            2**10 to 2**34. The counts are approximate; docs/memory.md describes their error. Default: 2**23 (8 MiB).
 
     Raises:
-        TypeError, ValueError: an argument is no int, or out of range.
+        TypeError: An argument is not an int.
+        ValueError: An argument is out of range.
     """
 
     count: int
@@ -148,13 +172,15 @@ class MinFrequency:
 
 @dataclass(frozen=True)
 class RocksDBStore:
-    """Evicted rows on a local SSD, through ``rocksdict``.
+    """A cold store on a local SSD: evicted rows are stored in RocksDB, through the package ``rocksdict``.
 
     Args:
-        path: a directory, made where it is missing. Each shard of a table has one of its own in it.
+        path: The path of a directory, which is created if it does not exist. Each shard of a table has its own
+            subdirectory there.
 
     Raises:
-        TypeError, ValueError: ``path`` is no str, or empty.
+        TypeError: ``path`` is not a str.
+        ValueError: ``path`` is empty.
     """
 
     path: str
@@ -168,15 +194,18 @@ class RocksDBStore:
 
 @dataclass(frozen=True)
 class RedisStore:
-    """Evicted rows on a Redis or Valkey server or cluster, through ``redis`` and ``hiredis``.
+    """A cold store on a Redis or Valkey server or cluster, through the packages ``redis`` and ``hiredis``.
 
     Args:
-        url: ``redis://``, ``rediss://`` (TLS) or ``unix://`` as ``redis.from_url`` takes it, with credentials and
-            database; with ``redis+cluster://`` or ``rediss+cluster://`` a node of a cluster.
-        retry_seconds: how long a call that fails is tried again, with growing pauses, before it is an error.
+        url: The URL of the server, with credentials and database, in the form that ``redis.from_url`` accepts:
+            ``redis://``, ``rediss://`` (with TLS) or ``unix://``. For a cluster, the URL of one of its nodes, with the
+            scheme ``redis+cluster://`` or ``rediss+cluster://``.
+        retry_seconds: The time in seconds for which a failed call is repeated, with growing pauses, before it raises an
+            error. Default: 30.
 
     Raises:
-        TypeError, ValueError: ``url`` is no str or of another scheme, ``retry_seconds`` is negative.
+        TypeError: ``url`` is not a str.
+        ValueError: ``url`` has an unknown scheme, or ``retry_seconds`` is negative or not finite.
     """
 
     url: str
@@ -197,10 +226,11 @@ class RedisStore:
 
     @property
     def public_url(self) -> str:
-        """The URL without its credentials, for messages."""
+        """The URL without credentials, for messages."""
         scheme, separator, rest = self.url.partition("://")
         plain, _, query = rest.partition("?")
-        # A password with a raw @ or / may lie anywhere; one that has a raw ? leaves nothing to go by.
+        # A password may contain an unescaped "@" or "/", so everything up to the last "@" is left out. If it contains
+        # an unescaped "?", no part of the URL is known to be free of it.
         return scheme + separator + ("..." if "@" in query else plain.rpartition("@")[2])
 
     def __repr__(self) -> str:
@@ -209,19 +239,23 @@ class RedisStore:
 
 @dataclass(frozen=True)
 class ServerStore:
-    """Evicted rows on RecStore's parameter servers (``recstore serve``), through ``grpcio``.
+    """A cold store on RecStore's parameter servers (``recstore serve``), through the package ``grpcio``.
 
     Args:
-        servers: ``"host:port,host:port"``; their order decides which ids lie where.
-        shared: None: the rows are this table's alone and forgotten with it. A name: they are those of this name on the
-            servers, which other tables of the same name, columns, data type and optimizer read and write too, in this
-            job or others, and which stay when the table is closed. docs/cold_stores.md says what that means.
-        token: that the servers want, if any.
-        tls_ca: file of the certificates that theirs are signed by, PEM; with it connections are encrypted.
-        timeout_s: how long a call may take with all of its repetitions.
+        servers: The addresses of the servers, separated by commas: ``"host:port,host:port"``. Their order decides which
+            server stores an id.
+        shared: The name of the shared rows. Other tables with the same table name, columns, data type and optimizer
+            read and write these rows too, in this job or in others. The rows stay on the servers when the table is
+            closed. See docs/cold_stores.md. Default: None, which means that the rows belong to this table alone and
+            are deleted when it is closed.
+        token: The token that the servers require. Default: None, for servers without a token.
+        tls_ca: The path of a PEM file with the certificates of the authority that signed the servers' certificates.
+            Connections are then encrypted. Default: None, which means no encryption.
+        timeout_s: The longest time in seconds that a call may take, with all of its repetitions. Default: 30.
 
     Raises:
-        TypeError, ValueError: an argument is of the wrong type, or makes no sense; the message names it.
+        TypeError: An argument has the wrong type. The message names the argument.
+        ValueError: An argument has an invalid value. The message names the argument.
     """
 
     servers: str
@@ -247,42 +281,51 @@ class ServerStore:
 
     @property
     def addresses(self) -> tuple[str, ...]:
-        """``host:port`` of each server."""
+        """The address of each server, as ``host:port``."""
         return tuple(address.strip() for address in self.servers.split(","))
 
 
 def is_shared(cold_store: Hashable | None) -> bool:
-    """Whether rows of a cold store are also those of other tables: where its options have a ``shared`` that is set."""
+    """Returns whether other tables use the rows of a cold store too: its options have a ``shared`` that is set."""
     return bool(getattr(cold_store, "shared", None))
 
 
 @dataclass(frozen=True)
 class TableOptions:
-    """How one table makes and reads rows.
+    """Options of one table: how it creates, reads, evicts and stores rows.
 
-    Without any of the bounds a table keeps every row that it has made.
+    By default a table has no limit, and keeps every row that it has created.
 
     Args:
-        initializer: weights of a new row. ``None``: the config's ``weight_init_min/max`` where the user set
-            them, else uniform in ``+-sqrt(1/n)`` (see :func:`default_initializer`).
-        seed: with the table's name, the id and the global column it decides a new row's weights, nothing else does.
-        expected_rows: the planner's estimate of resident rows over all ranks.
-        max_rows: bound on the rows in memory, over all ranks; a table that is sharded by rows gives each shard its
-            even part. With neither ``eviction`` nor ``cold_store`` the table refuses to grow past it.
-        eviction: which rows leave when there are too many; needs ``max_rows``. With ``cold_store`` alone it is
-            :class:`LRU`.
-        expiry: rows that are no longer looked up leave.
-        admission: whether an id that has no row gets one.
-        cold_store: where evicted rows go, to come back with the next lookup: :class:`RocksDBStore`,
-            :class:`RedisStore`, :class:`ServerStore`, or what has been registered with
-            ``torchrec_recstore.store.open_cold_store``. Needs ``max_rows``.
-        routing: how sharding by rows spreads ids over ranks: ``"block"`` is TorchRec's own split by ranges of
-            ``num_embeddings``, ``"hash"`` spreads any pattern of ids evenly. Without effect on other sharding types.
-        missing: what an evaluation lookup reads for an id without a row: ``"zeros"`` or its initial row, ``"init"``.
+        initializer: The distribution of the weights of new rows. Default: None, which means the config's
+            ``weight_init_min`` and ``weight_init_max`` if the user set them, otherwise uniform in ``+-sqrt(1/n)`` (see
+            :func:`default_initializer`).
+        seed: The seed of new rows, a signed integer of 64 bits. The weights of a new row depend on the seed, the
+            table's name, the id and the global column, and on nothing else. Default: 0.
+        expected_rows: The number of rows that the planner expects in memory, over all ranks. Default: None, which means
+            ``num_embeddings``.
+        max_rows: The largest number of rows in memory, over all ranks. If the table is sharded by rows, each shard may
+            hold an equal part. A table with neither ``eviction`` nor ``cold_store`` raises an error when it needs more
+            rows. Default: None, which means no limit.
+        eviction: The policy that selects the rows to evict when the table is full: :class:`LRU` or :class:`LFU`. It
+            needs ``max_rows``. Default: None, which means :class:`LRU` if there is a ``cold_store``, otherwise no
+            eviction.
+        expiry: The rule by which unused rows are removed. Default: None, which means that rows do not expire.
+        admission: The rule by which an id without a row gets one. Default: None, which means that the first training
+            step that looks an id up creates its row.
+        cold_store: The store to which evicted rows are moved, and from which the next lookup brings them back:
+            :class:`RocksDBStore`, :class:`RedisStore`, :class:`ServerStore`, or options of a type that has been
+            registered with ``torchrec_recstore.store.open_cold_store``. It needs ``max_rows``. Default: None, which
+            means that evicted rows are lost.
+        routing: The way in which row-wise sharding spreads ids over ranks. ``"block"`` splits the range of
+            ``num_embeddings`` into blocks, as TorchRec does. ``"hash"`` spreads any pattern of ids evenly. Other
+            sharding types ignore it. Default: ``"block"``.
+        missing: The row that an evaluation lookup returns for an id without a row: ``"zeros"``, or the id's initial row
+            (``"init"``). Default: ``"zeros"``.
 
     Raises:
-        ValueError: a value makes no sense; the message names the field.
-        TypeError: a field is of the wrong type; the message names the field.
+        ValueError: A field has an invalid value. The message names the field.
+        TypeError: A field has the wrong type. The message names the field.
     """
 
     initializer: Initializer | None = None
@@ -319,7 +362,8 @@ class TableOptions:
                 raise ValueError(f"TableOptions.{name} needs max_rows: an unbounded table evicts nothing")
         if self.expiry is not None and is_shared(self.cold_store):
             raise ValueError(
-                "TableOptions.expiry cannot be used with a shared cold store: rows of other jobs go by other clocks"
+                "TableOptions.expiry cannot be used with a shared cold store: other jobs count other steps. "
+                "Leave expiry out"
             )
         if not isinstance(self.cold_store, Hashable):
             raise TypeError(f"TableOptions.cold_store must be hashable, got {type(self.cold_store).__name__}")
@@ -330,17 +374,19 @@ class TableOptions:
 
 
 def shard_options(options: TableOptions, split: tuple[int, int] | None, table_name: str) -> TableOptions:
-    """The options of one shard: its even part of ``max_rows``, of which the first shards have one more.
+    """Returns the options of one shard, with the shard's part of ``max_rows``.
 
-    Column shards hold the same rows, so each has its row shard's part in full.
+    All parts are equal. If ``max_rows`` cannot be divided evenly, each of the first shards gets one row more. Column
+    shards of one row shard hold the same rows, so each of them gets the row shard's whole part.
 
     Args:
-        options: of the whole table.
-        split: (ranks, this rank) among which the table's rows are split; None where they are not.
-        table_name: the table's.
+        options: The options of the whole table.
+        split: The number of ranks among which the table's rows are split, and the index of this rank among them. None
+            if the rows are not split.
+        table_name: The name of the table, for the error message.
 
     Raises:
-        ValueError: there are fewer rows than shards; the message names the table.
+        ValueError: ``max_rows`` is less than the number of shards. The message names the table.
     """
     if split is None or options.max_rows is None:
         return options
@@ -349,15 +395,20 @@ def shard_options(options: TableOptions, split: tuple[int, int] | None, table_na
     if rows == 0:
         raise ValueError(
             f"RecStore table {table_name!r}: max_rows={options.max_rows} is less than the {ranks} shards that its rows "
-            "are split into: each needs a row"
+            f"are split into: set max_rows to {ranks} or more"
         )
     return replace(options, max_rows=rows + (rank < rest))
 
 
 def resident_rows(options: TableOptions, num_embeddings: int | None) -> int:
-    """Rows that a table is expected to hold in memory over all ranks.
+    """Returns the number of rows that a table is expected to hold in memory, over all ranks.
 
-    ``expected_rows``, else the hint; at most ``max_rows``. Without that a hint counts as 2**20 at most.
+    The number is ``expected_rows`` if it is set, otherwise ``num_embeddings``. It is at most ``max_rows``. If
+    ``max_rows`` is not set, ``num_embeddings`` counts as 2**20 at most.
+
+    Args:
+        options: The options of the table.
+        num_embeddings: The config's number of embeddings. None if there is no config.
     """
     if options.max_rows is None:
         return _expected_ids(options, num_embeddings)
@@ -372,11 +423,16 @@ def _expected_ids(options: TableOptions, num_embeddings: int | None) -> int:
 
 
 def default_initializer(options: TableOptions, num_embeddings: int | None = None) -> Initializer:
-    """The table's initializer, or uniform in ``+-sqrt(1/n)``, ``n`` being ``expected_rows``, else the hint.
+    """Returns the table's initializer, or the default: uniform in ``+-sqrt(1/n)``.
 
-    ``n`` is never above 2**20, and ``max_rows`` has no say: a bound on memory must not change what is learned.
+    ``n`` is ``expected_rows`` if it is set, otherwise ``num_embeddings``, and is never above 2**20. ``max_rows`` does
+    not change ``n``, because a limit on memory must not change the model.
 
-    Source: ``EmbeddingBagConfig.get_weight_init_max`` (torchrec 1.8.0), with n bounded.
+    Source: ``EmbeddingBagConfig.get_weight_init_max`` (torchrec 1.8.0), where ``n`` has no limit.
+
+    Args:
+        options: The options of the table.
+        num_embeddings: The config's number of embeddings. Default: None, which counts as 2**20.
     """
     if options.initializer is not None:
         return options.initializer
@@ -394,10 +450,10 @@ def options_of_flags(
     cold_store: str | None,
     seed: int = 0,
 ) -> TableOptions:
-    """The options that ``--max-rows``, ``--eviction`` and so on stand for.
+    """Returns the options of a table from the flags ``--max-rows``, ``--eviction`` and so on. None: the flag is absent.
 
     Raises:
-        ValueError: flags that do not fit each other, or a value that makes no sense.
+        ValueError: A flag needs another flag that is absent, or has an invalid value.
     """
     for flag, number in (
         ("--max-rows", max_rows),
@@ -426,5 +482,5 @@ def options_of_flags(
 
 
 def cold_store_of_flag(url_or_path: str) -> RedisStore | RocksDBStore:
-    """The cold store that ``--cold-store`` stands for."""
+    """Returns the options of the cold store that ``--cold-store`` names by a URL (Redis) or a path (RocksDB)."""
     return RedisStore(url_or_path) if "://" in url_or_path else RocksDBStore(url_or_path)

@@ -58,7 +58,7 @@ def test_what_a_checkpoint_cannot_do_with_a_shared_store_is_said_at_once(tmp_pat
     models.train(model, steps=3, distinct=120)
     save_checkpoint(model, tmp_path / "whole")
     held = models.shards(model)
-    with pytest.raises(ValueError, match=r"table 'user'.*SharedDictOptions.* is shared.*save all of it"):
+    with pytest.raises(ValueError, match=r"table 'user'.*SharedDictOptions.* is shared.*save the whole table"):
         save_checkpoint(model, tmp_path / "delta", delta_of=tmp_path / "whole")
     assert not (tmp_path / "delta").exists()
     weight = model.module.over.weight.clone()

@@ -133,23 +133,23 @@ def test_a_store_of_a_third_party() -> None:
 @pytest.mark.parametrize(
     ("fault", "check", "promise"),
     [
-        ("order", conformance._keeps_rows, "in the order of the ids asked for"),
+        ("order", conformance._keeps_rows, "in the order of the ids"),
         ("unsigned ids", conformance._keeps_rows, "byte for byte"),
         ("text", conformance._keeps_rows, "byte for byte"),
-        ("found dtype", conformance._keeps_rows, "all are found|bool"),
+        ("found dtype", conformance._keeps_rows, "all have rows|bool"),
         ("first put stays", conformance._overwrites, "a second put replaces"),
         ("lost delete", conformance._serves_several_threads, "deleted"),
         ("repeating scan", conformance._overwrites, "each once"),
         ("short scan", conformance._overwrites, "each once"),
-        ("lazy scan", conformance._snapshots_ascend, "of the moment of its call"),
-        ("live scan", conformance._snapshots_ascend, "of the moment of its call"),
+        ("lazy scan", conformance._snapshots_ascend, "at the time of its call"),
+        ("live scan", conformance._snapshots_ascend, "at the time of its call"),
         ("descending scan", conformance._snapshots_ascend, "ascending"),
         (
             "one store a name",
             conformance._keeps_stores_apart,
-            "stores named 'conformance/0' and 'conformance/0' are apart",
+            "stores named 'conformance/0' and 'conformance/0' do not share rows",
         ),
-        ("short names", conformance._keeps_stores_apart, "are apart"),
+        ("short names", conformance._keeps_stores_apart, "do not share rows"),
         ("open after close", conformance._closes, "get after close raises ColdStoreError"),
     ],
 )
@@ -162,7 +162,7 @@ def test_broken_stores_do_not_pass(fault: str, check: Callable[[object], None], 
 
 
 def test_all_checks_run() -> None:
-    with pytest.raises(AssertionError, match="broken promise of a cold store: a batch of 20,000 rows"):
+    with pytest.raises(AssertionError, match="broken promise of a cold store: get returns a batch of 20,000 rows"):
         check_cold_store(DictStore("lost row"))
     assert conformance.CHECKS[-1] is conformance._takes_big_batches  # this fault is found by the last check
 

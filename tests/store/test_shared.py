@@ -65,7 +65,7 @@ def test_a_shared_store_of_a_third_party() -> None:
     ("broken", "promise"),
     [
         ({"close": lambda store: store.rows.clear()}, "keeps its rows when it is closed"),
-        ({"ids": lambda store: torch.tensor(list(store.rows)[1:], dtype=torch.int64)}, "gives every id once"),
+        ({"ids": lambda store: torch.tensor(list(store.rows)[1:], dtype=torch.int64)}, "ids returns every id once"),
         (
             {"__init__": lambda store, rows, row_bytes: _init(store, {}, row_bytes)},
             "stores of one name have the same rows",
@@ -315,7 +315,7 @@ def test_what_a_shared_store_does_not_allow_is_said() -> None:
     train(batches(5), table)
     rows = table.read_rows(table.ids())
     mark = table.mark()
-    with pytest.raises(ValueError, match=r"table 'table'.*SharedDictOptions.*is shared.*save all of it"):
+    with pytest.raises(ValueError, match=r"table 'table'.*SharedDictOptions.*is shared.*save the whole table"):
         table.snapshot(mark)
     with pytest.raises(ValueError, match=r"table 'table'.*is shared"):
         table.empty_copy()

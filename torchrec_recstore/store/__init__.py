@@ -1,4 +1,4 @@
-"""Tables of rows by id. Needs torch alone."""
+"""Tables: stores of rows by id, and their cold stores. They need torch, not TorchRec."""
 
 from torchrec_recstore.store.cold_backends import open_cold_store
 from torchrec_recstore.store.cold_store import ColdStore, ColdStoreError, SharedColdStore

@@ -1,4 +1,4 @@
-"""Checks of the ids and rows that users pass to a table or a client, and sets of ids."""
+"""Checks of the arguments that users pass to a table or a client, and operations on sets of ids."""
 
 from __future__ import annotations
 
@@ -7,23 +7,36 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from torchrec_recstore import ops
+from torchrec_recstore.optim import Optimizer
+from torchrec_recstore.options import TableOptions
+
 
 def among(ids: Tensor, ascending: Tensor) -> Tensor:
-    """Which of ``ids``, (N,), are in ``ascending``, (M,): (N,) bool. A few times faster than ``torch.isin``."""
+    """Returns which ids are members of a set. It is a few times faster than ``torch.isin``.
+
+    Args:
+        ids: (N,) int64. The ids to look for.
+        ascending: (M,) int64, ascending. The set.
+
+    Returns:
+        (N,) bool.
+    """
     if not len(ascending):
         return torch.zeros_like(ids, dtype=torch.bool)
     return ascending[torch.searchsorted(ascending, ids).clamp_(max=len(ascending) - 1)] == ids
 
 
 def check_ids(ids: object, where: str = "") -> None:
-    """Refuses what is not (N,) int64 on the CPU.
+    """Raises an error if ``ids`` is not an int64 tensor of the shape (N,) on the CPU.
 
     Args:
-        ids: what was passed.
-        where: what the message begins with.
+        ids: The argument to check.
+        where: The beginning of the error message, such as the name of the table. Default: "".
 
     Raises:
-        TypeError, ValueError: another type, dtype, shape or device.
+        TypeError: ``ids`` is not a tensor, or has another dtype.
+        ValueError: ``ids`` has another shape, or is not on the CPU.
     """
     if not isinstance(ids, Tensor):
         raise TypeError(f"{where}ids must be an int64 tensor, got {type(ids).__name__}")
@@ -37,17 +50,18 @@ def check_ids(ids: object, where: str = "") -> None:
 def check_rows(
     rows: object, argument: str, shape: tuple[int, int], dtypes: Sequence[torch.dtype], where: str = ""
 ) -> None:
-    """Refuses what is not of that shape and one of these dtypes, on the CPU.
+    """Raises an error if ``rows`` is not a tensor of one of the dtypes and of the shape, on the CPU.
 
     Args:
-        rows: what was passed.
-        argument: its name.
-        shape: (N, columns).
-        dtypes: in the order in which the message names them, each once.
-        where: what the message begins with.
+        rows: The argument to check.
+        argument: The name of the argument.
+        shape: (N, columns). The shape that ``rows`` must have.
+        dtypes: The dtypes that ``rows`` may have, in the order in which the message names them.
+        where: The beginning of the error message, such as the name of the table. Default: "".
 
     Raises:
-        TypeError, ValueError: another type, dtype, shape or device.
+        TypeError: ``rows`` is not a tensor, or has another dtype.
+        ValueError: ``rows`` has another shape, or is not on the CPU.
     """
     names = " or ".join(dict.fromkeys(str(dtype).removeprefix("torch.") for dtype in dtypes))
     if not isinstance(rows, Tensor):
@@ -57,6 +71,43 @@ def check_rows(
     if tuple(rows.shape) != shape:
         raise ValueError(f"{where}{argument} must have the shape {shape}, got {tuple(rows.shape)}")
     _check_on_cpu(rows, argument, where)
+
+
+def check_table(
+    dim: object,
+    dtype: object,
+    optimizer: object,
+    options: object,
+    name: object,
+    columns: object,
+    stochastic_rounding: object,
+) -> None:
+    """Raises an error if an argument of :class:`~torchrec_recstore.store.Table` is not valid.
+
+    Raises:
+        TypeError: An argument has the wrong type. The message names the argument.
+        ValueError: An argument has an invalid value. The message names the argument.
+    """
+    if isinstance(dim, bool) or not isinstance(dim, int):
+        raise TypeError(f"dim must be an int, got {type(dim).__name__}")
+    if dim < 1:
+        raise ValueError(f"dim must be at least 1, got {dim}")
+    if dtype not in ops.ROW_DTYPES:
+        raise ValueError(f"dtype must be one of {', '.join(map(str, ops.ROW_DTYPES))}, got {dtype}")
+    if not isinstance(stochastic_rounding, bool):
+        raise TypeError(f"stochastic_rounding must be a bool, got {type(stochastic_rounding).__name__}")
+    if not isinstance(optimizer, Optimizer):
+        raise TypeError(f"optimizer must be one of torchrec_recstore.optim, got {type(optimizer).__name__}")
+    if not isinstance(options, TableOptions):
+        raise TypeError(f"options must be TableOptions, got {type(options).__name__}")
+    if not isinstance(name, str):
+        raise TypeError(f"name must be a str, got {type(name).__name__}")
+    if columns is None:
+        return
+    if not isinstance(columns, range):
+        raise TypeError(f"columns must be a range, got {type(columns).__name__}")
+    if columns.step != 1 or not 0 <= columns.start < columns.stop <= dim:
+        raise ValueError(f"columns must be a range of step 1 within range({dim}), got {columns}")
 
 
 def _check_on_cpu(tensor: Tensor, argument: str, where: str) -> None:

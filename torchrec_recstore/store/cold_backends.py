@@ -1,4 +1,4 @@
-"""The cold store that an option of a table stands for."""
+"""Opens the cold store that the options of a table describe."""
 
 from __future__ import annotations
 
@@ -10,24 +10,26 @@ from torchrec_recstore.store.cold_store import ColdStore
 
 @singledispatch
 def open_cold_store(options: object, *, name: str, row_bytes: int) -> ColdStore:
-    """A cold store, empty unless it is shared: :class:`SharedColdStore`.
+    """Opens a cold store. It is empty, unless it is a :class:`SharedColdStore`.
 
-    Register a store of your own by the type of its options: ``@open_cold_store.register``. The conformance test in
-    ``torchrec_recstore.store.conformance`` tells whether it fits.
+    To add a cold store, write a function that opens it and register the function for the type of its options, with the
+    decorator ``@open_cold_store.register``. ``torchrec_recstore.store.conformance`` tests whether a cold store fulfills
+    the protocol.
 
     Args:
         options: ``TableOptions.cold_store``, a frozen dataclass.
-        name: of the shard: table, rank and columns. Stores of one name that are open at once are kept apart. Shared
-            ones are named by table and columns, and those of one name are one.
-        row_bytes: of a row.
+        name: The name of the shard: table, rank and columns. Two stores with the same name that are open at the same
+            time do not share rows. The name of a shared store consists of table and columns, and all shared stores with
+            the same name share their rows.
+        row_bytes: The size of a row in bytes.
 
     Raises:
-        TypeError: no store is registered for options of that type.
-        ColdStoreError: the store cannot be made.
-        ImportError: the library that the store needs is missing.
+        TypeError: No cold store is registered for options of this type.
+        ColdStoreError: The cold store cannot be opened.
+        ImportError: The package that the cold store needs is missing.
     """
     raise TypeError(
-        f"TableOptions.cold_store: no cold store is registered for {type(options).__name__}: give RocksDBStore, "
+        f"TableOptions.cold_store: no cold store is registered for {type(options).__name__}: use RocksDBStore, "
         "RedisStore or ServerStore, or register one with open_cold_store.register"
     )
 
@@ -35,7 +37,8 @@ def open_cold_store(options: object, *, name: str, row_bytes: int) -> ColdStore:
 @open_cold_store.register
 def _open_rocksdb(options: RocksDBStore, *, name: str, row_bytes: int) -> ColdStore:
     try:
-        from torchrec_recstore.store.rocksdb_store import RocksDBColdStore  # here: few tables need the library
+        # The import is here because few tables need the package.
+        from torchrec_recstore.store.rocksdb_store import RocksDBColdStore
     except ModuleNotFoundError as error:
         raise _missing(options, "rocksdict", error) from error
     return RocksDBColdStore(options, name=name, row_bytes=row_bytes)

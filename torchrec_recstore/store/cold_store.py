@@ -16,101 +16,93 @@ from torch import Tensor
 
 from torchrec_recstore.ops import RowTensors
 
+ID_BYTES = 8
+_SIGN = -(2**63)
+_META_BYTES = 12
+
 
 class ColdStoreError(RuntimeError):
-    """A cold store cannot be read or written; the message names it."""
+    """A cold store cannot be read or written. The message names the store."""
 
 
 class ColdStore(Protocol):
-    """Rows, as bytes, by id: those of one shard of one table.
+    """The protocol of a cold store: it stores the rows of one shard of one table by id. A row is a string of bytes.
 
-    A row comes back as it was put, byte for byte, until it is put again or deleted. What a call has done is done when
-    it returns; one that raises may be repeated. Calls come from one thread at a time, not always the same; what
-    :meth:`scan` has given is read on beside them where ``ascending_snapshots`` is set.
+    The store returns a row byte for byte as it was put, until the row is put again or deleted. A call has finished its
+    work when it returns. A call that raises an error may be repeated. Calls come from one thread at a time, but not
+    always from the same thread. Only the iterator of :meth:`scan` may be used while other calls run, and only if
+    ``ascending_snapshots`` is True.
 
-    Every call raises :class:`ColdStoreError` where the store cannot be reached, is full, or has lost rows.
+    Every call raises :class:`ColdStoreError` if the store cannot be reached, is full, or has lost rows.
     """
 
     ascending_snapshots: bool
-    """Whether :meth:`scan` gives ids in ascending order and the rows of the moment of its call, whatever is put or
-    deleted before it is exhausted. Other stores are scanned while nothing changes."""
+    """Whether :meth:`scan` returns ids in ascending order, and the rows as they were when it was called, even if rows
+    are put or deleted before the iterator is exhausted. If it is False, the table scans the store only while the store
+    does not change."""
 
     def get(self, ids: Tensor) -> tuple[Tensor, Tensor]:
         """Reads rows.
 
         Args:
-            ids: (N,) int64, distinct.
+            ids: (N,) int64, distinct. The ids whose rows are read.
 
         Returns:
-            (N,) bool, which of them are there, and the rows of these, (their number, row bytes) uint8, in the order of
-            ``ids``.
+            Which ids have a row, (N,) bool, and the rows of these ids, (n, row bytes) uint8, in the order of ``ids``.
         """
 
     def put(self, ids: Tensor, rows: Tensor) -> None:
-        """Writes or overwrites rows: ids (N,) int64, distinct, rows (N, row bytes) uint8."""
+        """Writes rows, and overwrites existing rows.
+
+        Args:
+            ids: (N,) int64, distinct. The ids whose rows are written.
+            rows: (N, row bytes) uint8. The rows, in the order of ``ids``.
+        """
 
     def delete(self, ids: Tensor) -> None:
-        """Forgets rows, of ids (N,) int64; those that are not there are passed over."""
+        """Deletes the rows of ``ids``, (N,) int64. Ids without a row are ignored."""
 
     def scan(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """Every id that is there, once, and its row, batch by batch: ids (n,) int64, rows (n, row bytes) uint8."""
+        """Returns an iterator over all rows, in batches of ids, (n,) int64, and rows, (n, row bytes) uint8.
+
+        Each id occurs once.
+        """
 
     def close(self) -> None:
-        """Forgets all rows and frees what the store takes. Closing twice is fine; any other call then raises."""
+        """Deletes all rows and frees all resources. The store may be closed twice. Every other call then raises."""
 
 
 class SharedColdStore(ColdStore, Protocol):
-    """Rows that other tables of the same name read and write too: where the options' ``shared`` is set.
+    """The protocol of a cold store that several tables of the same name read and write: its options set ``shared``.
 
-    It is not empty when it is opened, and keeps its rows when it is closed. Rows of a :meth:`scan` are of any moment
-    since its call, and those that others delete meanwhile are passed over.
+    The store may have rows when it is opened, and keeps its rows when it is closed. :meth:`scan` may return each row as
+    it was at any time since the call. It may leave out rows that other jobs delete in the meantime.
     """
 
     def ids(self) -> Tensor:
-        """(N,) int64: every id that is there, once."""
-
-
-ID_BYTES = 8
-_SIGN = -(2**63)
-
-
-def check_ids(ids: Tensor) -> None:
-    """Raises TypeError or ValueError where ``ids`` are not (N,) int64."""
-    if ids.dtype != torch.int64:
-        raise TypeError(f"ids must be int64, got {ids.dtype}")
-    if ids.dim() != 1:
-        raise ValueError(f"ids must be of shape (N,), got {tuple(ids.shape)}")
-
-
-def check_rows(ids: Tensor, rows: Tensor, row_bytes: int) -> None:
-    """Raises TypeError or ValueError where ``ids`` are not (N,) int64 and ``rows`` (N, row_bytes) uint8."""
-    check_ids(ids)
-    if rows.dtype != torch.uint8:
-        raise TypeError(f"rows must be uint8, got {rows.dtype}")
-    if rows.shape != (len(ids), row_bytes):
-        raise ValueError(f"rows must be of shape ({len(ids)}, {row_bytes}), got {tuple(rows.shape)}")
+        """Returns the ids of all rows, (N,) int64, distinct."""
 
 
 def id_bytes(ids: Tensor) -> Tensor:
-    """(N, 8) uint8: ids (N,) int64, big-endian with the sign bit flipped, so that bytes sort as ids do."""
+    """Encodes ids, (N,) int64, as (N, 8) uint8: big-endian, with the sign bit flipped, so that bytes sort as ids."""
     return _swapped(ids ^ _SIGN).contiguous().view(torch.uint8).view(-1, ID_BYTES)
 
 
 def ids_of(encoded: Tensor) -> Tensor:
-    """(N,) int64, of what :func:`id_bytes` gave."""
+    """Returns the ids, (N,) int64, that :func:`id_bytes` has encoded as ``encoded``, (N, 8) uint8."""
     swapped = torch.empty(len(encoded), ID_BYTES, dtype=torch.uint8).copy_(encoded)
     return _swapped(swapped.view(torch.int64).view(-1)) ^ _SIGN
 
 
 def _swapped(words: Tensor) -> Tensor:
-    """Each int64 with its bytes the other way round; flipping them as a dimension takes torch six times as long."""
+    """Reverses the bytes of each int64 value. It is six times as fast as ``torch.flip`` of the bytes."""
     for bits, mask in ((8, 0x00FF00FF00FF00FF), (16, 0x0000FFFF0000FFFF), (32, 0x00000000FFFFFFFF)):
         words = (words & mask) << bits | (words >> bits) & mask
     return words
 
 
 def split(table: Tensor) -> list[bytes]:
-    """Each row of (N, width) uint8 as a bytes object; no Python runs for each."""
+    """Returns each row of ``table``, (N, width) uint8, as a bytes object, without a Python loop over the rows."""
     table = table.contiguous()
     if not table.numel():
         return [b""] * len(table)
@@ -119,25 +111,28 @@ def split(table: Tensor) -> list[bytes]:
 
 
 def in_parts(tensor: Tensor, n: int) -> list[Tensor]:
-    """Parts of at most ``n`` rows, in order; one part where there are none."""
+    """Splits ``tensor`` into parts of at most ``n`` rows, in order. An empty tensor is one part."""
     return [tensor[begin : begin + n] for begin in range(0, max(1, len(tensor)), n)]
 
 
 def join(pieces: Iterable[bytes], width: int) -> Tensor:
-    """(N, width) uint8: bytes objects one after the other, which take a multiple of ``width`` together."""
+    """Concatenates bytes objects to a tensor, (N, width) uint8. Their total size is a multiple of ``width``."""
     data = bytearray().join(pieces)
-    # frombuffer refuses an empty buffer.
+    # torch.frombuffer raises an error for an empty buffer.
     return torch.frombuffer(data, dtype=torch.uint8).view(-1, width) if data else torch.empty(0, width).byte()
 
 
 def filled(values: Iterable[bytes | None]) -> Tensor:
-    """(N,) bool: which values are neither None nor empty."""
+    """Returns which values are neither None nor empty: (N,) bool."""
     data = bytearray(map(bool, values))
     return torch.frombuffer(data, dtype=torch.bool) if data else torch.empty(0, dtype=torch.bool)
 
 
 def escaped_name(name: str) -> str:
-    """``name`` as a file name and a part of a Redis pattern: one name each, of at most 128 characters."""
+    """Encodes ``name`` as a file name that is also valid in a Redis pattern. Different names get different results.
+
+    The result has at most 128 characters. A longer name is cut, and ends in a hash of the whole name.
+    """
     escaped = quote(name, safe="").replace(".", "%2E") or "%"
     if len(escaped) > 128:
         escaped = f"{escaped[:100]}~{hashlib.sha256(name.encode()).hexdigest()[:24]}"
@@ -145,20 +140,17 @@ def escaped_name(name: str) -> str:
 
 
 def new_run() -> str:
-    """12 hexadecimal digits, drawn by the system: stores that share a place are told apart by them."""
+    """Returns 12 random hexadecimal digits, which tell apart the stores in one directory or on one server."""
     return secrets.token_hex(6)
 
 
-_META_BYTES = 12
-
-
 def unpacked(images: Tensor, dtype: torch.dtype, columns: int) -> RowTensors:
-    """What images (N, image bytes) uint8 hold.
+    """Returns the tensors of images. An image is the bytes of one row with all of its state.
 
     Args:
-        images: of one table.
-        dtype: of its weights.
-        columns: of the shard.
+        images: (N, image bytes) uint8. The images of N rows of one shard.
+        dtype: The data type of the weights.
+        columns: The number of columns of the shard.
     """
     n = len(images)
     weight = _numbers(images[:, : columns * dtype.itemsize], dtype)
@@ -171,17 +163,17 @@ def unpacked(images: Tensor, dtype: torch.dtype, columns: int) -> RowTensors:
 
 
 def last_steps(images: Tensor) -> Tensor:
-    """(N,) int64: the last step of each of N images."""
+    """Returns the last step of each of N images: (N,) int64."""
     return _unsigned(images[:, -8:-4])
 
 
 def with_last_steps_up_to(images: Tensor, steps: int) -> Tensor:
-    """The same images, N of them, of which none has a last step beyond ``steps``."""
+    """Returns N images in which a last step above ``steps`` is replaced by ``steps``."""
     ahead = last_steps(images) > steps
     if not ahead.any():
         return images
     images = images.clone()
-    images[ahead, -8:-4] = torch.tensor([steps]).view(torch.uint8)[:4]  # the lower half, of uint32
+    images[ahead, -8:-4] = torch.tensor([steps]).view(torch.uint8)[:4]  # the last step is stored as uint32
     return images
 
 

@@ -24,30 +24,33 @@ from torchrec_recstore.store.cold_store import (
 )
 from torchrec_recstore.store.memory_tier import Arrival, MemoryTier
 
-_PART = 1 << 16  # ids that are read at once where all of a table's may be asked for
-_KNOWN_MARKS = 127  # csrc/changes.h
-_RELEASES = 64  # parts, with a mark each
-_STAGED_BATCHES = 2  # the batch that is next, and the one that is fetched while that is trained on
+_PART = 1 << 16  # the number of ids in one read of a call that may read all rows of a table
+_KNOWN_MARKS = 127  # the number of marks that csrc/changes.h remembers
+_RELEASES = 64  # the largest number of parts in which release() works; each part takes a mark
+_STAGED_BATCHES = 2  # the next batch, and the batch after it, which is read while the next one is trained on
 
 
 class ColdTier(MemoryTier):
-    """Moves the rows of one shard between memory and its cold store.
+    """The strategy of a table with a cold store: it moves rows between memory and the store.
 
-    A row leaves memory when it is in the store, and only if it has not changed on the way, so that no failure of the
-    store loses one. When it comes back its copy stays behind, out of date: what is in memory counts.
+    A row is removed from memory after it has been stored, and only if it has not changed in the meantime, so that no
+    failure of the store loses a row. When a row is brought back to memory, the store keeps an outdated copy. The row in
+    memory is the valid one.
 
-    Calls that need rows hold :func:`~.memory_tier.holding` from bringing them until they are pinned by the native pass.
+    A caller that needs rows holds :func:`~.memory_tier.holding` from :meth:`bring` until the native pass pins the rows.
 
-    Of a shared store, which others write too, nothing is known but what it answers: every id that is not in memory is
-    asked for, and rows are not counted. Rows whose last step is ahead of this table's clock come as of now.
+    Other jobs write to a shared store too. The tier therefore asks the store for every id that is not in memory, and
+    does not count the store's rows. If the last step of a shared row is later than this table's clock, the row is
+    brought to memory with the current step as its last step.
 
     Args:
         handle: The handle of the native table.
         dtype: The data type of the weights.
         columns: The number of columns of the shard.
         options: The table's options, with ``cold_store``.
-        name: of the shard, see :func:`torchrec_recstore.store.open_cold_store`.
-        owned: (N,) int64 ids -> (N,) bool, which of a shared store's rows belong to the shard; None for all.
+        name: The name of the shard in the store. See :func:`torchrec_recstore.store.open_cold_store`.
+        owned: A function that takes ids, (N,) int64, and returns which of them belong to the shard, (N,) bool. It is
+            used for a shared store. Default: None, which means all ids.
     """
 
     def __init__(
@@ -64,30 +67,31 @@ class ColdTier(MemoryTier):
         self._columns = columns
         self.shared = is_shared(options.cold_store)
         self._owned = owned
-        self._written: int | None = None  # a mark: what has changed since is not in the shared store
-        # Old rows leave in every so many-th step: csrc/eviction.h, is_expiry_step().
+        self._written: int | None = None  # the mark of the last flush: later changes are not in the shared store
+        # Rows expire in the steps that are multiples of _every: see is_expiry_step() in csrc/eviction.h.
         self._expiry = 0 if options.expiry is None else options.expiry.steps
         self._every = max(1, self._expiry // 4)
         self._max_rows = options.max_rows or 0
         self._process = os.getpid()
         self.lock = _ProcessLock(handle)
-        self._calls = threading.Lock()  # of the store: one at a time, also those that prefetch() makes beside the lock
+        # The store takes one call at a time, and prefetch() calls it without holding self.lock.
+        self._calls = threading.Lock()
         self.store: ColdStore = open_cold_store(options.cold_store, name=name, row_bytes=self.image_bytes)
-        # Rows that are in the store and not in memory, by the time that lets them expire.
+        # The number of rows that are in the store and not in memory, by the expiry time of _counted().
         self._counts: Counter[int] = Counter()
         self.dead = torch.empty(0, dtype=torch.int64)
-        """Ids, ascending, whose rows in the store count for nothing: they are still to be deleted."""
+        """(n,) int64, ascending. The ids of rows in the store that are invalid and that have yet to be deleted."""
         self.expired_before = 0
-        """Rows in the store with an earlier last step than this have expired."""
+        """A row in the store has expired if its last step is earlier than this step."""
         self._staged: deque[tuple[Tensor, Tensor]] = deque(maxlen=_STAGED_BATCHES)  # ids, ascending, and images
-        self._fetching = 0
-        self._forgotten = 0  # how often: what was being fetched is of no use either
-        self._outdated: list[Tensor] = []  # ids that were written or deleted while others are being fetched
+        self._fetching = 0  # the number of calls of prefetch() that are reading
+        self._forgotten = 0  # the number of calls of _forget_staged(), by which prefetch() sees that it must discard
+        self._outdated: list[Tensor] = []  # the ids that were written or deleted while prefetch() was reading
         self._sweep: Iterator[tuple[Tensor, Tensor]] | None = None
 
     @property
     def expires(self) -> bool:
-        """Whether rows leave for age."""
+        """Whether unused rows expire."""
         return self._expiry > 0
 
     @property
@@ -96,11 +100,11 @@ class ColdTier(MemoryTier):
         return self._counts.total()
 
     def bring(self, ids: Tensor, arrival: Arrival) -> None:
-        """Brings the rows of ``ids``, (N,) int64, into memory, and makes room for those that are new.
+        """Brings the rows of ``ids``, (N,) int64, to memory, and evicts other rows to make room.
 
         Raises:
-            ValueError: they need more rows at once than ``max_rows``.
-            ColdStoreError: the store fails; every row is where it was.
+            ValueError: The ids need more rows at once than ``max_rows``.
+            ColdStoreError: The store fails. Every row is where it was before the call.
         """
         with self.lock:
             absent = ops.table_absent(self._handle, ids)
@@ -118,10 +122,10 @@ class ColdTier(MemoryTier):
                 self._unstage(absent[found])
 
     def end_step(self) -> None:
-        """Lets rows go that are too old, at the end of a training step: in the steps in which the native pass does it.
+        """Ends a training step: in the steps in which the native pass removes expired rows, cold rows expire too.
 
-        Rows in the store count for nothing from then on; that they are deleted takes the steps up to the next time. The
-        step has been done, so no failure is raised: a later step does what could not be done now.
+        Expired rows in the store are invalid at once. The following steps delete them from the store. Because the
+        training step itself has succeeded, a failure of the store raises no error, and a later step tries again.
         """
         if not self.expires:
             return
@@ -133,15 +137,15 @@ class ColdTier(MemoryTier):
                 self._sweep_on()
 
     def prefetch(self, ids: Tensor) -> None:
-        """Reads the cold rows of a batch that is soon to be looked up, so that :meth:`bring` need not wait for them.
+        """Reads the cold rows of a coming batch, so that :meth:`bring` does not wait for the store.
 
-        May run in a thread of its own beside everything else; nothing moves.
+        It may run in a separate thread while other calls run. No row moves.
 
         Args:
-            ids: (N,) int64.
+            ids: (N,) int64. The ids of the batch. Duplicates are allowed.
 
         Raises:
-            ColdStoreError: the store fails.
+            ColdStoreError: The store fails.
         """
         absent = ops.table_absent(self._handle, ids)
         with self.lock:
@@ -168,19 +172,15 @@ class ColdTier(MemoryTier):
                     self._outdated.clear()
 
     def read(self, ids: Tensor) -> tuple[Tensor, Tensor]:
-        """The rows of ``ids``, (N,) int64, that are in the store and not in memory; nothing moves.
-
-        Returns:
-            Their ids, (n,) int64, ascending, and images, (n, image bytes) uint8.
-        """
+        """See :meth:`MemoryTier.read`."""
         with self.lock:
             absent = ops.table_absent(self._handle, ids).sort().values
-            # What was staged for a training step is not what others have written to a shared store since.
+            # Other jobs may have written to a shared store since rows were staged for a training step.
             found, images = self._fetch(absent, staged=() if self.shared else self._staged)
             return absent[found], images
 
     def found(self, ids: Tensor) -> Tensor:
-        """(n,) int64, ascending: those of ``ids``, (N,) int64, whose rows are in the store and not in memory."""
+        """Returns those ``ids``, (N,) int64, whose rows are in the store and not in memory: (n,) int64, ascending."""
         with self.lock:
             parts = [self.read(part)[0] for part in torch.split(ids, _PART)]
         found: Tensor = torch.unique(torch.cat(parts))
@@ -213,12 +213,12 @@ class ColdTier(MemoryTier):
         return super().contains(ids) | among(ids, self.found(ids))
 
     def remove(self, ids: Tensor) -> int:
-        """Forgets the rows of ``ids``, (N,) int64, here and in memory; returns how many there were."""
+        """See :meth:`MemoryTier.remove`. The rows are removed from the store and from memory."""
         with self.lock:
             removed = 0
             for part in torch.split(torch.unique(ids), _PART):
                 cold, images = self.read(part)
-                if self.shared:  # first: others must not go on with rows that are gone here
+                if self.shared:  # before memory: if the store fails, other jobs still use the rows
                     with self._calls:
                         self.store.delete(part)
                     self._outdate(part)
@@ -230,7 +230,7 @@ class ColdTier(MemoryTier):
             return removed
 
     def ids(self) -> Tensor:
-        """(N,) int64: the ids of all rows, here and in memory, ascending."""
+        """See :meth:`MemoryTier.ids`. The ids of the store's rows are included."""
         with self.lock:
             parts = [ops.table_ids(self._handle)]
             if self.shared:
@@ -242,48 +242,52 @@ class ColdTier(MemoryTier):
         return ids
 
     def scan(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """As :meth:`ColdStore.scan`: also rows that are in memory too, have expired, or are :attr:`dead`."""
+        """Scans the store. See :meth:`ColdStore.scan`.
+
+        The scan includes outdated copies of rows in memory, expired rows, and :attr:`dead` rows.
+        """
         with self._calls:
             return self.store.scan()
 
     def cold_ids(self) -> Tensor:
-        """(N,) int64, ascending: ids of a shared store's rows that belong to the shard and are not in memory."""
+        """Returns the ids of the shared rows that belong to the shard and are not in memory: (N,) int64, ascending."""
         with self.lock:
             ids = self._shared_ids().sort().values
             return ids[~among(ids, ops.table_ids(self._handle))]
 
     def flush(self) -> None:
-        """Writes the rows that have changed in memory since the last time to a shared store.
+        """Writes the rows that have changed in memory since the last flush to a shared store.
 
         Raises:
             ValueError: There is a snapshot of the table.
             ColdStoreError: The store fails. It may have stored some of the rows.
         """
         with self.lock:
-            mark = ops.table_mark(self._handle)  # first: what changes from here on is for the next time
+            # The mark is set before the rows are read, so that the next flush writes the rows that change meanwhile.
+            mark = ops.table_mark(self._handle)
             known = self._written is not None and mark - self._written < _KNOWN_MARKS
             for ids in torch.split(self._changed() if known else ops.table_ids(self._handle), _PART):
                 self._put(ids, ops.table_images(self._handle, ids))
             self._written = mark
 
     def release(self) -> None:
-        """As :meth:`flush`; then the rows leave memory, but those that a pending backward needs."""
+        """Calls :meth:`flush`, and then removes from memory all rows that no pending backward needs."""
         with self.lock:
             self.flush()
             self._forget_staged()
             everything = ops.table_ids(self._handle)
             for ids in torch.split(everything, max(_PART, -(-len(everything) // _RELEASES))):
                 images = ops.table_images(self._handle, ids)
-                # After the images: a backward in another thread may have changed some since the flush.
+                # A backward in another thread may have changed rows between the flush and the copy of the images.
                 changed = among(ids, self._changed())
                 self._put(ids[changed], images[changed])
                 ops.table_evict(self._handle, ids, images)
 
     def set_steps(self, steps: int) -> None:
-        """Sets the native table's clock."""
+        """See :meth:`MemoryTier.set_steps`."""
         with self.lock:
             if self.expires and steps // self._every * self._every - self._expiry < self.expired_before:
-                # What has expired by the clock before would be alive again by the new one.
+                # The rows that have expired by the old clock would be valid again by the new clock.
                 self._bury()
                 self.expired_before = max(0, steps // self._every * self._every - self._expiry)
                 self._sweep = None
@@ -291,7 +295,7 @@ class ColdTier(MemoryTier):
 
     def exchange(self, other: MemoryTier) -> None:
         """See :meth:`MemoryTier.exchange`."""
-        assert isinstance(other, ColdTier)  # the native tables have compared their bounds, a cold store among them
+        assert isinstance(other, ColdTier)  # the native exchange has checked that both tables have a cold store
         self.store, other.store = other.store, self.store
         self._counts, other._counts = other._counts, self._counts
         self.expired_before, other.expired_before = other.expired_before, self.expired_before
@@ -301,17 +305,22 @@ class ColdTier(MemoryTier):
             tier._sweep = None
 
     def close(self) -> None:
-        """Forgets all rows of the store, unless it is shared; in a forked process none: they are its parent's."""
+        """Closes the store, which deletes its rows unless it is shared. Does nothing in a forked process."""
         if os.getpid() == self._process:
             self.store.close()
 
     def _fetch(self, ids: Tensor, staged: Iterable[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
-        """Which of ``ids``, distinct and not in memory, are in the store: (N,) bool; and the images of these.
+        """Reads rows from ``staged``, and from the store if they are not there.
 
-        Images of ``staged`` need not be read.
+        Args:
+            ids: (N,) int64, distinct. Ids whose rows are not in memory.
+            staged: Ids, ascending, and images of rows that have been read before.
+
+        Returns:
+            Which ids have a row in the store, (N,) bool, and the images of these rows, in the order of ``ids``.
         """
         unknown = self._may_be_cold(ids) & ~among(ids, self.dead)
-        parts: list[tuple[Tensor, Tensor]] = []  # places among ids, ascending, and images
+        parts: list[tuple[Tensor, Tensor]] = []  # positions in ids, ascending, and images
         for staged_ids, staged_images in staged:
             places = (among(ids, staged_ids) & unknown).nonzero().squeeze(1)
             if len(places):
@@ -338,26 +347,27 @@ class ColdTier(MemoryTier):
         return found, images
 
     def _make_room(self, ids: Tensor, new_rows: int) -> None:
-        # Rows that a backward has changed since they were copied have stayed: others go then.
+        # A row that a backward changes after its image was copied is not evicted. The loop then evicts other rows.
         while len(leaving := ops.table_leaving(self._handle, ids, new_rows)):
             images = ops.table_images(self._handle, leaving)
             self._put(leaving, images)
             self.dead = self.dead[~among(self.dead, leaving.sort().values)]
             gone = images[ops.table_evict(self._handle, leaving, images)]
-            # Those of a forward that was pending when they grew too old expire now, not in the next step for that.
+            # A row can be older than the expiry limit if a pending forward held it when the limit passed. It expires
+            # here, because the next expiry step would be too late.
             alive = last_steps(gone) >= self.expired_before
             self._counts += self._counted(gone[alive])
             ops.table_count_expired(self._handle, int((~alive).sum()))
 
     def _put(self, ids: Tensor, images: Tensor) -> None:
         if not self.shared:
-            ops.table_note_cold(self._handle, ids)  # first: a put that fails may have left copies
+            ops.table_note_cold(self._handle, ids)  # before the put, because a failed put may have stored some rows
         with self._calls:
             self.store.put(ids, images)
         self._outdate(ids)
 
     def _changed(self) -> Tensor:
-        """(n,) int64, ascending: ids in memory whose rows have changed since all were in the shared store."""
+        """Returns the ids of the rows in memory that have changed since the last flush: (n,) int64, ascending."""
         snapshot = ops.snapshot_open(self._handle, self._written)
         try:
             parts = [torch.empty(0, dtype=torch.int64)]
@@ -378,7 +388,7 @@ class ColdTier(MemoryTier):
         return ids if self._owned is None else ids[self._owned(ids)]
 
     def _delete(self, ids: Tensor) -> None:
-        """Deletes the rows of ``ids``, (N,) int64, from the store; what fails now is done later."""
+        """Deletes the rows of ``ids``, (N,) int64, from the store. If the store fails, a later call tries again."""
         ids = torch.unique(ids[ops.table_may_be_cold(self._handle, ids)])
         self._outdate(ids)
         self.dead = torch.unique(torch.cat([self.dead, ids]))
@@ -388,13 +398,13 @@ class ColdTier(MemoryTier):
                 self.dead = self.dead[:0]
 
     def _outdate(self, ids: Tensor) -> None:
-        """What has been read of ``ids`` is no longer what the store has."""
+        """Discards what has been read of the rows of ``ids``, because these rows change in the store."""
         self._unstage(ids)
         if self._fetching:
             self._outdated.append(ids)
 
     def _forget_staged(self) -> None:
-        """Also what is being fetched now."""
+        """Discards all staged rows, and the rows that :meth:`prefetch` is reading now."""
         self._forgotten += 1
         self._staged.clear()
 
@@ -418,26 +428,26 @@ class ColdTier(MemoryTier):
             self._bury()
 
     def _bury(self) -> None:
-        """Deletes all that has expired from the store."""
+        """Deletes all expired and dead rows from the store."""
         old = [ids[last_steps(images) < self.expired_before] for ids, images in self.scan()]
         self._delete(torch.cat([*old, self.dead]))
 
     def _sweep_on(self) -> None:
-        """Goes on to delete what has expired, so that all of the store comes by until the next time."""
-        copies = self.rows + self._max_rows  # rows in memory may have one that is out of date
+        """Deletes the expired rows of a part of the store. The steps between two expiries together cover the store."""
+        copies = self.rows + self._max_rows  # each row in memory may have an outdated copy in the store
         seen, part = 0, -(-copies // self._every)
         while seen < part:
             if self._sweep is None:
                 self._sweep = self.scan()
             try:
                 batch = next(self._sweep, None)
-            except ColdStoreError:  # RocksDB's ends where the store has to be opened anew
+            except ColdStoreError:  # a scan of RocksDB ends when the database is reopened after a failure
                 batch = None
             if batch is None:
                 self._sweep = None
                 break
             seen += len(batch[0])
-            # The scan may be older than the rows: those that seem to have expired are read again.
+            # The scan may have begun before a row was written, so rows that seem to have expired are read again.
             ids = batch[0][last_steps(batch[1]) < self.expired_before]
             if len(ids):
                 with self._calls:
@@ -449,20 +459,20 @@ class ColdTier(MemoryTier):
             return Counter()
         if not self.expires:
             return Counter({0: len(images)})
-        # A row has expired when its last step is before time * every - expiry, for a time that has come.
+        # A row expires in the first multiple of _every above its last step plus _expiry.
         times = (last_steps(images) + self._expiry) // self._every
         values, counts = torch.unique(times, return_counts=True)
         return Counter(dict(zip(values.tolist(), counts.tolist(), strict=True)))
 
 
 class _ProcessLock:
-    """A reentrant lock of one process.
+    """A reentrant lock that works only in the process that created it.
 
-    In a process that is forked from that one, whoever held it may not be there to release it. Entering it there raises
-    what any call of the native table raises there.
+    In a forked process, the thread that held the lock may not exist, so that the lock would never be released. Entering
+    the lock there raises the error that every call of the native table raises in a forked process.
 
     Args:
-        handle: of the native table.
+        handle: The handle of the native table.
     """
 
     def __init__(self, handle: int) -> None:

@@ -1,4 +1,4 @@
-"""Whether a cold store fits: :func:`check_cold_store`."""
+"""A test that a cold store fulfills the protocol: :func:`check_cold_store`."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ _EXTREME_IDS = torch.tensor([2**63 - 1, 0, -1, -(2**63), 1, 2**31, -(2**31) - 1,
 
 
 def check_cold_store(options: object) -> None:
-    """Opens stores of ``options`` and tries all that :class:`ColdStore` promises. Takes a few seconds, 10 MB.
+    """Opens cold stores with ``options`` and tests every promise of :class:`ColdStore`.
 
-    Of options with a ``shared`` that is true it tries what :class:`SharedColdStore` promises, in stores whose names
-    begin with ``conformance/``, and leaves them empty.
+    The test takes a few seconds and 10 MB. If ``options.shared`` is set, it tests the promises of
+    :class:`SharedColdStore` instead, in stores whose names begin with ``conformance/``, and leaves these stores empty.
 
     Example::
 
@@ -33,13 +33,13 @@ def check_cold_store(options: object) -> None:
             check_cold_store(MyStore("..."))
 
     Args:
-        options: of a type that is registered with :func:`open_cold_store`.
+        options: The options of the cold store, of a type that is registered with :func:`open_cold_store`.
 
     Raises:
-        AssertionError: a promise is broken; the message says which.
+        AssertionError: The cold store breaks a promise. The message names the promise.
     """
     _expect(hash(options) is not None, "options are hashable")
-    _expect(pickle.loads(pickle.dumps(options)) == options, "options pickle, and compare by value")
+    _expect(pickle.loads(pickle.dumps(options)) == options, "options can be pickled, and are compared by value")
     for check in SHARED_CHECKS if is_shared(options) else CHECKS:
         check(options)
 
@@ -47,7 +47,7 @@ def check_cold_store(options: object) -> None:
 @contextmanager
 def _opened(options: object, name: str = "conformance/0", row_bytes: int = ROW_BYTES) -> Iterator[ColdStore]:
     if is_shared(options):
-        name = f"{name}/{row_bytes}"  # those of one name are one, and so of one width
+        name = f"{name}/{row_bytes}"  # shared stores of one name share their rows, and so have one row size
     store = open_cold_store(options, name=name, row_bytes=row_bytes)
     try:
         yield store
@@ -61,7 +61,7 @@ def _starts_empty(options: object) -> None:
     with _opened(options) as store:
         found, rows = store.get(_EXTREME_IDS)
         _expect(not found.any() and rows.shape == (0, ROW_BYTES), "a new store has no rows")
-        _expect(not len(_scanned(store)[0]), "a scan of an empty store gives no ids")
+        _expect(not len(_scanned(store)[0]), "a scan of an empty store returns no ids")
 
 
 def _keeps_rows(options: object) -> None:
@@ -69,9 +69,9 @@ def _keeps_rows(options: object) -> None:
         ids, rows = _EXTREME_IDS, _rows(len(_EXTREME_IDS))
         rows[0], rows[1] = 0, 255
         store.put(ids, rows)
-        _expect_rows(store, ids, rows, "rows come back byte for byte, in the order of the ids asked for")
+        _expect_rows(store, ids, rows, "get returns rows byte for byte, in the order of the ids")
         back = ids.flip(0)
-        _expect_rows(store, back, rows.flip(0), "rows come back in the order of the ids asked for")
+        _expect_rows(store, back, rows.flip(0), "get returns rows in the order of the ids")
         strided = torch.stack([ids, ids], dim=1)[:, 0]
         _expect_rows(store, strided, rows, "ids may be strided")
         store.put(ids[:4] + 16, rows.repeat(1, 2)[:4, ::2])
@@ -85,18 +85,18 @@ def _overwrites(options: object) -> None:
         rows[20:60] = _rows(40, seed=1)
         store.put(ids[20:60], rows[20:60])
         _expect_rows(store, ids, rows, "a second put replaces the rows of its ids and no others")
-        _expect_scan(store, ids, rows, "a scan gives the rows put last")
+        _expect_scan(store, ids, rows, "a scan returns the rows that were put last")
 
 
-def _tells_missing_ids(options: object) -> None:
+def _reports_missing_ids(options: object) -> None:
     with _opened(options) as store:
         ids, rows = torch.arange(0, 2000, 2), _rows(1000)
         store.put(ids, rows)
         asked = torch.arange(2000).flip(0)
         found, got = store.get(asked)
         _expect(found.dtype == torch.bool and found.shape == asked.shape, "found is (N,) bool")
-        _expect(torch.equal(found, asked % 2 == 0), "found tells for each id whether it is there")
-        _expect(torch.equal(got, rows.flip(0)), "rows are those of the ids found, in the order asked for")
+        _expect(torch.equal(found, asked % 2 == 0), "found is True for the ids that have a row, and for no others")
+        _expect(torch.equal(got, rows.flip(0)), "get returns rows in the order of the ids that have one")
         found, got = store.get(torch.tensor([1, 3, 5]))
         _expect(not found.any() and got.shape == (0, ROW_BYTES), "rows of missing ids are (0, row bytes)")
 
@@ -110,7 +110,7 @@ def _deletes(options: object) -> None:
         found, got = store.get(ids)
         _expect(torch.equal(found, ~gone), "deleted ids are not found, all others are")
         _expect(torch.equal(got, rows[~gone]), "a delete leaves the other rows as they were")
-        _expect_scan(store, ids[~gone], rows[~gone], "a scan gives no deleted id")
+        _expect_scan(store, ids[~gone], rows[~gone], "a scan returns no deleted id")
         store.put(ids[gone], rows[gone].flip(0))
         _expect_rows(store, ids[gone], rows[gone].flip(0), "a deleted id can be put again")
 
@@ -120,8 +120,8 @@ def _takes_empty_batches(options: object) -> None:
         store.put(torch.tensor([7]), _rows(1))
         none = torch.empty(0, dtype=torch.int64)
         found, rows = store.get(none)
-        _expect(found.shape == (0,) and rows.shape == (0, ROW_BYTES), "a get of no ids gives (0,) and (0, row bytes)")
-        _expect(found.dtype == torch.bool and rows.dtype == torch.uint8, "a get of no ids gives bool and uint8")
+        _expect(found.shape == (0,) and rows.shape == (0, ROW_BYTES), "a get of no ids returns (0,) and (0, row bytes)")
+        _expect(found.dtype == torch.bool and rows.dtype == torch.uint8, "a get of no ids returns bool and uint8")
         store.put(none, rows)
         store.delete(none)
         _expect_scan(store, torch.tensor([7]), _rows(1), "empty puts and deletes change nothing")
@@ -131,8 +131,8 @@ def _takes_big_batches(options: object) -> None:
     with _opened(options, row_bytes=140) as store:
         ids, rows = torch.randperm(20_000, generator=_generator(2)) * 7919 - 10**8, _rows(20_000, 140)
         store.put(ids, rows)
-        _expect_rows(store, ids, rows, "a batch of 20,000 rows comes back")
-        _expect_scan(store, ids, rows, "a scan gives every id once, with its row")
+        _expect_rows(store, ids, rows, "get returns a batch of 20,000 rows")
+        _expect_scan(store, ids, rows, "a scan returns every id once, with its row")
         store.delete(ids[1:])
         _expect_scan(store, ids[:1], rows[:1], "a batch of 19,999 ids is deleted")
 
@@ -142,7 +142,7 @@ def _takes_any_row_size(options: object) -> None:
         with _opened(options, row_bytes=row_bytes) as store:
             ids, rows = torch.arange(64), _rows(64, row_bytes)
             store.put(ids, rows)
-            _expect_rows(store, ids, rows, f"rows of {row_bytes} bytes come back")
+            _expect_rows(store, ids, rows, f"get returns rows of {row_bytes} bytes")
 
 
 def _snapshots_ascend(options: object) -> None:
@@ -150,7 +150,7 @@ def _snapshots_ascend(options: object) -> None:
         if not store.ascending_snapshots:
             return
         ids = torch.cat([torch.randperm(10_000, generator=_generator(3)) * 613 - 10**6, _EXTREME_IDS]).sort().values
-        ids = ids[ids < 2**63 - 1]  # so that there is room above
+        ids = ids[ids < 2**63 - 1]  # so that ids above all others can be put during the scan
         rows = _rows(len(ids), 1000)
         store.put(ids, rows)
         scan = store.scan()
@@ -163,11 +163,11 @@ def _snapshots_ascend(options: object) -> None:
         batches = [first, *scan]
         seen = torch.cat([batch for batch, _ in batches])
         _expect(
-            torch.equal(seen, ids), "ascending_snapshots: a scan gives the ids of the moment of its call, ascending"
+            torch.equal(seen, ids), "ascending_snapshots: a scan returns the ids at the time of its call, ascending"
         )
         _expect(
             torch.equal(torch.cat([batch for _, batch in batches]), rows),
-            "ascending_snapshots: a scan gives the rows of the moment of its call",
+            "ascending_snapshots: a scan returns the rows at the time of its call",
         )
 
 
@@ -182,11 +182,11 @@ def _keeps_stores_apart(options: object) -> None:
         with _opened(options) as one, _opened(options, other) as two:
             ids, rows = torch.arange(10), _rows(20)
             one.put(ids, rows[:10])
-            _expect(not two.get(ids)[0].any(), f"stores named 'conformance/0' and {other!r} are apart")
+            _expect(not two.get(ids)[0].any(), f"stores named 'conformance/0' and {other!r} do not share rows")
             two.put(ids, rows[10:])
-            _expect_scan(one, ids, rows[:10], f"a scan gives no rows of a store named {other!r}")
+            _expect_scan(one, ids, rows[:10], f"a scan returns no rows of a store named {other!r}")
             two.close()
-            _expect_rows(one, ids, rows[:10], f"closing a store named {other!r} leaves 'conformance/0' as it was")
+            _expect_rows(one, ids, rows[:10], f"closing a store named {other!r} does not change 'conformance/0'")
 
 
 def _serves_several_threads(options: object) -> None:
@@ -196,7 +196,7 @@ def _serves_several_threads(options: object) -> None:
         store.put(ids[500:], rows[500:])
         _in_a_thread(lambda: _expect_rows(store, ids, rows, "calls may come from several threads, one after the other"))
         _in_a_thread(lambda: store.delete(ids[:10]))
-        _expect_scan(store, ids[10:], rows[10:], "what one thread has deleted another does not see")
+        _expect_scan(store, ids[10:], rows[10:], "rows that one thread has deleted are gone for all threads")
 
 
 def _closes(options: object) -> None:
@@ -218,24 +218,24 @@ def _closes(options: object) -> None:
             continue
         _expect(False, f"{name} after close raises ColdStoreError")
     with _opened(options) as again:
-        _expect(not again.get(ids)[0].any(), "a store forgets its rows when it is closed")
+        _expect(not again.get(ids)[0].any(), "a store deletes its rows when it is closed")
 
 
-def _is_one_of_a_name(options: object) -> None:
+def _shares_rows_by_name(options: object) -> None:
     with _opened(options) as one, _opened(options) as two, _opened(options, "conformance/1") as other:
         ids, rows = torch.cat([_EXTREME_IDS, torch.arange(1000, 2000)]), _rows(1008)
         one.put(ids, rows)
         _expect_rows(two, ids, rows, "stores of one name have the same rows")
-        _expect(torch.equal(_shared(two).ids().sort().values, ids.sort().values), "ids gives every id once")
+        _expect(torch.equal(_shared(two).ids().sort().values, ids.sort().values), "ids returns every id once")
         _expect(not len(_shared(other).ids()), "stores of another name have other rows")
         two.put(ids[:10], rows[:10].flip(0))
         two.delete(ids[500:])
-        _expect_rows(one, ids[:10], rows[:10].flip(0), "what one store puts the others get")
-        _expect(not one.get(ids[500:])[0].any(), "what one store deletes is gone for all")
+        _expect_rows(one, ids[:10], rows[:10].flip(0), "a store has the rows that other stores of its name put")
+        _expect(not one.get(ids[500:])[0].any(), "rows that one store deletes are gone for all stores of its name")
         scan = two.scan()
         one.delete(ids[:100])
         seen = torch.cat([torch.empty(0, dtype=torch.int64), *(some for some, _ in scan)])
-        _expect(set(ids[100:500].tolist()) <= set(seen.tolist()), "a scan gives what nobody has deleted meanwhile")
+        _expect(set(ids[100:500].tolist()) <= set(seen.tolist()), "a scan returns all rows that no store deletes")
 
 
 def _outlives_its_users(options: object) -> None:
@@ -261,7 +261,7 @@ CHECKS = (
     _starts_empty,
     _keeps_rows,
     _overwrites,
-    _tells_missing_ids,
+    _reports_missing_ids,
     _deletes,
     _takes_empty_batches,
     _takes_any_row_size,
@@ -272,7 +272,7 @@ CHECKS = (
     _takes_big_batches,
 )
 SHARED_CHECKS = (
-    _is_one_of_a_name,
+    _shares_rows_by_name,
     _outlives_its_users,
     *(check for check in CHECKS if check not in (_keeps_stores_apart, _closes)),
 )
@@ -287,7 +287,7 @@ def _rows(n: int, row_bytes: int = ROW_BYTES, seed: int = 0) -> Tensor:
 
 
 def _scanned(store: ColdStore) -> tuple[Tensor, Tensor]:
-    """All of a scan, by ascending ids."""
+    """Returns all ids and rows of a scan, sorted by id."""
     batches = list(store.scan())
     for ids, rows in batches:
         _expect(ids.dtype == torch.int64 and ids.dim() == 1, "a scan's ids are (n,) int64")
@@ -301,13 +301,13 @@ def _scanned(store: ColdStore) -> tuple[Tensor, Tensor]:
 def _expect_scan(store: ColdStore, ids: Tensor, rows: Tensor, promise: str) -> None:
     ids, order = ids.sort()
     scanned, scanned_rows = _scanned(store)
-    _expect(torch.equal(scanned, ids), f"{promise}: the ids are those put, each once")
-    _expect(torch.equal(scanned_rows, rows[order]), f"{promise}: the rows are those put")
+    _expect(torch.equal(scanned, ids), f"{promise}: the scan returns the ids that were put, each once")
+    _expect(torch.equal(scanned_rows, rows[order]), f"{promise}: the scan returns the rows that were put")
 
 
 def _expect_rows(store: ColdStore, ids: Tensor, rows: Tensor, promise: str) -> None:
     found, got = store.get(ids)
-    _expect(found.dtype == torch.bool and found.shape == ids.shape and bool(found.all()), f"{promise}: all are found")
+    _expect(found.dtype == torch.bool and found.shape == ids.shape and bool(found.all()), f"{promise}: all have rows")
     _expect(got.dtype == torch.uint8 and torch.equal(got, rows), promise)
 
 
@@ -328,6 +328,5 @@ def _in_a_thread(call: Callable[[], object]) -> None:
 
 
 def _expect(kept: bool, promise: str) -> None:
-    # Not assert: third parties may run this with -O.
-    if not kept:
+    if not kept:  # not an assert statement, because Python's option -O removes these
         raise AssertionError(f"broken promise of a cold store: {promise}")

@@ -1,4 +1,4 @@
-"""Where a table's rows lie beside memory: the strategy of a table whose rows are in memory alone."""
+"""The strategy of a table whose rows are in memory alone, and the interface of all tiers."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from torch import Tensor
 from torchrec_recstore import ops
 
 Arrival = Literal["lookup", "update", "write"]
-"""Why rows are wanted: by a training step, by an update, or to be written. Admission has no say in the last."""
+"""The call for which rows are brought to memory: a training lookup, an update or a write. A write ignores admission."""
 
 
 class MemoryTier:
-    """The rows of a shard without a cold store, and the base class of :class:`~.cold_tier.ColdTier`.
+    """The strategy of a table without a cold store, and the base class of :class:`~.cold_tier.ColdTier`.
 
-    A :class:`Table` asks its tier wherever rows may lie outside memory. Here none do.
+    A :class:`Table` calls its tier whenever rows may lie outside memory. Here no rows do.
 
     Args:
         handle: The handle of the native table.

@@ -27,11 +27,10 @@ from torch import Tensor
 
 from torchrec_recstore.network import Backoff
 from torchrec_recstore.options import RedisStore
+from torchrec_recstore.store.arguments import check_ids, check_rows
 from torchrec_recstore.store.cold_store import (
     ID_BYTES,
     ColdStoreError,
-    check_ids,
-    check_rows,
     escaped_name,
     filled,
     id_bytes,
@@ -48,7 +47,7 @@ _COMMAND_BYTES = 2**20
 _PIPELINE_BYTES = 2**24
 _SCAN_COUNT = 4096
 _TIMEOUT_S = 5.0
-_CHECK_SECONDS = 10.0  # between questions for the server's eviction policy
+_CHECK_SECONDS = 10.0  # the time between two checks of the server's eviction policy
 _REFUSED = (AuthenticationError, AuthorizationError)
 _PASSING = (
     redis.ConnectionError,
@@ -66,31 +65,40 @@ _log = logging.getLogger(__name__)
 
 
 class RedisColdStore:
-    """Rows as keys ``recstore:<name>:{<run>-<group>}<id>`` of a Redis or Valkey server or cluster.
+    """A cold store on a Redis or Valkey server or cluster. Keys are ``recstore:<name>:{<run>-<group>}<id>``.
 
-    A group is the keys of one hash tag: they lie on one node, so that one ``MGET`` or ``MSET`` may name them together.
-    A server has one group, a cluster ``CLUSTER_GROUPS``.
+    A group consists of the keys with the same hash tag. They are on one node, so that one ``MGET`` or ``MSET`` may read
+    or write several of them. A server has one group, a cluster has ``CLUSTER_GROUPS`` groups.
 
-    Servers forget: they restart empty or from an old file, hand over to a replica that lags, evict. So each group has a
-    version, a key that every write to the group raises, together with its rows where it puts some. Each read asks for
-    it too. A version that is missing or lower than that of the last write means that rows have been lost, and
-    that is an error; an id counts as missing where the version is right alone.
+    A server can lose rows: it restarts empty or from an old file, fails over to a replica that lags, or evicts keys.
+    Each group therefore has a version, a key that every write to the group increments. A put writes it in the same
+    command as the rows. Each read also reads the version. If the version is missing, or lower than the version of the
+    last write, rows have been lost, and the call raises an error. An id counts as missing only if the version is right.
 
-    No version tells that a single row has been evicted. So the server is asked for its eviction policy, and how many
-    keys it has evicted, when the store is opened, after each failure and every ``_CHECK_SECONDS`` of use.
+    A version does not show that a single row has been evicted. The store therefore checks the server's eviction policy
+    and its number of evicted keys when the store is opened, after each failure, and every ``_CHECK_SECONDS`` of use.
     """
 
     ascending_snapshots = False
 
     def __init__(self, options: RedisStore, *, name: str, row_bytes: int) -> None:
-        """Asks the server whether it will keep the rows. Raises ColdStoreError."""
+        """Connects to the server, and checks that it does not evict rows.
+
+        Args:
+            options: The URL of the server, and the time for which failed calls are repeated.
+            name: The name of the shard. See :func:`torchrec_recstore.store.open_cold_store`.
+            row_bytes: The size of a row in bytes.
+
+        Raises:
+            ColdStoreError: The server cannot be reached, refuses access, or evicts keys.
+        """
         self._options = options
         self._cluster = "+cluster" in options.url.partition("://")[0]
         self._row_bytes = row_bytes
         self._client: Any = None
         self._open = True
-        self._next_check_s = 0.0  # of the policy; on time.monotonic()'s clock
-        self._evicted: dict[str, int] = {}  # keys that each node had evicted at the last check, by the node's run
+        self._next_check_s = 0.0  # the time of the next check of the eviction policy, by time.monotonic()
+        self._evicted: dict[str, int] = {}  # each node's number of evicted keys at the last check, by its run_id
         self._prefix = f"recstore:{escaped_name(name)}:{{{new_run()}-"
         groups = CLUSTER_GROUPS if self._cluster else 1
         self._group_keys = [f"{self._prefix}{group:02x}}}".encode() for group in range(groups)]
@@ -103,7 +111,7 @@ class RedisColdStore:
         self._call(self._set_up)
 
     def get(self, ids: Tensor) -> tuple[Tensor, Tensor]:
-        """As :meth:`ColdStore.get`."""
+        """See :meth:`ColdStore.get`."""
         check_ids(ids)
         self._check_open()
         parts = [self._get_part(part) for part in in_parts(ids, self._rows_a_pipeline)]
@@ -111,8 +119,9 @@ class RedisColdStore:
         return torch.cat(found), torch.cat(rows)
 
     def put(self, ids: Tensor, rows: Tensor) -> None:
-        """As :meth:`ColdStore.put`."""
-        check_rows(ids, rows, self._row_bytes)
+        """See :meth:`ColdStore.put`."""
+        check_ids(ids)
+        check_rows(rows, "rows", (len(ids), self._row_bytes), [torch.uint8])
         self._check_open()
         for some_ids, some_rows in zip(
             in_parts(ids, self._rows_a_pipeline), in_parts(rows, self._rows_a_pipeline), strict=True
@@ -124,21 +133,21 @@ class RedisColdStore:
             )
 
     def delete(self, ids: Tensor) -> None:
-        """As :meth:`ColdStore.delete`."""
+        """See :meth:`ColdStore.delete`."""
         check_ids(ids)
         self._check_open()
         for part in in_parts(ids, self._rows_a_pipeline):
             self._call(partial(self._write, [(group, keys, None) for group, keys in self._in_groups(part)[0]]))
 
     def scan(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """As :meth:`ColdStore.scan`: first all ids, 8 bytes each, since the server's own scan may repeat some."""
+        """See :meth:`ColdStore.scan`. It first reads all ids, 8 bytes each, because the server may repeat ids."""
         self._check_open()
         ids = self._call(self._scan_ids)
         self._call(partial(self._check_versions, range(len(self._group_keys))))
         return self._rows_of(ids)
 
     def close(self) -> None:
-        """As :meth:`ColdStore.close`. A server that cannot be reached keeps the keys; this is logged."""
+        """See :meth:`ColdStore.close`. A server that cannot be reached keeps the keys, and a warning is logged."""
         if not self._open:
             return
         self._open = False
@@ -161,10 +170,8 @@ class RedisColdStore:
         if not self._open:
             raise self._error("is closed", "no call but close is allowed")
 
-    # Talking to the server.
-
     def _call(self, action: Callable[[], _Result]) -> _Result:
-        """Repeats what fails for a reason that may pass."""
+        """Calls ``action``. If it fails for a reason that may pass, repeats it for at most ``retry_seconds``."""
         backoff = Backoff(self._options.retry_seconds)
         while True:
             try:
@@ -174,7 +181,7 @@ class RedisColdStore:
             except _REFUSED as error:
                 raise self._error("refuses access", error) from error
             except _PASSING as error:
-                self._next_check_s = 0.0  # a server that comes back may have other settings
+                self._next_check_s = 0.0  # a server that has restarted may have other settings
                 if backoff.left_s <= 0:
                     raise self._error(f"cannot be reached for {self._options.retry_seconds:g} s", error) from error
                 backoff.pause()
@@ -187,12 +194,12 @@ class RedisColdStore:
         return self._client
 
     def _run(self, commands: list[tuple[Any, ...]]) -> list[Any]:
-        """Sends commands together. Raises the first error among the answers, which names no key."""
+        """Sends commands in one pipeline. Raises the first error among the answers. The error does not name a key."""
         if not commands:
             return []
         pipeline = self._connected().pipeline(transaction=False)
         for command in commands:
-            # Not pipeline.mget: that of a cluster's refuses what it cannot split, and these need no splitting.
+            # A cluster's pipeline.mget refuses commands with several keys, although these keys are on one node.
             pipeline.execute_command(*command)
         answers: list[Any] = pipeline.execute(raise_on_error=False)
         for answer in answers:
@@ -206,7 +213,7 @@ class RedisColdStore:
         self._run([("SET", key, b"0") for key in self._group_keys])
 
     def _check_eviction(self) -> None:
-        """Raises ColdStoreError where the server may evict rows, or may have evicted some since the last check."""
+        """Raises ColdStoreError if the server may evict rows, or may have evicted rows since the last check."""
         client = self._connected()
         try:
             if self._cluster:
@@ -214,32 +221,39 @@ class RedisColdStore:
                 nodes = [answer] if "used_memory" in answer else list(answer.values())
             else:
                 nodes = [client.info()]
-        except redis.ResponseError:  # not allowed, or not known
+        except redis.ResponseError:  # the user may not call INFO, or the server does not have it
             nodes = []
         evicted: dict[str, int] = {}
         for node in nodes:
             run, policy = str(node.get("run_id", "")), str(node.get("maxmemory_policy", ""))
             evicted[run] = int(node.get("evicted_keys", 0))
             gone = evicted[run] - self._evicted.get(run, evicted[run])
-            if gone > 0 and not policy.startswith("volatile-"):  # that policy takes keys with a time to live: no rows
+            # A volatile policy evicts only keys with an expiry time, and the keys of rows have none.
+            if gone > 0 and not policy.startswith("volatile-"):
                 raise self._error(
                     "has lost its rows",
-                    f"it evicted {gone} keys under another maxmemory-policy than noeviction; set that, close the table "
-                    "and load the last checkpoint",
+                    f"it evicted {gone} keys because its maxmemory-policy was not noeviction; set maxmemory-policy to "
+                    "noeviction, close the table and load the last checkpoint",
                 )
             if int(node.get("maxmemory", 0)) and policy.startswith("allkeys-"):
                 raise self._error("would lose rows", f"its maxmemory-policy is {policy}; it must be noeviction")
         self._evicted = evicted
         self._next_check_s = time.monotonic() + _CHECK_SECONDS
 
-    # Keys and versions.
-
     def _in_groups(self, ids: Tensor) -> tuple[list[tuple[int, list[bytes]]], Tensor | None]:
-        """The keys of ids, command by command, each with its group, and the order that they are in, None for as is."""
+        """Splits the keys of ids into groups, and each group into commands.
+
+        Args:
+            ids: (N,) int64.
+
+        Returns:
+            The group and the keys of each command, and the order of the ids in all commands together, (N,) int64. The
+            order is None if the ids keep their order.
+        """
         order = None
         groups = torch.zeros_like(ids)
         if len(self._group_keys) > 1:
-            # The upper bits of a multiplication depend on all bits of the id; & makes the shift one without a sign.
+            # The upper bits of a product depend on all bits of the id. The & removes the sign bits of the shift.
             groups = ((ids * -0x61C8864680B583EB) >> 40) & (len(self._group_keys) - 1)
             groups, order = groups.sort(stable=True)
             ids = ids[order]
@@ -255,10 +269,10 @@ class RedisColdStore:
 
     def _check_version(self, group: int, answer: bytes | None) -> None:
         if answer is None:
-            raise self._error("has lost its rows", "restarted without them, or they were flushed or evicted")
+            raise self._error("has lost its rows", "it restarted without them, or they were flushed or evicted")
         if not self._acknowledged[group] <= int(answer) <= self._attempted[group]:
             raise self._error(
-                "has lost its last writes", "restarted from older data, or a replica took over that lagged behind"
+                "has lost its last writes", "it restarted from older data, or a replica took over that lagged behind"
             )
 
     def _check_versions(self, groups: Iterable[int]) -> None:
@@ -270,12 +284,10 @@ class RedisColdStore:
         self._attempted[group] += 1
         return b"%d" % self._attempted[group]
 
-    # Rows.
-
     def _write(self, writes: Sequence[tuple[int, list[bytes], list[bytes] | None]]) -> None:
-        """Puts values at keys, or deletes the keys where there are none."""
+        """Writes the values of the keys of each group. If the values are None, deletes the keys."""
         groups = {group for group, _, _ in writes}
-        self._check_versions(groups)  # before: the write's own version would hide that the server has lost rows
+        self._check_versions(groups)  # before the write, because the new version would hide that rows have been lost
         commands: list[tuple[Any, ...]] = []
         for group, keys, values in writes:
             version = (self._group_keys[group], self._next_version(group))
@@ -302,7 +314,7 @@ class RedisColdStore:
         return torch.empty_like(found).scatter_(0, order, found), rows[back]
 
     def _scan_ids(self) -> Tensor:
-        """Ascending, each once."""
+        """Returns the ids of all rows on the server: (N,) int64, ascending."""
         keys: list[bytes] = []
         parts = [torch.empty(0, dtype=torch.int64)]
         for key in self._connected().scan_iter(match=f"{self._prefix}*", count=_SCAN_COUNT):
@@ -326,7 +338,7 @@ class RedisColdStore:
 
 
 def _connect(options: RedisStore, cluster: bool) -> Any:
-    # No retries of its own: the store's _call does that, with an end. What the URL says of timeouts goes first.
+    # The client does not retry, because _call does, with a limit. Timeouts in the URL override these.
     arguments: dict[str, Any] = {
         "retry": Retry(NoBackoff(), 0),
         "socket_timeout": _TIMEOUT_S,
@@ -336,5 +348,5 @@ def _connect(options: RedisStore, cluster: bool) -> Any:
         if cluster:
             return redis.RedisCluster.from_url(options.url.replace("+cluster", "", 1), **arguments)
         return redis.Redis.from_url(options.url, **arguments)
-    except ValueError:  # its message may hold a piece of the password
-        raise ColdStoreError(f"cold store RedisStore({options.public_url!r}): the url cannot be read") from None
+    except ValueError:  # the message of the error may contain a part of the password
+        raise ColdStoreError(f"cold store RedisStore({options.public_url!r}): the url cannot be parsed") from None

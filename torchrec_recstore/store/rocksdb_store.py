@@ -32,11 +32,10 @@ from rocksdict import (
 from torch import Tensor
 
 from torchrec_recstore.options import RocksDBStore
+from torchrec_recstore.store.arguments import check_ids, check_rows
 from torchrec_recstore.store.cold_store import (
     ID_BYTES,
     ColdStoreError,
-    check_ids,
-    check_rows,
     escaped_name,
     filled,
     id_bytes,
@@ -48,21 +47,39 @@ from torchrec_recstore.store.cold_store import (
 )
 from torchrec_recstore.utils import leave_to_parent
 
+WRITE_BUFFER_BYTES = 2**24
+WRITE_BUFFERS = 3
+SHARED_WRITE_BYTES = 3 * 2**25
+BLOOM_BITS = 10
+_READ_BYTES = 2**25
+_SCAN_BYTES = 2**22
+# rocksdict 0.3.29 holds the GIL while it writes a batch. Small batches let other threads run in between.
+_WRITE_BYTES = 2**20
+_STALL_PAUSE_S = 0.002
 _RUN = re.compile(r"run-[0-9a-f]{12}")
 _LOCK = "lock"
+_threads: Literal["none", "started", "lost"] = "none"  # RocksDB's background threads in this process
 
 
 class RunDirectory:
-    """A directory of one open store, ``root/<escaped name>/run-<random>``, which nothing outlives.
+    """The directory of one open store: ``root/<escaped name>/run-<random>``. It is deleted when the store is closed.
 
-    Its owner holds a lock on a file in it for as long as it lives. Making one removes all under ``root`` whose owner is
-    dead, of any name: a run on fewer ranks would never come back for the others.
+    The process that opens the store holds a lock on a file in the directory as long as the process lives. A new
+    directory removes all directories under ``root`` whose process has died, whatever their names, because a later run
+    on fewer ranks would not use these names.
+
+    Args:
+        root: The path of ``RocksDBStore``.
+        name: The name of the shard.
+
+    Raises:
+        OSError: The directory cannot be created or locked.
     """
 
     def __init__(self, root: str, name: str) -> None:
-        """Raises OSError."""
         Path(root).mkdir(parents=True, exist_ok=True)
-        # One at a time, or one process would take a directory that another has made and not locked yet for a dead one.
+        # Only one process works here at a time. Otherwise it could remove a directory that another process has created
+        # and not locked yet.
         with _locked(Path(root) / _LOCK):
             _remove_dead(Path(root))
             self.path = (Path(root) / escaped_name(name) / f"run-{new_run()}").absolute()
@@ -72,10 +89,10 @@ class RunDirectory:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
     def remove(self) -> None:
-        """Deletes it, and the directory of its name where that is empty. Raises OSError."""
+        """Deletes the directory, and its parent if that is empty. Raises OSError."""
         try:
             shutil.rmtree(self.path)
-            # Not waiting: the garbage collector may come here out of the constructor above, which holds the lock.
+            # It does not wait for the lock: the garbage collector may run it within __init__, which holds the lock.
             with suppress(BlockingIOError), _locked(self._root_lock, wait=False):
                 _remove_if_empty(self.path.parent)
         finally:
@@ -96,7 +113,7 @@ def _remove_dead(root: Path) -> None:
     for lock in root.glob(f"*/run-*/{_LOCK}"):
         run = lock.parent
         if _RUN.fullmatch(run.name) and _is_free(lock):
-            shutil.rmtree(run, ignore_errors=True)  # what stays is tried again by the next
+            shutil.rmtree(run, ignore_errors=True)  # the next RunDirectory removes the files that could not be removed
     for directory in root.glob("*/"):
         _remove_if_empty(directory)
 
@@ -104,7 +121,7 @@ def _remove_dead(root: Path) -> None:
 def _is_free(lock: Path) -> bool:
     try:
         file = os.open(lock, os.O_RDWR)
-    except OSError:  # gone with its owner, or another user's
+    except OSError:  # another process has just removed the file, or the file belongs to another user
         return False
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -122,29 +139,27 @@ def _remove_if_empty(directory: Path) -> None:
         return
 
 
-WRITE_BUFFER_BYTES = 2**24
-WRITE_BUFFERS = 3
-SHARED_WRITE_BYTES = 3 * 2**25
-BLOOM_BITS = 10
-_READ_BYTES = 2**25
-_SCAN_BYTES = 2**22
-# rocksdict 0.3.29 holds the interpreter's lock while a batch is written: short ones let other threads in between.
-_WRITE_BYTES = 2**20
-_STALL_PAUSE_S = 0.002
-
-
 class RocksDBColdStore:
-    """Rows in a RocksDB database of their own, by ids that sort as their keys do.
+    """A cold store in a RocksDB database, which has the rows of one shard. Keys sort as ids do.
 
-    Writes go through RocksDB's log, without an fsync: what has been put outlives errors and a full disk, not the
-    process, nor is it meant to. A put or delete that fails leaves the rows readable; the next one opens the database
-    anew, since RocksDB refuses all writes after a failed one. Scans that are open then end with an error.
+    Writes go to RocksDB's log without an fsync. Rows survive errors and a full disk. They do not survive the process,
+    and need not. If a put or delete fails, the rows stay readable. The next put or delete reopens the database, because
+    RocksDB refuses all writes after a failed write. Open scans then end with an error.
     """
 
     ascending_snapshots = True
 
     def __init__(self, options: RocksDBStore, *, name: str, row_bytes: int) -> None:
-        """Makes its directory and opens the database in it. Raises ColdStoreError."""
+        """Creates the directory of the store and opens the database.
+
+        Args:
+            options: The path of the store.
+            name: The name of the shard. See :func:`torchrec_recstore.store.open_cold_store`.
+            row_bytes: The size of a row in bytes.
+
+        Raises:
+            ColdStoreError: The directory cannot be created, or the database cannot be opened.
+        """
         self._row_bytes = row_bytes
         self._rows_a_read = max(1, _READ_BYTES // row_bytes)
         self._rows_a_write = max(1, _WRITE_BYTES // row_bytes)
@@ -166,7 +181,7 @@ class RocksDBColdStore:
             raise
 
     def get(self, ids: Tensor) -> tuple[Tensor, Tensor]:
-        """As :meth:`ColdStore.get`."""
+        """See :meth:`ColdStore.get`."""
         check_ids(ids)
         db = self._database()
         parts = [self._get_part(db, part) for part in in_parts(ids, self._rows_a_read)]
@@ -179,14 +194,15 @@ class RocksDBColdStore:
         keys: list[Any] = split(id_bytes(ids))
         try:
             values: Any = db.get(keys, b"")
-        except Exception as error:  # rocksdict raises no narrower class
+        except Exception as error:  # rocksdict raises Exception itself
             raise self._error("cannot be read", error) from error
         rows = join(values, self._row_bytes)
         return (torch.ones(len(ids), dtype=torch.bool) if len(rows) == len(ids) else filled(values)), rows
 
     def put(self, ids: Tensor, rows: Tensor) -> None:
-        """As :meth:`ColdStore.put`."""
-        check_rows(ids, rows, self._row_bytes)
+        """See :meth:`ColdStore.put`."""
+        check_ids(ids)
+        check_rows(rows, "rows", (len(ids), self._row_bytes), [torch.uint8])
         self._prepare_write(len(ids) * (self._row_bytes + ID_BYTES))
         for some_ids, some_rows in zip(
             in_parts(ids, self._rows_a_write), in_parts(rows, self._rows_a_write), strict=True
@@ -194,14 +210,14 @@ class RocksDBColdStore:
             self._write(split(id_bytes(some_ids)), split(some_rows))
 
     def delete(self, ids: Tensor) -> None:
-        """As :meth:`ColdStore.delete`."""
+        """See :meth:`ColdStore.delete`."""
         check_ids(ids)
         self._prepare_write(len(ids) * ID_BYTES)
         for part in in_parts(ids, self._rows_a_write):
             self._write(split(id_bytes(part)), None)
 
     def scan(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """As :meth:`ColdStore.scan`: ids ascending, the rows of this moment."""
+        """See :meth:`ColdStore.scan`. Ids are in ascending order, and the rows are those of the time of the call."""
         db = self._database()
         try:
             scan = _Scan(db.snapshot(), self._row_bytes, str(self))
@@ -212,7 +228,7 @@ class RocksDBColdStore:
         return scan
 
     def close(self) -> None:
-        """As :meth:`ColdStore.close`."""
+        """See :meth:`ColdStore.close`."""
         directory, self._directory = self._directory, None
         if directory is None:
             return
@@ -242,7 +258,7 @@ class RocksDBColdStore:
             _threads = "started"
             options = _options()
             try:
-                # column_families too: else an existing database is opened with those that rocksdict reads from disk.
+                # Without column_families, rocksdict opens an existing database with the options that are on disk.
                 self._db = Rdict(str(self._path / "db"), options, {"default": options})
             except Exception as error:
                 raise self._error("cannot be opened", error) from error
@@ -256,14 +272,15 @@ class RocksDBColdStore:
         if db is not None:
             try:
                 db.close()
-            except Exception:  # it cannot flush; the database is closed all the same, its rows are in the log
+            except Exception:  # the flush fails, but the database is closed, and its rows are in the log
                 return
 
     def _prepare_write(self, n_bytes: int) -> None:
         db = self._database()
         if not self._write_failed:
             return
-        # Opening writes the log's rows to a table. Where that fails nothing can be read: ask for the room first.
+        # Opening the database writes the rows of the log to a file. If that fails, no row can be read any more. So the
+        # space on the disk is checked first.
         in_memory = db.property_int_value("rocksdb.size-all-mem-tables") or 0
         try:
             _check_room(self._path / "room", in_memory + n_bytes + 2**20)
@@ -286,7 +303,7 @@ class RocksDBColdStore:
                 db.write(batch, self._write_options)
                 return
             except Exception as error:
-                # Compaction lags: wait here, since RocksDB would wait with the interpreter's lock held.
+                # If compaction lags, the loop waits here, because RocksDB itself would wait while it holds the GIL.
                 if "Write stall" in str(error):
                     time.sleep(_STALL_PAUSE_S)
                     continue
@@ -295,28 +312,30 @@ class RocksDBColdStore:
 
 
 def _lose_threads() -> None:
-    """What a forked process begins with: RocksDB believes that it has the threads of the parent."""
+    """Prepares a forked process, in which RocksDB's threads do not exist although RocksDB's state says that they do."""
     global _threads
     if _threads == "none":
         return
     _threads = "lost"
-    # RocksDB joins its threads in a destructor that exit() calls. Handlers run in the reverse of their order, so the
-    # process ends before that one, with the status that on_exit() passes on; the interpreter has ended by then.
+    # RocksDB joins its threads in a destructor that exit() calls, which would wait forever. Exit handlers run in the
+    # reverse order of their registration, so _exit ends the process before that destructor, with the same status. The
+    # interpreter has been finalized by then.
     libc = ctypes.CDLL(None)
     libc.on_exit(libc._exit, None)
 
 
-_threads: Literal["none", "started", "lost"] = "none"
 os.register_at_fork(after_in_child=_lose_threads)
 
 
 class _Scan(Iterator[tuple[Tensor, Tensor]]):
+    """An iterator over the rows of a snapshot of a RocksDB database."""
+
     def __init__(self, snapshot: Snapshot, row_bytes: int, store: str) -> None:
         options = ReadOptions()
         options.set_readahead_size(2**20)
         self._snapshot: Snapshot | None = snapshot
         self._items: Iterator[tuple[Any, Any]] | None = snapshot.items(read_opt=options)
-        # Now, since rocksdict 0.3.29 opens an iterator of a snapshot on the rows of the moment of that.
+        # The iterators are opened here, because rocksdict 0.3.29 opens an iterator of a snapshot on the current rows.
         end = snapshot.iter()
         end.seek_to_last()
         end.status()
@@ -331,7 +350,7 @@ class _Scan(Iterator[tuple[Tensor, Tensor]]):
         if self._exhausted:
             raise StopIteration
         if self._items is None:
-            raise ColdStoreError(f"{self._store}: it was closed, or opened anew after an error, while it was scanned")
+            raise ColdStoreError(f"{self._store} was closed, or reopened after an error, while it was scanned")
         batch = list(islice(self._items, self._batch_rows))
         if not batch:
             self._check_complete()
@@ -343,11 +362,11 @@ class _Scan(Iterator[tuple[Tensor, Tensor]]):
         return ids_of(join(keys, ID_BYTES)), join(values, self._row_bytes)
 
     def end(self) -> None:
-        """Lets go of the database, which stays open for as long as an iterator does."""
+        """Releases the database, which cannot close before its iterators are freed."""
         self._items = self._snapshot = None
 
     def _check_complete(self) -> None:
-        # An iterator of rocksdict's ends at an error as it does at the last row.
+        # At an error, an iterator of rocksdict ends without raising, as it does at the last row.
         if self._end != self._last:
             raise ColdStoreError(f"{self._store} cannot be read: the scan ended before its last row")
 
@@ -363,13 +382,14 @@ def _check_room(path: Path, n_bytes: int) -> None:
 
 @cache
 def _write_buffers() -> WriteBufferManager:
-    """A budget for all stores of the process."""
+    """Returns the memory budget for the write buffers of all stores in this process."""
     return WriteBufferManager(SHARED_WRITE_BYTES, False)
 
 
 def _options() -> Options:
     blocks = BlockBasedOptions()
-    blocks.disable_cache()  # rows come at random: a cache of blocks cost a third of a read's time; the kernel has one
+    # Reads are random, so a cache of blocks has few hits. It took a third of a read's time. The kernel caches files.
+    blocks.disable_cache()
     blocks.set_checksum_type(ChecksumType.xxh3())
     blocks.set_bloom_filter(BLOOM_BITS, False)
     blocks.set_format_version(5)
@@ -379,8 +399,8 @@ def _options() -> Options:
     options.set_write_buffer_manager(_write_buffers())
     options.set_write_buffer_size(WRITE_BUFFER_BYTES)
     options.set_max_write_buffer_number(WRITE_BUFFERS)
-    options.set_compression_type(DBCompressionType.none())  # floats do not get smaller: lz4 left 299 MB as they were
-    options.set_target_file_size_multiplier(2)  # all files stay open: fewer of them
+    options.set_compression_type(DBCompressionType.none())  # lz4 did not make 299 MB of floats smaller
+    options.set_target_file_size_multiplier(2)  # larger files, because all files stay open
     options.set_keep_log_file_num(2)
     options.set_stats_dump_period_sec(0)
     options.set_stats_persist_period_sec(0)

@@ -13,29 +13,41 @@ from torchrec_recstore.options import ConstantInit, ServerStore, TableOptions
 from torchrec_recstore.rpc.connection import Access, Connection
 from torchrec_recstore.rpc.protocol import ServiceError
 from torchrec_recstore.rpc.servers import Servers
-from torchrec_recstore.store.cold_store import ColdStoreError, check_ids, check_rows, escaped_name, in_parts, new_run
+from torchrec_recstore.rpc.table_spec import TableSpec
+from torchrec_recstore.store.arguments import check_ids, check_rows
+from torchrec_recstore.store.cold_store import ColdStoreError, escaped_name, in_parts, new_run
 
-_CALL_BYTES = 2**24  # of rows in a call, each of which has its own deadline
-_CLOSE_S = 1.0
+_CALL_BYTES = 2**24  # the largest size of the rows in one call: each call has its own deadline
+_CLOSE_S = 1.0  # the longest time of a call in close()
 _COLUMN_BYTES = 4
 _Result = TypeVar("_Result")
 _log = logging.getLogger(__name__)
 
 
 class ServerColdStore:
-    """Rows as weights of the table ``cold/<run or shared name>/<name>`` of RecStore's parameter servers.
+    """A cold store on RecStore's parameter servers.
 
-    A row is bytes, which lie in float32 columns as they are: the servers never update them, so that nobody reads a
-    number in them.
+    The rows are the weights of a table ``cold/<run or shared name>/<name>``. The bytes of a row are stored in float32
+    columns unchanged. The servers never update these rows, so that the bytes are never used as numbers.
 
-    Servers forget: they restart from their last save, or load another. Every call but the first is for the servers as
-    they were when the store was opened, and raises where one has forgotten something since.
+    A server loses rows if it restarts from its last save or loads another checkpoint. The connections therefore
+    remember the state of the servers from when the store was opened, and every later call raises an error if a server
+    has lost writes since then.
     """
 
     ascending_snapshots = False
 
     def __init__(self, options: ServerStore, *, name: str, row_bytes: int) -> None:
-        """Makes the table, if it is not there. Raises ColdStoreError."""
+        """Creates the table on the servers if it does not exist.
+
+        Args:
+            options: The addresses of the servers, and how to connect to them.
+            name: The name of the shard. See :func:`torchrec_recstore.store.open_cold_store`.
+            row_bytes: The size of a row in bytes.
+
+        Raises:
+            ColdStoreError: A server cannot be reached, or refuses the table.
+        """
         self._options = options
         self._row_bytes = row_bytes
         self._columns = -(-row_bytes // _COLUMN_BYTES)
@@ -49,51 +61,53 @@ class ServerColdStore:
             raise self._error("cannot be used", error) from error
         try:
             self._call(lambda: self._servers.create(self._table, self._specs()))
-            # A write of nothing: from the first one on, the connections know the servers that they are for.
+            # A connection remembers the state of its server from the first write on, so this is an empty write.
             self._delete_part(torch.empty(0, dtype=torch.int64))
         except ColdStoreError:
             self._servers.close()
             raise
 
     def get(self, ids: Tensor) -> tuple[Tensor, Tensor]:
-        """As :meth:`ColdStore.get`."""
+        """See :meth:`ColdStore.get`."""
         check_ids(ids)
         self._check_open()
         found, rows = zip(*(self._get_part(part) for part in in_parts(ids, self._rows_a_call)), strict=True)
         return torch.cat(found), torch.cat(rows)
 
     def put(self, ids: Tensor, rows: Tensor) -> None:
-        """As :meth:`ColdStore.put`."""
-        check_rows(ids, rows, self._row_bytes)
+        """See :meth:`ColdStore.put`."""
+        check_ids(ids)
+        check_rows(rows, "rows", (len(ids), self._row_bytes), [torch.uint8])
         self._check_open()
         for some, its_rows in zip(in_parts(ids, self._rows_a_call), in_parts(rows, self._rows_a_call), strict=True):
             self._put_part(some, its_rows)
 
     def delete(self, ids: Tensor) -> None:
-        """As :meth:`ColdStore.delete`."""
+        """See :meth:`ColdStore.delete`."""
         check_ids(ids)
         self._check_open()
         for part in in_parts(ids, _CALL_BYTES // ids.element_size()):
             self._delete_part(part)
 
     def ids(self) -> Tensor:
-        """As :meth:`SharedColdStore.ids`."""
+        """See :meth:`SharedColdStore.ids`."""
         self._check_open()
         return self._call(lambda: self._servers.ids(self._table))
 
     def scan(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """As :meth:`ColdStore.scan`: first all ids, 8 bytes each, then their rows."""
+        """See :meth:`ColdStore.scan`. The call first reads all ids, which take 8 bytes each."""
         return self._rows_of(self.ids())
 
     def close(self) -> None:
-        """As :meth:`ColdStore.close`. A server that cannot be reached keeps the rows until it stops; this is logged."""
+        """See :meth:`ColdStore.close`. A server that cannot be reached keeps the rows, and a warning is logged."""
         if not self._open:
             return
         self._open = False
         self._servers.close()
         if self._options.shared is not None:
             return
-        # One by one: where the process ends, no threads can be started any more. Nor should it wait for long.
+        # The connections are used one after the other, because a process that is ending cannot start threads. The
+        # timeout is short, so that the process ends soon.
         access = replace(self._access, timeout_s=min(self._options.timeout_s, _CLOSE_S))
         for address in self._options.addresses:
             connection = Connection(address, access)
@@ -117,13 +131,11 @@ class ServerColdStore:
     def _call(self, action: Callable[[], _Result]) -> _Result:
         try:
             return action()
-        except (ServiceError, ValueError, MemoryError, OSError) as error:  # which name server and table
+        except (ServiceError, ValueError, MemoryError, OSError) as error:  # the message names server and table
             raise self._error("has failed", error) from error
 
     def _specs(self) -> list[str]:
-        """What the table is, for each server."""
-        from torchrec_recstore.rpc.table_spec import TableSpec  # here: it is built on the store
-
+        """Returns the table's spec for each server, as JSON."""
         shards = len(self._servers.addresses)
         spec = TableSpec(
             dim=self._columns,

@@ -18,16 +18,25 @@ from torchrec_recstore.store.arguments import among
 from torchrec_recstore.store.cold_store import ColdStoreError, last_steps, unpacked
 from torchrec_recstore.store.cold_tier import ColdTier
 
+_BATCH = 1 << 16
+_MERGED_ROWS = 1 << 16  # the least number of resident rows in a read, if they are merged with cold rows
+
+Batches = Iterator[tuple[Tensor, Tensor]]
+"""Batches of ids, (n,) int64, ascending over all batches, and images, (n, image bytes) uint8."""
+
+Rows = tuple[Tensor, dict[str, Tensor]]
+"""Ids, (n,) int64, ascending, and their rows in the form of :meth:`Table.read_rows`."""
+
 
 def column_weighted_mean(states: Sequence[Tensor], widths: Sequence[int]) -> Tensor:
-    """One row-wise state in the place of those of several column shards.
+    """Returns the mean of the row-wise states of several column shards, weighted by their numbers of columns.
 
     Args:
         states: (N,) float32 each. The state of the same N rows in each column shard.
-        widths: The number of columns that each state counts for.
+        widths: The number of columns of each column shard.
 
     Returns:
-        (N,) float32. A single state is returned as it is, bit for bit.
+        (N,) float32. A single state is returned unchanged, bit for bit.
     """
     if len(states) == 1:
         return states[0]
@@ -36,41 +45,35 @@ def column_weighted_mean(states: Sequence[Tensor], widths: Sequence[int]) -> Ten
     return torch.stack(weighted).sum(0).float()
 
 
-_BATCH = 1 << 16
-
-Batches = Iterator[tuple[Tensor, Tensor]]
-"""Ids (n,) int64, ascending over all batches, and images (n, image bytes) uint8."""
-
-
 class ColdSnapshot:
-    """The rows that a table has in its cold store, as they are now, to be read while the table goes on.
+    """A snapshot of the rows in a table's cold store, which can be read while the table changes.
 
-    Made while nothing moves. A store without ascending snapshots is copied to a temporary file at once, and so is a
-    shared one, whose rows nobody has counted.
+    The caller holds the tier's lock while it creates the snapshot. A store without ascending snapshots is copied to a
+    temporary file at once. A shared store is copied too, because the number of its rows is not known.
 
     Args:
-        handle: of the native table.
-        tier: of the table.
-        left: (N,) int64, ascending: ids that have left memory since a mark, where only what has changed since is wanted
-            and that is known; else None. None of a shared store.
-        whole: whether all rows are wanted, whose resident ones are read with them, so that copies which are out of date
-            can be told.
+        handle: The handle of the native table.
+        tier: The tier of the table.
+        left: (N,) int64, ascending. The ids of the rows that have left memory since a mark, if the snapshot is to have
+            only the changes since the mark. None if it is to have all rows, if these ids are not known, or if the store
+            is shared.
+        whole: Whether the reader also reads all rows in memory, and so finds the outdated copies in the store itself.
     """
 
     def __init__(self, handle: int, tier: ColdTier, left: Tensor | None, *, whole: bool) -> None:
         self.wanted: Tensor | None = None
-        """(n,) int64, ascending: the ids in it; None for all that are in the store and not in memory."""
+        """(n,) int64, ascending. The ids of the snapshot's rows. None: all rows in the store and not in memory."""
         resident: Tensor | None = None
         if left is not None:
             self.wanted = tier.found(left)
         elif not whole:
             resident = ops.table_ids(handle)
         self.knows_left = not tier.expires
-        """Whether the ids are known that have left the store since a mark: those that expire there are not."""
+        """Whether all ids that have left the store since a mark are known. Ids that expire in the store are not."""
         self.table_rows = tier.rows
-        """All that are in the store and not in memory."""
+        """The number of rows in the store and not in memory."""
         self.rows = tier.rows if self.wanted is None else len(self.wanted)
-        """Those of them that the snapshot has."""
+        """The number of these rows that the snapshot has."""
         batches: Batches = iter(())
         if tier.shared:
             self.rows, batches = _spooled(tier, tier.cold_ids())
@@ -80,7 +83,7 @@ class ColdSnapshot:
         self._batches = self._filtered(batches, resident, tier.expired_before, tier.dead)
 
     def next_batch(self) -> tuple[Tensor, Tensor] | None:
-        """The next rows; None behind the last one."""
+        """Returns the next batch of ids and images, or None after the last batch."""
         return next(self._batches, None)
 
     def _filtered(self, batches: Batches, resident: Tensor | None, expired_before: int, dead: Tensor) -> Batches:
@@ -95,7 +98,7 @@ class ColdSnapshot:
 
 
 def _spooled(tier: ColdTier, wanted: Tensor | None) -> tuple[int, Batches]:
-    """How many rows the store has, or those that are wanted, and a copy of them."""
+    """Copies the wanted rows, or all rows if ``wanted`` is None, to a file. Returns their number and their batches."""
     file = tempfile.TemporaryFile()  # noqa: SIM115  (lives as long as the iterator)
     parts = []
     rows = tier.scan() if wanted is None else (tier.read(ids) for ids in torch.split(wanted, _BATCH))
@@ -119,18 +122,12 @@ def _spooled_ascending(file: BinaryIO, ids: Tensor, image_bytes: int) -> Batches
             yield some, torch.from_numpy(images[places.numpy()])
 
 
-_MERGED_ROWS = 1 << 16  # resident rows that are read at least where cold ones are merged with them
-
-Rows = tuple[Tensor, dict[str, Tensor]]
-"""Ids (n,) int64, ascending, and their rows by the names of :meth:`Table.read_rows`."""
-
-
 class Snapshot:
-    """A table's rows as they were when it was made, while the table goes on: :meth:`Table.snapshot`.
+    """A snapshot of a table's rows, which can be read while the table changes. See :meth:`Table.snapshot`.
 
-    Rows that change before they have been read are copied first, so a snapshot takes as much memory as the rows that
-    change meanwhile. Slots of rows that leave before they have been read are not reused until it is closed. Also a
-    context manager.
+    A row that changes before it has been read is copied first, so a snapshot needs memory for the rows that change in
+    the meantime. The slot of a row that is removed before it has been read is not reused until the snapshot is closed.
+    A snapshot is also a context manager, which closes it.
     """
 
     def __init__(
@@ -150,38 +147,40 @@ class Snapshot:
         self._cold = cold
         self._close = weakref.finalize(self, ops.snapshot_close, handle)
         self.mark, self.table_rows, self.steps, self.optimizer_steps = ops.snapshot_moment(handle)
-        """A mark of its moment, and what ``len(table)``, ``steps`` and ``optimizer_steps`` were."""
+        """The mark of the snapshot, and the values of ``len(table)``, ``steps`` and ``optimizer_steps`` at its time."""
         self.left = ops.snapshot_left(handle)
-        """(N,) int64: ids, ascending, that had a row at the mark given to :meth:`Table.snapshot` and have none any
-        more. None where they are no longer known, because more have left than stay or rows have expired in the cold
-        store, or where no mark was given."""
+        """(N,) int64, ascending. The ids that had a row at the mark passed to :meth:`Table.snapshot` and have no row
+        now. None if no mark was passed, or if these ids are not known, because more rows have left than stayed, or
+        because rows have expired in the cold store."""
         self._rows_left = ops.snapshot_rows_left(handle)
         if cold is not None:
             self.table_rows += cold.table_rows
             self._rows_left += cold.rows
-            if self.left is not None and cold.wanted is not None:  # what is in the cold store has not left the table
+            # A row that has left memory and is in the cold store has not left the table.
+            if self.left is not None and cold.wanted is not None:
                 self.left = self.left[~among(self.left, cold.wanted)] if cold.knows_left else None
-        # Read and not merged yet, or merged and not asked for yet:
+        # Rows that have been read and not merged yet, and rows that have been merged and not returned yet.
         self._resident, self._cold_rows, self._merged = self._no_rows(), self._no_rows(), self._no_rows()
 
     def __len__(self) -> int:
-        """Rows that have not been read."""
+        """Returns the number of rows that have not been read."""
         return self._rows_left
 
     def read(self, n: int, *, polite: bool = False) -> Rows:
-        """The next ``n`` rows, at most ``len(self)``, ids ascending.
+        """Reads the next rows, in ascending order of their ids.
 
         Args:
-            n: how many.
-            polite: on the calling thread alone, with the table locked for short: beside training.
+            n: The number of rows to read, at most ``len(self)``.
+            polite: Whether to work only on the calling thread and to lock the table for short times, so that training
+                is not held up. Default: False.
 
         Returns:
-            ids (n,) int64, and what :meth:`Table.read_rows` gives for them.
+            The ids, (n,) int64, ascending, and their rows in the form of :meth:`Table.read_rows`.
 
         Raises:
-            ValueError: there are not so many rows left, or the table is closed.
-            MemoryError: there was no room to keep a row that changed; the snapshot is of no use any more.
-            ColdStoreError: the cold store fails; likewise.
+            ValueError: Fewer than ``n`` rows are left, or the table is closed.
+            MemoryError: There was no memory to copy a row that changed. The snapshot cannot be used any more.
+            ColdStoreError: The cold store fails. The snapshot cannot be used any more.
         """
         with ops.native_errors(f"table '{self._name}'"):
             ops.snapshot_rows_left(self._handle)  # raises in a forked process, which must not touch the cold store
@@ -197,7 +196,7 @@ class Snapshot:
         return rows
 
     def close(self) -> None:
-        """Ends it; closing twice is fine."""
+        """Closes the snapshot. It may be closed twice."""
         self._close()
         self._cold = None
 
@@ -230,13 +229,13 @@ class Snapshot:
                 batch = self._read_cold()
                 more_cold = batch is not None
                 self._cold_rows = batch or self._cold_rows
-            # What is there of both is complete up to the lesser of their last ids, unless the other one has no more.
+            # Both sources are read in the order of ids, so that all rows up to the lesser of the two last ids are here.
             ends = [int(ids[-1]) for ids in (self._resident[0], self._cold_rows[0]) if len(ids)]
             if not ends:
                 raise ColdStoreError(f"table '{self._name}': the cold store has lost rows while they were being saved")
             resident, self._resident = _up_to(self._resident, min(ends))
             cold, self._cold_rows = _up_to(self._cold_rows, min(ends))
-            in_date = ~among(cold[0], resident[0])  # of a row in memory the copy in the store counts for nothing
+            in_date = ~among(cold[0], resident[0])  # the copy in the store of a row in memory is outdated
             self._merged = _joined([self._merged, _sorted(_joined([resident, _taken(cold, in_date)]))])
         rows = _taken(self._merged, slice(0, n))
         self._merged = _taken(self._merged, slice(n, None))
@@ -251,7 +250,7 @@ class Snapshot:
 
 
 def named_rows(optimizer: Optimizer, rows: ops.RowTensors) -> dict[str, Tensor]:
-    """The tensors of :func:`torchrec_recstore.ops.table_export` under the names of :meth:`Table.read_rows`."""
+    """Returns the tensors of :func:`torchrec_recstore.ops.table_export` in the form of :meth:`Table.read_rows`."""
     weight, elements, state, last_step, frequency = rows
     taken = iter(elements.unbind(0))
     states = {name: next(taken) if kind == "element" else state for name, kind in state_names(optimizer).items()}
@@ -263,7 +262,7 @@ def _taken(rows: Rows, which: Tensor | slice) -> Rows:
 
 
 def _up_to(rows: Rows, last_id: int) -> tuple[Rows, Rows]:
-    """The rows up to an id, and those behind it."""
+    """Splits rows into the rows up to ``last_id``, included, and the rows after it."""
     end = int(torch.searchsorted(rows[0], last_id, right=True))
     return _taken(rows, slice(0, end)), _taken(rows, slice(end, None))
 

@@ -6,25 +6,28 @@ from dataclasses import dataclass, fields, replace
 
 @dataclass(frozen=True)
 class TableStats:
-    """What a table holds and has done. Counts are of distinct ids in a step: a hundred new ids are a hundred misses.
+    """Statistics of a table: its size, and counts of its operations.
 
-    A training step is counted when its backward has run, or its graph is gone, or its table is asked for these numbers.
-    Evaluation lookups are not counted.
+    Counts are numbers of distinct ids in a step: a hundred new ids are a hundred misses. A training step is counted
+    when its backward has run, when its graph has been freed, or when the statistics are read. Evaluation lookups are
+    not counted.
 
     Args:
-        rows: resident rows.
-        cold_rows: rows in the cold store; 0 where it is shared, and its rows are no table's alone.
-        bytes: memory of rows with their state, index and bookkeeping, admission's counter and the cold store's filter.
-        lookups: ids that training steps looked up.
-        hits: of these, those that had a row.
-        misses: of these, those that had none.
-        inserts: rows made, by training lookups, ``update`` and ``insert``; those that a cold store had are not made.
-        refused: of the misses, ids that admission held back.
-        evicted: rows that left DRAM.
-        expired: rows that left for age.
-        cold_hits: misses that were found in the cold store.
-        updates: rows that a backward or ``update`` has changed.
-        steps: training lookups.
+        rows: The number of rows in memory.
+        cold_rows: The number of rows in the cold store. It is 0 for a shared cold store.
+        bytes: The size in bytes of the memory for rows with their state, index and bookkeeping, for the counter of
+            admission, and for the filter of the cold store.
+        lookups: The number of ids that training steps looked up.
+        hits: The number of these ids that had a row.
+        misses: The number of these ids that had no row in memory.
+        inserts: The number of rows created by training lookups, ``update`` and ``insert``. Rows that were brought back
+            from a cold store are not included.
+        refused: The number of misses for which admission created no row.
+        evicted: The number of rows that were evicted from memory.
+        expired: The number of rows that expired.
+        cold_hits: The number of misses that were found in the cold store.
+        updates: The number of rows that a backward or ``update`` has changed.
+        steps: The number of training lookups.
     """
 
     rows: int = 0
@@ -43,7 +46,13 @@ class TableStats:
 
 
 def combined(shards: Iterable[TableStats]) -> TableStats:
-    """Counts over shards that hold different rows: sums, and the steps of the furthest."""
+    """Returns the statistics of a table from those of its shards, which hold different rows.
+
+    Each count is the sum over the shards. ``steps`` is the maximum.
+
+    Args:
+        shards: The statistics of at least one shard.
+    """
     shards = list(shards)
     total = {f.name: sum(getattr(stats, f.name) for stats in shards) for f in fields(TableStats)}
     return replace(TableStats(**total), steps=max(stats.steps for stats in shards))

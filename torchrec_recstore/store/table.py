@@ -11,7 +11,7 @@ from torch import Tensor
 from torchrec_recstore import ops
 from torchrec_recstore.optim import Optimizer, RowWiseAdagrad, state_names
 from torchrec_recstore.options import TableOptions, default_initializer, is_shared
-from torchrec_recstore.store.arguments import check_ids, check_rows
+from torchrec_recstore.store.arguments import check_ids, check_rows, check_table
 from torchrec_recstore.store.cold_store import ColdStoreError
 from torchrec_recstore.store.cold_tier import ColdTier
 from torchrec_recstore.store.memory_tier import Arrival, MemoryTier, holding
@@ -20,32 +20,39 @@ from torchrec_recstore.store.stats import TableStats
 
 
 class Table:
-    """One shard of one embedding table: rows by id, in a native store that grows.
+    """One shard of one embedding table: a growing native store of rows by id.
 
-    Any int64 is an id. A call either does all of its work or raises with the table as it was. Calls from several
-    threads are safe, one after the other; within a call torch's thread pool is used, and results are the same, to the
-    bit, for every number of threads.
+    Every int64 value is a valid id. A call either does all of its work, or raises an error and leaves the table
+    unchanged. Several threads may call the table at the same time; the calls are serialized. Each call uses torch's
+    thread pool, and its results are the same, to the bit, for every number of threads.
+
+    If a call needs the cold store and the store fails, the call raises ColdStoreError. Every row is then where it was
+    before the call, and the call can be repeated.
 
     Args:
-        dim: columns of the whole table.
-        dtype: of the rows' weights: ``torch.float32``, ``float16`` or ``bfloat16``. Optimizer state and all arithmetic
-            are float32; what is stored is rounded to nearest, ties to even, new rows like all others.
-        optimizer: what :meth:`update` and a kernel's backward do to a row.
-        options: how rows are made and read.
-        name: keeps tables apart; decides new rows' weights together with ``options.seed``.
-        columns: ``range(a, b)`` for the shard that holds those columns; lookups are then (N, b - a).
-        stochastic_rounding: whether updates of 16-bit rows round up or down at random, with the probability that makes
-            the mean right, so that steps smaller than the last bit are not lost. The random numbers depend on seed,
-            name, id, column and the number of the table's update alone. Without effect on float32 rows.
-        shard: number of the shard where a table's rows are split; keeps shards apart in a cold store.
-        owned: ids (N,) int64 -> (N,) bool, which are this shard's where a table's rows are split: a shared cold store
-            has those of all shards under one name.
+        dim: The number of columns of the whole table.
+        dtype: The data type of the weights: ``torch.float32``, ``float16`` or ``bfloat16``. Optimizer state and all
+            arithmetic are float32. Stored weights are rounded to nearest, ties to even. Default: ``torch.float32``.
+        optimizer: The optimizer with which :meth:`update` and the backward of a kernel update rows. Default:
+            ``RowWiseAdagrad(lr=0.01)``.
+        options: The options that say how rows are created, read, evicted and stored. Default: ``TableOptions()``.
+        name: The name of the table, on which the weights of new rows depend. Default: ``"table"``.
+        columns: The columns of the shard, ``range(a, b)``. The result of a lookup then has the shape (N, b - a).
+            Default: None, which means all columns.
+        stochastic_rounding: Whether updates of 16-bit rows are rounded up or down at random, so that the mean is right
+            and that steps smaller than the last bit are not lost. The random numbers depend only on the seed, the name,
+            the id, the column and the number of the table's update. It has no effect on float32 rows. Default: False.
+        shard: The index of the shard, if the rows of the table are split. It tells shards apart in a cold store.
+            Default: 0.
+        owned: A function that takes ids, (N,) int64, and returns which of them belong to this shard, (N,) bool. A
+            shared cold store needs it if the rows of the table are split, because it stores the rows of all shards
+            under one name. Default: None, which means that all ids belong to this shard.
 
     Raises:
-        TypeError: an argument of the wrong type; the message names it.
-        ValueError: an argument that makes no sense; the message names it.
-        ColdStoreError, ImportError: the cold store cannot be opened. Every call raises ColdStoreError where it needs
-            the store and that fails; every row is then where it was, and the call can be repeated.
+        TypeError: An argument has the wrong type. The message names the argument.
+        ValueError: An argument has an invalid value. The message names the argument.
+        ColdStoreError: The cold store cannot be opened.
+        ImportError: The package that the cold store needs is missing.
 
     Example::
 
@@ -69,26 +76,8 @@ class Table:
         shard: int = 0,
         owned: Callable[[Tensor], Tensor] | None = None,
     ) -> None:
-        if isinstance(dim, bool) or not isinstance(dim, int):
-            raise TypeError(f"dim must be an int, got {type(dim).__name__}")
-        if dim < 1:
-            raise ValueError(f"dim must be at least 1, got {dim}")
-        if dtype not in ops.ROW_DTYPES:
-            raise ValueError(f"dtype must be one of {', '.join(map(str, ops.ROW_DTYPES))}, got {dtype}")
-        if not isinstance(stochastic_rounding, bool):
-            raise TypeError(f"stochastic_rounding must be a bool, got {type(stochastic_rounding).__name__}")
-        if not isinstance(optimizer, Optimizer):
-            raise TypeError(f"optimizer must be one of torchrec_recstore.optim, got {type(optimizer).__name__}")
-        if not isinstance(options, TableOptions):
-            raise TypeError(f"options must be TableOptions, got {type(options).__name__}")
-        if not isinstance(name, str):
-            raise TypeError(f"name must be a str, got {type(name).__name__}")
-        if columns is None:
-            columns = range(dim)
-        if not isinstance(columns, range):
-            raise TypeError(f"columns must be a range, got {type(columns).__name__}")
-        if columns.step != 1 or not 0 <= columns.start < columns.stop <= dim:
-            raise ValueError(f"columns must be a range of step 1 within range({dim}), got {columns}")
+        check_table(dim, dtype, optimizer, options, name, columns, stochastic_rounding)
+        columns = range(dim) if columns is None else columns
         self.dim = dim
         self.dtype = dtype
         self.optimizer = optimizer
@@ -108,35 +97,38 @@ class Table:
             stochastic_rounding,
             options,
         )
-        """The native table, for :func:`torchrec_recstore.ops.group_create`."""
+        """The handle of the native table, for :func:`torchrec_recstore.ops.group_create`."""
         self._free_rows = weakref.finalize(self, ops.table_destroy, self.handle)
         self.tier = MemoryTier(self.handle)
-        """Where rows lie beside memory."""
+        """The strategy by which rows move between memory and the cold store, if there is one."""
         if options.cold_store is not None:
             store_name = f"{name}.{shard}.{columns.start}-{columns.stop}"
             if is_shared(options.cold_store):
-                # Found by jobs that split rows otherwise, and by none that would read the bytes as another kind of row.
+                # The name has no shard index, because other jobs may split the rows differently. It has the data type
+                # and the states, because a job with others would misread the bytes of a row.
                 kind = ".".join([str(dtype).removeprefix("torch."), *state_names(optimizer)])
                 store_name = f"{name}.{columns.start}-{columns.stop}.{kind}"
             self.tier = ColdTier(self.handle, dtype, len(columns), options, store_name, owned)
         self._free_store = weakref.finalize(self, self.tier.close)
 
     def lookup(self, ids: Tensor, *, train: bool = False) -> Tensor:
-        """Reads rows.
+        """Reads the weights of rows.
 
         Args:
-            ids: (N,) int64, any strides; duplicates allowed.
-            train: one step: ids without a row get one. Otherwise nothing changes, and an id without a row reads as
-                zeros or as its initial row (``options.missing``).
+            ids: (N,) int64. The ids whose rows are read. Any strides and duplicates are allowed.
+            train: Whether the call is a training step. A training step creates a row for each id without one. Otherwise
+                nothing changes, and for an id without a row the call returns zeros or the id's initial row
+                (``options.missing``). Default: False.
 
         Returns:
-            (N, columns), the table's dtype.
+            (N, columns), of the table's dtype. The weights, in the order of ``ids``.
 
         Raises:
-            TypeError: ``ids`` is no int64 tensor.
+            TypeError: ``ids`` is not an int64 tensor.
             ValueError: ``ids`` has another shape, the table is closed, or the ids need more rows at once than
                 ``options.max_rows``.
-            MemoryError: no room for the new rows.
+            MemoryError: There is no memory for the new rows.
+            ColdStoreError: The cold store fails.
         """
         check_ids(ids)
         with self._rows_of(ids, "lookup" if train else None):
@@ -146,18 +138,19 @@ class Table:
             return rows
 
     def update(self, ids: Tensor, grads: Tensor, *, lr: float | None = None) -> None:
-        """Applies the optimizer once to each distinct id's row, on the sum of its gradients in the order given.
+        """Applies the optimizer once to the row of each distinct id.
 
-        An id without a row gets its initial row first. With ``MinFrequency(count)`` and a count above 1 it gets no row,
-        and its gradients are dropped: only a training lookup admits an id.
+        The gradients of an id are added in the order of ``ids``, and the optimizer is applied to the sum. An id without
+        a row gets its initial row first. With ``MinFrequency(count)`` and a count above 1, an id without a row does not
+        get one, and its gradients are dropped: only a training lookup admits an id.
 
         Args:
-            ids: (N,) int64.
-            grads: (N, columns), float32 or the table's dtype.
-            lr: learning rate; None: the optimizer's.
+            ids: (N,) int64. The ids whose rows are updated. Duplicates are allowed.
+            grads: (N, columns), float32 or the table's dtype. The gradient of each entry of ``ids``.
+            lr: The learning rate. Default: None, which means the optimizer's.
 
         Raises:
-            TypeError, ValueError, MemoryError: as :meth:`lookup`, and for ``grads``.
+            TypeError, ValueError, MemoryError, ColdStoreError: See :meth:`lookup`. ``grads`` is checked like ``ids``.
         """
         check_ids(ids)
         self._check_rows(grads, "grads", ids, self.dtype)
@@ -165,14 +158,16 @@ class Table:
             ops.table_update(self.handle, ids, grads.detach().float(), self.optimizer.lr if lr is None else lr)
 
     def insert(self, ids: Tensor, weights: Tensor) -> None:
-        """Writes rows: new ones start with zero optimizer state, existing ones keep theirs.
+        """Writes the weights of rows.
+
+        An id without a row gets a new row, with zero optimizer state. An existing row keeps its optimizer state.
 
         Args:
-            ids: (N,) int64; of duplicates the last one wins.
-            weights: (N, columns), float32 or the table's dtype.
+            ids: (N,) int64. The ids whose rows are written. Among duplicates, the last one counts.
+            weights: (N, columns), float32 or the table's dtype. The weights of each entry of ``ids``.
 
         Raises:
-            TypeError, ValueError, MemoryError: as :meth:`lookup`, and for ``weights``.
+            TypeError, ValueError, MemoryError, ColdStoreError: See :meth:`lookup`. ``weights`` is checked like ``ids``.
         """
         check_ids(ids)
         self._check_rows(weights, "weights", ids, self.dtype)
@@ -180,30 +175,36 @@ class Table:
             ops.table_insert(self.handle, ids, weights.detach().float())
 
     def read_rows(self, ids: Tensor) -> dict[str, Tensor]:
-        """All that there is of the rows of ``ids``, (N,) int64, as copies.
+        """Returns copies of whole rows: weights, optimizer states and bookkeeping.
+
+        Args:
+            ids: (N,) int64. The ids whose rows are read. Duplicates are allowed.
 
         Returns:
-            ``weight`` (N, columns) of the table's dtype, ``last_step`` and ``frequency`` (N,) int64, and the
-            optimizer's states under their names (:func:`torchrec_recstore.optim.state_names`), float32: element-wise
-            ones (N, columns), row-wise ones (N,).
+            A dictionary: ``weight``, (N, columns), of the table's dtype; ``last_step`` and ``frequency``, (N,) int64;
+            and the optimizer's states, float32, under their names (:func:`torchrec_recstore.optim.state_names`).
+            Element-wise states have the shape (N, columns), row-wise states (N,).
 
         Raises:
-            TypeError, ValueError: as :meth:`lookup`; an id has no row.
+            TypeError: ``ids`` is not an int64 tensor.
+            ValueError: ``ids`` has another shape, an id has no row, or the table is closed.
+            ColdStoreError: The cold store fails.
         """
         check_ids(ids)
         with self._rows_of(ids):
             return named_rows(self.optimizer, self.tier.export(ids))
 
     def write_rows(self, ids: Tensor, rows: Mapping[str, Tensor]) -> None:
-        """Makes or overwrites the rows of ``ids``, (N,) int64, all of each; of duplicates the last wins.
+        """Writes whole rows: weights, optimizer states and bookkeeping. An id without a row gets one.
 
         Args:
-            ids: (N,) int64.
-            rows: what :meth:`read_rows` gives; ``weight`` may be float32.
+            ids: (N,) int64. The ids whose rows are written. Among duplicates, the last one counts.
+            rows: The rows, in the form that :meth:`read_rows` returns. ``weight`` may also be float32.
 
         Raises:
-            TypeError, ValueError, MemoryError: as :meth:`lookup`; a key is missing or unknown, or a tensor has another
-                shape.
+            TypeError, MemoryError, ColdStoreError: See :meth:`lookup`.
+            ValueError: A key of ``rows`` is missing or unknown, a tensor has another shape, or a reason of
+                :meth:`lookup`.
         """
         check_ids(ids)
         kinds = state_names(self.optimizer)
@@ -233,57 +234,66 @@ class Table:
 
     @property
     def is_being_saved(self) -> bool:
-        """Whether there is a snapshot of it, during which it takes no other rows."""
+        """Whether there is a snapshot of the table. Its rows cannot be exchanged before the snapshot is closed."""
         with ops.native_errors(f"table '{self.name}'"):
             return ops.table_is_being_saved(self.handle)
 
     def sightings(self) -> tuple[Tensor, int]:
-        """What admission has counted: cells (2, 4, N) uint8, the present generation first, and its sightings so far.
+        """Returns admission's counter of how often ids have been seen.
 
-        N is 0 without admission. How ids have their cells is told in csrc/sightings.h.
+        Returns:
+            The cells of the counter, (2, 4, N) uint8, the current generation first, and the number of sightings that
+            the current generation has counted. N is 0 if the table has no admission. csrc/sightings.h describes how ids
+            map to cells.
         """
         with ops.native_errors(f"table '{self.name}'"):
             return ops.table_sightings(self.handle)
 
     def set_sightings(self, cells: Tensor, taken: int) -> None:
-        """Replaces what admission has counted by what :meth:`sightings` of such a table gave.
+        """Replaces admission's counter.
+
+        Args:
+            cells: (2, 4, N) uint8. The cells that :meth:`sightings` returned, of a table with a counter of this size.
+            taken: The number of sightings that :meth:`sightings` returned.
 
         Raises:
-            ValueError: the table has no admission, or a counter of another size.
+            ValueError: The table has no admission, or its counter has another size.
         """
         with ops.native_errors(f"table '{self.name}'"):
             ops.table_set_sightings(self.handle, cells, taken)
 
     @property
     def image_bytes(self) -> int:
-        """Bytes of a row with all of its state, as a cold store gets it."""
+        """The size in bytes of a row with all of its state, as a cold store stores it."""
         return ops.table_image_bytes(self.handle)
 
     def mark(self) -> int:
-        """From here on the table knows which rows change and which ids leave; returns the mark to ask by.
+        """Marks this moment, and returns the mark. ``snapshot(since=mark)`` later returns the changes since then.
 
-        A snapshot has a mark of its own moment. From the first mark on, a row takes a byte more, and each id that
-        leaves eight. The last 127 marks at least are known, older ones are forgotten.
+        A snapshot also has a mark, of the moment when it was taken. From the first mark on, the table records which
+        rows change, in one byte per row, and which rows are removed, in eight bytes per removed id. The table remembers
+        at least the last 127 marks, and forgets older ones.
         """
         with ops.native_errors(f"table '{self.name}'"):
             return ops.table_mark(self.handle)
 
     def snapshot(self, since: int | None = None) -> Snapshot:
-        """The rows as they are now, to be read while the table goes on changing; one at a time.
+        """Returns a snapshot of the rows as they are now, which can be read while the table changes.
 
-        Of a cold store that cannot be read as it was at a moment (``ColdStore.ascending_snapshots``) a copy is made
-        first, in a temporary file.
+        A table has at most one snapshot at a time. If the cold store cannot be read as it was at one moment
+        (``ColdStore.ascending_snapshots``), the call first copies the store to a temporary file.
 
         Args:
-            since: a mark; then only rows that have changed, or were made, since.
+            since: A mark. The snapshot then has only the rows that were changed or created after the mark. Default:
+                None, which means all rows.
 
         Raises:
-            ValueError: there is a snapshot of the table already, or the mark has been forgotten, or there is a mark and
-                the cold store is shared: what others have changed since is not known.
-            ColdStoreError: the cold store fails.
+            ValueError: There is a snapshot of the table already, the mark has been forgotten, or there is a mark and
+                the cold store is shared, so that changes by other jobs are not known.
+            ColdStoreError: The cold store fails.
         """
         if since is not None:
-            self.check_unshared("what others have changed there since a mark is not known: save all of it")
+            self.check_unshared("changes by other jobs since a mark are not known: save the whole table")
         with ops.native_errors(f"table '{self.name}'"), self.tier.lock:
             handle = ops.snapshot_open(self.handle, since)
             try:
@@ -296,12 +306,12 @@ class Table:
                 raise
 
     def empty_copy(self) -> Table:
-        """A table like this one, without rows.
+        """Returns a table with the same arguments as this one, without rows.
 
         Raises:
-            ValueError: the cold store is shared.
+            ValueError: The cold store is shared.
         """
-        self.check_unshared("all of them cannot be replaced at once")
+        self.check_unshared("other jobs use them, so that they cannot be replaced")
         return Table(
             self.dim,
             self.dtype,
@@ -314,63 +324,63 @@ class Table:
         )
 
     def exchange_rows(self, other: Table) -> None:
-        """Exchanges rows, ``steps`` and ``optimizer_steps`` with another table, without copying.
+        """Exchanges the rows, ``steps`` and ``optimizer_steps`` of this table and another table, without copying rows.
 
-        Forwards whose backward has not run yet update neither table any more, and all marks are forgotten.
+        The backward of a forward that ran before the exchange updates neither table. Both tables forget all marks.
 
         Raises:
-            ValueError: the tables differ in columns, dtype, optimizer or bounds, there is a snapshot of one of them, or
+            ValueError: The tables differ in columns, dtype, optimizer or bounds, there is a snapshot of one of them, or
                 a cold store is shared.
         """
         for table in (self, other):
-            table.check_unshared("they are not this table's to give away")
+            table.check_unshared("other jobs use them, so that they cannot move to another table")
         with ops.native_errors(f"table '{self.name}'"), holding([self.tier, other.tier]):
             ops.table_exchange_rows(self.handle, other.handle)
             self.tier.exchange(other.tier)
 
     def contains(self, ids: Tensor) -> Tensor:
-        """Tells which of ``ids``, (N,) int64, have a row: (N,) bool."""
+        """Returns which of ``ids``, (N,) int64, have a row: (N,) bool. Cold rows count."""
         check_ids(ids)
         with self._rows_of(ids):
             return self.tier.contains(ids)
 
     def remove(self, ids: Tensor) -> int:
-        """Forgets the rows of ``ids``, (N,) int64; returns how many there were."""
+        """Removes the rows of ``ids``, (N,) int64, and returns how many rows there were. Cold rows are removed too."""
         check_ids(ids)
         with self._rows_of(ids):
             return self.tier.remove(ids)
 
     def ids(self) -> Tensor:
-        """The ids that have a row: (rows,) int64, ascending."""
+        """Returns the ids that have a row, cold rows included: (rows,) int64, ascending."""
         with ops.native_errors(f"table '{self.name}'"):
             return self.tier.ids()
 
     def flush(self) -> None:
-        """Writes the rows that have changed in memory to the shared cold store, so that others see them.
+        """Writes the rows that have changed in memory to the shared cold store, so that other jobs can read them.
 
-        They stay in memory. What is written is what the rows are now, whatever others have written meanwhile.
+        The rows also stay in memory. They overwrite the rows that other jobs have written in the meantime.
 
         Raises:
-            ValueError: the table has no shared cold store, or there is a snapshot of it.
-            ColdStoreError: the store fails; it may have some of the rows. The call can be repeated.
+            ValueError: The table has no shared cold store, or there is a snapshot of the table.
+            ColdStoreError: The cold store fails. It may have stored some of the rows. The call can be repeated.
         """
         with ops.native_errors(f"table '{self.name}'"):
             self._shared_tier().flush()
 
     def refresh(self) -> None:
-        """As :meth:`flush`; then the rows leave memory, so that the next lookups see what others have written.
+        """Calls :meth:`flush` and then removes the rows from memory, so that lookups read what other jobs have written.
 
-        Rows of a forward whose backward has not run stay.
+        Rows of a forward whose backward has not run yet stay in memory.
 
         Raises:
-            ValueError, ColdStoreError: as :meth:`flush`.
+            ValueError, ColdStoreError: See :meth:`flush`.
         """
         with ops.native_errors(f"table '{self.name}'"):
             self._shared_tier().release()
 
     @property
     def optimizer_steps(self) -> int:
-        """Updates so far, one a step: what the bias correction of Adam and LAMB counts."""
+        """The number of updates so far, one per step. The bias correction of Adam and LAMB uses it."""
         with ops.native_errors(f"table '{self.name}'"):
             return ops.table_optimizer_steps(self.handle)
 
@@ -381,7 +391,7 @@ class Table:
 
     @property
     def steps(self) -> int:
-        """Training lookups so far: the clock that a row's last step is told by."""
+        """The number of training lookups so far. It is the clock of ``last_step`` and of expiry."""
         with ops.native_errors(f"table '{self.name}'"):
             return ops.table_steps(self.handle)
 
@@ -391,7 +401,7 @@ class Table:
             self.tier.set_steps(steps)
 
     def stats(self) -> TableStats:
-        """What the table holds and has done."""
+        """Returns the table's statistics: numbers of rows, bytes, hits, misses and so on."""
         with ops.native_errors(f"table '{self.name}'"):
             counts = ops.table_stats(self.handle)
         rows, size, lookups, misses, inserts, updates, steps, refused, evicted, expired, cold_hits = counts
@@ -412,11 +422,14 @@ class Table:
         )
 
     def close(self, *, flush: bool = True) -> None:
-        """Frees the rows, cold ones too; any later use raises ValueError. Closing twice is fine.
+        """Frees all rows, cold rows too. Every later call raises ValueError. The table may be closed twice.
+
+        The rows of a shared cold store stay there.
 
         Args:
-            flush: with a shared cold store, call :meth:`flush` first, which raises what it raises: the table is then
-                open still. A table that is dropped without being closed writes nothing.
+            flush: Whether a table with a shared cold store calls :meth:`flush` first. If :meth:`flush` raises an error,
+                the table stays open. A table that is garbage-collected without being closed does not flush. Default:
+                True.
         """
         if flush and self._free_rows.alive and self.tier.shared:
             self.flush()
@@ -430,7 +443,7 @@ class Table:
         return stats.rows + stats.cold_rows
 
     def __bool__(self) -> bool:
-        return True  # an empty table is a table
+        return True  # __len__ would make an empty table false
 
     def __enter__(self) -> Table:
         return self
@@ -442,7 +455,7 @@ class Table:
             self.close()
         except ColdStoreError:
             self.close(flush=False)
-            if kind is None:  # else that error is the one to be seen
+            if kind is None:  # otherwise the error of the with statement's body is raised
                 raise
 
     def __reduce__(self) -> str:
@@ -456,7 +469,7 @@ class Table:
 
     @contextmanager
     def _rows_of(self, ids: Tensor, arrival: Arrival | None = None) -> Iterator[None]:
-        """Within it no row moves to the cold store or back; with ``arrival`` the rows of ``ids`` are in memory."""
+        """Keeps rows from moving to and from the cold store. With ``arrival``, first brings the rows to memory."""
         with ops.native_errors(f"table '{self.name}'"), self.tier.lock:
             if arrival is not None:
                 self.tier.bring(ids, arrival)
@@ -470,14 +483,17 @@ class Table:
         return self.tier
 
     def check_unshared(self, why: str) -> None:
-        """Refuses what a table whose rows are in a shared cold store cannot do.
+        """Raises an error if the rows of the table are in a shared cold store.
+
+        Args:
+            why: The reason why the caller cannot work with a shared cold store. The message ends with it.
 
         Raises:
-            ValueError: it is such a table; the message ends with ``why``.
+            ValueError: The cold store is shared.
         """
         if self.tier.shared:
             raise ValueError(
-                f"table '{self.name}': its rows lie in {self.options.cold_store!r}, which is shared: {why}"
+                f"table '{self.name}': its rows are in {self.options.cold_store!r}, which is shared: {why}"
             )
 
     def _check_rows(self, rows: Tensor, argument: str, ids: Tensor, or_dtype: torch.dtype = torch.float32) -> None:

@@ -1,4 +1,4 @@
-"""Writing more rows than a table with a bound takes at once."""
+"""Writes of more rows than a table with ``max_rows`` accepts in one call."""
 
 from __future__ import annotations
 
@@ -8,17 +8,30 @@ from torch import Tensor
 
 from torchrec_recstore.store.table import Table
 
-_PARTS = 8  # of max_rows: what is written last stays whatever it is, so that had better be little
+# A part has max_rows / _PARTS rows. The last part always stays in memory, whatever its rows, so it must be small.
+_PARTS = 8
 
 
 def insert_all(table: Table, ids: Tensor, weights: Tensor) -> None:
-    """As :meth:`Table.insert`, part by part; not all or nothing."""
+    """Calls :meth:`Table.insert` part by part. If a part fails, the parts before it stay written.
+
+    Args:
+        table: The table.
+        ids: (N,) int64. The ids whose rows are written.
+        weights: (N, columns), float32 or the table's dtype.
+    """
     for part in _parts(table, ids):
         table.insert(ids[part], weights[part])
 
 
 def write_all(table: Table, ids: Tensor, rows: Mapping[str, Tensor]) -> None:
-    """As :meth:`Table.write_rows`, part by part; not all or nothing."""
+    """Calls :meth:`Table.write_rows` part by part. If a part fails, the parts before it stay written.
+
+    Args:
+        table: The table.
+        ids: (N,) int64. The ids whose rows are written.
+        rows: The rows, in the form that :meth:`Table.read_rows` returns.
+    """
     for part in _parts(table, ids):
         table.write_rows(ids[part], {key: value[part] for key, value in rows.items()})
 
