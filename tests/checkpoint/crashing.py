@@ -1,4 +1,4 @@
-"""Saves that are killed at chosen points: run as a process of its own, which forks one for each kill.
+"""Kills saves at chosen points. It runs in a separate process, which forks a process for each kill.
 
 python -m tests.checkpoint.crashing one DIRECTORY      # 50 points of a save in one process
 python -m tests.checkpoint.crashing ranks DIRECTORY    # one of two ranks dies
@@ -31,14 +31,14 @@ from . import models
 POINTS = 50
 FILE_CALLS = ("fsync", "rename", "mkdir", "rmdir", "unlink", "open", "save_file", "serialize_file", "write", "close")
 KILLED, RAISED, SAVED = -signal.SIGKILL, 3, 4
-OUTCOMES = {"none": 5, "old": 6, "new": 7}  # what a killed save has left, as statuses
+OUTCOMES = {"none": 5, "old": 6, "new": 7}  # the exit status for each state that a killed save has left
 
 
 class Calls:
-    """Watches every call that Python code makes, in all threads, and dies at one of them.
+    """Counts every call of Python code in all threads, and kills the process at one call.
 
     Args:
-        die_at: number of the call; None to live.
+        die_at: The number of the call. None: the process is not killed.
     """
 
     def __init__(self, die_at: int | None = None) -> None:
@@ -88,7 +88,7 @@ def loaded(path: Path) -> list[Any]:
 
 
 def points_of(names: list[str]) -> list[int]:
-    """Half of the points spread over all calls, half over those that touch files, and the last ones among them."""
+    """Half of the points are spread over all calls. The others are calls that touch files, among them the last ones."""
     calls = [i for i, name in enumerate(names) if name in FILE_CALLS]
     half = POINTS // 2
     spread = [len(names) * k // half for k in range(half)]
@@ -97,7 +97,10 @@ def points_of(names: list[str]) -> list[int]:
 
 
 def in_one(work: Callable[[], int]) -> int:
-    """Runs ``work`` in a forked process that is the only rank. Each makes its model: tables do not cross a fork."""
+    """Runs ``work`` in a forked process that is the only rank.
+
+    Each process makes its own model: a forked process cannot use the tables of its parent.
+    """
 
     def alone() -> int:
         dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
@@ -136,7 +139,7 @@ def one(directory: Path) -> None:
             assert found in (old, new)
             outcome = "old" if found == old else "new"
         assert outcome in ("new", "old" if overwrite else "none")
-        # The save is repeated, over whatever the killed one left behind.
+        # The save is repeated, although files of the killed save are still there.
         assert save() == SAVED
         assert loaded(target) == new
         left = {path.name for path in directory.iterdir()} - {"calls", "old", "new", "trained"}
@@ -156,7 +159,7 @@ def one(directory: Path) -> None:
             shutil.rmtree(target, ignore_errors=True)
             if overwrite:
                 shutil.copytree(directory / "first", target)
-            # A run makes a few calls more or less than another one: the last points may lie behind its end.
+            # The number of calls varies a little between runs, so the last points may lie after the end of a run.
             status = in_one(partial(save, point))
             assert status in (KILLED, SAVED), (point, status)
             killed += status == KILLED
@@ -228,7 +231,7 @@ def ranks(directory: Path) -> None:
     for victim, share in [(0, 0.3), (1, 0.3), (1, 0.6), (0, 0.75), (0, 0.93)]:
         status = both(lambda rank, victim=victim, share=share: second(rank, victim, share))  # type: ignore[misc]
         assert status[victim] == KILLED, (victim, share, status)
-        # Whoever lives raises, unless everything had been done.
+        # The surviving rank raises, unless the checkpoint was complete.
         whole = (directory / "second").exists()
         assert status[1 - victim] in ((RAISED, SAVED) if whole else (RAISED,)), (victim, share, status)
         assert in_a_fork(lambda: check(directory / "first")) == 0

@@ -1,4 +1,4 @@
-"""Programs that end while a checkpoint is being written, each in forked processes that leave as any program does.
+"""Programs that end while a checkpoint is being written, each in forked processes that exit as programs do.
 
 python -m tests.checkpoint.leaving DIRECTORY
 """
@@ -33,7 +33,7 @@ Program = Callable[[int, DistributedModelParallel, Path], None]
 
 
 def slowly(seconds: float = 0.5) -> None:
-    """Makes every file of a checkpoint take some time."""
+    """Makes the writing of every checkpoint file take some time."""
     write = writer.write_tensors
 
     def wait(path: Path, tensors: dict[str, torch.Tensor]) -> object:
@@ -50,7 +50,7 @@ def no_room(destination: Destination) -> Path:
 def finished_at_exit(rank: int, model: DistributedModelParallel, path: Path) -> None:
     slowly()
     async_save(model, path)
-    # The ranks of a save have the path together; whoever else comes is refused on every rank.
+    # All ranks of a save share the path. Another save is refused on every rank.
     with pytest.raises(BlockingIOError, match=rf"{path} cannot be written: process \d+ on host .* has been writing it"):
         save_checkpoint(model, path)
     atexit.register(lambda: (path.parent / f"atexit_{rank}").touch())
@@ -78,7 +78,7 @@ def failed_and_asked(rank: int, model: DistributedModelParallel, path: Path) -> 
 
 
 def failed_late(rank: int, model: DistributedModelParallel, path: Path) -> None:
-    """The next save asks before the first one has failed: it is told that the first one is being written."""
+    """The next save begins before the first save has failed, and is refused because the first one is being written."""
     slowly()
     Destination.publish = no_room  # type: ignore[method-assign, assignment]
     async_save(model, path)

@@ -1,4 +1,4 @@
-"""A small model over RecStore tables at any world size, and what its tables hold."""
+"""A small model with RecStore tables for any world size, and functions that read its rows."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ TABLES = {"user": ["u"], "item": ["i", "j"]}
 
 
 class Model(nn.Module):
-    """A linear layer over pooled rows."""
+    """A linear layer on pooled rows."""
 
     def __init__(self, rows: int = 100) -> None:
         super().__init__()
@@ -91,7 +91,7 @@ def stock(
 
 
 def batch(seed: int, low: int = -(2**62), high: int = 2**62, distinct: int = 40) -> KeyedJaggedTensor:
-    """Four bags a feature, ids out of ``distinct`` ones within [low, high)."""
+    """Four bags for each feature. The ids are drawn from ``distinct`` ids in [low, high)."""
     generator = torch.Generator().manual_seed(seed)
     ids = torch.randint(low, high, (distinct,), generator=torch.Generator().manual_seed(1))
     lengths = torch.randint(0, 4, (12,), generator=generator)
@@ -103,13 +103,13 @@ def batch(seed: int, low: int = -(2**62), high: int = 2**62, distinct: int = 40)
 
 
 def train(model: DistributedModelParallel, steps: int = 5, **kinds: int) -> None:
-    """Steps of the tables alone, on batches that differ by rank."""
+    """Trains only the tables, on batches that differ by rank."""
     for step in range(steps):
         model(batch(100 * dist.get_rank() + step, **kinds)).sum().backward()
 
 
 def shards(model: DistributedModelParallel) -> list[tuple[str, range, Tensor, dict[str, Tensor]]]:
-    """This rank's shards: table, columns, ids and all there is of their rows."""
+    """The shards of this rank: table, columns, ids and all data of the rows."""
     found = []
     for name, local in model.module.sparse.recstore_state.shards.items():
         for shard in local:
@@ -119,7 +119,7 @@ def shards(model: DistributedModelParallel) -> list[tuple[str, range, Tensor, di
 
 
 def assert_holds(model: DistributedModelParallel, before: list[tuple[str, range, Tensor, dict[str, Tensor]]]) -> None:
-    """That this rank's shards are as :func:`shards` gave them, bookkeeping included."""
+    """Checks that the shards of this rank equal those of :func:`shards`, including last steps and frequencies."""
     for (_, _, ids, rows), (_, _, ids_now, rows_now) in zip(before, shards(model), strict=True):
         assert torch.equal(ids, ids_now)
         assert rows.keys() == rows_now.keys()
@@ -128,12 +128,15 @@ def assert_holds(model: DistributedModelParallel, before: list[tuple[str, range,
 
 
 def write_down(model: DistributedModelParallel, directory: str | Path) -> None:
-    """Leaves what this rank's tables hold, for :func:`whole_tables` of another run."""
+    """Writes the rows of this rank's tables to files, which :func:`whole_tables` of another run reads."""
     torch.save(shards(model), Path(directory, f"held_by_{dist.get_rank()}.pt"))
 
 
 def whole_tables(directory: str | Path) -> dict[str, dict[int, dict[str, Tensor]]]:
-    """By table and id: ``weight`` (dim,), ``state`` (dim,), row-wise ones repeated over their columns, bookkeeping."""
+    """The rows by table and id: ``weight`` (dim,), ``state`` (dim,), ``last_step`` and ``frequency``.
+
+    A row-wise state is repeated over its columns.
+    """
     tables: dict[str, dict[int, dict[str, Tensor]]] = {name: {} for name in TABLES}
     for path in Path(directory).glob("held_by_*.pt"):
         for name, columns, ids, rows in torch.load(path, weights_only=False):

@@ -48,7 +48,7 @@ def table_of(model: DistributedModelParallel) -> Table:
 
 
 def train(model: DistributedModelParallel, ids: int, steps: range) -> None:
-    """Every step has as many new ids and as many of those before, which have mostly left memory; each a bag."""
+    """Half of the ids of each step are new; the others are earlier ids, most of which have left memory."""
     new = ids // STEPS
     spread = 0x9E3779B97F4A7C15 - 2**64  # so that ids are anywhere among int64
     for step in steps:

@@ -109,8 +109,15 @@ def test_without_a_cold_store_a_load_keeps_what_eviction_keeps(tmp_path: Path) -
 
 
 @pytest.mark.usefixtures("one_rank", "small_parts")
-@pytest.mark.parametrize("ascending", [True, False])
-@pytest.mark.parametrize("expiry", [None, Expiry(7)])
+@pytest.mark.parametrize(
+    ("ascending", "expiry"),
+    [
+        (True, Expiry(7)),
+        (False, None),
+        pytest.param(True, None, marks=pytest.mark.slow),
+        pytest.param(False, Expiry(7), marks=pytest.mark.slow),
+    ],
+)
 def test_deltas_follow_rows_through_the_cold_store(
     tmp_path: Path, ascending: bool, expiry: Expiry | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:

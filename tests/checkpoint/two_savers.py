@@ -1,10 +1,10 @@
-"""Two processes that save to one path at the same time: what either of them acknowledges is there, and loads.
+"""Two processes save to one path at the same time. Every save that a process acknowledges exists and can be loaded.
 
 python -m tests.checkpoint.two_savers --rounds 1000
 
-Every round forks two processes, each of which makes its own model, since tables do not cross a fork. The first one
-stops at a random call to the filesystem, the second one at another. Then the first one goes on to its end, and after it
-the second one. In half of the rounds one of them is killed instead of stopped.
+Every round forks two processes. Each process makes its own model, because a forked process cannot use the tables of
+its parent. Each process stops at a random call to the filesystem. Then the first process runs to its end, and after it
+the second process. In half of the rounds one of the processes is killed instead of stopped.
 A process acknowledges its save after ``save_checkpoint`` has returned. Rounds of three kinds take turns:
 
 - ``new``: both save to a path where nothing is.
@@ -47,14 +47,14 @@ def tables(model: DistributedModelParallel) -> list[Table]:
 
 
 def mark(model: DistributedModelParallel, saver: int) -> None:
-    """Writes the saver's number into every row: files of two savers cannot be taken for each other."""
+    """Writes the saver's number into every row, so that the files of two savers differ."""
     for table in tables(model):
         ids = table.ids()
         table.insert(ids, torch.full((len(ids), models.DIM), float(saver)))
 
 
 def alone() -> DistributedModelParallel:
-    """A trained model in a forked process, which is the only rank of its own group."""
+    """A trained model in a forked process that is the only rank of its group."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     model = models.recstore()
     models.train(model)
@@ -62,13 +62,13 @@ def alone() -> DistributedModelParallel:
 
 
 class Saver:
-    """A forked process that saves once, and that at one of its calls to the filesystem stops, or is killed.
+    """A forked process that saves once, and that stops or is killed at one of its calls to the filesystem.
 
     Args:
-        prepare: makes the model.
-        save: saves it; what it raises is the answer.
-        at: number of the call, among those of ``save``.
-        signal_: SIGSTOP or SIGKILL.
+        prepare: Makes the model.
+        save: Saves the model. The answer is the error that it raises.
+        at: The number of the call, among the calls of ``save``.
+        signal_: The signal at that call: SIGSTOP or SIGKILL.
     """
 
     def __init__(
@@ -105,12 +105,12 @@ class Saver:
         os.close(answer)
 
     def wait(self) -> None:
-        """Waits until it stops or has ended."""
+        """Waits until the process has stopped or ended."""
         if not self._ended:
             self._ended = not os.WIFSTOPPED(os.waitpid(self.pid, os.WUNTRACED)[1])
 
     def answer(self) -> str:
-        """Lets it go on to its end; ``saved`` and its calls, its error, or nothing where it was killed before."""
+        """Lets the process run to its end. Returns ``saved`` and the number of calls, or the error, or nothing."""
         while not self._ended:
             os.kill(self.pid, signal.SIGCONT)
             self.wait()
@@ -119,7 +119,7 @@ class Saver:
 
 
 def saved(save: Callable[[DistributedModelParallel], object], number: int) -> str:
-    """The answer of a saver that nobody stops."""
+    """The answer of a saver that is not stopped."""
 
     def prepare() -> DistributedModelParallel:
         model = alone()
@@ -134,7 +134,7 @@ def saved(save: Callable[[DistributedModelParallel], object], number: int) -> st
 
 
 def held(path: Path) -> int | None:
-    """Whose rows a checkpoint has, all of them; None where there is no checkpoint."""
+    """The number of the saver of all rows of a checkpoint. None if there is no checkpoint."""
     if not path.exists():
         return None
     reader, writer = os.pipe()
@@ -158,22 +158,22 @@ def held(path: Path) -> int | None:
 
 
 class Rounds:
-    """Rounds in a directory of their own, and what came of them.
+    """Rounds in one directory, and their outcomes.
 
     Args:
-        directory: an empty one.
-        seed: of the moments at which savers are killed.
+        directory: An empty directory.
+        seed: The seed of the moments at which savers are stopped or killed.
     """
 
     def __init__(self, directory: Path, seed: int = 0) -> None:
-        writer.PART_BYTES = 700  # several files a table
+        writer.PART_BYTES = 700  # several files for each table
         self.outcomes: Counter[str] = Counter()
         self._directory = directory
         self._random = random.Random(seed)
         self._calls = int(saved(lambda model: save_checkpoint(model, directory / "whole"), 1).removeprefix("saved "))
 
     def play(self, kind: str, kill: bool) -> None:
-        """One round.
+        """Runs one round.
 
         Raises:
             AssertionError: an acknowledged checkpoint is lost.
@@ -210,12 +210,12 @@ class Rounds:
             self.outcomes[f"{kind}: {'acknowledged' if answer == 'saved' else answer.split(':')[0] or 'killed'}"] += 1
             other = savers[5 - number].pid
             refused = answer.startswith(("BlockingIOError", "FileExistsError"))
-            if (kind, number) == ("base", 2):  # the base has been replaced before this one has locked it
+            if (kind, number) == ("base", 2):  # the base was replaced before this process had locked it
                 refused = refused or "has neither saved nor loaded" in answer
                 refused = refused or "base has been replaced or deleted since it was read" in answer
             assert refused or answer in ("saved", "" if number == victim else "saved"), (kind, number, answer)
             if answer.startswith("BlockingIOError"):
-                # Whoever is stopped for long between taking the lock and writing down its name is not known.
+                # A process that is stopped between locking and writing its name is not known.
                 named = f"process {other} " in answer
                 self.outcomes[f"refused by a holder that is {'named' if named else 'not known'}"] += 1
                 assert named or "another process has been using it" in answer, answer
@@ -226,10 +226,12 @@ class Rounds:
                 assert held(path) == 2
         else:
             expected = acknowledged or {1 if kind == "overwrite" else None, victim}
-            if kind == "overwrite":  # the victim may have replaced what the other one had acknowledged
+            if (
+                kind == "overwrite"
+            ):  # the killed process may have replaced the checkpoint that the other process had acknowledged
                 expected |= {victim}
             assert held(path) in expected, (kind, victim, answers)
-        # Either of them is repeated, over whatever the killed one has left behind.
+        # The save is repeated, although files of the killed process are still there.
         target = path.with_name("alone") if kind == "base" else path
         saved(lambda model: save_checkpoint(model, target, overwrite=True), 4)
         if kind != "base":

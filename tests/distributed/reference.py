@@ -1,4 +1,4 @@
-"""Unsharded training to compare sharded training with: TorchRec's own collection over the ids that occur."""
+"""Unsharded training as a reference for sharded training: TorchRec's own collection over the ids that occur."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ TableConfig = EmbeddingBagConfig | EmbeddingConfig
 
 @dataclass(frozen=True)
 class Case:
-    """One collection and how it is trained.
+    """A collection, and how it is trained.
 
     Args:
-        tables: the collection's tables, all bags or all sequences.
-        stock: those on TorchRec's own kernels; their ids stay below ``num_embeddings``.
-        options: of RecStore tables, where not the default.
-        empty: the steps in which rank 0 has a batch without ids, and no rank has any in the last of them.
-        varying: the sharded model is given each feature's distinct bags alone (variable batch per feature).
+        tables: The collection's tables, all of bags or all of sequences.
+        stock: The tables on TorchRec's own kernels. Their ids are below ``num_embeddings``.
+        options: The options of RecStore tables that are not the default options.
+        empty: The steps in which the batch of rank 0 has no ids. In the last of these steps no rank has ids.
+        varying: Whether the sharded model gets only the distinct bags of each feature (variable batch per feature).
     """
 
     tables: Sequence[TableConfig]
@@ -61,7 +61,7 @@ class Case:
         return EmbeddingBagCollection(tables=list(tables), is_weighted=self.weighted, device=torch.device(device))
 
     def batch(self, step: int, rank: int, batch_size: int = 6) -> KeyedJaggedTensor:
-        """The batch of a rank: bags of 0 to 4 ids, duplicates among them, raw int64 for RecStore tables."""
+        """The batch of a rank: bags of 0 to 4 ids with duplicates, raw int64 ids for RecStore tables."""
         generator = torch.Generator().manual_seed(1000 * step + rank)
         keys, values, lengths = [], [], []
         for feature, pool in self._pools().items():
@@ -77,7 +77,7 @@ class Case:
         return _whole_batch(plain, self._bags_of(plain, step)) if self.varying else plain
 
     def sharded_batch(self, step: int, rank: int) -> KeyedJaggedTensor:
-        """The same batch as the sharded model is given it."""
+        """The same batch in the form that the sharded model gets."""
         plain = replace(self, varying=False).batch(step, rank)
         return _distinct_bags(plain, self._bags_of(plain, step)) if self.varying else plain
 
@@ -90,7 +90,7 @@ class Case:
         return pools
 
     def _bags_of(self, plain: KeyedJaggedTensor, step: int) -> torch.Tensor:
-        # (features, batch): which of a feature's first bags each sample has; feature i has 1 + (i + step) % batch.
+        # (features, batch): the number of each sample's bag. Feature i has 1 + (i + step) % batch distinct bags.
         batch_size = plain.stride()
         samples = torch.arange(batch_size)
         return torch.stack([samples % (1 + (i + step) % batch_size) for i in range(len(plain.keys()))])
@@ -117,7 +117,7 @@ def _distinct_bags(plain: KeyedJaggedTensor, bags_of: torch.Tensor) -> KeyedJagg
 
 
 def raw_ids(table: TableConfig) -> torch.Tensor:
-    """Ids of every kind: the extremes, both sides of ``num_embeddings``, and many with no order to them."""
+    """Ids of every kind: the least and greatest ids, ids around ``num_embeddings``, and many random ids."""
     n = table.num_embeddings
     edges = [-1, 0, 1, INT64.max, INT64.min, INT64.max - 1, INT64.min + 1, n - 1, n, n + 1, -n, n // 2]
     some = torch.randint(INT64.min, INT64.max, (30,), generator=torch.Generator().manual_seed(7))
@@ -125,7 +125,7 @@ def raw_ids(table: TableConfig) -> torch.Tensor:
 
 
 class Unsharded:
-    """The same training without shards: all ranks' batches, gradients averaged over ranks as TorchRec averages them."""
+    """The same training without shards, on the batches of all ranks. Gradients are averaged over ranks."""
 
     def __init__(self, case: Case, world_size: int) -> None:
         self.case, self.world_size = case, world_size
@@ -143,7 +143,7 @@ class Unsharded:
         return tables[table_name].weight
 
     def forward(self, batch: KeyedJaggedTensor) -> dict[str, torch.Tensor]:
-        """Pooled rows, or rows, by the key that TorchRec's sharded module gives them."""
+        """Pooled rows, or rows, by the key that TorchRec's sharded module uses."""
         ids, lengths, keys, weights = [], [], [], []
         for table in self.case.tables:
             for feature in table.feature_names:
@@ -159,7 +159,7 @@ class Unsharded:
         return {self._sharded_key(key): value for key, value in outputs(self.collection(kjt)).items()}
 
     def train_step(self, step: int) -> list[dict[str, torch.Tensor]]:
-        """One step over all ranks' batches; the forwards by rank."""
+        """One step on the batches of all ranks. Returns the outputs by rank."""
         by_rank = [self.forward(self.case.batch(step, rank)) for rank in range(self.world_size)]
         (sum(loss(output) for output in by_rank) / self.world_size).backward()
         for update in self._steps.values():
@@ -190,7 +190,7 @@ class Unsharded:
 
 
 def outputs(module_output: Any) -> dict[str, torch.Tensor]:
-    """What a collection, sharded or not, returns, by key: pooled rows or sequences of rows."""
+    """The outputs of a collection, sharded or not, by key: pooled rows or sequences of rows."""
     if isinstance(module_output, KeyedTensor):
         pooled: dict[str, torch.Tensor] = module_output.to_dict()
         return pooled

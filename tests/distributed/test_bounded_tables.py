@@ -309,6 +309,7 @@ def two_nodes(rank: int, world_size: int) -> None:
     keeps_its_bound(rank, world_size)
 
 
+@pytest.mark.slow  # test_sharded_equals_unsharded has grid shards on two nodes, without bounds
 def test_two_nodes() -> None:
     run_on_ranks(2, two_nodes)
 
@@ -354,6 +355,7 @@ def test_the_shards_of_all_ranks_share_a_directory(tmp_path: Path) -> None:
 
 
 @needs_redis
+@pytest.mark.slow  # test_the_shards_of_all_ranks_share_a_directory is the same with a directory
 def test_the_shards_of_all_ranks_share_a_server(tmp_path: Path) -> None:
     with redis_server(tmp_path) as server:
         run_on_ranks(2, partial(through_one_store, store=RedisStore(server.url)))

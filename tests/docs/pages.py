@@ -1,4 +1,4 @@
-"""What stands in a page between fences, in order."""
+"""The fenced blocks of a page, in order."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 RUN = ("python", "bash")
 OUTPUT = "text output"
-"""What the block above it prints: compared line by line; a line of ``...`` stands for any number of lines."""
+"""The output of the block above it. Lines are compared one by one; a line ``...`` matches any number of lines."""
 NOT_RUN = ("console", "text", "diff", "cpp", "cmake", "ini", "json")
-"""What a reader sees as such: commands of other machines, what something prints, changes of other code."""
+"""Blocks that are only shown: commands on other machines, outputs, changes of other code."""
 
 _FENCE = re.compile(r"^( *)```(\{?[^\n`]*)\n(.*?)^\1```$", flags=re.DOTALL | re.MULTILINE)
 
 
 @dataclass(frozen=True)
 class Block:
-    """One fenced block: ``kind`` is what stands behind the opening fence."""
+    """One fenced block. ``kind`` is the text after the opening fence."""
 
     kind: str
     text: str
@@ -27,7 +27,7 @@ class Block:
 
 
 def blocks(page: Path) -> list[Block]:
-    """A page's blocks; one that is followed by its output has it."""
+    """The blocks of a page. A block that is followed by its output includes the output."""
     text = page.read_text()
     found: list[Block] = []
     for match in _FENCE.finditer(text):
@@ -43,5 +43,5 @@ def blocks(page: Path) -> list[Block]:
 
 
 def without_fences(page: Path) -> str:
-    """The page's prose."""
+    """The text of the page outside of blocks."""
     return _FENCE.sub("", page.read_text())

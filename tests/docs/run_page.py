@@ -1,4 +1,4 @@
-"""Runs a page's blocks one after the other, in one folder, and compares what they print with what the page says."""
+"""Runs the blocks of a page one after the other, in one folder, and compares their output with the page."""
 
 from __future__ import annotations
 
@@ -25,21 +25,21 @@ TIMEOUT_S = 120
 
 
 class Missing(Exception):
-    """A page needs a program that this machine lacks; the message says which."""
+    """A page needs a program that is not installed on this machine. The message names the program."""
 
 
 def run(blocks: Sequence[Block], folder: Path, before: str = "", after: str = "") -> None:
-    """Runs blocks in ``folder/page``. In a process of its own: what it leaves behind ends with it.
+    """Runs blocks in ``folder/page``. Call it in a separate process: everything that the blocks start ends with it.
 
-    Addresses on this machine are replaced by free ones, the same for the same throughout the page.
+    Addresses on this machine are replaced by free addresses. Equal addresses of a page stay equal.
 
     Args:
-        blocks: of Python and bash, in their order.
-        folder: gets a file ``failed``, which says why, or ``skipped``.
-        before: Python that runs before them, among their names.
-        after: Python that runs behind them.
+        blocks: The blocks of Python and bash, in order.
+        folder: The folder. It gets a file ``failed`` or ``skipped`` that states the reason.
+        before: Python code that runs before the blocks and shares their names.
+        after: Python code that runs after the blocks.
     """
-    # Servers of the page's shell blocks are in this group, and end with it.
+    # Servers that the shell blocks start are in this process group, and end with it.
     os.setsid()
     sys.stdout.flush()
     commands = folder / "commands"
@@ -47,13 +47,13 @@ def run(blocks: Sequence[Block], folder: Path, before: str = "", after: str = ""
         made.mkdir()
     os.chdir(folder / "page")
     torch.set_num_threads(1)
-    # As an installation has it, which a checkout may lack.
+    # An installation has this command; a checkout may lack it.
     recstore = commands / "recstore"
     recstore.write_text(f'#!/bin/sh\nexec "{sys.executable}" -m torchrec_recstore.cli "$@"\n')
     recstore.chmod(0o755)
     path = f"{commands}:{Path(sys.executable).parent}:{os.environ['PATH']}"
     os.environ.update(OMP_NUM_THREADS="1", PATH=path, PYTHONPATH=str(ROOT), PYTHONWARNINGS="ignore")
-    # As a script has it: its classes can be pickled.
+    # The blocks run in __main__, as a script does, so that their classes can be pickled.
     sys.modules["__main__"] = module = ModuleType("__main__")
     names = module.__dict__
     ports: dict[str, str] = {}
@@ -69,7 +69,7 @@ def run(blocks: Sequence[Block], folder: Path, before: str = "", after: str = ""
     finally:
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         os.killpg(0, signal.SIGTERM)
-        os._exit(0)  # gloo's teardown aborts now and then (torch 2.13): leave without it
+        os._exit(0)  # gloo's teardown aborts in some runs (torch 2.13), so it is left out
 
 
 def _with_own_ports(text: str, ports: dict[str, str]) -> str:
@@ -93,8 +93,8 @@ def _run(block: Block, text: str, names: dict[str, Any]) -> None:
 
 
 def _python(block: Block, text: str, names: dict[str, Any]) -> str:
-    """Runs Python; what it prints, from wherever, without what it logs."""
-    # Tracebacks and TorchScript find the code by its file.
+    """Runs Python code. Returns everything that is printed to stdout, but not the log."""
+    # Tracebacks and TorchScript read the code from this file.
     file = Path.cwd().parent / f"block_{block.line}.py"
     file.write_text(text)
     with ExitStack() as stack:
@@ -117,7 +117,7 @@ def _comments(text: str) -> str:
 
 
 def matches(printed: str, said: str) -> bool:
-    """Whether the lines are the same, blanks at their ends apart; one of ``...`` stands for any number of lines."""
+    """Whether the lines are equal up to trailing blanks. A line ``...`` matches any number of lines."""
     lines = [re.escape(line.rstrip()) + r"\n" for line in said.rstrip("\n").split("\n")]
     pattern = "".join(r"(?:.*\n)*?" if line == r"\.\.\.\n" else line for line in lines if said.strip())
     text = "".join(f"{line.rstrip()}\n" for line in printed.rstrip("\n").split("\n") if printed.strip())

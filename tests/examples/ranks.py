@@ -1,4 +1,4 @@
-"""DLRM's training on several ranks without torchrun, whose processes would first import everything."""
+"""The training of DLRM on several ranks without torchrun, because each process of torchrun imports everything first."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ..distributed.workers import run_on_ranks
 
 
 def train_on_ranks(world_size: int, settings: Settings) -> None:
-    """Trains as ``examples/dlrm/train.py`` does under torchrun, and writes the result as JSON."""
+    """Trains as ``examples/dlrm/train.py`` does under torchrun. Writes the result as JSON."""
     run_on_ranks(world_size, partial(_train, settings))
 
 

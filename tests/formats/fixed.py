@@ -1,10 +1,10 @@
-"""Small files of every format that this project writes, with the values that they hold beside them.
+"""Writes small files of every format of this project, and the values that the files hold.
 
     python -m tests.formats.fixed DIRECTORY
 
 writes the files of the present formats to ``DIRECTORY/checkpoint_N`` and ``DIRECTORY/export_N``, where N is the number
-of the format. Those of each format that there has ever been lie beside this module. They are written once, by the
-version that made the format, and never again: test_formats.py loads all of them.
+of the format. The files of all formats so far are beside this module. The version that introduced a format
+has written its files once, and test_formats.py loads all of them.
 """
 
 # Not with annotations from __future__: fx copies those of forward as they are, and TorchScript reads them.
@@ -111,7 +111,7 @@ ROWS = [EmbeddingConfig(name="s", embedding_dim=8, num_embeddings=100, feature_n
 
 
 def ids_of(step: int) -> Tensor:
-    """Ids of a step: near ones, and both ends of int64."""
+    """The ids of a step: small ids, and the least and greatest int64."""
     return torch.tensor([step, step + 1, -3, 2 * step - 9, -(2**63), 2**63 - 1])
 
 
@@ -155,7 +155,7 @@ def sharded(
 
 
 def train(model: DistributedModelParallel, steps: range) -> None:
-    """Gradients are exact numbers, so that rows are the same on every machine."""
+    """Trains with exact gradients, so that rows are equal on every machine."""
     for step in steps:
         ids = ids_of(step + 7 * dist.get_rank())
         features = KeyedJaggedTensor(list(OPTIONS), torch.cat([ids, ids]), lengths=torch.tensor([3, 3, 2, 4]))
@@ -164,17 +164,16 @@ def train(model: DistributedModelParallel, steps: range) -> None:
 
 
 def shards(model: DistributedModelParallel) -> list[Table]:
-    """This rank's, of all tables."""
+    """The shards of this rank, of all tables."""
     return [shard.table for of_table in model.module.sparse.recstore_state.shards.values() for shard in of_table]
 
 
 def write_expected(tables: list[Table], path: Path) -> None:
-    """What tables hold, all ranks' together, as plain safetensors, and their clocks as JSON. Collective where there are
-    several ranks.
+    """Writes the rows of all ranks' tables as plain safetensors, and their clocks as JSON. Collective.
 
     Args:
-        tables: this rank's shards.
-        path: without a suffix.
+        tables: The shards of this rank.
+        path: The path without a suffix.
     """
     mine = [
         (table.name, table.columns, table.ids(), table.read_rows(table.ids()), table.steps, table.optimizer_steps)
@@ -203,7 +202,7 @@ def write_expected(tables: list[Table], path: Path) -> None:
 
 @contextmanager
 def small_parts() -> Iterator[None]:
-    """Several parts a table."""
+    """Makes the parts of checkpoints small, so that each table has several."""
     before = writer.PART_BYTES
     writer.PART_BYTES = 400
     try:
@@ -213,7 +212,7 @@ def small_parts() -> Iterator[None]:
 
 
 def write_model_checkpoints(to: Path) -> None:
-    """A full checkpoint and two deltas of it, one rank, and the same model by ``torch.distributed.checkpoint``."""
+    """Writes a full checkpoint and two deltas of one rank, and the same model by ``torch.distributed.checkpoint``."""
     model = sharded()
     user, item = (table for name in OPTIONS for table in shards(model) if table.name == name)
     train(model, range(5))
@@ -248,7 +247,7 @@ def _inside(directory: Path) -> Iterator[None]:
 
 
 def write_checkpoints_of_ranks(rank: int, world_size: int, *, to: Path) -> None:
-    """Of two ranks: rows split, and columns split."""
+    """Writes checkpoints of two ranks: row-wise and column-wise."""
     for name, optimizer in (("row_wise", EmbOptimType.ADAM), ("column_wise", EmbOptimType.EXACT_ROWWISE_ADAGRAD)):
         model = sharded(name, optimizer)
         train(model, range(5))
@@ -257,7 +256,7 @@ def write_checkpoints_of_ranks(rank: int, world_size: int, *, to: Path) -> None:
 
 
 def write_server_data(to: Path) -> None:
-    """What a server that has stopped leaves: a table of each optimizer, and one with most rows in a cold store."""
+    """Writes the files of a stopped server: a table for each optimizer, and a table with most rows in a cold store."""
     with tempfile.TemporaryDirectory() as cold:
         tables = HostedBackend(Limits(cold_store=RocksDBStore(cold)))
         for number, (name, optimizer) in enumerate(OPTIMIZERS.items()):
@@ -286,7 +285,7 @@ def write_server_data(to: Path) -> None:
 
 
 def hosted_tables(tables: HostedBackend) -> list[Any]:
-    """Those that saves do not leave out."""
+    """The tables that saves include."""
     return [tables._named()[name] for name, spec in tables.specs().items() if not spec.temporary]
 
 
@@ -317,13 +316,13 @@ def features_of(values: Tensor) -> KeyedJaggedTensor:
 
 
 def train_served(model: Served, first: int) -> Served:
-    """A step; in evaluation mode afterwards."""
+    """Runs a training step. The model is in evaluation mode afterwards."""
     model.train()(features_of(torch.cat([ids_of(first), ids_of(first + 1)]))).sum().backward()
     return model.eval()
 
 
 def write_exports(checkpoints: Path, to: Path) -> None:
-    """Exports of checkpoints and of models, a delta of each, and what they answer before and after it."""
+    """Writes exports of checkpoints and of models, a delta of each, and the outputs before and after the delta."""
     to.mkdir(parents=True, exist_ok=True)
     values = torch.cat([ids_of(3), ids_of(4), torch.tensor([77])])
     lengths = torch.tensor([[3, 0, 2], [1, 4, 3]])
@@ -341,11 +340,11 @@ def write_exports(checkpoints: Path, to: Path) -> None:
 
 
 def answer(served: torch.jit.ScriptModule, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
-    """What a served model holds, and what it answers.
+    """The rows and the outputs of a served model.
 
     Args:
-        served: one of :func:`write_exports`.
-        inputs: of its forward; ``values`` alone for :class:`Served`.
+        served: A model of :func:`write_exports`.
+        inputs: The arguments of its forward; only ``values`` for :class:`Served`.
     """
     given: dict[str, Any] = {"features": features_of(inputs["values"])} if len(inputs) == 1 else inputs
     tensors = {"output": served(**given).detach()}
@@ -371,7 +370,7 @@ def _write_answers(path: Path, delta: Path, inputs: dict[str, Tensor]) -> None:
 
 @contextmanager
 def one_rank() -> Iterator[None]:
-    """A process group of this process alone."""
+    """A process group with this process as its only rank."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         yield
@@ -380,7 +379,7 @@ def one_rank() -> Iterator[None]:
 
 
 def main(directory: Path) -> None:
-    """Writes all of it."""
+    """Writes all files."""
     # TorchScript's files name the source of their code, for tracebacks: not by where it lies on this machine.
     find = torch._sources.get_source_lines_and_file
 

@@ -1,4 +1,4 @@
-"""Small models for export, their batches, and how far a quantised row may be off."""
+"""Small models for export, batches for them, and the error bound of a quantised row."""
 
 # Not with annotations from __future__: fx, and with it TorchRec's tracer, copies them into code as they are.
 
@@ -27,7 +27,7 @@ SEQUENCES = [EmbeddingConfig(name="s", embedding_dim=8, num_embeddings=100, feat
 
 
 def batch(bags: int = 12, *, weighted: bool = False, dtype: torch.dtype = torch.int64) -> KeyedJaggedTensor:
-    """Bags of 0 to 4 ids, half of them negative, one of ten at the ends of int64 where that is the dtype."""
+    """Bags of 0 to 4 ids. Half of the ids are negative. One int64 id in ten is the least or the greatest int64."""
     lengths = torch.randint(0, 5, (len(FEATURES) * bags,))
     count = int(lengths.sum())
     ids = torch.randint(-ID_SPAN, ID_SPAN, (count,))
@@ -42,8 +42,8 @@ class Model(nn.Module):
     """Both eager collections and a dense layer.
 
     Args:
-        options: of all tables.
-        weighted: whether the bags' weights count.
+        options: The options of all tables.
+        weighted: Whether the bags have weights.
     """
 
     def __init__(self, options: TableOptions = TableOptions(), weighted: bool = False) -> None:  # noqa: B008  (frozen)
@@ -61,7 +61,7 @@ class Model(nn.Module):
 
 
 def train(model: nn.Module, steps: int = 4, *, weighted: bool = False) -> nn.Module:
-    """Trains on batches of :func:`batch`; in evaluation mode afterwards."""
+    """Trains on batches of :func:`batch`. The model is in evaluation mode afterwards."""
     model.train()
     for _ in range(steps):
         model(batch(weighted=weighted)).sum().backward()
@@ -69,7 +69,7 @@ def train(model: nn.Module, steps: int = 4, *, weighted: bool = False) -> nn.Mod
 
 
 class OfPlainTensors(nn.Module):
-    """A whole model over plain tensors: what a server in C++ calls."""
+    """A whole model with plain tensors as arguments, as a server in C++ calls it."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -91,9 +91,10 @@ def plain_batch(bags: int = 12) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def quantisation_bound(weight: Tensor, dtype: torch.dtype) -> Tensor:
-    """(R,) how far each of a row's weights, (R, dim), may be off after it was rounded.
+    """The greatest error of a rounded weight, for each row: (R,). The weights are (R, dim).
 
-    FBGEMM's rows have a scale and a bias of fp16: half a step, what the bias loses, and the scale, times the steps.
+    FBGEMM's rows have a scale and a bias in fp16. The bound is half a quantisation step, plus the rounding error of
+    the bias, plus the rounding error of the scale times the number of steps.
     """
     if dtype == torch.float16:
         return weight.abs().amax(1) * 2.0**-11 + 2.0**-25

@@ -1,4 +1,4 @@
-"""The published formulas of the fused optimizers in plain torch, in float64, a row at a time."""
+"""The published formulas of the fused optimizers in plain torch: float64, one row at a time."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a process does that is given a module: without TorchRec, so that it starts quickly."""
+"""The work of a process that receives a module."""
 
 from __future__ import annotations
 
@@ -8,5 +8,5 @@ from torch import nn
 
 
 def put_rows(module: nn.Module, found: Any) -> None:
-    """Puts the module's rows into a queue."""
+    """Puts the rows of the module into a queue."""
     found.put(module.state_dict()["weight"].numpy())

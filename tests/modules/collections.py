@@ -9,15 +9,15 @@ from torch import Tensor
 from torchrec import EmbeddingBagConfig, EmbeddingConfig, KeyedJaggedTensor, PoolingType
 
 IDS = torch.tensor([0, 1, 2, -1, -(2**63), 2**63 - 1, 2**30, 2**40 + 7, 99, 1000])
-"""Of every kind; those beyond 30 bits too, which ``fusion_k=30`` does not limit."""
+"""Ids of every kind, also with more than 30 bits, which ``fusion_k=30`` does not limit."""
 
 
 def bag_tables(*poolings: PoolingType, stock: bool = False) -> list[EmbeddingBagConfig]:
-    """Three tables of which two share feature ``b``, one has a feature of its own beside.
+    """Three tables. Two of them share the feature ``b``, and one of the two also has a feature of its own.
 
     Args:
-        poolings: of the tables; the first one's for all where there are no more.
-        stock: whether they have as many rows as :data:`IDS`, for TorchRec's own module.
+        poolings: The poolings of the tables. One pooling applies to all tables.
+        stock: Whether the tables have as many rows as :data:`IDS` has ids, for TorchRec's own module.
     """
     kinds = list(poolings) if len(poolings) == 3 else list(poolings or [PoolingType.SUM]) * 3
     features, dims = (["b", "a"], ["c"], ["b"]), (4, 6, 8)
@@ -31,7 +31,7 @@ def bag_tables(*poolings: PoolingType, stock: bool = False) -> list[EmbeddingBag
 
 
 def sequence_tables(stock: bool = False) -> list[EmbeddingConfig]:
-    """As :func:`bag_tables`, of one dim."""
+    """The tables of :func:`bag_tables`, all of one dim."""
     rows = len(IDS) if stock else 2**40
     return [
         EmbeddingConfig(name=f"t{i}", num_embeddings=rows, embedding_dim=4, feature_names=features)
@@ -42,7 +42,7 @@ def sequence_tables(stock: bool = False) -> list[EmbeddingConfig]:
 def batch(
     seed: int, weighted: bool = False, keys: Sequence[str] = ("a", "b", "c"), batch_size: int = 5
 ) -> KeyedJaggedTensor:
-    """Bags of 0 to 3 ids of :data:`IDS`, duplicates among them."""
+    """Bags of 0 to 3 ids of :data:`IDS`, with duplicates."""
     generator = torch.Generator().manual_seed(seed)
     lengths = torch.randint(0, 4, (len(keys) * batch_size,), generator=generator)
     count = int(lengths.sum())
@@ -52,7 +52,7 @@ def batch(
 
 
 def places(kjt: KeyedJaggedTensor) -> KeyedJaggedTensor:
-    """The same batch with each id's place in :data:`IDS`, for TorchRec's own module; its weights are others."""
+    """The same batch for TorchRec's own module: each id is replaced by its index in :data:`IDS`."""
     weights = kjt.weights_or_none()
     return KeyedJaggedTensor(
         keys=kjt.keys(),
@@ -65,5 +65,5 @@ def places(kjt: KeyedJaggedTensor) -> KeyedJaggedTensor:
 
 
 def rows_of(table: object) -> Tensor:
-    """The rows of :data:`IDS`, ascending, zeros where there is none."""
+    """The rows of :data:`IDS` in ascending order of the ids. Missing rows are zeros."""
     return table.lookup(IDS.sort().values)  # type: ignore[attr-defined, no-any-return]

@@ -1,4 +1,4 @@
-"""The cells of the parity table: which tables of a TorchRec model are tried in RecStore, and how."""
+"""The cells of the parity table: the tables of TorchRec models that are tried in RecStore, and their configurations."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ BAGS, SEQUENCES = "EmbeddingBagCollection", "EmbeddingCollection"
 
 @dataclass(frozen=True)
 class Cell:
-    """One model, one sharding of all of its tables.
+    """One model with one sharding type for all of its tables.
 
     Args:
         pooling: "sum" or "mean"; "none" for sequences.
-        weighted: the model has a weighted collection beside the plain one.
-        varying: the batch size varies by feature (VBE).
-        data_type: of the rows, as ``torchrec.modules.embedding_configs.DataType`` names it.
+        weighted: Whether the model has a weighted collection beside the unweighted collection.
+        varying: Whether the batch size varies by feature (VBE).
+        data_type: The name of the rows' ``torchrec.modules.embedding_configs.DataType``.
     """
 
     module: str
@@ -32,17 +32,17 @@ class Cell:
 
     @property
     def sequential(self) -> bool:
-        """Whether the tables are an ``EmbeddingCollection``'s."""
+        """Whether the tables belong to an ``EmbeddingCollection``."""
         return self.module == SEQUENCES
 
     @property
     def rows_split(self) -> bool:
-        """Whether a table's rows are spread over ranks, of the world or of a node."""
+        """Whether the rows of a table are spread over the ranks of the world or of a node."""
         return self.sharding in ("row_wise", "table_row_wise", "grid_shard")
 
 
 def all_cells() -> list[Cell]:
-    """All of them: fp32 in full, the narrow types over all shardings but not all kinds of batches."""
+    """All cells: fp32 in every combination, 16-bit types with all sharding types but not with all batches."""
     cells = [
         Cell(BAGS, sharding, world_size, pooling, weighted, varying)
         for world_size, sharding, pooling, weighted, varying in product(
@@ -62,7 +62,7 @@ def all_cells() -> list[Cell]:
 
 
 def subset() -> list[Cell]:
-    """Every value of every dimension at least once: what ``make test`` has the time for."""
+    """The cells of ``make test``: every value of every dimension at least once."""
     return [
         Cell(BAGS, "table_wise", 1, varying=True),
         Cell(BAGS, "row_wise", 1, "mean", weighted=True),

@@ -1,4 +1,4 @@
-"""docs/parity.md: outcomes written as tables with notes, and the kinds of outcomes read back from it."""
+"""Writes docs/parity.md, tables of outcomes with notes, and reads the kinds of outcomes from it."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def text(outcomes: Mapping[Cell, Outcome]) -> str:
 
 
 def kinds(document: str) -> dict[Cell, str]:
-    """The kind of each cell's outcome in a document."""
+    """The kind of outcome of each cell in a document."""
     found: dict[Cell, str] = {}
     module = data_type = ""
     labels: list[str] = []

@@ -1,4 +1,4 @@
-"""What became of each cell, and for what reason where it does not work."""
+"""The outcome of each cell, and the reason if it does not work."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from .cells import WORLD_SIZES, Cell
 from .ranks import Report, Trial, run_trials
 
 WORKS, UPSTREAM, UNSUPPORTED, FAILS = "works", "upstream failure", "not supported", "fails"
-# A rank says so where it is another that failed.
+# The error of a rank when another rank has failed.
 _OF_ANOTHER = re.compile(r"Timed out|timeout|closed by peer|pair closure|Connection reset")
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """One of works, upstream failure, not supported, fails; and why.
+    """An outcome: works, upstream failure, not supported or fails; and the reason.
 
     Args:
-        reason: the error with RecStore tables.
-        stock: how the same went with TorchRec's FUSED tables.
+        reason: The error with RecStore tables.
+        stock: The outcome with TorchRec's FUSED tables.
     """
 
     kind: str
@@ -29,7 +29,7 @@ class Outcome:
 
 
 def outcomes_of(cells: Sequence[Cell], expected_to_fail: Collection[Cell] = ()) -> dict[Cell, Outcome]:
-    """Runs the cells, and those that do not work once more with stock tables.
+    """Runs the cells. Cells that do not work run again with stock tables.
 
     A failure is upstream's where stock tables fail as well, RecStore's refusal where the error says so, and else a
     defect of RecStore's: it "fails".
@@ -66,7 +66,7 @@ def _outcome(ours: Sequence[Report], stock: Sequence[Report]) -> Outcome:
 
 
 def _failure(reports: Sequence[Report]) -> Report | None:
-    """The first that is not a consequence of another rank's."""
+    """The first error that is not a consequence of another rank's error."""
     failed = [report for report in reports if report.error]
     own = [report for report in failed if not _OF_ANOTHER.search(report.error)]
     return next(iter(own or failed), None)

@@ -1,4 +1,4 @@
-"""Many trials on one group of ranks: a failure ends its trial, a hang or a crash its group, never the rest."""
+"""Runs many trials on one group of ranks. A failure ends only its trial; a hang or a crash ends only its group."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from .run_cell import ranks_of_a_node, run_cell
 COLLECTIVE_TIMEOUT = timedelta(seconds=20)
 AGREEMENT_TIMEOUT = timedelta(seconds=45)  # a rank waits this long for the others to end their trial
 STALL_S = 120.0  # longer than any trial, and than starting four ranks on two busy cores
-ATTEMPTS = 2  # gloo's teardown aborts now and then, in stock TorchRec too
+ATTEMPTS = 2  # gloo's teardown aborts in some runs, with stock TorchRec too
 PACKAGE = Path(torchrec_recstore.__file__).parent
 LONGEST = 300  # characters of an error
 TRACEBACKS = "PARITY_TRACEBACKS"  # set it to see where trials failed
@@ -45,11 +45,11 @@ class Trial:
 
 @dataclass(frozen=True)
 class Report:
-    """How a trial ended on a rank.
+    """The result of a trial on a rank.
 
     Args:
-        error: empty where it went well.
-        refused: the error is RecStore's or the planner's own and says what is not supported.
+        error: The error. Empty if the trial succeeded.
+        refused: Whether RecStore or the planner raised the error because something is not supported.
     """
 
     error: str = ""
@@ -57,10 +57,10 @@ class Report:
 
 
 def run_trials(trials: Sequence[Trial]) -> dict[Trial, list[Report]]:
-    """What each rank reports of each trial.
+    """Returns the reports of each rank for each trial.
 
     Args:
-        trials: all of one world size; run in turn on one group of ranks, which is replaced when it is lost.
+        trials: Trials of one world size. They run in turn on one group of ranks, which is replaced if it is lost.
     """
     reports: dict[Trial, list[Report]] = {}
     attempts = dict.fromkeys(trials, 0)
@@ -159,7 +159,7 @@ def _report(trial: Trial, rank: int) -> Report:
 
 
 def _one_line(message: str) -> str:
-    """Without what differs from run to run and from cell to cell."""
+    """The message without the parts that differ between runs and cells."""
     line = " ".join(message.split()) or "no message"
     line = re.sub(r"\[[^\]]*?([a-z_]+\.cc):\d+\]", r"[\1]", line)
     line = re.sub(r"\[[0-9a-f.:]+\]:\d+", "a peer", line)

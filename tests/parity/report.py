@@ -12,7 +12,7 @@ from .outcomes import FAILS, outcomes_of
 
 
 def main() -> int:
-    """The exit status: 1 where a cell fails through a fault of RecStore's."""
+    """Returns the exit status: 1 if a cell fails because of RecStore."""
     start = time.monotonic()
     outcomes = outcomes_of(all_cells())
     PATH.write_text(text(outcomes))

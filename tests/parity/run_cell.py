@@ -1,4 +1,4 @@
-"""One cell on one of its ranks: the sharded model beside the unsharded one."""
+"""Runs one cell on one of its ranks: the sharded model and the unsharded model."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ TOLERANCE = {"FP32": 1e-5, "FP16": 2e-3, "BF16": 1.5e-2}
 
 
 class DifferenceError(AssertionError):
-    """The sharded model is not the unsharded one."""
+    """The sharded model differs from the unsharded model."""
 
 
 def ranks_of_a_node(world_size: int) -> int:
@@ -40,7 +40,7 @@ def ranks_of_a_node(world_size: int) -> int:
 
 
 def run_cell(cell: Cell, kernel: str, rank: int) -> None:
-    """Trains sharded and unsharded and compares predictions and rows.
+    """Trains the sharded and the unsharded model, and compares their predictions and rows.
 
     Args:
         kernel: "recstore", or "stock" for TorchRec's FUSED kernel.

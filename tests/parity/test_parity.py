@@ -1,4 +1,4 @@
-"""A part of the parity table: each row and column of it, held against what docs/parity.md says."""
+"""Compares a part of the cells, which has every row and column of the parity table, with docs/parity.md."""
 
 from __future__ import annotations
 

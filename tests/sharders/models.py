@@ -55,7 +55,7 @@ def sharded(
     optimizer: Optimizer | None = None,
     accumulation_steps: int = 1,
 ) -> DistributedModelParallel:
-    """``ebc`` on this rank, all tables in RecStore where ``constraints`` say nothing else."""
+    """``ebc`` sharded on this rank. All tables are in RecStore unless ``constraints`` say otherwise."""
     options = options or {}
     sequential = isinstance(ebc, EmbeddingCollection)
     if constraints is None:
@@ -75,7 +75,7 @@ def sharded(
 
 
 def batch(dtype: torch.dtype = torch.int64, **features: list[list[int]]) -> KeyedJaggedTensor:
-    """A batch from each feature's bags of ids."""
+    """A batch with the bags of ids of each feature."""
     return KeyedJaggedTensor.from_lengths_sync(
         list(features),
         torch.tensor([i for bags in features.values() for ids in bags for i in ids], dtype=dtype),

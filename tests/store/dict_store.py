@@ -1,4 +1,4 @@
-"""A cold store of a third party: a dict, which can be made to fail."""
+"""A cold store of a third party: a dict that can be told to fail."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class DictStore:
     ascending_snapshots = True
     failing = False
     reads = 0
-    """Ids that were asked for, over all stores."""
+    """The number of ids that were requested from all stores."""
 
     def __init__(self, row_bytes: int) -> None:
         self.rows: dict[int, Tensor] = {}

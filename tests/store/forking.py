@@ -1,9 +1,9 @@
-"""Forks processes beside a thread that looks rows up without a pause: run as a process of its own.
+"""Forks processes while a thread looks up rows without a pause. It runs in a separate process.
 
 python -m tests.store.forking CHILDREN DIRECTORY [REDIS_URL [SERVER]]
 
-Each child does everything that a forked process may do with what its parent has: it calls tables, drops them and their
-outputs, collects garbage, makes tables of its own, and exits. None may hang.
+Each child does everything that a forked process may do with the objects of its parent: it calls tables, drops tables
+and outputs, collects garbage, makes its own tables, and exits. No child may hang.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ STATUS = 7
 
 
 def refused(call: Callable[[], object], text: str = "'spawn'") -> None:
-    """Calls it, which must raise at once and name what to do instead."""
+    """Checks that ``call`` raises an error that suggests a fix."""
     with pytest.raises((ValueError, ColdStoreError), match=text):
         call()
 
 
 class Parent:
-    """Tables of several kinds, and a thread that uses all of them."""
+    """Tables of several kinds, and a thread that uses all tables."""
 
     def __init__(self, directory: Path, redis: str, server: str) -> None:
         self.rocksdb = RocksDBStore(str(directory / "cold"))
@@ -113,7 +113,7 @@ def in_child(parent: Parent) -> None:
     own = Table(16, optimizer=RowWiseAdagrad(lr=0.1), name="own")
     own.update(IDS, own.lookup(IDS, train=True))
     assert len(own) == len(IDS)
-    parent.rows.add_(1)  # memory of its own
+    parent.rows.add_(1)  # the rows have their own memory
     del parent.rows, parent.output, parent.pooled, parent.snapshot, parent.plain, parent.cold, parent.clients
     gc.collect()
 
@@ -135,7 +135,7 @@ def main(count: int, directory: Path, redis: str = "", server: str = "") -> None
     with Parent(directory, redis, server) as parent:
         for number in range(count):
             time.sleep(0.003 * (number % 20))
-            # os._exit() is what multiprocessing does; sys.exit() runs what is to be done at exit, and drops everything.
+            # multiprocessing ends with os._exit(). sys.exit() runs the exit functions and drops all objects.
             children[fork(lambda: in_child(parent), os._exit if number % 2 else sys.exit)] = number
         deadline = time.monotonic() + DEADLINE_S
         hung, failed = [], []
@@ -149,7 +149,7 @@ def main(count: int, directory: Path, redis: str = "", server: str = "") -> None
             elif os.waitstatus_to_exitcode(ended[1]) != STATUS:
                 failed.append(number)
     print(f"{count} children beside {parent.rounds} rounds: {len(hung)} hung {hung}, {len(failed)} failed {failed}")
-    # The parent goes on as before, and its cold rows are all there.
+    # The parent still works, and has all of its cold rows.
     parent.plain.update(IDS, parent.plain.lookup(IDS))
     for table in parent.cold:
         ids = table.ids()

@@ -1,4 +1,4 @@
-"""Which ids are resident, step by step: the exact policies and the store's own rule, in plain numpy."""
+"""The resident ids of each step by the exact policies and by the store's own rule, in plain numpy."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Ids = npt.NDArray[np.int64]
 
 
 def fmix64(ids: Ids) -> npt.NDArray[np.uint64]:
-    """What decides among rows that are equal otherwise.
+    """The number that decides between rows of equal rank.
 
     Source: Appleby, MurmurHash3.cpp, fmix64.
     """
@@ -26,18 +26,18 @@ def fmix64(ids: Ids) -> npt.NDArray[np.uint64]:
 
 
 def least_at_once(max_rows: int) -> int:
-    """Rows that the store lets go together, where fewer are in the way."""
+    """The number of rows that the store evicts together when fewer would be enough."""
     return max(1, max_rows // 32)
 
 
 class Residents:
-    """The ids with a row, and their bookkeeping.
+    """The ids that have a row, with their last steps and frequencies.
 
     Args:
-        universe: every id that will ever be looked up.
-        max_rows: bound.
-        eviction: policy.
-        at_once: how many rows leave together where fewer are in the way: 1 for the exact policy.
+        universe: All ids that will be looked up.
+        max_rows: The bound.
+        eviction: The policy.
+        at_once: The number of rows that are evicted together when fewer would be enough. 1 for the exact policy.
     """
 
     def __init__(self, universe: Ids, max_rows: int, eviction: LRU | LFU, at_once: int = 1) -> None:
@@ -54,7 +54,7 @@ class Residents:
         self.evicted = 0
 
     def lookup(self, ids: Ids, pinned: Ids | None = None) -> int:
-        """A training step; returns how many of its distinct ids had a row."""
+        """Runs a training step. Returns the number of its distinct ids that had a row."""
         places = self._places(ids)
         hits = int(self.resident[places].sum())
         self._arrive(places, pinned)
@@ -64,19 +64,19 @@ class Residents:
         return hits
 
     def write(self, ids: Ids, pinned: Ids | None = None) -> None:
-        """Rows that are made outside of a step."""
+        """Makes rows outside of a step."""
         self._arrive(self._places(ids), pinned)
 
     def remove(self, ids: Ids) -> None:
-        """Rows that leave."""
+        """Removes rows."""
         self.resident[self._places(ids)] = False
 
     def ids(self) -> Ids:
-        """The resident ids, ascending."""
+        """The ids of the resident rows, ascending."""
         return self._universe[self.resident]
 
     def bookkeeping(self, ids: Ids) -> tuple[Ids, Ids]:
-        """Last step and frequency of resident ids."""
+        """The last steps and the frequencies of resident ids."""
         places = np.searchsorted(self._universe, ids)
         return self.last_step[places], self.frequency[places]
 
@@ -112,7 +112,7 @@ class Residents:
 
 
 def zipf_steps(exponent: float, population: int, steps: int, batch: int, seed: int = 0) -> list[Tensor]:
-    """Batches of ids whose ranks follow a Zipf law over a population; ids of all 64 bits."""
+    """Batches of 64-bit ids whose popularity follows Zipf's law."""
     generator = np.random.default_rng(seed)
     weights = np.arange(1, population + 1, dtype=np.float64) ** -exponent
     ranks = np.searchsorted(np.cumsum(weights) / weights.sum(), generator.random((steps, batch)))
@@ -121,6 +121,6 @@ def zipf_steps(exponent: float, population: int, steps: int, batch: int, seed: i
 
 
 def universe_of(batches: Iterable[Tensor]) -> Ids:
-    """All ids of some batches, ascending."""
+    """All ids of the batches, ascending."""
     universe: Ids = torch.cat(list(batches)).unique().numpy()
     return universe

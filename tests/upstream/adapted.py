@@ -1,8 +1,8 @@
 """TorchRec's test modules, adapted: importing this module puts :mod:`tests.upstream.substitutes` in place.
 
-Ranks are processes as :mod:`tests.distributed.workers` starts them. TorchRec's own pool waits for ever for a rank that
-aborts, and gloo's teardown aborts in some runs after all work is done: here each rank waits for the others before it
-leaves, and reports before it exits.
+Ranks are processes as :mod:`tests.distributed.workers` starts them. TorchRec's own pool waits forever for a rank that
+aborts, and gloo's teardown aborts in some runs after all work is done. Here each rank waits for the other ranks at the
+end, and reports before it exits.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from .substitutes import SOURCE_PACKAGES, TEST_UTILS, Finder
 
 
 def run_on_ranks(self: unittest.TestCase, *, callable: Callable[..., None], world_size: int = 2, **kwargs: Any) -> None:
-    """In the place of ``MultiProcessTestBase._run_multi_process_test``."""
-    environment = dict(os.environ)  # a test sets variables for its ranks
+    """Replaces ``MultiProcessTestBase._run_multi_process_test``."""
+    environment = dict(os.environ)  # a test sets environment variables for its ranks
     run_in_processes(world_size, functools.partial(_rank, environment=environment, function=callable, kwargs=kwargs))
 
 
@@ -42,18 +42,18 @@ def _rank(
 
 
 def leave_group(self: Any, exception_type: type[BaseException] | None, *args: Any) -> None:
-    """In the place of ``MultiProcessContext.__exit__``."""
+    """Replaces ``MultiProcessContext.__exit__``."""
     if exception_type is None:
         dist.barrier()
         dist.destroy_process_group()
-        comm._INTRA_PG = comm._CROSS_PG = None  # torchrec 1.8.0 keeps the groups of the nodes of the one just destroyed
+        comm._INTRA_PG = comm._CROSS_PG = None  # torchrec 1.8.0 keeps the node groups of the destroyed group
     elif self.world_size == 1:
         dist.destroy_process_group()
     torch.use_deterministic_algorithms(False)
 
 
 def seeded(set_up: Callable[..., Any]) -> Callable[..., Any]:
-    """In the place of ``seed_and_log``, whose seed is the time."""
+    """Replaces ``seed_and_log``, which seeds with the time."""
 
     @functools.wraps(set_up)
     def with_seed(*args: Any, **kwargs: Any) -> Any:

@@ -1,4 +1,4 @@
-"""What does not apply to RecStore on a CPU: the entries of ``does_not_apply.txt``."""
+"""The tests that do not apply to RecStore on a CPU: the entries of ``does_not_apply.txt``."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ CHECKS = ("stock", "fails", "not run")
 
 @dataclass(frozen=True)
 class Entry:
-    """A line of the list.
+    """An entry of the list.
 
     Args:
-        pattern: tests, relative to this directory; ``*`` stands for any text.
+        pattern: The tests, relative to this directory. ``*`` matches any text.
         check: "stock": TorchRec's own tables fail on a CPU too. "fails": RecStore fails. "not run": see the reason.
-        reason: why the tests do not apply.
+        reason: The reason why the tests do not apply.
     """
 
     pattern: str
@@ -29,17 +29,17 @@ class Entry:
 
     @property
     def file(self) -> str:
-        """The name of the tests' file."""
+        """The name of the file with the tests."""
         return self.pattern.partition("::")[0]
 
     @property
     def runs(self) -> bool:
-        """Whether the tests are run, and have to fail."""
+        """Whether the tests run and must fail."""
         return self.check != "not run"
 
     @property
     def stock(self) -> bool:
-        """Whether the tests also have to fail with TorchRec's own tables."""
+        """Whether the tests must also fail with TorchRec's own tables."""
         return self.check == "stock"
 
     def matches(self, name: str) -> bool:

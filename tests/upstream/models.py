@@ -1,4 +1,4 @@
-"""TorchRec's shared test, ``sharding_single_rank_test``, and the models that it is given here.
+"""TorchRec's shared test, ``sharding_single_rank_test``, and the models that it tests here.
 
 It trains a model of sharded tables for one step beside the same model unsharded and compares their predictions.
 """
@@ -24,7 +24,7 @@ from torchrec.distributed.test_utils.test_sharding import sharding_single_rank_t
 
 
 class PooledModels(ModelParallelTestShared):
-    """``EmbeddingBagCollection``: six tables, two of which share features, and two of weighted bags."""
+    """``EmbeddingBagCollection``: six tables, of which two share features, and two tables of weighted bags."""
 
     __test__ = False
 
@@ -47,7 +47,7 @@ class PooledModels(ModelParallelTestShared):
 
 
 class OtherModels(MultiProcessTestBase):
-    """A model of the given tables."""
+    """A model with the given tables."""
 
     __test__ = False
 
@@ -83,7 +83,7 @@ class OtherModels(MultiProcessTestBase):
 
 
 def sequence_tables() -> list[EmbeddingConfig]:
-    """Six tables of which two share features."""
+    """Six tables, of which two share features."""
     return [
         EmbeddingConfig(
             num_embeddings=10 + 7 * (i % 4), embedding_dim=8, name=f"table_{i}", feature_names=[f"feature_{i % 4}"]
@@ -114,7 +114,7 @@ class FeatureProcessedNN(TestSparseNN):
 
 
 def _constraint(sharding: str) -> ParameterConstraints:
-    # Columns are split into four; the planner uses some sharding types only where they are asked for.
+    # Columns are split into four. The planner uses some sharding types only on request.
     return ParameterConstraints(sharding_types=[sharding], min_partition=4)
 
 

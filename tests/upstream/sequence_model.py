@@ -1,4 +1,4 @@
-"""A sequence model in the place of TorchRec's ``torchrec.distributed.tests.test_sequence_model``, for its test models.
+"""A sequence model that replaces TorchRec's ``torchrec.distributed.tests.test_sequence_model``, for its test models.
 
 ``torchrec.distributed.test_utils.test_sharding`` imports that module, which the wheel of torchrec 1.8.0 does not have.
 """
@@ -22,11 +22,11 @@ TestEmbeddingCollectionSharder = StockSequenceSharder if STOCK else SequenceShar
 __all__ = ["TestEmbeddingCollectionSharder", "TestSequenceSparseNN"]
 
 LONGEST = 20
-"""Rows of a sequence that the model looks at; shorter ones are filled up with zeros."""
+"""The number of rows of a sequence that the model reads. Shorter sequences are padded with zeros."""
 
 
 class SequenceArch(nn.Module):
-    """The rows of each sequence, in a row: (B, features * LONGEST * dim)."""
+    """The rows of each sequence, concatenated: (B, features * LONGEST * dim)."""
 
     def __init__(self, tables: Sequence[EmbeddingConfig], names: Sequence[str], device: torch.device | None) -> None:
         super().__init__()
@@ -43,7 +43,7 @@ class SequenceArch(nn.Module):
 
 
 class TestSequenceSparseNN(TestSparseNNBase):
-    """Float features through a dense layer, sequences beside them, and one layer over both."""
+    """A dense layer on the float features, the sequences, and a layer on both."""
 
     __test__ = False
 
@@ -72,10 +72,10 @@ class TestSequenceSparseNN(TestSparseNNBase):
 
     def forward(self, input: ModelInput) -> Tensor | tuple[Tensor, Tensor]:
         dense = self.dense(input.float_features)
-        # A rank with fewer sequences than the others has as many float features as they.
+        # A rank with fewer sequences has as many float features as the other ranks.
         sequences = self.sparse(input.idlist_features)
         sequences = nn.functional.pad(sequences, (0, 0, 0, len(dense) - len(sequences)))
-        # Ten times the rows, so that a wrong one changes the prediction by more than the tolerance.
+        # Rows are multiplied by ten, so that a wrong row changes the prediction by more than the tolerance.
         over = self.over(torch.cat([dense, 10 * sequences], dim=1))
         prediction = torch.sigmoid(over.mean(dim=1))
         if not self.training:

@@ -44,11 +44,11 @@ class _OneChoice(RecStoreCollectionSharder):
 
 
 class BagSharder(_OneChoice, RecStoreSharder):
-    """In the place of ``TestEBCSharder``."""
+    """Replaces ``TestEBCSharder``."""
 
 
 class EmbeddingSharder(_OneChoice, RecStoreEmbeddingCollectionSharder):
-    """In the place of ``TestECSharder``."""
+    """Replaces ``TestECSharder``."""
 
 
 class _WithQComms:
@@ -69,7 +69,7 @@ class _WithQComms:
 
 
 class SequenceSharder(_WithQComms, EmbeddingSharder):
-    """In the place of ``TestEmbeddingCollectionSharder``."""
+    """Replaces ``TestEmbeddingCollectionSharder``."""
 
 
 class StockSequenceSharder(_WithQComms, TestECSharder):
@@ -77,7 +77,7 @@ class StockSequenceSharder(_WithQComms, TestECSharder):
 
 
 class FeatureProcessedSharder(RecStoreFeatureProcessedEmbeddingBagCollectionSharder):
-    """In the place of ``TestFPEBCSharder``."""
+    """Replaces ``TestFPEBCSharder``."""
 
     def __init__(
         self,
@@ -90,7 +90,7 @@ class FeatureProcessedSharder(RecStoreFeatureProcessedEmbeddingBagCollectionShar
 
 
 def default_sharders() -> list[ModuleSharder[Any]]:
-    """In the place of ``get_default_sharders``: RecStore's, and TorchRec's for other modules."""
+    """Replaces ``get_default_sharders``: RecStore's sharders, and TorchRec's for other modules."""
     ours = [
         RecStoreSharder(),
         RecStoreEmbeddingCollectionSharder(),

@@ -41,7 +41,7 @@ from . import sharders
 from .tables import KERNEL, STOCK
 
 SOURCE = os.environ.get("TORCHREC_SOURCE")
-"""A checkout of TorchRec, of the installed version; its tests run too."""
+"""The path of a checkout of TorchRec of the installed version. Its tests run too."""
 
 TEST_UTILS = tuple(
     f"torchrec.distributed.test_utils.{name}"
@@ -219,4 +219,4 @@ PLAN_ENTRIES = {
     for name in ("table_wise", "row_wise", "column_wise", "table_row_wise", "grid_shard")
 }
 REPLACED: dict[str, Any] = {**PLAN_ENTRIES, **({} if STOCK else RECSTORE)}
-"""What stands under these names in TorchRec's test modules."""
+"""The objects that have these names in TorchRec's test modules."""

@@ -1,4 +1,4 @@
-"""How many of TorchRec's tests ran, for the end of pytest's output."""
+"""The number of TorchRec's tests that ran, for the end of pytest's output."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ FOLDER = "tests/upstream/"
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """Prints the numbers if any test of this directory was run."""
+    """Prints the numbers if any test of this directory ran."""
     counts = {
         outcome: sum(report.nodeid.startswith(FOLDER) for report in terminalreporter.stats.get(outcome, ()))
         for outcome in ("passed", "failed", "xfailed")
