@@ -1,4 +1,4 @@
-"""Builds the native extension, ships what `recstore` runs; everything else stands in setup.cfg."""
+"""Builds the native extension and adds the scripts that `recstore` runs; setup.cfg has all other settings."""
 
 import glob
 import importlib.util
@@ -14,12 +14,12 @@ from setuptools.command.build_py import build_py
 FLAGS = [
     "-std=c++17",
     "-O3",
-    # Three instruction sets are compiled in and one is chosen at load, so no -march here; without
-    # contraction into fused multiply-adds they give the same bits.
+    # The library contains the code for three instruction sets and selects one of them at run time, so there is no
+    # -march. Without fused multiply-adds, all three give the same bits.
     "-ffp-contract=off",
     "-fno-math-errno",
     "-fvisibility=hidden",
-    "-g0",  # the interpreter's own flags may ask for debug information: nine tenths of the library
+    "-g0",  # the flags of the interpreter may request debug information, which makes the library ten times larger
     "-Wall",
     "-Wextra",
     "-Wno-psabi",
@@ -29,35 +29,37 @@ FLAGS = [
 
 
 def torch_folder() -> "str | None":
-    """Where torch is: in this environment, or in that of the `build` or `pip` that has made an isolated one.
+    """Returns the folder of torch in this environment, or else in that of the `build` or `pip` that runs the build.
 
-    It is no requirement of the build, since pip would take it for one of its own choice, with several GB of CUDA; a
-    library on the stable ABI fits the torch it was built on and later ones.
+    Torch is not a requirement of the build, because pip would then install a torch of its own choice, with several GB
+    of CUDA. A library on the stable ABI works with the torch that it was built with and with later versions.
     """
     spec = importlib.util.find_spec("torch")
     if spec is not None and spec.origin is not None:
         return os.path.dirname(spec.origin)
     with open(f"/proc/{os.getppid()}/cmdline", "rb") as file:
         builder = os.fsdecode(file.read().split(b"\0")[0])
-    # An isolated environment puts its own packages first by PYTHONPATH or PATH; the builder's are asked for here.
+    # An isolated environment puts its own packages first through PYTHONPATH or PATH. The option -I ignores these, so
+    # that the packages of the builder are found.
     asked = [builder, "-I", "-c", "import importlib.util; print(importlib.util.find_spec('torch').origin)"]
     answer = subprocess.run(asked, capture_output=True, text=True, check=False)
     return os.path.dirname(answer.stdout.strip()) if answer.returncode == 0 else None
 
 
 class BuildOnTorch(build_ext):
-    """Finds torch's headers when the extension is compiled, so that metadata and sdist need no torch."""
+    """Finds torch's headers only when the extension is compiled, so that metadata and the sdist need no torch."""
 
     def build_extensions(self) -> None:
         root = torch_folder()
         if root is None:
             raise SystemExit(
-                "building torchrec_recstore needs torch in the Python that builds: install requirements/base.txt first"
+                "to build torchrec_recstore, torch must be installed in the Python that runs the build: "
+                "pip install -r requirements/base.txt"
             )
         for extension in self.extensions:
             extension.extra_compile_args += ["-isystem", os.path.join(root, "include")]
             extension.library_dirs.append(os.path.join(root, "lib"))
-        # One compiler a core: setuptools compiles the files of an extension one after the other.
+        # Runs one compiler on each core; setuptools would compile the files of an extension one after the other.
         compile_files = self.compiler.compile
         with ThreadPoolExecutor(os.cpu_count()) as pool:
             self.compiler.compile = lambda files, **options: [
@@ -67,7 +69,10 @@ class BuildOnTorch(build_ext):
 
 
 class ShipScripts(build_py):
-    """Puts what `recstore train` and `recstore bench` run into the package; an editable one finds them beside it."""
+    """Copies the scripts of `recstore train` and `recstore bench` into the package.
+
+    An editable installation does not need the copies, because the scripts are next to the package.
+    """
 
     def run(self) -> None:
         super().run()
@@ -89,7 +94,7 @@ setup(
             libraries=["torch", "torch_cpu", "c10"],
             define_macros=[
                 ("Py_LIMITED_API", "0x030a0000"),
-                # torch 2.11: the first stable ABI whose from_blob takes a deleter, by which outputs are recycled.
+                # torch 2.11: the first stable ABI in which from_blob() takes a deleter, which recycles the outputs.
                 ("TORCH_TARGET_VERSION", "0x020b000000000000"),
             ],
             py_limited_api=True,

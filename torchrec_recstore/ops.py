@@ -1,9 +1,10 @@
 """Typed wrappers of the native ops ``torch.ops.recstore_ops.*``, and their fake versions.
 
-Tensors are on the CPU. The native side checks every argument again: no input crashes the process.
+All tensors are on the CPU. The native ops check every argument, so that no input crashes the process. Below, an *image*
+is a row with all its state as bytes, (image bytes,) uint8; the owner of a cold store reads and writes images.
 
 Raises:
-    ImportError: on import, where the native extension has not been built.
+    ImportError: The native extension has not been built, or does not load with the installed torch. Raised on import.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ from torchrec_recstore.optim import (
 from torchrec_recstore.options import LFU, ConstantInit, Initializer, NormalInit, TableOptions, UniformInit
 
 try:
-    from torchrec_recstore import _C  # noqa: F401  (importing it registers the ops)
+    from torchrec_recstore import _C  # noqa: F401  (the import registers the ops)
 except ImportError as error:
     raise ImportError(
         "the native extension torchrec_recstore._C is missing or does not fit this torch "
@@ -46,7 +47,7 @@ _ops = torch.ops.recstore_ops
 _INVALID = "recstore invalid argument: "
 _NO_MEMORY = "recstore out of memory: "
 _CLOSED = "no open table has the handle"
-# csrc/optimizer.h, OptimizerKind. AdamW is FBGEMM's Adam with other defaults.
+# The values of OptimizerKind in csrc/optimizer.h. AdamW is FBGEMM's Adam with other defaults.
 _KINDS: dict[type, int] = {
     SGD: 0,
     Adagrad: 1,
@@ -62,19 +63,22 @@ _KINDS: dict[type, int] = {
 }
 
 
-# csrc/config.h, RowType.
+# The values of RowType in csrc/config.h.
 _ROW_TYPES: dict[torch.dtype, int] = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
 ROW_DTYPES = tuple(_ROW_TYPES)
-"""What a table's weights can be stored as."""
+"""The types in which a table can store its weights."""
 
 
 @contextmanager
 def native_errors(who: str) -> Iterator[None]:
-    """Gives native errors their Python type and the name of who called.
+    """Converts native errors to their Python types and adds the name of the caller.
+
+    Args:
+        who: The caller's name at the beginning of the message, such as ``"table 't_user'"``.
 
     Raises:
-        ValueError: an argument broke the contract.
-        MemoryError: memory could not be had; nothing has changed.
+        ValueError: An argument is invalid.
+        MemoryError: Memory cannot be allocated. Nothing has changed.
     """
     try:
         yield
@@ -83,7 +87,7 @@ def native_errors(who: str) -> Iterator[None]:
         if text.startswith(_INVALID):
             text = text.removeprefix(_INVALID)
             if text.startswith(_CLOSED) and who.startswith("table '"):
-                text = "it is closed"
+                text = f"{who} is closed"
             raise ValueError(text if text.startswith("table '") else f"{who}: {text}") from None
         if text.startswith(_NO_MEMORY) or "std::bad_alloc" in text:
             raise MemoryError(f"{who}: out of memory: {text.removeprefix(_NO_MEMORY)}") from None
@@ -91,7 +95,7 @@ def native_errors(who: str) -> Iterator[None]:
 
 
 def _initializer_numbers(initializer: Initializer) -> tuple[int, float, float, float]:
-    """The kind (csrc/config.h, InitKind) and its numbers."""
+    """Returns the kind (InitKind in csrc/config.h) and its numbers."""
     if isinstance(initializer, UniformInit):
         return 0, initializer.low, initializer.high, 0.0
     if isinstance(initializer, NormalInit):
@@ -102,7 +106,7 @@ def _initializer_numbers(initializer: Initializer) -> tuple[int, float, float, f
 
 
 def _optimizer_numbers(optimizer: Optimizer) -> list[float]:
-    """In the order of csrc/optimizer.h, OptimizerConfig; 0 for what the optimizer has not or has switched off."""
+    """Returns the numbers of OptimizerConfig in csrc/optimizer.h, in their order; 0 for a number that is not used."""
 
     def number(name: str) -> float:
         return float(getattr(optimizer, name, None) or 0.0)
@@ -120,7 +124,7 @@ def _optimizer_numbers(optimizer: Optimizer) -> list[float]:
 
 
 def _bounds(options: TableOptions) -> list[int]:
-    """In the order of csrc/config.h, Bounds; 0 for what there is not."""
+    """Returns the numbers of Bounds in csrc/config.h, in their order; 0 for a bound that the table lacks."""
     eviction, admission = options.eviction, options.admission
     return [
         options.max_rows or 0,
@@ -144,10 +148,18 @@ def table_create(
     stochastic_rounding: bool = False,
     options: TableOptions = TableOptions(),  # noqa: B008  (frozen)
 ) -> int:
-    """Makes a table that holds ``columns`` of each row; returns its handle, to be given to :func:`table_destroy`.
+    """Makes a table and returns its handle, which :func:`table_destroy` frees.
 
-    ``dtype`` is one of :data:`ROW_DTYPES`; tensors of weights are float32 for each of them. Of ``options`` the bounds
-    count.
+    Args:
+        name: Name of the table.
+        columns: Columns of each row that this shard holds.
+        seed: Seed of the initial weights.
+        missing: How an evaluation lookup reads an id without a row: ``"zeros"`` or ``"init"``.
+        initializer: Distribution of the initial weights.
+        optimizer: Optimizer of the updates.
+        dtype: Type in which weights are stored, one of :data:`ROW_DTYPES`. Lookups return float32 for each type.
+        stochastic_rounding: Whether updates round 16-bit weights stochastically.
+        options: Only the bounds of the options are used.
     """
     numbers = _initializer_numbers(initializer)
     with native_errors(f"table '{name}'"):
@@ -168,179 +180,184 @@ def table_create(
 
 
 table_destroy = cast(Callable[[int], None], _ops.table_destroy.default)
-"""Frees a table. A handle that is unknown is ignored."""
+"""(table). Frees a table. An unknown handle is ignored."""
 
 table_lookup = cast(Callable[[int, Tensor, bool], Tensor], _ops.table_lookup.default)
-"""(table, ids (N,) int64, train) -> (N, columns) float32."""
+"""(table, ids (N,) int64, train) -> (N, columns) float32. A training lookup is one step and makes missing rows."""
 
 table_update = cast(Callable[[int, Tensor, Tensor, float], None], _ops.table_update.default)
-"""(table, ids (N,) int64, grads (N, columns) float32, learning rate)."""
+"""(table, ids (N,) int64, grads (N, columns) float32, learning rate). Updates the rows; makes missing rows first."""
 
 table_insert = cast(Callable[[int, Tensor, Tensor], None], _ops.table_insert.default)
-"""(table, ids (N,) int64, weights (N, columns) float32)."""
+"""(table, ids (N,) int64, weights (N, columns) float32). Makes or overwrites the weights of rows."""
 
 table_remove = cast(Callable[[int, Tensor], Tensor], _ops.table_remove.default)
-"""(table, ids (N,) int64) -> () int64: number of rows removed."""
+"""(table, ids (N,) int64) -> () int64: the number of rows that were removed."""
 
 table_contains = cast(Callable[[int, Tensor], Tensor], _ops.table_contains.default)
-"""(table, ids (N,) int64) -> (N,) bool."""
+"""(table, ids (N,) int64) -> (N,) bool: whether each id has a row in memory."""
 
 table_ids = cast(Callable[[int], Tensor], _ops.table_ids.default)
-"""(table) -> (rows,) int64, ascending."""
+"""(table) -> (rows,) int64: the ids that have a row in memory, in ascending order."""
 
 table_stats = cast(Callable[[int], list[int]], _ops.table_stats.default)
 """(table) -> rows, bytes, lookups, misses, inserts, updates, steps, refused, evicted, expired, cold hits."""
 
 table_optimizer_steps = cast(Callable[[int], int], _ops.table_optimizer_steps.default)
-"""(table) -> the updates so far, one a step: what Adam's and LAMB's bias correction counts."""
+"""(table) -> the number of updates so far, which the bias correction of Adam and LAMB uses. Each step is one update."""
 
 table_set_optimizer_steps = cast(Callable[[int, int], None], _ops.table_set_optimizer_steps.default)
-"""(table, updates)."""
+"""(table, number of updates). Sets the number that :data:`table_optimizer_steps` returns."""
 
 table_steps = cast(Callable[[int], int], _ops.table_steps.default)
-"""(table) -> training lookups so far."""
+"""(table) -> the number of training lookups so far, which is the clock of the rows' last steps."""
 
 table_set_steps = cast(Callable[[int, int], None], _ops.table_set_steps.default)
-"""(table, training lookups so far): the clock that last steps are told by."""
+"""(table, number of training lookups). Sets the clock that :data:`table_steps` returns."""
 
 RowTensors = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
-"""Weights (N, columns) of the table's dtype, element-wise optimizer states (states, N, columns) float32, the row-wise
-state (N,) float32, last step (N,) int64, frequency (N,) int64."""
+"""Weights (N, columns) of the table's dtype, element-wise optimizer states (states, N, columns) float32, row-wise
+optimizer state (N,) float32, last step (N,) int64, frequency (N,) int64."""
 
 table_export = cast(Callable[[int, Tensor], RowTensors], _ops.table_export.default)
-"""(table, ids (N,) int64) -> :data:`RowTensors`. ValueError where an id has no row."""
+"""(table, ids (N,) int64) -> :data:`RowTensors`. An id without a row is a ValueError."""
 
 table_import = cast(Callable[[int, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor], None], _ops.table_import.default)
-"""(table, ids (N,) int64, :data:`RowTensors`). Makes or overwrites the rows, all of each."""
+"""(table, ids (N,) int64, :data:`RowTensors`). Makes or overwrites whole rows."""
 
 table_exchange_rows = cast(Callable[[int, int], None], _ops.table_exchange_rows.default)
-"""(table, other table of the same shape). Each gets the other's rows, clocks and changes; nothing is copied."""
+"""(table, other table of the same shape). Exchanges the rows, clocks and changes of two tables without copying them."""
 
 table_is_being_saved = cast(Callable[[int], bool], _ops.table_is_being_saved.default)
-"""(table) -> whether there is a snapshot of it."""
+"""(table) -> whether the table has a snapshot."""
 
 table_sightings = cast(Callable[[int], tuple[Tensor, int]], _ops.table_sightings.default)
-"""(table) -> what admission has counted: cells (2, 4, N) uint8, the present generation first, and the sightings that
-this one has taken. N is 0 without admission."""
+"""(table) -> the counts of admission: cells (2, 4, N) uint8, with the present generation first, and the number of
+sightings in the present generation. N is 0 for a table without admission."""
 
 table_set_sightings = cast(Callable[[int, Tensor, int], None], _ops.table_set_sightings.default)
-"""(table, cells, taken)."""
+"""(table, cells, number of sightings). Restores the counts that :data:`table_sightings` returns."""
 
-# What follows is for whoever keeps a table's cold store. An image, (image bytes,) uint8, is a row with all its state.
+# The following ops are for the owner of a table's cold store.
 
 table_image_bytes = cast(Callable[[int], int], _ops.table_image_bytes.default)
-"""(table) -> bytes of an image."""
+"""(table) -> the number of bytes of an image."""
 
 table_absent = cast(Callable[[int, Tensor], Tensor], _ops.table_absent.default)
-"""(table, ids (N,) int64) -> the distinct ones that have no row in memory, in the order of their first occurrence."""
+"""(table, ids (N,) int64) -> the distinct ids without a row in memory, in the order of their first occurrence."""
 
 table_may_be_cold = cast(Callable[[int, Tensor], Tensor], _ops.table_may_be_cold.default)
-"""(table, ids (N,) int64) -> (N,) bool: whether they may have left for the cold store; False is certain."""
+"""(table, ids (N,) int64) -> (N,) bool: whether each row may be in the cold store. False is certain, True is not."""
 
 table_admits = cast(Callable[[int, Tensor, bool], Tensor], _ops.table_admits.default)
-"""(table, ids (N,) int64 without a row, lookup) -> (N,) bool: whether a training lookup, or else an update, would make
-their rows."""
+"""(table, ids (N,) int64 without a row, lookup) -> (N,) bool: whether a training lookup would make a row for each id;
+an update if ``lookup`` is False."""
 
 table_leaving = cast(Callable[[int, Tensor, int], Tensor], _ops.table_leaving.default)
-"""(table, ids (N,) int64, new rows) -> ids whose rows must leave before so many more come, none of ``ids``. ValueError
-where the working set is larger than ``max_rows``."""
+"""(table, ids (N,) int64, number of new rows) -> the ids whose rows must be evicted before the new rows are made; none
+of ``ids``. A working set larger than ``max_rows`` is a ValueError."""
 
 table_images = cast(Callable[[int, Tensor], Tensor], _ops.table_images.default)
-"""(table, ids (N,) int64) -> (N, image bytes) uint8. ValueError where an id has no row in memory."""
+"""(table, ids (N,) int64) -> images (N, image bytes) uint8. An id without a row in memory is a ValueError."""
 
 table_evict = cast(Callable[[int, Tensor, Tensor], Tensor], _ops.table_evict.default)
-"""(table, ids (N,) int64, images (N, image bytes) uint8) -> (N,) bool: which rows have left memory; those stay that are
-no longer as in their image, or that a pending backward needs."""
+"""(table, ids (N,) int64, images (N, image bytes) uint8) -> (N,) bool: whether each row was removed from memory. A row
+stays if it is no longer equal to its image, or if a pending backward needs it."""
 
 table_bring_back = cast(Callable[[int, Tensor, Tensor, bool], None], _ops.table_bring_back.default)
-"""(table, ids (N,) int64, images (N, image bytes) uint8, whether a step looks them up). There must be room."""
+"""(table, ids (N,) int64, images (N, image bytes) uint8, whether a step looks up the ids). Makes the rows of images
+that were read from the cold store. The table must have room for them."""
 
 table_expired = cast(Callable[[int], Tensor], _ops.table_expired.default)
-"""(table) -> ids (N,) int64 whose rows no step has looked up for too long."""
+"""(table) -> ids (N,) int64 of the rows that have expired."""
 
 table_note_cold = cast(Callable[[int, Tensor], None], _ops.table_note_cold.default)
-"""(table, ids (N,) int64) whose rows are about to be written to the cold store."""
+"""(table, ids (N,) int64). Notes that the rows are about to be written to the cold store."""
 
 table_note_left = cast(Callable[[int, Tensor], None], _ops.table_note_left.default)
-"""(table, ids (N,) int64) whose rows have left the cold store for good: for deltas."""
+"""(table, ids (N,) int64). Notes that the rows were deleted from the cold store for good, for delta checkpoints."""
 
 table_count_expired = cast(Callable[[int, int], None], _ops.table_count_expired.default)
-"""(table, rows) that have left for age."""
+"""(table, number of rows). Adds rows to the count of expired rows."""
 
 table_mark = cast(Callable[[int], int], _ops.table_mark.default)
-"""(table) -> a mark, since when changes are known from here on."""
+"""(table) -> a new mark. From now on it is known which rows change after this mark."""
 
 snapshot_open = cast(Callable[[int, int | None], int], _ops.snapshot_open.default)
-"""(table, mark or None) -> a snapshot of all rows, or of those changed since the mark."""
+"""(table, mark or None) -> a snapshot of all rows, or of the rows that have changed since the mark."""
 
 snapshot_moment = cast(Callable[[int], list[int]], _ops.snapshot_moment.default)
-"""(snapshot) -> a mark of its moment, and the table's rows, steps and optimizer steps then."""
+"""(snapshot) -> a mark of the snapshot's moment, and the table's rows, steps and optimizer steps at that moment."""
 
 snapshot_left = cast(Callable[[int], Tensor | None], _ops.snapshot_left.default)
-"""(snapshot since a mark) -> ids (N,) int64, ascending, that had a row then and had none any more; None where they are
-no longer known, or where there was no mark."""
+"""(snapshot) -> ids (N,) int64, ascending, of the rows that were removed after the mark of :data:`snapshot_open`; None
+if they are no longer known, or if there was no mark."""
 
 snapshot_rows_left = cast(Callable[[int], int], _ops.snapshot_rows_left.default)
-"""(snapshot) -> rows that have not been read."""
+"""(snapshot) -> the number of rows that have not been read."""
 
 snapshot_read = cast(
     Callable[[int, int, bool], tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]], _ops.snapshot_read.default
 )
-"""(snapshot, n, polite) -> the next n ids (n,) int64, ascending, and their :data:`RowTensors`."""
+"""(snapshot, n, polite) -> the next n ids (n,) int64, ascending, and their :data:`RowTensors`. A polite read takes a
+small share of one core, so that it does not slow down training."""
 
 snapshot_close = cast(Callable[[int], None], _ops.snapshot_close.default)
-"""Forgets a snapshot. A handle that is unknown is ignored."""
+"""(snapshot). Ends a snapshot. An unknown handle is ignored."""
 
 group_destroy = cast(Callable[[int], None], _ops.group_destroy.default)
-"""Forgets a group; its tables stay. A handle that is unknown is ignored."""
+"""(group). Forgets a group; its tables stay open. An unknown handle is ignored."""
 
 group_forward = cast(
     Callable[[int, Tensor, Tensor, Tensor | None, bool], tuple[Tensor, Tensor]], _ops.group_forward.default
 )
 """(group, ids (N,) int64, offsets (features * B + 1,) int32 or int64, weights (N,) float32 or None, train)
--> pooled (B, columns) float32, and the context for :func:`group_backward` (empty without train).
+-> pooled (B, columns) float32, and the context for :func:`group_backward`, which is empty without ``train``.
 
-While the context lives, the slots that the forward found are not reused."""
+The slots that the forward has found are not reused while the context exists."""
 
 group_table_ids = cast(Callable[[int, Tensor, Tensor | None], list[Tensor]], _ops.group_table_ids.default)
-"""(group, ids (N,) int64, offsets as for :func:`group_forward`, or None in a group of one feature) -> the raw ids that
-the batch looks up in each table."""
+"""(group, ids (N,) int64, offsets) -> for each table, the raw ids that the batch looks up in it. The offsets are as for
+:func:`group_forward`; they may be None in a group of one feature."""
 
 group_read = cast(
     Callable[[int, Tensor, Tensor | None, Tensor | None, Sequence[Tensor], Sequence[Tensor]], Tensor],
     _ops.group_read.default,
 )
-"""(group, ids (N,) int64, offsets, weights, ids (n,) int64, ascending, and images (n, image bytes) uint8 of each table)
--> pooled (B, columns) float32: an evaluation lookup in which these rows lie elsewhere."""
+"""(group, ids (N,) int64, offsets, weights, elsewhere_ids, elsewhere_images) -> pooled (B, columns) float32.
+
+An evaluation lookup in which some rows are not in the tables: for each table, their ids (n,) int64, ascending, and
+their images (n, image bytes) uint8."""
 
 group_prefetch = cast(Callable[[int, Tensor, Sequence[int]], None], _ops.group_prefetch.default)
-"""(group, ids (N,) int64, how many of them each feature has). Makes missing rows ahead of their training forward, on
-the calling thread alone; they count as misses and inserts now and as lookups then."""
+"""(group, ids (N,) int64, number of ids of each feature). Makes missing rows before their training forward, on the
+calling thread alone. The rows count as misses and inserts now, and as lookups in the forward."""
 
 group_backward = cast(Callable[[Tensor, Tensor, Sequence[float], bool], Tensor], _ops.group_backward.default)
 """(context, grad (B, columns) float32, learning rate of each table, weight_grads)
--> per-sample weights' gradient (N,) float32, empty without weight_grads. Updates the rows."""
+-> gradient of the per-sample weights (N,) float32, which is empty without ``weight_grads``. Updates the rows."""
 
 group_weight_gradients = cast(Callable[[Tensor, Tensor], Tensor], _ops.group_weight_gradients.default)
-"""(context, grad (B, columns) float32) -> per-sample weights' gradient (N,) float32; the rows stay as they are."""
+"""(context, grad (B, columns) float32) -> gradient of the per-sample weights (N,) float32. The rows do not change."""
 
 group_accumulated_backward = cast(
     Callable[[Sequence[Tensor], Sequence[Tensor], Sequence[float]], None], _ops.group_accumulated_backward.default
 )
-"""(contexts of one group, the grad of each (B, columns) float32, learning rate of each table): one update of each row
-on the sum over all contexts, feature by feature, and of a feature context by context."""
+"""(contexts of one group, grad (B, columns) float32 of each context, learning rate of each table). Updates each row
+once, on the sum of its gradients over all contexts. The sum is taken feature by feature, and within a feature context
+by context."""
 
 
 def group_create(
     tables: Sequence[int], feature_tables: Sequence[int], routings: Sequence[tuple[int, int, int, bool]], mean: bool
 ) -> int:
-    """Joins tables that are looked up in one call.
+    """Makes a group of tables that one call looks up, and returns its handle, which :func:`group_destroy` frees.
 
     Args:
-        tables: handles.
-        feature_tables: for each feature the position of its table in ``tables``.
-        routings: for each table (block_rows, world_size, rank, mixed); a world_size of 0 leaves ids as they are.
-        mean: pool by mean, else by sum.
+        tables: Handles of the tables.
+        feature_tables: For each feature, the position of its table in ``tables``.
+        routings: For each table (block_rows, world_size, rank, mixed). A world_size of 0 leaves ids unchanged.
+        mean: Whether to pool by the mean; otherwise by the sum.
     """
     flat = [int(number) for routing in routings for number in routing]
     with native_errors("group"):
@@ -350,26 +367,27 @@ def group_create(
 rows_forward = cast(
     Callable[[Sequence[int], Tensor, Sequence[int], bool], tuple[Tensor, Tensor]], _ops.rows_forward.default
 )
-"""(groups of one feature, ids (N,) int64, counts: ids of each group, train)
--> rows (sum of counts * columns,) float32, and the contexts (groups,) that :func:`group_backward` takes one by one, as
-``contexts[i : i + 1]`` (empty without train)."""
+"""(groups of one feature, ids (N,) int64, number of ids of each group, train)
+-> rows (sum of counts * columns,) float32, and the contexts (groups,), which are empty without ``train``.
+``contexts[i : i + 1]`` is the argument of :func:`group_backward` for group ``i``."""
 
 mix_ids = cast(Callable[[Tensor, bool], Tensor], _ops.mix_ids.default)
-"""(ids (N,) int64, inverse) -> (N,) int64: a bijection without a pattern in its low bits, or its inverse."""
+"""(ids (N,) int64, inverse) -> (N,) int64: the ids, mapped by a bijection that leaves no pattern in their low bits, or
+by its inverse."""
 
 
 def buffer_pool_bytes() -> tuple[int, int, int]:
-    """Bytes of the process's pool of outputs and gradients: in use, idle, and the most that it keeps idle."""
+    """Returns the bytes of the process's buffer pool for outputs and gradients: in use, idle, and the bound on idle."""
     used, idle, most_idle = _ops.buffer_pool_bytes()
     return used, idle, most_idle
 
 
 def instruction_set() -> str:
-    """The instruction set that the row loops run on: ``"baseline"``, ``"avx2"`` or ``"avx512"``."""
+    """Returns the instruction set of the loops over rows: ``"baseline"``, ``"avx2"`` or ``"avx512"``."""
     return cast(str, _ops.instruction_set())
 
 
-# Fake versions: shapes alone, for torch.compile and opcheck. What depends on a table's state is symbolic.
+# The fake versions compute shapes only, for torch.compile and opcheck. A size that depends on a table is symbolic.
 
 
 def _symbolic_size() -> torch.SymInt:
@@ -485,6 +503,6 @@ _FAKES: dict[str, Callable[..., object]] = {
 for _name, _fake in _FAKES.items():
     torch.library.register_fake(f"recstore_ops::{_name}", _fake)
     if _fake is not _fake_mix:
-        # The rows that the other ops read and change are no tensor of a graph. As effects in order, compilers neither
-        # drop one of them nor move it before or behind another. (torch has no public name for it, 2.13.)
+        # The other ops read and change rows, which are not tensors of a graph. As ordered effects, they are neither
+        # dropped nor reordered by compilers. (torch 2.13 has no public name for this.)
         _register_effectful_op(f"recstore_ops::{_name}", EffectType.ORDERED)

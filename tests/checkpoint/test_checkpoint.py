@@ -428,7 +428,7 @@ def test_loading_waits_for_nobody_and_breaks_no_save(tmp_path: Path) -> None:
     model = trained()
     save_checkpoint(model, tmp_path / "first")
     (table,) = (s.table for s in model.module.sparse.recstore_state.shards["user"])
-    with table.snapshot(), pytest.raises(ValueError, match="table 'user': it is being saved already"):
+    with table.snapshot(), pytest.raises(ValueError, match="table 'user': the table is being saved already"):
         load_checkpoint(model, tmp_path / "first")
     load_checkpoint(model, tmp_path / "first")
 

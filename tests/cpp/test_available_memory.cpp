@@ -1,4 +1,4 @@
-// What is left of the machine's memory and of each control group's that bounds the process, from files as Linux writes them.
+// available_memory() with files as Linux writes them: memory of the machine, and of the control groups of the process.
 
 #include "memory.h"
 
@@ -15,7 +15,7 @@ using recstore::available_memory;
 
 namespace {
 
-// A folder that stands for "/".
+// A temporary folder that replaces "/".
 class Root {
  public:
   Root() {

@@ -1,5 +1,5 @@
-// Tables with bounds, without torch: never more rows than allowed, pending passes keep theirs, what fails changes
-// nothing, and rows that leave for a cold store come back bit for bit.
+// Tables with bounds: a table never has more rows than its bound, pending passes keep their rows, a call that fails
+// changes nothing, and rows return from a cold store bit for bit.
 
 #include <algorithm>
 #include <cstdint>
@@ -125,7 +125,7 @@ void any_calls_keep_the_bound(const Bounds& bounds, uint64_t seed) {
       }
     }
     CHECK(table->size() <= bounds.max_rows);
-    // A slot that a pending pass refers to is no other id's.
+    // A slot that a pending pass refers to does not belong to another id.
     for (const Step& step : pending) {
       SlotSet pinned(table->rows().slots());
       step.pass->pin(*table, pinned);

@@ -1,4 +1,5 @@
-// What the ops do with one table or group: updates and writes by id, evaluation lookups, prefetches, questions.
+// The functions that the ops call for one table or group: updates and writes by id, evaluation lookups, prefetches,
+// queries about bounds, snapshots.
 
 #include <algorithm>
 #include <cstdint>
@@ -125,6 +126,8 @@ void reading_makes_no_rows() {
   bool found[4];
   contains(*LockedTable(table), ids.data(), 4, found, executor);
   CHECK(!found[0] && found[1] && found[2] && !found[3]);
+  CHECK(find_rows(*LockedTable(table), ids.data() + 1, 2, executor).size() == 2);
+  CHECK_THROWS(find_rows(*LockedTable(table), ids.data(), 4, executor), InvalidArgument);
   CHECK(table->size() == 1 && table->counters().lookups == 0 && table->counters().steps == 0);
   LockedTable(table)->close();
   CHECK_THROWS(read_weights(table, {3}), InvalidArgument);
@@ -179,7 +182,7 @@ void ids_that_move_to_the_cold_store_are_distinct() {
   CHECK(table->size() == 2 && table->counters().cold_hits == 0);
 }
 
-void questions_about_bounds() {
+void queries_about_bounds() {
   SerialExecutor executor;
   const auto unbounded = make_table();
   CHECK_THROWS(leaving_ids(*LockedTable(unbounded), nullptr, 0, 3, executor), InvalidArgument);
@@ -251,7 +254,7 @@ int main() {
   a_prefetch_makes_the_rows_of_unbounded_tables();
   passes_that_share_a_table_are_refused();
   ids_that_move_to_the_cold_store_are_distinct();
-  questions_about_bounds();
+  queries_about_bounds();
   ids_that_left_are_listed_since_a_mark();
   bounds_are_checked();
   a_polite_reader_uses_no_other_thread();

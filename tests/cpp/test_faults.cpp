@@ -1,5 +1,5 @@
-// Every allocation of a call fails once in turn: after each failure the tables are as they were, to the bit, and the
-// same call then does what it does in tables where nothing failed.
+// Each allocation of a call fails in turn. After the failure the tables are unchanged, to the bit, and a second call
+// gives the same result as a call without a failure.
 
 #include <sys/mman.h>
 
@@ -26,15 +26,16 @@
 
 namespace faults {
 
-thread_local bool counting = false;  // what this thread asks for is counted
+thread_local bool counting = false;  // whether allocations of this thread are counted
 std::atomic<int64_t> count{0};
-int64_t failing = -1;  // the number of the allocation that fails, from 0
+int64_t failing = -1;  // the number of the allocation that fails; the first is 0
 
 bool fails() { return counting && count.fetch_add(1) == failing; }
 
 }  // namespace faults
 
-// What the core asks the system for memory by. GCC 12 takes delete's free() for a mismatch where it inlines one of a pair.
+// These functions replace those by which the core allocates memory. They are not inlined, because GCC 12 warns about
+// free() in operator delete if it inlines only one function of a new-delete pair.
 #define NOT_INLINED __attribute__((noinline))
 NOT_INLINED void* operator new(std::size_t size) {
   void* memory = faults::fails() ? nullptr : std::malloc(size == 0 ? 1 : size);
@@ -68,13 +69,13 @@ namespace {
 
 constexpr int64_t kColumns = 5;
 
-// Lends threads whose own memory does not count.
+// An executor that does not count the memory of its threads themselves.
 class Workers final : public Executor {
  public:
   explicit Workers(int count) : threads_(count) {}
   int threads() const override { return threads_.threads(); }
   void run(int workers, Body body, void* context) override {
-    if (faults::fails()) throw std::bad_alloc();  // as where no thread can be had
+    if (faults::fails()) throw std::bad_alloc();  // as if no thread could be started
     struct Shared {
       Body body;
       void* context;
@@ -95,15 +96,15 @@ class Workers final : public Executor {
 struct Tables {
   std::vector<std::shared_ptr<Table>> all;
   std::shared_ptr<const Group> group;
-  std::vector<std::shared_ptr<Pass>> passes;  // still to go back
+  std::vector<std::shared_ptr<Pass>> passes;  // passes without a backward
   std::vector<std::unique_ptr<Snapshot>> snapshots;
   std::vector<float> out = std::vector<float>(40 * 3 * kColumns);
 };
 
 struct Kind {
   std::string name;
-  Bounds first;   // of the first table; the second has none, the third is full
-  bool snapshot;  // while one watches
+  Bounds first;   // bounds of the first table; the second table has none, and the third is full
+  bool snapshot;  // whether each table has a snapshot
 };
 
 std::shared_ptr<Table> make_table(const Bounds& bounds, const char* name) {
@@ -118,7 +119,7 @@ std::shared_ptr<Table> make_table(const Bounds& bounds, const char* name) {
   return std::make_shared<Table>(config);
 }
 
-// Features of the tables one after the other, each of n ids.
+// A batch with n ids for each feature.
 struct Data {
   std::vector<int64_t> ids, offsets;
   std::vector<float> grad;
@@ -167,7 +168,7 @@ void append(std::string& bytes, const T& value) {
   bytes.append(reinterpret_cast<const char*>(&value), sizeof(value));
 }
 
-// All that the calls may change, apart from where it lies.
+// Returns everything that the calls may change, except the slots of the rows.
 std::string state_of(const Tables& tables) {
   SerialExecutor executor;
   std::string state;
@@ -199,7 +200,7 @@ using Call = std::function<void(Tables&, Executor&)>;
 
 int64_t calls_that_failed = 0;
 
-// before: what goes before the call, and does not fail.
+// before: runs before the call and does not fail.
 void every_allocation_fails_once(const Kind& kind, const std::string& name, int threads, const Call& before, const Call& call) {
   Workers workers(threads);
   Tables untouched = make_tables(kind);
@@ -234,7 +235,7 @@ void every_allocation_fails_once(const Kind& kind, const std::string& name, int 
     tables.passes.clear();
     if (state_of(tables) != expected) {
       std::fprintf(stderr, "%s, %s, %d threads: another result after allocation %lld, which %s\n", kind.name.c_str(), name.c_str(), threads,
-                   static_cast<long long>(failing), failed ? "failed" : "was got over");
+                   static_cast<long long>(failing), failed ? "failed" : "did not fail the call");
       std::abort();
     }
     if (faults::count <= failing) break;
@@ -256,7 +257,7 @@ void backward(Tables& tables, Executor& executor) { tables.passes.back()->backwa
 void accumulated(Tables& tables, Executor& executor) {
   accumulated_backward(tables.passes, {new_ids().grad.data(), new_ids().grad.data()}, {0.1f, 0.2f, 0.3f}, executor);
 }
-// Of groups of one table each.
+// One pass for each table.
 void several_passes(Tables& tables, Executor& executor) {
   static const Data data(1, 40, 777);
   std::vector<std::shared_ptr<Pass>> passes;
@@ -334,7 +335,7 @@ void watch(Tables& tables, Executor&) {
   if (!tables.snapshots.empty()) return;
   auto snapshot = std::make_unique<Snapshot>(tables.all[0], std::nullopt);
 }
-// A table grows far, over several pieces of its regions.
+// A table grows so far that its regions grow several times.
 void grow(Tables& tables, Executor& executor) {
   static const Data data(1, 9000, 100000);
   for_each_table(tables, 1, [&](const std::shared_ptr<Table>& table) {

@@ -65,7 +65,7 @@ void random_stream(uint64_t seed, int64_t population, int steps) {
   check_equal(index, {});
 }
 
-// Fill to the brim and empty again: every line of a segment overflows, and every hole is refilled.
+// Fills the index and removes half of the ids: lines overflow, and holes are refilled.
 void fill_and_drain(int64_t count) {
   Index index(3);
   std::unordered_map<int64_t, Slot> expected;

@@ -1,5 +1,5 @@
-// Memory that is given back: a table from which most rows have gone moves the rest together, with passes pending and
-// marks set, and the pool of buffers keeps no more than takes of late have used.
+// Memory that returns to the system: a table moves its rows together after most rows were removed, while passes are
+// pending and marks are set; the buffer pool keeps no more memory than was used recently.
 
 #include <sys/mman.h>
 
@@ -36,7 +36,7 @@ std::shared_ptr<Table> make_table() {
   return std::make_shared<Table>(config);
 }
 
-// Resident bytes of the pages of a table's rows.
+// Returns the resident bytes of the memory of a table's rows.
 int64_t resident(const Table& table, int64_t slots) {
   const auto bytes = static_cast<size_t>(slots * table.rows().row_bytes());
   std::vector<unsigned char> pages((bytes + 4095) / 4096);
@@ -76,7 +76,7 @@ int64_t remove(Table& table, const std::vector<int64_t>& ids) {
   return table.remove(ids.data(), static_cast<int64_t>(ids.size()));
 }
 
-// A table, and one whose rows cannot move since it is never without a snapshot.
+// Compares a table with a second one whose rows cannot move, because it always has a snapshot.
 void rows_that_move_are_the_same(size_t at_once) {
   std::mt19937_64 random(at_once);
   Threads executor(2);
@@ -97,7 +97,7 @@ void rows_that_move_are_the_same(size_t at_once) {
     still_mark = snapshot->mark();
   }
   std::shuffle(all.begin(), all.end(), random);
-  std::vector<Step> pending, still_pending;  // of rows that stay, and of some that are removed meanwhile
+  std::vector<Step> pending, still_pending;  // passes of rows that stay, and of rows that are removed
   const std::vector<int64_t> looked_up(all.end() - 3000, all.end());
   std::vector<int64_t> with_removed(all.begin() + 40000, all.begin() + 40100);
   with_removed.insert(with_removed.end(), all.end() - 500, all.end());
@@ -110,7 +110,7 @@ void rows_that_move_are_the_same(size_t at_once) {
     const std::vector<int64_t> some(all.begin() + static_cast<int64_t>(first), all.begin() + static_cast<int64_t>(std::min<size_t>(first + at_once, kRows * 9 / 10)));
     removed += remove(*table, some);
     remove(*still, some);
-    if (first == 30000 / at_once * at_once) {  // the passes end here, some rows later
+    if (first == 30000 / at_once * at_once) {  // the passes end here, after some rows were removed
       for (auto* steps : {&pending, &still_pending}) {
         for (Step& step : *steps) step.backward(executor);
         steps->clear();
@@ -124,7 +124,7 @@ void rows_that_move_are_the_same(size_t at_once) {
   }
   const auto rest = ids_of(*table);
   CHECK(rest == ids_of(*still));
-  for (int step = 0; step < 20; ++step) {  // what a call leaves, the next steps do
+  for (int step = 0; step < 20; ++step) {  // these steps finish the compaction
     Step(group, {rest[static_cast<size_t>(step)]}, executor).backward(executor);
     Step(still_group, {rest[static_cast<size_t>(step)]}, executor).backward(executor);
   }
@@ -133,7 +133,7 @@ void rows_that_move_are_the_same(size_t at_once) {
   CHECK(resident(*table, kRows) < before / 4);
   CHECK(still->rows().slots() == kRows);
 
-  // What has changed since the mark is still known.
+  // The changes since the mark are still known.
   snapshot.reset();
   std::vector<std::vector<int64_t>> changed;
   for (const auto& [of, since] : {std::make_pair(table, mark), std::make_pair(still, still_mark)}) {
@@ -150,7 +150,7 @@ void rows_that_move_are_the_same(size_t at_once) {
   }
   CHECK(changed[0] == changed[1] && changed[0].size() >= 3000);
 
-  // It grows again, into the slots below first.
+  // The table grows again, and uses the lowest free slots first.
   for (const auto& of : {group, still_group}) Step(of, all, executor).backward(executor);
   CHECK(table->size() == kRows && table->rows().slots() == kRows);
   CHECK(images_of(*table, all, executor) == images_of(*still, all, executor));
@@ -166,7 +166,7 @@ void an_empty_table_has_no_memory() {
   CHECK(table->rows().slots() == 0 && resident(*table, kRows) < 2 << 20);
 }
 
-// Steps of random calls, in which compaction begins, ends and is given up.
+// Random calls, during which compactions begin, end and are abandoned.
 void any_calls(uint64_t seed) {
   std::mt19937_64 random(seed);
   Threads executor(2);
@@ -215,7 +215,7 @@ void the_pool_keeps_what_is_used() {
   held.clear();
   CHECK(pool.bytes().used == 0 && pool.bytes().idle <= 64 * kMiB);
 
-  // Steps that use more than the pool keeps at first: from the third on they find all their buffers again.
+  // The steps use more memory than the pool keeps at first. From the third step on, they get the same buffers again.
   const auto step = [&](size_t buffers) {
     std::vector<void*> found;
     for (size_t i = 0; i < buffers; ++i) {
@@ -232,7 +232,7 @@ void the_pool_keeps_what_is_used() {
   CHECK(pool.bytes().idle >= 200 * kMiB && pool.bytes().idle <= 300 * kMiB);
   for (int i = 0; i < 20; ++i) CHECK(step(10) == third);
 
-  // When they use less, the rest goes.
+  // When the steps use less memory, the pool frees the rest.
   for (int i = 0; i < 200; ++i) step(1);
   CHECK(pool.bytes().idle <= 64 * kMiB);
   CHECK(pool.free_idle() > 0 && pool.bytes().idle == 0);
@@ -245,7 +245,8 @@ void tensors_are_no_larger_than_a_machine() {
   }
 }
 
-// A call fails this many times for want of memory.
+// Makes a call whose first `failures` tries run out of memory. Returns the number of tries, negative if the last
+// failed.
 int calls_until_success(BufferPool& pool, int failures, bool native) {
   int calls = 0;
   try {

@@ -1,4 +1,4 @@
-// Philox4x32-10 against the known answers that its authors publish (Random123, kat_vectors).
+// Philox4x32-10 against the known answers of its authors (Random123, kat_vectors).
 
 #include <cstdint>
 

@@ -1,4 +1,4 @@
-// Handles of native objects: owned handles end with their owner, and a forked process refuses those of its parent.
+// Handles of native objects: owned handles end with their owner, and a forked process refuses its parent's handles.
 
 #include "registry.h"
 

@@ -1,4 +1,4 @@
-// A snapshot read while another thread updates, removes and inserts; row types and kept rows; marks.
+// Snapshots that are read while another thread updates, removes and inserts rows; row types; copies of rows; marks.
 
 #include <atomic>
 #include <cstdint>
@@ -27,7 +27,7 @@ std::shared_ptr<Table> make_table(OptimizerKind kind, RowType type) {
   return std::make_shared<Table>(config);
 }
 
-// Every weight, state and bookkeeping number of a row is `value`.
+// Arrays for whole rows. write() sets all numbers of a row except the weights to one value.
 struct Image {
   std::vector<char> weights;
   std::vector<std::vector<float>> elements;
@@ -76,7 +76,7 @@ std::unique_ptr<Snapshot> snapshot_of(const std::shared_ptr<Table>& table, std::
   return std::make_unique<Snapshot>(table, since);
 }
 
-// Reads all rows, which must have `value` everywhere; returns their ids.
+// Reads all rows, checks that they have `value` everywhere, and returns their ids.
 std::vector<int64_t> read(Snapshot& snapshot, int64_t value, int64_t step, bool polite, Executor& executor) {
   std::vector<int64_t> ids;
   while (snapshot.rows_left() > 0) {

@@ -1,5 +1,5 @@
-// Everything at once on several threads, as the ops do it, for ThreadSanitizer (make test-tsan) above all: training,
-// prefetch, evaluation, snapshots, statistics, eviction, expiry, admission, a cold store, loads, exchanges of rows.
+// Concurrent use from several threads, mainly for ThreadSanitizer (make test-tsan): training, prefetch, evaluation,
+// snapshots, statistics, eviction, expiry, admission, a cold store, loads, exchanges of rows.
 
 #include <algorithm>
 #include <chrono>
@@ -71,7 +71,7 @@ std::shared_ptr<const Group> group_of(std::vector<std::shared_ptr<Table>> tables
   return std::make_shared<const Group>(std::move(tables), std::vector<Routing>(n), std::move(features), mean);
 }
 
-// One thread's random numbers and the threads that its parallel work runs on.
+// The random numbers of one thread, and the executor of its parallel work.
 struct Worker {
   explicit Worker(uint64_t seed) : random(seed), executor(2) {}
 
@@ -91,7 +91,7 @@ struct Worker {
   Threads executor;
 };
 
-// A batch that lives as long as its pass.
+// A batch, which must live as long as its pass.
 struct Data {
   std::vector<int64_t> ids, offsets;
   std::vector<float> weights, out, grad;
@@ -114,7 +114,7 @@ struct Data {
   }
 };
 
-// Rows outside of a table.
+// Arrays for whole rows outside a table.
 struct Images {
   std::vector<float> weights;
   std::vector<std::vector<float>> elements;
@@ -180,7 +180,7 @@ class Stress {
     int64_t handle;
   };
 
-  // A training step; some backwards run here, some in another thread, some never.
+  // A training step. Its backward runs here, in another thread, or never.
   void train(Worker& worker) {
     const auto data = std::make_shared<Data>(worker, *trained_);
     const int64_t handle = registry_.add(begun(trained_, data->batch(), data->out.data(), worker.executor, data));
@@ -220,7 +220,7 @@ class Stress {
     read(*trained_, data.batch(), data.out.data(), worker.executor);
   }
 
-  // As the ops snapshot_open, snapshot_read and snapshot_close.
+  // Reads a snapshot, as a save does.
   void save(Worker& worker, const std::shared_ptr<Table>& table) {
     const std::optional<Changes::Mark> since = locked(*table, [&]() -> std::optional<Changes::Mark> {
       const Changes& changes = table->rows().changes();
@@ -230,7 +230,7 @@ class Stress {
     std::shared_ptr<Snapshot> snapshot;
     try {
       snapshot = open_snapshot(table, since, worker.executor);
-    } catch (const InvalidArgument&) {  // an exchange of rows has forgotten the mark meanwhile
+    } catch (const InvalidArgument&) {  // an exchange of rows has forgotten the mark
       return;
     }
     while (snapshot->rows_left() > 0) {
@@ -243,10 +243,10 @@ class Stress {
     }
   }
 
-  // What is asked without a step: statistics, ids, rows.
+  // Queries that are no steps: statistics, ids, rows.
   void ask(Worker& worker) {
     for (const auto& table : {plain_, evicting_, cold_}) {
-      const int64_t bytes = table->image_bytes();  // as the ops do, without the lock
+      const int64_t bytes = table->image_bytes();  // without the lock, as in the ops
       const std::vector<int64_t> some = worker.ids(30);
       std::vector<Slot> slots(some.size());
       const std::lock_guard<std::mutex> lock(table->mutex());
@@ -266,7 +266,7 @@ class Stress {
     }
   }
 
-  // Rows are written whole, and removed.
+  // Writes whole rows, or removes rows.
   void load(Worker& worker) {
     for (const auto& table : {plain_, evicting_}) {
       const std::vector<int64_t> ids = worker.distinct_ids(40);
@@ -282,7 +282,8 @@ class Stress {
     }
   }
 
-  // A step of a table with a cold store, as store/cold_tier.py takes it: rows come, others leave, then the pass.
+  // A step of a table with a cold store, as in store/cold_tier.py: rows return, other rows are evicted, then the pass
+  // runs.
   void train_cold(Worker& worker) {
     Data data(worker, *cold_group_);
     const int64_t bytes = cold_->image_bytes();
@@ -328,7 +329,7 @@ class Stress {
     });
   }
 
-  // Another table's rows take the place of a table's, as in a load; not while there is a snapshot.
+  // Two tables exchange their rows, as in a load. This fails while one of them has a snapshot.
   void exchange(Worker& worker) {
     using Pair = std::pair<Table*, Table*>;
     for (const auto& [table, spare] : {Pair{plain_.get(), plain_spare_.get()}, Pair{evicting_.get(), evicting_spare_.get()},
@@ -361,7 +362,7 @@ class Stress {
   Registry<Pass> registry_{"pass"};
   std::mutex passes_mutex_;
   std::vector<Pending> passes_;
-  std::mutex tier_;  // of what follows
+  std::mutex tier_;  // protects the stores
   std::map<int64_t, std::vector<char>> store_, spare_store_;
 };
 

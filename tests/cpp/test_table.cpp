@@ -1,5 +1,5 @@
-// Lookups, passes and updates of the core, without torch: bits equal for every number of threads,
-// slots of pending passes kept, nothing changed by what fails.
+// Lookups, passes and updates of the core: the bits are equal for every number of threads, slots of pending passes are
+// kept, and a call that fails changes nothing.
 
 #include <algorithm>
 #include <cmath>
@@ -50,7 +50,7 @@ struct Data {
   std::vector<float> weights, grad;
 };
 
-// Bags of 0 to 6 skewed ids.
+// Makes bags of 0 to 6 ids with a skewed distribution.
 Data make_data(uint64_t seed, int64_t features, int64_t bags, int64_t columns) {
   std::mt19937_64 random(seed);
   Data data;
@@ -114,7 +114,7 @@ std::vector<double> row_of(const Table& table, int64_t id) {
   return {row, row + table.config().columns()};
 }
 
-// Pooling, the weights' gradients and an update of weighted bags against plain loops in double.
+// Compares pooling, the gradients of the weights and an update of weighted bags with plain loops in double.
 void pooling_and_its_gradients_are_those_of_doubles(bool mean) {
   constexpr int64_t kBags = 600;  // several tasks
   constexpr double kRate = 0.5;
@@ -181,7 +181,7 @@ void pending_slots_are_not_reused() {
     const auto locks = group->lock();
     CHECK(table->remove(ids.data(), 3) == 3);
   }
-  // New rows must not take the slots that the pass is going to update.
+  // New rows must not use the slots that the pass will update.
   const std::vector<int64_t> others{1, 2, 3};
   Batch other = batch;
   other.ids = others.data();
@@ -226,7 +226,8 @@ void counters_count_distinct_ids_once() {
   CHECK(table->rows().meta(slots[0]).last_step == 2 && table->rows().meta(slots[0]).frequency == 2);
 }
 
-// A table that is asked for its numbers settles its own part of a pending pass: the other tables' locks are not held.
+// settle_passes() settles only the table's own part of a pending pass, because the locks of the other tables are not
+// held.
 void tables_settle_by_themselves() {
   Threads executor(2);
   auto first = make_table(4, OptimizerKind::kSgd, "first"), second = make_table(4, OptimizerKind::kSgd, "second");

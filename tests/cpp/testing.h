@@ -10,7 +10,7 @@
 #include "executor.h"
 #include "pass.h"
 
-// Ends the test with the place and the text of a condition that does not hold.
+// Ends the test and prints the place and the text of the condition if it is false.
 #define CHECK(condition)                                                        \
   do {                                                                          \
     if (!(condition)) {                                                         \
@@ -33,7 +33,7 @@
     }                                                                                  \
   } while (0)
 
-// A pass that has begun.
+// Returns a pass that has begun.
 inline std::shared_ptr<recstore::Pass> begun(const std::shared_ptr<const recstore::Group>& group, const recstore::Batch& batch, float* out,
                                              recstore::Executor& executor, std::shared_ptr<void> inputs = nullptr) {
   const auto pass = std::make_shared<recstore::Pass>(group, batch, std::move(inputs), executor);
@@ -41,7 +41,7 @@ inline std::shared_ptr<recstore::Pass> begun(const std::shared_ptr<const recstor
   return pass;
 }
 
-// Runs on threads of its own.
+// An executor that starts its own threads for each run.
 class Threads final : public recstore::Executor {
  public:
   explicit Threads(int count) : count_(count) {}

@@ -1,6 +1,6 @@
 #!/bin/sh
-# Runs a program that is built with -fsanitize=thread. Where the kernel places memory at random in more bits than the
-# runtime of gcc 12 and 13 allows for, it gives up at the start: then without randomisation.
+# Runs a program that is built with -fsanitize=thread. The runtime of GCC 12 and 13 fails at the start if the kernel
+# randomises addresses in more bits than the runtime supports. In this case the program runs without randomisation.
 output=$("$@" 2>&1)
 status=$?
 case $output in

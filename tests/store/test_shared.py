@@ -372,7 +372,7 @@ def test_a_table_whose_store_fails_can_be_closed() -> None:
     with pytest.raises(ColdStoreError):
         table.close()
     table.close(flush=False)
-    with pytest.raises(ValueError, match="it is closed"):
+    with pytest.raises(ValueError, match="is closed"):
         table.lookup(torch.arange(10))
     DictStore.failing = False
     table = shared()

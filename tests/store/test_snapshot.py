@@ -161,9 +161,9 @@ def test_old_marks_are_forgotten_and_recent_ones_are_not() -> None:
     for i in range(600):
         marks.append(table.mark())
         table.update(torch.tensor([i % 10]), torch.ones(1, 2))
-    with pytest.raises(ValueError, match="what has changed since then is no longer known"):
+    with pytest.raises(ValueError, match="the changes since this mark are no longer known"):
         table.snapshot(marks[0])
-    with pytest.raises(ValueError, match="what has changed since then is no longer known"):
+    with pytest.raises(ValueError, match="the changes since this mark are no longer known"):
         table.snapshot(marks[-1] + 1)
     for back in (1, 5, 127):
         with table.snapshot(marks[-back]) as snapshot:

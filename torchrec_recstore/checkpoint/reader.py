@@ -33,7 +33,7 @@ def check_replaceable(tables: Iterable[Table]) -> None:
     """
     for table in tables:
         if table.is_being_saved:
-            raise ValueError(f"table '{table.name}': it is being saved already: wait for that first")
+            raise ValueError(f"table '{table.name}': the table is being saved already: wait until the save has ended")
 
 
 def exchange_all(pairs: Iterable[tuple[Table, Table]]) -> None:

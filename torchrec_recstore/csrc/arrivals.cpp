@@ -12,8 +12,8 @@ namespace recstore {
 bool is_admitted(const Table& table, int64_t id, Arrival arrival) {
   const Sightings* sightings = table.sightings();
   if (sightings == nullptr || !initialises(arrival)) return true;
-  // The sighting that admits an id makes its row. An update that went by the sightings so far would make rows of ids that
-  // the step before it has refused: the step's own sightings fill the cells that the ids share.
+  // Only a lookup admits an id. If an update decided by the sightings so far, it could make rows of ids that its own
+  // step has just refused, because the sightings of the step fill the cells that these ids share.
   return arrival == Arrival::kLookup && sightings->count(id) + 1 >= table.config().bounds.min_frequency;
 }
 
@@ -62,7 +62,7 @@ void Arrivals::choose_leavers(int64_t new_rows, const std::function<void(SlotSet
   if (bounds.eviction == Eviction::kNone || bounds.cold_store) {
     throw InvalidArgument("table '" + table_.config().name + "' needs " + std::to_string(table_.size() + new_rows) +
                           " rows, max_rows is " + std::to_string(bounds.max_rows) + " for this shard, " +
-                          (bounds.cold_store ? "and no room was made" : "and it has no eviction"));
+                          (bounds.cold_store ? "and no rows were moved to the cold store" : "and it has no eviction"));
   }
   SlotSet pinned = pinned_slots(table_);
   pin_batch(pinned);
@@ -80,7 +80,7 @@ void Arrivals::finish(int64_t rows_made) noexcept {
   if (arrival_ != Arrival::kReturn) counters.inserts += rows_made;
   if (arrival_ != Arrival::kLookup) return;
   counters.misses += rows_made + refused_;
-  counters.lookups += refused_;  // the others are counted when their pass ends
+  counters.lookups += refused_;  // the other ids are counted when their pass ends
   counters.refused += refused_;
   for (const int64_t id : seen_) table_.sightings()->add(id);
 }

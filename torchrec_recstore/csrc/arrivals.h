@@ -11,33 +11,38 @@
 
 namespace recstore {
 
-// Why ids come to a table that has no rows for them: a step looks them up, which counts as a sighting; an update, which
-// is no sighting and makes no row where sightings count; a write, or a row that comes back from the cold store, which
-// admission does not hold back and whose rows the caller writes.
-enum class Arrival { kLookup, kUpdate, kWrite, kReturn };
+// The reason why ids without a row arrive at a table.
+enum class Arrival {
+  kLookup,  // a step looks up the ids; this counts as a sighting
+  kUpdate,  // an update; this is no sighting, and it makes no rows in a table that counts sightings
+  kWrite,   // the caller writes the rows; admission does not apply
+  kReturn,  // rows return from the cold store, and the caller writes them; admission does not apply
+};
 
-// Whether rows are given their initial weights.
+// Whether new rows get their initial weights; otherwise the caller writes them.
 inline bool initialises(Arrival arrival) { return arrival == Arrival::kLookup || arrival == Arrival::kUpdate; }
 
-// Ids without a row that come to a table with bounds: which of them get one, and which rows leave for it.
+// Ids without a row that arrive at a table with bounds. Decides which of the ids get a row, and which rows are evicted
+// to make room.
 class Arrivals {
  public:
-  // misses: of the batch, in its order; their slots are kNoSlot.
+  // misses: the misses of the batch, in its order; their slots are kNoSlot.
   Arrivals(Table& table, std::vector<Miss> misses, Arrival arrival);
 
-  // Decides, and changes nothing. pin_batch: adds the slots that the batch has found.
-  // Throws InvalidArgument where there is no room, OutOfMemory.
+  // Makes the decision and changes nothing. pin_batch(pinned): adds the slots that the batch has found.
+  // Throws InvalidArgument if the table has no room, OutOfMemory.
   void plan(const std::function<void(SlotSet&)>& pin_batch, Executor& executor);
-  // The misses that get a row, to be inserted after plan().
+  // The misses that get a row. Insert them after plan().
   std::vector<Miss> take_admitted() { return std::move(admitted_); }
-  // The rows that leave for those that come.
+  // The rows that are evicted to make room.
   const std::vector<Leaver>& leavers() const { return leavers_; }
-  // The rows leave; of their slots the first `reused` are those of new rows. Table::reserve_leave() has made room.
+  // Evicts the leavers. The first `reused` of their slots already belong to new rows. Call Table::reserve_leave()
+  // before.
   void make_room(int64_t reused) noexcept;
-  // When the insertion has been filled: counts, and notes who has been seen.
+  // Updates the counters and the sightings, after the insertion has been filled.
   void finish(int64_t rows_made) noexcept;
 
-  // Distinct ids that get no row.
+  // Number of distinct ids that get no row.
   int64_t refused() const { return refused_; }
 
  private:
@@ -45,18 +50,18 @@ class Arrivals {
 
   Table& table_;
   Arrival arrival_;
-  int64_t new_rows_ = 0;         // distinct ids among admitted_
+  int64_t new_rows_ = 0;         // number of distinct ids in admitted_
   std::vector<Miss> misses_;
   std::vector<Miss> admitted_;
   int64_t refused_ = 0;
-  std::vector<int64_t> seen_;  // distinct ids, where sightings are counted
+  std::vector<int64_t> seen_;  // distinct ids, if the table counts sightings
   std::vector<Leaver> leavers_;
 };
 
-// Throws InvalidArgument where a table's bound is less than `rows`, the rows that are needed at once.
+// Throws InvalidArgument if the table's max_rows is less than `rows`, the number of rows that are needed at once.
 void check_working_set(const Table& table, int64_t rows);
 
-// Whether an id without a row would get one.
+// Whether an id without a row would get a row.
 bool is_admitted(const Table& table, int64_t id, Arrival arrival);
 
 }  // namespace recstore

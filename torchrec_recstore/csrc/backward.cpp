@@ -12,11 +12,11 @@
 namespace recstore {
 namespace {
 
-constexpr int64_t kPartIds = 8192;   // positions of a part, about: what links them stays in the second-level cache
-constexpr int64_t kChunkIds = 4096;  // positions of a run of bags, about
+constexpr int64_t kPartIds = 8192;   // approximate positions of a part; its hash table fits the second-level cache
+constexpr int64_t kChunkIds = 4096;  // approximate positions of a run of bags
 constexpr uint32_t kEmpty = 0xFFFFFFFFu;
 
-// Grows without keeping or clearing what it held.
+// Memory that grows without keeping or clearing its contents.
 template <class T>
 class Scratch {
  public:
@@ -39,31 +39,31 @@ class Scratch {
 
 struct Chunk {
   int64_t table;
-  int64_t bag_begin;  // by number
+  int64_t bag_begin;  // a bag's number in the batch
   int64_t bag_end;
 };
 
-// One table's part of the batch, in `parts` by the low bits of the slot, so that each id belongs to
-// one part and the hot ids, which have low slots, are dealt out evenly.
+// The part of the batch that belongs to one table. It is divided into `parts` by the low bits of the slots, so that
+// each id belongs to one part, and the frequent ids, which have low slots, are spread evenly.
 struct TableWork {
   int64_t table;
   int64_t n_ids = 0;
   int64_t parts = 1;
   std::vector<Chunk> chunks;        // in the order of the batch
-  std::vector<int64_t> begin;       // (chunks, parts): where a chunk's positions of a part go
+  std::vector<int64_t> begin;       // (chunks, parts): index in `positions` for the chunk's positions of a part
   std::vector<int64_t> part_begin;  // (parts + 1,)
-  int32_t* positions = nullptr;     // sorted by part where there are several
+  int32_t* positions = nullptr;     // sorted by part, if there are several parts
 };
 
-// An id of a part: its slot and where it last occurred.
+// A slot of a part, and the last position that has been seen with this slot.
 struct Last {
   Slot slot;
   int32_t position;
 };
 
-// What links the positions of up to n ids.
+// The memory that is needed to link the positions of up to n ids.
 struct LinkerMemory {
-  // The buckets of its hash table.
+  // Number of buckets of the hash table.
   static int64_t buckets(int64_t n) {
     int64_t buckets = 32;
     while (buckets < 2 * n) buckets *= 2;
@@ -85,10 +85,10 @@ Workspace& workspace() {
   return space;
 }
 
-// What each worker of a run needs, so that none has to ask for memory.
+// The memory of all workers of a run, allocated beforehand so that a run cannot fail.
 class WorkerMemory {
  public:
-  // ids: that a worker links at once; columns: floats of a row, rounded up to 16.
+  // ids: number of ids that a worker links at once; columns: number of columns of a row, rounded up to 16.
   WorkerMemory(int workers, int64_t ids, int64_t columns)
       : columns_(columns),
         hash_bytes_(ids == 0 ? 0 : LinkerMemory::buckets(ids) * static_cast<int64_t>(sizeof(uint32_t))),
@@ -99,7 +99,7 @@ class WorkerMemory {
   LinkerMemory linker(int worker) const {
     return {reinterpret_cast<uint32_t*>(begin(worker)), reinterpret_cast<Last*>(begin(worker) + hash_bytes_)};
   }
-  // Three of them, each (columns,).
+  // A row (columns,) of scratch memory; number: 0, 1 or 2.
   float* row(int worker, int number) const {
     return reinterpret_cast<float*>(begin(worker) + hash_bytes_ + last_bytes_) + number * columns_;
   }
@@ -114,11 +114,11 @@ class WorkerMemory {
   BufferPool::Buffer buffer_;
 };
 
-// Links the positions of a batch that have the same slot, in the order of the batch, and has every
-// chunk of it visited once its table is linked. All that can fail is done by the constructor.
+// Links the positions of a batch that have the same slot, in the order of the batch, and visits every chunk of the
+// batch after its table is linked. The constructor does everything that can fail.
 class Grouping {
  public:
-  // steps: where given, tables of step 0 are left out. columns: floats of the rows that a visit works on, or 0.
+  // steps: if given, tables whose step is 0 are skipped. columns: columns of the rows of scratch memory, or 0 for none.
   Grouping(const ResolvedBatch& resolved, Executor& executor, const Steps* steps = nullptr, int64_t columns = 0)
       : r_(resolved),
         executor_(executor),
@@ -128,8 +128,8 @@ class Grouping {
         found_(resolved.group.tables.size()) {
     plan(steps);
     sort_into_parts();
-    // Waking threads costs more than linking a small table: where there are tables enough to keep all
-    // threads busy, each is linked and visited in one task.
+    // To wake threads costs more than to link a small table. If there are enough tables to keep all threads busy, each
+    // of them is linked and visited in one task.
     const auto is_whole = [](const TableWork& work) { return work.parts == 1; };
     const bool at_once = std::count_if(tables_.begin(), tables_.end(), is_whole) >= 2 * executor.threads();
     int64_t ids = 0;
@@ -183,7 +183,7 @@ class Grouping {
     }
   }
 
-  // Notes the bag of every position of a chunk, and calls visit(position) for those that have a slot.
+  // Writes the bag of every position of a chunk, and calls visit(position) for the positions that have a slot.
   template <class Visit>
   void walk(const Chunk& chunk, const Visit& visit) const {
     auto* bag_of = static_cast<uint32_t*>(bag_of_.data());
@@ -233,7 +233,7 @@ class Grouping {
     }
     for_each_chunk([](TableWork& work, int64_t& place, int32_t p) { work.positions[place++] = p; });
   }
-  // Counts become beginnings, part by part and chunk by chunk within a part. Returns the sum.
+  // Turns the counts in work.begin into first indices, part by part, and within a part chunk by chunk. Returns the sum.
   static int64_t prefix_sums(TableWork& work) {
     int64_t sum = 0;
     work.part_begin.assign(1, 0);
@@ -249,7 +249,7 @@ class Grouping {
     return sum;
   }
 
-  // Links the tables that run() does not.
+  // Links the tables that run() does not link.
   void link_others(bool at_once) {
     struct Task {
       const TableWork* work;
@@ -278,7 +278,7 @@ class Grouping {
     distinct_[work.table] += linker.distinct();
   }
 
-  // Finds, for one position after the other, the last one with the same slot.
+  // Links each position that is added to the last position with the same slot.
   class Linker {
    public:
     Linker(const Slot* slots, Link* links, int64_t n, const LinkerMemory& memory)
@@ -324,12 +324,12 @@ class Grouping {
   std::vector<std::atomic<int64_t>> distinct_;
   Distinct found_;
   std::vector<TableWork> tables_;
-  std::vector<const TableWork*> whole_;  // linked and visited in one task each
-  std::vector<Chunk> chunks_;            // of the other tables
+  std::vector<const TableWork*> whole_;  // each of these is linked and visited in one task
+  std::vector<Chunk> chunks_;            // the chunks of all other tables
   std::optional<WorkerMemory> memory_;
 };
 
-// Tells the table of every row that a chunk is about to change.
+// Calls before_change() for every row that a chunk is about to change.
 void note_changes(Table& table, const ResolvedBatch& resolved, const Link* links, const Chunk& chunk) {
   const int64_t end = resolved.batch.offset(chunk.bag_end);
   for (int64_t p = resolved.batch.offset(chunk.bag_begin); p < end; ++p) {
@@ -337,7 +337,7 @@ void note_changes(Table& table, const ResolvedBatch& resolved, const Link* links
   }
 }
 
-// How the table's coming update rounds its weights.
+// How the next update of the table rounds its weights.
 StochasticRounding rounding_of(const Table& table, const Routing& routing) {
   if (!table.config().stochastic_rounding) return {};
   const uint64_t key = mix(table.initializer().key() + mix(static_cast<uint64_t>(table.optimizer_steps()) + 1));
@@ -444,7 +444,7 @@ void weight_gradients(const ResolvedBatch& resolved, const float* grad, float* g
         if (slot == kNoSlot) {
           grad_weights[p] = 0.0f;
           if (table.sightings() == nullptr) continue;
-          // Held back by admission: it was read as its initial row.
+          // Admission has refused the id, so the forward has read its initial row.
           const int64_t floats = rows.weight_floats();
           float* initial = workspace().gradient.get(floats);
           std::fill_n(initial, floats, 0.0f);

@@ -9,32 +9,32 @@
 
 namespace recstore {
 
-// How a backward finds a batch's rows again: the batch as its forward saw it, and the slots that were found.
+// A batch and the slots of its ids, by which a backward finds the rows again.
 struct ResolvedBatch {
   const Group& group;
   const Batch& batch;
   const Slot* slots;  // (n_ids,)
 };
 
-// The step whose bookkeeping is to be written, for each table; 0 for none.
+// For each table, the step that is to be recorded in the rows' bookkeeping; 0 for none.
 using Steps = std::vector<uint32_t>;
-// In place of a step: the table has got other rows since, and this is no update of it.
+// A value of Steps: the table's rows were exchanged after the forward, so the backward does not update the table.
 constexpr uint32_t kForgotten = 0xFFFFFFFFu;
 
-// The distinct ids of each table.
+// For each table, the number of distinct ids.
 using Distinct = std::vector<int64_t>;
 
-// Applies the fused optimizer to every row of the batch, once, on the sum of its gradients, taken in
-// the order of the batch, and counts that as one update of each table. All that can fail is done by the constructor,
-// which changes nothing. The caller holds the group's locks all the while.
+// Applies the fused optimizer once to every row of the batch, on the sum of the row's gradients. The sum is taken in
+// the order of the batch. This counts as one update of each table. The constructor does everything that can fail, and
+// changes no row. The caller holds the locks of the group throughout.
 class Update {
  public:
-  // grad: (bags, columns), contiguous, clipped by value already; it, and what `resolved` refers to, must outlive this.
-  // learning_rates: one a table. Throws OutOfMemory.
+  // grad: (bags, columns), contiguous, already clipped by value. The gradient and the arrays of `resolved` must outlive
+  // this object. learning_rates: one for each table. Throws OutOfMemory.
   Update(const ResolvedBatch& resolved, const float* grad, const std::vector<float>& learning_rates, const Steps& steps,
          Executor& executor);
   ~Update();
-  // Once.
+  // Call it once.
   Distinct run() noexcept;
 
  private:
@@ -42,12 +42,12 @@ class Update {
   std::unique_ptr<Work> work_;
 };
 
-// Writes the bookkeeping of a batch whose gradients never came; tables of step 0 are not touched. The
-// caller holds the locks of the others. Throws OutOfMemory, and has written nothing then.
+// Records the step of a batch that has had no backward. Tables whose step is 0 are skipped; the caller holds the locks
+// of the other tables. Throws OutOfMemory; nothing is recorded then.
 Distinct record_step(const ResolvedBatch& resolved, const Steps& steps, Executor& executor);
 
-// The gradient of each id's per-sample weight: its row, as it is now, times its bag's gradient.
-// grad_weights: (n_ids,)
+// Writes the gradient of each per-sample weight, which is the dot product of the id's present row and the gradient of
+// its bag. grad_weights: (n_ids,).
 void weight_gradients(const ResolvedBatch& resolved, const float* grad, float* grad_weights, Executor& executor);
 
 }  // namespace recstore

@@ -14,7 +14,7 @@ namespace {
 
 constexpr size_t kHugePage = size_t{2} << 20;
 constexpr size_t kPage = 4096;
-// A buffer that this many takes have passed by is freed.
+// A buffer that stays idle for this many takes is freed.
 constexpr size_t kIdleTakes = 64;
 
 size_t rounded(size_t bytes) {
@@ -22,7 +22,7 @@ size_t rounded(size_t bytes) {
   return (std::max<size_t>(bytes, 1) + unit - 1) / unit * unit;
 }
 
-// Null where there is no memory.
+// Returns null if there is no memory.
 void* allocate(size_t bytes) {
   void* data = std::aligned_alloc(bytes >= kHugePage ? kHugePage : kPage, bytes);
   if (data != nullptr && bytes >= kHugePage) madvise(data, bytes, MADV_HUGEPAGE);
@@ -51,10 +51,10 @@ BufferPool::Buffer BufferPool::take(size_t bytes) {
   Buffer buffer;
   {
     const std::lock_guard<std::mutex> lock(mutex_);
-    reserve_more(free_, in_use_ + 1);  // what is given back must find room
+    reserve_more(free_, in_use_ + 1);  // so that the return of a buffer cannot fail
     ++clock_;
-    // The tightest fit, but never one that would leave more than half unused; of equal ones the last that came back, so
-    // that the others are seen to lie idle.
+    // Take the smallest buffer that fits, unless more than half of it would be unused. Among buffers of one size, take
+    // the one that returned last, so that the others are recognised as idle.
     auto best = free_.end();
     for (auto f = free_.begin(); f != free_.end(); ++f) {
       if (f->bytes >= bytes && f->bytes <= 2 * bytes && (best == free_.end() || f->bytes <= best->bytes)) best = f;
@@ -117,7 +117,7 @@ void BufferPool::trim() noexcept {
       free_.erase(free_.begin());
       data = oldest.data;
     }
-    std::free(data);  // takes its time
+    std::free(data);  // slow, so not under the lock
   }
 }
 

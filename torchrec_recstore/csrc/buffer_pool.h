@@ -10,21 +10,21 @@
 
 namespace recstore {
 
-// Memory for outputs, used again step after step: memory that malloc maps afresh costs more in page
-// faults than the lookup that fills it. A buffer is back in the pool once nothing refers to it.
+// Reuses the memory of outputs in every step. Memory that malloc maps anew in each step costs more in page faults than
+// the lookup that fills it. A buffer returns to the pool when nothing refers to it any more.
 //
-// The pool keeps what takes of late have shown to be of use: it begins with a small bound, and raises that where a take
-// has to allocate what the bound had made it free shortly before. What lies idle for many takes is freed, and lowers it.
+// A bound limits the idle memory. It is small at first, and it rises when the pool has to allocate memory that the
+// bound made it free shortly before. A buffer that stays idle for many takes is freed, and the bound falls by its size.
 class BufferPool {
  public:
   BufferPool() = default;
   BufferPool(const BufferPool&) = delete;
   BufferPool& operator=(const BufferPool&) = delete;
 
-  // The one of this process. Never destroyed: tensors may outlive every static object.
+  // The pool of this process. It is never destroyed, because tensors may outlive all static objects.
   static BufferPool& instance();
 
-  // Owns a buffer until it ends.
+  // Owns a buffer, and returns it to the pool when it is destroyed.
   class Buffer {
    public:
     Buffer() = default;
@@ -46,19 +46,19 @@ class BufferPool {
     size_t bytes_ = 0;
   };
 
-  // The lock is held across a fork, so that the child finds it free and the pool whole.
+  // The lock is held during a fork, so that the child finds it free and the pool complete.
   void before_fork() { mutex_.lock(); }
   void after_fork() { mutex_.unlock(); }
 
-  // At least `bytes` uninitialised bytes, aligned to 64. Throws OutOfMemory.
+  // Returns a buffer of at least `bytes` uninitialised bytes, aligned to 64. Throws OutOfMemory.
   Buffer take(size_t bytes);
-  // Frees every buffer that is not in use; returns their bytes. For whoever is about to fail for want of memory.
+  // Frees every idle buffer and returns their total size. Call it before an allocation fails for lack of memory.
   size_t free_idle() noexcept;
 
   struct Bytes {
     size_t used;
     size_t idle;
-    size_t most_idle;  // the bound
+    size_t most_idle;  // the bound on idle bytes
   };
   Bytes bytes();
 
@@ -74,12 +74,12 @@ class BufferPool {
   void trim() noexcept;
 
   std::mutex mutex_;
-  std::vector<Free> free_;  // in the order in which they came back
-  size_t in_use_ = 0;       // buffers, for each of which free_ has room
-  size_t clock_ = 0;        // counts the takes
+  std::vector<Free> free_;  // idle buffers, in the order of their return
+  size_t in_use_ = 0;       // number of buffers in use; free_ has room for all of them
+  size_t clock_ = 0;        // number of takes
   Bytes bytes_{0, 0, kLeastIdle};
-  size_t freed_ = 0;        // bytes that the bound has cost of late
-  size_t last_freed_ = 0;   // when
+  size_t freed_ = 0;        // bytes that were freed recently because of the bound
+  size_t last_freed_ = 0;   // the take at which this happened last
 };
 
 // Bytes of a tensor of this shape. Throws OutOfMemory if they are more than any machine has.

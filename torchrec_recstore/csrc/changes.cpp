@@ -8,7 +8,7 @@ namespace recstore {
 namespace {
 
 constexpr Changes::Mark kMostMarks = 255;
-constexpr Changes::Mark kForgotten = 128;  // at once
+constexpr Changes::Mark kForgotten = 128;  // this many marks are forgotten together
 constexpr int64_t kLeastLeft = 1 << 16;
 
 }  // namespace
@@ -40,7 +40,7 @@ void Changes::reserve_left(int64_t count) {
 }
 
 void Changes::left(int64_t id, int64_t rows) noexcept {
-  if (left_count_ >= std::max(rows, kLeastLeft)) {  // to list those that stay is shorter
+  if (left_count_ >= std::max(rows, kLeastLeft)) {  // a list of the remaining rows is shorter
     left_.clear();
     left_count_ = 0;
     left_from_ = now_ + 1;

@@ -40,7 +40,7 @@ ClippedGradient::ClippedGradient(const Group& group, const float* grad, int64_t 
     for (int64_t bag = run * kBags; bag < last; ++bag) {
       for (const ClippedColumns& c : clipped) {
         for (float* x = out + bag * columns + c.begin; x < out + bag * columns + c.end; ++x) {
-          *x = *x < -c.bound ? -c.bound : *x > c.bound ? c.bound : *x;  // not a number stays so
+          *x = *x < -c.bound ? -c.bound : *x > c.bound ? c.bound : *x;  // NaN stays NaN
         }
       }
     }

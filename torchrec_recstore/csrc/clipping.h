@@ -8,12 +8,12 @@
 
 namespace recstore {
 
-// A batch's output gradient with the columns of the tables that clip by value kept within
-// [-max_gradient, max_gradient], as FBGEMM's gradient_clipping does ahead of its backward: each bag's
-// gradient, before anything is summed. The gradient itself where no table of the group clips.
+// The output gradient of a batch, clipped by value: in the columns of tables with max_gradient, each bag's gradient is
+// limited to [-max_gradient, max_gradient] before gradients are summed. FBGEMM's gradient_clipping does the same. If no
+// table of the group clips, this is the gradient itself.
 class ClippedGradient {
  public:
-  // grad: (bags, columns of the group), contiguous; it must outlive this.
+  // grad: (bags, columns of the group), contiguous. It must outlive this object.
   ClippedGradient(const Group& group, const float* grad, int64_t bags, Executor& executor);
 
   const float* data() const { return data_; }

@@ -9,8 +9,8 @@ namespace recstore {
 namespace {
 
 constexpr int64_t kLeastIds = 1 << 12;
-constexpr int64_t kBlockIds = 64;  // of 512 bits: a byte an id
-constexpr int kBits = 6;           // that an id sets
+constexpr int64_t kBlockIds = 64;  // ids of a block of 512 bits
+constexpr int kBits = 6;           // bits that an id sets
 
 }  // namespace
 

@@ -7,15 +7,17 @@
 
 namespace recstore {
 
-// Tells of ids that have never left for the cold store that they have not: a chain of blocked Bloom filters (Putze,
-// Sanders, Singler 2007), each twice as large as the one before, of a byte an id.
+// Recognises most ids that were never written to the cold store, so that the store is not asked for them. It is a chain
+// of blocked Bloom filters (Putze, Sanders, Singler 2007) with one byte for each id. Each filter is twice as large as
+// the one before.
 class ColdFilter {
  public:
-  // ids: that the first filter is made for.
+  // ids: the number of ids for which the first filter has room.
   explicit ColdFilter(int64_t ids);
 
-  // ids: (n,). All of them, or none where it throws OutOfMemory.
+  // Adds ids (n,). Throws OutOfMemory, and adds none of them then.
   void add(const int64_t* ids, int64_t n);
+  // False is certain; true may be wrong.
   bool may_contain(int64_t id) const;
   void clear();
   int64_t bytes() const;
@@ -36,7 +38,7 @@ class ColdFilter {
   static uint64_t* block_of(const Level& level, uint64_t hash);
 
   int64_t first_ids_;
-  std::vector<Level> levels_;  // full, but for the last of those that have an id, and those behind it
+  std::vector<Level> levels_;  // filled one after the other
 };
 
 }  // namespace recstore

@@ -9,12 +9,10 @@
 #include "eviction.h"
 #include "find.h"
 #include "sets.h"
+#include "transfer.h"
 
 namespace recstore {
 namespace {
-
-constexpr int64_t kRun = 4096;  // rows of a task
-constexpr int64_t kAhead = 8;   // rows that are prefetched ahead
 
 void check_distinct(const int64_t* ids, int64_t n) {
   std::vector<int64_t> sorted(ids, ids + n);
@@ -25,18 +23,6 @@ void check_distinct(const int64_t* ids, int64_t n) {
 bool equals_image(const Rows& rows, Slot slot, const char* image) {
   const auto bytes = static_cast<size_t>(rows.row_bytes());
   return std::memcmp(rows.row(slot), image, bytes) == 0 && std::memcmp(&rows.meta(slot), image + bytes, sizeof(RowMeta)) == 0;
-}
-
-template <class Work>  // work(i), in parallel
-void for_each_row(const Rows& rows, const std::vector<Slot>& slots, Executor& executor, const Work& work) {
-  const auto n = static_cast<int64_t>(slots.size());
-  for_each_task(executor, (n + kRun - 1) / kRun, [&](int64_t run) {
-    const int64_t end = std::min((run + 1) * kRun, n);
-    for (int64_t i = run * kRun; i < end; ++i) {
-      if (i + kAhead < end) rows.prefetch(slots[i + kAhead]);
-      work(i);
-    }
-  });
 }
 
 }  // namespace
@@ -64,11 +50,7 @@ std::vector<int64_t> leaving_ids(const Table& table, const int64_t* ids, int64_t
 }
 
 void read_images(const Table& table, const int64_t* ids, int64_t n, char* images, Executor& executor) {
-  std::vector<Slot> slots(static_cast<size_t>(n));
-  find(table, ids, n, slots.data(), executor);
-  for (int64_t i = 0; i < n; ++i) {
-    if (slots[i] == kNoSlot) throw InvalidArgument("id " + std::to_string(ids[i]) + " has no row");
-  }
+  const std::vector<Slot> slots = find_rows(table, ids, n, executor);
   const Rows& rows = table.rows();
   const auto bytes = static_cast<size_t>(rows.row_bytes());
   for_each_row(rows, slots, executor, [&](int64_t i) {

@@ -12,8 +12,8 @@ namespace recstore {
 // _ROW_TYPES in ops.py.
 enum class RowType : int64_t { kFloat32 = 0, kFloat16 = 1, kBfloat16 = 2 };
 
-// Number of floats that this many weights occupy. 16-bit weights are padded to whole floats, so that the optimizer state
-// behind them is aligned.
+// Number of floats that this many weights occupy. 16-bit weights are padded to whole floats, so that the optimizer
+// state behind them is aligned.
 inline int64_t weight_floats(RowType type, int64_t columns) {
   return type == RowType::kFloat32 ? columns : (columns + 1) / 2;
 }

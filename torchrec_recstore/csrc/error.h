@@ -5,13 +5,13 @@
 
 namespace recstore {
 
-// Memory could not be had. ops.py turns the prefix into a MemoryError.
+// Memory cannot be allocated. ops.py recognises the prefix and raises MemoryError.
 class OutOfMemory : public std::runtime_error {
  public:
   explicit OutOfMemory(const std::string& what) : std::runtime_error("recstore out of memory: " + what) {}
 };
 
-// A caller's argument breaks the contract. ops.py turns the prefix into a ValueError.
+// An argument is invalid. ops.py recognises the prefix and raises ValueError.
 class InvalidArgument : public std::runtime_error {
  public:
   explicit InvalidArgument(const std::string& what) : std::runtime_error("recstore invalid argument: " + what) {}

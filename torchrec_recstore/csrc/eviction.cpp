@@ -7,14 +7,15 @@
 namespace recstore {
 namespace {
 
-constexpr int64_t kPart = 32;            // of a full table leaves at once
-constexpr int64_t kExpiryParts = 4;      // how often rows are looked for that are too old, in the time that makes them so
-constexpr int64_t kTaskSegments = 64;    // of the index
-constexpr int64_t kRoundWalks = 32;      // tasks whose finds are put together at once: at most 11 MB
+constexpr int64_t kPart = 32;            // one row in this many of a full table is evicted at once
+constexpr int64_t kExpiryParts = 4;      // number of searches for expired rows within Expiry.steps
+constexpr int64_t kTaskSegments = 64;    // segments of the index in a task
+constexpr int64_t kRoundWalks = 32;      // tasks whose results are joined at once: at most 11 MB
 constexpr int64_t kTaskSlots = 1 << 16;
 constexpr uint32_t kNoClass = 0xFFFF;
 
-// A monotone map of 32 bits to a few: values below 2**kBits as they are, larger ones by their leading kBits + 1 bits.
+// A monotone map of 32-bit values to few classes. Values below 2**kBits map to themselves; larger values are told apart
+// by their leading kBits + 1 bits.
 template <int kBits>
 constexpr uint32_t coarse(uint32_t value) {
   if (value < (1u << kBits)) return value;
@@ -24,7 +25,8 @@ constexpr uint32_t coarse(uint32_t value) {
 template <int kBits>
 constexpr uint32_t kCoarseValues = coarse<kBits>(0xFFFFFFFFu) + 1;
 
-// What a row is compared by: rows of lower rank leave first. class_of() is coarser: a lower class is a lower rank.
+// The eviction policies. Rows of lower rank are evicted first. class_of() is coarser than rank(): a row of a lower
+// class has a lower rank.
 struct LeastRecent {
   static constexpr uint32_t kClasses = kCoarseValues<6>;
   uint32_t now;
@@ -46,7 +48,7 @@ struct LeastFrequent {
   uint32_t class_of(const RowMeta& meta) const {
     const uint32_t times = frequency(meta);
     const uint32_t age = meta.last_step < now ? now - meta.last_step : 0;
-    // From 16 on a class has several frequencies, which count before the age.
+    // From 16 on, a class contains several frequencies. The frequency ranks before the age, so the age is left out.
     return coarse<3>(times) * kAges + (times < 16 ? kAges - 1 - coarse<3>(age) : 0);
   }
 };
@@ -60,12 +62,12 @@ struct Candidate {
   }
 };
 
-// The slots that pass a test, of all that were ever handed out.
+// Returns the slots for which test(slot) is true, among all slots that were ever handed out.
 template <class Test>
 SlotSet slots_where(const Rows& rows, Executor& executor, const Test& test) {
   const int64_t slots = rows.slots();
   SlotSet found(slots);
-  for_each_task(executor, (slots + kTaskSlots - 1) / kTaskSlots, [&](int64_t task) {  // each has words of its own
+  for_each_task(executor, (slots + kTaskSlots - 1) / kTaskSlots, [&](int64_t task) {  // each task writes words of its own
     for (int64_t s = task * kTaskSlots; s < std::min((task + 1) * kTaskSlots, slots); ++s) {
       if (test(static_cast<Slot>(s))) found.add(static_cast<Slot>(s));
     }
@@ -73,7 +75,8 @@ SlotSet slots_where(const Rows& rows, Executor& executor, const Test& test) {
   return found;
 }
 
-// Appends make(id, slot) for the rows that are in `slots`, in no order; now and then cut(out) may drop some.
+// Appends make(id, slot) for every row whose slot is in `slots`, in no particular order. cut(out) is called from time
+// to time and may drop elements.
 template <class T, class Make, class Cut>
 void append_each_of(const Table& table, const SlotSet& slots, Executor& executor, const Make& make, std::vector<T>& out, const Cut& cut) {
   const Index& index = table.index();
@@ -97,7 +100,7 @@ template <class Policy>
 std::vector<Leaver> least(const Table& table, const Policy& policy, const SlotSet& kept, int64_t count, Executor& executor) {
   const Rows& rows = table.rows();
   const int64_t slots = rows.slots();
-  SlotSet rest = kept;  // and the slots without a row
+  SlotSet rest = kept;  // kept slots, and slots without a row
   rows.for_each_free([&](Slot slot) { rest.add(slot); });
 
   static_assert(Policy::kClasses <= kNoClass);
@@ -125,7 +128,7 @@ std::vector<Leaver> least(const Table& table, const Policy& policy, const SlotSe
   last_class = std::min(last_class, Policy::kClasses - 1);
 
   const SlotSet wanted = slots_where(rows, executor, [&](Slot slot) { return classes[slot] <= last_class; });
-  // A class may have all rows of the table, after a load for example: no more of them are kept than matter.
+  // A class may contain all rows of the table, for example after a load. Only as many candidates as needed are kept.
   const auto cut_to = [&](std::vector<Candidate>& some, int64_t most) {
     if (static_cast<int64_t>(some.size()) <= most) return;
     std::nth_element(some.begin(), some.begin() + count, some.end());
@@ -180,7 +183,7 @@ std::vector<Leaver> expired_rows(const Table& table, int64_t step, const SlotSet
 SlotSet pinned_slots(const Table& table) {
   SlotSet pinned(table.rows().slots());
   table.for_each_pass([&](const PendingPass& pass) { pass.pin(table, pinned); });
-  table.rows().for_each_free([&](Slot slot) { pinned.remove(slot); });  // whose rows were removed since
+  table.rows().for_each_free([&](Slot slot) { pinned.remove(slot); });  // rows that were removed after their lookup
   return pinned;
 }
 

@@ -8,29 +8,30 @@
 
 namespace recstore {
 
-// Where parallel work runs. The torch binding lends torch's pool; the C++ tests lend std::thread.
+// Runs parallel work. The ops use torch's thread pool; the C++ tests use std::thread.
 class Executor {
  public:
   using Body = void (*)(void* context);
 
   virtual ~Executor() = default;
   virtual int threads() const = 0;
-  // Calls body(context) at most `workers` and at least one time, in parallel; returns when all have. May throw where
-  // no thread can be had, and has not called body then.
+  // Calls body(context) in parallel, at least once and at most `workers` times, and returns after all calls. May throw
+  // if no thread can be started; body has not been called then.
   virtual void run(int workers, Body body, void* context) = 0;
 };
 
-// The calling thread alone, for work beside what keeps the other threads busy.
+// Runs work on the calling thread alone, for work in the background of training.
 class SerialExecutor final : public Executor {
  public:
   int threads() const override { return 1; }
   void run(int, Body body, void* context) override { body(context); }
 };
 
-// Calls work(task), or work(task, worker), for every task in [0, tasks), handed out one by one, so uneven tasks balance.
-// Which thread takes which task is open: tasks must not depend on it. `worker` is below executor.threads(), and no two
-// tasks run at once with the same one. Rethrows the first exception after every running task has ended; tasks not yet
-// begun are then skipped. Throws nothing itself: the calling thread does all tasks where no other can be had.
+// Calls work(task) or work(task, worker) for every task in [0, tasks). Threads take the tasks one by one, so that
+// uneven tasks balance. A task must not depend on the thread that runs it. `worker` is less than executor.threads(),
+// and no two tasks run at the same time with the same worker. If a task throws, tasks that have not begun are skipped,
+// and the first exception is rethrown after the running tasks have ended. The function itself does not throw: if no
+// other thread can be started, the calling thread runs all tasks.
 template <class Work>
 void for_each_task(Executor& executor, int64_t tasks, const Work& work) {
   struct Shared {

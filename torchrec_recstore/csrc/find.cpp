@@ -35,6 +35,13 @@ void find(const Table& table, const int64_t* ids, int64_t n, Slot* slots, Execut
   resolve_all(table, ids, n, slots, executor);
 }
 
+std::vector<Slot> find_rows(const Table& table, const int64_t* ids, int64_t n, Executor& executor) {
+  std::vector<Slot> slots(static_cast<size_t>(n));
+  const std::vector<Miss> misses = resolve_all(table, ids, n, slots.data(), executor);
+  if (!misses.empty()) throw InvalidArgument("id " + std::to_string(misses.front().id) + " has no row");
+  return slots;
+}
+
 void contains(const Table& table, const int64_t* ids, int64_t n, bool* out, Executor& executor) {
   std::vector<Slot> slots(static_cast<size_t>(n));
   find(table, ids, n, slots.data(), executor);

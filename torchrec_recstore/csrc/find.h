@@ -16,6 +16,9 @@ namespace recstore {
 // Writes the slot of each id to slots (n,): kNoSlot for an id without a row.
 void find(const Table& table, const int64_t* ids, int64_t n, Slot* slots, Executor& executor);
 
+// Returns the slot of each id. Throws InvalidArgument if an id has no row.
+std::vector<Slot> find_rows(const Table& table, const int64_t* ids, int64_t n, Executor& executor);
+
 // Writes whether each id has a row to out (n,).
 void contains(const Table& table, const int64_t* ids, int64_t n, bool* out, Executor& executor);
 

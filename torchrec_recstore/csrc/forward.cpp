@@ -115,7 +115,8 @@ class Lookup {
   int64_t table_number(const Task& task) const { return group_.feature_tables[task.feature]; }
   Table& table_of(const Task& task) const { return *group_.tables[table_number(task)]; }
 
-  // Makes the missing rows of one table, unless the table limits new rows or has so many that threads should share them.
+  // Makes the missing rows of one table, unless the table limits new rows or has so many that threads should share
+  // them.
   void complete(int64_t table) {
     std::vector<Miss> misses = misses_of(table);
     if (misses.empty()) return;

@@ -14,8 +14,8 @@ namespace recstore {
 // Holds the locks of several tables.
 class TableLocks {
  public:
-  // tables: distinct, in ascending order of address, so that all threads lock in the same order. The vector must outlive
-  // this object.
+  // tables: distinct, in ascending order of address, so that all threads lock in the same order. The vector must
+  // outlive this object.
   explicit TableLocks(const std::vector<Table*>& tables) : tables_(&tables) {
     for (Table* table : tables) table->mutex().lock();
   }
@@ -53,8 +53,8 @@ std::shared_ptr<const Group> one_table_group(std::shared_ptr<Table> table);
 
 // Number of ids that a batch looks up in each table. The offsets have been checked.
 std::vector<int64_t> count_table_ids(const Group& group, const Batch& batch);
-// Writes the raw ids that a batch looks up in each table, feature by feature. out: one array for each table, of the size
-// that count_table_ids() returns.
+// Writes the raw ids that a batch looks up in each table, feature by feature. out: one array for each table, of the
+// size that count_table_ids() returns.
 void copy_table_ids(const Group& group, const Batch& batch, const std::vector<int64_t*>& out);
 
 // Throws InvalidArgument unless `counts` has one entry for each of `owners` and sums to n_ids.

@@ -26,8 +26,8 @@ void Index::clear() {
 }
 
 void Index::reserve_inserts(int64_t count) {
-  // Each insert can split the segment it falls into; a fresh segment takes about half a segment of
-  // inserts before it splits again. Addresses only: pages are touched by new_segment().
+  // Each insert can split its segment, and a new segment takes about half a segment of inserts before it splits again.
+  // This reserves addresses only; new_segment() touches the pages.
   const uint64_t splits = std::min<uint64_t>(count, used_segments_) + count * 4 / kMaxEntries + kParts;
   const uint64_t wanted = used_segments_ + splits;
   if (wanted <= reserved_segments_) return;
@@ -42,7 +42,7 @@ uint32_t Index::new_segment(int depth, int part) {
   const uint32_t number = __atomic_fetch_add(&used_segments_, 1, __ATOMIC_RELAXED);
   if (number >= reserved_segments_) {
     __atomic_fetch_sub(&used_segments_, 1, __ATOMIC_RELAXED);
-    throw OutOfMemory("the index split more segments than it had reserved");
+    throw OutOfMemory("the index needs more segments than it has reserved");
   }
   std::fill_n(segment(number), kEntries, empty_entry(part));
   info(number) = {static_cast<uint16_t>(depth), 0};
@@ -66,7 +66,7 @@ void Index::place(uint32_t segment_number, const Entry& entry, uint64_t hash) {
 void Index::split(Part& part, uint64_t hash) {
   const uint32_t old_number = part.directory[directory_index(hash, part.depth)];
   const int depth = info(old_number).depth;
-  if (depth == kMaxDepth) throw OutOfMemory("the index cannot split a segment any further");
+  if (depth == kMaxDepth) throw OutOfMemory("the index cannot split a segment further");
   if (depth == part.depth) {
     std::vector<uint32_t> doubled(part.directory.size() * 2);
     for (size_t i = 0; i < doubled.size(); ++i) doubled[i] = part.directory[i / 2];
@@ -79,7 +79,7 @@ void Index::split(Part& part, uint64_t hash) {
   std::fill_n(segment(old_number), kEntries, empty_entry(part_of(hash)));
   info(old_number) = {static_cast<uint16_t>(depth + 1), 0};
 
-  const size_t run = size_t{1} << (part.depth - depth);  // directory entries that named the old segment
+  const size_t run = size_t{1} << (part.depth - depth);  // directory entries that refer to the old segment
   const size_t first = directory_index(hash, part.depth) / run * run;
   std::fill_n(part.directory.begin() + static_cast<int64_t>(first + run / 2), run / 2, new_number);
   for (const Entry& entry : moved) {
@@ -113,14 +113,15 @@ Slot Index::erase(int64_t id, uint64_t hash) {
   const Slot slot = hole->slot;
   const uint32_t number = segment_of(hash);
   Entry* entries = segment(number);
-  // No tombstones: a full line has its hole filled, again and again, by an entry that had to probe past it.
+  // There are no tombstones. If a full line loses an entry, an entry that has probed past this line fills the hole, and
+  // the line of that entry has a hole in turn.
   for (;;) {
     uint64_t line = static_cast<uint64_t>(hole - entries) / kLineEntries;
     Entry* last = entries + line * kLineEntries + kLineEntries - 1;
     const bool was_full = last->slot != kNoSlot;
     Entry* rightmost = last;
     while (rightmost->slot == kNoSlot) --rightmost;
-    *hole = *rightmost;  // keeps the line filled from the left
+    *hole = *rightmost;  // the line stays filled from the left
     *rightmost = empty_entry(part_of(hash));
     if (!was_full) break;
     hole = nullptr;
@@ -128,7 +129,7 @@ Slot Index::erase(int64_t id, uint64_t hash) {
       Entry* e = entries + next * kLineEntries;
       for (int i = 0; i < kLineEntries && e[i].slot != kNoSlot; ++i) {
         const uint64_t home = this->hash(e[i].id) % kLines;
-        // Does its probe path, home .. next, pass the line with the hole?
+        // Whether its probe sequence, from home to next, passes the line with the hole.
         if ((next - home) % kLines >= (next - line) % kLines) {
           *last = e[i];
           hole = &e[i];

@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "memory.h"
+#include "mix.h"
 
 namespace recstore {
 
@@ -15,14 +16,14 @@ constexpr Slot kNoSlot = 0xFFFFFFFFu;
 
 // Maps ids to slots: an extendible hash table.
 //
-// The top bits of an id's hash choose one of kParts independent parts, the next ones, through the
-// part's directory, a segment of 4 KiB, and the low ones a line of four entries in it, from where
-// probing goes on line by line. A full segment splits in two, so growth never moves more than 256
-// entries at once, and every segment lies in one region of huge pages.
+// The top bits of an id's hash select one of kParts independent parts. The next bits select a segment of 4 KiB through
+// the directory of the part. The low bits select a line of four entries in the segment; probing continues line by line.
+// A full segment splits in two, so that growth never moves more than 256 entries at once. All segments are in one
+// region of huge pages.
 //
-// Every int64 is a legal id: an empty entry holds an id that hashes to another part, so a probe
-// compares ids alone. Thread safety: any number of concurrent find()s, or inserts and erases that
-// run in parallel on different parts after reserve_inserts().
+// Every int64 is a legal id: an empty entry holds an id that hashes to another part, so that a probe compares ids
+// alone. Thread safety: any number of concurrent find() calls; or, after reserve_inserts(), parallel inserts and erases
+// on different parts.
 class Index {
  public:
   static constexpr int kPartBits = 6;
@@ -36,34 +37,25 @@ class Index {
 
   explicit Index(uint64_t salt);
 
-  uint64_t hash(int64_t id) const {
-    // Murmur3's 64-bit finaliser (A. Appleby, public domain): a bijection. The salt, random for each
-    // table, keeps crafted ids from crowding one segment.
-    uint64_t h = static_cast<uint64_t>(id) ^ salt_;
-    h ^= h >> 33;
-    h *= 0xff51afd7ed558ccdULL;
-    h ^= h >> 33;
-    h *= 0xc4ceb9fe1a85ec53ULL;
-    h ^= h >> 33;
-    return h;
-  }
+  // The salt is random for each table, so that nobody can choose ids that all fall into one segment.
+  uint64_t hash(int64_t id) const { return mix(static_cast<uint64_t>(id) ^ salt_); }
   static int part_of(uint64_t hash) { return static_cast<int>(hash >> (64 - kPartBits)); }
 
-  // The line that an id is looked for in first. It lies in one cache line, as every line does.
+  // The line in which the search for an id begins. Every line is one cache line.
   const Entry* home_line(uint64_t hash) const { return segment(segment_of(hash)) + (hash % kLines) * kLineEntries; }
-  // The entry of `id` in one line, null where it has none there.
+  // Returns the entry of `id` in one line; null if the line has none.
   static const Entry* find_in_line(const Entry* line, int64_t id) {
-    // Four compares without a branch between them: which of them hits cannot be predicted.
+    // Four comparisons without a branch, because it cannot be predicted which of them succeeds.
     const unsigned hit = (line[0].id == id) | (line[1].id == id) << 1 | (line[2].id == id) << 2 | (line[3].id == id) << 3;
     return hit == 0 ? nullptr : line + __builtin_ctz(hit);
   }
-  // Where the probing of an id goes on that is not in `line`; null where it ends, since lines fill from the left.
+  // Returns the line to search after `line`; null if the probe sequence ends there, because lines fill from the left.
   const Entry* next_line(const Entry* line) const {
     if (line[kLineEntries - 1].slot == kNoSlot) return nullptr;
     const auto place = static_cast<size_t>(line - entries_);
     return entries_ + place / kEntries * kEntries + (place + kLineEntries) % kEntries;
   }
-  // The entry of `id` in `line`, which may be null, or in those behind it.
+  // Returns the entry of `id` in `line` or in the lines after it; null if there is none. `line` may be null.
   const Entry* find_from(const Entry* line, int64_t id) const {
     for (; line != nullptr; line = next_line(line)) {
       const Entry* entry = find_in_line(line, id);
@@ -76,21 +68,21 @@ class Index {
     return entry == nullptr ? kNoSlot : entry->slot;
   }
 
-  // Makes room for `count` inserts, anywhere. Only then may inserts run in parallel.
+  // Makes room for `count` inserts of any ids. Only after this call may inserts run in parallel.
   void reserve_inserts(int64_t count);
-  // The slot of `id`; where it has no entry, one with `fresh` is made. Throws OutOfMemory.
+  // Returns the slot of `id`. If the id has no entry, makes an entry with the slot `fresh`. Throws OutOfMemory.
   Slot find_or_insert(int64_t id, uint64_t hash, Slot fresh);
   void set_slot(int64_t id, uint64_t hash, Slot slot);
-  // The slot that `id` had, kNoSlot where it had none.
+  // Returns the slot that `id` had, or kNoSlot.
   Slot erase(int64_t id, uint64_t hash);
   void clear();
 
   int64_t size() const;
   int64_t bytes() const;
 
-  // An entry lies in the segment where it was made until that splits, which moves it to a new, last one.
+  // An entry stays in its segment until the segment splits; the split may move it to a new, last segment.
   uint32_t segments() const { return used_segments_; }
-  template <class Visit>  // visit(int64_t id, Slot slot), in no order, for the entries of some segments
+  template <class Visit>  // visit(int64_t id, Slot slot), in no particular order, for the entries of some segments
   void for_each(uint32_t first_segment, uint32_t end_segment, const Visit& visit) const {
     for (uint32_t s = first_segment; s < end_segment; ++s) {
       const Entry* entries = segment(s);
@@ -113,7 +105,7 @@ class Index {
   static constexpr int kLines = 64;
   static constexpr int kEntries = kLines * kLineEntries;
   static constexpr int kMaxEntries = kEntries * 7 / 8;
-  static constexpr int kMaxDepth = 26;  // a part's directory: at most 2**26 segments
+  static constexpr int kMaxDepth = 26;  // a directory has at most 2**26 entries
 
   struct Part {
     std::vector<uint32_t> directory;  // (1 << depth) segment numbers
@@ -121,7 +113,7 @@ class Index {
     int64_t size = 0;
   };
   struct SegmentInfo {
-    uint16_t depth;  // of the bits that all its ids share within the part
+    uint16_t depth;  // number of bits that all ids of the segment share within the part
     uint16_t size;
   };
 
@@ -129,7 +121,7 @@ class Index {
     const Part& part = parts_[part_of(hash)];
     return part.directory[directory_index(hash, part.depth)];
   }
-  // Two shifts, so that depth 0 is defined.
+  // Two shifts, because one shift by 64 bits, for depth 0, would be undefined.
   static uint64_t directory_index(uint64_t hash, int depth) { return ((hash << kPartBits) >> 1) >> (63 - depth); }
   Entry* segment(uint32_t number) const { return entries_ + size_t{number} * kEntries; }
   SegmentInfo& info(uint32_t number) const { return reinterpret_cast<SegmentInfo*>(infos_.data())[number]; }
@@ -140,7 +132,7 @@ class Index {
   Entry empty_entry(int part) const { return {filler_[part >> (kPartBits - 1)], kNoSlot, 0}; }
 
   uint64_t salt_;
-  std::array<int64_t, 2> filler_{};  // by a part's top bit: an id that hashes to the other half
+  std::array<int64_t, 2> filler_{};  // by the top bit of a part: an id that hashes to a part of the other half
   std::array<Part, kParts> parts_;
   Region segments_;
   Region infos_;

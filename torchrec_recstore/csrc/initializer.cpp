@@ -30,7 +30,7 @@ double polynomial(const double (&c)[8], double x) {
   return value;
 }
 
-// The inverse of the normal distribution function, to 1e-16. Source: M. J. Wichura, Algorithm AS 241
+// The inverse of the normal distribution function, with an error of 1e-16. Source: M. J. Wichura, Algorithm AS 241
 // (PPND16), Applied Statistics 37 (1988).
 double normal_quantile(double p) {
   static constexpr double kA[8] = {3.3871328727963666080e0, 1.3314166789178437745e+2, 1.9715909503065514427e+3,
@@ -84,7 +84,7 @@ Initializer::Initializer(const TableConfig& config)
 
 void Initializer::fill(int64_t id, float* row) const {
   if (row_type_ == RowType::kFloat32) return fill_columns(id, column_begin_, column_end_, row);
-  constexpr int64_t kRun = 64;  // columns that fill_uniform draws at once
+  constexpr int64_t kRun = 64;  // columns that fill_uniform() draws at once
   float weights[kRun];
   for (int64_t begin = column_begin_; begin < column_end_; begin += kRun) {
     const int64_t end = std::min(begin + kRun, column_end_);

@@ -6,19 +6,19 @@
 
 namespace recstore {
 
-// Writes the initial weights of rows. A weight depends on the table's seed and name, the id and the
-// global column alone, so it is the same on every rank, for every order, sharding and thread count.
+// Writes the initial weights of rows. A weight depends only on the table's seed and name, the id, and the global
+// column. It is therefore the same on every rank, and for every order of ids, sharding and number of threads.
 class Initializer {
  public:
   explicit Initializer(const TableConfig& config);
 
-  // row: (columns,) of the table's row type; 16-bit weights are fp32's, rounded to nearest.
+  // row: (columns,) of the table's row type. 16-bit weights are the float32 weights, rounded to nearest.
   void fill(int64_t id, float* row) const;
-  // What random bits of the table's are drawn by.
+  // The key of the random generator for this table.
   uint64_t key() const { return key_; }
 
  private:
-  // The weights of the global columns [begin, end), in fp32.
+  // Writes the weights of the global columns [begin, end) in float32.
   void fill_columns(int64_t id, int64_t begin, int64_t end, float* weights) const;
 
   InitConfig init_;
@@ -26,7 +26,7 @@ class Initializer {
   int64_t column_begin_;
   int64_t column_end_;
   uint64_t key_;
-  double cdf_low_ = 0.0;  // of a truncated normal
+  double cdf_low_ = 0.0;  // bounds of a truncated normal distribution
   double cdf_high_ = 1.0;
 };
 

@@ -7,8 +7,8 @@
 namespace recstore {
 namespace {
 
-constexpr int64_t kTaskMisses = 512;  // of a task, about
-constexpr int kAhead = 8;             // entries of the index that are being fetched
+constexpr int64_t kTaskMisses = 512;  // approximate number of misses in a task
+constexpr int kAhead = 8;             // entries of the index that are prefetched ahead
 
 }  // namespace
 
@@ -37,9 +37,9 @@ void Insertion::place(int64_t task) {
     for (int32_t i = begin_[p]; i < begin_[p + 1]; ++i) {
       const Miss& miss = misses_[order_[i]];
       if (i + kAhead < begin_[p + 1]) __builtin_prefetch(table_.index().home_line(misses_[order_[i + kAhead]].hash), 1, 3);
-      // Room first, so that the push cannot fail once the index holds the id.
+      // Reserve first, so that push_back() cannot fail after the index has the id.
       if (fresh.size() == fresh.capacity()) fresh.reserve(std::max<size_t>(16, 2 * fresh.size()));
-      // The id's rank within the part stands for its slot until the slots are known.
+      // The rank of the id within the part represents its slot until the slots are known.
       const auto rank = static_cast<Slot>(fresh.size());
       const Slot placed = table_.index().find_or_insert(miss.id, miss.hash, rank);
       if (placed == rank) fresh.push_back(order_[i]);

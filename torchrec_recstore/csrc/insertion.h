@@ -11,37 +11,38 @@
 
 namespace recstore {
 
-// An id that a batch looked up and found without a row.
+// An id of a batch that has no row.
 struct Miss {
   int64_t id;
   uint64_t hash;
-  int64_t position;  // in the batch's array of slots
+  int64_t position;  // in the array of slots of the batch
 };
 
-// Makes the missing rows of one table: one for each distinct id, whose slot is then written to every
-// position of the id.
+// Makes the missing rows of one table, one for each distinct id, and writes the slot of each row to all positions of
+// its id. The steps are place(), take_slots(), resolve() and fill(), in this order.
 class Insertion {
  public:
-  // slots: the batch's, written at the positions of the misses.
-  // initialise: whether fill() writes the new rows' weights; else the caller does.
+  // slots: the slots of the batch, which are written at the positions of the misses.
+  // initialise: whether fill() writes the weights of the new rows; otherwise the caller writes them.
   Insertion(Table& table, std::vector<Miss> misses, Slot* slots, bool initialise = true);
 
-  // Tasks of place(), resolve() and fill(); they may run in parallel.
+  // Number of tasks of place(), resolve() and fill(). The tasks of one step may run in parallel.
   int64_t tasks() const { return tasks_; }
-  // Gives every distinct id of the task its place in the index. Throws OutOfMemory.
+  // Makes an entry in the index for every distinct id of the task. Throws OutOfMemory.
   void place(int64_t task);
-  // After all place()s: gets slots for them, first those of rows that will have left before fill(). Throws OutOfMemory.
+  // Gets a slot for every new row. The slots of `leaving` come first; these rows are removed before fill(). Throws
+  // OutOfMemory.
   void take_slots(const std::vector<Leaver>& leaving = {});
-  // After take_slots(): writes the slots of the batch.
+  // Writes the slots of the batch.
   void resolve(int64_t task) noexcept;
-  // After take_slots(): writes the rows.
+  // Writes the rows.
   void fill(int64_t task) noexcept;
-  // Whatever has been done, as long as no row has left: leaves the table as it was.
+  // Restores the table after any of the steps, as long as no row of `leaving` has been removed.
   void undo() noexcept;
 
   int64_t misses() const { return static_cast<int64_t>(misses_.size()); }
   int64_t rows_made() const { return static_cast<int64_t>(taken_.size()); }
-  // How many rows have the slots of rows that leave, the first of these.
+  // Number of new rows that use slots of `leaving`, which are the first slots there.
   int64_t reused() const { return reused_; }
 
  private:
@@ -53,15 +54,15 @@ class Insertion {
   Slot* slots_;
   bool initialise_;
   int64_t tasks_;
-  std::array<int32_t, Index::kParts + 1> begin_{};           // misses of a part of the index in order_
-  std::vector<int32_t> order_;                               // of the batch, within each part
-  std::array<std::vector<int32_t>, Index::kParts> fresh_;    // each part's first miss of each distinct id
-  std::array<int64_t, Index::kParts> base_{};                // of a part in taken_
+  std::array<int32_t, Index::kParts + 1> begin_{};           // by part of the index: first miss in order_
+  std::vector<int32_t> order_;                               // misses by part; within a part in the order of the batch
+  std::array<std::vector<int32_t>, Index::kParts> fresh_;    // by part: the first miss of each distinct id
+  std::array<int64_t, Index::kParts> base_{};                // by part: its first slot in taken_
   std::vector<Slot> taken_;
-  int64_t reused_ = 0;                                       // of taken_, the first ones
+  int64_t reused_ = 0;                                       // this many slots at the front of taken_ come from `leaving`
 };
 
-// The tasks of insertions of different tables.
+// The tasks of several insertions, which belong to different tables.
 class InsertionTasks {
  public:
   explicit InsertionTasks(const std::vector<Insertion*>& insertions);

@@ -17,9 +17,10 @@ size_t available_memory(const std::string& root = "");
 
 // One growable block of zeroed memory. The kernel commits its pages as they are touched.
 //
-// To grow, a region reserves a larger address range and moves its page tables there. Beyond the first 512 KiB no byte is
-// copied, but data() may change: grow only while no other thread reads. The first 512 KiB use small pages and the rest
-// uses huge pages, so that a table of three rows takes little memory and a table of millions of rows few TLB entries.
+// To grow, a region reserves a larger address range and moves its page tables there. Beyond the first 512 KiB no byte
+// is copied, but data() may change: grow only while no other thread reads. The first 512 KiB use small pages and the
+// rest uses huge pages, so that a table of three rows takes little memory and a table of millions of rows few TLB
+// entries.
 class Region {
  public:
   Region() = default;

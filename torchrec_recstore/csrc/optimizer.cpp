@@ -32,7 +32,7 @@ OptimizerConfig OptimizerConfig::of(int64_t kind, const std::vector<double>& num
   for (const double& number : numbers) {
     const bool is_lr_power = &number - numbers.data() == 10;
     if (!std::isfinite(number) || (is_lr_power ? number > 0.0 : number < 0.0)) {
-      throw InvalidArgument("optimizer_numbers must be finite, lr_power not positive and the others not negative");
+      throw InvalidArgument("optimizer_numbers must be finite; lr_power must not be positive, and the other numbers must not be negative");
     }
   }
   if (config.momentum >= 1.0 || config.beta1 >= 1.0 || config.beta2 >= 1.0 || config.alpha >= 1.0) {
@@ -65,7 +65,7 @@ int64_t OptimizerConfig::element_states() const {
 }
 
 StepScalars step_scalars(const OptimizerConfig& o, float learning_rate, int64_t step) {
-  // In double: 1 - beta is wrong by 1e-5 in float where beta is 0.999.
+  // These are computed in double: in float, 1 - 0.999 has an error of 1e-5.
   const double lr = learning_rate, t = static_cast<double>(step);
   const double bias1 = 1.0 / (1.0 - std::pow(o.beta1, t)), bias2 = 1.0 / (1.0 - std::pow(o.beta2, t));
   const auto f = [](double x) { return static_cast<float>(x); };

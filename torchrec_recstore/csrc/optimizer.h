@@ -5,7 +5,7 @@
 
 namespace recstore {
 
-// The native order of ops.py, _KINDS. AdamW is kAdam: FBGEMM's Adam decouples its weight decay as well.
+// The values are those of _KINDS in ops.py. AdamW is kAdam, because FBGEMM's Adam decouples its weight decay too.
 enum class OptimizerKind : int64_t {
   kSgd = 0,
   kAdagrad = 1,
@@ -19,19 +19,19 @@ enum class OptimizerKind : int64_t {
   kFtrl = 9,
 };
 
-// What an optimizer keeps of a row between updates.
+// A state that an optimizer keeps for each row between updates.
 struct OptimizerState {
-  const char* name;  // as torch.optim and FBGEMM's get_optimizer_state() call it
-  bool row_wise;     // one number a row, in RowMeta::state; else one an element, behind the row's weights
+  const char* name;  // the name in torch.optim and in FBGEMM's get_optimizer_state()
+  bool row_wise;     // one number for each row, in RowMeta::state; else one for each element, behind the row's weights
 };
 
-// Formulas: torchrec_recstore/optim.py. Numbers that a kind has no use for are 0. The learning rate
-// comes with each update.
+// The numbers of an optimizer; torchrec_recstore/optim.py has the formulas. Numbers that a kind does not use are 0. The
+// learning rate is an argument of each update.
 struct OptimizerConfig {
   OptimizerKind kind = OptimizerKind::kRowWiseAdagrad;
   double eps = 1e-8;
   double weight_decay = 0.0;
-  bool decouple = false;  // Adagrads: shrink the weights by lr * weight_decay instead of adding to the gradient
+  bool decouple = false;  // Adagrad: shrink the weights by lr * weight_decay instead of adding the decay to the gradient
   double momentum = 0.0;
   double beta1 = 0.0;
   double beta2 = 0.0;
@@ -45,20 +45,20 @@ struct OptimizerConfig {
   double max_gradient_norm = 0.0;  // 0: no clipping
   double max_norm = 0.0;           // 0: no bound
 
-  // From the numbers above in their order, without the kind. Throws InvalidArgument.
+  // Makes a configuration of the fifteen numbers above, in their order, without the kind. Throws InvalidArgument.
   static OptimizerConfig of(int64_t kind, const std::vector<double>& numbers);
 
-  // The element-wise states come first, in the order in which they lie behind the weights.
+  // The element-wise states come first, in the order in which they are stored behind the weights.
   std::vector<OptimizerState> states() const;
-  // Optimizer state that lies behind a row's weights, as a multiple of them.
+  // Number of element-wise states.
   int64_t element_states() const;
 };
 
-// What the row loops need of an optimizer in one update, worked out once for all rows.
+// The scalars of an optimizer in one update, computed once for all rows.
 struct StepScalars {
   float learning_rate;
   float eps;
-  float weight_decay;    // added to the gradient; 0 where it is decoupled
+  float weight_decay;    // added to the gradient; 0 if the optimizer decouples it
   float decay_factor;    // 1 - lr * weight_decay, for the optimizers that decouple it
   float momentum;
   float beta1, beta2;
@@ -71,11 +71,11 @@ struct StepScalars {
   float max_gradient_norm;
   float max_norm;
   bool decouple;
-  // Whether rows need more than the optimizer's own step: what clips, bounds or decouples.
+  // Whether an update does more than the optimizer's own step: clipping, a bound on the norm, or decoupled decay.
   bool extras() const { return decouple || max_gradient_norm > 0.0f || max_norm > 0.0f; }
 };
 
-// step: the number of this update of the table, from 1.
+// step: the number of this update of the table; the first is 1.
 StepScalars step_scalars(const OptimizerConfig& optimizer, float learning_rate, int64_t step);
 
 }  // namespace recstore

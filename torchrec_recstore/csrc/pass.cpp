@@ -159,7 +159,7 @@ void accumulated_backward(const std::vector<std::shared_ptr<Pass>>& passes, cons
   Batch merged;
   for (const auto& pass : passes) {
     if (pass->group_ != group) throw InvalidArgument("contexts must come from one group");
-    if ((pass->batch_.weights != nullptr) != weighted) throw InvalidArgument("contexts must all have weights, or none");
+    if ((pass->batch_.weights != nullptr) != weighted) throw InvalidArgument("either all contexts or no context must have weights");
     merged.n_ids += pass->batch_.n_ids;
     merged.bags += pass->batch_.bags;
   }

@@ -4,10 +4,9 @@
 
 namespace recstore {
 
-// Philox4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011), `Lanes`
-// counters at a time so that the compiler vectorises over them.
-// Internal linkage: each instruction set compiles its own.
-// counter word 0 and 1: `id`; word 2: block + lane; word 3: 0. out: [4][Lanes].
+// Philox4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011). It computes `Lanes` counters
+// at a time, so that the compiler vectorises over them. The counter of a lane has the words id (two words), block +
+// lane, and 0. out: [4][Lanes]. The function has internal linkage, because each instruction set compiles its own.
 template <int Lanes>
 static inline void philox_blocks(uint64_t key, uint64_t id, uint32_t block, uint32_t (*out)[Lanes]) {
   constexpr uint32_t kM0 = 0xD2511F53u, kM1 = 0xCD9E8D57u, kW0 = 0x9E3779B9u, kW1 = 0xBB67AE85u;

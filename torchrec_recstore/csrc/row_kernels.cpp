@@ -33,7 +33,7 @@ const RowKernels& choose() {
   const bool has_avx512 = __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512dq") &&
                           __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512bw");
   if ((name == "avx2" && !has_avx2) || (name == "avx512" && !has_avx512)) {
-    throw InvalidArgument("RECSTORE_ISA=" + name + ": this processor lacks it");
+    throw InvalidArgument("RECSTORE_ISA is " + name + ", which this processor does not support");
   }
   if (has_avx512 && (name.empty() || name == "avx512")) return avx512::kKernels;
   if (has_avx2 && (name.empty() || name == "avx2")) return avx2::kKernels;

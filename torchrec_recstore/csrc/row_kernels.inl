@@ -1,5 +1,5 @@
-// The loops over rows. Included once for each instruction set by row_kernels_*.cpp, which name the
-// namespace RECSTORE_ISA_NAMESPACE, the string RECSTORE_ISA_NAME and RECSTORE_STREAM16(dst, value).
+// The loops over rows. Each row_kernels_*.cpp includes this file for one instruction set, and defines the namespace
+// RECSTORE_ISA_NAMESPACE, the string RECSTORE_ISA_NAME and the macro RECSTORE_STREAM16(dst, value).
 
 namespace recstore {
 namespace RECSTORE_ISA_NAMESPACE {
@@ -38,7 +38,7 @@ inline void prefetch_row(const float* row, int64_t floats) {
 #include "row_types.inl"
 
 void fill_uniform(uint64_t key, int64_t id, int64_t column_begin, int64_t column_end, float low, float high, float* row) {
-  constexpr int64_t kRun = 4 * kLanes;  // columns that one batch of counters gives
+  constexpr int64_t kRun = 4 * kLanes;  // columns of one call of philox_blocks()
   const float width = high - low;
   uint32_t words[4][kLanes];
   float values[kRun];
@@ -46,7 +46,7 @@ void fill_uniform(uint64_t key, int64_t id, int64_t column_begin, int64_t column
     philox_blocks<kLanes>(key, static_cast<uint64_t>(id), static_cast<uint32_t>(first / 4), words);
     for (int lane = 0; lane < kLanes; ++lane) {
       for (int w = 0; w < 4; ++w) {
-        // 24 bits: every value is a float, so the same everywhere.
+        // 24 bits fit a float exactly, so the value is the same on every processor.
         values[lane * 4 + w] = low + width * (static_cast<float>(static_cast<int32_t>(words[w][lane] >> 8)) * 0x1p-24f);
       }
     }
@@ -65,7 +65,7 @@ inline void put(float* out, AlignedVec v) {
   }
 }
 
-// Sixteen columns, or the `n` last ones, of one bag.
+// Pools sixteen columns of one bag, or the last `n` columns.
 template <class Row>
 inline AlignedVec pool_columns(const PoolArgs& a, int64_t begin, int64_t end, int64_t column, int64_t n) {
   AlignedVec sum{};
@@ -78,7 +78,7 @@ inline AlignedVec pool_columns(const PoolArgs& a, int64_t begin, int64_t end, in
   return sum;
 }
 
-// Unroll x 16 columns of one bag, so that each row's lines are read in one visit.
+// Pools Unroll * 16 columns of one bag, so that all cache lines of a row are read together.
 template <class Row, int Unroll, bool Stream>
 inline void pool_block(const PoolArgs& a, int64_t begin, int64_t end, int64_t column, float* out) {
   AlignedVec sum[Unroll] = {};
@@ -112,7 +112,7 @@ void pool_bags(const PoolArgs& a, Columns columns) {
   }
 }
 
-// Calls work(columns) with a number that the compiler knows for the dims that most tables have.
+// Calls work(columns); the number is a compile-time constant for the dims that most tables have.
 template <class Work>
 void with_columns(int64_t columns, const Work& work) {
   switch (columns) {
@@ -143,8 +143,8 @@ inline float scale_of(const UpdateArgs& a, int64_t bag, int64_t position) {
   return scale;
 }
 
-// The sum of the scaled gradients of a position and of those that it links to: the gradient itself
-// where there is but one, else scratch.
+// Returns the sum of the scaled gradients of a position and of all positions that it links to. The sum is in a.scratch,
+// unless it is a single gradient that needs no scaling.
 template <class Columns>
 inline const float* sum_gradients(const UpdateArgs& a, Columns columns, const float* grad, float scale, int64_t position) {
   Link next = a.links[position];
@@ -211,7 +211,7 @@ template <class Step>
 void update_with(const UpdateArgs& a) {
   with_row_type(a.rows.type, [&](auto type) {
     using Row = decltype(type);
-    // Clipping and its like are compiled apart, so that an update without them pays nothing for them.
+    // Extras are compiled separately, so that an update without them costs nothing more.
     if (a.scalars.extras()) return update_rows<Row, Step, true>(a, a.rows.columns);
     with_columns(a.rows.columns, [&](auto columns) { update_rows<Row, Step, false>(a, columns); });
   });

@@ -1,4 +1,5 @@
-// Headers come first: what they define must not be compiled for an instruction set that the processor may lack.
+// Headers are included before the pragma: the compiler could merge their functions with those of other files, and must
+// not compile them for an instruction set that the processor may lack.
 #if defined(__x86_64__)
 
 #include <immintrin.h>

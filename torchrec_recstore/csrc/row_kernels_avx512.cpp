@@ -1,4 +1,5 @@
-// Headers come first: what they define must not be compiled for an instruction set that the processor may lack.
+// Headers are included before the pragma: the compiler could merge their functions with those of other files, and must
+// not compile them for an instruction set that the processor may lack.
 #if defined(__x86_64__)
 
 #include <immintrin.h>
@@ -14,7 +15,7 @@
 #define RECSTORE_ISA_NAME "avx512"
 #define RECSTORE_STREAM16(dst, value) _mm512_stream_ps((dst), (__m512)(value))
 
-// The masked forms: the plain ones are warned about by GCC 12 (its bug 105593).
+// These are the masked intrinsics, because GCC 12 warns about the plain ones (GCC bug 105593).
 #define RECSTORE_HALF_TO_FLOAT16(half) (AlignedVec)_mm512_maskz_cvtph_ps(0xFFFF, (__m256i)(half))
 #define RECSTORE_FLOAT_TO_HALF16(value) (AlignedHalfVec)_mm512_maskz_cvtps_ph(0xFFFF, (__m512)(value), _MM_FROUND_TO_NEAREST_INT)
 

@@ -1,4 +1,4 @@
-// x86-64's own SSE2, or whatever another processor family has as its floor.
+// The instruction set that every processor of the family has; on x86-64 this is SSE2.
 #include "row_kernels.h"
 #include "philox.h"
 

@@ -1,13 +1,14 @@
-// What each optimizer does to one row; included by row_kernels.inl. Formulas: torchrec_recstore/optim.py.
+// The update of one row by each optimizer; row_kernels.inl includes this file. torchrec_recstore/optim.py has the
+// formulas.
 //
-// A step's run(args, columns, w, states, g, meta) updates the weights w (columns,), the element-wise states
-// one behind the other and the row-wise one in meta, with the summed gradient g. It may overwrite args.scratch,
-// which g may lie in.
+// run(args, columns, w, states, g, meta) updates the weights w (columns,), the element-wise states, which follow each
+// other, and the row-wise state in meta, with the summed gradient g. It may overwrite args.scratch, which may contain
+// g.
 
 inline AlignedVec load_n(const float* p, int64_t n) { return n == kLanes ? load(p) : load_part(p, n); }
 inline void store_n(float* p, AlignedVec v, int64_t n) { n == kLanes ? store(p, v) : store_part(p, v, n); }
 
-template <class Columns, class Step>  // step(weights, gradient, column, lanes) -> new weights
+template <class Columns, class Step>  // step(weights, gradient, column, lanes) returns the new weights
 inline void for_each_vec(Columns columns, float* w, const float* g, const Step& step) {
   int64_t d = 0;
   for (; d + kLanes <= columns; d += kLanes) store(w + d, step(load(w + d), load(g + d), d, int64_t{kLanes}));
@@ -36,7 +37,7 @@ inline void scale(Columns columns, const float* from, float factor, float* to) {
   }
 }
 
-// Clips the gradient by its norm, and decays the weights of an Adagrad that decouples it. Returns the gradient.
+// Clips the gradient by its norm, and applies decoupled weight decay for Adagrad. Returns the gradient.
 template <class Columns>
 inline const float* before_step(const UpdateArgs& a, Columns columns, float* w, const float* g) {
   const float bound = a.scalars.max_gradient_norm;
@@ -149,7 +150,7 @@ struct AdamStep {
   }
 };
 
-// The row-wise second moment's new value, and what it divides the first by.
+// Updates the row-wise second moment. Returns the divisor of the first moment.
 template <class Columns>
 inline float row_wise_divisor(const UpdateArgs& a, Columns columns, const float* g, RowMeta& meta) {
   const StepScalars& s = a.scalars;
@@ -173,14 +174,14 @@ struct PartialRowWiseAdamStep {
   }
 };
 
-// w -= lr * |w| / |u| * u, where u is what direction(weights, gradient, column, lanes) returns.
+// w -= lr * |w| / |u| * u, where direction(weights, gradient, column, lanes) returns u.
 template <class Columns, class Direction>
 inline void step_along(const UpdateArgs& a, Columns columns, float* w, const float* g, const Direction& direction) {
   AlignedVec squares{};
   for (int64_t d = 0; d < columns; d += kLanes) {
     const int64_t n = columns - d < kLanes ? columns - d : kLanes;
     store_n(a.scratch + d, direction(load_n(w + d, n), load_n(g + d, n), d, n), n);
-    const AlignedVec u = load_n(a.scratch + d, n);  // lanes beyond the row are zeros again
+    const AlignedVec u = load_n(a.scratch + d, n);  // lanes after the end of the row are zeros
     squares += u * u;
   }
   const float weights = norm(columns, w), update = __builtin_sqrtf(reduce(squares));
@@ -270,7 +271,7 @@ struct FtrlStep {
   template <class Columns>
   static inline void run(const UpdateArgs& a, Columns columns, float* w, float* states, const float* g, RowMeta&) {
     const StepScalars& s = a.scalars;
-    if (s.learning_rate == 0.0f) return;  // it divides by the learning rate, and a warm-up may begin at zero
+    if (s.learning_rate == 0.0f) return;  // the formula divides by the learning rate, and a warm-up may begin at zero
     const AlignedVec lr = broadcast(s.learning_rate), l1 = broadcast(s.l1), l2 = broadcast(s.l2), beta = broadcast(s.beta);
     const AlignedVec zero{};
     float *accumulator = states, *linear = accumulator + columns;
@@ -284,7 +285,7 @@ struct FtrlStep {
       const AlignedVec size = z < zero ? -z : z;
       const AlignedVec excess = z < zero ? z + l1 : z - l1;
       const AlignedVec solved = size > l1 ? -excess / ((beta + root) / lr + l2) : zero;
-      return n > zero ? solved : wv;  // an element that has had no gradient keeps its initial weight
+      return n > zero ? solved : wv;  // an element without a gradient so far keeps its initial weight
     });
   }
 };

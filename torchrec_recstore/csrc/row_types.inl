@@ -1,7 +1,7 @@
-// How each row type's weights are read and written; included by row_kernels.inl. All arithmetic is in fp32.
+// Reads and writes the weights of each row type; row_kernels.inl includes this file. All arithmetic is in float32.
 //
-// The bit operations give what F16C's instructions give, so that every instruction set has the same bits:
-// subnormals kept, overflow to infinity, not-a-number kept and made quiet.
+// The bit operations give the same results as the F16C instructions, so that every instruction set gives the same bits:
+// subnormals are kept, overflow gives infinity, and NaN stays NaN and becomes quiet.
 
 typedef uint16_t HalfVec __attribute__((vector_size(kLanes * sizeof(uint16_t)), aligned(2), may_alias));
 typedef uint16_t AlignedHalfVec __attribute__((vector_size(kLanes * sizeof(uint16_t)), may_alias));
@@ -22,11 +22,11 @@ inline AlignedVec half_to_float(AlignedHalfVec half) {
   const BitsVec value = magnitude >= bits(0x7C00u) ? special : magnitude < bits(0x400u) ? subnormal : normal;
   return floats(value | (h & 0x8000u) << 16);
 }
-// To nearest, ties to even.
+// Rounds to nearest, ties to even.
 inline AlignedHalfVec float_to_half(AlignedVec v) {
   const BitsVec f = bits(v) & 0x7FFFFFFFu;
   const BitsVec normal = (f + (0xFFFu - (112u << 23)) + (f >> 13 & 1u)) >> 13;
-  const BitsVec magic = bits(126u << 23);  // the sum's last bit has the worth of a half's last subnormal bit
+  const BitsVec magic = bits(126u << 23);  // the last bit of the sum has the value of the last bit of a subnormal half
   const BitsVec subnormal = bits(floats(f) + floats(magic)) - magic;
   const BitsVec special = f > bits(255u << 23) ? (f >> 13 & 0x3FFu) | 0x7E00u : bits(0x7C00u);
   const BitsVec value = f >= bits(143u << 23) ? special : f < bits(113u << 23) ? subnormal : normal;
@@ -37,11 +37,12 @@ inline AlignedVec half_to_float(AlignedHalfVec half) { return RECSTORE_HALF_TO_F
 inline AlignedHalfVec float_to_half(AlignedVec v) { return RECSTORE_FLOAT_TO_HALF16(v); }
 #endif
 
-// Rounds up with the probability that makes the mean right: adds random bits below the last bit and cuts them off.
+// Rounds up with the probability that makes the expected value exact: adds random bits below the last bit and
+// truncates.
 inline AlignedHalfVec float_to_half(AlignedVec v, BitsVec random) {
   const BitsVec f = bits(v) & 0x7FFFFFFFu, exponent = f >> 23;
   const BitsVec normal = (f - (112u << 23) + (random & 0x1FFFu)) >> 13;
-  // Of a subnormal half all of the significand lies below, by 14 to 31 bits; what is smaller still becomes zero.
+  // For a subnormal half, 14 to 31 bits of the significand are cut off; smaller values become zero.
   const BitsVec cut = exponent < bits(95u) ? bits(31u) : 126u - (exponent > bits(112u) ? bits(112u) : exponent);
   const BitsVec significand = exponent < bits(95u) ? bits(0u) : (f & 0x7FFFFFu) | 0x800000u;
   const BitsVec subnormal = (significand + (random & ((1u << cut) - 1u))) >> cut;
@@ -58,7 +59,7 @@ struct Float32Row {
   static inline int64_t floats(Columns columns) { return columns; }
 };
 
-// What both 16-bit types have in common; Type has widen(AlignedHalfVec) and narrow(AlignedVec[, random bits]).
+// The common part of both 16-bit types. Type has widen(AlignedHalfVec) and narrow(AlignedVec[, random bits]).
 template <class Type>
 struct NarrowRow {
   static constexpr bool kNarrow = true;
@@ -99,7 +100,7 @@ struct Bfloat16Row : NarrowRow<Bfloat16Row> {
   }
 };
 
-// Calls work(Row) with the struct for the type, so that each is compiled on its own.
+// Calls work(Row) with the struct for the type, so that work is compiled for each type.
 template <class Work>
 auto with_row_type(RowType type, const Work& work) {
   switch (type) {
@@ -121,7 +122,7 @@ inline void widen_row(Columns columns, const float* row, float* out) {
   }
 }
 
-// random: (columns,) words, or null to round to nearest.
+// Stores a row of 16-bit weights. random: (columns,) words for stochastic rounding, or null to round to nearest.
 template <class Row, class Columns>
 inline void narrow_row(Columns columns, const float* values, const uint32_t* random, float* row) {
   auto* out = reinterpret_cast<uint16_t*>(row);
@@ -152,9 +153,9 @@ void narrow(RowType type, const float* values, int64_t columns, float* row) {
   });
 }
 
-// Random words for the columns of one row, each by its global column alone.
+// Writes random words for the columns of one row. A word depends only on the key, the id and the global column.
 inline void random_words(uint64_t key, int64_t id, int64_t column_begin, int64_t columns, uint32_t* out) {
-  constexpr int64_t kRun = 4 * kLanes;  // columns that one batch of counters gives
+  constexpr int64_t kRun = 4 * kLanes;  // columns of one call of philox_blocks()
   uint32_t words[4][kLanes];
   const int64_t column_end = column_begin + columns;
   for (int64_t first = column_begin / kRun * kRun; first < column_end; first += kRun) {

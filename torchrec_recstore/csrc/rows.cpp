@@ -23,7 +23,7 @@ void Rows::take(int64_t count, std::vector<Slot>& out) {
   if (changes_.tracks()) changes_.reserve(grown);
   free_.reserve(grown);
   out.reserve(out.size() + static_cast<size_t>(count));
-  if (!compacts) {  // the slots are needed
+  if (!compacts) {  // the slots from the limit on are needed
     limit_ = kNoLimit;
     free_above_ = 0;
   }

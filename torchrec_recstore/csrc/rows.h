@@ -5,18 +5,18 @@
 
 #include "changes.h"
 #include "config.h"
-#include "sets.h"
 #include "index.h"
 #include "memory.h"
 #include "row_kernels.h"
+#include "sets.h"
 
 namespace recstore {
 
 // The memory of a shard's rows, by slot.
 //
-// Weights and element-wise optimizer state lie together at a fixed stride; row-wise state and
-// bookkeeping lie apart, so that a row's weights keep to their own cache lines. Freed slots are
-// reused, but not while a pass that may refer to them is pending.
+// The weights and element-wise optimizer states of a row are stored together at a fixed stride. The row-wise state and
+// the bookkeeping are stored apart, so that the weights have cache lines of their own. Freed slots are reused, but not
+// while a pass that may refer to them is pending.
 class Rows {
  public:
   explicit Rows(const TableConfig& config);
@@ -28,16 +28,16 @@ class Rows {
   RowMeta& meta(Slot slot) const { return view().meta[slot]; }
   int64_t columns() const { return columns_; }
   int64_t row_bytes() const { return stride_ * static_cast<int64_t>(sizeof(float)); }
-  // Of one weight.
+  // Bytes of one weight.
   size_t weight_bytes() const { return type_ == RowType::kFloat32 ? sizeof(float) : sizeof(uint16_t); }
   void prefetch(Slot slot) const {
     const char* data = reinterpret_cast<const char*>(row(slot));
     for (int64_t byte = 0; byte < row_bytes(); byte += 64) __builtin_prefetch(data + byte);
     __builtin_prefetch(&meta(slot));
   }
-  // Slots ever handed out.
+  // Number of slots that were ever handed out.
   int64_t slots() const { return high_water_; }
-  template <class Visit>  // visit(slot) for those that hold no row
+  template <class Visit>  // visit(slot) for the slots without a row
   void for_each_free(const Visit& visit) const {
     free_.for_each(0, visit);
     for (size_t r = reclaimed_; r < retired_.size(); ++r) visit(retired_[r].slot);
@@ -45,51 +45,51 @@ class Rows {
 
   const Changes& changes() const { return changes_; }
   Changes& changes() { return changes_; }
-  // From here on, which rows change is known.
+  // Sets a mark: from now on it is known which rows change. Throws OutOfMemory.
   Changes::Mark mark();
 
-  // Appends `count` free slots to `out`, the lowest first. Throws OutOfMemory and changes nothing where there is no room.
+  // Appends `count` free slots to `out`, the lowest first. Throws OutOfMemory, and changes nothing then.
   void take(int64_t count, std::vector<Slot>& out);
-  // Takes a slot back that no pending pass refers to.
+  // Frees a slot that no pending pass refers to.
   void give_back_now(Slot slot) noexcept {
     free_.add(slot);
     free_above_ += slot >= limit_;
   }
   // Makes room for `count` calls of give_back(). Throws std::bad_alloc.
   void reserve_give_back(int64_t count) { reserve_more(retired_, static_cast<size_t>(count)); }
-  // Takes a slot back; it is handed out again once every pass up to number `last_pass` has ended.
+  // Frees a slot; it is handed out again after every pass up to number `last_pass` has ended.
   void give_back(Slot slot, uint64_t last_pass) noexcept { retired_.push_back({last_pass, slot}); }
-  // Tells that no pass numbered below `oldest_pass` is pending.
+  // Notes that no pass with a number below `oldest_pass` is pending.
   void reclaim(uint64_t oldest_pass) noexcept;
-  // A new row: its weights are the caller's to write, its optimizer state and frequency zero.
+  // Initialises a new row: its optimizer states and frequency become zero. The caller writes its weights.
   void reset_state(Slot slot, uint32_t step);
 
-  // Writes weights (columns,), rounded to nearest.
+  // Writes the weights (columns,) of a row, rounded to nearest.
   void set_weights(Slot slot, const float* weights) { row_kernels().narrow(type_, weights, columns_, row(slot)); }
   void clear() noexcept;
 
-  // Compaction, where more slots are free than hold a row: rows move, one by one, to free slots below a limit, until all
-  // from there on are free and their memory is given back. Meanwhile none of these is handed out; where the others do
-  // not suffice, the compaction ends.
+  // Compaction, which runs when more slots are free than in use: rows move one by one to free slots below a limit,
+  // until all slots from the limit on are free and their memory can be returned. During compaction no slot from the
+  // limit on is handed out; if the slots below the limit do not suffice, the compaction ends.
   bool is_compacting() const { return limit_ != kNoLimit; }
   bool wants_compaction() const { return is_compacting() || stale_ > high_water_ || free_.size() * row_total_bytes() > kLeastGain; }
-  // Begins where it is worth it and has not begun; whether it is under way.
+  // Begins a compaction if it is worthwhile. Returns whether a compaction is under way.
   bool begin_compaction() noexcept;
   int64_t limit() const { return limit_; }
-  // Whether there is a slot below the limit to move a row to.
+  // Whether a row can move to a free slot below the limit.
   bool has_room_below() const { return free_.size() > free_above_; }
-  // Moves the row that lies in `from`, from the limit on; returns where it lies then.
+  // Moves the row in slot `from`, which is not below the limit. Returns its new slot.
   Slot move(Slot from) noexcept;
-  // Gives up slots where all from the limit on are free; whether that was so.
+  // Ends the compaction if all slots from the limit on are free. Returns whether it has ended.
   bool finish_compaction() noexcept;
-  // Gives memory back that no slot lies in: a part of it, so that the pause is short; `bytes` at most.
+  // Returns memory of slots that are no longer in use to the system; at most `bytes`, so that the pause is short.
   void give_memory_back(int64_t bytes) noexcept;
 
   int64_t bytes() const;
 
  private:
   static constexpr int64_t kNoLimit = INT64_MAX;
-  static constexpr int64_t kLeastGain = 2 << 20;  // bytes: of a huge page
+  static constexpr int64_t kLeastGain = 2 << 20;  // bytes of a huge page
 
   void give_up_from(int64_t slots) noexcept;
   int64_t row_total_bytes() const { return row_bytes() + static_cast<int64_t>(sizeof(RowMeta)); }
@@ -108,10 +108,10 @@ class Rows {
   Changes changes_;
   FreeSlots free_;
   std::vector<Retired> retired_;  // last_pass ascends
-  size_t reclaimed_ = 0;          // of retired_, its first ones
-  int64_t limit_ = kNoLimit;      // of a compaction
-  int64_t free_above_ = 0;        // free slots from the limit on
-  int64_t stale_ = 0;             // slots below which memory may have been touched
+  size_t reclaimed_ = 0;          // this many slots at the front of retired_ are free
+  int64_t limit_ = kNoLimit;      // limit of the compaction
+  int64_t free_above_ = 0;        // number of free slots from the limit on
+  int64_t stale_ = 0;             // memory of slots below this one may have been touched
 };
 
 }  // namespace recstore

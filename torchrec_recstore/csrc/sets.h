@@ -66,8 +66,8 @@ class SlotSet {
   std::vector<uint64_t> bits_;
 };
 
-// The free slots of a shard: one bit for each slot, and one bit for each word of 64 slots, by which the lowest free slot
-// is found fast. To add a slot needs no memory, so it cannot fail.
+// The free slots of a shard: one bit for each slot, and one bit for each word of 64 slots, by which the lowest free
+// slot is found fast. To add a slot needs no memory, so it cannot fail.
 class FreeSlots {
  public:
   // Makes room for slots below `slots`.

@@ -6,27 +6,27 @@
 
 namespace recstore {
 
-// Counts how often ids without a row have been seen, in memory that does not grow: a count-min sketch with
-// conservative update (Cormode and Muthukrishnan 2005; Estan and Varghese 2002), kept for two generations.
+// Counts how often ids without a row have been seen, in a fixed amount of memory: a count-min sketch with conservative
+// update (Cormode and Muthukrishnan 2005; Estan and Varghese 2002), kept for two generations.
 //
-// An id has a cell in each of four rows; its count is the least of them, in this generation and the one before. So no
-// sighting of these generations is missed, and an id is counted too high only where all of its cells in a generation
-// are shared. A generation ends after half as many sightings as a row has cells: at its end an id that was never seen
-// has a count with a probability of at most (1 - e^-0.5)^4 = 2.4 %.
+// An id has one cell in each of four rows. Its count is the minimum of its cells in the present generation plus the
+// minimum in the previous generation. No sighting of these generations is missed; a count is too high only if other ids
+// share all cells of the id in one generation. A generation ends after half as many sightings as a row has cells. At
+// its end, an id that was never seen has a count above zero with a probability of at most (1 - e^-0.5)^4 = 2.4 %.
 class Sightings {
  public:
   static constexpr int64_t kGenerations = 2;
   static constexpr int64_t kRows = 4;
 
-  // bytes: of all cells, a power of two. Throws OutOfMemory.
+  // bytes: memory of all cells, a power of two. Throws OutOfMemory.
   explicit Sightings(int64_t bytes);
 
-  // At most 255.
+  // Returns the count of an id, at most 255.
   int64_t count(int64_t id) const;
   void add(int64_t id);
 
-  // The state, as it goes into a checkpoint: the cells (generations, rows, cells of a row), the present generation
-  // first, and how many sightings that has taken.
+  // The state for a checkpoint: the cells (generations, rows, cells of a row), with the present generation first, and
+  // the number of sightings in the present generation.
   int64_t cells() const { return cells_; }
   int64_t taken() const { return taken_; }
   void read(uint8_t* cells) const;
@@ -46,9 +46,9 @@ class Sightings {
   }
   uint8_t least(int64_t generation, const Place& place) const;
 
-  int64_t cells_;  // of a row
+  int64_t cells_;  // number of cells in a row
   int64_t taken_ = 0;
-  int64_t present_ = 0;  // the generation
+  int64_t present_ = 0;  // the present generation, 0 or 1
   Region memory_;
 };
 

@@ -15,20 +15,20 @@
 namespace recstore {
 namespace {
 
-constexpr size_t kFound = size_t{1} << 21;   // rows that a walk through the index finds: it and its scratch take 64 MiB
-constexpr uint32_t kSegments = 64;           // that are walked through under one lock: a quarter of a megabyte
+constexpr size_t kFound = size_t{1} << 21;  // rows that one scan of the index finds; they take 64 MiB with scratch memory
+constexpr uint32_t kSegments = 64;          // segments of the index that are scanned under one lock: 256 KiB
 constexpr size_t kSliceEntries = size_t{kSegments} * 256;
-constexpr int64_t kRun = 512;                // rows that are read under one lock beside training, or by a task
-constexpr int64_t kLongRun = 1 << 16;
-constexpr int64_t kAhead = 8;                // rows that are being fetched
+constexpr int64_t kRun = 512;               // rows that a polite read copies under one lock, and rows of a task
+constexpr int64_t kLongRun = 1 << 16;       // rows that another read copies under one lock
+constexpr int64_t kAhead = 8;               // rows that are prefetched ahead
 constexpr int64_t kBlockBytes = 8 << 20;
 char* const kNoBlock = reinterpret_cast<char*>(1);
 constexpr int kPauses = 6;
 constexpr std::chrono::microseconds kLeastPause{50};
 
-// Work beside training, in slices with the table locked. In between it pauses for a multiple of the slice's time, so
-// that it takes a small share of a core, and that who waits for the lock gets it. A low priority would not do: the
-// thread would be stopped with the lock in its hands.
+// A slice of background work, with the table locked. After a slice, a polite reader pauses for a multiple of the
+// slice's time, so that it takes a small share of a core and threads that wait for the lock get it. A low thread
+// priority would not help: the scheduler would suspend the thread while it holds the lock.
 class Slice {
  public:
   Slice(std::mutex& mutex, bool polite) : polite_(polite), lock_(mutex), begin_(std::chrono::steady_clock::now()) {}
@@ -46,14 +46,14 @@ class Slice {
 
 }  // namespace
 
-// The rows with the least ids among those that are added.
+// Collects rows, and keeps those with the lowest ids.
 class Snapshot::Least {
  public:
   explicit Least(int64_t most) { rows_.reserve(std::min(2 * kFound + kSliceEntries, static_cast<size_t>(most))); }
   void add(const Row& row) {
     if (row.id <= bound_) rows_.push_back(row);
   }
-  // Drops what is too much; takes its time, so not with the table locked.
+  // Drops rows that exceed the limit. This is slow; do not call it with the table locked.
   void cut() {
     if (rows_.size() < 2 * kFound) return;
     std::nth_element(rows_.begin(), rows_.begin() + (kFound - 1), rows_.end());
@@ -62,7 +62,7 @@ class Snapshot::Least {
   }
   std::vector<Row> sorted() {
     std::sort(rows_.begin(), rows_.end());
-    // A row may have been found twice: its segment split, or it was removed, after it had been walked through.
+    // The scan may find a row twice: its segment was split, or the row was removed, after the scan had passed it.
     rows_.erase(std::unique(rows_.begin(), rows_.end()), rows_.end());
     if (rows_.size() > kFound) rows_.resize(kFound);
     return std::move(rows_);
@@ -83,10 +83,10 @@ Snapshot::Snapshot(std::shared_ptr<Table> table, std::optional<Changes::Mark> si
       image_bytes_(table_->rows().row_bytes() + static_cast<int64_t>(sizeof(RowMeta))),
       block_images_(std::max<int64_t>(1, std::min(kBlockBytes / image_bytes_, slots_))),
       blocks_(static_cast<size_t>(slots_ / block_images_ + 1)) {
-  if (table_->snapshot() != nullptr) throw InvalidArgument("it is being saved already: wait for that first");
+  if (table_->snapshot() != nullptr) throw InvalidArgument("the table is being saved already: wait until the save has ended");
   if (since) {
     const Changes& changes = table_->rows().changes();
-    if (!changes.knows(*since)) throw InvalidArgument("what has changed since then is no longer known");
+    if (!changes.knows(*since)) throw InvalidArgument("the changes since this mark are no longer known");
     for (int64_t slot = 0; slot < slots_; ++slot) {
       pending_[slot / 64] |= uint64_t{changes.changed_since(static_cast<Slot>(slot), *since)} << (slot % 64);
     }
@@ -104,7 +104,7 @@ Snapshot::Snapshot(std::shared_ptr<Table> table, std::optional<Changes::Mark> si
   numbers_.reserve(static_cast<size_t>(slots_) * sizeof(uint32_t));
   table_->reserve_pass();
   mark_ = table_->rows().mark();
-  pass_ = table_->begin_pass(this);  // so that slots are not reused
+  pass_ = table_->begin_pass(this);  // from now on slots are not reused
   table_->set_snapshot(this);
 }
 
@@ -120,13 +120,13 @@ Snapshot::~Snapshot() {
 }
 
 void Snapshot::find_next(bool polite) {
-  next_ = {};  // its memory first
+  next_ = {};  // frees its memory before more is allocated
   read_ = 0;
   Least least(rows_left_);
   const auto add = [&](int64_t id, Slot slot) {
     if (pending(slot) && (!last_id_ || id > *last_id_)) least.add({id, slot});
   };
-  // Rows move only to segments further on, so that none is passed over.
+  // A split moves rows only to later segments, so that the scan misses no row.
   for (uint32_t first = 0;; first += kSegments) {
     least.cut();
     const Slice slice(table_->mutex(), polite);
@@ -149,7 +149,7 @@ void Snapshot::check_count(int64_t n) const {
 
 void Snapshot::read(int64_t n, int64_t* ids, const RowImages& out, bool polite, Executor& executor) {
   const std::lock_guard<std::mutex> one(reading_);
-  if (broken_) throw InvalidArgument("the snapshot is of no use any more: reading it has failed");
+  if (broken_) throw InvalidArgument("the snapshot cannot be read any more, because an earlier read of it has failed");
   check_count(n);
   broken_ = true;
   SerialExecutor serial;
@@ -173,7 +173,7 @@ void Snapshot::read_next(int64_t n, int64_t* ids, const RowImages& out, bool pol
     {
       const Slice slice(table_->mutex(), polite);
       table_->check_open();
-      if (out_of_memory_) throw OutOfMemory("no room to keep rows that changed while they were being saved");
+      if (out_of_memory_) throw OutOfMemory("no memory for copies of rows that changed during the save");
       for_each_task(executor, (run + kRun - 1) / kRun, [&](int64_t task) { read_range(task * kRun, std::min((task + 1) * kRun, run)); });
       for (int64_t i = 0; i < run; ++i) pending_[rows[i].slot / 64] &= ~(uint64_t{1} << (rows[i].slot % 64));
     }
@@ -195,7 +195,7 @@ void Snapshot::read_one(const Row& row, const RowImages& out, int64_t position) 
 
 char* Snapshot::block(int64_t number) {
   std::atomic<char*>& block = blocks_[static_cast<size_t>(number / block_images_)];
-  if (number % block_images_ == 0) {  // whose image is the block's first makes it
+  if (number % block_images_ == 0) {  // the thread that keeps the first image of a block allocates the block
     void* fresh = ::operator new(static_cast<size_t>(block_images_ * image_bytes_), std::nothrow);
     if (fresh == nullptr) out_of_memory_ = true;
     block.store(fresh == nullptr ? kNoBlock : static_cast<char*>(fresh));
@@ -208,7 +208,7 @@ void Snapshot::keep(Slot slot) {
   if (!pending(slot) || number(slot) != 0 || out_of_memory_.load(std::memory_order_relaxed)) return;
   const int64_t kept = kept_.fetch_add(1);
   char* const begin = block(kept);
-  if (begin == kNoBlock) return;  // read() will tell
+  if (begin == kNoBlock) return;  // read() throws OutOfMemory
   const Rows& rows = table_->rows();
   char* image = begin + kept % block_images_ * image_bytes_;
   std::memcpy(image, rows.row(slot), static_cast<size_t>(rows.row_bytes()));

@@ -11,10 +11,10 @@
 namespace recstore {
 namespace {
 
-constexpr size_t kAhead = 8;  // entries of the index that are being fetched
-constexpr int64_t kLeastSegments = 64;       // of the index that compaction looks at in a call
-constexpr int64_t kEntriesForRow = 32;       // or so many for each row that has just left
-constexpr int64_t kLeastBytes = 64 << 20;    // of memory that is given back in a call
+constexpr size_t kAhead = 8;               // entries of the index that are prefetched ahead
+constexpr int64_t kLeastSegments = 64;     // segments of the index that a call of compact() visits at least
+constexpr int64_t kEntriesForRow = 32;     // entries that it visits for each row that has just been removed
+constexpr int64_t kLeastBytes = 64 << 20;  // memory that it returns at most, unless many rows have just been removed
 
 uint64_t random_salt() {
   std::random_device device;
@@ -68,7 +68,7 @@ int64_t Table::remove(const int64_t* ids, int64_t n) {
 }
 
 void Table::compact(int64_t rows) noexcept {
-  if (snapshot_ != nullptr) return;  // it goes by the slots
+  if (snapshot_ != nullptr) return;  // a snapshot finds rows by their slots
   const auto segments = static_cast<uint32_t>(std::max(kLeastSegments, rows * kEntriesForRow / 256));
   const int64_t bytes = std::max(kLeastBytes, 2 * rows * rows_.row_bytes());
   if (!rows_.is_compacting()) {
@@ -85,11 +85,11 @@ void Table::compact(int64_t rows) noexcept {
         return moves.back().to;
       });
     }
-  } catch (const std::bad_alloc&) {  // goes on with a later call
+  } catch (const std::bad_alloc&) {  // a later call continues
   }
   std::sort(moves.begin(), moves.end());
   for (const Numbered& numbered : pending_) numbered.pass->moved(*this, moves);
-  // Rows that found no room below, or slots that wait for a pass, are looked for again.
+  // Start again at the first segment: some rows found no room below the limit, or some slots wait for a pass.
   if (!rows_.finish_compaction() && next_segment_ >= index_.segments()) next_segment_ = 0;
   rows_.give_memory_back(bytes);
 }
@@ -128,13 +128,13 @@ void Table::exchange_rows(Table& other) {
   if (config_.column_begin != other.config_.column_begin || config_.column_end != other.config_.column_end ||
       config_.row_type != other.config_.row_type || config_.optimizer.kind != other.config_.optimizer.kind ||
       config_.optimizer.element_states() != other.config_.optimizer.element_states()) {
-    throw InvalidArgument("the tables are of different shapes");
+    throw InvalidArgument("the tables have different shapes");
   }
   if (!(config_.bounds == other.config_.bounds)) throw InvalidArgument("the tables have different bounds");
   for (Table* table : {this, &other}) {
-    if (table->snapshot_ != nullptr) throw InvalidArgument("it is being saved: wait for that first");
+    if (table->snapshot_ != nullptr) throw InvalidArgument("the table is being saved: wait until the save has ended");
   }
-  // Marks of one table must not be taken for those of the other.
+  // A mark of one table must not be used as a mark of the other table.
   const Changes::Mark last = std::max(rows_.changes().last_mark(), other.rows_.changes().last_mark());
   SerialExecutor serial;
   for (Table* table : {this, &other}) {

@@ -14,12 +14,12 @@
 #include "initializer.h"
 #include "memory.h"
 #include "rows.h"
-#include "sightings.h"
 #include "sets.h"
+#include "sightings.h"
 
 namespace recstore {
 
-// Counted in distinct ids; TableStats in store/stats.py says what each means.
+// Counts of distinct ids; TableStats in store/stats.py explains them.
 struct Counters {
   int64_t lookups = 0;
   int64_t misses = 0;
@@ -34,33 +34,33 @@ struct Counters {
 
 class Table;
 
-// A row lies in another slot now.
+// A row has moved from one slot to another.
 struct Move {
   Slot from;
   Slot to;
   bool operator<(const Move& other) const { return from < other.from; }
 };
 
-// A training forward whose backward has not run yet. Its slots are not reused until it ends.
+// A training forward whose backward has not run. Its slots are not reused until it ends. For all functions, the caller
+// holds the lock of the table.
 class PendingPass {
  public:
   virtual ~PendingPass() = default;
-  // Writes the bookkeeping of one of its tables, whose lock the caller holds, and counts the distinct
-  // ids, if that has not been done.
+  // Records the step in the bookkeeping of the table and counts the distinct ids, if this has not been done.
   virtual void settle(const Table& table, Executor& executor) = 0;
-  // The table, whose lock the caller holds, gets other rows: the pass has none of it any more.
+  // Forgets the slots of the table, because the table gets other rows.
   virtual void forget(const Table& table) = 0;
-  // Adds the slots of the table, whose lock the caller holds, that the pass refers to.
+  // Adds the slots of the table that the pass refers to.
   virtual void pin(const Table& table, SlotSet& pinned) const = 0;
-  // Rows of the table, whose lock the caller holds, have moved. moves: by ascending `from`.
+  // Replaces the slots of rows that have moved. moves: in ascending order of `from`.
   virtual void moved(const Table& table, const std::vector<Move>& moves) noexcept = 0;
 };
 
 class Snapshot;
 struct Leaver;
 
-// One shard of one table: the rows of the ids that it has seen. The members below mutex() are for
-// whoever holds it.
+// One shard of one table: the rows of the ids that it has seen. The caller of any function below mutex() holds the
+// mutex, unless the function says otherwise.
 class Table {
  public:
   explicit Table(TableConfig config);
@@ -68,7 +68,7 @@ class Table {
   const TableConfig& config() const { return config_; }
   std::mutex& mutex() { return mutex_; }
 
-  // Frees the rows; any later use throws.
+  // Frees the rows. Later calls throw InvalidArgument.
   void close();
   bool is_open() const { return open_; }
   void check_open() const;
@@ -79,8 +79,8 @@ class Table {
   Rows& rows() { return rows_; }
   const Initializer& initializer() const { return initializer_; }
   Counters& counters() { return counters_; }
-  // Updates of the table so far, one a backward whatever its ids: the clock of Adam's and LAMB's bias
-  // correction, as FBGEMM's iter is. A checkpoint carries it.
+  // Number of updates of the table; each backward is one update. It is the clock of the bias correction of Adam and
+  // LAMB, like FBGEMM's iter, and a checkpoint contains it.
   int64_t optimizer_steps() const { return optimizer_steps_; }
   void set_optimizer_steps(int64_t steps) { optimizer_steps_ = steps; }
   // Counts an update of `rows` rows.
@@ -90,51 +90,52 @@ class Table {
   }
   int64_t size() const { return index_.size(); }
   int64_t bytes() const;
-  // Of a row as it goes to a cold store: as it lies in memory, its RowMeta behind. Needs no lock.
+  // Bytes of a row in a cold store: the layout in memory, followed by the RowMeta. Needs no lock.
   int64_t image_bytes() const { return image_bytes_; }
-  // Training lookups so far: what last steps are told by.
+  // Number of training lookups, which is the clock of the rows' last steps.
   int64_t clock() const { return counters_.steps; }
 
-  // Counts the sightings of ids that admission holds back; null where it holds none back.
+  // The counts of ids that admission refuses; null if the table has no admission.
   Sightings* sightings() { return sightings_ ? &*sightings_ : nullptr; }
   const Sightings* sightings() const { return sightings_ ? &*sightings_ : nullptr; }
-  // Which ids may be in the cold store.
+  // Tells which ids may be in the cold store.
   ColdFilter& cold_filter() { return cold_filter_; }
   const ColdFilter& cold_filter() const { return cold_filter_; }
 
-  // A row, which is there already, is about to change. Distinct slots may come in parallel.
+  // Call this before an existing row changes. Calls for distinct slots may run in parallel.
   void before_change(Slot slot) {
     if (watched()) note_change(slot);
   }
-  // Whether anybody wants to know what changes.
+  // Whether a snapshot or a mark needs to know which rows change.
   bool watched() const { return snapshot_ != nullptr || rows_.changes().tracks(); }
   Snapshot* snapshot() const { return snapshot_; }
   void set_snapshot(Snapshot* snapshot) { snapshot_ = snapshot; }
-  // Exchanges rows, their changes and the clocks with another table of the same shape, without touching the rows.
-  // The caller holds both locks. Throws InvalidArgument where the shapes differ or there is a snapshot, OutOfMemory.
+  // Exchanges the rows, their changes and the clocks with another table of the same shape, without touching the rows.
+  // The caller holds both locks. Throws InvalidArgument if the shapes differ or a table has a snapshot, OutOfMemory.
   void exchange_rows(Table& other);
 
-  // Removes ids (n,); returns how many had a row. Throws std::bad_alloc, and has removed nothing then.
+  // Removes the rows of ids (n,). Returns the number of removed rows. Throws std::bad_alloc; nothing is removed then.
   int64_t remove(const int64_t* ids, int64_t n);
-  // Makes room for `rows` rows to leave. Throws std::bad_alloc.
+  // Makes room for leave() with `rows` rows. Throws std::bad_alloc.
   void reserve_leave(int64_t rows);
-  // Removes rows that no pending pass refers to; the slots of the first `reused` of them are new rows' already.
+  // Removes rows that no pending pass refers to. The slots of the first `reused` rows already belong to new rows.
   void leave(const std::vector<Leaver>& rows, int64_t reused = 0) noexcept;
-  // Whether slots of rows that leave can be handed out at once.
+  // Whether the slots of removed rows can be reused at once.
   bool slots_are_free_at_once() const { return snapshot_ == nullptr && !rows_.is_compacting(); }
-  // Gives memory back where more slots are free than hold a row, piece by piece: a call looks at some thousand entries of
-  // the index, and at more where `rows` have just left. Rows may move then. Not while a snapshot is read.
+  // Returns memory to the system if more slots are free than in use. Each call does a part of the work: it visits some
+  // thousand entries of the index, and more if `rows` rows have just been removed. Rows may move. Nothing happens while
+  // the table has a snapshot.
   void give_memory_back(int64_t rows = 0) noexcept {
     if (rows_.wants_compaction()) compact(rows);
   }
-  // The ids that have a row, ascending. out: (size(),)
+  // Writes the ids that have a row, in ascending order. out: (size(),).
   void ids(int64_t* out) const;
 
-  // Starts a step's bookkeeping: returns its number, from 1.
+  // Begins a step and returns its number; the first step has the number 1.
   uint32_t begin_step();
   // Makes room for a call of begin_pass(). Throws std::bad_alloc.
   void reserve_pass() { reserve_more(pending_, 1); }
-  // A pass is numbered when it begins; slots freed from then on wait for its end.
+  // Begins a pass and returns its number. Slots that are freed afterwards wait for its end.
   uint64_t begin_pass(PendingPass* pass) noexcept;
   void end_pass(uint64_t number) noexcept;
   void settle_passes(Executor& executor);
@@ -158,14 +159,14 @@ class Table {
   bool open_ = true;
   Index index_;
   Rows rows_;
-  const int64_t image_bytes_;  // those of rows_, which another thread may be exchanging
+  const int64_t image_bytes_;  // a copy, because another thread may be exchanging rows_
   Initializer initializer_;
   Counters counters_;
   int64_t optimizer_steps_ = 0;
   std::optional<Sightings> sightings_;
   ColdFilter cold_filter_;
   Snapshot* snapshot_ = nullptr;
-  uint32_t next_segment_ = 0;  // of the index: where compaction goes on
+  uint32_t next_segment_ = 0;  // the segment of the index at which compaction continues
   uint64_t next_pass_ = 1;
   std::vector<Numbered> pending_;  // number ascends
 };

@@ -13,8 +13,7 @@
 namespace recstore {
 namespace {
 
-constexpr int64_t kRun = 4096;  // rows of a task
-constexpr int64_t kAhead = 8;   // rows that are prefetched ahead
+constexpr int64_t kParallelRows = 4096;  // this many rows are written on several threads
 
 void check_bookkeeping(const int64_t* values, int64_t n) {
   // The loop has no branch, so that the compiler vectorises it: a value out of range sets a bit above the low 32.
@@ -53,18 +52,9 @@ void read_row(const Rows& rows, const void* row, const RowMeta& meta, const RowI
 }
 
 void read_rows(const Table& table, const int64_t* ids, int64_t n, const RowImages& out, Executor& executor) {
-  std::vector<Slot> slots(static_cast<size_t>(n));
-  find(table, ids, n, slots.data(), executor);
-  const auto missing = std::find(slots.begin(), slots.end(), kNoSlot);
-  if (missing != slots.end()) throw InvalidArgument("id " + std::to_string(ids[missing - slots.begin()]) + " has no row");
+  const std::vector<Slot> slots = find_rows(table, ids, n, executor);
   const Rows& rows = table.rows();
-  for_each_task(executor, (n + kRun - 1) / kRun, [&](int64_t run) {
-    const int64_t end = std::min((run + 1) * kRun, n);
-    for (int64_t i = run * kRun; i < end; ++i) {
-      if (i + kAhead < end) rows.prefetch(slots[i + kAhead]);
-      read_row(rows, rows.row(slots[i]), rows.meta(slots[i]), out, i);
-    }
-  });
+  for_each_row(rows, slots, executor, [&](int64_t i) { read_row(rows, rows.row(slots[i]), rows.meta(slots[i]), out, i); });
 }
 
 void write_rows(Table& table, const int64_t* ids, int64_t n, const ConstRowImages& in, Executor& executor) {
@@ -73,7 +63,7 @@ void write_rows(Table& table, const int64_t* ids, int64_t n, const ConstRowImage
   std::vector<Slot> slots(static_cast<size_t>(n));
   find_or_insert(table, ids, n, slots.data(), executor, Arrival::kWrite);
   // All occurrences of a slot belong to one task, so that the last one is written last.
-  const int64_t tasks = n < kRun ? 1 : executor.threads();
+  const int64_t tasks = n < kParallelRows ? 1 : executor.threads();
   for_each_task(executor, tasks, [&](int64_t task) {
     for (int64_t i = 0; i < n; ++i) {
       if (slots[i] / 64 % tasks != task) continue;

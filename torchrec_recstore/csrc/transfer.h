@@ -1,5 +1,6 @@
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 #include <type_traits>
 #include <vector>
@@ -23,6 +24,21 @@ struct RowImagesOf {
 };
 using RowImages = RowImagesOf<false>;
 using ConstRowImages = RowImagesOf<true>;
+
+// Calls work(i) for each of the slots, in parallel, and prefetches the rows.
+template <class Work>
+void for_each_row(const Rows& rows, const std::vector<Slot>& slots, Executor& executor, const Work& work) {
+  constexpr int64_t kRun = 4096;  // rows of a task
+  constexpr int64_t kAhead = 8;   // rows that are prefetched ahead
+  const auto n = static_cast<int64_t>(slots.size());
+  for_each_task(executor, (n + kRun - 1) / kRun, [&](int64_t run) {
+    const int64_t end = std::min((run + 1) * kRun, n);
+    for (int64_t i = run * kRun; i < end; ++i) {
+      if (i + kAhead < end) rows.prefetch(slots[i + kAhead]);
+      work(i);
+    }
+  });
+}
 
 // Copies one row to position i of the arrays. row: in the table, or a copy with the same layout.
 void read_row(const Rows& rows, const void* row, const RowMeta& meta, const RowImages& out, int64_t i);

@@ -36,8 +36,8 @@ int64_t group_create(std::vector<int64_t> handles, std::vector<int64_t> feature_
 
 void group_destroy(int64_t group) { groups().remove(group); }
 
-// What a pass keeps until its backward. The offsets are a copy: the backward finds the bags by them, so a caller may
-// overwrite its own offsets in between.
+// The arrays that a pass needs until its backward. The offsets are a copy, because the backward finds the bags by them
+// and the caller may overwrite its tensor before that.
 struct Inputs {
   Tensor ids;  // stochastic rounding draws its bits by the ids; the rows are found by their slots
   BufferPool::Buffer offsets;
@@ -50,7 +50,7 @@ struct GivenBatch {
   std::shared_ptr<Inputs> inputs;
 };
 
-// offsets: int32 or int64; none: each id is a bag of its own.
+// offsets: int32 or int64. Without offsets, each id is a bag of its own.
 GivenBatch checked_batch(const Group& group, const Tensor& given_ids, std::optional<Tensor> offsets, const std::optional<Tensor>& weights) {
   const Tensor ids = checked_ids(given_ids);
   GivenBatch given{plain_batch(ids), std::make_shared<Inputs>(Inputs{ids, {}, std::nullopt})};
@@ -105,8 +105,8 @@ std::tuple<Tensor, Tensor> group_forward(int64_t group_handle, Tensor ids, Tenso
 }
 
 // A lookup without pooling in several groups of one feature. The first counts[0] of ids belong to the first group, the
-// next ones to the second, and so on. Returns the rows (sum of counts * columns,), and the contexts (groups,), each for a
-// group_backward of its own; they are empty without train.
+// next ones to the second, and so on. Returns the rows (sum of counts * columns,), and the contexts (groups,), each for
+// a group_backward of its own; they are empty without train.
 std::tuple<Tensor, Tensor> rows_forward(std::vector<int64_t> group_handles, Tensor ids, std::vector<int64_t> counts, bool train) {
   ids = checked_ids(ids);
   std::vector<GroupRows> parts;
@@ -146,8 +146,8 @@ std::vector<Tensor> group_table_ids(int64_t group_handle, Tensor ids, std::optio
   return out;
 }
 
-// An evaluation lookup in which some rows of each table are stored elsewhere: ids (N,) int64, ascending, and their images.
-// Returns the output (bags, columns).
+// An evaluation lookup in which some rows of each table are stored elsewhere: ids (N,) int64, ascending, and their
+// images. Returns the output (bags, columns).
 Tensor group_read(int64_t group_handle, Tensor ids, std::optional<Tensor> offsets, std::optional<Tensor> weights,
                   std::vector<Tensor> elsewhere_ids, std::vector<Tensor> elsewhere_images) {
   const auto group = groups().get(group_handle);
@@ -170,8 +170,8 @@ Tensor group_read(int64_t group_handle, Tensor ids, std::optional<Tensor> offset
   return out;
 }
 
-// Makes the missing rows of a batch before its training forward, on the calling thread alone: the other threads are busy
-// with the present batch.
+// Makes the missing rows of a batch before its training forward, on the calling thread alone: the other threads are
+// busy with the present batch.
 void group_prefetch(int64_t group_handle, Tensor ids, std::vector<int64_t> counts) {
   const auto group = groups().get(group_handle);
   ids = checked_ids(ids);

@@ -1,4 +1,4 @@
-// What belongs to the process and to no table: torch's threads, forks, the buffer pool, the instruction set.
+// Ops that belong to no table (buffer pool, instruction set, hashing of ids), torch's threads, and forks.
 
 #include <Python.h>
 #include <pthread.h>
@@ -28,8 +28,9 @@ class TorchExecutor final : public Executor {
     });
   }
 
-  // A forked child lacks the threads of libgomp's pool and would wait for them forever. Therefore the threads end before
-  // the fork and start again when they are needed. If the runtime cannot end them, the child works on one thread.
+  // A forked child lacks the threads of libgomp's pool and would wait for them forever. Therefore the threads end
+  // before the fork and start again when they are needed. If the runtime cannot end them, the child works on one
+  // thread.
   void before_fork() { ended_ = omp_pause_resource_all != nullptr && omp_pause_resource_all(kOmpPauseSoft) == 0; }
   void after_fork_in_child() { alone_ = alone_ || !ended_; }
 

@@ -1,6 +1,6 @@
 #pragma once
 
-// What all ops share: checks of tensor arguments, new tensors, and torch's threads. Only the files in this directory
+// Functions for all ops: checks of tensor arguments, new tensors, and torch's threads. Only the files in this directory
 // include torch. The ops use torch's stable ABI, so that one binary serves several versions of torch.
 
 #include <torch/csrc/stable/library.h>
