@@ -1,4 +1,4 @@
-"""Make report.html of a run's log again: of a run that was killed, or is still training.
+"""Write report.html for the log of a run that was killed or is still training.
 
 python examples/report.py runs/dlrm-20261121-150000
 """
@@ -21,8 +21,8 @@ app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
 
 @app.command()
-def main(log_dir: Annotated[Path, typer.Argument(help="The folder with the run's curves.")]) -> None:
-    """Make report.html and its plots of a run's log, from as much as there is of it."""
+def main(log_dir: Annotated[Path, typer.Argument(help="Folder with the curves of the run.")]) -> None:
+    """Write report.html and its plots from the log of a run. The run need not have ended."""
     prepare_torch()
     from common.page import write_report
 

@@ -9,8 +9,8 @@
     recstore doctor
     recstore bench
 
-Exit status: 0; 1 where ``diff`` found a difference or ``doctor`` a problem; 2 for input that cannot be used, with one
-line on stderr.
+Exit status: 0; 1 if ``diff`` found a difference, ``doctor`` a problem, or a benchmark failed; 2 for invalid input, with
+one line on stderr.
 """
 
 from __future__ import annotations
@@ -34,15 +34,15 @@ except ModuleNotFoundError as error:
     raise SystemExit(2) from None
 
 app = typer.Typer(
-    help="Train with RecStore tables, look at their checkpoints, export and serve them. "
-    "Each command has an example in its own --help.",
+    help="Train with RecStore tables, inspect their checkpoints, and export and serve the tables. "
+    "The --help of each command shows an example.",
     add_completion=False,
     pretty_exceptions_enable=False,
-    rich_markup_mode="markdown",  # in which a docstring's lines are joined to paragraphs
+    rich_markup_mode="markdown",  # joins the lines of a docstring to paragraphs
 )
 
 JOBS, CHECKPOINTS, MACHINE = "Training and serving", "Checkpoints", "This machine"
-# The script's flags are not known here, nor is its --help.
+# The flags of the script, including --help, are passed on to the script.
 _PASS_ON = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
 
 app.command(rich_help_panel=JOBS, context_settings=_PASS_ON)(train)
@@ -56,14 +56,14 @@ app.command(rich_help_panel=MACHINE)(bench)
 
 
 def main() -> None:
-    """The command."""
+    """Runs the command ``recstore``."""
     status = status_of(_run)
     try:
         sys.stdout.flush()
     except OSError as error:
         if status != 2:
             print_error(f"stdout: {error.strerror}")
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # Python tries once more at its end
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # Python flushes stdout again at exit
         status = 2
     sys.exit(status)
 

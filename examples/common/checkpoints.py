@@ -1,4 +1,4 @@
-"""The folder of a run's checkpoints: one for a step, the newest to go on from, and the older ones cleared away."""
+"""Saves, loads and deletes the checkpoints of a run in one folder."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ _NAME = re.compile(r"step-(\d{9,})")
 
 @contextmanager
 def _in_one_line(path: Path) -> Iterator[None]:
-    """Makes a :class:`DataError` of what is wrong with a checkpoint, or with the disk."""
+    """Turns an error of a checkpoint or of the disk into a :class:`DataError`."""
     try:
         yield
     except OSError as error:
-        # The file that failed may be another one inside.
+        # The error may name a file inside the checkpoint.
         line = f"{error.filename or path}: {error.strerror}" if error.strerror else str(error)
         raise DataError(line) from error
     except ValueError as error:
@@ -39,7 +39,7 @@ def _in_one_line(path: Path) -> Iterator[None]:
 
 @contextmanager
 def _rows_shown(what: str) -> Iterator[Callable[[int, int], None]]:
-    """A bar over rank 0's rows; yields what takes the rows done and those of all."""
+    """Shows a bar of rank 0's rows. Yields a function of the number of completed rows and the total number."""
     with progress_bar(desc=what, unit=" rows", total=0, leave=False) as bar:
 
         def show(done: int, total: int) -> None:
@@ -50,13 +50,14 @@ def _rows_shown(what: str) -> Iterator[Callable[[int, int], None]]:
 
 
 class CheckpointFolder:
-    """A folder of checkpoints named by their step, ``step-000000123``. Every method is collective.
+    """A folder of checkpoints with names like ``step-000000123``. Every method is collective.
 
-    A checkpoint is written under a hidden name beside and renamed when it is whole, so each one found is whole.
+    A checkpoint is written under a hidden name and renamed when it is complete, so every visible checkpoint is
+    complete.
 
     Args:
-        path: the folder. Whoever saves or sweeps has it to itself.
-        keep: how many checkpoints stay; at least 1.
+        path: The path of the folder. Only one run may save or sweep there at a time.
+        keep: The number of checkpoints to keep, at least 1.
     """
 
     def __init__(self, path: Path, keep: int) -> None:
@@ -64,10 +65,10 @@ class CheckpointFolder:
         self.keep = keep
 
     def sweep(self) -> None:
-        """Removes what a killed run was writing, or clearing away.
+        """Removes the incomplete checkpoints that a killed run left while it saved or deleted.
 
         Raises:
-            DataError: it cannot be removed.
+            DataError: A file cannot be removed.
         """
 
         def remove() -> None:
@@ -81,15 +82,15 @@ class CheckpointFolder:
         on_rank_0(remove)
 
     def _all(self) -> list[Path]:
-        """The checkpoints, oldest first."""
+        """Returns the paths of the checkpoints, the oldest first."""
         found = ((_NAME.fullmatch(entry.name), entry) for entry in self.path.iterdir())
         return [entry for _, entry in sorted((int(name[1]), entry) for name, entry in found if name)]
 
     def newest(self) -> CheckpointInfo | None:
-        """What the newest checkpoint says of itself; None where there is no checkpoint.
+        """Returns the metadata of the newest checkpoint, or None if there is no checkpoint.
 
         Raises:
-            DataError: it cannot be read.
+            DataError: The checkpoint cannot be read.
         """
 
         def read() -> CheckpointInfo | None:
@@ -105,24 +106,25 @@ class CheckpointFolder:
         """Loads a checkpoint into a model.
 
         Returns:
-            The training state that it was saved with.
+            The training state that was saved with the checkpoint.
 
         Raises:
-            DataError: it is damaged, or does not fit the model; the model is as it was.
+            DataError: The checkpoint is damaged or does not fit the model. The model is not changed.
         """
         with _in_one_line(path), _rows_shown(f"loading {path.name}") as progress:
             return load_checkpoint(model, path, progress=progress).training_state or {}
 
     def save(self, model: nn.Module, step: int, training_state: dict[str, Any]) -> None:
-        """Saves a checkpoint, says so on stderr, and removes those that are too old by then.
+        """Saves a checkpoint, reports it on stderr, and deletes the checkpoints that are no longer kept.
 
         Args:
-            model: what ``DistributedModelParallel`` gives.
-            step: that the checkpoint is named by; more than any before.
-            training_state: what the run needs beside the model, the same on every rank.
+            model: The model, wrapped in ``DistributedModelParallel``.
+            step: The step that names the checkpoint. It must be greater than the step of every earlier checkpoint.
+            training_state: The state that the run needs besides the model. It must be the same on every rank.
 
         Raises:
-            DataError: it cannot be written, for want of space or the like; the older ones are still there.
+            DataError: The checkpoint cannot be written, for example because the disk is full. Older checkpoints are
+                kept.
         """
         path = self.path / f"step-{step:09}"
         begin = time.perf_counter()
@@ -139,11 +141,11 @@ class CheckpointFolder:
         for path in paths:
             if Path(os.path.abspath(path)) not in needed:
                 with _in_one_line(path):
-                    # Not visible while it is no longer whole.
+                    # An incomplete checkpoint must not be visible, so it is hidden before it is deleted.
                     shutil.rmtree(path.rename(path.with_name(f".{path.name}.removing")))
 
     def _needed(self, paths: list[Path]) -> set[Path]:
-        """The newest, and those that they are deltas of."""
+        """Returns the newest checkpoints and the checkpoints that they are based on."""
         present = {Path(os.path.abspath(path)) for path in paths}
         needed: set[Path] = set()
         for path in paths[-self.keep :]:
@@ -153,5 +155,5 @@ class CheckpointFolder:
                 try:
                     place = read_info(place).base
                 except (ValueError, OSError):
-                    place = None  # what cannot be read can no longer be loaded, and needs no other
+                    place = None  # a checkpoint that cannot be read cannot be loaded, so its base is not needed
         return needed

@@ -1,4 +1,4 @@
-"""What every example's command does around its work; free of torch, so that ``--help`` answers at once."""
+"""Functions that start and end the command of every example. They do not import torch, so that ``--help`` is fast."""
 
 from __future__ import annotations
 
@@ -13,20 +13,21 @@ from torchrec_recstore.commands.output import status_of
 
 
 class DataError(ValueError):
-    """The input cannot be used; the message names the file or the flag."""
+    """The input is invalid. The message names the file or the flag."""
 
 
 def prepare_torch() -> None:
-    """Sets what torch reads when it is imported; errors still show, but not what no user of an example can act on."""
+    """Sets the environment that torch reads at its import, and hides warnings that users of an example cannot fix."""
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-    # OpenMP's threads wait by spinning for milliseconds, which on a machine with other work slows training tenfold.
+    # Threads of OpenMP spin for milliseconds while they wait. If other programs use the cores, this slows training down
+    # by a factor of ten.
     os.environ.setdefault("GOMP_SPINCOUNT", "10000")
     warnings.filterwarnings("ignore")
     logging.disable(logging.WARNING)
 
 
 def run(app: Callable[..., object]) -> NoReturn:
-    """Runs a typer app and leaves the process with its status: 2, with one line on stderr, for flags that are wrong."""
+    """Runs a typer app and exits with its status. For invalid flags it prints one line on stderr and exits with 2."""
     status: object
     try:
         status = status_of(lambda: app(standalone_mode=False))
@@ -36,7 +37,7 @@ def run(app: Callable[..., object]) -> NoReturn:
 
 
 def leave(status: int = 0) -> NoReturn:
-    """Ends the process now: gloo's threads abort in about one of ten orderly shutdowns, after all work is done."""
+    """Ends the process without a normal shutdown, because gloo's threads abort in about one of ten normal shutdowns."""
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(status)

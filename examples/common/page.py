@@ -1,4 +1,4 @@
-"""``report.html``: the settings of a run, its result and its curves, with the plots as PNG files."""
+"""Writes ``report.html`` with the settings, the result and the curves of a run, and the plots as PNG files."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 
-# Told apart by the colour-blind too. Source: Okabe and Ito, Color Universal Design, 2008.
+# Colours that colour-blind readers can distinguish. Source: Okabe and Ito, Color Universal Design, 2008.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
 REST = "#BBBBBB"
 NAMED_TABLES = 5
@@ -31,10 +31,10 @@ class Plot(NamedTuple):
     """One plot.
 
     Attributes:
-        name: of its file, without the ending.
-        title: shown over it.
-        text: what it shows, in words and numbers, for who does not see it.
-        png: the picture.
+        name: The name of the file, without the extension.
+        title: The title above the plot.
+        text: A description with numbers, for readers who cannot see the plot.
+        png: The image.
     """
 
     name: str
@@ -44,7 +44,7 @@ class Plot(NamedTuple):
 
 
 def draw(curves: Mapping[str, Curve]) -> list[Plot]:
-    """Draws what there are curves of."""
+    """Draws all plots whose curves exist."""
     makers = (_loss, _auc, _rows, _unseen, _rates, _memory, _step_time, _speed, _learning_rate)
     return [plot for make in makers if (plot := make(curves)) is not None]
 
@@ -88,7 +88,7 @@ def _speed(curves: Mapping[str, Curve]) -> Plot | None:
 def _learning_rate(curves: Mapping[str, Curve]) -> Plot | None:
     parts = {name: f"learning_rate/{name}" for name in ("embeddings", "dense")}
     if all(len(set(curves[tag].values)) == 1 for tag in parts.values() if tag in curves):
-        return None  # constant: that stands among the settings
+        return None  # constant rates are listed in the settings
     return _lines("learning_rate", "Learning rates", curves, parts, "rate", "{:.2g}".format, zero=True)
 
 
@@ -102,7 +102,7 @@ def _lines(
     tick_of: Callable[[float], str] | None = None,
     zero: bool = False,
 ) -> Plot | None:
-    """One line a curve, by their labels."""
+    """Draws a line for each curve, with its label."""
     found = {label: curves[tag] for label, tag in parts.items() if tag in curves}
     if not found:
         return None
@@ -116,7 +116,7 @@ def _lines(
 def _per_table(
     name: str, title: str, curves: Mapping[str, Curve], kind: str, unit: str, str_of: Callable[[float], str]
 ) -> Plot | None:
-    """One line a table: those highest at the end by name, the others in grey."""
+    """Draws a line for each table. The tables that are highest at the end have a name; the other lines are grey."""
     tables = {tag.partition("/")[2]: curve for tag, curve in curves.items() if tag.startswith(f"{kind}/")}
     whole = tables.pop(ALL, None)
     if not tables:
@@ -149,14 +149,14 @@ def _step_time(curves: Mapping[str, Curve]) -> Plot | None:
 
 
 class _Picture:
-    """A plot over training samples, labelled at the lines' ends, where there is room for the names of any number."""
+    """A plot over training samples, with the labels at the ends of the lines, where many names have room."""
 
     def __init__(self, unit: str, tick_of: Callable[[float], str], zero: bool) -> None:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
         from matplotlib.ticker import FuncFormatter, MaxNLocator
 
-        # Without pyplot, whose figures are the whole process's.
+        # pyplot is not used, because it keeps its figures as a state of the whole process.
         self._figure = Figure(figsize=INCHES, dpi=DPI, layout="constrained")
         FigureCanvasAgg(self._figure)
         axes: Axes = self._figure.add_subplot()
@@ -191,7 +191,7 @@ class _Picture:
         samples = next(iter(curves.values())).samples
         heights = [curve.values for curve in curves.values()]
         colours = COLOURS[: len(curves)]
-        if len(samples) == 1:  # no area: a bar
+        if len(samples) == 1:  # a single point has no area, so a bar is drawn
             self._axes.set_xticks(samples)
             bottom = 0.0
             for (height,), colour in zip(heights, colours, strict=True):
@@ -227,7 +227,7 @@ class _Picture:
 
 
 def spread(places: list[float], gap: float) -> list[float]:
-    """Moves ascending places, from 0 to 1, as far apart as ``gap``, where that many have room."""
+    """Moves ascending positions between 0 and 1 apart, to a distance of ``gap`` or less if there is not enough room."""
     gap = min(gap, 1 / max(len(places) - 1, 1))
     moved: list[float] = []
     for place in places:
@@ -270,17 +270,17 @@ tfoot td { font-weight: 600 }
 
 
 def write_report(folder: Path) -> Path:
-    """Makes ``report.html`` of a run's log, with its plots as PNG files beside; of a run that was killed as well.
+    """Writes ``report.html`` and the plots as PNG files to the folder of a log. The run need not have ended.
 
     Args:
-        folder: of the log.
+        folder: The folder of the log.
 
     Returns:
-        The report.
+        The path of the report.
 
     Raises:
-        FileNotFoundError: no run has written curves there.
-        OSError: something cannot be read or written.
+        FileNotFoundError: The folder contains no curves.
+        OSError: A file cannot be read or written.
     """
     if not has_curves(folder):
         raise FileNotFoundError(f"{folder}: no run has written curves there")
@@ -294,12 +294,12 @@ def write_report(folder: Path) -> Path:
 
 
 def show(log_dir: str | None) -> None:
-    """Makes the report of a run that has ended, and says where it is; what goes wrong is said, and nothing more."""
+    """Writes the report of a run that has ended and prints its path. An error is printed as a warning."""
     if log_dir is None:
         return
     try:
         print(f"report: {write_report(Path(log_dir))}", file=sys.stderr)
-    except Exception as error:  # whatever it is, the run has its result
+    except Exception as error:  # no error of the report may lose the result of the run
         print(f"warning: no report was made: {error}", file=sys.stderr)
 
 
@@ -347,7 +347,7 @@ def _when(folder: Path, about: Mapping[str, Any], curves: Mapping[str, Curve]) -
 
 
 def _facts(result: Mapping[str, Any], curves: Mapping[str, Curve]) -> str:
-    """The numbers that come first: of the result, or where there is none of the last point."""
+    """Returns the main numbers as HTML, from the result or, if there is no result, from the last points."""
 
     def last(tag: str) -> float | None:
         return curves[tag].values[-1] if tag in curves else None
@@ -383,20 +383,20 @@ def _figure(plot: Plot) -> str:
 
 
 def _section(title: str, values: Mapping[str, Any]) -> str:
-    """A table of names and values; a value that holds others is taken apart."""
+    """Returns a table of names and values as HTML. A mapping becomes a line for each of its values."""
     lines: list[str] = []
     for name, value in values.items():
         parts = value.items() if isinstance(value, Mapping) else [("", value)]
         for part, each in parts:
             if part and each is None:
-                continue  # a bound that is not set
+                continue  # a limit that is not set
             whole = f"{name} {part}".strip().replace("_", " ")
             lines.append(f"<tr><th scope=row>{escape(whole)}</th><td>{escape(plain(each))}</td></tr>")
     return f"<section><h2>{escape(title)}</h2><table>{''.join(lines)}</table></section>" if lines else ""
 
 
 def _tables(result: Mapping[str, Any], curves: Mapping[str, Curve]) -> str:
-    """What each table holds, and has done since the run was resumed, if it was."""
+    """Returns a table of the statistics of each embedding table as HTML. Counts begin when the run was resumed."""
     rows = result.get("rows") or _last(curves, "rows")
     sizes = result.get("bytes") or _last(curves, "bytes")
     counts = {name: TableStats(**each) for name, each in (result.get("counts") or {}).items()}
@@ -428,7 +428,7 @@ def _row(cell: str, texts: Iterable[str]) -> str:
 
 
 def _last(curves: Mapping[str, Curve], kind: str) -> dict[str, float]:
-    """The last value of each table's curve."""
+    """Returns the last value of the curve of each table."""
     found = {tag.partition("/")[2]: curve.values[-1] for tag, curve in curves.items() if tag.startswith(f"{kind}/")}
     found.pop(ALL, None)
     return found

@@ -1,4 +1,4 @@
-"""The process group of an example, and the progress bar that only its first process shows."""
+"""The process group of an example, and a progress bar that only rank 0 shows."""
 
 from __future__ import annotations
 
@@ -20,9 +20,10 @@ def _join_torchrun() -> None:
     if os.environ["LOCAL_WORLD_SIZE"] != os.environ["WORLD_SIZE"]:
         dist.init_process_group("gloo")
         return
-    # After a restart torchrun hands out the same store, with the addresses of dead processes in it, and a rank that
-    # reads one before it is replaced fails (torch 2.13, pytorch issue 135712). Nodes may count restarts differently, so
-    # on several of them TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 and --rdzv-backend c10d are torch's own way.
+    # After a restart, torchrun reuses the store, which still contains the addresses of dead processes. A rank that
+    # reads such an address before it is replaced fails (torch 2.13, pytorch issue 135712). A prefix of the number of
+    # restarts separates the attempts. Nodes may count restarts differently, so for several nodes torch itself offers
+    # TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 and --rdzv-backend c10d.
     store, rank, world_size = next(dist.rendezvous("env://"))
     attempt = dist.PrefixStore(f"attempt_{os.environ['TORCHELASTIC_RESTART_COUNT']}", store)
     dist.init_process_group("gloo", store=attempt, rank=rank, world_size=world_size)
@@ -30,10 +31,10 @@ def _join_torchrun() -> None:
 
 @contextmanager
 def process_group() -> Iterator[None]:
-    """Joins torchrun's gloo group, or makes one of this process alone.
+    """Joins the gloo group of torchrun, or creates a group of this process only.
 
-    An exception leaves it on the first rank that fails, which says for all what is wrong. The others, which meet the
-    same, or that one is gone, end without a word.
+    If ranks raise an exception, only the first rank that fails passes it on and reports it. The other ranks exit
+    without a message, because they failed for the same reason or because the first rank has exited.
     """
     if dist.is_torchelastic_launched():
         _join_torchrun()
@@ -51,21 +52,21 @@ def process_group() -> Iterator[None]:
 
 
 def _fails_first() -> bool:
-    """Whether no other rank has asked this before."""
+    """Returns whether this is the first rank that calls this function."""
     assert dist.group.WORLD is not None
     return dist.group.WORLD.get_group_store().add("failed", 1) == 1
 
 
 def rank_and_world_size() -> tuple[int, int]:
-    """This process's place in the group; (0, 1) where there is none."""
+    """Returns the rank and the world size, or (0, 1) if there is no process group."""
     return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
 
 
 def on_rank_0(work: Callable[[], T]) -> T:
-    """Works on rank 0 alone and hands its result to all; collective.
+    """Calls ``work`` on rank 0 and returns its result on every rank. Collective.
 
     Raises:
-        DataError: the one that the work raised, on every rank.
+        DataError: ``work`` raised it. It is raised on every rank.
     """
     found: list[tuple[T | None, str | None]] = [(None, None)]
     if dist.get_rank() == 0:
@@ -81,8 +82,8 @@ def on_rank_0(work: Callable[[], T]) -> T:
 
 
 def progress_bar(**options: Any) -> tqdm[Any]:
-    """A tqdm bar on rank 0, where stderr is a terminal."""
-    # tqdm shows nothing on a terminal that states no size; shutil takes 80 by 24 then.
+    """Returns a tqdm bar, which is shown on rank 0 if stderr is a terminal."""
+    # tqdm shows nothing on a terminal of unknown size. shutil assumes 80 by 24 in that case.
     width, height = shutil.get_terminal_size()
     hidden = rank_and_world_size()[0] != 0 or not sys.stderr.isatty()
     return tqdm(unit_scale=True, ncols=width, nrows=height, disable=hidden, **options)

@@ -1,4 +1,4 @@
-"""The report that a run prints at its end."""
+"""Prints the report of a run at its end, and writes its result as JSON."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from rich.table import Table
 from torchrec_recstore import TableStats
 
 ALL = "all"
-"""In the place of a table's name: all of them together."""
+"""The name under which the sum over all tables is reported."""
 
 PART_TITLES = {
     "input_dist": "input dist",
@@ -30,11 +30,13 @@ PART_TITLES = {
     "update": "update",
     "reading": "reading",
 }
-"""What a step's time is split into; the parts' sum is the whole of it. See ``StepSplit``."""
+"""The titles of the parts of a step's time. The parts add up to the whole step. See ``StepSplit``."""
+
+STDOUT = Path("-")
 
 
 def short(value: float) -> str:
-    """A count in four characters or so: 950, 12.5k, 3M."""
+    """Formats a count with about four characters: 950, 12.5k, 3M."""
     for factor, unit in ((1e9, "B"), (1e6, "M"), (1e3, "k")):
         if abs(value) >= factor:
             return f"{value / factor:.3g}{unit}"
@@ -42,7 +44,7 @@ def short(value: float) -> str:
 
 
 def short_bytes(value: float) -> str:
-    """A size: 950 B, 12.5 kB, 3 MB."""
+    """Formats a number of bytes: 950 B, 12.5 kB, 3 MB."""
     for factor, unit in ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
         if abs(value) >= factor:
             return f"{value / factor:.3g} {unit}"
@@ -50,12 +52,12 @@ def short_bytes(value: float) -> str:
 
 
 def share(value: float) -> str:
-    """A share of a whole, in per cent."""
+    """Formats a fraction as a percentage."""
     return f"{100 * value:.3g} %"
 
 
 def plain(value: Any) -> str:
-    """A setting or a result."""
+    """Formats the value of a setting or a result."""
     if value is None:
         return "-"
     if isinstance(value, bool):
@@ -67,17 +69,14 @@ def plain(value: Any) -> str:
     return str(value)
 
 
-STDOUT = Path("-")
-
-
 def check_file(path: Path | None) -> None:
-    """Finds out before the work whether its result can be written; leaves what is there as it is.
+    """Checks before the work begins that a result can be written to a file. The file is not changed.
 
     Args:
-        path: of the file; None and "-" are none.
+        path: The path of the file. None and "-" are not checked.
 
     Raises:
-        DataError: its folder does not exist, it is a folder itself, or it cannot be written to.
+        DataError: The folder of the file does not exist, the path is a folder, or the file cannot be written.
     """
     if path is None or path == STDOUT:
         return
@@ -85,25 +84,25 @@ def check_file(path: Path | None) -> None:
     if not place.parent.is_dir():
         raise DataError(f"{path}: no such folder")
     if place.is_dir():
-        raise DataError(f"{path}: this is a folder, and no file")
+        raise DataError(f"{path}: this is a folder, not a file")
     try:
         if place.is_file():
             place.open("ab").close()
         elif not place.exists():
             place.open("xb").close()
             place.unlink()
-        elif not os.access(place, os.W_OK):  # a pipe's other end would take opening and closing for all there is
+        elif not os.access(place, os.W_OK):  # not opened: the reader of a pipe would see its end
             raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
     except OSError as error:
         raise DataError(f"{path}: {error.strerror}") from error
 
 
 def result_of(tables: Mapping[str, TableStats], since_step: int = 0) -> dict[str, Any]:
-    """What a run's result says of its tables: rows and bytes of each, and what RecStore's have done.
+    """Returns the part of a run's result about its tables: rows and bytes, and the counts of RecStore tables.
 
     Args:
-        tables: what :func:`stats_of_tables` gives.
-        since_step: where this process went on with the run. What tables have done is counted from there.
+        tables: The statistics of the tables, from :func:`stats_of_tables`.
+        since_step: The step at which this process resumed the run. Counts begin there. Default: 0.
     """
     return {
         "rows": {name: stats.rows for name, stats in tables.items()},
@@ -115,22 +114,22 @@ def result_of(tables: Mapping[str, TableStats], since_step: int = 0) -> dict[str
 
 
 def _counts(stats: TableStats) -> dict[str, int]:
-    # A table's steps come with its checkpoint, and are those of the whole run, which has them elsewhere.
+    # The steps of a table are restored from a checkpoint and count the whole run; the result has them elsewhere.
     return {name: count for name, count in asdict(stats).items() if name != "steps"}
 
 
 def print_tables(console: Console, result: Mapping[str, Any], bounds: Bounds) -> None:
-    """Prints what every table holds, and all of them together; where there are bounds, also what came of them.
+    """Prints the rows and bytes of each table and of all tables. If there are limits, prints their effects too.
 
     Args:
-        console: where.
-        result: with what :func:`result_of` gives.
-        bounds: of the tables.
+        console: The console to print to.
+        result: A result that contains the values of :func:`result_of`.
+        bounds: The limits of the tables.
     """
     rows, sizes, counts = result["rows"], result["bytes"], result["counts"]
     tables = {name: TableStats(**({"rows": rows[name], "bytes": sizes[name]} | counts.get(name, {}))) for name in rows}
     columns = _columns(bounds)
-    # Rows and bytes are what tables hold, whoever made them.
+    # Rows and bytes are not counted since a step, so a table of rows and bytes needs no caption.
     shown = Table(caption=counted_since(result) if len(columns) > 2 else None)
     shown.add_column("table")
     for title in columns:
@@ -143,23 +142,23 @@ def print_tables(console: Console, result: Mapping[str, Any], bounds: Bounds) ->
 
 
 def counted_since(result: Mapping[str, Any]) -> str | None:
-    """Since when counts of a result are counted, where that is not the run's beginning."""
+    """Returns a note on the step since which counts are counted, or None if it is the beginning of the run."""
     step = result.get("counts_since_step")
     return f"hits and other counts: since the run was resumed at step {step:,}" if step else None
 
 
 def in_words(tables: Mapping[str, TableStats], bounds: Bounds) -> str:
-    """What :func:`print_tables` has in its last row, in a line."""
+    """Returns the last row of :func:`print_tables` as one line."""
     return ", ".join(f"{title} {number(total(tables))}" for title, number in _columns(bounds).items())
 
 
 def total(tables: Mapping[str, TableStats]) -> TableStats:
-    """The sum over tables; of ``steps`` as well, which no one shows."""
+    """Returns the sums over all tables. The sum of ``steps`` has no meaning and is not shown."""
     return TableStats(**{f.name: sum(getattr(stats, f.name) for stats in tables.values()) for f in fields(TableStats)})
 
 
 def since(before: Mapping[str, TableStats], now: Mapping[str, TableStats]) -> dict[str, TableStats]:
-    """What the tables hold now, and what they have done since before."""
+    """Returns the statistics of ``now``, with the counts since ``before``."""
     held = ("rows", "cold_rows", "bytes")
     done = [f.name for f in fields(TableStats) if f.name not in held]
     return {
@@ -169,12 +168,12 @@ def since(before: Mapping[str, TableStats], now: Mapping[str, TableStats]) -> di
 
 
 def hit_rate(stats: TableStats) -> float | None:
-    """The share of looked up ids that had a row in memory; None where there was none."""
+    """Returns the fraction of lookups that found a row in memory, or None if there were no lookups."""
     return stats.hits / stats.lookups if stats.lookups else None
 
 
 def _columns(bounds: Bounds) -> dict[str, Callable[[TableStats], str]]:
-    """What is shown of a table, by title."""
+    """Returns the columns of the report: functions that format a table's statistics, by title."""
     columns: dict[str, Callable[[TableStats], str]] = {
         "rows": lambda stats: f"{stats.rows:,}",
         "bytes": lambda stats: decimal(stats.bytes),
@@ -194,22 +193,22 @@ def _columns(bounds: Bounds) -> dict[str, Callable[[TableStats], str]]:
 
 
 def console_for(json_out: Path | None) -> Console:
-    """Where the report goes: stdout, or stderr where stdout is the JSON result's."""
+    """Returns the console for the report: stdout, or stderr if the JSON result goes to stdout."""
     return Console(stderr=json_out == STDOUT)
 
 
 def finite(value: Any) -> Any:
-    """The same, with null in the place of every number that is not finite: NaN is no JSON."""
+    """Replaces numbers that are not finite by None, because JSON has neither NaN nor infinity."""
     if isinstance(value, Mapping):
         return {key: finite(each) for key, each in value.items()}
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def write_json(path: Path | None, result: dict[str, Any]) -> None:
-    """Writes the result, where a path is given.
+    """Writes the result as JSON if a path is given.
 
     Raises:
-        DataError: it cannot be written.
+        DataError: The file cannot be written.
     """
     if path is None:
         return

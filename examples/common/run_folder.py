@@ -1,4 +1,4 @@
-"""The folder of a run: taken by one run at a time, with a description of the run and of the machine."""
+"""The folder of a run, which one run uses at a time, with a description of the run and of the machine."""
 
 from __future__ import annotations
 
@@ -24,12 +24,28 @@ from rich.filesize import decimal
 
 from torchrec_recstore.checkpoint.files import FileLock, make_directory
 
+RUN_FILE = "run.json"
+EVENT_FILES = "*tfevents*"
+INSTEAD = "(choose another folder with --log-dir, or write no log with --no-log)"
+PACKAGES = (
+    "torchrec-recstore",
+    "torch",
+    "torchrec",
+    "fbgemm-gpu-cpu",
+    "fbgemm-gpu",
+    "numpy",
+    "tensorboard",
+    "matplotlib",
+)
+
 
 def write_whole(path: Path, data: bytes) -> None:
-    """Writes a file beside its place and renames it: a killed run, or a full disk, leaves the one before, or none.
+    """Writes a file under a temporary name and renames it, so that the file is never incomplete.
+
+    If the run is killed or the disk is full, the previous file is kept.
 
     Raises:
-        OSError: it cannot be written; with its name.
+        OSError: The file cannot be written. The error names the file.
     """
     beside = path.with_name(f".{path.name}")
     try:
@@ -42,14 +58,13 @@ def write_whole(path: Path, data: bytes) -> None:
 
 @contextmanager
 def sole_use(path: Path) -> Iterator[None]:
-    """Makes a folder where it is not there, and keeps other runs out of it meanwhile; collective.
+    """Creates a folder if it does not exist, and locks it for this run while the body runs. Collective.
 
     Args:
-        path: the folder, on a file system that all ranks see.
+        path: The path of the folder, on a file system that all ranks share.
 
     Raises:
-        DataError: there is no such folder and none can be made, it cannot be written to, another run has it, or a rank
-            does not see it.
+        DataError: The folder cannot be created or written, another run uses it, or a rank does not see it.
     """
     locks = ExitStack()
 
@@ -66,16 +81,17 @@ def sole_use(path: Path) -> Iterator[None]:
 
 
 def locked_folder(path: Path) -> FileLock:
-    """Makes a folder where it is not there, and locks it until the lock is closed or the process has ended.
+    """Creates a folder if it does not exist, and locks it until the lock is closed or the process ends.
 
     Raises:
-        DataError: there is no such folder and none can be made, it cannot be written to, or another run has it.
+        DataError: The folder cannot be created or written, or another run uses it.
     """
     if path.exists() and not path.is_dir():
-        raise DataError(f"{path}: this is no folder")
+        raise DataError(f"{path}: this is not a folder")
     try:
         make_directory(path)
-        # A torchrun that is killed leaves its processes to train on, and a second one would write among them.
+        # If torchrun is killed, its processes continue to train. The lock keeps a second run from writing to the folder
+        # at the same time.
         return FileLock(
             path / ".lock", "writing there", lambda holder: f"{path}: another run is writing there: {holder}"
         )
@@ -85,20 +101,8 @@ def locked_folder(path: Path) -> FileLock:
         raise DataError(f"{path}: {error.strerror}") from error
 
 
-PACKAGES = (
-    "torchrec-recstore",
-    "torch",
-    "torchrec",
-    "fbgemm-gpu-cpu",
-    "fbgemm-gpu",
-    "numpy",
-    "tensorboard",
-    "matplotlib",
-)
-
-
 def versions() -> dict[str, str]:
-    """The versions of Python and of the packages that a run depends on; those that are installed."""
+    """Returns the versions of Python and of the installed packages that a run depends on."""
     found = {"Python": platform.python_version()}
     for package in PACKAGES:
         try:
@@ -109,7 +113,7 @@ def versions() -> dict[str, str]:
 
 
 def machine() -> dict[str, str]:
-    """The processor, its cores as far as this process may use them, memory and system."""
+    """Returns the processor, the cores that this process may use, the memory and the operating system."""
     return {
         "processor": _processor(),
         "cores": str(len(os.sched_getaffinity(0))),
@@ -128,28 +132,27 @@ def _processor() -> str:
 
 
 def resident_bytes() -> int:
-    """Memory of this process that is in DRAM, with what it shares."""
+    """Returns the resident memory of this process in bytes, including shared memory."""
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-
-
-RUN_FILE = "run.json"
-INSTEAD = "(--log-dir names another folder, --no-log does without one)"
 
 
 @contextmanager
 def log_folder(settings: RunSettings, example: str, fixed: Path | None = None) -> Iterator[Path | None]:
-    """Makes the folder of a run's log, and keeps other runs out of it meanwhile; collective. Rank 0 alone writes there.
+    """Creates the folder of a run's log, and locks it for this run while the body runs. Only rank 0 writes to it.
+
+    Collective.
 
     Args:
-        settings: ``log_dir`` names the folder; without it a new one under ``runs`` is made, named by example and time.
-        example: the example's name.
-        fixed: instead of a new one, for a run that may have to find it again; its place is the run's alone.
+        settings: The settings of the run. ``log_dir`` is the folder. If it is None, a new folder is created under
+            ``runs``, named by the example and the time.
+        example: The name of the example.
+        fixed: The folder to use instead of a new one, for a run that may be resumed. It must be used by this run only.
 
-    Returns:
-        The folder, on every rank; None where the run writes no log.
+    Yields:
+        The folder, on every rank, or None if the run writes no log.
 
     Raises:
-        DataError: a package is missing, the folder cannot be written to, or has another run's curves.
+        DataError: A package is missing, the folder cannot be written, or it contains the curves of another run.
     """
     if not settings.log:
         yield None
@@ -164,11 +167,11 @@ def log_folder(settings: RunSettings, example: str, fixed: Path | None = None) -
             locks.enter_context(locked_folder(folder))
         except DataError as error:
             raise DataError(f"{error} {INSTEAD}") from error
-        # Its curves go on from the run's first sample. Without --resume that is the beginning: after torchrun's restart
-        # of a run without checkpoints, and where a run was killed before its first one.
+        # After a restart by torchrun, or in a fixed folder, the curves belong to this run, also without --resume: the
+        # run then has no checkpoint yet and begins again.
         restarted = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
         if has_curves(folder) and not (settings.goes_on or restarted or folder == fixed):
-            raise DataError(f"{folder} has a run's curves already: another --log-dir starts anew")
+            raise DataError(f"{folder} contains the curves of another run: choose another --log-dir")
         return folder
 
     with locks:
@@ -176,39 +179,39 @@ def log_folder(settings: RunSettings, example: str, fixed: Path | None = None) -
 
 
 def _need(package: str, module: str) -> None:
-    # Now, and not when the report of a finished training is made.
+    # A missing package is reported now, and not after the training.
     try:
         import_module(module)
     except ImportError as error:
         raise DataError(
             f"curves and the report need {package}, which cannot be imported: {error}. "
-            f"`pip install {package}`, or train with --no-log"
+            f"Install it with `pip install {package}`, or train with --no-log"
         ) from error
 
 
 def _new(example: str) -> Path:
-    """A folder that no run has taken yet."""
+    """Creates a new folder and returns its path."""
     while True:
         folder = Path("runs", f"{example}-{datetime.now():%Y%m%d-%H%M%S}")
         try:
             folder.mkdir(parents=True)
             return folder
         except FileExistsError:
-            time.sleep(0.1)  # of a run that began in the same second
+            time.sleep(0.1)  # another run began in the same second
         except OSError as error:
             raise DataError(f"{folder}: {error.strerror} {INSTEAD}") from error
 
 
 def describe(folder: Path, example: str, settings: dict[str, Any]) -> None:
-    """Writes down what is about to run.
+    """Writes the description of a run that begins.
 
     Args:
-        folder: of the log.
-        example: the example's name.
-        settings: as they may be shown.
+        folder: The folder of the log.
+        example: The name of the example.
+        settings: The settings, without credentials.
 
     Raises:
-        OSError: the file cannot be written.
+        OSError: The file cannot be written.
     """
     about = {
         "example": example,
@@ -223,16 +226,16 @@ def describe(folder: Path, example: str, settings: dict[str, Any]) -> None:
 
 
 def add_result(folder: Path, result: dict[str, Any]) -> None:
-    """Adds the result to what is written down of the run.
+    """Adds the result to the description of the run.
 
     Raises:
-        OSError: the file cannot be written.
+        OSError: The file cannot be written.
     """
     _write(folder, read_about(folder) | {"result": result})
 
 
 def read_about(folder: Path) -> dict[str, Any]:
-    """What is written down of a run; empty where nothing is, or not as a whole."""
+    """Returns the description of a run. It is empty if the file is missing or incomplete."""
     try:
         about = json.loads((folder / RUN_FILE).read_text())
     except (OSError, ValueError):
@@ -244,9 +247,6 @@ def _write(folder: Path, about: dict[str, Any]) -> None:
     write_whole(folder / RUN_FILE, (json.dumps(finite(about), indent=2, default=str) + "\n").encode())
 
 
-EVENT_FILES = "*tfevents*"
-
-
 def has_curves(folder: Path) -> bool:
-    """Whether a run has written there."""
+    """Returns whether a folder contains the curves of a run."""
     return any(folder.glob(EVENT_FILES))

@@ -1,4 +1,4 @@
-"""The curves of a run over its training samples: measured, written as TensorBoard's event files, and read again."""
+"""Measures the curves of a run, writes them as TensorBoard event files, and reads them."""
 
 from __future__ import annotations
 
@@ -30,13 +30,16 @@ from torchrec_recstore import TableStats
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
 
+AUC_SAMPLES = 2**20
+"""The number of samples of each rank that the AUC of a point uses. It limits the memory of a run."""
+
 
 class Curve(NamedTuple):
-    """One number over the run.
+    """The values of one number during a run.
 
     Attributes:
-        samples: training samples seen, ascending.
-        values: as float32.
+        samples: The numbers of training samples at the points, ascending.
+        values: The values at the points, in float32 precision.
     """
 
     samples: list[int]
@@ -44,10 +47,10 @@ class Curve(NamedTuple):
 
 
 def read_curves(folder: Path) -> dict[str, Curve]:
-    """Reads every curve of a folder; of a run that was killed, up to the last whole record of each file.
+    """Reads all curves of a folder. Files of a run that was killed are read up to the last complete record.
 
-    Points that a resumed run has taken again are left out, as TensorBoard does; of a curve of more than 10,000 points,
-    10,000 are drawn.
+    If a resumed run has written points again, the older points are ignored, as in TensorBoard. A curve of more than
+    10,000 points is reduced to a random sample of 10,000 points.
     """
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
@@ -57,14 +60,15 @@ def read_curves(folder: Path) -> dict[str, Curve]:
 
 
 class CurveWriter:
-    """Adds points to the curves of a folder. What a disk refuses is said once, and no more is written then.
+    """Adds points to the curves in a folder. After a failed write it prints one warning and writes no more points.
 
     Args:
-        folder: which is there.
-        samples: training samples behind the run; points beyond, of a run that was killed, no longer count.
+        folder: The folder, which must exist.
+        samples: The number of training samples at which the run begins. Later points, which a killed run has written,
+            are discarded.
 
     Raises:
-        OSError: nothing can be written there.
+        OSError: The folder cannot be written.
     """
 
     def __init__(self, folder: Path, samples: int) -> None:
@@ -72,30 +76,31 @@ class CurveWriter:
 
         _silence_writer_threads()
         before = read_curves(folder) if has_curves(folder) else {}
-        # An epoch's validation may come after the checkpoint of its last step: what is there is not written again.
+        # The validation of an epoch may have been written after the checkpoint of the epoch's last step. Such points
+        # are not written again.
         self._samples = samples
         self._there = {tag for tag, curve in before.items() if samples in curve.samples}
         purge = samples + 1 if before else None
         self._writer: SummaryWriter | None = SummaryWriter(str(folder), purge_step=purge)  # type: ignore[no-untyped-call]
 
     def add(self, values: Mapping[str, float], samples: int) -> None:
-        """Adds a point to each of some curves, on disk when this returns."""
+        """Adds a point to each of the named curves and writes the points to the disk."""
         from tensorboard.compat.proto.summary_pb2 import Summary
 
         new = {tag: value for tag, value in values.items() if samples > self._samples or tag not in self._there}
         summary = Summary(value=[Summary.Value(tag=tag, simple_value=value) for tag, value in new.items()])
 
         def write(writer: SummaryWriter) -> None:
-            # As one record, which a killed run has as a whole or not at all; a call of add_scalar each takes twice as
-            # long as all the rest of a point.
+            # All values are one record, so that a killed run leaves either all or none of them. A call of add_scalar
+            # for each value would take twice as long as the rest of a point.
             writer.file_writer.add_summary(summary, samples)
-            # A run that goes on from a checkpoint finds all points before it.
+            # The points must be on the disk before the next checkpoint, from which a run may be resumed.
             writer.flush()
 
         self._unless_failed(write)
 
     def close(self) -> None:
-        """Ends the writing."""
+        """Closes the file."""
         self._unless_failed(lambda writer: writer.close())
         self._writer = None
 
@@ -110,7 +115,7 @@ class CurveWriter:
 
 
 def _silence_writer_threads() -> None:
-    """Keeps a traceback of TensorBoard's writing thread off the terminal: its error is raised by the next call too."""
+    """Hides the traceback of TensorBoard's writing thread, because the next call raises the same error."""
     before = threading.excepthook
 
     def hook(failure: threading.ExceptHookArgs) -> None:
@@ -121,20 +126,20 @@ def _silence_writer_threads() -> None:
 
 
 class StepSplit:
-    """Splits the time of training steps into parts, at the seams of TorchRec's sharded collections.
+    """Measures the parts of the time of training steps with hooks on TorchRec's sharded collections.
 
-    - reading: waiting for the next batch.
-    - input_dist: from the ids' arrival at a collection to the first lookup: sending them to their ranks, and waiting
-      for those of the others.
-    - lookup: the forward of the kernels, RecStore's or stock ones.
-    - update: their backward, which applies the fused optimizer.
-    - dense: all the rest: the dense layers both ways, their optimizer, output dist, the other ranks' gradients.
+    - reading: the time that the step waits for the next batch.
+    - input_dist: the time from the call of a collection to its first lookup, in which ids are exchanged between ranks.
+    - lookup: the forward pass of the kernels, RecStore's or stock ones.
+    - update: the backward pass of the kernels, which applies the fused optimizer.
+    - dense: the rest of the step: forward and backward pass of the dense layers, their optimizer, the output dist and
+      the reduction of gradients.
 
-    Hooks that read the clock, some ten a step, see every step of a run for less than a profiler takes for a few. What a
-    CUDA device does later is not seen.
+    About ten hooks a step read the clock. Measuring every step of a run this way costs less than profiling a few steps.
+    Asynchronous work of a CUDA device is not measured.
 
     Args:
-        model: sharded, any number of collections.
+        model: The sharded model, with any number of collections.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -144,7 +149,7 @@ class StepSplit:
         for module in model.modules():
             if isinstance(module, ShardedEmbeddingModule):
                 module.register_forward_pre_hook(self._dist_begins)
-                # Not submodules, so only here within reach (torchrec 1.8.0).
+                # The lookups are not submodules (torchrec 1.8.0), so model.modules() does not list them.
                 for lookup in module._lookups:
                     lookup.register_forward_pre_hook(self._lookup_begins)
                     lookup.register_forward_hook(self._lookup_ends)
@@ -152,23 +157,23 @@ class StepSplit:
                         kernel.register_forward_hook(self._watch_update)
 
     def wants_batch(self) -> None:
-        """A step begins, by waiting for its batch."""
+        """Records that a step begins to wait for its batch."""
         self._begin = time.perf_counter()
 
     def has_batch(self) -> None:
-        """The batch is there."""
-        self._running = True  # and not from the beginning: after an epoch's last batch none comes
+        """Records that the batch has arrived."""
+        self._running = True  # not set in wants_batch, because no batch follows the last one of an epoch
         self._seconds["reading"] += time.perf_counter() - self._begin
 
     def step_ends(self) -> None:
-        """The step is done; what follows until the next one begins is not counted."""
+        """Records that the step has ended. The time until the next step begins is not counted."""
         self._running = False
         self._seconds["dense"] += time.perf_counter() - self._begin
 
     def take(self) -> dict[str, float]:
-        """Returns the seconds of each part since the last call."""
+        """Returns the time in seconds of each part since the last call."""
         seconds, self._seconds = self._seconds, dict.fromkeys(PART_TITLES, 0.0)
-        # Until here "dense" is the whole of it.
+        # "dense" contains the whole step up to here.
         seconds["dense"] -= sum(spent for part, spent in seconds.items() if part != "dense")
         return seconds
 
@@ -179,14 +184,14 @@ class StepSplit:
         self._lookup_begin = time.perf_counter()
         if self._running and self._dist_begin:
             self._seconds["input_dist"] += self._lookup_begin - self._dist_begin
-        self._dist_begin = 0.0  # a collection's further lookups come after its input dist
+        self._dist_begin = 0.0  # further lookups of the same collection follow no input dist
 
     def _lookup_ends(self, *_: object) -> None:
         if self._running:
             self._seconds["lookup"] += time.perf_counter() - self._lookup_begin
 
     def _watch_update(self, kernel: nn.Module, arguments: Any, pooled: Tensor) -> None:
-        # The node of autograd behind a kernel's result is its backward, in RecStore's kernels and in FBGEMM's.
+        # The grad_fn of a kernel's result is the backward of the kernel, for RecStore and for FBGEMM.
         if self._running and pooled.grad_fn is not None:
             pooled.grad_fn.register_prehook(self._update_begins)
             pooled.grad_fn.register_hook(self._update_ends)
@@ -198,29 +203,25 @@ class StepSplit:
         self._seconds["update"] += time.perf_counter() - self._update_begin
 
 
-AUC_SAMPLES = 2**20
-"""The AUC of a point is of so many samples of each rank, the last ones before it, so that memory has a bound."""
-
-
 class RunLog:
-    """The curves of a run, a point every ``settings.log_every`` steps. Every method is collective, rank 0 writes.
+    """The curves of a run, with a point every ``settings.log_every`` steps. Every method is collective; rank 0 writes.
 
-    A point tells of the steps since the one before: the mean loss, the AUC of their predictions, and so on. Times are
-    rank 0's.
+    A point describes the steps since the previous point: their mean loss, the AUC of their predictions, and so on.
+    Times are those of rank 0.
 
     Args:
-        folder: of the log, which the run has to itself; None writes nothing.
-        example: the example's name.
-        settings: of the run.
-        shown: the settings as they may be written down.
-        model: sharded.
-        optimizer: with the tables' and the dense part's.
-        table_stats: what the tables hold and have done, over all ranks; collective.
-        steps: steps behind the run.
-        samples: training samples of those, over all ranks.
+        folder: The folder of the log, which only this run uses. None writes nothing.
+        example: The name of the example.
+        settings: The settings of the run.
+        shown: The settings without credentials, for the description of the run.
+        model: The sharded model.
+        optimizer: The optimizer of the tables and of the dense part.
+        table_stats: A function that returns the statistics of the tables over all ranks. Collective.
+        steps: The number of steps that the run has already taken. Default: 0.
+        samples: The number of training samples of these steps, over all ranks. Default: 0.
 
     Raises:
-        DataError: nothing can be written to the folder.
+        DataError: The folder cannot be written.
     """
 
     def __init__(
@@ -253,26 +254,26 @@ class RunLog:
             describe(folder, example, shown)
             self._writer = CurveWriter(folder, self._samples)
         except OSError as error:
-            raise DataError(f"{folder}: {error.strerror} (--no-log does without it)") from error
+            raise DataError(f"{folder}: {error.strerror} (--no-log writes no log)") from error
 
     def wants_batch(self) -> None:
-        """A step begins, by waiting for its batch."""
+        """Records that a step begins to wait for its batch."""
         if self._on:
             self._split.wants_batch()
 
     def has_batch(self) -> None:
-        """The batch is there."""
+        """Records that the batch has arrived."""
         if self._on:
             self._split.has_batch()
 
     def step(self, samples: int, loss: Tensor, logits: Tensor | None = None, labels: Tensor | None = None) -> None:
-        """A step is done.
+        """Records that a step has ended.
 
         Args:
-            samples: of the step, over all ranks.
-            loss: (), this rank's mean.
-            logits: (B,) for the AUC, B samples as on every other rank; None where there is no AUC.
-            labels: (B,), 0 or 1.
+            samples: The number of samples of the step, over all ranks.
+            loss: (). The mean loss of this rank.
+            logits: (B,). The logits for the AUC, with the same B on every rank. None: no AUC is computed.
+            labels: (B,). The labels, 0 or 1.
         """
         if not self._on:
             return
@@ -284,7 +285,7 @@ class RunLog:
             self.point()
 
     def point(self) -> None:
-        """Adds a point to each curve, where there was a step since the one before."""
+        """Adds a point to each curve if there was a step since the previous point."""
         if not self._on or not self._window.steps:
             return
         window, self._window = self._window, _Window()
@@ -294,13 +295,13 @@ class RunLog:
         self.add(values | _of_tables(before, self._tables))
 
     def add(self, values: Mapping[str, float | None]) -> None:
-        """Adds a point here to some curves; not of a value that is None or not finite."""
+        """Adds a point to the named curves. Values that are None or not finite are ignored."""
         if self._writer is not None:
             known = {tag: value for tag, value in values.items() if value is not None and value - value == 0}
             self._writer.add(known, self._samples)
 
     def finish(self, result: dict[str, Any]) -> None:
-        """Writes down what came of the run, and ends the log."""
+        """Writes the result of the run and closes the log."""
         if self._writer is not None:
             self._writer.close()
             self._writer = None
@@ -311,14 +312,14 @@ class RunLog:
                 print(f"warning: the result is not in the log: {error}", file=sys.stderr)
 
     def _rates(self) -> dict[str, float]:
-        # A rank without tables has none of theirs.
+        # A rank without tables has no rate of the embeddings.
         (_, fused), _ = self._optimizer.optimizers
         rates = {"embeddings": _rate(fused), "dense": _rate(dense_part(self._optimizer))}
         return {f"learning_rate/{name}": rate for name, rate in rates.items() if rate is not None}
 
 
 class _Window:
-    """The steps from one point to the next."""
+    """The steps between two points."""
 
     def __init__(self) -> None:
         self.steps = self.samples = 0
@@ -337,7 +338,7 @@ class _Window:
                 self._scored_samples -= len(self._scored.popleft()[1])
 
     def values(self) -> dict[str, float]:
-        """Loss, AUC and the processes' memory, over all ranks; the same on each but for the AUC, rank 0's alone."""
+        """Returns the loss and the memory over all ranks, and on rank 0 the AUC. Collective."""
         sums = torch.stack([self._loss_sum, torch.tensor(resident_bytes(), dtype=torch.float64)])
         dist.all_reduce(sums)
         loss = float(sums[0]) / (self.samples * dist.get_world_size())
@@ -346,8 +347,9 @@ class _Window:
 
 
 def _auc(logits: Tensor, labels: Tensor) -> dict[str, float]:
-    """The AUC over the samples of all ranks, on rank 0; none where only one label occurs."""
-    # One tensor to send; in double, as float32's sigmoid makes ties of confident predictions.
+    """Returns the AUC over the samples of all ranks, on rank 0. It is left out if only one label occurs. Collective."""
+    # One tensor is sent instead of two. It is float64, because the float32 sigmoid of large logits is exactly 1, which
+    # would make ties.
     mine = torch.stack([logits.double(), labels.double()])
     every = [torch.empty_like(mine) for _ in range(dist.get_world_size())] if dist.get_rank() == 0 else None
     dist.gather(mine, every)
@@ -365,12 +367,12 @@ def _speed(seconds: Mapping[str, float], window: _Window) -> dict[str, float]:
 
 
 def _of_tables(before: Mapping[str, TableStats], now: Mapping[str, TableStats]) -> dict[str, float]:
-    """Curves of each table and of all of them."""
+    """Returns the points of the curves of each table and of all tables."""
     done = since(before, now)
     values: dict[str, float] = {}
     for name, stats in [*done.items(), (ALL, total(done))]:
         values |= {f"rows/{name}": stats.rows, f"bytes/{name}": stats.bytes}
-        if stats.lookups:  # of RecStore's tables; stock ones do not count
+        if stats.lookups:  # only RecStore tables count lookups
             unseen = stats.misses - stats.cold_hits
             values |= {f"hit_rate/{name}": stats.hits / stats.lookups, f"unseen_share/{name}": unseen / stats.lookups}
             values |= {f"insert_rate/{name}": stats.inserts / stats.lookups}

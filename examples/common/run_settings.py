@@ -1,4 +1,4 @@
-"""Settings and flags of every training example, free of torch, so that the command line answers at once."""
+"""The settings and flags that all training examples share. They do not import torch, so that ``--help`` is fast."""
 
 from __future__ import annotations
 
@@ -12,19 +12,53 @@ from common.command import DataError
 from torchrec_recstore.options import RedisStore, TableOptions, cold_store_of_flag, options_of_flags
 
 Eviction = Literal["lru", "lfu"]
+Backend = Literal["recstore", "fused"]
+Sharding = Literal["table_wise", "row_wise"]
+Optimizer = Literal["sgd", "adagrad", "rowwise_adagrad"]
+LrSchedule = Literal["constant", "linear", "cosine"]
+
+HINT_ROWS = 2**40
+"""``num_embeddings`` of a RecStore table. The table has no size, so this is only a hint."""
+
+LOG = "Curves and report"
+
+LogDir = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="DIR",
+        help="Folder for TensorBoard curves and report.html.",
+        show_default="runs/<example>-<date>-<time>, or the folder log in that of --checkpoint",
+        rich_help_panel=LOG,
+    ),
+]
+NoLog = Annotated[bool, typer.Option("--no-log", help="Write neither curves nor a report.", rich_help_panel=LOG)]
+LogEvery = Annotated[
+    int,
+    typer.Option(min=1, metavar="N", help="Number of steps between two points of a curve.", rich_help_panel=LOG),
+]
+JsonOut = Annotated[
+    Path | None,
+    typer.Option(
+        "--json",
+        metavar="OUT",
+        help="Write the result as JSON to this file. With -, write it to stdout, and the tables to stderr.",
+        allow_dash=True,
+        rich_help_panel=LOG,
+    ),
+]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Bounds:
-    """Which rows a table keeps, in memory and at all; without any, every row that it has made.
+    """The limits of each table. Without a limit, a table keeps all its rows in memory.
 
     Attributes:
-        max_rows: rows that each table keeps in memory, over all ranks.
-        eviction: which rows leave when there are more; LRU where ``max_rows`` stands alone.
-        half_life_steps: of LFU's frequencies.
-        expire_steps: rows that no step has looked up for longer leave.
-        min_frequency: steps that look an id up before it gets its row.
-        cold_store: URL of a Redis server or a path for RocksDB, where evicted rows go.
+        max_rows: The maximum number of rows of each table in memory, over all ranks.
+        eviction: The eviction policy of a full table. LRU if only ``max_rows`` is given.
+        half_life_steps: The half-life of LFU's frequencies, in steps.
+        expire_steps: A row is deleted if no step has looked it up for this number of steps.
+        min_frequency: The number of steps that look up an id before the id gets a row.
+        cold_store: The cold store for evicted rows: the URL of a Redis server or a path for RocksDB.
     """
 
     max_rows: int | None = None
@@ -35,14 +69,14 @@ class Bounds:
     cold_store: str | None = None
 
     def flags(self) -> dict[str, int | str]:
-        """The flags that are set, and their values."""
+        """Returns the values of the flags that are set, by flag."""
         return {f"--{name.replace('_', '-')}": value for name, value in asdict(self).items() if value is not None}
 
     def check(self) -> None:
-        """Finds what the tables would refuse.
+        """Checks the limits.
 
         Raises:
-            DataError: a bound does not fit another, or makes no sense.
+            DataError: A limit is invalid, or contradicts another limit.
         """
         try:
             self.options()
@@ -50,44 +84,35 @@ class Bounds:
             raise DataError(str(error)) from error
 
     def options(self, seed: int = 0) -> TableOptions:
-        """The options of each table."""
+        """Returns the options of each table."""
         return options_of_flags(**asdict(self), seed=seed)
 
     def shown(self) -> dict[str, int | str | None]:
-        """The bounds as they may be written down: a URL without its credentials."""
+        """Returns the limits for a report, with the credentials removed from a URL."""
         store = None if self.cold_store is None else cold_store_of_flag(self.cold_store)
         return asdict(self) | ({"cold_store": store.public_url} if isinstance(store, RedisStore) else {})
 
 
-Backend = Literal["recstore", "fused"]
-Sharding = Literal["table_wise", "row_wise"]
-Optimizer = Literal["sgd", "adagrad", "rowwise_adagrad"]
-LrSchedule = Literal["constant", "linear", "cosine"]
-
-HINT_ROWS = 2**40
-"""``num_embeddings`` of a RecStore table, which has no size: a hint that nobody has to think about."""
-
-
 @dataclass(frozen=True, kw_only=True)
 class RunSettings:
-    """What a run is asked to do; the command's flags, one by one.
+    """The settings of a run. Each setting is a flag of the command.
 
     Attributes:
         backend: "recstore" (tables without a size, raw ids) or "fused" (stock TorchRec, ids modulo the table's size).
-        dim: width of the embeddings.
-        num_embeddings: rows of a fused table; RecStore has no use for it.
-        batch_size: samples of a step over all ranks.
-        epochs: passes over the training part.
-        optimizer: of the embeddings, fused into their backward.
-        lr: of the embeddings.
-        dense_lr: of the dense layers, which Adam trains.
-        seed: of the dense weights, the tables and whatever else is drawn.
-        sharding: how every table lies on the ranks.
-        bounds: which rows each table keeps.
-        json_out: where the result goes too; "-" is stdout, in the report's place.
-        log: whether curves are written, and a report of them at the end.
-        log_dir: the folder for them; None takes a new one.
-        log_every: steps from one point of a curve to the next.
+        dim: The width of the embeddings.
+        num_embeddings: The number of rows of a fused table. RecStore ignores it.
+        batch_size: The number of samples of a step, over all ranks.
+        epochs: The number of passes over the training part.
+        optimizer: The optimizer of the embeddings, fused into their backward pass.
+        lr: The learning rate of the embeddings.
+        dense_lr: The learning rate of the dense layers, which Adam trains.
+        seed: The seed of the dense weights, the tables and all other random numbers.
+        sharding: The sharding type of every table.
+        bounds: The limits of each table.
+        json_out: The file for the result as JSON. "-" is stdout; the report then goes to stderr.
+        log: Whether curves are written during training, and a report at the end.
+        log_dir: The folder for curves and report. None creates a new folder.
+        log_every: The number of steps between two points of a curve.
     """
 
     backend: Backend
@@ -108,38 +133,36 @@ class RunSettings:
 
     @property
     def goes_on(self) -> bool:
-        """Whether the run may go on from where another one came to, and from its curves."""
+        """Whether the run may resume another run and continue its curves."""
         return False
 
     @property
     def modulo(self) -> int | None:
-        """What ids have to be taken modulo of, if anything."""
+        """The divisor that ids are taken modulo of, or None for raw ids."""
         return self.num_embeddings if self.backend == "fused" else None
 
     @property
     def declared_rows(self) -> int:
-        """``num_embeddings`` in the tables' configs."""
+        """``num_embeddings`` in the configs of the tables."""
         return self.modulo or HINT_ROWS
 
     def shown(self) -> dict[str, Any]:
-        """The settings as they may be written down, by name: without where results go, a URL without credentials."""
+        """Returns the settings for a report, by name, without output paths and without the credentials in a URL."""
         shown = asdict(self) | {"bounds": self.bounds.shown()}
         for name in ("json_out", "log", "log_dir", "log_every"):
             del shown[name]
         return {name: str(value) if isinstance(value, Path) else value for name, value in shown.items()}
 
     def check(self, world_size: int) -> None:
-        """Finds what would fail only later, or less clearly.
+        """Checks the settings before the work begins.
 
         Raises:
-            DataError: a setting does not fit another, or the number of ranks.
+            DataError: A setting contradicts another setting, or does not fit the number of ranks.
         """
         if self.batch_size % world_size:
             raise DataError(f"--batch-size {self.batch_size} cannot be split evenly over {world_size} ranks")
         if self.backend == "fused" and self.sharding == "row_wise":
-            raise DataError(
-                "--backend fused has no row_wise sharding on CPU: TorchRec's sharder does not offer it there"
-            )
+            raise DataError("--backend fused has no row_wise sharding on CPU: TorchRec's sharder does not offer it")
         if self.backend == "fused" and self.bounds.flags():
             raise DataError(f"{next(iter(self.bounds.flags()))} is for --backend recstore: stock tables keep every row")
         self.bounds.check()
@@ -148,30 +171,3 @@ class RunSettings:
             raise DataError(f"--max-rows {max_rows} is less than the {world_size} ranks that share a table's rows")
         if self.backend == "fused" and self.dim % 4:
             raise DataError(f"--backend fused needs a --dim that is a multiple of 4, not {self.dim}")
-
-
-LOG = "Curves and report"
-
-LogDir = Annotated[
-    Path | None,
-    typer.Option(
-        metavar="DIR",
-        help="TensorBoard curves while it trains, report.html at the end.",
-        show_default="runs/<example>-<date>-<time>, or the folder log in that of --checkpoint",
-        rich_help_panel=LOG,
-    ),
-]
-NoLog = Annotated[bool, typer.Option("--no-log", help="Neither curves nor report.", rich_help_panel=LOG)]
-LogEvery = Annotated[
-    int, typer.Option(min=1, metavar="N", help="Steps from one point of a curve to the next.", rich_help_panel=LOG)
-]
-JsonOut = Annotated[
-    Path | None,
-    typer.Option(
-        "--json",
-        metavar="OUT",
-        help="Write the result as JSON; to stdout for -, and the tables to stderr.",
-        allow_dash=True,
-        rich_help_panel=LOG,
-    ),
-]

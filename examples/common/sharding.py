@@ -1,4 +1,4 @@
-"""A model's tables sharded by TorchRec, in RecStore or in stock FUSED tables, and their learning rates."""
+"""Shards the tables of a model, as RecStore tables or as stock FUSED tables, and schedules the learning rates."""
 
 from __future__ import annotations
 
@@ -24,24 +24,28 @@ from torchrec.optim.optimizers import in_backward_optimizer_filter
 
 from torchrec_recstore import RecStoreConstraints, RecStorePlanner, RecStoreSharder, TableStats, table_stats
 
+EPS = 1e-8
+
 
 def lr_factor(schedule: LrSchedule, warmup_steps: int, total_steps: int, step: int) -> float:
-    """The factor that a step's learning rate is multiplied by.
+    """Returns the factor by which the learning rate of a step is multiplied.
 
-    It rises in equal parts over the first ``warmup_steps`` steps and reaches 1 with the last of them. From then on it
-    is 1 (constant), or falls in equal parts (linear) or as half a cosine wave (cosine) to 0 behind the last step.
+    The factor rises linearly during the first ``warmup_steps`` steps and reaches 1 in the last of them. Then it stays 1
+    (constant), falls linearly (linear), or falls as half a cosine wave (cosine). It would reach 0 in the step after the
+    last one.
 
     Args:
-        schedule: its shape after the warm-up.
-        warmup_steps: steps before that.
-        total_steps: steps of the run.
-        step: counted from 0.
+        schedule: The shape of the schedule after the warm-up.
+        warmup_steps: The number of warm-up steps.
+        total_steps: The number of steps of the run.
+        step: The number of the step, counted from 0.
     """
     if step < warmup_steps:
         return (step + 1) / warmup_steps
     if schedule == "constant":
         return 1.0
-    # A run that goes on with fewer ranks may take a step an epoch more, and a rate is never below 0.
+    # A run that is resumed on fewer ranks may take one more step in each epoch; max keeps the factor from falling below
+    # 0.
     left = max(total_steps - step, 0) / max(total_steps - warmup_steps, 1)
     return left if schedule == "linear" else 0.5 * (1 - math.cos(math.pi * left))
 
@@ -49,17 +53,18 @@ def lr_factor(schedule: LrSchedule, warmup_steps: int, total_steps: int, step: i
 def lr_scheduler(
     optimizer: Optimizer, schedule: LrSchedule, warmup_steps: int, total_steps: int, first_step: int = 0
 ) -> LambdaLR:
-    """Lets an optimizer's learning rates follow the schedule; its ``step()`` comes after the optimizer's.
+    """Returns a scheduler of the learning rates. Call its ``step()`` after the optimizer's ``step()``.
 
-    The schedule's only state is the number of the step. ``LambdaLR.state_dict`` also lists the rates of all parameter
-    groups, and how many a sharded model has differs from rank to rank; so that is not what a checkpoint holds.
+    The number of the step is the whole state of the schedule, so a checkpoint holds only this number.
+    ``LambdaLR.state_dict`` would also contain the rates of all parameter groups, and the number of parameter groups of
+    a sharded model differs between ranks.
 
     Args:
-        optimizer: new; each group's ``lr`` is the rate that the factor belongs to.
-        schedule: see :func:`lr_factor`.
-        warmup_steps: see :func:`lr_factor`.
-        total_steps: steps of the run.
-        first_step: the step that comes next, counted from 0.
+        optimizer: A new optimizer. The factor multiplies the ``lr`` of each parameter group.
+        schedule: See :func:`lr_factor`.
+        warmup_steps: See :func:`lr_factor`.
+        total_steps: The number of steps of the run.
+        first_step: The number of the next step, counted from 0. Default: 0.
     """
     for group in optimizer.param_groups:
         group["initial_lr"] = group["lr"]
@@ -70,11 +75,8 @@ def lr_scheduler(
     )
 
 
-EPS = 1e-8
-
-
 def table_name(feature: str) -> str:
-    """Name of a feature's table."""
+    """Returns the name of a feature's table."""
     return f"t_{feature}"
 
 
@@ -91,7 +93,7 @@ def _plan(
     if settings.backend == "recstore":
         options = settings.bounds.options(settings.seed)
         if settings.sharding == "row_wise":
-            # Ids of a click log are small numbers beside the hint, all in the first rank's block.
+            # The ids of a click log are much smaller than the hint, so block routing would put all on the first rank.
             options = replace(options, routing="hash")
         sharders = [RecStoreSharder(fused_params=fused_params)]
         dynamic = {name: RecStoreConstraints(sharding_types=[settings.sharding], options=options) for name in names}
@@ -111,40 +113,42 @@ def _plan(
 def shard(
     settings: RunSettings, features: Sequence[str], model: nn.Module
 ) -> tuple[DistributedModelParallel, CombinedOptimizer]:
-    """Shards a model's tables; collective, the process group stands.
+    """Shards the tables of a model. Collective; the process group must be initialized.
 
     Args:
-        settings: backend, optimizers and sharding.
-        features: all that have a table.
-        model: unsharded, its tables on the meta device.
+        settings: The settings of the run, with the backend, the optimizers and the sharding type.
+        features: The features that have a table.
+        model: The unsharded model, with its tables on the meta device.
 
     Returns:
-        The sharded model and the optimizer of its dense part; the embeddings are updated in backward.
+        The sharded model, and the optimizer of its dense part. The embeddings are updated in the backward pass.
     """
     plan, sharders = _plan(settings, features, model)
-    # By default DDP moves its buckets after the first step, and with them the order in which gradients of three or more
-    # ranks are summed, so that a run that goes on from a checkpoint would differ in the last bits.
+    # By default, DDP rearranges its buckets after the first step. This changes the order in which the gradients of
+    # three or more ranks are summed, so a resumed run would differ in the last bits.
     same_buckets = DefaultDataParallelWrapper(static_graph=False, find_unused_parameters=True)
     sharded = DistributedModelParallel(
         model, plan=plan, sharders=sharders, device=torch.device("cpu"), data_parallel_wrapper=same_buckets
     )
     dense_parameters = dict(in_backward_optimizer_filter(sharded.named_parameters()))
-    # Adagrad here loses up to 0.04 of DLRM's AUC on some seeds: its first steps kill units of the dense layers.
+    # With Adagrad for the dense layers, DLRM loses up to 0.04 of its AUC for some seeds, because the first steps make
+    # units of the dense layers inactive.
     dense = KeyedOptimizerWrapper(dense_parameters, lambda params: torch.optim.Adam(params, lr=settings.dense_lr))
     return sharded, CombinedOptimizer([sharded.fused_optimizer, dense])
 
 
 def dense_part(optimizer: CombinedOptimizer) -> KeyedOptimizer:
-    """The dense layers' optimizer of those that ``shard`` combined; its state is the same on every rank."""
+    """Returns the optimizer of the dense layers from the result of :func:`shard`. Its state is equal on all ranks."""
     (_, _), (_, dense) = optimizer.optimizers
     return dense
 
 
 def stats_of_tables(settings: RunSettings, features: Sequence[str], model: nn.Module) -> dict[str, TableStats]:
-    """Returns what every table of a sharded model holds, over all ranks, and a RecStore table has done; collective."""
+    """Returns the statistics of each table over all ranks. Stock tables have only rows and bytes. Collective."""
     if settings.backend == "recstore":
         return table_stats(model)
-    # FBGEMM on CPU keeps float32: the weights, and one state of the same shape, of one number a row, or none.
+    # FBGEMM on CPU stores float32 weights and, depending on the optimizer, a state of the same shape, of one number for
+    # each row, or none.
     state = {"sgd": 0, "adagrad": settings.dim, "rowwise_adagrad": 1}[settings.optimizer]
     rows = settings.num_embeddings
     return {table_name(f): TableStats(rows=rows, bytes=rows * 4 * (settings.dim + state)) for f in features}

@@ -1,4 +1,4 @@
-"""Checkpoints of a DLRM run: when one is due, what it holds beside the model, and going on from it."""
+"""Saves the checkpoints of a DLRM run and resumes from them."""
 
 from __future__ import annotations
 
@@ -14,16 +14,18 @@ from torchrec.optim.keyed import CombinedOptimizer
 
 
 class Checkpoints:
-    """The checkpoints that a run writes and the one that it goes on from. Every method is collective.
+    """The checkpoints that a run writes, and the checkpoint that it resumes from. Every method is collective.
 
     Args:
-        settings: of the run, which has the ``checkpoint`` folder to itself; without one nothing is read or written.
+        settings: The settings of the run. Only this run may use the ``checkpoint`` folder. If ``checkpoint`` is None,
+            nothing is read or written.
 
     Attributes:
-        resumed_from: the checkpoint that the run goes on from; None where it starts anew.
+        resumed_from: The path of the checkpoint that the run resumes from, or None if the run starts from the
+            beginning.
 
     Raises:
-        DataError: the folder has checkpoints that the run does not go on from, or the newest cannot be read.
+        DataError: The folder contains checkpoints and ``resume`` is not set, or the newest checkpoint cannot be read.
     """
 
     def __init__(self, settings: Settings) -> None:
@@ -37,22 +39,22 @@ class Checkpoints:
         if self._newest and not settings.resume:
             raise DataError(
                 f"{settings.checkpoint} has checkpoints already, up to {self._newest.path.name}: "
-                "--resume goes on from there, another folder starts anew"
+                "resume the run with --resume, or choose another folder"
             )
 
     @property
     def resumed_from(self) -> Path | None:
-        """The checkpoint that the run goes on from."""
+        """The path of the checkpoint that the run resumes from."""
         return self._newest.path if self._newest else None
 
     def identify(self, data: str) -> None:
-        """Tells what data the run has.
+        """Sets the identity of the run's data, and compares it and the settings with the checkpoint to resume from.
 
         Args:
-            data: the same text for the same data.
+            data: A text that identifies the data.
 
         Raises:
-            DataError: the checkpoint to go on from is of a run with other data or settings.
+            DataError: The checkpoint belongs to a run with other data or settings.
         """
         self._identity = {"--data": data} | self._settings.must_match()
         if self._newest:
@@ -63,17 +65,18 @@ class Checkpoints:
             flags = [flag for flag, now in self._identity.items() if before.get(flag) != now]
             others = [f"{flag} {before.get(flag)}, not {self._identity[flag]}" for flag in flags]
             if others:
-                raise DataError(f"{path} is of a run with {'; '.join(others)}")
+                raise DataError(f"{path} belongs to a run with {'; '.join(others)}")
 
     def restore(self, model: DistributedModelParallel, optimizer: CombinedOptimizer) -> Training:
-        """Brings a new model and its optimizer to where the checkpoint to go on from was written.
+        """Loads the checkpoint to resume from into a new model and its optimizer, and returns the training.
 
         Raises:
-            DataError: the checkpoint is damaged.
+            DataError: The checkpoint is damaged.
         """
         if not (self._folder and self._newest):
             return Training(model, optimizer, Progress())
-        # A keyed optimizer copies into the state it has, and a new one has none; this step is undone by the load.
+        # A keyed optimizer copies a loaded state into its existing state, and a new optimizer has no state.
+        # init_state creates the state with an optimizer step, which the load undoes.
         dense_part(optimizer).init_state()
         state = self._folder.load(model, self._newest.path)
         dense_part(optimizer).load_state_dict(state["dense_optimizer"])
@@ -82,20 +85,20 @@ class Checkpoints:
         return Training(model, optimizer, progress)
 
     def save_if_due(self, training: Training) -> None:
-        """Saves after every ``checkpoint_every``-th step.
+        """Saves a checkpoint after every ``checkpoint_every`` steps.
 
         Raises:
-            DataError: it cannot be written.
+            DataError: The checkpoint cannot be written.
         """
         every = self._settings.checkpoint_every
         if every and training.progress.step % every == 0:
             self.save(training)
 
     def save(self, training: Training) -> None:
-        """Saves, where no checkpoint of this step is there yet.
+        """Saves a checkpoint if there is no checkpoint of this step yet.
 
         Raises:
-            DataError: it cannot be written.
+            DataError: The checkpoint cannot be written.
         """
         step = training.progress.step
         if self._folder and step > self._saved_step:

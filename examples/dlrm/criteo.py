@@ -1,9 +1,9 @@
-"""Reader of the Criteo click log: ``train.txt`` of the Kaggle challenge, plain or gzip, as a stream of arrays.
+"""Reads the Criteo click log, ``train.txt`` of the Kaggle challenge, plain or gzip, as a stream of arrays.
 
-The file is read in blocks of bytes, so memory does not grow with it.
+The file is read in blocks of bytes, so the memory use does not depend on the size of the file.
 
     source = CriteoFile("train.txt")
-    source.scan()                                   # counts the lines and checks every one
+    source.scan()                                   # counts and checks all lines
     for rows in source.rows(0, source.num_rows):
         rows.labels, rows.dense, rows.ids
 """
@@ -32,7 +32,9 @@ ID_NAMES = tuple(f"C{i}" for i in range(1, NUM_IDS + 1))
 COLUMNS = ("label", *DENSE_NAMES, *ID_NAMES)
 
 MAX_LINE_BYTES = 1 << 20
-"""A longer line is a bad row: a file without newlines must not fill the memory."""
+"""The longest line in bytes. A longer line is a bad row, so that a file without newlines does not fill the memory."""
+
+CHUNK_BYTES = 8 << 20
 
 _SCHEMA = {name: pl.Int64 if name in DENSE_NAMES else pl.String for name in COLUMNS}
 _ALPHABET = b"0123456789abcdefABCDEF-\t\n"
@@ -44,7 +46,7 @@ _INT64 = range(-(2**63), 2**63)
 
 
 class BadRowError(DataError):
-    """A line that is no Criteo row; the message names file, line (from 1) and, where one is to blame, the column."""
+    """A line is not a Criteo row. The message names the file, the line (counted from 1) and the column, if known."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,9 +54,9 @@ class Rows:
     """Parsed rows.
 
     Attributes:
-        labels: (n,) int32, 0 or 1.
-        dense: (n, 13) float32, ``log(max(x, -2) + 3)`` of the integers; an empty field counts as 0.
-        ids: (n, 26) int64, the hexadecimal ids as they are; 64-bit ids wrap to negative, an empty field is 0.
+        labels: (n,) int32. The labels, 0 or 1.
+        dense: (n, 13) float32. ``log(max(x, -2) + 3)`` of the integer features. An empty field counts as 0.
+        ids: (n, 26) int64. The hexadecimal ids, unchanged. Ids of 64 bits become negative. An empty field is 0.
     """
 
     labels: npt.NDArray[np.int32]
@@ -69,7 +71,7 @@ class Rows:
 
 
 def concat(parts: list[Rows]) -> Rows:
-    """Joins the parts, in order, into one."""
+    """Concatenates parts in their order."""
     if len(parts) == 1:
         return parts[0]
     return Rows(
@@ -80,35 +82,35 @@ def concat(parts: list[Rows]) -> Rows:
 
 
 def transform_dense(values: npt.NDArray[np.int64]) -> npt.NDArray[np.float32]:
-    """``log(max(x, -2) + 3)``.
+    """Returns ``log(max(x, -2) + 3)``.
 
-    TorchRec's reader shifts by the minimum of the file, which a stream does not know, and takes the log. The log's
-    published minimum is -3 in one column, and log(0) is no feature value, so values below -2 count as -2.
+    TorchRec's reader subtracts the minimum of the file before the logarithm. A stream does not know its minimum. The
+    published minimum of the click log is -3 in one column, which would give log(0), so values below -2 count as -2.
 
     Args:
-        values: any shape, int64.
+        values: int64, any shape. The integer features.
 
     Returns:
-        Same shape, float32.
+        float32, the same shape.
     """
-    # Through float first: -2 + 3 is safe in int64, the other end of the range is not.
+    # The sum is computed in float32, because it could overflow in int64.
     shifted: npt.NDArray[np.float32] = np.maximum(values, -2).astype(np.float32) + np.float32(3)
     return np.log(shifted)
 
 
 def parse_fast(data: bytes) -> Rows | None:
-    """Parses whole lines at full speed, or not at all.
+    """Parses complete lines with the fast parser, which handles only data without any unusual line.
 
     Args:
-        data: lines, each ended by LF alone.
+        data: The lines. Each line ends with LF.
 
     Returns:
-        The rows, or None where anything needs a closer look; a returned result is exact.
+        The rows, or None if the slow parser is needed. Returned rows are exact.
     """
     if data.translate(None, _ALPHABET):
         return None
     buffer = np.frombuffer(data, np.uint8)
-    # The alphabet leaves tab and newline as the only bytes below "-".
+    # Tab and newline are the only bytes below "-" in the alphabet.
     ends = np.flatnonzero(buffer < ord("-"))
     num_rows = data.count(b"\n")
     if len(ends) != num_rows * len(COLUMNS) or (buffer[ends[len(COLUMNS) - 1 :: len(COLUMNS)]] != ord("\n")).any():
@@ -137,13 +139,13 @@ def parse_fast(data: bytes) -> Rows | None:
 
 
 def find_fault(line: bytes) -> tuple[str | None, str] | None:
-    """Says what is wrong with a line: its first bad column, and why.
+    """Finds the first bad column of a line.
 
     Args:
-        line: one line without its end.
+        line: The line without its line ending.
 
     Returns:
-        (column, reason), or None for a good line; the column is None where the fault is the whole line's.
+        (column, reason), or None for a good line. The column is None if the whole line is bad.
     """
     fields = line.split(b"\t")
     if len(line) > MAX_LINE_BYTES:
@@ -169,7 +171,7 @@ def _show(field: bytes) -> str:
 
 
 def _integer(field: bytes) -> int:
-    # int() refuses more than 4300 digits; leading zeros may be that many.
+    # int() refuses more than 4300 digits, and a field may have more leading zeros.
     digits = field.removeprefix(b"-").lstrip(b"0")[:20] or b"0"
     return -int(digits) if field.startswith(b"-") else int(digits)
 
@@ -183,11 +185,12 @@ def _parse_slow(lines: list[bytes]) -> Rows:
 
 
 def parse(data: bytes, on_bad: Callable[[int, str | None, str], None]) -> Rows:
-    """Parses whole lines; the bad ones are reported and left out.
+    """Parses complete lines. Bad lines are reported and left out.
 
     Args:
-        data: lines, ended by LF or CRLF; the last may lack its end.
-        on_bad: called with (index of the line in ``data``, column or None, reason) for every bad line; may raise.
+        data: The lines, which end with LF or CRLF. The last line may have no line ending.
+        on_bad: A function that is called with (index of the line in ``data``, column or None, reason) for every bad
+            line. It may raise.
 
     Returns:
         The good rows.
@@ -201,7 +204,8 @@ def parse(data: bytes, on_bad: Callable[[int, str | None, str], None]) -> Rows:
         return rows
     good = []
     for index, line in enumerate(data.split(b"\n")[:-1]):
-        # One match of the whole line is many times faster than its fields; a number of 19 digits may overflow.
+        # One match of the whole line is many times faster than checking each field. Numbers of 19 digits may overflow
+        # and are checked by find_fault.
         plain = len(line) < 1024 and _GOOD_LINE.fullmatch(line) and not _LONG_NUMBER.search(line)
         fault = None if plain else find_fault(line)
         if fault is None:
@@ -212,16 +216,13 @@ def parse(data: bytes, on_bad: Callable[[int, str | None, str], None]) -> Rows:
     return rows if rows is not None else _parse_slow(good)
 
 
-CHUNK_BYTES = 8 << 20
-
-
 def _is_gzip(path: str) -> bool:
     with open(path, "rb", buffering=0) as file:
         return file.read(2) == b"\x1f\x8b"
 
 
 def _read_blocks(path: str, offset: int, block_bytes: int) -> Iterator[bytes]:
-    """Yields the content from ``offset``, unpacked where it starts like gzip (``offset`` is then 0)."""
+    """Yields the content from ``offset``. A gzip file is decompressed; its ``offset`` must be 0."""
     packed_file = _is_gzip(path)
     with open(path, "rb", buffering=0) as file:
         if not packed_file:
@@ -229,13 +230,13 @@ def _read_blocks(path: str, offset: int, block_bytes: int) -> Iterator[bytes]:
             while block := file.read(block_bytes):
                 yield block
             return
-        # zlib by hand: GzipFile of Python 3.11 reads 8 KiB at a time through two more layers.
+        # zlib is used directly, because GzipFile of Python 3.11 reads only 8 KiB at a time, through two more layers.
         member = zlib.decompressobj(zlib.MAX_WBITS | 16)
         packed = b""
         try:
             while packed := packed or file.read(1 << 20):
                 if member.eof:
-                    # Further members may follow; zeros are padding, as in GzipFile.
+                    # More members may follow. Zeros between members are padding, as in GzipFile.
                     packed = packed.lstrip(b"\0")
                     if not packed:
                         continue
@@ -246,11 +247,11 @@ def _read_blocks(path: str, offset: int, block_bytes: int) -> Iterator[bytes]:
         except zlib.error as error:
             raise DataError(f"{path}: damaged gzip file: {error}") from error
         if not member.eof:
-            raise DataError(f"{path}: the gzip file is cut short")
+            raise DataError(f"{path}: the gzip file is truncated")
 
 
 def _read_lines(path: str, offset: int, block_bytes: int) -> Iterator[tuple[bytes, int]]:
-    """Yields (whole lines, offset of their end); only the file's last line may lack its end."""
+    """Yields (complete lines, offset of their end). Only the last line of the file may have no line ending."""
     rest = b""
     for block in _read_blocks(path, offset, block_bytes):
         offset += len(block)
@@ -259,7 +260,7 @@ def _read_lines(path: str, offset: int, block_bytes: int) -> Iterator[tuple[byte
             yield rest + block[:cut], offset - len(block) + cut
             rest = block[cut:]
         else:
-            # One byte over the limit is enough to know the line as bad.
+            # One byte over the limit is enough to recognize the line as bad.
             rest = (rest + block)[: MAX_LINE_BYTES + 1]
     if rest:
         yield rest, offset
@@ -270,7 +271,7 @@ def _count_lines(data: bytes) -> int:
 
 
 def _skip_lines(data: bytes, count: int) -> int:
-    """Returns where in ``data`` line ``count`` begins."""
+    """Returns the position in ``data`` at which line ``count`` begins."""
     position = 0
     for _ in range(count):
         position = data.index(b"\n", position) + 1
@@ -278,21 +279,22 @@ def _skip_lines(data: bytes, count: int) -> int:
 
 
 class CriteoFile:
-    """A Criteo TSV, plain or gzip, of any size.
+    """A Criteo TSV file of any size, plain or gzip.
 
-    ``scan`` comes first. Not thread-safe in itself, but several ``rows`` iterators may run at once.
+    Call ``scan`` before ``rows``. The object is not thread-safe, but several ``rows`` iterators may run at the same
+    time.
 
     Args:
-        path: the file.
-        skip_bad_rows: bad lines are left out and counted instead of being an error.
-        limit_rows: only the first so many lines exist.
-        chunk_bytes: how much is parsed at a time.
+        path: The path of the file.
+        skip_bad_rows: Whether bad lines are left out and counted. Default: False, a bad line is an error.
+        limit_rows: The number of lines to read. Default: None, all lines.
+        chunk_bytes: The number of bytes that are parsed at a time. Default: 8 MiB.
 
     Attributes:
-        num_rows: lines of the file (up to ``limit_rows``), the bad ones too.
-        bad_lines: numbers of the bad ones, counted from 0, ascending.
-        fingerprint: tells this content from another, whatever the file's name and packing.
-        marks: (line, byte offset) pairs where reading may begin; plain files only.
+        num_rows: The number of lines, including bad lines, up to ``limit_rows``.
+        bad_lines: The numbers of the bad lines, counted from 0, ascending.
+        fingerprint: A text that identifies the content. It does not depend on the file's name and compression.
+        marks: The (line, byte offset) pairs at which reading can begin. A gzip file has only the first pair.
     """
 
     def __init__(
@@ -314,19 +316,19 @@ class CriteoFile:
 
     @property
     def bad_rows(self) -> int:
-        """How many lines are bad."""
+        """The number of bad lines."""
         return len(self.bad_lines)
 
     def scan(self, on_progress: Callable[[int], None] = lambda num_lines: None) -> None:
-        """Reads the whole file once: counts the lines and checks each, so that no training starts on a bad file.
+        """Reads the whole file once, and counts and checks all lines, so that no training starts on a bad file.
 
         Args:
-            on_progress: called after every chunk with the number of its lines.
+            on_progress: A function that is called after every chunk with the number of its lines.
 
         Raises:
-            BadRowError: a bad line, without ``skip_bad_rows``.
-            DataError: no good line at all, or a gzip file that is damaged or cut short.
-            OSError: the file cannot be read.
+            BadRowError: A line is bad, and ``skip_bad_rows`` is False.
+            DataError: The file has no good line, or a gzip file is damaged or truncated.
+            OSError: The file cannot be read.
         """
         first = begin = checksum = num_rows = 0
         marks = []
@@ -347,20 +349,20 @@ class CriteoFile:
             raise DataError(f"{self.path}: {'no good row' if num_rows else 'the file is empty'}")
         self.num_rows, self.bad_lines = num_rows, bad_lines
         self.fingerprint = f"{num_rows:,} rows of checksum {checksum:08x}"
-        # Offsets are of the unpacked bytes, where a packed file cannot be entered.
+        # The offsets count uncompressed bytes, so reading of a gzip file can only begin at its start.
         self.marks = marks[:1] if _is_gzip(self.path) else marks
 
     def rows(self, start: int, stop: int) -> Iterator[Rows]:
-        """Yields the good rows of lines ``[start, stop)``, counted from 0, chunk by chunk.
+        """Yields the good rows of lines ``[start, stop)``, counted from 0, in chunks.
 
         Raises:
-            BadRowError: a bad line, without ``skip_bad_rows``.
+            BadRowError: A line is bad, and ``skip_bad_rows`` is False.
         """
         for first, data, _ in self._chunks(start, stop):
             yield parse(data, partial(self._on_bad, first))
 
     def _chunks(self, start: int, stop: int | None) -> Iterator[tuple[int, bytes, int]]:
-        """Yields (number of the first line, whole lines, offset of their end) for lines [start, stop)."""
+        """Yields (number of the first line, complete lines, offset of their end) for lines ``[start, stop)``."""
         first, offset = self.marks[bisect_right(self.marks, (start, sys.maxsize)) - 1]
         for data, end in _read_lines(self.path, offset, self.chunk_bytes):
             if stop is not None and first >= stop:

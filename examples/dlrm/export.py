@@ -1,11 +1,11 @@
-"""Export the DLRM that ``train.py`` has trained: one file of TorchScript that needs nothing of this project to run.
+"""Export a DLRM that was trained by ``train.py`` to a TorchScript file, which runs without this project.
 
     python examples/dlrm/train.py --data train.txt --checkpoint run
     python examples/dlrm/export.py --checkpoint run --out dlrm.pt                       # int8 rows
-    python examples/dlrm/export.py --checkpoint run --out dlrm.pt --check train.txt     # and the test AUC of both
+    python examples/dlrm/export.py --checkpoint run --out dlrm.pt --check train.txt     # compares the test AUC
 
-The file's ``forward(dense, ids)`` takes dense features (B, 13) float32 and ids (B, 26) int64, and gives logits (B,). It
-is served as docs/serving.md says, in Python with fbgemm_gpu or in C++.
+The ``forward(dense, ids)`` of the file takes dense features (B, 13) float32 and ids (B, 26) int64, and returns logits
+(B,). docs/serving.md describes how to serve the file, in Python with fbgemm_gpu or in C++.
 """
 
 from __future__ import annotations
@@ -28,33 +28,32 @@ app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 @app.command()
 def main(
     checkpoint: Annotated[
-        Path, typer.Option(metavar="DIR", help="Folder of a run's checkpoints, of which the newest is taken, or one.")
+        Path, typer.Option(metavar="DIR", help="A checkpoint, or a folder of checkpoints. The newest one is used.")
     ],
-    out: Annotated[Path, typer.Option(metavar="FILE", help="The exported model.")],
+    out: Annotated[Path, typer.Option(metavar="FILE", help="File to write.")],
     dtype: Annotated[
         Literal["int8", "int4", "fp16", "float32"], typer.Option(help="Data type of the embedding rows.")
     ] = "int8",
     min_frequency: Annotated[
-        int, typer.Option(min=0, help="Leave out rows that fewer training steps have looked up.")
+        int, typer.Option(min=0, help="Omit rows that were looked up in fewer training steps.")
     ] = 0,
     top_rows: Annotated[
-        int | None, typer.Option(min=1, help="Keep this many rows of each table, the most frequent ones.")
+        int | None, typer.Option(min=1, help="Export only this many rows of each table, the most frequent ones.")
     ] = None,
     check: Annotated[
         str | None,
         typer.Option(
             metavar="DATA",
-            help="Test AUC of the trained and the exported model on the run's data: its file, or 'generated'.",
+            help="Compare the test AUC of the trained and the exported model on the data of the run: "
+            "the file, or 'generated'.",
         ),
     ] = None,
-    limit_rows: Annotated[
-        int | None, typer.Option(min=1, help="As the run had it: only the first N rows of the data.")
-    ] = None,
+    limit_rows: Annotated[int | None, typer.Option(min=1, help="The value of --limit-rows of the run.")] = None,
     json_out: Annotated[Path | None, typer.Option("--json", metavar="OUT", help="Write the result as JSON.")] = None,
 ) -> None:
-    """Export a trained DLRM from its checkpoint to one scripted file, and compare its test AUC."""
+    """Export a trained DLRM from a checkpoint to a TorchScript file, and compare the test AUC."""
     prepare_torch()
-    # Here and not above: TorchRec takes seconds to import, which --help need not wait for.
+    # Imported here, because the import of TorchRec takes seconds and --help does not need it.
     from exporter import Export, export
 
     with errors_in_one_line():

@@ -1,6 +1,6 @@
-"""The work behind ``export.py``: the model out of its checkpoint, the file, and the check."""
+"""Runs ``export.py``: loads the model from its checkpoint, writes the file, and compares the test AUC."""
 
-# Not with annotations from __future__: TorchScript reads those of Served.
+# This file does not import annotations from __future__, because TorchScript reads the annotations of Served.
 
 from contextlib import closing
 from dataclasses import dataclass
@@ -33,7 +33,7 @@ CHECK_ROWS = 4096
 
 @dataclass(frozen=True)
 class Export:
-    """What an export is asked to do; the command's flags, one by one."""
+    """The settings of an export. Each setting is a flag of the command."""
 
     checkpoint: Path
     out: Path
@@ -46,10 +46,10 @@ class Export:
 
 
 class Served(nn.Module):
-    """A DLRM over plain tensors, as a server calls it.
+    """A DLRM that takes plain tensors, for a server.
 
     Args:
-        dlrm: of the features C1 to C26, each of which has one id a sample.
+        dlrm: The DLRM with the features C1 to C26. Each sample has one id of each feature.
     """
 
     def __init__(self, dlrm: DLRM) -> None:
@@ -58,7 +58,7 @@ class Served(nn.Module):
         self._features = list(ID_NAMES)
 
     def forward(self, dense: Tensor, ids: Tensor) -> Tensor:
-        """Dense (B, 13) float32, ids (B, 26) int64 -> logits (B,)."""
+        """Returns the logits, (B,), of dense features (B, 13) float32 and ids (B, 26) int64."""
         values = ids.t().reshape(-1)
         features = KeyedJaggedTensor(keys=self._features, values=values, lengths=torch.ones_like(values))
         logits: Tensor = self.dlrm(dense, features)
@@ -66,10 +66,10 @@ class Served(nn.Module):
 
 
 def export(asked: Export) -> None:
-    """Exports, checks where that is asked for, and reports.
+    """Exports the model, compares the test AUC if ``check`` is set, and prints a report.
 
     Raises:
-        DataError: the checkpoint, the data or a file cannot be used.
+        DataError: The checkpoint, the data or a file cannot be used.
     """
     check_file(asked.json_out)
     check_file(asked.out)
@@ -149,14 +149,14 @@ def _source(info: CheckpointInfo, settings: Settings) -> RowSource:
 
 @torch.no_grad()
 def _aucs(models: list[Any], settings: Settings, source: RowSource) -> list[float]:
-    """The area under the curve of each model on the test part."""
+    """Returns the AUC of each model on the test part."""
     aucs = [BinaryAUROC() for _ in models]
     _, _, test = splits(source)
     with closing(steps_of(settings, source, test, CHECK_ROWS)) as steps:
         for batch, rows in steps:
             ids = batch.sparse_features.values().view(-1, rows).t()
             for model, auc in zip(models, aucs, strict=True):
-                # In double: float32's sigmoid makes ties of confident predictions.
+                # In float64, because the float32 sigmoid of large logits is exactly 1, which would make ties.
                 auc.update(torch.sigmoid(model(batch.dense_features, ids).double()), batch.labels)
     return [float(auc.compute()) for auc in aucs]
 

@@ -1,8 +1,9 @@
-"""Synthetic click log in the Criteo format, with something in it to learn.
+"""Generates a synthetic click log in the Criteo format, from which a model can learn.
 
-Every feature draws its ids from an unbounded population: few ids are frequent, most are rare. The population drifts: as
-rows go by, new ids appear at the head and old ones fade. Each id has a hidden effect on the label, so a model must know
-the ids to predict it. Rows depend on the seed and their number alone; a stream may start anywhere.
+Every feature draws its ids from an unbounded population. Few ids are frequent, and most ids are rare. The population
+drifts: new ids become frequent and old ids become rare. Each id has a hidden effect on the label, so a model must learn
+the ids to predict the label. A row depends only on the seed and the number of the row, so a stream can start at any
+row.
 
     python examples/dlrm/generator.py rows.tsv --rows 100000 --seed 0
 """
@@ -20,14 +21,14 @@ import typer
 from criteo import NUM_DENSE, NUM_IDS, Rows, transform_dense
 
 BLOCK_ROWS = 8192
-"""Rows of one random stream; a part of a block is cut from the whole block."""
+"""The number of rows of one random stream. A part of a block is cut from the complete block."""
 
 POPULATION = tuple(int(3 * 1.44**feature) for feature in range(NUM_IDS))
-"""Width of each feature's head, 3 to 27,000 ids; about half of the rows fall on an id within it."""
+"""The number of frequent ids of each feature, 3 to 27,000. About half of the rows have one of these ids."""
 DRIFT_ROWS = 200_000
-"""Rows in which a drifting head moves on by its own width."""
+"""The number of rows after which all frequent ids of a drifting feature have been replaced."""
 TAIL = 1.2
-"""Exponent of the tail: an id at rank k is drawn with probability about ``k ** -(TAIL + 1)``."""
+"""The exponent of the tail. An id at rank k is drawn with a probability of about ``k ** -(TAIL + 1)``."""
 EMPTY_IDS = (0.0,) * 20 + (0.03, 0.03, 0.12, 0.44, 0.44, 0.76)
 EMPTY_DENSE = 0.05
 ID_EFFECT = 0.3
@@ -38,14 +39,14 @@ _UINT64 = np.uint64
 
 
 def _mix(values: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
-    """Bijective hash of 64-bit values, wrapping. Source: the finaliser of splitmix64 (Steele et al. 2014)."""
+    """Hashes 64-bit values bijectively. Source: the finaliser of splitmix64 (Steele et al. 2014)."""
     values = (values ^ (values >> _UINT64(30))) * _UINT64(0xBF58476D1CE4E5B9)
     values = (values ^ (values >> _UINT64(27))) * _UINT64(0x94D049BB133111EB)
     return values ^ (values >> _UINT64(31))
 
 
 def _unit(values: npt.NDArray[np.uint64]) -> npt.NDArray[np.float32]:
-    """Maps hashes to floats of mean 0 and variance 1, uniform."""
+    """Maps hashes to uniformly distributed floats of mean 0 and variance 1."""
     centred = (values >> _UINT64(40)).astype(np.float32) * np.float32(2**-23) - np.float32(1)
     return centred * np.float32(3**0.5)
 
@@ -53,22 +54,22 @@ def _unit(values: npt.NDArray[np.uint64]) -> npt.NDArray[np.float32]:
 class _Block(NamedTuple):
     labels: npt.NDArray[np.int32]  # (n,)
     dense: npt.NDArray[np.int64]  # (n, 13)
-    dense_empty: npt.NDArray[np.bool_]  # (n, 13), where dense is 0 for want of a value
+    dense_empty: npt.NDArray[np.bool_]  # (n, 13), True where a value is missing and dense is 0
     ids: npt.NDArray[np.int64]  # (n, 26)
 
 
 class Generator:
-    """Rows of the synthetic log; the same interface as ``CriteoFile``.
+    """A synthetic click log with the same interface as ``CriteoFile``.
 
     Args:
-        num_rows: length of the log.
-        seed: another seed gives another log, with other ids.
+        num_rows: The number of rows of the log.
+        seed: The seed of the log. Logs of different seeds have different ids.
 
     Attributes:
-        num_rows: as given.
+        num_rows: The number of rows of the log.
         bad_rows: 0.
-        bad_lines: none.
-        fingerprint: tells this log from another.
+        bad_lines: An empty sequence.
+        fingerprint: A text that identifies the log.
     """
 
     path = "generator"
@@ -84,13 +85,13 @@ class Generator:
         self._dense_weights = np.random.default_rng([seed, 1]).choice([-1, 1], NUM_DENSE).astype(np.float32)
 
     def rows(self, start: int, stop: int) -> Iterator[Rows]:
-        """Yields rows ``[start, stop)``, block by block."""
+        """Yields rows ``[start, stop)`` in blocks."""
         for first, block in self._blocks(start, stop):
             part = slice(max(start - first, 0), stop - first)
             yield Rows(block.labels, transform_dense(block.dense), block.ids)[part]
 
     def lines(self, start: int, stop: int) -> Iterator[bytes]:
-        """Yields rows ``[start, stop)`` as lines of a Criteo TSV, each with its newline."""
+        """Yields rows ``[start, stop)`` as lines of a Criteo TSV file. Each line ends with a newline."""
         for first, (labels, dense, dense_empty, ids) in self._blocks(start, stop):
             for row in range(max(start - first, 0), min(stop - first, BLOCK_ROWS)):
                 fields = [str(labels[row])]
@@ -118,23 +119,23 @@ class Generator:
         return _Block(labels.astype(np.int32), dense, dense_empty, ids.view(np.int64).T)
 
     def _ids(self, feature: int, now: npt.NDArray[np.float64], random: np.random.Generator) -> npt.NDArray[np.uint64]:
-        """Draws one id for each row: a heavy-tailed age, counted back from the newest member at that time."""
+        """Draws one id for each row: a heavy-tailed age is subtracted from the newest member at the time of the row."""
         width = POPULATION[feature]
         uniform = 1 - random.random(len(now))
         age = np.minimum(width * (uniform ** (-1 / TAIL) - 1), 2.0**52)
-        # The narrow features stand still, like a country or a device type.
+        # Features with few ids, like a country or a device type, do not drift.
         newest = now * (width / DRIFT_ROWS) if width > 100 else 0.0
         member = np.floor(newest - age).astype(np.int64).view(np.uint64)
         ids = _mix(member + self._id_salts[feature])
-        # 0 is how the format's empty field reads.
+        # An empty field of the format reads as 0.
         ids[random.random(len(now), np.float32) < EMPTY_IDS[feature]] = 0
         return ids
 
 
 def main(
-    out: Annotated[Path, typer.Argument(help="File to write, a Criteo TSV.")],
+    out: Annotated[Path, typer.Argument(help="Criteo TSV file to write.")],
     rows: Annotated[int, typer.Option(min=1, help="Number of rows.")] = 100_000,
-    seed: Annotated[int, typer.Option(min=0, help="Seed of everything in it.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, help="Seed of the log.")] = 0,
 ) -> None:
     """Write a synthetic click log in the Criteo format."""
     with out.open("wb") as file:

@@ -1,4 +1,4 @@
-"""The loops over a model's steps: an epoch of training, and an evaluation; and the counts that a run resumes with."""
+"""The training loop of an epoch, the evaluation loop, and the counts with which a run is resumed."""
 
 from __future__ import annotations
 
@@ -18,6 +18,8 @@ from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.optim.keyed import CombinedOptimizer
 from tqdm import tqdm
 
+LOSS_EVERY_STEPS = 20
+
 
 def _zero() -> Tensor:
     return torch.zeros((), dtype=torch.float64)
@@ -25,15 +27,15 @@ def _zero() -> Tensor:
 
 @dataclass
 class Progress:
-    """Counts of a run; the same on every rank, but for the loss.
+    """The counts of a run. They are the same on every rank, except the loss.
 
     Attributes:
-        step: steps taken.
-        samples: samples of those steps, over all ranks.
-        epoch: the epoch under way, counted from 0.
-        epoch_steps: steps taken in it, which is also the place in the data.
-        epoch_samples: samples of those steps, over all ranks.
-        loss_sum: () float64; this rank's loss of each step in the epoch times the step's samples, summed.
+        step: The number of steps of the run.
+        samples: The number of samples of these steps, over all ranks.
+        epoch: The number of the current epoch, counted from 0.
+        epoch_steps: The number of steps in the current epoch. It is also the position in the data.
+        epoch_samples: The number of samples of these steps, over all ranks.
+        loss_sum: () float64. The sum over the steps of the epoch of this rank's loss times the samples of the step.
     """
 
     step: int = 0
@@ -44,7 +46,12 @@ class Progress:
     loss_sum: Tensor = field(default_factory=_zero)
 
     def count(self, loss: Tensor, samples: int) -> None:
-        """Counts a step: this rank's mean loss, () float32, and the samples of all ranks."""
+        """Adds a step.
+
+        Args:
+            loss: () float32. The mean loss of this rank.
+            samples: The number of samples of the step, over all ranks.
+        """
         self.loss_sum += loss.detach() * samples
         self.step += 1
         self.samples += samples
@@ -52,32 +59,29 @@ class Progress:
         self.epoch_samples += samples
 
     def next_epoch(self) -> None:
-        """Begins another epoch."""
+        """Begins the next epoch."""
         self.epoch += 1
         self.epoch_steps = self.epoch_samples = 0
         self.loss_sum = _zero()
 
     def mean_loss(self) -> float:
-        """Mean loss of the epoch's samples over all ranks, NaN where there are none; collective."""
+        """Returns the mean loss of the epoch's samples over all ranks, or NaN if there are no samples. Collective."""
         total = self.loss_sum.clone()
         dist.all_reduce(total)
         return float(total) / (self.epoch_samples * dist.get_world_size()) if self.epoch_samples else float("nan")
 
     def state(self) -> dict[str, Any]:
-        """The counts for a checkpoint, the same on every rank; collective."""
+        """Returns the counts for a checkpoint. They are the same on every rank. Collective."""
         loss_sums = [_zero() for _ in range(dist.get_world_size())]
         dist.all_gather(loss_sums, self.loss_sum)
         return vars(self) | {"loss_sum": torch.stack(loss_sums)}
 
     @classmethod
     def from_state(cls, state: dict[str, Any]) -> Progress:
-        """What ``state`` was made of; on another number of ranks each takes the mean of their losses."""
+        """Returns the counts of a checkpoint. If the number of ranks has changed, each rank takes the mean loss sum."""
         loss_sums: Tensor = state["loss_sum"]
         same = len(loss_sums) == dist.get_world_size()
         return cls(**state | {"loss_sum": (loss_sums[dist.get_rank()] if same else loss_sums.mean()).clone()})
-
-
-LOSS_EVERY_STEPS = 20
 
 
 @dataclass(frozen=True)
@@ -85,9 +89,9 @@ class Training:
     """A model in training.
 
     Attributes:
-        model: from a ``Batch`` to (loss, (loss, logits, labels)).
-        optimizer: of its dense part; the embeddings are updated in backward.
-        progress: how far it has come.
+        model: The sharded model. It takes a ``Batch`` and returns (loss, (loss, logits, labels)).
+        optimizer: The optimizer of the dense part. The embeddings are updated in the backward pass.
+        progress: The counts of the run.
     """
 
     model: DistributedModelParallel
@@ -103,15 +107,15 @@ def train_epoch(
     after_step: Callable[[Training], None] = lambda training: None,
     log: RunLog | None = None,
 ) -> None:
-    """Trains on every step once; collective.
+    """Trains on the given steps. Collective.
 
     Args:
-        training: what is trained; its progress counts the steps.
-        scheduler: of the learning rates.
-        steps: what is left of the epoch.
-        bar: counts the samples.
-        after_step: called after each step.
-        log: sees each step.
+        training: The model to train. Its progress counts the steps.
+        scheduler: The scheduler of the learning rates.
+        steps: The remaining steps of the epoch.
+        bar: The progress bar, which counts samples.
+        after_step: A function that is called after each step.
+        log: The log that records each step.
     """
     model, optimizer, progress = training.model, training.optimizer, training.progress
     model.train()
@@ -140,22 +144,22 @@ def train_epoch(
 
 @torch.no_grad()
 def evaluate(model: nn.Module, steps: Iterator[Step], bar: tqdm[Any]) -> tuple[float | None, float | None]:
-    """Computes AUC and logloss over all ranks; collective.
+    """Computes AUC and logloss over all ranks. Collective.
 
     Args:
-        model: as in :class:`Training`.
-        steps: of what is evaluated.
-        bar: counts the samples.
+        model: The model. See :class:`Training`.
+        steps: The steps of the data to evaluate.
+        bar: The progress bar, which counts samples.
 
     Returns:
-        (AUC, logloss); the AUC is None where only one label occurs, both where there is no sample.
+        (AUC, logloss). The AUC is None if only one label occurs. Both are None if there are no samples.
     """
     model.eval()
     auc, logloss, positives = BinaryAUROC(), MeanMetric(), MeanMetric()
     samples = 0
     for batch, global_rows in steps:
         _, (loss, logits, labels) = model(batch)
-        # In double: float32's sigmoid makes ties of confident predictions.
+        # In float64, because the float32 sigmoid of large logits is exactly 1, which would make ties.
         auc.update(torch.sigmoid(logits.double()), labels)
         logloss.update(loss.double(), len(labels))
         positives.update(labels.double())

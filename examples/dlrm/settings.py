@@ -1,4 +1,4 @@
-"""Settings of a run, free of torch, so that the command line answers at once."""
+"""The settings of a DLRM run. This module does not import torch, so that ``--help`` is fast."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from common.run_settings import LrSchedule, RunSettings
 
 @dataclass(frozen=True, kw_only=True)
 class Settings(RunSettings):
-    """What a run is asked to do; the command's flags, one by one.
+    """The settings of a DLRM run. Each setting is a flag of the command.
 
     Attributes:
-        data: a Criteo TSV, plain or gzip; None generates rows.
-        limit_rows: only the first so many rows exist; how many the generator makes.
-        skip_bad_rows: bad lines are left out and counted instead of being an error.
-        lr_schedule: what becomes of both learning rates after the warm-up.
-        warmup_steps: steps in which they rise to what was set.
-        checkpoint: folder of the run's checkpoints; None writes none.
-        checkpoint_every: steps from one checkpoint to the next; one is written at the end of an epoch in any case.
-        resume: go on from the newest checkpoint, if there is one.
-        keep: how many checkpoints stay.
+        data: The path of a Criteo TSV file, plain or gzip. None generates rows.
+        limit_rows: The number of rows to read or to generate. None reads all rows.
+        skip_bad_rows: Whether bad lines are left out and counted. Otherwise a bad line is an error.
+        lr_schedule: The schedule of both learning rates after the warm-up.
+        warmup_steps: The number of steps in which both learning rates rise to their values.
+        checkpoint: The folder of the run's checkpoints. None writes no checkpoints.
+        checkpoint_every: The number of steps between checkpoints. A checkpoint is also written after each epoch.
+        resume: Whether the run resumes from the newest checkpoint, if there is one.
+        keep: The number of checkpoints to keep.
     """
 
     data: Path | None
@@ -37,14 +37,14 @@ class Settings(RunSettings):
 
     @property
     def goes_on(self) -> bool:
-        """Whether the run may go on from where another one came to, and from its curves."""
+        """Whether the run may resume another run and continue its curves."""
         return self.resume
 
     def check(self, world_size: int) -> None:
-        """Finds what would fail only later, or less clearly.
+        """Checks the settings before the work begins.
 
         Raises:
-            DataError: a setting does not fit another, or the number of ranks.
+            DataError: A setting contradicts another setting, or does not fit the number of ranks.
         """
         super().check(world_size)
         if self.checkpoint is None:
@@ -53,13 +53,13 @@ class Settings(RunSettings):
                     raise DataError(f"{flag} needs --checkpoint DIR")
         elif self.backend == "fused":
             raise DataError(
-                "--checkpoint is for --backend recstore: stock tables are torch.distributed.checkpoint's job"
+                "--checkpoint is for --backend recstore: save stock tables with torch.distributed.checkpoint"
             )
 
     def must_match(self) -> dict[str, str | int | float | None]:
-        """What a run that goes on from a checkpoint must be asked for again: flags and their values."""
+        """Returns the flags that must have the same values when a run is resumed, with their values."""
         names = ("dim", "optimizer", "lr", "dense_lr", "lr_schedule", "warmup_steps", "batch_size", "epochs", "seed")
-        # A cold store may lie elsewhere: the checkpoint has its rows.
+        # The cold store may change, because a checkpoint contains the cold rows.
         bounds = {name: value for name, value in asdict(self.bounds).items() if name != "cold_store"}
         asked = {name: getattr(self, name) for name in names} | bounds
         return {f"--{name.replace('_', '-')}": value for name, value in asked.items()}

@@ -1,4 +1,4 @@
-"""DLRM with its tables sharded by TorchRec: in RecStore, or in stock FUSED tables to compare with."""
+"""Builds a DLRM with sharded tables, as RecStore tables or, for comparison, as stock FUSED tables."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ def _unsharded(settings: Settings) -> DLRMTrain:
 
 
 def build(settings: Settings) -> tuple[DistributedModelParallel, CombinedOptimizer]:
-    """Builds the sharded model and its optimizer; collective, the process group stands.
+    """Builds the sharded model and its optimizer. Collective; the process group must be initialized.
 
     Returns:
-        The model, from a ``Batch`` to (loss, (loss, logits, labels)), and the optimizer of its dense part; the
-        embeddings are updated in backward.
+        The model, which takes a ``Batch`` and returns (loss, (loss, logits, labels)), and the optimizer of its dense
+        part. The embeddings are updated in the backward pass.
     """
     torch.manual_seed(settings.seed)
     return shard(settings, ID_NAMES, _unsharded(settings))

@@ -1,4 +1,4 @@
-"""The data of a run: opened on every rank, split by time, cut into batches and read ahead of training."""
+"""Opens the data of a run on every rank, splits it by time, and reads batches ahead of the training."""
 
 from __future__ import annotations
 
@@ -24,10 +24,11 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 T = TypeVar("T")
 
 READ_AHEAD_BATCHES = 32
+GENERATED_ROWS = 800_000
 
 
 class RowSource(Protocol):
-    """Where rows come from: ``criteo.CriteoFile`` or ``generator.Generator``."""
+    """The interface of a source of rows: ``criteo.CriteoFile`` or ``generator.Generator``."""
 
     path: str
     num_rows: int
@@ -41,24 +42,25 @@ class RowSource(Protocol):
 
 
 def good_rows(bad_lines: Sequence[int], part: range) -> int:
-    """How many lines of a part are not bad; ``bad_lines`` ascend."""
+    """Returns the number of good lines in a part. ``bad_lines`` must be ascending."""
     return len(part) - bisect_left(bad_lines, part.stop) + bisect_left(bad_lines, part.start)
 
 
 def behind(bad_lines: Sequence[int], part: range, count: int) -> range:
-    """What is left of a part behind its first ``count`` good rows; ``bad_lines`` ascend."""
+    """Returns the rest of a part after its first ``count`` good rows. ``bad_lines`` must be ascending."""
     first = bisect_left(bad_lines, part.start)
-    # Before the i-th bad line of the part lie (its distance from the start) - i good rows.
+    # The number of good rows before the i-th bad line is the distance of the line from the start, minus i.
     skipped = bisect_left(range(len(bad_lines) - first), count, key=lambda i: bad_lines[first + i] - part.start - i)
     return range(min(part.start + count + skipped, part.stop), part.stop)
 
 
 class Step(NamedTuple):
-    """What one rank needs for one step.
+    """The data of one rank for one step.
 
     Attributes:
-        batch: this rank's part; dense (B, 13) float32, labels (B,) int32, one int64 id for each of C1..C26 and sample.
-        global_rows: samples of the step over all ranks.
+        batch: This rank's part of the batch: dense (B, 13) float32, labels (B,) int32, and one int64 id for each
+            sample and each feature C1 to C26.
+        global_rows: The number of samples of the step, over all ranks.
     """
 
     batch: Batch
@@ -66,7 +68,7 @@ class Step(NamedTuple):
 
 
 def cut(pieces: Iterable[Rows], batch_rows: int) -> Iterator[Rows]:
-    """Cuts pieces of any size into batches of exactly ``batch_rows``; the last may be shorter."""
+    """Cuts pieces of any size into batches of exactly ``batch_rows`` rows. The last batch may be smaller."""
     held: list[Rows] = []
     held_rows = 0
     for piece in pieces:
@@ -83,16 +85,17 @@ def cut(pieces: Iterable[Rows], batch_rows: int) -> Iterator[Rows]:
 
 
 class BatchMaker:
-    """Turns global batches into one rank's steps.
+    """Turns global batches into the steps of one rank.
 
-    Rank r of W takes the r-th of W contiguous parts, so what is learned does not depend on W.
+    Rank r of W takes the r-th of W contiguous parts of a batch, so the training does not depend on W.
 
     Args:
-        rank: this rank.
-        world_size: number of ranks.
-        modulo: ids are taken modulo this (never negative); None keeps them as they are.
-        even: every rank gets equally many samples; the up to W - 1 left over at the end of the log are left out.
-            Training needs it: row-wise sharding's backward fails on uneven parts (torchrec 1.8.0 under gloo).
+        rank: The rank. Default: 0.
+        world_size: The number of ranks. Default: 1.
+        modulo: The divisor that ids are taken modulo of; the results are not negative. Default: None, raw ids.
+        even: Whether every rank gets the same number of samples. Up to W - 1 samples at the end of the log are then
+            left out. Training needs it, because the backward pass of row-wise sharding fails on parts of different
+            sizes (torchrec 1.8.0 with gloo). Default: False.
     """
 
     def __init__(self, rank: int = 0, world_size: int = 1, modulo: int | None = None, even: bool = False) -> None:
@@ -103,7 +106,7 @@ class BatchMaker:
         self._ones = torch.ones(0, dtype=torch.int32)
 
     def steps(self, batches: Iterable[Rows]) -> Iterator[Step]:
-        """Yields a step for each batch; one with fewer samples than ranks is left out, on all ranks."""
+        """Yields a step for each batch. A batch with fewer samples than ranks is left out on all ranks."""
         for rows in batches:
             if self.even:
                 rows = rows[: len(rows) // self.world_size * self.world_size]
@@ -112,7 +115,7 @@ class BatchMaker:
                 yield Step(self._batch(rows[slice(*bounds)]), len(rows))
 
     def _batch(self, rows: Rows) -> Batch:
-        ids = np.ascontiguousarray(rows.ids.T)  # (26, B): feature by feature, as TorchRec wants it
+        ids = np.ascontiguousarray(rows.ids.T)  # (26, B): a KeyedJaggedTensor stores one feature after another
         if self.modulo is not None:
             ids %= self.modulo
         if len(self._ones) < ids.size:
@@ -128,10 +131,10 @@ class BatchMaker:
 
 
 def read_ahead(items: Iterator[T], depth: int = READ_AHEAD_BATCHES) -> ReadAhead[T, None, None]:
-    """Runs an iterator in a thread of its own, at most ``depth`` items ahead.
+    """Runs an iterator in a separate thread, at most ``depth`` items ahead.
 
-    An error in the thread is raised here, after the items before it. Closing this generator ends the thread, and closes
-    ``items`` where it is a generator.
+    An error in the thread is raised here after the items that precede it. Closing this generator ends the thread and
+    closes ``items`` if it is a generator.
     """
     ready: queue.Queue[tuple[T] | BaseException | None] = queue.Queue(depth)
     stopped = threading.Event()
@@ -151,7 +154,7 @@ def read_ahead(items: Iterator[T], depth: int = READ_AHEAD_BATCHES) -> ReadAhead
                 if stopped.is_set():
                     break
             put(None)
-        except BaseException as error:  # it belongs to the consumer, whatever it is
+        except BaseException as error:  # every error is passed on to the consumer
             put(error)
         finally:
             if hasattr(items, "close"):
@@ -172,18 +175,15 @@ def read_ahead(items: Iterator[T], depth: int = READ_AHEAD_BATCHES) -> ReadAhead
 def read_steps(
     source: RowSource, start: int, stop: int, batch_rows: int, maker: BatchMaker
 ) -> ReadAhead[Step, None, None]:
-    """Yields the steps of rows ``[start, stop)`` in order, read ahead; close it to stop early."""
+    """Yields the steps of rows ``[start, stop)`` in order, read ahead. Close the generator to stop early."""
     return read_ahead(maker.steps(cut(source.rows(start, stop), batch_rows)))
 
 
-GENERATED_ROWS = 800_000
-
-
 def open_source(settings: Settings) -> RowSource:
-    """Opens the data; a file is read through once, to count its lines and check each.
+    """Opens the data. A file is read once, to count and check all lines.
 
     Raises:
-        DataError: the file cannot be read, or see ``CriteoFile.scan``.
+        DataError: The file cannot be read, or ``CriteoFile.scan`` finds an error.
     """
     if settings.data is None:
         return Generator(settings.limit_rows or GENERATED_ROWS, settings.seed)
@@ -197,10 +197,10 @@ def open_source(settings: Settings) -> RowSource:
 
 
 def open_on_all_ranks(settings: Settings) -> RowSource:
-    """``open_source`` on rank 0, whose findings the others take over; an error is an error on every rank.
+    """Calls ``open_source`` on rank 0 and returns a copy of the source on every rank. Collective.
 
     Raises:
-        DataError: rank 0 cannot use the data, or another rank cannot open the file.
+        DataError: Rank 0 cannot use the data, or another rank cannot open the file. It is raised on every rank.
     """
     source: RowSource | None = None
     error: str | None = None
@@ -227,7 +227,7 @@ def splits(source: RowSource) -> tuple[range, range, range]:
     """Splits rows by time into 80 % training, 10 % validation, 10 % test.
 
     Raises:
-        DataError: a part would be empty.
+        DataError: A part would be empty.
     """
     bounds = [0, source.num_rows * 8 // 10, source.num_rows * 9 // 10, source.num_rows]
     train, validation, test = (range(*pair) for pair in pairwise(bounds))
@@ -239,12 +239,15 @@ def splits(source: RowSource) -> tuple[range, range, range]:
 def steps_of(
     settings: Settings, source: RowSource, part: range, batch_rows: int, even: bool = False
 ) -> ReadAhead[Step, None, None]:
-    """Yields this rank's steps of a part of the log, as many as every other rank's; ``even``: see ``BatchMaker``."""
+    """Yields the steps of this rank for a part of the log. All ranks get the same number of steps.
+
+    See ``BatchMaker`` for ``even``.
+    """
     rank, world_size = rank_and_world_size()
     return read_steps(source, part.start, part.stop, batch_rows, BatchMaker(rank, world_size, settings.modulo, even))
 
 
 def steps_in_epoch(settings: Settings, source: RowSource, training: range) -> int:
-    """Training steps that the ranks take in an epoch; a last one with fewer samples than ranks is left out."""
+    """Returns the number of training steps in an epoch, without a last step that has fewer samples than ranks."""
     full, rest = divmod(good_rows(source.bad_lines, training), settings.batch_size)
     return full + (rest >= dist.get_world_size())

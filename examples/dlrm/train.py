@@ -1,20 +1,21 @@
-"""Train TorchRec's DLRM on the Criteo click log, or on synthetic rows like it.
+"""Train TorchRec's DLRM on the Criteo click log or on generated rows.
 
-    python examples/dlrm/train.py                                        # synthetic rows, RecStore tables
+    python examples/dlrm/train.py                                        # generated rows, RecStore tables
     python examples/dlrm/train.py --data train.txt --json result.json    # or train.txt.gz
     python examples/dlrm/train.py --data train.txt --backend fused       # stock TorchRec tables, hashed ids
-    python examples/dlrm/train.py --max-rows 20000 --cold-store cold     # a table's other rows lie in the folder cold
+    python examples/dlrm/train.py --max-rows 20000 --cold-store cold     # evicted rows go to the folder cold
     torchrun --nproc-per-node 2 examples/dlrm/train.py --sharding row_wise
     torchrun --nproc-per-node 2 --max-restarts 3 examples/dlrm/train.py --checkpoint run --checkpoint-every 200 --resume
 
-The last one writes checkpoints to the folder run. After a crash, of one process or of all, it goes on from the newest:
-by torchrun's restart, or by the same command given again, also with another number of processes or another sharding.
+The last command writes checkpoints to the folder run. After a crash of one or all processes, the run resumes from the
+newest checkpoint: torchrun restarts it, or you give the same command again. The number of processes and the sharding
+may then differ.
 
-While it trains, tensorboard --logdir runs shows its curves, of the folder runs/dlrm-<date>-<time>. With --checkpoint
-run it is run/log, where a restart goes on with them. At the end it has report.html as well; of a run that was killed,
-examples/report.py makes that.
+During the training, tensorboard --logdir runs shows the curves of the run. They are in the folder
+runs/dlrm-<date>-<time>. With --checkpoint run the folder is run/log, and a resumed run continues the curves. The folder
+contains report.html after the training. For a run that was killed, examples/report.py writes the report.
 
-The log is split by time: 80 % to train on, 10 % to validate after each epoch, 10 % to test at the end.
+The data is split by time: 80 % for training, 10 % for validation after each epoch, and 10 % for the test at the end.
 """
 
 from __future__ import annotations
@@ -46,28 +47,29 @@ from torchrec_recstore.commands.output import errors_in_one_line
 
 app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
 
-DATA, MODEL, BOUNDS, RUN, CHECKPOINTS = "Data", "Model", "Bounds of every table", "Run", "Checkpoints"
+DATA, MODEL, BOUNDS, RUN, CHECKPOINTS = "Data", "Model", "Limits of each table", "Run", "Checkpoints"
 
 
 @app.command()
 def main(
     data: Annotated[
         Path | None,
-        typer.Option(help="Criteo TSV, plain or gzip. Without it: generated rows.", rich_help_panel=DATA),
+        typer.Option(help="Criteo TSV file, plain or gzip. Default: generated rows.", rich_help_panel=DATA),
     ] = None,
     limit_rows: Annotated[
         int | None,
-        typer.Option(min=1, help="Only the first N rows (also of generated ones).", rich_help_panel=DATA),
+        typer.Option(min=1, help="Number of rows to read or to generate.", rich_help_panel=DATA),
     ] = None,
     skip_bad_rows: Annotated[
-        bool, typer.Option("--skip-bad-rows", help="Leave out bad lines and count them.", rich_help_panel=DATA)
+        bool, typer.Option("--skip-bad-rows", help="Skip bad lines and count them.", rich_help_panel=DATA)
     ] = False,
     backend: Annotated[
         Backend, typer.Option(help="recstore: dynamic tables. fused: stock TorchRec.", rich_help_panel=MODEL)
     ] = "recstore",
     dim: Annotated[int, typer.Option(min=1, help="Width of the embeddings.", rich_help_panel=MODEL)] = 16,
     num_embeddings: Annotated[
-        int, typer.Option(min=1, help="Rows of every fused table; ids are taken modulo it.", rich_help_panel=MODEL)
+        int,
+        typer.Option(min=1, help="Rows of each fused table. Ids are taken modulo this number.", rich_help_panel=MODEL),
     ] = 100_000,
     optimizer: Annotated[
         Optimizer, typer.Option(help="Optimizer of the embeddings.", rich_help_panel=MODEL)
@@ -77,87 +79,98 @@ def main(
         float, typer.Option(min=0.0, help="Learning rate of the dense layers (Adam).", rich_help_panel=MODEL)
     ] = 0.001,
     lr_schedule: Annotated[
-        LrSchedule, typer.Option(help="Both learning rates after the warm-up.", rich_help_panel=MODEL)
+        LrSchedule, typer.Option(help="Schedule of both learning rates after the warm-up.", rich_help_panel=MODEL)
     ] = "constant",
     warmup_steps: Annotated[
-        int, typer.Option(min=0, help="Steps in which both learning rates rise.", rich_help_panel=MODEL)
+        int, typer.Option(min=0, help="Number of steps in which both learning rates rise.", rich_help_panel=MODEL)
     ] = 0,
     max_rows: Annotated[
         int | None,
         typer.Option(
             min=1,
-            help="Rows that each table keeps in memory, over all ranks; at least the distinct ids of a step.",
+            help="Maximum number of rows of each table in memory, over all ranks. It must be at least the number of "
+            "distinct ids in a step.",
             rich_help_panel=BOUNDS,
         ),
     ] = None,
     eviction: Annotated[
         Eviction | None,
         typer.Option(
-            help="Which rows leave when there are more: least recently (lru, the default) or least frequently used.",
+            help="Rows to evict when a table is full: the least recently used (lru, the default) or the least "
+            "frequently used (lfu).",
             rich_help_panel=BOUNDS,
         ),
     ] = None,
     half_life_steps: Annotated[
-        int | None, typer.Option(min=1, help="lfu halves all frequencies so often.", rich_help_panel=BOUNDS)
+        int | None, typer.Option(min=1, help="Half-life of the frequencies of lfu, in steps.", rich_help_panel=BOUNDS)
     ] = None,
     expire_steps: Annotated[
-        int | None, typer.Option(min=1, help="Rows not looked up for so long leave.", rich_help_panel=BOUNDS)
+        int | None,
+        typer.Option(min=1, help="Delete rows that were not looked up for this many steps.", rich_help_panel=BOUNDS),
     ] = None,
     min_frequency: Annotated[
         int | None,
-        typer.Option(min=1, max=255, help="Steps that look an id up before it gets its row.", rich_help_panel=BOUNDS),
+        typer.Option(min=1, max=255, help="Number of steps with an id before it gets a row.", rich_help_panel=BOUNDS),
     ] = None,
     cold_store: Annotated[
         str | None,
         typer.Option(
             metavar="URL-OR-PATH",
-            help="Where evicted rows go, to come back: redis://..., or a folder for RocksDB.",
+            help="Cold store for evicted rows: redis://..., or a folder for RocksDB.",
             rich_help_panel=BOUNDS,
         ),
     ] = None,
     batch_size: Annotated[
-        int, typer.Option(min=1, help="Samples of a step, over all ranks.", rich_help_panel=RUN)
+        int, typer.Option(min=1, help="Number of samples of a step, over all ranks.", rich_help_panel=RUN)
     ] = 512,
-    epochs: Annotated[int, typer.Option(min=1, help="Passes over the training part.", rich_help_panel=RUN)] = 1,
-    seed: Annotated[int, typer.Option(min=0, help="Fixes weights, tables and generator.", rich_help_panel=RUN)] = 0,
+    epochs: Annotated[
+        int, typer.Option(min=1, help="Number of passes over the training part.", rich_help_panel=RUN)
+    ] = 1,
+    seed: Annotated[
+        int, typer.Option(min=0, help="Seed of the weights, the tables and the generated rows.", rich_help_panel=RUN)
+    ] = 0,
     sharding: Annotated[
-        Sharding, typer.Option(help="How every table lies on the ranks.", rich_help_panel=RUN)
+        Sharding, typer.Option(help="Sharding type of each table.", rich_help_panel=RUN)
     ] = "table_wise",
     checkpoint: Annotated[
         Path | None,
         typer.Option(
             metavar="DIR",
-            help="Write a checkpoint at the end of each epoch, to DIR/step-000000123.",
+            help="Write a checkpoint after each epoch, to DIR/step-000000123.",
             rich_help_panel=CHECKPOINTS,
         ),
     ] = None,
     checkpoint_every: Annotated[
-        int | None, typer.Option(min=1, metavar="N", help="Also every N steps.", rich_help_panel=CHECKPOINTS)
+        int | None,
+        typer.Option(min=1, metavar="N", help="Also write a checkpoint every N steps.", rich_help_panel=CHECKPOINTS),
     ] = None,
     resume: Annotated[
         bool,
-        typer.Option("--resume", help="Go on from the newest checkpoint, if any.", rich_help_panel=CHECKPOINTS),
+        typer.Option(
+            "--resume", help="Resume from the newest checkpoint, if there is one.", rich_help_panel=CHECKPOINTS
+        ),
     ] = False,
     keep: Annotated[
-        int, typer.Option(min=1, metavar="N", help="The newest N checkpoints stay.", rich_help_panel=CHECKPOINTS)
+        int, typer.Option(min=1, metavar="N", help="Keep the newest N checkpoints.", rich_help_panel=CHECKPOINTS)
     ] = 3,
     log_dir: LogDir = None,
     no_log: NoLog = False,
     log_every: LogEvery = 50,
     json_out: JsonOut = None,
     read_only: Annotated[
-        bool, typer.Option("--read-only", help="Run the reader alone and print its rate.", rich_help_panel=RUN)
+        bool,
+        typer.Option("--read-only", help="Only read the data, and print the rate of the reader.", rich_help_panel=RUN),
     ] = False,
 ) -> None:
-    """Train TorchRec's DLRM on a Criteo click log, split by time, and report test AUC, logloss and speed.
+    """Train TorchRec's DLRM on a Criteo click log that is split by time, and report test AUC, logloss and speed.
 
     \b
-    Examples, the last one in a checkout:
+    Examples (the last one needs a checkout):
     recstore train --data train.txt --dim 64 --checkpoint run
     torchrun --nproc-per-node 2 --no-python recstore train --sharding row_wise
     python examples/dlrm/train.py --data train.txt
 
-    Exit status: 0, or 2 with one line on stderr for what cannot be used.
+    Exit status: 0, or 2 with one line on stderr for invalid input.
     """  # noqa: D301  (typer keeps the lines after a backspace)
     settings = Settings(
         data=data,
@@ -193,7 +206,7 @@ def main(
         log_every=log_every,
     )
     prepare_torch()
-    # Here and not above: TorchRec takes seconds to import, which --help need not wait for.
+    # Imported here, because the import of TorchRec takes seconds and --help does not need it.
     from trainer import read, train
 
     with errors_in_one_line():

@@ -1,4 +1,4 @@
-"""The run behind ``train.py``: process group, training loop, evaluation, report."""
+"""Runs ``train.py``: creates the process group, trains, evaluates and reports."""
 
 from __future__ import annotations
 
@@ -33,10 +33,11 @@ EVALUATION_ROWS = 4096
 
 
 def train(settings: Settings) -> None:
-    """Trains, evaluates and reports, on every rank of a group of its own.
+    """Creates the process group, trains, evaluates and reports.
 
     Raises:
-        DataError: data or checkpoints cannot be used, or the settings do not fit the group; on every rank alike.
+        DataError: The data or the checkpoints cannot be used, or the settings do not fit the group. It is raised on
+            every rank.
     """
     with process_group():
         on_rank_0(partial(check_file, settings.json_out))
@@ -48,17 +49,17 @@ def train(settings: Settings) -> None:
 
 
 def train_in_group(settings: Settings) -> dict[str, Any]:
-    """Trains and evaluates; collective, the process group stands.
+    """Trains and evaluates. Collective; the process group must be initialized.
 
     Returns:
-        The settings and what came of them.
+        The settings and the result of the run.
 
     Raises:
-        DataError: see :func:`train`.
+        DataError: See :func:`train`.
     """
     settings.check(dist.get_world_size())
     with ExitStack() as folders:
-        # Where a restart finds it again.
+        # A resumed run must find the log again, so its folder is below the folder of checkpoints.
         fixed = settings.checkpoint / "log" if settings.checkpoint else None
         if settings.checkpoint:
             folders.enter_context(sole_use(settings.checkpoint))
@@ -134,7 +135,7 @@ def _finish_epoch(
     log: RunLog,
     label: str,
 ) -> None:
-    """Trains on what is left of an epoch, and saves checkpoints on the way and at the end."""
+    """Trains on the rest of an epoch, and saves checkpoints when they are due and at the end."""
     progress = training.progress
     left = behind(source.bad_lines, part, progress.epoch_steps * settings.batch_size)
     with (
@@ -178,10 +179,10 @@ def _report(console: Console, result: dict[str, Any], bounds: Bounds) -> None:
 
 
 def read(settings: Settings) -> None:
-    """Runs the reader alone over the whole log, making the batches of training, and prints its rate.
+    """Reads all data, makes the batches of training without training on them, and prints the rate.
 
     Raises:
-        DataError: the data cannot be used, or the result cannot be written.
+        DataError: The data cannot be used, or the result cannot be written.
     """
     check_file(settings.json_out)
     source = open_source(settings)

@@ -1,4 +1,4 @@
-"""Lists of ids as tensors, from which the ``KeyedJaggedTensor`` of any batch is picked."""
+"""Stores lists of ids as tensors and makes the ``KeyedJaggedTensor`` of a batch from them."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from two_tower.movielens import Features
 
 
 class FeatureStore:
-    """The features of all users, or of all items.
+    """The features of all users or of all items.
 
     Args:
-        features: lists of raw ids.
-        modulo: ids are taken modulo this (never negative); None keeps them as they are.
+        features: The lists of raw ids.
+        modulo: The divisor that ids are taken modulo of; the results are not negative. Default: None, raw ids.
     """
 
     def __init__(self, features: Features, modulo: int | None = None) -> None:
@@ -30,19 +30,19 @@ class FeatureStore:
         self.begins = (lengths.cumsum(0) - lengths).view_as(self.lengths)
 
     def pick(self, rows: Tensor) -> KeyedJaggedTensor:
-        """The features of some rows, (B,) and in that order."""
+        """Returns the features of the given rows, (B,) int64, in their order."""
         lengths = self.lengths[:, rows].flatten()
-        # Where each id comes from: the begin of its list, and how far it stands in it.
+        # The position of each id is the begin of its list plus the position of the id in the list.
         shifts = self.begins[:, rows].flatten() - (lengths.cumsum(0) - lengths)
         sources = torch.arange(int(lengths.sum())) + shifts.repeat_interleave(lengths)
         return KeyedJaggedTensor(self.names, self.ids[sources], lengths=lengths)
 
 
 def shuffled(interactions: Tensor, batch_size: int, seed: int, rank: int, world_size: int) -> Iterator[Tensor]:
-    """Yields one rank's part of every batch of an epoch, in an order that the seed alone decides.
+    """Yields the part of one rank of every batch of an epoch. The order depends only on the seed.
 
-    Every rank gets equally many samples of a batch, and none is left with a batch that another lacks; the last
-    interactions of an order that do not fill a batch are left out.
+    All ranks get the same number of batches, and the same number of samples of each batch. The last interactions that
+    do not fill a batch are left out.
     """
     order = torch.randperm(len(interactions), generator=torch.Generator().manual_seed(seed))
     part = batch_size // world_size

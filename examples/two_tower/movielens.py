@@ -1,7 +1,7 @@
-"""MovieLens in RecBole's atomic files, as raw ids: who rated what, and what is known of users and items.
+"""Reads MovieLens from RecBole's atomic files as raw ids: ratings, and features of users and items.
 
-The files ``ml-100k.inter``, ``.user`` and ``.item``, plain or gzip, are tab-separated under a header of ``name:type``
-columns. Numbers are their own id; words (a zip code, a genre) become the id that their hash is.
+The files ``ml-100k.inter``, ``.user`` and ``.item``, plain or gzip, are tab-separated and have a header of
+``name:type`` columns. A number is its own id. The id of a word (a zip code, a genre) is a hash of the word.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ from common.command import DataError
 
 NAME = "ml-100k"
 AGE_YEARS = 5
-"""Width of an age bucket."""
+"""The width of an age bucket in years."""
 
 Ids = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True)
 class Features:
-    """Features of many users, or of many items, each a list of ids.
+    """The features of users or of items. A feature of a user or item is a list of ids.
 
     Attributes:
-        names: of the features.
-        lists: for every feature, a list of ids for each user or item.
+        names: The names of the features.
+        lists: For each feature, a list of ids for each user or item.
     """
 
     names: tuple[str, ...]
@@ -41,13 +41,13 @@ class Features:
 
 @dataclass(frozen=True)
 class MovieLens:
-    """Interactions in time order, by the places of user and item in their files.
+    """Interactions in the order of time. Users and items are numbered by their positions in their files.
 
     Attributes:
-        users: features; the first is the user's id.
-        items: features; the first is the item's id.
-        train: (n, 2) user and item, all but each user's last interaction.
-        test: (m, 2) user and item, the last interaction of each user who has at least two.
+        users: The features of the users. The first feature is the user's id.
+        items: The features of the items. The first feature is the item's id.
+        train: (n, 2) int64. User and item of all interactions except those of ``test``.
+        test: (m, 2) int64. User and item of the last interaction of each user with at least two interactions.
     """
 
     users: Features
@@ -57,10 +57,10 @@ class MovieLens:
 
 
 def integer(field: str) -> int:
-    """An int64.
+    """Returns the int64 in a field.
 
     Raises:
-        ValueError: the field is none.
+        ValueError: The field is not an int64.
     """
     value = int(field)
     if not -(2**63) <= value < 2**63:
@@ -69,7 +69,7 @@ def integer(field: str) -> int:
 
 
 def token_id(token: str) -> int:
-    """A 64-bit id of any token: a number is its own; a word's hash is the same everywhere, and all but unique."""
+    """Returns the 64-bit id of a token: the number itself, or the hash of a word, which is equal on every machine."""
     try:
         return integer(token)
     except ValueError:
@@ -78,7 +78,7 @@ def token_id(token: str) -> int:
 
 def _time(field: str) -> float:
     seconds = float(field)
-    if not math.isfinite(seconds):  # nothing can be put in order by it
+    if not math.isfinite(seconds):  # such a time has no place in the order
         raise ValueError(field)
     return seconds
 
@@ -104,7 +104,7 @@ USER_FEATURES: dict[str, tuple[str, ToIds]] = {
     "occupation": ("occupation", _tokens),
     "zip": ("zip_code", _tokens),
 }
-"""Name of a feature: the column of its file, and how its field becomes ids; an empty field has none."""
+"""The column in the file and the function that turns a field into ids, by feature. An empty field has no ids."""
 
 ITEM_FEATURES: dict[str, tuple[str, ToIds]] = {
     "item_id": ("item_id", _own_id),
@@ -114,17 +114,18 @@ ITEM_FEATURES: dict[str, tuple[str, ToIds]] = {
 
 
 def load(folder: Path) -> MovieLens:
-    """Reads the three files and leaves each user's last interaction out for the test.
+    """Reads the three files and separates the last interaction of each user for the test.
 
     Raises:
-        DataError: a file is missing, damaged, lacks a column, or has a bad line; the message names file and line.
+        DataError: A file is missing or damaged, lacks a column, or has a bad line. The message names the file and the
+            line.
     """
     users, user_places = _features(_find(folder, "user"), USER_FEATURES)
     items, item_places = _features(_find(folder, "item"), ITEM_FEATURES)
     path = _find(folder, "inter")
     parsers = {"user_id": _place_in(user_places), "item_id": _place_in(item_places), "timestamp": _time}
     rows = [values for _, values in _rows(path, parsers)]
-    # sorted() keeps the order of the file where a user rated several items in the same second.
+    # sorted() keeps the order of the file if a user rated several items in the same second.
     ordered = np.array([row[:2] for row in sorted(rows, key=lambda row: row[2])], np.int64)
     train, test = leave_last_out(ordered)
     if not len(test):
@@ -133,7 +134,10 @@ def load(folder: Path) -> MovieLens:
 
 
 def leave_last_out(interactions: Ids) -> tuple[Ids, Ids]:
-    """Splits (n, 2) interactions in time order into all but each user's last, and the last of those who have two."""
+    """Splits (n, 2) interactions in the order of time into training and test interactions.
+
+    The test interactions are the last interactions of the users with at least two interactions.
+    """
     users, counts = np.unique(interactions[:, 0], return_counts=True)
     last = {int(user): place for place, user in enumerate(interactions[:, 0])}
     test = np.array(sorted(last[int(user)] for user in users[counts > 1]), np.int64)
@@ -147,7 +151,7 @@ def _find(folder: Path, kind: str) -> Path:
     for path in paths:
         if path.exists():
             return path
-    raise DataError(f"{folder}: neither {paths[0].name} nor {paths[1].name} is there")
+    raise DataError(f"{folder}: there is neither {paths[0].name} nor {paths[1].name}")
 
 
 def _lines(path: Path) -> Iterator[str]:
@@ -155,7 +159,7 @@ def _lines(path: Path) -> Iterator[str]:
         with gzip.open(path, "rt", encoding="utf-8") if path.suffix == ".gz" else path.open(encoding="utf-8") as file:
             for line in file:
                 yield line.rstrip("\r\n")
-    except OSError as error:  # among them gzip's own
+    except OSError as error:  # gzip.BadGzipFile is an OSError
         raise DataError(f"{path}: {error.strerror or error}") from error
     except (EOFError, zlib.error) as error:
         raise DataError(f"{path}: damaged gzip file: {error}") from error
@@ -164,7 +168,7 @@ def _lines(path: Path) -> Iterator[str]:
 
 
 def _rows(path: Path, parsers: Mapping[str, Callable[[str], object]]) -> Iterator[tuple[int, list[Any]]]:
-    """Yields (line number, the wanted columns' values) of every line under the header."""
+    """Yields (line number, values of the columns in ``parsers``) of every line below the header."""
     lines = _lines(path)
     header = [column.split(":")[0] for column in next(lines, "").split("\t")]
     for name in parsers:
@@ -182,24 +186,24 @@ def _rows(path: Path, parsers: Mapping[str, Callable[[str], object]]) -> Iterato
                 values.append(parse(fields[place]))
             except ValueError:
                 raise DataError(
-                    f"{path}, line {number}, column {name}: {fields[place]!r} is no number of 64 bits"
+                    f"{path}, line {number}, column {name}: {fields[place]!r} is not a 64-bit number"
                 ) from None
             except KeyError as error:
                 raise DataError(f"{path}, line {number}, column {name}: {error.args[0]}") from None
         yield number, values
     if number == 1:
-        raise DataError(f"{path}: no row under the header")
+        raise DataError(f"{path}: there is no row below the header")
 
 
 def _features(path: Path, columns: dict[str, tuple[str, ToIds]]) -> tuple[Features, dict[int, int]]:
-    """Returns the features and where each id, the first of them, stands in the file."""
+    """Returns the features, and the position in the file of each id of the first feature."""
     lists: tuple[list[list[int]], ...] = tuple([] for _ in columns)
     places: dict[int, int] = {}
     for number, row in _rows(path, dict(columns.values())):
         for ids, of_feature in zip(row, lists, strict=True):
             of_feature.append(ids)
         if row[0][0] in places:
-            raise DataError(f"{path}, line {number}: id {row[0][0]} for the second time")
+            raise DataError(f"{path}, line {number}: id {row[0][0]} occurs for the second time")
         places[row[0][0]] = len(places)
     return Features(tuple(columns), lists), places
 
@@ -209,6 +213,6 @@ def _place_in(places: dict[int, int]) -> Callable[[str], int]:
         try:
             return places[integer(field)]
         except KeyError:
-            raise KeyError(f"id {field} is in no line of the file of features") from None
+            raise KeyError(f"id {field} is not in the file of features") from None
 
     return place

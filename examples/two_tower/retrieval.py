@@ -1,4 +1,4 @@
-"""The run behind ``train.py``: training, recall, report."""
+"""Runs ``train.py``: trains the two-tower model, computes the recall and reports."""
 
 from __future__ import annotations
 
@@ -34,11 +34,11 @@ LOSS_EVERY_STEPS = 20
 
 
 class Data:
-    """The interactions, and the features of those who take part in them, as tensors.
+    """The interactions and the features of users and items as tensors.
 
     Args:
-        movielens: what was read.
-        modulo: ids are taken modulo this; None keeps them as they are.
+        movielens: The data that was read.
+        modulo: The divisor that ids are taken modulo of. None: raw ids.
     """
 
     def __init__(self, movielens: MovieLens, modulo: int | None) -> None:
@@ -51,10 +51,11 @@ class Data:
 
 
 def train(settings: Settings) -> None:
-    """Trains, evaluates and reports, on every rank of the group.
+    """Creates the process group, trains, evaluates and reports.
 
     Raises:
-        DataError: the data cannot be used, on every rank alike, or the settings do not fit it or the group.
+        DataError: The data cannot be used, or the settings do not fit the data or the group. It is raised on every
+            rank.
     """
     with process_group():
         on_rank_0(partial(check_file, settings.json_out))
@@ -103,18 +104,19 @@ def _fit(settings: Settings, data: Data, folder: Path | None, shown: dict[str, A
 def train_epoch(
     model: nn.Module, optimizer: CombinedOptimizer, data: Data, settings: Settings, epoch: int, log: RunLog
 ) -> tuple[int, float]:
-    """Trains on every interaction once; collective.
+    """Trains on every interaction once. Collective.
 
     Returns:
-        Samples over all ranks, and their mean loss.
+        The number of samples over all ranks, and their mean loss.
     """
     model.train()
     rank, world_size = dist.get_rank(), dist.get_world_size()
     label = f"epoch {epoch + 1}/{settings.epochs}"
-    # A seed of its own for every epoch of every run.
+    # Every epoch of every run has a different seed.
     order_seed = settings.seed * settings.epochs + epoch
     steps = 0
-    # A list of losses would keep each step's freed buffers apart, and memory would grow by a batch's scores a step.
+    # A list of the loss tensors would fragment the memory that each step frees, and the memory use would grow in each
+    # step by the size of a batch's scores.
     loss_sum = torch.zeros((), dtype=torch.float64)
     with progress_bar(desc=label, unit=" samples", total=len(data.train)) as bar:
         log.wants_batch()
@@ -143,9 +145,9 @@ def train_epoch(
 
 @torch.no_grad()
 def recall(model: DistributedModelParallel, data: Data) -> float:
-    """Share of test users whose left-out item is among the best of all items that they were not trained on.
+    """Returns the share of test users whose test item is among the ``TOP`` best items that they were not trained on.
 
-    Collective; every rank ranks for all users, which is too little work to share.
+    Collective. Every rank ranks the items for all users, because distributing so little work would not be faster.
     """
     model.eval()
     towers: TwoTower = model.module

@@ -1,4 +1,4 @@
-"""Settings of a run, free of torch, so that the command line answers at once."""
+"""The settings of a two-tower run. This module does not import torch, so that ``--help`` is fast."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from common.run_settings import RunSettings
 
 @dataclass(frozen=True, kw_only=True)
 class Settings(RunSettings):
-    """What a run is asked to do; the command's flags, one by one.
+    """The settings of a two-tower run. Each setting is a flag of the command.
 
     Attributes:
-        data: the folder of the three MovieLens files.
+        data: The folder with the three MovieLens files.
     """
 
     data: Path

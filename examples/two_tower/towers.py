@@ -1,4 +1,4 @@
-"""The model: a tower for users and one for items, whose vectors' inner product ranks items for a user."""
+"""The two-tower model: the inner product of a user's vector and an item's vector ranks items for the user."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ HIDDEN = 64
 
 
 class Tower(nn.Module):
-    """From lists of ids to a vector: pooled embeddings, side by side, through two layers.
+    """A tower, which turns lists of ids into a vector: two dense layers on the concatenated pooled embeddings.
 
     Args:
-        features: names of the features, each with a table of its own.
-        dim: width of the embeddings and of the vector.
-        num_embeddings: declared rows of every table.
+        features: The names of the features. Each feature has its own table.
+        dim: The width of the embeddings and of the vector.
+        num_embeddings: The declared number of rows of every table.
     """
 
     def __init__(self, features: Sequence[str], dim: int, num_embeddings: int) -> None:
         super().__init__()
         self.features = list(features)
-        bound = 1 / math.sqrt(dim)  # given, and so the same for every kind of table
+        bound = 1 / math.sqrt(dim)  # set explicitly, so that stock and RecStore tables begin alike
         tables = [
             EmbeddingBagConfig(
                 name=table_name(feature),
@@ -44,19 +44,19 @@ class Tower(nn.Module):
 
     def forward(self, ids: KeyedJaggedTensor) -> Tensor:
         """Returns a unit vector for each sample, (B, dim)."""
-        # By key: a sharded collection gives its embeddings in another order.
+        # The embeddings are read by key, because a sharded collection returns them in another order.
         pooled = self.embeddings(ids).to_dict()
         return nn.functional.normalize(self.layers(torch.cat([pooled[name] for name in self.features], dim=1)))
 
 
 class TwoTower(nn.Module):
-    """Both towers.
+    """A model of a tower for users and a tower for items.
 
     Args:
-        user_features: names of the users' features.
-        item_features: names of the items' features.
-        dim: width of embeddings and vectors.
-        num_embeddings: declared rows of every table.
+        user_features: The names of the features of users.
+        item_features: The names of the features of items.
+        dim: The width of the embeddings and of the vectors.
+        num_embeddings: The declared number of rows of every table.
     """
 
     def __init__(
@@ -72,17 +72,18 @@ class TwoTower(nn.Module):
 
 
 def in_batch_softmax(users: Tensor, items: Tensor, item_places: Tensor, log_shares: Tensor) -> Tensor:
-    """Cross-entropy of each user's own item among all items of the batch.
+    """Returns the mean cross-entropy of each user's own item among all items of the batch.
 
-    A popular item stands among the others more often than a rare one: taking the log of its share of all interactions
-    from its score makes up for that.
+    A popular item is a wrong answer in a batch more often than a rare item. To correct this bias, the logarithm of the
+    item's share of all interactions is subtracted from its score.
     Source: Yi et al., Sampling-Bias-Corrected Neural Modeling for Large Corpus Item Recommendations, RecSys 2019.
 
     Args:
-        users: (B, dim).
-        items: (B, dim), the item of each user.
-        item_places: (B,) which item it is; the same item again in the batch is no wrong answer, and left out.
-        log_shares: (B,) log of each item's share of the interactions.
+        users: (B, dim). The vectors of the users.
+        items: (B, dim). The vector of the item of each user.
+        item_places: (B,) int64. The number of each item. Another sample with the same item is not a wrong answer and is
+            left out.
+        log_shares: (B,). The logarithm of each item's share of the interactions.
     """
     scores = users @ items.T / TEMPERATURE - log_shares
     own = torch.eye(len(users), dtype=torch.bool)

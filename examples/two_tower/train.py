@@ -4,8 +4,8 @@
     python examples/two_tower/train.py --data ml-100k --backend fused    # stock TorchRec tables, hashed ids
     torchrun --nproc-per-node 2 examples/two_tower/train.py --data ml-100k --sharding row_wise
 
-The folder holds ml-100k.inter, ml-100k.user and ml-100k.item, plain or .gz, as RecBole hands them out. Each user's last
-interaction is left out for the test. Curves and a report.html go to runs/two_tower-<date>-<time>.
+The folder contains ml-100k.inter, ml-100k.user and ml-100k.item of RecBole, plain or .gz. The last interaction of each
+user is used for the test. Curves and report.html are written to runs/two_tower-<date>-<time>.
 """
 
 from __future__ import annotations
@@ -33,16 +33,18 @@ def main(
     backend: Annotated[
         Backend, typer.Option(help="recstore: dynamic tables, raw ids. fused: stock TorchRec.")
     ] = "recstore",
-    dim: Annotated[int, typer.Option(min=1, help="Width of embeddings and of the towers' vectors.")] = 32,
+    dim: Annotated[int, typer.Option(min=1, help="Width of the embeddings and of the towers' vectors.")] = 32,
     num_embeddings: Annotated[
-        int, typer.Option(min=1, help="Rows of every fused table; ids are taken modulo it.")
+        int, typer.Option(min=1, help="Rows of each fused table. Ids are taken modulo this number.")
     ] = 10_000,
-    batch_size: Annotated[int, typer.Option(min=2, help="Interactions of a step, over all ranks.")] = 512,
-    epochs: Annotated[int, typer.Option(min=1, help="Passes over the training interactions.")] = 10,
+    batch_size: Annotated[int, typer.Option(min=2, help="Number of interactions of a step, over all ranks.")] = 512,
+    epochs: Annotated[int, typer.Option(min=1, help="Number of passes over the training interactions.")] = 10,
     lr: Annotated[float, typer.Option(min=0.0, help="Learning rate of the embeddings (row-wise Adagrad).")] = 0.05,
     dense_lr: Annotated[float, typer.Option(min=0.0, help="Learning rate of the towers' layers (Adam).")] = 0.001,
-    seed: Annotated[int, typer.Option(min=0, help="Fixes weights, RecStore's rows and the order.")] = 0,
-    sharding: Annotated[Sharding, typer.Option(help="How every table lies on the ranks.")] = "table_wise",
+    seed: Annotated[
+        int, typer.Option(min=0, help="Seed of the weights, the tables and the order of interactions.")
+    ] = 0,
+    sharding: Annotated[Sharding, typer.Option(help="Sharding type of each table.")] = "table_wise",
     log_dir: LogDir = None,
     no_log: NoLog = False,
     log_every: LogEvery = 50,
@@ -50,7 +52,7 @@ def main(
 ) -> None:
     """Train a two-tower model on MovieLens-100k and report recall@10 over all items."""
     prepare_torch()
-    # Here and not above: TorchRec takes seconds to import, which --help need not wait for.
+    # Imported here, because the import of TorchRec takes seconds and --help does not need it.
     from two_tower.retrieval import train
 
     with errors_in_one_line():

@@ -50,7 +50,7 @@ def test_tables(capsys: pytest.CaptureFixture[str]) -> None:
     for cells in made:
         wanted = [cell.replace("`", "") for cell in cells]
         assert [line for line in shown if [cell.strip() for cell in line.strip("│").split("│")] == wanted], wanted
-    assert shown[-1].endswith("medians. Quick sizes: not to be quoted.")
+    assert shown[-1].endswith("medians. Quick sizes: do not quote these results.")
     assert f"threads, torch {rows[0]['torch']}, {rows[0]['commit']}" in shown[-1]
 
 

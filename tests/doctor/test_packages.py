@@ -54,8 +54,8 @@ def test_all_fits() -> None:
             {"torch": Imported("ModuleNotFoundError: No module named 'torch'", "torch")},
             {
                 "torch": ("problem", "not installed", "pip install torch==2.13.0"),
-                "torchrec_recstore": ("problem", "its native extension needs torch", "mend torch first"),
-                "fbgemm": ("problem", "fbgemm-gpu-cpu 1.8.0 (CPU) needs torch", "mend torch first"),
+                "torchrec_recstore": ("problem", "its native extension needs torch", "fix torch first"),
+                "fbgemm": ("problem", "fbgemm-gpu-cpu 1.8.0 (CPU) needs torch", "fix torch first"),
             },
         ),
         (
@@ -63,8 +63,8 @@ def test_all_fits() -> None:
             {"torch": Imported("OSError: libtorch.so: no such file")},
             {
                 "torch": ("problem", "cannot be imported: OSError: libtorch", "torch==2.13.0 --force-reinstall"),
-                "torchrec_recstore": ("problem", "its native extension needs torch", "mend torch first"),
-                "fbgemm": ("problem", "fbgemm-gpu-cpu 1.8.0 (CPU) needs torch", "mend torch first"),
+                "torchrec_recstore": ("problem", "its native extension needs torch", "fix torch first"),
+                "fbgemm": ("problem", "fbgemm-gpu-cpu 1.8.0 (CPU) needs torch", "fix torch first"),
             },
         ),
         (
@@ -94,7 +94,7 @@ def test_all_fits() -> None:
                     "fbgemm-gpu 1.8.0 (CUDA) cannot be imported",
                     "pip uninstall -y fbgemm-gpu && pip install fbgemm-gpu-cpu==1.8.0",
                 ),
-                "torchrec": ("problem", "cannot be imported without fbgemm", "mend fbgemm first"),
+                "torchrec": ("problem", "cannot be imported without fbgemm", "fix fbgemm first"),
             },
         ),
         (

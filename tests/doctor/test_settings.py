@@ -30,7 +30,7 @@ def test_threads(tmp_path: Path, set_to: str, status: str) -> None:
     if status == "warning":
         assert finding.fix == "export OMP_NUM_THREADS=8"
     assert ("torchrun" in finding.fix) == (set_to == "")
-    assert ("no number of threads" in finding.found) == (set_to in ("x", "0"))
+    assert ("not a number of threads" in finding.found) == (set_to in ("x", "0"))
 
 
 @pytest.mark.parametrize(
@@ -49,7 +49,7 @@ def test_threads(tmp_path: Path, set_to: str, status: str) -> None:
 def test_a_control_group_gives_less_time(tmp_path: Path, files: dict[str, str]) -> None:
     finding = threads(machine(tmp_path, files, cores=8))
     assert (finding.status, finding.fix) == ("warning", "export OMP_NUM_THREADS=2")
-    assert "a control group gives 2, and torch starts 8 threads" in finding.found
+    assert "a control group limits the CPU time to that of 2, and torch starts 8 threads" in finding.found
     assert usable_cores(machine(tmp_path / "free", {"sys/fs/cgroup/cpu.max": "max 100000\n"}, cores=8)) == 8
 
 
@@ -80,7 +80,7 @@ def test_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert (missing.status, missing.fix) == ("problem", f"mkdir -p {tmp_path}/new")
     (tmp_path / "file").touch()
     assert disk(tmp_path / "file") == Finding(
-        "disk", "problem", f"{tmp_path}/file is no folder", "name one: --data DIR"
+        "disk", "problem", f"{tmp_path}/file is not a folder", "name a folder: --data DIR"
     )
     monkeypatch.setattr(machine_checks, "_LITTLE_DISK", 1 << 62)
     assert disk(tmp_path).status == "warning"
@@ -95,7 +95,13 @@ def test_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         (AVX2, "avx2", {}, "ok", ""),
         (AVX512, "avx2", {"RECSTORE_ISA": "avx2"}, "warning", "unset RECSTORE_ISA"),
         (AVX512, "baseline", {}, "warning", "reinstall torchrec-recstore"),
-        ("sse2", "baseline", {}, "warning", "run on a processor with AVX2; in a virtual machine, pass it on"),
+        (
+            "sse2",
+            "baseline",
+            {},
+            "warning",
+            "use a processor with AVX2; in a virtual machine, enable AVX2 for the guest",
+        ),
         (AVX2, None, {}, "ok", ""),
     ],
 )

@@ -225,7 +225,7 @@ def test_gzip_cut_short_or_damaged(tmp_path: Path) -> None:
     packed = gzip.compress(b"\n".join([GOOD] * 100))
     for cut in (2, 5, 30, len(packed) - 9, len(packed) - 1):
         path.write_bytes(packed[:cut])
-        with pytest.raises(DataError, match=r"train\.txt\.gz: the gzip file is cut short"):
+        with pytest.raises(DataError, match=r"train\.txt\.gz: the gzip file is truncated"):
             CriteoFile(path).scan()
     path.write_bytes(packed[:-8] + b"\0" * 8)
     with pytest.raises(DataError, match=r"train\.txt\.gz: damaged gzip file"):

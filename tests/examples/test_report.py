@@ -305,7 +305,7 @@ def test_a_disk_that_is_full_from_the_start_is_named_and_nothing_left(tmp_path: 
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (100, hard))
     try:
-        with pytest.raises(DataError, match=r"log: File too large \(--no-log does without it\)"):
+        with pytest.raises(DataError, match=r"log: File too large \(--no-log writes no log\)"):
             trainer.train_in_group(settings_of(log_dir=tmp_path / "log"))
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
@@ -321,10 +321,10 @@ def test_what_cannot_be_logged_is_said_before_the_training(
         assert "epoch" not in capfd.readouterr().err
         return str(error.value)
 
-    assert message(log_dir=run.folder) == f"{run.folder} has a run's curves already: another --log-dir starts anew"
-    instead = "(--log-dir names another folder, --no-log does without one)"
+    assert message(log_dir=run.folder) == f"{run.folder} contains the curves of another run: choose another --log-dir"
+    instead = "(choose another folder with --log-dir, or write no log with --no-log)"
     assert message(log_dir=Path("/proc/log")) == f"/proc/log: No such file or directory {instead}"
-    assert message(log_dir=Path(__file__)) == f"{__file__}: this is no folder {instead}"
+    assert message(log_dir=Path(__file__)) == f"{__file__}: this is not a folder {instead}"
     monkeypatch.chdir(tmp_path)
     Path("runs").write_text("")
     assert re.fullmatch(rf"runs/dlrm-[-\d]+: Not a directory {re.escape(instead)}", message())

@@ -179,9 +179,9 @@ def test_a_checkpoint_that_a_kept_one_is_a_delta_of_stays(tmp_path: Path) -> Non
         ({"resume": True}, "--resume needs --checkpoint DIR"),
         ({"checkpoint_every": 5}, "--checkpoint-every needs --checkpoint DIR"),
         ({"checkpoint": Path("/proc/run")}, "/proc/run: No such file or directory"),
-        ({"checkpoint": Path(__file__)}, "test_resume.py: this is no folder"),
+        ({"checkpoint": Path(__file__)}, "test_resume.py: this is not a folder"),
         ({"checkpoint": Path(__file__) / "run"}, "test_resume.py/run: Not a directory"),
-        ({"checkpoint": Path("run"), "backend": "fused"}, "torch.distributed.checkpoint's job"),
+        ({"checkpoint": Path("run"), "backend": "fused"}, "save stock tables with torch.distributed.checkpoint"),
         ({"warmup_steps": 21}, "--warmup-steps 21 is more than the run's 20 steps"),
     ],
 )
@@ -201,8 +201,8 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"resume": False}, "run has checkpoints already, up to step-000000004: --resume goes on from there"),
-        ({"dim": 8}, "step-000000004 is of a run with --dim 4, not 8$"),
+        ({"resume": False}, "run has checkpoints already, up to step-000000004: resume the run with --resume"),
+        ({"dim": 8}, "step-000000004 belongs to a run with --dim 4, not 8$"),
         ({"optimizer": "sgd", "seed": 3}, "--optimizer rowwise_adagrad, not sgd; --seed 0, not 3$"),
         ({"limit_rows": 400}, "--data 300 generated rows of seed 0, not 400 generated rows of seed 0$"),
         ({"batch_size": 30, "epochs": 2}, "--batch-size 60, not 30; --epochs 1, not 2$"),

@@ -209,7 +209,7 @@ def test_bad_rows_are_skipped_and_reported(rows_file: Path, tmp_path: Path, caps
         (b"", {"backend": "fused", "sharding": "row_wise"}, "no row_wise sharding on CPU"),
         (b"", {"backend": "fused", "dim": 6}, "multiple of 4"),
         (b"", {"json_out": Path("/nowhere/out.json")}, "^/nowhere/out.json: no such folder"),
-        (b"", {"json_out": Path("/tmp")}, "^/tmp: this is a folder, and no file"),
+        (b"", {"json_out": Path("/tmp")}, "^/tmp: this is a folder, not a file"),
         (b"", {"json_out": Path("/proc/out.json")}, "^/proc/out.json: No such file or directory"),
         (b"", {"json_out": Path("/proc/version")}, r"^/proc/version: [A-Z]"),
     ],

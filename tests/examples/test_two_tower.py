@@ -190,13 +190,13 @@ GOOD = ("1\t20\tM\tx\tz\n", "1\tA\t1990\tB\n2\tA\t1990\tB\n", "1\t1\t3\t1\n1\t2\
     ("place", "text", "message"),
     [
         (0, "1\t20\tM\tx\n", r"ml-100k\.user, line 2: expected 5 columns, found 4"),
-        (0, "one\t20\tM\tx\tz\n", r"ml-100k\.user, line 2, column user_id: 'one' is no number of 64 bits"),
-        (0, f"{2**63}\t20\tM\tx\tz\n", r"column user_id: '9223372036854775808' is no number of 64 bits"),
-        (0, "1\t20\tM\tx\tz\n1\t20\tM\tx\tz\n", r"ml-100k\.user, line 3: id 1 for the second time"),
-        (1, "", r"ml-100k\.item: no row under the header"),
+        (0, "one\t20\tM\tx\tz\n", r"ml-100k\.user, line 2, column user_id: 'one' is not a 64-bit number"),
+        (0, f"{2**63}\t20\tM\tx\tz\n", r"column user_id: '9223372036854775808' is not a 64-bit number"),
+        (0, "1\t20\tM\tx\tz\n1\t20\tM\tx\tz\n", r"ml-100k\.user, line 3: id 1 occurs for the second time"),
+        (1, "", r"ml-100k\.item: there is no row below the header"),
         (2, "1\t1\t3\tnan\n", r"line 2, column timestamp: 'nan' is no number"),
-        (2, "1\t1\t3\tnoon\n", r"ml-100k\.inter\.gz, line 2, column timestamp: 'noon' is no number of 64 bits"),
-        (2, "1\t1\t3\t1\n1\t3\t3\t1\n", r"ml-100k\.inter\.gz, line 3, column item_id: id 3 is in no line"),
+        (2, "1\t1\t3\tnoon\n", r"ml-100k\.inter\.gz, line 2, column timestamp: 'noon' is not a 64-bit number"),
+        (2, "1\t1\t3\t1\n1\t3\t3\t1\n", r"ml-100k\.inter\.gz, line 3, column item_id: id 3 is not in the file"),
         (2, "1\t1\t3\t1\n", r"no user has two interactions"),
     ],
 )
@@ -210,7 +210,7 @@ def test_bad_lines(tmp_path: Path, place: int, text: str, message: str) -> None:
 def test_bad_files(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="no such folder"):
         load(tmp_path / "nowhere")
-    with pytest.raises(DataError, match=r"neither ml-100k\.user nor ml-100k\.user\.gz is there"):
+    with pytest.raises(DataError, match=r"there is neither ml-100k\.user nor ml-100k\.user\.gz"):
         load(tmp_path)
     folder = write(tmp_path, *GOOD)
     packed = (folder / "ml-100k.inter.gz").read_bytes()

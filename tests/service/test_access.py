@@ -118,7 +118,7 @@ def test_a_token_alone(tmp_path: Path) -> None:
         (["--listen", "127.0.0.1:0", "--tls-cert", "x", "--tls-key", "y"], "No such file"),
         (
             ["--listen", "127.0.0.1:0", "--tls-cert", "TOKEN", "--tls-key", "TOKEN"],
-            "TOKEN are no certificate and its key",
+            "TOKEN are not a certificate and its private key",
         ),
         (["--listen", "127.0.0.1:0", "--token-file", "nothing"], "nothing: No such file"),
         (["--listen", "127.0.0.1:0", "--token-file", "EMPTY"], "the token must be of printable ASCII"),

@@ -1,1 +1,1 @@
-"""One file for each command of ``recstore``, and what they share."""
+"""The commands of ``recstore`` and the functions that they share."""

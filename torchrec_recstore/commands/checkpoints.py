@@ -21,16 +21,16 @@ if TYPE_CHECKING:
     from torchrec_recstore.checkpoint.info import CheckpointInfo, TableInfo
 
 
-# torch takes seconds to import, which --help need not wait for: commands import what they need.
+# The import of torch takes seconds. Commands import the modules that use torch themselves, so that --help is fast.
 
-Checkpoint = Annotated[Path, typer.Argument(metavar="DIR", help="A checkpoint's directory.", show_default=False)]
+Checkpoint = Annotated[Path, typer.Argument(metavar="DIR", help="Directory of a checkpoint.", show_default=False)]
 
 
 def verify_files(checkpoints: Sequence[CheckpointInfo]) -> None:
-    """Reads every file and compares its checksum.
+    """Reads every file of the checkpoints and verifies its checksum.
 
     Raises:
-        CheckpointError: one is missing or damaged.
+        CheckpointError: A file is missing or damaged.
     """
     from torchrec_recstore.checkpoint.fold import check_files
 
@@ -39,25 +39,25 @@ def verify_files(checkpoints: Sequence[CheckpointInfo]) -> None:
 
 
 def rows_of(checkpoints: Sequence[CheckpointInfo]) -> int:
-    """Rows of all tables of all of them."""
+    """Returns the number of rows in all tables of the checkpoints."""
     return sum(table.rows for info in checkpoints for table in info.tables.values())
 
 
 def inspect(
     path: Annotated[
         Path,
-        typer.Argument(metavar="PATH", help="A checkpoint's directory, or a served file.", show_default=False),
+        typer.Argument(metavar="PATH", help="Directory of a checkpoint, or an exported file.", show_default=False),
     ],
-    verify: Annotated[bool, typer.Option(help="Read every file and compare its checksum.")] = True,
+    verify: Annotated[bool, typer.Option(help="Read every file and verify its checksum.")] = True,
     as_json: AsJson = False,
 ) -> None:
-    """Show what a checkpoint, an exported model or its delta holds, and verify every checksum.
+    """Show the contents of a checkpoint, of an exported model or of an exported delta, and verify all checksums.
 
-    Of a checkpoint all that it is a delta of is verified too.
+    If a checkpoint is a delta, the checkpoints that it is based on are verified too.
 
     Example: recstore inspect run/step-000001000
 
-    Exit status: 0, or 2 where a file is damaged or missing, with one line on stderr that names the file.
+    Exit status: 0, or 2 if a file is damaged or missing. One line on stderr then names the file.
     """
     if path.is_file():
         _inspect_served_file(path, verify, as_json)
@@ -113,7 +113,7 @@ def _print_checkpoint(chain: Sequence[CheckpointInfo]) -> None:
         ("size", f"{decimal(info.bytes)} in {len(info.files) + 1} files"),
     ]:
         out.print(f"{label:<15} {value}", highlight=False, markup=False, soft_wrap=True)
-    # A delta holds some rows of each table only.
+    # A delta holds only a part of the rows of each table.
     here = ["here"] if info.delta_of else []
     table = table_of(["table", "rows", *here, "dim", "dtype", "optimizer", "bytes", "parts"])
     for name, each in in_order(info.tables):
@@ -139,7 +139,7 @@ def _as_json(chain: Sequence[CheckpointInfo]) -> dict[str, Any]:
 
 
 def _state_keys(info: CheckpointInfo) -> list[str] | str:
-    """The keys of the training state, or what it is instead of a dict."""
+    """Returns the keys of the training state, or the name of its type if it is not a dict."""
     state = info.training_state
     if state is None:
         return "none"
@@ -163,15 +163,17 @@ def _table_as_json(info: CheckpointInfo, table: TableInfo) -> dict[str, Any]:
 
 
 def diff(
-    a: Annotated[Path, typer.Argument(metavar="A", help="A checkpoint's directory.", show_default=False)],
-    b: Annotated[Path, typer.Argument(metavar="B", help="Another's.", show_default=False)],
+    a: Annotated[Path, typer.Argument(metavar="A", help="Directory of the first checkpoint.", show_default=False)],
+    b: Annotated[Path, typer.Argument(metavar="B", help="Directory of the second checkpoint.", show_default=False)],
     as_json: AsJson = False,
 ) -> None:
-    """Compare what loading two checkpoints gives, whatever their ranks, shardings and deltas.
+    """Compare the contents of two checkpoints.
+
+    The checkpoints may have different numbers of ranks and different sharding, and may be deltas.
 
     Example: recstore diff run/step-000001000 run/step-000002000
 
-    Exit status: 0 if that is the same, 1 if not, 2 if they cannot be compared.
+    Exit status: 0 if the contents are equal, 1 if they differ, 2 if the checkpoints cannot be compared.
     """
     from torchrec_recstore.checkpoint.compare import compare_chains
     from torchrec_recstore.checkpoint.info import read_chain
@@ -221,7 +223,7 @@ def _difference_as_json(difference: CheckpointDifference) -> dict[str, Any]:
             "added": between.added,
             "gone": between.gone,
             "changed": between.changed,
-            # NaN and infinity are no JSON.
+            # JSON has neither NaN nor infinity.
             "largest": {key: value if math.isfinite(value) else None for key, value in between.largest.items()},
             "facts": {name: [_plain(value) for value in pair] for name, pair in between.facts.items()},
         }
@@ -240,14 +242,14 @@ def _plain(value: object) -> object:
 
 def compact(
     checkpoint: Checkpoint,
-    output: Annotated[Path, typer.Argument(metavar="OUTPUT", help="A new directory.", show_default=False)],
+    output: Annotated[Path, typer.Argument(metavar="OUTPUT", help="Directory to create.", show_default=False)],
     as_json: AsJson = False,
 ) -> None:
-    """Fold a delta and all that it is a delta of into one full checkpoint, which loads to the same bits.
+    """Combine a delta and the checkpoints that it is based on into one full checkpoint with the same contents.
 
     Example: recstore compact run/step-000002000 full
 
-    Exit status: 0, or 2 with one line on stderr; then there is nothing at OUTPUT.
+    Exit status: 0, or 2 with one line on stderr. In that case nothing is created at OUTPUT.
     """
     from torchrec_recstore.checkpoint.compact import compact_chain, folding
 

@@ -1,4 +1,4 @@
-"""``recstore doctor``."""
+"""The command ``recstore doctor``."""
 
 from __future__ import annotations
 
@@ -14,23 +14,24 @@ from torchrec_recstore.doctor import examine
 from torchrec_recstore.doctor.machine import Finding
 
 _STYLES = {"ok": "green", "warning": "yellow", "problem": "bold red"}
-_WIDTH = 28  # of status and name
+_WIDTH = 28  # of the columns status and name
 
 
 def doctor(
     data: Annotated[
-        Path, typer.Option(metavar="DIR", help="A folder on the disk for checkpoints and cold rows.")
+        Path, typer.Option(metavar="DIR", help="Directory on the disk for checkpoints and cold rows.")
     ] = Path(),
     as_json: AsJson = False,
 ) -> None:
-    """Check packages and settings of this machine, and say how to mend what is wrong.
+    """Check the packages and settings of this machine and suggest fixes.
 
-    Versions that have to fit each other are imported in a process of their own; then come the processor, memory and
-    its limits, overcommit, huge pages, threads, open files and the disk. Nothing is changed.
+    The packages are imported in a separate process, to check that their versions fit each other. Then the processor,
+    the memory and its limits, overcommit, huge pages, threads, open files and the disk are checked. The command changes
+    nothing.
 
     Example: recstore doctor --data /ssd/checkpoints
 
-    Exit status: 0, or 1 where there is a problem; warnings are no problem.
+    Exit status: 0, or 1 if there is a problem. Warnings do not change the exit status.
     """
     findings = []
     section = ""

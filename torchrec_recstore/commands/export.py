@@ -1,4 +1,4 @@
-"""``recstore export``."""
+"""The command ``recstore export``."""
 
 from __future__ import annotations
 
@@ -22,45 +22,49 @@ if TYPE_CHECKING:
     from torchrec_recstore.inference.delta import DeltaInfo
     from torchrec_recstore.inference.from_checkpoint import ExportInfo
 
-ROWS = "Which rows"
+ROWS = "Selection of rows"
 
 
 def export(
     checkpoint: Checkpoint,
-    output: Annotated[Path, typer.Argument(metavar="OUT", help="The file to write.", show_default=False)],
+    output: Annotated[Path, typer.Argument(metavar="OUT", help="File to write.", show_default=False)],
     dtype: Annotated[
         Literal["int8", "int4", "fp16", "float32"] | None,
-        typer.Option(help="Of the rows: quantised, or as trained; int8 unless told.", show_default=False),
+        typer.Option(help="Data type of the exported rows.", show_default="int8"),
     ] = None,
     tables: Annotated[
         list[str] | None,
-        typer.Option("--table", metavar="NAME", help="Only this table; may be given several times."),
+        typer.Option("--table", metavar="NAME", help="Export only this table. May be given several times."),
     ] = None,
     delta_of: Annotated[
         Path | None,
         typer.Option(
-            metavar="EXPORT.pt", help="Write a delta: what has changed since this export, for its apply_delta."
+            metavar="EXPORT.pt",
+            help="Write a delta with the changes since this export. The export loads it with apply_delta.",
         ),
     ] = None,
     min_frequency: Annotated[
-        int, typer.Option(min=0, help="Leave out rows that fewer steps have looked up.", rich_help_panel=ROWS)
+        int, typer.Option(min=0, help="Omit rows that were looked up in fewer steps.", rich_help_panel=ROWS)
     ] = 0,
     top_rows: Annotated[
         int | None,
-        typer.Option(min=1, metavar="N", help="Only the N most frequent rows of each table.", rich_help_panel=ROWS),
+        typer.Option(
+            min=1, metavar="N", help="Export only the N most frequent rows of each table.", rich_help_panel=ROWS
+        ),
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Make one scripted collection of a checkpoint's tables, which torch.jit.load runs without torchrec_recstore.
+    """Export the tables of a checkpoint as a TorchScript file that torch.jit.load runs without torchrec_recstore.
 
-    Ids stay raw: a sorted id tensor maps them to rows, ids without a row read as zeros.
+    The exported model takes raw ids. It finds rows in a sorted tensor of ids. Ids without a row read as zeros.
 
-    With --delta-of, OUT is a safetensors file that a running server applies to that export without loading another:
-    tables and dtype are the export's, and so must be --min-frequency and --top-rows.
+    With --delta-of, OUT is a safetensors file. A running server applies the file to the loaded export. The delta has
+    the tables and the data type of the export. --min-frequency and --top-rows must have the same values as for the
+    export.
 
     Example: recstore export run/step-000001000 tables.pt --dtype int8 --top-rows 1000000
 
-    Exit status: 0, or 2 with one line on stderr; then there is nothing new at OUT.
+    Exit status: 0, or 2 with one line on stderr. In that case OUT is not changed.
     """
     with errors_in_one_line():
         if delta_of is not None and (tables or dtype):
@@ -93,7 +97,7 @@ def _export(
         from torchrec_recstore.inference.row_formats import DTYPES
 
         rows = sum(table.rows for name, table in known.items() if not tables or name in tables)
-        rows *= 2 if min_frequency or top_rows else 1  # read to choose, and again to export
+        rows *= 2 if min_frequency or top_rows else 1  # rows are read once to select them and once to export them
         with progress("exporting", rows) as advance:
             info: ExportInfo | DeltaInfo
             if delta_of is None:
@@ -116,7 +120,7 @@ def _export(
                     advance=advance,
                 )
     for warning in caught:
-        if issubclass(warning.category, RecStoreWarning):  # and not what torch says of itself
+        if issubclass(warning.category, RecStoreWarning):  # warnings of torch are not shown
             print(f"warning: {warning.message}", file=sys.stderr)
     return info
 

@@ -1,4 +1,4 @@
-"""What commands print: tables and lines on stdout, an error in one line on stderr."""
+"""Prints the output of commands: tables and lines on stdout, and errors as one line on stderr."""
 
 from __future__ import annotations
 
@@ -16,33 +16,35 @@ from rich.table import Table
 
 _Value = TypeVar("_Value")
 
-# Typer has taken click into itself, where the base of its errors of usage has no public name.
+# Typer contains a copy of click, whose base class of usage errors has no public name in typer.
 _UsageError: Any = typer.BadParameter.__mro__[1]
 
-AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
 _LEFT = frozenset({"", "table", "dtype", "optimizer", "figure", "kernel, over FBGEMM's", "option", "over"})
 
 
 @contextmanager
 def errors_in_one_line() -> Iterator[None]:
-    """Ends the command with status 2 and one line on stderr where its body cannot use what it was given."""
+    """Ends the command with status 2 and one line on stderr if the body raises an error of the input."""
     try:
         yield
     except _errors_of_input() as error:
         if isinstance(error, OSError) and error.strerror:
             message = f"{error.filename}: {error.strerror}" if error.filename else error.strerror
         else:
-            message = str(error) or "out of memory"  # Python's own MemoryError says nothing
+            message = str(error) or "out of memory"  # a MemoryError of Python has no message
         print_error(message)
         raise typer.Exit(2) from None
 
 
 def status_of(app: Callable[[], object]) -> int:
-    """The exit status of a typer app that is called without its own handling of errors.
+    """Calls a typer app that does not handle errors itself, and returns its exit status.
+
+    Invalid flags give status 2 and one line on stderr, which only the first rank prints.
 
     Args:
-        app: calls it; flags that are wrong give status 2, with one line on stderr, of the first rank alone.
+        app: A function that calls the app.
     """
     try:
         status = app()
@@ -59,29 +61,30 @@ def status_of(app: Callable[[], object]) -> int:
 
 
 def print_error(message: str) -> None:
-    """Prints it to stderr, in one line."""
+    """Prints an error message to stderr as one line."""
     print(f"error: {' '.join(message.splitlines())}", file=sys.stderr)
 
 
 def _errors_of_input() -> tuple[type[Exception], ...]:
-    # Ours count as far as something has been imported that raises them: an import of torch takes seconds.
+    # Only error classes of imported modules can have been raised. Importing the modules here would import torch, which
+    # takes seconds.
     names = {"torchrec_recstore.store.cold_store": "ColdStoreError", "torchrec_recstore.rpc.protocol": "ServiceError"}
     ours = (getattr(sys.modules[module], name) for module, name in names.items() if module in sys.modules)
     return (OSError, ValueError, MemoryError, *ours)
 
 
 def stdout() -> Console:
-    """The console on stdout. Where that is no terminal, lines are for other programs: not wrapped."""
+    """Returns a console on stdout. Lines are wrapped only on a terminal, so that other programs can read them."""
     return Console() if sys.stdout.isatty() else Console(width=1000)
 
 
 def print_json(value: Any) -> None:
-    """Prints a document of JSON."""
+    """Prints a value as JSON."""
     print(json.dumps(value, indent=1))
 
 
 def table_of(columns: Sequence[str]) -> Table:
-    """A table whose columns of figures are aligned to the right."""
+    """Returns an empty table. Columns of numbers are aligned to the right."""
     table = Table()
     for column in columns:
         table.add_column(column, justify="left" if column in _LEFT else "right", overflow="fold")
@@ -89,7 +92,7 @@ def table_of(columns: Sequence[str]) -> Table:
 
 
 def in_order(tables: Mapping[str, _Value]) -> list[tuple[str, _Value]]:
-    """Tables as people count them: t_2 before t_10."""
+    """Returns the items of ``tables`` sorted by name, with numbers compared by value: t_2 before t_10."""
 
     def key(item: tuple[str, _Value]) -> list[str | int]:
         return [int(part) if i % 2 else part for i, part in enumerate(re.split(r"(\d+)", item[0]))]

@@ -1,4 +1,4 @@
-"""A bar on stderr for long work: how much is done, how fast, and the time left. Silent where that is no terminal."""
+"""Progress bars on stderr with the rate and the remaining time. Nothing is shown if stderr is not a terminal."""
 
 from __future__ import annotations
 
@@ -26,38 +26,39 @@ Unit = Literal["rows", "bytes"]
 
 
 class RateColumn(ProgressColumn):
-    """What was done a second of late: ``1.2M rows/s`` or ``310.4 MB/s``."""
+    """A column with the recent rate: ``1.2M rows/s`` or ``310.4 MB/s``."""
 
     def __init__(self, unit: Unit) -> None:
         super().__init__()
         self._unit = unit
 
     def render(self, task: Task) -> Text:
-        """The rate, empty as long as none is known."""
+        """Returns the rate, or an empty text if it is not known yet."""
         speed = task.finished_speed or task.speed
         return Text("" if speed is None else rate(speed, self._unit), style="progress.data.speed")
 
 
 class TimeLeftColumn(ProgressColumn):
-    """The time since the first step, and what the others take at the pace of those done."""
+    """A column with the elapsed time and the remaining time, which is estimated from the completed steps."""
 
     def render(self, task: Task) -> Text:
-        """Both, the second as long as it is known."""
+        """Returns the elapsed time, and the remaining time if it is known."""
         elapsed = task.elapsed or 0.0
         said = str(timedelta(seconds=int(elapsed)))
         if task.completed and task.total is not None:
-            # Counted down from the end of the last step: at the pace of this moment it would grow with the time gone.
+            # The rate is that at the end of the last step. The current rate would fall until the next step ends, and
+            # the remaining time would grow.
             left = max(0.0, task.fields["done_after"] / task.completed * task.total - elapsed)
             said += f", about {timedelta(seconds=int(left))} left"
         return Text(said, style="progress.remaining")
 
 
 def rate(per_second: float, unit: Unit) -> str:
-    """A rate in three digits or so.
+    """Formats a rate with about three digits.
 
     Args:
-        per_second: rows or bytes.
-        unit: which.
+        per_second: The rows or bytes per second.
+        unit: The unit, ``"rows"`` or ``"bytes"``.
     """
     if unit == "bytes":
         return f"{decimal(int(per_second))}/s"
@@ -69,15 +70,15 @@ def rate(per_second: float, unit: Unit) -> str:
 
 @contextmanager
 def progress(what: str, total: int, unit: Unit = "rows") -> Iterator[Callable[[int], object]]:
-    """A bar with rate and time left, gone when its body ends.
+    """Shows a bar with the rate and the remaining time while the body runs.
 
     Args:
-        what: is being done.
-        total: rows or bytes that there are to do.
-        unit: which.
+        what: The description of the work.
+        total: The total number of rows or bytes.
+        unit: The unit of ``total``, ``"rows"`` or ``"bytes"``. Default: ``"rows"``.
 
     Yields:
-        What is called with how many more are done.
+        A function to be called with the number of rows or bytes that were completed since its last call.
     """
     count = DownloadColumn() if unit == "bytes" else MofNCompleteColumn()
     with _bar(count, RateColumn(unit), TimeRemainingColumn()) as bar:
@@ -87,10 +88,10 @@ def progress(what: str, total: int, unit: Unit = "rows") -> Iterator[Callable[[i
 
 @contextmanager
 def steps(total: int) -> Iterator[Callable[[str], object]]:
-    """A bar over a few long steps, with the time since the first and the time left.
+    """Shows a bar over a few long steps, with the elapsed and the remaining time.
 
     Yields:
-        What is called as each step begins, with its name.
+        A function to be called with the name of each step when the step begins.
     """
     with _bar(MofNCompleteColumn(), TimeLeftColumn()) as bar:
         task = bar.add_task("", total=total)
@@ -105,7 +106,7 @@ def steps(total: int) -> Iterator[Callable[[str], object]]:
 
 
 def _bar(*columns: ProgressColumn) -> Progress:
-    # Not rich's own judgement: FORCE_COLOR and the like would have it write to files.
+    # rich must not decide whether stderr is a terminal: with FORCE_COLOR it would write bars to files.
     quiet = not sys.stderr.isatty()
     console = Console(stderr=True)
     return Progress(

@@ -19,7 +19,7 @@ from torchrec_recstore.commands.output import AsJson, errors_in_one_line, print_
 from torchrec_recstore.commands.progress import steps
 from torchrec_recstore.triples import DEFAULT
 
-# Of setup.cfg, the one that brings a package.
+# The extra in setup.cfg that installs each package.
 _EXTRAS = {"rocksdict": "rocksdb", "redis": "redis", "hiredis": "redis"} | dict.fromkeys(
     ("matplotlib", "polars", "rich", "tensorboard", "torchmetrics", "tqdm", "typer"), "examples"
 )
@@ -27,23 +27,23 @@ _PACKAGE = Path(__file__).resolve().parents[1]
 
 
 def folder_of(name: str) -> Path:
-    """The folder ``examples`` or ``benchmarks``.
+    """Returns the path of the folder ``examples`` or ``benchmarks``.
 
     Raises:
-        FileNotFoundError: this installation came without it.
+        FileNotFoundError: The folder is not a part of this installation.
     """
     for folder in (_PACKAGE / name, _PACKAGE.parent / name):
         if folder.is_dir():
             return folder
-    raise FileNotFoundError(f"this installation of torchrec_recstore came without its {name}: install its wheel")
+    raise FileNotFoundError(f"this installation of torchrec_recstore has no {name}: install the wheel")
 
 
 @contextmanager
 def missing_in_one_line() -> Iterator[None]:
-    """Where its body imports a package that is not installed, says what to type.
+    """Turns a failed import in the body into an error that names the command to install the package.
 
     Raises:
-        ValueError: with that.
+        ValueError: A package is not installed.
     """
     try:
         yield
@@ -54,10 +54,10 @@ def missing_in_one_line() -> Iterator[None]:
 
 
 def how_to_install(module: str) -> str:
-    """What to type where a module cannot be imported.
+    """Returns the command that installs a module.
 
     Args:
-        module: its name, of the import that failed.
+        module: The name of the module whose import failed.
     """
     package = module.partition(".")[0]
     if package in ("torchrec", "fbgemm_gpu", "tensordict", "iopath", "pyre_extensions"):
@@ -69,18 +69,18 @@ def how_to_install(module: str) -> str:
 
 
 def train(context: typer.Context) -> None:
-    """Train TorchRec's DLRM with RecStore tables on a Criteo click log, or on generated rows.
+    """Train TorchRec's DLRM with RecStore tables on a Criteo click log or on generated data.
 
-    The flags are those of examples/dlrm/train.py, which recstore train --help lists.
+    The command runs examples/dlrm/train.py and takes its flags.
 
     Example: recstore train --data train.txt --dim 64 --checkpoint run
 
     On several processes: torchrun --nproc-per-node 2 --no-python recstore train --sharding row_wise
 
-    Exit status: 0, or 2 with one line on stderr for input that cannot be used.
+    Exit status: 0, or 2 with one line on stderr for invalid input.
     """
     with errors_in_one_line():
-        # The folder's own modules: train.py imports the others so.
+        # train.py imports the other modules of its folder by their plain names.
         sys.path.insert(0, str(folder_of("examples") / "dlrm"))
         with missing_in_one_line():
             script = importlib.import_module("train")
@@ -99,26 +99,28 @@ _LAST_LINES = 20
 def bench(
     names: Annotated[
         list[str] | None,
-        typer.Argument(metavar="NAME", help="Of benchmarks; all of them without.", show_default=False),
+        typer.Argument(metavar="NAME", help="Names of the benchmarks to run.", show_default="all"),
     ] = None,
     quick: Annotated[
-        bool, typer.Option("--quick", help="Small sizes: seconds each, to see that all works. Not to be quoted.")
+        bool,
+        typer.Option("--quick", help="Run small sizes, to test the benchmarks in seconds. Do not quote the results."),
     ] = False,
-    list_: Annotated[bool, typer.Option("--list", help="List the benchmarks, and run none.")] = False,
+    list_: Annotated[bool, typer.Option("--list", help="List the benchmarks and exit.")] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Measure RecStore tables on this machine against FBGEMM's, the disk's or the machine's own limit.
+    """Compare the speed of RecStore tables on this machine with FBGEMM tables and with the limits of the hardware.
 
-    Both sides of a ratio are measured in one run, each benchmark in a process of its own. Files go to the working
-    folder or the one for temporary files, and none stays. The kernel's needs g++; all together take about an hour.
+    Each benchmark runs in a separate process and measures both sides of a ratio in the same run. Files are written to
+    the working directory or the directory for temporary files, and are deleted at the end. The benchmark kernel needs
+    g++. All benchmarks together take about an hour.
 
     Example: recstore bench kernel store
 
-    Exit status: 0, 1 where a benchmark failed, 2 where there is none of that name.
+    Exit status: 0, 1 if a benchmark failed, 2 if there is no benchmark of that name.
     """
     with errors_in_one_line():
         folder = folder_of("benchmarks")
-    sys.path.insert(0, str(folder))  # its scripts import each other so
+    sys.path.insert(0, str(folder))  # the scripts import each other by their plain names
     scripts = importlib.import_module("scripts")
     known = {name: _about(folder / f"{name}.py") for name in scripts.SCRIPTS}
     if list_:
@@ -138,7 +140,7 @@ def bench(
             begin(name)
             lanes = ("shipped",) if quick else scripts.lanes_of(name)
             flags = scripts.QUICK[name] if quick else ()
-            with tempfile.TemporaryFile("w+") as errors:  # what libraries say beside it would tear the bar
+            with tempfile.TemporaryFile("w+") as errors:  # messages of libraries on stderr would break the bar
                 try:
                     rows += measure.run_lanes(str(folder / f"{name}.py"), lanes, flags, errors)
                 except subprocess.CalledProcessError as error:
@@ -155,7 +157,7 @@ def bench(
 
 
 def _about(script: Path) -> str:
-    """The first line of its docstring."""
+    """Returns the first line of a script's docstring."""
     with script.open() as file:
         return file.readline().strip().strip('"').replace("``", "")
 
@@ -169,11 +171,11 @@ def _list(known: dict[str, str], as_json: bool) -> None:
 
 
 def print_figures(rows: list[dict[str, Any]], quick: bool) -> None:
-    """Prints what was measured as tables, and under which conditions.
+    """Prints tables of the measurements, and the conditions of the run. The benchmarks must be on the import path.
 
     Args:
-        rows: as the benchmarks give them; their folder is on the path.
-        quick: whether sizes were small.
+        rows: The results of the benchmarks.
+        quick: Whether the sizes were small.
     """
     said = importlib.import_module("figures")
     for columns, figures in (
@@ -188,4 +190,4 @@ def print_figures(rows: list[dict[str, Any]], quick: bool) -> None:
             stdout().print(table)
     first = rows[0]
     where = f"{first['cpu']}, {first['threads']} threads, torch {first['torch']}, {first['commit']}; medians"
-    stdout().print(Text(where + (". Quick sizes: not to be quoted." if quick else ".")), soft_wrap=True)
+    stdout().print(Text(where + (". Quick sizes: do not quote these results." if quick else ".")), soft_wrap=True)

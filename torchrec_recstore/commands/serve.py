@@ -1,4 +1,4 @@
-"""``recstore serve``."""
+"""The command ``recstore serve``."""
 
 from __future__ import annotations
 
@@ -14,69 +14,81 @@ import typer
 
 from torchrec_recstore.commands.output import errors_in_one_line
 
-ACCESS, BOUNDS = "Access", "Bounds of every table"
+ACCESS, BOUNDS = "Access", "Limits of each table"
 
 
 def serve(
-    listen: Annotated[str, typer.Option(metavar="HOST:PORT", help="Address; port 0 takes a free one.")],
-    data: Annotated[Path, typer.Option(metavar="DIR", help="Directory of checkpoints; the last is loaded at start.")],
+    listen: Annotated[str, typer.Option(metavar="HOST:PORT", help="Address to listen on. Port 0 chooses a free port.")],
+    data: Annotated[
+        Path, typer.Option(metavar="DIR", help="Directory of checkpoints. The last one is loaded at start.")
+    ],
     tls_cert: Annotated[
-        Path | None, typer.Option(metavar="PEM", help="Certificate of the server.", rich_help_panel=ACCESS)
+        Path | None,
+        typer.Option(metavar="PEM", help="File with the certificate of the server.", rich_help_panel=ACCESS),
     ] = None,
-    tls_key: Annotated[Path | None, typer.Option(metavar="PEM", help="Its key.", rich_help_panel=ACCESS)] = None,
+    tls_key: Annotated[
+        Path | None,
+        typer.Option(metavar="PEM", help="File with the private key of --tls-cert.", rich_help_panel=ACCESS),
+    ] = None,
     client_ca: Annotated[
         Path | None,
         typer.Option(
-            metavar="PEM", help="Clients need a certificate that is signed by one of these.", rich_help_panel=ACCESS
+            metavar="PEM",
+            help="File with CA certificates. Clients then need a certificate that is signed by one of them.",
+            rich_help_panel=ACCESS,
         ),
     ] = None,
     token_file: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="The token that clients must show.", rich_help_panel=ACCESS)
+        Path | None,
+        typer.Option(metavar="FILE", help="File with the token that clients must send.", rich_help_panel=ACCESS),
     ] = None,
-    metrics: Annotated[str | None, typer.Option(metavar="HOST:PORT", help="Metrics for Prometheus.")] = None,
+    metrics: Annotated[str | None, typer.Option(metavar="HOST:PORT", help="Address for Prometheus metrics.")] = None,
     max_rows: Annotated[
-        int | None, typer.Option(help="Rows of each table in this server's memory.", rich_help_panel=BOUNDS)
+        int | None,
+        typer.Option(help="Maximum number of rows of each table in this server's memory.", rich_help_panel=BOUNDS),
     ] = None,
     eviction: Annotated[
         Literal["lru", "lfu"] | None,
-        typer.Option(help="Which rows leave when there are more; needs --max-rows.", rich_help_panel=BOUNDS),
+        typer.Option(help="Rows to evict when a table is full. Needs --max-rows.", rich_help_panel=BOUNDS),
     ] = None,
     half_life_steps: Annotated[
-        int | None, typer.Option(help="Of LFU's frequencies, in updates.", rich_help_panel=BOUNDS)
+        int | None, typer.Option(help="Half-life of the frequencies of lfu, in updates.", rich_help_panel=BOUNDS)
     ] = None,
     expire_steps: Annotated[
-        int | None, typer.Option(help="Rows that no update has met for longer leave.", rich_help_panel=BOUNDS)
+        int | None, typer.Option(help="Delete rows that were not updated for this many steps.", rich_help_panel=BOUNDS)
     ] = None,
     min_frequency: Annotated[
-        int | None, typer.Option(help="Updates that meet an id before it gets its row.", rich_help_panel=BOUNDS)
+        int | None, typer.Option(help="Number of updates with an id before it gets a row.", rich_help_panel=BOUNDS)
     ] = None,
     cold_store: Annotated[
         str | None,
         typer.Option(
-            help="URL of a Redis server or a path for RocksDB, where evicted rows go.", rich_help_panel=BOUNDS
+            help="Cold store for evicted rows: the URL of a Redis server or a path for RocksDB.",
+            rich_help_panel=BOUNDS,
         ),
     ] = None,
     drop_idle_after: Annotated[
         float | None,
         typer.Option(
             metavar="HOURS",
-            help="When a job's own cold rows are dropped that no call has asked for since.",
+            help="Delete the private cold rows of a job that no call has used for this time.",
             rich_help_panel=BOUNDS,
         ),
     ] = None,
     as_json: Annotated[
-        bool, typer.Option("--json", help="A line of JSON with the address at the start, and one at the end.")
+        bool, typer.Option("--json", help="Print a line of JSON with the address at the start, and another at the end.")
     ] = False,
 ) -> None:
-    """Serve tables to RecStoreClient over gRPC, until SIGTERM or Ctrl-C; then save them.
+    """Serve tables to RecStoreClient over gRPC until SIGTERM or Ctrl-C, and then save the tables.
 
-    Other machines can only be let in with TLS and a token.
+    An address that other machines can reach requires TLS and a token.
 
     Example: recstore serve --listen 127.0.0.1:7700 --data tables
 
-    Exit status: 0 after SIGTERM or Ctrl-C, 2 with one line on stderr where it cannot serve or save.
+    Exit status: 0 after SIGTERM or Ctrl-C, or 2 with one line on stderr if the server cannot serve or save.
     """
-    # Before torch is imported: each thread that serves calls has a team of torch's threads, which would else spin.
+    # Each thread that serves calls has its own team of OpenMP threads, which would spin while they wait. OpenMP reads
+    # the variable when torch is imported.
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     with errors_in_one_line():
         try:
@@ -125,22 +137,24 @@ def serve(
 
 
 def _check_pem(cert: Path | None, key: Path | None, client_ca: Path | None) -> None:
-    """Refuses by its flag what gRPC would only log lines about, and call an address that it cannot listen on.
+    """Checks the PEM files, because gRPC reports an invalid file as an address that cannot be listened on.
 
     Raises:
-        OSError, ValueError: a file cannot be read, or does not hold what it should.
+        OSError, ValueError: A file cannot be read, or does not hold a certificate or key. The message names the flag.
     """
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     for path in (cert, key, client_ca):
         if path is not None:
-            path.read_bytes()  # ssl's own error has no name
+            path.read_bytes()  # the error of ssl does not name the file
     try:
         if cert is not None:
-            context.load_cert_chain(cert, key, password="")  # gRPC takes no encrypted key: no prompt for its password
+            context.load_cert_chain(cert, key, password="")  # gRPC takes no encrypted key; no prompt
     except ssl.SSLError:
-        raise ValueError(f"--tls-cert {cert} and --tls-key {key} are no certificate and its key, PEM") from None
+        raise ValueError(
+            f"--tls-cert {cert} and --tls-key {key} are not a certificate and its private key in PEM format"
+        ) from None
     try:
         if client_ca is not None:
             context.load_verify_locations(client_ca)
     except ssl.SSLError:
-        raise ValueError(f"--client-ca {client_ca} holds no certificates, PEM") from None
+        raise ValueError(f"--client-ca {client_ca} holds no certificates in PEM format") from None

@@ -1,6 +1,6 @@
-"""What ``recstore doctor`` looks at: packages that fit each other, and the machine's settings that tables depend on.
+"""The checks of ``recstore doctor``: installed packages that must fit each other, and settings of the machine.
 
-Nothing here imports torch, torchrec or the native extension: that they cannot be imported is what it reports.
+This package imports neither torch nor torchrec nor the native extension, because it reports failures of these imports.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ SECTIONS = ("packages", "processor", "memory", "threads", "files")
 
 
 def examine(data: Path) -> Iterator[tuple[str, Finding]]:
-    """Looks at this machine and environment.
+    """Checks this machine and the installed packages.
 
     Args:
-        data: a folder on the disk where checkpoints and cold rows are to lie.
+        data: A directory on the disk for checkpoints and cold rows.
 
     Yields:
-        A section and what was found, in the order of :data:`SECTIONS`.
+        The section and the finding of each check, in the order of :data:`SECTIONS`.
     """
     machine = Machine.here()
     imported = probe(MODULES)

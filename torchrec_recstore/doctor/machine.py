@@ -1,4 +1,4 @@
-"""The machine as the checks see it, and what a check reports."""
+"""The machine that the checks examine, and the finding that a check returns."""
 
 from __future__ import annotations
 
@@ -11,16 +11,19 @@ from typing import Literal
 
 Status = Literal["ok", "warning", "problem"]
 
+UNLIMITED = resource.RLIM_INFINITY
+
 
 @dataclass(frozen=True)
 class Finding:
-    """One line of the report.
+    """The result of one check, which is one line of the report.
 
     Args:
-        name: of what was looked at.
-        status: ``"problem"``: something will not work; ``"warning"``: it is slower than it could be, or fails one day.
-        found: what is so.
-        fix: what to type or do; empty where there is nothing to do.
+        name: The name of the check.
+        status: ``"problem"``: a part of the package does not work. ``"warning"``: it works, but slowly, or it may fail
+            later. ``"ok"``: there is nothing to do.
+        found: The state that was found.
+        fix: The command to type or the action to take. It is empty if nothing has to be done.
     """
 
     name: str
@@ -30,26 +33,23 @@ class Finding:
 
 
 def size(count: float) -> str:
-    """Bytes for people: ``3.2 GB``."""
+    """Formats a number of bytes: ``3.2 GB``."""
     for scale, name in ((1e12, "TB"), (1e9, "GB"), (1e6, "MB"), (1e3, "kB")):
         if count >= scale:
             return f"{count / scale:.1f} {name}"
     return f"{count:.0f} B"
 
 
-UNLIMITED = resource.RLIM_INFINITY
-
-
 @dataclass(frozen=True)
 class Machine:
-    """Where a check looks.
+    """The machine that the checks examine.
 
     Args:
-        root: of ``/proc`` and ``/sys``.
-        environ: environment variables.
-        cores: that this process may run on.
-        open_files: soft and hard limit of open files.
-        address_space: soft limit of the address space in bytes.
+        root: The directory that contains ``proc`` and ``sys``.
+        environ: The environment variables.
+        cores: The number of cores that this process may run on.
+        open_files: The soft and the hard limit of open files.
+        address_space: The soft limit of the address space in bytes.
     """
 
     root: Path = Path("/")
@@ -60,7 +60,7 @@ class Machine:
 
     @classmethod
     def here(cls) -> Machine:
-        """This one."""
+        """Returns the machine that this process runs on."""
         return cls(
             environ=os.environ,
             cores=len(os.sched_getaffinity(0)),
@@ -69,27 +69,28 @@ class Machine:
         )
 
     def read(self, path: str) -> str | None:
-        """A file's text without blanks around it; None where it cannot be read."""
+        """Returns the stripped text of a file, or None if the file cannot be read."""
         try:
             return (self.root / path).read_text().strip()
         except OSError:
             return None
 
     def number(self, path: str) -> int | None:
-        """The number that a file consists of; None for anything else, as ``max``."""
+        """Returns the number in a file, or None if the file contains anything else, for example ``max``."""
         text = self.read(path)
         return int(text) if text is not None and text.lstrip("-").isdigit() else None
 
     def memory(self) -> dict[str, int]:
-        """``/proc/meminfo`` in bytes."""
+        """Returns the values of ``/proc/meminfo`` in bytes."""
         lines = (line.split() for line in (self.read("proc/meminfo") or "").splitlines())
         return {words[0].rstrip(":"): int(words[1]) * 1024 for words in lines if len(words) == 3}
 
     def groups(self, controller: str) -> list[Path]:
-        """Directories of this process's control groups that can bound it, its own first.
+        """Returns the directories of the control groups that limit this process, from its own group to the root.
 
         Args:
-            controller: ``"memory"`` or ``"cpu"``; of version 1, or of version 2, where all are in one tree.
+            controller: The controller, ``"memory"`` or ``"cpu"``. Version 1 of control groups has a tree for each
+                controller; version 2 has one tree for all controllers.
         """
         for line in (self.read("proc/self/cgroup") or "").splitlines():
             number, controllers, path = line.split(":", 2)

@@ -13,51 +13,61 @@ from torchrec_recstore.doctor.probe import Imported
 _FILES = 4096
 _GOOD = 65536
 _LITTLE_DISK = 1 << 30
+_LITTLE_MEMORY = 2 << 30
+# The processor flags that csrc/row_kernels.cpp checks for each instruction set, the best set first.
+_NEEDS = {"avx512": {"avx512f", "avx512dq", "avx512vl", "avx512bw"}, "avx2": {"avx2", "f16c"}}
+_ORDER = ("baseline", "avx2", "avx512")
 
 
 def open_files(machine: Machine) -> Finding:
-    """RocksDB keeps all files of its databases open, 64 MB each at first; a server has one for each connection."""
+    """Checks the limit of open files.
+
+    RocksDB keeps all files of its databases open; the files have 64 MB at first. A server opens a file for each
+    connection.
+    """
     soft, hard = machine.open_files
     if soft == UNLIMITED or soft >= _FILES:
         return Finding("open files", "ok", f"ulimit -n: {'unlimited' if soft == UNLIMITED else soft}")
-    found = f"ulimit -n: {soft}, few for a large cold store in RocksDB and for a server of many clients"
+    found = f"ulimit -n: {soft}; a large cold store in RocksDB and a server with many clients need more"
     if hard == UNLIMITED or hard >= _GOOD:
         return Finding("open files", "warning", found, f"ulimit -n {_GOOD}")
-    return Finding("open files", "warning", f"{found}; at most {hard}", f"sudo prlimit --pid $$ --nofile={_GOOD}")
+    found += f"; the hard limit is {hard}"
+    return Finding("open files", "warning", found, f"sudo prlimit --pid $$ --nofile={_GOOD}")
 
 
 def disk(folder: Path) -> Finding:
-    """Room for checkpoints and cold rows."""
+    """Checks the free disk space for checkpoints and cold rows."""
     try:
         free = shutil.disk_usage(folder).free
     except OSError as error:
         return Finding("disk", "problem", f"{folder}: {error.strerror}", f"mkdir -p {folder}")
     if not folder.is_dir():
-        return Finding("disk", "problem", f"{os.path.abspath(folder)} is no folder", "name one: --data DIR")
+        return Finding("disk", "problem", f"{os.path.abspath(folder)} is not a folder", "name a folder: --data DIR")
     found = f"{size(free)} free at {os.path.abspath(folder)}"
     if not os.access(folder, os.W_OK):
-        return Finding("disk", "problem", f"{os.path.abspath(folder)} cannot be written", "name another: --data DIR")
+        return Finding(
+            "disk", "problem", f"{os.path.abspath(folder)} cannot be written", "name another folder: --data DIR"
+        )
     if free < _LITTLE_DISK:
         return Finding("disk", "warning", found, "name another disk for checkpoints and cold stores")
     return Finding("disk", "ok", found)
 
 
-_LITTLE_MEMORY = 2 << 30
-
-
 def available(machine: Machine) -> Finding:
-    """Memory that is there for rows."""
+    """Checks the memory that is available for rows."""
     memory = machine.memory()
     if "MemAvailable" not in memory:
-        return Finding("memory", "problem", "no MemAvailable in /proc/meminfo: tables cannot tell what is left")
+        return Finding("memory", "problem", "no MemAvailable in /proc/meminfo: the free memory is unknown")
     found = f"{size(memory['MemAvailable'])} available of {size(memory['MemTotal'])}"
     if memory["MemAvailable"] < _LITTLE_MEMORY:
-        return Finding("memory", "warning", found, "end other programs, or bound tables: TableOptions(max_rows=...)")
+        return Finding(
+            "memory", "warning", found, "end other programs, or limit the tables: TableOptions(max_rows=...)"
+        )
     return Finding("memory", "ok", found)
 
 
 def buffers(imported: Mapping[str, Imported]) -> Finding:
-    """Outputs and gradients that a process keeps for its next steps."""
+    """Reports the memory of outputs and gradients that a process keeps for its next steps."""
     extension = imported.get("torchrec_recstore.ops")
     kept = None if extension is None else extension.facts.get("kept_bytes")
     if kept is None:
@@ -65,30 +75,35 @@ def buffers(imported: Mapping[str, Imported]) -> Finding:
     return Finding(
         "buffers",
         "ok",
-        f"each process keeps up to {size(int(kept))} of outputs and gradients for its next steps, more where recent "
-        "steps used more; torchrec_recstore.ops.buffer_pool_bytes() counts them",
+        f"each process keeps up to {size(int(kept))} of outputs and gradients for its next steps, and more if recent "
+        "steps used more; torchrec_recstore.ops.buffer_pool_bytes() returns the current size",
     )
 
 
 def control_group(machine: Machine) -> Finding:
-    """The limit of a container, a batch system's job or a systemd unit, past which the kernel kills the process."""
+    """Checks the memory limit of a container, a batch job or a systemd unit.
+
+    The kernel kills a process that exceeds the limit.
+    """
     limits: dict[Path, int] = {}
-    for folder in machine.groups("memory"):  # the native store asks the same ones before a table grows
+    for folder in machine.groups("memory"):  # the native store reads the same limits before a table grows
         for name in ("memory.max", "memory.limit_in_bytes"):
             limit = machine.number(str(folder / name))
             if limit is not None and limit < machine.memory().get("MemTotal", 0):
                 limits[folder / name] = limit
     if not limits:
-        return Finding("memory limit", "ok", "no control group bounds this process to less than the machine has")
+        return Finding("memory limit", "ok", "no control group limits the memory of this process")
     tightest = min(limits, key=lambda path: limits[path])
     found = f"{size(limits[tightest])} in /{tightest}: tables refuse to grow past it"
     if limits[tightest] < _LITTLE_MEMORY:
-        return Finding("memory limit", "warning", found, "raise it, or bound tables: TableOptions(max_rows=...)")
+        return Finding(
+            "memory limit", "warning", found, "raise the limit, or limit the tables: TableOptions(max_rows=...)"
+        )
     return Finding("memory limit", "ok", found)
 
 
 def overcommit(machine: Machine) -> Finding:
-    """Whether the kernel lets address space be reserved that is never touched."""
+    """Checks whether the kernel allows a process to reserve more address space than there is memory."""
     mode = machine.number("proc/sys/vm/overcommit_memory")
     if mode is None:
         return Finding("overcommit", "warning", "/proc/sys/vm/overcommit_memory cannot be read")
@@ -99,15 +114,15 @@ def overcommit(machine: Machine) -> Finding:
     return Finding(
         "overcommit",
         "problem" if left < _LITTLE_MEMORY else "warning",
-        f"vm.overcommit_memory = 2: reserved address space counts, {size(max(left, 0))} is left, and a table that "
-        "grows reserves three times its size",
+        f"vm.overcommit_memory = 2: reserved address space counts as memory, {size(max(left, 0))} is left, and a table "
+        "that grows reserves three times its size",
         "sudo sysctl vm.overcommit_memory=0  # until the next boot; to keep it: "
         "echo vm.overcommit_memory=0 | sudo tee /etc/sysctl.d/90-recstore.conf",
     )
 
 
 def huge_pages(machine: Machine) -> Finding:
-    """Whether rows can lie in pages of 2 MiB, which the processor translates without walking through tables."""
+    """Checks whether rows can use huge pages of 2 MiB, whose addresses the processor translates faster."""
     text = machine.read("sys/kernel/mm/transparent_hugepage/enabled")
     if text is None:
         return Finding("huge pages", "warning", "this kernel has no transparent huge pages: lookups are slower")
@@ -117,14 +132,14 @@ def huge_pages(machine: Machine) -> Finding:
     return Finding(
         "huge pages",
         "warning",
-        f"transparent_hugepage/enabled: {chosen}: rows lie in small pages, lookups are slower",
+        f"transparent_hugepage/enabled: {chosen}: rows use small pages, and lookups are slower",
         "echo madvise | sudo tee /sys/kernel/mm/transparent_hugepage/enabled  # until the next boot; "
-        "to keep it: transparent_hugepage=madvise on the kernel's command line",
+        "to keep it: add transparent_hugepage=madvise to the kernel's command line",
     )
 
 
 def address_space(machine: Machine) -> Finding:
-    """``ulimit -v``."""
+    """Checks the limit of the address space."""
     if machine.address_space == UNLIMITED:
         return Finding("address space", "ok", "ulimit -v: unlimited")
     return Finding(
@@ -135,13 +150,8 @@ def address_space(machine: Machine) -> Finding:
     )
 
 
-# As csrc/row_kernels.cpp asks for them, the best first.
-_NEEDS = {"avx512": {"avx512f", "avx512dq", "avx512vl", "avx512bw"}, "avx2": {"avx2", "f16c"}}
-_ORDER = ("baseline", "avx2", "avx512")
-
-
 def instruction_set(machine: Machine, imported: Mapping[str, Imported]) -> Finding:
-    """What the native extension has chosen, against what the processor has."""
+    """Checks whether the native extension uses the best instruction set that the processor has."""
     text = machine.read("proc/cpuinfo") or ""
     fields = {name.strip(): value.strip() for name, _, value in (line.partition(":") for line in text.splitlines())}
     model = fields.get("model name", "a processor without a name")
@@ -151,26 +161,27 @@ def instruction_set(machine: Machine, imported: Mapping[str, Imported]) -> Findi
     chosen = None if extension is None else extension.facts.get("instruction_set")
     if chosen is None:
         return Finding("processor", "ok", f"{model}, {best}")
-    found = f"{model}: rows are worked on with {chosen}"
+    found = f"{model}: the loops over rows use {chosen}"
     if _ORDER.index(chosen) < _ORDER.index(best):
         forced = machine.environ.get("RECSTORE_ISA")
-        why = "" if forced is None else f", since RECSTORE_ISA={forced}"
+        why = "" if forced is None else f"; RECSTORE_ISA={forced} is set"
         fix = "reinstall torchrec-recstore" if forced is None else "unset RECSTORE_ISA"
         return Finding("processor", "warning", f"{found}, and the processor has {best}{why}", fix)
     if chosen == "baseline":
-        found += ", without AVX2 the loops over rows take several times as long"
-        return Finding("processor", "warning", found, "run on a processor with AVX2; in a virtual machine, pass it on")
+        found += "; without AVX2 they take several times as long"
+        fix = "use a processor with AVX2; in a virtual machine, enable AVX2 for the guest"
+        return Finding("processor", "warning", found, fix)
     return Finding("processor", "ok", found)
 
 
 def threads(machine: Machine) -> Finding:
-    """As many as there are cores to run on."""
+    """Checks whether torch starts as many threads as there are usable cores."""
     cores = usable_cores(machine)
     where = f"{machine.cores} cores" + (
-        "" if cores == machine.cores else f", of whose time a control group gives {cores}"
+        "" if cores == machine.cores else f", and a control group limits the CPU time to that of {cores}"
     )
     ranks = (
-        f"several ranks: torchrun gives each one thread unless told otherwise: OMP_NUM_THREADS={cores // 2} "
+        f"for several ranks, set the threads of each rank (torchrun's default: 1): OMP_NUM_THREADS={cores // 2} "
         "torchrun --nproc-per-node 2 ..."
     )
     set_to = machine.environ.get("OMP_NUM_THREADS", "").split(",")[0].strip()
@@ -181,18 +192,23 @@ def threads(machine: Machine) -> Finding:
         return Finding("threads", "ok", where, ranks if cores > 2 else "")
     if not set_to.isdigit() or int(set_to) < 1:
         return Finding(
-            "threads", "warning", f"OMP_NUM_THREADS={set_to} is no number of threads", f"export OMP_NUM_THREADS={cores}"
+            "threads",
+            "warning",
+            f"OMP_NUM_THREADS={set_to} is not a number of threads",
+            f"export OMP_NUM_THREADS={cores}",
         )
     found = f"OMP_NUM_THREADS={set_to} on {where}"
     if int(set_to) > cores:
-        return Finding("threads", "warning", f"{found}: they wait for each other", f"export OMP_NUM_THREADS={cores}")
+        return Finding(
+            "threads", "warning", f"{found}: the threads wait for each other", f"export OMP_NUM_THREADS={cores}"
+        )
     if int(set_to) == 1 < cores:
         return Finding("threads", "warning", f"{found}: one process uses one core", f"export OMP_NUM_THREADS={cores}")
     return Finding("threads", "ok", found)
 
 
 def usable_cores(machine: Machine) -> int:
-    """Cores that this process may run on, or fewer where a control group gives it less time than they have."""
+    """Returns the number of cores that this process may use, within the CPU time that its control groups allow."""
     shares = [float(machine.cores)]
     for folder in machine.groups("cpu"):
         quota, period = machine.number(f"{folder}/cpu.cfs_quota_us"), machine.number(f"{folder}/cpu.cfs_period_us")
@@ -205,13 +221,13 @@ def usable_cores(machine: Machine) -> int:
 
 
 def spinning(machine: Machine) -> Finding:
-    """Whether threads that wait leave their cores to others; docs/performance.md has what it costs."""
+    """Checks whether waiting threads of OpenMP leave their cores to other threads. See docs/performance.md."""
     for name in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY"):
         if name in machine.environ:
             return Finding("waiting threads", "ok", f"{name}={machine.environ[name]}")
     return Finding(
         "waiting threads",
         "ok",
-        "spin for milliseconds, which is fine where training has its cores for itself",
-        "beside other work: export GOMP_SPINCOUNT=10000",
+        "waiting threads spin for milliseconds, which is fine if no other program needs the cores",
+        "if other programs run on the same cores: export GOMP_SPINCOUNT=10000",
     )

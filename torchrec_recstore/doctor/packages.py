@@ -13,15 +13,26 @@ from torchrec_recstore.doctor.probe import Imported
 from torchrec_recstore.triples import DEFAULT, Triple, for_torch, nearest_to_torch, release, torch_of_fbgemm
 
 TESTED = {"torchmetrics": "1.0.3", "tensordict": "0.15.3", "safetensors": "0.8.0", "xxhash": "4.1.0"}
-"""The versions that requirements/ pins, beside those of :mod:`torchrec_recstore.triples`."""
+"""The tested versions of the packages that are not in :mod:`torchrec_recstore.triples`, as in requirements/."""
 
 _LEAST_TORCH = (2, 11)  # the stable ABI that the native extension is built for
+
+EXTRAS = {
+    "cli": "progress and tables of this command",
+    "examples": "recstore train",
+    "service": "recstore serve, RecStoreClient",
+    "rocksdb": "cold rows on a disk",
+    "redis": "cold rows on a Redis or Valkey server",
+}
+"""The use of each extra."""
+
+_WITHOUT_TORCHREC = "not installed: Table and RecStoreClient work, TorchRec does not"
 
 Versions = Callable[[str], str | None]
 
 
 def installed(name: str) -> str | None:
-    """The version of a distribution, None where it is not installed."""
+    """Returns the version of a distribution, or None if the distribution is not installed."""
     try:
         return version(name)
     except PackageNotFoundError:
@@ -45,7 +56,7 @@ def packages(imported: Mapping[str, Imported], versions: Versions = installed) -
 
 
 def python(number: tuple[int, ...], executable: str) -> Finding:
-    """3.10 or later."""
+    """Python is version 3.10 or later."""
     found = f"{'.'.join(map(str, number))}, {executable}"
     if tuple(number) < (3, 10):
         return Finding("python", "problem", found, "install Python 3.10 or later")
@@ -72,12 +83,15 @@ def _torch_version(found: Imported, versions: Versions) -> str | None:
 
 
 def extension(found: Imported, of_torch: Imported, versions: Versions) -> Finding:
-    """The native store."""
+    """The native extension of torchrec_recstore can be loaded."""
     name, own = "torchrec_recstore", versions("torchrec-recstore") or "not installed, found on the path"
     if of_torch.error is not None:
-        return Finding(name, "problem", f"{own}; its native extension needs torch", "mend torch first")
+        return Finding(name, "problem", f"{own}; its native extension needs torch", "fix torch first")
     if found.error is not None:
-        fix = "make build in a checkout; else pip install --no-build-isolation --no-deps --force-reinstall ..."
+        fix = (
+            "in a checkout: make build; otherwise: "
+            "pip install --no-build-isolation --no-deps --force-reinstall torchrec-recstore"
+        )
         return Finding(name, "problem", f"{own}; its native extension does not load: {found.error}", fix)
     return Finding(name, "ok", f"{own}, native extension loads")
 
@@ -100,7 +114,7 @@ def fbgemm(found: Imported, of_torch: Imported, versions: Versions) -> Finding:
         return Finding("fbgemm", "problem", f"{said}: both write the same files", fix)
     said += " (CPU)" if name == "fbgemm-gpu-cpu" else " (CUDA)"
     if of_torch.error is not None:
-        return Finding("fbgemm", "problem", f"{said} needs torch", "mend torch first")
+        return Finding("fbgemm", "problem", f"{said} needs torch", "fix torch first")
     if misfit := _misfit(there[name], release(torch_number or "")):
         return Finding("fbgemm", "problem", f"{said} {misfit}; {triple} fit each other", fix)
     if found.error is not None:
@@ -110,9 +124,6 @@ def fbgemm(found: Imported, of_torch: Imported, versions: Versions) -> Finding:
             fix = f"pip uninstall -y fbgemm-gpu && pip install fbgemm-gpu-cpu=={triple.fbgemm}"
         return Finding("fbgemm", "problem", f"{said} cannot be imported: {found.error}", fix)
     return Finding("fbgemm", "ok", said)
-
-
-_WITHOUT_TORCHREC = "not installed: Table and RecStoreClient work, TorchRec does not"
 
 
 def _misfit(fbgemm_number: str, torch_release: tuple[int, int]) -> str:
@@ -148,7 +159,7 @@ def torchrec(found: Imported, of_fbgemm: Imported, of_torch: Imported, versions:
         return Finding("torchrec", "warning", _WITHOUT_TORCHREC, triple.install_on_cpu)
     if found.error is not None:
         if of_fbgemm.error is not None:
-            return Finding("torchrec", "problem", f"{number} cannot be imported without fbgemm", "mend fbgemm first")
+            return Finding("torchrec", "problem", f"{number} cannot be imported without fbgemm", "fix fbgemm first")
         if found.missing is not None:
             fix = triple.install_on_cpu
         return Finding("torchrec", "problem", f"{number} cannot be imported: {found.error}", fix)
@@ -158,53 +169,45 @@ def torchrec(found: Imported, of_fbgemm: Imported, of_torch: Imported, versions:
 
 
 def other(name: str, need: str, versions: Versions) -> Finding:
-    """One that has to be there.
+    """A required distribution is installed in the tested version.
 
     Args:
-        name: of the distribution.
-        need: whose requirement it is; without that it need not be there. Empty: ours.
-        versions: gives the version of a distribution, or None.
+        name: The name of the distribution.
+        need: The name of the package that requires the distribution. If that package is not installed, the distribution
+            is not required. An empty name means torchrec_recstore.
+        versions: Returns the version of a distribution, or None.
     """
     number, tested = versions(name), TESTED[name]
     fix = f"pip install {name}=={tested}"
     if number is None:
         if need and versions(need) is None:
-            return Finding(name, "ok", f"not installed; {need} alone needs it")
+            return Finding(name, "ok", f"not installed; only {need} needs it")
         return Finding(name, "problem", f"not installed, {need or 'torchrec_recstore'} needs it", fix)
     if need and number != tested:
         return Finding(name, "warning", f"{number}; {need} is tested with {tested}", fix)
     return Finding(name, "ok", number)
 
 
-EXTRAS = {
-    "cli": "progress and tables of this command",
-    "examples": "recstore train",
-    "service": "recstore serve, RecStoreClient",
-    "rocksdb": "cold rows on a disk",
-    "redis": "cold rows on a Redis or Valkey server",
-}
-
-
 def optional_packages(versions: Versions = installed) -> Iterator[Finding]:
-    """Looks at each extra's packages.
+    """Checks the packages of each extra.
 
     Args:
-        versions: gives the version of a distribution, or None.
+        versions: Returns the version of a distribution, or None.
     """
     try:
         lines = requires("torchrec-recstore") or []
     except PackageNotFoundError:
-        return  # a checkout on the path: nothing says what belongs to an extra
+        return  # a checkout that is not installed has no metadata of extras
     for extra, use in EXTRAS.items():
         yield extra_packages(extra, use, requirements_of(extra, lines), versions)
 
 
 def requirements_of(extra: str, lines: list[str]) -> dict[str, str]:
-    """The distributions of an extra, each with the least or the only version that fits.
+    """Returns the distributions of an extra, each with its version specifier.
 
     Args:
-        extra: its name.
-        lines: as the distribution's metadata has them: ``redis>=8; extra == "redis"``.
+        extra: The name of the extra.
+        lines: The requirements in the distribution's metadata, for example ``redis>=8; extra == "redis"``.
     """
     found = {}
     for line in lines:
@@ -216,7 +219,7 @@ def requirements_of(extra: str, lines: list[str]) -> dict[str, str]:
 
 
 def extra_packages(extra: str, use: str, wanted: dict[str, str], versions: Versions) -> Finding:
-    """One extra."""
+    """The packages of an extra are installed in versions that fit."""
     there = {name: versions(name) for name in wanted}
     missing = [name for name, number in there.items() if number is None]
     fix = f"pip install 'torchrec-recstore[{extra}]'"
@@ -231,7 +234,7 @@ def extra_packages(extra: str, use: str, wanted: dict[str, str], versions: Versi
 
 
 def fits(number: str | None, bound: str) -> bool:
-    """Whether a version is within ``>=1.2``, ``==1.2`` or no bound."""
+    """Returns whether a version satisfies ``>=1.2``, ``==1.2`` or an empty specifier."""
     found = re.match(r"(>=|==)\s*([\d.]+)", bound)
     if number is None or found is None:
         return True

@@ -1,4 +1,4 @@
-"""Imports packages in a process of its own: one that crashes or never returns is found, too."""
+"""Imports packages in a separate process, so that imports that crash or never return are reported too."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 MODULES = ("torch", "torchrec_recstore.ops", "fbgemm_gpu", "torchrec")
-"""In the order in which they need each other."""
+"""The modules to import. Each module follows the modules that it needs."""
 
 _TIMEOUT_S = 180
 
@@ -37,12 +37,12 @@ for name in sys.argv[1:]:
 
 @dataclass(frozen=True)
 class Imported:
-    """How an import went.
+    """The result of an import.
 
     Args:
-        error: why it failed, in one line; None where it did not.
-        missing: the module that was not found, if that was why.
-        facts: what the module says of itself.
+        error: The error in one line, or None if the import succeeded.
+        missing: The name of the module that was not found, if that was the error.
+        facts: Properties of the module, by name.
     """
 
     error: str | None = None
@@ -51,12 +51,12 @@ class Imported:
 
 
 def probe(modules: Sequence[str], python: str = sys.executable, timeout_s: float = _TIMEOUT_S) -> dict[str, Imported]:
-    """Imports each module.
+    """Imports modules in separate processes and returns the results by module name.
 
     Args:
-        modules: their names, each after those that it needs.
-        python: which interpreter.
-        timeout_s: for all that one process imports.
+        modules: The names of the modules. Each module follows the modules that it needs.
+        python: The path of the Python interpreter.
+        timeout_s: The longest time in seconds that a process may take for all its imports. Default: 180.
     """
     found: dict[str, Imported] = {}
     while left := [name for name in modules if name not in found]:
