@@ -124,7 +124,9 @@ def test_an_own_optimizer_beside_stock_tables() -> None:
 
 def test_a_mark_and_fused_params_must_name_the_same_optimizer() -> None:
     adagrad = {"optimizer": EmbOptimType.EXACT_ADAGRAD, "learning_rate": 0.1}
-    with pytest.raises(ValueError, match="table 't': fused_params select Adagrad, apply_optimizer_in_backward SGD"):
+    with pytest.raises(
+        ValueError, match="table 't': fused_params select Adagrad, apply_optimizer_in_backward selects SGD"
+    ):
         sharded(marked(torch.optim.SGD, lr=0.2), adagrad)
     # Of the same optimizer, the table's own numbers go before the sharder's, as in TorchRec; and where the sharder
     # names none, the mark alone selects.

@@ -67,8 +67,8 @@ def topology() -> Topology:
 def by_default(table: str) -> str:
     return (
         f"table {table!r} is planned on TorchRec's own kernel, since its sharding names none: pass "
-        "compute_kernel='customized_kernel' to table_wise(...) and its like for RecStore, or the name of TorchRec's "
-        "kernel"
+        "compute_kernel='customized_kernel' to table_wise(...) or the other sharding function for RecStore, or pass "
+        "the name of TorchRec's kernel"
     )
 
 
@@ -163,8 +163,8 @@ def test_a_plan_that_was_made_with_other_sharders_is_warned_of() -> None:
     module = two_tables()
     plan = EmbeddingShardingPlanner(topology=topology()).plan(module, get_default_sharders())
     assert warned(lambda: DistributedModelParallel(module, plan=plan, sharders=[RecStoreSharder()])) == [
-        "table(s) 'a', 'b' are not in RecStore: the plan that RecStoreSharder is given has none but TorchRec's own "
-        "kernels: give RecStoreSharder to the planner as well, or use TorchRec's sharder"
+        "table(s) 'a', 'b' are not in RecStore: the plan for RecStoreSharder has only TorchRec's own kernels: pass "
+        "RecStoreSharder to the planner as well, or use TorchRec's sharder"
     ]
 
 

@@ -1,4 +1,4 @@
-"""What sharded collections with RecStore tables, and their sharders, have in common."""
+"""The common base classes of sharded collections with RecStore tables, and of their sharders."""
 
 from __future__ import annotations
 
@@ -58,17 +58,17 @@ from torchrec_recstore.torchrec_seams import CollectionSeams, grouped_configs, g
 from torchrec_recstore.utils import warn_user
 
 
-def int64_ids(features: Any) -> KeyedJaggedTensor:
-    """``features`` with int64 ids.
+def _int64_ids(features: Any) -> KeyedJaggedTensor:
+    """Returns ``features`` with int64 ids.
 
-    TorchRec's row-wise split (``block_bucketize_sparse_features``, fbgemm-gpu 1.8.0) is lossless for int64 and wrong
-    for int32 ids beyond ``num_embeddings``.
+    TorchRec's row-wise split (``block_bucketize_sparse_features``, fbgemm-gpu 1.8.0) is correct for all int64 ids, but
+    wrong for int32 ids that are not less than ``num_embeddings``.
 
     Args:
-        features: a ``KeyedJaggedTensor`` or ``TensorDict`` of any integer type.
+        features: A ``KeyedJaggedTensor`` or ``TensorDict`` of any integer dtype.
 
     Raises:
-        TypeError: ids that are not integers.
+        TypeError: The ids are not integers.
     """
     features = maybe_td_to_kjt(features)
     dtype = features.values().dtype
@@ -79,12 +79,12 @@ def int64_ids(features: Any) -> KeyedJaggedTensor:
     return _with_ids(features, features.values().to(torch.int64))
 
 
-def mixed_ids(features: KeyedJaggedTensor, names: Set[str]) -> KeyedJaggedTensor:
-    """``features`` in which the ids of those called ``names`` are spread by ``ops.mix_ids``: hash routing.
+def _mixed_ids(features: KeyedJaggedTensor, names: Set[str]) -> KeyedJaggedTensor:
+    """Returns ``features`` with the ids of the features ``names`` mixed by ``ops.mix_ids``, for hash routing.
 
     Args:
-        features: with int64 ids.
-        names: features, which need not all be among ``features``.
+        features: The batch, with int64 ids.
+        names: The names of the features to mix. ``features`` need not have all of them.
     """
     keys: list[str] = features.keys()
     mixes = [key in names for key in keys]
@@ -114,12 +114,12 @@ def _with_ids(features: KeyedJaggedTensor, ids: torch.Tensor) -> KeyedJaggedTens
 
 
 class RecStoreCollection(RefusesQuantization, CollectionSeams):
-    """Mixed into TorchRec's sharded collections: the plan may give tables to RecStore."""
+    """A mixin for TorchRec's sharded collections that supports tables in RecStore."""
 
     _supported: ClassVar[tuple[str, ...]]
-    """Sharding types of RecStore tables."""
+    """The sharding types that are supported for RecStore tables."""
     _tables_name: ClassVar[str]
-    """The attribute that holds one module a table."""
+    """The name of the attribute that holds one module for each table."""
     _lookup_type: ClassVar[type[RecStoreLookup]]
 
     recstore_state: ModuleState
@@ -127,17 +127,17 @@ class RecStoreCollection(RefusesQuantization, CollectionSeams):
     _copies: GivenCopies
 
     def recstore_table_names(self) -> list[str]:
-        """The tables that the plan gives to RecStore, in the order of the configs; the same on every rank."""
+        """Returns the names of the RecStore tables of the plan, in the order of the configs, the same on every rank."""
         plan = self.module_sharding_plan
         return [name for name in self.names_of_tables if plan[name].compute_kernel == RECSTORE_KERNEL]
 
     def recstore_tables(self) -> Iterator[Table]:
-        """The RecStore shards of this rank."""
+        """Yields the shards of the RecStore tables on this rank."""
         for kernel in self._recstore_kernels():
             yield from kernel.tables
 
     def recstore_dims(self) -> dict[str, int]:
-        """Columns of each whole RecStore table, by name."""
+        """Returns the number of columns of each whole RecStore table, by the table's name."""
         names = set(self.recstore_table_names())
         return {c.name: c.embedding_dim for c in self.table_configs if c.name in names}
 
@@ -154,11 +154,13 @@ class RecStoreCollection(RefusesQuantization, CollectionSeams):
         *args: Any,
         **kwargs: Any,
     ) -> dict[str, list[EmbeddingShardingInfo]]:
-        """As TorchRec's, whose constructors begin with it (torchrec 1.8.0), with RecStore's checks of every table.
+        """Returns TorchRec's sharding infos by sharding type, after RecStore's checks of every table.
+
+        TorchRec's constructors call this method first (torchrec 1.8.0). The arguments are TorchRec's.
 
         Raises:
-            ValueError: a RecStore table with a sharding type, data type, ``init_fn``, optimizer or routing that
-                RecStore does not support; on every rank, also those without a shard of it.
+            ValueError: RecStore does not support the sharding type, data type, ``init_fn``, optimizer or routing of a
+                RecStore table. The error is raised on every rank, including ranks without a shard of the table.
         """
         configs: list[BaseEmbeddingConfig] = getattr(module, cls._configs_name)()
         for config in configs:
@@ -178,28 +180,36 @@ class RecStoreCollection(RefusesQuantization, CollectionSeams):
         return by_type
 
     def input_dist(self, ctx: Any, features: Any) -> Awaitable[Any]:
-        """As TorchRec's; ids of other integer types are widened first, since its row-wise split needs int64.
+        """Distributes a batch to the ranks, as TorchRec's method does, after converting the ids to int64.
 
         Raises:
-            RuntimeError: a tensor that ``state_dict`` gave was written to, which changes no row.
+            TypeError: The ids are not integers.
+            RuntimeError: A tensor that ``state_dict`` returned has been written to; this would change no row.
         """
         self._copies.check()
-        features = mixed_ids(int64_ids(features), self._hashed_features())
+        features = _mixed_ids(_int64_ids(features), self._hashed_features())
         if not self.awaits_first_batch:
             return super().input_dist(ctx, features)
-        # The first batch is checked against num_embeddings, which for RecStore is but a hint (torchrec 1.8.0).
+        # TorchRec checks the ids of the first batch against num_embeddings (torchrec 1.8.0), which does not limit the
+        # ids of RecStore tables.
         with self.hidden_configs(self.recstore_table_names()):
             return super().input_dist(ctx, features)
 
     def register_post_lookup_tracker_fn(self, record_fn: Record) -> None:
-        """TorchRec's hook for trackers of ids and embeddings: ``record_fn`` is called after each lookup."""
-        # With the whole module's ids, in which those of several kernels, and of RecStore's shards, are not told apart.
+        """Registers a function that is called after each lookup. TorchRec's trackers of ids and embeddings call this.
+
+        Args:
+            record_fn: The function; see ``Record``.
+        """
+        # TorchRec's method would call the function with the ids of the whole module. These cannot be assigned to
+        # kernels and to RecStore's shards, so each lookup calls the function itself.
         for lookup in self.lookups:
             lookup = lookup.module if isinstance(lookup, DistributedDataParallel) else lookup
             lookup.register_optim_state_tracker_fn(record_fn)
 
     def reset_parameters(self) -> None:
-        """As TorchRec's, which reads every table's weights, and so must not see RecStore's (torchrec 1.8.0)."""
+        """Initializes the weights of the tables on TorchRec's kernels. RecStore tables do not change."""
+        # TorchRec's method reads the weights of every table in the configs (torchrec 1.8.0).
         with self.hidden_configs(self.recstore_table_names()):
             super().reset_parameters()
 
@@ -209,16 +219,16 @@ class RecStoreCollection(RefusesQuantization, CollectionSeams):
         return self._hashed
 
     def make_lookups(self) -> None:
-        """Makes RecStore's lookup for each sharding with RecStore tables, and TorchRec's own for the others."""
+        """Makes RecStore's lookup for each sharding with RecStore tables, and TorchRec's lookup for other shardings."""
         self._copies = GivenCopies()
-        # On every rank, also those without a shard; only here is it known how many shards there are.
+        # The options are checked on every rank, also on ranks without a shard. The number of shards is known only here.
         opens_stores = False
         for sharding_type, sharding in self.shardings_by_type():
             for table in _recstore_configs(sharding):
                 options = whole_options(table, table.fused_params)
                 shard_options(options, row_split(sharding, sharding_type), table.name)
                 opens_stores |= options.cold_store is not None
-        # A cold store may be out of reach for one rank alone.
+        # One rank may fail to open a cold store that other ranks can open.
         with refused_together(self.ranks_env) if opens_stores else nullcontext():
             for sharding_type, sharding in self.shardings_by_type():
                 kernels = {group.compute_kernel for group in grouped_configs(sharding)}
@@ -228,15 +238,16 @@ class RecStoreCollection(RefusesQuantization, CollectionSeams):
                     self.lookups.append(sharding.create_lookup())
 
     def register_tables(self) -> None:
-        """Registers a parameter for each RecStore table, also where this rank has no shard of it."""
-        # Ranks must agree on parameter names; for customized kernels TorchRec names none where there is no shard.
+        """Registers a parameter for each RecStore table, also for tables without a shard on this rank."""
+        # All ranks must have the same parameter names, but for customized kernels TorchRec registers no parameter on
+        # ranks without a shard.
         for name, dim in self.recstore_dims().items():
             table = getattr(self, self._tables_name)[name]
             if not hasattr(table, "weight"):
                 table.register_parameter("weight", placeholder_parameter(name, dim))
 
     def make_state(self, fused_optimizer: CombinedOptimizer) -> CombinedOptimizer:
-        """Makes :attr:`recstore_state`; returns the fused optimizer with the states of the RecStore tables."""
+        """Makes :attr:`recstore_state` and returns the fused optimizer with the states of the RecStore tables."""
         states = self._table_states()
         self.recstore_state = ModuleState(self, self._tables_name, states, self.ranks_env, self._copies)
         return self.recstore_state.optimizer_with_states(fused_optimizer)
@@ -248,7 +259,7 @@ class RecStoreCollection(RefusesQuantization, CollectionSeams):
             for name, table, routing in zip(names, kernel.tables, kernel.routings, strict=True):
                 shards[name].append(LocalShard(table, routing))
         dims = self.recstore_dims()
-        # Of tables on other ranks too.
+        # These are the configs of all tables, also of tables without a shard on this rank.
         configs = {table.name: table for sharding in self.shardings_in_order for table in _recstore_configs(sharding)}
         states = {}
         for name, of_table in shards.items():
@@ -258,12 +269,12 @@ class RecStoreCollection(RefusesQuantization, CollectionSeams):
         return states
 
     def load_rows(self, state_dict: dict[str, Any], prefix: str) -> None:
-        """Loads the rows of the RecStore tables and takes them out of ``state_dict``."""
+        """Loads the rows of the RecStore tables from ``state_dict`` and removes them from it."""
         self.recstore_state.load(state_dict, prefix)
 
 
 def _recstore_configs(sharding: EmbeddingSharding[Any, Any, Any, Any]) -> Iterator[ShardedEmbeddingTable]:
-    """TorchRec's descriptions of the sharding's RecStore shards on all ranks."""
+    """Yields TorchRec's configs of the sharding's RecStore shards on all ranks."""
     for group in grouped_configs_of_all_ranks(sharding):
         for table in group.embedding_tables:
             if table.compute_kernel == EmbeddingComputeKernel.CUSTOMIZED_KERNEL:
@@ -274,7 +285,10 @@ _Self = TypeVar("_Self", bound="RecStoreCollectionSharder")
 
 
 class RecStoreCollectionSharder(BaseEmbeddingSharder):  # type: ignore[misc]
-    """Mixed into TorchRec's sharders: offers RecStore's kernel, and TorchRec's own on request."""
+    """A mixin for TorchRec's sharders that offers RecStore's kernel.
+
+    The copy that ``with_stock_kernels`` returns also offers TorchRec's kernels.
+    """
 
     _sharded: ClassVar[type[RecStoreCollection]]
     _offers_stock = False
@@ -290,7 +304,7 @@ class RecStoreCollectionSharder(BaseEmbeddingSharder):  # type: ignore[misc]
         super().__init__(with_own_arguments(fused_params, optimizer, accumulation_steps), *args, **kwargs)
 
     def with_stock_kernels(self: _Self) -> _Self:
-        """A copy that offers TorchRec's own kernels as well, for planners that choose by constraint."""
+        """Returns a copy that also offers TorchRec's kernels, for planners that choose the kernel by constraint."""
         offer = copy.copy(self)
         offer._offers_stock = True
         return offer
@@ -298,32 +312,41 @@ class RecStoreCollectionSharder(BaseEmbeddingSharder):  # type: ignore[misc]
     def _dealt_out(
         self, module: nn.Module, params: dict[str, ParameterSharding], env: ShardingEnv
     ) -> tuple[dict[str, Any] | None, dict[str, ParameterSharding]]:
-        """``fused_params`` and the plan's entries as TorchRec passes them on."""
+        """Returns the ``fused_params`` and the plan for the sharded module. See :func:`deal_out`."""
         refuse_replicas(params, env)
         warn_of_stock_tables(self, params)
         kernels = {sharding.compute_kernel for sharding in params.values()}
         if RECSTORE_KERNEL in kernels and module.device != torch.device("meta"):
             warn_user(
                 "RecStore tables do not take the weights of the module that is sharded, which is not on the meta "
-                "device: make it with device='meta'; TableOptions(initializer=...) sets initial rows, "
-                "load_dense_weights given ones"
+                "device: make it with device='meta'. Use TableOptions(initializer=...) for random initial rows, or "
+                "load_dense_weights for given rows"
             )
         return deal_out(self.fused_params, params, super().shardable_parameters(module))
 
     def shardable_parameters(self, module: nn.Module) -> dict[str, nn.Parameter]:
-        """The tables by name; for planning they weigh what their resident rows weigh."""
+        """Returns the parameters of the tables, by name.
+
+        ``numel`` of a parameter counts the resident rows only, so that TorchRec's planner estimates their memory.
+        """
         parameters: dict[str, nn.Parameter] = super().shardable_parameters(module)
         if self._offers_stock:
-            return parameters  # whose weight depends on the kernel: left to the planner's estimator
+            return parameters  # The size depends on the kernel, and the planner's own estimator computes it.
         return {name: ResidentParameter.of(parameter, name=name) for name, parameter in parameters.items()}
 
     def sharding_types(self, compute_device_type: str) -> list[str]:
-        """The sharding types that RecStore supports, on any device, and what TorchRec's sharder offers on request."""
+        """Returns the sharding types that RecStore supports, on any device.
+
+        A copy from ``with_stock_kernels`` also returns the sharding types of TorchRec's sharder.
+        """
         stock = super().sharding_types(compute_device_type) if self._offers_stock else []
         return list(dict.fromkeys([*self._sharded._supported, *stock]))
 
     def compute_kernels(self, sharding_type: str, compute_device_type: str) -> list[str]:
-        """RecStore's kernel for the sharding types it supports, and TorchRec's kernels on request."""
+        """Returns RecStore's kernel if RecStore supports the sharding type.
+
+        A copy from ``with_stock_kernels`` also returns the kernels of TorchRec's sharder.
+        """
         kernels = [RECSTORE_KERNEL] if sharding_type in self._sharded._supported else []
         if self._offers_stock and sharding_type in super().sharding_types(compute_device_type):
             kernels += super().compute_kernels(sharding_type, compute_device_type)
@@ -331,7 +354,7 @@ class RecStoreCollectionSharder(BaseEmbeddingSharder):  # type: ignore[misc]
 
     @property
     def module_type(self) -> type[nn.Module]:
-        """The class of the modules that it shards."""
+        """The class of the modules that this sharder shards."""
         kind: type[nn.Module] = super().module_type
         warn_if_overridden(self, kind)
         return kind

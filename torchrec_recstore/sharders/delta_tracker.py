@@ -1,4 +1,4 @@
-"""TorchRec's delta tracker over RecStore tables: raw ids, and states that are found by id."""
+"""Support for TorchRec's delta tracker in RecStore tables, with raw ids and optimizer states by id."""
 
 from __future__ import annotations
 
@@ -21,26 +21,28 @@ from torchrec_recstore.store.snapshot import column_weighted_mean
 from torchrec_recstore.torchrec_seams import kernels_of, optimizer_states, tracking_mode
 
 Record = Callable[..., None]
-"""``(features, embeddings, kernel)`` of one group of tables, after its lookup."""
+"""A function that is called with ``(features, embeddings, kernel)`` of one group of tables after its lookup."""
 
 _SQUARES = ("sum", "exp_avg_sq", "square_avg", "accumulator")
-"""The optimizers' states that come of squared gradients."""
+"""The names of the optimizer states that accumulate squared gradients."""
 
 
 def tracking(record: Record, groups: Sequence[GroupedEmbeddingConfig], kernels: Sequence[RecStoreKernel]) -> Record:
-    """The function that a lookup calls after each of its kernels, in the place of ``record``.
+    """Returns the function that a lookup calls after each of its kernels instead of ``record``.
 
-    ``ModelDeltaTrackerTrec`` takes ids for positions in FBGEMM's state tensors, which RecStore tables do not have
-    (torchrec 1.8.0). For their kernels its store is filled here instead, with raw ids; in the modes that compare states
-    its ``get_latest``, which knows FBGEMM's kernels alone, is replaced in that tracker.
+    ``ModelDeltaTrackerTrec`` uses ids as positions in FBGEMM's state tensors, which RecStore tables do not have
+    (torchrec 1.8.0). For RecStore kernels, the returned function writes raw ids to the tracker's store itself. In the
+    modes that compare states, this function also replaces the tracker's ``get_latest``, which supports FBGEMM's kernels
+    only.
 
     Args:
-        record: that a tracker registers: usually ``ModelDeltaTrackerTrec.record_lookup``.
-        groups: the groups of the lookup's sharding, on all ranks.
-        kernels: the RecStore kernels of the lookup.
+        record: The function that a tracker registers, usually ``ModelDeltaTrackerTrec.record_lookup``.
+        groups: The groups of the lookup's sharding, on all ranks.
+        kernels: The RecStore kernels of the lookup.
 
     Raises:
-        ValueError: the mode needs a state that a table's optimizer does not keep; on every rank.
+        ValueError: The tracker's mode needs an optimizer state that a table's optimizer does not have. The error is
+            raised on every rank.
     """
     tracker = getattr(record, "__self__", None)
     if not isinstance(tracker, ModelDeltaTrackerTrec):
@@ -59,13 +61,13 @@ def tracking(record: Record, groups: Sequence[GroupedEmbeddingConfig], kernels: 
             record(features, embeddings, kernel)
             return
         for name, (ids, rows) in _looked_up(kernel, features, embeddings, mode).items():
-            if name not in tracker.table_to_fqn or not len(ids):  # one that is skipped, an empty batch
+            if name not in tracker.table_to_fqn or not len(ids):  # The tracker skips the table, or the batch is empty.
                 continue
             states = rows
             if mode == TrackingMode.MOMENTUM_LAST:
-                states = momentum(_shards(kernels, name), ids)
+                states = _momentum(_shards(kernels, name), ids)
             elif mode in (TrackingMode.MOMENTUM_DIFF, TrackingMode.ROWWISE_ADAGRAD):
-                states = squares(_shards(kernels, name), ids)
+                states = _squares(_shards(kernels, name), ids)
             tracker.store.append(
                 batch_idx=tracker.curr_batch_idx, fqn=tracker.table_to_fqn[name], ids=ids, states=states
             )
@@ -73,35 +75,38 @@ def tracking(record: Record, groups: Sequence[GroupedEmbeddingConfig], kernels: 
     return record_group
 
 
-def momentum(shards: Sequence[Table], ids: Tensor) -> Tensor:
-    """The norm of each id's first state, which FBGEMM calls the momentum, over the columns of ``shards``.
+def _momentum(shards: Sequence[Table], ids: Tensor) -> Tensor:
+    """Returns the norm of each id's first optimizer state, which FBGEMM calls the momentum.
 
     Args:
-        shards: column shards of one table.
-        ids: (N,) int64, raw; duplicates allowed.
+        shards: The column shards of one table.
+        ids: (N,) int64. The raw ids. Duplicates are allowed.
 
     Returns:
-        (N,) float32, zeros where there is no row.
+        (N,) float32. The value is zero for an id without a row.
     """
     return _by_id(shards, ids, next(iter(state_names(shards[0].optimizer))), lambda state: state.norm(dim=1))
 
 
-def squares(shards: Sequence[Table], ids: Tensor) -> Tensor:
-    """Each id's state of squared gradients: of a row-wise optimizer as it is, else its mean over the columns.
+def _squares(shards: Sequence[Table], ids: Tensor) -> Tensor:
+    """Returns each id's state of squared gradients. An element-wise state is averaged over the columns.
 
-    Args, Returns: as for :func:`momentum`.
+    The arguments and the shape of the result are those of ``_momentum``.
     """
     return _by_id(shards, ids, _squares_name(shards[0].optimizer), lambda state: state.mean(dim=1))
 
 
 class _SquaresById:
-    """Stands for FBGEMM's tensor of a table's states, which the tracker indexes by the ids it has seen."""
+    """The states of squared gradients of a table, indexed by id.
+
+    It replaces FBGEMM's tensor of a table's states, which the tracker indexes by the ids of the batches.
+    """
 
     def __init__(self, shards: Sequence[Table]) -> None:
         self._shards = shards
 
     def __getitem__(self, ids: Tensor) -> Tensor:
-        return squares(self._shards, ids)
+        return _squares(self._shards, ids)
 
 
 def _check(mode: TrackingMode, optimizer: Optimizer, names: Sequence[str]) -> None:
@@ -137,7 +142,10 @@ def _by_id(shards: Sequence[Table], ids: Tensor, name: str, of_columns: Callable
 def _looked_up(
     kernel: RecStoreKernel, features: KeyedJaggedTensor, embeddings: Tensor, mode: TrackingMode
 ) -> dict[str, tuple[Tensor, Tensor | None]]:
-    """By table of the kernel's group: raw ids (N,) and, in the mode for it, their rows (N, columns of all shards)."""
+    """Returns the raw ids (N,) of the lookup and their rows (N, columns of all shards), by table.
+
+    The rows are None unless ``mode`` is ``TrackingMode.EMBEDDING``.
+    """
     lengths = iter(features.length_per_key())
     counts = [sum(next(lengths) for _ in config.feature_names) for config in kernel.config.embedding_tables]
     ids: dict[str, Tensor] = {}
@@ -159,7 +167,7 @@ def _looked_up(
 
 
 def _shards(kernels: Sequence[RecStoreKernel], name: str) -> list[Table]:
-    """A table's column shards on this rank, all of which are in one lookup."""
+    """Returns a table's column shards on this rank. All of them belong to one lookup."""
     return [
         table
         for kernel in kernels
@@ -169,7 +177,7 @@ def _shards(kernels: Sequence[RecStoreKernel], name: str) -> list[Table]:
 
 
 def _latest(tracker: ModelDeltaTrackerTrec) -> dict[str, Any]:
-    """What ``ModelDeltaTrackerTrec.get_latest`` gives: the states of each table, to be indexed by id."""
+    """Returns the states of each table, indexed by id, by the table's path, instead of the tracker's ``get_latest``."""
     latest: dict[str, Any] = {}
     for module in tracker.tracked_modules.values():
         for lookup in module.lookups:

@@ -25,7 +25,7 @@ from torchrec_recstore.sharders.plan import RECSTORE_KERNEL
 from torchrec_recstore.torchrec_seams import BagCollectionSeams, is_weighted, module_order
 
 
-def require_gradient(features: object) -> bool:
+def _has_trained_weights(features: object) -> bool:
     """Returns whether ``features`` have per-sample weights that require a gradient, while gradients are enabled."""
     if not isinstance(features, KeyedJaggedTensor) or not torch.is_grad_enabled():
         return False
@@ -33,7 +33,7 @@ def require_gradient(features: object) -> bool:
     return weights is not None and bool(weights.requires_grad)
 
 
-def check_weight_gradients(
+def _check_weight_gradients(
     features: KeyedJaggedTensor,
     configs: Sequence[BaseEmbeddingConfig],
     plan: Mapping[str, ParameterSharding],
@@ -115,8 +115,8 @@ class RecStoreShardedEmbeddingBagCollection(RecStoreCollection, BagCollectionSea
             NotImplementedError: The per-sample weights require a gradient that TorchRec's input distribution loses.
                 The error is raised on every rank.
         """
-        if is_weighted(self) and self.training and require_gradient(features):
-            check_weight_gradients(
+        if is_weighted(self) and self.training and _has_trained_weights(features):
+            _check_weight_gradients(
                 features,
                 self.table_configs,
                 self.module_sharding_plan,

@@ -1,4 +1,4 @@
-"""What the ranks of a sharded module tell each other."""
+"""The exchange of objects and errors between the ranks of a sharded module."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ _T = TypeVar("_T")
 
 
 def all_gathered(value: _T, env: ShardingEnv) -> list[_T]:
-    """``value`` of every rank of the module's group, in their order. Collective.
+    """Returns ``value`` of every rank of the module's process group, in the order of the ranks. Collective.
 
     Raises:
-        RuntimeError: a rank has died; on every rank that lives, unless the group is of NCCL.
+        RuntimeError: A rank has died. The error is raised on every other rank, unless the group is an NCCL group.
     """
-    # The group's own methods, which work after dist.destroy_process_group, too: a checkpoint may be written meanwhile.
-    # The functions of dist look the group up, and gloo's groups live as long as someone has them (torch 2.13).
+    # The methods of the group also work after dist.destroy_process_group, which may be called while a checkpoint is
+    # written. The functions of torch.distributed would look the group up and fail (torch 2.13).
     group = env.process_group
     if group is None or group.size() == 1:
         return [value]
     values: list[_T] = [value] * group.size()
     try:
-        if torch.device("cpu") not in group._device_types:  # of nccl alone
+        if torch.device("cpu") not in group._device_types:  # The group has the NCCL backend only.
             dist.all_gather_object(values, value, group=group)
             return values
         return _through_first_rank(values, value, group)
@@ -37,7 +37,7 @@ def all_gathered(value: _T, env: ShardingEnv) -> list[_T]:
 
 
 def _through_first_rank(values: list[_T], value: _T, group: dist.ProcessGroup) -> list[_T]:
-    # gloo's own all_gather goes round in a ring: who is not next to the rank that died waits for half an hour (2.13).
+    # gloo's own all_gather is a ring: a rank that is not next to the dead rank waits for 30 minutes (torch 2.13).
     if group.rank() != 0:
         _send(value, group, 0)
         received = _received(group, 0)
@@ -54,7 +54,7 @@ def _through_first_rank(values: list[_T], value: _T, group: dist.ProcessGroup) -
     for rank in living:
         try:
             _send(values if died is None else died, group, rank)
-        except RuntimeError as error:  # the others are to know, now or in the next call
+        except RuntimeError as error:  # The remaining ranks get the error now or in the next call.
             died = _Died(f"rank {rank}: {error}")
     if died is not None:
         raise RuntimeError(died.why)
@@ -77,17 +77,17 @@ def _received(group: dist.ProcessGroup, rank: int) -> Any:
 
 @dataclass(frozen=True)
 class _Died:
-    """In the place of values: a rank is not there any more."""
+    """The message that is sent instead of the values if a rank has died."""
 
     why: str
 
 
 @contextmanager
 def refused_together(env: ShardingEnv) -> Iterator[None]:
-    """An error in the block on any rank becomes one on every rank, so that none waits for it. Collective.
+    """Raises an error of any rank in the block on every rank, so that no rank waits for a failed one. Collective.
 
     Raises:
-        Exception: the first failing rank's.
+        Exception: The error of the first rank that failed.
     """
     error: Exception | None = None
     try:
@@ -102,7 +102,7 @@ def refused_together(env: ShardingEnv) -> Iterator[None]:
 
 
 def _picklable(error: Exception | None) -> Exception | None:
-    """The error, or one that says the same where it would not arrive."""
+    """Returns the error, or a ``RuntimeError`` with the same message if the error cannot be pickled."""
     try:
         pickle.loads(pickle.dumps(error))
     except Exception:
@@ -111,7 +111,7 @@ def _picklable(error: Exception | None) -> Exception | None:
 
 
 def whole_environment() -> ShardingEnv:
-    """All ranks of the job; this process alone where ``torch.distributed`` is not initialised."""
+    """Returns the environment of all ranks of the job, or of one rank if ``torch.distributed`` is not initialized."""
     if not dist.is_initialized():
         return ShardingEnv.from_local(world_size=1, rank=0)
     group = dist.group.WORLD

@@ -1,4 +1,4 @@
-"""TorchRec's compute kernels over RecStore tables."""
+"""The compute kernels that TorchRec's lookups call for RecStore tables."""
 
 from __future__ import annotations
 
@@ -38,15 +38,18 @@ ROW_SPLIT = frozenset({ShardingType.ROW_WISE.value, ShardingType.TABLE_ROW_WISE.
 """The sharding types that split rows."""
 
 IN_NODE = frozenset({ShardingType.TABLE_ROW_WISE.value, ShardingType.GRID_SHARD.value})
-"""Those of them that split rows over the ranks of one node."""
+"""The sharding types that split rows over the ranks of one node."""
 
 MOST_ROWS_IN_NODE = 2**31 - 1
-"""``TwRwSparseFeaturesDist`` keeps block sizes in int32 (torchrec 1.8.0). A RecStore table's ``num_embeddings`` is
-but a hint and moves only the border between blocks, so that a larger one is lowered to this."""
+"""The largest ``num_embeddings`` with a sharding of ``IN_NODE``. A larger value is lowered to this one.
+
+``TwRwSparseFeaturesDist`` stores block sizes as int32 (torchrec 1.8.0). ``num_embeddings`` does not limit the ids of a
+RecStore table; it only determines the borders between the blocks of ids.
+"""
 
 
 def row_split(sharding: EmbeddingSharding[Any, Any, Any, Any], sharding_type: str) -> tuple[int, int] | None:
-    """(ranks, this rank) among which the sharding splits each table's rows; None where it does not."""
+    """Returns (number of ranks, this rank) of the ranks that share each table's rows; None if rows are not split."""
     if sharding_type == ShardingType.ROW_WISE.value:
         return dist.get_world_size(process_group(sharding)), dist.get_rank(process_group(sharding))
     if sharding_type in IN_NODE:
@@ -54,12 +57,12 @@ def row_split(sharding: EmbeddingSharding[Any, Any, Any, Any], sharding_type: st
     return None
 
 
-def routing(table: ShardedEmbeddingTable, split: tuple[int, int] | None) -> BlockRouting | None:
-    """What the shard has to undo on the ids that it is given; None where they are raw.
+def _routing_of(table: ShardedEmbeddingTable, split: tuple[int, int] | None) -> BlockRouting | None:
+    """Returns the mapping by which the input distribution changed the shard's ids; None if the ids are unchanged.
 
     Args:
-        table: TorchRec's description of the shard.
-        split: of :func:`row_split`.
+        table: TorchRec's config of the shard.
+        split: The result of :func:`row_split`.
     """
     if split is None:
         return None
@@ -74,12 +77,14 @@ def routing(table: ShardedEmbeddingTable, split: tuple[int, int] | None) -> Bloc
 
 
 def check_table(config: EmbeddingTableConfig, fused_params: Mapping[str, Any] | None) -> None:
-    """Refuses what RecStore does not support, on ranks without a shard of the table as well.
+    """Checks that RecStore supports a table.
 
-    Every rank calls it for every table, so that none is left waiting for another that has failed.
+    Every rank calls this function for every table, also for tables of which it has no shard. So all ranks raise the
+    same error, and no rank waits for a rank that has failed.
 
     Raises:
-        ValueError: data type, optimizer, initial range or virtual table; the message names the table.
+        ValueError: RecStore does not support the data type, the optimizer, the initial range, ``output_dtype`` or
+            ``stochastic_rounding`` of the table, or the table is virtual; the message names the table.
     """
     check_config(config)
     optimizer_from_fused_params(fused_params, [config.name])
@@ -89,26 +94,26 @@ def check_table(config: EmbeddingTableConfig, fused_params: Mapping[str, Any] | 
 
 
 def whole_options(config: EmbeddingTableConfig, fused_params: Mapping[str, Any] | None) -> TableOptions:
-    """A table's options over all its shards, with the initializer that its config stands for."""
+    """Returns the options of the whole table, with the initializer of its config if the options have none."""
     options = table_options(fused_params)
     return replace(options, initializer=initializer_of(config, options))
 
 
-def make_table(
+def _make_table(
     config: ShardedEmbeddingTable,
     optimizer: Optimizer,
     split: tuple[int, int] | None,
     shard: int,
     routing: BlockRouting | None,
 ) -> Table:
-    """The store of one shard: all columns of the table, or those of a column-wise shard.
+    """Returns the :class:`Table` of one shard, with all columns of the table or the columns of a column-wise shard.
 
     Args:
-        config: of a table that :func:`check_table` has passed.
-        optimizer: of its group.
-        split: as for :func:`torchrec_recstore.options.shard_options`.
-        shard: the rank, by which shards of one cold store are kept apart.
-        routing: which ids are the shard's; None for all.
+        config: TorchRec's config of the shard. :func:`check_table` has checked it.
+        optimizer: The optimizer of the shard's group.
+        split: The result of :func:`row_split`.
+        shard: The rank. It keeps the rows of the table's shards apart in a cold store.
+        routing: The mapping that determines which ids belong to the shard. None: all ids.
     """
     return Table(
         config.embedding_dim,
@@ -132,15 +137,15 @@ def _columns(config: ShardedEmbeddingTable) -> range | None:
     return range(first, first + config.local_cols)
 
 
-def padded_offsets(offsets: Tensor, bags: Sequence[int]) -> Tensor:
-    """Offsets in which every feature has as many bags as the one with the most: empty ones at its end.
+def _padded_offsets(offsets: Tensor, bags: Sequence[int]) -> Tensor:
+    """Returns offsets in which all features have the same number of bags, by appending empty bags.
 
     Args:
-        offsets: (sum of bags + 1,) of all features' bags, feature by feature.
-        bags: of each feature.
+        offsets: (sum of bags + 1,). The offsets of the bags, feature by feature.
+        bags: The number of bags of each feature.
 
     Returns:
-        (features * max(bags) + 1,), of the dtype of ``offsets``.
+        (features * max(bags) + 1,), the dtype of ``offsets``.
     """
     counts = torch.tensor(bags)
     first = counts.cumsum(0) - counts
@@ -149,16 +154,18 @@ def padded_offsets(offsets: Tensor, bags: Sequence[int]) -> Tensor:
     return offsets[torch.cat([taken, counts.sum()[None]])]
 
 
-def rank_major(pooled: Tensor, bags: Sequence[Sequence[int]], columns: Sequence[int]) -> Tensor:
-    """The order in which TorchRec's output distribution expects bags of varying batches (torchrec 1.8.0).
+def _rank_major(pooled: Tensor, bags: Sequence[Sequence[int]], columns: Sequence[int]) -> Tensor:
+    """Returns pooled rows in the order that TorchRec's output distribution expects for variable batch sizes.
+
+    This is the order of torchrec 1.8.0.
 
     Args:
-        pooled: (at least the most bags of a feature, sum of columns).
-        bags: of each feature from each rank.
-        columns: of each feature.
+        pooled: (at least the largest number of bags of a feature, sum of columns). The pooled rows.
+        bags: The number of bags of each feature from each rank.
+        columns: The number of columns of each feature.
 
     Returns:
-        One dimension: rank by rank, feature by feature, its bags.
+        One dimension: the bags, rank by rank and, for each rank, feature by feature.
     """
     by_feature = [
         torch.split(block[: sum(from_ranks)], list(from_ranks))
@@ -168,9 +175,10 @@ def rank_major(pooled: Tensor, bags: Sequence[Sequence[int]], columns: Sequence[
 
 
 def placeholder_parameter(name: str, dim: int) -> nn.Parameter:
-    """The empty parameter, (0, dim), that stands for a table in TorchRec's bookkeeping.
+    """Returns the empty parameter, (0, dim), that represents a table in TorchRec's modules and optimizers.
 
-    Its mark keeps it out of dense optimizers built over ``in_backward_optimizer_filter`` (torchrec 1.8.0).
+    Its attribute ``_in_backward_optimizers`` excludes it from dense optimizers that are built with
+    ``in_backward_optimizer_filter`` (torchrec 1.8.0).
     """
     parameter = TableParameter(torch.empty(0, dim), table=name)
     mark_as_optimized(parameter, EmptyFusedOptimizer())
@@ -178,34 +186,34 @@ def placeholder_parameter(name: str, dim: int) -> nn.Parameter:
 
 
 class RecStoreFusedOptimizer(FusedOptimizer):  # type: ignore[misc]
-    """The handle on a kernel's optimizer: rows are updated in backward, with the learning rate that stands here then.
+    """The fused optimizer of a kernel, as TorchRec sees it. Backward updates the rows with its learning rate.
 
     Args:
-        params: parameters by ``<table>.weight``.
-        optimizer: what backward applies.
+        params: The parameters of the tables, by ``<table>.weight``.
+        optimizer: The optimizer that backward applies.
     """
 
     def __init__(self, params: dict[str, nn.Parameter], optimizer: Optimizer) -> None:
         super().__init__(params, {}, [{"params": list(params.values()), "lr": optimizer.lr}])
 
     def learning_rate(self) -> float:
-        """The current learning rate, as schedulers and warm-up leave it."""
+        """Returns the current learning rate, which schedulers and warm-up may have changed."""
         return float(self.param_groups[0]["lr"])
 
     def step(self, closure: Any = None) -> None:
-        """Nothing: backward has updated the rows."""
+        """Does nothing, because backward has updated the rows."""
 
     def zero_grad(self, set_to_none: bool = False) -> None:
-        """Nothing: there are no gradient tensors."""
+        """Does nothing, because there are no gradient tensors."""
 
 
-class ParameterOptimizer(FusedOptimizer):  # type: ignore[misc]
-    """The optimizer that a table's parameter names; as TorchRec's, it sets the learning rate of the table's group.
+class _ParameterOptimizer(FusedOptimizer):  # type: ignore[misc]
+    """The optimizer of one table's parameter. Its ``step`` sets the learning rate of the table's group, as TorchRec's.
 
     Args:
-        name: the table's.
-        parameter: the table's.
-        group: the handle on the optimizer of the table's kernel.
+        name: The name of the table.
+        parameter: The parameter of the table.
+        group: The optimizer of the table's kernel.
     """
 
     def __init__(self, name: str, parameter: nn.Parameter, group: RecStoreFusedOptimizer) -> None:
@@ -213,24 +221,27 @@ class ParameterOptimizer(FusedOptimizer):  # type: ignore[misc]
         self._group = group
 
     def step(self, closure: Any = None) -> None:
-        """Sets the learning rate of the next backward; this one's has updated the rows."""
+        """Sets the learning rate of the next backward pass. The last backward pass has updated the rows already."""
         self._group.param_groups[0]["lr"] = self.param_groups[0]["lr"]
 
     def zero_grad(self, set_to_none: bool = False) -> None:
-        """Sets the learning rate of the next backward; there are no gradient tensors."""
+        """Sets the learning rate of the next backward pass. There are no gradient tensors."""
         self.step()
 
 
 class RecStoreKernel(BaseEmbedding, FusedOptimizerModule):  # type: ignore[misc]
-    """What pooled and sequence kernels have in common: a :class:`Table` a shard, one fused optimizer, placeholders.
+    """The common base class of pooled and sequence kernels.
+
+    A kernel has one :class:`Table` for each shard, one fused optimizer, and one empty parameter for each table.
 
     Args:
-        config: TorchRec's group: tables that share pooling and optimizer. Options may differ from table to table.
-        split: (ranks, this rank) among which TorchRec splits each table's rows; None where it does not.
-        shard: this rank, by which the shards of a table are kept apart in a cold store.
+        config: TorchRec's group of tables. The tables have the same pooling and optimizer; their options may differ.
+        split: The result of :func:`row_split`: (number of ranks, this rank) of the ranks that share each table's rows,
+            or None if rows are not split.
+        shard: This rank. It keeps the rows of a table's shards apart in a cold store.
 
     Raises:
-        ValueError: an optimizer that RecStore does not support; the message names the tables.
+        ValueError: RecStore does not support the optimizer; the message names the tables.
     """
 
     def __init__(self, config: GroupedEmbeddingConfig, split: tuple[int, int] | None, shard: int) -> None:
@@ -238,9 +249,9 @@ class RecStoreKernel(BaseEmbedding, FusedOptimizerModule):  # type: ignore[misc]
         self._config = config
         optimizer = optimizer_from_fused_params(config.fused_params, config.table_names())
         self._output_dtype = output_dtype(config.fused_params, config.table_names())
-        self._routings = [routing(table, split) for table in config.embedding_tables]
+        self._routings = [_routing_of(table, split) for table in config.embedding_tables]
         self._tables = [
-            make_table(table, optimizer, split, shard, routing)
+            _make_table(table, optimizer, split, shard, routing)
             for table, routing in zip(config.embedding_tables, self._routings, strict=True)
         ]
         self._placeholders = {
@@ -250,78 +261,79 @@ class RecStoreKernel(BaseEmbedding, FusedOptimizerModule):  # type: ignore[misc]
             {f"{name}.weight": parameter for name, parameter in self._placeholders.items()}, optimizer
         )
         for name, parameter in self._placeholders.items():
-            mark_as_optimized(parameter, ParameterOptimizer(name, parameter, self._optim))
+            mark_as_optimized(parameter, _ParameterOptimizer(name, parameter, self._optim))
 
     @property
     def config(self) -> GroupedEmbeddingConfig:
-        """TorchRec's description of the group."""
+        """TorchRec's config of the group."""
         return self._config
 
     @property
     def fused_optimizer(self) -> FusedOptimizer:
-        """The handle on the group's optimizer."""
+        """The fused optimizer of the group."""
         return self._optim
 
     @property
     def tables(self) -> list[Table]:
-        """The group's shards on this rank; a table split by columns may appear several times."""
+        """The group's shards on this rank. A table that is split by columns may have several shards."""
         return self._tables
 
     @property
     def routings(self) -> list[BlockRouting | None]:
-        """How the ids of each of ``tables`` were split over ranks."""
+        """The mapping by which the ids of each of ``tables`` were split over ranks. See :class:`BlockRouting`."""
         return self._routings
 
     def prefetch(self, features: KeyedJaggedTensor) -> None:
-        """Prepares a batch's rows ahead of its training forward, in whatever thread calls.
+        """Prepares the rows of a batch before its training forward. Any thread may call this method.
 
-        Missing ones are made, save those of tables with ``max_rows`` or ``admission``, and cold ones are read.
+        Makes missing rows, except those of tables with ``max_rows`` or ``admission``, and reads cold rows.
 
         Args:
-            features: int64 ids of ``config.feature_names()``, in that order.
+            features: The int64 ids of ``config.feature_names()``, in that order.
         """
         raise NotImplementedError
 
     def named_parameters_by_table(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Each table's name and its empty parameter, once."""
+        """Yields the name and the empty parameter of each table, once."""
         yield from self._placeholders.items()
 
     def named_parameters(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Parameter]]:
-        """``<table>.weight`` and the empty parameter that stands for the table."""
+        """Yields ``<table>.weight`` and the empty parameter of each table."""
         for name, parameter in self._placeholders.items():
             yield f"{prefix}.{name}.weight" if prefix else f"{name}.weight", parameter
 
     def named_buffers(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
     ) -> Iterator[tuple[str, torch.Tensor]]:
-        """None."""
+        """Yields nothing, because the kernel has no buffers."""
         yield from ()
 
     def state_dict(
         self, destination: dict[str, Any] | None = None, prefix: str = "", keep_vars: bool = False
     ) -> dict[str, Any]:
-        """Nothing: rows are saved by checkpoints, not by ``state_dict`` of the kernel."""
+        """Returns ``destination`` unchanged. The sharded module, not the kernel, adds rows to ``state_dict``."""
         return OrderedDict() if destination is None else destination
 
     def flush(self) -> None:
-        """Nothing: rows are always up to date."""
+        """Does nothing, because the rows are always up to date."""
 
     def purge(self) -> None:
-        """Nothing: there is no cache."""
+        """Does nothing, because there is no cache."""
 
 
 class RecStorePooledKernel(RecStoreKernel):
-    """Pooled lookups of a group of tables; backward updates the tables in place.
+    """A kernel for pooled lookups in a group of tables. Backward updates the tables in place.
 
     Args:
-        config: TorchRec's group.
-        sharding_type: row-wise types pool the mean as a sum, which the collection divides later.
-        split, shard: as for :class:`RecStoreKernel`.
+        config: TorchRec's group of tables.
+        sharding_type: The sharding type, if it splits rows. The kernel then returns sums for mean pooling, and the
+            collection divides them after the output distribution. Default: None.
+        split, shard: See :class:`RecStoreKernel`.
 
     Raises:
-        ValueError: an optimizer that RecStore does not support; the message names the tables.
+        ValueError: RecStore does not support the optimizer; the message names the tables.
     """
 
     def __init__(
@@ -344,25 +356,25 @@ class RecStorePooledKernel(RecStoreKernel):
         self._kernel.learning_rate = self._optim.learning_rate
 
     def forward(self, features: KeyedJaggedTensor) -> torch.Tensor:
-        """Pooled rows of the features of this group.
+        """Returns the pooled rows of the features of this group.
 
         Args:
-            features: int64 ids of ``config.feature_names()``, in that order.
+            features: The int64 ids of ``config.feature_names()``, in that order.
 
         Returns:
-            (B, sum of columns over features), of ``output_dtype`` in the fused_params; for a batch whose size varies by
-            feature one dimension: rank by rank, feature by feature.
+            (B, sum of columns over features), the ``output_dtype`` of the fused_params. If the batch size varies by
+            feature, one dimension: the bags, rank by rank and, for each rank, feature by feature.
         """
         weights = features.weights_or_none() if self._config.is_weighted else None
         weights = weights if weights is None else weights.float()
         if not features.variable_stride_per_key():
             return self._pooled(features.values(), features.offsets(), weights)
         bags = features.stride_per_key_per_rank()
-        offsets = padded_offsets(features.offsets(), [sum(from_ranks) for from_ranks in bags])
-        return rank_major(self._pooled(features.values(), offsets, weights), bags, self._config.embedding_dims())
+        offsets = _padded_offsets(features.offsets(), [sum(from_ranks) for from_ranks in bags])
+        return _rank_major(self._pooled(features.values(), offsets, weights), bags, self._config.embedding_dims())
 
     def prefetch(self, features: KeyedJaggedTensor) -> None:
-        """As :meth:`RecStoreKernel.prefetch`."""
+        """Prepares the rows of a batch. See :meth:`RecStoreKernel.prefetch`."""
         self._kernel.prefetch(features.values(), features.length_per_key())
 
     def _pooled(self, ids: torch.Tensor, offsets: torch.Tensor, weights: torch.Tensor | None) -> torch.Tensor:
@@ -371,14 +383,14 @@ class RecStorePooledKernel(RecStoreKernel):
 
 
 class RecStoreSequenceKernel(RecStoreKernel):
-    """Rows of a group of tables in the order of the batch; backward updates the tables in place.
+    """A kernel for lookups of the row of each id in a group of tables. Backward updates the tables in place.
 
     Args:
-        config: TorchRec's group.
-        split, shard: as for :class:`RecStoreKernel`.
+        config: TorchRec's group of tables.
+        split, shard: See :class:`RecStoreKernel`.
 
     Raises:
-        ValueError: an optimizer that RecStore does not support; the message names the tables.
+        ValueError: RecStore does not support the optimizer; the message names the tables.
     """
 
     def __init__(self, config: GroupedEmbeddingConfig, split: tuple[int, int] | None = None, shard: int = 0) -> None:
@@ -389,19 +401,19 @@ class RecStoreSequenceKernel(RecStoreKernel):
         self._kernel.learning_rate = self._optim.learning_rate
 
     def forward(self, features: KeyedJaggedTensor) -> torch.Tensor:
-        """The rows of each id.
+        """Returns the row of each id.
 
         Args:
-            features: int64 ids of ``config.feature_names()``, in that order.
+            features: The int64 ids of ``config.feature_names()``, in that order.
 
         Returns:
-            One dimension: feature by feature, each id's columns, of ``output_dtype`` in the fused_params.
+            One dimension, the ``output_dtype`` of the fused_params: the columns of each id, feature by feature.
         """
         rows: torch.Tensor = self._kernel(features.values(), self._counts(features), train=self.training)
         return rows.to(self._output_dtype)
 
     def prefetch(self, features: KeyedJaggedTensor) -> None:
-        """As :meth:`RecStoreKernel.prefetch`."""
+        """Prepares the rows of a batch. See :meth:`RecStoreKernel.prefetch`."""
         self._kernel.prefetch(features.values(), self._counts(features))
 
     def _counts(self, features: KeyedJaggedTensor) -> list[int]:

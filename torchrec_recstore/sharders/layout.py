@@ -1,4 +1,4 @@
-"""How a table's rows are spread over shards: whole tensors are assembled from shards and cut into shards."""
+"""The layout of a table's rows over shards, and the conversion between tensors of shards and of whole tables."""
 
 from __future__ import annotations
 
@@ -18,50 +18,60 @@ from torchrec_recstore.kernels import BlockRouting
 from torchrec_recstore.sharders.gather import all_gathered
 from torchrec_recstore.store import Table
 
+Value = Tensor | ShardedTensor
+"""A tensor of a whole table: a plain tensor that is equal on every rank, or a tensor that is sharded as the model."""
+
+PIECE_ROWS = 1 << 18
+"""The largest number of rows in one piece of a sharded tensor.
+
+``torch.distributed.checkpoint`` can only read whole pieces, so this limits the memory that a load takes besides the
+tables.
+"""
+
 
 @dataclass(frozen=True)
 class LocalShard:
-    """A shard on this rank, and which ids belong to it."""
+    """A shard of a table on this rank, and the routing that determines which ids belong to it.
+
+    Args:
+        table: The shard.
+        routing: The routing of ids to the shards. None: all ids belong to the shard.
+    """
 
     table: Table
     routing: BlockRouting | None
 
     def owned(self, ids: Tensor) -> Tensor:
-        """(N,) bool: whether this shard is the one for each of ``ids``, (N,) int64."""
+        """Returns whether each of ``ids``, (N,) int64, belongs to this shard: (N,) bool."""
         if self.routing is None:
             return torch.ones_like(ids, dtype=torch.bool)
         return self.routing.owned(ids)
 
 
-Value = Tensor | ShardedTensor
-"""A whole table's tensor: plain, the same on every rank, or sharded as the model is."""
-
-PIECE_ROWS = 1 << 18
-"""No piece of a sharded tensor has more rows: ``torch.distributed.checkpoint`` can read a piece only as a whole, so
-that this bounds what a load takes beside the tables."""
-
-
 @dataclass(frozen=True)
 class _Piece:
-    """Where a shard, or a part of one, lies in the whole table."""
+    """The position of a shard, or of a part of a shard, in the whole table."""
 
     rank: int
     rows: range
     columns: range
 
     def cut(self) -> Iterator[_Piece]:
-        """Pieces of bounded size; the piece itself where it has no rows."""
+        """Yields parts of the piece with at most ``PIECE_ROWS`` rows, or the piece itself if it has no rows."""
         for begin in range(self.rows.start, max(self.rows.stop, self.rows.start + 1), PIECE_ROWS):
             yield replace(self, rows=range(begin, min(begin + PIECE_ROWS, self.rows.stop)))
 
 
 class ShardLayout:
-    """How a table's rows are spread at this moment. Making one is collective.
+    """The current layout of a table's rows over the shards. The constructor is collective.
 
     Args:
-        name: the table's.
-        shards: this rank's.
-        env: of the sharded module.
+        name: The name of the table.
+        shards: The table's shards on this rank.
+        env: The environment of the sharded module.
+
+    Raises:
+        RuntimeError: The table's column shards have different numbers of rows. The error is raised on every rank.
     """
 
     def __init__(self, name: str, shards: Sequence[LocalShard], env: ShardingEnv) -> None:
@@ -75,7 +85,7 @@ class ShardLayout:
         self.pieces: list[_Piece] = []
         for rank, pieces in enumerate(gathered):
             for rows, columns, *_, dtype in pieces:
-                self.dtype = dtype  # of the weights; the same in every shard
+                self.dtype = dtype  # The dtype of the weights is the same in every shard.
                 begin = ends.get(columns, 0)
                 ends[columns] = begin + rows
                 self.pieces.append(_Piece(rank, range(begin, begin + rows), columns))
@@ -85,11 +95,11 @@ class ShardLayout:
         self.column_shards = sorted(ends, key=lambda columns: columns.start)
 
     def rowed(self, tensors: Iterable[Tensor], dtype: torch.dtype = torch.int64) -> ShardedTensor:
-        """A (R,) tensor from this rank's parts, which the first column shard alone holds.
+        """Returns the whole tensor, (R,), from this rank's parts. Only the first column shard holds the parts.
 
         Args:
-            tensors: a part for each of this rank's shards, (rows,).
-            dtype: of the tensor.
+            tensors: One part for each of this rank's shards, (rows,).
+            dtype: The dtype of the tensor. Default: int64.
         """
         return self.sharded(tensors, None, None, dtype)
 
@@ -100,13 +110,14 @@ class ShardLayout:
         size: int | None,
         dtype: torch.dtype = torch.float32,
     ) -> ShardedTensor:
-        """The whole tensor from this rank's parts, one a shard that it has.
+        """Returns the whole tensor, (R,) or (R, size), from this rank's parts.
 
         Args:
-            tensors: a part for each of this rank's shards, (rows,) or (rows, width).
-            width: the columns of the whole that a shard's columns stand for; None for one-dimensional tensors.
-            size: columns of the whole; None for one-dimensional tensors.
-            dtype: of the tensor.
+            tensors: One part for each of this rank's shards, (rows,) or (rows, width).
+            width: A function that maps the table's columns in a shard to the columns of the whole tensor in the shard's
+                part. None for one-dimensional tensors.
+            size: The number of columns of the whole tensor. None for one-dimensional tensors.
+            dtype: The dtype of the tensor. Default: float32.
         """
 
         def metadata(piece: _Piece) -> ShardMetadata:
@@ -117,7 +128,7 @@ class ShardLayout:
             return ShardMetadata(offsets, sizes, placement=f"rank:{piece.rank}/cpu")
 
         holders = [p for p in self.pieces if width is not None or p.columns == self.column_shards[0]]
-        # torch refuses a ShardedTensor without shards, and shards of no rows beside others (torch 2.13).
+        # torch 2.13 does not accept a ShardedTensor without shards, nor empty shards besides others.
         kept = [p for p in holders if len(p.rows)] or list({p.columns: p for p in reversed(holders)}.values())[::-1]
         rank = self._rank()
         mine = zip([piece for piece in self.pieces if piece.rank == rank], tensors, strict=True)
@@ -143,15 +154,15 @@ class ShardLayout:
 
 
 class WholeRows:
-    """A whole table's tensor and the ids of its rows, to be cut for any shard.
+    """A tensor of a whole table with the ids of its rows, from which the rows of a shard can be taken.
 
     Args:
-        what: names the tensor in errors.
-        value: (R, W).
-        ids: (R,) int64, ids of the rows; None: row i is id i, as in TorchRec's own tables.
+        what: The name of the tensor in errors.
+        value: (R, W). The tensor.
+        ids: (R,) int64. The ids of the rows. None: row i is the row of id i, as in TorchRec's own tables.
 
     Raises:
-        ValueError: another shape, or other ids than a row each.
+        ValueError: ``value`` does not have two dimensions, or ``ids`` does not have one int64 id for each row.
     """
 
     def __init__(self, what: str, value: Value, ids: Tensor | None) -> None:
@@ -168,28 +179,28 @@ class WholeRows:
 
     @property
     def is_sharded(self) -> bool:
-        """Whether this rank has a part of the tensor alone."""
+        """Whether the tensor is sharded, so that this rank has only a part of it."""
         return isinstance(self._value, ShardedTensor)
 
     def check(self, shard: LocalShard, columns: range) -> None:
-        """Refuses a tensor that :meth:`rows` could not cut for the shard.
+        """Checks that this rank has the shard's rows.
 
         Raises:
-            ValueError: a sharded tensor whose rows or columns lie elsewhere than the model's.
+            ValueError: The tensor is sharded, and its rows or columns are split in another way than the model's.
         """
         if self.is_sharded:
             here = [torch.arange(first, first + len(rows)) for first, rows in self._local(columns)]
-            # Else rows that belong here lie with another rank, or are cut into other columns.
+            # If the ids differ, other ranks have rows of this shard, or the columns are split in another way.
             if not torch.equal(torch.cat([torch.empty(0, dtype=torch.int64), *here]), owned_positions(shard, self.ids)):
                 raise ValueError(
-                    f"{self._what} is sharded otherwise than the model: load_distributed_checkpoint can read it"
+                    f"{self._what} is sharded in another way than the model: load_distributed_checkpoint can read it"
                 )
 
     def rows(self, shard: LocalShard, columns: range) -> Tensor:
-        """``columns`` of the rows that belong to a shard, float32, in the order of :func:`owned_positions`.
+        """Returns ``columns`` of the rows that belong to a shard, float32, in the order of :func:`owned_positions`.
 
         Raises:
-            ValueError: as :meth:`check`.
+            ValueError: See :meth:`check`.
         """
         self.check(shard, columns)
         if self.is_sharded:
@@ -199,7 +210,7 @@ class WholeRows:
         return part.to(torch.float32)
 
     def _local(self, columns: range) -> list[tuple[int, Tensor]]:
-        """The first row of each part that this rank holds of ``columns``, and its rows; ascending."""
+        """Returns this rank's parts of ``columns``: the number of the first row, and the rows; in ascending order."""
         parts: list[tuple[int, Tensor]] = []
         for part in self._value.local_shards() if isinstance(self._value, ShardedTensor) else ():
             first, column = part.metadata.shard_offsets
@@ -209,15 +220,15 @@ class WholeRows:
 
 
 def owned_positions(shard: LocalShard, ids: Tensor) -> Tensor:
-    """(n,) int64, ascending: where in ``ids``, (R,) int64, those are that belong to the shard."""
+    """Returns the positions in ``ids``, (R,) int64, of the ids that belong to the shard: (n,) int64, ascending."""
     return shard.owned(ids).nonzero().squeeze(1)
 
 
 def gathered_rows(value: Value, env: ShardingEnv) -> Tensor:
-    """A (R,) tensor, whole, on every rank. Collective where it is sharded."""
+    """Returns the whole (R,) tensor on every rank. Collective if the tensor is sharded."""
     if not isinstance(value, ShardedTensor):
         return value
-    # A copy of each part: pickling a view would send all that it is a view of.
+    # Parts are copied, because pickling a view would send the whole tensor that it is a view of.
     local = [(part.metadata.shard_offsets[0], part.tensor.clone()) for part in value.local_shards()]
     parts = sorted((part for parts in all_gathered(local, env) for part in parts), key=lambda part: part[0])
     return torch.cat([torch.empty(0, dtype=value.dtype), *(tensor for _, tensor in parts)])

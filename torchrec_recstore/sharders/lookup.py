@@ -1,4 +1,4 @@
-"""The lookup of one sharding: RecStore's kernel for its groups, TorchRec's own for the others."""
+"""The lookups of one sharding, with RecStore's kernel for RecStore tables and TorchRec's kernels for other tables."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ from torchrec_recstore.torchrec_seams import (
 
 
 class RecStoreLookup(LookupSeams):
-    """Mixed into TorchRec's lookups: RecStore's kernel for the groups that the plan gives to it.
+    """A mixin for TorchRec's lookups that uses RecStore's kernel for the groups that the plan places in RecStore.
 
     Args:
-        sharding: whose tables of this rank are looked up.
-        type_name: its sharding type.
-        device: of TorchRec's own kernels.
-        more: the arguments that only one of TorchRec's lookups takes.
+        sharding: The sharding whose tables on this rank are looked up.
+        type_name: The sharding type.
+        device: The device of TorchRec's own kernels.
+        more: The arguments that only one of TorchRec's lookups has.
     """
 
     def __init__(
@@ -48,7 +48,7 @@ class RecStoreLookup(LookupSeams):
         device: torch.device | None,
         **more: Any,
     ) -> None:
-        # Before TorchRec's constructor, which makes the kernels.
+        # TorchRec's constructor makes the kernels, which need these attributes.
         self._split, self._rank = row_split(sharding, type_name), sharding_env(sharding).rank
         self._groups_of_all_ranks = grouped_configs_of_all_ranks(sharding)
         super().__init__(
@@ -60,7 +60,7 @@ class RecStoreLookup(LookupSeams):
         )
 
     def make_kernel(self, config: GroupedEmbeddingConfig) -> RecStoreKernel | None:
-        """RecStore's kernel for a group of RecStore tables, or None for TorchRec's own."""
+        """Returns RecStore's kernel for a group of RecStore tables, or None for a group on TorchRec's kernels."""
         recstore = config.compute_kernel == EmbeddingComputeKernel.CUSTOMIZED_KERNEL
         return self._recstore_kernel(config) if recstore else None
 
@@ -68,22 +68,31 @@ class RecStoreLookup(LookupSeams):
         raise NotImplementedError
 
     def prefetch(self, sparse_features: KeyedJaggedTensor, forward_stream: Any = None) -> None:
-        """TorchRec's hook for pipelines: prepares the batch's rows; its own kernels fetch as they do."""
+        """Prepares the rows of a batch before its forward. TorchRec's train pipelines call this method.
+
+        Args:
+            sparse_features: The features of this lookup.
+            forward_stream: The stream of the forward pass, for TorchRec's own kernels. Default: None.
+        """
         super().prefetch(sparse_features, forward_stream)
         for kernel, features in self.features_by_kernel(sparse_features):
             if isinstance(kernel, RecStoreKernel) and kernel.training:
                 kernel.prefetch(features)
 
     def register_optim_state_tracker_fn(self, record_fn: Record) -> None:
-        """TorchRec's hook for trackers: ``record_fn`` is called after the lookup of each group.
+        """Registers a function that is called after the lookup of each group. TorchRec's trackers call this method.
+
+        Args:
+            record_fn: The function; see ``Record``.
 
         Raises:
-            ValueError: a delta tracker in a mode that needs a state which a table's optimizer does not keep.
+            ValueError: The function belongs to a delta tracker in a mode that needs an optimizer state, and the
+                optimizer of a table does not have this state.
         """
         super().register_optim_state_tracker_fn(tracking(record_fn, self._groups_of_all_ranks, list(self.kernels())))
 
     def kernels(self) -> Iterator[RecStoreKernel]:
-        """RecStore's kernels of this rank."""
+        """Yields RecStore's kernels on this rank."""
         for kernel in kernels_of(self):
             if isinstance(kernel, RecStoreKernel):
                 yield kernel
@@ -95,7 +104,8 @@ class RecStorePooledLookup(RecStoreLookup, PooledLookupSeams, GroupedPooledEmbed
     def __init__(
         self, sharding: EmbeddingSharding[Any, Any, Any, Any], type_name: str, device: torch.device | None
     ) -> None:
-        # As TorchRec's shardings name themselves to their lookups: where rows are split, the mean is pooled as a sum.
+        # TorchRec's shardings pass these types to their lookups. If rows are split, the kernel returns sums for mean
+        # pooling.
         self._pools_as = None
         if type_name == ShardingType.ROW_WISE.value:
             self._pools_as = ShardingType.ROW_WISE

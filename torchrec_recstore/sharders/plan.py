@@ -1,4 +1,4 @@
-"""The plan's entries for RecStore tables, what a plan may ask of them, and how a sharder's arguments reach them."""
+"""The plan's entries for RecStore tables, their checks, and the way of a sharder's arguments to the tables."""
 
 from __future__ import annotations
 
@@ -35,22 +35,34 @@ from torchrec_recstore.torchrec_seams import caller_that_enumerates, constraints
 from torchrec_recstore.utils import warn_user
 
 RECSTORE_KERNEL: str = EmbeddingComputeKernel.CUSTOMIZED_KERNEL.value
-"""TorchRec's name, in plans and constraints, for the kernel that RecStore provides."""
+"""The name of RecStore's kernel in plans and constraints. (TorchRec uses this name for all kernels but its own.)"""
+
+DATA_PARALLEL = ShardingType.DATA_PARALLEL.value
+
+_stock_by_default: set[str] = set()
+"""The tables that a warning has been given about, because their sharding names no kernel.
+
+A table is removed from the set when it is sharded.
+"""
 
 
 class RecStoreModulePlan(EmbeddingModuleShardingPlan):  # type: ignore[misc]
-    """A module's plan in which TorchRec's own kernels are those that constraints ask for."""
+    """A module's plan from ``RecStorePlanner``, in which tables are on TorchRec's kernels only by constraint."""
 
 
 @dataclass
 class RecStoreParameterSharding(ParameterSharding):  # type: ignore[misc]
-    """A :class:`ParameterSharding` that takes a table's options to every rank. Pickles with the plan.
+    """A plan's entry for a RecStore table, with the table's options. It is pickled with the plan.
+
+    The other fields are those of TorchRec's ``ParameterSharding``.
 
     Args:
-        options: the table's options.
-        row_name: The name that decides the table's initial rows and keeps them apart in cold stores; None: the name in
-            the table's config. A planner sets it where several collections of the model have a table of that name.
-        optimizer, accumulation_steps: those of the sharder, on their way to the kernel; a planner leaves them out.
+        options: The table's options. Default: ``TableOptions()``.
+        row_name: The name that determines the table's initial rows and keeps them apart in a cold store. A planner sets
+            it if several collections of the model have tables with the same name. Default: None, the name in the
+            table's config.
+        optimizer: The ``optimizer`` argument of the sharder. The sharder sets it; a planner does not. Default: None.
+        accumulation_steps: The ``accumulation_steps`` argument of the sharder, which sets it. Default: 1.
     """
 
     options: TableOptions = field(default_factory=TableOptions)
@@ -62,12 +74,15 @@ class RecStoreParameterSharding(ParameterSharding):  # type: ignore[misc]
     def of(
         cls, sharding: ParameterSharding, options: TableOptions, row_name: str | None = None
     ) -> RecStoreParameterSharding:
-        """``sharding`` with ``options`` and ``row_name`` attached."""
+        """Returns a copy of ``sharding`` with ``options`` and ``row_name``."""
         stock = {f.name: getattr(sharding, f.name) for f in fields(ParameterSharding)}
         return cls(**stock, options=options, row_name=row_name)
 
     def get_additional_fused_params(self) -> dict[str, Any]:
-        """Called by TorchRec for customized kernels (``add_params_from_parameter_sharding``, torchrec 1.8.0)."""
+        """Returns the entries that the table's ``fused_params`` get from the plan.
+
+        TorchRec calls this method for customized kernels (``add_params_from_parameter_sharding``, torchrec 1.8.0).
+        """
         params: dict[str, Any] = {OPTIONS_KEY: CarriedOptions(self.options, self.row_name)}
         if self.optimizer is not None:
             params[OPTIMIZER_KEY] = self.optimizer
@@ -76,29 +91,25 @@ class RecStoreParameterSharding(ParameterSharding):  # type: ignore[misc]
         return params
 
 
-stock_by_default: set[str] = set()
-"""The tables of which it has been said that their sharding names no kernel, until they are sharded."""
-
-
 class ResidentParameter(nn.Parameter):
     """A view of a table's parameter whose ``numel`` counts resident rows only.
 
-    TorchRec's storage estimator takes a table's bytes from ``numel() * element_size()`` (``get_tensor_size_bytes``,
-    torchrec 1.8.0) and everything else, shard sizes, offsets and row-wise blocks, from ``shape``. So with this view a
-    table declared with 2**40 rows is planned by the memory it will take, and sharded by its declared shape.
+    TorchRec's storage estimator computes the bytes of a table from ``numel() * element_size()``
+    (``get_tensor_size_bytes``, torchrec 1.8.0), and shard sizes, offsets and row-wise blocks from ``shape``. With this
+    view, a table with ``num_embeddings=2**40`` is planned by the memory that it will take, and sharded by its shape.
     """
 
     @classmethod
     def of(cls, parameter: nn.Parameter, rows: int | None = None, name: str = "") -> ResidentParameter:
-        """A view of ``parameter`` of shape (num_embeddings, dim), with its attributes.
+        """Returns a view of ``parameter``, (num_embeddings, dim), with the same attributes.
 
         Args:
-            parameter: the unsharded table, usually on the meta device; shared, not copied.
-            rows: resident rows over all ranks; by default what default options say.
-            name: the table's.
+            parameter: The parameter of the unsharded table, usually on the meta device. It is not copied.
+            rows: The resident rows over all ranks. Default: None, the rows of a table with default options.
+            name: The name of the table.
         """
         view = cls(parameter.data, requires_grad=parameter.requires_grad)
-        view.__dict__.update(parameter.__dict__)  # the marks of apply_optimizer_in_backward
+        view.__dict__.update(parameter.__dict__)  # This copies the attributes that apply_optimizer_in_backward sets.
         num_embeddings = parameter.shape[0]
         view._resident_rows = resident_rows(TableOptions(), num_embeddings) if rows is None else rows
         view._table_name = name
@@ -109,13 +120,14 @@ class ResidentParameter(nn.Parameter):
 
     @property
     def _in_backward_optimizers(self) -> list[object]:
-        # Read by the generators of sharding_plan, table_wise() and its like, where no compute_kernel is given: they
-        # choose between TorchRec's kernels by it, whatever the sharder offers (_get_compute_kernel, torchrec 1.8.0).
-        stock_by_default.add(self._table_name)
+        # table_wise() and the other functions of TorchRec's sharding_plan read this attribute if they get no
+        # compute_kernel. They then choose one of TorchRec's kernels, even if the sharder does not offer it
+        # (_get_compute_kernel, torchrec 1.8.0).
+        _stock_by_default.add(self._table_name)
         warn_user(
             f"table {self._table_name!r} is planned on TorchRec's own kernel, since its sharding names none: pass "
-            f"compute_kernel={EmbeddingComputeKernel.CUSTOMIZED_KERNEL.value!r} to table_wise(...) and its like for "
-            "RecStore, or the name of TorchRec's kernel"
+            f"compute_kernel={EmbeddingComputeKernel.CUSTOMIZED_KERNEL.value!r} to table_wise(...) or the other "
+            "sharding function for RecStore, or pass the name of TorchRec's kernel"
         )
         if "_in_backward_optimizers" not in self.__dict__:
             raise AttributeError("_in_backward_optimizers")
@@ -123,22 +135,25 @@ class ResidentParameter(nn.Parameter):
         return optimizers
 
     def numel(self) -> int:
-        """Elements of the resident rows."""
+        """Returns the number of elements of the resident rows."""
         return self._resident_rows * self.shape[1]
 
     def nelement(self) -> int:
-        """Elements of the resident rows."""
+        """Returns the number of elements of the resident rows."""
         return self.numel()
 
 
 def with_own_arguments(
     fused_params: Mapping[str, Any] | None, optimizer: Optimizer | None, accumulation_steps: int
 ) -> dict[str, Any] | None:
-    """A sharder's ``fused_params`` that carry its own arguments; the planner weighs the optimizer's states by them.
+    """Returns a sharder's ``fused_params`` with its arguments ``optimizer`` and ``accumulation_steps`` added.
+
+    The planner reads them to estimate the size of the optimizer's states.
 
     Raises:
-        TypeError: ``optimizer`` is none of :mod:`torchrec_recstore.optim`, ``accumulation_steps`` no int.
-        ValueError: ``fused_params`` ask for another optimizer; ``accumulation_steps`` below 1.
+        TypeError: ``optimizer`` is not an optimizer of :mod:`torchrec_recstore.optim`, or ``accumulation_steps`` is not
+            an int.
+        ValueError: ``fused_params`` select another optimizer, or ``accumulation_steps`` is less than 1.
     """
     if isinstance(accumulation_steps, bool) or not isinstance(accumulation_steps, int):
         raise TypeError(f"accumulation_steps must be an int, got {type(accumulation_steps).__name__}")
@@ -160,16 +175,21 @@ def with_own_arguments(
 def deal_out(
     fused_params: dict[str, Any] | None, plan: dict[str, ParameterSharding], parameters: Mapping[str, nn.Parameter]
 ) -> tuple[dict[str, Any] | None, dict[str, ParameterSharding]]:
-    """``fused_params`` as TorchRec's kernels take them, and a plan whose RecStore entries carry the arguments instead.
+    """Moves the sharder's arguments from ``fused_params`` to the RecStore entries of the plan.
 
     Args:
-        fused_params: what :func:`with_own_arguments` made.
-        plan: the module's entries by table.
-        parameters: the module's tables by name, with the marks of ``apply_optimizer_in_backward``.
+        fused_params: The result of :func:`with_own_arguments`.
+        plan: The module's plan, by table name.
+        parameters: The module's parameters by table name, with the attributes that ``apply_optimizer_in_backward``
+            sets.
+
+    Returns:
+        ``fused_params`` without the sharder's arguments, for TorchRec's kernels, and the plan with these arguments.
 
     Raises:
-        ValueError: a table on one of TorchRec's fused kernels, to which nothing else gives an optimizer; a RecStore
-            table whose mark and ``fused_params`` name different optimizers.
+        ValueError: A table is on one of TorchRec's fused kernels, and only the sharder's ``optimizer`` selects an
+            optimizer for it. Or ``apply_optimizer_in_backward`` and ``fused_params`` select different optimizers for a
+            RecStore table.
     """
     _check_marks(fused_params or {}, plan, parameters)
     own = {key: fused_params[key] for key in (OPTIMIZER_KEY, ACCUMULATION_KEY) if fused_params and key in fused_params}
@@ -200,7 +220,8 @@ def deal_out(
 def _check_marks(
     fused_params: Mapping[str, Any], plan: Mapping[str, ParameterSharding], parameters: Mapping[str, nn.Parameter]
 ) -> None:
-    # TorchRec lets the mark win without a word (merge_fused_params, torchrec 1.8.0), which hides a mistake.
+    # In TorchRec, apply_optimizer_in_backward silently takes precedence over fused_params (merge_fused_params, torchrec
+    # 1.8.0), which hides a mistake.
     if "optimizer" not in fused_params:
         return
     for name, sharding in plan.items():
@@ -212,23 +233,23 @@ def _check_marks(
         if type(by_params) is not type(by_mark):
             raise ValueError(
                 f"RecStore table {name!r}: fused_params select {type(by_params).__name__}, "
-                f"apply_optimizer_in_backward {type(by_mark).__name__}: give one of them"
+                f"apply_optimizer_in_backward selects {type(by_mark).__name__}: use only one of them"
             )
 
 
 def check_plan(
     config: BaseEmbeddingConfig, sharding: ParameterSharding, supported: Collection[str], collection: str
 ) -> None:
-    """Refuses a sharding type or an ``init_fn`` that a RecStore table cannot have.
+    """Checks the sharding type and the ``init_fn`` of a table if the plan places it in RecStore.
 
     Args:
-        config: of one of the collection's tables, on whichever kernel.
-        sharding: the plan's entry for it.
-        supported: sharding types.
-        collection: what the table belongs to, for messages.
+        config: The config of one of the collection's tables.
+        sharding: The plan's entry for the table.
+        supported: The sharding types that RecStore supports for the collection.
+        collection: The class name of the collection, for error messages.
 
     Raises:
-        ValueError: the message names the table.
+        ValueError: RecStore does not support the sharding type or the ``init_fn``; the message names the table.
     """
     if sharding.compute_kernel != RECSTORE_KERNEL:
         return
@@ -241,14 +262,14 @@ def check_plan(
 
 
 def refuse_replicas(plan: Mapping[str, ParameterSharding], env: ShardingEnv) -> None:
-    """Refuses RecStore tables in a ``DMPCollection``, which averages the replicas' stock tables alone.
+    """Raises an error for RecStore tables in a ``DMPCollection``, which averages only tables on TorchRec's kernels.
 
     Args:
-        plan: of one collection, by table.
-        env: that the collection is to be sharded in.
+        plan: The plan of one collection, by table name.
+        env: The environment in which the collection is sharded.
 
     Raises:
-        NotImplementedError: a RecStore table would have replicas, which would drift apart; the message names it.
+        NotImplementedError: A RecStore table would have replicas with different rows; the message names the table.
     """
     tables = [name for name, sharding in plan.items() if sharding.compute_kernel == RECSTORE_KERNEL]
     if tables and isinstance(env, ShardingEnv2D):
@@ -262,10 +283,12 @@ def refuse_replicas(plan: Mapping[str, ParameterSharding], env: ShardingEnv) -> 
 def hashed_features(
     configs: Sequence[BaseEmbeddingConfig], shardings: Mapping[str, ParameterSharding]
 ) -> frozenset[str]:
-    """The features whose ids are mixed before they are split: those of row-split tables with ``routing="hash"``.
+    """Returns the features whose ids are mixed before the input distribution.
+
+    These are the features of RecStore tables with ``routing="hash"`` and a sharding type that splits rows.
 
     Raises:
-        ValueError: such a feature also belongs to a table that needs its ids as they are; the message names both.
+        ValueError: A feature also belongs to a table whose ids must not be mixed; the message names both tables.
     """
     hashed = {feature: c.name for c in configs if _is_hashed(shardings[c.name]) for feature in c.feature_names}
     for config in configs:
@@ -273,8 +296,8 @@ def hashed_features(
         if shared and not _is_hashed(shardings[config.name]):
             raise ValueError(
                 f"RecStore table {hashed[shared[0]]!r} with routing='hash' shares feature(s) {shared} with table "
-                f"{config.name!r}, whose ids are not routed so: give both routing='hash' and a sharding by rows, or "
-                "neither"
+                f"{config.name!r}, whose ids are routed in another way: use routing='hash' and a row-wise sharding "
+                "type for both tables or for neither"
             )
     return frozenset(hashed)
 
@@ -288,11 +311,8 @@ def _is_hashed(sharding: ParameterSharding) -> bool:
     )
 
 
-DATA_PARALLEL = ShardingType.DATA_PARALLEL.value
-
-
 def asks_for_recstore(constraint: ParameterConstraints | None) -> bool:
-    """Whether a table of a sharder for RecStore tables is to be in RecStore, as far as its constraint says."""
+    """Returns whether the constraint allows RecStore for a table of a RecStore sharder."""
     if constraint is None:
         return True
     if constraint.compute_kernels:
@@ -301,45 +321,46 @@ def asks_for_recstore(constraint: ParameterConstraints | None) -> bool:
 
 
 def warn_of_stock_tables(sharder: ModuleSharder[nn.Module], plan: Mapping[str, ParameterSharding]) -> None:
-    """Warns where a module's plan has no RecStore table, and nobody has asked for that.
+    """Warns if a module's plan has no RecStore table and ``RecStorePlanner`` did not make the plan.
 
-    ``RecStorePlanner`` plans tables on TorchRec's kernels where constraints ask for it. Other plans leave RecStore out
-    where they are made with other sharders than those that shard the model.
+    ``RecStorePlanner`` places tables on TorchRec's kernels only by constraint. Other plans have no RecStore tables if
+    they were made with other sharders than those that shard the model.
 
     Args:
-        sharder: for RecStore tables; it is given the plan.
-        plan: of one module, by table.
+        sharder: The RecStore sharder that shards the module.
+        plan: The plan of the module, by table name.
     """
     kernels = {name: s.compute_kernel for name, s in plan.items() if s.sharding_type != DATA_PARALLEL}
     if isinstance(plan, RecStoreModulePlan) or RECSTORE_KERNEL in kernels.values():
         return
-    tables = [name for name in kernels if name not in stock_by_default]
-    stock_by_default.difference_update(kernels)
+    tables = [name for name in kernels if name not in _stock_by_default]
+    _stock_by_default.difference_update(kernels)
     if tables:
         ours = type(sharder).__name__
         warn_user(
-            f"table(s) {', '.join(map(repr, tables))} are not in RecStore: the plan that {ours} is given has none but "
-            f"TorchRec's own kernels: give {ours} to the planner as well, or use TorchRec's sharder"
+            f"table(s) {', '.join(map(repr, tables))} are not in RecStore: the plan for {ours} has only TorchRec's own "
+            f"kernels: pass {ours} to the planner as well, or use TorchRec's sharder"
         )
 
 
 def warn_if_overridden(sharder: ModuleSharder[nn.Module], kind: type[nn.Module]) -> None:
-    """Warns where a planner makes a map of a list in which one of TorchRec's sharders overrides ``sharder``.
+    """Warns if a later sharder of TorchRec in the planner's list overrides ``sharder``.
 
-    Such a map has the last sharder of each type, and TorchRec reads nothing but ``module_type`` of the others. The
-    list, the model and the constraints are therefore taken from the caller, ``EmbeddingEnumerator.enumerate``
-    (torchrec 1.8.0); there is no warning where it is another.
+    A planner makes a map from ``module_type`` to sharders, which has the last sharder of each type. TorchRec reads
+    nothing else of the other sharders. This function therefore reads the list of sharders, the model and the
+    constraints from the frame of the caller of ``module_type``, ``EmbeddingEnumerator.enumerate`` (torchrec 1.8.0).
+    There is no warning if the caller is another function.
 
     Args:
-        sharder: whose property ``module_type`` calls this.
-        kind: that ``module_type``.
+        sharder: The sharder whose property ``module_type`` calls this function.
+        kind: The value of ``module_type``.
     """
     caller = caller_that_enumerates(2)
     if caller is None:
         return
     enumerator, module, sharders = caller
     behind = sharders[[other is sharder for other in sharders].index(True) + 1 :]
-    # One that is for RecStore as well is left out: reading its type would bring it here.
+    # Other RecStore sharders are left out: reading their module_type would call this function again.
     stock = [other for other in behind if not hasattr(other, "with_stock_kernels") and other.module_type is kind]
     if not stock:
         return

@@ -1,4 +1,4 @@
-"""A train pipeline that makes or fetches the next batch's rows while this one computes, on the CPU too."""
+"""A train pipeline that prepares the rows of the next batch during the current one, also on the CPU."""
 
 from __future__ import annotations
 
@@ -12,13 +12,14 @@ from torchrec_recstore.torchrec_seams import PrefetchPipelineSeams
 
 
 class RecStorePrefetchPipeline(PrefetchPipelineSeams):
-    """TorchRec's ``PrefetchTrainPipelineSparseDist``, whose prefetch also runs where there are no CUDA streams.
+    """A train pipeline with prefetch that also prefetches rows without CUDA streams.
 
-    On the CPU a thread makes the next batch's missing rows beside this batch's backward and dense layers, and reads
-    those that lie in cold stores. Losses are those of a loop without pipeline, step by step: a new row's weights do not
-    depend on when it is made, and tables with ``max_rows`` or ``admission`` make theirs in the step itself. TorchRec's
-    own returns from its prefetch at once there (torchrec 1.8.0). On CUDA it is TorchRec's pipeline, and rows are made
-    by its prefetch hook. The constructor takes the same arguments.
+    On the CPU, a thread makes the missing rows of the next batch and reads its rows from cold stores, while the current
+    batch runs the dense layers and the backward pass. (TorchRec's ``PrefetchTrainPipelineSparseDist`` does not prefetch
+    on the CPU, torchrec 1.8.0.) The losses are the same, step by step, as in a training loop without pipeline: the
+    weights of a new row do not depend on the time when it is made, and tables with ``max_rows`` or ``admission`` make
+    their rows in the step itself. On CUDA, TorchRec's pipeline calls the prefetch of RecStore tables. The arguments of
+    the constructor are those of ``PrefetchTrainPipelineSparseDist``.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -27,29 +28,29 @@ class RecStorePrefetchPipeline(PrefetchPipelineSeams):
         self._prefetching: list[Future[None]] = []
 
     def progress(self, dataloader_iter: Iterator[Any]) -> Any:
-        """Trains on one batch.
+        """Trains the model on one batch.
 
         Args:
-            dataloader_iter: gives the batches.
+            dataloader_iter: The iterator of the batches.
 
         Returns:
-            The model's output.
+            The output of the model.
 
         Raises:
-            StopIteration: there is no batch left.
-            MemoryError: no room for the rows of a batch that was prefetched.
-            ColdStoreError: a cold store could not be read for it.
+            StopIteration: There is no batch left.
+            MemoryError: There is not enough memory for the rows of a prefetched batch.
+            ColdStoreError: The rows of a prefetched batch cannot be read from a cold store.
         """
         self._finish_prefetch()
         return super().progress(dataloader_iter)
 
     def _finish_prefetch(self) -> None:
-        # The forward that follows finds all rows there; and what went wrong is said.
+        # The next forward finds all rows, and result() raises the errors of the thread.
         while self._prefetching:
             self._prefetching.pop(0).result()
 
     def prefetch_without_stream(self, context: PrefetchTrainPipelineContext) -> None:
-        """Makes the rows of the next batch in a thread."""
+        """Prepares the rows of the next batch in a thread."""
         for module in self.pipelined_modules:
             name = module.forward.name
             features = context.input_dist_tensors_requests.pop(name).wait()
