@@ -194,7 +194,7 @@ GOOD = ("1\t20\tM\tx\tz\n", "1\tA\t1990\tB\n2\tA\t1990\tB\n", "1\t1\t3\t1\n1\t2\
         (0, f"{2**63}\t20\tM\tx\tz\n", r"column user_id: '9223372036854775808' is not a 64-bit number"),
         (0, "1\t20\tM\tx\tz\n1\t20\tM\tx\tz\n", r"ml-100k\.user, line 3: id 1 occurs for the second time"),
         (1, "", r"ml-100k\.item: there is no row below the header"),
-        (2, "1\t1\t3\tnan\n", r"line 2, column timestamp: 'nan' is no number"),
+        (2, "1\t1\t3\tnan\n", r"line 2, column timestamp: 'nan' is not a 64-bit number"),
         (2, "1\t1\t3\tnoon\n", r"ml-100k\.inter\.gz, line 2, column timestamp: 'noon' is not a 64-bit number"),
         (2, "1\t1\t3\t1\n1\t3\t3\t1\n", r"ml-100k\.inter\.gz, line 3, column item_id: id 3 is not in the file"),
         (2, "1\t1\t3\t1\n", r"no user has two interactions"),
