@@ -1,6 +1,6 @@
-"""Dynamic embedding tables for TorchRec: tables that take any int64 id and grow as they are trained.
+"""Dynamic embedding tables for TorchRec: tables that accept any int64 id and grow during training.
 
-Names are imported when first used, so that ``torchrec_recstore.store`` works where torchrec is absent.
+Names are imported when they are first used, so that ``torchrec_recstore.store`` works without TorchRec.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Python values as JSON and tensors, and back. Nothing is pickled.
+"""Conversion of Python values to JSON and tensors, and back. Nothing is pickled.
 
-Files that a newer version of this package has written are refused by name.
+Files of a newer version of this package are refused, with an error that names the unknown part.
 """
 
 from __future__ import annotations
@@ -15,12 +15,19 @@ from torch import Tensor, nn
 
 from torchrec_recstore import optim, options
 
+_CLASSES = {
+    name: value
+    for module in (optim, options)
+    for name, value in vars(module).items()
+    if isinstance(value, type) and is_dataclass(value)
+}
+
 
 def not_known(what: str) -> str:
-    """The message of an error.
+    """Returns the message of the error that a file has an unknown part.
 
     Args:
-        what: is in a file and not known, such as ``"metadata.json has the field 'x'"``.
+        what: The unknown part, as the beginning of a sentence, such as ``"metadata.json has the field 'x'"``.
     """
     from torchrec_recstore import __version__
 
@@ -31,16 +38,16 @@ def not_known(what: str) -> str:
 
 
 def check_fields(where: str, found: Collection[str], known: Collection[str], needed: Collection[str] = ()) -> None:
-    """Compares the fields of an entry of a file with those that this version knows.
+    """Raises an error if the fields of an entry of a file are not the expected ones.
 
     Args:
-        where: names the entry in the message.
-        found: names of its fields.
-        known: names of the fields that it may have.
-        needed: names of the fields that it must have.
+        where: The name of the entry, for the message.
+        found: The names of its fields.
+        known: The names of the fields that it may have.
+        needed: The names of the fields that it must have. Default: ().
 
     Raises:
-        ValueError: it has a field that this version does not know, or lacks one that it must have.
+        ValueError: The entry has an unknown field, or a field that it must have is missing.
     """
     for name in found:
         if name not in known:
@@ -50,34 +57,27 @@ def check_fields(where: str, found: Collection[str], known: Collection[str], nee
             raise ValueError(f"{where} has no field {name!r}")
 
 
-_CLASSES = {
-    name: value
-    for module in (optim, options)
-    for name, value in vars(module).items()
-    if isinstance(value, type) and is_dataclass(value)
-}
-
-
 def encode(value: object, tensors: dict[str, Tensor], where: str = "") -> Any:
-    """What ``json`` can write of a value.
+    """Converts a value to a form that ``json`` can write. :func:`decode` converts it back.
 
     Args:
-        value: None, bool, int, float, str, tensors, dataclasses of :mod:`torchrec_recstore.optim` and ``options``;
-            lists, tuples and dicts (keys: str, int) of these.
-        tensors: where tensors go, under the path to them.
-        where: the path to the value.
+        value: The value: None, a bool, int, float or str, a tensor, a dataclass of :mod:`torchrec_recstore.optim` or
+            ``options``, or a list, tuple or dict of these. Keys of a dict are str or int.
+        tensors: The dictionary to which the tensors in ``value`` are added. Its keys are paths, such as "/a/0".
+        where: The path to ``value``. Default: "".
 
     Raises:
-        TypeError: something else; the message names the path to it.
+        TypeError: A part of the value has another type. The message names the path to it.
     """
     if value is None or isinstance(value, bool | int | str):
         return value
     if isinstance(value, float):
-        return value if math.isfinite(value) else {"$float": repr(float(value))}  # a float of numpy's has another repr
+        # float() is for numpy's floats, which have another repr.
+        return value if math.isfinite(value) else {"$float": repr(float(value))}
     if isinstance(value, Tensor):
         _check_tensor(value, where)
         name = where
-        while name in tensors:  # {"a/b": x, "a": {"b": y}}
+        while name in tensors:  # two tensors have the same path, as in {"a/b": x, "a": {"b": y}}
             name += "'"
         tensors[name] = value
         return {"$tensor": name}
@@ -98,7 +98,7 @@ def encode(value: object, tensors: dict[str, Tensor], where: str = "") -> Any:
         values = {field.name: getattr(value, field.name) for field in fields(value)}
         return {"$type": type(value).__name__, **{k: encode(v, tensors, f"{where}/{k}") for k, v in values.items()}}
     raise TypeError(
-        f"training_state{where} is of type {type(value).__name__}, which is not saved: plain values and tensors are"
+        f"training_state{where} is of type {type(value).__name__}, which cannot be saved: pass plain values and tensors"
     )
 
 
@@ -109,15 +109,18 @@ def _check_tensor(tensor: Tensor, where: str) -> None:
     elif tensor.is_meta or tensor.is_complex() or tensor.is_quantized:
         kind = f"{tensor.device.type} {tensor.dtype}"
     if kind is not None:
-        raise TypeError(f"training_state{where} is a tensor of type {kind}, which is not saved")
+        raise TypeError(f"training_state{where} is a tensor of type {kind}, which cannot be saved: pass a plain tensor")
 
 
 def decode(value: Any, tensors: Mapping[str, Tensor]) -> Any:
-    """The value that :func:`encode` was given.
+    """Returns the value that :func:`encode` has converted.
+
+    Args:
+        value: The result of :func:`encode`, as ``json`` has read it.
+        tensors: The tensors that :func:`encode` has collected.
 
     Raises:
-        ValueError: an unknown type, a field that a type does not have or one that it lacks, or a tensor that is not
-            there.
+        ValueError: A type or a field is unknown, or a field or a tensor is missing.
     """
     if isinstance(value, list):
         return [decode(item, tensors) for item in value]

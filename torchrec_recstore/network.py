@@ -58,14 +58,14 @@ def checked_addresses(addresses: Sequence[str], argument: str = "servers") -> tu
 
 
 def check_token(token: object, argument: str = "token") -> None:
-    """Refuses a token that cannot be sent in a header.
+    """Raises an error if a token cannot be sent in a header.
 
     Args:
-        token: The token, or None where the servers want no token.
-        argument: The name that the error message begins with.
+        token: The token. None if the servers require no token.
+        argument: The name that the error message begins with. Default: "token".
 
     Raises:
-        ValueError: The token is empty or has characters other than printable ASCII characters without blanks.
+        ValueError: The token is empty, or has a character that is a blank or is not printable ASCII.
     """
     if token is not None and not (isinstance(token, str) and re.fullmatch("[!-~]+", token)):
         raise ValueError(f"{argument} must be of printable ASCII characters without blanks")

@@ -1,4 +1,4 @@
-"""Quantization by torch and TorchRec, which would pass RecStore tables over without a word."""
+"""Errors for torch's and TorchRec's quantization, which would silently skip RecStore tables."""
 
 from __future__ import annotations
 
@@ -7,21 +7,25 @@ from typing import Any
 
 from torch import nn
 
+_WRAPPERS = {"_dmp_wrapped_module", "module"}
+"""The attributes in which ``DistributedModelParallel`` and ``DistributedDataParallel`` have the whole model."""
+
 
 class RefusesQuantization:
-    """Mixed into modules with RecStore tables: ``quantize_dynamic`` raises where it is asked to quantize them.
+    """A mixin for modules with RecStore tables: a request to quantize the module raises an error.
 
-    ``torch.ao.quantization.quantize_dynamic``, and TorchRec's ``quantize_embeddings`` and ``quantize_inference_model``
-    upon it, replace modules by their exact type and leave all others as they are. Before that they set the attribute
-    ``qconfig`` of every module, which is the one seam (torch 2.13). Other layers of the model may be quantized.
+    ``torch.ao.quantization.quantize_dynamic`` replaces modules by their exact type, and leaves all other modules
+    unchanged. TorchRec's ``quantize_embeddings`` and ``quantize_inference_model`` call it. Before it replaces modules,
+    it sets the attribute ``qconfig`` of every module, which is the only place to detect the request (torch 2.13). Other
+    layers of the model may be quantized.
     """
 
     @property
     def qconfig(self) -> None:
-        """``None`` once it has been set to that, which makes quantization leave the module out.
+        """None, once the user has set it to None. Quantization then leaves the module out.
 
         Raises:
-            NotImplementedError: in setting it: the module is to be quantized.
+            NotImplementedError: The attribute is set because the module is to be quantized.
         """
         if "_qconfig" not in self.__dict__:
             raise AttributeError(f"{type(self).__name__!r} object has no attribute 'qconfig'")
@@ -29,34 +33,30 @@ class RefusesQuantization:
     @qconfig.setter
     def qconfig(self, config: object) -> None:
         frame = sys._getframe(1)
-        while frame.f_code.co_name == "__setattr__" and frame.f_back is not None:  # nn.Module has one
+        while frame.f_code.co_name == "__setattr__" and frame.f_back is not None:  # skips nn.Module.__setattr__
             frame = frame.f_back
-        asked = frame.f_locals  # the arguments of torch's _propagate_qconfig_helper
+        asked = frame.f_locals  # the caller may be torch's _propagate_qconfig_helper; these are its arguments
         left_out = "_qconfig" in self.__dict__
         if config is not None or ("qconfig_dict" in asked and not left_out and _asks_for_tables(asked)):
             raise NotImplementedError(
                 f"{type(self).__name__} cannot be quantized in place: torchrec_recstore.inference.export_for_inference "
-                "gives a copy of the model with static, quantized tables; to quantize other layers alone, give the "
+                "returns a copy of the model with static, quantized tables; to quantize only other layers, pass the "
                 "model and their types, or set the table module's qconfig to None"
             )
         if "qconfig_dict" not in asked:
             self.__dict__["_qconfig"] = None
 
     @qconfig.deleter
-    def qconfig(self) -> None:  # which quantization does of every module, in the end
+    def qconfig(self) -> None:  # quantization deletes the attribute of every module at its end
         self.__dict__.pop("_qconfig", None)
 
 
-_WRAPPERS = {"_dmp_wrapped_module", "module"}
-"""Where ``DistributedModelParallel`` and ``DistributedDataParallel`` have the whole model."""
-
-
 def _asks_for_tables(asked: dict[str, Any]) -> bool:
-    """Whether a call of ``propagate_qconfig_`` is for the module itself, or names embeddings."""
+    """Returns whether a call of ``propagate_qconfig_`` is for the module itself, or names types of embeddings."""
     if set(str(asked.get("prefix") or "module").split(".")) <= _WRAPPERS:
         return True
     kinds: tuple[type, ...] = (nn.Embedding, nn.EmbeddingBag, RefusesQuantization)
-    # Subclasses of these are TorchRec's collections, plain and quantized, and ours.
+    # The subclasses are TorchRec's collections, quantized ones included, and RecStore's collections.
     torchrec = sys.modules.get("torchrec.modules.embedding_modules")
     if torchrec is not None:
         kinds += (torchrec.EmbeddingBagCollectionInterface, torchrec.EmbeddingCollectionInterface)

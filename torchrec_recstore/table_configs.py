@@ -1,4 +1,4 @@
-"""What TorchRec's description of a table says of a RecStore table, sharded or not."""
+"""Checks of TorchRec's table configs, and the initializer that a config asks for. For sharded and unsharded tables."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ ROW_DTYPES = {DataType.FP32: torch.float32, DataType.FP16: torch.float16, DataTy
 
 
 def check_config(config: BaseEmbeddingConfig) -> None:
-    """Refuses a data type that rows cannot have, and tables of another kernel.
+    """Raises an error if a config has a data type that rows cannot have, or asks for another kernel.
 
     Raises:
-        ValueError: the message names the table.
+        ValueError: RecStore does not support the config. The message names the table.
     """
     if config.data_type not in ROW_DTYPES:
         raise ValueError(
@@ -31,23 +31,26 @@ def check_config(config: BaseEmbeddingConfig) -> None:
 
 
 def check_init_fn(config: BaseEmbeddingConfig, options: TableOptions | None) -> None:
-    """Refuses an ``init_fn`` of the user's where ``options`` have no initializer.
+    """Raises an error if a config has an ``init_fn`` of the user and ``options`` have no initializer.
 
     Raises:
-        ValueError: the message names the table.
+        ValueError: The config has such an ``init_fn``. The message names the table.
     """
     if (options is None or options.initializer is None) and not _is_default_init(config):
         raise ValueError(
-            f"RecStore table {config.name!r}: init_fn initialises whole tables, but rows are made one at a time: "
+            f"RecStore table {config.name!r}: init_fn initializes whole tables, but rows are created one at a time: "
             "set TableOptions.initializer, or the config's weight_init_min and weight_init_max"
         )
 
 
 def initializer_of(config: BaseEmbeddingConfig, options: TableOptions) -> Initializer:
-    """What makes the table's rows: of ``options``, else of the config's range, else the default.
+    """Returns the initializer of a table.
+
+    It is the initializer of ``options`` if there is one. Otherwise it is uniform in the config's range, from
+    ``weight_init_min`` to ``weight_init_max``. A bound that the config does not set is that of the default initializer.
 
     Raises:
-        ValueError: the range makes no sense; the message names the table.
+        ValueError: The config's range is not valid. The message names the table.
     """
     default = default_initializer(options, config.num_embeddings)
     low, high = config.weight_init_min, config.weight_init_max
@@ -62,7 +65,7 @@ def initializer_of(config: BaseEmbeddingConfig, options: TableOptions) -> Initia
 
 
 def _is_default_init(config: BaseEmbeddingConfig) -> bool:
-    """Whether ``init_fn`` is the one that TorchRec fills in (``BaseEmbeddingConfig.__post_init__``, torchrec 1.8.0)."""
+    """Returns whether ``init_fn`` is TorchRec's default (``BaseEmbeddingConfig.__post_init__``, torchrec 1.8.0)."""
     filled_in = {"a": config.get_weight_init_min(), "b": config.get_weight_init_max()}
     init_fn = config.init_fn
     return init_fn is None or (

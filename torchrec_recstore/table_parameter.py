@@ -10,9 +10,24 @@ import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
+_DATA: Any = Tensor.data
+_FIX = (
+    "set initial rows with TableOptions(initializer=...), and write rows with load_state_dict or, if the model is "
+    "sharded, with load_dense_weights"
+)
+
 
 @dataclass(frozen=True)
 class _Given:
+    """A copy that has been returned to the user.
+
+    Args:
+        of: The name of the table, and the method that returned the copy.
+        version: The number of in-place writes when the copy was returned.
+        witness: A tensor that counts in-place writes together with the copy.
+        storage: The memory of the copy.
+    """
+
     of: tuple[str, str]
     version: int
     witness: Tensor
@@ -20,28 +35,29 @@ class _Given:
 
 
 class GivenCopies:
-    """The copies that were given out and are still in use.
+    """The copies of rows that ``state_dict`` has returned and that are still in use.
 
-    TorchRec's own tables share their memory with the tensors of ``state_dict``, so that writing these changes the
-    model. RecStore's rows come and go, and are copied: a write would change nothing, without a word. A copy may be
-    written on its way back, as ``torch.distributed.checkpoint.load`` does, so that no write is refused at once: the
-    next use of the table raises, unless the state has been loaded by then.
+    TorchRec's own tables share memory with the tensors of ``state_dict``, so that a write to these tensors changes the
+    model. RecStore copies rows, so that a write to a copy would silently change nothing. A write cannot raise an error
+    at once, because ``torch.distributed.checkpoint.load`` writes the copies and then loads them. So the next use of the
+    table raises an error, unless the state has been loaded by then.
     """
 
     def __init__(self) -> None:
         self._given: list[_Given] = []
 
     def give(self, table: str, what: str, copy: Tensor) -> Tensor:
-        """The same tensor, whose writes are noticed by :meth:`check`.
+        """Returns a tensor with the memory of ``copy``. :meth:`check` detects in-place writes to this tensor.
 
-        Writes through ``.data`` or numpy are not noticed, as autograd does not notice them.
+        It does not detect writes through ``.data`` or numpy, which autograd does not detect either.
 
         Args:
             table: The name of the table.
-            what: ``state_dict`` or ``fused_optimizer.state_dict``.
-            copy: a tensor that nothing else uses.
+            what: The method that returns the copy: ``state_dict`` or ``fused_optimizer.state_dict``.
+            copy: A tensor that nothing else uses.
         """
-        # Views count their writes together. The witness is what the copy is a view of, with no memory of its own.
+        # Torch counts the writes to a tensor and its views together. The witness is a base tensor without memory, of
+        # which the returned tensor is a view.
         with torch.inference_mode(False), torch.no_grad():
             witness = torch.empty(0, dtype=copy.dtype)
             given = witness.view(0)
@@ -52,14 +68,14 @@ class GivenCopies:
         return given
 
     def forget(self, table: str, what: str) -> None:
-        """Ends the watch over the copies of a table: its state has been loaded."""
+        """Forgets the copies that the method ``what`` has returned of a table, because its state has been loaded."""
         self._given = [each for each in self._given if each.of != (table, what)]
 
     def check(self) -> None:
-        """Raises for copies that have been written to, once. Does nothing while torch traces a model.
+        """Raises an error, once, if a copy has been written to. Does nothing while torch traces a model.
 
         Raises:
-            RuntimeError: one was, and its state was not loaded afterwards.
+            RuntimeError: A copy has been written to, and the state has not been loaded afterwards.
         """
         if not self._given or torch.compiler.is_compiling():
             return
@@ -68,9 +84,9 @@ class GivenCopies:
         if written:
             table, what = written[0]
             raise RuntimeError(
-                f"table {table!r}: a tensor of {what}() has been written to, which changes no row, since it is a copy: "
-                f"load the written state with {what.replace('state_dict', 'load_state_dict')}(...), or weights of a "
-                "sharded model with load_dense_weights; clone the tensor where the model is not to change"
+                f"table {table!r}: a tensor of {what}() has been written to, which changes no row, because it is a "
+                f"copy: load the written state with {what.replace('state_dict', 'load_state_dict')}(...), or the "
+                "weights of a sharded model with load_dense_weights; to keep the model unchanged, write to a clone"
             )
 
     def __reduce__(self) -> tuple[type[GivenCopies], tuple[()]]:
@@ -82,37 +98,30 @@ def _is_gone(given: _Given) -> bool:
     return gone
 
 
-_DATA: Any = Tensor.data
-_FIX = (
-    "initial rows are set by TableOptions(initializer=...), given ones by load_state_dict or, where the model is "
-    "sharded, load_dense_weights"
-)
-
-
 class _Unwritable(Tensor):
-    """A tensor without rows. In-place methods raise; other operations give plain tensors."""
+    """A tensor without rows. In-place methods raise an error. Other operations return plain tensors."""
 
-    # Attributes and operations are those of plain tensors, at their speed.
+    # Without __torch_function__, operations are as fast as those of plain tensors.
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
     table: str
 
     @property
     def data(self) -> Tensor:
-        """The tensor without autograd, which refuses to be written as well."""
+        """The tensor without autograd. In-place methods of it raise an error too."""
         return _unwritable(_DATA.__get__(self), self.table)
 
     @data.setter
     def data(self, value: Tensor) -> None:
         if value.numel():
             _refuse(self, "data")
-        _DATA.__set__(self, value.as_subclass(Tensor))  # Module.to() and the like
+        _DATA.__set__(self, value.as_subclass(Tensor))  # Module.to() sets data to an empty tensor
 
     def detach(self) -> Tensor:
-        """As :attr:`data`."""
+        """Returns the tensor without autograd. See :attr:`data`."""
         return _unwritable(super().detach(), self.table)
 
     def copy_(self, src: Tensor, non_blocking: bool = False) -> Tensor:
-        """Refused, unless ``src`` stands for rows, too: loading a state has taken them out of it."""
+        """Raises an error, unless ``src`` has no rows either, as when ``load_state_dict`` has taken its rows."""
         if not isinstance(src, _Unwritable):
             _refuse(self, "copy_")
         return self
@@ -125,19 +134,19 @@ class _Unwritable(Tensor):
 
 
 class TableParameter(_Unwritable, nn.Parameter):
-    """The parameter that represents a table's rows: (0, dim), and empty for good.
+    """The parameter that represents a table in a module. It is always empty: (0, dim).
 
-    Functions that initialise parameters, as in ``model.apply(init_weights)``, would change nothing, so writing it
-    raises ``RuntimeError``.
+    A write to it raises ``RuntimeError``, because functions that initialize parameters, as in
+    ``model.apply(init_weights)``, would silently change nothing.
 
     Args:
-        data: (0, dim).
-        requires_grad: as for ``nn.Parameter``.
+        data: (0, dim). The empty tensor.
+        requires_grad: Whether the parameter requires grad. Default: True.
         table: The name of the table, for errors.
     """
 
     def __new__(cls, data: Tensor, requires_grad: bool = True, *, table: str) -> TableParameter:
-        """As ``nn.Parameter``."""
+        """Makes the parameter, as ``nn.Parameter.__new__`` does."""
         parameter = Tensor._make_subclass(cls, data.as_subclass(Tensor), requires_grad)
         parameter.table = table
         return parameter
@@ -163,7 +172,7 @@ def _unwritable(tensor: Tensor, table: str) -> Tensor:
 
 def _refuse(tensor: _Unwritable, method: str) -> NoReturn:
     raise RuntimeError(
-        f"table {tensor.table!r}: {method} would change no row, since its weight is an empty parameter and its rows "
+        f"table {tensor.table!r}: {method} would change no row, because its weight is an empty parameter and its rows "
         f"are in RecStore: {_FIX}"
     )
 
@@ -176,7 +185,7 @@ def _refusing(method: str) -> Callable[..., NoReturn]:
     return refuse
 
 
-# Those change no value.
+# These methods change no values.
 _HARMLESS = {"copy_", "detach_", "requires_grad_", "share_memory_", "is_shared_", "rename_"}
 _IN_PLACE = [name for name in dir(Tensor) if name.endswith("_") and not name.startswith("_") and name not in _HARMLESS]
 _OPERATORS = [name for name in dir(Tensor) if name.startswith("__i") and hasattr(Tensor, f"__{name[3:]}")]

@@ -1,4 +1,4 @@
-"""Functions that every package of torchrec_recstore uses; this module imports no torch."""
+"""Lazy imports, warnings and forked processes, for all packages of torchrec_recstore. This module imports no torch."""
 
 from __future__ import annotations
 
@@ -11,13 +11,16 @@ import weakref
 from collections.abc import Callable, Mapping
 from types import FrameType
 
+_NOT_THE_USERS = ("torchrec_recstore", "torchrec", "torch", "importlib")
+_of_this_process: weakref.WeakSet[object] = weakref.WeakSet()
+
 
 def lazy_names(package: str, modules: Mapping[str, str]) -> tuple[Callable[[str], object], Callable[[], list[str]]]:
-    """The ``__getattr__`` and ``__dir__`` of a package.
+    """Returns ``__getattr__`` and ``__dir__`` for a package that imports its public names when they are first used.
 
     Args:
-        package: its ``__name__``.
-        modules: the module below it that each public name comes from.
+        package: The ``__name__`` of the package.
+        modules: The module in the package that defines each public name, by the name.
     """
     namespace = vars(sys.modules[package])
 
@@ -32,25 +35,22 @@ def lazy_names(package: str, modules: Mapping[str, str]) -> tuple[Callable[[str]
 
 
 class RecStoreWarning(UserWarning):
-    """What this package warns of, for filters."""
-
-
-_NOT_THE_USERS = ("torchrec_recstore", "torchrec", "torch", "importlib")
+    """The category of all warnings of this package, for warning filters."""
 
 
 def warn_user(message: str) -> None:
-    """Warns at the nearest calling line that is neither of this package nor of torch or TorchRec.
+    """Issues a warning at the user's line: the nearest caller outside this package, torch and TorchRec.
 
-    Python shows a text once a line, so that a ``message`` that names the cause, and no table, step or id, comes once
-    for a whole model.
+    Python shows the same text once per line. A message without the name of a table, a step or an id is therefore shown
+    once for a whole model.
 
     Args:
-        message: cause and fix.
+        message: The cause of the warning, and the fix.
     """
     frame = sys._getframe(1)
     while frame.f_back is not None and _module_of(frame).split(".")[0] in _NOT_THE_USERS:
         frame = frame.f_back
-    # By frame, since the stacklevel of warnings.warn leaves out some frames of an import.
+    # warnings.warn with a stacklevel cannot be used, because it skips some frames of an import.
     warnings.warn_explicit(
         message,
         RecStoreWarning,
@@ -65,14 +65,11 @@ def _module_of(frame: FrameType) -> str:
     return str(frame.f_globals.get("__name__", ""))
 
 
-_of_this_process: weakref.WeakSet[object] = weakref.WeakSet()
-
-
 def leave_to_parent(thing: object) -> None:
-    """Keeps processes that are forked from now on from finalizing ``thing``, even when they drop it.
+    """Prevents processes that are forked later from finalizing ``thing``.
 
-    For what would wait in its destructor for locks or threads that a forked process does not have, or would write to
-    its parent's files or connections.
+    It is for objects whose destructor waits for locks or threads, which a forked process does not have, or writes to
+    files or connections, which belong to the parent.
     """
     _of_this_process.add(thing)
 

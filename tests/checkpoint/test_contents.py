@@ -228,7 +228,7 @@ def test_what_a_server_has_saved(saved: Path, tmp_path: Path) -> None:
         with pytest.raises(ValueError, match=message):
             DataDirectory(saved / "server")
     spec = TableSpec(4, torch.float32, read_chain(saved / "full")[-1].tables["item"].optimizer, TableOptions())
-    with pytest.raises(ValueError, match=f"no table's specification: it has the field 'new',{INSTALL}"):
+    with pytest.raises(ValueError, match=f"not the specification of a table: it has the field 'new',{INSTALL}"):
         TableSpec.from_json(json.dumps({**json.loads(spec.to_json()), "new": 1}))
     tables = HostedBackend()
     change(saved / "full", drop("parts", file_too=False))

@@ -1,4 +1,7 @@
-"""Compute kernels: modules that look a batch up in a group of tables and update them in backward. Need torch alone."""
+"""Compute kernels: modules that look up a batch in a group of tables, and whose backward updates the rows.
+
+The kernels need torch, not TorchRec.
+"""
 
 from torchrec_recstore.kernels.pooled import PooledKernel
 from torchrec_recstore.kernels.routing import BlockRouting

@@ -13,11 +13,11 @@ from torchrec_recstore.store.memory_tier import holding
 
 
 class ColdRows:
-    """The rows of a group's tables that lie in cold stores.
+    """The rows of a group of tables that are in cold stores.
 
     Args:
-        tables: of the group.
-        group: its handle.
+        tables: The tables of the group.
+        group: The handle of the native group.
     """
 
     def __init__(self, tables: Sequence[Table], group: int) -> None:
@@ -27,11 +27,11 @@ class ColdRows:
 
     @contextmanager
     def resident(self, ids: Tensor, offsets: Tensor | None) -> Iterator[None]:
-        """Within it the rows that a training step looks up are in memory, and stay there; the step is done within it.
+        """Brings the rows of a training step to memory, and keeps them there while the caller runs the step.
 
         Args:
-            ids: (N,) int64, as the group is given them.
-            offsets: likewise.
+            ids: (N,) int64. The ids of the batch, as they are passed to the native group.
+            offsets: (F * B + 1,) int32 or int64. The offsets of the bags. None if the group does not pool.
         """
         with holding(self.tiers):
             if self.tiers:
@@ -42,7 +42,16 @@ class ColdRows:
                 tier.end_step()
 
     def read(self, ids: Tensor, offsets: Tensor | None, weights: Tensor | None) -> Tensor:
-        """An evaluation lookup that reads them where they are: pooled (B, columns) float32."""
+        """Looks up a batch for evaluation. Cold rows are read from their cold store, and stay there.
+
+        Args:
+            ids: (N,) int64. The ids of the batch, as they are passed to the native group.
+            offsets: (F * B + 1,) int32 or int64. The offsets of the bags. None if the group does not pool.
+            weights: (N,) float32. The per-sample weights, or None.
+
+        Returns:
+            (B, columns) float32, pooled. (N, columns) if ``offsets`` is None.
+        """
         with holding(self.tiers):
             raw_ids = ops.group_table_ids(self._group, ids, offsets)
             cold = [table.tier.read(raw) for table, raw in zip(self._tables, raw_ids, strict=True)]
@@ -50,11 +59,11 @@ class ColdRows:
             return ops.group_read(self._group, ids, offsets, weights, cold_ids, images)
 
     def prefetch(self, ids: Tensor, counts: Sequence[int]) -> None:
-        """Reads those of a batch that is soon to be looked up.
+        """Reads the cold rows of a coming batch, so that its lookup does not wait for the cold stores.
 
         Args:
-            ids: (N,) int64, feature by feature.
-            counts: ids of each feature.
+            ids: (N,) int64, feature by feature. The ids of the batch.
+            counts: The number of ids of each feature.
         """
         if not self.tiers:
             return

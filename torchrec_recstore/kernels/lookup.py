@@ -1,15 +1,16 @@
-"""How a kernel's lookup takes part in autograd and in graphs.
+"""The base class of the kernels: how a lookup works with autograd and in graphs.
 
 In eager mode a lookup is one autograd function, which is the fastest way. In a graph (``torch.compile``, ``make_fx``)
-it is made of three operators, which call the same kernels:
+it consists of three operators, which call the same kernels:
 
     recstore_ops::kernel_lookup(int kernel, Tensor anchor, Tensor ids, Tensor? offsets, SymInt[] counts,
-                                Tensor? weights) -> (Tensor, Tensor)      a training lookup, and its context
+                                Tensor? weights) -> (Tensor, Tensor)      a training lookup; returns output and context
     recstore_ops::kernel_update(int kernel, Tensor context, Tensor grad, SymInt[] counts, SymInt? weight_grads)
-                                -> Tensor                                 its backward
+                                -> Tensor                                 the backward of a training lookup
     recstore_ops::kernel_read(int kernel, Tensor ids, Tensor? offsets, SymInt[] counts, Tensor? weights) -> Tensor
+                                                                          an evaluation lookup
 
-``weight_grads`` is the number of per-sample weights that get a gradient; None where they get none. The rows that these
+``weight_grads`` is the number of per-sample weights, or None if the weights need no gradient. The rows that these
 operators change are not tensors of the graph. The operators are therefore ordered effects: compilers do not drop,
 repeat or reorder them.
 """
@@ -33,13 +34,17 @@ from torch.utils.checkpoint import CheckpointFunction
 from torchrec_recstore import ops
 from torchrec_recstore.store import Table
 
+_handles = itertools.count(1)
+_kernels: weakref.WeakValueDictionary[int, LookupKernel] = weakref.WeakValueDictionary()
+_ops = torch.ops.recstore_ops
+
 
 class LookupKernel(nn.Module):
-    """What pooled and sequence kernels have in common.
+    """The base class of the pooled kernel and the sequence kernel.
 
     Args:
-        tables: the tables that are looked up.
-        passes: the number of native passes that a training lookup is made of.
+        tables: The tables of the kernel.
+        passes: The number of native passes of a training lookup.
     """
 
     def __init__(self, tables: Sequence[Table], passes: int) -> None:
@@ -53,40 +58,40 @@ class LookupKernel(nn.Module):
     def look_up(
         self, ids: Tensor, offsets: Tensor | None, counts: Sequence[int], weights: Tensor | None
     ) -> tuple[Tensor, Tensor]:
-        """A training lookup.
+        """Looks up a batch for training.
 
         Args:
-            ids: (N,) int64.
-            offsets: (F * B + 1,) int32 or int64 where the kernel pools.
-            counts: ids of each table where the kernel does not pool.
-            weights: (N,) float32 per-sample weights.
+            ids: (N,) int64. The ids of the batch.
+            offsets: (F * B + 1,) int32 or int64. The offsets of the bags. None if the kernel does not pool.
+            counts: The number of ids of each table. Empty if the kernel pools.
+            weights: (N,) float32. The per-sample weights, or None.
 
         Returns:
-            The output, float32, and the context for ``update``, (passes,) int64. Slots that the lookup found are
-            not reused as long as the context lives.
+            The output, float32, and the context for ``update``, (passes,) int64. The slots of the rows are not reused
+            as long as the context lives.
         """
         raise NotImplementedError
 
     def update(self, context: Tensor, grad: Tensor, weight_grads: bool, counts: Sequence[int] = ()) -> Tensor | None:
-        """The fused optimizer's step of one training lookup.
+        """Applies the fused optimizer to the rows of one training lookup.
 
         Args:
-            context: of the lookup.
-            grad: float32, of the shape of the lookup's output.
-            weight_grads: whether the per-sample weights get a gradient.
-            counts: as in the lookup.
+            context: (passes,) int64. The context that ``look_up`` returned.
+            grad: float32. The gradient of the lookup's output, with the same shape.
+            weight_grads: Whether to compute the gradient of the per-sample weights.
+            counts: The same as in ``look_up``.
 
         Returns:
-            (N,) float32 where ``weight_grads`` is set.
+            (N,) float32. The gradient of the per-sample weights. None if ``weight_grads`` is False.
         """
         raise NotImplementedError
 
     def read(self, ids: Tensor, offsets: Tensor | None, counts: Sequence[int], weights: Tensor | None) -> Tensor:
-        """An evaluation lookup; the arguments are those of ``look_up``, and so is the output."""
+        """Looks up a batch for evaluation. See ``look_up``; the arguments and the output are the same."""
         raise NotImplementedError
 
     def output_shape(self, offsets: Tensor | None, counts: Sequence[int]) -> tuple[int, ...]:
-        """The shape of the output; sizes may be symbolic."""
+        """Returns the shape of the output. Its sizes may be symbolic."""
         raise NotImplementedError
 
     def _run(
@@ -106,7 +111,7 @@ class LookupKernel(nn.Module):
 
 
 class _Lookup(torch.autograd.Function):
-    """Backward is the fused optimizer's step: the rows are changed there, and only the weights get a gradient."""
+    """A training lookup in eager mode. The backward updates the rows, and returns the gradient of the weights."""
 
     @staticmethod
     def forward(
@@ -119,18 +124,20 @@ class _Lookup(torch.autograd.Function):
         weights: Tensor | None,
     ) -> Tensor:
         out, context = kernel.look_up(ids, offsets, counts, weights)
-        # The native side reads the weights again: saved, so that autograd refuses ones changed in place.
+        # The backward reads the weights again. They are saved, so that autograd raises if they are changed in place.
         ctx.save_for_backward(weights)
-        # Not saved for backward: a saved-tensor hook would put a copy in its place, and the pass lives by this tensor.
+        # The context is not saved for backward: a saved-tensor hook could replace it by a copy, and the native pass
+        # lives only as long as this tensor.
         ctx.kernel, ctx.counts, ctx.context = kernel, counts, context
         return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        _ = ctx.saved_tensors  # raises where the weights have been changed, or the graph is gone
+        _ = ctx.saved_tensors  # raises if the weights have been changed or the graph has been freed
         kernel, context = ctx.kernel, ctx.context
-        if not torch._C._autograd._get_current_graph_task_keep_graph():  # private in torch 2.13; as autograd frees
+        # The context is freed when autograd frees saved tensors. The function is private in torch 2.13.
+        if not torch._C._autograd._get_current_graph_task_keep_graph():
             ctx.context = None
         with ops.native_errors(f"tables {kernel._name}"):
             grad_weights = kernel.update(context, grads[0].float(), ctx.needs_input_grad[5], ctx.counts)
@@ -138,20 +145,15 @@ class _Lookup(torch.autograd.Function):
 
 
 def _refuse_reentrant_checkpoint(names: str) -> None:
-    """Raises in the first forward of a reentrant checkpoint, which runs without grad and is to be a training step."""
+    """Raises in the first forward of a reentrant checkpoint: it runs without grad, although it is a training step."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         if frame.f_code is CheckpointFunction.forward.__code__:
             raise RuntimeError(
-                f"tables {names}: a reentrant checkpoint runs its first forward without grad, in which ids without a "
+                f"tables {names}: a reentrant checkpoint runs its first forward without grad, so that ids without a "
                 "row do not get one: use torch.utils.checkpoint.checkpoint(..., use_reentrant=False)"
             )
         frame = frame.f_back
-
-
-_handles = itertools.count(1)
-_kernels: weakref.WeakValueDictionary[int, LookupKernel] = weakref.WeakValueDictionary()
-_ops = torch.ops.recstore_ops
 
 
 def _kernel_of(handle: int) -> LookupKernel:
@@ -159,7 +161,7 @@ def _kernel_of(handle: int) -> LookupKernel:
     if kernel is None:
         raise ValueError(
             f"no kernel of this process has the handle {handle}: a graph with RecStore tables runs only in the process "
-            "that made it, and only as long as its model lives; export_for_inference makes a model for other processes"
+            "that made it, and only as long as its model lives; use export_for_inference for other processes"
         )
     return kernel
 
@@ -168,7 +170,7 @@ def _lookup(
     handle: int, anchor: Tensor, ids: Tensor, offsets: Tensor | None, counts: Sequence[int], weights: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     kernel = _kernel_of(handle)
-    # The pass reads both again in backward, and a compiled graph may use their memory for something else by then.
+    # The backward reads ids and weights again, and a compiled graph may reuse their memory before the backward.
     ids, weights = ids.clone(), None if weights is None else weights.clone()
     with ops.native_errors(f"tables {kernel._name}"):
         return kernel.look_up(ids, offsets, counts, weights)
@@ -187,9 +189,6 @@ def _read(handle: int, ids: Tensor, offsets: Tensor | None, counts: Sequence[int
         return kernel.read(ids, offsets, counts, weights)
 
 
-# Shapes alone, for graphs; sizes may be symbolic, and unbacked.
-
-
 def _fake_lookup(
     handle: int, anchor: Tensor, ids: Tensor, offsets: Tensor | None, counts: Sequence[int], weights: Tensor | None
 ) -> tuple[Tensor, Tensor]:
@@ -206,8 +205,8 @@ def _fake_read(
     kernel = _kernel_of(handle)
     if torch.compiler.is_exporting():
         raise NotImplementedError(
-            f"tables {kernel._name}: torch.export cannot hold the rows of RecStore tables in its program: export what "
-            "torchrec_recstore.inference.export_for_inference makes of the model"
+            f"tables {kernel._name}: torch.export cannot hold the rows of RecStore tables in its program: export the "
+            "model that torchrec_recstore.inference.export_for_inference returns"
         )
     return ids.new_empty(kernel.output_shape(offsets, counts), dtype=torch.float32)
 

@@ -16,25 +16,26 @@ from torchrec_recstore.store import Table
 
 
 class PooledKernel(LookupKernel):
-    """Embedding bags over a group of tables, one native call forward and one backward.
+    """A kernel that pools the rows of a group of tables. Forward is one native call, and so is backward.
 
-    Symbols: ``F`` features, ``B`` batch size, ``N`` ids in the batch.
+    Symbols: ``F`` is the number of features, ``B`` the batch size, ``N`` the number of ids in the batch.
 
     Args:
-        tables: the group's tables.
-        feature_tables: for each feature, in the order of the batch, the position of its table.
-        pooling: of a bag's rows.
-        routings: for each table how its ids were mapped on their way here; ``None`` for raw ids.
-        accumulation_steps: backward passes whose gradients are summed before the rows are updated, once, with the
-            learning rate of the last of them. Lookups in between read the rows as they were. A pass whose backward
-            never comes does not count.
+        tables: The tables of the group.
+        feature_tables: The index of each feature's table in ``tables``, in the order of the features in the batch.
+        pooling: The way in which the rows of a bag are pooled.
+        routings: For each table, the mapping that TorchRec's input distribution has applied to its ids. An entry is
+            None if its ids are raw ids. Default: None, which means that all ids are raw ids.
+        accumulation_steps: The number of backward passes after which the rows are updated, once, with the sum of the
+            gradients and the learning rate of the last pass. Until then, lookups read the rows unchanged. A forward
+            without a backward does not count. Default: 1.
 
     Raises:
-        ValueError: arguments that do not fit each other.
+        ValueError: An argument has an invalid value or does not fit the other arguments.
     """
 
     learning_rate: Callable[[], float] | None
-    """Read in each backward; ``None``: each table's ``optimizer.lr``."""
+    """Returns the learning rate. It is called in each backward. None: each table's ``optimizer.lr``."""
 
     def __init__(
         self,
@@ -56,7 +57,7 @@ class PooledKernel(LookupKernel):
             raise ValueError(f"accumulation_steps must be at least 1, got {accumulation_steps}")
         self.tables = list(tables)
         self.accumulation_steps = accumulation_steps
-        self._pending: list[tuple[Tensor, Tensor]] = []  # (context, grad) of each pass that awaits the update
+        self._pending: list[tuple[Tensor, Tensor]] = []  # context and gradient of each pass before the next update
         self.learning_rate = None
         numbers = [(0, 0, 0, False) if r is None else astuple(r) for r in routings]
         self._group = ops.group_create([t.handle for t in self.tables], feature_tables, numbers, pooling == "mean")
@@ -66,39 +67,41 @@ class PooledKernel(LookupKernel):
         self._columns = sum(len(self.tables[number].columns) for number in feature_tables)
 
     def forward(self, ids: Tensor, offsets: Tensor, weights: Tensor | None = None, *, train: bool) -> Tensor:
-        """Looks a batch up and pools it.
+        """Looks up a batch and pools it.
 
         Args:
-            ids: (N,) int64, feature by feature.
-            offsets: (F * B + 1,) int32 or int64: where each bag begins.
-            weights: (N,) float32 per-sample weights, or None; they get a gradient where they require one.
-            train: with grad enabled: ids without a row get one, and backward updates the rows. Otherwise nothing
-                changes and the output takes no part in autograd.
+            ids: (N,) int64, feature by feature. The ids of the batch.
+            offsets: (F * B + 1,) int32 or int64. The position in ``ids`` where each bag begins, and N at the end.
+            weights: (N,) float32. The per-sample weights. Their gradient is computed if they require one. Default:
+                None.
+            train: Whether the lookup is a training step. If it is, and grad is enabled, each id without a row gets one,
+                and the backward updates the rows. Otherwise nothing changes, and the output does not require grad.
 
         Returns:
-            (B, sum of the features' columns) float32, whatever the rows are stored as.
+            (B, sum of the features' columns) float32, for rows of every data type.
 
         Raises:
-            TypeError: a tensor of the wrong dtype; the message names it.
-            ValueError: a tensor of the wrong shape, offsets that do not ascend, a closed table, or a batch that needs
+            TypeError: A tensor has the wrong dtype. The message names the tensor.
+            ValueError: A tensor has the wrong shape, the offsets do not ascend, a table is closed, or the batch needs
                 more rows of a table at once than its ``max_rows``.
-            ColdStoreError: a cold store fails; every row is where it was.
-            MemoryError: no room for the new rows; nothing has changed.
+            ColdStoreError: A cold store fails. Every row is where it was before the call.
+            MemoryError: There is no memory for the new rows. Nothing has changed.
         """
         self._check(ids, offsets, weights)
         return self._run(ids, offsets, (), weights, train)
 
     def prefetch(self, ids: Tensor, counts: Sequence[int]) -> None:
-        """Prepares a batch ahead of its training forward; may run in a thread beside other work.
+        """Prepares a batch for its training forward: creates missing rows and reads cold rows.
 
-        Missing rows are made, save those of tables with ``max_rows`` or ``admission``, and cold rows are read.
+        It may run in a separate thread while other calls run. It creates no rows in tables with ``max_rows`` or
+        ``admission``.
 
         Args:
-            ids: (N,) int64, feature by feature.
-            counts: ids of each feature.
+            ids: (N,) int64, feature by feature. The ids of the batch.
+            counts: The number of ids of each feature.
 
         Raises:
-            TypeError, ValueError, MemoryError, ColdStoreError: as :meth:`forward`.
+            TypeError, ValueError, MemoryError, ColdStoreError: See :meth:`forward`.
         """
         if ids.dtype is not torch.int64:
             raise TypeError(f"ids must be int64, got {ids.dtype}")
@@ -116,7 +119,7 @@ class PooledKernel(LookupKernel):
 
     @property
     def group(self) -> int:
-        """The handle of the native group, for other lookups of the same tables; valid as long as the kernel."""
+        """The handle of the native group, for other lookups of the same tables. It is valid as long as the kernel."""
         return self._group
 
     def look_up(
@@ -140,16 +143,13 @@ class PooledKernel(LookupKernel):
         return (offsets.shape[0] - 1) // max(self._features, 1), self._columns
 
     def update(self, context: Tensor, grad: Tensor, weight_grads: bool, counts: Sequence[int] = ()) -> Tensor | None:
-        """The fused optimizer's step of one training forward, or what awaits it where passes are accumulated.
-
-        The arguments and the result are those of ``LookupKernel.update``.
-        """
+        """See ``LookupKernel.update``. With ``accumulation_steps`` above 1, most calls only keep the gradient."""
         if self.accumulation_steps == 1:
             grad_weights = ops.group_backward(context, grad, self._learning_rates(), weight_grads)
             return grad_weights if weight_grads else None
-        # By the rows of its own forward, so before the update.
+        # The gradient of the weights depends on the rows of the forward, so it is computed before the update.
         later = ops.group_weight_gradients(context, grad) if weight_grads else None
-        self._pending.append((context, grad.clone()))  # whose memory is the caller's
+        self._pending.append((context, grad.clone()))  # a copy, because the caller may reuse the memory of grad
         if len(self._pending) == self.accumulation_steps:
             pending, self._pending = self._pending, []
             contexts, grads = zip(*pending, strict=True)

@@ -15,15 +15,18 @@ from torchrec_recstore.store.memory_tier import holding
 
 
 class SequenceKernel(LookupKernel):
-    """Rows in the order of the batch, for several tables, one native call forward and one a table backward.
+    """A kernel that returns a row for each id of the batch, without pooling.
+
+    Forward is one native call for all tables. Backward is one native call for each table.
 
     Args:
-        tables: in the order in which their ids stand in the batch.
-        routings: for each table how its ids were mapped on their way here; ``None`` for raw ids.
-        accumulation_steps: as for :class:`PooledKernel`.
+        tables: The tables, in the order of their ids in the batch.
+        routings: For each table, the mapping that TorchRec's input distribution has applied to its ids. An entry is
+            None if its ids are raw ids. Default: None, which means that all ids are raw ids.
+        accumulation_steps: See :class:`PooledKernel`. Default: 1.
 
     Raises:
-        ValueError: arguments that do not fit each other.
+        ValueError: An argument has an invalid value or does not fit the other arguments.
     """
 
     def __init__(
@@ -47,7 +50,7 @@ class SequenceKernel(LookupKernel):
 
     @property
     def learning_rate(self) -> Callable[[], float] | None:
-        """Read in each backward; ``None``: each table's ``optimizer.lr``."""
+        """Returns the learning rate. It is called in each backward. None: each table's ``optimizer.lr``."""
         return self._kernels[0].learning_rate if self._kernels else None
 
     @learning_rate.setter
@@ -56,21 +59,23 @@ class SequenceKernel(LookupKernel):
             kernel.learning_rate = value
 
     def forward(self, ids: Tensor, counts: Sequence[int], *, train: bool) -> Tensor:
-        """Looks a batch up.
+        """Looks up a batch.
 
         Args:
-            ids: (N,) int64, table by table.
-            counts: of ids of each table; they sum up to N.
-            train: with grad enabled: ids without a row get one, and backward updates the rows. Otherwise nothing
-                changes and the output takes no part in autograd.
+            ids: (N,) int64, table by table. The ids of the batch.
+            counts: The number of ids of each table. The sum is N.
+            train: Whether the lookup is a training step. If it is, and grad is enabled, each id without a row gets one,
+                and the backward updates the rows. Otherwise nothing changes, and the output does not require grad.
 
         Returns:
-            (sum over tables of ids * columns,) float32: table by table, each id's row in the order of the ids.
+            (sum over tables of counts * columns,) float32. The rows, table by table, in the order of the ids.
 
         Raises:
-            TypeError: ids of another dtype.
-            ValueError: counts that do not fit, a closed table.
-            MemoryError: no room for the new rows of a table.
+            TypeError: ``ids`` has another dtype.
+            ValueError: ``counts`` does not fit ``ids``, a table is closed, or the batch needs more rows of a table at
+                once than its ``max_rows``.
+            ColdStoreError: A cold store fails. Every row is where it was before the call.
+            MemoryError: There is no memory for the new rows. Nothing has changed.
         """
         if ids.dtype is not torch.int64:
             raise TypeError(f"ids must be int64, got {ids.dtype}")
@@ -82,7 +87,7 @@ class SequenceKernel(LookupKernel):
         """See ``LookupKernel.look_up``."""
         with ExitStack() as stack:
             if self._has_cold_rows:
-                # The locks of all tables, in their order, before any is taken alone.
+                # All locks are taken here, in one order, because resident() takes the lock of one table at a time.
                 stack.enter_context(holding([tier for kernel in self._kernels for tier in kernel.cold_rows.tiers]))
                 for kernel, part in self._parts(ids, counts):
                     stack.enter_context(kernel.cold_rows.resident(part, None))
@@ -107,7 +112,12 @@ class SequenceKernel(LookupKernel):
         return None
 
     def prefetch(self, ids: Tensor, counts: Sequence[int]) -> None:
-        """As :meth:`PooledKernel.prefetch`, with the ids of each table counted."""
+        """Prepares a batch for its training forward. See :meth:`PooledKernel.prefetch`.
+
+        Args:
+            ids: (N,) int64, table by table. The ids of the batch.
+            counts: The number of ids of each table.
+        """
         for kernel, part in self._parts(ids, counts):
             kernel.prefetch(part, [len(part)])
 

@@ -1,1 +1,1 @@
-"""How clients and parameter servers talk: the protocol, and one server's connection."""
+"""The protocol between clients and parameter servers, and connections to servers."""

@@ -1,4 +1,4 @@
-"""One server: calls with a deadline, which are repeated where that is safe."""
+"""The connection to one parameter server: calls with a deadline, which are repeated if that is safe."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ from torchrec_recstore.rpc.protocol import (
 from torchrec_recstore.rpc.recstore_pb2_grpc import ParameterServerStub
 from torchrec_recstore.utils import leave_to_parent
 
-_LONG_CALL_S = 24 * 3600.0  # a save or load takes as long as it takes; a dead server is noticed by keepalive
+_LONG_CALL_S = 24 * 3600.0  # the deadline of a save or load, whose time is not known; keepalive detects a dead server
 _PASSING = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED)
 _OPTIONS = [
     ("grpc.max_receive_message_length", MESSAGE_BYTES),
@@ -54,17 +54,18 @@ _Result = TypeVar("_Result")
 
 @dataclass(frozen=True)
 class Access:
-    """How servers are reached.
+    """The credentials, certificates and timeout with which servers are called.
 
     Args:
-        token: that they want, if any.
-        tls_ca: file of the certificates that theirs are signed by, PEM; with it connections are encrypted.
-        tls_cert: file of this client's own certificate, where they want one.
-        tls_key: file of its key.
-        timeout_s: how long a call may take with all of its repetitions.
+        token: The token that the servers require. Default: None, for servers without a token.
+        tls_ca: The path of a PEM file with the certificates of the authority that signed the servers' certificates.
+            Connections are then encrypted. Default: None, which means no encryption.
+        tls_cert: The path of a PEM file with the client's certificate, if the servers require one. Default: None.
+        tls_key: The path of a PEM file with the key of the client's certificate. Default: None.
+        timeout_s: The longest time in seconds that a call may take, with all of its repetitions. Default: 30.
 
     Raises:
-        ValueError: a value makes no sense; the message names it.
+        ValueError: A field has an invalid value. The message names the field.
     """
 
     token: str | None = field(default=None, repr=False)
@@ -77,25 +78,26 @@ class Access:
         if not isinstance(self.timeout_s, int | float) or not 0 < self.timeout_s < float("inf"):
             raise ValueError(f"timeout_s must be a positive number of seconds, got {self.timeout_s!r}")
         if (self.tls_cert is None) != (self.tls_key is None):
-            raise ValueError("tls_cert and tls_key belong together")
+            raise ValueError("tls_cert and tls_key must be set together")
         if self.tls_cert is not None and self.tls_ca is None:
             raise ValueError("tls_cert needs tls_ca")
         check_token(self.token)
 
 
 class Connection:
-    """One server's tables.
+    """The connection to one server, with the calls on its tables.
 
-    Reads are repeated for as long as the server cannot be reached. So are writes: they carry a number, by which the
-    server knows one that it has carried out already, and its incarnation, by which another server, or the same after a
-    restart that has lost writes, refuses them. Once it has written, all calls of a client are for that incarnation.
+    A call is repeated as long as the server cannot be reached. Repeating a write is safe, because it has a request
+    number and an incarnation. The server does not apply a request number twice. The incarnation identifies the server
+    and its state: another server, or the same server after a restart that has lost writes, refuses the write. After the
+    first write of a client, all of its calls are for the incarnation that it has written to.
 
-    All methods raise :class:`ServiceError`, and what the server's own method raises. They may be called from many
-    threads at once.
+    All methods raise :class:`ServiceError`, and the errors of the server's method. Several threads may call them at the
+    same time.
 
     Args:
-        address: ``host:port``.
-        access: token, certificates, deadline.
+        address: The address of the server, ``host:port``.
+        access: The credentials, certificates and timeout.
     """
 
     def __init__(self, address: str, access: Access) -> None:
@@ -108,35 +110,49 @@ class Connection:
             self._metadata.append((TOKEN_KEY, token_value(access.token)))
         self._client = uuid.uuid4().hex
         self._process = os.getpid()
-        leave_to_parent(self)  # a channel's destructor waits for gRPC's own locks and threads
+        leave_to_parent(self)  # the destructor of a channel waits for locks and threads of gRPC
         self._lock = threading.Lock()
         self._incarnation = ""
         self._requests = 0
         self._pending: set[int] = set()
-        self._saved = 0  # writes up to this number are in a checkpoint
+        self._saved = 0  # the writes up to this request number are in a checkpoint
 
     def describe(self, table: str = "") -> pb.DescribeReply:
-        """The server's incarnation and tables; ``table`` is named in errors."""
+        """Returns the server's incarnation and tables. Errors name ``table``."""
         reply: pb.DescribeReply = self._call(table, lambda left: self._unary("Describe", pb.DescribeRequest(), left))
         return reply
 
     def create(self, table: str, spec: str) -> None:
-        """Makes a table."""
+        """Creates a table. ``spec`` is the JSON of a :class:`TableSpec`."""
         request = pb.CreateRequest(table=table, spec=spec)
         self._call(table, lambda left: self._unary("Create", request, left))
 
     def drop(self, table: str) -> None:
-        """Forgets a table, if it is there."""
+        """Deletes a table and its rows. A table that does not exist is ignored."""
         self._call(table, lambda left: self._unary("Drop", pb.DropRequest(table=table), left))
 
     def pull(self, table: str, ids: Tensor, out: Tensor, places: Tensor | None = None) -> None:
-        """Writes the rows of ``ids``, (N,) int64, into ``out``, (N, columns), or at the ``places``, (N,), of that."""
+        """Reads rows into a tensor.
+
+        Args:
+            table: The name of the table.
+            ids: (N,) int64. The ids whose rows are read. An id without a row reads as its initial row.
+            out: (N, columns), contiguous. The tensor to write the rows to.
+            places: (N,) int64. The index in ``out`` of the row of each id. ``out`` may then have more than N rows.
+                Default: None, which means the order of ``ids``.
+        """
         self._call(table, lambda left: self._pull(table, ids, out, places, left))
 
     def found(self, table: str, ids: Tensor, row_bytes: int) -> tuple[Tensor, Tensor]:
-        """Which of ``ids``, (N,) int64, have a row, (N,) bool, and the rows of these, (n, row bytes) uint8.
+        """Reads the rows of the ids that have one.
 
-        Where ``row_bytes`` is 0 no rows are read.
+        Args:
+            table: The name of the table.
+            ids: (N,) int64. The ids to look for.
+            row_bytes: The size of a row in bytes. If it is 0, no rows are read.
+
+        Returns:
+            Which ids have a row, (N,) bool, and the rows of these ids, (n, row bytes) uint8.
         """
         return self._call(table, lambda left: self._found(table, ids, row_bytes, left))
 
@@ -148,14 +164,18 @@ class Connection:
         rows: Tensor | None = None,
         initial: tuple[Tensor, Tensor] | None = None,
     ) -> int:
-        """Writes, updates or deletes the rows of ``ids``, (N,) int64; returns how many were deleted.
+        """Writes, updates or deletes rows.
 
         Args:
-            table: its name.
-            kind: what is done.
-            ids: whose.
-            rows: (N, columns): weights or gradients.
-            initial: ids and rows that are written first, where they have none.
+            table: The name of the table.
+            kind: The kind of the write.
+            ids: (N,) int64. The ids whose rows are written.
+            rows: (N, columns). The weights or gradients. None for a delete.
+            initial: Ids, (M,) int64, and rows, (M, columns) float32. Those of these ids that have no row get one before
+                the update. Default: None.
+
+        Returns:
+            The number of deleted rows.
         """
 
         def attempt(incarnation: str, number: int, done_before: int, left: float) -> int:
@@ -175,7 +195,7 @@ class Connection:
         return self._numbered(table, attempt)
 
     def ids(self, table: str) -> Tensor:
-        """(N,) int64: the ids that have a row, ascending."""
+        """Returns the ids that have a row, (N,) int64, ascending."""
 
         def attempt(left: float) -> Tensor:
             request = pb.IdsRequest(table=table, incarnation=self._expected())
@@ -185,7 +205,7 @@ class Connection:
         return self._call(table, attempt)
 
     def stats(self, table: str) -> dict[str, int]:
-        """The table's counts."""
+        """Returns the statistics of a table, by the names of ``TableStats``."""
 
         def attempt(left: float) -> dict[str, int]:
             return dict(self._unary("Stats", pb.StatsRequest(table=table, incarnation=self._expected()), left).counts)
@@ -193,7 +213,12 @@ class Connection:
         return self._call(table, attempt)
 
     def save(self, name: str, overwrite: bool) -> None:
-        """Saves the server's tables."""
+        """Saves all tables of the server in its data directory.
+
+        Args:
+            name: The name of the checkpoint.
+            overwrite: Whether to replace a checkpoint of this name.
+        """
         with self._lock:
             saved = self._requests if not self._pending else None
 
@@ -214,8 +239,10 @@ class Connection:
         self._numbered("", attempt, _LONG_CALL_S)
 
     def load(self, name: str) -> None:
-        """Replaces the server's tables by saved ones; the client goes on with the server as it is then."""
-        with self._lock:  # of what other threads write meanwhile nobody knows whether it was before
+        """Replaces all tables of the server by the tables of a checkpoint. The client accepts the new incarnation."""
+        # Writes of other threads that are pending now may reach the server before or after the load, so they do not
+        # count as saved.
+        with self._lock:
             saved = min(self._pending, default=self._requests + 1) - 1
         self._call("", lambda left: self._unary("Load", pb.LoadRequest(name=name), left), _LONG_CALL_S)
         self._adopt("")
@@ -223,19 +250,17 @@ class Connection:
             self._saved = max(self._saved, saved)
 
     def check_process(self) -> None:
-        """Refuses a process that has been forked since: its requests would have the numbers of this one's.
+        """Raises an error in a forked process, because its requests would have the numbers of the parent's requests.
 
         Raises:
-            ValueError: it is another one than that which made the connection.
+            ValueError: Another process created the connection.
         """
         if os.getpid() != self._process:
-            raise ValueError(f"{self._named('')}: the client was made in another process; make one in each")
+            raise ValueError(f"{self._named('')}: the client was made in another process; make one in each process")
 
     def close(self) -> None:
-        """Ends the connection."""
+        """Closes the connection."""
         self._channel.close()
-
-    # One attempt.
 
     def _unary(self, method: str, request: Any, left: float) -> Any:
         return getattr(self._stub, method)(request, timeout=left, metadata=self._metadata)
@@ -275,14 +300,19 @@ class Connection:
         return found, rows
 
     def _unfit(self, table: str) -> ServiceError:
-        return ServiceError(f"{self._named(table)} has answered with another number of rows than asked for")
-
-    # Repetition.
+        return ServiceError(f"{self._named(table)} has answered with a wrong number of rows")
 
     def _numbered(
         self, table: str, attempt: Callable[[str, int, int, float], _Result], timeout_s: float | None = None
     ) -> _Result:
-        """A write: with a number, so that the server carries it out once."""
+        """Makes a write with a request number, so that the server applies it once.
+
+        Args:
+            table: The name of the table, for errors.
+            attempt: A function that makes the write once. Its arguments are the incarnation, the request number, the
+                request number below which all writes are done, and the time left in seconds.
+            timeout_s: See ``_call``.
+        """
         if not self._incarnation:
             self._adopt(table)
         with self._request() as number:
@@ -298,7 +328,8 @@ class Connection:
             except ServerRestartedError:
                 if attempts > 1 or self._saved < number - 1:
                     raise
-            # Nothing of this client's is lost, and the request was refused: it may go to the server as it is now.
+            # All earlier writes of this client are in a checkpoint, and the server has refused this write. So it is
+            # safe to accept the server's new incarnation and to repeat the write.
             self._adopt(table)
             return self._call(table, once, timeout_s)
 
@@ -320,17 +351,18 @@ class Connection:
             self._incarnation = incarnation
 
     def _expected(self) -> str:
-        """The incarnation that a read is for: any, unless this client has written what is in no checkpoint."""
+        """Returns the incarnation that a read requires. Empty if all writes of this client are in a checkpoint."""
         with self._lock:
             return self._incarnation if self._saved < self._requests else ""
 
     def _call(self, table: str, attempt: Callable[[float], _Result], timeout_s: float | None = None) -> _Result:
-        """Repeats what fails because the server cannot be reached, until the time is over.
+        """Calls ``attempt``, and repeats it as long as the server cannot be reached and there is time left.
 
         Args:
-            table: is named in errors.
-            attempt: is given the seconds that are left.
-            timeout_s: of an attempt; then the time for repetitions begins when the first has failed.
+            table: The name of the table, for errors.
+            attempt: A function that makes the call once. Its argument is the time left in seconds.
+            timeout_s: The timeout of one attempt in seconds. The time for repetitions then begins with the first
+                failure. Default: None, which means that all attempts share the timeout of ``access``.
         """
         self.check_process()
         backoff = Backoff(self._access.timeout_s)

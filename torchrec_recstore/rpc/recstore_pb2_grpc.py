@@ -85,62 +85,64 @@ class ParameterServerServicer:
     """Missing associated documentation comment in .proto file."""
 
     def Describe(self, request, context):
-        """Who the server is, and which tables it has.
+        """Returns the server's incarnation and its tables.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Create(self, request, context):
-        """Makes a table; one that is there with the same specification stays as it is.
+        """Creates a table. A table that exists with the same specification is not changed.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Drop(self, request, context):
-        """Forgets a table and its rows.
+        """Deletes a table and its rows.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Pull(self, request_iterator, context):
-        """Reads rows, or tells which ids have one. Replies come in the order of the ids, which they need not be split like.
+        """Reads rows, or returns which ids have a row. Replies are in the order of the ids. Their parts may differ in size
+        from the parts of the request.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Write(self, request_iterator, context):
-        """Writes, updates or deletes rows: all of the request at once, when its last part has come.
+        """Writes, updates or deletes rows. The whole request is applied at once, after its last part has arrived.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Ids(self, request, context):
-        """The ids that have a row, ascending.
+        """Returns the ids that have a row, ascending.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Stats(self, request, context):
-        """Missing associated documentation comment in .proto file."""
+        """Returns the statistics of a table.
+        """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Save(self, request, context):
-        """Saves all tables below the server's data directory.
+        """Saves all tables in the server's data directory.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Load(self, request, context):
-        """Replaces all tables by those saved.
+        """Replaces all tables by the tables of a checkpoint.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

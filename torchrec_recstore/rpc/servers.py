@@ -1,4 +1,4 @@
-"""Several servers, among which the ids are shared out by hash."""
+"""The connections to several parameter servers, among which ids are distributed by a hash."""
 
 from __future__ import annotations
 
@@ -23,23 +23,27 @@ from torchrec_recstore.rpc.protocol import (
     to_bytes,
 )
 
-_CALLS = 256  # at once, more than wait for each other in practice: the deadline of a call begins when it has a thread
+# The number of threads per server. The deadline of a call begins when it has a thread, so there are more threads than
+# concurrent calls in practice.
+_CALLS = 256
 _Result = TypeVar("_Result")
 
 
 class Servers:
-    """Tables whose rows are shared out among servers: every call goes to all that have a part in it, at once.
+    """The connections to several servers, among which the rows of tables are distributed.
 
-    A call that fails at one server may have been carried out at others.
+    A call goes to all servers that store a part of its rows, at the same time. If the call fails on one server, other
+    servers may have done their part.
 
     Args:
-        addresses: ``host:port`` each; their order decides which ids lie where.
-        access: as for :class:`Connection`.
+        addresses: The address of each server, ``host:port``. Their order decides which server stores an id.
+        access: The credentials, certificates and timeout. See :class:`Connection`.
 
     Raises:
-        TypeError, ValueError: an address is no ``host:port``, or is there twice; or a token would go to another machine
-            without TLS.
-        OSError: a file of certificates cannot be read.
+        TypeError: ``addresses`` is not a sequence of str.
+        ValueError: An address has another form or occurs twice, or a token would be sent to another machine without
+            TLS.
+        OSError: A file of certificates cannot be read.
     """
 
     def __init__(self, addresses: Sequence[str], access: Access) -> None:
@@ -52,16 +56,16 @@ class Servers:
         self._close = weakref.finalize(self, _close, self._connections, self._threads, os.getpid())
 
     def specs(self, table: str) -> list[str | None]:
-        """What each server says of a table; None where it has none."""
+        """Returns each server's spec of a table. An entry is None if the server does not have the table."""
         return self._each(lambda connection: connection.describe(table).tables.get(table))
 
     def create(self, table: str, specs: Sequence[str]) -> None:
-        """Makes a table: each server its part."""
+        """Creates a table on all servers. ``specs`` has one spec for each server."""
         of = dict(zip(self._connections, specs, strict=True))
         self._each(lambda connection: connection.create(table, of[connection]))
 
     def pull(self, table: str, ids: Tensor, columns: int, dtype: torch.dtype) -> Tensor:
-        """(N, columns): the rows of ``ids``, (N,) int64; those of ids without one are initial rows."""
+        """Returns the rows of ``ids``, (N,) int64: (N, columns). An id without a row reads as its initial row."""
         rows = torch.empty(len(ids), columns, dtype=dtype)
         if len(self._connections) == 1:
             self._connections[0].pull(table, ids, rows)
@@ -71,11 +75,11 @@ class Servers:
         return rows
 
     def found(self, table: str, ids: Tensor) -> Tensor:
-        """(N,) bool: which of ``ids``, (N,) int64, have a row."""
+        """Returns which of ``ids``, (N,) int64, have a row: (N,) bool."""
         return self.found_rows(table, ids, 0)[0]
 
     def found_rows(self, table: str, ids: Tensor, row_bytes: int) -> tuple[Tensor, Tensor]:
-        """Which of ``ids``, (N,) int64, have a row, (N,) bool, and the rows of these, (n, row bytes) uint8."""
+        """Reads the rows of the ids that have one. See :meth:`Connection.found`; the arguments are the same."""
         if len(self._connections) == 1:
             return self._connections[0].found(table, ids, row_bytes)
         places = self._places(ids)
@@ -92,41 +96,48 @@ class Servers:
         return found, rows
 
     def push(self, table: str, ids: Tensor, values: Tensor) -> None:
-        """Writes the rows ``values``, (N, columns), of ``ids``, (N,) int64; of duplicates the last wins."""
+        """Writes ``values``, (N, columns), as the rows of ``ids``, (N,) int64. Of duplicates, the last one counts."""
         self._write(table, pb.WriteHeader.PUSH, ids, values)
 
     def update(self, table: str, ids: Tensor, grads: Tensor, initial: tuple[Tensor, Tensor] | None = None) -> Tensor:
-        """Applies gradients, (N, columns); before, ``initial`` ids get the ``initial`` rows where they have none.
+        """Applies the optimizer to rows.
+
+        Args:
+            table: The name of the table.
+            ids: (N,) int64. The ids whose rows are updated.
+            grads: (N, columns). The gradient of each entry of ``ids``.
+            initial: Ids, (M,) int64, and rows, (M, columns) float32. Those of these ids that have no row get one before
+                the update. Default: None.
 
         Returns:
-            (n,) int64: places of the ids whose server has refused its part, because an id of that has neither a row nor
-            an initial one.
+            (n,) int64. The positions in ``ids`` of the ids of servers that have refused the update, because an id has
+            neither a row nor an initial row.
         """
         return self._write(table, pb.WriteHeader.UPDATE, ids, grads, initial)[1]
 
     def delete(self, table: str, ids: Tensor) -> int:
-        """Forgets the rows of ``ids``, (N,) int64; returns how many there were."""
+        """Deletes the rows of ``ids``, (N,) int64, and returns how many rows there were."""
         return self._write(table, pb.WriteHeader.DELETE, ids)[0]
 
     def ids(self, table: str) -> Tensor:
-        """(N,) int64: all ids that have a row, ascending."""
+        """Returns the ids that have a row, (N,) int64, ascending."""
         ids: Tensor = torch.cat(self._each(lambda connection: connection.ids(table))).sort().values
         return ids
 
     def stats(self, table: str) -> list[dict[str, int]]:
-        """Each server's counts."""
+        """Returns each server's statistics of a table, by the names of ``TableStats``."""
         return self._each(lambda connection: connection.stats(table))
 
     def save(self, name: str, overwrite: bool) -> None:
-        """Each server saves all of its tables."""
+        """Saves all tables on each server. See :meth:`Connection.save`; the arguments are the same."""
         self._each(lambda connection: connection.save(name, overwrite))
 
     def load(self, name: str) -> None:
-        """Each server replaces its tables by those that it has saved."""
+        """Replaces all tables on each server by the tables of a checkpoint."""
         self._each(lambda connection: connection.load(name))
 
     def close(self) -> None:
-        """Ends the connections."""
+        """Closes the connections."""
         self._close()
 
     def _write(
@@ -137,7 +148,11 @@ class Servers:
         rows: Tensor | None = None,
         initial: tuple[Tensor, Tensor] | None = None,
     ) -> tuple[int, Tensor]:
-        """How many rows were deleted, and the places of the ids whose server wants initial rows."""
+        """Makes a write on each server that stores an id.
+
+        Returns:
+            The number of deleted rows, and the positions of the ids whose server requires initial rows, (n,) int64.
+        """
         if len(self._connections) == 1:
             deleted = _written(self._connections[0], table, kind, ids, rows, initial)
             return deleted or 0, torch.arange(len(ids) if deleted is None else 0)
@@ -156,15 +171,15 @@ class Servers:
         return sum(count or 0 for count in counts), torch.cat([ids[:0], *refused])
 
     def _places(self, ids: Tensor) -> dict[Connection, Tensor]:
-        """Where among ``ids`` those of each server are, ascending."""
+        """Returns the positions in ``ids``, ascending, of the ids of each server."""
         owners = ops.mix_ids(ids, True).remainder_(len(self._connections))
         return {connection: (owners == number).nonzero()[:, 0] for number, connection in enumerate(self._connections)}
 
     def _each(self, call: Callable[[Connection], _Result]) -> list[_Result]:
-        """Calls all servers at once and waits for all, so that nothing is under way when an error is raised."""
+        """Calls all servers at the same time. No call is running any more when it returns or raises an error."""
         if len(self._connections) == 1:
             return [call(self._connections[0])]
-        self._connections[0].check_process()  # the threads are not there either
+        self._connections[0].check_process()  # before the submit, because a forked process has no threads
         futures = [self._threads.submit(call, connection) for connection in self._connections]
         wait(futures)
         return [future.result() for future in futures]
@@ -178,7 +193,7 @@ def _written(
     rows: Tensor | None,
     initial: tuple[Tensor, Tensor] | None,
 ) -> int | None:
-    """How many rows were deleted; None where the server has refused, because it wants an initial row."""
+    """Makes a write. Returns the number of deleted rows, or None if the server requires an initial row."""
     try:
         return connection.write(table, kind, ids, rows, initial)
     except ServiceError as error:
@@ -188,7 +203,7 @@ def _written(
 
 
 def _close(connections: Sequence[Connection], threads: ThreadPoolExecutor, process: int) -> None:
-    if os.getpid() != process:  # forked: connections and threads are the parent's
+    if os.getpid() != process:  # in a forked process, connections and threads belong to the parent
         return
     for connection in connections:
         connection.close()

@@ -1,4 +1,4 @@
-"""The specification of a served table: ``init_data`` sends it, servers keep it, and checkpoints store it."""
+"""The specification of a table on parameter servers: clients send it, servers keep it, and checkpoints store it."""
 
 from __future__ import annotations
 
@@ -17,21 +17,24 @@ from torchrec_recstore.options import TableOptions
 
 @dataclass(frozen=True)
 class TableSpec:
-    """All that decides what a table's rows are.
+    """The specification of a table: everything on which the values of its rows depend.
 
     Args:
-        dim: columns.
-        dtype: of the weights.
-        optimizer: what an update does.
-        options: without ``cold_store``, which is the business of who holds the rows.
-        initial_rows: digest of some rows that the client's ``init_func`` makes; empty without one.
-        shard: number of the server that holds this part of the table, and how many there are.
-        temporary: whether saves leave the table out.
-        lossless: whether no row may be given up for want of room or for age, because it cannot be made again: a server
-            that is to bound such a table puts rows into its cold store, and without one refuses more of them.
+        dim: The number of columns.
+        dtype: The data type of the weights.
+        optimizer: The optimizer of updates.
+        options: The options of the table, without ``cold_store``, which each server chooses for itself.
+        initial_rows: A digest of some rows that the client's ``init_func`` creates. Default: "", for a client without
+            ``init_func``.
+        shard: The index of the server that stores this part of the table, and the number of servers. Default: (0, 1).
+        temporary: Whether checkpoints leave the table out. Default: False.
+        lossless: Whether no row may be evicted or expire for good, because it could not be created again. A server that
+            limits the rows of a lossless table moves rows to its cold store. Without a cold store, it refuses rows
+            beyond the limit. Default: False.
 
     Raises:
-        TypeError, ValueError: a value makes no sense; the message names it.
+        TypeError: A field has the wrong type. The message names the field.
+        ValueError: A field has an invalid value. The message names the field.
     """
 
     dim: int
@@ -55,10 +58,10 @@ class TableSpec:
         if not isinstance(self.options, TableOptions):
             raise TypeError(f"options must be TableOptions, got {type(self.options).__name__}")
         if self.options.cold_store is not None:
-            raise ValueError("options.cold_store is chosen where the rows are held: with recstore serve --cold-store")
+            raise ValueError("options.cold_store must be None: each server chooses it with recstore serve --cold-store")
 
     def to_json(self) -> str:
-        """As JSON."""
+        """Returns the specification as JSON."""
         return json.dumps(
             {
                 "dim": self.dim,
@@ -74,10 +77,10 @@ class TableSpec:
 
     @classmethod
     def from_json(cls, text: str) -> TableSpec:
-        """From JSON, which may come from anywhere.
+        """Returns the specification of JSON text. The text may be invalid.
 
         Raises:
-            ValueError: it is no table's specification.
+            ValueError: The text is not the specification of a table.
         """
         try:
             entry = json.loads(text)
@@ -97,10 +100,10 @@ class TableSpec:
                 lossless=bool(entry["lossless"]),
             )
         except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
-            raise ValueError(f"no table's specification: {error}") from error
+            raise ValueError(f"not the specification of a table: {error}") from error
 
     def difference(self, other: TableSpec) -> str:
-        """In which fields another one differs, for messages; empty where it does not."""
+        """Describes the fields in which another specification differs. Empty if there is no difference."""
         return ", ".join(f"{name} is {own!r}, not {others!r}" for name, own, others in _differences("", self, other))
 
 
