@@ -114,7 +114,7 @@ def test_a_name_that_may_mean_either_is_refused() -> None:
     before = held(model)
     with pytest.raises(ValueError, match=r"2 RecStore tables 't': name one of 'user\.bags\.t', 'item\.t'"):
         export_dense_weights(model, "t", 3)
-    with pytest.raises(ValueError, match=r"'w' and 'words\.w' are names of one RecStore table"):
+    with pytest.raises(ValueError, match=r"'w' and 'words\.w' are names of the same RecStore table"):
         load_dense_weights(model, {"w": torch.zeros(3, DIM), "words.w": torch.ones(3, DIM)})
     with pytest.raises(ValueError, match=r"no RecStore table 'item\.w'; it has 'user\.bags\.t', 'item\.t', 'w'"):
         stock_state_dict(model, {"item.w": 8})

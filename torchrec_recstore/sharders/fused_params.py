@@ -1,6 +1,6 @@
-"""What TorchRec's ``fused_params`` mean for a RecStore table: its optimizer, and its options on their way to it.
+"""The conversion of TorchRec's ``fused_params`` to the optimizer and the options of a RecStore table.
 
-FBGEMM's names and defaults: ``SplitTableBatchedEmbeddingBagsCodegen.__init__`` (fbgemm-gpu 1.8.0).
+The names and defaults are those of FBGEMM's ``SplitTableBatchedEmbeddingBagsCodegen.__init__`` (fbgemm-gpu 1.8.0).
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ from torchrec_recstore.optim import (
 from torchrec_recstore.options import TableOptions
 
 OPTIONS_KEY = "recstore_options"
-"""The key in ``fused_params`` under which a table's :class:`TableOptions` travel."""
+"""The key in ``fused_params`` of a table's :class:`TableOptions`, in a :class:`CarriedOptions`."""
 
 OPTIMIZER_KEY = "recstore_optimizer"
-"""The key in ``fused_params`` under which the optimizer given to ``RecStoreSharder(optimizer=...)`` travels."""
+"""The key in ``fused_params`` of the optimizer of ``RecStoreSharder(optimizer=...)``."""
 
 ACCUMULATION_KEY = "recstore_accumulation_steps"
-"""The key in ``fused_params`` under which ``RecStoreSharder(accumulation_steps=...)`` travels."""
+"""The key in ``fused_params`` of the number of ``RecStoreSharder(accumulation_steps=...)``."""
 
 _OPTIMIZERS: dict[Enum, type[Optimizer]] = {
-    EmbOptimType.SGD: SGD,  # FBGEMM's inexact form of the same update: it differs only in the order of sums
+    EmbOptimType.SGD: SGD,  # FBGEMM's inexact form of the same update differs only in the order of sums.
     EmbOptimType.EXACT_SGD: SGD,
     OptimType.SGD: SGD,
     EmbOptimType.EXACT_ADAGRAD: Adagrad,
@@ -60,7 +60,7 @@ _OPTIMIZERS: dict[Enum, type[Optimizer]] = {
     OptimType.LARS_SGD: LARSSGD,
 }
 
-# What is read here. An argument that the selected optimizer lacks is passed by, as FBGEMM does.
+# The keys that this module reads. If the selected optimizer does not have an argument, it is ignored, as in FBGEMM.
 _READ = frozenset(
     {
         ACCUMULATION_KEY,
@@ -83,10 +83,11 @@ _READ = frozenset(
     }
 )
 
-# Keys that cannot change a RecStore table's numbers, whatever their value.
+# The keys that cannot change the results of a RecStore table, whatever their value.
 _IGNORED: frozenset[str] = frozenset(
     {
-        # Where FBGEMM keeps rows on an accelerator, and how it moves them: RecStore rows live in host memory.
+        # These keys control where FBGEMM keeps rows on an accelerator, and how it moves them. RecStore's rows are in
+        # host memory.
         "cache_algorithm",
         "cache_load_factor",
         "cache_sets",
@@ -100,15 +101,15 @@ _IGNORED: frozenset[str] = frozenset(
         "stats_reporter_config",
         "uvm_host_mapped",
         "uvm_non_rowwise_momentum",
-        # Every int64 is a valid id, and it is never narrowed.
+        # Every int64 is a valid id, and ids are never converted to a smaller type.
         "bounds_check_mode",
         "embedding_table_index_type",
         "embedding_table_offset_type",
-        # Which kernel computes the same numbers.
+        # These keys select one of several kernels that compute the same results.
         "_batch_key",
         "use_experimental_tbe",
         "use_one_tbe_per_table",
-        # How torch.optim computes the same numbers.
+        # These keys select one of several ways in which torch.optim computes the same results.
         "capturable",
         "differentiable",
         "foreach",
@@ -116,10 +117,11 @@ _IGNORED: frozenset[str] = frozenset(
     }
 )
 
-# FBGEMM silently passes these by where the selected optimizer has none; whoever sets them expects them.
+# FBGEMM silently ignores these keys if the selected optimizer does not have them. RecStore raises an error for other
+# values, because the user expects that a key has an effect.
 _NEUTRAL_UNLESS_READ: dict[str, object] = {"max_norm": 0.0, "momentum": 0.0, "weight_decay": 0.0}
 
-# Keys that would change the numbers; accepted only where they ask for nothing.
+# The keys that would change the results. RecStore does not support them and accepts only values without effect.
 _NEUTRAL: dict[str, object] = {
     "amsgrad": False,
     "counter_based_regularization": None,
@@ -139,17 +141,28 @@ _NEUTRAL: dict[str, object] = {
 }
 
 
-class CarriedOptions:
-    """Takes a table's options through ``fused_params`` without splitting groups.
+_OUTPUT_DTYPES = {
+    SparseType.FP32: torch.float32,
+    SparseType.FP16: torch.float16,
+    SparseType.BF16: torch.bfloat16,
+}
 
-    TorchRec's ``group_tables`` (torchrec 1.8.0) puts tables into one kernel where the values of their ``fused_params``
-    compare equal and hash alike. Tables that differ in options alone must share a kernel, because each kernel costs a
-    pass over the batch, so every carrier equals every other. Read it from the table's own ``fused_params``, never from
-    the group's, which keep those of one table only.
+_DISAGREES = "of the sharder disagrees with"
+_ELSEWHERE = "that fused_params or apply_optimizer_in_backward ask for"
+
+
+class CarriedOptions:
+    """A value in ``fused_params`` that holds a table's options and does not split groups of tables.
+
+    TorchRec's ``group_tables`` (torchrec 1.8.0) places tables in one kernel if the values of their ``fused_params`` are
+    equal and have equal hashes. Tables that differ only in their options must share a kernel, because each kernel costs
+    a pass over the batch. Therefore all objects of this class are equal. Read the options from the ``fused_params`` of
+    a table, never from those of a group, which hold the options of only one of its tables.
 
     Args:
         options: The table's options.
-        row_name: The name that the table's rows are made and stored by; None: the name in the table's config.
+        row_name: The name that determines the table's initial rows and keeps them apart in a cold store. Default: None,
+            the name in the table's config.
     """
 
     def __init__(self, options: TableOptions, row_name: str | None = None) -> None:
@@ -167,27 +180,29 @@ class CarriedOptions:
 
 
 def table_options(fused_params: Mapping[str, Any] | None) -> TableOptions:
-    """The options that a table's own ``fused_params`` carry; default options where the plan carried none."""
+    """Returns the options in a table's ``fused_params``, or the default options if there are none."""
     carried = (fused_params or {}).get(OPTIONS_KEY)
     return carried.options if isinstance(carried, CarriedOptions) else TableOptions()
 
 
 def carried_row_name(fused_params: Mapping[str, Any] | None) -> str | None:
-    """The name that a table's own ``fused_params`` carry for its rows; None where the plan carried none."""
+    """Returns the row name in a table's ``fused_params``, or None if there is none."""
     carried = (fused_params or {}).get(OPTIONS_KEY)
     return carried.row_name if isinstance(carried, CarriedOptions) else None
 
 
 def accumulation_steps(fused_params: Mapping[str, Any] | None) -> int:
-    """The backward passes that make one update; 1 where the sharder says nothing."""
+    """Returns the number of backward passes of one update. Default: 1."""
     return int((fused_params or {}).get(ACCUMULATION_KEY, 1))
 
 
 def stochastic_rounding(fused_params: Mapping[str, Any] | None, table_names: Sequence[str]) -> bool:
-    """Whether updates of 16-bit rows round at random; not unless asked to, as FBGEMM on CPU (on GPUs it does).
+    """Returns whether updates of 16-bit rows are rounded stochastically.
+
+    Default: False, as in FBGEMM on CPU. (FBGEMM's default on GPU is True.)
 
     Raises:
-        ValueError: something that is no bool; the message names the tables.
+        ValueError: The value is not a bool; the message names the tables.
     """
     asked = (fused_params or {}).get("stochastic_rounding", False)
     if not isinstance(asked, bool):
@@ -195,18 +210,11 @@ def stochastic_rounding(fused_params: Mapping[str, Any] | None, table_names: Seq
     return asked
 
 
-_OUTPUT_DTYPES = {
-    SparseType.FP32: torch.float32,
-    SparseType.FP16: torch.float16,
-    SparseType.BF16: torch.bfloat16,
-}
-
-
 def output_dtype(fused_params: Mapping[str, Any] | None, table_names: Sequence[str]) -> torch.dtype:
-    """What lookups give, whatever the rows are stored as: float32 unless ``output_dtype`` says otherwise.
+    """Returns the dtype of the results of lookups, which does not depend on the dtype of the rows. Default: float32.
 
     Raises:
-        ValueError: another ``SparseType`` than FP32, FP16 and BF16; the message names the tables.
+        ValueError: ``output_dtype`` is not FP32, FP16 or BF16; the message names the tables.
     """
     asked = (fused_params or {}).get("output_dtype", SparseType.FP32)
     if asked not in _OUTPUT_DTYPES:
@@ -222,18 +230,19 @@ def _where(table_names: Sequence[str]) -> str:
 
 
 def optimizer_from_fused_params(fused_params: Mapping[str, Any] | None, table_names: Sequence[str]) -> Optimizer:
-    """The fused optimizer that ``fused_params`` select; FBGEMM's default, SGD with lr 0.01, where they name none.
+    """Returns the fused optimizer that ``fused_params`` select. Default: SGD with lr 0.01, as in FBGEMM.
 
-    The arguments' names, defaults and formulas are FBGEMM's, ``betas`` is torch.optim's. So the weight decay of Adam is
-    decoupled also where ``apply_optimizer_in_backward`` got ``torch.optim.Adam``, as in TorchRec's own tables.
+    The names, defaults and formulas of the arguments are those of FBGEMM, and ``betas`` is that of torch.optim. The
+    weight decay of Adam is therefore decoupled, also if ``apply_optimizer_in_backward`` got ``torch.optim.Adam``. The
+    same holds for tables on TorchRec's kernels.
 
     Args:
-        fused_params: a table's merged ``fused_params``.
-        table_names: the tables concerned, for error messages; none: all of the sharder's.
+        fused_params: The merged ``fused_params`` of a table.
+        table_names: The names of the tables, for error messages. An empty list means all tables of the sharder.
 
     Raises:
-        ValueError: an optimizer, a key or a value that RecStore does not support, or two ways of selecting the
-            optimizer that disagree; the message names it and the tables.
+        ValueError: RecStore does not support the optimizer, a key or a value, or two settings select different
+            optimizers; the message names the setting and the tables.
     """
     params = dict(fused_params or {})
     where = _where(table_names)
@@ -252,10 +261,6 @@ def optimizer_from_fused_params(fused_params: Mapping[str, Any] | None, table_na
     return _agreeing(params, own, where)
 
 
-_DISAGREES = "of the sharder disagrees with"
-_ELSEWHERE = "that fused_params or apply_optimizer_in_backward ask for"
-
-
 def _agreeing(params: Mapping[str, Any], own: Optimizer, where: str) -> Optimizer:
     other = _read(params, own, where)
     if other != own:
@@ -264,11 +269,11 @@ def _agreeing(params: Mapping[str, Any], own: Optimizer, where: str) -> Optimize
 
 
 def _read(params: Mapping[str, Any], default: Optimizer, where: str) -> Optimizer:
-    """``default`` with the arguments that ``params`` give."""
+    """Returns ``default`` with the arguments in ``params``."""
     known = {field.name for field in fields(default)}
     _check_keys(params, known, where)
     given: dict[str, Any] = {}
-    for key in ("lr", "learning_rate"):  # the latter wins, as in TorchRec
+    for key in ("lr", "learning_rate"):  # The last key takes precedence, as in TorchRec.
         if params.get(key) is not None:
             given["lr"] = _number(params, key, where)
     for key in known & {"eps", "weight_decay", "momentum", "eta"} & set(params):
@@ -302,7 +307,7 @@ def _check_keys(params: Mapping[str, Any], known: Set[str], where: str) -> None:
     for key, value in params.items():
         if key in _READ or key in _IGNORED or key in known & set(_NEUTRAL_UNLESS_READ):
             continue
-        if key.startswith("__register_"):  # TorchRec's inference marks
+        if key.startswith("__register_"):  # TorchRec adds these keys for inference.
             continue
         if key not in neutrals:
             raise ValueError(f"{where}: unknown key {key!r} in fused_params")
@@ -327,12 +332,13 @@ def _betas(params: Mapping[str, Any], default: tuple[float, float], where: str) 
 
 
 def _weight_decay_mode(params: Mapping[str, Any], optimizer: Optimizer, where: str) -> str | None:
-    """What to set; None where the optimizer has but one mode, or none is given."""
+    """Returns the weight decay mode, or None if it is not given or the optimizer has only one mode."""
     if "weight_decay_mode" not in params:
         return None
     mode = WeightDecayMode(params["weight_decay_mode"])
     if isinstance(optimizer, SGD | Adagrad | RowWiseAdagrad):
-        allowed = {WeightDecayMode.NONE: "l2", WeightDecayMode.L2: "l2"}  # a decay that is set is meant
+        # Mode NONE is FBGEMM's default. A weight decay that is set must have an effect, so NONE means L2 here.
+        allowed = {WeightDecayMode.NONE: "l2", WeightDecayMode.L2: "l2"}
         if not isinstance(optimizer, SGD):
             allowed[WeightDecayMode.DECOUPLE] = "decouple"
     else:

@@ -1,4 +1,4 @@
-"""The RecStore tables of a model: their names, statistics and cold stores; and the model's dense part."""
+"""Access to the RecStore tables of a model, with their names, statistics and cold stores, and to its dense tensors."""
 
 from __future__ import annotations
 
@@ -20,15 +20,18 @@ from torchrec_recstore.sharders.state import RowState
 from torchrec_recstore.store import TableStats
 from torchrec_recstore.store.stats import combined
 
+_Shard = tuple[int, TableStats]
+"""The first column and the statistics of a shard."""
+
 
 @dataclass(frozen=True)
 class ModelTable:
     """A RecStore table of a model.
 
     Args:
-        name: The name that the model's tables are told apart by: ``config_name`` where no other RecStore table of the
-            model has it, else ``full_name``.
-        config_name: The name in the table's config, which differs from those of the collection's other tables.
+        name: The unique name of the table in the model: ``config_name`` if no other RecStore table of the model has the
+            same ``config_name``, else ``full_name``.
+        config_name: The name in the table's config. It is unique in the collection.
         module: The sharded collection that has the table.
         prefix: The prefix of the collection's keys in the model's ``state_dict``.
     """
@@ -50,7 +53,7 @@ class ModelTable:
 
     @property
     def dim(self) -> int:
-        """The columns of the whole table."""
+        """The number of columns of the whole table."""
         return int(self.module.recstore_dims()[self.config_name])
 
     @property
@@ -65,7 +68,7 @@ class ModelTable:
 
 
 def recstore_tables(model: nn.Module) -> list[ModelTable]:
-    """Every RecStore table of the model, in the same order on every rank; no two have the same ``name``."""
+    """Returns all RecStore tables of the model, in the same order on every rank. Their ``name`` is unique."""
     found = [
         (prefix, module, name)
         for prefix, module in _sharded_modules(model, "").items()
@@ -79,20 +82,20 @@ def recstore_tables(model: nn.Module) -> list[ModelTable]:
 
 
 def table_named(model: nn.Module, name: str) -> ModelTable:
-    """The RecStore table that ``name`` is the name, or the full name, of.
+    """Returns the RecStore table with the name or full name ``name``.
 
     Raises:
-        ValueError: there is none, or ``name`` is in the configs of several collections.
+        ValueError: The model has no RecStore table with this name, or several collections have a table with this name.
     """
     return tables_named(model, [name])[name]
 
 
 def tables_named(model: nn.Module, names: Iterable[str]) -> dict[str, ModelTable]:
-    """The RecStore tables that ``names`` are the names, or the full names, of.
+    """Returns the RecStore tables with the names or full names ``names``, by the given name.
 
     Raises:
-        ValueError: there is no such table, a name is in the configs of several collections, or two of ``names`` are of
-            one table.
+        ValueError: The model has no RecStore table with one of the names, several collections have a table with one of
+            the names, or two names belong to the same table.
     """
     tables = recstore_tables(model)
     found: dict[str, ModelTable] = {}
@@ -106,7 +109,7 @@ def tables_named(model: nn.Module, names: Iterable[str]) -> dict[str, ModelTable
             raise ValueError(f"the model has no RecStore table {name!r}; it has {known or 'none'}")
         twice = [other for other, table in found.items() if table == fitting[0]]
         if twice:
-            raise ValueError(f"{twice[0]!r} and {name!r} are names of one RecStore table: give one of them")
+            raise ValueError(f"{twice[0]!r} and {name!r} are names of the same RecStore table: use only one of them")
         found[name] = fitting[0]
     return found
 
@@ -118,9 +121,10 @@ def _path_prefix(prefix: str) -> str:
 
 @contextmanager
 def rows_left_out(model: nn.Module) -> Iterator[None]:
-    """Within it, ``state_dict`` of the model and of its fused optimizer are without the rows of RecStore tables.
+    """Returns a context in which the states of the model and its fused optimizer have no rows of RecStore tables.
 
-    There they are copies, as large as the tables. Loading such a state leaves the tables as they are.
+    Outside of this context, ``state_dict`` copies all rows of the tables. Loading a state without rows does not change
+    the tables.
     """
     states = [table.state for table in recstore_tables(model)]
     before = [state.emits_rows for state in states]
@@ -134,9 +138,12 @@ def rows_left_out(model: nn.Module) -> Iterator[None]:
 
 
 def _sharded_modules(module: nn.Module, prefix: str) -> dict[str, RecStoreCollection]:
-    """The collections by the prefix of their keys; one that has several places in the model by its first."""
+    """Returns the collections by the prefix of their keys.
+
+    If a collection has several places in the model, the prefix is that of the first place.
+    """
     found: dict[str, RecStoreCollection] = {}
-    # state_dict leaves the wrappers' names out.
+    # The keys of state_dict do not have the names of these wrappers.
     if isinstance(module, DistributedModelParallel | DistributedDataParallel):
         return _sharded_modules(module.module, prefix)
     if isinstance(module, RecStoreCollection):
@@ -148,19 +155,17 @@ def _sharded_modules(module: nn.Module, prefix: str) -> dict[str, RecStoreCollec
     return found
 
 
-_Shard = tuple[int, TableStats]  # first column, counts
-
-
 def table_stats(model: nn.Module) -> dict[str, TableStats]:
-    """Counts of each RecStore table of the model, over all its shards. Collective: every rank calls it.
+    """Returns the statistics of each RecStore table of the model over all ranks. Collective: every rank must call it.
 
     Args:
-        model: ``DistributedModelParallel``, a sharded module, or anything that contains them.
+        model: A ``DistributedModelParallel``, a sharded module, or a module that contains them.
 
     Returns:
-        Statistics by table name, the same on every rank; no entry for tables on TorchRec's kernels. A table whose name
-        another collection has too is named by the path of its collection in the model, a dot and its name. Counts are
-        summed over ranks; a row split by columns counts once, its bytes in full; ``steps`` is the furthest shard's.
+        The statistics by table name, the same on every rank. Tables on TorchRec's kernels have no entry. If several
+        collections have tables with the same name, the name is the path of the collection in the model, a dot and the
+        table's name. Counts are summed over the ranks. A row that is split by columns counts once, with the bytes of
+        all its columns. ``steps`` is the largest value of the shards.
     """
     stats: dict[str, TableStats] = {}
     gathered: dict[RecStoreCollection, list[dict[str, list[_Shard]]]] = {}
@@ -190,17 +195,19 @@ def _combined(shards: Iterable[_Shard]) -> TableStats:
 def flush_tables(model: nn.Module) -> None:
     """Writes the rows that have changed in memory to the shared cold stores of the model. Collective.
 
-    When it returns, those of every rank are there. Tables with a cold store of their own, or none, are passed over. A
-    model is not closed as a :class:`Table` is: what has changed since the last call is lost to others when it is gone.
+    When the call returns, the cold stores have the rows of every rank. Tables with a cold store that is not shared, or
+    without a cold store, are skipped. Unlike a :class:`Table`, a model is not closed: rows that change after the last
+    call are not written to the cold stores when the process ends.
 
     Args:
-        model: ``DistributedModelParallel``, a sharded module, or anything that contains them.
+        model: A ``DistributedModelParallel``, a sharded module, or a module that contains them.
 
     Raises:
-        ValueError: The model has no RecStore table with a shared cold store, one is being saved, or two tables of one
-            name share one store: under a plan that is not ``RecStorePlanner``'s they have the same rows.
-        ColdStoreError: a store fails; it may have some of the rows. The call can be repeated. All of these on every
-            rank.
+        ValueError: The model has no RecStore table with a shared cold store, or a table is being saved. Or two tables
+            with the same name share a cold store, so that they have the same rows; the plans of ``RecStorePlanner``
+            keep these tables apart. The error is raised on every rank.
+        ColdStoreError: A cold store fails. It may have received some of the rows; the call can be repeated. The error
+            is raised on every rank.
     """
     modules = [module for module in model.modules() if isinstance(module, RecStoreCollection)]
     with refused_together(whole_environment()):
@@ -214,23 +221,23 @@ def flush_tables(model: nn.Module) -> None:
             if times > 1:
                 raise ValueError(
                     f"{times} collections have a RecStore table {name!r} whose rows are in {store!r}, so that they "
-                    "share rows: plan the model with RecStorePlanner, or give the tables different names"
+                    "share rows: plan the model with RecStorePlanner, or use different names for the tables"
                 )
         for table in shared:
             table.flush()
 
 
 def dense_tensors(model: nn.Module, tables: Sequence[ModelTable]) -> dict[str, Tensor]:
-    """What ``model.state_dict()`` has beside the RecStore tables: the model's own tensors, no copies.
+    """Returns the tensors of ``model.state_dict()`` that are not of RecStore tables, without copying them.
 
     Raises:
-        ValueError: a table on one of TorchRec's own sharded kernels, or something that is no tensor.
+        ValueError: The model has a table on one of TorchRec's own sharded kernels, or a value that is not a tensor.
     """
     placeholders = {table.weight_key for table in tables}
     with rows_left_out(model):
         state = {key: value for key, value in model.state_dict().items() if key not in placeholders}
     for key, value in state.items():
-        # ShardedTensor and DTensor: tables on TorchRec's own kernels (torchrec 1.8.0).
+        # Tables on TorchRec's own kernels are ShardedTensor or DTensor (torchrec 1.8.0).
         if type(value) not in (Tensor, nn.Parameter):
             raise ValueError(
                 f"{key} is a {type(value).__name__}: a checkpoint holds RecStore tables and plain tensors; "
@@ -240,11 +247,16 @@ def dense_tensors(model: nn.Module, tables: Sequence[ModelTable]) -> dict[str, T
 
 
 def check_dense(saved: Mapping[str, Tensor], own: Mapping[str, Tensor], *, strict: bool) -> None:
-    """Compares the tensors of a checkpoint with those of the model, which must be such that can be written.
+    """Checks that the tensors of a checkpoint can be loaded into the tensors of the model.
+
+    Args:
+        saved: The tensors of the checkpoint.
+        own: The tensors of the model.
+        strict: Whether both must have the same names.
 
     Raises:
-        ValueError: another shape; with ``strict`` also a name that only one of them has; a tensor of the model that
-            was expanded, or made in inference mode.
+        ValueError: A shape differs. Or ``strict`` is True, and only one of them has a name. Or a tensor of the model
+            cannot be written, because it was expanded or made in inference mode.
     """
     for what, names in (("no", own.keys() - saved.keys()), ("an unknown", saved.keys() - own.keys())):
         if strict and names:
@@ -261,7 +273,7 @@ def check_dense(saved: Mapping[str, Tensor], own: Mapping[str, Tensor], *, stric
 
 
 def load_dense(saved: Mapping[str, Tensor], own: Mapping[str, Tensor]) -> None:
-    """Copies tensors that :func:`check_dense` has passed into the model."""
+    """Copies the tensors of a checkpoint, which :func:`check_dense` has checked, to the tensors of the model."""
     with torch.no_grad():
         for name in own.keys() & saved.keys():
             own[name].copy_(saved[name])

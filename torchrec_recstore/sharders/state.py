@@ -30,11 +30,20 @@ from torchrec_recstore.store import Table, insert_all, write_all
 from torchrec_recstore.store.snapshot import column_weighted_mean
 from torchrec_recstore.table_parameter import GivenCopies
 
+BOOKKEEPING = ("last_step", "frequency")
+"""The names of the values per row that eviction and expiry use."""
+
+WEIGHTS = "state_dict"
+"""The name of the method that returns copies of a table's weights and ids, for error messages."""
+
+_STATES = "fused_optimizer.state_dict"
+
 
 class ShardedRows(ShardedTensor):
-    """The rows of a table as a (R, dim) tensor, whose ``gather`` makes a tensor of TorchRec's own tables of it.
+    """A sharded (R, dim) tensor of the rows of a table.
 
-    It is pickled, copied and cloned as a ``ShardedTensor``.
+    ``gather`` returns a dense tensor, as for TorchRec's own tables. Pickling, copying and cloning make a
+    ``ShardedTensor``.
     """
 
     _table: str
@@ -43,15 +52,16 @@ class ShardedRows(ShardedTensor):
 
     @classmethod
     def of(cls, table: str, weights: ShardedTensor, ids: ShardedTensor, env: ShardingEnv) -> ShardedRows:
-        """``weights`` (R, dim) of the rows of ``ids`` (R,), which becomes one.
+        """Changes the class of ``weights`` to this class, and returns it.
 
         Args:
             table: The name of the table, for errors.
-            weights: as its shards hold it.
-            ids: the same.
+            weights: (R, dim). The weights, sharded as the table.
+            ids: (R,) int64. The ids of the rows, sharded as the table.
             env: The environment of the sharded module.
         """
-        weights.__class__ = cls  # torch 2.13 makes a ShardedTensor and nothing else of shards and their metadata
+        # The functions of torch 2.13 that make a tensor from shards and their metadata only make a ShardedTensor.
+        weights.__class__ = cls
         assert isinstance(weights, ShardedRows)
         weights._table, weights._ids, weights._env = table, ids, env
         return weights
@@ -63,19 +73,19 @@ class ShardedRows(ShardedTensor):
         enforce_dtype: bool = False,
         dtype: torch.dtype | None = None,
     ) -> None:
-        """Row i of ``out`` becomes the row of id i, zeros where there is none. Collective.
+        """Writes the row of id i to row i of ``out``, and zeros to the rows of other ids. Collective.
 
-        TorchRec's ``state_dict_gather`` calls it with the weight of an unsharded model.
+        TorchRec's ``state_dict_gather`` calls this method with the weight of an unsharded model.
 
         Args:
-            dst: The rank that gets the rows.
-            out: (N, dim). A tensor on the rank ``dst``, None on the others.
-            enforce_dtype: Without effect: rows are converted to the dtype of ``out``.
-            dtype: Likewise.
+            dst: The rank that gets the rows. Default: 0.
+            out: (N, dim). A tensor on the rank ``dst``, None on other ranks.
+            enforce_dtype: Has no effect. Rows are converted to the dtype of ``out``.
+            dtype: Has no effect.
 
         Raises:
-            ValueError: ``out`` is missing or of another dim, or there are ids outside [0, N); on every rank, with
-                ``out`` as it was.
+            ValueError: ``out`` is missing or has another dim, or the table has ids outside [0, N). The error is raised
+                on every rank, and ``out`` does not change.
         """
         mine = dist.get_rank(self._process_group) == dst
         what = f"RecStore table {self._table!r}"
@@ -95,8 +105,8 @@ class ShardedRows(ShardedTensor):
             if outside:
                 raise ValueError(
                     f"{what} has {outside} ids outside [0, {len(out)}), and row i of the gathered tensor is the row of "
-                    "id i: stock_state_dict(model, num_rows, leave_out=True) goes without them; with weight_id, "
-                    "local_shards() have all rows"
+                    "id i: stock_state_dict(model, num_rows, leave_out=True) leaves these rows out; local_shards() and "
+                    "weight_id have all rows"
                 )
             with torch.no_grad():
                 out.zero_()
@@ -109,28 +119,27 @@ class ShardedRows(ShardedTensor):
         return plain.__reduce_ex__(protocol)  # type: ignore[no-untyped-call]
 
 
-BOOKKEEPING = ("last_step", "frequency")
-WEIGHTS = "state_dict"
-"""What gives copies of a table's weights and ids."""
-_STATES = "fused_optimizer.state_dict"
-
-
 class RowState:
-    """A table's optimizer state and bookkeeping, as TorchRec's ``KeyedOptimizer`` saves and loads objects (1.8.0).
+    """A table's optimizer state and bookkeeping, which TorchRec's ``KeyedOptimizer`` saves and loads.
 
-    The optimizer state of a table with ``R`` rows, ``D`` its dim and ``C`` its column shards: ``id`` (R,) int64,
-    ``columns`` (C,) int64 where each column shard begins, ``steps`` (1,) int64 updates so far, the optimizer's states,
-    element-wise ones (R, D), row-wise ones (R, C), and what eviction goes by: ``last_step`` and ``frequency`` (R,)
-    int64, ``clock`` (1,) int64, the table's steps so far.
+    ``KeyedOptimizer`` calls ``state_dict`` and ``load_state_dict`` of objects in its state (torchrec 1.8.0). The state
+    of a table with ``R`` rows, ``D`` columns and ``C`` column shards has these entries:
+
+    - ``id``: (R,) int64. The ids of the rows.
+    - ``columns``: (C,) int64. The first column of each column shard.
+    - ``steps``: (1,) int64. The number of updates.
+    - The states of the optimizer: (R, D) for element-wise states, (R, C) for row-wise states.
+    - ``last_step`` and ``frequency``: (R,) int64. The bookkeeping that eviction uses.
+    - ``clock``: (1,) int64. The number of the table's steps.
 
     Args:
-        name: the table's.
-        dim: columns of the whole table.
-        shards: this rank's.
-        env: of the sharded module.
-        optimizer: that the table is updated by.
-        options: of the whole table, while those of a shard have its part of ``max_rows``.
-        copies: the tensors that the states of the module's tables have given out.
+        name: The name of the table.
+        dim: The number of columns of the whole table.
+        shards: The table's shards on this rank.
+        env: The environment of the sharded module.
+        optimizer: The optimizer of the table.
+        options: The options of the whole table. (The options of a shard have only its part of ``max_rows``.)
+        copies: The tensors that the states of the module's tables have returned.
     """
 
     def __init__(
@@ -151,11 +160,11 @@ class RowState:
         self.optimizer = optimizer
         self.options = options
         self.emits_rows = True
-        """Whether :meth:`state_dict` and :meth:`load_state_dict` do anything."""
+        """Whether :meth:`state_dict` returns the state and :meth:`load_state_dict` loads it."""
         self._states = state_names(optimizer)
 
     def state_dict(self) -> dict[str, Value]:
-        """A copy of the optimizer state. Collective."""
+        """Returns a copy of the optimizer state. Collective."""
         if not self.emits_rows:
             return {}
         layout = ShardLayout(self.name, self.shards, self.env)
@@ -179,50 +188,55 @@ class RowState:
         return state
 
     def load_state_dict(self, state: Mapping[str, Value]) -> None:
-        """Gives the state to the rows that the table holds; all or nothing. Collective.
+        """Loads the state into the rows of the table. After an error, no row has changed. Collective.
 
-        Between different column splits a row-wise state becomes the column-weighted mean of those that it covers.
-        State without bookkeeping, of an earlier version, leaves it as it is.
+        If the state has another column split, a row-wise state becomes the column-weighted mean of the states that
+        cover the shard's columns. If the state is of an earlier version and has no bookkeeping, the bookkeeping of the
+        rows does not change.
 
         Raises:
-            ValueError: a key is missing, a shape does not fit, or an id has no row: load the model's state first.
+            ValueError: A key is missing, a shape does not fit, or an id has no row. Load the state of the model first.
         """
         if not self.emits_rows:
             return
         self.check_keys(state)
-        # On every rank, also those without a shard.
+        # The gathering is collective, so every rank takes part, also ranks without a shard.
         state = {k: gathered_rows(v, self.env) if k in ("id", *BOOKKEEPING) else v for k, v in state.items()}
         with refused_together(self.env):
             parts = [self.rows_of(shard, state) for shard in self.shards]
         for shard, (ids, rows) in zip(self.shards, parts, strict=True):
-            set_clocks(shard.table, state)  # first: by it rows are told that leave for these
+            # The clock must be set before rows are written, because eviction chooses rows by it.
+            set_clocks(shard.table, state)
             write_all(shard.table, ids, rows)
         self.copies.forget(self.name, _STATES)
 
     def forget_copies(self) -> None:
-        """What ``state_dict`` has given of the table is no longer watched: all of its rows have been replaced."""
+        """Ends the check for writes to the tensors that ``state_dict`` returned, after all rows were replaced."""
         for what in (WEIGHTS, _STATES):
             self.copies.forget(self.name, what)
 
     def check_keys(self, state: Mapping[str, object]) -> None:
-        """Refuses optimizer state that lacks something.
+        """Checks that an optimizer state has all keys.
 
         Raises:
-            ValueError: a key is missing.
+            ValueError: A key is missing; the message names the table and the keys.
         """
         missing = [key for key in ("id", "columns", "steps", *self._states) if key not in state]
         if missing:
             raise ValueError(f"RecStore table {self.name!r}: the optimizer state has no {', '.join(missing)}")
 
     def rows_of(self, shard: LocalShard, state: Mapping[str, Value]) -> tuple[Tensor, dict[str, Tensor]]:
-        """A shard's ids among those of ``state``, and its rows with the state in them, for ``Table.write_rows``.
+        """Returns the ids in ``state`` that belong to a shard, and the shard's rows with the state of these ids.
+
+        The rows have the form of ``Table.write_rows``: this method reads them from the shard and replaces their state.
 
         Args:
-            shard: of this table.
-            state: as :meth:`state_dict` gives it, for all rows of the table or some; what is (R,) plain.
+            shard: A shard of this table.
+            state: A state as :meth:`state_dict` returns it, of all or some rows of the table. The (R,) entries must be
+                plain tensors.
 
         Raises:
-            ValueError: a shape does not fit, or an id has no row.
+            ValueError: A shape does not fit, or an id has no row.
         """
         whole_ids = torch.as_tensor(state["id"])
         positions = owned_positions(shard, whole_ids)
@@ -232,8 +246,8 @@ class RowState:
             if key in state:
                 if state[key].shape != whole_ids.shape:
                     raise ValueError(
-                        f"RecStore table {self.name!r}: {key} is of shape {tuple(state[key].shape)}, "
-                        f"there are {len(whole_ids)} ids"
+                        f"RecStore table {self.name!r}: {key} is of shape {tuple(state[key].shape)}, but there are "
+                        f"{len(whole_ids)} ids"
                     )
                 rows[key] = state[key][positions]
         starts = torch.as_tensor(state["columns"]).tolist()
@@ -249,7 +263,7 @@ class RowState:
         return self.copies.give(self.name, _STATES, copy)
 
     def _read(self, table: Table, ids: Tensor) -> dict[str, Tensor]:
-        """Optimizer state and bookkeeping of ``ids``, without their weights."""
+        """Returns the optimizer state and the bookkeeping of ``ids``, without the weights."""
         parts: dict[str, list[Tensor]] = {key: [] for key in (*self._states, *BOOKKEEPING)}
         for begin in range(0, max(1, len(ids)), PIECE_ROWS):
             rows = table.read_rows(ids[begin : begin + PIECE_ROWS])
@@ -263,13 +277,13 @@ class RowState:
             return source.rows(shard, columns)
         if not source.is_sharded:
             return _joined(source.rows(shard, range(len(starts))), starts, shard.table)
-        # Of a column split that is not the model's there is no such position, which is refused.
+        # If the state has another column split than the model, there is no such position, and rows() raises an error.
         position = starts.index(columns.start) if columns.start in starts else len(starts)
         return source.rows(shard, _position(position)).squeeze(1)
 
 
 def set_clocks(table: Table, state: Mapping[str, Value]) -> None:
-    """Sets what a shard counts: its updates and, where an optimizer state has them, its steps."""
+    """Sets a shard's number of updates, and its number of steps if the optimizer state has it."""
     table.optimizer_steps = int(torch.as_tensor(state["steps"])[0])
     if "clock" in state:
         table.steps = int(torch.as_tensor(state["clock"])[0])
@@ -278,7 +292,14 @@ def set_clocks(table: Table, state: Mapping[str, Value]) -> None:
 def export_weights(
     name: str, shards: Sequence[LocalShard], env: ShardingEnv, copies: GivenCopies
 ) -> tuple[ShardedRows, ShardedTensor]:
-    """``weight`` (R, dim) of its dtype and ``weight_id`` (R,) int64 of a table, as ``copies``. Collective."""
+    """Returns copies of a table's ``weight``, (R, dim) of its dtype, and ``weight_id``, (R,) int64. Collective.
+
+    Args:
+        name: The name of the table.
+        shards: The table's shards on this rank.
+        env: The environment of the sharded module.
+        copies: The object that watches the returned tensors for writes.
+    """
     layout = ShardLayout(name, shards, env)
     ids = [shard.table.ids() for shard in shards]
     weights = [shard.table.lookup(i) for shard, i in zip(shards, ids, strict=True)]
@@ -289,17 +310,17 @@ def export_weights(
 
 
 def checked_weights(name: str, shards: Sequence[LocalShard], weight: Value, ids: Tensor | None) -> WholeRows:
-    """A table's weights for :func:`replace_rows`.
+    """Checks weights that replace a table's rows, and returns them for :func:`replace_rows`.
 
     Args:
-        name: the table's.
-        shards: this rank's.
-        weight: (R, dim) of any floating-point dtype, rounded to the table's.
-        ids: (R,) int64; None: row i is id i, as in TorchRec's own tables.
+        name: The name of the table.
+        shards: The table's shards on this rank.
+        weight: (R, dim), any floating-point dtype. The weights, which are rounded to the table's dtype.
+        ids: (R,) int64. The ids of the rows. None: row i is the row of id i, as in TorchRec's own tables.
 
     Raises:
-        ValueError: a shape or dtype that does not fit the table, or a value that is sharded otherwise; or the rows are
-            in a shared cold store, and not this model's to replace.
+        ValueError: A shape or dtype does not fit the table, or ``weight`` is sharded in another way. Or the rows are in
+            a shared cold store, so that this model must not replace them.
     """
     check_not_shared(shards)
     source = WholeRows(f"RecStore table {name!r}: weight", weight, ids)
@@ -313,17 +334,17 @@ def checked_weights(name: str, shards: Sequence[LocalShard], weight: Value, ids:
 
 
 def check_not_shared(shards: Sequence[LocalShard]) -> None:
-    """Refuses tables for :func:`replace_rows`.
+    """Checks that :func:`replace_rows` may replace the rows of a table.
 
     Raises:
-        ValueError: the rows are in a shared cold store.
+        ValueError: The rows are in a shared cold store.
     """
     for shard in shards:
         shard.table.check_unshared("others' rows would be replaced")
 
 
 def replace_rows(shards: Sequence[LocalShard], source: WholeRows) -> None:
-    """Replaces the rows of a table's shards by what :func:`checked_weights` has passed; optimizer state starts anew."""
+    """Replaces the rows of a table's shards with the result of :func:`checked_weights`, and resets optimizer states."""
     for shard in shards:
         rows = source.rows(shard, shard.table.columns)
         shard.table.remove(shard.table.ids())
@@ -336,7 +357,7 @@ def _position(index: int) -> range:
 
 
 def _joined(values: Tensor, starts: Sequence[int], table: Table) -> Tensor:
-    """(R,) of (R, C): the mean of a row-wise state over the column shards that cover the table's columns."""
+    """Returns the mean of a row-wise state (R, C) over the column shards that cover the table's columns: (R,)."""
     ends = [*starts[1:], table.dim]
     columns = table.columns
     overlaps = [
@@ -347,24 +368,27 @@ def _joined(values: Tensor, starts: Sequence[int], table: Table) -> Tensor:
 
 
 class ModuleOptimizer(FusedOptimizer):  # type: ignore[misc]
-    """The states of a module's RecStore tables; learning rates stay with the kernels' own handles."""
+    """The fused optimizer that holds the states of a module's RecStore tables.
+
+    The learning rates are in the fused optimizers of the kernels.
+    """
 
     def step(self, closure: Any = None) -> None:
-        """Nothing: backward has updated the rows."""
+        """Does nothing, because backward has updated the rows."""
 
     def zero_grad(self, set_to_none: bool = False) -> None:
-        """Nothing: there are no gradient tensors."""
+        """Does nothing, because there are no gradient tensors."""
 
 
 class ModuleState:
-    """Rows of a sharded module's RecStore tables in its ``state_dict``, and their states in its fused optimizer.
+    """The rows of a sharded module's RecStore tables in its ``state_dict``, and their states in its fused optimizer.
 
     Args:
-        module: the sharded module.
-        container: its attribute under which TorchRec names tables: ``embedding_bags`` or ``embeddings``.
-        tables: every RecStore table of the plan by its name, on every rank, in the same order.
-        env: of the module.
-        copies: the tensors that the tables' states have given out.
+        module: The sharded module.
+        container: The name of the module's attribute with TorchRec's tables: ``embedding_bags`` or ``embeddings``.
+        tables: All RecStore tables of the plan by name, in the same order on every rank.
+        env: The environment of the module.
+        copies: The tensors that the states of the tables have returned.
     """
 
     def __init__(
@@ -378,16 +402,16 @@ class ModuleState:
         self.copies = copies
         self.tables = tables
         self.shards: dict[str, Sequence[LocalShard]] = {name: table.shards for name, table in tables.items()}
-        """This rank's shards of each table."""
+        """The shards of each table on this rank."""
         self.container = container
         self.env = env
         self.marks: dict[str, dict[str, list[int]]] = {}
-        """For each checkpoint that was saved or loaded, by its checksum, and each table: its shards' marks."""
+        """The marks of each table's shards, by table name, for each saved or loaded checkpoint, by its checksum."""
         module._register_state_dict_hook(self._add_rows)  # type: ignore[no-untyped-call]
 
     @property
     def emits_rows(self) -> bool:
-        """Whether ``state_dict`` of the module and its fused optimizer have the rows, and loading it replaces them."""
+        """Whether ``state_dict`` of the module and its fused optimizer has the rows, and loading it replaces them."""
         return all(table.emits_rows for table in self.tables.values())
 
     @emits_rows.setter
@@ -396,10 +420,13 @@ class ModuleState:
             table.emits_rows = emits
 
     def load(self, state_dict: dict[str, Value], prefix: str) -> None:
-        """Takes the rows out of ``state_dict`` into the tables, and leaves what TorchRec's loading expects. Collective.
+        """Loads the rows in ``state_dict`` into the tables. Collective.
+
+        In ``state_dict``, empty parameters replace the rows, because TorchRec's loading expects one parameter for each
+        table.
 
         Raises:
-            ValueError: see :func:`checked_weights`; no table of the module has changed.
+            ValueError: See :func:`checked_weights`. No table of the module has changed.
         """
         keys = {name: f"{prefix}{self.container}.{name}.weight" for name in self.shards}
         if self.emits_rows:
@@ -419,12 +446,12 @@ class ModuleState:
                 state_dict[key] = placeholder_parameter(name, self.tables[name].dim)
 
     def optimizer_with_states(self, optimizer: CombinedOptimizer) -> CombinedOptimizer:
-        """The fused optimizer, with every table's state on every rank, since saving it is collective.
+        """Returns the fused optimizer with the state of every table on every rank.
 
         Args:
-            optimizer: the module's, which knows the tables of this rank.
+            optimizer: The fused optimizer of the module, which has the tables of this rank.
         """
-        # Saving is collective, table by table: each rank must know all of them, in the same order.
+        # Saving is collective for each table, so every rank must have all tables, in the same order.
         parameters, states = {}, {}
         for name, state in self.tables.items():
             key = f"{self.container}.{name}.weight"
