@@ -1,14 +1,15 @@
-"""Checkpoints of a large table: speed against the disk's own, memory beside the table, deltas, steps during a save.
+"""Measures checkpoints of a large table: speed, memory, deltas, and training steps during a save.
 
     python benchmarks/checkpoint.py [--rows 15000000] [--folder .]
 
-A model of DLRM's shape, one table of dim 64 with row-wise Adagrad for 26 features. JSON rows:
+The model is a DLRM with one table of dim 64 for 26 features, trained with row-wise Adagrad. Prints JSON rows:
 
-- ``checkpoint``: bytes a second of a save and a load, over those of plain files of the same sizes, written and synced,
-  or read from a cold cache; medians of runs in turns. ``load_into_touched_memory``: a load into a table whose memory
-  the machine has handed out before. Memory beside the tables is this process's anonymous memory, at its peak.
-- ``delta``: time and size of a delta after a share of the rows has changed, over the full save's.
-- ``async_save``: time of a training step while a save is written, over that without.
+- ``checkpoint``: The bytes per second of a save and a load, divided by those of plain files of the same sizes. Plain
+  files are written and synced, or read from a cold cache. The runs alternate, and medians are reported.
+  ``load_into_touched_memory`` is a load into a table whose memory was used before. The memory besides the tables is the
+  peak of this process's anonymous memory.
+- ``delta``: The time and the size of a delta after a part of the rows has changed, divided by those of a full save.
+- ``async_save``: The time of a training step during a save, divided by the time of a step without a save.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ NAMES = [f"f{i}" for i in range(FEATURES)]
 
 
 def build() -> DistributedModelParallel:
-    """DLRM over one RecStore table."""
+    """Builds a DLRM with one RecStore table."""
     torch.manual_seed(0)
     config = EmbeddingBagConfig(name="t", embedding_dim=DIM, num_embeddings=2**40, feature_names=NAMES)
     dlrm = DLRM(
@@ -55,34 +56,37 @@ def build() -> DistributedModelParallel:
 
 
 def table_of(model: DistributedModelParallel) -> Table:
-    """The model's only table."""
+    """Returns the only table of a model."""
     return next(iter(model.module.sparse_arch.embedding_bag_collection.recstore_tables()))
 
 
 def id_of(numbers: torch.Tensor) -> torch.Tensor:
-    """Distinct ids without a pattern: an odd multiplier modulo 2**64."""
+    """Returns distinct ids without a pattern: the numbers times an odd multiplier, modulo 2**64."""
     return numbers * -7046029254386353131
 
 
 def fill(table: Table, rows: int) -> None:
-    """Gives the table its rows, none of them at its initial values."""
+    """Fills a table with rows whose weights differ from their initial values."""
     for begin in range(0, rows, 1 << 18):
         ids = id_of(torch.arange(begin, min(begin + (1 << 18), rows)))
         table.update(ids, torch.randn(len(ids), DIM))
 
 
 def anonymous_bytes() -> int:
-    """This process's resident memory without that of files."""
+    """Returns the resident memory of this process in bytes, without mapped files."""
     status = Path("/proc/self/status").read_text()
     return int(status.split("RssAnon:")[1].split()[0]) * 1024
 
 
 @contextmanager
 def peak_memory(interval: float = 0.002) -> Iterator[list[int]]:
-    """The most anonymous memory in the block over that at its beginning, in the list's only entry.
+    """Measures the peak of the anonymous memory in the body, minus the memory at its beginning.
 
     Args:
-        interval: seconds between looks; a look takes the time of what it watches.
+        interval: The time between samples in seconds. Each sample slows the measured work down. Default: 0.002.
+
+    Yields:
+        A list. Its only entry is the peak in bytes.
     """
     before, peak, stop = anonymous_bytes(), [0], threading.Event()
 
@@ -100,7 +104,7 @@ def peak_memory(interval: float = 0.002) -> Iterator[list[int]]:
 
 
 def forget(folder: Path) -> None:
-    """Has the system drop what it has cached of a folder's files."""
+    """Drops the files of a folder from the page cache."""
     for file in folder.iterdir():
         descriptor = os.open(file, os.O_RDONLY)
         os.fsync(descriptor)
@@ -109,14 +113,14 @@ def forget(folder: Path) -> None:
 
 
 def timed(work: Callable[[], Any]) -> float:
-    """Seconds that ``work`` takes."""
+    """Returns the time of ``work`` in seconds."""
     begin = clock()
     work()
     return clock() - begin
 
 
 def write_plain(folder: Path, sizes: list[int]) -> None:
-    """Files of these sizes, written one after the other and synced."""
+    """Writes and syncs files of the given sizes, one after another."""
     block = os.urandom(BLOCK)
     folder.mkdir()
     for number, size in enumerate(sizes):
@@ -127,7 +131,7 @@ def write_plain(folder: Path, sizes: list[int]) -> None:
 
 
 def read_plain(folder: Path) -> None:
-    """Every file of a folder, one after the other, into the same memory."""
+    """Reads all files of a folder into the same memory, one after another."""
     block = bytearray(BLOCK)
     for file in sorted(folder.iterdir()):
         with file.open("rb", buffering=0) as opened:
@@ -136,7 +140,7 @@ def read_plain(folder: Path) -> None:
 
 
 def full(model: DistributedModelParallel, folder: Path) -> CheckpointInfo:
-    """Saves and loads the whole model, and plain files as large, in turns; leaves a checkpoint at ``full``."""
+    """Alternately saves and loads the model and plain files of the same sizes. Leaves a checkpoint at ``full``."""
     seconds: dict[str, list[float]] = {key: [] for key in ("save", "write", "load", "read", "load_touched", "touch")}
     memory: dict[str, list[int]] = {"save": [], "load": []}
     info: CheckpointInfo | None = None
@@ -173,12 +177,12 @@ def full(model: DistributedModelParallel, folder: Path) -> CheckpointInfo:
 
 
 def touch(size: int) -> None:
-    """Touches memory and gives it back, so that a virtual machine's host has it ready."""
+    """Touches memory and frees it, so that the host of a virtual machine has allocated it."""
     torch.empty(size, dtype=torch.uint8).fill_(1)
 
 
 def load(path: Path, size: int, seconds: dict[str, list[float]], memory: list[int]) -> None:
-    """Loads into new models: into memory as it comes, and into memory that the machine has handed out before."""
+    """Loads into new models: once into fresh memory, and once into memory that was touched before."""
     for key in ("load", "load_touched"):
         if key == "load_touched":
             seconds["touch"].append(timed(lambda: touch(size)))
@@ -187,11 +191,11 @@ def load(path: Path, size: int, seconds: dict[str, list[float]], memory: list[in
         with peak_memory() as peak:
             seconds[key].append(timed(lambda: load_checkpoint(model, path)))  # noqa: B023
         memory.append(peak[0] - table_of(model).stats().bytes)
-        table_of(model).close()  # the model itself lives on in reference cycles
+        table_of(model).close()  # reference cycles keep the model itself alive
 
 
 def deltas(model: DistributedModelParallel, folder: Path, base: CheckpointInfo) -> None:
-    """Deltas after a growing share of the rows has changed."""
+    """Measures deltas after a growing part of the rows has changed."""
     table, rows = table_of(model), len(table_of(model))
     full_seconds = timed(lambda: save_checkpoint(model, folder / "whole"))
     shutil.rmtree(folder / "whole")
@@ -216,7 +220,7 @@ def deltas(model: DistributedModelParallel, folder: Path, base: CheckpointInfo) 
 
 
 def steps_during_a_save(model: DistributedModelParallel, folder: Path) -> None:
-    """Training steps alone and during a save, in turns."""
+    """Measures training steps alternately without a save and during a save."""
     rows = len(table_of(model))
     optimizer = torch.optim.Adam([p for n, p in model.named_parameters() if "embedding" not in n], lr=0.001)
     dense = torch.randn(BATCH, 13)
@@ -224,7 +228,7 @@ def steps_during_a_save(model: DistributedModelParallel, folder: Path) -> None:
     generator = torch.Generator().manual_seed(0)
 
     def step() -> float:
-        # Log-uniform over the rows: Zipf's law with exponent one, by which ids of click logs come about.
+        # Log-uniform over the rows, which is Zipf's law with exponent 1. The ids of click logs follow it.
         numbers = torch.exp(
             torch.rand(FEATURES * BATCH, generator=generator, dtype=torch.float64) * torch.tensor(rows).log()
         )
@@ -273,11 +277,11 @@ def steps_during_a_save(model: DistributedModelParallel, folder: Path) -> None:
 
 
 def main() -> None:
-    """Measures and prints the rows."""
+    """Runs the measurements and prints the JSON rows."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rows", type=int, default=15_000_000, help="of the table; 284 bytes each")
-    parser.add_argument("--folder", type=Path, default=Path.cwd(), help="on the disk to measure")
-    parser.add_argument("--only", default="full,deltas,steps")
+    parser.add_argument("--rows", type=int, default=15_000_000, help="number of rows of the table; a row has 284 bytes")
+    parser.add_argument("--folder", type=Path, default=Path.cwd(), help="folder on the disk to measure")
+    parser.add_argument("--only", default="full,deltas,steps", help="parts to measure")
     arguments = parser.parse_args()
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     model = build()

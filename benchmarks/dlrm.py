@@ -1,9 +1,9 @@
-"""A whole training step of TorchRec's DLRM: RecStore tables, FUSED tables, and the dense part alone.
+"""Measures a whole training step of TorchRec's DLRM with RecStore tables, with FUSED tables, and without tables.
 
     python benchmarks/dlrm.py [--dim 64] [--batch-size 2048] [--steps 30]
 
-The dense part alone gets embeddings that were computed before. The three are interleaved in one process. One JSON row:
-milliseconds a step, and the ratios.
+Without tables, the dense part trains on embeddings that were computed before. The three sides are interleaved in one
+process. Prints one JSON row with the milliseconds per step and the ratios.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ BATCHES = 8
 
 
 class DenseAlone(nn.Module):
-    """DLRM's dense layers on given embeddings (B, 26, dim)."""
+    """The dense layers of DLRM, which take embeddings (B, 26, dim)."""
 
     def __init__(self, dim: int) -> None:
         super().__init__()
@@ -43,13 +43,13 @@ class DenseAlone(nn.Module):
         self.over = OverArch(dim + 26 * 27 // 2, [512, 512, 256, 1])
 
     def forward(self, dense: Tensor, embeddings: Tensor, labels: Tensor) -> Tensor:
-        """The loss."""
+        """Returns the loss, ()."""
         logits = self.over(self.interaction(self.dense(dense), embeddings)).squeeze(1)
         return nn.functional.binary_cross_entropy_with_logits(logits, labels.float())
 
 
 def settings_of(backend: Backend, dim: int, batch_size: int) -> Settings:
-    """The example's settings, on generated rows."""
+    """Returns the settings of the example, with generated rows."""
     return Settings(
         data=None,
         backend=backend,
@@ -69,13 +69,13 @@ def settings_of(backend: Backend, dim: int, batch_size: int) -> Settings:
 
 
 def make_steps(settings: Settings, modulo: int | None) -> list[Step]:
-    """The first batches of the generator."""
+    """Returns the first batches of the generator."""
     rows = BATCHES * settings.batch_size
     return list(read_steps(Generator(rows, 0), 0, rows, settings.batch_size, BatchMaker(modulo=modulo)))
 
 
 def sharded_side(settings: Settings) -> Callable[[int], tuple[float]]:
-    """A training step of a sharded DLRM."""
+    """Returns a function that runs a training step of a sharded DLRM."""
     model, optimizer = build(settings)
     steps = make_steps(settings, settings.modulo)
     model.train()
@@ -92,7 +92,7 @@ def sharded_side(settings: Settings) -> Callable[[int], tuple[float]]:
 
 
 def dense_side(settings: Settings) -> Callable[[int], tuple[float]]:
-    """A training step of the dense part alone; the embeddings get their gradient, and no update."""
+    """Returns a function that runs a training step of the dense part only. Embeddings get gradients but no update."""
     model = DenseAlone(settings.dim)
     optimizer = torch.optim.Adam(model.parameters(), lr=settings.dense_lr)
     steps = make_steps(settings, None)
@@ -110,7 +110,7 @@ def dense_side(settings: Settings) -> Callable[[int], tuple[float]]:
 
 
 def main() -> None:
-    """Measures and prints the row."""
+    """Runs the measurement and prints the JSON row."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--dim", type=int, default=64)
     parser.add_argument("--batch-size", type=int, default=2048)
@@ -126,7 +126,7 @@ def main() -> None:
     }
     timings = interleave(sides, arguments.steps, warm_up=BATCHES)
     milliseconds = {name: spread([t[0] for t in values]) for name, values in timings.items()}
-    # Ratios of neighbours in time, so that a drift of the machine does not count.
+    # Ratios of consecutive steps, so that a drift of the machine's speed does not matter.
     ratio = {}
     for name in ("fused", "dense"):
         pairs = zip(timings[name], timings["recstore"], strict=True)
@@ -142,7 +142,7 @@ def main() -> None:
         }
     )
     sys.stdout.flush()
-    os._exit(0)  # gloo's teardown aborts now and then (torch 2.13)
+    os._exit(0)  # the shutdown of gloo sometimes aborts (torch 2.13)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""What the benchmarks' rows say, as tables for the README and for a terminal."""
+"""Turns the JSON rows of the benchmarks into tables for the README and the terminal."""
 
 from __future__ import annotations
 
@@ -9,134 +9,14 @@ KERNEL = ("kernel, over FBGEMM's", "forward shipped", "forward kept", "with back
 OTHER = ("figure", "measured")
 OPTIONS = ("option", "over", "time (10th to 90th percentile)", "bytes a row")
 
-
-def kernel_figures(rows: list[dict[str, Any]]) -> list[tuple[str, ...]]:
-    """A row of :data:`KERNEL` for each case and optimizer, the lanes side by side."""
-    lines = []
-    lanes = {(r["case"], r["optimizer"], r["lane"]): r for r in rows if r["benchmark"] == "kernel"}
-    for case, optimizer in dict.fromkeys((case, optimizer) for case, optimizer, _ in lanes):
-        pair = [lanes.get((case, optimizer, lane), {}) for lane in ("shipped", "kept")]
-        cells = [
-            f"{r[key]}x" if key in r else "-" for key in ("forward_over_fbgemm", "total_over_fbgemm") for r in pair
-        ]
-        lines.append((f"{case}, {optimizer}", *cells))
-    return lines
-
-
-def other_figures(rows: list[dict[str, Any]]) -> list[tuple[str, ...]]:
-    """A row of :data:`OTHER` for each other figure."""
-    lines: list[tuple[str, ...]] = []
-    for r in rows:
-        if r["benchmark"] == "kernel" and r["case"] == "big" and r["optimizer"] == "rowwise_adagrad":
-            lines.append((f"forward, big, time over the limit's ({r['lane']})", f"{r['forward_over_limit']}x"))
-        if r["benchmark"] == "growth":
-            lines.append(
-                (
-                    f"growth to {r['rows']:,} rows: slowest step over median (first touch of memory apart)",
-                    f"{r['slowest_over_median']}x ({r['slowest_over_median_without_first_touch']}x)",
-                )
-            )
-            rate = r["new_rows_per_second_without_first_touch"] / 1e6
-            lines.append(
-                (
-                    "new rows a second, first touch of memory apart (with it)",
-                    f"{rate:.1f}M ({r['new_rows_per_second'] / 1e6:.1f}M)",
-                )
-            )
-        if r["benchmark"] == "memory":
-            lines.append((f"resident memory at {r['rows']:,} rows over payload", f"{r['resident_over_payload']}x"))
-        if r["benchmark"] == "store":
-            rate = r["million_ids_per_second_one_thread"]["median"]
-            lines.append((f"lookups of {r['batch']} ids at {r['row_bytes']} B, one thread", f"{rate}M ids/s"))
-        if r["benchmark"] == "dlrm":
-            where = f"dim {r['dim']}, batch {r['batch_size']}, {r['lane']}"
-            lines.append((f"DLRM step over the dense part alone ({where})", f"{r['step_over_dense_alone']}x"))
-            lines.append((f"DLRM samples/s over FUSED ({where})", f"{r['samples_per_second_over_fused']}x"))
-        if r["benchmark"] == "checkpoint":
-            what = f"checkpoint of {r['bytes'] / 1e9:.1f} GB"
-            lines.append(
-                (f"{what}: save, load over the disk's speed", f"{r['save_over_disk']}x, {r['load_over_disk']}x")
-            )
-            lines.append(
-                (
-                    f"{what}: load over the disk's speed, the machine's first touch of memory apart",
-                    f"{r['load_into_touched_memory_over_disk']}x",
-                )
-            )
-        if r["benchmark"] == "delta":
-            changed = f"delta, {r['rows_changed_and_left'] / r['rows']:.2%} of the rows changed"
-            over = f"{r['seconds_over_full']}x, {r['bytes_over_full']}x"
-            lines.append((f"{changed}: time, bytes over a full save's", over))
-        if r["benchmark"] == "async_save":
-            lines.append(("training step during an async_save over one without", f"{r['mean_step_over_alone']}x"))
-    return [*lines, *_bounded_figures(rows), *_service_figures(rows)]
-
-
-def _bounded_figures(rows: list[dict[str, Any]]) -> list[tuple[str, ...]]:
-    """A line for each figure of tiers.py."""
-    lines: list[tuple[str, ...]] = []
-    for r in rows:
-        if r["benchmark"] == "eviction":
-            what = f"kernel step of a full table of {r['rows']:,} rows, {r['new_ids'] / r['batch']:.0%} new ids"
-            ratios = [f"{r[f'{policy}_over_unbounded']['median']:.2f}x" for policy in ("lru", "lfu")]
-            lines.append((f"{what}: LRU, LFU over one without a bound", ", ".join(ratios)))
-        if r["benchmark"] == "bounded_memory":
-            what = f"resident memory of a table bounded to {r['rows']:,} rows over one of as many without a bound"
-            lines.append((what, f"{r['bounded_over_unbounded']}x"))
-        if r["benchmark"] == "tiers":
-            share = r["rows_in_dram"] / r["ids"]
-            what = f"DLRM samples/s, Zipf {r['exponent']} over {r['ids']:,} ids, {share:.0%} in DRAM"
-            ratios = [f"{r[f'{side}_over_dram']['median']:.2f}x" for side in ("lost", "rocksdb")]
-            lines.append((f"{what}, the others lost, in RocksDB: over all in DRAM", ", ".join(ratios)))
-            ratios = [f"{r['cold_reads'][f'{side}_over_rocksdict']}x" for side in ("store", "lookup")]
-            lines.append(("cold reads/s of the store, of a table, over rocksdict's batch get", ", ".join(ratios)))
-    return lines
-
-
-def _service_figures(rows: list[dict[str, Any]]) -> list[tuple[str, ...]]:
-    """A line for each figure of service.py."""
-    lines: list[tuple[str, ...]] = []
-    for r in rows:
-        what = f"{r.get('ids', 0):,} ids at dim {r.get('dim')} over loopback"
-        if r["benchmark"] == "service":
-            rates = ", ".join(f"{r[f'million_ids_per_second_{each}']}M" for each in ("pull", "update"))
-            over = ", ".join(f"{r[f'{each}_over_in_process']}x" for each in ("pull", "update"))
-            lines.append(
-                (
-                    f"{what}, servers: {r['servers']}: ids/s pulled, updated (time over a table's in the process)",
-                    f"{rates} ({over})",
-                )
-            )
-        if r["benchmark"] == "service_clients":
-            lines.append(
-                (f"{what}, {r['clients']} clients, one server: ids/s pulled", f"{r['million_ids_per_second']}M")
-            )
-        if r["benchmark"] == "service_prefetch":
-            lines.append((f"{what}: share of a pull that prefetch hides", f"{r['share_of_the_pull_hidden']:.0%}"))
-    return lines
-
-
-def option_figures(rows: list[dict[str, Any]]) -> list[tuple[str, ...]]:
-    """A row of :data:`OPTIONS` for each figure of options.py."""
-    lines: list[tuple[str, ...]] = []
-    for script, sides, over, names in _OPTIONS:
-        for r in (r for r in rows if r["benchmark"] == script):
-            for side, ratio in r[sides].items():
-                if side != "base_ms":
-                    time = f"{ratio['median']:.2f}x ({ratio['p10']:.2f} to {ratio['p90']:.2f})"
-                    size = f"{r['bytes_per_row'][side]:.0f}" if "bytes_per_row" in r else ""
-                    lines.append((names.get(side, f"`{side}`"), over, time, size))
-    return lines
-
-
 _OPTIONS: tuple[tuple[str, str, str, dict[str, str]], ...] = (
     (
         "options_training",
         "over_plain",
         "a training step, float32, `RowWiseAdagrad`",
         {
-            "admission": "`admission=MinFrequency(2)`, 5 % of the ids come once",
-            "expiry": "`expiry=Expiry(40)`, 5 % of the ids come once",
+            "admission": "`admission=MinFrequency(2)`, 5 % of the ids occur once",
+            "expiry": "`expiry=Expiry(40)`, 5 % of the ids occur once",
             "float16": "rows in float16",
             "bfloat16": "rows in bfloat16",
             "bfloat16, stochastic rounding": "rows in bfloat16, `stochastic_rounding`",
@@ -145,7 +25,7 @@ _OPTIONS: tuple[tuple[str, str, str, dict[str, str]], ...] = (
     (
         "options_new_rows",
         "over_uniform",
-        "making rows by `UniformInit`",
+        "making rows with `UniformInit`",
         {"NormalInit, truncated": "`NormalInit(truncate_std=2.0)`"},
     ),
     (
@@ -158,6 +38,129 @@ _OPTIONS: tuple[tuple[str, str, str, dict[str, str]], ...] = (
 )
 
 
+def kernel_figures(rows: list[dict[str, Any]]) -> list[tuple[str, ...]]:
+    """Returns a row of :data:`KERNEL` for each case and optimizer. The lanes are columns."""
+    lines = []
+    lanes = {(r["case"], r["optimizer"], r["lane"]): r for r in rows if r["benchmark"] == "kernel"}
+    for case, optimizer in dict.fromkeys((case, optimizer) for case, optimizer, _ in lanes):
+        pair = [lanes.get((case, optimizer, lane), {}) for lane in ("shipped", "kept")]
+        cells = [
+            f"{r[key]}x" if key in r else "-" for key in ("forward_over_fbgemm", "total_over_fbgemm") for r in pair
+        ]
+        lines.append((f"{case}, {optimizer}", *cells))
+    return lines
+
+
+def other_figures(rows: list[dict[str, Any]]) -> list[tuple[str, ...]]:
+    """Returns a row of :data:`OTHER` for each other figure."""
+    lines: list[tuple[str, ...]] = []
+    for r in rows:
+        if r["benchmark"] == "kernel" and r["case"] == "big" and r["optimizer"] == "rowwise_adagrad":
+            lines.append(
+                (f"forward, case big, time over the machine's limit ({r['lane']})", f"{r['forward_over_limit']}x")
+            )
+        if r["benchmark"] == "growth":
+            lines.append(
+                (
+                    f"growth to {r['rows']:,} rows: slowest step over the median (without the first touch of memory)",
+                    f"{r['slowest_over_median']}x ({r['slowest_over_median_without_first_touch']}x)",
+                )
+            )
+            rate = r["new_rows_per_second_without_first_touch"] / 1e6
+            lines.append(
+                (
+                    "new rows a second without the first touch of memory (with it)",
+                    f"{rate:.1f}M ({r['new_rows_per_second'] / 1e6:.1f}M)",
+                )
+            )
+        if r["benchmark"] == "memory":
+            lines.append((f"resident memory at {r['rows']:,} rows over the payload", f"{r['resident_over_payload']}x"))
+        if r["benchmark"] == "store":
+            rate = r["million_ids_per_second_one_thread"]["median"]
+            lines.append((f"lookups of {r['batch']} ids at {r['row_bytes']} B, one thread", f"{rate}M ids/s"))
+        if r["benchmark"] == "dlrm":
+            where = f"dim {r['dim']}, batch {r['batch_size']}, {r['lane']}"
+            lines.append((f"DLRM step over a step of the dense part only ({where})", f"{r['step_over_dense_alone']}x"))
+            lines.append((f"DLRM samples/s over FUSED ({where})", f"{r['samples_per_second_over_fused']}x"))
+        if r["benchmark"] == "checkpoint":
+            what = f"checkpoint of {r['bytes'] / 1e9:.1f} GB"
+            lines.append(
+                (f"{what}: save, load over the disk's speed", f"{r['save_over_disk']}x, {r['load_over_disk']}x")
+            )
+            lines.append(
+                (
+                    f"{what}: load over the disk's speed, without the first touch of memory",
+                    f"{r['load_into_touched_memory_over_disk']}x",
+                )
+            )
+        if r["benchmark"] == "delta":
+            changed = f"delta, {r['rows_changed_and_left'] / r['rows']:.2%} of the rows changed"
+            over = f"{r['seconds_over_full']}x, {r['bytes_over_full']}x"
+            lines.append((f"{changed}: time, bytes over those of a full save", over))
+        if r["benchmark"] == "async_save":
+            lines.append(
+                ("training step during an async_save over a step without a save", f"{r['mean_step_over_alone']}x")
+            )
+    return [*lines, *_bounded_figures(rows), *_service_figures(rows)]
+
+
+def _bounded_figures(rows: list[dict[str, Any]]) -> list[tuple[str, ...]]:
+    """Returns a row of :data:`OTHER` for each figure of tiers.py."""
+    lines: list[tuple[str, ...]] = []
+    for r in rows:
+        if r["benchmark"] == "eviction":
+            what = f"kernel step of a full table of {r['rows']:,} rows, {r['new_ids'] / r['batch']:.0%} new ids"
+            ratios = [f"{r[f'{policy}_over_unbounded']['median']:.2f}x" for policy in ("lru", "lfu")]
+            lines.append((f"{what}: time with LRU, with LFU, over an unbounded table", ", ".join(ratios)))
+        if r["benchmark"] == "bounded_memory":
+            what = f"resident memory of a table bounded to {r['rows']:,} rows over an unbounded table of as many rows"
+            lines.append((what, f"{r['bounded_over_unbounded']}x"))
+        if r["benchmark"] == "tiers":
+            share = r["rows_in_dram"] / r["ids"]
+            what = f"DLRM samples/s, Zipf {r['exponent']} over {r['ids']:,} ids, {share:.0%} in DRAM"
+            ratios = [f"{r[f'{side}_over_dram']['median']:.2f}x" for side in ("lost", "rocksdb")]
+            lines.append((f"{what}, the rest lost, the rest in RocksDB: over all rows in DRAM", ", ".join(ratios)))
+            ratios = [f"{r['cold_reads'][f'{side}_over_rocksdict']}x" for side in ("store", "lookup")]
+            lines.append(("cold reads/s of the store, of a table, over rocksdict's batch get", ", ".join(ratios)))
+    return lines
+
+
+def _service_figures(rows: list[dict[str, Any]]) -> list[tuple[str, ...]]:
+    """Returns a row of :data:`OTHER` for each figure of service.py."""
+    lines: list[tuple[str, ...]] = []
+    for r in rows:
+        what = f"{r.get('ids', 0):,} ids at dim {r.get('dim')} over loopback"
+        if r["benchmark"] == "service":
+            rates = ", ".join(f"{r[f'million_ids_per_second_{each}']}M" for each in ("pull", "update"))
+            over = ", ".join(f"{r[f'{each}_over_in_process']}x" for each in ("pull", "update"))
+            lines.append(
+                (
+                    f"{what}, servers: {r['servers']}: ids/s of pull, of update (time over a table in the process)",
+                    f"{rates} ({over})",
+                )
+            )
+        if r["benchmark"] == "service_clients":
+            lines.append(
+                (f"{what}, {r['clients']} clients, one server: ids/s of pull", f"{r['million_ids_per_second']}M")
+            )
+        if r["benchmark"] == "service_prefetch":
+            lines.append((f"{what}: share of a pull that a prefetch hides", f"{r['share_of_the_pull_hidden']:.0%}"))
+    return lines
+
+
+def option_figures(rows: list[dict[str, Any]]) -> list[tuple[str, ...]]:
+    """Returns a row of :data:`OPTIONS` for each figure of options.py."""
+    lines: list[tuple[str, ...]] = []
+    for script, sides, over, names in _OPTIONS:
+        for r in (r for r in rows if r["benchmark"] == script):
+            for side, ratio in r[sides].items():
+                if side != "base_ms":
+                    time = f"{ratio['median']:.2f}x ({ratio['p10']:.2f} to {ratio['p90']:.2f})"
+                    size = f"{r['bytes_per_row'][side]:.0f}" if "bytes_per_row" in r else ""
+                    lines.append((names.get(side, f"`{side}`"), over, time, size))
+    return lines
+
+
 def markdown(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> list[str]:
-    """A table's lines."""
+    """Returns the lines of a table in Markdown."""
     return ["| " + " | ".join(line) + " |" for line in (columns, ["---"] * len(columns), *rows)]

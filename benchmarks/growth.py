@@ -1,9 +1,10 @@
-"""Growth: new ids only from 0 to ``--rows`` rows, then a mix of new and known ones.
+"""Measures the growth of a table: only new ids from 0 to ``--rows`` rows, then a mix of new and known ids.
 
     python benchmarks/growth.py [--rows 10000000] [--batch 100000]
 
-One JSON row: median and slowest step, rows a second, and rows a second without the machine's first touch of memory: all
-rows but one are then removed, which keeps the memory, and as many other new ids are looked up again.
+Prints one JSON row with the median and the slowest step, the rows per second, and the rows per second without the first
+touch of memory. For the last figure, all rows except one are removed, which keeps the memory, and the same number of
+other new ids is looked up.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ DIM = 64
 
 
 def grow(table: Table, rows: int, batch: int, first: int = 0) -> list[float]:
-    """Seconds of each step that looks ``batch`` new ids up."""
+    """Looks up ``batch`` new ids in each step and returns the time of each step in seconds."""
     seconds = []
     for begin in range(first, first + rows, batch):
         ids = torch.randperm(batch) + begin
@@ -32,7 +33,7 @@ def grow(table: Table, rows: int, batch: int, first: int = 0) -> list[float]:
 
 
 def touch(pieces: int, bytes_each: int) -> list[float]:
-    """Seconds that the machine takes to hand out fresh memory in huge pages, piece by piece, with no table in it."""
+    """Touches fresh memory in huge pages, without a table, and returns the time of each piece in seconds."""
     memory = mmap.mmap(-1, pieces * bytes_each)
     memory.madvise(mmap.MADV_HUGEPAGE)
     tensor = torch.frombuffer(memory, dtype=torch.uint8)
@@ -45,13 +46,13 @@ def touch(pieces: int, bytes_each: int) -> list[float]:
 
 
 def main() -> None:
-    """Measures and prints the row."""
+    """Runs the measurement and prints the JSON row."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rows", type=int, default=10_000_000)
     parser.add_argument("--batch", type=int, default=100_000)
     arguments = parser.parse_args()
     table = Table(DIM, optimizer=RowWiseAdagrad())
-    table.lookup(torch.arange(-arguments.batch, 0), train=True)  # wakes the threads and makes the first buffers
+    table.lookup(torch.arange(-arguments.batch, 0), train=True)  # starts the threads and allocates buffers
     steps = grow(table, arguments.rows, arguments.batch)
     mixed = []
     for i in range(20):

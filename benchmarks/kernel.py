@@ -1,9 +1,10 @@
-"""RecStore's pooled kernel against FBGEMM's CPU tables and against the machine's limit.
+"""Compares RecStore's pooled kernel with FBGEMM's CPU tables and with the limit of the machine.
 
     python benchmarks/kernel.py [--cases criteo,big] [--optimizers rowwise_adagrad] [--steps 20]
 
-One JSON row a case and optimizer: forward and backward in milliseconds, and the ratios FBGEMM / RecStore. The same ids
-and gradients, interleaved step by step in one process. ``benchmarks/run.py`` runs it in both lanes (see measure.py).
+Prints one JSON row for each case and optimizer, with the milliseconds of forward and backward and the ratios
+FBGEMM / RecStore. Both sides get the same ids and gradients, and their steps are interleaved in one process.
+``benchmarks/run.py`` runs the benchmark in both lanes (see measure.py).
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ OPTIMIZERS: dict[str, tuple[Optimizer, EmbOptimType]] = {
 
 @dataclass(frozen=True)
 class Case:
-    """A shape: ``tables`` x ``batch`` bags of ``length`` ids on average, of ``rows`` a table."""
+    """The shape of a case: ``tables`` x ``batch`` bags of ``length`` ids on average, and ``rows`` rows in a table."""
 
     tables: int
     dim: int
@@ -59,7 +60,7 @@ BATCHES = 8
 
 @dataclass
 class Batch:
-    """ids are what RecStore gets, rows the same ids within FBGEMM's fixed tables."""
+    """A batch. ``ids`` are for RecStore; ``rows`` are the same ids as row numbers of FBGEMM's fixed tables."""
 
     ids: Tensor
     rows: Tensor
@@ -68,14 +69,14 @@ class Batch:
 
 
 def zipf(n: int, generator: torch.Generator, exponent: float = 1.05, population: int = 2**40) -> Tensor:
-    """(n,) int64 of a Zipf law over ``population``, by inverting the integral of its density."""
+    """Returns (n,) int64 that follow a Zipf law over ``population``, by inverting the integral of its density."""
     u = torch.rand(n, generator=generator, dtype=torch.float64)
     tail = float(population) ** (1 - exponent)
     return (1 - u * (1 - tail)).pow(1 / (1 - exponent)).long().clamp(1, population)
 
 
 def make_batches(case: Case, generator: torch.Generator) -> list[Batch]:
-    """``BATCHES`` batches, feature by feature."""
+    """Returns ``BATCHES`` batches. The ids of a batch are ordered by feature."""
     batches = []
     for _ in range(BATCHES):
         bags = case.tables * case.batch
@@ -92,7 +93,7 @@ def make_batches(case: Case, generator: torch.Generator) -> list[Batch]:
 
 
 def recstore(case: Case, batches: list[Batch], optimizer: Optimizer) -> tuple[list[Table], PooledKernel]:
-    """Tables that hold every id of the batches, and all of the case's rows."""
+    """Returns tables that have all ids of the batches and as many rows as the case, and their kernel."""
     tables = [Table(case.dim, optimizer=optimizer, name=f"t{i}") for i in range(case.tables)]
     for i, table in enumerate(tables):
         for part in torch.randperm(case.rows).split(1 << 20):
@@ -104,7 +105,7 @@ def recstore(case: Case, batches: list[Batch], optimizer: Optimizer) -> tuple[li
 
 
 def fbgemm(case: Case, optimizer: EmbOptimType) -> SplitTableBatchedEmbeddingBagsCodegen:
-    """FBGEMM's tables of ``case.rows`` rows, initialised as TorchRec does."""
+    """Returns FBGEMM tables of ``case.rows`` rows, which are initialized as in TorchRec."""
     module = SplitTableBatchedEmbeddingBagsCodegen(
         [(case.rows, case.dim, EmbeddingLocation.HOST, ComputeDevice.CPU)] * case.tables,
         optimizer=optimizer,
@@ -119,7 +120,7 @@ def fbgemm(case: Case, optimizer: EmbOptimType) -> SplitTableBatchedEmbeddingBag
 
 
 def step(forward: Callable[[], Tensor], grads: dict[torch.Size, Tensor]) -> tuple[float, float]:
-    """Seconds of forward and of backward; the output is released after both."""
+    """Returns the seconds of forward and of backward. The output is freed after both."""
     begin = clock()
     out = forward()
     middle = clock()
@@ -128,7 +129,7 @@ def step(forward: Callable[[], Tensor], grads: dict[torch.Size, Tensor]) -> tupl
 
 
 def limits(case: Case, batches: list[Batch]) -> Callable[[int], tuple[float, float]]:
-    """The case's rows in one array, gathered, and gathered and scattered, by slot."""
+    """Returns a function that measures the limit: a gather, and a gather and scatter, of rows in one array by slot."""
     rows = limit.empty(case.tables * case.rows, case.dim).uniform_(-0.01, 0.01)
     tables = torch.arange(case.tables).repeat_interleave(case.batch)
     slots = []
@@ -149,7 +150,7 @@ def limits(case: Case, batches: list[Batch]) -> Callable[[int], tuple[float, flo
 
 
 def run(name: str, optimizer: str, steps: int) -> None:
-    """Measures one case and prints its row."""
+    """Measures one case and prints its JSON row."""
     case = CASES[name]
     generator = torch.Generator().manual_seed(0)
     batches = make_batches(case, generator)
@@ -183,10 +184,10 @@ def run(name: str, optimizer: str, steps: int) -> None:
 
 
 def main() -> None:
-    """Runs the cases asked for."""
+    """Runs the requested cases."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--cases", default=",".join(CASES))
-    parser.add_argument("--optimizers", default="", help="by default the ones that each case names")
+    parser.add_argument("--optimizers", default="", help="default: the optimizers of each case")
     parser.add_argument("--steps", type=int, default=24)
     arguments = parser.parse_args()
     for name in arguments.cases.split(","):

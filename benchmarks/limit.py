@@ -1,4 +1,4 @@
-"""Builds and calls limit.cpp: gathering, and gathering and scattering, rows by known slots."""
+"""Builds and calls limit.cpp, which gathers and scatters rows by known slots. This is the limit of the machine."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _SOURCE = Path(__file__).with_suffix(".cpp")
 
 @cache
 def _library() -> ctypes.CDLL:
-    # Not beside the source, which may be an installed package's.
+    # The library is not written next to the source, which may belong to an installed package.
     with tempfile.TemporaryDirectory() as folder:
         library = Path(folder, "limit.so")
         flags = ["-std=c++17", "-O3", "-march=native", "-shared", "-fPIC", "-fopenmp"]
@@ -40,17 +40,17 @@ def _call(name: str, rows: Tensor, slots: Tensor, values: Tensor) -> None:
 
 
 def empty(*shape: int) -> Tensor:
-    """An uninitialised float32 tensor in huge pages."""
+    """Returns an uninitialized float32 tensor in huge pages."""
     tensor = torch.empty(*shape)
     _library().use_huge_pages(ctypes.c_void_p(tensor.data_ptr()), ctypes.c_int64(tensor.nbytes))
     return tensor
 
 
 def gather(rows: Tensor, slots: Tensor, out: Tensor) -> None:
-    """``out[i] = rows[slots[i]]``; slots (n,) int32, out (n, columns) float32."""
+    """Computes ``out[i] = rows[slots[i]]``, with slots (n,) int32 and out (n, columns) float32."""
     _call("gather", rows, slots, out)
 
 
 def scatter(rows: Tensor, slots: Tensor, grad: Tensor) -> None:
-    """``rows[slots[i]] -= grad[i]``; slots (n,) int32, grad (n, columns) float32."""
+    """Computes ``rows[slots[i]] -= grad[i]``, with slots (n,) int32 and grad (n, columns) float32."""
     _call("scatter", rows, slots, grad)

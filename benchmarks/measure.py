@@ -1,7 +1,8 @@
-"""What the benchmarks share: conditions, interleaved timing, lanes, one JSON row a line.
+"""Functions that the benchmarks share: conditions, interleaved timing, lanes and JSON rows.
 
-Lanes: ``shipped`` is the process as it is; ``kept`` lets malloc keep large blocks, so that outputs are not mapped
-afresh in every step and only the kernels are compared. A lane is an environment, so each runs in a process of its own.
+There are two lanes. ``shipped`` is a process with default settings. In ``kept``, malloc is told to keep large blocks,
+so that the memory of outputs is not mapped afresh in each step and only the kernels are compared. A lane is set by
+environment variables, so each lane runs in a separate process.
 """
 
 from __future__ import annotations
@@ -25,23 +26,23 @@ ROOT = Path(__file__).resolve().parent.parent
 
 
 def lane() -> str:
-    """The lane that this process runs in."""
+    """Returns the lane of this process."""
     return "kept" if "MALLOC_MMAP_THRESHOLD_" in os.environ else "shipped"
 
 
 def run_lanes(
     script: str, lanes: Sequence[str], flags: Sequence[str] = (), errors: IO[str] | None = None
 ) -> list[dict[str, Any]]:
-    """Runs a benchmark in each lane; returns its rows.
+    """Runs a benchmark in each lane and returns its JSON rows.
 
     Args:
-        script: its path.
-        lanes: their names.
-        flags: of the script.
-        errors: the file for what it writes to stderr; None: this process's own.
+        script: The path of the script.
+        lanes: The names of the lanes.
+        flags: The flags of the script. Default: no flags.
+        errors: The file for the script's stderr. Default: None, the stderr of this process.
 
     Raises:
-        subprocess.CalledProcessError: it failed.
+        subprocess.CalledProcessError: The script failed.
     """
     rows = []
     for name in lanes:
@@ -53,7 +54,7 @@ def run_lanes(
 
 
 def commit() -> str:
-    """The checkout's, or the version of the package that these scripts were installed with."""
+    """Returns the commit of the checkout, or the version of the installed package."""
     if (ROOT / ".git").exists():
         command = ["git", "describe", "--always", "--dirty"]
         return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False).stdout.strip()
@@ -61,7 +62,7 @@ def commit() -> str:
 
 
 def conditions() -> dict[str, Any]:
-    """Commit or version, processor, torch and threads, as every row states them."""
+    """Returns the conditions that every row contains: commit or version, processor, torch, threads and lane."""
     cpuinfo = Path("/proc/cpuinfo").read_text().splitlines()
     names = [line.split(":")[1].strip() for line in cpuinfo if line.startswith("model name")]
     return {
@@ -74,14 +75,17 @@ def conditions() -> dict[str, Any]:
 
 
 def emit(row: dict[str, Any]) -> None:
-    """Prints one row with its conditions."""
+    """Prints a JSON row with its conditions."""
     print(json.dumps({**row, **conditions()}), flush=True)
 
 
 def interleave(
     sides: dict[str, Callable[[int], tuple[float, ...]]], steps: int, warm_up: int
 ) -> dict[str, list[tuple[float, ...]]]:
-    """Takes turns: step ``i`` of every side, then step ``i + 1``. A side returns its step's timings in seconds."""
+    """Runs step ``i`` of every side, then step ``i + 1``, and so on, and returns the timings after the warm-up.
+
+    A side is a function of the step number that returns the timings of the step in seconds.
+    """
     timings: dict[str, list[tuple[float, ...]]] = {name: [] for name in sides}
     for i in range(warm_up + steps):
         for name, side in sides.items():
@@ -92,7 +96,10 @@ def interleave(
 
 
 def spread(values: Sequence[float], scale: float = 1e3) -> dict[str, float]:
-    """Median and the 10th and 90th percentiles, in milliseconds unless scaled otherwise."""
+    """Returns the median and the 10th and 90th percentiles of ``values`` times ``scale``.
+
+    With the default scale, seconds become milliseconds.
+    """
     ordered = sorted(values)
     pick = [ordered[round(q * (len(ordered) - 1))] for q in (0.1, 0.9)]
     return {
@@ -103,5 +110,5 @@ def spread(values: Sequence[float], scale: float = 1e3) -> dict[str, float]:
 
 
 def clock() -> float:
-    """Seconds."""
+    """Returns the time of a monotonic clock in seconds."""
     return time.perf_counter()

@@ -1,8 +1,8 @@
-"""Resident memory of a table over its payload, weights and optimizer state.
+"""Compares the resident memory of a table with its payload, which is the weights and the optimizer state.
 
     python benchmarks/memory.py [--rows 10000000]
 
-One JSON row: resident bytes as the kernel counts them for this process, before and after, over the payload.
+Prints one JSON row: the increase of the process's resident memory, divided by the payload.
 """
 
 from __future__ import annotations
@@ -17,23 +17,23 @@ from torchrec_recstore.optim import RowWiseAdagrad
 from torchrec_recstore.store import Table
 
 DIM = 64
-PAYLOAD = DIM * 4 + 4  # fp32 weights and the one number of row-wise Adagrad
+PAYLOAD = DIM * 4 + 4  # fp32 weights and one number of row-wise Adagrad
 
 
 def resident_bytes() -> int:
-    """This process's resident memory."""
+    """Returns the resident memory of this process in bytes."""
     return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
 
 
 def main() -> None:
-    """Measures and prints the row."""
+    """Runs the measurement and prints the JSON row."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rows", type=int, default=10_000_000)
     rows = parser.parse_args().rows
     table = Table(DIM, optimizer=RowWiseAdagrad())
     step = 20_000
     ids = torch.empty(step, dtype=torch.int64)
-    for _ in range(100):  # the buffers of a step are there before and after
+    for _ in range(100):  # allocates the buffers of a step, which then count before and after
         table.lookup(ids.fill_(0), train=True)
     before = resident_bytes()
     for begin in range(0, rows, step):

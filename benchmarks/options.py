@@ -1,17 +1,19 @@
-"""What each of a table's options costs, over the same work without it; the figures of docs/options.md.
+"""Measures the cost of each option of a table, compared with the same work without the option, for docs/options.md.
 
     python benchmarks/options.py [--rows 200000] [--batch 20000] [--dim 64] [--steps 300]
 
-A JSON row a part; the sides of each are interleaved in one process, and ratios are taken over blocks of neighbouring
-steps, so that neither the machine's drift nor a single step decides. One thread and its processor time: what is asked
-is how much more work an option is.
+Prints a JSON row for each part. The sides of a part are interleaved in one process. Ratios are computed over blocks of
+consecutive steps, so that neither a drift of the machine's speed nor a single step matters. The benchmark uses one
+thread and measures its processor time, because it asks how much work an option adds.
 
-- options_training: forward and backward of a kernel over one table of ``--rows`` rows; a twentieth of each batch are
-  ids that come once. Admission, expiry, 16-bit rows, rounding at random, other optimizers: over none of them, float32
-  and row-wise Adagrad.
-- options_new_rows: training lookups of ids that are all new, by initializer: over ``UniformInit``.
-- options_evaluation: lookups of ids of which half have no row, ``missing="init"`` over ``missing="zeros"``.
-- options_routing: TorchRec's split of a batch's ids over ranks, with ``routing="hash"`` over without.
+- options_training: Forward and backward of a kernel over one table of ``--rows`` rows. One twentieth of the ids of each
+  batch occur only once. Admission, expiry, 16-bit rows, stochastic rounding and other optimizers are compared with
+  float32, row-wise Adagrad and no option.
+- options_new_rows: Training lookups of new ids with other initializers, compared with ``UniformInit``.
+- options_evaluation: Lookups in which half of the ids have no row, ``missing="init"`` compared with
+  ``missing="zeros"``.
+- options_routing: TorchRec's split of a batch's ids over ranks, with ``routing="hash"`` compared with
+  ``routing="block"``.
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-import fbgemm_gpu  # noqa: F401  (registers the split)
+import fbgemm_gpu  # noqa: F401  (registers the op that splits ids)
 import torch
 from measure import emit, interleave, spread
 
@@ -31,9 +33,9 @@ from torchrec_recstore.optim import SGD, Adagrad, Adam
 from torchrec_recstore.options import ConstantInit, Expiry, MinFrequency, NormalInit, TableOptions, UniformInit
 from torchrec_recstore.store import Table
 
-ONCE = 0.05  # of a batch's ids
+ONCE = 0.05  # the fraction of a batch's ids that occur only once
 EXPIRY_STEPS = 40
-BLOCK_STEPS = 30  # a whole number of searches for expired rows, which are in every tenth step
+BLOCK_STEPS = 30  # a multiple of 10, because expired rows are searched for in every tenth step
 RANKS = 2
 HINT = 2**40
 
@@ -41,7 +43,7 @@ Side = Callable[[int], tuple[float]]
 
 
 def over(sides: dict[str, Side], base: str, steps: int, warm_up: int) -> dict[str, dict[str, float]]:
-    """The ratio of each side's time to the base's, over blocks of steps."""
+    """Returns the ratio of each side's time to the time of the base, over blocks of steps."""
     timings = interleave(sides, steps, warm_up)
     blocks = {
         name: [sum(t[0] for t in values[i : i + BLOCK_STEPS]) for i in range(0, steps, BLOCK_STEPS)]
@@ -56,7 +58,7 @@ def over(sides: dict[str, Side], base: str, steps: int, warm_up: int) -> dict[st
 
 
 def timed(work: Callable[[int], Any]) -> Side:
-    """A side of which all is measured."""
+    """Returns a side that measures the whole of ``work``."""
 
     def step(i: int) -> tuple[float]:
         begin = time.thread_time()
@@ -67,7 +69,7 @@ def timed(work: Callable[[int], Any]) -> Side:
 
 
 def training(arguments: argparse.Namespace) -> None:
-    """Measures training steps and prints the row."""
+    """Measures training steps and prints the JSON row."""
     rows, batch, dim = arguments.rows, arguments.batch, arguments.dim
     generator = torch.Generator().manual_seed(0)
     once = int(ONCE * batch)
@@ -124,7 +126,7 @@ def training(arguments: argparse.Namespace) -> None:
 
 
 def new_rows(arguments: argparse.Namespace) -> None:
-    """Measures the making of rows and prints the row."""
+    """Measures the creation of rows and prints the JSON row."""
     initializers = {
         "UniformInit": UniformInit(-0.01, 0.01),
         "NormalInit": NormalInit(0.0, 0.01),
@@ -143,7 +145,7 @@ def new_rows(arguments: argparse.Namespace) -> None:
 
 
 def evaluation(arguments: argparse.Namespace) -> None:
-    """Measures evaluation and prints the row."""
+    """Measures evaluation and prints the JSON row."""
     rows, batch = arguments.rows, arguments.batch
     generator = torch.Generator().manual_seed(0)
 
@@ -160,7 +162,7 @@ def evaluation(arguments: argparse.Namespace) -> None:
 
 
 def routing(arguments: argparse.Namespace) -> None:
-    """Measures the split of ids over ranks and prints the row."""
+    """Measures the split of ids over ranks and prints the JSON row."""
     batch = arguments.batch
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(-(2**63), 2**63 - 1, (batch,), generator=generator)
@@ -182,7 +184,7 @@ def routing(arguments: argparse.Namespace) -> None:
 
 
 def main() -> None:
-    """Measures and prints the rows."""
+    """Runs the measurements and prints the JSON rows."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rows", type=int, default=200_000)
     parser.add_argument("--batch", type=int, default=20_000)

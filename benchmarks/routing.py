@@ -1,10 +1,10 @@
-"""How evenly rows lie on ranks under either ``TableOptions.routing``: rows of the fullest rank over the mean.
+"""Measures how evenly ``TableOptions.routing`` distributes rows: the rows of the fullest rank divided by the mean.
 
     python benchmarks/routing.py [--ranks 8] [--data criteo.tsv.gz]
 
-One JSON row a pattern of ids: sequential ones, multiples of the number of ranks and, with ``--data``, the distinct ids
-of two categorical features of a Criteo log: the one with the most, and the one that hash routing spreads worst. The
-split is TorchRec's own, with a hint (``num_embeddings``) of 2**40 rows.
+Prints one JSON row for each pattern of ids: sequential ids, multiples of the number of ranks and, with ``--data``, the
+distinct ids of two categorical features of a Criteo log. These are the feature with the most ids, and the feature that
+hash routing distributes least evenly. The ids are split by TorchRec's op, with a ``num_embeddings`` of 2**40.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from __future__ import annotations
 import argparse
 import gzip
 
-import fbgemm_gpu  # noqa: F401  (registers the split)
+import fbgemm_gpu  # noqa: F401  (registers the op that splits ids)
 import torch
 from measure import emit
 
@@ -23,7 +23,7 @@ FIRST_CATEGORICAL = 14
 
 
 def imbalance(ids: torch.Tensor, ranks: int, routing: str) -> float:
-    """Rows of the fullest rank over the mean, for (rows,) distinct int64 ids."""
+    """Returns the rows of the fullest rank divided by the mean, for (rows,) distinct int64 ids."""
     if routing == "hash":
         ids = ops.mix_ids(ids, False)
     rows, *_ = torch.ops.fbgemm.block_bucketize_sparse_features(
@@ -38,7 +38,7 @@ def imbalance(ids: torch.Tensor, ranks: int, routing: str) -> float:
 
 
 def criteo_ids(path: str) -> dict[str, torch.Tensor]:
-    """The distinct ids of each categorical feature that has a thousand or more."""
+    """Returns the distinct ids of each categorical feature with at least 1,000 distinct ids."""
     features: list[set[int]] = [set() for _ in range(26)]
     with gzip.open(path, "rt") if path.endswith(".gz") else open(path) as lines:
         for line in lines:
@@ -48,10 +48,10 @@ def criteo_ids(path: str) -> dict[str, torch.Tensor]:
 
 
 def main() -> None:
-    """Measures and prints the rows."""
+    """Runs the measurements and prints the JSON rows."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, default=8)
-    parser.add_argument("--data", help="a Criteo log, plain or .gz")
+    parser.add_argument("--data", help="path of a Criteo log, plain or .gz")
     arguments = parser.parse_args()
     ranks = arguments.ranks
     patterns = {"sequential": torch.arange(100_000), "multiples": torch.arange(100_000) * ranks + 2**50}

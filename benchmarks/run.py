@@ -1,4 +1,4 @@
-"""Runs every benchmark, writes ``benchmarks/results.json`` and the tables in the README and docs/options.md.
+"""Runs all benchmarks and writes ``benchmarks/results.json`` and the tables in README.md and docs/options.md.
 
 python benchmarks/run.py [--only kernel,growth]
 """
@@ -23,12 +23,12 @@ BEGIN_BOUNDS = "<!-- benchmarks of bounds: written by make bench -->"
 
 
 def tables(rows: list[dict[str, Any]]) -> list[str]:
-    """The figures as lines of Markdown."""
+    """Returns the tables of the README as lines of Markdown."""
     return [*markdown(KERNEL, kernel_figures(rows)), "", *markdown(OTHER, other_figures(rows))]
 
 
 def write_tables(page: str, rows: list[dict[str, Any]], lines: list[str], mark: str = BEGIN) -> None:
-    """Puts the rows' conditions, and lines of Markdown, between a page's marks."""
+    """Writes the conditions of the rows and the lines of Markdown between the marks of a page."""
     path = ROOT / page
     text = path.read_text()
     r = rows[0]
@@ -46,9 +46,9 @@ def write_tables(page: str, rows: list[dict[str, Any]], lines: list[str], mark: 
 
 
 def main() -> None:
-    """Runs the benchmarks asked for; figures of the others stay as they were."""
+    """Runs the requested benchmarks. The figures of other benchmarks are not changed."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", default=",".join(SCRIPTS))
+    parser.add_argument("--only", default=",".join(SCRIPTS), help="benchmarks to run")
     only = parser.parse_args().only.split(",")
     rows = json.loads(RESULTS.read_text()) if RESULTS.exists() else []
     rows = [row for row in rows if SCRIPT_OF.get(row["benchmark"], row["benchmark"]) not in only]

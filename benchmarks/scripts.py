@@ -1,9 +1,9 @@
-"""Which benchmarks there are, and how each is run; free of torch."""
+"""The names, lanes and flags of the benchmarks. This module does not import torch."""
 
 from __future__ import annotations
 
 SCRIPTS = ("kernel", "growth", "memory", "store", "dlrm", "checkpoint", "tiers", "service", "options")
-# The table's memory is not malloc's.
+# These benchmarks measure the memory of tables, which malloc does not manage, so the lanes would not differ.
 ONE_LANE = {"growth", "memory", "store", "checkpoint", "tiers", "service", "options"}
 SCRIPT_OF = {"delta": "checkpoint", "async_save": "checkpoint", "eviction": "tiers", "bounded_memory": "tiers"}
 SCRIPT_OF |= {"service_clients": "service", "service_prefetch": "service"}
@@ -20,9 +20,9 @@ QUICK: dict[str, list[str]] = {
     "service": ["--steps", "5"],
     "options": ["--rows", "20000", "--batch", "2000", "--steps", "30"],
 }
-"""Flags with which a script takes seconds, and its figures say that all works rather than how fast it is."""
+"""The flags of a quick run, which takes seconds. It tests the benchmark; its figures are not meaningful."""
 
 
 def lanes_of(name: str) -> tuple[str, ...]:
-    """The lanes that a script is run in."""
+    """Returns the lanes of a benchmark."""
     return ("shipped",) if name in ONE_LANE else ("shipped", "kept")

@@ -1,10 +1,11 @@
-"""Pull and update of 50,000 ids at dim 64 over loopback: one server, two, and the same table in the process.
+"""Measures pull and update of 50,000 ids at dim 64 over loopback, with one server, two servers and no server.
 
     python benchmarks/service.py [--steps 60]
 
-One JSON row a number of servers, the sides taking turns; one of eight clients at once against one server, which the
-RecStore system publishes 1.17M ids/s for (gRPC, one shard, another machine); and one of how much of a pull a prefetch
-hides behind compute of one thread. Client and servers share this machine's cores.
+Prints JSON rows. A row for each number of servers compares the servers with the same table in the client's process; the
+sides are interleaved. One row is for eight clients that use one server at the same time; for this, the RecStore system
+publishes 1.17M ids/s (gRPC, one shard, another machine). One row is the share of a pull that a prefetch hides behind
+the compute of one thread. The client and the servers share the cores of this machine.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import os
 
 os.environ.setdefault(
     "OMP_WAIT_POLICY", "passive"
-)  # clients share the cores with servers: waiting threads must not spin
+)  # clients and servers share the cores, so waiting threads must not spin
 
 import argparse
 import contextlib
@@ -38,7 +39,7 @@ OPTIMIZER = RowWiseAdagrad(lr=0.01)
 
 @contextlib.contextmanager
 def servers(n: int) -> Iterator[list[str]]:
-    """Addresses of servers in processes of their own."""
+    """Starts ``n`` servers in separate processes and yields their addresses."""
     with tempfile.TemporaryDirectory() as data, contextlib.ExitStack() as stack:
         addresses = []
         for number in range(n):
@@ -52,7 +53,7 @@ def servers(n: int) -> Iterator[list[str]]:
 
 
 def filled(addresses: Sequence[str]) -> RecStoreClient:
-    """A client with a table of ``ROWS`` rows."""
+    """Returns a client with a table of ``ROWS`` rows."""
     client = RecStoreClient(addresses)
     client.init_data("t", (ROWS, DIM), optimizer=OPTIMIZER)
     for ids in torch.arange(ROWS).split(100_000):
@@ -61,12 +62,12 @@ def filled(addresses: Sequence[str]) -> RecStoreClient:
 
 
 def million_a_second(seconds: dict[str, float], ids: int = IDS) -> float:
-    """Ids a second, in millions, of a spread of milliseconds."""
+    """Returns the million ids per second for a spread of milliseconds."""
     return round(ids / seconds["median"] / 1e3, 2)
 
 
 def throughput(n: int, steps: int) -> None:
-    """One client and ``n`` servers, beside the table in the process."""
+    """Compares ``n`` servers with a table in the client's process, with one client."""
     table = Table(DIM, optimizer=OPTIMIZER)
     for ids in torch.arange(ROWS).split(100_000):
         table.insert(ids, torch.randn(len(ids), DIM))
@@ -100,20 +101,20 @@ def throughput(n: int, steps: int) -> None:
 
 
 def eight_clients(steps: int) -> None:
-    """As many client processes, all at once, one server."""
+    """Measures eight client processes that use one server at the same time."""
     with servers(1) as addresses, filled(addresses):
         command = [sys.executable, __file__, "--client", addresses[0], "--steps", str(steps)]
         begin_together = [
             subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) for _ in range(CLIENTS)
         ]
         for process in begin_together:
-            process.stdout.readline()  # it is ready
+            process.stdout.readline()  # the client is ready
         begin = clock()
         for process in begin_together:
             process.stdin.write("\n")
             process.stdin.flush()
         for process in begin_together:
-            process.stdout.readline()  # it is done
+            process.stdout.readline()  # the client has finished
         seconds = clock() - begin
         for process in begin_together:
             process.communicate()
@@ -122,7 +123,7 @@ def eight_clients(steps: int) -> None:
 
 
 def one_client(address: str, steps: int) -> None:
-    """One of the eight."""
+    """Runs one of the eight clients."""
     client = RecStoreClient([address])
     batches = [torch.randint(0, ROWS, (IDS,)) for _ in range(4)]
     client.pull("t", batches[0])
@@ -134,7 +135,7 @@ def one_client(address: str, steps: int) -> None:
 
 
 def overlap(steps: int) -> None:
-    """A pull before compute, and one that is prefetched during the compute of the step before."""
+    """Compares a pull before the compute with a prefetch during the compute of the previous step."""
     torch.set_num_threads(1)
     matrix = torch.randn(1024, 1024)
 
@@ -166,7 +167,7 @@ def overlap(steps: int) -> None:
             compute()
             return (clock() - begin,)
 
-        # Each side by itself: a prefetch of one would run beside the next.
+        # The sides are not interleaved, because a prefetch of one side would run during the next side.
         timings = {name: [] for name in ("compute", "pull_then_compute", "prefetch")}  # type: dict[str, list[float]]
         for name, side in (
             ("compute", alone),
@@ -191,7 +192,7 @@ def overlap(steps: int) -> None:
 
 
 def main() -> None:
-    """Measures and prints the rows."""
+    """Runs the measurements and prints the JSON rows."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--client", help=argparse.SUPPRESS)

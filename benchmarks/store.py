@@ -1,9 +1,9 @@
-"""``Table.lookup`` in batches of 500 ids at 512 bytes a row, the workload that the RecStore system publishes.
+"""Measures ``Table.lookup`` in batches of 500 ids with rows of 512 bytes, as the RecStore system publishes it.
 
     python benchmarks/store.py [--rows 1000000]
 
-One JSON row: ids a second with one thread, and with all. RecStore publishes 51.96M ids/s on 16 threads for its fastest
-index, 3.25M a thread, on another machine.
+Prints one JSON row: the ids per second with one thread and with all threads. RecStore publishes 51.96M ids/s on 16
+threads for its fastest index, which is 3.25M per thread, on another machine.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ BATCH = 500
 
 
 def rate(table: Table, batches: list[torch.Tensor], steps: int) -> dict[str, float]:
-    """Million ids a second over ``steps`` passes through the batches."""
+    """Returns the million ids per second over ``steps`` passes through the batches."""
     seconds = []
     for _ in range(steps):
         start = clock()
@@ -32,7 +32,7 @@ def rate(table: Table, batches: list[torch.Tensor], steps: int) -> dict[str, flo
 
 
 def main() -> None:
-    """Measures and prints the row."""
+    """Runs the measurement and prints the JSON row."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rows", type=int, default=1_000_000)
     rows = parser.parse_args().rows

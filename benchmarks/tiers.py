@@ -1,16 +1,17 @@
-"""What bounds on memory cost: eviction, resident memory, and training with most rows below DRAM.
+"""Measures the cost of limited memory: eviction, resident memory, and training with most rows in a cold store.
 
     python benchmarks/tiers.py [--parts eviction,memory,tiers] [--ids 20000000] [--dim 64] [--batch-size 2048]
 
-A JSON row a part; the sides of each are interleaved in one process.
+Prints a JSON row for each part. The sides of a part are interleaved in one process.
 
-- eviction: forward and backward of a kernel over one full table of ``--rows`` rows, a tenth of each batch new ids,
-  under LRU, under LFU, and without a bound.
-- memory: resident memory of a table through which three times ``--rows`` ids have gone, over that of an unbounded table
-  of ``--rows`` rows.
-- tiers: samples/s of the DLRM of dlrm.py. Each of its 26 features draws its ids by a Zipf law of ``--exponent`` from a
-  26th of ``--ids``; tables keep all rows in DRAM, a tenth of them with the others lost, or a tenth with the others in
-  RocksDB. Also how fast cold rows are read, by a table and by rocksdict's own batch get from the same database.
+- eviction: Forward and backward of a kernel over one full table of ``--rows`` rows, with one tenth of new ids in each
+  batch, with LRU, with LFU, and without a limit.
+- memory: The resident memory of a table that has seen three times ``--rows`` ids, divided by the memory of an unbounded
+  table of ``--rows`` rows.
+- tiers: The samples per second of the DLRM of dlrm.py. Each of its 26 features draws its ids by a Zipf law of
+  ``--exponent`` from a 26th of ``--ids``. The tables keep all rows in DRAM, or one tenth of the rows with the rest
+  lost, or one tenth of the rows with the rest in RocksDB. Also measures the reads of cold rows, by a table and by
+  rocksdict's batch get from the same database.
 """
 
 from __future__ import annotations
@@ -50,20 +51,23 @@ from torchrec_recstore.sharders import RecStorePrefetchPipeline
 from torchrec_recstore.store import Table
 from torchrec_recstore.store.cold_store import id_bytes, split
 
-NEW = 0.1  # of a batch's ids
-BLOCK_STEPS = 10  # rows leave many at a time: the mean over several steps counts
-AHEAD = 3  # batches that a pipeline holds
-SHARE = 0.1  # of the ids have room in DRAM
+NEW = 0.1  # the fraction of new ids in a batch
+BLOCK_STEPS = 10  # many rows are evicted together, so means over several steps are compared
+AHEAD = 3  # the number of batches in a pipeline
+SHARE = 0.1  # the fraction of the ids that have room in DRAM
 
 
 def fill(table: Table, ids: Tensor, most: int) -> None:
-    """Makes the rows of ids, (N,), at most so many at once."""
+    """Creates the rows of ids, (N,), at most ``most`` rows at a time."""
     for part in ids.split(most):
         table.lookup(part, train=True)
 
 
 def ratio_of_means(timings: list[tuple[float, ...]], others: list[tuple[float, ...]]) -> dict[str, float]:
-    """Over blocks of neighbouring steps, so that neither the machine's drift nor a single step decides."""
+    """Returns the ratios of the means over blocks of consecutive steps.
+
+    Neither a drift of the machine's speed nor a single step changes these ratios much.
+    """
     ratios = []
     for begin in range(0, len(timings) - BLOCK_STEPS + 1, BLOCK_STEPS):
         mine, theirs = (sum(t[0] for t in side[begin : begin + BLOCK_STEPS]) for side in (timings, others))
@@ -72,13 +76,13 @@ def ratio_of_means(timings: list[tuple[float, ...]], others: list[tuple[float, .
 
 
 def eviction(arguments: argparse.Namespace) -> None:
-    """Measures a kernel's steps and prints the row."""
+    """Measures the steps of a kernel and prints the JSON row."""
     rows, batch, dim = arguments.rows, arguments.rows // 10, arguments.dim
     new = int(NEW * batch)
     steps = arguments.steps // BLOCK_STEPS * BLOCK_STEPS
-    warm_up = rows // new  # until every row has been let in by a step like those that are measured
+    warm_up = rows // new  # all rows must come from steps like the measured ones
     generator = torch.Generator().manual_seed(0)
-    hot = torch.randperm(rows // 2, generator=generator)  # who comes again soon enough to stay under either policy
+    hot = torch.randperm(rows // 2, generator=generator)  # ids that recur soon enough to stay
     options = {
         "lru": TableOptions(max_rows=rows, eviction=LRU()),
         "lfu": TableOptions(max_rows=rows, eviction=LFU(half_life_steps=100)),
@@ -108,7 +112,7 @@ def eviction(arguments: argparse.Namespace) -> None:
 
         return step
 
-    # The unbounded table's memory has been touched before, too: the machine's first touch is not what is compared.
+    # The memory of the unbounded table has been touched too, so that the first touch of memory is not compared.
     fill(tables["unbounded"], torch.arange(-rows - (warm_up + steps) * new, 0), batch)
     tables["unbounded"].remove(tables["unbounded"].ids()[1:])
     for table in tables.values():
@@ -138,7 +142,7 @@ def eviction(arguments: argparse.Namespace) -> None:
 
 
 def memory(arguments: argparse.Namespace) -> None:
-    """Measures resident memory and prints the row."""
+    """Measures the resident memory and prints the JSON row."""
     rows, step = arguments.rows, 20_000
     taken = {}
     for name, options, many in (
@@ -147,7 +151,7 @@ def memory(arguments: argparse.Namespace) -> None:
     ):
         table = Table(arguments.dim, optimizer=RowWiseAdagrad(), options=options)
         ids = torch.empty(step, dtype=torch.int64)
-        for _ in range(100):  # the buffers of a step are there before and after
+        for _ in range(100):  # allocates the buffers of a step, which then count before and after
             table.lookup(ids.fill_(0), train=True)
         before = resident_bytes()
         for begin in range(1, many, step):
@@ -166,12 +170,12 @@ def memory(arguments: argparse.Namespace) -> None:
 
 
 def id_at(rank: Tensor, feature: int) -> Tensor:
-    """The ids at ranks, (N,) from 0, of a feature: spread over all of int64, as hashed values are."""
+    """Returns the ids at the given popularity ranks of a feature, (N,), counted from 0. Ids cover all of int64."""
     return ops.mix_ids(rank + (feature << 40), False)
 
 
 def make_batches(arguments: argparse.Namespace, count: int) -> list[Batch]:
-    """Batches of DLRM, their ids by the Zipf law."""
+    """Returns batches for DLRM with ids that follow a Zipf law."""
     generator = torch.Generator().manual_seed(0)
     size, each = arguments.batch_size, arguments.ids // NUM_IDS
     rows = []
@@ -184,13 +188,13 @@ def make_batches(arguments: argparse.Namespace, count: int) -> list[Batch]:
 
 
 class Side:
-    """DLRM with tables of some bounds, filled as if it had trained for long.
+    """A DLRM with limited tables, which are filled as after a long training.
 
     Args:
-        arguments: of the command.
-        bounds: of each table.
-        batches: which it trains on, in order.
-        filled: how many ids of each feature, the frequent ones last.
+        arguments: The arguments of the command.
+        bounds: The limits of each table.
+        batches: The batches to train on, in order.
+        filled: The number of ids of each feature to fill in. The most frequent ids are filled in last.
     """
 
     def __init__(self, arguments: argparse.Namespace, bounds: Bounds, batches: list[Batch], filled: int) -> None:
@@ -208,7 +212,7 @@ class Side:
         self.before: dict[str, Any] = {}
 
     def round(self, steps: int) -> float:
-        """Seconds of so many steps, to the end of what they do beside them."""
+        """Runs ``steps`` steps and returns the time in seconds, including their background work."""
         begin = clock()
         for _ in range(steps):
             self._pipeline.progress(self._batches)
@@ -216,11 +220,11 @@ class Side:
         return clock() - begin
 
     def start_counting(self) -> None:
-        """Hit rates are of what follows."""
+        """Resets the counts of :meth:`rates`."""
         self.before = table_stats(self.model)
 
     def rates(self) -> dict[str, float]:
-        """Of the distinct ids of a step and table: who had a row in DRAM, and who in the cold store."""
+        """Returns the fractions of a step's distinct ids that had a row in DRAM, and in the cold store."""
         after = table_stats(self.model)
         lookups, hits, cold_hits = (
             sum(getattr(after[name], field) - getattr(self.before[name], field) for name in after)
@@ -230,7 +234,7 @@ class Side:
 
 
 def cold_reads(tables: list[Table], arguments: argparse.Namespace) -> dict[str, Any]:
-    """Rows a second: of a table's cold reads, of its store, and of rocksdict's own batch get from the same database."""
+    """Measures cold reads in rows per second: of a table, of its store, and of rocksdict on the same database."""
     each, reads = arguments.ids // NUM_IDS, arguments.reads
     generator = torch.Generator().manual_seed(1)
     rates: dict[str, list[float]] = {"lookup": [], "store": [], "rocksdict": []}
@@ -239,10 +243,11 @@ def cold_reads(tables: list[Table], arguments: argparse.Namespace) -> dict[str, 
         table = tables[number]
         assert table.tier is not None
         store: Any = table.tier.store
-        database = store._database()  # the same data, files and caches
+        database = store._database()  # the same files and caches
         ids = id_at(torch.randperm(each, generator=generator)[: 4 * reads], number)
         cold = ops.table_absent(table.handle, ids)[: 3 * reads]
-        names = list(rates)[i % 3 :] + list(rates)[: i % 3]  # the first has to fetch the table's filters
+        # The order of the sides rotates, because the first side loads the table's filters.
+        names = list(rates)[i % 3 :] + list(rates)[: i % 3]
         for part, name in zip(cold[: len(cold) // 3 * 3].split(len(cold) // 3), names, strict=True):
             keys: Any = split(id_bytes(part))
             begin = clock()
@@ -266,7 +271,7 @@ def cold_reads(tables: list[Table], arguments: argparse.Namespace) -> dict[str, 
 
 
 def tiers(arguments: argparse.Namespace) -> None:
-    """Measures DLRM's samples a second and prints the row."""
+    """Measures the samples per second of DLRM and prints the JSON row."""
     with tempfile.TemporaryDirectory(dir=arguments.folder) as folder:
         dist.init_process_group("gloo", init_method=f"file://{Path(folder) / 'group'}", rank=0, world_size=1)
         each = arguments.ids // NUM_IDS
@@ -313,25 +318,25 @@ def tiers(arguments: argparse.Namespace) -> None:
 
 
 def main() -> None:
-    """Measures the parts asked for."""
+    """Measures the requested parts."""
     parts = {"eviction": eviction, "memory": memory, "tiers": tiers}
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--parts", default=",".join(parts))
     parser.add_argument("--dim", type=int, default=64)
-    parser.add_argument("--steps", type=int, default=120, help="of each side that are measured")
-    parser.add_argument("--rows", type=int, default=1_000_000, help="of the tables of eviction and memory")
-    parser.add_argument("--ids", type=int, default=20_000_000, help="of all 26 features together")
+    parser.add_argument("--steps", type=int, default=120, help="measured steps of each side")
+    parser.add_argument("--rows", type=int, default=1_000_000, help="rows of the tables of eviction and memory")
+    parser.add_argument("--ids", type=int, default=20_000_000, help="number of ids of all 26 features together")
     parser.add_argument("--exponent", type=float, default=1.05)
     parser.add_argument("--batch-size", type=int, default=2048)
-    parser.add_argument("--warm-up", type=int, default=40, help="steps of tiers that are not measured")
-    parser.add_argument("--rounds", type=int, default=8, help="in which the sides of tiers take turns")
-    parser.add_argument("--reads", type=int, default=10_000, help="cold rows of a batch get")
-    parser.add_argument("--folder", help="where the cold rows lie; by default the folder for temporary files")
+    parser.add_argument("--warm-up", type=int, default=40, help="warm-up steps of tiers, which are not measured")
+    parser.add_argument("--rounds", type=int, default=8, help="number of rounds in which the sides of tiers alternate")
+    parser.add_argument("--reads", type=int, default=10_000, help="number of cold rows of a batch get")
+    parser.add_argument("--folder", help="folder for the cold rows; default: the folder for temporary files")
     arguments = parser.parse_args()
     for part in arguments.parts.split(","):
         parts[part](arguments)
     sys.stdout.flush()
-    os._exit(0)  # gloo's teardown aborts now and then (torch 2.13)
+    os._exit(0)  # the shutdown of gloo sometimes aborts (torch 2.13)
 
 
 if __name__ == "__main__":
