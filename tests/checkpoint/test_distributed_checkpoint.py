@@ -158,15 +158,23 @@ def test_states_are_found_under_any_key(one_rank: None, tmp_path: Path) -> None:
         models.assert_holds(loaded, models.shards(model))
         assert torch.equal(loaded.module.over.weight, model.module.over.weight)
     for saved, message in [
-        ({"ema": other_weights, "net": weights, "opt": states}, "the model under 'ema', 'net': give model_key"),
-        ({"model": weights, "a": states, "b": other_states}, "fused optimizer under 'a', 'b': give optimizer_key"),
-        ({"else": {"x": torch.zeros(3)}}, "nothing of the model"),
+        ({"ema": other_weights, "net": weights, "opt": states}, "the model under the keys 'ema', 'net': set model_key"),
+        (
+            {"model": weights, "a": states, "b": other_states},
+            "fused optimizer under the keys 'a', 'b': set optimizer_key",
+        ),
+        ({"else": {"x": torch.zeros(3)}}, "no table and no tensor of the model"),
     ]:
         path = tmp_path / message[-9:]
         dcp.save(saved, checkpoint_id=path)
         refused(model, path, message)
     dcp.save({"model": weights}, checkpoint_id=tmp_path / "keys")
-    refused(model, tmp_path / "keys", "model_key='net': the checkpoint has the model under 'model'", model_key="net")
+    refused(
+        model,
+        tmp_path / "keys",
+        "model_key='net': the checkpoint has the model under the keys 'model'",
+        model_key="net",
+    )
 
 
 def test_what_is_missing_stays_where_it_may(one_rank: None, tmp_path: Path) -> None:
@@ -292,6 +300,6 @@ def test_what_cannot_be_loaded_changes_nothing(one_rank: None, tmp_path: Path) -
     dcp.save(state, checkpoint_id=tmp_path / "cut")
     (file,) = (tmp_path / "cut").glob("*.distcp")
     os.truncate(file, file.stat().st_size - 1)
-    refused(model, tmp_path / "cut", "distcp has .* bytes, the checkpoint has written")
+    refused(model, tmp_path / "cut", "distcp has .* bytes, and had .* when it was saved")
     file.unlink()
     refused(model, tmp_path / "cut", "lost a file")

@@ -166,7 +166,7 @@ def two_ranks(rank: int, world_size: int) -> None:
     user = {"user": ROWS}
     torch.testing.assert_close(stock_state_dict(both, user), state, rtol=0, atol=1e-5)
     torch.testing.assert_close(stock_optimizer_state_dict(both, user), states, rtol=0, atol=1e-5)
-    with pytest.raises(ValueError, match="is spread over several processes"):
+    with pytest.raises(ValueError, match="is sharded over several processes"):
         load_stock_state_dict(model, stock.state_dict())
     with pytest.raises(ValueError, match=r"table 'user' has \d+ ids outside \[0, 1\)"):
         stock_state_dict(other, {**NUM_ROWS, "user": 1})
@@ -248,11 +248,15 @@ def test_what_does_not_fit_changes_nothing(one_rank: None) -> None:
 
     ones = torch.ones(ROWS, models.DIM)
     refused(model, f"the stock state_dict has no {ITEM}", without(state, ITEM))
-    refused(model, "has stranger.weight, which the model has not", {**state, "stranger.weight": ones})
+    refused(model, "has stranger.weight, which the model does not have", {**state, "stranger.weight": ones})
     refused(
-        model, r"table 'item': .* is of shape \(100, 5\), the table's dim is 8", {**state, ITEM: torch.ones(ROWS, 5)}
+        model,
+        r"table 'item': .* is of shape \(100, 5\), and the table's dim is 8",
+        {**state, ITEM: torch.ones(ROWS, 5)},
     )
-    refused(model, r"over.bias is of shape \(3,\), the model's of \(1,\)", {**state, "over.bias": torch.ones(3)})
+    refused(
+        model, r"over.bias is of shape \(3,\), and of shape \(1,\) in the model", {**state, "over.bias": torch.ones(3)}
+    )
     refused(model, 'the stock optimizer state has no "state"', state, states)
     refused(model, "the stock optimizer state has no item.mom", state, {"state": without(states, ITEM)})
     refused(model, "the stock optimizer state has stranger, which", state, {"state": {**states, "stranger": {}}})
@@ -268,7 +272,7 @@ def test_what_does_not_fit_changes_nothing(one_rank: None) -> None:
     with pytest.raises(ValueError, match="num_rows of table 'user' must not be negative, got -1"):
         stock_state_dict(model, {**NUM_ROWS, "user": -1})
     before = {key: whole(key, value).clone() for key, value in stock.state_dict().items()}
-    with pytest.raises(ValueError, match=r"item.weight is of shape \(99, 8\), the model's of \(100, 8\)"):
+    with pytest.raises(ValueError, match=r"item.weight is of shape \(99, 8\), and of shape \(100, 8\) in the model"):
         load_into_stock(stock, stock_state_dict(model, {**NUM_ROWS, "item": 99}, leave_out=True))
     for key, value in stock.state_dict().items():
         assert torch.equal(whole(key, value), before[key])
@@ -285,5 +289,5 @@ def test_optimizers_that_torchrec_lacks_are_refused(one_rank: None, optimizer: A
     if isinstance(optimizer, Adam):
         assert stock_optimizer_state_dict(model, {"t": 10})["state"]["embedding_bags.t.weight"]
     else:
-        with pytest.raises(ValueError, match="table 't': TorchRec's fused tables have no AdamW"):
+        with pytest.raises(ValueError, match="table 't': TorchRec's fused tables have no optimizer AdamW"):
             stock_optimizer_state_dict(model, {"t": 10})

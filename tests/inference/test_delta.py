@@ -194,7 +194,7 @@ def test_what_is_refused(tmp_path: Path) -> None:
     torch.save({}, tmp_path / "first")
     with pytest.raises(safetensors.SafetensorError):
         read_delta(tmp_path / "first")
-    with pytest.raises(ValueError, match=r"first is no exported model that can be loaded: ."):
+    with pytest.raises(ValueError, match=r"first cannot be loaded as an exported model: ."):
         export_delta(model, tmp_path / "x", base=tmp_path / "first")
     with pytest.raises(OSError, match="/proc/x cannot be written: "):  # where no file can be made
         export_delta(model, "/proc/x", base=served)

@@ -59,7 +59,7 @@ def test_weights_that_a_format_cannot_hold(dtype: torch.dtype, weight: float, tm
     bags = RecStoreEmbeddingBagCollection([config])
     bags.embedding_bags["t"].table.insert(torch.tensor([1]), torch.full((1, 4), weight))
     for model in (single, bags):
-        with pytest.raises(ValueError, match=r"table 't' has weights from .*rows hold finite ones up to 65504"):
+        with pytest.raises(ValueError, match=r"table 't' has weights from .*rows hold finite weights up to 65504"):
             export_for_inference(model, tmp_path / "m.pt", dtype=dtype)
     assert not (tmp_path / "m.pt").exists()
     export_for_inference(single, tmp_path / "m.pt", dtype=torch.float32)

@@ -1,4 +1,4 @@
-"""Between RecStore tables and dense ones, where row i is id i."""
+"""Converts between RecStore tables and dense tensors, in which row i is id i."""
 
 from __future__ import annotations
 
@@ -13,23 +13,24 @@ from torchrec_recstore.sharders.model_tables import table_named, tables_named
 from torchrec_recstore.sharders.state import WEIGHTS
 from torchrec_recstore.store import insert_all
 
-_CHUNK = 1 << 20  # rows at a time
+_CHUNK = 1 << 20  # rows
 
 
 def load_dense_weights(model: nn.Module, weights: Mapping[str, Tensor]) -> None:
     """Writes dense weights into RecStore tables: row i becomes id i. Collective.
 
-    Ids beyond a tensor stay as they are. New rows start with zero optimizer state, existing ones keep theirs.
+    Rows of ids that are not in a tensor do not change. New rows start with zero optimizer state, and existing rows keep
+    their optimizer state.
 
     Args:
-        model: ``DistributedModelParallel``, a sharded module, or anything that contains them.
-        weights: (rows, dim) tensors by table name, the same on every rank. Where several collections have a table of
-            that name, the name is the collection's path in the model, a dot and the table's name.
+        model: ``DistributedModelParallel``, a sharded module, or any module that contains them.
+        weights: (rows, dim) floating-point tensors by table name, the same on every rank. If several collections have
+            a table of the same name, the key is the collection's path in the model, a dot, and the table's name.
 
     Raises:
-        ValueError: an unknown table, a name that several tables have, or a tensor of another shape; on every rank, with
-            nothing changed.
-        TypeError: something that is no floating-point tensor.
+        ValueError: A table is unknown, several tables have the name, or a tensor has another shape. The error is raised
+            on every rank, and no row has changed.
+        TypeError: A value is not a floating-point tensor.
     """
     tables = tables_named(model, weights)
     for name, tensor in weights.items():
@@ -53,18 +54,19 @@ def load_dense_weights(model: nn.Module, weights: Mapping[str, Tensor]) -> None:
 
 
 def export_dense_weights(model: nn.Module, table_name: str, num_rows: int) -> Tensor:
-    """The rows of ids 0 to ``num_rows`` - 1, absent ids as zeros. Collective; the result is on every rank.
+    """Returns the rows of the ids from 0 to ``num_rows`` - 1. Collective; the result is the same on every rank.
 
     Args:
-        model: as for :func:`load_dense_weights`.
-        table_name: The name of a RecStore table, as for :func:`load_dense_weights`.
-        num_rows: at least 0.
+        model: ``DistributedModelParallel``, a sharded module, or any module that contains them.
+        table_name: The name of a RecStore table; see :func:`load_dense_weights`.
+        num_rows: The number of rows, at least 0.
 
     Returns:
-        (num_rows, dim) float32.
+        (num_rows, dim) float32. Ids without a row are zeros.
 
     Raises:
-        ValueError: an unknown table, a name that several tables have, or a negative number; on every rank.
+        ValueError: The table is unknown, several tables have the name, or ``num_rows`` is negative. The error is raised
+            on every rank.
     """
     table = table_named(model, table_name)
     if num_rows < 0:
@@ -76,10 +78,10 @@ def export_dense_weights(model: nn.Module, table_name: str, num_rows: int) -> Te
         columns = shard.table.columns
         for begin in range(0, num_rows, _CHUNK):
             ids = torch.arange(begin, min(begin + _CHUNK, num_rows))
-            ids = ids[shard.owned(ids)]  # a shared cold store has the rows of the other ranks as well
+            ids = ids[shard.owned(ids)]  # A shared cold store contains rows of all ranks.
             ids = ids[shard.table.contains(ids)]
             out[ids, columns.start : columns.stop] = shard.table.lookup(ids).float()
     group = table.state.env.process_group
     if group is not None and dist.get_world_size(group) > 1:
-        dist.all_reduce(out, group=group)  # every cell has one owner: a sum with zeros
+        dist.all_reduce(out, group=group)  # Every cell belongs to one rank, and is 0 on the others.
     return out

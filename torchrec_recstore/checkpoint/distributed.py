@@ -1,4 +1,4 @@
-"""RecStore tables in checkpoints of ``torch.distributed.checkpoint`` (DCP)."""
+"""Loads RecStore tables from checkpoints of ``torch.distributed.checkpoint`` (DCP)."""
 
 from __future__ import annotations
 
@@ -27,11 +27,105 @@ from torchrec_recstore.sharders.state import BOOKKEEPING, RowState, set_clocks
 from torchrec_recstore.store import Table, insert_all, write_all
 
 
-class SavedTensors:
-    """The tensors of a checkpoint, whose rows can be read range by range.
+def load_distributed_checkpoint(
+    model: DistributedModelParallel,
+    checkpoint_id: str | Path,
+    *,
+    strict: bool = True,
+    model_key: str | None = None,
+    optimizer_key: str | None = None,
+) -> None:
+    """Loads a checkpoint that ``dcp.save`` or ``dcp.async_save`` wrote, at any world size and sharding. Collective.
+
+    ``dcp.load`` needs tensors of the right size, and the number of rows of a RecStore table is only known from the
+    checkpoint. This function finds the states of the model and of its fused optimizer with any keys, nested ones too::
+
+        dcp.save({"model": model.state_dict(), "opt": model.fused_optimizer.state_dict()}, checkpoint_id=path)
+
+    A table that was saved from TorchRec's own kernels can be loaded too: row i becomes id i. Its optimizer state has
+    another form and counts as missing; ``load_stock_state_dict`` converts it. Every rank reads all pieces of each
+    RecStore table of which it has a shard (a RecStore table is saved in pieces of at most 2**18 rows), and keeps the
+    rows of its shards in new tables. These replace the model's tables when every rank has succeeded.
 
     Args:
-        checkpoint_id: the directory.
+        model: ``DistributedModelParallel``.
+        checkpoint_id: The checkpoint's directory.
+        strict: Whether the checkpoint must have all tables and other tensors of the model, and the optimizer state of
+            every table whose optimizer has a state. If False, missing tables and tensors keep their values, and a
+            missing optimizer state starts at zero. Default: True.
+        model_key: The key of the model's state in the saved dict, with a dot between nested keys, or ``""`` if the
+            state was saved alone. Default: None, the key that has most of the model's entries. If several keys have
+            equally many: ``model``, then ``""``.
+        optimizer_key: The key of the fused optimizer's state. Default: None, the key that has most of its entries. If
+            several keys have equally many: ``optimizer``.
+
+    Raises:
+        FileNotFoundError: There is no checkpoint at ``checkpoint_id``.
+        ValueError: The checkpoint lacks a RecStore table of the model or its optimizer state, or has no entry of the
+            model; a table has another dim; an optimizer state is incomplete or does not fit the rows; several keys have
+            the state; or a file is missing or too short. No table has changed.
+    """
+    if not (Path(checkpoint_id) / ".metadata").exists():
+        raise FileNotFoundError(f"there is no checkpoint of torch.distributed.checkpoint at {checkpoint_id}")
+    tensors = _SavedTensors(checkpoint_id)
+    tables = recstore_tables(model)
+    mine = {table.weight_key for table in tables}
+    env = whole_environment()
+    with rows_left_out(model):
+        weights = {key: value for key, value in model.state_dict().items() if key not in mine}
+        optimizer = model.fused_optimizer.state_dict()["state"]
+    stock_states = {key: states for key, states in optimizer.items() if key not in mine and states}
+    of_stock = {f"{key}.{name}" for key, states in stock_states.items() for name in states}
+    of_stock = {key for keys in all_gathered(of_stock, env) for key in keys}  # A rank only has the keys of its shards.
+    of_tables = {f"{table.weight_key}.rows.id" for table in tables}
+    loaded: list[tuple[Table, Table]] = []
+    with refused_together(env):
+        prefix = _prefix(tensors.saved, {*mine, *weights}, "the model", "model_key", model_key, ("model.", ""))
+        if prefix is None:
+            raise ValueError(f"the checkpoint {checkpoint_id} has no table and no tensor of the model")
+        states_prefix = _prefix(
+            tensors.saved,
+            of_tables | of_stock,
+            "its fused optimizer",
+            "optimizer_key",
+            optimizer_key,
+            ("optimizer.state.",),
+        )
+        present = [table for table in tables if strict or prefix + table.weight_key in tensors.saved]
+        tensors.check_files()
+        rows = [
+            _SavedTable(tensors, t.state, prefix + t.weight_key, f"{states_prefix}{t.weight_key}.rows.")
+            for t in present
+        ]
+        for saved in rows:
+            saved.check()
+        if strict:
+            found = [key for key in tensors.saved if states_prefix is not None and key.startswith(states_prefix)]
+            _check_states(tables, of_stock, {key.removeprefix(states_prefix or "") for key in found})
+        for saved in rows:
+            loaded += saved.loaded()
+        check_replaceable(old for old, _ in loaded)
+    # DCP loads all entries except the RecStore tables, into the model's own tensors.
+    state: dict[str, Any] = {prefix + key: value for key, value in weights.items()}
+    if states_prefix is not None:
+        state |= {states_prefix + key: states for key, states in stock_states.items()}
+    if state:
+        load(state, checkpoint_id=checkpoint_id, planner=DefaultLoadPlanner(allow_partial_load=not strict))
+    with rows_left_out(model):
+        model.load_state_dict({key: state[prefix + key] for key in weights})
+        if states_prefix is not None:
+            new = {key: state[states_prefix + key] for key in stock_states}
+            model.fused_optimizer.load_state_dict({"state": {**optimizer, **new}})
+    exchange_all(loaded)
+    for table in present:
+        table.state.forget_copies()
+
+
+class _SavedTensors:
+    """A reader of the tensors of a checkpoint of DCP, which can read ranges of rows.
+
+    Args:
+        checkpoint_id: The checkpoint's directory.
     """
 
     def __init__(self, checkpoint_id: str | Path) -> None:
@@ -40,13 +134,13 @@ class SavedTensors:
         self._metadata = self._reader.read_metadata()
         self._reader.set_up_storage_reader(self._metadata, is_coordinator=False)
         self.saved: Mapping[str, Any] = self._metadata.state_dict_metadata
-        """What is known of each entry, by its key."""
+        """DCP's metadata of each entry by key."""
 
     def check_files(self) -> None:
         """Refuses a checkpoint that has lost data since it was written.
 
         Raises:
-            ValueError: a file is missing or too short.
+            ValueError: A file is missing or too short.
         """
         ends: dict[str, int] = {}
         for stored in self._metadata.storage_data.values():
@@ -56,37 +150,37 @@ class SavedTensors:
             if not file.exists():
                 raise ValueError(f"the checkpoint has lost a file: {file}")
             if file.stat().st_size < end:
-                raise ValueError(f"{file} has {file.stat().st_size} bytes, the checkpoint has written {end}")
+                raise ValueError(f"{file} has {file.stat().st_size} bytes, and had {end} when it was saved")
 
     def check_whole(self, key: str) -> None:
-        """Refuses a tensor of which the checkpoint lacks a piece: it would be read as whatever is in memory.
+        """Refuses a tensor of which the checkpoint lacks a piece. DCP would leave that piece uninitialized.
 
         Raises:
-            ValueError: the message names the key.
+            ValueError: A piece is missing. The message names the key.
         """
         entry = self.saved[key]
         if not isinstance(entry, TensorStorageMetadata):
-            return  # it has no shape either
+            return  # The entry is not a tensor: the check of its shape refuses it.
         stored = {(index.offset, index.fqn) for index in self._metadata.storage_data}
         pieces = [chunk for chunk in entry.chunks if (chunk.offsets, key) in stored]
         if sum(chunk.sizes.numel() for chunk in pieces) != entry.size.numel():
             raise ValueError(f"the checkpoint {self._path} lacks pieces of {key}")
 
     def shape(self, key: str) -> tuple[int, ...]:
-        """Of the tensor under that key; empty where there is none."""
+        """Returns the shape of the tensor with this key; an empty shape if there is no such tensor."""
         return tuple(getattr(self.saved.get(key), "size", ()))
 
     def row_ranges(self, key: str) -> list[range]:
-        """The rows that were saved in one piece, piece by piece: reading other ranges reads pieces several times."""
+        """Returns the range of rows of each saved piece. Reads of other ranges would read some pieces repeatedly."""
         pieces = {(chunk.offsets[0], chunk.sizes[0]) for chunk in self.saved[key].chunks}
         return [range(begin, begin + size) for begin, size in sorted(pieces) if size]
 
     def read(self, keys: Mapping[str, str], rows: range | None = None) -> dict[str, Tensor]:
-        """``rows`` of several tensors, or all of them.
+        """Reads the same range of rows of several tensors.
 
         Args:
-            keys: by the names that the result is to have.
-            rows: within each of the tensors.
+            keys: The keys of the tensors, by their names in the result.
+            rows: The range of rows. None: all rows.
         """
         into, items = {}, []
         for key in keys.values():
@@ -100,7 +194,7 @@ class SavedTensors:
 
 
 class _Into(DefaultLoadPlanner):
-    """Tensors to read into, by key."""
+    """A load planner that reads into given tensors."""
 
     def __init__(self, tensors: Mapping[str, Tensor]) -> None:
         super().__init__()
@@ -110,17 +204,17 @@ class _Into(DefaultLoadPlanner):
         return self._tensors[index.fqn]
 
 
-class SavedTable:
-    """A RecStore table of the model, in a checkpoint.
+class _SavedTable:
+    """A table of a checkpoint that is loaded into a RecStore table of the model.
 
     Args:
-        tensors: of the checkpoint.
-        state: of the table in the model.
-        weight_key: its weights' key in the checkpoint.
-        states_prefix: what the keys of its optimizer state begin with, if it is there.
+        tensors: The tensors of the checkpoint.
+        state: The state of the table in the model.
+        weight_key: The key of the table's weights in the checkpoint.
+        states_prefix: The prefix of the keys of the table's optimizer state in the checkpoint.
     """
 
-    def __init__(self, tensors: SavedTensors, state: RowState, weight_key: str, states_prefix: str) -> None:
+    def __init__(self, tensors: _SavedTensors, state: RowState, weight_key: str, states_prefix: str) -> None:
         self._tensors = tensors
         self._state = state
         self._weights = {"weight": weight_key}
@@ -129,11 +223,11 @@ class SavedTable:
         self._states = {key.removeprefix(states_prefix): key for key in tensors.saved if key.startswith(states_prefix)}
 
     def check(self) -> None:
-        """Refuses what :meth:`loaded` could not load.
+        """Refuses a table that :meth:`loaded` cannot load.
 
         Raises:
-            ValueError: the table is not there, lacks pieces or has another dim; its state lacks something or has
-                another shape.
+            ValueError: The checkpoint lacks the table, a piece of the table or a part of its optimizer state; or the
+                dim or the shape of a state differs.
         """
         what, weight_key = f"table {self._state.name!r}", self._weights["weight"]
         if weight_key not in self._tensors.saved:
@@ -157,10 +251,10 @@ class SavedTable:
                 )
 
     def loaded(self) -> list[tuple[Table, Table]]:
-        """Each of this rank's shards of the table, and a new table with the rows that it is to have.
+        """Reads the table, and returns each of this rank's shards with a new table that holds the shard's new rows.
 
         Raises:
-            ValueError: the optimizer state is of other ids than the weights, or an id is there several times.
+            ValueError: The ids of the optimizer state and of the weights differ, or an id occurs several times.
         """
         pairs = [(shard.table, replace(shard, table=shard.table.empty_copy())) for shard in self._state.shards]
         wanted = ("columns", "steps", "clock")
@@ -191,120 +285,28 @@ class SavedTable:
 
 
 def _insert(shard: LocalShard, ids: Tensor, weights: Tensor) -> int:
-    """Inserts the rows that belong to the shard; returns their number."""
+    """Inserts the rows that belong to the shard, and returns their number."""
     owned = owned_positions(shard, ids)
     columns = shard.table.columns
     insert_all(shard.table, ids[owned], weights[owned, columns.start : columns.stop].to(torch.float32))
     return len(owned)
 
 
-def load_distributed_checkpoint(
-    model: DistributedModelParallel,
-    checkpoint_id: str | Path,
-    *,
-    strict: bool = True,
-    model_key: str | None = None,
-    optimizer_key: str | None = None,
-) -> None:
-    """Loads what ``dcp.save`` or ``dcp.async_save`` wrote, at any world size and sharding. Collective.
-
-    DCP's own load needs tensors of the right size beforehand, and how many rows a RecStore table has only the
-    checkpoint knows. The states of the model and of its fused optimizer are found under any keys, nested ones too::
-
-        dcp.save({"model": model.state_dict(), "opt": model.fused_optimizer.state_dict()}, checkpoint_id=path)
-
-    A table that was saved from TorchRec's own kernels is loaded as well: its row i becomes id i. Its optimizer state is
-    not in the form of RecStore's, and so counts as missing; ``load_stock_state_dict`` converts it. Every rank reads
-    each RecStore table that it has a shard of, piece by piece as it was saved (RecStore tables in pieces of at most
-    2**18 rows), and keeps the rows that belong to it: in new tables, which replace the model's own when all is well.
-
-    Args:
-        model: ``DistributedModelParallel``.
-        checkpoint_id: the directory.
-        strict: Whether the checkpoint must have all tables and other tensors of the model, and the optimizer state of
-            every table whose optimizer has some. Otherwise what is missing stays as it is, and the optimizer state of
-            a table that is loaded without it starts anew.
-        model_key: The key of the model's state in what was saved, with a dot between nested keys, and ``""`` where it
-            was saved by itself. None: the key under which most of the model's entries are; of several ``model``, then
-            ``""``.
-        optimizer_key: The key of the fused optimizer's state. None: likewise; of several ``optimizer``.
-
-    Raises:
-        FileNotFoundError: there is no checkpoint.
-        ValueError: A RecStore table of the model or its optimizer state is not in the checkpoint, or nothing of the
-            model is; the table has another dim, its state does not fit its rows or lacks something; several keys have
-            the state; or a file is missing or shorter than it was. No table has changed.
-    """
-    if not (Path(checkpoint_id) / ".metadata").exists():
-        raise FileNotFoundError(f"no checkpoint of torch.distributed.checkpoint at {checkpoint_id}")
-    tensors = SavedTensors(checkpoint_id)
-    tables = recstore_tables(model)
-    mine = {table.weight_key for table in tables}
-    env = whole_environment()
-    with rows_left_out(model):
-        weights = {key: value for key, value in model.state_dict().items() if key not in mine}
-        optimizer = model.fused_optimizer.state_dict()["state"]
-    stock_states = {key: states for key, states in optimizer.items() if key not in mine and states}
-    of_stock = {f"{key}.{name}" for key, states in stock_states.items() for name in states}
-    of_stock = {key for keys in all_gathered(of_stock, env) for key in keys}  # a rank knows those of its shards alone
-    of_tables = {f"{table.weight_key}.rows.id" for table in tables}
-    loaded: list[tuple[Table, Table]] = []
-    with refused_together(env):
-        prefix = _prefix(tensors.saved, {*mine, *weights}, "the model", "model_key", model_key, ("model.", ""))
-        if prefix is None:
-            raise ValueError(f"the checkpoint has nothing of the model, neither tables nor tensors: {checkpoint_id}")
-        states_prefix = _prefix(
-            tensors.saved,
-            of_tables | of_stock,
-            "its fused optimizer",
-            "optimizer_key",
-            optimizer_key,
-            ("optimizer.state.",),
-        )
-        present = [table for table in tables if strict or prefix + table.weight_key in tensors.saved]
-        tensors.check_files()
-        rows = [
-            SavedTable(tensors, t.state, prefix + t.weight_key, f"{states_prefix}{t.weight_key}.rows.") for t in present
-        ]
-        for saved in rows:
-            saved.check()
-        if strict:
-            found = [key for key in tensors.saved if states_prefix is not None and key.startswith(states_prefix)]
-            _check_states(tables, of_stock, {key.removeprefix(states_prefix or "") for key in found})
-        for saved in rows:
-            loaded += saved.loaded()
-        check_replaceable(old for old, _ in loaded)
-    # All but the RecStore tables, by DCP's own load, into the model's own tensors.
-    state: dict[str, Any] = {prefix + key: value for key, value in weights.items()}
-    if states_prefix is not None:
-        state |= {states_prefix + key: states for key, states in stock_states.items()}
-    if state:
-        load(state, checkpoint_id=checkpoint_id, planner=DefaultLoadPlanner(allow_partial_load=not strict))
-    with rows_left_out(model):
-        model.load_state_dict({key: state[prefix + key] for key in weights})
-        if states_prefix is not None:
-            new = {key: state[states_prefix + key] for key in stock_states}
-            model.fused_optimizer.load_state_dict({"state": {**optimizer, **new}})
-    exchange_all(loaded)
-    for table in present:
-        table.state.forget_copies()
-
-
 def _prefix(
     saved: Iterable[str], keys: set[str], what: str, argument: str, given: str | None, preferred: Sequence[str]
 ) -> str | None:
-    """What stands before ``keys`` in the keys of a checkpoint: where most of them are; None where there is none.
+    """Finds the prefix with which a checkpoint has most of ``keys``; None if it has none of them.
 
     Args:
-        saved: the keys in the checkpoint, in which dots join the keys of nested dicts.
-        keys: the model's.
-        what: names these in errors.
-        argument: the argument by which a user says which of several it is.
-        given: its value.
-        preferred: the prefixes that are taken first of several with equally many keys.
+        saved: The keys of the checkpoint, in which dots join the keys of nested dicts.
+        keys: The keys of the model.
+        what: A description of ``keys`` for error messages.
+        argument: The name of the argument with which the user can set the prefix.
+        given: The value of that argument.
+        preferred: The prefixes to prefer if several prefixes have equally many keys.
 
     Raises:
-        ValueError: there are several, or ``given`` is none of them.
+        ValueError: Several prefixes have equally many keys, or no key has the prefix ``given``.
     """
     times: Counter[str] = Counter()
     for key in saved:
@@ -317,12 +319,12 @@ def _prefix(
     if given is not None:
         known = [p for p in times if p == (f"{given}." if given else "") or p == f"{given}.state."]
         if not known:
-            raise ValueError(f"{argument}={given!r}: the checkpoint has {what} under {_named(times)}")
+            raise ValueError(f"{argument}={given!r}: the checkpoint has {what} under the keys {_named(times)}")
     for prefix in preferred:
         if prefix in known:
             return prefix
     if len(known) > 1:
-        raise ValueError(f"the checkpoint has {what} under {_named(known)}: give {argument} one of them")
+        raise ValueError(f"the checkpoint has {what} under the keys {_named(known)}: set {argument} to one of them")
     return known[0] if known else None
 
 
@@ -331,12 +333,12 @@ def _named(prefixes: Iterable[str]) -> str:
 
 
 def _check_states(tables: Sequence[ModelTable], of_stock: Iterable[str], found: set[str]) -> None:
-    """Refuses a checkpoint without the optimizer state of a table that has some.
+    """Refuses a checkpoint that lacks the optimizer state of a table.
 
     Raises:
-        ValueError: there is such a table.
+        ValueError: The optimizer of a table has a state, and the checkpoint lacks it.
     """
-    fix = "save model.fused_optimizer.state_dict() with the model, or start it anew with strict=False"
+    fix = "save model.fused_optimizer.state_dict() with the model, or let it start at zero with strict=False"
     for table in tables:
         if state_names(table.state.optimizer) and f"{table.weight_key}.rows.id" not in found:
             raise ValueError(f"the checkpoint has no optimizer state of RecStore table {table.name!r}: {fix}")

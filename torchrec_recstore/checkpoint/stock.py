@@ -1,4 +1,4 @@
-"""Conversion between models with RecStore tables and models with TorchRec's own tables, where row i is id i."""
+"""Converts between models with RecStore tables and models with TorchRec's own tables, in which row i is id i."""
 
 from __future__ import annotations
 
@@ -32,216 +32,37 @@ from torchrec_recstore.sharders.model_tables import ModelTable, recstore_tables,
 from torchrec_recstore.sharders.state import check_not_shared, replace_rows
 
 _Key = TypeVar("_Key", bound=Hashable)
-
-
-def is_sharded(value: object) -> bool:
-    """Whether a value of a ``state_dict`` is spread over ranks."""
-    return isinstance(value, ShardedTensor | DTensor)
-
-
-def local_parts(value: Any) -> Iterator[tuple[tuple[int, ...], Tensor]]:
-    """What this rank holds of a tensor: where each part begins, and the part, which shares its memory."""
-    if isinstance(value, ShardedTensor):
-        for shard in value.local_shards():
-            yield tuple(shard.metadata.shard_offsets), shard.tensor.detach()
-    elif isinstance(value, DTensor):
-        local = value.to_local()
-        if not isinstance(local, LocalShardsWrapper):
-            raise ValueError("a DTensor without TorchRec's LocalShardsWrapper is no table of TorchRec's")
-        for offsets, part in zip(local.local_offsets(), local.local_shards(), strict=True):
-            yield tuple(offsets), part.detach()
-    else:
-        yield (0,) * value.dim(), value.detach()
-
-
-def whole(what: str, value: Any) -> Tensor:
-    """A plain tensor of which this process holds every part; without a copy where it is plain already.
-
-    Args:
-        what: names the tensor in the error.
-        value: a tensor, ``ShardedTensor`` or ``DTensor`` of a TorchRec table.
-
-    Raises:
-        ValueError: this process holds only a part of it.
-    """
-    if not is_sharded(value):
-        return value.detach()  # type: ignore[no-any-return]
-    out, held = _filled(value)
-    if held != out.numel():
-        raise ValueError(f"{what} is spread over several processes: convert it where one process has all of its shards")
-    return out
-
-
-def gathered(values: Mapping[_Key, Any], env: ShardingEnv) -> dict[_Key, Tensor]:
-    """Plain tensors from the parts of all ranks. Collective; the same on every rank.
-
-    Args:
-        values: sharded tensors by their keys; ranks without a part of one may lack it, as they do TorchRec's states.
-        env: of the model.
-    """
-    sizes = {key: (tuple(value.size()), value.dtype) for key, value in values.items()}
-    everywhere = {key: size for of_rank in all_gathered(sizes, env) for key, size in of_rank.items()}
-    out: dict[_Key, Tensor] = {}
-    for key, (size, dtype) in everywhere.items():
-        out[key] = _filled(values[key])[0] if key in values else torch.zeros(size, dtype=dtype)
-        summed(out[key], env)  # every cell has one owner: a sum with zeros
-    return out
-
-
-def summed(value: Tensor, env: ShardingEnv) -> None:
-    """Makes ``value`` its sum over all ranks. Collective."""
-    if env.process_group is not None and dist.get_world_size(env.process_group) > 1:
-        dist.all_reduce(value, group=env.process_group)
-
-
-def fill(value: Any, plain: Tensor) -> None:
-    """Copies what this rank holds of ``value`` out of a whole tensor.
-
-    Args:
-        value: as for :func:`whole`.
-        plain: of its shape; or (R,) for a row-wise state of C column shards, (C * R,), each of which gets a copy.
-    """
-    for offsets, part in local_parts(value):
-        if part.dim() == 1:
-            offsets = (offsets[0] % max(1, plain.shape[0]),)  # TorchRec 1.8.0 puts such states one behind the other
-        part.copy_(plain[_cut(offsets, part)])
-
-
-def column_starts(value: Any) -> list[int]:
-    """Where the column shards begin of a (R, D) tensor of which this process holds every part."""
-    return sorted({offsets[1] for offsets, _ in local_parts(value)})
-
-
-def _filled(value: Any) -> tuple[Tensor, int]:
-    out = torch.zeros(value.size(), dtype=value.dtype)
-    held = 0
-    for offsets, part in local_parts(value):
-        out[_cut(offsets, part)] = part.cpu()
-        held += part.numel()
-    return out, held
-
-
-def _cut(offsets: tuple[int, ...], part: Tensor) -> tuple[slice, ...]:
-    return tuple(slice(begin, begin + size) for begin, size in zip(offsets, part.shape, strict=True))
-
-
+# The optimizers whose step depends on the number of updates.
 _COUNTING = (Adam, PartialRowWiseAdam, LAMB, PartialRowWiseLAMB)
 _STOCK = (SGD, Adagrad, RowWiseAdagrad, *_COUNTING)
-
-
-def stock_names(table: ModelTable) -> dict[str, str]:
-    """TorchRec's names of a table's states, by ours.
-
-    Raises:
-        ValueError: TorchRec's fused tables have no such optimizer.
-    """
-    optimizer = table.state.optimizer
-    names = list(state_names(optimizer))
-    if not isinstance(optimizer, _STOCK) or (isinstance(optimizer, SGD) and names):
-        raise ValueError(f"table {table.name!r}: TorchRec's fused tables have no {optimizer}")
-    return {name: f"{table.config_name}.{name if i else 'momentum1'}" for i, name in enumerate(names)}
-
-
-def checked_states(
-    table: ModelTable, given: Mapping[str, Any], num_rows: int, starts: Sequence[int], optimizer_steps: int | None
-) -> dict[str, Tensor]:
-    """A RecStore table's optimizer state as ``RowState.load_state_dict`` takes it.
-
-    Args:
-        table: of the model.
-        given: TorchRec's state of the table.
-        num_rows: of the table there.
-        starts: where its column shards begin there.
-        optimizer_steps: updates so far.
-
-    Raises:
-        ValueError: a state is missing, unknown or of another shape, or ``optimizer_steps`` is needed.
-    """
-    names = stock_names(table)
-    check_keys(f"table {table.name!r}: the stock optimizer state", given, names.values())
-    if optimizer_steps is None and isinstance(table.state.optimizer, _COUNTING):
-        raise ValueError(f"table {table.name!r}: {type(table.state.optimizer).__name__} needs optimizer_steps")
-    state = {
-        "id": torch.arange(num_rows),
-        "columns": torch.tensor(starts),
-        "steps": torch.tensor([optimizer_steps or 0]),
-    }
-    for name, kind in state_names(table.state.optimizer).items():
-        value = whole(names[name], given[names[name]])
-        shape = (num_rows, table.dim) if kind == "element" else (num_rows * len(starts),)
-        if kind == "row" and tuple(value.shape) == (num_rows,):
-            value = value.repeat(len(starts))
-        if tuple(value.shape) != shape:
-            raise ValueError(f"{names[name]} is of shape {tuple(value.shape)}, the table needs {shape}")
-        # TorchRec 1.8.0 puts the row-wise states of column shards one behind the other.
-        state[name] = value if kind == "element" else value.view(len(starts), num_rows).T
-    return state
-
-
-def check_keys(what: str, given: Iterable[str], expected: Iterable[str]) -> None:
-    """Refuses other keys than the expected ones.
-
-    Raises:
-        ValueError: a key is missing or unknown.
-    """
-    missing, unknown = sorted(set(expected) - set(given)), sorted(set(given) - set(expected))
-    if missing:
-        raise ValueError(f"{what} has no {_some(missing)}")
-    if unknown:
-        raise ValueError(f"{what} has {_some(unknown)}, which the model has not")
-
-
-def check_shape(key: str, value: Any, own: Any, row_wise_states: bool = False) -> None:
-    """Refuses a tensor of another shape than the model's own.
-
-    Args:
-        key: names the tensor in the error.
-        value: the new one.
-        own: the model's; anything goes where this is no tensor.
-        row_wise_states: whether ``own`` may be several times as long as ``value``, once for each column shard.
-
-    Raises:
-        ValueError: the shapes differ.
-    """
-    if not isinstance(own, Tensor):
-        return
-    shape, expected = tuple(value.size()), tuple(own.size())
-    if row_wise_states and len(shape) == len(expected) == 1 and shape[0] and expected[0] % shape[0] == 0:
-        return
-    if shape != expected:
-        raise ValueError(f"{key} is of shape {shape}, the model's of {expected}")
-
-
-def _some(keys: list[str]) -> str:
-    return ", ".join(keys[:3]) + (f" and {len(keys) - 3} more" if len(keys) > 3 else "")
-
-
-_CHUNK = 1 << 18  # rows at a time
+_CHUNK = 1 << 18  # rows
 
 
 def stock_state_dict(model: nn.Module, num_rows: Mapping[str, int], *, leave_out: bool = False) -> dict[str, Any]:
-    """``state_dict`` of the model as it is unsharded, with TorchRec's own tables. Collective; the result on every rank.
+    """Returns the ``state_dict`` of the unsharded model with TorchRec's own tables. Collective.
 
-    ``unsharded_model.load_state_dict(result)`` works; for a sharded stock model there is :func:`load_into_stock`.
+    The result is the same on every rank. ``unsharded_model.load_state_dict(result)`` loads it into an unsharded model,
+    and :func:`load_into_stock` into a sharded model.
 
     Args:
-        model: ``DistributedModelParallel``, a sharded module, or anything that contains them.
-        num_rows: how many rows each RecStore table is to have: what ``num_embeddings`` is there. By table name, as for
-            :func:`load_dense_weights`.
-        leave_out: leave out rows of ids outside [0, num_rows), rather than refuse them.
+        model: ``DistributedModelParallel``, a sharded module, or any module that contains them.
+        num_rows: The number of rows of each RecStore table in the result, which is ``num_embeddings`` of TorchRec's
+            table, by table name. See :func:`load_dense_weights` for the names.
+        leave_out: Whether rows of ids outside [0, num_rows) are left out. Otherwise they are an error. Default: False.
 
     Returns:
-        Each RecStore table as a (num_rows, dim) tensor of its dtype, ids without a row as zeros; tables of TorchRec's
-        kernels as whole tensors; all else as it is in ``model.state_dict()``.
+        For each RecStore table a (num_rows, dim) tensor of the table's dtype, with zeros for ids without a row; for
+        tables of TorchRec's kernels whole tensors; all other entries as in ``model.state_dict()``.
 
     Raises:
-        ValueError: an unknown table, one without a number, a negative number, or ids outside; on every rank.
+        ValueError: A table is unknown or has no number of rows, a number is negative, or a table has ids outside
+            [0, num_rows). The error is raised on every rank.
     """
     counts = _counted_tables(model, num_rows, leave_out)
     tables = list(counts)
     with rows_left_out(model):
         state = model.state_dict()
-    state.update(gathered({key: value for key, value in state.items() if is_sharded(value)}, _env(tables)))
+    state.update(gathered({key: value for key, value in state.items() if _is_sharded(value)}, _env(tables)))
     for table in tables:
         dtype = ShardLayout(table.name, table.state.shards, table.state.env).dtype
         state[table.weight_key] = export_dense_weights(model, table.name, counts[table]).to(dtype)
@@ -251,24 +72,28 @@ def stock_state_dict(model: nn.Module, num_rows: Mapping[str, int], *, leave_out
 def stock_optimizer_state_dict(
     model: DistributedModelParallel, num_rows: Mapping[str, int], *, leave_out: bool = False
 ) -> dict[str, Any]:
-    """``fused_optimizer.state_dict()`` as TorchRec's own tables have it, in plain tensors. Collective; on every rank.
+    """Returns ``fused_optimizer.state_dict()`` of TorchRec's own tables in plain tensors. Collective.
 
-    Element-wise states are (num_rows, dim), row-wise ones (num_rows,), those of column shards joined to their
-    column-weighted mean. An id without a row has zeros. How many updates there were, which Adam and LAMB count, is not
-    part of such a state.
+    The result is the same on every rank. Element-wise states are (num_rows, dim), and row-wise states are (num_rows,).
+    The row-wise state of a table with column shards is their column-weighted mean. An id without a row has zeros. The
+    number of updates, which Adam and LAMB use, is not part of the result.
 
     Args:
-        model: as for :func:`stock_state_dict`.
-        num_rows: as for :func:`stock_state_dict`.
-        leave_out: as for :func:`stock_state_dict`.
+        model: ``DistributedModelParallel``.
+        num_rows: The number of rows of each RecStore table; see :func:`stock_state_dict`.
+        leave_out: Whether rows of ids outside [0, num_rows) are left out; see :func:`stock_state_dict`. Default: False.
+
+    Returns:
+        ``{"state": states}``, where ``states[key][name]`` is the state of that name of the table whose weights have
+        that key in ``state_dict``.
 
     Raises:
-        ValueError: as :func:`stock_state_dict`; or a table's optimizer is none of TorchRec's fused ones.
+        ValueError: See :func:`stock_state_dict`; or a table's optimizer is not one of TorchRec's fused optimizers.
     """
     counts = _counted_tables(model, num_rows, leave_out)
     tables = list(counts)
     env = _env(tables)
-    names = {table.weight_key: stock_names(table) for table in tables}
+    names = {table.weight_key: _stock_names(table) for table in tables}
     with rows_left_out(model):
         own = {key: states for key, states in model.fused_optimizer.state_dict()["state"].items() if key not in names}
     state: dict[str, dict[str, Tensor]] = {key: {} for keys in all_gathered(list(own), env) for key in keys}
@@ -288,22 +113,23 @@ def load_stock_state_dict(
     *,
     optimizer_steps: int | None = None,
 ) -> None:
-    """Loads the state of the same model with TorchRec's own tables: row i becomes id i. Collective; all or nothing.
+    """Loads the state of the same model with TorchRec's own tables: row i becomes id i. Collective.
 
-    A table's rows are replaced; without ``optimizer_state_dict`` their optimizer state starts anew.
+    The rows of each table are replaced. Without ``optimizer_state_dict`` their optimizer state starts at zero. After an
+    error the model is unchanged.
 
     Args:
-        model: with RecStore tables.
-        state_dict: of the unsharded model; or of a sharded one of which this process holds all shards. The same on
-            every rank.
-        optimizer_state_dict: ``fused_optimizer.state_dict()`` of the sharded one, or what
-            :func:`stock_optimizer_state_dict` gives.
-        optimizer_steps: updates so far, which TorchRec's state does not say: what the bias correction of Adam and LAMB
-            counts.
+        model: The model with RecStore tables.
+        state_dict: The ``state_dict`` of the unsharded model, or of a sharded model of which this process holds all
+            shards. It is the same on every rank.
+        optimizer_state_dict: ``fused_optimizer.state_dict()`` of the sharded model, or the result of
+            :func:`stock_optimizer_state_dict`. Default: None.
+        optimizer_steps: The number of updates so far, which the bias correction of Adam and LAMB uses. TorchRec's state
+            does not contain it.
 
     Raises:
-        ValueError: an entry is missing or unknown or of another shape, tables of another dim or optimizer among them,
-            or ``optimizer_steps`` is needed; nothing has changed.
+        ValueError: An entry is missing, unknown or of another shape, a table has another dim or optimizer, or
+            ``optimizer_steps`` is needed and missing.
     """
     tables = {table.weight_key: table for table in recstore_tables(model)}
     given = _states_in(optimizer_state_dict)
@@ -317,12 +143,12 @@ def load_stock_state_dict(
         plain = _checked_weights(tables, state_dict, own)
         if given is not None:
             for key, table in tables.items():
-                starts = column_starts(state_dict[key])
-                states[key] = checked_states(table, given.get(key, {}), len(plain[key]), starts, optimizer_steps)
+                starts = _column_starts(state_dict[key])
+                states[key] = _checked_states(table, given.get(key, {}), len(plain[key]), starts, optimizer_steps)
             fused = _checked_pairs(given, {key: own_states[key] for key in own_states.keys() - tables}, own)
     _load_rest(model, {key: value for key, value in plain.items() if key not in tables}, own)
     for value, part in fused:
-        fill(value, part)
+        _fill(value, part)
     for key, table in tables.items():
         replace_rows(table.state.shards, WholeRows(key, plain[key], None))
         table.state.forget_copies()
@@ -335,17 +161,19 @@ def load_into_stock(
     state_dict: Mapping[str, Any],
     optimizer_state_dict: Mapping[str, Any] | None = None,
 ) -> None:
-    """Loads plain state into a sharded model with TorchRec's own tables; all or nothing.
+    """Loads plain tensors into a sharded model with TorchRec's own tables. Collective.
 
-    Adam and LAMB go on counting updates from where they are: ``model.fused_optimizer.set_optimizer_step(steps)``.
+    After an error the model is unchanged. The number of updates that Adam and LAMB count does not change; call
+    ``model.fused_optimizer.set_optimizer_step(steps)`` to set it.
 
     Args:
-        model: without RecStore tables, sharded in any way.
-        state_dict: as :func:`stock_state_dict` gives it, the same on every rank.
-        optimizer_state_dict: as :func:`stock_optimizer_state_dict` gives it.
+        model: The model without RecStore tables, sharded in any way.
+        state_dict: The result of :func:`stock_state_dict`, the same on every rank.
+        optimizer_state_dict: The result of :func:`stock_optimizer_state_dict`. Default: None, which leaves the
+            optimizer's state unchanged.
 
     Raises:
-        ValueError: an entry is missing or unknown or of another shape; nothing has changed.
+        ValueError: An entry is missing, unknown or of another shape.
     """
     given = _states_in(optimizer_state_dict)
     own, own_states = model.state_dict(), model.fused_optimizer.state_dict()["state"]
@@ -354,7 +182,192 @@ def load_into_stock(
         fused = [] if given is None else _checked_pairs(given, own_states, own)
     _load_rest(model, plain, own)
     for value, part in fused:
-        fill(value, part)
+        _fill(value, part)
+
+
+def _is_sharded(value: object) -> bool:
+    """Returns whether a value of a ``state_dict`` is sharded."""
+    return isinstance(value, ShardedTensor | DTensor)
+
+
+def _local_parts(value: Any) -> Iterator[tuple[tuple[int, ...], Tensor]]:
+    """Yields this rank's parts of a tensor: the offsets of each part, and the part. The parts share its memory."""
+    if isinstance(value, ShardedTensor):
+        for shard in value.local_shards():
+            yield tuple(shard.metadata.shard_offsets), shard.tensor.detach()
+    elif isinstance(value, DTensor):
+        local = value.to_local()
+        if not isinstance(local, LocalShardsWrapper):
+            raise ValueError("a DTensor without TorchRec's LocalShardsWrapper is not a table of TorchRec")
+        for offsets, part in zip(local.local_offsets(), local.local_shards(), strict=True):
+            yield tuple(offsets), part.detach()
+    else:
+        yield (0,) * value.dim(), value.detach()
+
+
+def whole(what: str, value: Any) -> Tensor:
+    """Returns a plain tensor for a tensor of which this process holds every part. A plain tensor is not copied.
+
+    Args:
+        what: The name of the tensor in the error message.
+        value: A tensor, or the ``ShardedTensor`` or ``DTensor`` of a table of TorchRec.
+
+    Raises:
+        ValueError: This process holds only a part of the tensor.
+    """
+    if not _is_sharded(value):
+        return value.detach()  # type: ignore[no-any-return]
+    out, held = _filled(value)
+    if held != out.numel():
+        raise ValueError(f"{what} is sharded over several processes: convert it in a process that holds all its shards")
+    return out
+
+
+def gathered(values: Mapping[_Key, Any], env: ShardingEnv) -> dict[_Key, Tensor]:
+    """Gathers plain tensors from the parts of all ranks. Collective; the result is the same on every rank.
+
+    Args:
+        values: Sharded tensors by key. A rank without a part of a tensor may lack its key, which is the case in
+            TorchRec's optimizer states.
+        env: The environment of the model.
+    """
+    sizes = {key: (tuple(value.size()), value.dtype) for key, value in values.items()}
+    everywhere = {key: size for of_rank in all_gathered(sizes, env) for key, size in of_rank.items()}
+    out: dict[_Key, Tensor] = {}
+    for key, (size, dtype) in everywhere.items():
+        out[key] = _filled(values[key])[0] if key in values else torch.zeros(size, dtype=dtype)
+        _summed(out[key], env)  # Every cell belongs to one rank, and is 0 on the others.
+    return out
+
+
+def _summed(value: Tensor, env: ShardingEnv) -> None:
+    """Replaces ``value`` by its sum over all ranks. Collective."""
+    if env.process_group is not None and dist.get_world_size(env.process_group) > 1:
+        dist.all_reduce(value, group=env.process_group)
+
+
+def _fill(value: Any, plain: Tensor) -> None:
+    """Copies a plain tensor into this rank's parts of ``value``.
+
+    Args:
+        value: A tensor, or the ``ShardedTensor`` or ``DTensor`` of a table of TorchRec.
+        plain: A tensor of the same shape; or (R,) for a row-wise state of C column shards, (C * R,). Each column shard
+            gets a copy.
+    """
+    for offsets, part in _local_parts(value):
+        if part.dim() == 1:
+            offsets = (offsets[0] % max(1, plain.shape[0]),)  # TorchRec 1.8.0 concatenates them.
+        part.copy_(plain[_cut(offsets, part)])
+
+
+def _column_starts(value: Any) -> list[int]:
+    """Returns the first column of each column shard of an (R, D) tensor of which this process holds every part."""
+    return sorted({offsets[1] for offsets, _ in _local_parts(value)})
+
+
+def _filled(value: Any) -> tuple[Tensor, int]:
+    out = torch.zeros(value.size(), dtype=value.dtype)
+    held = 0
+    for offsets, part in _local_parts(value):
+        out[_cut(offsets, part)] = part.cpu()
+        held += part.numel()
+    return out, held
+
+
+def _cut(offsets: tuple[int, ...], part: Tensor) -> tuple[slice, ...]:
+    return tuple(slice(begin, begin + size) for begin, size in zip(offsets, part.shape, strict=True))
+
+
+def _stock_names(table: ModelTable) -> dict[str, str]:
+    """Returns TorchRec's names of a table's optimizer states, by the names of :func:`state_names`.
+
+    Raises:
+        ValueError: TorchRec's fused tables have no such optimizer.
+    """
+    optimizer = table.state.optimizer
+    names = list(state_names(optimizer))
+    if not isinstance(optimizer, _STOCK) or (isinstance(optimizer, SGD) and names):
+        raise ValueError(f"table {table.name!r}: TorchRec's fused tables have no optimizer {optimizer}")
+    return {name: f"{table.config_name}.{name if i else 'momentum1'}" for i, name in enumerate(names)}
+
+
+def _checked_states(
+    table: ModelTable, given: Mapping[str, Any], num_rows: int, starts: Sequence[int], optimizer_steps: int | None
+) -> dict[str, Tensor]:
+    """Checks TorchRec's optimizer state of a table, and converts it to the argument of ``RowState.load_state_dict``.
+
+    Args:
+        table: The RecStore table of the model.
+        given: TorchRec's state of the table by name.
+        num_rows: The number of rows of TorchRec's table.
+        starts: The first column of each column shard of TorchRec's table.
+        optimizer_steps: The number of updates so far.
+
+    Raises:
+        ValueError: A state is missing, unknown or of another shape, or ``optimizer_steps`` is needed and missing.
+    """
+    names = _stock_names(table)
+    _check_keys(f"table {table.name!r}: the stock optimizer state", given, names.values())
+    if optimizer_steps is None and isinstance(table.state.optimizer, _COUNTING):
+        raise ValueError(f"table {table.name!r}: {type(table.state.optimizer).__name__} needs optimizer_steps")
+    state = {
+        "id": torch.arange(num_rows),
+        "columns": torch.tensor(starts),
+        "steps": torch.tensor([optimizer_steps or 0]),
+    }
+    for name, kind in state_names(table.state.optimizer).items():
+        value = whole(names[name], given[names[name]])
+        shape = (num_rows, table.dim) if kind == "element" else (num_rows * len(starts),)
+        if kind == "row" and tuple(value.shape) == (num_rows,):
+            value = value.repeat(len(starts))
+        if tuple(value.shape) != shape:
+            raise ValueError(f"{names[name]} is of shape {tuple(value.shape)}, the table needs {shape}")
+        # TorchRec 1.8.0 concatenates the row-wise states of column shards.
+        state[name] = value if kind == "element" else value.view(len(starts), num_rows).T
+    return state
+
+
+def _check_keys(what: str, given: Iterable[str], expected: Iterable[str]) -> None:
+    """Refuses keys that differ from the expected keys.
+
+    Args:
+        what: The name of the collection of keys in the error message.
+        given: The keys.
+        expected: The expected keys.
+
+    Raises:
+        ValueError: A key is missing or unknown.
+    """
+    missing, unknown = sorted(set(expected) - set(given)), sorted(set(given) - set(expected))
+    if missing:
+        raise ValueError(f"{what} has no {_some(missing)}")
+    if unknown:
+        raise ValueError(f"{what} has {_some(unknown)}, which the model does not have")
+
+
+def _check_shape(key: str, value: Any, own: Any, row_wise_states: bool = False) -> None:
+    """Refuses a tensor whose shape differs from the model's tensor.
+
+    Args:
+        key: The name of the tensor in the error message.
+        value: The new tensor.
+        own: The model's tensor. If it is not a tensor, there is no check.
+        row_wise_states: Whether ``own`` may be C times as long as ``value`` for C column shards. Default: False.
+
+    Raises:
+        ValueError: The shapes differ.
+    """
+    if not isinstance(own, Tensor):
+        return
+    shape, expected = tuple(value.size()), tuple(own.size())
+    if row_wise_states and len(shape) == len(expected) == 1 and shape[0] and expected[0] % shape[0] == 0:
+        return
+    if shape != expected:
+        raise ValueError(f"{key} is of shape {shape}, and of shape {expected} in the model")
+
+
+def _some(keys: list[str]) -> str:
+    return ", ".join(keys[:3]) + (f" and {len(keys) - 3} more" if len(keys) > 3 else "")
 
 
 def _env(tables: Sequence[ModelTable]) -> ShardingEnv:
@@ -365,16 +378,16 @@ def _states_in(optimizer_state_dict: Mapping[str, Any] | None) -> Mapping[str, M
     if optimizer_state_dict is None:
         return None
     if "state" not in optimizer_state_dict:
-        raise ValueError('the stock optimizer state has no "state": it should be of model.fused_optimizer.state_dict()')
+        raise ValueError('the stock optimizer state has no "state": pass model.fused_optimizer.state_dict()')
     given: Mapping[str, Mapping[str, Any]] = optimizer_state_dict["state"]
     return given
 
 
 def _load_rest(model: nn.Module, plain: dict[str, Any], own: Mapping[str, Any]) -> None:
-    """Loads all but RecStore tables, for which there is nothing in ``plain``."""
+    """Loads all entries except those of RecStore tables, which are not in ``plain``."""
     for key, value in plain.items():
-        if is_sharded(own[key]):
-            fill(own[key], value)
+        if _is_sharded(own[key]):
+            _fill(own[key], value)
             plain[key] = own[key]
     with rows_left_out(model):
         model.load_state_dict(plain)
@@ -383,41 +396,41 @@ def _load_rest(model: nn.Module, plain: dict[str, Any], own: Mapping[str, Any]) 
 def _checked_weights(
     tables: Mapping[str, ModelTable], given: Mapping[str, Any], own: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """A stock ``state_dict`` that fits the model, with plain tensors."""
-    check_keys("the stock state_dict", given, own)
+    """Checks that a stock ``state_dict`` fits the model, and returns it with plain tensors."""
+    _check_keys("the stock state_dict", given, own)
     plain = {key: whole(key, value) if isinstance(value, Tensor) else value for key, value in given.items()}
     for key, value in plain.items():
         if key not in tables:
-            check_shape(key, value, own[key])
+            _check_shape(key, value, own[key])
         elif value.dim() != 2 or value.shape[1] != tables[key].dim:
             name, dim = tables[key].name, tables[key].dim
-            raise ValueError(f"table {name!r}: {key} is of shape {tuple(value.shape)}, the table's dim is {dim}")
+            raise ValueError(f"table {name!r}: {key} is of shape {tuple(value.shape)}, and the table's dim is {dim}")
     return plain
 
 
 def _checked_pairs(
     given: Mapping[str, Mapping[str, Any]], own: Mapping[str, Mapping[str, Any]], known: Iterable[str]
 ) -> list[tuple[Any, Tensor]]:
-    """This rank's states of TorchRec's fused tables, and what is to be copied into each.
+    """Pairs this rank's states of TorchRec's fused tables with the plain tensors to copy into them.
 
     Args:
-        given: states of all tables by the keys of their weights.
-        own: of those that this rank has a shard of.
-        known: the keys of all weights.
+        given: The states of all tables by the keys of their weights.
+        own: The states of the tables of which this rank has a shard.
+        known: The keys of all weights.
     """
-    check_keys("the stock optimizer state", [key for key in given if key not in set(known)], [])
+    _check_keys("the stock optimizer state", [key for key in given if key not in set(known)], [])
     pairs = []
     for key, states in own.items():
-        check_keys(f"{key}: the stock optimizer state", given.get(key, {}), states)
+        _check_keys(f"{key}: the stock optimizer state", given.get(key, {}), states)
         for name, value in states.items():
             plain = whole(name, given[key][name])
-            check_shape(name, plain, value, row_wise_states=True)
+            _check_shape(name, plain, value, row_wise_states=True)
             pairs.append((value, plain))
     return pairs
 
 
 def _counted_tables(model: nn.Module, num_rows: Mapping[str, int], leave_out: bool) -> dict[ModelTable, int]:
-    """The model's RecStore tables, each with a number of rows that its ids are within."""
+    """Returns the model's RecStore tables with their numbers of rows, after a check that no id is outside."""
     counts = {table: num_rows[name] for name, table in tables_named(model, num_rows).items()}
     tables = recstore_tables(model)
     missing = [repr(table.name) for table in tables if table not in counts]
@@ -431,7 +444,7 @@ def _counted_tables(model: nn.Module, num_rows: Mapping[str, int], leave_out: bo
         outside = sum(all_gathered(sum(int(((i < 0) | (i >= rows)).sum()) for i in ids), state.env))
         if outside and not leave_out:
             raise ValueError(
-                f"table {table.name!r} has {outside} ids outside [0, {rows}): leave_out=True goes without their rows"
+                f"table {table.name!r} has {outside} ids outside [0, {rows}): leave_out=True leaves out their rows"
             )
     return {table: counts[table] for table in tables}
 
@@ -455,5 +468,5 @@ def _exported_states(table: ModelTable, num_rows: int) -> dict[str, Tensor]:
                 else:
                     out[name][part] += rows[name] * (len(columns) / table.dim)
     for value in out.values():
-        summed(value, table.state.env)
+        _summed(value, table.state.env)
     return out

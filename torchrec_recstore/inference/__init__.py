@@ -1,6 +1,6 @@
-"""Trained models as static, quantised, scripted ones that need nothing of this project to run: docs/serving.md.
+"""Exports trained models as static, quantised, scripted models that run without this package. See docs/serving.md.
 
-Names are imported when first used, so that exporting a checkpoint does without TorchRec's sharding.
+Names are imported when they are first used, so that the export of a checkpoint does not need TorchRec's sharding.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Deltas: the changes since an export in a small file, which a served model applies while it runs."""
+"""Writes and reads deltas: small files with the changes since an export, which a served model applies while it runs."""
 
 from __future__ import annotations
 
@@ -35,11 +35,11 @@ from torchrec_recstore.store.arguments import among
 
 @dataclass(frozen=True)
 class DeltaTable:
-    """What a delta has of one table.
+    """The changes of one table in a delta.
 
     Args:
-        rows: that are new or have changed in the exported data type.
-        removed: ids that have no row any more.
+        rows: The number of rows that are new or have changed in the exported data type.
+        removed: The number of ids that no longer have a row.
     """
 
     rows: int
@@ -48,15 +48,15 @@ class DeltaTable:
 
 @dataclass(frozen=True)
 class DeltaInfo:
-    """A delta.
+    """A description of a delta.
 
     Args:
-        path: the file.
-        bytes: of it.
-        base: the version that it is to be applied to.
-        version: the version that this gives.
-        tables: by name.
-        dense: names of the other tensors that have changed.
+        path: The delta's file.
+        bytes: The size of the file in bytes.
+        base: The version of the served model to which the delta can be applied.
+        version: The version of the served model after the delta is applied.
+        tables: The changes of the tables by name.
+        dense: The names of the other tensors that have changed.
     """
 
     path: Path
@@ -68,13 +68,16 @@ class DeltaInfo:
 
 
 def read_delta(path: str | Path) -> dict[str, Tensor]:
-    """What ``apply_delta`` of a served model takes; ``safetensors.torch.load_file`` gives the same.
+    """Reads the tensors of a delta, the argument of a served model's ``apply_delta``.
 
-    A damaged row is for ``apply_delta`` to see, by the delta's checksum.
+    ``safetensors.torch.load_file`` returns the same tensors. ``apply_delta`` checks the delta's checksum.
+
+    Args:
+        path: The delta's file.
 
     Raises:
-        OSError, SafetensorError: the file is missing, or none of safetensors.
-        ValueError: a newer version has written it.
+        OSError, SafetensorError: The file is missing, or is not a file of safetensors.
+        ValueError: A newer version of this package has written the file.
     """
     delta_format(path)
     tensors: dict[str, Tensor] = safetensors.torch.load_file(path)
@@ -82,21 +85,21 @@ def read_delta(path: str | Path) -> dict[str, Tensor]:
 
 
 def open_base(base: str | Path | torch.jit.ScriptModule) -> torch.jit.ScriptModule:
-    """A served model that is not damaged, from its file where that is given.
+    """Checks a served model and returns it. A path is loaded first.
 
     Raises:
-        ValueError: it is none of this package's export, it is damaged, or a newer version has written it.
-        OSError: there is no such file.
+        ValueError: The model was not exported by this package, is damaged, or was written by a newer version.
+        OSError: There is no such file.
     """
     if not isinstance(base, torch.jit.ScriptModule):
         if not Path(base).is_file():
             raise FileNotFoundError(f"there is no exported model at {base}")
         verify(base)
-        return load_export(base)
+        return _load_export(base)
     if not hasattr(base, "apply_delta") or not hasattr(base, "recstore_version"):
         raise ValueError("base must be a model that export_for_inference or export_checkpoint has written")
-    if base_format(base) > FORMAT:
-        raise ValueError(not_known(f"base is of format {base_format(base)} of exported models"))
+    if _base_format(base) > FORMAT:
+        raise ValueError(not_known(f"base is of format {_base_format(base)} of exported models"))
     if hasattr(base, "verify"):
         try:
             base.verify()
@@ -105,47 +108,50 @@ def open_base(base: str | Path | torch.jit.ScriptModule) -> torch.jit.ScriptModu
     return base
 
 
-def load_export(path: str | Path) -> torch.jit.ScriptModule:
-    """A served model from its file, which :func:`verify` has passed.
+def _load_export(path: str | Path) -> torch.jit.ScriptModule:
+    """Loads a served model from a file that :func:`verify` has passed.
 
     Raises:
-        ValueError: it is none of this package's export.
+        ValueError: The model was not exported by this package.
     """
-    with suppress(ImportError):  # float rows load without it
+    with suppress(ImportError):  # Models with float32 rows load without FBGEMM.
         import fbgemm_gpu  # noqa: F401  (registers the ops of quantised rows)
     try:
         served = torch.jit.load(path)  # type: ignore[no-untyped-call]
     except RuntimeError as error:
         cause = str(error).strip().splitlines() or [""]
-        raise ValueError(f"{path} is no exported model that can be loaded: {cause[0]}") from error
+        raise ValueError(f"{path} cannot be loaded as an exported model: {cause[0]}") from error
     assert isinstance(served, torch.jit.ScriptModule)
     if not hasattr(served, "apply_delta") or not hasattr(served, "recstore_version"):
-        raise ValueError(f"{path} is no model that export_for_inference or export_checkpoint has written")
+        raise ValueError(f"{path} is not a model that export_for_inference or export_checkpoint has written")
     return served
 
 
-def base_format(base: torch.jit.ScriptModule) -> int:
-    """The number of a served model's format."""
+def _base_format(base: torch.jit.ScriptModule) -> int:
+    """Returns the number of a served model's format."""
     return int(base.recstore_format()) if hasattr(base, "recstore_format") else 1
 
 
 def dtype_of(base: torch.jit.ScriptModule) -> torch.dtype:
-    """The data type that a served model's rows were exported in."""
+    """Returns the data type in which a served model's rows were exported."""
     name = base.recstore_row_format()
     return next(dtype for dtype, known in FORMATS.items() if known == name)
 
 
 def write_delta(served: nn.Module, base: torch.jit.ScriptModule, path: Path) -> DeltaInfo:
-    """Writes what a served model has otherwise than an earlier export.
+    """Writes the differences between two served models into a file.
 
     Args:
-        served: the model as it is now, in the row format of ``base``.
-        base: the earlier one.
-        path: the file; all of it is written or nothing.
+        served: The model as it is now, in the row format of ``base``.
+        base: The earlier export.
+        path: The file. It is written completely or not at all.
+
+    Returns:
+        A description of the delta.
 
     Raises:
-        ValueError: the two are not of the same model; the message names what differs.
-        OSError: the file cannot be written.
+        ValueError: The two are exports of different models. The message names the difference.
+        OSError: The file cannot be written.
     """
     tables = {table.name: table for _, table in served_tables(served)}
     if sorted(tables) != sorted(base.recstore_tables()):
@@ -165,14 +171,14 @@ def write_delta(served: nn.Module, base: torch.jit.ScriptModule, path: Path) -> 
             if (tensor.shape, tensor.dtype) != (before.shape, before.dtype):
                 raise ValueError(
                     f"{name} is {tensor.dtype} of shape {tuple(tensor.shape)}, "
-                    f"that of base {before.dtype} of shape {tuple(before.shape)}"
+                    f"and {before.dtype} of shape {tuple(before.shape)} in base"
                 )
             dense[f"dense/{name}"] = tensor.contiguous()
     versions = base.recstore_version(), version_of(served, base)
     for key, version in zip(("base", "version"), versions, strict=True):
         tensors[key] = torch.tensor(list(version.encode()), dtype=torch.uint8)
     tensors |= dense
-    number = base_format(base)
+    number = _base_format(base)
     if number > 1:
         tensors["format"] = torch.tensor([number])
     tensors["checksum"] = scripted_function(checksum_of if number > 1 else checksum_of_format_1)(tensors)
@@ -182,7 +188,10 @@ def write_delta(served: nn.Module, base: torch.jit.ScriptModule, path: Path) -> 
 
 
 def _check_attributes(served: nn.Module, base: torch.jit.ScriptModule) -> None:
-    """Refuses numbers and strings that differ from those of base: a delta cannot change them, and answers may."""
+    """Refuses attributes that differ from those of ``base``.
+
+    A delta cannot change numbers, strings and lists, and the outputs may depend on them.
+    """
     modules = dict(base.named_modules())
     for path, module in served.named_modules():
         for name, value in vars(module).items():
@@ -197,18 +206,18 @@ def _check_attributes(served: nn.Module, base: torch.jit.ScriptModule) -> None:
 
 
 def _changes(table: ServedTable, old_ids: Tensor, old_rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Ids whose rows are new or others, these rows, and ids that are gone."""
+    """Returns the ids of the rows that are new or have changed, these rows, and the ids that no longer have a row."""
     rows = table.rows
     if rows.shape[1] != old_rows.shape[1] or rows.dtype != old_rows.dtype:
-        raise ValueError(f"table {table.name!r} is of another dim or data type in base")
+        raise ValueError(f"table {table.name!r} has another dim or data type in base")
     if not table.has_ids:
         if len(old_ids) or rows.shape != old_rows.shape:
-            raise ValueError(f"table {table.name!r} is TorchRec's own, and another one in base")
+            raise ValueError(f"table {table.name!r} is one of TorchRec's own tables, and a different table in base")
         changed = _differ(rows, old_rows).nonzero().squeeze(1)
         return changed, rows[changed], torch.empty(0, dtype=torch.int64)
     ids = table.raw_ids()
     if bool(_differ(rows[:1], old_rows[:1])):
-        raise ValueError(f"table {table.name!r}: ids without a row read otherwise in base")
+        raise ValueError(f"table {table.name!r}: ids without a row read as other values in base")
     known = among(ids, old_ids)
     changed_too = torch.ones_like(known)
     changed_too[known] = _differ(rows[1:][known], old_rows[1:][torch.searchsorted(old_ids, ids[known])])
@@ -217,7 +226,7 @@ def _changes(table: ServedTable, old_ids: Tensor, old_rows: Tensor) -> tuple[Ten
 
 
 def _differ(rows: Tensor, others: Tensor) -> Tensor:
-    """(N,) bool: which rows have another bit."""
+    """Returns whether each row differs in any bit: (N,) bool."""
     if rows.dtype == torch.float32:
         rows, others = rows.contiguous().view(torch.int32), others.contiguous().view(torch.int32)
     return (rows != others).any(1)
@@ -235,33 +244,33 @@ def _write(tensors: Mapping[str, Tensor], number: int, path: Path) -> None:
         with whole_file(path) as beside:
             safetensors.torch.save_file(dict(tensors), beside, metadata=delta_metadata(number))
             sign_delta(beside)
-    except (OSError, SafetensorError) as error:  # the latter where files raise the former
+    except (OSError, SafetensorError) as error:  # safetensors raises SafetensorError in the place of an OSError.
         raise OSError(f"{path} cannot be written: {getattr(error, 'strerror', None) or error}") from error
 
 
 def described(path: Path) -> dict[str, Any]:
-    """What an exported model or a delta holds, in values that ``json`` writes.
+    """Describes an exported model or a delta, in values that ``json`` can write.
 
     The file is not verified: see :func:`torchrec_recstore.inference.verify`.
 
     Args:
-        path: the file.
+        path: The file.
 
     Returns:
-        Of both kinds: ``path``, ``kind`` (``"export"`` or ``"delta"``), ``format``, ``version``, ``tables``, by name,
-        ``dense`` (names of the other parameters and buffers) and ``bytes``. Of an exported model also ``dtype``, of
-        the rows, and of a delta the version of its ``base``.
+        For both kinds: ``path``, ``kind`` (``"export"`` or ``"delta"``), ``format``, ``version``, ``tables`` by name,
+        ``dense`` (the names of the other parameters and buffers) and ``bytes``. For an exported model also ``dtype``,
+        the data type of the rows. For a delta also ``base``, the version to which it can be applied.
 
     Raises:
-        OSError: it cannot be read.
-        ValueError: it is neither, or it is damaged.
+        OSError: The file cannot be read.
+        ValueError: The file is neither an exported model nor a delta, or it is damaged.
     """
     return _delta(path) if is_delta(path) else _export(path)
 
 
 def _export(path: Path) -> dict[str, Any]:
     number = format_of_export(path)
-    served = load_export(path)
+    served = _load_export(path)
     modules = {path: module for path, module in served.named_modules() if hasattr(module, "has_ids")}
     of_tables = {f"{path}.{kind}".lstrip(".") for path in modules for kind in ("ids", "rows")}
     tables = {
@@ -290,7 +299,7 @@ def _delta(path: Path) -> dict[str, Any]:
         tensors: dict[str, Tensor] = safetensors.torch.load_file(path)
         base, version = (bytes(tensors[key].tolist()).decode() for key in ("base", "version"))
     except (SafetensorError, KeyError) as error:
-        raise ValueError(f"{path} is no delta, or it is damaged: {error}") from error
+        raise ValueError(f"{path} is not a delta, or it is damaged: {error}") from error
     names = sorted(key.removesuffix("/removed") for key in tensors if key.endswith("/removed"))
     return {
         "path": str(path),

@@ -1,4 +1,4 @@
-"""From a trained model to one that needs nothing of this project to run."""
+"""Exports a trained model as a static model that runs without this package."""
 
 from __future__ import annotations
 
@@ -50,6 +50,20 @@ from torchrec_recstore.torchrec_seams import (
 )
 from torchrec_recstore.utils import warn_user
 
+# The modules that an export replaces.
+_KINDS = (
+    ShardedEmbeddingBagCollection,
+    ShardedEmbeddingCollection,
+    EmbeddingBagCollection,
+    EmbeddingCollection,
+    RecStoreEmbeddingBagCollection,
+    RecStoreEmbeddingCollection,
+    RecStoreEmbedding,
+    RecStoreEmbeddingBag,
+    ShardedFeatureProcessedEmbeddingBagCollection,
+    FeatureProcessedEmbeddingBagCollection,
+)
+
 
 def export_for_inference(
     model: nn.Module,
@@ -59,42 +73,45 @@ def export_for_inference(
     min_frequency: int = 0,
     top_rows: int | None = None,
 ) -> nn.Module:
-    """Makes a model for inference of a trained one, with static tables that need nothing of this project to run.
+    """Makes a model for inference from a trained model. The result runs without this package.
 
-    The model's tree is kept; each collection of tables is replaced by a search of raw ids among sorted ones in front of
-    TorchRec's own module of that kind. An id without a row reads as zeros. Tables of TorchRec's own, sharded or not,
-    come along, with their row numbers as ids. The given model is as it was, to be trained on. Collective where the
-    model is sharded.
+    The result has the same module tree, where each collection of tables is replaced by a static one: raw ids are
+    searched in a sorted tensor of ids, and TorchRec's own module of that kind looks up the rows. An id without a row
+    reads as zeros. TorchRec's own tables, sharded or not, are exported too, with their row numbers as ids. The given
+    model does not change and can be trained further. The call is collective if the model is sharded.
 
-    With float32 rows outputs are those of an evaluation, to the bit; where rows of one table are split over several
-    ranks, up to the order in which these sum, and of TorchRec's own tables up to how these round. What
-    other rows are off by is in docs/serving.md.
+    With float32 rows the outputs are bit-equal to those of the given model in evaluation mode. If the rows of a table
+    are sharded over several ranks, the order of the sums may differ, and TorchRec's own tables may round differently.
+    docs/serving.md gives the errors of the other data types.
 
     Args:
-        model: ``DistributedModelParallel``, or anything that contains sharded modules or those of
+        model: ``DistributedModelParallel``, or any module that contains sharded modules or modules of
             :mod:`torchrec_recstore.modules`.
-        path: file for the scripted model, which ``torch.jit.load`` reads without this package; rank 0 writes it, all of
-            it or nothing. docs/serving.md says how it is served and kept fresh. None: nothing is written.
-        dtype: of the exported rows: ``torch.int8``, ``torch.quint4x2`` (TorchRec's int4), ``torch.float16`` or
-            ``torch.float32``.
-        min_frequency: rows of RecStore tables that fewer training steps have looked up are left out. Frequencies are
-            what LFU eviction goes by: 1 from the step on that admits the id, halved where that has a half-life, and 0
-            for rows that were inserted and never trained on.
-        top_rows: how many rows of each RecStore table stay: those of the highest frequency, of equals the least ids.
+        path: The file for the scripted model, which ``torch.jit.load`` loads without this package. Rank 0 writes it
+            completely or not at all. docs/serving.md describes how to serve and update it. Default: None, no file.
+        dtype: The data type of the exported rows: ``torch.int8``, ``torch.quint4x2`` (TorchRec's int4),
+            ``torch.float16`` or ``torch.float32``. Default: ``torch.int8``.
+        min_frequency: The minimum frequency of an exported row of a RecStore table. The frequency is the number of
+            training steps that have looked up the row since its id was admitted, as LFU eviction counts it: it is
+            halved if the eviction policy has a half-life. Rows that were inserted and never trained have frequency 0.
+            Default: 0, all rows.
+        top_rows: The maximum number of exported rows of each RecStore table. The rows of the highest frequency are
+            exported, and among equal frequencies the smallest ids. Default: None, no limit.
 
     Returns:
         The model in evaluation mode, on the CPU, on every rank.
 
     Raises:
-        TypeError, ValueError: an argument that makes no sense, a table of a dim that ``dtype`` cannot hold or on the
-            meta device, a choice by frequency of rows that were never trained on, a sharded module of another kind, a
-            model without tables; with ``path`` also one that TorchScript cannot take. The message names it.
-        OSError: the file cannot be written.
-        ColdStoreError: a cold store fails. All of these on every rank.
+        TypeError, ValueError: An argument is invalid; ``dtype`` does not support a table's dim; a table is on the meta
+            device; ``min_frequency`` or ``top_rows`` is given and a table was never trained; a sharded module cannot
+            be exported; the model has no tables; or with ``path``, TorchScript cannot compile a module. The message
+            names the argument, the table or the module.
+        OSError: The file cannot be written.
+        ColdStoreError: A cold store fails. All of these errors are raised on every rank.
 
     Warns:
-        RecStoreWarning: a table reads ids without a row as random initial rows (``TableOptions.missing="init"``), which
-            static tables cannot: they read as zeros.
+        RecStoreWarning: A table reads ids without a row as random initial rows (``TableOptions.missing="init"``). The
+            exported table reads them as zeros.
     """
     env = whole_environment()
     with refused_together(env):
@@ -129,25 +146,26 @@ def export_delta(
     min_frequency: int = 0,
     top_rows: int | None = None,
 ) -> DeltaInfo:
-    """Writes what a model has otherwise than an earlier export, for ``apply_delta`` of that one. Collective.
+    """Writes the differences between a model and an earlier export into a file. Collective if the model is sharded.
 
-    Rows are compared as they are exported, so a delta is exact whatever happened in between: training, loading, or
-    other rows that ``top_rows`` leaves out. It takes the time of an export and more memory; the file is small.
+    The served model's method ``apply_delta`` applies the delta. Rows are compared in their exported form, so the delta
+    is exact after training, after loading a checkpoint, and if ``top_rows`` selects other rows. The call takes as long
+    as an export and more memory. The file contains only the differences.
 
     Args:
-        model: as for :func:`export_for_inference`.
-        path: the file, of safetensors; rank 0 writes it, all of it or nothing.
-        base: the file of the earlier export, which rank 0 reads, or that as ``torch.jit.load`` gives it; a served model
-            to which deltas have been applied is one, too.
-        min_frequency: as for the export of ``base``.
-        top_rows: likewise.
+        model: The model; see :func:`export_for_inference`.
+        path: The delta's file, in the format of safetensors. Rank 0 writes it completely or not at all.
+        base: The file of the earlier export, which rank 0 reads, or the model that ``torch.jit.load`` has loaded from
+            it. Deltas may have been applied to the loaded model.
+        min_frequency: The value with which ``base`` was exported. Default: 0.
+        top_rows: The value with which ``base`` was exported. Default: None.
 
     Returns:
-        What the delta has; on every rank.
+        A description of the delta, on every rank.
 
     Raises:
-        TypeError, ValueError, OSError, ColdStoreError: as for :func:`export_for_inference`; ``base`` is not of the same
-            model. All of these on every rank.
+        TypeError, ValueError, OSError, ColdStoreError: See :func:`export_for_inference`; or ``base`` is an export of a
+            different model. All of these errors are raised on every rank.
     """
     env = whole_environment()
     served: torch.jit.ScriptModule | None = None
@@ -169,25 +187,11 @@ def export_delta(
     return info
 
 
-_KINDS = (
-    ShardedEmbeddingBagCollection,
-    ShardedEmbeddingCollection,
-    EmbeddingBagCollection,
-    EmbeddingCollection,
-    RecStoreEmbeddingBagCollection,
-    RecStoreEmbeddingCollection,
-    RecStoreEmbedding,
-    RecStoreEmbeddingBag,
-    ShardedFeatureProcessedEmbeddingBagCollection,
-    FeatureProcessedEmbeddingBagCollection,
-)
-
-
 def _collections(model: nn.Module) -> list[nn.Module]:
-    """The modules that are replaced; feature-processed ones behind what they contain.
+    """Returns the modules that an export replaces. A feature-processed collection comes after the collection in it.
 
     Raises:
-        ValueError: there is none, or a sharded one of another kind.
+        ValueError: There is no such module, or a sharded module cannot be exported.
     """
     found = [(name, module) for name, module in model.named_modules() if isinstance(module, _KINDS)]
     for name, module in model.named_modules():
@@ -200,7 +204,7 @@ def _collections(model: nn.Module) -> list[nn.Module]:
 
 
 def _processors(module: nn.Module) -> nn.Module | None:
-    """Of a feature-processed collection."""
+    """Returns the feature processors of a feature-processed collection; None for other modules."""
     kinds = (ShardedFeatureProcessedEmbeddingBagCollection, FeatureProcessedEmbeddingBagCollection)
     return feature_processors(module) if isinstance(module, kinds) else None
 
@@ -212,7 +216,7 @@ def _dims(modules: list[nn.Module]) -> list[tuple[str, int]]:
 
 
 class _Conversion:
-    """One export: what has been asked for, and what is found out on the way."""
+    """The conversion of one model's collections into static collections."""
 
     def __init__(self, dtype: torch.dtype, min_frequency: int, top_rows: int | None) -> None:
         self._dtype = dtype
@@ -222,7 +226,7 @@ class _Conversion:
         self._done: dict[int, nn.Module] = {}
 
     def of(self, module: nn.Module) -> nn.Module:
-        """What stands in its place."""
+        """Returns the static module that replaces ``module``."""
         if id(module) not in self._done:
             self._done[id(module)] = self._of(module)
         return self._done[id(module)]
@@ -275,7 +279,7 @@ class _Conversion:
         weights = {key.split(".")[-2]: value for key, value in state.items() if key.endswith(".weight")}
         weights = {name: weights[name] for name in sorted(names)}
         for name, weight in weights.items():
-            # A ShardedTensor is a Tensor, too, and cannot be asked where this rank has not one part of it.
+            # A ShardedTensor is also a Tensor, and raises on is_meta if this rank has no part of it.
             if type(weight) in (Tensor, nn.Parameter) and weight.is_meta:
                 raise ValueError(f"table {name!r} is on the meta device and has no rows")
         if not isinstance(module, ShardedModule):
@@ -303,7 +307,7 @@ class _Conversion:
             config.embedding_dim,
             ROW_DTYPES[config.data_type],
         )
-        return self._rows(config.name, shards, missing, env, "float32")  # TorchRec's modules quantise by themselves
+        return self._rows(config.name, shards, missing, env, "float32")  # TorchRec's modules quantise the rows.
 
     def _rows_of_module(self, module: TableModule) -> tuple[Tensor, Tensor]:
         table = module.table
@@ -322,7 +326,7 @@ class _Conversion:
     def _rows(
         self, name: str, shards: list[Table], missing: Tensor, env: ShardingEnv | None, row_format: str
     ) -> tuple[Tensor, Tensor]:
-        """Ids, and rows in the format behind the one for ids without a row."""
+        """Returns the ids, and the rows in the row format after a first row for ids without a row."""
         whole = whole_table(name, shards, missing, env, row_format)
         check_counted(name, len(whole.ids), whole.steps, self._min_frequency, self._top_rows)
         places = selected(whole.frequency, self._min_frequency, self._top_rows)
@@ -331,10 +335,10 @@ class _Conversion:
         return whole.ids[places], whole.rows[F.pad(places + 1, [1, 0])]
 
     def warn_of_initial_rows(self) -> None:
-        """Once for all tables that it concerns."""
+        """Warns once about all tables whose ids without a row read as initial rows in the model."""
         if self._initial_rows:
             names = ", ".join(map(repr, self._initial_rows))
             warn_user(
                 f"table(s) {names} have missing='init': an id without a row reads as its initial row in the model, "
-                "and as zeros in what is exported"
+                "and as zeros in the exported model"
             )

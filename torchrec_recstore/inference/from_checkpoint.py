@@ -1,4 +1,4 @@
-"""Export of the tables in a checkpoint to one file of TorchScript, without a model and in little memory."""
+"""Exports the tables of a checkpoint to a TorchScript file, without a model and without a table in memory."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ from torchrec_recstore.utils import warn_user
 
 @dataclass(frozen=True)
 class ExportedTable:
-    """A table in an exported file.
+    """A description of a table in an exported file.
 
     Args:
-        rows: that it has.
-        rows_left_out: of the checkpoint's.
-        dim: columns.
-        dtype: of the rows.
-        bytes: of ids and rows.
+        rows: The number of exported rows.
+        rows_left_out: The number of the checkpoint's rows that are not exported.
+        dim: The number of columns.
+        dtype: The data type of the exported rows.
+        bytes: The size of the ids and rows in bytes.
     """
 
     rows: int
@@ -42,13 +42,13 @@ class ExportedTable:
 
 @dataclass(frozen=True)
 class ExportInfo:
-    """An exported file.
+    """A description of an exported file.
 
     Args:
-        path: the file.
-        bytes: of it.
-        tables: by name, in the order of the module's input and output.
-        version: of its rows, as ``recstore_version()`` says.
+        path: The file.
+        bytes: The size of the file in bytes.
+        tables: The tables by name, in the order of the module's input and output.
+        version: The version of the module, which its method ``recstore_version`` returns.
     """
 
     path: Path
@@ -67,29 +67,37 @@ def export_checkpoint(
     top_rows: int | None = None,
     advance: Callable[[int], object] = lambda rows: None,
 ) -> ExportInfo:
-    """Makes one scripted module of a checkpoint's tables.
+    """Writes the tables of a checkpoint into a file as one scripted module.
 
-    Its ``forward(values, lengths)`` sums bags of raw ids over plain tensors, ``lookup(table, values)`` gives rows; see
-    :class:`torchrec_recstore.inference.served_tables.ServedTables`. It needs neither this package nor TorchRec; float32
-    rows need torch alone, others also ``fbgemm_gpu``.
+    The module's ``forward(values, lengths)`` returns sums over bags of raw ids, and ``lookup(table, values)`` returns
+    rows, with plain tensors as arguments and results; see
+    :class:`torchrec_recstore.inference.served_tables.ServedTables`. The module needs neither this package nor TorchRec.
+    With float32 rows it needs only torch, and with other rows also ``fbgemm_gpu``.
 
     Args:
-        checkpoint: the directory of a full checkpoint or of a delta, whose chain is folded.
-        output: the file; what is there stays until all of the new one is written.
-        tables: names of those to export, in their order; None: all, by name.
-        dtype: of the rows, as for :func:`torchrec_recstore.inference.export_for_inference`.
-        min_frequency: likewise.
-        top_rows: likewise.
-        advance: called with the number of the checkpoint's rows read since its last call; a choice by ``min_frequency``
-            or ``top_rows`` reads each twice.
+        checkpoint: The directory of a full checkpoint or of a delta. The chain of a delta is folded.
+        output: The file. An existing file is replaced when the new file is complete.
+        tables: The names of the tables to export, in the order of the module's input and output. Default: None, all
+            tables in the order of their names.
+        dtype: The data type of the exported rows; see :func:`torchrec_recstore.inference.export_for_inference`.
+            Default: ``torch.int8``.
+        min_frequency: The minimum frequency of an exported row; see
+            :func:`torchrec_recstore.inference.export_for_inference`. Default: 0, all rows.
+        top_rows: The maximum number of exported rows of each table; see
+            :func:`torchrec_recstore.inference.export_for_inference`. Default: None, no limit.
+        advance: A callback that is called with the number of rows read since the last call. With ``min_frequency`` or
+            ``top_rows``, all rows are read twice.
+
+    Returns:
+        A description of the file.
 
     Raises:
-        FileNotFoundError, CheckpointError: a checkpoint of the chain is missing or damaged.
-        TypeError, ValueError: an argument that makes no sense, or a table that the checkpoint has not.
-        OSError: the file cannot be written.
+        FileNotFoundError, CheckpointError: A checkpoint of the chain is missing or damaged.
+        TypeError, ValueError: An argument is invalid, or the checkpoint does not have one of ``tables``.
+        OSError: The file cannot be written.
 
     Warns:
-        RecStoreWarning: as for :func:`torchrec_recstore.inference.export_for_inference`.
+        RecStoreWarning: See :func:`torchrec_recstore.inference.export_for_inference`.
     """
     output = Path(output)
     check_path(output)
@@ -119,19 +127,25 @@ def export_checkpoint_delta(
     top_rows: int | None = None,
     advance: Callable[[int], object] = lambda rows: None,
 ) -> DeltaInfo:
-    """Writes what a checkpoint's tables have otherwise than an earlier export, for its ``apply_delta``.
+    """Writes the differences between a checkpoint's tables and an earlier export into a file.
+
+    The exported module's method ``apply_delta`` applies the delta.
 
     Args:
-        checkpoint: as for :func:`export_checkpoint`.
-        output: the file, of safetensors.
-        base: what :func:`export_checkpoint` has written, or that as ``torch.jit.load`` gives it.
-        min_frequency: as for the export of ``base``.
-        top_rows: likewise.
-        advance: as for :func:`export_checkpoint`.
+        checkpoint: The checkpoint's directory; see :func:`export_checkpoint`.
+        output: The delta's file, in the format of safetensors.
+        base: The file that :func:`export_checkpoint` has written, or the module that ``torch.jit.load`` has loaded from
+            it.
+        min_frequency: The value with which ``base`` was exported. Default: 0.
+        top_rows: The value with which ``base`` was exported. Default: None.
+        advance: A callback that is called with the number of rows read since the last call.
+
+    Returns:
+        A description of the delta.
 
     Raises:
-        FileNotFoundError, CheckpointError, TypeError, ValueError, OSError: as for :func:`export_checkpoint`; ``base``
-            is of other tables.
+        FileNotFoundError, CheckpointError, TypeError, ValueError, OSError: See :func:`export_checkpoint`; or ``base``
+            has other tables.
     """
     base = open_base(base)
     output = Path(output)
@@ -157,8 +171,8 @@ def _served(
     unknown = [name for name in names if name not in known]
     if unknown or not names or len(set(names)) != len(names):
         raise ValueError(
-            f"{chain[-1].path} has the tables {', '.join(map(repr, sorted(known))) or 'none'}, "
-            f"asked for were {', '.join(map(repr, names)) or 'none'}"
+            f"tables must be different tables of {chain[-1].path}, which has "
+            f"{', '.join(map(repr, sorted(known))) or 'none'}, got {', '.join(map(repr, names)) or 'none'}"
         )
     for name in names:
         check_dim(name, known[name].dim, row_format)
@@ -177,7 +191,7 @@ def _served(
     if initial:
         warn_user(
             f"table(s) {', '.join(map(repr, initial))} have missing='init': an id without a row reads as its initial "
-            "row in a model, and as zeros in what is exported"
+            "row in a model, and as zeros in the exported model"
         )
     return ServedTables(served), left_out
 
@@ -191,7 +205,10 @@ def _rows(
     top_rows: int | None,
     advance: Callable[[int], object],
 ) -> tuple[Tensor, Tensor]:
-    """A table's ids, and its rows behind the one for missing ids. What is left out is found by a pass of its own."""
+    """Returns a table's ids, and its rows in the row format after a first row for ids without a row.
+
+    A selection by frequency reads the rows twice: first the frequencies, then the selected rows.
+    """
     info = chain[-1].tables[name]
     kept: Tensor | None = None
     count = info.rows

@@ -1,4 +1,4 @@
-"""How an exported table's rows are stored: FBGEMM's formats, which TorchRec's quantised modules read as they are."""
+"""Converts rows of exported tables to FBGEMM's row formats, which TorchRec's quantised modules read."""
 
 from __future__ import annotations
 
@@ -6,29 +6,29 @@ import torch
 from torch import Tensor
 
 FORMATS = {torch.float32: "float32", torch.float16: "float16", torch.int8: "int8", torch.quint4x2: "int4"}
-"""Names of the data types that rows are exported in."""
+"""The names of the row formats, by the data types that a user passes."""
 
 DTYPES = {"float32": torch.float32, "fp16": torch.float16, "int8": torch.int8, "int4": torch.quint4x2}
-"""The data types by what commands call them."""
+"""The data types, by the names of the command line."""
 
 TYPE_NUMBERS = {"float16": 1, "int8": 2, "int4": 3}
-"""``SparseType.as_int()`` of fbgemm-gpu 1.8.0."""
+"""The numbers of the row formats in FBGEMM: ``SparseType.as_int()`` of fbgemm-gpu 1.8.0."""
 
 FORMAT_NAMES = {0: "float32"} | {number: name for name, number in TYPE_NUMBERS.items()}
-"""The names by these numbers."""
+"""The names of the row formats by FBGEMM's numbers."""
 
-_ALIGNMENT = 16  # bytes, torchrec.quant's DEFAULT_ROW_ALIGNMENT (1.8.0)
+_ALIGNMENT = 16  # bytes; torchrec.quant's DEFAULT_ROW_ALIGNMENT (TorchRec 1.8.0)
 _GREATEST = torch.finfo(torch.float16).max
 _BITS = {"float16": 16, "int8": 8, "int4": 4}
+# The dim must be a multiple of this number, because FBGEMM packs rows into pairs of bytes (fbgemm-gpu 1.8.0).
 _MULTIPLES = {"int8": 2, "int4": 4}
-"""What the dim must be a multiple of: FBGEMM packs rows into whole pairs of bytes (fbgemm-gpu 1.8.0)."""
 
 
 def check_dtype(dtype: torch.dtype) -> str:
-    """The name of a format.
+    """Checks the data type of an export, and returns the name of the row format.
 
     Raises:
-        ValueError: rows are not exported in that data type.
+        ValueError: Rows cannot be exported in this data type.
     """
     if dtype not in FORMATS:
         names = ", ".join(map(str, FORMATS))
@@ -37,10 +37,10 @@ def check_dtype(dtype: torch.dtype) -> str:
 
 
 def check_dim(name: str, dim: int, row_format: str) -> None:
-    """Refuses a table whose rows the format cannot hold.
+    """Refuses a table whose dim the row format does not support.
 
     Raises:
-        ValueError: the message names the table.
+        ValueError: The dim is not a multiple of the required number. The message names the table.
     """
     multiple = _MULTIPLES.get(row_format, 1)
     if dim % multiple:
@@ -48,7 +48,7 @@ def check_dim(name: str, dim: int, row_format: str) -> None:
 
 
 def row_bytes(dim: int, row_format: str) -> int:
-    """Of one row."""
+    """Returns the size of a stored row in bytes."""
     if row_format == "float32":
         return dim * 4
     size = dim * _BITS[row_format] // 8 + (0 if row_format == "float16" else 4)
@@ -56,39 +56,41 @@ def row_bytes(dim: int, row_format: str) -> int:
 
 
 def check_range(name: str, weight: Tensor, row_format: str) -> None:
-    """Refuses weights that a format cannot hold: all but float32 keep numbers as float16, if only scale and bias.
+    """Refuses weights that a row format cannot represent.
+
+    All formats except float32 store float16 numbers: the weights, or the scale and the bias of a row.
 
     Raises:
-        ValueError: the message names the table.
+        ValueError: A weight is too large or not finite. The message names the table.
     """
     if row_format != "float32" and weight.numel():
         least, greatest = weight.aminmax()
-        if not (least >= -_GREATEST and greatest <= _GREATEST):  # nor where they are NaN
+        if not (least >= -_GREATEST and greatest <= _GREATEST):  # false for NaN
             raise ValueError(
                 f"table {name!r} has weights from {float(least):g} to {float(greatest):g}: {row_format} rows hold "
-                f"finite ones up to {_GREATEST:g}"
+                f"finite weights up to {_GREATEST:g}"
             )
 
 
 def packed(name: str, weight: Tensor, row_format: str) -> Tensor:
-    """Rows as they are stored.
+    """Converts rows to a row format.
 
     Args:
-        name: of the table.
-        weight: (R, dim) float32.
-        row_format: of :data:`FORMATS`.
+        name: The table's name, for error messages.
+        weight: (R, dim) float32. The rows.
+        row_format: A name in :data:`FORMATS`.
 
     Returns:
-        (R, dim) float32 as it is; else (R, :func:`row_bytes`) uint8: int8 and int4 rows begin with their scale and
-        bias, float16 each.
+        For float32: ``weight``. For other formats: (R, :func:`row_bytes`) uint8. An int8 or int4 row begins with its
+        scale and its bias, each in float16.
 
     Raises:
-        ValueError: see :func:`check_range`.
+        ValueError: See :func:`check_range`.
     """
     check_range(name, weight, row_format)
     if row_format == "float32":
         return weight
-    import fbgemm_gpu  # noqa: F401  (registers the ops that pack and read these; float32 rows do without)
+    import fbgemm_gpu  # noqa: F401  (registers the ops that pack and read the rows; float32 rows need none)
 
     out = torch.zeros(len(weight), row_bytes(weight.shape[1], row_format), dtype=torch.uint8)
     if len(weight) == 0:

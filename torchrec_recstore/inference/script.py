@@ -1,4 +1,4 @@
-"""A served model as one file of TorchScript, with the methods that a delta needs."""
+"""Writes a served model into a TorchScript file, with the methods that apply deltas."""
 
 from __future__ import annotations
 
@@ -37,25 +37,27 @@ _METHODS = (
 
 _LEAVES = ["ServedEmbeddingBagCollection", "ServedEmbeddingCollection", "StaticEmbedding", "StaticEmbeddingBag"]
 
-# TorchScript writes these as they are, and cannot read the file then (torch 2.13).
+# TorchScript writes these names into the file without escaping, and then cannot load the file (torch 2.13).
 _RESERVED = frozenset(keyword.kwlist) - {
     "async", "await", "except", "finally", "from", "lambda", "nonlocal", "try", "yield",
 }  # fmt: skip
 
+# The types of attributes whose value ``str`` prints completely.
+_PLAIN = re.compile(r"(int|float|bool|str|List|Dict|Tuple|Optional|NoneType|[\[\], ])+")
 
-_CODE_BYTES = 1 << 22  # of a file beside its tensors, more than enough
+_CODE_BYTES = 1 << 22  # An upper bound of a file's size without its tensors.
 
 
 def save_script(script: torch.jit.ScriptModule, path: Path) -> None:
-    """Writes a scripted module, all of it or nothing.
+    """Writes a scripted module completely or not at all.
 
     Raises:
-        OSError: it cannot be written; what was there is there still.
+        OSError: The file cannot be written. The file at ``path`` is as it was.
     """
     try:
         with whole_file(path) as beside:
-            # Given a file, torch.jit.save makes several copies of all of it in memory; given a name it writes as it
-            # goes, and aborts the process where there is no room (torch 2.13). So that is found out before.
+            # With a file object, torch.jit.save makes several copies of the model in memory. With a file name, it
+            # writes directly, and aborts the process if the disk is full (torch 2.13). So the space is allocated first.
             with beside.open("wb") as file:
                 os.posix_fallocate(file.fileno(), 0, _bytes(script) + _CODE_BYTES)
             script.save(str(beside))
@@ -71,14 +73,15 @@ def _bytes(script: torch.jit.ScriptModule) -> int:
 
 
 def scripted(served: nn.Module) -> torch.jit.ScriptModule:
-    """A served model as TorchScript, with methods for its tables and deltas.
+    """Compiles a served model with TorchScript, and adds the methods for its tables and deltas.
 
     Args:
-        served: of :func:`torchrec_recstore.inference.scriptable`, or a module of served tables.
+        served: The result of :func:`torchrec_recstore.inference.scriptable`, or a module of served tables.
 
     Raises:
-        ValueError: neither TorchScript nor TorchRec's tracer takes the model, a table's name is not its own, the
-            model has methods of these names, or a word that TorchScript reserves as the name of a module or tensor.
+        ValueError: Neither TorchScript nor TorchRec's tracer can compile the model, two tables have the same name, the
+            model has a method with the name of an added method, or a module or tensor has a name that TorchScript
+            reserves.
     """
     for method in _METHODS:
         if hasattr(served, method):
@@ -93,8 +96,9 @@ def scripted(served: nn.Module) -> torch.jit.ScriptModule:
         if names.count(name) > 1:
             raise ValueError(f"the model has more than one table {name!r}: in a file names must differ")
     script, source = _scripted(served)
-    # Models whose modules are alike share their TorchScript class, and so these methods, which name no table.
-    # TorchScript copies what a model has at several paths, and models of one class may differ in what these share.
+    # Models with equal modules share a TorchScript class and its methods, so the methods must not contain a table's
+    # name. TorchScript copies a module that a model has at several paths, and models of one class may differ in the
+    # modules that their paths share. So the methods cover every path.
     tables = [path for path, _ in served_tables(source, every_path=True)]
     if not hasattr(script, "apply_delta"):
         own = dense_tensors(served, every_path=True)
@@ -103,7 +107,7 @@ def scripted(served: nn.Module) -> torch.jit.ScriptModule:
             _methods(
                 [_expression(path) for path in tables],
                 [name for name in there if name in own],
-                [_expression(name) for name in there if name not in own],  # of TorchRec's tracer
+                [_expression(name) for name in there if name not in own],  # added by TorchRec's tracer
                 [_expression(name) for name in _attributes(script)],
             )
         )
@@ -114,12 +118,8 @@ def scripted(served: nn.Module) -> torch.jit.ScriptModule:
     return script
 
 
-_PLAIN = re.compile(r"(int|float|bool|str|List|Dict|Tuple|Optional|NoneType|[\[\], ])+")
-"""Types of attributes that ``str`` shows all of."""
-
-
 def _attributes(script: torch.jit.ScriptModule) -> list[str]:
-    """Names of a model's numbers, strings and lists and dicts of these."""
+    """Returns the names of a model's attributes that are numbers, strings, or lists and dicts of these."""
     return [
         f"{path}.{name}" if path else name
         for path, module in script.named_modules(remove_duplicate=False)
@@ -129,30 +129,30 @@ def _attributes(script: torch.jit.ScriptModule) -> list[str]:
 
 
 def _scripted(served: nn.Module) -> tuple[torch.jit.ScriptModule, nn.Module]:
-    """The script, and the module that was scripted."""
+    """Compiles a model, directly or after TorchRec's tracer; returns the script and the module that was compiled."""
     try:
         return torch.jit.script(served), served
     except Exception as error:
         directly = error
     try:
-        import torchrec.fx  # a module without TorchRec's is scripted above
+        import torchrec.fx  # TorchRec need not be installed for a module that TorchScript compiles directly.
 
         tracer = torchrec.fx.Tracer(leaf_modules=_LEAVES)
         traced = torch.fx.GraphModule(served, tracer.trace(served))
         used = {id(table) for _, table in served_tables(traced)}
         for path, table in served_tables(served):
-            if id(table) not in used:  # it comes along all the same, as where TorchScript takes the model itself
+            if id(table) not in used:  # TorchScript keeps unused tables too when it compiles the model directly.
                 traced.add_submodule(path, table)
         return torch.jit.script(traced), traced
     except Exception as error:
         raise ValueError(
-            f"TorchScript cannot take {type(served).__name__}: {directly}\n"
-            f"nor what torchrec.fx.Tracer makes of it: {error}"
+            f"TorchScript cannot compile {type(served).__name__}: {directly}\n"
+            f"It cannot compile the result of torchrec.fx.Tracer either: {error}"
         ) from directly
 
 
 def _expression(path: str) -> str:
-    """How TorchScript reaches what lies at a path from ``self``."""
+    """Returns a TorchScript expression for the module or tensor at a path of ``self``."""
     expression = "self"
     for name in path.split(".") if path else ():
         expression = f"{expression}.{name}" if name.isidentifier() else f"getattr({expression}, {name!r})"
@@ -160,13 +160,13 @@ def _expression(path: str) -> str:
 
 
 def _methods(tables: list[str], dense: list[str], constants: list[str], attributes: list[str]) -> str:
-    """Source of the methods of a served model.
+    """Returns the source code of the methods of a served model.
 
     Args:
-        tables: expressions that reach them; several may reach one table, or copies of it.
-        dense: names of the other tensors.
-        constants: expressions of tensors that the model which was scripted does not have.
-        attributes: expressions of numbers, strings and the like.
+        tables: The expressions of the tables. Several of them may refer to one table or to copies of it.
+        dense: The names of the other tensors.
+        constants: The expressions of tensors that TorchRec's tracer has added.
+        attributes: The expressions of the attributes that are numbers, strings, lists and dicts.
     """
     lines = [
         "def recstore_tables(self) -> List[str]:",
@@ -216,7 +216,11 @@ def _verify(tables: list[str], keys: list[tuple[str, str]], constants: list[str]
 
 
 def _apply_delta(tables: list[str], keys: list[tuple[str, str]]) -> list[str]:
-    """One line for each table and tensor: torch takes quadratic time to load conditions one after another."""
+    """Returns the source code of ``apply_delta``.
+
+    It has one line for each table and tensor, without conditions: torch needs quadratic time to load a long sequence of
+    conditions.
+    """
     version = f"{tables[0]}.version"
     return [
         "def apply_delta(self, delta: Dict[str, Tensor]) -> bool:",
@@ -238,7 +242,7 @@ def _apply_delta(tables: list[str], keys: list[tuple[str, str]]) -> list[str]:
         '        raise ValueError("the delta is one of version " + versions[0] + ", and this model is of version " '
         f"+ {version})",
         "    self.verify()",
-        # All is checked before anything changes.
+        # All tables and tensors are checked before the first one changes.
         *(f"    {table}.check_delta(delta, known)" for table in tables),
         *(f"    check_tensor(delta, {key}, {tensor}, known)" for key, tensor in keys),
         "    for key in delta.keys():",

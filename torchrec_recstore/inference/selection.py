@@ -1,4 +1,4 @@
-"""The rows of a table that are exported, and the row that missing ids read."""
+"""Selects and reads the rows of a table that are exported, and the row for ids without a row."""
 
 from __future__ import annotations
 
@@ -15,15 +15,19 @@ from torchrec_recstore.options import LFU, ConstantInit, Initializer, TableOptio
 from torchrec_recstore.sharders.gather import all_gathered, refused_together
 from torchrec_recstore.store import Table
 
+_PIECE_ROWS = 1 << 16  # The number of rows that are read and packed at a time.
+
 
 def aged(frequency: Tensor, last_step: Tensor, steps: int, options: TableOptions) -> Tensor:
-    """Frequencies as eviction sees them now: csrc/row_kernels.h, aged_frequency.
+    """Returns the rows' frequencies at the present step, halved for each half-life since their last step.
+
+    The function ``aged_frequency`` in csrc/row_kernels.h computes the same for eviction.
 
     Args:
-        frequency: (N,) int64, as they were at the rows' last steps.
-        last_step: (N,) int64.
-        steps: of the table by now.
-        options: of the table.
+        frequency: (N,) int64. The frequencies at the rows' last steps.
+        last_step: (N,) int64. The steps at which the rows were last looked up.
+        steps: The number of training steps of the table.
+        options: The table's options.
     """
     half_life = options.eviction.half_life_steps if isinstance(options.eviction, LFU) else None
     if half_life is None:
@@ -33,10 +37,10 @@ def aged(frequency: Tensor, last_step: Tensor, steps: int, options: TableOptions
 
 
 def check_selection(min_frequency: int, top_rows: int | None) -> None:
-    """Refuses a choice of rows that makes no sense.
+    """Refuses invalid values of ``min_frequency`` and ``top_rows``.
 
     Raises:
-        TypeError, ValueError: the message names the argument.
+        TypeError, ValueError: A value is invalid. The message names the argument.
     """
     for name, value, least in (("min_frequency", min_frequency, 0), ("top_rows", top_rows, 1)):
         if value is None and name == "top_rows":
@@ -48,35 +52,36 @@ def check_selection(min_frequency: int, top_rows: int | None) -> None:
 
 
 def check_counted(name: str, rows: int, steps: int, min_frequency: int, top_rows: int | None) -> None:
-    """Refuses a choice by frequency among rows that no training step has counted.
+    """Refuses a selection by frequency if no training step has counted frequencies.
 
     Args:
-        name: of the table.
-        rows: of it.
-        steps: training lookups that it has seen.
-        min_frequency: as asked for.
-        top_rows: likewise.
+        name: The table's name.
+        rows: The number of rows of the table.
+        steps: The number of training lookups of the table.
+        min_frequency: The minimum frequency of an exported row.
+        top_rows: The maximum number of exported rows. None: no limit.
 
     Raises:
-        ValueError: they were only loaded, inserted, or updated by id.
+        ValueError: The rows were only loaded, inserted, or updated by id.
     """
     if rows and not steps and (min_frequency or top_rows is not None):
         raise ValueError(
-            f"table {name!r} has rows and no training step has looked any up, so that their frequencies are not known: "
+            f"table {name!r} has rows that no training step has looked up, so that their frequencies are not known: "
             "leave out min_frequency and top_rows"
         )
 
 
 def selected(frequency: Tensor, min_frequency: int, top_rows: int | None) -> Tensor:
-    """Which rows are exported.
+    """Selects the rows that are exported.
 
     Args:
-        frequency: (R,) int64, by ascending id.
-        min_frequency: steps that have looked a row up, at least.
-        top_rows: how many rows stay of those: the most frequent ones, of equals those of the least ids.
+        frequency: (R,) int64. The frequencies of the rows in ascending order of their ids.
+        min_frequency: The minimum frequency of an exported row.
+        top_rows: The maximum number of exported rows. The rows of the highest frequency are selected, and among equal
+            frequencies the smallest ids. None: no limit.
 
     Returns:
-        Places, ascending.
+        (N,) int64. The positions of the selected rows, in ascending order.
     """
     places = (frequency >= min_frequency).nonzero().squeeze(1)
     if top_rows is None or len(places) <= top_rows:
@@ -86,17 +91,17 @@ def selected(frequency: Tensor, min_frequency: int, top_rows: int | None) -> Ten
 
 
 def missing_row(initializer: Initializer, options: TableOptions, dim: int, dtype: torch.dtype) -> tuple[Tensor, bool]:
-    """What an id without a row reads as.
+    """Returns the row that ids without a row read in the exported table.
 
     Args:
-        initializer: of the table.
-        options: of the table.
-        dim: columns.
-        dtype: of the table's rows.
+        initializer: The table's initializer.
+        options: The table's options.
+        dim: The number of columns.
+        dtype: The data type of the table's rows.
 
     Returns:
-        (dim,) float32, and whether an evaluation reads the same: with ``missing="init"`` only where all initial rows
-        are alike.
+        (dim,) float32; and whether the model reads the same row in evaluation mode. With ``missing="init"`` it does so
+        only if all initial rows are equal.
     """
     if options.missing == "zeros":
         return torch.zeros(dim), True
@@ -114,18 +119,15 @@ def _only_value(initializer: Initializer) -> float | None:
     return initializer.mean if initializer.std == 0 else None
 
 
-_PIECE_ROWS = 1 << 16
-
-
 @dataclass(frozen=True)
-class GatheredRows:
-    """The rows of all shards.
+class _GatheredRows:
+    """The rows of one shard or of all shards of a table.
 
     Args:
-        ids: (R,) int64, ascending.
-        rows: (R + 1, ...) in the row format asked for, the first one for ids that have none.
-        frequency: (R,) int64: training steps that have looked the row up, halved as the table's eviction has it.
-        steps: training steps of the table.
+        ids: (R,) int64. The ids in ascending order.
+        rows: (R + 1, ...). The rows in the row format. The first row is the row for ids without a row.
+        frequency: (R,) int64. The frequencies of the rows; see :func:`aged`.
+        steps: The number of training steps of the table.
     """
 
     ids: Tensor
@@ -136,17 +138,19 @@ class GatheredRows:
 
 def whole_table(
     name: str, shards: Iterable[Table], missing: Tensor, env: ShardingEnv | None, row_format: str = "float32"
-) -> GatheredRows:
-    """Reads a table, rows in its cold store too, and changes nothing. Collective where it is sharded.
+) -> _GatheredRows:
+    """Reads all rows of a table, also those in its cold store, without changing the table.
 
-    Rows are packed while they are read, so that a table of one shard takes the memory of the result alone.
+    The call is collective if the table is sharded. Rows are packed while they are read, so that a table with one shard
+    only needs memory for the result.
 
     Args:
-        name: of the table.
-        shards: this rank's.
-        missing: (dim,) float32: the row for ids that have none, of the whole table.
-        env: of the ranks that have the others; None where this process has all of it.
-        row_format: of :data:`torchrec_recstore.inference.row_formats.FORMATS`; float32 where columns are split.
+        name: The table's name.
+        shards: The shards of this rank.
+        missing: (dim,) float32. The row for ids without a row, with all columns of the table.
+        env: The environment of the ranks that hold the other shards. None if this process holds all shards.
+        row_format: A name in :data:`torchrec_recstore.inference.row_formats.FORMATS`. It must be float32 if the table
+            is sharded by column.
     """
     with nullcontext() if env is None else refused_together(env):
         mine = [((shard.columns.start, shard.columns.stop), _part(shard, missing, row_format)) for shard in shards]
@@ -160,18 +164,18 @@ def whole_table(
     rows = first.new_empty(len(ids) + 1, first.shape[1])
     rows[:1] = first
     frequency = torch.zeros(len(ids), dtype=torch.int64)
-    while parts:  # each goes when it has been copied
+    while parts:  # Each part is released after it has been copied.
         (start, stop), part = parts.pop()
         places = torch.searchsorted(ids, part.ids)
         columns = slice(start, stop) if row_format == "float32" else slice(None)
         rows[1:][places, columns] = part.rows[1:]
-        frequency[places] = part.frequency  # of each column shard the same
+        frequency[places] = part.frequency  # All column shards have the same frequencies.
         del part
-    return GatheredRows(ids, rows, frequency, steps)
+    return _GatheredRows(ids, rows, frequency, steps)
 
 
-def _part(shard: Table, missing: Tensor, row_format: str) -> GatheredRows:
-    """The columns and rows of a shard."""
+def _part(shard: Table, missing: Tensor, row_format: str) -> _GatheredRows:
+    """Reads the rows of one shard."""
     first = packed(shard.name, missing[None, shard.columns.start : shard.columns.stop], row_format)
     with shard.snapshot() as snapshot:
         count = len(snapshot)
@@ -183,4 +187,4 @@ def _part(shard: Table, missing: Tensor, row_format: str) -> GatheredRows:
             part = slice(begin, begin + len(some))
             ids[part], rows[1:][part] = some, packed(shard.name, read["weight"].float(), row_format)
             frequency[part] = aged(read["frequency"], read["last_step"], snapshot.steps, shard.options)
-        return GatheredRows(ids, rows, frequency, snapshot.steps)
+        return _GatheredRows(ids, rows, frequency, snapshot.steps)

@@ -1,7 +1,7 @@
-"""A model's static collections as TorchScript, ``torch.export`` and deltas take them."""
+"""Replaces a model's static collections by modules for TorchScript, ``torch.export`` and deltas."""
 
-# Without "from __future__ import annotations": fx copies the annotations of forward as they are, and TorchScript reads
-# them.
+# There is no "from __future__ import annotations" here, because fx copies the annotations of forward unchanged and
+# TorchScript reads them.
 
 import copy
 from collections import Counter
@@ -29,11 +29,12 @@ _KINDS = ("ids", "rows")
 
 
 def served_tables(model: nn.Module, *, every_path: bool = False) -> Iterator[tuple[str, ServedTable]]:
-    """The path and the table of each one in a model.
+    """Yields the path and the table of each served table of a model.
 
     Args:
-        model: that has them.
-        every_path: also the further paths of a table that a model has at several.
+        model: The model.
+        every_path: Whether a table that the model has at several paths is yielded for each path. Default: False, only
+            for the first path.
     """
     for path, module in model.named_modules(remove_duplicate=not every_path):
         if isinstance(module, ServedTable):
@@ -41,11 +42,12 @@ def served_tables(model: nn.Module, *, every_path: bool = False) -> Iterator[tup
 
 
 def dense_tensors(model: nn.Module, *, every_path: bool = False) -> dict[str, Tensor]:
-    """A served model's tensors beside its tables, by name: parameters, buffers and plain attributes.
+    """Returns a served model's tensors outside its tables by name: parameters, buffers and attributes.
 
     Args:
-        model: that has them.
-        every_path: also the further names of a tensor that has several.
+        model: The model.
+        every_path: Whether a tensor with several names is returned for each name. Default: False, only for the first
+            name.
     """
     tensors: dict[str, Tensor] = {}
     known: set[int] = set()
@@ -60,7 +62,7 @@ def dense_tensors(model: nn.Module, *, every_path: bool = False) -> dict[str, Te
 
 
 def tensor_at(script: torch.jit.ScriptModule, name: str) -> Tensor | None:
-    """A served model's tensor of that name, None where it has none."""
+    """Returns a served model's tensor of this name; None if there is no such tensor."""
     found: object = script
     for part in name.split("."):
         found = getattr(found, part, None)
@@ -68,11 +70,11 @@ def tensor_at(script: torch.jit.ScriptModule, name: str) -> Tensor | None:
 
 
 def version_of(served: nn.Module, script: torch.jit.ScriptModule) -> str:
-    """What says which rows and weights a served model has: a checksum of all of them, 16 hexadecimal digits.
+    """Returns the version of a served model: the checksum of all its rows and weights in 16 hexadecimal digits.
 
     Args:
-        served: the model.
-        script: that as TorchScript, or an earlier export of the same model: tensors that it does not have do not count.
+        served: The model.
+        script: The compiled model, or an earlier export of the same model. Tensors that it does not have are ignored.
     """
     tensors = {f"{table.name}/{kind}": getattr(table, kind) for _, table in served_tables(served) for kind in _KINDS}
     for name, tensor in dense_tensors(served, every_path=True).items():
@@ -82,7 +84,7 @@ def version_of(served: nn.Module, script: torch.jit.ScriptModule) -> str:
 
 
 def side_by_side(pooled: Tensor, features: int) -> Tensor:
-    """(B, features * dim) of (features * B, dim), whose bags are feature by feature."""
+    """Converts (features * B, dim), in which the bags are ordered by feature, to (B, features * dim)."""
     if features == 1:
         return pooled
     bags = pooled.shape[0] // features
@@ -94,14 +96,14 @@ def _joined(parts: list[Tensor]) -> Tensor:
 
 
 class ServedEmbeddingBagCollection(nn.Module):
-    """Pooled rows of raw ids.
+    """A collection that returns the pooled rows of raw ids.
 
     Args:
-        tables: in the collection's order.
-        features: names of each table's.
-        means: whether each table pools the mean; the others sum.
-        keys: of the output: those of all features, table by table.
-        weighted: whether weights of the batch count.
+        tables: The tables in the collection's order.
+        features: For each table, the names of its features.
+        means: For each table, whether it pools by the mean. Otherwise it pools by the sum.
+        keys: The keys of the output: the keys of all features, table by table.
+        weighted: Whether the weights of the batch are used.
     """
 
     def __init__(
@@ -121,7 +123,7 @@ class ServedEmbeddingBagCollection(nn.Module):
         self._weighted = weighted
 
     def forward(self, features: KeyedJaggedTensor) -> KeyedTensor:
-        """(B, sum of dims) float32: table by table, feature by feature."""
+        """Returns (B, sum of dims) float32: the pooled rows table by table and feature by feature."""
         by_name = features.to_dict()
         outputs: list[Tensor] = []
         for number, table in enumerate(self.tables):
@@ -137,13 +139,13 @@ class ServedEmbeddingBagCollection(nn.Module):
 
 
 class ServedEmbeddingCollection(nn.Module):
-    """The row of each raw id.
+    """A collection that returns the row of each raw id.
 
     Args:
-        tables: in the collection's order.
-        features: names of each table's.
-        keys: of the output: those of each table's features.
-        need_indices: whether the output has the raw ids as its weights.
+        tables: The tables in the collection's order.
+        features: For each table, the names of its features.
+        keys: For each table, the keys of its features in the output.
+        need_indices: Whether the output has the raw ids as its weights.
     """
 
     def __init__(
@@ -156,7 +158,7 @@ class ServedEmbeddingCollection(nn.Module):
         self._need_indices = need_indices
 
     def forward(self, features: KeyedJaggedTensor) -> dict[str, JaggedTensor]:
-        """By key: values (N, dim) float32, lengths as given."""
+        """Returns for each key: values, (N, dim) float32, and the lengths of the input."""
         by_name = features.to_dict()
         found: dict[str, JaggedTensor] = {}
         for number, table in enumerate(self.tables):
@@ -171,13 +173,14 @@ class ServedEmbeddingCollection(nn.Module):
 
 
 def copied_with(model: nn.Module, replaced: dict[int, Any]) -> nn.Module:
-    """A copy of a model, without the wrappers that make it parallel.
+    """Copies a model without the wrappers ``DistributedModelParallel`` and ``DistributedDataParallel``.
 
     Args:
-        model: left as it is.
-        replaced: what stands for each module or tensor, by its ``id``; ``copy.deepcopy``'s memory afterwards.
+        model: The model. It does not change.
+        replaced: The modules and tensors to use instead of those of the model, by the ``id`` of the latter. The dict is
+            the ``memo`` of ``copy.deepcopy``, and is changed.
     """
-    for module in reversed(list(model.modules())):  # inner ones first
+    for module in reversed(list(model.modules())):  # Inner modules come first.
         if isinstance(module, DistributedModelParallel | DistributedDataParallel) and id(module) not in replaced:
             replaced[id(module)] = copy.deepcopy(module.module, replaced)
     copied: nn.Module = copy.deepcopy(model, replaced)
@@ -185,15 +188,17 @@ def copied_with(model: nn.Module, replaced: dict[int, Any]) -> nn.Module:
 
 
 def scriptable(exported: nn.Module) -> nn.Module:
-    """What :func:`torchrec_recstore.inference.export_for_inference` gives, as TorchScript and ``torch.export`` take it.
+    """Converts an exported model to a model that TorchScript and ``torch.export`` accept.
 
-    TorchRec's quantised modules can be scripted after ``torchrec.fx.symbolic_trace`` alone, and not exported
-    (torchrec 1.8.0). In the place of its collections stand modules that read the same rows by the same op, and whose
-    rows can be replaced. Rows are shared with ``exported``, not copied. Tables that have one name in several modules
-    are named by the path of the module, a dot and their name.
+    TorchRec's quantised modules can only be scripted after ``torchrec.fx.symbolic_trace``, and cannot be exported with
+    ``torch.export`` (torchrec 1.8.0). This function replaces TorchRec's collections by modules that look up the same
+    rows with the same op, and whose rows can be replaced. The rows are shared with ``exported`` and not copied. If
+    several modules have tables of the same name, the name of such a table is the path of the module, a dot, and the
+    table's name.
 
     Args:
-        exported: with TorchRec's plain or quantised collections, not sharded ones.
+        exported: The result of :func:`torchrec_recstore.inference.export_for_inference`, with TorchRec's plain or
+            quantised collections. They must not be sharded.
     """
     replaced = {
         id(module): _served(module)
@@ -208,7 +213,7 @@ def scriptable(exported: nn.Module) -> nn.Module:
 
 
 def _name_apart(model: nn.Module) -> None:
-    """Tables of one name get the path of their module before it, as in checkpoints."""
+    """Renames tables that have the same name: the new name begins with the path of the module, as in checkpoints."""
     tables = list(served_tables(model))
     times = Counter(table.name for _, table in tables)
     for path, table in tables:

@@ -1,7 +1,8 @@
-"""Tables as they are served: ids, rows and the way from the ones to the others, for TorchScript and ``torch.export``.
+"""Served tables: modules for TorchScript and ``torch.export`` that map raw ids to rows.
 
-Once scripted nothing here needs this package, and float32 rows need torch alone. A forward reads buffers and writes
-none, so any number of threads may run it; none may run beside :meth:`ServedTable.replace_rows`.
+The scripted modules do not need this package, and with float32 rows they need only torch. A forward does not change
+buffers, so several threads may call it at the same time. No thread may call it during
+:meth:`ServedTable.replace_rows`.
 """
 
 from __future__ import annotations
@@ -19,22 +20,22 @@ _LAST_ID = 2**63 - 1
 
 
 def id_buffer(ids: Tensor) -> Tensor:
-    """Ids for :func:`rows_of_ids`.
+    """Makes the buffer of ids for :func:`rows_of_ids`.
 
     Args:
-        ids: (R,) int64, ascending.
+        ids: (R,) int64. The ids in ascending order.
 
     Returns:
-        (R + 1,): with the greatest int64 behind them, so that a search always ends on an entry.
+        (R + 1,) int64: the ids and the greatest int64, so that the result of a search is always a valid position.
     """
     return torch.cat([ids, torch.full((1,), _LAST_ID, dtype=torch.int64)])
 
 
 def check_ids(values: Tensor) -> None:
-    """Refuses what are no ids.
+    """Refuses tensors that are not ids.
 
     Raises:
-        ValueError: another shape or data type.
+        ValueError: The tensor is not one-dimensional or does not contain integers.
     """
     if values.dim() != 1 or values.is_floating_point() or values.is_complex() or values.dtype == torch.bool:
         raise ValueError("values must be integers of shape (N,)")
@@ -42,14 +43,14 @@ def check_ids(values: Tensor) -> None:
 
 @torch.fx.wrap
 def rows_of_ids(ids: Tensor, values: Tensor) -> Tensor:
-    """Where ids have their rows.
+    """Returns the row numbers of ids.
 
     Args:
-        ids: (R + 1,) of :func:`id_buffer`.
-        values: (N,) raw ids, any integer type.
+        ids: (R + 1,) int64. The result of :func:`id_buffer`.
+        values: (N,) of any integer type. The raw ids.
 
     Returns:
-        (N,) int64: 1 + the place among ``ids``, or 0 for an id that is not among them.
+        (N,) int64: 1 + the position in ``ids``, or 0 for an id that is not in ``ids``.
     """
     wanted = values.to(torch.int64)
     places = torch.searchsorted(ids, wanted)
@@ -59,33 +60,34 @@ def rows_of_ids(ids: Tensor, values: Tensor) -> Tensor:
 
 @torch.fx.wrap
 def rows_of_numbers(rows: int, values: Tensor) -> Tensor:
-    """Row numbers of a table of TorchRec's own; 0 where there is no such row, as FBGEMM's bounds check has it."""
+    """Returns row numbers for a table of TorchRec: 0 for a row that does not exist, as in FBGEMM's bounds check."""
     wanted = values.to(torch.int64)
     return torch.where((wanted >= 0) & (wanted < rows), wanted, torch.zeros_like(wanted))
 
 
 @torch.fx.wrap
 def offsets_of(lengths: Tensor) -> Tensor:
-    """(bags + 1,) int64 of (bags,) lengths."""
+    """Converts (bags,) lengths to (bags + 1,) int64 offsets."""
     return F.pad(lengths.to(torch.int64).cumsum(0), [1, 0])
 
 
 @torch.fx.wrap
 def pooled_in_order(weight: Tensor, rows: Tensor, offsets: Tensor, weights: Tensor | None, mean: bool) -> Tensor:
-    """Sums or means of bags, to the bit those of RecStore's kernels.
+    """Pools bags of rows by the sum or the mean. The results are bit-equal to those of RecStore's kernels.
 
     Args:
-        weight: (R, dim) floating point.
-        rows: (N,) int64.
-        offsets: (bags + 1,).
-        weights: (N,) of each, or None.
-        mean: divide by the length of the bag.
+        weight: (R, dim) floating point. The rows.
+        rows: (N,) int64. The row numbers.
+        offsets: (bags + 1,) of an integer type. The offsets of the bags in ``rows``.
+        weights: (N,) floating point. The weights of the rows. None: no weights.
+        mean: Whether each sum is divided by the length of its bag.
 
     Returns:
         (bags, dim) float32.
     """
     if weights is not None:
-        # nn.EmbeddingBag multiplies and adds in one rounding, RecStore's kernels in two (torch 2.13).
+        # nn.EmbeddingBag rounds once for a multiplication and an addition, and RecStore's kernels round twice
+        # (torch 2.13).
         weight = F.embedding(rows, weight).float() * weights.to(torch.float32).unsqueeze(1)
         rows = torch.arange(rows.shape[0], device=rows.device)
     out = F.embedding_bag(
@@ -98,10 +100,10 @@ def pooled_in_order(weight: Tensor, rows: Tensor, offsets: Tensor, weights: Tens
 
 
 def check_tensor(delta: dict[str, Tensor], key: str, tensor: Tensor, known: list[str]) -> None:
-    """Refuses a delta whose tensor :func:`take_tensor` cannot copy, and appends its key to ``known`` where it has one.
+    """Refuses a delta whose tensor :func:`take_tensor` cannot copy. If the delta has the key, appends it to ``known``.
 
     Raises:
-        ValueError: the message names it.
+        ValueError: The shape or data type differs. The message names the key.
     """
     if key in delta:
         known.append(key)
@@ -110,23 +112,24 @@ def check_tensor(delta: dict[str, Tensor], key: str, tensor: Tensor, known: list
 
 
 def take_tensor(delta: dict[str, Tensor], key: str, tensor: Tensor) -> None:
-    """Copies a tensor of a delta, where it has one of that key, to the model's."""
+    """Copies a tensor of a delta to the model's tensor, if the delta has the key."""
     if key in delta:
         tensor.detach().copy_(delta[key])
 
 
 class ServedTable(nn.Module):
-    """One table of float32 rows, and what :class:`ServedQuantTable` has in common with it.
+    """A served table of float32 rows. :class:`ServedQuantTable` is the subclass for the other row formats.
 
     Args:
-        name: the table's.
-        dim: columns.
-        row_format: of :data:`torchrec_recstore.inference.row_formats.FORMATS`.
-        ids: (R,) int64, ascending; None for a table of TorchRec's own, where row i is id i.
-        rows: (R + 1, ...) in the row format, the first one for ids that have none; (R, ...) without ids.
+        name: The table's name.
+        dim: The number of columns.
+        row_format: A name in :data:`torchrec_recstore.inference.row_formats.FORMATS`.
+        ids: (R,) int64. The ids in ascending order. None for a table of TorchRec, in which row i is id i.
+        rows: (R + 1, ...). The rows in the row format, after a first row for ids without a row. Without ids: (R, ...),
+            without that first row.
     """
 
-    if TYPE_CHECKING:  # TorchScript would read them
+    if TYPE_CHECKING:  # TorchScript must not read these annotations.
         ids: Tensor
         rows: Tensor
 
@@ -142,48 +145,58 @@ class ServedTable(nn.Module):
         self.register_buffer("rows", rows)
 
     def row_numbers(self, values: Tensor) -> Tensor:
-        """(N,) int64 places in ``rows`` of (N,) raw ids."""
+        """Returns the row numbers of (N,) raw ids: (N,) int64."""
         if self.has_ids:
             return rows_of_ids(self.ids, values)
         return rows_of_numbers(self.rows.shape[0], values)
 
     def lookup(self, values: Tensor) -> Tensor:
-        """(N, dim) float32 rows of (N,) raw ids."""
+        """Returns the rows of (N,) raw ids: (N, dim) float32."""
         return F.embedding(self.row_numbers(values), self.rows)
 
     def pooled(self, values: Tensor, lengths: Tensor, weights: Tensor | None, mean: bool) -> Tensor:
-        """(bags, dim) float32 of (N,) raw ids, whose bags are of ``lengths``, (bags,), and their weights, (N,)."""
+        """Pools the rows of bags of ids.
+
+        Args:
+            values: (N,) of any integer type. The raw ids, bag by bag.
+            lengths: (bags,) of an integer type. The number of ids of each bag.
+            weights: (N,) floating point. The weights of the ids. None: no weights.
+            mean: Whether each sum is divided by the length of its bag.
+
+        Returns:
+            (bags, dim) float32.
+        """
         return pooled_in_order(self.rows, self.row_numbers(values), offsets_of(lengths), weights, mean)
 
     @torch.jit.export
     def raw_ids(self) -> Tensor:
-        """(R,) int64, ascending; none of a table of TorchRec's own."""
+        """Returns the ids in ascending order: (R,) int64, or (0,) for a table of TorchRec."""
         return self.ids[:-1]
 
     @torch.jit.export
     def give_ids(self, table: str, found: list[Tensor]) -> None:
-        """Appends :meth:`raw_ids` where this is the table of that name."""
+        """Appends the result of :meth:`raw_ids` to ``found`` if this table has the name ``table``."""
         if table == self.name:
             found.append(self.raw_ids())
 
     @torch.jit.export
     def give_rows(self, table: str, found: list[Tensor]) -> None:
-        """Appends ``rows`` where this is the table of that name."""
+        """Appends the rows to ``found`` if this table has the name ``table``."""
         if table == self.name:
             found.append(self.rows)
 
     @torch.jit.export
     def give_tensors(self, tensors: dict[str, Tensor]) -> None:
-        """Adds the table's tensors, by what ``version_of`` calls them."""
+        """Adds the table's tensors to ``tensors``, with the names that the model's version is computed with."""
         tensors[self.name + "/ids"] = self.ids
         tensors[self.name + "/rows"] = self.rows
 
     @torch.jit.export
     def check_delta(self, delta: dict[str, Tensor], known: list[str]) -> None:
-        """Refuses a delta that :meth:`take_delta` cannot take, and appends the keys of this table to ``known``.
+        """Refuses a delta that :meth:`take_delta` cannot apply, and appends the keys of this table to ``known``.
 
         Raises:
-            ValueError: a key is missing, or as for :meth:`check_rows`.
+            ValueError: A key is missing. See :meth:`check_rows` for other errors.
         """
         if self.name + "/ids" in delta:
             keys = [self.name + "/ids", self.name + "/rows", self.name + "/removed"]
@@ -198,10 +211,10 @@ class ServedTable(nn.Module):
         """Applies a delta.
 
         Args:
-            delta: that :meth:`check_delta` has passed.
-            ids: those of tables that have done so already, by name; another copy of this one may be among them, and
-                shares its tensors then.
-            rows: likewise.
+            delta: The delta. :meth:`check_delta` has accepted it.
+            ids: The new ids of the tables that have already applied the delta, by name. If a copy of this table is
+                among them, this table shares its tensors.
+            rows: The new rows of these tables, by name.
         """
         if self.name + "/ids" not in delta:
             return
@@ -214,10 +227,11 @@ class ServedTable(nn.Module):
 
     @torch.jit.export
     def check_rows(self, ids: Tensor, rows: Tensor, removed: Tensor) -> None:
-        """Refuses what :meth:`replace_rows` cannot take.
+        """Refuses arguments that :meth:`replace_rows` cannot use.
 
         Raises:
-            ValueError: shapes or data types that are not this table's, or an id twice; the message names it.
+            ValueError: A shape or a data type does not fit the table, or an id occurs twice. The message names the
+                table.
         """
         if rows.dim() != 2 or rows.shape[1] != self.rows.shape[1] or rows.dtype != self.rows.dtype:
             raise ValueError("table " + self.name + ": the delta's rows are of another dim or data type")
@@ -233,12 +247,12 @@ class ServedTable(nn.Module):
 
     @torch.jit.export
     def replace_rows(self, ids: Tensor, rows: Tensor, removed: Tensor) -> None:
-        """Gives ids new rows and forgets others; what :meth:`check_rows` has passed.
+        """Inserts or replaces rows, and removes other rows. :meth:`check_rows` has accepted the arguments.
 
         Args:
-            ids: (N,) int64, each once.
-            rows: (N, ...) theirs, in the row format.
-            removed: (M,) int64, none of them among ``ids``.
+            ids: (N,) int64. The ids whose rows are inserted or replaced, without duplicates.
+            rows: (N, ...). The rows of ``ids`` in the row format.
+            removed: (M,) int64. The ids whose rows are removed. None of them is in ``ids``.
         """
         if not self.has_ids:
             self.rows = self.rows.index_copy(0, ids, rows)
@@ -251,18 +265,18 @@ class ServedTable(nn.Module):
 
 
 class ServedQuantTable(ServedTable):
-    """One table of float16, int8 or int4 rows, read by the op of TorchRec's quantised modules."""
+    """A served table of float16, int8 or int4 rows. The op of TorchRec's quantised modules looks up the rows."""
 
     def __init__(self, name: str, dim: int, row_format: str, ids: Tensor | None, rows: Tensor) -> None:
         super().__init__(name, dim, row_format, ids, rows)
         self._type_number = TYPE_NUMBERS[row_format]
 
     def lookup(self, values: Tensor) -> Tensor:
-        """(N, dim) float32 rows of (N,) raw ids."""
+        """Returns the rows of (N,) raw ids: (N, dim) float32."""
         return self._read(values, torch.arange(values.shape[0] + 1, device=values.device), None, 2)
 
     def pooled(self, values: Tensor, lengths: Tensor, weights: Tensor | None, mean: bool) -> Tensor:
-        """(bags, dim) float32 of (N,) raw ids, whose bags are of ``lengths``, (bags,), and their weights, (N,)."""
+        """Pools the rows of bags of ids. See :meth:`ServedTable.pooled`; the arguments are the same."""
         return self._read(values, offsets_of(lengths), weights, 1 if mean else 0)
 
     def _read(self, values: Tensor, offsets: Tensor, weights: Tensor | None, pooling: int) -> Tensor:
@@ -291,16 +305,16 @@ class ServedQuantTable(ServedTable):
 
 
 def served_table(name: str, dim: int, row_format: str, ids: Tensor | None, rows: Tensor) -> ServedTable:
-    """The table of that row format; arguments as for :class:`ServedTable`."""
+    """Makes a table of the row format. See :class:`ServedTable`; the arguments are the same."""
     kind = ServedTable if row_format == "float32" else ServedQuantTable
     return kind(name, dim, row_format, ids, rows)
 
 
 class ServedTables(nn.Module):
-    """Tables alone, over plain tensors.
+    """A module of served tables whose inputs and outputs are plain tensors.
 
     Args:
-        tables: any number.
+        tables: The tables.
     """
 
     def __init__(self, tables: Sequence[ServedTable]) -> None:
@@ -308,24 +322,25 @@ class ServedTables(nn.Module):
         self.tables = nn.ModuleList(tables)
 
     def forward(self, values: Tensor, lengths: Tensor) -> Tensor:
-        """Sums of the rows of bags of ids.
+        """Sums the rows of bags of ids. There are B bags for each of T tables.
 
         Args:
-            values: (N,) raw ids, any integer type: the bags of the first table, then those of the second, ...
-            lengths: (T, B) ids of each of B bags of each of T tables, or flat.
+            values: (N,) of any integer type. The raw ids: the bags of the first table, then the bags of the second
+                table, and so on.
+            lengths: (T, B) or (T * B,) of an integer type. The number of ids of each bag.
 
         Returns:
-            (B, sum of dims) float32, table by table.
+            (B, sum of dims) float32. The sums, table by table.
 
         Raises:
-            ValueError: values are no integers, or lengths are not those of ``values``.
+            ValueError: ``values`` are not integers, or ``lengths`` do not fit ``values``.
         """
         check_ids(values)
         count = len(self.tables)
         if lengths.is_floating_point() or lengths.numel() % count != 0:
             raise ValueError("lengths must be integers, for each bag of each table")
         lengths = lengths.reshape(count, -1).to(torch.int64)
-        # The op of quantised rows would read beyond values.
+        # The op of quantised rows does not check lengths: it would read memory after the end of values.
         beyond = torch.any((lengths < 0) | (lengths > values.shape[0])).item()
         if beyond or int(lengths.sum().item()) != values.shape[0]:
             raise ValueError("lengths must not be negative and add up to the number of values")
@@ -339,10 +354,17 @@ class ServedTables(nn.Module):
 
     @torch.jit.export
     def lookup(self, table: str, values: Tensor) -> Tensor:
-        """(N, dim) float32 rows of (N,) raw ids of one table.
+        """Returns the rows of ids of one table.
+
+        Args:
+            table: The table's name.
+            values: (N,) of any integer type. The raw ids.
+
+        Returns:
+            (N, dim) float32.
 
         Raises:
-            ValueError: there is no such table, or values are no integers.
+            ValueError: There is no such table, or ``values`` are not integers.
         """
         check_ids(values)
         for each in self.tables:

@@ -1,7 +1,7 @@
-"""Modules for inference: TorchRec's own collections behind a search from raw ids to rows."""
+"""Static modules for inference: they convert raw ids to row numbers, and call TorchRec's own collections."""
 
-# Without "from __future__ import annotations": fx copies the annotations of forward as they are, and TorchScript reads
-# them.
+# There is no "from __future__ import annotations" here, because fx copies the annotations of forward unchanged and
+# TorchScript reads them.
 
 import copy
 from collections.abc import Mapping, Sequence
@@ -41,12 +41,13 @@ from torchrec_recstore.torchrec_seams import kernels_of, set_device
 
 @dataclass(frozen=True)
 class StaticTable:
-    """A whole table that does not change any more.
+    """The ids and rows of a table that does not change.
 
     Args:
-        config: TorchRec's description, with the features' own names.
-        ids: (R,) int64, ascending; None for a table of TorchRec's own, where row i is id i.
-        weight: (R + 1, dim) float32, the first row for ids that have none; (R, dim) without ids.
+        config: TorchRec's config of the table, with the names of its features.
+        ids: (R,) int64. The ids in ascending order. None for a table of TorchRec, in which row i is id i.
+        weight: (R + 1, dim) float32. The rows, after a first row for ids without a row. Without ids: (R, dim), without
+            that first row.
     """
 
     config: BaseEmbeddingConfig
@@ -55,11 +56,11 @@ class StaticTable:
 
 
 class IdMap(nn.Module):
-    """The ids of one table.
+    """A module that holds the ids of one table.
 
     Args:
-        ids: (R,) int64, ascending; None for a table of TorchRec's own, where row i is id i.
-        rows: of the table that lies behind.
+        ids: (R,) int64. The ids in ascending order. None for a table of TorchRec, in which row i is id i.
+        rows: The number of rows of the table.
     """
 
     def __init__(self, ids: Tensor | None, rows: int) -> None:
@@ -69,10 +70,19 @@ class IdMap(nn.Module):
 
 
 class ExactEmbeddingBag(nn.EmbeddingBag):
-    """``nn.EmbeddingBag`` that pools to the bit as RecStore's kernels do, means of weighted rows too."""
+    """An ``nn.EmbeddingBag`` whose results are bit-equal to those of RecStore's kernels, also for weighted means."""
 
     def forward(self, input: Tensor, offsets: Tensor | None = None, per_sample_weights: Tensor | None = None) -> Tensor:
-        """As TorchRec's collection calls it: input (N,), offsets (bags + 1,), weights (N,) -> (bags, dim) float32."""
+        """Pools the rows of bags.
+
+        Args:
+            input: (N,) of an integer type. The row numbers.
+            offsets: (bags + 1,) of an integer type. The offsets of the bags. TorchRec's collection always passes them.
+            per_sample_weights: (N,) floating point. The weights of the rows. None: no weights.
+
+        Returns:
+            (bags, dim) float32.
+        """
         assert offsets is not None
         return pooled_in_order(self.weight, input, offsets, per_sample_weights, self.mode == "mean")
 
@@ -87,16 +97,16 @@ def rows_instead_of_ids(
     rows: list[int],
     weighted: bool,
 ) -> KeyedJaggedTensor:
-    """The batch with the numbers of rows in the place of raw ids.
+    """Replaces the raw ids of a batch by row numbers.
 
     Args:
-        features: ids of any integer type.
-        names: of the features to take, those of several tables once for each.
-        keys: what each of these is called from here on.
-        table_of: the number of each one's table.
-        ids: of each table, (R + 1,) of :func:`id_buffer`; (0,) of a table of TorchRec's own.
-        rows: of each table.
-        weighted: whether the batch has weights that count.
+        features: The batch. Its ids have any integer type.
+        names: The names of the features to look up. A feature of several tables is listed once for each table.
+        keys: For each entry of ``names``, the key of the feature in the result.
+        table_of: For each entry of ``names``, the number of the table.
+        ids: For each table, (R + 1,) int64, the result of :func:`id_buffer`; or (0,) for a table of TorchRec.
+        rows: For each table, the number of rows.
+        weighted: Whether the weights of the batch are used.
     """
     by_name = features.to_dict()
     values: list[Tensor] = []
@@ -122,14 +132,14 @@ def rows_instead_of_ids(
 
 @torch.fx.wrap
 def in_order(pooled: KeyedTensor, keys: list[str], dims: list[int]) -> KeyedTensor:
-    """The same columns in the order of the plain module: TorchRec's quantised ones sort tables by pooling (1.8.0)."""
+    """Reorders the columns: TorchRec's quantised modules sort the tables by their pooling (TorchRec 1.8.0)."""
     if pooled.keys() == keys:
         return pooled
     return KeyedTensor(keys=keys, length_per_key=dims, values=torch.cat([pooled[key] for key in keys], dim=1))
 
 
 class _StaticCollection(nn.Module):
-    """What both collections have in common."""
+    """The base class of the two static collections."""
 
     def __init__(self, tables: Sequence[StaticTable], collection: nn.Module, weighted: bool) -> None:
         super().__init__()
@@ -153,7 +163,7 @@ class _StaticCollection(nn.Module):
         )
 
     def tables(self) -> list[tuple[BaseEmbeddingConfig, Tensor | None]]:
-        """Each table's config and ids, (R,) int64, ascending; None for TorchRec's own."""
+        """Returns each table's config and its ids in ascending order, (R,) int64, or None for a table of TorchRec."""
         every = []
         for config, ids in zip(self._configs, (ids_of.ids for ids_of in self.maps), strict=True):
             every.append((config, ids[:-1] if len(ids) else None))  # type: ignore[arg-type, index]
@@ -161,15 +171,15 @@ class _StaticCollection(nn.Module):
 
 
 class StaticEmbeddingBagCollection(_StaticCollection):
-    """``EmbeddingBagCollection`` for inference: raw ids in, the pooled rows of TorchRec's own module out.
+    """An ``EmbeddingBagCollection`` for inference: it converts raw ids to row numbers and calls TorchRec's own module.
 
-    ``collection`` is that module, which TorchRec's helpers find, quantise and shard: ``EmbeddingBagCollection``, or
-    its quantised one. An id without a row reads as the table's first row.
+    The attribute ``collection`` is TorchRec's module, ``EmbeddingBagCollection`` or its quantised version. TorchRec's
+    functions can find, quantise and shard it. An id without a row reads the table's first row.
 
     Args:
-        tables: of the collection, in its order.
-        weighted: whether per-sample weights of the batch count.
-        dtype: of the rows.
+        tables: The tables in the collection's order.
+        weighted: Whether the per-sample weights of the batch are used.
+        dtype: The data type of the rows.
     """
 
     def __init__(self, tables: Sequence[StaticTable], weighted: bool, dtype: torch.dtype) -> None:
@@ -188,11 +198,11 @@ class StaticEmbeddingBagCollection(_StaticCollection):
         self._dims = [config.embedding_dim for config in configs for _ in config.feature_names]
 
     def forward(self, features: KeyedJaggedTensor) -> KeyedTensor:
-        """Pooled rows, (B, sum of dims) float32: table by table, feature by feature."""
+        """Returns the pooled rows, (B, sum of dims) float32, table by table and feature by feature."""
         return in_order(self.collection(self._rows_of(features)), self._keys, self._dims)
 
     def is_weighted(self) -> bool:
-        """Whether per-sample weights of the batch count."""
+        """Returns whether the per-sample weights of the batch are used."""
         return self._weighted
 
     def embedding_bag_configs(self) -> list[EmbeddingBagConfig]:
@@ -201,12 +211,12 @@ class StaticEmbeddingBagCollection(_StaticCollection):
 
 
 class StaticEmbeddingCollection(_StaticCollection):
-    """As :class:`StaticEmbeddingBagCollection`, with a row an id: ``EmbeddingCollection`` for inference.
+    """An ``EmbeddingCollection`` for inference; see :class:`StaticEmbeddingBagCollection`.
 
     Args:
-        tables: of the collection, in its order.
-        need_indices: whether the output has the raw ids as its weights.
-        dtype: of the rows.
+        tables: The tables in the collection's order.
+        need_indices: Whether the output has the raw ids as its weights.
+        dtype: The data type of the rows.
     """
 
     def __init__(self, tables: Sequence[StaticTable], need_indices: bool, dtype: torch.dtype) -> None:
@@ -221,12 +231,15 @@ class StaticEmbeddingCollection(_StaticCollection):
         self._need_indices = need_indices
 
     def forward(self, features: KeyedJaggedTensor) -> dict[str, JaggedTensor]:
-        """By feature (``feature@table`` where tables share it): values (N, dim) float32, lengths as given."""
+        """Returns for each feature: values, (N, dim) float32, and the lengths of the input.
+
+        The key is the feature's name, or ``feature@table`` if several tables have the feature.
+        """
         rows = self.collection(self._rows_of(features))
         return _with_lengths(features, rows, self._names, self._keys, self._need_indices)
 
     def need_indices(self) -> bool:
-        """Whether the output has the raw ids as its weights."""
+        """Returns whether the output has the raw ids as its weights."""
         return self._need_indices
 
     def embedding_configs(self) -> list[EmbeddingConfig]:
@@ -235,11 +248,11 @@ class StaticEmbeddingCollection(_StaticCollection):
 
 
 class ProcessedFeatures(nn.Module):
-    """``FeatureProcessedEmbeddingBagCollection`` for inference: the processors see raw ids.
+    """A ``FeatureProcessedEmbeddingBagCollection`` for inference. The feature processors get raw ids.
 
     Args:
-        processors: by feature, or a ``FeatureProcessorsCollection``.
-        collection: weighted.
+        processors: The feature processors by feature, or a ``FeatureProcessorsCollection``.
+        collection: The weighted collection.
     """
 
     def __init__(self, processors: nn.Module, collection: nn.Module) -> None:
@@ -250,19 +263,19 @@ class ProcessedFeatures(nn.Module):
         self.collection = collection
 
     def forward(self, features: KeyedJaggedTensor) -> KeyedTensor:
-        """Pooled rows, weighted by what the processors say."""
+        """Returns the pooled rows, weighted by the weights of the processors."""
         return self.collection(self.processors(features))
 
 
 class ProcessorsByFeature(nn.Module):
-    """Feature processors one by one, as TorchScript and fx take them."""
+    """A module that calls one feature processor for each feature, in a form that TorchScript and fx accept."""
 
     def __init__(self, processors: nn.ModuleDict) -> None:
         super().__init__()
         self.processors = processors
 
     def forward(self, features: KeyedJaggedTensor) -> KeyedJaggedTensor:
-        """The features that have a processor, with the weights that it gives them."""
+        """Returns the features that have a processor, with the weights of the processor."""
         by_name = features.to_dict()
         keys: list[str] = []
         values: list[Tensor] = []
@@ -296,7 +309,10 @@ def _with_lengths(
 
 
 def _inner_configs(tables: Sequence[StaticTable]) -> list[BaseEmbeddingConfig]:
-    """Of TorchRec's module, in which no two tables share a feature: each has rows of its own for an id."""
+    """Returns the configs of TorchRec's module. In them every feature belongs to one table.
+
+    A feature of several tables becomes several features, because an id has another row number in each table.
+    """
     configs = []
     for table, keys in zip(tables, get_embedding_names_by_table([table.config for table in tables]), strict=True):
         config = copy.copy(table.config)
@@ -319,10 +335,10 @@ def _quantized(collection: nn.Module, kind: type[nn.Module], dtype: torch.dtype)
 
 
 def stored_rows(collection: nn.Module) -> Mapping[str, tuple[str, Tensor]]:
-    """Each table's row format, and its rows in it, which share the collection's memory.
+    """Returns each table's row format and its rows by name. The rows share the collection's memory.
 
     Args:
-        collection: TorchRec's, plain or quantised.
+        collection: TorchRec's collection, plain or quantised.
     """
     if isinstance(collection, EmbeddingBagCollection | EmbeddingCollection):
         modules = getattr(collection, "embedding_bags", None) or collection.embeddings
@@ -336,13 +352,13 @@ def stored_rows(collection: nn.Module) -> Mapping[str, tuple[str, Tensor]]:
 
 
 class StaticEmbedding(nn.Module):
-    """The rows of raw ids.
+    """A ``RecStoreEmbedding`` for inference.
 
     Args:
-        module: that it stands for.
-        ids: (R,) int64, ascending.
-        rows: (R + 1, ...) in the row format, the first one for ids that have none.
-        row_format: of :data:`torchrec_recstore.inference.row_formats.FORMATS`.
+        module: The module that is exported.
+        ids: (R,) int64. The ids in ascending order.
+        rows: (R + 1, ...). The rows in the row format, after a first row for ids without a row.
+        row_format: A name in :data:`torchrec_recstore.inference.row_formats.FORMATS`.
     """
 
     def __init__(self, module: RecStoreEmbedding, ids: Tensor, rows: Tensor, row_format: str) -> None:
@@ -353,10 +369,17 @@ class StaticEmbedding(nn.Module):
         self._output = module.weight.dtype
 
     def forward(self, input: Tensor) -> Tensor:
-        """Any shape of int32 or int64 ids -> (*input.shape, dim), of the dtype of the module it stands for."""
+        """Returns the rows of ids.
+
+        Args:
+            input: Any shape, int32 or int64. The raw ids.
+
+        Returns:
+            (*input.shape, dim) of the dtype of the module that was exported.
+        """
         values = input.reshape(-1).to(torch.int64)
         rows = self.table.lookup(values)
-        if self._has_padding:  # without a row it reads as zeros, whatever other ids do
+        if self._has_padding:  # A padding id without a row reads as zeros, even if other ids without a row do not.
             nothing = (values == self._padding) & (self.table.row_numbers(values) == 0)
             rows = rows.masked_fill(nothing.unsqueeze(1), 0.0)
         shape: list[int] = list(input.shape)
@@ -364,7 +387,7 @@ class StaticEmbedding(nn.Module):
 
 
 class StaticEmbeddingBag(nn.Module):
-    """Pooled rows of bags of raw ids; arguments as for :class:`StaticEmbedding`."""
+    """A ``RecStoreEmbeddingBag`` for inference. See :class:`StaticEmbedding`; the arguments are the same."""
 
     def __init__(self, module: RecStoreEmbeddingBag, ids: Tensor, rows: Tensor, row_format: str) -> None:
         super().__init__()
@@ -377,7 +400,7 @@ class StaticEmbeddingBag(nn.Module):
         self._include_last_offset = bool(module.include_last_offset)
 
     def forward(self, input: Tensor, offsets: Tensor | None = None, per_sample_weights: Tensor | None = None) -> Tensor:
-        """As ``RecStoreEmbeddingBag.forward``, without nested tensors."""
+        """Pools the rows of bags. See ``RecStoreEmbeddingBag.forward``; nested tensors are not supported."""
         weights = per_sample_weights
         if input.dim() == 2:
             bounds = torch.arange(input.shape[0] + 1, device=input.device) * input.shape[1]
@@ -400,7 +423,7 @@ class StaticEmbeddingBag(nn.Module):
         places = torch.arange(values.shape[0], device=values.device)
         if not self._by_torch:
             out = pooled_in_order(rows, places, bounds, weights, self._mode == "mean")
-        elif values.shape[0] == 0:  # which torch's pooling does not take
+        elif values.shape[0] == 0:  # torch's pooling does not support an empty input.
             out = torch.zeros(bounds.shape[0] - 1, rows.shape[1])
         else:
             if weights is not None:

@@ -1,4 +1,7 @@
-"""Checksums of served files and models. TorchScript computes them too, so that a served model can check itself."""
+"""Computes and checks the checksums of served files and models.
+
+TorchScript compiles the functions that compute checksums, so that a served model can check itself.
+"""
 
 from __future__ import annotations
 
@@ -18,32 +21,47 @@ from torch import Tensor
 
 from torchrec_recstore.encoding import not_known
 
-BLOCK_BYTES = 1 << 19
-"""What :func:`checksum_after` takes at a time: data that comes in several calls is cut at multiples of it."""
+FORMAT = 2
+"""The number of the format of exported models and deltas. A delta has the format of the model to which it applies."""
+
+_DELTA_KEY = "recstore delta"
+"""The key of this package's entry in the header of a delta."""
+
+_BLOCK_BYTES = 1 << 19
+"""The block size of :func:`checksum_after`. Data that is passed in several calls is split at multiples of it."""
+
+_EXPORT = b"recstore export %04d "
+_DIGITS = 16
+_COMMENT_BYTES = len(_EXPORT % FORMAT) + _DIGITS
+_END = b"PK\x05\x06"  # The signature of the last record of a zip file: 22 bytes, and then the comment.
+_END_BYTES = 22
 
 
 @cache
 def scripted_function(function: Callable[..., Any]) -> Any:
-    """A function of this module as TorchScript."""
+    """Compiles a function with TorchScript."""
     return torch.jit.script(function)
 
 
 def checksum_after(state: Tensor, data: Tensor) -> Tensor:
-    """The checksum of all that came before and of the bytes of ``data``.
+    """Updates a checksum with the bytes of ``data``.
 
-    Words of eight bytes are mixed with their place, in a way that can be undone: a change of one word always changes
-    the checksum, and any other change with a probability of 1 - 2**-64.
+    Each word of eight bytes is mixed with its position by an invertible function. So a change of one word always
+    changes the checksum, and any other change does so with a probability of 1 - 2**-64.
 
     Args:
-        state: (1,) int64: the checksum of what came before; zero at the beginning.
-        data: (N,) of any data type.
+        state: (1,) int64. The checksum of the data before ``data``. It is 0 at the beginning.
+        data: (N,) of any data type. The data.
+
+    Returns:
+        (1,) int64. The new checksum.
     """
     block_bytes = 1 << 19
     longest = min(block_bytes, data.shape[0] * data.element_size())
     factors = torch.arange(1, longest // 8 + 2) * -7046029254386353131  # 2**64 over the golden ratio
     elements = block_bytes // data.element_size()
     for first in range(0, data.shape[0], elements):
-        # TorchScript takes view(dtype) for view(size).
+        # TorchScript confuses view(dtype) with view(size).
         part = torch.view_copy(data[first : first + elements].cpu(), dtype=torch.uint8)
         words = torch.view_copy(F.pad(part, [0, -part.shape[0] % 8]), dtype=torch.int64)
         mixed = words.add_(factors[: words.shape[0]])
@@ -55,13 +73,13 @@ def checksum_after(state: Tensor, data: Tensor) -> Tensor:
 
 
 def checksum_of(tensors: dict[str, Tensor]) -> Tensor:
-    """What changes with any bit of tensors, their names, data types or shapes.
+    """Computes the checksum of tensors, their names, their data types and their shapes.
 
     Args:
-        tensors: by name; one called ``checksum`` is left out.
+        tensors: The tensors by name. A tensor with the name ``checksum`` is ignored.
 
     Returns:
-        (1,) int64.
+        (1,) int64. The checksum.
     """
     state = torch.zeros(1, dtype=torch.int64)
     for name in sorted(tensors.keys()):
@@ -81,7 +99,7 @@ def checksum_of(tensors: dict[str, Tensor]) -> Tensor:
 
 
 def hexadecimal(checksum: Tensor) -> str:
-    """Sixteen digits of a (1,) int64."""
+    """Converts a (1,) int64 checksum to 16 hexadecimal digits."""
     digits = "0123456789abcdef"
     text = ""
     for shift in range(60, -4, -4):
@@ -90,7 +108,7 @@ def hexadecimal(checksum: Tensor) -> str:
 
 
 def checksum_of_strings(strings: list[str]) -> str:
-    """Of several strings and their order."""
+    """Computes the checksum of a list of strings, in 16 hexadecimal digits."""
     codes: list[int] = []
     for string in strings:
         for char in string:
@@ -103,10 +121,10 @@ def check_file_bytes(file: Tensor) -> None:
     """Compares the bytes of an exported file with the checksum at its end.
 
     Args:
-        file: (N,) uint8.
+        file: (N,) uint8. All bytes of the file.
 
     Raises:
-        ValueError: they differ.
+        ValueError: The checksum is wrong.
     """
     digits = 16
     written = ""
@@ -118,7 +136,7 @@ def check_file_bytes(file: Tensor) -> None:
 
 
 def checksum_of_format_1(tensors: dict[str, Tensor]) -> Tensor:
-    """The checksum of a delta that models of format 1 take; arguments as for :func:`checksum_of`."""
+    """Computes the checksum of a delta of format 1. See :func:`checksum_of`; the arguments are the same."""
     total = torch.zeros(1, dtype=torch.int64)
     factors = torch.arange(1 << 17) * -7046029254386353131 | 1
     for name in sorted(tensors.keys()):
@@ -139,36 +157,23 @@ def checksum_of_format_1(tensors: dict[str, Tensor]) -> Tensor:
     return total
 
 
-FORMAT = 2
-"""Of exported models and their deltas. A delta is of the format of the model that it is for."""
-
-DELTA_KEY = "recstore delta"
-"""Of the entry in the header of a delta."""
-
-_EXPORT = b"recstore export %04d "
-_DIGITS = 16
-_COMMENT_BYTES = len(_EXPORT % FORMAT) + _DIGITS
-_END = b"PK\x05\x06"  # begins the last 22 bytes of a zip file, and then its comment
-_END_BYTES = 22
-
-
 def verify(path: str | Path) -> None:
-    """Reads an exported model or a delta through and compares it with its checksum.
+    """Reads an exported model or a delta and compares the file with its checksum.
 
-    Neither the file's tensors nor its code are loaded. ``torch.jit.load`` itself checks nothing, and takes files in
-    which bits have flipped: the server calls this, or ``verify`` of the served model with the file's bytes, where
-    this package is not.
+    The file's tensors and code are not loaded. ``torch.jit.load`` does not check a file, and loads files with flipped
+    bits. So a server should call this function, or, if this package is not installed, the method ``verify`` of the
+    served model with the bytes of the file.
 
-    A file of format 1 has no checksum of all of it. Of a model the checksums of the zip file's members are compared,
-    which are those of tensors, code and constants.
+    A file of format 1 has no checksum of the whole file. For a model of format 1, the checksums of the members of the
+    zip file are compared. They cover tensors, code and constants.
 
     Args:
-        path: what ``export_for_inference``, ``export_checkpoint``, ``export_delta`` or ``export_checkpoint_delta`` has
-            written.
+        path: A file that ``export_for_inference``, ``export_checkpoint``, ``export_delta`` or
+            ``export_checkpoint_delta`` has written.
 
     Raises:
-        OSError: the file cannot be read.
-        ValueError: a byte is another one than was written, or a newer version has written the file.
+        OSError: The file cannot be read.
+        ValueError: The file is damaged, or a newer version of this package has written it.
     """
     path = Path(path)
     if is_delta(path):
@@ -178,10 +183,10 @@ def verify(path: str | Path) -> None:
 
 
 def is_delta(path: Path) -> bool:
-    """Whether a file is a delta rather than an exported model, as far as its beginning tells.
+    """Returns whether a file begins as a delta and not as an exported model.
 
     Raises:
-        OSError: it cannot be read.
+        OSError: The file cannot be read.
     """
     with path.open("rb") as file:
         begin = file.read(9)
@@ -189,11 +194,11 @@ def is_delta(path: Path) -> bool:
 
 
 def format_of_export(path: Path) -> int:
-    """The number of an exported file's format.
+    """Returns the number of an exported file's format.
 
     Raises:
-        OSError: it cannot be read.
-        ValueError: its end is not that of an exported model, or a newer version has written it.
+        OSError: The file cannot be read.
+        ValueError: The file does not end as an exported model does, or a newer version has written it.
     """
     with path.open("rb") as file:
         size = file.seek(0, os.SEEK_END)
@@ -203,17 +208,19 @@ def format_of_export(path: Path) -> int:
         return 1
     comment = re.fullmatch(rb"recstore export (\d{4}) [0-9a-f]{16}", end[-_COMMENT_BYTES:])
     if comment is None or not end.startswith(_END):
-        raise ValueError(f"{path} is no exported model, or it is damaged: its end is another one")
+        raise ValueError(
+            f"{path} is not an exported model, or it is damaged: it does not end as an exported model does"
+        )
     if not 2 <= int(comment[1]) <= FORMAT:
         raise ValueError(not_known(f"{path} is of format {int(comment[1])} of exported models"))
     return int(comment[1])
 
 
 def sign_export(path: Path) -> None:
-    """Writes the comment of a zip file that ``torch.jit.save`` has written.
+    """Appends the checksum to a zip file that ``torch.jit.save`` has written, as the comment of the zip file.
 
     Raises:
-        OSError: it cannot be written.
+        OSError: The file cannot be written.
     """
     with path.open("r+b") as file:
         file.seek(-_END_BYTES, os.SEEK_END)
@@ -229,19 +236,19 @@ def sign_export(path: Path) -> None:
 
 
 def delta_metadata(number: int) -> dict[str, str]:
-    """What goes into the header of a delta before :func:`sign_delta`.
+    """Returns the entry of a delta's header, with zeros in the place of the checksum; see :func:`sign_delta`.
 
     Args:
-        number: of its format.
+        number: The number of the delta's format.
     """
-    return {DELTA_KEY: f"{number:04d} {'0' * _DIGITS}"}
+    return {_DELTA_KEY: f"{number:04d} {'0' * _DIGITS}"}
 
 
 def sign_delta(path: Path) -> None:
-    """Writes the checksum into the header of a delta, in the place of its zeros.
+    """Replaces the zeros in the header of a delta by its checksum.
 
     Raises:
-        OSError: it cannot be written.
+        OSError: The file cannot be written.
     """
     with path.open("r+b") as file:
         place = _place_of_checksum(_header(file))
@@ -253,14 +260,14 @@ def sign_delta(path: Path) -> None:
 
 
 def delta_format(path: str | Path) -> int:
-    """The number of a delta's format.
+    """Returns the number of a delta's format.
 
     Raises:
-        OSError, SafetensorError: the file is missing, or none of safetensors.
-        ValueError: a newer version has written it.
+        OSError, SafetensorError: The file is missing, or is not a file of safetensors.
+        ValueError: A newer version of this package has written the file.
     """
     with safetensors.safe_open(path, framework="pt") as file:
-        written = (file.metadata() or {}).get(DELTA_KEY)
+        written = (file.metadata() or {}).get(_DELTA_KEY)
     number = 1 if written is None else int(written.split()[0])
     if number > FORMAT:
         raise ValueError(not_known(f"{path} is of format {number} of deltas"))
@@ -281,13 +288,13 @@ def _verify_export(path: Path) -> None:
 
 
 def _verify_members(path: Path) -> None:
-    """A file of format 1."""
+    """Checks an exported model of format 1 by the checksums in its zip file."""
     try:
         with zipfile.ZipFile(path) as archive:
             damaged = archive.testzip()
     except (zipfile.BadZipFile, ValueError, NotImplementedError, RuntimeError, EOFError, UnicodeError) as error:
         raise ValueError(f"{path} is damaged: {error}") from error
-    except Exception as error:  # zlib.error, which has no better base
+    except Exception as error:  # zlib.error is a direct subclass of Exception.
         raise ValueError(f"{path} is damaged: {error}") from error
     if damaged is not None:
         raise ValueError(f"{path} is damaged: the checksum of {damaged} does not fit")
@@ -311,7 +318,7 @@ def _verify_delta(path: Path) -> None:
 
 
 def _verify_tensors(path: Path) -> None:
-    """A delta of format 1, which has a checksum of its tensors."""
+    """Checks a delta of format 1 by the checksum of its tensors."""
     content = path.read_bytes()
     try:
         tensors = safetensors.torch.load(content)
@@ -319,9 +326,9 @@ def _verify_tensors(path: Path) -> None:
             tensors["checksum"], scripted_function(checksum_of_format_1)(tensors)
         )
     except (SafetensorError, KeyError, RuntimeError) as error:
-        raise ValueError(f"{path} is no delta, or it is damaged: {error}") from error
+        raise ValueError(f"{path} is not a delta, or it is damaged: {error}") from error
     if not good:
-        raise ValueError(f"{path} is no delta, or it is damaged: its checksum does not fit")
+        raise ValueError(f"{path} is not a delta, or it is damaged: its checksum does not fit")
 
 
 def _header(file: BinaryIO) -> bytes:
@@ -331,18 +338,18 @@ def _header(file: BinaryIO) -> bytes:
 
 
 def _place_of_checksum(header: bytes) -> int | None:
-    """Where in a delta the digits of its checksum begin."""
-    found = re.search(rb'"' + DELTA_KEY.encode() + rb'":"\d{4} (?=[0-9a-f]{16}")', header)
+    """Returns the position of the checksum's digits in a delta."""
+    found = re.search(rb'"' + _DELTA_KEY.encode() + rb'":"\d{4} (?=[0-9a-f]{16}")', header)
     return None if found is None else 8 + found.end()
 
 
 def _checksum(file: BinaryIO, size: int, place: int | None = None) -> str:
-    """Of the first ``size`` bytes, with zeros in the place of a checksum."""
+    """Computes the checksum of the first ``size`` bytes, with zeros in the place of the checksum's digits."""
     file.seek(0)
-    block = bytearray(BLOCK_BYTES)
+    block = bytearray(_BLOCK_BYTES)
     after, state = scripted_function(checksum_after), torch.zeros(1, dtype=torch.int64)
-    for begin in range(0, size, BLOCK_BYTES):
-        view = memoryview(block)[: min(BLOCK_BYTES, size - begin)]
+    for begin in range(0, size, _BLOCK_BYTES):
+        view = memoryview(block)[: min(_BLOCK_BYTES, size - begin)]
         if file.readinto(view) != len(view):  # type: ignore[attr-defined]
             raise ValueError(f"{file.name} has become shorter while it was read")
         for byte in range(max(begin, place or 0), min(begin + len(view), (place or 0) + _DIGITS)) if place else ():
