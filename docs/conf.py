@@ -1,4 +1,4 @@
-"""How the documentation is built: ``sphinx-build -W -b html docs build/docs``. Needs no network."""
+"""The Sphinx configuration: ``sphinx-build -W -b html docs build/docs`` builds the documentation without a network."""
 
 import inspect
 from typing import Any
@@ -17,7 +17,7 @@ html_theme = "furo"
 html_title = f"RecStore for TorchRec {release}"
 html_show_sourcelink = False
 
-# Headings are anchors, as on the repository's web page, so that links to them work in both.
+# Headings are anchors, as on the repository's web page, so that links to headings work in both.
 myst_heading_anchors = 3
 
 autodoc_member_order = "bysource"
@@ -28,12 +28,12 @@ napoleon_numpy_docstring = False
 napoleon_use_rtype = False
 napoleon_custom_sections = [("Source", "notes_style")]
 
-# A reference that leads nowhere is a warning, but for what other packages document, where a build cannot look.
+# A reference without a target is a warning. Names of other packages are excluded, because a build has no network.
 nitpicky = True
 nitpick_ignore_regex = [
     (r"py:.*", r"(torch|torchrec|fbgemm_gpu|collections|typing|pathlib)\..*"),
     (r"py:.*", r"ParameterSharding|PlannerError|SafetensorError"),
-    # In signatures: what the package alone makes and passes on.
+    # Signatures contain these types, which only the package itself makes.
     (
         r"py:.*",
         r"torchrec_recstore\..*\.(_\w+|ColdSnapshot|ColdTier|LearningRate|ModuleState|ServedTable|TableModule|TableSpec)",
@@ -43,18 +43,18 @@ nitpick_ignore_regex = [
 
 
 def _leave_out_torch(app: Any, what: str, name: str, obj: Any, skip: bool, options: Any) -> bool | None:
-    """Members that a class has from torch's or TorchRec's are those of theirs; overrides without a docstring too."""
+    """Leaves out methods without their own docstring: inherited methods of torch and TorchRec, and their overrides."""
     return True if what in ("class", "exception") and inspect.isroutine(obj) and not obj.__doc__ else None
 
 
 def _no_types_in_prose(app: Any, what: str, name: str, obj: Any, options: Any, lines: list[str]) -> None:
-    """Napoleon takes what stands before a colon in an attribute's first line for its type: give it another line."""
+    """Adds a first line to attributes, because Napoleon reads the text before a colon in the first line as a type."""
     if what in ("attribute", "property", "data"):
         lines[:0] = ["..", ""]  # a comment
 
 
 def _find_by_last_names(app: Any, env: Any, node: Any, content: Any) -> Any:
-    """A docstring names things as its module does: ``Table.lookup`` is that of ``torchrec_recstore.Table``."""
+    """Finds the target of a short name in a docstring: ``Table.lookup`` is ``torchrec_recstore.Table.lookup``."""
     target = node.get("reftarget", "").removeprefix("torchrec_recstore.").removeprefix("store.").removeprefix("optim.")
     domain = env.domains["py"]
     found = {(o.docname, o.node_id) for name, o in domain.objects.items() if not o.aliased and _ends(name, target)}
@@ -69,7 +69,7 @@ def _ends(name: str, target: str) -> bool:
 
 
 def setup(app: Any) -> None:
-    """Called by sphinx."""
+    """Connects the functions of this file to the events of Sphinx, which calls this function."""
     app.connect("autodoc-skip-member", _leave_out_torch)
     app.connect("autodoc-process-docstring", _no_types_in_prose, priority=400)
     app.connect("missing-reference", _find_by_last_names)

@@ -34,24 +34,28 @@ def text(outcomes: Mapping[Cell, Outcome]) -> str:
     counts = Counter(outcome.kind for outcome in outcomes.values())
     parts = [
         "# RecStore tables against unsharded TorchRec",
-        "Written by `make parity`; not by hand.",
-        "Each cell is a model of `torchrec.distributed.test_utils.test_model` (`TestSparseNN`; for sequences "
-        "`TestMixedEmbeddingSparseArch`) with batches of its `ModelInput`, all of its tables in RecStore under one "
-        "sharding type. It starts from the unsharded model's weights, through `load_state_dict` and again through "
-        f"`load_dense_weights`, and takes {STEPS} steps of SGD (fused EXACT_SGD, learning rate {ROW_LEARNING_RATE:g}, "
-        f"for the rows, torch's, {LEARNING_RATE:g}, for the rest) beside the unsharded model. Predictions of every "
-        "step and then all rows agree within "
+        "This page lists which combinations of sharding, pooling, weights, batches and data types work. "
+        "`make parity` writes this page. Do not edit it by hand.",
+        "Each cell is one test of a model of `torchrec.distributed.test_utils.test_model`: `TestSparseNN`, or "
+        "`TestMixedEmbeddingSparseArch` for sequences. Batches come from its `ModelInput`. All tables of the model are "
+        "in RecStore with one sharding type. The test loads the weights of the unsharded model, once through "
+        "`load_state_dict` and once through `load_dense_weights`. Then it trains both models for "
+        f"{STEPS} steps of SGD: rows with fused EXACT_SGD and learning rate {ROW_LEARNING_RATE:g}, all other "
+        f"parameters with torch's SGD and learning rate {LEARNING_RATE:g}. The predictions of every step and the rows "
+        "at the end must agree within "
         + ", ".join(f"{tolerance:g} ({data_type})" for data_type, tolerance in TOLERANCE.items())
-        + ", absolute or relative. The unsharded rows are fp32, rounded to the data type at the start. Four ranks are "
-        "two nodes of two, fewer are one node. Weighted models have a weighted collection beside the plain one. Torch "
-        "has no weighted mean unsharded; what it is compared with is TorchRec's, which depends on the sharding: the "
-        "weighted sum over the number of rows, and over the sum of the weights where a table is split by rows.",
+        + ", absolute or relative.",
+        "The unsharded rows are fp32 and are rounded to the data type before training. Four ranks are two nodes of "
+        "two ranks; one and two ranks are one node. VBE means a different batch size for each feature. Weighted models "
+        "have a weighted collection and an unweighted one. Torch has no weighted mean for unsharded tables. The test "
+        "compares with TorchRec's weighted mean, which depends on the sharding: the weighted sum divided by the number "
+        "of rows, or by the sum of the weights if a table is split by rows.",
         "\n".join(
             [
-                f"- **{WORKS}**: {counts[WORKS]} cells",
-                f"- **{UPSTREAM}**: {counts[UPSTREAM]}; TorchRec's own FUSED tables, placed the same, fail as well",
-                f"- **{UNSUPPORTED}**: {counts[UNSUPPORTED]}; the error of the note is what a user gets",
-                f"- **{FAILS}**: {counts[FAILS]}; a defect of RecStore's",
+                f"- **{WORKS}**: {counts[WORKS]} cells.",
+                f"- **{UPSTREAM}**: {counts[UPSTREAM]}. TorchRec's own FUSED tables with this sharding fail, too.",
+                f"- **{UNSUPPORTED}**: {counts[UNSUPPORTED]}. The note shows the error.",
+                f"- **{FAILS}**: {counts[FAILS]}. These cells are defects of RecStore.",
             ]
         ),
     ]
