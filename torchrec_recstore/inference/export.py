@@ -22,7 +22,14 @@ from torchrec_recstore.checkpoint.stock import gathered
 from torchrec_recstore.inference.delta import DeltaInfo, dtype_of, open_base, write_delta
 from torchrec_recstore.inference.row_formats import FORMATS, check_dim, check_dtype, check_range
 from torchrec_recstore.inference.script import save_script, scripted
-from torchrec_recstore.inference.selection import check_counted, check_selection, missing_row, selected, whole_table
+from torchrec_recstore.inference.selection import (
+    check_counted,
+    check_selection,
+    missing_row,
+    selected,
+    warn_of_initial_rows,
+    whole_table,
+)
 from torchrec_recstore.inference.served_model import copied_with, scriptable
 from torchrec_recstore.inference.static_modules import (
     ProcessedFeatures,
@@ -48,7 +55,6 @@ from torchrec_recstore.torchrec_seams import (
     need_indices,
     sharding_env,
 )
-from torchrec_recstore.utils import warn_user
 
 # The modules that an export replaces.
 _KINDS = (
@@ -130,7 +136,7 @@ def export_for_inference(
     with refused_together(env):
         exported = copied_with(model, replaced).eval().requires_grad_(False)
         exported.zero_grad()
-    conversion.warn_of_initial_rows()
+    warn_of_initial_rows(conversion.initial_rows)
     if path is not None:
         with refused_together(env):
             if env.rank == 0:
@@ -222,7 +228,8 @@ class _Conversion:
         self._dtype = dtype
         self._min_frequency = min_frequency
         self._top_rows = top_rows
-        self._initial_rows: list[str] = []
+        self.initial_rows: list[str] = []
+        """The tables whose ids without a row read as initial rows in the model."""
         self._done: dict[int, nn.Module] = {}
 
     def of(self, module: nn.Module) -> nn.Module:
@@ -320,7 +327,7 @@ class _Conversion:
     ) -> Tensor:
         missing, exact = missing_row(initializer, options, dim, dtype)
         if not exact:
-            self._initial_rows.append(name)
+            self.initial_rows.append(name)
         return missing
 
     def _rows(
@@ -333,12 +340,3 @@ class _Conversion:
         if len(places) == len(whole.ids):
             return whole.ids, whole.rows
         return whole.ids[places], whole.rows[F.pad(places + 1, [1, 0])]
-
-    def warn_of_initial_rows(self) -> None:
-        """Warns once about all tables whose ids without a row read as initial rows in the model."""
-        if self._initial_rows:
-            names = ", ".join(map(repr, self._initial_rows))
-            warn_user(
-                f"table(s) {names} have missing='init': an id without a row reads as its initial row in the model, "
-                "and as zeros in the exported model"
-            )

@@ -15,10 +15,16 @@ from torchrec_recstore.checkpoint.info import CheckpointInfo, TableInfo, read_ch
 from torchrec_recstore.inference.delta import DeltaInfo, dtype_of, open_base, write_delta
 from torchrec_recstore.inference.row_formats import check_dim, check_dtype, packed
 from torchrec_recstore.inference.script import save_script, scripted
-from torchrec_recstore.inference.selection import aged, check_counted, check_selection, missing_row, selected
+from torchrec_recstore.inference.selection import (
+    aged,
+    check_counted,
+    check_selection,
+    missing_row,
+    selected,
+    warn_of_initial_rows,
+)
 from torchrec_recstore.inference.served_tables import ServedTable, ServedTables, served_table
 from torchrec_recstore.options import default_initializer
-from torchrec_recstore.utils import warn_user
 
 
 @dataclass(frozen=True)
@@ -188,11 +194,7 @@ def _served(
         ids, rows = _rows(chain, name, missing, row_format, min_frequency, top_rows, advance)
         served.append(served_table(name, info.dim, row_format, ids, rows))
         left_out[name] = info.rows - len(ids)
-    if initial:
-        warn_user(
-            f"table(s) {', '.join(map(repr, initial))} have missing='init': an id without a row reads as its initial "
-            "row in a model, and as zeros in the exported model"
-        )
+    warn_of_initial_rows(initial)
     return ServedTables(served), left_out
 
 

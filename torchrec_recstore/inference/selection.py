@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 
@@ -14,6 +14,7 @@ from torchrec_recstore.inference.row_formats import packed
 from torchrec_recstore.options import LFU, ConstantInit, Initializer, TableOptions, UniformInit
 from torchrec_recstore.sharders.gather import all_gathered, refused_together
 from torchrec_recstore.store import Table
+from torchrec_recstore.utils import warn_user
 
 _PIECE_ROWS = 1 << 16  # The number of rows that are read and packed at a time.
 
@@ -109,6 +110,19 @@ def missing_row(initializer: Initializer, options: TableOptions, dim: int, dtype
     if value is None:
         return torch.zeros(dim), False
     return torch.full((dim,), value).to(dtype).float(), True
+
+
+def warn_of_initial_rows(names: Sequence[str]) -> None:
+    """Warns once about all tables whose ids without a row read as initial rows in the model.
+
+    Args:
+        names: The names of the tables. Without names there is no warning.
+    """
+    if names:
+        warn_user(
+            f"table(s) {', '.join(map(repr, names))} have missing='init': an id without a row reads as its initial row "
+            "in the model, and as zeros in the exported model"
+        )
 
 
 def _only_value(initializer: Initializer) -> float | None:
