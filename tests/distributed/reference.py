@@ -1,4 +1,4 @@
-"""Unsharded training as a reference for sharded training: TorchRec's own collection over the ids that occur."""
+"""Unsharded training as a reference for sharded training, with TorchRec's own collection of the ids that occur."""
 
 from __future__ import annotations
 
@@ -51,17 +51,17 @@ class Case:
 
     @property
     def sequential(self) -> bool:
-        """Whether it is an ``EmbeddingCollection``."""
+        """Whether the collection is an ``EmbeddingCollection``."""
         return isinstance(self.tables[0], EmbeddingConfig)
 
     def collection(self, tables: Sequence[TableConfig], device: str) -> nn.Module:
-        """The unsharded module of ``tables``."""
+        """Returns the unsharded module of ``tables``."""
         if self.sequential:
             return EmbeddingCollection(tables=list(tables), device=torch.device(device))
         return EmbeddingBagCollection(tables=list(tables), is_weighted=self.weighted, device=torch.device(device))
 
     def batch(self, step: int, rank: int, batch_size: int = 6) -> KeyedJaggedTensor:
-        """The batch of a rank: bags of 0 to 4 ids with duplicates, raw int64 ids for RecStore tables."""
+        """Returns the batch of a rank: bags of 0 to 4 ids with duplicates, with raw int64 ids for RecStore tables."""
         generator = torch.Generator().manual_seed(1000 * step + rank)
         keys, values, lengths = [], [], []
         for feature, pool in self._pools().items():
@@ -77,7 +77,7 @@ class Case:
         return _whole_batch(plain, self._bags_of(plain, step)) if self.varying else plain
 
     def sharded_batch(self, step: int, rank: int) -> KeyedJaggedTensor:
-        """The same batch in the form that the sharded model gets."""
+        """Returns the same batch in the form that the sharded model gets."""
         plain = replace(self, varying=False).batch(step, rank)
         return _distinct_bags(plain, self._bags_of(plain, step)) if self.varying else plain
 
@@ -117,7 +117,7 @@ def _distinct_bags(plain: KeyedJaggedTensor, bags_of: torch.Tensor) -> KeyedJagg
 
 
 def raw_ids(table: TableConfig) -> torch.Tensor:
-    """Ids of every kind: the least and greatest ids, ids around ``num_embeddings``, and many random ids."""
+    """Returns the smallest and largest ids, ids around ``num_embeddings``, and many random ids."""
     n = table.num_embeddings
     edges = [-1, 0, 1, INT64.max, INT64.min, INT64.max - 1, INT64.min + 1, n - 1, n, n + 1, -n, n // 2]
     some = torch.randint(INT64.min, INT64.max, (30,), generator=torch.Generator().manual_seed(7))

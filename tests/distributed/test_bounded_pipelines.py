@@ -1,4 +1,4 @@
-"""Bounded tables under train pipelines: as in a plain loop, where the bound has room for the batches in flight."""
+"""Bounded tables in train pipelines train as in a plain loop, if ``max_rows`` has room for the batches in flight."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ def test_two_ranks(bounds: Sequence[TableOptions]) -> None:
 
 @pytest.mark.usefixtures("one_rank")
 def test_a_bound_needs_no_room_for_the_batches_that_wait() -> None:
-    """Which rows come and go is decided by each step in its turn: a prefetch leaves bounded tables as they are."""
+    """Each step decides in its turn which rows are made and evicted. A prefetch does not change bounded tables."""
     needed = [{int(i) for f in ("a0", "a1") for i in batch[f].values()} for batch in batches(0)]
     options = TableOptions(max_rows=max(len(ids) for ids in needed), eviction=LRU())
     model, optimizer, (table, _) = build(options, 1)

@@ -1,4 +1,4 @@
-"""Bounded tables over ranks: the bound holds in every step of every sharding, and shards of the same rows agree."""
+"""Bounded tables on several ranks keep to ``max_rows`` in every step of every sharding, and column shards agree."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def rows(name: str = "t") -> EmbeddingConfig:
 
 
 def batch_of(table: TableConfig, step: int, rank: int) -> KeyedJaggedTensor:
-    """Ids of which few are frequent; about a fifth of them are new in any step."""
+    """Returns ids of which few are frequent. About a fifth of them are new in each step."""
     generator = torch.Generator().manual_seed(1000 * step + rank)
     lengths = torch.randint(0, 4, (2 * BAGS,), generator=generator)
     ranks = (len(IDS) ** torch.rand(int(lengths.sum()), generator=generator)).long() - 1
@@ -67,7 +67,7 @@ def ids_of_step(table: TableConfig, step: int, world_size: int) -> set[int]:
 def build(
     config: TableConfig, sharding_type: str, options: TableOptions, world_size: int
 ) -> tuple[DistributedModelParallel, list[Table]]:
-    """The sharded collection of one table, and this rank's shards."""
+    """Returns the sharded collection of one table, and this rank's shards."""
     constraint = RecStoreConstraints(sharding_types=[sharding_type], options=options, min_partition=DIM // 2)
     return planned(Case([config]).collection([config], "meta"), {config.name: constraint}, world_size)
 
@@ -142,7 +142,7 @@ def frequent_rows_stay(rank: int, world_size: int) -> None:
 
 
 def owned(shard: Table, i: int, sharding_type: str, world_size: int, rank: int) -> bool:
-    # Beyond num_embeddings TorchRec sends an id to rank id % ranks, negative ones as uint64.
+    # TorchRec sends an id that is not below num_embeddings to rank id % ranks; negative ids count as uint64.
     ranks = {ROW: world_size, TABLE_ROW: ranks_of_node(world_size), GRID: ranks_of_node(world_size)}
     return i % 2**64 % ranks.get(sharding_type, 1) == rank % ranks.get(sharding_type, 1)
 
@@ -186,7 +186,7 @@ def a_wide_bound_changes_no_bit(rank: int, world_size: int) -> None:
         for step in range(STEPS):
             one, other = (train_step(model, batch_of(config, step, rank)) for model, _ in pair)
             assert all(torch.equal(one[key], other[key]) for key in one)
-        compare_shards(*(shards for _, shards in pair), but=["frequency"])  # which is halved
+        compare_shards(*(shards for _, shards in pair), but=["frequency"])  # The frequency is halved.
 
 
 def expiry_and_admission(rank: int, world_size: int) -> None:
@@ -204,7 +204,7 @@ def expiry_and_admission(rank: int, world_size: int) -> None:
             young = sum(step - last <= 6 for i, last in last_seen.items() if sightings[i] > 1)
             alive = sum(step - last <= 9 for i, last in last_seen.items() if sightings[i] > 1)
             stats = table_stats(model)["t"]
-            # The counter lets an id in early now and then, and one that came back may have to be admitted anew.
+            # The counter sometimes admits an id too early, and an id that returns may have to be admitted again.
             assert 0.97 * young <= stats.rows <= 1.05 * alive + 2
             assert stats.inserts - stats.expired == stats.rows
         assert stats.refused == pytest.approx(refused, rel=0.1)
@@ -235,7 +235,7 @@ def beside_stock_tables(rank: int, world_size: int) -> None:
 
 
 def too_small(rank: int, world_size: int) -> None:
-    """Refused on every rank, also where a shard would still get a row."""
+    """The error is raised on every rank, also on a rank whose shard would get a row."""
     for config, sharding_type in ((bags(), ROW), (bags(), TABLE_ROW), (bags(), GRID), (rows(), ROW)):
         with pytest.raises(ValueError, match=r"'t': max_rows=1 is less than the 2 shards"):
             build(config, sharding_type, TableOptions(max_rows=1, eviction=LRU()), world_size)
@@ -274,7 +274,7 @@ def hash_routing_uses_all_of_a_bound(rank: int, world_size: int) -> None:
     for routing, held in (("block", MAX_ROWS // 2 + 1), ("hash", MAX_ROWS)):
         options = TableOptions(max_rows=MAX_ROWS, eviction=LRU(), routing=routing)  # type: ignore[arg-type]
         model, _ = build(bags(), ROW, options, world_size)
-        for step in range(20):  # within TorchRec's first block of num_embeddings
+        for step in range(20):  # The ids are in TorchRec's first block of num_embeddings.
             ids = torch.arange(40 * step + 20 * rank, 40 * step + 20 * (rank + 1))
             train_step(model, KeyedJaggedTensor.from_lengths_sync(["t0", "t1"], ids, torch.tensor([10, 10])))
         assert held - 8 <= table_stats(model)["t"].rows <= held
@@ -304,7 +304,7 @@ def test_two_ranks(scenarios: Sequence[Callable[[int, int], None]]) -> None:
 
 
 def two_nodes(rank: int, world_size: int) -> None:
-    """A node for each rank, over which grid shards split columns; rows are split within a node, so not at all."""
+    """Each rank is a node. Grid shards split columns over nodes, and rows within a node, so rows are not split."""
     os.environ.update(LOCAL_WORLD_SIZE="1", LOCAL_RANK="0", GROUP_RANK=str(rank))
     keeps_its_bound(rank, world_size)
 
@@ -321,9 +321,9 @@ def test_one_rank(scenario: Callable[[int, int], None]) -> None:
 
 
 def does_not_fit(rank: int, world_size: int, *, sharding_type: str) -> None:
-    """The rank whose shard overflows says so; the others learn that it is gone instead of waiting for it."""
+    """The rank whose shard overflows raises the error. The other ranks get an error instead of waiting for it."""
     model, _ = build(bags(), sharding_type, TableOptions(max_rows=20, eviction=LRU()), world_size)
-    # Even ids, as raw ids beyond num_embeddings, are rank 0's; a table alone is on rank 0 too.
+    # Even ids that are not below num_embeddings belong to rank 0. A table that is not split is on rank 0, too.
     ids = 2**50 + 2 * torch.arange(40)
     few = KeyedJaggedTensor.from_lengths_sync(["t0", "t1"], ids[:4], torch.tensor([2, 2]))
     train_step(model, few)
@@ -336,7 +336,7 @@ def does_not_fit(rank: int, world_size: int, *, sharding_type: str) -> None:
         assert "'t'" in said or "t:" in said
         assert "40" in said
         assert ("10" if sharding_type == ROW else "20") in said
-    os._exit(0)  # as a process does that does not catch it; the others' collectives then fail
+    os._exit(0)  # A process that does not catch the error ends like this, and the collectives of other ranks fail.
 
 
 @pytest.mark.parametrize("sharding_type", [ROW, TABLE])
@@ -345,7 +345,7 @@ def test_a_working_set_that_does_not_fit_ends_the_job(sharding_type: str) -> Non
 
 
 def through_one_store(rank: int, world_size: int, *, store: Hashable) -> None:
-    """Shards of one name, on the ranks and, of a grid, on one rank."""
+    """Shards with the same name, on several ranks and, for a grid, on one rank."""
     for config, sharding_type in ((bags(), GRID), (rows(), COLUMN)):
         as_without_a_bound(rank, world_size, config=config, sharding_type=sharding_type, store=store)
 
@@ -369,7 +369,7 @@ def out_of_reach_for_one(rank: int, world_size: int, *, path: Path) -> None:
         Path("cold").write_text("a file where the store wants a directory")
     for config, sharding_type in ((bags(), ROW), (rows(), ROW), (bags(), TABLE)):
         options = TableOptions(max_rows=MAX_ROWS, cold_store=RocksDBStore("cold"))
-        if sharding_type == TABLE:  # on rank 0, which can open it
+        if sharding_type == TABLE:  # The table is on rank 0, which can open the store.
             build(config, sharding_type, options, world_size)
             continue
         with pytest.raises(ColdStoreError, match=r"RocksDBStore\('cold'\)"):

@@ -1,4 +1,4 @@
-"""A compiled model trains as the eager one: losses, rows, their state and bookkeeping, and statistics."""
+"""A compiled model trains as the eager model: losses, rows, states, bookkeeping and statistics are equal."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ from torchrec_recstore.store import Table
 from .workers import run_on_ranks
 
 FEATURES = ("f0", "f1", "f2")
-MOST_IDS = 4  # in a bag
+MOST_IDS = 4  # The largest number of ids in a bag.
 CPU = torch.device("cpu")
 META = torch.device("meta")
 BOUNDED = TableOptions(max_rows=64, eviction=LRU(), expiry=Expiry(steps=6), admission=MinFrequency(2))
@@ -110,7 +110,7 @@ class Model(nn.Module):
 
 
 def batch(step: int, rank: int, weighted: bool) -> KeyedJaggedTensor:
-    """Bags of 0 to 4 ids; half of a step's ids have not been seen before."""
+    """Returns bags of 0 to 4 ids. Half of the ids of a step are new."""
     generator = torch.Generator().manual_seed(1000 * step + rank)
     lengths = torch.randint(0, MOST_IDS + 1, (3 * 5,), generator=generator)
     n = int(lengths.sum())
@@ -152,7 +152,7 @@ def configs_of(module: nn.Module) -> list[EmbeddingBagConfig] | list[EmbeddingCo
 
 @contextmanager
 def pt2_settings() -> Iterator[None]:
-    """What TrainPipelinePT2 sets for the whole process (torchrec 1.8.0), and nothing of it afterwards."""
+    """Restores the settings that TrainPipelinePT2 changes for the whole process (torchrec 1.8.0)."""
     torch._dynamo.reset()
     settings = torch._dynamo.config.patch(
         skip_torchrec=False,
@@ -168,7 +168,7 @@ def pt2_settings() -> Iterator[None]:
 
 
 def train(kind: str, steps: int, road: str, backend: str, rank: int, world_size: int) -> tuple[list[Tensor], nn.Module]:
-    """The losses and the trained model; ``road`` is "eager", "pipeline" or "model"."""
+    """Returns the losses and the trained model. ``road`` is "eager", "pipeline" or "model"."""
     model, optimizer = build(kind, world_size)
     batches = iter([batch(step, rank, kind == "weighted") for step in range(steps)])
     if road == "pipeline":
@@ -257,7 +257,7 @@ def rows_on_two_ranks(rank: int, world_size: int) -> None:
             except torch._dynamo.exc.TorchRuntimeError as error:
                 raised = str(error)
         of_ranks: list[str] = [""] * world_size
-        dist.all_gather_object(of_ranks, raised)  # a rank where the sizes happen to agree does not raise
+        dist.all_gather_object(of_ranks, raised)  # A rank on which the sizes happen to agree does not raise an error.
         assert any("Split sizes" in text for text in of_ranks), kernel
 
 
@@ -268,7 +268,7 @@ def test_rows_on_two_ranks_raise_while_they_are_traced_as_those_of_stock_tables_
 
 
 class Small(nn.Module):
-    """A model that TorchRec's own tables on the CPU can hold."""
+    """A model that also works with TorchRec's own tables on the CPU."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -310,7 +310,7 @@ def test_there_is_no_graph_break_that_stock_tables_have_not() -> None:
         with pt2_settings():
             torch._dynamo.utils.counters.clear()
             torch.compile(sharded, backend="aot_eager")(kjt_for_pt2_tracing(batches[1])).backward()
-            # The first line says why; what follows is where.
+            # The first line has the reason. The lines after it have the place in the code.
             breaks[kernel] = {reason.partition("\n")[0] for reason in torch._dynamo.utils.counters["graph_break"]}
     assert breaks["fused"]
     assert breaks["customized_kernel"] <= breaks["fused"]

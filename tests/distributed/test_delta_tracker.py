@@ -1,4 +1,4 @@
-"""TorchRec's delta tracker on two ranks: every id once, with the states of its row, wherever the row is."""
+"""TorchRec's delta tracker on two ranks has every id once, with the states of its row on any rank."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def batch(bags: list[list[int]]) -> KeyedJaggedTensor:
 
 
 def gathered(model: DistributedModelParallel, mode: TrackingMode, bags: list[list[int]]) -> dict[int, list[Any]]:
-    """By id, what the ranks' trackers give after two steps."""
+    """Returns the values of all ranks' trackers by id, after two steps."""
     tracker = model.init_torchrec_delta_tracker(DeltaTrackerConfig(tracking_mode=mode))
     for _ in range(2):
         model(batch(bags)).backward()

@@ -1,4 +1,4 @@
-"""Optimizers whose state or clock could part ranks: rows split over two ranks are the rows of one table."""
+"""Optimizers whose state or clock could differ between ranks: rows split over two ranks equal the rows of one table."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ BAGS, DIM, STEPS = 5, 4, 4
 
 
 def batch(step: int, rank: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Ids, one a bag, and the gradient of each; in even steps all ids are rank 0's, whose other rank has none."""
+    """Returns ids, one for each bag, and their gradients. In even steps, all ids belong to rank 0."""
     generator = torch.Generator().manual_seed(100 * step + rank)
     ids = torch.randint(0, 10 if step % 2 else 5, (BAGS,), generator=generator)
     return ids, torch.randn(BAGS, DIM, generator=generator)

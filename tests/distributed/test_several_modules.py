@@ -1,4 +1,4 @@
-"""Models of several collections, feature processors among them, and how rows spread over ranks."""
+"""Models with several collections, also with feature processors, and the spread of rows over ranks."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ META = torch.device("meta")
 
 
 class Several(nn.Module):
-    """Two bag collections, one of them weighted, a sequence collection and one with feature processors."""
+    """A model with two bag collections, one of them weighted, a sequence collection and feature processors."""
 
     def __init__(self, device: torch.device) -> None:
         super().__init__()
@@ -119,7 +119,7 @@ def sharded_equals_unsharded(rank: int, world_size: int) -> None:
 
 
 def rows_spread_over_ranks(rank: int, world_size: int) -> None:
-    """Sequential ids and multiples of the world size, beyond the hint or within its first block."""
+    """Sequential ids and multiples of the world size, above ``num_embeddings`` or in its first block."""
     for ids in (torch.arange(4000), torch.arange(4000) * world_size + 2**50):
         most = {}
         for routing in ("block", "hash"):
@@ -141,7 +141,7 @@ def rows_spread_over_ranks(rank: int, world_size: int) -> None:
 
 
 class OneName(nn.Module):
-    """A collection of bags and one with feature processors, with tables of one name."""
+    """A model with a bag collection and a feature-processed collection, whose tables have the same name."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -157,7 +157,7 @@ class OneName(nn.Module):
 
 
 def equal_names(rank: int, world_size: int, *, path: Path) -> None:
-    """Tables of one name, of which a rank may have no shard: each has its own rows, in a checkpoint too."""
+    """Each table has its own rows, also in a checkpoint. A rank may have no shard of a table."""
     sharders = [RecStoreSharder(), RecStoreFeatureProcessedEmbeddingBagCollectionSharder()]
 
     def build(sharding_type: str) -> DistributedModelParallel:

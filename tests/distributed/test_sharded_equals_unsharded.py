@@ -1,4 +1,4 @@
-"""The headline: sharded training gives what unsharded training gives, on one rank and on two."""
+"""The main test: sharded training and unsharded training give the same results, on one rank and on two ranks."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def fused_params(optimizer: Optimizer) -> dict[str, Any]:
 
 
 def three_tables(pooling: PoolingType = PoolingType.SUM) -> list[EmbeddingBagConfig]:
-    """Different dims, several features a table, a feature of two tables, a hint of 2**40 rows."""
+    """Tables with different dims, several features, a shared feature, and ``num_embeddings`` of 2**40."""
     return [
         EmbeddingBagConfig(
             name="many", num_embeddings=2**40, embedding_dim=8, feature_names=["f0", "f1"], pooling=pooling
@@ -66,7 +66,7 @@ def three_tables(pooling: PoolingType = PoolingType.SUM) -> list[EmbeddingBagCon
 
 
 def constant(name: str, features: list[str]) -> EmbeddingBagConfig:
-    """A stock table whose initial rows are known."""
+    """Returns a stock table with known initial rows."""
     return EmbeddingBagConfig(
         name=name,
         num_embeddings=10,
@@ -77,7 +77,7 @@ def constant(name: str, features: list[str]) -> EmbeddingBagConfig:
 
 
 def plan_of(module: nn.Module, constraints: Mapping[str, ParameterConstraints], world_size: int) -> ShardingPlan:
-    """Made on rank 0, and sent to the others."""
+    """Returns the plan, which rank 0 makes and sends to the other ranks."""
     local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE", world_size))
     topology = Topology(world_size=world_size, local_world_size=local_world_size, compute_device="cpu")
     planner = RecStorePlanner(topology=topology, constraints=dict(constraints), debug=False)
@@ -87,7 +87,7 @@ def plan_of(module: nn.Module, constraints: Mapping[str, ParameterConstraints], 
 def train_and_compare(
     case: Case, constraints: Mapping[str, ParameterConstraints] | None, rank: int, world_size: int
 ) -> DistributedModelParallel:
-    """Train sharded and unsharded side by side and compare forwards, rows and statistics."""
+    """Trains sharded and unsharded models and compares outputs, rows and statistics."""
     module = case.collection(case.tables, "meta")
     sharders = [sharder(fused_params=fused_params(case.optimizer)) for sharder in SHARDERS]
     plan = None if constraints is None else plan_of(module, constraints, world_size)
@@ -112,13 +112,13 @@ def train_and_compare(
             optimizer.step()
     compare_rows(model, unsharded, world_size)
     dynamic = [config for config in case.tables if config.name not in case.stock]
-    assert len(model.state_dict()) == len(case.tables) + len(dynamic)  # their weight_id
+    assert len(model.state_dict()) == len(case.tables) + len(dynamic)  # Each RecStore table also has weight_id.
     model.fused_optimizer.state_dict()
     return model
 
 
 def compare_rows(model: DistributedModelParallel, unsharded: Unsharded, world_size: int) -> None:
-    """Every id that was trained has its row on one rank, and it is the unsharded one."""
+    """Checks that every trained id has its row on exactly one rank, and that it equals the unsharded row."""
     (sharded,) = [m for m in model.modules() if hasattr(m, "recstore_tables")]
     held: dict[tuple[str, int], torch.Tensor] = {}
     for table in sharded.recstore_tables():
@@ -165,14 +165,14 @@ def mean(rank: int, world_size: int) -> None:
     case = Case(three_tables(PoolingType.MEAN))
     for sharding_type in (ROW, TABLE):
         train_and_compare(case, {t.name: recstore(sharding_type) for t in case.tables}, rank, world_size)
-    # Row-wise means beside table-wise means and sums, which torchrec 1.8.0 itself divides twice.
+    # Row-wise means together with table-wise means and sums. torchrec 1.8.0 itself divides them twice.
     tables = three_tables(PoolingType.MEAN)
     tables[0].feature_names, tables[2].feature_names = ["f0", "f1"], ["f3"]
     tables[2].pooling = PoolingType.SUM
     train_and_compare(
         Case(tables), {"many": recstore(ROW), "few": recstore(TABLE), "also": recstore(TABLE)}, rank, world_size
     )
-    # A feature of a row-wise mean and of a sum, which it takes for two means.
+    # A feature of a table with a row-wise mean and of a table with a sum. torchrec 1.8.0 computes two means.
     tables = three_tables(PoolingType.MEAN)
     tables[2].pooling = PoolingType.SUM
     for other in (ROW, TABLE):
@@ -210,7 +210,7 @@ def beside_stock_tables(rank: int, world_size: int) -> None:
     }
     assert plan["many"].options == options["many"]
     assert set(table_stats(model)) == {"many", "few", "also"}
-    # Options differ, the kernel is one a sharding: tables do not fall apart into groups.
+    # The options differ, and there is still one kernel for each sharding: the tables stay in one group.
     for lookup, kernel in zip(model.module._lookups, model.module._sharding_types, strict=True):
         if kernel == TABLE and rank == 0 and world_size == 1:
             assert [g.table_names() for g in lookup.grouped_configs] == [["few", "also"], ["fused"]]
@@ -224,7 +224,7 @@ def rows_in_a_node(rank: int, world_size: int) -> None:
     table_row = {t.name: recstore(TABLE_ROW) for t in tables}
     train_and_compare(Case(tables, RowWiseAdagrad(lr=0.05), weighted=True), table_row, rank, world_size)
     train_and_compare(Case(tables, SGD(lr=0.1)), grid, rank, world_size)
-    # Means, which torchrec 1.8.0 itself leaves as sums in grid shards, beside a sum.
+    # Means together with a sum. torchrec 1.8.0 itself returns sums instead of means for grid shards.
     tables = [t for t in three_tables(PoolingType.MEAN) if t.name != "few"]
     tables.append(EmbeddingBagConfig(name="sum", num_embeddings=1000, embedding_dim=8, feature_names=["f4"]))
     mixed = {**grid, "also": recstore(TABLE_ROW), "sum": recstore(TABLE)}
@@ -266,7 +266,7 @@ def sequences(rank: int, world_size: int) -> None:
 
 
 def empty_batches_and_idle_ranks(rank: int, world_size: int) -> None:
-    """One table on one rank: at two ranks the other owns nothing."""
+    """One table on one rank. With two ranks, the other rank has no shard."""
     table = EmbeddingBagConfig(name="many", num_embeddings=2**40, embedding_dim=8, feature_names=["f0"])
     row = EmbeddingConfig(2**40, 8, "many", feature_names=["f0"])
     for weighted in (False, True):
@@ -277,7 +277,7 @@ def empty_batches_and_idle_ranks(rank: int, world_size: int) -> None:
 
 
 def varying_batches(rank: int, world_size: int) -> None:
-    # Row-wise at two ranks fails in TorchRec's own distribution of such batches on gloo (torchrec 1.8.0).
+    # With row-wise sharding on two ranks, TorchRec's distribution of these batches fails on gloo (torchrec 1.8.0).
     for sharding_type in (TABLE, COLUMN, ROW) if world_size == 1 else (TABLE, COLUMN):
         tables = [t for t in three_tables() if t.name != "few"]
         constraints = {t.name: recstore(sharding_type) for t in tables}
@@ -329,7 +329,7 @@ def test_one_rank(scenario: Any) -> None:
 
 
 def narrow_ids(rank: int, world_size: int) -> None:
-    """Row-wise int32 ids beyond ``num_embeddings``, which the input distribution itself would mangle."""
+    """Row-wise int32 ids above ``num_embeddings``, for which TorchRec's input distribution alone is wrong."""
     table = EmbeddingBagConfig(name="t", num_embeddings=10, embedding_dim=4, feature_names=["f"])
     model = DistributedModelParallel(
         EmbeddingBagCollection(tables=[table], device=torch.device("meta")),
@@ -344,7 +344,7 @@ def narrow_ids(rank: int, world_size: int) -> None:
 
 
 def refusals_reach_every_rank(rank: int, world_size: int) -> None:
-    """A table on one rank only: the other must fail as well, not wait."""
+    """The table is on one rank only. The other rank must raise the error as well, and not wait."""
     good = EmbeddingBagConfig(name="good", num_embeddings=10, embedding_dim=4, feature_names=["f"])
     quantized = EmbeddingBagConfig(
         name="quantized", num_embeddings=10, embedding_dim=4, feature_names=["g"], data_type=DataType.INT8
@@ -365,7 +365,7 @@ def test_two_ranks() -> None:
 
 
 def two_nodes(rank: int, world_size: int) -> None:
-    """As ``rows_in_a_node``, with a node for each rank, over which grid shards split columns."""
+    """See ``rows_in_a_node``. Each rank is a node, and grid shards split columns over the nodes."""
     os.environ.update(LOCAL_WORLD_SIZE="1", LOCAL_RANK="0", GROUP_RANK=str(rank))
     rows_in_a_node(rank, world_size)
 

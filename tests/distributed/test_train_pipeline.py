@@ -1,4 +1,4 @@
-"""A model with dense layers under TorchRec's pipeline trains as in a plain loop."""
+"""A model with dense layers trains in TorchRec's pipeline as in a plain loop."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ def test_one_rank() -> None:
 
 
 def weights_that_are_trained_are_refused(rank: int) -> None:
-    """On every rank, with nothing left in the air: the collectives after it find their partners."""
+    """The error is raised on every rank, and no collective is pending, so that the next collectives work."""
     features = CASE.batch(0, rank)
     weights = torch.ones(len(features.values()), requires_grad=True)
     learned = KeyedJaggedTensor(features.keys(), features.values(), lengths=features.lengths(), weights=weights)

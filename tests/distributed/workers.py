@@ -1,4 +1,4 @@
-"""Runs a function on several ranks: processes with a gloo group, which end without gloo's teardown."""
+"""Runs a function on several ranks, in processes with a gloo group that end without gloo's teardown."""
 
 from __future__ import annotations
 
@@ -57,4 +57,4 @@ def _worker(rank: int, world_size: int, directory: str, function: Callable[[int,
     except BaseException:
         Path(directory, f"rank_{rank}").write_text(f"rank {rank}:\n{traceback.format_exc()}")
         status = 1
-    os._exit(status)  # gloo's teardown aborts in some runs after all work is done, with stock TorchRec too
+    os._exit(status)  # gloo's teardown sometimes aborts after all work is done, also with stock TorchRec.

@@ -1,4 +1,4 @@
-"""The work of a process that receives a module."""
+"""The function of a process that receives a module."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ OPTIONS = {
         (RowWiseAdagrad(lr=0.1), PoolingType.SUM, True, "table_wise"),
         (RowWiseAdagrad(lr=0.1), PoolingType.SUM, True, "row_wise"),
         (Adam(lr=0.1), PoolingType.SUM, False, "row_wise"),
-        # Row-wise means are sums that are divided later, which is not the same to the bit.
+        # Row-wise sharding divides sums later, so its means are not equal bit for bit.
         (SGD(lr=0.1, momentum=0.9), PoolingType.MEAN, False, "table_wise"),
     ],
 )
@@ -44,7 +44,7 @@ def test_bags(optimizer: Optimizer, pooling: PoolingType, weighted: bool, shardi
             for training in (False, True):
                 model.train(training)
                 given = batch(step, weighted, batch_size=3)
-                if weighted and model is other:  # whose input distribution has no gradient for them
+                if weighted and model is other:  # Its input distribution has no gradient for them.
                     given._weights = given.weights().detach()
                 out = model(given)
                 pooled = (out.wait() if model is other else out).to_dict()
@@ -72,7 +72,7 @@ def test_sequences(optimizer: Optimizer) -> None:
 @pytest.mark.usefixtures("one_rank")
 @pytest.mark.parametrize("sharding_type", ["table_wise", "row_wise"])
 def test_a_state_goes_from_one_to_the_other(sharding_type: str) -> None:
-    """The weights and their ids, which are all that a sharded module's state_dict has of a table."""
+    """Returns the weights and their ids, the only entries of a table in a sharded module's state_dict."""
     other = sharded(collection(*bag_tables()), optimizer=SGD(lr=0.1), sharding_type=sharding_type)
     eager = RecStoreEmbeddingBagCollection(bag_tables(), optimizer=SGD(lr=0.1))
     for step, model in enumerate((other, eager)):
@@ -95,7 +95,7 @@ def assert_same_weights(eager: Any, other: Any) -> None:
 
 
 def assert_same_tables(sharded_tables: Any, modules: Any) -> None:
-    """Rows, optimizer state, bookkeeping and counts."""
+    """Compares rows, optimizer state, bookkeeping and counts."""
     for name, module in modules.items():
         other, mine = sharded_tables[name], module.table
         assert len(mine) > 0

@@ -34,7 +34,7 @@ SUM, MEAN = PoolingType.SUM, PoolingType.MEAN
 
 
 def give_rows(stock: nn.ModuleDict, ours: nn.ModuleDict) -> None:
-    """The rows of :data:`IDS` of our tables get the weights of TorchRec's."""
+    """Writes the weights of TorchRec's module to the rows of :data:`IDS` of our tables."""
     for name, table in ours.items():
         assert isinstance(table, TableModule)
         table.table.insert(IDS.sort().values, stock[name].weight.detach())  # type: ignore[arg-type]
@@ -109,7 +109,7 @@ def test_sequences_as_torchrec(enable_fusion: bool, need_indices: bool) -> None:
                 assert mine.weights_or_none() is None
         optimizer.zero_grad()
         for out in outs:
-            out["c"].values().mul_(2.0)  # outputs may be changed in place
+            out["c"].values().mul_(2.0)  # Outputs can be changed in place.
             sum((out[name].values() ** 2).sum() for name in sorted(out)).backward()  # type: ignore[union-attr]
         optimizer.step()
     for name, table in ours.embeddings.items():
@@ -147,7 +147,7 @@ def test_a_batch_whose_size_varies_by_feature(enable_fusion: bool) -> None:
 
 
 def test_fusion_changes_no_bit_and_limits_no_id() -> None:
-    """Tables of any pooling, some frozen, in one call or a call each; ids of all 64 bits for any fusion_k."""
+    """One call, or one call for each table, with any pooling, frozen tables, and 64-bit ids for any fusion_k."""
 
     def train(enable_fusion: bool, fusion_k: int) -> list[Tensor]:
         ebc = RecStoreEmbeddingBagCollection(
@@ -191,7 +191,7 @@ def test_one_call_looks_all_tables_up(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("fused", [True, False])
 @pytest.mark.parametrize("enable_fusion", [True, False])
 def test_a_batch_without_ids(enable_fusion: bool, fused: bool) -> None:
-    """It is a step and an update all the same, as with a sharded module."""
+    """An empty batch is a step and an update, as with a sharded module."""
     none = torch.empty(0, dtype=torch.int64)
     given = KeyedJaggedTensor(["a", "b", "c"], none, torch.empty(0), lengths=torch.zeros(6, dtype=torch.int64))
     ebc = RecStoreEmbeddingBagCollection(bag_tables(), enable_fusion=enable_fusion, fused=fused, is_weighted=True)
@@ -235,7 +235,7 @@ def test_weights_have_the_gradients_of_training_in_evaluation(pooling: PoolingTy
 
 
 def test_configs_of_either_kind() -> None:
-    """Mappings, as RecStore's own module takes them; int32 ids; a TensorDict; a feature named by its table."""
+    """Tests configs as mappings, int32 ids, a TensorDict, and a feature that has the name of its table."""
     mapping = {"name": "t", "num_embeddings": 10, "embedding_dim": 4, "weight_init_min": 1.0, "weight_init_max": 2.0}
     ebc = RecStoreEmbeddingBagCollection([mapping])
     assert ebc.embedding_bag_configs()[0].feature_names == ["t"]
@@ -276,7 +276,7 @@ def test_in_a_model_of_torchrec() -> None:
 
 
 def test_under_feature_processors_of_torchrec() -> None:
-    """Whose weights of positions get the gradients that they get with TorchRec's own tables."""
+    """The weights of positions get the same gradients as with TorchRec's own tables."""
     stock = EmbeddingBagCollection(tables=bag_tables(stock=True), is_weighted=True)
     ours = RecStoreEmbeddingBagCollection(bag_tables(), is_weighted=True)
     give_rows(stock.embedding_bags, ours.embedding_bags)

@@ -1,4 +1,4 @@
-"""Eager modules in compiled functions: looked up outside of the graph, and trained as without."""
+"""Eager modules in compiled functions: lookups are outside of the graph, and training is the same as without it."""
 
 from __future__ import annotations
 

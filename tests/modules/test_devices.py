@@ -1,4 +1,4 @@
-"""A model on a GPU over rows in host memory."""
+"""A model on a GPU with rows in host memory."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a G
 
 
 def test_input_comes_from_the_gpu_and_output_goes_there() -> None:
-    """With the numbers of the CPU, gradients of per-sample weights too."""
+    """The results and the gradients of per-sample weights are equal to those on the CPU."""
     for weighted in (False, True):
         first, second = (RecStoreEmbeddingBagCollection(bag_tables(), is_weighted=weighted) for _ in range(2))
         second.to("cuda")

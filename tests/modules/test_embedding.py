@@ -68,7 +68,7 @@ def test_padding_is_zeros_and_never_gets_a_row(missing: Any) -> None:
 
 @pytest.mark.parametrize("arguments", [{}, {"fused": False}, {"padding_idx": 1}, {"scale_grad_by_freq": True}])
 def test_the_output_may_be_changed_in_place(arguments: dict[str, Any]) -> None:
-    """As torch's: positions are often added so."""
+    """Outputs can be changed in place, as in torch. Models often add positions in this way."""
     weight, ids, positions = torch.randn(ROWS, DIM), torch.tensor([1, 3, 1]), torch.randn(3, DIM)
     emb = RecStoreEmbedding(ROWS, DIM, _weight=weight, optimizer=SGD(lr=1.0), **arguments)
     stock = nn.Embedding(ROWS, DIM, _weight=weight.clone(), **{k: v for k, v in arguments.items() if k != "fused"})

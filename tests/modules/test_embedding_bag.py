@@ -20,7 +20,7 @@ SOME = torch.tensor([5, -1, 2**62, 5])
 
 @st.composite
 def cases(draw: st.DrawFn) -> dict[str, Any]:
-    """A constructor's and a call's arguments: empty bags, ids twice in a bag, and for ties rows of few values."""
+    """Generates arguments, with empty bags, duplicate ids in a bag, and rows of few values, so that there are ties."""
     mode = draw(st.sampled_from(["sum", "mean", "max"]))
     lines = draw(st.booleans())
     if lines:
@@ -79,7 +79,7 @@ def test_as_torch(case: dict[str, Any]) -> None:
 @pytest.mark.parametrize("mode", ["sum", "mean"])
 @pytest.mark.parametrize("padding", [None, 5])
 def test_gradients_by_frequency(mode: Any, padding: int | None) -> None:
-    """As torch documents it, and as its ``nn.Embedding`` does it: its bags divide by other counts (torch 2.13, CPU)."""
+    """The gradients are those of ``nn.Embedding`` and torch's docs. torch 2.13's bags divide by other counts on CPU."""
     weight = torch.randn(ROWS, DIM)
     ids, offsets = torch.tensor([3, 1, 3, 5, 3, 1]), torch.tensor([0, 3])
     stock = nn.Embedding(ROWS, DIM, _weight=weight.clone(), scale_grad_by_freq=True)
@@ -122,7 +122,7 @@ def test_two_modules_differ_and_a_seed_repeats_them() -> None:
     torch.manual_seed(3)
     assert torch.equal(rows(), first)
     assert not torch.equal(first, second)
-    assert abs(float(first.std()) - 1) < 0.1  # as torch's: normal, mean 0, deviation 1
+    assert abs(float(first.std()) - 1) < 0.1  # The same distribution as in torch: normal, mean 0, standard deviation 1.
     assert abs(float(first.mean())) < 0.1
 
 
@@ -148,7 +148,7 @@ def test_ids_behind_the_last_offset_are_in_no_bag() -> None:
 @pytest.mark.parametrize("fused", [True, False])
 @pytest.mark.parametrize("mode", ["sum", "mean", "max"])
 def test_the_output_may_be_changed_in_place(mode: Any, fused: bool) -> None:
-    """As torch's, in training and in evaluation."""
+    """Outputs can be changed in place in training and in evaluation, as in torch."""
     bags = RecStoreEmbeddingBag(4, DIM, mode=mode, fused=fused, name="t", optimizer=SGD(lr=1.0))
     plain = RecStoreEmbeddingBag(4, DIM, mode=mode, name="t", optimizer=SGD(lr=1.0))
     changed = bags(SOME, torch.tensor([0, 3]))
@@ -175,7 +175,7 @@ def test_a_nested_input_is_bags() -> None:
 
 
 def test_weights_have_gradients_without_training() -> None:
-    """In evaluation and on frozen rows, as in torch: with a table whose rows come and go all the same."""
+    """Per-sample weights get gradients in evaluation and with frozen rows, as in torch."""
     bags = RecStoreEmbeddingBag(4, DIM, mode="sum", optimizer=SGD(lr=0.1))
     bags(SOME, torch.tensor([0, 3]))
     rows = bags.table.lookup(SOME)

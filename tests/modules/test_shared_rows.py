@@ -1,4 +1,4 @@
-"""Modules whose rows lie in a cold store that others share: copies have the same rows, and write none back."""
+"""Modules with rows in a shared cold store: copies have the same rows and write no rows back."""
 
 from __future__ import annotations
 

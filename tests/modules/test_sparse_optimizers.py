@@ -1,4 +1,4 @@
-"""The update outside backward: ``fused=False`` and ``SparseSGD``, ``SparseRowWiseAdagrad``, ``SparseAdamW``."""
+"""Updates outside of backward: ``fused=False`` with ``SparseSGD``, ``SparseRowWiseAdagrad`` and ``SparseAdamW``."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def loss_of(out: Any) -> Tensor:
 
 @pytest.mark.parametrize(("kind", "sparse", "fused"), SPARSE, ids=[kind for kind, _, _ in SPARSE])
 def test_a_step_a_pass_is_the_fused_update(kind: str, sparse: Callable[[], Any], fused: Optimizer) -> None:
-    """To the bit, with evicted rows too; gradients of per-sample weights likewise."""
+    """Rows, also evicted rows, and gradients of per-sample weights are equal bit for bit."""
     options = {
         "t1": TableOptions(admission=MinFrequency(2, counter_bytes=2**12)),
         "t2": TableOptions(max_rows=8, eviction=LRU()),
@@ -104,7 +104,7 @@ def test_modules_of_one_table(mode: Any, by_frequency: bool) -> None:
 
 
 def test_passes_before_a_step_are_summed() -> None:
-    """An id of several passes is updated once, on the sum: with AdamW two updates would be others."""
+    """An id of several passes is updated once, with the sum. With AdamW, two updates would give other rows."""
     ids = torch.tensor([5, -1, 5]), torch.tensor([2**62, 5])
     emb = RecStoreEmbedding(9, 3, fused=False, _weight=torch.randn(9, 3))
     stock = nn.Parameter(torch.cat([emb(i).detach() for i in (torch.tensor([-1, 5, 2**62]),)]))
@@ -192,7 +192,7 @@ def test_the_optimizer_may_change_until_there_is_state() -> None:
     state = emb.table.read_rows(torch.tensor([1, 2]))
     emb(torch.tensor([1, 2])).sum().backward()
     adamw.lr = 0.0
-    adamw.step()  # another learning rate needs no other table
+    adamw.step()  # Another learning rate does not need a new table.
     assert torch.equal(emb.table.lookup(torch.tensor([1, 2])), state["weight"])
     SparseAdamW([emb], lr=0.1, weight_decay=0.5)
     moved = emb.table.read_rows(torch.tensor([1, 2]))
@@ -206,13 +206,13 @@ def test_rows_that_have_left_memory_are_stepped(tmp_path: Any) -> None:
     for first in (0, 2, 4):
         emb(torch.arange(first, first + 2)).sum().backward()
     optimizer = SparseSGD(lr=1.0)
-    with pytest.raises(ValueError, match="max_rows"):  # a step is one update: its rows are in memory at once
+    with pytest.raises(ValueError, match="max_rows"):  # A step is one update and needs all of its rows in memory.
         optimizer.step([emb])
-    assert emb.collected is not None  # what has failed can be repeated
+    assert emb.collected is not None  # The failed step can be repeated.
     assert len(emb.collected[0]) == 6
     optimizer.zero_grad([emb])
     emb(torch.tensor([0, 1])).sum().backward()
-    emb(torch.tensor([5]))  # whose graph is gone at once, so that a row of the pass leaves memory
+    emb(torch.tensor([5]))  # The graph is freed at once, so that a row of the pass can be evicted.
     emb(torch.tensor([4]))
     optimizer.step([emb])
     assert torch.equal(emb.table.lookup(torch.arange(6))[:, 0], torch.tensor([-1.0, -1, 0, 0, 0, 0]))

@@ -1,4 +1,4 @@
-"""State of the eager modules: ``state_dict``, copies, pickles, devices, as for any torch module."""
+"""The state of eager modules in ``state_dict``, copies, pickles and on devices, as for any torch module."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from torchrec_recstore.options import LFU, LRU, Expiry, MinFrequency, RocksDBSto
 
 
 class Model(nn.Module):
-    """Both collections, a module of one table and a dense layer; ``options`` are those of a table of each."""
+    """A model with both collections, a module of one table and a dense layer. Each has a table with ``options``."""
 
     def __init__(self, options: TableOptions = TableOptions(), device: Any = None, **more: Any) -> None:  # noqa: B008
         super().__init__()
@@ -41,7 +41,7 @@ class Model(nn.Module):
         self.dense = nn.Linear(4, 1, device=device)
 
     def forward(self, features: KeyedJaggedTensor) -> Tensor:
-        """A number that depends on every row."""
+        """Returns a number that depends on every row."""
         rows = [jagged.values() for jagged in self.ec(features).values()]
         rows.append(self.emb(features.values()))
         total: Tensor = self.dense(torch.cat(rows)).sum() + (self.ebc(features).values() ** 2).sum()
@@ -78,7 +78,7 @@ def of_torch_save(model: nn.Module) -> nn.Module:
 
 
 def of_state_dict(model: nn.Module) -> nn.Module:
-    """Into a model that has other rows, through a file of tensors alone."""
+    """Loads the state from a file of tensors into a model with other rows."""
     file = io.BytesIO()
     torch.save(model.state_dict(), file)
     file.seek(0)
@@ -100,7 +100,7 @@ BOUNDS = {
 
 @pytest.mark.parametrize("bounds", BOUNDS)
 def test_a_copy_trains_on_to_the_bit(bounds: str, tmp_path: Path) -> None:
-    """Rows, optimizer state, clocks, counts of sightings, rows in a cold store; each goes on by itself."""
+    """A copy has the rows, optimizer state, clocks, sightings and cold rows, and it changes independently."""
     model = Model(BOUNDS[bounds](tmp_path), optimizer=Adam(lr=0.01))
     train(model, 0, 4)
     before = states(model)
@@ -212,7 +212,7 @@ def test_a_bounded_table_keeps_what_its_eviction_would() -> None:
 
 
 def test_the_state_of_a_stock_module_loads() -> None:
-    """Row i becomes id i."""
+    """Row i becomes the row of id i."""
     stock = EmbeddingBagCollection(tables=bag_tables(stock=True))
     ebc = RecStoreEmbeddingBagCollection(bag_tables())
     ebc(batch(0)).values().sum().backward()
@@ -301,7 +301,7 @@ def test_hooks_and_modes() -> None:
     emb.register_state_dict_post_hook(lambda *_: seen.append("saved"))
     emb.register_load_state_dict_pre_hook(lambda *_: seen.append("loading"))
     emb.register_load_state_dict_post_hook(lambda *_: seen.append("loaded"))
-    with pytest.warns(UserWarning, match="Full backward hook"):  # for want of an input that needs a gradient
+    with pytest.warns(UserWarning, match="Full backward hook"):  # No input requires a gradient.
         model(IDS).sum().backward()
     model.load_state_dict(model.state_dict())
     assert seen == ["before", "after", "backward (10, 4)", "saved", "loading", "loaded"]
@@ -357,7 +357,7 @@ def test_data_parallel_is_refused() -> None:
 
 
 def test_memory_goes_with_the_module(tmp_path: Path) -> None:
-    """A copy, and a module that has moved to meta, keep nothing of the table; there is no cycle to wait for."""
+    """A copy, and a module that has moved to meta, do not keep the table alive, and there is no reference cycle."""
     import gc
     import weakref
 

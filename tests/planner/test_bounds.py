@@ -1,4 +1,4 @@
-"""Bounded tables are planned by the rows that they may hold, and by their counters of sightings."""
+"""The planner's estimate of a bounded table has the rows up to ``max_rows`` and the counter of sightings."""
 
 from __future__ import annotations
 

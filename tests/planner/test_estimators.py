@@ -65,7 +65,7 @@ def options_by_type(
 def test_storage_is_that_of_resident_rows(optimizer: EmbOptimType, state: Any) -> None:
     found = options_by_type(collection(), {"optimizer": optimizer})
     assert set(found) == {"table_wise", "column_wise", "table_column_wise", "row_wise", "table_row_wise"}
-    io_limit = 2048  # one bag of one id a rank, in and out
+    io_limit = 2048  # The input and output of one bag with one id on each rank.
     for sharding_type, rows, columns in (
         ("table_wise", ROWS, DIM),
         ("row_wise", ROWS // WORLD, DIM),

@@ -146,7 +146,7 @@ def test_a_plan_that_does_not_fit_fails() -> None:
 
 
 def test_memory_decides_between_table_wise_and_row_wise() -> None:
-    # 4M rows of 256 + 44 bytes: 1.1 GiB on one rank, half of it on each of two.
+    # 4M rows of 256 + 44 bytes take 1.1 GiB on one rank, or half of it on each of two ranks.
     constraints = {"a": RecStoreConstraints(options=TableOptions(expected_rows=4 * 2**20))}
     sharding = planned(planner(2, constraints, ddr_cap=GiB).plan(collection(a=2**40), [RecStoreSharder()]))["a"]
     assert sharding.sharding_type in ("row_wise", "column_wise")
@@ -257,7 +257,7 @@ def test_the_plan_tells_the_rows_and_bytes_assumed(caplog: pytest.LogCaptureFixt
         "RecStore table 'a': 3,000,000 resident rows assumed (expected_rows)",
         "RecStore table 'c': 500 resident rows assumed (no expected_rows: num_embeddings, at most 2**20)",
     ]
-    # A million and a half rows of 64 floats, 44 bytes of index and bookkeeping each: SGD has no state.
+    # 1.5 million rows of 64 floats, and 44 bytes of index and bookkeeping for each row. SGD has no state.
     gib = 1_500_000 * (64 * 4 + 44) / GiB
     for rank in (0, 1):
         said = re.search(rf"rank {rank}: (\S+) GiB", lines[0])

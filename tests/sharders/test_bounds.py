@@ -1,4 +1,4 @@
-"""What a shard gets of its table's bound, and what is refused. Bounds over several ranks: tests/distributed."""
+"""The part of a table's ``max_rows`` that a shard gets, and the errors. Tests on several ranks: tests/distributed."""
 
 from __future__ import annotations
 
@@ -63,19 +63,19 @@ def test_a_bound_does_not_change_the_initializer_and_the_table_keeps_its_options
 
 
 def many(n: int) -> list[list[int]]:
-    """Bags of distinct ids."""
+    """Returns bags of distinct ids."""
     return [list(range(begin, min(begin + 4, n))) for begin in range(0, n, 4)] + [[]] * (8 - -(-n // 4))
 
 
 @pytest.mark.usefixtures("one_rank")
 @pytest.mark.parametrize("config", [bag, sequence])
 def test_a_batch_that_does_not_fit_one_table_changes_none(config: type) -> None:
-    """Whichever of the lookup's tables it is, and the next batch trains on."""
+    """The error is raised for any table of the lookup, and the model trains on the next batch."""
     make = sequences if config is sequence else collection
     for tight in ("a", "b", "c"):
         options = {name: TableOptions(max_rows=20 if name == tight else 40, eviction=LRU()) for name in "ab"}
         if tight == "c":
-            options["c"] = TableOptions(max_rows=20)  # which may not grow past it
+            options["c"] = TableOptions(max_rows=20)  # The table has no eviction and cannot grow.
         configs = [config(name, [f"f_{name}"]) for name in "abc"]
         model = sharded(make(*configs), {"learning_rate": 0.1}, options)
 
@@ -90,7 +90,7 @@ def test_a_batch_that_does_not_fit_one_table_changes_none(config: type) -> None:
             train(21)
         for name, shard in shards.items():
             stats, rows = before[name]
-            assert replace(shard.stats(), bytes=0) == replace(stats, bytes=0)  # the index may have grown
+            assert replace(shard.stats(), bytes=0) == replace(stats, bytes=0)  # The index may have grown.
             now = shard.read_rows(shard.ids())
             assert all(torch.equal(now[key], rows[key]) for key in rows)
         train(20)

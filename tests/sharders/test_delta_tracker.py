@@ -1,4 +1,4 @@
-"""TorchRec's delta tracker over RecStore tables: what it gives of stock tables on the same batches, for any id."""
+"""TorchRec's delta tracker returns the same for RecStore tables and stock tables on the same batches, for any id."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ BATCHES = [
     {"f": [[7], [1]], "g": [[], [7]]},
 ]
 RAW = {1: -(2**63), 2: 2**63 - 1, 3: -1, 4: 10**18 + 7, 7: 5, 9: -12345}
-"""Ids of any size in the place of those of the batches."""
+"""The ids of any size that replace the ids of the batches."""
 SQUARES = [TrackingMode.MOMENTUM_DIFF, TrackingMode.ROWWISE_ADAGRAD]
 
 
@@ -44,7 +44,7 @@ def features(step: int, raw: bool = False) -> Any:
 
 
 class Model(nn.Module):
-    """Tables and a dense parameter, without which TorchRec makes no tracker."""
+    """A model with tables and a dense parameter. TorchRec makes no tracker for a model without one."""
 
     def __init__(self, tables: nn.Module) -> None:
         super().__init__()
@@ -83,7 +83,7 @@ def shards(model: DistributedModelParallel) -> list[Table]:
 
 
 def deltas(model: DistributedModelParallel, mode: TrackingMode, raw: bool = False) -> list[dict[int, Any]]:
-    """After two batches and after a third one: by id, what the tracker gives of the table ``t``."""
+    """Returns the tracker's values of the table ``t`` by id, after two batches and after a third batch."""
     tracker = model.init_torchrec_delta_tracker(DeltaTrackerConfig(tracking_mode=mode))
     given = []
     for steps in ((0, 1), (2,)):
@@ -105,7 +105,7 @@ def assert_close(found: list[dict[int, Any]], expected: list[dict[int, Any]]) ->
 
 
 def pairs(bags: bool) -> tuple[DistributedModelParallel, DistributedModelParallel]:
-    """A model with a RecStore table and one with a stock table, of the same rows."""
+    """Returns a model with a RecStore table and a model with a stock table. The tables have the same rows."""
     if bags:
         unsharded, kind = (
             (lambda: collection(bag("t", ["f", "g"], rows=10), device="cpu")),
@@ -154,7 +154,7 @@ def raw_model(bags: bool, sharding_type: str, routing: Any = "block") -> Distrib
 @pytest.mark.parametrize("sharding_type", SHARDINGS)
 @pytest.mark.parametrize("bags", [True, False], ids=["bags", "sequences"])
 def test_raw_ids_and_the_states_of_the_rows(bags: bool, sharding_type: str, routing: str) -> None:
-    """Against what the tables hold before and after: the first and the last of what was looked up, and differences."""
+    """Compares the tracker in every mode with values of the tables: first values, last values and differences."""
     for mode in TrackingMode:
         if bags and mode == TrackingMode.EMBEDDING:
             continue

@@ -1,4 +1,4 @@
-"""``EmbeddingCollection``: what differs from the bags."""
+"""Tests ``EmbeddingCollection`` where it differs from ``EmbeddingBagCollection``."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ def test_batch_size_may_vary_by_feature_in_evaluation_alone() -> None:
 
 
 class Both(nn.Module):
-    """Two collections of either kind."""
+    """A model with two collections of each kind."""
 
     def __init__(self, device: str = "meta") -> None:
         super().__init__()
@@ -132,7 +132,7 @@ def test_several_collections_without_a_plan(device: str) -> None:
     model(batch(a=[[1]], b=[[-2, 2]], c=[[3]], d=[[4, 4, 5]])).backward()
     assert {name: stats.rows for name, stats in table_stats(model).items()} == {"a": 1, "b": 2, "c": 1, "d": 2}
     assert sum(parameter.numel() for parameter in model.parameters()) == 0
-    assert len(model.state_dict()) == 2 * 4  # weight and weight_id of each table
+    assert len(model.state_dict()) == 2 * 4  # Each table has weight and weight_id.
     model.load_state_dict(model.state_dict())
 
 

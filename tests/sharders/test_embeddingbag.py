@@ -212,7 +212,7 @@ def test_tables_of_any_pooling_and_sharding_share_features(
 
 @pytest.mark.parametrize("sharding_type", ["table_wise", "row_wise"])
 def test_batch_size_may_vary_by_feature(sharding_type: str) -> None:
-    """With two kernels, one of each dim, where TorchRec's own way of merging them does not work on CPU."""
+    """The tables have two dims, so there are two kernels. TorchRec's own method cannot merge their outputs on CPU."""
     options = {"a": TableOptions(initializer=ConstantInit(1.0)), "b": TableOptions(initializer=ConstantInit(2.0))}
     ebc = collection(bag("a", ["f"]), bag("b", ["g"], dim=8))
     apply_optimizer_in_backward(torch.optim.SGD, ebc.embedding_bags["b"].parameters(), {"lr": 0.5})

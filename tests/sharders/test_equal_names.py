@@ -1,4 +1,4 @@
-"""Tables of one name in two collections of a model: what takes or gives a table's name goes by the path, too."""
+"""Tables with the same name in two collections of a model: functions accept and return names with the path, too."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ DIM = 4
 
 
 class Towers(nn.Module):
-    """Two collections of bags with a table of one name, beside sequences with a table of another name."""
+    """A model with two bag collections whose tables have the same name, and a sequence collection with another name."""
 
     def __init__(self, second: str = "t", device: str = "meta") -> None:
         super().__init__()
@@ -53,7 +53,7 @@ class Towers(nn.Module):
         self.words = sequences(sequence("w", ["w"], rows=8), device=device)
 
     def forward(self, features: KeyedJaggedTensor) -> torch.Tensor:
-        """The sum of all outputs, those of the first collection counted twice."""
+        """Returns the sum of all outputs. The outputs of the first collection count twice."""
         rows = self.words(features)["w"].values()
         user = self.user["bags"](features).values()
         item = self.item(features).values()
@@ -105,7 +105,7 @@ def test_names_are_bare_where_they_are_the_only_ones() -> None:
     assert list(table_stats(trained(second="other"))) == ["t", "other", "w"]
     assert list(table_stats(model.module.item)) == ["t"]
     assert [table_named(model, name).name for name in (USER, ITEM, "w", "words.w")] == [USER, ITEM, "w", "w"]
-    model.module.again = model.module.item  # one collection in two places is one
+    model.module.again = model.module.item  # One collection in two places counts once.
     assert table_stats(model) == stats
 
 
@@ -145,7 +145,7 @@ def test_checkpoints_and_deltas(tmp_path: Path) -> None:
     assert_equal(model, other)
     other(BATCH).backward()
     save_checkpoint(other, tmp_path / "second", delta_of=tmp_path / "delta")
-    # Each collection by itself; its table is the only one of its name there, and found by its full name in the whole.
+    # In each collection alone, the name of its table is unique. In the model, the full name finds the table.
     save_checkpoint(model.module.item, tmp_path / "item")
     assert sorted(read_info(tmp_path / "item").tables) == ["t"]
     load_checkpoint(other.module.item, tmp_path / "item")
@@ -160,7 +160,7 @@ def test_checkpoints_and_deltas(tmp_path: Path) -> None:
 def test_a_delta_is_not_taken_of_a_base_without_the_name(tmp_path: Path) -> None:
     model = trained()
     save_checkpoint(model, tmp_path / "full")
-    del model.module.item  # "t" is unique now, and the base has "user.bags.t"
+    del model.module.item  # "t" is unique now, but the base checkpoint has "user.bags.t".
     with pytest.raises(ValueError, match="save without delta_of"):
         save_checkpoint(model, tmp_path / "delta", delta_of=tmp_path / "full")
 
@@ -217,7 +217,7 @@ def test_a_shared_cold_store_keeps_them_apart() -> None:
         (USER, [1, 2]),
         ("w", [5]),
     ]
-    # A plan that is made by hand names no table apart.
+    # A plan that is made by hand has no row names.
     for tables in model.plan.plan.values():
         for sharding in tables.values():
             sharding.row_name = None

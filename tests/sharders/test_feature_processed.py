@@ -1,4 +1,4 @@
-"""Feature-processed collections: the per-sample weights are trained through RecStore's kernel."""
+"""RecStore's kernel trains the per-sample weights of feature-processed collections."""
 
 from __future__ import annotations
 

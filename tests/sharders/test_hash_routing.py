@@ -1,4 +1,4 @@
-"""How evenly rows lie on ranks, and what hash routing refuses. Its numbers: tests/distributed."""
+"""Tests how evenly rows are spread over ranks, and the errors of hash routing. Tests of results: tests/distributed."""
 
 from __future__ import annotations
 

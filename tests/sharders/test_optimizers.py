@@ -1,4 +1,4 @@
-"""Which optimizer a table gets, and that its learning rate can be changed while training."""
+"""Tests which optimizer a table gets, and that its learning rate can change during training."""
 
 from __future__ import annotations
 
@@ -128,8 +128,8 @@ def test_a_mark_and_fused_params_must_name_the_same_optimizer() -> None:
         ValueError, match="table 't': fused_params select Adagrad, apply_optimizer_in_backward selects SGD"
     ):
         sharded(marked(torch.optim.SGD, lr=0.2), adagrad)
-    # Of the same optimizer, the table's own numbers go before the sharder's, as in TorchRec; and where the sharder
-    # names none, the mark alone selects.
+    # If both select the same optimizer, the table's arguments take precedence, as in TorchRec. If the sharder selects
+    # no optimizer, apply_optimizer_in_backward selects it.
     assert tables(sharded(marked(torch.optim.Adagrad, lr=0.2), adagrad))["t"].optimizer.lr == 0.2
     assert tables(sharded(marked(torch.optim.SGD, lr=0.2), {"learning_rate": 0.1}))["t"].optimizer == SGD(lr=0.2)
 
@@ -150,7 +150,7 @@ def test_unsupported_optimizers_fail_when_sharding() -> None:
 
 
 def decrease(model: DistributedModelParallel) -> float:
-    """How much a row of a sum falls in one training step with a gradient of one."""
+    """Returns the decrease of a row in one training step with a gradient of one."""
     before = model(batch(f=[[5]])).values()
     before.sum().backward()
     return float((before.detach() - tables(model)["t"].lookup(torch.tensor([5]))).mean())
@@ -172,7 +172,7 @@ def test_learning_rate_follows_param_groups_and_schedulers() -> None:
 
 @pytest.mark.parametrize("sharding_type", ["table_wise", "row_wise"])
 def test_accumulation(sharding_type: str) -> None:
-    """Three backward passes, then one update on their sum, with the learning rate of the third."""
+    """After three backward passes, there is one update with the sum, with the learning rate of the third pass."""
     options = {"t": TableOptions(initializer=ConstantInit(0.0))}
     model = sharded(collection(bag()), {"learning_rate": 1.0}, options, sharding_type, accumulation_steps=3)
     for step, (ids, lr) in enumerate([([5], 1.0), ([5, 6], 1.0), ([5], 0.5), ([7], 0.5)]):

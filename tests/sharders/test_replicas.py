@@ -1,4 +1,4 @@
-"""``DMPCollection`` keeps replicas of tables, which RecStore does not average."""
+"""``DMPCollection`` has replicas of tables, which RecStore does not average."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def processed() -> nn.Module:
 def test_it_is_refused_where_it_is_made(
     module: Callable[[], nn.Module], sharder: type[ModuleSharder[nn.Module]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # TorchRec wants an accelerator here, and gets none: the tables are refused before anything is put there.
+    # TorchRec needs an accelerator here, which is absent. The error is raised before TorchRec uses it.
     monkeypatch.delenv("LOCAL_RANK", raising=False)
     model, sharders = nn.Sequential(module()), [sharder()]
     plan = RecStorePlanner(topology=Topology(world_size=1, compute_device="cuda")).plan(model, sharders)

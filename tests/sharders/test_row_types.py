@@ -1,4 +1,4 @@
-"""Collections whose configs ask for 16-bit rows, on one rank."""
+"""Collections with 16-bit rows, on one rank."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def bags(data_type: DataType = DataType.BF16, **more: Any) -> EmbeddingBagCollec
 
 
 def values(out: Any) -> torch.Tensor:
-    """Of a KeyedTensor, or of the only feature of an EmbeddingCollection."""
+    """Returns the values of a KeyedTensor, or of the only feature of an EmbeddingCollection."""
     found: torch.Tensor = out["f"].values() if hasattr(out, "items") else out.values()
     return found
 
@@ -57,7 +57,7 @@ def test_rows_are_those_of_the_float32_model_rounded(
     assert table.dtype is DTYPES[data_type]
     for step in range(3):
         outs = [values(model(batch(f=IDS))) for model in (narrow, wide)]
-        if step == 0:  # the rows have just been made
+        if step == 0:  # The rows have just been made.
             torch.testing.assert_close(outs[0], outs[1], atol=1e-2, rtol=1e-2)
             reference.insert(ids, table.lookup(ids).float())
             outs[1] = values(wide(batch(f=IDS)))

@@ -1,4 +1,4 @@
-"""Sharded models whose tables have a shared cold store: flushed together, saved whole, and what is refused."""
+"""Sharded models whose tables have a shared cold store: flushing, saving the whole store, and the errors."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def test_what_a_checkpoint_cannot_do_with_a_shared_store_is_said_at_once(tmp_pat
     models.assert_holds(model, held)
     flush_tables(model)
     again = models.recstore(options=SHARED)
-    load_checkpoint(again, tmp_path / "whole", strict=False)  # all but the rows, which are there
+    load_checkpoint(again, tmp_path / "whole", strict=False)  # The rows are in the store already and are not loaded.
     assert torch.equal(again.module.over.weight, weight)
     models.assert_holds(again, held)
 

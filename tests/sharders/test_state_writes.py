@@ -1,4 +1,4 @@
-"""Writes into what represents rows in TorchRec's and torch's bookkeeping: each works, or says what to call instead."""
+"""Writes to the tensors that represent rows in a model's state: they work, or the error names a function to use."""
 
 from __future__ import annotations
 
@@ -61,17 +61,18 @@ def test_a_write_to_a_copy_is_told_at_the_next_use(
 ) -> None:
     model = trained()
     before = models.shards(model)
-    fill(model.state_dict())  # which is gone now
+    fill(model.state_dict())  # The tensors of this state are freed at once.
     with pytest.raises(RuntimeError, match=COPY):
         use(model, tmp_path / "saved")
     models.assert_holds(model, before)
-    use(model, tmp_path / "saved")  # it has been said
+    use(model, tmp_path / "saved")  # The error has been raised once and is not raised again.
 
 
 def test_copies_of_empty_tables_and_of_optimizer_state(one_rank: None) -> None:
     model = models.recstore()
     for shard in model.state_dict()[USER].local_shards():
-        shard.tensor.copy_(torch.zeros(100, models.DIM)[: len(shard.tensor)])  # torchrec's copy_state_dict
+        # TorchRec's copy_state_dict does the same.
+        shard.tensor.copy_(torch.zeros(100, models.DIM)[: len(shard.tensor)])
     with pytest.raises(RuntimeError, match=COPY):
         model(models.batch(1))
     models.train(model)
@@ -210,7 +211,7 @@ def gathers(rank: int, world_size: int) -> None:
     unsharded = {USER: torch.full((100, models.DIM), 9.0)}
     state_dict_gather(empty.state_dict(), unsharded)
     assert rank != 0 or unsharded[USER].count_nonzero() == 0
-    # A copy is written on one rank alone, and all are told.
+    # One rank writes to a copy, and all ranks raise the error.
     state = empty.state_dict()
     models.train(empty)
     state = empty.state_dict()

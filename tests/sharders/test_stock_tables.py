@@ -1,4 +1,4 @@
-"""Who gives a sharder for RecStore tables, and gets TorchRec's own, is warned of it."""
+"""A warning is given if the model has a RecStore sharder and its tables are on TorchRec's kernels."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ pytestmark = pytest.mark.usefixtures("one_rank")
 
 
 def warned(function: Callable[[], Any]) -> list[str]:
-    """The texts of our warnings, each of which is at a line of this file."""
+    """Returns the texts of our warnings. Each warning must point to a line of this file."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         function()

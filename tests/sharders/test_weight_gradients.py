@@ -1,4 +1,4 @@
-"""Per-sample weights that require a gradient: they get it, or the batch is refused."""
+"""Per-sample weights that require a gradient get it, or the batch raises an error."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def two_tables(device: str = "meta", is_weighted: bool = True) -> EmbeddingBagCo
 
 
 def weighted(*order: str, weights: torch.Tensor | None = None) -> KeyedJaggedTensor:
-    """Two bags of the features ``f`` and ``g``; the weights require a gradient unless others are given."""
+    """Returns two bags of the features ``f`` and ``g``. The default weights require a gradient."""
     bags = {"f": [[1, 2, 1], [3]], "g": [[4], [5, 1]]}
     features = batch(**{name: bags[name] for name in order})
     if weights is None:

@@ -234,7 +234,7 @@ def _given_configs(
     argument: str,
     kind: type[_Config],
 ) -> list[_Config]:
-    """Returns the configs from the one of the two arguments that is given."""
+    """Returns the configs from the argument that is given: ``configs`` or ``tables``."""
     if (configs is None) == (tables is None):
         raise TypeError(f"exactly one of {argument} and tables must be given")
     found = [kind(**config) if isinstance(config, Mapping) else config for config in configs or tables or ()]
