@@ -105,7 +105,7 @@ def an_option_from_the_future(one_rank: None, tmp_path: Path) -> None:
     load_checkpoint(models.recstore(), tmp_path / "1000")
 
 
-@situation("A part that is not listed")
+@situation("A part that is not in the metadata")
 def a_part_left_out(one_rank: None, tmp_path: Path) -> None:
     change(saved(tmp_path / "1000"), lambda document: document["tables"]["item"]["parts"].pop())
     load_checkpoint(models.recstore(), tmp_path / "1000")
@@ -141,7 +141,7 @@ def another_optimizer(one_rank: None, tmp_path: Path) -> None:
     load_checkpoint(models.recstore(optimizer=EmbOptimType.ADAM), tmp_path / "1000")
 
 
-@situation("A delta of a checkpoint that the model does not know")
+@situation("A delta of an unknown checkpoint")
 def an_unknown_base(one_rank: None, tmp_path: Path) -> None:
     saved(tmp_path / "1000")
     save_checkpoint(models.recstore(), tmp_path / "1001", delta_of=tmp_path / "1000")
@@ -173,22 +173,22 @@ def a_lambda(one_rank: None, tmp_path: Path) -> None:
     save_checkpoint(models.recstore(), tmp_path / "1000", training_state={"schedule": torch.nn.ReLU()})
 
 
-@situation("Saving to a path that exists")
+@situation("Saving to an existing path")
 def saved_twice(one_rank: None, tmp_path: Path) -> None:
     save_checkpoint(models.recstore(), saved(tmp_path / "1000"))
 
 
-@situation("Folding into a path that exists")
+@situation("Folding into an existing path")
 def folded_twice(one_rank: None, tmp_path: Path) -> None:
     compact_checkpoint(saved(tmp_path / "1000"), tmp_path / "1000")
 
 
-@situation("Loading from a path where no checkpoint is")
+@situation("Loading from a path without a checkpoint")
 def nothing_there(one_rank: None, tmp_path: Path) -> None:
     load_checkpoint(models.recstore(), tmp_path / "1000")
 
 
-@situation("A folder that may not be written")
+@situation("A directory that cannot be written")
 def a_file_in_the_way(one_rank: None, tmp_path: Path) -> None:
     (tmp_path / "run").write_text("no folder")
     save_checkpoint(models.recstore(), tmp_path / "run" / "1000")

@@ -19,7 +19,7 @@ def no_movielens(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     load(tmp_path / "ml-100k")
 
 
-@situation("A line that is no row of the Criteo log")
+@situation("A line that is not a row of the Criteo log")
 def bad_line(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.syspath_prepend(str(EXAMPLES))
     monkeypatch.syspath_prepend(str(EXAMPLES / "dlrm"))

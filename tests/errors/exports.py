@@ -24,12 +24,12 @@ def nothing_to_export() -> None:
     export_for_inference(nn.Linear(1, 1))
 
 
-@situation("A data type that rows are not exported in")
+@situation("An unsupported data type of an export")
 def as_float64() -> None:
     export_for_inference(bags(), dtype=torch.float64)
 
 
-@situation("A dim that a data type does not fit")
+@situation("A dim that does not fit the data type")
 def five_columns() -> None:
     export_for_inference(bags(dim=5), dtype=torch.quint4x2)
 
@@ -65,6 +65,6 @@ def another_model(tmp_path: Path) -> None:
     export_delta(bags("t_item"), tmp_path / "delta.safetensors", base=tmp_path / "served.pt")
 
 
-@situation("An export delta of nothing")
+@situation("An export delta without a base")
 def no_base(tmp_path: Path) -> None:
     export_delta(bags(), tmp_path / "delta.safetensors", base=tmp_path / "served.pt")

@@ -60,7 +60,7 @@ def no_server() -> None:
     RecStoreClient([f"127.0.0.1:{free_port()}"], timeout_s=0.05).pull("t_user", THREE)
 
 
-@situation("A token that is missing or wrong")
+@situation("A missing or wrong token")
 def no_token(guarded_server: RecStoreServer) -> None:
     RecStoreClient([guarded_server.address]).pull("t_user", THREE)
 
@@ -96,7 +96,7 @@ def other_clients_rows(error_server: RecStoreServer) -> None:
     reader.pull("t_ones", THREE)
 
 
-@situation("A table that nobody has made")
+@situation("A table that was not made")
 def no_table() -> None:
     RecStoreClient().pull("t_user", THREE)
 
@@ -115,7 +115,7 @@ def swapped(error_server: RecStoreServer, second_error_server: RecStoreServer) -
     RecStoreClient(addresses[::-1]).pull("t_split", THREE)
 
 
-@situation("A client that has been closed")
+@situation("A closed client")
 def closed_client() -> None:
     client = RecStoreClient()
     client.close()
@@ -148,11 +148,11 @@ def in_use(error_server: RecStoreServer, tmp_path: Path) -> None:
     serve(ServerOptions(listen=error_server.address, data=tmp_path / "other"), lambda address: None)
 
 
-@situation("A data directory that another server has")
+@situation("A data directory of another server")
 def same_directory(error_server: RecStoreServer) -> None:
     DataDirectory(error_server.data)
 
 
-@situation("A cold store of your own that breaks a promise")
+@situation("Your own cold store that breaks a promise")
 def options_without_equality() -> None:
     check_cold_store(object())

@@ -44,7 +44,7 @@ from torchrec_recstore.store import Table
 SGD_BY_PARAMS = {"optimizer": EmbOptimType.EXACT_SGD}
 
 
-@situation("An optimizer that RecStore does not have")
+@situation("An unsupported optimizer")
 def unknown_optimizer(one_rank: None) -> None:
     sharded(collection(bag("t_user")), fused_params={"optimizer": EmbOptimType.SHAMPOO})
 
@@ -59,7 +59,7 @@ def two_optimizers(one_rank: None) -> None:
     sharded(collection(bag("t_user")), fused_params=SGD_BY_PARAMS, optimizer=Adam(lr=0.1))
 
 
-@situation("A data type that rows cannot have")
+@situation("An unsupported data type of rows")
 def int8_rows(one_rank: None) -> None:
     sharded(collection(bag("t_user", data_type=DataType.INT8)))
 
@@ -74,7 +74,7 @@ def virtual(one_rank: None) -> None:
     sharded(collection(bag("t_user", use_virtual_table=True)))
 
 
-@situation("A feature of a hashed table and of one that is not")
+@situation("A feature of tables with different routing")
 def half_hashed(one_rank: None) -> None:
     options = {"t_user": TableOptions(routing="hash"), "t_history": TableOptions()}
     tables = collection(bag("t_user", features=["user"]), bag("t_history", features=["user"]))
@@ -86,17 +86,17 @@ def one_row_for_two_ranks() -> None:
     shard_options(TableOptions(max_rows=1), (2, 0), "t_user")
 
 
-@situation("A table that the model does not have")
+@situation("An unknown name of a table")
 def unknown_table(one_rank: None) -> None:
     load_dense_weights(sharded(collection(bag("t_user"))), {"t_usr": torch.ones(3, 4)})
 
 
-@situation("Weights of another dim")
+@situation("Weights with another dim")
 def other_dim(one_rank: None) -> None:
     load_dense_weights(sharded(collection(bag("t_user"))), {"t_user": torch.ones(3, 8)})
 
 
-@situation("A copy of rows that is written")
+@situation("A write to a tensor of a state dict")
 def a_written_state(one_rank: None) -> None:
     model = sharded(collection(bag("t_user", ["user"])))
     load_dense_weights(model, {"t_user": torch.ones(3, 4)})
@@ -104,19 +104,19 @@ def a_written_state(one_rank: None) -> None:
     model(batch(user=[[1, 2]]))
 
 
-@situation("A parameter of a table that is written")
+@situation("A write to the parameter of a table")
 def a_written_parameter(one_rank: None) -> None:
     sharded(collection(bag("t_user"))).apply(lambda module: [p.data.uniform_(-1, 1) for p in module.parameters()])
 
 
-@situation("Rows that state_dict_gather has no place for")
+@situation("Ids outside the tensor of state_dict_gather")
 def gathered_into_few_rows(one_rank: None) -> None:
     model = sharded(collection(bag("t_user")))
     load_dense_weights(model, {"t_user": torch.ones(4, 4)})
     model.state_dict()["embedding_bags.t_user.weight"].gather(out=torch.zeros(3, 4))
 
 
-@situation("A name of several tables")
+@situation("An ambiguous name of a table")
 def same_name(one_rank: None) -> None:
     towers = {name: sharded(collection(bag("t_id"))) for name in ("user", "item")}
     export_dense_weights(nn.ModuleDict(towers), "t_id", 3)
@@ -167,7 +167,7 @@ def replicas(one_rank: None, monkeypatch: pytest.MonkeyPatch) -> None:
     DMPCollection(model, torch.device("cuda"), plan, 1, 1, dist.group.WORLD, sharders=sharders)
 
 
-@situation("A tracking mode without the state that it needs")
+@situation("A tracking mode that needs optimizer state")
 def tracked_without_a_state(one_rank: None) -> None:
     model = nn.Sequential(sharded(collection(bag("t_user")), optimizer=SGD(lr=0.1)).module, nn.Linear(4, 1))
     wrapped = DistributedModelParallel(model, sharders=[])
@@ -248,7 +248,7 @@ def reentrant_checkpoint(one_rank: None) -> None:
     checkpoint(lambda given: model(batch(f=[[1]])).values() * given, scale, use_reentrant=True)
 
 
-@situation("A copy of what a compiled lookup saved")
+@situation("Copies of the saved tensors of a compiled lookup")
 def copied_by_hooks(one_rank: None) -> None:
     with Table(4, name="t_user") as table:
         kernel = PooledKernel([table], [0], "sum")

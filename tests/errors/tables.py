@@ -20,7 +20,7 @@ from torchrec_recstore.store import Table
 THREE = torch.arange(3)
 
 
-@situation("An option without another that it needs")
+@situation("An option that needs another option")
 def eviction_without_a_bound() -> None:
     TableOptions(eviction=LRU())
 
@@ -30,12 +30,12 @@ def no_rows() -> None:
     TableOptions(max_rows=0)
 
 
-@situation("Bounds of an initializer the wrong way round")
+@situation("Bounds of an initializer in the wrong order")
 def low_above_high() -> None:
     UniformInit(1.0, -1.0)
 
 
-@situation("A number of an optimizer out of range")
+@situation("An argument of an optimizer out of range")
 def negative_learning_rate() -> None:
     Adam(lr=-0.1)
 
@@ -45,7 +45,7 @@ def an_initializer_by_name() -> None:
     TableOptions(initializer="normal")  # type: ignore[arg-type]
 
 
-@situation("A number that is none")
+@situation("A number of the wrong type")
 def seed_as_text() -> None:
     TableOptions(initializer=NormalInit(0.0, 1.0), seed="7")  # type: ignore[arg-type]
 
@@ -70,7 +70,7 @@ def ids_elsewhere() -> None:
     Table(4, name="t_user").contains(torch.empty(3, dtype=torch.int64, device="meta"))
 
 
-@situation("A full table that nothing may leave")
+@situation("A full table without eviction")
 def no_eviction() -> None:
     table = Table(4, name="t_user", options=TableOptions(max_rows=2))
     table.lookup(THREE[:2], train=True)
@@ -82,7 +82,7 @@ def working_set_too_large() -> None:
     Table(4, name="t_user", options=TableOptions(max_rows=2, eviction=LRU())).lookup(THREE, train=True)
 
 
-@situation("A table that has been closed")
+@situation("A closed table")
 def closed() -> None:
     table = Table(4, name="t_user")
     table.close()
@@ -103,12 +103,12 @@ def forked_with_rocksdb(tmp_path: Path) -> None:
         raise_from_a_fork(lambda: Table(4, name="t_item", options=other))
 
 
-@situation("Rows that are not there")
+@situation("Reading a row that does not exist")
 def reading_absent_rows() -> None:
     Table(4, name="t_user").read_rows(THREE)
 
 
-@situation("A table that is being saved already")
+@situation("A table during a save")
 def two_snapshots() -> None:
     table = Table(4, name="t_user", optimizer=SGD(lr=0.1))
     with table.snapshot(), table.snapshot():
@@ -120,7 +120,7 @@ def pickled() -> None:
     pickle.dumps(Table(4, name="t_user"))
 
 
-@situation("A cold store that nobody has registered")
+@situation("A cold store that is not registered")
 def an_unknown_store() -> None:
     Table(4, name="t_user", options=TableOptions(max_rows=2, cold_store="s3://rows"))
 
