@@ -46,14 +46,14 @@ class GivenCopies:
     def __init__(self) -> None:
         self._given: list[_Given] = []
 
-    def give(self, table: str, what: str, copy: Tensor) -> Tensor:
+    def give(self, table: str, method: str, copy: Tensor) -> Tensor:
         """Returns a tensor with the memory of ``copy``. :meth:`check` detects in-place writes to this tensor.
 
         It does not detect writes through ``.data`` or numpy, which autograd does not detect either.
 
         Args:
             table: The name of the table.
-            what: The method that returns the copy: ``state_dict`` or ``fused_optimizer.state_dict``.
+            method: The method that returns the copy: ``state_dict`` or ``fused_optimizer.state_dict``.
             copy: A tensor that nothing else uses.
         """
         # Torch counts the writes to a tensor and its views together. The witness is a base tensor without memory, of
@@ -64,12 +64,12 @@ class GivenCopies:
             storage = (copy.clone() if copy.is_inference() else copy).untyped_storage()
             given.set_(storage, copy.storage_offset(), copy.size(), copy.stride())
         reference = StorageWeakRef(storage)  # type: ignore[no-untyped-call]
-        self._given.append(_Given((table, what), given._version, witness, reference))
+        self._given.append(_Given((table, method), given._version, witness, reference))
         return given
 
-    def forget(self, table: str, what: str) -> None:
-        """Forgets the copies that the method ``what`` has returned of a table, because its state has been loaded."""
-        self._given = [each for each in self._given if each.of != (table, what)]
+    def forget(self, table: str, method: str) -> None:
+        """Forgets the copies that the method ``method`` has returned of a table, because its state has been loaded."""
+        self._given = [each for each in self._given if each.of != (table, method)]
 
     def check(self) -> None:
         """Raises an error, once, if a copy has been written to. Does nothing while torch traces a model.
@@ -82,10 +82,10 @@ class GivenCopies:
         written = [each.of for each in self._given if each.witness._version != each.version]
         self._given = [each for each in self._given if each.of not in written and not _is_gone(each)]
         if written:
-            table, what = written[0]
+            table, method = written[0]
             raise RuntimeError(
-                f"table {table!r}: a tensor of {what}() has been written to, which changes no row, because it is a "
-                f"copy: load the written state with {what.replace('state_dict', 'load_state_dict')}(...), or the "
+                f"table {table!r}: a tensor of {method}() has been written to, which changes no row, because it is a "
+                f"copy: load the written state with {method.replace('state_dict', 'load_state_dict')}(...), or the "
                 "weights of a sharded model with load_dense_weights; to keep the model unchanged, write to a clone"
             )
 

@@ -1,4 +1,4 @@
-"""Every fused optimizer with and without what it offers beyond its formula, and tables to try them on."""
+"""Every fused optimizer, with and without its options, and tables to test the optimizers on."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ OPTIMIZERS: list[Optimizer] = [
 
 
 def table(optimizer: Optimizer, dim: int = 4) -> Table:
-    """Rows 0 to 7, of about unit size."""
+    """Returns a table with rows 0 to 7, of a norm of about 1."""
     made = Table(dim, optimizer=optimizer, options=TableOptions(NormalInit(0.0, 0.5), seed=7))
     made.lookup(torch.arange(ROWS), train=True)
     return made

@@ -1,4 +1,4 @@
-"""Gradients summed over several backward passes, and rows updated once."""
+"""Gradients are summed over several backward passes, and rows are updated once."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Batch = tuple[Tensor, Tensor, Tensor, Tensor]
 
 
 def batches(steps: int, columns: int) -> list[Batch]:
-    """(ids, offsets of two features of three bags, weights, grad) each."""
+    """Returns batches of ids, offsets of two features with three bags each, weights, and gradients."""
     generator = torch.Generator().manual_seed(3)
     offsets = torch.tensor([0, 2, 2, 5, 6, 9, 10])
     return [
@@ -50,7 +50,7 @@ def train(of: PooledKernel, batch: Batch) -> Tensor:
 @pytest.mark.parametrize("pooling", ["sum", "mean"])
 @pytest.mark.parametrize("optimizer", [SGD(0.1), Adagrad(0.1), Adam(0.1, max_gradient=0.5)], ids=repr)
 def test_one_update_on_the_sum(optimizer: Optimizer, pooling: Literal["sum", "mean"]) -> None:
-    """As one pass over a batch that holds all bags."""
+    """The rows are those of one pass over a batch with all bags."""
     summed, at_once = kernel(optimizer, pooling, 3), kernel(optimizer, pooling, 1)
     for _ in range(2):
         parts = batches(3, 10)

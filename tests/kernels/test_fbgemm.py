@@ -1,7 +1,7 @@
 """The pooled kernel against FBGEMM's own CPU tables: forward, and weights after five steps of each optimizer.
 
-Weight decay is checked in tests/store/test_oracle.py: FBGEMM 1.8.0 has its formula on GPUs alone, the CPU kernel of
-row-wise Adagrad differs from it.
+Weight decay is checked in tests/store/test_oracle.py: FBGEMM 1.8.0 has the formula only on GPUs, and its CPU kernel of
+row-wise Adagrad differs from the formula.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def test_five_steps(optimizer: Optimizer, params: dict[str, Any], pooling: Any) 
 @pytest.mark.parametrize("pooling", ["sum", "mean"])
 @pytest.mark.parametrize(("optimizer", "params"), [CASES[0], CASES[2]])
 def test_five_steps_of_fp16_rows(optimizer: Optimizer, params: dict[str, Any], pooling: Any) -> None:
-    """Within one rounding to fp16, of the step or of its result: FBGEMM's SGD rounds both. It has no bf16 on CPU."""
+    """The error is at most one rounding to fp16, because FBGEMM's SGD also rounds the step. It has no bf16 on CPU."""
     reference = SplitTableBatchedEmbeddingBagsCodegen(
         [(ROWS, DIM, EmbeddingLocation.HOST, ComputeDevice.CPU)] * 2,
         feature_table_map=FEATURE_TABLES,

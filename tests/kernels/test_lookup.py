@@ -1,4 +1,4 @@
-"""Lookups beside what else takes part in autograd: saved-tensor hooks, checkpoints, graphs."""
+"""Lookups together with other features of autograd: saved-tensor hooks, checkpoints, graphs."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def sequence(table: Table) -> Lookup:
 
 
 def train(make: Callable[[Table], Lookup], around: Callable[[Lookup, Tensor], Tensor]) -> list[Tensor]:
-    """Two steps: the weights' gradients and all that the table holds."""
+    """Trains two steps, and returns the gradients of the weights and all rows of the table."""
     with Table(4, optimizer=RowWiseAdagrad(lr=0.1)) as table:
         look_up = make(table)
         weights = torch.linspace(0.5, 1.5, len(IDS), requires_grad=True)
@@ -96,7 +96,7 @@ def test_compiled(make: Callable[[Table], Lookup], backend: str) -> None:
     torch._dynamo.reset()
 
     def around(look_up: Lookup, weights: Tensor) -> Tensor:
-        # What reads the ids and weights afterwards could use their memory.
+        # The compiled graph may reuse the memory of ids and weights after the lookup.
         return torch.compile(lambda given: look_up(given * 2.0) + 1.0, backend=backend, fullgraph=True)(weights)
 
     wanted = train(make, lambda look_up, weights: look_up(weights * 2.0) + 1.0)

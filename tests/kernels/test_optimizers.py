@@ -1,4 +1,4 @@
-"""Every fused optimizer against the published formula, torch.optim and, where it has a CPU version, FBGEMM."""
+"""Every fused optimizer against its published formula, torch.optim, and FBGEMM if that has a CPU version."""
 
 from __future__ import annotations
 
@@ -123,7 +123,7 @@ def test_only_the_columns_of_a_table_that_clips_are_clipped() -> None:
 
 
 def test_bias_correction_counts_the_tables_updates() -> None:
-    """A row's first update is the table's second: its moments are corrected as after two updates."""
+    """The first update of a row is the second update of its table, and its moments are corrected for two updates."""
     made = table(Adam(0.1), 1)
     made.update(torch.tensor([0]), torch.ones(1, 1))
     before = rows(made)[1]

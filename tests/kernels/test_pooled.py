@@ -58,8 +58,8 @@ def test_training_makes_rows_and_backward_updates_them() -> None:
 def test_weighted_bags_against_autograd_in_float64(pooling: Literal["sum", "mean"], accumulation_steps: int) -> None:
     bags, lr = 300, 0.5
     generator = torch.Generator().manual_seed(1)
-    # Of the second table one row in four is held back by its admission: it reads, and is differentiated, as its initial
-    # row, and is not updated.
+    # The admission of the second table refuses one id in four. A lookup of such an id returns its initial row, which
+    # is used in the gradient of the weights and is not updated.
     options = [TableOptions(), TableOptions(admission=MinFrequency(2))]
     tables = [
         Table(dim, optimizer=SGD(lr=lr), options=each, name=f"t{dim}")

@@ -1,4 +1,4 @@
-"""Which ids TorchRec's row-wise split sends to a shard, against the operator that splits."""
+"""The ids that TorchRec's row-wise split sends to a shard, against the operator of the split."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ EDGES = [0, 1, 2, 3, 4, 5, 2**31, 2**32, 2**53, 2**62, 2**63 - 3, 2**63 - 2, 2**
 
 
 def some_ids(block_rows: int, world_size: int) -> Tensor:
-    """Small and large ones of either sign, and those at the borders of the blocks."""
+    """Returns small and large ids of both signs, and ids at the borders of the blocks."""
     borders = [block_rows * rank + off for rank in range(world_size + 1) for off in (-1, 0, 1)]
     values = {sign * id_ for id_ in [*EDGES, *borders] for sign in (1, -1)} | {-(2**63), -(2**63) + 1}
     generator = torch.Generator().manual_seed(0)

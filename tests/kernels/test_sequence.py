@@ -74,7 +74,7 @@ def test_bad_input() -> None:
 
 @pytest.mark.parametrize("accumulation_steps", [1, 2])
 def test_backward_needs_no_ids_of_the_caller(accumulation_steps: int) -> None:
-    """They are freed, and their memory used again, before it: stochastic rounding draws by them."""
+    """The ids are freed, and their memory is reused, before the backward. Stochastic rounding depends on the ids."""
     tables = [Table(4, torch.bfloat16, SGD(lr=0.1), stochastic_rounding=True) for _ in range(2)]
     kept, freed = (SequenceKernel([table], accumulation_steps=accumulation_steps) for table in tables)
     ids = torch.arange(100_000)

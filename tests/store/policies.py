@@ -1,4 +1,4 @@
-"""The resident ids of each step by the exact policies and by the store's own rule, in plain numpy."""
+"""References for tables with max_rows: the residents by the exact policies and by the store's rule, and their rows."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from torchrec_recstore.options import LFU, LRU
+from torchrec_recstore.options import LFU, LRU, TableOptions
+from torchrec_recstore.store import Table
 
 Ids = npt.NDArray[np.int64]
 
@@ -124,3 +125,68 @@ def universe_of(batches: Iterable[Tensor]) -> Ids:
     """All ids of the batches, ascending."""
     universe: Ids = torch.cat(list(batches)).unique().numpy()
     return universe
+
+
+class Model:
+    """A reference table: rows are tensors, the policies decide which rows are resident, and SGD is plain torch."""
+
+    def __init__(self, options: TableOptions, initial: Table, universe: list[int]) -> None:
+        assert options.max_rows is not None
+        assert options.eviction is not None
+        self.policy = Residents(
+            np.array(universe), options.max_rows, options.eviction, at_once=least_at_once(options.max_rows)
+        )
+        self.count = options.admission.count if options.admission else 1
+        self.initial = initial
+        self.weights: dict[int, Tensor] = {}
+        self.seen: dict[int, int] = {}
+        self.lookups = self.hits = self.refused = self.inserts = 0
+
+    def initial_row(self, id_: int) -> Tensor:
+        return self.initial.lookup(torch.tensor([id_]))[0]
+
+    def admitted(self, ids: list[int], *, sighting: bool) -> list[int]:
+        """Returns the ids that have a row or get one. Only a sighting can admit an id, unless all are admitted."""
+        if self.count == 1:
+            return ids
+        return [id_ for id_ in ids if id_ in self.weights or (sighting and self.seen.get(id_, 0) + 1 >= self.count)]
+
+    def fits(self, ids: list[int]) -> bool:
+        return len(ids) <= self.policy._max_rows
+
+    def _arrived(self, ids: list[int]) -> None:
+        """Creates and removes rows after the policy has changed the residents."""
+        self.inserts += sum(id_ not in self.weights for id_ in ids)
+        here = set(self.policy.ids().tolist())
+        self.weights = {id_: row for id_, row in self.weights.items() if id_ in here}
+        for id_ in ids:
+            self.weights.setdefault(id_, self.initial_row(id_))
+
+    def lookup(self, ids: list[int]) -> list[Tensor]:
+        distinct = sorted(set(ids))
+        admitted = self.admitted(distinct, sighting=True)
+        self.lookups += len(distinct)
+        self.refused += len(distinct) - len(admitted)
+        for id_ in distinct:
+            if id_ not in self.weights:
+                self.seen[id_] = self.seen.get(id_, 0) + 1
+        self.hits += self.policy.lookup(np.array(admitted, dtype=np.int64))
+        self._arrived(admitted)
+        return [self.weights[id_] if id_ in self.weights else self.initial_row(id_) for id_ in ids]
+
+    def write(self, ids: list[int]) -> None:
+        self.policy.write(np.array(sorted(set(ids)), dtype=np.int64))
+        self._arrived(sorted(set(ids)))
+
+    def update(self, ids: list[int], grads: Tensor, lr: float) -> None:
+        sums: dict[int, Tensor] = {}
+        for id_, grad in zip(ids, grads, strict=True):
+            if id_ in self.weights:
+                sums[id_] = sums[id_] + grad if id_ in sums else grad
+        for id_, grad in sums.items():
+            self.weights[id_] = self.weights[id_] - lr * grad
+
+    def remove(self, ids: list[int]) -> None:
+        self.policy.remove(np.array(sorted(set(ids)), dtype=np.int64))
+        for id_ in ids:
+            self.weights.pop(id_, None)

@@ -1,4 +1,4 @@
-"""A cold store that tables of this process share: dicts by name, which can be made to fail."""
+"""A shared cold store for the tables of this process. Its rows are in dicts, and its calls can be made to fail."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from tests.store.dict_store import DictStore
 from torchrec_recstore.store import ColdStoreError, open_cold_store
 
 ROWS: dict[tuple[str, str], dict[int, Tensor]] = {}
-"""By the names of the sharing and of the store."""
+"""The rows of each store, by the name of the shared rows and the name of the store."""
 WRITTEN: list[int] = []
-"""Ids that were put, over all stores."""
+"""The ids that have been put, over all stores."""
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class SharedDictStore(DictStore):
             raise ColdStoreError("closed")
 
     def close(self) -> None:
-        """Keeps them."""
+        """Closes the store. It keeps its rows."""
         self._closed = True
 
 

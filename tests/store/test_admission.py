@@ -1,4 +1,4 @@
-"""An id gets its row at its count-th step: what it reads before, what counts, how far the counter errs."""
+"""An id gets its row in its count-th step: lookups before that step, the sightings that count, the counter's error."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def test_the_count_th_step_makes_the_row(count: int) -> None:
     table = admitting(count)
     for step in range(1, count + 1):
         assert len(table) == 0
-        rows = table.lookup(IDS.repeat(5), train=True)  # once a step, however often in it
+        rows = table.lookup(IDS.repeat(5), train=True)  # one sighting, although each id occurs five times
         assert torch.equal(rows, initial_rows(IDS.repeat(5)))
         assert not torch.equal(table.lookup(IDS), rows[:3]) or step == count
     assert torch.equal(table.ids(), IDS.sort().values)
@@ -64,7 +64,7 @@ def test_a_refused_id_takes_part_as_its_initial_row(pooling: str) -> None:
     output.backward(grad)
     expected.backward(grad)
     torch.testing.assert_close(weights.grad, expected_weights.grad)
-    # The known rows got their gradients, the refused ones none.
+    # The known rows are updated with their gradients. The refused ids have no rows.
     changes = (grad * scale[:, None])[bags] * weights.detach()[:, None]
     assert torch.equal(table.ids(), known)
     torch.testing.assert_close(table.lookup(known[:3]), rows[[0, 2, 5]] - changes[[0, 2, 5]])
@@ -86,7 +86,7 @@ def test_sequences_read_initial_rows_and_drop_their_gradients() -> None:
 def test_accumulated_gradients_of_refused_ids_are_dropped() -> None:
     table = admitting(2)
     kernel = PooledKernel([table], [0], "sum", accumulation_steps=2)
-    for _ in range(2):  # refused in the first, admitted in the second
+    for _ in range(2):  # the first step refuses the ids, the second step admits them
         kernel(IDS, torch.arange(4), train=True).backward(torch.ones(3, 4))
     assert torch.equal(table.lookup(IDS), initial_rows(IDS) - 1.0)
 
@@ -98,7 +98,7 @@ def test_an_update_of_a_refused_id_is_none() -> None:
     assert table.ids().tolist() == [5]
     assert table.lookup(IDS[:1]).tolist() == [[-1.0] * 4]
     assert table.stats().updates == 1
-    for _ in range(5):  # an update is no sighting
+    for _ in range(5):  # an update does not count as a sighting
         table.update(IDS, torch.ones(3, 4))
     table.lookup(IDS, train=True)
     assert len(table) == 1
@@ -110,7 +110,7 @@ def test_an_update_of_a_refused_id_is_none() -> None:
 @pytest.mark.parametrize("counter_bytes", [2**10, 2**14, 2**17])
 @pytest.mark.parametrize("bound", [{}, {"max_rows": 600, "eviction": LRU()}], ids=["unbounded", "max_rows"])
 def test_an_update_makes_no_row_of_an_id_that_its_step_refused(counter_bytes: int, bound: dict[str, object]) -> None:
-    """However many ids share the counter's cells, so that the counts add up."""
+    """A small counter adds up the sightings of many ids that share its cells."""
     table = admitting(2, counter_bytes, **bound)
     generator = torch.Generator().manual_seed(0)
     for _ in range(10):
@@ -174,10 +174,10 @@ def test_a_bound_counts_admitted_ids_alone() -> None:
     many = torch.arange(1000, 1100)
     table.lookup(torch.arange(10), train=True)
     table.lookup(torch.arange(10), train=True)
-    table.lookup(many, train=True)  # none of them needs a row
+    table.lookup(many, train=True)  # the first sighting creates no rows
     assert table.ids().tolist() == list(range(10))
     before = table.stats()
-    for _ in range(2):  # a call that fails is no sighting
+    for _ in range(2):  # a call that fails does not count as a sighting
         with pytest.raises(ValueError, match="needs 11 rows at once, max_rows is 10"):
             table.lookup(torch.cat([torch.arange(2000, 2100), many[:11]]), train=True)
         assert table.stats() == before
@@ -189,7 +189,7 @@ def test_a_bound_counts_admitted_ids_alone() -> None:
 
 
 def test_rows_that_have_left_need_not_be_seen_so_often_again() -> None:
-    """The counter still knows them, for a generation or two."""
+    """The counter remembers their sightings for one or two generations."""
     table = admitting(3, expiry=Expiry(1))
     for _ in range(3):
         table.lookup(IDS, train=True)
@@ -203,7 +203,7 @@ def test_rows_that_have_left_need_not_be_seen_so_often_again() -> None:
 @pytest.mark.parametrize("columns", [range(2), range(2, 4)])
 def test_columns_and_threads_admit_the_same_ids(columns: range) -> None:
     generator = torch.Generator().manual_seed(1)
-    options = TableOptions(admission=MinFrequency(2, 2**10))  # so small that it errs
+    options = TableOptions(admission=MinFrequency(2, 2**10))  # a counter so small that it makes errors
     tables = [Table(4, options=options), Table(4, options=options, columns=columns)]
     for _ in range(50):
         ids = torch.randint(0, 4000, (200,), generator=generator)
@@ -215,13 +215,13 @@ def test_columns_and_threads_admit_the_same_ids(columns: range) -> None:
 
 
 def cells(counter_bytes: int) -> int:
-    """Of a row of the counter: two generations of four rows."""
+    """Returns the number of cells in a row of the counter, which has two generations of four rows."""
     return counter_bytes // 8
 
 
 @pytest.mark.parametrize("counter_bytes", [2**10, 2**13, 2**16])
 def test_no_recent_sighting_is_missed(counter_bytes: int) -> None:
-    """Of an id's sightings those among the last cells / 2 count, whatever else is seen."""
+    """The sightings of an id among the last cells / 2 sightings count, whatever other ids are seen."""
     table = admitting(3, counter_bytes)
     window = cells(counter_bytes) // 2
     probe = 0
@@ -247,21 +247,21 @@ def test_sightings_of_long_ago_are_forgotten() -> None:
 
 
 def test_few_ids_are_taken_for_others() -> None:
-    """When a generation is full up to a part x, an id finds its four cells taken with (1 - exp(-x / 2))**4."""
+    """If a generation is full to the share x, the four cells of an id are taken with chance (1 - exp(-x / 2))**4."""
     counter_bytes = 2**17
     window = cells(counter_bytes) // 2
-    full_at_a_step = np.array([1, 1, 2, 3, 4, 5, 6, 7]) / np.array([1, *[8] * 7])  # the next sighting begins a new one
+    full_at_a_step = np.array([1, 1, 2, 3, 4, 5, 6, 7]) / np.array([1, *[8] * 7])  # then a new generation begins
     chance = (1 - np.exp(-full_at_a_step / 2)) ** 4
     table = admitting(2, counter_bytes)
     generator = torch.Generator().manual_seed(0)
     for generation in range(14):
         if generation == 2:
             before = len(table)
-        for _ in range(8):  # ids that are seen once: a row is an error
+        for _ in range(8):  # each id is seen once, so that every row is an error
             ids = torch.randint(-(2**63), 2**63 - 1, (window // 8,), generator=generator)
             table.lookup(ids, train=True)
     share = (len(table) - before) / (12 * window)
-    # Of the last generation, which is full, and of the present one.
+    # The errors of the last generation, which is full, and of the current generation.
     assert share == pytest.approx(chance[0] + chance.mean(), rel=0.08)
     assert share < 2 * chance[0]
 
@@ -287,7 +287,7 @@ def test_the_counter_takes_the_memory_that_it_says() -> None:
     table = Table(4, options=TableOptions(admission=MinFrequency(2, counter_bytes)))
     assert table.stats().bytes - plain.stats().bytes == counter_bytes
     one_shot = Table(4, options=TableOptions(admission=MinFrequency(1, counter_bytes)))
-    assert one_shot.stats().bytes == plain.stats().bytes  # it counts nothing
+    assert one_shot.stats().bytes == plain.stats().bytes  # it has no counter
     table.lookup(torch.arange(10**7, 10**7 + 50_000), train=True)
     before = resident_bytes()
     for start in range(0, 3_000_000, 50_000):
@@ -301,7 +301,7 @@ def test_the_counter_takes_the_memory_that_it_says() -> None:
 
 @pytest.mark.parametrize("optimizer", [SGD(0.1), RowWiseAdagrad(0.1)], ids=repr)
 def test_admitted_rows_train_as_any(optimizer: SGD | RowWiseAdagrad) -> None:
-    """As in a table that is told of the admitted ids alone."""
+    """The rows are those of a table without admission that sees only the admitted ids."""
     table = Table(4, optimizer=optimizer, options=TableOptions(admission=MinFrequency(3, 2**20)))
     plain = Table(4, optimizer=optimizer)
     seen: dict[int, int] = {}

@@ -1,4 +1,4 @@
-"""A call that fails for want of memory changes no table: each allocation of it fails in turn, and all behind that."""
+"""A call that runs out of memory changes no table. Each allocation fails in turn, together with all later ones."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Tables:
         state = []
         for table in self.all:
             rows = {name: values.tolist() for name, values in table.read_rows(table.ids()).items()}
-            # Only the index and the list of free slots may have got roomier.
+            # Only the capacity of the index and of the list of free slots may have grown.
             state.append((table.ids().tolist(), rows, dataclasses.replace(table.stats(), bytes=0)))
         return state
 
@@ -88,7 +88,7 @@ assert failures > 100, failures
 """
 
 
-@pytest.mark.slow  # C++ tests have the same for the core, on each run
+@pytest.mark.slow  # make test has C++ tests of the same for the core
 def test_what_fails_for_want_of_memory_changes_nothing(tmp_path: Path) -> None:
     shim = tmp_path / "failing_memory.so"
     source = Path(__file__).with_name("failing_memory.cpp")

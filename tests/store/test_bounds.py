@@ -1,4 +1,4 @@
-"""A table never holds more than max_rows: what is refused, what leaves, and what pending forwards keep."""
+"""A table never holds more than max_rows rows: refused calls, evicted rows, and the rows of pending forwards."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from torchrec_recstore.optim import SGD, RowWiseAdagrad
 from torchrec_recstore.options import LFU, LRU, Expiry, MinFrequency, TableOptions, UniformInit
 from torchrec_recstore.store import Table
 
-from .policies import Residents, least_at_once, zipf_steps
+from .policies import Model, zipf_steps
 
 MAX_ROWS = 64
 TEN = torch.arange(10)
 
 
 def state_of(table: Table) -> tuple[Any, ...]:
-    """All that a call may change."""
+    """Returns everything that a call may change."""
     rows = table.read_rows(table.ids())
     return (table.ids().tolist(), {name: value.tolist() for name, value in rows.items()}, table.stats())
 
@@ -75,7 +75,7 @@ def test_a_working_set_that_does_not_fit_changes_nothing(call: str, eviction: LR
     table = Table(4, options=TableOptions(max_rows=10, eviction=eviction), name="small")
     table.lookup(TEN, train=True)
     before = state_of(table)
-    eleven = torch.tensor([1, 2, *range(100, 109), 105, 2])  # two of them have a row
+    eleven = torch.tensor([1, 2, *range(100, 109), 105, 2])  # 1 and 2 have rows
     with pytest.raises(ValueError, match=r"'small' needs 11 rows at once, max_rows is 10"):
         GROWING[call](table, eleven)
     assert state_of(table) == before
@@ -102,12 +102,12 @@ def test_rows_of_pending_forwards_stay(eviction: LRU | LFU) -> None:
     with pytest.raises(ValueError, match=needed):
         kernel(torch.tensor([3, 3, *range(200, 211)]), torch.tensor([0, 5, 13]), train=True)  # 3 is pinned anyway
     assert state_of(table) == before
-    kernel(torch.tensor([3, *range(200, 210)]), torch.tensor([0, 5, 11]), train=True)  # forgotten at once
+    kernel(torch.tensor([3, *range(200, 210)]), torch.tensor([0, 5, 11]), train=True)  # its graph is freed at once
 
     for output in outputs:
         output.sum().backward()
     assert torch.equal(table.lookup(torch.arange(20)), pinned - 0.5)
-    # The outputs are still held, but their rows are free to go.
+    # The outputs still exist, but their rows may be evicted.
     table.lookup(torch.arange(300, 330), train=True)
     assert table.ids().tolist() == list(range(300, 330))
 
@@ -190,7 +190,7 @@ def test_a_group_evicts_in_each_table_or_in_none() -> None:
     with pytest.raises(ValueError, match="'does_not' needs 6 rows at once, max_rows is 5"):
         kernel(ids, torch.tensor([0, 5, 11, 16]), train=True)
     assert [state_of(table) for table in tables] == before
-    # Both features of the first table count.
+    # The ids of both features of the first table count.
     with pytest.raises(ValueError, match="'fits' needs 11 rows at once, max_rows is 10"):
         kernel(torch.arange(100, 112), torch.tensor([0, 6, 7, 12]), train=True)
     assert [state_of(table) for table in tables] == before
@@ -201,7 +201,7 @@ def test_a_group_evicts_in_each_table_or_in_none() -> None:
 
 @pytest.mark.parametrize("threads", [1, 2])
 def test_a_batch_reads_what_it_would_read_without_a_bound(threads: int) -> None:
-    """Slots are given away and taken within one call."""
+    """One call frees slots and reuses them."""
     torch.set_num_threads(threads)
     options = TableOptions(max_rows=3000, eviction=LRU())
     table, whole = Table(16, options=options), Table(16)
@@ -209,7 +209,7 @@ def test_a_batch_reads_what_it_would_read_without_a_bound(threads: int) -> None:
     for step in range(8):
         ids = torch.randint(0, 40_000, (2800,), generator=torch.Generator().manual_seed(step))
         offsets = torch.arange(0, 2801, 2)
-        assert torch.equal(*(kernel(ids, offsets, train=True) for kernel in kernels))  # no updates: all are as new
+        assert torch.equal(*(kernel(ids, offsets, train=True) for kernel in kernels))  # all rows are initial rows
         assert len(table) <= 3000
     assert table.stats().evicted > 10_000
 
@@ -288,71 +288,6 @@ def test_marks_know_who_has_left(reason: str) -> None:
         assert torch.equal(rows[name], value), name
 
 
-class Model:
-    """A table by the book: rows as tensors, residents as the store's rule has them, SGD in plain torch."""
-
-    def __init__(self, options: TableOptions, initial: Table, universe: list[int]) -> None:
-        assert options.max_rows is not None
-        assert options.eviction is not None
-        self.policy = Residents(
-            np.array(universe), options.max_rows, options.eviction, at_once=least_at_once(options.max_rows)
-        )
-        self.count = options.admission.count if options.admission else 1
-        self.initial = initial
-        self.weights: dict[int, Tensor] = {}
-        self.seen: dict[int, int] = {}
-        self.lookups = self.hits = self.refused = self.inserts = 0
-
-    def initial_row(self, id_: int) -> Tensor:
-        return self.initial.lookup(torch.tensor([id_]))[0]
-
-    def admitted(self, ids: list[int], *, sighting: bool) -> list[int]:
-        """Those that have a row, or get one: of a call that is no sighting only where all ids are admitted."""
-        if self.count == 1:
-            return ids
-        return [id_ for id_ in ids if id_ in self.weights or (sighting and self.seen.get(id_, 0) + 1 >= self.count)]
-
-    def fits(self, ids: list[int]) -> bool:
-        return len(ids) <= self.policy._max_rows
-
-    def _arrived(self, ids: list[int]) -> None:
-        """After the policy has let rows in and out."""
-        self.inserts += sum(id_ not in self.weights for id_ in ids)
-        here = set(self.policy.ids().tolist())
-        self.weights = {id_: row for id_, row in self.weights.items() if id_ in here}
-        for id_ in ids:
-            self.weights.setdefault(id_, self.initial_row(id_))
-
-    def lookup(self, ids: list[int]) -> list[Tensor]:
-        distinct = sorted(set(ids))
-        admitted = self.admitted(distinct, sighting=True)
-        self.lookups += len(distinct)
-        self.refused += len(distinct) - len(admitted)
-        for id_ in distinct:
-            if id_ not in self.weights:
-                self.seen[id_] = self.seen.get(id_, 0) + 1
-        self.hits += self.policy.lookup(np.array(admitted, dtype=np.int64))
-        self._arrived(admitted)
-        return [self.weights[id_] if id_ in self.weights else self.initial_row(id_) for id_ in ids]
-
-    def write(self, ids: list[int]) -> None:
-        self.policy.write(np.array(sorted(set(ids)), dtype=np.int64))
-        self._arrived(sorted(set(ids)))
-
-    def update(self, ids: list[int], grads: Tensor, lr: float) -> None:
-        sums: dict[int, Tensor] = {}
-        for id_, grad in zip(ids, grads, strict=True):
-            if id_ in self.weights:
-                sums[id_] = sums[id_] + grad if id_ in sums else grad
-        for id_, grad in sums.items():
-            self.weights[id_] = self.weights[id_] - lr * grad
-
-    def remove(self, ids: list[int]) -> None:
-        self.policy.remove(np.array(sorted(set(ids)), dtype=np.int64))
-        for id_ in ids:
-            self.weights.pop(id_, None)
-
-
 LR, DIM = 0.1, 5
 EDGES = [0, -1, 2**63 - 1, -(2**63), 2**32]
 UNIVERSE = [*EDGES, *range(100, 190)]
@@ -387,7 +322,7 @@ class BoundedMachine(RuleBasedStateMachine):
         self.model = Model(self.options, Table(DIM, options=TableOptions(init, seed=3, missing="init")), UNIVERSE)
 
     def refused(self, needed: list[int], call: Callable[[], object]) -> bool:
-        """Whether the ids that need a row are too many; then the call must fail and change nothing."""
+        """Returns whether too many ids need a row. If so, the call must fail and change nothing."""
         if self.model.fits(needed):
             return False
         before = state_of(self.table)
@@ -398,7 +333,7 @@ class BoundedMachine(RuleBasedStateMachine):
         return True
 
     def let_expire(self) -> None:
-        """Rows leave when they are old enough; when within the time allowed is the store's to say."""
+        """Removes the rows that the table has let expire, after a check that they are old enough."""
         if self.options.expiry is None:
             return
         steps = self.options.expiry.steps
@@ -505,7 +440,7 @@ def test_any_calls_against_the_model() -> None:
 
 @pytest.mark.parametrize("optimizer", [SGD(0.1), RowWiseAdagrad(0.1)], ids=repr)
 def test_training_through_kernels_replays(optimizer: Any) -> None:
-    """A bounded table trains as an unbounded one in which rows are removed when their turn comes."""
+    """A bounded table trains as an unbounded table from which the same rows are removed at the same time."""
     options = TableOptions(max_rows=MAX_ROWS, eviction=LRU())
     table, whole = Table(8, optimizer=optimizer, options=options), Table(8, optimizer=optimizer)
     kernels = [PooledKernel([each], [0], "sum") for each in (table, whole)]

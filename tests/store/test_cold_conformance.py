@@ -30,7 +30,7 @@ def test_redis(tmp_path: Path) -> None:
 
 @dataclass(frozen=True)
 class DictStore:
-    """A third party's store; ``fault`` is the promise that it breaks."""
+    """The options of a third party's cold store. ``fault`` is the promise that the store breaks."""
 
     fault: str = ""
 
@@ -186,7 +186,7 @@ import sys
 from torchrec_recstore.options import RedisStore, RocksDBStore, ServerStore
 from torchrec_recstore.store import open_cold_store
 assert not {"rocksdict", "redis", "hiredis", "grpc", "google.protobuf"} & set(sys.modules)
-sys.modules["rocksdict"] = sys.modules["redis"] = sys.modules["grpc"] = None  # as where they are not installed
+sys.modules["rocksdict"] = sys.modules["redis"] = sys.modules["grpc"] = None  # so that their import fails
 for options, package in (
     (RocksDBStore("/nowhere"), "rocksdict"),
     (RedisStore("redis://u:secret@h"), "redis hiredis"),

@@ -31,7 +31,7 @@ pytestmark = needs_redis
 
 @pytest.fixture
 def server(tmp_path: Path) -> Iterator[RedisServer]:
-    """Keeps nothing across a restart."""
+    """A server that loses all keys when it restarts."""
     with redis_server(tmp_path / "server") as started:
         yield started
 
@@ -59,7 +59,7 @@ def _expect_lost(store: ColdStore, message: str) -> None:
     for ids in (IDS, missing):
         with pytest.raises(ColdStoreError, match=message):
             store.get(ids)
-    for _ in range(2):  # nor does the first put make up for what is lost
+    for _ in range(2):  # the first put must not hide that rows have been lost
         with pytest.raises(ColdStoreError, match=message):
             store.put(missing, _rows()[:1])
     with pytest.raises(ColdStoreError, match=message):
@@ -230,7 +230,7 @@ def test_a_server_that_is_set_to_evict_while_it_is_used_is_refused(
             ):
                 with pytest.raises(ColdStoreError, match=f"{server.url}.*maxmemory-policy is {policy}.*noeviction"):
                     call()
-        for policy in ("noeviction", "volatile-lru"):  # nothing has been evicted: the store is as good as before
+        for policy in ("noeviction", "volatile-lru"):  # no key has been evicted, so the store works again
             client.config_set("maxmemory-policy", policy)
             _check(store, rows)
     store.put(IDS, _rows(1))
@@ -293,7 +293,7 @@ def test_the_policy_is_asked_for_now_and_then_and_after_a_failure(tmp_path: Path
             store.get(IDS)
         with server.client() as client:
             times = client.info("commandstats")["cmdstat_info"]["calls"]
-        assert times < 10  # not once a call
+        assert times < 10  # the policy is not checked in every call
         server.stop()
         restart = threading.Timer(
             0.5, lambda: server.start("--maxmemory", "100mb", "--maxmemory-policy", "allkeys-lru")
@@ -413,7 +413,7 @@ def test_a_scan_gives_each_id_once_though_the_server_repeats(
     with server.client() as client:
         scan = client.scan_iter
         keys = [key for key in scan() if len(key) > 30]
-        # Redis repeats keys while its hash table shrinks, which cannot be brought about at will.
+        # Redis repeats keys while its hash table shrinks, but a test cannot make this happen.
         monkeypatch.setattr(type(client), "scan_iter", lambda self, **how: iter(keys + keys[::3]))
         _check(store, _rows())
     monkeypatch.undo()
@@ -456,10 +456,10 @@ def test_a_cluster_conforms_and_its_nodes_stop_and_its_slots_move(tmp_path: Path
 
 
 def _move_slots(source: RedisServer, target: RedisServer, n: int) -> None:
-    """The first ``n`` slots of a node that hold keys, while a client knows another place of them."""
+    """Moves the first ``n`` slots with keys to another node, while clients still expect them on the old node."""
     with source.client() as from_client, target.client() as to_client:
         from_id, to_id = (client.execute_command("CLUSTER MYID").decode() for client in (from_client, to_client))
-        from_client.set_response_callback("CLUSTER GETKEYSINSLOT", lambda keys, **_: keys)  # bytes, not text
+        from_client.set_response_callback("CLUSTER GETKEYSINSLOT", lambda keys, **_: keys)  # keys are bytes
         moved = 0
         for slot in range(5461):
             if moved == n or not from_client.execute_command("CLUSTER COUNTKEYSINSLOT", slot):

@@ -165,7 +165,7 @@ def test_damaged_files_are_an_error(tmp_path: Path, damage: str) -> None:
     store = _open(tmp_path)
     ids, rows = torch.arange(50_000), _rows(50_000)
     store.put(ids, rows)
-    wait_for_background_work(store)  # what it is still writing would cover the damage
+    wait_for_background_work(store)  # a file that is still being written would replace the damaged one
     tables = sorted(tmp_path.glob("*/run-*/db/*.sst"))
     assert tables
     for table in tables:
@@ -217,7 +217,7 @@ def test_a_full_disk_loses_nothing_and_is_no_end(small_disk: Path) -> None:
     found, got = store.get(ids[:put])
     assert found.all()
     assert torch.equal(got, rows[:put])
-    wait_for_background_work(store, _RUNNING)  # as it ends it gives room back
+    wait_for_background_work(store, _RUNNING)  # space on the disk is freed when the work ends
     _take_the_rest(small_disk / "rest")
     again = (ids[put : put + 5000], rows[put : put + 5000])
     with pytest.raises(ColdStoreError, match="No space"):

@@ -33,7 +33,7 @@ def assert_bookkeeping(table: Table, oracle: Residents) -> None:
     assert rows["frequency"].tolist() == frequency.tolist()
 
 
-@pytest.mark.parametrize("max_rows", [40, 640])  # of the smaller one a row leaves at once where one is wanted
+@pytest.mark.parametrize("max_rows", [40, 640])  # the table with 40 rows evicts one row at a time
 @pytest.mark.parametrize("eviction", POLICIES, ids=repr)
 def test_the_least_rows_leave_ties_and_all(eviction: LRU | LFU, max_rows: int) -> None:
     batches = zipf_steps(1.0, 8 * max_rows, steps=120, batch=max_rows // 2)
@@ -55,7 +55,7 @@ def test_the_least_rows_leave_ties_and_all(eviction: LRU | LFU, max_rows: int) -
 def test_residents_depend_neither_on_threads_nor_slots_nor_columns(eviction: LRU | LFU) -> None:
     batches = zipf_steps(1.0, 200_000, steps=12, batch=20_000)
     tables = [bounded(30_000, eviction, columns) for columns in (range(2), range(2, 4), range(4))]
-    tables[1].lookup(torch.arange(10**6, 10**6 + 5000), train=True)  # other slots
+    tables[1].lookup(torch.arange(10**6, 10**6 + 5000), train=True)  # so that the rows get other slots
     tables[1].remove(torch.arange(10**6, 10**6 + 5000, 2))
     tables[1].remove(table_ids := tables[1].ids())
     assert len(table_ids) == 2500
@@ -74,7 +74,7 @@ def test_residents_depend_neither_on_threads_nor_slots_nor_columns(eviction: LRU
 
 @pytest.mark.parametrize("threads", [1, 2])
 def test_a_large_table_by_its_kernel(threads: int) -> None:
-    """Where the search for leavers is of several tasks."""
+    """The table is so large that several tasks search for the rows to evict."""
     torch.set_num_threads(threads)
     max_rows = 150_000
     for eviction in (LRU(), LFU(half_life_steps=5)):
@@ -103,7 +103,7 @@ def test_halving_forgets_what_was_frequent_once() -> None:
         assert table.read_rows(new)["frequency"].unique().tolist() == ([9] if half_life is None else [5])
         table.lookup(torch.arange(20, 30), train=True)
         residents[half_life] = table.ids().tolist()
-    # At step 25 the old rows' frequency of 16 has been halved at 8, 16 and 24, that of the new ones at 24 alone.
+    # At step 25, the old rows' frequency of 16 has been halved at steps 8, 16 and 24, the new rows' only at 24.
     assert residents[None] == [*range(10), *range(20, 30)]
     assert residents[8] == [*range(10, 20), *range(20, 30)]
 
@@ -133,7 +133,7 @@ def test_an_evicted_row_comes_back_as_new() -> None:
 
 
 def hit_rates(batches: list[Tensor], max_rows: int, eviction: LRU | LFU) -> tuple[float, float]:
-    """Of the store and of the exact policy, over all but the first tenth of the steps."""
+    """Returns the hit rates of the table and of the exact policy, over all but the first tenth of the steps."""
     table = bounded(max_rows, eviction)
     exact = Residents(universe_of(batches), max_rows, eviction)
     warm = len(batches) // 10
@@ -180,7 +180,7 @@ def test_hit_rates_on_the_criteo_sample(eviction: LRU | LFU, criteo_steps: list[
 
 @pytest.fixture(scope="module")
 def criteo_steps() -> list[Tensor]:
-    """Ids of all 26 features, kept apart by the feature's number, of 256 samples a step."""
+    """The ids of all 26 features of 256 samples per step. The number of the feature is a part of the id."""
     with pytest.MonkeyPatch.context() as patch:
         for folder in ("examples", "examples/dlrm"):
             patch.syspath_prepend(ROOT / folder)
@@ -193,7 +193,7 @@ def criteo_steps() -> list[Tensor]:
 
 
 def test_a_frequency_of_16_goes_before_one_of_17() -> None:
-    """Whatever their age: larger frequencies share classes."""
+    """The age of the rows does not matter, because only larger frequencies share a class."""
     table = Table(2, options=TableOptions(max_rows=2, eviction=LFU()))
     for id_ in (17, 16):
         for _ in range(id_):
@@ -204,7 +204,7 @@ def test_a_frequency_of_16_goes_before_one_of_17() -> None:
 
 def test_no_row_leaves_for_rows_that_there_is_no_memory_for() -> None:
     dim = 2**20
-    row_bytes = 3 * 4 * dim  # the weights and both of the optimizer's states
+    row_bytes = 3 * 4 * dim  # the weights and the two states of the optimizer
     n = 2 * os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // row_bytes
     table = Table(dim, optimizer=Adam(), options=TableOptions(max_rows=n + 1, eviction=LRU()))
     table.insert(torch.tensor([1, 2]), torch.ones(2, dim))

@@ -1,4 +1,4 @@
-"""Rows that no step looks up for long enough leave: never too soon, never too late, alike everywhere."""
+"""Unused rows expire: never too early, never too late, and the same rows in every run."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def test_rows_leave_when_they_are_old_enough(steps: int, rows: int) -> None:
             assert len(table) == rows, since
         else:
             assert table.contains(kept).all()
-    # Its last look-up is now more than steps + steps // 2 steps ago.
+    # The last lookup of the row is now more than steps + steps // 2 steps ago.
     assert torch.equal(table.ids(), kept)
     stats = table.stats()
     assert (stats.expired, stats.evicted, stats.rows) == (rows - len(kept), 0, len(kept))
@@ -62,7 +62,7 @@ def test_training_lookups_alone_count() -> None:
     assert (len(table), table.stats().expired) == (10, 0)
     for _ in range(5):
         table.lookup(NONE, train=True)
-        table.update(torch.arange(5), torch.ones(5, 4))  # which makes them again, as of that step
+        table.update(torch.arange(5), torch.ones(5, 4))  # creates the rows again, in this step
     assert table.ids().tolist() == list(range(5))
 
 
@@ -83,7 +83,7 @@ def test_rows_of_pending_forwards_do_not_expire() -> None:
 
 @pytest.mark.parametrize("max_rows", [None, 6000])
 def test_the_same_steps_leave_the_same_rows(max_rows: int | None) -> None:
-    """In two runs, whatever the threads, the slots and the columns: else a row would be old here and new there."""
+    """Threads, slots and columns make no difference. Otherwise column shards would not have the same rows."""
     bound = {} if max_rows is None else {"max_rows": max_rows, "eviction": LRU()}
     options = TableOptions(expiry=Expiry(8), **bound)  # type: ignore[arg-type]
     tables = [Table(4, options=options, columns=columns) for columns in (range(4), range(2), range(2, 4))]
@@ -102,7 +102,7 @@ def test_with_a_bound_rows_leave_for_either_reason() -> None:
         table.lookup(torch.arange(60 * step, 60 * step + 60), train=True)
         assert len(table) <= 100
     assert table.stats().evicted > 1000
-    assert table.stats().expired == 0  # they had left before
+    assert table.stats().expired == 0  # the rows had been evicted before
     for _ in range(7):
         table.lookup(NONE, train=True)
     assert len(table) == 0

@@ -1,4 +1,4 @@
-"""Forked processes beside a table in use: what they have of it is refused at once, and nothing hangs."""
+"""Forked processes of a process with a table: calls of the table raise an error at once, and nothing hangs."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_children_of_a_process_with_redis_and_a_server(tmp_path: Path) -> None:
 
 
 class _Batches(Dataset[Tensor]):
-    """Ids; where there is a table, the rows of these."""
+    """A data set of ids, or, with a table, of the rows of these ids."""
 
     def __init__(self, table: Table | None = None) -> None:
         self._table = table
@@ -79,7 +79,7 @@ def _trained_all_the_time(table: Table) -> Iterator[None]:
 @pytest.mark.timeout(240)
 def test_a_data_loader_forks_its_workers_beside_training() -> None:
     table = Table(16, name="t_user")
-    outputs = [table.lookup(IDS, train=True)]  # each worker has them too, and drops them
+    outputs = [table.lookup(IDS, train=True)]  # each worker has a copy of them, and frees it
     with _trained_all_the_time(table):
         for _ in range(4):
             batches = DataLoader(_Batches(), batch_size=8, num_workers=2, multiprocessing_context="fork")

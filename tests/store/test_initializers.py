@@ -26,7 +26,7 @@ def test_uniform() -> None:
     assert weights.max() < 0.75
     assert abs(weights.mean() - 0.25) < 1e-3
     assert abs(weights.std() - 1 / math.sqrt(12)) < 1e-3
-    for correlated in (weights[:, :-1] * weights[:, 1:], weights[:-1] * weights[1:]):  # neighbours in row and in id
+    for correlated in (weights[:, :-1] * weights[:, 1:], weights[:-1] * weights[1:]):  # neighbors in a row, in a column
         assert abs(correlated.mean() - 0.0625) < 1e-3
     assert len(weights.unique()) > 0.95 * min(weights.numel(), 2**24) * 0.9
 

@@ -1,4 +1,4 @@
-"""The table against a dict of rows, on sequences of calls that hypothesis makes up."""
+"""The table against a dict of rows, on sequences of calls that hypothesis generates."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ ids_strategy = st.lists(
 
 
 class Oracle:
-    """A row is (weights, state); optimizers as optim.py writes them, in plain torch."""
+    """A dict of rows, each (weights, state), with the formulas of optim.py in plain torch."""
 
     def __init__(self, optimizer: Optimizer, initial: Table) -> None:
         self.optimizer = optimizer

@@ -1,4 +1,4 @@
-"""Tables whose weights are 16 bits: what is stored, how it is rounded, and that nothing else changes it."""
+"""Tables with 16-bit weights: the stored values, how they are rounded, and that nothing else changes them."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ DIMS = [1, 16, 33, 64]
 
 
 def all_patterns(dtype: torch.dtype) -> torch.Tensor:
-    """Every number of a 16-bit type, (1024, 64)."""
+    """Returns every bit pattern of a 16-bit type, (1024, 64)."""
     return torch.arange(2**16, dtype=torch.int32).to(torch.int16).view(dtype).view(1024, 64)
 
 
 def same(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Whether all numbers are, the sign of zeros included, and what is no number is none in both."""
+    """Returns whether all numbers are equal, including the signs of zeros, and NaNs are in the same places."""
     if not torch.equal(a.isnan(), b.isnan()):
         return False
     a, b = torch.where(a.isnan(), 9.0, a), torch.where(b.isnan(), 9.0, b)
@@ -155,7 +155,7 @@ def test_random_rounding_has_the_right_mean_and_rounds_to_a_neighbour(dtype: tor
     assert after.mean(0).double().sub(exact).abs().max() < step  # in each column
     unchanged = table.lookup(ids)
     table.update(ids, torch.zeros(4000, 33))
-    assert torch.equal(table.lookup(ids), unchanged)  # what is a number of the type stays
+    assert torch.equal(table.lookup(ids), unchanged)  # values that the type can represent are not changed
 
 
 def test_random_rounding_keeps_infinities_and_nan() -> None:

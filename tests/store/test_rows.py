@@ -1,4 +1,4 @@
-"""Whole rows out of a table and into another."""
+"""Whole rows are read from one table and written to another."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def test_a_copy_goes_on_as_the_original(optimizer: Optimizer) -> None:
     table, copy = trained(optimizer), Table(5, optimizer=optimizer)
     rows = table.read_rows(IDS)
     assert torch.equal(rows["weight"], table.lookup(IDS))
-    copy.insert(IDS[:2], torch.ones(2, 5))  # rows that are there already are overwritten, all of each
+    copy.insert(IDS[:2], torch.ones(2, 5))  # write_rows replaces existing rows, with all of their state
     copy.write_rows(IDS, rows)
     for name, value in copy.read_rows(IDS).items():
         assert torch.equal(value, rows[name]), name

@@ -1,4 +1,4 @@
-"""Tables whose cold store is shared: what one has trained others read, and each says what it cannot know."""
+"""Tables with a shared cold store: they read each other's rows, and refuse calls that need all jobs' rows."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def train(some: list[Tensor], *tables: Table) -> None:
 
 
 def assert_same(table: Table, whole: Table) -> None:
-    """The same rows, of which none is newer than the table's own clock."""
+    """Asserts that the tables have the same rows, and that no last step is later than the table's clock."""
     ids = whole.ids()
     assert torch.equal(table.ids(), ids)
     assert len(table) == len(ids)
@@ -101,7 +101,7 @@ def test_a_table_reads_what_another_has_trained() -> None:
     stats = reader.stats()
     assert (stats.rows, stats.cold_rows, stats.inserts, stats.evicted) == (0, 0, 0, 0)
     reader.close()
-    assert len(WRITTEN) == written  # it has changed nothing
+    assert len(WRITTEN) == written  # a reader writes nothing when it is closed
 
 
 @pytest.mark.parametrize("options", [{}, {"eviction": LFU()}, {"admission": MinFrequency(1)}])
@@ -168,7 +168,7 @@ def test_of_two_tables_the_last_write_wins_row_by_row() -> None:
     one.flush()
     other.update(ids, torch.full((10, DIM), -1.0))
     other.flush()
-    one.update(ids[:3], torch.full((3, DIM), -5.0))  # it has these in memory, and does not see the other's
+    one.update(ids[:3], torch.full((3, DIM), -5.0))  # it updates its own copies in memory
     assert one.lookup(ids)[:, 0].tolist() == [5.0] * 3 + [0.0] * 7
     one.flush()
     reader = shared(optimizer=SGD(lr=1.0))
@@ -206,7 +206,7 @@ def test_a_backward_in_the_midst_of_a_refresh_is_not_lost(moment: str, monkeypat
     def then_backward(*arguments: Any) -> Any:
         nonlocal pending
         result = call(*arguments)
-        if pending:  # as in another thread: at this moment
+        if pending:  # a backward in another thread may run at this moment
             pending = False
             for out in outs:
                 out.square().sum().backward()
@@ -291,7 +291,7 @@ def test_shards_of_rows_share_a_store_and_see_their_own() -> None:
         assert len(shard) == len(ids)
         with shard.snapshot() as snapshot:
             assert snapshot.table_rows == len(ids)
-            train([ids[:5]], shard)  # the snapshot is of before
+            train([ids[:5]], shard)  # the snapshot does not have this step
             saved, rows = snapshot.read(len(snapshot))
         assert torch.equal(saved, ids)
         assert torch.equal(rows["weight"], whole.lookup(ids))
@@ -301,7 +301,7 @@ def test_a_snapshot_has_resident_and_cold_rows() -> None:
     table, whole = shared(), Table(DIM, optimizer=ADAM)
     train(batches(20), table, whole)
     table.flush()
-    train(batches(3, seed=1), table, whole)  # copies in the store are out of date
+    train(batches(3, seed=1), table, whole)  # the copies in the store are outdated
     with table.snapshot() as snapshot:
         shared().remove(whole.ids()[:50])
         ids, rows = snapshot.read(len(snapshot))

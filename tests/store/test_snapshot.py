@@ -1,4 +1,4 @@
-"""A snapshot is the table of its moment, whatever happens while it is read; marks tell what has changed and left."""
+"""A snapshot has the rows as they were when it was taken. Marks record which rows are changed and removed later."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def test_a_forward_that_is_pending_when_it_begins_changes_nothing_in_it() -> Non
 
 
 def test_it_is_of_one_moment_while_another_thread_trains() -> None:
-    # Every update adds the same to all rows, so a row of another moment would show.
+    # Every update adds the same value to all rows, so that a row of another time would differ from the others.
     table = Table(8, optimizer=SGD(1.0))
     ids = torch.randperm(50_000) - 25_000
     table.insert(ids, torch.zeros(len(ids), 8))
@@ -230,7 +230,7 @@ def test_marks_do_not_outlive_an_exchange() -> None:
     marks = [table.mark(), other.mark(), other.mark()]
     table.exchange_rows(other)
     for each in (table, other):
-        each.update(torch.arange(200), torch.ones(200, 4))  # what changes is noted, though no mark is known
+        each.update(torch.arange(200), torch.ones(200, 4))  # changes are recorded, although all marks are forgotten
     for mark in marks:
         with pytest.raises(ValueError, match="no longer known"):
             table.snapshot(mark)

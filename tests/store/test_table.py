@@ -48,7 +48,7 @@ def test_a_row_depends_on_seed_name_id_and_column_alone() -> None:
         assert torch.equal(Table(70, options=init, name="a", columns=range(begin, end)).lookup(ids), rows[:, begin:end])
     assert not torch.equal(Table(70, options=init, name="b").lookup(ids), rows)
     assert not torch.equal(Table(70, options=TableOptions(seed=1, missing="init"), name="a").lookup(ids), rows)
-    # Pinned, so that rows stay the same from version to version.
+    # The values are fixed, so that new rows are the same in every version.
     pinned = Table(4, options=init, name="table").lookup(torch.tensor([42]))[0] * 2**10
     torch.testing.assert_close(pinned, torch.tensor(PINNED_ROW_42), rtol=1e-6, atol=0)
 
@@ -239,7 +239,7 @@ try:
         table.lookup(torch.arange(first, first + 50000), train=True)
 except MemoryError as error:
     resource.setrlimit(resource.RLIMIT_AS, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
-    # Only the index may have got roomier.
+    # Only the capacity of the index may have grown.
     assert dataclasses.replace(table.stats(), bytes=0) == dataclasses.replace(before, bytes=0)
     assert torch.equal(table.lookup(torch.arange(1000)), rows)
     print(error)

@@ -1,4 +1,4 @@
-"""Tables with a cold store hold the very rows that the same tables hold without a bound."""
+"""A table with a cold store has the same rows as a table without max_rows."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def _in_order() -> Iterator[None]:
 def _tables(
     dtype: torch.dtype = torch.float32, optimizer: Any = None, dim: int = 5, **options: Any
 ) -> tuple[Table, Table]:
-    """A table with a cold store, and the same without a bound."""
+    """Returns a table with a cold store, and the same table without max_rows."""
     optimizer = optimizer or Adam(lr=0.1)
     cold = {"eviction": LRU(), "max_rows": MAX_ROWS, "cold_store": DictStoreOptions()}
     whole = {key: value for key, value in options.items() if key not in ("eviction", "max_rows")}
@@ -84,7 +84,7 @@ def test_rows_come_back_as_they_left(eviction: Any, dtype: torch.dtype, optimize
     assert stats.lookups == whole.stats().lookups
     assert stats.inserts == whole.stats().inserts
     assert stats.misses == stats.inserts + stats.cold_hits
-    if halving is None:  # frequencies are halved in one of them only
+    if halving is None:  # with halving, only one of the tables halves frequencies
         _assert_same(tiered, whole)
     else:
         assert torch.equal(tiered.lookup(tiered.ids()), whole.lookup(whole.ids()))
@@ -154,8 +154,7 @@ def test_prefetched_rows_are_not_read_again_and_never_out_of_date() -> None:
     batches = _batches(40)
     again = 0
     for number, ids in enumerate(batches):
-        # Rows of the batch after this one are trained on, and leave again, before its turn.
-        for ahead in batches[number + 1 : number + 2]:
+        for ahead in batches[number + 1 : number + 2]:  # its rows may be trained on and evicted again in between
             kernel.prefetch(ahead, [len(ahead)])
         if number % 10 == 0:
             removed = batches[min(number + 1, 39)][:20]
@@ -168,7 +167,7 @@ def test_prefetched_rows_are_not_read_again_and_never_out_of_date() -> None:
         assert torch.equal(out, expected)
         for result in (out, expected):
             (result.sum() * 0.1).backward()
-    assert again < tiered.stats().cold_hits / 4  # rows that had left meanwhile, and what the filter cannot tell
+    assert again < tiered.stats().cold_hits / 4  # rows that were evicted in the meantime, and errors of the filter
     _assert_same(tiered, whole)
 
 
@@ -178,7 +177,7 @@ def test_new_ids_are_not_looked_for() -> None:
         tiered.lookup(torch.arange(start, start + 100), train=True)
     asked = DictStore.reads
     tiered.lookup(torch.arange(10**6, 10**6 + 100), train=True)
-    assert DictStore.reads - asked <= 15  # of a hundred
+    assert DictStore.reads - asked <= 15  # of a hundred ids
 
 
 def test_a_failing_store_loses_nothing() -> None:
@@ -240,7 +239,7 @@ def test_old_rows_expire_in_the_store_too(ascending: bool, monkeypatch: pytest.M
 def test_rows_expire_in_the_step_in_which_they_do_without_a_cold_store(
     steps: int, ascending: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whatever reads, updates and writes them between the steps, also those of a forward that is pending."""
+    """Rows are read, updated and written between the steps, and some belong to a pending forward."""
     monkeypatch.setattr(DictStore, "ascending_snapshots", ascending)
     tables = _tables(expiry=Expiry(steps))
     kernels = [PooledKernel([table], [0], "sum") for table in tables]
@@ -261,12 +260,12 @@ def test_rows_expire_in_the_step_in_which_they_do_without_a_cold_store(
             table.insert(ids[110:120], torch.ones(len(ids[110:120]), 5))
         if step == 50:
             for table in tables:
-                table.steps = 1003  # as a load does
+                table.steps = 1003  # a load sets the clock like this
     assert tables[0].stats().expired > 100
 
 
 def test_a_step_is_done_though_what_has_expired_cannot_be_deleted(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It counts for nothing, and is deleted when the store works again."""
+    """Expired rows are invalid at once, and are deleted when the store works again."""
     monkeypatch.setattr(DictStore, "ascending_snapshots", False)
     tiered, whole = _tables(expiry=Expiry(8))
     for ids in _batches(30):
@@ -388,14 +387,14 @@ def test_a_row_that_was_fetched_before_it_was_trained_on_and_put_is_not_used(
     ids, others = torch.arange(20), torch.arange(1000, 1000 + MAX_ROWS)
     for table in (tiered, whole):
         table.lookup(ids, train=True)
-        table.lookup(others, train=True)  # they leave
+        table.lookup(others, train=True)  # evicts the rows of ids
     tier = tiered.tier
     assert isinstance(tier, ColdTier)
     assert torch.equal(tier.read(ids)[0], ids)
     get, fetched, held = tier.store.get, threading.Event(), threading.Event()
 
     def first_get(asked: Tensor) -> tuple[Tensor, Tensor]:
-        monkeypatch.undo()  # the other calls are as they were
+        monkeypatch.undo()  # later calls are the store's own
         rows = get(asked)
         fetched.set()
         assert held.wait(60)
@@ -414,7 +413,7 @@ def test_a_row_that_was_fetched_before_it_was_trained_on_and_put_is_not_used(
     fetching = threading.Thread(target=tier.prefetch, args=(ids,))
     fetching.start()
     assert fetched.wait(60)
-    with tier.lock:  # what has been read is staged when it is free
+    with tier.lock:  # prefetch stages the rows that it has read when it gets this lock
         held.set()
         train()
         if put == "while it is fetched":
@@ -429,7 +428,7 @@ def test_a_row_that_was_fetched_before_it_was_trained_on_and_put_is_not_used(
 
 
 class _Failing:
-    """Calls of a store that fail when they have done a part."""
+    """Makes a call of the store fail after it has done a part of its work."""
 
     def __init__(self, table: Table, monkeypatch: pytest.MonkeyPatch, call: str) -> None:
         assert table.tier is not None
@@ -474,7 +473,7 @@ def test_what_could_not_be_deleted_is_gone_all_the_same(monkeypatch: pytest.Monk
         _assert_same(tiered, whole)
         with tiered.snapshot() as snapshot:
             assert torch.equal(snapshot.read(len(snapshot))[0], whole.ids())
-        for table in (tiered, whole):  # some of them are made anew, and leave again
+        for table in (tiered, whole):  # some rows are created again, and evicted again
             table.insert(some[::2], torch.full((len(some[::2]), 5), float(number)))
             for ids in _batches(5, seed=number):
                 table.lookup(ids, train=True)
@@ -495,7 +494,7 @@ def test_rows_written_as_old_as_what_has_expired() -> None:
     tiered.insert(ids, torch.ones(100, 5))
     rows = tiered.read_rows(ids)
     tiered.write_rows(ids, {**rows, "last_step": torch.full((100,), 3)})
-    tiered.insert(torch.arange(10**7, 10**7 + 150), torch.ones(150, 5))  # they leave, and have expired
+    tiered.insert(torch.arange(10**7, 10**7 + 150), torch.ones(150, 5))  # evicts the rows of ids, which have expired
     assert len(tiered) == len(tiered.ids())
     with tiered.snapshot() as snapshot:
         assert torch.equal(snapshot.read(len(snapshot))[0], tiered.ids())

@@ -1,4 +1,4 @@
-"""Training on tables whose cold store goes away for a while: no row is lost, none starts anew."""
+"""Training while the cold store fails for some time: no row is lost, and no row starts again as a new row."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ DIM = 16
 
 
 class Pair:
-    """A table with a cold store and one without a bound, trained on the same batches."""
+    """A table with a cold store and a table without max_rows, which are trained on the same batches."""
 
     def __init__(self, options: TableOptions, dim: int = DIM) -> None:
         self.tiered = Table(dim, optimizer=Adam(lr=0.1), options=options)
@@ -37,7 +37,7 @@ class Pair:
         return torch.randint(0, 300 + 100 * self._step, (400,), generator=generator)
 
     def train(self) -> None:
-        """One step; where the cold store fails, of neither."""
+        """Trains both tables for one step. If the cold store fails, it trains neither."""
         ids = self.batch()
         outputs = [kernel(ids, torch.arange(0, 401, 2), train=True) for kernel in self._kernels]
         assert torch.equal(*outputs)
@@ -53,7 +53,7 @@ class Pair:
 
 
 def train_until_it_fails(pair: Pair, names: str, most: int = 1000) -> None:
-    """Trains up to the step that fails, twice, and leaves everything as it was."""
+    """Trains until a step fails, repeats that step, and asserts that the failed steps change nothing."""
 
     def steps() -> None:
         for _ in range(most):
@@ -79,7 +79,7 @@ def test_redis_stopped_in_mid_training(tmp_path: Path) -> None:
         server.kill()
         begin = time.monotonic()
         train_until_it_fails(pair, f"{re.escape(server.url)}.*cannot be reached")
-        assert time.monotonic() - begin >= 0.5  # it has tried
+        assert time.monotonic() - begin >= 0.5  # the call has been repeated
         server.start()
         for _ in range(10):
             pair.train()
@@ -124,7 +124,7 @@ def test_rows_that_redis_has_lost_do_not_start_anew(tmp_path: Path, flush: bool)
 def test_a_full_disk_in_mid_training(small_disk: Path) -> None:
     pair = Pair(TableOptions(max_rows=MAX_ROWS, cold_store=RocksDBStore(str(small_disk))), dim=400)
     train_until_it_fails(pair, f"{small_disk}.*No space")
-    rows = pair.tiered.read_rows(pair.tiered.ids())  # what is there can be read
+    rows = pair.tiered.read_rows(pair.tiered.ids())  # the rows can still be read
     assert len(rows["weight"]) == len(pair.tiered)
     (small_disk / "ballast").unlink()
     for _ in range(3):
