@@ -1,4 +1,4 @@
-"""Checkpoints of tables with bounds: rows of cold stores are in them, and what admission has counted."""
+"""Checkpoints of tables with bounds contain the rows of cold stores and the counts of admission."""
 
 from __future__ import annotations
 
@@ -154,7 +154,7 @@ def test_a_delta_after_more_has_left_than_stays(tmp_path: Path) -> None:
     for start in range(0, 3000, 300):
         table.insert(torch.arange(start, start + 300), torch.rand(300, models.DIM))
     save_checkpoint(model, tmp_path / "0")
-    for start in range(0, 70_000, 500):  # the log of ids that leave is of 2**16 at least
+    for start in range(0, 70_000, 500):  # The log of ids that left holds at least 2**16 ids.
         table.insert(torch.arange(start, start + 500) % 3000, torch.rand(500, models.DIM))
     table.remove(torch.arange(100, 200))
     info = save_checkpoint(model, tmp_path / "1", delta_of=tmp_path / "0")
@@ -179,7 +179,7 @@ def test_an_async_save_is_of_its_moment(tmp_path: Path, store: str, monkeypatch:
     other = models.recstore(options=COLD, optimizer=ADAM)
     load_checkpoint(other, tmp_path / "saved")
     models.assert_holds(other, held)
-    # Slots of rows that have been read are used again, snapshot or not.
+    # Slots of rows that the snapshot has read are reused while the snapshot exists.
     assert all(table.stats().bytes < 3 * size for table, size in zip(shards_of(model), before, strict=True))
 
 
@@ -202,7 +202,7 @@ def loads(rank: int, world_size: int, *, path: Path, sharding: str) -> None:
     model = models.recstore(sharding, optimizer=ADAM, options=options)
     load_checkpoint(model, path / "saved")
     models.write_down(model, path / f"after{world_size}")
-    # Ids that were seen once before the save have their row with the next sighting; nobody else has.
+    # Ids that were seen once before the save get a row with the next sighting. Other ids do not.
     seen_once = torch.load(path / "seen_once.pt")
     for shard in model.module.sparse.recstore_state.shards["user"]:
         mine = seen_once[shard.owned(seen_once)]
@@ -251,7 +251,7 @@ def test_admission_goes_on_where_it_was(tmp_path: Path) -> None:
     difference = compare_chains(read_chain(tmp_path / "saved"), read_chain(tmp_path / "later"))
     assert "sightings" in difference.tables["user"].facts
     plain = models.recstore()
-    load_checkpoint(plain, tmp_path / "saved")  # a table without admission has no use for it
+    load_checkpoint(plain, tmp_path / "saved")  # A table without admission ignores the counts.
 
 
 @pytest.mark.usefixtures("one_rank")

@@ -1,4 +1,4 @@
-"""Saving and loading in one process: what is kept, what is refused, and that a refusal changes nothing."""
+"""Saves and loads in one process: all state is restored, invalid calls are refused, and a refusal changes nothing."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ Held = list[Any]
 
 
 def held(model: DistributedModelParallel) -> Held:
-    """Rows, clocks and dense weights."""
+    """Returns the rows, step counts and dense weights."""
     tables = [shard.table for shards in model.module.sparse.recstore_state.shards.values() for shard in shards]
     return [models.shards(model), [(t.steps, t.optimizer_steps) for t in tables], model.module.over.weight.clone()]
 
@@ -53,7 +53,7 @@ def assert_same(one: Held, other: Held) -> None:
 
 
 def other_model(**kinds: Any) -> DistributedModelParallel:
-    """A model with rows and weights of its own."""
+    """A model with other rows and weights."""
     model = models.recstore(**kinds)
     models.train(model, steps=2, distinct=90)
     with torch.no_grad():
@@ -71,7 +71,7 @@ def trained(**kinds: Any) -> DistributedModelParallel:
     "optimizer", [EmbOptimType.EXACT_SGD, EmbOptimType.EXACT_ROWWISE_ADAGRAD, EmbOptimType.ADAM, EmbOptimType.LAMB]
 )
 def test_forth_and_back(tmp_path: Path, optimizer: EmbOptimType, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(writer, "PART_BYTES", 700)  # several parts a table
+    monkeypatch.setattr(writer, "PART_BYTES", 700)  # several parts for each table
     model = trained(optimizer=optimizer)
     info = save_checkpoint(model, tmp_path / "saved")
     assert len(info.tables["item"].parts) > 2
@@ -122,14 +122,14 @@ def test_deltas_hold_what_changed_and_chains_load(tmp_path: Path) -> None:
         models.train(model, steps=1, distinct=40 + 5 * number)
         gone = before[:: number + 2]
         item.remove(gone)
-        models.train(model, steps=1, distinct=10)  # some may come back
+        models.train(model, steps=1, distinct=10)  # Some of the removed ids may return.
         info = save_checkpoint(model, tmp_path / str(number), delta_of=previous)
         rows = sum(part.rows for part in info.tables["item"].parts)
         assert rows < info.tables["item"].rows == len(item)
         load_checkpoint(other, tmp_path / str(number))
         assert_same(held(other), held(model))
         previous = tmp_path / str(number)
-    # What has been loaded can be gone on from, and any earlier checkpoint be the one that a delta is of.
+    # Training can continue after a load, and any earlier checkpoint can be the base of a delta.
     for each in (model, other):
         models.train(each, steps=1)
     again = save_checkpoint(other, tmp_path / "other", delta_of=previous)
@@ -152,7 +152,7 @@ def test_a_delta_knows_what_was_loaded_otherwise(tmp_path: Path) -> None:
     save_checkpoint(model, tmp_path / "1", delta_of=tmp_path / "0")
     load_checkpoint(other, tmp_path / "1")
     assert_same(held(other), held(model))
-    # Rows that came all at once are those of another history.
+    # A load replaces all rows, so the marks of earlier saves and loads are no longer known.
     load_checkpoint(model, tmp_path / "0")
     with pytest.raises(ValueError, match="no longer known"):
         save_checkpoint(model, tmp_path / "2", delta_of=tmp_path / "1")
@@ -202,7 +202,7 @@ def test_async_save_is_the_model_of_its_moment(tmp_path: Path, monkeypatch: pyte
     other = other_model()
     assert load_checkpoint(other, tmp_path / "saved").training_state["x"].tolist() == [0.0, 0.0, 0.0]
     assert_same(held(other), before)
-    # The delta is of that moment, too.
+    # The delta also has the state at the call of async_save.
     save_checkpoint(model, tmp_path / "delta", delta_of=tmp_path / "saved")
     load_checkpoint(other, tmp_path / "delta")
     assert_same(held(other), held(model))
@@ -222,7 +222,8 @@ def test_an_async_save_that_fails_says_so_when_waited_for(tmp_path: Path, monkey
     monkeypatch.undo()
     while not saving.done():
         time.sleep(0.01)
-    with pytest.raises(OSError, match="No space left") as raised:  # not waited for: the next one tells, once
+    # The next save raises the error of a save that was not waited for, once.
+    with pytest.raises(OSError, match="No space left") as raised:
         async_save(model, tmp_path / "other")
     assert raised.value.__notes__ == [
         f"This is the error of async_save to {tmp_path / 'saved'}, whose wait() had not been called."
@@ -345,7 +346,7 @@ def test_tables_on_other_kernels_are_refused_by_name(tmp_path: Path) -> None:
 
 @pytest.fixture
 def chain(tmp_path: Path) -> Path:
-    """A full checkpoint and a delta of it."""
+    """Saves a full checkpoint and a delta of it."""
     model = trained(optimizer=ELEMENT)
     save_checkpoint(model, tmp_path / "full", training_state={"t": torch.ones(4)})
     models.train(model, steps=1, distinct=60)
@@ -420,7 +421,7 @@ def test_a_model_that_does_not_fit_is_refused(tmp_path: Path, monkeypatch: pytes
     assert_same(held(other), before)
     load_checkpoint(other, tmp_path / "saved", strict=False)
     after = models.shards(other)
-    assert torch.equal(after[1][2], before[0][1][2])  # table 'thing' as it was
+    assert torch.equal(after[1][2], before[0][1][2])  # Table 'thing' has not changed.
     assert not torch.equal(after[0][2], before[0][0][2])
 
 
@@ -466,7 +467,7 @@ def test_a_full_disk(tmp_path: Path) -> None:
         other = other_model()
         load_checkpoint(other, disk / "first")
         table.remove(torch.arange(10_000))
-        save_checkpoint(model, disk / "second")  # the failed save is repeated
+        save_checkpoint(model, disk / "second")  # The failed save can be repeated.
         assert_same(held(other), held(model))
     finally:
         subprocess.run(["umount", str(disk)], check=True)

@@ -35,7 +35,7 @@ def user_table(model: DistributedModelParallel) -> Table:
 
 @pytest.fixture
 def chain(one_rank: None, tmp_path: Path) -> tuple[DistributedModelParallel, Path]:
-    """A model, and where its checkpoints "full" and "delta" lie; three ids of the table "user" left between them."""
+    """A model, and the directory of its checkpoints "full" and "delta". Three ids of "user" left between them."""
     model = models.recstore()
     models.train(model)
     save_checkpoint(model, tmp_path / "full", training_state={"epoch": 1, "optimizer": {0: torch.ones(3)}})
@@ -71,7 +71,7 @@ def as_dicts(table: Table) -> dict[int, dict[str, Tensor]]:
 
 @pytest.mark.parametrize("window", [0, 1 << 20])
 def test_diff(chain: tuple[DistributedModelParallel, Path], window: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A delta and a full checkpoint, against what the tables themselves held."""
+    """Compares the output for a delta and a full checkpoint with the rows of the tables."""
     monkeypatch.setattr(fold, "_WINDOW_BYTES", window)
     monkeypatch.setattr(fold, "_LEAST_ROWS", 3)
     model, path = chain

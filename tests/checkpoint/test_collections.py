@@ -1,4 +1,4 @@
-"""Checkpoints of the other collections, of two of them in a model, and of a sharded module by itself."""
+"""Checkpoints of other collections, of two collections in a model, and of a single sharded module."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ BATCH = KeyedJaggedTensor(
 
 
 class Both(nn.Module):
-    """A sequence and a pooled collection."""
+    """A model with a sequence collection and a pooled collection."""
 
     def __init__(self, second: str) -> None:
         super().__init__()
@@ -37,7 +37,7 @@ class Both(nn.Module):
         self.pooled = EmbeddingBagCollection(tables=pooled, device=META)
 
     def forward(self, features: KeyedJaggedTensor) -> torch.Tensor:
-        """The sum of everything."""
+        """Returns the sum of all outputs."""
         rows = self.sequence(features)
         return (
             torch.stack([rows[key].values().sum() for key in ("a", "b")]).sum() + self.pooled(features).values().sum()

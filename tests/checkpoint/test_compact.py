@@ -1,4 +1,4 @@
-"""A chain folded without a table is what loading it gives."""
+"""A folded chain holds the same rows as a table into which the chain is loaded."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def make_parts_small(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Parts of a few rows and windows of even fewer, so that each takes many."""
+    """Makes parts of a few rows and windows of fewer rows, so that a table has many parts and a part many windows."""
     make_parts_small(monkeypatch)
 
 
@@ -62,7 +62,7 @@ def test_gives_the_files_of_a_full_save(
         user, item = tables_of(model).values()
         user.remove(user.ids()[:3])
         if delta == 3:
-            item.remove(item.ids()[2:])  # so many that the delta lists those that stay
+            item.remove(item.ids()[2:])  # Most ids are removed, so that the delta lists the ids that stay.
         if delta == 4:
             user.remove(user.ids())
         state = {"optimizer": {"state": {0: torch.ones(3)}, "lr": 0.1}, "at": (delta, None)}
@@ -78,7 +78,7 @@ def test_gives_the_files_of_a_full_save(
 
 
 def folds_deltas_of_other_shardings(rank: int, world_size: int, *, path: Path) -> None:
-    make_parts_small(pytest.MonkeyPatch())  # the process ends with the test
+    make_parts_small(pytest.MonkeyPatch())  # The change needs no undo, because the process ends with the test.
     last = None
     for number, sharding in enumerate(["row_wise", "column_wise", "grid_shard"]):
         model = models.recstore(sharding)
@@ -136,7 +136,7 @@ def test_a_fold_that_fails_leaves_nothing(one_rank: None, tmp_path: Path) -> Non
 
 
 def test_a_full_disk_is_named(one_rank: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of files that are copied as they are, the one that could not be written: nothing is wrong with the other."""
+    """An error while a file is copied names the target that could not be written, and not the source."""
     model = models.recstore()
     save_checkpoint(model, tmp_path / "full", training_state={"epoch": torch.ones(1)})
 

@@ -1,4 +1,4 @@
-"""Checkpoints whose checksums are right and whose contents are not: each is refused by name."""
+"""Checkpoints with correct checksums and inconsistent contents are refused, and the error names the file."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ INSTALL = r".* torchrec_recstore [\d.]+ does not know: .*pip install --upgrade t
 
 @pytest.fixture
 def saved(tmp_path: Path) -> Path:
-    """Checkpoints of one rank and of two, full and deltas."""
+    """Saves full checkpoints and deltas of one rank and of two ranks."""
     shutil.copytree(HERE / "checkpoint_1", tmp_path / "saved")
     return tmp_path / "saved"
 
 
 def change(checkpoint: Path, how: Callable[[Document], object]) -> None:
-    """Changes metadata, and gives it and every file the right checksum."""
+    """Changes the metadata, and corrects the checksums of the metadata and of every file."""
     file = checkpoint / METADATA
     document = json.loads(file.read_bytes())
     how(document)
@@ -52,7 +52,7 @@ def change(checkpoint: Path, how: Callable[[Document], object]) -> None:
 
 
 def load(checkpoint: Path) -> None:
-    """All rows of one table, into a new one."""
+    """Loads all rows of one table into a new table."""
     chain = read_chain(checkpoint)
     table = chain[-1].tables["item"]
     with Table(table.dim, optimizer=table.optimizer, name="item") as fresh:
@@ -61,7 +61,7 @@ def load(checkpoint: Path) -> None:
 
 
 def assert_refused(checkpoint: Path, message: str) -> None:
-    """By what loads it into tables, and by what folds it."""
+    """Checks that loading and folding both refuse the checkpoint."""
     with pytest.raises(CheckpointError, match=message):
         load(checkpoint)
     with pytest.raises(CheckpointError, match=message):
@@ -72,7 +72,7 @@ def assert_refused(checkpoint: Path, message: str) -> None:
 def test_the_unchanged_ones_are_good(saved: Path) -> None:
     for path in ("full", "delta", "second_delta", "row_wise", "column_wise"):
         change(saved / path, lambda document: None)
-        if path in ("row_wise", "column_wise"):  # the others are bases of deltas
+        if path in ("row_wise", "column_wise"):  # The other checkpoints are bases of deltas.
             compact_checkpoint(saved / path, saved / f"compact-{path}")
 
 
@@ -144,7 +144,7 @@ def test_tensors_of_another_shape(saved: Path) -> None:
 
 
 def one_id_twice(checkpoint: Path) -> int:
-    """Gives a row of one rank the id of a row of the other one: metadata still holds together."""
+    """Replaces the id of a row of one rank by an id of the other rank. The metadata stays consistent."""
     (_, one), (path, other) = ((path, safetensors.torch.load_file(path)) for path in sorted(checkpoint.glob("item-*")))
     ids = other["ids"]
     place, id = next(
@@ -160,13 +160,13 @@ def one_id_twice(checkpoint: Path) -> int:
 
 
 def small_table(checkpoint: Path) -> Table:
-    """Without room for all rows."""
+    """Loads a table into a table that has no room for all rows."""
     optimizer = read_chain(checkpoint)[-1].tables["item"].optimizer
     return Table(8, optimizer=optimizer, options=TableOptions(max_rows=4, eviction=LRU()))
 
 
 def test_an_id_in_the_parts_of_two_ranks(saved: Path) -> None:
-    """Only the ids tell. A table that has not room for all of them does not pass it either."""
+    """Only the ids show the damage. A table without room for all rows also refuses the checkpoint."""
     id = one_id_twice(saved / "row_wise")
     message = f"table 'item' of .*row_wise has the id {id} in several parts"
     assert_refused(saved / "row_wise", message)

@@ -1,4 +1,4 @@
-"""Whatever kills a save: a checkpoint is whole or not there, and who lives knows."""
+"""After a killed save, a checkpoint is complete or does not exist, and the surviving ranks raise an error."""
 
 from __future__ import annotations
 

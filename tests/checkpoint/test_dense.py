@@ -1,4 +1,4 @@
-"""Dense weights in and out of RecStore tables."""
+"""Dense weights are loaded into RecStore tables and exported from them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def there_and_back(sharding: str) -> None:
     beyond = export_dense_weights(model, "user", 600)
     assert torch.equal(beyond[:300], weights)
     assert beyond[300:500].count_nonzero() == 0
-    assert beyond[500:].count_nonzero() > 0  # ids beyond the tensor are as they were
+    assert beyond[500:].count_nonzero() > 0  # Rows of ids that are not in the tensor do not change.
 
 
 def two_ranks(rank: int, world_size: int) -> None:

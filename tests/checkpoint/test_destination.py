@@ -1,4 +1,4 @@
-"""A path has one owner at a time, and what others need or have made is not touched."""
+"""One process at a time writes to a path, and files of others and needed checkpoints are not deleted."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ Fork = Callable[[Callable[[], object]], int]
 
 @pytest.fixture
 def fork() -> Iterator[Fork]:
-    """Forks a process that works, says so and waits to be killed, which it is at the end."""
+    """Forks a process that does some work, reports that and waits; kills the process at the end."""
     children: list[int] = []
 
     def begin(work: Callable[[], object]) -> int:
@@ -68,7 +68,7 @@ def test_the_holder_is_named_and_its_death_frees_the_path(tmp_path: Path, fork: 
     with pytest.raises(BlockingIOError, match=expected):
         RecStoreClient().save(path)
     os.kill(holder, signal.SIGKILL)
-    while lock_file(path).exists():  # it dies with the process, not with its file
+    while lock_file(path).exists():  # The lock ends with the process, and not when its file is deleted.
         try:
             Destination(path).close()
         except BlockingIOError:
@@ -149,7 +149,7 @@ def test_only_what_dead_savers_have_left_is_removed(tmp_path: Path) -> None:
 
 
 def test_new_directories_are_on_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every directory is synced after an entry has been made in it."""
+    """Every directory is synced after an entry was created in it."""
     synced: list[str] = []
     fsync, mkdir = os.fsync, Path.mkdir
 
@@ -189,9 +189,9 @@ def test_what_a_delta_beside_it_needs_is_not_replaced(one_rank: None, tmp_path: 
     with pytest.raises(FileExistsError, match=r"run/1 is needed to load"):
         RecStoreClient().save(folder / "1", overwrite=True)
     load_checkpoint(model, folder / "3")
-    save_checkpoint(model, folder / "3", overwrite=True)  # nothing needs it
+    save_checkpoint(model, folder / "3", overwrite=True)  # No delta needs it.
     save_checkpoint(model, folder / "1", overwrite=True)
-    (folder / "3" / "metadata.json").write_text("{")  # cannot be loaded, and needs nothing
+    (folder / "3" / "metadata.json").write_text("{")  # A delta that cannot be loaded needs no base.
     save_checkpoint(model, folder / "1", overwrite=True)
 
 
@@ -200,14 +200,14 @@ def test_a_base_stays_while_a_delta_of_it_is_saved(one_rank: None, tmp_path: Pat
     save_checkpoint(model, tmp_path / "1")
     chain = read_chain(tmp_path / "1")
     with Destination(tmp_path / "2", bases=chain) as destination:
-        with Destination(tmp_path / "3", bases=chain):  # several at a time
+        with Destination(tmp_path / "3", bases=chain):  # Several processes can lock a base at the same time.
             pass
         with pytest.raises(
             BlockingIOError, match=r"1 cannot be written: .* has been writing .*2, which needs it, since"
         ):
             save_checkpoint(model, tmp_path / "1", overwrite=True)
         destination.stage()
-        shutil.rmtree(tmp_path / "1")  # by someone who asks nobody
+        shutil.rmtree(tmp_path / "1")  # A process deletes the base without taking the lock.
         with pytest.raises(CheckpointError, match=r"1 has been replaced or deleted since it was read"):
             destination.publish()
     assert not (tmp_path / "2").exists()
@@ -233,7 +233,7 @@ def test_what_is_not_the_checkpoints_is_not_deleted(
     with pytest.raises(FileExistsError, match=r"saved contains files that do not belong .*: notes; move them away"):
         save_checkpoint(model, path, overwrite=True)
     (path / "notes").rmdir()
-    # Also what comes at the last moment.
+    # A file that is added at the last moment is also found.
     with Destination(path, overwrite=True) as destination:
         destination.stage()
         monkeypatch.setattr(Destination, "_check", lambda self: None)

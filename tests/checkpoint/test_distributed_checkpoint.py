@@ -1,4 +1,4 @@
-"""RecStore tables through torch.distributed.checkpoint, from any world size and sharding to any other."""
+"""RecStore tables are saved with torch.distributed.checkpoint and loaded at other world sizes and shardings."""
 
 from __future__ import annotations
 
@@ -45,8 +45,8 @@ LOADS: list[tuple[Case, int, str]] = [
 
 
 def saves_and_loads(rank: int, world_size: int, *, path: Path) -> None:
-    """All that is saved at this world size, then all that is loaded."""
-    layout.PIECE_ROWS = 7  # so that a table has several pieces
+    """Runs all saves of this world size, and then all loads."""
+    layout.PIECE_ROWS = 7  # A table has several pieces.
     for case in SAVED:
         if case[0] == world_size:
             save(path / "_".join(map(str, case)), *case[1:])
@@ -68,9 +68,9 @@ def save(path: Path, sharding: str, optimizer: EmbOptimType) -> None:
 
 def load(path: Path, case: Case, sharding: str) -> None:
     _, saved_as, optimizer = case
-    exact = saved_as != COLUMN or sharding == COLUMN  # only joined column shards average a row-wise state
+    exact = saved_as != COLUMN or sharding == COLUMN  # Only joined column shards average row-wise states.
     model = models.recstore(sharding, optimizer)
-    models.train(model, steps=1, distinct=30)  # rows that must be gone afterwards
+    models.train(model, steps=1, distinct=30)  # The load must remove these rows.
     load_distributed_checkpoint(model, path / "saved")
     expected = models.whole_tables(path)
     held: dict[str, set[int]] = {name: set() for name in expected}
@@ -89,7 +89,7 @@ def load(path: Path, case: Case, sharding: str) -> None:
             else:
                 torch.testing.assert_close(states[i], row["state"][cut].double().mean().float())
     counts = {(t.steps, t.optimizer_steps) for t in model.module.sparse.recstore_tables()}
-    assert counts <= {(5, 5)}  # a rank may have no shard
+    assert counts <= {(5, 5)}  # A rank may have no shard.
     everywhere: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everywhere, held)
     assert {name: set().union(*(h[name] for h in everywhere)) for name in expected} == {
@@ -114,7 +114,7 @@ def test_async_save_and_training_on(one_rank: None, tmp_path: Path) -> None:
     models.train(model)
     state = {"model": model.state_dict(), "optimizer": model.fused_optimizer.state_dict()}
     before = models.shards(model)
-    # torch 2.13's default stager cannot copy a ShardedTensor, of whatever kernel.
+    # The default stager of torch 2.13 cannot copy a ShardedTensor of any kernel.
     saving = dcp.async_save(state, checkpoint_id=tmp_path / "saved", async_stager=BlockingAsyncStager())
     models.train(model)
     saving.result()
@@ -214,7 +214,7 @@ def test_pieces_are_of_bounded_size(one_rank: None, tmp_path: Path, monkeypatch:
 
 
 def test_without_bookkeeping(one_rank: None, tmp_path: Path) -> None:
-    """As versions before this one wrote it: rows are as new ones, and a table without optimizer state has no entry."""
+    """A checkpoint of an earlier version loads: rows have no frequency, and a table without state has no entry."""
     for optimizer in (RW, NONE):
         model = models.recstore(optimizer=optimizer)
         models.train(model)
@@ -270,7 +270,7 @@ def test_what_cannot_be_loaded_changes_nothing(one_rank: None, tmp_path: Path) -
         model.module.over.weight.add_(1)
     with pytest.raises(FileNotFoundError, match="nowhere"):
         load_distributed_checkpoint(model, tmp_path / "nowhere")
-    # What is broken belongs to the last table, so that nothing may have been loaded into the first.
+    # The last table is damaged. The first table must not have changed either.
     without = {key: value for key, value in state["model"].items() if ITEM not in key}
     dcp.save({**state, "model": without}, checkpoint_id=tmp_path / "without")
     refused(model, tmp_path / "without", "no RecStore table 'item'")

@@ -1,4 +1,4 @@
-"""What docs/checkpoint.md says of the format holds for a checkpoint. Its code is run by tests/docs."""
+"""A checkpoint has the format that docs/checkpoint.md describes. tests/docs runs the code of that page."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Programs that end without waiting for their checkpoints: these are written, or it is said that they are not."""
+"""Programs that end without waiting for their checkpoints write them, or print that they are not written."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.fixture(scope="module")
 def left(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What each program of :mod:`tests.checkpoint.leaving` has left behind."""
+    """Runs the programs of :mod:`tests.checkpoint.leaving`, and returns the directory of their files."""
     directory = tmp_path_factory.mktemp("left")
     done = subprocess.run(
         [sys.executable, "-m", "tests.checkpoint.leaving", str(directory)],
@@ -45,7 +45,7 @@ def check_saved(path: Path, world_size: int) -> None:
 
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_a_process_that_ends_waits_for_its_checkpoint(left: Path, world_size: int) -> None:
-    """Also where a rank has destroyed the process group."""
+    """The checkpoint is written even if a rank has destroyed the process group."""
     program = f"finished_at_exit_{world_size}"
     assert statuses(left, program) == [0] * world_size
     check_saved(left / program / "saved", world_size)
@@ -60,7 +60,7 @@ def test_an_error_that_nobody_asked_for_is_printed_and_is_the_status(left: Path)
     told, path = (directory / "stderr_0").read_text(), directory / "saved"
     assert told.startswith(f"async_save: the checkpoint {path} has not been written.\nTraceback")
     assert f"OSError: [Errno 28] No space left on device: '{path}'" in told
-    # Exit functions and threads come to their end all the same.
+    # Exit functions and threads still run to their end.
     assert (directory / "atexit_0").exists()
     assert (directory / "thread_0").exists()
     assert not path.exists()

@@ -1,4 +1,4 @@
-"""A killed run with a cold store, started again from its checkpoint, ends with the rows of one without a bound."""
+"""A killed run with a cold store that is resumed from its checkpoint ends with the rows of an unbounded run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Files of parts."""
+"""The writer of parts."""
 
 from __future__ import annotations
 

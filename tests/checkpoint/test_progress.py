@@ -1,4 +1,4 @@
-"""``progress`` of saves and loads: rows done and rows of all, part by part."""
+"""The callback ``progress`` of saves and loads gets the rows that are done and all rows, after each part."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def rows_of(model: DistributedModelParallel) -> int:
 
 
 def check(told: list[tuple[int, int]], total: int) -> None:
-    assert len(told) > 2  # parts, not tables
+    assert len(told) > 2  # There are more calls than tables.
     done = [rows for rows, _ in told]
     assert done == sorted(set(done))
     assert {of for _, of in told} == {total}

@@ -1,4 +1,4 @@
-"""Checkpoints from any world size, sharding type and routing to any other, with nothing lost."""
+"""Checkpoints are loaded at other world sizes, sharding types and routings without loss."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def build(kind: str, optimizer: EmbOptimType = EmbOptimType.EXACT_ADAGRAD) -> Di
 
 
 def whole(model: DistributedModelParallel) -> Rows:
-    """By table and id: the whole row, whoever has it."""
+    """Returns the whole rows of all ranks by table and id."""
     everywhere: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(everywhere, models.shards(model))
     rows: Rows = {}
@@ -41,7 +41,7 @@ def whole(model: DistributedModelParallel) -> Rows:
                     assert key not in row or key == "sum" or torch.equal(row[key], value[i])
                     row[key] = value[i]
                 else:
-                    assert key not in row or row[key][columns.start].isnan()  # no id is on two ranks
+                    assert key not in row or row[key][columns.start].isnan()  # No id is on two ranks.
                     row.setdefault(key, torch.full((models.DIM,), torch.nan))[columns.start : columns.stop] = value[i]
     return rows
 
@@ -57,8 +57,8 @@ def from_all_to_all(rank: int, world_size: int, *, path: str, before: list[int])
     expected: Rows = torch.load(f"{path}/expected.pt", weights_only=False)
     built = {kind: build(kind) for kind in KINDS}
     for number, (kind, model) in enumerate(built.items()):
-        models.train(model, steps=1, distinct=70)  # rows that must be gone afterwards
-        # Over all world sizes each sharding type meets each other one.
+        models.train(model, steps=1, distinct=70)  # The load must remove these rows.
+        # Over all world sizes, each sharding type is loaded into each other sharding type.
         for earlier in before:
             for step in (0, 3):
                 saved = KINDS[(number + earlier + world_size + step) % len(KINDS)]

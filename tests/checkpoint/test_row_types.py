@@ -1,4 +1,4 @@
-"""Rows of one data type, loaded into tables of another."""
+"""Rows of one data type are loaded into tables of another data type."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ TYPES = [torch.float32, torch.float16, torch.bfloat16]
 
 
 def saved(path: Path, table: Table, ids: torch.Tensor, delta_of: CheckpointInfo | None = None) -> CheckpointInfo:
-    """A checkpoint of some rows of a table."""
+    """Saves a checkpoint of a table with some rows."""
     path.mkdir()
     file = write_tensors(path / "part", {"ids": ids, **table.read_rows(ids)})
     info = TableInfo(

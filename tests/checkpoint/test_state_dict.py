@@ -1,4 +1,4 @@
-"""``state_dict`` of models and fused optimizers, loaded back where they came from."""
+"""``state_dict`` of models and fused optimizers is loaded into equal models."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ def test_what_does_not_fit_is_refused(one_rank: None) -> None:
     state = model.state_dict()
     models.train(model, steps=2, distinct=50)
     before = models.shards(model)
-    # Of the last table, so that nothing may have been loaded into the first.
+    # The last table does not fit. The first table must not have changed either.
     for broken, message in [
         ({"sparse.embedding_bags.item.weight": torch.zeros(2, 3)}, "table 'item'.*weight"),
         ({"sparse.embedding_bags.item.weight_id": torch.zeros(2, dtype=torch.int64)}, "its ids are"),
@@ -156,7 +156,7 @@ def test_sequences(one_rank: None, tmp_path: Path) -> None:
 
 
 def test_a_table_without_rows_in_grid_shards(monkeypatch: pytest.MonkeyPatch) -> None:
-    # The first of four ranks: two nodes, each with half of the columns, and half of the rows on each of its ranks.
+    # The first of four ranks on two nodes. A node has half of the columns, and each of its ranks half of the rows.
     right = (0, range(8, 16), 0, 0, torch.float32)
     monkeypatch.setattr(layout, "all_gathered", lambda local, env: [local, local, [right], [right]])
     shards = [LocalShard(Table(16, columns=range(8)), None)]

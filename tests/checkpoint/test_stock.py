@@ -1,4 +1,4 @@
-"""From stock TorchRec models into RecStore tables and back, optimizer state included."""
+"""Stock TorchRec models are converted to RecStore tables and back, with their optimizer state."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def states_of(model: DistributedModelParallel) -> dict[str, Any]:
 
 
 def train_on(*trained: DistributedModelParallel) -> None:
-    """The same further steps, with a dense part that goes on as well."""
+    """Runs the same further steps on both models, which also train the dense part."""
     for model in trained:
         dense = torch.optim.SGD(model.module.over.parameters(), lr=0.1)
         for step in range(10, 13):
@@ -73,7 +73,7 @@ def assert_alike(model: DistributedModelParallel, stock: DistributedModelParalle
 @pytest.mark.parametrize("optimizer", [SGD, ADAGRAD, ROW_WISE])
 def test_training_goes_on_alike(one_rank: None, optimizer: EmbOptimType, sharding: str) -> None:
     stock, model = models.stock(sharding, optimizer), models.recstore(sharding, optimizer)
-    models.train(model, steps=1)  # rows that must be gone afterwards
+    models.train(model, steps=1)  # The load must remove these rows.
     models.train(stock, **IDS)
     load_stock_state_dict(model, stock.state_dict(), states_of(stock))
     for table in model.module.sparse.recstore_tables():
@@ -84,7 +84,7 @@ def test_training_goes_on_alike(one_rank: None, optimizer: EmbOptimType, shardin
     back = models.stock(sharding, optimizer)
     load_into_stock(back, stock_state_dict(model, NUM_ROWS), stock_optimizer_state_dict(model, NUM_ROWS))
     assert_alike(model, back)
-    if (optimizer, sharding) != (ROW_WISE, "column_wise"):  # there the export joins what column shards have apart
+    if (optimizer, sharding) != (ROW_WISE, "column_wise"):  # The export averages the row-wise states of column shards.
         train_on(back, model)
         assert_alike(model, back)
 
@@ -134,7 +134,7 @@ def test_optimizers_that_torchrec_has_on_gpus_alone(one_rank: None, optimizer: E
 
 
 def mixed(optimizer: EmbOptimType) -> DistributedModelParallel:
-    """The user table in RecStore, the item table on TorchRec's kernel."""
+    """A model with the user table in RecStore and the item table on TorchRec's kernel."""
     torch.manual_seed(0)
     model, world = models.Model(), dist.get_world_size()
     sharders = [RecStoreSharder(fused_params={"optimizer": optimizer, "learning_rate": 0.1})]
@@ -170,7 +170,7 @@ def two_ranks(rank: int, world_size: int) -> None:
         load_stock_state_dict(model, stock.state_dict())
     with pytest.raises(ValueError, match=r"table 'user' has \d+ ids outside \[0, 1\)"):
         stock_state_dict(other, {**NUM_ROWS, "user": 1})
-    del states["state"][ITEM]  # a table of one rank alone
+    del states["state"][ITEM]  # Only one rank has a shard of this table.
     with pytest.raises(ValueError, match="the stock optimizer state has no item"):
         load_into_stock(stock, state, states)
 
@@ -180,7 +180,7 @@ def test_two_ranks() -> None:
 
 
 def test_unsharded_models_take_it(one_rank: None) -> None:
-    """Of each kind of collection, with the very keys of the unsharded model."""
+    """Each kind of collection has the keys of the unsharded model."""
     bag = EmbeddingBagConfig(name="t", embedding_dim=4, num_embeddings=10, feature_names=["f"])
     sequence = EmbeddingConfig(name="t", embedding_dim=4, num_embeddings=10, feature_names=["f"])
 
@@ -263,7 +263,7 @@ def test_what_does_not_fit_changes_nothing(one_rank: None) -> None:
     refused(model, "'item': the stock optimizer state has no item.momentum1", state, optimizer())
     refused(model, "'item'.* has item.prev_iter, which", state, optimizer(momentum1=ones, prev_iter=ones))
     refused(model, r"item.momentum1 is of shape \(100,\)", state, optimizer(momentum1=torch.ones(ROWS)))
-    load_stock_state_dict(model, state, optimizer(momentum1=ones))  # which is what would have fitted
+    load_stock_state_dict(model, state, optimizer(momentum1=ones))  # This state would have fitted without the error.
 
     with pytest.raises(ValueError, match="num_rows has no number for RecStore table 'item'"):
         stock_state_dict(model, {"user": ROWS})

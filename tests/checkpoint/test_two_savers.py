@@ -1,4 +1,4 @@
-"""Two processes on one path, in rounds: nothing that either of them acknowledges is lost."""
+"""Two processes save to one path in several rounds. No save that a process has acknowledged is lost."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ BLOCKED = {"torchrec_recstore", "torchrec", "fbgemm_gpu"}
 
 
 class Blocker:
-    """Refuses imports."""
+    """A finder that refuses imports of this package."""
 
     def find_spec(self, name: str, path: object = None, target: object = None) -> None:
         if name.partition(".")[0] in BLOCKED:

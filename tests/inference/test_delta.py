@@ -1,4 +1,4 @@
-"""A delta makes of an exported model what a full export at that time is."""
+"""An exported model with a delta is equal to a full export at the time of the delta."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ DTYPES = [torch.float32, torch.float16, torch.int8, torch.quint4x2]
 
 
 def signed(delta: Mapping[str, Tensor | None]) -> dict[str, Tensor]:
-    """A delta with the checksum of what it has, so that what else is wrong with it comes to light."""
+    """Makes a delta with a correct checksum, so that other errors in the delta are found."""
     tensors = {key: value for key, value in delta.items() if value is not None}
     return tensors | {"checksum": scripted_function(checksum_of)(tensors)}
 
@@ -56,7 +56,7 @@ def test_of_a_live_model(dtype: torch.dtype, tmp_path: Path) -> None:
     for step in range(2):
         before = served.recstore_version()
         train(model, 1)
-        ids = torch.arange(100, 130) + 50 * step  # new ones, for which others leave
+        ids = torch.arange(100, 130) + 50 * step  # New ids, for which other ids are evicted.
         model.train()
         model(KeyedJaggedTensor(["g", "h", "f"], ids.repeat(3), lengths=torch.full((9,), 10))).sum().backward()
         with torch.no_grad():
@@ -92,7 +92,7 @@ def test_rows_that_have_not_changed_are_not_in_it(tmp_path: Path) -> None:
 
 
 class WithTorchRecsTable(nn.Module):
-    """A table of TorchRec's own beside one of RecStore's."""
+    """A model with one of TorchRec's own tables and one RecStore table."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -125,7 +125,7 @@ def test_rows_of_torchrecs_tables(tmp_path: Path) -> None:
 
 
 def test_with_rows_that_are_left_out(tmp_path: Path) -> None:
-    """A row that has not changed may come or go with others."""
+    """Rows that have not changed can enter or leave the export because other rows changed."""
     model = train(Model(), 2)
     export_for_inference(model, tmp_path / "base.pt", top_rows=10)
     served = torch.jit.load(tmp_path / "base.pt")
@@ -138,7 +138,7 @@ def test_with_rows_that_are_left_out(tmp_path: Path) -> None:
 
 
 def assert_refused(served: torch.jit.ScriptModule, delta: dict[str, Tensor], message: str) -> None:
-    """And nothing has changed then."""
+    """A refused delta changes nothing."""
     version = served.recstore_version()
     rows = {name: served.recstore_rows(name).clone() for name in served.recstore_tables()}
     with pytest.raises(torch.jit.Error, match=message):
@@ -168,7 +168,7 @@ def test_what_is_refused(tmp_path: Path) -> None:
         ("one of another model: it has nobody/ids", {"nobody/ids": ids}),
         ("table t: the delta's rows are of another dim", {"t/rows": good["t/rows"][:, :4]}),
         ("table t: the delta has not an int64 id for each row", {"t/ids": good["t/ids"][1:]}),
-        # A later table is wrong: those before it stay as they are.
+        # A later table is invalid. The tables before it do not change.
         ("table s: the delta's rows are of another dim", {"s/rows": good["s/rows"].float()}),
         ("table s: the delta has not an int64 id for each row", {"s/ids": ids[:, None]}),
         ("table s: the delta's removed ids are no vector of int64", {"s/removed": ids[:0, None]}),
@@ -196,12 +196,12 @@ def test_what_is_refused(tmp_path: Path) -> None:
         read_delta(tmp_path / "first")
     with pytest.raises(ValueError, match=r"first cannot be loaded as an exported model: ."):
         export_delta(model, tmp_path / "x", base=tmp_path / "first")
-    with pytest.raises(OSError, match="/proc/x cannot be written: "):  # where no file can be made
+    with pytest.raises(OSError, match="/proc/x cannot be written: "):  # No file can be created there.
         export_delta(model, "/proc/x", base=served)
 
 
 def test_a_number_that_has_changed(tmp_path: Path) -> None:
-    """It is code of the export: a model with the delta would have the version of a full export and answer otherwise."""
+    """A changed attribute is refused: the outputs would differ from those of a full export of the same version."""
     model = train(Model())
     export_for_inference(model, tmp_path / "base.pt")
     export_delta(model, tmp_path / "delta", base=tmp_path / "base.pt")
@@ -211,7 +211,7 @@ def test_a_number_that_has_changed(tmp_path: Path) -> None:
 
 
 class SharedParts(nn.Module):
-    """Two of each, or one at two paths."""
+    """A model with two of each module, or with one module at two paths."""
 
     def __init__(self, shared: bool) -> None:
         super().__init__()
@@ -219,7 +219,7 @@ class SharedParts(nn.Module):
         if shared:
             self.towers[1] = nn.Sequential(self.towers[0][0], self.towers[0][1])
         self.register_buffer("shift", torch.zeros(2, dtype=torch.float64))
-        self.scale = torch.tensor(1.0)  # neither a parameter nor a buffer
+        self.scale = torch.tensor(1.0)  # It is neither a parameter nor a buffer.
 
     def _tower(self, name: str) -> nn.Module:
         return nn.Sequential(RecStoreEmbedding(50, 4, name=name, lr=0.3), nn.Linear(4, 2))
@@ -230,7 +230,7 @@ class SharedParts(nn.Module):
 
 
 def test_what_a_model_has_at_several_paths_and_plain_tensors(tmp_path: Path) -> None:
-    """Models of one TorchScript class share their methods, whether parts of one are shared or not."""
+    """Models of one TorchScript class share their methods, also if only one of them shares modules between paths."""
     ids = torch.arange(5)
     for shared in (True, False, True):
         model = SharedParts(shared)
@@ -252,14 +252,14 @@ def test_what_a_model_has_at_several_paths_and_plain_tensors(tmp_path: Path) -> 
 
 
 class Traced(nn.Module):
-    """TorchScript does not take it, TorchRec's tracer does; a collection that its forward does not use."""
+    """A model that only TorchRec's tracer can compile, with a collection that its forward does not use."""
 
     def __init__(self) -> None:
         super().__init__()
         self.used = RecStoreEmbedding(50, 4, name="a", lr=0.3)
         self.unused = RecStoreEmbeddingBagCollection(BAGS, lr=0.3)
 
-    def forward(self, ids):  # type: ignore[no-untyped-def]  # the tracer copies annotations as they are
+    def forward(self, ids):  # type: ignore[no-untyped-def]  # The tracer copies annotations unchanged.
         return sum([self.used(ids)], torch.zeros(()))
 
 
@@ -281,7 +281,7 @@ def test_a_name_that_torchscript_reserves(tmp_path: Path) -> None:
 
 
 def test_requests_in_flight(tmp_path: Path) -> None:
-    """A new model is made beside the served one and takes its place: each answer is of the one or the other."""
+    """A new model replaces the served model while it is used: each output is that of one of the two models."""
     model = train(Model())
     export_for_inference(model, tmp_path / "base.pt")
     current = [torch.jit.load(tmp_path / "base.pt")]

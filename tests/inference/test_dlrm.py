@@ -1,4 +1,4 @@
-"""examples/dlrm/export.py: a trained DLRM from its checkpoints to one file, and its AUC."""
+"""examples/dlrm/export.py exports a trained DLRM from its checkpoints to one file, with the same AUC."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Exported files where this project is not: in another Python process, and in C++."""
+"""Exported files run without this package: in another Python process, and in C++."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ FBGEMM = [Path(fbgemm_gpu.__file__).with_name(f"fbgemm_gpu_{name}.so") for name 
 
 @pytest.fixture(scope="module")
 def exported(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Files with what they are to be asked and what they are to answer, after their deltas."""
+    """Writes exported files and deltas, with inputs and the outputs that are expected after each delta."""
     folder = tmp_path_factory.mktemp("exported")
     torch.manual_seed(0)
     _export_models(folder)
@@ -97,7 +97,7 @@ def _export_tables(folder: Path) -> None:
         output = torch.jit.load(folder / "now.pt")(*inputs)
         torch.save(inputs, folder / f"tables-{name}.inputs.pt")
         torch.save(output, folder / f"tables-{name}.output.pt")
-        if dtype == torch.float32:  # the sums of the model's own tables
+        if dtype == torch.float32:  # The outputs are equal to those of the model's own tables.
             tables = {table.name: table for table in model.module.sparse.recstore_tables()}
             bags = iter(inputs[0].split(lengths.flatten().tolist()))
             wanted = [torch.stack([tables[t].lookup(next(bags)).sum(0) for _ in range(3)]) for t in ("item", "user")]
@@ -118,7 +118,7 @@ def test_in_another_python(exported: Path) -> None:
 
 @pytest.fixture(scope="module")
 def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """examples/serving/main.cpp; some ten seconds of compiling."""
+    """Compiles examples/serving/main.cpp, which takes about ten seconds."""
     if shutil.which("g++") is None:
         pytest.skip("there is no g++")
     path = tmp_path_factory.mktemp("program") / "main"
@@ -148,20 +148,20 @@ def test_in_cpp(exported: Path, program: Path, tmp_path: Path) -> None:
         assert done.returncode == 0, done.stderr
         assert done.stdout.count("applied") == len(deltas)
         assert torch.equal(torch.load(tmp_path / "output.pt"), wanted)
-    # The last one once more.
+    # The last delta is applied again.
     done = run(program, *files, *libraries, *(a for d in (*deltas, deltas[-1]) for a in ("--delta", d)))
     assert "already has" in done.stdout
     assert torch.equal(torch.load(tmp_path / "output.pt"), wanted)
-    # The second delta without the first one.
+    # The second delta is applied without the first delta.
     done = run(program, *files, *libraries, "--delta", deltas[1])
     assert done.returncode == 1
     assert "the delta is one of version" in done.stderr
     assert "Unknown builtin op: fbgemm::" in run(program, *files).stderr
     damaged = tmp_path / "damaged.pt"
     content = bytearray(files[0].read_bytes())
-    content[200] ^= 1  # in the first tensor
+    content[200] ^= 1  # A byte of the first tensor.
     damaged.write_bytes(content)
-    torch.jit.load(damaged)  # which does not see it
+    torch.jit.load(damaged)  # torch.jit.load does not find the damage.
     done = run(program, damaged, *files[1:], *libraries)
     assert done.returncode == 1
     assert f"error: {damaged} cannot be served: " in done.stderr
@@ -172,7 +172,7 @@ def test_in_cpp(exported: Path, program: Path, tmp_path: Path) -> None:
 
 
 class Odd(nn.Module):
-    """A table whose name needs escapes, and tensors of many types."""
+    """A model with a table whose name must be escaped, and with tensors of many types."""
 
     TYPES = (
         torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.int16, torch.int8,
@@ -206,7 +206,7 @@ def test_deltas_of_any_tensors_in_cpp(program: Path, tmp_path: Path) -> None:
     done = run(program, *files, "--delta", delta)
     assert done.returncode == 0, done.stderr
     assert torch.equal(torch.load(files[2]), model(ids))
-    # What is not as it should be.
+    # Invalid files and arguments.
     done = run(program, *files[:2], "/proc/x")
     assert (done.returncode, done.stderr) == (1, "error: cannot write /proc/x\n")
     for message, header in (

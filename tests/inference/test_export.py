@@ -1,4 +1,4 @@
-"""What is exported says what an evaluation says, for every kind of collection."""
+"""Exported models have the outputs of the model in evaluation mode, for every kind of collection."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ QUANTISED = [torch.float16, torch.int8, torch.quint4x2]
 
 
 class Pooled(nn.Module):
-    """A collection of bags in a model, whose output is a tensor by key."""
+    """A model with a collection of bags. Its output is a tensor for each key."""
 
     def __init__(self, bags: nn.Module) -> None:
         super().__init__()
@@ -77,7 +77,7 @@ class TestSharded:
         assert [type(module).__name__ for module in exported.modules() if "RecStore" in type(module).__name__] == []
         assert not exported.training
         assert exported(some).keys() == ["f@t", "g", "h", "f@u"], "the order of the unsharded module"
-        # The given model is as it was, and can be trained on.
+        # The given model has not changed, and can be trained further.
         assert table_stats(model) == before
         for table in model.module.recstore_tables():
             assert torch.equal(table.ids(), ids[table.name])
@@ -131,13 +131,13 @@ class TestSharded:
         }
         model = sharded(ebc, {"learning_rate": 0.3}, constraints=plans)
         some = batch()
-        some = KeyedJaggedTensor(some.keys(), some.values() % 100, lengths=some.lengths())  # of 100 rows
+        some = KeyedJaggedTensor(some.keys(), some.values() % 100, lengths=some.lengths())  # The table has 100 rows.
         model(some).values().sum().backward()
         model.eval()
         wanted = {key: value.detach() for key, value in model(some).to_dict().items()}
         exported = export_for_inference(model, tmp_path / "m.pt", dtype=torch.float32)(some).to_dict()
         for key, value in wanted.items():
-            torch.testing.assert_close(exported[key], value)  # FBGEMM's own sums are in another order
+            torch.testing.assert_close(exported[key], value)  # FBGEMM sums in another order.
         assert_same(torch.jit.load(tmp_path / "m.pt")(some).to_dict(), exported)
 
     def test_what_cannot_be_exported(self, tmp_path: Path) -> None:
@@ -223,14 +223,14 @@ def test_rows_that_are_left_out() -> None:
     for arguments, stay in (
         ({"min_frequency": 2}, [True, True, True, False]),
         ({"min_frequency": 3}, [True, False, False, False]),
-        ({"top_rows": 2}, [True, True, False, False]),  # of 7 and 9, equals, the least id
+        ({"top_rows": 2}, [True, True, False, False]),  # Ids 7 and 9 have equal frequencies: the smallest id stays.
         ({"top_rows": 9}, [True] * 4),
         ({"min_frequency": 4}, [False] * 4),
         ({"top_rows": 1, "min_frequency": 2}, [True, False, False, False]),
     ):
         exported = export_for_inference(bags, dtype=torch.float32, **arguments)
         assert torch.equal(exported(every).values(), rows * torch.tensor(stay)[:, None]), arguments
-        empty = export_for_inference(bags, **arguments)  # also where no row stays
+        empty = export_for_inference(bags, **arguments)  # No row is exported.
         assert empty(every).values().shape == (4, 4)
 
 
@@ -255,7 +255,8 @@ def test_frequencies_are_halved_as_eviction_has_it() -> None:
 def test_frequencies_begin_with_the_row() -> None:
     options = TableOptions(admission=MinFrequency(3), max_rows=1, eviction=LRU())
     table = RecStoreEmbedding(50, 4, options=options, name="t")
-    for others, steps, counted in ((0, 5, 3), (3, 2, 2)):  # admitted in the third step; pushed out, and back again
+    # Id 1 is admitted in the third step; then it is evicted and returns.
+    for others, steps, counted in ((0, 5, 3), (3, 2, 2)):
         for id in [2] * others + [1] * steps:
             table.train()(torch.tensor([id])).sum().backward()
         for least in (counted, counted + 1):
@@ -340,8 +341,8 @@ def test_names_in_a_file_are_distinct(tmp_path: Path) -> None:
 def test_takes_little_more_memory_than_it_writes(dtype: torch.dtype, tmp_path: Path) -> None:
     table = RecStoreEmbedding(9, 16, name="t").eval()
     table.table.insert(torch.arange(600_000), torch.randn(600_000, 16))
-    export_for_inference(RecStoreEmbedding(9, 16, name="t"), tmp_path / "m.pt", dtype=dtype)  # imports
-    Path("/proc/self/clear_refs").write_text("5")  # VmHWM begins again
+    export_for_inference(RecStoreEmbedding(9, 16, name="t"), tmp_path / "m.pt", dtype=dtype)  # Imports all modules.
+    Path("/proc/self/clear_refs").write_text("5")  # This resets VmHWM.
     before = _memory("VmRSS")
     export_for_inference(table, tmp_path / "m.pt", dtype=dtype)
     assert _memory("VmHWM") - before < 3 * (tmp_path / "m.pt").stat().st_size, "and of pieces that are read"
@@ -384,7 +385,7 @@ def test_a_model_that_torchscript_cannot_take(tmp_path: Path) -> None:
 
 
 class Traceable(nn.Module):
-    """Has what TorchScript takes only from a trace."""
+    """A model that TorchScript can compile only after a trace."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -395,7 +396,7 @@ class Traceable(nn.Module):
         return self.twice(self.model(features)) + self.rows(ids).sum()
 
 
-# For the tracer: with annotations from __future__ they are but text.
+# The tracer needs these names: with annotations from __future__, annotations are text.
 Traceable.forward.__annotations__ = {"features": KeyedJaggedTensor, "ids": Tensor, "return": Tensor}
 
 
@@ -436,7 +437,7 @@ def two_ranks(rank: int, world_size: int) -> None:
         name: RecStoreConstraints(sharding_types=[kind], min_partition=4 if kind == "column_wise" else None)
         for name, kind in kinds.items()
     }
-    # TorchRec's own: a rank has two parts of the one, and none of the other.
+    # Of TorchRec's own tables, a rank has two parts of one table and no part of the other table.
     for name, kind in (("stock_columns", "column_wise"), ("stock_whole", "table_wise")):
         constraints[name] = ParameterConstraints(sharding_types=[kind], compute_kernels=["fused"], min_partition=4)
     sharders = [RecStoreSharder({"learning_rate": 0.3}), RecStoreEmbeddingCollectionSharder()]
@@ -447,7 +448,7 @@ def two_ranks(rank: int, world_size: int) -> None:
         model(for_all(batch())).values().sum().backward()
     model.eval()
     some = batch()
-    # One id a bag, so that ranks have no sums of their own.
+    # Each bag has one id, so that no rank computes a sum.
     some = for_all(KeyedJaggedTensor(some.keys(), some.values()[:12], lengths=torch.tensor([1] * 12)))
     wanted = model(some).to_dict()
     exported = export_for_inference(model, dtype=torch.float32)
@@ -463,7 +464,7 @@ def two_ranks(rank: int, world_size: int) -> None:
 
 def for_all(features: KeyedJaggedTensor) -> KeyedJaggedTensor:
     ids = features.values().clone()
-    ids[features.offset_per_key()[-2] :] %= 64  # those of x, for TorchRec's own tables
+    ids[features.offset_per_key()[-2] :] %= 64  # The ids of feature x, which TorchRec's own tables look up.
     return KeyedJaggedTensor(features.keys(), ids, lengths=features.lengths())
 
 

@@ -1,4 +1,4 @@
-"""Requests that make no sense are errors of a served file, and read nobody's memory."""
+"""A served file raises errors for invalid requests, and does not read memory out of bounds."""
 
 from __future__ import annotations
 

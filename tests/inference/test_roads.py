@@ -1,4 +1,4 @@
-"""TorchRec's own ways from a float model to a served one, on exported models; and ``torch.export``."""
+"""TorchRec's functions for serving, and ``torch.export``, work on exported models."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def exported() -> dict[torch.dtype, nn.Module]:
 
 @pytest.fixture
 def _devices_as_given() -> Iterator[None]:
-    set_propogate_device(True)  # without it TorchRec's quantised shards lie on CUDA devices (1.8.0)
+    set_propogate_device(True)  # The default is CUDA devices for TorchRec's quantised shards (1.8.0).
     yield
     set_propogate_device(False)
 
@@ -50,7 +50,7 @@ def test_quantised_by_torchrec(exported: dict[torch.dtype, nn.Module]) -> None:
     assert isinstance(quantised.bags.collection, QuantEmbeddingBagCollection)
     assert torch.equal(quantised(some), exported[torch.int8](some))
     assert torch.equal(scriptable(quantised)(some), quantised(some))
-    # The bags alone, by torch.ao.quantization.quantize_dynamic.
+    # torch.ao.quantization.quantize_dynamic quantises only the bags.
     bags = quantize_embeddings(exported[torch.float32], torch.qint8, inplace=False)
     assert torch.equal(bags.bags(some).values(), exported[torch.int8].bags(some).values())
 
@@ -84,7 +84,7 @@ def test_sharded_by_torchrec(exported: dict[torch.dtype, nn.Module]) -> None:
     weights = get_table_to_weights_from_tbe(model)
     sharded, _ = shard_quant_model(copy.deepcopy(model), compute_device="cpu", sharding_device="cpu")
     assert isinstance(sharded.bags.collection, ShardedQuantEmbeddingBagCollection)
-    assign_weights_to_tbe(sharded, weights)  # TorchRec's shards start empty
+    assign_weights_to_tbe(sharded, weights)  # TorchRec's shards have no weights at first.
     assert torch.equal(sharded(some), model(some))
     traced = torchrec.fx.symbolic_trace(sharded, leaf_modules=["IntNBitTableBatchedEmbeddingBagsCodegen"])
     assert torch.equal(torch.jit.script(traced)(some), model(some))
@@ -97,11 +97,11 @@ def test_torch_export(exported: dict[torch.dtype, nn.Module], dtype: torch.dtype
     shapes = ShapesCollection()
     shapes[given.values()] = {0: Dim.DYNAMIC}
     program = torch.export.export(model, (given,), dynamic_shapes=shapes, strict=False).module()
-    for other in (some, batch()):  # as many bags, other numbers of ids
+    for other in (some, batch()):  # The batches have equal numbers of bags and different numbers of ids.
         assert torch.equal(program(other), model(other))
 
 
 def test_torch_export_of_torchrecs_quantised_module(exported: dict[torch.dtype, nn.Module]) -> None:
-    """Why ``scriptable`` is needed; when this passes it is not any more."""
+    """TorchRec's modules cannot be exported without ``scriptable``. If this test passes, it is no longer needed."""
     with pytest.raises(RuntimeError, match="AtomicCounter haven't registered a fake class"):
         torch.export.export(exported[torch.int8], (batch(),), strict=False)

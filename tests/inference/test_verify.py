@@ -1,4 +1,4 @@
-"""Every byte of a served file counts: one that changes is found, in the file and in the model that is loaded of it."""
+"""A change of any byte of a served file is found, in the file and in the model that is loaded from the file."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ DELTAS = [f"{Path(name).stem}_delta" for name in EXPORTS]
 
 @pytest.fixture(scope="module")
 def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """An export of each kind and a delta of each."""
+    """Writes an export of each kind and a delta of each export."""
     folder = tmp_path_factory.mktemp("written")
     for name, dtype in DTYPES.items():
         path = folder / f"tables_{name}.pt"
@@ -47,7 +47,7 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def outside_members(path: Path) -> list[int]:
-    """The bytes of a zip file that are not in the data of its members."""
+    """Returns the positions of the bytes of a zip file that are outside the data of its members."""
     inside: set[int] = set()
     content = path.read_bytes()
     with zipfile.ZipFile(path) as archive:
@@ -59,7 +59,7 @@ def outside_members(path: Path) -> list[int]:
 
 
 def is_found(path: Path) -> bool:
-    """Whether ``verify`` refuses the file, by name."""
+    """Returns whether ``verify`` refuses the file with an error that names the file."""
     try:
         verify(path)
     except ValueError as error:
@@ -68,7 +68,7 @@ def is_found(path: Path) -> bool:
 
 
 def missed_flips(path: Path, places: list[int]) -> list[tuple[int, int]]:
-    """One bit of each of these bytes is flipped, and then back: those bits that are not found."""
+    """Flips one bit of each byte, checks the file, and restores the bit. Returns the flips that are not found."""
     torch.set_num_threads(1)
     verify(path)
     generator = random.Random(0)
@@ -91,7 +91,7 @@ def missed_flips(path: Path, places: list[int]) -> list[tuple[int, int]]:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", EXPORTS)
 def test_every_byte_of_the_structure_of_an_export(written: Path, name: str) -> None:
-    """What the zip format itself holds: headers, names, sizes, checksums, padding, the directory, its end."""
+    """Flips bits in the parts of the zip format: headers, names, sizes, checksums, padding and the directory."""
     structure = outside_members(written / name)
     assert len(structure) > 1000
     assert not missed_flips(written / name, structure)
@@ -102,7 +102,7 @@ def test_flipped_bits_of_an_export(written: Path, name: str) -> None:
     path = written / name
     some = random.Random(1)
     places = some.sample(range(path.stat().st_size), 200) + some.sample(outside_members(path), 100)
-    end = range(path.stat().st_size - 60, path.stat().st_size)  # the directory's end, and the checksum
+    end = range(path.stat().st_size - 60, path.stat().st_size)  # The end of the directory, and the checksum.
     assert not missed_flips(path, [*places, *end])
 
 
@@ -124,7 +124,7 @@ def test_files_that_are_cut_or_longer(written: Path, name: str, tmp_path: Path) 
 
 
 def test_files_of_format_1(tmp_path: Path) -> None:
-    """They have checksums of the zip file's members and of the delta's tensors."""
+    """Files of format 1 have checksums of the zip file's members and of the delta's tensors."""
     for path in sorted((fixed.HERE / "export_1").glob("*.pt")):
         file = tmp_path / path.name
         content = path.read_bytes()
@@ -132,7 +132,7 @@ def test_files_of_format_1(tmp_path: Path) -> None:
         places = [place for place in range(len(content)) if place not in structure]
         file.write_bytes(content)
         for place, bit in missed_flips(file, random.Random(2).sample(places, 40)):
-            # Of compressed code some bits mean nothing.
+            # Some bits of compressed code have no meaning.
             file.write_bytes(content[:place] + bytes([content[place] ^ 1 << bit]) + content[place + 1 :])
             assert members(file) == members(path)
     for path in sorted((fixed.HERE / "export_1").glob("*_delta.safetensors")):
@@ -206,9 +206,9 @@ def test_attributes_in_memory(written: Path) -> None:
 def test_a_damaged_base_has_no_delta(written: Path, tmp_path: Path) -> None:
     file = tmp_path / "base.pt"
     content = bytearray((written / "tables_float32.pt").read_bytes())
-    content[100] ^= 1  # in the first tensor
+    content[100] ^= 1  # A byte of the first tensor.
     file.write_bytes(content)
-    torch.jit.load(file)  # which does not see it
+    torch.jit.load(file)  # torch.jit.load does not find the damage.
     with pytest.raises(ValueError, match=f"{file} is damaged: its checksum does not fit"):
         export_checkpoint_delta(CHECKPOINTS / "delta", tmp_path / "delta", base=file)
     with pytest.raises(ValueError, match=r"base cannot be used: .*the model is damaged"):
@@ -217,7 +217,7 @@ def test_a_damaged_base_has_no_delta(written: Path, tmp_path: Path) -> None:
 
 
 def test_two_signs(tmp_path: Path) -> None:
-    """A plain sum of words times odd numbers does not see that the highest bits of two words are both flipped."""
+    """Both highest bits of two words are flipped. A sum of words times odd numbers would not change."""
     rows = torch.randn(100, 2)
     other = rows.clone()
     other[[3, 7], 1] *= -1
@@ -248,7 +248,7 @@ def test_a_delta_of_format_1_for_a_model_of_format_2(written: Path) -> None:
 
 
 class WithVerify(nn.Module):
-    """A model with a method of that name."""
+    """A model that has a method with the name of an added method."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -259,7 +259,7 @@ class WithVerify(nn.Module):
         return out
 
     def verify(self) -> None:
-        """Something else."""
+        """A method of the model."""
 
 
 def test_a_model_with_a_method_of_that_name(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Exported files are written by one process at a time, and whole or not at all."""
+"""Exported files are written by one process at a time, completely or not at all."""
 
 from __future__ import annotations
 
