@@ -1,14 +1,14 @@
 """TorchRec's introductory tutorial, step by step, with RecStore tables and raw 64-bit ids.
 
     python examples/tutorial.py                                # one process
-    torchrun --nproc-per-node 2 examples/tutorial.py           # two, which share the tables
+    torchrun --nproc-per-node 2 examples/tutorial.py           # two processes, which share the tables
 
-The steps are those of https://pytorch.org/tutorials/intermediate/torchrec_intro_tutorial.html: the same modules and the
-same calls, on a CPU. What differs is what a table is. TorchRec's is a matrix with a fixed number of
-rows; RecStore's makes a row for an id when it is first trained on, so ids are never hashed into a range.
+The steps are those of https://pytorch.org/tutorials/intermediate/torchrec_intro_tutorial.html, with the same modules
+and the same calls, on a CPU. Only the tables differ. A table of TorchRec is a matrix with a fixed number of rows. A
+RecStore table makes a row for an id when the id is first trained on, so ids are never hashed into a range.
 """
 
-# Each step imports what it introduces, as the tutorial does.
+# Each step imports the modules that it introduces, as in the original tutorial.
 # ruff: noqa: E402
 
 from __future__ import annotations
@@ -20,26 +20,26 @@ from common.command import leave, prepare_torch
 
 prepare_torch()
 
-# torchrun starts this file once for every process. All of them compute, the first one prints.
+# torchrun starts this file once for every process. All processes compute, and the first process prints.
 IS_FIRST = os.environ.get("RANK", "0") == "0"
 
 
 def show(*values: object) -> None:
-    """Prints in the first process."""
+    """Prints values in the first process."""
     if IS_FIRST:
         print(*values)
 
 
 def title(text: str) -> None:
-    """Prints a step's name in the first process."""
+    """Prints the name of a step in the first process."""
     show(f"\n=== {text} ===\n")
 
 
 title("Embeddings in PyTorch")
 
-# An embedding is a vector of numbers that stands for something: a user, a product. A table holds one a row, and the
-# rows are trained like all other weights. PyTorch has two modules for that: Embedding returns the rows of the ids as
-# they are, EmbeddingBag pools the rows of one sample into one vector, here their mean.
+# An embedding is a vector of numbers that represents an object, for example a user or a product. Each row of a table is
+# an embedding, and the rows are trained like all other weights. PyTorch has two modules for tables. Embedding returns
+# the rows of the ids. EmbeddingBag pools the rows of one sample into one vector, here their mean.
 
 import torch
 
@@ -55,7 +55,7 @@ show("Embedding:", embedding(small_ids))
 show("EmbeddingBag:", embedding_bag(small_ids))
 show("Mean of Embedding, the same:", embedding(small_ids).mean(dim=1))
 
-# An id has to be smaller than the table. The ids that systems really have are hashes and database keys:
+# An id must be smaller than the number of rows. In real systems, ids are hashes or database keys:
 
 raw_ids = torch.tensor([8_141_530_964_127_335_102, -6_057_221_937_904_713_335])
 try:
@@ -63,8 +63,8 @@ try:
 except IndexError as error:
     show("Embedding of raw ids:", type(error).__name__, "-", error)
 
-# A RecStore table takes them as they are. Reading an id that was never trained on gives zeros and makes no row;
-# training makes one.
+# A RecStore table takes such ids unchanged. An id that was never trained on reads as zeros, and reading makes no row.
+# Training makes a row.
 
 from torchrec_recstore import Table
 
@@ -74,9 +74,9 @@ show("RecStore table, trained on:", table.lookup(raw_ids, train=True), "rows:", 
 
 title("From EmbeddingBag to EmbeddingBagCollection")
 
-# A model has many tables. EmbeddingBagCollection holds them, each described by a config: here one for products and one
-# for users. On the meta device it holds shapes and no memory, which is what we want: RecStore will hold the rows.
-# num_embeddings is a hint of how many rows there might be; for RecStore it costs nothing.
+# A model has many tables. An EmbeddingBagCollection contains them, and a config describes each table: here a table of
+# products and a table of users. On the meta device the collection has shapes but no memory, because RecStore will store
+# the rows. num_embeddings is a hint of the number of rows. For RecStore a large hint costs no memory.
 
 import torchrec
 
@@ -103,8 +103,8 @@ show(ebc.embedding_bags)
 
 title("Input and output types")
 
-# How many ids a sample has differs from sample to sample. Such a feature is two tensors: the ids of all samples one
-# after the other, and how many belong to each sample. A JaggedTensor holds both.
+# Samples may have different numbers of ids. A feature therefore consists of two tensors: the ids of all samples, one
+# sample after another, and the number of ids of each sample. A JaggedTensor contains both.
 
 from torchrec import JaggedTensor, KeyedJaggedTensor
 
@@ -115,7 +115,7 @@ show("Offsets:", jagged.offsets())  # where each sample begins and ends
 show("List of values:", jagged.to_dense())
 show(jagged)
 
-# A KeyedJaggedTensor holds several features: the input of an EmbeddingBagCollection.
+# A KeyedJaggedTensor contains several features. It is the input of an EmbeddingBagCollection.
 
 PRODUCTS = [9_000_000_000_000_000_001, 9_000_000_000_000_000_002, 9_000_000_000_000_000_001, -5]
 USERS = [2_000_000_000_000_000_002, 2_000_000_000_000_000_003, -4, 2_000_000_000_000_000_001]
@@ -128,9 +128,9 @@ show("Values:", kjt.values())
 show("to_dict:", {key: feature.to_dense() for key, feature in kjt.to_dict().items()})
 show(kjt)
 
-# The result of a lookup is a KeyedTensor: a vector for each sample and feature. TorchRec's own unsharded collection
-# shows it, with tables of 4096 rows. These ids do not fit in there, so they have to be hashed first, and two ids may
-# end on one row. That is what RecStore does away with below.
+# The result of a lookup is a KeyedTensor, which has a vector for each sample and feature. Here, an unsharded collection
+# of TorchRec with tables of 4096 rows returns one. The ids are too large for these tables, so they must be hashed
+# first, and two ids may share a row. RecStore tables need no hashing, as shown below.
 
 static_ebc = torchrec.EmbeddingBagCollection(
     device=torch.device("cpu"),
@@ -145,7 +145,7 @@ hashed = KeyedJaggedTensor(kjt.keys(), values=kjt.values() % 4096, lengths=kjt.l
 
 
 def show_keyed(keyed: torchrec.KeyedTensor) -> None:
-    """Prints what a KeyedTensor is made of."""
+    """Prints the parts of a KeyedTensor."""
     show(type(keyed).__name__, "of", keyed.keys())
     show("Shape:", tuple(keyed.values().shape))  # two samples, 64 + 64 columns
     for key, pooled in keyed.to_dict().items():
@@ -156,9 +156,9 @@ show_keyed(static_ebc(hashed))
 
 title("The process group")
 
-# Tables grow larger than one machine's memory, so they are split over processes (model parallel), while the dense
-# layers are small and copied to each (data parallel). Processes find each other through a process group; gloo is the
-# backend for CPUs. torchrun says who takes part; without it this process is a group of its own.
+# Tables may be larger than the memory of one machine, so they are split over processes (model parallel). The dense
+# layers are small and are copied to each process (data parallel). Processes communicate through a process group. gloo
+# is the backend for CPUs. torchrun sets the members of the group. Without torchrun, the group has only this process.
 
 import torch.distributed as dist
 
@@ -172,10 +172,10 @@ show("Backend:", dist.get_backend(), "- world size:", dist.get_world_size())
 
 title("Planner")
 
-# A table may lie on one process whole (table-wise), or be split by columns (column-wise) or rows (row-wise). The
-# planner weighs memory and speed of each and decides. It needs to know the devices (the topology) and the sharder,
-# which says what a module can be turned into. TorchRec's sharder is EmbeddingBagCollectionSharder. RecStoreSharder
-# stands in its place, and that is the change that puts the tables in RecStore.
+# A whole table may be on one process (table-wise), or a table may be split by columns (column-wise) or by rows
+# (row-wise). The planner estimates the memory and the speed of each way and chooses one. It needs the devices (the
+# topology) and the sharder, which turns a module into a sharded module. TorchRec's sharder is
+# EmbeddingBagCollectionSharder. RecStoreSharder replaces it, and this change puts the tables in RecStore.
 
 from torchrec.distributed.planner import Topology
 
@@ -187,12 +187,13 @@ plan = planner.collective_plan(ebc, [sharder], pg)
 show("Sharding plan generated:")
 show(plan)
 
-# The kernel of both tables is "customized_kernel": TorchRec's name for a kernel from outside, here RecStore's.
+# The kernel of both tables is "customized_kernel", which is TorchRec's name for a kernel of another package. Here it is
+# RecStore's kernel.
 
 title("Sharding")
 
-# The plan is only a description. The sharder turns the collection into a sharded one with it; input and output types
-# stay the same.
+# The plan is only a description. The sharder uses it to turn the collection into a sharded collection, which has the
+# same input and output types.
 
 from torchrec.distributed.types import LazyAwaitable, ShardingEnv
 
@@ -203,8 +204,8 @@ show(sharded_ebc)
 
 title("LazyAwaitable")
 
-# A sharded module returns at once, with a promise of the result: a LazyAwaitable. Waiting as late as possible lets
-# communication go on behind other work.
+# A sharded module returns at once. It returns a LazyAwaitable, which is a promise of the result. If the program waits
+# for the result as late as possible, communication overlaps with other work.
 
 
 class ExampleAwaitable(LazyAwaitable[torch.Tensor]):
@@ -220,7 +221,7 @@ class ExampleAwaitable(LazyAwaitable[torch.Tensor]):
 
 show(ExampleAwaitable([3, 2]).wait())
 
-# Raw ids, no hashing; this is a training forward, so each new id gets its row.
+# The sharded collection takes raw ids without hashing. This is a training forward, so each new id gets a row.
 
 output = sharded_ebc(kjt)
 show(type(output).__name__, "- a LazyAwaitable:", isinstance(output, LazyAwaitable))
@@ -228,17 +229,18 @@ show_keyed(output.wait())
 
 title("Anatomy of a sharded module")
 
-# A forward has three parts. The input dist sends each id to the process that holds its row, the lookup reads and pools
-# the rows there, and the output dist sends the results back to where the samples are. Backward goes the other way.
+# A forward has three parts. The input dist sends each id to the process that has its row. The lookup reads and pools
+# the rows there. The output dist sends the results back to the processes of the samples. The backward pass runs these
+# parts in the reverse order.
 
 show("Input dist:", sharded_ebc._input_dists)
-show("Lookup:", sharded_ebc._lookups)  # TorchRec would have FBGEMM's kernel here
+show("Lookup:", sharded_ebc._lookups)  # stock TorchRec has FBGEMM's kernel here
 show("Output dist:", sharded_ebc._output_dists)
 
 title("DistributedModelParallel")
 
-# A whole model is sharded by wrapping it: DistributedModelParallel plans, shards every module that one of the sharders
-# knows, and makes the rest data parallel.
+# DistributedModelParallel shards a whole model. It makes a plan, shards every module for which there is a sharder, and
+# makes the rest data parallel.
 
 from torchrec.distributed.model_parallel import DistributedModelParallel
 
@@ -252,8 +254,9 @@ for name, stats in table_stats(model).items():
 
 title("Fused optimizers")
 
-# The optimizer of a table is fused into backward: a row is updated as soon as its gradient is known, and no gradient
-# of a whole table is ever held. There are two ways to choose it. The first is fused_params of the sharder:
+# The optimizer of a table is fused into the backward pass. A row is updated as soon as its gradient is known, so the
+# gradient of a whole table is never stored. There are two ways to choose the optimizer. The first way is fused_params
+# of the sharder:
 
 from fbgemm_gpu.split_embedding_configs import EmbOptimType
 
@@ -265,14 +268,14 @@ fused_params = {
 sharder_with_fused_params = RecStoreSharder(fused_params=fused_params)
 sharded_ebc_fused_params = sharder_with_fused_params.shard(ebc, plan.plan[""], env, cpu)
 
-# The learning rate shows that it has been taken.
+# The learning rate shows that the optimizer uses the fused_params.
 
 show("Original fused optimizer:", sharded_ebc.fused_optimizer)
 show("Fused optimizer with fused_params:", sharded_ebc_fused_params.fused_optimizer)
 show("Its type:", type(sharded_ebc_fused_params.fused_optimizer).__name__)
 
-# The second marks the parameters of the unsharded module, which is sharded afterwards. Each parameter may be given an
-# optimizer of its own.
+# The second way marks the parameters of the unsharded module, which is sharded afterwards. Each parameter may have a
+# different optimizer.
 
 from torch.distributed.optim import _apply_optimizer_in_backward as apply_optimizer_in_backward
 
@@ -283,7 +286,8 @@ for name, parameter in ebc_apply_opt.named_parameters():
 sharded_ebc_apply_opt = sharder.shard(ebc_apply_opt, plan.plan[""], env, cpu)
 show("Fused optimizer with apply_optimizer_in_backward:", sharded_ebc_apply_opt.fused_optimizer)
 
-# Parameters without a fused optimizer, such as the layers of an MLP, need one of their own. This model has none.
+# Parameters without a fused optimizer, for example the layers of an MLP, need another optimizer. This model has no such
+# parameters.
 
 from torchrec.optim.optimizers import in_backward_optimizer_filter
 
@@ -292,12 +296,12 @@ show("Parameters that are not fused:", list(dense_parameters))
 
 title("Training")
 
-# One step: forward, loss, backward. There is no optimizer.step(), and yet the second loss differs: backward has updated
-# the rows.
+# A step consists of forward, loss and backward. There is no optimizer.step(), but the second loss differs, because the
+# backward pass has updated the rows.
 
 
 def loss_of_batch() -> torch.Tensor:
-    """The loss of the batch: how far its embeddings are below one, summed."""
+    """Returns the loss of the batch: the sum of the differences between one and its embeddings."""
     pooled = sharded_ebc_fused_params(kjt).wait().values()
     return torch.sum(torch.ones_like(pooled) - pooled)
 
@@ -309,10 +313,10 @@ show("Second iteration loss:", loss_of_batch().item())
 
 title("Bounded memory")
 
-# A table that keeps the row of every id grows as long as it is trained. TableOptions bound it: here to four rows in
-# memory, over all processes. When more are needed, the rows that were trained on longest ago leave. There are also rows
-# that leave for their age (expiry), ids that get a row only when they come again (admission), and a store on SSD or
-# Redis for rows that must not be lost (cold_store). docs/memory.md has them all.
+# A table that keeps the row of every id grows during the whole training. TableOptions limit it, here to four rows in
+# memory over all processes. When a step needs more rows, the table evicts the rows that were trained on longest ago.
+# Other options delete old rows (expiry), give an id a row only when it occurs again (admission), and keep evicted rows
+# on an SSD or in Redis (cold_store). docs/memory.md describes all options.
 
 from torchrec_recstore import LRU, RecStoreConstraints, TableOptions
 
@@ -326,7 +330,7 @@ bounded_planner = RecStorePlanner(
 )
 bounded_plan = bounded_planner.collective_plan(ebc, [sharder], pg)
 bounded_ebc = sharder.shard(ebc, bounded_plan.plan[""], env, cpu)
-for day in range(3):  # every day three other products
+for day in range(3):  # each day has three new products
     of_day = KeyedJaggedTensor(kjt.keys(), values=kjt.values() + 1000 * day, lengths=kjt.lengths())
     bounded_ebc(of_day).wait().values().sum().backward()
 stats = table_stats(bounded_ebc)["product_table"]
@@ -335,9 +339,9 @@ show("Rows that have left:", stats.evicted)
 
 title("Inference")
 
-# A model that serves is not trained any more: its tables can be static, in one process, and quantised. TorchRec swaps
-# EmbeddingBagCollection for a quantised one, here with the ids that the tables have by now in front of it. An id that
-# was never trained on reads as zeros. The sharded model stays as it is.
+# A model in serving is not trained any more, so its tables can be static, quantised and in one process.
+# export_for_inference replaces the collection by TorchRec's quantised collection, with a map from the ids of the tables
+# to its rows. An id that was never trained on reads as zeros. The sharded model is not changed.
 
 from torchrec_recstore.inference import export_for_inference
 
@@ -352,8 +356,9 @@ for key in ("product", "user"):
     error = (quant_ebc(kjt)[key] - trained[key]).abs().max()
     show(f"Largest error of int8, {key}: {error:.7f}")
 
-# TorchRec's tracer makes a graph of the model, and TorchScript a program of that, which runs without Python. Given a
-# path, export_for_inference writes such a program itself, with a method that takes fresh rows: docs/serving.md.
+# TorchRec's tracer turns the model into a graph, and TorchScript turns the graph into a program that runs without
+# Python. With a path, export_for_inference writes such a program itself. The written program also has a method that
+# takes updated rows. See docs/serving.md.
 
 import torchrec.fx
 
@@ -361,7 +366,7 @@ graph = torchrec.fx.symbolic_trace(quant_ebc)
 scripted = torch.jit.script(graph)
 show("Scripted, the same:", torch.equal(scripted(kjt).values(), quant_ebc(kjt).values()))
 
-# The processes leave together.
+# All processes end at the same time.
 
 dist.barrier()
 dist.destroy_process_group()
