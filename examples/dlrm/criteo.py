@@ -56,7 +56,8 @@ class Rows:
     Attributes:
         labels: (n,) int32. The labels, 0 or 1.
         dense: (n, 13) float32. ``log(max(x, -2) + 3)`` of the integer features. An empty field counts as 0.
-        ids: (n, 26) int64. The hexadecimal ids, unchanged. Ids of 2**63 and above wrap to negative numbers. An empty field is 0.
+        ids: (n, 26) int64. The hexadecimal ids, unchanged. Ids of 2**63 and above wrap to negative numbers. An empty
+            field is 0.
     """
 
     labels: npt.NDArray[np.int32]

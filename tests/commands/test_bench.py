@@ -1,4 +1,4 @@
-"""``recstore bench`` on this machine, in quick sizes."""
+"""Tests of ``recstore bench`` on this machine with quick sizes."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def bench(*arguments: str) -> Result:
 
 @pytest.fixture(autouse=True)
 def _path(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The command puts its scripts' folder on the path, and benchmarks run in processes that need the package."""
+    """Restores the import path, which the command extends, and lets the processes of benchmarks find the package."""
     monkeypatch.setattr(sys, "path", list(sys.path))
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
 
@@ -39,7 +39,7 @@ def test_list() -> None:
 
 
 def test_tables(capsys: pytest.CaptureFixture[str]) -> None:
-    """Of what was measured last, whole: a run takes an hour."""
+    """The figures of the last full run are printed, because a run takes an hour."""
     bench("--list")
     rows = json.loads((ROOT / "benchmarks/results.json").read_text())
     bench_module.print_figures(rows, quick=True)

@@ -1,4 +1,4 @@
-"""What commands say of input that they cannot use: one line."""
+"""Tests of the errors of commands, which are one line."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_errors_that_are_no_values(
 
 
 def main(arguments: list[str], monkeypatch: pytest.MonkeyPatch) -> int:
-    """The status of the command."""
+    """Returns the exit status of the command."""
     monkeypatch.setattr(sys, "argv", ["recstore", *arguments])
     with pytest.raises(SystemExit) as end:
         cli.main()

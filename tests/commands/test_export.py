@@ -1,4 +1,4 @@
-"""``recstore export`` of a checkpoint, and of what has changed since."""
+"""Tests of ``recstore export`` of a checkpoint and of a delta."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def export(*arguments: object) -> Result:
 
 @pytest.fixture
 def trained(one_rank: None, tmp_path: Path) -> DistributedModelParallel:
-    """A model whose checkpoint lies at "full"."""
+    """Returns a model with a checkpoint at "full"."""
     model = models.recstore()
     models.train(model)
     save_checkpoint(model, tmp_path / "full")
@@ -105,7 +105,7 @@ def test_what_is_lost_is_said_in_one_line(one_rank: None, tmp_path: Path) -> Non
 
 def test_progress(trained: DistributedModelParallel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2]))
-    # In a process of its own, which has imported nothing before: fp16 rows need fbgemm's ops, too.
+    # A new process has imported nothing before. fp16 rows need fbgemm's ops too.
     command = [sys.executable, "-m", "torchrec_recstore.cli", "export", "--dtype", "fp16"]
     command += [str(tmp_path / "full"), str(tmp_path / "out.pt")]
     status, out, seen = run_in_terminal(command)

@@ -1,4 +1,4 @@
-"""``recstore inspect`` of what is served."""
+"""Tests of ``recstore inspect`` on exported files."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``--json`` of compact and serve; those of the other commands are tested with them."""
+"""Tests of ``--json`` of compact and serve. The tests of other commands include their ``--json``."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tables of many as people count them, in what commands print."""
+"""Tests of the order of tables in the output of commands."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Bars of commands: rate and time left on a terminal, nothing at all elsewhere."""
+"""Tests of the progress bars of commands, which are shown only on a terminal."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ..checkpoint import models
 from ..processes import run_forked_command
 from ..terminal import run_in_terminal
 
-# All in one process: each would import torch again.
+# All commands run in one process, because each new process would import torch again.
 COMMANDS = ["inspect full", "compact full new", "diff full new"]
 UNITS = {"verifying": "bytes", "folding": "rows", "comparing": "rows"}
 RUN = [
@@ -50,17 +50,17 @@ def test_on_a_terminal(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     assert status == 0
     assert out.endswith("equal\n")
     frames = [frame for frame in ESCAPES.sub("", seen).replace("\r", "\n").splitlines() if frame.strip()]
-    # Bars follow each other: the last frame of each is the one before another's first.
+    # The bars follow one another. The last frame of a bar precedes the first frame of the next bar.
     names = [frame.split()[0] for frame in frames]
     last = [frame for frame, name, after in zip(frames, names, [*names[1:], ""], strict=True) if name != after]
     assert [frame.split()[0] for frame in last] == ["verifying", "folding", "verifying", "comparing"]
     for frame in last:
         unit = UNITS[frame.split()[0]]
-        # How much of how much, how fast, and the time left, which is none at the end.
+        # A frame has the amount done, the total, the rate, and the remaining time, which is zero at the end.
         assert re.search(r"([\d.]+)/\1 [kMG]?B" if unit == "bytes" else r"(\d+)/\1 ", frame), frame
         assert re.search(r"[\d.]+ [kMG]?B/s" if unit == "bytes" else r"[\d.]+[kMG]? rows/s", frame), frame
         assert frame.rstrip().endswith("0:00:00"), frame
-    assert seen.rstrip().endswith("\x1b[2K")  # the last bar is gone
+    assert seen.rstrip().endswith("\x1b[2K")  # the last bar is erased
 
 
 STEPS = """
@@ -91,7 +91,7 @@ def test_time_left_of_long_steps() -> None:
 
 
 def test_nothing_where_it_is_no_terminal(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("FORCE_COLOR", "1")  # which makes rich take anything for a terminal
+    monkeypatch.setenv("FORCE_COLOR", "1")  # rich then treats any file as a terminal
     monkeypatch.chdir(checkpoint.parent)
     run = run_forked_command(RUN[1:])
     assert (run.returncode, run.stderr) == (0, "")

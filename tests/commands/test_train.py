@@ -1,4 +1,4 @@
-"""``recstore train`` is examples/dlrm/train.py with its own flags."""
+"""Tests of ``recstore train``, which runs examples/dlrm/train.py with the flags of that script."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Machines that tests make up: files of ``/proc`` and ``/sys`` as Linux writes them."""
+"""Simulated machines for tests: files of ``/proc`` and ``/sys`` in the format of Linux."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Committed_AS:   {committed} kB
 
 
 def machine(root: Path, files: dict[str, str] | None = None, **others: object) -> Machine:
-    """A machine of 24 GB that nothing bounds, but for the files given."""
+    """Returns a machine of 24 GB without limits, changed by the given files."""
     meminfo = MEMINFO.format(available=20000000, committed=1195944)
     usual = {"proc/meminfo": meminfo, "proc/sys/vm/overcommit_memory": "0\n", "proc/self/cgroup": "0::/\n"}
     usual["sys/kernel/mm/transparent_hugepage/enabled"] = "always [madvise] never\n"

@@ -1,4 +1,4 @@
-"""``recstore doctor`` on this machine, as it is and with a torch that cannot be imported."""
+"""Tests of ``recstore doctor`` on this machine, unchanged and with a torch that cannot be imported."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def test_this_machine(tmp_path: Path) -> None:
     assert run.stderr == ""
     told = json.loads(run.stdout)
     findings = {finding["name"]: finding for finding in told["findings"]}
-    # Tests run with what requirements/ pins: whatever the machine, its packages fit.
+    # Tests run with the packages that requirements/ pins, which fit each other on every machine.
     for finding in told["findings"]:
         assert finding["section"] != "packages" or finding["status"] == "ok", finding
         assert finding["status"] == "ok" or finding["fix"], finding

@@ -1,4 +1,4 @@
-"""Memory, its limits and the kernel's settings, on machines made up."""
+"""Tests of the checks of memory, its limits and the kernel's settings on simulated machines."""
 
 from __future__ import annotations
 

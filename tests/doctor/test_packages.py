@@ -1,4 +1,4 @@
-"""Versions that fit each other or do not, and imports that fail in real processes."""
+"""Tests of versions that fit each other or not, and of imports that fail in real processes."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ def of_triple(triple: Triple) -> dict[str, str]:
 
 
 def look(versions: dict[str, str | None], imported: dict[str, Imported] | None = None) -> dict[str, Finding]:
-    """What is found where all is as tested, but for what is given."""
+    """Returns the findings that are not ok for tested versions, changed by the arguments."""
     there: dict[str, str | None] = {**TESTED, **of_triple(DEFAULT), "torchrec-recstore": "0.1.0", **versions}
     findings = {finding.name: finding for finding in packages({**GOOD, **(imported or {})}, there.get)}
-    # Nothing else is found fault with than what the test is about.
+    # The checks report no other package than those of the test.
     return {name: finding for name, finding in findings.items() if finding.status != "ok"}
 
 
@@ -168,7 +168,7 @@ def test_every_tested_triple_fits(triple: Triple) -> None:
 @pytest.mark.parametrize("triple", TRIPLES, ids=str)
 @pytest.mark.parametrize("others", TRIPLES, ids=str)
 def test_the_advice_fits_the_torch_that_is_installed(triple: Triple, others: Triple) -> None:
-    """It is the triple of that torch, whatever else is installed, and never an FBGEMM that does not load with it."""
+    """The advice is the triple of the installed torch, and never an FBGEMM that does not load with it."""
     if others == triple:
         return
     fails = Imported("OSError: undefined symbol")
@@ -244,7 +244,7 @@ def test_fits(number: str, bound: str, expected: bool) -> None:
 
 
 def test_imports_that_fail_crash_and_never_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In the real child process, with modules made for it."""
+    """The real child process imports modules that the test has written."""
     (tmp_path / "fails.py").write_text("import is_not_there\n")
     (tmp_path / "crashes.py").write_text("import os, signal\nos.kill(os.getpid(), signal.SIGSEGV)\n")
     (tmp_path / "ends.py").write_text("import os\nos._exit(3)\n")
@@ -266,4 +266,4 @@ def test_torch_that_is_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     found = probe(MODULES)
     assert all(found[name].missing == "torch" for name in MODULES if name != "fbgemm_gpu")
     assert "torch" not in [finding.name for finding in packages(found) if finding.status == "ok"]
-    assert sys.modules["torch"].__version__  # the test's own is not touched
+    assert sys.modules["torch"].__version__  # the module of the test process is not changed

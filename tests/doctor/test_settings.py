@@ -1,4 +1,4 @@
-"""Threads, files and the processor, on machines made up."""
+"""Tests of the checks of threads, files and the processor on simulated machines."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Batches: cut exactly, the same on any rank count, and a reader thread that comes to its end."""
+"""Tests of batches, which do not depend on the number of ranks, and of the reader thread, which ends."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from sources import BatchMaker, Step, cut, read_ahead, read_steps
 
 
 class Pieces:
-    """A source that hands its rows out in pieces of given sizes."""
+    """A source that yields its rows in pieces of given sizes."""
 
     path, bad_rows = "pieces", 0
 
@@ -74,7 +74,7 @@ def test_modulo_is_never_negative(rows: Rows) -> None:
 def test_ranks_share_every_batch_in_order(rows: Rows) -> None:
     whole = steps_of(rows, 350)
     parts = [steps_of(rows, 350, rank, 4) for rank in range(4)]
-    # The last three samples cannot be shared by four.
+    # The last three samples cannot be split over four ranks.
     assert [len(part) for part in parts] == [10] * 4
     for step, *shares in zip(whole[:10], *parts, strict=True):
         assert torch.equal(torch.cat([share.batch.labels for share in shares]), step.batch.labels)

@@ -1,4 +1,4 @@
-"""Bounded tables in the training command: what it keeps, what it reports, what it refuses."""
+"""Tests of limited tables in the training command: rows, report and refused flags."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def train(rows_file: Path, out: Path, *flags: object, ranks: int = 1) -> tuple[d
 
 @pytest.fixture(scope="module")
 def unbounded(rows_file: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], str]:
-    """The result of a run without bounds, and what it said."""
+    """Returns the result of a run without limits, and its output."""
     result, report, said = train(rows_file, tmp_path_factory.mktemp("unbounded") / "out.json")
     return result, report + said
 
@@ -98,7 +98,7 @@ def test_admission_holds_rare_ids_back(rows_file: Path, tmp_path: Path, unbounde
 
 
 def steps_that_see(path: Path) -> dict[str, Counter[str]]:
-    """In how many training steps each id occurs, by table."""
+    """Returns the number of training steps in which each id occurs, by table."""
     lines = [line.split("\t")[14:] for line in path.read_text().splitlines()][: ROWS * 8 // 10]
     counts: dict[str, Counter[str]] = {name: Counter() for name in TABLES}
     for begin in range(0, len(lines), BATCH):

@@ -1,4 +1,4 @@
-"""The Criteo reader against a naive parser, and what it says about bad input."""
+"""Tests of the Criteo reader, compared with a naive parser, and of its errors for bad input."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The synthetic log: determinism, restart, and the way through a file."""
+"""Tests of the synthetic log: determinism, start at any row, and a round trip through a file."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_ids_are_skewed_signed_and_drift() -> None:
         _, counts = np.unique(early.ids[:, feature], return_counts=True)
         counts[::-1].sort()
         assert counts[: len(counts) // 10].sum() > 0.5 * counts.sum()
-    # A narrow feature keeps its ids, a wide one does not.
+    # A feature with few ids keeps its ids; a feature with many ids does not.
     assert np.isin(late.ids[:, 0], early.ids[:, 0]).mean() > 0.95
     assert np.isin(late.ids[:, 15], early.ids[:, 15]).mean() < 0.8
 
@@ -67,7 +67,7 @@ def test_ids_are_skewed_signed_and_drift() -> None:
 def test_labels_depend_on_the_ids() -> None:
     rows = rows_of(0, 0, 200_000)
     first, second = rows[:100_000], rows[100_000:]
-    # Click rates of the ids of one narrow feature repeat themselves: they are no noise.
+    # The click rates of the ids of a feature with few ids are stable, so they are not noise.
     rates = []
     for half in (first, second):
         ids = half.ids[:, 2]

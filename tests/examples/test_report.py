@@ -1,4 +1,4 @@
-"""What a training leaves of itself: curves against what the data says, plots that show something, a page of its own."""
+"""Tests of the log of a training: curves, which are compared with the data, plots, and the report page."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def bounded(tmp_path_factory: pytest.TempPathFactory) -> Logged:
 def test_curves_say_what_the_data_says(run: Logged) -> None:
     curves, result = run.curves, run.result
     assert curves["loss/training"].samples == POINTS
-    # Equal windows: their mean is the run's.
+    # The windows have the same size, so their mean is the mean of the run.
     assert sum(curves["loss/training"].values) / len(POINTS) == pytest.approx(result["train_loss"], rel=1e-5)
     for kind in ("AUC", "loss"):
         for part, key in (("validation", "val_auc"), ("test", "test_auc" if kind == "AUC" else "test_logloss")):
@@ -128,7 +128,7 @@ def test_the_parts_of_a_step_are_the_whole_of_it(run: Logged) -> None:
     speeds = run.curves["speed/samples_per_second"].values
     for *parts_of_step, speed in zip(*parts.values(), speeds, strict=True):
         assert sum(parts_of_step) == pytest.approx(1e3 * BATCH / speed, rel=1e-4)
-    # The whole run's rate also has to bear what lies between the steps.
+    # The rate of the whole run also contains the time between the steps.
     assert 2400 / sum(240 / speed for speed in speeds) >= run.result["train_samples_per_second"]
     tables, processes = run.curves["memory/tables"].values, run.curves["memory/processes"].values
     assert tables[-1] == pytest.approx(sum(run.result["bytes"].values()))
@@ -183,7 +183,7 @@ def test_every_plot_shows_something(run: Logged) -> None:
 
 
 class Page(HTMLParser):
-    """What a page consists of; fails where a tag is not closed."""
+    """Returns the elements of a page. Fails if a tag is not closed."""
 
     def __init__(self, path: Path) -> None:
         super().__init__()
@@ -240,7 +240,7 @@ def test_a_page_of_a_run_that_was_killed(run: Logged, tmp_path: Path) -> None:
     left = len(read_curves(folder)["loss/training"].samples)
     assert 3 < left < 8
     assert f"has not come to its end: the last point is at {240 * left:,} training samples" in page.text
-    # Rows as they were then.
+    # The rows are those at that time.
     assert f"{run.curves['rows/t_C26'].values[left - 1]:,.0f}" in page.text
     with pytest.raises(FileNotFoundError, match="no run has written curves there"):
         write_report(tmp_path)
@@ -248,7 +248,7 @@ def test_a_page_of_a_run_that_was_killed(run: Logged, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_run_that_goes_on_from_an_older_step_has_each_point_once(tmp_path: Path) -> None:
-    """From the beginning, the middle of an epoch, and its end, which is validated before the log is cut off there."""
+    """A run is resumed from the beginning, from the middle of an epoch, and from its end, which has been validated."""
     changes = {"limit_rows": 1500, "epochs": 2, "checkpoint_every": 8, "keep": 100}
     whole = tmp_path / "whole"
     trainer.train(settings_of(checkpoint=whole, json_out=tmp_path / "out.json", **changes))
@@ -258,7 +258,7 @@ def test_a_run_that_goes_on_from_an_older_step_has_each_point_once(tmp_path: Pat
     for step in (0, 16, 20):
         part = stopped_after(step, whole, tmp_path / f"part{step}")
         shutil.copytree(whole / "log", part / "log")
-        # Killed before its first checkpoint, a run begins anew, and so do its curves.
+        # A run that was killed before its first checkpoint begins again, and so do its curves.
         trainer.train(settings_of(checkpoint=part, resume=step > 0, json_out=tmp_path / "out.json", **changes))
         result = json.loads((tmp_path / "out.json").read_text())
         assert result["counts_since_step"] == step
@@ -278,7 +278,7 @@ def test_a_run_that_goes_on_from_an_older_step_has_each_point_once(tmp_path: Pat
 
 @pytest.fixture
 def small_files() -> Iterator[None]:
-    """Files cannot grow beyond 20 kB, as on a disk that is full."""
+    """Limits the size of files to 20 kB, to simulate a full disk."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, hard))
     yield
@@ -293,7 +293,7 @@ def test_a_full_disk_costs_the_curves_alone(tmp_path: Path, capfd: pytest.Captur
     assert len(warnings) == 2
     assert warnings[0].startswith("warning: no more curves are written: ")
     assert warnings[1].startswith("warning: no report was made: ")
-    # The first picture is too large; what is smaller is there as a whole.
+    # The first plot is too large. Smaller files are complete.
     assert f"'{tmp_path}/log/loss.png'" in warnings[1]
     assert read_about(tmp_path / "log")["result"]
     names = [path.name for path in (tmp_path / "log").iterdir()]
@@ -328,7 +328,7 @@ def test_what_cannot_be_logged_is_said_before_the_training(
     monkeypatch.chdir(tmp_path)
     Path("runs").write_text("")
     assert re.fullmatch(rf"runs/dlrm-[-\d]+: Not a directory {re.escape(instead)}", message())
-    monkeypatch.setitem(sys.modules, "matplotlib", None)  # what import finds of a package that is not there
+    monkeypatch.setitem(sys.modules, "matplotlib", None)  # an import then fails as if the package were missing
     assert "`pip install matplotlib`, or train with --no-log" in message(log_dir=tmp_path / "log")
     assert not (tmp_path / "log").exists()
 
@@ -353,7 +353,7 @@ def test_by_default_a_new_folder_and_the_result_on_stdout(tmp_path: Path, monkey
 
 
 class Terminal:
-    """A pseudo-terminal in the place of stderr, and all that it was told."""
+    """A pseudo-terminal that replaces stderr and records the output."""
 
     def __init__(self) -> None:
         self._ours, theirs = pty.openpty()
@@ -367,10 +367,10 @@ class Terminal:
             while data := os.read(self._ours, 4096):
                 self.said += data
         except OSError:
-            pass  # the other end is closed
+            pass  # the terminal is closed
 
     def lines(self) -> list[str]:
-        """What stood in a line at some time; ends it."""
+        """Closes the terminal and returns all texts that a line has shown."""
         self.stderr.close()
         self._reader.join()
         os.close(self._ours)
@@ -390,7 +390,7 @@ def test_a_terminal_shows_how_far_it_is(tmp_path: Path, monkeypatch: pytest.Monk
     for label, samples in (("epoch 1/1", 480), ("validation", 60), ("test", 60), ("reading", 600)):
         shown = [line for line in lines if line.startswith(f"{label}:")]
         assert shown, label
-        # How many of how many, the time left and the rate; neither is known yet.
+        # A line has the count, the total, the remaining time and the rate. The last two are not known yet.
         assert re.search(rf"0/{samples}(\.0)? \[00:00<\?, \? samples/s\]", shown[0]), shown[0]
     assert any(line.startswith("checking:") for line in lines)
     for label in ("saving", "loading"):
@@ -410,7 +410,7 @@ def test_the_auc_of_some_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     last = _Window()
     for some in zip(logits, labels, strict=True):
         last.add(3, torch.tensor(0.5), *some)
-    assert last.values()["AUC/training"] == pytest.approx(0)  # of the second step alone
+    assert last.values()["AUC/training"] == pytest.approx(0)  # only of the second step
     one_label = _Window()
     one_label.add(3, torch.tensor(0.5), logits[0], torch.ones(3))
     assert "AUC/training" not in one_label.values()

@@ -1,4 +1,4 @@
-"""The training command stopped, killed and started again: it ends as if nothing had happened."""
+"""Tests of a training command that is stopped, killed and resumed. Its result is the same as without interruption."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ from .ranks import train_on_ranks
 FLAGS = ("--dim", 4, "--num-embeddings", 100, "--batch-size", 60, "--sharding", "row_wise")
 OF_THE_PROCESS = (
     *("train_samples_per_second", "resumed", "resume", "checkpoint", "checkpoint_every", "keep"),
-    *("counts", "counts_since_step", "hit_rate"),  # of lookups since it began
+    *("counts", "counts_since_step", "hit_rate"),  # counts of lookups since the process began
     "log_dir",
 )
 
@@ -58,12 +58,12 @@ def settings_of(**changes: Any) -> Settings:
 
 
 def lasting(result: dict[str, Any]) -> dict[str, Any]:
-    """What a run reports, without what belongs to its process."""
+    """Returns the result of a run without the values that depend on the process."""
     return {key: value for key, value in result.items() if key not in OF_THE_PROCESS}
 
 
 def result_of(path: Path) -> dict[str, Any]:
-    """What a run's JSON file reports, without what belongs to its process."""
+    """Returns the result in a run's JSON file without the values that depend on the process."""
     return lasting(json.loads(path.read_text()))
 
 
@@ -76,7 +76,7 @@ def content(folder: Path) -> dict[str, bytes]:
 
 
 def stopped_after(step: int, folder: Path, copy: Path) -> Path:
-    """A copy of a run's folder as it was when the checkpoint of that step had been written."""
+    """Copies a run's folder in the state after the checkpoint of the given step."""
     copy.mkdir()
     for path in folder.glob("step-*"):
         if int(path.name.removeprefix("step-")) <= step:
@@ -90,7 +90,7 @@ def lines() -> list[bytes]:
 
 
 def spoil(lines: list[bytes]) -> list[bytes]:
-    """The lines with a tenth of them bad."""
+    """Returns the lines, a tenth of which are made bad."""
     chosen = set(random.Random(0).sample(range(len(lines)), len(lines) // 10))
     return [b"bad\n" if number in chosen else line for number, line in enumerate(lines)]
 
@@ -98,7 +98,7 @@ def spoil(lines: list[bytes]) -> list[bytes]:
 @pytest.mark.parametrize(
     ("data", "changes", "steps"),
     [
-        # The end of the first epoch is step 20, that of the second 40.
+        # The first epoch ends at step 20, and the second epoch ends at step 40.
         (
             "generated",
             {"epochs": 2, "lr_schedule": "cosine", "warmup_steps": 5, "optimizer": "adagrad"},
@@ -151,7 +151,7 @@ def test_old_checkpoints_and_the_leavings_of_a_killed_run_are_cleared_away(
 
 @pytest.mark.usefixtures("one_rank")
 def test_looking_for_the_newest_checkpoint_leaves_alone_what_a_run_is_writing(tmp_path: Path) -> None:
-    """An export beside training does."""
+    """An export during a training works."""
     writing = tmp_path / ".step-000000003.saving-0123456789ab" / "half"
     writing.parent.mkdir()
     writing.touch()
@@ -192,7 +192,7 @@ def test_flags_that_cannot_be_followed(changes: dict[str, Any], message: str) ->
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run's folder of checkpoints."""
+    """Returns the folder of checkpoints of a run."""
     run = tmp_path_factory.mktemp("finished") / "run"
     trainer.train(settings_of(checkpoint=run, limit_rows=300))
     return run
@@ -282,7 +282,7 @@ def test_schedules() -> None:
 
 
 def weights_after_one_step(warmup_steps: int) -> list[torch.Tensor]:
-    """The row of id 0, which most samples have, and a layer's bias."""
+    """Returns the row of id 0, which most samples have, and the bias of a layer."""
     settings = settings_of(optimizer="sgd", lr=1000.0, dense_lr=0.1)
     training = Training(*build(settings), Progress())
     scheduler = lr_scheduler(training.optimizer, "constant", warmup_steps, 10)
@@ -299,7 +299,7 @@ def test_the_schedule_drives_embeddings_and_dense_layers() -> None:
 
 
 def workers(torchrun: subprocess.Popen[str]) -> dict[int, int]:
-    """Process ids of torchrun's workers, by rank."""
+    """Returns the process ids of torchrun's workers, by rank."""
     found = {}
     for folder in Path("/proc").glob("[0-9]*"):
         try:
@@ -310,16 +310,16 @@ def workers(torchrun: subprocess.Popen[str]) -> dict[int, int]:
                 )
                 found[int(environment[b"RANK"])] = int(folder.name)
         except (OSError, KeyError):
-            continue  # it has just ended, or is only being started
+            continue  # the process has just ended or is just starting
     return found
 
 
 class Job:
-    """torchrun over the training command on generated rows, in the background.
+    """A training command on generated rows under torchrun, in the background.
 
     Args:
-        ranks: number of processes.
-        flags: of the training command.
+        ranks: The number of processes.
+        flags: The flags of the training command.
     """
 
     def __init__(self, ranks: int, *flags: object) -> None:
@@ -332,7 +332,7 @@ class Job:
         )
 
     def end(self) -> str:
-        """Waits for the end, which must be a good one, and returns what was printed."""
+        """Waits until the command has succeeded and returns its output."""
         output, _ = self.process.communicate(timeout=120)
         assert self.process.returncode == 0, output
         return output
@@ -340,7 +340,7 @@ class Job:
 
 @pytest.fixture
 def job() -> Iterator[Callable[..., Job]]:
-    """Starts jobs, and ends those that a failed test leaves behind."""
+    """Starts jobs, and ends the jobs that a failed test leaves running."""
     jobs: list[Job] = []
 
     def start(*arguments: Any) -> Job:
@@ -373,7 +373,7 @@ def test_a_killed_rank_brings_the_job_back(job: Callable[..., Job], tmp_path: Pa
     assert last == "step-000000040"
     assert content(tmp_path / "killed" / last) == content(tmp_path / "whole" / last)
 
-    # With fewer ranks, from the middle.
+    # The run is resumed from the middle on fewer ranks.
     part = stopped_after(24, tmp_path / "whole", tmp_path / "part")
     trainer.train(
         settings_of(limit_rows=3000, lr_schedule="cosine", checkpoint=part, resume=True, json_out=tmp_path / "one.json")
@@ -383,7 +383,7 @@ def test_a_killed_rank_brings_the_job_back(job: Callable[..., Job], tmp_path: Pa
 
 
 def assert_same_curves(log: Path, whole: Path) -> None:
-    """One curve with no gap and no point twice, as of a run that never stopped, but for times and memory."""
+    """The curves have no gaps and no repeated points, and equal those of a run without interruption, except times."""
     curves, expected = read_curves(log), read_curves(whole)
     assert list(curves) == list(expected)
     for tag, curve in expected.items():
@@ -394,7 +394,7 @@ def assert_same_curves(log: Path, whole: Path) -> None:
 
 
 def check_close(one: dict[str, Any], other: dict[str, Any]) -> None:
-    """The same run on another number of ranks: the same rows, and results that differ by rounding alone."""
+    """A run on another number of ranks has the same rows, and results that differ only by rounding."""
     for key in ("train_samples", "train_steps", "rows"):
         assert one[key] == other[key]
     for key in ("train_loss", "test_logloss", "test_auc", "val_auc"):

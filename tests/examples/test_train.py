@@ -1,4 +1,4 @@
-"""The training command from outside: result, report, bad input; one process and two."""
+"""Tests of the training command with one and two processes: result, report and bad input."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def settings_of(**changes: Any) -> Settings:
 
 
 def train_here(out: Path, capsys: pytest.CaptureFixture[str], **changes: Any) -> tuple[dict[str, Any], str]:
-    """As :func:`train`, in this process: a new one takes seconds to import TorchRec."""
+    """See :func:`train`. The command runs in this process, because a new process takes seconds to import TorchRec."""
     torch.set_num_threads(1)
     trainer.train(settings_of(json_out=out, **changes))
     return json.loads(out.read_text()), capsys.readouterr().out
@@ -94,7 +94,7 @@ def test_recstore_holds_the_ids_it_was_trained_on_and_learns_the_same_on_two_ran
     one, _ = train_here(tmp_path / "one.json", capsys, data=rows_file, batch_size=256)
     check_result(one, backend="recstore", world_size=1, train_samples=9601, skipped_rows=0)
     assert one["rows"] == distinct_ids(rows_file, 9601)
-    # The last training sample cannot be shared by two; the 1201 test samples are shared unevenly.
+    # The last training sample cannot be split over two ranks. The 1201 test samples are split unevenly.
     flags = ("--data", rows_file, "--dim", 8, "--batch-size", 256, "--sharding", "row_wise")
     two, _ = train(tmp_path / "two.json", *flags, ranks=2)
     check_result(two, world_size=2, train_samples=9600, sharding="row_wise", rows=distinct_ids(rows_file, 9600))
@@ -184,10 +184,10 @@ run(app)
 def test_a_rank_that_fails_alone_says_so_and_ends_all(tmp_path: Path, error: str, line: str) -> None:
     script = tmp_path / "script.py"
     script.write_text(ONE_RANK_FAILS.format(examples=str(ROOT / "examples"), error=error))
-    done = run_forked(str(script), ranks=2)  # killed, a rank that does not end has a negative status
+    done = run_forked(str(script), ranks=2)  # a rank that does not end is killed, and its status is negative
     assert done.returncode == 1
     assert done.stderr.splitlines()[-1] == line
-    # A defect has a traceback, of its rank alone.
+    # A defect prints a traceback on its rank only.
     assert done.stderr.count("Traceback") == (1 if "KeyError" in error else 0)
     assert done.stderr.count("error: ") == (0 if "KeyError" in error else 1)
 

@@ -1,4 +1,4 @@
-"""The DLRM example on two hosts: each torchrun node in a network namespace of its own, a cable between them."""
+"""Tests of the DLRM example on two simulated hosts: each torchrun node has its own network namespace."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def ip(*words: str) -> None:
 
 @pytest.fixture
 def hosts() -> Iterator[list[tuple[str, str]]]:
-    """Two network namespaces that see each other and nothing else: each one's name, and its interface's."""
+    """Creates two connected network namespaces. Returns the name and the interface of each."""
     names = [f"recstore_{os.getpid()}_{i}" for i in range(2)]
     cables = [f"rs{os.getpid() % 10**6}n{i}" for i in range(2)]
     try:
@@ -77,7 +77,7 @@ def test_two_hosts_train_as_one(hosts: list[tuple[str, str]], tmp_path: Path) ->
                 *("--master-addr", ADDRESSES[0], "--master-port", "29400"),
                 *(script, *flags, "--json", str(tmp_path / "two.json"), "--no-log"),
             ],
-            # gloo would look for the address of the machine's name, which is none of the namespace's.
+            # gloo would use the address of the machine's name, which does not exist in the namespace.
             env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), "GLOO_SOCKET_IFNAME": cable},
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,

@@ -1,4 +1,4 @@
-"""The two-tower example: its files' format, its batches and loss, and the command from outside."""
+"""Tests of the two-tower example: the format of its files, its batches, its loss and its command."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def write(folder: Path, users: str, items: str, interactions: str) -> Path:
 
 @pytest.fixture(scope="module")
 def tastes(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Users of five kinds, each of whom rates 13 of the 20 items of the kind; large ids of either sign."""
+    """Writes users of five kinds. Each user rates 13 of the 20 items of the kind. Ids are large and of either sign."""
     rng = random.Random(0)
     users = "".join(
         f"{-RAW * user - 1}\t{rng.randint(15, 70)}\t{rng.choice('MF')}\tother\tZ{rng.randint(0, 50)}\n"
@@ -85,12 +85,12 @@ def train(
 )
 def test_learns_whose_items_are_whose(tastes: Path, tmp_path: Path, ranks: int, flags: tuple[str, ...]) -> None:
     common = ("--data", tastes, "--batch-size", 60, "--epochs", 4, "--dim", 16, "--lr", 0.2, "--dense-lr", 0.01)
-    start = run if ranks == 1 else forked  # one of them as a user does
+    start = run if ranks == 1 else forked  # one rank runs the script as a user does
     log = () if ranks == 1 else ("--log-dir", tmp_path / "log", "--log-every", 10)
     result, report = train(tmp_path / "out.json", *common, *flags, *log, ranks=ranks, start=start)
     assert (result["test_users"], result["items"], result["world_size"]) == (NUM_USERS, NUM_ITEMS, ranks)
     assert result["train_samples"] == 4 * NUM_USERS * (RATED - 1)
-    # By chance it is 10 of the 88 items that a user was not trained on; 8 of them are of the user's kind.
+    # A random choice is 10 of the 88 items that a user was not trained on. 8 of these items are of the user's kind.
     assert result["recall_at_10"] > 0.7
     assert f"recall@10          {result['recall_at_10']:.4f}" in report
     assert list(result["rows"]) == TABLES
@@ -101,11 +101,11 @@ def test_learns_whose_items_are_whose(tastes: Path, tmp_path: Path, ranks: int, 
         assert result["rows"]["t_item_id"] == NUM_ITEMS
         assert result["rows"]["t_genres"] == 3
         curves = read_curves(tmp_path / "log")
-        # A point every ten of an epoch's 40 steps.
+        # There is a point every ten steps, and an epoch has 40 steps.
         assert curves["loss/training"].samples == list(range(600, 9601, 600))
         assert curves["recall/test"].values == pytest.approx([result["recall_at_10"]])
         assert {name: curves[f"rows/{name}"].values[-1] for name in TABLES} == result["rows"]
-        # Two collections, each with its own input dist, lookup and update.
+        # There are two collections, each with its own input dist, lookup and update.
         assert all(min(curves[f"step_ms/{part}"].values) > 0 for part in ("input_dist", "lookup", "update"))
         assert f"{result['recall_at_10']:.4f}" in (tmp_path / "log" / "report.html").read_text()
 
@@ -133,7 +133,7 @@ def test_features_and_split(tmp_path: Path) -> None:
     assert data.users.lists[4] == [[token_id("V1A")], [85711]]
     assert data.items.lists[1] == [[1995], [token_id("unknown")]]
     assert data.items.lists[2] == [[token_id("Drama"), token_id("War")], []]
-    # User -9 has but one interaction, which is trained on.
+    # User -9 has only one interaction, which is a training interaction.
     assert data.train.tolist() == [[1, 0], [0, 0]]
     assert data.test.tolist() == [[0, 1]]
 

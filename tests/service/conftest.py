@@ -10,7 +10,7 @@ from tests.recstore_server import Proxy, RecStoreServer
 
 @pytest.fixture(scope="session")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RecStoreServer]:
-    """A server that all tests share: each test uses its own table names."""
+    """Returns a server that all tests share. Each test uses its own table names."""
     server = RecStoreServer(tmp_path_factory.mktemp("server"))
     yield server
     server.kill()
@@ -18,7 +18,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RecStoreServer]
 
 @pytest.fixture(scope="session")
 def second(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RecStoreServer]:
-    """A second server that all tests share."""
+    """Returns a second server that all tests share."""
     server = RecStoreServer(tmp_path_factory.mktemp("second"))
     yield server
     server.kill()

@@ -1,4 +1,4 @@
-"""Who may call a server, where it may listen, and what it tells of itself."""
+"""Tests of the access to a server: tokens and TLS, listen addresses, health checks and metrics."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ needs_openssl = pytest.mark.skipif(
 
 @pytest.fixture(scope="module")
 def certificates(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """ca.pem, and server and client certificates that it has signed."""
+    """Returns a folder with ca.pem, and with server and client certificates that the CA has signed."""
     path = tmp_path_factory.mktemp("certificates")
 
     def openssl(*arguments: str) -> None:
@@ -89,7 +89,7 @@ def test_a_token_alone(tmp_path: Path) -> None:
             client.update("t", torch.arange(101), torch.ones(101, 4))
     with RecStoreClient([server.address]) as client, pytest.raises(ServiceError, match="token"):
         client.pull("t", IDS)
-    with grpc.insecure_channel(server.address) as channel:  # whoever restarts servers need not know the token
+    with grpc.insecure_channel(server.address) as channel:  # a supervisor that restarts servers does not need the token
         reply = health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest())
         assert reply.status == health_pb2.HealthCheckResponse.SERVING
     text = urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics").read().decode()

@@ -24,7 +24,7 @@ def test_a_repeated_request_is_answered_and_not_carried_out() -> None:
 
 
 def test_answers_are_kept_up_to_the_first_that_may_come_again() -> None:
-    """``done_before`` is the number of the first request that is not done; it is answered, earlier ones are not."""
+    """``done_before`` is the number of the first unfinished request. Earlier requests are refused."""
     applied = AppliedRequests()
     for request in (1, 2, 3):
         assert applied.once("a", request, 1, lambda request=request: request) == request  # type: ignore[misc]

@@ -1,4 +1,4 @@
-"""The client with tables in its own process."""
+"""Tests of the client with tables in its own process."""
 
 from __future__ import annotations
 
@@ -176,7 +176,7 @@ def test_an_init_func_with_a_memory() -> None:
 
 
 def test_an_update_goes_on_where_rows_leave_in_between(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Between the client's question which ids have a row and its update, another client deletes some of them."""
+    """Another client deletes rows between the client's calls of exists and update."""
     client = client_with(init_func=normal, optimizer=SGD(lr=1.0))
     rows = client.pull("t", IDS)
     client.push("t", IDS, torch.zeros(5, DIM))
@@ -195,7 +195,7 @@ def test_an_update_goes_on_where_rows_leave_in_between(monkeypatch: pytest.Monke
 
 
 def test_an_update_that_was_refused_is_not_refused_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rows leave before every attempt, and are there when the client asks: it sends the initial rows of all ids."""
+    """Rows are deleted before every attempt, after exists has found them. The client sends initial rows of all ids."""
     client = client_with(init_func=normal, optimizer=SGD(lr=1.0))
     rows = client.pull("t", IDS)
     client.push("t", IDS, torch.zeros(5, DIM))
@@ -267,7 +267,7 @@ def test_prefetches_run_beside_the_caller_in_few_threads(monkeypatch: pytest.Mon
 
 
 def test_torchs_generator_stays_the_callers() -> None:
-    """A prefetch makes no initial rows in its thread: they would draw from the generator that the caller draws from."""
+    """A prefetch makes no initial rows in its thread, because that would change the caller's random generator."""
     client = client_with(init_func=normal)
     rows = client.pull("t", torch.arange(400))
     torch.manual_seed(1)
@@ -472,7 +472,7 @@ print([name for name in ("torchrec", "fbgemm_gpu", "grpc", "google.protobuf") if
     rows, modules = done.stdout.splitlines()
     assert modules == "[]"
 
-    # The same rows in this process: initial rows depend on nothing of the process.
+    # This process gets the same rows, because initial rows do not depend on the process.
     client = RecStoreClient()
     client.init_data("t", (10, 4), init_func=lambda shape, dtype: torch.rand(shape, dtype=dtype))
     client.load(tmp_path / "saved")

@@ -1,4 +1,4 @@
-"""Servers that die, stall or are cut off; clients that may not, or that send nonsense."""
+"""Tests of servers that die, stall or lose their connection, and of clients that send invalid requests."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def _client(address: str, timeout_s: float = 20.0) -> RecStoreClient:
 
 
 class _Oracle:
-    """The rows after so many steps of training."""
+    """Returns the rows after the given number of training steps."""
 
     def __init__(self) -> None:
         self._client = RecStoreClient()
@@ -80,9 +80,9 @@ def test_no_acknowledged_save_is_lost_when_the_server_is_killed(own_server: RecS
             assert "lost" in str(error)  # noqa: PT017
         killer.join()
         kills += 1
-        with _client(own_server.address) as reader:  # the server has started from a save by itself
+        with _client(own_server.address) as reader:  # the server starts from a save
             there = reader.pull("t", IDS)
-        # A save that was not acknowledged may be there as well.
+        # A save that was not acknowledged may exist too.
         saves = [saved, *range(saved + 1, step + 1)]
         assert any(torch.equal(there, oracle.after(each)) for each in saves), (saved, step)
         with pytest.raises(ServerRestartedError, match=r"table 't' on server"):
@@ -117,7 +117,7 @@ def test_what_was_loaded_is_what_a_server_starts_from(own_server: RecStoreServer
         client.save(name)
     client.load("monday")
     own_server.kill()
-    # Starts that fail change nothing: neither here nor below.
+    # Starts that fail change nothing, here and below.
     with pytest.raises(OSError, match="cannot listen"), socket.create_server(("127.0.0.1", 0)) as taken:
         _serve(own_server.data, f"127.0.0.1:{taken.getsockname()[1]}")
     own_server.start()
@@ -134,7 +134,7 @@ def test_what_was_loaded_is_what_a_server_starts_from(own_server: RecStoreServer
     own_server.stop()
     state = own_server.data / "server.json"
     left = json.loads(state.read_text())
-    state.write_text(json.dumps({**left, "last": "tuesday"}))  # by hand, as after a damaged checkpoint
+    state.write_text(json.dumps({**left, "last": "tuesday"}))  # edited by hand, as after a damaged checkpoint
     own_server.start()
     with pytest.raises(ServerRestartedError):
         client.pull("t", IDS)
@@ -189,7 +189,7 @@ def test_updates_are_applied_once_whatever_is_cut(proxy: Proxy, server: RecStore
     for step in range(30):
         grads = torch.randn(4000, 64)
         if step % 2:
-            # After the request has been read, as often as not: replies are short.
+            # Replies are short, so the connection is often cut after the request has been read.
             timer = threading.Timer(chosen.uniform(0, 0.02), proxy.cut)
             timer.start()
         else:
@@ -222,7 +222,7 @@ def test_a_slow_server_is_an_error_in_time(proxy: Proxy, server: RecStoreServer)
         lambda: client.wait_for_prefetch(client.prefetch("t", IDS)),
     ):
         begin = time.monotonic()
-        # Without a connection it is one that cannot be reached.
+        # Without a connection, the server cannot be reached.
         late = rf"table 't' on server {proxy.address} (has not answered within|cannot be reached for) 0.5 s"
         with pytest.raises(ServiceError, match=late):
             call()
@@ -265,7 +265,7 @@ def test_bad_requests_change_nothing(server: RecStoreServer) -> None:
                 refused += 1
                 assert error.code() in (  # noqa: PT017
                     grpc.StatusCode.INVALID_ARGUMENT,
-                    grpc.StatusCode.INTERNAL,  # what cannot be parsed; grpc's own
+                    grpc.StatusCode.INTERNAL,  # grpc's own status for a message that it cannot parse
                     grpc.StatusCode.UNKNOWN,
                     grpc.StatusCode.NOT_FOUND,
                     grpc.StatusCode.FAILED_PRECONDITION,
@@ -351,7 +351,7 @@ def test_another_version_of_the_protocol(server: RecStoreServer, version: str) -
 
 
 def _serve(data: Path, listen: str = "127.0.0.1:0") -> None:
-    """In this process; for what is an error before anything is served."""
+    """Serves in this process, for errors that are raised before the server takes calls."""
     serve(ServerOptions(listen=listen, data=data), pytest.fail)
 
 

@@ -1,4 +1,4 @@
-"""Named tables of one process, against :class:`Table`."""
+"""Tests of the named tables of one process, compared with :class:`Table`."""
 
 from __future__ import annotations
 
@@ -246,11 +246,11 @@ def test_initial_rows_are_for_ids_without_a_row() -> None:
         assert raised.value.pending.tolist() == [0, 1]
     assert tables.stats("t") == stats
     assert tables.ids("t").tolist() == [1, 2, 3]
-    tables.update("t", ids(1), ones(1))  # all of them have a row
+    tables.update("t", ids(1), ones(1))  # all ids have a row
 
 
 def test_initial_rows_and_bounds(tmp_path: Path) -> None:
-    """Held back by admission, evicted, and expired in a cold store: what comes anew begins with its initial row."""
+    """A row that was not admitted, was evicted or has expired in a cold store begins again with its initial row."""
     tables = HostedBackend(Limits(cold_store=RocksDBStore(str(tmp_path))))
     seven = (ids(1), 7 * ones(1))
     tables.create("admission", spec(TableOptions(admission=MinFrequency(2)), initial_rows="some"))
@@ -269,7 +269,7 @@ def test_initial_rows_and_bounds(tmp_path: Path) -> None:
     tables.create("t", spec(TableOptions(max_rows=2, eviction=LRU(), expiry=Expiry(4)), initial_rows="some"))
     tables.update("t", ids(1), ones(1), seven)
     tables.update("t", ids(2, 3), ones(2), (ids(2, 3), ones(2)))
-    tables.update("t", ids(1), ones(1), seven)  # comes back from the cold store, as it was
+    tables.update("t", ids(1), ones(1), seven)  # returns unchanged from the cold store
     assert tables.pull("t", ids(1)).tolist() == [[5.0] * DIM]
     for _ in range(8):
         tables.update("t", ids(2, 3), ones(2), (ids(2, 3), ones(2)))
@@ -300,7 +300,7 @@ def test_nobody_sees_initial_rows_without_their_update() -> None:
 
 
 def test_many_threads(tmp_path: Path) -> None:
-    """Updates, pulls, saves, tables that come and go: no update is lost, every save is of one moment."""
+    """Updates, pulls, saves and creates run at the same time. No update is lost, and every save is of one moment."""
     tables = HostedBackend()
     for name in ("a", "b"):
         tables.create(name, spec())
@@ -349,7 +349,7 @@ def test_many_threads(tmp_path: Path) -> None:
             continue
         a, b = (loaded.pull(name, hot).unique().tolist() for name in ("a", "b"))
         assert len(a) == len(b) == 1
-        assert a[0] - b[0] in (0.0, 1.0, 2.0)  # of each of the two writers, one at most
+        assert a[0] - b[0] in (0.0, 1.0, 2.0)  # at most one update of each of the two writers
 
 
 def test_temporary_tables_that_nobody_uses_are_dropped() -> None:
@@ -361,6 +361,6 @@ def test_temporary_tables_that_nobody_uses_are_dropped() -> None:
     for name in ("used", "idle", "kept"):
         tables._named()[name].last_used -= 7200
     tables.pull("used", ids(1))
-    tables.stats("idle")  # asks for no row
+    tables.stats("idle")  # reads no row
     assert tables.drop_idle(3600) == ["idle"]
     assert set(tables.specs()) == {"used", "kept"}

@@ -1,4 +1,4 @@
-"""Tables of one process in and out of checkpoints."""
+"""Tests of saving and loading the tables of one process."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def recstore(*arguments: object) -> str:
 
 @pytest.mark.parametrize("there", [True, False])
 def test_training_goes_on_as_if_it_had_not_stopped(tmp_path: Path, there: bool) -> None:
-    """Optimizer states, frequencies, sightings and clocks are saved, with what the tables are."""
+    """Optimizer states, frequencies, sightings, clocks and specifications are saved."""
     tables = made()
     train(tables, range(12))
     tables.save(tmp_path / "saved")
@@ -282,7 +282,7 @@ def test_a_full_disk(tmp_path: Path) -> None:
 
 @pytest.fixture
 def held_up(monkeypatch: pytest.MonkeyPatch) -> tuple[threading.Event, threading.Event]:
-    """Events: a file of a save is about to be written; it may be."""
+    """Two events: a file of a save is about to be written, and the file may be written."""
     begun, go = threading.Event(), threading.Event()
     write = writer.write_tensors
 
@@ -344,7 +344,7 @@ def test_closing_waits_for_a_save(tmp_path: Path, held_up: tuple[threading.Event
 
 
 def test_updates_while_a_checkpoint_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """They are replaced, and the table is never seen in between."""
+    """The rows are replaced at once: no call sees the table in between."""
     tables = one_table()
     tables.save(tmp_path / "saved")
     tables.push("t", torch.arange(5), torch.full((5, DIM), 6.0))
@@ -352,7 +352,7 @@ def test_updates_while_a_checkpoint_is_read(tmp_path: Path, monkeypatch: pytest.
 
     def loads(*arguments: object) -> None:
         load_rows(*arguments)
-        with ThreadPoolExecutor() as threads:  # another thread's, which must not wait for the load
+        with ThreadPoolExecutor() as threads:  # a call in another thread must not wait for the load
             threads.submit(tables.update, "t", torch.arange(5), torch.ones(5, DIM)).result(60)
             seen.append(threads.submit(rows_of, tables, "t").result(60).unique().tolist())
 

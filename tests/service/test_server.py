@@ -1,4 +1,4 @@
-"""Tables on real servers: the same numbers as in the process."""
+"""Tests of tables on real servers, which give the same numbers as tables in the process."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def _name() -> str:
 def _batch(step: int, n: int = 3000, dim: int = 16) -> tuple[Tensor, Tensor]:
     random = torch.Generator().manual_seed(step)
     ids = torch.randint(-(2**63), 2**63 - 1, (n,), generator=random)
-    ids[: n // 2] = torch.randint(0, 500, (n // 2,), generator=random)  # many of them more than once
+    ids[: n // 2] = torch.randint(0, 500, (n // 2,), generator=random)  # many ids occur more than once
     return ids, torch.randn(n, dim, generator=random)
 
 
@@ -158,7 +158,7 @@ def test_rows_of_an_init_func_that_another_client_deletes(client: RecStoreClient
 
 
 def test_many_clients_at_once(client: RecStoreClient, servers: list[str]) -> None:
-    """Gradients of one add up, whatever the order: SGD of integers is exact."""
+    """The sums of gradients of one are exact in any order, because SGD computes with integers here."""
     name = _name()
     options = TableOptions(initializer=ConstantInit(0.0))
     client.init_data(name, (10, 8), torch.float32, optimizer=SGD(lr=1.0), options=options)
@@ -246,7 +246,7 @@ def test_saved_tables_load(client: RecStoreClient) -> None:
     client.load(save)
     assert torch.equal(client.pull(name, _batch(1)[0]), saved)
     client.update(name, *_batch(2))
-    assert torch.equal(client.pull(name, _batch(1)[0]), after)  # optimizer state and steps too
+    assert torch.equal(client.pull(name, _batch(1)[0]), after)  # also equal if optimizer state and steps are equal
     client.init_data(other, (10, 16), torch.float32)
     with pytest.raises(ValueError, match=f"{other}"):
         client.load(save)

@@ -1,4 +1,4 @@
-"""Cold rows on parameter servers: the promises of a cold store, training, sharing between processes, and failures."""
+"""Tests of cold rows on parameter servers: conformance, training, sharing between processes, and failures."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def test_a_process_that_ends_leaves_nothing(server: RecStoreServer, second: RecS
 
 
 def test_every_pattern_of_bits_comes_back(both: str) -> None:
-    # Infinities, NaNs quiet and signalling, denormal numbers, -0.0; in rows of no whole number of floats too.
+    # Infinities, quiet and signalling NaNs, denormal numbers and -0.0, also in rows whose size is not a multiple of 4.
     words = [0x7F800000, 0x7F800001, -1, -(2**31), 1, 0x7FC00000, -0x7FFFFF, 0x3F800000]
     rows = torch.tensor(words, dtype=torch.int32).repeat(50, 1).view(torch.uint8)
     for row_bytes in (32, 31, 29):
@@ -113,7 +113,7 @@ def test_a_server_with_a_bound_gives_no_row_up(monkeypatch: pytest.MonkeyPatch, 
     monkeypatch.setattr(Servers, "create", lambda self, table, specs: made.extend(specs))
     monkeypatch.setattr(Servers, "delete", lambda self, table, ids: 0)
     open_cold_store(ServerStore(server.address, shared="made"), name="t", row_bytes=8).close()
-    # As of recstore serve --max-rows 1000 --eviction lru --expire-steps 1 --min-frequency 2.
+    # The limits of recstore serve --max-rows 1000 --eviction lru --expire-steps 1 --min-frequency 2.
     limits = Limits(max_rows=1000, eviction=LRU(), expiry=Expiry(1), admission=MinFrequency(2))
     tables = HostedBackend(limits)
     tables.create("t", TableSpec.from_json(made[0]))
@@ -206,7 +206,7 @@ def test_ranks_write_what_processes_of_another_job_read(both: str, tmp_path: Pat
                 assert torch.equal(table.ids(), torch.cat([ids, loaded]).unique())
                 rows = table.read_rows(ids)
                 assert all(torch.equal(rows[key], expected[key]) for key in expected)
-    assert len(Table(8, optimizer=Adam(lr=0.1), options=bounded, name="user")) == 0  # columns are split otherwise
+    assert len(Table(8, optimizer=Adam(lr=0.1), options=bounded, name="user")) == 0  # another split of columns
     assert len(Table(8, torch.float16, Adam(lr=0.1), bounded, name="user", columns=range(4))) == 0
     Table(8, optimizer=Adagrad(lr=0.1), options=bounded, name="sums")
     with pytest.raises(ColdStoreError, match=r"table 'cold/ranks/sums.*' is there already, and another one: dim"):
@@ -232,8 +232,8 @@ def test_a_server_stopped_and_one_killed(server: RecStoreServer, own_server: Rec
     begin = time.monotonic()
     gone = rf"cold store ServerStore\(.*server {re.escape(own_server.address)} (cannot be reached|has not answered)"
     train_until_it_fails(pair, gone)
-    assert 0.5 <= time.monotonic() - begin < 20  # it has tried
-    own_server.start()  # what it had is lost, and that is not the same as never there
+    assert 0.5 <= time.monotonic() - begin < 20  # the client has retried
+    own_server.start()  # lost rows are an error, unlike rows that never existed
     train_until_it_fails(pair, rf"server {re.escape(own_server.address)}.*restarted")
     resident = ops.table_ids(pair.tiered.handle)
     assert len(resident) > 400
@@ -241,6 +241,6 @@ def test_a_server_stopped_and_one_killed(server: RecStoreServer, own_server: Rec
     assert all(torch.equal(rows_now[key], expected[key]) for key in expected)
     with pytest.raises(ColdStoreError, match="restarted"):
         store.get(ids)
-    again = open_cold_store(shared, name="t", row_bytes=8)  # from the last save, knowingly
+    again = open_cold_store(shared, name="t", row_bytes=8)  # a new store continues from the last save
     assert again.get(torch.arange(200))[0].tolist() == [True] * 100 + [False] * 100
     pair.tiered.close()

@@ -1,4 +1,4 @@
-"""A client's operations as torch ops, eager and in graphs."""
+"""Tests of the torch ops of a client, eager and in graphs."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def client() -> RecStoreClient:
 
 
 def step(client: int, ids: Tensor, grads: Tensor) -> tuple[Tensor, ...]:
-    """Reads on both sides of writes; the first one's result is not used. No arithmetic: it would run a compiler."""
+    """Reads before and after writes. The first result is not used. There is no arithmetic, which would need a compiler."""
     ops.emb_read(client, "t", ids)
     before = ops.emb_read(client, "t", ids)
     ops.emb_update(client, "t", ids, grads)
@@ -51,7 +51,7 @@ def expected(client: RecStoreClient, ids: Tensor, grads: Tensor) -> tuple[Tensor
 
 
 def assert_steps(run: Callable[[Tensor, Tensor], tuple[Tensor, ...]], client: RecStoreClient) -> None:
-    """That ``run`` does to the client, twice, what the client's methods do."""
+    """Checks that two calls of ``run`` have the effects of the client's methods."""
     other = RecStoreClient()
     other.init_data("t", (10, DIM), optimizer=SGD(lr=0.5))
     steps = client.stats("t").steps
@@ -75,7 +75,7 @@ def test_eager(client: RecStoreClient) -> None:
 
 @pytest.fixture
 def anew() -> Iterator[None]:
-    """Nothing that an earlier run has compiled is used: torch's caches do not know what effects ops have."""
+    """Disables the caches of compiled graphs, because torch's caches do not know the effects of ops."""
     torch._dynamo.reset()
     with torch.compiler.config.patch(force_disable_caches=True):
         yield
@@ -100,7 +100,7 @@ def test_compile_with_other_lengths(client: RecStoreClient) -> None:
 
 @pytest.mark.usefixtures("anew")
 def test_compile_a_prefetch(client: RecStoreClient) -> None:
-    """Compute lies between the two; each run has a handle of its own."""
+    """A graph computes between prefetch and wait. Each run has a different handle."""
 
     def ahead(client: int, ids: Tensor, grads: Tensor) -> Tensor:
         handle = ops.emb_prefetch(client, "t", ids)
@@ -125,7 +125,7 @@ def test_make_fx(client: RecStoreClient, mode: str) -> None:
     assert called == ["emb_read", "emb_read", "emb_update", "emb_read", "emb_write", "emb_read", "emb_update"]
     if mode != "real":
         assert len(traced_with.pull("t", IDS)) == 3
-        assert traced_with.stats("t").rows == 0  # tracing has written nothing
+        assert traced_with.stats("t").rows == 0  # tracing writes nothing
         assert_steps(lambda ids, grads: graph(ids, grads), traced_with)
 
 
@@ -176,7 +176,7 @@ def test_opcheck(client: RecStoreClient, name: str) -> None:
     if name == "emb_prefetch":
         checks.remove("test_aot_dispatch_dynamic")  # it compares handles, which differ
     if name == "emb_prefetch_result":
-        checks = checks[:1]  # the others call it several times, with one handle
+        checks = checks[:1]  # the other checks use one handle several times
     opcheck(getattr(ops, name).default, CASES[name](client), test_utils=checks)
 
 
