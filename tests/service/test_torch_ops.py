@@ -29,7 +29,7 @@ def client() -> RecStoreClient:
 
 
 def step(client: int, ids: Tensor, grads: Tensor) -> tuple[Tensor, ...]:
-    """Reads before and after writes. The first result is not used. There is no arithmetic, which would need a compiler."""
+    """Reads before and after writes. The first result is not used. Arithmetic would need a compiler."""
     ops.emb_read(client, "t", ids)
     before = ops.emb_read(client, "t", ids)
     ops.emb_update(client, "t", ids, grads)

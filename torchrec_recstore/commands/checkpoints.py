@@ -245,7 +245,7 @@ def compact(
     output: Annotated[Path, typer.Argument(metavar="OUTPUT", help="Directory to create.", show_default=False)],
     as_json: AsJson = False,
 ) -> None:
-    """Combine a delta and the checkpoints that it is based on into one full checkpoint with the same contents.
+    """Fold a delta and the checkpoints that it is based on into one full checkpoint with the same contents.
 
     Example: recstore compact run/step-000002000 full
 
