@@ -32,7 +32,7 @@ def not_known(what: str) -> str:
     from torchrec_recstore import __version__
 
     return (
-        f"{what}, which torchrec_recstore {__version__} does not know: a newer version wrote it; install that: "
+        f"{what}, which torchrec_recstore {__version__} does not know: a newer version wrote it; upgrade with: "
         "pip install --upgrade torchrec-recstore"
     )
 

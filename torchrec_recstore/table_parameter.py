@@ -68,7 +68,7 @@ class GivenCopies:
         return given
 
     def forget(self, table: str, method: str) -> None:
-        """Forgets the copies that the method ``method`` has returned of a table, because its state has been loaded."""
+        """Forgets the copies that a method has returned of a table, because the table's state has been loaded."""
         self._given = [each for each in self._given if each.of != (table, method)]
 
     def check(self) -> None:

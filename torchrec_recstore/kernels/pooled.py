@@ -52,7 +52,7 @@ class PooledKernel(LookupKernel):
         if routings is None:
             routings = [None] * len(tables)
         if len(routings) != len(tables):
-            raise ValueError(f"routings must have one entry a table, got {len(routings)} for {len(tables)}")
+            raise ValueError(f"routings must have one entry per table, got {len(routings)} for {len(tables)}")
         if accumulation_steps < 1:
             raise ValueError(f"accumulation_steps must be at least 1, got {accumulation_steps}")
         self.tables = list(tables)

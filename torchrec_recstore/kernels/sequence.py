@@ -40,7 +40,7 @@ class SequenceKernel(LookupKernel):
         if routings is None:
             routings = [None] * len(tables)
         if len(routings) != len(tables):
-            raise ValueError(f"routings must have one entry a table, got {len(routings)} for {len(tables)}")
+            raise ValueError(f"routings must have one entry per table, got {len(routings)} for {len(tables)}")
         self._kernels = [
             PooledKernel([table], [0], "sum", routings=[routing], accumulation_steps=accumulation_steps)
             for table, routing in zip(tables, routings, strict=True)

@@ -50,7 +50,7 @@ class Servers:
         self.addresses = checked_addresses(addresses)
         open_to_others = [a for a in self.addresses if not is_loopback(host_of(a))]
         if access.token is not None and access.tls_ca is None and open_to_others:
-            raise ValueError(f"token would go to {open_to_others[0]} in the clear: pass tls_ca as well")
+            raise ValueError(f"token would be sent to {open_to_others[0]} unencrypted: pass tls_ca as well")
         self._connections = [Connection(address, access) for address in self.addresses]
         self._threads = ThreadPoolExecutor(_CALLS * len(self.addresses), "recstore-client")
         self._close = weakref.finalize(self, _close, self._connections, self._threads, os.getpid())

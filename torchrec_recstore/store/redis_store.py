@@ -168,7 +168,7 @@ class RedisColdStore:
 
     def _check_open(self) -> None:
         if not self._open:
-            raise self._error("is closed", "no call but close is allowed")
+            raise self._error("is closed", "only close() may be called")
 
     def _call(self, action: Callable[[], _Result]) -> _Result:
         """Calls ``action``. If it fails for a reason that may pass, repeats it for at most ``retry_seconds``."""
@@ -209,7 +209,7 @@ class RedisColdStore:
 
     def _set_up(self) -> None:
         if self._connected().get_encoder().decode_responses:
-            raise self._error("cannot be used", "the url must not ask for decode_responses")
+            raise self._error("cannot be used", "the url must not set decode_responses")
         self._run([("SET", key, b"0") for key in self._group_keys])
 
     def _check_eviction(self) -> None:

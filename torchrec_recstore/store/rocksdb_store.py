@@ -246,14 +246,14 @@ class RocksDBColdStore:
 
     def _database(self) -> Rdict:
         if self._directory is None:
-            raise self._error("is closed", "no call but close is allowed")
+            raise self._error("is closed", "only close() may be called")
         if self._db is None:
             global _threads
             if _threads == "lost":
                 raise self._error(
                     "cannot be opened",
-                    "this process was forked from one that uses RocksDB, whose threads it does not have: start it with "
-                    "multiprocessing's start method 'spawn' or 'forkserver'",
+                    "this process was forked from a process that uses RocksDB, and does not have its threads: start it "
+                    "with multiprocessing's start method 'spawn' or 'forkserver'",
                 )
             _threads = "started"
             options = _options()

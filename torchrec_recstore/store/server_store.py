@@ -126,7 +126,7 @@ class ServerColdStore:
 
     def _check_open(self) -> None:
         if not self._open:
-            raise self._error("is closed", "no call but close is allowed")
+            raise self._error("is closed", "only close() may be called")
 
     def _call(self, action: Callable[[], _Result]) -> _Result:
         try:
