@@ -2,13 +2,28 @@
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
 
+import pytest
 import safetensors.torch
 import torch
 
 from torchrec_recstore.checkpoint.writer import PartWriter
 from torchrec_recstore.store import Table
+
+
+def test_files_are_written_where_no_thread_can_be_started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Python 3.12 starts no thread once the process is ending."""
+
+    def cannot_start(self: threading.Thread) -> None:
+        raise RuntimeError("can't create new thread at interpreter shutdown")
+
+    monkeypatch.setattr(threading.Thread, "start", cannot_start)
+    writer = PartWriter(tmp_path, rank=0)
+    for name in ("a", "b"):
+        writer.tensors(name, {"x": torch.arange(3)})
+    assert writer.close().keys() == {"a", "b"} == {path.name for path in tmp_path.iterdir()}
 
 
 def test_no_two_parts_have_one_name(tmp_path: Path) -> None:

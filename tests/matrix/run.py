@@ -151,9 +151,9 @@ def build_wheel(directory: Path, python: Path) -> Path:
 
 
 def install(wheel: Path, python: Path, copy: Path) -> None:
-    """Installs the wheel, and links its files into a copy of the repository in the place of the sources there.
+    """Installs the wheel, and replaces the sources in a copy of the repository by links to the installed files.
 
-    Some tests read the C++ sources, which the wheel does not have; the copy keeps them.
+    The C++ sources stay, because some tests read them and the wheel does not have them.
     """
     pip = [str(python), "-m", "pip", "--disable-pip-version-check", "--quiet", "install"]
     run([*pip, "--no-deps", "--force-reinstall", str(wheel)])
@@ -161,14 +161,12 @@ def install(wheel: Path, python: Path, copy: Path) -> None:
     at = subprocess.run([str(python), "-c", ask], cwd=copy.parent, capture_output=True, text=True, check=True)
     installed = Path(at.stdout.strip())
     assert installed.is_relative_to(python.parents[1]), installed
-    for path in (copy / PACKAGE).iterdir():
-        if path.name != "csrc":
-            shutil.rmtree(path) if path.is_dir() else path.unlink()
-    for path in installed.rglob("*"):
-        link = copy / PACKAGE / path.relative_to(installed)
-        if path.is_file() and path.suffix != ".pyc":
-            link.parent.mkdir(parents=True, exist_ok=True)
-            link.symlink_to(path)
+    for path in (copy / PACKAGE).rglob("*"):
+        if path.is_file() and "csrc" not in path.parts:
+            path.unlink()
+            path.symlink_to(installed / path.relative_to(copy / PACKAGE))
+    (extension,) = installed.glob("*.so")
+    (copy / PACKAGE / extension.name).symlink_to(extension)
 
 
 def run_tests(copy: Path, python: Path, arguments: Sequence[str], workers: int) -> Path:

@@ -416,6 +416,6 @@ def _leave() -> None:
 
 # atexit would be too late: concurrent.futures, whose threads write the files, ends its threads before the functions of
 # atexit are called, in a function that it registers with threading._register_atexit. The function that was registered
-# last is called first. _register_atexit is private; checked on Python 3.11.
+# last is called first. _register_atexit is private; checked on Python 3.11, 3.12 and 3.13.
 threading._register_atexit(_finish)  # type: ignore[attr-defined]
 os.register_at_fork(after_in_child=_open.clear)

@@ -83,7 +83,9 @@ class PartWriter:
         self._directory = directory
         self._rank = rank
         self._polite = polite
-        self._thread = ThreadPoolExecutor(1, "checkpoint-files", initializer=_lower_priority if polite else None)
+        self._thread: ThreadPoolExecutor | None = ThreadPoolExecutor(
+            1, "checkpoint-files", initializer=_lower_priority if polite else None
+        )
         self._pending: Future[tuple[str, FileInfo]] | None = None
 
     def rows(
@@ -150,12 +152,21 @@ class PartWriter:
         try:
             self._collect()
         finally:
-            self._thread.shutdown()
+            if self._thread is not None:
+                self._thread.shutdown()
         return self.files
 
     def _submit(self, name: str, tensors: dict[str, Tensor]) -> None:
         self._collect()
-        self._pending = self._thread.submit(lambda: (name, write_tensors(self._directory / name, tensors)))
+        if self._thread is not None:
+            try:
+                self._pending = self._thread.submit(lambda: (name, write_tensors(self._directory / name, tensors)))
+                return
+            except RuntimeError:
+                # Python 3.12 starts no thread once the process is ending, while async_save still writes. The executor
+                # is not used again, because its queue still has this call.
+                self._thread = None
+        self.files[name] = write_tensors(self._directory / name, tensors)
 
     def _collect(self) -> None:
         pending, self._pending = self._pending, None

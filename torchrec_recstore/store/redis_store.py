@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import gc
 import logging
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -173,14 +174,21 @@ class RedisColdStore:
     def _call(self, action: Callable[[], _Result]) -> _Result:
         """Calls ``action``. If it fails for a reason that may pass, repeats it for at most ``retry_seconds``."""
         backoff = Backoff(self._options.retry_seconds)
+        failed = False
         while True:
             try:
                 if time.monotonic() >= self._next_check_s:
                     self._check_eviction()
-                return action()
+                result = action()
+                if failed:
+                    # redis-py keeps errors in reference cycles. These cycles keep the frames of all callers alive, and
+                    # with the frames the outputs of a training step, whose rows cannot be evicted.
+                    gc.collect()
+                return result
             except _REFUSED as error:
                 raise self._error("refuses access", error) from error
             except _PASSING as error:
+                failed = True
                 self._next_check_s = 0.0  # a server that has restarted may have other settings
                 if backoff.left_s <= 0:
                     raise self._error(f"cannot be reached for {self._options.retry_seconds:g} s", error) from error
