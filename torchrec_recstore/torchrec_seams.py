@@ -286,6 +286,11 @@ def feature_processors(collection: nn.Module) -> nn.Module:
     return collection._feature_processors  # type: ignore[return-value]
 
 
+def weights_are_positions(processor: nn.Module) -> bool:
+    """Whether a ``PositionWeightedModule`` finds the positions in the weights. There is no public accessor."""
+    return bool(processor._pre_processed)
+
+
 def collection_inside(collection: nn.Module) -> nn.Module:
     """The bag collection of a feature-processed one. There is no public accessor."""
     return collection._embedding_bag_collection  # type: ignore[return-value]
@@ -294,9 +299,6 @@ def collection_inside(collection: nn.Module) -> nn.Module:
 def kernels_of(owner: nn.Module) -> list[Any]:
     """The kernels of a lookup or of a quantized collection. There is no public accessor."""
     return list(owner._emb_modules)  # type: ignore[arg-type]
-
-
-# Sharders.
 
 
 def module_order(sharder: BaseEmbeddingSharder) -> Any:
@@ -469,9 +471,6 @@ def default_backward_ms(
 ) -> float:
     """TorchRec's estimate of a backward for a config without annotated methods."""
     return float(evaluator._default_bwd_comp(context, config))
-
-
-# Train pipelines.
 
 
 class PrefetchPipelineSeams(PrefetchTrainPipelineSparseDist):  # type: ignore[misc]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from torchrec.distributed.fp_embeddingbag import ShardedFeatureProcessedEmbeddin
 from torchrec.distributed.types import ShardedModule, ShardingEnv
 from torchrec.modules.embedding_configs import BaseEmbeddingConfig
 from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
+from torchrec.modules.feature_processor_ import PositionWeightedModule
 from torchrec.modules.fp_embedding_modules import FeatureProcessedEmbeddingBagCollection
 
 from torchrec_recstore.checkpoint.files import check_path
@@ -32,6 +34,7 @@ from torchrec_recstore.inference.selection import (
 )
 from torchrec_recstore.inference.served_model import copied_with, scriptable
 from torchrec_recstore.inference.static_modules import (
+    PositionWeights,
     ProcessedFeatures,
     StaticEmbedding,
     StaticEmbeddingBag,
@@ -241,7 +244,12 @@ class _Conversion:
     def _of(self, module: nn.Module) -> nn.Module:
         processors = _processors(module)
         if processors is not None:
-            return ProcessedFeatures(copied_with(processors, {}), self.of(collection_inside(module)))
+            weights = {
+                id(each): PositionWeights(copy.deepcopy(each))
+                for each in processors.modules()
+                if type(each) is PositionWeightedModule
+            }
+            return ProcessedFeatures(copied_with(processors, dict(weights)), self.of(collection_inside(module)))
         if isinstance(module, RecStoreEmbedding | RecStoreEmbeddingBag):
             ids, rows = self._rows_of_module(module)
             if isinstance(module, RecStoreEmbedding):

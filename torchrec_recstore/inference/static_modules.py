@@ -22,6 +22,7 @@ from torchrec.modules.embedding_modules import (
     EmbeddingCollection,
     get_embedding_names_by_table,
 )
+from torchrec.modules.feature_processor_ import PositionWeightedModule
 from torchrec.quant.embedding_modules import EmbeddingBagCollection as QuantEmbeddingBagCollection
 from torchrec.quant.embedding_modules import EmbeddingCollection as QuantEmbeddingCollection
 from torchrec.quant.embedding_modules import quant_prep_enable_register_tbes
@@ -36,7 +37,7 @@ from torchrec_recstore.inference.served_tables import (
     served_table,
 )
 from torchrec_recstore.modules import RecStoreEmbedding, RecStoreEmbeddingBag
-from torchrec_recstore.torchrec_seams import kernels_of, set_device
+from torchrec_recstore.torchrec_seams import kernels_of, set_device, weights_are_positions
 
 
 @dataclass(frozen=True)
@@ -265,6 +266,32 @@ class ProcessedFeatures(nn.Module):
     def forward(self, features: KeyedJaggedTensor) -> KeyedTensor:
         """Returns the pooled rows, weighted by the weights of the processors."""
         return self.collection(self.processors(features))
+
+
+class PositionWeights(nn.Module):
+    """A ``PositionWeightedModule`` that TorchScript accepts: TorchRec 1.9 calls functions of ``torch.fx`` in its own.
+
+    Args:
+        processor: The feature processor. Its parameter is used, not copied.
+    """
+
+    def __init__(self, processor: PositionWeightedModule) -> None:
+        super().__init__()
+        self.position_weight = processor.position_weight
+        self._pre_processed = weights_are_positions(processor)  # the name that exports of TorchRec's own module have
+
+    def forward(self, features: JaggedTensor) -> JaggedTensor:
+        """Returns the feature with the weight of each id's position in its bag."""
+        if self._pre_processed:
+            positions = features.weights().to(torch.int64)
+        else:
+            positions = torch.ops.fbgemm.offsets_range(features.offsets().long(), features.values().numel())
+        return JaggedTensor(
+            values=features.values(),
+            weights=self.position_weight[positions],
+            lengths=features.lengths(),
+            offsets=features.offsets(),
+        )
 
 
 class ProcessorsByFeature(nn.Module):
