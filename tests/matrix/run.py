@@ -128,24 +128,21 @@ def tracked_files() -> list[str]:
 
 
 def copy_repository(target: Path) -> None:
-    """Copies the tracked files into an empty folder, beside which the data sets are as they are beside the checkout."""
+    """Copies the tracked files into a new folder."""
     shutil.rmtree(target, ignore_errors=True)
-    data = target.parent / "shared"
-    if (ROOT.parent / "shared").is_dir() and not data.exists():
-        target.parent.mkdir(parents=True, exist_ok=True)
-        data.symlink_to(ROOT.parent / "shared")
     for name in tracked_files():
         (target / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy2(ROOT / name, target / name)
 
 
-def build_wheel(directory: Path, python: Path) -> Path:
+def build_wheel(directory: Path, source: Path, python: Path) -> Path:
     """One wheel for every triple: the extension uses the stable ABI of torch and the limited API of Python."""
-    source, wheels = directory / "source", directory / "wheels"
-    copy_repository(source)
-    shutil.rmtree(wheels, ignore_errors=True)
+    built, wheels = directory / "built", directory / "wheels"
+    for folder in (built, wheels):
+        shutil.rmtree(folder, ignore_errors=True)
+    shutil.copytree(source, built)  # pip writes into it
     pip = [str(python), "-m", "pip", "--disable-pip-version-check", "--quiet", "wheel"]
-    run([*pip, "--no-build-isolation", "--no-deps", "--wheel-dir", str(wheels), str(source)])
+    run([*pip, "--no-build-isolation", "--no-deps", "--wheel-dir", str(wheels), str(built)])
     (made,) = wheels.glob("*.whl")
     return made
 
@@ -275,14 +272,19 @@ def main(arguments: Sequence[str]) -> int:
     environments = {
         triple: make_environment(directory / triple.torch, executables[chosen[triple]], triple) for triple in triples
     }
-    at_commit = commit()
-    wheel = build_wheel(directory, environments[triples[0]])
+    at_commit, source, copies = commit(), directory / "source", directory / "copies"
+    copy_repository(source)  # once, so that later changes of the repository are in no triple's run
+    copies.mkdir(exist_ok=True)
+    if (ROOT.parent / "shared").is_dir() and not (copies / "shared").exists():
+        (copies / "shared").symlink_to(ROOT.parent / "shared")  # the data sets, beside each copy
+    wheel = build_wheel(directory, source, environments[triples[0]])
     results = []
     for triple in triples:
         start = time.monotonic()
         python = environments[triple]
-        copy = directory / "copies" / triple.extra
-        copy_repository(copy)
+        copy = copies / triple.extra
+        shutil.rmtree(copy, ignore_errors=True)
+        shutil.copytree(source, copy)
         install(wheel, python, copy)
         print(f"{triple}, Python {'.'.join(map(str, chosen[triple]))}", flush=True)
         report = run_tests(copy, python, asked.pytest or ["-m", "not slow"], asked.workers)
