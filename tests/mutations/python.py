@@ -71,10 +71,10 @@ CHECKPOINTS = [
     ),
     Mutation(
         f"{PACKAGE}/checkpoint/fold.py",
-        "kept &= (levels[order] >= removal.level) | removal.stays(ids)",
-        "kept &= (levels[order] > removal.level) | removal.stays(ids)",
+        "self._runs = runs + self._runs",
+        "self._runs = self._runs + runs",
         ["tests/checkpoint/test_compact.py::test_gives_the_files_of_a_full_save"],
-        "A row that was removed and made again between two saves is lost when the checkpoints are folded.",
+        "Folding a chain keeps the oldest version of each row instead of the newest.",
     ),
     Mutation(
         f"{PACKAGE}/checkpoint/destination.py",

@@ -22,7 +22,7 @@ from .mutation import Mutation
 
 ROOT = Path(__file__).parents[2]
 EXTENSION = "torchrec_recstore/_C.abi3.so"
-TIMEOUT_S = 1200
+TIMEOUT_S = 3600
 PASSED, FAILED = 0, 1  # pytest's statuses; others say that tests were not found or could not run
 
 

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from tests.store.dict_store import DictStore, DictStoreOptions
+from torchrec_recstore import ops
 from torchrec_recstore.kernels import PooledKernel, SequenceKernel
 from torchrec_recstore.optim import SGD, Adam, RowWiseAdagrad
 from torchrec_recstore.options import LFU, LRU, Expiry, MinFrequency, TableOptions
@@ -300,6 +301,18 @@ def test_admission_asks_for_new_ids_alone() -> None:
     assert stats.misses == stats.cold_hits + stats.refused + stats.inserts
     assert stats.lookups == stats.hits + stats.misses
     _assert_same(tiered, whole)
+
+
+def test_a_row_that_changes_on_its_way_to_the_store_stays_in_memory() -> None:
+    tiered, _ = _tables(optimizer=SGD(lr=0.5), dim=2)
+    ids = torch.arange(3)
+    tiered.lookup(ids, train=True)
+    images = ops.table_images(tiered.handle, ids)
+    tiered.update(ids[1:2], torch.ones(1, 2))  # as a backward in another thread may do
+    changed = tiered.lookup(ids)
+    assert ops.table_evict(tiered.handle, ids, images).tolist() == [True, False, True]
+    assert ops.table_ids(tiered.handle).tolist() == [1]
+    assert torch.equal(tiered.lookup(ids[1:2]), changed[1:2])
 
 
 def test_tables_exchange_their_stores() -> None:
