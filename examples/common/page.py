@@ -313,8 +313,9 @@ def _page(folder: Path, about: Mapping[str, Any], curves: Mapping[str, Curve], p
         _facts(result, curves),
         "<h2>Curves</h2>",
         f'<div class="plots">{"".join(map(_figure, plots))}</div>' if plots else "<p>The run has no point yet.</p>",
-        '<p class="faint">A point tells of the steps since the one before. Times are rank 0\'s. Lookups count each id '
-        "of a step once; ids without a row are new ones, and such whose row has left or is held back.</p>",
+        '<p class="faint">A point describes the steps since the previous point. Times are those of rank 0. Lookups '
+        "count each id of a step once. Ids without a row are new ids, ids whose row was evicted or has expired, and "
+        "ids that are not admitted yet.</p>",
         "<h2>Tables</h2>",
         _tables(result, curves),
         '<div class="columns">',
@@ -339,10 +340,10 @@ def _when(folder: Path, about: Mapping[str, Any], curves: Mapping[str, Curve]) -
     if started:
         parts.append(f"began {started[0]}")
     if len(started) > 1:
-        parts.append(f"went on {', '.join(started[1:])}")
+        parts.append(f"resumed {', '.join(started[1:])}")
     if not about.get("result"):
         last = max((curve.samples[-1] for curve in curves.values()), default=0)
-        parts.append(f"has not come to its end: the last point is at {last:,} training samples")
+        parts.append(f"has not ended: the last point is at {last:,} training samples")
     return " · ".join(parts)
 
 
@@ -401,7 +402,7 @@ def _tables(result: Mapping[str, Any], curves: Mapping[str, Curve]) -> str:
     sizes = result.get("bytes") or _last(curves, "bytes")
     counts = {name: TableStats(**each) for name, each in (result.get("counts") or {}).items()}
     if not rows:
-        return "<p>Nothing is known of the tables yet.</p>"
+        return "<p>There are no statistics of the tables yet.</p>"
     columns: dict[str, list[str]] = {"table": [*rows]}
     columns["rows"] = [f"{rows[name]:,.0f}" for name in rows]
     columns["bytes"] = [short_bytes(sizes[name]) for name in rows]

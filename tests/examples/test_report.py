@@ -240,7 +240,7 @@ def test_a_page_of_a_run_that_was_killed(run: Logged, tmp_path: Path) -> None:
     page = Page(folder / "report.html")
     left = len(read_curves(folder)["loss/training"].samples)
     assert 3 < left < 8
-    assert f"has not come to its end: the last point is at {240 * left:,} training samples" in page.text
+    assert f"has not ended: the last point is at {240 * left:,} training samples" in page.text
     # The rows are those at that time.
     assert f"{run.curves['rows/t_C26'].values[left - 1]:,.0f}" in page.text
     with pytest.raises(FileNotFoundError, match="no run has written curves there"):
@@ -274,7 +274,7 @@ def test_a_run_that_goes_on_from_an_older_step_has_each_point_once(tmp_path: Pat
             if not tag.startswith(("step_ms/", "speed/", "memory/", "bytes/")):
                 assert curve.values == expected[tag].values, tag
         assert len(read_about(part / "log")["started"]) == 2
-        assert "went on" in Page(part / "log" / "report.html").text
+        assert " · resumed 20" in Page(part / "log" / "report.html").text
 
 
 @pytest.fixture

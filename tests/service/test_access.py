@@ -113,7 +113,7 @@ def test_a_token_alone(tmp_path: Path) -> None:
         (["--listen", "example.org:7000"], "can be reached from other machines"),
         (["--listen", "here"], "--listen must be HOST:PORT"),
         (["--listen", "127.0.0.1:99999"], "--listen must be HOST:PORT"),
-        (["--listen", "127.0.0.1:0", "--tls-cert", "x"], "belong together"),
+        (["--listen", "127.0.0.1:0", "--tls-cert", "x"], "must be given together"),
         (["--listen", "127.0.0.1:0", "--client-ca", "x"], "--client-ca needs"),
         (["--listen", "127.0.0.1:0", "--tls-cert", "x", "--tls-key", "y"], "No such file"),
         (

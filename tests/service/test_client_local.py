@@ -89,7 +89,7 @@ def test_init_data_again(init_func: Callable[[tuple[int, int], torch.dtype], Ten
         ({"init_func": zeros}, "initial_rows is"),
     ]:
         given = {"shape": (100, DIM), "init_func": init_func, "optimizer": SGD(lr=1.0), **arguments}
-        with pytest.raises(ValueError, match=rf"table 't' is there already, and another one: .*{error}"):
+        with pytest.raises(ValueError, match=rf"table 't' exists already with another specification: .*{error}"):
             client.init_data("t", **given)  # type: ignore[arg-type]
     assert client.pull("t", IDS).unique().tolist() == [1.0]
     assert client.pull("t", torch.tensor([77])).equal(client_with_it().pull("t", torch.tensor([77])))

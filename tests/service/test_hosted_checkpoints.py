@@ -186,18 +186,18 @@ def test_temporary_tables_are_left_out(tmp_path: Path) -> None:
     assert len(tables.ids("t")) == 5
     assert len(tables.ids("passing")) == 3
     other = made(specs={"t": spec(temporary=True)})
-    with pytest.raises(ValueError, match="'t' is a temporary one here"):
+    with pytest.raises(ValueError, match="'t' is a temporary table in this process"):
         other.load(tmp_path / "saved")
 
 
 @pytest.mark.parametrize(
     ("there", "error"),
     [
-        ({"u": spec()}, "no table 'u', which is here"),
+        ({"u": spec()}, "no table 'u', but this process has it"),
         ({"t": TableSpec(DIM + 1, torch.float32, SGD(lr=1.0), TableOptions())}, "'t' has dim 8 .* 9 in this process"),
         ({"t": spec(Adam(lr=1.0))}, "'t' was saved with the optimizer SGD"),
         ({"t": spec(initial_rows="others")}, "'t' was made with another init_func"),
-        ({"t": spec(shard=(1, 2))}, "part 1 of 1 of table 't', and here is part 2 of 2"),
+        ({"t": spec(shard=(1, 2))}, "part 1 of 1 of table 't', but this process has part 2 of 2"),
     ],
 )
 def test_a_checkpoint_that_does_not_fit(tmp_path: Path, there: dict[str, TableSpec], error: str) -> None:

@@ -209,7 +209,9 @@ def test_ranks_write_what_processes_of_another_job_read(both: str, tmp_path: Pat
     assert len(Table(8, optimizer=Adam(lr=0.1), options=bounded, name="user")) == 0  # another split of columns
     assert len(Table(8, torch.float16, Adam(lr=0.1), bounded, name="user", columns=range(4))) == 0
     Table(8, optimizer=Adagrad(lr=0.1), options=bounded, name="sums")
-    with pytest.raises(ColdStoreError, match=r"table 'cold/ranks/sums.*' is there already, and another one: dim"):
+    with pytest.raises(
+        ColdStoreError, match=r"table 'cold/ranks/sums.*' exists already with another specification: dim"
+    ):
         Table(8, optimizer=RowWiseAdagrad(lr=0.1), options=bounded, name="sums")
 
 

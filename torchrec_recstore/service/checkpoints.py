@@ -136,13 +136,15 @@ def saved_specs(info: CheckpointInfo) -> dict[str, TableSpec]:
         }
     if written.keys() != info.tables.keys():
         lacking = ", ".join(map(repr, sorted(written.keys() ^ info.tables.keys())))
-        raise CheckpointError(f"{info.path} has the rows or the specification of {lacking}, and lacks the other")
+        raise CheckpointError(
+            f"{info.path} has only the rows or only the specification of {lacking}: the checkpoint is incomplete"
+        )
     try:
         specs = {name: TableSpec.from_json(text) for name, text in written.items()}
         for name, spec in specs.items():
             check_fits(name, info.tables[name], info.path, spec.dim, spec.optimizer, "its specification")
     except ValueError as error:
-        raise CheckpointError(f"{info.path} does not tell what its tables are: {error}") from error
+        raise CheckpointError(f"{info.path}: the specifications of its tables are invalid: {error}") from error
     return specs
 
 
@@ -161,10 +163,12 @@ def check_loadable(info: CheckpointInfo, saved: Mapping[str, TableSpec], present
     for name, spec in sorted(present.items()):
         if spec.temporary:
             if name in saved:
-                raise ValueError(f"table {name!r} is a temporary one here, the checkpoint {info.path} has it")
+                raise ValueError(
+                    f"table {name!r} is a temporary table in this process, but the checkpoint {info.path} contains it"
+                )
             continue
         if name not in saved:
-            raise ValueError(f"the checkpoint {info.path} has no table {name!r}, which is here")
+            raise ValueError(f"the checkpoint {info.path} has no table {name!r}, but this process has it")
         check_fits(name, info.tables[name], info.path, spec.dim, spec.optimizer, "this process")
         if saved[name].initial_rows != spec.initial_rows:
             raise ValueError(f"table {name!r} was made with another init_func in the checkpoint {info.path}")
@@ -172,7 +176,7 @@ def check_loadable(info: CheckpointInfo, saved: Mapping[str, TableSpec], present
             (part, parts), (own, own_parts) = saved[name].shard, spec.shard
             raise ValueError(
                 f"the checkpoint {info.path} has part {part + 1} of {parts} of table {name!r}, "
-                f"and here is part {own + 1} of {own_parts}"
+                f"but this process has part {own + 1} of {own_parts}"
             )
 
 

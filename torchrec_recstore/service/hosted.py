@@ -146,7 +146,7 @@ class HostedBackend:
                     self._named()[name] = Hosted(name, spec, _made(name, spec, self._limits))
                     return
         if there.spec != spec:
-            raise ValueError(f"table {name!r} is there already, and another one: {there.spec.difference(spec)}")
+            raise ValueError(f"table {name!r} exists already with another specification: {there.spec.difference(spec)}")
 
     def spec(self, name: str) -> TableSpec | None:
         """See :meth:`Backend.spec`. The specification has the shard that the table was created with."""

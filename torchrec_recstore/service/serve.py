@@ -153,7 +153,7 @@ class ServerOptions:
         if not self.idle_s > 0:
             raise ValueError(f"--drop-idle-after must be a positive number of hours, got {self.idle_s / 3600:g}")
         if (self.tls_cert is None) != (self.tls_key is None):
-            raise ValueError("--tls-cert and --tls-key belong together")
+            raise ValueError("--tls-cert and --tls-key must be given together")
         if self.client_ca is not None and self.tls_cert is None:
             raise ValueError("--client-ca needs --tls-cert and --tls-key")
         check_listen(self.listen, tls=self.tls_cert is not None, token=self.token is not None)
@@ -236,5 +236,5 @@ def _bind(server: grpc.Server, options: ServerOptions) -> int:
         return int(server.add_secure_port(options.listen, credentials))
     except RuntimeError as error:
         raise OSError(
-            f"cannot listen on {options.listen}: is the address in use, or the certificate no PEM?"
+            f"cannot listen on {options.listen}: the address is in use or invalid, or the certificate is not a PEM file"
         ) from error
