@@ -27,6 +27,7 @@ std::shared_ptr<Table> make_table(const char* name, int64_t columns) {
 void bags_are_counted_from_offsets() {
   CHECK(count_bags(1, 3) == 0);
   CHECK(count_bags(7, 3) == 2);
+  CHECK(count_bags(4, 1) == 3);
   CHECK(count_bags(1, 0) == 0);
   CHECK_THROWS(count_bags(0, 3), InvalidArgument);
   CHECK_THROWS(count_bags(6, 3), InvalidArgument);
@@ -134,7 +135,7 @@ void counts_divide_the_ids() {
   CHECK(parts[2].batch.ids == ids.data() + 5 && parts[2].batch.n_ids == 0);
   constexpr int64_t kLargest = std::numeric_limits<int64_t>::max();
   for (const std::vector<int64_t>& counts :
-       {std::vector<int64_t>{2, 3}, {2, 3, 0, 0}, {2, 2, 0}, {2, 3, 1}, {6, -1, 0}, {kLargest, kLargest, 7}}) {
+       {std::vector<int64_t>{2, 3}, {2, 3, 0, 0}, {2, 2, 0}, {2, 3, 1}, {6, -1, 0}, {-1, 6, 0}, {kLargest, kLargest, 7}}) {
     CHECK_THROWS(divide_ids(parts, ids.data(), 5, counts), InvalidArgument);
   }
   const auto two = std::make_shared<const Group>(std::vector<std::shared_ptr<Table>>{make_table("t", 4)}, std::vector<Routing>(1),

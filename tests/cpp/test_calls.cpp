@@ -185,7 +185,8 @@ void ids_that_move_to_the_cold_store_are_distinct() {
 void queries_about_bounds() {
   SerialExecutor executor;
   const auto unbounded = make_table();
-  CHECK_THROWS(leaving_ids(*LockedTable(unbounded), nullptr, 0, 3, executor), InvalidArgument);
+  CHECK_THROWS(leaving_ids(*LockedTable(unbounded), nullptr, 0, 0, executor), InvalidArgument);
+  for (const int64_t id : {1, 2}) step(unbounded, {id});
   CHECK(expired_ids(*LockedTable(unbounded), executor).empty());
 
   Bounds bounds;
@@ -229,11 +230,12 @@ void a_polite_reader_uses_no_other_thread() {
   const auto table = make_table();
   std::vector<int64_t> all(3000);
   for (size_t i = 0; i < all.size(); ++i) all[i] = static_cast<int64_t>(i);
-  step(table, all);
   Threads threads(2);
+  std::vector<float> out(9000);
+  const auto pending = begun(one_table_group(table), batch_of(all), out.data(), threads);
   const auto snapshot = open_snapshot(table, std::nullopt, threads);
   CHECK(snapshot->rows_left() == 3000 && snapshot->steps() == 1);
-  CHECK(table->counters().lookups == 3000);  // the passes are settled
+  CHECK(table->counters().lookups == 3000);  // the pending pass is settled
   CHECK_THROWS(open_snapshot(table, std::nullopt, threads), InvalidArgument);
   CHECK_THROWS(snapshot->check_count(3001), InvalidArgument);
   CHECK_THROWS(snapshot->check_count(-1), InvalidArgument);

@@ -240,7 +240,7 @@ void the_pool_keeps_what_is_used() {
 
 void tensors_are_no_larger_than_a_machine() {
   CHECK(tensor_bytes({}, 4) == 4 && tensor_bytes({3, 5}, 2) == 30 && tensor_bytes({0, 5}, 8) == 0);
-  for (const std::vector<int64_t>& shape : {std::vector<int64_t>{int64_t{1} << 45}, {int64_t{1} << 40, int64_t{1} << 40}, {-1, 2}}) {
+  for (const std::vector<int64_t>& shape : {std::vector<int64_t>{int64_t{1} << 45}, {int64_t{1} << 40, int64_t{1} << 40, 1}, {-1, 2}}) {
     CHECK_THROWS(tensor_bytes(shape, 4), OutOfMemory);
   }
 }

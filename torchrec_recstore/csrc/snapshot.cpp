@@ -18,7 +18,7 @@ namespace {
 constexpr size_t kFound = size_t{1} << 21;  // rows that one scan of the index finds; they take 64 MiB with scratch memory
 constexpr uint32_t kSegments = 64;          // segments of the index that are scanned under one lock: 256 KiB
 constexpr size_t kSliceEntries = size_t{kSegments} * 256;
-constexpr int64_t kRun = 512;               // rows that a polite read copies under one lock, and rows of a task
+constexpr int64_t kRun = 512;               // rows of a task; a polite read copies the rows of one task under one lock
 constexpr int64_t kLongRun = 1 << 16;       // rows that another read copies under one lock
 constexpr int64_t kAhead = 8;               // rows that are prefetched ahead
 constexpr int64_t kBlockBytes = 8 << 20;
@@ -152,8 +152,7 @@ void Snapshot::read(int64_t n, int64_t* ids, const RowImages& out, bool polite, 
   if (broken_) throw InvalidArgument("the snapshot cannot be read any more, because an earlier read of it has failed");
   check_count(n);
   broken_ = true;
-  SerialExecutor serial;
-  read_next(n, ids, out, polite, polite ? static_cast<Executor&>(serial) : executor);
+  read_next(n, ids, out, polite, executor);
   broken_ = false;
 }
 
