@@ -398,10 +398,6 @@ def _fake_lookup(table: int, ids: Tensor, train: bool) -> Tensor:
     return ids.new_empty((ids.shape[0], _symbolic_size()), dtype=torch.float32)
 
 
-def _fake_write(table: int, ids: Tensor, rows: Tensor, learning_rate: float = 0.0) -> None:
-    return None
-
-
 def _fake_remove(table: int, ids: Tensor) -> Tensor:
     return ids.new_empty(())
 
@@ -418,17 +414,9 @@ def _fake_export(table: int, ids: Tensor) -> RowTensors:
     return floats[0], floats[1], floats[2], ids.new_empty(n), ids.new_empty(n)
 
 
-def _fake_import(table: int, ids: Tensor, *rows: Tensor) -> None:
-    return None
-
-
 def _fake_forward(group: int, ids: Tensor, offsets: Tensor, weights: Tensor | None, train: bool) -> tuple[Tensor, ...]:
     out = ids.new_empty((_symbolic_size(), _symbolic_size()), dtype=torch.float32)
     return out, ids.new_empty((1 if train else 0,))
-
-
-def _fake_prefetch(group: int, ids: Tensor, counts: Sequence[int]) -> None:
-    return None
 
 
 def _fake_backward(context: Tensor, grad: Tensor, learning_rates: Sequence[float], weight_grads: bool) -> Tensor:
@@ -448,10 +436,6 @@ def _fake_weight_gradients(context: Tensor, grad: Tensor) -> Tensor:
     return grad.new_empty((_symbolic_size(),))
 
 
-def _fake_accumulated(contexts: Sequence[Tensor], grads: Sequence[Tensor], learning_rates: Sequence[float]) -> None:
-    return None
-
-
 def _fake_ids(table: int, ids: Tensor, *_: object) -> Tensor:
     return ids.new_empty(_symbolic_size())
 
@@ -460,7 +444,7 @@ def _fake_images(table: int, ids: Tensor) -> Tensor:
     return ids.new_empty((ids.shape[0], _symbolic_size()), dtype=torch.uint8)
 
 
-def _fake_nothing(table: int, *_: object) -> None:
+def _fake_nothing(*_: object) -> None:
     return None
 
 
@@ -474,12 +458,12 @@ def _fake_read(group: int, ids: Tensor, *_: object) -> Tensor:
 
 _FAKES: dict[str, Callable[..., object]] = {
     "table_lookup": _fake_lookup,
-    "table_update": _fake_write,
-    "table_insert": _fake_write,
+    "table_update": _fake_nothing,
+    "table_insert": _fake_nothing,
     "table_remove": _fake_remove,
     "table_contains": _fake_contains,
     "table_export": _fake_export,
-    "table_import": _fake_import,
+    "table_import": _fake_nothing,
     "table_set_sightings": _fake_nothing,
     "table_absent": _fake_ids,
     "table_may_be_cold": _fake_contains,
@@ -493,12 +477,12 @@ _FAKES: dict[str, Callable[..., object]] = {
     "group_table_ids": _fake_table_ids,
     "group_read": _fake_read,
     "group_forward": _fake_forward,
-    "group_prefetch": _fake_prefetch,
+    "group_prefetch": _fake_nothing,
     "group_backward": _fake_backward,
     "rows_forward": _fake_rows,
     "mix_ids": _fake_mix,
     "group_weight_gradients": _fake_weight_gradients,
-    "group_accumulated_backward": _fake_accumulated,
+    "group_accumulated_backward": _fake_nothing,
 }
 for _name, _fake in _FAKES.items():
     torch.library.register_fake(f"recstore_ops::{_name}", _fake)
