@@ -15,11 +15,13 @@ cd "$folder"
 "${PYTHON:-python3}" -m venv venv
 export PATH="$folder/venv/bin:$PATH"
 pip() { python -m pip --disable-pip-version-check --quiet "$@"; }
-if [[ "$artifact" != *.whl ]]; then  # an sdist is compiled, which needs torch
+extras="$artifact[cli,examples,service,torchrec-cpu]"
+if [[ "$artifact" == *.whl ]]; then
+    pip install "$extras"  # the extras alone choose the versions
+else  # an sdist is compiled, which needs torch in this environment
     pip install -r "$requirements/build.txt" -r "$requirements/base.txt"
+    pip install --no-build-isolation "$extras"
 fi
-# The versions of a wheel's requirements are those that its extras name.
-pip install --no-build-isolation "$artifact[cli,examples,service,torchrec-cpu]"
 pip install --no-deps -r "$requirements/torchrec.txt"
 
 python - <<'PYTHON'

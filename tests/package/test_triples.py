@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import socket
 import subprocess
 import sys
@@ -12,7 +13,7 @@ import pytest
 
 from torchrec_recstore.triples import DEFAULT, TRIPLES, Triple, for_torch, nearest_to_torch, torch_of_fbgemm
 
-from .test_contents import copy, pins, requirements
+from .test_contents import ROOT, copy, pins, requirements
 
 __all__ = ["copy"]  # the fixture
 
@@ -80,3 +81,11 @@ def test_what_pip_takes_for_each_extra(copy: Path) -> None:
             assert wanted(triple, cuda).items() <= taken.items(), f"[{extra}] takes {taken}"
             assert len({"fbgemm-gpu", "fbgemm-gpu-cpu"} & taken.keys()) == 1, f"[{extra}] takes {taken}"
             assert taken["torchmetrics"] == "1.0.3"
+
+
+def test_the_readme_s_table_is_of_the_tested_triples() -> None:
+    """``make matrix`` writes it; each row has a triple, a Python, and the numbers of passed and failed tests."""
+    table = (ROOT / "README.md").read_text().partition("<!-- versions:")[2].partition("<!-- end of versions -->")[0]
+    rows = re.findall(r"^\| (2\S+) \| (1\S+) \| (1\S+) \| 3\.\d+ \| ([\d,]+) \| (\d+) \|", table, re.M)
+    assert [Triple(*row[:3]) for row in rows] == (list(TRIPLES) if "|" in table else [])
+    assert [row[4] for row in rows] == ["0"] * len(rows)
