@@ -201,7 +201,7 @@ def test_init_data_again(client: RecStoreClient, servers: list[str]) -> None:
     assert torch.equal(client.pull(name, torch.arange(3)), torch.ones(3, 8))
     for change in ({"shape": (10, 9)}, {"dtype": torch.float16}, {"optimizer": SGD(lr=1.0)}, {"init_func": _ones}):
         arguments = {"shape": (10, 8), "dtype": torch.float32, **change}
-        with pytest.raises(ValueError, match="there already"):
+        with pytest.raises(ValueError, match="exists already with another specification"):
             client.init_data(name, **arguments)
 
 
