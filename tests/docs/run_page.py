@@ -5,9 +5,11 @@ from __future__ import annotations
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
+import time
 import traceback
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -84,12 +86,26 @@ def _run(block: Block, text: str, names: dict[str, Any]) -> None:
             out.seek(0)
             printed = out.read()
         assert status.returncode == 0, f"the block of line {block.line} ends with {status.returncode}:\n{printed}"
+        _wait_for_servers(text)
         said = block.output
     else:
         printed = _python(block, text, names)
         said = block.output if block.output is not None else _comments(text)
     if said is not None and not matches(printed, said):
         raise AssertionError(f"the block of line {block.line} prints\n{printed}\nwhere the page says\n{said}")
+
+
+def _wait_for_servers(text: str) -> None:
+    """Waits until the servers that a block has started answer. On a loaded machine, clients would give up earlier."""
+    for port in re.findall(r"recstore serve --listen 127\.0\.0\.1:(\d+).* &$", text, re.MULTILINE):
+        end = time.monotonic() + TIMEOUT_S
+        while True:
+            try:
+                socket.create_connection(("127.0.0.1", int(port)), timeout=1).close()
+                break
+            except OSError:
+                assert time.monotonic() < end, f"the server on port {port} has not started in {TIMEOUT_S} s"
+                time.sleep(0.1)
 
 
 def _python(block: Block, text: str, names: dict[str, Any]) -> str:
