@@ -5,7 +5,8 @@
 One wheel is built for all triples. Each triple has a virtual environment in the directory, which is outside the
 repository because other torches than the default's bring gigabytes of CUDA packages. An environment is made once and
 used again until its requirements or its Python change. The tests run in a copy of the repository whose package is the
-installed one. The table is written after a run of every triple with the whole suite but the slow tests.
+installed one. The table has the newest result of each triple with the whole suite but the slow tests: a triple that
+has failed can be run again alone.
 
 Exit status: 0 if every test of every triple passed, otherwise 1.
 """
@@ -22,7 +23,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -45,7 +46,7 @@ class Result:
     triple: Triple
     python: str
     counts: Mapping[str, int]
-    skips: Mapping[str, int]
+    commit: str
 
     @property
     def good(self) -> bool:
@@ -207,16 +208,30 @@ def count(report: Path) -> tuple[Counter[str], Counter[str]]:
     return counts, reasons
 
 
-def table(results: Sequence[Result], commit: str) -> str:
+def save_result(result: Result, folder: Path) -> None:
+    """Saves a result in the folder of the triple's environment."""
+    (folder / "result.json").write_text(json.dumps(asdict(replace(result, counts=dict(result.counts)))))
+
+
+def saved_results(directory: Path) -> list[Result] | None:
+    """The newest result of each triple, or None if a triple has no result yet."""
+    files = [directory / triple.torch / "result.json" for triple in TRIPLES]
+    if not all(file.exists() for file in files):
+        return None
+    saved = [json.loads(file.read_text()) for file in files]
+    return [Result(**{**fields, "triple": Triple(**fields["triple"])}) for fields in saved]
+
+
+def table(results: Sequence[Result]) -> str:
     """The README's table of versions."""
-    lines = ["| torch | torchrec | fbgemm-gpu-cpu | Python | passed | failed | skipped | expected failures |"]
-    lines.append("| --- " * 8 + "|")
+    lines = ["| torch | torchrec | fbgemm-gpu-cpu | Python | passed | failed | skipped | expected failures | commit |"]
+    lines.append("| --- " * 9 + "|")
     for result in results:
         triple, counts = result.triple, result.counts
         numbers = [f"{counts[outcome]:,}" for outcome in ("passed", "failed", "skipped", "xfailed")]
-        cells = [triple.torch, triple.torchrec, triple.fbgemm, result.python, *numbers]
+        cells = [triple.torch, triple.torchrec, triple.fbgemm, result.python, *numbers, result.commit]
         lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join([*lines, "", f"Commit {commit}, the tests that are not marked `slow`."])
+    return "\n".join(lines)
 
 
 def write_table(text: str, page: Path = ROOT / "README.md") -> None:
@@ -256,7 +271,7 @@ def main(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog="make matrix", description=(__doc__ or "").partition("\n")[0])
     extras = [triple.extra for triple in TRIPLES]
     parser.add_argument("--directory", type=Path, default=default_directory(), help="folder of the environments")
-    parser.add_argument("--only", choices=extras, action="append", help="run this triple; the table is not written")
+    parser.add_argument("--only", choices=extras, action="append", help="run this triple alone")
     parser.add_argument("--workers", type=int, default=min(8, os.cpu_count() or 1), help="processes that run tests")
     parser.add_argument("pytest", nargs="*", help="arguments of pytest; the table is not written")
     asked = parser.parse_args(arguments)
@@ -278,7 +293,7 @@ def main(arguments: Sequence[str]) -> int:
     if (ROOT.parent / "shared").is_dir() and not (copies / "shared").exists():
         (copies / "shared").symlink_to(ROOT.parent / "shared")  # the data sets, beside each copy
     wheel = build_wheel(directory, source, environments[triples[0]])
-    results = []
+    good = True
     for triple in triples:
         start = time.monotonic()
         python = environments[triple]
@@ -289,15 +304,19 @@ def main(arguments: Sequence[str]) -> int:
         print(f"{triple}, Python {'.'.join(map(str, chosen[triple]))}", flush=True)
         report = run_tests(copy, python, asked.pytest or ["-m", "not slow"], asked.workers)
         counts, skips = count(report)
-        results.append(Result(triple, ".".join(map(str, chosen[triple])), counts, skips))
+        result = Result(triple, ".".join(map(str, chosen[triple])), counts, at_commit)
+        good = good and result.good
+        if not asked.pytest:
+            save_result(result, directory / triple.torch)
         print(f"{triple}: {dict(counts)} in {time.monotonic() - start:.0f} s", flush=True)
         for reason, times in skips.most_common():
             print(f"    {times} skipped: {reason}", flush=True)
-    text = table(results, at_commit)
-    print(text)
-    if not asked.only and not asked.pytest:
+    results = saved_results(directory)
+    if results is not None and not asked.pytest:
+        text = table(results)
+        print(text)
         write_table(text)
-    return 0 if all(result.good for result in results) else 1
+    return 0 if good else 1
 
 
 if __name__ == "__main__":

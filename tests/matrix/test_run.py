@@ -9,7 +9,19 @@ import pytest
 
 from torchrec_recstore.triples import DEFAULT, TRIPLES, Triple
 
-from .run import BEGIN, END, Result, choose_pythons, count, main, requirements_of, table, write_table
+from .run import (
+    BEGIN,
+    END,
+    Result,
+    choose_pythons,
+    count,
+    main,
+    requirements_of,
+    save_result,
+    saved_results,
+    table,
+    write_table,
+)
 
 OLD, _, NEW = TRIPLES
 
@@ -54,22 +66,34 @@ def test_tests_are_counted_by_outcome(tmp_path: Path) -> None:
     counts, skips = count(tmp_path / "report.xml")
     assert counts == {"passed": 1, "failed": 2, "skipped": 2, "xfailed": 1}
     assert skips == {"no redis-server": 2}
-    assert not Result(NEW, "3.13", counts, skips).good
+    assert not Result(NEW, "3.13", counts, "abc1234").good
 
 
 def test_the_table_replaces_the_one_before(tmp_path: Path) -> None:
     page = tmp_path / "README.md"
     page.write_text(f"before\n{BEGIN}\nstale\n{END}\nafter\n")
     counts = Counter(passed=2799, failed=0, skipped=8, xfailed=35)
-    result = Result(NEW, "3.13", counts, Counter())
+    result = Result(NEW, "3.13", counts, "abc1234")
     assert result.good
     for _ in range(2):
-        write_table(table([result], "abc1234"), page)
+        write_table(table([result]), page)
         text = page.read_text()
         assert text.startswith(f"before\n{BEGIN}\n\n| torch |")
-        assert text.endswith(f"\n\nCommit abc1234, the tests that are not marked `slow`.\n\n{END}\nafter\n")
-        assert "| 2.14.1 | 1.9.2 | 1.9.0 | 3.13 | 2,799 | 0 | 8 | 35 |\n" in text
+        assert text.endswith(f"| 2.14.1 | 1.9.2 | 1.9.0 | 3.13 | 2,799 | 0 | 8 | 35 | abc1234 |\n\n{END}\nafter\n")
         assert "stale" not in text
+
+
+def test_the_newest_result_of_each_triple_is_kept(tmp_path: Path) -> None:
+    for triple in TRIPLES:
+        assert saved_results(tmp_path) is None
+        (tmp_path / triple.torch).mkdir()
+        save_result(Result(triple, "3.11", Counter(passed=5, failed=1), "abc1234"), tmp_path / triple.torch)
+    newest = Result(OLD, "3.12", {"passed": 6, "failed": 0}, "def5678")
+    save_result(newest, tmp_path / OLD.torch)
+    results = saved_results(tmp_path)
+    assert results is not None
+    assert results[0] == newest
+    assert [result.commit for result in results] == ["def5678", "abc1234", "abc1234"]
 
 
 def test_environments_in_the_repository_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
