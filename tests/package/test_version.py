@@ -55,4 +55,4 @@ def test_messages_of_commits_name_no_path_of_a_machine() -> None:
         pytest.skip("not a checkout with the history of the last commits")
     messages = git("log", "--format=%h %B%x00", f"{LAST_UNCHECKED}..HEAD").stdout.split("\0")
     assert [message.strip() for message in messages if MACHINE_PATH.search(message)] == []
-    assert MACHINE_PATH.search("made in /tmp/h/tests")
+    assert MACHINE_PATH.search("made in /tmp/build")
