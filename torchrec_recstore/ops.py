@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 from torch._higher_order_ops.effects import _register_effectful_op
 from torch._library.effects import EffectType
+from torch.utils._python_dispatch import _disable_current_modes
 
 from torchrec_recstore.optim import (
     LAMB,
@@ -179,7 +180,11 @@ def table_create(
     return cast(int, handle)
 
 
-table_destroy = cast(Callable[[int], None], _ops.table_destroy.default)
+# A decorator for the ops of finalizers: Python may collect garbage in the middle of a trace, and the graph must not
+# record them. Torch 2.12 to 2.14 have no public name for this.
+_untraced = _disable_current_modes()
+
+table_destroy = _untraced(_ops.table_destroy.default)
 """(table). Frees a table. An unknown handle is ignored."""
 
 table_lookup = cast(Callable[[int, Tensor, bool], Tensor], _ops.table_lookup.default)
@@ -302,10 +307,10 @@ snapshot_read = cast(
 """(snapshot, n, polite) -> the next n ids (n,) int64, ascending, and their :data:`RowTensors`. A polite read takes a
 small share of one core, so that it does not slow down training."""
 
-snapshot_close = cast(Callable[[int], None], _ops.snapshot_close.default)
+snapshot_close = _untraced(_ops.snapshot_close.default)
 """(snapshot). Ends a snapshot. An unknown handle is ignored."""
 
-group_destroy = cast(Callable[[int], None], _ops.group_destroy.default)
+group_destroy = _untraced(_ops.group_destroy.default)
 """(group). Forgets a group; its tables stay open. An unknown handle is ignored."""
 
 group_forward = cast(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 from functools import partial
 
@@ -131,3 +132,15 @@ def test_make_fx_keeps_the_update() -> None:
         assert torch.equal(graph(torch.ones(len(IDS))), step(kernels[0], torch.ones(len(IDS))))
         assert torch.equal(table.lookup(IDS), traced.lookup(IDS))
         assert table.stats() == traced.stats()
+
+
+def test_a_trace_does_not_record_what_is_freed_meanwhile() -> None:
+    dropped = [PooledKernel([Table(4)], [0], "sum"), Table(4).snapshot()]
+
+    def free(x: Tensor) -> Tensor:
+        dropped.clear()
+        gc.collect()
+        return x + 1
+
+    graph = make_fx(free)(torch.ones(1))
+    assert not [node for node in graph.graph.nodes if "recstore" in str(node.target)]
