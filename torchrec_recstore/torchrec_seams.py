@@ -68,18 +68,18 @@ except PackageNotFoundError:  # TorchRec is on the path without being installed
 
 
 def process_group(sharding: Sharding) -> dist.ProcessGroup | None:
-    """The process group of a sharding. There is no public accessor."""
+    """Returns the process group of a sharding. There is no public accessor."""
     return sharding._pg  # type: ignore[no-any-return]
 
 
 def sharding_env(owner: Sharding | nn.Module) -> ShardingEnv:
-    """The environment of a sharding or of a sharded module. There is no public accessor."""
+    """Returns the environment of a sharding or of a sharded module. There is no public accessor."""
     env: ShardingEnv = owner._env
     return env
 
 
 def split_in_node(sharding: Sharding) -> tuple[int, int]:
-    """The ranks of a node and this rank among them, for table-row-wise and grid shardings.
+    """Returns the ranks of a node and this rank among them, for table-row-wise and grid shardings.
 
     There is no public accessor.
     """
@@ -87,7 +87,7 @@ def split_in_node(sharding: Sharding) -> tuple[int, int]:
 
 
 def grouped_configs(sharding: Sharding) -> list[GroupedEmbeddingConfig]:
-    """The groups of tables on this rank.
+    """Returns the groups of tables on this rank.
 
     There is no public accessor. Table-row-wise and grid shardings keep the groups of every rank only.
     """
@@ -99,7 +99,7 @@ def grouped_configs(sharding: Sharding) -> list[GroupedEmbeddingConfig]:
 
 
 def grouped_configs_of_all_ranks(sharding: Sharding) -> list[GroupedEmbeddingConfig]:
-    """The groups of tables of every rank; none for data-parallel shardings. There is no public accessor."""
+    """Returns the groups of tables of every rank, none for data-parallel shardings. There is no public accessor."""
     per_rank = getattr(sharding, "_grouped_embedding_configs_per_rank", [])
     return [group for groups in per_rank for group in groups]
 
@@ -108,7 +108,7 @@ def grouped_configs_of_all_ranks(sharding: Sharding) -> list[GroupedEmbeddingCon
 
 
 class CollectionSeams(ShardedEmbeddingModule):  # type: ignore[misc]
-    """Mixed into TorchRec's sharded collections: public hooks and attributes for private ones."""
+    """A mixin for TorchRec's sharded collections: it gives their private hooks and attributes public names."""
 
     _optim: CombinedOptimizer
     _configs_name: ClassVar[str]
@@ -145,12 +145,12 @@ class CollectionSeams(ShardedEmbeddingModule):  # type: ignore[misc]
         raise NotImplementedError
 
     def shardings_by_type(self) -> Iterator[tuple[str, Sharding]]:
-        """The sharding type and the sharding of each. There is no public accessor."""
+        """Returns the sharding type and the sharding of each. There is no public accessor."""
         return zip(self._sharding_types, self.shardings_in_order, strict=True)
 
     @property
     def awaits_first_batch(self) -> bool:
-        """Whether the input distribution is still to be made. There is no public accessor."""
+        """Whether the input distribution has not been made yet. There is no public accessor."""
         return bool(self._has_uninitialized_input_dist)
 
     @contextmanager
@@ -168,11 +168,11 @@ class CollectionSeams(ShardedEmbeddingModule):  # type: ignore[misc]
         raise NotImplementedError
 
     def make_state(self, fused_optimizer: CombinedOptimizer) -> CombinedOptimizer:
-        """Called once the stock tables are registered; returns the collection's fused optimizer."""
+        """Is called once the stock tables are registered. Returns the collection's fused optimizer."""
         raise NotImplementedError
 
     def register_tables(self) -> None:
-        """Called whenever the parameters of the stock tables have been registered."""
+        """Is called whenever the parameters of the stock tables have been registered."""
         raise NotImplementedError
 
     def load_rows(self, state_dict: dict[str, Any], prefix: str) -> None:
@@ -197,7 +197,7 @@ class CollectionSeams(ShardedEmbeddingModule):  # type: ignore[misc]
 
 
 class BagCollectionSeams(CollectionSeams):
-    """Mixed into ``ShardedEmbeddingBagCollection``."""
+    """A mixin for ``ShardedEmbeddingBagCollection``."""
 
     divided: set[str]
     """The outputs, by name, that the kernels have summed and that are divided by their lengths afterwards."""
@@ -232,7 +232,7 @@ class BagCollectionSeams(CollectionSeams):
 
 
 class SequenceCollectionSeams(CollectionSeams):
-    """Mixed into ``ShardedEmbeddingCollection``."""
+    """A mixin for ``ShardedEmbeddingCollection``."""
 
     @property
     def shardings_in_order(self) -> list[Sharding]:
@@ -249,7 +249,7 @@ class SequenceCollectionSeams(CollectionSeams):
 
 
 def on_meta_device(module: EmbeddingCollection) -> EmbeddingCollection:
-    """A shallow copy that says of itself that it is on the meta device.
+    """Returns a shallow copy whose device is the meta device.
 
     The constructor of the sharded collection loads the weights of a module that is on another device.
     """
@@ -259,12 +259,12 @@ def on_meta_device(module: EmbeddingCollection) -> EmbeddingCollection:
 
 
 def set_device(collection: nn.Module, device: torch.device) -> None:
-    """Sets the device that an unsharded collection says it is on, after its tables have been replaced."""
+    """Sets the ``device`` attribute of an unsharded collection after its tables have been replaced."""
     collection._device = device  # type: ignore[assignment]
 
 
 def configs_of(collection: nn.Module) -> list[BaseEmbeddingConfig]:
-    """The configs of the tables of a collection, sharded or not; none for other modules."""
+    """Returns the table configs of a collection, sharded or not, and an empty list for other modules."""
     for name in ("_embedding_bag_configs", "_embedding_configs"):
         if hasattr(collection, name):
             return list(getattr(collection, name))
@@ -272,47 +272,47 @@ def configs_of(collection: nn.Module) -> list[BaseEmbeddingConfig]:
 
 
 def is_weighted(collection: nn.Module) -> bool:
-    """Whether a sharded bag collection uses the weights of its features. There is no public accessor."""
+    """Returns whether a sharded bag collection uses the weights of its features. There is no public accessor."""
     return bool(collection._is_weighted)
 
 
 def need_indices(collection: nn.Module) -> bool:
-    """Whether the output of a sharded sequence collection has the ids. There is no public accessor."""
+    """Returns whether the output of a sharded sequence collection has the ids. There is no public accessor."""
     return bool(collection._need_indices)
 
 
 def feature_processors(collection: nn.Module) -> nn.Module:
-    """The processors of a feature-processed collection. There is no public accessor."""
+    """Returns the processors of a feature-processed collection. There is no public accessor."""
     return collection._feature_processors  # type: ignore[return-value]
 
 
 def weights_are_positions(processor: nn.Module) -> bool:
-    """Whether a ``PositionWeightedModule`` finds the positions in the weights. There is no public accessor."""
+    """Returns whether a ``PositionWeightedModule`` finds the positions in the weights. There is no public accessor."""
     return bool(processor._pre_processed)
 
 
 def collection_inside(collection: nn.Module) -> nn.Module:
-    """The bag collection of a feature-processed one. There is no public accessor."""
+    """Returns the bag collection inside a feature-processed collection. There is no public accessor."""
     return collection._embedding_bag_collection  # type: ignore[return-value]
 
 
 def kernels_of(owner: nn.Module) -> list[Any]:
-    """The kernels of a lookup or of a quantized collection. There is no public accessor."""
+    """Returns the kernels of a lookup or of a quantized collection. There is no public accessor."""
     return list(owner._emb_modules)  # type: ignore[arg-type]
 
 
 def module_order(sharder: BaseEmbeddingSharder) -> Any:
-    """The argument ``sharded_module_order_overwrite`` of a bag sharder. There is no public accessor."""
+    """Returns the argument ``sharded_module_order_overwrite`` of a bag sharder. There is no public accessor."""
     return sharder._sharded_module_order_overwrite
 
 
 def uses_index_dedup(sharder: BaseEmbeddingSharder) -> bool:
-    """The argument ``use_index_dedup`` of a sequence sharder. There is no public accessor."""
+    """Returns the argument ``use_index_dedup`` of a sequence sharder. There is no public accessor."""
     return bool(sharder._use_index_dedup)
 
 
 class FeatureProcessedSharderSeams:
-    """Mixed into ``FeatureProcessedEmbeddingBagCollectionSharder``."""
+    """A mixin for ``FeatureProcessedEmbeddingBagCollectionSharder``."""
 
     _ebc_sharder: Any
 
@@ -330,10 +330,10 @@ class FeatureProcessedSharderSeams:
 
 
 class LookupSeams(BaseEmbeddingLookup):  # type: ignore[misc]
-    """Mixed into TorchRec's lookups: a kernel of one's own for some groups of tables."""
+    """A mixin for TorchRec's lookups: a subclass makes its own kernel for some groups of tables."""
 
     def make_kernel(self, config: GroupedEmbeddingConfig) -> BaseEmbedding | None:
-        """The kernel of a group, or None for TorchRec's own."""
+        """Returns the kernel of a group, or None if TorchRec makes the kernel."""
         raise NotImplementedError
 
     def _create_embedding_kernel(self, config: GroupedEmbeddingConfig, *args: Any, **kwargs: Any) -> BaseEmbedding:
@@ -347,7 +347,7 @@ class LookupSeams(BaseEmbeddingLookup):  # type: ignore[misc]
 
 
 class PooledLookupSeams(LookupSeams):
-    """Mixed into ``GroupedPooledEmbeddingsLookup``."""
+    """A mixin for ``GroupedPooledEmbeddingsLookup``."""
 
     def _forward_with_vbe_merging(self, features_by_group: list[KeyedJaggedTensor], device: torch.device) -> Tensor:
         # The stock method gives its kernels a preallocated output, which neither RecStore's nor FBGEMM's on a CPU take.
@@ -362,12 +362,12 @@ class PooledLookupSeams(LookupSeams):
 
 
 def optimizer_states(kernel: nn.Module) -> Any:
-    """The optimizer states of a kernel of TorchRec's, by table. There is no public accessor."""
+    """Returns the optimizer states of a kernel of TorchRec's, by table. There is no public accessor."""
     return kernel._emb_module.split_optimizer_states()  # type: ignore[union-attr, operator]
 
 
 def tracking_mode(tracker: ModelDeltaTrackerTrec) -> TrackingMode:
-    """What a delta tracker compares. There is no public accessor."""
+    """Returns what a delta tracker compares. There is no public accessor."""
     return tracker._mode
 
 
@@ -375,7 +375,7 @@ def tracking_mode(tracker: ModelDeltaTrackerTrec) -> TrackingMode:
 
 
 def marked_optimizer(parameter: Tensor | None) -> tuple[type[torch.optim.Optimizer] | None, dict[str, Any]]:
-    """The optimizer class and the arguments that ``apply_optimizer_in_backward`` has left; (None, {}) without."""
+    """Returns the optimizer class and arguments that ``apply_optimizer_in_backward`` has set, or (None, {})."""
     (kind,) = getattr(parameter, "_optimizer_classes", [None])
     return kind, dict(getattr(parameter, "_optimizer_kwargs", [{}])[0])
 
@@ -389,14 +389,14 @@ def mark_as_optimized(parameter: Tensor, optimizer: object) -> None:
 
 
 class ConstraintsSeams(ParameterConstraints):  # type: ignore[misc]
-    """Mixed into constraints with fields of their own, which have to count in the key of a stored plan."""
+    """A mixin for constraints with additional fields: the key of a stored plan depends on these fields, too."""
 
     def own_fields(self) -> str:
-        """The fields that TorchRec's constraints do not have, as text that is the same in every process."""
+        """Returns the fields that TorchRec's constraints do not have, as text that is the same in every process."""
         raise NotImplementedError
 
     def hash_with_own_fields(self) -> int:
-        """The hash of all fields; a dataclass sets its own ``__hash__``, which has to call this."""
+        """Returns the hash of all fields; a dataclass sets its own ``__hash__``, which has to call this."""
         return int(hash_sha256_to_int([super().__hash__(), self.own_fields()]))
 
     def _persistent_hash(self, cache_params_memo: object) -> int:
@@ -405,12 +405,12 @@ class ConstraintsSeams(ParameterConstraints):  # type: ignore[misc]
 
 
 def constraints_of(part: object) -> Mapping[str, ParameterConstraints]:
-    """The constraints of a planner, an enumerator or an estimator, by table. There is no public accessor."""
+    """Returns the constraints of a planner, an enumerator or an estimator, by table. There is no public accessor."""
     return getattr(part, "_constraints", None) or {}
 
 
 def compute_device(enumerator: Enumerator) -> str:
-    """The device that an enumerator plans for. There is no public accessor."""
+    """Returns the device that an enumerator plans for. There is no public accessor."""
     return str(enumerator._compute_device)
 
 
@@ -420,11 +420,11 @@ class PlannerSeams(EmbeddingShardingPlanner):  # type: ignore[misc]
     def make_enumerator(
         self, topology: Topology, batch_size: int, constraints: dict[str, ParameterConstraints] | None
     ) -> Enumerator:
-        """The enumerator of a planner that was given none."""
+        """Returns the enumerator of a planner whose caller passes no enumerator."""
         raise NotImplementedError
 
     def replace_stats(self, stats: Stats) -> Stats:
-        """The statistics to use instead of ``stats``."""
+        """Returns the statistics to use instead of ``stats``."""
         raise NotImplementedError
 
     def __init__(
@@ -442,7 +442,7 @@ class PlannerSeams(EmbeddingShardingPlanner):  # type: ignore[misc]
 
 
 def caller_that_enumerates(depth: int) -> tuple[Enumerator, nn.Module, list[ModuleSharder[nn.Module]]] | None:
-    """The enumerator, the model and the sharders of ``EmbeddingEnumerator.enumerate``, if that is the caller.
+    """Returns the enumerator, the model and the sharders of ``EmbeddingEnumerator.enumerate``, if that is the caller.
 
     The enumerator makes a map of the sharders by the type of their modules and reads nothing but ``module_type`` of
     those that others override. The local variables of its method are the only way to them.
@@ -462,14 +462,14 @@ def caller_that_enumerates(depth: int) -> tuple[Enumerator, nn.Module, list[Modu
 def default_forward_ms(
     evaluator: TableWiseEvaluator, context: ShardPerfContext, config: EmbeddingPerfEstimatorConfig
 ) -> float:
-    """TorchRec's estimate of a forward for a config without annotated methods."""
+    """Returns TorchRec's estimate of a forward for a config without annotated methods."""
     return float(evaluator._default_fwd_comp(context, config))
 
 
 def default_backward_ms(
     evaluator: TableWiseEvaluator, context: ShardPerfContext, config: EmbeddingPerfEstimatorConfig
 ) -> float:
-    """TorchRec's estimate of a backward for a config without annotated methods."""
+    """Returns TorchRec's estimate of a backward for a config without annotated methods."""
     return float(evaluator._default_bwd_comp(context, config))
 
 
@@ -477,7 +477,7 @@ class PrefetchPipelineSeams(PrefetchTrainPipelineSparseDist):  # type: ignore[mi
     """A prefetching pipeline that also prefetches where there are no CUDA streams."""
 
     def prefetch_without_stream(self, context: PrefetchTrainPipelineContext) -> None:
-        """Called between the input distribution and the forward of a batch if there is no stream."""
+        """Is called between the input distribution and the forward of a batch if there is no stream."""
         raise NotImplementedError
 
     @property
