@@ -199,8 +199,8 @@ OPTIMIZERS = [
     ),
     Mutation(
         f"{CSRC}/row_steps.inl",
-        "const AlignedVec b = momentum * load_n(buffer + d, n) + (gv + decay * wv);",
-        "const AlignedVec b = momentum * load_n(buffer + d, n) + gv;",
+        "const Vec b = momentum * load(buffer + d, n) + (gv + decay * wv);",
+        "const Vec b = momentum * load(buffer + d, n) + gv;",
         ["tests/kernels/test_optimizers.py::test_ten_steps_equal_the_published_formula"],
         "SGD with momentum ignores the weight decay.",
     ),
@@ -213,7 +213,7 @@ OPTIMIZERS = [
     ),
     Mutation(
         f"{CSRC}/row_steps.inl",
-        "return n > zero ? solved : wv;",
+        "return select(n > zero, solved, wv);",
         "return solved;",
         ["tests/kernels/test_optimizers.py::test_ftrl_keeps_a_row_until_its_first_gradient_and_at_a_rate_of_zero"],
         "FTRL sets weights that have had no gradient to zero.",

@@ -1,36 +1,15 @@
 // The loops over rows. Each row_kernels_*.cpp includes this file for one instruction set, and defines the namespace
-// RECSTORE_ISA_NAMESPACE, the string RECSTORE_ISA_NAME and the macro RECSTORE_STREAM16(dst, value).
+// RECSTORE_ISA_NAMESPACE, the string RECSTORE_ISA_NAME, the number RECSTORE_WIDTH of 32-bit lanes of a register, and the
+// macro RECSTORE_STREAM(dst, register).
 
 namespace recstore {
 namespace RECSTORE_ISA_NAMESPACE {
 namespace {
 
-constexpr int kLanes = 16;
-constexpr int64_t kPrefetchIds = 16;
-typedef float Vec __attribute__((vector_size(kLanes * sizeof(float)), aligned(4), may_alias));
-typedef float AlignedVec __attribute__((vector_size(kLanes * sizeof(float)), may_alias));
+#include "lanes.inl"
 
-inline AlignedVec load(const float* p) { return *reinterpret_cast<const Vec*>(p); }
-inline void store(float* p, AlignedVec v) { *reinterpret_cast<Vec*>(p) = v; }
-inline AlignedVec broadcast(float x) { return AlignedVec{} + x; }
-inline AlignedVec load_part(const float* p, int64_t n) {
-  AlignedVec v{};
-  __builtin_memcpy(&v, p, static_cast<size_t>(n) * sizeof(float));
-  return v;
-}
-inline void store_part(float* p, AlignedVec v, int64_t n) { __builtin_memcpy(p, &v, static_cast<size_t>(n) * sizeof(float)); }
-inline AlignedVec square_root(AlignedVec v) {
-  AlignedVec r;
-  for (int i = 0; i < kLanes; ++i) r[i] = __builtin_sqrtf(v[i]);
-  return r;
-}
-inline float reduce(AlignedVec v) {
-  typedef int32_t Lanes __attribute__((vector_size(sizeof(AlignedVec))));
-  v += __builtin_shuffle(v, Lanes{8, 9, 10, 11, 12, 13, 14, 15, 8, 9, 10, 11, 12, 13, 14, 15});
-  v += __builtin_shuffle(v, Lanes{4, 5, 6, 7, 4, 5, 6, 7, 4, 5, 6, 7, 4, 5, 6, 7});
-  v += __builtin_shuffle(v, Lanes{2, 3, 2, 3, 2, 3, 2, 3, 2, 3, 2, 3, 2, 3, 2, 3});
-  return v[0] + v[1];
-}
+constexpr int64_t kPrefetchIds = 16;
+
 inline void prefetch_row(const float* row, int64_t floats) {
   for (int64_t d = 0; d < floats; d += 16) __builtin_prefetch(row + d, 0, 3);
 }
@@ -57,9 +36,9 @@ void fill_uniform(uint64_t key, int64_t id, int64_t column_begin, int64_t column
 }
 
 template <bool Stream>
-inline void put(float* out, AlignedVec v) {
+inline void put(float* out, Vec v) {
   if (Stream) {
-    RECSTORE_STREAM16(out, v);
+    stream_lanes(out, v);
   } else {
     store(out, v);
   }
@@ -67,11 +46,11 @@ inline void put(float* out, AlignedVec v) {
 
 // Pools sixteen columns of one bag, or the last `n` columns.
 template <class Row>
-inline AlignedVec pool_columns(const PoolArgs& a, int64_t begin, int64_t end, int64_t column, int64_t n) {
-  AlignedVec sum{};
+inline Vec pool_columns(const PoolArgs& a, int64_t begin, int64_t end, int64_t column, int64_t n) {
+  Vec sum{};
   for (int64_t p = begin; p < end; ++p) {
     if (a.slots[p] == kNoSlot) continue;
-    const AlignedVec v = Row::load(stored<Row>(a.rows.data + a.slots[p] * a.rows.stride) + column, n);
+    const Vec v = Row::load(stored<Row>(a.rows.data + a.slots[p] * a.rows.stride) + column, n);
     sum += a.weights == nullptr ? v : v * broadcast(a.weights[p]);
   }
   if (a.mean && end - begin > 1) sum /= broadcast(static_cast<float>(end - begin));
@@ -81,19 +60,19 @@ inline AlignedVec pool_columns(const PoolArgs& a, int64_t begin, int64_t end, in
 // Pools Unroll * 16 columns of one bag, so that all cache lines of a row are read together.
 template <class Row, int Unroll, bool Stream>
 inline void pool_block(const PoolArgs& a, int64_t begin, int64_t end, int64_t column, float* out) {
-  AlignedVec sum[Unroll] = {};
+  Vec sum[Unroll] = {};
   for (int64_t p = begin; p < end; ++p) {
     if (a.slots[p] == kNoSlot) continue;
     const auto* row = stored<Row>(a.rows.data + a.slots[p] * a.rows.stride) + column;
     if (a.weights == nullptr) {
       for (int u = 0; u < Unroll; ++u) sum[u] += Row::load(row + u * kLanes, kLanes);
     } else {
-      const AlignedVec w = broadcast(a.weights[p]);
+      const Vec w = broadcast(a.weights[p]);
       for (int u = 0; u < Unroll; ++u) sum[u] += Row::load(row + u * kLanes, kLanes) * w;
     }
   }
   if (a.mean && end - begin > 1) {
-    const AlignedVec count = broadcast(static_cast<float>(end - begin));
+    const Vec count = broadcast(static_cast<float>(end - begin));
     for (int u = 0; u < Unroll; ++u) sum[u] /= count;
   }
   for (int u = 0; u < Unroll; ++u) put<Stream>(out + u * kLanes, sum[u]);
@@ -108,7 +87,7 @@ void pool_bags(const PoolArgs& a, Columns columns) {
     int64_t d = 0;
     for (; d + 4 * kLanes <= whole; d += 4 * kLanes) pool_block<Row, 4, Stream>(a, begin, end, d, out + d);
     for (; d < whole; d += kLanes) pool_block<Row, 1, Stream>(a, begin, end, d, out + d);
-    if (d < columns) store_part(out + d, pool_columns<Row>(a, begin, end, d, columns - d), columns - d);
+    if (d < columns) store(out + d, pool_columns<Row>(a, begin, end, d, columns - d), columns - d);
   }
 }
 
@@ -149,21 +128,15 @@ template <class Columns>
 inline const float* sum_gradients(const UpdateArgs& a, Columns columns, const float* grad, float scale, int64_t position) {
   Link next = a.links[position];
   if (next == 0 && scale == 1.0f && columns % kLanes == 0) return grad;
-  const AlignedVec first = broadcast(scale);
-  for (int64_t d = 0; d < columns; d += kLanes) {
-    const int64_t n = columns - d < kLanes ? columns - d : kLanes;
-    store(a.scratch + d, (n == kLanes ? load(grad + d) : load_part(grad + d, n)) * first);
-  }
+  const Vec first = broadcast(scale);
+  for_each_run(columns, [&](int64_t d, auto n) { store(a.scratch + d, load(grad + d, n) * first); });
   while (next != 0) {
     const int64_t p = next - 1, bag = a.bag_of[p];
     next = a.links[p] & ~kNotFirst;
     if (next != 0) prefetch_row(grad_of(a, a.bag_of[next - 1]), columns);
     const float* g = grad_of(a, bag);
-    const AlignedVec s = broadcast(scale_of(a, bag, p));
-    for (int64_t d = 0; d < columns; d += kLanes) {
-      const int64_t n = columns - d < kLanes ? columns - d : kLanes;
-      store(a.scratch + d, load(a.scratch + d) + (n == kLanes ? load(g + d) : load_part(g + d, n)) * s);
-    }
+    const Vec s = broadcast(scale_of(a, bag, p));
+    for_each_run(columns, [&](int64_t d, auto n) { store(a.scratch + d, load(a.scratch + d) + load(g + d, n) * s); });
   }
   return a.scratch;
 }
@@ -236,10 +209,10 @@ float dot(RowType type, const float* row, const float* y, int64_t n) {
   return with_row_type(type, [&](auto kind) {
     using Row = decltype(kind);
     const auto* x = stored<Row>(row);
-    AlignedVec sum{};
+    Vec sum{};
     int64_t d = 0;
     for (; d + kLanes <= n; d += kLanes) sum += Row::load(x + d, kLanes) * load(y + d);
-    if (d < n) sum += Row::load(x + d, n - d) * load_part(y + d, n - d);
+    if (d < n) sum += Row::load(x + d, n - d) * load(y + d, n - d);
     return reduce(sum);
   });
 }

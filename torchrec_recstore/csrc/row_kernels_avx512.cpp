@@ -13,11 +13,12 @@
 
 #define RECSTORE_ISA_NAMESPACE avx512
 #define RECSTORE_ISA_NAME "avx512"
-#define RECSTORE_STREAM16(dst, value) _mm512_stream_ps((dst), (__m512)(value))
+#define RECSTORE_WIDTH 16
+#define RECSTORE_STREAM(dst, value) _mm512_stream_ps((dst), (value))
 
 // These are the masked intrinsics, because GCC 12 warns about the plain ones (GCC bug 105593).
-#define RECSTORE_HALF_TO_FLOAT16(half) (AlignedVec)_mm512_maskz_cvtph_ps(0xFFFF, (__m256i)(half))
-#define RECSTORE_FLOAT_TO_HALF16(value) (AlignedHalfVec)_mm512_maskz_cvtps_ph(0xFFFF, (__m512)(value), _MM_FROUND_TO_NEAREST_INT)
+#define RECSTORE_HALF_TO_FLOAT(half) _mm512_maskz_cvtph_ps(0xFFFF, (__m256i)(half))
+#define RECSTORE_FLOAT_TO_HALF(value) _mm512_maskz_cvtps_ph(0xFFFF, (value), _MM_FROUND_TO_NEAREST_INT)
 
 #include "row_kernels.inl"
 

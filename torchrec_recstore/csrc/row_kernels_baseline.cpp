@@ -4,6 +4,7 @@
 
 #define RECSTORE_ISA_NAMESPACE baseline
 #define RECSTORE_ISA_NAME "baseline"
-#define RECSTORE_STREAM16(dst, value) store(dst, value)
+#define RECSTORE_WIDTH 4
+#define RECSTORE_STREAM(dst, value) store_lanes(dst, value)
 
 #include "row_kernels.inl"

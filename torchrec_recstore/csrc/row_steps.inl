@@ -5,24 +5,18 @@
 // other, and the row-wise state in meta, with the summed gradient g. It may overwrite args.scratch, which may contain
 // g.
 
-inline AlignedVec load_n(const float* p, int64_t n) { return n == kLanes ? load(p) : load_part(p, n); }
-inline void store_n(float* p, AlignedVec v, int64_t n) { n == kLanes ? store(p, v) : store_part(p, v, n); }
-
 template <class Columns, class Step>  // step(weights, gradient, column, lanes) returns the new weights
 inline void for_each_vec(Columns columns, float* w, const float* g, const Step& step) {
-  int64_t d = 0;
-  for (; d + kLanes <= columns; d += kLanes) store(w + d, step(load(w + d), load(g + d), d, int64_t{kLanes}));
-  if (d < columns) store_part(w + d, step(load_part(w + d, columns - d), load_part(g + d, columns - d), d, columns - d), columns - d);
+  for_each_run(columns, [&](int64_t d, auto n) { store(w + d, step(load(w + d, n), load(g + d, n), d, n), n); });
 }
 
 template <class Columns>
 inline float sum_of_squares(Columns columns, const float* x) {
-  AlignedVec squares{};
-  for (int64_t d = 0; d < columns; d += kLanes) {
-    const int64_t n = columns - d < kLanes ? columns - d : kLanes;
-    const AlignedVec v = load_n(x + d, n);
+  Vec squares{};
+  for_each_run(columns, [&](int64_t d, auto n) {
+    const Vec v = load(x + d, n);
     squares += v * v;
-  }
+  });
   return reduce(squares);
 }
 template <class Columns>
@@ -30,11 +24,8 @@ inline float norm(Columns columns, const float* x) { return __builtin_sqrtf(sum_
 
 template <class Columns>
 inline void scale(Columns columns, const float* from, float factor, float* to) {
-  const AlignedVec f = broadcast(factor);
-  for (int64_t d = 0; d < columns; d += kLanes) {
-    const int64_t n = columns - d < kLanes ? columns - d : kLanes;
-    store_n(to + d, load_n(from + d, n) * f, n);
-  }
+  const Vec f = broadcast(factor);
+  for_each_run(columns, [&](int64_t d, auto n) { store(to + d, load(from + d, n) * f, n); });
 }
 
 // Clips the gradient by its norm, and applies decoupled weight decay for Adagrad. Returns the gradient.
@@ -65,9 +56,9 @@ struct SgdStep {
   static constexpr int64_t kElementStates = 0;
   template <class Columns>
   static inline void run(const UpdateArgs& a, Columns columns, float* w, float*, const float* g, RowMeta&) {
-    const AlignedVec lr = broadcast(a.scalars.learning_rate), decay = broadcast(a.scalars.weight_decay);
+    const Vec lr = broadcast(a.scalars.learning_rate), decay = broadcast(a.scalars.weight_decay);
     const bool decays = a.scalars.weight_decay != 0.0f;
-    for_each_vec(columns, w, g, [&](AlignedVec wv, AlignedVec gv, int64_t, int64_t) {
+    for_each_vec(columns, w, g, [&](Vec wv, Vec gv, int64_t, auto) {
       if (decays) gv += decay * wv;
       return wv - lr * gv;
     });
@@ -78,12 +69,12 @@ struct MomentumSgdStep {
   static constexpr int64_t kElementStates = 1;
   template <class Columns>
   static inline void run(const UpdateArgs& a, Columns columns, float* w, float* states, const float* g, RowMeta&) {
-    const AlignedVec lr = broadcast(a.scalars.learning_rate), decay = broadcast(a.scalars.weight_decay);
-    const AlignedVec momentum = broadcast(a.scalars.momentum);
+    const Vec lr = broadcast(a.scalars.learning_rate), decay = broadcast(a.scalars.weight_decay);
+    const Vec momentum = broadcast(a.scalars.momentum);
     float* buffer = states;
-    for_each_vec(columns, w, g, [&](AlignedVec wv, AlignedVec gv, int64_t d, int64_t n) {
-      const AlignedVec b = momentum * load_n(buffer + d, n) + (gv + decay * wv);
-      store_n(buffer + d, b, n);
+    for_each_vec(columns, w, g, [&](Vec wv, Vec gv, int64_t d, auto n) {
+      const Vec b = momentum * load(buffer + d, n) + (gv + decay * wv);
+      store(buffer + d, b, n);
       return wv - lr * b;
     });
   }
@@ -93,14 +84,14 @@ struct AdagradStep {
   static constexpr int64_t kElementStates = 1;
   template <class Columns>
   static inline void run(const UpdateArgs& a, Columns columns, float* w, float* states, const float* g, RowMeta&) {
-    const AlignedVec lr = broadcast(a.scalars.learning_rate), decay = broadcast(a.scalars.weight_decay);
-    const AlignedVec eps = broadcast(a.scalars.eps);
+    const Vec lr = broadcast(a.scalars.learning_rate), decay = broadcast(a.scalars.weight_decay);
+    const Vec eps = broadcast(a.scalars.eps);
     const bool decays = a.scalars.weight_decay != 0.0f;
     float* state = states;
-    for_each_vec(columns, w, g, [&](AlignedVec wv, AlignedVec gv, int64_t d, int64_t n) {
+    for_each_vec(columns, w, g, [&](Vec wv, Vec gv, int64_t d, auto n) {
       if (decays) gv += decay * wv;
-      const AlignedVec m = load_n(state + d, n) + gv * gv;
-      store_n(state + d, m, n);
+      const Vec m = load(state + d, n) + gv * gv;
+      store(state + d, m, n);
       return wv - lr * gv / (square_root(m) + eps);
     });
   }
@@ -110,26 +101,25 @@ struct RowWiseAdagradStep {
   static constexpr int64_t kElementStates = 0;
   template <class Columns>
   static inline void run(const UpdateArgs& a, Columns columns, float* w, float*, const float* g, RowMeta& meta) {
-    const AlignedVec decay = broadcast(a.scalars.weight_decay);
+    const Vec decay = broadcast(a.scalars.weight_decay);
     const bool decays = a.scalars.weight_decay != 0.0f;
-    AlignedVec squares{};
-    for (int64_t d = 0; d < columns; d += kLanes) {
-      const int64_t n = columns - d < kLanes ? columns - d : kLanes;
-      AlignedVec gv = load_n(g + d, n);
-      if (decays) gv += decay * load_n(w + d, n);
+    Vec squares{};
+    for_each_run(columns, [&](int64_t d, auto n) {
+      Vec gv = load(g + d, n);
+      if (decays) gv += decay * load(w + d, n);
       squares += gv * gv;
-    }
+    });
     meta.state += reduce(squares) / static_cast<float>(columns);
-    const AlignedVec multiplier = broadcast(a.scalars.learning_rate / (__builtin_sqrtf(meta.state) + a.scalars.eps));
-    for_each_vec(columns, w, g, [&](AlignedVec wv, AlignedVec gv, int64_t, int64_t) {
+    const Vec multiplier = broadcast(a.scalars.learning_rate / (__builtin_sqrtf(meta.state) + a.scalars.eps));
+    for_each_vec(columns, w, g, [&](Vec wv, Vec gv, int64_t, auto) {
       if (decays) gv += decay * wv;
       return wv - multiplier * gv;
     });
   }
 };
 
-inline AlignedVec average(const float* state, AlignedVec value, float beta, float one_minus_beta, int64_t n) {
-  return broadcast(beta) * load_n(state, n) + broadcast(one_minus_beta) * value;
+inline Vec average(const float* state, Vec value, float beta, float one_minus_beta, int64_t n) {
+  return broadcast(beta) * load(state, n) + broadcast(one_minus_beta) * value;
 }
 
 struct AdamStep {
@@ -137,14 +127,14 @@ struct AdamStep {
   template <class Columns>
   static inline void run(const UpdateArgs& a, Columns columns, float* w, float* states, const float* g, RowMeta&) {
     const StepScalars& s = a.scalars;
-    const AlignedVec rate = broadcast(s.adam_rate), bias2 = broadcast(s.bias2), eps = broadcast(s.eps);
-    const AlignedVec keep = broadcast(s.decay_factor);
+    const Vec rate = broadcast(s.adam_rate), bias2 = broadcast(s.bias2), eps = broadcast(s.eps);
+    const Vec keep = broadcast(s.decay_factor);
     float *first = states, *second = first + columns;
-    for_each_vec(columns, w, g, [&](AlignedVec wv, AlignedVec gv, int64_t d, int64_t n) {
-      const AlignedVec m = average(first + d, gv, s.beta1, s.one_minus_beta1, n);
-      const AlignedVec v = average(second + d, gv * gv, s.beta2, s.one_minus_beta2, n);
-      store_n(first + d, m, n);
-      store_n(second + d, v, n);
+    for_each_vec(columns, w, g, [&](Vec wv, Vec gv, int64_t d, auto n) {
+      const Vec m = average(first + d, gv, s.beta1, s.one_minus_beta1, n);
+      const Vec v = average(second + d, gv * gv, s.beta2, s.one_minus_beta2, n);
+      store(first + d, m, n);
+      store(second + d, v, n);
       return keep * wv - rate * m / (square_root(v * bias2) + eps);
     });
   }
@@ -163,12 +153,12 @@ struct PartialRowWiseAdamStep {
   template <class Columns>
   static inline void run(const UpdateArgs& a, Columns columns, float* w, float* states, const float* g, RowMeta& meta) {
     const StepScalars& s = a.scalars;
-    const AlignedVec rate = broadcast(s.adam_rate), keep = broadcast(s.decay_factor);
-    const AlignedVec divisor = broadcast(row_wise_divisor(a, columns, g, meta));
+    const Vec rate = broadcast(s.adam_rate), keep = broadcast(s.decay_factor);
+    const Vec divisor = broadcast(row_wise_divisor(a, columns, g, meta));
     float* first = states;
-    for_each_vec(columns, w, g, [&](AlignedVec wv, AlignedVec gv, int64_t d, int64_t n) {
-      const AlignedVec m = average(first + d, gv, s.beta1, s.one_minus_beta1, n);
-      store_n(first + d, m, n);
+    for_each_vec(columns, w, g, [&](Vec wv, Vec gv, int64_t d, auto n) {
+      const Vec m = average(first + d, gv, s.beta1, s.one_minus_beta1, n);
+      store(first + d, m, n);
       return keep * wv - rate * m / divisor;
     });
   }
@@ -177,17 +167,16 @@ struct PartialRowWiseAdamStep {
 // w -= lr * |w| / |u| * u, where direction(weights, gradient, column, lanes) returns u.
 template <class Columns, class Direction>
 inline void step_along(const UpdateArgs& a, Columns columns, float* w, const float* g, const Direction& direction) {
-  AlignedVec squares{};
-  for (int64_t d = 0; d < columns; d += kLanes) {
-    const int64_t n = columns - d < kLanes ? columns - d : kLanes;
-    store_n(a.scratch + d, direction(load_n(w + d, n), load_n(g + d, n), d, n), n);
-    const AlignedVec u = load_n(a.scratch + d, n);  // lanes after the end of the row are zeros
+  Vec squares{};
+  for_each_run(columns, [&](int64_t d, auto n) {
+    store(a.scratch + d, direction(load(w + d, n), load(g + d, n), d, n), n);
+    const Vec u = load(a.scratch + d, n);  // lanes after the end of the row are zeros
     squares += u * u;
-  }
+  });
   const float weights = norm(columns, w), update = __builtin_sqrtf(reduce(squares));
   const float ratio = weights > 0.0f && update > 0.0f ? weights / update : 1.0f;
-  const AlignedVec rate = broadcast(a.scalars.learning_rate * ratio);
-  for_each_vec(columns, w, a.scratch, [&](AlignedVec wv, AlignedVec u, int64_t, int64_t) { return wv - rate * u; });
+  const Vec rate = broadcast(a.scalars.learning_rate * ratio);
+  for_each_vec(columns, w, a.scratch, [&](Vec wv, Vec u, int64_t, auto) { return wv - rate * u; });
 }
 
 struct LambStep {
@@ -195,14 +184,14 @@ struct LambStep {
   template <class Columns>
   static inline void run(const UpdateArgs& a, Columns columns, float* w, float* states, const float* g, RowMeta&) {
     const StepScalars& s = a.scalars;
-    const AlignedVec bias1 = broadcast(s.bias1), bias2 = broadcast(s.bias2), eps = broadcast(s.eps);
-    const AlignedVec decay = broadcast(s.weight_decay);
+    const Vec bias1 = broadcast(s.bias1), bias2 = broadcast(s.bias2), eps = broadcast(s.eps);
+    const Vec decay = broadcast(s.weight_decay);
     float *first = states, *second = first + columns;
-    step_along(a, columns, w, g, [&](AlignedVec wv, AlignedVec gv, int64_t d, int64_t n) {
-      const AlignedVec m = average(first + d, gv, s.beta1, s.one_minus_beta1, n);
-      const AlignedVec v = average(second + d, gv * gv, s.beta2, s.one_minus_beta2, n);
-      store_n(first + d, m, n);
-      store_n(second + d, v, n);
+    step_along(a, columns, w, g, [&](Vec wv, Vec gv, int64_t d, auto n) {
+      const Vec m = average(first + d, gv, s.beta1, s.one_minus_beta1, n);
+      const Vec v = average(second + d, gv * gv, s.beta2, s.one_minus_beta2, n);
+      store(first + d, m, n);
+      store(second + d, v, n);
       return m * bias1 / (square_root(v * bias2) + eps) + decay * wv;
     });
   }
@@ -213,12 +202,12 @@ struct PartialRowWiseLambStep {
   template <class Columns>
   static inline void run(const UpdateArgs& a, Columns columns, float* w, float* states, const float* g, RowMeta& meta) {
     const StepScalars& s = a.scalars;
-    const AlignedVec bias1 = broadcast(s.bias1), decay = broadcast(s.weight_decay);
-    const AlignedVec divisor = broadcast(row_wise_divisor(a, columns, g, meta));
+    const Vec bias1 = broadcast(s.bias1), decay = broadcast(s.weight_decay);
+    const Vec divisor = broadcast(row_wise_divisor(a, columns, g, meta));
     float* first = states;
-    step_along(a, columns, w, g, [&](AlignedVec wv, AlignedVec gv, int64_t d, int64_t n) {
-      const AlignedVec m = average(first + d, gv, s.beta1, s.one_minus_beta1, n);
-      store_n(first + d, m, n);
+    step_along(a, columns, w, g, [&](Vec wv, Vec gv, int64_t d, auto n) {
+      const Vec m = average(first + d, gv, s.beta1, s.one_minus_beta1, n);
+      store(first + d, m, n);
       return m * bias1 / divisor + decay * wv;
     });
   }
@@ -231,12 +220,12 @@ struct LarsSgdStep {
     const StepScalars& s = a.scalars;
     const float weights = norm(columns, w), divisor = norm(columns, g) + s.weight_decay * weights;
     const float ratio = weights > 0.0f && divisor > 0.0f ? s.eta * weights / divisor : 1.0f;
-    const AlignedVec rate = broadcast(s.learning_rate * ratio), decay = broadcast(s.weight_decay);
-    const AlignedVec momentum = broadcast(s.momentum);
+    const Vec rate = broadcast(s.learning_rate * ratio), decay = broadcast(s.weight_decay);
+    const Vec momentum = broadcast(s.momentum);
     float* buffer = states;
-    for_each_vec(columns, w, g, [&](AlignedVec wv, AlignedVec gv, int64_t d, int64_t n) {
-      const AlignedVec b = momentum * load_n(buffer + d, n) + rate * (gv + decay * wv);
-      store_n(buffer + d, b, n);
+    for_each_vec(columns, w, g, [&](Vec wv, Vec gv, int64_t d, auto n) {
+      const Vec b = momentum * load(buffer + d, n) + rate * (gv + decay * wv);
+      store(buffer + d, b, n);
       return wv - b;
     });
   }
@@ -247,12 +236,12 @@ struct RmsPropStep {
   template <class Columns>
   static inline void run(const UpdateArgs& a, Columns columns, float* w, float* states, const float* g, RowMeta&) {
     const StepScalars& s = a.scalars;
-    const AlignedVec lr = broadcast(s.learning_rate), decay = broadcast(s.weight_decay), eps = broadcast(s.eps);
+    const Vec lr = broadcast(s.learning_rate), decay = broadcast(s.weight_decay), eps = broadcast(s.eps);
     float* state = states;
-    for_each_vec(columns, w, g, [&](AlignedVec wv, AlignedVec gv, int64_t d, int64_t n) {
+    for_each_vec(columns, w, g, [&](Vec wv, Vec gv, int64_t d, auto n) {
       gv += decay * wv;
-      const AlignedVec v = average(state + d, gv * gv, s.alpha, s.one_minus_alpha, n);
-      store_n(state + d, v, n);
+      const Vec v = average(state + d, gv * gv, s.alpha, s.one_minus_alpha, n);
+      store(state + d, v, n);
       return wv - lr * gv / (square_root(v) + eps);
     });
   }
@@ -261,31 +250,32 @@ struct RmsPropStep {
 struct FtrlStep {
   static constexpr int64_t kElementStates = 2;
 
-  static inline AlignedVec power(AlignedVec v, float lr_power) {
+  static inline Vec power(Vec v, float lr_power) {
     if (lr_power == -0.5f) return square_root(v);
-    AlignedVec r;
-    for (int i = 0; i < kLanes; ++i) r[i] = __builtin_powf(v[i], -lr_power);
-    return r;
+    return each<Vec>([=](Register<float> x) {
+      for (int i = 0; i < kWidth; ++i) x[i] = __builtin_powf(x[i], -lr_power);
+      return x;
+    }, v);
   }
 
   template <class Columns>
   static inline void run(const UpdateArgs& a, Columns columns, float* w, float* states, const float* g, RowMeta&) {
     const StepScalars& s = a.scalars;
     if (s.learning_rate == 0.0f) return;  // the formula divides by the learning rate, and a warm-up may begin at zero
-    const AlignedVec lr = broadcast(s.learning_rate), l1 = broadcast(s.l1), l2 = broadcast(s.l2), beta = broadcast(s.beta);
-    const AlignedVec zero{};
+    const Vec lr = broadcast(s.learning_rate), l1 = broadcast(s.l1), l2 = broadcast(s.l2), beta = broadcast(s.beta);
+    const Vec zero{};
     float *accumulator = states, *linear = accumulator + columns;
-    for_each_vec(columns, w, g, [&](AlignedVec wv, AlignedVec gv, int64_t d, int64_t k) {
-      const AlignedVec before = load_n(accumulator + d, k), n = before + gv * gv;
-      const AlignedVec root = power(n, s.lr_power);
-      const AlignedVec sigma = (root - power(before, s.lr_power)) / lr;
-      const AlignedVec z = load_n(linear + d, k) + gv - sigma * wv;
-      store_n(accumulator + d, n, k);
-      store_n(linear + d, z, k);
-      const AlignedVec size = z < zero ? -z : z;
-      const AlignedVec excess = z < zero ? z + l1 : z - l1;
-      const AlignedVec solved = size > l1 ? -excess / ((beta + root) / lr + l2) : zero;
-      return n > zero ? solved : wv;  // an element without a gradient so far keeps its initial weight
+    for_each_vec(columns, w, g, [&](Vec wv, Vec gv, int64_t d, auto k) {
+      const Vec before = load(accumulator + d, k), n = before + gv * gv;
+      const Vec root = power(n, s.lr_power);
+      const Vec sigma = (root - power(before, s.lr_power)) / lr;
+      const Vec z = load(linear + d, k) + gv - sigma * wv;
+      store(accumulator + d, n, k);
+      store(linear + d, z, k);
+      const Vec size = select(z < zero, -z, z);
+      const Vec excess = select(z < zero, z + l1, z - l1);
+      const Vec solved = select(size > l1, -excess / ((beta + root) / lr + l2), zero);
+      return select(n > zero, solved, wv);  // an element without a gradient so far keeps its initial weight
     });
   }
 };

@@ -3,81 +3,78 @@
 // The bit operations give the same results as the F16C instructions, so that every instruction set gives the same bits:
 // subnormals are kept, overflow gives infinity, and NaN stays NaN and becomes quiet.
 
-typedef uint16_t HalfVec __attribute__((vector_size(kLanes * sizeof(uint16_t)), aligned(2), may_alias));
-typedef uint16_t AlignedHalfVec __attribute__((vector_size(kLanes * sizeof(uint16_t)), may_alias));
-typedef uint32_t BitsVec __attribute__((vector_size(kLanes * sizeof(uint32_t)), may_alias));
+// The conversions work on one register; each() extends them to all lanes.
 
-inline BitsVec bits(AlignedVec v) { return (BitsVec)v; }
-inline BitsVec bits(uint32_t x) { return BitsVec{} + x; }
-inline AlignedVec floats(BitsVec v) { return (AlignedVec)v; }
+using Floats = Register<float>;
+using Bits = Register<uint32_t>;
+using Halves = Register<uint16_t>;
 
-#ifndef RECSTORE_HALF_TO_FLOAT16
+inline Bits bits(Floats v) { return (Bits)v; }
+inline Bits bits(uint32_t x) { return Bits{} + x; }
+inline Floats floats(Bits v) { return (Floats)v; }
+
+#ifndef RECSTORE_HALF_TO_FLOAT
 // After Fabian Giesen, "half to float done quick" (2012).
-inline AlignedVec half_to_float(AlignedHalfVec half) {
-  const BitsVec h = __builtin_convertvector(half, BitsVec), magnitude = h & 0x7FFFu;
-  const BitsVec shifted = magnitude << 13;
-  const BitsVec normal = shifted + (112u << 23);
-  const BitsVec special = (shifted + (224u << 23)) | (magnitude > bits(0x7C00u) ? bits(0x400000u) : bits(0u));
-  const BitsVec subnormal = bits(floats(shifted + (113u << 23)) - floats(bits(113u << 23)));
-  const BitsVec value = magnitude >= bits(0x7C00u) ? special : magnitude < bits(0x400u) ? subnormal : normal;
+inline Floats half_to_float(Halves half) {
+  const Bits h = __builtin_convertvector(half, Bits), magnitude = h & 0x7FFFu;
+  const Bits shifted = magnitude << 13;
+  const Bits normal = shifted + (112u << 23);
+  const Bits special = (shifted + (224u << 23)) | (magnitude > bits(0x7C00u) ? bits(0x400000u) : bits(0u));
+  const Bits subnormal = bits(floats(shifted + (113u << 23)) - floats(bits(113u << 23)));
+  const Bits value = magnitude >= bits(0x7C00u) ? special : magnitude < bits(0x400u) ? subnormal : normal;
   return floats(value | (h & 0x8000u) << 16);
 }
 // Rounds to nearest, ties to even.
-inline AlignedHalfVec float_to_half(AlignedVec v) {
-  const BitsVec f = bits(v) & 0x7FFFFFFFu;
-  const BitsVec normal = (f + (0xFFFu - (112u << 23)) + (f >> 13 & 1u)) >> 13;
-  const BitsVec magic = bits(126u << 23);  // the last bit of the sum has the value of the last bit of a subnormal half
-  const BitsVec subnormal = bits(floats(f) + floats(magic)) - magic;
-  const BitsVec special = f > bits(255u << 23) ? (f >> 13 & 0x3FFu) | 0x7E00u : bits(0x7C00u);
-  const BitsVec value = f >= bits(143u << 23) ? special : f < bits(113u << 23) ? subnormal : normal;
-  return __builtin_convertvector(value | (bits(v) >> 16 & 0x8000u), AlignedHalfVec);
+inline Halves float_to_half(Floats v) {
+  const Bits f = bits(v) & 0x7FFFFFFFu;
+  const Bits normal = (f + (0xFFFu - (112u << 23)) + (f >> 13 & 1u)) >> 13;
+  const Bits magic = bits(126u << 23);  // the last bit of the sum has the value of the last bit of a subnormal half
+  const Bits subnormal = bits(floats(f) + floats(magic)) - magic;
+  const Bits special = f > bits(255u << 23) ? (f >> 13 & 0x3FFu) | 0x7E00u : bits(0x7C00u);
+  const Bits value = f >= bits(143u << 23) ? special : f < bits(113u << 23) ? subnormal : normal;
+  return __builtin_convertvector(value | (bits(v) >> 16 & 0x8000u), Halves);
 }
 #else
-inline AlignedVec half_to_float(AlignedHalfVec half) { return RECSTORE_HALF_TO_FLOAT16(half); }
-inline AlignedHalfVec float_to_half(AlignedVec v) { return RECSTORE_FLOAT_TO_HALF16(v); }
+inline Floats half_to_float(Halves half) { return (Floats)RECSTORE_HALF_TO_FLOAT(half); }
+inline Halves float_to_half(Floats v) { return (Halves)RECSTORE_FLOAT_TO_HALF(v); }
 #endif
 
 // Rounds up with the probability that makes the expected value exact: adds random bits below the last bit and
 // truncates.
-inline AlignedHalfVec float_to_half(AlignedVec v, BitsVec random) {
-  const BitsVec f = bits(v) & 0x7FFFFFFFu, exponent = f >> 23;
-  const BitsVec normal = (f - (112u << 23) + (random & 0x1FFFu)) >> 13;
+inline Halves float_to_half(Floats v, Bits random) {
+  const Bits f = bits(v) & 0x7FFFFFFFu, exponent = f >> 23;
+  const Bits normal = (f - (112u << 23) + (random & 0x1FFFu)) >> 13;
   // For a subnormal half, 14 to 31 bits of the significand are cut off; smaller values become zero.
-  const BitsVec cut = exponent < bits(95u) ? bits(31u) : 126u - (exponent > bits(112u) ? bits(112u) : exponent);
-  const BitsVec significand = exponent < bits(95u) ? bits(0u) : (f & 0x7FFFFFu) | 0x800000u;
-  const BitsVec subnormal = (significand + (random & ((1u << cut) - 1u))) >> cut;
-  const BitsVec special = f > bits(255u << 23) ? (f >> 13 & 0x3FFu) | 0x7E00u : bits(0x7C00u);
-  const BitsVec value = f >= bits(143u << 23) ? special : f < bits(113u << 23) ? subnormal : normal;
-  return __builtin_convertvector(value | (bits(v) >> 16 & 0x8000u), AlignedHalfVec);
+  const Bits cut = exponent < bits(95u) ? bits(31u) : 126u - (exponent > bits(112u) ? bits(112u) : exponent);
+  const Bits significand = exponent < bits(95u) ? bits(0u) : (f & 0x7FFFFFu) | 0x800000u;
+  const Bits subnormal = (significand + (random & ((1u << cut) - 1u))) >> cut;
+  const Bits special = f > bits(255u << 23) ? (f >> 13 & 0x3FFu) | 0x7E00u : bits(0x7C00u);
+  const Bits value = f >= bits(143u << 23) ? special : f < bits(113u << 23) ? subnormal : normal;
+  return __builtin_convertvector(value | (bits(v) >> 16 & 0x8000u), Halves);
 }
 
 struct Float32Row {
   static constexpr bool kNarrow = false;
   typedef float Stored;
-  static inline AlignedVec load(const float* p, int64_t n) { return n == kLanes ? RECSTORE_ISA_NAMESPACE::load(p) : load_part(p, n); }
+  static inline Vec load(const float* p, int64_t n) { return RECSTORE_ISA_NAMESPACE::load(p, n); }
   template <class Columns>
   static inline int64_t floats(Columns columns) { return columns; }
 };
 
-// The common part of both 16-bit types. Type has widen(AlignedHalfVec) and narrow(AlignedVec[, random bits]).
+// The common part of both 16-bit types. Type has widen(Halves) and narrow(Floats[, random bits]).
 template <class Type>
 struct NarrowRow {
   static constexpr bool kNarrow = true;
   typedef uint16_t Stored;
-  static inline AlignedVec load(const uint16_t* p, int64_t n) {
-    AlignedHalfVec v{};
-    if (n == kLanes) {
-      v = *reinterpret_cast<const HalfVec*>(p);
-    } else {
-      __builtin_memcpy(&v, p, static_cast<size_t>(n) * sizeof(uint16_t));
-    }
-    return Type::widen(v);
+  static inline Vec load(const uint16_t* p, int64_t n) {
+    return each<Vec>([](Halves v) { return Type::widen(v); }, load_lanes<Lanes<uint16_t>>(p, n));
   }
-  static inline void store(uint16_t* p, AlignedHalfVec v, int64_t n) {
-    if (n == kLanes) {
-      *reinterpret_cast<HalfVec*>(p) = v;
+  // random: (n,) words for stochastic rounding, or null to round to nearest.
+  static inline void store(uint16_t* p, Vec v, const uint32_t* random, int64_t n) {
+    if (random == nullptr) {
+      store_lanes(p, each<Lanes<uint16_t>>([](Floats x) { return Type::narrow(x); }, v), n);
     } else {
-      __builtin_memcpy(p, &v, static_cast<size_t>(n) * sizeof(uint16_t));
+      store_lanes(p, each<Lanes<uint16_t>>([](Floats x, Bits r) { return Type::narrow(x, r); }, v, load_lanes<Lanes<uint32_t>>(random, n)), n);
     }
   }
   template <class Columns>
@@ -85,18 +82,18 @@ struct NarrowRow {
 };
 
 struct Float16Row : NarrowRow<Float16Row> {
-  static inline AlignedVec widen(AlignedHalfVec v) { return half_to_float(v); }
-  static inline AlignedHalfVec narrow(AlignedVec v) { return float_to_half(v); }
-  static inline AlignedHalfVec narrow(AlignedVec v, BitsVec random) { return float_to_half(v, random); }
+  static inline Floats widen(Halves v) { return half_to_float(v); }
+  static inline Halves narrow(Floats v) { return float_to_half(v); }
+  static inline Halves narrow(Floats v, Bits random) { return float_to_half(v, random); }
 };
 
 struct Bfloat16Row : NarrowRow<Bfloat16Row> {
-  static inline AlignedVec widen(AlignedHalfVec v) { return RECSTORE_ISA_NAMESPACE::floats(__builtin_convertvector(v, BitsVec) << 16); }
-  static inline AlignedHalfVec narrow(AlignedVec v) { return narrow(v, 0x7FFFu + (bits(v) >> 16 & 1u)); }
-  static inline AlignedHalfVec narrow(AlignedVec v, BitsVec random) {
-    const BitsVec f = bits(v), quiet = f >> 16 | 0x40u;
-    const BitsVec rounded = (f + (random & 0xFFFFu)) >> 16;
-    return __builtin_convertvector((f & 0x7FFFFFFFu) > bits(255u << 23) ? quiet : rounded, AlignedHalfVec);
+  static inline Floats widen(Halves v) { return RECSTORE_ISA_NAMESPACE::floats(__builtin_convertvector(v, Bits) << 16); }
+  static inline Halves narrow(Floats v) { return narrow(v, 0x7FFFu + (bits(v) >> 16 & 1u)); }
+  static inline Halves narrow(Floats v, Bits random) {
+    const Bits f = bits(v), quiet = f >> 16 | 0x40u;
+    const Bits rounded = (f + (random & 0xFFFFu)) >> 16;
+    return __builtin_convertvector((f & 0x7FFFFFFFu) > bits(255u << 23) ? quiet : rounded, Halves);
   }
 };
 
@@ -115,28 +112,14 @@ inline const typename Row::Stored* stored(const float* row) { return reinterpret
 
 template <class Row, class Columns>
 inline void widen_row(Columns columns, const float* row, float* out) {
-  for (int64_t d = 0; d < columns; d += kLanes) {
-    const int64_t n = columns - d < kLanes ? columns - d : kLanes;
-    const AlignedVec v = Row::load(stored<Row>(row) + d, n);
-    n == kLanes ? store(out + d, v) : store_part(out + d, v, n);
-  }
+  for_each_run(columns, [&](int64_t d, auto n) { store(out + d, Row::load(stored<Row>(row) + d, n), n); });
 }
 
 // Stores a row of 16-bit weights. random: (columns,) words for stochastic rounding, or null to round to nearest.
 template <class Row, class Columns>
 inline void narrow_row(Columns columns, const float* values, const uint32_t* random, float* row) {
   auto* out = reinterpret_cast<uint16_t*>(row);
-  for (int64_t d = 0; d < columns; d += kLanes) {
-    const int64_t n = columns - d < kLanes ? columns - d : kLanes;
-    const AlignedVec v = n == kLanes ? load(values + d) : load_part(values + d, n);
-    if (random == nullptr) {
-      Row::store(out + d, Row::narrow(v), n);
-    } else {
-      BitsVec r{};
-      __builtin_memcpy(&r, random + d, static_cast<size_t>(n) * sizeof(uint32_t));
-      Row::store(out + d, Row::narrow(v, r), n);
-    }
-  }
+  for_each_run(columns, [&](int64_t d, auto n) { Row::store(out + d, load(values + d, n), random == nullptr ? nullptr : random + d, n); });
 }
 
 void widen(RowType type, const float* row, int64_t columns, float* out) {
