@@ -1,4 +1,4 @@
-"""Typed wrappers of the native ops ``torch.ops.recstore_ops.*``, and their fake versions.
+"""Typed wrappers of the native ops ``torch.ops.recstore_ops.*``.
 
 All tensors are on the CPU. The native ops check every argument, so that no input crashes the process. Below, an *image*
 is a row with all its state as bytes, (image bytes,) uint8; the owner of a cold store reads and writes images.
@@ -9,16 +9,14 @@ Raises:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from typing import cast
 
 import torch
 from torch import Tensor
-from torch._higher_order_ops.effects import _register_effectful_op
-from torch._library.effects import EffectType
 from torch.utils._python_dispatch import _disable_current_modes
 
+from torchrec_recstore import fake_ops
 from torchrec_recstore.optim import (
     LAMB,
     LARSSGD,
@@ -44,6 +42,7 @@ except ImportError as error:
         "`pip install --no-build-isolation .` with torch installed"
     ) from error
 
+fake_ops.register()
 _ops = torch.ops.recstore_ops
 _INVALID = "recstore invalid argument: "
 _NO_MEMORY = "recstore out of memory: "
@@ -70,9 +69,10 @@ ROW_DTYPES = tuple(_ROW_TYPES)
 """The types in which a table can store its weights."""
 
 
-@contextmanager
-def native_errors(who: str) -> Iterator[None]:
-    """Converts native errors to their Python types and adds the name of the caller.
+class native_errors:
+    """A context manager that converts native errors to their Python types and adds the name of the caller.
+
+    It is a class, because a generator takes three times as long to enter and to leave.
 
     Args:
         who: The caller's name at the beginning of the message, such as ``"table 't_user'"``.
@@ -81,18 +81,26 @@ def native_errors(who: str) -> Iterator[None]:
         ValueError: An argument is invalid.
         MemoryError: Memory cannot be allocated. Nothing has changed.
     """
-    try:
-        yield
-    except RuntimeError as error:
+
+    __slots__ = ("_who",)
+
+    def __init__(self, who: str) -> None:
+        self._who = who
+
+    def __enter__(self) -> None:
+        """Does nothing."""
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: object) -> None:
+        if not isinstance(error, RuntimeError):
+            return
         text = str(error).partition("\n")[0]
         if text.startswith(_INVALID):
             text = text.removeprefix(_INVALID)
-            if text.startswith(_CLOSED) and who.startswith("table '"):
-                text = f"{who} is closed"
-            raise ValueError(text if text.startswith("table '") else f"{who}: {text}") from None
+            if text.startswith(_CLOSED) and self._who.startswith("table '"):
+                text = f"{self._who} is closed"
+            raise ValueError(text if text.startswith("table '") else f"{self._who}: {text}") from None
         if text.startswith(_NO_MEMORY) or "std::bad_alloc" in text:
-            raise MemoryError(f"{who}: out of memory: {text.removeprefix(_NO_MEMORY)}") from None
-        raise
+            raise MemoryError(f"{self._who}: out of memory: {text.removeprefix(_NO_MEMORY)}") from None
 
 
 def _initializer_numbers(initializer: Initializer) -> tuple[int, float, float, float]:
@@ -390,108 +398,3 @@ def buffer_pool_bytes() -> tuple[int, int, int]:
 def instruction_set() -> str:
     """Returns the instruction set of the loops over rows: ``"baseline"``, ``"avx2"`` or ``"avx512"``."""
     return cast(str, _ops.instruction_set())
-
-
-# The fake versions compute shapes only, for torch.compile and opcheck. A size that depends on a table is symbolic.
-
-
-def _symbolic_size() -> torch.SymInt:
-    return torch.library.get_ctx().new_dynamic_size()
-
-
-def _fake_lookup(table: int, ids: Tensor, train: bool) -> Tensor:
-    return ids.new_empty((ids.shape[0], _symbolic_size()), dtype=torch.float32)
-
-
-def _fake_remove(table: int, ids: Tensor) -> Tensor:
-    return ids.new_empty(())
-
-
-def _fake_contains(table: int, ids: Tensor, *_: object) -> Tensor:
-    return ids.new_empty(ids.shape, dtype=torch.bool)
-
-
-def _fake_export(table: int, ids: Tensor) -> RowTensors:
-    n, columns = ids.shape[0], _symbolic_size()
-    floats = [
-        ids.new_empty(shape, dtype=torch.float32) for shape in ((n, columns), (_symbolic_size(), n, columns), (n,))
-    ]
-    return floats[0], floats[1], floats[2], ids.new_empty(n), ids.new_empty(n)
-
-
-def _fake_forward(group: int, ids: Tensor, offsets: Tensor, weights: Tensor | None, train: bool) -> tuple[Tensor, ...]:
-    out = ids.new_empty((_symbolic_size(), _symbolic_size()), dtype=torch.float32)
-    return out, ids.new_empty((1 if train else 0,))
-
-
-def _fake_backward(context: Tensor, grad: Tensor, learning_rates: Sequence[float], weight_grads: bool) -> Tensor:
-    return grad.new_empty((_symbolic_size() if weight_grads else 0,))
-
-
-def _fake_rows(groups: Sequence[int], ids: Tensor, counts: Sequence[int], train: bool) -> tuple[Tensor, Tensor]:
-    out = ids.new_empty((_symbolic_size(),), dtype=torch.float32)
-    return out, ids.new_empty((len(groups) if train else 0,))
-
-
-def _fake_mix(ids: Tensor, inverse: bool) -> Tensor:
-    return ids.new_empty(ids.shape)
-
-
-def _fake_weight_gradients(context: Tensor, grad: Tensor) -> Tensor:
-    return grad.new_empty((_symbolic_size(),))
-
-
-def _fake_ids(table: int, ids: Tensor, *_: object) -> Tensor:
-    return ids.new_empty(_symbolic_size())
-
-
-def _fake_images(table: int, ids: Tensor) -> Tensor:
-    return ids.new_empty((ids.shape[0], _symbolic_size()), dtype=torch.uint8)
-
-
-def _fake_nothing(*_: object) -> None:
-    return None
-
-
-def _fake_table_ids(group: int, ids: Tensor, offsets: Tensor | None) -> list[Tensor]:
-    return [ids.new_empty(_symbolic_size())]
-
-
-def _fake_read(group: int, ids: Tensor, *_: object) -> Tensor:
-    return ids.new_empty((_symbolic_size(), _symbolic_size()), dtype=torch.float32)
-
-
-_FAKES: dict[str, Callable[..., object]] = {
-    "table_lookup": _fake_lookup,
-    "table_update": _fake_nothing,
-    "table_insert": _fake_nothing,
-    "table_remove": _fake_remove,
-    "table_contains": _fake_contains,
-    "table_export": _fake_export,
-    "table_import": _fake_nothing,
-    "table_set_sightings": _fake_nothing,
-    "table_absent": _fake_ids,
-    "table_may_be_cold": _fake_contains,
-    "table_admits": _fake_contains,
-    "table_leaving": _fake_ids,
-    "table_images": _fake_images,
-    "table_evict": _fake_contains,
-    "table_bring_back": _fake_nothing,
-    "table_note_cold": _fake_nothing,
-    "table_note_left": _fake_nothing,
-    "group_table_ids": _fake_table_ids,
-    "group_read": _fake_read,
-    "group_forward": _fake_forward,
-    "group_prefetch": _fake_nothing,
-    "group_backward": _fake_backward,
-    "rows_forward": _fake_rows,
-    "mix_ids": _fake_mix,
-    "group_weight_gradients": _fake_weight_gradients,
-    "group_accumulated_backward": _fake_nothing,
-}
-for _name, _fake in _FAKES.items():
-    torch.library.register_fake(f"recstore_ops::{_name}", _fake)
-    if _fake is not _fake_mix:
-        # The other ops read and change rows, which are not tensors of a graph. As ordered effects, they are neither
-        # dropped nor reordered by compilers. (torch 2.13 has no public name for this.)
-        _register_effectful_op(f"recstore_ops::{_name}", EffectType.ORDERED)

@@ -38,6 +38,8 @@ def check_ids(ids: object, where: str = "") -> None:
         TypeError: ``ids`` is not a tensor, or has another dtype.
         ValueError: ``ids`` has another shape, or is not on the CPU.
     """
+    if isinstance(ids, Tensor) and ids.dtype is torch.int64 and ids.dim() == 1 and ids.is_cpu:
+        return  # most calls; the messages below take longer
     if not isinstance(ids, Tensor):
         raise TypeError(f"{where}ids must be an int64 tensor, got {type(ids).__name__}")
     if ids.dtype is not torch.int64:
@@ -63,6 +65,8 @@ def check_rows(
         TypeError: ``rows`` is not a tensor, or has another dtype.
         ValueError: ``rows`` has another shape, or is not on the CPU.
     """
+    if isinstance(rows, Tensor) and rows.dtype in dtypes and rows.shape == shape and rows.is_cpu:
+        return
     names = " or ".join(dict.fromkeys(str(dtype).removeprefix("torch.") for dtype in dtypes))
     if not isinstance(rows, Tensor):
         raise TypeError(f"{where}{argument} must be a {names} tensor, got {type(rows).__name__}")

@@ -4,7 +4,7 @@ import os
 import threading
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from typing import cast
 
 import torch
@@ -98,6 +98,16 @@ class ColdTier(MemoryTier):
     def rows(self) -> int:  # type: ignore[override]
         """The number of rows in the store that are not in memory; 0 for a shared store, which is not counted."""
         return self._counts.total()
+
+    @contextmanager
+    def resident(self, ids: Tensor, arrival: Arrival | None = None) -> Iterator[None]:
+        """See :meth:`MemoryTier.resident`."""
+        with self.lock:
+            if arrival is not None:
+                self.bring(ids, arrival)
+            yield
+            if arrival == "lookup":
+                self.end_step()
 
     def bring(self, ids: Tensor, arrival: Arrival) -> None:
         """Brings the rows of ``ids``, (N,) int64, to memory, and evicts other rows to make room.

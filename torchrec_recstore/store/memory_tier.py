@@ -36,6 +36,16 @@ class MemoryTier:
         self.lock: AbstractContextManager[object] = nullcontext()
         """Keeps rows from moving between memory and the cold store."""
 
+    def resident(self, ids: Tensor, arrival: Arrival | None = None) -> AbstractContextManager[object]:
+        """Keeps rows from moving between memory and the cold store while the caller reads or writes rows.
+
+        Args:
+            ids: (N,) int64. The ids of the call.
+            arrival: The call for which the rows of ``ids`` are first brought to memory. Default: None, which means that
+                no row moves.
+        """
+        return self.lock
+
     def bring(self, ids: Tensor, arrival: Arrival) -> None:
         """Moves the rows of ``ids``, (N,) int64, into memory, and makes room for new rows."""
 

@@ -1,8 +1,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from types import TracebackType
 
 import torch
@@ -14,7 +13,7 @@ from torchrec_recstore.options import TableOptions, default_initializer, is_shar
 from torchrec_recstore.store.arguments import check_ids, check_rows, check_table
 from torchrec_recstore.store.cold_store import ColdStoreError
 from torchrec_recstore.store.cold_tier import ColdTier
-from torchrec_recstore.store.memory_tier import Arrival, MemoryTier, holding
+from torchrec_recstore.store.memory_tier import MemoryTier, holding
 from torchrec_recstore.store.snapshot import ColdSnapshot, Snapshot, named_rows
 from torchrec_recstore.store.stats import TableStats
 
@@ -83,6 +82,7 @@ class Table:
         self.optimizer = optimizer
         self.options = options
         self.name = name
+        self._who = f"table '{name}'"  # names the table in errors
         self.columns = columns
         self.stochastic_rounding = stochastic_rounding
         self.shard = shard
@@ -131,8 +131,10 @@ class Table:
             ColdStoreError: The cold store fails.
         """
         check_ids(ids)
-        with self._rows_of(ids, "lookup" if train else None):
-            rows = ops.table_lookup(self.handle, ids, train).to(self.dtype)
+        with ops.native_errors(self._who), self.tier.resident(ids, "lookup" if train else None):
+            rows = ops.table_lookup(self.handle, ids, train)
+            if self.dtype is not torch.float32:
+                rows = rows.to(self.dtype)
             if not train:
                 self.tier.read_into(rows, ids)
             return rows
@@ -154,8 +156,8 @@ class Table:
         """
         check_ids(ids)
         self._check_rows(grads, "grads", ids, self.dtype)
-        with self._rows_of(ids, "update"):
-            ops.table_update(self.handle, ids, grads.detach().float(), self.optimizer.lr if lr is None else lr)
+        with ops.native_errors(self._who), self.tier.resident(ids, "update"):
+            ops.table_update(self.handle, ids, _plain(grads), self.optimizer.lr if lr is None else lr)
 
     def insert(self, ids: Tensor, weights: Tensor) -> None:
         """Writes the weights of rows.
@@ -171,8 +173,8 @@ class Table:
         """
         check_ids(ids)
         self._check_rows(weights, "weights", ids, self.dtype)
-        with self._rows_of(ids, "write"):
-            ops.table_insert(self.handle, ids, weights.detach().float())
+        with ops.native_errors(self._who), self.tier.resident(ids, "write"):
+            ops.table_insert(self.handle, ids, _plain(weights))
 
     def read_rows(self, ids: Tensor) -> dict[str, Tensor]:
         """Returns copies of whole rows: weights, optimizer states and bookkeeping.
@@ -191,7 +193,7 @@ class Table:
             ColdStoreError: The cold store fails.
         """
         check_ids(ids)
-        with self._rows_of(ids):
+        with ops.native_errors(self._who), self.tier.resident(ids):
             return named_rows(self.optimizer, self.tier.export(ids))
 
     def write_rows(self, ids: Tensor, rows: Mapping[str, Tensor]) -> None:
@@ -221,7 +223,7 @@ class Table:
         row_wise = [rows[name] for name, kind in kinds.items() if kind == "row"] or [torch.zeros(ids.shape[0])]
         states = [rows[name].detach() for name in elements]
         stacked = torch.stack(states) if states else torch.empty(0, *rows["weight"].shape)
-        with self._rows_of(ids, "write"):
+        with ops.native_errors(self._who), self.tier.resident(ids, "write"):
             ops.table_import(
                 self.handle,
                 ids,
@@ -235,7 +237,7 @@ class Table:
     @property
     def is_being_saved(self) -> bool:
         """Whether there is a snapshot of the table. Its rows cannot be exchanged before the snapshot is closed."""
-        with ops.native_errors(f"table '{self.name}'"):
+        with ops.native_errors(self._who):
             return ops.table_is_being_saved(self.handle)
 
     def sightings(self) -> tuple[Tensor, int]:
@@ -246,7 +248,7 @@ class Table:
             the current generation has counted. N is 0 if the table has no admission. csrc/sightings.h describes how ids
             map to cells.
         """
-        with ops.native_errors(f"table '{self.name}'"):
+        with ops.native_errors(self._who):
             return ops.table_sightings(self.handle)
 
     def set_sightings(self, cells: Tensor, taken: int) -> None:
@@ -259,7 +261,7 @@ class Table:
         Raises:
             ValueError: The table has no admission, or its counter has another size.
         """
-        with ops.native_errors(f"table '{self.name}'"):
+        with ops.native_errors(self._who):
             ops.table_set_sightings(self.handle, cells, taken)
 
     @property
@@ -274,7 +276,7 @@ class Table:
         rows change, in one byte per row, and which rows are removed, in eight bytes per removed id. The table remembers
         at least the last 127 marks, and forgets older ones.
         """
-        with ops.native_errors(f"table '{self.name}'"):
+        with ops.native_errors(self._who):
             return ops.table_mark(self.handle)
 
     def snapshot(self, since: int | None = None) -> Snapshot:
@@ -294,7 +296,7 @@ class Table:
         """
         if since is not None:
             self.check_unshared("changes by other jobs since a mark are not known: save the whole table")
-        with ops.native_errors(f"table '{self.name}'"), self.tier.lock:
+        with ops.native_errors(self._who), self.tier.lock:
             handle = ops.snapshot_open(self.handle, since)
             try:
                 cold = None
@@ -334,25 +336,25 @@ class Table:
         """
         for table in (self, other):
             table.check_unshared("other jobs use them, so that they cannot move to another table")
-        with ops.native_errors(f"table '{self.name}'"), holding([self.tier, other.tier]):
+        with ops.native_errors(self._who), holding([self.tier, other.tier]):
             ops.table_exchange_rows(self.handle, other.handle)
             self.tier.exchange(other.tier)
 
     def contains(self, ids: Tensor) -> Tensor:
         """Returns which of ``ids``, (N,) int64, have a row: (N,) bool. Cold rows count."""
         check_ids(ids)
-        with self._rows_of(ids):
+        with ops.native_errors(self._who), self.tier.resident(ids):
             return self.tier.contains(ids)
 
     def remove(self, ids: Tensor) -> int:
         """Removes the rows of ``ids``, (N,) int64, and returns how many rows there were. Cold rows are removed too."""
         check_ids(ids)
-        with self._rows_of(ids):
+        with ops.native_errors(self._who), self.tier.resident(ids):
             return self.tier.remove(ids)
 
     def ids(self) -> Tensor:
         """Returns the ids that have a row, cold rows included: (rows,) int64, ascending."""
-        with ops.native_errors(f"table '{self.name}'"):
+        with ops.native_errors(self._who):
             return self.tier.ids()
 
     def flush(self) -> None:
@@ -364,7 +366,7 @@ class Table:
             ValueError: The table has no shared cold store, or there is a snapshot of the table.
             ColdStoreError: The cold store fails. It may have stored some of the rows. The call can be repeated.
         """
-        with ops.native_errors(f"table '{self.name}'"):
+        with ops.native_errors(self._who):
             self._shared_tier().flush()
 
     def refresh(self) -> None:
@@ -375,34 +377,34 @@ class Table:
         Raises:
             ValueError, ColdStoreError: See :meth:`flush`.
         """
-        with ops.native_errors(f"table '{self.name}'"):
+        with ops.native_errors(self._who):
             self._shared_tier().release()
 
     @property
     def optimizer_steps(self) -> int:
         """The number of updates so far, one per step. The bias correction of Adam and LAMB uses it."""
-        with ops.native_errors(f"table '{self.name}'"):
+        with ops.native_errors(self._who):
             return ops.table_optimizer_steps(self.handle)
 
     @optimizer_steps.setter
     def optimizer_steps(self, steps: int) -> None:
-        with ops.native_errors(f"table '{self.name}'"):
+        with ops.native_errors(self._who):
             ops.table_set_optimizer_steps(self.handle, steps)
 
     @property
     def steps(self) -> int:
         """The number of training lookups so far. It is the clock of ``last_step`` and of expiry."""
-        with ops.native_errors(f"table '{self.name}'"):
+        with ops.native_errors(self._who):
             return ops.table_steps(self.handle)
 
     @steps.setter
     def steps(self, steps: int) -> None:
-        with ops.native_errors(f"table '{self.name}'"), self.tier.lock:
+        with ops.native_errors(self._who), self.tier.lock:
             self.tier.set_steps(steps)
 
     def stats(self) -> TableStats:
         """Returns the table's statistics: numbers of rows, bytes, hits, misses and so on."""
-        with ops.native_errors(f"table '{self.name}'"):
+        with ops.native_errors(self._who):
             counts = ops.table_stats(self.handle)
         rows, size, lookups, misses, inserts, updates, steps, refused, evicted, expired, cold_hits = counts
         return TableStats(
@@ -467,16 +469,6 @@ class Table:
             f"columns={self.columns})"
         )
 
-    @contextmanager
-    def _rows_of(self, ids: Tensor, arrival: Arrival | None = None) -> Iterator[None]:
-        """Keeps rows from moving to and from the cold store. With ``arrival``, first brings the rows to memory."""
-        with ops.native_errors(f"table '{self.name}'"), self.tier.lock:
-            if arrival is not None:
-                self.tier.bring(ids, arrival)
-            yield
-            if arrival == "lookup":
-                self.tier.end_step()
-
     def _shared_tier(self) -> ColdTier:
         if not isinstance(self.tier, ColdTier) or not self.tier.shared:
             raise ValueError(f"table '{self.name}' has no shared cold store")
@@ -498,3 +490,9 @@ class Table:
 
     def _check_rows(self, rows: Tensor, argument: str, ids: Tensor, or_dtype: torch.dtype = torch.float32) -> None:
         check_rows(rows, argument, (ids.shape[0], len(self.columns)), (torch.float32, or_dtype))
+
+
+def _plain(rows: Tensor) -> Tensor:
+    """Returns ``rows`` as float32 outside of autograd."""
+    rows = rows.detach() if rows.requires_grad else rows
+    return rows if rows.dtype is torch.float32 else rows.float()

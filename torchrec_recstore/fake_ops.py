@@ -1,0 +1,121 @@
+"""The fake versions of the native ops, for torch.compile and opcheck.
+
+:func:`register` registers them, after the native extension has registered the ops.
+
+The fake versions compute shapes only. A size that depends on a table is symbolic.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+from torch._higher_order_ops.effects import _register_effectful_op
+from torch._library.effects import EffectType
+
+
+def _symbolic_size() -> torch.SymInt:
+    return torch.library.get_ctx().new_dynamic_size()
+
+
+def _fake_lookup(table: int, ids: Tensor, train: bool) -> Tensor:
+    return ids.new_empty((ids.shape[0], _symbolic_size()), dtype=torch.float32)
+
+
+def _fake_remove(table: int, ids: Tensor) -> Tensor:
+    return ids.new_empty(())
+
+
+def _fake_contains(table: int, ids: Tensor, *_: object) -> Tensor:
+    return ids.new_empty(ids.shape, dtype=torch.bool)
+
+
+def _fake_export(table: int, ids: Tensor) -> tuple[Tensor, ...]:
+    n, columns = ids.shape[0], _symbolic_size()
+    floats = [
+        ids.new_empty(shape, dtype=torch.float32) for shape in ((n, columns), (_symbolic_size(), n, columns), (n,))
+    ]
+    return floats[0], floats[1], floats[2], ids.new_empty(n), ids.new_empty(n)
+
+
+def _fake_forward(group: int, ids: Tensor, offsets: Tensor, weights: Tensor | None, train: bool) -> tuple[Tensor, ...]:
+    out = ids.new_empty((_symbolic_size(), _symbolic_size()), dtype=torch.float32)
+    return out, ids.new_empty((1 if train else 0,))
+
+
+def _fake_backward(context: Tensor, grad: Tensor, learning_rates: Sequence[float], weight_grads: bool) -> Tensor:
+    return grad.new_empty((_symbolic_size() if weight_grads else 0,))
+
+
+def _fake_rows(groups: Sequence[int], ids: Tensor, counts: Sequence[int], train: bool) -> tuple[Tensor, Tensor]:
+    out = ids.new_empty((_symbolic_size(),), dtype=torch.float32)
+    return out, ids.new_empty((len(groups) if train else 0,))
+
+
+def _fake_mix(ids: Tensor, inverse: bool) -> Tensor:
+    return ids.new_empty(ids.shape)
+
+
+def _fake_weight_gradients(context: Tensor, grad: Tensor) -> Tensor:
+    return grad.new_empty((_symbolic_size(),))
+
+
+def _fake_ids(table: int, ids: Tensor, *_: object) -> Tensor:
+    return ids.new_empty(_symbolic_size())
+
+
+def _fake_images(table: int, ids: Tensor) -> Tensor:
+    return ids.new_empty((ids.shape[0], _symbolic_size()), dtype=torch.uint8)
+
+
+def _fake_nothing(*_: object) -> None:
+    return None
+
+
+def _fake_table_ids(group: int, ids: Tensor, offsets: Tensor | None) -> list[Tensor]:
+    return [ids.new_empty(_symbolic_size())]
+
+
+def _fake_read(group: int, ids: Tensor, *_: object) -> Tensor:
+    return ids.new_empty((_symbolic_size(), _symbolic_size()), dtype=torch.float32)
+
+
+_FAKES: dict[str, Callable[..., object]] = {
+    "table_lookup": _fake_lookup,
+    "table_update": _fake_nothing,
+    "table_insert": _fake_nothing,
+    "table_remove": _fake_remove,
+    "table_contains": _fake_contains,
+    "table_export": _fake_export,
+    "table_import": _fake_nothing,
+    "table_set_sightings": _fake_nothing,
+    "table_absent": _fake_ids,
+    "table_may_be_cold": _fake_contains,
+    "table_admits": _fake_contains,
+    "table_leaving": _fake_ids,
+    "table_images": _fake_images,
+    "table_evict": _fake_contains,
+    "table_bring_back": _fake_nothing,
+    "table_note_cold": _fake_nothing,
+    "table_note_left": _fake_nothing,
+    "group_table_ids": _fake_table_ids,
+    "group_read": _fake_read,
+    "group_forward": _fake_forward,
+    "group_prefetch": _fake_nothing,
+    "group_backward": _fake_backward,
+    "rows_forward": _fake_rows,
+    "mix_ids": _fake_mix,
+    "group_weight_gradients": _fake_weight_gradients,
+    "group_accumulated_backward": _fake_nothing,
+}
+
+
+def register() -> None:
+    """Registers the fake version of each op. All ops but ``mix_ids`` are registered as ordered effects."""
+    for name, fake in _FAKES.items():
+        torch.library.register_fake(f"recstore_ops::{name}", fake)
+        if fake is not _fake_mix:
+            # These ops read and change rows, which are not tensors of a graph. As ordered effects, they are neither
+            # dropped nor reordered by compilers. (torch 2.13 has no public name for this.)
+            _register_effectful_op(f"recstore_ops::{name}", EffectType.ORDERED)
