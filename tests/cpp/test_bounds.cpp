@@ -64,7 +64,7 @@ struct Step {
   }
 };
 
-Slot slot_of(const Table& table, int64_t id) { return table.index().find(id, table.index().hash(id)); }
+Slot slot_of(const Table& table, int64_t id) { return table.index().find(id); }
 
 void any_calls_keep_the_bound(const Bounds& bounds, uint64_t seed) {
   std::mt19937_64 random(seed);
@@ -129,7 +129,7 @@ void any_calls_keep_the_bound(const Bounds& bounds, uint64_t seed) {
     for (const Step& step : pending) {
       SlotSet pinned(table->rows().slots());
       step.pass->pin(*table, pinned);
-      table->index().for_each(0, table->index().segments(), [&](int64_t id, Slot slot) {
+      table->index().for_each([&](int64_t id, Slot slot) {
         CHECK(!pinned.contains(slot) || std::find(step.ids.begin(), step.ids.end(), id) != step.ids.end());
       });
     }

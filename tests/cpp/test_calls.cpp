@@ -104,7 +104,7 @@ void written_weights_keep_the_optimizer_state() {
   const std::vector<int64_t> ids{1, 2};
   const std::vector<float> grad(6, 2.0f);
   update_rows(*one_table_group(table), batch_of(ids), grad.data(), 0.1f, executor);
-  const Slot slot = table->index().find(1, table->index().hash(1));
+  const Slot slot = table->index().find(1);
   const float state = table->rows().row(slot)[kColumns];
   CHECK(state == 4.0f);
   table->rows().mark();
@@ -114,7 +114,7 @@ void written_weights_keep_the_optimizer_state() {
   CHECK((read_weights(table, {1, 9}) == std::vector<float>{3, 3, 3, 2, 2, 2}));  // the last one of an id is written
   CHECK(table->rows().row(slot)[kColumns] == state && table->size() == 3);
   CHECK(table->rows().changes().changed_since(slot, 1));
-  CHECK(!table->rows().changes().changed_since(table->index().find(2, table->index().hash(2)), 1));
+  CHECK(!table->rows().changes().changed_since(table->index().find(2), 1));
 }
 
 void reading_makes_no_rows() {

@@ -350,7 +350,7 @@ class Stress {
     for (const auto& table : {plain_, plain_spare_, evicting_, evicting_spare_, cold_, cold_spare_}) {
       CHECK(table->config().bounds.max_rows == 0 || table->size() <= kMaxRows);
       std::set<Slot> slots;
-      table->index().for_each(0, table->index().segments(), [&](int64_t, Slot slot) { slots.insert(slot); });
+      table->index().for_each([&](int64_t, Slot slot) { slots.insert(slot); });
       CHECK(static_cast<int64_t>(slots.size()) == table->size());
       table->for_each_pass([](const PendingPass&) { CHECK(false); });
     }

@@ -8,22 +8,22 @@ CSRC = "torchrec_recstore/csrc"
 
 CORE = [
     Mutation(
-        f"{CSRC}/index.cpp",
-        "if ((next - home) % kLines >= (next - line) % kLines) {",
-        "if ((next - home) % kLines > (next - line) % kLines) {",
+        f"{CSRC}/index_find.inl",
+        "lines[i] += step & (0u - passed);",
+        "lines[i] += kFirstStep & (0u - passed);",
         ["test_index"],
-        "An erase leaves an entry behind a hole in the entry's own home line, where no search finds the entry.",
+        "An id that lies far from its home line is searched in lines where it cannot lie.",
     ),
     Mutation(
         f"{CSRC}/index.cpp",
-        "place(part.directory[directory_index(h, part.depth)], entry, h);",
-        "place(old_number, entry, h);",
+        "for (const Moving& entry : moving_) take_out(entry.place, old_home);",
+        "",
         ["test_index"],
-        "A segment that splits keeps the entries that belong to the new segment.",
+        "A line that the growth of the index moves keeps its entries, so that they are in the index twice.",
     ),
     Mutation(
         f"{CSRC}/index.cpp",
-        "--parts_[part_of(hash)].size;",
+        "--size_;",
         "",
         ["test_index"],
         "The size of the index does not shrink when ids are erased.",

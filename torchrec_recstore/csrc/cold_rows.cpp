@@ -66,7 +66,7 @@ void evict(Table& table, const int64_t* ids, int64_t n, const char* images, bool
   std::vector<Leaver> leavers;
   leavers.reserve(static_cast<size_t>(n));
   for (int64_t i = 0; i < n; ++i) {
-    const Slot slot = table.index().find(ids[i], table.index().hash(ids[i]));
+    const Slot slot = table.index().find(ids[i]);
     left[i] = slot != kNoSlot && !pinned.contains(slot) && equals_image(table.rows(), slot, images + i * table.image_bytes());
     if (left[i]) leavers.push_back({ids[i], slot});
   }

@@ -9,7 +9,7 @@ namespace {
 
 constexpr int64_t kPart = 32;            // one row in this many of a full table is evicted at once
 constexpr int64_t kExpiryParts = 4;      // number of searches for expired rows within Expiry.steps
-constexpr int64_t kTaskSegments = 64;    // segments of the index in a task
+constexpr int64_t kTaskEntries = 16384;  // entries of the index in a task
 constexpr int64_t kRoundWalks = 32;      // tasks whose results are joined at once: at most 11 MB
 constexpr int64_t kTaskSlots = 1 << 16;
 constexpr uint32_t kNoClass = 0xFFFF;
@@ -80,14 +80,14 @@ SlotSet slots_where(const Rows& rows, Executor& executor, const Test& test) {
 template <class T, class Make, class Cut>
 void append_each_of(const Table& table, const SlotSet& slots, Executor& executor, const Make& make, std::vector<T>& out, const Cut& cut) {
   const Index& index = table.index();
-  const int64_t walks = (int64_t{index.segments()} + kTaskSegments - 1) / kTaskSegments;
+  const uint64_t positions = index.positions(kTaskEntries);
+  const auto walks = static_cast<int64_t>((Index::kPositions + positions - 1) / positions);
   for (int64_t round = 0; round < walks; round += kRoundWalks) {
     std::vector<std::vector<T>> parts(static_cast<size_t>(std::min(kRoundWalks, walks - round)));
     for_each_task(executor, static_cast<int64_t>(parts.size()), [&](int64_t part) {
       const int64_t walk = round + part;
-      const auto first = static_cast<uint32_t>(walk * kTaskSegments);
-      const auto end = static_cast<uint32_t>(std::min<int64_t>((walk + 1) * kTaskSegments, index.segments()));
-      index.for_each(first, end, [&](int64_t id, Slot slot) {
+      const uint64_t first = static_cast<uint64_t>(walk) * positions;
+      index.for_each(first, std::min(first + positions, Index::kPositions), [&](int64_t id, Slot slot) {
         if (slots.contains(slot)) parts[part].push_back(make(id, slot));
       });
     });

@@ -5,6 +5,7 @@
 #include <vector>
 
 #include "arrivals.h"
+#include "batch.h"
 #include "executor.h"
 #include "insertion.h"
 #include "table.h"
@@ -12,6 +13,11 @@
 namespace recstore {
 
 // For all functions: ids are (n,), and the caller holds the lock of the table.
+
+// Writes the slots of the ids at the positions [begin, end) to the same positions of `slots`: kNoSlot for an id without
+// a row. Appends these ids to `misses`, in the order of the positions.
+void resolve(const Table& table, const Routing& routing, const int64_t* ids, int64_t begin, int64_t end, Slot* slots,
+             std::vector<Miss>& misses);
 
 // Writes the slot of each id to slots (n,): kNoSlot for an id without a row.
 void find(const Table& table, const int64_t* ids, int64_t n, Slot* slots, Executor& executor);

@@ -13,12 +13,12 @@
 #include "error.h"
 #include "find.h"
 #include "insertion.h"
-#include "resolver.h"
 #include "row_kernels.h"
 
 namespace recstore {
 namespace {
 
+constexpr int64_t kTaskIds = 1024;         // approximate number of ids in a task
 constexpr int64_t kLargeInsertion = 16384;  // a table with more misses makes its rows on several threads
 constexpr int64_t kMostSteps = 0xFFFFFFFE;  // a row's last step has 32 bits, and one value is reserved
 constexpr int64_t kStreamBytes = 16 << 20;  // outputs of at least this size are written past the caches
@@ -89,6 +89,7 @@ class Lookup {
         insertion.resolve(task);
         insertion.fill(task);
       });
+      rest_->finish();
       for_each_task(executor_, static_cast<int64_t>(incomplete_.size()), [&](int64_t t) { pool_bags_with_misses(*incomplete_[t]); });
     }
     for (size_t t = 0; t < insertions_.size(); ++t) {
@@ -127,12 +128,13 @@ class Lookup {
     const bool large = static_cast<int64_t>(misses.size()) > kLargeInsertion;
     Insertion& insertion = insertions_[table].emplace(*group_.tables[table], std::move(misses), slots_);
     if (large) return;
-    for (int64_t step = 0; step < insertion.tasks(); ++step) insertion.place(step);
+    for (int64_t step = 0; step < insertion.tasks(); ++step) insertion.group(step);
     insertion.take_slots();
     for (int64_t step = 0; step < insertion.tasks(); ++step) {
       insertion.resolve(step);
       insertion.fill(step);
     }
+    insertion.finish();
     for (const Task& task : tasks_) {
       if (table_number(task) == table) pool_bags_with_misses(task);
     }
@@ -182,7 +184,7 @@ class Lookup {
     });
     if (!rest.empty()) {
       rest_.emplace(insertions);
-      rest_->run(executor_, [](Insertion& insertion, int64_t task) { insertion.place(task); });
+      rest_->run(executor_, [](Insertion& insertion, int64_t task) { insertion.group(task); });
     }
     for (const size_t t : rest) {
       const bool reuse = arrivals_[t].has_value() && group_.tables[t]->slots_are_free_at_once();
@@ -245,27 +247,12 @@ class Lookup {
   }
 
   void resolve_and_pool(Task& task) {
-    with_lines(table_of(task), [&](auto lines) { resolve_and_pool<lines>(task); });
-  }
-  template <int64_t kLines>
-  void resolve_and_pool(Task& task) {
     const int64_t* task_bounds = bounds(task, task.bag_begin);
-    Resolver<kLines> resolver(table_of(task), group_.routings[table_number(task)], batch_.ids, task_bounds[0],
-                      task_bounds[task.bag_end - task.bag_begin], slots_);
-    PoolArgs args = pool_args(task, task_bounds, task.bag_begin);
     const int64_t bags = task.bag_end - task.bag_begin;
-    for (int64_t bag = 0; bag < bags;) {
-      resolver.advance();  // its prefetches overlap with the pooling below
-      int64_t end = bag;
-      while (end < bags && task_bounds[end + 1] <= resolver.resolved()) ++end;
-      if (end == bag) continue;
-      args.bounds = task_bounds + bag;
-      args.bags = end - bag;
-      row_kernels().pool(args);
-      args.out += args.bags * args.out_stride;
-      bag = end;
-    }
-    task.misses = std::move(resolver.misses);
+    resolve(table_of(task), group_.routings[table_number(task)], batch_.ids, task_bounds[0], task_bounds[bags], slots_, task.misses);
+    PoolArgs args = pool_args(task, task_bounds, task.bag_begin);
+    args.bags = bags;
+    row_kernels().pool(args);
     if (!task.misses.empty()) find_bags_with_misses(task, task_bounds);
   }
   static void find_bags_with_misses(Task& task, const int64_t* task_bounds) {

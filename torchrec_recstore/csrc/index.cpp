@@ -1,160 +1,170 @@
 #include "index.h"
 
 #include <algorithm>
-#include <string>
+#include <cstring>
 
 #include "error.h"
+#include "row_kernels.h"
 
 namespace recstore {
+namespace {
 
-Index::Index(uint64_t salt) : salt_(salt) {
-  for (int half = 0; half < 2; ++half) {
-    int64_t id = 0;
-    while (static_cast<int>(hash(id) >> 63) == half) ++id;
-    filler_[half] = id;
-  }
-  clear();
-}
+constexpr uint32_t kFirstLines = 64;
+// The index is between 72 and 86 % full. With fewer free places more ids would be searched in two lines; with more of
+// them the index would need more memory.
+constexpr double kMostFull = 0.86;
+constexpr uint32_t kGrowth = 5;         // the index grows by one part in this many,
+constexpr uint32_t kLeastGrowth = 256;  // and by this many lines at least
+constexpr double kHaste = 2.0;          // it has grown when half of the new places are in use
+
+int64_t capacity(uint64_t lines) { return static_cast<int64_t>(static_cast<double>(lines) * kLineEntries * kMostFull); }
+uint64_t grown(uint64_t lines) { return lines + std::max<uint64_t>(lines / kGrowth, kLeastGrowth); }
+
+}  // namespace
+
+Index::Index(uint64_t salt) : salt_(salt) { clear(); }
 
 void Index::clear() {
-  if (used_segments_ > 0) segments_.discard(0, size_t{used_segments_} * kEntries * sizeof(Entry));
-  used_segments_ = 0;
-  reserved_segments_ = 0;
-  for (Part& part : parts_) part = Part{};
-  reserve_inserts(0);
-  for (int p = 0; p < kParts; ++p) parts_[p].directory.assign(1, new_segment(0, p));
+  region_.discard(0, region_.reserved_bytes());
+  lines_below_ = lines_above_ = kFirstLines;
+  frontier_ = 0;
+  unmoved_ = last_line_ = 0;
+  size_ = 0;
+  reserve_lines(0);
 }
 
-void Index::reserve_inserts(int64_t count) {
-  // Each insert can split its segment, and a new segment takes about half a segment of inserts before it splits again.
-  // This reserves addresses only; new_segment() touches the pages.
-  const uint64_t splits = std::min<uint64_t>(count, used_segments_) + count * 4 / kMaxEntries + kParts;
-  const uint64_t wanted = used_segments_ + splits;
-  if (wanted <= reserved_segments_) return;
-  if (wanted > kNoSlot) throw OutOfMemory("the index holds at most 2**32 segments");
-  segments_.reserve(wanted * kEntries * sizeof(Entry));
-  infos_.reserve(wanted * sizeof(SegmentInfo));
-  entries_ = reinterpret_cast<Entry*>(segments_.data());
-  reserved_segments_ = static_cast<uint32_t>(wanted);
+int64_t Index::find(const int64_t* ids, int64_t n, Slot* slots) const { return row_kernels().find(view(), ids, n, slots); }
+
+Slot Index::find(int64_t id) const {
+  const Place place = find_place(id, hash(id));
+  return place.entry < 0 ? kNoSlot : lines()[place.line].words[place.entry];
 }
 
-uint32_t Index::new_segment(int depth, int part) {
-  const uint32_t number = __atomic_fetch_add(&used_segments_, 1, __ATOMIC_RELAXED);
-  if (number >= reserved_segments_) {
-    __atomic_fetch_sub(&used_segments_, 1, __ATOMIC_RELAXED);
-    throw OutOfMemory("the index needs more segments than it has reserved");
-  }
-  std::fill_n(segment(number), kEntries, empty_entry(part));
-  info(number) = {static_cast<uint16_t>(depth), 0};
-  return number;
-}
-
-void Index::place(uint32_t segment_number, const Entry& entry, uint64_t hash) {
-  Entry* entries = segment(segment_number);
-  for (uint64_t line = hash % kLines;; line = (line + 1) % kLines) {
-    Entry* e = entries + line * kLineEntries;
-    for (int i = 0; i < kLineEntries; ++i) {
-      if (e[i].slot == kNoSlot) {
-        e[i] = entry;
-        ++info(segment_number).size;
-        return;
-      }
+Index::Place Index::find_place(int64_t id, uint64_t hash) const {
+  for (uint32_t l = view().home(position_of(hash)), step = kFirstStep;; l += step, step = next_step(step)) {
+    const IndexLine& line = lines()[l];
+    for (uint32_t used = line.used(); used != 0; used &= used - 1) {
+      const int entry = __builtin_ctz(used);
+      if (line.ids[entry] == id) return {l, entry};
     }
+    if (!line.passed()) return {l, -1};
   }
 }
 
-void Index::split(Part& part, uint64_t hash) {
-  const uint32_t old_number = part.directory[directory_index(hash, part.depth)];
-  const int depth = info(old_number).depth;
-  if (depth == kMaxDepth) throw OutOfMemory("the index cannot split a segment further");
-  if (depth == part.depth) {
-    std::vector<uint32_t> doubled(part.directory.size() * 2);
-    for (size_t i = 0; i < doubled.size(); ++i) doubled[i] = part.directory[i / 2];
-    part.directory.swap(doubled);
-    ++part.depth;
+// Returns the first free place before the line `end` for an entry with this home line.
+Index::Place Index::free_place(uint32_t home, uint32_t end) const {
+  for (uint32_t l = home, step = kFirstStep; l < end; l += step, step = next_step(step)) {
+    const uint32_t used = lines()[l].used();
+    if (used != IndexLine::kAll) return {l, __builtin_ctz(~used)};
   }
-  const uint32_t new_number = new_segment(depth + 1, part_of(hash));
-  std::array<Entry, kEntries> moved;
-  std::copy_n(segment(old_number), kEntries, moved.begin());
-  std::fill_n(segment(old_number), kEntries, empty_entry(part_of(hash)));
-  info(old_number) = {static_cast<uint16_t>(depth + 1), 0};
-
-  const size_t run = size_t{1} << (part.depth - depth);  // directory entries that refer to the old segment
-  const size_t first = directory_index(hash, part.depth) / run * run;
-  std::fill_n(part.directory.begin() + static_cast<int64_t>(first + run / 2), run / 2, new_number);
-  for (const Entry& entry : moved) {
-    if (entry.slot == kNoSlot) continue;
-    const uint64_t h = this->hash(entry.id);
-    place(part.directory[directory_index(h, part.depth)], entry, h);
-  }
+  return {end, -1};
 }
 
-Slot Index::find_or_insert(int64_t id, uint64_t hash, Slot fresh) {
-  const Entry* found = find_from(home_line(hash), id);
-  if (found != nullptr) return found->slot;
-  Part& part = parts_[part_of(hash)];
-  uint32_t number = segment_of(hash);
-  while (info(number).size >= kMaxEntries) {
-    split(part, hash);
-    number = segment_of(hash);
+void Index::put(Place place, uint32_t home, int64_t id, Slot slot) noexcept {
+  IndexLine& line = lines()[place.line];
+  line.ids[place.entry] = id;
+  line.words[place.entry] = slot;
+  line.words[kLineEntries] |= 1u << place.entry;
+  for_each_passed(home, place.line, [](uint32_t& word) { word += IndexLine::kPassing; });
+}
+
+void Index::take_out(Place place, uint32_t home) noexcept {
+  lines()[place.line].words[kLineEntries] &= ~(1u << place.entry);
+  for_each_passed(home, place.line, [](uint32_t& word) { word -= IndexLine::kPassing; });
+}
+
+void Index::insert(int64_t id, uint64_t hash, Slot slot) noexcept {
+  const uint32_t home = view().home(position_of(hash));
+  const Place place = free_place(home, kNoSlot);
+  put(place, home, id, slot);
+  last_line_ = std::max(last_line_, place.line);
+  ++size_;
+}
+
+bool Index::insert_within_part(int64_t id, uint64_t hash, Slot slot) noexcept {
+  // The first line of a part, and the first line of the next part, may be home to ids of two parts.
+  constexpr int kPartPositions = 32 - kPartBits;
+  const auto part = static_cast<uint64_t>(part_of(hash));
+  const IndexView v = view();
+  const uint32_t home = v.home(position_of(hash));
+  const uint32_t end = part + 1 == kParts ? lines_above_ : v.home((part + 1) << kPartPositions);
+  if (home == v.home(part << kPartPositions)) return false;
+  const Place place = free_place(home, end);
+  if (place.entry < 0) return false;
+  put(place, home, id, slot);
+  return true;
+}
+
+Slot Index::erase(int64_t id) noexcept {
+  const uint64_t hash = this->hash(id);
+  const Place place = find_place(id, hash);
+  if (place.entry < 0) return kNoSlot;
+  take_out(place, view().home(position_of(hash)));
+  --size_;
+  return lines()[place.line].words[place.entry];
+}
+
+// Makes room for `count` inserts: an insert goes beyond the last line that was ever used by kMostStep lines at most, and
+// only from a full line.
+void Index::reserve_lines(uint64_t count) {
+  const uint64_t wanted = end_line() + kMostStep * (count / kLineEntries + 1);
+  if (wanted > kNoSlot) throw OutOfMemory("the index holds at most 2**32 lines");
+  region_.reserve(wanted * sizeof(IndexLine));
+}
+
+void Index::reserve(int64_t count) {
+  const int64_t wanted = size() + count;
+  while (wanted > capacity(lines_above_)) {
+    while (unmoved_ > 0) move_next_line();
+    begin_growth(wanted);
   }
-  place(number, {id, fresh, 0}, hash);
-  ++part.size;
-  return fresh;
+  if (unmoved_ > 0) {
+    const auto before = static_cast<double>(capacity(lines_below_)), after = static_cast<double>(capacity(lines_above_));
+    const double moved = kHaste * (static_cast<double>(wanted) - before) / (after - before);
+    const auto left = static_cast<uint32_t>(std::max(0.0, 1.0 - moved) * lines_below_);
+    while (unmoved_ > left) move_next_line();
+  }
+  reserve_lines(static_cast<uint64_t>(count));
 }
 
-void Index::set_slot(int64_t id, uint64_t hash, Slot slot) {
-  const_cast<Entry*>(find_from(home_line(hash), id))->slot = slot;
+void Index::begin_growth(int64_t entries) {
+  uint64_t lines = grown(lines_above_);
+  if (entries > capacity(lines)) {
+    lines = std::max(lines, static_cast<uint64_t>(static_cast<double>(entries) / (kLineEntries * kMostFull)) + 1);
+  }
+  if (lines > kNoSlot) throw OutOfMemory("the index holds at most 2**32 lines");
+  region_.reserve(lines * sizeof(IndexLine));
+  lines_below_ = lines_above_;
+  lines_above_ = static_cast<uint32_t>(lines);
+  unmoved_ = lines_below_;
+  frontier_ = kPositions;
 }
 
-Slot Index::erase(int64_t id, uint64_t hash) {
-  auto* hole = const_cast<Entry*>(find_from(home_line(hash), id));
-  if (hole == nullptr) return kNoSlot;
-  const Slot slot = hole->slot;
-  const uint32_t number = segment_of(hash);
-  Entry* entries = segment(number);
-  // There are no tombstones. If a full line loses an entry, an entry that has probed past this line fills the hole, and
-  // the line of that entry has a hole in turn.
-  for (;;) {
-    uint64_t line = static_cast<uint64_t>(hole - entries) / kLineEntries;
-    Entry* last = entries + line * kLineEntries + kLineEntries - 1;
-    const bool was_full = last->slot != kNoSlot;
-    Entry* rightmost = last;
-    while (rightmost->slot == kNoSlot) --rightmost;
-    *hole = *rightmost;  // the line stays filled from the left
-    *rightmost = empty_entry(part_of(hash));
-    if (!was_full) break;
-    hole = nullptr;
-    for (uint64_t next = (line + 1) % kLines; hole == nullptr; next = (next + 1) % kLines) {
-      Entry* e = entries + next * kLineEntries;
-      for (int i = 0; i < kLineEntries && e[i].slot != kNoSlot; ++i) {
-        const uint64_t home = this->hash(e[i].id) % kLines;
-        // Whether its probe sequence, from home to next, passes the line with the hole.
-        if ((next - home) % kLines >= (next - line) % kLines) {
-          *last = e[i];
-          hole = &e[i];
-          break;
-        }
-      }
-      if (hole == nullptr && e[kLineEntries - 1].slot == kNoSlot) break;
+// Moves the entries of the last line before the frontier to their new homes.
+void Index::move_next_line() {
+  const uint32_t old_home = unmoved_ - 1;
+  const uint64_t begin = ((uint64_t{old_home} << 32) + lines_below_ - 1) / lines_below_;  // the lowest position of the line
+  moving_.clear();
+  for (uint32_t l = old_home, step = kFirstStep;; l += step, step = next_step(step)) {
+    const IndexLine& line = lines()[l];
+    for (uint32_t used = line.used(); used != 0; used &= used - 1) {
+      const int entry = __builtin_ctz(used);
+      const uint64_t hash = this->hash(line.ids[entry]), position = position_of(hash);
+      if (position >= begin && position < frontier_) moving_.push_back({line.ids[entry], hash, line.words[entry], {l, entry}});
     }
-    if (hole == nullptr) break;
+    if (!line.passed()) break;
   }
-  --info(number).size;
-  --parts_[part_of(hash)].size;
-  return slot;
+  reserve_lines(moving_.size());
+  for (const Moving& entry : moving_) take_out(entry.place, old_home);
+  size_ -= static_cast<int64_t>(moving_.size());
+  frontier_ = begin;
+  unmoved_ = old_home;
+  for (const Moving& entry : moving_) insert(entry.id, entry.hash, entry.slot);
+  if (unmoved_ == 0) lines_below_ = lines_above_;
 }
 
-int64_t Index::size() const {
-  int64_t total = 0;
-  for (const Part& part : parts_) total += part.size;
-  return total;
-}
-
-int64_t Index::bytes() const {
-  int64_t total = int64_t{used_segments_} * (kEntries * sizeof(Entry) + sizeof(SegmentInfo));
-  for (const Part& part : parts_) total += static_cast<int64_t>(part.directory.capacity() * sizeof(uint32_t));
-  return total;
+uint64_t Index::positions(int64_t entries) const {
+  return std::max<uint64_t>(1, kPositions / lines_above_ * static_cast<uint64_t>(std::max<int64_t>(1, entries / kLineEntries)));
 }
 
 }  // namespace recstore

@@ -1,144 +1,133 @@
 #pragma once
 
-#include <array>
 #include <cstddef>
 #include <cstdint>
-#include <memory>
 #include <vector>
 
+#include "index_lines.h"
 #include "memory.h"
 #include "mix.h"
 
 namespace recstore {
 
-using Slot = uint32_t;
-constexpr Slot kNoSlot = 0xFFFFFFFFu;
-
-// Maps ids to slots: an extendible hash table.
+// Maps ids to slots: a hash table with open addressing over lines of five entries, a cache line each, in one region of
+// huge pages.
 //
-// The top bits of an id's hash select one of kParts independent parts. The next bits select a segment of 4 KiB through
-// the directory of the part. The low bits select a line of four entries in the segment; probing continues line by line.
-// A full segment splits in two, so that growth never moves more than 256 entries at once. All segments are in one
-// region of huge pages.
+// The upper 32 bits of an id's hash are its position, and position * lines / 2**32 is the number of its home line. The
+// number of lines can therefore be any number, and an entry with a higher position never has a lower home. To grow by a
+// fifth, the index moves entries to their new homes from the highest position down, in place and a few lines at a time,
+// so that the growth takes place during the inserts that need it, and the index is equally full at every size.
 //
-// Every int64 is a legal id: an empty entry holds an id that hashes to another part, so that a probe compares ids
-// alone. Thread safety: any number of concurrent find() calls; or, after reserve_inserts(), parallel inserts and erases
-// on different parts.
+// A search ends at a line that no entry has passed. Therefore a removed entry leaves only a free place, and entries
+// move when the index grows and at no other time.
+//
+// Every int64 is a legal id. Thread safety: any number of concurrent calls of const functions; or, after reserve(),
+// parallel calls of insert_within_part() for different parts.
 class Index {
  public:
   static constexpr int kPartBits = 6;
   static constexpr int kParts = 1 << kPartBits;
-
-  struct Entry {
-    int64_t id;
-    Slot slot;
-    uint32_t unused;
-  };
+  static constexpr uint64_t kPositions = uint64_t{1} << 32;
 
   explicit Index(uint64_t salt);
 
-  // The salt is random for each table, so that nobody can choose ids that all fall into one segment.
+  // The salt is random for each table, so that nobody can choose ids that all fall into one line.
   uint64_t hash(int64_t id) const { return mix(static_cast<uint64_t>(id) ^ salt_); }
   static int part_of(uint64_t hash) { return static_cast<int>(hash >> (64 - kPartBits)); }
+  void prefetch(uint64_t hash) const { __builtin_prefetch(lines() + view().home(position_of(hash)), 1, 3); }
 
-  // The line in which the search for an id begins. Every line is one cache line.
-  const Entry* home_line(uint64_t hash) const { return segment(segment_of(hash)) + (hash % kLines) * kLineEntries; }
-  // Returns the entry of `id` in one line; null if the line has none.
-  static const Entry* find_in_line(const Entry* line, int64_t id) {
-    // Four comparisons without a branch, because it cannot be predicted which of them succeeds.
-    const unsigned hit = (line[0].id == id) | (line[1].id == id) << 1 | (line[2].id == id) << 2 | (line[3].id == id) << 3;
-    return hit == 0 ? nullptr : line + __builtin_ctz(hit);
-  }
-  // Returns the line to search after `line`; null if the probe sequence ends there, because lines fill from the left.
-  const Entry* next_line(const Entry* line) const {
-    if (line[kLineEntries - 1].slot == kNoSlot) return nullptr;
-    const auto place = static_cast<size_t>(line - entries_);
-    return entries_ + place / kEntries * kEntries + (place + kLineEntries) % kEntries;
-  }
-  // Returns the entry of `id` in `line` or in the lines after it; null if there is none. `line` may be null.
-  const Entry* find_from(const Entry* line, int64_t id) const {
-    for (; line != nullptr; line = next_line(line)) {
-      const Entry* entry = find_in_line(line, id);
-      if (entry != nullptr) return entry;
-    }
-    return nullptr;
-  }
-  Slot find(int64_t id, uint64_t hash) const {
-    const Entry* entry = find_from(home_line(hash), id);
-    return entry == nullptr ? kNoSlot : entry->slot;
-  }
+  Slot find(int64_t id) const;
+  // Writes the slot of each of ids (n,) to slots (n,); kNoSlot for an id without an entry. Returns the number of ids
+  // without an entry.
+  int64_t find(const int64_t* ids, int64_t n, Slot* slots) const;
 
-  // Makes room for `count` inserts of any ids. Only after this call may inserts run in parallel.
-  void reserve_inserts(int64_t count);
-  // Returns the slot of `id`. If the id has no entry, makes an entry with the slot `fresh`. Throws OutOfMemory.
-  Slot find_or_insert(int64_t id, uint64_t hash, Slot fresh);
-  void set_slot(int64_t id, uint64_t hash, Slot slot);
+  // Makes room for `count` inserts. Entries may move. Throws OutOfMemory.
+  void reserve(int64_t count);
+  // Makes the entry of an id that has none.
+  void insert(int64_t id, uint64_t hash, Slot slot) noexcept;
+  // Like insert(), but changes only lines to which no other part has access. If the entry needs another line, nothing
+  // changes, and the function returns false. Call inserted() with the number of these inserts when all have ended.
+  bool insert_within_part(int64_t id, uint64_t hash, Slot slot) noexcept;
+  void inserted(int64_t count) noexcept { size_ += count; }
   // Returns the slot that `id` had, or kNoSlot.
-  Slot erase(int64_t id, uint64_t hash);
+  Slot erase(int64_t id) noexcept;
   void clear();
 
-  int64_t size() const;
-  int64_t bytes() const;
+  int64_t size() const { return size_; }
+  int64_t bytes() const { return int64_t{end_line()} * static_cast<int64_t>(sizeof(IndexLine)); }
 
-  // An entry stays in its segment until the segment splits; the split may move it to a new, last segment.
-  uint32_t segments() const { return used_segments_; }
-  template <class Visit>  // visit(int64_t id, Slot slot), in no particular order, for the entries of some segments
-  void for_each(uint32_t first_segment, uint32_t end_segment, const Visit& visit) const {
-    for (uint32_t s = first_segment; s < end_segment; ++s) {
-      const Entry* entries = segment(s);
-      for (int e = 0; e < kEntries; ++e) {
-        if (entries[e].slot != kNoSlot) visit(entries[e].id, entries[e].slot);
-      }
-    }
+  // Number of positions that contain this many entries on average; at least 1.
+  uint64_t positions(int64_t entries) const;
+  // Visits the entries of the positions [begin, end) in no particular order. An entry keeps its position, so that a walk
+  // in several calls visits every entry once, even if the index grows meanwhile.
+  template <class Visit>  // visit(int64_t id, Slot slot)
+  void for_each(uint64_t begin, uint64_t end, const Visit& visit) const {
+    for_each_place(begin, end, [&](const IndexLine& line, int entry) { visit(line.ids[entry], line.words[entry]); });
   }
-
-  template <class Map>  // slot = map(slot), for the entries of a segment
-  void map_slots(uint32_t number, const Map& map) {
-    Entry* entries = segment(number);
-    for (int e = 0; e < kEntries; ++e) {
-      if (entries[e].slot != kNoSlot) entries[e].slot = map(entries[e].slot);
-    }
+  template <class Visit>
+  void for_each(const Visit& visit) const {
+    for_each(0, kPositions, visit);
+  }
+  template <class Map>  // slot = map(slot), for the entries of the positions [begin, end)
+  void map_slots(uint64_t begin, uint64_t end, const Map& map) {
+    for_each_place(begin, end, [&](IndexLine& line, int entry) { line.words[entry] = map(line.words[entry]); });
   }
 
  private:
-  static constexpr int kLineEntries = 4;
-  static constexpr int kLines = 64;
-  static constexpr int kEntries = kLines * kLineEntries;
-  static constexpr int kMaxEntries = kEntries * 7 / 8;
-  static constexpr int kMaxDepth = 26;  // a directory has at most 2**26 entries
-
-  struct Part {
-    std::vector<uint32_t> directory;  // (1 << depth) segment numbers
-    int depth = 0;
-    int64_t size = 0;
+  struct Place {
+    uint32_t line;
+    int entry;  // negative: there is none
   };
-  struct SegmentInfo {
-    uint16_t depth;  // number of bits that all ids of the segment share within the part
-    uint16_t size;
+  struct Moving {
+    int64_t id;
+    uint64_t hash;
+    Slot slot;
+    Place place;
   };
 
-  uint32_t segment_of(uint64_t hash) const {
-    const Part& part = parts_[part_of(hash)];
-    return part.directory[directory_index(hash, part.depth)];
+  static uint64_t position_of(uint64_t hash) { return hash >> 32; }
+  IndexLine* lines() const { return reinterpret_cast<IndexLine*>(region_.data()); }
+  IndexView view() const { return {lines(), salt_, frontier_, lines_below_, lines_above_}; }
+  uint32_t end_line() const { return lines_above_ > last_line_ ? lines_above_ : last_line_ + 1; }
+
+  template <class Visit>
+  void for_each_place(uint64_t begin, uint64_t end, const Visit& visit) const {
+    if (begin >= end) return;
+    const uint32_t last = view().home(end - 1);
+    for (uint32_t home = view().home(begin); home <= last; ++home) {
+      for (uint32_t l = home, step = kFirstStep;; l += step, step = next_step(step)) {
+        IndexLine& line = lines()[l];
+        for (uint32_t used = line.used(); used != 0; used &= used - 1) {
+          const int entry = __builtin_ctz(used);
+          const uint64_t position = position_of(hash(line.ids[entry]));
+          if (position >= begin && position < end && view().home(position) == home) visit(line, entry);
+        }
+        if (!line.passed()) break;
+      }
+    }
   }
-  // Two shifts, because one shift by 64 bits, for depth 0, would be undefined.
-  static uint64_t directory_index(uint64_t hash, int depth) { return ((hash << kPartBits) >> 1) >> (63 - depth); }
-  Entry* segment(uint32_t number) const { return entries_ + size_t{number} * kEntries; }
-  SegmentInfo& info(uint32_t number) const { return reinterpret_cast<SegmentInfo*>(infos_.data())[number]; }
-
-  void place(uint32_t segment_number, const Entry& entry, uint64_t hash);
-  void split(Part& part, uint64_t hash);
-  uint32_t new_segment(int depth, int part);
-  Entry empty_entry(int part) const { return {filler_[part >> (kPartBits - 1)], kNoSlot, 0}; }
+  Place find_place(int64_t id, uint64_t hash) const;
+  template <class Visit>  // visit(last word), for the lines that an entry passes from its home to `line`
+  void for_each_passed(uint32_t home, uint32_t line, const Visit& visit) noexcept {
+    for (uint32_t l = home, step = kFirstStep; l < line; l += step, step = next_step(step)) visit(lines()[l].words[kLineEntries]);
+  }
+  void put(Place place, uint32_t home, int64_t id, Slot slot) noexcept;
+  void take_out(Place place, uint32_t home) noexcept;
+  Place free_place(uint32_t home, uint32_t end) const;
+  void reserve_lines(uint64_t count);
+  void begin_growth(int64_t entries);
+  void move_next_line();
 
   uint64_t salt_;
-  std::array<int64_t, 2> filler_{};  // by the top bit of a part: an id that hashes to a part of the other half
-  std::array<Part, kParts> parts_;
-  Region segments_;
-  Region infos_;
-  Entry* entries_ = nullptr;
-  uint32_t used_segments_ = 0;
-  uint32_t reserved_segments_ = 0;
+  Region region_;
+  // Lines [0, unmoved_) of the lines before the growth still have their entries, whose positions are below frontier_.
+  uint64_t frontier_ = 0;
+  uint32_t unmoved_ = 0;
+  uint32_t lines_below_ = 0;
+  uint32_t lines_above_ = 0;
+  uint32_t last_line_ = 0;  // no line after this one was ever used or searched
+  int64_t size_ = 0;
+  std::vector<Moving> moving_;
 };
 
 }  // namespace recstore

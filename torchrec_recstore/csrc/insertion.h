@@ -19,24 +19,26 @@ struct Miss {
 };
 
 // Makes the missing rows of one table, one for each distinct id, and writes the slot of each row to all positions of
-// its id. The steps are place(), take_slots(), resolve() and fill(), in this order.
+// its id. The steps are group(), take_slots(), resolve(), fill() and finish(), in this order.
 class Insertion {
  public:
   // slots: the slots of the batch, which are written at the positions of the misses.
   // initialise: whether fill() writes the weights of the new rows; otherwise the caller writes them.
   Insertion(Table& table, std::vector<Miss> misses, Slot* slots, bool initialise = true);
 
-  // Number of tasks of place(), resolve() and fill(). The tasks of one step may run in parallel.
+  // Number of tasks of group(), resolve() and fill(). The tasks of one step may run in parallel.
   int64_t tasks() const { return tasks_; }
-  // Makes an entry in the index for every distinct id of the task. Throws OutOfMemory.
-  void place(int64_t task);
-  // Gets a slot for every new row. The slots of `leaving` come first; these rows are removed before fill(). Throws
-  // OutOfMemory.
+  // Finds the distinct ids of the task. Throws OutOfMemory.
+  void group(int64_t task);
+  // Gets a slot for every new row, and room in the index. The slots of `leaving` come first; these rows are removed
+  // before fill(). Throws OutOfMemory.
   void take_slots(const std::vector<Leaver>& leaving = {});
   // Writes the slots of the batch.
   void resolve(int64_t task) noexcept;
-  // Writes the rows.
+  // Makes the rows.
   void fill(int64_t task) noexcept;
+  // Makes the entries of the index that fill() could not make in parallel.
+  void finish() noexcept;
   // Restores the table after any of the steps, as long as no row of `leaving` has been removed.
   void undo() noexcept;
 
@@ -46,6 +48,13 @@ class Insertion {
   int64_t reused() const { return reused_; }
 
  private:
+  // The misses of one part of the index.
+  struct Part {
+    int32_t begin = 0;           // first miss in order_
+    int32_t left = 0;            // number of new rows that are not in the index after fill(); order_ has their numbers
+    int64_t first_row = 0;       // in taken_
+    std::vector<int32_t> fresh;  // the first miss of each distinct id; the position here is the number of the new row
+  };
   template <class Work>
   void for_each_part(int64_t task, const Work& work);
 
@@ -54,19 +63,22 @@ class Insertion {
   Slot* slots_;
   bool initialise_;
   int64_t tasks_;
-  std::array<int32_t, Index::kParts + 1> begin_{};           // by part of the index: first miss in order_
-  std::vector<int32_t> order_;                               // misses by part; within a part in the order of the batch
-  std::array<std::vector<int32_t>, Index::kParts> fresh_;    // by part: the first miss of each distinct id
-  std::array<int64_t, Index::kParts> base_{};                // by part: its first slot in taken_
+  std::array<Part, Index::kParts + 1> parts_;
+  std::vector<int32_t> order_;  // misses by part; within a part in the order of the batch
   std::vector<Slot> taken_;
-  int64_t reused_ = 0;                                       // this many slots at the front of taken_ come from `leaving`
+  int64_t reused_ = 0;          // this many slots at the front of taken_ come from `leaving`
+  bool filled_ = false;
 };
 
 // The tasks of several insertions, which belong to different tables.
 class InsertionTasks {
  public:
-  explicit InsertionTasks(const std::vector<Insertion*>& insertions);
+  explicit InsertionTasks(std::vector<Insertion*> insertions);
 
+  // Calls Insertion::finish() of each insertion.
+  void finish() const noexcept {
+    for (Insertion* insertion : insertions_) insertion->finish();
+  }
   template <class Work>  // work(insertion, task), in parallel
   void run(Executor& executor, const Work& work) const {
     for_each_task(executor, static_cast<int64_t>(tasks_.size()), [&](int64_t t) { work(*tasks_[t].insertion, tasks_[t].task); });
@@ -77,6 +89,7 @@ class InsertionTasks {
     Insertion* insertion;
     int64_t task;
   };
+  std::vector<Insertion*> insertions_;
   std::vector<Task> tasks_;
 };
 

@@ -6,7 +6,7 @@
 
 #include "batch.h"
 #include "config.h"
-#include "index.h"
+#include "index_lines.h"
 
 namespace recstore {
 
@@ -92,10 +92,11 @@ struct UpdateArgs {
   uint32_t half_life;             // half-life of the frequencies
 };
 
-// The loops over rows, which are compiled once for each instruction set. All versions give the same bits: they use
+// The search of the index and the loops over rows, which are compiled once for each instruction set. All versions give the same bits: they use
 // sixteen lanes independently of the width of the registers, the same order of additions, and no fused multiply-add.
 struct RowKernels {
   const char* name;
+  int64_t (*find)(const IndexView& index, const int64_t* ids, int64_t n, Slot* slots);  // see Index::find()
   void (*fill_uniform)(uint64_t key, int64_t id, int64_t column_begin, int64_t column_end, float low, float high, float* row);
   void (*pool)(const PoolArgs& args);
   void (*update)(const UpdateArgs& args);

@@ -1,6 +1,6 @@
 // The loops over rows. Each row_kernels_*.cpp includes this file for one instruction set, and defines the namespace
 // RECSTORE_ISA_NAMESPACE, the string RECSTORE_ISA_NAME, the number RECSTORE_WIDTH of 32-bit lanes of a register, and the
-// macro RECSTORE_STREAM(dst, register).
+// macros RECSTORE_STREAM(dst, register) and RECSTORE_MATCH(line, id).
 
 namespace recstore {
 namespace RECSTORE_ISA_NAMESPACE {
@@ -8,12 +8,14 @@ namespace {
 
 #include "lanes.inl"
 
-constexpr int64_t kPrefetchIds = 16;
+constexpr int64_t kPrefetchIds = 16;    // rows that are prefetched ahead, at least
+constexpr int64_t kPrefetchLines = 96;  // cache lines of them, at least
 
 inline void prefetch_row(const float* row, int64_t floats) {
   for (int64_t d = 0; d < floats; d += 16) __builtin_prefetch(row + d, 0, 3);
 }
 
+#include "index_find.inl"
 #include "row_types.inl"
 
 void fill_uniform(uint64_t key, int64_t id, int64_t column_begin, int64_t column_end, float low, float high, float* row) {
@@ -78,11 +80,22 @@ inline void pool_block(const PoolArgs& a, int64_t begin, int64_t end, int64_t co
   for (int u = 0; u < Unroll; ++u) put<Stream>(out + u * kLanes, sum[u]);
 }
 
+// Prefetches the weights of a row.
+template <class Row, class Columns>
+inline void prefetch_weights(const PoolArgs& a, Columns columns, int64_t position) {
+  const Slot slot = a.slots[position];
+  prefetch_row(a.rows.data + (slot == kNoSlot ? 0 : slot) * a.rows.stride, Row::floats(columns));
+}
+
 template <class Row, bool Stream, class Columns>
 void pool_bags(const PoolArgs& a, Columns columns) {
   const int64_t whole = columns / kLanes * kLanes;
+  const int64_t rows = kPrefetchLines * kLanes / Row::floats(columns), ahead = rows < kPrefetchIds ? kPrefetchIds : rows;
+  const int64_t last = a.bounds[a.bags];
+  for (int64_t p = a.bounds[0]; p < a.bounds[0] + ahead && p < last; ++p) prefetch_weights<Row>(a, columns, p);
   for (int64_t bag = 0; bag < a.bags; ++bag) {
     const int64_t begin = a.bounds[bag], end = a.bounds[bag + 1];
+    for (int64_t p = begin + ahead; p < end + ahead && p < last; ++p) prefetch_weights<Row>(a, columns, p);
     float* out = a.out + bag * a.out_stride;
     int64_t d = 0;
     for (; d + 4 * kLanes <= whole; d += 4 * kLanes) pool_block<Row, 4, Stream>(a, begin, end, d, out + d);
@@ -220,7 +233,7 @@ float dot(RowType type, const float* row, const float* y, int64_t n) {
 }  // namespace
 
 extern const RowKernels kKernels;
-const RowKernels kKernels = {RECSTORE_ISA_NAME, fill_uniform, pool, update, dot, widen, narrow};
+const RowKernels kKernels = {RECSTORE_ISA_NAME, find, fill_uniform, pool, update, dot, widen, narrow};
 
 }  // namespace RECSTORE_ISA_NAMESPACE
 }  // namespace recstore

@@ -15,6 +15,8 @@
 #define RECSTORE_ISA_NAME "avx512"
 #define RECSTORE_WIDTH 16
 #define RECSTORE_STREAM(dst, value) _mm512_stream_ps((dst), (value))
+#define RECSTORE_MATCH(line, id) \
+  static_cast<unsigned>(_mm512_cmpeq_epi64_mask(_mm512_load_si512(&(line)), _mm512_set1_epi64(id)))
 
 // These are the masked intrinsics, because GCC 12 warns about the plain ones (GCC bug 105593).
 #define RECSTORE_HALF_TO_FLOAT(half) _mm512_maskz_cvtph_ps(0xFFFF, (__m256i)(half))

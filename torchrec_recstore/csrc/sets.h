@@ -19,14 +19,15 @@ class IdSet {
     ids_.reserve(most);
   }
 
-  // hash: the hash of the id; its top bits are used.
-  void add(int64_t id, uint64_t hash) {
+  // Adds an id, and returns its position in ids(). hash: the hash of the id; its top bits are used.
+  uint32_t add(int64_t id, uint64_t hash) {
     size_t place = hash >> (64 - bits_);
     for (; places_[place] != 0; place = (place + 1) & (places_.size() - 1)) {
-      if (ids_[places_[place] - 1] == id) return;
+      if (ids_[places_[place] - 1] == id) return places_[place] - 1;
     }
     ids_.push_back(id);
     places_[place] = static_cast<uint32_t>(ids_.size());
+    return places_[place] - 1;
   }
   const std::vector<int64_t>& ids() const { return ids_; }
 

@@ -16,8 +16,7 @@ namespace recstore {
 namespace {
 
 constexpr size_t kFound = size_t{1} << 21;  // rows that one scan of the index finds; they take 64 MiB with scratch memory
-constexpr uint32_t kSegments = 64;          // segments of the index that are scanned under one lock: 256 KiB
-constexpr size_t kSliceEntries = size_t{kSegments} * 256;
+constexpr int64_t kSliceEntries = 16384;    // entries of the index that are scanned under one lock: about 256 KiB
 constexpr int64_t kRun = 512;               // rows of a task; a polite read copies the rows of one task under one lock
 constexpr int64_t kLongRun = 1 << 16;       // rows that another read copies under one lock
 constexpr int64_t kAhead = 8;               // rows that are prefetched ahead
@@ -49,7 +48,7 @@ class Slice {
 // Collects rows, and keeps those with the lowest ids.
 class Snapshot::Least {
  public:
-  explicit Least(int64_t most) { rows_.reserve(std::min(2 * kFound + kSliceEntries, static_cast<size_t>(most))); }
+  explicit Least(int64_t most) { rows_.reserve(std::min(2 * kFound + 2 * size_t{kSliceEntries}, static_cast<size_t>(most))); }
   void add(const Row& row) {
     if (row.id <= bound_) rows_.push_back(row);
   }
@@ -62,7 +61,7 @@ class Snapshot::Least {
   }
   std::vector<Row> sorted() {
     std::sort(rows_.begin(), rows_.end());
-    // The scan may find a row twice: its segment was split, or the row was removed, after the scan had passed it.
+    // The scan may find a row twice: the row was removed after the scan had passed it.
     rows_.erase(std::unique(rows_.begin(), rows_.end()), rows_.end());
     if (rows_.size() > kFound) rows_.resize(kFound);
     return std::move(rows_);
@@ -98,7 +97,7 @@ Snapshot::Snapshot(std::shared_ptr<Table> table, std::optional<Changes::Mark> si
   if (since) {
     left_ = table_->rows().changes().left_since(*since);
     const Index& index = table_->index();
-    const auto is_back = [&](int64_t id) { return index.find(id, index.hash(id)) != kNoSlot; };
+    const auto is_back = [&](int64_t id) { return index.find(id) != kNoSlot; };
     if (left_) left_->erase(std::remove_if(left_->begin(), left_->end(), is_back), left_->end());
   }
   numbers_.reserve(static_cast<size_t>(slots_) * sizeof(uint32_t));
@@ -126,17 +125,17 @@ void Snapshot::find_next(bool polite) {
   const auto add = [&](int64_t id, Slot slot) {
     if (pending(slot) && (!last_id_ || id > *last_id_)) least.add({id, slot});
   };
-  // A split moves rows only to later segments, so that the scan misses no row.
-  for (uint32_t first = 0;; first += kSegments) {
+  for (uint64_t first = 0; first < Index::kPositions;) {
     least.cut();
     const Slice slice(table_->mutex(), polite);
     table_->check_open();
     const Index& index = table_->index();
-    index.for_each(first, std::min(first + kSegments, index.segments()), add);
-    if (first + kSegments >= index.segments()) {
+    const uint64_t end = std::min(first + index.positions(kSliceEntries), Index::kPositions);
+    index.for_each(first, end, add);
+    if (end == Index::kPositions) {
       for (const Row& row : removed_) add(row.id, row.slot);
-      break;
     }
+    first = end;
   }
   next_ = least.sorted();
   if (!next_.empty()) last_id_ = next_.back().id;

@@ -12,7 +12,8 @@ namespace recstore {
 namespace {
 
 constexpr size_t kAhead = 8;               // entries of the index that are prefetched ahead
-constexpr int64_t kLeastSegments = 64;     // segments of the index that a call of compact() visits at least
+constexpr int64_t kLeastEntries = 16384;   // entries that a call of compact() visits at least
+constexpr int64_t kStepEntries = 256;      // entries that it visits between two looks at the room
 constexpr int64_t kEntriesForRow = 32;     // entries that it visits for each row that has just been removed
 constexpr int64_t kLeastBytes = 64 << 20;  // memory that it returns at most, unless many rows have just been removed
 
@@ -51,7 +52,7 @@ int64_t Table::remove(const int64_t* ids, int64_t n) {
   if (!pending_.empty()) rows_.reserve_give_back(n);
   int64_t removed = 0;
   for (int64_t i = 0; i < n; ++i) {
-    const Slot slot = index_.erase(ids[i], index_.hash(ids[i]));
+    const Slot slot = index_.erase(ids[i]);
     if (slot == kNoSlot) continue;
     if (pending_.empty()) {
       rows_.give_back_now(slot);
@@ -69,28 +70,32 @@ int64_t Table::remove(const int64_t* ids, int64_t n) {
 
 void Table::compact(int64_t rows) noexcept {
   if (snapshot_ != nullptr) return;  // a snapshot finds rows by their slots
-  const auto segments = static_cast<uint32_t>(std::max(kLeastSegments, rows * kEntriesForRow / 256));
+  const int64_t steps = std::max(kLeastEntries, rows * kEntriesForRow) / kStepEntries;
   const int64_t bytes = std::max(kLeastBytes, 2 * rows * rows_.row_bytes());
   if (!rows_.is_compacting()) {
-    next_segment_ = 0;
+    next_position_ = 0;
     if (!rows_.begin_compaction()) return rows_.give_memory_back(bytes);
   }
   std::vector<Move> moves;
   try {
-    for (uint32_t s = 0; s < segments && rows_.has_room_below() && next_segment_ < index_.segments(); ++s, ++next_segment_) {
-      reserve_more(moves, 256);  // entries of a segment
-      index_.map_slots(next_segment_, [&](Slot slot) {
+    for (int64_t s = 0; s < steps && rows_.has_room_below() && next_position_ < Index::kPositions; ++s) {
+      const uint64_t end = std::min(Index::kPositions, next_position_ + index_.positions(kStepEntries));
+      size_t entries = 0;
+      index_.for_each(next_position_, end, [&](int64_t, Slot) { ++entries; });
+      reserve_more(moves, entries);
+      index_.map_slots(next_position_, end, [&](Slot slot) {
         if (int64_t{slot} < rows_.limit() || !rows_.has_room_below()) return slot;
         moves.push_back({slot, rows_.move(slot)});
         return moves.back().to;
       });
+      next_position_ = end;
     }
   } catch (const std::bad_alloc&) {  // a later call continues
   }
   std::sort(moves.begin(), moves.end());
   for (const Numbered& numbered : pending_) numbered.pass->moved(*this, moves);
-  // Start again at the first segment: some rows found no room below the limit, or some slots wait for a pass.
-  if (!rows_.finish_compaction() && next_segment_ >= index_.segments()) next_segment_ = 0;
+  // Start again at the first position: some rows found no room below the limit, or some slots wait for a pass.
+  if (!rows_.finish_compaction() && next_position_ >= Index::kPositions) next_position_ = 0;
   rows_.give_memory_back(bytes);
 }
 
@@ -103,9 +108,9 @@ void Table::reserve_leave(int64_t rows) {
 
 void Table::leave(const std::vector<Leaver>& rows, int64_t reused) noexcept {
   for (size_t i = 0; i < rows.size(); ++i) {
-    if (i + kAhead < rows.size()) __builtin_prefetch(index_.home_line(index_.hash(rows[i + kAhead].id)), 1, 3);
+    if (i + kAhead < rows.size()) index_.prefetch(index_.hash(rows[i + kAhead].id));
     const Leaver& row = rows[i];
-    index_.erase(row.id, index_.hash(row.id));
+    index_.erase(row.id);
     if (rows_.changes().tracks()) rows_.changes().left(row.id, index_.size());
     if (snapshot_ != nullptr && snapshot_->removed(row.id, row.slot)) {
       rows_.give_back(row.slot, next_pass_ - 1);
@@ -151,13 +156,13 @@ void Table::exchange_rows(Table& other) {
   std::swap(counters_.steps, other.counters_.steps);
   std::swap(sightings_, other.sightings_);
   std::swap(cold_filter_, other.cold_filter_);
-  next_segment_ = other.next_segment_ = 0;
+  next_position_ = other.next_position_ = 0;
   for (Table* table : {this, &other}) table->rows_.changes().restart(last);
 }
 
 void Table::ids(int64_t* out) const {
   int64_t* end = out;
-  index_.for_each(0, index_.segments(), [&](int64_t id, Slot) { *end++ = id; });
+  index_.for_each([&](int64_t id, Slot) { *end++ = id; });
   std::sort(out, end);
 }
 

@@ -166,7 +166,7 @@ class Table {
   std::optional<Sightings> sightings_;
   ColdFilter cold_filter_;
   Snapshot* snapshot_ = nullptr;
-  uint32_t next_segment_ = 0;  // the segment of the index at which compaction continues
+  uint64_t next_position_ = 0;  // the position in the index at which compaction continues
   uint64_t next_pass_ = 1;
   std::vector<Numbered> pending_;  // number ascends
 };
