@@ -51,7 +51,7 @@ class LookupKernel(nn.Module):
         super().__init__()
         self.passes = passes
         self._anchor = torch.empty(0, requires_grad=True)
-        self._name = ", ".join(table.name for table in tables)
+        self._who = f"tables {', '.join(table.name for table in tables)}"  # names the tables in errors
         self._handle = next(_handles)
         _kernels[self._handle] = self
 
@@ -102,11 +102,11 @@ class LookupKernel(nn.Module):
             if train:
                 return _ops.kernel_lookup(self._handle, self._anchor, ids, offsets, counts, weights)[0]  # type: ignore[no-any-return]
             return _ops.kernel_read(self._handle, ids, offsets, counts, weights)  # type: ignore[no-any-return]
-        with ops.native_errors(f"tables {self._name}"):
+        with ops.native_errors(self._who):
             if train:
                 return _Lookup.apply(self._anchor, self, ids, offsets, counts, weights)  # type: ignore[no-any-return, no-untyped-call]
             if wanted:
-                _refuse_reentrant_checkpoint(self._name)
+                _refuse_reentrant_checkpoint(self._who)
             return self.read(ids, offsets, counts, weights)
 
 
@@ -132,25 +132,32 @@ class _Lookup(torch.autograd.Function):
         return out
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        # Grad is enabled if the backward itself may be differentiated, which raises. Otherwise the decorator would do
+        # nothing, and it takes a tenth of the backward of a small batch.
+        update = once_differentiable(_Lookup._update) if torch.is_grad_enabled() else _Lookup._update
+        return update(ctx, *grads)
+
+    @staticmethod
+    def _update(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         _ = ctx.saved_tensors  # raises if the weights have been changed or the graph has been freed
         kernel, context = ctx.kernel, ctx.context
         # The context is freed when autograd frees saved tensors. The function is private in torch 2.13.
         if not torch._C._autograd._get_current_graph_task_keep_graph():
             ctx.context = None
-        with ops.native_errors(f"tables {kernel._name}"):
-            grad_weights = kernel.update(context, grads[0].float(), ctx.needs_input_grad[5], ctx.counts)
+        with ops.native_errors(kernel._who):
+            grad = grads[0] if grads[0].dtype is torch.float32 else grads[0].float()
+            grad_weights = kernel.update(context, grad, ctx.needs_input_grad[5], ctx.counts)
         return None, None, None, None, None, grad_weights
 
 
-def _refuse_reentrant_checkpoint(names: str) -> None:
+def _refuse_reentrant_checkpoint(who: str) -> None:
     """Raises in the first forward of a reentrant checkpoint: it runs without grad, although it is a training step."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         if frame.f_code is CheckpointFunction.forward.__code__:
             raise RuntimeError(
-                f"tables {names}: a reentrant checkpoint runs its first forward without grad, so that ids without a "
+                f"{who}: a reentrant checkpoint runs its first forward without grad, so that ids without a "
                 "row do not get one: use torch.utils.checkpoint.checkpoint(..., use_reentrant=False)"
             )
         frame = frame.f_back
@@ -172,20 +179,20 @@ def _lookup(
     kernel = _kernel_of(handle)
     # The backward reads ids and weights again, and a compiled graph may reuse their memory before the backward.
     ids, weights = ids.clone(), None if weights is None else weights.clone()
-    with ops.native_errors(f"tables {kernel._name}"):
+    with ops.native_errors(kernel._who):
         return kernel.look_up(ids, offsets, counts, weights)
 
 
 def _update(handle: int, context: Tensor, grad: Tensor, counts: Sequence[int], weight_grads: int | None) -> Tensor:
     kernel = _kernel_of(handle)
-    with ops.native_errors(f"tables {kernel._name}"):
+    with ops.native_errors(kernel._who):
         grad_weights = kernel.update(context, grad, weight_grads is not None, counts)
     return grad.new_empty(0) if grad_weights is None else grad_weights
 
 
 def _read(handle: int, ids: Tensor, offsets: Tensor | None, counts: Sequence[int], weights: Tensor | None) -> Tensor:
     kernel = _kernel_of(handle)
-    with ops.native_errors(f"tables {kernel._name}"):
+    with ops.native_errors(kernel._who):
         return kernel.read(ids, offsets, counts, weights)
 
 
@@ -205,7 +212,7 @@ def _fake_read(
     kernel = _kernel_of(handle)
     if torch.compiler.is_exporting():
         raise NotImplementedError(
-            f"tables {kernel._name}: torch.export cannot hold the rows of RecStore tables in its program: export the "
+            f"{kernel._who}: torch.export cannot hold the rows of RecStore tables in its program: export the "
             "model that torchrec_recstore.inference.export_for_inference returns"
         )
     return ids.new_empty(kernel.output_shape(offsets, counts), dtype=torch.float32)

@@ -105,7 +105,7 @@ class PooledKernel(LookupKernel):
         """
         if ids.dtype is not torch.int64:
             raise TypeError(f"ids must be int64, got {ids.dtype}")
-        with ops.native_errors(f"tables {self._name}"):
+        with ops.native_errors(self._who):
             ops.group_prefetch(self._group, ids, counts)
             self.cold_rows.prefetch(ids, counts)
 
@@ -127,6 +127,8 @@ class PooledKernel(LookupKernel):
     ) -> tuple[Tensor, Tensor]:
         """See ``LookupKernel.look_up``."""
         assert offsets is not None
+        if not self.cold_rows.tiers:
+            return ops.group_forward(self._group, ids, offsets, weights, True)
         with self.cold_rows.resident(ids, offsets):
             return ops.group_forward(self._group, ids, offsets, weights, True)
 

@@ -45,6 +45,7 @@ class SequenceKernel(LookupKernel):
             PooledKernel([table], [0], "sum", routings=[routing], accumulation_steps=accumulation_steps)
             for table, routing in zip(tables, routings, strict=True)
         ]
+        self._groups = [kernel.group for kernel in self._kernels]
         self._columns = [len(table.columns) for table in tables]
         self._has_cold_rows = any(kernel.cold_rows.tiers for kernel in self._kernels)
 
@@ -85,20 +86,21 @@ class SequenceKernel(LookupKernel):
         self, ids: Tensor, offsets: Tensor | None, counts: Sequence[int], weights: Tensor | None
     ) -> tuple[Tensor, Tensor]:
         """See ``LookupKernel.look_up``."""
+        if not self._has_cold_rows:
+            return ops.rows_forward(self._groups, ids, counts, True)
         with ExitStack() as stack:
-            if self._has_cold_rows:
-                # All locks are taken here, in one order, because resident() takes the lock of one table at a time.
-                stack.enter_context(holding([tier for kernel in self._kernels for tier in kernel.cold_rows.tiers]))
-                for kernel, part in self._parts(ids, counts):
-                    stack.enter_context(kernel.cold_rows.resident(part, None))
-            return ops.rows_forward(self._groups(), ids, counts, True)
+            # All locks are taken here, in one order, because resident() takes the lock of one table at a time.
+            stack.enter_context(holding([tier for kernel in self._kernels for tier in kernel.cold_rows.tiers]))
+            for kernel, part in self._parts(ids, counts):
+                stack.enter_context(kernel.cold_rows.resident(part, None))
+            return ops.rows_forward(self._groups, ids, counts, True)
 
     def read(self, ids: Tensor, offsets: Tensor | None, counts: Sequence[int], weights: Tensor | None) -> Tensor:
         """See ``LookupKernel.read``."""
         if self._has_cold_rows:
             rows = (kernel.cold_rows.read(part, None, None) for kernel, part in self._parts(ids, counts))
             return torch.cat([part.flatten() for part in rows])
-        return ops.rows_forward(self._groups(), ids, counts, False)[0]
+        return ops.rows_forward(self._groups, ids, counts, False)[0]
 
     def output_shape(self, offsets: Tensor | None, counts: Sequence[int]) -> tuple[int, ...]:
         """See ``LookupKernel.output_shape``."""
@@ -123,6 +125,3 @@ class SequenceKernel(LookupKernel):
 
     def _parts(self, ids: Tensor, counts: Sequence[int]) -> Iterator[tuple[PooledKernel, Tensor]]:
         return zip(self._kernels, torch.split(ids, list(counts)), strict=True)
-
-    def _groups(self) -> list[int]:
-        return [kernel.group for kernel in self._kernels]

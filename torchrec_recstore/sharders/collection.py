@@ -70,9 +70,10 @@ def _int64_ids(features: Any) -> KeyedJaggedTensor:
     Raises:
         TypeError: The ids are not integers.
     """
-    features = maybe_td_to_kjt(features)
+    if not isinstance(features, KeyedJaggedTensor):
+        features = maybe_td_to_kjt(features)
     dtype = features.values().dtype
-    if dtype == torch.int64:
+    if dtype is torch.int64:
         return features
     if dtype.is_floating_point or dtype.is_complex or dtype == torch.bool:
         raise TypeError(f"ids must be integers, got {dtype} for features {features.keys()}")
@@ -86,6 +87,8 @@ def _mixed_ids(features: KeyedJaggedTensor, names: Set[str]) -> KeyedJaggedTenso
         features: The batch, with int64 ids.
         names: The names of the features to mix. ``features`` need not have all of them.
     """
+    if not names:
+        return features
     keys: list[str] = features.keys()
     mixes = [key in names for key in keys]
     if not any(mixes):

@@ -322,6 +322,14 @@ class RecStoreKernel(BaseEmbedding, FusedOptimizerModule):  # type: ignore[misc]
     def purge(self) -> None:
         """Does nothing, because there is no cache."""
 
+    # TorchRec's lookups look for the following two methods in each step. To find none takes longer than to call them.
+
+    def wait_for_forward(self) -> None:
+        """Does nothing, because the forward has ended when it returns."""
+
+    def get_rs_awaitable(self) -> None:
+        """Returns None, because no parameter is resized."""
+
 
 class RecStorePooledKernel(RecStoreKernel):
     """A kernel for pooled lookups in a group of tables. Backward updates the tables in place.
@@ -378,8 +386,8 @@ class RecStorePooledKernel(RecStoreKernel):
         self._kernel.prefetch(features.values(), features.length_per_key())
 
     def _pooled(self, ids: torch.Tensor, offsets: torch.Tensor, weights: torch.Tensor | None) -> torch.Tensor:
-        pooled: torch.Tensor = self._kernel(ids, offsets, weights, train=self.training)
-        return pooled.to(self._output_dtype)
+        pooled = self._kernel.forward(ids, offsets, weights, train=self.training)
+        return pooled if self._output_dtype is torch.float32 else pooled.to(self._output_dtype)
 
 
 class RecStoreSequenceKernel(RecStoreKernel):
@@ -409,8 +417,8 @@ class RecStoreSequenceKernel(RecStoreKernel):
         Returns:
             One dimension, the ``output_dtype`` of the fused_params: the columns of each id, feature by feature.
         """
-        rows: torch.Tensor = self._kernel(features.values(), self._counts(features), train=self.training)
-        return rows.to(self._output_dtype)
+        rows = self._kernel.forward(features.values(), self._counts(features), train=self.training)
+        return rows if self._output_dtype is torch.float32 else rows.to(self._output_dtype)
 
     def prefetch(self, features: KeyedJaggedTensor) -> None:
         """Prepares the rows of a batch. See :meth:`RecStoreKernel.prefetch`."""

@@ -58,6 +58,24 @@ class RecStoreLookup(LookupSeams):
             env=sharding_env(sharding),
             **more,
         )
+        # The kernel that the whole batch is for. In a tuple, so that it does not become a submodule a second time.
+        self._only: tuple[RecStoreKernel, ...] = ()
+        kernels = kernels_of(self)
+        if len(kernels) == 1 and isinstance(kernels[0], RecStoreKernel):
+            config = kernels[0].config
+            if not (config.is_weighted or config.has_feature_processor):
+                self._only = (kernels[0],)
+
+    def forward(self, sparse_features: KeyedJaggedTensor) -> torch.Tensor:
+        """Looks up a batch, as TorchRec's method does.
+
+        Args:
+            sparse_features: The features of this lookup.
+        """
+        if self._only and self.optim_state_tracker_fn is None:
+            # TorchRec's method would split the batch into one part, and then concatenate the one result.
+            return self._only[0](sparse_features)  # type: ignore[no-any-return]
+        return super().forward(sparse_features)  # type: ignore[no-any-return]
 
     def make_kernel(self, config: GroupedEmbeddingConfig) -> RecStoreKernel | None:
         """Returns RecStore's kernel for a group of RecStore tables, or None for a group on TorchRec's kernels."""
