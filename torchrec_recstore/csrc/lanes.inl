@@ -5,6 +5,8 @@
 // vector that one register holds, or a pair of halves where the registers are narrower. An operation on a pair is the
 // operation on each half, so that the parts stay in registers. All widths give the same bits.
 
+#define RECSTORE_INLINE inline __attribute__((always_inline))
+
 constexpr int kLanes = 16;
 constexpr int kWidth = RECSTORE_WIDTH;
 
@@ -21,22 +23,22 @@ struct Pair {
   using Half = H;
   Half low, high;
 
-  friend inline Pair operator-(Pair a) { return {-a.low, -a.high}; }
-  friend inline Pair operator+(Pair a, Pair b) { return {a.low + b.low, a.high + b.high}; }
-  friend inline Pair operator-(Pair a, Pair b) { return {a.low - b.low, a.high - b.high}; }
-  friend inline Pair operator*(Pair a, Pair b) { return {a.low * b.low, a.high * b.high}; }
-  friend inline Pair operator/(Pair a, Pair b) { return {a.low / b.low, a.high / b.high}; }
-  friend inline auto operator<(Pair a, Pair b) { return pair(a.low < b.low, a.high < b.high); }
-  friend inline auto operator>(Pair a, Pair b) { return pair(a.low > b.low, a.high > b.high); }
-  inline Pair& operator+=(Pair b) { return *this = *this + b; }
-  inline Pair& operator/=(Pair b) { return *this = *this / b; }
+  friend RECSTORE_INLINE Pair operator-(Pair a) { return {-a.low, -a.high}; }
+  friend RECSTORE_INLINE Pair operator+(Pair a, Pair b) { return {a.low + b.low, a.high + b.high}; }
+  friend RECSTORE_INLINE Pair operator-(Pair a, Pair b) { return {a.low - b.low, a.high - b.high}; }
+  friend RECSTORE_INLINE Pair operator*(Pair a, Pair b) { return {a.low * b.low, a.high * b.high}; }
+  friend RECSTORE_INLINE Pair operator/(Pair a, Pair b) { return {a.low / b.low, a.high / b.high}; }
+  friend RECSTORE_INLINE auto operator<(Pair a, Pair b) { return pair(a.low < b.low, a.high < b.high); }
+  friend RECSTORE_INLINE auto operator>(Pair a, Pair b) { return pair(a.low > b.low, a.high > b.high); }
+  RECSTORE_INLINE Pair& operator+=(Pair b) { return *this = *this + b; }
+  RECSTORE_INLINE Pair& operator/=(Pair b) { return *this = *this / b; }
 
  private:
   template <class R>
-  static inline Pair<R> pair(R low, R high) { return {low, high}; }
+  static RECSTORE_INLINE Pair<R> pair(R low, R high) { return {low, high}; }
 };
 
-template <class T, int n = kLanes>
+template <class T, int n>
 struct LanesOf {
   using Type = Pair<typename LanesOf<T, n / 2>::Type>;
 };
@@ -44,8 +46,8 @@ template <class T>
 struct LanesOf<T, kWidth> {
   using Type = Register<T>;
 };
-template <class T>
-using Lanes = typename LanesOf<T>::Type;
+template <class T, int n = kLanes>
+using Lanes = typename LanesOf<T, n>::Type;
 
 using Vec = Lanes<float>;
 
@@ -56,7 +58,7 @@ struct IsPair<Pair<H>> : std::true_type {};
 
 // Returns the lanes of type R that function(register, ...) computes register by register.
 template <class R, class Function, class... V>
-inline R each(const Function& function, const V&... values) {
+RECSTORE_INLINE R each(const Function& function, V... values) {
   if constexpr (IsPair<R>::value) {
     return {each<typename R::Half>(function, values.low...), each<typename R::Half>(function, values.high...)};
   } else {
@@ -66,7 +68,7 @@ inline R each(const Function& function, const V&... values) {
 
 // Reads and writes all lanes; the pointers need no alignment.
 template <class V, class T>
-inline V load_lanes(const T* p) {
+RECSTORE_INLINE V load_lanes(const T* p) {
   if constexpr (IsPair<V>::value) {
     using Half = typename V::Half;
     return {load_lanes<Half>(p), load_lanes<Half>(p + sizeof(Half) / sizeof(T))};
@@ -77,7 +79,7 @@ inline V load_lanes(const T* p) {
   }
 }
 template <class T, class V>
-inline void store_lanes(T* p, V v) {
+RECSTORE_INLINE void store_lanes(T* p, V v) {
   if constexpr (IsPair<V>::value) {
     store_lanes(p, v.low);
     store_lanes(p + sizeof(v.low) / sizeof(T), v.high);
@@ -88,7 +90,7 @@ inline void store_lanes(T* p, V v) {
 
 // Writes past the caches.
 template <class V>
-inline void stream_lanes(float* p, V v) {
+RECSTORE_INLINE void stream_lanes(float* p, V v) {
   if constexpr (IsPair<V>::value) {
     stream_lanes(p, v.low);
     stream_lanes(p + sizeof(v.low) / sizeof(float), v.high);
@@ -99,31 +101,31 @@ inline void stream_lanes(float* p, V v) {
 
 // Reads and writes the first n lanes. The lanes that are not read are zeros.
 template <class V, class T>
-inline V load_lanes(const T* p, int64_t n) {
+RECSTORE_INLINE V load_lanes(const T* p, int64_t n) {
   if (n == kLanes) return load_lanes<V>(p);
   V v{};
   __builtin_memcpy(&v, p, static_cast<size_t>(n) * sizeof(T));
   return v;
 }
 template <class T, class V>
-inline void store_lanes(T* p, V v, int64_t n) {
+RECSTORE_INLINE void store_lanes(T* p, V v, int64_t n) {
   if (n == kLanes) return store_lanes(p, v);
   __builtin_memcpy(p, &v, static_cast<size_t>(n) * sizeof(T));
 }
 
 // Calls work(d, n) for runs of n columns that begin at column d. For whole runs, n is the compile-time constant kLanes.
 template <class Columns, class Work>
-inline void for_each_run(Columns columns, const Work& work) {
+RECSTORE_INLINE void for_each_run(Columns columns, const Work& work) {
   int64_t d = 0;
   for (; d + kLanes <= columns; d += kLanes) work(d, std::integral_constant<int64_t, kLanes>{});
   if (d < columns) work(d, columns - d);
 }
 
-inline Vec load(const float* p, int64_t n = kLanes) { return load_lanes<Vec>(p, n); }
-inline void store(float* p, Vec v, int64_t n = kLanes) { store_lanes(p, v, n); }
+RECSTORE_INLINE Vec load(const float* p, int64_t n = kLanes) { return load_lanes<Vec>(p, n); }
+RECSTORE_INLINE void store(float* p, Vec v, int64_t n = kLanes) { store_lanes(p, v, n); }
 
 template <class V = Vec>
-inline V broadcast(float x) {
+RECSTORE_INLINE V broadcast(float x) {
   if constexpr (IsPair<V>::value) {
     return {broadcast<typename V::Half>(x), broadcast<typename V::Half>(x)};
   } else {
@@ -133,7 +135,7 @@ inline V broadcast(float x) {
 
 // Returns the lanes of a where the mask, which is the result of a comparison, is true, and else the lanes of b.
 template <class Mask, class V>
-inline V select(Mask mask, V a, V b) {
+RECSTORE_INLINE V select(Mask mask, V a, V b) {
   if constexpr (IsPair<V>::value) {
     return {select(mask.low, a.low, b.low), select(mask.high, a.high, b.high)};
   } else {
@@ -141,7 +143,7 @@ inline V select(Mask mask, V a, V b) {
   }
 }
 
-inline Vec square_root(Vec v) {
+RECSTORE_INLINE Vec square_root(Vec v) {
   return each<Vec>([](Register<float> x) {
     Register<float> r;
     for (int i = 0; i < kWidth; ++i) r[i] = __builtin_sqrtf(x[i]);
@@ -151,12 +153,12 @@ inline Vec square_root(Vec v) {
 
 // Adds to each lane the lane that follows `apart` lanes later.
 template <int apart, int... lanes>
-inline Register<float> fold(Register<float> v, std::integer_sequence<int, lanes...>) {
+RECSTORE_INLINE Register<float> fold(Register<float> v, std::integer_sequence<int, lanes...>) {
   return v + __builtin_shuffle(v, Register<int32_t>{(lanes % apart + apart)...});
 }
 
 // Returns the sum of the lanes. It adds lanes that are 8 apart first, then 4, 2 and 1.
-inline float reduce(Register<float> v) {
+RECSTORE_INLINE float reduce(Register<float> v) {
   constexpr auto lanes = std::make_integer_sequence<int, kWidth>{};
   if constexpr (kWidth == 16) v = fold<8>(v, lanes);
   if constexpr (kWidth >= 8) v = fold<4>(v, lanes);
@@ -164,4 +166,4 @@ inline float reduce(Register<float> v) {
   return v[0] + v[1];
 }
 template <class H>
-inline float reduce(Pair<H> v) { return reduce(v.low + v.high); }
+RECSTORE_INLINE float reduce(Pair<H> v) { return reduce(v.low + v.high); }

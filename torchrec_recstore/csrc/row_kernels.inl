@@ -37,18 +37,9 @@ void fill_uniform(uint64_t key, int64_t id, int64_t column_begin, int64_t column
   }
 }
 
-template <bool Stream>
-inline void put(float* out, Vec v) {
-  if (Stream) {
-    stream_lanes(out, v);
-  } else {
-    store(out, v);
-  }
-}
-
-// Pools sixteen columns of one bag, or the last `n` columns.
+// Pools the last n columns of one bag, which are fewer than kLanes.
 template <class Row>
-inline Vec pool_columns(const PoolArgs& a, int64_t begin, int64_t end, int64_t column, int64_t n) {
+inline void pool_rest(const PoolArgs& a, int64_t begin, int64_t end, int64_t column, int64_t n, float* out) {
   Vec sum{};
   for (int64_t p = begin; p < end; ++p) {
     if (a.slots[p] == kNoSlot) continue;
@@ -56,28 +47,37 @@ inline Vec pool_columns(const PoolArgs& a, int64_t begin, int64_t end, int64_t c
     sum += a.weights == nullptr ? v : v * broadcast(a.weights[p]);
   }
   if (a.mean && end - begin > 1) sum /= broadcast(static_cast<float>(end - begin));
-  return sum;
+  store(out, sum, n);
 }
 
-// Pools Unroll * 16 columns of one bag, so that all cache lines of a row are read together.
-template <class Row, int Unroll, bool Stream>
+// The columns that are pooled together, so that all cache lines of a row are read together. The sums take at most half
+// of the registers.
+constexpr int kBlock = kWidth >= 8 ? 64 : 32;
+
+// Pools n columns of one bag.
+template <class Row, int n, bool Stream>
 inline void pool_block(const PoolArgs& a, int64_t begin, int64_t end, int64_t column, float* out) {
-  Vec sum[Unroll] = {};
-  for (int64_t p = begin; p < end; ++p) {
-    if (a.slots[p] == kNoSlot) continue;
-    const auto* row = stored<Row>(a.rows.data + a.slots[p] * a.rows.stride) + column;
-    if (a.weights == nullptr) {
-      for (int u = 0; u < Unroll; ++u) sum[u] += Row::load(row + u * kLanes, kLanes);
-    } else {
-      const Vec w = broadcast(a.weights[p]);
-      for (int u = 0; u < Unroll; ++u) sum[u] += Row::load(row + u * kLanes, kLanes) * w;
+  using Block = Lanes<float, n>;
+  const Slot* slots = a.slots;
+  const float *data = a.rows.data, *weights = a.weights;
+  const int64_t stride = a.rows.stride;
+  const auto load_block = [=](Slot slot) { return Row::template load<n>(stored<Row>(data + slot * stride) + column); };
+  Block sum{};
+  if (weights == nullptr) {
+    for (int64_t p = begin; p < end; ++p) {
+      if (slots[p] != kNoSlot) sum += load_block(slots[p]);
+    }
+  } else {
+    for (int64_t p = begin; p < end; ++p) {
+      if (slots[p] != kNoSlot) sum += load_block(slots[p]) * broadcast<Block>(weights[p]);
     }
   }
-  if (a.mean && end - begin > 1) {
-    const Vec count = broadcast(static_cast<float>(end - begin));
-    for (int u = 0; u < Unroll; ++u) sum[u] /= count;
+  if (a.mean && end - begin > 1) sum /= broadcast<Block>(static_cast<float>(end - begin));
+  if (Stream) {
+    stream_lanes(out, sum);
+  } else {
+    store_lanes(out, sum);
   }
-  for (int u = 0; u < Unroll; ++u) put<Stream>(out + u * kLanes, sum[u]);
 }
 
 // Prefetches the weights of a row.
@@ -88,7 +88,7 @@ inline void prefetch_weights(const PoolArgs& a, Columns columns, int64_t positio
 }
 
 template <class Row, bool Stream, class Columns>
-void pool_bags(const PoolArgs& a, Columns columns) {
+__attribute__((noinline)) void pool_bags(const PoolArgs& a, Columns columns) {
   const int64_t whole = columns / kLanes * kLanes;
   const int64_t rows = kPrefetchLines * kLanes / Row::floats(columns), ahead = rows < kPrefetchIds ? kPrefetchIds : rows;
   const int64_t last = a.bounds[a.bags];
@@ -98,9 +98,9 @@ void pool_bags(const PoolArgs& a, Columns columns) {
     for (int64_t p = begin + ahead; p < end + ahead && p < last; ++p) prefetch_weights<Row>(a, columns, p);
     float* out = a.out + bag * a.out_stride;
     int64_t d = 0;
-    for (; d + 4 * kLanes <= whole; d += 4 * kLanes) pool_block<Row, 4, Stream>(a, begin, end, d, out + d);
-    for (; d < whole; d += kLanes) pool_block<Row, 1, Stream>(a, begin, end, d, out + d);
-    if (d < columns) store(out + d, pool_columns<Row>(a, begin, end, d, columns - d), columns - d);
+    for (; d + kBlock <= whole; d += kBlock) pool_block<Row, kBlock, Stream>(a, begin, end, d, out + d);
+    for (; d < whole; d += kLanes) pool_block<Row, kLanes, Stream>(a, begin, end, d, out + d);
+    if (d < columns) pool_rest<Row>(a, begin, end, d, columns - d, out + d);
   }
 }
 
@@ -123,8 +123,10 @@ void pool(const PoolArgs& a) {
   });
 }
 
-inline const float* grad_of(const UpdateArgs& a, int64_t bag) {
-  return a.grad + bag % a.batch->bags * a.grad_stride + a.column_offsets[bag / a.batch->bags];
+inline const float* grad_of(const UpdateArgs& a, uint32_t bag) {
+  const auto bags = static_cast<uint32_t>(a.batch->bags);  // a division of 64 bits takes longer
+  const uint32_t feature = bag / bags;
+  return a.grad + int64_t{bag - feature * bags} * a.grad_stride + a.column_offsets[feature];
 }
 inline float scale_of(const UpdateArgs& a, int64_t bag, int64_t position) {
   float scale = a.batch->weights == nullptr ? 1.0f : a.batch->weights[position];
@@ -135,16 +137,14 @@ inline float scale_of(const UpdateArgs& a, int64_t bag, int64_t position) {
   return scale;
 }
 
-// Returns the sum of the scaled gradients of a position and of all positions that it links to. The sum is in a.scratch,
-// unless it is a single gradient that needs no scaling.
+// Sums the scaled gradients of a position and of all positions that it links to. Returns the sum, which is in a.scratch.
 template <class Columns>
-inline const float* sum_gradients(const UpdateArgs& a, Columns columns, const float* grad, float scale, int64_t position) {
-  Link next = a.links[position];
-  if (next == 0 && scale == 1.0f && columns % kLanes == 0) return grad;
+__attribute__((noinline)) const float* sum_gradients(const UpdateArgs& a, Columns columns, const float* grad, float scale, int64_t position) {
   const Vec first = broadcast(scale);
   for_each_run(columns, [&](int64_t d, auto n) { store(a.scratch + d, load(grad + d, n) * first); });
-  while (next != 0) {
-    const int64_t p = next - 1, bag = a.bag_of[p];
+  for (Link next = a.links[position]; next != 0;) {
+    const int64_t p = next - 1;
+    const uint32_t bag = a.bag_of[p];
     next = a.links[p] & ~kNotFirst;
     if (next != 0) prefetch_row(grad_of(a, a.bag_of[next - 1]), columns);
     const float* g = grad_of(a, bag);
@@ -157,38 +157,60 @@ inline const float* sum_gradients(const UpdateArgs& a, Columns columns, const fl
 #include "row_steps.inl"
 
 template <class Row, class Step, bool Extras, class Columns>
-void update_rows(const UpdateArgs& a, Columns columns) {
-  const int64_t last = a.batch->offset(a.bag_end);
+__attribute__((noinline)) void update_rows(const UpdateArgs& a, Columns columns) {
+  const int64_t* offsets = a.batch->offsets;
+  const auto offset = [=](int64_t bag) { return offsets == nullptr ? bag : offsets[bag]; };
+  const int64_t last = offset(a.bag_end);
   const int64_t weight_floats = Row::floats(columns), stride = weight_floats + Step::kElementStates * columns;
+  const Slot* slots = a.slots;
+  const Link* links = a.links;
+  float* data = a.rows.data;
+  RowMeta* metas = a.rows.meta;
+  const int64_t first_bag = a.bag_begin / a.batch->bags * a.batch->bags;  // of the feature
+  const float* grads = grad_of(a, static_cast<uint32_t>(first_bag));
+  const int64_t grad_stride = a.grad_stride;
+  // The processor prefetches consecutive gradients itself.
+  const bool prefetches_gradients = grad_stride != columns;
+  int64_t bag_ahead = a.bag_begin;
   for (int64_t bag = a.bag_begin; bag < a.bag_end; ++bag) {
-    const float* grad = grad_of(a, bag);
-    for (int64_t p = a.batch->offset(bag), end = a.batch->offset(bag + 1); p < end; ++p) {
-      if (p + kPrefetchIds < last && (a.links[p + kPrefetchIds] & kNotFirst) == 0) {
-        const Slot ahead = a.slots[p + kPrefetchIds];
-        prefetch_row(a.rows.data + ahead * stride, stride);
-        __builtin_prefetch(a.rows.meta + ahead, 1, 3);
-        prefetch_row(grad_of(a, a.bag_of[p + kPrefetchIds]), columns);
+    const float* grad = grads + (bag - first_bag) * grad_stride;
+    for (int64_t p = offset(bag), end = offset(bag + 1); p < end; ++p) {
+      const int64_t ahead = p + kPrefetchIds;
+      if (ahead < last && (links[ahead] & kNotFirst) == 0) {
+        const Slot slot = slots[ahead];
+        prefetch_row(data + slot * stride, stride);
+        // The 12 bytes may belong to two cache lines.
+        __builtin_prefetch(&metas[slot].state, 1, 3);
+        __builtin_prefetch(&metas[slot].frequency, 1, 3);
+        if (prefetches_gradients && offset(bag_ahead + 1) <= ahead) {
+          do ++bag_ahead;
+          while (offset(bag_ahead + 1) <= ahead);
+          prefetch_row(grads + (bag_ahead - first_bag) * grad_stride, columns);
+        }
       }
-      if ((a.links[p] & kNotFirst) != 0) continue;
-      float* row = a.rows.data + a.slots[p] * stride;
+      const Link link = links[p];
+      if ((link & kNotFirst) != 0) continue;
+      float* row = data + slots[p] * stride;
       float* w = row;
       if constexpr (Row::kNarrow) {
         w = a.weights;
         widen_row<Row>(columns, row, w);
       }
-      RowMeta& meta = a.rows.meta[a.slots[p]];
-      const float* g = sum_gradients(a, columns, grad, scale_of(a, bag, p), p);
+      RowMeta& meta = metas[slots[p]];
+      const float* g = grad;
+      const float scale = scale_of(a, bag, p);
+      if (link != 0 || scale != 1.0f || columns % kLanes != 0) g = sum_gradients(a, columns, grad, scale, p);
       if (Extras) g = before_step(a, columns, w, g);
       Step::run(a, columns, w, row + weight_floats, g, meta);
       if (Extras) after_step(a, columns, w);
       if constexpr (Row::kNarrow) {
-        const StochasticRounding& rounding = a.rounding;
-        if (rounding.key != 0) random_words(rounding.key, rounding.routing->raw_id(a.batch->ids[p]), rounding.column_begin, columns, a.random);
-        narrow_row<Row>(columns, w, rounding.key == 0 ? nullptr : a.random, row);
+        if (a.rounding.key == 0) {
+          narrow_row<Row>(columns, w, row);
+        } else {
+          narrow_row_randomly<Row>(a, p, w, row);
+        }
       }
-      if (a.step != 0) {
-        count_step(meta, a.step, a.half_life);
-      }
+      if (a.step != 0) count_step(meta, a.step, a.half_life);
     }
   }
 }

@@ -9,13 +9,13 @@ using Floats = Register<float>;
 using Bits = Register<uint32_t>;
 using Halves = Register<uint16_t>;
 
-inline Bits bits(Floats v) { return (Bits)v; }
-inline Bits bits(uint32_t x) { return Bits{} + x; }
-inline Floats floats(Bits v) { return (Floats)v; }
+RECSTORE_INLINE Bits bits(Floats v) { return (Bits)v; }
+RECSTORE_INLINE Bits bits(uint32_t x) { return Bits{} + x; }
+RECSTORE_INLINE Floats floats(Bits v) { return (Floats)v; }
 
 #ifndef RECSTORE_HALF_TO_FLOAT
 // After Fabian Giesen, "half to float done quick" (2012).
-inline Floats half_to_float(Halves half) {
+RECSTORE_INLINE Floats half_to_float(Halves half) {
   const Bits h = __builtin_convertvector(half, Bits), magnitude = h & 0x7FFFu;
   const Bits shifted = magnitude << 13;
   const Bits normal = shifted + (112u << 23);
@@ -25,7 +25,7 @@ inline Floats half_to_float(Halves half) {
   return floats(value | (h & 0x8000u) << 16);
 }
 // Rounds to nearest, ties to even.
-inline Halves float_to_half(Floats v) {
+RECSTORE_INLINE Halves float_to_half(Floats v) {
   const Bits f = bits(v) & 0x7FFFFFFFu;
   const Bits normal = (f + (0xFFFu - (112u << 23)) + (f >> 13 & 1u)) >> 13;
   const Bits magic = bits(126u << 23);  // the last bit of the sum has the value of the last bit of a subnormal half
@@ -35,13 +35,13 @@ inline Halves float_to_half(Floats v) {
   return __builtin_convertvector(value | (bits(v) >> 16 & 0x8000u), Halves);
 }
 #else
-inline Floats half_to_float(Halves half) { return (Floats)RECSTORE_HALF_TO_FLOAT(half); }
-inline Halves float_to_half(Floats v) { return (Halves)RECSTORE_FLOAT_TO_HALF(v); }
+RECSTORE_INLINE Floats half_to_float(Halves half) { return (Floats)RECSTORE_HALF_TO_FLOAT(half); }
+RECSTORE_INLINE Halves float_to_half(Floats v) { return (Halves)RECSTORE_FLOAT_TO_HALF(v); }
 #endif
 
 // Rounds up with the probability that makes the expected value exact: adds random bits below the last bit and
 // truncates.
-inline Halves float_to_half(Floats v, Bits random) {
+RECSTORE_INLINE Halves float_to_half(Floats v, Bits random) {
   const Bits f = bits(v) & 0x7FFFFFFFu, exponent = f >> 23;
   const Bits normal = (f - (112u << 23) + (random & 0x1FFFu)) >> 13;
   // For a subnormal half, 14 to 31 bits of the significand are cut off; smaller values become zero.
@@ -56,9 +56,11 @@ inline Halves float_to_half(Floats v, Bits random) {
 struct Float32Row {
   static constexpr bool kNarrow = false;
   typedef float Stored;
-  static inline Vec load(const float* p, int64_t n) { return RECSTORE_ISA_NAMESPACE::load(p, n); }
+  template <int n>
+  static RECSTORE_INLINE Lanes<float, n> load(const float* p) { return load_lanes<Lanes<float, n>>(p); }
+  static RECSTORE_INLINE Vec load(const float* p, int64_t n) { return RECSTORE_ISA_NAMESPACE::load(p, n); }
   template <class Columns>
-  static inline int64_t floats(Columns columns) { return columns; }
+  static RECSTORE_INLINE int64_t floats(Columns columns) { return columns; }
 };
 
 // The common part of both 16-bit types. Type has widen(Halves) and narrow(Floats[, random bits]).
@@ -66,31 +68,35 @@ template <class Type>
 struct NarrowRow {
   static constexpr bool kNarrow = true;
   typedef uint16_t Stored;
-  static inline Vec load(const uint16_t* p, int64_t n) {
+  template <int n>
+  static RECSTORE_INLINE Lanes<float, n> load(const uint16_t* p) {
+    return each<Lanes<float, n>>([](Halves v) { return Type::widen(v); }, load_lanes<Lanes<uint16_t, n>>(p));
+  }
+  static RECSTORE_INLINE Vec load(const uint16_t* p, int64_t n) {
     return each<Vec>([](Halves v) { return Type::widen(v); }, load_lanes<Lanes<uint16_t>>(p, n));
   }
-  // random: (n,) words for stochastic rounding, or null to round to nearest.
-  static inline void store(uint16_t* p, Vec v, const uint32_t* random, int64_t n) {
-    if (random == nullptr) {
-      store_lanes(p, each<Lanes<uint16_t>>([](Floats x) { return Type::narrow(x); }, v), n);
-    } else {
-      store_lanes(p, each<Lanes<uint16_t>>([](Floats x, Bits r) { return Type::narrow(x, r); }, v, load_lanes<Lanes<uint32_t>>(random, n)), n);
-    }
+  // Rounds to nearest.
+  static RECSTORE_INLINE void store(uint16_t* p, Vec v, int64_t n) {
+    store_lanes(p, each<Lanes<uint16_t>>([](Floats x) { return Type::narrow(x); }, v), n);
+  }
+  // Rounds stochastically.
+  static RECSTORE_INLINE void store(uint16_t* p, Vec v, Lanes<uint32_t> random, int64_t n) {
+    store_lanes(p, each<Lanes<uint16_t>>([](Floats x, Bits r) { return Type::narrow(x, r); }, v, random), n);
   }
   template <class Columns>
-  static inline int64_t floats(Columns columns) { return (columns + 1) / 2; }
+  static RECSTORE_INLINE int64_t floats(Columns columns) { return (columns + 1) / 2; }
 };
 
 struct Float16Row : NarrowRow<Float16Row> {
-  static inline Floats widen(Halves v) { return half_to_float(v); }
-  static inline Halves narrow(Floats v) { return float_to_half(v); }
-  static inline Halves narrow(Floats v, Bits random) { return float_to_half(v, random); }
+  static RECSTORE_INLINE Floats widen(Halves v) { return half_to_float(v); }
+  static RECSTORE_INLINE Halves narrow(Floats v) { return float_to_half(v); }
+  static RECSTORE_INLINE Halves narrow(Floats v, Bits random) { return float_to_half(v, random); }
 };
 
 struct Bfloat16Row : NarrowRow<Bfloat16Row> {
-  static inline Floats widen(Halves v) { return RECSTORE_ISA_NAMESPACE::floats(__builtin_convertvector(v, Bits) << 16); }
-  static inline Halves narrow(Floats v) { return narrow(v, 0x7FFFu + (bits(v) >> 16 & 1u)); }
-  static inline Halves narrow(Floats v, Bits random) {
+  static RECSTORE_INLINE Floats widen(Halves v) { return RECSTORE_ISA_NAMESPACE::floats(__builtin_convertvector(v, Bits) << 16); }
+  static RECSTORE_INLINE Halves narrow(Floats v) { return narrow(v, 0x7FFFu + (bits(v) >> 16 & 1u)); }
+  static RECSTORE_INLINE Halves narrow(Floats v, Bits random) {
     const Bits f = bits(v), quiet = f >> 16 | 0x40u;
     const Bits rounded = (f + (random & 0xFFFFu)) >> 16;
     return __builtin_convertvector((f & 0x7FFFFFFFu) > bits(255u << 23) ? quiet : rounded, Halves);
@@ -115,11 +121,11 @@ inline void widen_row(Columns columns, const float* row, float* out) {
   for_each_run(columns, [&](int64_t d, auto n) { store(out + d, Row::load(stored<Row>(row) + d, n), n); });
 }
 
-// Stores a row of 16-bit weights. random: (columns,) words for stochastic rounding, or null to round to nearest.
+// Stores a row of 16-bit weights, rounded to nearest.
 template <class Row, class Columns>
-inline void narrow_row(Columns columns, const float* values, const uint32_t* random, float* row) {
+inline void narrow_row(Columns columns, const float* values, float* row) {
   auto* out = reinterpret_cast<uint16_t*>(row);
-  for_each_run(columns, [&](int64_t d, auto n) { Row::store(out + d, load(values + d, n), random == nullptr ? nullptr : random + d, n); });
+  for_each_run(columns, [&](int64_t d, auto n) { Row::store(out + d, load(values + d, n), n); });
 }
 
 void widen(RowType type, const float* row, int64_t columns, float* out) {
@@ -129,7 +135,7 @@ void widen(RowType type, const float* row, int64_t columns, float* out) {
 void narrow(RowType type, const float* values, int64_t columns, float* row) {
   with_row_type(type, [&](auto kind) {
     if constexpr (decltype(kind)::kNarrow) {
-      narrow_row<decltype(kind)>(columns, values, nullptr, row);
+      narrow_row<decltype(kind)>(columns, values, row);
     } else {
       __builtin_memcpy(row, values, static_cast<size_t>(columns) * sizeof(float));
     }
@@ -137,7 +143,7 @@ void narrow(RowType type, const float* values, int64_t columns, float* row) {
 }
 
 // Writes random words for the columns of one row. A word depends only on the key, the id and the global column.
-inline void random_words(uint64_t key, int64_t id, int64_t column_begin, int64_t columns, uint32_t* out) {
+__attribute__((noinline)) void random_words(uint64_t key, int64_t id, int64_t column_begin, int64_t columns, uint32_t* out) {
   constexpr int64_t kRun = 4 * kLanes;  // columns of one call of philox_blocks()
   uint32_t words[4][kLanes];
   const int64_t column_end = column_begin + columns;
@@ -147,4 +153,16 @@ inline void random_words(uint64_t key, int64_t id, int64_t column_begin, int64_t
     const int64_t end = first + kRun < column_end ? first + kRun : column_end;
     __builtin_memcpy(out + (begin - column_begin), &words[0][0] + (begin - first), static_cast<size_t>(end - begin) * sizeof(uint32_t));
   }
+}
+
+// Stores the updated row of the id at a position, rounded stochastically.
+template <class Row>
+__attribute__((noinline)) void narrow_row_randomly(const UpdateArgs& a, int64_t position, const float* values, float* row) {
+  const StochasticRounding& rounding = a.rounding;
+  const int64_t columns = a.rows.columns;
+  random_words(rounding.key, rounding.routing->raw_id(a.batch->ids[position]), rounding.column_begin, columns, a.random);
+  auto* out = reinterpret_cast<uint16_t*>(row);
+  for_each_run(columns, [&](int64_t d, auto n) {
+    Row::store(out + d, load(values + d, n), load_lanes<Lanes<uint32_t>>(a.random + d, n), n);
+  });
 }
