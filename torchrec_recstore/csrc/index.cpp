@@ -13,6 +13,7 @@ constexpr uint32_t kFirstLines = 64;
 // The index is between 72 and 86 % full. With fewer free places more ids would be searched in two lines; with more of
 // them the index would need more memory.
 constexpr double kMostFull = 0.86;
+constexpr uint32_t kAhead = 32;         // lines that are prefetched ahead while the index grows
 constexpr uint32_t kGrowth = 5;         // the index grows by one part in this many,
 constexpr uint32_t kLeastGrowth = 256;  // and by this many lines at least
 constexpr double kHaste = 2.0;          // it has grown when half of the new places are in use
@@ -144,23 +145,38 @@ void Index::begin_growth(int64_t entries) {
 void Index::move_next_line() {
   const uint32_t old_home = unmoved_ - 1;
   const uint64_t begin = ((uint64_t{old_home} << 32) + lines_below_ - 1) / lines_below_;  // the lowest position of the line
+  uint32_t last = old_home, searched = 1;  // the last of the lines that may have entries of this home, and their number
+  for (uint32_t step = kFirstStep; lines()[last].passed(); step = next_step(step), ++searched) last += step;
+  const auto target = static_cast<uint32_t>(begin * lines_above_ >> 32);  // the first of their new homes
+  __builtin_prefetch(lines() + (old_home > kAhead ? old_home - kAhead : 0), 1, 3);
+  __builtin_prefetch(lines() + (target > kAhead ? target - kAhead : 0), 1, 3);
+  reserve_lines(uint64_t{searched} * kLineEntries);
   moving_.clear();
-  for (uint32_t l = old_home, step = kFirstStep;; l += step, step = next_step(step)) {
+  if (target <= last) moving_.reserve(size_t{searched} * kLineEntries);
+  const uint64_t end = frontier_;
+  frontier_ = begin;
+  unmoved_ = old_home;
+  if (unmoved_ == 0) lines_below_ = lines_above_;
+  const auto move = [&](const Moving& entry) {
+    take_out(entry.place, old_home);
+    --size_;
+    insert(entry.id, entry.hash, entry.slot);
+  };
+  for (uint32_t l = old_home, step = kFirstStep; l <= last; l += step, step = next_step(step)) {
     const IndexLine& line = lines()[l];
     for (uint32_t used = line.used(); used != 0; used &= used - 1) {
       const int entry = __builtin_ctz(used);
       const uint64_t hash = this->hash(line.ids[entry]), position = position_of(hash);
-      if (position >= begin && position < frontier_) moving_.push_back({line.ids[entry], hash, line.words[entry], {l, entry}});
+      if (position < begin || position >= end) continue;
+      const Moving found{line.ids[entry], hash, line.words[entry], {l, entry}};
+      if (target > last) {
+        move(found);
+      } else {  // one of the lines that are searched may be its new place
+        moving_.push_back(found);
+      }
     }
-    if (!line.passed()) break;
   }
-  reserve_lines(moving_.size());
-  for (const Moving& entry : moving_) take_out(entry.place, old_home);
-  size_ -= static_cast<int64_t>(moving_.size());
-  frontier_ = begin;
-  unmoved_ = old_home;
-  for (const Moving& entry : moving_) insert(entry.id, entry.hash, entry.slot);
-  if (unmoved_ == 0) lines_below_ = lines_above_;
+  for (const Moving& entry : moving_) move(entry);
 }
 
 uint64_t Index::positions(int64_t entries) const {
