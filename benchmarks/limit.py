@@ -9,6 +9,7 @@ from functools import cache
 from pathlib import Path
 
 import torch
+from measure import lane
 from torch import Tensor
 
 _SOURCE = Path(__file__).with_suffix(".cpp")
@@ -20,6 +21,7 @@ def _library() -> ctypes.CDLL:
     with tempfile.TemporaryDirectory() as folder:
         library = Path(folder, "limit.so")
         flags = ["-std=c++17", "-O3", "-march=native", "-shared", "-fPIC", "-fopenmp"]
+        flags += ["-mno-avx512f"] if lane() == "avx2" else []
         subprocess.run(["g++", *flags, str(_SOURCE), "-o", str(library)], check=True)
         return ctypes.CDLL(str(library))
 

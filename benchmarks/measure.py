@@ -1,8 +1,9 @@
 """Functions that the benchmarks share: conditions, interleaved timing, lanes and JSON rows.
 
-There are two lanes. ``shipped`` is a process with default settings. In ``kept``, malloc is told to keep large blocks,
-so that the memory of outputs is not mapped afresh in each step and only the kernels are compared. A lane is set by
-environment variables, so each lane runs in a separate process.
+There are three lanes. ``shipped`` is a process with default settings. In ``kept``, malloc is told to keep large blocks,
+so that the memory of outputs is not mapped afresh in each step and only the kernels are compared. ``avx2`` is ``kept``
+on a processor with AVX-512 that is told to use AVX2. A lane is set by environment variables, so each lane runs in a
+separate process.
 """
 
 from __future__ import annotations
@@ -22,12 +23,15 @@ from typing import IO, Any
 import torch
 
 KEPT = {"MALLOC_MMAP_THRESHOLD_": str(2**32), "MALLOC_TRIM_THRESHOLD_": str(2**36), "MALLOC_TOP_PAD_": str(2**28)}
+ENVIRONMENTS = {"shipped": {}, "kept": KEPT, "avx2": {**KEPT, "RECSTORE_ISA": "avx2"}}
 ROOT = Path(__file__).resolve().parent.parent
 
 
 def lane() -> str:
     """Returns the lane of this process."""
-    return "kept" if "MALLOC_MMAP_THRESHOLD_" in os.environ else "shipped"
+    if "MALLOC_MMAP_THRESHOLD_" not in os.environ:
+        return "shipped"
+    return "avx2" if os.environ.get("RECSTORE_ISA") == "avx2" else "kept"
 
 
 def run_lanes(
@@ -46,7 +50,7 @@ def run_lanes(
     """
     rows = []
     for name in lanes:
-        environment = {**os.environ, **(KEPT if name == "kept" else {})}
+        environment = {**os.environ, **ENVIRONMENTS[name]}
         command = [sys.executable, script, *flags]
         run = subprocess.run(command, env=environment, stdout=subprocess.PIPE, stderr=errors, text=True, check=True)
         rows += [json.loads(line) for line in run.stdout.splitlines() if line.startswith("{")]
@@ -96,16 +100,17 @@ def interleave(
 
 
 def spread(values: Sequence[float], scale: float = 1e3) -> dict[str, float]:
-    """Returns the median and the 10th and 90th percentiles of ``values`` times ``scale``.
+    """Returns the median and the 10th, 90th and 99th percentiles of ``values`` times ``scale``.
 
     With the default scale, seconds become milliseconds.
     """
     ordered = sorted(values)
-    pick = [ordered[round(q * (len(ordered) - 1))] for q in (0.1, 0.9)]
+    pick = [ordered[round(q * (len(ordered) - 1))] for q in (0.1, 0.9, 0.99)]
     return {
         "median": round(statistics.median(ordered) * scale, 4),
         "p10": round(pick[0] * scale, 4),
         "p90": round(pick[1] * scale, 4),
+        "p99": round(pick[2] * scale, 4),
     }
 
 

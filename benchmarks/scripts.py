@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 SCRIPTS = ("kernel", "growth", "memory", "store", "dlrm", "checkpoint", "tiers", "service", "options")
 # These benchmarks measure the memory of tables, which malloc does not manage, so the lanes would not differ.
 ONE_LANE = {"growth", "memory", "store", "checkpoint", "tiers", "service", "options"}
@@ -24,5 +26,8 @@ QUICK: dict[str, list[str]] = {
 
 
 def lanes_of(name: str) -> tuple[str, ...]:
-    """Returns the lanes of a benchmark."""
-    return ("shipped",) if name in ONE_LANE else ("shipped", "kept")
+    """Returns the lanes of a benchmark on this machine."""
+    if name in ONE_LANE:
+        return ("shipped",)
+    has_avx512 = "avx512bw" in Path("/proc/cpuinfo").read_text()
+    return ("shipped", "kept", "avx2") if name == "kernel" and has_avx512 else ("shipped", "kept")

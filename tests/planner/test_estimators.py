@@ -25,7 +25,7 @@ from torchrec_recstore.sharders import RecStoreSharder
 from torchrec_recstore.sharders.plan import ResidentParameter
 
 DIM, ROWS, WORLD = 64, 1000, 2
-OVERHEAD = 44
+OVERHEAD = 32
 
 
 def collection(rows: int = 2**40) -> EmbeddingBagCollection:

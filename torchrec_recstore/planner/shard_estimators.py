@@ -15,8 +15,8 @@ from torchrec_recstore.sharders.fused_params import optimizer_from_fused_params
 from torchrec_recstore.sharders.plan import ResidentParameter
 from torchrec_recstore.torchrec_seams import constraints_of, marked_optimizer
 
-OVERHEAD_BYTES_PER_ROW = 44
-"""The bytes of index, bookkeeping and alignment per row. Measured: 34 to 44 for 100,000 to 2 million rows."""
+OVERHEAD_BYTES_PER_ROW = 32
+"""The bytes of index, bookkeeping and alignment per row. Measured: 27 to 30 for 10,000 to 2 million rows."""
 
 
 class RecStoreStorageEstimator(EmbeddingStorageEstimator):  # type: ignore[misc]
