@@ -4,6 +4,7 @@
 
 Prints one JSON row for each case and optimizer, with the milliseconds of forward and backward and the ratios
 FBGEMM / RecStore. Both sides get the same ids and gradients, and their steps are interleaved in one process.
+The side ``ahead`` is RecStore with slots that a prefetch has resolved before the measured step.
 ``benchmarks/run.py`` runs the benchmark in both lanes (see measure.py).
 """
 
@@ -51,6 +52,7 @@ CASES = {
     "criteo": Case(26, 64, 8192, 300_000, optimizers=("sgd", "adagrad", "rowwise_adagrad")),
     "zipf": Case(26, 64, 8192, 300_000, zipf=True),
     "big": Case(1, 64, 213_000, 8_000_000, optimizers=("sgd", "adagrad", "rowwise_adagrad")),
+    "big_7m": Case(1, 64, 213_000, 7_000_000),
     "multihot": Case(8, 128, 2048, 300_000, length=20, weighted=True),
     "small": Case(26, 16, 512, 100_000),
     "sequence": Case(1, 64, 200_000, 2_000_000, pooled=False),
@@ -164,11 +166,16 @@ def run(name: str, optimizer: str, steps: int) -> None:
         b = batches[i % BATCHES]
         return step(lambda: kernel(b.ids, b.offsets, b.weights, train=True), grads)
 
+    def ahead_step(i: int) -> tuple[float, float]:
+        b = batches[(i + BATCHES // 2) % BATCHES]  # not the batch that has just been looked up
+        kernel.prefetch(b.ids, b.offsets[:: case.batch].diff().tolist())
+        return step(lambda: kernel(b.ids, b.offsets, b.weights, train=True), grads)
+
     def theirs_step(i: int) -> tuple[float, float]:
         b = batches[i % BATCHES]
         return step(lambda: reference(b.rows, b.offsets, b.weights), grads)
 
-    sides = {"recstore": ours_step, "fbgemm": theirs_step, "limit": limits(case, batches)}
+    sides = {"recstore": ours_step, "fbgemm": theirs_step, "ahead": ahead_step, "limit": limits(case, batches)}
     timings = interleave(sides, steps, warm_up=BATCHES)
     row: dict[str, object] = {"benchmark": "kernel", "case": name, "optimizer": optimizer, "ids": len(batches[0].ids)}
     medians = {}
@@ -180,6 +187,7 @@ def run(name: str, optimizer: str, steps: int) -> None:
     row["forward_over_fbgemm"] = round(medians["fbgemm"][0] / medians["recstore"][0], 2)
     row["total_over_fbgemm"] = round(medians["fbgemm"][1] / medians["recstore"][1], 2)
     row["forward_over_limit"] = round(medians["recstore"][0] / medians["limit"][0], 2)
+    row["forward_ahead_over_limit"] = round(medians["ahead"][0] / medians["limit"][0], 2)
     emit(row)
 
 

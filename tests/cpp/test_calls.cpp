@@ -11,6 +11,7 @@
 #include "error.h"
 #include "find.h"
 #include "pass.h"
+#include "prefetch.h"
 #include "snapshot.h"
 #include "testing.h"
 #include "transfer.h"

@@ -20,6 +20,7 @@
 #include "error.h"
 #include "find.h"
 #include "pass.h"
+#include "prefetch.h"
 #include "snapshot.h"
 #include "testing.h"
 #include "transfer.h"
@@ -268,6 +269,15 @@ void several_passes(Tables& tables, Executor& executor) {
   }
   Pass::begin(starts, executor);
 }
+// The forward that follows probes the index again for some positions.
+void prefetch_all(Tables& tables, Executor& executor) {
+  prefetch(*tables.group, new_ids().ids.data(), new_ids().batch.n_ids, {40, 40, 40}, executor);
+  for (const auto& table : tables.all) LockedTable(table)->vacated().add(0);
+}
+void prefetch_one(Tables& tables, Executor& executor) {
+  static const Data data(1, 40, 777);
+  prefetch(*one_table_group(tables.all[1]), data.ids.data(), 40, {40}, executor);
+}
 void drop(Tables& tables, Executor&) { tables.passes.clear(); }
 void for_each_table(Tables& tables, size_t only, const std::function<void(const std::shared_ptr<Table>&)>& work) {
   const std::lock_guard<std::mutex> lock(tables.all[only]->mutex());
@@ -362,6 +372,8 @@ int main() {
       const auto test = [&](const char* name, const Call& before, const Call& call) { every_allocation_fails_once(kind, name, threads, before, call); };
       test("forward", nullptr, forward);
       test("several passes", nullptr, several_passes);
+      test("forward after a prefetch", prefetch_all, forward);
+      test("prefetch", nullptr, prefetch_one);
       test("backward", forward, backward);
       test("drop", forward, drop);
       if (threads > 1) continue;

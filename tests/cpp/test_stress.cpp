@@ -21,6 +21,7 @@
 #include "eviction.h"
 #include "find.h"
 #include "pass.h"
+#include "prefetch.h"
 #include "registry.h"
 #include "snapshot.h"
 #include "testing.h"

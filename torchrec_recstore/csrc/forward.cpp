@@ -37,8 +37,8 @@ struct Task {
 class Lookup {
  public:
   Lookup(const Group& group, const Batch& batch, Slot* slots, float* out, Executor& executor,
-         const std::vector<RowsElsewhere>& elsewhere)
-      : group_(group), batch_(batch), slots_(slots), out_(out), executor_(executor), elsewhere_(elsewhere) {
+         const std::vector<RowsElsewhere>& elsewhere, const SlotsAhead* ahead = nullptr)
+      : group_(group), batch_(batch), slots_(slots), out_(out), executor_(executor), ahead_(ahead), elsewhere_(elsewhere) {
     check_offsets(batch, group.features(), executor);
     const int64_t stride_bytes = group.columns() * static_cast<int64_t>(sizeof(float));
     streams_ = stride_bytes * batch.bags >= kStreamBytes && stride_bytes % 64 == 0 && reinterpret_cast<uintptr_t>(out) % 64 == 0;
@@ -49,6 +49,8 @@ class Lookup {
       offsets_ = each_its_own_.data();
     }
     split();
+    if (ahead_ == nullptr) return;
+    for (size_t t = 0; t < group.tables.size(); ++t) stale_.emplace_back(group.tables[t]->vacated(), ahead_->stamps[t]);
   }
 
   void evaluate() {
@@ -249,11 +251,38 @@ class Lookup {
   void resolve_and_pool(Task& task) {
     const int64_t* task_bounds = bounds(task, task.bag_begin);
     const int64_t bags = task.bag_end - task.bag_begin;
-    resolve(table_of(task), group_.routings[table_number(task)], batch_.ids, task_bounds[0], task_bounds[bags], slots_, task.misses);
+    const int64_t begin = task_bounds[0], end = task_bounds[bags];
+    if (ahead_ != nullptr && is_ahead(task, begin, end)) {
+      resolve_stale(task, begin, end);
+    } else {
+      resolve(table_of(task), group_.routings[table_number(task)], batch_.ids, begin, end, slots_, task.misses);
+    }
     PoolArgs args = pool_args(task, task_bounds, task.bag_begin);
     args.bags = bags;
     row_kernels().pool(args);
     if (!task.misses.empty()) find_bags_with_misses(task, task_bounds);
+  }
+
+  // Whether slots_ has the slots of the ids at the positions [begin, end), except stale ones.
+  bool is_ahead(const Task& task, int64_t begin, int64_t end) const {
+    return !stale_[table_number(task)].all() &&
+           std::memcmp(batch_.ids + begin, ahead_->id_data() + begin, static_cast<size_t>(end - begin) * sizeof(int64_t)) == 0;
+  }
+  // Resolves those of the positions [begin, end) that had no row, and those whose row has left its slot.
+  void resolve_stale(Task& task, int64_t begin, int64_t end) {
+    const StaleSlots& stale = stale_[table_number(task)];
+    if (stale.none() && std::count(slots_ + begin, slots_ + end, kNoSlot) == 0) return;
+    std::vector<int64_t> positions, ids;
+    for (int64_t p = begin; p < end; ++p) {
+      if (slots_[p] != kNoSlot && (stale.none() || !stale.contains(slots_[p]))) continue;
+      positions.push_back(p);
+      ids.push_back(batch_.ids[p]);
+    }
+    const auto n = static_cast<int64_t>(positions.size());
+    std::vector<Slot> slots(positions.size());
+    resolve(table_of(task), group_.routings[table_number(task)], ids.data(), 0, n, slots.data(), task.misses);
+    for (int64_t i = 0; i < n; ++i) slots_[positions[i]] = slots[i];
+    for (Miss& miss : task.misses) miss.position = positions[miss.position];
   }
   static void find_bags_with_misses(Task& task, const int64_t* task_bounds) {
     size_t bag = 0;
@@ -309,6 +338,8 @@ class Lookup {
   Slot* slots_;
   float* out_;
   Executor& executor_;
+  const SlotsAhead* ahead_;        // null if no slots have been resolved ahead
+  std::vector<StaleSlots> stale_;  // by table, if slots have been resolved ahead
   bool streams_;
   std::vector<int64_t> each_its_own_;  // offsets of a batch that has none: each id is a bag of its own
   const int64_t* offsets_;
@@ -332,12 +363,13 @@ void read(const Group& group, const Batch& batch, float* out, Executor& executor
   Lookup(group, batch, static_cast<Slot*>(slots.data()), out, executor, elsewhere).evaluate();
 }
 
-TrainingLookup::TrainingLookup(const Group& group, const Batch& batch, Slot* slots, float* out, Executor& executor) {
+TrainingLookup::TrainingLookup(const Group& group, const Batch& batch, Slot* slots, float* out, Executor& executor,
+                               const SlotsAhead* ahead) {
   for (const auto& table : group.tables) {
     if (table->clock() >= kMostSteps) throw InvalidArgument("table '" + table->config().name + "' cannot do more than 2**32 - 2 steps");
   }
   static const std::vector<RowsElsewhere> nowhere;
-  lookup_ = std::make_unique<Lookup>(group, batch, slots, out, executor, nowhere);
+  lookup_ = std::make_unique<Lookup>(group, batch, slots, out, executor, nowhere, ahead);
   try {
     lookup_->prepare();
   } catch (...) {
@@ -355,24 +387,6 @@ TrainingLookup::~TrainingLookup() {
 void TrainingLookup::commit() noexcept {
   lookup_->commit();
   lookup_ = nullptr;
-}
-
-void prefetch(const Group& group, const int64_t* ids, int64_t n_ids, const std::vector<int64_t>& counts, Executor& executor) {
-  check_counts(counts, group.features(), "feature", n_ids);
-  const int64_t* next = ids;
-  for (size_t f = 0; f < counts.size(); ++f) {
-    const int64_t* begin = next;
-    next += counts[f];
-    const int64_t t = group.feature_tables[f];
-    if (group.tables[t]->config().bounds.limit_new_rows()) continue;
-    std::vector<int64_t> raw(static_cast<size_t>(counts[f]));
-    std::transform(begin, next, raw.begin(), [&](int64_t id) { return group.routings[t].raw_id(id); });
-    std::vector<Slot> slots(raw.size());
-    const LockedTable table(group.tables[t]);
-    const int64_t before = table->size();
-    find_or_insert(*table, raw.data(), counts[f], slots.data(), executor, Arrival::kUpdate);
-    table->counters().misses += table->size() - before;
-  }
 }
 
 }  // namespace recstore

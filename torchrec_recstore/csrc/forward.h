@@ -7,6 +7,7 @@
 #include "batch.h"
 #include "executor.h"
 #include "group.h"
+#include "slots_ahead.h"
 
 namespace recstore {
 
@@ -36,8 +37,9 @@ class TrainingLookup {
  public:
   // slots: (n_ids,), receives the slot of every id. An id that admission refuses reads as its initial row, and its slot
   // is kNoSlot. out: (bags, columns). Both, the group, and the arrays of the batch must outlive this object.
+  // ahead: null, or the slots of a batch that resembles this one; `slots` then contains them already.
   // Throws InvalidArgument if the offsets do not ascend from 0 to n_ids or a table has no room, OutOfMemory.
-  TrainingLookup(const Group& group, const Batch& batch, Slot* slots, float* out, Executor& executor);
+  TrainingLookup(const Group& group, const Batch& batch, Slot* slots, float* out, Executor& executor, const SlotsAhead* ahead = nullptr);
   TrainingLookup(TrainingLookup&& other) noexcept;
   ~TrainingLookup();
   // Changes the tables and their counters; out and slots are complete afterwards.
@@ -46,11 +48,5 @@ class TrainingLookup {
  private:
   std::unique_ptr<Lookup> lookup_;
 };
-
-// Makes the missing rows of a batch before its training lookup, table by table. Tables whose bounds limit new rows are
-// skipped: their steps have to decide in order which rows are made and which rows are evicted.
-// ids: (n_ids,), those of the first feature first; counts: the number of ids of each feature.
-// Throws InvalidArgument if the counts do not match the ids or a table is closed, OutOfMemory.
-void prefetch(const Group& group, const int64_t* ids, int64_t n_ids, const std::vector<int64_t>& counts, Executor& executor);
 
 }  // namespace recstore

@@ -7,6 +7,7 @@
 
 #include "batch.h"
 #include "executor.h"
+#include "slots_ahead.h"
 #include "table.h"
 
 namespace recstore {
@@ -37,6 +38,7 @@ struct Group {
   std::vector<int64_t> column_offsets;  // (features + 1,): first column of each feature in an output row, and the total
   bool mean = false;                    // pooling: mean or sum
   std::vector<Table*> lock_order;       // the distinct tables, in ascending order of address
+  std::unique_ptr<ComingBatches> coming = std::make_unique<ComingBatches>();  // has a lock of its own
 
   Group(std::vector<std::shared_ptr<Table>> tables, std::vector<Routing> routings, std::vector<int64_t> feature_tables,
         bool mean);

@@ -14,7 +14,8 @@ Pass::Pass(std::shared_ptr<const Group> group, const Batch& batch, std::shared_p
     : group_(std::move(group)),
       batch_(batch),
       inputs_(std::move(inputs)),
-      slots_(BufferPool::instance().take(static_cast<size_t>(batch.n_ids) * sizeof(Slot))),
+      ahead_(group_->coming->take(batch)),
+      slots_(ahead_ != nullptr ? std::move(ahead_->slots) : BufferPool::instance().take(static_cast<size_t>(batch.n_ids) * sizeof(Slot))),
       executor_(executor) {}
 
 void Pass::begin(const std::vector<Start>& starts, Executor& executor) {
@@ -35,10 +36,11 @@ void Pass::begin(const std::vector<Start>& starts, Executor& executor) {
     }
     pass->steps_.reserve(pass->group_->tables.size());
     pass->numbers_.reserve(pass->group_->tables.size());
-    lookups.emplace_back(*pass->group_, pass->batch_, static_cast<Slot*>(pass->slots_.data()), out, executor);
+    lookups.emplace_back(*pass->group_, pass->batch_, static_cast<Slot*>(pass->slots_.data()), out, executor, pass->ahead_.get());
   }
   for (size_t p = 0; p < starts.size(); ++p) {
     lookups[p].commit();
+    starts[p].pass->ahead_ = nullptr;
     for (const auto& table : starts[p].pass->group_->tables) {
       starts[p].pass->steps_.push_back(table->begin_step());
       starts[p].pass->numbers_.push_back(table->begin_pass(starts[p].pass));

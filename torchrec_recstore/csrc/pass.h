@@ -8,6 +8,7 @@
 #include "buffer_pool.h"
 #include "forward.h"
 #include "group.h"
+#include "slots_ahead.h"
 
 namespace recstore {
 
@@ -53,6 +54,7 @@ class Pass final : public PendingPass {
   std::shared_ptr<const Group> group_;
   Batch batch_;
   std::shared_ptr<void> inputs_;
+  std::unique_ptr<SlotsAhead> ahead_;  // only until the pass has begun; its slots are in slots_
   BufferPool::Buffer slots_;
   Steps steps_;                    // by table: the step to be recorded, or 0 if it has been recorded
   std::vector<uint64_t> numbers_;  // by table: the number of this pass; empty before the pass has begun

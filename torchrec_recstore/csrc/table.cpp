@@ -54,6 +54,7 @@ int64_t Table::remove(const int64_t* ids, int64_t n) {
   for (int64_t i = 0; i < n; ++i) {
     const Slot slot = index_.erase(ids[i]);
     if (slot == kNoSlot) continue;
+    vacated_.add(slot);
     if (pending_.empty()) {
       rows_.give_back_now(slot);
     } else {
@@ -93,6 +94,7 @@ void Table::compact(int64_t rows) noexcept {
   } catch (const std::bad_alloc&) {  // a later call continues
   }
   std::sort(moves.begin(), moves.end());
+  for (const Move& move : moves) vacated_.add(move.from);
   for (const Numbered& numbered : pending_) numbered.pass->moved(*this, moves);
   // Start again at the first position: some rows found no room below the limit, or some slots wait for a pass.
   if (!rows_.finish_compaction() && next_position_ >= Index::kPositions) next_position_ = 0;
@@ -111,6 +113,7 @@ void Table::leave(const std::vector<Leaver>& rows, int64_t reused) noexcept {
     if (i + kAhead < rows.size()) index_.prefetch(index_.hash(rows[i + kAhead].id));
     const Leaver& row = rows[i];
     index_.erase(row.id);
+    vacated_.add(row.slot);
     if (rows_.changes().tracks()) rows_.changes().left(row.id, index_.size());
     if (snapshot_ != nullptr && snapshot_->removed(row.id, row.slot)) {
       rows_.give_back(row.slot, next_pass_ - 1);
@@ -157,7 +160,10 @@ void Table::exchange_rows(Table& other) {
   std::swap(sightings_, other.sightings_);
   std::swap(cold_filter_, other.cold_filter_);
   next_position_ = other.next_position_ = 0;
-  for (Table* table : {this, &other}) table->rows_.changes().restart(last);
+  for (Table* table : {this, &other}) {
+    table->rows_.changes().restart(last);
+    table->vacated_.add_all();
+  }
 }
 
 void Table::ids(int64_t* out) const {

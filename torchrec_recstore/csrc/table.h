@@ -16,6 +16,7 @@
 #include "rows.h"
 #include "sets.h"
 #include "sightings.h"
+#include "vacated.h"
 
 namespace recstore {
 
@@ -102,6 +103,10 @@ class Table {
   ColdFilter& cold_filter() { return cold_filter_; }
   const ColdFilter& cold_filter() const { return cold_filter_; }
 
+  // The slots that rows have left, for slots that were resolved ahead.
+  Vacated& vacated() { return vacated_; }
+  const Vacated& vacated() const { return vacated_; }
+
   // Call this before an existing row changes. Calls for distinct slots may run in parallel.
   void before_change(Slot slot) {
     if (watched()) note_change(slot);
@@ -166,6 +171,7 @@ class Table {
   std::optional<Sightings> sightings_;
   ColdFilter cold_filter_;
   Snapshot* snapshot_ = nullptr;
+  Vacated vacated_;
   uint64_t next_position_ = 0;  // the position in the index at which compaction continues
   uint64_t next_pass_ = 1;
   std::vector<Numbered> pending_;  // number ascends

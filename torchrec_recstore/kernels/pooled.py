@@ -91,10 +91,15 @@ class PooledKernel(LookupKernel):
         return self._run(ids, offsets, (), weights, train)
 
     def prefetch(self, ids: Tensor, counts: Sequence[int]) -> None:
-        """Prepares a batch for its training forward: creates missing rows and reads cold rows.
+        """Prepares a batch for its training forward: creates missing rows, resolves ids to slots and reads cold rows.
 
         It may run in a separate thread while other calls run. It creates no rows in tables with ``max_rows`` or
         ``admission``.
+
+        The kernel keeps a copy of the ids and their slots, 12 bytes for each id. The next training forward of the same
+        ids takes the slots, and does not look them up again. The slots do not pin the rows: the forward looks up the
+        ids whose rows have been evicted, removed or moved since. The kernel keeps the four newest batches. It frees a
+        batch when a later one is used, or when four training forwards have not used it.
 
         Args:
             ids: (N,) int64, feature by feature. The ids of the batch.

@@ -286,7 +286,8 @@ class RecStoreKernel(BaseEmbedding, FusedOptimizerModule):  # type: ignore[misc]
     def prefetch(self, features: KeyedJaggedTensor) -> None:
         """Prepares the rows of a batch before its training forward. Any thread may call this method.
 
-        Makes missing rows, except those of tables with ``max_rows`` or ``admission``, and reads cold rows.
+        Makes missing rows, except those of tables with ``max_rows`` or ``admission``, resolves ids to slots, and reads
+        cold rows. See :meth:`torchrec_recstore.kernels.PooledKernel.prefetch`.
 
         Args:
             features: The int64 ids of ``config.feature_names()``, in that order.

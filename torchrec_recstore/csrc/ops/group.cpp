@@ -12,6 +12,7 @@
 
 #include "../error.h"
 #include "../pass.h"
+#include "../prefetch.h"
 #include "../registry.h"
 #include "tensors.h"
 
