@@ -257,8 +257,8 @@ def test_the_plan_tells_the_rows_and_bytes_assumed(caplog: pytest.LogCaptureFixt
         "RecStore table 'a': 3,000,000 resident rows assumed (expected_rows)",
         "RecStore table 'c': 500 resident rows assumed (no expected_rows: num_embeddings, at most 2**20)",
     ]
-    # 1.5 million rows of 64 floats, and 44 bytes of index and bookkeeping for each row. SGD has no state.
-    gib = 1_500_000 * (64 * 4 + 44) / GiB
+    # 1.5 million rows of 64 floats, and 32 bytes of index and bookkeeping for each row. SGD has no state.
+    gib = 1_500_000 * (64 * 4 + 32) / GiB
     for rank in (0, 1):
         said = re.search(rf"rank {rank}: (\S+) GiB", lines[0])
         assert said is not None
