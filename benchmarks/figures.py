@@ -20,6 +20,7 @@ _OPTIONS: tuple[tuple[str, str, str, dict[str, str]], ...] = (
             "float16": "rows in float16",
             "bfloat16": "rows in bfloat16",
             "bfloat16, stochastic rounding": "rows in bfloat16, `stochastic_rounding`",
+            "int8": "rows in int8",
         },
     ),
     (

@@ -7,7 +7,7 @@ consecutive steps, so that neither a drift of the machine's speed nor a single s
 thread and measures its processor time, because it asks how much work an option adds.
 
 - options_training: Forward and backward of a kernel over one table of ``--rows`` rows. One twentieth of the ids of each
-  batch occur only once. Admission, expiry, 16-bit rows, stochastic rounding and other optimizers are compared with
+  batch occur only once. Admission, expiry, narrow rows, stochastic rounding and other optimizers are compared with
   float32, row-wise Adagrad and no option.
 - options_new_rows: Training lookups of new ids with other initializers, compared with ``UniformInit``.
 - options_evaluation: Lookups in which half of the ids have no row, ``missing="init"`` compared with
@@ -80,6 +80,7 @@ def training(arguments: argparse.Namespace) -> None:
         "float16": Table(dim, torch.float16),
         "bfloat16": Table(dim, torch.bfloat16),
         "bfloat16, stochastic rounding": Table(dim, torch.bfloat16, stochastic_rounding=True),
+        "int8": Table(dim, torch.int8),
         "SGD": Table(dim, optimizer=SGD()),
         "Adagrad": Table(dim, optimizer=Adagrad()),
         "Adam": Table(dim, optimizer=Adam()),

@@ -242,7 +242,7 @@ def test_native_checks_do_not_rely_on_the_wrappers() -> None:
             "beta1",
         ),
         (
-            lambda: native.table_create("t", 0, 4, 0, False, 0, 0.0, 0.0, 0.0, 0, [0.0] * 15, 3, False, [0] * 7),
+            lambda: native.table_create("t", 0, 4, 0, False, 0, 0.0, 0.0, 0.0, 0, [0.0] * 15, 4, False, [0] * 7),
             "row_type",
         ),
         (

@@ -32,6 +32,7 @@ from torchrec_recstore.optim import (
     RowWiseAdagrad,
 )
 from torchrec_recstore.options import LFU, ConstantInit, Initializer, NormalInit, TableOptions, UniformInit
+from torchrec_recstore.row_types import ROW_TYPES
 
 try:
     from torchrec_recstore import _C  # noqa: F401  (the import registers the ops)
@@ -61,12 +62,6 @@ _KINDS: dict[type, int] = {
     RMSprop: 8,
     Ftrl: 9,
 }
-
-
-# The values of RowType in csrc/config.h.
-_ROW_TYPES: dict[torch.dtype, int] = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}
-ROW_DTYPES = tuple(_ROW_TYPES)
-"""The types in which a table can store its weights."""
 
 
 class native_errors:
@@ -166,8 +161,8 @@ def table_create(
         missing: How an evaluation lookup reads an id without a row: ``"zeros"`` or ``"init"``.
         initializer: Distribution of the initial weights.
         optimizer: Optimizer of the updates.
-        dtype: Type in which weights are stored, one of :data:`ROW_DTYPES`. Lookups return float32 for each type.
-        stochastic_rounding: Whether updates round 16-bit weights stochastically.
+        dtype: Type in which weights are stored, one of ``row_types.ROW_DTYPES``. Lookups return float32 for each type.
+        stochastic_rounding: Whether updates round narrow weights stochastically.
         options: Only the bounds of the options are used.
     """
     numbers = _initializer_numbers(initializer)
@@ -181,7 +176,7 @@ def table_create(
             *numbers,
             _KINDS[type(optimizer)],
             _optimizer_numbers(optimizer),
-            _ROW_TYPES[dtype],
+            ROW_TYPES[dtype],
             stochastic_rounding,
             _bounds(options),
         )
@@ -229,8 +224,8 @@ table_set_steps = cast(Callable[[int, int], None], _ops.table_set_steps.default)
 """(table, number of training lookups). Sets the clock that :data:`table_steps` returns."""
 
 RowTensors = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
-"""Weights (N, columns) of the table's dtype, element-wise optimizer states (states, N, columns) float32, row-wise
-optimizer state (N,) float32, last step (N,) int64, frequency (N,) int64."""
+"""Stored weights (see ``row_types.py``), element-wise optimizer states (states, N, columns) float32, row-wise optimizer
+state (N,) float32, last step (N,) int64, frequency (N,) int64."""
 
 table_export = cast(Callable[[int, Tensor], RowTensors], _ops.table_export.default)
 """(table, ids (N,) int64) -> :data:`RowTensors`. An id without a row is a ValueError."""

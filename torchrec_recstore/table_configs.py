@@ -10,7 +10,12 @@ from torchrec.modules.embedding_configs import BaseEmbeddingConfig, DataType
 
 from torchrec_recstore.options import Initializer, TableOptions, UniformInit, default_initializer
 
-ROW_DTYPES = {DataType.FP32: torch.float32, DataType.FP16: torch.float16, DataType.BF16: torch.bfloat16}
+ROW_DTYPES = {
+    DataType.FP32: torch.float32,
+    DataType.FP16: torch.float16,
+    DataType.BF16: torch.bfloat16,
+    DataType.INT8: torch.int8,
+}
 
 
 def check_config(config: BaseEmbeddingConfig) -> None:

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Literal
 
 from common.command import DataError
 from common.run_settings import LrSchedule, RunSettings
+
+Dtype = Literal["fp32", "fp16", "bf16", "int8"]
+"""The data types of the rows. The names are those of TorchRec's ``DataType``, in lower case."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -17,6 +21,7 @@ class Settings(RunSettings):
         data: The path of a Criteo TSV file, plain or gzip. None generates rows.
         limit_rows: The number of rows to read or to generate. None reads all rows.
         skip_bad_rows: Whether bad lines are left out and counted. Otherwise a bad line is an error.
+        dtype: The data type of the rows of RecStore tables.
         lr_schedule: The schedule of both learning rates after the warm-up.
         warmup_steps: The number of steps in which both learning rates rise to their values.
         checkpoint: The folder of the run's checkpoints. None writes no checkpoints.
@@ -28,6 +33,7 @@ class Settings(RunSettings):
     data: Path | None
     limit_rows: int | None
     skip_bad_rows: bool
+    dtype: Dtype = "fp32"
     lr_schedule: LrSchedule = "constant"
     warmup_steps: int = 0
     checkpoint: Path | None = None
@@ -47,6 +53,8 @@ class Settings(RunSettings):
             DataError: A setting contradicts another setting, or does not fit the number of ranks.
         """
         super().check(world_size)
+        if self.backend == "fused" and self.dtype != "fp32":
+            raise DataError("--dtype is for --backend recstore")
         if self.checkpoint is None:
             for flag, given in (("--resume", self.resume), ("--checkpoint-every", self.checkpoint_every is not None)):
                 if given:
@@ -58,7 +66,18 @@ class Settings(RunSettings):
 
     def must_match(self) -> dict[str, str | int | float | None]:
         """Returns the flags that must have the same values when a run is resumed, with their values."""
-        names = ("dim", "optimizer", "lr", "dense_lr", "lr_schedule", "warmup_steps", "batch_size", "epochs", "seed")
+        names = (
+            "dim",
+            "dtype",
+            "optimizer",
+            "lr",
+            "dense_lr",
+            "lr_schedule",
+            "warmup_steps",
+            "batch_size",
+            "epochs",
+            "seed",
+        )
         # The cold store may change, because a checkpoint contains the cold rows.
         bounds = {name: value for name, value in asdict(self.bounds).items() if name != "cold_store"}
         asked = {name: getattr(self, name) for name in names} | bounds

@@ -9,6 +9,7 @@ from settings import Settings
 from torchrec import EmbeddingBagCollection, EmbeddingBagConfig
 from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.models.dlrm import DLRM, DLRMTrain
+from torchrec.modules.embedding_configs import DataType
 from torchrec.optim.keyed import CombinedOptimizer
 
 
@@ -19,6 +20,7 @@ def _unsharded(settings: Settings) -> DLRMTrain:
             embedding_dim=settings.dim,
             num_embeddings=settings.declared_rows,
             feature_names=[feature],
+            data_type=DataType[settings.dtype.upper()],
         )
         for feature in ID_NAMES
     ]

@@ -41,7 +41,7 @@ from common.run_settings import (
     Optimizer,
     Sharding,
 )
-from settings import Settings
+from settings import Dtype, Settings
 
 from torchrec_recstore.commands.output import errors_in_one_line
 
@@ -67,6 +67,9 @@ def main(
         Backend, typer.Option(help="recstore: dynamic tables. fused: stock TorchRec.", rich_help_panel=MODEL)
     ] = "recstore",
     dim: Annotated[int, typer.Option(min=1, help="Width of the embeddings.", rich_help_panel=MODEL)] = 16,
+    dtype: Annotated[
+        Dtype, typer.Option(help="Data type of the rows of RecStore tables.", rich_help_panel=MODEL)
+    ] = "fp32",
     num_embeddings: Annotated[
         int,
         typer.Option(min=1, help="Rows of each fused table. Ids are taken modulo this number.", rich_help_panel=MODEL),
@@ -178,6 +181,7 @@ def main(
         skip_bad_rows=skip_bad_rows,
         backend=backend,
         dim=dim,
+        dtype=dtype,
         num_embeddings=num_embeddings,
         optimizer=optimizer,
         lr=lr,

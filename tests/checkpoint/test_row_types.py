@@ -13,9 +13,10 @@ from torchrec_recstore.checkpoint.destination import Destination
 from torchrec_recstore.checkpoint.files import write_tensors
 from torchrec_recstore.checkpoint.info import CheckpointInfo, DeltaOf, PartInfo, TableInfo
 from torchrec_recstore.checkpoint.reader import load_rows
+from torchrec_recstore.row_types import as_stored
 from torchrec_recstore.store import Table
 
-TYPES = [torch.float32, torch.float16, torch.bfloat16]
+TYPES = [torch.float32, torch.float16, torch.bfloat16, torch.int8]
 
 
 def saved(path: Path, table: Table, ids: torch.Tensor, delta_of: CheckpointInfo | None = None) -> CheckpointInfo:
@@ -47,7 +48,7 @@ def test_weights_are_converted(before: torch.dtype, now: torch.dtype, tmp_path: 
         full = saved(tmp_path / "full", source, ids)
         load_rows(target, "t", [full])
         held = target.read_rows(ids)
-        assert torch.equal(held["weight"], rows["weight"].to(now))
+        assert torch.equal(held["weight"], as_stored(rows["weight"], now))
         assert torch.equal(held["sum"], rows["sum"])
         target.update(ids[:50], torch.randn(50, 4))
         delta = saved(tmp_path / "delta", target, ids[:50], full)

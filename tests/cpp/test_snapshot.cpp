@@ -35,7 +35,7 @@ struct Image {
   std::vector<int64_t> last_step, frequency;
 
   Image(const Table& table, int64_t n)
-      : weights(static_cast<size_t>(n * kColumns) * table.rows().weight_bytes()),
+      : weights(static_cast<size_t>(n * weight_bytes(table.config().row_type, kColumns))),
         elements(static_cast<size_t>(table.config().optimizer.element_states()), std::vector<float>(static_cast<size_t>(n * kColumns))),
         state(static_cast<size_t>(n)),
         last_step(static_cast<size_t>(n)),
@@ -167,7 +167,7 @@ void exchange() {
 }  // namespace
 
 int main() {
-  for (const RowType type : {RowType::kFloat32, RowType::kBfloat16}) {
+  for (const RowType type : {RowType::kFloat32, RowType::kBfloat16, RowType::kInt8}) {
     for (const OptimizerKind kind : {OptimizerKind::kRowWiseAdagrad, OptimizerKind::kAdam}) beside_changes(kind, type, 3);
   }
   beside_changes(OptimizerKind::kSgd, RowType::kFloat32, 1);

@@ -60,8 +60,14 @@ def two_optimizers(one_rank: None) -> None:
 
 
 @situation("An unsupported data type of rows")
-def int8_rows(one_rank: None) -> None:
-    sharded(collection(bag("t_user", data_type=DataType.INT8)))
+def unknown_rows(one_rank: None) -> None:
+    sharded(collection(bag("t_user", data_type=DataType.UINT8)))
+
+
+@situation("8-bit rows without stochastic rounding")
+def rounded_to_nearest(one_rank: None) -> None:
+    params = {**SGD_BY_PARAMS, "stochastic_rounding": False}
+    sharded(collection(bag("t_user", data_type=DataType.INT8)), fused_params=params)
 
 
 @situation("init_fn in a table's config")

@@ -211,6 +211,16 @@ def test_16_bit_rows(dtype: torch.dtype) -> None:
     assert RecStoreEmbeddingBag(4, DIM, dtype=dtype).table.dtype is dtype
 
 
+def test_8_bit_rows() -> None:
+    weight = torch.randn(4, DIM)
+    ours = RecStoreEmbeddingBag(4, DIM, mode="sum", _weight=weight, dtype=torch.int8)
+    out = ours(torch.tensor([[1, 2]]))
+    assert ours.table.dtype is torch.int8
+    assert out.dtype is torch.float32
+    torch.testing.assert_close(out, weight[1:3].sum(0, keepdim=True), rtol=0, atol=0.05)
+    out.sum().backward()
+
+
 def test_the_learning_rate_can_be_changed() -> None:
     bags = RecStoreEmbeddingBag(4, 1, mode="sum", optimizer=SGD(lr=0.5), options=TableOptions(ConstantInit(0.0)))
     for lr in (0.5, 0.125):

@@ -24,7 +24,7 @@ from torchrec_recstore.modules import (
     RecStoreEmbeddingCollection,
 )
 from torchrec_recstore.modules.table_module import TableModule
-from torchrec_recstore.optim import LAMB, SGD, Adam, PartialRowWiseAdam, RowWiseAdagrad
+from torchrec_recstore.optim import LAMB, SGD, Adagrad, Adam, PartialRowWiseAdam, RowWiseAdagrad
 from torchrec_recstore.options import LFU, LRU, Expiry, MinFrequency, RocksDBStore, TableOptions
 
 
@@ -236,6 +236,25 @@ def test_16_bit_rows_round_trip() -> None:
     for converted in (half.half(), half.to(torch.float64)):
         assert converted.table.dtype is torch.bfloat16
         assert converted(IDS).dtype is torch.bfloat16
+
+
+def test_8_bit_rows_round_trip() -> None:
+    """State dicts, copies and pickles have float32 weights of 8-bit rows, from which the same rows are made."""
+    small = RecStoreEmbedding(9, 4, dtype=torch.int8, optimizer=Adagrad(lr=0.1))
+    assert small(IDS).dtype is torch.float32
+    small(IDS).square().sum().backward()
+    rows = small.table.read_rows(small.table.ids())
+    assert states(small)["weight"].dtype is torch.float32
+    loaded = RecStoreEmbedding(9, 4, dtype=torch.int8, optimizer=Adagrad(lr=0.1))
+    loaded.load_state_dict(small.state_dict())
+    for other in (loaded, copy.deepcopy(small), pickle.loads(pickle.dumps(small))):
+        assert other.table.dtype is torch.int8
+        for key, value in other.table.read_rows(small.table.ids()).items():
+            assert torch.equal(value, rows[key]), key
+    assert small.half().table.dtype is torch.int8
+    wide = RecStoreEmbedding(9, 4, optimizer=Adagrad(lr=0.1))
+    wide.load_state_dict(small.state_dict())
+    assert torch.equal(states(wide)["weight"], states(small)["weight"])
 
 
 def test_meta_and_back() -> None:

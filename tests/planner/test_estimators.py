@@ -88,14 +88,16 @@ def test_the_sharders_own_optimizer_counts() -> None:
     assert bytes_with(RecStoreSharder(optimizer=Ftrl())) - bytes_with(RecStoreSharder()) == ROWS * 8 * DIM
 
 
-@pytest.mark.parametrize("data_type", [DataType.FP16, DataType.BF16])
-def test_sixteen_bit_rows_take_half(data_type: DataType) -> None:
+@pytest.mark.parametrize(
+    ("data_type", "row_bytes"), [(DataType.FP16, 2 * DIM), (DataType.BF16, 2 * DIM), (DataType.INT8, DIM + 8)]
+)
+def test_narrow_rows_take_less(data_type: DataType, row_bytes: int) -> None:
     config = EmbeddingBagConfig(
         name="t", num_embeddings=2**40, embedding_dim=DIM, feature_names=["f"], data_type=data_type
     )
     narrow = EmbeddingBagCollection(tables=[config], device=torch.device("meta"))
-    wide, half = (options_by_type(ebc)["table_wise"].total_storage.ddr for ebc in (collection(), narrow))
-    assert wide - half == pytest.approx(ROWS * 2 * DIM, abs=2048)
+    wide, less = (options_by_type(ebc)["table_wise"].total_storage.ddr for ebc in (collection(), narrow))
+    assert wide - less == pytest.approx(ROWS * (4 * DIM - row_bytes), abs=2048)
 
 
 def test_the_parameters_own_optimizer_counts() -> None:

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from torchrec_recstore.optim import SGD, Adam, Optimizer, PartialRowWiseAdam, RowWiseAdagrad
 from torchrec_recstore.options import LFU, LRU, ConstantInit, Expiry, MinFrequency, RocksDBStore, TableOptions
+from torchrec_recstore.row_types import value_dtype
 from torchrec_recstore.rpc.table_spec import TableSpec
 from torchrec_recstore.service.backend import NoInitialRow
 from torchrec_recstore.service.hosted import HostedBackend, Limits, held_options
@@ -40,7 +41,7 @@ def ones(n: int) -> Tensor:
 
 
 @pytest.mark.parametrize("optimizer", [SGD(lr=0.1), RowWiseAdagrad(lr=0.1), Adam(lr=0.1), PartialRowWiseAdam(lr=0.1)])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int8])
 def test_rows_are_a_tables_to_the_bit(optimizer: Optimizer, dtype: torch.dtype) -> None:
     options = TableOptions(seed=3)
     tables = HostedBackend()
@@ -49,7 +50,7 @@ def test_rows_are_a_tables_to_the_bit(optimizer: Optimizer, dtype: torch.dtype) 
     every = torch.arange(-50, 150)
     for step in range(12):
         batch = torch.randint(-50, 150, (64,))
-        values = torch.randn(64, DIM).to(dtype if step % 2 else torch.float32)
+        values = torch.randn(64, DIM).to(value_dtype(dtype) if step % 2 else torch.float32)
         tables.update("t", batch, values)
         oracle.lookup(batch, train=True)
         oracle.update(batch, values)
@@ -59,7 +60,7 @@ def test_rows_are_a_tables_to_the_bit(optimizer: Optimizer, dtype: torch.dtype) 
         if step % 4 == 2:
             assert tables.delete("t", batch[20:30]) == oracle.remove(batch[20:30]) > 0
         assert torch.equal(tables.pull("t", every), oracle.lookup(every))
-        assert tables.pull("t", every).dtype is dtype
+        assert tables.pull("t", every).dtype is value_dtype(dtype)
         assert torch.equal(tables.exists("t", every), oracle.contains(every))
         found, rows = tables.found_rows("t", every)
         assert torch.equal(found, oracle.contains(every))

@@ -59,7 +59,7 @@ def client(servers: list[str]):
 
 
 @pytest.mark.parametrize("optimizer", [RowWiseAdagrad(lr=0.1), Adam(lr=0.01), SGD(lr=0.1)], ids=str)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int8])
 def test_rows_are_those_of_a_table_in_the_process(client: RecStoreClient, optimizer, dtype) -> None:
     name = _name()
     local = RecStoreClient()

@@ -56,7 +56,7 @@ CHANGES: dict[str, Callable[[Table], object]] = {
 }
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int8])
 @pytest.mark.parametrize("optimizer", [SGD(0.1), RowWiseAdagrad(0.1), Adam(0.1)], ids=lambda o: type(o).__name__)
 @pytest.mark.parametrize("change", CHANGES)
 def test_changes_do_not_show_in_a_snapshot(change: str, optimizer: Optimizer, dtype: torch.dtype) -> None:

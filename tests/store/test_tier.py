@@ -68,6 +68,7 @@ def _assert_same(tiered: Table, whole: Table) -> None:
         (torch.float32, SGD(lr=0.1)),
         (torch.float16, RowWiseAdagrad(lr=0.1)),
         (torch.bfloat16, Adam(lr=0.1)),
+        (torch.int8, Adam(lr=0.1)),
     ],
 )
 def test_rows_come_back_as_they_left(eviction: Any, dtype: torch.dtype, optimizer: Any) -> None:

@@ -14,6 +14,7 @@ from torchrec_recstore.checkpoint.fold import FoldedTable, common_columns, table
 from torchrec_recstore.checkpoint.info import DENSE, CheckpointInfo, TableInfo
 from torchrec_recstore.checkpoint.reader import merged_sightings
 from torchrec_recstore.encoding import encode
+from torchrec_recstore.row_types import values
 from torchrec_recstore.store.arguments import among
 
 _FACTS = ("dtype", "optimizer", "options", "steps", "optimizer_steps")
@@ -123,7 +124,10 @@ def _compare_tables(
         changed = torch.zeros(int(common.sum()), dtype=torch.bool)
         for shard, other_shard in zip(shards, other_shards, strict=False):  # A list is empty after the last row.
             for key in compared:
-                now, largest = _changes(shard[key][picked], other_shard[key][other_picked])
+                pair = shard[key][picked], other_shard[key][other_picked]
+                if torch.uint8 in (pair[0].dtype, pair[1].dtype):
+                    pair = values(pair[0]), values(pair[1])
+                now, largest = _changes(*pair)
                 changed |= now
                 if key not in ("last_step", "frequency"):
                     _grow(difference.largest, key, largest)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,7 @@ from torch import Tensor
 from torchrec_recstore.checkpoint.files import CheckpointError, check_file, read_ids
 from torchrec_recstore.checkpoint.info import CheckpointInfo, PartInfo, TableInfo, check_ids, check_shapes
 from torchrec_recstore.optim import state_names
+from torchrec_recstore.row_types import as_stored, columns_of
 from torchrec_recstore.store.arguments import among
 
 Columns = tuple[int, int]
@@ -84,7 +85,7 @@ class FoldedTable:
                 continue
             if (table.dim, state_names(table.optimizer)) != (newest.dim, self.states):
                 raise CheckpointError(f"table {name!r} of {info.path} has another dim or optimizer state later on")
-            runs = [_Run(info.path, level, blocks, columns, self.states) for blocks in _runs(info.path, name, table)]
+            runs = [_Run(info.path, level, blocks, columns, table) for blocks in _runs(info.path, name, table)]
             self._runs = runs + self._runs  # The newest runs come first: the stable sort in take() keeps them first.
             self._removals.append(_Removal(info.path, level, table))
         self._check_end()
@@ -117,12 +118,13 @@ class FoldedTable:
         for removal in self._removals:
             kept &= (levels[order] >= removal.level) | removal.stays(ids)
         order = order[kept]
+        for _, _, rows in taken:
+            for of_columns in rows:
+                of_columns["weight"] = as_stored(of_columns["weight"], self._dtype)
         shards = [
             {name: torch.cat([rows[name] for rows in shard])[order] for name in shard[0]}
             for shard in zip(*(rows for _, _, rows in taken), strict=True)
         ]
-        for shard in shards:
-            shard["weight"] = shard["weight"].to(self._dtype)
         self._rows += len(order)
         self._check_end()
         return ids[kept], shards
@@ -158,15 +160,16 @@ class _Run:
         level: int,
         blocks: Sequence[Sequence[PartInfo]],
         columns: Sequence[Columns],
-        states: Mapping[str, str],
+        table: TableInfo,
     ) -> None:
         self.level = level
         self._directory = directory
         self._blocks = list(blocks[::-1])
         self._columns = columns
-        self._per_element = {"weight", *(name for name, kind in states.items() if kind == "element")}
-        self._states = states
-        self._names = ["weight", *states, "last_step", "frequency"]
+        self._table = table
+        states = state_names(table.optimizer)
+        self._per_element = {name for name, kind in states.items() if kind == "element"}
+        self._names = [*states, "last_step", "frequency"]
         self._at = 0
         self._ids: Tensor
         self._files: dict[Columns, Any]
@@ -199,7 +202,7 @@ class _Run:
                 raise CheckpointError(f"{path} does not hold the rows that {block[0].file} has")
             self._ids = ids
             shapes = {name: file.get_slice(name).get_shape() for name in file.keys() if name != "ids"}  # noqa: SIM118
-            check_shapes(path, part, self._states, shapes)
+            check_shapes(path, part, self._table, shapes)
         self._at = 0
 
     def _rows(self, begin: int, end: int, columns: Columns) -> dict[str, Tensor]:
@@ -207,10 +210,11 @@ class _Run:
             (shard[0], file) for shard, file in self._files.items() if shard[0] <= columns[0] and columns[1] <= shard[1]
         )
         cut = slice(columns[0] - first, columns[1] - first)
-        return {
+        rows = {
             name: file.get_slice(name)[begin:end, cut] if name in self._per_element else file.get_slice(name)[begin:end]
             for name in self._names
         }
+        return {"weight": columns_of(file.get_slice("weight")[begin:end], cut), **rows}
 
 
 class _Removal:

@@ -21,8 +21,9 @@ from torch import Tensor
 
 from torchrec_recstore.checkpoint.files import CheckpointError, FileInfo, read_tensors
 from torchrec_recstore.encoding import check_fields, decode, encode, not_known
-from torchrec_recstore.optim import Optimizer
+from torchrec_recstore.optim import Optimizer, state_names
 from torchrec_recstore.options import TableOptions
+from torchrec_recstore.row_types import stored_columns
 
 FORMAT = "recstore checkpoint"
 VERSION = 1
@@ -36,7 +37,7 @@ _DOCUMENT = (
     "format", "version", "step", "world_size", "delta_of", "tables", "dense", "training_state", "files", "checksum",
 )  # fmt: skip
 
-DTYPES = ("float32", "float16", "bfloat16")
+DTYPES = ("float32", "float16", "bfloat16", "int8")
 """The data types that weights can have."""
 
 _Entry = TypeVar("_Entry")
@@ -87,7 +88,7 @@ class TableInfo:
 
     Args:
         dim: The number of columns of the whole table.
-        dtype: The data type of the weights: ``"float32"``, ``"float16"`` or ``"bfloat16"``.
+        dtype: The data type of the weights: ``"float32"``, ``"float16"``, ``"bfloat16"`` or ``"int8"``.
         optimizer: The optimizer with the numbers that it was created with. The learning rate that a scheduler has set
             is part of the scheduler's state.
         options: The table's options without its cold store, because rows can be loaded into any cold store.
@@ -424,22 +425,23 @@ def check_ids(path: Path, part: PartInfo, ids: Tensor) -> None:
         raise CheckpointError(f"{path} does not have the ids from {part.first_id} to {part.last_id}, each once")
 
 
-def check_shapes(path: Path, part: PartInfo, states: Mapping[str, str], shapes: Mapping[str, Sequence[int]]) -> None:
+def check_shapes(path: Path, part: PartInfo, table: TableInfo, shapes: Mapping[str, Sequence[int]]) -> None:
     """Compares the shapes of a file's tensors with the metadata of the part.
 
     Args:
         path: The file.
         part: The metadata of the part.
-        states: The optimizer's states; see :func:`torchrec_recstore.optim.state_names`.
+        table: The metadata of the table.
         shapes: The shapes of the file's tensors except ``ids``, by name.
 
     Raises:
         CheckpointError: A tensor is missing, unknown or of another shape.
     """
-    begin, end = part.columns
-    whole = {"weight", *(name for name, kind in states.items() if kind == "element")}
-    names = ("weight", *states, "last_step", "frequency")
-    wanted = {name: [part.rows, end - begin] if name in whole else [part.rows] for name in names}
+    columns = part.columns[1] - part.columns[0]
+    wanted = {"weight": [part.rows, stored_columns(getattr(torch, table.dtype), columns)]}
+    for name, kind in state_names(table.optimizer).items():
+        wanted[name] = [part.rows, columns] if kind == "element" else [part.rows]
+    wanted |= {"last_step": [part.rows], "frequency": [part.rows]}
     found = {name: list(shape) for name, shape in shapes.items()}
     if found != wanted:
         raise CheckpointError(f"{path} has tensors of the shapes {found} instead of {wanted}")

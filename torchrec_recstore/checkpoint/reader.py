@@ -14,6 +14,7 @@ from torchrec_recstore.checkpoint.files import CheckpointError, read_ids, read_t
 from torchrec_recstore.checkpoint.fold import FoldedTable
 from torchrec_recstore.checkpoint.info import CheckpointInfo, PartInfo, TableInfo, check_ids, check_shapes
 from torchrec_recstore.optim import Optimizer, state_names
+from torchrec_recstore.row_types import columns_of, joined_columns, stored_dtype, values
 from torchrec_recstore.store import Table, write_all
 from torchrec_recstore.store.arguments import among
 from torchrec_recstore.store.snapshot import column_weighted_mean
@@ -113,8 +114,8 @@ def load_rows(
         _remove_rows(table, contents, info)
         for count, (ids, rows) in _one_ahead(_rows_of(contents, info, table.columns, owned)):
             if len(ids):
-                if rows["weight"].dtype is not table.dtype:
-                    rows["weight"] = rows["weight"].float()  # Every table accepts float32 and rounds to its own type.
+                if rows["weight"].dtype is not stored_dtype(table.dtype):
+                    rows["weight"] = values(rows["weight"])  # Every table accepts float32 and rounds to its own type.
                 write_all(table, ids, rows)
             on_rows(count)
     table.optimizer_steps = last.optimizer_steps
@@ -144,7 +145,7 @@ def _rows_of(
             rows = read_tensors(info.path / piece.file, info.files[piece.file])
             its_ids = rows.pop("ids", torch.empty(0))
             check_ids(info.path / piece.file, piece, its_ids)
-            check_shapes(info.path / piece.file, piece, states, {name: row.shape for name, row in rows.items()})
+            check_shapes(info.path / piece.file, piece, contents, {name: row.shape for name, row in rows.items()})
             if ids is not None and not torch.equal(ids, its_ids):
                 raise CheckpointError(f"{info.path / piece.file} does not hold the rows that {part.file} has")
             ids = its_ids
@@ -241,7 +242,8 @@ def _joined_rows(
 ) -> dict[str, Tensor]:
     """Returns the rows of a shard, made of the rows of the saved column shards that cover it.
 
-    A row-wise state is the column-weighted mean of the saved states, or a copy if there is only one.
+    A row-wise state is the column-weighted mean of the saved states, or a copy if there is only one. The weights of
+    8-bit rows are exact. Those of several column shards, which have different scales, are float32.
 
     Args:
         pieces: The columns and the rows of each covering column shard, in ascending order. The rows have the form of
@@ -260,7 +262,8 @@ def _joined_rows(
         return column_weighted_mean([rows[name] for _, rows in pieces], [cut.stop - cut.start for cut in cuts])
 
     rows = {name: joined(name) if kind == "element" else mean(name) for name, kind in states.items()}
-    return {"weight": joined("weight"), **rows, "last_step": first["last_step"], "frequency": first["frequency"]}
+    weight = joined_columns([columns_of(rows["weight"], cut) for (_, rows), cut in zip(pieces, cuts, strict=True)])
+    return {"weight": weight, **rows, "last_step": first["last_step"], "frequency": first["frequency"]}
 
 
 def _load_sightings(table: Table, chain: Sequence[CheckpointInfo], name: str) -> None:

@@ -10,12 +10,33 @@ namespace recstore {
 
 // The type in which a row's weights are stored. Optimizer state is float32 for each type. The values are those of
 // _ROW_TYPES in ops.py.
-enum class RowType : int64_t { kFloat32 = 0, kFloat16 = 1, kBfloat16 = 2 };
+enum class RowType : int64_t { kFloat32 = 0, kFloat16 = 1, kBfloat16 = 2, kInt8 = 3 };
 
-// Number of floats that this many weights occupy. 16-bit weights are padded to whole floats, so that the optimizer
-// state behind them is aligned.
+// An 8-bit row stores one code (uint8) for each weight, and after the codes two floats: its scale and its bias. A weight
+// is code * scale + bias. row_int8.inl computes them.
+constexpr int64_t kGridFloats = 2;
+
+// Number of floats that this many weights occupy. Narrow weights are padded to whole floats, so that what is behind
+// them is aligned.
 inline int64_t weight_floats(RowType type, int64_t columns) {
-  return type == RowType::kFloat32 ? columns : (columns + 1) / 2;
+  switch (type) {
+    case RowType::kFloat32: return columns;
+    case RowType::kFloat16:
+    case RowType::kBfloat16: return (columns + 1) / 2;
+    case RowType::kInt8: return (columns + 3) / 4 + kGridFloats;
+  }
+  return columns;
+}
+
+// Number of bytes of a row's weights outside the table. An 8-bit row has its codes, and then its scale and bias.
+inline int64_t weight_bytes(RowType type, int64_t columns) {
+  switch (type) {
+    case RowType::kFloat32: return columns * 4;
+    case RowType::kFloat16:
+    case RowType::kBfloat16: return columns * 2;
+    case RowType::kInt8: return columns + kGridFloats * 4;
+  }
+  return columns * 4;
 }
 
 enum class InitKind : int64_t { kUniform = 0, kNormal = 1, kConstant = 2 };
@@ -57,7 +78,7 @@ struct TableConfig {
   uint64_t seed = 0;
   bool missing_reads_init = false;  // an evaluation lookup reads an id without a row as its initial row; else as zeros
   RowType row_type = RowType::kFloat32;
-  bool stochastic_rounding = false;  // updates round 16-bit weights stochastically; else to nearest, ties to even
+  bool stochastic_rounding = false;  // updates round narrow weights stochastically; else to nearest
   InitConfig init;
   OptimizerConfig optimizer;
   Bounds bounds;

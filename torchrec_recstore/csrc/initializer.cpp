@@ -9,6 +9,8 @@
 namespace recstore {
 namespace {
 
+constexpr int64_t kMostOnStack = 1024;  // weights of an 8-bit row
+
 uint64_t splitmix(uint64_t x) {  // Steele, Lea and Flood, 2014
   x += 0x9e3779b97f4a7c15ULL;
   x = (x ^ (x >> 30)) * 0xbf58476d1ce4e5b9ULL;
@@ -76,6 +78,7 @@ Initializer::Initializer(const TableConfig& config)
       column_begin_(config.column_begin),
       column_end_(config.column_end),
       key_(splitmix(config.seed ^ splitmix(fnv1a(config.name)))) {
+  if (row_type_ == RowType::kInt8 && config.columns() > kMostOnStack) wide_ = std::make_shared<Wide>(config.columns());
   if (init_.kind == InitKind::kNormal && init_.truncate > 0) {
     cdf_low_ = normal_cdf(-init_.truncate);
     cdf_high_ = normal_cdf(init_.truncate);
@@ -84,6 +87,18 @@ Initializer::Initializer(const TableConfig& config)
 
 void Initializer::fill(int64_t id, float* row) const {
   if (row_type_ == RowType::kFloat32) return fill_columns(id, column_begin_, column_end_, row);
+  if (row_type_ == RowType::kInt8) {  // the scale depends on all weights
+    const auto fill_with = [&](float* weights) {
+      fill_columns(id, column_begin_, column_end_, weights);
+      row_kernels().narrow(row_type_, weights, column_end_ - column_begin_, row);
+    };
+    if (wide_ == nullptr) {
+      float weights[kMostOnStack];
+      return fill_with(weights);
+    }
+    const std::lock_guard<std::mutex> lock(wide_->mutex);
+    return fill_with(wide_->weights.data());
+  }
   constexpr int64_t kRun = 64;  // columns that fill_uniform() draws at once
   float weights[kRun];
   for (int64_t begin = column_begin_; begin < column_end_; begin += kRun) {

@@ -32,7 +32,7 @@ inline void count_step(RowMeta& meta, uint32_t step, uint32_t half_life) {
 
 // The rows of one table, as the inner loops access them.
 struct RowsView {
-  float* data;      // each row: weights (columns,) of the type, padded to whole floats, then element-wise optimizer states
+  float* data;      // each row: weights of the type, weight_floats() floats, then element-wise optimizer states
   int64_t stride;   // floats between rows
   int64_t columns;
   RowMeta* meta;    // one for each slot
@@ -42,7 +42,7 @@ struct RowsView {
   int64_t weight_floats() const { return recstore::weight_floats(type, columns); }
 };
 
-// Rounds 16-bit weights up or down at random, so that the expected value is exact. The random bits of a weight depend
+// Rounds narrow weights up or down at random, so that the expected value is exact. The random bits of a weight depend
 // only on the key, the raw id and the global column.
 struct StochasticRounding {
   uint64_t key = 0;  // made of the table's key and the number of the update; 0: round to nearest
@@ -83,7 +83,7 @@ struct UpdateArgs {
   int64_t bag_begin;              // the run has the bags with the numbers [bag_begin, bag_end)
   int64_t bag_end;
   float* scratch;                 // (columns rounded up to 16,): sum of gradients
-  float* weights;                 // (columns rounded up to 16,): a row of 16-bit weights, widened
+  float* weights;                 // (columns rounded up to 16,): a row of narrow weights, widened
   uint32_t* random;               // (columns rounded up to 16,): random words for stochastic rounding
   StochasticRounding rounding;
   OptimizerKind optimizer;
@@ -102,7 +102,7 @@ struct RowKernels {
   void (*update)(const UpdateArgs& args);
   float (*dot)(RowType type, const float* row, const float* values, int64_t n);
   void (*widen)(RowType type, const float* row, int64_t columns, float* out);
-  void (*narrow)(RowType type, const float* values, int64_t columns, float* row);  // rounds to nearest, ties to even
+  void (*narrow)(RowType type, const float* values, int64_t columns, float* row);  // rounds to nearest
 };
 
 // Returns the fastest version for this processor, or the version that the environment variable RECSTORE_ISA (baseline,

@@ -38,12 +38,12 @@ void fill_uniform(uint64_t key, int64_t id, int64_t column_begin, int64_t column
 }
 
 // Pools the last n columns of one bag, which are fewer than kLanes.
-template <class Row>
-inline void pool_rest(const PoolArgs& a, int64_t begin, int64_t end, int64_t column, int64_t n, float* out) {
+template <class Row, class Columns>
+inline void pool_rest(const PoolArgs& a, Columns columns, int64_t begin, int64_t end, int64_t column, int64_t n, float* out) {
   Vec sum{};
   for (int64_t p = begin; p < end; ++p) {
     if (a.slots[p] == kNoSlot) continue;
-    const Vec v = Row::load(stored<Row>(a.rows.data + a.slots[p] * a.rows.stride) + column, n);
+    const Vec v = typename Row::Reader(a.rows.data + a.slots[p] * a.rows.stride, columns).load(column, n);
     sum += a.weights == nullptr ? v : v * broadcast(a.weights[p]);
   }
   if (a.mean && end - begin > 1) sum /= broadcast(static_cast<float>(end - begin));
@@ -55,13 +55,13 @@ inline void pool_rest(const PoolArgs& a, int64_t begin, int64_t end, int64_t col
 constexpr int kBlock = kWidth >= 8 ? 64 : 32;
 
 // Pools n columns of one bag.
-template <class Row, int n, bool Stream>
-inline void pool_block(const PoolArgs& a, int64_t begin, int64_t end, int64_t column, float* out) {
+template <class Row, int n, bool Stream, class Columns>
+inline void pool_block(const PoolArgs& a, Columns columns, int64_t begin, int64_t end, int64_t column, float* out) {
   using Block = Lanes<float, n>;
   const Slot* slots = a.slots;
   const float *data = a.rows.data, *weights = a.weights;
   const int64_t stride = a.rows.stride;
-  const auto load_block = [=](Slot slot) { return Row::template load<n>(stored<Row>(data + slot * stride) + column); };
+  const auto load_block = [=](Slot slot) { return typename Row::Reader(data + slot * stride, columns).template load<n>(column); };
   Block sum{};
   if (weights == nullptr) {
     for (int64_t p = begin; p < end; ++p) {
@@ -98,9 +98,9 @@ __attribute__((noinline)) void pool_bags(const PoolArgs& a, Columns columns) {
     for (int64_t p = begin + ahead; p < end + ahead && p < last; ++p) prefetch_weights<Row>(a, columns, p);
     float* out = a.out + bag * a.out_stride;
     int64_t d = 0;
-    for (; d + kBlock <= whole; d += kBlock) pool_block<Row, kBlock, Stream>(a, begin, end, d, out + d);
-    for (; d < whole; d += kLanes) pool_block<Row, kLanes, Stream>(a, begin, end, d, out + d);
-    if (d < columns) pool_rest<Row>(a, begin, end, d, columns - d, out + d);
+    for (; d + kBlock <= whole; d += kBlock) pool_block<Row, kBlock, Stream>(a, columns, begin, end, d, out + d);
+    for (; d < whole; d += kLanes) pool_block<Row, kLanes, Stream>(a, columns, begin, end, d, out + d);
+    if (d < columns) pool_rest<Row>(a, columns, begin, end, d, columns - d, out + d);
   }
 }
 
@@ -205,9 +205,9 @@ __attribute__((noinline)) void update_rows(const UpdateArgs& a, Columns columns)
       if (Extras) after_step(a, columns, w);
       if constexpr (Row::kNarrow) {
         if (a.rounding.key == 0) {
-          narrow_row<Row>(columns, w, row);
+          Row::write(columns, w, row);
         } else {
-          narrow_row_randomly<Row>(a, p, w, row);
+          write_randomly<Row>(a, columns, p, w, row);
         }
       }
       if (a.step != 0) count_step(meta, a.step, a.half_life);
@@ -242,12 +242,11 @@ void update(const UpdateArgs& a) {
 
 float dot(RowType type, const float* row, const float* y, int64_t n) {
   return with_row_type(type, [&](auto kind) {
-    using Row = decltype(kind);
-    const auto* x = stored<Row>(row);
+    const typename decltype(kind)::Reader x(row, n);
     Vec sum{};
     int64_t d = 0;
-    for (; d + kLanes <= n; d += kLanes) sum += Row::load(x + d, kLanes) * load(y + d);
-    if (d < n) sum += Row::load(x + d, n - d) * load(y + d, n - d);
+    for (; d + kLanes <= n; d += kLanes) sum += x.load(d, kLanes) * load(y + d);
+    if (d < n) sum += x.load(d, n - d) * load(y + d, n - d);
     return reduce(sum);
   });
 }

@@ -2,6 +2,11 @@
 #include "row_kernels.h"
 #include "philox.h"
 
+#if defined(__SSE2__)
+#include <emmintrin.h>
+#define RECSTORE_MULTIPLY(a, b) _mm_mul_epu32((__m128i)(a), (__m128i)(b))
+#endif
+
 #define RECSTORE_ISA_NAMESPACE baseline
 #define RECSTORE_ISA_NAME "baseline"
 #define RECSTORE_WIDTH 4

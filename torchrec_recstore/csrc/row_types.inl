@@ -55,10 +55,15 @@ RECSTORE_INLINE Halves float_to_half(Floats v, Bits random) {
 
 struct Float32Row {
   static constexpr bool kNarrow = false;
-  typedef float Stored;
-  template <int n>
-  static RECSTORE_INLINE Lanes<float, n> load(const float* p) { return load_lanes<Lanes<float, n>>(p); }
-  static RECSTORE_INLINE Vec load(const float* p, int64_t n) { return RECSTORE_ISA_NAMESPACE::load(p, n); }
+  // Reads n columns of one row.
+  struct Reader {
+    template <class Columns>
+    RECSTORE_INLINE Reader(const float* row, Columns) : weights(row) {}
+    template <int n>
+    RECSTORE_INLINE Lanes<float, n> load(int64_t column) const { return load_lanes<Lanes<float, n>>(weights + column); }
+    RECSTORE_INLINE Vec load(int64_t column, int64_t n) const { return RECSTORE_ISA_NAMESPACE::load(weights + column, n); }
+    const float* weights;
+  };
   template <class Columns>
   static RECSTORE_INLINE int64_t floats(Columns columns) { return columns; }
 };
@@ -67,21 +72,35 @@ struct Float32Row {
 template <class Type>
 struct NarrowRow {
   static constexpr bool kNarrow = true;
-  typedef uint16_t Stored;
-  template <int n>
-  static RECSTORE_INLINE Lanes<float, n> load(const uint16_t* p) {
-    return each<Lanes<float, n>>([](Halves v) { return Type::widen(v); }, load_lanes<Lanes<uint16_t, n>>(p));
+  typedef uint32_t Random;
+  struct Reader {
+    template <class Columns>
+    RECSTORE_INLINE Reader(const float* row, Columns) : weights(reinterpret_cast<const uint16_t*>(row)) {}
+    template <int n>
+    RECSTORE_INLINE Lanes<float, n> load(int64_t column) const {
+      return each<Lanes<float, n>>([](Halves v) { return Type::widen(v); }, load_lanes<Lanes<uint16_t, n>>(weights + column));
+    }
+    RECSTORE_INLINE Vec load(int64_t column, int64_t n) const {
+      return each<Vec>([](Halves v) { return Type::widen(v); }, load_lanes<Lanes<uint16_t>>(weights + column, n));
+    }
+    const uint16_t* weights;
+  };
+  // Stores a row, rounded to nearest.
+  template <class Columns>
+  static inline void write(Columns columns, const float* values, float* row) {
+    auto* out = reinterpret_cast<uint16_t*>(row);
+    for_each_run(columns, [&](int64_t d, auto n) {
+      store_lanes(out + d, each<Lanes<uint16_t>>([](Floats x) { return Type::narrow(x); }, load(values + d, n)), n);
+    });
   }
-  static RECSTORE_INLINE Vec load(const uint16_t* p, int64_t n) {
-    return each<Vec>([](Halves v) { return Type::widen(v); }, load_lanes<Lanes<uint16_t>>(p, n));
-  }
-  // Rounds to nearest.
-  static RECSTORE_INLINE void store(uint16_t* p, Vec v, int64_t n) {
-    store_lanes(p, each<Lanes<uint16_t>>([](Floats x) { return Type::narrow(x); }, v), n);
-  }
-  // Rounds stochastically.
-  static RECSTORE_INLINE void store(uint16_t* p, Vec v, Lanes<uint32_t> random, int64_t n) {
-    store_lanes(p, each<Lanes<uint16_t>>([](Floats x, Bits r) { return Type::narrow(x, r); }, v, random), n);
+  // Stores a row, rounded with the random numbers of its columns.
+  template <class Columns>
+  static inline void write(Columns columns, const float* values, const Random* random, float* row) {
+    auto* out = reinterpret_cast<uint16_t*>(row);
+    for_each_run(columns, [&](int64_t d, auto n) {
+      const auto numbers = load_lanes<Lanes<uint32_t>>(random + d, n);
+      store_lanes(out + d, each<Lanes<uint16_t>>([](Floats x, Bits r) { return Type::narrow(x, r); }, load(values + d, n), numbers), n);
+    });
   }
   template <class Columns>
   static RECSTORE_INLINE int64_t floats(Columns columns) { return (columns + 1) / 2; }
@@ -103,29 +122,23 @@ struct Bfloat16Row : NarrowRow<Bfloat16Row> {
   }
 };
 
+#include "row_int8.inl"
+
 // Calls work(Row) with the struct for the type, so that work is compiled for each type.
 template <class Work>
 auto with_row_type(RowType type, const Work& work) {
   switch (type) {
     case RowType::kFloat16: return work(Float16Row{});
     case RowType::kBfloat16: return work(Bfloat16Row{});
+    case RowType::kInt8: return work(Int8Row{});
     default: return work(Float32Row{});
   }
 }
 
-template <class Row>
-inline const typename Row::Stored* stored(const float* row) { return reinterpret_cast<const typename Row::Stored*>(row); }
-
 template <class Row, class Columns>
 inline void widen_row(Columns columns, const float* row, float* out) {
-  for_each_run(columns, [&](int64_t d, auto n) { store(out + d, Row::load(stored<Row>(row) + d, n), n); });
-}
-
-// Stores a row of 16-bit weights, rounded to nearest.
-template <class Row, class Columns>
-inline void narrow_row(Columns columns, const float* values, float* row) {
-  auto* out = reinterpret_cast<uint16_t*>(row);
-  for_each_run(columns, [&](int64_t d, auto n) { Row::store(out + d, load(values + d, n), n); });
+  const typename Row::Reader reader(row, columns);
+  for_each_run(columns, [&](int64_t d, auto n) { store(out + d, reader.load(d, n), n); });
 }
 
 void widen(RowType type, const float* row, int64_t columns, float* out) {
@@ -135,34 +148,20 @@ void widen(RowType type, const float* row, int64_t columns, float* out) {
 void narrow(RowType type, const float* values, int64_t columns, float* row) {
   with_row_type(type, [&](auto kind) {
     if constexpr (decltype(kind)::kNarrow) {
-      narrow_row<decltype(kind)>(columns, values, row);
+      decltype(kind)::write(columns, values, row);
     } else {
       __builtin_memcpy(row, values, static_cast<size_t>(columns) * sizeof(float));
     }
   });
 }
 
-// Writes random words for the columns of one row. A word depends only on the key, the id and the global column.
-__attribute__((noinline)) void random_words(uint64_t key, int64_t id, int64_t column_begin, int64_t columns, uint32_t* out) {
-  constexpr int64_t kRun = 4 * kLanes;  // columns of one call of philox_blocks()
-  uint32_t words[4][kLanes];
-  const int64_t column_end = column_begin + columns;
-  for (int64_t first = column_begin / kRun * kRun; first < column_end; first += kRun) {
-    philox_blocks<kLanes>(key, static_cast<uint64_t>(id), static_cast<uint32_t>(first / 4), words);
-    const int64_t begin = first > column_begin ? first : column_begin;
-    const int64_t end = first + kRun < column_end ? first + kRun : column_end;
-    __builtin_memcpy(out + (begin - column_begin), &words[0][0] + (begin - first), static_cast<size_t>(end - begin) * sizeof(uint32_t));
-  }
-}
+#include "random.inl"
 
 // Stores the updated row of the id at a position, rounded stochastically.
-template <class Row>
-__attribute__((noinline)) void narrow_row_randomly(const UpdateArgs& a, int64_t position, const float* values, float* row) {
+template <class Row, class Columns>
+__attribute__((noinline)) void write_randomly(const UpdateArgs& a, Columns columns, int64_t position, const float* values, float* row) {
   const StochasticRounding& rounding = a.rounding;
-  const int64_t columns = a.rows.columns;
-  random_words(rounding.key, rounding.routing->raw_id(a.batch->ids[position]), rounding.column_begin, columns, a.random);
-  auto* out = reinterpret_cast<uint16_t*>(row);
-  for_each_run(columns, [&](int64_t d, auto n) {
-    Row::store(out + d, load(values + d, n), load_lanes<Lanes<uint32_t>>(a.random + d, n), n);
-  });
+  auto* random = reinterpret_cast<typename Row::Random*>(a.random);
+  random_numbers(rounding.key, rounding.routing->raw_id(a.batch->ids[position]), rounding.column_begin, columns, random);
+  Row::write(columns, values, random, row);
 }

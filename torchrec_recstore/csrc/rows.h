@@ -28,8 +28,7 @@ class Rows {
   RowMeta& meta(Slot slot) const { return view().meta[slot]; }
   int64_t columns() const { return columns_; }
   int64_t row_bytes() const { return stride_ * static_cast<int64_t>(sizeof(float)); }
-  // Bytes of one weight.
-  size_t weight_bytes() const { return type_ == RowType::kFloat32 ? sizeof(float) : sizeof(uint16_t); }
+  RowType type() const { return type_; }
   void prefetch(Slot slot) const {
     const char* data = reinterpret_cast<const char*>(row(slot));
     for (int64_t byte = 0; byte < row_bytes(); byte += 64) __builtin_prefetch(data + byte);

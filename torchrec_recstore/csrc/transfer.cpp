@@ -22,11 +22,28 @@ void check_bookkeeping(const int64_t* values, int64_t n) {
   if (all > std::numeric_limits<uint32_t>::max()) throw InvalidArgument("last_step and frequency must be within 0 and 2**32 - 1");
 }
 
+// Copies the weights of a row from one place to the other. Inside a table, the scale and bias of an 8-bit row are at the
+// next whole float after its codes; outside, they follow the codes directly.
+template <bool kOut, class Inside, class Outside>
+void copy_weights(const Rows& rows, Inside* inside, Outside* outside, int64_t i) {
+  const auto bytes = static_cast<size_t>(weight_bytes(rows.type(), rows.columns()));
+  Outside* weights = outside + static_cast<size_t>(i) * bytes;
+  const auto copy = [](auto* in, auto* out, size_t n) {
+    if constexpr (kOut) {
+      std::memcpy(out, in, n);
+    } else {
+      std::memcpy(in, out, n);
+    }
+  };
+  const size_t grid = rows.type() == RowType::kInt8 ? kGridFloats * sizeof(float) : 0;
+  copy(inside, weights, bytes - grid);
+  if (grid > 0) copy(inside + rows.view().weight_floats() - kGridFloats, weights + bytes - grid, grid);
+}
+
 void write_row(Rows& rows, Slot slot, const ConstRowImages& in, int64_t i) {
   const auto columns = static_cast<size_t>(rows.columns());
-  const size_t weight_bytes = columns * rows.weight_bytes();
   float* row = rows.row(slot);
-  std::memcpy(row, static_cast<const char*>(in.weights) + static_cast<size_t>(i) * weight_bytes, weight_bytes);
+  copy_weights<false>(rows, row, static_cast<const char*>(in.weights), i);
   float* element = row + rows.view().weight_floats();
   for (const float* values : in.elements) {
     std::memcpy(element, values + static_cast<size_t>(i) * columns, columns * sizeof(float));
@@ -39,8 +56,7 @@ void write_row(Rows& rows, Slot slot, const ConstRowImages& in, int64_t i) {
 
 void read_row(const Rows& rows, const void* row, const RowMeta& meta, const RowImages& out, int64_t i) {
   const auto columns = static_cast<size_t>(rows.columns());
-  const size_t weight_bytes = columns * rows.weight_bytes();
-  std::memcpy(static_cast<char*>(out.weights) + static_cast<size_t>(i) * weight_bytes, row, weight_bytes);
+  copy_weights<true>(rows, static_cast<const float*>(row), static_cast<char*>(out.weights), i);
   const float* element = static_cast<const float*>(row) + rows.view().weight_floats();
   for (float* values : out.elements) {
     std::memcpy(values + static_cast<size_t>(i) * columns, element, columns * sizeof(float));

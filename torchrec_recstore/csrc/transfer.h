@@ -16,7 +16,7 @@ struct RowImagesOf {
   template <class T>
   using Pointer = std::conditional_t<kConst, const T*, T*>;
 
-  Pointer<void> weights;                 // (n, columns) of the table's row type
+  Pointer<void> weights;                 // (n, weight_bytes()): rows of weights of the table's row type
   std::vector<Pointer<float>> elements;  // (n, columns) each: element-wise optimizer states
   Pointer<float> state;                  // (n,): row-wise optimizer state
   Pointer<int64_t> last_step;            // (n,)

@@ -25,6 +25,7 @@ from torchrec_recstore.inference.selection import (
 )
 from torchrec_recstore.inference.served_tables import ServedTable, ServedTables, served_table
 from torchrec_recstore.options import default_initializer
+from torchrec_recstore.row_types import joined_columns, values
 
 
 @dataclass(frozen=True)
@@ -227,7 +228,7 @@ def _rows(
     rows[:1] = first
     at = read = 0
     for some, shards in _windows(chain, name, advance):
-        weight = torch.cat([shard["weight"] for shard in shards], dim=1).float()
+        weight = values(joined_columns([shard["weight"] for shard in shards]))
         if kept is not None:
             mask = kept[read : read + len(some)]
             read += len(some)

@@ -12,6 +12,7 @@ from torchrec.distributed.types import ShardingEnv
 
 from torchrec_recstore.inference.row_formats import packed
 from torchrec_recstore.options import LFU, ConstantInit, Initializer, TableOptions, UniformInit
+from torchrec_recstore.row_types import value_dtype, values
 from torchrec_recstore.sharders.gather import all_gathered, refused_together
 from torchrec_recstore.store import Table
 from torchrec_recstore.utils import warn_user
@@ -109,7 +110,7 @@ def missing_row(initializer: Initializer, options: TableOptions, dim: int, dtype
     value = _only_value(initializer)
     if value is None:
         return torch.zeros(dim), False
-    return torch.full((dim,), value).to(dtype).float(), True
+    return torch.full((dim,), value).to(value_dtype(dtype)).float(), True
 
 
 def warn_of_initial_rows(names: Sequence[str]) -> None:
@@ -199,6 +200,6 @@ def _part(shard: Table, missing: Tensor, row_format: str) -> _GatheredRows:
         for begin in range(0, count, _PIECE_ROWS):
             some, read = snapshot.read(min(_PIECE_ROWS, count - begin))
             part = slice(begin, begin + len(some))
-            ids[part], rows[1:][part] = some, packed(shard.name, read["weight"].float(), row_format)
+            ids[part], rows[1:][part] = some, packed(shard.name, values(read["weight"]), row_format)
             frequency[part] = aged(read["frequency"], read["last_step"], snapshot.steps, shard.options)
         return _GatheredRows(ids, rows, frequency, snapshot.steps)

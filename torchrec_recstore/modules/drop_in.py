@@ -29,7 +29,7 @@ class DropIn(TableModule):
         sparse: Has no effect. Only the rows of the batch have gradients.
         weight: (num_embeddings, embedding_dim) or None. Row i becomes the row of id i.
         device: ``cpu``, ``meta`` or None.
-        dtype: float32, float16 or bfloat16. Default: None, the dtype of ``weight``, or float32 without ``weight``.
+        dtype: float32, float16, bfloat16 or int8. Default: None, the dtype of ``weight``; float32 without ``weight``.
         lr, optimizer, options, fused, name: See the subclasses.
 
     Raises:

@@ -37,8 +37,8 @@ class RecStoreEmbeddingBag(DropIn):
             ``num_embeddings``, as in torch. Default: None.
         device: ``cpu`` or ``meta``. Input on another device is copied to the CPU, and the output is copied back.
             Default: None, ``meta`` if it is torch's default device, else ``cpu``.
-        dtype: The dtype of rows and output: float32, float16 or bfloat16. Arithmetic is float32. Default: None, the
-            dtype of ``_weight``, or float32 without ``_weight``.
+        dtype: The dtype of rows and output: float32, float16, bfloat16 or int8, with float32 output. Arithmetic is
+            float32. Default: None, the dtype of ``_weight``, or float32 without ``_weight``.
         lr: The learning rate of the default optimizer. Default: 0.01.
         optimizer: The optimizer, from ``torchrec_recstore.optim``. Default: None, ``RowWiseAdagrad(lr)``.
         options: The table's options. If they have no initializer, new rows are drawn from the normal distribution with

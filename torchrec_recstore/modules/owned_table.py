@@ -12,6 +12,7 @@ from torch import Tensor
 
 from torchrec_recstore.optim import state_names
 from torchrec_recstore.options import is_shared
+from torchrec_recstore.row_types import values
 from torchrec_recstore.store import Table, write_all
 
 # The number of rows that are read or written at once. It limits the memory that holds two copies of rows.
@@ -56,10 +57,9 @@ class OwnedTable:
         kinds = state_names(new.optimizer)
 
         def converted(rows: dict[str, Tensor]) -> dict[str, Tensor]:
-            weight = rows["weight"]
+            count = len(rows["weight"])
             zeros = {
-                name: torch.zeros(weight.shape if kind == "element" else weight.shape[:1])
-                for name, kind in kinds.items()
+                name: torch.zeros((count, new.dim) if kind == "element" else (count,)) for name, kind in kinds.items()
             }
             kept = {name: rows[name] for name in ("weight", "last_step", "frequency")}
             return {**kept, **({name: rows.get(name, zeros[name]) for name in zeros} if keeps_state else zeros)}
@@ -104,18 +104,19 @@ def table_state(table: Table) -> dict[str, Tensor]:
     """Returns copies of all rows of a table and their state, for ``R`` rows.
 
     Returns:
-        ``weight``, (R, dim) of the table's dtype; ``weight_id``, (R,) int64, ascending; the optimizer's states by name
-        (:func:`torchrec_recstore.optim.state_names`); ``last_step`` and ``frequency``, (R,) int64; ``steps``, () int64,
-        the number of updates; ``clock``, () int64, the number of training lookups. If admission counts sightings:
-        ``sightings``, (2, 4, N) uint8, and ``sightings_taken``, () int64.
+        ``weight``, (R, dim) of the dtype of lookups; ``weight_id``, (R,) int64, ascending; the optimizer's states by
+        name (:func:`torchrec_recstore.optim.state_names`); ``last_step`` and ``frequency``, (R,) int64; ``steps``, ()
+        int64, the number of updates; ``clock``, () int64, the number of training lookups. If admission counts
+        sightings: ``sightings``, (2, 4, N) uint8, and ``sightings_taken``, () int64.
     """
     ids = table.ids()
     whole: dict[str, Tensor] = {}
     for part in _pieces(len(ids)):
-        for name, values in table.read_rows(ids[part]).items():
+        for name, read in table.read_rows(ids[part]).items():
+            found = values(read) if read.dtype is torch.uint8 else read
             if name not in whole:
-                whole[name] = values.new_empty((len(ids), *values.shape[1:]))
-            whole[name][part] = values
+                whole[name] = found.new_empty((len(ids), *found.shape[1:]))
+            whole[name][part] = found
     state = {**whole, "weight_id": ids, **_clocks(table)}
     return {key: state[key] for key in state_keys(table)}
 

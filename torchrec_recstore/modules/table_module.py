@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torchrec_recstore.modules.owned_table import OwnedTable, forget_rows, load_table_state, state_keys, table_state
 from torchrec_recstore.optim import Optimizer, RowWiseAdagrad
 from torchrec_recstore.quantization import RefusesQuantization
+from torchrec_recstore.row_types import value_dtype
 from torchrec_recstore.store import ColdStoreError, Table
 from torchrec_recstore.table_parameter import GivenCopies, TableParameter
 from torchrec_recstore.utils import warn_user
@@ -202,7 +203,7 @@ class TableModule(RefusesQuantization, nn.Module):
         return f"{self._arguments['dim']}, optimizer={self._arguments['optimizer']!r}"
 
     def _parameter(self, device: torch.device | str, requires_grad: bool = True) -> TableParameter:
-        nothing = torch.empty(0, self._arguments["dim"], dtype=self._arguments["dtype"], device=device)
+        nothing = torch.empty(0, self._arguments["dim"], dtype=value_dtype(self._arguments["dtype"]), device=device)
         return TableParameter(nothing, requires_grad, table=self._arguments["name"])
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> TableModule:

@@ -6,14 +6,17 @@ import torch
 from torchrec.distributed.planner.shard_estimators import EmbeddingStorageEstimator
 from torchrec.distributed.planner.types import Shard, SharderDataMap, ShardingOption, Storage
 from torchrec.distributed.utils import optimizer_type_to_emb_opt_type
+from torchrec.modules.fp_embedding_modules import FeatureProcessedEmbeddingBagCollection
 
 from torchrec_recstore.optim import Optimizer, state_bytes
 from torchrec_recstore.options import resident_rows
 from torchrec_recstore.planner.constraints import options_of
+from torchrec_recstore.row_types import row_bytes
 from torchrec_recstore.sharders import RECSTORE_KERNEL
 from torchrec_recstore.sharders.fused_params import optimizer_from_fused_params
 from torchrec_recstore.sharders.plan import ResidentParameter
-from torchrec_recstore.torchrec_seams import constraints_of, marked_optimizer
+from torchrec_recstore.table_configs import ROW_DTYPES
+from torchrec_recstore.torchrec_seams import collection_inside, configs_of, constraints_of, marked_optimizer
 
 OVERHEAD_BYTES_PER_ROW = 32
 """The bytes of index, bookkeeping and alignment per row. Measured: 27 to 30 for 10,000 to 2 million rows."""
@@ -51,8 +54,8 @@ class RecStoreStorageEstimator(EmbeddingStorageEstimator):  # type: ignore[misc]
             super().estimate([without_rows], sharder_data_map)
             for shard, io in zip(option.shards, without_rows.shards, strict=True):
                 shard_rows = -(-rows * shard.size[0] // option.tensor.shape[0])
-                row_bytes = OVERHEAD_BYTES_PER_ROW + _bytes_per_row(shard.size[1], option.tensor, optimizer)
-                resident_bytes = shard_rows * row_bytes + counter_bytes
+                of_row = OVERHEAD_BYTES_PER_ROW + _bytes_per_row(shard.size[1], _dtype(option), optimizer)
+                resident_bytes = shard_rows * of_row + counter_bytes
                 shard.storage = Storage(hbm=io.storage.hbm, ddr=io.storage.ddr + resident_bytes)
 
 
@@ -86,6 +89,14 @@ def _optimizer(parameter: torch.Tensor, fused_params: dict[str, object], table_n
     return optimizer_from_fused_params({**fused_params, **marked}, [table_name])
 
 
-def _bytes_per_row(columns: int, weights: torch.Tensor, optimizer: Optimizer) -> int:
-    # 16-bit weights are padded to whole floats.
-    return -(-columns * weights.element_size() // 4) * 4 + state_bytes(optimizer, columns)
+def _dtype(option: ShardingOption) -> torch.dtype:
+    """Returns the data type of the table's rows. The parameter of an INT8 table is float16 (torchrec 1.8.0)."""
+    collection = option.module[1]
+    if isinstance(collection, FeatureProcessedEmbeddingBagCollection):
+        collection = collection_inside(collection)
+    kinds = {config.name: ROW_DTYPES.get(config.data_type) for config in configs_of(collection)}
+    return kinds.get(option.name) or option.tensor.dtype
+
+
+def _bytes_per_row(columns: int, dtype: torch.dtype, optimizer: Optimizer) -> int:
+    return row_bytes(dtype, columns) + state_bytes(optimizer, columns)

@@ -9,10 +9,10 @@ from typing import Any
 
 import torch
 
-from torchrec_recstore import ops
 from torchrec_recstore.encoding import check_fields, decode, encode
 from torchrec_recstore.optim import Optimizer
 from torchrec_recstore.options import TableOptions
+from torchrec_recstore.row_types import ROW_DTYPES
 
 
 @dataclass(frozen=True)
@@ -51,8 +51,8 @@ class TableSpec:
             raise TypeError(f"dim must be an int, got {type(self.dim).__name__}")
         if self.dim < 1:
             raise ValueError(f"dim must be at least 1, got {self.dim}")
-        if self.dtype not in ops.ROW_DTYPES:
-            raise ValueError(f"dtype must be one of {', '.join(map(str, ops.ROW_DTYPES))}, got {self.dtype}")
+        if self.dtype not in ROW_DTYPES:
+            raise ValueError(f"dtype must be one of {', '.join(map(str, ROW_DTYPES))}, got {self.dtype}")
         if not isinstance(self.optimizer, Optimizer):
             raise TypeError(f"optimizer must be one of torchrec_recstore.optim, got {type(self.optimizer).__name__}")
         if not isinstance(self.options, TableOptions):

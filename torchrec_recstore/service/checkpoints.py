@@ -14,7 +14,7 @@ from torchrec_recstore.checkpoint.info import CheckpointInfo, TableInfo
 from torchrec_recstore.checkpoint.reader import check_fits, check_rows, held_rows, load_rows
 from torchrec_recstore.checkpoint.writer import PartWriter, SavedShard, finish, write_shard
 from torchrec_recstore.encoding import check_fields, encode
-from torchrec_recstore.ops import ROW_DTYPES
+from torchrec_recstore.row_types import ROW_DTYPES
 from torchrec_recstore.rpc.table_spec import TableSpec
 from torchrec_recstore.store import Table
 

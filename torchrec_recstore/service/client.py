@@ -18,6 +18,7 @@ from torch import Tensor
 
 from torchrec_recstore.optim import Optimizer, RowWiseAdagrad
 from torchrec_recstore.options import TableOptions
+from torchrec_recstore.row_types import value_dtype
 from torchrec_recstore.rpc.table_spec import TableSpec
 from torchrec_recstore.service.backend import Backend, InitialRows, NoInitialRow
 from torchrec_recstore.service.hosted import HostedBackend
@@ -77,7 +78,7 @@ def checked_rows(name: str, argument: str, rows: object, ids: Tensor, spec: Tabl
     Raises:
         TypeError, ValueError: ``rows`` is not an (N, dim) tensor on the CPU in the table's dtype or float32.
     """
-    dtypes = sorted((torch.float32, spec.dtype), key=str)
+    dtypes = sorted((torch.float32, value_dtype(spec.dtype)), key=str)
     check_rows(rows, argument, (len(ids), spec.dim), dtypes, f"table {name!r}: ")
     return cast(Tensor, rows).detach().contiguous()
 
@@ -197,7 +198,8 @@ class RecStoreClient:
         Args:
             name: The name of the table. The name and ``options.seed`` determine the initial rows.
             shape: (rows, dim). ``rows`` is not a limit: it is the value of ``options.expected_rows`` if that is None.
-            dtype: The dtype of the weights: ``torch.float32``, ``float16`` or ``bfloat16``. Default: ``float32``.
+            dtype: The dtype of the weights: ``torch.float32``, ``float16``, ``bfloat16`` or ``int8``.
+                Rows of an ``int8`` table are read and written as float32. Default: ``float32``.
             init_func: A function ``(shape, dtype) -> tensor`` that makes initial rows. This client calls it with
                 ``(1, dim)`` when the row of an id is needed for the first time; torch's default generator is then
                 seeded for the id. Default: None, the initializer of ``options`` makes the initial rows.
@@ -223,7 +225,7 @@ class RecStoreClient:
                 raise ValueError(
                     f"table {name!r}: init_func and options.initializer both define initial rows: give only one"
                 )
-            maker = InitialRowMaker(init_func, name, options.seed, dim, dtype)
+            maker = InitialRowMaker(init_func, name, options.seed, dim, value_dtype(dtype))
             spec = replace(spec, initial_rows=maker.digest)
         tables.create(name, spec)
         self._specs[name] = spec
@@ -332,8 +334,8 @@ class RecStoreClient:
         return spec
 
     def dtypes(self) -> set[torch.dtype]:
-        """Returns the dtypes of the tables that this client has used so far."""
-        return {spec.dtype for spec in self._specs.values()}
+        """Returns the dtypes of the rows of the tables that this client has used so far."""
+        return {value_dtype(spec.dtype) for spec in self._specs.values()}
 
     def save(self, path: str | Path, *, overwrite: bool = False) -> None:
         """Saves all tables in the format of ``save_checkpoint``. The tables can be used during the save.

@@ -28,6 +28,7 @@ from torchrec_recstore.options import (
     TableOptions,
     shard_options,
 )
+from torchrec_recstore.row_types import values
 from torchrec_recstore.rpc.table_spec import TableSpec
 from torchrec_recstore.service.backend import InitialRows, NoInitialRow
 from torchrec_recstore.service.checkpoints import check_loadable, loaded_tables, saved_specs, write_tables
@@ -196,7 +197,8 @@ class HostedBackend:
             found = hosted.table.contains(ids)
             # A lookup sums one row, which turns a signalling NaN into a quiet NaN. The rows of a cold store are
             # arbitrary bytes and must not change, so the rows are read without a sum.
-            return found, hosted.table.read_rows(ids if bool(found.all()) else ids[found])["weight"]
+            weight = hosted.table.read_rows(ids if bool(found.all()) else ids[found])["weight"]
+            return found, values(weight) if weight.dtype is torch.uint8 else weight
 
     def push(self, name: str, ids: Tensor, values: Tensor) -> None:
         """See :meth:`Backend.push`."""

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from torch import Tensor
 
+from torchrec_recstore.row_types import value_dtype
 from torchrec_recstore.rpc.connection import Access
 from torchrec_recstore.rpc.protocol import NO_INITIAL_ROW, ServiceError
 from torchrec_recstore.rpc.servers import Servers
@@ -69,7 +70,7 @@ class RemoteBackend:
         """See :meth:`Backend.pull`."""
         spec = self._spec(name)
         try:
-            return self._servers.pull(name, ids, spec.dim, spec.dtype)
+            return self._servers.pull(name, ids, spec.dim, value_dtype(spec.dtype))
         except ServiceError as error:
             if error.kind == NO_INITIAL_ROW:
                 raise NoInitialRow(name) from None
@@ -78,8 +79,9 @@ class RemoteBackend:
     def found_rows(self, name: str, ids: Tensor) -> tuple[Tensor, Tensor]:
         """See :meth:`Backend.found_rows`."""
         spec = self._spec(name)
-        found, rows = self._servers.found_rows(name, ids, spec.dim * spec.dtype.itemsize)
-        return found, rows.view(spec.dtype).view(-1, spec.dim)
+        dtype = value_dtype(spec.dtype)
+        found, rows = self._servers.found_rows(name, ids, spec.dim * dtype.itemsize)
+        return found, rows.view(dtype).view(-1, spec.dim)
 
     def push(self, name: str, ids: Tensor, values: Tensor) -> None:
         """See :meth:`Backend.push`."""

@@ -19,6 +19,7 @@ import grpc
 import torch
 from torch import Tensor
 
+from torchrec_recstore.row_types import value_dtype
 from torchrec_recstore.rpc import recstore_pb2 as pb
 from torchrec_recstore.rpc.protocol import (
     ERROR_KEY,
@@ -245,7 +246,7 @@ class ParameterServer(ParameterServerServicer):
                     spec = self._spec(header.table)
                     size = PART_IDS
                     if header.want != pb.PullHeader.FOUND:
-                        size = rows_a_part(spec.dim * spec.dtype.itemsize)
+                        size = rows_a_part(spec.dim * value_dtype(spec.dtype).itemsize)
                 ids = from_bytes([request.ids], torch.int64)
                 for place in range(0, len(ids), size):
                     yield self._pulled(header, ids[place : place + size])
@@ -346,7 +347,7 @@ class ParameterServer(ParameterServerServicer):
                 raise ValueError(f"{len(of)} ids and {len(matrix)} rows were received: there must be a row for each id")
             return matrix
 
-        dtype = torch.float32 if header.float32 else spec.dtype
+        dtype = torch.float32 if header.float32 else value_dtype(spec.dtype)
         if header.kind == pb.WriteHeader.PUSH:
             values = rows("rows", ids, dtype)
             self._observer.ids("push", name, len(ids))

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 from torch._library.effects import EffectType  # torch has no public name for it (2.13)
 
+from torchrec_recstore.row_types import value_dtype
 from torchrec_recstore.service.client import client_of
 
 _library = torch.library.Library("recstore_ops", "FRAGMENT")  # type: ignore[no-untyped-call]
@@ -50,7 +51,7 @@ def _prefetch_result(client: int, handle: int) -> Tensor:
 
 def _fake_read(client: int, name: str, ids: Tensor) -> Tensor:
     spec = client_of(client).spec(name)
-    return ids.new_empty((ids.shape[0], spec.dim), dtype=spec.dtype)
+    return ids.new_empty((ids.shape[0], spec.dim), dtype=value_dtype(spec.dtype))
 
 
 def _fake_write(client: int, name: str, ids: Tensor, rows: Tensor) -> None:

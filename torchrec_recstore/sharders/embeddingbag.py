@@ -162,11 +162,11 @@ class RecStoreSharder(RecStoreCollectionSharder, EmbeddingBagCollectionSharder):
     If ``DistributedModelParallel`` gets this sharder and no plan, it places every table in RecStore.
     ``RecStorePlanner`` also places tables on TorchRec's kernels if their constraints name these kernels.
 
-    Rows are stored in the ``data_type`` of the table's config: FP32, FP16 or BF16. Casting the sharded model with
+    Rows are stored in the ``data_type`` of the table's config: FP32, FP16, BF16 or INT8. Casting the sharded model with
     ``bfloat16()``, ``half()`` or ``to(dtype)`` changes neither the rows nor the dtype of lookups; set ``data_type``
     instead. ``fused_params["output_dtype"]`` is the dtype of the results of lookups. Default: FP32, as in TorchRec's
     kernels. If ``fused_params["stochastic_rounding"]`` is True, updates of 16-bit rows are rounded stochastically.
-    Default: False.
+    Default: False. Updates of INT8 rows always are.
 
     Example::
 

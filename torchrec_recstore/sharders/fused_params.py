@@ -196,17 +196,22 @@ def accumulation_steps(fused_params: Mapping[str, Any] | None) -> int:
     return int((fused_params or {}).get(ACCUMULATION_KEY, 1))
 
 
-def stochastic_rounding(fused_params: Mapping[str, Any] | None, table_names: Sequence[str]) -> bool:
-    """Returns whether updates of 16-bit rows are rounded stochastically.
+def stochastic_rounding(fused_params: Mapping[str, Any] | None, table_names: Sequence[str], dtype: torch.dtype) -> bool:
+    """Returns whether updates of narrow rows are rounded stochastically.
 
-    Default: False, as in FBGEMM on CPU. (FBGEMM's default on GPU is True.)
+    Default: True for 8-bit rows, else False, as in FBGEMM on CPU. (FBGEMM's default on GPU is True.)
 
     Raises:
-        ValueError: The value is not a bool; the message names the tables.
+        ValueError: The value is not a bool, or it is False for 8-bit rows; the message names the tables.
     """
-    asked = (fused_params or {}).get("stochastic_rounding", False)
+    asked = (fused_params or {}).get("stochastic_rounding", dtype is torch.int8)
     if not isinstance(asked, bool):
         raise ValueError(f"{_where(table_names)}: fused_params['stochastic_rounding'] must be a bool, got {asked!r}")
+    if dtype is torch.int8 and not asked:
+        raise ValueError(
+            f"{_where(table_names)}: fused_params['stochastic_rounding'] = False is not supported for data_type INT8, "
+            "because small updates would be lost: leave it out"
+        )
     return asked
 
 

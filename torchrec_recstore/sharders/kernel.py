@@ -88,7 +88,7 @@ def check_table(config: EmbeddingTableConfig, fused_params: Mapping[str, Any] | 
     """
     check_config(config)
     optimizer_from_fused_params(fused_params, [config.name])
-    stochastic_rounding(fused_params, [config.name])
+    stochastic_rounding(fused_params, [config.name], ROW_DTYPES[config.data_type])
     output_dtype(fused_params, [config.name])
     initializer_of(config, table_options(fused_params))
 
@@ -124,7 +124,7 @@ def _make_table(
         columns=_columns(config),
         shard=shard,
         owned=None if routing is None else routing.owned,
-        stochastic_rounding=stochastic_rounding(config.fused_params, [config.name]),
+        stochastic_rounding=stochastic_rounding(config.fused_params, [config.name], ROW_DTYPES[config.data_type]),
     )
 
 

@@ -15,6 +15,7 @@ from torch.distributed._shard.sharded_tensor.shard import Shard as TensorShard
 from torchrec.distributed.types import ShardingEnv
 
 from torchrec_recstore.kernels import BlockRouting
+from torchrec_recstore.row_types import value_dtype
 from torchrec_recstore.sharders.gather import all_gathered
 from torchrec_recstore.store import Table
 
@@ -75,7 +76,10 @@ class ShardLayout:
     """
 
     def __init__(self, name: str, shards: Sequence[LocalShard], env: ShardingEnv) -> None:
-        local = [(len(t), t.columns, t.optimizer_steps, t.steps, t.dtype) for t in (shard.table for shard in shards)]
+        local = [
+            (len(t), t.columns, t.optimizer_steps, t.steps, value_dtype(t.dtype))
+            for t in (shard.table for shard in shards)
+        ]
         gathered = all_gathered(local, env)
         self.env = env
         self.dim = 1 + max(columns[-1] for pieces in gathered for _, columns, *_ in pieces)
@@ -85,7 +89,7 @@ class ShardLayout:
         self.pieces: list[_Piece] = []
         for rank, pieces in enumerate(gathered):
             for rows, columns, *_, dtype in pieces:
-                self.dtype = dtype  # The dtype of the weights is the same in every shard.
+                self.dtype = dtype  # The dtype of lookups is the same in every shard.
                 begin = ends.get(columns, 0)
                 ends[columns] = begin + rows
                 self.pieces.append(_Piece(rank, range(begin, begin + rows), columns))

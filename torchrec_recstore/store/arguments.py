@@ -7,9 +7,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from torchrec_recstore import ops
 from torchrec_recstore.optim import Optimizer
 from torchrec_recstore.options import TableOptions
+from torchrec_recstore.row_types import ROW_DTYPES, as_stored, stored_columns, value_dtype
 
 
 def among(ids: Tensor, ascending: Tensor) -> Tensor:
@@ -77,6 +77,25 @@ def check_rows(
     _check_on_cpu(rows, argument, where)
 
 
+def check_weights(weight: object, shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
+    """Returns the stored weights of rows (:mod:`torchrec_recstore.row_types`), made of values or of stored weights.
+
+    Args:
+        weight: The values, float32 or the table's dtype, or the stored weights.
+        shape: (N, columns). The shape of the values.
+        dtype: The dtype of the table.
+
+    Raises:
+        TypeError, ValueError: See :func:`check_rows`.
+    """
+    if dtype is torch.int8 and isinstance(weight, Tensor) and weight.dtype is torch.uint8:
+        check_rows(weight, "weight", (shape[0], stored_columns(dtype, shape[1])), [torch.uint8])
+    else:
+        check_rows(weight, "weight", shape, [torch.float32, value_dtype(dtype)])
+    assert isinstance(weight, Tensor)
+    return as_stored(weight.detach(), dtype)
+
+
 def check_table(
     dim: object,
     dtype: object,
@@ -96,10 +115,15 @@ def check_table(
         raise TypeError(f"dim must be an int, got {type(dim).__name__}")
     if dim < 1:
         raise ValueError(f"dim must be at least 1, got {dim}")
-    if dtype not in ops.ROW_DTYPES:
-        raise ValueError(f"dtype must be one of {', '.join(map(str, ops.ROW_DTYPES))}, got {dtype}")
-    if not isinstance(stochastic_rounding, bool):
-        raise TypeError(f"stochastic_rounding must be a bool, got {type(stochastic_rounding).__name__}")
+    if dtype not in ROW_DTYPES:
+        raise ValueError(f"dtype must be one of {', '.join(map(str, ROW_DTYPES))}, got {dtype}")
+    if stochastic_rounding is not None and not isinstance(stochastic_rounding, bool):
+        raise TypeError(f"stochastic_rounding must be a bool or None, got {type(stochastic_rounding).__name__}")
+    if stochastic_rounding is False and dtype is torch.int8:
+        raise ValueError(
+            "stochastic_rounding=False is not supported for rows of torch.int8: updates that are smaller than half a "
+            "step of a row would be lost. Leave it out"
+        )
     if not isinstance(optimizer, Optimizer):
         raise TypeError(f"optimizer must be one of torchrec_recstore.optim, got {type(optimizer).__name__}")
     if not isinstance(options, TableOptions):

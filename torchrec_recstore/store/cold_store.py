@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from torchrec_recstore.ops import RowTensors
+from torchrec_recstore.row_types import GRID_BYTES, row_bytes
 
 ID_BYTES = 8
 _SIGN = -(2**63)
@@ -153,8 +154,13 @@ def unpacked(images: Tensor, dtype: torch.dtype, columns: int) -> RowTensors:
         columns: The number of columns of the shard.
     """
     n = len(images)
-    weight = _numbers(images[:, : columns * dtype.itemsize], dtype)
-    states = _numbers(images[:, -(-columns * dtype.itemsize // 4) * 4 : -_META_BYTES], torch.float32)
+    size = row_bytes(dtype, columns)
+    weight = images[:, : columns * dtype.itemsize]
+    if dtype is torch.int8:  # the codes are padded to whole floats, and the scale and the bias follow
+        weight = torch.cat([weight, images[:, size - GRID_BYTES : size]], dim=1)
+    else:
+        weight = _numbers(weight, dtype)
+    states = _numbers(images[:, size:-_META_BYTES], torch.float32)
     elements = states.reshape(n, states.shape[1] // columns, columns).transpose(0, 1).contiguous()
     last_step, frequency = (
         _unsigned(images[:, place : place + 4]) for place in (-8 + images.shape[1], -4 + images.shape[1])

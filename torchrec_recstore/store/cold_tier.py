@@ -12,6 +12,7 @@ from torch import Tensor
 
 from torchrec_recstore import ops
 from torchrec_recstore.options import TableOptions, is_shared
+from torchrec_recstore.row_types import values
 from torchrec_recstore.store.arguments import among
 from torchrec_recstore.store.cold_backends import open_cold_store
 from torchrec_recstore.store.cold_store import (
@@ -201,7 +202,7 @@ class ColdTier(MemoryTier):
         cold, images = self.read(ids)
         here = among(ids, cold)
         weights = unpacked(images, self._dtype, self._columns)[0]
-        rows[here] = weights[torch.searchsorted(cold, ids[here])]
+        rows[here] = values(weights[torch.searchsorted(cold, ids[here])]).to(rows.dtype)
 
     def export(self, ids: Tensor) -> ops.RowTensors:
         """See :meth:`MemoryTier.export`."""

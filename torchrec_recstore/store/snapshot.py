@@ -14,6 +14,7 @@ from torch import Tensor
 
 from torchrec_recstore import ops
 from torchrec_recstore.optim import Optimizer, state_names
+from torchrec_recstore.row_types import row_bytes
 from torchrec_recstore.store.arguments import among
 from torchrec_recstore.store.cold_store import ColdStoreError, last_steps, unpacked
 from torchrec_recstore.store.cold_tier import ColdTier
@@ -242,7 +243,7 @@ class Snapshot:
         return rows
 
     def _no_rows(self) -> Rows:
-        image_bytes = -(-self._columns * self._dtype.itemsize // 4) * 4 + 12
+        image_bytes = row_bytes(self._dtype, self._columns) + 12
         states = sum(kind == "element" for kind in state_names(self._optimizer).values())
         images = torch.empty(0, image_bytes + 4 * self._columns * states, dtype=torch.uint8)
         rows = named_rows(self._optimizer, unpacked(images, self._dtype, self._columns))

@@ -10,7 +10,8 @@ from torch import Tensor
 from torchrec_recstore import ops
 from torchrec_recstore.optim import Optimizer, RowWiseAdagrad, state_names
 from torchrec_recstore.options import TableOptions, default_initializer, is_shared
-from torchrec_recstore.store.arguments import check_ids, check_rows, check_table
+from torchrec_recstore.row_types import value_dtype
+from torchrec_recstore.store.arguments import check_ids, check_rows, check_table, check_weights
 from torchrec_recstore.store.cold_store import ColdStoreError
 from torchrec_recstore.store.cold_tier import ColdTier
 from torchrec_recstore.store.memory_tier import MemoryTier, holding
@@ -30,17 +31,19 @@ class Table:
 
     Args:
         dim: The number of columns of the whole table.
-        dtype: The data type of the weights: ``torch.float32``, ``float16`` or ``bfloat16``. Optimizer state and all
-            arithmetic are float32. Stored weights are rounded to nearest, ties to even. Default: ``torch.float32``.
+        dtype: The data type of the weights: ``torch.float32``, ``float16``, ``bfloat16`` or ``int8`` (8 bits a weight,
+            and a scale and a bias a row; lookups are then float32). Optimizer state and all arithmetic are float32.
+            Stored weights are rounded to nearest. Default: ``torch.float32``.
         optimizer: The optimizer with which :meth:`update` and the backward of a kernel update rows. Default:
             ``RowWiseAdagrad(lr=0.01)``.
         options: The options that say how rows are created, read, evicted and stored. Default: ``TableOptions()``.
         name: The name of the table, on which the weights of new rows depend. Default: ``"table"``.
         columns: The columns of the shard, ``range(a, b)``. The result of a lookup then has the shape (N, b - a).
             Default: None, which means all columns.
-        stochastic_rounding: Whether updates of 16-bit rows are rounded up or down at random, so that the mean is right
+        stochastic_rounding: Whether updates of narrow rows are rounded up or down at random, so that the mean is right
             and that steps smaller than the last bit are not lost. The random numbers depend only on the seed, the name,
-            the id, the column and the number of the table's update. It has no effect on float32 rows. Default: False.
+            the id, the column and the number of the table's update. float32 rows are exact. Default: None, which is
+            True for ``int8``, where False is an error, else False.
         shard: The index of the shard, if the rows of the table are split. It tells shards apart in a cold store.
             Default: 0.
         owned: A function that takes ids, (N,) int64, and returns which of them belong to this shard, (N,) bool. A
@@ -71,7 +74,7 @@ class Table:
         *,
         name: str = "table",
         columns: range | None = None,
-        stochastic_rounding: bool = False,
+        stochastic_rounding: bool | None = None,
         shard: int = 0,
         owned: Callable[[Tensor], Tensor] | None = None,
     ) -> None:
@@ -79,12 +82,13 @@ class Table:
         columns = range(dim) if columns is None else columns
         self.dim = dim
         self.dtype = dtype
+        self._value_dtype = value_dtype(dtype)
         self.optimizer = optimizer
         self.options = options
         self.name = name
         self._who = f"table '{name}'"  # names the table in errors
         self.columns = columns
-        self.stochastic_rounding = stochastic_rounding
+        self.stochastic_rounding = dtype is torch.int8 if stochastic_rounding is None else stochastic_rounding
         self.shard = shard
         self.handle = ops.table_create(
             name,
@@ -94,7 +98,7 @@ class Table:
             default_initializer(options),
             optimizer,
             dtype,
-            stochastic_rounding,
+            self.stochastic_rounding,
             options,
         )
         """The handle of the native table, for :func:`torchrec_recstore.ops.group_create`."""
@@ -121,7 +125,7 @@ class Table:
                 (``options.missing``). Default: False.
 
         Returns:
-            (N, columns), of the table's dtype. The weights, in the order of ``ids``.
+            (N, columns), of the table's dtype, or float32 for an ``int8`` table. The weights, in the order of ``ids``.
 
         Raises:
             TypeError: ``ids`` is not an int64 tensor.
@@ -133,8 +137,8 @@ class Table:
         check_ids(ids)
         with ops.native_errors(self._who), self.tier.resident(ids, "lookup" if train else None):
             rows = ops.table_lookup(self.handle, ids, train)
-            if self.dtype is not torch.float32:
-                rows = rows.to(self.dtype)
+            if self._value_dtype is not torch.float32:
+                rows = rows.to(self._value_dtype)
             if not train:
                 self.tier.read_into(rows, ids)
             return rows
@@ -155,7 +159,7 @@ class Table:
             TypeError, ValueError, MemoryError, ColdStoreError: See :meth:`lookup`. ``grads`` is checked like ``ids``.
         """
         check_ids(ids)
-        self._check_rows(grads, "grads", ids, self.dtype)
+        self._check_rows(grads, "grads", ids, self._value_dtype)
         with ops.native_errors(self._who), self.tier.resident(ids, "update"):
             ops.table_update(self.handle, ids, _plain(grads), self.optimizer.lr if lr is None else lr)
 
@@ -172,7 +176,7 @@ class Table:
             TypeError, ValueError, MemoryError, ColdStoreError: See :meth:`lookup`. ``weights`` is checked like ``ids``.
         """
         check_ids(ids)
-        self._check_rows(weights, "weights", ids, self.dtype)
+        self._check_rows(weights, "weights", ids, self._value_dtype)
         with ops.native_errors(self._who), self.tier.resident(ids, "write"):
             ops.table_insert(self.handle, ids, _plain(weights))
 
@@ -183,9 +187,9 @@ class Table:
             ids: (N,) int64. The ids whose rows are read. Duplicates are allowed.
 
         Returns:
-            A dictionary: ``weight``, (N, columns), of the table's dtype; ``last_step`` and ``frequency``, (N,) int64;
-            and the optimizer's states, float32, under their names (:func:`torchrec_recstore.optim.state_names`).
-            Element-wise states have the shape (N, columns), row-wise states (N,).
+            A dictionary: ``weight``, the stored weights (see ``row_types.py``); ``last_step`` and ``frequency``, (N,)
+            int64; and the optimizer's states (:func:`torchrec_recstore.optim.state_names`), float32: element-wise
+            states have the shape (N, columns), row-wise states (N,).
 
         Raises:
             TypeError: ``ids`` is not an int64 tensor.
@@ -201,7 +205,7 @@ class Table:
 
         Args:
             ids: (N,) int64. The ids whose rows are written. Among duplicates, the last one counts.
-            rows: The rows, in the form that :meth:`read_rows` returns. ``weight`` may also be float32.
+            rows: The rows, in the form that :meth:`read_rows` returns. ``weight`` may also be (N, columns) float32.
 
         Raises:
             TypeError, MemoryError, ColdStoreError: See :meth:`lookup`.
@@ -214,7 +218,7 @@ class Table:
         if set(rows) != set(expected):
             raise ValueError(f"rows must have the keys {', '.join(expected)}, got {', '.join(rows)}")
         elements = [name for name, kind in kinds.items() if kind == "element"]
-        self._check_rows(rows["weight"], "weight", ids, self.dtype)
+        weight = check_weights(rows["weight"], (len(ids), len(self.columns)), self.dtype)
         for name in elements:
             self._check_rows(rows[name], name, ids)
         for name in expected:
@@ -222,12 +226,12 @@ class Table:
                 raise ValueError(f"{name} must have the shape ({ids.shape[0]},), got {tuple(rows[name].shape)}")
         row_wise = [rows[name] for name, kind in kinds.items() if kind == "row"] or [torch.zeros(ids.shape[0])]
         states = [rows[name].detach() for name in elements]
-        stacked = torch.stack(states) if states else torch.empty(0, *rows["weight"].shape)
+        stacked = torch.stack(states) if states else torch.empty(0, len(ids), len(self.columns))
         with ops.native_errors(self._who), self.tier.resident(ids, "write"):
             ops.table_import(
                 self.handle,
                 ids,
-                rows["weight"].detach().to(self.dtype),
+                weight,
                 stacked,
                 row_wise[0].detach().float(),
                 rows["last_step"],
@@ -470,9 +474,9 @@ class Table:
         )
 
     def _shared_tier(self) -> ColdTier:
-        if not isinstance(self.tier, ColdTier) or not self.tier.shared:
-            raise ValueError(f"table '{self.name}' has no shared cold store")
-        return self.tier
+        if isinstance(self.tier, ColdTier) and self.tier.shared:
+            return self.tier
+        raise ValueError(f"table '{self.name}' has no shared cold store")
 
     def check_unshared(self, why: str) -> None:
         """Raises an error if the rows of the table are in a shared cold store.
@@ -484,9 +488,7 @@ class Table:
             ValueError: The cold store is shared.
         """
         if self.tier.shared:
-            raise ValueError(
-                f"table '{self.name}': its rows are in {self.options.cold_store!r}, which is shared: {why}"
-            )
+            raise ValueError(f"{self._who}: its rows are in {self.options.cold_store!r}, which is shared: {why}")
 
     def _check_rows(self, rows: Tensor, argument: str, ids: Tensor, or_dtype: torch.dtype = torch.float32) -> None:
         check_rows(rows, argument, (ids.shape[0], len(self.columns)), (torch.float32, or_dtype))

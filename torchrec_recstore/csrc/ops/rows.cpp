@@ -32,7 +32,7 @@ void table_import(int64_t table, Tensor ids, Tensor weights, Tensor elements, Te
   state = checked(state, "state", ScalarType::Float, 1);
   last_step = checked(last_step, "last_step", ScalarType::Long, 1);
   frequency = checked(frequency, "frequency", ScalarType::Long, 1);
-  if (weights.size(0) != n || weights.size(1) != columns || elements.size(0) != states || elements.size(1) != n ||
+  if (weights.size(0) != n || weights.size(1) != weight_numbers(*owner) || elements.size(0) != states || elements.size(1) != n ||
       elements.size(2) != columns || state.size(0) != n || last_step.size(0) != n || frequency.size(0) != n) {
     throw InvalidArgument("rows must have one entry for each id, and the columns and optimizer states of the table");
   }

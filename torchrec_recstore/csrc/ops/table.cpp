@@ -25,7 +25,7 @@ int64_t table_create(std::string name, int64_t column_begin, int64_t column_end,
   if (column_begin < 0 || column_end <= column_begin) throw InvalidArgument("columns must be a non-empty range");
   if (column_end > kMostColumns) throw InvalidArgument("a row has at most 2**24 columns, got " + std::to_string(column_end));
   if (init < 0 || init > 2) throw InvalidArgument("init must be 0, 1 or 2");
-  if (row_type < 0 || row_type > 2) throw InvalidArgument("row_type must be 0, 1 or 2");
+  if (row_type < 0 || row_type > 3) throw InvalidArgument("row_type must be from 0 to 3");
   TableConfig config;
   config.name = std::move(name);
   config.column_begin = column_begin;

@@ -77,14 +77,20 @@ ScalarType weight_type(const Table& table) {
   switch (table.config().row_type) {
     case RowType::kFloat16: return ScalarType::Half;
     case RowType::kBfloat16: return ScalarType::BFloat16;
+    case RowType::kInt8: return ScalarType::Byte;
     case RowType::kFloat32: break;
   }
   return ScalarType::Float;
 }
 
+int64_t weight_numbers(const Table& table) {
+  const int64_t columns = table.config().columns();
+  return table.config().row_type == RowType::kInt8 ? weight_bytes(RowType::kInt8, columns) : columns;
+}
+
 RowTensors empty_rows(const Table& table, int64_t n) {
   const int64_t columns = table.config().columns(), states = table.config().optimizer.element_states();
-  return {recycled({n, columns}, weight_type(table)), recycled({states, n, columns}, ScalarType::Float),
+  return {recycled({n, weight_numbers(table)}, weight_type(table)), recycled({states, n, columns}, ScalarType::Float),
           recycled({n}, ScalarType::Float), recycled({n}, ScalarType::Long), recycled({n}, ScalarType::Long)};
 }
 

@@ -48,10 +48,12 @@ Tensor empty(const std::vector<int64_t>& shape, ScalarType dtype);
 Tensor recycled(const std::vector<int64_t>& shape, ScalarType dtype);
 Tensor id_tensor(const std::vector<int64_t>& ids);
 
-// Whole rows as tensors: weights (N, columns) of the table's dtype, element-wise optimizer states (states, N, columns)
+// Whole rows as tensors: weights (N, weight_numbers()) of weight_type(), element-wise optimizer states (states, N, columns)
 // float32, row-wise optimizer state (N,) float32, last step (N,) int64, frequency (N,) int64.
 using RowTensors = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor>;
 ScalarType weight_type(const Table& table);
+// Number of elements of weight_type() in the weights of a row: the columns, or the bytes of an 8-bit row.
+int64_t weight_numbers(const Table& table);
 RowTensors empty_rows(const Table& table, int64_t n);
 RowImages images_of(const RowTensors& rows);
 

@@ -1,0 +1,147 @@
+// 8-bit rows; row_types.inl includes this file. A weight is code * scale + bias, as in FBGEMM's row-wise quantization.
+//
+// bias is the row's least weight, so that its code is 0, and the greatest weight has the code 255. The scale has 16
+// significant bits. code * scale is then exact, and a row that is read and written back keeps its bits, unless its
+// weights are more than a hundred times larger than their range.
+
+// Returns the result of combine() over all lanes.
+template <int apart, class V, class Combine, int... lanes>
+RECSTORE_INLINE V folded(V v, const Combine& combine, std::integer_sequence<int, lanes...>) {
+  return combine(v, __builtin_shuffle(v, Register<int32_t>{(lanes % apart + apart)...}));
+}
+template <class V, class Combine>
+RECSTORE_INLINE auto combined(V v, const Combine& combine) {
+  if constexpr (IsPair<V>::value) {
+    return combined(each<typename V::Half>(combine, v.low, v.high), combine);
+  } else {
+    constexpr auto lanes = std::make_integer_sequence<int, kWidth>{};
+    if constexpr (kWidth == 16) v = folded<8>(v, combine, lanes);
+    if constexpr (kWidth >= 8) v = folded<4>(v, combine, lanes);
+    v = folded<2>(v, combine, lanes);
+    return folded<1>(v, combine, lanes)[0];
+  }
+}
+
+// GCC 12 converts between 8 and 32 bits one lane at a time.
+#ifdef RECSTORE_BYTES_TO_INTS
+inline Register<int32_t> widened(Register<uint16_t> v) { return (Register<int32_t>)RECSTORE_HALVES_TO_INTS(v); }
+inline Register<int32_t> widened(Register<uint8_t> v) { return (Register<int32_t>)RECSTORE_BYTES_TO_INTS(v); }
+inline Register<uint8_t> truncated(Register<int32_t> v) { return (Register<uint8_t>)RECSTORE_INTS_TO_BYTES(v); }
+#else
+inline Register<int32_t> widened(Register<uint16_t> v) { return __builtin_convertvector(v, Register<int32_t>); }
+inline Register<int32_t> widened(Register<uint8_t> v) { return __builtin_convertvector(v, Register<int32_t>); }
+inline Register<uint8_t> truncated(Register<int32_t> v) { return __builtin_convertvector(v, Register<uint8_t>); }
+#endif
+
+// The scale and the bias of a row.
+struct Grid {
+  float scale;
+  float bias;
+  float inverse;  // kUnit / scale, or 0
+
+  // least, greatest: the least and the greatest weight. size: the bits of the largest absolute weight.
+  static inline Grid of(float least, float greatest, int32_t size) {
+    constexpr int32_t kLargest = 253 << 23;  // the bits of 2**126: larger ranges could overflow
+    if (size > kLargest) return {__builtin_nanf(""), __builtin_nanf(""), 0.0f};
+    const float range = greatest - least, bias = least + 0.0f;  // no negative zero: the order of the lanes could tell
+    if (range < 0x1p-100f) return {0.0f, bias, 0.0f};
+    float scale = range * (1.0f / kTop);
+    uint32_t number;
+    __builtin_memcpy(&number, &scale, sizeof(number));
+    number = (number + 0x80u) & ~0xFFu;
+    __builtin_memcpy(&scale, &number, sizeof(scale));
+    return {scale, bias, static_cast<float>(kUnit) / scale};
+  }
+
+  static constexpr int32_t kTop = 255;
+  static constexpr int32_t kUnit = 1 << 16;  // codes are computed in units of 2**-16, and so are their random numbers
+};
+
+struct Int8Row {
+  static constexpr bool kNarrow = true;
+  typedef uint16_t Random;
+
+  class Reader {
+   public:
+    template <class Columns>
+    RECSTORE_INLINE Reader(const float* row, Columns columns) : codes_(reinterpret_cast<const uint8_t*>(row)), grid_(grid(row, columns)) {}
+    template <int n>
+    RECSTORE_INLINE Lanes<float, n> load(int64_t column) const { return weights<Lanes<float, n>>(load_lanes<Lanes<uint8_t, n>>(codes_ + column)); }
+    RECSTORE_INLINE Vec load(int64_t column, int64_t n) const { return weights<Vec>(load_lanes<Lanes<uint8_t>>(codes_ + column, n)); }
+
+   private:
+    template <class V, class Codes>
+    RECSTORE_INLINE V weights(Codes codes) const {
+      const auto numbers = [](Register<uint8_t> c) { return __builtin_convertvector(widened(c), Register<float>); };
+      return each<V>(numbers, codes) * broadcast<V>(grid_[0]) + broadcast<V>(grid_[1]);
+    }
+
+    const uint8_t* codes_;
+    const float* grid_;
+  };
+
+  template <class Columns>
+  static RECSTORE_INLINE int64_t floats(Columns columns) { return (columns + 3) / 4 + kGridFloats; }
+
+  // Stores a row, rounded to nearest. Its weights are all NaN if one of them is not finite or is larger than 2**126. A
+  // row is constant if its range is below 2**-100.
+  template <class Columns>
+  static inline void write(Columns columns, const float* values, float* row) {
+    write_codes(columns, values, row, [](int64_t, auto) { return each<Lanes<uint16_t>>([] { return Register<uint16_t>{} + uint16_t{Grid::kUnit / 2}; }); });
+  }
+  // Stores a row, rounded with the random numbers of its columns.
+  template <class Columns>
+  static inline void write(Columns columns, const float* values, const Random* random, float* row) {
+    write_codes(columns, values, row, [&](int64_t d, auto n) { return load_numbers(random + d, n); });
+  }
+
+ private:
+  template <class Columns>
+  static RECSTORE_INLINE const float* grid(const float* row, Columns columns) { return row + floats(columns) - kGridFloats; }
+
+  template <class Columns, class Numbers>  // numbers(d, n) returns the numbers below kUnit that are added before truncation
+  static RECSTORE_INLINE void write_codes(Columns columns, const float* values, float* row, const Numbers& numbers) {
+    const auto least_of = [](auto a, auto b) { return a < b ? a : b; };
+    const auto greatest_of = [](auto a, auto b) { return a > b ? a : b; };
+    Vec least = broadcast(values[0]), greatest = least;
+    auto size = Lanes<int32_t>{};
+    for_each_run(columns, [&](int64_t d, auto n) {
+      const Vec v = load_filled(values + d, n);
+      least = each<Vec>(least_of, v, least);
+      greatest = each<Vec>(greatest_of, v, greatest);
+      size = each<Lanes<int32_t>>([&](Register<float> x, Register<int32_t> s) { return greatest_of((Register<int32_t>)x & 0x7FFFFFFF, s); }, v, size);
+    });
+    const float most = combined(greatest, greatest_of);
+    const Grid grid = Grid::of(combined(least, least_of), most, combined(size, greatest_of));
+    auto* codes = reinterpret_cast<uint8_t*>(row);
+    const auto bias = broadcast<Register<float>>(grid.bias), inverse = broadcast<Register<float>>(grid.inverse);
+    const auto top = broadcast<Register<float>>(Grid::kTop * Grid::kUnit), highest = broadcast<Register<float>>(most);
+    for_each_run(columns, [&](int64_t d, auto n) {
+      const auto code = [&](Register<float> x, Register<uint16_t> number) {
+        const Register<float> steps = (x - bias) * inverse;
+        const Register<float> bounded = steps < top ? steps : top;
+        const Register<float> within = x < highest ? bounded : top;
+        return truncated((__builtin_convertvector(within, Register<int32_t>) + widened(number)) >> 16);
+      };
+      store_lanes(codes + d, each<Lanes<uint8_t>>(code, load_filled(values + d, n), numbers(d, n)), n);
+    });
+    float* end = const_cast<float*>(Int8Row::grid(row, columns));
+    end[0] = grid.scale;
+    end[1] = grid.bias;
+  }
+
+  static RECSTORE_INLINE Lanes<uint16_t> load_numbers(const Random* p, int64_t n) {
+#ifdef RECSTORE_LOAD_HALVES
+    if (n == kLanes) return (Lanes<uint16_t>)RECSTORE_LOAD_HALVES(p);
+#endif
+    return load_lanes<Lanes<uint16_t>>(p, n);
+  }
+
+  // Loads n numbers, and fills the other lanes with the first of them.
+  static RECSTORE_INLINE Vec load_filled(const float* values, int64_t n) {
+    if (n == kLanes) return RECSTORE_ISA_NAMESPACE::load(values);
+    float lanes[kLanes];
+    for (int64_t i = 0; i < kLanes; ++i) lanes[i] = values[i < n ? i : 0];
+    return RECSTORE_ISA_NAMESPACE::load(lanes);
+  }
+};
