@@ -78,7 +78,15 @@ def other_figures(rows: list[dict[str, Any]]) -> list[tuple[str, ...]]:
             lines.append((f"resident memory at {r['rows']:,} rows over the payload", f"{r['resident_over_payload']}x"))
         if r["benchmark"] == "store":
             rate = r["million_ids_per_second_one_thread"]["median"]
-            lines.append((f"lookups of {r['batch']} ids at {r['row_bytes']} B, one thread", f"{rate}M ids/s"))
+            what = f"lookups of {r['batch']} ids at {r['row_bytes']} B, one thread"
+            lines.append((what, f"{rate}M ids/s"))
+            if "over_index_select" in r:
+                over = [f"{r[f'over_index_select{rows}']['median']:.2f}x" for rows in ("_10k_hot_rows", "")]
+                which = f"10,000 rows in the cache, {r['rows']:,} rows"
+                lines.append((f"{what}: speed over `torch.index_select(out=)`, {which}", ", ".join(over)))
+        if r["benchmark"] == "small":
+            what = f"sharded step of batch {r['batch_size']}, dim {r['dim']}, {r['tables']} tables, one thread"
+            lines.append((f"{what}: speed over stock's", f"{r['steps_per_second_over_stock']['median']:.2f}x"))
         if r["benchmark"] == "dlrm":
             where = f"dim {r['dim']}, batch {r['batch_size']}, {r['lane']}"
             lines.append((f"DLRM step over a step of the dense part only ({where})", f"{r['step_over_dense_alone']}x"))

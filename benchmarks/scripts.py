@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-SCRIPTS = ("kernel", "growth", "memory", "store", "dlrm", "checkpoint", "tiers", "service", "options")
-# These benchmarks measure the memory of tables, which malloc does not manage, so the lanes would not differ.
-ONE_LANE = {"growth", "memory", "store", "checkpoint", "tiers", "service", "options"}
+SCRIPTS = ("kernel", "growth", "memory", "store", "small", "dlrm", "checkpoint", "tiers", "service", "options")
+# These benchmarks measure small outputs or the memory of tables, which malloc does not manage: the lanes do not differ.
+ONE_LANE = {"growth", "memory", "store", "small", "checkpoint", "tiers", "service", "options"}
 SCRIPT_OF = {"delta": "checkpoint", "async_save": "checkpoint", "eviction": "tiers", "bounded_memory": "tiers"}
 SCRIPT_OF |= {"service_clients": "service", "service_prefetch": "service"}
 SCRIPT_OF |= {f"options_{part}": "options" for part in ("training", "new_rows", "evaluation", "routing")}
@@ -16,6 +16,7 @@ QUICK: dict[str, list[str]] = {
     "growth": ["--rows", "400000", "--batch", "20000"],
     "memory": ["--rows", "400000"],
     "store": ["--rows", "100000"],
+    "small": ["--steps", "20"],
     "dlrm": ["--dim", "16", "--batch-size", "256", "--steps", "5"],
     "checkpoint": ["--rows", "200000", "--only", "full,deltas"],
     "tiers": ["--parts", "eviction,memory", "--rows", "50000", "--steps", "20"],

@@ -116,6 +116,17 @@ def test_a_compiled_graph_whose_saved_state_is_copied_is_refused() -> None:
         assert all(map(torch.equal, before, ops.table_export(table.handle, table.ids())))
 
 
+def test_a_backward_is_not_differentiated_twice() -> None:
+    with Table(4) as table:
+        grad_out = torch.ones((), requires_grad=True)
+        weights = torch.ones(len(IDS), requires_grad=True)
+        out = PooledKernel([table], [0], "sum")(IDS, OFFSETS, weights, train=True).sum()
+        (first,) = torch.autograd.grad(out, weights, grad_out, create_graph=True)
+        assert table.stats().updates == 4  # the distinct ids
+        with pytest.raises(RuntimeError, match="differentiate twice"):
+            first.sum().backward()
+
+
 def test_make_fx_keeps_the_update() -> None:
     with Table(4) as table, Table(4) as traced:
         kernels = [PooledKernel([each], [0], "sum") for each in (table, traced)]
