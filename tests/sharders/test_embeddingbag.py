@@ -155,7 +155,7 @@ def test_weights_of_an_unweighted_collection_are_ignored() -> None:
 @pytest.mark.parametrize(
     ("more", "message"),
     [
-        ({"data_type": DataType.INT8}, "'t'.*data_type.*INT8"),
+        ({"data_type": DataType.INT4}, "'t'.*data_type.*INT4"),
         ({"init_fn": partial(nn.init.normal_, std=0.1)}, "'t'.*init_fn"),
         ({"use_virtual_table": True}, "'t'.*use_virtual_table"),
         ({"weight_init_min": 2.0, "weight_init_max": 1.0}, "low"),
