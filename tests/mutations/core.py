@@ -114,8 +114,8 @@ CORE = [
     ),
     Mutation(
         f"{CSRC}/backward.cpp",
-        "links_[last.position] |= static_cast<Link>(position) + 1;",
-        "links_[last.position] = static_cast<Link>(position) + 1;",
+        "links_[last.position] |= static_cast<Link>(place.position) + 1;",
+        "links_[last.position] = static_cast<Link>(place.position) + 1;",
         ["test_table"],
         "An id that occurs three times in a batch is updated twice.",
     ),

@@ -12,9 +12,9 @@
 namespace recstore {
 namespace {
 
-constexpr int64_t kPartIds = 8192;   // approximate positions of a part; its hash table fits the second-level cache
-constexpr int64_t kChunkIds = 4096;  // approximate positions of a run of bags
-constexpr uint32_t kEmpty = 0xFFFFFFFFu;
+constexpr int64_t kWholeIds = 16384;  // a table with more positions is divided into parts
+constexpr int64_t kPartIds = 2048;    // approximate positions of a part; its hash table fits the first-level cache
+constexpr int64_t kChunkIds = 4096;   // approximate positions of a run of bags
 
 // Memory that grows without keeping or clearing its contents.
 template <class T>
@@ -43,6 +43,12 @@ struct Chunk {
   int64_t bag_end;
 };
 
+// A position of the batch, and its slot.
+struct Place {
+  Slot slot;
+  int32_t position;
+};
+
 // The part of the batch that belongs to one table. It is divided into `parts` by the low bits of the slots, so that
 // each id belongs to one part, and the frequent ids, which have low slots, are spread evenly.
 struct TableWork {
@@ -50,15 +56,9 @@ struct TableWork {
   int64_t n_ids = 0;
   int64_t parts = 1;
   std::vector<Chunk> chunks;        // in the order of the batch
-  std::vector<int64_t> begin;       // (chunks, parts): index in `positions` for the chunk's positions of a part
+  std::vector<int64_t> begin;       // (chunks, parts): index in `places` for the chunk's positions of a part
   std::vector<int64_t> part_begin;  // (parts + 1,)
-  int32_t* positions = nullptr;     // sorted by part, if there are several parts
-};
-
-// A slot of a part, and the last position that has been seen with this slot.
-struct Last {
-  Slot slot;
-  int32_t position;
+  Place* places = nullptr;          // sorted by part, if there are several parts
 };
 
 // The memory that is needed to link the positions of up to n ids.
@@ -69,15 +69,13 @@ struct LinkerMemory {
     while (buckets < 2 * n) buckets *= 2;
     return buckets;
   }
-  uint32_t* hash;  // (buckets(n),)
-  Last* lasts;     // (n,)
+  Place* hash;  // (buckets(n),)
 };
 struct Workspace {
-  Scratch<Last> lasts;
-  Scratch<uint32_t> hash;
+  Scratch<Place> hash;
   Scratch<float> gradient;
 
-  LinkerMemory linker(int64_t n) { return {hash.get(LinkerMemory::buckets(n)), lasts.get(n)}; }
+  LinkerMemory linker(int64_t n) { return {hash.get(LinkerMemory::buckets(n))}; }
 };
 
 Workspace& workspace() {
@@ -91,17 +89,14 @@ class WorkerMemory {
   // ids: number of ids that a worker links at once; columns: number of columns of a row, rounded up to 16.
   WorkerMemory(int workers, int64_t ids, int64_t columns)
       : columns_(columns),
-        hash_bytes_(ids == 0 ? 0 : LinkerMemory::buckets(ids) * static_cast<int64_t>(sizeof(uint32_t))),
-        last_bytes_((ids * static_cast<int64_t>(sizeof(Last)) + 63) / 64 * 64),
-        bytes_(hash_bytes_ + last_bytes_ + 3 * columns * static_cast<int64_t>(sizeof(float))),
+        hash_bytes_(ids == 0 ? 0 : LinkerMemory::buckets(ids) * static_cast<int64_t>(sizeof(Place))),
+        bytes_(hash_bytes_ + 3 * columns * static_cast<int64_t>(sizeof(float))),
         buffer_(BufferPool::instance().take(static_cast<size_t>(workers * bytes_))) {}
 
-  LinkerMemory linker(int worker) const {
-    return {reinterpret_cast<uint32_t*>(begin(worker)), reinterpret_cast<Last*>(begin(worker) + hash_bytes_)};
-  }
+  LinkerMemory linker(int worker) const { return {reinterpret_cast<Place*>(begin(worker))}; }
   // A row (columns,) of scratch memory; number: 0, 1 or 2.
   float* row(int worker, int number) const {
-    return reinterpret_cast<float*>(begin(worker) + hash_bytes_ + last_bytes_) + number * columns_;
+    return reinterpret_cast<float*>(begin(worker) + hash_bytes_) + number * columns_;
   }
 
  private:
@@ -109,7 +104,6 @@ class WorkerMemory {
 
   int64_t columns_;
   int64_t hash_bytes_;
-  int64_t last_bytes_;
   int64_t bytes_;
   BufferPool::Buffer buffer_;
 };
@@ -178,12 +172,14 @@ class Grouping {
     }
     for (TableWork& work : works) {
       if (work.n_ids == 0 || (steps != nullptr && (*steps)[work.table] == 0)) continue;
-      while (work.n_ids / work.parts > 2 * kPartIds) work.parts *= 2;
+      if (work.n_ids > kWholeIds) {
+        while (work.n_ids / work.parts > 2 * kPartIds) work.parts *= 2;
+      }
       tables_.push_back(std::move(work));
     }
   }
 
-  // Writes the bag of every position of a chunk, and calls visit(position) for the positions that have a slot.
+  // Writes the bag of every position of a chunk, and calls visit(place) for the positions that have a slot.
   template <class Visit>
   void walk(const Chunk& chunk, const Visit& visit) const {
     auto* bag_of = static_cast<uint32_t*>(bag_of_.data());
@@ -195,7 +191,7 @@ class Grouping {
         if (r_.slots[p] == kNoSlot) {
           links[p] = kNotFirst;  // nothing to update
         } else {
-          visit(static_cast<int32_t>(p));
+          visit(Place{r_.slots[p], static_cast<int32_t>(p)});
         }
       }
     }
@@ -215,23 +211,30 @@ class Grouping {
       for (size_t c = 0; c < work.chunks.size(); ++c) tasks.push_back({&work, c});
     }
     if (tasks.empty()) return;
-    positions_ = BufferPool::instance().take(static_cast<size_t>(total) * sizeof(int32_t));
-    const auto for_each_chunk = [&](const auto& visit) {
-      for_each_task(executor_, static_cast<int64_t>(tasks.size()), [&](int64_t t) {
-        TableWork& work = *tasks[t].work;
-        int64_t* of_part = work.begin.data() + tasks[t].chunk * static_cast<size_t>(work.parts);
-        const auto mask = static_cast<Slot>(work.parts - 1);
-        walk(work.chunks[tasks[t].chunk], [&](int32_t p) { visit(work, of_part[r_.slots[p] & mask], p); });
-      });
-    };
-    for_each_chunk([](TableWork&, int64_t& count, int32_t) { ++count; });
-    auto* next = static_cast<int32_t*>(positions_.data());
+    places_ = BufferPool::instance().take(static_cast<size_t>(total) * sizeof(Place));
+    const auto of_parts = [](const Task& task) { return task.work->begin.data() + task.chunk * static_cast<size_t>(task.work->parts); };
+    for_each_task(executor_, static_cast<int64_t>(tasks.size()), [&](int64_t t) {
+      const auto mask = static_cast<Slot>(tasks[t].work->parts - 1);
+      int64_t* counts = of_parts(tasks[t]);
+      walk(tasks[t].work->chunks[tasks[t].chunk], [=](Place place) { ++counts[place.slot & mask]; });
+    });
+    auto* next = static_cast<Place*>(places_.data());
     for (TableWork& work : tables_) {
       if (work.parts == 1) continue;
-      work.positions = next;
+      work.places = next;
       next += prefix_sums(work);
     }
-    for_each_chunk([](TableWork& work, int64_t& place, int32_t p) { work.positions[place++] = p; });
+    for_each_task(executor_, static_cast<int64_t>(tasks.size()), [&](int64_t t) {
+      const TableWork& work = *tasks[t].work;
+      const auto mask = static_cast<Slot>(work.parts - 1);
+      const Chunk& chunk = work.chunks[tasks[t].chunk];
+      const int64_t end = r_.batch.offset(chunk.bag_end);
+      int64_t* ends = of_parts(tasks[t]);
+      for (int64_t p = r_.batch.offset(chunk.bag_begin); p < end; ++p) {
+        const Slot slot = r_.slots[p];
+        if (slot != kNoSlot) work.places[ends[slot & mask]++] = {slot, static_cast<int32_t>(p)};
+      }
+    });
   }
   // Turns the counts in work.begin into first indices, part by part, and within a part chunk by chunk. Returns the sum.
   static int64_t prefix_sums(TableWork& work) {
@@ -266,51 +269,46 @@ class Grouping {
         link(work, workspace().linker(work.n_ids));
       } else {
         const int64_t begin = work.part_begin[tasks[t].part], end = work.part_begin[tasks[t].part + 1];
-        Linker linker(r_.slots, static_cast<Link*>(links_.data()), end - begin, workspace().linker(end - begin));
-        for (int64_t i = begin; i < end; ++i) linker.add(work.positions[i]);
+        Linker linker(static_cast<Link*>(links_.data()), end - begin, workspace().linker(end - begin));
+        for (int64_t i = begin; i < end; ++i) linker.add(work.places[i]);
         distinct_[work.table] += linker.distinct();
       }
     });
   }
   void link(const TableWork& work, const LinkerMemory& memory) {
-    Linker linker(r_.slots, static_cast<Link*>(links_.data()), work.n_ids, memory);
-    for (const Chunk& chunk : work.chunks) walk(chunk, [&](int32_t p) { linker.add(p); });
+    Linker linker(static_cast<Link*>(links_.data()), work.n_ids, memory);
+    for (const Chunk& chunk : work.chunks) walk(chunk, [&](Place place) { linker.add(place); });
     distinct_[work.table] += linker.distinct();
   }
 
   // Links each position that is added to the last position with the same slot.
   class Linker {
    public:
-    Linker(const Slot* slots, Link* links, int64_t n, const LinkerMemory& memory)
-        : slots_(slots), links_(links), hash_(memory.hash), lasts_(memory.lasts) {
+    Linker(Link* links, int64_t n, const LinkerMemory& memory) : links_(links), hash_(memory.hash) {
       const int64_t buckets = LinkerMemory::buckets(n);
       shift_ = 32 - __builtin_ctzll(static_cast<uint64_t>(buckets));
       mask_ = static_cast<uint32_t>(buckets - 1);
-      std::memset(hash_, 0xFF, static_cast<size_t>(buckets) * sizeof(uint32_t));
+      std::memset(hash_, 0xFF, static_cast<size_t>(buckets) * sizeof(Place));  // kNoSlot: the bucket is empty
     }
 
-    void add(int32_t position) {
-      const Slot slot = slots_[position];
-      uint32_t bucket = (slot * 0x9E3779B1u) >> shift_;
-      while (hash_[bucket] != kEmpty && lasts_[hash_[bucket]].slot != slot) bucket = (bucket + 1) & mask_;
-      if (hash_[bucket] == kEmpty) {
-        hash_[bucket] = static_cast<uint32_t>(distinct_);
-        lasts_[distinct_++] = {slot, position};
-        links_[position] = 0;
+    void add(Place place) {
+      uint32_t bucket = (place.slot * 0x9E3779B1u) >> shift_;
+      while (hash_[bucket].slot != kNoSlot && hash_[bucket].slot != place.slot) bucket = (bucket + 1) & mask_;
+      Place& last = hash_[bucket];
+      if (last.slot == kNoSlot) {
+        ++distinct_;
+        links_[place.position] = 0;
       } else {
-        Last& last = lasts_[hash_[bucket]];
-        links_[last.position] |= static_cast<Link>(position) + 1;
-        links_[position] = kNotFirst;
-        last.position = position;
+        links_[last.position] |= static_cast<Link>(place.position) + 1;
+        links_[place.position] = kNotFirst;
       }
+      last = place;
     }
     int64_t distinct() const { return distinct_; }
 
    private:
-    const Slot* slots_;
     Link* links_;
-    uint32_t* hash_;
-    Last* lasts_;
+    Place* hash_;  // by bucket, a slot and its last position so far
     int shift_;
     uint32_t mask_;
     int64_t distinct_ = 0;
@@ -320,7 +318,7 @@ class Grouping {
   Executor& executor_;
   BufferPool::Buffer links_;
   BufferPool::Buffer bag_of_;
-  BufferPool::Buffer positions_;
+  BufferPool::Buffer places_;
   std::vector<std::atomic<int64_t>> distinct_;
   Distinct found_;
   std::vector<TableWork> tables_;
