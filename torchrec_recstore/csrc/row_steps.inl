@@ -250,8 +250,9 @@ struct RmsPropStep {
 struct FtrlStep {
   static constexpr int64_t kElementStates = 2;
 
+  template <bool is_root>
   static inline Vec power(Vec v, float lr_power) {
-    if (lr_power == -0.5f) return square_root(v);
+    if (is_root) return square_root(v);
     return each<Vec>([=](Register<float> x) {
       for (int i = 0; i < kWidth; ++i) x[i] = __builtin_powf(x[i], -lr_power);
       return x;
@@ -260,6 +261,13 @@ struct FtrlStep {
 
   template <class Columns>
   static inline void run(const UpdateArgs& a, Columns columns, float* w, float* states, const float* g, RowMeta&) {
+    // The usual power is compiled separately, because a call of powf() in the loop would need the stack.
+    a.scalars.lr_power == -0.5f ? step<true>(a, columns, w, states, g) : step<false>(a, columns, w, states, g);
+  }
+
+ private:
+  template <bool is_root, class Columns>
+  static __attribute__((noinline)) void step(const UpdateArgs& a, Columns columns, float* w, float* states, const float* g) {
     const StepScalars& s = a.scalars;
     if (s.learning_rate == 0.0f) return;  // the formula divides by the learning rate, and a warm-up may begin at zero
     const Vec lr = broadcast(s.learning_rate), l1 = broadcast(s.l1), l2 = broadcast(s.l2), beta = broadcast(s.beta);
@@ -267,8 +275,8 @@ struct FtrlStep {
     float *accumulator = states, *linear = accumulator + columns;
     for_each_vec(columns, w, g, [&](Vec wv, Vec gv, int64_t d, auto k) {
       const Vec before = load(accumulator + d, k), n = before + gv * gv;
-      const Vec root = power(n, s.lr_power);
-      const Vec sigma = (root - power(before, s.lr_power)) / lr;
+      const Vec root = power<is_root>(n, s.lr_power);
+      const Vec sigma = (root - power<is_root>(before, s.lr_power)) / lr;
       const Vec z = load(linear + d, k) + gv - sigma * wv;
       store(accumulator + d, n, k);
       store(linear + d, z, k);
