@@ -146,7 +146,7 @@ def test_a_plan_that_does_not_fit_fails() -> None:
 
 
 def test_memory_decides_between_table_wise_and_row_wise() -> None:
-    # 4M rows of 256 + 44 bytes take 1.1 GiB on one rank, or half of it on each of two ranks.
+    # 4M rows of 256 + 32 bytes take 1.1 GiB on one rank, or half of it on each of two ranks.
     constraints = {"a": RecStoreConstraints(options=TableOptions(expected_rows=4 * 2**20))}
     sharding = planned(planner(2, constraints, ddr_cap=GiB).plan(collection(a=2**40), [RecStoreSharder()]))["a"]
     assert sharding.sharding_type in ("row_wise", "column_wise")
