@@ -1,6 +1,7 @@
 #include "batch.h"
 
 #include <algorithm>
+#include <atomic>
 #include <string>
 
 #include "error.h"
@@ -27,6 +28,23 @@ int64_t count_bags(int64_t offsets, int64_t features) {
   }
   return bags;
 }
+
+template <class T>
+bool each_its_own(const T* offsets, int64_t n, Executor& executor) {
+  if (offsets[n - 1] != n - 1) return false;  // most other batches end here
+  std::atomic<bool> all{true};
+  for_each_run(n, executor, [&](int64_t begin, int64_t end) {
+    constexpr int64_t kBlock = 512;
+    for (int64_t i = begin; i < end && all.load(std::memory_order_relaxed);) {
+      bool equal = true;
+      for (const int64_t stop = std::min(i + kBlock, end); i < stop; ++i) equal &= offsets[i] == static_cast<T>(i);
+      if (!equal) all.store(false, std::memory_order_relaxed);
+    }
+  });
+  return all;
+}
+template bool each_its_own(const int32_t* offsets, int64_t n, Executor& executor);
+template bool each_its_own(const int64_t* offsets, int64_t n, Executor& executor);
 
 template <class T>
 BufferPool::Buffer copy_offsets(const T* offsets, int64_t n, Executor& executor) {

@@ -43,6 +43,11 @@ struct Routing {
 // Throws InvalidArgument unless the number of offsets is features * bags + 1.
 int64_t count_bags(int64_t offsets, int64_t features);
 
+// Whether the offsets (n,), of type int32_t or int64_t, are 0, 1, ..., n - 1: each id is a bag of its own, so that a batch
+// needs no offsets.
+template <class T>
+bool each_its_own(const T* offsets, int64_t n, Executor& executor);
+
 // Copies offsets (n,) of type int32_t or int64_t to int64_t. Throws OutOfMemory.
 template <class T>
 BufferPool::Buffer copy_offsets(const T* offsets, int64_t n, Executor& executor);

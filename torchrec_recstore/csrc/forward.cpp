@@ -4,7 +4,6 @@
 #include <atomic>
 #include <cstdint>
 #include <cstring>
-#include <numeric>
 #include <optional>
 #include <utility>
 
@@ -42,12 +41,6 @@ class Lookup {
     check_offsets(batch, group.features(), executor);
     const int64_t stride_bytes = group.columns() * static_cast<int64_t>(sizeof(float));
     streams_ = stride_bytes * batch.bags >= kStreamBytes && stride_bytes % 64 == 0 && reinterpret_cast<uintptr_t>(out) % 64 == 0;
-    offsets_ = batch.offsets;
-    if (offsets_ == nullptr) {
-      each_its_own_.resize(static_cast<size_t>(batch.bags + 1));
-      std::iota(each_its_own_.begin(), each_its_own_.end(), int64_t{0});
-      offsets_ = each_its_own_.data();
-    }
     split();
     if (ahead_ == nullptr) return;
     for (size_t t = 0; t < group.tables.size(); ++t) stale_.emplace_back(group.tables[t]->vacated(), ahead_->stamps[t]);
@@ -202,8 +195,8 @@ class Lookup {
   void pin(int64_t table, SlotSet& pinned) const {
     for (int64_t f = 0; f < group_.features(); ++f) {
       if (group_.feature_tables[f] != table) continue;
-      const int64_t begin = offsets_[f * batch_.bags];
-      pinned.add(slots_ + begin, offsets_[(f + 1) * batch_.bags] - begin);
+      const int64_t begin = batch_.offset(f * batch_.bags);
+      pinned.add(slots_ + begin, batch_.offset((f + 1) * batch_.bags) - begin);
     }
   }
 
@@ -219,21 +212,23 @@ class Lookup {
     }
   }
 
-  // The positions at which the feature's bags begin, starting with `bag`.
-  const int64_t* bounds(const Task& task, int64_t bag) const { return offsets_ + task.feature * batch_.bags + bag; }
-  PoolArgs pool_args(const Task& task, const int64_t* bounds, int64_t bag) const {
+  // The position at which a bag of the task's feature begins.
+  int64_t position(const Task& task, int64_t bag) const { return batch_.offset(task.feature * batch_.bags + bag); }
+  // The arguments for `bags` bags, starting with `bag`.
+  PoolArgs pool_args(const Task& task, int64_t bag, int64_t bags) const {
     const Table& table = table_of(task);
     const int64_t column = group_.column_offsets[task.feature];
     PoolArgs args;
     args.rows = table.rows().view();
     args.slots = slots_;
-    args.bounds = bounds;
+    args.bounds = batch_.offsets == nullptr ? nullptr : batch_.offsets + task.feature * batch_.bags + bag;
+    args.first = position(task, bag);
+    args.bags = bags;
     args.weights = batch_.weights;
     args.out = out_ + bag * group_.columns() + column;
     args.out_stride = group_.columns();
     args.mean = group_.mean;
     args.stream = streams_ && column % 16 == 0 && args.rows.columns % 16 == 0;
-    args.bags = 0;
     return args;
   }
   // Pools the bags with misses once more, in runs of consecutive bags.
@@ -242,25 +237,19 @@ class Lookup {
     for (size_t first = 0, next; first < bags.size(); first = next) {
       next = first + 1;
       while (next < bags.size() && bags[next] == bags[next - 1] + 1) ++next;
-      PoolArgs args = pool_args(task, bounds(task, bags[first]), bags[first]);
-      args.bags = static_cast<int64_t>(next - first);
-      row_kernels().pool(args);
+      row_kernels().pool(pool_args(task, bags[first], static_cast<int64_t>(next - first)));
     }
   }
 
   void resolve_and_pool(Task& task) {
-    const int64_t* task_bounds = bounds(task, task.bag_begin);
-    const int64_t bags = task.bag_end - task.bag_begin;
-    const int64_t begin = task_bounds[0], end = task_bounds[bags];
+    const int64_t begin = position(task, task.bag_begin), end = position(task, task.bag_end);
     if (ahead_ != nullptr && is_ahead(task, begin, end)) {
       resolve_stale(task, begin, end);
     } else {
       resolve(table_of(task), group_.routings[table_number(task)], batch_.ids, begin, end, slots_, task.misses);
     }
-    PoolArgs args = pool_args(task, task_bounds, task.bag_begin);
-    args.bags = bags;
-    row_kernels().pool(args);
-    if (!task.misses.empty()) find_bags_with_misses(task, task_bounds);
+    row_kernels().pool(pool_args(task, task.bag_begin, task.bag_end - task.bag_begin));
+    find_bags_with_misses(task);
   }
 
   // Whether slots_ has the slots of the ids at the positions [begin, end), except stale ones.
@@ -284,12 +273,11 @@ class Lookup {
     for (int64_t i = 0; i < n; ++i) slots_[positions[i]] = slots[i];
     for (Miss& miss : task.misses) miss.position = positions[miss.position];
   }
-  static void find_bags_with_misses(Task& task, const int64_t* task_bounds) {
-    size_t bag = 0;
+  void find_bags_with_misses(Task& task) const {
+    int64_t bag = task.bag_begin;
     for (const Miss& miss : task.misses) {
-      while (task_bounds[bag + 1] <= miss.position) ++bag;
-      const int64_t number = task.bag_begin + static_cast<int64_t>(bag);
-      if (task.bags_with_misses.empty() || task.bags_with_misses.back() != number) task.bags_with_misses.push_back(number);
+      while (position(task, bag + 1) <= miss.position) ++bag;
+      if (task.bags_with_misses.empty() || task.bags_with_misses.back() != bag) task.bags_with_misses.push_back(bag);
     }
   }
   // Pools a bag in which some ids have no row in the table. All rows of the bag are copied into one array first.
@@ -297,8 +285,7 @@ class Lookup {
     const int64_t number = table_number(task);
     const Table& table = *group_.tables[number];
     const int64_t floats = table.rows().view().weight_floats();
-    const int64_t* run_bounds = bounds(task, bag);
-    const int64_t begin = run_bounds[0], n = run_bounds[1] - run_bounds[0];
+    const int64_t begin = position(task, bag), n = position(task, bag + 1) - begin;
     thread_local std::vector<float> rows;
     thread_local std::vector<Slot> slots;
     rows.assign(static_cast<size_t>(n * floats), 0.0f);
@@ -314,12 +301,13 @@ class Lookup {
       }
     }
     const int64_t local_bounds[2] = {0, n};
-    PoolArgs args = pool_args(task, local_bounds, bag);
+    PoolArgs args = pool_args(task, bag, 1);
+    args.bounds = local_bounds;
+    args.first = 0;
     args.rows.data = rows.data();
     args.rows.stride = floats;
     args.slots = slots.data();
     if (args.weights != nullptr) args.weights += begin;
-    args.bags = 1;
     row_kernels().pool(args);
   }
   // row: filled with zeros.
@@ -341,8 +329,6 @@ class Lookup {
   const SlotsAhead* ahead_;        // null if no slots have been resolved ahead
   std::vector<StaleSlots> stale_;  // by table, if slots have been resolved ahead
   bool streams_;
-  std::vector<int64_t> each_its_own_;  // offsets of a batch that has none: each id is a bag of its own
-  const int64_t* offsets_;
   std::vector<Task> tasks_;
   const std::vector<RowsElsewhere>& elsewhere_;       // by table, or empty
   std::vector<std::optional<Insertion>> insertions_;  // by table, in training

@@ -54,7 +54,8 @@ class Index {
   void clear();
 
   int64_t size() const { return size_; }
-  int64_t bytes() const { return int64_t{end_line()} * static_cast<int64_t>(sizeof(IndexLine)); }
+  // Memory in use. A few lines after the last home are not counted, because their number depends on the salt.
+  int64_t bytes() const { return int64_t{lines_above_} * static_cast<int64_t>(sizeof(IndexLine)); }
 
   // Number of positions that contain this many entries on average; at least 1.
   uint64_t positions(int64_t entries) const;

@@ -54,7 +54,8 @@ struct StochasticRounding {
 struct PoolArgs {
   RowsView rows;
   const Slot* slots;      // (ids of the batch,), by position; kNoSlot reads as zeros
-  const int64_t* bounds;  // (bags + 1,) positions at which the bags of the run begin
+  const int64_t* bounds;  // (bags + 1,) positions at which the bags of the run begin; null if each bag has one id
+  int64_t first;          // position of the first id of the run
   const float* weights;   // per-sample weights by position, or null
   int64_t bags;
   float* out;             // output of the first bag

@@ -9,7 +9,7 @@ namespace {
 #include "lanes.inl"
 
 constexpr int64_t kPrefetchIds = 16;    // rows that are prefetched ahead, at least
-constexpr int64_t kPrefetchLines = 96;  // cache lines of them, at least
+constexpr int64_t kPrefetchLines = 128;  // cache lines of them, at least
 
 inline void prefetch_row(const float* row, int64_t floats) {
   for (int64_t d = 0; d < floats; d += 16) __builtin_prefetch(row + d, 0, 3);
@@ -106,11 +106,12 @@ template <class Row, bool Stream, class Columns>
 __attribute__((noinline)) void pool_bags(const PoolArgs& a, Columns columns) {
   const int64_t whole = columns / kLanes * kLanes;
   const int64_t rows = kPrefetchLines * kLanes / Row::floats(columns), ahead = rows < kPrefetchIds ? kPrefetchIds : rows;
-  const int64_t last = a.bounds[a.bags];
+  const int64_t last = a.bounds == nullptr ? a.first + a.bags : a.bounds[a.bags];
   const Later later{ahead, last};
-  for (int64_t p = a.bounds[0]; p < a.bounds[0] + ahead && p < last; ++p) prefetch_weights<Row>(a, columns, p);
+  for (int64_t p = a.first; p < a.first + ahead && p < last; ++p) prefetch_weights<Row>(a, columns, p);
   for (int64_t bag = 0; bag < a.bags; ++bag) {
-    const int64_t begin = a.bounds[bag], end = a.bounds[bag + 1];
+    const int64_t begin = a.bounds == nullptr ? a.first + bag : a.bounds[bag];
+    const int64_t end = a.bounds == nullptr ? begin + 1 : a.bounds[bag + 1];
     float* out = a.out + bag * a.out_stride;
     int64_t d = 0;
     for (; d + kBlock <= whole; d += kBlock) pool_block<Row, kBlock, Stream>(a, columns, begin, end, d, later, out + d);

@@ -61,9 +61,12 @@ GivenBatch checked_batch(const Group& group, const Tensor& given_ids, std::optio
     offsets = checked(*offsets, "offsets", narrow ? ScalarType::Int : ScalarType::Long, 1);
     const int64_t n = offsets->size(0);
     batch.bags = count_bags(n, group.features());
-    given.inputs->offsets = narrow ? copy_offsets(static_cast<const int32_t*>(offsets->const_data_ptr()), n, executor())
-                                   : copy_offsets(id_data(*offsets), n, executor());
-    batch.offsets = static_cast<const int64_t*>(given.inputs->offsets.data());
+    const auto keep = [&](const auto* data) {
+      if (each_its_own(data, n, executor())) return;
+      given.inputs->offsets = copy_offsets(data, n, executor());
+      batch.offsets = static_cast<const int64_t*>(given.inputs->offsets.data());
+    };
+    narrow ? keep(static_cast<const int32_t*>(offsets->const_data_ptr())) : keep(id_data(*offsets));
   } else if (group.features() != 1) {
     throw InvalidArgument("a batch without offsets needs a group of one feature");
   }
