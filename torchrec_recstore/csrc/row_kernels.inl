@@ -44,6 +44,12 @@ struct Later {
   int64_t last;
 };
 
+// Returns how many rows of this many floats are prefetched ahead.
+inline int64_t rows_ahead(int64_t floats) {
+  const int64_t rows = kPrefetchLines * kLanes / floats;
+  return rows < kPrefetchIds ? kPrefetchIds : rows;
+}
+
 // Prefetches the weights of a row.
 template <class Row, class Columns>
 inline __attribute__((always_inline)) void prefetch_weights(const PoolArgs& a, Columns columns, int64_t position) {
@@ -105,7 +111,7 @@ inline void pool_block(const PoolArgs& a, Columns columns, int64_t begin, int64_
 template <class Row, bool Stream, class Columns>
 __attribute__((noinline)) void pool_bags(const PoolArgs& a, Columns columns) {
   const int64_t whole = columns / kLanes * kLanes;
-  const int64_t rows = kPrefetchLines * kLanes / Row::floats(columns), ahead = rows < kPrefetchIds ? kPrefetchIds : rows;
+  const int64_t ahead = rows_ahead(Row::floats(columns));
   const int64_t last = a.bounds == nullptr ? a.first + a.bags : a.bounds[a.bags];
   const Later later{ahead, last};
   for (int64_t p = a.first; p < a.first + ahead && p < last; ++p) prefetch_weights<Row>(a, columns, p);
@@ -191,7 +197,7 @@ __attribute__((noinline)) void update_rows(const UpdateArgs& a, Columns columns)
   for (int64_t bag = a.bag_begin; bag < a.bag_end; ++bag) {
     const float* grad = grads + (bag - first_bag) * grad_stride;
     for (int64_t p = offset(bag), end = offset(bag + 1); p < end; ++p) {
-      const int64_t ahead = p + kPrefetchIds;
+      const int64_t ahead = p + rows_ahead(stride);
       if (ahead < last && (links[ahead] & kNotFirst) == 0) {
         const Slot slot = slots[ahead];
         prefetch_row(data + slot * stride, stride);
