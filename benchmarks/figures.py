@@ -6,6 +6,16 @@ from collections.abc import Sequence
 from typing import Any
 
 KERNEL = ("kernel, over FBGEMM's", "forward shipped", "forward kept", "with backward shipped", "with backward kept")
+LIMIT = (
+    "kernel, over the machine's limit",
+    "forward kept",
+    "slots ahead",
+    "backward",
+    "forward avx2",
+    "slots ahead",
+    "backward",
+    "p99 of a step over its median, kept",
+)
 OTHER = ("figure", "measured")
 OPTIONS = ("option", "over", "time (10th to 90th percentile)", "bytes a row")
 
@@ -52,14 +62,24 @@ def kernel_figures(rows: list[dict[str, Any]]) -> list[tuple[str, ...]]:
     return lines
 
 
+def limit_figures(rows: list[dict[str, Any]]) -> list[tuple[str, ...]]:
+    """Returns a row of :data:`LIMIT` for each case and optimizer with ratios to the limit."""
+    lines = []
+    lanes = {(r["case"], r["optimizer"], r["lane"]): r for r in rows if "backward_over_limit" in r}
+    for case, optimizer in dict.fromkeys((case, optimizer) for case, optimizer, _ in lanes):
+        pair = [lanes.get((case, optimizer, lane), {}) for lane in ("kept", "avx2")]
+        keys = ("forward_over_limit", "forward_ahead_over_limit", "backward_over_limit")
+        cells = [f"{r[key]}x" if key in r else "-" for r in pair for key in keys]
+        total = pair[0].get("recstore", {}).get("total_ms")
+        cells.append(f"{total['p99'] / total['median']:.2f}x" if total else "-")
+        lines.append((f"{case}, {optimizer}", *cells))
+    return lines
+
+
 def other_figures(rows: list[dict[str, Any]]) -> list[tuple[str, ...]]:
     """Returns a row of :data:`OTHER` for each other figure."""
     lines: list[tuple[str, ...]] = []
     for r in rows:
-        if r["benchmark"] == "kernel" and r["case"] == "big" and r["optimizer"] == "rowwise_adagrad":
-            lines.append(
-                (f"forward, case big, time over the machine's limit ({r['lane']})", f"{r['forward_over_limit']}x")
-            )
         if r["benchmark"] == "growth":
             lines.append(
                 (

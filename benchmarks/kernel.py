@@ -5,7 +5,8 @@
 Prints one JSON row for each case and optimizer, with the milliseconds of forward and backward and the ratios
 FBGEMM / RecStore. Both sides get the same ids and gradients, and their steps are interleaved in one process.
 The side ``ahead`` is RecStore with slots that a prefetch has resolved before the measured step.
-``benchmarks/run.py`` runs the benchmark in both lanes (see measure.py).
+The ratios to the limit are those of the forward to a gather and of the backward to a scatter of the same rows.
+``benchmarks/run.py`` runs the benchmark in each lane (see measure.py).
 """
 
 from __future__ import annotations
@@ -52,7 +53,8 @@ CASES = {
     "criteo": Case(26, 64, 8192, 300_000, optimizers=("sgd", "adagrad", "rowwise_adagrad")),
     "zipf": Case(26, 64, 8192, 300_000, zipf=True),
     "big": Case(1, 64, 213_000, 8_000_000, optimizers=("sgd", "adagrad", "rowwise_adagrad")),
-    "big_7m": Case(1, 64, 213_000, 7_000_000),
+    "big_7m": Case(1, 64, 213_000, 7_000_000, optimizers=("sgd", "rowwise_adagrad")),
+    "big_3m3": Case(1, 64, 213_000, 3_300_000),
     "multihot": Case(8, 128, 2048, 300_000, length=20, weighted=True),
     "small": Case(26, 16, 512, 100_000),
     "sequence": Case(1, 64, 200_000, 2_000_000, pooled=False),
@@ -183,11 +185,12 @@ def run(name: str, optimizer: str, steps: int) -> None:
         forward, backward = [v[0] for v in values], [v[1] for v in values]
         total = [v[0] + v[1] for v in values]
         row[side] = {"forward_ms": spread(forward), "backward_ms": spread(backward), "total_ms": spread(total)}
-        medians[side] = [spread(forward)["median"], spread(total)["median"]]
+        medians[side] = [spread(each)["median"] for each in (forward, total, backward)]
     row["forward_over_fbgemm"] = round(medians["fbgemm"][0] / medians["recstore"][0], 2)
     row["total_over_fbgemm"] = round(medians["fbgemm"][1] / medians["recstore"][1], 2)
     row["forward_over_limit"] = round(medians["recstore"][0] / medians["limit"][0], 2)
     row["forward_ahead_over_limit"] = round(medians["ahead"][0] / medians["limit"][0], 2)
+    row["backward_over_limit"] = round(medians["recstore"][2] / medians["limit"][2], 2)
     emit(row)
 
 

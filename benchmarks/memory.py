@@ -1,8 +1,8 @@
 """Compares the resident memory of a table with its payload, which is the weights and the optimizer state.
 
-    python benchmarks/memory.py [--rows 10000000]
+    python benchmarks/memory.py [--rows 2000000,7000000]
 
-Prints one JSON row: the increase of the process's resident memory, divided by the payload.
+Prints one JSON row for each number of rows: the increase of the process's resident memory, divided by the payload.
 """
 
 from __future__ import annotations
@@ -25,11 +25,8 @@ def resident_bytes() -> int:
     return int(Path("/proc/self/statm").read_text().split()[1]) * 4096
 
 
-def main() -> None:
-    """Runs the measurement and prints the JSON row."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rows", type=int, default=10_000_000)
-    rows = parser.parse_args().rows
+def measure(rows: int) -> None:
+    """Fills a table with this many rows and prints the JSON row."""
     table = Table(DIM, optimizer=RowWiseAdagrad())
     step = 20_000
     ids = torch.empty(step, dtype=torch.int64)
@@ -49,6 +46,14 @@ def main() -> None:
             "resident_over_payload": round((after - before) / rows / PAYLOAD, 3),
         }
     )
+
+
+def main() -> None:
+    """Runs the measurements."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rows", default="2000000,7000000")
+    for rows in parser.parse_args().rows.split(","):
+        measure(int(rows))
 
 
 if __name__ == "__main__":

@@ -11,7 +11,17 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from figures import KERNEL, OPTIONS, OTHER, kernel_figures, markdown, option_figures, other_figures
+from figures import (
+    KERNEL,
+    LIMIT,
+    OPTIONS,
+    OTHER,
+    kernel_figures,
+    limit_figures,
+    markdown,
+    option_figures,
+    other_figures,
+)
 from measure import ROOT, run_lanes
 from scripts import SCRIPT_OF, SCRIPTS, lanes_of
 from tqdm import tqdm
@@ -24,7 +34,13 @@ BEGIN_BOUNDS = "<!-- benchmarks of bounds: written by make bench -->"
 
 def tables(rows: list[dict[str, Any]]) -> list[str]:
     """Returns the tables of the README as lines of Markdown."""
-    return [*markdown(KERNEL, kernel_figures(rows)), "", *markdown(OTHER, other_figures(rows))]
+    return [
+        *markdown(KERNEL, kernel_figures(rows)),
+        "",
+        *markdown(LIMIT, limit_figures(rows)),
+        "",
+        *markdown(OTHER, other_figures(rows)),
+    ]
 
 
 def write_tables(page: str, rows: list[dict[str, Any]], lines: list[str], mark: str = BEGIN) -> None:
