@@ -28,14 +28,14 @@ def test_the_core_is_described() -> None:
 @pytest.mark.parametrize(
     ("said", "file", "stands"),
     [
-        ("64 lines of 4 entries", "index.h", "kLines = 64"),
-        ("64 lines of 4 entries", "index.h", "kLineEntries = 4"),
-        ("7/8 full", "index.h", "kEntries * 7 / 8"),
-        ("one of 64", "index.h", "kPartBits = 6"),
+        ("line of 64 bytes", "index_lines.h", "sizeof(IndexLine) == 64"),
+        ("the lines 1, 3, 6, 10, 14, 18", "index_lines.h", "kMostStep = 4"),
+        ("grow by a fifth", "index.cpp", "kGrowth = 5"),
+        ("into 64 parts", "index.h", "kPartBits = 6"),
         ("first 512 KiB", "memory.cpp", "size_t{512} << 10"),
         ("32nd of `max_rows`", "eviction.cpp", "kPart = 32"),
         ("Philox4x32-10", "philox.h", "round < 10"),
-        ("tasks of about a thousand ids", "resolver.h", "kTaskIds = 1024"),
+        ("tasks of about a thousand ids", "forward.cpp", "kTaskIds = 1024"),
         ("two generations", "sightings.h", "kGenerations = 2"),
     ],
 )

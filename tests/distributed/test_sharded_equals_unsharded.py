@@ -347,11 +347,11 @@ def refusals_reach_every_rank(rank: int, world_size: int) -> None:
     """The table is on one rank only. The other rank must raise the error as well, and not wait."""
     good = EmbeddingBagConfig(name="good", num_embeddings=10, embedding_dim=4, feature_names=["f"])
     quantized = EmbeddingBagConfig(
-        name="quantized", num_embeddings=10, embedding_dim=4, feature_names=["g"], data_type=DataType.INT8
+        name="quantized", num_embeddings=10, embedding_dim=4, feature_names=["g"], data_type=DataType.INT4
     )
     ebc = EmbeddingBagCollection(tables=[good, quantized], device=torch.device("meta"))
     plan = plan_of(ebc, {"good": recstore(ROW), "quantized": recstore(TABLE)}, world_size)
-    with pytest.raises(ValueError, match=r"'quantized'.*INT8"):
+    with pytest.raises(ValueError, match=r"'quantized'.*INT4"):
         DistributedModelParallel(ebc, plan=plan, sharders=[RecStoreSharder()])
 
 

@@ -306,7 +306,7 @@ def one(**more: Any) -> EmbeddingBagConfig:
         (ValueError, "at least one table", {"embedding_bag_configs": []}),
         (TypeError, "must be EmbeddingBagConfig or a mapping, got str", {"embedding_bag_configs": ["t"]}),
         (ValueError, "Duplicate table name t", {"embedding_bag_configs": [one(), one()]}),
-        (ValueError, "'t': data_type INT8", {"embedding_bag_configs": [one(data_type=DataType.INT8)]}),
+        (ValueError, "'t': data_type INT4", {"embedding_bag_configs": [one(data_type=DataType.INT4)]}),
         (ValueError, "'t': init_fn", {"embedding_bag_configs": [one(init_fn=nn.init.zeros_)]}),
         (ValueError, "'t': use_virtual_table", {"embedding_bag_configs": [one(use_virtual_table=True)]}),
         (ValueError, "'t': pooling must be", {"embedding_bag_configs": [one(pooling=PoolingType.NONE)]}),

@@ -149,7 +149,7 @@ def test_tables_of_the_unsharded_module_beside_recstore_keep_their_weights() -> 
 @pytest.mark.parametrize(
     ("more", "message"),
     [
-        ({"data_type": DataType.INT8}, "'t'.*data_type.*INT8"),
+        ({"data_type": DataType.INT4}, "'t'.*data_type.*INT4"),
         ({"init_fn": partial(nn.init.normal_, std=0.1)}, "'t'.*init_fn"),
         ({"use_virtual_table": True}, "'t'.*use_virtual_table"),
     ],
