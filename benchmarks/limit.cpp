@@ -23,6 +23,8 @@ void split(int64_t n, int threads, const Work& work) {
 inline void stream_line(float* out, const float* in) {
 #ifdef __AVX512F__
   _mm512_stream_ps(out, _mm512_loadu_ps(in));
+#elif defined(__AVX__)
+  for (int d = 0; d < 16; d += 8) _mm256_stream_ps(out + d, _mm256_loadu_ps(in + d));
 #else
   for (int d = 0; d < 16; d += 4) _mm_stream_ps(out + d, _mm_loadu_ps(in + d));
 #endif
