@@ -3,8 +3,8 @@
     python benchmarks/growth.py [--rows 10000000] [--batch 100000]
 
 Prints one JSON row with the median and the slowest step, the rows per second, and the rows per second without the first
-touch of memory. For the last figure, all rows except one are removed, which keeps the memory, and the same number of
-other new ids is looked up.
+touch of memory. For the last figure, fewer than half of the rows are removed, so that the table keeps their memory, and
+the same number of other new ids is looked up. The index does not grow then.
 """
 
 from __future__ import annotations
@@ -62,8 +62,10 @@ def main() -> None:
         start = clock()
         table.lookup(ids, train=True)
         mixed.append(clock() - start)
-    table.remove(table.ids()[1:])
-    again = grow(table, arguments.rows, arguments.batch, first=2**40)
+    again_rows = arguments.rows * 9 // 20 // arguments.batch * arguments.batch
+    ids = table.ids()
+    table.remove(ids[torch.randperm(len(ids))[:again_rows]])
+    again = grow(table, again_rows, arguments.batch, first=2**40)
     timing = spread(steps)
     bare = touch(len(steps), arguments.batch * (DIM * 4 + 32))
     emit(
@@ -78,7 +80,7 @@ def main() -> None:
             "bare_touch_ms": spread(bare),
             "bare_touch_slowest_over_median": round(max(bare) * 1e3 / spread(bare)["median"], 2),
             "new_rows_per_second": round(arguments.rows / sum(steps)),
-            "new_rows_per_second_without_first_touch": round(arguments.rows / sum(again)),
+            "new_rows_per_second_without_first_touch": round(again_rows / sum(again)),
             "mixed_step_ms": spread(mixed),
         }
     )
