@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import math
-from itertools import pairwise
 from pathlib import Path
 
 import fbgemm_gpu  # noqa: F401  (registers the op that reads 8-bit rows)
@@ -20,6 +19,7 @@ from torchrec_recstore.store import Table
 
 from ..instruction_sets import by_instruction_set
 from ..kernels.optimizer_cases import OPTIMIZERS
+from .bags import train_beside_torch
 
 INT8 = torch.int8
 DIMS = [1, 3, 16, 33, 64, 100, 1500]
@@ -225,27 +225,8 @@ def test_rounding_depends_on_seed_id_column_and_step_alone() -> None:
 @pytest.mark.parametrize("weighted", [False, True])
 @pytest.mark.parametrize("dim", [20, 64])
 def test_bags_equal_torch(pooling: str, weighted: bool, dim: int) -> None:
-    generator = torch.Generator().manual_seed(1)
     table = Table(dim, INT8, SGD(0.1), TableOptions(NormalInit(0.0, 0.5)))
-    rows = table.lookup(torch.arange(10), train=True)
-    kernel = PooledKernel([table], [0], pooling)  # type: ignore[arg-type]
-    for _ in range(5):
-        ids, offsets = torch.randint(0, 10, (12,), generator=generator), torch.tensor([0, 3, 3, 8, 12])
-        weights = torch.rand(12, generator=generator) if weighted else torch.ones(12)
-        ours, theirs = weights.clone().requires_grad_(weighted), weights.clone().requires_grad_()
-        leaf = rows.clone().requires_grad_()
-        out = kernel(ids, offsets, ours if weighted else None, train=True)
-        bags = [leaf[ids[a:b]] * theirs[a:b, None] for a, b in pairwise(offsets)]
-        expected = torch.stack([bag.sum(0) / (len(bag) if pooling == "mean" and len(bag) else 1) for bag in bags])
-        torch.testing.assert_close(out, expected, atol=1e-6, rtol=1e-5)
-        grad = torch.randn(4, dim, generator=generator)
-        out.backward(grad)
-        expected.backward(grad)
-        if weighted:
-            torch.testing.assert_close(ours.grad, theirs.grad, atol=1e-5, rtol=1e-5)
-        assert leaf.grad is not None
-        exact = rows - 0.1 * leaf.grad
-        rows = table.lookup(torch.arange(10))
+    for exact, rows in train_beside_torch(table, pooling, weighted):
         scale = grid(table.read_rows(torch.arange(10))["weight"])[0]
         assert ((rows - exact).abs() <= scale * 1.001 + 1e-6).all()
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 from dataclasses import replace
-from itertools import pairwise
 
 import pytest
 import torch
@@ -16,6 +15,7 @@ from torchrec_recstore.store import Table
 
 from ..instruction_sets import by_instruction_set
 from ..kernels.optimizer_cases import OPTIMIZERS
+from .bags import train_beside_torch
 
 NARROW = [torch.float16, torch.bfloat16]
 DIMS = [1, 16, 33, 64]
@@ -92,27 +92,8 @@ def test_updates_are_float32_updates_rounded_at_each_step(dtype: torch.dtype, op
 @pytest.mark.parametrize("pooling", ["sum", "mean"])
 @pytest.mark.parametrize("weighted", [False, True])
 def test_bags_equal_torch_with_rows_rounded_at_each_step(dtype: torch.dtype, pooling: str, weighted: bool) -> None:
-    dim, generator = 20, torch.Generator().manual_seed(1)
-    table = Table(dim, dtype, SGD(0.1), TableOptions(NormalInit(0.0, 0.5)))
-    rows = table.lookup(torch.arange(10), train=True).float()
-    kernel = PooledKernel([table], [0], pooling)  # type: ignore[arg-type]
-    for _ in range(5):
-        ids, offsets = torch.randint(0, 10, (12,), generator=generator), torch.tensor([0, 3, 3, 8, 12])
-        weights = torch.rand(12, generator=generator) if weighted else torch.ones(12)
-        ours, theirs = weights.clone().requires_grad_(weighted), weights.clone().requires_grad_()
-        leaf = rows.clone().requires_grad_()
-        out = kernel(ids, offsets, ours if weighted else None, train=True)
-        bags = [leaf[ids[a:b]] * theirs[a:b, None] for a, b in pairwise(offsets)]
-        expected = torch.stack([bag.sum(0) / (len(bag) if pooling == "mean" and len(bag) else 1) for bag in bags])
-        torch.testing.assert_close(out, expected, atol=1e-6, rtol=1e-5)
-        grad = torch.randn(4, dim, generator=generator)
-        out.backward(grad)
-        expected.backward(grad)
-        if weighted:
-            torch.testing.assert_close(ours.grad, theirs.grad, atol=1e-5, rtol=1e-5)
-        assert leaf.grad is not None
-        exact = rows - 0.1 * leaf.grad
-        rows = table.lookup(torch.arange(10)).float()
+    table = Table(20, dtype, SGD(0.1), TableOptions(NormalInit(0.0, 0.5)))
+    for exact, rows in train_beside_torch(table, pooling, weighted):
         spacing = 2.0**-10 if dtype is torch.float16 else 2.0**-7
         assert ((rows - exact).abs() <= spacing / 2 * exact.abs() * 1.001 + 1e-6).all()
 

@@ -9,7 +9,7 @@
 namespace recstore {
 
 // The type in which a row's weights are stored. Optimizer state is float32 for each type. The values are those of
-// _ROW_TYPES in ops.py.
+// ROW_TYPES in row_types.py.
 enum class RowType : int64_t { kFloat32 = 0, kFloat16 = 1, kBfloat16 = 2, kInt8 = 3 };
 
 // An 8-bit row stores one code (uint8) for each weight, and after the codes two floats: its scale and its bias. A weight
