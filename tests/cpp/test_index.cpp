@@ -175,6 +175,14 @@ void parts_fill_in_parallel() {
   }
 }
 
+// A new index has one line for each part, so that each of its lines may be home to ids of two parts.
+void parts_do_not_share_lines() {
+  Index index(11);
+  index.reserve(100);
+  for (int64_t id = 0; id < 100; ++id) CHECK(!index.insert_within_part(id, index.hash(id), static_cast<Slot>(id)));
+  check_equal(index, {});
+}
+
 // Ids that were chosen for one salt do not crowd an index with another salt, and crowded lines are searched correctly.
 void crafted_ids() {
   constexpr uint64_t kKnown = 0x1234567890abcdefu;
@@ -204,6 +212,7 @@ int main() {
   for (uint64_t seed = 0; seed < 32; ++seed) random_fill(seed);
   for (const int64_t step : {1, 1000, 100000}) fill_and_drain(100000, step);
   parts_fill_in_parallel();
+  parts_do_not_share_lines();
   crafted_ids();
   std::puts("test_index passed");
 }
