@@ -9,7 +9,7 @@ from torch import nn
 
 from tests.errors.situations import situation
 from torchrec_recstore import RecStoreEmbeddingBag
-from torchrec_recstore.inference import export_delta, export_for_inference, verify
+from torchrec_recstore.inference import DeltaPublisher, export_delta, export_for_inference, follow, verify
 
 
 def bags(name: str = "t_item", dim: int = 4) -> RecStoreEmbeddingBag:
@@ -68,3 +68,19 @@ def another_model(tmp_path: Path) -> None:
 @situation("An export delta without a base")
 def no_base(tmp_path: Path) -> None:
     export_delta(bags(), tmp_path / "delta.safetensors", base=tmp_path / "served.pt")
+
+
+@situation("A stream without a name")
+def no_stream() -> None:
+    follow("redis://127.0.0.1:6379/0")
+
+
+@situation("A source without publications")
+def nothing_published(tmp_path: Path) -> None:
+    follow(tmp_path / "published", timeout_s=0.1)
+
+
+@situation("Two publishers to one directory")
+def two_publishers(tmp_path: Path) -> None:
+    with DeltaPublisher(bags(), tmp_path / "published"):
+        DeltaPublisher(bags(), tmp_path / "published")

@@ -128,6 +128,11 @@ def async_save(
         raise
 
 
+def is_saving() -> bool:
+    """Returns whether this process writes a checkpoint of :func:`async_save`. Tables have snapshots meanwhile."""
+    return any(not save.done() for save in list(_open))
+
+
 class AsyncSave:
     """A checkpoint that is being written while training continues; see :func:`torchrec_recstore.async_save`.
 

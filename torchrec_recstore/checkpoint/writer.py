@@ -84,7 +84,7 @@ class PartWriter:
         self._rank = rank
         self._polite = polite
         self._thread: ThreadPoolExecutor | None = ThreadPoolExecutor(
-            1, "checkpoint-files", initializer=_lower_priority if polite else None
+            1, "checkpoint-files", initializer=lower_priority if polite else None
         )
         self._pending: Future[tuple[str, FileInfo]] | None = None
 
@@ -175,7 +175,7 @@ class PartWriter:
             self.files[name] = info
 
 
-def _lower_priority() -> None:
+def lower_priority() -> None:
     """Lowers the priority of the calling thread."""
     # On Linux each thread has its own niceness. POSIX defines one niceness for the whole process.
     thread = threading.get_native_id()

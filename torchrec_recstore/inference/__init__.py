@@ -12,16 +12,22 @@ from torchrec_recstore.utils import lazy_names
 if TYPE_CHECKING:
     from torchrec_recstore.inference.delta import DeltaInfo, read_delta
     from torchrec_recstore.inference.export import export_delta, export_for_inference
+    from torchrec_recstore.inference.follower import Follower, FollowerState, follow
     from torchrec_recstore.inference.from_checkpoint import export_checkpoint, export_checkpoint_delta
+    from torchrec_recstore.inference.publish import DeltaPublisher
     from torchrec_recstore.inference.served_model import scriptable
     from torchrec_recstore.inference.verification import verify
 
 _MODULES = {
     "DeltaInfo": "delta",
+    "DeltaPublisher": "publish",
+    "Follower": "follower",
+    "FollowerState": "follower",
     "export_checkpoint": "from_checkpoint",
     "export_checkpoint_delta": "from_checkpoint",
     "export_delta": "export",
     "export_for_inference": "export",
+    "follow": "follower",
     "read_delta": "delta",
     "scriptable": "served_model",
     "verify": "verification",
@@ -29,10 +35,14 @@ _MODULES = {
 
 __all__ = [
     "DeltaInfo",
+    "DeltaPublisher",
+    "Follower",
+    "FollowerState",
     "export_checkpoint",
     "export_checkpoint_delta",
     "export_delta",
     "export_for_inference",
+    "follow",
     "read_delta",
     "scriptable",
     "verify",

@@ -1,0 +1,288 @@
+"""The places where exports and deltas are published: a directory, or a stream on a Redis server."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal, Protocol
+
+from torchrec_recstore.checkpoint.files import FileLock, is_staging, make_directory, whole_file
+
+Kind = Literal["full", "delta"]
+_SUFFIXES: dict[Kind, str] = {"full": ".pt", "delta": ".delta"}
+
+
+@dataclass(frozen=True)
+class Publication:
+    """A published moment of a model.
+
+    Args:
+        number: The number of the publication. The numbers of a place count up by one.
+        version: The version of the served model; see ``recstore_version``.
+        base: The version to which the publication's delta applies, which is that of the publication before. None: the
+            publication has no delta, only a full export.
+        time: The moment whose rows the publication has, in seconds since 1970.
+        full: Whether the publication has a full export.
+        run: The name of the publisher.
+    """
+
+    number: int
+    version: str
+    base: str | None
+    time: float
+    full: bool
+    run: str
+
+
+@dataclass(frozen=True)
+class Latest:
+    """The newest publication of a place.
+
+    Args:
+        number: The number of the newest publication.
+        version: Its version.
+        time: The moment up to which the model has not changed after the newest publication, in seconds since 1970.
+        fulls: The numbers of the full exports that the place has, ascending: the newest one, and the one before.
+        run: The name of the publisher.
+    """
+
+    number: int
+    version: str
+    time: float
+    fulls: tuple[int, ...]
+    run: str
+
+
+def latest_after(publication: Publication, before: Latest | None) -> Latest:
+    """Returns the state of a place after another publication. A full export replaces all but one before it."""
+    fulls = () if before is None else before.fulls
+    if publication.full:
+        fulls = (*fulls[-1:], publication.number)
+    return Latest(publication.number, publication.version, publication.time, fulls, publication.run)
+
+
+def first_kept(latest: Latest, kind: Kind) -> int:
+    """Returns the least number whose file of this kind a follower may need: all from the older full export on."""
+    return latest.fulls[0] + (kind == "delta")
+
+
+class Publications(Protocol):
+    """A place of publications. A publication appears with all of its files at once."""
+
+    def claim(self, run: str) -> Latest | None:
+        """Makes this process the publisher of the place, and returns the newest publication.
+
+        Raises:
+            BlockingIOError: Another process publishes to the place.
+            OSError: The place cannot be written.
+            ValueError: The place cannot hold publications.
+        """
+
+    def path_of(self, number: int, kind: Kind) -> Path:
+        """Returns the path at which the publisher writes a file of its next publication."""
+
+    def append(self, publication: Publication, before: Latest | None) -> Latest | None:
+        """Publishes the files at :meth:`path_of`, and deletes files that no follower needs any more.
+
+        Args:
+            publication: The publication.
+            before: The newest publication, as this publisher knows it.
+
+        Returns:
+            The newest publication. None if the place has lost the one before, so that this one was not published.
+
+        Raises:
+            BlockingIOError: Another publisher has published in the meantime.
+            OSError: The place cannot be written.
+        """
+
+    def confirm(self, latest: Latest) -> bool:
+        """Publishes that the model has not changed up to ``latest.time``.
+
+        Returns:
+            Whether the place still has the newest publication. Otherwise nothing was published.
+
+        Raises:
+            BlockingIOError, OSError: See :meth:`append`.
+        """
+
+    def latest(self) -> Latest | None:
+        """Returns the newest publication, or None if there is none.
+
+        Raises:
+            OSError: The place cannot be read.
+            ValueError: The place holds something else.
+        """
+
+    def publication(self, number: int) -> Publication:
+        """Returns the publication of this number.
+
+        Raises:
+            FileNotFoundError: The publication is not there any more.
+            OSError: The place cannot be read.
+        """
+
+    def fetch(self, number: int, kind: Kind, folder: Path) -> Path:
+        """Returns a file of a publication. It is copied into ``folder`` if it is not a file already.
+
+        Raises:
+            FileNotFoundError: The file is not there any more.
+            OSError: The place cannot be read.
+        """
+
+    def wait(self, number: int, seconds: float) -> None:
+        """Waits until there may be a publication after ``number``, but at most for ``seconds``."""
+
+    def close(self) -> None:
+        """Releases the place and its connection."""
+
+    def __str__(self) -> str:
+        """Returns the place without credentials, for messages."""
+
+
+def described(value: Publication | Latest) -> str:
+    """Returns a publication or the state of a place as JSON."""
+    return json.dumps(asdict(value))
+
+
+def latest_of(text: str | bytes, where: object) -> Latest:
+    """Returns the :class:`Latest` of a text that :func:`described` has made.
+
+    Raises:
+        ValueError: The text is something else.
+    """
+    fields = _fields(text, where)
+    try:
+        return Latest(**{**fields, "fulls": tuple(fields["fulls"])})
+    except (TypeError, KeyError) as error:
+        raise ValueError(f"{where} is not what a DeltaPublisher writes: {error}") from error
+
+
+def publication_of(text: str | bytes, where: object) -> Publication:
+    """Returns the :class:`Publication` of a text that :func:`described` has made.
+
+    Raises:
+        ValueError: The text is something else.
+    """
+    try:
+        return Publication(**_fields(text, where))
+    except TypeError as error:
+        raise ValueError(f"{where} is not what a DeltaPublisher writes: {error}") from error
+
+
+def _fields(text: str | bytes, where: object) -> dict[str, Any]:
+    try:
+        fields = json.loads(text)
+    except ValueError as error:
+        raise ValueError(f"{where} is not what a DeltaPublisher writes: {error}") from error
+    if not isinstance(fields, dict):
+        raise ValueError(f"{where} is not what a DeltaPublisher writes")
+    return fields
+
+
+class DirectoryPublications:
+    """Publications in a directory, which others may see by network.
+
+    The files of publication 12 are ``000000000012.delta``, ``000000000012.pt`` if it has a full export, and
+    ``000000000012.json``. ``latest.json`` names the newest publication. Each file is written under another name, synced
+    and renamed, and ``latest.json`` is the last of them. A reader begins there and asks for files by their names, so
+    that it never reads a part of a file, and never lists the directory.
+
+    Args:
+        directory: The directory. The publisher creates it if it does not exist.
+    """
+
+    def __init__(self, directory: Path) -> None:
+        self._directory = directory
+        self._lock: FileLock | None = None
+
+    def claim(self, run: str) -> Latest | None:
+        """See :meth:`Publications.claim`."""
+        make_directory(self._directory)
+        self._lock = FileLock(
+            self._directory / ".publisher.lock",
+            "publishing to it",
+            lambda holder: f"{self} cannot be published to: {holder}: wait for that process, or use another directory",
+        )
+        for entry in self._directory.iterdir():
+            if is_staging(entry):  # A publisher that was killed has left it.
+                entry.unlink(missing_ok=True)
+        return self.latest()
+
+    def path_of(self, number: int, kind: Kind) -> Path:
+        """See :meth:`Publications.path_of`."""
+        return self._directory / f"{number:012d}{_SUFFIXES[kind]}"
+
+    def append(self, publication: Publication, before: Latest | None) -> Latest | None:
+        """See :meth:`Publications.append`."""
+        if not self._has(before):
+            return None
+        after = latest_after(publication, before)
+        self._write(self._record(publication.number), described(publication))
+        self._write(self._directory / "latest.json", described(after))
+        if publication.full:
+            self._trim(after)
+        return after
+
+    def confirm(self, latest: Latest) -> bool:
+        """See :meth:`Publications.confirm`."""
+        if not self._has(latest):
+            return False
+        self._write(self._directory / "latest.json", described(latest))
+        return True
+
+    def latest(self) -> Latest | None:
+        """See :meth:`Publications.latest`."""
+        path = self._directory / "latest.json"
+        try:
+            return latest_of(path.read_bytes(), path)
+        except FileNotFoundError:
+            return None
+
+    def publication(self, number: int) -> Publication:
+        """See :meth:`Publications.publication`."""
+        path = self._record(number)
+        return publication_of(path.read_bytes(), path)
+
+    def fetch(self, number: int, kind: Kind, folder: Path) -> Path:
+        """See :meth:`Publications.fetch`."""
+        path = self.path_of(number, kind)
+        os.stat(path)
+        return path
+
+    def wait(self, number: int, seconds: float) -> None:
+        """See :meth:`Publications.wait`."""
+        time.sleep(seconds)
+
+    def close(self) -> None:
+        """See :meth:`Publications.close`."""
+        if self._lock is not None:
+            self._lock.close()
+
+    def __str__(self) -> str:
+        return str(self._directory)
+
+    def _has(self, before: Latest | None) -> bool:
+        """Returns whether the newest publication is the one that the publisher knows. It creates a lost directory."""
+        found = self.latest()
+        if found is None:
+            make_directory(self._directory)
+        known = None if before is None else (before.number, before.run)
+        return known == (None if found is None else (found.number, found.run))
+
+    def _record(self, number: int) -> Path:
+        return self._directory / f"{number:012d}.json"
+
+    def _write(self, path: Path, text: str) -> None:
+        with whole_file(path) as beside:
+            beside.write_text(text)
+
+    def _trim(self, latest: Latest) -> None:
+        """Deletes the files of publications that no follower needs."""
+        kept = {suffix: first_kept(latest, kind) for kind, suffix in _SUFFIXES.items()} | {".json": latest.fulls[0]}
+        for entry in self._directory.iterdir():
+            if entry.suffix in kept and entry.stem.isdecimal() and int(entry.stem) < kept[entry.suffix]:
+                entry.unlink(missing_ok=True)
