@@ -101,8 +101,8 @@ lint: build $(VENV)/.dev-requirements  ## ruff and mypy --strict
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-proto: $(VENV)/.dev-requirements  ## generate the Python code of the server's protocol
-	$(BIN)/python -m grpc_tools.protoc -I. --python_out=. --pyi_out=. --grpc_python_out=. torchrec_recstore/rpc/recstore.proto
+proto: $(VENV)/.dev-requirements  ## generate the Python code of the protocols
+	$(BIN)/python -m grpc_tools.protoc -I. --python_out=. --pyi_out=. --grpc_python_out=. torchrec_recstore/rpc/recstore.proto torchrec_recstore/rpc/predictor.proto
 
 bench: build $(VENV)/.dev-requirements  ## run the benchmarks; writes benchmarks/results.json and the README's table
 	$(BIN)/python benchmarks/run.py $(ARGS)

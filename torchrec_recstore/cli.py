@@ -5,6 +5,7 @@
     recstore diff A B
     recstore compact CHECKPOINT OUTPUT
     recstore export CHECKPOINT OUT.pt
+    recstore follow SOURCE --listen 127.0.0.1:7800
     recstore serve --listen 127.0.0.1:7700 --data DIR
     recstore doctor
     recstore bench
@@ -24,6 +25,7 @@ try:
     from torchrec_recstore.commands.checkpoints import compact, diff, inspect
     from torchrec_recstore.commands.doctor import doctor
     from torchrec_recstore.commands.export import export
+    from torchrec_recstore.commands.follow import follow
     from torchrec_recstore.commands.output import errors_in_one_line, print_error, status_of
     from torchrec_recstore.commands.scripts import bench, train
     from torchrec_recstore.commands.serve import serve
@@ -47,6 +49,7 @@ _PASS_ON = {"allow_extra_args": True, "ignore_unknown_options": True, "help_opti
 
 app.command(rich_help_panel=JOBS, context_settings=_PASS_ON)(train)
 app.command(rich_help_panel=JOBS)(export)
+app.command(rich_help_panel=JOBS)(follow)
 app.command(rich_help_panel=JOBS)(serve)
 app.command(rich_help_panel=CHECKPOINTS)(inspect)
 app.command(rich_help_panel=CHECKPOINTS)(diff)

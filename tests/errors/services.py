@@ -14,6 +14,7 @@ from tests.redis_server import PROGRAM, free_port, redis_server
 from torchrec_recstore.options import RedisStore, RocksDBStore, ServerStore, TableOptions
 from torchrec_recstore.service import RecStoreClient
 from torchrec_recstore.service.checkpoints import DataDirectory
+from torchrec_recstore.service.listening import ListenOptions
 from torchrec_recstore.service.serve import ServerOptions, serve
 from torchrec_recstore.service.server import AppliedRequests
 from torchrec_recstore.store import Table, redis_store
@@ -134,8 +135,8 @@ def token_in_the_clear() -> None:
 
 
 @situation("A server open to other machines without TLS and a token")
-def open_to_all(tmp_path: Path) -> None:
-    ServerOptions(listen="0.0.0.0:7700", data=tmp_path)
+def open_to_all() -> None:
+    ListenOptions("0.0.0.0:7700")
 
 
 @situation("A client in the arguments of another process")
@@ -145,7 +146,7 @@ def pickled_client() -> None:
 
 @situation("An address that is in use")
 def in_use(error_server: RecStoreServer, tmp_path: Path) -> None:
-    serve(ServerOptions(listen=error_server.address, data=tmp_path / "other"), lambda address: None)
+    serve(ServerOptions(ListenOptions(error_server.address), tmp_path / "other"), lambda address: None)
 
 
 @situation("A data directory of another server")

@@ -23,6 +23,7 @@ from torchrec_recstore.rpc import recstore_pb2 as pb
 from torchrec_recstore.rpc.protocol import VERSION, VERSION_KEY
 from torchrec_recstore.rpc.table_spec import TableSpec
 from torchrec_recstore.service import RecStoreClient, ServerRestartedError, ServiceError
+from torchrec_recstore.service.listening import ListenOptions
 from torchrec_recstore.service.serve import ServerOptions, serve
 
 IDS = torch.arange(-200, 200)
@@ -352,7 +353,7 @@ def test_another_version_of_the_protocol(server: RecStoreServer, version: str) -
 
 def _serve(data: Path, listen: str = "127.0.0.1:0") -> None:
     """Serves in this process, for errors that are raised before the server takes calls."""
-    serve(ServerOptions(listen=listen, data=data), pytest.fail)
+    serve(ServerOptions(ListenOptions(listen), data), pytest.fail)
 
 
 def test_a_data_directory_and_a_port_belong_to_one_server(server: RecStoreServer, tmp_path: Path) -> None:

@@ -5,44 +5,36 @@ from __future__ import annotations
 import json
 import math
 import os
-import ssl
 import time
 from pathlib import Path
 from typing import Annotated, Literal
 
 import typer
 
+from torchrec_recstore.commands.access import (
+    ClientCa,
+    Listen,
+    MetricsAddress,
+    TlsCert,
+    TlsKey,
+    TokenFile,
+    listen_options,
+)
 from torchrec_recstore.commands.output import errors_in_one_line
 
-ACCESS, BOUNDS = "Access", "Limits of each table"
+BOUNDS = "Limits of each table"
 
 
 def serve(
-    listen: Annotated[str, typer.Option(metavar="HOST:PORT", help="Address to listen on. Port 0 chooses a free port.")],
+    listen: Listen,
     data: Annotated[
         Path, typer.Option(metavar="DIR", help="Directory of checkpoints. The last one is loaded at start.")
     ],
-    tls_cert: Annotated[
-        Path | None,
-        typer.Option(metavar="PEM", help="File with the certificate of the server.", rich_help_panel=ACCESS),
-    ] = None,
-    tls_key: Annotated[
-        Path | None,
-        typer.Option(metavar="PEM", help="File with the private key of --tls-cert.", rich_help_panel=ACCESS),
-    ] = None,
-    client_ca: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="PEM",
-            help="File with CA certificates. Clients then need a certificate that is signed by one of them.",
-            rich_help_panel=ACCESS,
-        ),
-    ] = None,
-    token_file: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE", help="File with the token that clients must send.", rich_help_panel=ACCESS),
-    ] = None,
-    metrics: Annotated[str | None, typer.Option(metavar="HOST:PORT", help="Address for Prometheus metrics.")] = None,
+    tls_cert: TlsCert = None,
+    tls_key: TlsKey = None,
+    client_ca: ClientCa = None,
+    token_file: TokenFile = None,
+    metrics: MetricsAddress = None,
     max_rows: Annotated[
         int | None,
         typer.Option(help="Maximum number of rows of each table in this server's memory.", rich_help_panel=BOUNDS),
@@ -96,12 +88,10 @@ def serve(
             from torchrec_recstore.service.serve import serve as run
         except ModuleNotFoundError as error:
             raise ValueError(f"{error.name} is missing: pip install 'torchrec-recstore[service]'") from None
-        from torchrec_recstore.network import check_token
         from torchrec_recstore.options import options_of_flags
         from torchrec_recstore.service.hosted import limits_of
 
-        token = None if token_file is None else token_file.read_text().strip()
-        check_token(token, f"--token-file {token_file}: the token")
+        listening = listen_options(listen, tls_cert, tls_key, client_ca, token_file, metrics)
         bounds = options_of_flags(
             max_rows=max_rows,
             eviction=eviction,
@@ -111,17 +101,8 @@ def serve(
             cold_store=cold_store,
         )
         options = ServerOptions(
-            listen=listen,
-            data=data,
-            limits=limits_of(bounds),
-            tls_cert=tls_cert,
-            tls_key=tls_key,
-            client_ca=client_ca,
-            token=token,
-            metrics=metrics,
-            idle_s=math.inf if drop_idle_after is None else 3600 * drop_idle_after,
+            listening, data, limits_of(bounds), math.inf if drop_idle_after is None else 3600 * drop_idle_after
         )
-        _check_pem(tls_cert, tls_key, client_ca)
         begin = time.monotonic()
         addresses: list[str] = []
 
@@ -134,27 +115,3 @@ def serve(
         if as_json:
             seconds = round(time.monotonic() - begin, 3)
             print(json.dumps({"event": "stopped", "address": addresses[0], "seconds": seconds}), flush=True)
-
-
-def _check_pem(cert: Path | None, key: Path | None, client_ca: Path | None) -> None:
-    """Checks the PEM files, because gRPC reports an invalid file as an address that cannot be listened on.
-
-    Raises:
-        OSError, ValueError: A file cannot be read, or does not hold a certificate or key. The message names the flag.
-    """
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    for path in (cert, key, client_ca):
-        if path is not None:
-            path.read_bytes()  # the error of ssl does not name the file
-    try:
-        if cert is not None:
-            context.load_cert_chain(cert, key, password="")  # gRPC takes no encrypted key; no prompt
-    except ssl.SSLError:
-        raise ValueError(
-            f"--tls-cert {cert} and --tls-key {key} are not a certificate and its private key in PEM format"
-        ) from None
-    try:
-        if client_ca is not None:
-            context.load_verify_locations(client_ca)
-    except ssl.SSLError:
-        raise ValueError(f"--client-ca {client_ca} holds no certificates in PEM format") from None

@@ -73,8 +73,7 @@ class Follower:
 
     def __init__(self, source: str | Path) -> None:
         self._source = publications_at(source)
-        self._model: torch.jit.ScriptModule | None = None
-        self._at: Publication | None = None
+        self._served: tuple[torch.jit.ScriptModule, Publication] | None = None
         self._latest: Latest | None = None
         self._unusable: dict[tuple[str, int, str], str] = {}
         """The reasons why files cannot be used, by the run and the number of the publication, and the kind of file."""
@@ -92,9 +91,22 @@ class Follower:
         Raises:
             RuntimeError: No full export has been loaded yet.
         """
-        if self._model is None:
+        return self.served[0]
+
+    @property
+    def served(self) -> tuple[torch.jit.ScriptModule, Publication]:
+        """The served model, and the publication whose rows it has.
+
+        Raises:
+            RuntimeError: No full export has been loaded yet.
+        """
+        if self._served is None:
             raise RuntimeError(f"{self._source}: no full export has been loaded yet")
-        return self._model
+        return self._served
+
+    @property
+    def _at(self) -> Publication | None:
+        return None if self._served is None else self._served[1]
 
     @property
     def version(self) -> str | None:
@@ -221,7 +233,7 @@ class Follower:
                 raise ValueError("its delta is that of another publication")
         except _BROKEN as error:
             return self._unusable_for(error, latest, number, "delta")
-        self._model, self._at = model, publication
+        self._served = model, publication
         self._deltas += 1
         return None
 
@@ -239,7 +251,7 @@ class Follower:
                 cause = self._unusable_for(error, latest, number, "full")
                 self._say(f"full export {number} cannot be loaded: {cause}")
                 continue
-            self._model, self._at = model, publication
+            self._served = model, publication
             self._fulls += 1
             return True
         return False

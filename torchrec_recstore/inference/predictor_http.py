@@ -1,0 +1,148 @@
+"""Predictions over HTTP, as JSON documents."""
+
+from __future__ import annotations
+
+import json
+import ssl
+import threading
+from collections.abc import Mapping
+from dataclasses import asdict
+from functools import partial
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any, Protocol
+
+from torchrec_recstore.inference.batching import Answer
+from torchrec_recstore.inference.request_values import value_of_json
+from torchrec_recstore.inference.requests import Value
+from torchrec_recstore.service.listening import ListenOptions, allowed, host_and_port
+
+_LONGEST_BODY = 1 << 26  # bytes
+
+
+class Answering(Protocol):
+    """The functions of a server of predictions that HTTP offers; see :class:`Predictor`."""
+
+    def predict(self, arguments: Mapping[str, Value]) -> Answer:
+        """Answers a request."""
+
+    def state(self) -> dict[str, Any]:
+        """Returns the state of the server."""
+
+    def is_ready(self) -> bool:
+        """Returns whether a full export has been loaded."""
+
+
+def failure(error: Exception) -> str:
+    """Returns the message of a failed call of the model."""
+    return f"the model has failed: {(str(error).strip().splitlines() or [type(error).__name__])[-1]}"
+
+
+class HttpServer:
+    """JSON over HTTP: POST /predict, GET /state and GET /health.
+
+    Args:
+        address: The address to listen on, ``host:port``.
+        access: The certificate and the token, which are those of gRPC.
+        predictor: The server's functions.
+
+    Raises:
+        OSError: The address cannot be listened on.
+    """
+
+    def __init__(self, address: str, access: ListenOptions, predictor: Answering) -> None:
+        host, port = host_and_port(address)
+        try:
+            self._server = ThreadingHTTPServer((host, port), partial(_Handler, predictor, access.token))
+        except OSError as error:
+            raise OSError(f"--http {address}: {error.strerror}") from error
+        self._server.daemon_threads = True
+        if access.tls_cert is not None:
+            context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+            context.load_cert_chain(access.tls_cert, access.tls_key)
+            if access.client_ca is not None:
+                context.load_verify_locations(access.client_ca)
+                context.verify_mode = ssl.CERT_REQUIRED
+            # The thread of a connection makes the handshake, so that a silent client does not hold up the others.
+            self._server.socket = context.wrap_socket(
+                self._server.socket, server_side=True, do_handshake_on_connect=False
+            )
+        self.address = f"{address.rpartition(':')[0]}:{self._server.server_port}"
+        self._thread = threading.Thread(target=self._server.serve_forever, name="http", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Stops listening."""
+        self._server.shutdown()
+        self._server.server_close()
+        self._thread.join()
+
+
+class _Handler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+    timeout = 60
+
+    def __init__(self, predictor: Answering, token: str | None, *connection: Any) -> None:
+        self._predictor = predictor
+        self._token = token
+        super().__init__(*connection)
+
+    def log_message(self, format: str, *args: Any) -> None:
+        """Logs nothing."""
+
+    def do_GET(self) -> None:
+        """See http.server."""
+        if self.path == "/health":
+            there = self._predictor.is_ready()
+            self._reply(200 if there else 503, {"serving": there})
+        elif not self._is_allowed():
+            return
+        elif self.path == "/state":
+            self._reply(200, self._predictor.state())
+        else:
+            self._reply(404, {"error": "there are GET /state, GET /health and POST /predict"})
+
+    def do_POST(self) -> None:
+        """See http.server."""
+        length = self.headers.get("Content-Length", "")
+        if not length.isdecimal() or int(length) > _LONGEST_BODY:
+            self.close_connection = True
+            self._reply(411 if not length.isdecimal() else 413, {"error": f"the body may have {_LONGEST_BODY} bytes"})
+            return
+        body = self.rfile.read(int(length))
+        if not self._is_allowed():
+            return
+        if self.path != "/predict":
+            self._reply(404, {"error": "there are GET /state, GET /health and POST /predict"})
+            return
+        try:
+            self._reply(200, self._predicted(body))
+        except ValueError as error:
+            self._reply(400, {"error": str(error)})
+        except ConnectionError as error:
+            self._reply(503, {"error": str(error)})
+        except Exception as error:
+            self._reply(500, {"error": failure(error)})
+
+    def _predicted(self, body: bytes) -> dict[str, Any]:
+        document = json.loads(body)
+        if not isinstance(document, dict) or not isinstance(document.get("arguments"), dict):
+            raise ValueError('the body must be {"arguments": {NAME: VALUE, ...}}')
+        answer = self._predictor.predict(
+            {name: value_of_json(value, name) for name, value in document["arguments"].items()}
+        )
+        outputs = {name: each.tolist() for name, each in answer.outputs.items()}
+        return {**asdict(answer), "outputs": outputs}
+
+    def _is_allowed(self) -> bool:
+        if allowed(self.headers.get("Authorization", ""), self._token):
+            return True
+        self._reply(401, {"error": "the token is missing or wrong"})
+        return False
+
+    def _reply(self, status: int, document: Mapping[str, Any]) -> None:
+        body = json.dumps(document).encode()
+        self.send_response(status)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
