@@ -93,7 +93,7 @@ def _quantized(weights: Tensor) -> Tensor:
         torch.float32
     )  # 16 significant bits
     inverse = torch.where(constant, 0.0, _UNIT / scale)
-    steps = torch.where(weights < greatest, ((weights - least) * inverse).clamp(max=_TOP * _UNIT), _TOP * _UNIT)
+    steps = ((weights - least) * inverse).clamp(max=_TOP * _UNIT)
     codes = ((torch.where(finite, steps, _TOP * _UNIT).to(torch.int32) + _UNIT // 2) >> 16).to(torch.uint8)
     grid = torch.cat([torch.where(constant, 0.0, scale), least + 0.0], dim=1)
     return torch.cat([codes, torch.where(finite, grid, torch.nan).view(torch.uint8)], dim=1)

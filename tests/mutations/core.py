@@ -240,6 +240,21 @@ OPTIMIZERS = [
         "Adagrad ignores a decoupled weight decay.",
     ),
     Mutation(
+        f"{CSRC}/row_kernels.inl",
+        "if constexpr (Row::kStoredTogether > 1) updated.store();",
+        "",
+        ["tests/store/test_eight_bits.py::test_updates_are_float32_updates_rounded_to_a_neighbour"],
+        "The last rows of an update of 8-bit rows are not stored.",
+    ),
+    Mutation(
+        f"{CSRC}/random.inl",
+        ": first_(static_cast<uint32_t>(mix(key ^ static_cast<uint64_t>(id)))"
+        " + static_cast<uint32_t>(column_begin) * kTerm) {}",
+        ": first_(static_cast<uint32_t>(mix(key)) + static_cast<uint32_t>(column_begin) * kTerm) {}",
+        ["tests/store/test_eight_bits.py::test_updates_are_rounded_up_with_the_probability_of_the_fraction"],
+        "All rows of an update are rounded with the same random numbers.",
+    ),
+    Mutation(
         f"{CSRC}/row_steps.inl",
         "return select(n > zero, solved, wv);",
         "return solved;",

@@ -86,15 +86,17 @@ Workspace& workspace() {
 // The memory of all workers of a run, allocated beforehand so that a run cannot fail.
 class WorkerMemory {
  public:
+  static constexpr int kRows = 2 + kStoredTogether;  // rows of scratch memory
+
   // ids: number of ids that a worker links at once; columns: number of columns of a row, rounded up to 16.
   WorkerMemory(int workers, int64_t ids, int64_t columns)
       : columns_(columns),
         hash_bytes_(ids == 0 ? 0 : LinkerMemory::buckets(ids) * static_cast<int64_t>(sizeof(Place))),
-        bytes_(hash_bytes_ + 3 * columns * static_cast<int64_t>(sizeof(float))),
+        bytes_(hash_bytes_ + kRows * columns * static_cast<int64_t>(sizeof(float))),
         buffer_(BufferPool::instance().take(static_cast<size_t>(workers * bytes_))) {}
 
   LinkerMemory linker(int worker) const { return {reinterpret_cast<Place*>(begin(worker))}; }
-  // A row (columns,) of scratch memory; number: 0, 1 or 2.
+  // A row (columns,) of scratch memory; number: below kRows.
   float* row(int worker, int number) const {
     return reinterpret_cast<float*>(begin(worker) + hash_bytes_) + number * columns_;
   }
@@ -393,8 +395,8 @@ Distinct Update::run() noexcept {
     args.bag_begin = chunk.bag_begin;
     args.bag_end = chunk.bag_end;
     args.scratch = work.grouping.memory().row(worker, 0);
-    args.weights = work.grouping.memory().row(worker, 1);
-    args.random = reinterpret_cast<uint32_t*>(work.grouping.memory().row(worker, 2));
+    args.random = reinterpret_cast<uint32_t*>(work.grouping.memory().row(worker, 1));
+    args.weights = work.grouping.memory().row(worker, 2);
     args.rounding = work.roundings[chunk.table];
     args.optimizer = table.config().optimizer.kind;
     args.scalars = work.scalars[chunk.table];

@@ -16,9 +16,9 @@ inline Wide product(Wide a, uint64_t b) {
 // The low halves of the lanes.
 typedef uint32_t Words __attribute__((vector_size(kWideLanes * sizeof(uint32_t)), may_alias));
 
-// Calls put(i, words) with the words of philox_blocks<kBlocks>() (philox.h) from number i on; they are (4, kBlocks).
-template <int kBlocks, class Put>
-inline void random_blocks(uint64_t key, uint64_t id, uint32_t block, const Put& put) {
+// Writes the words of philox_blocks<kBlocks>() (philox.h), (4, kBlocks).
+template <int kBlocks>
+inline void random_blocks(uint64_t key, uint64_t id, uint32_t block, uint32_t* out) {
   constexpr int kParts = kBlocks / kWideLanes;
   Wide c0[kParts], c1[kParts], c2[kParts], c3[kParts];
   for (int part = 0; part < kParts; ++part) {
@@ -44,43 +44,59 @@ inline void random_blocks(uint64_t key, uint64_t id, uint32_t block, const Put& 
   const Wide* const words[4] = {c0, c1, c2, c3};
   for (int word = 0; word < 4; ++word) {
     for (int part = 0; part < kParts; ++part) {
-      put(word * kBlocks + part * kWideLanes, __builtin_convertvector(words[word][part], Words));
+      const Words low = __builtin_convertvector(words[word][part], Words);
+      __builtin_memcpy(out + word * kBlocks + part * kWideLanes, &low, sizeof(low));
     }
   }
 }
 
-constexpr int64_t kRandomRun = 64;  // columns for which a call of draw() draws numbers
+constexpr int64_t kRandomRun = 64;  // columns for which a call of random_blocks() draws numbers
 
-// Draws 32 bits for each column of a run.
-inline void draw(uint64_t key, int64_t id, int64_t run, uint32_t* out) {
-  random_blocks<16>(key, static_cast<uint64_t>(id), static_cast<uint32_t>(16 * run), [&](int i, Words words) {
-    __builtin_memcpy(out + i, &words, sizeof(words));
-  });
-}
-// Draws 16 bits for each column of a run. Column c and column c + 32 get the same two bytes in opposite order: each
-// number is uniform, and the high byte of one is the low byte of the other.
-inline void draw(uint64_t key, int64_t id, int64_t run, uint16_t* out) {
-  random_blocks<4>(key, static_cast<uint64_t>(id), static_cast<uint32_t>(4 * run), [&](int i, Words words) {
-    const Words swapped = (words & 0x00FF00FFu) << 8 | (words >> 8 & 0x00FF00FFu);
-    __builtin_memcpy(out + 2 * i, &words, sizeof(words));
-    __builtin_memcpy(out + kRandomRun / 2 + 2 * i, &swapped, sizeof(swapped));
-  });
-}
-
-// Writes random numbers for the columns of one row. A number depends only on the key, the id and the global column.
-template <class Random>
-inline void random_numbers(uint64_t key, int64_t id, int64_t column_begin, int64_t columns, Random* out) {
+// Draws 32 bits for each column of one row. A number depends only on the key, the id and the global column.
+inline void random_numbers(uint64_t key, int64_t id, int64_t column_begin, int64_t columns, uint32_t* out) {
   const int64_t column_end = column_begin + columns;
   for (int64_t first = column_begin / kRandomRun * kRandomRun; first < column_end; first += kRandomRun) {
-    const int64_t run = first / kRandomRun;
+    const auto draw = [=](uint32_t* to) { random_blocks<16>(key, static_cast<uint64_t>(id), static_cast<uint32_t>(first / 4), to); };
     if (first >= column_begin && first + kRandomRun <= column_end) {
-      draw(key, id, run, out + (first - column_begin));
+      draw(out + (first - column_begin));
       continue;
     }
-    Random numbers[kRandomRun];
-    draw(key, id, run, numbers);
+    uint32_t numbers[kRandomRun];
+    draw(numbers);
     const int64_t begin = first > column_begin ? first : column_begin;
     const int64_t end = first + kRandomRun < column_end ? first + kRandomRun : column_end;
-    __builtin_memcpy(out + (begin - column_begin), numbers + (begin - first), static_cast<size_t>(end - begin) * sizeof(Random));
+    __builtin_memcpy(out + (begin - column_begin), numbers + (begin - first), static_cast<size_t>(end - begin) * sizeof(uint32_t));
   }
 }
+
+// The terms of splitmix32's sequence for the columns of one run.
+constexpr uint32_t kTerm = 0x9E3779B9u;  // 2**32 divided by the golden ratio
+struct Terms {
+  uint32_t lanes[kLanes] = {};
+  constexpr Terms() {
+    for (int i = 0; i < kLanes; ++i) lanes[i] = static_cast<uint32_t>(i) * kTerm;
+  }
+};
+constexpr Terms kTerms;
+
+// Draws 16 bits for each column of one row, by splitmix32. A number depends only on the key, the id and the global column.
+// Philox would take four times as many instructions, and the rounding of 8-bit rows does not need its quality.
+class RandomHalves {
+ public:
+  RECSTORE_INLINE RandomHalves(uint64_t key, int64_t id, int64_t column_begin)
+      : first_(static_cast<uint32_t>(mix(key ^ static_cast<uint64_t>(id))) + static_cast<uint32_t>(column_begin) * kTerm) {}
+
+  // The numbers of the columns from d on.
+  RECSTORE_INLINE Lanes<int32_t> at(int64_t d) const {
+    const uint32_t first = first_ + static_cast<uint32_t>(d) * kTerm;
+    return each<Lanes<int32_t>>([=](Bits term) {
+      Bits x = term + first;
+      x = (x ^ x >> 16) * 0x21F0AAADu;
+      x = (x ^ x >> 15) * 0x735A2D97u;
+      return (Register<int32_t>)(x >> 16);
+    }, load_lanes<Lanes<uint32_t>>(kTerms.lanes));
+  }
+
+ private:
+  const uint32_t first_;
+};

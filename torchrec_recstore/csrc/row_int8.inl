@@ -7,7 +7,7 @@
 // Returns the result of combine() over all lanes.
 template <int apart, class V, class Combine, int... lanes>
 RECSTORE_INLINE V folded(V v, const Combine& combine, std::integer_sequence<int, lanes...>) {
-  return combine(v, __builtin_shuffle(v, Register<int32_t>{(lanes % apart + apart)...}));
+  return combine(v, __builtin_shuffle(v, Register<int32_t>{(lanes ^ apart)...}));
 }
 template <class V, class Combine>
 RECSTORE_INLINE auto combined(V v, const Combine& combine) {
@@ -23,15 +23,30 @@ RECSTORE_INLINE auto combined(V v, const Combine& combine) {
 }
 
 // GCC 12 converts between 8 and 32 bits one lane at a time.
+RECSTORE_INLINE Register<int32_t> widened(Register<uint8_t> v) {
 #ifdef RECSTORE_BYTES_TO_INTS
-inline Register<int32_t> widened(Register<uint16_t> v) { return (Register<int32_t>)RECSTORE_HALVES_TO_INTS(v); }
-inline Register<int32_t> widened(Register<uint8_t> v) { return (Register<int32_t>)RECSTORE_BYTES_TO_INTS(v); }
-inline Register<uint8_t> truncated(Register<int32_t> v) { return (Register<uint8_t>)RECSTORE_INTS_TO_BYTES(v); }
+  return (Register<int32_t>)RECSTORE_BYTES_TO_INTS(v);
 #else
-inline Register<int32_t> widened(Register<uint16_t> v) { return __builtin_convertvector(v, Register<int32_t>); }
-inline Register<int32_t> widened(Register<uint8_t> v) { return __builtin_convertvector(v, Register<int32_t>); }
-inline Register<uint8_t> truncated(Register<int32_t> v) { return __builtin_convertvector(v, Register<uint8_t>); }
+  return __builtin_convertvector(v, Register<int32_t>);
 #endif
+}
+typedef uint8_t Codes __attribute__((vector_size(kLanes), may_alias));
+// Returns the codes of numbers from 0 to 256 * kUnit. All numbers above 255 have the code 255.
+RECSTORE_INLINE Codes codes_of(Lanes<int32_t> numbers) {
+  const auto ints = each<Lanes<int32_t>>([](Register<int32_t> x) { return x >> 16; }, numbers);
+#ifdef RECSTORE_INTS_TO_BYTES
+  return (Codes)RECSTORE_INTS_TO_BYTES(ints);
+#else
+  int32_t lanes[kLanes];
+  store_lanes(lanes, ints);
+  Codes codes;
+  for (int i = 0; i < kLanes; ++i) codes[i] = static_cast<uint8_t>(lanes[i] < 255 ? lanes[i] : 255);
+  return codes;
+#endif
+}
+
+// Returns x in all lanes. broadcast() adds it to zeros, an addition that the compiler must not leave out.
+RECSTORE_INLINE Register<float> splat(float x) { return x - Register<float>{}; }
 
 // The scale and the bias of a row.
 struct Grid {
@@ -39,13 +54,11 @@ struct Grid {
   float bias;
   float inverse;  // kUnit / scale, or 0
 
-  // least, greatest: the least and the greatest weight. size: the bits of the largest absolute weight.
-  static inline Grid of(float least, float greatest, int32_t size) {
-    constexpr int32_t kLargest = 253 << 23;  // the bits of 2**126: larger ranges could overflow
-    if (size > kLargest) return {__builtin_nanf(""), __builtin_nanf(""), 0.0f};
+  // least, greatest: the least and the greatest weight, whose difference is finite.
+  static RECSTORE_INLINE Grid of(float least, float greatest) {
     const float range = greatest - least, bias = least + 0.0f;  // no negative zero: the order of the lanes could tell
     if (range < 0x1p-100f) return {0.0f, bias, 0.0f};
-    float scale = range * (1.0f / kTop);
+    float scale = range * (1.0f / 255.0f);
     uint32_t number;
     __builtin_memcpy(&number, &scale, sizeof(number));
     number = (number + 0x80u) & ~0xFFu;
@@ -53,18 +66,17 @@ struct Grid {
     return {scale, bias, static_cast<float>(kUnit) / scale};
   }
 
-  static constexpr int32_t kTop = 255;
   static constexpr int32_t kUnit = 1 << 16;  // codes are computed in units of 2**-16, and so are their random numbers
 };
 
 struct Int8Row {
   static constexpr bool kNarrow = true;
-  typedef uint16_t Random;
+  static constexpr int kStoredTogether = recstore::kStoredTogether;
 
   class Reader {
    public:
     template <class Columns>
-    RECSTORE_INLINE Reader(const float* row, Columns columns) : codes_(reinterpret_cast<const uint8_t*>(row)), grid_(grid(row, columns)) {}
+    RECSTORE_INLINE Reader(const float* row, Columns columns) : codes_(reinterpret_cast<const uint8_t*>(row)), scale_(splat(grid(row, columns)[0])), bias_(splat(grid(row, columns)[1])) {}
     template <int n>
     RECSTORE_INLINE Lanes<float, n> load(int64_t column) const { return weights<Lanes<float, n>>(load_lanes<Lanes<uint8_t, n>>(codes_ + column)); }
     RECSTORE_INLINE Vec load(int64_t column, int64_t n) const { return weights<Vec>(load_lanes<Lanes<uint8_t>>(codes_ + column, n)); }
@@ -72,12 +84,11 @@ struct Int8Row {
    private:
     template <class V, class Codes>
     RECSTORE_INLINE V weights(Codes codes) const {
-      const auto numbers = [](Register<uint8_t> c) { return __builtin_convertvector(widened(c), Register<float>); };
-      return each<V>(numbers, codes) * broadcast<V>(grid_[0]) + broadcast<V>(grid_[1]);
+      return each<V>([this](Register<uint8_t> c) { return __builtin_convertvector(widened(c), Register<float>) * scale_ + bias_; }, codes);
     }
 
     const uint8_t* codes_;
-    const float* grid_;
+    const Register<float> scale_, bias_;
   };
 
   template <class Columns>
@@ -87,54 +98,46 @@ struct Int8Row {
   // row is constant if its range is below 2**-100.
   template <class Columns>
   static inline void write(Columns columns, const float* values, float* row) {
-    write_codes(columns, values, row, [](int64_t, auto) { return each<Lanes<uint16_t>>([] { return Register<uint16_t>{} + uint16_t{Grid::kUnit / 2}; }); });
+    write_codes(columns, values, row, [](int64_t) { return each<Lanes<int32_t>>([] { return Register<int32_t>{} + Grid::kUnit / 2; }); });
   }
   // Stores a row, rounded with the random numbers of its columns.
   template <class Columns>
-  static inline void write(Columns columns, const float* values, const Random* random, float* row) {
-    write_codes(columns, values, row, [&](int64_t d, auto n) { return load_numbers(random + d, n); });
+  static inline void write(Columns columns, const float* values, const RandomHalves& random, float* row) {
+    write_codes(columns, values, row, [&](int64_t d) { return random.at(d); });
   }
 
  private:
   template <class Columns>
   static RECSTORE_INLINE const float* grid(const float* row, Columns columns) { return row + floats(columns) - kGridFloats; }
 
-  template <class Columns, class Numbers>  // numbers(d, n) returns the numbers below kUnit that are added before truncation
+  template <class Columns, class Numbers>  // numbers(d) returns the numbers below kUnit that are added before truncation
   static RECSTORE_INLINE void write_codes(Columns columns, const float* values, float* row, const Numbers& numbers) {
     const auto least_of = [](auto a, auto b) { return a < b ? a : b; };
     const auto greatest_of = [](auto a, auto b) { return a > b ? a : b; };
-    Vec least = broadcast(values[0]), greatest = least;
-    auto size = Lanes<int32_t>{};
+    Vec least = each<Vec>([=] { return splat(values[0]); }), greatest = least;
+    auto size = Lanes<int32_t>{};  // the bits of the largest absolute weight
     for_each_run(columns, [&](int64_t d, auto n) {
       const Vec v = load_filled(values + d, n);
       least = each<Vec>(least_of, v, least);
       greatest = each<Vec>(greatest_of, v, greatest);
       size = each<Lanes<int32_t>>([&](Register<float> x, Register<int32_t> s) { return greatest_of((Register<int32_t>)x & 0x7FFFFFFF, s); }, v, size);
     });
-    const float most = combined(greatest, greatest_of);
-    const Grid grid = Grid::of(combined(least, least_of), most, combined(size, greatest_of));
     auto* codes = reinterpret_cast<uint8_t*>(row);
-    const auto bias = broadcast<Register<float>>(grid.bias), inverse = broadcast<Register<float>>(grid.inverse);
-    const auto top = broadcast<Register<float>>(Grid::kTop * Grid::kUnit), highest = broadcast<Register<float>>(most);
+    float* end = const_cast<float*>(grid(row, columns));
+    constexpr int32_t kLargest = 253 << 23;  // the bits of 2**126: larger ranges could overflow
+    if (combined(size, greatest_of) > kLargest) {
+      __builtin_memset(codes, 255, static_cast<size_t>(columns));
+      end[0] = end[1] = __builtin_nanf("");
+      return;
+    }
+    const Grid grid = Grid::of(combined(least, least_of), combined(greatest, greatest_of));
+    const auto bias = splat(grid.bias), inverse = splat(grid.inverse);
     for_each_run(columns, [&](int64_t d, auto n) {
-      const auto code = [&](Register<float> x, Register<uint16_t> number) {
-        const Register<float> steps = (x - bias) * inverse;
-        const Register<float> bounded = steps < top ? steps : top;
-        const Register<float> within = x < highest ? bounded : top;
-        return truncated((__builtin_convertvector(within, Register<int32_t>) + widened(number)) >> 16);
-      };
-      store_lanes(codes + d, each<Lanes<uint8_t>>(code, load_filled(values + d, n), numbers(d, n)), n);
+      const auto number = [&](Register<float> x, Register<int32_t> r) { return __builtin_convertvector((x - bias) * inverse, Register<int32_t>) + r; };
+      store_lanes(codes + d, codes_of(each<Lanes<int32_t>>(number, load_filled(values + d, n), numbers(d))), n);
     });
-    float* end = const_cast<float*>(Int8Row::grid(row, columns));
     end[0] = grid.scale;
     end[1] = grid.bias;
-  }
-
-  static RECSTORE_INLINE Lanes<uint16_t> load_numbers(const Random* p, int64_t n) {
-#ifdef RECSTORE_LOAD_HALVES
-    if (n == kLanes) return (Lanes<uint16_t>)RECSTORE_LOAD_HALVES(p);
-#endif
-    return load_lanes<Lanes<uint16_t>>(p, n);
   }
 
   // Loads n numbers, and fills the other lanes with the first of them.

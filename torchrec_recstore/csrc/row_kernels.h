@@ -69,6 +69,9 @@ struct PoolArgs {
 using Link = uint32_t;
 constexpr Link kNotFirst = 0x80000000u;
 
+// The most rows that are updated before they are stored.
+constexpr int kStoredTogether = 4;
+
 // A run of consecutive bags of one feature, in the backward. Each row is updated by the run that contains the first
 // occurrence of its id, on the sum over all occurrences in the order of the batch.
 struct UpdateArgs {
@@ -84,7 +87,7 @@ struct UpdateArgs {
   int64_t bag_begin;              // the run has the bags with the numbers [bag_begin, bag_end)
   int64_t bag_end;
   float* scratch;                 // (columns rounded up to 16,): sum of gradients
-  float* weights;                 // (columns rounded up to 16,): a row of narrow weights, widened
+  float* weights;                 // (kStoredTogether, columns rounded up to 16): rows of narrow weights, widened
   uint32_t* random;               // (columns rounded up to 16,): random words for stochastic rounding
   StochasticRounding rounding;
   OptimizerKind optimizer;

@@ -194,6 +194,7 @@ __attribute__((noinline)) void update_rows(const UpdateArgs& a, Columns columns)
   // The processor prefetches consecutive gradients itself.
   const bool prefetches_gradients = grad_stride != columns;
   int64_t bag_ahead = a.bag_begin;
+  UpdatedRows<Row, Columns> updated(a, columns);
   for (int64_t bag = a.bag_begin; bag < a.bag_end; ++bag) {
     const float* grad = grads + (bag - first_bag) * grad_stride;
     for (int64_t p = offset(bag), end = offset(bag + 1); p < end; ++p) {
@@ -215,7 +216,7 @@ __attribute__((noinline)) void update_rows(const UpdateArgs& a, Columns columns)
       float* row = data + slots[p] * stride;
       float* w = row;
       if constexpr (Row::kNarrow) {
-        w = a.weights;
+        w = updated.weights();
         widen_row<Row>(columns, row, w);
       }
       RowMeta& meta = metas[slots[p]];
@@ -225,16 +226,11 @@ __attribute__((noinline)) void update_rows(const UpdateArgs& a, Columns columns)
       if (Extras) g = before_step(a, columns, w, g);
       Step::run(a, columns, w, row + weight_floats, g, meta);
       if (Extras) after_step(a, columns, w);
-      if constexpr (Row::kNarrow) {
-        if (a.rounding.key == 0) {
-          Row::write(columns, w, row);
-        } else {
-          write_randomly<Row>(a, columns, p, w, row);
-        }
-      }
+      if constexpr (Row::kNarrow) updated.add(p, row);
       if (a.step != 0) count_step(meta, a.step, a.half_life);
     }
   }
+  if constexpr (Row::kStoredTogether > 1) updated.store();
 }
 
 template <class Step>

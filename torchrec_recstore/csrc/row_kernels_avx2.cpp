@@ -24,13 +24,11 @@
    RECSTORE_MATCH4(reinterpret_cast<const __m256i*>(&(line)) + 1, id) << 4)
 
 #define RECSTORE_MULTIPLY(a, b) _mm256_mul_epu32((__m256i)(a), (__m256i)(b))
-#define RECSTORE_HALVES_TO_INTS(halves) _mm256_cvtepu16_epi32((__m128i)(halves))
 #define RECSTORE_BYTES_TO_INTS(bytes) _mm256_cvtepu8_epi32(_mm_cvtsi64_si128((long long)(bytes)))
-#define RECSTORE_INTS_TO_BYTES(ints)                                                                                      \
-  [](__m256i v) {                                                                                                         \
-    const __m128i halves = _mm_packus_epi32(_mm256_castsi256_si128(v), _mm256_extracti128_si256(v, 1));                    \
-    return _mm_cvtsi128_si64(_mm_packus_epi16(halves, halves));                                                           \
-  }((__m256i)(ints))
+#define RECSTORE_INTS_TO_BYTES(ints)                                                              \
+  [](__m256i halves) {                                                                            \
+    return _mm_packus_epi16(_mm256_castsi256_si128(halves), _mm256_extracti128_si256(halves, 1)); \
+  }(_mm256_permute4x64_epi64(_mm256_packus_epi32((__m256i)(ints).low, (__m256i)(ints).high), 0xD8))
 
 #include "row_kernels.inl"
 

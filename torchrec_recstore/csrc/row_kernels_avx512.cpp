@@ -23,13 +23,8 @@
 #define RECSTORE_FLOAT_TO_HALF(value) _mm512_maskz_cvtps_ph(0xFFFF, (value), _MM_FROUND_TO_NEAREST_INT)
 
 #define RECSTORE_MULTIPLY(a, b) _mm256_mul_epu32((__m256i)(a), (__m256i)(b))
-#define RECSTORE_HALVES_TO_INTS(halves) _mm512_maskz_cvtepu16_epi32(0xFFFF, (__m256i)(halves))
-// The processor forwards no store to a load that is wider, and random.inl stores 16 bytes at a time.
-#define RECSTORE_LOAD_HALVES(p)                                                             \
-  _mm256_inserti128_si256(_mm256_castsi128_si256(_mm_loadu_si128((const __m128i*)(p))), \
-                          _mm_loadu_si128((const __m128i*)((p) + 8)), 1)
 #define RECSTORE_BYTES_TO_INTS(bytes) _mm512_maskz_cvtepu8_epi32(0xFFFF, (__m128i)(bytes))
-#define RECSTORE_INTS_TO_BYTES(ints) _mm512_maskz_cvtepi32_epi8(0xFFFF, (__m512i)(ints))
+#define RECSTORE_INTS_TO_BYTES(ints) _mm512_maskz_cvtusepi32_epi8(0xFFFF, (__m512i)(ints))
 
 #include "row_kernels.inl"
 

@@ -5,6 +5,11 @@
 #if defined(__SSE2__)
 #include <emmintrin.h>
 #define RECSTORE_MULTIPLY(a, b) _mm_mul_epu32((__m128i)(a), (__m128i)(b))
+#define RECSTORE_BYTES_TO_INTS(bytes) \
+  _mm_unpacklo_epi16(_mm_unpacklo_epi8(_mm_cvtsi32_si128((int)(bytes)), _mm_setzero_si128()), _mm_setzero_si128())
+#define RECSTORE_INTS_TO_BYTES(ints)                                                       \
+  _mm_packus_epi16(_mm_packs_epi32((__m128i)(ints).low.low, (__m128i)(ints).low.high), \
+                   _mm_packs_epi32((__m128i)(ints).high.low, (__m128i)(ints).high.high))
 #endif
 
 #define RECSTORE_ISA_NAMESPACE baseline

@@ -55,6 +55,7 @@ RECSTORE_INLINE Halves float_to_half(Floats v, Bits random) {
 
 struct Float32Row {
   static constexpr bool kNarrow = false;
+  static constexpr int kStoredTogether = 1;
   // Reads n columns of one row.
   struct Reader {
     template <class Columns>
@@ -72,7 +73,7 @@ struct Float32Row {
 template <class Type>
 struct NarrowRow {
   static constexpr bool kNarrow = true;
-  typedef uint32_t Random;
+  static constexpr int kStoredTogether = 1;
   struct Reader {
     template <class Columns>
     RECSTORE_INLINE Reader(const float* row, Columns) : weights(reinterpret_cast<const uint16_t*>(row)) {}
@@ -95,7 +96,7 @@ struct NarrowRow {
   }
   // Stores a row, rounded with the random numbers of its columns.
   template <class Columns>
-  static inline void write(Columns columns, const float* values, const Random* random, float* row) {
+  static inline void write(Columns columns, const float* values, const uint32_t* random, float* row) {
     auto* out = reinterpret_cast<uint16_t*>(row);
     for_each_run(columns, [&](int64_t d, auto n) {
       const auto numbers = load_lanes<Lanes<uint32_t>>(random + d, n);
@@ -122,6 +123,7 @@ struct Bfloat16Row : NarrowRow<Bfloat16Row> {
   }
 };
 
+#include "random.inl"
 #include "row_int8.inl"
 
 // Calls work(Row) with the struct for the type, so that work is compiled for each type.
@@ -155,13 +157,61 @@ void narrow(RowType type, const float* values, int64_t columns, float* row) {
   });
 }
 
-#include "random.inl"
-
 // Stores the updated row of the id at a position, rounded stochastically.
 template <class Row, class Columns>
 __attribute__((noinline)) void write_randomly(const UpdateArgs& a, Columns columns, int64_t position, const float* values, float* row) {
   const StochasticRounding& rounding = a.rounding;
-  auto* random = reinterpret_cast<typename Row::Random*>(a.random);
-  random_numbers(rounding.key, rounding.routing->raw_id(a.batch->ids[position]), rounding.column_begin, columns, random);
-  Row::write(columns, values, random, row);
+  const int64_t id = rounding.routing->raw_id(a.batch->ids[position]);
+  if constexpr (std::is_same_v<Row, Int8Row>) {
+    Row::write(columns, values, RandomHalves(rounding.key, id, rounding.column_begin), row);
+  } else {
+    random_numbers(rounding.key, id, rounding.column_begin, columns, a.random);
+    Row::write(columns, values, a.random, row);
+  }
 }
+
+// The updated rows of a narrow type. They are stored kStoredTogether at a time, where this makes the processor overlap the
+// long chains of instructions that each row needs.
+template <class Row, class Columns>
+class UpdatedRows {
+ public:
+  RECSTORE_INLINE UpdatedRows(const UpdateArgs& a, Columns columns) : a_(a), columns_(columns) {}
+
+  // The weights of the next row, in float32.
+  RECSTORE_INLINE float* weights() const { return a_.weights + count_ * padded(); }
+  // Adds the next row, which is that of the id at the position.
+  RECSTORE_INLINE void add(int64_t position, float* row) {
+    if constexpr (Row::kStoredTogether == 1) {
+      write(position, a_.weights, row);
+    } else {
+      added_[count_++] = {position, row};
+      if (count_ == Row::kStoredTogether) store();
+    }
+  }
+  // Stores the rows that are not stored yet.
+  __attribute__((noinline)) void store() {
+    for (int i = 0; i < count_; ++i) write(added_[i].position, a_.weights + i * padded(), added_[i].row);
+    count_ = 0;
+  }
+
+ private:
+  struct Added {
+    int64_t position;
+    float* row;
+  };
+
+  int64_t padded() const { return (columns_ + kLanes - 1) / kLanes * kLanes; }
+
+  RECSTORE_INLINE void write(int64_t position, const float* values, float* row) const {
+    if (a_.rounding.key == 0) {
+      Row::write(columns_, values, row);
+    } else {
+      write_randomly<Row>(a_, columns_, position, values, row);
+    }
+  }
+
+  const UpdateArgs& a_;
+  const Columns columns_;
+  int count_ = 0;
+  Added added_[Row::kStoredTogether];
+};
