@@ -27,11 +27,13 @@ def resident_bytes() -> int:
 
 def measure(rows: int) -> None:
     """Fills a table with this many rows and prints the JSON row."""
-    table = Table(DIM, optimizer=RowWiseAdagrad())
+    table, other = Table(DIM, optimizer=RowWiseAdagrad()), Table(DIM, optimizer=RowWiseAdagrad())
     step = 20_000
     ids = torch.empty(step, dtype=torch.int64)
-    for _ in range(100):  # allocates the buffers of a step, which then count before and after
-        table.lookup(ids.fill_(0), train=True)
+    # The steps of another table allocate the buffers of the process, which then count before and after.
+    other.lookup(torch.arange(step, out=ids), train=True)
+    for _ in range(100):
+        other.lookup(ids, train=True)
     before = resident_bytes()
     for begin in range(0, rows, step):
         table.lookup(torch.arange(begin, begin + step, out=ids), train=True)
