@@ -32,7 +32,8 @@ _INLINE_BYTES = 1 << 16  # A delta up to this size is in its entry.
 _UPLOAD_SECONDS = 3600  # The keys of a publication that is never completed expire after this time.
 _TIMEOUT_S = 10.0
 _BLOCK_S = 5.0  # The longest time for which the server may hold a read of the stream: less than _TIMEOUT_S.
-_PASSING = (redis.ConnectionError, redis.TimeoutError, redis.exceptions.ReadOnlyError)
+# redis-py also raises WatchError if the connection is lost. The transaction then finds out who has published last.
+_PASSING = (redis.ConnectionError, redis.TimeoutError, redis.exceptions.ReadOnlyError, redis.WatchError)
 _Result = TypeVar("_Result")
 
 
@@ -202,7 +203,6 @@ class RedisPublications:
         Returns:
             Whether it was run. If not, the server has lost data.
         """
-        other = f"{self} cannot be published to: another publisher has begun to publish to it"
         with self._client.pipeline() as pipeline:
             pipeline.watch(self._key("latest"))
             text = pipeline.get(self._key("latest"))
@@ -212,14 +212,13 @@ class RedisPublications:
             known = None if before is None else (before.number, before.run)
             if known != (None if found is None else (found.number, found.run)):
                 if found is not None and found.run != self._run:
-                    raise BlockingIOError(other)
+                    raise BlockingIOError(
+                        f"{self} cannot be published to: another publisher has begun to publish to it"
+                    )
                 return False
             if not commit(pipeline):
                 return False
-            try:
-                pipeline.execute()
-            except redis.WatchError:
-                raise BlockingIOError(other) from None
+            pipeline.execute()
             return True
 
     def _trim(self, latest: Latest) -> None:

@@ -1,0 +1,122 @@
+"""A publisher, a follower or Redis is killed; afterwards the follower is equal to a full export, to the bit."""
+
+from __future__ import annotations
+
+import random
+import re
+import threading
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from torchrec_recstore.inference import DeltaPublisher, Follower, export_for_inference
+from torchrec_recstore.utils import RecStoreWarning
+
+from ..processes import run_forked_command
+from ..redis_server import RedisServer, needs_redis, redis_server
+from .test_predictor import FollowCommand
+from .test_publish import assert_follows, change, publish, trained, wait_for
+
+# What a follower may say: a publisher that starts again has no delta, and trims what a slow follower has not read.
+EXPECTED = re.compile("because the publisher began anew|No such file|has no publication")
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[RedisServer]:
+    with redis_server(tmp_path / "redis", "--appendonly", "yes", "--appendfsync", "always") as started:
+        yield started
+
+
+@pytest.fixture(params=["directory", pytest.param("redis", marks=needs_redis)])
+def place(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    if request.param == "directory":
+        return str(tmp_path / "published")
+    return f"{request.getfixturevalue('server').url}/0?stream=clicks"
+
+
+def kill_publishers(place: str, folder: Path, kills: int) -> None:
+    with warnings.catch_warnings(record=True) as warned, Follower(place) as follower:
+        warnings.simplefilter("always")
+        follower.start(0.01)
+        done = run_forked_command(["-m", "tests.inference.dying_publisher", place, str(folder), str(kills)])
+        assert done.returncode == 0, done.stderr
+        final = torch.jit.load(folder / "final.pt")
+        wait_for(lambda: follower.version == final.recstore_version())
+        assert torch.equal(follower.model.recstore_rows("t"), final.recstore_rows("t"))
+        assert torch.equal(follower.model.recstore_ids("t"), final.recstore_ids("t"))
+    told = [str(each.message) for each in warned if issubclass(each.category, RecStoreWarning)]
+    assert [each for each in told if not EXPECTED.search(each)] == []
+
+
+def test_a_publisher_that_is_killed(tmp_path: Path) -> None:
+    kill_publishers(str(tmp_path / "published"), tmp_path, kills=2)
+
+
+@pytest.mark.slow
+def test_many_publishers_that_are_killed(place: str, tmp_path: Path) -> None:
+    kill_publishers(place, tmp_path, kills=20)
+
+
+def kill_redis(server: RedisServer, folder: Path, kills: int) -> None:
+    """Kills the server at random moments while publications are written and read, and starts it again."""
+    place = f"{server.url}/0?stream=clicks"
+    model = trained()
+    moments = random.Random(0)
+    with warnings.catch_warnings(record=True) as warned, Follower(place) as follower:
+        warnings.simplefilter("always")
+        with DeltaPublisher(model, place, every_s=0, full_every_s=0.1) as publisher:
+            publish(publisher)
+            follower.start(0.01)
+            for kill in range(kills):
+                change(model, kill)
+                publisher.step()
+                threading.Event().wait(moments.uniform(0, 0.05))
+                server.kill()
+                server.start()
+                publish(publisher)
+        # The end of the block has published the rest.
+        export_for_inference(model, folder / "full.pt")
+        version = torch.jit.load(folder / "full.pt").recstore_version()
+        wait_for(lambda: follower.version == version)
+        assert_follows(follower, model, folder)
+    told = [str(each.message) for each in warned if issubclass(each.category, RecStoreWarning)]
+    # The append-only file has every publication, so that nothing is lost.
+    assert [each for each in told if not re.search("cannot be read at the moment", each)] == []
+
+
+@needs_redis
+def test_a_redis_server_that_is_killed(server: RedisServer, tmp_path: Path) -> None:
+    kill_redis(server, tmp_path, kills=2)
+
+
+@needs_redis
+@pytest.mark.slow
+def test_a_redis_server_that_is_killed_often(server: RedisServer, tmp_path: Path) -> None:
+    kill_redis(server, tmp_path, kills=50)
+
+
+@pytest.mark.slow
+def test_a_follower_that_is_killed(place: str, tmp_path: Path) -> None:
+    """``recstore follow`` keeps nothing: the next one begins with the newest full export and catches up."""
+    model = trained()
+    with DeltaPublisher(model, place, every_s=0, full_every_s=1e6) as publisher:
+        publish(publisher)
+        for kill in range(3):
+            command = FollowCommand(place, "--poll-every", "0.01", "--report-every", "0.05")
+            for step in range(3):
+                change(model, 3 * kill + step)
+                publish(publisher)
+            command.command.kill()
+    export_for_inference(model, tmp_path / "full.pt")
+    version = torch.jit.load(tmp_path / "full.pt").recstore_version()
+    command = FollowCommand(place, "--poll-every", "0.01", "--report-every", "0.05")
+    try:
+        wait_for(lambda: command.lines()[-1].get("version") == version)
+        state = command.lines()[-1]
+        assert (state["fulls_loaded"], state["deltas_applied"], state["problem"]) == (1, 9, None)
+    finally:
+        command.command.terminate()
+        assert command.command.wait(60) == 0
