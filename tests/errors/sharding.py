@@ -70,6 +70,11 @@ def rounded_to_nearest(one_rank: None) -> None:
     sharded(collection(bag("t_user", data_type=DataType.INT8)), fused_params=params)
 
 
+@situation("Optimizer state of 16 bits")
+def narrow_state(one_rank: None) -> None:
+    sharded(collection(bag("t_user")), fused_params={**SGD_BY_PARAMS, "state_dtype": torch.float16})
+
+
 @situation("init_fn in a table's config")
 def whole_tables(one_rank: None) -> None:
     sharded(collection(bag("t_user", init_fn=nn.init.zeros_)))

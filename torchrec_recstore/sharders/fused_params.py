@@ -136,10 +136,11 @@ _NEUTRAL: dict[str, object] = {
     "lr_decay": 0.0,
     "maximize": False,
     "nesterov": False,
-    "optimizer_state_dtypes": None,
     "weights_precision": SparseType.FP32,
 }
 
+# The keys that select the data type of the optimizer state: ours, and that of FBGEMM, a dict with one entry a state.
+_STATE_DTYPES = frozenset({"state_dtype", "optimizer_state_dtypes"})
 
 _OUTPUT_DTYPES = {
     SparseType.FP32: torch.float32,
@@ -314,11 +315,23 @@ def _check_keys(params: Mapping[str, Any], known: Set[str], where: str) -> None:
             continue
         if key.startswith("__register_"):  # TorchRec adds these keys for inference.
             continue
+        if key in _STATE_DTYPES:
+            _check_state_dtype(key, value, where)
+            continue
         if key not in neutrals:
             raise ValueError(f"{where}: unknown key {key!r} in fused_params")
         neutral = neutrals[key]
         if value is not None and value != neutral and not (neutral is None and value == {}):
             raise ValueError(f"{where}: fused_params[{key!r}] = {value!r} is not supported (only {neutral!r} is)")
+
+
+def _check_state_dtype(key: str, value: object, where: str) -> None:
+    asked = value.values() if isinstance(value, Mapping) else [value]
+    if any(each not in (None, torch.float32, SparseType.FP32) for each in asked):
+        raise ValueError(
+            f"{where}: fused_params[{key!r}] = {value!r} is not supported, because optimizer state is always float32: "
+            "leave it out. RowWiseAdagrad has the smallest state, one number for each row"
+        )
 
 
 def _betas(params: Mapping[str, Any], default: tuple[float, float], where: str) -> tuple[float, float]:
