@@ -1,6 +1,6 @@
 """Programs that end while a checkpoint is being written, each in forked processes that exit as programs do.
 
-python -m tests.checkpoint.leaving DIRECTORY
+python -m tests.checkpoint.leaving DIRECTORY PROGRAM_WORLD-SIZE ...
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import sys
 import threading
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
@@ -99,15 +99,15 @@ def a_rank_dies(rank: int, model: DistributedModelParallel, path: Path) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
 
-PROGRAMS: list[tuple[Program, int]] = [
-    (finished_at_exit, 1),
-    (finished_at_exit, 2),
-    (failed_unasked, 1),
-    (failed_and_asked, 1),
-    (failed_late, 1),
-    (left_with_an_error, 1),
-    (a_rank_dies, 2),
-]
+PROGRAMS: dict[str, tuple[Program, int]] = {
+    "finished_at_exit_1": (finished_at_exit, 1),
+    "finished_at_exit_2": (finished_at_exit, 2),
+    "failed_unasked_1": (failed_unasked, 1),
+    "failed_and_asked_1": (failed_and_asked, 1),
+    "failed_late_1": (failed_late, 1),
+    "left_with_an_error_1": (left_with_an_error, 1),
+    "a_rank_dies_2": (a_rank_dies, 2),
+}
 
 
 def run(program: Program, rank: int, world_size: int, directory: Path) -> None:
@@ -119,10 +119,10 @@ def run(program: Program, rank: int, world_size: int, directory: Path) -> None:
     program(rank, model, directory / "saved")
 
 
-def main(directory: Path) -> None:
+def main(directory: Path, names: Sequence[str]) -> None:
     results = {}
-    for program, world_size in PROGRAMS:
-        name = f"{program.__name__}_{world_size}"
+    for name in names:
+        program, world_size = PROGRAMS[name]
         (directory / name).mkdir()
         children = []
         for rank in range(world_size):
@@ -141,4 +141,4 @@ if __name__ == "__main__":
     warnings.filterwarnings("ignore")
     logging.disable(logging.CRITICAL)
     torch.set_num_threads(1)  # libgomp's threads do not survive a fork
-    main(Path(sys.argv[1]))
+    main(Path(sys.argv[1]), sys.argv[2:])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
@@ -12,16 +13,18 @@ import pytest
 from torchrec_recstore import read_info
 from torchrec_recstore.checkpoint.fold import check_files
 
+from .leaving import PROGRAMS
+
 pytestmark = pytest.mark.timeout(1800)
 ROOT = Path(__file__).parents[2]
+QUICK = {"finished_at_exit_1", "failed_unasked_1"}
+"""Programs of the tests that are not slow."""
 
 
-@pytest.fixture(scope="module")
-def left(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Runs the programs of :mod:`tests.checkpoint.leaving`, and returns the directory of their files."""
-    directory = tmp_path_factory.mktemp("left")
+def run(programs: Iterable[str], directory: Path) -> Path:
+    """Runs programs of :mod:`tests.checkpoint.leaving`, and returns the directory of their files."""
     done = subprocess.run(
-        [sys.executable, "-m", "tests.checkpoint.leaving", str(directory)],
+        [sys.executable, "-m", "tests.checkpoint.leaving", str(directory), *programs],
         cwd=ROOT,
         capture_output=True,
         text=True,
@@ -29,6 +32,16 @@ def left(tmp_path_factory: pytest.TempPathFactory) -> Path:
     )
     assert done.returncode == 0, done.stdout + done.stderr[-4000:]
     return directory
+
+
+@pytest.fixture(scope="module")
+def left(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return run(QUICK, tmp_path_factory.mktemp("left"))
+
+
+@pytest.fixture(scope="module")
+def left_slowly(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return run(PROGRAMS.keys() - QUICK, tmp_path_factory.mktemp("left_slowly"))
 
 
 def statuses(left: Path, program: str) -> list[int]:
@@ -43,9 +56,14 @@ def check_saved(path: Path, world_size: int) -> None:
     check_files([info])
 
 
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_a_process_that_ends_waits_for_its_checkpoint(left: Path, world_size: int) -> None:
+@pytest.mark.parametrize(
+    ("fixture", "world_size"), [("left", 1), pytest.param("left_slowly", 2, marks=pytest.mark.slow)]
+)
+def test_a_process_that_ends_waits_for_its_checkpoint(
+    fixture: str, world_size: int, request: pytest.FixtureRequest
+) -> None:
     """The checkpoint is written even if a rank has destroyed the process group."""
+    left: Path = request.getfixturevalue(fixture)
     program = f"finished_at_exit_{world_size}"
     assert statuses(left, program) == [0] * world_size
     check_saved(left / program / "saved", world_size)
@@ -66,23 +84,27 @@ def test_an_error_that_nobody_asked_for_is_printed_and_is_the_status(left: Path)
     assert not path.exists()
 
 
-def test_an_error_that_the_next_save_has_raised_is_not_told_again(left: Path) -> None:
-    assert statuses(left, "failed_and_asked_1") == [0]
-    assert (left / "failed_and_asked_1" / "stderr_0").read_text() == ""
-    check_saved(left / "failed_and_asked_1" / "later", 1)
+@pytest.mark.slow
+def test_an_error_that_the_next_save_has_raised_is_not_told_again(left_slowly: Path) -> None:
+    assert statuses(left_slowly, "failed_and_asked_1") == [0]
+    assert (left_slowly / "failed_and_asked_1" / "stderr_0").read_text() == ""
+    check_saved(left_slowly / "failed_and_asked_1" / "later", 1)
 
 
-def test_a_save_that_fails_after_the_next_one_was_refused(left: Path) -> None:
-    assert statuses(left, "failed_late_1") == [1]
-    assert "No space left on device" in (left / "failed_late_1" / "stderr_0").read_text()
+@pytest.mark.slow
+def test_a_save_that_fails_after_the_next_one_was_refused(left_slowly: Path) -> None:
+    assert statuses(left_slowly, "failed_late_1") == [1]
+    assert "No space left on device" in (left_slowly / "failed_late_1" / "stderr_0").read_text()
 
 
-def test_another_status_stays_as_it_is(left: Path) -> None:
-    assert statuses(left, "left_with_an_error_1") == [3]
-    check_saved(left / "left_with_an_error_1" / "saved", 1)
+@pytest.mark.slow
+def test_another_status_stays_as_it_is(left_slowly: Path) -> None:
+    assert statuses(left_slowly, "left_with_an_error_1") == [3]
+    check_saved(left_slowly / "left_with_an_error_1" / "saved", 1)
 
 
-def test_a_rank_that_dies_is_told_of_by_those_that_live(left: Path) -> None:
-    assert statuses(left, "a_rank_dies_2") == [1, -9]
-    assert "RuntimeError: a rank of the job has died" in (left / "a_rank_dies_2" / "stderr_0").read_text()
-    assert not (left / "a_rank_dies_2" / "saved").exists()
+@pytest.mark.slow
+def test_a_rank_that_dies_is_told_of_by_those_that_live(left_slowly: Path) -> None:
+    assert statuses(left_slowly, "a_rank_dies_2") == [1, -9]
+    assert "RuntimeError: a rank of the job has died" in (left_slowly / "a_rank_dies_2" / "stderr_0").read_text()
+    assert not (left_slowly / "a_rank_dies_2" / "saved").exists()

@@ -103,6 +103,7 @@ def test_what_is_lost_is_said_in_one_line(one_rank: None, tmp_path: Path) -> Non
     assert done.stderr.count("\n") == 1
 
 
+@pytest.mark.slow  # tests/commands/test_progress.py has bars of the commands that start faster
 def test_progress(trained: DistributedModelParallel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2]))
     # A new process has imported nothing before. fp16 rows need fbgemm's ops too.

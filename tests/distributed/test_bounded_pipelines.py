@@ -25,11 +25,9 @@ from .workers import run_on_ranks
 
 STEPS = 14
 PIPELINES = (TrainPipelineSparseDist, TrainPipelineSparseDistLite, RecStorePrefetchPipeline)
-COLD_AND_ALL = (
-    TableOptions(max_rows=171, cold_store=DictStoreOptions()),
+COLD = (TableOptions(max_rows=171, cold_store=DictStoreOptions()),)
+ALL_AND_EACH = (
     TableOptions(max_rows=131, eviction=LRU(), expiry=Expiry(5), admission=MinFrequency(2)),
-)
-EACH = (
     TableOptions(max_rows=171, eviction=LRU()),
     TableOptions(max_rows=171, eviction=LFU(half_life_steps=4)),
     TableOptions(expiry=Expiry(4)),
@@ -101,7 +99,7 @@ def pipeline_equals_loop(rank: int, world_size: int, *, bounds: Sequence[TableOp
             assert table_stats(piped) == stats, (kind, options)
 
 
-@pytest.mark.parametrize("bounds", [COLD_AND_ALL, pytest.param(EACH, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("bounds", [COLD, pytest.param(ALL_AND_EACH, marks=pytest.mark.slow)])
 def test_two_ranks(bounds: Sequence[TableOptions]) -> None:
     run_on_ranks(2, partial(pipeline_equals_loop, bounds=bounds))
 

@@ -288,9 +288,16 @@ def compare_shards(shards: list[Table], others: list[Table], but: Sequence[str] 
         assert all(torch.equal(rows[key], same[key]) for key in rows if key not in but)
 
 
-SCENARIOS = (keeps_its_bound, cold_rows_come_back_as_they_were, hash_routing_uses_all_of_a_bound, too_small)
-# On two ranks; expiry_and_admission and beside_stock_tables run on one rank as well.
-SLOW_SCENARIOS = (frequent_rows_stay, a_wide_bound_changes_no_bit, expiry_and_admission, beside_stock_tables)
+SCENARIOS = (keeps_its_bound, hash_routing_uses_all_of_a_bound, too_small)
+# On two ranks; expiry_and_admission and beside_stock_tables run on one rank as well, and
+# test_the_shards_of_all_ranks_share_a_directory compares cold rows of two shardings.
+SLOW_SCENARIOS = (
+    cold_rows_come_back_as_they_were,
+    frequent_rows_stay,
+    a_wide_bound_changes_no_bit,
+    expiry_and_admission,
+    beside_stock_tables,
+)
 
 
 def every_one(rank: int, world_size: int, *, scenarios: Sequence[Callable[[int, int], None]]) -> None:

@@ -55,10 +55,11 @@ def of_all(result: dict[str, Any], count: str) -> int:
     return sum(counts[count] for counts in result["counts"].values())
 
 
-def test_a_bounded_run_keeps_its_bound_and_says_what_left(rows_file: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_a_bounded_run_keeps_its_bound_and_says_what_left(rows_file: Path, tmp_path: Path, ranks: int) -> None:
     flags: tuple[object, ...] = ("--max-rows", 300, "--eviction", "lfu", "--half-life-steps", 10, "--expire-steps", 12)
     flags += ("--sharding", "row_wise")
-    result, report, said = train(rows_file, tmp_path / "out.json", *flags, ranks=2)
+    result, report, said = train(rows_file, tmp_path / "out.json", *flags, ranks=ranks)
     assert result["bounds"] == {
         "max_rows": 300,
         "eviction": "lfu",
@@ -168,6 +169,7 @@ def test_with_a_cold_store_training_is_that_without_a_bound(
 
 
 @needs_redis
+@pytest.mark.slow  # test_with_a_cold_store_training_is_that_without_a_bound is the same with a directory
 def test_cold_rows_on_a_server_whose_password_is_written_nowhere(
     rows_file: Path, tmp_path: Path, unbounded: tuple[dict[str, Any], str]
 ) -> None:
@@ -193,7 +195,7 @@ def test_cold_rows_on_a_server_whose_password_is_written_nowhere(
             ("--max-rows", 250, "--eviction", "lfu", "--half-life-steps", 7, "--expire-steps", 8, "--min-frequency", 2),
             marks=pytest.mark.slow,
         ),
-        (1, ("--max-rows", 250, "--cold-store", "cold")),
+        pytest.param(1, ("--max-rows", 250, "--cold-store", "cold"), marks=pytest.mark.slow),
     ],
 )
 def test_a_run_that_goes_on_ends_like_one_that_was_never_stopped(

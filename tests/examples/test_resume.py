@@ -105,7 +105,7 @@ def spoil(lines: list[bytes]) -> list[bytes]:
             (7, 20, 28, 40),
         ),
         ("bad rows", {"skip_bad_rows": True, "lr_schedule": "linear", "limit_rows": None}, (14,)),
-        ("gzip", {"limit_rows": 2000, "sharding": "row_wise"}, (21,)),
+        pytest.param("gzip", {"limit_rows": 2000, "sharding": "row_wise"}, (21,), marks=pytest.mark.slow),
     ],
 )
 def test_a_run_that_went_on_equals_one_that_never_stopped(

@@ -6,8 +6,10 @@ import gzip
 import json
 import math
 import os
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from subprocess import CompletedProcess
 from typing import Any
 
 import pytest
@@ -110,9 +112,10 @@ def test_criteo_sample(tmp_path: Path) -> None:
     assert result["test_auc"] > 0.65
 
 
-def test_generated_rows_and_reader_alone(tmp_path: Path) -> None:
+@pytest.mark.parametrize("start", [forked, pytest.param(run, marks=pytest.mark.slow)], ids=["forked", "new"])
+def test_generated_rows_and_reader_alone(tmp_path: Path, start: Callable[..., CompletedProcess[str]]) -> None:
     out = tmp_path / "out.json"
-    done = run("--json", out, "--read-only", "--limit-rows", 20_000)
+    done = start("--json", out, "--read-only", "--limit-rows", 20_000)
     assert done.returncode == 0, done.stderr
     result, report = json.loads(out.read_text()), done.stdout
     assert result["samples"] == 20_000
@@ -141,7 +144,8 @@ def test_bad_row_stops_the_run_before_training(rows_file: Path, tmp_path: Path, 
         assert done.stderr.count("\n") == 1, "one line, no traceback"
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+# test_bad_row_stops_the_run_before_training has an error of two ranks that is not slow.
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     ("flags", "message"),
     [

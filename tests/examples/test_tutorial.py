@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from .commands import run_script
+from .commands import run_forked, run_script
 
 
 def number_after(label: str, text: str) -> float:
@@ -17,7 +17,8 @@ def number_after(label: str, text: str) -> float:
 
 @pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_tutorial(ranks: int) -> None:
-    done = run_script("tutorial.py", ranks=ranks)
+    start = run_forked if ranks == 1 else run_script  # a new interpreter takes seconds to import TorchRec
+    done = start("tutorial.py", ranks=ranks)
     assert done.returncode == 0, done.stderr
     # A reader of the tutorial cannot fix warnings of TorchRec, so none are printed.
     assert "Warning" not in done.stderr
