@@ -4,8 +4,8 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/pip --disable-pip-version-check --quiet
-SOURCES := $(wildcard torchrec_recstore/csrc/*.* torchrec_recstore/csrc/ops/*.*)
-CORE := $(wildcard torchrec_recstore/csrc/*.cpp)
+SOURCES := $(wildcard $(addprefix torchrec_recstore/csrc/,*.* ops/*.* serving/*.* serving/ops/*.*))
+CORE := $(wildcard torchrec_recstore/csrc/*.cpp torchrec_recstore/csrc/serving/*.cpp)
 
 .PHONY: help build train test test-slow test-all test-cpp test-faults test-tsan test-mutations parity matrix lint proto bench docs package clean
 .DEFAULT_GOAL := help
@@ -60,7 +60,7 @@ TSAN_OBJECTS := $(CPP_OBJECTS:build/cpp/%=build/tsan/%)
 .SECONDARY: $(CPP_OBJECTS) $(TSAN_OBJECTS)
 
 build/cpp/%.o: torchrec_recstore/csrc/%.cpp $(filter %.h %.inl,$(SOURCES))
-	@mkdir -p build/cpp
+	@mkdir -p $(@D)
 	$(CXX) $(SANITIZE) -c $< -o $@
 
 # The linker replaces the functions that the core allocates memory with, so that the test can make them fail.
@@ -78,7 +78,7 @@ test-faults: build/cpp/test_faults  ## each memory allocation of the core fails 
 	$<
 
 build/tsan/%.o: torchrec_recstore/csrc/%.cpp $(filter %.h %.inl,$(SOURCES))
-	@mkdir -p build/tsan
+	@mkdir -p $(@D)
 	$(CXX) $(TSAN) -c $< -o $@
 
 build/tsan/test_%: tests/cpp/test_%.cpp tests/cpp/testing.h $(TSAN_OBJECTS)

@@ -84,13 +84,17 @@ class ShipScripts(build_py):
             shutil.copytree(folder, target, ignore=shutil.ignore_patterns("__pycache__", "results.json"))
 
 
+CSRC = "torchrec_recstore/csrc"
+# The parts of the core that the library of served models contains too: the search of the index, and memory.
+SERVING_CORE = [*glob.glob(f"{CSRC}/row_kernels*.cpp"), f"{CSRC}/memory.cpp", f"{CSRC}/buffer_pool.cpp"]
+
 setup(
     ext_modules=[
         Extension(
             "torchrec_recstore._C",
-            sorted(glob.glob("torchrec_recstore/csrc/**/*.cpp", recursive=True)),
-            depends=sorted(glob.glob("torchrec_recstore/csrc/**/*.[hi]*", recursive=True)),
-            extra_compile_args=FLAGS,
+            sorted(glob.glob(f"{CSRC}/*.cpp") + glob.glob(f"{CSRC}/ops/*.cpp")),
+            depends=sorted(glob.glob(f"{CSRC}/**/*.[hi]*", recursive=True)),
+            extra_compile_args=list(FLAGS),
             libraries=["torch", "torch_cpu", "c10"],
             define_macros=[
                 ("Py_LIMITED_API", "0x030a0000"),
@@ -98,7 +102,17 @@ setup(
                 ("TORCH_TARGET_VERSION", "0x020b000000000000"),
             ],
             py_limited_api=True,
-        )
+        ),
+        # The library of served models has no code of Python. torch's stable ABI has no classes, so the library fits
+        # only the minor version of torch that it is built with; torchrec_recstore/inference/library.py checks this.
+        Extension(
+            "torchrec_recstore._serving",
+            sorted(SERVING_CORE + glob.glob(f"{CSRC}/serving/**/*.cpp", recursive=True)),
+            depends=sorted(glob.glob(f"{CSRC}/**/*.[hi]*", recursive=True)),
+            extra_compile_args=[*FLAGS, "-Wno-stringop-overflow"],  # GCC 12 warns about torch's headers
+            libraries=["torch", "torch_cpu", "c10"],
+            py_limited_api=True,
+        ),
     ],
     cmdclass={"build_ext": BuildOnTorch, "build_py": ShipScripts},
     options={"bdist_wheel": {"py_limited_api": "cp310"}},

@@ -29,6 +29,11 @@ def as_float64() -> None:
     export_for_inference(bags(), dtype=torch.float64)
 
 
+@situation("An unknown index of an export")
+def a_tree(tmp_path: Path) -> None:
+    export_for_inference(bags(), tmp_path / "model.pt", index="tree")
+
+
 @situation("A dim that does not fit the data type")
 def five_columns() -> None:
     export_for_inference(bags(dim=5), dtype=torch.quint4x2)
@@ -55,7 +60,7 @@ def a_bit_of_a_row(tmp_path: Path) -> None:
 def an_export_from_the_future(tmp_path: Path) -> None:
     file = tmp_path / "model.pt"
     export_for_inference(bags(), file)
-    file.write_bytes(file.read_bytes().replace(b"recstore export 0002", b"recstore export 0003"))
+    file.write_bytes(file.read_bytes().replace(b"recstore export 0002", b"recstore export 0004"))
     verify(file)
 
 

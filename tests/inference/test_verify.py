@@ -231,13 +231,13 @@ def test_two_signs(tmp_path: Path) -> None:
 def test_files_of_a_newer_version(written: Path, tmp_path: Path) -> None:
     install = r"which torchrec_recstore [\d.]+ does not know: .*pip install --upgrade torchrec-recstore"
     file = tmp_path / "new.pt"
-    file.write_bytes((written / "model.pt").read_bytes().replace(b"recstore export 0002", b"recstore export 0003"))
-    with pytest.raises(ValueError, match=f"new.pt is of format 3 of exported models, {install}"):
+    file.write_bytes((written / "model.pt").read_bytes().replace(b"recstore export 0002", b"recstore export 0004"))
+    with pytest.raises(ValueError, match=f"new.pt is of format 4 of exported models, {install}"):
         verify(file)
     delta = tmp_path / "delta"
-    delta.write_bytes((written / "model_delta").read_bytes().replace(b'delta":"0002', b'delta":"0003'))
+    delta.write_bytes((written / "model_delta").read_bytes().replace(b'delta":"0002', b'delta":"0004'))
     for read in (verify, read_delta):
-        with pytest.raises(ValueError, match=f"delta is of format 3 of deltas, {install}"):
+        with pytest.raises(ValueError, match=f"delta is of format 4 of deltas, {install}"):
             read(delta)
 
 

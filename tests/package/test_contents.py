@@ -57,8 +57,9 @@ def test_sdist_holds_the_checkout(copy: Path) -> None:
 def test_wheel(copy: Path) -> None:
     library = copy / "build/lib/torchrec_recstore"
     setup_py(copy, "build_py", "--build-lib", "build/lib")
-    extension = Path(torchrec_recstore.__file__).parent / "_C.abi3.so"
-    shutil.copy(extension, library)  # newer than its sources: it is not compiled again
+    extensions = ["_C.abi3.so", "_serving.abi3.so"]
+    for name in extensions:  # newer than their sources: they are not compiled again
+        shutil.copy(Path(torchrec_recstore.__file__).parent / name, library)
     setup_py(copy, "build", "--build-lib", "build/lib", "bdist_wheel", "--skip-build", "--dist-dir", "wheels")
     (made,) = (copy / "wheels").iterdir()
     assert made.name.endswith("-cp310-abi3-linux_x86_64.whl")
@@ -68,7 +69,7 @@ def test_wheel(copy: Path) -> None:
     ours = {name for name in tracked() if name.startswith("torchrec_recstore/") and "/csrc/" not in name}
     scripts = {name for name in tracked() if name.startswith(("examples/", "benchmarks/"))}
     scripts -= {"benchmarks/results.json"}
-    assert names == ours | {f"torchrec_recstore/{name}" for name in scripts} | {"torchrec_recstore/_C.abi3.so"}
+    assert names == ours | {f"torchrec_recstore/{name}" for name in [*scripts, *extensions]}
     assert "recstore = torchrec_recstore.cli:main" in about["entry_points.txt"]
     metadata = email.message_from_string(about["METADATA"])
     assert metadata["Requires-Python"] == ">=3.10"

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from torchrec_recstore.inference.export import export_delta, export_for_inference
     from torchrec_recstore.inference.follower import Follower, FollowerState, follow
     from torchrec_recstore.inference.from_checkpoint import export_checkpoint, export_checkpoint_delta
+    from torchrec_recstore.inference.library import load_library
     from torchrec_recstore.inference.publish import DeltaPublisher
     from torchrec_recstore.inference.served_model import scriptable
     from torchrec_recstore.inference.verification import verify
@@ -27,6 +28,7 @@ _MODULES = {
     "export_checkpoint_delta": "from_checkpoint",
     "export_delta": "export",
     "export_for_inference": "export",
+    "load_library": "library",
     "follow": "follower",
     "read_delta": "delta",
     "scriptable": "served_model",
@@ -43,6 +45,7 @@ __all__ = [
     "export_delta",
     "export_for_inference",
     "follow",
+    "load_library",
     "read_delta",
     "scriptable",
     "verify",

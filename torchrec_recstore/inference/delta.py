@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,11 +15,13 @@ from torch import Tensor, nn
 
 from torchrec_recstore.checkpoint.files import whole_file
 from torchrec_recstore.encoding import not_known
+from torchrec_recstore.inference.changes import ChangedRows
+from torchrec_recstore.inference.library import load_library
 from torchrec_recstore.inference.row_formats import FORMATS
 from torchrec_recstore.inference.served_model import dense_tensors, served_tables, tensor_at, version_of
 from torchrec_recstore.inference.served_tables import ServedTable
 from torchrec_recstore.inference.verification import (
-    FORMAT,
+    HASHED_FORMAT,
     checksum_of,
     checksum_of_format_1,
     delta_format,
@@ -98,9 +100,10 @@ def open_base(base: str | Path | torch.jit.ScriptModule) -> torch.jit.ScriptModu
         return _load_export(base)
     if not hasattr(base, "apply_delta") or not hasattr(base, "recstore_version"):
         raise ValueError("base must be a model that export_for_inference or export_checkpoint has written")
-    if _base_format(base) > FORMAT:
-        raise ValueError(not_known(f"base is of format {_base_format(base)} of exported models"))
-    if hasattr(base, "verify"):
+    if format_of(base) > HASHED_FORMAT:
+        raise ValueError(not_known(f"base is of format {format_of(base)} of exported models"))
+    # A check would read all rows of a model with a hash index. Its version follows from the changed rows of each delta.
+    if hasattr(base, "verify") and format_of(base) != HASHED_FORMAT:
         try:
             base.verify()
         except torch.jit.Error as error:
@@ -114,6 +117,8 @@ def _load_export(path: str | Path) -> torch.jit.ScriptModule:
     Raises:
         ValueError: The model was not exported by this package.
     """
+    with suppress(ImportError):  # Models with a sorted index load without the library.
+        load_library()
     with suppress(ImportError):  # Models with float32 rows load without FBGEMM.
         import fbgemm_gpu  # noqa: F401  (registers the ops of quantised rows)
     try:
@@ -127,7 +132,7 @@ def _load_export(path: str | Path) -> torch.jit.ScriptModule:
     return served
 
 
-def _base_format(base: torch.jit.ScriptModule) -> int:
+def format_of(base: torch.jit.ScriptModule) -> int:
     """Returns the number of a served model's format."""
     return int(base.recstore_format()) if hasattr(base, "recstore_format") else 1
 
@@ -138,13 +143,17 @@ def dtype_of(base: torch.jit.ScriptModule) -> torch.dtype:
     return next(dtype for dtype, known in FORMATS.items() if known == name)
 
 
-def write_delta(served: nn.Module, base: torch.jit.ScriptModule, path: Path) -> DeltaInfo:
+def write_delta(
+    served: nn.Module, base: torch.jit.ScriptModule, path: Path, changes: Sequence[ChangedRows] | None = None
+) -> DeltaInfo:
     """Writes the differences between two served models into a file.
 
     Args:
         served: The model as it is now, in the row format of ``base``.
         base: The earlier export.
         path: The file. It is written completely or not at all.
+        changes: The rows that have changed, if ``served`` has one row in each table, whose id is the position of the
+            table's changes in this list. Default: None, all rows of ``served`` are compared with those of ``base``.
 
     Returns:
         A description of the delta.
@@ -160,12 +169,16 @@ def write_delta(served: nn.Module, base: torch.jit.ScriptModule, path: Path) -> 
     tensors: dict[str, Tensor] = {}
     found = {}
     for name, table in tables.items():
-        ids, rows, removed = _changes(table, base.recstore_ids(name), base.recstore_rows(name))
+        if changes is not None and table.has_ids:
+            ids, rows, removed = _known_changes(table, changes[int(table.raw_ids())], base)
+        else:
+            ids, rows, removed = _changes(table, base.recstore_ids(name), base.recstore_rows(name))
         if len(ids) or len(removed):
             tensors |= {f"{name}/ids": ids, f"{name}/rows": rows, f"{name}/removed": removed}
         found[name] = DeltaTable(len(ids), len(removed))
+    number = format_of(base)
     dense = {}
-    for name, tensor in dense_tensors(served).items():
+    for name, tensor in dense_tensors(served, every_path=number == HASHED_FORMAT).items():
         before = tensor_at(base, name)
         if before is not None and not _same_bits(tensor, before):
             if (tensor.shape, tensor.dtype) != (before.shape, before.dtype):
@@ -173,12 +186,13 @@ def write_delta(served: nn.Module, base: torch.jit.ScriptModule, path: Path) -> 
                     f"{name} is {tensor.dtype} of shape {tuple(tensor.shape)}, "
                     f"and {before.dtype} of shape {tuple(before.shape)} in base"
                 )
-            dense[f"dense/{name}"] = tensor.contiguous()
-    versions = base.recstore_version(), version_of(served, base)
+            # safetensors accepts no tensors that share memory, as a tensor with several names does.
+            dense[f"dense/{name}"] = tensor.clone(memory_format=torch.contiguous_format)
+    after = base.recstore_version_after(tensors | dense) if number == HASHED_FORMAT else version_of(served, base)
+    versions = base.recstore_version(), after
     for key, version in zip(("base", "version"), versions, strict=True):
         tensors[key] = torch.tensor(list(version.encode()), dtype=torch.uint8)
     tensors |= dense
-    number = _base_format(base)
     if number > 1:
         tensors["format"] = torch.tensor([number])
     tensors["checksum"] = scripted_function(checksum_of if number > 1 else checksum_of_format_1)(tensors)
@@ -223,6 +237,23 @@ def _changes(table: ServedTable, old_ids: Tensor, old_rows: Tensor) -> tuple[Ten
     changed_too[known] = _differ(rows[1:][known], old_rows[1:][torch.searchsorted(old_ids, ids[known])])
     places = changed_too.nonzero().squeeze(1)
     return ids[places], rows[1:][places], old_ids[~among(old_ids, ids)]
+
+
+def _known_changes(
+    table: ServedTable, changed: ChangedRows, base: torch.jit.ScriptModule
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Returns the result of :func:`_changes` for rows that may have changed. It reads no other rows of ``base``."""
+    found = base.recstore_rows_of(table.name, changed.ids)
+    if not found:
+        raise ValueError(f"table {table.name!r} is a RecStore table, and one of TorchRec's own tables in base")
+    rows, known, missing = found[:3]  # The same for each path of a table that the model has at several paths.
+    if changed.rows.shape != rows.shape or changed.rows.dtype != rows.dtype:
+        raise ValueError(f"table {table.name!r} has another dim or data type in base")
+    if bool(_differ(table.rows[:1], missing)):
+        raise ValueError(f"table {table.name!r}: ids without a row read as other values in base")
+    places = (~known | _differ(changed.rows, rows)).nonzero().squeeze(1)
+    removed = changed.left[base.recstore_rows_of(table.name, changed.left)[1]]
+    return changed.ids[places], changed.rows[places], removed
 
 
 def _differ(rows: Tensor, others: Tensor) -> Tensor:
@@ -275,9 +306,9 @@ def _export(path: Path) -> dict[str, Any]:
     of_tables = {f"{path}.{kind}".lstrip(".") for path in modules for kind in ("ids", "rows")}
     tables = {
         table.name: {
-            "rows": len(table.raw_ids()) if table.has_ids else len(table.rows),
+            "rows": table.row_count() if hasattr(table, "row_count") else len(table.rows) - bool(table.has_ids),
             "dim": table.dim,
-            "bytes": table.ids.nbytes + table.rows.nbytes,
+            "bytes": table.size_bytes() if hasattr(table, "size_bytes") else table.ids.nbytes + table.rows.nbytes,
         }
         for table in modules.values()
     }

@@ -21,8 +21,10 @@ from torchrec.modules.fp_embedding_modules import FeatureProcessedEmbeddingBagCo
 
 from torchrec_recstore.checkpoint.files import check_path
 from torchrec_recstore.checkpoint.stock import gathered
-from torchrec_recstore.inference.delta import DeltaInfo, dtype_of, open_base, write_delta
-from torchrec_recstore.inference.row_formats import FORMATS, check_dim, check_dtype, check_range
+from torchrec_recstore.inference.changes import ChangedRows, changed_since, remember
+from torchrec_recstore.inference.delta import DeltaInfo, dtype_of, format_of, open_base, write_delta
+from torchrec_recstore.inference.hashed_tables import check_index
+from torchrec_recstore.inference.row_formats import FORMATS, check_dim, check_dtype, check_range, packed
 from torchrec_recstore.inference.script import save_script, scripted
 from torchrec_recstore.inference.selection import (
     check_counted,
@@ -42,6 +44,7 @@ from torchrec_recstore.inference.static_modules import (
     StaticEmbeddingCollection,
     StaticTable,
 )
+from torchrec_recstore.inference.verification import HASHED_FORMAT
 from torchrec_recstore.modules import RecStoreEmbedding, RecStoreEmbeddingBag
 from torchrec_recstore.modules.embedding_modules import RecStoreEmbeddingBagCollection, RecStoreEmbeddingCollection
 from torchrec_recstore.modules.table_module import TableModule
@@ -81,6 +84,7 @@ def export_for_inference(
     dtype: torch.dtype = torch.int8,
     min_frequency: int = 0,
     top_rows: int | None = None,
+    index: str = "sorted",
 ) -> nn.Module:
     """Makes a model for inference from a trained model. The result runs without this package.
 
@@ -106,6 +110,10 @@ def export_for_inference(
             Default: 0, all rows.
         top_rows: The maximum number of exported rows of each RecStore table. The rows of the highest frequency are
             exported, and among equal frequencies the smallest ids. Default: None, no limit.
+        index: How the scripted model searches ids. ``"sorted"`` needs no library besides torch and FBGEMM. ``"hash"``
+            needs the library of :func:`torchrec_recstore.inference.load_library`; it searches many times as fast, a
+            copy of the model shares the rows, and deltas take time for the changed rows only. docs/serving.md says when
+            to take which. Default: ``"sorted"``.
 
     Returns:
         The model in evaluation mode, on the CPU, on every rank.
@@ -115,6 +123,7 @@ def export_for_inference(
             device; ``min_frequency`` or ``top_rows`` is given and a table was never trained; a sharded module cannot
             be exported; the model has no tables; or with ``path``, TorchScript cannot compile a module. The message
             names the argument, the table or the module.
+        ImportError: ``index`` is ``"hash"``, and the native library was built with a different version of torch.
         OSError: The file cannot be written.
         ColdStoreError: A cold store fails. All of these errors are raised on every rank.
 
@@ -123,6 +132,32 @@ def export_for_inference(
             exported table reads them as zeros.
     """
     env = whole_environment()
+    with refused_together(env):
+        check_index(index)
+    marks: dict[Table, int] = {}
+    exported = _exported(model, dtype, min_frequency, top_rows, env, marks, path)
+    version = ""
+    if path is not None:
+        with refused_together(env):
+            if env.rank == 0:
+                script = scripted(scriptable(exported, index=index))
+                save_script(script, Path(path))
+                version = script.recstore_version()
+        if index == "hash" and not min_frequency and top_rows is None:
+            remember(marks, all_gathered(version, env)[0])
+    return exported
+
+
+def _exported(
+    model: nn.Module,
+    dtype: torch.dtype,
+    min_frequency: int,
+    top_rows: int | None,
+    env: ShardingEnv,
+    marks: dict[Table, int],
+    path: str | Path | None = None,
+) -> nn.Module:
+    """Returns the static model, and adds the change mark of each shard to ``marks``. See export_for_inference."""
     with refused_together(env):
         row_format = check_dtype(dtype)
         check_selection(min_frequency, top_rows)
@@ -134,16 +169,9 @@ def export_for_inference(
                 module.recstore_state.copies.check()
         for config_name, dim in _dims(kinds):
             check_dim(config_name, dim, row_format)
-    conversion = _Conversion(dtype, min_frequency, top_rows)
-    replaced: dict[int, Any] = {id(module): conversion.of(module) for module in kinds}
-    with refused_together(env):
-        exported = copied_with(model, replaced).eval().requires_grad_(False)
-        exported.zero_grad()
+    conversion = _Conversion(dtype, min_frequency, top_rows, marks)
+    exported = conversion.model(model, kinds, env)
     warn_of_initial_rows(conversion.initial_rows)
-    if path is not None:
-        with refused_together(env):
-            if env.rank == 0:
-                save_script(scripted(scriptable(exported)), Path(path))
     return exported
 
 
@@ -158,8 +186,12 @@ def export_delta(
     """Writes the differences between a model and an earlier export into a file. Collective if the model is sharded.
 
     The served model's method ``apply_delta`` applies the delta. Rows are compared in their exported form, so the delta
-    is exact after training, after loading a checkpoint, and if ``top_rows`` selects other rows. The call takes as long
-    as an export and more memory. The file contains only the differences.
+    is exact after training, after loading a checkpoint, and if ``top_rows`` selects other rows. The file contains only
+    the differences.
+
+    The call takes as long as an export and more memory. It reads only the rows that have changed if ``base`` is a model
+    with ``index="hash"`` whose version this process has exported or made by a delta, if no rows are selected by
+    frequency, and if the tables have not been loaded since and are not sharded by column.
 
     Args:
         model: The model; see :func:`export_for_inference`.
@@ -179,21 +211,56 @@ def export_delta(
     env = whole_environment()
     served: torch.jit.ScriptModule | None = None
     dtype: torch.dtype | None = None
+    number, version = 0, ""
     with refused_together(env):
         if env.rank == 0:
             check_path(Path(path))
             served = open_base(base)
             dtype = dtype_of(served)
-    dtype = all_gathered(dtype, env)[0]
+            number, version = format_of(served), served.recstore_version()
+    dtype, number, version = all_gathered((dtype, number, version), env)[0]
     assert dtype is not None
-    exported = export_for_inference(model, dtype=dtype, min_frequency=min_frequency, top_rows=top_rows)
+    chained = number == HASHED_FORMAT and not min_frequency and top_rows is None
+    marks: dict[Table, int] = {}
+    exported, changes = None, None
+    if chained:
+        exported, changes = _changed_model(model, dtype, version, env, marks)
+    if exported is None or changes is None:
+        marks = {}
+        exported = _exported(model, dtype, min_frequency, top_rows, env, marks)
     info: DeltaInfo | None = None
     with refused_together(env):
         if served is not None:
-            info = write_delta(scriptable(exported), served, Path(path))
+            info = write_delta(scriptable(exported), served, Path(path), changes)
     info = all_gathered(info, env)[0]
     assert info is not None
+    if chained:
+        remember(marks, info.version)
     return info
+
+
+def _changed_model(
+    model: nn.Module, dtype: torch.dtype, version: str, env: ShardingEnv, marks: dict[Table, int]
+) -> tuple[nn.Module, list[ChangedRows] | None]:
+    """Returns the static model without the rows of RecStore tables, and the rows that have changed since a version.
+
+    In the model, each of these tables has one row. The id of the row is the position of the table's changes in the
+    list. The list is None, on every rank, if it is not known which rows have changed.
+    """
+    with refused_together(env):
+        kinds = _collections(model)
+        for module in model.modules():
+            if isinstance(module, RecStoreCollection):
+                module.recstore_state.copies.check()
+    conversion = _Conversion(dtype, 0, None, marks, structure=True)
+    exported = conversion.model(model, kinds, env)
+    changes = []
+    for name, shards, of_table in conversion.sources:
+        found = changed_since(name, shards, version, FORMATS[dtype], of_table, marks)
+        if found is None:
+            return exported, None
+        changes.append(found)
+    return exported, changes
 
 
 def _collections(model: nn.Module) -> list[nn.Module]:
@@ -225,15 +292,43 @@ def _dims(modules: list[nn.Module]) -> list[tuple[str, int]]:
 
 
 class _Conversion:
-    """The conversion of one model's collections into static collections."""
+    """The conversion of one model's collections into static collections.
 
-    def __init__(self, dtype: torch.dtype, min_frequency: int, top_rows: int | None) -> None:
+    Args:
+        dtype: The data type of the rows.
+        min_frequency: The minimum frequency of an exported row.
+        top_rows: The maximum number of exported rows of each table. None: no limit.
+        marks: The change mark of each shard whose rows are read is added to it.
+        structure: Whether no rows are read. Each RecStore table then has one row, whose id is the table's position in
+            :attr:`sources`. Default: False.
+    """
+
+    def __init__(
+        self,
+        dtype: torch.dtype,
+        min_frequency: int,
+        top_rows: int | None,
+        marks: dict[Table, int],
+        structure: bool = False,
+    ) -> None:
+        self._marks = marks
+        self._structure = structure
+        self.sources: list[tuple[str, list[Table], ShardingEnv | None]] = []
+        """The name, the shards and the environment of each table whose rows were not read."""
         self._dtype = dtype
         self._min_frequency = min_frequency
         self._top_rows = top_rows
         self.initial_rows: list[str] = []
         """The tables whose ids without a row read as initial rows in the model."""
         self._done: dict[int, nn.Module] = {}
+
+    def model(self, model: nn.Module, kinds: list[nn.Module], env: ShardingEnv) -> nn.Module:
+        """Returns a copy of a model in evaluation mode, with static modules in the place of ``kinds``."""
+        replaced: dict[int, Any] = {id(module): self.of(module) for module in kinds}
+        with refused_together(env):
+            exported = copied_with(model, replaced).eval().requires_grad_(False)
+            exported.zero_grad()
+        return exported
 
     def of(self, module: nn.Module) -> nn.Module:
         """Returns the static module that replaces ``module``."""
@@ -342,7 +437,10 @@ class _Conversion:
         self, name: str, shards: list[Table], missing: Tensor, env: ShardingEnv | None, row_format: str
     ) -> tuple[Tensor, Tensor]:
         """Returns the ids, and the rows in the row format after a first row for ids without a row."""
-        whole = whole_table(name, shards, missing, env, row_format)
+        if self._structure:
+            self.sources.append((name, shards, env))
+            return torch.tensor([len(self.sources) - 1]), packed(name, missing.expand(2, -1).contiguous(), row_format)
+        whole = whole_table(name, shards, missing, env, row_format, self._marks)
         check_counted(name, len(whole.ids), whole.steps, self._min_frequency, self._top_rows)
         places = selected(whole.frequency, self._min_frequency, self._top_rows)
         if len(places) == len(whole.ids):

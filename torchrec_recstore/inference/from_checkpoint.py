@@ -13,6 +13,7 @@ from torchrec_recstore.checkpoint.files import check_path
 from torchrec_recstore.checkpoint.fold import FoldedTable, check_files, common_columns, tables_named
 from torchrec_recstore.checkpoint.info import CheckpointInfo, TableInfo, read_chain
 from torchrec_recstore.inference.delta import DeltaInfo, dtype_of, open_base, write_delta
+from torchrec_recstore.inference.hashed_tables import check_index, hashed
 from torchrec_recstore.inference.row_formats import check_dim, check_dtype, packed
 from torchrec_recstore.inference.script import save_script, scripted
 from torchrec_recstore.inference.selection import (
@@ -72,6 +73,7 @@ def export_checkpoint(
     dtype: torch.dtype = torch.int8,
     min_frequency: int = 0,
     top_rows: int | None = None,
+    index: str = "sorted",
     advance: Callable[[int], object] = lambda rows: None,
 ) -> ExportInfo:
     """Writes the tables of a checkpoint into a file as one scripted module.
@@ -92,6 +94,8 @@ def export_checkpoint(
             :func:`torchrec_recstore.inference.export_for_inference`. Default: 0, all rows.
         top_rows: The maximum number of exported rows of each table; see
             :func:`torchrec_recstore.inference.export_for_inference`. Default: None, no limit.
+        index: How the module searches ids; see :func:`torchrec_recstore.inference.export_for_inference`. With
+            ``"hash"``, the module needs the native library and no FBGEMM. Default: ``"sorted"``.
         advance: A callback that is called with the number of rows read since the last call. With ``min_frequency`` or
             ``top_rows``, all rows are read twice.
 
@@ -108,17 +112,20 @@ def export_checkpoint(
     """
     output = Path(output)
     check_path(output)
+    check_index(index)
     served, left_out = _served(checkpoint, tables, dtype, min_frequency, top_rows, advance)
+    if index == "hash":
+        hashed(served)
     script = scripted(served)
     save_script(script, output)
     every: list[ServedTable] = list(served.tables)  # type: ignore[arg-type]
     infos = {
         table.name: ExportedTable(
-            rows=len(table.raw_ids()),
+            rows=table.row_count(),
             rows_left_out=left_out[table.name],
             dim=table.dim,
             dtype=dtype,
-            bytes=table.ids.nbytes + table.rows.nbytes,
+            bytes=table.size_bytes(),
         )
         for table in every
     }

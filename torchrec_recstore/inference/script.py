@@ -13,10 +13,12 @@ import torch
 from torch import nn
 
 from torchrec_recstore.checkpoint.files import whole_file
+from torchrec_recstore.inference.hashed_tables import HashedTable
 from torchrec_recstore.inference.served_model import dense_tensors, served_tables, tensor_at, version_of
 from torchrec_recstore.inference.served_tables import check_tensor, take_tensor  # noqa: F401
 from torchrec_recstore.inference.verification import (  # noqa: F401  (the methods of a served model call these)
     FORMAT,
+    HASHED_FORMAT,
     check_file_bytes,
     checksum_of,
     checksum_of_strings,
@@ -31,6 +33,9 @@ _METHODS = (
     "recstore_ids",
     "recstore_rows",
     "recstore_format",
+    "recstore_bytes",
+    "recstore_rows_of",
+    "recstore_version_after",
     "apply_delta",
     "verify",
 )
@@ -61,7 +66,7 @@ def save_script(script: torch.jit.ScriptModule, path: Path) -> None:
             with beside.open("wb") as file:
                 os.posix_fallocate(file.fileno(), 0, _bytes(script) + _CODE_BYTES)
             script.save(str(beside))
-            sign_export(beside)
+            sign_export(beside, script.recstore_format())
     except OSError as error:
         if error.strerror is None:
             raise
@@ -69,7 +74,8 @@ def save_script(script: torch.jit.ScriptModule, path: Path) -> None:
 
 
 def _bytes(script: torch.jit.ScriptModule) -> int:
-    return sum(tensor.nbytes for tensor in [*script.parameters(), *script.buffers()])
+    tensors = sum(tensor.nbytes for tensor in [*script.parameters(), *script.buffers()])
+    return tensors + (script.recstore_bytes() if script.recstore_format() == HASHED_FORMAT else 0)
 
 
 def scripted(served: nn.Module) -> torch.jit.ScriptModule:
@@ -109,6 +115,7 @@ def scripted(served: nn.Module) -> torch.jit.ScriptModule:
                 [name for name in there if name in own],
                 [_expression(name) for name in there if name not in own],  # added by TorchRec's tracer
                 [_expression(name) for name in _attributes(script)],
+                any(isinstance(table, HashedTable) for _, table in served_tables(source)),
             )
         )
     version, attributes = version_of(served, script), script.recstore_attributes()
@@ -159,7 +166,7 @@ def _expression(path: str) -> str:
     return expression
 
 
-def _methods(tables: list[str], dense: list[str], constants: list[str], attributes: list[str]) -> str:
+def _methods(tables: list[str], dense: list[str], constants: list[str], attributes: list[str], hashed: bool) -> str:
     """Returns the source code of the methods of a served model.
 
     Args:
@@ -167,6 +174,7 @@ def _methods(tables: list[str], dense: list[str], constants: list[str], attribut
         dense: The names of the other tensors.
         constants: The expressions of tensors that TorchRec's tracer has added.
         attributes: The expressions of the attributes that are numbers, strings, lists and dicts.
+        hashed: Whether the tables search ids by hash.
     """
     lines = [
         "def recstore_tables(self) -> List[str]:",
@@ -180,7 +188,7 @@ def _methods(tables: list[str], dense: list[str], constants: list[str], attribut
         "def recstore_row_format(self) -> str:",
         f"    return {tables[0]}.row_format",
         "def recstore_format(self) -> int:",
-        f"    return {FORMAT}",
+        f"    return {HASHED_FORMAT if hashed else FORMAT}",
     ]
     for method, kind in (("recstore_ids", "ids"), ("recstore_rows", "rows")):
         lines += [f"def {method}(self, table: str) -> Tensor:", "    found: List[Tensor] = []"]
@@ -191,8 +199,33 @@ def _methods(tables: list[str], dense: list[str], constants: list[str], attribut
             "    return found[0]",
         ]
     keys = [(repr(f"dense/{name}"), _expression(name)) for name in dense]
-    lines += [*_verify(tables, keys, constants, attributes), *_apply_delta(tables, keys)]
+    lines += _verify(tables, keys, constants, attributes)
+    if hashed:
+        lines += _of_changes(tables, keys)
+    lines += _apply_delta(tables, keys, hashed)
     return "\n".join(lines) + "\n"
+
+
+def _of_changes(tables: list[str], keys: list[tuple[str, str]]) -> list[str]:
+    """Returns the source code of the methods that take time for the given or changed rows only.
+
+    ``recstore_version_after`` also prepares the tables for the delta.
+    """
+    return [
+        "def recstore_bytes(self) -> int:",
+        "    size = 0",
+        *(f"    size += {table}.size_bytes()" for table in tables),
+        "    return size",
+        "def recstore_rows_of(self, table: str, values: Tensor) -> List[Tensor]:",
+        "    found: List[Tensor] = []",
+        *(f"    {table}.give_rows_of(table, values, found)" for table in tables),
+        "    return found",
+        "def recstore_version_after(self, delta: Dict[str, Tensor]) -> str:",
+        "    tensors: Dict[str, Tensor] = {}",
+        *(f"    {table}.prepare_delta(delta, tensors)" for table in tables),
+        *(f"    tensors[{key}] = delta.get({key}, {tensor})" for key, tensor in keys),
+        "    return hexadecimal(checksum_of(tensors))",
+    ]
 
 
 def _verify(tables: list[str], keys: list[tuple[str, str]], constants: list[str], attributes: list[str]) -> list[str]:
@@ -215,21 +248,29 @@ def _verify(tables: list[str], keys: list[tuple[str, str]], constants: list[str]
     ]
 
 
-def _apply_delta(tables: list[str], keys: list[tuple[str, str]]) -> list[str]:
+def _apply_delta(tables: list[str], keys: list[tuple[str, str]], hashed: bool) -> list[str]:
     """Returns the source code of ``apply_delta``.
 
     It has one line for each table and tensor, without conditions: torch needs quadratic time to load a long sequence of
     conditions.
     """
     version = f"{tables[0]}.version"
+    number = HASHED_FORMAT if hashed else FORMAT
+    # A model that searches by hash does not read all of its rows. It computes its next version from the changed rows,
+    # and the version must be that of the delta before anything changes.
+    leads = [
+        "    if self.recstore_version_after(delta) != versions[1]:",
+        '        raise ValueError("the delta does not lead from this model to version " + versions[1] '
+        '+ ": the model or the delta is damaged")',
+    ]
     return [
         "def apply_delta(self, delta: Dict[str, Tensor]) -> bool:",
         '    known: List[str] = ["base", "version", "checksum", "format"]',
         "    for key in known[:3]:",
         "        if key not in delta:",
         '            raise ValueError("this is no delta: it has no " + key)',
-        f'    if "format" not in delta or int(delta["format"].item()) != {FORMAT}:',
-        f'        raise ValueError("the model takes deltas of format {FORMAT}, and this is another one")',
+        f'    if "format" not in delta or int(delta["format"].item()) != {number}:',
+        f'        raise ValueError("the model takes deltas of format {number}, and this is another one")',
         '    if not torch.equal(delta["checksum"], checksum_of(delta)):',
         '        raise ValueError("the delta is damaged: its checksum is another one")',
         "    versions: List[str] = []",
@@ -241,13 +282,14 @@ def _apply_delta(tables: list[str], keys: list[tuple[str, str]]) -> list[str]:
         f"    if {version} != versions[0]:",
         '        raise ValueError("the delta is one of version " + versions[0] + ", and this model is of version " '
         f"+ {version})",
-        "    self.verify()",
+        *([] if hashed else ["    self.verify()"]),
         # All tables and tensors are checked before the first one changes.
         *(f"    {table}.check_delta(delta, known)" for table in tables),
         *(f"    check_tensor(delta, {key}, {tensor}, known)" for key, tensor in keys),
         "    for key in delta.keys():",
         "        if key not in known:",
         '            raise ValueError("the delta is one of another model: it has " + key)',
+        *(leads if hashed else []),
         "    ids: Dict[str, Tensor] = {}",
         "    rows: Dict[str, Tensor] = {}",
         *(f"    {table}.take_delta(delta, ids, rows)" for table in tables),

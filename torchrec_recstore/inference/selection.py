@@ -152,7 +152,12 @@ class _GatheredRows:
 
 
 def whole_table(
-    name: str, shards: Iterable[Table], missing: Tensor, env: ShardingEnv | None, row_format: str = "float32"
+    name: str,
+    shards: Iterable[Table],
+    missing: Tensor,
+    env: ShardingEnv | None,
+    row_format: str = "float32",
+    marks: dict[Table, int] | None = None,
 ) -> _GatheredRows:
     """Reads all rows of a table, also those in its cold store, without changing the table.
 
@@ -166,9 +171,13 @@ def whole_table(
         env: The environment of the ranks that hold the other shards. None if this process holds all shards.
         row_format: A name in :data:`torchrec_recstore.inference.row_formats.FORMATS`. It must be float32 if the table
             is sharded by column.
+        marks: The change mark of each shard of this rank is added to it. Default: None.
     """
+    marks = {} if marks is None else marks
     with nullcontext() if env is None else refused_together(env):
-        mine = [((shard.columns.start, shard.columns.stop), _part(shard, missing, row_format)) for shard in shards]
+        mine = [
+            ((shard.columns.start, shard.columns.stop), _part(shard, missing, row_format, marks)) for shard in shards
+        ]
     parts = [part for of_rank in ([mine] if env is None else all_gathered(mine, env)) for part in of_rank]
     del mine
     if len(parts) == 1:
@@ -189,10 +198,11 @@ def whole_table(
     return _GatheredRows(ids, rows, frequency, steps)
 
 
-def _part(shard: Table, missing: Tensor, row_format: str) -> _GatheredRows:
+def _part(shard: Table, missing: Tensor, row_format: str, marks: dict[Table, int]) -> _GatheredRows:
     """Reads the rows of one shard."""
     first = packed(shard.name, missing[None, shard.columns.start : shard.columns.stop], row_format)
     with shard.snapshot() as snapshot:
+        marks[shard] = snapshot.mark
         count = len(snapshot)
         ids, frequency = torch.empty(count, dtype=torch.int64), torch.empty(count, dtype=torch.int64)
         rows = first.new_empty(count + 1, first.shape[1])

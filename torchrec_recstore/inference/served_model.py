@@ -16,6 +16,7 @@ from torchrec.modules.embedding_configs import PoolingType
 from torchrec.modules.embedding_modules import get_embedding_names_by_table
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, KeyedTensor
 
+from torchrec_recstore.inference.hashed_tables import check_index, hashed
 from torchrec_recstore.inference.served_tables import ServedTable, served_table
 from torchrec_recstore.inference.static_modules import (
     ProcessedFeatures,
@@ -24,8 +25,6 @@ from torchrec_recstore.inference.static_modules import (
     stored_rows,
 )
 from torchrec_recstore.inference.verification import checksum_of, hexadecimal, scripted_function
-
-_KINDS = ("ids", "rows")
 
 
 def served_tables(model: nn.Module, *, every_path: bool = False) -> Iterator[tuple[str, ServedTable]]:
@@ -76,7 +75,9 @@ def version_of(served: nn.Module, script: torch.jit.ScriptModule) -> str:
         served: The model.
         script: The compiled model, or an earlier export of the same model. Tensors that it does not have are ignored.
     """
-    tensors = {f"{table.name}/{kind}": getattr(table, kind) for _, table in served_tables(served) for kind in _KINDS}
+    tensors: dict[str, Tensor] = {}
+    for _, table in served_tables(served):
+        table.give_tensors(tensors)
     for name, tensor in dense_tensors(served, every_path=True).items():
         if tensor_at(script, name) is not None:
             tensors[f"dense/{name}"] = tensor
@@ -187,7 +188,7 @@ def copied_with(model: nn.Module, replaced: dict[int, Any]) -> nn.Module:
     return copied
 
 
-def scriptable(exported: nn.Module) -> nn.Module:
+def scriptable(exported: nn.Module, *, index: str = "sorted") -> nn.Module:
     """Converts an exported model to a model that TorchScript and ``torch.export`` accept.
 
     TorchRec's quantised modules can only be scripted after ``torchrec.fx.symbolic_trace``, and cannot be exported with
@@ -199,7 +200,14 @@ def scriptable(exported: nn.Module) -> nn.Module:
     Args:
         exported: The result of :func:`torchrec_recstore.inference.export_for_inference`, with TorchRec's plain or
             quantised collections. They must not be sharded.
+        index: How the tables search ids; see :func:`torchrec_recstore.inference.export_for_inference`. The model is not
+            for ``torch.export`` with ``"hash"``. Default: ``"sorted"``.
+
+    Raises:
+        TypeError, ValueError: ``index`` is neither ``"sorted"`` nor ``"hash"``.
+        ImportError: ``index`` is ``"hash"``, and the native library does not fit this torch.
     """
+    check_index(index)
     replaced = {
         id(module): _served(module)
         for module in exported.modules()
@@ -209,7 +217,7 @@ def scriptable(exported: nn.Module) -> nn.Module:
         replaced.setdefault(id(tensor), tensor)  # type: ignore[arg-type]
     model = copied_with(exported, replaced)
     _name_apart(model)
-    return model
+    return hashed(model) if index == "hash" else model
 
 
 def _name_apart(model: nn.Module) -> None:

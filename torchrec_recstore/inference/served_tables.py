@@ -150,6 +150,10 @@ class ServedTable(nn.Module):
             return rows_of_ids(self.ids, values)
         return rows_of_numbers(self.rows.shape[0], values)
 
+    def has_rows(self, values: Tensor) -> Tensor:
+        """Returns whether each of (N,) raw ids has a row: (N,) bool."""
+        return self.row_numbers(values) != 0
+
     def lookup(self, values: Tensor) -> Tensor:
         """Returns the rows of (N,) raw ids: (N, dim) float32."""
         return F.embedding(self.row_numbers(values), self.rows)
@@ -183,7 +187,31 @@ class ServedTable(nn.Module):
     def give_rows(self, table: str, found: list[Tensor]) -> None:
         """Appends the rows to ``found`` if this table has the name ``table``."""
         if table == self.name:
-            found.append(self.rows)
+            found.append(self.stored_rows())
+
+    @torch.jit.export
+    def stored_rows(self) -> Tensor:
+        """Returns the rows in the row format, after a first row for ids without a row if the table has ids."""
+        return self.rows
+
+    @torch.jit.export
+    def row_like(self) -> Tensor:
+        """Returns one row of the data type and the shape of the rows, or no row of an empty table of TorchRec."""
+        return self.rows[:1]
+
+    @torch.jit.export
+    def row_count(self) -> int:
+        """Returns the number of rows, without the row for ids without a row."""
+        return self.rows.shape[0] - int(self.has_ids)
+
+    @torch.jit.export
+    def size_bytes(self) -> int:
+        """Returns the size of the ids and the rows in bytes."""
+        return self.ids.numel() * self.ids.element_size() + self.rows.numel() * self.rows.element_size()
+
+    @torch.jit.export
+    def give_rows_of(self, table: str, values: Tensor, found: list[Tensor]) -> None:
+        """Appends nothing. See :meth:`HashedTable.give_rows_of`."""
 
     @torch.jit.export
     def give_tensors(self, tensors: dict[str, Tensor]) -> None:
@@ -226,6 +254,18 @@ class ServedTable(nn.Module):
         self.rows = rows[self.name]
 
     @torch.jit.export
+    def prepare_delta(self, delta: dict[str, Tensor], tensors: dict[str, Tensor]) -> None:
+        """Adds the tensors of :meth:`give_tensors` as they are after a delta. :meth:`check_delta` has accepted it.
+
+        The table is one of TorchRec's own; see :meth:`HashedTable.prepare_delta` for the other tables.
+        """
+        self.give_tensors(tensors)
+        if self.name + "/ids" in delta:
+            tensors[self.name + "/rows"] = self.rows.index_copy(
+                0, delta[self.name + "/ids"], delta[self.name + "/rows"]
+            )
+
+    @torch.jit.export
     def check_rows(self, ids: Tensor, rows: Tensor, removed: Tensor) -> None:
         """Refuses arguments that :meth:`replace_rows` cannot use.
 
@@ -233,7 +273,8 @@ class ServedTable(nn.Module):
             ValueError: A shape or a data type does not fit the table, or an id occurs twice. The message names the
                 table.
         """
-        if rows.dim() != 2 or rows.shape[1] != self.rows.shape[1] or rows.dtype != self.rows.dtype:
+        mine = self.row_like()
+        if rows.dim() != 2 or rows.shape[1] != mine.shape[1] or rows.dtype != mine.dtype:
             raise ValueError("table " + self.name + ": the delta's rows are of another dim or data type")
         if ids.dim() != 1 or ids.dtype != torch.int64 or ids.shape[0] != rows.shape[0]:
             raise ValueError("table " + self.name + ": the delta has not an int64 id for each row")
@@ -242,7 +283,7 @@ class ServedTable(nn.Module):
         every = torch.cat([ids, removed]).sort()[0]
         if torch.any(every[1:] == every[:-1]).item():
             raise ValueError("table " + self.name + ": the delta has an id more than once")
-        if not self.has_ids and (removed.shape[0] > 0 or torch.any((ids < 0) | (ids >= self.rows.shape[0])).item()):
+        if not self.has_ids and (removed.shape[0] > 0 or torch.any((ids < 0) | (ids >= self.row_count())).item()):
             raise ValueError("table " + self.name + " is TorchRec's own, and the delta has rows beyond it")
 
     @torch.jit.export

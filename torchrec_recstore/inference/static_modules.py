@@ -407,7 +407,7 @@ class StaticEmbedding(nn.Module):
         values = input.reshape(-1).to(torch.int64)
         rows = self.table.lookup(values)
         if self._has_padding:  # A padding id without a row reads as zeros, even if other ids without a row do not.
-            nothing = (values == self._padding) & (self.table.row_numbers(values) == 0)
+            nothing = (values == self._padding) & torch.logical_not(self.table.has_rows(values))
             rows = rows.masked_fill(nothing.unsqueeze(1), 0.0)
         shape: list[int] = list(input.shape)
         return rows.to(self._output).view(shape + [rows.shape[1]])  # noqa: RUF005  (TorchScript)

@@ -24,6 +24,9 @@ from torchrec_recstore.encoding import not_known
 FORMAT = 2
 """The number of the format of exported models and deltas. A delta has the format of the model to which it applies."""
 
+HASHED_FORMAT = 3
+"""The number of the format of models with ``index="hash"``. Their version is computed from the sums of their rows."""
+
 _DELTA_KEY = "recstore delta"
 """The key of this package's entry in the header of a delta."""
 
@@ -211,13 +214,17 @@ def format_of_export(path: Path) -> int:
         raise ValueError(
             f"{path} is not an exported model, or it is damaged: it does not end as an exported model does"
         )
-    if not 2 <= int(comment[1]) <= FORMAT:
+    if not 2 <= int(comment[1]) <= HASHED_FORMAT:
         raise ValueError(not_known(f"{path} is of format {int(comment[1])} of exported models"))
     return int(comment[1])
 
 
-def sign_export(path: Path) -> None:
+def sign_export(path: Path, number: int = FORMAT) -> None:
     """Appends the checksum to a zip file that ``torch.jit.save`` has written, as the comment of the zip file.
+
+    Args:
+        path: The file.
+        number: The number of the file's format.
 
     Raises:
         OSError: The file cannot be written.
@@ -227,7 +234,7 @@ def sign_export(path: Path) -> None:
         end = file.read()
         assert end.startswith(_END), "torch writes zip files without a comment (2.13)"
         file.seek(-2, os.SEEK_END)
-        file.write(_COMMENT_BYTES.to_bytes(2, "little") + _EXPORT % FORMAT)
+        file.write(_COMMENT_BYTES.to_bytes(2, "little") + _EXPORT % number)
         size = file.tell()
         file.seek(0)
         checksum = _checksum(file, size)
@@ -269,7 +276,7 @@ def delta_format(path: str | Path) -> int:
     with safetensors.safe_open(path, framework="pt") as file:
         written = (file.metadata() or {}).get(_DELTA_KEY)
     number = 1 if written is None else int(written.split()[0])
-    if number > FORMAT:
+    if number > HASHED_FORMAT:
         raise ValueError(not_known(f"{path} is of format {number} of deltas"))
     return number
 
@@ -306,7 +313,7 @@ def _verify_delta(path: Path) -> None:
         place = _place_of_checksum(header)
         if place is not None:
             number = int(header[place - 8 - 5 : place - 8 - 1])
-            if number > FORMAT:
+            if number > HASHED_FORMAT:
                 raise ValueError(not_known(f"{path} is of format {number} of deltas"))
             file.seek(0)
             checksum = _checksum(file, file.seek(0, os.SEEK_END), place)

@@ -1,0 +1,108 @@
+"""Finds the rows of a table that have changed since an export, without reading the other rows."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import Tensor
+from torchrec.distributed.types import ShardingEnv
+
+from torchrec_recstore.inference.row_formats import packed
+from torchrec_recstore.row_types import values
+from torchrec_recstore.sharders.gather import all_gathered, refused_together
+from torchrec_recstore.store import Table
+
+_MOST_VERSIONS = 127  # The number of marks that a table remembers.
+
+_MARKS: WeakKeyDictionary[Table, dict[str, int]] = WeakKeyDictionary()
+"""The change marks of the shards, by the versions of the exports that were made at these marks."""
+
+
+@dataclass(frozen=True)
+class ChangedRows:
+    """The rows of a table that may have changed since an export, and the ids that have left since.
+
+    Args:
+        ids: (N,) int64. The ids in ascending order.
+        rows: (N, ...). The rows in the row format.
+        left: (M,) int64. Ids that have no row now.
+    """
+
+    ids: Tensor
+    rows: Tensor
+    left: Tensor
+
+
+def remember(marks: Mapping[Table, int], version: str) -> None:
+    """Keeps the marks of an export, so that a delta of the export can be made from the changed rows.
+
+    Args:
+        marks: The change mark of each shard at the time of the export.
+        version: The version of the export.
+    """
+    for shard, mark in marks.items():
+        known = _MARKS.setdefault(shard, {})
+        known.pop(version, None)
+        known[version] = mark
+        while len(known) > _MOST_VERSIONS:
+            del known[next(iter(known))]
+
+
+def changed_since(
+    name: str, shards: Sequence[Table], version: str, row_format: str, env: ShardingEnv | None, marks: dict[Table, int]
+) -> ChangedRows | None:
+    """Reads the rows that have changed since an export. The call is collective if the table is sharded.
+
+    Args:
+        name: The table's name.
+        shards: The shards of this rank.
+        version: The version of the export.
+        row_format: A name in :data:`torchrec_recstore.inference.row_formats.FORMATS`.
+        env: The environment of the ranks that hold the other shards. None if this process holds all shards.
+        marks: The change mark of each shard is added to it.
+
+    Returns:
+        The rows. None if it is not known which rows have changed, on every rank: the export was made in another
+        process, before the rows were loaded, or too many exports ago; or the table is sharded by column, or its rows
+        have left a cold store.
+    """
+    if env is None:
+        return _joined(_of_shards(name, shards, version, row_format, marks))
+    with refused_together(env):
+        mine = _of_shards(name, shards, version, row_format, marks)
+    every = all_gathered(mine, env)
+    known = [part for part in every if part is not None]
+    return _joined([one for part in known for one in part]) if len(known) == len(every) else None
+
+
+def _of_shards(
+    name: str, shards: Iterable[Table], version: str, row_format: str, marks: dict[Table, int]
+) -> list[ChangedRows] | None:
+    parts = []
+    for shard in shards:
+        mark = _MARKS.get(shard, {}).get(version)
+        if mark is None or len(shard.columns) != shard.dim:
+            return None
+        try:
+            snapshot = shard.snapshot(since=mark)
+        except ValueError:  # The mark has been forgotten.
+            return None
+        with snapshot:
+            if snapshot.left is None:
+                return None
+            ids, rows = snapshot.read(len(snapshot))
+            parts.append(ChangedRows(ids, packed(name, values(rows["weight"]), row_format), snapshot.left))
+            marks[shard] = snapshot.mark
+    return parts
+
+
+def _joined(parts: list[ChangedRows] | None) -> ChangedRows | None:
+    if parts is None or not parts:
+        return None
+    if len(parts) == 1:
+        return parts[0]
+    ids, order = torch.cat([part.ids for part in parts]).sort()
+    return ChangedRows(ids, torch.cat([part.rows for part in parts])[order], torch.cat([part.left for part in parts]))
