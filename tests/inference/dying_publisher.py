@@ -69,7 +69,7 @@ def main(place: str, folder: Path, kills: int) -> None:
         assert in_a_fork(lambda: whole(place)) == 0
 
     def last() -> int:
-        export_for_inference(published(place, kills + 2), folder / "final.pt")
+        export_for_inference(published(place, kills + 2), folder / "final.pt", index="hash")
         return 0
 
     assert in_a_fork(last) == 0

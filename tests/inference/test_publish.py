@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from torchrec_recstore.checkpoint import async_save
 from torchrec_recstore.inference import DeltaPublisher, Follower, export_for_inference, follow
+from torchrec_recstore.inference import publish as publish_module
 from torchrec_recstore.inference.destinations import publications_at
 from torchrec_recstore.modules import RecStoreEmbeddingBag
 from torchrec_recstore.options import LRU, TableOptions
@@ -62,7 +63,7 @@ def place(request: pytest.FixtureRequest, tmp_path: Path) -> str:
 
 def assert_follows(follower: Follower, model: nn.Module, folder: Path) -> None:
     """The follower's model is equal to a full export of the model."""
-    export_for_inference(model, folder / "full.pt")
+    export_for_inference(model, folder / "full.pt", index="hash")
     one, other = follower.model, torch.jit.load(folder / "full.pt")
     assert follower.version == one.recstore_version() == other.recstore_version()
     assert torch.equal(one.recstore_ids("t"), other.recstore_ids("t"))
@@ -388,7 +389,7 @@ def test_while_a_checkpoint_is_written(tmp_path: Path) -> None:
 
 def version_of(model: nn.Module, folder: Path) -> str:
     """The version of a full export. Collective."""
-    export_for_inference(model, folder / "whole.pt")
+    export_for_inference(model, folder / "whole.pt", index="hash")
     return str(torch.jit.load(folder / "whole.pt").recstore_version())
 
 
@@ -418,3 +419,31 @@ def publish_from_two_ranks(rank: int, world_size: int, folder: Path) -> None:
 def test_of_several_ranks(tmp_path: Path) -> None:
     """Rank 0 publishes the whole model, and an error of its thread is raised on every rank."""
     run_on_ranks(2, partial(publish_from_two_ranks, folder=tmp_path))
+
+
+@pytest.mark.parametrize("index", ["hash", "sorted"])
+def test_what_a_step_reads(index: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a hash index, only the rows that have changed are read. A change that no delta has needs a full export."""
+    whole: list[int] = []
+    read = publish_module.read_model
+    monkeypatch.setattr(publish_module, "read_model", lambda *arguments: whole.append(1) or read(*arguments))
+    model = trained()
+    with (
+        DeltaPublisher(model, tmp_path / "published", every_s=0, full_every_s=1e6, index=index) as publisher,
+        Follower(tmp_path / "published") as follower,
+    ):
+        for step in range(4):
+            publish(publisher)
+            follower.poll()
+            change(model, step)
+        publish(publisher)
+        assert len(whole) == (1 if index == "hash" else 5)
+        assert follower.poll()
+        assert follower.model.recstore_format() == (3 if index == "hash" else 2)
+        model.bag.mode = "mean"
+        with pytest.warns(RecStoreWarning, match="a full export is published without a delta: .*mean"):
+            publish(publisher)
+        publisher.step()
+    with pytest.warns(RecStoreWarning, match="because the publisher began anew"):
+        follower.poll()
+    assert follower.state.fulls_loaded == 2

@@ -78,7 +78,7 @@ def kill_redis(server: RedisServer, folder: Path, kills: int) -> None:
                 server.start()
                 publish(publisher)
         # The end of the block has published the rest.
-        export_for_inference(model, folder / "full.pt")
+        export_for_inference(model, folder / "full.pt", index="hash")
         version = torch.jit.load(folder / "full.pt").recstore_version()
         wait_for(lambda: follower.version == version)
         assert_follows(follower, model, folder)
@@ -110,7 +110,7 @@ def test_a_follower_that_is_killed(place: str, tmp_path: Path) -> None:
                 change(model, 3 * kill + step)
                 publish(publisher)
             command.command.kill()
-    export_for_inference(model, tmp_path / "full.pt")
+    export_for_inference(model, tmp_path / "full.pt", index="hash")
     version = torch.jit.load(tmp_path / "full.pt").recstore_version()
     command = FollowCommand(place, "--poll-every", "0.01", "--report-every", "0.05")
     try:

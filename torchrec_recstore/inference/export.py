@@ -135,7 +135,7 @@ def export_for_inference(
     with refused_together(env):
         check_index(index)
     marks: dict[Table, int] = {}
-    exported = _exported(model, dtype, min_frequency, top_rows, env, marks, path)
+    exported = read_model(model, dtype, min_frequency, top_rows, env, marks, path)
     version = ""
     if path is not None:
         with refused_together(env):
@@ -148,7 +148,7 @@ def export_for_inference(
     return exported
 
 
-def _exported(
+def read_model(
     model: nn.Module,
     dtype: torch.dtype,
     min_frequency: int,
@@ -224,10 +224,10 @@ def export_delta(
     marks: dict[Table, int] = {}
     exported, changes = None, None
     if chained:
-        exported, changes = _changed_model(model, dtype, version, env, marks)
+        exported, changes = read_changes(model, dtype, version, env, marks)
     if exported is None or changes is None:
         marks = {}
-        exported = _exported(model, dtype, min_frequency, top_rows, env, marks)
+        exported = read_model(model, dtype, min_frequency, top_rows, env, marks)
     info: DeltaInfo | None = None
     with refused_together(env):
         if served is not None:
@@ -239,7 +239,7 @@ def export_delta(
     return info
 
 
-def _changed_model(
+def read_changes(
     model: nn.Module, dtype: torch.dtype, version: str, env: ShardingEnv, marks: dict[Table, int]
 ) -> tuple[nn.Module, list[ChangedRows] | None]:
     """Returns the static model without the rows of RecStore tables, and the rows that have changed since a version.

@@ -6,7 +6,8 @@ import math
 import secrets
 import threading
 import time
-from dataclasses import replace
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import TracebackType
 
@@ -15,13 +16,17 @@ from torch import nn
 
 from torchrec_recstore.checkpoint.save import is_saving
 from torchrec_recstore.checkpoint.writer import lower_priority
-from torchrec_recstore.inference.delta import DeltaInfo, read_delta, write_delta
+from torchrec_recstore.inference.changes import ChangedRows, remember
+from torchrec_recstore.inference.delta import DeltaInfo, format_of, read_delta, write_delta
 from torchrec_recstore.inference.destinations import publications_at
-from torchrec_recstore.inference.export import export_for_inference
+from torchrec_recstore.inference.export import read_changes, read_model
+from torchrec_recstore.inference.hashed_tables import check_index
 from torchrec_recstore.inference.publications import Latest, Publication
 from torchrec_recstore.inference.script import save_script, scripted
 from torchrec_recstore.inference.served_model import scriptable
+from torchrec_recstore.inference.verification import HASHED_FORMAT
 from torchrec_recstore.sharders.gather import all_gathered, refused_together, whole_environment
+from torchrec_recstore.store import Table
 from torchrec_recstore.utils import warn_user
 
 _PAUSE_S = 0.01
@@ -32,6 +37,8 @@ class DeltaPublisher:
 
     The first :meth:`step` publishes a full export of the model. Later steps publish the changes since the publication
     before, if ``every_s`` has passed since then. The model is read in :meth:`step`, and a thread writes what was read.
+    Later steps read only the rows that have changed, if ``index`` is ``"hash"``, no rows are selected by frequency, and
+    no table is sharded by column. Otherwise they read the whole model.
     A publication that is due while this thread still writes, or while ``async_save`` writes a checkpoint, waits for a
     later step.
 
@@ -52,13 +59,16 @@ class DeltaPublisher:
         dtype: The data type of the published rows. Default: ``torch.int8``.
         min_frequency: The minimum frequency of a published row. Default: 0.
         top_rows: The maximum number of published rows of each table. Default: None.
+        index: How the published model searches ids, ``"hash"`` or ``"sorted"``; see ``export_for_inference``. Default:
+            ``"hash"``.
 
     Raises:
         TypeError, ValueError: An argument is invalid, or the destination holds something else. Or the Redis server
             would evict publications.
         BlockingIOError: Another process publishes to the destination.
         OSError: The destination cannot be written.
-        ImportError: The package ``redis`` is missing. All of these errors are raised on every rank.
+        ImportError: The package ``redis`` is missing, or ``index`` is ``"hash"`` and the native library cannot be
+            loaded. All of these errors are raised on every rank.
     """
 
     def __init__(
@@ -71,6 +81,7 @@ class DeltaPublisher:
         dtype: torch.dtype = torch.int8,
         min_frequency: int = 0,
         top_rows: int | None = None,
+        index: str = "hash",
     ) -> None:
         for name, value in (("every_s", every_s), ("full_every_s", full_every_s)):
             if isinstance(value, bool) or not isinstance(value, int | float):
@@ -81,12 +92,15 @@ class DeltaPublisher:
         self._every_s, self._full_every_s = every_s, full_every_s
         self._dtype, self._min_frequency, self._top_rows = dtype, min_frequency, top_rows
         self._env = whole_environment()
+        self._marks: dict[Table, int] = {}
+        """The change marks of this rank's shards when they were read last."""
         self._writer: _Writer | None = None
         self._next = -math.inf  # by time.monotonic()
         self._open = True
         with refused_together(self._env):
+            check_index(index)
             if self._env.rank == 0:
-                self._writer = _Writer(destination, full_every_s)
+                self._writer = _Writer(destination, full_every_s, index)
 
     def step(self) -> None:
         """Publishes the model if a publication is due. Call it after each training step. Collective.
@@ -102,7 +116,7 @@ class DeltaPublisher:
         with refused_together(self._env):
             if self._writer is not None:
                 self._writer.raise_error()
-                due = time.monotonic() >= self._next and not self._writer.busy
+                due = not self._writer.busy and (time.monotonic() >= self._next or self._writer.needs_whole)
         if all(all_gathered(due and not is_saving(), self._env)):
             self._publish()
 
@@ -119,15 +133,11 @@ class DeltaPublisher:
         while is_saving():  # A table has one snapshot at a time.
             time.sleep(_PAUSE_S)
         try:
-            with refused_together(self._env):
-                if self._writer is not None:
-                    self._writer.wait()
-                    self._writer.raise_error()
+            self._wait()
             self._publish()
-            with refused_together(self._env):
-                if self._writer is not None:
-                    self._writer.wait()
-                    self._writer.raise_error()
+            if self._wait():
+                self._publish()
+                self._wait()
         finally:
             self._release()
 
@@ -145,19 +155,59 @@ class DeltaPublisher:
             if error is not None:
                 warn_user(f"the last publication has failed: {type(error).__name__}: {error}")
 
+    def _wait(self) -> bool:
+        """Waits for the thread and raises its error. Returns whether the whole model has to be published."""
+        again = False
+        with refused_together(self._env):
+            if self._writer is not None:
+                self._writer.wait()
+                self._writer.raise_error()
+                again = self._writer.needs_whole
+        return bool(all_gathered(again, self._env)[0])
+
     def _publish(self) -> None:
         self._next = time.monotonic() + self._every_s
         moment = time.time()
-        exported = export_for_inference(
-            self._model, dtype=self._dtype, min_frequency=self._min_frequency, top_rows=self._top_rows
-        )
+        reading = self._changes()
+        if reading is None:
+            self._marks = {}
+            reading = _Reading(
+                read_model(self._model, self._dtype, self._min_frequency, self._top_rows, self._env, self._marks)
+            )
         if self._writer is not None:
-            self._writer.begin(exported, moment)
+            self._writer.begin(reading, moment)
+
+    def _changes(self) -> _Reading | None:
+        """Reads what has changed since the last publication. Returns None if that is not known."""
+        version = all_gathered(None if self._writer is None else self._writer.chained_version(), self._env)[0]
+        if version is None or self._min_frequency or self._top_rows is not None:
+            return None
+        remember(self._marks, version)
+        marks: dict[Table, int] = {}
+        exported, changes = read_changes(self._model, self._dtype, version, self._env, marks)
+        if changes is None:
+            return None
+        self._marks = marks
+        return _Reading(exported, changes)
 
     def _release(self) -> None:
         self._open = False
         if self._writer is not None:
             self._writer.close()
+
+
+@dataclass(frozen=True)
+class _Reading:
+    """A model as it was at one moment.
+
+    Args:
+        exported: The static model.
+        changes: The rows that have changed since the last publication, if ``exported`` has no rows; see
+            :func:`torchrec_recstore.inference.export.read_changes`. None: ``exported`` has all rows.
+    """
+
+    exported: nn.Module
+    changes: Sequence[ChangedRows] | None = None
 
 
 class _Writer:
@@ -166,9 +216,11 @@ class _Writer:
     Args:
         destination: See :class:`DeltaPublisher`.
         full_every_s: See :class:`DeltaPublisher`.
+        index: See :class:`DeltaPublisher`.
     """
 
-    def __init__(self, destination: str | Path, full_every_s: float) -> None:
+    def __init__(self, destination: str | Path, full_every_s: float, index: str) -> None:
+        self._index = index
         self._place = publications_at(destination)
         self._full_every_s = full_every_s
         self._run = secrets.token_hex(8)
@@ -176,6 +228,8 @@ class _Writer:
         self._number = 0
         self._base: torch.jit.ScriptModule | None = None
         """The model as it was published last. None: the next publication is a full export without a delta."""
+        self.needs_whole = False
+        """Whether nothing was written, because the whole model has to be read."""
         self._next_full = -math.inf  # by time.monotonic()
         self._thread: threading.Thread | None = None
         self.error: BaseException | None = None
@@ -193,9 +247,15 @@ class _Writer:
         """Whether a publication is being written."""
         return self._thread is not None and self._thread.is_alive()
 
-    def begin(self, exported: nn.Module, moment: float) -> None:
+    def chained_version(self) -> str | None:
+        """Returns the version of the last publication. None: a delta of the changed rows only cannot be made of it."""
+        hashed = self._base is not None and format_of(self._base) == HASHED_FORMAT
+        return self._base.recstore_version() if hashed and self._base is not None else None
+
+    def begin(self, reading: _Reading, moment: float) -> None:
         """Begins to write a publication. The writer must not be busy."""
-        self._thread = threading.Thread(target=self._run_once, args=(exported, moment), name="publisher", daemon=True)
+        self.needs_whole = False
+        self._thread = threading.Thread(target=self._run_once, args=(reading, moment), name="publisher", daemon=True)
         self._thread.start()
 
     def wait(self) -> None:
@@ -216,12 +276,12 @@ class _Writer:
         self.wait()
         self._place.close()
 
-    def _run_once(self, exported: nn.Module, moment: float) -> None:
+    def _run_once(self, reading: _Reading, moment: float) -> None:
         try:
             lower_priority()  # Training continues meanwhile.
             if self._base is None:
                 self._resume()
-            self._write(scriptable(exported), moment)
+            self._write(reading, moment)
         except BaseException as error:  # The next step raises it.
             self._base = None  # It is not known whether the publication is there.
             self.error = error
@@ -231,10 +291,13 @@ class _Writer:
         self._latest = self._place.latest()
         self._number = max(self._number, 0 if self._latest is None else self._latest.number)
 
-    def _write(self, served: nn.Module, moment: float) -> None:
-        info = None if self._base is None else self._delta(served)
+    def _write(self, reading: _Reading, moment: float) -> None:
+        info = None if self._base is None else self._delta(reading)
+        if info is None and reading.changes is not None:
+            self._base, self.needs_whole = None, True
+            return
         if info is None:
-            self._base = scripted(served)
+            self._base = scripted(scriptable(reading.exported, index=self._index))
         assert self._base is not None
         full = info is None or time.monotonic() >= self._next_full
         if info is not None and info.base == info.version and not full:
@@ -254,11 +317,12 @@ class _Writer:
             if not self._append(None, True, moment):
                 raise OSError(f"{self._place} loses its publications while they are written")
 
-    def _delta(self, served: nn.Module) -> DeltaInfo | None:
+    def _delta(self, reading: _Reading) -> DeltaInfo | None:
         """Writes the changes since the last publication. None: they cannot be expressed by a delta."""
         assert self._base is not None
+        path = self._place.path_of(self._number + 1, "delta")
         try:
-            return write_delta(served, self._base, self._place.path_of(self._number + 1, "delta"))
+            return write_delta(scriptable(reading.exported), self._base, path, reading.changes)
         except ValueError as error:
             warn_user(f"a full export is published without a delta: {error}")
             return None
