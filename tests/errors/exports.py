@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
+from unittest import mock
 
 import torch
 from torch import nn
 
 from tests.errors.situations import situation
 from torchrec_recstore import RecStoreEmbeddingBag
-from torchrec_recstore.inference import DeltaPublisher, export_delta, export_for_inference, follow, verify
+from torchrec_recstore.inference import DeltaPublisher, export_delta, export_for_inference, follow, library, verify
 
 
 def bags(name: str = "t_item", dim: int = 4) -> RecStoreEmbeddingBag:
@@ -32,6 +33,13 @@ def as_float64() -> None:
 @situation("An unknown index of an export")
 def a_tree(tmp_path: Path) -> None:
     export_for_inference(bags(), tmp_path / "model.pt", index="tree")
+
+
+@situation("A library of served models for another torch")
+def another_torch(tmp_path: Path) -> None:
+    (tmp_path / "_serving.abi3.so").write_bytes(b"recstore serving library for torch 1.0")
+    with mock.patch.object(library, "_FOLDER", tmp_path):
+        library.load_library.__wrapped__()
 
 
 @situation("A dim that does not fit the data type")

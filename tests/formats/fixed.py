@@ -321,18 +321,28 @@ def train_served(model: Served, first: int) -> Served:
     return model.eval()
 
 
-def write_exports(checkpoints: Path, to: Path) -> None:
-    """Writes exports of checkpoints and of models, a delta of each, and the outputs before and after the delta."""
+EXPORT_FORMATS = {"sorted": verification.FORMAT, "hash": verification.HASHED_FORMAT}
+"""The format that is written for each index."""
+
+
+def write_exports(checkpoints: Path, to: Path, index: str) -> None:
+    """Writes exports of checkpoints and of models, a delta of each, and the outputs before and after the delta.
+
+    Args:
+        checkpoints: The directory of :func:`write_model_checkpoints`.
+        to: The directory of the files.
+        index: ``"sorted"`` or ``"hash"``.
+    """
     to.mkdir(parents=True, exist_ok=True)
     values = torch.cat([ids_of(3), ids_of(4), torch.tensor([77])])
     lengths = torch.tensor([[3, 0, 2], [1, 4, 3]])
     for name in ("float32", "int8"):  # and the model's rows are int4
         path, delta = to / f"tables_{name}.pt", to / f"tables_{name}_delta.safetensors"
-        export_checkpoint(checkpoints / "full", path, dtype=DTYPES[name])
+        export_checkpoint(checkpoints / "full", path, dtype=DTYPES[name], index=index)
         export_checkpoint_delta(checkpoints / "delta", delta, base=path)
         _write_answers(path, delta, {"values": values, "lengths": lengths})
     model, path, delta = Served(), to / "model.pt", to / "model_delta.safetensors"
-    export_for_inference(train_served(model, 3), path, dtype=DTYPES["int4"])
+    export_for_inference(train_served(model, 3), path, dtype=DTYPES["int4"], index=index)
     with torch.no_grad():
         model.over.bias.fill_(2.5)
     export_delta(train_served(model, 11), delta, base=path)
@@ -392,7 +402,8 @@ def main(directory: Path) -> None:
     checkpoints.mkdir(parents=True)
     with one_rank():
         write_model_checkpoints(checkpoints)
-        write_exports(checkpoints, directory / f"export_{verification.FORMAT}")
+        for index, number in EXPORT_FORMATS.items():
+            write_exports(checkpoints, directory / f"export_{number}", index)
     write_server_data(checkpoints)
     run_on_ranks(2, partial(write_checkpoints_of_ranks, to=checkpoints))
 
