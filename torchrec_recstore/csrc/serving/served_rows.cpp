@@ -34,38 +34,6 @@ int64_t least_bytes(const RowLayout& layout) {
   return (layout.dim * bits[static_cast<int64_t>(layout.format)] + 7) / 8 + header_bytes(layout.format);
 }
 
-float half_to_float(const char* at) {
-  uint16_t half;
-  std::memcpy(&half, at, sizeof(half));
-  const uint32_t magnitude = (half & 0x7FFFu) << 13;
-  uint32_t bits = magnitude;
-  float value;
-  std::memcpy(&value, &bits, sizeof(value));
-  value *= 0x1p112f;  // the exponents of the two types differ by this; exact, also for denormal numbers
-  std::memcpy(&bits, &value, sizeof(bits));
-  if ((half & 0x7C00u) == 0x7C00u) bits |= 0x7F800000u;
-  bits |= (half & 0x8000u) << 16;
-  std::memcpy(&value, &bits, sizeof(value));
-  return value;
-}
-
-// Calls use(column, value) for the columns of a row, in ascending order.
-template <RowFormat format, class Use>
-void for_each_column(const char* row, int64_t dim, const Use& use) {
-  if constexpr (format == RowFormat::kFloat32) {
-    const auto* values = reinterpret_cast<const float*>(row);
-    for (int64_t c = 0; c < dim; ++c) use(c, values[c]);
-  } else {
-    const float scale = half_to_float(row), bias = half_to_float(row + 2);
-    const auto* bytes = reinterpret_cast<const uint8_t*>(row) + 4;
-    if constexpr (format == RowFormat::kInt8) {
-      for (int64_t c = 0; c < dim; ++c) use(c, static_cast<float>(bytes[c]) * scale + bias);
-    } else {
-      for (int64_t c = 0; c < dim; ++c) use(c, static_cast<float>(bytes[c / 2] >> c % 2 * 4 & 15) * scale + bias);
-    }
-  }
-}
-
 uint64_t hash_of(int64_t id, const char* row, int64_t bytes) {
   uint64_t state = mix(static_cast<uint64_t>(id) ^ 0x9E3779B97F4A7C15u);
   for (int64_t at = 0; at < bytes; at += 8) {
@@ -222,6 +190,14 @@ std::shared_ptr<const ServedRows> ServedRows::build(const RowLayout& layout, con
     if (i + kAhead < count) store->index->prefetch(ids[i + kAhead]);
     if (!store->index->insert(ids[i], static_cast<Slot>(i + 1))) throw OutOfMemory("the index has no place for an id");
     made->checksum_ += hash_of(ids[i], made->row(i + 1), layout.row_bytes);
+  }
+  Slot slots[kFound];
+  for (int64_t first = 0; first < count; first += kFound) {
+    const int64_t n = std::min(kFound, count - first);
+    store->index->find(ids + first, n, slots);
+    for (int64_t i = 0; i < n; ++i) {
+      if (slots[i] != first + i + 1) throw InvalidArgument("the ids have " + std::to_string(ids[first + i]) + " more than once");
+    }
   }
   return made;
 }

@@ -7,10 +7,9 @@
 #include <vector>
 
 #include "id_index.h"
+#include "row_format.h"
 
 namespace recstore {
-
-enum class RowFormat : int64_t { kFloat32 = 0, kFloat16 = 1, kInt8 = 2, kInt4 = 3 };  // FBGEMM's numbers
 
 // How the rows of a table are stored. An int8 or int4 row begins with its scale and its bias, each in float16.
 struct RowLayout {

@@ -1,0 +1,171 @@
+// Versions of a served table beside an oracle: random changes, versions that are not kept, second changes of one version,
+// and threads that read a version while later versions are made.
+
+#include <atomic>
+#include <cstring>
+#include <deque>
+#include <map>
+#include <random>
+#include <set>
+#include <thread>
+#include <vector>
+
+#include "error.h"
+#include "memory.h"
+#include "serving/served_rows.h"
+#include "testing.h"
+
+using namespace recstore;
+
+namespace {
+
+constexpr RowLayout kLayout{RowFormat::kFloat32, 6, 24};
+using Row = std::vector<float>;
+using Oracle = std::map<int64_t, Row>;
+
+struct Version {
+  std::shared_ptr<const ServedRows> rows;
+  Oracle oracle;
+};
+
+Row random_row(std::mt19937_64& random) {
+  Row row(6);
+  for (float& value : row) value = static_cast<float>(random() % 1000);
+  return row;
+}
+
+// Half of the ids are few, so that they change and leave often; the others are any of 64 bits.
+int64_t random_id(std::mt19937_64& random) {
+  return random() % 2 == 0 ? static_cast<int64_t>(random() % 600) - 300 : static_cast<int64_t>(random());
+}
+
+Version built(int64_t count, std::mt19937_64& random) {
+  Version version;
+  while (static_cast<int64_t>(version.oracle.size()) < count) version.oracle[random_id(random)] = random_row(random);
+  auto region = std::make_shared<Region>();
+  region->reserve(static_cast<size_t>((count + 1) * kLayout.row_bytes));
+  auto* to = reinterpret_cast<float*>(region->data());
+  std::fill_n(to, 6, -1.0f);  // the row for ids without a row
+  std::vector<int64_t> ids;
+  for (const auto& [id, row] : version.oracle) {
+    ids.push_back(id);
+    std::copy(row.begin(), row.end(), to += 6);
+  }
+  version.rows = ServedRows::build(kLayout, ids.data(), count, {region->data(), true, region});
+  return version;
+}
+
+Version changed(const Version& before, std::mt19937_64& random, std::shared_ptr<ServedRows>& made) {
+  Version after{nullptr, before.oracle};
+  std::vector<int64_t> ids, removed;
+  std::vector<float> rows;
+  std::set<int64_t> used;
+  for (uint64_t i = random() % 200; i-- > 0;) {
+    const int64_t id = random_id(random);
+    if (!used.insert(id).second) continue;
+    if (random() % 3 == 0) {
+      removed.push_back(id);  // which may have no row
+      after.oracle.erase(id);
+    } else {
+      const Row row = random_row(random);
+      ids.push_back(id);
+      rows.insert(rows.end(), row.begin(), row.end());
+      after.oracle[id] = row;
+    }
+  }
+  made = before.rows->with({ids.data(), reinterpret_cast<const char*>(rows.data()), static_cast<int64_t>(ids.size()), removed.data(),
+                            static_cast<int64_t>(removed.size())});
+  after.rows = made;
+  return after;
+}
+
+void check(const Version& version, std::mt19937_64& random) {
+  const ServedRows& rows = *version.rows;
+  std::vector<int64_t> ids;
+  for (const auto& [id, row] : version.oracle) ids.push_back(id);
+  CHECK(rows.rows() == static_cast<int64_t>(ids.size()));
+  const auto entries = rows.entries();
+  CHECK(entries.size() == ids.size());
+  for (size_t i = 0; i < ids.size(); ++i) CHECK(entries[i].id == ids[i]);
+  for (int i = 0; i < 50; ++i) ids.push_back(random_id(random));
+  std::vector<float> out(ids.size() * 6);
+  rows.lookup(ids.data(), static_cast<int64_t>(ids.size()), out.data());
+  std::vector<char> found(ids.size());
+  rows.contains(ids.data(), static_cast<int64_t>(ids.size()), reinterpret_cast<bool*>(found.data()));
+  for (size_t i = 0; i < ids.size(); ++i) {
+    const auto at = version.oracle.find(ids[i]);
+    CHECK((found[i] != 0) == (at != version.oracle.end()));
+    const Row wanted = at == version.oracle.end() ? Row(6, -1.0f) : at->second;
+    CHECK(std::memcmp(out.data() + i * 6, wanted.data(), 24) == 0);
+  }
+  CHECK(rows.checksum() == rows.recomputed_checksum());
+}
+
+void test_versions() {
+  for (int seed = 0; seed < 8; ++seed) {
+    std::mt19937_64 random(seed);
+    std::deque<Version> versions{built(seed * 300, random)};
+    for (int step = 0; step < 150; ++step) {
+      // Mostly the newest version is changed, sometimes an older one, which copies all rows.
+      const bool newest = random() % 16 != 0;
+      const Version& before = newest ? versions.back() : versions[random() % versions.size()];
+      std::shared_ptr<ServedRows> made;
+      Version after = changed(before, random, made);
+      if (random() % 4 == 0) {
+        check(after, random);  // it is not kept
+        continue;
+      }
+      made->keep();
+      versions.push_back(std::move(after));
+      if (versions.size() > 6) versions.erase(versions.begin() + static_cast<int64_t>(random() % 6));
+      check(versions[random() % versions.size()], random);
+    }
+    for (const Version& version : versions) check(version, random);
+  }
+}
+
+void test_refused_changes() {
+  std::mt19937_64 random(1);
+  const Version version = built(100, random);
+  const int64_t twice[] = {5, 5};
+  const std::vector<float> rows(12);
+  const auto* bytes = reinterpret_cast<const char*>(rows.data());
+  CHECK_THROWS(version.rows->with({twice, bytes, 2, nullptr, 0}), InvalidArgument);
+  CHECK_THROWS(version.rows->with({twice, bytes, 1, twice + 1, 1}), InvalidArgument);
+  CHECK_THROWS(ServedRows::build({RowFormat::kFloat32, 1, 4}, twice, 2, {const_cast<char*>(bytes), false, nullptr}), InvalidArgument);
+  CHECK_THROWS((RowLayout{RowFormat::kFloat32, 6, 20}.check()), InvalidArgument);
+  check(version, random);
+}
+
+void test_readers() {
+  std::mt19937_64 random(2);
+  Version newest = built(2000, random);
+  const Version held = newest;
+  std::atomic<bool> done{false};
+  std::vector<std::thread> readers;
+  for (int t = 0; t < 2; ++t) {
+    readers.emplace_back([&, t] {
+      std::mt19937_64 own(t);
+      do check(held, own);
+      while (!done);
+    });
+  }
+  for (int step = 0; step < 100; ++step) {
+    std::shared_ptr<ServedRows> made;
+    Version after = changed(newest, random, made);
+    made->keep();
+    newest = std::move(after);
+  }
+  done = true;
+  for (std::thread& reader : readers) reader.join();
+  check(newest, random);
+}
+
+}  // namespace
+
+int main() {
+  test_versions();
+  test_refused_changes();
+  test_readers();
+  std::puts("test_serving passed");
+}
