@@ -56,6 +56,7 @@ def test_a_publisher_that_is_killed(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(1800)
 def test_many_publishers_that_are_killed(place: str, tmp_path: Path) -> None:
     kill_publishers(place, tmp_path, kills=20)
 
