@@ -7,8 +7,6 @@ import math
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -155,23 +153,15 @@ class Follower:
         Warns:
             RecStoreWarning: A publication cannot be used. The message has the cause.
         """
-        with self._polling, _scratch() as folder:
+        with self._polling:
             before = self.version
             self._latest = latest = self._source.latest()
             if latest is None:
                 return False
-            if self._at is None:
-                self._load(latest, 0, folder)
-            elif latest.number < self._at.number or (latest.number == self._at.number and latest.run != self._at.run):
-                self._say(f"it has lost publication {self._at.number} and begun anew")
-                self._load(latest, 0, folder)
-            while self._at is not None and self._at.number < latest.number:
-                cause = self._apply(self._at, latest, folder)
-                if cause is not None:
-                    self._say(f"publication {self._at.number + 1} cannot be applied: {cause}")
-                    if not self._load(latest, self._at.number, folder):
-                        break
-            if self._at is not None and (self._at.run, self._at.number) == (latest.run, latest.number):
+            if not self._is_at(latest):
+                with tempfile.TemporaryDirectory(prefix="recstore-follow-") as folder:
+                    self._catch_up(latest, Path(folder))
+            if self._is_at(latest):
                 self._problem = None
                 self._told.clear()
             return self.version != before
@@ -213,6 +203,23 @@ class Follower:
             except Exception as error:
                 self._say(f"it cannot be read at the moment: {_last_line(error)}")
                 self._stop.wait(every_s)
+
+    def _is_at(self, latest: Latest) -> bool:
+        """Returns whether the newest publication is served."""
+        return self._at is not None and (self._at.run, self._at.number) == (latest.run, latest.number)
+
+    def _catch_up(self, latest: Latest, folder: Path) -> None:
+        if self._at is None:
+            self._load(latest, 0, folder)
+        elif latest.number < self._at.number or (latest.number == self._at.number and latest.run != self._at.run):
+            self._say(f"it has lost publication {self._at.number} and begun anew")
+            self._load(latest, 0, folder)
+        while self._at is not None and self._at.number < latest.number:
+            cause = self._apply(self._at, latest, folder)
+            if cause is not None:
+                self._say(f"publication {self._at.number + 1} cannot be applied: {cause}")
+                if not self._load(latest, self._at.number, folder):
+                    break
 
     def _apply(self, at: Publication, latest: Latest, folder: Path) -> str | None:
         """Applies the delta after ``at``. Returns the reason if that is not possible."""
@@ -269,12 +276,6 @@ class Follower:
         if problem not in self._told:
             self._told.add(problem)
             warn_user(f"{self._problem}: the present rows are served until the next full export is loaded")
-
-
-@contextmanager
-def _scratch() -> Iterator[Path]:
-    with tempfile.TemporaryDirectory(prefix="recstore-follow-") as folder:
-        yield Path(folder)
 
 
 def _last_line(error: BaseException) -> str:
