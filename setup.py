@@ -109,7 +109,8 @@ setup(
             "torchrec_recstore._serving",
             sorted(SERVING_CORE + glob.glob(f"{CSRC}/serving/**/*.cpp", recursive=True)),
             depends=sorted(glob.glob(f"{CSRC}/**/*.[hi]*", recursive=True)),
-            extra_compile_args=[*FLAGS, "-Wno-stringop-overflow"],  # GCC 12 warns about torch's headers
+            # torch's headers need C++20 from 2.14 on, and GCC 12 warns about them.
+            extra_compile_args=[*FLAGS, "-std=c++20", "-Wno-stringop-overflow"],
             libraries=["torch", "torch_cpu", "c10"],
             py_limited_api=True,
         ),

@@ -2,11 +2,12 @@
 
     python -m tests.matrix.run [--only torchrec-1-9] [--directory DIR] [--workers 2] [-- PYTEST_ARGUMENT ...]
 
-One wheel is built for all triples. Each triple has a virtual environment in the directory, which is outside the
-repository because other torches than the default's bring gigabytes of CUDA packages. An environment is made once and
-used again until its requirements or its Python change. The tests run in a copy of the repository whose package is the
-installed one. The table has the newest result of each triple with the whole suite but the slow tests: a triple that
-has failed can be run again alone.
+A wheel is built with each triple, because the library of served models fits one minor version of torch. The core of the
+first triple's wheel is used with all triples, which shows that one binary fits them. Each triple has a virtual
+environment in the directory, which is outside the repository because other torches than the default's bring gigabytes
+of CUDA packages. An environment is made once and used again until its requirements or its Python change. The tests run
+in a copy of the repository whose package is the installed one. The table has the newest result of each triple with the
+whole suite but the slow tests: a triple that has failed can be run again alone.
 
 Exit status: 0 if every test of every triple passed, otherwise 1.
 """
@@ -137,7 +138,7 @@ def copy_repository(target: Path) -> None:
 
 
 def build_wheel(directory: Path, source: Path, python: Path) -> Path:
-    """One wheel for every triple: the extension uses the stable ABI of torch and the limited API of Python."""
+    """Builds the wheel with the torch of an environment."""
     built, wheels = directory / "built", directory / "wheels"
     for folder in (built, wheels):
         shutil.rmtree(folder, ignore_errors=True)
@@ -148,10 +149,11 @@ def build_wheel(directory: Path, source: Path, python: Path) -> Path:
     return made
 
 
-def install(wheel: Path, python: Path, copy: Path) -> None:
+def install(wheel: Path, python: Path, copy: Path, core: Path) -> None:
     """Installs the wheel, and replaces the sources in a copy of the repository by links to the installed files.
 
-    The C++ sources stay, because some tests read them and the wheel does not have them.
+    The C++ sources stay, because some tests read them and the wheel does not have them. ``core``, the core of the first
+    triple's wheel, replaces the wheel's own: it is on the stable ABI of torch and the limited API of Python.
     """
     pip = [str(python), "-m", "pip", "--disable-pip-version-check", "--quiet", "install"]
     run([*pip, "--no-deps", "--force-reinstall", str(wheel)])
@@ -163,8 +165,13 @@ def install(wheel: Path, python: Path, copy: Path) -> None:
         if path.is_file() and "csrc" not in path.parts:
             path.unlink()
             path.symlink_to(installed / path.relative_to(copy / PACKAGE))
-    (extension,) = installed.glob("*.so")
-    (copy / PACKAGE / extension.name).symlink_to(extension)
+    (own_core,) = installed.glob("_C*.so")
+    if core.exists():
+        shutil.copy2(core, own_core)
+    else:
+        shutil.copy2(own_core, core)
+    for library in installed.glob("*.so"):
+        (copy / PACKAGE / library.name).symlink_to(library)
 
 
 def run_tests(copy: Path, python: Path, arguments: Sequence[str], workers: int) -> Path:
@@ -292,7 +299,8 @@ def main(arguments: Sequence[str]) -> int:
     copies.mkdir(exist_ok=True)
     if (ROOT.parent / "shared").is_dir() and not (copies / "shared").exists():
         (copies / "shared").symlink_to(ROOT.parent / "shared")  # the data sets, beside each copy
-    wheel = build_wheel(directory, source, environments[triples[0]])
+    core = directory / "core.so"
+    core.unlink(missing_ok=True)
     good = True
     for triple in triples:
         start = time.monotonic()
@@ -300,7 +308,7 @@ def main(arguments: Sequence[str]) -> int:
         copy = copies / triple.extra
         shutil.rmtree(copy, ignore_errors=True)
         shutil.copytree(source, copy)
-        install(wheel, python, copy)
+        install(build_wheel(directory, source, python), python, copy, core)
         print(f"{triple}, Python {'.'.join(map(str, chosen[triple]))}", flush=True)
         report = run_tests(copy, python, asked.pytest or ["-m", "not slow"], asked.workers)
         counts, skips = count(report)
