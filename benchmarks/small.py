@@ -4,7 +4,8 @@
 
 Both collections are wrapped in ``DistributedModelParallel`` on one rank, with row-wise Adagrad and the kernel and
 sharding that TorchRec chooses by default. A step is a forward, a backward and the fused update, on one thread. The two
-sides are interleaved in one process. Prints one JSON row with the microseconds per step and the ratio.
+sides take turns in one process, 50 steps each, as a training loop runs the steps of one model: single steps in turn
+find caches that the other model has filled. Prints one JSON row with the microseconds per step and the ratio.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ def sharded(sharder: EmbeddingBagCollectionSharder, device: str, dim: int, table
 def step_of(
     model: DistributedModelParallel, ids: list[torch.Tensor], tables: int, grad: torch.Tensor
 ) -> Callable[[int], tuple[float]]:
-    """Returns a function that runs a training step, and returns its seconds.
+    """Returns a function that runs a training step of each batch, and returns the mean of their seconds.
 
     Args:
         model: The sharded collection.
@@ -61,11 +62,12 @@ def step_of(
     keys = [f"f{i}" for i in range(tables)]
     lengths = torch.ones(tables * len(grad), dtype=torch.int32)
 
-    def side(i: int) -> tuple[float]:
+    def side(_: int) -> tuple[float]:
         begin = clock()
-        features = KeyedJaggedTensor(keys, ids[i % BATCHES], lengths=lengths)
-        model(features).values().backward(grad)
-        return (clock() - begin,)
+        for batch in ids:
+            features = KeyedJaggedTensor(keys, batch, lengths=lengths)
+            model(features).values().backward(grad)
+        return ((clock() - begin) / len(ids),)
 
     return side
 
@@ -91,8 +93,8 @@ def main() -> None:
     ids = list(torch.randint(0, ROWS, (BATCHES, tables * arguments.batch_size)).unbind(0))
     grad = torch.randn(arguments.batch_size, tables * dim)
     sides = {name: step_of(model, ids, tables, grad) for name, model in models.items()}
-    timings = interleave(sides, arguments.steps, warm_up=2 * BATCHES)
-    # Ratios of consecutive steps, so that a drift of the machine's speed does not matter.
+    timings = interleave(sides, arguments.steps // BATCHES, warm_up=2)
+    # Ratios of consecutive turns, so that a drift of the machine's speed does not matter.
     pairs = zip(timings["stock"], timings["recstore"], strict=True)
     ratio = spread([stock[0] / recstore[0] for stock, recstore in pairs], 1)
     torch.set_num_threads(threads)
