@@ -7,10 +7,12 @@ from typing import Any
 import pytest
 import torch
 from torch.library import opcheck
+from torchrec.distributed.types import ShardingEnv
 
 from torchrec_recstore import ops
 from torchrec_recstore.kernels import PooledKernel
 from torchrec_recstore.options import LRU, Expiry, MinFrequency, TableOptions
+from torchrec_recstore.sharders.agreed_clock import AgreedClock
 from torchrec_recstore.store import Table
 
 IDS = torch.tensor([1, -5, 7])
@@ -26,6 +28,16 @@ def _table() -> int:
 def _bounded() -> int:
     options = TableOptions(max_rows=3, eviction=LRU(), expiry=Expiry(1), admission=MinFrequency(2, 1024))
     _keep.append(Table(4, options=options))
+    return int(_keep[-1].handle)
+
+
+def _timed() -> int:
+    _keep.append(Table(4, options=TableOptions(expiry=Expiry(seconds=1))))
+    return int(_keep[-1].handle)
+
+
+def _clock() -> int:
+    _keep.append(AgreedClock(ShardingEnv.from_local(world_size=1, rank=0), 60, []))
     return int(_keep[-1].handle)
 
 
@@ -66,7 +78,7 @@ def _looked_up() -> tuple[int, torch.Tensor]:
 
 
 CASES: dict[str, Any] = {
-    "table_create": lambda: ("t", 0, 4, 0, False, 0, -1.0, 1.0, 0.0, 2, [1e-8] + [0.0] * 14, 0, False, [0] * 7),
+    "table_create": lambda: ("t", 0, 4, 0, False, 0, -1.0, 1.0, 0.0, 2, [1e-8] + [0.0] * 14, 0, False, [0] * 8),
     "table_destroy": lambda: (ops.table_create("t", range(4), 0, "zeros", ops.ConstantInit(0.0), ops.SGD()),),
     "table_lookup": lambda: (_table(), IDS, True),
     "table_update": lambda: (_table(), IDS, torch.ones(3, 4), 0.1),
@@ -79,6 +91,9 @@ CASES: dict[str, Any] = {
     "table_set_optimizer_steps": lambda: (_table(), 3),
     "table_steps": lambda: (_table(),),
     "table_set_steps": lambda: (_table(), 3),
+    "table_times": lambda: (_timed(),),
+    "table_set_times": lambda: (_timed(), [0, 5, 0, 1, 4]),
+    "table_set_time": lambda: (_timed(), 10, True),
     "table_export": lambda: (_table_of(IDS), IDS),
     "table_import": lambda: (_table(), IDS, *ops.table_export(_table_of(IDS), IDS)),
     "table_exchange_rows": lambda: (_table(), _table()),
@@ -123,6 +138,7 @@ CASES: dict[str, Any] = {
     "mix_ids": lambda: (IDS, False),
     "group_weight_gradients": lambda: (_context(), torch.ones(2, 4)),
     "group_accumulated_backward": lambda: ([_context()], [torch.ones(2, 4)], [0.1]),
+    "agree_on_time": lambda: (_clock(), torch.empty(0)),
     "instruction_set": lambda: (),
     "buffer_pool_bytes": lambda: (),
 }
@@ -219,34 +235,34 @@ def test_native_checks_do_not_rely_on_the_wrappers() -> None:
         (lambda: native.table_update(table, IDS, torch.ones(2, 4), 0.1), "grads"),
         (lambda: native.table_insert(table, IDS, torch.ones(3, 5)), "weights"),
         (
-            lambda: native.table_create("t", 4, 4, 0, False, 0, 0.0, 0.0, 0.0, 0, [0.0] * 15, 0, False, [0] * 7),
+            lambda: native.table_create("t", 4, 4, 0, False, 0, 0.0, 0.0, 0.0, 0, [0.0] * 15, 0, False, [0] * 8),
             "columns",
         ),
-        (lambda: native.table_create("t", 0, 4, 0, False, 9, 0.0, 0.0, 0.0, 0, [0.0] * 15, 0, False, [0] * 7), "init"),
+        (lambda: native.table_create("t", 0, 4, 0, False, 9, 0.0, 0.0, 0.0, 0, [0.0] * 15, 0, False, [0] * 8), "init"),
         (
-            lambda: native.table_create("t", 0, 4, 0, False, 0, 0.0, 0.0, 0.0, 10, [0.0] * 15, 0, False, [0] * 7),
+            lambda: native.table_create("t", 0, 4, 0, False, 0, 0.0, 0.0, 0.0, 10, [0.0] * 15, 0, False, [0] * 8),
             "optimizer must",
         ),
         (
-            lambda: native.table_create("t", 0, 4, 0, False, 0, 0.0, 0.0, 0.0, 0, [0.0] * 3, 0, False, [0] * 7),
+            lambda: native.table_create("t", 0, 4, 0, False, 0, 0.0, 0.0, 0.0, 0, [0.0] * 3, 0, False, [0] * 8),
             "optimizer_numbers",
         ),
         (
-            lambda: native.table_create("t", 0, 4, 0, False, 0, 0.0, 0.0, 0.0, 3, [-1.0] * 15, 0, False, [0] * 7),
+            lambda: native.table_create("t", 0, 4, 0, False, 0, 0.0, 0.0, 0.0, 3, [-1.0] * 15, 0, False, [0] * 8),
             "optimizer_numbers",
         ),
         (
             lambda: native.table_create(
-                "t", 0, 4, 0, False, 0, 0.0, 0.0, 0.0, 3, [0.0] * 4 + [1.0] + [0.0] * 10, 0, False, [0] * 7
+                "t", 0, 4, 0, False, 0, 0.0, 0.0, 0.0, 3, [0.0] * 4 + [1.0] + [0.0] * 10, 0, False, [0] * 8
             ),
             "beta1",
         ),
         (
-            lambda: native.table_create("t", 0, 4, 0, False, 0, 0.0, 0.0, 0.0, 0, [0.0] * 15, 4, False, [0] * 7),
+            lambda: native.table_create("t", 0, 4, 0, False, 0, 0.0, 0.0, 0.0, 0, [0.0] * 15, 4, False, [0] * 8),
             "row_type",
         ),
         (
-            lambda: native.table_create("t", 0, 4, 0, False, 0, 0.0, 0.0, 0.0, 0, [0.0] * 15, 0, False, [-1] * 7),
+            lambda: native.table_create("t", 0, 4, 0, False, 0, 0.0, 0.0, 0.0, 0, [0.0] * 15, 0, False, [-1] * 8),
             "bounds",
         ),
         (lambda: native.table_images(_table_of(IDS), torch.tensor([2])), "id 2 has no row"),
@@ -260,6 +276,11 @@ def test_native_checks_do_not_rely_on_the_wrappers() -> None:
             "already",
         ),
         (lambda: native.table_leaving(_table(), IDS, 3), "max_rows"),
+        (lambda: native.table_set_time(_timed(), -1, True), "time must not be negative"),
+        (lambda: native.table_set_times(_bounded(), [0, 5, 0]), "do not expire after a time"),
+        (lambda: native.table_set_times(_timed(), [0, 5]), "times of the table's steps"),
+        (lambda: native.table_set_times(_timed(), [2, 5, 0]), "times of the table's steps"),
+        (lambda: native.table_set_times(_timed(), [1, 5, 0, 3, 4, 2, 5]), "times of the table's steps"),
         (lambda: native.table_set_sightings(_bounded(), torch.zeros(2, 4, 5, dtype=torch.uint8), 0), "cells"),
         (lambda: native.group_read(_group(), IDS, OFFSETS, None, [], []), "one entry for each table"),
         (lambda: native.group_create([table], [0], [0, 0], False), "routings"),

@@ -71,6 +71,7 @@ if TYPE_CHECKING:
         RecStorePrefetchPipeline,
         RecStoreSharder,
         flush_tables,
+        set_time,
         table_stats,
     )
     from torchrec_recstore.store import ColdStoreError, Table, TableStats
@@ -136,6 +137,7 @@ _MODULES = {
     "load_stock_state_dict": "checkpoint",
     "read_info": "checkpoint",
     "save_checkpoint": "checkpoint",
+    "set_time": "sharders",
     "state_names": "optim",
     "stock_optimizer_state_dict": "checkpoint",
     "stock_state_dict": "checkpoint",
@@ -200,6 +202,7 @@ __all__ = [
     "load_stock_state_dict",
     "read_info",
     "save_checkpoint",
+    "set_time",
     "state_names",
     "stock_optimizer_state_dict",
     "stock_state_dict",

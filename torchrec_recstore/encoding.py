@@ -95,7 +95,11 @@ def encode(value: object, tensors: dict[str, Tensor], where: str = "") -> Any:
         plain = all(isinstance(key, str) and not key.startswith("$") for key in value)
         return dict(items) if plain else {"$dict": [list(item) for item in items]}
     if is_dataclass(value) and _CLASSES.get(type(value).__name__) is type(value):
-        values = {field.name: getattr(value, field.name) for field in fields(value)}
+        values = {
+            field.name: found
+            for field in fields(value)
+            if (found := getattr(value, field.name)) is not None or field.metadata != options.LEFT_OUT_IF_NONE
+        }
         return {"$type": type(value).__name__, **{k: encode(v, tensors, f"{where}/{k}") for k, v in values.items()}}
     raise TypeError(
         f"training_state{where} is of type {type(value).__name__}, which cannot be saved: pass plain values and tensors"

@@ -134,7 +134,8 @@ def _bounds(options: TableOptions) -> list[int]:
         options.max_rows or 0,
         0 if eviction is None else 2 if isinstance(eviction, LFU) else 1,
         (isinstance(eviction, LFU) and eviction.half_life_steps) or 0,
-        0 if options.expiry is None else options.expiry.steps,
+        (options.expiry and options.expiry.steps) or 0,
+        0 if options.expiry is None else options.expiry.microseconds,
         0 if admission is None else admission.count,
         0 if admission is None else admission.counter_bytes,
         int(options.cold_store is not None),
@@ -235,6 +236,17 @@ table_import = cast(Callable[[int, Tensor, Tensor, Tensor, Tensor, Tensor, Tenso
 
 table_exchange_rows = cast(Callable[[int, int], None], _ops.table_exchange_rows.default)
 """(table, other table of the same shape). Exchanges the rows, clocks and changes of two tables without copying them."""
+
+table_times = cast(Callable[[int], list[int]], _ops.table_times.default)
+"""(table) -> the times of the table's steps, by which rows expire; empty if they do not expire after a time. The
+numbers are those of ``WallClock::state`` in csrc/wall_clock.h, and times are microseconds since 1970."""
+
+table_set_times = cast(Callable[[int, list[int]], None], _ops.table_set_times.default)
+"""(table, numbers). Restores what :data:`table_times` returns."""
+
+table_set_time = cast(Callable[[int, int, bool], None], _ops.table_set_time.default)
+"""(table, microseconds since 1970, whether it is the time of the events). Sets the time by which rows expire. A table
+whose rows do not expire after a time ignores it."""
 
 table_is_being_saved = cast(Callable[[int], bool], _ops.table_is_being_saved.default)
 """(table) -> whether the table has a snapshot."""

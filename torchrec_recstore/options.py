@@ -9,6 +9,9 @@ from typing import Literal
 
 from torchrec_recstore.network import check_token, checked_addresses
 
+LEFT_OUT_IF_NONE = {"left out if None": True}
+"""The metadata of a field that files leave out if it is None, so that earlier versions can read them."""
+
 MAX_INIT_ROWS = 2**20
 """The largest ``n`` in the default initializer ``uniform(+-sqrt(1/n))``. Without a limit, ``num_embeddings=2**40``
 would initialize rows to almost zero."""
@@ -123,21 +126,44 @@ class LFU:
 
 @dataclass(frozen=True)
 class Expiry:
-    """Removes the rows that no training step has looked up for more than ``steps`` steps.
+    """Removes the rows that no training step has looked up for more than ``steps`` steps, or ``seconds`` seconds.
+
+    Exactly one of the two is given. Seconds are those of the system's clock, or of the events that the table is trained
+    on if ``torchrec_recstore.set_time`` sets their time.
 
     Args:
         steps: The number of training steps after which an unused row expires. The row is removed at most ``steps / 2``
             steps later.
+        seconds: The time in seconds after which an unused row expires. A training step removes the row at most
+            ``seconds / 2`` later, if steps are made at least every ``seconds / 16``.
 
     Raises:
-        TypeError: ``steps`` is not an int.
-        ValueError: ``steps`` is less than 1.
+        TypeError: ``steps`` is not an int, or ``seconds`` is not a number.
+        ValueError: ``steps`` is less than 1, or ``seconds`` is not positive and finite. Or both are given, or neither.
     """
 
-    steps: int
+    steps: int | None = None
+    seconds: float | None = field(default=None, metadata=LEFT_OUT_IF_NONE)
 
     def __post_init__(self) -> None:
-        _check_int("Expiry", "steps", self.steps, 1)
+        if (self.steps is None) == (self.seconds is None):
+            raise ValueError(f"Expiry needs either steps or seconds, got steps={self.steps}, seconds={self.seconds}")
+        if self.seconds is None:
+            _check_int("Expiry", "steps", self.steps, 1)
+            return
+        if isinstance(self.seconds, bool) or not isinstance(self.seconds, int | float):
+            raise TypeError(f"Expiry.seconds must be a number, got {type(self.seconds).__name__}")
+        _check_finite(self, seconds=self.seconds)
+        if self.seconds <= 0:
+            raise ValueError(f"Expiry.seconds must be positive, got {self.seconds}")
+
+    def __repr__(self) -> str:
+        return f"Expiry(steps={self.steps})" if self.seconds is None else f"Expiry(seconds={self.seconds})"
+
+    @property
+    def microseconds(self) -> int:
+        """``seconds`` in microseconds, at least 1; 0 without ``seconds``."""
+        return 0 if self.seconds is None else max(1, round(min(self.seconds, 2.0**42) * 1e6))
 
 
 @dataclass(frozen=True)
@@ -438,49 +464,3 @@ def default_initializer(options: TableOptions, num_embeddings: int | None = None
         return options.initializer
     bound = math.sqrt(1.0 / min(_expected_ids(options, num_embeddings), MAX_INIT_ROWS))
     return UniformInit(-bound, bound)
-
-
-def options_of_flags(
-    *,
-    max_rows: int | None,
-    eviction: Literal["lru", "lfu"] | None,
-    half_life_steps: int | None,
-    expire_steps: int | None,
-    min_frequency: int | None,
-    cold_store: str | None,
-    seed: int = 0,
-) -> TableOptions:
-    """Returns the options of a table from the flags ``--max-rows``, ``--eviction`` and so on. None: the flag is absent.
-
-    Raises:
-        ValueError: A flag needs another flag that is absent, or has an invalid value.
-    """
-    for flag, number in (
-        ("--max-rows", max_rows),
-        ("--half-life-steps", half_life_steps),
-        ("--expire-steps", expire_steps),
-        ("--min-frequency", min_frequency),
-    ):
-        if number is not None and number < 1:
-            raise ValueError(f"{flag} must be at least 1, got {number}")
-    for flag, value in (("--eviction", eviction), ("--cold-store", cold_store)):
-        if value is not None and max_rows is None:
-            raise ValueError(f"{flag} needs --max-rows: a table without a bound evicts nothing")
-    if half_life_steps is not None and eviction != "lfu":
-        raise ValueError("--half-life-steps needs --eviction lfu")
-    policy: LRU | LFU | None = None
-    if max_rows is not None:
-        policy = LFU(half_life_steps) if eviction == "lfu" else LRU()
-    return TableOptions(
-        seed=seed,
-        max_rows=max_rows,
-        eviction=policy,
-        expiry=None if expire_steps is None else Expiry(expire_steps),
-        admission=None if min_frequency is None else MinFrequency(min_frequency),
-        cold_store=None if cold_store is None else cold_store_of_flag(cold_store),
-    )
-
-
-def cold_store_of_flag(url_or_path: str) -> RedisStore | RocksDBStore:
-    """Returns the options of the cold store that ``--cold-store`` names by a URL (Redis) or a path (RocksDB)."""
-    return RedisStore(url_or_path) if "://" in url_or_path else RocksDBStore(url_or_path)

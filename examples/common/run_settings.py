@@ -9,7 +9,8 @@ from typing import Annotated, Any, Literal
 import typer
 from common.command import DataError
 
-from torchrec_recstore.options import RedisStore, TableOptions, cold_store_of_flag, options_of_flags
+from torchrec_recstore.option_flags import cold_store_of_flag, options_of_flags
+from torchrec_recstore.options import RedisStore, TableOptions
 
 Eviction = Literal["lru", "lfu"]
 Backend = Literal["recstore", "fused"]

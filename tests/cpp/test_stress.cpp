@@ -323,7 +323,7 @@ class Stress {
     const auto pass = begun(cold_group_, data.batch(), data.out.data(), worker.executor);
     pass->backward(data.grad.data(), {0.1f}, nullptr, worker.executor);
     locked(*cold_, [&] {
-      if (!is_expiry_step(*cold_, cold_->clock())) return;
+      if (expired_before(*cold_, cold_->clock()) == 0) return;
       const auto expired = expired_rows(*cold_, cold_->clock(), pinned_slots(*cold_), worker.executor);
       cold_->reserve_leave(static_cast<int64_t>(expired.size()));
       cold_->leave(expired);

@@ -48,7 +48,10 @@ FEATURES = ("f0", "f1", "f2")
 MOST_IDS = 4  # The largest number of ids in a bag.
 CPU = torch.device("cpu")
 META = torch.device("meta")
-BOUNDED = TableOptions(max_rows=64, eviction=LRU(), expiry=Expiry(steps=6), admission=MinFrequency(2))
+OPTIONS = {
+    "bounded": TableOptions(max_rows=64, eviction=LRU(), expiry=Expiry(steps=6), admission=MinFrequency(2)),
+    "timed": TableOptions(expiry=Expiry(seconds=86400)),
+}
 
 
 def bags(prefix: str, pooling: PoolingType = PoolingType.SUM, weighted: bool = False) -> EmbeddingBagCollection:
@@ -82,6 +85,7 @@ KINDS = {
     "weighted": lambda: [bags("weighted", weighted=True)],
     "processed": lambda: [processed("processed")],
     "sequence": lambda: [rows("sequence")],
+    "timed": lambda: [bags("timed")],
     "bounded": lambda: [bags("bounded"), rows("bounded_rows")],
     "pooled": lambda: [bags("sum"), bags("mean", PoolingType.MEAN), processed("processed")],
     "several": lambda: [bags("sum"), bags("mean", PoolingType.MEAN), processed("processed"), rows("one"), rows("two")],
@@ -132,7 +136,7 @@ def build(kind: str, world_size: int) -> tuple[DistributedModelParallel, torch.o
         RecStoreEmbeddingCollectionSharder(fused_params=dict(params)),
         RecStoreFeatureProcessedEmbeddingBagCollectionSharder(ebc_sharder=RecStoreSharder(fused_params=dict(params))),
     ]
-    options = BOUNDED if kind == "bounded" else TableOptions()
+    options = OPTIONS.get(kind, TableOptions())
     names = [config.name for each in model.modules() for config in configs_of(each)]
     constraints = {name: RecStoreConstraints(sharding_types=[SHARDINGS[name[-2:]]], options=options) for name in names}
     planner = RecStorePlanner(
@@ -200,6 +204,7 @@ def compiled_equals_eager(
             assert same(torch.stack(losses), torch.stack(wanted)), (kind, road, losses, wanted)
             assert unique > 0
             assert table_stats(eager) == table_stats(compiled), (kind, road)
+            assert all(len(table.times()) > 3 for table in tables_of(compiled)) or kind != "timed"
             for one, other in zip(tables_of(eager), tables_of(compiled), strict=True):
                 assert torch.equal(one.ids(), other.ids())
                 pairs = [ops.table_export(table.handle, table.ids()) for table in (one, other)]
@@ -227,7 +232,9 @@ def test_one_rank(backend: str, kinds: tuple[str, ...]) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(1500)
-@pytest.mark.parametrize(("backend", "kinds"), [("aot_eager", ("pooled", "weighted")), ("inductor", ("pooled",))])
+@pytest.mark.parametrize(
+    ("backend", "kinds"), [("aot_eager", ("pooled", "weighted", "timed")), ("inductor", ("pooled",))]
+)
 def test_two_ranks(backend: str, kinds: tuple[str, ...]) -> None:
     run_on_ranks(2, partial(compiled_equals_eager, kinds=kinds, backend=backend, roads=("pipeline",), steps=20))
 

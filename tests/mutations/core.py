@@ -165,10 +165,19 @@ BOUNDS = [
     ),
     Mutation(
         f"{CSRC}/eviction.cpp",
-        "const int64_t oldest = step - table.config().bounds.expiry;",
-        "const int64_t oldest = step - table.config().bounds.expiry + 1;",
+        "return expires ? std::max<int64_t>(0, step - expiry) : 0;",
+        "return expires ? std::max<int64_t>(0, step - expiry + 1) : 0;",
         ["tests/store/test_expiry.py"],
         "Rows expire a step too early.",
+    ),
+    Mutation(
+        f"{CSRC}/wall_clock.cpp",
+        "for (size_t i = 0; i < entries_ && now - ticks_[i].time > expiry_; ++i) "
+        "expired_before = std::max(expired_before, ticks_[i].step);",
+        "for (size_t i = 0; i < entries_ && now - ticks_[i].time > expiry_; ++i) "
+        "expired_before = std::max(expired_before, ticks_[i].step + 1);",
+        ["tests/store/test_wall_clock.py"],
+        "Rows expire although a step has looked them up at the time of a tick.",
     ),
     Mutation(
         f"{CSRC}/eviction.cpp",

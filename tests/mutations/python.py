@@ -40,7 +40,7 @@ BOUNDS = [
     ),
     Mutation(
         f"{PACKAGE}/store/cold_tier.py",
-        "parts.append(some[(last_steps(images) >= self.expired_before) & ~among(some, self.dead)])",
+        "parts.append(some[(last_steps(images) >= self.expiry.before) & ~among(some, self.dead)])",
         "parts.append(some[~among(some, self.dead)])",
         ["tests/store/test_tier.py"],
         "Cold rows that have expired are still listed.",

@@ -83,6 +83,35 @@ class SightingsInfo:
 
 
 @dataclass(frozen=True)
+class TimesInfo:
+    """The times of a table's steps, by which its rows expire. Times are microseconds since 1970.
+
+    Args:
+        of_events: Whether the times are those of the events, which ``set_time`` has set, or of the system's clock.
+        now: The time of the save; with ``of_events``, the time that was set last.
+        expired_before: The rows whose last step is earlier than this step have expired.
+        ticks: Pairs of a step and a time, ascending: all steps before this step were made before this time.
+    """
+
+    of_events: bool
+    now: int
+    expired_before: int
+    ticks: tuple[tuple[int, int], ...]
+
+    @classmethod
+    def of(cls, times: Sequence[int]) -> TimesInfo | None:
+        """Returns the numbers of ``ops.table_times`` in this form; None if there are none."""
+        if not times:
+            return None
+        of_events, now, expired_before, *ticks = times
+        return cls(bool(of_events), now, expired_before, tuple(zip(ticks[::2], ticks[1::2], strict=True)))
+
+    def numbers(self) -> list[int]:
+        """Returns the numbers in the form of ``ops.table_times``."""
+        return [int(self.of_events), self.now, self.expired_before, *(number for tick in self.ticks for number in tick)]
+
+
+@dataclass(frozen=True)
 class TableInfo:
     """The metadata of a table in a checkpoint.
 
@@ -101,6 +130,7 @@ class TableInfo:
             all ids that the table has at the delta (``"stay"``).
         removed: The files with ids and no rows. Empty if no id left.
         sightings: The files with the counts of admission, one for each shard. A delta has all counts, too.
+        times: The times of the steps, if rows expire after a time. Otherwise None.
     """
 
     dim: int
@@ -115,6 +145,7 @@ class TableInfo:
     removal: Literal["left", "stay"] = "left"
     removed: tuple[PartInfo, ...] = ()
     sightings: tuple[SightingsInfo, ...] = ()
+    times: TimesInfo | None = None
 
 
 @dataclass(frozen=True)
@@ -171,7 +202,7 @@ def _metadata_bytes(info: CheckpointInfo, training_state: Any) -> tuple[bytes, s
     """Returns the bytes of ``metadata.json`` and their checksum."""
     tables = {
         name: {
-            **asdict(table),
+            **{key: value for key, value in asdict(table).items() if key != "times" or value is not None},
             "optimizer": encode(table.optimizer, {}),
             "options": encode(table.options, {}),
         }
@@ -315,6 +346,7 @@ def _checksum(text: bytes) -> str | None:
 
 def _table(name: str, entry: dict[str, Any]) -> TableInfo:
     where = f"table {name!r}"
+    times = entry.get("times")
     values = {
         "optimizer": decode(entry["optimizer"], {}),
         "options": decode(entry["options"], {}),
@@ -322,8 +354,14 @@ def _table(name: str, entry: dict[str, Any]) -> TableInfo:
         "parts": tuple(_part(where, part) for part in entry["parts"]),
         "removed": tuple(_part(where, part) for part in entry["removed"]),
         "sightings": tuple(_entry(f"sightings of {where}", SightingsInfo, file) for file in entry.get("sightings", ())),
+        "times": None if times is None else _times(f"times of {where}", times),
     }
     return _entry(where, TableInfo, {**entry, **values})
+
+
+def _times(where: str, entry: dict[str, Any]) -> TimesInfo:
+    ticks = tuple((int(step), int(time)) for step, time in entry["ticks"])
+    return _entry(where, TimesInfo, {**entry, "ticks": ticks})
 
 
 def _part(table: str, entry: dict[str, Any]) -> PartInfo:

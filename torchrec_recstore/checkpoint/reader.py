@@ -107,6 +107,8 @@ def load_rows(
     """
     last = chain[-1].tables[name]
     table.steps = last.steps  # This comes first: eviction computes the age of the rows from it.
+    if last.times is not None:
+        table.set_times(last.times.numbers())
     for info in chain:
         if name not in info.tables:
             continue  # The table was added after this checkpoint was saved.

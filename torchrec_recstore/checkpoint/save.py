@@ -236,6 +236,7 @@ class _Save:
                                 undo.enter_context(shard.table.snapshot(since)),
                                 replace(table.state.options, cold_store=None),
                                 shard.table.sightings(),
+                                shard.table.times(),
                             )
                         )
                 if polite:  # Training changes the tensors while the copies are written.
@@ -368,6 +369,8 @@ def _merged(infos: Sequence[TableInfo | None]) -> TableInfo:
         parts=tuple(part for info in known for part in info.parts),
         removed=tuple(part for info in known for part in info.removed),
         sightings=tuple(file for info in known for file in info.sightings),
+        # The shards have the same ticks. Their clocks differ a little.
+        times=max((info.times for info in known if info.times is not None), key=lambda times: times.now, default=None),
     )
 
 

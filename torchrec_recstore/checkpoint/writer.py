@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -17,7 +17,14 @@ from torch import Tensor
 
 from torchrec_recstore.checkpoint.destination import Destination
 from torchrec_recstore.checkpoint.files import FileInfo, write_tensors
-from torchrec_recstore.checkpoint.info import CheckpointInfo, PartInfo, SightingsInfo, TableInfo, write_metadata
+from torchrec_recstore.checkpoint.info import (
+    CheckpointInfo,
+    PartInfo,
+    SightingsInfo,
+    TableInfo,
+    TimesInfo,
+    write_metadata,
+)
 from torchrec_recstore.optim import Optimizer, state_names
 from torchrec_recstore.options import TableOptions
 from torchrec_recstore.store import Snapshot, Table
@@ -213,6 +220,7 @@ class SavedShard:
         snapshot: A snapshot of the shard's rows. In a delta: of the rows that have changed.
         options: The options of the whole table, without its cold store.
         sightings: The counts of the shard's admission; see :meth:`Table.sightings`.
+        times: The times of the shard's steps; see ``ops.table_times``.
         ids: All ids that have a row, where the delta lists the ids that stay. Otherwise None.
     """
 
@@ -221,6 +229,7 @@ class SavedShard:
     snapshot: Snapshot
     options: TableOptions
     sightings: tuple[Tensor, int]
+    times: Sequence[int]
     ids: Tensor | None = None
 
 
@@ -268,6 +277,7 @@ def write_shard(
         removal=removal,
         removed=removed,
         sightings=sightings,
+        times=TimesInfo.of(shard.times),
     )
 
 

@@ -49,6 +49,10 @@ def serve(
     expire_steps: Annotated[
         int | None, typer.Option(help="Delete rows that were not updated for this many steps.", rich_help_panel=BOUNDS)
     ] = None,
+    expire_seconds: Annotated[
+        float | None,
+        typer.Option(help="Delete rows that were not updated for this many seconds.", rich_help_panel=BOUNDS),
+    ] = None,
     min_frequency: Annotated[
         int | None, typer.Option(help="Number of updates with an id before it gets a row.", rich_help_panel=BOUNDS)
     ] = None,
@@ -88,7 +92,7 @@ def serve(
             from torchrec_recstore.service.serve import serve as run
         except ModuleNotFoundError as error:
             raise ValueError(f"{error.name} is missing: pip install 'torchrec-recstore[service]'") from None
-        from torchrec_recstore.options import options_of_flags
+        from torchrec_recstore.option_flags import options_of_flags
         from torchrec_recstore.service.hosted import limits_of
 
         listening = listen_options(listen, tls_cert, tls_key, client_ca, token_file, metrics)
@@ -97,6 +101,7 @@ def serve(
             eviction=eviction,
             half_life_steps=half_life_steps,
             expire_steps=expire_steps,
+            expire_seconds=expire_seconds,
             min_frequency=min_frequency,
             cold_store=cold_store,
         )

@@ -96,9 +96,11 @@ void bring_back(Table& table, const int64_t* ids, int64_t n, const char* images,
 }
 
 std::vector<int64_t> expired_ids(const Table& table, Executor& executor) {
-  if (table.config().bounds.expiry == 0) return {};
+  const int64_t expiry = table.config().bounds.expiry;
+  const int64_t before = table.wall_clock() != nullptr ? table.wall_clock()->expired_before() : expiry > 0 ? table.clock() - expiry : 0;
+  if (before <= 0) return {};
   std::vector<int64_t> ids;
-  for (const Leaver& row : expired_rows(table, table.clock(), pinned_slots(table), executor)) ids.push_back(row.id);
+  for (const Leaver& row : expired_rows(table, before, pinned_slots(table), executor)) ids.push_back(row.id);
   return ids;
 }
 

@@ -162,15 +162,15 @@ int64_t leaving_at_once(const Table& table, int64_t needed) {
   return std::max(needed, table.config().bounds.max_rows / kPart);
 }
 
-bool is_expiry_step(const Table& table, int64_t step) {
+int64_t expired_before(const Table& table, int64_t step) {
   const int64_t expiry = table.config().bounds.expiry;
-  return expiry > 0 && step % std::max<int64_t>(1, expiry / kExpiryParts) == 0;
+  const bool expires = expiry > 0 && step % std::max<int64_t>(1, expiry / kExpiryParts) == 0;
+  return expires ? std::max<int64_t>(0, step - expiry) : 0;
 }
 
-std::vector<Leaver> expired_rows(const Table& table, int64_t step, const SlotSet& kept, Executor& executor) {
+std::vector<Leaver> expired_rows(const Table& table, int64_t before, const SlotSet& kept, Executor& executor) {
   const Rows& rows = table.rows();
-  const int64_t oldest = step - table.config().bounds.expiry;  // last step of a row that stays
-  SlotSet old = slots_where(rows, executor, [&](Slot slot) { return int64_t{rows.meta(slot).last_step} < oldest; });
+  SlotSet old = slots_where(rows, executor, [&](Slot slot) { return int64_t{rows.meta(slot).last_step} < before; });
   rows.for_each_free([&](Slot slot) { old.remove(slot); });
   old.remove(kept);
   if (old.empty()) return {};

@@ -27,12 +27,13 @@ std::vector<Leaver> least_rows(const Table& table, const SlotSet& kept, int64_t 
 // a fixed part of max_rows is evicted.
 int64_t leaving_at_once(const Table& table, int64_t needed);
 
-// Whether expired rows are removed after step number `step`. Only the number decides, so that all shards, and a run
-// that was resumed, remove the same rows.
-bool is_expiry_step(const Table& table, int64_t step);
-// Returns the rows that have expired at step number `step`, among the rows whose slots are not in `kept`. The caller
+// Returns the step such that the rows whose last step is earlier expire in step number `step`, by Bounds::expiry; 0 if
+// no rows expire in this step. Only the number decides, so that all shards, and a run that was resumed, remove the same
+// rows. Of Bounds::expiry_time, the table's wall_clock() decides.
+int64_t expired_before(const Table& table, int64_t step);
+// Returns the rows whose last step is earlier than `before`, among the rows whose slots are not in `kept`. The caller
 // holds the lock.
-std::vector<Leaver> expired_rows(const Table& table, int64_t step, const SlotSet& kept, Executor& executor);
+std::vector<Leaver> expired_rows(const Table& table, int64_t before, const SlotSet& kept, Executor& executor);
 
 // Returns the slots of rows that pending passes refer to. The caller holds the lock.
 SlotSet pinned_slots(const Table& table);

@@ -66,6 +66,7 @@ class Lookup {
     insertions_.resize(n);
     arrivals_.resize(n);
     expired_.resize(n);
+    ticks_.resize(n);
     for_each_task(executor_, static_cast<int64_t>(tasks_.size()), [&](int64_t t) {
       resolve_and_pool(tasks_[t]);
       const int64_t table = table_number(tasks_[t]);
@@ -96,6 +97,7 @@ class Lookup {
         table.counters().misses += made;
         table.counters().inserts += made;
       }
+      if (ticks_[t].has_value()) table.wall_clock()->add(*ticks_[t]);
       table.leave(expired_[t]);
       table.counters().expired += static_cast<int64_t>(expired_[t].size());
     }
@@ -150,13 +152,15 @@ class Lookup {
         arrivals_[t]->plan([&](SlotSet& pinned) { pin(static_cast<int64_t>(t), pinned); }, executor_);
       }
       const int64_t step = table.clock() + 1;
-      if (!is_expiry_step(table, step) || table.config().bounds.cold_store) continue;  // the owner of the cold store expires its rows
+      if (table.wall_clock() != nullptr) ticks_[t] = table.wall_clock()->due(step);
+      const int64_t before = ticks_[t].has_value() ? ticks_[t]->expired_before : expired_before(table, step);
+      if (before == 0 || table.config().bounds.cold_store) continue;  // the owner of the cold store expires its rows
       SlotSet kept = pinned_slots(table);
       pin(static_cast<int64_t>(t), kept);
       if (arrivals_[t].has_value()) {
         for (const Leaver& row : arrivals_[t]->leavers()) kept.add(row.slot);
       }
-      expired_[t] = expired_rows(table, step, kept, executor_);
+      expired_[t] = expired_rows(table, before, kept, executor_);
     }
   }
   void prepare_rest() {
@@ -334,6 +338,7 @@ class Lookup {
   std::vector<std::optional<Insertion>> insertions_;  // by table, in training
   std::vector<std::optional<Arrivals>> arrivals_;     // by table; only tables whose bounds limit new rows have one
   std::vector<std::vector<Leaver>> expired_;          // by table
+  std::vector<std::optional<WallClock::Tick>> ticks_;  // by table
   std::optional<InsertionTasks> rest_;                // insertions that complete() has not done
   std::vector<const Task*> incomplete_;               // tasks whose bags are pooled again after rest_ has run
 };

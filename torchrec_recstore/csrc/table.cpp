@@ -31,6 +31,7 @@ Table::Table(TableConfig config)
       image_bytes_(rows_.row_bytes() + static_cast<int64_t>(sizeof(RowMeta))),
       initializer_(config_),
       cold_filter_(config_.bounds.max_rows) {
+  if (config_.bounds.expiry_time > 0) wall_clock_.emplace(config_.bounds.expiry_time);
   if (config_.bounds.min_frequency > 1) sightings_.emplace(config_.bounds.counter_bytes);
 }
 
@@ -158,6 +159,7 @@ void Table::exchange_rows(Table& other) {
   std::swap(optimizer_steps_, other.optimizer_steps_);
   std::swap(counters_.steps, other.counters_.steps);
   std::swap(sightings_, other.sightings_);
+  if (wall_clock_) wall_clock_->exchange(*other.wall_clock_);
   std::swap(cold_filter_, other.cold_filter_);
   next_position_ = other.next_position_ = 0;
   for (Table* table : {this, &other}) {
@@ -170,6 +172,11 @@ void Table::ids(int64_t* out) const {
   int64_t* end = out;
   index_.for_each([&](int64_t id, Slot) { *end++ = id; });
   std::sort(out, end);
+}
+
+void Table::set_clock(int64_t steps) noexcept {
+  counters_.steps = steps;
+  if (wall_clock_) wall_clock_->set_steps(steps);
 }
 
 uint32_t Table::begin_step() { return static_cast<uint32_t>(++counters_.steps); }

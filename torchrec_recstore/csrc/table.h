@@ -17,6 +17,7 @@
 #include "sets.h"
 #include "sightings.h"
 #include "vacated.h"
+#include "wall_clock.h"
 
 namespace recstore {
 
@@ -95,10 +96,14 @@ class Table {
   int64_t image_bytes() const { return image_bytes_; }
   // Number of training lookups, which is the clock of the rows' last steps.
   int64_t clock() const { return counters_.steps; }
+  void set_clock(int64_t steps) noexcept;
 
   // The counts of ids that admission refuses; null if the table has no admission.
   Sightings* sightings() { return sightings_ ? &*sightings_ : nullptr; }
   const Sightings* sightings() const { return sightings_ ? &*sightings_ : nullptr; }
+  // The clock by which rows expire; null if rows do not expire after a time.
+  WallClock* wall_clock() { return wall_clock_ ? &*wall_clock_ : nullptr; }
+  const WallClock* wall_clock() const { return wall_clock_ ? &*wall_clock_ : nullptr; }
   // Tells which ids may be in the cold store.
   ColdFilter& cold_filter() { return cold_filter_; }
   const ColdFilter& cold_filter() const { return cold_filter_; }
@@ -169,6 +174,7 @@ class Table {
   Counters counters_;
   int64_t optimizer_steps_ = 0;
   std::optional<Sightings> sightings_;
+  std::optional<WallClock> wall_clock_;
   ColdFilter cold_filter_;
   Snapshot* snapshot_ = nullptr;
   Vacated vacated_;

@@ -97,7 +97,8 @@ def _restored(arguments: Mapping[str, Any], state: Mapping[str, Tensor]) -> Owne
 def state_keys(table: Table) -> list[str]:
     """Returns the keys of :func:`table_state`."""
     keys = ["weight", "weight_id", *state_names(table.optimizer), "last_step", "frequency", "steps", "clock"]
-    return [*keys, "sightings", "sightings_taken"] if _counts_sightings(table) else keys
+    keys += ["sightings", "sightings_taken"] if _counts_sightings(table) else []
+    return [*keys, "times"] if table.times() else keys
 
 
 def table_state(table: Table) -> dict[str, Tensor]:
@@ -107,7 +108,8 @@ def table_state(table: Table) -> dict[str, Tensor]:
         ``weight``, (R, dim) of the dtype of lookups; ``weight_id``, (R,) int64, ascending; the optimizer's states by
         name (:func:`torchrec_recstore.optim.state_names`); ``last_step`` and ``frequency``, (R,) int64; ``steps``, ()
         int64, the number of updates; ``clock``, () int64, the number of training lookups. If admission counts
-        sightings: ``sightings``, (2, 4, N) uint8, and ``sightings_taken``, () int64.
+        sightings: ``sightings``, (2, 4, N) uint8, and ``sightings_taken``, () int64. If rows expire after a time:
+        ``times``, (T,) int64, see ``ops.table_times``.
     """
     ids = table.ids()
     whole: dict[str, Tensor] = {}
@@ -175,11 +177,15 @@ def _clocks(table: Table) -> dict[str, Tensor]:
     if _counts_sightings(table):
         cells, taken = table.sightings()
         state["sightings"], state["sightings_taken"] = cells, torch.tensor(taken)
+    if times := table.times():
+        state["times"] = torch.tensor(times)
     return state
 
 
 def _set_clocks(table: Table, state: Mapping[str, Tensor]) -> None:
     table.steps, table.optimizer_steps = int(state["clock"]), int(state["steps"])
+    if "times" in state:
+        table.set_times(state["times"].tolist())
     if "sightings" in state and _counts_sightings(table):
         table.set_sightings(state["sightings"], int(state["sightings_taken"]))
 
@@ -229,6 +235,8 @@ def _checked(table: Table, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
         if key in floats:
             value = value.to(table.dtype if key == "weight" and value.dtype is table.dtype else torch.float32)
         whole[key] = value
+    if "times" in state:
+        whole["times"] = _whole("times", state["times"]).detach().to("cpu", torch.int64).flatten()
     ids = whole["weight_id"]
     if ids.dtype is not torch.int64:
         raise ValueError(f"weight_id must be int64, got {ids.dtype}")

@@ -261,8 +261,9 @@ class TableModule(RefusesQuantization, nn.Module):
             )
             return
         # A state with weights only comes from a module of torch: row i is the row of id i, and no other key is missing.
+        # The times of the steps are missing if the rows did not expire after a time when the state was made.
         if strict and len(own) > 1:
-            missing_keys.extend(prefix + key for key in keys if key not in own)
+            missing_keys.extend(prefix + key for key in keys if key not in own and key != "times")
         try:
             load_table_state(self._owned.table, own)
             self._copies.forget(self._arguments["name"], "state_dict")

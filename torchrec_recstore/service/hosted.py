@@ -299,6 +299,7 @@ class HostedBackend:
                     snapshots.enter_context(hosted.table.snapshot()),
                     hosted.spec.options,
                     hosted.table.sightings(),
+                    hosted.table.times(),
                 )
                 for hosted in saved.values()
             ]

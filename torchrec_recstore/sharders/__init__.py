@@ -9,6 +9,7 @@ from torchrec_recstore.sharders.embedding import (
     RecStoreShardedEmbeddingCollection,
 )
 from torchrec_recstore.sharders.embeddingbag import RecStoreShardedEmbeddingBagCollection, RecStoreSharder
+from torchrec_recstore.sharders.event_time import set_time
 from torchrec_recstore.sharders.fp_embeddingbag import RecStoreFeatureProcessedEmbeddingBagCollectionSharder
 from torchrec_recstore.sharders.model_tables import flush_tables, table_stats
 from torchrec_recstore.sharders.perf import register_kernel
@@ -29,5 +30,6 @@ __all__ = [
     "RecStoreShardedEmbeddingCollection",
     "RecStoreSharder",
     "flush_tables",
+    "set_time",
     "table_stats",
 ]

@@ -26,6 +26,7 @@ from torchrec_recstore import ops
 from torchrec_recstore.optim import Optimizer
 from torchrec_recstore.options import shard_options
 from torchrec_recstore.quantization import RefusesQuantization
+from torchrec_recstore.sharders.agreed_clock import AgreedClock
 from torchrec_recstore.sharders.delta_tracker import Record
 from torchrec_recstore.sharders.fused_params import optimizer_from_fused_params
 from torchrec_recstore.sharders.gather import refused_together
@@ -128,6 +129,7 @@ class RecStoreCollection(RefusesQuantization, CollectionSeams):
     recstore_state: ModuleState
     """The rows of this module's RecStore tables, for ``state_dict`` and checkpoints."""
     _copies: GivenCopies
+    _wall_clock: AgreedClock | None = None
 
     def recstore_table_names(self) -> list[str]:
         """Returns the names of the RecStore tables of the plan, in the order of the configs, the same on every rank."""
@@ -198,6 +200,20 @@ class RecStoreCollection(RefusesQuantization, CollectionSeams):
         with self.hidden_configs(self.recstore_table_names()):
             return super().input_dist(ctx, features)
 
+    def compute(self, ctx: Any, dist_input: Any) -> Any:
+        """Looks up the batch, as TorchRec's method does, in a step of all ranks."""
+        self._begin_step()
+        return super().compute(ctx, dist_input)
+
+    def compute_and_output_dist(self, ctx: Any, input: Any) -> Any:
+        """Looks up the batch and distributes the results, as TorchRec's method does, in a step of all ranks."""
+        self._begin_step()
+        return super().compute_and_output_dist(ctx, input)
+
+    def _begin_step(self) -> None:
+        if self._wall_clock is not None and self.training and torch.is_grad_enabled():
+            self._wall_clock.begin_step()
+
     def register_post_lookup_tracker_fn(self, record_fn: Record) -> None:
         """Registers a function that is called after each lookup. TorchRec's trackers of ids and embeddings call this.
 
@@ -252,6 +268,10 @@ class RecStoreCollection(RefusesQuantization, CollectionSeams):
     def make_state(self, fused_optimizer: CombinedOptimizer) -> CombinedOptimizer:
         """Makes :attr:`recstore_state` and returns the fused optimizer with the states of the RecStore tables."""
         states = self._table_states()
+        expiries = [state.options.expiry for state in states.values()]
+        seconds = [each.seconds for each in expiries if each is not None and each.seconds is not None]
+        if seconds and self.ranks_env.world_size > 1:
+            self._wall_clock = AgreedClock(self.ranks_env, min(seconds), self.recstore_tables())
         self.recstore_state = ModuleState(self, self._tables_name, states, self.ranks_env, self._copies)
         return self.recstore_state.optimizer_with_states(fused_optimizer)
 

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
 
+from torchrec_recstore.ops import RowTensors
 from torchrec_recstore.optim import Optimizer
 from torchrec_recstore.options import TableOptions
 from torchrec_recstore.row_types import ROW_DTYPES, as_stored, stored_columns, value_dtype
@@ -94,6 +95,57 @@ def check_weights(weight: object, shape: tuple[int, int], dtype: torch.dtype) ->
         check_rows(weight, "weight", shape, [torch.float32, value_dtype(dtype)])
     assert isinstance(weight, Tensor)
     return as_stored(weight.detach(), dtype)
+
+
+def check_whole_rows(
+    rows: Mapping[str, Tensor], shape: tuple[int, int], dtype: torch.dtype, states: Mapping[str, str]
+) -> RowTensors:
+    """Returns whole rows in the form of ``ops.table_import``.
+
+    Args:
+        rows: The rows; see :meth:`~torchrec_recstore.store.Table.write_rows`.
+        shape: (N, columns). The shape of the weights.
+        dtype: The dtype of the table.
+        states: The optimizer's states; see :func:`torchrec_recstore.optim.state_names`.
+
+    Raises:
+        TypeError: A tensor has another dtype.
+        ValueError: A key is missing or unknown, or a tensor has another shape.
+    """
+    expected = ["weight", *states, "last_step", "frequency"]
+    if set(rows) != set(expected):
+        raise ValueError(f"rows must have the keys {', '.join(expected)}, got {', '.join(rows)}")
+    elements = [name for name, kind in states.items() if kind == "element"]
+    weight = check_weights(rows["weight"], shape, dtype)
+    for name in elements:
+        check_rows(rows[name], name, shape, [torch.float32])
+    for name in expected:
+        if name not in elements and name != "weight" and tuple(rows[name].shape) != shape[:1]:
+            raise ValueError(f"{name} must have the shape ({shape[0]},), got {tuple(rows[name].shape)}")
+    row_wise = [rows[name] for name, kind in states.items() if kind == "row"] or [torch.zeros(shape[0])]
+    of_elements = [rows[name].detach() for name in elements]
+    stacked = torch.stack(of_elements) if of_elements else torch.empty(0, *shape)
+    return weight, stacked, row_wise[0].detach().float(), rows["last_step"], rows["frequency"]
+
+
+def plain_rows(rows: Tensor) -> Tensor:
+    """Returns ``rows`` as float32 outside of autograd."""
+    rows = rows.detach() if rows.requires_grad else rows
+    return rows if rows.dtype is torch.float32 else rows.float()
+
+
+def check_time(unix_seconds: object) -> int:
+    """Returns a time as microseconds since 1970.
+
+    Raises:
+        TypeError: ``unix_seconds`` is not a number.
+        ValueError: ``unix_seconds`` is negative or not finite, or later than any time in microseconds.
+    """
+    if isinstance(unix_seconds, bool) or not isinstance(unix_seconds, int | float):
+        raise TypeError(f"unix_seconds must be a number, got {type(unix_seconds).__name__}")
+    if not 0 <= unix_seconds < 2**42:
+        raise ValueError(f"unix_seconds must be a time in seconds since 1970, got {unix_seconds}")
+    return round(unix_seconds * 1e6)
 
 
 def check_table(

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from typing import cast
@@ -15,6 +15,7 @@ from torchrec_recstore.options import TableOptions, is_shared
 from torchrec_recstore.row_types import values
 from torchrec_recstore.store.arguments import among
 from torchrec_recstore.store.cold_backends import open_cold_store
+from torchrec_recstore.store.cold_expiry import ColdExpiry
 from torchrec_recstore.store.cold_store import (
     ColdStore,
     ColdStoreError,
@@ -24,6 +25,7 @@ from torchrec_recstore.store.cold_store import (
     with_last_steps_up_to,
 )
 from torchrec_recstore.store.memory_tier import Arrival, MemoryTier
+from torchrec_recstore.store.process_lock import ProcessLock
 
 _PART = 1 << 16  # the number of ids in one read of a call that may read all rows of a table
 _KNOWN_MARKS = 127  # the number of marks that csrc/changes.h remembers
@@ -69,21 +71,16 @@ class ColdTier(MemoryTier):
         self.shared = is_shared(options.cold_store)
         self._owned = owned
         self._written: int | None = None  # the mark of the last flush: later changes are not in the shared store
-        # Rows expire in the steps that are multiples of _every: see is_expiry_step() in csrc/eviction.h.
-        self._expiry = 0 if options.expiry is None else options.expiry.steps
-        self._every = max(1, self._expiry // 4)
+        self.expiry = ColdExpiry(handle, options.expiry)
+        """The number of rows in the store, and when they expire."""
         self._max_rows = options.max_rows or 0
         self._process = os.getpid()
-        self.lock = _ProcessLock(handle)
+        self.lock = ProcessLock(handle)
         # The store takes one call at a time, and prefetch() calls it without holding self.lock.
         self._calls = threading.Lock()
         self.store: ColdStore = open_cold_store(options.cold_store, name=name, row_bytes=self.image_bytes)
-        # The number of rows that are in the store and not in memory, by the expiry time of _counted().
-        self._counts: Counter[int] = Counter()
         self.dead = torch.empty(0, dtype=torch.int64)
         """(n,) int64, ascending. The ids of rows in the store that are invalid and that have yet to be deleted."""
-        self.expired_before = 0
-        """A row in the store has expired if its last step is earlier than this step."""
         self._staged: deque[tuple[Tensor, Tensor]] = deque(maxlen=_STAGED_BATCHES)  # ids, ascending, and images
         self._fetching = 0  # the number of calls of prefetch() that are reading
         self._forgotten = 0  # the number of calls of _forget_staged(), by which prefetch() sees that it must discard
@@ -91,14 +88,9 @@ class ColdTier(MemoryTier):
         self._sweep: Iterator[tuple[Tensor, Tensor]] | None = None
 
     @property
-    def expires(self) -> bool:
-        """Whether unused rows expire."""
-        return self._expiry > 0
-
-    @property
     def rows(self) -> int:  # type: ignore[override]
         """The number of rows in the store that are not in memory; 0 for a shared store, which is not counted."""
-        return self._counts.total()
+        return self.expiry.rows
 
     @contextmanager
     def resident(self, ids: Tensor, arrival: Arrival | None = None) -> Iterator[None]:
@@ -129,7 +121,7 @@ class ColdTier(MemoryTier):
             self._make_room(ids, len(images) + admitted)
             if len(images):
                 ops.table_bring_back(self._handle, absent[found], images, arrival == "lookup")
-                self._counts -= self._counted(images)
+                self._left(images)
                 self._unstage(absent[found])
 
     def end_step(self) -> None:
@@ -138,12 +130,12 @@ class ColdTier(MemoryTier):
         Expired rows in the store are invalid at once. The following steps delete them from the store. Because the
         training step itself has succeeded, a failure of the store raises no error, and a later step tries again.
         """
-        if not self.expires:
+        if not self.expiry.expires:
             return
         with self.lock, suppress(ColdStoreError, MemoryError), ops.native_errors("expiry"):
-            steps = ops.table_steps(self._handle)
-            if steps % self._every == 0 and steps - self._expiry > self.expired_before:
-                self._expire(steps - self._expiry)
+            before = self.expiry.due()
+            if before > self.expiry.before:
+                self._expire(before)
             if self.store.ascending_snapshots:
                 self._sweep_on()
 
@@ -234,7 +226,7 @@ class ColdTier(MemoryTier):
                         self.store.delete(part)
                     self._outdate(part)
                 ops.table_note_left(self._handle, cold)
-                self._counts -= self._counted(images)
+                self._left(images)
                 removed += len(cold) + int(ops.table_remove(self._handle, part))
                 if not self.shared:
                     self._delete(part)
@@ -248,7 +240,7 @@ class ColdTier(MemoryTier):
                 parts.append(self._shared_ids())
             else:
                 for some, images in self.scan():
-                    parts.append(some[(last_steps(images) >= self.expired_before) & ~among(some, self.dead)])
+                    parts.append(some[(last_steps(images) >= self.expiry.before) & ~among(some, self.dead)])
         ids: Tensor = torch.unique(torch.cat(parts))
         return ids
 
@@ -297,19 +289,29 @@ class ColdTier(MemoryTier):
     def set_steps(self, steps: int) -> None:
         """See :meth:`MemoryTier.set_steps`."""
         with self.lock:
-            if self.expires and steps // self._every * self._every - self._expiry < self.expired_before:
+            before = self.expiry.before_at(steps)
+            if before < self.expiry.before:
                 # The rows that have expired by the old clock would be valid again by the new clock.
                 self._bury()
-                self.expired_before = max(0, steps // self._every * self._every - self._expiry)
+                self.expiry.before = before
                 self._sweep = None
+            last = self._last_steps() if self.expiry.loses_ticks(steps) else None
             ops.table_set_steps(self._handle, steps)
+            if last is not None:
+                self.expiry.restart(last)
+
+    def set_times(self, times: list[int]) -> None:
+        """See :meth:`MemoryTier.set_times`."""
+        with self.lock:
+            last = self._last_steps()
+            super().set_times(times)
+            self.expiry.restart(last)
 
     def exchange(self, other: MemoryTier) -> None:
         """See :meth:`MemoryTier.exchange`."""
         assert isinstance(other, ColdTier)  # the native exchange has checked that both tables have a cold store
         self.store, other.store = other.store, self.store
-        self._counts, other._counts = other._counts, self._counts
-        self.expired_before, other.expired_before = other.expired_before, self.expired_before
+        self.expiry.exchange(other.expiry)
         self.dead, other.dead = other.dead, self.dead
         for tier in (self, other):
             tier._forget_staged()
@@ -349,8 +351,8 @@ class ColdTier(MemoryTier):
         if len(parts) > 1:
             order = torch.cat([places for places, _ in parts]).sort()
             places, images = order.values, torch.cat([images for _, images in parts])[order.indices]
-        if self.expires:
-            alive = last_steps(images) >= self.expired_before
+        if self.expiry.expires:
+            alive = last_steps(images) >= self.expiry.before
             places, images = places[alive], images[alive]
         if self.shared:
             images = with_last_steps_up_to(images, ops.table_steps(self._handle))
@@ -366,8 +368,9 @@ class ColdTier(MemoryTier):
             gone = images[ops.table_evict(self._handle, leaving, images)]
             # A row can be older than the expiry limit if a pending forward held it when the limit passed. It expires
             # here, because the next expiry step would be too late.
-            alive = last_steps(gone) >= self.expired_before
-            self._counts += self._counted(gone[alive])
+            alive = last_steps(gone) >= self.expiry.before
+            if not self.shared:
+                self.expiry.add(last_steps(gone)[alive])
             ops.table_count_expired(self._handle, int((~alive).sum()))
 
     def _put(self, ids: Tensor, images: Tensor) -> None:
@@ -428,10 +431,8 @@ class ColdTier(MemoryTier):
             if not stays.all():
                 self._staged[place] = staged_ids[stays], images[stays]
 
-    def _expire(self, expired_before: int) -> None:
-        self.expired_before = expired_before
-        gone = [bucket for bucket in self._counts if bucket * self._every - self._expiry < expired_before]
-        ops.table_count_expired(self._handle, sum(self._counts.pop(bucket) for bucket in gone))
+    def _expire(self, before: int) -> None:
+        ops.table_count_expired(self._handle, self.expiry.expire(before))
         old = ops.table_expired(self._handle)
         ops.table_count_expired(self._handle, int(ops.table_remove(self._handle, old)))
         self._delete(old)
@@ -440,13 +441,13 @@ class ColdTier(MemoryTier):
 
     def _bury(self) -> None:
         """Deletes all expired and dead rows from the store."""
-        old = [ids[last_steps(images) < self.expired_before] for ids, images in self.scan()]
+        old = [ids[last_steps(images) < self.expiry.before] for ids, images in self.scan()]
         self._delete(torch.cat([*old, self.dead]))
 
     def _sweep_on(self) -> None:
         """Deletes the expired rows of a part of the store. The steps between two expiries together cover the store."""
         copies = self.rows + self._max_rows  # each row in memory may have an outdated copy in the store
-        seen, part = 0, -(-copies // self._every)
+        seen, part = 0, -(-copies // self.expiry.steps_between)
         while seen < part:
             if self._sweep is None:
                 self._sweep = self.scan()
@@ -459,42 +460,21 @@ class ColdTier(MemoryTier):
                 break
             seen += len(batch[0])
             # The scan may have begun before a row was written, so rows that seem to have expired are read again.
-            ids = batch[0][last_steps(batch[1]) < self.expired_before]
+            ids = batch[0][last_steps(batch[1]) < self.expiry.before]
             if len(ids):
                 with self._calls:
                     found, images = self.store.get(ids)
-                self._delete(ids[found][last_steps(images) < self.expired_before])
+                self._delete(ids[found][last_steps(images) < self.expiry.before])
 
-    def _counted(self, images: Tensor) -> Counter[int]:
-        if self.shared:
-            return Counter()
-        if not self.expires:
-            return Counter({0: len(images)})
-        # A row expires in the first multiple of _every above its last step plus _expiry.
-        times = (last_steps(images) + self._expiry) // self._every
-        values, counts = torch.unique(times, return_counts=True)
-        return Counter(dict(zip(values.tolist(), counts.tolist(), strict=True)))
+    def _last_steps(self) -> Tensor:
+        """Returns the last steps of the rows in the store that are not in memory, (N,) int64."""
+        resident = ops.table_ids(self._handle)
+        parts = [torch.empty(0, dtype=torch.int64)]
+        for ids, images in self.scan() if self.expiry.rows else ():
+            steps = last_steps(images)
+            parts.append(steps[(steps >= self.expiry.before) & ~among(ids, self.dead) & ~among(ids, resident)])
+        return torch.cat(parts)
 
-
-class _ProcessLock:
-    """A reentrant lock that works only in the process that created it.
-
-    In a forked process, the thread that held the lock may not exist, so that the lock would never be released. Entering
-    the lock there raises the error that every call of the native table raises in a forked process.
-
-    Args:
-        handle: The handle of the native table.
-    """
-
-    def __init__(self, handle: int) -> None:
-        self._handle = handle
-        self._lock = threading.RLock()
-        self._process = os.getpid()
-
-    def __enter__(self) -> None:
-        if os.getpid() != self._process:
-            ops.table_image_bytes(self._handle)  # raises
-        self._lock.acquire()
-
-    def __exit__(self, *error: object) -> None:
-        self._lock.release()
+    def _left(self, images: Tensor) -> None:
+        if not self.shared:
+            self.expiry.take(last_steps(images))

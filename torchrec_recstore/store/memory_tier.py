@@ -86,6 +86,10 @@ class MemoryTier:
         """Sets the clock of the native table."""
         ops.table_set_steps(self._handle, steps)
 
+    def set_times(self, times: list[int]) -> None:
+        """Restores the times of the steps, which ``ops.table_times`` returned, and by which rows expire."""
+        ops.table_set_times(self._handle, times)
+
     def exchange(self, other: MemoryTier) -> None:
         """Exchanges the cold stores with another tier of the same class, when the native tables exchange rows."""
 

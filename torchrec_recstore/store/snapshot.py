@@ -69,7 +69,7 @@ class ColdSnapshot:
             self.wanted = tier.found(left)
         elif not whole:
             resident = ops.table_ids(handle)
-        self.knows_left = not tier.expires
+        self.knows_left = not tier.expiry.expires
         """Whether all ids that have left the store since a mark are known. Ids that expire in the store are not."""
         self.table_rows = tier.rows
         """The number of rows in the store and not in memory."""
@@ -81,7 +81,7 @@ class ColdSnapshot:
             self.table_rows = self.rows
         elif self.rows:
             batches = tier.scan() if tier.store.ascending_snapshots else _spooled(tier, self.wanted)[1]
-        self._batches = self._filtered(batches, resident, tier.expired_before, tier.dead)
+        self._batches = self._filtered(batches, resident, tier.expiry.before, tier.dead)
 
     def next_batch(self) -> tuple[Tensor, Tensor] | None:
         """Returns the next batch of ids and images, or None after the last batch."""

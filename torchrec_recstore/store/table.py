@@ -11,7 +11,14 @@ from torchrec_recstore import ops
 from torchrec_recstore.optim import Optimizer, RowWiseAdagrad, state_names
 from torchrec_recstore.options import TableOptions, default_initializer, is_shared
 from torchrec_recstore.row_types import value_dtype
-from torchrec_recstore.store.arguments import check_ids, check_rows, check_table, check_weights
+from torchrec_recstore.store.arguments import (
+    check_ids,
+    check_rows,
+    check_table,
+    check_time,
+    check_whole_rows,
+    plain_rows,
+)
 from torchrec_recstore.store.cold_store import ColdStoreError
 from torchrec_recstore.store.cold_tier import ColdTier
 from torchrec_recstore.store.memory_tier import MemoryTier, holding
@@ -161,7 +168,7 @@ class Table:
         check_ids(ids)
         self._check_rows(grads, "grads", ids, self._value_dtype)
         with ops.native_errors(self._who), self.tier.resident(ids, "update"):
-            ops.table_update(self.handle, ids, _plain(grads), self.optimizer.lr if lr is None else lr)
+            ops.table_update(self.handle, ids, plain_rows(grads), self.optimizer.lr if lr is None else lr)
 
     def insert(self, ids: Tensor, weights: Tensor) -> None:
         """Writes the weights of rows.
@@ -178,7 +185,7 @@ class Table:
         check_ids(ids)
         self._check_rows(weights, "weights", ids, self._value_dtype)
         with ops.native_errors(self._who), self.tier.resident(ids, "write"):
-            ops.table_insert(self.handle, ids, _plain(weights))
+            ops.table_insert(self.handle, ids, plain_rows(weights))
 
     def read_rows(self, ids: Tensor) -> dict[str, Tensor]:
         """Returns copies of whole rows: weights, optimizer states and bookkeeping.
@@ -213,30 +220,9 @@ class Table:
                 :meth:`lookup`.
         """
         check_ids(ids)
-        kinds = state_names(self.optimizer)
-        expected = ["weight", *kinds, "last_step", "frequency"]
-        if set(rows) != set(expected):
-            raise ValueError(f"rows must have the keys {', '.join(expected)}, got {', '.join(rows)}")
-        elements = [name for name, kind in kinds.items() if kind == "element"]
-        weight = check_weights(rows["weight"], (len(ids), len(self.columns)), self.dtype)
-        for name in elements:
-            self._check_rows(rows[name], name, ids)
-        for name in expected:
-            if name not in elements and name != "weight" and tuple(rows[name].shape) != (ids.shape[0],):
-                raise ValueError(f"{name} must have the shape ({ids.shape[0]},), got {tuple(rows[name].shape)}")
-        row_wise = [rows[name] for name, kind in kinds.items() if kind == "row"] or [torch.zeros(ids.shape[0])]
-        states = [rows[name].detach() for name in elements]
-        stacked = torch.stack(states) if states else torch.empty(0, len(ids), len(self.columns))
+        checked = check_whole_rows(rows, (len(ids), len(self.columns)), self.dtype, state_names(self.optimizer))
         with ops.native_errors(self._who), self.tier.resident(ids, "write"):
-            ops.table_import(
-                self.handle,
-                ids,
-                weight,
-                stacked,
-                row_wise[0].detach().float(),
-                rows["last_step"],
-                rows["frequency"],
-            )
+            ops.table_import(self.handle, ids, *checked)
 
     @property
     def is_being_saved(self) -> bool:
@@ -267,6 +253,25 @@ class Table:
         """
         with ops.native_errors(self._who):
             ops.table_set_sightings(self.handle, cells, taken)
+
+    def set_time(self, unix_seconds: float) -> None:
+        """Sets the time by which rows expire, for ``Expiry(seconds=...)``, to that of the events.
+
+        See :func:`torchrec_recstore.set_time`, which does this for the tables of a model and raises the same errors.
+        """
+        with ops.native_errors(self._who):
+            ops.table_set_time(self.handle, check_time(unix_seconds), True)
+
+    def times(self) -> list[int]:
+        """Returns the times of the steps, by which rows expire: see ``ops.table_times``."""
+        with ops.native_errors(self._who):
+            return ops.table_times(self.handle)
+
+    def set_times(self, times: list[int]) -> None:
+        """Restores what :meth:`times` has returned. Has no effect if the table's rows do not expire after a time."""
+        with ops.native_errors(self._who), self.tier.lock:
+            if times and self.times():
+                self.tier.set_times(times)
 
     @property
     def image_bytes(self) -> int:
@@ -492,9 +497,3 @@ class Table:
 
     def _check_rows(self, rows: Tensor, argument: str, ids: Tensor, or_dtype: torch.dtype = torch.float32) -> None:
         check_rows(rows, argument, (ids.shape[0], len(self.columns)), (torch.float32, or_dtype))
-
-
-def _plain(rows: Tensor) -> Tensor:
-    """Returns ``rows`` as float32 outside of autograd."""
-    rows = rows.detach() if rows.requires_grad else rows
-    return rows if rows.dtype is torch.float32 else rows.float()

@@ -141,7 +141,28 @@ int64_t table_steps(int64_t table) { return LockedTable(tables().get(table))->cl
 
 void table_set_steps(int64_t table, int64_t steps) {
   if (steps < 0 || steps >= int64_t{0xFFFFFFFF}) throw InvalidArgument("steps must be within 0 and 2**32 - 2, got " + std::to_string(steps));
-  LockedTable(tables().get(table))->counters().steps = steps;
+  LockedTable(tables().get(table))->set_clock(steps);
+}
+
+// The times of the steps, by which rows expire; empty if rows do not expire after a time. WallClock::state() explains
+// the numbers.
+std::vector<int64_t> table_times(int64_t table) {
+  const LockedTable owner(tables().get(table));
+  return owner->wall_clock() == nullptr ? std::vector<int64_t>{} : owner->wall_clock()->state();
+}
+
+void table_set_times(int64_t table, std::vector<int64_t> times) {
+  const LockedTable owner(tables().get(table));
+  if (owner->wall_clock() == nullptr) throw InvalidArgument("the rows of the table do not expire after a time");
+  owner->wall_clock()->restore(times, owner->clock());
+}
+
+// Sets the time, in microseconds since 1970: the time of the events, or the time that all shards of the table read.
+void table_set_time(int64_t table, int64_t time, bool of_events) {
+  if (time < 0) throw InvalidArgument("time must not be negative, got " + std::to_string(time));
+  const LockedTable owner(tables().get(table));
+  if (owner->wall_clock() == nullptr) return;
+  of_events ? owner->wall_clock()->set(time) : owner->wall_clock()->follow(time);
 }
 
 void table_exchange_rows(int64_t table, int64_t other) {
@@ -175,6 +196,9 @@ STABLE_TORCH_LIBRARY_FRAGMENT(recstore_ops, m) {
   m.def("table_set_optimizer_steps(int table, int steps) -> ()");
   m.def("table_steps(int table) -> int");
   m.def("table_set_steps(int table, int steps) -> ()");
+  m.def("table_times(int table) -> int[]");
+  m.def("table_set_times(int table, int[] times) -> ()");
+  m.def("table_set_time(int table, int time, bool of_events) -> ()");
   m.def("table_exchange_rows(int table, int other) -> ()");
 }
 
@@ -189,6 +213,9 @@ STABLE_TORCH_LIBRARY_IMPL(recstore_ops, CompositeExplicitAutograd, m) {
   m.impl("table_set_optimizer_steps", RECSTORE_OP(table_set_optimizer_steps));
   m.impl("table_steps", RECSTORE_OP(table_steps));
   m.impl("table_set_steps", RECSTORE_OP(table_set_steps));
+  m.impl("table_times", RECSTORE_OP(table_times));
+  m.impl("table_set_times", RECSTORE_OP(table_set_times));
+  m.impl("table_set_time", RECSTORE_OP(table_set_time));
   m.impl("table_exchange_rows", RECSTORE_OP(table_exchange_rows));
 }
 

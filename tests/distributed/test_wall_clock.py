@@ -1,0 +1,187 @@
+"""Expiry after a time on several ranks: all read one clock, so that the column shards of a row expire together."""
+
+from __future__ import annotations
+
+import itertools
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torchrec import KeyedJaggedTensor
+
+from torchrec_recstore import Expiry, TableOptions, load_checkpoint, read_info, save_checkpoint, set_time, table_stats
+from torchrec_recstore.checkpoint.info import TimesInfo
+from torchrec_recstore.checkpoint.save import async_save
+from torchrec_recstore.sharders import agreed_clock
+from torchrec_recstore.sharders.agreed_clock import AgreedClock
+
+from .test_bounded_tables import COLUMN, GRID, ROW, TABLE, bags, batch_of, build, check_shards, describe, gathered, rows
+from .test_bounded_tables import train_step as step_of
+from .workers import run_on_ranks
+
+START = 1_700_000_000.0
+NONE = KeyedJaggedTensor.from_lengths_sync(["t0", "t1"], torch.empty(0, dtype=torch.int64), torch.zeros(2).int())
+
+
+def expiring(seconds: float) -> TableOptions:
+    return TableOptions(expiry=Expiry(seconds=seconds))
+
+
+def by_the_events(rank: int, world_size: int, directory: Path) -> None:
+    """The ranks read different parts of a log. The latest time of all counts, and a restored run is the same."""
+    for config, sharding_type in ((bags(), COLUMN), (bags(), GRID), (rows(), ROW)):
+        model, shards = build(config, sharding_type, expiring(6), world_size)
+        resumed, fresh = build(config, sharding_type, expiring(6), world_size)
+        last_seen: dict[int, float] = {}
+        for step in range(30):
+            now = START + step + (0.25 if rank else 0.0) - (3 if step % 7 == 3 else 0)
+            for each in (model, resumed):
+                set_time(each, now)
+                step_of(each, batch_of(config, step, rank))
+            if step in (4, 17):
+                path = directory / f"{sharding_type}-{step}"
+                save_checkpoint(resumed, path)
+                resumed, fresh = build(config, sharding_type, expiring(6), world_size)
+                load_checkpoint(resumed, path)
+            times = gathered([shard.times() for shard in shards], world_size)
+            assert len({tuple(each) for of_rank in times for each in of_rank}) == 1
+            for one, other in zip(shards, fresh, strict=True):
+                assert one.times() == other.times()
+                assert torch.equal(one.ids(), other.ids())
+                found = one.read_rows(one.ids()), other.read_rows(other.ids())
+                assert all(torch.equal(found[0][key], found[1][key]) for key in found[0])
+            for r in range(world_size):
+                last_seen.update(dict.fromkeys(batch_of(config, step, r).values().tolist(), START + step + 0.25))
+            stats = table_stats(model)["t"]
+            at = times[0][0][1] / 1e6
+            assert sum(at - then <= 6 for then in last_seen.values()) <= stats.rows
+            assert stats.rows <= sum(at - then <= 9 for then in last_seen.values())
+            check_shards(gathered([describe(shard) for shard in shards], world_size), sharding_type, stats)
+        assert stats.expired > 50
+
+
+def by_the_system(rank: int, world_size: int, directory: Path) -> None:
+    """The clocks of the ranks differ by hours, and all read the clock of the first rank."""
+    passed = 0.0
+    exchanges = []
+
+    def clock() -> float:
+        exchanges.append(passed)
+        return START + passed + 5000 * rank
+
+    real, agreed_clock.time = agreed_clock.time, type("Clock", (), {"time": staticmethod(clock)})
+    try:
+        model, shards = build(bags(), COLUMN, expiring(60), world_size)
+        for step in range(600):
+            passed += 0.25 if step < 400 else 2.0  # the steps become slower
+            step_of(model, batch_of(bags(), step // 50, rank) if step % 50 == 0 else NONE)
+            if step % 40 == 7:
+                times = gathered([shard.times() for shard in shards], world_size)
+                ticks = {(each[0], *each[2:]) for of_rank in times for each in of_rank}
+                assert len(ticks) == 1
+                assert all(START <= tick / 1e6 <= START + passed for tick in next(iter(ticks))[3::2])
+                of_ranks = gathered([describe(shard) for shard in shards], world_size)
+                check_shards(of_ranks, COLUMN, table_stats(model)["t"])
+        assert table_stats(model)["t"].expired > 50
+        # The first 400 steps exchange the time about every eighth step, and the slower ones in each step.
+        assert 200 <= len(exchanges) < 300
+    finally:
+        agreed_clock.time = real
+    info = save_checkpoint(model, directory / "by-the-system")
+    saved = read_info(info.path).tables["t"].times
+    assert saved is not None
+    assert not saved.of_events
+    wide, _ = build(bags(), TABLE, expiring(60), world_size)
+    load_checkpoint(wide, info.path)
+    assert table_stats(wide)["t"].rows == table_stats(model)["t"].rows
+    step_of(wide, NONE)  # The clock of the system is years ahead.
+    step_of(wide, NONE)
+    assert table_stats(wide)["t"].rows == 0
+
+
+def refused_on_every_rank(rank: int, world_size: int) -> None:
+    model, shards = build(bags(), ROW, expiring(60), world_size)
+    with pytest.raises(TypeError, match="unix_seconds must be a number, got str"):
+        set_time(model, "now" if rank == 1 else START)  # type: ignore[arg-type]
+    step_of(model, batch_of(bags(), 0, rank))
+    before = [shard.times()[2:] for shard in shards]
+    with pytest.raises(ValueError, match="call set_time before the first training step"):
+        set_time(model, START)
+    assert [shard.times()[2:] for shard in shards] == before
+    set_time(model, time.time() + 1000)
+
+
+def all_of_it(rank: int, world_size: int) -> None:
+    directories = [tempfile.mkdtemp()]
+    dist.broadcast_object_list(directories)
+    by_the_events(rank, world_size, Path(directories[0]))
+    by_the_system(rank, world_size, Path(directories[0]))
+    refused_on_every_rank(rank, world_size)
+
+
+@pytest.mark.slow
+def test_two_ranks() -> None:
+    run_on_ranks(2, all_of_it)
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_one_rank(tmp_path: Path) -> None:
+    by_the_events(0, 1, tmp_path)
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_checkpoints_have_times_only_where_rows_expire_by_them(tmp_path: Path) -> None:
+    for name, options in (("steps", TableOptions(expiry=Expiry(5))), ("seconds", expiring(5))):
+        model, _ = build(bags(), TABLE, options, 1)
+        set_time(model, START)
+        step_of(model, batch_of(bags(), 0, 0))
+        async_save(model, tmp_path / name).wait()
+        text = (tmp_path / name / "metadata.json").read_text()
+        assert ('"times"' in text) == ('"seconds"' in text) == (name == "seconds")
+        assert read_info(tmp_path / name).tables["t"].times == (
+            TimesInfo(True, int(START * 1e6), 0, ((1, int(START * 1e6)),)) if name == "seconds" else None
+        )
+    for one, other in (("steps", "seconds"), ("seconds", "steps")):
+        options = expiring(5) if other == "seconds" else TableOptions(expiry=Expiry(5))
+        model, shards = build(bags(), TABLE, options, 1)
+        load_checkpoint(model, tmp_path / one)
+        assert len(shards[0]) > 0
+        assert len(shards[0].times()) == (3 if other == "seconds" else 0)  # the age of the rows counts from the load
+
+
+def test_the_exchanges_are_as_rare_as_the_time_allows() -> None:
+    """Whatever the pace of the steps is, the exchanges are close enough, and the steps between them grow slowly."""
+
+    class Clock(AgreedClock):
+        now = START
+
+        def agree(self) -> None:
+            begin = self._next
+            super().agree()
+            if self._step == begin:
+                agreed.append(self.now)
+
+    for pace in (0.0001, 0.01, 1.0, 500.0):
+        agreed: list[float] = []
+        clock = Clock(_env(), 320, ())
+        real, agreed_clock.time = agreed_clock.time, type("Now", (), {"time": staticmethod(lambda: Clock.now)})  # type: ignore[assignment]
+        try:
+            Clock.now = START
+            for _ in range(3000):
+                Clock.now += pace
+                clock.begin_step()
+        finally:
+            agreed_clock.time = real
+        gaps = [after - before for before, after in itertools.pairwise(agreed)]
+        assert max(gaps) <= max(20.0, pace)
+        assert len(agreed) <= 3000 * pace / 10 + 15 or pace > 10
+
+
+def _env() -> Any:
+    from torchrec.distributed.types import ShardingEnv
+
+    return ShardingEnv.from_local(world_size=1, rank=0)

@@ -1,0 +1,60 @@
+"""The options of tables from the flags of commands and examples."""
+
+from __future__ import annotations
+
+import math
+from typing import Literal
+
+from torchrec_recstore.options import LFU, LRU, Expiry, MinFrequency, RedisStore, RocksDBStore, TableOptions
+
+
+def options_of_flags(
+    *,
+    max_rows: int | None,
+    eviction: Literal["lru", "lfu"] | None,
+    half_life_steps: int | None,
+    expire_steps: int | None,
+    expire_seconds: float | None = None,
+    min_frequency: int | None,
+    cold_store: str | None,
+    seed: int = 0,
+) -> TableOptions:
+    """Returns the options of a table from the flags ``--max-rows``, ``--eviction`` and so on. None: the flag is absent.
+
+    Raises:
+        ValueError: A flag needs another flag that is absent, or has an invalid value.
+    """
+    for flag, number in (
+        ("--max-rows", max_rows),
+        ("--half-life-steps", half_life_steps),
+        ("--expire-steps", expire_steps),
+        ("--min-frequency", min_frequency),
+    ):
+        if number is not None and number < 1:
+            raise ValueError(f"{flag} must be at least 1, got {number}")
+    for flag, value in (("--eviction", eviction), ("--cold-store", cold_store)):
+        if value is not None and max_rows is None:
+            raise ValueError(f"{flag} needs --max-rows: a table without a bound evicts nothing")
+    if expire_seconds is not None and not 0 < expire_seconds < math.inf:
+        raise ValueError(f"--expire-seconds must be positive and finite, got {expire_seconds}")
+    if expire_steps is not None and expire_seconds is not None:
+        raise ValueError("--expire-steps and --expire-seconds cannot be used together")
+    if half_life_steps is not None and eviction != "lfu":
+        raise ValueError("--half-life-steps needs --eviction lfu")
+    expires = expire_steps is not None or expire_seconds is not None
+    policy: LRU | LFU | None = None
+    if max_rows is not None:
+        policy = LFU(half_life_steps) if eviction == "lfu" else LRU()
+    return TableOptions(
+        seed=seed,
+        max_rows=max_rows,
+        eviction=policy,
+        expiry=Expiry(expire_steps, expire_seconds) if expires else None,
+        admission=None if min_frequency is None else MinFrequency(min_frequency),
+        cold_store=None if cold_store is None else cold_store_of_flag(cold_store),
+    )
+
+
+def cold_store_of_flag(url_or_path: str) -> RedisStore | RocksDBStore:
+    """Returns the options of the cold store that ``--cold-store`` names by a URL (Redis) or a path (RocksDB)."""
+    return RedisStore(url_or_path) if "://" in url_or_path else RocksDBStore(url_or_path)

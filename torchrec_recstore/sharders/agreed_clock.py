@@ -1,0 +1,93 @@
+"""The time by which the rows of sharded tables expire: all ranks must read the same time."""
+
+from __future__ import annotations
+
+import time
+import weakref
+from collections.abc import Iterable
+from itertools import count
+
+import torch
+from torch import Tensor
+from torch._higher_order_ops.effects import _register_effectful_op  # torch has no public name for effects (2.13)
+from torch._library.effects import EffectType
+from torchrec.distributed.types import ShardingEnv
+
+from torchrec_recstore import ops
+from torchrec_recstore.sharders.gather import all_gathered
+from torchrec_recstore.store import Table
+
+_PARTS = 32  # The ranks agree on the time about this often within Expiry.seconds.
+_MOST_STEPS = 1 << 20  # the largest number of steps between two agreements
+
+_handles = count(1)
+_clocks: weakref.WeakValueDictionary[int, AgreedClock] = weakref.WeakValueDictionary()
+
+
+class AgreedClock:
+    """The wall clock of a sharded module's tables, which is the same on every rank: that of the first rank.
+
+    The ranks exchange the time only now and then. The number of steps until the next exchange follows from the times of
+    the last two, which all ranks know, so that all ranks take part in the same step. If the steps become slower, the
+    exchange comes later, and rows expire later.
+
+    Args:
+        env: The environment of the sharded module.
+        seconds: The shortest ``Expiry.seconds`` of the module's tables.
+        tables: The module's tables on this rank.
+    """
+
+    def __init__(self, env: ShardingEnv, seconds: float, tables: Iterable[Table]) -> None:
+        self._env = env
+        self._interval = seconds / _PARTS
+        self._tables = list(tables)
+        self._step = 0
+        self._next = 1  # the step of the next exchange
+        self._last: tuple[int, float] | None = None  # the step and the time of the last exchange
+        self._anchor = torch.empty(0)
+        self.handle = next(_handles)
+        """The number of the clock in graphs."""
+        _clocks[self.handle] = self
+
+    def begin_step(self) -> None:
+        """Sets the time of the tables if an exchange is due in this step. Collective."""
+        if torch.compiler.is_compiling():
+            torch.ops.recstore_ops.agree_on_time(self.handle, self._anchor)
+        else:
+            self.agree()
+
+    def agree(self) -> None:
+        """See :meth:`begin_step`."""
+        self._step += 1
+        if self._step < self._next:
+            return
+        now = all_gathered(time.time(), self._env)[0]
+        self._next = self._step + (1 if self._last is None else self._steps_until_next(*self._last, now))
+        self._last = self._step, now
+        for table in self._tables:
+            ops.table_set_time(table.handle, round(now * 1e6), False)
+
+    def _steps_until_next(self, last_step: int, last_time: float, now: float) -> int:
+        steps, seconds = self._step - last_step, now - last_time
+        most = min(2 * steps, _MOST_STEPS)
+        return most if seconds * most <= self._interval * steps else max(1, int(self._interval * steps / seconds))
+
+
+def _agree(handle: int, anchor: Tensor) -> None:
+    clock = _clocks.get(handle)
+    if clock is None:
+        raise ValueError(
+            f"no sharded module of this process has a clock of the handle {handle}: its model no longer exists"
+        )
+    clock.agree()
+
+
+def _fake_agree(handle: int, anchor: Tensor) -> None:
+    return None
+
+
+_library = torch.library.Library("recstore_ops", "FRAGMENT")  # type: ignore[no-untyped-call]
+_library.define("agree_on_time(int clock, Tensor anchor) -> ()")  # type: ignore[no-untyped-call]
+_library.impl("agree_on_time", _agree, "CPU")  # type: ignore[no-untyped-call]
+torch.library.register_fake("recstore_ops::agree_on_time", _fake_agree, lib=_library)
+_register_effectful_op("recstore_ops::agree_on_time", EffectType.ORDERED)

@@ -1,0 +1,66 @@
+"""Sets the time of the events by which the rows of a model expire."""
+
+from __future__ import annotations
+
+from torch import nn
+
+from torchrec_recstore import ops
+from torchrec_recstore.modules.table_module import TableModule
+from torchrec_recstore.sharders.collection import RecStoreCollection
+from torchrec_recstore.sharders.gather import all_gathered, whole_environment
+from torchrec_recstore.store import Table
+from torchrec_recstore.store.arguments import check_time
+
+
+def set_time(model: nn.Module, unix_seconds: float) -> None:
+    """Sets the time by which rows expire to that of the events, for tables with ``Expiry(seconds=...)``. Collective.
+
+    Without this call, tables read the system's clock; the tables of a sharded model all read that of the first rank.
+    From the first call on, training steps are made at the time of the last call. Checkpoints save this, so that a run
+    that is repeated or resumed expires the same rows in the same steps. The time is the latest ``unix_seconds`` of all
+    ranks. It never goes back: a call with an earlier time changes nothing, because events may be slightly out of order.
+    The ranks exchange the time in each call. About ten calls within ``Expiry.seconds`` are enough.
+
+    Args:
+        model: ``DistributedModelParallel``, or any module that contains sharded modules or eager modules.
+        unix_seconds: The time in seconds since 1970.
+
+    Raises:
+        TypeError: ``unix_seconds`` is not a number.
+        ValueError: ``unix_seconds`` is negative or not finite. Or a table has trained by the system's clock, at a later
+            time. All of these errors are raised on every rank, and no table has changed.
+    """
+    tables = _tables_of(model)
+    micros, error = 0, None
+    try:
+        micros = check_time(unix_seconds)
+    except (TypeError, ValueError) as refused:
+        error = refused
+    told = all_gathered((micros, error, max(map(_system_time, tables), default=0)), whole_environment())
+    for _, first, _ in told:
+        if first is not None:
+            raise first
+    micros, last = max(each for each, _, _ in told), max(each for *_, each in told)
+    if micros < last:
+        raise ValueError(
+            f"set_time: the last steps were made at {last / 1e6} by the system's clock, which is later than "
+            f"{micros / 1e6}: call set_time before the first training step"
+        )
+    for table in tables:
+        ops.table_set_time(table.handle, micros, True)
+
+
+def _tables_of(model: nn.Module) -> list[Table]:
+    found: list[Table] = []
+    for module in model.modules():
+        if isinstance(module, RecStoreCollection):
+            found += module.recstore_tables()
+        elif isinstance(module, TableModule):
+            found.append(module.table)
+    return found
+
+
+def _system_time(table: Table) -> int:
+    """Returns the time of the table's last tick by the system's clock, in microseconds; 0 without one."""
+    times = ops.table_times(table.handle)
+    return times[-1] if len(times) > 3 and not times[0] else 0
