@@ -303,6 +303,9 @@ table_count_expired = cast(Callable[[int, int], None], _ops.table_count_expired.
 table_mark = cast(Callable[[int], int], _ops.table_mark.default)
 """(table) -> a new mark. From now on it is known which rows change after this mark."""
 
+table_locate_rows = cast(Callable[[int], None], _ops.table_locate_rows.default)
+"""(table). Records where the index has each row, so that a snapshot of changed rows takes time for these rows only."""
+
 snapshot_open = cast(Callable[[int, int | None], int], _ops.snapshot_open.default)
 """(table, mark or None) -> a snapshot of all rows, or of the rows that have changed since the mark."""
 

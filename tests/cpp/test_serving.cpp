@@ -73,8 +73,10 @@ Version changed(const Version& before, std::mt19937_64& random, std::shared_ptr<
       after.oracle[id] = row;
     }
   }
-  made = before.rows->with({ids.data(), reinterpret_cast<const char*>(rows.data()), static_cast<int64_t>(ids.size()), removed.data(),
-                            static_cast<int64_t>(removed.size())});
+  const RowChanges changes{ids.data(), reinterpret_cast<const char*>(rows.data()), static_cast<int64_t>(ids.size()), removed.data(),
+                           static_cast<int64_t>(removed.size())};
+  made = before.rows->with(changes);
+  CHECK(made->checksum() == before.rows->checksum_with(changes));
   after.rows = made;
   return after;
 }

@@ -1,9 +1,11 @@
 // Snapshots that are read while another thread updates, removes and inserts rows; row types; copies of rows; marks.
 
+#include <algorithm>
 #include <atomic>
 #include <cstdint>
 #include <memory>
 #include <mutex>
+#include <random>
 #include <thread>
 #include <vector>
 
@@ -164,6 +166,77 @@ void exchange() {
   CHECK(read(*snapshot_of(other), 1, 64, false, executor) == range(0, 10));
 }
 
+template <class Between>  // between(), after each part
+std::vector<int64_t> ids_of(Snapshot& snapshot, Executor& executor, const Between& between) {
+  std::vector<int64_t> all;
+  while (snapshot.rows_left() > 0) {
+    const int64_t n = std::min<int64_t>(150, snapshot.rows_left());
+    all.resize(all.size() + static_cast<size_t>(n));
+    Image image(snapshot.table(), n);
+    snapshot.read(n, all.data() + all.size() - n, image.images<RowImages>(), false, executor);
+    between();
+  }
+  return all;
+}
+
+void check_positions(Table& table) {
+  const std::lock_guard<std::mutex> lock(table.mutex());
+  const Changes& changes = table.rows().changes();
+  CHECK(changes.locates_rows());
+  table.index().for_each([&](int64_t id, Slot slot) { CHECK(table.index().id_of(slot, changes.position(slot)) == id); });
+}
+
+// A table that records where its index has each row has the same snapshots of changes as a table that searches its index.
+void located() {
+  Threads executor(2);
+  for (int seed = 0; seed < 4; ++seed) {
+    std::mt19937_64 random(seed);
+    const auto by_slot = make_table(OptimizerKind::kSgd, RowType::kFloat32), searched = make_table(OptimizerKind::kSgd, RowType::kFloat32);
+    const auto change = [&](int64_t most) {
+      const auto begin = static_cast<int64_t>(random() % 40000), end = begin + static_cast<int64_t>(random() % most);
+      const bool removes = random() % 3 == 0;
+      for (const auto& table : {by_slot, searched}) removes ? remove(*table, range(begin, end)) : write(*table, range(begin, end), 1, executor);
+    };
+    for (int i = 0; i < 5; ++i) change(12000);
+    locate_rows(by_slot);
+    for (int round = 0; round < 20; ++round) {
+      const Changes::Mark one = snapshot_of(by_slot)->mark(), other = snapshot_of(searched)->mark();
+      // Mostly few rows change, and are found by their slots. At times the index grows, or rows move to free slots.
+      for (uint64_t i = random() % 4; i-- > 0;) change(random() % 5 == 0 ? 20000 : 200);
+      const auto first = snapshot_of(by_slot, one), second = snapshot_of(searched, other);
+      CHECK(first->left() == second->left());
+      const auto ids = ids_of(*first, executor, [&] { change(100); });
+      CHECK(ids == ids_of(*second, executor, [] {}));
+    }
+    check_positions(*by_slot);
+  }
+}
+
+// The record is begun while another thread inserts, removes and moves rows.
+void located_beside_changes() {
+  Threads executor(2);
+  const auto table = make_table(OptimizerKind::kSgd, RowType::kFloat32), other = make_table(OptimizerKind::kSgd, RowType::kFloat32);
+  for (int round = 0; round < 2; ++round) {
+    write(*table, range(0, 200000), 1, executor);
+    std::atomic<bool> stop{false};
+    std::thread training([&] {
+      Threads own(2);
+      remove(*table, range(0, 150000));  // more slots are free than in use: the calls that follow move rows
+      for (int64_t i = 0; !stop || i < 20; ++i) {
+        write(*table, range(200000 + i * 100, 200000 + (i + 1) * 100), 1, own);
+        remove(*table, range(150000 + i * 500, 150000 + i * 500 + 500));
+      }
+    });
+    locate_rows(table);
+    stop = true;
+    training.join();
+    check_positions(*table);
+    const std::scoped_lock locks(table->mutex(), other->mutex());
+    table->exchange_rows(*other);
+    CHECK(!table->rows().changes().places_rows());
+  }
+}
+
 }  // namespace
 
 int main() {
@@ -173,5 +246,7 @@ int main() {
   beside_changes(OptimizerKind::kSgd, RowType::kFloat32, 1);
   marks();
   exchange();
+  located();
+  located_beside_changes();
   std::puts("test_snapshot passed");
 }

@@ -99,6 +99,13 @@ CORE = [
         "The second update of a row during a save replaces the image that the first update has kept.",
     ),
     Mutation(
+        f"{CSRC}/changes.h",
+        "if (locates_ != Locates::kNo) positions()[to] = positions()[from];",
+        "",
+        ["test_snapshot"],
+        "A delta misses changed rows that compaction has moved.",
+    ),
+    Mutation(
         f"{CSRC}/changes.cpp",
         "if (some.mark >= mark) ids.insert(ids.end(), some.ids.begin(), some.ids.end());",
         "if (some.mark > mark) ids.insert(ids.end(), some.ids.begin(), some.ids.end());",

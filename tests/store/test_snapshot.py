@@ -118,18 +118,22 @@ def test_it_is_of_one_moment_while_another_thread_trains() -> None:
 
 @given(
     st.lists(
-        st.tuples(st.sampled_from(["touch", "remove", "insert", "mark"]), st.lists(st.integers(0, 40))), max_size=40
+        st.tuples(st.sampled_from(["touch", "remove", "insert", "mark", "locate"]), st.lists(st.integers(0, 40))),
+        max_size=40,
     )
 )
 @settings(max_examples=150, deadline=None)
 def test_marks_against_a_model(script: list[tuple[str, list[int]]]) -> None:
     table = Table(2, optimizer=SGD(1.0))
+    table.insert(torch.arange(1000, 2000), torch.ones(1000, 2))  # Few of the rows change.
     present: set[int] = set()
     marks: list[tuple[int, set[int], set[int]]] = [(table.mark(), set(), set())]
     for action, numbers in script:
         ids = torch.tensor(numbers, dtype=torch.int64)
         if action == "mark":
             marks.append((table.mark(), set(), set()))
+        elif action == "locate":
+            table.locate_rows()
         elif action == "remove":
             table.remove(ids)
             for _, changed, left in marks:

@@ -1,6 +1,7 @@
 #include "changes.h"
 
 #include <algorithm>
+#include <atomic>
 
 #include "memory.h"
 
@@ -15,10 +16,9 @@ constexpr int64_t kLeastLeft = 1 << 16;
 
 Changes::Mark Changes::mark() {
   if (now_ - base_ == kMostMarks) {
-    for (int64_t s = 0; s < slots_; ++s) {
-      const uint8_t stamp = stamps()[s];
-      stamps()[s] = stamp > kForgotten ? static_cast<uint8_t>(stamp - kForgotten) : 0;
-    }
+    const auto forget = [](uint8_t& stamp) { stamp = stamp > kForgotten ? static_cast<uint8_t>(stamp - kForgotten) : 0; };
+    std::for_each(stamps(), stamps() + slots_, forget);
+    std::for_each(newest(), newest() + (slots_ + kGroup - 1) / kGroup, forget);
     base_ += kForgotten;
     auto known = left_.begin();
     for (; known != left_.end() && known->mark <= base_; ++known) left_count_ -= static_cast<int64_t>(known->ids.size());
@@ -29,7 +29,9 @@ Changes::Mark Changes::mark() {
 
 void Changes::reserve(int64_t slots) {
   if (slots <= slots_) return;
-  stamps_.reserve(static_cast<size_t>(slots));
+  stamps_.reserve(static_cast<size_t>((slots + kGroup - 1) / kGroup * kGroup));
+  newest_.reserve(static_cast<size_t>(slots / kGroup) + 1);
+  if (places_rows()) positions_.reserve(static_cast<size_t>(slots) * sizeof(uint32_t));
   slots_ = slots;
 }
 
@@ -62,8 +64,20 @@ std::optional<std::vector<int64_t>> Changes::left_since(Mark mark) const {
   return ids;
 }
 
+uint64_t Changes::begin_locating() {
+  static std::atomic<uint64_t> last{0};  // of all tables, because tables exchange their rows
+  positions_.reserve(static_cast<size_t>(slots_) * sizeof(uint32_t));
+  locates_ = Locates::kSome;
+  return locating_ = ++last;
+}
+
 void Changes::restart(Mark last) {
-  if (slots_ > 0) std::fill_n(stamps(), slots_, uint8_t{0});
+  if (slots_ > 0) {
+    std::fill_n(stamps(), slots_, uint8_t{0});
+    std::fill_n(newest(), (slots_ + kGroup - 1) / kGroup, uint8_t{0});
+  }
+  locates_ = Locates::kNo;
+  positions_ = {};
   base_ = now_ = last;
   left_.clear();
   left_count_ = 0;
@@ -72,6 +86,8 @@ void Changes::restart(Mark last) {
 
 void Changes::clear() {
   stamps_.discard(0, static_cast<size_t>(slots_));
+  newest_.discard(0, static_cast<size_t>(slots_ / kGroup) + 1);
+  positions_.discard(0, positions_.reserved_bytes());
 }
 
 }  // namespace recstore

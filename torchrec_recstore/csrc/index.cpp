@@ -52,6 +52,17 @@ Index::Place Index::find_place(int64_t id, uint64_t hash) const {
   }
 }
 
+std::optional<int64_t> Index::id_of(Slot slot, uint32_t position) const {
+  for (uint32_t l = view().home(position), step = kFirstStep;; l += step, step = next_step(step)) {
+    const IndexLine& line = lines()[l];
+    for (uint32_t used = line.used(); used != 0; used &= used - 1) {
+      const int entry = __builtin_ctz(used);
+      if (line.words[entry] == slot) return line.ids[entry];
+    }
+    if (!line.passed()) return std::nullopt;
+  }
+}
+
 // Returns the first free place before the line `end` for an entry with this home line.
 Index::Place Index::free_place(uint32_t home, uint32_t end) const {
   for (uint32_t l = home, step = kFirstStep; l < end; l += step, step = next_step(step)) {

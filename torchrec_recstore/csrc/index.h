@@ -2,6 +2,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <optional>
 #include <vector>
 
 #include "index_lines.h"
@@ -34,12 +35,16 @@ class Index {
   // The salt is random for each table, so that nobody can choose ids that all fall into one line.
   uint64_t hash(int64_t id) const { return mix(static_cast<uint64_t>(id) ^ salt_); }
   static int part_of(uint64_t hash) { return static_cast<int>(hash >> (64 - kPartBits)); }
+  static uint32_t position_of(uint64_t hash) { return static_cast<uint32_t>(hash >> 32); }
   void prefetch(uint64_t hash) const { __builtin_prefetch(lines() + view().home(position_of(hash)), 1, 3); }
 
   Slot find(int64_t id) const;
   // Writes the slot of each of ids (n,) to slots (n,); kNoSlot for an id without an entry. Returns the number of ids
   // without an entry.
   int64_t find(const int64_t* ids, int64_t n, Slot* slots) const;
+  // Returns the id of a slot, whose entry has this position; nothing if there is no such entry.
+  std::optional<int64_t> id_of(Slot slot, uint32_t position) const;
+  void prefetch_position(uint32_t position) const { __builtin_prefetch(lines() + view().home(position), 0, 3); }
 
   // Makes room for `count` inserts. Entries may move. Throws OutOfMemory.
   void reserve(int64_t count);
@@ -86,7 +91,6 @@ class Index {
     Place place;
   };
 
-  static uint64_t position_of(uint64_t hash) { return hash >> 32; }
   IndexLine* lines() const { return reinterpret_cast<IndexLine*>(region_.data()); }
   IndexView view() const { return {lines(), salt_, frontier_, lines_below_, lines_above_}; }
   uint32_t end_line() const { return lines_above_ > last_line_ ? lines_above_ : last_line_ + 1; }

@@ -80,6 +80,7 @@ void Insertion::fill(int64_t task) noexcept {
       if (!table_.index().insert_within_part(miss.id, miss.hash, slot)) left[part.left++] = static_cast<int32_t>(row);
       if (initialise_) table_.initializer().fill(miss.id, table_.rows().row(slot));
       table_.rows().reset_state(slot, step);
+      if (table_.rows().changes().places_rows()) table_.rows().changes().place(slot, Index::position_of(miss.hash));
     }
   });
 }

@@ -39,6 +39,12 @@ class Rows {
   template <class Visit>  // visit(slot) for the slots without a row
   void for_each_free(const Visit& visit) const {
     free_.for_each(0, visit);
+    for_each_retired(visit);
+  }
+  // Whether a slot is free. The slots that for_each_retired() visits have no row either.
+  bool is_free(Slot slot) const { return free_.size() > 0 && free_.contains(slot); }
+  template <class Visit>  // visit(slot) for the slots without a row that pending passes may refer to
+  void for_each_retired(const Visit& visit) const {
     for (size_t r = reclaimed_; r < retired_.size(); ++r) visit(retired_[r].slot);
   }
 

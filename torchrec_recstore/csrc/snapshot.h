@@ -69,6 +69,9 @@ class Snapshot final : public PendingPass {
 
   bool pending(Slot slot) const { return slot < slots_ && (pending_[slot / 64] >> (slot % 64) & 1) != 0; }
   void find_next(bool polite);
+  void search_index(bool polite, Least& least);
+  void find_pending(bool polite, Least& least);
+  void add(int64_t id, Slot slot, Least& least) const;
   void read_next(int64_t n, int64_t* ids, const RowImages& out, bool polite, Executor& executor);
   char* block(int64_t number);
   uint32_t& number(Slot slot) const { return reinterpret_cast<uint32_t*>(numbers_.data())[slot]; }
@@ -85,6 +88,7 @@ class Snapshot final : public PendingPass {
   std::optional<std::vector<int64_t>> left_;
   std::atomic<int64_t> rows_left_{0};
   std::vector<uint64_t> pending_;  // one bit for each slot: it has a row of the snapshot that has not been read
+  bool finds_by_slot_ = false;     // whether the table records where its index has each row
   std::vector<Row> removed_;       // rows that were removed from the table before they were read
 
   std::vector<Row> next_;           // the rows to be read next, in ascending order of their ids
@@ -103,5 +107,9 @@ class Snapshot final : public PendingPass {
 
 // Locks the table and takes a snapshot of it; see Snapshot.
 std::shared_ptr<Snapshot> open_snapshot(const std::shared_ptr<Table>& table, std::optional<Changes::Mark> since, Executor& executor);
+
+// Makes the table record where its index has each row, so that snapshots of changed rows take time for these rows only.
+// The first call walks over the index; it holds the lock for short times. Throws OutOfMemory.
+void locate_rows(const std::shared_ptr<Table>& table);
 
 }  // namespace recstore

@@ -44,6 +44,7 @@ def remember(marks: Mapping[Table, int], version: str) -> None:
         version: The version of the export.
     """
     for shard, mark in marks.items():
+        shard.locate_rows()  # The deltas that follow read the changed rows only.
         known = _MARKS.setdefault(shard, {})
         known.pop(version, None)
         known[version] = mark

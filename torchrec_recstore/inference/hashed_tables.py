@@ -91,6 +91,16 @@ class HashedTable(ServedTable):
         tensors[self.name + "/checksum"] = torch.tensor([self.native.recomputed_checksum()])
 
     @torch.jit.export
+    def give_tensors_after(self, delta: dict[str, Tensor], tensors: dict[str, Tensor]) -> None:
+        """Adds the checksum of the rows after a delta to ``tensors``. See :meth:`give_tensors`."""
+        checksum: int = self.native.checksum()
+        if self.name + "/ids" in delta:
+            checksum = self.native.checksum_after(
+                delta[self.name + "/ids"], delta[self.name + "/rows"], delta[self.name + "/removed"]
+            )
+        tensors[self.name + "/checksum"] = torch.tensor([checksum])
+
+    @torch.jit.export
     def prepare_delta(self, delta: dict[str, Tensor], tensors: dict[str, Tensor]) -> None:
         """Makes the rows after a delta, which :meth:`take_delta` uses, and adds their checksum to ``tensors``."""
         checksum: int = self.native.checksum()

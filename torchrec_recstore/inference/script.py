@@ -199,7 +199,7 @@ def _methods(tables: list[str], dense: list[str], constants: list[str], attribut
             "    return found[0]",
         ]
     keys = [(repr(f"dense/{name}"), _expression(name)) for name in dense]
-    lines += _verify(tables, keys, constants, attributes)
+    lines += _verify(tables, keys, constants, attributes, hashed)
     if hashed:
         lines += _of_changes(tables, keys)
     lines += _apply_delta(tables, keys, hashed)
@@ -207,10 +207,7 @@ def _methods(tables: list[str], dense: list[str], constants: list[str], attribut
 
 
 def _of_changes(tables: list[str], keys: list[tuple[str, str]]) -> list[str]:
-    """Returns the source code of the methods that take time for the given or changed rows only.
-
-    ``recstore_version_after`` also prepares the tables for the delta.
-    """
+    """Returns the source code of the methods that take time for the given or changed rows only."""
     return [
         "def recstore_bytes(self) -> int:",
         "    size = 0",
@@ -222,13 +219,22 @@ def _of_changes(tables: list[str], keys: list[tuple[str, str]]) -> list[str]:
         "    return found",
         "def recstore_version_after(self, delta: Dict[str, Tensor]) -> str:",
         "    tensors: Dict[str, Tensor] = {}",
-        *(f"    {table}.prepare_delta(delta, tensors)" for table in tables),
+        *(f"    {table}.give_tensors_after(delta, tensors)" for table in tables),
         *(f"    tensors[{key}] = delta.get({key}, {tensor})" for key, tensor in keys),
-        "    return hexadecimal(checksum_of(tensors))",
+        f"    return {_version_of('tensors', hashed=True)}",
     ]
 
 
-def _verify(tables: list[str], keys: list[tuple[str, str]], constants: list[str], attributes: list[str]) -> list[str]:
+# TorchScript compiles each method in its first two calls, for tens of milliseconds if the method computes a checksum.
+# The ops of the native library spare a model with a hash index this time.
+def _version_of(tensors: str, hashed: bool) -> str:
+    """Returns an expression for the version of a model with these tensors."""
+    return f"torch.ops.recstore.version_of({tensors})" if hashed else f"hexadecimal(checksum_of({tensors}))"
+
+
+def _verify(
+    tables: list[str], keys: list[tuple[str, str]], constants: list[str], attributes: list[str], hashed: bool
+) -> list[str]:
     return [
         "def recstore_attributes(self) -> str:",
         "    values: List[str] = []",
@@ -241,7 +247,7 @@ def _verify(tables: list[str], keys: list[tuple[str, str]], constants: list[str]
         "    tensors: Dict[str, Tensor] = {}",
         *(f"    {table}.give_tensors(tensors)" for table in tables),
         *(f"    tensors[{key}] = {tensor}" for key, tensor in keys),
-        f"    if hexadecimal(checksum_of(tensors)) != {tables[0]}.version:",
+        f"    if {_version_of('tensors', hashed)} != {tables[0]}.version:",
         f'        raise ValueError("the model is damaged: its tensors are not of version " + {tables[0]}.version)',
         f"    if self.recstore_attributes() != {tables[0]}.attributes:",
         '        raise ValueError("the model is damaged: its attributes are not those that were exported")',
@@ -255,11 +261,15 @@ def _apply_delta(tables: list[str], keys: list[tuple[str, str]], hashed: bool) -
     conditions.
     """
     version = f"{tables[0]}.version"
+    checksum = "torch.ops.recstore.checksum_of" if hashed else "checksum_of"
     number = HASHED_FORMAT if hashed else FORMAT
     # A model that searches by hash does not read all of its rows. It computes its next version from the changed rows,
     # and the version must be that of the delta before anything changes.
     leads = [
-        "    if self.recstore_version_after(delta) != versions[1]:",
+        "    tensors: Dict[str, Tensor] = {}",
+        *(f"    {table}.prepare_delta(delta, tensors)" for table in tables),
+        *(f"    tensors[{key}] = delta.get({key}, {tensor})" for key, tensor in keys),
+        f"    if {_version_of('tensors', hashed)} != versions[1]:",
         '        raise ValueError("the delta does not lead from this model to version " + versions[1] '
         '+ ": the model or the delta is damaged")',
     ]
@@ -271,7 +281,7 @@ def _apply_delta(tables: list[str], keys: list[tuple[str, str]], hashed: bool) -
         '            raise ValueError("this is no delta: it has no " + key)',
         f'    if "format" not in delta or int(delta["format"].item()) != {number}:',
         f'        raise ValueError("the model takes deltas of format {number}, and this is another one")',
-        '    if not torch.equal(delta["checksum"], checksum_of(delta)):',
+        f'    if not torch.equal(delta["checksum"], {checksum}(delta)):',
         '        raise ValueError("the delta is damaged: its checksum is another one")',
         "    versions: List[str] = []",
         "    for key in known[:2]:",

@@ -254,8 +254,13 @@ class ServedTable(nn.Module):
         self.rows = rows[self.name]
 
     @torch.jit.export
+    def give_tensors_after(self, delta: dict[str, Tensor], tensors: dict[str, Tensor]) -> None:
+        """Adds the tensors of :meth:`give_tensors` as they are after a delta. :meth:`check_delta` has accepted it."""
+        self.prepare_delta(delta, tensors)
+
+    @torch.jit.export
     def prepare_delta(self, delta: dict[str, Tensor], tensors: dict[str, Tensor]) -> None:
-        """Adds the tensors of :meth:`give_tensors` as they are after a delta. :meth:`check_delta` has accepted it.
+        """Prepares :meth:`take_delta`, and does the same as :meth:`give_tensors_after`.
 
         The table is one of TorchRec's own; see :meth:`HashedTable.prepare_delta` for the other tables.
         """

@@ -49,6 +49,13 @@ uint64_t hash_of_missing(const RowLayout& layout, const char* row) {
   return mix(hash_of(layout.dim * 4 + static_cast<int64_t>(layout.format), row, layout.row_bytes));
 }
 
+void check_distinct(const RowChanges& changes) {
+  std::vector<int64_t> every(changes.ids, changes.ids + changes.count);
+  every.insert(every.end(), changes.removed, changes.removed + changes.removed_count);
+  std::sort(every.begin(), every.end());
+  if (std::adjacent_find(every.begin(), every.end()) != every.end()) throw InvalidArgument("the changes have an id more than once");
+}
+
 // Asks the system to put memory that a file was read into on huge pages, because random reads of small pages wait for the
 // translation of their addresses. It may refuse; then nothing changes.
 void use_huge_pages(const char* data, int64_t bytes) {
@@ -241,21 +248,22 @@ void ServedRows::find_slots(const int64_t* ids, int64_t n, Slot* slots) const {
   for (int64_t i = 0; i < n; ++i) slots[i] = slots[i] < end ? slots[i] : 0;
 }
 
+void ServedRows::request(const char* row) const {
+  const int64_t lines = std::min((layout_.row_bytes + kLine - 1) / kLine, kMostLines);
+  for (int64_t l = 0; l < lines; ++l) __builtin_prefetch(row + l * kLine, 0, 3);
+}
+
 template <class Visit>  // visit(position, row)
 void ServedRows::for_each_row(const int64_t* ids, int64_t n, const Visit& visit) const {
   Slot slots[kFound];
   const char* rows[kFound];
-  const int64_t lines = std::min((layout_.row_bytes + kLine - 1) / kLine, kMostLines);
-  const auto request = [&](int64_t i) {
-    for (int64_t l = 0; l < lines; ++l) __builtin_prefetch(rows[i] + l * kLine, 0, 3);
-  };
   for (int64_t first = 0; first < n; first += kFound) {
     const int64_t count = std::min(kFound, n - first), ahead = std::min(kAhead, count);
     find_slots(ids + first, count, slots);
     for (int64_t i = 0; i < count; ++i) rows[i] = row(slots[i]);
-    for (int64_t i = 0; i < ahead; ++i) request(i);
+    for (int64_t i = 0; i < ahead; ++i) request(rows[i]);
     for (int64_t i = 0; i < count; ++i) {
-      if (i + ahead < count) request(i + ahead);
+      if (i + ahead < count) request(rows[i + ahead]);
       visit(first + i, rows[i]);
     }
   }
@@ -395,11 +403,28 @@ std::shared_ptr<const ServedRows> ServedRows::copied(int64_t more_rows) const {
   return made;
 }
 
+uint64_t ServedRows::checksum_with(const RowChanges& changes) const {
+  check_distinct(changes);
+  uint64_t sum = checksum_;
+  const auto leave = [&](const int64_t* ids, int64_t n) {
+    Slot slots[kFound];
+    for (int64_t first = 0; first < n; first += kFound) {
+      const int64_t count = std::min(kFound, n - first);
+      find_slots(ids + first, count, slots);
+      for (int64_t i = 0; i < count; ++i) {
+        if (i + kAhead < count) request(row(slots[i + kAhead]));
+        if (slots[i] != 0 && !is_removed(slots[i])) sum -= hash_of(ids[first + i], row(slots[i]), layout_.row_bytes);
+      }
+    }
+  };
+  leave(changes.ids, changes.count);
+  leave(changes.removed, changes.removed_count);
+  for (int64_t i = 0; i < changes.count; ++i) sum += hash_of(changes.ids[i], changes.rows + i * layout_.row_bytes, layout_.row_bytes);
+  return sum;
+}
+
 std::shared_ptr<ServedRows> ServedRows::with(const RowChanges& changes) const {
-  std::vector<int64_t> every(changes.ids, changes.ids + changes.count);
-  every.insert(every.end(), changes.removed, changes.removed + changes.removed_count);
-  std::sort(every.begin(), every.end());
-  if (std::adjacent_find(every.begin(), every.end()) != every.end()) throw InvalidArgument("the changes have an id more than once");
+  check_distinct(changes);
   if (auto made = extended(changes)) return made;
   return copied(changes.count)->with(changes);
 }

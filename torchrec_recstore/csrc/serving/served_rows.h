@@ -91,6 +91,8 @@ class ServedRows : public std::enable_shared_from_this<ServedRows> {
   // The memory of the rows in the order of their slots, if none has changed since they were built; otherwise null.
   const RowMemory* whole_memory() const;
 
+  // The checksum of the version that with() would make. Throws InvalidArgument if an id occurs twice in the changes.
+  uint64_t checksum_with(const RowChanges& changes) const;
   // Makes the next version. Throws InvalidArgument if an id occurs twice in the changes, OutOfMemory.
   std::shared_ptr<ServedRows> with(const RowChanges& changes) const;
   // Keeps a version that with() has returned. The memory that only the version before uses is freed with that version. A
@@ -107,6 +109,7 @@ class ServedRows : public std::enable_shared_from_this<ServedRows> {
   bool is_removed(int64_t slot) const {
     return removed_count_ > 0 && slot / 64 < static_cast<int64_t>(removed_.size()) && (removed_[slot / 64] >> (slot % 64) & 1) != 0;
   }
+  void request(const char* row) const;
   void find_slots(const int64_t* ids, int64_t n, Slot* slots) const;
   std::shared_ptr<const ServedRows> copied(int64_t more_rows) const;
   std::shared_ptr<ServedRows> extended(const RowChanges& changes) const;

@@ -7,16 +7,21 @@
 #include <torch/headeronly/version.h>
 
 #include <algorithm>
+#include <cinttypes>
+#include <cstdio>
 #include <cstring>
+#include <map>
 #include <memory>
-#include <optional>
 #include <mutex>
+#include <optional>
 #include <string>
 #include <tuple>
 #include <utility>
+#include <vector>
 
 #include "../../buffer_pool.h"
 #include "../../error.h"
+#include "../checksum.h"
 #include "../served_rows.h"
 
 // inference/library.py reads the version of torch from the file before it loads the library.
@@ -69,6 +74,50 @@ Tensor output(int64_t n, int64_t dim) {
   auto buffer = std::make_shared<BufferPool::Buffer>(BufferPool::instance().take(tensor_bytes({n, dim}, sizeof(float))));
   void* data = buffer->data();
   return at::from_blob(data, {n, dim}, [buffer](void*) {}, at::TensorOptions(at::kFloat));
+}
+
+// Changes whose memory is that of tensors.
+struct Changes {
+  Changes(const ServedRows& of, const Tensor& given_ids, const Tensor& given_rows, const Tensor& given_removed)
+      : ids(checked(given_ids, "ids", at::kLong, 1)),
+        rows(checked(given_rows, "rows", element_type(of.layout()), 2)),
+        removed(checked(given_removed, "removed", at::kLong, 1)) {
+    TORCH_CHECK_VALUE(rows.size(0) == ids.numel() && rows.size(1) * static_cast<int64_t>(rows.element_size()) == of.layout().row_bytes,
+                      "the rows do not fit the ids and the row format");
+    given = {ids.const_data_ptr<int64_t>(), static_cast<const char*>(rows.const_data_ptr()), ids.numel(),
+             removed.const_data_ptr<int64_t>(), removed.numel()};
+  }
+
+  Tensor ids, rows, removed;
+  RowChanges given{};
+};
+
+// The checksum of tensors, their names, their data types and their shapes; checksum_of in inference/verification.py.
+uint64_t checksum_of(const c10::Dict<std::string, Tensor>& tensors) {
+  std::map<std::string, Tensor> sorted;
+  for (const auto& entry : tensors) sorted.emplace(entry.key(), entry.value());
+  uint64_t state = 0;
+  for (const auto& [name, tensor] : sorted) {
+    if (name == "checksum") continue;
+    std::vector<int64_t> described;
+    for (const char byte : name) described.push_back(static_cast<uint8_t>(byte));  // what TorchScript's ord() returns
+    described.push_back(-1);
+    described.push_back(static_cast<int64_t>(tensor.scalar_type()));
+    described.insert(described.end(), tensor.sizes().begin(), tensor.sizes().end());
+    state = checksum_after(state, reinterpret_cast<const char*>(described.data()), static_cast<int64_t>(described.size() * sizeof(int64_t)));
+    const Tensor data = tensor.detach().cpu().contiguous();
+    state = checksum_after(state, static_cast<const char*>(data.const_data_ptr()), static_cast<int64_t>(data.nbytes()));
+  }
+  return state;
+}
+
+Tensor checksum_tensor(const c10::Dict<std::string, Tensor>& tensors) { return at::full({1}, static_cast<int64_t>(checksum_of(tensors)), at::kLong); }
+
+// The checksum in 16 hexadecimal digits.
+std::string version_of(const c10::Dict<std::string, Tensor>& tensors) {
+  char digits[17];
+  std::snprintf(digits, sizeof(digits), "%016" PRIx64, checksum_of(tensors));
+  return digits;
 }
 
 struct Rows final : torch::CustomClassHolder {
@@ -215,17 +264,18 @@ class Table final : public torch::CustomClassHolder {
   int64_t checksum() const { return static_cast<int64_t>(rows()->checksum()); }
   int64_t recomputed_checksum() const { return static_cast<int64_t>(rows()->recomputed_checksum()); }
 
+  // The checksum of the version that prepare() would make.
+  int64_t checksum_after(const Tensor& ids, const Tensor& rows, const Tensor& removed) const {
+    const auto now = this->rows();
+    return static_cast<int64_t>(now->checksum_with(Changes(*now, ids, rows, removed).given));
+  }
+
   // Makes the next version, which commit() puts in the place of the present one. Returns its checksum.
   int64_t prepare(const Tensor& ids, const Tensor& rows, const Tensor& removed) {
     const std::lock_guard<std::mutex> lock(changing_);
     next_.reset();
     const auto now = this->rows();
-    const Tensor of = checked(ids, "ids", at::kLong, 1), gone = checked(removed, "removed", at::kLong, 1);
-    const Tensor given = checked(rows, "rows", element_type(now->layout()), 2);
-    TORCH_CHECK_VALUE(given.size(0) == of.numel() && given.size(1) * static_cast<int64_t>(given.element_size()) == now->layout().row_bytes,
-                      "the rows do not fit the ids and the row format");
-    next_ = now->with({of.const_data_ptr<int64_t>(), static_cast<const char*>(given.const_data_ptr()), of.numel(),
-                       gone.const_data_ptr<int64_t>(), gone.numel()});
+    next_ = now->with(Changes(*now, ids, rows, removed).given);
     return static_cast<int64_t>(next_->checksum());
   }
 
@@ -252,6 +302,8 @@ class Table final : public torch::CustomClassHolder {
 };
 
 TORCH_LIBRARY(recstore, library) {
+  library.def("checksum_of", checksum_tensor);
+  library.def("version_of", version_of);
   library.class_<Rows>("ServedRows")
       .def_pickle([](const c10::intrusive_ptr<Rows>& self) { return self->saved(); }, [](const Rows::Saved& saved) { return Rows::loaded(saved); });
   library.class_<Table>("ServedTable")
@@ -266,6 +318,7 @@ TORCH_LIBRARY(recstore, library) {
       .def("bytes", &Table::bytes)
       .def("checksum", &Table::checksum)
       .def("recomputed_checksum", &Table::recomputed_checksum)
+      .def("checksum_after", &Table::checksum_after)
       .def("prepare", &Table::prepare)
       .def("commit", &Table::commit)
       .def("abandon", &Table::abandon)
