@@ -7,7 +7,7 @@ PIP := $(BIN)/pip --disable-pip-version-check --quiet
 SOURCES := $(wildcard $(addprefix torchrec_recstore/csrc/,*.* ops/*.* serving/*.* serving/ops/*.*))
 CORE := $(wildcard torchrec_recstore/csrc/*.cpp torchrec_recstore/csrc/serving/*.cpp)
 
-.PHONY: help build train test test-slow test-all test-cpp test-faults test-tsan test-mutations parity matrix lint proto bench docs package clean
+.PHONY: help build train online test test-slow test-all test-cpp test-faults test-tsan test-mutations parity matrix lint proto bench docs package clean
 .DEFAULT_GOAL := help
 
 help:  ## show this list
@@ -34,6 +34,13 @@ build: $(VENV)/.built  ## set up .venv and build the native extension
 
 train: build  ## train DLRM: make train [DATA=train.txt] [ARGS="--dim 64 ..."]
 	$(BIN)/python examples/dlrm/train.py $(if $(DATA),--data "$(DATA)") $(ARGS)
+
+$(VENV)/.online-requirements: requirements/cold.txt requirements/service.txt $(VENV)/.train-requirements
+	$(PIP) install -r requirements/cold.txt -r requirements/service.txt
+	@touch $@
+
+online: build $(VENV)/.online-requirements  ## train on clicks while they arrive, and serve the model: make online [ARGS="--seconds 300 ..."]
+	$(BIN)/python examples/online/run.py $(ARGS)
 
 test: build $(VENV)/.dev-requirements  ## lint, the C++ tests, and the Python tests that are not slow: the first step of CI
 	@$(MAKE) --no-print-directory --output-sync=target -j$(shell nproc) lint test-cpp

@@ -108,7 +108,7 @@ def test_what_extras_name_is_pinned() -> None:
     ("folder", "extras"),
     [
         ("torchrec_recstore", ["", "torchrec-cpu", "torchrec", "rocksdb", "redis", "service", "cli"]),
-        ("examples", ["", "torchrec-cpu", "torchrec", "cli", "examples"]),
+        ("examples", ["", "torchrec-cpu", "torchrec", "redis", "cli", "examples"]),
         ("benchmarks", ["", "torchrec-cpu", "torchrec", "rocksdb", "service", "cli", "examples"]),
     ],
 )

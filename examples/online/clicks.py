@@ -1,0 +1,64 @@
+"""Generates clicks whose taste drifts. A click depends only on the settings and on its number.
+
+Users and items are angles on a circle. A user is likely to click an item that lies in the direction that the user
+likes, and all directions rotate: after ``TURN_S`` seconds they have made one turn. New users and items appear all the
+time and old ones vanish, and the newest items are shown most.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from online.settings import Settings
+
+Clicks = npt.NDArray[Any]
+
+CLICK = np.dtype(
+    [("time_ms", "<i8"), ("user", "<i8"), ("item", "<i8"), ("clicked", "<i8"), ("served", "<f8"), ("frozen", "<f8")]
+)
+"""A click: its time in milliseconds since 1970, the ids, the label 0 or 1, and the logits that the served model and the
+frozen model gave before the label was known. NaN: the model did not answer."""
+
+BLOCK = 1024  # clicks of one random stream
+USERS, ITEMS = 600, 300  # at any time
+NEW_USERS_S, NEW_ITEMS_S = 4.0, 4.0  # a second
+TURN_S = 360.0
+SCALE, BIAS = 3.0, -1.0
+_ODD = np.uint64(0x9E3779B97F4A7C15)  # The product with an odd number maps 64-bit numbers one to one.
+_GOLDEN, _PLASTIC = 0.6180339887498949, 0.7548776662466927  # Multiples of these fill the circle evenly.
+
+
+def generated(settings: Settings, first: int, last: int) -> Clicks:
+    """Returns the clicks with the numbers from ``first`` to ``last``, both included. The first click has the number 1.
+
+    Returns:
+        (last - first + 1,) of the dtype :data:`CLICK`, without scores.
+    """
+    begin, end = first - 1, last
+    blocks = [_block(settings, block) for block in range(begin // BLOCK, -(-end // BLOCK))]
+    offset = begin // BLOCK * BLOCK
+    return np.concatenate(blocks)[begin - offset : end - offset] if blocks else np.empty(0, CLICK)
+
+
+def time_ms(settings: Settings, number: npt.NDArray[np.int64] | int) -> Any:
+    """Returns the time of a click, in milliseconds since 1970."""
+    return settings.start_ms + (number - 1 - settings.history) * 1000 // settings.rate
+
+
+def _block(settings: Settings, block: int) -> Clicks:
+    random = np.random.default_rng([settings.seed, block])
+    clicks = np.empty(BLOCK, CLICK)
+    numbers = np.arange(block * BLOCK, (block + 1) * BLOCK) + 1
+    clicks["time_ms"] = time_ms(settings, numbers)
+    second = (numbers - 1) / settings.rate
+    user = np.floor(second * NEW_USERS_S - USERS * random.random(BLOCK)).astype(np.int64)
+    item = np.floor(second * NEW_ITEMS_S - ITEMS * random.random(BLOCK) ** 2).astype(np.int64)
+    turned = _GOLDEN * item - _PLASTIC * user - second / TURN_S
+    logits = SCALE * np.cos(2 * np.pi * turned) + BIAS
+    clicks["user"] = (user.view(np.uint64) * _ODD).view(np.int64)
+    clicks["item"] = (item.view(np.uint64) * _ODD).view(np.int64)
+    clicks["clicked"] = random.random(BLOCK) < 1 / (1 + np.exp(-logits))
+    clicks["served"] = clicks["frozen"] = np.nan
+    return clicks

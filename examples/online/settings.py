@@ -1,0 +1,93 @@
+"""The settings of an online run. Every process of the run reads them from the run's folder. Needs no torch."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+FILE = "settings.json"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """The settings of a run.
+
+    Attributes:
+        folder: The folder of the run. It contains everything that the run writes.
+        url: The Redis server of the clicks, ``redis://host:port/db``. None: the clicks are in the file ``clicks.log``.
+        stream: The name of the Redis stream.
+        seed: The seed of the clicks, of the dense weights and of the tables.
+        history: The number of clicks from before the beginning. They are trained on before anything is published.
+        clicks: The number of all clicks. The run ends after the last one.
+        rate: The number of clicks a second.
+        start_ms: The time of the first live click, the one after the history, in milliseconds since 1970. The example
+            writes this click when all processes are ready, which is some seconds later.
+        paced: Whether live clicks are written at their rate. If False, all clicks are written at once.
+        batch_size: The number of clicks of a step.
+        window: The number of clicks of a window, over which AUC and calibration are computed.
+        checkpoint_every: The number of steps between checkpoints.
+        publish_every_s: The time between publications, in seconds.
+        expire_s: The time of the clicks, in seconds, after which a row that no click has used is deleted.
+        dim: The width of the embeddings.
+        lr: The learning rate of the embeddings and of the dense layers (Adam).
+        grpc: The address of the follower for gRPC.
+        http: The address of the follower for HTTP.
+        frozen_grpc: The address of the frozen model for gRPC.
+        frozen_http: The address of the frozen model for HTTP.
+    """
+
+    folder: Path
+    url: str | None
+    stream: str = "clicks"
+    seed: int = 0
+    history: int = 140_000
+    clicks: int = 320_000
+    rate: int = 2000
+    start_ms: int = 1_700_000_000_000
+    paced: bool = True
+    batch_size: int = 256
+    window: int = 8000
+    checkpoint_every: int = 40
+    publish_every_s: float = 5.0
+    expire_s: int = 30
+    dim: int = 16
+    lr: float = 0.02
+    grpc: str = ""
+    http: str = ""
+    frozen_grpc: str = ""
+    frozen_http: str = ""
+
+    @property
+    def published(self) -> Path:
+        """The directory to which the trainer publishes and which the follower follows."""
+        return self.folder / "published"
+
+    @property
+    def frozen(self) -> Path:
+        """The directory that contains the first full export only."""
+        return self.folder / "frozen"
+
+    @property
+    def opened(self) -> Path:
+        """The file with the moment at which the first live click was written, in milliseconds since 1970."""
+        return self.folder / "opened"
+
+    @property
+    def checkpoints(self) -> Path:
+        """The folder of the trainer's checkpoints."""
+        return self.folder / "checkpoints"
+
+    def shown(self) -> dict[str, Any]:
+        """Returns the settings for JSON."""
+        return asdict(self) | {"folder": str(self.folder)}
+
+    def write(self) -> None:
+        """Writes the settings into the run's folder."""
+        (self.folder / FILE).write_text(json.dumps(self.shown(), indent=2) + "\n")
+
+    @classmethod
+    def read(cls, folder: Path) -> Settings:
+        """Reads the settings of a run's folder."""
+        return cls(**json.loads((folder / FILE).read_text()) | {"folder": folder})

@@ -1,0 +1,268 @@
+"""Starts the processes of an online run, starts those again that die, and writes the page."""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.request
+from collections.abc import Sequence
+from contextlib import ExitStack, suppress
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from common.command import DataError
+from common.run_folder import write_whole
+from online.page import page
+from online.settings import Settings
+
+from torchrec_recstore.inference.destinations import publications_at
+
+TICK_S, WRITE_S = 0.2, 1.0
+PAUSES_S = (0.2, 1.0, 3.0, 10.0)
+"""The pauses before a process is started again, if it has failed several times in a row."""
+STEADY_S = 30.0  # A process that has run for so long has not failed in a row.
+SAMPLES = 600  # of the page
+REDIS = shutil.which("redis-server") or shutil.which("valkey-server")
+
+
+class Process:
+    """A process that is started again whenever it dies, until it ends with status 0.
+
+    Args:
+        name: The name of the process.
+        command: The command line.
+        log: The file to which its output is appended.
+    """
+
+    def __init__(self, name: str, command: Sequence[str], log: Path) -> None:
+        self.name, self.restarts = name, -1
+        self._command, self._log = list(command), log
+        self._failures, self._next = 0, 0.0
+        self._start()
+
+    @property
+    def pid(self) -> int:
+        """The id of the process, or of the process that was there last."""
+        return self._process.pid
+
+    @property
+    def runs(self) -> bool:
+        """Whether the process runs."""
+        return self._process.poll() is None
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether the process has ended with status 0."""
+        return self._process.poll() == 0
+
+    def watch(self) -> None:
+        """Starts the process again if it has died.
+
+        Raises:
+            DataError: The process has failed several times in a row, without being killed by a signal.
+        """
+        status = self._process.poll()
+        if status is None or status == 0:
+            return
+        if not self._next:
+            self._failures = 0 if status < 0 or time.monotonic() - self._began > STEADY_S else self._failures + 1
+            if self._failures > len(PAUSES_S):
+                raise DataError(f"the {self.name} has failed {self._failures} times in a row, see {self._log}")
+            self._next = time.monotonic() + PAUSES_S[max(self._failures - 1, 0)]
+        elif time.monotonic() >= self._next:
+            self._start()
+
+    def kill(self) -> None:
+        """Kills the process by SIGKILL."""
+        self._process.kill()
+        self._process.wait()
+
+    def stop(self) -> None:
+        """Ends the process by SIGTERM, and by SIGKILL if it takes more than ten seconds."""
+        self._process.terminate()
+        try:
+            self._process.wait(10)
+        except subprocess.TimeoutExpired:
+            self.kill()
+
+    def _start(self) -> None:
+        # One thread: the processes share the cores. A run has the same bits for every number of threads.
+        environment = os.environ | {"OMP_NUM_THREADS": "1", "OMP_WAIT_POLICY": "passive"}
+        with self._log.open("ab") as log:
+            self._process = subprocess.Popen(
+                self._command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=environment, preexec_fn=_die_too
+            )
+        self._began, self._next = time.monotonic(), 0.0
+        self.restarts += 1
+
+
+def _die_too() -> None:
+    """Makes the kernel kill this process when the supervisor dies, and keeps Ctrl-C to the supervisor."""
+    ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+    os.setpgrp()
+
+
+class Supervisor:
+    """The processes of a run; also a context manager that ends them.
+
+    Args:
+        settings: The settings, which are written to the run's folder.
+        redis_port: The port of the Redis server to start, or None.
+        kills: The number of SIGKILLs that random processes get, spread over the time of the live clicks.
+    """
+
+    def __init__(self, settings: Settings, redis_port: int | None, kills: int) -> None:
+        self.settings = settings
+        self._samples: list[dict[str, Any]] = []
+        self._random = random.Random(settings.seed)
+        live_s = (settings.clicks - settings.history) / settings.rate
+        self._kills_at = sorted(self._random.uniform(0, live_s) for _ in range(kills))
+        self._victims: list[str] = []  # shuffled, so that each of them is killed
+        self.kills: list[str] = []
+        self.processes: dict[str, Process] = {}
+        self._stack = ExitStack()
+        with self._stack:
+            if redis_port is not None:
+                self._run("redis", _redis(settings.folder / "redis", redis_port))
+            worker = [sys.executable, str(Path(__file__).with_name("worker.py"))]
+            self._run("trainer", [*worker, "trainer", str(settings.folder)])
+            self._run("follower", _follow(settings.published, settings.grpc, settings.http))
+            self._run("frozen", _follow(settings.frozen, settings.frozen_grpc, settings.frozen_http))
+            self._run("generator", [*worker, "generator", str(settings.folder)])
+            self._stack = self._stack.pop_all()
+
+    def __enter__(self) -> Supervisor:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._stack.close()
+
+    def run(self, until_s: float) -> dict[str, Any]:
+        """Runs until the trainer has seen all clicks and the follower serves the model of this moment.
+
+        Args:
+            until_s: The longest time, in seconds.
+
+        Returns:
+            The state at the end; see :meth:`state`.
+
+        Raises:
+            DataError: A process fails again and again, or the run takes too long.
+        """
+        end, write_at = time.monotonic() + until_s, 0.0
+        while True:
+            for process in self.processes.values():
+                process.watch()
+            self._freeze()
+            self._kill_one()
+            if time.monotonic() >= write_at:
+                state, write_at = self._write("running", live=True), time.monotonic() + WRITE_S
+                final = state["final_version"]
+                if self.processes["trainer"].has_ended and final is not None and state["served_version"] == final:
+                    return self._write("finished", live=False)
+            if time.monotonic() > end:
+                raise DataError(f"the run has not ended after {until_s:g} s, see {self.settings.folder}")
+            time.sleep(TICK_S)
+
+    def state(self) -> dict[str, Any]:
+        """Returns what the page shows: the numbers of the trainer and of the follower, and the processes."""
+        trainer = {
+            "offset": 0,
+            "samples_per_second": None,
+            "rows": {},
+            "expired": 0,
+            "windows": [],
+            "final_version": None,
+        }
+        with suppress(FileNotFoundError):
+            trainer = json.loads((self.settings.folder / "trainer.json").read_bytes())
+        follower: dict[str, Any] = {}
+        with suppress(OSError), urllib.request.urlopen(f"http://{self.settings.http}/state", timeout=2) as answer:
+            follower = json.load(answer)
+        return {
+            **trainer,
+            "age_s": follower.get("seconds_behind"),
+            "served_version": follower.get("version"),
+            "deltas_applied": follower.get("deltas_applied", 0),
+            "fulls_loaded": follower.get("fulls_loaded", 0),
+            "kills": self.kills,
+            "processes": {name: {"pid": p.pid, "restarts": p.restarts} for name, p in self.processes.items()},
+            "settings": self.settings.shown(),
+        }
+
+    def _write(self, status: str, live: bool) -> dict[str, Any]:
+        state = {"status": status, **self.state(), "samples": self._samples}
+        second = self._second()
+        if second is not None:
+            # The trainer is behind by the time since the newest click that it has trained on.
+            behind = second - (state["offset"] - self.settings.history) / self.settings.rate
+            taken = {name: state[name] for name in ("samples_per_second", "age_s", "rows", "expired")}
+            self._samples.append({"second": second, "behind_s": max(0.0, behind), **taken})
+        if len(self._samples) > SAMPLES:
+            del self._samples[: SAMPLES // 2 : 2]
+        write_whole(self.settings.folder / "state.json", json.dumps(state).encode())
+        write_whole(self.settings.folder / "page.html", page(state, live).encode())
+        return state
+
+    def _run(self, name: str, command: Sequence[str]) -> None:
+        self.processes[name] = process = Process(name, command, self.settings.folder / f"{name}.log")
+        self._stack.callback(process.stop)
+
+    def _freeze(self) -> None:
+        """Copies the first full export to the directory of the frozen model."""
+        if (self.settings.frozen / "latest.json").exists():
+            return
+        source = publications_at(self.settings.published)
+        latest = source.latest()
+        if latest is None:
+            return
+        number = latest.fulls[0]
+        with tempfile.TemporaryDirectory() as folder:
+            file = source.fetch(number, "full", Path(folder))
+            frozen = publications_at(self.settings.frozen)
+            frozen.claim(latest.run)
+            try:
+                shutil.copyfile(file, frozen.path_of(number, "full"))
+                frozen.append(replace(source.publication(number), base=None), None)
+            finally:
+                frozen.close()
+
+    def _second(self) -> float | None:
+        """Returns the time since the first live click, in seconds. None: there is none yet."""
+        with suppress(FileNotFoundError):
+            return time.time() - int(self.settings.opened.read_text()) / 1000
+        return None
+
+    def _kill_one(self) -> None:
+        second = self._second()
+        if not self._kills_at or second is None or second < self._kills_at[0]:
+            return
+        if not self._victims:
+            self._victims = [name for name in self.processes if name != "frozen"]
+            self._random.shuffle(self._victims)
+        if self.processes[self._victims[-1]].runs:
+            self._kills_at.pop(0)
+            self.kills.append(self._victims.pop())
+            self.processes[self.kills[-1]].kill()
+
+
+def _redis(folder: Path, port: int) -> list[str]:
+    """Returns the command of a server that has every click on the disk before it answers."""
+    assert REDIS is not None
+    folder.mkdir(exist_ok=True)
+    durable = ["--appendonly", "yes", "--appendfsync", "always", "--save", "", "--maxmemory-policy", "noeviction"]
+    return [REDIS, "--port", str(port), "--bind", "127.0.0.1", "--dir", str(folder), *durable]
+
+
+def _follow(source: Path, grpc: str, http: str) -> list[str]:
+    command = [sys.executable, "-m", "torchrec_recstore.cli", "follow", str(source), "--listen", grpc, "--http", http]
+    return [*command, "--threads", "1"]

@@ -1,0 +1,142 @@
+"""The process that trains on the clicks in their order, scores each click before, saves checkpoints and publishes.
+
+A trainer that was killed continues from its newest checkpoint, which contains the offset: the
+number of clicks that the model, the optimizers and the metrics of this checkpoint have seen.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from common.checkpoints import CheckpointFolder
+from common.processes import process_group
+from common.run_folder import sole_use, write_whole
+from online.model import build, features_of
+from online.settings import Settings
+from online.streams import read_batch, stream_of
+from online.windows import Windows
+from torch import nn
+
+from torchrec_recstore import set_time, table_stats
+from torchrec_recstore.inference import DeltaPublisher, export_for_inference, load_library
+
+KEPT = 2  # checkpoints
+REPORT_S = 0.5
+EXPORT = "model.pt"
+"""The full export at the end of a run."""
+
+
+def train(settings: Settings) -> None:
+    """Trains until the last click.
+
+    Raises:
+        DataError: The stream has lost clicks, or a checkpoint cannot be read or written.
+    """
+    torch.set_num_threads(1)
+    with process_group(), sole_use(settings.checkpoints):
+        _train(settings)
+
+
+def _train(settings: Settings) -> None:
+    stream = stream_of(settings)
+    model, optimizer = build(settings)
+    windows, report = Windows(settings.window), Report(settings, model)
+    checkpoints = CheckpointFolder(settings.checkpoints, KEPT)
+    checkpoints.sweep()
+    offset = step = saved = 0
+    newest = checkpoints.newest()
+    if newest is not None:
+        state = checkpoints.load(model, newest.path)
+        offset, step, saved = state["offset"], state["step"], state["offset"]
+        optimizer.load_state_dict(state["optimizer"])
+        windows.load_state(state["windows"])
+        report.load_state(state["report"])
+    publisher = None
+    while offset < settings.clicks:
+        if publisher is None and offset >= settings.history:
+            publisher = _publisher(settings, model)
+            publisher.step()  # The first full export: the frozen model, if the run has just begun.
+        # A batch is cut by the numbers of the clicks, so that a run that was disturbed has the same batches.
+        end = settings.history if offset < settings.history else settings.clicks
+        count = min(settings.batch_size, end - offset)
+        clicks = read_batch(stream, offset, count)
+        set_time(model, int(clicks["time_ms"][-1]) / 1000)  # Rows expire by the time of the clicks.
+        logits = model(features_of(clicks))
+        windows.add(clicks, logits)  # before the update
+        optimizer.zero_grad()
+        F.binary_cross_entropy_with_logits(logits, torch.from_numpy(clicks["clicked"]).float()).backward()
+        optimizer.step()
+        offset, step = offset + count, step + 1
+        if publisher is not None:
+            publisher.step()
+        if offset == settings.clicks or step % settings.checkpoint_every == 0:
+            # One checkpoint has everything that belongs together, and it is there completely or not at all.
+            state = {"offset": offset, "step": step, "optimizer": optimizer.state_dict()}
+            checkpoints.save(model, step, state | {"windows": windows.state(), "report": report.state()})
+            stream.trim(saved)  # The checkpoint before is kept, and a run may resume from it.
+            saved = offset
+        report.write(offset, windows)
+    with publisher or _publisher(settings, model):
+        pass  # The end of the block publishes the model as it is now.
+    # The follower must arrive at this model.
+    path = settings.folder / EXPORT
+    export_for_inference(model, path, dtype=torch.float32, index="hash")
+    load_library()
+    report.write(offset, windows, torch.jit.load(path).recstore_version())
+
+
+def _publisher(settings: Settings, model: nn.Module) -> DeltaPublisher:
+    return DeltaPublisher(model, settings.published, every_s=settings.publish_every_s, dtype=torch.float32)
+
+
+class Report:
+    """Writes ``trainer.json``, the numbers of the page: the speed, the rows, and the metrics by window.
+
+    Args:
+        settings: The settings of the run.
+        model: The model.
+    """
+
+    def __init__(self, settings: Settings, model: nn.Module) -> None:
+        self._path = settings.folder / "trainer.json"
+        self._model = model
+        self._expired = 0  # before the run was resumed
+        self._written: tuple[float, int] | None = None  # when, and the offset
+        self._speed: float | None = None
+
+    def state(self) -> dict[str, Any]:
+        """Returns the state for a checkpoint."""
+        return {"expired": self._expired + sum(each.expired for each in table_stats(self._model).values())}
+
+    def load_state(self, state: dict[str, Any]) -> None:
+        """Continues from the state of a checkpoint."""
+        self._expired = state["expired"]
+
+    def write(self, offset: int, windows: Windows, final_version: str | None = None) -> None:
+        """Writes the file, twice a second and at the end.
+
+        Args:
+            offset: The number of clicks that were trained on.
+            windows: The metrics.
+            final_version: The version of the full export at the end of the run.
+        """
+        now = time.monotonic()
+        when, before = self._written or (now - REPORT_S, offset)
+        if now - when < REPORT_S and final_version is None:
+            return
+        self._written = now, offset
+        if offset > before:
+            self._speed = (offset - before) / (now - when)
+        document = {
+            "offset": offset,
+            "samples_per_second": self._speed,
+            "rows": {name: each.rows for name, each in table_stats(self._model).items()},
+            "expired": self.state()["expired"],
+            "windows": windows.done,
+            "final_version": final_version,
+        }
+        write_whole(self._path, json.dumps(document).encode())

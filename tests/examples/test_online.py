@@ -1,0 +1,223 @@
+"""The parts of online training: generated clicks, metrics by window, streams, the offset in a checkpoint, the page."""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from common.command import DataError
+from online.clicks import CLICK, Clicks, generated
+from online.generator import generate
+from online.page import page
+from online.settings import Settings
+from online.streams import ClickStream, FileStream, RedisStream, read_batch
+from online.trainer import train
+from online.windows import MODELS, Windows
+
+from torchrec_recstore.checkpoint.compare import compare_chains
+from torchrec_recstore.checkpoint.info import read_chain
+from torchrec_recstore.inference import Follower
+
+from ..redis_server import PROGRAM, RedisServer, redis_server
+
+SMALL = {"history": 1024, "clicks": 4000, "rate": 100, "window": 1000, "checkpoint_every": 3, "paced": False}
+DURABLE = ("--appendonly", "yes", "--appendfsync", "always")
+
+
+def settings(folder: Path, **changes: object) -> Settings:
+    folder.mkdir(exist_ok=True)
+    made = Settings(folder=folder, url=None, **{**SMALL, **changes})  # type: ignore[arg-type]
+    made.write()
+    assert Settings.read(folder) == made
+    return made
+
+
+def without_scores(clicks: Clicks) -> list[tuple[object, ...]]:
+    return [tuple(click)[:4] for click in clicks.tolist()]
+
+
+def test_a_click_depends_on_its_number_only(tmp_path: Path) -> None:
+    made = settings(tmp_path)
+    whole = generated(made, 1, 5000)
+    cuts = [0, 1, 700, 1024, 1025, 3500, 5000]
+    parts = [generated(made, first + 1, last) for first, last in pairwise(cuts)]
+    assert without_scores(np.concatenate(parts)) == without_scores(whole)
+    assert (np.diff(whole["time_ms"]) == 10).all()  # 100 clicks a second
+    assert whole["time_ms"][made.history] == made.start_ms
+    assert set(np.unique(whole["clicked"])) == {0, 1}
+    assert not set(whole["item"]) & set(generated(replace(made, history=0), 10**6, 10**6 + 5000)["item"])  # they vanish
+    assert without_scores(generated(replace(made, seed=1), 1, 5000)) != without_scores(whole)
+    assert len(generated(made, 8, 7)) == 0
+
+
+def plain_auc(scores: list[float], labels: list[int]) -> float:
+    """The share of pairs of a click and a non-click in which the click has the higher score. Ties count half."""
+    pairs = [
+        (a > b) + (a == b) / 2
+        for a, x in zip(scores, labels, strict=True)
+        if x
+        for b, y in zip(scores, labels, strict=True)
+        if not y
+    ]
+    return sum(pairs) / len(pairs)
+
+
+def test_metrics_by_window_are_those_of_a_plain_computation() -> None:
+    random = np.random.default_rng(0)
+    clicks = np.zeros(330, CLICK)
+    clicks["time_ms"] = np.arange(330)
+    clicks["clicked"] = random.random(330) < 0.3
+    clicks["served"] = random.normal(size=330).round(1)  # with ties
+    clicks["served"][:60] = np.nan
+    clicks["frozen"] = np.nan
+    clicks["clicked"][200:300] = 0
+    logits = torch.from_numpy(random.normal(size=330)).float()
+    windows = Windows(100)
+    for begin, end in ((0, 30), (30, 250), (250, 251), (251, 330)):
+        windows.add(clicks[begin:end], logits[begin:end])
+        resumed = Windows(100)
+        resumed.load_state(windows.state())
+        windows = resumed
+    assert [(each["last"], each["time_ms"]) for each in windows.done] == [(100, 99), (200, 199), (300, 299)]
+    for number, window in enumerate(windows.done[:2]):
+        part = slice(number * 100, number * 100 + 100)
+        for name, scores in (("trained", logits.numpy()), ("served", clicks["served"])):
+            there = ~np.isnan(scores[part])
+            scored, labels = scores[part][there].astype(float), clicks["clicked"][part][there]
+            assert window[name]["auc"] == pytest.approx(plain_auc(scored.tolist(), labels.tolist()), abs=1e-6)
+            expected = (1 / (1 + np.exp(-scored))).sum() / labels.sum()
+            assert window[name]["calibration"] == pytest.approx(expected, abs=1e-6)
+    assert [window["served"]["answered"] for window in windows.done] == [0.4, 1.0, 1.0]
+    assert windows.done[0]["frozen"] == {"answered": 0.0, "auc": None, "calibration": None}
+    assert windows.done[2]["trained"]["auc"] is None  # no click in this window
+
+
+@pytest.fixture(params=["file", pytest.param("redis", marks=pytest.mark.skipif(PROGRAM is None, reason="no Redis"))])
+def stream(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[ClickStream]:
+    if request.param == "file":
+        yield FileStream(tmp_path / "clicks.log")
+    else:
+        with redis_server(tmp_path / "redis") as server:
+            yield RedisStream(server.url, "clicks")
+
+
+def test_a_stream_has_each_click_once_and_in_order(stream: ClickStream, tmp_path: Path) -> None:
+    clicks = generated(settings(tmp_path / "run"), 1, 1000)
+    clicks["served"] = np.linspace(-1, 1, 1000)
+    assert stream.last() == 0
+    assert len(stream.read(0, 5)) == 0
+    stream.append(1, clicks[:600])
+    stream.append(1, clicks[:600])  # the answer was lost
+    stream.append(501, clicks[500:900])  # a part of it is there
+    with pytest.raises(DataError, match="ends with click 900, so click 902 cannot be appended"):
+        stream.append(902, clicks[901:])
+    assert stream.last() == 900
+    assert stream.read(0, 2000).tobytes() == clicks[:900].tobytes()
+    assert stream.read(123, 77).tobytes() == clicks[123:200].tobytes()
+    with pytest.raises(DataError, match=r"ends with click 900, and click 901 has been trained on"):
+        stream.read(901, 1)
+    stream.trim(100)
+    assert stream.read(100, 50).tobytes() == clicks[100:150].tobytes()
+
+
+def test_a_batch_is_cut_by_numbers_and_not_by_arrival(stream: ClickStream, tmp_path: Path) -> None:
+    clicks = generated(settings(tmp_path / "run"), 1, 400)
+    stream.append(1, clicks[:10])
+
+    def arrive() -> None:
+        for first in range(10, 400, 130):
+            time.sleep(0.05)
+            stream.append(first + 1, clicks[first : first + 130])
+
+    writer = threading.Thread(target=arrive)
+    writer.start()
+    batches = [read_batch(stream, 0, 256), read_batch(stream, 256, 144)]
+    writer.join()
+    assert [len(each) for each in batches] == [256, 144]
+    assert np.concatenate(batches).tobytes() == clicks.tobytes()
+
+
+def test_a_record_that_was_not_written_whole_is_written_again(tmp_path: Path) -> None:
+    clicks = generated(settings(tmp_path / "run"), 1, 20)
+    path = tmp_path / "clicks.log"
+    path.write_bytes(clicks[:11].tobytes()[:-7])
+    stream = FileStream(path)
+    assert stream.last() == 10
+    assert len(stream.read(0, 20)) == 10
+    stream.append(11, clicks[10:])
+    assert path.read_bytes() == clicks.tobytes()
+
+
+@pytest.mark.skipif(PROGRAM is None, reason="no Redis")
+def test_clicks_of_a_killed_server_are_there_once(tmp_path: Path) -> None:
+    clicks = generated(settings(tmp_path / "run"), 1, 600)
+    with redis_server(tmp_path / "redis", *DURABLE) as server:
+        writer, reader = RedisStream(server.url, "clicks"), RedisStream(server.url, "clicks")
+        writer.append(1, clicks[:200])
+        after_kill(server, lambda: writer.append(201, clicks[200:400]))
+        after_kill(server, lambda: reader.read(0, 10))
+        writer.append(401, clicks[400:])
+        assert reader.read(0, 1000).tobytes() == clicks.tobytes()
+        with server.client() as client:  # A server that loses clicks in the middle is no source.
+            client.xdel("clicks", "300-0")
+        with pytest.raises(DataError, match="lacks clicks between 1 and 600"):
+            reader.read(0, 1000)
+
+
+def after_kill(server: RedisServer, action: Callable[[], object]) -> None:
+    """Kills a server, calls ``action``, and starts the server in the meantime."""
+    server.kill()
+    start = threading.Timer(0.3, server.start)
+    start.start()
+    action()
+    start.join()
+
+
+def test_a_run_continues_from_the_offset_of_its_checkpoint(tmp_path: Path) -> None:
+    whole, parted = settings(tmp_path / "whole"), settings(tmp_path / "parted")
+    for made in (whole, parted):
+        generate(made)
+        assert FileStream(made.folder / "clicks.log").last() == made.clicks
+    train(whole)
+    for clicks in (1024, 2560, 4000):  # at the end of batches
+        train(replace(parted, clicks=clicks))
+    first, second = (read_chain(made.checkpoints / "step-000000016") for made in (whole, parted))
+    assert compare_chains(first, second).equal
+    state = first[-1].training_state
+    assert state["offset"] == 4000
+    assert [window["last"] for window in state["windows"]["done"]] == [1000, 2000, 3000, 4000]
+    assert state["report"]["expired"] > 0
+    for made in (whole, parted):
+        written = json.loads((made.folder / "trainer.json").read_text())
+        assert written["offset"] == 4000
+        with Follower(made.published) as follower:
+            follower.poll()
+            assert follower.version == written["final_version"]
+    train(parted)  # A trainer that was killed at its end publishes the same model again.
+    assert json.loads((parted.folder / "trainer.json").read_text())["final_version"] == written["final_version"]
+
+
+def test_the_page_shows_each_curve() -> None:
+    quality = {"auc": 0.75, "calibration": 1.1, "answered": 1.0}
+    windows = [{"time_ms": 1000 * second, **dict.fromkeys(MODELS, quality)} for second in range(5)]
+    windows[0] = windows[0] | {"frozen": {"auc": None, "calibration": None, "answered": 0.0}}
+    sample = {"second": 3.0, "samples_per_second": 2e3, "age_s": None, "behind_s": 0.5, "rows": {"t": 5}, "expired": 0}
+    state = {
+        "status": "running", "offset": 5, "rows": {"t": 5}, "expired": 0,
+        "windows": windows, "samples": [sample], "processes": {"trainer": {"pid": 7, "restarts": 2}},
+        "settings": {"folder": "<b>", "start_ms": 0, "rate": 2000},
+    }  # fmt: skip
+    text = page(state, live=True)
+    assert "<b>" not in text.partition("<p class")[2].partition("</p>")[0]
+    assert text.count("<polyline") == 3 + 3 + 2 + 1 + 1 + 1
+    assert "nan" not in text
+    assert 'http-equiv="refresh"' in text
+    assert 'http-equiv="refresh"' not in page(state | {"windows": [], "samples": [], "rows": {}}, live=False)
