@@ -160,9 +160,9 @@ def test_the_exchanges_are_as_rare_as_the_time_allows() -> None:
         now = START
 
         def agree(self) -> None:
-            begin = self._next
+            last = self._pace._last
             super().agree()
-            if self._step == begin:
+            if self._pace._last is not last:
                 agreed.append(self.now)
 
     for pace in (0.0001, 0.01, 1.0, 500.0):

@@ -14,7 +14,7 @@ import torchrec_recstore
 from tests.errors.situations import raise_from_a_fork, situation
 from torchrec_recstore import ops
 from torchrec_recstore.optim import SGD, Adam
-from torchrec_recstore.options import LRU, NormalInit, RocksDBStore, TableOptions, UniformInit
+from torchrec_recstore.options import LRU, Expiry, NormalInit, RocksDBStore, TableOptions, UniformInit
 from torchrec_recstore.store import Table
 
 THREE = torch.arange(3)
@@ -23,6 +23,18 @@ THREE = torch.arange(3)
 @situation("An option that needs another option")
 def eviction_without_a_bound() -> None:
     TableOptions(eviction=LRU())
+
+
+@situation("An expiry with two limits, or with none")
+def steps_and_seconds() -> None:
+    Expiry(steps=1000, seconds=86400)
+
+
+@situation("A time of the events after steps by the system's clock")
+def set_time_too_late() -> None:
+    table = Table(4, options=TableOptions(expiry=Expiry(seconds=86400)), name="t_user")
+    table.lookup(THREE, train=True)
+    table.set_time(1_700_000_000)
 
 
 @situation("A number out of range")

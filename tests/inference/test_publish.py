@@ -9,9 +9,11 @@ import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from torchrec_recstore.checkpoint import async_save
@@ -20,6 +22,7 @@ from torchrec_recstore.inference import publish as publish_module
 from torchrec_recstore.inference.destinations import publications_at
 from torchrec_recstore.modules import RecStoreEmbeddingBag
 from torchrec_recstore.options import LRU, TableOptions
+from torchrec_recstore.sharders.gather import all_gathered
 from torchrec_recstore.utils import RecStoreWarning
 
 from ..checkpoint.models import batch as sharded_batch
@@ -413,6 +416,50 @@ def publish_from_two_ranks(rank: int, world_size: int, folder: Path) -> None:
             assert follower.state.deltas_applied == 2
     with pytest.raises(TypeError, match="every_s must be a number of seconds"):
         DeltaPublisher(model, folder / "other", every_s="5")  # type: ignore[arg-type]
+
+
+def exchange_rarely(rank: int, world_size: int, folder: Path) -> None:
+    """The clocks of the ranks differ, the pace of the steps changes, and all exchange the time in the same steps."""
+    now, exchanges = [0.0], []
+
+    class Clock:
+        time, sleep = staticmethod(time.time), staticmethod(time.sleep)
+
+        @staticmethod
+        def monotonic() -> float:
+            return now[0] + 1000.0 * rank
+
+    def gathered(value: object, env: Any) -> list[Any]:
+        exchanges.append(step)
+        return all_gathered(value, env)
+
+    step = -1
+    model = recstore()
+    publish_module.time, publish_module.all_gathered = Clock, gathered  # type: ignore[assignment]
+    publisher = DeltaPublisher(model, folder / "rarely", every_s=5, full_every_s=1e6)
+    published, late = [], 0.0
+    for step in range(3000):
+        now[0] += 0.01 if step < 2000 else 0.05  # the steps become slower
+        before = publisher._next
+        publisher.step()
+        if publisher._next != before:
+            published.append(step)
+            late = max(late, now[0] + 1000.0 * rank - before) if len(published) > 1 else late
+            if rank == 0:
+                publisher._writer.wait()  # type: ignore[union-attr]
+            dist.barrier()
+    of_ranks: list[Any] = [None] * world_size
+    dist.all_gather_object(of_ranks, (sorted(set(exchanges)), published))
+    assert all(each == of_ranks[0] for each in of_ranks)
+    assert len(published) == 14  # 20 and 50 seconds
+    assert late <= 0.5
+    assert len(set(exchanges)) <= 14 * 12
+    publisher.close()
+
+
+@pytest.mark.slow
+def test_ranks_exchange_the_time_rarely(tmp_path: Path) -> None:
+    run_on_ranks(2, partial(exchange_rarely, folder=tmp_path))
 
 
 @pytest.mark.slow

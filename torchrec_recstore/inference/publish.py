@@ -25,11 +25,14 @@ from torchrec_recstore.inference.publications import Latest, Publication
 from torchrec_recstore.inference.script import save_script, scripted
 from torchrec_recstore.inference.served_model import scriptable
 from torchrec_recstore.inference.verification import HASHED_FORMAT
-from torchrec_recstore.sharders.gather import all_gathered, refused_together, whole_environment
+from torchrec_recstore.sharders.gather import all_gathered, picklable, refused_together, whole_environment
+from torchrec_recstore.sharders.pace import Pace
 from torchrec_recstore.store import Table
 from torchrec_recstore.utils import warn_user
 
 _PAUSE_S = 0.01
+_EXCHANGES = 32  # the largest number of exchanges between ranks within every_s
+_LONGEST_WAIT_S = 1.0  # the time between two exchanges while a publication is due and has to wait
 
 
 class DeltaPublisher:
@@ -48,7 +51,9 @@ class DeltaPublisher:
     numbers with a full export.
 
     If the model is sharded, every rank makes the publisher and makes the same calls, which are collective. The clock of
-    rank 0 decides when a publication is due, and rank 0 writes it.
+    rank 0 decides when a publication is due, and rank 0 writes it. Most steps exchange nothing: the ranks exchange the
+    time about ten times between two publications, in steps that follow from the pace of the steps before. If the steps
+    suddenly become slower, a publication may therefore be late.
 
     Args:
         model: The model; see :func:`torchrec_recstore.inference.export_for_inference`.
@@ -96,6 +101,7 @@ class DeltaPublisher:
         """The change marks of this rank's shards when they were read last."""
         self._writer: _Writer | None = None
         self._next = -math.inf  # by time.monotonic()
+        self._pace = Pace()
         self._open = True
         with refused_together(self._env):
             check_index(index)
@@ -112,13 +118,32 @@ class DeltaPublisher:
         """
         if not self._open:
             raise ValueError("the publisher is closed")
-        due = True
-        with refused_together(self._env):
-            if self._writer is not None:
-                self._writer.raise_error()
-                due = not self._writer.busy and (time.monotonic() >= self._next or self._writer.needs_whole)
-        if all(all_gathered(due and not is_saving(), self._env)):
+        if self._env.world_size > 1 and not self._pace.begin_step():
+            return
+        # One exchange carries the errors and the clock of the first rank, and says whether a rank writes a checkpoint.
+        told = all_gathered(self._news(), self._env)
+        for news in told:
+            if news.error is not None:
+                raise news.error
+        remaining = told[0].remaining
+        if told[0].ready and remaining <= 0 and not any(news.saving for news in told):
             self._publish()
+            remaining = self._every_s
+        # After half of the time, so that steps that become slower hardly delay the publication.
+        self._pace.plan(told[0].now, max(remaining / 2, min(self._every_s / _EXCHANGES, _LONGEST_WAIT_S)))
+
+    def _news(self) -> _News:
+        """Returns what this rank tells the others in a step."""
+        error: Exception | None = None
+        now, ready, remaining = time.monotonic(), False, 0.0
+        if self._writer is not None:
+            try:
+                self._writer.raise_error()
+                ready = not self._writer.busy
+                remaining = 0.0 if self._writer.needs_whole else self._next - now
+            except Exception as raised:
+                error = picklable(raised)
+        return _News(error, now, ready, remaining, is_saving())
 
     def close(self) -> None:
         """Publishes the model as it is now, and waits until the publication is complete. Collective.
@@ -194,6 +219,25 @@ class DeltaPublisher:
         self._open = False
         if self._writer is not None:
             self._writer.close()
+
+
+@dataclass(frozen=True)
+class _News:
+    """What a rank tells the others in a step. The first rank decides.
+
+    Args:
+        error: The error of the last publication.
+        now: The time by ``time.monotonic()``.
+        ready: Whether the writer can write a publication.
+        remaining: The time in seconds until a publication is due, 0 or less if it is.
+        saving: Whether the rank writes a checkpoint.
+    """
+
+    error: Exception | None
+    now: float
+    ready: bool
+    remaining: float
+    saving: bool
 
 
 @dataclass(frozen=True)

@@ -15,10 +15,10 @@ from torchrec.distributed.types import ShardingEnv
 
 from torchrec_recstore import ops
 from torchrec_recstore.sharders.gather import all_gathered
+from torchrec_recstore.sharders.pace import Pace
 from torchrec_recstore.store import Table
 
 _PARTS = 32  # The ranks agree on the time about this often within Expiry.seconds.
-_MOST_STEPS = 1 << 20  # the largest number of steps between two agreements
 
 _handles = count(1)
 _clocks: weakref.WeakValueDictionary[int, AgreedClock] = weakref.WeakValueDictionary()
@@ -27,9 +27,8 @@ _clocks: weakref.WeakValueDictionary[int, AgreedClock] = weakref.WeakValueDictio
 class AgreedClock:
     """The wall clock of a sharded module's tables, which is the same on every rank: that of the first rank.
 
-    The ranks exchange the time only now and then. The number of steps until the next exchange follows from the times of
-    the last two, which all ranks know, so that all ranks take part in the same step. If the steps become slower, the
-    exchange comes later, and rows expire later.
+    The ranks exchange the time now and then; see :class:`~torchrec_recstore.sharders.pace.Pace`. If the steps become
+    slower, the exchange comes later, and rows expire later.
 
     Args:
         env: The environment of the sharded module.
@@ -41,9 +40,7 @@ class AgreedClock:
         self._env = env
         self._interval = seconds / _PARTS
         self._tables = list(tables)
-        self._step = 0
-        self._next = 1  # the step of the next exchange
-        self._last: tuple[int, float] | None = None  # the step and the time of the last exchange
+        self._pace = Pace()
         self._anchor = torch.empty(0)
         self.handle = next(_handles)
         """The number of the clock in graphs."""
@@ -58,19 +55,12 @@ class AgreedClock:
 
     def agree(self) -> None:
         """See :meth:`begin_step`."""
-        self._step += 1
-        if self._step < self._next:
+        if not self._pace.begin_step():
             return
         now = all_gathered(time.time(), self._env)[0]
-        self._next = self._step + (1 if self._last is None else self._steps_until_next(*self._last, now))
-        self._last = self._step, now
+        self._pace.plan(now, self._interval)
         for table in self._tables:
             ops.table_set_time(table.handle, round(now * 1e6), False)
-
-    def _steps_until_next(self, last_step: int, last_time: float, now: float) -> int:
-        steps, seconds = self._step - last_step, now - last_time
-        most = min(2 * steps, _MOST_STEPS)
-        return most if seconds * most <= self._interval * steps else max(1, int(self._interval * steps / seconds))
 
 
 def _agree(handle: int, anchor: Tensor) -> None:

@@ -94,14 +94,14 @@ def refused_together(env: ShardingEnv) -> Iterator[None]:
         yield
     except Exception as refused:
         error = refused
-    for first in all_gathered(_picklable(error), env):
+    for first in all_gathered(picklable(error), env):
         if first is not None and error is not None and (first is error or str(first) == str(error)):
             raise error
         if first is not None:
             raise first from error
 
 
-def _picklable(error: Exception | None) -> Exception | None:
+def picklable(error: Exception | None) -> Exception | None:
     """Returns the error, or a ``RuntimeError`` with the same message if the error cannot be pickled."""
     try:
         pickle.loads(pickle.dumps(error))
