@@ -25,7 +25,7 @@ from rich.table import Table
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from common.command import prepare_torch, run
+from common.command import DataError, prepare_torch, run
 from common.run_settings import JsonOut
 from online.settings import Settings
 
@@ -69,13 +69,14 @@ def main(
     """
     prepare_torch()
     from common.report import check_file, console_for, write_json
+    from online.streams import RedisStream
     from online.supervisor import REDIS, Supervisor
 
     with errors_in_one_line():
         check_file(json_out)
         place = (folder or Path("runs", f"online-{datetime.now():%Y%m%d-%H%M%S}")).absolute()
-        place.parent.mkdir(parents=True, exist_ok=True)
-        place.mkdir()
+        if place.exists():
+            raise DataError(f"{place} exists: choose a new folder with --folder")
         port = _free_port() if url is None and REDIS is not None else None
         redis_url = f"redis://127.0.0.1:{port}" if port is not None else None if url == "file" else url
         addresses = [f"127.0.0.1:{_free_port()}" for _ in range(4)]
@@ -93,6 +94,10 @@ def main(
             expire_s=expire,
             **dict(zip(("grpc", "http", "frozen_grpc", "frozen_http"), addresses, strict=True)),
         )
+        if port is None and redis_url is not None:
+            for problem in RedisStream(redis_url, settings.stream).problems():
+                print(f"warning: {problem}", file=sys.stderr)
+        place.mkdir(parents=True)
         settings.write()
         console = console_for(json_out)
         console.print(f"page {place / 'page.html'}", soft_wrap=True, highlight=False)

@@ -7,6 +7,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from torchrec_recstore.options import RedisStore
+
 FILE = "settings.json"
 
 
@@ -80,12 +82,15 @@ class Settings:
         return self.folder / "checkpoints"
 
     def shown(self) -> dict[str, Any]:
-        """Returns the settings for JSON."""
-        return asdict(self) | {"folder": str(self.folder)}
+        """Returns the settings for JSON, without the credentials in the URL."""
+        url = None if self.url is None else RedisStore(self.url).public_url
+        return asdict(self) | {"folder": str(self.folder), "url": url}
 
     def write(self) -> None:
-        """Writes the settings into the run's folder."""
-        (self.folder / FILE).write_text(json.dumps(self.shown(), indent=2) + "\n")
+        """Writes the settings into the run's folder. Only the user can read the file, because the URL is complete."""
+        path = self.folder / FILE
+        path.touch(mode=0o600)
+        path.write_text(json.dumps(self.shown() | {"url": self.url}, indent=2) + "\n")
 
     @classmethod
     def read(cls, folder: Path) -> Settings:

@@ -120,6 +120,25 @@ class RedisStream:
         self._redis = redis
         self._client: Any = redis.Redis.from_url(url, retry=Retry(NoBackoff(), 0), socket_timeout=10)
 
+    def problems(self) -> list[str]:
+        """Checks the server of a new stream, and returns the settings with which it may lose clicks.
+
+        Raises:
+            DataError: The stream exists, or the server cannot be reached.
+        """
+        try:
+            if self._last():
+                raise DataError(f"the stream {self._key} exists: delete it, or choose another folder with --folder")
+            found = {**self._client.config_get("appendonly"), **self._client.config_get("appendfsync")}
+        except self._redis.RedisError as error:
+            raise DataError(f"the Redis server cannot be used: {error}") from error
+        wanted = {"appendonly": "yes", "appendfsync": "always"}
+        return [
+            f"the Redis server has {name} {found.get(name)}: it may lose clicks if it is killed; set {name} {value}"
+            for name, value in wanted.items()
+            if found.get(name) != value
+        ]
+
     def last(self) -> int:
         """See :meth:`ClickStream.last`."""
         return self._call(self._last)

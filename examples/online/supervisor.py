@@ -10,11 +10,10 @@ import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 import urllib.request
 from collections.abc import Sequence
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, closing, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -31,6 +30,8 @@ PAUSES_S = (0.2, 1.0, 3.0, 10.0)
 """The pauses before a process is started again, if it has failed several times in a row."""
 STEADY_S = 30.0  # A process that has run for so long has not failed in a row.
 SAMPLES = 600  # of the page
+BEFORE = {"offset": 0, "samples_per_second": None, "rows": {}, "expired": 0, "windows": [], "final_version": None}
+"""``trainer.json`` before the trainer has written it."""
 REDIS = shutil.which("redis-server") or shutil.which("valkey-server")
 
 
@@ -175,14 +176,7 @@ class Supervisor:
 
     def state(self) -> dict[str, Any]:
         """Returns what the page shows: the numbers of the trainer and of the follower, and the processes."""
-        trainer = {
-            "offset": 0,
-            "samples_per_second": None,
-            "rows": {},
-            "expired": 0,
-            "windows": [],
-            "final_version": None,
-        }
+        trainer = dict(BEFORE)
         with suppress(FileNotFoundError):
             trainer = json.loads((self.settings.folder / "trainer.json").read_bytes())
         follower: dict[str, Any] = {}
@@ -219,22 +213,15 @@ class Supervisor:
 
     def _freeze(self) -> None:
         """Copies the first full export to the directory of the frozen model."""
-        if (self.settings.frozen / "latest.json").exists():
-            return
-        source = publications_at(self.settings.published)
+        source, frozen = publications_at(self.settings.published), publications_at(self.settings.frozen)
         latest = source.latest()
-        if latest is None:
+        if latest is None or frozen.latest() is not None:
             return
         number = latest.fulls[0]
-        with tempfile.TemporaryDirectory() as folder:
-            file = source.fetch(number, "full", Path(folder))
-            frozen = publications_at(self.settings.frozen)
-            frozen.claim(latest.run)
-            try:
-                shutil.copyfile(file, frozen.path_of(number, "full"))
-                frozen.append(replace(source.publication(number), base=None), None)
-            finally:
-                frozen.close()
+        frozen.claim(latest.run)
+        with closing(frozen), suppress(FileNotFoundError):  # A trainer that starts again may replace the export.
+            shutil.copyfile(source.fetch(number, "full", self.settings.folder), frozen.path_of(number, "full"))
+            frozen.append(replace(source.publication(number), base=None), None)
 
     def _second(self) -> float | None:
         """Returns the time since the first live click, in seconds. None: there is none yet."""

@@ -27,6 +27,7 @@ from torchrec_recstore.checkpoint.info import read_chain
 from torchrec_recstore.inference import Follower
 
 from ..redis_server import PROGRAM, RedisServer, redis_server
+from .commands import run_forked
 
 SMALL = {"history": 1024, "clicks": 4000, "rate": 100, "window": 1000, "checkpoint_every": 3, "paced": False}
 DURABLE = ("--appendonly", "yes", "--appendfsync", "always")
@@ -34,10 +35,38 @@ DURABLE = ("--appendonly", "yes", "--appendfsync", "always")
 
 def settings(folder: Path, **changes: object) -> Settings:
     folder.mkdir(exist_ok=True)
-    made = Settings(folder=folder, url=None, **{**SMALL, **changes})  # type: ignore[arg-type]
+    made = Settings(**{"folder": folder, "url": None, **SMALL, **changes})  # type: ignore[arg-type]
     made.write()
     assert Settings.read(folder) == made
     return made
+
+
+def test_the_password_of_the_server_is_in_no_page(tmp_path: Path) -> None:
+    made = settings(tmp_path, url="redis://me:secret@example.com:6379/0")
+    assert "secret" not in str(made.shown())
+    assert (tmp_path / "settings.json").stat().st_mode & 0o777 == 0o600
+
+
+def test_errors_before_the_start_are_one_line(tmp_path: Path) -> None:
+    done = run_forked("online/run.py", "--folder", tmp_path)
+    assert (done.returncode, done.stderr.count("\n")) == (2, 1)
+    assert f"error: {tmp_path} exists: choose a new folder with --folder" in done.stderr
+    with pytest.raises(DataError, match="the Redis server cannot be used: "):
+        RedisStream("redis://127.0.0.1:1", "clicks").problems()
+
+
+@pytest.mark.skipif(PROGRAM is None, reason="no Redis")
+def test_a_server_that_may_lose_clicks_is_told(tmp_path: Path) -> None:
+    with redis_server(tmp_path / "redis") as server:
+        stream = RedisStream(server.url, "clicks")
+        first, second = stream.problems()
+        assert "appendonly no" in first
+        assert "appendfsync everysec" in second
+        stream.append(1, generated(settings(tmp_path / "run"), 1, 1))
+        with pytest.raises(DataError, match="the stream clicks exists"):
+            stream.problems()
+    with redis_server(tmp_path / "durable", *DURABLE) as server:
+        assert RedisStream(server.url, "clicks").problems() == []
 
 
 def without_scores(clicks: Clicks) -> list[tuple[object, ...]]:
