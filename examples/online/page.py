@@ -42,13 +42,19 @@ def page(state: Mapping[str, Any], live: bool) -> str:
         "trained": _of_samples(samples, "samples_per_second"),
         "clicks": [(each["second"], float(settings["rate"])) for each in samples],
     }
-    ages = {"served rows": _of_samples(samples, "age_s"), "trainer": _of_samples(samples, "behind_s")}
+    ages = {"served": _of_samples(samples, "age_s"), "trainer": _of_samples(samples, "behind_s")}
     rows = {name: [(each["second"], each["rows"].get(name, 0)) for each in samples] for name in state["rows"]}
     plots = [
         _plot("AUC by window", "Each click is scored before the model is trained on it.", auc, "{:.2f}".format),
         _plot("Calibration by window", "The sum of the predictions over the clicks.", calibration, "{:.2f}".format),
         _plot("Speed", "Clicks that are trained and that arrive, a second.", speed, short, zero=True),
-        _plot("Age", "Seconds that the served rows, and the trainer, are behind.", ages, "{:.3g}".format, zero=True),
+        _plot(
+            "Age",
+            "Seconds that the served rows, and the trainer, are behind the clicks.",
+            ages,
+            "{:.3g}".format,
+            zero=True,
+        ),
         _plot("Rows", "Rows of each table.", rows, short, zero=True),
         _plot("Expired", "Rows that have expired.", {"expired": _of_samples(samples, "expired")}, short, zero=True),
     ]

@@ -159,7 +159,7 @@ def _report(console: Console, state: dict[str, Any], result: dict[str, Any]) -> 
         "deltas applied": f"{state['deltas_applied']:,}, full exports loaded {state['fulls_loaded']:,}",
         "restarts": restarts or "none",
         "follower": "equal to a full export of the trained model",
-        "served over frozen": "-" if result["margin"] is None else f"AUC +{result['margin']:.4f} in the last third",
+        "served over frozen": "-" if result["margin"] is None else f"AUC {result['margin']:+.4f} in the last third",
     }
     for name, value in lines.items():
         console.print(f"{name:<19}{value}", soft_wrap=True, highlight=False)

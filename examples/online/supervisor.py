@@ -30,7 +30,8 @@ PAUSES_S = (0.2, 1.0, 3.0, 10.0)
 """The pauses before a process is started again, if it has failed several times in a row."""
 STEADY_S = 30.0  # A process that has run for so long has not failed in a row.
 SAMPLES = 600  # of the page
-BEFORE = {"offset": 0, "samples_per_second": None, "rows": {}, "expired": 0, "windows": [], "final_version": None}
+SPEED_SAMPLES = 5  # A speed is that of the last five seconds.
+BEFORE = {"offset": 0, "rows": {}, "expired": 0, "windows": [], "final_version": None}
 """``trainer.json`` before the trainer has written it."""
 REDIS = shutil.which("redis-server") or shutil.which("valkey-server")
 
@@ -199,8 +200,13 @@ class Supervisor:
         if second is not None:
             # The trainer is behind by the time since the newest click that it has trained on.
             behind = second - (state["offset"] - self.settings.history) / self.settings.rate
-            taken = {name: state[name] for name in ("samples_per_second", "age_s", "rows", "expired")}
-            self._samples.append({"second": second, "behind_s": max(0.0, behind), **taken})
+            sample = {name: state[name] for name in ("offset", "age_s", "rows", "expired")}
+            sample |= {"second": second, "behind_s": max(0.0, behind), "samples_per_second": None}
+            if self._samples:
+                before = self._samples[-SPEED_SAMPLES:][0]
+                # A trainer that starts again goes back to the offset of its checkpoint.
+                sample["samples_per_second"] = max(0, state["offset"] - before["offset"]) / (second - before["second"])
+            self._samples.append(sample)
         if len(self._samples) > SAMPLES:
             del self._samples[: SAMPLES // 2 : 2]
         write_whole(self.settings.folder / "state.json", json.dumps(state).encode())

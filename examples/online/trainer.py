@@ -60,6 +60,7 @@ def _train(settings: Settings) -> None:
         if publisher is None and offset >= settings.history:
             publisher = _publisher(settings, model)
             publisher.step()  # The first full export: the frozen model, if the run has just begun.
+            report.write(offset, windows, at_once=True)
         # A batch is cut by the numbers of the clicks, so that a run that was disturbed has the same batches.
         end = settings.history if offset < settings.history else settings.clicks
         count = min(settings.batch_size, end - offset)
@@ -86,7 +87,7 @@ def _train(settings: Settings) -> None:
     path = settings.folder / EXPORT
     export_for_inference(model, path, dtype=torch.float32, index="hash")
     load_library()
-    report.write(offset, windows, torch.jit.load(path).recstore_version())
+    report.write(offset, windows, at_once=True, final_version=torch.jit.load(path).recstore_version())
 
 
 def _publisher(settings: Settings, model: nn.Module) -> DeltaPublisher:
@@ -94,7 +95,7 @@ def _publisher(settings: Settings, model: nn.Module) -> DeltaPublisher:
 
 
 class Report:
-    """Writes ``trainer.json``, the numbers of the page: the speed, the rows, and the metrics by window.
+    """Writes ``trainer.json``, the numbers of the page: the offset, the rows, and the metrics by window.
 
     Args:
         settings: The settings of the run.
@@ -105,8 +106,7 @@ class Report:
         self._path = settings.folder / "trainer.json"
         self._model = model
         self._expired = 0  # before the run was resumed
-        self._written: tuple[float, int] | None = None  # when, and the offset
-        self._speed: float | None = None
+        self._next = 0.0
 
     def state(self) -> dict[str, Any]:
         """Returns the state for a checkpoint."""
@@ -116,24 +116,20 @@ class Report:
         """Continues from the state of a checkpoint."""
         self._expired = state["expired"]
 
-    def write(self, offset: int, windows: Windows, final_version: str | None = None) -> None:
-        """Writes the file, twice a second and at the end.
+    def write(self, offset: int, windows: Windows, *, at_once: bool = False, final_version: str | None = None) -> None:
+        """Writes the file, twice a second.
 
         Args:
             offset: The number of clicks that were trained on.
             windows: The metrics.
+            at_once: Whether to write now.
             final_version: The version of the full export at the end of the run.
         """
-        now = time.monotonic()
-        when, before = self._written or (now - REPORT_S, offset)
-        if now - when < REPORT_S and final_version is None:
+        if time.monotonic() < self._next and not at_once:
             return
-        self._written = now, offset
-        if offset > before:
-            self._speed = (offset - before) / (now - when)
+        self._next = time.monotonic() + REPORT_S
         document = {
             "offset": offset,
-            "samples_per_second": self._speed,
             "rows": {name: each.rows for name, each in table_stats(self._model).items()},
             "expired": self.state()["expired"],
             "windows": windows.done,

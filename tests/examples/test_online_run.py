@@ -26,7 +26,7 @@ from .commands import ROOT
 KILLS = int(os.environ.get("ROUNDS", "8"))
 """The number of processes that are killed. ``ROUNDS=50`` takes five minutes more."""
 SECONDS = 5 * KILLS
-MARGIN = 0.1
+MARGIN = 0.05
 
 
 def run(folder: Path, *flags: object) -> tuple[dict[str, Any], str]:
