@@ -94,8 +94,9 @@ build/tsan/%.o: torchrec_recstore/csrc/%.cpp $(filter %.h %.inl,$(SOURCES))
 build/tsan/test_%: tests/cpp/test_%.cpp tests/cpp/testing.h $(TSAN_OBJECTS)
 	$(CXX) $(TSAN) -I torchrec_recstore/csrc $< $(TSAN_OBJECTS) -o $@
 
-test-tsan: build/tsan/test_stress  ## the multithreaded work of the core, under ThreadSanitizer
-	tests/cpp/under_tsan.sh $<
+test-tsan: build/tsan/test_stress build/tsan/test_serving  ## the multithreaded work of the core, under ThreadSanitizer
+	tests/cpp/under_tsan.sh build/tsan/test_stress
+	tests/cpp/under_tsan.sh build/tsan/test_serving
 
 test-mutations: build $(VENV)/.dev-requirements $(CPP_TESTS)  ## one mistake at a time in a copy of the code; a test of make test must fail for each
 	$(BIN)/python -m tests.mutations.run $(ARGS)

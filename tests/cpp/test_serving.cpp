@@ -1,6 +1,7 @@
 // Versions of a served table beside an oracle: random changes, versions that are not kept, second changes of one version,
 // and threads that read a version while later versions are made.
 
+#include <algorithm>
 #include <atomic>
 #include <cstring>
 #include <deque>
@@ -12,6 +13,7 @@
 
 #include "error.h"
 #include "memory.h"
+#include "serving/gate.h"
 #include "serving/served_rows.h"
 #include "testing.h"
 
@@ -163,11 +165,71 @@ void test_readers() {
   check(newest, random);
 }
 
+// A model of two tables and a weight, changed in place: a call of it reads one version of all three.
+void test_calls_of_one_version() {
+  const auto gate = std::make_shared<Gate>();
+  const int64_t ids[] = {-5, 1, 7};
+  const auto of_version = [&](const ServedRows* before, float number) {
+    std::vector<float> rows(24, number);
+    if (before != nullptr) return std::shared_ptr<const ServedRows>(before->with({ids, reinterpret_cast<const char*>(rows.data() + 6), 3, nullptr, 0}));
+    auto region = std::make_shared<Region>();
+    region->reserve(96);
+    std::memcpy(region->data(), rows.data(), 96);
+    return ServedRows::build(kLayout, ids, 3, {region->data(), true, region});
+  };
+  std::shared_ptr<const ServedRows> first = of_version(nullptr, 0), second = of_version(nullptr, 0);
+  float weight = 0;
+  std::atomic<bool> done{false};
+  std::vector<std::thread> threads;
+  for (int t = 0; t < 3; ++t) {
+    threads.emplace_back([&] {
+      do {
+        const auto call = gate->hold();
+        float out[2][18];
+        first->lookup(ids, 3, out[0]);
+        const auto nested = gate->hold();
+        second->lookup(ids, 3, out[1]);
+        for (const auto& rows : out) CHECK(std::all_of(rows, rows + 18, [&](float value) { return value == weight; }));
+      } while (!done);
+    });
+  }
+  std::atomic<int> changes{0};
+  std::vector<std::thread> writers;
+  for (int t = 0; t < 2; ++t) {
+    writers.emplace_back([&] {
+      for (int step = 0; step < 150; ++step) {
+        Gate::Change change(gate);
+        const auto number = static_cast<float>(++changes);
+        const auto next_first = of_version(first.get(), number), next_second = of_version(second.get(), number);
+        change.commit();
+        first = next_first;
+        weight = number;
+        second = next_second;
+      }
+    });
+  }
+  for (std::thread& thread : writers) thread.join();
+  done = true;
+  for (std::thread& thread : threads) thread.join();
+  CHECK(weight == 300.0f);
+  // A hold may end in another thread than its own, and a thread that has a hold cannot change the model.
+  auto hold = gate->hold();
+  CHECK(gate->hold() == hold);
+  {
+    Gate::Change change(gate);
+    CHECK_THROWS(change.commit(), InvalidArgument);
+  }
+  std::thread([&] { hold.reset(); }).join();
+  Gate::Change(gate).commit();
+  gate->hold();
+}
+
 }  // namespace
 
 int main() {
   test_versions();
   test_refused_changes();
   test_readers();
+  test_calls_of_one_version();
   std::puts("test_serving passed");
 }

@@ -10,7 +10,15 @@ from torch import nn
 
 from tests.errors.situations import situation
 from torchrec_recstore import RecStoreEmbeddingBag
-from torchrec_recstore.inference import DeltaPublisher, export_delta, export_for_inference, follow, library, verify
+from torchrec_recstore.inference import (
+    DeltaPublisher,
+    export_delta,
+    export_for_inference,
+    follow,
+    library,
+    read_delta,
+    verify,
+)
 
 
 def bags(name: str = "t_item", dim: int = 4) -> RecStoreEmbeddingBag:
@@ -76,6 +84,20 @@ def an_export_from_the_future(tmp_path: Path) -> None:
 def another_model(tmp_path: Path) -> None:
     export_for_inference(bags("t_user"), tmp_path / "served.pt")
     export_delta(bags("t_item"), tmp_path / "delta.safetensors", base=tmp_path / "served.pt")
+
+
+@situation("A delta of a model that its thread holds")
+def held(tmp_path: Path) -> None:
+    model = bags()
+    export_for_inference(model, tmp_path / "served.pt", index="hash")
+    served = torch.jit.load(tmp_path / "served.pt")
+    model(torch.arange(3).view(1, 3)).sum().backward()
+    export_delta(model, tmp_path / "delta.safetensors", base=served)
+    hold = served.recstore_hold()
+    try:
+        served.apply_delta(read_delta(tmp_path / "delta.safetensors"))
+    finally:
+        hold.release()
 
 
 @situation("An export delta without a base")

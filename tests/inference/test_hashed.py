@@ -315,6 +315,78 @@ def test_requests_while_a_table_changes(tmp_path: Path) -> None:
     assert native.recomputed_checksum() == native.checksum()
 
 
+class TwoTables(nn.Module):
+    """Its output has the same number everywhere if all tables and parameters are of one version."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = RecStoreEmbedding(100, 4, name="a")
+        self.b = RecStoreEmbedding(100, 4, name="b")
+        self.first = nn.Parameter(torch.zeros(4))
+        self.last = nn.Parameter(torch.zeros(4))
+
+    def set(self, ids: Tensor, number: int) -> None:
+        for table in (self.a.table, self.b.table):
+            table.insert(ids, torch.full((len(ids), 4), float(number)))
+        with torch.no_grad():
+            self.first.fill_(number)
+            self.last.fill_(number)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        count = ids.shape[0]
+        return torch.cat([self.first.expand(count, 4), self.a(ids), self.b(ids), self.last.expand(count, 4)])
+
+
+def test_a_call_is_of_one_version(tmp_path: Path) -> None:
+    """A model is changed in place while threads call it."""
+    ids = torch.arange(200) * 3
+    model = TwoTables().eval()
+    model.set(ids, 0)
+    export_for_inference(model, tmp_path / "base.pt", dtype=torch.float32, index="hash")
+    base, served = torch.jit.load(tmp_path / "base.pt"), torch.jit.load(tmp_path / "base.pt")
+    versions, changes_of = {base.recstore_version(): 0}, []
+    for number in range(1, 40):
+        model.set(ids, number)
+        export_delta(model, tmp_path / "delta", base=base)
+        changes_of.append(read_delta(tmp_path / "delta"))
+        base.apply_delta(changes_of[-1])
+        versions[base.recstore_version()] = number
+    failures: list[object] = []
+    done = threading.Event()
+
+    def read() -> None:
+        while not done.is_set():
+            output = served(ids)
+            held = served.recstore_hold()
+            held_output, version = served(ids), served.recstore_version()
+            held.release()
+            if not bool((output == output[0, 0]).all()) or not bool((held_output == versions[version]).all()):
+                failures.append((output, held_output, version))
+
+    threads = [threading.Thread(target=read) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    try:
+        for delta in changes_of:
+            assert served.apply_delta(delta)
+    finally:
+        done.set()
+        for thread in threads:
+            thread.join()
+    assert not failures
+    assert served.recstore_version() == base.recstore_version()
+    assert torch.equal(served(ids), base(ids))
+    model.set(ids, 50)
+    export_delta(model, tmp_path / "delta", base=served)
+    held = served.recstore_hold()
+    with pytest.raises(RuntimeError, match="this thread holds the model: release it before a delta is applied"):
+        served.apply_delta(read_delta(tmp_path / "delta"))
+    assert torch.equal(served(ids), base(ids))
+    held.release()
+    assert served.apply_delta(read_delta(tmp_path / "delta"))
+    assert bool((served(ids) == 50).all())
+
+
 def test_many_changes_beside_a_dict() -> None:
     """Inserts, updates and removals, prepared and abandoned ones too, beside a dict; the table grows and is copied."""
     generator = torch.Generator().manual_seed(0)

@@ -99,6 +99,13 @@ CORE = [
         "The second update of a row during a save replaces the image that the first update has kept.",
     ),
     Mutation(
+        f"{CSRC}/serving/gate.cpp",
+        "gate_->calls_have_ended_.wait(lock, [&] { return gate_->holds_ == 0; });",
+        "",
+        ["test_serving"],
+        "A delta changes a served model during a call.",
+    ),
+    Mutation(
         f"{CSRC}/changes.h",
         "if (locates_ != Locates::kNo) positions()[to] = positions()[from];",
         "",

@@ -36,6 +36,7 @@ _METHODS = (
     "recstore_bytes",
     "recstore_rows_of",
     "recstore_version_after",
+    "recstore_hold",
     "apply_delta",
     "verify",
 )
@@ -115,14 +116,36 @@ def scripted(served: nn.Module) -> torch.jit.ScriptModule:
                 [name for name in there if name in own],
                 [_expression(name) for name in there if name not in own],  # added by TorchRec's tracer
                 [_expression(name) for name in _attributes(script)],
-                any(isinstance(table, HashedTable) for _, table in served_tables(source)),
+                next(
+                    (_expression(path) for path, table in served_tables(source) if isinstance(table, HashedTable)), None
+                ),
             )
         )
+        if hasattr(script, "recstore_hold"):
+            _hold_in_methods(script)
     version, attributes = version_of(served, script), script.recstore_attributes()
     for path in tables:
         table: Any = reduce(getattr, path.split(".") if path else [], script)
         table.version, table.attributes = version, attributes
     return script
+
+
+def _hold_in_methods(script: torch.jit.ScriptModule) -> None:
+    """Makes each method of a model hold the version of the model from its first to its last step."""
+    for name in script._c._method_names():
+        if name in ("recstore_hold", "apply_delta"):
+            continue
+        graph = script._c._get_method(name).graph
+        (held,) = script._c._get_method("recstore_hold").graph.outputs()
+        begin = graph.create("prim::CallMethod", [next(graph.inputs())], 1)
+        begin.s_("name", "recstore_hold")
+        begin.output().setType(held.type())
+        begin.output().setDebugName("held")  # Otherwise TorchScript writes the call where its result is used.
+        begin.insertBefore(next(graph.nodes(), graph.return_node()))
+        end = graph.create("prim::CallMethod", [begin.output()], 1)
+        end.s_("name", "release")
+        end.output().setType(torch._C.NoneType.get())
+        end.insertBefore(graph.return_node())
 
 
 def _attributes(script: torch.jit.ScriptModule) -> list[str]:
@@ -166,7 +189,9 @@ def _expression(path: str) -> str:
     return expression
 
 
-def _methods(tables: list[str], dense: list[str], constants: list[str], attributes: list[str], hashed: bool) -> str:
+def _methods(
+    tables: list[str], dense: list[str], constants: list[str], attributes: list[str], hashed: str | None
+) -> str:
     """Returns the source code of the methods of a served model.
 
     Args:
@@ -174,7 +199,7 @@ def _methods(tables: list[str], dense: list[str], constants: list[str], attribut
         dense: The names of the other tensors.
         constants: The expressions of tensors that TorchRec's tracer has added.
         attributes: The expressions of the attributes that are numbers, strings, lists and dicts.
-        hashed: Whether the tables search ids by hash.
+        hashed: The expression of the first table that searches ids by hash. None: all of them are sorted.
     """
     lines = [
         "def recstore_tables(self) -> List[str]:",
@@ -188,8 +213,10 @@ def _methods(tables: list[str], dense: list[str], constants: list[str], attribut
         "def recstore_row_format(self) -> str:",
         f"    return {tables[0]}.row_format",
         "def recstore_format(self) -> int:",
-        f"    return {HASHED_FORMAT if hashed else FORMAT}",
+        f"    return {FORMAT if hashed is None else HASHED_FORMAT}",
     ]
+    if hashed is not None:
+        lines += ["def recstore_hold(self):", f"    return {hashed}.native.hold()"]
     for method, kind in (("recstore_ids", "ids"), ("recstore_rows", "rows")):
         lines += [f"def {method}(self, table: str) -> Tensor:", "    found: List[Tensor] = []"]
         lines += [f"    {table}.give_{kind}(table, found)" for table in tables]
@@ -199,8 +226,8 @@ def _methods(tables: list[str], dense: list[str], constants: list[str], attribut
             "    return found[0]",
         ]
     keys = [(repr(f"dense/{name}"), _expression(name)) for name in dense]
-    lines += _verify(tables, keys, constants, attributes, hashed)
-    if hashed:
+    lines += _verify(tables, keys, constants, attributes, hashed is not None)
+    if hashed is not None:
         lines += _of_changes(tables, keys)
     lines += _apply_delta(tables, keys, hashed)
     return "\n".join(lines) + "\n"
@@ -254,27 +281,30 @@ def _verify(
     ]
 
 
-def _apply_delta(tables: list[str], keys: list[tuple[str, str]], hashed: bool) -> list[str]:
+def _apply_delta(tables: list[str], keys: list[tuple[str, str]], hashed: str | None) -> list[str]:
     """Returns the source code of ``apply_delta``.
 
-    It has one line for each table and tensor, without conditions: torch needs quadratic time to load a long sequence of
-    conditions.
+    A model that searches by hash may answer meanwhile. The methods wait only while the prepared change is made.
+
+    The code has one line for each table and tensor, without conditions: torch needs quadratic time to load a long
+    sequence of conditions.
     """
     version = f"{tables[0]}.version"
-    checksum = "torch.ops.recstore.checksum_of" if hashed else "checksum_of"
-    number = HASHED_FORMAT if hashed else FORMAT
+    checksum = "checksum_of" if hashed is None else "torch.ops.recstore.checksum_of"
+    number = FORMAT if hashed is None else HASHED_FORMAT
     # A model that searches by hash does not read all of its rows. It computes its next version from the changed rows,
     # and the version must be that of the delta before anything changes.
     leads = [
         "    tensors: Dict[str, Tensor] = {}",
         *(f"    {table}.prepare_delta(delta, tensors)" for table in tables),
         *(f"    tensors[{key}] = delta.get({key}, {tensor})" for key, tensor in keys),
-        f"    if {_version_of('tensors', hashed)} != versions[1]:",
+        f"    if {_version_of('tensors', hashed=True)} != versions[1]:",
         '        raise ValueError("the delta does not lead from this model to version " + versions[1] '
         '+ ": the model or the delta is damaged")',
     ]
     return [
         "def apply_delta(self, delta: Dict[str, Tensor]) -> bool:",
+        *([] if hashed is None else [f"    change = {hashed}.native.change()"]),
         '    known: List[str] = ["base", "version", "checksum", "format"]',
         "    for key in known[:3]:",
         "        if key not in delta:",
@@ -292,18 +322,19 @@ def _apply_delta(tables: list[str], keys: list[tuple[str, str]], hashed: bool) -
         f"    if {version} != versions[0]:",
         '        raise ValueError("the delta is one of version " + versions[0] + ", and this model is of version " '
         f"+ {version})",
-        *([] if hashed else ["    self.verify()"]),
+        *(["    self.verify()"] if hashed is None else []),
         # All tables and tensors are checked before the first one changes.
         *(f"    {table}.check_delta(delta, known)" for table in tables),
         *(f"    check_tensor(delta, {key}, {tensor}, known)" for key, tensor in keys),
         "    for key in delta.keys():",
         "        if key not in known:",
         '            raise ValueError("the delta is one of another model: it has " + key)',
-        *(leads if hashed else []),
+        *([] if hashed is None else [*leads, "    change.commit()"]),
         "    ids: Dict[str, Tensor] = {}",
         "    rows: Dict[str, Tensor] = {}",
         *(f"    {table}.take_delta(delta, ids, rows)" for table in tables),
         *(f"    take_tensor(delta, {key}, {tensor})" for key, tensor in keys),
         *(f"    {table}.version = versions[1]" for table in tables),
+        *([] if hashed is None else ["    change.release()"]),
         "    return True",
     ]

@@ -1,4 +1,5 @@
-// The classes of served models: torch.classes.recstore.ServedTable, and ServedRows, which holds what a file has of it.
+// The classes of served models: torch.classes.recstore.ServedTable, and ServedRows, which holds what a file has of it;
+// ServedHold and ServedChange, by which each call of a model is of one version.
 //
 // This library has no code of Python, and nothing of TorchRec. torch's stable ABI has no classes, so the library uses
 // libtorch's C++ interface and fits the version of torch that it was built with.
@@ -22,6 +23,7 @@
 #include "../../buffer_pool.h"
 #include "../../error.h"
 #include "../checksum.h"
+#include "../gate.h"
 #include "../served_rows.h"
 
 // inference/library.py reads the version of torch from the file before it loads the library.
@@ -179,6 +181,20 @@ struct Rows final : torch::CustomClassHolder {
   }
 };
 
+// A call of a model, and a change of it: see Gate. Each ends with release(), or when nothing refers to it.
+struct Hold final : torch::CustomClassHolder {
+  explicit Hold(std::shared_ptr<Gate::Hold> given) : hold(std::move(given)) {}
+  void release() { hold.reset(); }
+  std::shared_ptr<Gate::Hold> hold;
+};
+
+struct Change final : torch::CustomClassHolder {
+  explicit Change(std::shared_ptr<Gate> gate) : change(std::make_unique<Gate::Change>(std::move(gate))) {}
+  void commit() { change->commit(); }
+  void release() { change.reset(); }
+  std::unique_ptr<Gate::Change> change;
+};
+
 // A table of a served model: the version of its rows that it has now. A call works on the calling thread alone, because
 // servers answer several requests at a time.
 class Table final : public torch::CustomClassHolder {
@@ -289,6 +305,10 @@ class Table final : public torch::CustomClassHolder {
     rows_.swap(next);
   }
 
+  // The gate of the first table of a model is that of the model.
+  c10::intrusive_ptr<Hold> hold() const { return c10::make_intrusive<Hold>(gate_->hold()); }
+  c10::intrusive_ptr<Change> change() const { return c10::make_intrusive<Change>(gate_); }
+
   void abandon() {
     const std::lock_guard<std::mutex> lock(changing_);
     next_.reset();
@@ -299,6 +319,7 @@ class Table final : public torch::CustomClassHolder {
   std::shared_ptr<const ServedRows> rows_;
   std::mutex changing_;
   std::shared_ptr<ServedRows> next_;
+  std::shared_ptr<Gate> gate_ = std::make_shared<Gate>();
 };
 
 TORCH_LIBRARY(recstore, library) {
@@ -306,6 +327,8 @@ TORCH_LIBRARY(recstore, library) {
   library.def("version_of", version_of);
   library.class_<Rows>("ServedRows")
       .def_pickle([](const c10::intrusive_ptr<Rows>& self) { return self->saved(); }, [](const Rows::Saved& saved) { return Rows::loaded(saved); });
+  library.class_<Hold>("ServedHold").def("release", &Hold::release);
+  library.class_<Change>("ServedChange").def("commit", &Change::commit).def("release", &Change::release);
   library.class_<Table>("ServedTable")
       .def(torch::init([](int64_t format, int64_t dim, const Tensor& ids, const Tensor& rows) { return Table::made(format, dim, ids, rows); }))
       .def("lookup", &Table::lookup)
@@ -322,6 +345,8 @@ TORCH_LIBRARY(recstore, library) {
       .def("prepare", &Table::prepare)
       .def("commit", &Table::commit)
       .def("abandon", &Table::abandon)
+      .def("hold", &Table::hold)
+      .def("change", &Table::change)
       // A copy of a module passes the rows on as they are, and only a file writes them. So a copy takes no time and little
       // memory, and may be changed while the original answers.
       .def_pickle([](const c10::intrusive_ptr<Table>& self) { return c10::make_intrusive<Rows>(self->rows()); },
