@@ -17,6 +17,7 @@ LIMIT = (
     "p99 of a step over its median, kept",
 )
 OTHER = ("figure", "measured")
+SERVING = ("figure", "measured", "bar")
 OPTIONS = ("option", "over", "time (10th to 90th percentile)", "bytes a row")
 
 _OPTIONS: tuple[tuple[str, str, str, dict[str, str]], ...] = (
@@ -174,6 +175,37 @@ def _service_figures(rows: list[dict[str, Any]]) -> list[tuple[str, ...]]:
             )
         if r["benchmark"] == "service_prefetch":
             lines.append((f"{what}: share of a pull that a prefetch hides", f"{r['share_of_the_pull_hidden']:.0%}"))
+    return lines
+
+
+def serving_figures(rows: list[dict[str, Any]]) -> list[tuple[str, ...]]:
+    """Returns a row of :data:`SERVING` for each figure of serving.py, with the bar of the figure."""
+    lines: list[tuple[str, ...]] = []
+    for r in rows:
+        if r["benchmark"] == "serving_lookup":
+            what = f"ids/s of a served model over the training table's, {r['format']}, {r['rows']:,} rows, one thread"
+            rate = r["million_ids_per_second"]["served"]
+            lines.append((what, f"{r['served_over_table']['median']:.2f}x ({rate:.1f}M ids/s)", "at least 0.6x"))
+        if r["benchmark"] == "serving_delta":
+            what = f"delta of {r['changed']:,} changed rows, {r['rows']:,} rows"
+            lines.append((f"{what}: making it", f"{r['make_ms']['median']:.0f} ms", "at most 300 ms"))
+            lines.append((f"{what}: applying it", f"{r['apply_ms']['median']:.1f} ms", "at most 30 ms"))
+            over = f"{r['p99_meanwhile_over_at_rest']:.2f}x"
+            lines.append((f"{what}: p99 of readers meanwhile over p99 at rest", over, "at most 1.5x"))
+        if r["benchmark"] == "serving_load":
+            what = f"loading an export of {r['rows']:,} rows, {r['format']}, over reading its file"
+            lines.append((what, f"{r['load_over_read']['median']:.2f}x", "at most 1.3x"))
+        if r["benchmark"] == "serving_publisher":
+            what = f"training step with a publisher, every_s={r['every_s']:g}, over a step without one"
+            lines.append((what, f"{r['with_over_alone']['median']:.2f}x", "at most 1.05x"))
+        if r["benchmark"] == "serving_stream":
+            what = f"click on a Redis stream to served, {r['clicks_per_second']:,} clicks/s, every_s={r['every_s']:g}"
+            seconds = r["click_to_served_s"]
+            lines.append((f"{what}: p50, p99", f"{seconds['median']:.1f} s, {seconds['p99']:.1f} s", "3 s, 6 s"))
+    made = {r["rows"]: r["make_ms"]["median"] for r in rows if r["benchmark"] == "serving_delta"}
+    if len(made) > 1:
+        what = f"making a delta at {max(made):,} rows over {min(made):,} rows"
+        lines.append((what, f"{made[max(made)] / made[min(made)]:.2f}x", "0.8x to 1.2x"))
     return lines
 
 

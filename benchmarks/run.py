@@ -1,4 +1,4 @@
-"""Runs all benchmarks and writes ``benchmarks/results.json`` and the tables in README.md and docs/options.md.
+"""Runs all benchmarks and writes ``benchmarks/results.json`` and the tables in README.md and docs.
 
 python benchmarks/run.py [--only kernel,growth]
 """
@@ -16,11 +16,13 @@ from figures import (
     LIMIT,
     OPTIONS,
     OTHER,
+    SERVING,
     kernel_figures,
     limit_figures,
     markdown,
     option_figures,
     other_figures,
+    serving_figures,
 )
 from measure import ROOT, run_lanes
 from scripts import SCRIPT_OF, SCRIPTS, lanes_of
@@ -73,7 +75,8 @@ def main() -> None:
     rows.sort(key=lambda row: SCRIPTS.index(SCRIPT_OF.get(row["benchmark"], row["benchmark"])))
     RESULTS.write_text(json.dumps(rows, indent=1) + "\n")
     of_options = [row for row in rows if row["benchmark"].startswith("options_")]
-    others = [row for row in rows if row not in of_options]
+    of_serving = [row for row in rows if SCRIPT_OF.get(row["benchmark"]) == "serving"]
+    others = [row for row in rows if row not in of_options and row not in of_serving]
     if others:
         write_tables("README.md", others, tables(others))
     if of_options:
@@ -81,7 +84,10 @@ def main() -> None:
     of_bounds = [row for row in rows if SCRIPT_OF.get(row["benchmark"], row["benchmark"]) == "tiers"]
     if of_bounds:
         write_tables("docs/options.md", of_bounds, markdown(OTHER, other_figures(of_bounds)), BEGIN_BOUNDS)
-    print("\n".join([*tables(others), "", *markdown(OPTIONS, option_figures(of_options))]))
+    if of_serving:
+        write_tables("docs/serving.md", of_serving, markdown(SERVING, serving_figures(of_serving)))
+    lines = [*tables(others), "", *markdown(SERVING, serving_figures(of_serving))]
+    print("\n".join([*lines, "", *markdown(OPTIONS, option_figures(of_options))]))
 
 
 if __name__ == "__main__":

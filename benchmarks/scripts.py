@@ -4,11 +4,24 @@ from __future__ import annotations
 
 from pathlib import Path
 
-SCRIPTS = ("kernel", "growth", "memory", "store", "small", "dlrm", "checkpoint", "tiers", "service", "options")
+SCRIPTS = (
+    "kernel",
+    "growth",
+    "memory",
+    "store",
+    "small",
+    "dlrm",
+    "checkpoint",
+    "tiers",
+    "service",
+    "serving",
+    "options",
+)
 # These benchmarks measure small outputs or the memory of tables, which malloc does not manage: the lanes do not differ.
-ONE_LANE = {"growth", "memory", "store", "small", "checkpoint", "tiers", "service", "options"}
+ONE_LANE = {"growth", "memory", "store", "small", "checkpoint", "tiers", "service", "serving", "options"}
 SCRIPT_OF = {"delta": "checkpoint", "async_save": "checkpoint", "eviction": "tiers", "bounded_memory": "tiers"}
 SCRIPT_OF |= {"service_clients": "service", "service_prefetch": "service"}
+SCRIPT_OF |= {f"serving_{part}": "serving" for part in ("lookup", "delta", "load", "publisher", "stream")}
 SCRIPT_OF |= {f"options_{part}": "options" for part in ("training", "new_rows", "evaluation", "routing")}
 
 QUICK: dict[str, list[str]] = {
@@ -21,6 +34,7 @@ QUICK: dict[str, list[str]] = {
     "checkpoint": ["--rows", "200000", "--only", "full,deltas"],
     "tiers": ["--parts", "eviction,memory", "--rows", "50000", "--steps", "20"],
     "service": ["--steps", "5"],
+    "serving": ["--rows", "20000", "--seconds", "6", "--steps", "8"],
     "options": ["--rows", "20000", "--batch", "2000", "--steps", "30"],
 }
 """The flags of a quick run, which takes seconds. It tests the benchmark; its figures are not meaningful."""

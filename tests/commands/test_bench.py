@@ -45,7 +45,8 @@ def test_tables(capsys: pytest.CaptureFixture[str]) -> None:
     bench_module.print_figures(rows, quick=True)
     shown = capsys.readouterr().out.splitlines()
     figures = importlib.import_module("figures")
-    made = [*figures.kernel_figures(rows), *figures.other_figures(rows), *figures.option_figures(rows)]
+    made = [*figures.kernel_figures(rows), *figures.other_figures(rows), *figures.serving_figures(rows)]
+    made += figures.option_figures(rows)
     assert len(made) > 30
     for cells in made:
         wanted = [cell.replace("`", "") for cell in cells]

@@ -1,4 +1,4 @@
-"""The figures in docs/options.md and docs/operations.md are those that were measured."""
+"""The figures in docs/options.md, docs/serving.md and docs/operations.md are those that were measured."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ RESULTS = json.loads((ROOT / "benchmarks" / "results.json").read_text())
 OPTIONS = (ROOT / "docs" / "options.md").read_text()
 
 
-def lines_behind(mark: str) -> list[str]:
-    begin = OPTIONS.index(mark) + len(mark)
-    return [line for line in OPTIONS[begin : OPTIONS.index("<!-- end", begin)].splitlines() if line.startswith("|")]
+def lines_behind(mark: str, page: str = OPTIONS) -> list[str]:
+    begin = page.index(mark) + len(mark)
+    return [line for line in page[begin : page.index("<!-- end", begin)].splitlines() if line.startswith("|")]
 
 
 def test_the_tables_are_what_was_measured(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -31,6 +31,15 @@ def test_the_tables_are_what_was_measured(monkeypatch: pytest.MonkeyPatch) -> No
     written = lines_behind("<!-- benchmarks of bounds: written by make bench -->")
     assert len(written) == 6
     assert set(written[2:]) <= set(figures.markdown(figures.OTHER, bounds))
+
+
+def test_the_table_of_serving_is_what_was_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "path", [str(ROOT / "benchmarks"), *sys.path])
+    import figures
+
+    made = figures.serving_figures(RESULTS)
+    written = lines_behind("<!-- benchmarks: written by make bench -->", (ROOT / "docs" / "serving.md").read_text())
+    assert written == (figures.markdown(figures.SERVING, made) if made else [])
 
 
 def test_what_is_said_of_models_is_in_the_page_that_measures_it() -> None:

@@ -109,7 +109,7 @@ def test_what_extras_name_is_pinned() -> None:
     [
         ("torchrec_recstore", ["", "torchrec-cpu", "torchrec", "rocksdb", "redis", "service", "cli"]),
         ("examples", ["", "torchrec-cpu", "torchrec", "redis", "cli", "examples"]),
-        ("benchmarks", ["", "torchrec-cpu", "torchrec", "rocksdb", "service", "cli", "examples"]),
+        ("benchmarks", ["", "torchrec-cpu", "torchrec", "rocksdb", "redis", "service", "cli", "examples"]),
     ],
 )
 def test_what_is_imported_is_required(folder: str, extras: list[str]) -> None:

@@ -182,6 +182,7 @@ def print_figures(rows: list[dict[str, Any]], quick: bool) -> None:
         (said.KERNEL, said.kernel_figures(rows)),
         (said.LIMIT, said.limit_figures(rows)),
         (said.OTHER, said.other_figures(rows)),
+        (said.SERVING, said.serving_figures(rows)),
         (said.OPTIONS, said.option_figures(rows)),
     ):
         if figures:

@@ -1,0 +1,425 @@
+"""Measures served models: lookups, deltas, loading, publishing, and the way of a click to the served model.
+
+    python benchmarks/serving.py [--rows 200000,1000000,2000000,10000000] [--seconds 40]
+
+Prints JSON rows. Both sides of each comparison are measured in this run:
+
+- ``serving_lookup``: a served model and the table that it was exported from look up the same ids, with one thread. Rows
+  are float32 or int8 on both sides.
+- ``serving_delta``: a delta of 10,000 changed rows is made and applied, and a thread reads the model meanwhile.
+- ``serving_load``: an export is loaded, and its file is read. Both are in the page cache.
+- ``serving_publisher``: training steps with a ``DeltaPublisher`` and without it.
+- ``serving_stream``: clicks come in on a Redis stream, are trained on and published. A follower in another process
+  looks for the row of each click. It needs ``redis-server``.
+"""
+
+from __future__ import annotations
+
+import os
+
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # several processes and threads share the cores
+
+import argparse
+import gc
+import json
+import math
+import shutil
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from measure import clock, emit, interleave, spread
+from torch import Tensor, nn
+
+from torchrec_recstore import ops
+from torchrec_recstore.inference import DeltaPublisher, export_delta, export_for_inference, follow, load_library
+from torchrec_recstore.inference.delta import read_delta
+from torchrec_recstore.modules import RecStoreEmbedding, RecStoreEmbeddingBag
+from torchrec_recstore.options import TableOptions, UniformInit
+from torchrec_recstore.store import Table
+
+DIM = 16
+CHANGED = 10_000
+BATCH = 100_000
+DELTAS, WARM_UP = 20, 3
+EVERY_S = 2.0
+RATE = 2000
+NEW = 1 << 40  # the id of the row that only click 0 has
+OPTIONS = TableOptions(initializer=UniformInit(-0.1, 0.1))
+FORMATS = {"float32": torch.float32, "int8": torch.int8}
+
+
+class Rows(nn.Module):
+    """A model of one table."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = RecStoreEmbedding(1, DIM, name="t", lr=0.1, options=OPTIONS)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """(N,) -> (N, DIM)."""
+        rows: Tensor = self.table(ids)
+        return rows
+
+
+def ids_of(rows: int) -> Tensor:
+    """Returns ids without a pattern, (rows,) int64."""
+    return ops.mix_ids(torch.arange(rows), False)
+
+
+def fill(table: Table, ids: Tensor) -> None:
+    """Writes a row for each id."""
+    for part in ids.split(200_000):
+        table.insert(part, torch.randn(len(part), DIM))
+
+
+def timed(call: Callable[[Any], object], arguments: Sequence[Any]) -> Callable[[int], tuple[float]]:
+    """Returns a side for ``interleave`` that calls a function with one of the arguments after the other."""
+
+    def side(i: int) -> tuple[float]:
+        begin = clock()
+        result = call(arguments[i % len(arguments)])
+        seconds = clock() - begin
+        del result
+        return (seconds,)
+
+    return side
+
+
+def lookups(model: Rows, folder: Path, ids: Tensor, steps: int) -> None:
+    """Compares served lookups with lookups in the training table, with one thread."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    batches = [ids[torch.randint(0, len(ids), (BATCH,))] for _ in range(8)]
+    for name, dtype in FORMATS.items():
+        table = model.table.table
+        if dtype is torch.int8:
+            table = Table(DIM, torch.int8)
+            fill(table, ids)
+        export_for_inference(model, folder / "lookup.pt", dtype=dtype, index="hash")
+        served = torch.jit.load(folder / "lookup.pt")
+
+        calls = {"served": timed(served, batches), "table": timed(table.lookup, batches)}
+        timings = interleave(calls, steps, warm_up=8)
+        over = [own[0] / other[0] for own, other in zip(timings["table"], timings["served"], strict=True)]
+        rates = {side: spread([BATCH / t[0] for t in times], scale=1e-6) for side, times in timings.items()}
+        emit(
+            {
+                "benchmark": "serving_lookup",
+                "rows": len(ids),
+                "dim": DIM,
+                "format": name,
+                "million_ids_per_second": {side: rate["median"] for side, rate in rates.items()},
+                "served_over_table": spread(over, scale=1),
+            }
+        )
+    torch.set_num_threads(threads)
+
+
+class Reader(threading.Thread):
+    """Reads a served model again and again, and keeps the seconds that each read takes."""
+
+    def __init__(self, served: Callable[[Tensor], object], ids: Tensor) -> None:
+        super().__init__(daemon=True)
+        self._served = served
+        self._batches = [ids[torch.randint(0, len(ids), (1000,))] for _ in range(64)]
+        self._ends = threading.Event()
+        self.seconds: list[float] = []
+        self.start()
+
+    def run(self) -> None:
+        """Reads until :meth:`end`."""
+        torch.set_num_threads(1)
+        while not self._ends.is_set():
+            begin = clock()
+            self._served(self._batches[len(self.seconds) % 64])
+            self.seconds.append(clock() - begin)
+
+    def end(self) -> dict[str, float]:
+        """Stops, and returns the spread in milliseconds."""
+        self._ends.set()
+        self.join()
+        return spread(self.seconds)
+
+
+def deltas(model: Rows, folder: Path, ids: Tensor) -> None:
+    """Makes deltas of 10,000 changed rows and applies them while a thread reads."""
+    export_for_inference(model, folder / "base.pt", dtype=torch.int8, index="hash")
+    base, replica = torch.jit.load(folder / "base.pt"), torch.jit.load(folder / "base.pt")
+    made, applied = [], []
+    for number in range(WARM_UP + DELTAS):
+        changed = ids[torch.randperm(len(ids))[:CHANGED]]
+        model.train()(changed).sum().backward()
+        begin = clock()
+        info = export_delta(model, folder / f"{number}.delta", base=base)
+        made.append(clock() - begin)
+        assert info.tables["t"].rows > 0.99 * CHANGED  # an update may round to the same int8 row
+        base.apply_delta(read_delta(info.path))
+    for number in range(WARM_UP):
+        replica.apply_delta(read_delta(folder / f"{number}.delta"))
+    reader = Reader(replica, ids)
+    time.sleep(2.0)
+    at_rest = reader.end()
+    tensors = [read_delta(folder / f"{number}.delta") for number in range(WARM_UP, WARM_UP + DELTAS)]
+    reader = Reader(replica, ids)
+    for delta in tensors:
+        begin = clock()
+        replica.apply_delta(delta)
+        applied.append(clock() - begin)
+    meanwhile = reader.end()
+    assert replica.recstore_version() == base.recstore_version()
+    emit(
+        {
+            "benchmark": "serving_delta",
+            "rows": len(ids),
+            "dim": DIM,
+            "changed": CHANGED,
+            "make_ms": spread(made[WARM_UP:]),
+            "apply_ms": spread(applied),
+            "read_at_rest_ms": at_rest,
+            "read_meanwhile_ms": meanwhile,
+            "p99_meanwhile_over_at_rest": round(meanwhile["p99"] / at_rest["p99"], 2),
+        }
+    )
+
+
+def load(model: Rows, folder: Path, rows: int, steps: int) -> None:
+    """Compares the load of an export with reading its file."""
+    for name, dtype in FORMATS.items():
+        path = folder / "load.pt"
+        export_for_inference(model, path, dtype=dtype, index="hash")
+
+        sides = {"load": timed(torch.jit.load, [path]), "read": timed(Path.read_bytes, [path])}
+        timings = interleave(sides, steps, warm_up=1)
+        over = [one[0] / other[0] for one, other in zip(timings["load"], timings["read"], strict=True)]
+        emit(
+            {
+                "benchmark": "serving_load",
+                "rows": rows,
+                "format": name,
+                "bytes": path.stat().st_size,
+                **{f"{side}_ms": spread([t[0] for t in times]) for side, times in timings.items()},
+                "load_over_read": spread(over, scale=1),
+            }
+        )
+
+
+class Clicks(nn.Module):
+    """A table of the features of clicks, and dense layers."""
+
+    def __init__(self, name: str = "t", bags: int = 8) -> None:
+        super().__init__()
+        self.bags = nn.ModuleList(
+            RecStoreEmbeddingBag(1, DIM, name=f"{name}{number}", mode="sum", lr=0.05, options=OPTIONS)
+            for number in range(bags)
+        )
+        self.over = nn.Sequential(nn.Linear(DIM * bags, 256), nn.ReLU(), nn.Linear(256, 1))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """(B, bags, L) -> (B, 1): the log odds."""
+        out: Tensor = self.over(torch.cat([bag(ids[:, number]) for number, bag in enumerate(self.bags)], dim=1))
+        return out
+
+
+def train_step(model: Clicks, dense: torch.optim.Optimizer, ids: Tensor) -> None:
+    """Trains on a batch, (B, bags, L), whose labels follow from the ids."""
+    labels = (ids[:, 0, 1:2] % 3 == 0).float()
+    nn.functional.binary_cross_entropy_with_logits(model.train()(ids), labels).backward()
+    dense.step()
+    dense.zero_grad()
+
+
+def publisher(folder: Path, seconds: float) -> None:
+    """Compares training steps with a publisher and without it, in turns that begin and end without a pending write."""
+    torch.manual_seed(0)
+    model = Clicks()
+    dense = torch.optim.SGD(model.over.parameters(), lr=0.01)
+    batches = [(torch.rand(1024, 8, 2) ** 4 * 200_000).long() for _ in range(64)]
+
+    def train(steps: int, step: Callable[[], object]) -> float:
+        begin = clock()
+        for number in range(steps):
+            train_step(model, dense, batches[number % 64])
+            step()
+        return clock() - begin
+
+    train(64, lambda: None)
+    pace = train(64, lambda: None) / 64
+    steps = max(10, math.ceil(seconds / 6 / pace))
+    timings: dict[str, list[float]] = {"alone": [], "with": []}
+    with DeltaPublisher(model, folder / "published", every_s=EVERY_S) as publishing:
+        publishing.step()
+        publishing._writer.wait()  # type: ignore[union-attr]
+        for _ in range(3):
+            timings["alone"].append(train(steps, lambda: None) / steps)
+            begin = clock()
+            train(steps, publishing.step)
+            publishing._writer.wait()  # type: ignore[union-attr]
+            timings["with"].append((clock() - begin) / steps)
+        number = publishing._writer._number  # type: ignore[union-attr]
+    over = [one / other for one, other in zip(timings["with"], timings["alone"], strict=True)]
+    emit(
+        {
+            "benchmark": "serving_publisher",
+            "every_s": EVERY_S,
+            "batch": 1024,
+            "steps": steps,
+            "publications": number,
+            **{f"{side}_ms": round(statistics.median(times) * 1e3, 3) for side, times in timings.items()},
+            "with_over_alone": spread(over, scale=1),
+        }
+    )
+
+
+def generate(url: str, seconds: float) -> None:
+    """Writes clicks to the stream. Each has eight ids, of which one is its own. Redis notes the time."""
+    import redis
+
+    client = redis.Redis.from_url(url)
+    begin, number = clock(), 0
+    while (now := clock() - begin) < seconds:
+        due = int(now * RATE)
+        ids = (torch.rand(max(0, due - number), 8) ** 4 * 200_000).long()
+        ids[:, 0] = torch.arange(number, due) + NEW
+        with client.pipeline(transaction=False) as pipe:
+            for click in ids:
+                pipe.xadd("clicks", {"ids": click.numpy().tobytes()})
+            pipe.execute()
+        number = due
+        time.sleep(0.02)
+
+
+def train_on_stream(url: str, folder: Path) -> None:
+    """Trains on the clicks of the stream in their order, and publishes, until the process is ended."""
+    import redis
+
+    torch.set_num_threads(1)
+    model = Clicks(bags=1)
+    dense = torch.optim.SGD(model.over.parameters(), lr=0.01)
+    client, last = redis.Redis.from_url(url), b"0"
+    with DeltaPublisher(model, folder / "published", every_s=EVERY_S) as publishing:
+        while True:
+            publishing.step()
+            found = client.xread({"clicks": last}, count=256, block=100)
+            if found:
+                entries = found[0][1]
+                last = entries[-1][0]
+                ids = torch.frombuffer(bytearray(b"".join(of[b"ids"] for _, of in entries)), dtype=torch.int64)
+                train_step(model, dense, ids.view(-1, 1, 8))
+
+
+def follow_stream(url: str, folder: Path, seconds: float) -> None:
+    """Follows the model, and prints for each click after how many seconds its row was served."""
+    import redis
+
+    client, last = redis.Redis.from_url(url), b"0"
+    written: list[int] = []  # the time of each click in milliseconds since 1970
+    ages: list[float] = []  # of the clicks whose row is served, in their order
+    version: str | None = None
+    with follow(folder / "published", every_s=0.1) as follower:
+        print("ready", flush=True)
+        begin = clock()
+        while clock() - begin < seconds:
+            served = follower.model
+            now = time.time() * 1e3
+            found = client.xread({"clicks": last}, count=100_000)
+            if found:
+                entries = found[0][1]
+                last = entries[-1][0]
+                written += [int(key.partition(b"-")[0]) for key, _ in entries]
+            if served.recstore_version() != version:
+                version = served.recstore_version()
+                waiting = torch.arange(len(ages), len(written)) + NEW
+                known = int(served.recstore_rows_of("t0", waiting)[1].sum())
+                ages += [(now - written[number]) / 1e3 for number in range(len(ages), len(ages) + known)]
+            time.sleep(0.01)
+    print(json.dumps({"ages": ages, "clicks": len(written)}), flush=True)
+
+
+def stream(folder: Path, seconds: float) -> None:
+    """Measures the time from a click's entry on a Redis stream until a follower serves the row of the click."""
+    program = shutil.which("redis-server") or shutil.which("valkey-server")
+    if program is None:
+        print("serving_stream needs redis-server", file=sys.stderr)
+        return
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    url = f"redis://127.0.0.1:{port}"
+    command = [program, "--port", str(port), "--bind", "127.0.0.1", "--save", "", "--dir", str(folder)]
+    server = subprocess.Popen([*command, "--logfile", str(folder / "log")])
+    parts: list[subprocess.Popen[str]] = []
+    try:
+        arguments = [sys.executable, __file__, "--url", url, "--folder", str(folder)]
+        arguments += ["--seconds", str(seconds), "--part"]
+        for part in ("trainer", "follower"):
+            parts.append(subprocess.Popen([*arguments, part], stdout=subprocess.PIPE, text=True))
+        follower = parts[-1]
+        assert follower.stdout is not None
+        if follower.stdout.readline() != "ready\n":
+            raise RuntimeError("serving_stream: the follower has found no model")
+        parts.append(subprocess.Popen([*arguments, "generator"]))
+        line = follower.stdout.readline()
+    finally:
+        for process in [*parts, server]:
+            process.terminate()
+            process.wait()
+    result = json.loads(line)
+    emit(
+        {
+            "benchmark": "serving_stream",
+            "clicks_per_second": RATE,
+            "every_s": EVERY_S,
+            "clicks_served": len(result["ages"]),
+            "clicks": result["clicks"],
+            "click_to_served_s": spread(result["ages"], scale=1),
+        }
+    )
+
+
+PARTS = {"generator": lambda a: generate(a.url, a.seconds)}
+PARTS["trainer"] = lambda a: train_on_stream(a.url, Path(a.folder))
+PARTS["follower"] = lambda a: follow_stream(a.url, Path(a.folder), a.seconds + 5 * EVERY_S)
+
+
+def main() -> None:
+    """Runs the measurements and prints the JSON rows."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rows", default="200000,1000000,2000000,10000000", help="numbers of rows")
+    parser.add_argument("--seconds", type=float, default=40.0, help="seconds of training with a publisher")
+    parser.add_argument("--steps", type=int, default=40, help="batches of lookups")
+    for hidden in ("--part", "--url", "--folder"):
+        parser.add_argument(hidden, help=argparse.SUPPRESS)
+    arguments: Any = parser.parse_args()
+    if arguments.part:
+        PARTS[arguments.part](arguments)
+        return
+    load_library()
+    sizes = [int(rows) for rows in arguments.rows.split(",")]
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        for rows in sizes:
+            model, ids = Rows(), ids_of(rows)
+            fill(model.table.table, ids)
+            if rows != 1_000_000 or len(sizes) == 1:
+                lookups(model, folder, ids, arguments.steps)
+            if rows in (1_000_000, max(sizes)):
+                deltas(model, folder, ids)
+            if rows == max(sizes):
+                load(model, folder, rows, 3)
+            del model
+            gc.collect()
+        publisher(folder, arguments.seconds)
+        stream(folder, arguments.seconds)
+
+
+if __name__ == "__main__":
+    main()
