@@ -1,10 +1,18 @@
 // Serves an exported model with libtorch alone: no Python, no torchrec_recstore.
 //
 //   main MODEL.pt INPUTS.pt OUTPUT.pt [--library LIB.so]... [--delta DELTA.safetensors]...
+//   main --follow DIRECTORY [--library LIB.so]...
 //
-// INPUTS.pt is a list of tensors that torch.save has written, the arguments of the model's forward; what forward
-// returns, a tensor, goes to OUTPUT.pt. A model or delta that is damaged is refused. Rows of other types than float32, and models with a KeyedJaggedTensor in them,
-// need FBGEMM's ops: give fbgemm_gpu's libraries with --library, in the order of docs/serving.md.
+// INPUTS.pt is a list of tensors that torch.save has written, the arguments of the model's forward. OUTPUT.pt gets the
+// tensor that forward returns. A damaged model or delta is refused.
+//
+// With --follow, the program serves what a DeltaPublisher publishes to the directory: it loads the newest full export and
+// applies the deltas after it as they appear. Each line of the standard input, "INPUTS.pt OUTPUT.pt", is a request. The
+// program answers it, prints the version that has answered, and ends with its input.
+//
+// A model with a hash index needs _serving.abi3.so of the package torchrec_recstore. With the other index, rows of other
+// types than float32, and models with a KeyedJaggedTensor in them, need FBGEMM's ops. Give these libraries with
+// --library, in the order of docs/serving.md.
 #include <ATen/core/Dict.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/from_file.h>
@@ -16,6 +24,7 @@
 #include <algorithm>
 #include <atomic>
 #include <charconv>
+#include <chrono>
 #include <cstdint>
 #include <cstring>
 #include <filesystem>
@@ -24,8 +33,10 @@
 #include <iterator>
 #include <map>
 #include <memory>
+#include <regex>
 #include <stdexcept>
 #include <string>
+#include <thread>
 #include <vector>
 
 namespace {
@@ -185,38 +196,148 @@ std::shared_ptr<torch::jit::Module> loaded(const std::string& path) {
   return served;
 }
 
+using Served = std::shared_ptr<torch::jit::Module>;
+
+// The model after a delta. Requests go on with the old model while the new one is made, and take the new one from then on.
+Served after_delta(const Served& served, const std::string& path) {
+  auto fresh = std::make_shared<torch::jit::Module>(served->deepcopy());
+  const bool changed = fresh->run_method("apply_delta", read_delta(path)).toBool();
+  std::cout << (changed ? "applied " : "already has ") << path << std::endl;
+  return fresh;
+}
+
+std::string version_of(const Served& served) { return served->run_method("recstore_version").toStringRef(); }
+
+void answer(const Served& served, const std::string& inputs_path, const std::string& output_path) {
+  const c10::IValue given = torch::jit::pickle_load(bytes_of(inputs_path));
+  std::vector<c10::IValue> inputs;
+  for (const c10::IValue& input : given.toListRef()) inputs.push_back(input);
+  const std::vector<char> output = torch::jit::pickle_save(served->forward(inputs));
+  std::ofstream file(output_path, std::ios::binary);
+  file.write(output.data(), static_cast<std::streamsize>(output.size()));
+  file.close();
+  if (!file) throw std::runtime_error("cannot write " + output_path);
+}
+
+// A directory of publications: latest.json names the newest one, 000000000012.pt is a full export, and
+// 000000000013.delta is the delta from publication 12 to 13. Each file appears whole, and latest.json last.
+class Publications {
+ public:
+  explicit Publications(std::filesystem::path directory) : directory_(std::move(directory)) {}
+
+  struct Latest {
+    int64_t number = -1;  // of the newest publication; -1: there is none
+    int64_t full = -1;    // of the newest full export
+    std::string run;      // the publisher, which may begin to count anew
+  };
+  Latest latest() const {
+    if (!std::filesystem::exists(directory_ / "latest.json")) return {};
+    const std::vector<char> bytes = bytes_of(directory_ / "latest.json");
+    const std::string text(bytes.begin(), bytes.end());
+    std::smatch number, full, run;
+    if (!std::regex_search(text, number, std::regex("\"number\": (\\d+)")) ||
+        !std::regex_search(text, full, std::regex("\"fulls\": \\[(?:\\d+, )*(\\d+)\\]")) ||
+        !std::regex_search(text, run, std::regex("\"run\": \"([^\"]*)\""))) {
+      throw std::runtime_error((directory_ / "latest.json").string() + " is not what a DeltaPublisher writes");
+    }
+    return {std::stoll(number[1]), std::stoll(full[1]), run[1]};
+  }
+  std::string file(int64_t number, const char* suffix) const {
+    std::string digits = std::to_string(number);
+    digits.insert(0, 12 - std::min<size_t>(12, digits.size()), '0');
+    return directory_ / (digits + suffix);
+  }
+
+ private:
+  std::filesystem::path directory_;
+};
+
+// Follows the publications of a directory in a thread of its own.
+class Follower {
+ public:
+  explicit Follower(const std::string& directory) : publications_(directory) {
+    while (served() == nullptr) update();
+    thread_ = std::thread([this] {
+      c10::InferenceMode inference;
+      while (!done_) update();
+    });
+  }
+  ~Follower() {
+    done_ = true;
+    thread_.join();
+  }
+  Served served() const { return std::atomic_load(&served_); }
+
+ private:
+  void update() {
+    Publications::Latest latest;
+    try {
+      latest = publications_.latest();
+      if (latest.number >= 0 && (latest.run != run_ || (broken_ && latest.full > full_))) load(latest);
+      while (!broken_ && number_ < latest.number) {
+        std::atomic_store(&served_, after_delta(served_, publications_.file(number_ + 1, ".delta")));
+        ++number_;
+      }
+    } catch (const std::exception& error) {  // the chain is broken, or the publisher has deleted a file meanwhile
+      std::cerr << "the next full export will be loaded: " << error.what() << std::endl;
+      broken_ = true;
+      full_ = latest.full;
+    }
+    std::this_thread::sleep_for(std::chrono::milliseconds(50));
+  }
+  void load(const Publications::Latest& latest) {
+    std::atomic_store(&served_, loaded(publications_.file(latest.full, ".pt")));
+    number_ = full_ = latest.full;
+    run_ = latest.run;
+    broken_ = false;
+    std::cout << "loaded " << publications_.file(latest.full, ".pt") << std::endl;
+  }
+
+  Publications publications_;
+  Served served_;
+  int64_t number_ = 0;  // of the publication that is served
+  int64_t full_ = -1;   // of the full export that was loaded last, or after which the chain is broken
+  bool broken_ = false;
+  std::string run_;
+  std::atomic<bool> done_{false};
+  std::thread thread_;
+};
+
+int follow(const std::string& directory) {
+  c10::InferenceMode inference;
+  const Follower follower(directory);
+  std::string inputs, output;
+  while (std::cin >> inputs >> output) {
+    const Served served = follower.served();  // the whole request is answered by this version
+    answer(served, inputs, output);
+    std::cout << "answered " << output << " with version " << version_of(served) << std::endl;
+  }
+  return 0;
+}
+
 int run(const std::vector<std::string>& arguments) {
   std::vector<std::string> files, deltas;
+  std::string directory;
   for (size_t i = 0; i < arguments.size(); ++i) {
-    const bool library = arguments[i] == "--library", delta = arguments[i] == "--delta";
-    if ((library || delta) && i + 1 == arguments.size()) throw std::runtime_error(arguments[i] + " needs a file");
+    const bool library = arguments[i] == "--library", delta = arguments[i] == "--delta", follows = arguments[i] == "--follow";
+    if ((library || delta || follows) && i + 1 == arguments.size()) throw std::runtime_error(arguments[i] + " needs a file");
     if (library) {
       if (dlopen(arguments[++i].c_str(), RTLD_NOW | RTLD_GLOBAL) == nullptr) throw std::runtime_error(dlerror());
     } else if (delta) {
       deltas.push_back(arguments[++i]);
+    } else if (follows) {
+      directory = arguments[++i];
     } else {
       files.push_back(arguments[i]);
     }
   }
-  if (files.size() != 3) throw std::runtime_error("usage: main MODEL.pt INPUTS.pt OUTPUT.pt [--library LIB.so]... [--delta FILE]...");
+  if (!directory.empty() && files.empty() && deltas.empty()) return follow(directory);
+  if (files.size() != 3 || !directory.empty()) throw std::runtime_error("usage: main MODEL.pt INPUTS.pt OUTPUT.pt [--library LIB.so]... [--delta FILE]..., or main --follow DIRECTORY");
   c10::InferenceMode inference;
   auto served = loaded(files[0]);
-  for (const std::string& path : deltas) {
-    // Requests go on with the old model while the new one is made, and take the new one from then on.
-    auto fresh = std::make_shared<torch::jit::Module>(served->deepcopy());
-    const bool changed = fresh->run_method("apply_delta", read_delta(path)).toBool();
-    std::atomic_store(&served, fresh);
-    std::cout << (changed ? "applied " : "already has ") << path << "\n";
-  }
-  std::cout << "version " << served->run_method("recstore_version").toStringRef() << "\n";
-  const c10::IValue given = torch::jit::pickle_load(bytes_of(files[1]));
-  std::vector<c10::IValue> inputs;
-  for (const c10::IValue& input : given.toListRef()) inputs.push_back(input);
-  const std::vector<char> output = torch::jit::pickle_save(served->forward(inputs));
-  std::ofstream file(files[2], std::ios::binary);
-  file.write(output.data(), static_cast<std::streamsize>(output.size()));
-  file.close();
-  if (!file) throw std::runtime_error("cannot write " + files[2]);
+  for (const std::string& path : deltas) served = after_delta(served, path);
+  std::cout << "version " << version_of(served) << "\n";
+  answer(served, files[1], files[2]);
   return 0;
 }
 

@@ -6,6 +6,7 @@ import os
 import shutil
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import fbgemm_gpu
@@ -16,13 +17,25 @@ from torch import Tensor, nn
 from torchrec import KeyedJaggedTensor
 
 from torchrec_recstore.checkpoint import save_checkpoint
-from torchrec_recstore.inference import export_checkpoint, export_checkpoint_delta, export_delta, export_for_inference
+from torchrec_recstore.inference import (
+    DeltaPublisher,
+    export_checkpoint,
+    export_checkpoint_delta,
+    export_delta,
+    export_for_inference,
+    load_library,
+)
 from torchrec_recstore.modules import RecStoreEmbedding
 
 from ..checkpoint.models import recstore
 from .models import Model, OfPlainTensors, batch, plain_batch, train
 
 ROOT = Path(__file__).parents[2]
+try:
+    NO_LIBRARY: ImportError | None = None
+    load_library()
+except ImportError as error:
+    NO_LIBRARY = error
 DTYPES = {"float32": torch.float32, "int8": torch.int8}
 FBGEMM = [Path(fbgemm_gpu.__file__).with_name(f"fbgemm_gpu_{name}.so") for name in ("tbe_inference", "py")]
 
@@ -169,6 +182,44 @@ def test_in_cpp(exported: Path, program: Path, tmp_path: Path) -> None:
     torn = tmp_path / "torn"
     torn.write_bytes(deltas[0].read_bytes()[:-8])
     assert f"{torn} is no safetensors file or damaged" in run(program, *files, *libraries, "--delta", torn).stderr
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(NO_LIBRARY is not None, reason=str(NO_LIBRARY))
+def test_following_in_cpp(program: Path, tmp_path: Path) -> None:
+    """The program follows a publisher, answers by the newest version, and names it."""
+    model, ids = RecStoreEmbedding(50, 4, name="t", lr=0.3), torch.arange(6)
+    torch.save([ids], tmp_path / "inputs.pt")
+    arguments = ("--follow", tmp_path / "published", "--library", load_library())
+    publisher = DeltaPublisher(
+        model, tmp_path / "published", every_s=0.01, full_every_s=3600, dtype=torch.float32, index="hash"
+    )
+    follower = subprocess.Popen(
+        [program, *map(str, arguments)], text=True, env={},
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+    )  # fmt: skip
+    assert follower.stdin is not None
+    assert follower.stdout is not None
+    versions: set[str] = set()
+    with publisher, follower:
+        for _ in range(4):
+            model.train()(ids).sum().backward()
+            output, deadline = torch.empty(0), time.monotonic() + 120
+            model.eval()
+            while not torch.equal(output, model(ids)):
+                assert time.monotonic() < deadline
+                publisher.step()
+                follower.stdin.write(f"{tmp_path / 'inputs.pt'} {tmp_path / 'output.pt'}\n")
+                follower.stdin.flush()
+                for line in follower.stdout:
+                    if line.startswith("answered "):
+                        break
+                output = torch.load(tmp_path / "output.pt")
+                time.sleep(0.02)
+            versions.add(line.split()[-1])
+        follower.stdin.close()
+        assert follower.wait(60) == 0
+    assert len(versions) == 4
 
 
 class Odd(nn.Module):
