@@ -32,7 +32,7 @@ from torchrec_recstore.optim import (
     RowWiseAdagrad,
 )
 from torchrec_recstore.options import LFU, ConstantInit, Initializer, NormalInit, TableOptions, UniformInit
-from torchrec_recstore.row_types import ROW_TYPES
+from torchrec_recstore.row_types import ROW_TYPES, STATE_TYPES
 
 try:
     from torchrec_recstore import _C  # noqa: F401  (the import registers the ops)
@@ -151,6 +151,7 @@ def table_create(
     optimizer: Optimizer,
     dtype: torch.dtype = torch.float32,
     stochastic_rounding: bool = False,
+    state_dtype: torch.dtype = torch.float32,
     options: TableOptions = TableOptions(),  # noqa: B008  (frozen)
 ) -> int:
     """Makes a table and returns its handle, which :func:`table_destroy` frees.
@@ -164,6 +165,7 @@ def table_create(
         optimizer: Optimizer of the updates.
         dtype: Type in which weights are stored, one of ``row_types.ROW_DTYPES``. Lookups return float32 for each type.
         stochastic_rounding: Whether updates round narrow weights stochastically.
+        state_dtype: Type in which optimizer state is stored, a key of ``row_types.STATE_TYPES``.
         options: Only the bounds of the options are used.
     """
     numbers = _initializer_numbers(initializer)
@@ -179,6 +181,7 @@ def table_create(
             _optimizer_numbers(optimizer),
             ROW_TYPES[dtype],
             stochastic_rounding,
+            STATE_TYPES[state_dtype],
             _bounds(options),
         )
     return cast(int, handle)

@@ -309,6 +309,20 @@ def state_names(optimizer: Optimizer) -> dict[str, StateKind]:
     return dict(_STATES[type(optimizer)])
 
 
-def state_bytes(optimizer: Optimizer, columns: int) -> int:
-    """Returns the size in bytes of the optimizer state of one row, for a shard with ``columns`` columns."""
-    return sum(4 * columns if kind == "element" else 4 for kind in state_names(optimizer).values())
+def is_square(state_name: str) -> bool:
+    """Returns whether the state is a sum or an average of squared gradients. All row-wise states are."""
+    return state_name in ("sum", "exp_avg_sq", "square_avg", "accumulator")
+
+
+def state_bytes(optimizer: Optimizer, columns: int, itemsize: int = 4) -> int:
+    """Returns the size in bytes of the optimizer state of one row.
+
+    Args:
+        optimizer: The optimizer.
+        columns: The number of columns of the shard.
+        itemsize: The bytes of one number: 4 for a ``state_dtype`` of float32, 2 for float16. Element-wise states are
+            padded to a multiple of 4 bytes. Default: 4.
+    """
+    kinds = list(state_names(optimizer).values())
+    elements = kinds.count("element") * columns * itemsize
+    return -(-elements // 4) * 4 + kinds.count("row") * itemsize

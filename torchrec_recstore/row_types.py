@@ -18,6 +18,9 @@ ROW_TYPES: dict[torch.dtype, int] = {torch.float32: 0, torch.float16: 1, torch.b
 ROW_DTYPES = tuple(ROW_TYPES)
 """The types in which a table can store its weights."""
 
+STATE_TYPES: dict[torch.dtype, int] = {torch.float32: 0, torch.float16: 1}
+"""The data types in which a table can store its optimizer state, and the values of ``StateType`` in csrc/config.h."""
+
 GRID_BYTES = 8
 """The bytes of the scale and the bias of an 8-bit row."""
 _TOP, _UNIT = 255, 1 << 16

@@ -65,17 +65,26 @@ def ids_of_step(table: TableConfig, step: int, world_size: int) -> set[int]:
 
 
 def build(
-    config: TableConfig, sharding_type: str, options: TableOptions, world_size: int
+    config: TableConfig,
+    sharding_type: str,
+    options: TableOptions,
+    world_size: int,
+    fused_params: dict[str, Any] | None = None,
 ) -> tuple[DistributedModelParallel, list[Table]]:
     """Returns the sharded collection of one table, and this rank's shards."""
     constraint = RecStoreConstraints(sharding_types=[sharding_type], options=options, min_partition=DIM // 2)
-    return planned(Case([config]).collection([config], "meta"), {config.name: constraint}, world_size)
+    module = Case([config]).collection([config], "meta")
+    return planned(module, {config.name: constraint}, world_size, fused_params)
 
 
 def planned(
-    module: nn.Module, constraints: Mapping[str, ParameterConstraints], world_size: int
+    module: nn.Module,
+    constraints: Mapping[str, ParameterConstraints],
+    world_size: int,
+    fused_params: dict[str, Any] | None = None,
 ) -> tuple[DistributedModelParallel, list[Table]]:
-    sharders = [kind(optimizer=Adam(lr=0.05)) for kind in (RecStoreSharder, RecStoreEmbeddingCollectionSharder)]
+    kinds = (RecStoreSharder, RecStoreEmbeddingCollectionSharder)
+    sharders = [kind(fused_params, optimizer=Adam(lr=0.05)) for kind in kinds]
     topology = Topology(world_size=world_size, local_world_size=ranks_of_node(world_size), compute_device="cpu")
     planner = RecStorePlanner(topology=topology, constraints=dict(constraints), debug=False)
     plan = planner.collective_plan(module, sharders, dist.group.WORLD)

@@ -1,4 +1,7 @@
-"""8-bit rows on two ranks: shardings, Redis, torch.distributed.checkpoint, ``recstore inspect`` and ``diff``."""
+"""8-bit rows on two ranks: shardings, Redis, torch.distributed.checkpoint, ``recstore inspect`` and ``diff``.
+
+Optimizer state is in float32 or in float16.
+"""
 
 from __future__ import annotations
 
@@ -29,11 +32,12 @@ STEPS = 6
 
 
 def trained(
-    name: str, sharding_type: str, options: TableOptions, world_size: int, steps: int
+    name: str, sharding_type: str, options: TableOptions, world_size: int, steps: int, state_dtype: torch.dtype
 ) -> tuple[DistributedModelParallel, list[Table]]:
     """Returns a model that has been trained on the same batches, and this rank's shards."""
     config = bags(name, data_type=DataType.INT8)
-    model, shards = build(config, sharding_type, options, world_size)
+    model, shards = build(config, sharding_type, options, world_size, {"state_dtype": state_dtype})
+    assert all((shard.dtype, shard.state_dtype) == (torch.int8, state_dtype) for shard in shards)
     for step in range(steps):
         train_step(model, batch_of(config, step, dist.get_rank()))
     return model, shards
@@ -52,24 +56,26 @@ def assert_equal_rows(one: list[Table], other: list[Table]) -> None:
 
 def eight_bits(rank: int, world_size: int, *, url: str, path: Path) -> None:
     os.chdir(path)
-    for sharding_type in (ROW, TABLE, GRID):
-        name, free = f"{sharding_type}_t", TableOptions()
+    full, half = torch.float32, torch.float16
+    for sharding_type, kept in ((ROW, full), (TABLE, full), (GRID, full), (ROW, half), (GRID, half)):
+        name, free = f"{sharding_type}_{'t' if kept is full else 'half'}", TableOptions()
         bounded = TableOptions(max_rows=MAX_ROWS, eviction=LRU(), cold_store=RedisStore(url))
-        model, shards = trained(name, sharding_type, bounded, world_size, STEPS)
-        plain, plain_shards = trained(name, sharding_type, free, world_size, STEPS)
-        assert all(shard.dtype is torch.int8 for shard in shards)
+        model, shards = trained(name, sharding_type, bounded, world_size, STEPS, kept)
+        plain, plain_shards = trained(name, sharding_type, free, world_size, STEPS, kept)
         assert not shards or sum(shard.stats().cold_rows for shard in shards) > 0
         assert_equal_rows(shards, plain_shards)
-        # The distributed checkpoint has float32 weights. Rows that are made of them have the same bits.
+        # The distributed checkpoint has float32 weights and states. Rows that are made of them have the same bits.
         state = {"model": plain.state_dict(), "optimizer": plain.fused_optimizer.state_dict()}
         dcp.save(state, checkpoint_id=f"{name}_dcp")
-        loaded, loaded_shards = trained(name, sharding_type, free, world_size, 1)
+        loaded, loaded_shards = trained(name, sharding_type, free, world_size, 1, kept)
         load_distributed_checkpoint(loaded, f"{name}_dcp")
         assert_equal_rows(loaded_shards, plain_shards)
         save_checkpoint(model, f"{name}_saved")
-        again, again_shards = trained(name, sharding_type, free, world_size, 1)
-        load_checkpoint(again, f"{name}_saved")
-        assert_equal_rows(again_shards, plain_shards)
+        # States in float16 have the same values in float32.
+        for kind in {kept, full}:
+            again, again_shards = trained(name, sharding_type, free, world_size, 1, kind)
+            load_checkpoint(again, f"{name}_saved")
+            assert_equal_rows(again_shards, plain_shards)
         save_checkpoint(plain, f"{name}_plain")
         train_step(plain, batch_of(bags(name), STEPS, rank))
         save_checkpoint(plain, f"{name}_later")

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from fbgemm_gpu.split_embedding_configs import EmbOptimType
+from fbgemm_gpu.split_embedding_configs import EmbOptimType, SparseType
 from torch import Tensor, nn
 from torch.ao.quantization import quantize_dynamic
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -70,9 +70,21 @@ def rounded_to_nearest(one_rank: None) -> None:
     sharded(collection(bag("t_user", data_type=DataType.INT8)), fused_params=params)
 
 
-@situation("Optimizer state of 16 bits")
-def narrow_state(one_rank: None) -> None:
-    sharded(collection(bag("t_user")), fused_params={**SGD_BY_PARAMS, "state_dtype": torch.float16})
+@situation("An unsupported data type of optimizer state")
+def bfloat16_state(one_rank: None) -> None:
+    sharded(collection(bag("t_user")), fused_params={**SGD_BY_PARAMS, "state_dtype": torch.bfloat16})
+
+
+@situation("Optimizer state in float16 on TorchRec's kernels")
+def stock_state(one_rank: None) -> None:
+    stock = {"t_user": ParameterConstraints(sharding_types=["table_wise"], compute_kernels=["fused"])}
+    sharded(collection(bag("t_user")), {**SGD_BY_PARAMS, "state_dtype": torch.float16}, constraints=stock)
+
+
+@situation("Optimizer states of different data types")
+def one_narrow_state(one_rank: None) -> None:
+    params = {"optimizer": EmbOptimType.ADAM, "optimizer_state_dtypes": {"momentum1": SparseType.FP16}}
+    sharded(collection(bag("t_user")), fused_params=params)
 
 
 @situation("init_fn in a table's config")

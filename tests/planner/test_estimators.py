@@ -100,6 +100,19 @@ def test_narrow_rows_take_less(data_type: DataType, row_bytes: int) -> None:
     assert wide - less == pytest.approx(ROWS * (4 * DIM - row_bytes), abs=2048)
 
 
+@pytest.mark.parametrize(
+    ("optimizer", "state_bytes"),
+    [(EmbOptimType.ADAM, 8 * DIM), (EmbOptimType.EXACT_ROWWISE_ADAGRAD, 4), (EmbOptimType.EXACT_SGD, 0)],
+)
+def test_states_in_float16_take_half(optimizer: EmbOptimType, state_bytes: int) -> None:
+    params: dict[str, Any] = {"optimizer": optimizer}
+    found = [
+        options_by_type(collection(), {**params, **more})["table_wise"].total_storage.ddr
+        for more in ({}, {"state_dtype": torch.float16})
+    ]
+    assert found[0] - found[1] == ROWS * state_bytes // 2
+
+
 def test_the_parameters_own_optimizer_counts() -> None:
     ebc = collection()
     apply_optimizer_in_backward(torch.optim.Adagrad, ebc.parameters(), {"lr": 0.1})

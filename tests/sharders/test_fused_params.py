@@ -32,8 +32,12 @@ from torchrec_recstore.sharders.fused_params import (
     OPTIONS_KEY,
     CarriedOptions,
     optimizer_from_fused_params,
+    state_dtype,
     table_options,
 )
+
+ADAGRAD = {"optimizer": EmbOptimType.EXACT_ADAGRAD}
+BOTH = {"momentum1": SparseType.FP16, "momentum2": SparseType.FP16}
 
 
 @pytest.mark.parametrize(
@@ -114,9 +118,6 @@ def test_optimizer(fused_params: dict[str, Any] | None, expected: Optimizer) -> 
         ({OPTIMIZER_KEY: SGD(), "weight_decay": 0.1}, "SGD.*weight_decay=0.1"),
         ({"max_norm": 1.0}, "max_norm"),
         ({"weights_precision": SparseType.FP16}, "weights_precision"),
-        ({"optimizer_state_dtypes": {"momentum1": SparseType.FP16}}, "optimizer_state_dtypes.*always float32"),
-        ({"state_dtype": torch.float16}, r"state_dtype'\] = torch\.float16.*always float32.*RowWiseAdagrad"),
-        ({OPTIMIZER_KEY: Adam(), "state_dtype": SparseType.BF16}, "state_dtype.*BF16"),
         ({"weight_decay_mode": WeightDecayMode.DECOUPLE}, "weight_decay_mode"),
         ({"learning_rate": -1.0}, "lr"),
         ({"learning_rate": float("nan")}, "lr"),
@@ -143,12 +144,51 @@ def test_keys_that_cannot_change_the_numbers_are_passed_by() -> None:
         "max_gradient": 1.0,
         "momentum": 0.0,
         "beta1": 0.9,
-        "optimizer_state_dtypes": {"momentum1": SparseType.FP32},
-        "state_dtype": torch.float32,
+        "optimizer_state_dtypes": {"momentum1": SparseType.FP16},
+        "state_dtype": torch.float16,
         "embedding_table_index_type": torch.int64,
         "__register_tbe_bounds_check_mode": None,
     }
     assert optimizer_from_fused_params(harmless, ["t"]) == SGD()
+
+
+@pytest.mark.parametrize(
+    ("fused_params", "expected"),
+    [
+        ({}, torch.float32),
+        ({"state_dtype": None, "optimizer_state_dtypes": None}, torch.float32),
+        ({"state_dtype": torch.float32, "optimizer_state_dtypes": {}}, torch.float32),
+        ({"state_dtype": torch.float16}, torch.float16),
+        ({"state_dtype": SparseType.FP16}, torch.float16),
+        ({**ADAGRAD, "optimizer_state_dtypes": {"momentum1": SparseType.FP32}}, torch.float32),
+        ({**ADAGRAD, "optimizer_state_dtypes": {"momentum1": SparseType.FP16}}, torch.float16),
+        ({OPTIMIZER_KEY: Adam(), "optimizer_state_dtypes": BOTH}, torch.float16),
+        ({OPTIMIZER_KEY: Adam(), "optimizer_state_dtypes": BOTH, "state_dtype": torch.float16}, torch.float16),
+    ],
+)
+def test_the_data_type_of_states(fused_params: dict[str, Any], expected: torch.dtype) -> None:
+    assert state_dtype(fused_params, ["t"]) is expected
+
+
+@pytest.mark.parametrize(
+    ("fused_params", "named"),
+    [
+        ({"state_dtype": torch.bfloat16}, r"\['state_dtype'\] = torch\.bfloat16.*only float32 and float16"),
+        ({"state_dtype": [torch.float16]}, r"\['state_dtype'\] = \[torch\.float16\].*only float32 and float16"),
+        ({"optimizer_state_dtypes": {"momentum1": SparseType.BF16}}, r"\['momentum1'\] = .*BF16.*only float32"),
+        ({"optimizer_state_dtypes": {"sum": SparseType.FP16}}, "optimizer_state_dtypes.*'sum'.*'momentum1'"),
+        ({"optimizer_state_dtypes": SparseType.FP16}, "optimizer_state_dtypes.*'momentum1'"),
+        (
+            {OPTIMIZER_KEY: Adam(), "optimizer_state_dtypes": {"momentum1": SparseType.FP16}},
+            "optimizer_state_dtypes.*one data type: name each of momentum1, momentum2",
+        ),
+        ({**ADAGRAD, "optimizer_state_dtypes": BOTH, "state_dtype": torch.float32}, "float32 disagrees with .*FP16"),
+    ],
+)
+def test_other_data_types_of_states_are_refused(fused_params: dict[str, Any], named: str) -> None:
+    with pytest.raises(ValueError, match=named) as error:
+        state_dtype(fused_params, ["t_user", "t_item"])
+    assert "'t_user', 't_item'" in str(error.value)
 
 
 def test_options_travel_without_splitting_groups() -> None:

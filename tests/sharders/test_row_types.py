@@ -13,10 +13,8 @@ from torchrec import EmbeddingBagCollection, KeyedJaggedTensor
 from torchrec.modules.embedding_configs import DataType, PoolingType
 
 from torchrec_recstore.checkpoint import export_dense_weights, load_dense_weights
-from torchrec_recstore.optim import SGD
 from torchrec_recstore.options import NormalInit, TableOptions
-from torchrec_recstore.planner.shard_estimators import _bytes_per_row
-from torchrec_recstore.row_types import as_stored, value_dtype
+from torchrec_recstore.row_types import as_stored, row_bytes, value_dtype
 from torchrec_recstore.row_types import values as values_of
 from torchrec_recstore.sharders.fused_params import output_dtype, stochastic_rounding
 
@@ -191,7 +189,7 @@ def test_other_data_types_are_refused_by_the_tables_name(data_type: DataType) ->
 
 def test_the_planner_counts_the_bytes_of_the_type() -> None:
     for dtype, expected in ((torch.float32, 28), (torch.float16, 16), (torch.bfloat16, 16), (torch.int8, 16)):
-        assert _bytes_per_row(7, dtype, SGD()) == expected
+        assert row_bytes(dtype, 7) == expected
 
 
 def test_kjt_weights_of_a_weighted_collection() -> None:

@@ -337,11 +337,12 @@ void note_changes(Table& table, const ResolvedBatch& resolved, const Link* links
   }
 }
 
-// How the next update of the table rounds its weights.
+// How the next update of the table rounds its weights and states.
 StochasticRounding rounding_of(const Table& table, const Routing& routing) {
-  if (!table.config().stochastic_rounding) return {};
+  const TableConfig& config = table.config();
+  if (!config.stochastic_rounding && config.state_type == StateType::kFloat32) return {};
   const uint64_t key = mix(table.initializer().key() + mix(static_cast<uint64_t>(table.optimizer_steps()) + 1));
-  return {std::max<uint64_t>(key, 1), &routing, table.config().column_begin};
+  return {config.stochastic_rounding, key, &routing, config.column_begin};
 }
 
 }  // namespace

@@ -1,7 +1,6 @@
 #include "cold_rows.h"
 
 #include <algorithm>
-#include <cstring>
 #include <string>
 
 #include "arrivals.h"
@@ -18,11 +17,6 @@ void check_distinct(const int64_t* ids, int64_t n) {
   std::vector<int64_t> sorted(ids, ids + n);
   std::sort(sorted.begin(), sorted.end());
   if (std::adjacent_find(sorted.begin(), sorted.end()) != sorted.end()) throw InvalidArgument("ids must be distinct");
-}
-
-bool equals_image(const Rows& rows, Slot slot, const char* image) {
-  const auto bytes = static_cast<size_t>(rows.row_bytes());
-  return std::memcmp(rows.row(slot), image, bytes) == 0 && std::memcmp(&rows.meta(slot), image + bytes, sizeof(RowMeta)) == 0;
 }
 
 }  // namespace
@@ -52,12 +46,7 @@ std::vector<int64_t> leaving_ids(const Table& table, const int64_t* ids, int64_t
 void read_images(const Table& table, const int64_t* ids, int64_t n, char* images, Executor& executor) {
   const std::vector<Slot> slots = find_rows(table, ids, n, executor);
   const Rows& rows = table.rows();
-  const auto bytes = static_cast<size_t>(rows.row_bytes());
-  for_each_row(rows, slots, executor, [&](int64_t i) {
-    char* image = images + i * table.image_bytes();
-    std::memcpy(image, rows.row(slots[i]), bytes);
-    std::memcpy(image + bytes, &rows.meta(slots[i]), sizeof(RowMeta));
-  });
+  for_each_row(rows, slots, executor, [&](int64_t i) { rows.read_image(slots[i], images + i * table.image_bytes()); });
 }
 
 void evict(Table& table, const int64_t* ids, int64_t n, const char* images, bool* left) {
@@ -67,7 +56,7 @@ void evict(Table& table, const int64_t* ids, int64_t n, const char* images, bool
   leavers.reserve(static_cast<size_t>(n));
   for (int64_t i = 0; i < n; ++i) {
     const Slot slot = table.index().find(ids[i]);
-    left[i] = slot != kNoSlot && !pinned.contains(slot) && equals_image(table.rows(), slot, images + i * table.image_bytes());
+    left[i] = slot != kNoSlot && !pinned.contains(slot) && table.rows().equals_image(slot, images + i * table.image_bytes());
     if (left[i]) leavers.push_back({ids[i], slot});
   }
   table.reserve_leave(static_cast<int64_t>(leavers.size()));
@@ -83,13 +72,8 @@ void bring_back(Table& table, const int64_t* ids, int64_t n, const char* images,
     if (slots[i] != kNoSlot) throw InvalidArgument("id " + std::to_string(ids[i]) + " has a row already");
   }
   find_or_insert(table, ids, n, slots.data(), executor, Arrival::kReturn);
-  Rows& rows = table.rows();
-  const auto bytes = static_cast<size_t>(rows.row_bytes());
-  for_each_row(rows, slots, executor, [&](int64_t i) {
-    const char* image = images + i * table.image_bytes();
-    std::memcpy(rows.row(slots[i]), image, bytes);
-    std::memcpy(&rows.meta(slots[i]), image + bytes, sizeof(RowMeta));
-  });
+  const Rows& rows = table.rows();
+  for_each_row(rows, slots, executor, [&](int64_t i) { rows.write_image(slots[i], images + i * table.image_bytes()); });
   if (!looked_up) return;
   table.counters().misses += n;
   table.counters().cold_hits += n;

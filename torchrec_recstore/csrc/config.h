@@ -8,8 +8,7 @@
 
 namespace recstore {
 
-// The type in which a row's weights are stored. Optimizer state is float32 for each type. The values are those of
-// ROW_TYPES in row_types.py.
+// The type in which a row's weights are stored. The values are those of ROW_TYPES in row_types.py.
 enum class RowType : int64_t { kFloat32 = 0, kFloat16 = 1, kBfloat16 = 2, kInt8 = 3 };
 
 // An 8-bit row stores one code (uint8) for each weight, and after the codes two floats: its scale and its bias. A weight
@@ -38,6 +37,18 @@ inline int64_t weight_bytes(RowType type, int64_t columns) {
   }
   return columns * 4;
 }
+
+// The type in which optimizer states are stored. The values are those of STATE_TYPES in row_types.py.
+//
+// A float16 state is rounded stochastically: rounding to nearest would lose each addend that is smaller than half of the
+// last bit of a sum. A state of squares (OptimizerState::is_square) is stored as its square root, because the squares of
+// common gradients are too small for float16. Finite numbers that are too large become the largest finite one.
+enum class StateType : int64_t { kFloat32 = 0, kFloat16 = 1 };
+
+// Number of bytes of one number of a state.
+inline int64_t state_bytes(StateType type) { return type == StateType::kFloat16 ? 2 : 4; }
+// Number of floats that this many numbers occupy. They are padded to whole floats.
+inline int64_t state_floats(StateType type, int64_t numbers) { return type == StateType::kFloat16 ? (numbers + 1) / 2 : numbers; }
 
 enum class InitKind : int64_t { kUniform = 0, kNormal = 1, kConstant = 2 };
 
@@ -80,6 +91,7 @@ struct TableConfig {
   bool missing_reads_init = false;  // an evaluation lookup reads an id without a row as its initial row; else as zeros
   RowType row_type = RowType::kFloat32;
   bool stochastic_rounding = false;  // updates round narrow weights stochastically; else to nearest
+  StateType state_type = StateType::kFloat32;
   InitConfig init;
   OptimizerConfig optimizer;
   Bounds bounds;

@@ -45,16 +45,16 @@ std::vector<OptimizerState> OptimizerConfig::states() const {
   switch (kind) {
     case OptimizerKind::kSgd:
       if (momentum == 0.0) return {};
-      return {{"momentum_buffer", false}};
-    case OptimizerKind::kAdagrad: return {{"sum", false}};
-    case OptimizerKind::kRowWiseAdagrad: return {{"sum", true}};
+      return {{"momentum_buffer", false, false}};
+    case OptimizerKind::kAdagrad: return {{"sum", false, true}};
+    case OptimizerKind::kRowWiseAdagrad: return {{"sum", true, true}};
     case OptimizerKind::kAdam:
-    case OptimizerKind::kLamb: return {{"exp_avg", false}, {"exp_avg_sq", false}};
+    case OptimizerKind::kLamb: return {{"exp_avg", false, false}, {"exp_avg_sq", false, true}};
     case OptimizerKind::kPartialRowWiseAdam:
-    case OptimizerKind::kPartialRowWiseLamb: return {{"exp_avg", false}, {"exp_avg_sq", true}};
-    case OptimizerKind::kLarsSgd: return {{"momentum_buffer", false}};
-    case OptimizerKind::kRmsProp: return {{"square_avg", false}};
-    case OptimizerKind::kFtrl: return {{"accumulator", false}, {"linear", false}};
+    case OptimizerKind::kPartialRowWiseLamb: return {{"exp_avg", false, false}, {"exp_avg_sq", true, true}};
+    case OptimizerKind::kLarsSgd: return {{"momentum_buffer", false, false}};
+    case OptimizerKind::kRmsProp: return {{"square_avg", false, true}};
+    case OptimizerKind::kFtrl: return {{"accumulator", false, true}, {"linear", false, false}};
   }
   return {};
 }

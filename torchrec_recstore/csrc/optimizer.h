@@ -22,7 +22,8 @@ enum class OptimizerKind : int64_t {
 // A state that an optimizer keeps for each row between updates.
 struct OptimizerState {
   const char* name;  // the name in torch.optim and in FBGEMM's get_optimizer_state()
-  bool row_wise;     // one number for each row, in RowMeta::state; else one for each element, behind the row's weights
+  bool row_wise;     // one number for each row, in RowAside::state; else one for each element, behind the row's weights
+  bool is_square;    // a sum or an average of squares; each row-wise state is one
 };
 
 // The numbers of an optimizer; torchrec_recstore/optim.py has the formulas. Numbers that a kind does not use are 0. The

@@ -79,8 +79,14 @@ struct Terms {
 };
 constexpr Terms kTerms;
 
+// The sequence of splitmix32 before its last step, which leaves the high 16 bits as they are. Philox would take four
+// times as many instructions, and the rounding of 8-bit rows and of states does not need its quality.
+RECSTORE_INLINE Bits scrambled(Bits x) {
+  x = (x ^ x >> 16) * 0x21F0AAADu;
+  return (x ^ x >> 15) * 0x735A2D97u;
+}
+
 // Draws 16 bits for each column of one row, by splitmix32. A number depends only on the key, the id and the global column.
-// Philox would take four times as many instructions, and the rounding of 8-bit rows does not need its quality.
 class RandomHalves {
  public:
   RECSTORE_INLINE RandomHalves(uint64_t key, int64_t id, int64_t column_begin)
@@ -89,12 +95,8 @@ class RandomHalves {
   // The numbers of the columns from d on.
   RECSTORE_INLINE Lanes<int32_t> at(int64_t d) const {
     const uint32_t first = first_ + static_cast<uint32_t>(d) * kTerm;
-    return each<Lanes<int32_t>>([=](Bits term) {
-      Bits x = term + first;
-      x = (x ^ x >> 16) * 0x21F0AAADu;
-      x = (x ^ x >> 15) * 0x735A2D97u;
-      return (Register<int32_t>)(x >> 16);
-    }, load_lanes<Lanes<uint32_t>>(kTerms.lanes));
+    return each<Lanes<int32_t>>([=](Bits term) { return (Register<int32_t>)(scrambled(term + first) >> 16); },
+                                load_lanes<Lanes<uint32_t>>(kTerms.lanes));
   }
 
  private:

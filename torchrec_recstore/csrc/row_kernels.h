@@ -10,12 +10,20 @@
 
 namespace recstore {
 
-// The row-wise data of a row, which is stored apart from its weights and element-wise states.
-struct RowMeta {
-  float state;         // row-wise optimizer state
+// The bookkeeping of a row. It may be at an odd multiple of two bytes.
+struct __attribute__((packed, aligned(2))) RowMeta {
   uint32_t last_step;  // the last step that looked up the row
   uint32_t frequency;  // number of steps that looked up the row
 };
+
+// The row-wise data of a row, which is stored apart from its weights and element-wise states. State: float, or uint16_t
+// for float16.
+template <class State>
+struct RowAside {
+  State state;  // row-wise optimizer state
+  RowMeta meta;
+};
+static_assert(sizeof(RowAside<float>) == 12 && sizeof(RowAside<uint16_t>) == 10);
 
 // Returns the frequency at step `now`. It is halved at every multiple of half_life, unless half_life is 0.
 inline uint32_t aged_frequency(const RowMeta& meta, uint32_t now, uint32_t half_life) {
@@ -32,20 +40,22 @@ inline void count_step(RowMeta& meta, uint32_t step, uint32_t half_life) {
 
 // The rows of one table, as the inner loops access them.
 struct RowsView {
-  float* data;      // each row: weights of the type, weight_floats() floats, then element-wise optimizer states
+  float* data;      // each row: weights of the type, weight_floats() floats, then element-wise optimizer states of the state type
   int64_t stride;   // floats between rows
   int64_t columns;
-  RowMeta* meta;    // one for each slot
+  char* asides;     // one RowAside of the state type for each slot
   RowType type = RowType::kFloat32;
+  StateType state_type = StateType::kFloat32;
 
   // Number of floats of a row before its optimizer states.
   int64_t weight_floats() const { return recstore::weight_floats(type, columns); }
 };
 
-// Rounds narrow weights up or down at random, so that the expected value is exact. The random bits of a weight depend
-// only on the key, the raw id and the global column.
+// Rounds narrow weights and float16 states up or down at random, so that the expected value is exact. The random bits of a
+// weight or a state depend only on the key, the raw id and the global column.
 struct StochasticRounding {
-  uint64_t key = 0;  // made of the table's key and the number of the update; 0: round to nearest
+  bool of_weights = false;  // false: weights are rounded to nearest
+  uint64_t key = 0;         // made of the table's key and the number of the update
   const Routing* routing = nullptr;
   int64_t column_begin = 0;
 };
@@ -107,6 +117,9 @@ struct RowKernels {
   float (*dot)(RowType type, const float* row, const float* values, int64_t n);
   void (*widen)(RowType type, const float* row, int64_t columns, float* out);
   void (*narrow)(RowType type, const float* values, int64_t columns, float* row);  // rounds to nearest
+  // Reads and writes n numbers of a float16 state, for exports and imports. write_state() rounds to nearest.
+  void (*read_state)(const uint16_t* state, int64_t n, bool is_square, float* out);
+  void (*write_state)(const float* values, int64_t n, bool is_square, uint16_t* state);
 };
 
 // Returns the fastest version for this processor, or the version that the environment variable RECSTORE_ISA (baseline,

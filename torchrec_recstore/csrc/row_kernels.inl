@@ -178,18 +178,19 @@ __attribute__((noinline)) const float* sum_gradients(const UpdateArgs& a, Column
   return a.scratch;
 }
 
+#include "row_states.inl"
 #include "row_steps.inl"
 
-template <class Row, class Step, bool Extras, class Columns>
+template <class Row, class State, class Step, bool Extras, class Columns>
 __attribute__((noinline)) void update_rows(const UpdateArgs& a, Columns columns) {
   const int64_t* offsets = a.batch->offsets;
   const auto offset = [=](int64_t bag) { return offsets == nullptr ? bag : offsets[bag]; };
   const int64_t last = offset(a.bag_end);
-  const int64_t weight_floats = Row::floats(columns), stride = weight_floats + Step::kElementStates * columns;
+  const int64_t weight_floats = Row::floats(columns), stride = weight_floats + State::floats(Step::kElementStates * columns);
   const Slot* slots = a.slots;
   const Link* links = a.links;
   float* data = a.rows.data;
-  RowMeta* metas = a.rows.meta;
+  auto* asides = reinterpret_cast<typename State::Aside*>(a.rows.asides);
   const int64_t first_bag = a.bag_begin / a.batch->bags * a.batch->bags;  // of the feature
   const float* grads = grad_of(a, static_cast<uint32_t>(first_bag));
   const int64_t grad_stride = a.grad_stride;
@@ -204,9 +205,10 @@ __attribute__((noinline)) void update_rows(const UpdateArgs& a, Columns columns)
       if (ahead < last && (links[ahead] & kNotFirst) == 0) {
         const Slot slot = slots[ahead];
         prefetch_row(data + slot * stride, stride);
-        // The 12 bytes may belong to two cache lines.
-        __builtin_prefetch(&metas[slot].state, 1, 3);
-        __builtin_prefetch(&metas[slot].frequency, 1, 3);
+        // The bytes of an aside may belong to two cache lines.
+        const char* aside = reinterpret_cast<const char*>(&asides[slot]);
+        __builtin_prefetch(aside, 1, 3);
+        __builtin_prefetch(aside + sizeof(typename State::Aside) - 1, 1, 3);
         if (prefetches_gradients && offset(bag_ahead + 1) <= ahead) {
           do ++bag_ahead;
           while (offset(bag_ahead + 1) <= ahead);
@@ -221,15 +223,15 @@ __attribute__((noinline)) void update_rows(const UpdateArgs& a, Columns columns)
         w = updated.weights();
         widen_row<Row>(columns, row, w);
       }
-      RowMeta& meta = metas[slots[p]];
+      auto& aside = asides[slots[p]];
       const float* g = grad;
       const float scale = scale_of(a, bag, p);
       if (link != 0 || scale != 1.0f || columns % kLanes != 0) g = sum_gradients(a, columns, grad, scale, p);
       if (Extras) g = before_step(a, columns, w, g);
-      Step::run(a, columns, w, row + weight_floats, g, meta);
+      Step::run(a, columns, w, typename State::Of(a, p, row + weight_floats, aside), g);
       if (Extras) after_step(a, columns, w);
       if constexpr (Row::kNarrow) updated.add(p, row);
-      if (a.step != 0) count_step(meta, a.step, a.half_life);
+      if (a.step != 0) count_step(aside.meta, a.step, a.half_life);
     }
   }
   if constexpr (Row::kStoredTogether > 1) updated.store();
@@ -239,9 +241,13 @@ template <class Step>
 void update_with(const UpdateArgs& a) {
   with_row_type(a.rows.type, [&](auto type) {
     using Row = decltype(type);
+    const bool extras = a.scalars.extras();
+    if (a.rows.state_type == StateType::kFloat16) {
+      return extras ? update_rows<Row, Float16State, Step, true>(a, a.rows.columns) : update_rows<Row, Float16State, Step, false>(a, a.rows.columns);
+    }
     // Extras are compiled separately, so that an update without them costs nothing more.
-    if (a.scalars.extras()) return update_rows<Row, Step, true>(a, a.rows.columns);
-    with_columns(a.rows.columns, [&](auto columns) { update_rows<Row, Step, false>(a, columns); });
+    if (extras) return update_rows<Row, Float32State, Step, true>(a, a.rows.columns);
+    with_columns(a.rows.columns, [&](auto columns) { update_rows<Row, Float32State, Step, false>(a, columns); });
   });
 }
 
@@ -274,7 +280,7 @@ float dot(RowType type, const float* row, const float* y, int64_t n) {
 }  // namespace
 
 extern const RowKernels kKernels;
-const RowKernels kKernels = {RECSTORE_ISA_NAME, find, fill_uniform, pool, update, dot, widen, narrow};
+const RowKernels kKernels = {RECSTORE_ISA_NAME, find, fill_uniform, pool, update, dot, widen, narrow, read_state, write_state};
 
 }  // namespace RECSTORE_ISA_NAMESPACE
 }  // namespace recstore

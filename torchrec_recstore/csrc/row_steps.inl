@@ -1,9 +1,8 @@
 // The update of one row by each optimizer; row_kernels.inl includes this file. torchrec_recstore/optim.py has the
 // formulas.
 //
-// run(args, columns, w, states, g, meta) updates the weights w (columns,), the element-wise states, which follow each
-// other, and the row-wise state in meta, with the summed gradient g. It may overwrite args.scratch, which may contain
-// g.
+// run(args, columns, w, state, g) updates the weights w (columns,) and the optimizer state (row_states.inl) with the
+// summed gradient g. It may overwrite args.scratch, which may contain g.
 
 template <class Columns, class Step>  // step(weights, gradient, column, lanes) returns the new weights
 inline void for_each_vec(Columns columns, float* w, const float* g, const Step& step) {
@@ -54,8 +53,8 @@ inline void after_step(const UpdateArgs& a, Columns columns, float* w) {
 
 struct SgdStep {
   static constexpr int64_t kElementStates = 0;
-  template <class Columns>
-  static inline void run(const UpdateArgs& a, Columns columns, float* w, float*, const float* g, RowMeta&) {
+  template <class State, class Columns>
+  static inline void run(const UpdateArgs& a, Columns columns, float* w, State, const float* g) {
     const Vec lr = broadcast(a.scalars.learning_rate), decay = broadcast(a.scalars.weight_decay);
     const bool decays = a.scalars.weight_decay != 0.0f;
     for_each_vec(columns, w, g, [&](Vec wv, Vec gv, int64_t, auto) {
@@ -67,14 +66,14 @@ struct SgdStep {
 
 struct MomentumSgdStep {
   static constexpr int64_t kElementStates = 1;
-  template <class Columns>
-  static inline void run(const UpdateArgs& a, Columns columns, float* w, float* states, const float* g, RowMeta&) {
+  template <class State, class Columns>
+  static inline void run(const UpdateArgs& a, Columns columns, float* w, State state, const float* g) {
     const Vec lr = broadcast(a.scalars.learning_rate), decay = broadcast(a.scalars.weight_decay);
     const Vec momentum = broadcast(a.scalars.momentum);
-    float* buffer = states;
+    const auto buffer = state.element(0, columns);
     for_each_vec(columns, w, g, [&](Vec wv, Vec gv, int64_t d, auto n) {
-      const Vec b = momentum * load(buffer + d, n) + (gv + decay * wv);
-      store(buffer + d, b, n);
+      const Vec b = momentum * buffer.load(d, n) + (gv + decay * wv);
+      buffer.store(d, b, n);
       return wv - lr * b;
     });
   }
@@ -82,16 +81,16 @@ struct MomentumSgdStep {
 
 struct AdagradStep {
   static constexpr int64_t kElementStates = 1;
-  template <class Columns>
-  static inline void run(const UpdateArgs& a, Columns columns, float* w, float* states, const float* g, RowMeta&) {
+  template <class State, class Columns>
+  static inline void run(const UpdateArgs& a, Columns columns, float* w, State state, const float* g) {
     const Vec lr = broadcast(a.scalars.learning_rate), decay = broadcast(a.scalars.weight_decay);
     const Vec eps = broadcast(a.scalars.eps);
     const bool decays = a.scalars.weight_decay != 0.0f;
-    float* state = states;
+    const auto sum = state.square(0, columns);
     for_each_vec(columns, w, g, [&](Vec wv, Vec gv, int64_t d, auto n) {
       if (decays) gv += decay * wv;
-      const Vec m = load(state + d, n) + gv * gv;
-      store(state + d, m, n);
+      const Vec m = sum.load(d, n) + gv * gv;
+      sum.store(d, m, n);
       return wv - lr * gv / (square_root(m) + eps);
     });
   }
@@ -99,8 +98,8 @@ struct AdagradStep {
 
 struct RowWiseAdagradStep {
   static constexpr int64_t kElementStates = 0;
-  template <class Columns>
-  static inline void run(const UpdateArgs& a, Columns columns, float* w, float*, const float* g, RowMeta& meta) {
+  template <class State, class Columns>
+  static inline void run(const UpdateArgs& a, Columns columns, float* w, State state, const float* g) {
     const Vec decay = broadcast(a.scalars.weight_decay);
     const bool decays = a.scalars.weight_decay != 0.0f;
     Vec squares{};
@@ -109,8 +108,9 @@ struct RowWiseAdagradStep {
       if (decays) gv += decay * load(w + d, n);
       squares += gv * gv;
     });
-    meta.state += reduce(squares) / static_cast<float>(columns);
-    const Vec multiplier = broadcast(a.scalars.learning_rate / (__builtin_sqrtf(meta.state) + a.scalars.eps));
+    const float m = state.row() + reduce(squares) / static_cast<float>(columns);
+    state.set_row(m);
+    const Vec multiplier = broadcast(a.scalars.learning_rate / (__builtin_sqrtf(m) + a.scalars.eps));
     for_each_vec(columns, w, g, [&](Vec wv, Vec gv, int64_t, auto) {
       if (decays) gv += decay * wv;
       return wv - multiplier * gv;
@@ -118,47 +118,51 @@ struct RowWiseAdagradStep {
   }
 };
 
-inline Vec average(const float* state, Vec value, float beta, float one_minus_beta, int64_t n) {
-  return broadcast(beta) * load(state, n) + broadcast(one_minus_beta) * value;
+// Returns the moving average of a state's column d. The caller stores it.
+template <class Element, class N>
+inline Vec average(const Element& state, int64_t d, Vec value, float beta, float one_minus_beta, N n) {
+  return broadcast(beta) * state.load(d, n) + broadcast(one_minus_beta) * value;
 }
 
 struct AdamStep {
   static constexpr int64_t kElementStates = 2;
-  template <class Columns>
-  static inline void run(const UpdateArgs& a, Columns columns, float* w, float* states, const float* g, RowMeta&) {
+  template <class State, class Columns>
+  static inline void run(const UpdateArgs& a, Columns columns, float* w, State state, const float* g) {
     const StepScalars& s = a.scalars;
     const Vec rate = broadcast(s.adam_rate), bias2 = broadcast(s.bias2), eps = broadcast(s.eps);
     const Vec keep = broadcast(s.decay_factor);
-    float *first = states, *second = first + columns;
+    const auto first = state.element(0, columns);
+    const auto second = state.square(1, columns);
     for_each_vec(columns, w, g, [&](Vec wv, Vec gv, int64_t d, auto n) {
-      const Vec m = average(first + d, gv, s.beta1, s.one_minus_beta1, n);
-      const Vec v = average(second + d, gv * gv, s.beta2, s.one_minus_beta2, n);
-      store(first + d, m, n);
-      store(second + d, v, n);
+      const Vec m = average(first, d, gv, s.beta1, s.one_minus_beta1, n);
+      const Vec v = average(second, d, gv * gv, s.beta2, s.one_minus_beta2, n);
+      first.store(d, m, n);
+      second.store(d, v, n);
       return keep * wv - rate * m / (square_root(v * bias2) + eps);
     });
   }
 };
 
 // Updates the row-wise second moment. Returns the divisor of the first moment.
-template <class Columns>
-inline float row_wise_divisor(const UpdateArgs& a, Columns columns, const float* g, RowMeta& meta) {
+template <class State, class Columns>
+inline float row_wise_divisor(const UpdateArgs& a, Columns columns, const float* g, const State& state) {
   const StepScalars& s = a.scalars;
-  meta.state = s.beta2 * meta.state + s.one_minus_beta2 * (sum_of_squares(columns, g) / static_cast<float>(columns));
-  return __builtin_sqrtf(meta.state * s.bias2) + s.eps;
+  const float v = s.beta2 * state.row() + s.one_minus_beta2 * (sum_of_squares(columns, g) / static_cast<float>(columns));
+  state.set_row(v);
+  return __builtin_sqrtf(v * s.bias2) + s.eps;
 }
 
 struct PartialRowWiseAdamStep {
   static constexpr int64_t kElementStates = 1;
-  template <class Columns>
-  static inline void run(const UpdateArgs& a, Columns columns, float* w, float* states, const float* g, RowMeta& meta) {
+  template <class State, class Columns>
+  static inline void run(const UpdateArgs& a, Columns columns, float* w, State state, const float* g) {
     const StepScalars& s = a.scalars;
     const Vec rate = broadcast(s.adam_rate), keep = broadcast(s.decay_factor);
-    const Vec divisor = broadcast(row_wise_divisor(a, columns, g, meta));
-    float* first = states;
+    const Vec divisor = broadcast(row_wise_divisor(a, columns, g, state));
+    const auto first = state.element(0, columns);
     for_each_vec(columns, w, g, [&](Vec wv, Vec gv, int64_t d, auto n) {
-      const Vec m = average(first + d, gv, s.beta1, s.one_minus_beta1, n);
-      store(first + d, m, n);
+      const Vec m = average(first, d, gv, s.beta1, s.one_minus_beta1, n);
+      first.store(d, m, n);
       return keep * wv - rate * m / divisor;
     });
   }
@@ -181,17 +185,18 @@ inline void step_along(const UpdateArgs& a, Columns columns, float* w, const flo
 
 struct LambStep {
   static constexpr int64_t kElementStates = 2;
-  template <class Columns>
-  static inline void run(const UpdateArgs& a, Columns columns, float* w, float* states, const float* g, RowMeta&) {
+  template <class State, class Columns>
+  static inline void run(const UpdateArgs& a, Columns columns, float* w, State state, const float* g) {
     const StepScalars& s = a.scalars;
     const Vec bias1 = broadcast(s.bias1), bias2 = broadcast(s.bias2), eps = broadcast(s.eps);
     const Vec decay = broadcast(s.weight_decay);
-    float *first = states, *second = first + columns;
+    const auto first = state.element(0, columns);
+    const auto second = state.square(1, columns);
     step_along(a, columns, w, g, [&](Vec wv, Vec gv, int64_t d, auto n) {
-      const Vec m = average(first + d, gv, s.beta1, s.one_minus_beta1, n);
-      const Vec v = average(second + d, gv * gv, s.beta2, s.one_minus_beta2, n);
-      store(first + d, m, n);
-      store(second + d, v, n);
+      const Vec m = average(first, d, gv, s.beta1, s.one_minus_beta1, n);
+      const Vec v = average(second, d, gv * gv, s.beta2, s.one_minus_beta2, n);
+      first.store(d, m, n);
+      second.store(d, v, n);
       return m * bias1 / (square_root(v * bias2) + eps) + decay * wv;
     });
   }
@@ -199,15 +204,15 @@ struct LambStep {
 
 struct PartialRowWiseLambStep {
   static constexpr int64_t kElementStates = 1;
-  template <class Columns>
-  static inline void run(const UpdateArgs& a, Columns columns, float* w, float* states, const float* g, RowMeta& meta) {
+  template <class State, class Columns>
+  static inline void run(const UpdateArgs& a, Columns columns, float* w, State state, const float* g) {
     const StepScalars& s = a.scalars;
     const Vec bias1 = broadcast(s.bias1), decay = broadcast(s.weight_decay);
-    const Vec divisor = broadcast(row_wise_divisor(a, columns, g, meta));
-    float* first = states;
+    const Vec divisor = broadcast(row_wise_divisor(a, columns, g, state));
+    const auto first = state.element(0, columns);
     step_along(a, columns, w, g, [&](Vec wv, Vec gv, int64_t d, auto n) {
-      const Vec m = average(first + d, gv, s.beta1, s.one_minus_beta1, n);
-      store(first + d, m, n);
+      const Vec m = average(first, d, gv, s.beta1, s.one_minus_beta1, n);
+      first.store(d, m, n);
       return m * bias1 / divisor + decay * wv;
     });
   }
@@ -215,17 +220,17 @@ struct PartialRowWiseLambStep {
 
 struct LarsSgdStep {
   static constexpr int64_t kElementStates = 1;
-  template <class Columns>
-  static inline void run(const UpdateArgs& a, Columns columns, float* w, float* states, const float* g, RowMeta&) {
+  template <class State, class Columns>
+  static inline void run(const UpdateArgs& a, Columns columns, float* w, State state, const float* g) {
     const StepScalars& s = a.scalars;
     const float weights = norm(columns, w), divisor = norm(columns, g) + s.weight_decay * weights;
     const float ratio = weights > 0.0f && divisor > 0.0f ? s.eta * weights / divisor : 1.0f;
     const Vec rate = broadcast(s.learning_rate * ratio), decay = broadcast(s.weight_decay);
     const Vec momentum = broadcast(s.momentum);
-    float* buffer = states;
+    const auto buffer = state.element(0, columns);
     for_each_vec(columns, w, g, [&](Vec wv, Vec gv, int64_t d, auto n) {
-      const Vec b = momentum * load(buffer + d, n) + rate * (gv + decay * wv);
-      store(buffer + d, b, n);
+      const Vec b = momentum * buffer.load(d, n) + rate * (gv + decay * wv);
+      buffer.store(d, b, n);
       return wv - b;
     });
   }
@@ -233,15 +238,15 @@ struct LarsSgdStep {
 
 struct RmsPropStep {
   static constexpr int64_t kElementStates = 1;
-  template <class Columns>
-  static inline void run(const UpdateArgs& a, Columns columns, float* w, float* states, const float* g, RowMeta&) {
+  template <class State, class Columns>
+  static inline void run(const UpdateArgs& a, Columns columns, float* w, State state, const float* g) {
     const StepScalars& s = a.scalars;
     const Vec lr = broadcast(s.learning_rate), decay = broadcast(s.weight_decay), eps = broadcast(s.eps);
-    float* state = states;
+    const auto squares = state.square(0, columns);
     for_each_vec(columns, w, g, [&](Vec wv, Vec gv, int64_t d, auto n) {
       gv += decay * wv;
-      const Vec v = average(state + d, gv * gv, s.alpha, s.one_minus_alpha, n);
-      store(state + d, v, n);
+      const Vec v = average(squares, d, gv * gv, s.alpha, s.one_minus_alpha, n);
+      squares.store(d, v, n);
       return wv - lr * gv / (square_root(v) + eps);
     });
   }
@@ -259,27 +264,28 @@ struct FtrlStep {
     }, v);
   }
 
-  template <class Columns>
-  static inline void run(const UpdateArgs& a, Columns columns, float* w, float* states, const float* g, RowMeta&) {
+  template <class State, class Columns>
+  static inline void run(const UpdateArgs& a, Columns columns, float* w, State state, const float* g) {
     // The usual power is compiled separately, because a call of powf() in the loop would need the stack.
-    a.scalars.lr_power == -0.5f ? step<true>(a, columns, w, states, g) : step<false>(a, columns, w, states, g);
+    a.scalars.lr_power == -0.5f ? step<true>(a, columns, w, state, g) : step<false>(a, columns, w, state, g);
   }
 
  private:
-  template <bool is_root, class Columns>
-  static __attribute__((noinline)) void step(const UpdateArgs& a, Columns columns, float* w, float* states, const float* g) {
+  template <bool is_root, class State, class Columns>
+  static __attribute__((noinline)) void step(const UpdateArgs& a, Columns columns, float* w, State state, const float* g) {
     const StepScalars& s = a.scalars;
     if (s.learning_rate == 0.0f) return;  // the formula divides by the learning rate, and a warm-up may begin at zero
     const Vec lr = broadcast(s.learning_rate), l1 = broadcast(s.l1), l2 = broadcast(s.l2), beta = broadcast(s.beta);
     const Vec zero{};
-    float *accumulator = states, *linear = accumulator + columns;
+    const auto accumulator = state.square(0, columns);
+    const auto linear = state.element(1, columns);
     for_each_vec(columns, w, g, [&](Vec wv, Vec gv, int64_t d, auto k) {
-      const Vec before = load(accumulator + d, k), n = before + gv * gv;
+      const Vec before = accumulator.load(d, k), n = before + gv * gv;
       const Vec root = power<is_root>(n, s.lr_power);
       const Vec sigma = (root - power<is_root>(before, s.lr_power)) / lr;
-      const Vec z = load(linear + d, k) + gv - sigma * wv;
-      store(accumulator + d, n, k);
-      store(linear + d, z, k);
+      const Vec z = linear.load(d, k) + gv - sigma * wv;
+      accumulator.store(d, n, k);
+      linear.store(d, z, k);
       const Vec size = select(z < zero, -z, z);
       const Vec excess = select(z < zero, z + l1, z - l1);
       const Vec solved = select(size > l1, -excess / ((beta + root) / lr + l2), zero);

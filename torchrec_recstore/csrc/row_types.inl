@@ -203,7 +203,7 @@ class UpdatedRows {
   int64_t padded() const { return (columns_ + kLanes - 1) / kLanes * kLanes; }
 
   RECSTORE_INLINE void write(int64_t position, const float* values, float* row) const {
-    if (a_.rounding.key == 0) {
+    if (!a_.rounding.of_weights) {
       Row::write(columns_, values, row);
     } else {
       write_randomly<Row>(a_, columns_, position, values, row);

@@ -10,8 +10,10 @@ namespace recstore {
 
 Rows::Rows(const TableConfig& config)
     : type_(config.row_type),
+      state_type_(config.state_type),
       columns_(config.columns()),
-      stride_(weight_floats(type_, columns_) + columns_ * config.optimizer.element_states()) {}
+      states_(config.optimizer.states()),
+      stride_(weight_floats(type_, columns_) + state_floats(state_type_, columns_ * config.optimizer.element_states())) {}
 
 void Rows::take(int64_t count, std::vector<Slot>& out) {
   const bool compacts = is_compacting() && count <= free_.size() - free_above_;
@@ -19,7 +21,7 @@ void Rows::take(int64_t count, std::vector<Slot>& out) {
   const int64_t grown = high_water_ + count - again;
   if (grown > int64_t{kNoSlot}) throw OutOfMemory("a shard holds at most 2**32 - 1 rows");
   data_.reserve(static_cast<size_t>(grown * stride_) * sizeof(float));
-  meta_.reserve(static_cast<size_t>(grown) * sizeof(RowMeta));
+  asides_.reserve(static_cast<size_t>(grown * aside_bytes()));
   if (changes_.tracks()) changes_.reserve(grown);
   free_.reserve(grown);
   out.reserve(out.size() + static_cast<size_t>(count));
@@ -51,7 +53,7 @@ void Rows::reclaim(uint64_t oldest_pass) noexcept {
 bool Rows::begin_compaction() noexcept {
   if (is_compacting()) return true;
   const int64_t rows = high_water_ - free_.size();
-  if (2 * rows >= high_water_ || (high_water_ - rows) * row_total_bytes() <= kLeastGain) return false;
+  if (2 * rows >= high_water_ || (high_water_ - rows) * image_bytes() <= kLeastGain) return false;
   limit_ = rows + rows / 8 + 1;
   free_above_ = 0;
   free_.for_each(static_cast<Slot>(limit_), [&](Slot) { ++free_above_; });
@@ -62,7 +64,7 @@ Slot Rows::move(Slot from) noexcept {
   const Slot to = free_.lowest();
   free_.remove(to);
   std::memcpy(row(to), row(from), static_cast<size_t>(row_bytes()));
-  meta(to) = meta(from);
+  std::memcpy(aside(to), aside(from), static_cast<size_t>(aside_bytes()));
   if (changes_.tracks()) changes_.move(from, to);
   give_back_now(from);
   return to;
@@ -84,9 +86,9 @@ void Rows::give_up_from(int64_t slots) noexcept {
 
 void Rows::give_memory_back(int64_t bytes) noexcept {
   if (stale_ <= high_water_) return;
-  const int64_t first = std::max(high_water_, stale_ - std::max<int64_t>(1, bytes / row_total_bytes()));
+  const int64_t first = std::max(high_water_, stale_ - std::max<int64_t>(1, bytes / image_bytes()));
   data_.discard(static_cast<size_t>(first * row_bytes()), static_cast<size_t>(stale_ * row_bytes()));
-  meta_.discard(static_cast<size_t>(first) * sizeof(RowMeta), static_cast<size_t>(stale_) * sizeof(RowMeta));
+  asides_.discard(static_cast<size_t>(first * aside_bytes()), static_cast<size_t>(stale_ * aside_bytes()));
   stale_ = first;
 }
 
@@ -97,14 +99,30 @@ Changes::Mark Rows::mark() {
 
 void Rows::reset_state(Slot slot, uint32_t step) {
   std::fill(row(slot) + weight_floats(type_, columns_), row(slot) + stride_, 0.0f);
-  meta(slot) = RowMeta{0.0f, step, 0};
+  std::memset(aside(slot), 0, static_cast<size_t>(aside_bytes()));
+  meta(slot).last_step = step;
   if (changes_.tracks()) changes_.touch(slot);
+}
+
+void Rows::read_image(Slot slot, char* image) const {
+  std::memcpy(image, row(slot), static_cast<size_t>(row_bytes()));
+  std::memcpy(image + row_bytes(), aside(slot), static_cast<size_t>(aside_bytes()));
+}
+
+void Rows::write_image(Slot slot, const char* image) const {
+  std::memcpy(row(slot), image, static_cast<size_t>(row_bytes()));
+  std::memcpy(aside(slot), image + row_bytes(), static_cast<size_t>(aside_bytes()));
+}
+
+bool Rows::equals_image(Slot slot, const char* image) const {
+  return std::memcmp(row(slot), image, static_cast<size_t>(row_bytes())) == 0 &&
+         std::memcmp(aside(slot), image + row_bytes(), static_cast<size_t>(aside_bytes())) == 0;
 }
 
 void Rows::clear() noexcept {
   const int64_t touched = std::max(high_water_, stale_);
   data_.discard(0, static_cast<size_t>(touched * row_bytes()));
-  meta_.discard(0, static_cast<size_t>(touched) * sizeof(RowMeta));
+  asides_.discard(0, static_cast<size_t>(touched * aside_bytes()));
   changes_.clear();
   high_water_ = stale_ = 0;
   limit_ = kNoLimit;
@@ -115,7 +133,7 @@ void Rows::clear() noexcept {
 }
 
 int64_t Rows::bytes() const {
-  return high_water_ * (stride_ * static_cast<int64_t>(sizeof(float)) + static_cast<int64_t>(sizeof(RowMeta))) +
+  return high_water_ * image_bytes() +
          free_.bytes() +
          static_cast<int64_t>(retired_.size() * sizeof(Retired));
 }

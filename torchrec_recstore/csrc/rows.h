@@ -15,24 +15,34 @@ namespace recstore {
 // The memory of a shard's rows, by slot.
 //
 // The weights and element-wise optimizer states of a row are stored together at a fixed stride. The row-wise state and
-// the bookkeeping are stored apart, so that the weights have cache lines of their own. Freed slots are reused, but not
+// the bookkeeping (RowAside) are stored apart, so that the weights have cache lines of their own. Freed slots are reused, but not
 // while a pass that may refer to them is pending.
 class Rows {
  public:
   explicit Rows(const TableConfig& config);
 
   RowsView view() const {
-    return {reinterpret_cast<float*>(data_.data()), stride_, columns_, reinterpret_cast<RowMeta*>(meta_.data()), type_};
+    return {reinterpret_cast<float*>(data_.data()), stride_, columns_, reinterpret_cast<char*>(asides_.data()), type_, state_type_};
   }
   float* row(Slot slot) const { return view().data + int64_t{slot} * stride_; }
-  RowMeta& meta(Slot slot) const { return view().meta[slot]; }
+  RowMeta& meta(Slot slot) const { return *reinterpret_cast<RowMeta*>(aside(slot) + state_bytes(state_type_)); }
+  // The RowAside of a slot, of aside_bytes() bytes.
+  char* aside(Slot slot) const { return view().asides + slot * aside_bytes(); }
+  int64_t aside_bytes() const { return state_bytes(state_type_) + static_cast<int64_t>(sizeof(RowMeta)); }
+  // The bookkeeping in a copy of a RowAside, which may be at any even address.
+  const RowMeta& meta_of(const char* aside) const { return *reinterpret_cast<const RowMeta*>(aside + state_bytes(state_type_)); }
   int64_t columns() const { return columns_; }
+  // The states of the optimizer; see OptimizerConfig::states().
+  const std::vector<OptimizerState>& states() const { return states_; }
   int64_t row_bytes() const { return stride_ * static_cast<int64_t>(sizeof(float)); }
+  // Bytes of a copy of a row: its row_bytes(), followed by its RowAside.
+  int64_t image_bytes() const { return row_bytes() + aside_bytes(); }
   RowType type() const { return type_; }
+  StateType state_type() const { return state_type_; }
   void prefetch(Slot slot) const {
     const char* data = reinterpret_cast<const char*>(row(slot));
     for (int64_t byte = 0; byte < row_bytes(); byte += 64) __builtin_prefetch(data + byte);
-    __builtin_prefetch(&meta(slot));
+    __builtin_prefetch(aside(slot));
   }
   // Number of slots that were ever handed out.
   int64_t slots() const { return high_water_; }
@@ -69,6 +79,11 @@ class Rows {
   // Initialises a new row: its optimizer states and frequency become zero. The caller writes its weights.
   void reset_state(Slot slot, uint32_t step);
 
+  // Copies a row out of the table and back, byte for byte. image: (image_bytes(),).
+  void read_image(Slot slot, char* image) const;
+  void write_image(Slot slot, const char* image) const;
+  bool equals_image(Slot slot, const char* image) const;
+
   // Writes the weights (columns,) of a row, rounded to nearest.
   void set_weights(Slot slot, const float* weights) { row_kernels().narrow(type_, weights, columns_, row(slot)); }
   void clear() noexcept;
@@ -77,7 +92,7 @@ class Rows {
   // until all slots from the limit on are free and their memory can be returned. During compaction no slot from the
   // limit on is handed out; if the slots below the limit do not suffice, the compaction ends.
   bool is_compacting() const { return limit_ != kNoLimit; }
-  bool wants_compaction() const { return is_compacting() || stale_ > high_water_ || free_.size() * row_total_bytes() > kLeastGain; }
+  bool wants_compaction() const { return is_compacting() || stale_ > high_water_ || free_.size() * image_bytes() > kLeastGain; }
   // Begins a compaction if it is worthwhile. Returns whether a compaction is under way.
   bool begin_compaction() noexcept;
   int64_t limit() const { return limit_; }
@@ -97,7 +112,6 @@ class Rows {
   static constexpr int64_t kLeastGain = 2 << 20;  // bytes of a huge page
 
   void give_up_from(int64_t slots) noexcept;
-  int64_t row_total_bytes() const { return row_bytes() + static_cast<int64_t>(sizeof(RowMeta)); }
 
   struct Retired {
     uint64_t last_pass;
@@ -105,10 +119,12 @@ class Rows {
   };
 
   RowType type_;
+  StateType state_type_;
   int64_t columns_;
+  std::vector<OptimizerState> states_;
   int64_t stride_;
   Region data_;
-  Region meta_;
+  Region asides_;
   int64_t high_water_ = 0;
   Changes changes_;
   FreeSlots free_;

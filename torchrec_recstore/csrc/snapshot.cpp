@@ -80,7 +80,7 @@ Snapshot::Snapshot(std::shared_ptr<Table> table, std::optional<Changes::Mark> si
       steps_(table_->counters().steps),
       optimizer_steps_(table_->optimizer_steps()),
       pending_(static_cast<size_t>(slots_ + 63) / 64, since ? 0 : ~uint64_t{0}),
-      image_bytes_(table_->rows().row_bytes() + static_cast<int64_t>(sizeof(RowMeta))),
+      image_bytes_(table_->rows().image_bytes()),
       block_images_(std::max<int64_t>(1, std::min(kBlockBytes / image_bytes_, slots_))),
       blocks_(static_cast<size_t>(slots_ / block_images_ + 1)) {
   if (table_->snapshot() != nullptr) throw InvalidArgument("the table is being saved already: wait until the save has ended");
@@ -229,11 +229,9 @@ void Snapshot::read_next(int64_t n, int64_t* ids, const RowImages& out, bool pol
 void Snapshot::read_one(const Row& row, const RowImages& out, int64_t position) const {
   const Rows& rows = table_->rows();
   const uint32_t kept = kept_.load(std::memory_order_relaxed) == 0 ? 0 : number(row.slot);  // touches no page in vain
-  if (kept == 0) return read_row(rows, rows.row(row.slot), rows.meta(row.slot), out, position);
+  if (kept == 0) return read_row(rows, rows.row(row.slot), rows.aside(row.slot), out, position);
   const char* image = blocks_[(kept - 1) / block_images_].load() + (kept - 1) % block_images_ * image_bytes_;
-  RowMeta meta;
-  std::memcpy(&meta, image + rows.row_bytes(), sizeof(meta));
-  read_row(rows, image, meta, out, position);
+  read_row(rows, image, image + rows.row_bytes(), out, position);
 }
 
 char* Snapshot::block(int64_t number) {
@@ -254,8 +252,7 @@ void Snapshot::keep(Slot slot) {
   if (begin == kNoBlock) return;  // read() throws OutOfMemory
   const Rows& rows = table_->rows();
   char* image = begin + kept % block_images_ * image_bytes_;
-  std::memcpy(image, rows.row(slot), static_cast<size_t>(rows.row_bytes()));
-  std::memcpy(image + rows.row_bytes(), &rows.meta(slot), sizeof(RowMeta));
+  rows.read_image(slot, image);
   number(slot) = static_cast<uint32_t>(kept + 1);
 }
 

@@ -95,7 +95,7 @@ class Snapshot final : public PendingPass {
   size_t read_ = 0;                 // this many rows of next_ have been read
   std::optional<int64_t> last_id_;  // the last id that was in next_
 
-  // Copies of rows: the layout in the table, followed by the RowMeta.
+  // Copies of rows: the layout in the table, followed by the RowAside.
   int64_t image_bytes_;
   int64_t block_images_;
   Region numbers_;                 // by slot, uint32: the number of its copy, from 1, or 0

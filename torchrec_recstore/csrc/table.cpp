@@ -28,7 +28,7 @@ Table::Table(TableConfig config)
     : config_(std::move(config)),
       index_(random_salt()),
       rows_(config_),
-      image_bytes_(rows_.row_bytes() + static_cast<int64_t>(sizeof(RowMeta))),
+      image_bytes_(rows_.image_bytes()),
       initializer_(config_),
       cold_filter_(config_.bounds.max_rows) {
   if (config_.bounds.expiry_time > 0) wall_clock_.emplace(config_.bounds.expiry_time);
@@ -135,7 +135,8 @@ void Table::note_change(Slot slot) {
 
 void Table::exchange_rows(Table& other) {
   if (config_.column_begin != other.config_.column_begin || config_.column_end != other.config_.column_end ||
-      config_.row_type != other.config_.row_type || config_.optimizer.kind != other.config_.optimizer.kind ||
+      config_.row_type != other.config_.row_type || config_.state_type != other.config_.state_type ||
+      config_.optimizer.kind != other.config_.optimizer.kind ||
       config_.optimizer.element_states() != other.config_.optimizer.element_states()) {
     throw InvalidArgument("the tables have different shapes");
   }

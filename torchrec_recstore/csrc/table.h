@@ -92,7 +92,7 @@ class Table {
   }
   int64_t size() const { return index_.size(); }
   int64_t bytes() const;
-  // Bytes of a row in a cold store: the layout in memory, followed by the RowMeta. Needs no lock.
+  // Bytes of a row in a cold store: the layout in memory, followed by the RowAside. Needs no lock.
   int64_t image_bytes() const { return image_bytes_; }
   // Number of training lookups, which is the clock of the rows' last steps.
   int64_t clock() const { return counters_.steps; }

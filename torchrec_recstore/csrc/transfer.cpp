@@ -40,29 +40,47 @@ void copy_weights(const Rows& rows, Inside* inside, Outside* outside, int64_t i)
   if (grid > 0) copy(inside + rows.view().weight_floats() - kGridFloats, weights + bytes - grid, grid);
 }
 
+// Copies n numbers of a state out of a row. Returns the end of the state in the row.
+const char* read_state(const Rows& rows, const char* state, int64_t n, bool is_square, float* out) {
+  if (rows.state_type() == StateType::kFloat16) {
+    row_kernels().read_state(reinterpret_cast<const uint16_t*>(state), n, is_square, out);
+  } else {
+    std::memcpy(out, state, static_cast<size_t>(n) * sizeof(float));
+  }
+  return state + n * state_bytes(rows.state_type());
+}
+
+// Copies n numbers of a state into a row. Returns the end of the state in the row.
+char* write_state(const Rows& rows, const float* values, int64_t n, bool is_square, char* state) {
+  if (rows.state_type() == StateType::kFloat16) {
+    row_kernels().write_state(values, n, is_square, reinterpret_cast<uint16_t*>(state));
+  } else {
+    std::memcpy(state, values, static_cast<size_t>(n) * sizeof(float));
+  }
+  return state + n * state_bytes(rows.state_type());
+}
+
 void write_row(Rows& rows, Slot slot, const ConstRowImages& in, int64_t i) {
-  const auto columns = static_cast<size_t>(rows.columns());
   float* row = rows.row(slot);
   copy_weights<false>(rows, row, static_cast<const char*>(in.weights), i);
-  float* element = row + rows.view().weight_floats();
-  for (const float* values : in.elements) {
-    std::memcpy(element, values + static_cast<size_t>(i) * columns, columns * sizeof(float));
-    element += columns;
+  char* element = reinterpret_cast<char*>(row + rows.view().weight_floats());
+  for (size_t s = 0; s < in.elements.size(); ++s) {
+    element = write_state(rows, in.elements[s] + i * rows.columns(), rows.columns(), rows.states()[s].is_square, element);
   }
-  rows.meta(slot) = {in.state[i], static_cast<uint32_t>(in.last_step[i]), static_cast<uint32_t>(in.frequency[i])};
+  write_state(rows, in.state + i, 1, true, rows.aside(slot));
+  rows.meta(slot) = {static_cast<uint32_t>(in.last_step[i]), static_cast<uint32_t>(in.frequency[i])};
 }
 
 }  // namespace
 
-void read_row(const Rows& rows, const void* row, const RowMeta& meta, const RowImages& out, int64_t i) {
-  const auto columns = static_cast<size_t>(rows.columns());
+void read_row(const Rows& rows, const void* row, const char* aside, const RowImages& out, int64_t i) {
   copy_weights<true>(rows, static_cast<const float*>(row), static_cast<char*>(out.weights), i);
-  const float* element = static_cast<const float*>(row) + rows.view().weight_floats();
-  for (float* values : out.elements) {
-    std::memcpy(values + static_cast<size_t>(i) * columns, element, columns * sizeof(float));
-    element += columns;
+  const char* element = reinterpret_cast<const char*>(static_cast<const float*>(row) + rows.view().weight_floats());
+  for (size_t s = 0; s < out.elements.size(); ++s) {
+    element = read_state(rows, element, rows.columns(), rows.states()[s].is_square, out.elements[s] + i * rows.columns());
   }
-  out.state[i] = meta.state;
+  read_state(rows, aside, 1, true, out.state + i);
+  const RowMeta& meta = rows.meta_of(aside);
   out.last_step[i] = meta.last_step;
   out.frequency[i] = meta.frequency;
 }
@@ -70,7 +88,7 @@ void read_row(const Rows& rows, const void* row, const RowMeta& meta, const RowI
 void read_rows(const Table& table, const int64_t* ids, int64_t n, const RowImages& out, Executor& executor) {
   const std::vector<Slot> slots = find_rows(table, ids, n, executor);
   const Rows& rows = table.rows();
-  for_each_row(rows, slots, executor, [&](int64_t i) { read_row(rows, rows.row(slots[i]), rows.meta(slots[i]), out, i); });
+  for_each_row(rows, slots, executor, [&](int64_t i) { read_row(rows, rows.row(slots[i]), rows.aside(slots[i]), out, i); });
 }
 
 void write_rows(Table& table, const int64_t* ids, int64_t n, const ConstRowImages& in, Executor& executor) {

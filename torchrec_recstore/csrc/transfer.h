@@ -18,7 +18,7 @@ struct RowImagesOf {
 
   Pointer<void> weights;                 // (n, weight_bytes()): rows of weights of the table's row type
   std::vector<Pointer<float>> elements;  // (n, columns) each: element-wise optimizer states
-  Pointer<float> state;                  // (n,): row-wise optimizer state
+  Pointer<float> state;                  // (n,): row-wise optimizer state. States are float32 for each state type
   Pointer<int64_t> last_step;            // (n,)
   Pointer<int64_t> frequency;            // (n,)
 };
@@ -40,8 +40,8 @@ void for_each_row(const Rows& rows, const std::vector<Slot>& slots, Executor& ex
   });
 }
 
-// Copies one row to position i of the arrays. row: in the table, or a copy with the same layout.
-void read_row(const Rows& rows, const void* row, const RowMeta& meta, const RowImages& out, int64_t i);
+// Copies one row to position i of the arrays. row: in the table, or a copy with the same layout. aside: its RowAside.
+void read_row(const Rows& rows, const void* row, const char* aside, const RowImages& out, int64_t i);
 
 // For the functions below: ids are (n,), and the caller holds the lock of the table.
 

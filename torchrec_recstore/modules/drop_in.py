@@ -30,7 +30,7 @@ class DropIn(TableModule):
         weight: (num_embeddings, embedding_dim) or None. Row i becomes the row of id i.
         device: ``cpu``, ``meta`` or None.
         dtype: float32, float16, bfloat16 or int8. Default: None, the dtype of ``weight``; float32 without ``weight``.
-        lr, optimizer, options, fused, name: See the subclasses.
+        lr, optimizer, options, fused, name, state_dtype: See the subclasses.
 
     Raises:
         TypeError: An argument has an unsupported type; the message names the argument.
@@ -54,6 +54,7 @@ class DropIn(TableModule):
         options: TableOptions,
         fused: bool,
         name: str | None,
+        state_dtype: torch.dtype,
     ) -> None:
         for argument, value in (("num_embeddings", num_embeddings), ("embedding_dim", embedding_dim)):
             if isinstance(value, bool) or not isinstance(value, int):
@@ -84,6 +85,7 @@ class DropIn(TableModule):
             "optimizer": optimizer,
             "options": replace(options, initializer=options.initializer or NormalInit(0.0, 1.0)),
             "name": name,
+            "state_dtype": state_dtype,
         }
         super().__init__(arguments, LearningRate(optimizer.lr), fused=fused, device=device)
         self.num_embeddings = num_embeddings

@@ -42,6 +42,8 @@ class RecStoreEmbedding(DropIn):
             example ``SparseSGD``. Default: True.
         name: The table's name. The name and ``options.seed`` determine new rows. Default: None, a name drawn from
             torch's generator, so that two modules have different rows and ``torch.manual_seed`` reproduces them.
+        state_dtype: The data type in which optimizer state is stored, ``torch.float32`` or ``float16``. See
+            :class:`torchrec_recstore.store.Table`. Default: ``torch.float32``.
 
     Raises:
         TypeError: An argument has an unsupported type; the message names the argument.
@@ -75,6 +77,7 @@ class RecStoreEmbedding(DropIn):
         options: TableOptions = TableOptions(),  # noqa: B008  (frozen)
         fused: bool = True,
         name: str | None = None,
+        state_dtype: torch.dtype = torch.float32,
     ) -> None:
         super().__init__(
             num_embeddings,
@@ -92,6 +95,7 @@ class RecStoreEmbedding(DropIn):
             options,
             fused,
             name,
+            state_dtype,
         )
         self.weight.requires_grad_(not _freeze)
 

@@ -47,6 +47,8 @@ class RecStoreEmbeddingBag(DropIn):
             example ``SparseSGD``. Default: True.
         name: The table's name. The name and ``options.seed`` determine new rows. Default: None, a name drawn from
             torch's generator, so that two modules have different rows and ``torch.manual_seed`` reproduces them.
+        state_dtype: The data type in which optimizer state is stored, ``torch.float32`` or ``float16``. See
+            :class:`torchrec_recstore.store.Table`. Default: ``torch.float32``.
 
     Raises:
         TypeError: An argument has an unsupported type; the message names the argument.
@@ -81,6 +83,7 @@ class RecStoreEmbeddingBag(DropIn):
         options: TableOptions = TableOptions(),  # noqa: B008  (frozen)
         fused: bool = True,
         name: str | None = None,
+        state_dtype: torch.dtype = torch.float32,
     ) -> None:
         if mode not in ("sum", "mean", "max"):
             raise ValueError(f"mode must be 'sum', 'mean' or 'max', got {mode!r}")
@@ -103,6 +106,7 @@ class RecStoreEmbeddingBag(DropIn):
             options,
             fused,
             name,
+            state_dtype,
         )
         self.mode = mode
         self.include_last_offset = include_last_offset

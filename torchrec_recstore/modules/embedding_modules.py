@@ -105,7 +105,9 @@ def _on_cpu(weights: Tensor | None) -> Tensor | None:
     return None if weights is None else weights.to("cpu", torch.float32)
 
 
-def _table_arguments(config: BaseEmbeddingConfig, optimizer: Optimizer, options: TableOptions) -> dict[str, Any]:
+def _table_arguments(
+    config: BaseEmbeddingConfig, optimizer: Optimizer, options: TableOptions, state_dtype: torch.dtype
+) -> dict[str, Any]:
     """Returns the arguments of the ``Table`` for ``config``. The table makes the same rows as in a sharded module.
 
     Raises:
@@ -120,6 +122,7 @@ def _table_arguments(config: BaseEmbeddingConfig, optimizer: Optimizer, options:
         "optimizer": optimizer,
         "options": replace(options, initializer=initializer_of(config, options)),
         "name": config.name,
+        "state_dtype": state_dtype,
     }
 
 
@@ -159,6 +162,7 @@ class EagerCollection(RefusesQuantization, nn.Module):
         options: TableOptions | Mapping[str, TableOptions],
         fused: bool,
         device: torch.device | str | int | None,
+        state_dtype: torch.dtype,
     ) -> nn.ModuleDict:
         if not isinstance(enable_fusion, bool):
             raise TypeError(f"enable_fusion must be a bool, got {type(enable_fusion).__name__}")
@@ -180,7 +184,7 @@ class EagerCollection(RefusesQuantization, nn.Module):
         return nn.ModuleDict(
             {
                 config.name: TableModule(
-                    _table_arguments(config, optimizer, of_table), self._rate, fused=fused, device=device
+                    _table_arguments(config, optimizer, of_table, state_dtype), self._rate, fused=fused, device=device
                 )
                 for config, of_table in zip(configs, _options_of_tables(options, configs), strict=True)
             }
@@ -268,6 +272,8 @@ class RecStoreEmbeddingBagCollection(EagerCollection, EmbeddingBagCollectionInte
         options: The options of all tables, or a mapping from table names to options. Default: ``TableOptions()``.
         fused: Whether the backward pass updates the rows. If False, it collects gradients for a sparse optimizer, for
             example ``SparseSGD``. Default: True.
+        state_dtype: The data type in which optimizer state is stored, ``torch.float32`` or ``float16``. See
+            :class:`torchrec_recstore.store.Table`. Default: ``torch.float32``.
 
     Raises:
         TypeError: An argument has an unsupported type; the message names the argument.
@@ -297,6 +303,7 @@ class RecStoreEmbeddingBagCollection(EagerCollection, EmbeddingBagCollectionInte
         optimizer: Optimizer | None = None,
         options: TableOptions | Mapping[str, TableOptions] = DEFAULT_OPTIONS,
         fused: bool = True,
+        state_dtype: torch.dtype = torch.float32,
     ) -> None:
         super().__init__()
         self._embedding_bag_configs = _given_configs(
@@ -305,7 +312,7 @@ class RecStoreEmbeddingBagCollection(EagerCollection, EmbeddingBagCollectionInte
         self._is_weighted = is_weighted
         self._poolings = [_pooling(config) for config in self._embedding_bag_configs]
         self.embedding_bags = self._set_up(
-            self._embedding_bag_configs, lr, enable_fusion, fusion_k, optimizer, options, fused, device
+            self._embedding_bag_configs, lr, enable_fusion, fusion_k, optimizer, options, fused, device, state_dtype
         )
 
     def forward(self, features: KeyedJaggedTensor) -> KeyedTensor:
@@ -380,7 +387,8 @@ class RecStoreEmbeddingCollection(EagerCollection, EmbeddingCollectionInterface)
     Args:
         embedding_configs: The configs of the tables: ``EmbeddingConfig``, or mappings of its arguments. All tables must
             have the same dim.
-        lr, enable_fusion, fusion_k, device, optimizer, options, fused: See :class:`RecStoreEmbeddingBagCollection`.
+        lr, enable_fusion, fusion_k, device, optimizer, options, fused, state_dtype: See
+            :class:`RecStoreEmbeddingBagCollection`.
         tables: TorchRec's name for ``embedding_configs``. Exactly one of the two must be given.
         need_indices: Whether the output has the ids as its weights. Default: False.
 
@@ -409,6 +417,7 @@ class RecStoreEmbeddingCollection(EagerCollection, EmbeddingCollectionInterface)
         optimizer: Optimizer | None = None,
         options: TableOptions | Mapping[str, TableOptions] = DEFAULT_OPTIONS,
         fused: bool = True,
+        state_dtype: torch.dtype = torch.float32,
     ) -> None:
         super().__init__()
         self._embedding_configs = _given_configs(embedding_configs, tables, "embedding_configs", EmbeddingConfig)
@@ -421,7 +430,7 @@ class RecStoreEmbeddingCollection(EagerCollection, EmbeddingCollectionInterface)
                 )
         self._need_indices = need_indices
         self.embeddings = self._set_up(
-            self._embedding_configs, lr, enable_fusion, fusion_k, optimizer, options, fused, device
+            self._embedding_configs, lr, enable_fusion, fusion_k, optimizer, options, fused, device, state_dtype
         )
 
     def forward(self, features: KeyedJaggedTensor) -> dict[str, JaggedTensor]:

@@ -13,7 +13,7 @@ from torchrec.distributed.model_tracker.model_delta_tracker import ModelDeltaTra
 from torchrec.distributed.model_tracker.types import TrackingMode
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from torchrec_recstore.optim import Optimizer, state_names
+from torchrec_recstore.optim import Optimizer, is_square, state_names
 from torchrec_recstore.sharders.fused_params import optimizer_from_fused_params
 from torchrec_recstore.sharders.kernel import RecStoreKernel
 from torchrec_recstore.store import Table
@@ -22,9 +22,6 @@ from torchrec_recstore.torchrec_seams import kernels_of, optimizer_states, track
 
 Record = Callable[..., None]
 """A function that is called with ``(features, embeddings, kernel)`` of one group of tables after its lookup."""
-
-_SQUARES = ("sum", "exp_avg_sq", "square_avg", "accumulator")
-"""The names of the optimizer states that accumulate squared gradients."""
 
 
 def tracking(record: Record, groups: Sequence[GroupedEmbeddingConfig], kernels: Sequence[RecStoreKernel]) -> Record:
@@ -123,7 +120,7 @@ def _check(mode: TrackingMode, optimizer: Optimizer, names: Sequence[str]) -> No
 
 
 def _squares_name(optimizer: Optimizer) -> str:
-    return next((name for name in state_names(optimizer) if name in _SQUARES), "")
+    return next((name for name in state_names(optimizer) if is_square(name)), "")
 
 
 def _by_id(shards: Sequence[Table], ids: Tensor, name: str, of_columns: Callable[[Tensor], Tensor]) -> Tensor:

@@ -26,6 +26,7 @@ from torchrec_recstore.optim import (
     PartialRowWiseAdam,
     PartialRowWiseLAMB,
     RowWiseAdagrad,
+    state_names,
 )
 from torchrec_recstore.options import TableOptions
 
@@ -78,7 +79,9 @@ _READ = frozenset(
         "gradient_clipping",
         "max_gradient",
         "max_gradient_norm",
+        "optimizer_state_dtypes",
         "output_dtype",
+        "state_dtype",
         "stochastic_rounding",
     }
 )
@@ -139,8 +142,17 @@ _NEUTRAL: dict[str, object] = {
     "weights_precision": SparseType.FP32,
 }
 
-# The keys that select the data type of the optimizer state: ours, and that of FBGEMM, a dict with one entry a state.
-_STATE_DTYPES = frozenset({"state_dtype", "optimizer_state_dtypes"})
+STATE_KEYS = ("state_dtype", "optimizer_state_dtypes")
+"""The keys in ``fused_params`` of the data type of optimizer state. TorchRec's kernels do not take the first, and
+TorchRec cannot group tables with the second, because its value is a dict (torchrec 1.8.0)."""
+
+# The data types in which optimizer state can be stored.
+_STATE_DTYPES = {
+    torch.float32: torch.float32,
+    SparseType.FP32: torch.float32,
+    torch.float16: torch.float16,
+    SparseType.FP16: torch.float16,
+}
 
 _OUTPUT_DTYPES = {
     SparseType.FP32: torch.float32,
@@ -214,6 +226,53 @@ def stochastic_rounding(fused_params: Mapping[str, Any] | None, table_names: Seq
             "because small updates would be lost: leave it out"
         )
     return asked
+
+
+def state_dtype(fused_params: Mapping[str, Any] | None, table_names: Sequence[str]) -> torch.dtype:
+    """Returns the data type in which the optimizer state is stored. Default: float32.
+
+    ``state_dtype`` is a ``torch.dtype`` or a ``SparseType``. ``optimizer_state_dtypes`` is FBGEMM's form: a mapping
+    from ``momentum1`` and ``momentum2``, the states in the order of :func:`state_names`, to ``SparseType``. All states
+    of a table have one data type.
+
+    Raises:
+        ValueError: The data type is neither float32 nor float16, the states have different data types, or the two keys
+            disagree; the message names the tables.
+    """
+    params = dict(fused_params or {})
+    where = _where(table_names)
+    own = _one_state_dtype(params.get("state_dtype"), "['state_dtype']", where)
+    by_state = params.get("optimizer_state_dtypes")
+    if not by_state:
+        return own or torch.float32
+    named = f"fused_params['optimizer_state_dtypes'] = {by_state!r}"
+    names = [f"momentum{i + 1}" for i in range(len(state_names(optimizer_from_fused_params(params, table_names))))]
+    if not isinstance(by_state, Mapping) or not set(by_state) <= {"momentum1", "momentum2"}:
+        raise ValueError(f"{where}: {named} must map 'momentum1' and 'momentum2' to data types")
+    found = {
+        _one_state_dtype(by_state.get(name), f"['optimizer_state_dtypes'][{name!r}]", where) or torch.float32
+        for name in {*names, *by_state}
+    }
+    if len(found) > 1:
+        raise ValueError(
+            f"{where}: {named} is not supported, because all states of a table have one data type: name each of "
+            f"{', '.join(names)} with the same"
+        )
+    [theirs] = found
+    if own is not None and own != theirs:
+        raise ValueError(f"{where}: fused_params['state_dtype'] = {params['state_dtype']!r} disagrees with {named}")
+    return theirs
+
+
+def _one_state_dtype(asked: object, key: str, where: str) -> torch.dtype | None:
+    if asked is None:
+        return None
+    try:
+        return _STATE_DTYPES[asked]
+    except (KeyError, TypeError):
+        raise ValueError(
+            f"{where}: fused_params{key} = {asked!r} is not supported: only float32 and float16 are"
+        ) from None
 
 
 def output_dtype(fused_params: Mapping[str, Any] | None, table_names: Sequence[str]) -> torch.dtype:
@@ -315,23 +374,11 @@ def _check_keys(params: Mapping[str, Any], known: Set[str], where: str) -> None:
             continue
         if key.startswith("__register_"):  # TorchRec adds these keys for inference.
             continue
-        if key in _STATE_DTYPES:
-            _check_state_dtype(key, value, where)
-            continue
         if key not in neutrals:
             raise ValueError(f"{where}: unknown key {key!r} in fused_params")
         neutral = neutrals[key]
         if value is not None and value != neutral and not (neutral is None and value == {}):
             raise ValueError(f"{where}: fused_params[{key!r}] = {value!r} is not supported (only {neutral!r} is)")
-
-
-def _check_state_dtype(key: str, value: object, where: str) -> None:
-    asked = value.values() if isinstance(value, Mapping) else [value]
-    if any(each not in (None, torch.float32, SparseType.FP32) for each in asked):
-        raise ValueError(
-            f"{where}: fused_params[{key!r}] = {value!r} is not supported, because optimizer state is always float32: "
-            "leave it out. RowWiseAdagrad has the smallest state, one number for each row"
-        )
 
 
 def _betas(params: Mapping[str, Any], default: tuple[float, float], where: str) -> tuple[float, float]:

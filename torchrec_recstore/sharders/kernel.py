@@ -26,6 +26,7 @@ from torchrec_recstore.sharders.fused_params import (
     carried_row_name,
     optimizer_from_fused_params,
     output_dtype,
+    state_dtype,
     stochastic_rounding,
     table_options,
 )
@@ -83,12 +84,14 @@ def check_table(config: EmbeddingTableConfig, fused_params: Mapping[str, Any] | 
     same error, and no rank waits for a rank that has failed.
 
     Raises:
-        ValueError: RecStore does not support the data type, the optimizer, the initial range, ``output_dtype`` or
-            ``stochastic_rounding`` of the table, or the table is virtual; the message names the table.
+        ValueError: RecStore does not support the data type, the optimizer, the initial range, ``output_dtype``,
+            ``state_dtype`` or ``stochastic_rounding`` of the table, or the table is virtual; the message names the
+            table.
     """
     check_config(config)
     optimizer_from_fused_params(fused_params, [config.name])
     stochastic_rounding(fused_params, [config.name], ROW_DTYPES[config.data_type])
+    state_dtype(fused_params, [config.name])
     output_dtype(fused_params, [config.name])
     initializer_of(config, table_options(fused_params))
 
@@ -125,6 +128,7 @@ def _make_table(
         shard=shard,
         owned=None if routing is None else routing.owned,
         stochastic_rounding=stochastic_rounding(config.fused_params, [config.name], ROW_DTYPES[config.data_type]),
+        state_dtype=state_dtype(config.fused_params, [config.name]),
     )
 
 

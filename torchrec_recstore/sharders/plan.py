@@ -6,6 +6,7 @@ from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
+import torch
 from torch import nn
 from torchrec.distributed.embedding_types import EmbeddingComputeKernel
 from torchrec.distributed.planner.types import ParameterConstraints
@@ -26,8 +27,10 @@ from torchrec_recstore.sharders.fused_params import (
     ACCUMULATION_KEY,
     OPTIMIZER_KEY,
     OPTIONS_KEY,
+    STATE_KEYS,
     CarriedOptions,
     optimizer_from_fused_params,
+    state_dtype,
 )
 from torchrec_recstore.sharders.kernel import ROW_SPLIT
 from torchrec_recstore.table_configs import check_init_fn
@@ -63,12 +66,15 @@ class RecStoreParameterSharding(ParameterSharding):  # type: ignore[misc]
             table's config.
         optimizer: The ``optimizer`` argument of the sharder. The sharder sets it; a planner does not. Default: None.
         accumulation_steps: The ``accumulation_steps`` argument of the sharder, which sets it. Default: 1.
+        state_dtype: The data type of optimizer state that the sharder's ``fused_params`` select. The sharder sets it.
+            Default: None, float32.
     """
 
     options: TableOptions = field(default_factory=TableOptions)
     row_name: str | None = None
     optimizer: Optimizer | None = None
     accumulation_steps: int = 1
+    state_dtype: torch.dtype | None = None
 
     @classmethod
     def of(
@@ -88,6 +94,8 @@ class RecStoreParameterSharding(ParameterSharding):  # type: ignore[misc]
             params[OPTIMIZER_KEY] = self.optimizer
         if self.accumulation_steps > 1:
             params[ACCUMULATION_KEY] = self.accumulation_steps
+        if self.state_dtype is not None:
+            params["state_dtype"] = self.state_dtype
         return params
 
 
@@ -172,10 +180,20 @@ def with_own_arguments(
     return carrying
 
 
+def with_marks(fused_params: Mapping[str, Any], parameter: nn.Parameter | None) -> dict[str, Any]:
+    """Returns a table's ``fused_params``: the marks of its parameter take precedence over those of the sharder."""
+    optimizer_class, marked = marked_optimizer(parameter)
+    if optimizer_class is not None and "optimizer" not in marked:
+        marked["optimizer"] = optimizer_type_to_emb_opt_type(optimizer_class)
+    if "lr" in marked:
+        marked["learning_rate"] = marked.pop("lr")
+    return {**fused_params, **marked}
+
+
 def deal_out(
     fused_params: dict[str, Any] | None, plan: dict[str, ParameterSharding], parameters: Mapping[str, nn.Parameter]
 ) -> tuple[dict[str, Any] | None, dict[str, ParameterSharding]]:
-    """Moves the sharder's arguments from ``fused_params`` to the RecStore entries of the plan.
+    """Moves the sharder's arguments and ``STATE_KEYS`` from ``fused_params`` to the RecStore entries of the plan.
 
     Args:
         fused_params: The result of :func:`with_own_arguments`.
@@ -184,25 +202,36 @@ def deal_out(
             sets.
 
     Returns:
-        ``fused_params`` without the sharder's arguments, for TorchRec's kernels, and the plan with these arguments.
+        ``fused_params`` without what has been moved, for TorchRec's kernels, and the plan with it.
 
     Raises:
         ValueError: A table is on one of TorchRec's fused kernels, and only the sharder's ``optimizer`` selects an
-            optimizer for it. Or ``apply_optimizer_in_backward`` and ``fused_params`` select different optimizers for a
-            RecStore table.
+            optimizer for it, or ``fused_params`` select optimizer state in float16. Or
+            ``apply_optimizer_in_backward`` and ``fused_params`` select different optimizers for a RecStore table.
     """
     _check_marks(fused_params or {}, plan, parameters)
-    own = {key: fused_params[key] for key in (OPTIMIZER_KEY, ACCUMULATION_KEY) if fused_params and key in fused_params}
+    moved = {OPTIMIZER_KEY, ACCUMULATION_KEY, *STATE_KEYS}
+    own = {key: value for key, value in (fused_params or {}).items() if key in moved}
     if fused_params is None or not own:
         return fused_params, plan
     stock = {key: value for key, value in fused_params.items() if key not in own}
     dealt = dict(plan)
     for name, sharding in plan.items():
+        asked = state_dtype(with_marks(fused_params, parameters.get(name)), [name])
         if sharding.compute_kernel == RECSTORE_KERNEL:
             if not isinstance(sharding, RecStoreParameterSharding):
                 sharding = RecStoreParameterSharding.of(sharding, TableOptions())
             dealt[name] = replace(
-                sharding, optimizer=own.get(OPTIMIZER_KEY), accumulation_steps=own.get(ACCUMULATION_KEY, 1)
+                sharding,
+                optimizer=own.get(OPTIMIZER_KEY),
+                accumulation_steps=own.get(ACCUMULATION_KEY, 1),
+                state_dtype=None if asked is torch.float32 else asked,
+            )
+        elif asked is not torch.float32 and sharding.compute_kernel.startswith("fused"):
+            raise ValueError(
+                f"table {name!r} is on TorchRec's kernel {sharding.compute_kernel!r}, which does not take "
+                f"{' and '.join(key for key in STATE_KEYS if key in own)}: leave it out of fused_params, or place "
+                "the table in RecStore"
             )
         elif (
             OPTIMIZER_KEY in own

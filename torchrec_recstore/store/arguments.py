@@ -10,7 +10,7 @@ from torch import Tensor
 from torchrec_recstore.ops import RowTensors
 from torchrec_recstore.optim import Optimizer
 from torchrec_recstore.options import TableOptions
-from torchrec_recstore.row_types import ROW_DTYPES, as_stored, stored_columns, value_dtype
+from torchrec_recstore.row_types import ROW_DTYPES, STATE_TYPES, as_stored, stored_columns, value_dtype
 
 
 def among(ids: Tensor, ascending: Tensor) -> Tensor:
@@ -156,6 +156,7 @@ def check_table(
     name: object,
     columns: object,
     stochastic_rounding: object,
+    state_dtype: object,
 ) -> None:
     """Raises an error if an argument of :class:`~torchrec_recstore.store.Table` is not valid.
 
@@ -176,6 +177,8 @@ def check_table(
             "stochastic_rounding=False is not supported for rows of torch.int8: updates that are smaller than half a "
             "step of a row would be lost. Leave it out"
         )
+    if state_dtype not in STATE_TYPES:
+        raise ValueError(f"state_dtype must be one of {', '.join(map(str, STATE_TYPES))}, got {state_dtype}")
     if not isinstance(optimizer, Optimizer):
         raise TypeError(f"optimizer must be one of torchrec_recstore.optim, got {type(optimizer).__name__}")
     if not isinstance(options, TableOptions):

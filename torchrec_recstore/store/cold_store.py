@@ -14,12 +14,8 @@ from urllib.parse import quote
 import torch
 from torch import Tensor
 
-from torchrec_recstore.ops import RowTensors
-from torchrec_recstore.row_types import GRID_BYTES, row_bytes
-
 ID_BYTES = 8
 _SIGN = -(2**63)
-_META_BYTES = 12
 
 
 class ColdStoreError(RuntimeError):
@@ -143,49 +139,3 @@ def escaped_name(name: str) -> str:
 def new_run() -> str:
     """Returns 12 random hexadecimal digits, which tell apart the stores in one directory or on one server."""
     return secrets.token_hex(6)
-
-
-def unpacked(images: Tensor, dtype: torch.dtype, columns: int) -> RowTensors:
-    """Returns the tensors of images. An image is the bytes of one row with all of its state.
-
-    Args:
-        images: (N, image bytes) uint8. The images of N rows of one shard.
-        dtype: The data type of the weights.
-        columns: The number of columns of the shard.
-    """
-    n = len(images)
-    size = row_bytes(dtype, columns)
-    weight = images[:, : columns * dtype.itemsize]
-    if dtype is torch.int8:  # the codes are padded to whole floats, and the scale and the bias follow
-        weight = torch.cat([weight, images[:, size - GRID_BYTES : size]], dim=1)
-    else:
-        weight = _numbers(weight, dtype)
-    states = _numbers(images[:, size:-_META_BYTES], torch.float32)
-    elements = states.reshape(n, states.shape[1] // columns, columns).transpose(0, 1).contiguous()
-    last_step, frequency = (
-        _unsigned(images[:, place : place + 4]) for place in (-8 + images.shape[1], -4 + images.shape[1])
-    )
-    return weight, elements, _numbers(images[:, -12:-8], torch.float32).squeeze(1), last_step, frequency
-
-
-def last_steps(images: Tensor) -> Tensor:
-    """Returns the last step of each of N images: (N,) int64."""
-    return _unsigned(images[:, -8:-4])
-
-
-def with_last_steps_up_to(images: Tensor, steps: int) -> Tensor:
-    """Returns N images in which a last step above ``steps`` is replaced by ``steps``."""
-    ahead = last_steps(images) > steps
-    if not ahead.any():
-        return images
-    images = images.clone()
-    images[ahead, -8:-4] = torch.tensor([steps]).view(torch.uint8)[:4]  # the last step is stored as uint32
-    return images
-
-
-def _numbers(part: Tensor, dtype: torch.dtype) -> Tensor:
-    return part.contiguous().view(dtype).reshape(len(part), part.shape[1] // dtype.itemsize)
-
-
-def _unsigned(part: Tensor) -> Tensor:
-    return _numbers(part, torch.int32).squeeze(1).to(torch.int64) & 0xFFFFFFFF

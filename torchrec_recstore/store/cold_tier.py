@@ -20,10 +20,8 @@ from torchrec_recstore.store.cold_store import (
     ColdStore,
     ColdStoreError,
     SharedColdStore,
-    last_steps,
-    unpacked,
-    with_last_steps_up_to,
 )
+from torchrec_recstore.store.images import ImageLayout, last_steps, with_last_steps_up_to
 from torchrec_recstore.store.memory_tier import Arrival, MemoryTier
 from torchrec_recstore.store.process_lock import ProcessLock
 
@@ -48,8 +46,7 @@ class ColdTier(MemoryTier):
 
     Args:
         handle: The handle of the native table.
-        dtype: The data type of the weights.
-        columns: The number of columns of the shard.
+        layout: The layout of the rows in the store.
         options: The table's options, with ``cold_store``.
         name: The name of the shard in the store. See :func:`torchrec_recstore.store.open_cold_store`.
         owned: A function that takes ids, (N,) int64, and returns which of them belong to the shard, (N,) bool. It is
@@ -59,15 +56,13 @@ class ColdTier(MemoryTier):
     def __init__(
         self,
         handle: int,
-        dtype: torch.dtype,
-        columns: int,
+        layout: ImageLayout,
         options: TableOptions,
         name: str,
         owned: Callable[[Tensor], Tensor] | None = None,
     ) -> None:
         super().__init__(handle)
-        self._dtype = dtype
-        self._columns = columns
+        self._layout = layout
         self.shared = is_shared(options.cold_store)
         self._owned = owned
         self._written: int | None = None  # the mark of the last flush: later changes are not in the shared store
@@ -193,7 +188,7 @@ class ColdTier(MemoryTier):
         """See :meth:`MemoryTier.read_into`."""
         cold, images = self.read(ids)
         here = among(ids, cold)
-        weights = unpacked(images, self._dtype, self._columns)[0]
+        weights = self._layout.unpacked(images)[0]
         rows[here] = values(weights[torch.searchsorted(cold, ids[here])]).to(rows.dtype)
 
     def export(self, ids: Tensor) -> ops.RowTensors:
@@ -202,12 +197,12 @@ class ColdTier(MemoryTier):
         is_cold = among(ids, cold)
         resident = super().export(ids[~is_cold])
         places = torch.searchsorted(cold, ids[is_cold])
-        moved = unpacked(images, self._dtype, self._columns)
+        moved = self._layout.unpacked(images)
         weight, elements, *numbers = resident
         rows = [part.new_empty((len(ids), *part.shape[1:])) for part in (weight, *numbers)]
         for whole, part, cold_part in zip(rows, (weight, *numbers), (moved[0], *moved[2:]), strict=True):
             whole[~is_cold], whole[is_cold] = part, cold_part[places]
-        states = elements.new_empty((len(elements), len(ids), self._columns))
+        states = elements.new_empty((len(elements), len(ids), self._layout.columns))
         states[:, ~is_cold], states[:, is_cold] = elements, moved[1][:, places]
         return rows[0], states, rows[1], rows[2], rows[3]
 

@@ -14,10 +14,10 @@ from torch import Tensor
 
 from torchrec_recstore import ops
 from torchrec_recstore.optim import Optimizer, state_names
-from torchrec_recstore.row_types import row_bytes
 from torchrec_recstore.store.arguments import among
-from torchrec_recstore.store.cold_store import ColdStoreError, last_steps, unpacked
+from torchrec_recstore.store.cold_store import ColdStoreError
 from torchrec_recstore.store.cold_tier import ColdTier
+from torchrec_recstore.store.images import ImageLayout, last_steps
 
 _BATCH = 1 << 16
 _MERGED_ROWS = 1 << 16  # the least number of resident rows in a read, if they are merged with cold rows
@@ -135,15 +135,13 @@ class Snapshot:
         self,
         name: str,
         optimizer: Optimizer,
-        dtype: torch.dtype,
-        columns: int,
+        layout: ImageLayout,
         handle: int,
         cold: ColdSnapshot | None = None,
     ) -> None:
         self._name = name
         self._optimizer = optimizer
-        self._dtype = dtype
-        self._columns = columns
+        self._layout = layout
         self._handle = handle
         self._cold = cold
         self._close = weakref.finalize(self, ops.snapshot_close, handle)
@@ -218,7 +216,7 @@ class Snapshot:
         batch = None if self._cold is None else self._cold.next_batch()
         if batch is None:
             return None
-        return batch[0], named_rows(self._optimizer, unpacked(batch[1], self._dtype, self._columns))
+        return batch[0], named_rows(self._optimizer, self._layout.unpacked(batch[1]))
 
     def _read_merged(self, n: int, polite: bool) -> Rows:
         more_cold = True
@@ -243,10 +241,8 @@ class Snapshot:
         return rows
 
     def _no_rows(self) -> Rows:
-        image_bytes = row_bytes(self._dtype, self._columns) + 12
-        states = sum(kind == "element" for kind in state_names(self._optimizer).values())
-        images = torch.empty(0, image_bytes + 4 * self._columns * states, dtype=torch.uint8)
-        rows = named_rows(self._optimizer, unpacked(images, self._dtype, self._columns))
+        images = torch.empty(0, self._layout.image_bytes, dtype=torch.uint8)
+        rows = named_rows(self._optimizer, self._layout.unpacked(images))
         return torch.empty(0, dtype=torch.int64), rows
 
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from torchrec_recstore import ops
-from torchrec_recstore.optim import Optimizer, RowWiseAdagrad, state_names
+from torchrec_recstore.optim import Optimizer, RowWiseAdagrad, is_square, state_names
 from torchrec_recstore.options import TableOptions, default_initializer, is_shared
 from torchrec_recstore.row_types import value_dtype
 from torchrec_recstore.store.arguments import (
@@ -21,6 +21,7 @@ from torchrec_recstore.store.arguments import (
 )
 from torchrec_recstore.store.cold_store import ColdStoreError
 from torchrec_recstore.store.cold_tier import ColdTier
+from torchrec_recstore.store.images import ImageLayout
 from torchrec_recstore.store.memory_tier import MemoryTier, holding
 from torchrec_recstore.store.snapshot import ColdSnapshot, Snapshot, named_rows
 from torchrec_recstore.store.stats import TableStats
@@ -39,8 +40,8 @@ class Table:
     Args:
         dim: The number of columns of the whole table.
         dtype: The data type of the weights: ``torch.float32``, ``float16``, ``bfloat16`` or ``int8`` (8 bits a weight,
-            and a scale and a bias a row; lookups are then float32). Optimizer state and all arithmetic are float32.
-            Stored weights are rounded to nearest. Default: ``torch.float32``.
+            and a scale and a bias a row; lookups are then float32). All arithmetic is float32. Stored weights are
+            rounded to nearest. Default: ``torch.float32``.
         optimizer: The optimizer with which :meth:`update` and the backward of a kernel update rows. Default:
             ``RowWiseAdagrad(lr=0.01)``.
         options: The options that say how rows are created, read, evicted and stored. Default: ``TableOptions()``.
@@ -51,6 +52,11 @@ class Table:
             and that steps smaller than the last bit are not lost. The random numbers depend only on the seed, the name,
             the id, the column and the number of the table's update. float32 rows are exact. Default: None, which is
             True for ``int8``, where False is an error, else False.
+        state_dtype: The data type in which optimizer state is stored: ``torch.float32`` or ``float16``. A float16 state
+            is rounded stochastically in each update, and to nearest when it is written. A sum or an average of squares
+            is stored as its square root, so that the squares of small gradients are not lost. Numbers above the largest
+            one, 65504, become 65504. The table reads and writes states as float32 in either case. Default:
+            ``torch.float32``.
         shard: The index of the shard, if the rows of the table are split. It tells shards apart in a cold store.
             Default: 0.
         owned: A function that takes ids, (N,) int64, and returns which of them belong to this shard, (N,) bool. A
@@ -82,10 +88,11 @@ class Table:
         name: str = "table",
         columns: range | None = None,
         stochastic_rounding: bool | None = None,
+        state_dtype: torch.dtype = torch.float32,
         shard: int = 0,
         owned: Callable[[Tensor], Tensor] | None = None,
     ) -> None:
-        check_table(dim, dtype, optimizer, options, name, columns, stochastic_rounding)
+        check_table(dim, dtype, optimizer, options, name, columns, stochastic_rounding, state_dtype)
         columns = range(dim) if columns is None else columns
         self.dim = dim
         self.dtype = dtype
@@ -96,6 +103,7 @@ class Table:
         self._who = f"table '{name}'"  # names the table in errors
         self.columns = columns
         self.stochastic_rounding = dtype is torch.int8 if stochastic_rounding is None else stochastic_rounding
+        self.state_dtype = state_dtype
         self.shard = shard
         self.handle = ops.table_create(
             name,
@@ -106,6 +114,7 @@ class Table:
             optimizer,
             dtype,
             self.stochastic_rounding,
+            state_dtype,
             options,
         )
         """The handle of the native table, for :func:`torchrec_recstore.ops.group_create`."""
@@ -115,11 +124,12 @@ class Table:
         if options.cold_store is not None:
             store_name = f"{name}.{shard}.{columns.start}-{columns.stop}"
             if is_shared(options.cold_store):
-                # The name has no shard index, because other jobs may split the rows differently. It has the data type
+                # The name has no shard index, because other jobs may split the rows differently. It has the data types
                 # and the states, because a job with others would misread the bytes of a row.
-                kind = ".".join([str(dtype).removeprefix("torch."), *state_names(optimizer)])
+                halves = ["float16"] if state_dtype is torch.float16 else []
+                kind = ".".join([str(dtype).removeprefix("torch."), *state_names(optimizer), *halves])
                 store_name = f"{name}.{columns.start}-{columns.stop}.{kind}"
-            self.tier = ColdTier(self.handle, dtype, len(columns), options, store_name, owned)
+            self.tier = ColdTier(self.handle, self.image_layout, options, store_name, owned)
         self._free_store = weakref.finalize(self, self.tier.close)
 
     def lookup(self, ids: Tensor, *, train: bool = False) -> Tensor:
@@ -274,6 +284,12 @@ class Table:
                 self.tier.set_times(times)
 
     @property
+    def image_layout(self) -> ImageLayout:
+        """The layout of a row with all of its state, as a cold store stores it."""
+        squares = [is_square(name) for name, kind in state_names(self.optimizer).items() if kind == "element"]
+        return ImageLayout(self.dtype, len(self.columns), self.state_dtype, tuple(squares))
+
+    @property
     def image_bytes(self) -> int:
         """The size in bytes of a row with all of its state, as a cold store stores it."""
         return ops.table_image_bytes(self.handle)
@@ -324,7 +340,7 @@ class Table:
                 cold = None
                 if isinstance(self.tier, ColdTier):
                     cold = ColdSnapshot(self.handle, self.tier, ops.snapshot_left(handle), whole=since is None)
-                return Snapshot(self.name, self.optimizer, self.dtype, len(self.columns), handle, cold)
+                return Snapshot(self.name, self.optimizer, self.image_layout, handle, cold)
             except BaseException:
                 ops.snapshot_close(handle)
                 raise
@@ -344,6 +360,7 @@ class Table:
             name=self.name,
             columns=self.columns,
             stochastic_rounding=self.stochastic_rounding,
+            state_dtype=self.state_dtype,
             shard=self.shard,
         )
 
@@ -353,8 +370,8 @@ class Table:
         The backward of a forward that ran before the exchange updates neither table. Both tables forget all marks.
 
         Raises:
-            ValueError: The tables differ in columns, dtype, optimizer or bounds, there is a snapshot of one of them, or
-                a cold store is shared.
+            ValueError: The tables differ in columns, data types, optimizer or bounds, there is a snapshot of one of
+                them, or a cold store is shared.
         """
         for table in (self, other):
             table.check_unshared("other jobs use them, so that they cannot move to another table")

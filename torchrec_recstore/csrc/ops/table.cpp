@@ -21,11 +21,12 @@ constexpr int64_t kMostColumns = int64_t{1} << 24;
 int64_t table_create(std::string name, int64_t column_begin, int64_t column_end, int64_t seed, bool missing_reads_init,
                      int64_t init, double init_a, double init_b, double init_truncate, int64_t optimizer,
                      std::vector<double> optimizer_numbers, int64_t row_type, bool stochastic_rounding,
-                     std::vector<int64_t> bounds) {
+                     int64_t state_type, std::vector<int64_t> bounds) {
   if (column_begin < 0 || column_end <= column_begin) throw InvalidArgument("columns must be a non-empty range");
   if (column_end > kMostColumns) throw InvalidArgument("a row has at most 2**24 columns, got " + std::to_string(column_end));
   if (init < 0 || init > 2) throw InvalidArgument("init must be 0, 1 or 2");
   if (row_type < 0 || row_type > 3) throw InvalidArgument("row_type must be from 0 to 3");
+  if (state_type < 0 || state_type > 1) throw InvalidArgument("state_type must be 0 or 1");
   TableConfig config;
   config.name = std::move(name);
   config.column_begin = column_begin;
@@ -35,6 +36,7 @@ int64_t table_create(std::string name, int64_t column_begin, int64_t column_end,
   config.init = {static_cast<InitKind>(init), init_a, init_b, init_truncate};
   config.row_type = static_cast<RowType>(row_type);
   config.stochastic_rounding = stochastic_rounding;
+  config.state_type = static_cast<StateType>(state_type);
   config.bounds = Bounds::of(bounds);
   config.optimizer = OptimizerConfig::of(optimizer, optimizer_numbers);
   row_kernels();  // throws if RECSTORE_ISA is wrong
@@ -181,7 +183,7 @@ STABLE_TORCH_LIBRARY_FRAGMENT(recstore_ops, m) {
   m.def(
       "table_create(str name, int column_begin, int column_end, int seed, bool missing_reads_init, int init, float init_a, "
       "float init_b, float init_truncate, int optimizer, float[] optimizer_numbers, int row_type, "
-      "bool stochastic_rounding, int[] bounds) -> int");
+      "bool stochastic_rounding, int state_type, int[] bounds) -> int");
   m.def("table_destroy(int table) -> ()");
   m.def("table_lookup(int table, Tensor ids, bool train) -> Tensor");
   m.def("table_update(int table, Tensor ids, Tensor grads, float learning_rate) -> ()");
