@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 import subprocess
 import sys
 import urllib.request
@@ -13,6 +12,7 @@ import pytest
 import torch
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
+from tests.certificates import make_certificates, needs_openssl
 from tests.recstore_server import RecStoreServer
 from tests.redis_server import free_port
 from torchrec_recstore.service import RecStoreClient, ServiceError
@@ -20,27 +20,11 @@ from torchrec_recstore.service import RecStoreClient, ServiceError
 IDS = torch.arange(10)
 TOKEN = "correct-horse"
 
-needs_openssl = pytest.mark.skipif(
-    shutil.which("openssl") is None, reason="openssl, which makes the certificates, is not here"
-)
-
 
 @pytest.fixture(scope="module")
 def certificates(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Returns a folder with ca.pem, and with server and client certificates that the CA has signed."""
-    path = tmp_path_factory.mktemp("certificates")
-
-    def openssl(*arguments: str) -> None:
-        subprocess.run(["openssl", *arguments], cwd=path, check=True, capture_output=True)
-
-    key = ["-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes"]
-    openssl("req", "-x509", *key, "-keyout", "ca.key", "-out", "ca.pem", "-subj", "/CN=ca", "-days", "1")
-    (path / "names").write_text("subjectAltName=IP:127.0.0.1")
-    for name in ("server", "client"):
-        openssl("req", *key, "-keyout", f"{name}.key", "-out", f"{name}.csr", "-subj", f"/CN={name}")
-        signed = ["-CA", "ca.pem", "-CAkey", "ca.key", "-CAcreateserial", "-days", "1", "-extfile", "names"]
-        openssl("x509", "-req", "-in", f"{name}.csr", "-out", f"{name}.pem", *signed)
-    return path
+    return make_certificates(tmp_path_factory.mktemp("certificates"))
 
 
 def _use(client: RecStoreClient) -> None:
