@@ -387,6 +387,22 @@ def test_a_call_is_of_one_version(tmp_path: Path) -> None:
     assert bool((served(ids) == 50).all())
 
 
+def test_a_large_table_answers_while_the_system_moves_it_to_huge_pages(tmp_path: Path) -> None:
+    model, ids = RecStoreEmbedding(100_000, 16, name="t"), torch.arange(100_000) * 7
+    model.table.insert(ids, torch.rand(100_000, 16))
+    export_for_inference(model.eval(), tmp_path / "m.pt", dtype=torch.float32, index="hash")
+    wanted = model(ids)
+    for _ in range(5):
+        served = torch.jit.load(tmp_path / "m.pt")
+        for _ in range(3):
+            assert torch.equal(served(ids), wanted)
+        model.train()(ids[:100]).sum().backward()
+        export_delta(model.eval(), tmp_path / "delta", base=torch.jit.load(tmp_path / "m.pt"))
+        torch.jit.load(tmp_path / "m.pt").apply_delta(read_delta(tmp_path / "delta"))
+        served.apply_delta(read_delta(tmp_path / "delta"))
+        assert torch.equal(served(ids), model(ids))
+
+
 def test_many_changes_beside_a_dict() -> None:
     """Inserts, updates and removals, prepared and abandoned ones too, beside a dict; the table grows and is copied."""
     generator = torch.Generator().manual_seed(0)
