@@ -29,7 +29,15 @@ from torchrec_recstore.inference import Follower
 from ..redis_server import PROGRAM, RedisServer, redis_server
 from .commands import run_forked
 
-SMALL = {"history": 1024, "clicks": 4000, "rate": 100, "window": 1000, "checkpoint_every": 3, "paced": False}
+SMALL = {
+    "history": 1024,
+    "clicks": 4000,
+    "rate": 100,
+    "window": 1000,
+    "checkpoint_every": 3,
+    "expire_s": 8,
+    "paced": False,
+}
 DURABLE = ("--appendonly", "yes", "--appendfsync", "always")
 
 
