@@ -5,6 +5,7 @@
 #include <cstdint>
 #include <memory>
 #include <optional>
+#include <set>
 #include <vector>
 
 #include "cold_rows.h"
@@ -114,8 +115,9 @@ void written_weights_keep_the_optimizer_state() {
   write_weights(*LockedTable(table), written.data(), 3, weights.data(), executor);
   CHECK((read_weights(table, {1, 9}) == std::vector<float>{3, 3, 3, 2, 2, 2}));  // the last one of an id is written
   CHECK(table->rows().row(slot)[kColumns] == state && table->size() == 3);
-  CHECK(table->rows().changes().changed_since(slot, 1));
-  CHECK(!table->rows().changes().changed_since(table->index().find(2), 1));
+  std::set<Slot> changed;
+  table->rows().changes().for_each_since(1, [&](Slot each) { changed.insert(each); });
+  CHECK((changed == std::set<Slot>{slot, table->index().find(9)}));
 }
 
 void reading_makes_no_rows() {
