@@ -117,10 +117,16 @@ class HashedTable(ServedTable):
         self.native.commit()
 
     @torch.jit.export
+    def end_delta(self) -> None:
+        """Frees what only the rows before :meth:`take_delta` need."""
+        self.native.end()
+
+    @torch.jit.export
     def replace_rows(self, ids: Tensor, rows: Tensor, removed: Tensor) -> None:
         """Inserts or replaces rows, and removes other rows. See :meth:`ServedTable.replace_rows`."""
         self.native.prepare(ids, rows, removed)
         self.native.commit()
+        self.native.end()
 
 
 def check_index(index: str) -> None:

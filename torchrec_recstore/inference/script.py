@@ -335,6 +335,7 @@ def _apply_delta(tables: list[str], keys: list[tuple[str, str]], hashed: str | N
         *(f"    {table}.take_delta(delta, ids, rows)" for table in tables),
         *(f"    take_tensor(delta, {key}, {tensor})" for key, tensor in keys),
         *(f"    {table}.version = versions[1]" for table in tables),
-        *([] if hashed is None else ["    change.release()"]),
+        # Calls need not wait for this.
+        *([] if hashed is None else ["    change.release()", *(f"    {table}.end_delta()" for table in tables)]),
         "    return True",
     ]

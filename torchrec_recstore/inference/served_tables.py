@@ -271,6 +271,10 @@ class ServedTable(nn.Module):
             )
 
     @torch.jit.export
+    def end_delta(self) -> None:
+        """Frees what only the rows before :meth:`take_delta` need."""
+
+    @torch.jit.export
     def check_rows(self, ids: Tensor, rows: Tensor, removed: Tensor) -> None:
         """Refuses arguments that :meth:`replace_rows` cannot use.
 

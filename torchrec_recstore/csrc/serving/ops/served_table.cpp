@@ -290,6 +290,7 @@ class Table final : public torch::CustomClassHolder {
   int64_t prepare(const Tensor& ids, const Tensor& rows, const Tensor& removed) {
     const std::lock_guard<std::mutex> lock(changing_);
     next_.reset();
+    before_.reset();
     const auto now = this->rows();
     next_ = now->with(Changes(*now, ids, rows, removed).given);
     return static_cast<int64_t>(next_->checksum());
@@ -300,9 +301,15 @@ class Table final : public torch::CustomClassHolder {
     const std::lock_guard<std::mutex> lock(changing_);
     if (next_ == nullptr) return;
     next_->keep();
-    std::shared_ptr<const ServedRows> next = std::move(next_);
+    before_ = std::move(next_);
     const std::lock_guard<std::mutex> reading(mutex_);
-    rows_.swap(next);
+    rows_.swap(before_);
+  }
+
+  // Frees what only the version before commit() needs. It takes longer than commit(), for which calls wait.
+  void end() {
+    const std::lock_guard<std::mutex> lock(changing_);
+    before_.reset();
   }
 
   // The gate of the first table of a model is that of the model.
@@ -319,6 +326,7 @@ class Table final : public torch::CustomClassHolder {
   std::shared_ptr<const ServedRows> rows_;
   std::mutex changing_;
   std::shared_ptr<ServedRows> next_;
+  std::shared_ptr<const ServedRows> before_;  // the version before commit(), until end()
   std::shared_ptr<Gate> gate_ = std::make_shared<Gate>();
 };
 
@@ -345,6 +353,7 @@ TORCH_LIBRARY(recstore, library) {
       .def("prepare", &Table::prepare)
       .def("commit", &Table::commit)
       .def("abandon", &Table::abandon)
+      .def("end", &Table::end)
       .def("hold", &Table::hold)
       .def("change", &Table::change)
       // A copy of a module passes the rows on as they are, and only a file writes them. So a copy takes no time and little
