@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import socket
+import struct
 import threading
 import urllib.error
 import urllib.request
@@ -20,6 +22,7 @@ from torchrec import KeyedJaggedTensor
 from torchrec_recstore.inference import DeltaPublisher, Follower
 from torchrec_recstore.inference.batching import Answer, Batcher
 from torchrec_recstore.inference.predictor import PredictorOptions, jagged_of
+from torchrec_recstore.inference.predictor_http import HttpServer
 from torchrec_recstore.inference.request_values import array_of, tensor_of, value_of, value_of_json
 from torchrec_recstore.inference.requests import JaggedArgument, Request, request_of
 from torchrec_recstore.modules import RecStoreEmbedding
@@ -258,3 +261,38 @@ def test_the_command(tmp_path: Path) -> None:
     assert (first["event"], last["event"]) == ("serving", "stopped")
     assert states[-1]["seconds_behind"] >= 0
     assert states[-1]["fulls_loaded"] == 1
+
+
+class Waiting:
+    """A model's server that answers when it is told to."""
+
+    def __init__(self) -> None:
+        self.asked, self.answers = threading.Event(), threading.Event()
+
+    def predict(self, arguments: object) -> Answer:
+        self.asked.set()
+        assert self.answers.wait(60)
+        raise ValueError("x" * 2**24)  # more than the buffers of a connection hold
+
+    def state(self) -> dict[str, Any]:
+        return {}
+
+    def is_ready(self) -> bool:
+        return True
+
+
+def test_a_client_that_does_not_wait_for_the_answer(capfd: pytest.CaptureFixture[str]) -> None:
+    predictor = Waiting()
+    server = HttpServer("127.0.0.1:0", ListenOptions("127.0.0.1:0"), predictor)
+    threads = set(threading.enumerate())
+    body = b'{"arguments": {}}'
+    with socket.create_connection(("127.0.0.1", int(server.address.rpartition(":")[2]))) as client:
+        client.sendall(b"POST /predict HTTP/1.1\r\nContent-Length: %d\r\n\r\n" % len(body) + body)
+        assert predictor.asked.wait(60)
+        (answering,) = set(threading.enumerate()) - threads
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # close() resets the connection
+    predictor.answers.set()
+    answering.join(60)
+    assert not answering.is_alive()
+    server.close()
+    assert capfd.readouterr() == ("", "")

@@ -6,6 +6,7 @@ import json
 import ssl
 import threading
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import asdict
 from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -89,6 +90,11 @@ class _Handler(BaseHTTPRequestHandler):
     def log_message(self, format: str, *args: Any) -> None:
         """Logs nothing."""
 
+    def handle(self) -> None:
+        """See socketserver. A client that has gone away is no error."""
+        with suppress(ConnectionError):
+            super().handle()
+
     def do_GET(self) -> None:
         """See http.server."""
         if self.path == "/health":
@@ -114,14 +120,17 @@ class _Handler(BaseHTTPRequestHandler):
         if self.path != "/predict":
             self._reply(404, {"error": "there are GET /state, GET /health and POST /predict"})
             return
+        self._reply(*self._answer(body))
+
+    def _answer(self, body: bytes) -> tuple[int, Mapping[str, Any]]:
         try:
-            self._reply(200, self._predicted(body))
+            return 200, self._predicted(body)
         except ValueError as error:
-            self._reply(400, {"error": str(error)})
+            return 400, {"error": str(error)}
         except ConnectionError as error:
-            self._reply(503, {"error": str(error)})
+            return 503, {"error": str(error)}
         except Exception as error:
-            self._reply(500, {"error": failure(error)})
+            return 500, {"error": failure(error)}
 
     def _predicted(self, body: bytes) -> dict[str, Any]:
         document = json.loads(body)
