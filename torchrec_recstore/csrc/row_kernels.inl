@@ -243,7 +243,13 @@ void update_with(const UpdateArgs& a) {
     using Row = decltype(type);
     const bool extras = a.scalars.extras();
     if (a.rows.state_type == StateType::kFloat16) {
-      return extras ? update_rows<Row, Float16State, Step, true>(a, a.rows.columns) : update_rows<Row, Float16State, Step, false>(a, a.rows.columns);
+      if (extras) return update_rows<Row, Float16State, Step, true>(a, a.rows.columns);
+#ifndef RECSTORE_FEW_DIMS
+      // Only these dims, because of the time that the compiler takes.
+      if (a.rows.columns == 64) return update_rows<Row, Float16State, Step, false>(a, std::integral_constant<int64_t, 64>{});
+      if (a.rows.columns == 128) return update_rows<Row, Float16State, Step, false>(a, std::integral_constant<int64_t, 128>{});
+#endif
+      return update_rows<Row, Float16State, Step, false>(a, a.rows.columns);
     }
     // Extras are compiled separately, so that an update without them costs nothing more.
     if (extras) return update_rows<Row, Float32State, Step, true>(a, a.rows.columns);
