@@ -28,6 +28,7 @@ from torchrec_recstore import (
 from torchrec_recstore.checkpoint import writer
 from torchrec_recstore.checkpoint.destination import Destination
 from torchrec_recstore.encoding import decode
+from torchrec_recstore.modules import RecStoreEmbedding
 
 from . import models
 
@@ -339,8 +340,13 @@ def test_bad_arguments_change_nothing(tmp_path: Path) -> None:
 
 
 def test_tables_on_other_kernels_are_refused_by_name(tmp_path: Path) -> None:
+    save_checkpoint(torch.nn.ModuleDict({"sparse": trained()}), full := tmp_path / "full")
     with pytest.raises(ValueError, match=r"sparse\.embedding_bags\.(user|item)\.weight is a ShardedTensor"):
         save_checkpoint(models.stock(), tmp_path / "saved")
+    eager = torch.nn.ModuleDict({"sparse": trained(), "own": RecStoreEmbedding(10, 4)})
+    for refused in (lambda: save_checkpoint(eager, tmp_path / "saved"), lambda: load_checkpoint(eager, full)):
+        with pytest.raises(ValueError, match=r"own\.weight is the table of a module that is not sharded"):
+            refused()
     assert not (tmp_path / "saved").exists()
 
 

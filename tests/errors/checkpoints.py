@@ -17,6 +17,7 @@ from tests.errors.situations import situation
 from tests.sharders.models import bag, collection, sharded
 from torchrec_recstore import compact_checkpoint, load_checkpoint, load_distributed_checkpoint, save_checkpoint
 from torchrec_recstore.checkpoint.destination import Destination
+from torchrec_recstore.modules import RecStoreEmbedding
 
 
 def saved(path: Path) -> Path:
@@ -166,6 +167,11 @@ def a_stock_table(one_rank: None, tmp_path: Path) -> None:
     stock = {"t_user": ParameterConstraints(sharding_types=["table_wise"], compute_kernels=["fused"])}
     model = sharded(collection(bag("t_user"), device="cpu"), constraints=stock)
     save_checkpoint(model, tmp_path / "1000")
+
+
+@situation("An eager module in a checkpoint")
+def an_eager_module(tmp_path: Path) -> None:
+    save_checkpoint(torch.nn.Sequential(RecStoreEmbedding(100, 8)), tmp_path / "1000")
 
 
 @situation("Training state that cannot be saved")

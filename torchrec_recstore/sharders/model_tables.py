@@ -19,6 +19,7 @@ from torchrec_recstore.sharders.layout import LocalShard
 from torchrec_recstore.sharders.state import RowState
 from torchrec_recstore.store import TableStats
 from torchrec_recstore.store.stats import combined
+from torchrec_recstore.table_parameter import TableParameter
 
 _Shard = tuple[int, TableStats]
 """The first column and the statistics of a shard."""
@@ -231,9 +232,18 @@ def dense_tensors(model: nn.Module, tables: Sequence[ModelTable]) -> dict[str, T
     """Returns the tensors of ``model.state_dict()`` that are not of RecStore tables, without copying them.
 
     Raises:
-        ValueError: The model has a table on one of TorchRec's own sharded kernels, or a value that is not a tensor.
+        ValueError: The model has a table on one of TorchRec's own sharded kernels or in an eager module, or a value
+            that is not a tensor.
     """
     placeholders = {table.weight_key for table in tables}
+    collections = [module for module in model.modules() if isinstance(module, RecStoreCollection)]
+    of_collections = {id(parameter) for collection in collections for parameter in collection.parameters()}
+    for key, parameter in model.named_parameters():
+        if isinstance(parameter, TableParameter) and id(parameter) not in of_collections:
+            raise ValueError(
+                f"{key} is the table of a module that is not sharded: a checkpoint holds the tables of sharded "
+                "modules; save and load the state_dict of this module"
+            )
     with rows_left_out(model):
         state = {key: value for key, value in model.state_dict().items() if key not in placeholders}
     for key, value in state.items():
