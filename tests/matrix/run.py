@@ -297,7 +297,8 @@ def main(arguments: Sequence[str]) -> int:
     at_commit, source, copies = commit(), directory / "source", directory / "copies"
     copy_repository(source)  # once, so that later changes of the repository are in no triple's run
     copies.mkdir(exist_ok=True)
-    if (ROOT.parent / "shared").is_dir() and not (copies / "shared").exists():
+    (copies / "shared").unlink(missing_ok=True)  # of a checkout that may be gone
+    if (ROOT.parent / "shared").is_dir():
         (copies / "shared").symlink_to(ROOT.parent / "shared")  # the data sets, beside each copy
     core = directory / "core.so"
     core.unlink(missing_ok=True)
