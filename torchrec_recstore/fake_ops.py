@@ -1,6 +1,6 @@
-"""The fake versions of the native ops, for torch.compile and opcheck.
+"""The fake versions of the native ops, for torch.compile and opcheck, and the registration of ops in Python.
 
-:func:`register` registers them, after the native extension has registered the ops.
+:func:`register` registers the fake versions, after the native extension has registered the ops.
 
 The fake versions compute shapes only. A size that depends on a table is symbolic.
 """
@@ -8,6 +8,7 @@ The fake versions compute shapes only. A size that depends on a table is symboli
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -111,11 +112,37 @@ _FAKES: dict[str, Callable[..., object]] = {
 }
 
 
+PYTHON_OPS = torch.library.Library("recstore_ops", "FRAGMENT")  # type: ignore[no-untyped-call]
+"""The ops that are implemented in Python; see :func:`register_python_op`."""
+
+
 def register() -> None:
-    """Registers the fake version of each op. All ops but ``mix_ids`` are registered as ordered effects."""
+    """Registers the fake version of each native op. All ops but ``mix_ids`` are registered as ordered effects."""
     for name, fake in _FAKES.items():
         torch.library.register_fake(f"recstore_ops::{name}", fake)
         if fake is not _fake_mix:
-            # These ops read and change rows, which are not tensors of a graph. As ordered effects, they are neither
-            # dropped nor reordered by compilers. (torch 2.13 has no public name for this.)
-            _register_effectful_op(f"recstore_ops::{name}", EffectType.ORDERED)
+            _register_effect(name)
+
+
+def register_python_op(
+    schema: str, implementation: Callable[..., Any], fake: Callable[..., Any], dispatch_key: str = "CPU"
+) -> None:
+    """Registers an op that is implemented in Python, and its fake version, as an ordered effect.
+
+    Args:
+        schema: The op's schema, without a namespace.
+        implementation: The op.
+        fake: Its fake version.
+        dispatch_key: The dispatch key of the implementation. Default: ``"CPU"``.
+    """
+    name = schema.partition("(")[0]
+    PYTHON_OPS.define(schema)  # type: ignore[no-untyped-call]
+    PYTHON_OPS.impl(name, implementation, dispatch_key)  # type: ignore[no-untyped-call]
+    torch.library.register_fake(f"recstore_ops::{name}", fake, lib=PYTHON_OPS)
+    _register_effect(name)
+
+
+def _register_effect(name: str) -> None:
+    # The ops read and change rows, which are not tensors of a graph. As ordered effects, they are neither dropped nor
+    # reordered by compilers. (torch 2.13 has no public name for this.)
+    _register_effectful_op(f"recstore_ops::{name}", EffectType.ORDERED)

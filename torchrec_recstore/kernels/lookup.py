@@ -26,12 +26,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._higher_order_ops.effects import _register_effectful_op  # torch has no public name for effects (2.13)
-from torch._library.effects import EffectType
 from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import CheckpointFunction
 
 from torchrec_recstore import ops
+from torchrec_recstore.fake_ops import PYTHON_OPS, register_python_op
 from torchrec_recstore.store import Table
 
 _handles = itertools.count(1)
@@ -231,30 +230,22 @@ def _backward(ctx: Any, grad: Tensor, _: Tensor | None) -> tuple[Tensor | None, 
     return None, None, None, None, None, None if weight_grads is None else grad_weights
 
 
-_library = torch.library.Library("recstore_ops", "FRAGMENT")  # type: ignore[no-untyped-call]
-for _schema, _implementation, _fake in (
-    (
-        "kernel_lookup(int kernel, Tensor anchor, Tensor ids, Tensor? offsets, SymInt[] counts, Tensor? weights) "
-        "-> (Tensor, Tensor)",
-        _lookup,
-        _fake_lookup,
-    ),
-    (
-        "kernel_update(int kernel, Tensor context, Tensor grad, SymInt[] counts, SymInt? weight_grads) -> Tensor",
-        _update,
-        _fake_update,
-    ),
-    (
-        "kernel_read(int kernel, Tensor ids, Tensor? offsets, SymInt[] counts, Tensor? weights) -> Tensor",
-        _read,
-        _fake_read,
-    ),
-):
-    _op = _schema.partition("(")[0]
-    _library.define(_schema)  # type: ignore[no-untyped-call]
-    _library.impl(_op, _implementation, "CPU")  # type: ignore[no-untyped-call]
-    torch.library.register_fake(f"recstore_ops::{_op}", _fake, lib=_library)
-    _register_effectful_op(f"recstore_ops::{_op}", EffectType.ORDERED)
+register_python_op(
+    "kernel_lookup(int kernel, Tensor anchor, Tensor ids, Tensor? offsets, SymInt[] counts, Tensor? weights) "
+    "-> (Tensor, Tensor)",
+    _lookup,
+    _fake_lookup,
+)
+register_python_op(
+    "kernel_update(int kernel, Tensor context, Tensor grad, SymInt[] counts, SymInt? weight_grads) -> Tensor",
+    _update,
+    _fake_update,
+)
+register_python_op(
+    "kernel_read(int kernel, Tensor ids, Tensor? offsets, SymInt[] counts, Tensor? weights) -> Tensor",
+    _read,
+    _fake_read,
+)
 torch.library.register_autograd(
-    "recstore_ops::kernel_lookup", _backward, setup_context=_keep_for_backward, lib=_library
+    "recstore_ops::kernel_lookup", _backward, setup_context=_keep_for_backward, lib=PYTHON_OPS
 )

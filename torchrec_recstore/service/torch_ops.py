@@ -18,12 +18,10 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from torch._library.effects import EffectType  # torch has no public name for it (2.13)
 
+from torchrec_recstore.fake_ops import register_python_op
 from torchrec_recstore.row_types import value_dtype
 from torchrec_recstore.service.client import client_of
-
-_library = torch.library.Library("recstore_ops", "FRAGMENT")  # type: ignore[no-untyped-call]
 
 
 def _read(client: int, name: str, ids: Tensor) -> Tensor:
@@ -82,8 +80,4 @@ for _schema, _op, _fake in (
     ("emb_prefetch(int client, str name, Tensor ids) -> SymInt", _prefetch, _fake_prefetch),
     ("emb_prefetch_result(int client, SymInt handle) -> Tensor", _prefetch_result, _fake_prefetch_result),
 ):
-    _name = _schema.partition("(")[0]
-    _library.define(_schema)  # type: ignore[no-untyped-call]
-    _library.impl(_name, _op, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
-    torch.library.register_fake(f"recstore_ops::{_name}", _fake, lib=_library)
-    _library._register_effectful_op(f"recstore_ops::{_name}", EffectType.ORDERED)
+    register_python_op(_schema, _op, _fake, "CompositeExplicitAutograd")

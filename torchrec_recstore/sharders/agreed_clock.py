@@ -9,11 +9,10 @@ from itertools import count
 
 import torch
 from torch import Tensor
-from torch._higher_order_ops.effects import _register_effectful_op  # torch has no public name for effects (2.13)
-from torch._library.effects import EffectType
 from torchrec.distributed.types import ShardingEnv
 
 from torchrec_recstore import ops
+from torchrec_recstore.fake_ops import register_python_op
 from torchrec_recstore.sharders.gather import all_gathered
 from torchrec_recstore.sharders.pace import Pace
 from torchrec_recstore.store import Table
@@ -76,8 +75,4 @@ def _fake_agree(handle: int, anchor: Tensor) -> None:
     return None
 
 
-_library = torch.library.Library("recstore_ops", "FRAGMENT")  # type: ignore[no-untyped-call]
-_library.define("agree_on_time(int clock, Tensor anchor) -> ()")  # type: ignore[no-untyped-call]
-_library.impl("agree_on_time", _agree, "CPU")  # type: ignore[no-untyped-call]
-torch.library.register_fake("recstore_ops::agree_on_time", _fake_agree, lib=_library)
-_register_effectful_op("recstore_ops::agree_on_time", EffectType.ORDERED)
+register_python_op("agree_on_time(int clock, Tensor anchor) -> ()", _agree, _fake_agree)
