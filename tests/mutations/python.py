@@ -108,7 +108,7 @@ SERVICE = [
         "The server forgets a write that may still be repeated, and applies the write twice.",
     ),
     Mutation(
-        f"{PACKAGE}/service/server.py",
+        f"{PACKAGE}/service/row_calls.py",
         "if len(ids) != header.ids:",
         "if len(ids) > header.ids:",
         ["tests/service/test_faults.py::test_bad_requests_change_nothing"],
