@@ -13,10 +13,10 @@ from tests.recstore_server import RecStoreServer
 from tests.redis_server import PROGRAM, free_port, redis_server
 from torchrec_recstore.options import RedisStore, RocksDBStore, ServerStore, TableOptions
 from torchrec_recstore.service import RecStoreClient
+from torchrec_recstore.service.applied import AppliedRequests
 from torchrec_recstore.service.checkpoints import DataDirectory
 from torchrec_recstore.service.listening import ListenOptions
 from torchrec_recstore.service.serve import ServerOptions, serve
-from torchrec_recstore.service.server import AppliedRequests
 from torchrec_recstore.store import Table, redis_store
 from torchrec_recstore.store.conformance import check_cold_store
 

@@ -94,14 +94,14 @@ CHECKPOINTS = [
 
 SERVICE = [
     Mutation(
-        f"{PACKAGE}/service/server.py",
+        f"{PACKAGE}/service/applied.py",
         "known.answers.pop(request, None)",
         "pass",
         ["tests/service/test_applied.py"],
         "A write that failed cannot be repeated.",
     ),
     Mutation(
-        f"{PACKAGE}/service/server.py",
+        f"{PACKAGE}/service/applied.py",
         "for number in [number for number in known.answers if number < done_before]:",
         "for number in [number for number in known.answers if number <= done_before]:",
         ["tests/service/test_applied.py"],

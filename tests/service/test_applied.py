@@ -6,7 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from torchrec_recstore.service.server import AppliedRequests, ServerStoppingError
+from torchrec_recstore.service.applied import AppliedRequests, ServerStoppingError
 
 
 def _never() -> int:
