@@ -1,6 +1,7 @@
 #include "gate.h"
 
 #include <algorithm>
+#include <thread>
 #include <utility>
 #include <vector>
 
@@ -15,11 +16,22 @@ struct Held {
 };
 thread_local std::vector<Held> held_by_this_thread;
 
+// Waits until `done`. The threads that are waited for need a few microseconds; a sleeping thread would wake up later.
+template <class Done>
+void wait_for(std::condition_variable& changed, std::unique_lock<std::mutex>& lock, const Done& done) {
+  for (int tries = 0; tries < 200 && !done(); ++tries) {
+    lock.unlock();
+    std::this_thread::yield();
+    lock.lock();
+  }
+  changed.wait(lock, done);
+}
+
 }  // namespace
 
 Gate::Hold::Hold(std::shared_ptr<Gate> gate) : gate_(std::move(gate)) {
   std::unique_lock<std::mutex> lock(gate_->mutex_);
-  gate_->calls_may_begin_.wait(lock, [&] { return !gate_->committing_; });
+  wait_for(gate_->calls_may_begin_, lock, [&] { return !gate_->committing_; });
   ++gate_->holds_;
 }
 
@@ -38,7 +50,7 @@ void Gate::Change::commit() {
   if (gate_->held() != nullptr) throw InvalidArgument("this thread holds the model: release it before a delta is applied");
   std::unique_lock<std::mutex> lock(gate_->mutex_);
   gate_->committing_ = true;
-  gate_->calls_have_ended_.wait(lock, [&] { return gate_->holds_ == 0; });
+  wait_for(gate_->calls_have_ended_, lock, [&] { return gate_->holds_ == 0; });
 }
 
 Gate::Change::~Change() {
