@@ -102,6 +102,21 @@ def no_table() -> None:
     RecStoreClient().pull("t_user", THREE)
 
 
+@situation("A prefetch without the name of a table")
+def no_range() -> None:
+    client = RecStoreClient()
+    client.init_data("t_user", (1000, 4))
+    client.init_data("t_item", (1000, 4), base_offset=1000)
+    client.prefetch(torch.tensor([2000]))
+
+
+@situation("A client that has tables already")
+def configured_late() -> None:
+    client = RecStoreClient()
+    client.init_data("t_user", (10, 4))
+    client.set_ps_config("127.0.0.1", 7700)
+
+
 @situation("A table that was made with other arguments")
 def made_twice() -> None:
     client = RecStoreClient()

@@ -318,7 +318,11 @@ def bad_calls(client: RecStoreClient) -> list[tuple[Callable[[], object], type[E
     for read in (client.pull, client.prefetch, client.delete, client.exists):
         calls += [
             (lambda read=read: read("t", [1, 2]), TypeError, "'t': ids must be an int64 tensor, got list"),
-            (lambda read=read: read("t", ids.int()), TypeError, "'t': ids must be an int64 tensor, got torch.int32"),
+            (
+                lambda read=read: read("t", ids.float()),
+                TypeError,
+                "'t': ids must be an int64 tensor, got torch.float32",
+            ),
             (lambda read=read: read("t", ids[None]), ValueError, r"'t': ids must have the shape \(N,\), got \(1, 2\)"),
             (lambda read=read: read("t", ids.to("meta")), ValueError, "'t': ids must be on the CPU, got meta"),
             (lambda read=read: read("u", ids), ValueError, "no table 'u'"),
@@ -328,12 +332,8 @@ def bad_calls(client: RecStoreClient) -> list[tuple[Callable[[], object], type[E
         calls += [
             (lambda write=write: write("t", ids.float(), rows), TypeError, "'t': ids must be"),
             (lambda write=write: write("t", ids, 3), TypeError, f"'t': {what} must be a bfloat16 or float32 tensor"),
-            (
-                lambda write=write: write("t", ids, rows.double()),
-                TypeError,
-                f"'t': {what} .* got torch.float64",
-            ),
-            (lambda write=write: write("t", ids, rows.half()), TypeError, f"'t': {what} .* got torch.float16"),
+            (lambda write=write: write("t", ids, rows.cfloat()), TypeError, f"'t': {what} .* got torch.complex64"),
+            (lambda write=write: write("t", ids, rows > 0), TypeError, f"'t': {what} .* got torch.bool"),
             (lambda write=write: write("t", ids, rows[:1]), ValueError, rf"'t': {what} .* \(2, 4\), got \(1, 4\)"),
             (lambda write=write: write("t", ids, rows[:, :3]), ValueError, rf"'t': {what} .* got \(2, 3\)"),
             (lambda write=write: write("t", ids, rows.to("meta")), ValueError, f"'t': {what} must be on the CPU"),

@@ -200,7 +200,7 @@ def test_a_client_that_is_gone(name: str) -> None:
 
 def test_errors_are_the_clients(client: RecStoreClient) -> None:
     for call, kind, error in (
-        (lambda: ops.emb_read(client.handle, "t", IDS.int()), TypeError, "'t': ids must be an int64 tensor"),
+        (lambda: ops.emb_read(client.handle, "t", IDS.float()), TypeError, "'t': ids must be an int64 tensor"),
         (lambda: ops.emb_update(client.handle, "t", IDS, GRADS[:2]), ValueError, "'t': grads must have the shape"),
         (lambda: ops.emb_write(client.handle, "t", IDS, GRADS[:2]), ValueError, "'t': values must have the shape"),
         (lambda: ops.emb_read(client.handle, "u", IDS), ValueError, "no table 'u'"),

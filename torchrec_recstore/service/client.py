@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import itertools
 import os
-import threading
 import weakref
 from collections.abc import Callable, Sequence
-from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
-from typing import Generic, TypeVar, cast
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,109 +18,28 @@ from torchrec_recstore.optim import Optimizer, RowWiseAdagrad
 from torchrec_recstore.options import TableOptions
 from torchrec_recstore.row_types import value_dtype
 from torchrec_recstore.rpc.table_spec import TableSpec
-from torchrec_recstore.service.backend import Backend, InitialRows, NoInitialRow
+from torchrec_recstore.service.arguments import (
+    checked_ids,
+    checked_name,
+    checked_offset,
+    checked_rows,
+    checked_shape,
+    split_by_range,
+)
+from torchrec_recstore.service.backend import Backend
+from torchrec_recstore.service.background import Prefetches, Updates
+from torchrec_recstore.service.client_rows import ClientRows, Read
 from torchrec_recstore.service.hosted import HostedBackend
 from torchrec_recstore.service.initial_rows import InitFunc, InitialRowMaker
 from torchrec_recstore.store import TableStats
-from torchrec_recstore.store.arguments import check_ids, check_rows
+from torchrec_recstore.utils import warn_user
 
 _THREADS = 4  # prefetches that run at the same time; further prefetches wait
-_ATTEMPTS = 10  # of an update whose rows are deleted by other clients before the update is carried out
 
-_Result = TypeVar("_Result")
-_Read = tuple[Tensor | None, Tensor]  # (N,) bool, which ids have a row, or None for all; and the rows of these ids
+_Part = tuple[str, Tensor, Callable[[], Read], Tensor | None]  # table, ids, read, positions of ids in those of the call
 
 _clients: weakref.WeakValueDictionary[int, RecStoreClient] = weakref.WeakValueDictionary()
 _handles = itertools.count(1)
-
-
-def checked_name(name: object) -> str:
-    """Checks and returns the name of a table.
-
-    Raises:
-        TypeError, ValueError: ``name`` is not a str, or is empty.
-    """
-    if not isinstance(name, str):
-        raise TypeError(f"name must be a str, got {type(name).__name__}")
-    if not name:
-        raise ValueError("name must not be empty")
-    return name
-
-
-def checked_shape(name: str, shape: Sequence[int]) -> tuple[int, int]:
-    """Checks a shape and returns its two numbers: the expected number of rows, and the dim.
-
-    Raises:
-        TypeError, ValueError: ``shape`` is not two positive ints.
-    """
-    if not isinstance(shape, Sequence) or any(isinstance(n, bool) or not isinstance(n, int) for n in shape):
-        raise TypeError(f"table {name!r}: shape must be two ints, (rows, dim), got {shape!r}")
-    if len(shape) != 2 or min(shape) < 1:
-        raise ValueError(f"table {name!r}: shape must be two ints above 0, (rows, dim), got {tuple(shape)}")
-    return shape[0], shape[1]
-
-
-def checked_ids(name: str, ids: object) -> Tensor:
-    """Checks ids and returns them as a contiguous tensor.
-
-    Raises:
-        TypeError, ValueError: ``ids`` is not an (N,) int64 tensor on the CPU.
-    """
-    check_ids(ids, f"table {name!r}: ")
-    return cast(Tensor, ids).detach().contiguous()
-
-
-def checked_rows(name: str, argument: str, rows: object, ids: Tensor, spec: TableSpec) -> Tensor:
-    """Checks the rows of ``ids`` and returns them as a contiguous tensor.
-
-    Raises:
-        TypeError, ValueError: ``rows`` is not an (N, dim) tensor on the CPU in the table's dtype or float32.
-    """
-    dtypes = sorted((torch.float32, value_dtype(spec.dtype)), key=str)
-    check_rows(rows, argument, (len(ids), spec.dim), dtypes, f"table {name!r}: ")
-    return cast(Tensor, rows).detach().contiguous()
-
-
-class Prefetches(Generic[_Result]):
-    """Reads that run in background threads. The result of each read can be fetched once."""
-
-    def __init__(self) -> None:
-        self._threads: ThreadPoolExecutor | None = None
-        self._numbers = itertools.count(1)
-        self._pending: dict[int, Future[_Result]] = {}
-        self._lock = threading.Lock()
-
-    def start(self, read: Callable[[], _Result]) -> int:
-        """Calls ``read`` in another thread and returns a handle for :meth:`wait`."""
-        with self._lock:
-            if self._threads is None:
-                self._threads = ThreadPoolExecutor(_THREADS, "recstore-prefetch")
-            handle = next(self._numbers)
-            self._pending[handle] = self._threads.submit(read)
-            return handle
-
-    def wait(self, handle: int) -> _Result:
-        """Waits for a read and returns its result, or raises its error.
-
-        Raises:
-            ValueError: The handle does not exist, or its result has already been fetched.
-        """
-        with self._lock:
-            future = self._pending.pop(handle, None)
-        if future is None:
-            raise ValueError(f"there is no prefetch {handle!r}, or it has been waited for already")
-        try:
-            return future.result()
-        except CancelledError:
-            raise ValueError("the client is closed") from None
-
-    def close(self) -> None:
-        """Cancels the reads that have not begun and waits for the reads that have."""
-        with self._lock:
-            threads, self._threads = self._threads, None
-            self._pending.clear()
-        if threads is not None:
-            threads.shutdown(cancel_futures=True)
 
 
 class RecStoreClient:
@@ -135,6 +52,8 @@ class RecStoreClient:
     Args:
         servers: The address of each server, as ``host:port``. All clients must name the servers in the same order. Ids
             are distributed over the servers by hash. Default: None, the tables are in this process.
+        library_path: Has no effect, and a warning says so: the package contains its library. It is accepted for
+            programs that were written for RecStore. Default: None.
         token: The token of the servers, if they require one.
         tls_ca: The path of a PEM file with the CA certificates that sign the servers' certificates. Connections are
             encrypted if it is given.
@@ -162,26 +81,37 @@ class RecStoreClient:
         self,
         servers: Sequence[str] | None = None,
         *,
+        library_path: str | Path | None = None,
         token: str | None = None,
         tls_ca: str | Path | None = None,
         tls_cert: str | Path | None = None,
         tls_key: str | Path | None = None,
         timeout_s: float = 30.0,
     ) -> None:
+        self._access = {
+            "token": token,
+            "tls_ca": tls_ca,
+            "tls_cert": tls_cert,
+            "tls_key": tls_key,
+            "timeout_s": timeout_s,
+        }
         self._tables = (
-            _here(token, tls_ca, tls_cert, tls_key)
-            if servers is None
-            else _on_servers(servers, token, tls_ca, tls_cert, tls_key, timeout_s)
+            _here(token, tls_ca, tls_cert, tls_key) if servers is None else _on_servers(servers, self._access)
         )
         self._servers = None if servers is None else list(servers)
         self._closed = False
         self._process = os.getpid()
         self._specs: dict[str, TableSpec] = {}
-        self._makers: dict[str, InitialRowMaker] = {}
-        self._prefetches: Prefetches[tuple[str, Tensor, _Read]] = Prefetches()
+        self._rows = ClientRows()
+        self._ranges: dict[str, range] = {}  # the ids that init_data has named, by table
+        self._said: set[str] = set()
+        self._prefetches: Prefetches[list[tuple[str, Tensor, Read, Tensor | None]]] = Prefetches(_THREADS)
+        self._updates = Updates()
         self.handle = next(_handles)
         """The number that identifies this client in the ``torch.ops.recstore_ops.emb_*`` ops."""
         _clients[self.handle] = self
+        if library_path is not None:
+            self._say(f"RecStoreClient(library_path={str(library_path)!r}) has no effect: there is no library to load")
 
     def init_data(
         self,
@@ -189,6 +119,8 @@ class RecStoreClient:
         shape: Sequence[int],
         dtype: torch.dtype = torch.float32,
         init_func: InitFunc | None = None,
+        part_policy: object = None,
+        base_offset: int = 0,
         *,
         optimizer: Optimizer = RowWiseAdagrad(lr=0.01),  # noqa: B008  (frozen)
         options: TableOptions = TableOptions(),  # noqa: B008  (frozen)
@@ -203,6 +135,10 @@ class RecStoreClient:
             init_func: A function ``(shape, dtype) -> tensor`` that makes initial rows. This client calls it with
                 ``(1, dim)`` when the row of an id is needed for the first time; torch's default generator is then
                 seeded for the id. Default: None, the initializer of ``options`` makes the initial rows.
+            part_policy: Has no effect, and a warning says so: ids are distributed over the servers by hash. Default:
+                None.
+            base_offset: The first id of the table, for ``prefetch(ids)`` without a table's name: the ids from
+                ``base_offset`` to ``base_offset + rows - 1`` are then the table's. It changes no id. Default: 0.
             optimizer: The optimizer that :meth:`update` applies.
             options: The options of the table. ``cold_store`` must be None. ``max_rows`` counts the rows of all servers.
                 Each :meth:`update` is one step.
@@ -227,31 +163,35 @@ class RecStoreClient:
                 )
             maker = InitialRowMaker(init_func, name, options.seed, dim, value_dtype(dtype))
             spec = replace(spec, initial_rows=maker.digest)
+        ids = checked_offset(name, base_offset, rows)
         tables.create(name, spec)
-        self._specs[name] = spec
+        self._specs[name], self._ranges[name] = spec, ids
+        if part_policy is not None:
+            self._say("part_policy of init_data has no effect: a hash of the id selects its server")
         if maker is not None:
-            self._makers[name] = maker
+            self._rows.makers[name] = maker
 
     def pull(self, name: str, ids: Tensor) -> Tensor:
         """Reads rows.
 
         Args:
             name: The name of the table.
-            ids: (N,) int64. The ids whose rows are read. Duplicates are allowed.
+            ids: (N,) of integers. The ids whose rows are read. Duplicates are allowed.
 
         Returns:
             (N, dim) in the table's dtype.
         """
         ids, read = self._reading(name, ids)
-        return self._whole(name, ids, read())
+        return self._rows.whole(name, self.spec(name), ids, read())
 
     def push(self, name: str, ids: Tensor, values: Tensor) -> None:
         """Writes rows. New rows start with zero optimizer state; existing rows keep their optimizer state.
 
         Args:
             name: The name of the table.
-            ids: (N,) int64. The ids whose rows are written. If an id occurs several times, its last row is written.
-            values: (N, dim), float32 or the table's dtype. The weights.
+            ids: (N,) of integers. The ids whose rows are written. If an id occurs several times, its last row is
+                written.
+            values: (N, dim). The weights, which are cast to float32 unless they have the table's dtype.
         """
         tables, spec = self._open(), self.spec(name)
         ids = checked_ids(name, ids)
@@ -266,39 +206,73 @@ class RecStoreClient:
 
         Args:
             name: The name of the table.
-            ids: (N,) int64. The ids whose rows are updated. Duplicates are allowed.
-            grads: (N, dim), float32 or the table's dtype. The gradients.
+            ids: (N,) of integers. The ids whose rows are updated. Duplicates are allowed.
+            grads: (N, dim). The gradients, which are cast to float32 unless they have the table's dtype.
         """
         tables, spec = self._open(), self.spec(name)
         ids = checked_ids(name, ids)
         grads = checked_rows(name, "grads", grads, ids, spec)
-        for attempt in range(_ATTEMPTS):
-            initial = None
-            if spec.initial_rows:
-                # After a refused attempt, initial rows are sent for all ids: the next attempt then lacks none.
-                missing = torch.unique(ids[~tables.exists(name, ids)] if attempt == 0 else ids)
-                initial = self._initial_rows(name, missing)
-            try:
-                tables.update(name, ids, grads, initial)
-                return
-            except NoInitialRow as error:  # a row was deleted between exists and update
-                if error.pending is None or attempt + 1 == _ATTEMPTS:
-                    raise
-                ids, grads = ids[error.pending], grads[error.pending]
+        if self._updates.are_pending:  # updates are carried out in the order of the calls
+            self.wait(self._updates.start(lambda: self._rows.update(tables, name, spec, ids, grads)))
+        else:
+            self._rows.update(tables, name, spec, ids, grads)
 
-    def prefetch(self, name: str, ids: Tensor) -> int:
-        """Starts a :meth:`pull` in another thread.
+    def update_async(self, name: str, ids: Tensor, grads: Tensor) -> int:
+        """Starts an :meth:`update` in another thread. Updates are carried out in the order in which they were started.
 
         Args:
             name: The name of the table.
-            ids: (N,) int64. The ids whose rows are read. The tensor may be changed after this call.
+            ids: (N,) of integers. The ids whose rows are updated. The tensor may be changed after this call.
+            grads: (N, dim). The gradients; see :meth:`update`. The tensor may be changed after this call.
 
         Returns:
-            A handle for :meth:`wait_for_prefetch`. A row that is written before that call is read either as it was
-            before the write or as it is after the write.
+            A handle for :meth:`wait`. Until then, a ``pull`` reads rows as they were before the update or as they are
+            after it. ``save``, ``load`` and ``close`` wait for all updates.
         """
-        ids, read = self._reading(name, ids.clone() if isinstance(ids, Tensor) else ids)
-        return self._prefetches.start(lambda: (name, ids, read()))
+        tables, spec = self._open(), self.spec(name)
+        ids = checked_ids(name, ids).clone()
+        grads = checked_rows(name, "grads", grads, ids, spec).clone()
+        if spec.initial_rows:  # init_func is called in the caller's thread, because it seeds the default generator
+            self._raise_first(self._updates.wait_for_all())
+            self._rows.update(tables, name, spec, ids, grads)
+            return self._updates.done()
+        return self._updates.start(lambda: self._rows.update(tables, name, spec, ids, grads))
+
+    def wait(self, handle: int) -> None:
+        """Waits for an update of :meth:`update_async`, or raises its error. A second call does nothing.
+
+        Raises:
+            ValueError: The handle does not exist.
+        """
+        self._open()
+        self._updates.wait(handle)
+
+    def prefetch(self, name: str | Tensor, ids: Tensor | None = None) -> int:
+        """Starts a :meth:`pull` in another thread.
+
+        ``prefetch(ids)`` without a name reads each id from the table that has it: the client's only table, or the table
+        whose ids ``init_data`` has named by ``base_offset`` and ``shape``.
+
+        Args:
+            name: The name of the table.
+            ids: (N,) of integers. The ids whose rows are read. The tensor may be changed after this call.
+
+        Returns:
+            A handle for :meth:`wait_for_prefetch` or :meth:`wait_and_get`. A row that is written before that call is
+            read either as it was before the write or as it is after the write.
+
+        Raises:
+            ValueError: There is no name, and an id belongs to no table, to two tables or to a table of another dim than
+                the other ids.
+        """
+        if isinstance(name, Tensor):
+            if ids is not None:
+                raise TypeError("prefetch takes ids, or the name of a table and ids")
+            parts = self._parts_by_range(name)
+        else:
+            copied, read = self._reading(name, ids.clone() if isinstance(ids, Tensor) else ids)
+            parts = [(name, copied, read, None)]
+        return self._prefetches.start(lambda: [(table, some, read(), place) for table, some, read, place in parts])
 
     def wait_for_prefetch(self, handle: int) -> Tensor:
         """Waits for a prefetch and returns its rows, (N, dim) in the table's dtype, or raises the error of its pull.
@@ -307,15 +281,77 @@ class RecStoreClient:
             ValueError: The handle does not exist, or its rows have already been fetched.
         """
         self._open()
-        return self._whole(*self._prefetches.wait(handle))
+        parts = [
+            (place, self._rows.whole(name, self.spec(name), ids, read))
+            for name, ids, read, place in self._prefetches.wait(handle)
+        ]
+        if len(parts) == 1 and parts[0][0] is None:
+            return parts[0][1]
+        whole = torch.empty(sum(len(rows) for _, rows in parts), parts[0][1].shape[1], dtype=parts[0][1].dtype)
+        for place, rows in parts:
+            assert place is not None
+            whole[place] = rows.to(whole.dtype)
+        return whole
+
+    def wait_and_get(
+        self,
+        handle: int,
+        embedding_dim: int,
+        device: torch.device | str = "cpu",
+    ) -> Tensor:
+        """Waits for a prefetch and returns its rows on a device. See :meth:`wait_for_prefetch`.
+
+        Args:
+            handle: The handle of the prefetch.
+            embedding_dim: The number of columns of the rows.
+            device: The device of the result. Default: the CPU.
+
+        Raises:
+            ValueError: The rows have another number of columns. They have then been fetched.
+        """
+        rows = self.wait_for_prefetch(handle)
+        if rows.shape[1] != embedding_dim:
+            raise ValueError(
+                f"embedding_dim is {embedding_dim}, but the rows of the prefetch have {rows.shape[1]} columns"
+            )
+        return rows.to(device)
+
+    def set_ps_config(self, host: str, port: int) -> None:
+        """Connects the client to one server, ``host:port``, with the token and the certificates of the constructor.
+
+        Raises:
+            ValueError: The client has used tables already, which are on its present servers or in this process.
+        """
+        self._open()
+        address = f"{host}:{int(port)}"
+        if self._servers == [address]:
+            return
+        if self._specs:
+            raise ValueError(
+                f"{self!r} has tables already ({', '.join(map(repr, sorted(self._specs)))}): call set_ps_config before "
+                f"init_data, or make another client, RecStoreClient([{address!r}])"
+            )
+        tables = _on_servers([address], self._access)
+        self._tables.close()
+        self._tables, self._servers = tables, [address]
+
+    def set_ps_backend(self, backend: str) -> None:
+        """Has no effect, and a warning says so: the client selects the transport itself.
+
+        Raises:
+            TypeError: ``backend`` is not a str.
+        """
+        if not isinstance(backend, str):
+            raise TypeError(f"backend must be a str, got {type(backend).__name__}")
+        self._say(f"set_ps_backend({backend!r}) has no effect: the client selects the transport itself")
 
     def delete(self, name: str, ids: Tensor) -> int:
-        """Deletes the rows of ``ids``, (N,) int64, and returns the number of rows that existed."""
+        """Deletes the rows of ``ids``, (N,) of integers, and returns the number of rows that existed."""
         tables, _ = self._open(), self.spec(name)
         return tables.delete(name, checked_ids(name, ids))
 
     def exists(self, name: str, ids: Tensor) -> Tensor:
-        """Returns (N,) bool, True for the ``ids``, (N,) int64, that have a row."""
+        """Returns (N,) bool, True for the ``ids``, (N,) of integers, that have a row."""
         tables, _ = self._open(), self.spec(name)
         return tables.exists(name, checked_ids(name, ids))
 
@@ -349,7 +385,9 @@ class RecStoreClient:
             OSError: A file cannot be written. Nothing new is left at ``path``. With several servers, some servers may
                 have saved when one of them fails: repeat the save with ``overwrite=True``.
         """
-        self._open().save(path, overwrite)
+        tables = self._open()
+        self._raise_first(self._updates.wait_for_all())
+        tables.save(path, overwrite)
 
     def load(self, path: str | Path) -> None:
         """Replaces all tables by the tables of a checkpoint of :meth:`save` or ``save_checkpoint``.
@@ -365,13 +403,20 @@ class RecStoreClient:
                 another specification there. Nothing has changed. With several servers, some servers may have loaded
                 when one of them fails.
         """
-        self._open().load(path)
+        tables = self._open()
+        self._raise_first(self._updates.wait_for_all())
+        tables.load(path)
         self._specs.clear()
 
     def close(self) -> None:
-        """Frees the tables or closes the connections. It may be called twice."""
+        """Waits for all updates, and frees the tables or closes the connections. It may be called twice.
+
+        An update that has failed and that nobody has waited for gives a warning.
+        """
         self._closed = True
         if os.getpid() == self._process:  # a forked process must not close the tables of its parent
+            for error in self._updates.close():
+                warn_user(f"{self!r}: an update_async that was not waited for has failed: {error}")
             self._prefetches.close()
             self._tables.close()
 
@@ -396,37 +441,31 @@ class RecStoreClient:
             raise ValueError(f"{self!r}: the client was made in another process; make one in each")
         return self._tables
 
-    def _reading(self, name: str, ids: Tensor) -> tuple[Tensor, Callable[[], _Read]]:
+    def _say(self, message: str) -> None:
+        """Warns that an argument has no effect, once for each client."""
+        if message not in self._said:
+            self._said.add(message)
+            warn_user(message)
+
+    def _raise_first(self, errors: list[Exception]) -> None:
+        if errors:
+            raise errors[0]
+
+    def _parts_by_range(self, ids: Tensor) -> list[_Part]:
+        """Returns the parts of a read without a table's name: the ids of each table, and how they are read."""
+        self._open()
+        if len(self._ranges) == 1:
+            [name] = self._ranges
+            ids, read = self._reading(name, ids.clone())
+            return [(name, ids, read, None)]
+        parts = split_by_range(ids, {name: (ids, self.spec(name).dim) for name, ids in self._ranges.items()})
+        return [(name, *self._reading(name, some), place) for name, some, place in parts]
+
+    def _reading(self, name: str, ids: object) -> tuple[Tensor, Callable[[], Read]]:
         """Returns the checked ids and a function that reads their rows; it may be called in any thread."""
         tables, spec = self._open(), self.spec(name)
         ids = checked_ids(name, ids)
-        if spec.initial_rows:
-            return ids, lambda: tables.found_rows(name, ids)
-        return ids, lambda: (None, tables.pull(name, ids))
-
-    def _whole(self, name: str, ids: Tensor, read: _Read) -> Tensor:
-        """Returns (N, dim): the rows that were read, and initial rows for the ids without a row.
-
-        The initial rows are made in the caller's thread, because making them seeds torch's default generator.
-        """
-        found, rows = read
-        if found is None or bool(found.all()):
-            return rows
-        missing, places = torch.unique(ids[~found], return_inverse=True)
-        whole = rows.new_empty(len(ids), rows.shape[1])
-        whole[found] = rows
-        whole[~found] = self._maker(name).rows(missing)[places]
-        return whole
-
-    def _initial_rows(self, name: str, ids: Tensor) -> InitialRows | None:
-        """Returns the distinct ``ids`` with their initial rows, or None if there are no ids."""
-        return (ids, self._maker(name).rows(ids).float()) if len(ids) else None
-
-    def _maker(self, name: str) -> InitialRowMaker:
-        maker = self._makers.get(name)
-        if maker is None or maker.digest != self.spec(name).initial_rows:
-            raise NoInitialRow(name)
-        return maker
+        return ids, self._rows.reader(tables, name, spec, ids)
 
 
 def client_of(handle: int) -> RecStoreClient:
@@ -447,16 +486,8 @@ def _here(*for_servers: object) -> Backend:
     return HostedBackend()
 
 
-def _on_servers(
-    servers: Sequence[str],
-    token: str | None,
-    tls_ca: str | Path | None,
-    tls_cert: str | Path | None,
-    tls_key: str | Path | None,
-    timeout_s: float,
-) -> Backend:
+def _on_servers(servers: Sequence[str], access: dict[str, Any]) -> Backend:
     from torchrec_recstore.rpc.connection import Access
     from torchrec_recstore.service.remote import RemoteBackend
 
-    access = Access(token=token, tls_ca=tls_ca, tls_cert=tls_cert, tls_key=tls_key, timeout_s=timeout_s)
-    return RemoteBackend(servers, access)
+    return RemoteBackend(servers, Access(**access))

@@ -1,0 +1,118 @@
+"""The calls of a client that run in other threads: prefetches, and updates that nobody waits for yet."""
+
+from __future__ import annotations
+
+import itertools
+import threading
+from collections.abc import Callable
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
+from typing import Generic, TypeVar
+
+_Result = TypeVar("_Result")
+
+
+class Prefetches(Generic[_Result]):
+    """Reads that run in background threads. The result of each read can be fetched once.
+
+    Args:
+        threads: The number of reads that run at the same time. Further reads wait.
+    """
+
+    def __init__(self, threads: int) -> None:
+        self._size = threads
+        self._threads: ThreadPoolExecutor | None = None
+        self._numbers = itertools.count(1)
+        self._pending: dict[int, Future[_Result]] = {}
+        self._lock = threading.Lock()
+
+    def start(self, read: Callable[[], _Result]) -> int:
+        """Calls ``read`` in another thread and returns a handle for :meth:`wait`."""
+        with self._lock:
+            if self._threads is None:
+                self._threads = ThreadPoolExecutor(self._size, "recstore-prefetch")
+            handle = next(self._numbers)
+            self._pending[handle] = self._threads.submit(read)
+            return handle
+
+    def wait(self, handle: int) -> _Result:
+        """Waits for a read and returns its result, or raises its error.
+
+        Raises:
+            ValueError: The handle does not exist, or its result has already been fetched.
+        """
+        with self._lock:
+            future = self._pending.pop(handle, None)
+        if future is None:
+            raise ValueError(f"there is no prefetch {handle!r}, or it has been waited for already")
+        try:
+            return future.result()
+        except CancelledError:
+            raise ValueError("the client is closed") from None
+
+    def close(self) -> None:
+        """Cancels the reads that have not begun and waits for the reads that have."""
+        with self._lock:
+            threads, self._threads = self._threads, None
+            self._pending.clear()
+        if threads is not None:
+            threads.shutdown(cancel_futures=True)
+
+
+class Updates:
+    """Updates that run in one background thread, in the order in which they were started."""
+
+    def __init__(self) -> None:
+        self._thread: ThreadPoolExecutor | None = None
+        self._started = 0
+        self._pending: dict[int, Future[None]] = {}
+        self._lock = threading.Lock()
+
+    def start(self, update: Callable[[], None]) -> int:
+        """Calls ``update`` in the thread, after all earlier updates, and returns a handle for :meth:`wait`."""
+        with self._lock:
+            if self._thread is None:
+                self._thread = ThreadPoolExecutor(1, "recstore-update")
+            self._started += 1
+            self._pending[self._started] = self._thread.submit(update)
+            return self._started
+
+    def done(self) -> int:
+        """Returns a handle of an update that has been carried out already."""
+        with self._lock:
+            self._started += 1
+            return self._started
+
+    @property
+    def are_pending(self) -> bool:
+        """Whether there are updates that nobody has waited for."""
+        return bool(self._pending)
+
+    def wait(self, handle: int) -> None:
+        """Waits for an update, or raises its error. It does nothing for an update that has been waited for already.
+
+        Raises:
+            ValueError: The handle does not exist.
+        """
+        with self._lock:
+            known = isinstance(handle, int) and 0 < handle <= self._started
+            future = self._pending.pop(handle, None) if known else None
+        if not known:
+            raise ValueError(f"there is no update {handle!r}")
+        if future is not None:
+            future.result()
+
+    def wait_for_all(self) -> list[Exception]:
+        """Waits for all updates that nobody has waited for, and returns their errors."""
+        with self._lock:
+            pending, self._pending = self._pending, {}
+        errors = [future.exception() for future in pending.values()]
+        return [error for error in errors if isinstance(error, Exception)]
+
+    def close(self) -> list[Exception]:
+        """Waits for all updates, ends the thread, and returns the errors of the updates that nobody has waited for."""
+        errors = self.wait_for_all()
+        with self._lock:
+            thread, self._thread = self._thread, None
+        if thread is not None:
+            thread.shutdown()
+        return errors
