@@ -284,6 +284,24 @@ def write_server_data(to: Path) -> None:
         tables.close()
 
 
+EVENT_TIME = 1_700_000_000.0
+"""The time of the first step of :func:`write_timed_rows`, in seconds since 1970. The others follow after 20 s each."""
+
+
+def write_timed_rows(to: Path) -> None:
+    """Writes the checkpoint of a table whose rows expire 60 s after their last use."""
+    tables = HostedBackend()
+    options = TableOptions(initializer=ConstantInit(1.5), expiry=Expiry(seconds=60))
+    tables.create("timed", TableSpec(DIM, torch.float32, optim.RowWiseAdagrad(lr=0.5), options))
+    table = hosted_tables(tables)[0].table
+    for step in range(3):
+        table.set_time(EVENT_TIME + 20 * step)
+        table.lookup(torch.tensor([step, 100]), train=True)
+    tables.save(to / "timed")
+    write_expected([table], to / "expected" / "timed")
+    tables.close()
+
+
 def hosted_tables(tables: HostedBackend) -> list[Any]:
     """The tables that saves include."""
     return [tables._named()[name] for name, spec in tables.specs().items() if not spec.temporary]
@@ -405,6 +423,7 @@ def main(directory: Path) -> None:
         for index, number in EXPORT_FORMATS.items():
             write_exports(checkpoints, directory / f"export_{number}", index)
     write_server_data(checkpoints)
+    write_timed_rows(checkpoints)
     run_on_ranks(2, partial(write_checkpoints_of_ranks, to=checkpoints))
 
 

@@ -71,7 +71,7 @@ def assert_holds(tables: list[Table], files: Path, name: str) -> None:
 
 
 @of_each_checkpoint_format
-@pytest.mark.parametrize("name", ["full", "delta", "second_delta", "row_wise", "column_wise", "server"])
+@pytest.mark.parametrize("name", ["full", "delta", "second_delta", "row_wise", "column_wise", "server", "timed"])
 def test_checkpoints_load_to_the_bit(files: Path, name: str) -> None:
     path = files / "server" / "stopped-0" if name == "server" else files / name
     chain = read_chain(path)
@@ -89,6 +89,21 @@ def test_checkpoints_load_to_the_bit(files: Path, name: str) -> None:
     assert len(admits) == sum(len(saved.columns) for saved in chain[-1].tables.values() if saved.sightings)
     for table in admits:
         assert table.sightings()[1] == max(counted.taken for counted in chain[-1].tables[table.name].sightings) > 0
+
+
+@of_each_checkpoint_format
+def test_rows_expire_at_the_times_of_the_checkpoint(files: Path) -> None:
+    chain = read_chain(files / "timed")
+    saved = chain[-1].tables["timed"]
+    table = Table(saved.dim, torch.float32, saved.optimizer, saved.options, name="timed")
+    load_rows(table, "timed", chain)
+    assert table.ids().tolist() == [0, 1, 2, 100]
+    for second in range(44, 93, 3):
+        table.set_time(fixed.EVENT_TIME + second)
+        table.lookup(torch.tensor([100]), train=True)
+    ids = table.ids().tolist()
+    assert 0 not in ids  # not used for more than 60 + 30 s
+    assert 2 in ids  # not used for 52 s
 
 
 @of_each_checkpoint_format

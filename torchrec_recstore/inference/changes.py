@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from weakref import WeakKeyDictionary
 
 import torch
@@ -27,7 +27,8 @@ class ChangedRows:
 
     Args:
         ids: (N,) int64. The ids in ascending order.
-        rows: (N, ...). The rows in the row format.
+        rows: The rows in the row format of the export, or (N, dim) float32: see
+            :func:`torchrec_recstore.inference.row_formats.packed`.
         left: (M,) int64. Ids that have no row now.
     """
 
@@ -71,17 +72,17 @@ def changed_since(
         have left a cold store.
     """
     if env is None:
-        return _joined(_of_shards(name, shards, version, row_format, marks))
+        return _joined(_of_shards(shards, version, marks))
     with refused_together(env):
-        mine = _of_shards(name, shards, version, row_format, marks)
+        mine = _of_shards(shards, version, marks)
+        if mine is not None:  # Packed rows are smaller than float32 rows, and each rank packs its own.
+            mine = [replace(part, rows=packed(name, part.rows, row_format)) for part in mine]
     every = all_gathered(mine, env)
     known = [part for part in every if part is not None]
     return _joined([one for part in known for one in part]) if len(known) == len(every) else None
 
 
-def _of_shards(
-    name: str, shards: Iterable[Table], version: str, row_format: str, marks: dict[Table, int]
-) -> list[ChangedRows] | None:
+def _of_shards(shards: Iterable[Table], version: str, marks: dict[Table, int]) -> list[ChangedRows] | None:
     parts = []
     for shard in shards:
         mark = _MARKS.get(shard, {}).get(version)
@@ -95,7 +96,7 @@ def _of_shards(
             if snapshot.left is None:
                 return None
             ids, rows = snapshot.read(len(snapshot))
-            parts.append(ChangedRows(ids, packed(name, values(rows["weight"]), row_format), snapshot.left))
+            parts.append(ChangedRows(ids, values(rows["weight"]), snapshot.left))
             marks[shard] = snapshot.mark
     return parts
 

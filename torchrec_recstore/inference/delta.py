@@ -17,7 +17,7 @@ from torchrec_recstore.checkpoint.files import whole_file
 from torchrec_recstore.encoding import not_known
 from torchrec_recstore.inference.changes import ChangedRows
 from torchrec_recstore.inference.library import load_library
-from torchrec_recstore.inference.row_formats import FORMATS
+from torchrec_recstore.inference.row_formats import FORMATS, packed
 from torchrec_recstore.inference.served_model import dense_tensors, served_tables, tensor_at, version_of
 from torchrec_recstore.inference.served_tables import ServedTable
 from torchrec_recstore.inference.verification import (
@@ -247,13 +247,16 @@ def _known_changes(
     if not found:
         raise ValueError(f"table {table.name!r} is a RecStore table, and one of TorchRec's own tables in base")
     rows, known, missing = found[:3]  # The same for each path of a table that the model has at several paths.
-    if changed.rows.shape != rows.shape or changed.rows.dtype != rows.dtype:
+    now = changed.rows
+    if now.dtype == torch.float32:  # The training thread does not wait for this.
+        now = packed(table.name, now, base.recstore_row_format())
+    if now.shape != rows.shape or now.dtype != rows.dtype:
         raise ValueError(f"table {table.name!r} has another dim or data type in base")
     if bool(_differ(table.rows[:1], missing)):
         raise ValueError(f"table {table.name!r}: ids without a row read as other values in base")
-    places = (~known | _differ(changed.rows, rows)).nonzero().squeeze(1)
+    places = (~known | _differ(now, rows)).nonzero().squeeze(1)
     removed = changed.left[base.recstore_rows_of(table.name, changed.left)[1]]
-    return changed.ids[places], changed.rows[places], removed
+    return changed.ids[places], now[places], removed
 
 
 def _differ(rows: Tensor, others: Tensor) -> Tensor:
