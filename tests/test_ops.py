@@ -17,6 +17,8 @@ from torchrec_recstore.store import Table
 
 IDS = torch.tensor([1, -5, 7])
 OFFSETS = torch.tensor([0, 1, 3])
+PLACES = torch.tensor([3, 0, 2])
+BYTES = torch.ones(4, 5, dtype=torch.uint8)
 _keep: list[Any] = []
 
 
@@ -81,6 +83,7 @@ CASES: dict[str, Any] = {
     "table_create": lambda: ("t", 0, 4, 0, False, 0, -1.0, 1.0, 0.0, 2, [1e-8] + [0.0] * 14, 0, False, 0, [0] * 8),
     "table_destroy": lambda: (ops.table_create("t", range(4), 0, "zeros", ops.ConstantInit(0.0), ops.SGD()),),
     "table_lookup": lambda: (_table(), IDS, True),
+    "table_read": lambda: (_table_of(IDS), IDS, torch.ones(3, 4)),
     "table_update": lambda: (_table(), IDS, torch.ones(3, 4), 0.1),
     "table_insert": lambda: (_table(), IDS, torch.ones(3, 4)),
     "table_remove": lambda: (_table(), IDS),
@@ -137,6 +140,9 @@ CASES: dict[str, Any] = {
     "kernel_read": lambda: (_kernel()._handle, IDS, OFFSETS, [], torch.ones(3)),
     "rows_forward": lambda: ([_group(), _group()], IDS, [2, 1], True),
     "mix_ids": lambda: (IDS, False),
+    "rows_empty": lambda: (3, 4),
+    "rows_put": lambda: (torch.zeros(4, 5, dtype=torch.uint8), PLACES, torch.ones(3, 5, dtype=torch.uint8)),
+    "rows_take": lambda: (torch.ones(4, 5, dtype=torch.uint8), PLACES, torch.zeros(3, 5, dtype=torch.uint8)),
     "group_weight_gradients": lambda: (_context(), torch.ones(2, 4)),
     "group_accumulated_backward": lambda: ([_context()], [torch.ones(2, 4)], [0.1]),
     "agree_on_time": lambda: (_clock(), torch.empty(0)),
@@ -210,6 +216,9 @@ TAKE_HANDLE = sorted(
         "instruction_set",
         "buffer_pool_bytes",
         "mix_ids",
+        "rows_empty",
+        "rows_put",
+        "rows_take",
     }
 )
 
@@ -234,6 +243,16 @@ def test_native_checks_do_not_rely_on_the_wrappers() -> None:
         (lambda: native.table_lookup(table, IDS.int(), False), "ids"),
         (lambda: native.table_lookup(table, IDS[None], False), "ids"),
         (lambda: native.table_update(table, IDS, torch.ones(2, 4), 0.1), "grads"),
+        (lambda: native.table_read(table, IDS, torch.ones(2, 4)), "out"),
+        (lambda: native.table_read(table, IDS, torch.ones(3, 8)[:, ::2]), "contiguous"),
+        (lambda: native.rows_empty(-1, 4), "negative"),
+        (lambda: native.rows_put(BYTES, PLACES[:1], BYTES), "places"),
+        (lambda: native.rows_put(BYTES, PLACES + 1, BYTES[:3]), "places"),
+        (lambda: native.rows_put(BYTES, PLACES - 4, BYTES[:3]), "places"),
+        (lambda: native.rows_put(BYTES[:, :2], PLACES, BYTES[:3]), "contiguous"),
+        (lambda: native.rows_put(BYTES.int(), PLACES, BYTES[:3]), "out"),
+        (lambda: native.rows_take(BYTES, PLACES + 1, BYTES[:3]), "places"),
+        (lambda: native.rows_take(BYTES, PLACES, torch.ones(3, 6, dtype=torch.uint8)), "one size"),
         (lambda: native.table_insert(table, IDS, torch.ones(3, 5)), "weights"),
         (
             lambda: native.table_create("t", 4, 4, 0, False, 0, 0.0, 0.0, 0.0, 0, [0.0] * 15, 0, False, 0, [0] * 8),

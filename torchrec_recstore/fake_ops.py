@@ -84,6 +84,7 @@ def _fake_read(group: int, ids: Tensor, *_: object) -> Tensor:
 
 _FAKES: dict[str, Callable[..., object]] = {
     "table_lookup": _fake_lookup,
+    "table_read": _fake_nothing,
     "table_update": _fake_nothing,
     "table_insert": _fake_nothing,
     "table_remove": _fake_remove,
@@ -107,20 +108,25 @@ _FAKES: dict[str, Callable[..., object]] = {
     "group_backward": _fake_backward,
     "rows_forward": _fake_rows,
     "mix_ids": _fake_mix,
+    "rows_put": _fake_nothing,
+    "rows_take": _fake_nothing,
     "group_weight_gradients": _fake_weight_gradients,
     "group_accumulated_backward": _fake_nothing,
 }
 
+
+_ON_TENSORS = ("mix_ids", "rows_put", "rows_take", "table_read")
+"""The ops whose results are in tensors alone. The schema of an op states the tensors that the op changes."""
 
 PYTHON_OPS = torch.library.Library("recstore_ops", "FRAGMENT")  # type: ignore[no-untyped-call]
 """The ops that are implemented in Python; see :func:`register_python_op`."""
 
 
 def register() -> None:
-    """Registers the fake version of each native op. All ops but ``mix_ids`` are registered as ordered effects."""
+    """Registers the fake version of each native op. The ops on tables are registered as ordered effects."""
     for name, fake in _FAKES.items():
         torch.library.register_fake(f"recstore_ops::{name}", fake)
-        if fake is not _fake_mix:
+        if name not in _ON_TENSORS:
             _register_effect(name)
 
 

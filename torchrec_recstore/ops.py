@@ -197,6 +197,10 @@ table_destroy = _untraced(_ops.table_destroy.default)
 table_lookup = cast(Callable[[int, Tensor, bool], Tensor], _ops.table_lookup.default)
 """(table, ids (N,) int64, train) -> (N, columns) float32. A training lookup is one step and makes missing rows."""
 
+table_read = cast(Callable[[int, Tensor, Tensor], None], _ops.table_read.default)
+"""(table, ids (N,) int64, out (N, columns) float32, contiguous). Reads rows into ``out``. No row
+changes."""
+
 table_update = cast(Callable[[int, Tensor, Tensor, float], None], _ops.table_update.default)
 """(table, ids (N,) int64, grads (N, columns) float32, learning rate). Updates the rows; makes missing rows first."""
 
@@ -396,6 +400,15 @@ rows_forward = cast(
 """(groups of one feature, ids (N,) int64, number of ids of each group, train)
 -> rows (sum of counts * columns,) float32, and the contexts (groups,), which are empty without ``train``.
 ``contexts[i : i + 1]`` is the argument of :func:`group_backward` for group ``i``."""
+
+rows_empty = cast(Callable[[int, int], Tensor], _ops.rows_empty.default)
+"""(n, row bytes) -> (n, row bytes) uint8: uninitialised memory of the buffer pool."""
+
+rows_put = cast(Callable[[Tensor, Tensor, Tensor], None], _ops.rows_put.default)
+"""(out (N, row bytes) uint8, places (n,) int64, rows (n, row bytes) uint8). Sets ``out[places] = rows``."""
+
+rows_take = cast(Callable[[Tensor, Tensor, Tensor], None], _ops.rows_take.default)
+"""(rows (N, row bytes) uint8, places (n,) int64, out (n, row bytes) uint8). Sets ``out[:] = rows[places]``."""
 
 mix_ids = cast(Callable[[Tensor, bool], Tensor], _ops.mix_ids.default)
 """(ids (N,) int64, inverse) -> (N,) int64: the ids, mapped by a bijection that leaves no pattern in their low bits, or

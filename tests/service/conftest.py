@@ -32,7 +32,9 @@ def own_server(tmp_path: Path) -> Iterator[RecStoreServer]:
 
 
 @pytest.fixture
-def proxy(server: RecStoreServer) -> Iterator[Proxy]:
+def proxy(server: RecStoreServer, monkeypatch: pytest.MonkeyPatch) -> Iterator[Proxy]:
+    # Shared memory would bypass the proxy.
+    monkeypatch.setattr("torchrec_recstore.rpc.shared_memory.is_available", lambda: False)
     proxy = Proxy(server.address)
     yield proxy
     proxy.close()

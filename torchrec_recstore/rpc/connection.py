@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import threading
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -20,21 +20,19 @@ from torchrec_recstore.rpc import recstore_pb2 as pb
 from torchrec_recstore.rpc.protocol import (
     ERROR_KEY,
     MESSAGE_BYTES,
-    PART_IDS,
     REMOTE_ERRORS,
     TOKEN_KEY,
     VERSION,
     VERSION_KEY,
     ServerRestartedError,
     ServiceError,
-    fill,
+    array_of,
     from_bytes,
-    put_rows,
-    rows_a_part,
-    to_bytes,
     token_value,
 )
 from torchrec_recstore.rpc.recstore_pb2_grpc import ParameterServerStub
+from torchrec_recstore.rpc.shared_memory import ServedError, SharedMemory, SharedMemoryConnection
+from torchrec_recstore.rpc.streams import Streams
 from torchrec_recstore.utils import leave_to_parent
 
 _LONG_CALL_S = 24 * 3600.0  # the deadline of a save or load, whose time is not known; keepalive detects a dead server
@@ -63,6 +61,8 @@ class Access:
         tls_cert: The path of a PEM file with the client's certificate, if the servers require one. Default: None.
         tls_key: The path of a PEM file with the key of the client's certificate. Default: None.
         timeout_s: The longest time in seconds that a call may take, with all of its repetitions. Default: 30.
+        shared_memory: Whether rows travel by shared memory to servers on the same host that run as the same user.
+            Default: True.
 
     Raises:
         ValueError: A field has an invalid value. The message names the field.
@@ -73,6 +73,7 @@ class Access:
     tls_cert: str | Path | None = None
     tls_key: str | Path | None = None
     timeout_s: float = 30.0
+    shared_memory: bool = True
 
     def __post_init__(self) -> None:
         if not isinstance(self.timeout_s, int | float) or not 0 < self.timeout_s < float("inf"):
@@ -108,6 +109,10 @@ class Connection:
         self._metadata = [(VERSION_KEY, VERSION)]
         if access.token is not None:
             self._metadata.append((TOKEN_KEY, token_value(access.token)))
+        self._streams = Streams(self._stub, self._metadata)
+        self._memory: SharedMemory | None = None
+        if access.shared_memory:
+            self._memory = SharedMemory(lambda left: self._unary("Attach", pb.AttachRequest(), left))
         self._client = uuid.uuid4().hex
         self._process = os.getpid()
         leave_to_parent(self)  # the destructor of a channel waits for locks and threads of gRPC
@@ -177,6 +182,8 @@ class Connection:
         Returns:
             The number of deleted rows.
         """
+        values = ids.new_empty(len(ids), 0) if rows is None else rows.detach()
+        first = (ids[:0], values.new_empty(0, 0)) if initial is None else initial
 
         def attempt(incarnation: str, number: int, done_before: int, left: float) -> int:
             header = pb.WriteHeader(
@@ -189,8 +196,8 @@ class Connection:
                 ids=len(ids),
                 float32=rows is not None and rows.dtype is torch.float32,
             )
-            reply = self._stub.Write(_parts(header, ids, rows, initial), timeout=left, metadata=self._metadata)
-            return int(reply.deleted)
+            sizes = [array.numel() * array.itemsize for array in (ids, values, *first)]
+            return self._carry(left, lambda rows: rows.write(header, ids, values, first, left), sizes)
 
         return self._numbered(table, attempt)
 
@@ -260,44 +267,54 @@ class Connection:
 
     def close(self) -> None:
         """Closes the connection."""
+        if self._memory is not None:
+            self._memory.close()
         self._channel.close()
 
     def _unary(self, method: str, request: Any, left: float) -> Any:
         return getattr(self._stub, method)(request, timeout=left, metadata=self._metadata)
 
-    def _replies(self, table: str, ids: Tensor, want: pb.PullHeader.Want, left: float) -> Iterator[pb.PullReply]:
-        header = pb.PullHeader(table=table, incarnation=self._expected(), want=want)
-        requests = (
-            pb.PullRequest(header=header if place == 0 else None, ids=to_bytes(ids[place : place + PART_IDS]))
-            for place in range(0, max(1, len(ids)), PART_IDS)
-        )
-        replies: Iterator[pb.PullReply] = self._stub.Pull(requests, timeout=left, metadata=self._metadata)
-        return replies
-
     def _pull(self, table: str, ids: Tensor, out: Tensor, places: Tensor | None, left: float) -> None:
-        row_bytes = out.shape[1] * out.dtype.itemsize
-        flat = out.view(-1).view(torch.uint8)
-        done = 0
-        for reply in self._replies(table, ids, pb.PullHeader.ROWS, left):
-            rows, rest = divmod(len(reply.rows), row_bytes)
-            if rest or done + rows > len(ids):
-                break
-            if places is None:
-                fill(flat[done * row_bytes :], [reply.rows])
-            else:
-                put_rows(out, places[done : done + rows], reply.rows)
-            done += rows
-        if done != len(ids):
+        header = pb.PullHeader(table=table, incarnation=self._expected(), want=pb.PullHeader.ROWS)
+        memory = out.view(torch.uint8)
+        if not self._carry(left, lambda rows: rows.pull(header, ids, memory, places, left)):
             raise self._unfit(table)
 
     def _found(self, table: str, ids: Tensor, row_bytes: int, left: float) -> tuple[Tensor, Tensor]:
         want = pb.PullHeader.FOUND_ROWS if row_bytes else pb.PullHeader.FOUND
-        replies = list(self._replies(table, ids, want, left))
-        found = from_bytes([reply.found for reply in replies], torch.bool)
-        rows = from_bytes([reply.rows for reply in replies], torch.uint8).view(-1, max(1, row_bytes))
-        if len(found) != len(ids) or len(rows) != (int(found.sum()) if row_bytes else 0):
+        header = pb.PullHeader(table=table, incarnation=self._expected(), want=want)
+        received = self._carry(left, lambda rows: rows.found(header, ids, row_bytes, left))
+        found = array_of(received[0], torch.bool)
+        if len(found) != len(ids) or len(received[1]) != int(found.sum()) * row_bytes:
             raise self._unfit(table)
-        return found, rows
+        return found, received[1].view(-1, max(1, row_bytes))
+
+    def _carry(
+        self, left: float, call: Callable[[SharedMemoryConnection | Streams], _Result], sizes: Sequence[int] = ()
+    ) -> _Result:
+        """Makes a call by shared memory if that is possible, and else by gRPC.
+
+        Args:
+            left: The time left in seconds.
+            call: A function that makes the call.
+            sizes: The sizes in bytes of the arrays that must fit into the shared memory together.
+        """
+        connection = None if self._memory is None else self._memory.take(left)
+        if self._memory is None or connection is None:
+            return call(self._streams)
+        done = False
+        try:
+            if not connection.fits(sizes):
+                done = True
+                return call(self._streams)
+            result = call(connection)
+            done = True
+            return result
+        except ServedError:
+            done = True
+            raise
+        finally:
+            self._memory.give_back(connection) if done else self._memory.drop(connection)
 
     def _unfit(self, table: str) -> ServiceError:
         return ServiceError(f"{self._named(table)} has answered with a wrong number of rows")
@@ -396,23 +413,6 @@ class Connection:
 
     def _named(self, table: str) -> str:
         return f"table {table!r} on server {self.address}" if table else f"server {self.address}"
-
-
-def _parts(
-    header: pb.WriteHeader, ids: Tensor, rows: Tensor | None, initial: tuple[Tensor, Tensor] | None
-) -> Iterator[pb.WriteRequest]:
-    yield pb.WriteRequest(header=header)
-    if initial is not None:
-        for some_ids, some_rows in _split(*initial):
-            yield pb.WriteRequest(initial_ids=to_bytes(some_ids), initial_rows=to_bytes(some_rows))
-    for some_ids, some_rows in _split(ids, ids.new_empty(len(ids), 0) if rows is None else rows):
-        yield pb.WriteRequest(ids=to_bytes(some_ids), rows=to_bytes(some_rows))
-
-
-def _split(ids: Tensor, rows: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-    size = rows_a_part(rows.shape[1] * rows.dtype.itemsize)
-    for place in range(0, len(ids), size):
-        yield ids[place : place + size], rows[place : place + size]
 
 
 def _channel(address: str, access: Access) -> Any:

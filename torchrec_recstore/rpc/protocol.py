@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -46,6 +46,14 @@ class ServerRestartedError(ServiceError):
     """
 
 
+class Status(NamedTuple):
+    """What a client is told of an error: gRPC's status code, the message, and the name of the Python exception."""
+
+    code: int
+    details: str
+    error: str
+
+
 # The errors of a server that clients raise with the same class.
 REMOTE_ERRORS: dict[str, type[Exception]] = {
     error.__name__: error
@@ -84,13 +92,29 @@ def from_bytes(parts: Iterable[bytes], dtype: torch.dtype, columns: int | None =
         ValueError: The bytes end within an element or a row.
     """
     parts = list(parts)
-    size = dtype.itemsize * (1 if columns is None else columns)
-    total = sum(map(len, parts))
-    if total % size:
-        raise ValueError(f"{total} bytes are not a multiple of {size}")
-    out = torch.empty(total, dtype=torch.uint8)
+    out = torch.empty(sum(map(len, parts)), dtype=torch.uint8)
     fill(out, parts)
-    flat: Tensor = out.view(dtype)
+    return array_of(out, dtype, columns)
+
+
+def array_of(content: Tensor, dtype: torch.dtype, columns: int | None = None) -> Tensor:
+    """Returns bytes, (n,) uint8, as a tensor without a copy.
+
+    Args:
+        content: The bytes.
+        dtype: The data type of the tensor.
+        columns: The number of columns. Default: None, for a tensor of one dimension.
+
+    Returns:
+        (n,), or (n, columns).
+
+    Raises:
+        ValueError: The bytes end within an element or a row.
+    """
+    size = dtype.itemsize * (1 if columns is None else columns)
+    if len(content) % size:
+        raise ValueError(f"{len(content)} bytes are not a multiple of {size}")
+    flat: Tensor = content.view(dtype)
     return flat if columns is None else flat.view(-1, columns)
 
 

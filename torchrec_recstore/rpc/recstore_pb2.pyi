@@ -184,3 +184,49 @@ class LoadRequest(_message.Message):
     NAME_FIELD_NUMBER: _ClassVar[int]
     name: str
     def __init__(self, name: _Optional[str] = ...) -> None: ...
+
+class AttachRequest(_message.Message):
+    __slots__ = ()
+    def __init__(self) -> None: ...
+
+class AttachReply(_message.Message):
+    __slots__ = ("socket", "secret")
+    SOCKET_FIELD_NUMBER: _ClassVar[int]
+    SECRET_FIELD_NUMBER: _ClassVar[int]
+    socket: str
+    secret: bytes
+    def __init__(self, socket: _Optional[str] = ..., secret: _Optional[bytes] = ...) -> None: ...
+
+class SegmentRequest(_message.Message):
+    __slots__ = ("pull", "write", "ids", "rows", "initial_ids", "initial_rows")
+    PULL_FIELD_NUMBER: _ClassVar[int]
+    WRITE_FIELD_NUMBER: _ClassVar[int]
+    IDS_FIELD_NUMBER: _ClassVar[int]
+    ROWS_FIELD_NUMBER: _ClassVar[int]
+    INITIAL_IDS_FIELD_NUMBER: _ClassVar[int]
+    INITIAL_ROWS_FIELD_NUMBER: _ClassVar[int]
+    pull: PullHeader
+    write: WriteHeader
+    ids: int
+    rows: int
+    initial_ids: int
+    initial_rows: int
+    def __init__(self, pull: _Optional[_Union[PullHeader, _Mapping]] = ..., write: _Optional[_Union[WriteHeader, _Mapping]] = ..., ids: _Optional[int] = ..., rows: _Optional[int] = ..., initial_ids: _Optional[int] = ..., initial_rows: _Optional[int] = ...) -> None: ...
+
+class SegmentReply(_message.Message):
+    __slots__ = ("code", "details", "error", "found", "rows", "deleted", "last")
+    CODE_FIELD_NUMBER: _ClassVar[int]
+    DETAILS_FIELD_NUMBER: _ClassVar[int]
+    ERROR_FIELD_NUMBER: _ClassVar[int]
+    FOUND_FIELD_NUMBER: _ClassVar[int]
+    ROWS_FIELD_NUMBER: _ClassVar[int]
+    DELETED_FIELD_NUMBER: _ClassVar[int]
+    LAST_FIELD_NUMBER: _ClassVar[int]
+    code: int
+    details: str
+    error: str
+    found: int
+    rows: int
+    deleted: int
+    last: bool
+    def __init__(self, code: _Optional[int] = ..., details: _Optional[str] = ..., error: _Optional[str] = ..., found: _Optional[int] = ..., rows: _Optional[int] = ..., deleted: _Optional[int] = ..., last: _Optional[bool] = ...) -> None: ...

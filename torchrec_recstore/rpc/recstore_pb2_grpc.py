@@ -79,6 +79,11 @@ class ParameterServerStub:
                 request_serializer=torchrec__recstore_dot_rpc_dot_recstore__pb2.LoadRequest.SerializeToString,
                 response_deserializer=torchrec__recstore_dot_rpc_dot_recstore__pb2.Empty.FromString,
                 _registered_method=True)
+        self.Attach = channel.unary_unary(
+                '/torchrec_recstore.ParameterServer/Attach',
+                request_serializer=torchrec__recstore_dot_rpc_dot_recstore__pb2.AttachRequest.SerializeToString,
+                response_deserializer=torchrec__recstore_dot_rpc_dot_recstore__pb2.AttachReply.FromString,
+                _registered_method=True)
 
 
 class ParameterServerServicer:
@@ -148,6 +153,13 @@ class ParameterServerServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Attach(self, request, context):
+        """Returns the socket for calls by shared memory. See SegmentRequest.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_ParameterServerServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -195,6 +207,11 @@ def add_ParameterServerServicer_to_server(servicer, server):
                     servicer.Load,
                     request_deserializer=torchrec__recstore_dot_rpc_dot_recstore__pb2.LoadRequest.FromString,
                     response_serializer=torchrec__recstore_dot_rpc_dot_recstore__pb2.Empty.SerializeToString,
+            ),
+            'Attach': grpc.unary_unary_rpc_method_handler(
+                    servicer.Attach,
+                    request_deserializer=torchrec__recstore_dot_rpc_dot_recstore__pb2.AttachRequest.FromString,
+                    response_serializer=torchrec__recstore_dot_rpc_dot_recstore__pb2.AttachReply.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -440,6 +457,33 @@ class ParameterServer:
             '/torchrec_recstore.ParameterServer/Load',
             torchrec__recstore_dot_rpc_dot_recstore__pb2.LoadRequest.SerializeToString,
             torchrec__recstore_dot_rpc_dot_recstore__pb2.Empty.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Attach(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/torchrec_recstore.ParameterServer/Attach',
+            torchrec__recstore_dot_rpc_dot_recstore__pb2.AttachRequest.SerializeToString,
+            torchrec__recstore_dot_rpc_dot_recstore__pb2.AttachReply.FromString,
             options,
             channel_credentials,
             insecure,

@@ -66,7 +66,7 @@ class Servers:
 
     def pull(self, table: str, ids: Tensor, columns: int, dtype: torch.dtype) -> Tensor:
         """Returns the rows of ``ids``, (N,) int64: (N, columns). An id without a row reads as its initial row."""
-        rows = torch.empty(len(ids), columns, dtype=dtype)
+        rows = ops.rows_empty(len(ids), columns * dtype.itemsize).view(dtype)
         if len(self._connections) == 1:
             self._connections[0].pull(table, ids, rows)
         else:

@@ -60,6 +60,8 @@ class RecStoreClient:
         tls_cert: The path of a PEM file with this client's certificate, if the servers require one.
         tls_key: The path of a PEM file with the private key of ``tls_cert``.
         timeout_s: The longest time in seconds that a call may take. Saves and loads have no limit. Default: 30.
+        shared_memory: Whether rows travel by shared memory to servers on this host that run as the same user. Default:
+            True.
 
     Raises:
         TypeError, ValueError: An argument is invalid. All methods raise these errors too, for invalid arguments, for a
@@ -87,6 +89,7 @@ class RecStoreClient:
         tls_cert: str | Path | None = None,
         tls_key: str | Path | None = None,
         timeout_s: float = 30.0,
+        shared_memory: bool = True,
     ) -> None:
         self._access = {
             "token": token,
@@ -94,6 +97,7 @@ class RecStoreClient:
             "tls_cert": tls_cert,
             "tls_key": tls_key,
             "timeout_s": timeout_s,
+            "shared_memory": shared_memory,
         }
         self._tables = (
             _here(token, tls_ca, tls_cert, tls_key) if servers is None else _on_servers(servers, self._access)

@@ -184,12 +184,12 @@ class HostedBackend:
         hosted.dropped = True
         _close(hosted)
 
-    def pull(self, name: str, ids: Tensor) -> Tensor:
-        """See :meth:`Backend.pull`."""
+    def pull(self, name: str, ids: Tensor, out: Tensor | None = None) -> Tensor:
+        """See :meth:`Backend.pull`. ``out`` receives the rows if it is given; see :meth:`Table.lookup`."""
         with self._held(name) as hosted:
             if hosted.spec.initial_rows and not bool(hosted.table.contains(ids).all()):
                 raise NoInitialRow(name, torch.arange(len(ids)))
-            return hosted.table.lookup(ids)
+            return hosted.table.lookup(ids, out=out)
 
     def found_rows(self, name: str, ids: Tensor) -> tuple[Tensor, Tensor]:
         """See :meth:`Backend.found_rows`."""

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from torchrec_recstore.row_types import value_dtype
 from torchrec_recstore.rpc import recstore_pb2 as pb
-from torchrec_recstore.rpc.protocol import PART_IDS, from_bytes, rows_a_part, to_bytes
+from torchrec_recstore.rpc.protocol import PART_IDS, array_of, from_bytes, rows_a_part, to_bytes
 from torchrec_recstore.rpc.table_spec import TableSpec
 from torchrec_recstore.service.hosted import HostedBackend
 from torchrec_recstore.service.metrics import Observer
@@ -22,6 +22,8 @@ class _Once(Protocol):
 
 class RowCalls:
     """The calls that read and write rows of the tables of a server.
+
+    A read begins with :meth:`readable`, and a write with :meth:`writable`.
 
     Args:
         tables: The tables.
@@ -52,33 +54,48 @@ class RowCalls:
         for request in requests:
             if header is None:
                 header = request.header
-                self._check_incarnation(header.incarnation)
-                spec = self._spec(header.table)
+                spec = self.readable(header)
                 size = PART_IDS
                 if header.want != pb.PullHeader.FOUND:
                     size = rows_a_part(spec.dim * value_dtype(spec.dtype).itemsize)
             ids = from_bytes([request.ids], torch.int64)
             for place in range(0, len(ids), size):
-                yield self._pulled(header, ids[place : place + size])
+                yield self.read(header, ids[place : place + size])
 
     def write(self, requests: Iterator[pb.WriteRequest]) -> pb.WriteReply:
         """Writes, updates or deletes rows. See ``Write`` in recstore.proto."""
         header = next(requests, pb.WriteRequest()).header
+        spec = self.writable(header)
+        parts = {"ids": [], "rows": [], "initial_ids": [], "initial_rows": []}  # type: dict[str, list[bytes]]
+        size = 0
+        for request in requests:
+            for name, part in parts.items():
+                part.append(getattr(request, name))
+                size += len(part[-1])
+            if size > self._max_request_bytes:
+                raise ValueError(f"a write may have at most {self._max_request_bytes} bytes: split it")
+        arrays = [from_bytes(part, torch.uint8) for part in parts.values()]
+        return pb.WriteReply(deleted=self.apply(header, spec, *arrays))
+
+    def readable(self, header: pb.PullHeader) -> TableSpec:
+        """Returns the specification of the table that a read is for.
+
+        Raises:
+            ServerRestartedError: The read is for another incarnation.
+            ValueError: There is no such table.
+        """
+        self._check_incarnation(header.incarnation)
+        return self._spec(header.table)
+
+    def writable(self, header: pb.WriteHeader) -> TableSpec:
+        """Returns the specification of the table that a write is for. See :meth:`readable` for the errors."""
         self._check_incarnation(header.incarnation or "none")
-        spec = self._spec(header.table)
-        action = self._write(header, spec, requests)
-        return pb.WriteReply(deleted=self._once(header.client, header.request, header.done_before, action))
+        return self._spec(header.table)
 
-    def _spec(self, table: str) -> TableSpec:
-        spec = self._tables.spec(table)
-        if spec is None:
-            raise self._tables.no_table(table)
-        return spec
-
-    def _pulled(self, header: pb.PullHeader, ids: Tensor) -> pb.PullReply:
+    def read(self, header: pb.PullHeader, ids: Tensor) -> pb.PullReply:
+        """Reads the rows of ``ids``, (N,) int64, or which of them have a row, as ``header.want`` says."""
         if header.want == pb.PullHeader.ROWS:
-            self._observer.ids("pull", header.table, len(ids))
-            return pb.PullReply(rows=to_bytes(self._tables.pull(header.table, ids)))
+            return pb.PullReply(rows=to_bytes(self.rows(header, ids)))
         if header.want == pb.PullHeader.FOUND:
             return pb.PullReply(found=to_bytes(self._tables.exists(header.table, ids)))
         if header.want == pb.PullHeader.FOUND_ROWS:
@@ -87,43 +104,73 @@ class RowCalls:
             return pb.PullReply(found=to_bytes(found), rows=to_bytes(rows))
         raise ValueError(f"want must be ROWS, FOUND or FOUND_ROWS, got {header.want}")
 
-    def _write(self, header: pb.WriteHeader, spec: TableSpec, requests: Iterator[pb.WriteRequest]) -> Callable[[], int]:
-        """Collects all parts of a write and returns the function that carries it out."""
-        gathered = {"ids": [], "rows": [], "initial_ids": [], "initial_rows": []}  # type: dict[str, list[bytes]]
-        size = 0
-        for request in requests:
-            for name, parts in gathered.items():
-                parts.append(getattr(request, name))
-                size += len(parts[-1])
-            if size > self._max_request_bytes:
-                raise ValueError(f"a write may have at most {self._max_request_bytes} bytes: split it")
-        ids = from_bytes(gathered["ids"], torch.int64)
+    def rows(self, header: pb.PullHeader, ids: Tensor, out: Tensor | None = None) -> Tensor:
+        """Returns the rows of ``ids``, (N,) int64: (N, columns). If ``out`` is given, it receives the rows."""
+        self._observer.ids("pull", header.table, len(ids))
+        return self._tables.pull(header.table, ids, out)
+
+    def apply(
+        self,
+        header: pb.WriteHeader,
+        spec: TableSpec,
+        ids_bytes: Tensor,
+        rows_bytes: Tensor,
+        initial_ids_bytes: Tensor,
+        initial_rows_bytes: Tensor,
+    ) -> int:
+        """Carries out a write, once for its number.
+
+        Args:
+            header: The header of the write.
+            spec: What :meth:`writable` has returned for the header.
+            ids_bytes: (bytes,) uint8. The ids. See ``WriteRequest`` in recstore.proto for this and the other arrays.
+            rows_bytes: (bytes,) uint8. The weights or gradients.
+            initial_ids_bytes: (bytes,) uint8. The ids that have an initial row.
+            initial_rows_bytes: (bytes,) uint8. The initial rows.
+
+        Returns:
+            The number of deleted rows.
+
+        Raises:
+            ValueError: The arrays do not fit the header or each other. No row has changed.
+        """
+        ids = array_of(ids_bytes, torch.int64)
         if len(ids) != header.ids:
             raise ValueError(f"{len(ids)} ids were received, {header.ids} were announced")
         name = header.table
 
-        def rows(part: str, of: Tensor, dtype: torch.dtype) -> Tensor:
-            matrix = from_bytes(gathered[part], dtype, spec.dim)
+        def rows(received: Tensor, of: Tensor, dtype: torch.dtype) -> Tensor:
+            matrix = array_of(received, dtype, spec.dim)
             if len(matrix) != len(of):
                 raise ValueError(f"{len(of)} ids and {len(matrix)} rows were received: there must be a row for each id")
             return matrix
 
         dtype = torch.float32 if header.float32 else value_dtype(spec.dtype)
+        action: Callable[[], int]
         if header.kind == pb.WriteHeader.PUSH:
-            values = rows("rows", ids, dtype)
-            self._observer.ids("push", name, len(ids))
-            return _nothing_deleted(lambda: self._tables.push(name, ids, values))
-        if header.kind == pb.WriteHeader.UPDATE:
-            grads = rows("rows", ids, dtype)
-            initial_ids = from_bytes(gathered["initial_ids"], torch.int64)
-            initial_rows = rows("initial_rows", initial_ids, torch.float32)
+            operation = "push"
+            values = rows(rows_bytes, ids, dtype)
+            action = _nothing_deleted(lambda: self._tables.push(name, ids, values))
+        elif header.kind == pb.WriteHeader.UPDATE:
+            operation = "update"
+            grads = rows(rows_bytes, ids, dtype)
+            initial_ids = array_of(initial_ids_bytes, torch.int64)
+            initial_rows = rows(initial_rows_bytes, initial_ids, torch.float32)
             initial = (initial_ids, initial_rows) if len(initial_ids) else None
-            self._observer.ids("update", name, len(ids))
-            return _nothing_deleted(lambda: self._tables.update(name, ids, grads, initial))
-        if header.kind == pb.WriteHeader.DELETE:
-            self._observer.ids("delete", name, len(ids))
-            return lambda: self._tables.delete(name, ids)
-        raise ValueError(f"kind must be PUSH, UPDATE or DELETE, got {header.kind}")
+            action = _nothing_deleted(lambda: self._tables.update(name, ids, grads, initial))
+        elif header.kind == pb.WriteHeader.DELETE:
+            operation = "delete"
+            action = lambda: self._tables.delete(name, ids)  # noqa: E731
+        else:
+            raise ValueError(f"kind must be PUSH, UPDATE or DELETE, got {header.kind}")
+        self._observer.ids(operation, name, len(ids))
+        return self._once(header.client, header.request, header.done_before, action)
+
+    def _spec(self, table: str) -> TableSpec:
+        spec = self._tables.spec(table)
+        if spec is None:
+            raise self._tables.no_table(table)
+        return spec
 
 
 def _nothing_deleted(write: Callable[[], None]) -> Callable[[], int]:

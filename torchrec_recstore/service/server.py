@@ -22,6 +22,7 @@ from torchrec_recstore.rpc.protocol import (
     PART_IDS,
     REMOTE_ERRORS,
     ServerRestartedError,
+    Status,
     to_bytes,
 )
 from torchrec_recstore.rpc.recstore_pb2_grpc import ParameterServerServicer
@@ -32,6 +33,7 @@ from torchrec_recstore.service.checkpoints import DataDirectory
 from torchrec_recstore.service.hosted import HostedBackend
 from torchrec_recstore.service.metrics import Observer
 from torchrec_recstore.service.row_calls import RowCalls
+from torchrec_recstore.service.shared_memory import SharedMemoryServer
 
 MAX_REQUEST_BYTES = 2**31
 STOPPED = ("stopped-0", "stopped-1")
@@ -78,6 +80,7 @@ class ParameterServer(ParameterServerServicer):
         self._saving = threading.Lock()
         self._applied = AppliedRequests()
         self._rows = RowCalls(tables, self._applied.once, observer, self._check_incarnation, max_request_bytes)
+        self._memory = SharedMemoryServer(self._rows, observer, _status)
         self._incarnation = uuid.uuid4().hex
         if directory.last is not None:
             tables.load(directory.checkpoint(directory.last))
@@ -93,12 +96,14 @@ class ParameterServer(ParameterServerServicer):
         """
         if self._directory.stopped is not None:
             self._directory.set_last(self._directory.last)
+        self._memory.start()
 
     def stop(self) -> None:
         """Refuses new writes, waits for the running writes, and saves all tables.
 
         The next server on the same directory continues with these tables and answers repeated requests.
         """
+        self._memory.stop()
         self._applied.close()
         with self._saving:
             self._save_stopped()
@@ -186,6 +191,11 @@ class ParameterServer(ParameterServerServicer):
                 self._directory.set_last(request.name)
             return pb.Empty()
 
+    def Attach(self, request: pb.AttachRequest, context: Any) -> pb.AttachReply:
+        """See recstore.proto."""
+        with self._call("Attach", context):
+            return self._memory.offer()
+
     def _check_incarnation(self, expected: str) -> None:
         if expected and expected != self._incarnation:
             raise ServerRestartedError(
@@ -207,26 +217,32 @@ class ParameterServer(ParameterServerServicer):
                 outcome = "cancelled"
                 raise
             outcome = type(error).__name__
-            _abort(context, method, error)
+            _abort(context, _status(method, error))
         finally:
             self._observer.call(method, outcome, time.perf_counter() - begin)
 
 
-def _abort(context: Any, method: str, error: Exception) -> NoReturn:
+def _status(method: str, error: Exception) -> Status:
+    """Returns what a client is told of an error."""
     kinds = (kind for kind in REMOTE_ERRORS.values() if type(error) is kind)
     kind = next(kinds, None) or next((kind for kind in _CODES if isinstance(error, kind)), None)
-    details = str(error)
+    details, name = str(error), ""
     code = grpc.StatusCode.INTERNAL
-    if kind is None and not isinstance(error, ServerStoppingError):
-        _log.error("%s failed", method, exc_info=error)
-        details = f"{method} failed: {type(error).__name__}: {error}"
-    elif kind is not None:
-        code = next(code for known, code in _CODES.items() if issubclass(kind, known))
-        name = NO_INITIAL_ROW if isinstance(error, NoInitialRow) else kind.__name__
-        context.set_trailing_metadata(((ERROR_KEY, name),))
     if isinstance(error, ServerStoppingError):  # clients then repeat the call at the next server
         code = grpc.StatusCode.UNAVAILABLE
-    context.abort(code, _shortened(details))
+    elif kind is None:
+        _log.error("%s failed", method, exc_info=error)
+        details = f"{method} failed: {type(error).__name__}: {error}"
+    else:
+        code = next(code for known, code in _CODES.items() if issubclass(kind, known))
+        name = NO_INITIAL_ROW if isinstance(error, NoInitialRow) else kind.__name__
+    return Status(code.value[0], _shortened(details), name)
+
+
+def _abort(context: Any, status: Status) -> NoReturn:
+    if status.error:
+        context.set_trailing_metadata(((ERROR_KEY, status.error),))
+    context.abort(next(code for code in grpc.StatusCode if code.value[0] == status.code), status.details)
     raise AssertionError("abort raises")
 
 

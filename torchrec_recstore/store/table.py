@@ -132,7 +132,7 @@ class Table:
             self.tier = ColdTier(self.handle, self.image_layout, options, store_name, owned)
         self._free_store = weakref.finalize(self, self.tier.close)
 
-    def lookup(self, ids: Tensor, *, train: bool = False) -> Tensor:
+    def lookup(self, ids: Tensor, *, train: bool = False, out: Tensor | None = None) -> Tensor:
         """Reads the weights of rows.
 
         Args:
@@ -140,25 +140,35 @@ class Table:
             train: Whether the call is a training step. A training step creates a row for each id without one. Otherwise
                 nothing changes, and for an id without a row the call returns zeros or the id's initial row
                 (``options.missing``). Default: False.
+            out: (N, columns), contiguous, of the dtype of the result. The tensor that receives the weights. It needs
+                ``train=False``. Default: None, for a new tensor.
 
         Returns:
             (N, columns), of the table's dtype, or float32 for an ``int8`` table. The weights, in the order of ``ids``.
 
         Raises:
             TypeError: ``ids`` is not an int64 tensor.
-            ValueError: ``ids`` has another shape, the table is closed, or the ids need more rows at once than
-                ``options.max_rows``.
+            ValueError: ``ids`` or ``out`` has another shape, the table is closed, or the ids need more rows at once
+                than ``options.max_rows``.
             MemoryError: There is no memory for the new rows.
             ColdStoreError: The cold store fails.
         """
         check_ids(ids)
+        if out is not None:
+            check_rows(out, "out", (ids.shape[0], len(self.columns)), (self._value_dtype,))
+            if train:
+                raise ValueError("out needs train=False")
         with ops.native_errors(self._who), self.tier.resident(ids, "lookup" if train else None):
-            rows = ops.table_lookup(self.handle, ids, train)
-            if self._value_dtype is not torch.float32:
-                rows = rows.to(self._value_dtype)
+            if out is not None and out.dtype is torch.float32:
+                ops.table_read(self.handle, ids, out)
+            else:
+                rows = ops.table_lookup(self.handle, ids, train)
+                if self._value_dtype is not torch.float32:
+                    rows = rows.to(self._value_dtype)
+                out = rows if out is None else out.copy_(rows)
             if not train:
-                self.tier.read_into(rows, ids)
-            return rows
+                self.tier.read_into(out, ids)
+            return out
 
     def update(self, ids: Tensor, grads: Tensor, *, lr: float | None = None) -> None:
         """Applies the optimizer once to the row of each distinct id.

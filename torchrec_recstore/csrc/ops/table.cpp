@@ -64,6 +64,15 @@ Tensor table_lookup(int64_t table, Tensor ids, bool train) {
   return out;
 }
 
+// Reads rows into memory of the caller: out (N, columns) float32, contiguous. No row changes.
+void table_read(int64_t table, Tensor ids, Tensor out) {
+  ids = checked_ids(ids);
+  const auto group = one_table_group(tables().get(table));
+  if (!out.is_contiguous()) throw InvalidArgument("out must be contiguous");
+  out = checked_rows(out, "out", ids.size(0), group->columns());
+  read(*group, plain_batch(ids), mutable_data<float>(out), executor());
+}
+
 void table_update(int64_t table, Tensor ids, Tensor grads, double learning_rate) {
   ids = checked_ids(ids);
   const auto group = one_table_group(tables().get(table));
@@ -186,6 +195,7 @@ STABLE_TORCH_LIBRARY_FRAGMENT(recstore_ops, m) {
       "bool stochastic_rounding, int state_type, int[] bounds) -> int");
   m.def("table_destroy(int table) -> ()");
   m.def("table_lookup(int table, Tensor ids, bool train) -> Tensor");
+  m.def("table_read(int table, Tensor ids, Tensor(a!) out) -> ()");
   m.def("table_update(int table, Tensor ids, Tensor grads, float learning_rate) -> ()");
   m.def("table_insert(int table, Tensor ids, Tensor weights) -> ()");
   m.def("table_remove(int table, Tensor ids) -> Tensor");
@@ -223,6 +233,7 @@ STABLE_TORCH_LIBRARY_IMPL(recstore_ops, CompositeExplicitAutograd, m) {
 
 STABLE_TORCH_LIBRARY_IMPL(recstore_ops, CPU, m) {
   m.impl("table_lookup", RECSTORE_ALLOCATING_OP(table_lookup));
+  m.impl("table_read", RECSTORE_ALLOCATING_OP(table_read));
   m.impl("table_update", RECSTORE_ALLOCATING_OP(table_update));
   m.impl("table_insert", RECSTORE_ALLOCATING_OP(table_insert));
   m.impl("table_remove", RECSTORE_ALLOCATING_OP(table_remove));

@@ -1,0 +1,72 @@
+"""The memory that a server and a client on one host share, and the arrays of a call in it."""
+
+from __future__ import annotations
+
+import fcntl
+import mmap
+import os
+import socket
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import Tensor
+
+SEGMENT_BYTES = 1 << 27
+"""The size of a segment. Only the pages that calls have used take memory."""
+MESSAGE_BYTES = 1 << 16
+"""The largest size of a message on the socket."""
+_ALIGNMENT = 64
+
+
+def is_available() -> bool:
+    """Returns whether processes of this system can share memory in this way. It needs Linux."""
+    return hasattr(os, "memfd_create") and hasattr(socket, "SO_PEERCRED") and hasattr(fcntl, "F_ADD_SEALS")
+
+
+def is_same_user(peer: socket.socket) -> bool:
+    """Returns whether the process at the other end of a Unix socket runs as the user of this process."""
+    credentials = peer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
+    return int.from_bytes(credentials[4:8], "little") == os.geteuid()
+
+
+def places_of(sizes: Iterable[int]) -> tuple[list[int], int]:
+    """Returns where arrays of ``sizes`` bytes begin in a segment, and the number of bytes that they need together."""
+    begins, end = [], 0
+    for size in sizes:
+        begins.append(end)
+        end += -(-size // _ALIGNMENT) * _ALIGNMENT
+    return begins, end
+
+
+class Segment:
+    """A mapped segment of memory. The memory is unmapped when nothing refers to it any more.
+
+    Args:
+        file: The file descriptor of the memory. The caller closes it.
+        size: The size in bytes.
+    """
+
+    def __init__(self, file: int, size: int) -> None:
+        self.size = size
+        self.bytes: Tensor = torch.frombuffer(mmap.mmap(file, size), dtype=torch.uint8)
+        """(size,) uint8. The memory."""
+
+    def arrays(self, sizes: Sequence[int]) -> list[Tensor]:
+        """Returns the arrays of ``sizes`` bytes, (size,) uint8 each, without a copy.
+
+        Raises:
+            ValueError: The arrays do not fit into the segment.
+        """
+        begins, end = places_of(sizes)
+        if end > self.size:
+            raise ValueError(f"{end} bytes do not fit into the {self.size} bytes of the shared memory")
+        return [self.bytes[begin : begin + size] for begin, size in zip(begins, sizes, strict=True)]
+
+
+def new_memory(size: int) -> int:
+    """Returns the file descriptor of new memory of ``size`` bytes, whose size nobody can change."""
+    file = os.memfd_create("recstore", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    os.ftruncate(file, size)
+    # A process that could make the memory smaller could end the other process, at its next access, by a signal.
+    fcntl.fcntl(file, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
+    return file
