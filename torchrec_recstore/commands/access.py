@@ -32,6 +32,17 @@ TokenFile = Annotated[
     Path | None,
     typer.Option(metavar="FILE", help="File with the token that clients must send.", rich_help_panel=_PANEL),
 ]
+_LIMITS = "Limits of the server"
+MaxCalls = Annotated[
+    int, typer.Option(help="Maximum number of calls that run at the same time.", rich_help_panel=_LIMITS)
+]
+MaxConnections = Annotated[int, typer.Option(help="Maximum number of connections.", rich_help_panel=_LIMITS)]
+MaxRequestMemory = Annotated[
+    float,
+    typer.Option(
+        metavar="GIB", help="Maximum memory of the requests of all running calls, in GiB.", rich_help_panel=_LIMITS
+    ),
+]
 MetricsAddress = Annotated[str | None, typer.Option(metavar="HOST:PORT", help="Address for Prometheus metrics.")]
 
 
@@ -42,6 +53,9 @@ def listen_options(
     client_ca: Path | None,
     token_file: Path | None,
     metrics: str | None,
+    max_calls: int,
+    max_connections: int,
+    max_request_memory: float,
 ) -> ListenOptions:
     """Returns the options of the flags.
 
@@ -56,7 +70,8 @@ def listen_options(
 
     token = None if token_file is None else token_file.read_text().strip()
     check_token(token, f"--token-file {token_file}: the token")
-    options = ListenOptions(listen, tls_cert, tls_key, client_ca, token, metrics)
+    memory = int(max_request_memory * 2**30)
+    options = ListenOptions(listen, tls_cert, tls_key, client_ca, token, metrics, max_calls, max_connections, memory)
     _check_pem(tls_cert, tls_key, client_ca)
     return options
 

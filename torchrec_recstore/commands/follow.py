@@ -13,6 +13,9 @@ import typer
 from torchrec_recstore.commands.access import (
     ClientCa,
     Listen,
+    MaxCalls,
+    MaxConnections,
+    MaxRequestMemory,
     MetricsAddress,
     TlsCert,
     TlsKey,
@@ -38,6 +41,9 @@ def follow(
     client_ca: ClientCa = None,
     token_file: TokenFile = None,
     metrics: MetricsAddress = None,
+    max_calls: MaxCalls = 32,
+    max_connections: MaxConnections = 1024,
+    max_request_memory: MaxRequestMemory = 4.0,
     max_batch: Annotated[
         int,
         typer.Option(help="Maximum number of examples of requests that are answered together.", rich_help_panel=MODEL),
@@ -72,7 +78,10 @@ def follow(
     """
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")  # as for recstore serve
     with errors_in_one_line():
-        listening = listen_options(listen, tls_cert, tls_key, client_ca, token_file, metrics)
+        listening = listen_options(
+            *(listen, tls_cert, tls_key, client_ca, token_file, metrics),
+            *(max_calls, max_connections, max_request_memory),
+        )
         from torchrec_recstore.inference.predictor import PredictorOptions, jagged_of, serve_predictions
 
         options = PredictorOptions(

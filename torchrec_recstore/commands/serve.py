@@ -14,6 +14,9 @@ import typer
 from torchrec_recstore.commands.access import (
     ClientCa,
     Listen,
+    MaxCalls,
+    MaxConnections,
+    MaxRequestMemory,
     MetricsAddress,
     TlsCert,
     TlsKey,
@@ -35,6 +38,9 @@ def serve(
     client_ca: ClientCa = None,
     token_file: TokenFile = None,
     metrics: MetricsAddress = None,
+    max_calls: MaxCalls = 32,
+    max_connections: MaxConnections = 1024,
+    max_request_memory: MaxRequestMemory = 4.0,
     max_rows: Annotated[
         int | None,
         typer.Option(help="Maximum number of rows of each table in this server's memory.", rich_help_panel=BOUNDS),
@@ -95,7 +101,10 @@ def serve(
         from torchrec_recstore.option_flags import options_of_flags
         from torchrec_recstore.service.hosted import limits_of
 
-        listening = listen_options(listen, tls_cert, tls_key, client_ca, token_file, metrics)
+        listening = listen_options(
+            *(listen, tls_cert, tls_key, client_ca, token_file, metrics),
+            *(max_calls, max_connections, max_request_memory),
+        )
         bounds = options_of_flags(
             max_rows=max_rows,
             eviction=eviction,

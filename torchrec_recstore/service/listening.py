@@ -6,7 +6,6 @@ import hmac
 import signal
 import threading
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,22 +13,32 @@ from types import FrameType
 from typing import Any
 
 import grpc
-from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from torchrec_recstore.network import host_of, is_loopback
 from torchrec_recstore.rpc.protocol import MESSAGE_BYTES, TOKEN_KEY, VERSION, VERSION_KEY, token_value
+from torchrec_recstore.service.calls import CallThreads, RequestMemory
+from torchrec_recstore.service.handlers import Handlers
 
 GRACE_S = 30.0
-_CALLS = 32  # calls that run at the same time; each has a thread
+_OPEN_CALLS = 4  # threads of calls that need no token, and of refusals
+_WATCHES = 16  # clients that watch the health; a further one ends the first one
+_STREAMS = 128  # calls of a connection; further ones wait in the client
 _OPTIONS = [
     ("grpc.max_receive_message_length", MESSAGE_BYTES),
     ("grpc.max_send_message_length", MESSAGE_BYTES),
     ("grpc.so_reuseport", 0),  # otherwise a second server on the same port would receive a part of the calls
     ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
     ("grpc.keepalive_permit_without_calls", 1),
+    ("grpc.max_concurrent_streams", _STREAMS),
+    ("grpc.keepalive_time_ms", 20_000),  # a connection whose client is stopped or gone is closed
+    ("grpc.keepalive_timeout_ms", 10_000),
+    ("grpc.server_handshake_timeout_ms", 10_000),
+    ("grpc.compression_enabled_algorithms_bitset", 1),  # none: a message of 64 KiB could take 64 MiB
 ]
 _HEALTH = "/grpc.health.v1.Health/"
+_WATCH = f"{_HEALTH}Watch"
 _OWN = "/torchrec_recstore."
 
 
@@ -44,6 +53,9 @@ class ListenOptions:
         client_ca: The path of a PEM file with CA certificates. Clients then need a certificate that one of them signs.
         token: The token that clients must send.
         metrics: The address for Prometheus, as ``host:port``.
+        max_calls: The largest number of calls that run at the same time. Default: 32.
+        max_connections: The largest number of connections. Default: 1024.
+        max_request_memory: The largest size in bytes of the requests of all running calls together. Default: 4 GiB.
 
     Raises:
         ValueError: A value is invalid, or options contradict each other.
@@ -55,8 +67,17 @@ class ListenOptions:
     client_ca: Path | None = None
     token: str | None = None
     metrics: str | None = None
+    max_calls: int = 32
+    max_connections: int = 1024
+    max_request_memory: int = 1 << 32
 
     def __post_init__(self) -> None:
+        for flag, number in (("--max-calls", self.max_calls), ("--max-connections", self.max_connections)):
+            if number < 1:
+                raise ValueError(f"{flag} must be at least 1, got {number}")
+        if self.max_request_memory < MESSAGE_BYTES:
+            least = MESSAGE_BYTES / 2**30
+            raise ValueError(f"--max-request-memory must be at least {least:.3f} GiB, the size of one message")
         if (self.tls_cert is None) != (self.tls_key is None):
             raise ValueError("--tls-cert and --tls-key must be given together")
         if self.client_ca is not None and self.tls_cert is None:
@@ -88,24 +109,37 @@ class Guard(grpc.ServerInterceptor):  # type: ignore[misc]
     """An interceptor that refuses calls without the token, and clients with another version of the protocol.
 
     Health checks need no token.
+
+    Args:
+        token: The token.
+        threads: The threads that send refusals.
     """
 
-    def __init__(self, token: str | None) -> None:
+    def __init__(self, token: str | None, threads: CallThreads) -> None:
         self._token = token
+        self._threads = threads
 
     def intercept_service(self, continuation: Callable[[Any], Any], details: Any) -> Any:
         """See grpc.ServerInterceptor."""
         metadata = dict(details.invocation_metadata)
         given = metadata.get(TOKEN_KEY, "")
         if not details.method.startswith(_HEALTH) and not allowed(given, self._token):
-            return _refusal(grpc.StatusCode.UNAUTHENTICATED, "the token is missing or wrong")
+            return self._refusal(grpc.StatusCode.UNAUTHENTICATED, "the token is missing or wrong")
         version = metadata.get(VERSION_KEY)
         if details.method.startswith(_OWN) and version != VERSION:
-            return _refusal(
+            return self._refusal(
                 grpc.StatusCode.FAILED_PRECONDITION,
                 f"the client speaks version {version} of the protocol, the server version {VERSION}",
             )
         return continuation(details)
+
+    def _refusal(self, code: grpc.StatusCode, details: str) -> Any:
+        def abort(requests: Any, context: Any) -> None:
+            context.abort(code, details)
+
+        abort.experimental_thread_pool = self._threads  # type: ignore[attr-defined]
+        # A handler of streams fits every method. It refuses a call before it reads a request, which may never arrive.
+        return grpc.stream_stream_rpc_method_handler(abort)
 
 
 def host_of_flag(flag: str, address: str) -> str:
@@ -142,30 +176,53 @@ def stopped_by_signals() -> Iterator[threading.Event]:
             signal.signal(number, handler)
 
 
-def _refusal(code: grpc.StatusCode, details: str) -> Any:
-    def abort(requests: Any, context: Any) -> None:
-        context.abort(code, details)
+class Health(health_pb2_grpc.HealthServicer):  # type: ignore[misc]
+    """The health service. Unlike grpcio-health-checking's, it keeps nothing for a client that watches but a thread."""
 
-    # A handler of streams fits every method. It refuses the call before a request is read, which might never arrive.
-    return grpc.stream_stream_rpc_method_handler(abort)
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._statuses: dict[str, int] = {}
 
-
-class Health(health.HealthServicer):  # type: ignore[misc]
-    """The health service with separate threads, so that health checks without a token cannot block other calls."""
+    def set(self, service: str, status: int) -> None:
+        """Sets the status of a service."""
+        with self._changed:
+            self._statuses[service] = status
+            self._changed.notify_all()
 
     def Check(self, request: Any, context: Any) -> Any:
         """See health.proto."""
-        return super().Check(request, context)
+        status = self._statuses.get(request.service)
+        if status is None:
+            context.abort(grpc.StatusCode.NOT_FOUND, "the server has no such service")
+        return health_pb2.HealthCheckResponse(status=status)
 
-    # grpcio 1.85.1 reads the thread pool of a method from this attribute.
-    Check.experimental_thread_pool = ThreadPoolExecutor(2, "recstore-health")  # type: ignore[attr-defined]
+    def Watch(self, request: Any, context: Any) -> Iterator[Any]:
+        """See health.proto."""
+        context.add_callback(self._wake)
+        sent = None
+        while True:
+            with self._changed:
+                while context.is_active() and (status := self._status(request.service)) == sent:
+                    self._changed.wait()
+            if not context.is_active():
+                return
+            yield health_pb2.HealthCheckResponse(status=status)
+            sent = status
+
+    def _status(self, service: str) -> int:
+        unknown: int = health_pb2.HealthCheckResponse.SERVICE_UNKNOWN
+        return self._statuses.get(service, unknown)
+
+    def _wake(self) -> None:
+        with self._changed:
+            self._changed.notify_all()
 
 
 class GrpcServer:
-    """A gRPC server with health checks and reflection. Calls run in threads.
+    """A gRPC server with health checks and reflection. Calls run in threads. See :class:`CallThreads`.
 
     Args:
-        options: The address, and who may call the server.
+        options: The address, who may call the server, and how much at a time.
         service: The full name of the service in the protocol.
         add: A function that adds the service to the server.
 
@@ -173,15 +230,24 @@ class GrpcServer:
         OSError: The address cannot be listened on.
     """
 
-    def __init__(self, options: ListenOptions, service: str, add: Callable[[grpc.Server], object]) -> None:
+    def __init__(self, options: ListenOptions, service: str, add: Callable[[Any], object]) -> None:
+        # Calls that need no token have threads of their own, so that they cannot block the others.
+        calls, open_calls = CallThreads(options.max_calls, "recstore-call"), CallThreads(_OPEN_CALLS, "recstore-health")
+        watches = CallThreads(_WATCHES, "recstore-watch", _WATCHES)
+        self._threads = (calls, open_calls, watches)
+        self._memory = RequestMemory(options.max_request_memory)
         self._server = grpc.server(
-            ThreadPoolExecutor(_CALLS, "recstore-call"), interceptors=[Guard(options.token)], options=_OPTIONS
+            calls,
+            interceptors=[Guard(options.token, open_calls)],
+            options=[*_OPTIONS, ("grpc.max_allowed_incoming_connections", options.max_connections)],
         )
-        add(self._server)
+        threads = {"": calls, f"{_HEALTH}Check": open_calls, _WATCH: watches}
+        handlers = Handlers(self._server, threads, self._memory, frozenset([_WATCH]))
+        add(handlers)
         self._names = ("", service)
         self._health = Health()
-        health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
-        reflection.enable_server_reflection((service, health.SERVICE_NAME, reflection.SERVICE_NAME), self._server)
+        health_pb2_grpc.add_HealthServicer_to_server(self._health, handlers)
+        reflection.enable_server_reflection((service, _HEALTH.strip("/"), reflection.SERVICE_NAME), handlers)
         self.address = f"{options.listen.rpartition(':')[0]}:{_bind(self._server, options)}"
         """The address, ``host:port``, with the chosen port."""
 
@@ -195,10 +261,26 @@ class GrpcServer:
         for name in self._names:
             self._health.set(name, status.SERVING if serving else status.NOT_SERVING)
 
+    def gauges(self) -> dict[str, tuple[str, Callable[[], float]]]:
+        """Returns a description and a function of each number for the metrics, by its name."""
+        calls, _, watches = self._threads
+        return {
+            "calls_running": ("The number of calls that run.", lambda: calls.running),
+            "calls_queued": ("The number of calls that wait for a thread.", lambda: calls.queued),
+            "calls_ended": ("The number of calls that were ended because their client was slow.", lambda: calls.ended),
+            "health_watches": ("The number of clients that watch the health.", lambda: watches.running),
+            "request_bytes": ("The size of the requests of all running calls.", lambda: self._memory.held),
+        }
+
     def stop(self) -> None:
-        """Refuses new calls, and waits for the running ones."""
-        self._health.enter_graceful_shutdown()
-        self._server.stop(GRACE_S).wait()
+        """Refuses new calls, and waits for the running ones, but not for clients that keep them waiting."""
+        self.set_serving(False)
+        stopped = self._server.stop(GRACE_S)
+        for threads in self._threads:
+            threads.stop()
+        stopped.wait()
+        for threads in self._threads:
+            threads.shutdown()
 
 
 def _bind(server: grpc.Server, options: ListenOptions) -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import fields
 from typing import Any, Protocol
 
@@ -72,6 +72,7 @@ class Metrics:
                     yield family
 
         registry.register(OfTables())
+        self._registry = registry
         self._server, self._thread = prometheus.start_http_server(port, host.strip("[]"), registry=registry)
         self.port: int = self._server.server_port
 
@@ -83,6 +84,13 @@ class Metrics:
     def ids(self, operation: str, table: str, count: int) -> None:
         """See :meth:`Observer.ids`."""
         self._ids.labels(operation, table).inc(count)
+
+    def gauges(self, numbers: Mapping[str, tuple[str, Callable[[], float]]]) -> None:
+        """Reports further numbers. ``numbers`` has a description and a function of each number, by its name."""
+        import prometheus_client as prometheus
+
+        for name, (description, number) in numbers.items():
+            prometheus.Gauge(f"recstore_{name}", description, registry=self._registry).set_function(number)
 
     def close(self) -> None:
         """Stops listening."""

@@ -85,6 +85,8 @@ def _serve(
         pb.DESCRIPTOR.services_by_name["ParameterServer"].full_name,
         lambda server: add_ParameterServerServicer_to_server(service, server),  # type: ignore[no-untyped-call]
     )
+    if metrics is not None:
+        metrics.gauges(server.gauges())
     service.begin()
     server.start()
     server.set_serving(True)

@@ -29,6 +29,7 @@ from torchrec_recstore.rpc.recstore_pb2_grpc import ParameterServerServicer
 from torchrec_recstore.rpc.table_spec import TableSpec
 from torchrec_recstore.service.applied import AppliedRequests, ServerStoppingError
 from torchrec_recstore.service.backend import NoInitialRow
+from torchrec_recstore.service.calls import CallRefusedError
 from torchrec_recstore.service.checkpoints import DataDirectory
 from torchrec_recstore.service.hosted import HostedBackend
 from torchrec_recstore.service.metrics import Observer
@@ -211,6 +212,9 @@ class ParameterServer(ParameterServerServicer):
             yield
         except GeneratorExit:  # the client has disconnected
             outcome = "cancelled"
+            raise
+        except CallRefusedError:
+            outcome = "refused"
             raise
         except Exception as error:
             if not context.is_active():  # the request could not be read, because the client has disconnected

@@ -1,0 +1,179 @@
+"""Tests of what a server bears: clients that stop, are slow or mean harm must not delay or harm the others."""
+
+from __future__ import annotations
+
+import threading
+import time
+import urllib.request
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+import torch
+from grpc_health.v1 import health_pb2, health_pb2_grpc
+
+from tests.recstore_server import RecStoreServer
+from tests.redis_server import free_port
+from torchrec_recstore.rpc import recstore_pb2 as pb
+from torchrec_recstore.rpc.protocol import VERSION, VERSION_KEY
+from torchrec_recstore.service import RecStoreClient
+
+IDS = torch.arange(100)
+METADATA = [(VERSION_KEY, VERSION)]
+SERVICE = "/torchrec_recstore.ParameterServer/"
+
+
+def _client(server: RecStoreServer) -> RecStoreClient:
+    client = RecStoreClient([server.address], timeout_s=20.0)
+    client.init_data("t", (100, 8), torch.float32)
+    return client
+
+
+def _channels(server: RecStoreServer, number: int, stack: ExitStack) -> list[grpc.Channel]:
+    """Returns channels that share no connection."""
+    options = [("grpc.use_local_subchannel_pool", 1)]
+    return [stack.enter_context(grpc.insecure_channel(server.address, options)) for _ in range(number)]
+
+
+def resident_mb(server: RecStoreServer) -> float:
+    status = Path(f"/proc/{server.pid}/status").read_text()
+    return int(status.split("VmRSS:")[1].split()[0]) / 1024
+
+
+def numbers(metrics: str) -> dict[str, float]:
+    """Returns the numbers of a server's metrics."""
+    text = urllib.request.urlopen(f"http://{metrics}/metrics").read().decode()
+    lines = dict(line.rsplit(" ", 1) for line in text.splitlines() if not line.startswith("#"))
+    return {name: float(number) for name, number in lines.items()}
+
+
+class _Stalled:
+    """Requests of a client that has stopped after the first request."""
+
+    def __init__(self, first: bytes | None, end: threading.Event) -> None:
+        self._first, self._end = first, end
+
+    def __iter__(self) -> Iterator[bytes]:
+        if self._first is not None:
+            yield self._first
+        self._end.wait()
+
+
+def test_clients_that_stop_take_no_threads_from_others(own_server: RecStoreServer) -> None:
+    client = _client(own_server)
+    client.push("t", IDS, torch.ones(100, 8))
+    incarnation = _incarnation(own_server)
+    write = pb.WriteRequest(header=pb.WriteHeader(table="t", incarnation=incarnation, client="stopped", ids=5))
+    pull = pb.PullRequest(header=pb.PullHeader(table="t"), ids=bytes(8 * 60_000))
+    end = threading.Event()
+    with ExitStack() as stack:
+        calls: list[Any] = []
+        for channel in _channels(own_server, 3, stack):
+            for first in (write.SerializeToString(), None):
+                method = channel.stream_unary(SERVICE + "Write")
+                calls += [method.future(iter(_Stalled(first, end)), metadata=METADATA) for _ in range(40)]
+            method = channel.stream_stream(SERVICE + "Pull")  # these clients read no reply
+            calls += [method(iter(_Stalled(pull.SerializeToString(), end)), metadata=METADATA) for _ in range(4)]
+            method = channel.stream_unary(SERVICE + "Describe")  # this call has one request, which never comes
+            calls += [method.future(iter(_Stalled(None, end)), metadata=METADATA) for _ in range(40)]
+            check = channel.stream_unary("/grpc.health.v1.Health/Check")
+            calls += [check.future(iter(_Stalled(None, end))) for _ in range(40)]
+        time.sleep(0.5)
+        for _ in range(5):
+            client.update("t", IDS, torch.ones(100, 8))
+            client.pull("t", IDS)
+            with RecStoreClient([own_server.address], timeout_s=20.0) as another:
+                another.stats("t")
+        with grpc.insecure_channel(own_server.address) as channel:
+            reply = health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=20)
+            assert reply.status == health_pb2.HealthCheckResponse.SERVING
+        begin = time.monotonic()
+        own_server.stop()
+        assert time.monotonic() - begin < 25  # the server would wait 30 s for calls that end
+        end.set()
+    own_server.start()
+    assert client.stats("t").steps == 5
+
+
+def _incarnation(server: RecStoreServer) -> str:
+    with grpc.insecure_channel(server.address) as channel:
+        describe = channel.unary_unary(SERVICE + "Describe", response_deserializer=pb.DescribeReply.FromString)
+        return describe(b"", metadata=METADATA).incarnation
+
+
+def test_messages_that_cannot_be_read_take_no_memory(own_server: RecStoreServer) -> None:
+    with grpc.insecure_channel(own_server.address) as channel:
+        call = channel.unary_unary(SERVICE + "Stats")
+
+        def send(number: int) -> None:
+            for _ in range(number):
+                with pytest.raises(grpc.RpcError, match="not a message of the protocol") as refused:
+                    call(b"\xff", metadata=METADATA)
+                assert refused.value.code() is grpc.StatusCode.INVALID_ARGUMENT
+
+        send(200)
+        before = resident_mb(own_server)
+        send(2000)
+        assert resident_mb(own_server) - before < 10  # grpcio's own handlers keep 19 KB a message
+
+
+def test_compressed_messages_are_refused(server: RecStoreServer) -> None:
+    with grpc.insecure_channel(server.address, compression=grpc.Compression.Gzip) as channel:
+        call = channel.stream_unary(SERVICE + "Write")
+        with pytest.raises(grpc.RpcError, match="gzip") as refused:
+            call(iter([bytes(60_000_000)]), metadata=METADATA)
+        assert refused.value.code() is grpc.StatusCode.UNIMPLEMENTED
+
+
+def test_clients_that_watch_the_health_are_few(own_server: RecStoreServer) -> None:
+    serving = health_pb2.HealthCheckResponse(status=health_pb2.HealthCheckResponse.SERVING)
+    request = health_pb2.HealthCheckRequest()
+    with ExitStack() as stack:
+        watches = []
+        for channel in _channels(own_server, 10, stack):
+            watches += [health_pb2_grpc.HealthStub(channel).Watch(request) for _ in range(100)]
+        with grpc.insecure_channel(own_server.address) as channel:
+            assert health_pb2_grpc.HealthStub(channel).Check(request, timeout=60) == serving
+        while sum(watch.is_active() for watch in watches) > 50:  # all 1000 with grpcio-health-checking's service
+            time.sleep(0.05)
+        assert {watch.code() for watch in watches if not watch.is_active()} == {grpc.StatusCode.CANCELLED}
+    with grpc.insecure_channel(own_server.address) as channel:
+        watch = health_pb2_grpc.HealthStub(channel).Watch(request)
+        assert next(watch) == serving
+        own_server.stop()
+        left = []
+        with pytest.raises(grpc.RpcError):
+            left.extend(watch)
+        assert not left or left[0].status == health_pb2.HealthCheckResponse.NOT_SERVING
+
+
+def test_the_memory_of_requests_is_bounded(tmp_path: Path) -> None:
+    metrics = f"127.0.0.1:{free_port()}"
+    server = RecStoreServer(tmp_path / "data", "--max-request-memory", "0.065", "--metrics", metrics)
+    client = _client(server)
+    incarnation = _incarnation(server)
+    header = pb.WriteRequest(header=pb.WriteHeader(table="t", incarnation=incarnation, client="stopped", ids=5))
+    part = pb.WriteRequest(ids=bytes(60_000_000)).SerializeToString()
+    end = threading.Event()
+
+    def requests() -> Iterator[bytes]:
+        yield header.SerializeToString()
+        yield part
+        end.wait()
+
+    with grpc.insecure_channel(server.address) as channel:
+        stalled = channel.stream_unary(SERVICE + "Write").future(requests(), metadata=METADATA)
+        while numbers(metrics)["recstore_request_bytes"] < 60_000_000:
+            time.sleep(0.05)
+        values = torch.arange(4_000_000.0).view(-1, 8)
+        client.push("t", torch.arange(500_000), values)  # is refused until the server has ended the other call
+        end.set()
+        assert stalled.code() is grpc.StatusCode.CANCELLED
+        assert numbers(metrics)["recstore_calls_ended"] == 1
+        assert torch.equal(client.pull("t", torch.arange(500_000)), values)
+        with pytest.raises(ValueError, match="a request may have at most 69793218 bytes"):
+            client.push("t", torch.arange(2_000_000), torch.zeros(2_000_000, 8))
+    server.kill()

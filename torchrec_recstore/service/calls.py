@@ -1,0 +1,245 @@
+"""The threads that carry out the calls of a server, and the end of calls whose clients keep a thread waiting."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import grpc
+
+PATIENCE_S = 0.25
+"""The time for which a full server waits for a client before it ends the client's call."""
+RATE = 1 << 20
+"""The number of bytes per second that a call must at least transfer, in the long run, if the server is full."""
+_LONGEST_TURN_S = 0.5
+
+
+class CallRefusedError(Exception):
+    """A call is refused with a gRPC status before the server has carried it out.
+
+    Args:
+        code: The status.
+        details: The message.
+        kind: The name of the error that clients raise. Default: "", for a :class:`ServiceError`.
+    """
+
+    def __init__(self, code: grpc.StatusCode, details: str, kind: str = "") -> None:
+        super().__init__(details)
+        self.code = code
+        self.kind = kind
+
+
+@dataclass(eq=False)
+class Call:
+    """A call that has a thread.
+
+    Args:
+        end: The function that ends the call. The call's thread then gets an error from gRPC.
+        memory: The memory of the requests of all calls.
+    """
+
+    end: Callable[[], object]
+    memory: RequestMemory
+    _late_s: float = 0.0
+    _since: float | None = None
+    held: int = 0
+    """The size in bytes of the requests that the call keeps in memory."""
+
+    def wait(self) -> None:
+        """Notes that the thread waits for the client from now on."""
+        self._since = time.monotonic()
+
+    def go_on(self, moved: int) -> None:
+        """Notes that the thread does not wait any more, and how many bytes have been transferred."""
+        self._late_s = max(0.0, self.late_s - moved / RATE)
+        self._since = None
+
+    @property
+    def late_s(self) -> float:
+        """The time in seconds that the client has kept the thread waiting, beyond the time that its bytes may take.
+
+        It is 0 while the thread works.
+        """
+        since = self._since
+        return 0.0 if since is None else self._late_s + time.monotonic() - since
+
+
+class RequestMemory:
+    """Counts the bytes of the requests of all running calls.
+
+    Args:
+        limit: The largest number of bytes.
+    """
+
+    def __init__(self, limit: int) -> None:
+        self.limit = limit
+        self._lock = threading.Lock()
+        self.held = 0
+        """The number of bytes that all calls keep now."""
+
+    def take(self, call: Call, size: int) -> bool:
+        """Adds ``size`` bytes to those that ``call`` keeps. Returns False, and adds nothing, if that is too much."""
+        with self._lock:
+            if self.held + size > self.limit:
+                return False
+            self.held += size
+            call.held += size
+            return True
+
+    def give_back(self, call: Call) -> None:
+        """Notes that ``call`` keeps no request any more."""
+        with self._lock:
+            self.held -= call.held
+            call.held = 0
+
+
+@dataclass
+class _Work:
+    future: Future[Any]
+    function: Callable[..., Any]
+    arguments: tuple[Any, ...]
+
+
+class CallThreads(ThreadPoolExecutor):
+    """The threads for calls. Clients take turns, and no client keeps a thread that others need.
+
+    When all threads are taken and a call waits for one, the calls end whose clients have kept a thread waiting for more
+    than :data:`PATIENCE_S`: the client has sent no request, or has not read the replies. If clients of many connections
+    wait, the patience is shorter, so that each connection gets a turn within half a second.
+
+    This is a ThreadPoolExecutor because grpcio accepts only this class for the threads of a method. Nothing of that
+    class but its type is used.
+
+    Args:
+        threads: The largest number of calls that run at the same time.
+        name: The name of the threads.
+        queued: The largest number of calls that wait for a thread. Beyond it, a connection with a waiting call gets no
+            further one.
+    """
+
+    def __init__(self, threads: int, name: str, queued: int = 4096) -> None:
+        super().__init__(1, name)
+        self._limit = threads
+        self._name = name
+        self._longest_queue = queued
+        self._condition = threading.Condition()
+        self._queues: OrderedDict[str, deque[_Work]] = OrderedDict()  # by connection, in the order of their turns
+        self._idle = 0
+        self._started = 0
+        self._watching = False
+        self._stopping = self._closed = False
+        self._running: set[Call] = set()
+        self.ended = 0
+        """The number of calls that were ended because their clients kept a thread waiting."""
+
+    @property
+    def running(self) -> int:
+        """The number of calls that have a thread."""
+        return len(self._running)
+
+    @property
+    def queued(self) -> int:
+        """The number of calls that wait for a thread."""
+        return sum(map(len, list(self._queues.values())))
+
+    def submit(self, function: Callable[..., Any], /, *arguments: Any, **named: Any) -> Future[Any]:
+        """Runs a call in a thread when it is the turn of the call's connection."""
+        # grpcio 1.85.1 passes the event of the new call, which knows the address of the client.
+        call = next((each.call for each in arguments if hasattr(each, "call_details")), None)
+        work = _Work(Future(), function, arguments)
+        peer = "" if call is None else str(call.peer())
+        with self._condition:
+            if call is not None and peer in self._queues and self.queued >= self._longest_queue:
+                call.cancel()
+            self._queues.setdefault(peer, deque()).append(work)
+            if self._idle:
+                self._idle -= 1
+                self._condition.notify()
+            elif self._started < self._limit:
+                self._started += 1
+                threading.Thread(target=self._run, name=f"{self._name}-{self._started}", daemon=True).start()
+            else:
+                self._watch()
+        return work.future
+
+    @contextmanager
+    def place(self, call: Call) -> Iterator[None]:
+        """Returns a context in which a call has this thread, and may be ended if its client is slow."""
+        with self._condition:
+            self._running.add(call)
+        try:
+            yield
+        finally:
+            with self._condition:
+                self._running.discard(call)
+
+    def end_late(self) -> None:
+        """Ends the calls whose clients have kept a thread waiting for too long."""
+        self._end([call for call in list(self._running) if call.late_s > PATIENCE_S])
+
+    def stop(self) -> None:
+        """Ends from now on each call whose client keeps a thread waiting, also while there are free threads."""
+        with self._condition:
+            self._stopping = True
+            self._watch()
+
+    def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
+        """Ends the threads that have no call, and the others after their calls. It does not wait."""
+        with self._condition:
+            self._closed = True
+            self._condition.notify_all()
+
+    def _end(self, calls: list[Call]) -> None:
+        with self._condition:
+            calls = [call for call in calls if call in self._running]
+            self._running.difference_update(calls)
+            self.ended += len(calls)
+        for call in calls:
+            call.end()
+
+    def _run(self) -> None:
+        while True:
+            with self._condition:
+                while not self._queues:
+                    if self._closed:
+                        return
+                    self._idle += 1
+                    self._condition.wait()
+                peer, works = next(iter(self._queues.items()))
+                work = works.popleft()
+                if works:
+                    self._queues.move_to_end(peer)
+                else:
+                    del self._queues[peer]
+            if work.future.set_running_or_notify_cancel():
+                try:
+                    work.future.set_result(work.function(*work.arguments))
+                except BaseException as error:
+                    work.future.set_exception(error)
+            del work
+
+    def _watch(self) -> None:
+        if not self._watching:
+            self._watching = True
+            threading.Thread(target=self._end_late_calls, name=f"{self._name}-watch", daemon=True).start()
+
+    def _end_late_calls(self) -> None:
+        """Ends late calls as long as a call waits for a thread."""
+        while True:
+            with self._condition:
+                busy = self._started > self._idle
+                if self._closed or not (self._queues or (self._stopping and busy)):
+                    self._watching = False
+                    return
+                running, queued, connections = list(self._running), self.queued, len(self._queues)
+                stopping = self._stopping
+            patience = min(PATIENCE_S, _LONGEST_TURN_S * self._limit / max(1, connections))
+            late = sorted(((call.late_s, call) for call in running), key=lambda pair: -pair[0])
+            self._end([call for late_s, call in late if late_s > patience][: len(late) if stopping else queued])
+            time.sleep(patience / 10)
