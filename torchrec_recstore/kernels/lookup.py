@@ -31,6 +31,7 @@ from torch.utils.checkpoint import CheckpointFunction
 
 from torchrec_recstore import ops
 from torchrec_recstore.fake_ops import PYTHON_OPS, register_python_op
+from torchrec_recstore.kernels.row_service import RemoteTable
 from torchrec_recstore.store import Table
 
 _handles = itertools.count(1)
@@ -46,7 +47,7 @@ class LookupKernel(nn.Module):
         passes: The number of native passes of a training lookup.
     """
 
-    def __init__(self, tables: Sequence[Table], passes: int) -> None:
+    def __init__(self, tables: Sequence[Table] | Sequence[RemoteTable], passes: int) -> None:
         super().__init__()
         self.passes = passes
         self._anchor = torch.empty(0, requires_grad=True)

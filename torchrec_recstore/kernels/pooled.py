@@ -87,7 +87,7 @@ class PooledKernel(LookupKernel):
             ColdStoreError: A cold store fails. Every row is where it was before the call.
             MemoryError: There is no memory for the new rows. Nothing has changed.
         """
-        self._check(ids, offsets, weights)
+        self.check(ids, offsets, weights)
         return self._run(ids, offsets, (), weights, train)
 
     def prefetch(self, ids: Tensor, counts: Sequence[int]) -> None:
@@ -114,7 +114,8 @@ class PooledKernel(LookupKernel):
             ops.group_prefetch(self._group, ids, counts)
             self.cold_rows.prefetch(ids, counts)
 
-    def _check(self, ids: Tensor, offsets: Tensor, weights: Tensor | None) -> None:
+    def check(self, ids: Tensor, offsets: Tensor, weights: Tensor | None) -> None:
+        """Raises TypeError if an argument of :meth:`forward` has the wrong dtype. The message names the argument."""
         if ids.dtype is not torch.int64:
             raise TypeError(f"ids must be int64, got {ids.dtype}")
         if offsets.dtype not in (torch.int32, torch.int64):

@@ -12,12 +12,18 @@ from torch.autograd.function import once_differentiable
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
 from torchrec_recstore import ops
-from torchrec_recstore.kernels import PooledKernel, SequenceKernel
+from torchrec_recstore.kernels import PooledKernel, RemotePooledKernel, RemoteSequenceKernel, SequenceKernel
+from torchrec_recstore.modules.remote_table_module import RemoteTableModule
 from torchrec_recstore.modules.table_module import TableModule
 
 Pooling = Literal["sum", "mean"]
 
-_K = TypeVar("_K", PooledKernel, SequenceKernel)
+EagerTable = TableModule | RemoteTableModule
+"""A module with one table: in this process, or of a client."""
+
+_Pooled = PooledKernel | RemotePooledKernel
+_Rows = SequenceKernel | RemoteSequenceKernel
+_K = TypeVar("_K", _Pooled, _Rows)
 
 _REASON = (
     "the rows of eager RecStore modules are looked up outside of compiled graphs; shard the model with RecStoreSharder "
@@ -47,7 +53,7 @@ class Lookups:
     """
 
     def __init__(self) -> None:
-        self._kernels: dict[object, PooledKernel | SequenceKernel] = {}
+        self._kernels: dict[object, _Pooled | _Rows] = {}
         self._handles: dict[int, int] = {}
         self._anchor = torch.empty(0, requires_grad=True)
 
@@ -60,7 +66,7 @@ class Lookups:
         self._handles.clear()
 
     def bags(
-        self, tables: Sequence[TableModule], feature_tables: Sequence[int], pooling: Pooling, bags: Bags, *, train: bool
+        self, tables: Sequence[EagerTable], feature_tables: Sequence[int], pooling: Pooling, bags: Bags, *, train: bool
     ) -> Tensor:
         """Returns the pooled rows of bags, by one native call.
 
@@ -86,15 +92,12 @@ class Lookups:
         fused = tables[0].fused
         if train:
             _check_training(tables)
-        kind = PooledKernel if fused else _PooledWithoutUpdate
-        kernel = self._kernel(
-            (fused, pooling, *feature_tables, *map(id, tables)), tables, lambda t: kind(t, feature_tables, pooling)
-        )
+        kernel = self._pooled_kernel(tables, feature_tables, pooling)
         if train:
             out: Tensor = kernel(bags.ids, bags.offsets, bags.weights, train=True)
             if fused:
                 return out
-            features = [tables[number] for number in feature_tables]
+            features: list[Any] = [tables[number] for number in feature_tables]
             return _Collect.apply(out, features, pooling, bags.ids, bags.offsets, bags.weights)  # type: ignore[no-any-return, no-untyped-call]
         weights = None if bags.weights is None else bags.weights.detach()
         out = kernel(bags.ids, bags.offsets, weights, train=False)
@@ -104,7 +107,7 @@ class Lookups:
         rows = [t.table.lookup(bags.ids[first:end]).float() for t, first, end in _parts(features, bags.offsets)]
         return _WeightGradients.apply(bags.weights, out, pooling, bags.offsets, *rows)  # type: ignore[no-any-return, no-untyped-call]
 
-    def rows(self, tables: Sequence[TableModule], ids: Tensor, counts: Sequence[int], *, train: bool) -> list[Tensor]:
+    def rows(self, tables: Sequence[EagerTable], ids: Tensor, counts: Sequence[int], *, train: bool) -> list[Tensor]:
         """Returns the rows of ids, in the order of the ids, by one native call.
 
         Args:
@@ -125,7 +128,7 @@ class Lookups:
         train = train and torch.is_grad_enabled()
         if train:
             _check_training(tables)
-        kernel = self._kernel(tuple(map(id, tables)), tables, SequenceKernel)
+        kernel = self._rows_kernel(tables)
         out: Tensor = kernel(ids, counts, train=train)
         if train and not tables[0].fused:
             out = _CollectRows.apply(self._anchor, out.detach(), list(tables), ids, list(counts))  # type: ignore[no-untyped-call]
@@ -137,7 +140,30 @@ class Lookups:
             first += size
         return parts
 
-    def _kernel(self, key: object, modules: Sequence[TableModule], make: Callable[[list[Any]], _K]) -> _K:
+    def prefetch_bags(
+        self, tables: Sequence[EagerTable], feature_tables: Sequence[int], pooling: Pooling, bags: Bags
+    ) -> None:
+        """Prepares a batch before :meth:`bags` is called for it, with the same arguments."""
+        counts = [end - first for _, first, end in _parts([tables[number] for number in feature_tables], bags.offsets)]
+        self._pooled_kernel(tables, feature_tables, pooling).prefetch(bags.ids, counts)
+
+    def prefetch_rows(self, tables: Sequence[EagerTable], ids: Tensor, counts: Sequence[int]) -> None:
+        """Prepares a batch before :meth:`rows` is called for it, with the same arguments."""
+        self._rows_kernel(tables).prefetch(ids, counts)
+
+    def _pooled_kernel(self, tables: Sequence[EagerTable], feature_tables: Sequence[int], pooling: Pooling) -> _Pooled:
+        key = (tables[0].fused, pooling, *feature_tables, *map(id, tables))
+        kind: type[_Pooled] = PooledKernel if tables[0].fused else _PooledWithoutUpdate
+        if isinstance(tables[0], RemoteTableModule):
+            kind = RemotePooledKernel
+        return self._kernel(key, tables, lambda found: kind(found, feature_tables, pooling))
+
+    def _rows_kernel(self, tables: Sequence[EagerTable]) -> _Rows:
+        remote = isinstance(tables[0], RemoteTableModule)
+        make: Callable[[list[Any]], _Rows] = RemoteSequenceKernel if remote else SequenceKernel
+        return self._kernel(tuple(map(id, tables)), tables, make)
+
+    def _kernel(self, key: object, modules: Sequence[EagerTable], make: Callable[[list[Any]], _K]) -> _K:
         tables = [module.table for module in modules]
         handles = {id(module): table.handle for module, table in zip(modules, tables, strict=True)}
         if any(self._handles.get(module, handle) != handle for module, handle in handles.items()):
@@ -155,7 +181,7 @@ class Lookups:
 @torch.compiler.disable(reason=_REASON)  # type: ignore[no-untyped-call, untyped-decorator]
 def _bags_outside_the_graph(
     lookups: Lookups,
-    tables: Sequence[TableModule],
+    tables: Sequence[EagerTable],
     feature_tables: Sequence[int],
     pooling: Pooling,
     bags: Bags,
@@ -166,7 +192,7 @@ def _bags_outside_the_graph(
 
 @torch.compiler.disable(reason=_REASON)  # type: ignore[no-untyped-call, untyped-decorator]
 def _rows_outside_the_graph(
-    lookups: Lookups, tables: Sequence[TableModule], ids: Tensor, counts: Sequence[int], train: bool
+    lookups: Lookups, tables: Sequence[EagerTable], ids: Tensor, counts: Sequence[int], train: bool
 ) -> list[Tensor]:
     return lookups.rows(tables, ids, counts, train=train)
 
@@ -207,6 +233,7 @@ class _Collect(torch.autograd.Function):
         scales = _bag_scales(offsets, ctx.pooling)
         bags = grads[0].shape[0]
         for number, (feature, first, end) in enumerate(_parts(ctx.features, offsets)):
+            assert isinstance(feature, TableModule)  # a client's table has no sparse optimizer
             bag_of = _bag_of(offsets[number * bags : (number + 1) * bags + 1])
             of_ids = columns[number][bag_of]
             scale = None if weights is None else weights[first:end]
@@ -279,22 +306,26 @@ def _bag_of(offsets: Tensor) -> Tensor:
     return torch.repeat_interleave(torch.arange(len(lengths)), lengths)
 
 
-def _parts(features: Sequence[TableModule], offsets: Tensor) -> Iterator[tuple[TableModule, int, int]]:
+def _parts(features: Sequence[EagerTable], offsets: Tensor) -> Iterator[tuple[EagerTable, int, int]]:
     """Yields each feature's table, and the positions where the feature's ids begin and end."""
     bags = (len(offsets) - 1) // len(features)
     ends = offsets[::bags].tolist() if bags else [0] * (len(features) + 1)
     return zip(features, ends[:-1], ends[1:], strict=True)
 
 
-def _check_training(tables: Sequence[TableModule]) -> None:
+def _check_training(tables: Sequence[EagerTable]) -> None:
     if not tables[0].fused and get_proxy_mode() is not None:
         names = ", ".join(repr(module.table.name) for module in tables)
         raise NotImplementedError(
             f"table(s) {names}: modules with fused=False collect gradients in Python, which a traced graph does not "
             "contain: make the modules with fused=True, or trace the model without them"
         )
-    # Each rank would train different rows, and nothing would report it. (This is a private name of torch 2.13.)
-    if getattr(nn.parallel.DistributedDataParallel, "_active_ddp_module", None) is not None:
+    # Each rank would train different rows, and nothing would report it. The rows of a client are those of all ranks.
+    # (_active_ddp_module is a private name of torch 2.13.)
+    if (
+        not isinstance(tables[0], RemoteTableModule)
+        and getattr(nn.parallel.DistributedDataParallel, "_active_ddp_module", None) is not None
+    ):
         names = ", ".join(repr(module.table.name) for module in tables)
         raise RuntimeError(
             f"table(s) {names}: DistributedDataParallel cannot keep the rows of eager modules equal on all ranks: "

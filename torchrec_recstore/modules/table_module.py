@@ -78,7 +78,7 @@ class TableModule(RefusesQuantization, nn.Module):
         super().__init__()
         if not isinstance(fused, bool):
             raise TypeError(f"fused must be a bool, got {type(fused).__name__}")
-        device = _rows_device(device)
+        device = rows_device(device)
         self._arguments = dict(arguments)
         self._owned = None if device.type == "meta" else OwnedTable(self._arguments)
         self._learning_rate = learning_rate
@@ -271,7 +271,7 @@ class TableModule(RefusesQuantization, nn.Module):
             error_msgs.append(f"While loading the rows of {prefix}weight: {error}.")
 
 
-def _rows_device(device: torch.device | str | int | None) -> torch.device:
+def rows_device(device: torch.device | str | int | None) -> torch.device:
     """Returns the device for a ``device`` argument: ``meta`` if None and torch's default device is meta, else ``cpu``.
 
     Raises:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Protocol
 
 from torch import Tensor
 
+from torchrec_recstore.kernels import RowRead, RowUpdate
 from torchrec_recstore.rpc.table_spec import TableSpec
 from torchrec_recstore.store import TableStats
 
@@ -91,6 +93,19 @@ class Backend(Protocol):
 
         Raises:
             NoInitialRow: The table has ``initial_rows``, and an id has neither a row nor an initial row in ``initial``.
+        """
+
+    def pull_each(self, reads: Sequence[RowRead]) -> list[Tensor]:
+        """Reads rows of several tables without ``initial_rows``. See :class:`RowRead`.
+
+        Returns:
+            For each read, (N, dim) in the table's dtype. No row is made.
+        """
+
+    def update_each(self, updates: Sequence[RowUpdate]) -> None:
+        """Makes an :meth:`update` of each of several tables without ``initial_rows``, also of those without ids.
+
+        If one update fails, the others may have been carried out.
         """
 
     def delete(self, name: str, ids: Tensor) -> int:

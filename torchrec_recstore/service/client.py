@@ -31,6 +31,7 @@ from torchrec_recstore.service.background import Prefetches, Updates
 from torchrec_recstore.service.client_rows import ClientRows, Read
 from torchrec_recstore.service.hosted import HostedBackend
 from torchrec_recstore.service.initial_rows import InitFunc, InitialRowMaker
+from torchrec_recstore.service.several_tables import SeveralTables
 from torchrec_recstore.store import TableStats
 from torchrec_recstore.utils import warn_user
 
@@ -42,7 +43,7 @@ _clients: weakref.WeakValueDictionary[int, RecStoreClient] = weakref.WeakValueDi
 _handles = itertools.count(1)
 
 
-class RecStoreClient:
+class RecStoreClient(SeveralTables):
     """A client of named embedding tables, which are in this process or on parameter servers.
 
     A table takes any int64 id. Rows are created when they are written or updated. ``pull`` creates no rows: an id
@@ -111,6 +112,7 @@ class RecStoreClient:
         self._said: set[str] = set()
         self._prefetches: Prefetches[list[tuple[str, Tensor, Read, Tensor | None]]] = Prefetches(_THREADS)
         self._updates = Updates()
+        super().__init__()
         self.handle = next(_handles)
         """The number that identifies this client in the ``torch.ops.recstore_ops.emb_*`` ops."""
         _clients[self.handle] = self
@@ -422,6 +424,7 @@ class RecStoreClient:
             for error in self._updates.close():
                 warn_user(f"{self!r}: an update_async that was not waited for has failed: {error}")
             self._prefetches.close()
+            self._groups.close()
             self._tables.close()
 
     def __enter__(self) -> RecStoreClient:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Hashable, Iterator
+from collections.abc import Hashable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -19,7 +19,7 @@ from torchrec_recstore.checkpoint.destination import Destination
 from torchrec_recstore.checkpoint.info import read_chain
 from torchrec_recstore.checkpoint.reader import exchange_all
 from torchrec_recstore.checkpoint.writer import SavedShard
-from torchrec_recstore.kernels import PooledKernel
+from torchrec_recstore.kernels import PooledKernel, RowRead, RowUpdate
 from torchrec_recstore.options import (
     LFU,
     LRU,
@@ -217,6 +217,22 @@ class HostedBackend:
                     there = table.contains(begun[0])  # False for ids that are not admitted yet
                     table.insert(begun[0][there], begun[1][there])
                 kernel.update(context, grads.float(), False)
+
+    def pull_each(self, reads: Sequence[RowRead]) -> list[Tensor]:
+        """See :meth:`Backend.pull_each`."""
+        return [self._read(read) for read in reads]
+
+    def _read(self, read: RowRead) -> Tensor:
+        with self._held(read.table) as hosted:
+            rows = self.pull(read.table, read.ids)
+            if read.missing == "zeros":
+                rows[~hosted.table.contains(read.ids)] = 0
+            return rows
+
+    def update_each(self, updates: Sequence[RowUpdate]) -> None:
+        """See :meth:`Backend.update_each`."""
+        for update in updates:
+            self.update(update.table, update.ids, update.grads)
 
     def delete(self, name: str, ids: Tensor) -> int:
         """See :meth:`Backend.delete`."""

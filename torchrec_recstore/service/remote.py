@@ -8,6 +8,7 @@ from pathlib import Path
 
 from torch import Tensor
 
+from torchrec_recstore.kernels import RowRead, RowUpdate
 from torchrec_recstore.row_types import value_dtype
 from torchrec_recstore.rpc.connection import Access
 from torchrec_recstore.rpc.protocol import NO_INITIAL_ROW, ServiceError
@@ -92,6 +93,23 @@ class RemoteBackend:
         refused = self._servers.update(name, ids, grads, initial)
         if len(refused):
             raise NoInitialRow(name, refused)
+
+    def pull_each(self, reads: Sequence[RowRead]) -> list[Tensor]:
+        """See :meth:`Backend.pull_each`."""
+        return [self._read(read) for read in reads]
+
+    def _read(self, read: RowRead) -> Tensor:
+        if read.missing == "init":
+            return self.pull(read.table, read.ids)
+        found, some = self.found_rows(read.table, read.ids)
+        rows = some.new_zeros(len(read.ids), some.shape[1])
+        rows[found] = some
+        return rows
+
+    def update_each(self, updates: Sequence[RowUpdate]) -> None:
+        """See :meth:`Backend.update_each`."""
+        for update in updates:
+            self.update(update.table, update.ids, update.grads)
 
     def delete(self, name: str, ids: Tensor) -> int:
         """See :meth:`Backend.delete`."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from torch import nn
 
 from torchrec_recstore import ops
+from torchrec_recstore.modules.remote_table_module import RemoteTableModule
 from torchrec_recstore.modules.table_module import TableModule
 from torchrec_recstore.sharders.collection import RecStoreCollection
 from torchrec_recstore.sharders.gather import all_gathered, whole_environment
@@ -27,8 +28,9 @@ def set_time(model: nn.Module, unix_seconds: float) -> None:
 
     Raises:
         TypeError: ``unix_seconds`` is not a number.
-        ValueError: ``unix_seconds`` is negative or not finite. Or a table has trained by the system's clock, at a later
-            time. All of these errors are raised on every rank, and no table has changed.
+        ValueError: ``unix_seconds`` is negative or not finite, or the model has tables on servers. Or a table has
+            trained by the system's clock, at a later time. All of these errors are raised on every rank, and no table
+            has changed.
     """
     tables = _tables_of(model)
     micros, error = 0, None
@@ -57,6 +59,11 @@ def _tables_of(model: nn.Module) -> list[Table]:
             found += module.recstore_tables()
         elif isinstance(module, TableModule):
             found.append(module.table)
+        elif isinstance(module, RemoteTableModule):
+            raise ValueError(
+                f"set_time: table {module.table.name!r} is on servers, whose rows expire by the servers' clocks: call "
+                "set_time for models without tables on servers"
+            )
     return found
 
 

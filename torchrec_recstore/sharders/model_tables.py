@@ -16,6 +16,7 @@ from torchrec_recstore.options import is_shared
 from torchrec_recstore.sharders.collection import RecStoreCollection
 from torchrec_recstore.sharders.gather import all_gathered, refused_together, whole_environment
 from torchrec_recstore.sharders.layout import LocalShard
+from torchrec_recstore.sharders.remote_tables import refuse_remote_tables
 from torchrec_recstore.sharders.state import RowState
 from torchrec_recstore.store import TableStats
 from torchrec_recstore.store.stats import combined
@@ -240,6 +241,7 @@ def dense_tensors(model: nn.Module, tables: Sequence[ModelTable]) -> dict[str, T
     of_collections = {id(parameter) for collection in collections for parameter in collection.parameters()}
     for key, parameter in model.named_parameters():
         if isinstance(parameter, TableParameter) and id(parameter) not in of_collections:
+            refuse_remote_tables(model)
             raise ValueError(
                 f"{key} is the table of a module that is not sharded: a checkpoint holds the tables of sharded "
                 "modules; save and load the state_dict of this module"

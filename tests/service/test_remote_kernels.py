@@ -1,0 +1,333 @@
+"""Kernels whose rows a client reads and updates, compared with kernels of tables in the process, to the bit."""
+
+from __future__ import annotations
+
+import gc
+import itertools
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Literal
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.kernels.optimizer_cases import OPTIMIZERS
+from torchrec_recstore import NoInitialRow, RecStoreClient
+from torchrec_recstore.kernels import (
+    PooledKernel,
+    RemotePooledKernel,
+    RemoteSequenceKernel,
+    RemoteTable,
+    RowRead,
+    RowUpdate,
+    SequenceKernel,
+)
+from torchrec_recstore.optim import SGD, Adagrad, Adam, Optimizer
+from torchrec_recstore.options import LRU, Expiry, MinFrequency, TableOptions, UniformInit
+from torchrec_recstore.service.several_tables import SeveralTables
+from torchrec_recstore.store import Table
+
+DIMS = (8, 5, 16)
+FEATURE_TABLES = [0, 0, 1, 2]
+BAGS = 7
+OPTIONS = TableOptions(seed=3, initializer=UniformInit(-1.0, 1.0))
+Batch = tuple[Tensor, Tensor, list[int]]
+IDS = torch.arange(-10, 10)
+
+
+def batches(count: int, empty: Sequence[int] = ()) -> list[Batch]:
+    """Returns the ids, the offsets and the counts of each feature. Feature 3 has no ids in the batches ``empty``."""
+    generator = torch.Generator().manual_seed(count)
+    found = []
+    for step in range(count):
+        lengths = torch.randint(0, 6, (len(FEATURE_TABLES), BAGS), generator=generator)
+        if step in empty:
+            lengths[3] = 0
+        offsets = torch.cat([torch.zeros(1, dtype=torch.int64), lengths.flatten().cumsum(0)])
+        ids = torch.randint(-10, 10, (int(offsets[-1]),), generator=generator)
+        found.append((ids, offsets, lengths.sum(1).tolist()))
+    return found
+
+
+class Both:
+    """The same tables in the process and of a client."""
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        dtype: torch.dtype = torch.float32,
+        options: TableOptions = OPTIONS,
+        staleness: int = 0,
+        servers: Sequence[str] | None = None,
+        prefix: str = "t",
+    ) -> None:
+        self.client = RecStoreClient(servers)
+        names = [f"{prefix}{dim}" for dim in DIMS]
+        self.here = [Table(dim, dtype, optimizer, options, name=name) for dim, name in zip(DIMS, names, strict=True)]
+        self.remote = [
+            RemoteTable(self.client, name, (100, dim), dtype, optimizer, options, staleness)
+            for dim, name in zip(DIMS, names, strict=True)
+        ]
+
+    def pooled(self, pooling: Literal["sum", "mean"] = "sum") -> tuple[PooledKernel, RemotePooledKernel]:
+        return (
+            PooledKernel(self.here, FEATURE_TABLES, pooling),
+            RemotePooledKernel(self.remote, FEATURE_TABLES, pooling),
+        )
+
+    def assert_equal_rows(self, steps: bool = True) -> None:
+        for here, remote in zip(self.here, self.remote, strict=True):
+            there = here.contains(IDS)
+            assert torch.equal(there, self.client.exists(remote.name, IDS))
+            assert torch.equal(here.lookup(IDS[there]), self.client.pull(remote.name, IDS[there]))
+            assert not steps or (here.stats().steps, here.stats().updates) == (
+                self.client.stats(remote.name).steps,
+                self.client.stats(remote.name).updates,
+            )
+
+
+def step(
+    kernels: Sequence[PooledKernel | RemotePooledKernel], batch: Batch, weighted: bool = False
+) -> list[tuple[Tensor, Tensor | None]]:
+    """Runs a training step of each kernel and returns the outputs and the gradients of the weights."""
+    ids, offsets, _ = batch
+    weights = torch.linspace(-1, 1, len(ids)) if weighted else None
+    results, grad = [], None
+    for kernel in kernels:
+        own = None if weights is None else weights.clone().requires_grad_()
+        out = kernel(ids, offsets, own, train=True)
+        grad = torch.randn(out.shape) if grad is None else grad
+        out.backward(grad)
+        results.append((out.detach(), None if own is None else own.grad))
+    return results
+
+
+def assert_equal(results: list[tuple[Tensor, Tensor | None]]) -> None:
+    (first, its_grad), (second, other_grad) = results
+    assert torch.equal(first, second)
+    assert (its_grad is None) == (other_grad is None)
+    assert its_grad is None or other_grad is None or torch.equal(its_grad, other_grad)
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS, ids=repr)
+def test_every_optimizer(optimizer: Optimizer) -> None:
+    both = Both(optimizer)
+    kernels = both.pooled()
+    for batch in batches(4, empty=[1]):
+        assert_equal(step(kernels, batch, weighted=True))
+    both.assert_equal_rows()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16, torch.int8])
+@pytest.mark.parametrize("pooling", ["sum", "mean"])
+def test_every_data_type_and_pooling(dtype: torch.dtype, pooling: Literal["sum", "mean"]) -> None:
+    for missing in ("zeros", "init"):
+        both = Both(Adagrad(lr=0.1), dtype, TableOptions(seed=3, initializer=UniformInit(-1.0, 1.0), missing=missing))
+        kernels = both.pooled(pooling)
+        for batch in batches(3):
+            assert_equal(step(kernels, batch))
+            read = [kernel(batch[0] + 5, batch[1], train=False) for kernel in kernels]
+            assert torch.equal(*read)
+            assert not read[1].requires_grad
+        both.assert_equal_rows()
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        replace(OPTIONS, max_rows=19, eviction=LRU()),
+        replace(OPTIONS, admission=MinFrequency(2)),
+        replace(OPTIONS, expiry=Expiry(4)),
+    ],
+)
+def test_bounds_count_the_same_steps(options: TableOptions) -> None:
+    both = Both(Adam(lr=0.1), options=options)
+    kernels = both.pooled()
+    for batch in batches(6, empty=[2, 3]):
+        assert_equal(step(kernels, batch))
+    both.assert_equal_rows()
+
+
+def test_rows_without_pooling() -> None:
+    both = Both(Adagrad(lr=0.1, max_gradient=0.5))
+    kernels = SequenceKernel(both.here), RemoteSequenceKernel(both.remote)
+    for ids, _, features in batches(4, empty=[1]):
+        counts = [features[0] + features[1], *features[2:]]
+        kernels[1].prefetch(ids, counts)
+        outs = [kernel(ids, counts, train=True) for kernel in kernels]
+        assert torch.equal(*outs)
+        grad = torch.randn(outs[0].shape)
+        for out in outs:
+            out.backward(grad)
+        assert torch.equal(*(kernel(ids, counts, train=False) for kernel in kernels))
+    both.assert_equal_rows()
+    with pytest.raises(ValueError, match="counts must have a number for each of 3 tables, and the sum 2"):
+        kernels[1](IDS[:2], [1, 1], train=True)
+
+
+class Counted:
+    """The reads of a client: the ids of each call, by table."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.reads: list[list[Tensor]] = []
+        original = SeveralTables.pull_each
+
+        def counting(client: SeveralTables, reads: Sequence[RowRead]) -> list[Tensor]:
+            self.reads.append([read.ids for read in reads])
+            return original(client, reads)
+
+        monkeypatch.setattr(SeveralTables, "pull_each", counting)
+
+
+@pytest.mark.parametrize("ahead", [1, 3, 6])
+def test_prefetched_rows_include_later_updates(monkeypatch: pytest.MonkeyPatch, ahead: int) -> None:
+    both = Both(Adagrad(lr=0.1))
+    kernels = both.pooled()
+    given = batches(8)
+    reads = Counted(monkeypatch)
+    for number, batch in enumerate(given):
+        for coming in given[number : number + ahead] if number == 0 else given[number + ahead - 1 : number + ahead]:
+            kernels[1].prefetch(coming[0], coming[2])
+        assert_equal(step(kernels, batch))
+    both.assert_equal_rows()
+    # Rows are read again only where an update came in between; the four newest prefetches are kept.
+    again = [sum(map(len, some)) for some in reads.reads]
+    assert len(again) == {1: 0, 3: 7, 6: 8}[ahead]
+    assert ahead > 4 or all(0 < count < 58 for count in again)
+
+
+def test_a_prefetched_batch_may_change_or_never_come() -> None:
+    both = Both(Adagrad(lr=0.1))
+    kernels = both.pooled()
+    given = batches(3)
+    for ids, _, counts in given[1:]:
+        own = ids.clone()
+        kernels[1].prefetch(own, counts)
+        own.zero_()
+    for batch in given:
+        assert_equal(step(kernels, batch))
+    both.assert_equal_rows()
+
+
+class Held:
+    """A client whose updates are carried out when the test says so."""
+
+    def __init__(self, client: RecStoreClient) -> None:
+        self.client = client
+        self.held: dict[int, Sequence[RowUpdate]] = {}
+        self.waited: list[int] = []
+        self._numbers = itertools.count(1)
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self.client, name)
+
+    def update_each_async(self, updates: Sequence[RowUpdate]) -> int:
+        number = next(self._numbers)
+        self.held[number] = updates
+        return number
+
+    def wait(self, handle: int) -> None:
+        self.waited.append(handle)
+        self.client.update_each(self.held.pop(handle))
+
+
+@pytest.mark.parametrize("staleness", [1, 2])
+@pytest.mark.parametrize("prefetching", [False, True])
+def test_rows_lack_the_last_updates_only(staleness: int, prefetching: bool) -> None:
+    """With SGD of rate 1 from rows of zeros, a row is minus the sum of the gradients that it includes."""
+    client = Held(RecStoreClient())
+    options = TableOptions(initializer=UniformInit(0.0, 0.0))
+    table = RemoteTable(client, "t", (100, 1), torch.float32, SGD(lr=1.0), options, staleness)  # type: ignore[arg-type]
+    kernel = RemotePooledKernel([table], [0], "sum")
+    ids, offsets = torch.tensor([7]), torch.tensor([0, 1])
+    for number in range(6):
+        out = kernel(ids, offsets, train=True)
+        assert out.item() == -max(0, number - staleness)
+        if prefetching:
+            kernel.prefetch(ids, [1])
+        out.backward(torch.ones(1, 1))
+        assert len(client.held) <= staleness
+    assert client.waited == list(range(1, 7 - staleness))
+    assert kernel(ids, offsets, train=False).item() == -6  # an evaluation waits for all updates
+    assert not client.held
+
+
+def test_a_failed_update_is_raised_by_the_next_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    both = Both(SGD(lr=1.0), staleness=1)
+    kernel = both.pooled()[1]
+    given = batches(2)
+    step([kernel], given[0])
+    kernel(given[0][0], given[0][1], train=False)
+
+    def fail(*arguments: object) -> None:
+        raise MemoryError("no room")
+
+    monkeypatch.setattr("torchrec_recstore.service.hosted.HostedBackend.update_each", fail)
+    step([kernel], given[0])
+    with pytest.raises(MemoryError, match="no room"):
+        step([kernel], given[1])
+
+
+def test_several_lookups_may_be_pending() -> None:
+    both = Both(Adagrad(lr=0.1))
+    kernels = both.pooled()
+    given = batches(3)
+    for order in ((0, 1, 2), (2, 0, 1)):
+        outs = [[kernel(ids, offsets, train=True) for ids, offsets, _ in given] for kernel in kernels]
+        grads = [torch.randn(out.shape) for out in outs[0]]
+        for number in order:
+            assert torch.equal(outs[0][number], outs[1][number])
+            for of_kernel in outs:
+                of_kernel[number].backward(grads[number], retain_graph=True)
+        for of_kernel in outs:
+            of_kernel[0].backward(grads[0])
+        del outs
+    gc.collect()
+    assert len(kernels[1]._free) == 3  # graphs that were freed have given their tables back
+    both.assert_equal_rows(steps=False)  # a client's step is an update, and not a lookup
+
+
+def test_weights_of_a_graph_that_is_kept() -> None:
+    both = Both(Adagrad(lr=0.1))
+    kernel = both.pooled()[1]
+    ids, offsets, _ = batches(1)[0]
+    weights = torch.rand(len(ids), requires_grad=True)
+    out = kernel(ids, offsets, weights, train=True)
+    found = [torch.autograd.grad(out.sum(), weights, retain_graph=True)[0] for _ in range(2)]
+    assert torch.equal(*found)  # the gradient of the rows that the forward has read
+
+
+def test_a_forward_without_backward_makes_no_row() -> None:
+    both = Both(Adagrad(lr=0.1))
+    kernel = both.pooled()[1]
+    ids, offsets, _ = batches(1)[0]
+    for _ in range(3):
+        kernel(ids, offsets, train=True)
+    gc.collect()
+    assert len(kernel._free) == 1
+    assert both.client.stats("t8").rows == 0
+
+
+def test_what_is_refused() -> None:
+    client = RecStoreClient()
+    arguments = (client, "t", (10, 4), torch.float32, SGD(lr=1.0), OPTIONS)
+    for staleness, kind in ((-1, ValueError), (1.0, TypeError), (True, TypeError)):
+        with pytest.raises(kind, match="staleness must"):
+            RemoteTable(*arguments, staleness)  # type: ignore[arg-type]
+    table = RemoteTable(*arguments)
+    kernel = RemotePooledKernel([table, table], [0, 1], "sum")
+    with pytest.raises(ValueError, match="feature_tables must ascend"):
+        RemotePooledKernel([table, table], [1, 0], "sum")
+    with pytest.raises(TypeError, match="ids must be int64"):
+        kernel(IDS.int(), torch.tensor([0, 10, 20]), train=True)
+    for offsets in ([0, 10, 19], [1, 10, 20], [0, 20, 10], [0, 20]):
+        with pytest.raises(ValueError, match="offsets must ascend from 0 to 20, with equal bags for 2 features"):
+            kernel(IDS, torch.tensor(offsets), train=True)
+    kernel.learning_rate = lambda: 0.5
+    out = kernel(IDS, torch.tensor([0, 10, 20]), train=True)
+    with pytest.raises(ValueError, match=r"table 't': the learning rate is 0.5, but the servers apply SGD\(lr=1.0"):
+        out.sum().backward()
+    client.init_data("u", (10, 4), init_func=lambda shape, dtype: torch.ones(shape, dtype=dtype))
+    with pytest.raises(NoInitialRow, match="table 'u' has rows that an init_func makes"):
+        client.pull_each([RowRead("u", IDS)])

@@ -1,0 +1,385 @@
+"""Compute kernels of tables whose rows a client reads and updates elsewhere, usually on parameter servers.
+
+A training lookup reads each distinct id of the batch once, and pools the rows with the native kernel of a table in this
+process. Its backward sums the gradients of each distinct id with the same native code, in the order of the batch, and
+sends the sums. The results are therefore the same, to the bit, as those of a table in the process.
+"""
+
+from __future__ import annotations
+
+import itertools
+import weakref
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from torchrec_recstore import ops
+from torchrec_recstore.kernels.lookup import LookupKernel
+from torchrec_recstore.kernels.pooled import PooledKernel
+from torchrec_recstore.kernels.row_service import RemoteTable, RowRead, RowUpdate
+from torchrec_recstore.kernels.sequence import SequenceKernel
+from torchrec_recstore.optim import SGD
+from torchrec_recstore.options import ConstantInit, TableOptions
+from torchrec_recstore.store import Table
+from torchrec_recstore.store.arguments import among
+
+_MOST_PREFETCHES = 4  # further prefetches free the oldest one
+_NativeKernel = PooledKernel | SequenceKernel
+_Make = Callable[[Sequence[Table]], _NativeKernel]
+_numbers = itertools.count(1)
+_passes: weakref.WeakValueDictionary[int, _Pass] = weakref.WeakValueDictionary()
+
+
+class _Workspace:
+    """Tables of this process that hold the rows of a pass while it is pooled, and then the sums of its gradients.
+
+    Row i of a table is the row of the i-th distinct id. Rows are overwritten and never removed.
+    """
+
+    def __init__(self, tables: Sequence[RemoteTable], make: _Make) -> None:
+        zeros = TableOptions(initializer=ConstantInit(0.0))
+        # The step from a row of zeros with the learning rate 1 is minus the sum of the gradients, exactly.
+        self.tables = [Table(each.dim, torch.float32, _summing(each), zeros, name=each.name) for each in tables]
+        self.kernel = make(self.tables)
+
+    def write(self, rows: Sequence[Tensor]) -> None:
+        """Writes the rows of the distinct ids of each table, (n, dim)."""
+        for table, some in zip(self.tables, rows, strict=True):
+            if len(some):
+                table.insert(torch.arange(len(some)), some.float())
+
+    def sums(self, context: Tensor, grad: Tensor, counts: Sequence[int], distinct: Sequence[Tensor]) -> list[Tensor]:
+        """Returns the sum of the gradients of each distinct id of each table, (n, dim) float32."""
+        self.write([torch.zeros(len(ids), table.dim) for ids, table in zip(distinct, self.tables, strict=True)])
+        self.kernel.update(context, grad, False, counts)
+        steps = (table.lookup(torch.arange(len(ids))) for ids, table in zip(distinct, self.tables, strict=True))
+        return [0.0 - step for step in steps]
+
+
+def _summing(table: RemoteTable) -> SGD:
+    return SGD(lr=1.0, max_gradient=table.optimizer.max_gradient)
+
+
+class _Pass(bytearray):
+    """A training lookup, from its forward until its backward has run or its graph has been freed.
+
+    The context of the lookup is a tensor in the memory of this object, so that it lives as long as the context.
+    """
+
+    overwritten = False
+    """Whether the workspace has gradients in place of the rows."""
+
+    def __init__(
+        self, free: deque[_Workspace], workspace: _Workspace, distinct: list[Tensor], rows: list[Tensor]
+    ) -> None:
+        super().__init__(torch.int64.itemsize)
+        self.number = next(_numbers)
+        self._free, self.workspace, self.distinct, self.rows = free, workspace, distinct, rows
+        self.context = torch.empty(0)
+
+    def __del__(self) -> None:
+        del self.context  # ends the native pass before another one begins in the same tables
+        self._free.append(self.workspace)
+
+
+class _Batch:
+    """The distinct ids of each table in a batch, (n,) int64, ascending, and the position of each id of the batch."""
+
+    def __init__(self, ids: Tensor, counts: Sequence[int]) -> None:
+        parts = [torch.unique(part, return_inverse=True) for part in torch.split(ids, list(counts))]
+        self.distinct = [distinct for distinct, _ in parts]
+        self.places = torch.cat([places for _, places in parts]) if parts else ids
+
+
+class _Prefetched:
+    """A batch whose rows have been requested ahead of its lookup.
+
+    Args:
+        ids: (N,) int64. The ids of the batch.
+        counts: The number of ids of each table.
+        handle: The handle of the request.
+        included: The number of updates that the rows are known to include.
+    """
+
+    def __init__(self, ids: Tensor, counts: Sequence[int], batch: _Batch, handle: int, included: int) -> None:
+        self.ids, self.counts, self.batch, self.handle, self.included = ids, list(counts), batch, handle, included
+
+
+class _Updates:
+    """The updates that a kernel has sent: at most ``staleness`` of them are in progress."""
+
+    def __init__(self, tables: Sequence[RemoteTable]) -> None:
+        self._tables = tables
+        self._client = tables[0].client
+        self._staleness = tables[0].staleness
+        self._pending: deque[int] = deque()
+        self.sent = 0
+        self.log: dict[int, list[Tensor]] = {}
+        """The distinct ids of each table, by the number of the update, for updates that a prefetch may lack."""
+
+    @property
+    def included(self) -> int:
+        """The number of the last update that every row that is read from now on includes."""
+        return self.sent - len(self._pending)
+
+    @property
+    def required(self) -> int:
+        """The number of the last update that the rows of a lookup must include."""
+        return max(0, self.sent - self._staleness)
+
+    def send(self, distinct: Sequence[Tensor], sums: Sequence[Tensor], oldest: int) -> None:
+        """Sends an update of all tables. It waits for the update that was sent ``staleness`` updates before.
+
+        Args:
+            distinct: The distinct ids of each table, (n,) int64, ascending.
+            sums: The gradients of these ids, (n, dim) float32.
+            oldest: The number of the last update that all prefetches include.
+        """
+        parts = zip(self._tables, distinct, sums, strict=True)
+        updates = [RowUpdate(table.name, ids, grads) for table, ids, grads in parts]
+        while len(self._pending) >= max(1, self._staleness):
+            self._client.wait(self._pending.popleft())
+        self.log = {number: ids for number, ids in self.log.items() if number > min(oldest, self.included)}
+        self.sent += 1
+        self.log[self.sent] = list(distinct)
+        if self._staleness:
+            self._pending.append(self._client.update_each_async(updates))
+        else:
+            self._client.update_each(updates)
+
+    def wait(self) -> None:
+        """Waits for all updates."""
+        while self._pending:
+            self._client.wait(self._pending.popleft())
+
+    def later_ids(self, table: int, after: int, last: int) -> Tensor:
+        """Returns the ids of a table, ascending, in the updates with numbers above ``after`` and up to ``last``."""
+        some = [ids[table] for number, ids in self.log.items() if after < number <= last]
+        ids = torch.cat([torch.empty(0, dtype=torch.int64), *some])
+        ascending: Tensor = torch.unique(ids)
+        return ascending
+
+
+class RemoteKernel(LookupKernel):
+    """The base class of the kernels whose rows a client reads and updates.
+
+    Rows are made by the update of a backward: a training lookup reads an id without a row as its initial row. A kernel
+    that is not used by several threads at once reads rows that lack at most the last ``staleness`` updates of this
+    process, also if they were prefetched.
+
+    Args:
+        tables: The tables, of one client, with the same ``staleness``.
+        make: A function that makes the native kernel for tables of this process.
+    """
+
+    learning_rate: Callable[[], float] | None = None
+    """Returns the learning rate. It must be that of the tables' optimizer. None: the optimizer's."""
+
+    def __init__(self, tables: Sequence[RemoteTable], make: _Make) -> None:
+        super().__init__(tables, 1)
+        self._tables = list(tables)
+        self._client = tables[0].client
+        self._make = make
+        self._free: deque[_Workspace] = deque()
+        self._updates = _Updates(self._tables)
+        self._prefetched: deque[_Prefetched] = deque()
+        self._free.append(_Workspace(self._tables, make))
+        self._shape_of = self._free[0].kernel
+
+    def look_up(
+        self, ids: Tensor, offsets: Tensor | None, counts: Sequence[int], weights: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """See ``LookupKernel.look_up``."""
+        batch, rows = self._rows(ids, self._table_counts(ids, offsets, counts))
+        pass_ = _Pass(self._free, self._workspace(), batch.distinct, rows)
+        pass_.workspace.write(rows)
+        out, pass_.context = pass_.workspace.kernel.look_up(batch.places, offsets, counts, weights)
+        context = torch.frombuffer(pass_, dtype=torch.int64)
+        context[0] = pass_.number
+        _passes[pass_.number] = pass_
+        return out, context
+
+    def update(self, context: Tensor, grad: Tensor, weight_grads: bool, counts: Sequence[int] = ()) -> Tensor | None:
+        """See ``LookupKernel.update``. The gradients are sent; see ``RemoteTable``.
+
+        Raises:
+            ValueError: The learning rate has changed, which the servers do not know.
+            ServiceError: The update that this one waits for has failed.
+        """
+        pass_ = _passes.get(int(context[0]))
+        if pass_ is None:
+            raise RuntimeError(f"{self._who}: the context of the lookup was copied, and the lookup has ended")
+        self._check_learning_rate()
+        of_weights = None
+        if weight_grads:
+            if pass_.overwritten:
+                pass_.workspace.write(pass_.rows)
+            of_weights = ops.group_weight_gradients(pass_.context, grad)
+        pass_.overwritten = True
+        sums = pass_.workspace.sums(pass_.context, grad, counts, pass_.distinct)
+        oldest = min((ahead.included for ahead in self._prefetched), default=self._updates.sent)
+        self._updates.send(pass_.distinct, sums, oldest)
+        return of_weights
+
+    def read(self, ids: Tensor, offsets: Tensor | None, counts: Sequence[int], weights: Tensor | None) -> Tensor:
+        """See ``LookupKernel.read``. It waits for all updates of this kernel."""
+        self._updates.wait()
+        batch = _Batch(ids, self._table_counts(ids, offsets, counts))
+        parts = zip(self._tables, batch.distinct, strict=True)
+        rows = self._client.pull_each([RowRead(table.name, some, table.options.missing) for table, some in parts])
+        workspace = self._workspace()
+        try:
+            workspace.write(rows)
+            return workspace.kernel.read(batch.places, offsets, counts, weights)
+        finally:
+            self._free.append(workspace)
+
+    def output_shape(self, offsets: Tensor | None, counts: Sequence[int]) -> tuple[int, ...]:
+        """See ``LookupKernel.output_shape``."""
+        return self._shape_of.output_shape(offsets, counts)
+
+    def prefetch(self, ids: Tensor, counts: Sequence[int]) -> None:
+        """Requests the rows of a coming batch, in one call for all tables, for its training lookup.
+
+        The lookup of the same ids waits for these rows, and reads the rows again that have been updated since. The
+        kernel keeps the four newest batches.
+
+        Args:
+            ids: (N,) int64, table by table. The ids of the batch.
+            counts: The number of ids of each feature, or of each table if the kernel does not pool.
+        """
+        ids, of_tables = ids.clone(), self._prefetch_counts(counts)
+        batch = _Batch(ids, of_tables)
+        included = self._updates.included
+        handle = self._client.prefetch_each(self._reads(batch.distinct))
+        self._prefetched.append(_Prefetched(ids, of_tables, batch, handle, included))
+        while len(self._prefetched) > _MOST_PREFETCHES:
+            self._client.wait_for_each(self._prefetched.popleft().handle)
+
+    def _workspace(self) -> _Workspace:
+        try:
+            return self._free.pop()
+        except IndexError:
+            return _Workspace(self._tables, self._make)
+
+    def _reads(self, distinct: Sequence[Tensor]) -> list[RowRead]:
+        return [RowRead(table.name, ids) for table, ids in zip(self._tables, distinct, strict=True)]
+
+    def _rows(self, ids: Tensor, counts: Sequence[int]) -> tuple[_Batch, list[Tensor]]:
+        """Returns the distinct ids of a batch and their rows, prefetched or read now."""
+        for place, ahead in enumerate(self._prefetched):
+            if ahead.counts == list(counts) and torch.equal(ahead.ids, ids):
+                del self._prefetched[place]
+                return ahead.batch, self._renewed(ahead)
+        batch = _Batch(ids, counts)
+        return batch, self._client.pull_each(self._reads(batch.distinct))
+
+    def _renewed(self, ahead: _Prefetched) -> list[Tensor]:
+        """Returns the rows of a prefetch, after it has read the rows again that it lacks updates of."""
+        rows = self._client.wait_for_each(ahead.handle)
+        distinct, required = ahead.batch.distinct, self._updates.required
+        stale = [
+            among(ids, self._updates.later_ids(number, ahead.included, required)) for number, ids in enumerate(distinct)
+        ]
+        if any(bool(some.any()) for some in stale):
+            again = self._client.pull_each(self._reads([ids[some] for ids, some in zip(distinct, stale, strict=True)]))
+            for present, some, new in zip(rows, stale, again, strict=True):
+                present[some] = new
+        return rows
+
+    def _check_learning_rate(self) -> None:
+        if self.learning_rate is None:
+            return
+        rate = self.learning_rate()
+        for table in self._tables:
+            if rate != table.optimizer.lr:
+                raise ValueError(
+                    f"table {table.name!r}: the learning rate is {rate}, but the servers apply "
+                    f"{table.optimizer!r}: the learning rate of a table on servers cannot be changed"
+                )
+
+    def _table_counts(self, ids: Tensor, offsets: Tensor | None, counts: Sequence[int]) -> Sequence[int]:
+        """Returns the number of ids of each table in a batch."""
+        raise NotImplementedError
+
+    def _prefetch_counts(self, counts: Sequence[int]) -> Sequence[int]:
+        """Returns the number of ids of each table for the ``counts`` of :meth:`prefetch`."""
+        raise NotImplementedError
+
+
+class RemotePooledKernel(RemoteKernel):
+    """A :class:`PooledKernel` whose rows a client reads and updates. The features of a table are adjacent.
+
+    Args:
+        tables: The tables, of one client.
+        feature_tables: The index of each feature's table in ``tables``, ascending, in the order of the features.
+        pooling: See :class:`PooledKernel`.
+    """
+
+    def __init__(self, tables: Sequence[RemoteTable], feature_tables: Sequence[int], pooling: Any) -> None:
+        if list(feature_tables) != sorted(feature_tables):
+            raise ValueError(f"feature_tables must ascend, got {list(feature_tables)}")
+        super().__init__(tables, lambda here: PooledKernel(here, feature_tables, pooling))
+        self._features = [list(feature_tables).count(number) for number in range(len(tables))]
+
+    def forward(self, ids: Tensor, offsets: Tensor, weights: Tensor | None = None, *, train: bool) -> Tensor:
+        """Looks up a batch and pools it. See :meth:`PooledKernel.forward`; the arguments are the same.
+
+        Raises:
+            TypeError, ValueError, MemoryError: See :meth:`PooledKernel.forward`.
+            ServiceError: A server cannot be reached, or refuses the call.
+        """
+        assert isinstance(self._shape_of, PooledKernel)
+        self._shape_of.check(ids, offsets, weights)
+        return self._run(ids, offsets, (), weights, train)
+
+    def _table_counts(self, ids: Tensor, offsets: Tensor | None, counts: Sequence[int]) -> Sequence[int]:
+        assert offsets is not None
+        features = sum(self._features)
+        bags = (len(offsets) - 1) // max(1, features)
+        ends = offsets[::bags].tolist() if bags else [0] * (features + 1)
+        if len(offsets) != features * bags + 1 or ends[-1] != len(ids) or ends != sorted(ends) or ends[0]:
+            raise ValueError(f"offsets must ascend from 0 to {len(ids)}, with equal bags for {features} features")
+        return self._of_tables([end - begin for begin, end in itertools.pairwise(ends)])
+
+    def _prefetch_counts(self, counts: Sequence[int]) -> Sequence[int]:
+        return self._of_tables(counts)
+
+    def _of_tables(self, counts: Sequence[int]) -> list[int]:
+        of_features = iter(counts)
+        return [sum(itertools.islice(of_features, count)) for count in self._features]
+
+
+class RemoteSequenceKernel(RemoteKernel):
+    """A :class:`SequenceKernel` whose rows a client reads and updates.
+
+    Args:
+        tables: The tables, of one client, in the order of their ids in the batch.
+    """
+
+    def __init__(self, tables: Sequence[RemoteTable]) -> None:
+        super().__init__(tables, SequenceKernel)
+
+    def forward(self, ids: Tensor, counts: Sequence[int], *, train: bool) -> Tensor:
+        """Looks up a batch. See :meth:`SequenceKernel.forward`; the arguments are the same.
+
+        Raises:
+            TypeError, ValueError, MemoryError: See :meth:`SequenceKernel.forward`.
+            ServiceError: A server cannot be reached, or refuses the call.
+        """
+        if ids.dtype is not torch.int64:
+            raise TypeError(f"ids must be int64, got {ids.dtype}")
+        return self._run(ids, None, counts, None, train)
+
+    def _table_counts(self, ids: Tensor, offsets: Tensor | None, counts: Sequence[int]) -> Sequence[int]:
+        if sum(counts) != len(ids) or len(counts) != len(self._tables):
+            raise ValueError(
+                f"counts must have a number for each of {len(self._tables)} tables, and the sum {len(ids)}"
+            )
+        return counts
+
+    def _prefetch_counts(self, counts: Sequence[int]) -> Sequence[int]:
+        return counts

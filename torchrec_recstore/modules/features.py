@@ -1,0 +1,80 @@
+"""The batch of a collection, from which each group of tables takes its features."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cached_property
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
+
+from torchrec_recstore.modules.lookups import Bags
+
+
+class Features:
+    """A batch from which each group of tables takes its features.
+
+    Args:
+        given: The batch.
+        is_weighted: Whether the per-sample weights of the batch are used.
+
+    Raises:
+        TypeError: The ids are not integers.
+        ValueError: ``is_weighted`` is True and the batch has no weights.
+    """
+
+    def __init__(self, given: KeyedJaggedTensor, is_weighted: bool) -> None:
+        dtype = given.values().dtype
+        if dtype.is_floating_point or dtype.is_complex or dtype == torch.bool:
+            raise TypeError(f"ids must be integers, got {dtype} for features {given.keys()}")
+        self.given = given
+        self.device = given.values().device
+        self._is_weighted = is_weighted
+        if is_weighted and given.weights_or_none() is None:
+            raise ValueError(f"is_weighted=True needs weights of the features {given.keys()}")
+
+    @cached_property
+    def jagged(self) -> dict[str, JaggedTensor]:
+        """The features of the batch by name, as given."""
+        jagged: dict[str, JaggedTensor] = self.given.to_dict()
+        return jagged
+
+    def ids(self, names: Sequence[str]) -> Tensor:
+        """Returns the ids of features, (N,) int64, on the CPU, feature by feature."""
+        whole = self._has_all(names)
+        ids: Tensor = self.given.values() if whole else _joined([self.jagged[name].values() for name in names])
+        return ids.to("cpu", torch.int64)
+
+    def bags(self, names: Sequence[str]) -> tuple[Bags, list[int] | None]:
+        """Returns the bags of features, feature by feature.
+
+        Returns:
+            The bags, and None. If the batch size varies by feature, empty bags are appended to the shorter features, so
+            that all features have the same number of bags, and the second value is each feature's own number of bags.
+        """
+        varies = self.given.variable_stride_per_key()
+        if self._has_all(names) and not varies:
+            weights = self.given.weights() if self._is_weighted else None
+            offsets = self.given.offsets().to("cpu", torch.int64)
+            return Bags(self.ids(names), offsets, _on_cpu(weights)), None
+        parts = [self.jagged[name] for name in names]
+        lengths = [part.lengths().to("cpu", torch.int64) for part in parts]
+        counts = [len(some) for some in lengths]
+        most = max(counts)
+        padded = torch.cat([F.pad(some, (0, most - count)) for some, count in zip(lengths, counts, strict=True)])
+        offsets = F.pad(padded.cumsum(0), (1, 0))
+        weights = _joined([part.weights() for part in parts]) if self._is_weighted else None
+        return Bags(self.ids(names), offsets, _on_cpu(weights)), counts if varies else None
+
+    def _has_all(self, names: Sequence[str]) -> bool:
+        return list(names) == list(self.given.keys())
+
+
+def _joined(parts: list[Tensor]) -> Tensor:
+    return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+
+def _on_cpu(weights: Tensor | None) -> Tensor | None:
+    return None if weights is None else weights.to("cpu", torch.float32)
