@@ -100,7 +100,7 @@ CORE = [
     ),
     Mutation(
         f"{CSRC}/serving/gate.cpp",
-        "gate_->calls_have_ended_.wait(lock, [&] { return gate_->holds_ == 0; });",
+        "wait_for(gate_->calls_have_ended_, lock, [&] { return gate_->holds_ == 0; });",
         "",
         ["test_serving"],
         "A delta changes a served model during a call.",
