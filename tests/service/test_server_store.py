@@ -33,7 +33,7 @@ from torchrec_recstore.checkpoint.reader import load_rows
 from torchrec_recstore.optim import Adagrad, Adam, RowWiseAdagrad
 from torchrec_recstore.options import LRU, Expiry, MinFrequency
 from torchrec_recstore.rpc.connection import Access, Connection
-from torchrec_recstore.rpc.servers import Servers
+from torchrec_recstore.rpc.servers import ServerSet
 from torchrec_recstore.rpc.table_spec import TableSpec
 from torchrec_recstore.service.hosted import HostedBackend, Limits
 from torchrec_recstore.store import ColdStoreError, open_cold_store
@@ -110,8 +110,8 @@ def test_more_rows_than_one_call_takes(both: str, monkeypatch: pytest.MonkeyPatc
 
 def test_a_server_with_a_bound_gives_no_row_up(monkeypatch: pytest.MonkeyPatch, server: RecStoreServer) -> None:
     made: list[str] = []
-    monkeypatch.setattr(Servers, "create", lambda self, table, specs: made.extend(specs))
-    monkeypatch.setattr(Servers, "delete", lambda self, table, ids: 0)
+    monkeypatch.setattr(ServerSet, "create", lambda self, table, specs: made.extend(specs))
+    monkeypatch.setattr(ServerSet, "delete", lambda self, table, ids: 0)
     open_cold_store(ServerStore(server.address, shared="made"), name="t", row_bytes=8).close()
     # The limits of recstore serve --max-rows 1000 --eviction lru --expire-steps 1 --min-frequency 2.
     limits = Limits(max_rows=1000, eviction=LRU(), expiry=Expiry(1), admission=MinFrequency(2))

@@ -29,7 +29,7 @@ _CALLS = 256
 _Result = TypeVar("_Result")
 
 
-class Servers:
+class ServerSet:
     """The connections to several servers, among which the rows of tables are distributed.
 
     A call goes to all servers that store a part of its rows, at the same time. If the call fails on one server, other

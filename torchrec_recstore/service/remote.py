@@ -12,7 +12,7 @@ from torchrec_recstore.kernels import RowRead, RowUpdate
 from torchrec_recstore.row_types import value_dtype
 from torchrec_recstore.rpc.connection import Access
 from torchrec_recstore.rpc.protocol import NO_INITIAL_ROW, ServiceError
-from torchrec_recstore.rpc.servers import Servers
+from torchrec_recstore.rpc.servers import ServerSet
 from torchrec_recstore.rpc.table_spec import TableSpec
 from torchrec_recstore.service.backend import InitialRows, NoInitialRow
 from torchrec_recstore.store import TableStats
@@ -35,7 +35,7 @@ class RemoteBackend:
     """
 
     def __init__(self, servers: Sequence[str], access: Access) -> None:
-        self._servers = Servers(servers, access)
+        self._servers = ServerSet(servers, access)
         self._specs: dict[str, TableSpec] = {}
 
     def create(self, name: str, spec: TableSpec) -> None:

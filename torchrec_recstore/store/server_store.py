@@ -12,7 +12,7 @@ from torchrec_recstore.optim import SGD
 from torchrec_recstore.options import ConstantInit, ServerStore, TableOptions
 from torchrec_recstore.rpc.connection import Access, Connection
 from torchrec_recstore.rpc.protocol import ServiceError
-from torchrec_recstore.rpc.servers import Servers
+from torchrec_recstore.rpc.servers import ServerSet
 from torchrec_recstore.rpc.table_spec import TableSpec
 from torchrec_recstore.store.arguments import check_ids, check_rows
 from torchrec_recstore.store.cold_store import ColdStoreError, escaped_name, in_parts, new_run
@@ -56,7 +56,7 @@ class ServerColdStore:
         self._open = True
         try:
             self._access = Access(token=options.token, tls_ca=options.tls_ca, timeout_s=options.timeout_s)
-            self._servers = Servers(options.addresses, self._access)
+            self._servers = ServerSet(options.addresses, self._access)
         except OSError as error:
             raise self._error("cannot be used", error) from error
         try:
