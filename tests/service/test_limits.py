@@ -27,7 +27,7 @@ SERVICE = "/torchrec_recstore.ParameterServer/"
 
 
 def _client(server: RecStoreServer) -> RecStoreClient:
-    client = RecStoreClient([server.address], timeout_s=20.0)
+    client = RecStoreClient([server.address], timeout_s=20.0, shared_memory=False)
     client.init_data("t", (100, 8), torch.float32)
     return client
 
@@ -85,7 +85,7 @@ def test_clients_that_stop_take_no_threads_from_others(own_server: RecStoreServe
         for _ in range(5):
             client.update("t", IDS, torch.ones(100, 8))
             client.pull("t", IDS)
-            with RecStoreClient([own_server.address], timeout_s=20.0) as another:
+            with RecStoreClient([own_server.address], timeout_s=20.0, shared_memory=False) as another:
                 another.stats("t")
         with grpc.insecure_channel(own_server.address) as channel:
             reply = health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=20)
