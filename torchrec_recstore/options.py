@@ -28,6 +28,8 @@ def _check_int(owner: str, field: str, value: object, least: int) -> None:
         raise TypeError(f"{owner}.{field} must be an int, got {type(value).__name__}")
     if value < least:
         raise ValueError(f"{owner}.{field} must be at least {least}, got {value}")
+    if value >= 2**63:
+        raise ValueError(f"{owner}.{field} must be less than 2**63")
 
 
 @dataclass(frozen=True)
@@ -374,7 +376,7 @@ class TableOptions:
         if isinstance(self.seed, bool) or not isinstance(self.seed, int):
             raise TypeError(f"TableOptions.seed must be an int, got {type(self.seed).__name__}")
         if not -(2**63) <= self.seed < 2**63:
-            raise ValueError(f"TableOptions.seed must fit 64 bits, got {self.seed}")
+            raise ValueError("TableOptions.seed must fit 64 bits")
         for name in ("expected_rows", "max_rows"):
             if getattr(self, name) is not None:
                 _check_int("TableOptions", name, getattr(self, name), 1)

@@ -11,10 +11,13 @@ from torch import Tensor
 from tests.errors.situations import raise_from_a_fork, situation
 from tests.recstore_server import RecStoreServer
 from tests.redis_server import PROGRAM, free_port, redis_server
+from torchrec_recstore.optim import SGD
 from torchrec_recstore.options import RedisStore, RocksDBStore, ServerStore, TableOptions
+from torchrec_recstore.rpc.table_spec import TableSpec
 from torchrec_recstore.service import RecStoreClient
 from torchrec_recstore.service.applied import AppliedRequests
 from torchrec_recstore.service.checkpoints import DataDirectory
+from torchrec_recstore.service.hosted import HostedBackend, Limits
 from torchrec_recstore.service.listening import ListenOptions
 from torchrec_recstore.service.serve import ServerOptions, serve
 from torchrec_recstore.store import Table, redis_store
@@ -122,6 +125,19 @@ def made_twice() -> None:
     client = RecStoreClient()
     client.init_data("t_user", (10, 4))
     client.init_data("t_user", (10, 8))
+
+
+@situation("More tables than a server takes")
+def too_many_tables() -> None:
+    tables = HostedBackend(Limits(max_tables=1))
+    spec = TableSpec(4, torch.float32, SGD(lr=1.0), TableOptions())
+    tables.create("t_user", spec)
+    tables.create("t_item", spec)
+
+
+@situation("A name that is too long")
+def long_name(error_server: RecStoreServer) -> None:
+    RecStoreClient([error_server.address]).save(201 * "s")
 
 
 @situation("Servers in another order")

@@ -2,11 +2,13 @@ from __future__ import annotations
 
 import json
 import threading
+import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
 from torchrec_recstore.service.applied import AppliedRequests, ServerStoppingError
+from torchrec_recstore.service.calls import CallRefusedError
 
 
 def _never() -> int:
@@ -74,11 +76,38 @@ def test_a_repeated_request_waits_for_the_first() -> None:
     assert after.once("a", 1, 1, _never) == 5
 
 
-def test_clients_that_come_and_go_take_no_memory() -> None:
+def test_clients_that_come_and_go_take_no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 0.0
+    monkeypatch.setattr(time, "monotonic", lambda: now)
     applied = AppliedRequests()
     for client in range(12_000):
+        now += 1.0
         applied.once(str(client), 1, 1, lambda: 0)
     for request in range(1, 1000):
         applied.once("a", request, request, lambda: 0)
-    assert len(applied._clients) == 10_000
+    assert applied.clients == len(applied._clients) == 10_000
     assert len(applied._clients["a"].answers) == 1
+
+
+def test_a_client_that_may_still_repeat_a_write_is_not_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 0.0
+    monkeypatch.setattr(time, "monotonic", lambda: now)
+    applied = AppliedRequests()
+    for client in range(10_000):
+        applied.once(str(client), 1, 1, lambda: 5)
+    with pytest.raises(CallRefusedError, match="10000 clients have written in the last 300 s"):
+        applied.once("one more", 1, 1, _never)
+    assert applied.once("0", 1, 1, _never) == 5
+    now += 301.0
+    assert applied.once("9", 2, 1, lambda: 6) == 6
+    assert applied.once("one more", 1, 1, lambda: 7) == 7
+    assert applied.once("9", 1, 1, _never) == 5
+
+
+def test_the_answers_of_a_client_are_bounded() -> None:
+    applied = AppliedRequests()
+    for request in range(1, 1025):
+        applied.once("a", request, 1, lambda: 0)
+    with pytest.raises(ValueError, match="client 'a' may repeat 1024 requests"):
+        applied.once("a", 1025, 1, _never)
+    assert applied.once("a", 1025, 2, lambda: 1) == 1

@@ -17,8 +17,11 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from tests.recstore_server import RecStoreServer
 from tests.redis_server import free_port
+from torchrec_recstore.optim import Adagrad
+from torchrec_recstore.options import TableOptions
 from torchrec_recstore.rpc import recstore_pb2 as pb
 from torchrec_recstore.rpc.protocol import VERSION, VERSION_KEY
+from torchrec_recstore.rpc.table_spec import TableSpec
 from torchrec_recstore.service import RecStoreClient
 
 IDS = torch.arange(100)
@@ -177,3 +180,59 @@ def test_the_memory_of_requests_is_bounded(tmp_path: Path) -> None:
         with pytest.raises(ValueError, match="a request may have at most 69793218 bytes"):
             client.push("t", torch.arange(2_000_000), torch.zeros(2_000_000, 8))
     server.kill()
+
+
+def test_names_numbers_and_tables_are_bounded(tmp_path: Path) -> None:
+    server = RecStoreServer(tmp_path / "data", "--max-tables", "3")
+    client = _client(server)
+    with grpc.insecure_channel(server.address) as channel:
+
+        def refused(method: str, request: Any) -> str:
+            call = channel.stream_stream(SERVICE + method)
+            with pytest.raises(grpc.RpcError) as error:
+                list(call(iter([request.SerializeToString()]), metadata=METADATA, timeout=60))
+            assert error.value.code() is grpc.StatusCode.INVALID_ARGUMENT, (method, error.value)
+            details = error.value.details()
+            assert len(details) < 5000
+            return details
+
+        spec = TableSpec(8, torch.float32, Adagrad(lr=0.1), TableOptions(max_rows=10)).to_json()
+        for name in ("n" * 1025, "\N{SNOWMAN}" * 400, "n" * 20_000_000):
+            assert "at most 1024 bytes" in refused("Create", pb.CreateRequest(table=name, spec=spec))
+            for request in (pb.StatsRequest(table=name), pb.IdsRequest(table=name)):
+                method = type(request).__name__.removesuffix("Request")
+                assert "there is no table 'n" in refused(method, request) or name[0] != "n"
+            for header in (pb.PullHeader(table=name, want=pb.PullHeader.FOUND), pb.PullHeader(table=name)):
+                refused("Pull", pb.PullRequest(header=header))
+        for field, value, least in (("dim", 8, 2**24 + 1), ("max_rows", 10, 2**63), ("seed", 0, 2**63)):
+            for wrong in (least, 2**64, 10**400):
+                text = spec.replace(f'"{field}": {value}', f'"{field}": {wrong}')
+                assert text != spec
+                details = refused("Create", pb.CreateRequest(table="wrong", spec=text))
+                assert field in details
+                assert "not the specification" in details
+        assert "at most 65536 characters" in refused(
+            "Create", pb.CreateRequest(table="wrong", spec=" " * 70_000 + spec)
+        )
+        incarnation = _incarnation(server)
+        numbered = {"incarnation": incarnation, "request": 1}
+        for name in ("s" * 201, "s" * 1_000_000):
+            assert "at most 200 bytes" in refused("Save", pb.SaveRequest(name=name, client="c", **numbered))
+            assert "at most 200 bytes" in refused("Load", pb.LoadRequest(name=name))
+        for name in ("c" * 65, "c" * 4_000_000, ""):
+            assert "from 1 to 64 bytes" in refused("Save", pb.SaveRequest(name="s", client=name, **numbered))
+            header = pb.WriteHeader(table="t", client=name, kind=pb.WriteHeader.DELETE, **numbered)
+            assert "from 1 to 64 bytes" in refused("Write", pb.WriteRequest(header=header))
+        for name in ("u", "v"):
+            client.init_data(name, (1, 4), torch.float32)
+        client.init_data("u", (1, 4), torch.float32)
+        with pytest.raises(ValueError, match=r"has 3 tables.*--max-tables"):
+            client.init_data("w", (1, 4), torch.float32)
+        assert _tables(server) == ["t", "u", "v"]
+    server.kill()
+
+
+def _tables(server: RecStoreServer) -> list[str]:
+    with grpc.insecure_channel(server.address) as channel:
+        describe = channel.unary_unary(SERVICE + "Describe", response_deserializer=pb.DescribeReply.FromString)
+        return sorted(describe(b"", metadata=METADATA).tables)

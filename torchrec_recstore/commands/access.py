@@ -32,15 +32,15 @@ TokenFile = Annotated[
     Path | None,
     typer.Option(metavar="FILE", help="File with the token that clients must send.", rich_help_panel=_PANEL),
 ]
-_LIMITS = "Limits of the server"
+LIMITS = "Limits of the server"
 MaxCalls = Annotated[
-    int, typer.Option(help="Maximum number of calls that run at the same time.", rich_help_panel=_LIMITS)
+    int, typer.Option(help="Maximum number of calls that run at the same time.", rich_help_panel=LIMITS)
 ]
-MaxConnections = Annotated[int, typer.Option(help="Maximum number of connections.", rich_help_panel=_LIMITS)]
+MaxConnections = Annotated[int, typer.Option(help="Maximum number of connections.", rich_help_panel=LIMITS)]
 MaxRequestMemory = Annotated[
     float,
     typer.Option(
-        metavar="GIB", help="Maximum memory of the requests of all running calls, in GiB.", rich_help_panel=_LIMITS
+        metavar="GIB", help="Maximum memory of the requests of all running calls, in GiB.", rich_help_panel=LIMITS
     ),
 ]
 MetricsAddress = Annotated[str | None, typer.Option(metavar="HOST:PORT", help="Address for Prometheus metrics.")]

@@ -6,12 +6,14 @@ import json
 import math
 import os
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Literal
 
 import typer
 
 from torchrec_recstore.commands.access import (
+    LIMITS,
     ClientCa,
     Listen,
     MaxCalls,
@@ -41,6 +43,7 @@ def serve(
     max_calls: MaxCalls = 32,
     max_connections: MaxConnections = 1024,
     max_request_memory: MaxRequestMemory = 4.0,
+    max_tables: Annotated[int, typer.Option(help="Maximum number of tables.", rich_help_panel=LIMITS)] = 1024,
     max_rows: Annotated[
         int | None,
         typer.Option(help="Maximum number of rows of each table in this server's memory.", rich_help_panel=BOUNDS),
@@ -114,9 +117,9 @@ def serve(
             min_frequency=min_frequency,
             cold_store=cold_store,
         )
-        options = ServerOptions(
-            listening, data, limits_of(bounds), math.inf if drop_idle_after is None else 3600 * drop_idle_after
-        )
+        limits = replace(limits_of(bounds), max_tables=max_tables)
+        idle_s = math.inf if drop_idle_after is None else 3600 * drop_idle_after
+        options = ServerOptions(listening, data, limits, idle_s)
         begin = time.monotonic()
         addresses: list[str] = []
 

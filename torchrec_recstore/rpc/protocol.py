@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from typing import Any, NamedTuple
+from urllib.parse import quote
 
 import numpy as np
 import torch
@@ -17,6 +18,7 @@ ERROR_KEY = "recstore-error"
 NO_INITIAL_ROW = "NoInitialRow"
 """The name of the error that an id has no row and that only the client's ``init_func`` can create it."""
 
+_ERROR_BYTES = 4000
 PART_IDS = 1 << 16
 PART_BYTES = 1 << 20
 MESSAGE_BYTES = (1 << 26) + (1 << 20)
@@ -155,3 +157,21 @@ def put_rows(out: Tensor, places: Tensor, rows: bytes) -> None:
 def _whole_rows(rows: Tensor) -> np.ndarray[Any, Any]:
     """Returns a view of ``rows``, (N, columns), as an array (N,) in which each row is one element."""
     return rows.detach().view(torch.uint8).numpy().view(f"V{rows.shape[1] * rows.dtype.itemsize}")[:, 0]
+
+
+def shortened(details: str) -> str:
+    """Removes the middle of a long message, because gRPC sends it in a header, as percent-encoded UTF-8."""
+    if len(details) <= _ERROR_BYTES and len(quote(details)) <= _ERROR_BYTES:
+        return details
+    half = _ERROR_BYTES // 2
+    end = _fitting(details[: -half - 1 : -1], half)[::-1]
+    return f"{_fitting(details[:half], half)} ... {end}"
+
+
+def _fitting(text: str, size: int) -> str:
+    """Returns the longest beginning of ``text`` that has at most ``size`` bytes as percent-encoded UTF-8."""
+    for place, character in enumerate(text):
+        size -= len(quote(character))
+        if size < 0:
+            return text[:place]
+    return text

@@ -14,6 +14,9 @@ from torchrec_recstore.optim import Optimizer
 from torchrec_recstore.options import TableOptions
 from torchrec_recstore.row_types import ROW_DTYPES
 
+_MOST_COLUMNS = 2**24
+_LONGEST = 1 << 16
+
 
 @dataclass(frozen=True)
 class TableSpec:
@@ -51,6 +54,8 @@ class TableSpec:
             raise TypeError(f"dim must be an int, got {type(self.dim).__name__}")
         if self.dim < 1:
             raise ValueError(f"dim must be at least 1, got {self.dim}")
+        if self.dim > _MOST_COLUMNS:
+            raise ValueError("dim must be at most 2**24")
         if self.dtype not in ROW_DTYPES:
             raise ValueError(f"dtype must be one of {', '.join(map(str, ROW_DTYPES))}, got {self.dtype}")
         if not isinstance(self.optimizer, Optimizer):
@@ -82,6 +87,8 @@ class TableSpec:
         Raises:
             ValueError: The text is not the specification of a table.
         """
+        if len(text) > _LONGEST:
+            raise ValueError(f"the specification of a table may have at most {_LONGEST} characters, got {len(text)}")
         try:
             entry = json.loads(text)
             names = [field.name for field in fields(cls)]

@@ -3,13 +3,21 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections import OrderedDict
 from collections.abc import Callable
 from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
 from typing import Any
 
+import grpc
+
+from torchrec_recstore.service.calls import CallRefusedError
+
 _CLIENTS = 10_000
+_ANSWERS = 1024  # of a client
+_NAME_BYTES = 64
+_KEPT_S = 300.0  # time for which a client may repeat a write
 
 
 class ServerStoppingError(RuntimeError):
@@ -19,7 +27,8 @@ class ServerStoppingError(RuntimeError):
 @dataclass
 class _Client:
     done_before: int = 0
-    answers: dict[int, Future[int]] = field(default_factory=dict)
+    answers: dict[int, Future[int] | int] = field(default_factory=dict)  # a Future while the request is carried out
+    last_used: float = field(default_factory=time.monotonic)
 
 
 class AppliedRequests:
@@ -45,15 +54,18 @@ class AppliedRequests:
             action: The function that carries out the request.
 
         Raises:
-            ValueError: ``request`` is below the number below which the client repeats no request.
+            ValueError: ``request`` is below the number below which the client repeats no request, the client may repeat
+                too many requests, or its name is too long.
+            CallRefusedError: Too many clients have written.
             ServerStoppingError: :meth:`close` has been called.
         """
+        if not 0 < len(client.encode()) <= _NAME_BYTES:
+            raise ValueError(
+                f"the name of a client must have from 1 to {_NAME_BYTES} bytes, got {len(client)} characters"
+            )
         with self._lock:
             self.check_open()
-            known = self._clients.setdefault(client, _Client())
-            self._clients.move_to_end(client)
-            while len(self._clients) > _CLIENTS:
-                self._clients.popitem(last=False)
+            known = self._client(client)
             if done_before > known.done_before:
                 known.done_before = done_before
                 for number in [number for number in known.answers if number < done_before]:
@@ -61,18 +73,49 @@ class AppliedRequests:
             if request < known.done_before:
                 raise ValueError(f"request {request} of client {client!r} has been answered already")
             answer = known.answers.get(request)
-            mine = answer is None
             if answer is None:
-                answer = known.answers[request] = Future()
-        if not mine:
-            return answer.result()
+                if len(known.answers) >= _ANSWERS:
+                    raise ValueError(
+                        f"client {client!r} may repeat {_ANSWERS} requests: it must send a higher done_before"
+                    )
+                mine: Future[int] = Future()
+                known.answers[request] = mine
+        if answer is not None:
+            return answer if isinstance(answer, int) else answer.result()
         try:
-            answer.set_result(action())
+            result = action()
         except BaseException as error:
             with self._lock:
                 known.answers.pop(request, None)
-            answer.set_exception(error)
-        return answer.result()
+            mine.set_exception(error)
+            raise
+        with self._lock:
+            if request in known.answers:
+                known.answers[request] = result
+        mine.set_result(result)
+        return result
+
+    @property
+    def clients(self) -> int:
+        """The number of clients that may repeat a request."""
+        return len(self._clients)
+
+    def _client(self, name: str) -> _Client:
+        """Returns what is known of a client. The client that has not written for the longest time may be forgotten."""
+        known = self._clients.get(name)
+        now = time.monotonic()
+        if known is None:
+            if len(self._clients) >= _CLIENTS:
+                if now - next(iter(self._clients.values())).last_used < _KEPT_S:
+                    raise CallRefusedError(
+                        grpc.StatusCode.UNAVAILABLE,
+                        f"{_CLIENTS} clients have written in the last {_KEPT_S:g} s: use one client for many calls",
+                    )
+                self._clients.popitem(last=False)
+            known = self._clients[name] = _Client()
+        known.last_used = now
+        self._clients.move_to_end(name)
+        return known
 
     def check_open(self) -> None:
         """Raises ServerStoppingError if :meth:`close` has been called."""
@@ -84,7 +127,7 @@ class AppliedRequests:
         with self._lock:
             self._closed = True
             answers = [answer for client in self._clients.values() for answer in client.answers.values()]
-        wait(answers)
+        wait([answer for answer in answers if isinstance(answer, Future)])
 
     def to_json(self) -> dict[str, Any]:
         """Returns the requests that have been carried out, for :meth:`from_json`. Call :meth:`close` before."""
@@ -92,7 +135,10 @@ class AppliedRequests:
             return {
                 name: {
                     "done_before": client.done_before,
-                    "answers": {str(number): answer.result() for number, answer in client.answers.items()},
+                    "answers": {
+                        str(number): answer.result() if isinstance(answer, Future) else answer
+                        for number, answer in client.answers.items()
+                    },
                 }
                 for name, client in self._clients.items()
             }
@@ -101,6 +147,4 @@ class AppliedRequests:
         """Adds the requests that another server has carried out."""
         for name, entry in document.items():
             client = self._clients[name] = _Client(entry["done_before"])
-            for number, deleted in entry["answers"].items():
-                client.answers[int(number)] = Future()
-                client.answers[int(number)].set_result(deleted)
+            client.answers.update((int(number), deleted) for number, deleted in entry["answers"].items())

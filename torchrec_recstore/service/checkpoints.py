@@ -21,6 +21,7 @@ from torchrec_recstore.store import Table
 _SPECS = "served_tables"  # key in the training state: the JSON of each table's specification, by table name
 _STATE = "server.json"
 _LOCK = "lock"
+_NAME_BYTES = 200  # files of a save have longer names, and systems take 255 bytes
 _FIELDS = ("last", "stopped")
 _STOPPED = ("checkpoint", "incarnation", "applied")
 
@@ -73,6 +74,10 @@ class DataDirectory:
         Raises:
             ValueError: ``name`` is not a plain file name.
         """
+        if len(name.encode()) > _NAME_BYTES:
+            raise ValueError(
+                f"the name of a checkpoint may have at most {_NAME_BYTES} bytes, got {len(name)} characters"
+            )
         if not name or name.startswith(".") or "/" in name or "\0" in name or name in (_STATE, _LOCK):
             raise ValueError(f"on a server, save and load take a plain name below its data directory, got {name!r}")
         return self._path / name

@@ -35,6 +35,9 @@ from torchrec_recstore.service.checkpoints import check_loadable, loaded_tables,
 from torchrec_recstore.store import Table, TableStats
 from torchrec_recstore.store.arguments import among
 
+_LISTED = 20  # names of tables in a message
+_NAME = 200  # characters of a name in a message
+
 
 @dataclass(frozen=True)
 class Limits:
@@ -47,6 +50,7 @@ class Limits:
         expiry: The expiry of all tables. See :class:`TableOptions`.
         admission: The admission policy of all tables. See :class:`TableOptions`.
         cold_store: The cold store of tables with ``max_rows``. See :class:`TableOptions`.
+        max_tables: The largest number of tables of this process. Default: None, no limit.
 
     Raises:
         TypeError, ValueError: A value is invalid. The message names it.
@@ -57,8 +61,11 @@ class Limits:
     expiry: Expiry | None = None
     admission: MinFrequency | None = None
     cold_store: Hashable | None = None
+    max_tables: int | None = None
 
     def __post_init__(self) -> None:
+        if self.max_tables is not None and self.max_tables < 1:
+            raise ValueError(f"max_tables must be at least 1, got {self.max_tables}")
         # max_rows=1 passes the check that eviction and cold_store need max_rows: specifications may set it later.
         TableOptions(
             max_rows=1 if self.max_rows is None else self.max_rows,
@@ -144,6 +151,11 @@ class HostedBackend:
             with self._lock:
                 there = self._named().get(name)
                 if there is None:
+                    most = self._limits.max_tables
+                    if most is not None and len(self._named()) >= most:
+                        raise ValueError(
+                            f"table {name!r} cannot be made: the server has {most} tables, the most of --max-tables"
+                        )
                     self._named()[name] = Hosted(name, spec, _made(name, spec, self._limits))
                     return
         if there.spec != spec:
@@ -160,7 +172,12 @@ class HostedBackend:
 
     def no_table(self, name: str) -> ValueError:
         """Returns the error for a table that does not exist."""
-        there = ", ".join(map(repr, sorted(self._named()))) or "none"
+        names = sorted(self._named())
+        there = ", ".join(map(repr, names[:_LISTED])) or "none"
+        if len(names) > _LISTED:
+            there += f" and {len(names) - _LISTED} more"
+        if len(name) > _NAME:
+            name = f"{name[:_NAME]}..."
         return ValueError(f"there is no table {name!r}: there is {there}; init_data makes one")
 
     def drop(self, name: str) -> None:

@@ -9,6 +9,7 @@ from typing import Any, Protocol
 from torchrec_recstore.service.hosted import HostedBackend
 from torchrec_recstore.store import TableStats
 
+_LABELS = 10_000
 _GAUGES = ("rows", "cold_rows", "bytes", "steps")
 
 
@@ -61,6 +62,8 @@ class Metrics:
             "recstore_ids", "The number of ids by operation and table.", ["operation", "table"], registry=registry
         )
 
+        self._labels: set[tuple[str, str]] = set()
+
         class OfTables:
             def collect(self) -> Iterator[Any]:
                 stats = {name: tables.stats(name) for name in tables.specs()}
@@ -83,6 +86,10 @@ class Metrics:
 
     def ids(self, operation: str, table: str, count: int) -> None:
         """See :meth:`Observer.ids`."""
+        self._labels.add((operation, table))
+        if len(self._labels) > _LABELS:  # of tables that were made and deleted: counters may start again
+            self._ids.clear()
+            self._labels = {(operation, table)}
         self._ids.labels(operation, table).inc(count)
 
     def gauges(self, numbers: Mapping[str, tuple[str, Callable[[], float]]]) -> None:

@@ -86,7 +86,7 @@ def _serve(
         lambda server: add_ParameterServerServicer_to_server(service, server),  # type: ignore[no-untyped-call]
     )
     if metrics is not None:
-        metrics.gauges(server.gauges())
+        metrics.gauges({**server.gauges(), **service.gauges()})
     service.begin()
     server.start()
     server.set_serving(True)

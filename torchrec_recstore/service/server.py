@@ -7,11 +7,10 @@ import shutil
 import threading
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
 from typing import Any, NoReturn
-from urllib.parse import quote
 
 import grpc
 
@@ -23,6 +22,7 @@ from torchrec_recstore.rpc.protocol import (
     REMOTE_ERRORS,
     ServerRestartedError,
     Status,
+    shortened,
     to_bytes,
 )
 from torchrec_recstore.rpc.recstore_pb2_grpc import ParameterServerServicer
@@ -37,13 +37,13 @@ from torchrec_recstore.service.row_calls import RowCalls
 from torchrec_recstore.service.shared_memory import SharedMemoryServer
 
 MAX_REQUEST_BYTES = 2**31
+_NAME_BYTES = 1024  # of a table
 STOPPED = ("stopped-0", "stopped-1")
 """The names of the checkpoints that servers write when they stop.
 
 The names alternate, because not every file system can replace a directory.
 """
 
-_ERROR_BYTES = 4000
 _CODES = {
     ValueError: grpc.StatusCode.INVALID_ARGUMENT,
     TypeError: grpc.StatusCode.INVALID_ARGUMENT,
@@ -90,6 +90,13 @@ class ParameterServer(ParameterServerServicer):
             self._incarnation = stopped["incarnation"]
             self._applied.from_json(stopped["applied"])
 
+    def gauges(self) -> dict[str, tuple[str, Callable[[], float]]]:
+        """Returns numbers for the metrics. See :meth:`GrpcServer.gauges`."""
+        return {
+            "tables": ("The number of tables.", lambda: len(self._tables.specs())),
+            "clients": ("The number of clients that may repeat a write.", lambda: self._applied.clients),
+        }
+
     def begin(self) -> None:
         """Deletes the state of the stopped server from the disk.
 
@@ -129,8 +136,11 @@ class ParameterServer(ParameterServerServicer):
     def Create(self, request: pb.CreateRequest, context: Any) -> pb.Empty:
         """See recstore.proto."""
         with self._call("Create", context):
-            if not request.table:
-                raise ValueError("a table needs a name")
+            size = len(request.table.encode())
+            if not 0 < size <= _NAME_BYTES:
+                raise ValueError(
+                    f"the name of a table must have at least 1 and at most {_NAME_BYTES} bytes, got {size}"
+                )
             self._tables.create(request.table, TableSpec.from_json(request.spec))
             return pb.Empty()
 
@@ -228,6 +238,8 @@ class ParameterServer(ParameterServerServicer):
 
 def _status(method: str, error: Exception) -> Status:
     """Returns what a client is told of an error."""
+    if isinstance(error, CallRefusedError):
+        return Status(error.code.value[0], str(error), error.kind)
     kinds = (kind for kind in REMOTE_ERRORS.values() if type(error) is kind)
     kind = next(kinds, None) or next((kind for kind in _CODES if isinstance(error, kind)), None)
     details, name = str(error), ""
@@ -240,7 +252,7 @@ def _status(method: str, error: Exception) -> Status:
     else:
         code = next(code for known, code in _CODES.items() if issubclass(kind, known))
         name = NO_INITIAL_ROW if isinstance(error, NoInitialRow) else kind.__name__
-    return Status(code.value[0], _shortened(details), name)
+    return Status(code.value[0], shortened(details), name)
 
 
 def _abort(context: Any, status: Status) -> NoReturn:
@@ -248,16 +260,3 @@ def _abort(context: Any, status: Status) -> NoReturn:
         context.set_trailing_metadata(((ERROR_KEY, status.error),))
     context.abort(next(code for code in grpc.StatusCode if code.value[0] == status.code), status.details)
     raise AssertionError("abort raises")
-
-
-def _shortened(details: str) -> str:
-    """Removes the middle of a long message, because gRPC sends it in a header, as percent-encoded UTF-8."""
-    half = _ERROR_BYTES // 2
-    if len(quote(details)) <= _ERROR_BYTES:
-        return details
-    begin, end = details[:half], details[-half:]
-    while len(quote(begin)) > half:
-        begin = begin[:-1]
-    while len(quote(end)) > half:
-        end = end[1:]
-    return f"{begin} ... {end}"
