@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from torchrec_recstore.network import check_token, checked_addresses
+from torchrec_recstore.server_options import Servers as Servers  # one of the options
 
 LEFT_OUT_IF_NONE = {"left out if None": True}
 """The metadata of a field that files leave out if it is None, so that earlier versions can read them."""
@@ -350,6 +351,9 @@ class TableOptions:
             sharding types ignore it. Default: ``"block"``.
         missing: The row that an evaluation lookup returns for an id without a row: ``"zeros"``, or the id's initial row
             (``"init"``). Default: ``"zeros"``.
+        servers: The :class:`Servers` that own the rows of the table, for tables of a ``RecStoreSharder``. The servers
+            apply the other options, and select the cold store themselves. Default: None, which means that the rows are
+            on the ranks.
 
     Raises:
         ValueError: A field has an invalid value. The message names the field.
@@ -366,6 +370,7 @@ class TableOptions:
     cold_store: Hashable | None = None
     routing: Literal["block", "hash"] = "block"
     missing: Literal["zeros", "init"] = "zeros"
+    servers: Servers | None = field(default=None, metadata=LEFT_OUT_IF_NONE)
 
     def __post_init__(self) -> None:
         if self.initializer is not None and not isinstance(self.initializer, UniformInit | NormalInit | ConstantInit):
@@ -397,6 +402,13 @@ class TableOptions:
             raise TypeError(f"TableOptions.cold_store must be hashable, got {type(self.cold_store).__name__}")
         if self.routing not in ("block", "hash"):
             raise ValueError(f"TableOptions.routing must be 'block' or 'hash', got {self.routing!r}")
+        if self.servers is not None and not isinstance(self.servers, Servers):
+            raise TypeError(f"TableOptions.servers must be Servers, got {type(self.servers).__name__}")
+        if self.servers is not None and self.cold_store is not None:
+            raise ValueError(
+                "TableOptions.cold_store cannot be used with servers: each server chooses it, with recstore serve "
+                "--cold-store"
+            )
         if self.missing not in ("zeros", "init"):
             raise ValueError(f"TableOptions.missing must be 'zeros' or 'init', got {self.missing!r}")
 

@@ -47,11 +47,11 @@ from torchrec_recstore.inference.static_modules import (
 from torchrec_recstore.inference.verification import HASHED_FORMAT
 from torchrec_recstore.modules import RecStoreEmbedding, RecStoreEmbeddingBag
 from torchrec_recstore.modules.embedding_modules import RecStoreEmbeddingBagCollection, RecStoreEmbeddingCollection
-from torchrec_recstore.modules.remote_table_module import RemoteTableModule
 from torchrec_recstore.modules.table_module import TableModule
 from torchrec_recstore.options import Initializer, TableOptions, default_initializer
 from torchrec_recstore.sharders.collection import RecStoreCollection
 from torchrec_recstore.sharders.gather import all_gathered, refused_together, whole_environment
+from torchrec_recstore.sharders.model_tables import refuse_remote_tables
 from torchrec_recstore.store import Table
 from torchrec_recstore.table_configs import ROW_DTYPES, initializer_of
 from torchrec_recstore.torchrec_seams import (
@@ -270,14 +270,10 @@ def _collections(model: nn.Module) -> list[nn.Module]:
     Raises:
         ValueError: There is no such module, or a sharded module cannot be exported.
     """
+    refuse_remote_tables(model)
     found = [(name, module) for name, module in model.named_modules() if isinstance(module, _KINDS)]
     for name, module in model.named_modules():
         inside = any(name == outer or name.startswith(f"{outer}.") or outer == "" for outer, _ in found)
-        if isinstance(module, RemoteTableModule):
-            raise ValueError(
-                f"table {module.table.name!r} is on servers: save it with client.save(name), and export the checkpoint "
-                "of each server with recstore export"
-            )
         if isinstance(module, ShardedModule) and not inside:
             raise ValueError(f"{name or 'the model'} is a {type(module).__name__}, whose tables cannot be exported")
     if not found:

@@ -4,7 +4,7 @@ The kernels need torch, not TorchRec.
 """
 
 from torchrec_recstore.kernels.pooled import PooledKernel
-from torchrec_recstore.kernels.remote import RemotePooledKernel, RemoteSequenceKernel
+from torchrec_recstore.kernels.remote import RemoteKernel, RemotePooledKernel, RemoteSequenceKernel
 from torchrec_recstore.kernels.routing import BlockRouting
 from torchrec_recstore.kernels.row_service import RemoteTable, RowRead, RowService, RowUpdate
 from torchrec_recstore.kernels.sequence import SequenceKernel
@@ -12,6 +12,7 @@ from torchrec_recstore.kernels.sequence import SequenceKernel
 __all__ = [
     "BlockRouting",
     "PooledKernel",
+    "RemoteKernel",
     "RemotePooledKernel",
     "RemoteSequenceKernel",
     "RemoteTable",

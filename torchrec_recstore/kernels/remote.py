@@ -8,6 +8,7 @@ sends the sums. The results are therefore the same, to the bit, as those of a ta
 from __future__ import annotations
 
 import itertools
+import threading
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -116,6 +117,8 @@ class _Updates:
         self._client = tables[0].client
         self._staleness = tables[0].staleness
         self._pending: deque[int] = deque()
+        self.lock = threading.Lock()
+        """Held while prefetches and the log change: a prefetch may run beside a step, in another thread."""
         self.sent = 0
         self.log: dict[int, list[Tensor]] = {}
         """The distinct ids of each table, by the number of the update, for updates that a prefetch may lack."""
@@ -130,21 +133,23 @@ class _Updates:
         """The number of the last update that the rows of a lookup must include."""
         return max(0, self.sent - self._staleness)
 
-    def send(self, distinct: Sequence[Tensor], sums: Sequence[Tensor], oldest: int) -> None:
+    def send(self, distinct: Sequence[Tensor], sums: Sequence[Tensor], prefetched: Sequence[_Prefetched]) -> None:
         """Sends an update of all tables. It waits for the update that was sent ``staleness`` updates before.
 
         Args:
             distinct: The distinct ids of each table, (n,) int64, ascending.
             sums: The gradients of these ids, (n, dim) float32.
-            oldest: The number of the last update that all prefetches include.
+            prefetched: The prefetches that have not been looked up.
         """
         parts = zip(self._tables, distinct, sums, strict=True)
         updates = [RowUpdate(table.name, ids, grads) for table, ids, grads in parts]
         while len(self._pending) >= max(1, self._staleness):
             self._client.wait(self._pending.popleft())
-        self.log = {number: ids for number, ids in self.log.items() if number > min(oldest, self.included)}
-        self.sent += 1
-        self.log[self.sent] = list(distinct)
+        with self.lock:
+            oldest = min((ahead.included for ahead in prefetched), default=self.included)
+            self.log = {number: ids for number, ids in self.log.items() if number > min(oldest, self.included)}
+            self.sent += 1
+            self.log[self.sent] = list(distinct)
         if self._staleness:
             self._pending.append(self._client.update_each_async(updates))
         else:
@@ -220,8 +225,7 @@ class RemoteKernel(LookupKernel):
             of_weights = ops.group_weight_gradients(pass_.context, grad)
         pass_.overwritten = True
         sums = pass_.workspace.sums(pass_.context, grad, counts, pass_.distinct)
-        oldest = min((ahead.included for ahead in self._prefetched), default=self._updates.sent)
-        self._updates.send(pass_.distinct, sums, oldest)
+        self._updates.send(pass_.distinct, sums, self._prefetched)
         return of_weights
 
     def read(self, ids: Tensor, offsets: Tensor | None, counts: Sequence[int], weights: Tensor | None) -> Tensor:
@@ -236,6 +240,10 @@ class RemoteKernel(LookupKernel):
             return workspace.kernel.read(batch.places, offsets, counts, weights)
         finally:
             self._free.append(workspace)
+
+    def wait_for_updates(self) -> None:
+        """Waits for all updates that were sent, or raises the error of one."""
+        self._updates.wait()
 
     def output_shape(self, offsets: Tensor | None, counts: Sequence[int]) -> tuple[int, ...]:
         """See ``LookupKernel.output_shape``."""
@@ -253,11 +261,13 @@ class RemoteKernel(LookupKernel):
         """
         ids, of_tables = ids.clone(), self._prefetch_counts(counts)
         batch = _Batch(ids, of_tables)
-        included = self._updates.included
-        handle = self._client.prefetch_each(self._reads(batch.distinct))
-        self._prefetched.append(_Prefetched(ids, of_tables, batch, handle, included))
-        while len(self._prefetched) > _MOST_PREFETCHES:
-            self._client.wait_for_each(self._prefetched.popleft().handle)
+        with self._updates.lock:
+            included = self._updates.included
+            handle = self._client.prefetch_each(self._reads(batch.distinct))
+            self._prefetched.append(_Prefetched(ids, of_tables, batch, handle, included))
+            surplus = self._prefetched.popleft() if len(self._prefetched) > _MOST_PREFETCHES else None
+        if surplus is not None:
+            self._client.wait_for_each(surplus.handle)
 
     def _workspace(self) -> _Workspace:
         try:
@@ -270,10 +280,13 @@ class RemoteKernel(LookupKernel):
 
     def _rows(self, ids: Tensor, counts: Sequence[int]) -> tuple[_Batch, list[Tensor]]:
         """Returns the distinct ids of a batch and their rows, prefetched or read now."""
-        for place, ahead in enumerate(self._prefetched):
-            if ahead.counts == list(counts) and torch.equal(ahead.ids, ids):
-                del self._prefetched[place]
-                return ahead.batch, self._renewed(ahead)
+        with self._updates.lock:
+            fitting = (a for a in self._prefetched if a.counts == list(counts) and torch.equal(a.ids, ids))
+            ahead = next(fitting, None)
+            if ahead is not None:
+                self._prefetched.remove(ahead)
+        if ahead is not None:
+            return ahead.batch, self._renewed(ahead)
         batch = _Batch(ids, counts)
         return batch, self._client.pull_each(self._reads(batch.distinct))
 

@@ -16,8 +16,9 @@ from torchrec.distributed.planner.types import (
     ShardingOption,
     Topology,
 )
-from torchrec.distributed.types import ModuleSharder
+from torchrec.distributed.types import ModuleSharder, ShardingType
 
+from torchrec_recstore.planner.constraints import RecStoreConstraints
 from torchrec_recstore.planner.shard_estimators import RecStoreStorageEstimator
 from torchrec_recstore.sharders import (
     RECSTORE_KERNEL,
@@ -88,7 +89,15 @@ class RecStoreEnumerator(EmbeddingEnumerator):  # type: ignore[misc]
             raise PlannerError(f"{error}\n{_SUPPORT}", error_type=PlannerErrorType.STRICT_CONSTRAINTS) from error
         self._check_names({option.name for option in enumerated}, constraints)
         mine = {key for key, sharder in self.sharder_map.items() if isinstance(sharder, _Sharder)}
-        return [o for o in enumerated if o.module_type_key not in mine or _wanted(o, constraints.get(o.name))]
+        wanted = [o for o in enumerated if o.module_type_key not in mine or _wanted(o, constraints.get(o.name))]
+        for name in {option.name for option in enumerated} - {option.name for option in wanted}:
+            if _on_servers(constraints.get(name)):
+                raise PlannerError(
+                    f"no sharding option is left for table {name!r}: servers distribute its rows, so that its sharding "
+                    "type must be table_wise",
+                    error_type=PlannerErrorType.STRICT_CONSTRAINTS,
+                )
+        return wanted
 
     def _offer(self, sharder: ModuleSharder[nn.Module]) -> ModuleSharder[nn.Module]:
         if not isinstance(sharder, _Sharder):
@@ -107,8 +116,15 @@ class RecStoreEnumerator(EmbeddingEnumerator):  # type: ignore[misc]
             )
 
 
+def _on_servers(constraint: ParameterConstraints | None) -> bool:
+    return isinstance(constraint, RecStoreConstraints) and constraint.options.servers is not None
+
+
 def _wanted(option: ShardingOption, constraint: ParameterConstraints | None) -> bool:
     """Returns whether the constraint of a RecStore sharder's table allows the option's kernel."""
+    in_recstore = option.compute_kernel == RECSTORE_KERNEL
+    if _on_servers(constraint) and in_recstore and option.sharding_type != ShardingType.TABLE_WISE.value:
+        return False
     if constraint is None or not constraint.compute_kernels:
         return not asks_for_recstore(constraint) or bool(option.compute_kernel == RECSTORE_KERNEL)
     kernels: list[str] = constraint.compute_kernels

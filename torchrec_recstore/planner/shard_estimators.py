@@ -49,8 +49,9 @@ class RecStoreStorageEstimator(EmbeddingStorageEstimator):  # type: ignore[misc]
             optimizer = optimizer_from_fused_params(params, [option.name])
             itemsize = state_dtype(params, [option.name]).itemsize
             options = options_of(constraints_of(self), option.name)
-            rows = resident_rows(options, option.tensor.shape[0])
-            counter_bytes = 0 if options.admission is None else options.admission.counter_bytes
+            remote = options.servers is not None
+            rows = 0 if remote else resident_rows(options, option.tensor.shape[0])
+            counter_bytes = 0 if options.admission is None or remote else options.admission.counter_bytes
             without_rows = _without_rows(option)
             super().estimate([without_rows], sharder_data_map)
             for shard, io in zip(option.shards, without_rows.shards, strict=True):

@@ -48,6 +48,9 @@ def assumed(options: list[ShardingOption], constraints: dict[str, ParameterConst
     for option in sorted(dynamic, key=lambda o: (o.name, o.path)):
         name = option.name if times[option.name] == 1 else f"{option.path}.{option.name}"
         asked = options_of(constraints, option.name)
+        if asked.servers is not None:
+            lines.append(f"RecStore table {name!r} is on the servers {', '.join(asked.servers.addresses)}")
+            continue
         rows = resident_rows(asked, option.tensor.shape[0])
         ranks = ", ".join(f"rank {s.rank}: {s.storage.ddr / 2**30:.3f} GiB" for s in option.shards)
         lines.append(f"RecStore table {name!r}: {rows:,} resident rows assumed ({_source(asked, rows)}); {ranks}")

@@ -62,6 +62,8 @@ class TableSpec:
             raise TypeError(f"optimizer must be one of torchrec_recstore.optim, got {type(self.optimizer).__name__}")
         if not isinstance(self.options, TableOptions):
             raise TypeError(f"options must be TableOptions, got {type(self.options).__name__}")
+        if self.options.servers is not None:
+            raise ValueError("options.servers must be None: the client names the servers")
         if self.options.cold_store is not None:
             raise ValueError("options.cold_store must be None: each server chooses it with recstore serve --cold-store")
 

@@ -48,6 +48,7 @@ from torchrec_recstore.sharders.plan import (
     deal_out,
     hashed_features,
     refuse_replicas,
+    remote_options,
     warn_if_overridden,
     warn_of_stock_tables,
     with_own_arguments,
@@ -135,6 +136,22 @@ class RecStoreCollection(RefusesQuantization, CollectionSeams):
         """Returns the names of the RecStore tables of the plan, in the order of the configs, the same on every rank."""
         plan = self.module_sharding_plan
         return [name for name in self.names_of_tables if plan[name].compute_kernel == RECSTORE_KERNEL]
+
+    def remote_table_names(self) -> list[str]:
+        """Returns the names of the RecStore tables whose rows are on servers, the same on every rank."""
+        plan = self.module_sharding_plan
+        return [name for name in self.recstore_table_names() if remote_options(plan[name]) is not None]
+
+    def remote_kernels(self) -> Iterator[RecStoreKernel]:
+        """Yields the kernels of tables on servers that this rank reads and updates."""
+        for kernel in self._recstore_kernels():
+            if kernel.remote_tables:
+                yield kernel
+
+    def wait_for_updates(self) -> None:
+        """Waits for the updates of the tables on servers that this rank has sent, or raises the error of one."""
+        for kernel in self.remote_kernels():
+            kernel.wait_for_updates()
 
     def recstore_tables(self) -> Iterator[Table]:
         """Yields the shards of the RecStore tables on this rank."""
@@ -246,8 +263,8 @@ class RecStoreCollection(RefusesQuantization, CollectionSeams):
             for table in _recstore_configs(sharding):
                 options = whole_options(table, table.fused_params)
                 shard_options(options, row_split(sharding, sharding_type), table.name)
-                opens_stores |= options.cold_store is not None
-        # One rank may fail to open a cold store that other ranks can open.
+                opens_stores |= options.cold_store is not None or options.servers is not None
+        # One rank may fail to open a cold store, or to reach a server, that other ranks can open or reach.
         with refused_together(self.ranks_env) if opens_stores else nullcontext():
             for sharding_type, sharding in self.shardings_by_type():
                 kernels = {group.compute_kernel for group in grouped_configs(sharding)}
@@ -272,13 +289,15 @@ class RecStoreCollection(RefusesQuantization, CollectionSeams):
         seconds = [each.seconds for each in expiries if each is not None and each.seconds is not None]
         if seconds and self.ranks_env.world_size > 1:
             self._wall_clock = AgreedClock(self.ranks_env, min(seconds), self.recstore_tables())
-        self.recstore_state = ModuleState(self, self._tables_name, states, self.ranks_env, self._copies)
+        remote = {name: self.recstore_dims()[name] for name in self.remote_table_names()}
+        self.recstore_state = ModuleState(self, self._tables_name, states, self.ranks_env, self._copies, remote)
         return self.recstore_state.optimizer_with_states(fused_optimizer)
 
     def _table_states(self) -> dict[str, RowState]:
-        shards: dict[str, list[LocalShard]] = {name: [] for name in self.recstore_table_names()}
+        remote = set(self.remote_table_names())
+        shards: dict[str, list[LocalShard]] = {n: [] for n in self.recstore_table_names() if n not in remote}
         for kernel in self._recstore_kernels():
-            names = kernel.config.table_names()
+            names = [] if kernel.remote_tables else kernel.config.table_names()
             for name, table, routing in zip(names, kernel.tables, kernel.routings, strict=True):
                 shards[name].append(LocalShard(table, routing))
         dims = self.recstore_dims()

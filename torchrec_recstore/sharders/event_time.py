@@ -54,16 +54,20 @@ def set_time(model: nn.Module, unix_seconds: float) -> None:
 
 def _tables_of(model: nn.Module) -> list[Table]:
     found: list[Table] = []
+    remote: list[str] = []
     for module in model.modules():
         if isinstance(module, RecStoreCollection):
             found += module.recstore_tables()
+            remote += module.remote_table_names()
         elif isinstance(module, TableModule):
             found.append(module.table)
         elif isinstance(module, RemoteTableModule):
-            raise ValueError(
-                f"set_time: table {module.table.name!r} is on servers, whose rows expire by the servers' clocks: call "
-                "set_time for models without tables on servers"
-            )
+            remote.append(module.table.name)
+    if remote:
+        raise ValueError(
+            f"set_time: table {remote[0]!r} is on servers, whose rows expire by the servers' clocks: call set_time for "
+            "models without tables on servers"
+        )
     return found
 
 

@@ -169,8 +169,8 @@ class CarriedOptions:
 
     TorchRec's ``group_tables`` (torchrec 1.8.0) places tables in one kernel if the values of their ``fused_params`` are
     equal and have equal hashes. Tables that differ only in their options must share a kernel, because each kernel costs
-    a pass over the batch. Therefore all objects of this class are equal. Read the options from the ``fused_params`` of
-    a table, never from those of a group, which hold the options of only one of its tables.
+    a pass over the batch. Therefore all objects of this class with the same ``servers`` are equal. Read the options
+    from the ``fused_params`` of a table, never from those of a group, which hold the options of only one of its tables.
 
     Args:
         options: The table's options.
@@ -183,10 +183,10 @@ class CarriedOptions:
         self.row_name = row_name
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, CarriedOptions)
+        return isinstance(other, CarriedOptions) and self.options.servers == other.options.servers
 
     def __hash__(self) -> int:
-        return hash(CarriedOptions)
+        return hash((CarriedOptions, self.options.servers))
 
     def __repr__(self) -> str:
         return f"CarriedOptions({self.options!r}, {self.row_name!r})"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -18,7 +18,15 @@ from torchrec.modules.embedding_configs import EmbeddingTableConfig, PoolingMode
 from torchrec.optim.fused import EmptyFusedOptimizer, FusedOptimizer, FusedOptimizerModule
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from torchrec_recstore.kernels import BlockRouting, PooledKernel, SequenceKernel
+from torchrec_recstore.kernels import (
+    BlockRouting,
+    PooledKernel,
+    RemoteKernel,
+    RemotePooledKernel,
+    RemoteSequenceKernel,
+    RemoteTable,
+    SequenceKernel,
+)
 from torchrec_recstore.optim import Optimizer
 from torchrec_recstore.options import TableOptions, shard_options
 from torchrec_recstore.sharders.fused_params import (
@@ -30,6 +38,7 @@ from torchrec_recstore.sharders.fused_params import (
     stochastic_rounding,
     table_options,
 )
+from torchrec_recstore.sharders.remote_tables import check_remote, remote_table
 from torchrec_recstore.store import Table
 from torchrec_recstore.table_configs import ROW_DTYPES, check_config, initializer_of
 from torchrec_recstore.table_parameter import TableParameter
@@ -93,6 +102,8 @@ def check_table(config: EmbeddingTableConfig, fused_params: Mapping[str, Any] | 
     stochastic_rounding(fused_params, [config.name], ROW_DTYPES[config.data_type])
     state_dtype(fused_params, [config.name])
     output_dtype(fused_params, [config.name])
+    if table_options(fused_params).servers is not None:
+        check_remote(config, fused_params)
     initializer_of(config, table_options(fused_params))
 
 
@@ -248,16 +259,27 @@ class RecStoreKernel(BaseEmbedding, FusedOptimizerModule):  # type: ignore[misc]
         ValueError: RecStore does not support the optimizer; the message names the tables.
     """
 
+    _kernel: PooledKernel | SequenceKernel | RemoteKernel
+
     def __init__(self, config: GroupedEmbeddingConfig, split: tuple[int, int] | None, shard: int) -> None:
         super().__init__()
         self._config = config
         optimizer = optimizer_from_fused_params(config.fused_params, config.table_names())
         self._output_dtype = output_dtype(config.fused_params, config.table_names())
-        self._routings = [_routing_of(table, split) for table in config.embedding_tables]
-        self._tables = [
-            _make_table(table, optimizer, split, shard, routing)
-            for table, routing in zip(config.embedding_tables, self._routings, strict=True)
-        ]
+        self._routings: list[BlockRouting | None] = []
+        self._tables: list[Table] = []
+        self._remote_tables: list[RemoteTable] = []
+        if table_options(config.fused_params).servers is not None:  # all tables of the group have the same servers
+            self._remote_tables = [
+                remote_table(table, optimizer, whole_options(table, table.fused_params))
+                for table in config.embedding_tables
+            ]
+        else:
+            self._routings = [_routing_of(table, split) for table in config.embedding_tables]
+            self._tables = [
+                _make_table(table, optimizer, split, shard, routing)
+                for table, routing in zip(config.embedding_tables, self._routings, strict=True)
+            ]
         self._placeholders = {
             table.name: placeholder_parameter(table.name, table.embedding_dim) for table in config.embedding_tables
         }
@@ -279,13 +301,26 @@ class RecStoreKernel(BaseEmbedding, FusedOptimizerModule):  # type: ignore[misc]
 
     @property
     def tables(self) -> list[Table]:
-        """The group's shards on this rank. A table that is split by columns may have several shards."""
+        """The group's shards on this rank. A table that is split by columns may have several shards.
+
+        The list is empty if the rows of the group's tables are on servers.
+        """
         return self._tables
+
+    @property
+    def remote_tables(self) -> list[RemoteTable]:
+        """The group's tables if their rows are on servers, else an empty list."""
+        return self._remote_tables
 
     @property
     def routings(self) -> list[BlockRouting | None]:
         """The mapping by which the ids of each of ``tables`` were split over ranks. See :class:`BlockRouting`."""
         return self._routings
+
+    def wait_for_updates(self) -> None:
+        """Waits for the updates that were sent to servers, or raises the error of one."""
+        if isinstance(self._kernel, RemoteKernel):
+            self._kernel.wait_for_updates()
 
     def prefetch(self, features: KeyedJaggedTensor) -> None:
         """Prepares the rows of a batch before its training forward. Any thread may call this method.
@@ -357,15 +392,20 @@ class RecStorePooledKernel(RecStoreKernel):
         shard: int = 0,
     ) -> None:
         super().__init__(config, split, shard)
+        self._kernel: PooledKernel | RemotePooledKernel
         feature_tables = [i for i, table in enumerate(config.embedding_tables) for _ in range(table.num_features())]
         mean = pooling_type_to_pooling_mode(config.pooling, sharding_type) == PoolingMode.MEAN
-        self._kernel = PooledKernel(
-            self._tables,
-            feature_tables,
-            "mean" if mean else "sum",
-            routings=self._routings,
-            accumulation_steps=accumulation_steps(config.fused_params),
-        )
+        pooling: Literal["sum", "mean"] = "mean" if mean else "sum"
+        if self._remote_tables:
+            self._kernel = RemotePooledKernel(self._remote_tables, feature_tables, pooling)
+        else:
+            self._kernel = PooledKernel(
+                self._tables,
+                feature_tables,
+                pooling,
+                routings=self._routings,
+                accumulation_steps=accumulation_steps(config.fused_params),
+            )
         self._kernel.learning_rate = self._optim.learning_rate
 
     def forward(self, features: KeyedJaggedTensor) -> torch.Tensor:
@@ -408,9 +448,13 @@ class RecStoreSequenceKernel(RecStoreKernel):
 
     def __init__(self, config: GroupedEmbeddingConfig, split: tuple[int, int] | None = None, shard: int = 0) -> None:
         super().__init__(config, split, shard)
-        self._kernel = SequenceKernel(
-            self._tables, routings=self._routings, accumulation_steps=accumulation_steps(config.fused_params)
-        )
+        self._kernel: SequenceKernel | RemoteSequenceKernel
+        if self._remote_tables:
+            self._kernel = RemoteSequenceKernel(self._remote_tables)
+        else:
+            self._kernel = SequenceKernel(
+                self._tables, routings=self._routings, accumulation_steps=accumulation_steps(config.fused_params)
+            )
         self._kernel.learning_rate = self._optim.learning_rate
 
     def forward(self, features: KeyedJaggedTensor) -> torch.Tensor:

@@ -13,6 +13,7 @@ from torchrec.distributed.types import ShardingType
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from torchrec_recstore.sharders.delta_tracker import Record, tracking
+from torchrec_recstore.sharders.fused_params import table_options
 from torchrec_recstore.sharders.kernel import (
     IN_NODE,
     RecStoreKernel,
@@ -106,7 +107,14 @@ class RecStoreLookup(LookupSeams):
         Raises:
             ValueError: The function belongs to a delta tracker in a mode that needs an optimizer state, and the
                 optimizer of a table does not have this state.
+            NotImplementedError: The rows of a table are on servers.
         """
+        for group in self._groups_of_all_ranks:
+            for table in group.embedding_tables:
+                if table_options(table.fused_params).servers is not None:
+                    raise NotImplementedError(
+                        f"RecStore table {table.name!r} is on servers: trackers of ids and embeddings do not support it"
+                    )
         super().register_optim_state_tracker_fn(tracking(record_fn, self._groups_of_all_ranks, list(self.kernels())))
 
     def kernels(self) -> Iterator[RecStoreKernel]:

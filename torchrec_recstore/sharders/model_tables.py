@@ -12,11 +12,11 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torchrec.distributed import DistributedModelParallel
 
+from torchrec_recstore.modules.remote_table_module import RemoteTableModule
 from torchrec_recstore.options import is_shared
 from torchrec_recstore.sharders.collection import RecStoreCollection
 from torchrec_recstore.sharders.gather import all_gathered, refused_together, whole_environment
 from torchrec_recstore.sharders.layout import LocalShard
-from torchrec_recstore.sharders.remote_tables import refuse_remote_tables
 from torchrec_recstore.sharders.state import RowState
 from torchrec_recstore.store import TableStats
 from torchrec_recstore.store.stats import combined
@@ -69,8 +69,37 @@ class ModelTable:
         return list(self.state.shards)
 
 
+def refuse_remote_tables(model: nn.Module) -> None:
+    """Raises an error if the rows of a table of the model are on servers. All ranks raise the same error.
+
+    Raises:
+        ValueError: There is such a table. The message names it, and says how its rows are saved.
+    """
+    names = []
+    for module in model.modules():
+        if isinstance(module, RecStoreCollection):
+            names += module.remote_table_names()
+        elif isinstance(module, RemoteTableModule):
+            names.append(module.table.name)
+    if names:
+        raise ValueError(
+            f"table {names[0]!r} is on servers, which own its rows: save the rows with client.save(name), and the "
+            "other tensors of the model with torch.save(model.state_dict(), path)"
+        )
+
+
 def recstore_tables(model: nn.Module) -> list[ModelTable]:
-    """Returns all RecStore tables of the model, in the same order on every rank. Their ``name`` is unique."""
+    """Returns all RecStore tables of the model, in the same order on every rank. Their ``name`` is unique.
+
+    Raises:
+        ValueError: The rows of a table are on servers.
+    """
+    refuse_remote_tables(model)
+    return _all_tables(model)
+
+
+def _all_tables(model: nn.Module) -> list[ModelTable]:
+    """Returns all RecStore tables of the model, also those on servers, which have no ``state``."""
     found = [
         (prefix, module, name)
         for prefix, module in _sharded_modules(model, "").items()
@@ -171,7 +200,7 @@ def table_stats(model: nn.Module) -> dict[str, TableStats]:
     """
     stats: dict[str, TableStats] = {}
     gathered: dict[RecStoreCollection, list[dict[str, list[_Shard]]]] = {}
-    for table in recstore_tables(model):
+    for table in _all_tables(model):
         if table.module not in gathered:
             gathered[table.module] = _all_shards(table.module)
         shards = [shard for of_rank in gathered[table.module] for shard in of_rank[table.config_name]]
@@ -184,6 +213,13 @@ def _all_shards(module: RecStoreCollection) -> list[dict[str, list[_Shard]]]:
         name: [(shard.table.columns.start, shard.table.stats()) for shard in shards]
         for name, shards in module.recstore_state.shards.items()
     }
+    # One rank has each table on servers; its statistics are those of all servers.
+    local |= {name: [] for name in module.remote_table_names()}
+    with refused_together(module.ranks_env):
+        module.wait_for_updates()
+        for kernel in module.remote_kernels():
+            for name, remote in zip(kernel.config.table_names(), kernel.remote_tables, strict=True):
+                local[name] = [(0, remote.client.stats(remote.name))]
     return all_gathered(local, module.ranks_env)
 
 
@@ -197,25 +233,30 @@ def _combined(shards: Iterable[_Shard]) -> TableStats:
 def flush_tables(model: nn.Module) -> None:
     """Writes the rows that have changed in memory to the shared cold stores of the model. Collective.
 
-    When the call returns, the cold stores have the rows of every rank. Tables with a cold store that is not shared, or
-    without a cold store, are skipped. Unlike a :class:`Table`, a model is not closed: rows that change after the last
-    call are not written to the cold stores when the process ends.
+    When the call returns, the cold stores have the rows of every rank. Parameter servers have applied the updates of
+    every rank to tables with ``TableOptions.servers``, so that ``RecStoreClient.save`` saves them. Other tables are
+    skipped. Unlike a :class:`Table`, a model is not closed: rows that change after the last call are not written to the
+    cold stores when the process ends.
 
     Args:
         model: A ``DistributedModelParallel``, a sharded module, or a module that contains them.
 
     Raises:
-        ValueError: The model has no RecStore table with a shared cold store, or a table is being saved. Or two tables
-            with the same name share a cold store, so that they have the same rows; the plans of ``RecStorePlanner``
-            keep these tables apart. The error is raised on every rank.
+        ValueError: The model has no RecStore table with a shared cold store or on servers, or a table is being saved.
+            Or two tables with the same name share a cold store, so that they have the same rows; the plans of
+            ``RecStorePlanner`` keep these tables apart. The error is raised on every rank.
+        ServiceError: A server has not applied an update. The error is raised on every rank.
         ColdStoreError: A cold store fails. It may have received some of the rows; the call can be repeated. The error
             is raised on every rank.
     """
     modules = [module for module in model.modules() if isinstance(module, RecStoreCollection)]
     with refused_together(whole_environment()):
         states = [state for module in modules for state in module.recstore_state.tables.values()]
-        if not any(is_shared(state.options.cold_store) for state in states):
-            raise ValueError("the model has no RecStore table with a shared cold store")
+        remote = [name for module in modules for name in module.remote_table_names()]
+        if not remote and not any(is_shared(state.options.cold_store) for state in states):
+            raise ValueError("the model has no RecStore table with a shared cold store or on servers")
+        for module in modules:
+            module.wait_for_updates()
         tables = [table for module in modules for table in module.recstore_tables()]
         shared = [table for table in tables if is_shared(table.options.cold_store)]
         stores = Counter((table.options.cold_store, table.name, table.columns) for table in shared)

@@ -22,7 +22,7 @@ from torchrec.distributed.utils import optimizer_type_to_emb_opt_type
 from torchrec.modules.embedding_configs import BaseEmbeddingConfig
 
 from torchrec_recstore.optim import Optimizer
-from torchrec_recstore.options import TableOptions, resident_rows
+from torchrec_recstore.options import Servers, TableOptions, resident_rows
 from torchrec_recstore.sharders.fused_params import (
     ACCUMULATION_KEY,
     OPTIMIZER_KEY,
@@ -287,7 +287,19 @@ def check_plan(
             f"RecStore table {config.name!r}: sharding type {sharding.sharding_type!r} is not supported in "
             f"{collection}; supported are {', '.join(supported)}"
         )
+    if remote_options(sharding) is not None and sharding.sharding_type != ShardingType.TABLE_WISE.value:
+        raise ValueError(
+            f"RecStore table {config.name!r}: sharding type {sharding.sharding_type!r} is not supported for a table on "
+            "servers, which distribute its rows: use table_wise"
+        )
     check_init_fn(config, sharding.options if isinstance(sharding, RecStoreParameterSharding) else None)
+
+
+def remote_options(sharding: ParameterSharding | None) -> Servers | None:
+    """Returns the servers on which a plan's entry places a table, or None if its rows are on the ranks."""
+    if isinstance(sharding, RecStoreParameterSharding) and sharding.compute_kernel == RECSTORE_KERNEL:
+        return sharding.options.servers
+    return None
 
 
 def refuse_replicas(plan: Mapping[str, ParameterSharding], env: ShardingEnv) -> None:

@@ -1,30 +1,89 @@
-"""The tables of a model whose rows are on servers, and the errors of functions that need rows in this process."""
+"""The tables of sharded models whose rows are on servers, and the clients that read and update them."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import weakref
+from collections.abc import Mapping
+from typing import Any
 
-from torch import nn
+import torch
+from torchrec.distributed.embedding_types import ShardedEmbeddingTable
 
-from torchrec_recstore.kernels import RemoteTable
-from torchrec_recstore.modules.remote_table_module import RemoteTableModule
+from torchrec_recstore.kernels import RemoteTable, RowService
+from torchrec_recstore.optim import Optimizer
+from torchrec_recstore.options import Servers, TableOptions
+from torchrec_recstore.sharders.fused_params import (
+    accumulation_steps,
+    carried_row_name,
+    state_dtype,
+    stochastic_rounding,
+)
+from torchrec_recstore.table_configs import ROW_DTYPES
+
+_clients: weakref.WeakValueDictionary[Servers, RowService] = weakref.WeakValueDictionary()
 
 
-def remote_tables(model: nn.Module) -> Iterator[RemoteTable]:
-    """Yields the tables of the eager modules of a model whose rows a client reads and updates."""
-    for module in model.modules():
-        if isinstance(module, RemoteTableModule):
-            yield module.table
-
-
-def refuse_remote_tables(model: nn.Module) -> None:
-    """Raises an error if the rows of a table of the model are on servers.
+def client_of(servers: Servers) -> RowService:
+    """Returns the client of servers. All tables of this process with equal :class:`Servers` have the same client.
 
     Raises:
-        ValueError: There is such a table. The message names it, and says how its rows are saved.
+        ImportError: grpcio is not installed.
+        ValueError, OSError: The access to the servers is invalid.
     """
-    for table in remote_tables(model):
-        raise ValueError(
-            f"table {table.name!r} is on servers, which own its rows: save the rows with client.save(name), and the "
-            "other tensors of the model with torch.save(model.state_dict(), path)"
+    # The name is taken from the package, because the service is built on the sharders' layer.
+    from torchrec_recstore import RecStoreClient
+
+    client = _clients.get(servers)
+    if client is None:
+        client = _clients[servers] = RecStoreClient(
+            servers.addresses,
+            token=servers.token,
+            tls_ca=servers.tls_ca,
+            tls_cert=servers.tls_cert,
+            tls_key=servers.tls_key,
+            timeout_s=servers.timeout_s,
         )
+    return client
+
+
+def check_remote(config: ShardedEmbeddingTable, fused_params: Mapping[str, Any] | None) -> None:
+    """Checks that servers support a table.
+
+    Raises:
+        ValueError: They do not support optimizer state in float16, stochastic rounding of 16-bit rows, or updates of
+            several backward passes; the message names the table.
+    """
+    where = f"RecStore table {config.name!r} is on servers, which do not support"
+    dtype = ROW_DTYPES[config.data_type]
+    if state_dtype(fused_params, [config.name]) is not torch.float32:
+        raise ValueError(f"{where} optimizer state in float16: leave it out of fused_params")
+    if stochastic_rounding(fused_params, [config.name], dtype) and dtype is not torch.int8:
+        raise ValueError(f"{where} stochastic_rounding of {dtype} rows: leave it out of fused_params")
+    if accumulation_steps(fused_params) > 1:
+        raise ValueError(f"{where} accumulation_steps={accumulation_steps(fused_params)}: leave it out")
+
+
+def remote_table(config: ShardedEmbeddingTable, optimizer: Optimizer, options: TableOptions) -> RemoteTable:
+    """Returns the table of the servers in ``options``, and creates it if it does not exist.
+
+    Args:
+        config: TorchRec's config of the table, which :func:`check_remote` has checked.
+        optimizer: The optimizer of the table's group.
+        options: The options of the table, with its initializer.
+
+    Raises:
+        ServiceError: A server cannot be reached, or refuses the table.
+        ValueError: The servers have the table with another specification.
+    """
+    servers = options.servers
+    assert servers is not None
+    values = {name: getattr(options, name) for name in TableOptions.__dataclass_fields__ if name != "servers"}
+    return RemoteTable(
+        client_of(servers),
+        carried_row_name(config.fused_params) or config.name,
+        (config.num_embeddings, config.embedding_dim),
+        ROW_DTYPES[config.data_type],
+        optimizer,
+        TableOptions(**values),
+        servers.staleness,
+    )

@@ -13,6 +13,7 @@ from torchrec.distributed.types import ShardingEnv
 from torchrec.optim.fused import FusedOptimizer
 from torchrec.optim.keyed import CombinedOptimizer
 
+from torchrec_recstore.modules.remote_table_module import rows_not_loaded, warn_of_rows_on_servers
 from torchrec_recstore.optim import Optimizer, state_names
 from torchrec_recstore.options import TableOptions
 from torchrec_recstore.sharders.gather import refused_together
@@ -389,6 +390,7 @@ class ModuleState:
         tables: All RecStore tables of the plan by name, in the same order on every rank.
         env: The environment of the module.
         copies: The tensors that the states of the tables have returned.
+        remote: The dims of the tables whose rows are on servers, by name. ``state_dict`` does not contain them.
     """
 
     def __init__(
@@ -398,8 +400,10 @@ class ModuleState:
         tables: Mapping[str, RowState],
         env: ShardingEnv,
         copies: GivenCopies,
+        remote: Mapping[str, int],
     ) -> None:
         self.copies = copies
+        self.remote = dict(remote)
         self.tables = tables
         self.shards: dict[str, Sequence[LocalShard]] = {name: table.shards for name, table in tables.items()}
         """The shards of each table on this rank."""
@@ -428,6 +432,11 @@ class ModuleState:
         Raises:
             ValueError: See :func:`checked_weights`. No table of the module has changed.
         """
+        for name, dim in self.remote.items():
+            key = f"{prefix}{self.container}.{name}.weight"
+            if self.emits_rows and key in state_dict:
+                raise ValueError(rows_not_loaded(key))
+            state_dict[key] = placeholder_parameter(name, dim)
         keys = {name: f"{prefix}{self.container}.{name}.weight" for name in self.shards}
         if self.emits_rows:
             found = {name: key for name, key in keys.items() if key in state_dict}
@@ -464,6 +473,10 @@ class ModuleState:
         return CombinedOptimizer([*optimizer.optimizers, ("", ModuleOptimizer(parameters, states, []))])
 
     def _add_rows(self, module: nn.Module, state_dict: dict[str, Value], prefix: str, metadata: object) -> None:
+        for name in self.remote:
+            state_dict.pop(f"{prefix}{self.container}.{name}.weight", None)
+        if self.remote and self.emits_rows:
+            warn_of_rows_on_servers()
         if not self.emits_rows:
             return
         with refused_together(self.env):

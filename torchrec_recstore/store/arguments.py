@@ -183,6 +183,11 @@ def check_table(
         raise TypeError(f"optimizer must be one of torchrec_recstore.optim, got {type(optimizer).__name__}")
     if not isinstance(options, TableOptions):
         raise TypeError(f"options must be TableOptions, got {type(options).__name__}")
+    if options.servers is not None:
+        raise ValueError(
+            "options.servers must be None for a table in this process: use RecStoreSharder, or an eager collection "
+            "with client=RecStoreClient([...])"
+        )
     if not isinstance(name, str):
         raise TypeError(f"name must be a str, got {type(name).__name__}")
     if columns is None:
