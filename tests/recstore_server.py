@@ -57,6 +57,8 @@ class Proxy:
         """A number of bytes from the server, over all connections. After them one connection is cut, once."""
         self.held = threading.Event()
         """While set, nothing is passed on."""
+        self.delay_s = 0.0
+        """The time in seconds by which everything from the server is delayed."""
         self._lock = threading.Lock()
         self._open: list[socket.socket] = []
         self._closed = False
@@ -94,6 +96,8 @@ class Proxy:
                         threading.Event().wait(0.01)
                     if not data:
                         return
+                    if source is server:
+                        time.sleep(self.delay_s)
                     if source is server and self.cut_after is not None:
                         self.cut_after -= len(data)
                         if self.cut_after <= 0:

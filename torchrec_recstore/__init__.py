@@ -65,7 +65,13 @@ if TYPE_CHECKING:
         UniformInit,
     )
     from torchrec_recstore.planner import RecStoreConstraints, RecStorePlanner
-    from torchrec_recstore.service import NoInitialRow, RecStoreClient, ServerRestartedError, ServiceError
+    from torchrec_recstore.service import (
+        NoInitialRow,
+        RecStoreClient,
+        ServerRestartedError,
+        ServerSetError,
+        ServiceError,
+    )
     from torchrec_recstore.sharders import (
         RecStoreEmbeddingCollectionSharder,
         RecStoreFeatureProcessedEmbeddingBagCollectionSharder,
@@ -118,6 +124,7 @@ _MODULES = {
     "RowWiseAdagrad": "optim",
     "SGD": "optim",
     "ServerRestartedError": "service",
+    "ServerSetError": "service",
     "ServerStore": "options",
     "Servers": "options",
     "ServiceError": "service",
@@ -184,6 +191,7 @@ __all__ = [
     "RocksDBStore",
     "RowWiseAdagrad",
     "ServerRestartedError",
+    "ServerSetError",
     "ServerStore",
     "Servers",
     "ServiceError",

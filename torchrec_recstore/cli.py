@@ -7,11 +7,13 @@
     recstore export CHECKPOINT OUT.pt
     recstore follow SOURCE --listen 127.0.0.1:7800
     recstore serve --listen 127.0.0.1:7700 --data DIR
+    recstore servers status 127.0.0.1:7700,127.0.0.1:7701
+    recstore servers restore SAVE 127.0.0.1:7700,127.0.0.1:7701
     recstore doctor
     recstore bench
 
-Exit status: 0; 1 if ``diff`` found a difference, ``doctor`` a problem, or a benchmark failed; 2 for invalid input, with
-one line on stderr.
+Exit status: 0; 1 if ``diff`` found a difference, ``doctor`` a problem, ``servers status`` servers that do not agree, or
+a benchmark failed; 2 for invalid input, with one line on stderr.
 """
 
 from __future__ import annotations
@@ -29,6 +31,7 @@ try:
     from torchrec_recstore.commands.output import errors_in_one_line, print_error, status_of
     from torchrec_recstore.commands.scripts import bench, train
     from torchrec_recstore.commands.serve import serve
+    from torchrec_recstore.commands.servers import servers
 except ModuleNotFoundError as error:
     if error.name not in ("typer", "rich", "click"):
         raise
@@ -51,6 +54,7 @@ app.command(rich_help_panel=JOBS, context_settings=_PASS_ON)(train)
 app.command(rich_help_panel=JOBS)(export)
 app.command(rich_help_panel=JOBS)(follow)
 app.command(rich_help_panel=JOBS)(serve)
+app.add_typer(servers, name="servers", rich_help_panel=JOBS)
 app.command(rich_help_panel=CHECKPOINTS)(inspect)
 app.command(rich_help_panel=CHECKPOINTS)(diff)
 app.command(rich_help_panel=CHECKPOINTS)(compact)

@@ -21,7 +21,7 @@ from torchrec_recstore.checkpoint.info import METADATA, VERSION, read_chain
 from torchrec_recstore.checkpoint.reader import check_rows, held_rows, load_rows
 from torchrec_recstore.options import LRU, TableOptions
 from torchrec_recstore.rpc.table_spec import TableSpec
-from torchrec_recstore.service.checkpoints import DataDirectory
+from torchrec_recstore.service.data_directory import DataDirectory
 from torchrec_recstore.service.hosted import HostedBackend
 from torchrec_recstore.store import Table
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -16,7 +18,7 @@ from torchrec_recstore.options import RedisStore, RocksDBStore, ServerStore, Tab
 from torchrec_recstore.rpc.table_spec import TableSpec
 from torchrec_recstore.service import RecStoreClient
 from torchrec_recstore.service.applied import AppliedRequests
-from torchrec_recstore.service.checkpoints import DataDirectory
+from torchrec_recstore.service.data_directory import DataDirectory
 from torchrec_recstore.service.hosted import HostedBackend, Limits
 from torchrec_recstore.service.listening import ListenOptions
 from torchrec_recstore.service.serve import ServerOptions, serve
@@ -83,6 +85,70 @@ def restarted(tmp_path: Path) -> None:
         server.kill()
 
 
+@situation("A save that was loaded by another client")
+def loaded_by_another(tmp_path: Path) -> None:
+    server = RecStoreServer(tmp_path / "data")
+    try:
+        client, other = RecStoreClient([server.address]), RecStoreClient([server.address])
+        client.init_data("t_user", (10, 4))
+        for epoch in range(2):
+            client.push("t_user", THREE, torch.ones(3, 4))
+            other.save("monday", overwrite=True)
+            (other if epoch else client).load("monday")
+        client.push("t_user", THREE, torch.ones(3, 4))
+    finally:
+        server.kill()
+
+
+def two_servers(tmp_path: Path, restart: Callable[[RecStoreServer], object], save: bool) -> None:
+    servers = [RecStoreServer(tmp_path / name) for name in ("one", "two")]
+    addresses = [server.address for server in servers]
+    try:
+        with RecStoreClient(addresses) as client:
+            client.init_data("t_user", (10, 4))
+            if save:
+                client.save("monday")
+        servers[1].kill()
+        restart(servers[1])
+        RecStoreClient(addresses).pull("t_user", THREE)
+    finally:
+        for server in servers:
+            server.kill()
+
+
+@situation("One of several servers was killed")
+def one_killed(tmp_path: Path) -> None:
+    two_servers(tmp_path, lambda server: server.start(), save=True)
+
+
+@situation("A server that is empty")
+def one_empty(tmp_path: Path) -> None:
+    def start(server: RecStoreServer) -> None:
+        shutil.rmtree(server.data)
+        server.start()
+
+    two_servers(tmp_path, start, save=False)
+
+
+@situation("Not all servers of a set are named")
+def some_named(tmp_path: Path) -> None:
+    servers = [RecStoreServer(tmp_path / name) for name in ("one", "two")]
+    try:
+        RecStoreClient([server.address for server in servers]).init_data("t_user", (10, 4))
+        RecStoreClient([servers[0].address]).pull("t_user", THREE)
+    finally:
+        for server in servers:
+            server.kill()
+
+
+@situation("Servers of different sets")
+def two_sets(error_server: RecStoreServer, second_error_server: RecStoreServer) -> None:
+    addresses = [error_server.address, second_error_server.address]
+    for address in addresses:
+        RecStoreClient([address]).init_data("t_set", (10, 4))
+    RecStoreClient(addresses).pull("t_set", THREE)
+
+
 @situation("A server that stops")
 def stopping() -> None:
     requests = AppliedRequests()
@@ -138,13 +204,6 @@ def too_many_tables() -> None:
 @situation("A name that is too long")
 def long_name(error_server: RecStoreServer) -> None:
     RecStoreClient([error_server.address]).save(201 * "s")
-
-
-@situation("Servers in another order")
-def swapped(error_server: RecStoreServer, second_error_server: RecStoreServer) -> None:
-    addresses = [error_server.address, second_error_server.address]
-    RecStoreClient(addresses).init_data("t_split", (10, 4))
-    RecStoreClient(addresses[::-1]).pull("t_split", THREE)
 
 
 @situation("A closed client")

@@ -65,7 +65,7 @@ from torchrec_recstore.options import (
 from torchrec_recstore.planner import RecStoreConstraints, RecStorePlanner
 from torchrec_recstore.rpc.table_spec import TableSpec
 from torchrec_recstore.service.applied import AppliedRequests
-from torchrec_recstore.service.checkpoints import DataDirectory
+from torchrec_recstore.service.data_directory import DataDirectory
 from torchrec_recstore.service.hosted import HostedBackend, Limits
 from torchrec_recstore.sharders import RecStoreSharder
 from torchrec_recstore.store import Table

@@ -28,7 +28,7 @@ from torchrec_recstore.inference import (
 )
 from torchrec_recstore.inference.row_formats import DTYPES
 from torchrec_recstore.options import RocksDBStore
-from torchrec_recstore.service.checkpoints import DataDirectory
+from torchrec_recstore.service.data_directory import DataDirectory
 from torchrec_recstore.service.hosted import HostedBackend, Limits
 from torchrec_recstore.service.metrics import NoObserver
 from torchrec_recstore.service.server import ParameterServer
@@ -132,7 +132,8 @@ def test_a_server_goes_on_from_what_one_has_left(files: Path, tmp_path: Path) ->
     assert_holds([hosted.table for hosted in fixed.hosted_tables(tables)], files, "server")
     assert tables.specs()["cold"].shard == (1, 3)
     assert tables.specs()["sgd"].lossless
-    assert server._incarnation == fixed.INCARNATION
+    state = server._set.describe()
+    assert (state.live, state.set, state.at.name) == (False, "", "stopped-0")  # a client makes it a set of one server
     assert server._applied.once("client", 7, 6, lambda: pytest.fail("it has been carried out")) == 1
     tables.close()
 

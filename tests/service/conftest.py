@@ -17,11 +17,12 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RecStoreServer]
 
 
 @pytest.fixture(scope="session")
-def second(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RecStoreServer]:
-    """Returns a second server that all tests share."""
-    server = RecStoreServer(tmp_path_factory.mktemp("second"))
-    yield server
-    server.kill()
+def two_servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[RecStoreServer]]:
+    """Returns a set of two servers that all tests share."""
+    servers = [RecStoreServer(tmp_path_factory.mktemp(name)) for name in ("first", "second")]
+    yield servers
+    for server in servers:
+        server.kill()
 
 
 @pytest.fixture

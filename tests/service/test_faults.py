@@ -239,13 +239,15 @@ def test_a_server_that_is_gone_is_an_error_in_time() -> None:
     assert time.monotonic() - begin < 10
 
 
-def test_one_of_two_servers_is_gone(server: RecStoreServer, own_server: RecStoreServer) -> None:
-    client = RecStoreClient([server.address, own_server.address], timeout_s=3.0)
+def test_one_of_two_servers_is_gone(own_server: RecStoreServer, tmp_path: Path) -> None:
+    other = RecStoreServer(tmp_path / "other")
+    client = RecStoreClient([other.address, own_server.address], timeout_s=3.0)
     client.init_data("halves", (10, 8), torch.float32)
     client.pull("halves", IDS)
     own_server.kill()
     with pytest.raises(ServiceError, match=rf"table 'halves' on server {own_server.address} cannot be reached"):
         client.pull("halves", IDS)
+    other.kill()
 
 
 def test_bad_requests_change_nothing(server: RecStoreServer) -> None:
@@ -278,10 +280,10 @@ def test_bad_requests_change_nothing(server: RecStoreServer) -> None:
             send(method)
             for _ in range(20):
                 send(method, *(chosen.randbytes(chosen.randrange(200)) for _ in range(chosen.randrange(3))))
-        incarnation = _incarnation(channel)
+        epoch = _epoch(channel)
         header = {
             "table": "t",
-            "incarnation": incarnation,
+            "epoch": epoch,
             "client": "fuzz",
             "kind": pb.WriteHeader.PUSH,
             "float32": True,
@@ -304,8 +306,8 @@ def test_bad_requests_change_nothing(server: RecStoreServer) -> None:
         write({**header, "ids": 2**63}, pb.WriteRequest(ids=one, rows=row))
         write({**header, "ids": 1, "kind": 77}, pb.WriteRequest(ids=one, rows=row))
         write({**header, "ids": 1, "kind": 0}, pb.WriteRequest(ids=one, rows=row))
-        write({**header, "ids": 1, "incarnation": ""}, pb.WriteRequest(ids=one, rows=row))
-        write({**header, "ids": 1, "incarnation": "x"}, pb.WriteRequest(ids=one, rows=row))
+        write({**header, "ids": 1, "epoch": ""}, pb.WriteRequest(ids=one, rows=row))
+        write({**header, "ids": 1, "epoch": "x"}, pb.WriteRequest(ids=one, rows=row))
         write({**header, "ids": 1, "table": "u" * 10_000}, pb.WriteRequest(ids=one, rows=row))
         write(
             {**header, "ids": 1, "kind": pb.WriteHeader.UPDATE},
@@ -313,40 +315,56 @@ def test_bad_requests_change_nothing(server: RecStoreServer) -> None:
         )
         send("Write", pb.WriteRequest(ids=one).SerializeToString())
         send("Pull", pb.PullRequest(ids=one).SerializeToString())
-        send("Pull", pb.PullRequest(header=pb.PullHeader(table="t", want=9), ids=one).SerializeToString())
-        send("Pull", pb.PullRequest(header=pb.PullHeader(table="t"), ids=one[1:]).SerializeToString())
-        send("Pull", pb.PullRequest(header=pb.PullHeader(table="t"), ids=bytes(70 * 2**20)).SerializeToString())
+        send("Pull", pb.PullRequest(header=pb.PullHeader(table="t", epoch=epoch, want=9), ids=one).SerializeToString())
+        send("Pull", pb.PullRequest(header=pb.PullHeader(table="t", epoch=epoch), ids=one[1:]).SerializeToString())
+        send(
+            "Pull",
+            pb.PullRequest(header=pb.PullHeader(table="t", epoch=epoch), ids=bytes(70 * 2**20)).SerializeToString(),
+        )
         for dim in (0, -1, 2**31, 2**62, 2**100):
             spec = TableSpec(8, torch.float32, Adagrad(lr=0.1), TableOptions()).to_json()
             spec = spec.replace('"dim": 8', f'"dim": {dim}')
             before = refused
-            send("Create", pb.CreateRequest(table=f"dim {dim}", spec=spec).SerializeToString())
+            send("Create", pb.CreateRequest(table=f"dim {dim}", spec=spec, epoch=epoch).SerializeToString())
             assert refused == before + 1, dim
         for spec in ("", "{}", "[]", "1", '{"dim": 1e99}', "[" * 100_000, '{"dim": 4, "dtype": "nn"}'):
-            send("Create", pb.CreateRequest(table="bad", spec=spec).SerializeToString())
-        for name in ("", ".", "..", "a/b", "/etc", "lock", "server.json", "\0"):
-            save = pb.SaveRequest(name=name, incarnation=incarnation, client="fuzz", request=10**6)
+            send("Create", pb.CreateRequest(table="bad", spec=spec, epoch=epoch).SerializeToString())
+        state, number = epoch.split("/")
+        for name in (*("", ".", "..", "a/b", "/etc", "lock", "server.json", "set.json", "\0"), *("stopped-0", "good")):
+            save = {"name": name, "id": "../x" if name == "good" else "1"}
             before = refused
-            send("Save", save.SerializeToString())
-            assert refused == before + 1, name
-            send("Load", pb.LoadRequest(name=name).SerializeToString())
+            for phase in (pb.SaveRequest.PREPARE, pb.SaveRequest.COMMIT, 0, 9):
+                send("Save", pb.SaveRequest(phase=phase, epoch=epoch, save=save).SerializeToString())
+            assert refused == before + 4, name
+        load = {"set": state, "members": 1, "epoch": int(number) + 1, "slots": [0], "save": {"name": "lock"}}
+        good = {**load, "save": {}}
+        for change in (
+            *({}, {"save": {"name": "../x"}}, {"save": {"name": "none"}}, {"save": {"name": "x", "id": "1"}}),
+            *({**good, "epoch": int(number)}, {**good, "set": "x"}, {**good, "set": ""}, {**good, "member": 1}),
+            *({**good, "slots": []}, {**good, "slots": [1]}, {**good, "members": 0}),
+        ):
+            before = refused
+            for phase in (pb.LoadRequest.PREPARE, pb.LoadRequest.COMMIT, 0, 9):
+                send("Load", pb.LoadRequest(phase=phase, **{**load, **change}).SerializeToString())
+            assert refused == before + 4, change
     assert refused > 100
     assert torch.equal(client.pull("t", IDS), _grads(0))
     assert torch.equal(_client(server.address).pull("t", IDS), _grads(0))
 
 
-def _incarnation(channel: grpc.Channel) -> str:
+def _epoch(channel: grpc.Channel) -> str:
     describe = channel.unary_unary(
         "/torchrec_recstore.ParameterServer/Describe", response_deserializer=pb.DescribeReply.FromString
     )
-    return describe(b"", metadata=[(VERSION_KEY, VERSION)]).incarnation
+    state = describe(b"", metadata=[(VERSION_KEY, VERSION)])
+    return f"{state.set}/{state.epoch}"
 
 
-@pytest.mark.parametrize("version", ["0", "2", "", "x"])
+@pytest.mark.parametrize("version", ["0", "1", "", "x"])
 def test_another_version_of_the_protocol(server: RecStoreServer, version: str) -> None:
     with grpc.insecure_channel(server.address) as channel:
         call = channel.unary_unary("/torchrec_recstore.ParameterServer/Describe")
-        with pytest.raises(grpc.RpcError, match=f"version {version} of the protocol, the server version 1") as caught:
+        with pytest.raises(grpc.RpcError, match=f"version {version} of the protocol, the server version 2") as caught:
             call(b"", metadata=[(VERSION_KEY, version)])
     assert caught.value.code() is grpc.StatusCode.FAILED_PRECONDITION
 

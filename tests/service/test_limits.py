@@ -68,8 +68,8 @@ class _Stalled:
 def test_clients_that_stop_take_no_threads_from_others(own_server: RecStoreServer) -> None:
     client = _client(own_server)
     client.push("t", IDS, torch.ones(100, 8))
-    incarnation = _incarnation(own_server)
-    write = pb.WriteRequest(header=pb.WriteHeader(table="t", incarnation=incarnation, client="stopped", ids=5))
+    epoch = _epoch(own_server)
+    write = pb.WriteRequest(header=pb.WriteHeader(table="t", epoch=epoch, client="stopped", ids=5))
     pull = pb.PullRequest(header=pb.PullHeader(table="t"), ids=bytes(8 * 60_000))
     end = threading.Event()
     with ExitStack() as stack:
@@ -101,10 +101,11 @@ def test_clients_that_stop_take_no_threads_from_others(own_server: RecStoreServe
     assert client.stats("t").steps == 5
 
 
-def _incarnation(server: RecStoreServer) -> str:
+def _epoch(server: RecStoreServer) -> str:
     with grpc.insecure_channel(server.address) as channel:
         describe = channel.unary_unary(SERVICE + "Describe", response_deserializer=pb.DescribeReply.FromString)
-        return describe(b"", metadata=METADATA).incarnation
+        state = describe(b"", metadata=METADATA)
+        return f"{state.set}/{state.epoch}"
 
 
 def test_messages_that_cannot_be_read_take_no_memory(own_server: RecStoreServer) -> None:
@@ -157,8 +158,8 @@ def test_the_memory_of_requests_is_bounded(tmp_path: Path) -> None:
     metrics = f"127.0.0.1:{free_port()}"
     server = RecStoreServer(tmp_path / "data", "--max-request-memory", "0.065", "--metrics", metrics)
     client = _client(server)
-    incarnation = _incarnation(server)
-    header = pb.WriteRequest(header=pb.WriteHeader(table="t", incarnation=incarnation, client="stopped", ids=5))
+    epoch = _epoch(server)
+    header = pb.WriteRequest(header=pb.WriteHeader(table="t", epoch=epoch, client="stopped", ids=5))
     part = pb.WriteRequest(ids=bytes(60_000_000)).SerializeToString()
     end = threading.Event()
 
@@ -185,6 +186,7 @@ def test_the_memory_of_requests_is_bounded(tmp_path: Path) -> None:
 def test_names_numbers_and_tables_are_bounded(tmp_path: Path) -> None:
     server = RecStoreServer(tmp_path / "data", "--max-tables", "3")
     client = _client(server)
+    epoch = _epoch(server)
     with grpc.insecure_channel(server.address) as channel:
 
         def refused(method: str, request: Any) -> str:
@@ -198,11 +200,14 @@ def test_names_numbers_and_tables_are_bounded(tmp_path: Path) -> None:
 
         spec = TableSpec(8, torch.float32, Adagrad(lr=0.1), TableOptions(max_rows=10)).to_json()
         for name in ("n" * 1025, "\N{SNOWMAN}" * 400, "n" * 20_000_000):
-            assert "at most 1024 bytes" in refused("Create", pb.CreateRequest(table=name, spec=spec))
-            for request in (pb.StatsRequest(table=name), pb.IdsRequest(table=name)):
+            assert "at most 1024 bytes" in refused("Create", pb.CreateRequest(table=name, spec=spec, epoch=epoch))
+            for request in (pb.StatsRequest(table=name, epoch=epoch), pb.IdsRequest(table=name, epoch=epoch)):
                 method = type(request).__name__.removesuffix("Request")
                 assert "there is no table 'n" in refused(method, request) or name[0] != "n"
-            for header in (pb.PullHeader(table=name, want=pb.PullHeader.FOUND), pb.PullHeader(table=name)):
+            for header in (
+                pb.PullHeader(table=name, epoch=epoch, want=pb.PullHeader.FOUND),
+                pb.PullHeader(table=name, epoch=epoch),
+            ):
                 refused("Pull", pb.PullRequest(header=header))
         for field, value, least in (("dim", 8, 2**24 + 1), ("max_rows", 10, 2**63), ("seed", 0, 2**63)):
             for wrong in (least, 2**64, 10**400):
@@ -214,14 +219,13 @@ def test_names_numbers_and_tables_are_bounded(tmp_path: Path) -> None:
         assert "at most 65536 characters" in refused(
             "Create", pb.CreateRequest(table="wrong", spec=" " * 70_000 + spec)
         )
-        incarnation = _incarnation(server)
-        numbered = {"incarnation": incarnation, "request": 1}
         for name in ("s" * 201, "s" * 1_000_000):
-            assert "at most 200 bytes" in refused("Save", pb.SaveRequest(name=name, client="c", **numbered))
-            assert "at most 200 bytes" in refused("Load", pb.LoadRequest(name=name))
+            reserve = pb.SaveRequest(phase=pb.SaveRequest.RESERVE, epoch=epoch, save={"name": name, "id": "1"})
+            assert "at most 200 bytes" in refused("Save", reserve)
+            load = pb.LoadRequest(phase=pb.LoadRequest.PREPARE, save={"name": name})
+            assert "at most 200 bytes" in refused("Load", load)
         for name in ("c" * 65, "c" * 4_000_000, ""):
-            assert "from 1 to 64 bytes" in refused("Save", pb.SaveRequest(name="s", client=name, **numbered))
-            header = pb.WriteHeader(table="t", client=name, kind=pb.WriteHeader.DELETE, **numbered)
+            header = pb.WriteHeader(table="t", client=name, kind=pb.WriteHeader.DELETE, epoch=epoch, request=1)
             assert "from 1 to 64 bytes" in refused("Write", pb.WriteRequest(header=header))
         for name in ("u", "v"):
             client.init_data(name, (1, 4), torch.float32)

@@ -41,8 +41,8 @@ _prefixes = itertools.count()
 
 
 @pytest.fixture
-def client(server: RecStoreServer, second: RecStoreServer) -> Iterator[RecStoreClient]:
-    with RecStoreClient([server.address, second.address]) as client:
+def client(two_servers: list[RecStoreServer]) -> Iterator[RecStoreClient]:
+    with RecStoreClient([server.address for server in two_servers]) as client:
         yield client
 
 

@@ -27,7 +27,7 @@ _names = itertools.count()
 def client(request: pytest.FixtureRequest) -> Iterator[RecStoreClient]:
     servers: list[RecStoreServer] = []
     if request.param == "servers":
-        servers = [request.getfixturevalue("server"), request.getfixturevalue("second")]
+        servers = request.getfixturevalue("two_servers")
     with RecStoreClient([server.address for server in servers] or None) as client:
         yield client
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from tests.recstore_server import RecStoreServer
 from torchrec_recstore.optim import SGD, Adagrad, Adam, RowWiseAdagrad
 from torchrec_recstore.options import LRU, ConstantInit, TableOptions
-from torchrec_recstore.service import RecStoreClient
+from torchrec_recstore.service import RecStoreClient, ServerSetError
 
 _numbers = itertools.count()
 
@@ -40,16 +40,10 @@ def _ones(shape: tuple[int, int], dtype: torch.dtype) -> Tensor:
     return torch.ones(shape, dtype=dtype)
 
 
-@pytest.fixture(scope="module")
-def two_servers(server: RecStoreServer, tmp_path_factory: pytest.TempPathFactory):
-    other = RecStoreServer(tmp_path_factory.mktemp("other"))
-    yield [server.address, other.address]
-    other.kill()
-
-
 @pytest.fixture(params=["one", "two"])
 def servers(request: pytest.FixtureRequest, server: RecStoreServer) -> list[str]:
-    return [server.address] if request.param == "one" else request.getfixturevalue("two_servers")
+    servers = [server] if request.param == "one" else request.getfixturevalue("two_servers")
+    return [server.address for server in servers]
 
 
 @pytest.fixture
@@ -214,13 +208,24 @@ def test_tables_and_servers_are_named(client: RecStoreClient, server: RecStoreSe
         client.load("nowhere")
 
 
-def test_other_servers_or_another_order(two_servers: list[str]) -> None:
-    name = _name()
-    with RecStoreClient(two_servers) as client:
+def test_other_servers_or_another_order(two_servers: list[RecStoreServer], server: RecStoreServer) -> None:
+    name, ids = _name(), torch.arange(100)
+    addresses = [each.address for each in two_servers]
+    with RecStoreClient(addresses) as client:
         client.init_data(name, (10, 8), torch.float32)
-    for servers in (two_servers[::-1], two_servers[:1]):
-        with RecStoreClient(servers) as client, pytest.raises(ValueError, match="in the order"):
-            client.pull(name, torch.arange(3))
+        client.push(name, ids, torch.rand(100, 8))
+        rows = client.pull(name, ids)
+    with RecStoreClient(addresses[::-1]) as client:  # servers know their places
+        assert torch.equal(client.pull(name, ids), rows)
+    with RecStoreClient([server.address]) as client:
+        client.init_data(name, (10, 8), torch.float32)
+    for servers, error in (
+        (addresses[:1], f"the set of the server {addresses[0]} has 2 servers, and 1 are named: {addresses[0]}"),
+        ([*addresses, server.address], "the servers belong to different sets"),
+        ([addresses[0], addresses[0].replace("127.0.0.1", "localhost")], "two of the addresses are of the same server"),
+    ):
+        with RecStoreClient(servers) as client, pytest.raises(ServerSetError, match=error):
+            client.pull(name, ids)
 
 
 def test_bounds_are_over_all_servers(client: RecStoreClient) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import shutil
 import signal
 import socket
 import threading
@@ -84,6 +85,7 @@ def test_results_are_those_of_tables_in_the_process(own_server: RecStoreServer, 
     with pytest.raises(ValueError, match="closed"):
         one.pull("float", IDS)
     own_server.kill()
+    shutil.rmtree(own_server.data)  # the set of one server
     own_server.start()
     with RecStoreClient([own_server.address, other.address]) as two:
         for result, wanted in zip(_use(two), expected, strict=True):
@@ -211,7 +213,8 @@ class _Raw:
                 return channel.unary_unary(named, response_deserializer=reply.FromString)(b"", metadata=_METADATA)
 
             offer = call("Attach", pb.AttachReply)
-            self.incarnation = call("Describe", pb.DescribeReply).incarnation  # type: ignore[attr-defined]
+            state = call("Describe", pb.DescribeReply)
+            self.epoch = f"{state.set}/{state.epoch}"  # type: ignore[attr-defined]
         self.socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self.socket.settimeout(60)
         self.socket.connect(f"\0{offer.socket}")  # type: ignore[attr-defined]
@@ -229,7 +232,7 @@ class _Raw:
         return pb.SegmentReply.FromString(reply) if reply else None
 
     def header(self, number: int, **fields: object) -> pb.WriteHeader:
-        known = {"table": "t", "incarnation": self.incarnation, "client": "raw", "kind": 2, "ids": 1, "float32": True}
+        known = {"table": "t", "epoch": self.epoch, "client": "raw", "kind": 2, "ids": 1, "float32": True}
         return pb.WriteHeader(request=number, **{**known, **fields})
 
 
@@ -268,15 +271,15 @@ def test_bad_requests_change_nothing(server: RecStoreServer) -> None:
         os.ftruncate(raw.files[0], 0)  # would end the server by a signal
     chosen = random.Random(3)
     huge = 2**64 - 1
-    read = pb.PullHeader(table="t")
+    read = pb.PullHeader(table="t", epoch=raw.epoch)
     requests = [
         pb.SegmentRequest(ids=8),
         pb.SegmentRequest(pull=read, ids=7),
         pb.SegmentRequest(pull=read, ids=huge),
         pb.SegmentRequest(pull=read, ids=segment.SEGMENT_BYTES),  # the rows do not fit
-        pb.SegmentRequest(pull=pb.PullHeader(table="t", want=9), ids=8),
-        pb.SegmentRequest(pull=pb.PullHeader(table="u" * 50_000), ids=8),
-        pb.SegmentRequest(pull=pb.PullHeader(table="t", incarnation="x"), ids=8),
+        pb.SegmentRequest(pull=pb.PullHeader(table="t", epoch=raw.epoch, want=9), ids=8),
+        pb.SegmentRequest(pull=pb.PullHeader(table="u" * 50_000, epoch=raw.epoch), ids=8),
+        pb.SegmentRequest(pull=pb.PullHeader(table="t", epoch="x"), ids=8),
         pb.SegmentRequest(write=raw.header(1), ids=8),
         pb.SegmentRequest(write=raw.header(2), ids=8, rows=31),
         pb.SegmentRequest(write=raw.header(3), ids=8, rows=64),
@@ -284,7 +287,7 @@ def test_bad_requests_change_nothing(server: RecStoreServer) -> None:
         pb.SegmentRequest(write=raw.header(5, ids=2), ids=8, rows=32),
         pb.SegmentRequest(write=raw.header(6, kind=77), ids=8, rows=32),
         pb.SegmentRequest(write=raw.header(7, kind=0), ids=8, rows=32),
-        pb.SegmentRequest(write=raw.header(8, incarnation=""), ids=8, rows=32),
+        pb.SegmentRequest(write=raw.header(8, epoch=""), ids=8, rows=32),
         pb.SegmentRequest(write=raw.header(9), ids=8, rows=32, initial_ids=8, initial_rows=4),
         pb.SegmentRequest(write=raw.header(10), ids=8, rows=32, initial_ids=segment.SEGMENT_BYTES),
     ]
@@ -374,7 +377,7 @@ def _until(condition: object, seconds: float = 120) -> None:
 def _in_process(data: Path, monkeypatch: pytest.MonkeyPatch, segment_bytes: int) -> Iterator[str]:
     """Runs a server in this process, with segments of another size, and yields its address."""
     from torchrec_recstore.rpc.recstore_pb2_grpc import add_ParameterServerServicer_to_server
-    from torchrec_recstore.service.checkpoints import DataDirectory
+    from torchrec_recstore.service.data_directory import DataDirectory
     from torchrec_recstore.service.hosted import HostedBackend
     from torchrec_recstore.service.listening import GrpcServer, ListenOptions
     from torchrec_recstore.service.metrics import NoObserver

@@ -117,6 +117,18 @@ class Destination:
                 os.rename(self.path, staging)
             raise
 
+    def publish_prepared(self, directory: Path) -> None:
+        """Publishes a complete checkpoint of another directory next to the path. See :meth:`publish` for the errors.
+
+        After any error, the other directory is as it was.
+        """
+        self._staging = directory
+        try:
+            self.publish()
+        except BaseException:
+            self._staging = None
+            raise
+
     def close(self) -> None:
         """Deletes the unpublished directory or the replaced checkpoint, and releases the locks."""
         with self._locks:

@@ -21,7 +21,23 @@ _UsageError: Any = typer.BadParameter.__mro__[1]
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
-_LEFT = frozenset({"", "table", "dtype", "optimizer", "figure", "kernel, over FBGEMM's", "option", "over"})
+_LEFT = frozenset(
+    {
+        "",
+        "table",
+        "server",
+        "set",
+        "state",
+        "save",
+        "saves",
+        "dtype",
+        "optimizer",
+        "figure",
+        "kernel, over FBGEMM's",
+        "option",
+        "over",
+    }
+)
 
 
 @contextmanager

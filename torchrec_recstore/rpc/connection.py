@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import os
-import threading
-import uuid
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
@@ -17,6 +14,7 @@ from torch import Tensor
 
 from torchrec_recstore.network import Backoff, check_token
 from torchrec_recstore.rpc import recstore_pb2 as pb
+from torchrec_recstore.rpc.client_epoch import ClientEpoch, writes_lost
 from torchrec_recstore.rpc.protocol import (
     ERROR_KEY,
     MESSAGE_BYTES,
@@ -88,10 +86,9 @@ class Access:
 class Connection:
     """The connection to one server, with the calls on its tables.
 
-    A call is repeated as long as the server cannot be reached. Repeating a write is safe, because it has a request
-    number and an incarnation. The server does not apply a request number twice. The incarnation identifies the server
-    and its state: another server, or the same server after a restart that has lost writes, refuses the write. After the
-    first write of a client, all of its calls are for the incarnation that it has written to.
+    A call is repeated as long as the server cannot be reached. Repeating a write is safe, because it has a number, and
+    the server does not apply a number twice. Every call on tables is for an epoch of the set of servers. A server that
+    is not in this epoch refuses the call: it was started again and has lost writes, or a save was loaded.
 
     All methods raise :class:`ServiceError`, and the errors of the server's method. Several threads may call them at the
     same time.
@@ -99,11 +96,13 @@ class Connection:
     Args:
         address: The address of the server, ``host:port``.
         access: The credentials, certificates and timeout.
+        epoch: The epoch of the calls. Default: None, for a connection without calls on tables.
     """
 
-    def __init__(self, address: str, access: Access) -> None:
+    def __init__(self, address: str, access: Access, epoch: ClientEpoch | None = None) -> None:
         self.address = address
         self._access = access
+        self._epoch = epoch or ClientEpoch(lambda table: "")
         self._channel = _channel(address, access)
         self._stub: Any = ParameterServerStub(self._channel)  # type: ignore[no-untyped-call]
         self._metadata = [(VERSION_KEY, VERSION)]
@@ -113,28 +112,25 @@ class Connection:
         self._memory: SharedMemory | None = None
         if access.shared_memory:
             self._memory = SharedMemory(lambda left: self._unary("Attach", pb.AttachRequest(), left))
-        self._client = uuid.uuid4().hex
         self._process = os.getpid()
         leave_to_parent(self)  # the destructor of a channel waits for locks and threads of gRPC
-        self._lock = threading.Lock()
-        self._incarnation = ""
-        self._requests = 0
-        self._pending: set[int] = set()
-        self._saved = 0  # the writes up to this request number are in a checkpoint
 
     def describe(self, table: str = "") -> pb.DescribeReply:
-        """Returns the server's incarnation and tables. Errors name ``table``."""
+        """Returns the server's state and tables. Errors name ``table``."""
         reply: pb.DescribeReply = self._call(table, lambda left: self._unary("Describe", pb.DescribeRequest(), left))
         return reply
 
     def create(self, table: str, spec: str) -> None:
         """Creates a table. ``spec`` is the JSON of a :class:`TableSpec`."""
-        request = pb.CreateRequest(table=table, spec=spec)
-        self._call(table, lambda left: self._unary("Create", request, left))
 
-    def drop(self, table: str) -> None:
-        """Deletes a table and its rows. A table that does not exist is ignored."""
-        self._call(table, lambda left: self._unary("Drop", pb.DropRequest(table=table), left))
+        def attempt(epoch: str, left: float) -> None:
+            self._unary("Create", pb.CreateRequest(table=table, spec=spec, epoch=epoch), left)
+
+        self._in_epoch(table, attempt)
+
+    def drop(self, table: str, epoch: str) -> None:
+        """Deletes a table and its rows in the epoch with this label. A table that does not exist is ignored."""
+        self._call(table, lambda left: self._unary("Drop", pb.DropRequest(table=table, epoch=epoch), left))
 
     def pull(self, table: str, ids: Tensor, out: Tensor, places: Tensor | None = None) -> None:
         """Reads rows into a tensor.
@@ -146,7 +142,7 @@ class Connection:
             places: (N,) int64. The index in ``out`` of the row of each id. ``out`` may then have more than N rows.
                 Default: None, which means the order of ``ids``.
         """
-        self._call(table, lambda left: self._pull(table, ids, out, places, left))
+        self._in_epoch(table, lambda epoch, left: self._pull(table, epoch, ids, out, places, left))
 
     def found(self, table: str, ids: Tensor, row_bytes: int) -> tuple[Tensor, Tensor]:
         """Reads the rows of the ids that have one.
@@ -159,7 +155,7 @@ class Connection:
         Returns:
             Which ids have a row, (N,) bool, and the rows of these ids, (n, row bytes) uint8.
         """
-        return self._call(table, lambda left: self._found(table, ids, row_bytes, left))
+        return self._in_epoch(table, lambda epoch, left: self._found(table, epoch, ids, row_bytes, left))
 
     def write(
         self,
@@ -185,13 +181,13 @@ class Connection:
         values = ids.new_empty(len(ids), 0) if rows is None else rows.detach()
         first = (ids[:0], values.new_empty(0, 0)) if initial is None else initial
 
-        def attempt(incarnation: str, number: int, done_before: int, left: float) -> int:
+        def attempt(epoch: str, number: int, left: float) -> int:
             header = pb.WriteHeader(
                 table=table,
-                incarnation=incarnation,
-                client=self._client,
+                epoch=epoch,
+                client=self._epoch.client,
                 request=number,
-                done_before=done_before,
+                done_before=self._epoch.done_before,
                 kind=kind,
                 ids=len(ids),
                 float32=rows is not None and rows.dtype is torch.float32,
@@ -204,57 +200,29 @@ class Connection:
     def ids(self, table: str) -> Tensor:
         """Returns the ids that have a row, (N,) int64, ascending."""
 
-        def attempt(left: float) -> Tensor:
-            request = pb.IdsRequest(table=table, incarnation=self._expected())
+        def attempt(epoch: str, left: float) -> Tensor:
+            request = pb.IdsRequest(table=table, epoch=epoch)
             replies = self._stub.Ids(request, timeout=left, metadata=self._metadata)
             return from_bytes([reply.ids for reply in replies], torch.int64)
 
-        return self._call(table, attempt)
+        return self._in_epoch(table, attempt)
 
     def stats(self, table: str) -> dict[str, int]:
         """Returns the statistics of a table, by the names of ``TableStats``."""
 
-        def attempt(left: float) -> dict[str, int]:
-            return dict(self._unary("Stats", pb.StatsRequest(table=table, incarnation=self._expected()), left).counts)
+        def attempt(epoch: str, left: float) -> dict[str, int]:
+            return dict(self._unary("Stats", pb.StatsRequest(table=table, epoch=epoch), left).counts)
 
-        return self._call(table, attempt)
+        return self._in_epoch(table, attempt)
 
-    def save(self, name: str, overwrite: bool) -> None:
-        """Saves all tables of the server in its data directory.
+    def save(self, request: pb.SaveRequest) -> pb.SaveReply:
+        """Makes a phase of a save. A phase can be repeated."""
+        reply: pb.SaveReply = self._call("", lambda left: self._unary("Save", request, left), _LONG_CALL_S)
+        return reply
 
-        Args:
-            name: The name of the checkpoint.
-            overwrite: Whether to replace a checkpoint of this name.
-        """
-        with self._lock:
-            saved = self._requests if not self._pending else None
-
-        def attempt(incarnation: str, number: int, done_before: int, left: float) -> None:
-            request = pb.SaveRequest(
-                name=name,
-                overwrite=overwrite,
-                incarnation=incarnation,
-                client=self._client,
-                request=number,
-                done_before=done_before,
-            )
-            self._unary("Save", request, left)
-            with self._lock:
-                if saved is not None and number == saved + 1:
-                    self._saved = number
-
-        self._numbered("", attempt, _LONG_CALL_S)
-
-    def load(self, name: str) -> None:
-        """Replaces all tables of the server by the tables of a checkpoint. The client accepts the new incarnation."""
-        # Writes of other threads that are pending now may reach the server before or after the load, so they do not
-        # count as saved.
-        with self._lock:
-            saved = min(self._pending, default=self._requests + 1) - 1
-        self._call("", lambda left: self._unary("Load", pb.LoadRequest(name=name), left), _LONG_CALL_S)
-        self._adopt("")
-        with self._lock:
-            self._saved = max(self._saved, saved)
+    def load(self, request: pb.LoadRequest) -> None:
+        """Makes a phase of a load. A phase can be repeated."""
+        self._call("", lambda left: self._unary("Load", request, left), _LONG_CALL_S)
 
     def check_process(self) -> None:
         """Raises an error in a forked process, because its requests would have the numbers of the parent's requests.
@@ -274,15 +242,15 @@ class Connection:
     def _unary(self, method: str, request: Any, left: float) -> Any:
         return getattr(self._stub, method)(request, timeout=left, metadata=self._metadata)
 
-    def _pull(self, table: str, ids: Tensor, out: Tensor, places: Tensor | None, left: float) -> None:
-        header = pb.PullHeader(table=table, incarnation=self._expected(), want=pb.PullHeader.ROWS)
+    def _pull(self, table: str, epoch: str, ids: Tensor, out: Tensor, places: Tensor | None, left: float) -> None:
+        header = pb.PullHeader(table=table, epoch=epoch, want=pb.PullHeader.ROWS)
         memory = out.view(torch.uint8)
         if not self._carry(left, lambda rows: rows.pull(header, ids, memory, places, left)):
             raise self._unfit(table)
 
-    def _found(self, table: str, ids: Tensor, row_bytes: int, left: float) -> tuple[Tensor, Tensor]:
+    def _found(self, table: str, epoch: str, ids: Tensor, row_bytes: int, left: float) -> tuple[Tensor, Tensor]:
         want = pb.PullHeader.FOUND_ROWS if row_bytes else pb.PullHeader.FOUND
-        header = pb.PullHeader(table=table, incarnation=self._expected(), want=want)
+        header = pb.PullHeader(table=table, epoch=epoch, want=want)
         received = self._carry(left, lambda rows: rows.found(header, ids, row_bytes, left))
         found = array_of(received[0], torch.bool)
         if len(found) != len(ids) or len(received[1]) != int(found.sum()) * row_bytes:
@@ -319,58 +287,45 @@ class Connection:
     def _unfit(self, table: str) -> ServiceError:
         return ServiceError(f"{self._named(table)} has answered with a wrong number of rows")
 
-    def _numbered(
-        self, table: str, attempt: Callable[[str, int, int, float], _Result], timeout_s: float | None = None
-    ) -> _Result:
-        """Makes a write with a request number, so that the server applies it once.
+    def _numbered(self, table: str, attempt: Callable[[str, int, float], _Result]) -> _Result:
+        """Makes a write with a number, so that the server applies it once.
 
         Args:
             table: The name of the table, for errors.
-            attempt: A function that makes the write once. Its arguments are the incarnation, the request number, the
-                request number below which all writes are done, and the time left in seconds.
-            timeout_s: See ``_call``.
+            attempt: A function that makes the write once. Its arguments are the label of the epoch, the number of the
+                write, and the time left in seconds.
         """
-        if not self._incarnation:
-            self._adopt(table)
-        with self._request() as number:
+        label = self._epoch.label(table)
+        with self._epoch.write() as number:
             attempts = 0
 
             def once(left: float) -> _Result:
                 nonlocal attempts
                 attempts += 1
-                return attempt(self._incarnation, number, min(self._pending), left)
+                return attempt(label, number, left)
 
             try:
-                return self._call(table, once, timeout_s)
-            except ServerRestartedError:
-                if attempts > 1 or self._saved < number - 1:
-                    raise
-            # All earlier writes of this client are in a checkpoint, and the server has refused this write. So it is
-            # safe to accept the server's new incarnation and to repeat the write.
-            self._adopt(table)
-            return self._call(table, once, timeout_s)
+                return self._call(table, once)
+            except ServerRestartedError as error:
+                if attempts > 1:  # an attempt whose answer was lost may be in the save that was loaded since
+                    raise writes_lost(error) from None
+                label = self._epoch.after(error, label, table, number)
+            return self._call(table, once)
 
-    @contextmanager
-    def _request(self) -> Iterator[int]:
-        with self._lock:
-            self._requests += 1
-            number = self._requests
-            self._pending.add(number)
+    def _in_epoch(self, table: str, attempt: Callable[[str, float], _Result]) -> _Result:
+        """Makes a call that may be repeated in another epoch.
+
+        Args:
+            table: The name of the table, for errors.
+            attempt: A function that makes the call once. Its arguments are the label of the epoch, and the time left in
+                seconds.
+        """
+        label = self._epoch.label(table)
         try:
-            yield number
-        finally:
-            with self._lock:
-                self._pending.remove(number)
-
-    def _adopt(self, table: str) -> None:
-        incarnation = self.describe(table).incarnation
-        with self._lock:
-            self._incarnation = incarnation
-
-    def _expected(self) -> str:
-        """Returns the incarnation that a read requires. Empty if all writes of this client are in a checkpoint."""
-        with self._lock:
-            return self._incarnation if self._saved < self._requests else ""
+            return self._call(table, lambda left: attempt(label, left))
+        except ServerRestartedError as error:
+            label = self._epoch.after(error, label, table)
+        return self._call(table, lambda left: attempt(label, left))
 
     def _call(self, table: str, attempt: Callable[[float], _Result], timeout_s: float | None = None) -> _Result:
         """Calls ``attempt``, and repeats it as long as the server cannot be reached and there is time left.

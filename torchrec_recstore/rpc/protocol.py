@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-VERSION = "1"
+VERSION = "2"
 VERSION_KEY = "recstore-protocol"
 TOKEN_KEY = "authorization"
 ERROR_KEY = "recstore-error"
@@ -41,10 +41,16 @@ class ServiceError(RuntimeError):
 
 
 class ServerRestartedError(ServiceError):
-    """A server has restarted, and has lost the writes of this client since its last save.
+    """A server has lost the writes of this client since its last save: it was killed, or a save was loaded.
 
-    The server's tables are those of its last checkpoint. To continue from a checkpoint, call ``RecStoreClient.load`` or
-    make a new client.
+    The server's tables are those of a save. To continue from a save, call ``RecStoreClient.load`` or make a new client.
+    """
+
+
+class ServerSetError(ServiceError):
+    """The servers are not one set in one epoch: a server was killed, is empty, or belongs to other servers.
+
+    The message says in which state each server is, and names the command that brings all servers to one save.
     """
 
 

@@ -2,7 +2,7 @@ from google.protobuf.internal import containers as _containers
 from google.protobuf.internal import enum_type_wrapper as _enum_type_wrapper
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
-from collections.abc import Mapping as _Mapping
+from collections.abc import Iterable as _Iterable, Mapping as _Mapping
 from typing import ClassVar as _ClassVar, Optional as _Optional, Union as _Union
 
 DESCRIPTOR: _descriptor.FileDescriptor
@@ -15,8 +15,18 @@ class DescribeRequest(_message.Message):
     __slots__ = ()
     def __init__(self) -> None: ...
 
+class Saved(_message.Message):
+    __slots__ = ("name", "id", "number")
+    NAME_FIELD_NUMBER: _ClassVar[int]
+    ID_FIELD_NUMBER: _ClassVar[int]
+    NUMBER_FIELD_NUMBER: _ClassVar[int]
+    name: str
+    id: str
+    number: int
+    def __init__(self, name: _Optional[str] = ..., id: _Optional[str] = ..., number: _Optional[int] = ...) -> None: ...
+
 class DescribeReply(_message.Message):
-    __slots__ = ("incarnation", "tables")
+    __slots__ = ("set", "member", "members", "epoch", "live", "slots", "at", "saves", "prepared", "tables")
     class TablesEntry(_message.Message):
         __slots__ = ("key", "value")
         KEY_FIELD_NUMBER: _ClassVar[int]
@@ -24,28 +34,48 @@ class DescribeReply(_message.Message):
         key: str
         value: str
         def __init__(self, key: _Optional[str] = ..., value: _Optional[str] = ...) -> None: ...
-    INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    SET_FIELD_NUMBER: _ClassVar[int]
+    MEMBER_FIELD_NUMBER: _ClassVar[int]
+    MEMBERS_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    LIVE_FIELD_NUMBER: _ClassVar[int]
+    SLOTS_FIELD_NUMBER: _ClassVar[int]
+    AT_FIELD_NUMBER: _ClassVar[int]
+    SAVES_FIELD_NUMBER: _ClassVar[int]
+    PREPARED_FIELD_NUMBER: _ClassVar[int]
     TABLES_FIELD_NUMBER: _ClassVar[int]
-    incarnation: str
+    set: str
+    member: int
+    members: int
+    epoch: int
+    live: bool
+    slots: _containers.RepeatedScalarFieldContainer[int]
+    at: Saved
+    saves: _containers.RepeatedCompositeFieldContainer[Saved]
+    prepared: _containers.RepeatedCompositeFieldContainer[Saved]
     tables: _containers.ScalarMap[str, str]
-    def __init__(self, incarnation: _Optional[str] = ..., tables: _Optional[_Mapping[str, str]] = ...) -> None: ...
+    def __init__(self, set: _Optional[str] = ..., member: _Optional[int] = ..., members: _Optional[int] = ..., epoch: _Optional[int] = ..., live: _Optional[bool] = ..., slots: _Optional[_Iterable[int]] = ..., at: _Optional[_Union[Saved, _Mapping]] = ..., saves: _Optional[_Iterable[_Union[Saved, _Mapping]]] = ..., prepared: _Optional[_Iterable[_Union[Saved, _Mapping]]] = ..., tables: _Optional[_Mapping[str, str]] = ...) -> None: ...
 
 class CreateRequest(_message.Message):
-    __slots__ = ("table", "spec")
+    __slots__ = ("table", "spec", "epoch")
     TABLE_FIELD_NUMBER: _ClassVar[int]
     SPEC_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
     table: str
     spec: str
-    def __init__(self, table: _Optional[str] = ..., spec: _Optional[str] = ...) -> None: ...
+    epoch: str
+    def __init__(self, table: _Optional[str] = ..., spec: _Optional[str] = ..., epoch: _Optional[str] = ...) -> None: ...
 
 class DropRequest(_message.Message):
-    __slots__ = ("table",)
+    __slots__ = ("table", "epoch")
     TABLE_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
     table: str
-    def __init__(self, table: _Optional[str] = ...) -> None: ...
+    epoch: str
+    def __init__(self, table: _Optional[str] = ..., epoch: _Optional[str] = ...) -> None: ...
 
 class PullHeader(_message.Message):
-    __slots__ = ("table", "incarnation", "want")
+    __slots__ = ("table", "epoch", "want")
     class Want(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
         __slots__ = ()
         ROWS: _ClassVar[PullHeader.Want]
@@ -55,12 +85,12 @@ class PullHeader(_message.Message):
     FOUND: PullHeader.Want
     FOUND_ROWS: PullHeader.Want
     TABLE_FIELD_NUMBER: _ClassVar[int]
-    INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
     WANT_FIELD_NUMBER: _ClassVar[int]
     table: str
-    incarnation: str
+    epoch: str
     want: PullHeader.Want
-    def __init__(self, table: _Optional[str] = ..., incarnation: _Optional[str] = ..., want: _Optional[_Union[PullHeader.Want, str]] = ...) -> None: ...
+    def __init__(self, table: _Optional[str] = ..., epoch: _Optional[str] = ..., want: _Optional[_Union[PullHeader.Want, str]] = ...) -> None: ...
 
 class PullRequest(_message.Message):
     __slots__ = ("header", "ids")
@@ -79,7 +109,7 @@ class PullReply(_message.Message):
     def __init__(self, found: _Optional[bytes] = ..., rows: _Optional[bytes] = ...) -> None: ...
 
 class WriteHeader(_message.Message):
-    __slots__ = ("table", "incarnation", "client", "request", "done_before", "kind", "ids", "float32")
+    __slots__ = ("table", "epoch", "client", "request", "done_before", "kind", "ids", "float32")
     class Kind(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
         __slots__ = ()
         NONE: _ClassVar[WriteHeader.Kind]
@@ -91,7 +121,7 @@ class WriteHeader(_message.Message):
     UPDATE: WriteHeader.Kind
     DELETE: WriteHeader.Kind
     TABLE_FIELD_NUMBER: _ClassVar[int]
-    INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
     CLIENT_FIELD_NUMBER: _ClassVar[int]
     REQUEST_FIELD_NUMBER: _ClassVar[int]
     DONE_BEFORE_FIELD_NUMBER: _ClassVar[int]
@@ -99,14 +129,14 @@ class WriteHeader(_message.Message):
     IDS_FIELD_NUMBER: _ClassVar[int]
     FLOAT32_FIELD_NUMBER: _ClassVar[int]
     table: str
-    incarnation: str
+    epoch: str
     client: str
     request: int
     done_before: int
     kind: WriteHeader.Kind
     ids: int
     float32: bool
-    def __init__(self, table: _Optional[str] = ..., incarnation: _Optional[str] = ..., client: _Optional[str] = ..., request: _Optional[int] = ..., done_before: _Optional[int] = ..., kind: _Optional[_Union[WriteHeader.Kind, str]] = ..., ids: _Optional[int] = ..., float32: _Optional[bool] = ...) -> None: ...
+    def __init__(self, table: _Optional[str] = ..., epoch: _Optional[str] = ..., client: _Optional[str] = ..., request: _Optional[int] = ..., done_before: _Optional[int] = ..., kind: _Optional[_Union[WriteHeader.Kind, str]] = ..., ids: _Optional[int] = ..., float32: _Optional[bool] = ...) -> None: ...
 
 class WriteRequest(_message.Message):
     __slots__ = ("header", "ids", "rows", "initial_ids", "initial_rows")
@@ -129,12 +159,12 @@ class WriteReply(_message.Message):
     def __init__(self, deleted: _Optional[int] = ...) -> None: ...
 
 class IdsRequest(_message.Message):
-    __slots__ = ("table", "incarnation")
+    __slots__ = ("table", "epoch")
     TABLE_FIELD_NUMBER: _ClassVar[int]
-    INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
     table: str
-    incarnation: str
-    def __init__(self, table: _Optional[str] = ..., incarnation: _Optional[str] = ...) -> None: ...
+    epoch: str
+    def __init__(self, table: _Optional[str] = ..., epoch: _Optional[str] = ...) -> None: ...
 
 class IdsReply(_message.Message):
     __slots__ = ("ids",)
@@ -143,12 +173,12 @@ class IdsReply(_message.Message):
     def __init__(self, ids: _Optional[bytes] = ...) -> None: ...
 
 class StatsRequest(_message.Message):
-    __slots__ = ("table", "incarnation")
+    __slots__ = ("table", "epoch")
     TABLE_FIELD_NUMBER: _ClassVar[int]
-    INCARNATION_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
     table: str
-    incarnation: str
-    def __init__(self, table: _Optional[str] = ..., incarnation: _Optional[str] = ...) -> None: ...
+    epoch: str
+    def __init__(self, table: _Optional[str] = ..., epoch: _Optional[str] = ...) -> None: ...
 
 class StatsReply(_message.Message):
     __slots__ = ("counts",)
@@ -164,26 +194,74 @@ class StatsReply(_message.Message):
     def __init__(self, counts: _Optional[_Mapping[str, int]] = ...) -> None: ...
 
 class SaveRequest(_message.Message):
-    __slots__ = ("name", "overwrite", "incarnation", "client", "request", "done_before")
-    NAME_FIELD_NUMBER: _ClassVar[int]
+    __slots__ = ("phase", "epoch", "save", "overwrite", "servers", "decided", "forget")
+    class Phase(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+        __slots__ = ()
+        NONE: _ClassVar[SaveRequest.Phase]
+        RESERVE: _ClassVar[SaveRequest.Phase]
+        PREPARE: _ClassVar[SaveRequest.Phase]
+        COMMIT: _ClassVar[SaveRequest.Phase]
+        ABORT: _ClassVar[SaveRequest.Phase]
+    NONE: SaveRequest.Phase
+    RESERVE: SaveRequest.Phase
+    PREPARE: SaveRequest.Phase
+    COMMIT: SaveRequest.Phase
+    ABORT: SaveRequest.Phase
+    PHASE_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    SAVE_FIELD_NUMBER: _ClassVar[int]
     OVERWRITE_FIELD_NUMBER: _ClassVar[int]
-    INCARNATION_FIELD_NUMBER: _ClassVar[int]
-    CLIENT_FIELD_NUMBER: _ClassVar[int]
-    REQUEST_FIELD_NUMBER: _ClassVar[int]
-    DONE_BEFORE_FIELD_NUMBER: _ClassVar[int]
-    name: str
+    SERVERS_FIELD_NUMBER: _ClassVar[int]
+    DECIDED_FIELD_NUMBER: _ClassVar[int]
+    FORGET_FIELD_NUMBER: _ClassVar[int]
+    phase: SaveRequest.Phase
+    epoch: str
+    save: Saved
     overwrite: bool
-    incarnation: str
-    client: str
-    request: int
-    done_before: int
-    def __init__(self, name: _Optional[str] = ..., overwrite: _Optional[bool] = ..., incarnation: _Optional[str] = ..., client: _Optional[str] = ..., request: _Optional[int] = ..., done_before: _Optional[int] = ...) -> None: ...
+    servers: _containers.RepeatedScalarFieldContainer[str]
+    decided: _containers.RepeatedScalarFieldContainer[str]
+    forget: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, phase: _Optional[_Union[SaveRequest.Phase, str]] = ..., epoch: _Optional[str] = ..., save: _Optional[_Union[Saved, _Mapping]] = ..., overwrite: _Optional[bool] = ..., servers: _Optional[_Iterable[str]] = ..., decided: _Optional[_Iterable[str]] = ..., forget: _Optional[_Iterable[str]] = ...) -> None: ...
+
+class SaveReply(_message.Message):
+    __slots__ = ("number", "decided")
+    NUMBER_FIELD_NUMBER: _ClassVar[int]
+    DECIDED_FIELD_NUMBER: _ClassVar[int]
+    number: int
+    decided: _containers.RepeatedScalarFieldContainer[str]
+    def __init__(self, number: _Optional[int] = ..., decided: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class LoadRequest(_message.Message):
-    __slots__ = ("name",)
-    NAME_FIELD_NUMBER: _ClassVar[int]
-    name: str
-    def __init__(self, name: _Optional[str] = ...) -> None: ...
+    __slots__ = ("phase", "token", "save", "exact", "set", "member", "members", "epoch", "slots")
+    class Phase(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
+        __slots__ = ()
+        NONE: _ClassVar[LoadRequest.Phase]
+        PREPARE: _ClassVar[LoadRequest.Phase]
+        COMMIT: _ClassVar[LoadRequest.Phase]
+        ABORT: _ClassVar[LoadRequest.Phase]
+    NONE: LoadRequest.Phase
+    PREPARE: LoadRequest.Phase
+    COMMIT: LoadRequest.Phase
+    ABORT: LoadRequest.Phase
+    PHASE_FIELD_NUMBER: _ClassVar[int]
+    TOKEN_FIELD_NUMBER: _ClassVar[int]
+    SAVE_FIELD_NUMBER: _ClassVar[int]
+    EXACT_FIELD_NUMBER: _ClassVar[int]
+    SET_FIELD_NUMBER: _ClassVar[int]
+    MEMBER_FIELD_NUMBER: _ClassVar[int]
+    MEMBERS_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    SLOTS_FIELD_NUMBER: _ClassVar[int]
+    phase: LoadRequest.Phase
+    token: str
+    save: Saved
+    exact: bool
+    set: str
+    member: int
+    members: int
+    epoch: int
+    slots: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, phase: _Optional[_Union[LoadRequest.Phase, str]] = ..., token: _Optional[str] = ..., save: _Optional[_Union[Saved, _Mapping]] = ..., exact: _Optional[bool] = ..., set: _Optional[str] = ..., member: _Optional[int] = ..., members: _Optional[int] = ..., epoch: _Optional[int] = ..., slots: _Optional[_Iterable[int]] = ...) -> None: ...
 
 class AttachRequest(_message.Message):
     __slots__ = ()

@@ -72,7 +72,7 @@ class ParameterServerStub:
         self.Save = channel.unary_unary(
                 '/torchrec_recstore.ParameterServer/Save',
                 request_serializer=torchrec__recstore_dot_rpc_dot_recstore__pb2.SaveRequest.SerializeToString,
-                response_deserializer=torchrec__recstore_dot_rpc_dot_recstore__pb2.Empty.FromString,
+                response_deserializer=torchrec__recstore_dot_rpc_dot_recstore__pb2.SaveReply.FromString,
                 _registered_method=True)
         self.Load = channel.unary_unary(
                 '/torchrec_recstore.ParameterServer/Load',
@@ -90,7 +90,7 @@ class ParameterServerServicer:
     """Missing associated documentation comment in .proto file."""
 
     def Describe(self, request, context):
-        """Returns the server's incarnation and its tables.
+        """Returns the state of the server and its tables.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -140,14 +140,14 @@ class ParameterServerServicer:
         raise NotImplementedError('Method not implemented!')
 
     def Save(self, request, context):
-        """Saves all tables in the server's data directory.
+        """Saves all tables in the server's data directory, in phases.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Load(self, request, context):
-        """Replaces all tables by the tables of a checkpoint.
+        """Begins an epoch with the tables of a save, in phases.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -201,7 +201,7 @@ def add_ParameterServerServicer_to_server(servicer, server):
             'Save': grpc.unary_unary_rpc_method_handler(
                     servicer.Save,
                     request_deserializer=torchrec__recstore_dot_rpc_dot_recstore__pb2.SaveRequest.FromString,
-                    response_serializer=torchrec__recstore_dot_rpc_dot_recstore__pb2.Empty.SerializeToString,
+                    response_serializer=torchrec__recstore_dot_rpc_dot_recstore__pb2.SaveReply.SerializeToString,
             ),
             'Load': grpc.unary_unary_rpc_method_handler(
                     servicer.Load,
@@ -429,7 +429,7 @@ class ParameterServer:
             target,
             '/torchrec_recstore.ParameterServer/Save',
             torchrec__recstore_dot_rpc_dot_recstore__pb2.SaveRequest.SerializeToString,
-            torchrec__recstore_dot_rpc_dot_recstore__pb2.Empty.FromString,
+            torchrec__recstore_dot_rpc_dot_recstore__pb2.SaveReply.FromString,
             options,
             channel_credentials,
             insecure,

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import uuid
 import weakref
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
+from contextlib import suppress
 from typing import TypeVar
 
 import torch
@@ -14,9 +16,12 @@ from torch import Tensor
 from torchrec_recstore import ops
 from torchrec_recstore.network import checked_addresses, host_of, is_loopback
 from torchrec_recstore.rpc import recstore_pb2 as pb
+from torchrec_recstore.rpc.agreement import SLOTS, Begin, to_load, to_resume
+from torchrec_recstore.rpc.client_epoch import ClientEpoch
 from torchrec_recstore.rpc.connection import Access, Connection
 from torchrec_recstore.rpc.protocol import (
     NO_INITIAL_ROW,
+    ServerRestartedError,
     ServiceError,
     put_rows,
     rows_at,
@@ -26,6 +31,7 @@ from torchrec_recstore.rpc.protocol import (
 # The number of threads per server. The deadline of a call begins when it has a thread, so there are more threads than
 # concurrent calls in practice.
 _CALLS = 256
+_ATTEMPTS = 5  # to begin an epoch while other clients begin epochs too
 _Result = TypeVar("_Result")
 
 
@@ -36,7 +42,7 @@ class ServerSet:
     servers may have done their part.
 
     Args:
-        addresses: The address of each server, ``host:port``. Their order decides which server stores an id.
+        addresses: The address of each server of a set, ``host:port``, in any order.
         access: The credentials, certificates and timeout. See :class:`Connection`.
 
     Raises:
@@ -51,18 +57,31 @@ class ServerSet:
         open_to_others = [a for a in self.addresses if not is_loopback(host_of(a))]
         if access.token is not None and access.tls_ca is None and open_to_others:
             raise ValueError(f"token would be sent to {open_to_others[0]} unencrypted: pass tls_ca as well")
-        self._connections = [Connection(address, access) for address in self.addresses]
+        self._epoch = ClientEpoch(self._agreed)
+        self._owners = torch.zeros(SLOTS, dtype=torch.int64)  # for each slot, the index of its connection
+        self._members: tuple[int, ...] = ()
+        self._connections = [Connection(address, access, self._epoch) for address in self.addresses]
         self._threads = ThreadPoolExecutor(_CALLS * len(self.addresses), "recstore-client")
         self._close = weakref.finalize(self, _close, self._connections, self._threads, os.getpid())
 
     def specs(self, table: str) -> list[str | None]:
         """Returns each server's spec of a table. An entry is None if the server does not have the table."""
+        self._epoch.label(table)
         return self._each(lambda connection: connection.describe(table).tables.get(table))
 
+    def members(self, table: str = "") -> tuple[int, ...]:
+        """Returns the number of each server in its set. Errors name ``table``."""
+        self._epoch.label(table)
+        return self._members
+
+    def epoch(self) -> str:
+        """Returns the label of the epoch of this client's calls."""
+        return self._epoch.label("")
+
     def create(self, table: str, specs: Sequence[str]) -> None:
-        """Creates a table on all servers. ``specs`` has one spec for each server."""
-        of = dict(zip(self._connections, specs, strict=True))
-        self._each(lambda connection: connection.create(table, of[connection]))
+        """Creates a table on all servers. ``specs`` has the spec for each number of a server in its set."""
+        of = dict(zip(self._connections, self.members(table), strict=True))
+        self._each(lambda connection: connection.create(table, specs[of[connection]]))
 
     def pull(self, table: str, ids: Tensor, columns: int, dtype: torch.dtype) -> Tensor:
         """Returns the rows of ``ids``, (N,) int64: (N, columns). An id without a row reads as its initial row."""
@@ -70,7 +89,7 @@ class ServerSet:
         if len(self._connections) == 1:
             self._connections[0].pull(table, ids, rows)
         else:
-            places = self._places(ids)
+            places = self._places(table, ids)
             self._each(lambda connection: connection.pull(table, ids[places[connection]], rows, places[connection]))
         return rows
 
@@ -82,7 +101,7 @@ class ServerSet:
         """Reads the rows of the ids that have one. See :meth:`Connection.found`; the arguments are the same."""
         if len(self._connections) == 1:
             return self._connections[0].found(table, ids, row_bytes)
-        places = self._places(ids)
+        places = self._places(table, ids)
         parts = self._each(lambda connection: connection.found(table, ids[places[connection]], row_bytes))
         found = torch.empty(len(ids), dtype=torch.bool)
         for place, (part, _) in zip(places.values(), parts, strict=True):
@@ -128,13 +147,129 @@ class ServerSet:
         """Returns each server's statistics of a table, by the names of ``TableStats``."""
         return self._each(lambda connection: connection.stats(table))
 
-    def save(self, name: str, overwrite: bool) -> None:
-        """Saves all tables on each server. See :meth:`Connection.save`; the arguments are the same."""
-        self._each(lambda connection: connection.save(name, overwrite))
+    def describe(self, table: str = "") -> list[pb.DescribeReply]:
+        """Returns the state of each server. Errors name ``table``."""
+        return self._each(lambda connection: connection.describe(table))
 
-    def load(self, name: str) -> None:
-        """Replaces all tables on each server by the tables of a checkpoint."""
-        self._each(lambda connection: connection.load(name))
+    def describe_reachable(self) -> list[pb.DescribeReply | ServiceError]:
+        """Returns the state of each server, or the error of a server that cannot be reached."""
+
+        def describe(connection: Connection) -> pb.DescribeReply | ServiceError:
+            try:
+                return connection.describe()
+            except ServiceError as error:
+                return error
+
+        return self._each(describe)
+
+    def save(self, name: str, overwrite: bool, forget: Sequence[str] = ()) -> None:
+        """Saves all tables on all servers. The save counts on all servers or on none.
+
+        Args:
+            name: The name of the save.
+            overwrite: Whether a save of this name is replaced.
+            forget: The names of saves that are deleted when this save counts. Default: none.
+        """
+        done = self._epoch.done
+        label = self._epoch.label("")
+        try:
+            self._save(label, name, overwrite, forget)
+        except ServerRestartedError as error:
+            self._save(self._epoch.after(error, label, ""), name, overwrite, forget)
+        self._epoch.set_saved(done)
+
+    def _save(self, label: str, name: str, overwrite: bool, forget: Sequence[str]) -> None:
+        first, *others = sorted(self._connections, key=self._number)
+        named = [connection.address for connection in (first, *others)]
+        save = pb.Saved(name=name, id=uuid.uuid4().hex)
+        phases = pb.SaveRequest
+
+        def request(phase: pb.SaveRequest.Phase, decided: Sequence[str] = ()) -> pb.SaveRequest:
+            return pb.SaveRequest(
+                phase=phase,
+                epoch=label,
+                save=save,
+                overwrite=overwrite,
+                servers=named,
+                decided=decided,
+                forget=forget,
+            )
+
+        save.number = first.save(request(phases.RESERVE)).number
+        try:
+            self._each(lambda connection: connection.save(request(phases.PREPARE)))
+        except BaseException:
+            for connection in (*others, first):
+                with suppress(Exception):  # what is left is deleted by a later save
+                    connection.save(request(phases.ABORT))
+            raise
+        decided = first.save(request(phases.COMMIT)).decided  # from here on the save counts
+        self._each(lambda connection: connection.save(request(phases.COMMIT, decided)), others)
+
+    def load(self, name: str | None, exact: bool = False) -> None:
+        """Begins an epoch on all servers with a save.
+
+        Args:
+            name: The name of the save. None: the epoch begins without rows.
+            exact: Whether tables that the save does not have are deleted, and tables with another specification are
+                replaced. Default: False, these tables are an error.
+        """
+        # Writes of other threads that are pending now may reach the servers before or after the load, so they do not
+        # count as saved.
+        done = self._epoch.done
+        self._epoch.begin(self._begin("", lambda states: to_load(self.addresses, states, name, exact)), done)
+
+    def _agreed(self, table: str) -> str:
+        return self._begin(table, lambda states: to_resume(self.addresses, states))
+
+    def _begin(self, table: str, plan: Callable[[list[pb.DescribeReply]], Begin]) -> str:
+        """Begins an epoch on the servers that are not in it, and returns its label."""
+        for attempt in range(_ATTEMPTS):
+            begin = plan(self.describe(table))
+            try:
+                self._load(begin)
+            except ServerRestartedError:  # another client has begun an epoch meanwhile
+                if attempt + 1 == _ATTEMPTS:
+                    raise
+                continue
+            index = {number: place for place, number in enumerate(begin.members)}
+            self._owners = torch.tensor([index[number] for number in begin.slots])
+            self._members = begin.members
+            return begin.label
+        raise AssertionError("the last attempt raises")
+
+    def _load(self, begin: Begin) -> None:
+        token = uuid.uuid4().hex
+        pending = [self._connections[index] for index in begin.pending]
+        numbers = dict(zip(self._connections, begin.members, strict=True))
+
+        def load(connection: Connection, phase: pb.LoadRequest.Phase) -> None:
+            connection.load(
+                pb.LoadRequest(
+                    phase=phase,
+                    token=token,
+                    save=begin.save,
+                    exact=begin.exact,
+                    set=begin.set,
+                    member=numbers[connection],
+                    members=len(numbers),
+                    epoch=begin.epoch,
+                    slots=begin.slots,
+                )
+            )
+
+        try:
+            self._each(lambda connection: load(connection, pb.LoadRequest.PREPARE), pending)
+        except BaseException:
+            for connection in pending:
+                with suppress(Exception):
+                    load(connection, pb.LoadRequest.ABORT)
+            raise
+        for connection in pending:  # one after the other, so that of two clients only one gets beyond the first
+            load(connection, pb.LoadRequest.COMMIT)
+
+    def _number(self, connection: Connection) -> int:
+        return self._members[self._connections.index(connection)]
 
     def close(self) -> None:
         """Closes the connections."""
@@ -156,8 +291,8 @@ class ServerSet:
         if len(self._connections) == 1:
             deleted = _written(self._connections[0], table, kind, ids, rows, initial)
             return deleted or 0, torch.arange(len(ids) if deleted is None else 0)
-        places = self._places(ids)
-        firsts = {} if initial is None else self._places(initial[0])
+        places = self._places(table, ids)
+        firsts = {} if initial is None else self._places(table, initial[0])
 
         def write(connection: Connection) -> int | None:
             place = places[connection]
@@ -170,17 +305,26 @@ class ServerSet:
         refused = [place for place, count in zip(places.values(), counts, strict=True) if count is None]
         return sum(count or 0 for count in counts), torch.cat([ids[:0], *refused])
 
-    def _places(self, ids: Tensor) -> dict[Connection, Tensor]:
+    def _places(self, table: str, ids: Tensor) -> dict[Connection, Tensor]:
         """Returns the positions in ``ids``, ascending, of the ids of each server."""
-        owners = ops.mix_ids(ids, True).remainder_(len(self._connections))
+        self._epoch.label(table)  # without an epoch, the owners are not known
+        owners = self._owners[ops.mix_ids(ids, True).remainder_(SLOTS)]
         return {connection: (owners == number).nonzero()[:, 0] for number, connection in enumerate(self._connections)}
 
-    def _each(self, call: Callable[[Connection], _Result]) -> list[_Result]:
-        """Calls all servers at the same time. No call is running any more when it returns or raises an error."""
-        if len(self._connections) == 1:
-            return [call(self._connections[0])]
-        self._connections[0].check_process()  # before the submit, because a forked process has no threads
-        futures = [self._threads.submit(call, connection) for connection in self._connections]
+    def _each(
+        self, call: Callable[[Connection], _Result], connections: Sequence[Connection] | None = None
+    ) -> list[_Result]:
+        """Calls servers at the same time. No call is running any more when it returns or raises an error.
+
+        Args:
+            call: The call.
+            connections: The connections to the servers. Default: None, for all servers.
+        """
+        connections = self._connections if connections is None else connections
+        if len(connections) <= 1:
+            return [call(connection) for connection in connections]
+        connections[0].check_process()  # before the submit, because a forked process has no threads
+        futures = [self._threads.submit(call, connection) for connection in connections]
         wait(futures)
         return [future.result() for future in futures]
 

@@ -4,9 +4,9 @@ Tables in the client's process need torch only. Tables on parameter servers also
 registers ``torch.ops.recstore_ops.emb_read`` and the other ``emb_*`` ops.
 """
 
-from torchrec_recstore.rpc.protocol import ServerRestartedError, ServiceError
+from torchrec_recstore.rpc.protocol import ServerRestartedError, ServerSetError, ServiceError
 from torchrec_recstore.service import torch_ops as torch_ops  # registers the ops
 from torchrec_recstore.service.backend import NoInitialRow
 from torchrec_recstore.service.client import RecStoreClient
 
-__all__ = ["NoInitialRow", "RecStoreClient", "ServerRestartedError", "ServiceError"]
+__all__ = ["NoInitialRow", "RecStoreClient", "ServerRestartedError", "ServerSetError", "ServiceError"]

@@ -1,105 +1,28 @@
-"""Saves and loads the tables of one process, in the format of ``save_checkpoint``, and manages a server's directory."""
+"""Saves and loads the tables of one process, in the format of ``save_checkpoint``."""
 
 from __future__ import annotations
 
-import json
-import os
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from torchrec_recstore.checkpoint.destination import Destination
-from torchrec_recstore.checkpoint.files import CheckpointError, FileLock, make_directory, sync_directory
+from torchrec_recstore.checkpoint.files import CheckpointError
 from torchrec_recstore.checkpoint.info import CheckpointInfo, TableInfo
 from torchrec_recstore.checkpoint.reader import check_fits, check_rows, held_rows, load_rows
 from torchrec_recstore.checkpoint.writer import PartWriter, SavedShard, finish, write_shard
-from torchrec_recstore.encoding import check_fields, encode
+from torchrec_recstore.encoding import encode
 from torchrec_recstore.row_types import ROW_DTYPES
 from torchrec_recstore.rpc.table_spec import TableSpec
 from torchrec_recstore.store import Table
 
 _SPECS = "served_tables"  # key in the training state: the JSON of each table's specification, by table name
-_STATE = "server.json"
-_LOCK = "lock"
-_NAME_BYTES = 200  # files of a save have longer names, and systems take 255 bytes
-_FIELDS = ("last", "stopped")
-_STOPPED = ("checkpoint", "incarnation", "applied")
-
-
-class DataDirectory:
-    """The data directory of a server, which holds its checkpoints as ``DIR/NAME``.
-
-    The file ``server.json`` in the directory names the checkpoint that was saved or loaded last. It also holds the
-    state that a stopped server leaves for the next server. The next server deletes this state before it takes calls,
-    so that only one server can continue from it.
-
-    Args:
-        path: The path of the directory. It is created if it does not exist. One server uses it at a time.
-
-    Raises:
-        OSError: The directory cannot be created or written, or another server uses it.
-        ValueError: ``server.json`` is damaged, or was written by a newer version.
-    """
-
-    def __init__(self, path: str | Path) -> None:
-        self._path = Path(path)
-        make_directory(self._path)
-        self._lock = FileLock(
-            self._path / _LOCK,
-            "serving it",
-            lambda holder: (
-                f"{self._path}: another server has this data directory ({holder}): stop that one, or give this one "
-                "another"
-            ),
-            keep=True,
-        )
-        self.last: str | None = None
-        """The name of the checkpoint to start from."""
-        self.stopped: dict[str, Any] | None = None
-        """The state that the last server left when it stopped. :meth:`set_last` replaces it."""
-        state = self._path / _STATE
-        if state.exists():
-            try:
-                document = json.loads(state.read_bytes())
-                check_fields("it", document, _FIELDS, _FIELDS)
-                self.last, self.stopped = document["last"], document["stopped"]
-                if self.stopped is not None:
-                    check_fields("'stopped'", self.stopped, _STOPPED, _STOPPED)
-            except (ValueError, KeyError, TypeError) as error:
-                raise ValueError(f"{state} cannot be used: {error}") from error
-
-    def checkpoint(self, name: str) -> Path:
-        """Returns the path of a checkpoint.
-
-        Raises:
-            ValueError: ``name`` is not a plain file name.
-        """
-        if len(name.encode()) > _NAME_BYTES:
-            raise ValueError(
-                f"the name of a checkpoint may have at most {_NAME_BYTES} bytes, got {len(name)} characters"
-            )
-        if not name or name.startswith(".") or "/" in name or "\0" in name or name in (_STATE, _LOCK):
-            raise ValueError(f"on a server, save and load take a plain name below its data directory, got {name!r}")
-        return self._path / name
-
-    def set_last(self, name: str | None, stopped: dict[str, Any] | None = None) -> None:
-        """Writes the name of the checkpoint to start from to the disk, with the state of a server that has stopped."""
-        staging = self._path / f".{_STATE}"
-        with staging.open("w") as file:
-            json.dump({"last": name, "stopped": stopped}, file)
-            file.flush()
-            os.fsync(file.fileno())
-        staging.replace(self._path / _STATE)
-        sync_directory(self._path)
-        self.last, self.stopped = name, stopped
-
-    def close(self) -> None:
-        """Releases the directory for another server."""
-        self._lock.close()
 
 
 def write_tables(
-    shards: Sequence[SavedShard], specs: Mapping[str, TableSpec], destination: Destination
+    shards: Sequence[SavedShard],
+    specs: Mapping[str, TableSpec],
+    destination: Destination,
+    more: Mapping[str, Any] | None = None,
 ) -> CheckpointInfo:
     """Writes a checkpoint from snapshots of tables, with low priority, while the tables stay in use.
 
@@ -107,6 +30,7 @@ def write_tables(
         shards: The snapshots, one shard for each table.
         specs: The specification of each table, by table name.
         destination: The destination of the checkpoint.
+        more: Further values of the training state. Default: None.
 
     Raises:
         OSError: A file cannot be written. Nothing new is left at the path of ``destination``.
@@ -120,7 +44,8 @@ def write_tables(
         files = writer.close()
     step = max((table.steps for table in tables.values()), default=0)
     info = CheckpointInfo(path=destination.path, step=step, world_size=1, tables=tables, files=files, dense=())
-    return finish(destination, info, encode({_SPECS: {name: spec.to_json() for name, spec in specs.items()}}, {}))
+    state = {_SPECS: {name: spec.to_json() for name, spec in specs.items()}, **(more or {})}
+    return finish(destination, info, encode(state, {}))
 
 
 def saved_specs(info: CheckpointInfo) -> dict[str, TableSpec]:

@@ -51,8 +51,8 @@ class RecStoreClient(SeveralTables):
     is sent, and an invalid argument changes nothing. The client is also a context manager.
 
     Args:
-        servers: The address of each server, as ``host:port``. All clients must name the servers in the same order. Ids
-            are distributed over the servers by hash. Default: None, the tables are in this process.
+        servers: The address of each server, as ``host:port``, in any order. Ids are distributed over the servers by
+            hash. The first client of new servers makes them a set. Default: None, the tables are in this process.
         library_path: Has no effect, and a warning says so: the package contains its library. It is accepted for
             programs that were written for RecStore. Default: None.
         token: The token of the servers, if they require one.

@@ -5,11 +5,12 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -110,7 +111,7 @@ def held_options(name: str, spec: TableSpec, limits: Limits) -> TableOptions:
     )
 
 
-@dataclass
+@dataclass(eq=False)
 class Hosted:
     """A table of this process with its specification."""
 
@@ -125,6 +126,22 @@ class Hosted:
 
     def __post_init__(self) -> None:
         self.kernel = PooledKernel([self.table], [0], "sum")
+
+
+@dataclass
+class Loaded:
+    """Tables that have been read from a checkpoint, and have not replaced those of the process yet."""
+
+    specs: dict[str, TableSpec]
+    tables: dict[str, Table]
+    exact: bool
+    present: dict[str, Hosted]
+    """The tables of the process, without temporary tables, when the checkpoint was read."""
+
+    def close(self) -> None:
+        """Frees the rows."""
+        for table in self.tables.values():
+            table.close()
 
 
 class HostedBackend:
@@ -271,8 +288,11 @@ class HostedBackend:
         with self._held(name, use=False) as hosted:
             return hosted.table.stats()
 
-    def save(self, path: str | Path, overwrite: bool = False) -> None:
-        """See :meth:`Backend.save`. The tables can be used during the save."""
+    def save(self, path: str | Path, overwrite: bool = False, more: Mapping[str, Any] | None = None) -> None:
+        """See :meth:`Backend.save`. The tables can be used during the save.
+
+        ``more`` are further values of the checkpoint's training state.
+        """
         path = Path(os.path.realpath(path))
         with self._files, Destination(path, overwrite=overwrite) as destination:
             with self._lock:
@@ -280,7 +300,7 @@ class HostedBackend:
             try:
                 with ExitStack() as snapshots:
                     shards = self._snapshots(saved, snapshots)
-                    write_tables(shards, {name: hosted.spec for name, hosted in saved.items()}, destination)
+                    write_tables(shards, {name: hosted.spec for name, hosted in saved.items()}, destination, more)
             finally:
                 for hosted in saved.values():
                     if hosted.dropped:
@@ -293,21 +313,62 @@ class HostedBackend:
         Old and new rows are in memory at the same time. No table can be created or dropped during the load.
         """
         with self._files, self._lock:
-            chain = read_chain(path)
-            specs = saved_specs(chain[-1])
-            tables = self._named()
-            check_loadable(chain[-1], specs, self.specs())
-            fresh = loaded_tables(
-                chain,
-                {
-                    name: tables[name].table.empty_copy if name in tables else partial(_made, name, spec, self._limits)
-                    for name, spec in specs.items()
-                },
-            )
-            with ExitStack() as locks:
-                present = [locks.enter_context(self._held(name)) for name in fresh if name in tables]
-                exchange_all((hosted.table, fresh.pop(hosted.name)) for hosted in present)
-            tables.update((name, Hosted(name, specs[name], table)) for name, table in fresh.items())
+            self._replace(self._read_checkpoint(path, exact=False))
+
+    def read(self, path: str | Path | None, exact: bool) -> Loaded:
+        """Reads a checkpoint for :meth:`replace`. The tables can be used meanwhile.
+
+        Args:
+            path: The path of the checkpoint. None: no tables.
+            exact: Whether the tables become those of the checkpoint: tables that it does not have are deleted, and
+                tables with another specification are made anew. Temporary tables are kept. Otherwise these tables are
+                an error, and the learning rates and bounds of the tables are not changed.
+
+        Raises:
+            See :meth:`Backend.load`.
+        """
+        with self._files, self._lock:
+            return Loaded({}, {}, True, {}) if path is None else self._read_checkpoint(path, exact)
+
+    def replace(self, loaded: Loaded) -> None:
+        """Replaces the tables by those that :meth:`read` has read. Nothing has changed after an error.
+
+        Raises:
+            ValueError: With ``exact=False``, tables have been created or dropped since they were read.
+        """
+        with self._files, self._lock:
+            self._replace(loaded)
+
+    def _read_checkpoint(self, path: str | Path, exact: bool) -> Loaded:
+        chain = read_chain(path)
+        specs = saved_specs(chain[-1])
+        tables = self._named()
+        present = {name: spec for name, spec in self.specs().items() if spec.temporary or not exact}
+        check_loadable(chain[-1], specs, present)
+        fresh = loaded_tables(
+            chain,
+            {
+                name: tables[name].table.empty_copy if name in present else partial(_made, name, spec, self._limits)
+                for name, spec in specs.items()
+            },
+        )
+        return Loaded(specs, fresh, exact, self._lasting())
+
+    def _lasting(self) -> dict[str, Hosted]:
+        return {name: hosted for name, hosted in self._named().items() if not hosted.spec.temporary}
+
+    def _replace(self, loaded: Loaded) -> None:
+        tables = self._named()
+        if loaded.exact:
+            for name in self._lasting():
+                with self._held(name) as hosted:
+                    self._drop(hosted)
+        elif self._lasting() != loaded.present:
+            raise ValueError("tables were created or dropped while the checkpoint was read: load it again")
+        with ExitStack() as locks:
+            present = [locks.enter_context(self._held(name)) for name in loaded.tables if name in tables]
+            exchange_all((hosted.table, loaded.tables.pop(hosted.name)) for hosted in present)
+        tables.update((name, Hosted(name, loaded.specs[name], table)) for name, table in loaded.tables.items())
 
     def close(self) -> None:
         """See :meth:`Backend.close`. It waits for the end of a save or load."""

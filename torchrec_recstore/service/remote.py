@@ -26,7 +26,7 @@ class RemoteBackend:
     time. A call that fails at one server may have been carried out at other servers.
 
     Args:
-        servers: The address of each server, as ``host:port``. All clients must name the servers in the same order.
+        servers: The address of each server, as ``host:port``. All clients name all servers of a set, in any order.
         access: The token, certificates and timeout of the connections.
 
     Raises:
@@ -48,23 +48,24 @@ class RemoteBackend:
         """See :meth:`Backend.spec`.
 
         Raises:
-            ValueError: The servers do not hold the parts of this table in the order in which they are named.
+            ValueError: Only some of the servers have the table, because :meth:`create` has failed in the middle; or the
+                parts are those of another number of servers.
         """
         parts = self._servers.specs(name)
-        if all(part is None for part in parts):
+        there = [part for part in parts if part is not None]
+        if not there:
             return None
-        n = len(parts)
-        for number, (address, part) in enumerate(zip(self._servers.addresses, parts, strict=True)):
-            if part is None:
-                raise ValueError(f"table {name!r} is on other servers, but not on {address}")
+        if len(there) < len(parts):
+            lacking = self._servers.addresses[parts.index(None)]
+            raise ValueError(f"table {name!r} is on other servers, but not on {lacking}: call init_data again")
+        for address, member, part in zip(self._servers.addresses, self._servers.members(name), there, strict=True):
             shard, shards = TableSpec.from_json(part).shard
-            if (shard, shards) != (number, n):
+            if (shard, shards) != (member, len(there)):
                 raise ValueError(
-                    f"table {name!r}: server {address} holds part {shard + 1} of {shards}, and is server {number + 1} "
-                    f"of {n} here: name all servers, in the order in which the table was made"
+                    f"table {name!r}: server {address} holds part {shard + 1} of {shards}, and is server {member + 1} "
+                    f"of {len(there)} in its set"
                 )
-        assert parts[0] is not None
-        spec = self._specs[name] = replace(TableSpec.from_json(parts[0]), shard=(0, 1))
+        spec = self._specs[name] = replace(TableSpec.from_json(there[0]), shard=(0, 1))
         return spec
 
     def pull(self, name: str, ids: Tensor) -> Tensor:

@@ -17,7 +17,7 @@ from torchrec_recstore.service.metrics import Observer
 
 
 class _Once(Protocol):
-    def __call__(self, client: str, request: int, done_before: int, action: Callable[[], int]) -> int: ...
+    def __call__(self, header: pb.WriteHeader, action: Callable[[], int]) -> int: ...
 
 
 class RowCalls:
@@ -27,10 +27,9 @@ class RowCalls:
 
     Args:
         tables: The tables.
-        once: The function that carries out each numbered write once. See :class:`AppliedRequests`.
+        once: The function that carries out each numbered write once, in the epoch of its header.
         observer: The observer that the ids of each call are reported to.
-        check_incarnation: The function that raises an error if a call is for another incarnation of the server. The
-            empty string means that any incarnation may answer.
+        check_epoch: The function that raises an error if the server is not in the epoch of a call.
         max_request_bytes: The largest size in bytes of a write.
     """
 
@@ -39,13 +38,13 @@ class RowCalls:
         tables: HostedBackend,
         once: _Once,
         observer: Observer,
-        check_incarnation: Callable[[str], None],
+        check_epoch: Callable[[str], None],
         max_request_bytes: int,
     ) -> None:
         self._tables = tables
         self._once = once
         self._observer = observer
-        self._check_incarnation = check_incarnation
+        self._check_epoch = check_epoch
         self._max_request_bytes = max_request_bytes
 
     def pull(self, requests: Iterator[pb.PullRequest]) -> Iterator[pb.PullReply]:
@@ -81,15 +80,15 @@ class RowCalls:
         """Returns the specification of the table that a read is for.
 
         Raises:
-            ServerRestartedError: The read is for another incarnation.
+            ServerRestartedError: The read is for another epoch.
             ValueError: There is no such table.
         """
-        self._check_incarnation(header.incarnation)
+        self._check_epoch(header.epoch)
         return self._spec(header.table)
 
     def writable(self, header: pb.WriteHeader) -> TableSpec:
         """Returns the specification of the table that a write is for. See :meth:`readable` for the errors."""
-        self._check_incarnation(header.incarnation or "none")
+        self._check_epoch(header.epoch)
         return self._spec(header.table)
 
     def read(self, header: pb.PullHeader, ids: Tensor) -> pb.PullReply:
@@ -97,17 +96,22 @@ class RowCalls:
         if header.want == pb.PullHeader.ROWS:
             return pb.PullReply(rows=to_bytes(self.rows(header, ids)))
         if header.want == pb.PullHeader.FOUND:
-            return pb.PullReply(found=to_bytes(self._tables.exists(header.table, ids)))
+            found = self._tables.exists(header.table, ids)
+            self._check_epoch(header.epoch)
+            return pb.PullReply(found=to_bytes(found))
         if header.want == pb.PullHeader.FOUND_ROWS:
             self._observer.ids("pull", header.table, len(ids))
             found, rows = self._tables.found_rows(header.table, ids)
+            self._check_epoch(header.epoch)
             return pb.PullReply(found=to_bytes(found), rows=to_bytes(rows))
         raise ValueError(f"want must be ROWS, FOUND or FOUND_ROWS, got {header.want}")
 
     def rows(self, header: pb.PullHeader, ids: Tensor, out: Tensor | None = None) -> Tensor:
         """Returns the rows of ``ids``, (N,) int64: (N, columns). If ``out`` is given, it receives the rows."""
         self._observer.ids("pull", header.table, len(ids))
-        return self._tables.pull(header.table, ids, out)
+        rows = self._tables.pull(header.table, ids, out)
+        self._check_epoch(header.epoch)  # the rows may be those of an epoch that has begun meanwhile
+        return rows
 
     def apply(
         self,
@@ -164,7 +168,7 @@ class RowCalls:
         else:
             raise ValueError(f"kind must be PUSH, UPDATE or DELETE, got {header.kind}")
         self._observer.ids(operation, name, len(ids))
-        return self._once(header.client, header.request, header.done_before, action)
+        return self._once(header, action)
 
     def _spec(self, table: str) -> TableSpec:
         spec = self._tables.spec(table)

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from torchrec_recstore.rpc import recstore_pb2 as pb
 from torchrec_recstore.rpc.recstore_pb2_grpc import add_ParameterServerServicer_to_server
-from torchrec_recstore.service.checkpoints import DataDirectory
+from torchrec_recstore.service.data_directory import DataDirectory
 from torchrec_recstore.service.hosted import HostedBackend, Limits
 from torchrec_recstore.service.listening import GrpcServer, ListenOptions, host_and_port, stopped_by_signals
 from torchrec_recstore.service.metrics import Metrics, NoObserver

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import logging
-import shutil
-import threading
 import time
-import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
@@ -30,20 +27,15 @@ from torchrec_recstore.rpc.table_spec import TableSpec
 from torchrec_recstore.service.applied import AppliedRequests, ServerStoppingError
 from torchrec_recstore.service.backend import NoInitialRow
 from torchrec_recstore.service.calls import CallRefusedError
-from torchrec_recstore.service.checkpoints import DataDirectory
+from torchrec_recstore.service.data_directory import DataDirectory
 from torchrec_recstore.service.hosted import HostedBackend
 from torchrec_recstore.service.metrics import Observer
 from torchrec_recstore.service.row_calls import RowCalls
+from torchrec_recstore.service.set_calls import SetCalls
 from torchrec_recstore.service.shared_memory import SharedMemoryServer
 
 MAX_REQUEST_BYTES = 2**31
 _NAME_BYTES = 1024  # of a table
-STOPPED = ("stopped-0", "stopped-1")
-"""The names of the checkpoints that servers write when they stop.
-
-The names alternate, because not every file system can replace a directory.
-"""
-
 _CODES = {
     ValueError: grpc.StatusCode.INVALID_ARGUMENT,
     TypeError: grpc.StatusCode.INVALID_ARGUMENT,
@@ -78,17 +70,10 @@ class ParameterServer(ParameterServerServicer):
         self._tables = tables
         self._directory = directory
         self._observer = observer
-        self._saving = threading.Lock()
         self._applied = AppliedRequests()
-        self._rows = RowCalls(tables, self._applied.once, observer, self._check_incarnation, max_request_bytes)
+        self._set = SetCalls(tables, directory, self._applied)
+        self._rows = RowCalls(tables, self._set.write_once, observer, self._set.check, max_request_bytes)
         self._memory = SharedMemoryServer(self._rows, observer, _status)
-        self._incarnation = uuid.uuid4().hex
-        if directory.last is not None:
-            tables.load(directory.checkpoint(directory.last))
-        stopped = directory.stopped
-        if stopped is not None and stopped["checkpoint"] == directory.last:
-            self._incarnation = stopped["incarnation"]
-            self._applied.from_json(stopped["applied"])
 
     def gauges(self) -> dict[str, tuple[str, Callable[[], float]]]:
         """Returns numbers for the metrics. See :meth:`GrpcServer.gauges`."""
@@ -98,12 +83,8 @@ class ParameterServer(ParameterServerServicer):
         }
 
     def begin(self) -> None:
-        """Deletes the state of the stopped server from the disk.
-
-        It must be called after everything that can fail at the start, and before the first call is taken.
-        """
-        if self._directory.stopped is not None:
-            self._directory.set_last(self._directory.last)
+        """See :meth:`SetCalls.begin`."""
+        self._set.begin()
         self._memory.start()
 
     def stop(self) -> None:
@@ -113,25 +94,13 @@ class ParameterServer(ParameterServerServicer):
         """
         self._memory.stop()
         self._applied.close()
-        with self._saving:
-            self._save_stopped()
+        self._set.stop()
         self._tables.close()
-
-    def _save_stopped(self) -> None:
-        if self._tables.specs() or self._directory.last is not None:
-            # The name must differ from the last checkpoint, from which the next server starts if this save fails.
-            name = next(name for name in STOPPED if name != self._directory.last)
-            path = self._directory.checkpoint(name)
-            shutil.rmtree(path, ignore_errors=True)
-            self._tables.save(path)
-            stopped = {"checkpoint": name, "incarnation": self._incarnation, "applied": self._applied.to_json()}
-            self._directory.set_last(name, stopped)
 
     def Describe(self, request: pb.DescribeRequest, context: Any) -> pb.DescribeReply:
         """See recstore.proto."""
         with self._call("Describe", context):
-            tables = {name: spec.to_json() for name, spec in self._tables.specs().items()}
-            return pb.DescribeReply(incarnation=self._incarnation, tables=tables)
+            return self._set.describe()
 
     def Create(self, request: pb.CreateRequest, context: Any) -> pb.Empty:
         """See recstore.proto."""
@@ -141,12 +110,14 @@ class ParameterServer(ParameterServerServicer):
                 raise ValueError(
                     f"the name of a table must have at least 1 and at most {_NAME_BYTES} bytes, got {size}"
                 )
-            self._tables.create(request.table, TableSpec.from_json(request.spec))
+            spec = TableSpec.from_json(request.spec)
+            with self._set.changing(request.epoch):
+                self._tables.create(request.table, spec)
             return pb.Empty()
 
     def Drop(self, request: pb.DropRequest, context: Any) -> pb.Empty:
         """See recstore.proto."""
-        with self._call("Drop", context):
+        with self._call("Drop", context), self._set.changing(request.epoch):
             if self._tables.spec(request.table) is not None:
                 self._tables.drop(request.table)
             return pb.Empty()
@@ -164,54 +135,33 @@ class ParameterServer(ParameterServerServicer):
     def Ids(self, request: pb.IdsRequest, context: Any) -> Iterator[pb.IdsReply]:
         """See recstore.proto."""
         with self._call("Ids", context):
-            self._check_incarnation(request.incarnation)
+            self._set.check(request.epoch)
             ids = self._tables.ids(request.table)
+            self._set.check(request.epoch)
             for place in range(0, len(ids), PART_IDS):
                 yield pb.IdsReply(ids=to_bytes(ids[place : place + PART_IDS]))
 
     def Stats(self, request: pb.StatsRequest, context: Any) -> pb.StatsReply:
         """See recstore.proto."""
         with self._call("Stats", context):
-            self._check_incarnation(request.incarnation)
+            self._set.check(request.epoch)
             return pb.StatsReply(counts=asdict(self._tables.stats(request.table)))
 
-    def Save(self, request: pb.SaveRequest, context: Any) -> pb.Empty:
+    def Save(self, request: pb.SaveRequest, context: Any) -> pb.SaveReply:
         """See recstore.proto."""
         with self._call("Save", context):
-            self._check_incarnation(request.incarnation or "none")
-            path = self._directory.checkpoint(request.name)
-            if request.name in STOPPED:
-                raise ValueError(f"a server that stops saves as {request.name!r}: choose another name")
-
-            def save() -> int:
-                with self._saving:
-                    self._tables.save(path, request.overwrite)
-                    self._directory.set_last(request.name)
-                return 0
-
-            self._applied.once(request.client, request.request, request.done_before, save)
-            return pb.Empty()
+            return self._set.save(request)
 
     def Load(self, request: pb.LoadRequest, context: Any) -> pb.Empty:
         """See recstore.proto."""
         with self._call("Load", context):
-            path = self._directory.checkpoint(request.name)
-            with self._saving:
-                self._applied.check_open()
-                self._tables.load(path)
-                self._directory.set_last(request.name)
+            self._set.load(request)
             return pb.Empty()
 
     def Attach(self, request: pb.AttachRequest, context: Any) -> pb.AttachReply:
         """See recstore.proto."""
         with self._call("Attach", context):
             return self._memory.offer()
-
-    def _check_incarnation(self, expected: str) -> None:
-        if expected and expected != self._incarnation:
-            raise ServerRestartedError(
-                "the server was restarted from its last checkpoint, and later writes are lost: load a checkpoint"
-            )
 
     @contextmanager
     def _call(self, method: str, context: Any) -> Iterator[None]:

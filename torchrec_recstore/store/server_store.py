@@ -103,6 +103,7 @@ class ServerColdStore:
         if not self._open:
             return
         self._open = False
+        epoch = self._servers.epoch()
         self._servers.close()
         if self._options.shared is not None:
             return
@@ -112,7 +113,7 @@ class ServerColdStore:
         for address in self._options.addresses:
             connection = Connection(address, access)
             try:
-                connection.drop(self._table)
+                connection.drop(self._table, epoch)
             except (ServiceError, ValueError, OSError) as error:
                 _log.warning("%s: table %r may be left: %s", self, self._table, error)
             finally:

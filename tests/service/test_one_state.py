@@ -1,0 +1,174 @@
+"""Tests that several servers are of one state: saves and loads count on all servers or on none."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from tests.recstore_server import Proxy, RecStoreServer
+from torchrec_recstore.cli import app
+from torchrec_recstore.optim import SGD
+from torchrec_recstore.options import ConstantInit, TableOptions
+from torchrec_recstore.service import RecStoreClient, ServerRestartedError, ServerSetError
+
+IDS = torch.arange(1000)
+ZERO = TableOptions(initializer=ConstantInit(0.0))
+
+
+@pytest.fixture
+def pair(tmp_path: Path) -> Iterator[list[RecStoreServer]]:
+    servers = [RecStoreServer(tmp_path / name) for name in ("a", "b")]
+    yield servers
+    for server in servers:
+        with suppress(ProcessLookupError):
+            os.kill(server.pid, signal.SIGCONT)
+        server.kill()
+
+
+def _client(servers: list[RecStoreServer]) -> RecStoreClient:
+    client = RecStoreClient([server.address for server in servers], timeout_s=20)
+    client.init_data("t", (1000, 4), torch.float32, optimizer=SGD(lr=1.0), options=ZERO)
+    return client
+
+
+def _servers(command: str, servers: list[RecStoreServer], *flags: str) -> tuple[int, str]:
+    addresses = ",".join(server.address for server in servers)
+    done = CliRunner().invoke(app, ["servers", command, *flags, addresses])
+    return done.exit_code, (done.stdout + done.stderr).strip()
+
+
+def _restart(servers: list[RecStoreServer]) -> None:
+    for server in servers:
+        server.kill()
+    for server in servers:
+        server.start()
+
+
+@pytest.mark.parametrize("stopped", [0, 1])
+def test_a_server_is_killed_in_the_middle_of_a_save(pair: list[RecStoreServer], stopped: int) -> None:
+    client = _client(pair)
+    client.push("t", IDS, torch.full((1000, 4), 1.0))
+    client.save("monday")
+    client.push("t", IDS, torch.full((1000, 4), 2.0))
+    os.kill(pair[stopped].pid, signal.SIGSTOP)  # it is in the middle of the save for as long as the test wants
+    errors: list[BaseException] = []
+
+    def save() -> None:
+        try:
+            client.save("tuesday")
+        except BaseException as error:
+            errors.append(error)
+
+    saving = threading.Thread(target=save)
+    saving.start()
+    time.sleep(2)  # the other server does all that it does without this one
+    _restart(pair[::-1] if stopped else pair)
+    saving.join()
+    assert len(errors) == 1
+    with _client(pair) as after:
+        assert after.pull("t", IDS).unique().tolist() == [1.0]
+
+
+def test_a_server_is_killed_before_any_save(pair: list[RecStoreServer]) -> None:
+    with _client(pair) as client:
+        client.push("t", IDS, torch.full((1000, 4), 1.0))
+    _restart(pair[1:])
+    with pytest.raises(ServerSetError, match=rf"{pair[1].address} was killed in epoch 1 .*recstore servers reset"):
+        _client(pair)  # the script runs again
+    assert _servers("status", pair)[0] == 1
+    assert _servers("reset", pair)[1] == "2 servers begin epoch 2 without rows"
+    with _client(pair) as client:
+        assert client.pull("t", IDS).unique().tolist() == [0.0]
+
+
+def test_a_load_whose_answer_is_lost_is_not_made_again(own_server: RecStoreServer) -> None:
+    proxy = Proxy(own_server.address)
+    far, near = RecStoreClient([proxy.address]), _client([own_server])
+    near.push("t", IDS, torch.full((1000, 4), 7.0))
+    near.save("monday")
+    near.push("t", IDS, torch.zeros(1000, 4))
+    near.save("tuesday")
+    far.pull("t", IDS)
+    proxy.delay_s = 1.0
+    loading = threading.Thread(target=far.load, args=("monday",))
+    loading.start()
+    while near.pull("t", IDS[:1])[0, 0] != 7.0:
+        time.sleep(0.01)
+    proxy.cut()
+    proxy.delay_s = 0.0
+    for _ in range(5):
+        near.update("t", IDS, torch.ones(1000, 4))
+    loading.join()
+    assert near.pull("t", IDS).unique().tolist() == [2.0]
+    far.close()
+    proxy.close()
+
+
+def test_one_of_two_servers_is_killed_after_a_save(pair: list[RecStoreServer]) -> None:
+    client, idle = _client(pair), _client(pair)
+    client.push("t", IDS, torch.full((1000, 4), 1.0))
+    client.save("monday")
+    client.push("t", IDS, torch.full((1000, 4), 2.0))
+    pair[0].stop()
+    pair[0].start()  # goes on as if nothing had been
+    assert client.pull("t", IDS).unique().tolist() == [2.0]
+    assert json.loads(_servers("status", pair, "--json")[1])["agree"]
+    _restart(pair[:1])  # and now it is at the save of all, not at what it has saved alone when it stopped
+    with pytest.raises(ServerRestartedError, match="this client's writes since its last save are lost"):
+        client.pull("t", IDS)
+    with pytest.raises(ServerSetError, match="recstore servers restore monday"):
+        idle.pull("t", IDS)
+    status, told = _servers("status", pair, "--json")
+    states = json.loads(told)["servers"]
+    assert (status, [state["in_epoch"] for state in states], states[0]["save"]) == (1, [False, True], "monday")
+    assert "was killed in epoch 1" in _servers("status", pair)[1]
+    assert _servers("restore", pair, "tuesday")[0] == 2
+    assert _servers("restore", pair, "monday") == (0, "2 servers begin epoch 2 with the save 'monday'")
+    assert idle.pull("t", IDS).unique().tolist() == [1.0]
+    with pytest.raises(ServerRestartedError):
+        client.pull("t", IDS)
+    client.load("monday")
+    client.push("t", IDS, torch.full((1000, 4), 3.0))
+    client.save("monday", overwrite=True)
+    _restart(pair)
+    for each in (client, idle):  # the first of them begins an epoch
+        assert each.pull("t", IDS).unique().tolist() == [3.0]
+    pair[1].kill()
+    shutil.rmtree(pair[1].data)
+    pair[1].start()
+    with pytest.raises(ServerSetError, match=rf"{pair[1].address} is empty"):
+        RecStoreClient([server.address for server in pair]).pull("t", IDS)
+    assert _servers("restore", pair, "monday") == (
+        2,
+        f"error: server {pair[1].address} has no save 'monday'; the complete saves are: none",
+    )
+
+
+def test_a_load_that_one_server_cannot_make_changes_nothing(pair: list[RecStoreServer]) -> None:
+    client = _client(pair)
+    client.push("t", IDS, torch.full((1000, 4), 1.0))
+    client.save("monday")
+    client.push("t", IDS, torch.full((1000, 4), 2.0))
+    part = max((pair[1].data / "monday").glob("*.safetensors"), key=lambda file: file.stat().st_size)
+    part.write_bytes(part.read_bytes()[:-1])
+    with pytest.raises(ValueError, match=part.name):
+        client.load("monday")
+    assert client.pull("t", IDS).unique().tolist() == [2.0]
+    (pair[1].data / "tuesday").mkdir()
+    (pair[1].data / "tuesday" / "file").touch()
+    with pytest.raises(FileExistsError, match="tuesday"):
+        client.save("tuesday", overwrite=True)
+    assert not (pair[0].data / "tuesday").exists()
+    assert not list(pair[0].data.glob(".prepared-*"))
+    client.save("wednesday")

@@ -1,0 +1,382 @@
+"""The calls of the parameter server that concern its whole set: its state, saves in phases, and loads in phases."""
+
+from __future__ import annotations
+
+import shutil
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from torchrec_recstore.rpc import recstore_pb2 as pb
+from torchrec_recstore.rpc.protocol import ServerRestartedError
+from torchrec_recstore.service.applied import AppliedRequests
+from torchrec_recstore.service.data_directory import MANIFEST, DataDirectory, Membership
+from torchrec_recstore.service.hosted import HostedBackend, Loaded
+
+STOPPED = ("stopped-0", "stopped-1")
+"""The names of the checkpoints that servers write when they stop.
+
+The names alternate, because not every file system can replace a directory.
+"""
+
+_SILENT_S = 30.0  # a save whose client has not been heard of for this time gives way to another save
+
+
+@dataclass
+class _Reserved:
+    """The save that server 0 lets prepare."""
+
+    id: str
+    name: str
+    number: int
+    heard: float
+    busy: bool = False
+
+
+class SetCalls:
+    """The state of a server in its set, and the calls that change it.
+
+    A restarted server has the tables of its last save, but it is in no epoch: it answers no call on tables before a
+    client has begun an epoch on all servers of the set.
+
+    Args:
+        tables: The tables.
+        directory: The data directory.
+        applied: The writes that have been carried out.
+
+    Raises:
+        CheckpointError, OSError, ValueError: The last save cannot be loaded.
+    """
+
+    def __init__(self, tables: HostedBackend, directory: DataDirectory, applied: AppliedRequests) -> None:
+        self._tables = tables
+        self._directory = directory
+        self._applied = applied
+        self._saving = threading.Lock()  # one save or load at a time
+        self._gate = _Gate()
+        self._next: tuple[str, Loaded] | None = None  # a load's token, and what was read for it
+        self._reserved: _Reserved | None = None
+        self._reservations = threading.Condition()
+        self._epoch = ""  # the label of the epoch; empty if the server is in none
+        self._clean = True  # whether the tables are those of the last save
+        member = directory.membership
+        stopped = directory.stopped
+        if stopped is not None and stopped["checkpoint"] == directory.last:
+            applied.from_json(stopped["applied"])
+            if member is not None and stopped["incarnation"] == member.label:
+                self._epoch, self._clean = member.label, False
+        if directory.last is not None:
+            tables.load(directory.checkpoint(directory.last))
+
+    def begin(self) -> None:
+        """Deletes the state of the stopped server from the disk.
+
+        It must be called after everything that can fail at the start, and before the first call is taken.
+        """
+        if self._directory.stopped is not None:
+            member = self._directory.membership
+            # Other servers of the set cannot start from what this server has saved when it stopped.
+            alone = member is None or member.members == 1
+            self._directory.set_last(self._directory.last if alone or member is None else member.save)
+
+    def stop(self) -> None:
+        """Waits for saves and loads, and saves all tables for the next server on the same directory."""
+        with self._saving:
+            member = self._directory.membership
+            if member is None or not self._epoch:
+                return  # the tables are those of the last save
+            # The name must differ from the last checkpoint, from which the next server starts if this save fails.
+            name = next(name for name in STOPPED if name != self._directory.last)
+            path = self._directory.checkpoint(name)
+            shutil.rmtree(path, ignore_errors=True)
+            self._tables.save(path)
+            stopped = {"checkpoint": name, "incarnation": member.label, "applied": self._applied.to_json()}
+            self._directory.set_last(name, stopped)
+
+    def check(self, epoch: str) -> None:
+        """Raises ServerRestartedError if the server is not in the epoch of a call."""
+        if epoch == self._epoch and epoch:
+            return
+        if self._epoch:
+            raise ServerRestartedError(
+                f"the server is in the epoch {self._epoch}, the call is for {epoch or 'none'}: a save was loaded since"
+            )
+        last = self._directory.last
+        raise ServerRestartedError(
+            "the server was restarted " + ("without rows" if last is None else f"from the save {last!r}")
+        )
+
+    @contextmanager
+    def changing(self, epoch: str) -> Iterator[None]:
+        """Returns a context in which tables are changed. No epoch begins meanwhile. See :meth:`check` for the error."""
+        with self._gate.shared():
+            self.check(epoch)
+            yield
+
+    def write_once(self, header: pb.WriteHeader, action: Callable[[], int]) -> int:
+        """Carries out a numbered write once. See :class:`AppliedRequests`."""
+
+        def write() -> int:
+            with self.changing(header.epoch):
+                return action()
+
+        return self._applied.once(header.client, header.request, header.done_before, write)
+
+    def describe(self) -> pb.DescribeReply:
+        """Returns the state of the server. See ``Describe`` in recstore.proto."""
+        directory, member = self._directory, self._directory.membership
+        reply = pb.DescribeReply(
+            live=bool(self._epoch),
+            at=directory.at,
+            saves=directory.saves,
+            prepared=directory.prepared,
+            tables={name: spec.to_json() for name, spec in self._tables.specs().items()},
+        )
+        if member is not None:
+            reply.set, reply.member, reply.members, reply.epoch = (
+                member.set,
+                member.member,
+                member.members,
+                member.epoch,
+            )
+            reply.slots.extend(member.slots)
+        return reply
+
+    def save(self, request: pb.SaveRequest) -> pb.SaveReply:
+        """Makes a phase of a save. See ``Save`` in recstore.proto."""
+        if request.phase == pb.SaveRequest.RESERVE:
+            return self._reserve(request)
+        if request.phase == pb.SaveRequest.PREPARE:
+            with self._saving, self._reservation(request):
+                self._prepare(request)
+        elif request.phase == pb.SaveRequest.COMMIT:
+            with self._saving:
+                self._commit(request)
+        elif request.phase == pb.SaveRequest.ABORT:
+            with self._saving:
+                self._directory.discard(request.save.id)
+            self._release(request.save.id)
+        else:
+            raise ValueError(f"a save has no phase {request.phase}")
+        return pb.SaveReply(decided=[saved.id for saved in self._directory.saves])
+
+    def load(self, request: pb.LoadRequest) -> None:
+        """Makes a phase of a load. See ``Load`` in recstore.proto."""
+        if request.phase == pb.LoadRequest.ABORT:
+            with self._saving:
+                self._forget_next(request.token)
+            return
+        if request.phase not in (pb.LoadRequest.PREPARE, pb.LoadRequest.COMMIT):
+            raise ValueError(f"a load has no phase {request.phase}")
+        with self._saving:
+            self._applied.check_open()
+            member = self._directory.membership
+            if member is not None and self._epoch and (member.token, member.epoch) == (request.token, request.epoch):
+                return  # the answer was lost, and the client repeats the call
+            self._check_later(request)
+            if self._next is None or self._next[0] != request.token:
+                self._forget_next()
+                unchanged = not self._epoch and self._clean and request.save == self._directory.at
+                loaded = None if unchanged else self._tables.read(self._path_of(request.save), request.exact)
+                self._next = None if loaded is None else (request.token, loaded)
+            if request.phase == pb.LoadRequest.COMMIT:
+                self._begin_epoch(request)
+
+    def _begin_epoch(self, request: pb.LoadRequest) -> None:
+        directory, name = self._directory, request.save.name or None
+        if any(saved.id == request.save.id for saved in directory.prepared):
+            directory.publish(request.save.id)
+        slots = tuple(request.slots)
+        member = Membership(request.set, request.member, request.members, slots, request.epoch, request.token, name)
+        with self._gate.exclusive():
+            before = self._epoch
+            self._epoch = ""  # a read that is running finds after it that the epoch has ended
+            try:
+                if self._next is not None:
+                    self._tables.replace(self._next[1])
+                    self._next = None
+                self._clean = False
+                directory.set_last(name)
+                directory.set_membership(member)
+            except ValueError:
+                self._epoch = before  # the tables have not changed
+                raise
+            self._epoch = member.label
+        with self._reservations:
+            self._reserved = None
+            self._reservations.notify_all()
+
+    def _check_later(self, request: pb.LoadRequest) -> None:
+        """Checks that an epoch follows that of this server.
+
+        Raises:
+            ServerRestartedError: It does not. The client describes the servers again.
+            ValueError: The request makes no sense.
+        """
+        member = self._directory.membership
+        if request.save.name:
+            self._directory.checkpoint(request.save.name)
+        if not request.set or "/" in request.set or not request.member < request.members or request.epoch < 1:
+            raise ValueError("a load needs a set, the number of the server in it, and an epoch")
+        if not request.slots or max(request.slots) >= request.members:
+            raise ValueError("a load needs a server of the set for each slot")
+        if member is not None and (member.set != request.set or member.epoch >= request.epoch):
+            raise ServerRestartedError(f"the server is in the epoch {member.label}, and another epoch was begun")
+
+    def _path_of(self, saved: pb.Saved) -> Path | None:
+        if not saved.name:
+            return None
+        for there in self._directory.prepared:
+            if there.id == saved.id:
+                return self._directory.staging(saved.id)
+        if saved.id and all(there.id != saved.id for there in self._directory.saves):
+            raise FileNotFoundError(f"there is no save {saved.name!r} with the id {saved.id}")
+        return self._directory.checkpoint(saved.name)
+
+    def _forget_next(self, token: str = "") -> None:
+        if self._next is not None and (not token or self._next[0] == token):
+            self._next[1].close()
+            self._next = None
+
+    def _reserve(self, request: pb.SaveRequest) -> pb.SaveReply:
+        self.check(request.epoch)
+        _check_save(request.save)
+        self._directory.checkpoint(request.save.name)
+        with self._reservations:
+            while (other := self._reserved) is not None and other.id != request.save.id:
+                silent = time.monotonic() - other.heard
+                if not other.busy and silent >= _SILENT_S:
+                    break
+                self._reservations.wait(1.0 if other.busy else max(0.01, _SILENT_S - silent))
+                self._applied.check_open()
+            self.check(request.epoch)
+            if other is None or other.id != request.save.id:
+                known = [saved.number for saved in (*self._directory.saves, *self._directory.prepared)]
+                number = max([*known, 0 if other is None else other.number]) + 1
+                self._reserved = _Reserved(request.save.id, request.save.name, number, time.monotonic())
+            assert self._reserved is not None
+            return pb.SaveReply(number=self._reserved.number)
+
+    @contextmanager
+    def _reservation(self, request: pb.SaveRequest) -> Iterator[None]:
+        """Returns a context in which server 0 lets no other save prepare."""
+        member = self._directory.membership
+        if member is None or member.member != 0:
+            yield
+            return
+        with self._reservations:
+            mine = self._reserved
+            if mine is None or mine.id != request.save.id:
+                raise ValueError(_superseded(request.save.name))
+            mine.busy = True
+        try:
+            yield
+        finally:
+            with self._reservations:
+                mine.busy, mine.heard = False, time.monotonic()
+                self._reservations.notify_all()
+
+    def _release(self, save_id: str) -> None:
+        with self._reservations:
+            if self._reserved is not None and self._reserved.id == save_id:
+                self._reserved = None
+                self._reservations.notify_all()
+
+    def _prepare(self, request: pb.SaveRequest) -> None:
+        self._applied.check_open()
+        self.check(request.epoch)
+        directory, saved = self._directory, request.save
+        if any(there.id == saved.id for there in (*directory.saves, *directory.prepared)):
+            return
+        _check_save(saved)
+        directory.check_free(saved.name, request.overwrite)
+        member = directory.membership
+        assert member is not None
+        manifest = {
+            "name": saved.name,
+            "id": saved.id,
+            "number": saved.number,
+            "set": member.set,
+            "epoch": member.epoch,
+            "member": member.member,
+            "servers": list(request.servers),
+            "slots": list(member.slots),
+        }
+        self._tables.save(directory.staging(saved.id), more={MANIFEST: manifest})
+        directory.add_prepared(saved)
+
+    def _commit(self, request: pb.SaveRequest) -> None:
+        directory, saved = self._directory, request.save
+        if any(there.id == saved.id for there in directory.saves):
+            return
+        member = directory.membership
+        assert member is not None
+        current = bool(request.epoch) and request.epoch == self._epoch
+        decided = set(request.decided)
+        if member.member == 0:
+            with self._reservations:
+                if not current or self._reserved is None or self._reserved.id != saved.id:
+                    raise ValueError(_superseded(saved.name))
+            decided = {there.id for there in directory.saves}
+        for other in directory.prepared:
+            if other.id != saved.id and other.number <= saved.number:
+                directory.publish(other.id) if other.id in decided else directory.discard(other.id)
+        directory.publish(saved.id)
+        if current:
+            directory.set_last(saved.name)
+            directory.set_membership(replace(member, save=saved.name))
+        self._release(saved.id)
+        for name in request.forget:
+            directory.forget(name)
+
+
+def _check_save(saved: pb.Saved) -> None:
+    if saved.name in STOPPED:
+        raise ValueError(f"a server that stops saves as {saved.name!r}: choose another name")
+    if not saved.id.isalnum() or len(saved.id) > 64:
+        raise ValueError("a save needs an id of at most 64 letters and digits")
+
+
+def _superseded(name: str) -> str:
+    return f"the save {name!r} does not count: another save or a load was begun meanwhile"
+
+
+class _Gate:
+    """Lets many threads in at the same time, or one alone."""
+
+    def __init__(self) -> None:
+        self._condition = threading.Condition()
+        self._inside = 0
+        self._alone = False
+
+    @contextmanager
+    def shared(self) -> Iterator[None]:
+        with self._condition:
+            while self._alone:
+                self._condition.wait()
+            self._inside += 1
+        try:
+            yield
+        finally:
+            with self._condition:
+                self._inside -= 1
+                if self._inside == 0:
+                    self._condition.notify_all()
+
+    @contextmanager
+    def exclusive(self) -> Iterator[None]:
+        with self._condition:
+            while self._alone:
+                self._condition.wait()
+            self._alone = True
+            while self._inside:
+                self._condition.wait()
+        try:
+            yield
+        finally:
+            with self._condition:
+                self._alone = False
+                self._condition.notify_all()
