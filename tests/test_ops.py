@@ -139,6 +139,7 @@ CASES: dict[str, Any] = {
     "kernel_update": lambda: (*_looked_up(), torch.ones(2, 4), [], 3),
     "kernel_read": lambda: (_kernel()._handle, IDS, OFFSETS, [], torch.ones(3)),
     "rows_forward": lambda: ([_group(), _group()], IDS, [2, 1], True),
+    "rows_begin": lambda: (_group(), IDS),
     "mix_ids": lambda: (IDS, False),
     "rows_empty": lambda: (3, 4),
     "rows_put": lambda: (torch.zeros(4, 5, dtype=torch.uint8), PLACES, torch.ones(3, 5, dtype=torch.uint8)),

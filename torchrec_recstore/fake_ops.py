@@ -107,6 +107,7 @@ _FAKES: dict[str, Callable[..., object]] = {
     "group_prefetch": _fake_nothing,
     "group_backward": _fake_backward,
     "rows_forward": _fake_rows,
+    "rows_begin": _fake_ids,
     "mix_ids": _fake_mix,
     "rows_put": _fake_nothing,
     "rows_take": _fake_nothing,

@@ -401,6 +401,10 @@ rows_forward = cast(
 -> rows (sum of counts * columns,) float32, and the contexts (groups,), which are empty without ``train``.
 ``contexts[i : i + 1]`` is the argument of :func:`group_backward` for group ``i``."""
 
+rows_begin = cast(Callable[[int, Tensor], Tensor], _ops.rows_begin.default)
+"""(group, ids (N,) int64) -> the context of a step that looks up the rows of ids, for the update. The rows are not
+returned."""
+
 rows_empty = cast(Callable[[int, int], Tensor], _ops.rows_empty.default)
 """(n, row bytes) -> (n, row bytes) uint8: uninitialised memory of the buffer pool."""
 

@@ -237,6 +237,7 @@ class Lookup {
   }
   // Pools the bags with misses once more, in runs of consecutive bags.
   void pool_bags_with_misses(const Task& task) const noexcept {
+    if (out_ == nullptr) return;
     const auto& bags = task.bags_with_misses;
     for (size_t first = 0, next; first < bags.size(); first = next) {
       next = first + 1;
@@ -252,7 +253,7 @@ class Lookup {
     } else {
       resolve(table_of(task), group_.routings[table_number(task)], batch_.ids, begin, end, slots_, task.misses);
     }
-    row_kernels().pool(pool_args(task, task.bag_begin, task.bag_end - task.bag_begin));
+    if (out_ != nullptr) row_kernels().pool(pool_args(task, task.bag_begin, task.bag_end - task.bag_begin));
     find_bags_with_misses(task);
   }
 
@@ -286,6 +287,7 @@ class Lookup {
   }
   // Pools a bag in which some ids have no row in the table. All rows of the bag are copied into one array first.
   void pool_with_missing_rows(const Task& task, int64_t bag) const {
+    if (out_ == nullptr) return;
     const int64_t number = table_number(task);
     const Table& table = *group_.tables[number];
     const int64_t floats = table.rows().view().weight_floats();

@@ -36,7 +36,7 @@ class Lookup;
 class TrainingLookup {
  public:
   // slots: (n_ids,), receives the slot of every id. An id that admission refuses reads as its initial row, and its slot
-  // is kNoSlot. out: (bags, columns). Both, the group, and the arrays of the batch must outlive this object.
+  // is kNoSlot. out: (bags, columns), or null if only the step is wanted. Both, the group, and the arrays of the batch must outlive this object.
   // ahead: null, or the slots of a batch that resembles this one; `slots` then contains them already.
   // Throws InvalidArgument if the offsets do not ascend from 0 to n_ids or a table has no room, OutOfMemory.
   TrainingLookup(const Group& group, const Batch& batch, Slot* slots, float* out, Executor& executor, const SlotsAhead* ahead = nullptr);

@@ -19,7 +19,7 @@ class Pass final : public PendingPass {
   Pass(std::shared_ptr<const Group> group, const Batch& batch, std::shared_ptr<void> inputs, Executor& executor);
   ~Pass() override;
 
-  // A pass that begins, and the array that receives its output.
+  // A pass that begins, and the array that receives its output; null if only the step is wanted.
   struct Start {
     Pass* pass;
     float* out;

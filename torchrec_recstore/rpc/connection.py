@@ -17,6 +17,7 @@ from torchrec_recstore.rpc import recstore_pb2 as pb
 from torchrec_recstore.rpc.client_epoch import ClientEpoch, writes_lost
 from torchrec_recstore.rpc.protocol import (
     ERROR_KEY,
+    FRAME_BYTES,
     MESSAGE_BYTES,
     REMOTE_ERRORS,
     TOKEN_KEY,
@@ -38,6 +39,7 @@ _PASSING = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED)
 _OPTIONS = [
     ("grpc.max_receive_message_length", MESSAGE_BYTES),
     ("grpc.max_send_message_length", MESSAGE_BYTES),
+    ("grpc.http2.max_frame_size", FRAME_BYTES),
     ("grpc.use_local_subchannel_pool", 1),
     ("grpc.keepalive_time_ms", 10_000),
     ("grpc.keepalive_timeout_ms", 10_000),
@@ -108,7 +110,7 @@ class Connection:
         self._metadata = [(VERSION_KEY, VERSION)]
         if access.token is not None:
             self._metadata.append((TOKEN_KEY, token_value(access.token)))
-        self._streams = Streams(self._stub, self._metadata)
+        self._streams = Streams(self._channel, self._metadata)
         self._memory: SharedMemory | None = None
         if access.shared_memory:
             self._memory = SharedMemory(lambda left: self._unary("Attach", pb.AttachRequest(), left))

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from torchrec_recstore import ops
 from torchrec_recstore.rpc import recstore_pb2 as pb
-from torchrec_recstore.rpc.protocol import ERROR_KEY
+from torchrec_recstore.rpc.protocol import ERROR_KEY, as_bytes
 from torchrec_recstore.rpc.segment import MESSAGE_BYTES, Segment, is_available, is_same_user, places_of
 
 _MOST_CONNECTIONS = 8  # to one server; more calls at the same time than these go by gRPC
@@ -144,7 +144,7 @@ class SharedMemoryConnection:
     ) -> int:
         """See :meth:`Streams.write`. The arrays must fit into the segment (:meth:`fits`)."""
         self._end = time.monotonic() + left_s
-        contents = [array.contiguous().view(-1).view(torch.uint8) for array in (ids, rows, *initial)]
+        contents = [as_bytes(array) for array in (ids, rows, *initial)]
         sizes = [len(content) for content in contents]
         for array, content in zip(self._segment.arrays(sizes), contents, strict=True):
             array.numpy()[:] = content.numpy()

@@ -3,13 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
 import grpc
 from google.protobuf.message import DecodeError
 
 from torchrec_recstore.rpc.protocol import ERROR_KEY
 from torchrec_recstore.service.calls import Call, CallRefusedError, CallThreads, RequestMemory
+
+_OF_BYTES = "_of_bytes"
+_Method = TypeVar("_Method", bound=Callable[..., Any])
+
+
+def of_bytes(method: _Method) -> _Method:
+    """Marks a method of a service that takes and returns messages as bytes."""
+    setattr(method, _OF_BYTES, True)
+    return method
 
 
 class Handlers:
@@ -45,11 +54,13 @@ class Handlers:
         threads = self._threads.get(method, self._threads[""])
         behavior = handler.unary_unary or handler.unary_stream or handler.stream_unary or handler.stream_stream
         idle = method in self._idle
+        of_bytes = getattr(behavior, _OF_BYTES, False)
+        parse, serialize = (bytes, None) if of_bytes else (handler.request_deserializer, handler.response_serializer)
 
         def begin(raw: Iterator[bytes], context: Any) -> tuple[Call, Any]:
             call = Call(context.cancel, self._memory)
             keep = handler.request_streaming and not handler.response_streaming
-            requests = _Requests(raw, handler.request_deserializer, call, keep, threads)
+            requests = _Requests(raw, parse, call, keep, threads)
             return call, requests
 
         def argument(requests: _Requests) -> Any:
@@ -73,7 +84,7 @@ class Handlers:
                         call.wait()
                         yield reply
                         if not idle:
-                            call.go_on(reply.ByteSize())
+                            call.go_on(len(reply) if of_bytes else reply.ByteSize())
                 except CallRefusedError as error:
                     _refuse(context, error)
                 finally:
@@ -81,9 +92,9 @@ class Handlers:
 
         if handler.response_streaming:
             several.experimental_thread_pool = threads  # type: ignore[attr-defined]
-            return grpc.stream_stream_rpc_method_handler(several, None, handler.response_serializer)
+            return grpc.stream_stream_rpc_method_handler(several, None, serialize)
         one.experimental_thread_pool = threads  # type: ignore[attr-defined]
-        return grpc.stream_unary_rpc_method_handler(one, None, handler.response_serializer)
+        return grpc.stream_unary_rpc_method_handler(one, None, serialize)
 
 
 def _refuse(context: Any, error: CallRefusedError) -> NoReturn:

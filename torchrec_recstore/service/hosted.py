@@ -246,7 +246,7 @@ class HostedBackend:
             with ops.native_errors(f"table '{name}'"), kernel.cold_rows.resident(ids, None):
                 begun = _without_row(hosted, ids, initial)
                 # The forward pins the rows in their slots until kernel.update.
-                context = ops.rows_forward([kernel.group], ids, [len(ids)], True)[1]
+                context = ops.rows_begin(kernel.group, ids)
                 if begun is not None and len(begun[0]):
                     there = table.contains(begun[0])  # False for ids that are not admitted yet
                     table.insert(begun[0][there], begun[1][there])

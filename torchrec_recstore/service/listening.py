@@ -17,7 +17,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
 from torchrec_recstore.network import host_of, is_loopback
-from torchrec_recstore.rpc.protocol import MESSAGE_BYTES, TOKEN_KEY, VERSION, VERSION_KEY, token_value
+from torchrec_recstore.rpc.protocol import FRAME_BYTES, MESSAGE_BYTES, TOKEN_KEY, VERSION, VERSION_KEY, token_value
 from torchrec_recstore.service.calls import CallThreads, RequestMemory
 from torchrec_recstore.service.handlers import Handlers
 
@@ -28,6 +28,7 @@ _STREAMS = 128  # calls of a connection; further ones wait in the client
 _OPTIONS = [
     ("grpc.max_receive_message_length", MESSAGE_BYTES),
     ("grpc.max_send_message_length", MESSAGE_BYTES),
+    ("grpc.http2.max_frame_size", FRAME_BYTES),
     ("grpc.so_reuseport", 0),  # otherwise a second server on the same port would receive a part of the calls
     ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
     ("grpc.keepalive_permit_without_calls", 1),

@@ -3,17 +3,31 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import torch
+from google.protobuf.message import DecodeError
 from torch import Tensor
 
+from torchrec_recstore import ops
 from torchrec_recstore.row_types import value_dtype
 from torchrec_recstore.rpc import recstore_pb2 as pb
-from torchrec_recstore.rpc.protocol import PART_IDS, array_of, from_bytes, rows_a_part, to_bytes
+from torchrec_recstore.rpc.protocol import PART_IDS, array_of, rows_a_part, to_bytes
 from torchrec_recstore.rpc.table_spec import TableSpec
+from torchrec_recstore.rpc.wire import content, fields, new_message
 from torchrec_recstore.service.hosted import HostedBackend
 from torchrec_recstore.service.metrics import Observer
+
+_NONE = torch.empty(0, dtype=torch.uint8)
+_ARRAYS = (
+    pb.WriteRequest.IDS_FIELD_NUMBER,
+    pb.WriteRequest.ROWS_FIELD_NUMBER,
+    pb.WriteRequest.INITIAL_IDS_FIELD_NUMBER,
+    pb.WriteRequest.INITIAL_ROWS_FIELD_NUMBER,
+)
+
+
+_Header = TypeVar("_Header", pb.PullHeader, pb.WriteHeader)
 
 
 class _Once(Protocol):
@@ -47,34 +61,54 @@ class RowCalls:
         self._check_epoch = check_epoch
         self._max_request_bytes = max_request_bytes
 
-    def pull(self, requests: Iterator[pb.PullRequest]) -> Iterator[pb.PullReply]:
-        """Reads rows. See ``Pull`` in recstore.proto."""
+    def pull(self, requests: Iterator[bytes]) -> Iterator[bytes]:
+        """Reads rows. See ``Pull`` in recstore.proto; requests and replies are the bytes of the messages."""
         header: pb.PullHeader | None = None
         for request in requests:
+            parts = fields(request)
             if header is None:
-                header = request.header
+                header = _header(pb.PullHeader, parts)
                 spec = self.readable(header)
-                size = PART_IDS
-                if header.want != pb.PullHeader.FOUND:
-                    size = rows_a_part(spec.dim * value_dtype(spec.dtype).itemsize)
-            ids = from_bytes([request.ids], torch.int64)
-            for place in range(0, len(ids), size):
-                yield self.read(header, ids[place : place + size])
+                row_bytes = spec.dim * value_dtype(spec.dtype).itemsize
+                size = PART_IDS if header.want == pb.PullHeader.FOUND else rows_a_part(row_bytes)
+            ids = array_of(parts.get(pb.PullRequest.IDS_FIELD_NUMBER, _NONE).clone(), torch.int64)
+            for place in range(0, max(1, len(ids)), size):
+                yield self._reply(header, spec, ids[place : place + size])
 
-    def write(self, requests: Iterator[pb.WriteRequest]) -> pb.WriteReply:
-        """Writes, updates or deletes rows. See ``Write`` in recstore.proto."""
-        header = next(requests, pb.WriteRequest()).header
+    def _reply(self, header: pb.PullHeader, spec: TableSpec, ids: Tensor) -> bytes:
+        dtype = value_dtype(spec.dtype)
+        if header.want != pb.PullHeader.ROWS or len(ids) == 0:
+            reply: bytes = self.read(header, ids).SerializeToString()
+            return reply
+        size = len(ids) * spec.dim * dtype.itemsize
+        message, memory = new_message([(pb.PullReply.ROWS_FIELD_NUMBER, size)])
+        self.rows(header, ids, array_of(memory[0], dtype, spec.dim))
+        return message
+
+    def write(self, requests: Iterator[bytes]) -> bytes:
+        """Writes, updates or deletes rows. See ``Write`` in recstore.proto; see :meth:`pull`."""
+        request = next(requests, b"")
+        parts = fields(request)
+        header = _header(pb.WriteHeader, parts)
         spec = self.writable(header)
-        parts = {"ids": [], "rows": [], "initial_ids": [], "initial_rows": []}  # type: dict[str, list[bytes]]
+        kept = []  # the messages, whose memory is used until the end
+        arrays: dict[int, list[Tensor]] = {number: [] for number in _ARRAYS}
         size = 0
-        for request in requests:
-            for name, part in parts.items():
-                part.append(getattr(request, name))
-                size += len(part[-1])
+        while True:
+            kept.append(request)
+            size += len(request)
             if size > self._max_request_bytes:
                 raise ValueError(f"a write may have at most {self._max_request_bytes} bytes: split it")
-        arrays = [from_bytes(part, torch.uint8) for part in parts.values()]
-        return pb.WriteReply(deleted=self.apply(header, spec, *arrays))
+            for number, array in arrays.items():
+                array.append(parts.get(number, _NONE))
+            try:
+                request = next(requests)
+            except StopIteration:
+                break
+            parts = fields(request)
+        deleted = self.apply(header, spec, *(_joined(array) for array in arrays.values()))
+        reply: bytes = pb.WriteReply(deleted=deleted).SerializeToString()
+        return reply
 
     def readable(self, header: pb.PullHeader) -> TableSpec:
         """Returns the specification of the table that a read is for.
@@ -175,6 +209,26 @@ class RowCalls:
         if spec is None:
             raise self._tables.no_table(table)
         return spec
+
+
+def _header(kind: type[_Header], parts: dict[int, Tensor]) -> _Header:
+    """Returns the header of a message, from the fields of the message."""
+    try:
+        header: _Header = kind.FromString(content(parts.get(1)))
+    except DecodeError:
+        raise ValueError("the header is not one of the protocol") from None
+    return header
+
+
+def _joined(parts: list[Tensor]) -> Tensor:
+    """Returns parts, (size,) uint8, one after the other in memory that is aligned and does not depend on messages."""
+    size = sum(map(len, parts))
+    joined = ops.rows_empty(1, size)[0]
+    memory, place = joined.numpy(), 0
+    for part in parts:
+        memory[place : place + len(part)] = part.numpy()
+        place += len(part)
+    return joined
 
 
 def _nothing_deleted(write: Callable[[], None]) -> Callable[[], int]:

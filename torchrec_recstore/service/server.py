@@ -28,6 +28,7 @@ from torchrec_recstore.service.applied import AppliedRequests, ServerStoppingErr
 from torchrec_recstore.service.backend import NoInitialRow
 from torchrec_recstore.service.calls import CallRefusedError
 from torchrec_recstore.service.data_directory import DataDirectory
+from torchrec_recstore.service.handlers import of_bytes
 from torchrec_recstore.service.hosted import HostedBackend
 from torchrec_recstore.service.metrics import Observer
 from torchrec_recstore.service.row_calls import RowCalls
@@ -122,12 +123,14 @@ class ParameterServer(ParameterServerServicer):
                 self._tables.drop(request.table)
             return pb.Empty()
 
-    def Pull(self, requests: Iterator[pb.PullRequest], context: Any) -> Iterator[pb.PullReply]:
+    @of_bytes
+    def Pull(self, requests: Iterator[bytes], context: Any) -> Iterator[bytes]:
         """See recstore.proto."""
         with self._call("Pull", context):
             yield from self._rows.pull(requests)
 
-    def Write(self, requests: Iterator[pb.WriteRequest], context: Any) -> pb.WriteReply:
+    @of_bytes
+    def Write(self, requests: Iterator[bytes], context: Any) -> bytes:
         """See recstore.proto."""
         with self._call("Write", context):
             return self._rows.write(requests)

@@ -135,6 +135,18 @@ std::tuple<Tensor, Tensor> rows_forward(std::vector<int64_t> group_handles, Tens
   return {std::move(rows), std::move(context)};
 }
 
+// The step of a training lookup of plain rows, without the rows. Returns the context for the update.
+Tensor rows_begin(int64_t group_handle, Tensor ids) {
+  ids = checked_ids(ids);
+  std::vector<GroupRows> parts{{groups().get(group_handle), {}}};
+  divide_ids(parts, id_data(ids), ids.size(0), {ids.size(0)});
+  const auto inputs = std::make_shared<Inputs>(Inputs{ids, {}, std::nullopt});
+  const auto pass = std::make_shared<Pass>(parts[0].group, parts[0].batch, inputs, executor());
+  Tensor context = context_of({pass});
+  Pass::begin({{pass.get(), nullptr}}, executor());
+  return context;
+}
+
 // Returns the raw ids that a batch looks up in each table, feature by feature.
 std::vector<Tensor> group_table_ids(int64_t group_handle, Tensor ids, std::optional<Tensor> offsets) {
   const auto group = groups().get(group_handle);
@@ -227,6 +239,7 @@ STABLE_TORCH_LIBRARY_FRAGMENT(recstore_ops, m) {
   m.def("group_destroy(int group) -> ()");
   m.def("group_forward(int group, Tensor ids, Tensor offsets, Tensor? weights, bool train) -> (Tensor, Tensor)");
   m.def("rows_forward(int[] groups, Tensor ids, int[] counts, bool train) -> (Tensor, Tensor)");
+  m.def("rows_begin(int group, Tensor ids) -> Tensor");
   m.def("group_table_ids(int group, Tensor ids, Tensor? offsets) -> Tensor[]");
   m.def(
       "group_read(int group, Tensor ids, Tensor? offsets, Tensor? weights, Tensor[] elsewhere_ids, Tensor[] elsewhere_images) "
@@ -245,6 +258,7 @@ STABLE_TORCH_LIBRARY_IMPL(recstore_ops, CompositeExplicitAutograd, m) {
 STABLE_TORCH_LIBRARY_IMPL(recstore_ops, CPU, m) {
   m.impl("group_forward", RECSTORE_ALLOCATING_OP(group_forward));
   m.impl("rows_forward", RECSTORE_ALLOCATING_OP(rows_forward));
+  m.impl("rows_begin", RECSTORE_ALLOCATING_OP(rows_begin));
   m.impl("group_table_ids", RECSTORE_ALLOCATING_OP(group_table_ids));
   m.impl("group_read", RECSTORE_ALLOCATING_OP(group_read));
   m.impl("group_prefetch", RECSTORE_OP(group_prefetch));

@@ -16,6 +16,7 @@
 namespace recstore {
 namespace {
 
+constexpr int64_t kSmallRead = int64_t{1} << 18;  // numbers
 constexpr int64_t kMostColumns = int64_t{1} << 24;
 
 int64_t table_create(std::string name, int64_t column_begin, int64_t column_end, int64_t seed, bool missing_reads_init,
@@ -64,13 +65,16 @@ Tensor table_lookup(int64_t table, Tensor ids, bool train) {
   return out;
 }
 
-// Reads rows into memory of the caller: out (N, columns) float32, contiguous. No row changes.
+// Reads rows into memory of the caller: out (N, columns) float32, contiguous. No row changes. A small read runs on the
+// calling thread: it is one of the parts that a server sends while it reads the next part.
 void table_read(int64_t table, Tensor ids, Tensor out) {
   ids = checked_ids(ids);
   const auto group = one_table_group(tables().get(table));
   if (!out.is_contiguous()) throw InvalidArgument("out must be contiguous");
   out = checked_rows(out, "out", ids.size(0), group->columns());
-  read(*group, plain_batch(ids), mutable_data<float>(out), executor());
+  SerialExecutor serial;
+  const bool small = ids.size(0) * group->columns() <= kSmallRead;
+  read(*group, plain_batch(ids), mutable_data<float>(out), small ? serial : executor());
 }
 
 void table_update(int64_t table, Tensor ids, Tensor grads, double learning_rate) {

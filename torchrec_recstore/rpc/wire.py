@@ -1,0 +1,99 @@
+"""Messages of the protocol as bytes, whose arrays are written and read where they lie.
+
+The messages with large arrays have fields of bytes and of messages only. protobuf would copy each array several times.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+_FILLER = b"\x7a\x00"  # an empty field 15, which no message has
+_new_bytes = ctypes.pythonapi.PyBytes_FromStringAndSize
+_new_bytes.restype = ctypes.py_object
+_new_bytes.argtypes = [ctypes.c_void_p, ctypes.c_ssize_t]
+_address = ctypes.pythonapi.PyBytes_AsString
+_address.restype = ctypes.c_void_p
+_address.argtypes = [ctypes.py_object]
+
+
+def new_message(arrays: Sequence[tuple[int, int]], header: bytes = b"") -> tuple[bytes, list[Tensor]]:
+    """Makes a message whose arrays the caller fills before anything else uses the message.
+
+    Args:
+        arrays: The number of the field and the size in bytes of each array.
+        header: The content of the field 1, if the message has a header. Default: b"", for a message without one.
+
+    Returns:
+        The message, and the memory of each array, (size,) uint8, aligned to 4 bytes. The caller keeps the message for
+        as long as it uses the memory.
+    """
+    prefix = _prefix(1, len(header), 0) + header if header else b""
+    prefixes, end = [], 0
+    for number, size in arrays:
+        prefix += _prefix(number, size, end + len(prefix))
+        prefixes.append((end, prefix))
+        end += len(prefix) + size
+        prefix = b""
+    message: bytes = _new_bytes(None, end + len(prefix))
+    address = _address(message)
+    ctypes.memmove(address + end, prefix, len(prefix))
+    memory = []
+    for (place, prefix), (_, size) in zip(prefixes, arrays, strict=True):
+        ctypes.memmove(address + place, prefix, len(prefix))
+        memory.append(_memory(address + place + len(prefix), size))
+    return message, memory
+
+
+def _prefix(number: int, size: int, place: int) -> bytes:
+    """Returns what stands at ``place`` before an array of ``size`` bytes, so that the array is aligned to 4 bytes."""
+    least = max(1, -(-size.bit_length() // 7))
+    for filler in (b"", _FILLER):
+        for width in range(least, 6):  # a number may be written with more bytes than it needs
+            if (place + len(filler) + 1 + width) % 4 == 0:
+                parts = [size >> 7 * i & 0x7F | (0x80 if i < width - 1 else 0) for i in range(width)]
+                return filler + bytes([number << 3 | 2, *parts])
+    raise AssertionError("two bytes of filler and one byte of width reach every alignment")
+
+
+def fields(message: bytes) -> dict[int, Tensor]:
+    """Returns the memory of each field of a message, (size,) uint8, by the number of the field. It must not be changed.
+
+    The caller keeps the message for as long as it uses the memory.
+
+    Raises:
+        ValueError: The message has another form.
+    """
+    found: dict[int, Tensor] = {}
+    address, place, end = _address(message), 0, len(message)
+    while place < end:
+        tag = message[place]
+        size, width = 0, 0
+        while tag & 0x87 == 2 and width < 5 and place + 1 + width < end:
+            part = message[place + 1 + width]
+            size |= (part & 0x7F) << 7 * width
+            width += 1
+            if part < 0x80:
+                break
+        else:
+            raise ValueError("the message is not one of the protocol")
+        place += 1 + width
+        if place + size > end:
+            raise ValueError("the message is not one of the protocol")
+        found[tag >> 3] = _memory(address + place, size)
+        place += size
+    return found
+
+
+def content(field: Tensor | None) -> bytes:
+    """Returns a copy of a field as bytes. None stands for a field that the message does not have."""
+    return b"" if field is None else field.numpy().tobytes()
+
+
+def _memory(address: int, size: int) -> Tensor:
+    if size == 0:
+        return torch.empty(0, dtype=torch.uint8)
+    return torch.frombuffer((ctypes.c_char * size).from_address(address), dtype=torch.uint8)
