@@ -140,8 +140,8 @@ Tensor rows_begin(int64_t group_handle, Tensor ids) {
   ids = checked_ids(ids);
   std::vector<GroupRows> parts{{groups().get(group_handle), {}}};
   divide_ids(parts, id_data(ids), ids.size(0), {ids.size(0)});
-  const auto inputs = std::make_shared<Inputs>(Inputs{ids, {}, std::nullopt});
-  const auto pass = std::make_shared<Pass>(parts[0].group, parts[0].batch, inputs, executor());
+  Inputs inputs{ids, {}, std::nullopt};
+  const auto pass = std::make_shared<Pass>(parts[0].group, parts[0].batch, std::make_shared<Inputs>(std::move(inputs)), executor());
   Tensor context = context_of({pass});
   Pass::begin({{pass.get(), nullptr}}, executor());
   return context;
