@@ -32,7 +32,7 @@ $(VENV)/.built: $(VENV)/.train-requirements setup.py setup.cfg pyproject.toml $(
 
 build: $(VENV)/.built  ## set up .venv and build the native extension
 
-train: build  ## train DLRM: make train [DATA=train.txt] [ARGS="--dim 64 ..."]
+train: build $(if $(findstring --servers,$(ARGS)),$(VENV)/.online-requirements)  ## train DLRM: make train [DATA=train.txt] [ARGS="--dim 64 ..."]
 	$(BIN)/python examples/dlrm/train.py $(if $(DATA),--data "$(DATA)") $(ARGS)
 
 $(VENV)/.online-requirements: requirements/cold.txt requirements/service.txt $(VENV)/.train-requirements

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -10,7 +10,7 @@ import typer
 from common.command import DataError
 
 from torchrec_recstore.option_flags import cold_store_of_flag, options_of_flags
-from torchrec_recstore.options import RedisStore, TableOptions
+from torchrec_recstore.options import RedisStore, Servers, TableOptions
 
 Eviction = Literal["lru", "lfu"]
 Backend = Literal["recstore", "fused"]
@@ -110,6 +110,9 @@ class RunSettings:
         seed: The seed of the dense weights, the tables and all other random numbers.
         sharding: The sharding type of every table.
         bounds: The limits of each table.
+        servers: The addresses of the parameter servers that own the tables, separated by commas. None: the tables are
+            on the ranks.
+        staleness: The number of updates that may be in progress while rows are read from servers.
         json_out: The file for the result as JSON. "-" is stdout; the report then goes to stderr.
         log: Whether curves are written during training, and a report at the end.
         log_dir: The folder for curves and report. None creates a new folder.
@@ -127,6 +130,8 @@ class RunSettings:
     seed: int
     sharding: Sharding
     bounds: Bounds = field(default_factory=Bounds)
+    servers: str | None = None
+    staleness: int = 1
     json_out: Path | None
     log: bool = False
     log_dir: Path | None = None
@@ -146,6 +151,14 @@ class RunSettings:
     def declared_rows(self) -> int:
         """``num_embeddings`` in the configs of the tables."""
         return self.modulo or HINT_ROWS
+
+    def options(self) -> TableOptions:
+        """Returns the options of each table."""
+        options = self.bounds.options(self.seed)
+        if self.servers is None:
+            return options
+        addresses = [address.strip() for address in self.servers.split(",")]
+        return replace(options, servers=Servers(addresses, staleness=self.staleness))
 
     def shown(self) -> dict[str, Any]:
         """Returns the settings for a report, by name, without output paths and without the credentials in a URL."""
@@ -167,8 +180,22 @@ class RunSettings:
         if self.backend == "fused" and self.bounds.flags():
             raise DataError(f"{next(iter(self.bounds.flags()))} is for --backend recstore: stock tables keep every row")
         self.bounds.check()
+        if self.servers is not None:
+            self._check_servers()
         max_rows = self.bounds.max_rows
         if self.sharding == "row_wise" and max_rows is not None and max_rows < world_size:
             raise DataError(f"--max-rows {max_rows} is less than the {world_size} ranks that share a table's rows")
         if self.backend == "fused" and self.dim % 4:
             raise DataError(f"--backend fused needs a --dim that is a multiple of 4, not {self.dim}")
+
+    def _check_servers(self) -> None:
+        if self.backend == "fused":
+            raise DataError("--servers is for --backend recstore")
+        if self.sharding != "table_wise":
+            raise DataError("--servers needs --sharding table_wise: the servers distribute the rows of a table")
+        if self.bounds.cold_store is not None:
+            raise DataError("--cold-store cannot be used with --servers: each server chooses its own")
+        try:
+            self.options()
+        except ValueError as error:
+            raise DataError(f"--servers: {error}") from error

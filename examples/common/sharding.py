@@ -91,7 +91,7 @@ def _plan(
     sharders: list[ModuleSharder[Any]]
     planner: EmbeddingShardingPlanner
     if settings.backend == "recstore":
-        options = settings.bounds.options(settings.seed)
+        options = settings.options()
         if settings.sharding == "row_wise":
             # The ids of a click log are much smaller than the hint, so block routing would put all on the first rank.
             options = replace(options, routing="hash")

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -17,6 +18,8 @@ from torchmetrics.classification import BinaryAUROC
 from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.optim.keyed import CombinedOptimizer
 from tqdm import tqdm
+
+from torchrec_recstore import RecStorePrefetchPipeline
 
 LOSS_EVERY_STEPS = 20
 
@@ -99,10 +102,64 @@ class Training:
     progress: Progress
 
 
+class Trained(NamedTuple):
+    """A step that has been made: the loss, logits and labels of this rank, and the samples over all ranks."""
+
+    loss: Tensor
+    logits: Tensor
+    labels: Tensor
+    global_rows: int
+
+
+def plain_steps(training: Training, steps: Iterator[Step], log: RunLog | None = None) -> Iterator[Trained]:
+    """Trains on each of the given steps. Collective."""
+    for batch, global_rows in _logged(steps, log):
+        training.optimizer.zero_grad(set_to_none=True)
+        loss, (_, logits, labels) = training.model(batch)
+        loss.backward()
+        training.optimizer.step()
+        yield Trained(loss, logits, labels, global_rows)
+
+
+def prefetched_steps(training: Training, steps: Iterator[Step], log: RunLog | None = None) -> Iterator[Trained]:
+    """Trains on each of the given steps, while the rows of the next step are read. Collective."""
+    rows: deque[int] = deque()  # of the batches that the pipeline has taken
+
+    def batches() -> Iterator[Any]:
+        for batch, global_rows in _logged(steps, log):
+            rows.append(global_rows)
+            yield batch
+
+    coming = batches()
+    pipeline = RecStorePrefetchPipeline(training.model, training.optimizer, torch.device("cpu"))
+    try:
+        while True:
+            try:
+                loss, logits, labels = pipeline.progress(coming)
+            except StopIteration:
+                return
+            yield Trained(loss, logits, labels, rows.popleft())
+    finally:
+        pipeline.detach()  # the evaluation calls the model itself
+
+
+def _logged(steps: Iterator[Step], log: RunLog | None) -> Iterator[Step]:
+    """Yields the steps, and tells the log how long each of them was waited for."""
+    while True:
+        if log:
+            log.wants_batch()
+        step = next(steps, None)
+        if step is None:
+            return
+        if log:
+            log.has_batch()
+        yield step
+
+
 def train_epoch(
     training: Training,
     scheduler: LRScheduler,
-    steps: Iterator[Step],
+    steps: Iterator[Trained],
     bar: tqdm[Any],
     after_step: Callable[[Training], None] = lambda training: None,
     log: RunLog | None = None,
@@ -112,22 +169,14 @@ def train_epoch(
     Args:
         training: The model to train. Its progress counts the steps.
         scheduler: The scheduler of the learning rates.
-        steps: The remaining steps of the epoch.
+        steps: The remaining steps of the epoch, from :func:`plain_steps` or :func:`prefetched_steps`.
         bar: The progress bar, which counts samples.
         after_step: A function that is called after each step.
         log: The log that records each step.
     """
-    model, optimizer, progress = training.model, training.optimizer, training.progress
-    model.train()
-    if log:
-        log.wants_batch()
-    for number, (batch, global_rows) in enumerate(steps):
-        if log:
-            log.has_batch()
-        optimizer.zero_grad(set_to_none=True)
-        loss, (_, logits, labels) = model(batch)
-        loss.backward()
-        optimizer.step()
+    progress = training.progress
+    training.model.train()
+    for number, (loss, logits, labels, global_rows) in enumerate(steps):
         scheduler.step()
         progress.count(loss, global_rows)
         if log:
@@ -136,8 +185,6 @@ def train_epoch(
             bar.set_postfix(loss=f"{loss.item():.4f}", refresh=False)
         bar.update(global_rows)
         after_step(training)
-        if log:
-            log.wants_batch()
     if log:
         log.point()
 

@@ -55,10 +55,17 @@ class Settings(RunSettings):
         super().check(world_size)
         if self.backend == "fused" and self.dtype != "fp32":
             raise DataError("--dtype is for --backend recstore")
+        if self.servers is not None and (self.lr_schedule != "constant" or self.warmup_steps):
+            flag = "--warmup-steps" if self.warmup_steps else "--lr-schedule"
+            raise DataError(f"{flag} cannot be used with --servers, which apply the optimizer with the rate of --lr")
         if self.checkpoint is None:
             for flag, given in (("--resume", self.resume), ("--checkpoint-every", self.checkpoint_every is not None)):
                 if given:
                     raise DataError(f"{flag} needs --checkpoint DIR")
+        elif self.servers is not None:
+            raise DataError(
+                "--checkpoint cannot be used with --servers, which own the tables: RecStoreClient.save saves the tables"
+            )
         elif self.backend == "fused":
             raise DataError(
                 "--checkpoint is for --backend recstore: save stock tables with torch.distributed.checkpoint"

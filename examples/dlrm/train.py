@@ -5,6 +5,7 @@
     python examples/dlrm/train.py --data train.txt --backend fused       # stock TorchRec tables, hashed ids
     python examples/dlrm/train.py --max-rows 20000 --cold-store cold     # evicted rows go to the folder cold
     torchrun --nproc-per-node 2 examples/dlrm/train.py --sharding row_wise
+    python examples/dlrm/train.py --servers 127.0.0.1:7700,127.0.0.1:7701     # the tables are on parameter servers
     torchrun --nproc-per-node 2 --max-restarts 3 examples/dlrm/train.py --checkpoint run --checkpoint-every 200 --resume
 
 The last command writes checkpoints to the folder run. After a crash of one or all processes, the run resumes from the
@@ -123,6 +124,22 @@ def main(
             rich_help_panel=BOUNDS,
         ),
     ] = None,
+    servers: Annotated[
+        str | None,
+        typer.Option(
+            metavar="HOST:PORT,...",
+            help="Parameter servers (recstore serve) that own the tables. Rows are read a batch ahead.",
+            rich_help_panel=RUN,
+        ),
+    ] = None,
+    staleness: Annotated[
+        int,
+        typer.Option(
+            min=0,
+            help="Number of updates that may be in progress while rows are read from servers.",
+            rich_help_panel=RUN,
+        ),
+    ] = 1,
     batch_size: Annotated[
         int, typer.Option(min=1, help="Number of samples of a step, over all ranks.", rich_help_panel=RUN)
     ] = 512,
@@ -198,6 +215,8 @@ def main(
             min_frequency=min_frequency,
             cold_store=cold_store,
         ),
+        servers=servers,
+        staleness=staleness,
         lr_schedule=lr_schedule,
         warmup_steps=warmup_steps,
         checkpoint=checkpoint,

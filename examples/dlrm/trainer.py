@@ -20,7 +20,7 @@ from common.run_log import RunLog
 from common.run_settings import Bounds
 from common.sharding import lr_scheduler, stats_of_tables
 from criteo import ID_NAMES
-from loops import Training, evaluate, train_epoch
+from loops import Training, evaluate, plain_steps, prefetched_steps, train_epoch
 from rich.console import Console
 from settings import Settings
 from sharded import build
@@ -142,7 +142,8 @@ def _finish_epoch(
         progress_bar(desc=label, unit=" samples", total=len(part), initial=progress.epoch_samples) as bar,
         closing(steps_of(settings, source, left, settings.batch_size, even=True)) as steps,
     ):
-        train_epoch(training, scheduler, steps, bar, checkpoints.save_if_due, log)
+        run = prefetched_steps if settings.servers else plain_steps
+        train_epoch(training, scheduler, run(training, steps, log), bar, checkpoints.save_if_due, log)
         checkpoints.save(training)
 
 

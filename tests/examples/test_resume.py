@@ -29,7 +29,7 @@ from common.run_log import read_curves
 from common.sharding import lr_factor, lr_scheduler, table_name
 from criteo import CriteoFile
 from generator import Generator
-from loops import Progress, Training, train_epoch
+from loops import Progress, Training, plain_steps, train_epoch
 from settings import Settings
 from sharded import build
 from sources import behind, good_rows, steps_of
@@ -286,7 +286,8 @@ def weights_after_one_step(warmup_steps: int) -> list[torch.Tensor]:
     settings = settings_of(optimizer="sgd", lr=1000.0, dense_lr=0.1)
     training = Training(*build(settings), Progress())
     scheduler = lr_scheduler(training.optimizer, "constant", warmup_steps, 10)
-    train_epoch(training, scheduler, steps_of(settings, Generator(60, 0), range(60), 60), tqdm(disable=True))
+    steps = plain_steps(training, steps_of(settings, Generator(60, 0), range(60), 60))
+    train_epoch(training, scheduler, steps, tqdm(disable=True))
     bias = training.model.state_dict()["model.over_arch.model.1.bias"]
     return [export_dense_weights(training.model, table_name("C26"), 1), bias]
 

@@ -220,7 +220,7 @@ def test_state_belongs_to_the_servers(client: RecStoreClient, tmp_path: Path) ->
     ):
         save_checkpoint(model, tmp_path / "saved")
     assert not (tmp_path / "saved").exists()
-    with pytest.raises(ValueError, match=rf"table '{tables}a' is on servers: save it with client.save"):
+    with pytest.raises(ValueError, match=rf"table '{tables}a' is on servers, which own"):
         export_for_inference(model)
     with pytest.raises(ValueError, match=rf"set_time: table '{tables}a' is on servers"):
         set_time(model, 10.0)
