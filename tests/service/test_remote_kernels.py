@@ -253,6 +253,28 @@ def test_rows_lack_the_last_updates_only(staleness: int, prefetching: bool) -> N
     assert not client.held
 
 
+@pytest.mark.parametrize("staleness", [0, 1])
+def test_a_prefetch_beside_an_update(staleness: int) -> None:
+    """The rows of the next batch are read while the update of a batch is under way, as a pipeline's thread may do."""
+    client = RecStoreClient()
+    options = TableOptions(initializer=UniformInit(0.0, 0.0))
+    table = RemoteTable(client, "t", (100, 1), torch.float32, SGD(lr=1.0), options, staleness)
+    kernel = RemotePooledKernel([table], [0], "sum")
+    ids, offsets = torch.tensor([7]), torch.tensor([0, 1])
+    apply = client.update_each if staleness == 0 else client.update_each_async
+
+    def prefetch_first(updates: Sequence[RowUpdate]) -> object:
+        kernel.prefetch(ids, [1])
+        client.wait_for_each(client.prefetch_each([RowRead("t", ids)]))  # by now the rows have been read
+        return apply(updates)
+
+    setattr(client, apply.__name__, prefetch_first)
+    for number in range(5):
+        out = kernel(ids, offsets, train=True)
+        assert -number <= out.item() <= -max(0, number - staleness)
+        out.backward(torch.ones(1, 1))
+
+
 def test_a_failed_update_is_raised_by_the_next_step(monkeypatch: pytest.MonkeyPatch) -> None:
     both = Both(SGD(lr=1.0), staleness=1)
     kernel = both.pooled()[1]

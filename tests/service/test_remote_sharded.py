@@ -154,8 +154,8 @@ def _as_on_the_ranks(rank: int, world_size: int, servers: Servers, stale: Server
 
 
 @pytest.mark.parametrize("world_size", [1, pytest.param(2, marks=pytest.mark.slow)])
-def test_as_on_the_ranks(world_size: int, server: RecStoreServer, second: RecStoreServer) -> None:
-    addresses = [server.address, second.address]
+def test_as_on_the_ranks(world_size: int, two_servers: list[RecStoreServer]) -> None:
+    addresses = [server.address for server in two_servers]
     servers, stale = Servers(addresses), Servers(addresses, staleness=1)
     run_on_ranks(
         world_size, partial(_as_on_the_ranks, servers=servers, stale=stale, prefix=f"{random.getrandbits(40)}")

@@ -120,13 +120,10 @@ class _Updates:
         self.lock = threading.Lock()
         """Held while prefetches and the log change: a prefetch may run beside a step, in another thread."""
         self.sent = 0
+        self.included = 0
+        """The number of the last update that has been carried out, so that all rows that are read later include it."""
         self.log: dict[int, list[Tensor]] = {}
         """The distinct ids of each table, by the number of the update, for updates that a prefetch may lack."""
-
-    @property
-    def included(self) -> int:
-        """The number of the last update that every row that is read from now on includes."""
-        return self.sent - len(self._pending)
 
     @property
     def required(self) -> int:
@@ -144,7 +141,7 @@ class _Updates:
         parts = zip(self._tables, distinct, sums, strict=True)
         updates = [RowUpdate(table.name, ids, grads) for table, ids, grads in parts]
         while len(self._pending) >= max(1, self._staleness):
-            self._client.wait(self._pending.popleft())
+            self._wait_for_one()
         with self.lock:
             oldest = min((ahead.included for ahead in prefetched), default=self.included)
             self.log = {number: ids for number, ids in self.log.items() if number > min(oldest, self.included)}
@@ -154,11 +151,16 @@ class _Updates:
             self._pending.append(self._client.update_each_async(updates))
         else:
             self._client.update_each(updates)
+            self.included += 1
 
     def wait(self) -> None:
         """Waits for all updates."""
         while self._pending:
-            self._client.wait(self._pending.popleft())
+            self._wait_for_one()
+
+    def _wait_for_one(self) -> None:
+        self._client.wait(self._pending.popleft())
+        self.included += 1
 
     def later_ids(self, table: int, after: int, last: int) -> Tensor:
         """Returns the ids of a table, ascending, in the updates with numbers above ``after`` and up to ``last``."""
