@@ -14,8 +14,8 @@ class Servers:
     """The parameter servers (``recstore serve``) that own the rows of a table, through the package ``grpcio``.
 
     Args:
-        addresses: The address of each server, as ``"host:port"``. All models and clients must name the servers in the
-            same order.
+        addresses: The address of each server, as ``"host:port"``. All models and clients name all servers of the set,
+            in any order.
         staleness: The number of updates that may be in progress while rows are read. With 0, each backward waits for
             its update. Default: 0.
         token: The token that the servers require. Default: None, for servers without a token.

@@ -18,8 +18,8 @@ from typer.testing import CliRunner
 
 from tests.recstore_server import Proxy, RecStoreServer
 from torchrec_recstore.cli import app
-from torchrec_recstore.optim import SGD
-from torchrec_recstore.options import ConstantInit, TableOptions
+from torchrec_recstore.optim import SGD, Adam
+from torchrec_recstore.options import ConstantInit, MinFrequency, TableOptions
 from torchrec_recstore.service import RecStoreClient, ServerRestartedError, ServerSetError
 
 IDS = torch.arange(1000)
@@ -172,3 +172,43 @@ def test_a_load_that_one_server_cannot_make_changes_nothing(pair: list[RecStoreS
     assert not (pair[0].data / "tuesday").exists()
     assert not list(pair[0].data.glob(".prepared-*"))
     client.save("wednesday")
+
+
+@pytest.mark.slow
+def test_a_save_of_two_servers_is_restored_to_three_and_to_one(pair: list[RecStoreServer], tmp_path: Path) -> None:
+    ids = torch.randint(-(2**63), 2**63 - 1, (3000,), generator=torch.Generator().manual_seed(0))
+    grads = torch.randn(3000, 8, generator=torch.Generator().manual_seed(1))
+    here, there = RecStoreClient(), RecStoreClient([server.address for server in pair])
+    for client in (here, there):
+        client.init_data("adam", (1000, 8), torch.float32, optimizer=Adam(lr=0.1))
+        client.init_data("seen", (1000, 8), torch.int8, options=TableOptions(admission=MinFrequency(2)))
+        for name in ("adam", "seen"):
+            client.update(name, ids, grads)
+            client.update(name, ids[:2000], grads[:2000])
+    there.save("monday")
+    there.update("adam", ids, grads)
+    others = [RecStoreServer(tmp_path / name) for name in ("c", "d", "e")]
+    try:
+        for servers in ([pair[0], *others[:2]], others[2:]):
+            sources = pair if len(servers) == 3 else [pair[0], *others[:2]]
+            to = ",".join(server.address for server in servers)
+            assert _servers("restore", sources, "monday", "--to", to)[0] == 0
+            with RecStoreClient([server.address for server in servers[::-1]]) as client:
+                for name in ("adam", "seen"):
+                    assert torch.equal(client.pull(name, ids), here.pull(name, ids))
+                    assert torch.equal(client.exists(name, ids), here.exists(name, ids))
+                    assert client.stats(name).rows == here.stats(name).rows
+                    client.update(name, ids, grads)
+            _restart(servers)
+        here.update("adam", ids, grads)
+        here.update("seen", ids, grads)
+        client = RecStoreClient([others[2].address])
+        for name in ("adam", "seen"):
+            client.update(name, ids, grads)
+            assert torch.equal(client.pull(name, ids), here.pull(name, ids))
+        with pytest.raises(ServerSetError):  # the first of the pair has gone over to the three
+            RecStoreClient([server.address for server in pair]).pull("adam", ids)
+        assert "belongs to another set" in _servers("restore", others[2:], "monday", "--to", others[0].address)[1]
+    finally:
+        for server in others:
+            server.kill()

@@ -93,6 +93,14 @@ def status(
 def restore(
     name: Annotated[str, typer.Argument(metavar="NAME", help="Name of the save.", show_default=False)],
     addresses: Addresses,
+    to: Annotated[
+        str | None,
+        typer.Option(
+            metavar="HOST:PORT,...",
+            help="Addresses of other servers, also of another number, over which the rows of the save are distributed. "
+            "They are empty, or belong to the set that has the save.",
+        ),
+    ] = None,
     token_file: TokenFile = None,
     tls_ca: TlsCa = None,
     tls_cert: TlsCert = None,
@@ -102,14 +110,21 @@ def restore(
 ) -> None:
     """Bring all servers of a set to one save. The rows that were written after it are lost.
 
+    With --to, other servers begin with the save, and the servers that have it do not change unless they are among them.
+
     Example: recstore servers restore monday 127.0.0.1:7700,127.0.0.1:7701
 
     Exit status: 0, or 2 if a server cannot be reached or cannot load the save. Nothing has changed then, unless the
     error says so.
     """
     with _connected(addresses, token_file, tls_ca, tls_cert, tls_key, timeout) as connected:
-        connected.load(name, exact=True)
-        _print_begun(connected, name, as_json)
+        if to is None:
+            connected.load(name, exact=True)
+            _print_begun(connected, name, as_json)
+            return
+        with _connected(to, token_file, tls_ca, tls_cert, tls_key, timeout) as others:
+            others.load_from(connected, name)
+            _print_begun(others, name, as_json)
 
 
 @servers.command()

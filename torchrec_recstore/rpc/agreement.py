@@ -108,6 +108,48 @@ def to_load(addresses: Sequence[str], states: Sequence[pb.DescribeReply], name: 
     return Begin(identity, epoch, save, *_numbers(addresses, states, range(len(states)), slots), exact=exact)
 
 
+def to_reshard(
+    addresses: Sequence[str],
+    states: Sequence[pb.DescribeReply],
+    sources: Sequence[str],
+    of_sources: Sequence[pb.DescribeReply],
+    name: str,
+) -> tuple[pb.Saved, Begin]:
+    """Returns how servers begin an epoch with a save of other servers, whose rows are distributed over them anew.
+
+    Args:
+        addresses: The address of each server that begins.
+        states: The state of each server that begins. It belongs to no set, or to the set of the sources.
+        sources: The address of each server that has the save.
+        of_sources: The state of each server that has the save.
+        name: The name of the save.
+
+    Returns:
+        The save of the sources, and the beginning.
+
+    Raises:
+        FileNotFoundError: A source does not have this save.
+        ServerSetError: A server belongs to another set.
+    """
+    _check_one_set(sources, of_sources)
+    save = _save_of(sources, of_sources, name)
+    identity = of_sources[0].set
+    for address, state in zip(addresses, states, strict=True):
+        if state.set not in ("", identity):
+            raise ServerSetError(
+                f"the server {address} belongs to another set than {', '.join(sources)}: name servers that are empty, "
+                "or of the same set"
+            )
+    everyone = (*states, *of_sources)
+    number = max((saved.number for state in everyone for saved in (*state.saves, *state.prepared)), default=0) + 1
+    if not any(state.set for state in states):
+        identity = uuid.uuid4().hex
+    everywhere = tuple(range(len(states)))
+    new = pb.Saved(name=name, id=uuid.uuid4().hex, number=number)
+    epoch = max(state.epoch for state in everyone) + 1
+    return save, Begin(identity, epoch, new, everywhere, new_slots(len(states)), everywhere)
+
+
 def complete_saves(states: Sequence[pb.DescribeReply]) -> list[pb.Saved]:
     """Returns the saves that count on a server and that all servers have, in the order in which they were made."""
     everywhere = set.intersection(*({saved.id for saved in (*s.saves, *s.prepared)} for s in states))

@@ -226,6 +226,16 @@ class Connection:
         """Makes a phase of a load. A phase can be repeated."""
         self._call("", lambda left: self._unary("Load", request, left), _LONG_CALL_S)
 
+    def read_file(self, save: pb.Saved, file: str = "", offset: int = 0) -> pb.ReadFileReply:
+        """Reads a piece of a file of a save, or the names of its files."""
+        request = pb.ReadFileRequest(save=save, file=file, offset=offset)
+        reply: pb.ReadFileReply = self._call("", lambda left: self._unary("ReadFile", request, left))
+        return reply
+
+    def write_file(self, request: pb.WriteFileRequest) -> None:
+        """Writes a piece of a file of a save of other servers."""
+        self._call("", lambda left: self._unary("WriteFile", request, left))
+
     def check_process(self) -> None:
         """Raises an error in a forked process, because its requests would have the numbers of the parent's requests.
 

@@ -232,17 +232,19 @@ class SaveReply(_message.Message):
     def __init__(self, number: _Optional[int] = ..., decided: _Optional[_Iterable[str]] = ...) -> None: ...
 
 class LoadRequest(_message.Message):
-    __slots__ = ("phase", "token", "save", "exact", "set", "member", "members", "epoch", "slots")
+    __slots__ = ("phase", "token", "save", "exact", "set", "member", "members", "epoch", "slots", "parts")
     class Phase(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
         __slots__ = ()
         NONE: _ClassVar[LoadRequest.Phase]
         PREPARE: _ClassVar[LoadRequest.Phase]
         COMMIT: _ClassVar[LoadRequest.Phase]
         ABORT: _ClassVar[LoadRequest.Phase]
+        RESHARD: _ClassVar[LoadRequest.Phase]
     NONE: LoadRequest.Phase
     PREPARE: LoadRequest.Phase
     COMMIT: LoadRequest.Phase
     ABORT: LoadRequest.Phase
+    RESHARD: LoadRequest.Phase
     PHASE_FIELD_NUMBER: _ClassVar[int]
     TOKEN_FIELD_NUMBER: _ClassVar[int]
     SAVE_FIELD_NUMBER: _ClassVar[int]
@@ -252,6 +254,7 @@ class LoadRequest(_message.Message):
     MEMBERS_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     SLOTS_FIELD_NUMBER: _ClassVar[int]
+    PARTS_FIELD_NUMBER: _ClassVar[int]
     phase: LoadRequest.Phase
     token: str
     save: Saved
@@ -261,7 +264,8 @@ class LoadRequest(_message.Message):
     members: int
     epoch: int
     slots: _containers.RepeatedScalarFieldContainer[int]
-    def __init__(self, phase: _Optional[_Union[LoadRequest.Phase, str]] = ..., token: _Optional[str] = ..., save: _Optional[_Union[Saved, _Mapping]] = ..., exact: _Optional[bool] = ..., set: _Optional[str] = ..., member: _Optional[int] = ..., members: _Optional[int] = ..., epoch: _Optional[int] = ..., slots: _Optional[_Iterable[int]] = ...) -> None: ...
+    parts: int
+    def __init__(self, phase: _Optional[_Union[LoadRequest.Phase, str]] = ..., token: _Optional[str] = ..., save: _Optional[_Union[Saved, _Mapping]] = ..., exact: _Optional[bool] = ..., set: _Optional[str] = ..., member: _Optional[int] = ..., members: _Optional[int] = ..., epoch: _Optional[int] = ..., slots: _Optional[_Iterable[int]] = ..., parts: _Optional[int] = ...) -> None: ...
 
 class AttachRequest(_message.Message):
     __slots__ = ()
@@ -308,3 +312,37 @@ class SegmentReply(_message.Message):
     deleted: int
     last: bool
     def __init__(self, code: _Optional[int] = ..., details: _Optional[str] = ..., error: _Optional[str] = ..., found: _Optional[int] = ..., rows: _Optional[int] = ..., deleted: _Optional[int] = ..., last: _Optional[bool] = ...) -> None: ...
+
+class ReadFileRequest(_message.Message):
+    __slots__ = ("save", "file", "offset")
+    SAVE_FIELD_NUMBER: _ClassVar[int]
+    FILE_FIELD_NUMBER: _ClassVar[int]
+    OFFSET_FIELD_NUMBER: _ClassVar[int]
+    save: Saved
+    file: str
+    offset: int
+    def __init__(self, save: _Optional[_Union[Saved, _Mapping]] = ..., file: _Optional[str] = ..., offset: _Optional[int] = ...) -> None: ...
+
+class ReadFileReply(_message.Message):
+    __slots__ = ("files", "content", "last")
+    FILES_FIELD_NUMBER: _ClassVar[int]
+    CONTENT_FIELD_NUMBER: _ClassVar[int]
+    LAST_FIELD_NUMBER: _ClassVar[int]
+    files: _containers.RepeatedScalarFieldContainer[str]
+    content: bytes
+    last: bool
+    def __init__(self, files: _Optional[_Iterable[str]] = ..., content: _Optional[bytes] = ..., last: _Optional[bool] = ...) -> None: ...
+
+class WriteFileRequest(_message.Message):
+    __slots__ = ("id", "part", "file", "offset", "content")
+    ID_FIELD_NUMBER: _ClassVar[int]
+    PART_FIELD_NUMBER: _ClassVar[int]
+    FILE_FIELD_NUMBER: _ClassVar[int]
+    OFFSET_FIELD_NUMBER: _ClassVar[int]
+    CONTENT_FIELD_NUMBER: _ClassVar[int]
+    id: str
+    part: int
+    file: str
+    offset: int
+    content: bytes
+    def __init__(self, id: _Optional[str] = ..., part: _Optional[int] = ..., file: _Optional[str] = ..., offset: _Optional[int] = ..., content: _Optional[bytes] = ...) -> None: ...

@@ -79,6 +79,16 @@ class ParameterServerStub:
                 request_serializer=torchrec__recstore_dot_rpc_dot_recstore__pb2.LoadRequest.SerializeToString,
                 response_deserializer=torchrec__recstore_dot_rpc_dot_recstore__pb2.Empty.FromString,
                 _registered_method=True)
+        self.ReadFile = channel.unary_unary(
+                '/torchrec_recstore.ParameterServer/ReadFile',
+                request_serializer=torchrec__recstore_dot_rpc_dot_recstore__pb2.ReadFileRequest.SerializeToString,
+                response_deserializer=torchrec__recstore_dot_rpc_dot_recstore__pb2.ReadFileReply.FromString,
+                _registered_method=True)
+        self.WriteFile = channel.unary_unary(
+                '/torchrec_recstore.ParameterServer/WriteFile',
+                request_serializer=torchrec__recstore_dot_rpc_dot_recstore__pb2.WriteFileRequest.SerializeToString,
+                response_deserializer=torchrec__recstore_dot_rpc_dot_recstore__pb2.Empty.FromString,
+                _registered_method=True)
         self.Attach = channel.unary_unary(
                 '/torchrec_recstore.ParameterServer/Attach',
                 request_serializer=torchrec__recstore_dot_rpc_dot_recstore__pb2.AttachRequest.SerializeToString,
@@ -153,6 +163,20 @@ class ParameterServerServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def ReadFile(self, request, context):
+        """Reads a piece of a file of a save.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
+    def WriteFile(self, request, context):
+        """Writes a piece of a file of a save of other servers, for a load that distributes its rows anew.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
     def Attach(self, request, context):
         """Returns the socket for calls by shared memory. See SegmentRequest.
         """
@@ -206,6 +230,16 @@ def add_ParameterServerServicer_to_server(servicer, server):
             'Load': grpc.unary_unary_rpc_method_handler(
                     servicer.Load,
                     request_deserializer=torchrec__recstore_dot_rpc_dot_recstore__pb2.LoadRequest.FromString,
+                    response_serializer=torchrec__recstore_dot_rpc_dot_recstore__pb2.Empty.SerializeToString,
+            ),
+            'ReadFile': grpc.unary_unary_rpc_method_handler(
+                    servicer.ReadFile,
+                    request_deserializer=torchrec__recstore_dot_rpc_dot_recstore__pb2.ReadFileRequest.FromString,
+                    response_serializer=torchrec__recstore_dot_rpc_dot_recstore__pb2.ReadFileReply.SerializeToString,
+            ),
+            'WriteFile': grpc.unary_unary_rpc_method_handler(
+                    servicer.WriteFile,
+                    request_deserializer=torchrec__recstore_dot_rpc_dot_recstore__pb2.WriteFileRequest.FromString,
                     response_serializer=torchrec__recstore_dot_rpc_dot_recstore__pb2.Empty.SerializeToString,
             ),
             'Attach': grpc.unary_unary_rpc_method_handler(
@@ -456,6 +490,60 @@ class ParameterServer:
             target,
             '/torchrec_recstore.ParameterServer/Load',
             torchrec__recstore_dot_rpc_dot_recstore__pb2.LoadRequest.SerializeToString,
+            torchrec__recstore_dot_rpc_dot_recstore__pb2.Empty.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def ReadFile(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/torchrec_recstore.ParameterServer/ReadFile',
+            torchrec__recstore_dot_rpc_dot_recstore__pb2.ReadFileRequest.SerializeToString,
+            torchrec__recstore_dot_rpc_dot_recstore__pb2.ReadFileReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def WriteFile(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/torchrec_recstore.ParameterServer/WriteFile',
+            torchrec__recstore_dot_rpc_dot_recstore__pb2.WriteFileRequest.SerializeToString,
             torchrec__recstore_dot_rpc_dot_recstore__pb2.Empty.FromString,
             options,
             channel_credentials,

@@ -8,6 +8,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import suppress
+from functools import partial
 from typing import TypeVar
 
 import torch
@@ -16,7 +17,7 @@ from torch import Tensor
 from torchrec_recstore import ops
 from torchrec_recstore.network import checked_addresses, host_of, is_loopback
 from torchrec_recstore.rpc import recstore_pb2 as pb
-from torchrec_recstore.rpc.agreement import SLOTS, Begin, to_load, to_resume
+from torchrec_recstore.rpc.agreement import SLOTS, Begin, to_load, to_reshard, to_resume
 from torchrec_recstore.rpc.client_epoch import ClientEpoch
 from torchrec_recstore.rpc.connection import Access, Connection
 from torchrec_recstore.rpc.protocol import (
@@ -219,6 +220,34 @@ class ServerSet:
         done = self._epoch.done
         self._epoch.begin(self._begin("", lambda states: to_load(self.addresses, states, name, exact)), done)
 
+    def load_from(self, sources: ServerSet, name: str) -> None:
+        """Begins an epoch with a save of other servers, whose rows are distributed over these servers anew.
+
+        These servers belong to no set, or to the set of the sources. They then have a save of the same name.
+
+        Args:
+            sources: The servers that have the save.
+            name: The name of the save.
+        """
+        done = self._epoch.done
+        of_sources = sources.describe()
+        save, begin = to_reshard(self.addresses, self.describe(), sources.addresses, of_sources, name)
+        for connection, state in zip(sources._connections, of_sources, strict=True):
+            for file in connection.read_file(save).files:
+                self._copy(connection, save, file, begin.save.id, state.member)
+        self._load(begin, parts=len(of_sources))
+        self._set_owners(begin)
+        self._epoch.begin(begin.label, done)
+
+    def _copy(self, source: Connection, save: pb.Saved, file: str, save_id: str, part: int) -> None:
+        """Copies a file of a save from another server to these servers."""
+        offset, last = 0, False
+        while not last:
+            read = source.read_file(save, file, offset)
+            piece = pb.WriteFileRequest(id=save_id, part=part, file=file, offset=offset, content=read.content)
+            self._each(partial(_write_file, piece=piece))
+            offset, last = offset + len(read.content), read.last
+
     def _agreed(self, table: str) -> str:
         return self._begin(table, lambda states: to_resume(self.addresses, states))
 
@@ -232,13 +261,17 @@ class ServerSet:
                 if attempt + 1 == _ATTEMPTS:
                     raise
                 continue
-            index = {number: place for place, number in enumerate(begin.members)}
-            self._owners = torch.tensor([index[number] for number in begin.slots])
-            self._members = begin.members
+            self._set_owners(begin)
             return begin.label
         raise AssertionError("the last attempt raises")
 
-    def _load(self, begin: Begin) -> None:
+    def _set_owners(self, begin: Begin) -> None:
+        index = {number: place for place, number in enumerate(begin.members)}
+        self._owners = torch.tensor([index[number] for number in begin.slots])
+        self._members = begin.members
+
+    def _load(self, begin: Begin, parts: int = 0) -> None:
+        """Begins an epoch. ``parts`` is the number of parts that were written to the servers, for other servers."""
         token = uuid.uuid4().hex
         pending = [self._connections[index] for index in begin.pending]
         numbers = dict(zip(self._connections, begin.members, strict=True))
@@ -255,10 +288,13 @@ class ServerSet:
                     members=len(numbers),
                     epoch=begin.epoch,
                     slots=begin.slots,
+                    parts=parts,
                 )
             )
 
         try:
+            if parts:
+                self._each(lambda connection: load(connection, pb.LoadRequest.RESHARD), pending)
             self._each(lambda connection: load(connection, pb.LoadRequest.PREPARE), pending)
         except BaseException:
             for connection in pending:
@@ -327,6 +363,10 @@ class ServerSet:
         futures = [self._threads.submit(call, connection) for connection in connections]
         wait(futures)
         return [future.result() for future in futures]
+
+
+def _write_file(connection: Connection, piece: pb.WriteFileRequest) -> None:
+    connection.write_file(piece)
 
 
 def _written(

@@ -8,7 +8,7 @@ from typing import Any
 from torchrec_recstore.checkpoint.destination import Destination
 from torchrec_recstore.checkpoint.files import CheckpointError
 from torchrec_recstore.checkpoint.info import CheckpointInfo, TableInfo
-from torchrec_recstore.checkpoint.reader import check_fits, check_rows, held_rows, load_rows
+from torchrec_recstore.checkpoint.reader import Owned, check_fits, check_rows, held_rows, load_rows
 from torchrec_recstore.checkpoint.writer import PartWriter, SavedShard, finish, write_shard
 from torchrec_recstore.encoding import encode
 from torchrec_recstore.row_types import ROW_DTYPES
@@ -110,12 +110,15 @@ def check_loadable(info: CheckpointInfo, saved: Mapping[str, TableSpec], present
             )
 
 
-def loaded_tables(chain: Sequence[CheckpointInfo], empty: Mapping[str, Callable[[], Table]]) -> dict[str, Table]:
+def loaded_tables(
+    chain: Sequence[CheckpointInfo], empty: Mapping[str, Callable[[], Table]], owned: Owned | None = None
+) -> dict[str, Table]:
     """Creates tables with the rows of a checkpoint and returns them by name.
 
     Args:
         chain: The checkpoint and its bases. See :func:`torchrec_recstore.checkpoint.info.read_chain`.
         empty: For each table name, a function that creates the empty table.
+        owned: A function that selects the ids that belong to the tables. Default: None, all ids do.
 
     Raises:
         CheckpointError, MemoryError, ColdStoreError: See :func:`torchrec_recstore.checkpoint.reader.load_rows`.
@@ -124,8 +127,9 @@ def loaded_tables(chain: Sequence[CheckpointInfo], empty: Mapping[str, Callable[
     try:
         for name, make in empty.items():
             tables[name] = make()
-            load_rows(tables[name], name, chain)
-            check_rows(chain, name, held_rows(tables[name]))
+            load_rows(tables[name], name, chain, owned)
+            if owned is None:
+                check_rows(chain, name, held_rows(tables[name]))
     except BaseException:
         for table in tables.values():
             table.close()

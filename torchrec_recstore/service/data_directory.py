@@ -24,6 +24,7 @@ _FIELDS = ("last", "stopped")
 _STOPPED = ("checkpoint", "incarnation", "applied")
 _MEMBER = ("set", "member", "members", "slots", "epoch", "token", "save")
 _PREPARED = ".prepared-"
+_RECEIVED = ".received-"
 MANIFEST = "save"  # key in the training state of a save: its manifest
 
 
@@ -98,7 +99,9 @@ class DataDirectory:
         self._saves: dict[str, pb.Saved] = {}
         self._prepared: dict[str, pb.Saved] = {}
         for entry in self._path.iterdir():
-            if entry.name.startswith(_PREPARED):
+            if entry.name.startswith(_RECEIVED):
+                shutil.rmtree(entry, ignore_errors=True)
+            elif entry.name.startswith(_PREPARED):
                 saved = _manifest_of(entry)
                 if saved is None:  # the server was killed while it wrote this part
                     shutil.rmtree(entry, ignore_errors=True)
@@ -147,6 +150,10 @@ class DataDirectory:
         """Returns the path to which a part of a save is written before it counts."""
         return self._path / f"{_PREPARED}{save_id}"
 
+    def received(self, save_id: str) -> Path:
+        """Returns the path to which the parts of a save of other servers are written."""
+        return self._path / f"{_RECEIVED}{save_id}"
+
     def add_prepared(self, saved: pb.Saved) -> None:
         """Adds a part that has been written to :meth:`staging`."""
         self._prepared[saved.id] = saved
@@ -169,7 +176,8 @@ class DataDirectory:
         self._saves[saved.name] = saved
 
     def discard(self, save_id: str) -> None:
-        """Deletes a prepared part."""
+        """Deletes a prepared part, and what was received for it."""
+        shutil.rmtree(self.received(save_id), ignore_errors=True)
         if self._prepared.pop(save_id, None) is not None:
             shutil.rmtree(self.staging(save_id), ignore_errors=True)
 

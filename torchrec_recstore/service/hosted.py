@@ -17,8 +17,8 @@ from torch import Tensor
 
 from torchrec_recstore import ops
 from torchrec_recstore.checkpoint.destination import Destination
-from torchrec_recstore.checkpoint.info import read_chain
-from torchrec_recstore.checkpoint.reader import exchange_all
+from torchrec_recstore.checkpoint.info import CheckpointInfo, read_chain
+from torchrec_recstore.checkpoint.reader import Owned, exchange_all
 from torchrec_recstore.checkpoint.writer import SavedShard
 from torchrec_recstore.kernels import PooledKernel, RowRead, RowUpdate
 from torchrec_recstore.options import (
@@ -338,6 +338,31 @@ class HostedBackend:
         """
         with self._files, self._lock:
             self._replace(loaded)
+
+    def write_part(
+        self, info: CheckpointInfo, specs: Mapping[str, TableSpec], owned: Owned, path: Path, more: Mapping[str, Any]
+    ) -> None:
+        """Writes a checkpoint with some of the rows of another checkpoint. The tables of this process do not change.
+
+        Args:
+            info: The checkpoint.
+            specs: The specification of each table of the new checkpoint, by table name.
+            owned: A function that selects the ids of the new checkpoint.
+            path: The path of the new checkpoint.
+            more: Further values of the training state of the new checkpoint.
+
+        Raises:
+            CheckpointError, MemoryError, ColdStoreError: The rows cannot be read.
+            OSError: The new checkpoint cannot be written.
+        """
+        part = HostedBackend(self._limits)
+        try:
+            made = {name: partial(_made, name, spec, self._limits) for name, spec in specs.items()}
+            tables = loaded_tables([info], made, owned)
+            part._named().update((name, Hosted(name, specs[name], table)) for name, table in tables.items())
+            part.save(path, more=more)
+        finally:
+            part.close()
 
     def _read_checkpoint(self, path: str | Path, exact: bool) -> Loaded:
         chain = read_chain(path)

@@ -161,6 +161,17 @@ class ParameterServer(ParameterServerServicer):
             self._set.load(request)
             return pb.Empty()
 
+    def ReadFile(self, request: pb.ReadFileRequest, context: Any) -> pb.ReadFileReply:
+        """See recstore.proto."""
+        with self._call("ReadFile", context):
+            return self._set.read_file(request)
+
+    def WriteFile(self, request: pb.WriteFileRequest, context: Any) -> pb.Empty:
+        """See recstore.proto."""
+        with self._call("WriteFile", context):
+            self._set.write_file(request)
+            return pb.Empty()
+
     def Attach(self, request: pb.AttachRequest, context: Any) -> pb.AttachReply:
         """See recstore.proto."""
         with self._call("Attach", context):

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from torchrec_recstore.rpc import recstore_pb2 as pb
-from torchrec_recstore.rpc.protocol import ServerRestartedError
+from torchrec_recstore.rpc.agreement import SLOTS
+from torchrec_recstore.rpc.protocol import PART_BYTES, ServerRestartedError
 from torchrec_recstore.service.applied import AppliedRequests
 from torchrec_recstore.service.data_directory import MANIFEST, DataDirectory, Membership
 from torchrec_recstore.service.hosted import HostedBackend, Loaded
+from torchrec_recstore.service.resharding import joined, owned_by
 
 STOPPED = ("stopped-0", "stopped-1")
 """The names of the checkpoints that servers write when they stop.
@@ -165,11 +169,14 @@ class SetCalls:
 
     def load(self, request: pb.LoadRequest) -> None:
         """Makes a phase of a load. See ``Load`` in recstore.proto."""
-        if request.phase == pb.LoadRequest.ABORT:
+        phases = pb.LoadRequest
+        if request.phase == phases.ABORT:
             with self._saving:
                 self._forget_next(request.token)
+                if request.parts and request.save.id.isalnum():
+                    self._directory.discard(request.save.id)
             return
-        if request.phase not in (pb.LoadRequest.PREPARE, pb.LoadRequest.COMMIT):
+        if request.phase not in (phases.PREPARE, phases.COMMIT, phases.RESHARD):
             raise ValueError(f"a load has no phase {request.phase}")
         with self._saving:
             self._applied.check_open()
@@ -177,6 +184,9 @@ class SetCalls:
             if member is not None and self._epoch and (member.token, member.epoch) == (request.token, request.epoch):
                 return  # the answer was lost, and the client repeats the call
             self._check_later(request)
+            if request.phase == phases.RESHARD:
+                self._reshard(request)
+                return
             if self._next is None or self._next[0] != request.token:
                 self._forget_next()
                 unchanged = not self._epoch and self._clean and request.save == self._directory.at
@@ -184,6 +194,54 @@ class SetCalls:
                 self._next = None if loaded is None else (request.token, loaded)
             if request.phase == pb.LoadRequest.COMMIT:
                 self._begin_epoch(request)
+
+    def read_file(self, request: pb.ReadFileRequest) -> pb.ReadFileReply:
+        """Reads a piece of a file of a save. See ``ReadFile`` in recstore.proto."""
+        path = self._path_of(request.save)
+        if path is None or not path.is_dir():
+            raise FileNotFoundError(f"there is no save {request.save.name!r}")
+        files = sorted(os.listdir(path))
+        if not request.file:
+            return pb.ReadFileReply(files=files)
+        if request.file not in files:
+            raise FileNotFoundError(f"the save {request.save.name!r} has no file {request.file!r}")
+        with (path / request.file).open("rb") as file:
+            file.seek(request.offset)
+            content = file.read(PART_BYTES)
+            return pb.ReadFileReply(content=content, last=len(content) < PART_BYTES)
+
+    def write_file(self, request: pb.WriteFileRequest) -> None:
+        """Writes a piece of a file of a save of other servers. See ``WriteFile`` in recstore.proto."""
+        _check_save(pb.Saved(id=request.id))
+        if request.part >= SLOTS:
+            raise ValueError(f"a save has at most {SLOTS} parts")
+        directory = self._directory.received(request.id) / str(request.part)
+        self._directory.checkpoint(request.file)  # a plain name
+        directory.mkdir(parents=True, exist_ok=True)
+        file = os.open(directory / request.file, os.O_WRONLY | os.O_CREAT, 0o666)
+        try:
+            os.pwrite(file, request.content, request.offset)
+        finally:
+            os.close(file)
+
+    def _reshard(self, request: pb.LoadRequest) -> None:
+        """Writes the part of this server, of the rows of a save of other servers."""
+        directory, saved = self._directory, request.save
+        if any(there.id == saved.id for there in directory.prepared):
+            return
+        _check_save(saved)
+        directory.check_free(saved.name, overwrite=True)
+        info, specs = joined(directory.received(saved.id), request.parts)
+        shard = (request.member, request.members)
+        self._tables.write_part(
+            info,
+            {name: replace(spec, shard=shard) for name, spec in specs.items()},
+            owned_by(request.member, request.slots),
+            directory.staging(saved.id),
+            {MANIFEST: _manifest(saved, request.set, request.epoch, request.member, [], request.slots)},
+        )
+        directory.add_prepared(saved)
+        shutil.rmtree(directory.received(saved.id), ignore_errors=True)
 
     def _begin_epoch(self, request: pb.LoadRequest) -> None:
         directory, name = self._directory, request.save.name or None
@@ -295,16 +353,7 @@ class SetCalls:
         directory.check_free(saved.name, request.overwrite)
         member = directory.membership
         assert member is not None
-        manifest = {
-            "name": saved.name,
-            "id": saved.id,
-            "number": saved.number,
-            "set": member.set,
-            "epoch": member.epoch,
-            "member": member.member,
-            "servers": list(request.servers),
-            "slots": list(member.slots),
-        }
+        manifest = _manifest(saved, member.set, member.epoch, member.member, request.servers, member.slots)
         self._tables.save(directory.staging(saved.id), more={MANIFEST: manifest})
         directory.add_prepared(saved)
 
@@ -338,6 +387,22 @@ def _check_save(saved: pb.Saved) -> None:
         raise ValueError(f"a server that stops saves as {saved.name!r}: choose another name")
     if not saved.id.isalnum() or len(saved.id) > 64:
         raise ValueError("a save needs an id of at most 64 letters and digits")
+
+
+def _manifest(
+    saved: pb.Saved, identity: str, epoch: int, member: int, servers: Sequence[str], slots: Sequence[int]
+) -> dict[str, Any]:
+    """Returns the manifest of a part of a save. All parts name the save, the servers and the map of slots."""
+    return {
+        "name": saved.name,
+        "id": saved.id,
+        "number": saved.number,
+        "set": identity,
+        "epoch": epoch,
+        "member": member,
+        "servers": list(servers),
+        "slots": list(slots),
+    }
 
 
 def _superseded(name: str) -> str:

@@ -1,0 +1,62 @@
+"""Distributes the rows of a save of several servers over another number of servers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from torchrec_recstore import ops
+from torchrec_recstore.checkpoint.files import CheckpointError
+from torchrec_recstore.checkpoint.info import CheckpointInfo, TableInfo, read_info
+from torchrec_recstore.checkpoint.reader import Owned
+from torchrec_recstore.rpc.table_spec import TableSpec
+from torchrec_recstore.service.checkpoints import saved_specs
+
+
+def joined(root: Path, parts: int) -> tuple[CheckpointInfo, dict[str, TableSpec]]:
+    """Returns the parts of a save as one checkpoint.
+
+    Args:
+        root: The directory that has the part of server ``i`` as the directory ``i``.
+        parts: The number of parts.
+
+    Returns:
+        The metadata of a checkpoint at ``root``, and the specification of each table, by table name.
+
+    Raises:
+        CheckpointError: A part is damaged, or the parts do not have the same tables.
+        FileNotFoundError: A part is missing.
+    """
+    infos = [read_info(root / str(part)) for part in range(parts)]
+    specs = [{name: replace(spec, shard=(0, 1)) for name, spec in saved_specs(info).items()} for info in infos]
+    if any(others != specs[0] for others in specs[1:]):
+        raise CheckpointError(f"{root}: the parts of the save do not have the same tables")
+    tables = {name: _joined(name, infos) for name in specs[0]}
+    files = {f"{part}/{name}": file for part, info in enumerate(infos) for name, file in info.files.items()}
+    return replace(infos[0], path=root, tables=tables, files=files), specs[0]
+
+
+def owned_by(member: int, slots: Sequence[int]) -> Owned:
+    """Returns the function that says which ids, (N,) int64, belong to a server: (N,) bool."""
+    mine = torch.tensor(slots) == member
+
+    def owned(ids: Tensor) -> Tensor:
+        return mine[ops.mix_ids(ids, True).remainder_(len(mine))]
+
+    return owned
+
+
+def _joined(name: str, infos: Sequence[CheckpointInfo]) -> TableInfo:
+    of = [info.tables[name] for info in infos]
+    latest = max(of, key=lambda table: table.steps)
+    return replace(
+        latest,
+        rows=sum(table.rows for table in of),
+        optimizer_steps=max(table.optimizer_steps for table in of),
+        parts=tuple(replace(p, file=f"{i}/{p.file}") for i, table in enumerate(of) for p in table.parts),
+        sightings=tuple(replace(s, file=f"{i}/{s.file}") for i, table in enumerate(of) for s in table.sightings),
+    )
