@@ -34,6 +34,15 @@ class RecStoreServer:
     def pid(self) -> int:
         return self._command.pid
 
+    @property
+    def stderr(self) -> str:
+        """What the server has written to stderr so far."""
+        return self._command.stderr
+
+    @property
+    def is_alive(self) -> bool:
+        return self._command.process.is_alive()
+
     def stop(self) -> str:
         """Stops the server as a service manager does. Returns what the server has written to stderr."""
         self._command.terminate()

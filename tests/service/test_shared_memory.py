@@ -393,4 +393,4 @@ def _in_process(data: Path, monkeypatch: pytest.MonkeyPatch, segment_bytes: int)
     server.start()
     yield server.address
     server.stop()
-    service.stop()
+    service.close()

@@ -90,7 +90,9 @@ def serve(
 
     Example: recstore serve --listen 127.0.0.1:7700 --data tables
 
-    Exit status: 0 after SIGTERM or Ctrl-C, or 2 with one line on stderr if the server cannot serve or save.
+    A server that cannot save serves on, and says on stderr what to free.
+
+    Exit status: 0 after SIGTERM or Ctrl-C, or 2 with one line on stderr if the server cannot serve.
     """
     # Each thread that serves calls has its own team of OpenMP threads, which would spin while they wait. OpenMP reads
     # the variable when torch is imported.

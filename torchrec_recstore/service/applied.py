@@ -5,8 +5,9 @@ from __future__ import annotations
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, wait
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -38,7 +39,8 @@ class AppliedRequests:
     """
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
+        self._lock = threading.Condition()
+        self._changes = 0
         self._clients: OrderedDict[str, _Client] = OrderedDict()
         self._closed = False
 
@@ -122,12 +124,34 @@ class AppliedRequests:
         if self._closed:
             raise ServerStoppingError("the server stops")
 
+    @contextmanager
+    def change(self) -> Iterator[None]:
+        """Returns a context for a change without a number. :meth:`close` waits for its end.
+
+        Raises:
+            ServerStoppingError: :meth:`close` has been called.
+        """
+        with self._lock:
+            self.check_open()
+            self._changes += 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._changes -= 1
+                self._lock.notify_all()
+
     def close(self) -> None:
         """Refuses new requests and waits for the running requests."""
         with self._lock:
             self._closed = True
             answers = [answer for client in self._clients.values() for answer in client.answers.values()]
+            self._lock.wait_for(lambda: self._changes == 0)
         wait([answer for answer in answers if isinstance(answer, Future)])
+
+    def reopen(self) -> None:
+        """Accepts requests again after :meth:`close`."""
+        self._closed = False
 
     def to_json(self) -> dict[str, Any]:
         """Returns the requests that have been carried out, for :meth:`from_json`. Call :meth:`close` before."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hmac
 import signal
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +23,7 @@ from torchrec_recstore.service.handlers import Handlers
 
 GRACE_S = 30.0
 _OPEN_CALLS = 4  # threads of calls that need no token, and of refusals
+_LONG_CALLS = 16
 _WATCHES = 16  # clients that watch the health; a further one ends the first one
 _STREAMS = 128  # calls of a connection; further ones wait in the client
 _OPTIONS = [
@@ -226,23 +227,29 @@ class GrpcServer:
         options: The address, who may call the server, and how much at a time.
         service: The full name of the service in the protocol.
         add: A function that adds the service to the server.
+        long: The names of the methods whose calls may take minutes. They have threads of their own. Default: none.
 
     Raises:
         OSError: The address cannot be listened on.
     """
 
-    def __init__(self, options: ListenOptions, service: str, add: Callable[[Any], object]) -> None:
+    def __init__(
+        self, options: ListenOptions, service: str, add: Callable[[Any], object], long: Sequence[str] = ()
+    ) -> None:
         # Calls that need no token have threads of their own, so that they cannot block the others.
         calls, open_calls = CallThreads(options.max_calls, "recstore-call"), CallThreads(_OPEN_CALLS, "recstore-health")
         watches = CallThreads(_WATCHES, "recstore-watch", _WATCHES)
-        self._threads = (calls, open_calls, watches)
+        self._threads: tuple[CallThreads, ...] = (calls, open_calls, watches)
         self._memory = RequestMemory(options.max_request_memory)
         self._server = grpc.server(
             calls,
             interceptors=[Guard(options.token, open_calls)],
             options=[*_OPTIONS, ("grpc.max_allowed_incoming_connections", options.max_connections)],
         )
+        long_calls = CallThreads(_LONG_CALLS, "recstore-long")
+        self._threads += (long_calls,)
         threads = {"": calls, f"{_HEALTH}Check": open_calls, _WATCH: watches}
+        threads |= {f"/{service}/{method}": long_calls for method in long}
         handlers = Handlers(self._server, threads, self._memory, frozenset([_WATCH]))
         add(handlers)
         self._names = ("", service)
@@ -264,7 +271,7 @@ class GrpcServer:
 
     def gauges(self) -> dict[str, tuple[str, Callable[[], float]]]:
         """Returns a description and a function of each number for the metrics, by its name."""
-        calls, _, watches = self._threads
+        calls, _, watches, _ = self._threads
         return {
             "calls_running": ("The number of calls that run.", lambda: calls.running),
             "calls_queued": ("The number of calls that wait for a thread.", lambda: calls.queued),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import math
+import shutil
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -50,6 +51,8 @@ class ServerOptions:
 def serve(options: ServerOptions, ready: Callable[[str], object]) -> None:
     """Runs a server until SIGTERM or SIGINT. The server then finishes the running calls and saves all tables.
 
+    A server that cannot save its tables serves on, and says why on stderr. The next signal makes it try again.
+
     This function must be called from the main thread.
 
     Args:
@@ -57,7 +60,7 @@ def serve(options: ServerOptions, ready: Callable[[str], object]) -> None:
         ready: A function that is called with the address when the server takes calls.
 
     Raises:
-        OSError: The address cannot be listened on, the data directory cannot be used, or the last save failed.
+        OSError: The address cannot be listened on, or the data directory cannot be used.
         CheckpointError, ValueError: The last checkpoint cannot be loaded.
     """
     directory = DataDirectory(options.data)
@@ -66,6 +69,17 @@ def serve(options: ServerOptions, ready: Callable[[str], object]) -> None:
             _serve(options, directory, ready, stop)
     finally:
         directory.close()
+
+
+def _unsaved(error: Exception, tables: HostedBackend, data: Path) -> str:
+    """Returns the message for a server that was to stop, and could not save its tables."""
+    mib = sum(tables.stats(name).bytes for name in tables.specs()) / 2**20
+    free = shutil.disk_usage(data).free / 2**20
+    return (
+        f"the server does not stop, because it cannot save its tables: {error}. It serves on. Make room in {data}: "
+        f"{free:.0f} MiB are free there, and the tables have {mib:.0f} MiB in memory. Checkpoints that are not needed "
+        "can be deleted. Then send SIGTERM again. SIGKILL ends the server without the rows since the last save"
+    )
 
 
 def _serve(
@@ -84,6 +98,7 @@ def _serve(
         options.listening,
         pb.DESCRIPTOR.services_by_name["ParameterServer"].full_name,
         lambda server: add_ParameterServerServicer_to_server(service, server),  # type: ignore[no-untyped-call]
+        ("Save", "Load"),
     )
     if metrics is not None:
         metrics.gauges({**server.gauges(), **service.gauges()})
@@ -91,10 +106,19 @@ def _serve(
     server.start()
     server.set_serving(True)
     ready(server.address)
-    while not stop.wait(min(_IDLE_CHECK_S, options.idle_s)):
-        for name in tables.drop_idle(options.idle_s):
-            _log.warning("table %r was not used for %g hours: dropped", name, options.idle_s / 3600)
+    while True:
+        while not stop.wait(min(_IDLE_CHECK_S, options.idle_s)):
+            for name in tables.drop_idle(options.idle_s):
+                _log.warning("table %r was not used for %g hours: dropped", name, options.idle_s / 3600)
+        stop.clear()
+        server.set_serving(False)
+        try:
+            service.save_to_stop()
+            break
+        except Exception as error:
+            _log.error("%s", _unsaved(error, tables, options.data))
+        server.set_serving(True)
     server.stop()
-    service.stop()
+    service.close()
     if metrics is not None:
         metrics.close()

@@ -88,14 +88,24 @@ class ParameterServer(ParameterServerServicer):
         self._set.begin()
         self._memory.start()
 
-    def stop(self) -> None:
+    def save_to_stop(self) -> None:
         """Refuses new writes, waits for the running writes, and saves all tables.
 
         The next server on the same directory continues with these tables and answers repeated requests.
+
+        Raises:
+            Exception: The tables cannot be saved. The server takes writes again.
         """
-        self._memory.stop()
         self._applied.close()
-        self._set.stop()
+        try:
+            self._set.stop()
+        except BaseException:
+            self._applied.reopen()
+            raise
+
+    def close(self) -> None:
+        """Ends the calls by shared memory, and frees the tables."""
+        self._memory.stop()
         self._tables.close()
 
     def Describe(self, request: pb.DescribeRequest, context: Any) -> pb.DescribeReply:
@@ -112,13 +122,13 @@ class ParameterServer(ParameterServerServicer):
                     f"the name of a table must have at least 1 and at most {_NAME_BYTES} bytes, got {size}"
                 )
             spec = TableSpec.from_json(request.spec)
-            with self._set.changing(request.epoch):
+            with self._applied.change(), self._set.changing(request.epoch):
                 self._tables.create(request.table, spec)
             return pb.Empty()
 
     def Drop(self, request: pb.DropRequest, context: Any) -> pb.Empty:
         """See recstore.proto."""
-        with self._call("Drop", context), self._set.changing(request.epoch):
+        with self._call("Drop", context), self._applied.change(), self._set.changing(request.epoch):
             if self._tables.spec(request.table) is not None:
                 self._tables.drop(request.table)
             return pb.Empty()

@@ -158,9 +158,11 @@ class SetCalls:
                 self._prepare(request)
         elif request.phase == pb.SaveRequest.COMMIT:
             with self._saving:
+                self._applied.check_open()
                 self._commit(request)
         elif request.phase == pb.SaveRequest.ABORT:
             with self._saving:
+                self._applied.check_open()
                 self._directory.discard(request.save.id)
             self._release(request.save.id)
         else:
