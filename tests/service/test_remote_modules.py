@@ -7,11 +7,13 @@ import itertools
 import pickle
 import random
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 from torchrec import EmbeddingBagConfig, EmbeddingConfig, KeyedJaggedTensor, PoolingType
@@ -20,6 +22,7 @@ from torchrec.modules.embedding_configs import DataType
 from torchrec.modules.feature_processor_ import PositionWeightedModuleCollection
 from torchrec.modules.fp_embedding_modules import FeatureProcessedEmbeddingBagCollection
 
+from tests.distributed.workers import run_on_ranks
 from tests.recstore_server import RecStoreServer
 from torchrec_recstore import (
     RecStoreClient,
@@ -261,3 +264,27 @@ def test_what_is_refused(client: RecStoreClient) -> None:
     assert model.to(torch.float64).double().device == torch.device("cpu")
     with pytest.raises(TypeError, match="ids must be integers"):
         model(KeyedJaggedTensor(FEATURES, torch.rand(3), lengths=torch.ones(3, dtype=torch.int64)))
+
+
+def _replicated(rank: int, world_size: int, addresses: list[str], tables: str) -> None:
+    with RecStoreClient(addresses) as client:
+        model = dlrm(tables, client=client)
+        ddp = nn.parallel.DistributedDataParallel(model, find_unused_parameters=True)
+        optimizer = torch.optim.SGD(model.over_arch.parameters(), lr=0.1)
+        for number in range(5):
+            optimizer.zero_grad()
+            ddp(torch.ones(5, 3), batch(10 * number + rank)).square().mean().backward()
+            optimizer.step()
+        dist.barrier()
+        whole = [torch.empty_like(parameter) for parameter in model.over_arch.parameters()]
+        for own, other in zip(model.over_arch.parameters(), whole, strict=True):
+            other.copy_(own.detach())
+            dist.broadcast(other, 0)
+            assert torch.equal(own, other)
+        assert client.stats(f"{tables}a").steps == 5 * world_size
+
+
+@pytest.mark.slow
+def test_workers_with_replicas_of_the_dense_layers(two_servers: list[RecStoreServer]) -> None:
+    addresses = [server.address for server in two_servers]
+    run_on_ranks(2, partial(_replicated, addresses=addresses, tables=f"ddp{random.getrandbits(40)}"))

@@ -252,7 +252,7 @@ class RemoteKernel(LookupKernel):
         return self._shape_of.output_shape(offsets, counts)
 
     def prefetch(self, ids: Tensor, counts: Sequence[int]) -> None:
-        """Requests the rows of a coming batch, in one call for all tables, for its training lookup.
+        """Requests the rows of a coming batch, in another thread, for its training lookup.
 
         The lookup of the same ids waits for these rows, and reads the rows again that have been updated since. The
         kernel keeps the four newest batches.

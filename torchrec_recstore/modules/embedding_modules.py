@@ -163,10 +163,10 @@ class RecStoreEmbeddingBagCollection(EagerCollection, EmbeddingBagCollectionInte
     def prefetch(self, features: KeyedJaggedTensor) -> None:
         """Prepares the rows of a batch before its training forward. See :meth:`forward` for the argument.
 
-        With ``client``, the rows of all tables are requested in another thread, in one call of each server for all
-        tables with the same pooling. The next forward of the same ids takes them, and reads the rows again that have
-        been updated since, so that the results are the same as without a prefetch. Without ``client``, see
-        :meth:`torchrec_recstore.kernels.PooledKernel.prefetch`. In evaluation, nothing is done.
+        With ``client``, the rows of all tables are requested in another thread. The next forward of the same ids takes
+        them, and reads the rows again that have been updated since, so that the results are the same as without a
+        prefetch. Without ``client``, see :meth:`torchrec_recstore.kernels.PooledKernel.prefetch`. In evaluation,
+        nothing is done.
         """
         batch = Features(maybe_td_to_kjt(features, None), self._is_weighted)
         modules = self._modules_by_table()

@@ -94,6 +94,45 @@ class ServerSet:
             self._each(lambda connection: connection.pull(table, ids[places[connection]], rows, places[connection]))
         return rows
 
+    def pull_each(self, reads: Sequence[tuple[str, Tensor, int, torch.dtype]]) -> list[Tensor]:
+        """Makes several calls of :meth:`pull`, with these arguments. Each server answers one after the other."""
+        rows = [ops.rows_empty(len(ids), columns * dtype.itemsize).view(dtype) for _, ids, columns, dtype in reads]
+        places = self._places_of_each([(table, ids) for table, ids, *_ in reads])
+
+        def pull(connection: Connection) -> None:
+            for (table, ids, *_), out, place in zip(reads, rows, places, strict=True):
+                if place is None:
+                    connection.pull(table, ids, out)
+                else:
+                    connection.pull(table, ids[place[connection]], out, place[connection])
+
+        self._each(pull)
+        return rows
+
+    def update_each(self, updates: Sequence[tuple[str, Tensor, Tensor]]) -> None:
+        """Applies the optimizer to rows of several tables without ``initial_rows``.
+
+        Each server makes one update of each table, also without ids, one after the other.
+
+        Args:
+            updates: The name of each table, the ids, (N,) int64, and their gradients, (N, columns).
+        """
+        places = self._places_of_each([(table, ids) for table, ids, _ in updates])
+
+        def update(connection: Connection) -> None:
+            for (table, ids, grads), place in zip(updates, places, strict=True):
+                if place is None:
+                    connection.write(table, pb.WriteHeader.UPDATE, ids, grads)
+                else:
+                    mine = place[connection]
+                    connection.write(table, pb.WriteHeader.UPDATE, ids[mine], rows_at(grads, mine))
+
+        self._each(update)
+
+    def _places_of_each(self, calls: Sequence[tuple[str, Tensor]]) -> list[dict[Connection, Tensor] | None]:
+        """Returns :meth:`_places` for each table and ids. None: one server has all ids."""
+        return [self._places(table, ids) if len(self._connections) > 1 else None for table, ids in calls]
+
     def found(self, table: str, ids: Tensor) -> Tensor:
         """Returns which of ``ids``, (N,) int64, have a row: (N,) bool."""
         return self.found_rows(table, ids, 0)[0]

@@ -97,11 +97,16 @@ class RemoteBackend:
 
     def pull_each(self, reads: Sequence[RowRead]) -> list[Tensor]:
         """See :meth:`Backend.pull_each`."""
-        return [self._read(read) for read in reads]
+        specs = [self._spec(read.table) for read in reads]
+        pulls = [
+            (read.table, read.ids, spec.dim, value_dtype(spec.dtype))
+            for read, spec in zip(reads, specs, strict=True)
+            if read.missing == "init"
+        ]
+        pulled = iter(self._servers.pull_each(pulls))
+        return [next(pulled) if read.missing == "init" else self._with_zeros(read) for read in reads]
 
-    def _read(self, read: RowRead) -> Tensor:
-        if read.missing == "init":
-            return self.pull(read.table, read.ids)
+    def _with_zeros(self, read: RowRead) -> Tensor:
         found, some = self.found_rows(read.table, read.ids)
         rows = some.new_zeros(len(read.ids), some.shape[1])
         rows[found] = some
@@ -109,8 +114,7 @@ class RemoteBackend:
 
     def update_each(self, updates: Sequence[RowUpdate]) -> None:
         """See :meth:`Backend.update_each`."""
-        for update in updates:
-            self.update(update.table, update.ids, update.grads)
+        self._servers.update_each(updates)
 
     def delete(self, name: str, ids: Tensor) -> int:
         """See :meth:`Backend.delete`."""

@@ -33,7 +33,7 @@ class SeveralTables:
         raise NotImplementedError
 
     def pull_each(self, reads: Sequence[RowRead]) -> list[Tensor]:
-        """Reads rows of several tables, in one call of each server.
+        """Reads rows of several tables. The servers answer at the same time, each for one table after the other.
 
         Args:
             reads: The tables and their ids.
@@ -67,7 +67,7 @@ class SeveralTables:
         return self._groups.wait(handle)
 
     def update_each(self, updates: Sequence[RowUpdate]) -> None:
-        """Makes an ``update`` of each of several tables, in one call of each server.
+        """Makes an ``update`` of each of several tables. See :meth:`pull_each` for the order of the calls.
 
         Each table makes one step of its clock and of its optimizer, also if its update has no ids.
 
