@@ -17,6 +17,7 @@ import torch
 from typer.testing import CliRunner
 
 from tests.recstore_server import Proxy, RecStoreServer
+from tests.redis_server import free_port
 from torchrec_recstore.cli import app
 from torchrec_recstore.optim import SGD, Adam
 from torchrec_recstore.options import ConstantInit, MinFrequency, TableOptions
@@ -212,3 +213,46 @@ def test_a_save_of_two_servers_is_restored_to_three_and_to_one(pair: list[RecSto
     finally:
         for server in others:
             server.kill()
+
+
+def test_saves_on_a_schedule(tmp_path: Path) -> None:
+    addresses = [f"127.0.0.1:{free_port()}" for _ in range(2)]
+    flags = ("--save-every", "0.2", "--keep", "2", "--servers", ",".join(addresses))
+    servers = [RecStoreServer(tmp_path / a.rpartition(":")[2], *flags, listen=a) for a in addresses]
+    try:
+        client = _client(servers)
+        client.push("t", IDS, torch.full((1000, 4), 5.0))
+        client.save("monday")
+
+        def scheduled() -> list[str]:
+            saves = json.loads(_servers("status", servers, "--json")[1])["complete_saves"]
+            return [saved["name"] for saved in saves if saved["name"].startswith("scheduled-")]
+
+        first = []
+        while not first:
+            first = scheduled()
+        while set(first) & set(scheduled()):
+            time.sleep(0.1)
+        _restart(servers)
+        with _client(servers) as client:
+            assert client.pull("t", IDS).unique().tolist() == [5.0]
+        for server in servers:  # in the middle of saves
+            assert server.stop() == ""
+        for server in servers:
+            kept = {path.name for path in server.data.iterdir() if path.name.startswith("scheduled-")}
+            assert 1 <= len(kept) <= 3  # a save may have been stopped between its commit and the deletion of another
+            assert (server.data / "monday").is_dir()
+    finally:
+        for server in servers:
+            server.kill()
+
+
+def test_flags_of_the_schedule() -> None:
+    def refused(*flags: str) -> str:
+        listen = ("serve", "--listen", "127.0.0.1:0", "--data", "none")
+        return CliRunner().invoke(app, [*listen, *flags]).stderr
+
+    assert "--save-every must be a positive number" in refused("--save-every", "0")
+    assert "--keep must be at least 1" in refused("--save-every", "1", "--keep", "0")
+    assert "--servers must be HOST:PORT" in refused("--save-every", "1", "--servers", "a,b")
+    assert "need --save-every" in refused("--servers", "a:1")

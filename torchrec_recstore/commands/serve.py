@@ -28,6 +28,7 @@ from torchrec_recstore.commands.access import (
 from torchrec_recstore.commands.output import errors_in_one_line
 
 BOUNDS = "Limits of each table"
+SAVES = "Saves on a schedule"
 
 
 def serve(
@@ -80,6 +81,31 @@ def serve(
             rich_help_panel=BOUNDS,
         ),
     ] = None,
+    save_every: Annotated[
+        float | None,
+        typer.Option(
+            metavar="SECONDS",
+            help="Save all servers of the set after each time of this length. The first server of the set does it.",
+            rich_help_panel=SAVES,
+        ),
+    ] = None,
+    keep: Annotated[
+        int, typer.Option(help="Number of saves by --save-every that are kept.", rich_help_panel=SAVES)
+    ] = 3,
+    servers: Annotated[
+        str | None,
+        typer.Option(
+            metavar="HOST:PORT,...",
+            help="Addresses of all servers of the set, for --save-every. Default: this server alone.",
+            rich_help_panel=SAVES,
+        ),
+    ] = None,
+    tls_ca: Annotated[
+        str | None,
+        typer.Option(
+            metavar="PEM", help="File with the CA certificates of the servers, for --save-every.", rich_help_panel=SAVES
+        ),
+    ] = None,
     as_json: Annotated[
         bool, typer.Option("--json", help="Print a line of JSON with the address at the start, and another at the end.")
     ] = False,
@@ -99,6 +125,7 @@ def serve(
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     with errors_in_one_line():
         try:
+            from torchrec_recstore.service.scheduled_saves import Schedule
             from torchrec_recstore.service.serve import ServerOptions
             from torchrec_recstore.service.serve import serve as run
         except ModuleNotFoundError as error:
@@ -121,7 +148,12 @@ def serve(
         )
         limits = replace(limits_of(bounds), max_tables=max_tables)
         idle_s = math.inf if drop_idle_after is None else 3600 * drop_idle_after
-        options = ServerOptions(listening, data, limits, idle_s)
+        if save_every is None and (servers is not None or tls_ca is not None):
+            raise ValueError("--servers and --tls-ca need --save-every")
+        schedule = None
+        if save_every is not None:
+            schedule = Schedule(save_every, keep, () if servers is None else servers.split(","), tls_ca)
+        options = ServerOptions(listening, data, limits, idle_s, schedule)
         begin = time.monotonic()
         addresses: list[str] = []
 

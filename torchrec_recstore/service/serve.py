@@ -16,6 +16,7 @@ from torchrec_recstore.service.data_directory import DataDirectory
 from torchrec_recstore.service.hosted import HostedBackend, Limits
 from torchrec_recstore.service.listening import GrpcServer, ListenOptions, host_and_port, stopped_by_signals
 from torchrec_recstore.service.metrics import Metrics, NoObserver
+from torchrec_recstore.service.scheduled_saves import Schedule, ScheduledSaves
 from torchrec_recstore.service.server import ParameterServer
 
 _IDLE_CHECK_S = 60.0
@@ -33,6 +34,7 @@ class ServerOptions:
         limits: The bounds of all tables, which apply where a client sets none.
         idle_s: The time in seconds without a call after which the private cold rows of a job are deleted. A job that
             was killed leaves such rows. Default: infinity.
+        schedule: When all tables are saved. Default: None, when a client says so, and when the server stops.
 
     Raises:
         ValueError: A value is invalid, or options contradict each other.
@@ -42,8 +44,11 @@ class ServerOptions:
     data: Path
     limits: Limits = Limits()  # noqa: RUF009  (frozen)
     idle_s: float = math.inf
+    schedule: Schedule | None = None
 
     def __post_init__(self) -> None:
+        if self.schedule is not None:
+            self.schedule.check_fits(self.listening)
         if not self.idle_s > 0:
             raise ValueError(f"--drop-idle-after must be a positive number of hours, got {self.idle_s / 3600:g}")
 
@@ -106,6 +111,10 @@ def _serve(
     server.start()
     server.set_serving(True)
     ready(server.address)
+    schedule = None
+    if options.schedule is not None:
+        schedule = ScheduledSaves(options.schedule, options.listening, server.address, service.is_first)
+        schedule.start()
     while True:
         while not stop.wait(min(_IDLE_CHECK_S, options.idle_s)):
             for name in tables.drop_idle(options.idle_s):
@@ -118,6 +127,8 @@ def _serve(
         except Exception as error:
             _log.error("%s", _unsaved(error, tables, options.data))
         server.set_serving(True)
+    if schedule is not None:
+        schedule.stop()
     server.stop()
     service.close()
     if metrics is not None:

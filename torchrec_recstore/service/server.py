@@ -88,6 +88,10 @@ class ParameterServer(ParameterServerServicer):
         self._set.begin()
         self._memory.start()
 
+    def is_first(self) -> bool:
+        """Returns whether the server is in an epoch and is the first server of its set."""
+        return self._set.is_first()
+
     def save_to_stop(self) -> None:
         """Refuses new writes, waits for the running writes, and saves all tables.
 

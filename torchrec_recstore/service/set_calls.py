@@ -100,6 +100,11 @@ class SetCalls:
             stopped = {"checkpoint": name, "incarnation": member.label, "applied": self._applied.to_json()}
             self._directory.set_last(name, stopped)
 
+    def is_first(self) -> bool:
+        """Returns whether the server is in an epoch and is the first server of its set."""
+        member = self._directory.membership
+        return bool(self._epoch) and member is not None and member.member == 0
+
     def check(self, epoch: str) -> None:
         """Raises ServerRestartedError if the server is not in the epoch of a call."""
         if epoch == self._epoch and epoch:
