@@ -24,6 +24,10 @@ def _fake_lookup(table: int, ids: Tensor, train: bool) -> Tensor:
     return ids.new_empty((ids.shape[0], _symbolic_size()), dtype=torch.float32)
 
 
+def _fake_split(ids: Tensor, owners: Tensor, n: int) -> tuple[Tensor, Tensor, Tensor]:
+    return ids.new_empty(ids.shape), ids.new_empty(ids.shape), ids.new_empty(n)
+
+
 def _fake_remove(table: int, ids: Tensor) -> Tensor:
     return ids.new_empty(())
 
@@ -108,6 +112,7 @@ _FAKES: dict[str, Callable[..., object]] = {
     "group_backward": _fake_backward,
     "rows_forward": _fake_rows,
     "rows_begin": _fake_ids,
+    "ids_split": _fake_split,
     "mix_ids": _fake_mix,
     "rows_put": _fake_nothing,
     "rows_take": _fake_nothing,
@@ -116,7 +121,7 @@ _FAKES: dict[str, Callable[..., object]] = {
 }
 
 
-_ON_TENSORS = ("mix_ids", "rows_put", "rows_take", "table_read")
+_ON_TENSORS = ("ids_split", "mix_ids", "rows_put", "rows_take", "table_read")
 """The ops whose results are in tensors alone. The schema of an op states the tensors that the op changes."""
 
 PYTHON_OPS = torch.library.Library("recstore_ops", "FRAGMENT")  # type: ignore[no-untyped-call]

@@ -414,6 +414,11 @@ rows_put = cast(Callable[[Tensor, Tensor, Tensor], None], _ops.rows_put.default)
 rows_take = cast(Callable[[Tensor, Tensor, Tensor], None], _ops.rows_take.default)
 """(rows (N, row bytes) uint8, places (n,) int64, out (n, row bytes) uint8). Sets ``out[:] = rows[places]``."""
 
+ids_split = cast(Callable[[Tensor, Tensor, int], tuple[Tensor, Tensor, Tensor]], _ops.ids_split.default)
+"""(ids (N,) int64, owner of each slot (slots,) int64, number of owners) -> the ids owner by owner, (N,), their
+positions, (N,), ascending for each owner, and the number of ids of each owner, (owners,). The slot of an id is its
+``mix_ids(ids, True)`` modulo the number of slots."""
+
 mix_ids = cast(Callable[[Tensor, bool], Tensor], _ops.mix_ids.default)
 """(ids (N,) int64, inverse) -> (N,) int64: the ids, mapped by a bijection that leaves no pattern in their low bits, or
 by its inverse."""

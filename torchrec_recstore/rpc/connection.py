@@ -166,6 +166,7 @@ class Connection:
         ids: Tensor,
         rows: Tensor | None = None,
         initial: tuple[Tensor, Tensor] | None = None,
+        places: Tensor | None = None,
     ) -> int:
         """Writes, updates or deletes rows.
 
@@ -176,12 +177,17 @@ class Connection:
             rows: (N, columns). The weights or gradients. None for a delete.
             initial: Ids, (M,) int64, and rows, (M, columns) float32. Those of these ids that have no row get one before
                 the update. Default: None.
+            places: (N,) int64. The index in ``rows`` of the row of each id. ``rows`` may then have more than N rows.
+                Default: None, which means the order of ``ids``.
 
         Returns:
             The number of deleted rows.
         """
-        values = ids.new_empty(len(ids), 0) if rows is None else rows.detach()
-        first = (ids[:0], values.new_empty(0, 0)) if initial is None else initial
+        values = ids.new_empty(len(ids), 0) if rows is None else rows.detach().contiguous()
+        row_bytes = values.shape[1] * values.itemsize
+        first = (ids[:0], values.new_empty(0, 0))
+        if initial is not None:
+            first = initial[0], initial[1].detach().contiguous()
 
         def attempt(epoch: str, number: int, left: float) -> int:
             header = pb.WriteHeader(
@@ -194,8 +200,8 @@ class Connection:
                 ids=len(ids),
                 float32=rows is not None and rows.dtype is torch.float32,
             )
-            sizes = [array.numel() * array.itemsize for array in (ids, values, *first)]
-            return self._carry(left, lambda rows: rows.write(header, ids, values, first, left), sizes)
+            sizes = [8 * len(ids), row_bytes * len(ids), *(array.numel() * array.itemsize for array in first)]
+            return self._carry(left, lambda rows: rows.write(header, ids, values, first, places, left), sizes)
 
         return self._numbered(table, attempt)
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 from urllib.parse import quote
 
 import numpy as np
 import torch
 from torch import Tensor
+
+from torchrec_recstore import ops
 
 VERSION = "2"
 VERSION_KEY = "recstore-protocol"
@@ -149,27 +151,21 @@ def fill(out: Tensor, parts: Iterable[bytes]) -> int:
     return place
 
 
-def rows_at(rows: Tensor, places: Tensor) -> Tensor:
-    """Returns ``rows[places]`` of ``rows``, (N, columns), without torch's thread pool.
+def take_rows(rows: Tensor, places: Tensor | None, out: Tensor) -> None:
+    """Copies rows to the memory ``out``.
 
-    Many threads serve calls, and torch's pool has a team of threads for each of them. Teams that wait for work took
-    more time than the work itself: 8 ms for 25,000 rows of 256 bytes, instead of 0.2 ms.
+    Args:
+        rows: (N, columns), contiguous. The rows.
+        places: (n,) int64. The index of each row that is copied. None: the first rows are copied.
+        out: (bytes of the copied rows,) uint8. The memory.
     """
-    out = rows.new_empty(len(places), rows.shape[1])
-    if out.numel():
-        _whole_rows(out)[:] = _whole_rows(rows.contiguous())[places.numpy()]
-    return out
-
-
-def put_rows(out: Tensor, places: Tensor, rows: bytes) -> None:
-    """Sets ``out[places] = rows`` without torch's thread pool. ``out``, (N, columns), is contiguous."""
-    view = _whole_rows(out)
-    view[places.numpy()] = np.frombuffer(rows, view.dtype)
-
-
-def _whole_rows(rows: Tensor) -> np.ndarray[Any, Any]:
-    """Returns a view of ``rows``, (N, columns), as an array (N,) in which each row is one element."""
-    return rows.detach().view(torch.uint8).numpy().view(f"V{rows.shape[1] * rows.dtype.itemsize}")[:, 0]
+    if len(out) == 0:
+        return
+    memory = rows.view(torch.uint8)
+    if places is None:
+        out.numpy()[:] = memory.view(-1)[: len(out)].numpy()
+    else:
+        ops.rows_take(memory, places, out.view(len(places), memory.shape[1]))
 
 
 def shortened(details: str) -> str:

@@ -6,10 +6,10 @@ import os
 import uuid
 import weakref
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor, wait
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import suppress
 from functools import partial
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -24,9 +24,6 @@ from torchrec_recstore.rpc.protocol import (
     NO_INITIAL_ROW,
     ServerRestartedError,
     ServiceError,
-    put_rows,
-    rows_at,
-    to_bytes,
 )
 
 # The number of threads per server. The deadline of a call begins when it has a thread, so there are more threads than
@@ -34,6 +31,13 @@ from torchrec_recstore.rpc.protocol import (
 _CALLS = 256
 _ATTEMPTS = 5  # to begin an epoch while other clients begin epochs too
 _Result = TypeVar("_Result")
+
+
+class _Part(NamedTuple):
+    """The part of a call that one server gets."""
+
+    ids: Tensor
+    places: Tensor
 
 
 class ServerSet:
@@ -90,8 +94,8 @@ class ServerSet:
         if len(self._connections) == 1:
             self._connections[0].pull(table, ids, rows)
         else:
-            places = self._places(table, ids)
-            self._each(lambda connection: connection.pull(table, ids[places[connection]], rows, places[connection]))
+            parts = self._parts(table, ids)
+            self._each(lambda connection: connection.pull(table, parts[connection].ids, rows, parts[connection].places))
         return rows
 
     def pull_each(self, reads: Sequence[tuple[str, Tensor, int, torch.dtype]]) -> list[Tensor]:
@@ -141,17 +145,17 @@ class ServerSet:
         """Reads the rows of the ids that have one. See :meth:`Connection.found`; the arguments are the same."""
         if len(self._connections) == 1:
             return self._connections[0].found(table, ids, row_bytes)
-        places = self._places(table, ids)
-        parts = self._each(lambda connection: connection.found(table, ids[places[connection]], row_bytes))
+        parts = self._parts(table, ids)
+        answers = self._each(lambda connection: connection.found(table, parts[connection].ids, row_bytes))
         found = torch.empty(len(ids), dtype=torch.bool)
-        for place, (part, _) in zip(places.values(), parts, strict=True):
-            found[place] = part
+        for part, (there, _) in zip(parts.values(), answers, strict=True):
+            found[part.places] = there
         if row_bytes == 0:
             return found, torch.empty(0, 1, dtype=torch.uint8)
         rank = found.cumsum(0) - 1
-        rows = torch.empty(int(found.sum()), row_bytes, dtype=torch.uint8)
-        for place, (part, some) in zip(places.values(), parts, strict=True):
-            put_rows(rows, rank[place[part]], to_bytes(some))
+        rows = ops.rows_empty(int(found.sum()), row_bytes)
+        for part, (there, some) in zip(parts.values(), answers, strict=True):
+            ops.rows_put(rows, rank[part.places[there]], some)
         return found, rows
 
     def push(self, table: str, ids: Tensor, values: Tensor) -> None:
@@ -366,25 +370,26 @@ class ServerSet:
         if len(self._connections) == 1:
             deleted = _written(self._connections[0], table, kind, ids, rows, initial)
             return deleted or 0, torch.arange(len(ids) if deleted is None else 0)
-        places = self._places(table, ids)
-        firsts = {} if initial is None else self._places(table, initial[0])
+        parts = self._parts(table, ids)
+        firsts = {} if initial is None else self._parts(table, initial[0])
 
         def write(connection: Connection) -> int | None:
-            place = places[connection]
-            first = None
-            if initial is not None and len(firsts[connection]):
-                first = initial[0][firsts[connection]], initial[1][firsts[connection]]
-            return _written(connection, table, kind, ids[place], None if rows is None else rows_at(rows, place), first)
+            part, first = parts[connection], None
+            if initial is not None and len(firsts[connection].ids):
+                first = firsts[connection].ids, initial[1][firsts[connection].places]
+            return _written(connection, table, kind, part.ids, rows, first, part.places)
 
         counts = self._each(write)
-        refused = [place for place, count in zip(places.values(), counts, strict=True) if count is None]
+        refused = [part.places for part, count in zip(parts.values(), counts, strict=True) if count is None]
         return sum(count or 0 for count in counts), torch.cat([ids[:0], *refused])
 
-    def _places(self, table: str, ids: Tensor) -> dict[Connection, Tensor]:
-        """Returns the positions in ``ids``, ascending, of the ids of each server."""
+    def _parts(self, table: str, ids: Tensor) -> dict[Connection, _Part]:
+        """Returns the ids of each server, and their positions in ``ids``, ascending."""
         self._epoch.label(table)  # without an epoch, the owners are not known
-        owners = self._owners[ops.mix_ids(ids, True).remainder_(SLOTS)]
-        return {connection: (owners == number).nonzero()[:, 0] for number, connection in enumerate(self._connections)}
+        own, places, counts = ops.ids_split(ids, self._owners, len(self._connections))
+        sizes = counts.tolist()
+        parts = zip(torch.split(own, sizes), torch.split(places, sizes), strict=True)
+        return {connection: _Part(*part) for connection, part in zip(self._connections, parts, strict=True)}
 
     def _each(
         self, call: Callable[[Connection], _Result], connections: Sequence[Connection] | None = None
@@ -399,9 +404,14 @@ class ServerSet:
         if len(connections) <= 1:
             return [call(connection) for connection in connections]
         connections[0].check_process()  # before the submit, because a forked process has no threads
-        futures = [self._threads.submit(call, connection) for connection in connections]
+        futures = [self._threads.submit(call, connection) for connection in connections[:-1]]
+        last: Future[_Result] = Future()  # this thread calls the last server
+        try:
+            last.set_result(call(connections[-1]))
+        except BaseException as error:
+            last.set_exception(error)
         wait(futures)
-        return [future.result() for future in futures]
+        return [future.result() for future in (*futures, last)]
 
 
 def _write_file(connection: Connection, piece: pb.WriteFileRequest) -> None:
@@ -415,10 +425,11 @@ def _written(
     ids: Tensor,
     rows: Tensor | None,
     initial: tuple[Tensor, Tensor] | None,
+    places: Tensor | None = None,
 ) -> int | None:
     """Makes a write. Returns the number of deleted rows, or None if the server requires an initial row."""
     try:
-        return connection.write(table, kind, ids, rows, initial)
+        return connection.write(table, kind, ids, rows, initial, places)
     except ServiceError as error:
         if error.kind == NO_INITIAL_ROW:
             return None

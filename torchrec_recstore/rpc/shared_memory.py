@@ -16,7 +16,7 @@ from torch import Tensor
 
 from torchrec_recstore import ops
 from torchrec_recstore.rpc import recstore_pb2 as pb
-from torchrec_recstore.rpc.protocol import ERROR_KEY, as_bytes
+from torchrec_recstore.rpc.protocol import ERROR_KEY, as_bytes, take_rows
 from torchrec_recstore.rpc.segment import MESSAGE_BYTES, Segment, is_available, is_same_user, places_of
 
 _MOST_CONNECTIONS = 8  # to one server; more calls at the same time than these go by gRPC
@@ -140,14 +140,23 @@ class SharedMemoryConnection:
         return torch.cat(arrays[0]), torch.cat(arrays[1])
 
     def write(
-        self, header: pb.WriteHeader, ids: Tensor, rows: Tensor, initial: tuple[Tensor, Tensor], left_s: float
+        self,
+        header: pb.WriteHeader,
+        ids: Tensor,
+        rows: Tensor,
+        initial: tuple[Tensor, Tensor],
+        places: Tensor | None,
+        left_s: float,
     ) -> int:
         """See :meth:`Streams.write`. The arrays must fit into the segment (:meth:`fits`)."""
         self._end = time.monotonic() + left_s
-        contents = [as_bytes(array) for array in (ids, rows, *initial)]
-        sizes = [len(content) for content in contents]
-        for array, content in zip(self._segment.arrays(sizes), contents, strict=True):
+        row_bytes = rows.shape[1] * rows.itemsize
+        contents = [as_bytes(array) for array in (ids, *initial)]
+        sizes = [len(contents[0]), len(ids) * row_bytes, *map(len, contents[1:])]
+        own_ids, own_rows, *own_initial = self._segment.arrays(sizes)
+        for array, content in zip((own_ids, *own_initial), contents, strict=True):
             array.numpy()[:] = content.numpy()
+        take_rows(rows, places, own_rows)
         self._send(
             pb.SegmentRequest(write=header, ids=sizes[0], rows=sizes[1], initial_ids=sizes[2], initial_rows=sizes[3])
         )

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from torchrec_recstore import ops
 from torchrec_recstore.rpc import recstore_pb2 as pb
-from torchrec_recstore.rpc.protocol import PART_BYTES, PART_IDS, as_bytes, rows_a_part
+from torchrec_recstore.rpc.protocol import PART_BYTES, PART_IDS, as_bytes, rows_a_part, take_rows
 from torchrec_recstore.rpc.wire import fields, new_message
 
 _SERVICE = "/torchrec_recstore.ParameterServer/"
@@ -77,36 +78,45 @@ class Streams:
         return torch.cat([none, *found]), torch.cat([none, *rows])
 
     def write(
-        self, header: pb.WriteHeader, ids: Tensor, rows: Tensor, initial: tuple[Tensor, Tensor], left_s: float
+        self,
+        header: pb.WriteHeader,
+        ids: Tensor,
+        rows: Tensor,
+        initial: tuple[Tensor, Tensor],
+        places: Tensor | None,
+        left_s: float,
     ) -> int:
         """Writes, updates or deletes rows.
 
         Args:
             header: The header of the call.
             ids: (N,) int64. The ids whose rows are written.
-            rows: (N, columns). The weights or gradients.
+            rows: (N, columns), contiguous. The weights or gradients.
             initial: Ids, (M,) int64, and rows, (M, columns) float32, for the ids that have no row.
+            places: (N,) int64. The index in ``rows`` of the row of each id. None means the order of ``ids``.
             left_s: The longest time in seconds that the call may take.
 
         Returns:
             The number of deleted rows.
         """
         first = header.SerializeToString()
-        arrays = [as_bytes(array) for array in (ids, rows, *initial)]
-        if sum(map(len, arrays)) <= PART_BYTES:
-            whole = _message(zip((_IDS, _NEW_ROWS, _INITIAL_IDS, _INITIAL_ROWS), arrays, strict=True), first)
-            reply = self._write_one(whole, timeout=left_s, metadata=self._metadata)
+        options = {"timeout": left_s, "metadata": self._metadata}
+        size = len(ids) * (8 + rows.shape[1] * rows.itemsize) + sum(array.numel() * array.itemsize for array in initial)
+        if size <= PART_BYTES:
+            arrays = [*_rows_part(_WRITTEN, ids, rows, places), *_rows_part(_INITIAL, *initial, None)]
+            reply = self._write_one(_filled(arrays, first), **options)
         else:
-            reply = self._write(_parts(first, ids, rows, initial), timeout=left_s, metadata=self._metadata)
+            requests = _requests(first, ids, rows, places, initial)
+            reply = self._write(requests, **options)
         return int(pb.WriteReply.FromString(reply).deleted)
 
     def _replies(self, header: pb.PullHeader, ids: Tensor, rows_a_reply: int, left_s: float) -> Iterable[bytes]:
         first = header.SerializeToString()
         options = {"timeout": left_s, "metadata": self._metadata}
         if len(ids) <= min(PART_IDS, rows_a_reply):
-            return [self._pull_one(_message([(_ASKED, as_bytes(ids))], first), **options)]
+            return [self._pull_one(_filled([_ids_part(_ASKED, ids)], first), **options)]
         parts = [ids[place : place + PART_IDS] for place in range(0, len(ids), PART_IDS)]
-        requests = (_message([(_ASKED, as_bytes(part))], b"" if i else first) for i, part in enumerate(parts))
+        requests = (_filled([_ids_part(_ASKED, part)], b"" if i else first) for i, part in enumerate(parts))
         replies: Iterable[bytes]
         replies = self._pull_many(next(requests), **options) if len(parts) == 1 else self._pull(requests, **options)
         return replies
@@ -114,29 +124,38 @@ class Streams:
 
 _ASKED = pb.PullRequest.IDS_FIELD_NUMBER
 _FOUND, _ROWS = pb.PullReply.FOUND_FIELD_NUMBER, pb.PullReply.ROWS_FIELD_NUMBER
-_IDS, _NEW_ROWS = pb.WriteRequest.IDS_FIELD_NUMBER, pb.WriteRequest.ROWS_FIELD_NUMBER
-_INITIAL_IDS = pb.WriteRequest.INITIAL_IDS_FIELD_NUMBER
-_INITIAL_ROWS = pb.WriteRequest.INITIAL_ROWS_FIELD_NUMBER
+_WRITTEN = pb.WriteRequest.IDS_FIELD_NUMBER, pb.WriteRequest.ROWS_FIELD_NUMBER
+_INITIAL = pb.WriteRequest.INITIAL_IDS_FIELD_NUMBER, pb.WriteRequest.INITIAL_ROWS_FIELD_NUMBER
+_Array = tuple[int, int, Callable[[Tensor], object]]  # the number of a field, its size in bytes, what fills its memory
 
 
-def _message(arrays: Iterable[tuple[int, Tensor]], header: bytes = b"") -> bytes:
-    """Returns a message with copies of arrays, (size,) uint8, by the numbers of their fields."""
-    given = [(number, array) for number, array in arrays if len(array)]
-    message, memory = new_message([(number, len(array)) for number, array in given], header)
-    for place, (_, array) in zip(memory, given, strict=True):
-        place.numpy()[:] = array.numpy()
+def _filled(arrays: Sequence[_Array], header: bytes = b"") -> bytes:
+    """Returns a message with arrays."""
+    message, memory = new_message([(number, size) for number, size, _ in arrays], header)
+    for place, (_, _, fill) in zip(memory, arrays, strict=True):
+        fill(place)
     return message
 
 
-def _parts(header: bytes, ids: Tensor, rows: Tensor, initial: tuple[Tensor, Tensor]) -> Iterator[bytes]:
-    yield _message([], header)
-    for some_ids, some_rows in _split(*initial):
-        yield _message([(_INITIAL_IDS, as_bytes(some_ids)), (_INITIAL_ROWS, as_bytes(some_rows))])
-    for some_ids, some_rows in _split(ids, rows):
-        yield _message([(_IDS, as_bytes(some_ids)), (_NEW_ROWS, as_bytes(some_rows))])
+def _ids_part(number: int, ids: Tensor) -> _Array:
+    content = as_bytes(ids).numpy()
+    return number, len(content), lambda memory: np.copyto(memory.numpy(), content)
 
 
-def _split(ids: Tensor, rows: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-    size = rows_a_part(rows.shape[1] * rows.dtype.itemsize)
-    for place in range(0, len(ids), size):
-        yield ids[place : place + size], rows[place : place + size]
+def _rows_part(numbers: tuple[int, int], ids: Tensor, rows: Tensor, places: Tensor | None) -> list[_Array]:
+    size = len(ids) * rows.shape[1] * rows.itemsize
+    return [_ids_part(numbers[0], ids), (numbers[1], size, lambda memory: take_rows(rows, places, memory))]
+
+
+def _requests(
+    header: bytes, ids: Tensor, rows: Tensor, places: Tensor | None, initial: tuple[Tensor, Tensor]
+) -> Iterator[bytes]:
+    yield _filled([], header)
+    for numbers, some_ids, some_rows, some_places in ((_INITIAL, *initial, None), (_WRITTEN, ids, rows, places)):
+        size = rows_a_part(some_rows.shape[1] * some_rows.itemsize)
+        for begin in range(0, len(some_ids), size):
+            own = slice(begin, begin + size)
+            if some_places is None:
+                yield _filled(_rows_part(numbers, some_ids[own], some_rows[own], None))
+            else:
+                yield _filled(_rows_part(numbers, some_ids[own], some_rows, some_places[own]))
