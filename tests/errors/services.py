@@ -9,10 +9,12 @@ from pathlib import Path
 import pytest
 import torch
 from torch import Tensor
+from torchrec import EmbeddingBagConfig, KeyedJaggedTensor
 
 from tests.errors.situations import raise_from_a_fork, situation
 from tests.recstore_server import RecStoreServer
 from tests.redis_server import PROGRAM, free_port, redis_server
+from torchrec_recstore import RecStoreEmbeddingBagCollection, save_checkpoint
 from torchrec_recstore.optim import SGD
 from torchrec_recstore.options import RedisStore, RocksDBStore, ServerStore, TableOptions
 from torchrec_recstore.rpc.table_spec import TableSpec
@@ -177,6 +179,24 @@ def no_range() -> None:
     client.init_data("t_user", (1000, 4))
     client.init_data("t_item", (1000, 4), base_offset=1000)
     client.prefetch(torch.tensor([2000]))
+
+
+def on_servers() -> RecStoreEmbeddingBagCollection:
+    config = EmbeddingBagConfig(name="t_user", embedding_dim=4, num_embeddings=10, feature_names=["user"])
+    return RecStoreEmbeddingBagCollection([config], optimizer=SGD(), client=RecStoreClient())
+
+
+@situation("A checkpoint of a model with a table on servers")
+def saved_by_the_model(tmp_path: Path) -> None:
+    save_checkpoint(on_servers(), tmp_path / "checkpoint")
+
+
+@situation("A learning rate that servers do not apply")
+def scheduled() -> None:
+    model = on_servers()
+    model._rate.value = 0.5
+    ids = KeyedJaggedTensor(["user"], values=THREE, lengths=torch.tensor([3]))
+    model(ids).values().sum().backward()
 
 
 @situation("A client that has tables already")

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+import subprocess
+import sys
 import threading
 import warnings
 from collections.abc import Iterator
@@ -126,7 +128,7 @@ def test_an_update_that_fails_is_not_lost(monkeypatch: pytest.MonkeyPatch, tmp_p
     with pytest.raises(MemoryError, match="no room"):
         client.save(f"{tmp_path}/saved")
     client.update_async(name, ids, grads)
-    with pytest.warns(RecStoreWarning, match="an update_async that was not waited for has failed: no room"):
+    with pytest.warns(RecStoreWarning, match="an update that was not waited for has failed: no room"):
         client.close()
 
 
@@ -174,3 +176,26 @@ def test_set_ps_config_connects_to_a_server(server: RecStoreServer) -> None:
         client.set_ps_config(host, int(port) + 1)
     assert client.pull(name, torch.tensor([1])).sum() == DIM
     client.close()
+
+
+_ENDS = """
+import torch
+from torchrec_recstore.service import RecStoreClient
+from torchrec_recstore.service.hosted import HostedBackend
+client = RecStoreClient()
+client.init_data("t", (10, 4))
+made = []
+def update(self, name, ids, grads, initial=None):
+    made.append(name)
+    if len(made) == 2:
+        raise MemoryError("no room")
+HostedBackend.update = update
+for _ in range(2):
+    client.update_async("t", torch.tensor([1]), torch.ones(1, 4))
+"""
+
+
+def test_a_process_that_ends_reports_an_update_that_fails() -> None:
+    run = subprocess.run([sys.executable, "-c", _ENDS], capture_output=True, text=True, timeout=120, check=False)
+    assert run.returncode == 0
+    assert "RecStoreWarning: an update that was not waited for has failed: no room" in run.stderr

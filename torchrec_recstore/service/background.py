@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import atexit
 import itertools
+import os
 import threading
+import weakref
 from collections.abc import Callable
 from concurrent.futures import CancelledError, Future, ThreadPoolExecutor
 from typing import Generic, TypeVar
 
+from torchrec_recstore.utils import warn_user
+
 _Result = TypeVar("_Result")
+_not_closed: weakref.WeakSet[Updates] = weakref.WeakSet()
 
 
 class Prefetches(Generic[_Result]):
@@ -59,13 +65,18 @@ class Prefetches(Generic[_Result]):
 
 
 class Updates:
-    """Updates that run in one background thread, in the order in which they were started."""
+    """Updates that run in one background thread, in the order in which they were started.
+
+    A process that ends without a call of :meth:`close` finishes the updates, and warns of those that fail.
+    """
 
     def __init__(self) -> None:
         self._thread: ThreadPoolExecutor | None = None
         self._started = 0
         self._pending: dict[int, Future[None]] = {}
         self._lock = threading.Lock()
+        self._process = os.getpid()
+        _not_closed.add(self)
 
     def start(self, update: Callable[[], None]) -> int:
         """Calls ``update`` in the thread, after all earlier updates, and returns a handle for :meth:`wait`."""
@@ -111,8 +122,21 @@ class Updates:
     def close(self) -> list[Exception]:
         """Waits for all updates, ends the thread, and returns the errors of the updates that nobody has waited for."""
         errors = self.wait_for_all()
+        _not_closed.discard(self)
         with self._lock:
             thread, self._thread = self._thread, None
         if thread is not None:
             thread.shutdown()
         return errors
+
+    def warn_of_errors(self) -> None:
+        """Waits for all updates, as :meth:`close` does, and warns of those that have failed."""
+        if os.getpid() == self._process:  # a forked process has neither the thread nor usable locks
+            for error in self.close():
+                warn_user(f"an update that was not waited for has failed: {error}")
+
+
+@atexit.register
+def _warn_of_errors() -> None:
+    for updates in list(_not_closed):
+        updates.warn_of_errors()

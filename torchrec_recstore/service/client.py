@@ -421,8 +421,7 @@ class RecStoreClient(SeveralTables):
         """
         self._closed = True
         if os.getpid() == self._process:  # a forked process must not close the tables of its parent
-            for error in self._updates.close():
-                warn_user(f"{self!r}: an update_async that was not waited for has failed: {error}")
+            self._updates.warn_of_errors()
             self._prefetches.close()
             self._groups.close()
             self._tables.close()
