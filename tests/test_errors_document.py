@@ -17,6 +17,7 @@ import torchrec_recstore
 from tests.errors import checkpoints, examples, exports, services, sharding, tables
 from tests.errors.situations import SITUATIONS
 from tests.recstore_server import RecStoreServer
+from tests.secrets import write_secret
 
 assert all((checkpoints, examples, exports, services, sharding, tables))  # importing them registers the situations
 
@@ -53,7 +54,7 @@ def second_error_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Re
 @pytest.fixture(scope="module")
 def guarded_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RecStoreServer]:
     directory = tmp_path_factory.mktemp("guarded")
-    (directory / "token").write_text("correct-horse")
+    write_secret(directory / "token", "correct-horse-battery")
     server = RecStoreServer(directory / "data", "--token-file", str(directory / "token"))
     yield server
     server.kill()

@@ -14,12 +14,14 @@ from torchrec import EmbeddingBagConfig, KeyedJaggedTensor
 from tests.errors.situations import raise_from_a_fork, situation
 from tests.recstore_server import RecStoreServer
 from tests.redis_server import PROGRAM, free_port, redis_server
+from tests.secrets import write_secret
 from torchrec_recstore import RecStoreEmbeddingBagCollection, save_checkpoint
 from torchrec_recstore.optim import SGD
 from torchrec_recstore.options import RedisStore, RocksDBStore, ServerStore, TableOptions
 from torchrec_recstore.rpc.table_spec import TableSpec
 from torchrec_recstore.service import RecStoreClient
 from torchrec_recstore.service.applied import AppliedRequests
+from torchrec_recstore.service.credentials import watched_token
 from torchrec_recstore.service.data_directory import DataDirectory
 from torchrec_recstore.service.hosted import HostedBackend, Limits
 from torchrec_recstore.service.listening import ListenOptions
@@ -211,6 +213,18 @@ def made_twice() -> None:
     client = RecStoreClient()
     client.init_data("t_user", (10, 4))
     client.init_data("t_user", (10, 8))
+
+
+@situation("A weak token")
+def weak_token(tmp_path: Path) -> None:
+    watched_token(write_secret(tmp_path / "token", "a" * 20))
+
+
+@situation("A secret that others can read")
+def open_token(tmp_path: Path) -> None:
+    path = write_secret(tmp_path / "token", "correct-horse-battery")
+    path.chmod(0o644)
+    watched_token(path)
 
 
 @situation("More tables than a server takes")

@@ -19,6 +19,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from torch import Tensor, nn
 from torchrec import KeyedJaggedTensor
 
+from tests.secrets import write_secret
 from torchrec_recstore.inference import DeltaPublisher, Follower
 from torchrec_recstore.inference.batching import Answer, Batcher
 from torchrec_recstore.inference.predictor import PredictorOptions, jagged_of
@@ -34,7 +35,7 @@ from ..processes import ForkedCommand
 from .models import Model, OfPlainTensors, batch, plain_batch, train
 from .test_publish import change, trained, wait_for
 
-TOKEN = "correct-horse"
+TOKEN = "correct-horse-battery"
 
 
 def published(model: nn.Module, folder: Path) -> Follower:
@@ -208,7 +209,7 @@ def refusal(call: Callable[[], object]) -> tuple[grpc.StatusCode, str]:
 
 
 def test_the_command(tmp_path: Path) -> None:
-    (tmp_path / "token").write_text(TOKEN)
+    write_secret(tmp_path / "token", TOKEN)
     source = tmp_path / "published"
     server = FollowCommand(
         source, "--http", "127.0.0.1:0", "--token-file", str(tmp_path / "token"), "--poll-every", "0.05",

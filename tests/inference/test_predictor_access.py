@@ -18,6 +18,7 @@ import torch
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from torch import nn
 
+from tests.secrets import write_secret
 from torchrec_recstore.inference import DeltaPublisher
 from torchrec_recstore.inference.request_values import array_of, tensor_of
 from torchrec_recstore.rpc import predictor_pb2 as pb
@@ -38,7 +39,7 @@ ROOT = Path(__file__).parents[2]
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with certificates, the token, and a published model."""
     path = make_certificates(tmp_path_factory.mktemp("certificates"))
-    (path / "token").write_text(TOKEN + "\n")
+    write_secret(path / "token", TOKEN + "\n")
     return path
 
 

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import shutil
 import subprocess
 import sys
+import time
 import urllib.request
+from contextlib import suppress
 from pathlib import Path
 
 import grpc
@@ -15,10 +18,11 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from tests.certificates import make_certificates, needs_openssl
 from tests.recstore_server import RecStoreServer
 from tests.redis_server import free_port
+from tests.secrets import write_secret
 from torchrec_recstore.service import RecStoreClient, ServiceError
 
 IDS = torch.arange(10)
-TOKEN = "correct-horse"
+TOKEN = "correct-horse-battery"
 
 
 @pytest.fixture(scope="module")
@@ -35,7 +39,7 @@ def _use(client: RecStoreClient) -> None:
 
 @needs_openssl
 def test_tls_token_and_clients_own_certificates(tmp_path: Path, certificates: Path) -> None:
-    (tmp_path / "token").write_text(TOKEN + "\n")
+    write_secret(tmp_path / "token", TOKEN + "\n")
     server = RecStoreServer(
         tmp_path / "data",
         *("--tls-cert", str(certificates / "server.pem"), "--tls-key", str(certificates / "server.key")),
@@ -60,8 +64,53 @@ def test_tls_token_and_clients_own_certificates(tmp_path: Path, certificates: Pa
     server.kill()
 
 
+@needs_openssl
+def test_changed_tokens_and_certificates_are_read_again(tmp_path: Path, certificates: Path) -> None:
+    folder = tmp_path / "now"
+    shutil.copytree(certificates, folder)
+    write_secret(folder / "token", TOKEN)
+    files = ("--tls-cert", folder / "server.pem", "--tls-key", folder / "server.key", "--client-ca", folder / "ca.pem")
+    server = RecStoreServer(tmp_path / "data", *map(str, files), "--token-file", str(folder / "token"))
+
+    def client(authority: Path, token: str) -> RecStoreClient:
+        mine = {"tls_cert": authority / "client.pem", "tls_key": authority / "client.key"}
+        return RecStoreClient([server.address], token=token, tls_ca=authority / "ca.pem", **mine, timeout_s=1.0)
+
+    def until_it_answers(authority: Path, token: str) -> None:
+        while True:
+            with client(authority, token) as each, suppress(ServiceError):
+                each.init_data("t", (10, 4), torch.float32)
+                return
+            time.sleep(0.1)
+
+    until_it_answers(certificates, TOKEN)
+    write_secret(folder / "token", "another-" + TOKEN)
+    until_it_answers(certificates, "another-" + TOKEN)
+    with client(certificates, TOKEN) as before, pytest.raises(ServiceError, match="token is missing or wrong"):
+        before.pull("t", IDS)
+    for weak in ("short", "\n", "a" * 40):  # not used, and the last one stays
+        write_secret(folder / "token", weak)
+        while server.stderr.count("goes on with what it has read before") == 0:
+            with client(certificates, "another-" + TOKEN) as each, suppress(ServiceError):
+                each.stats("t")
+        until_it_answers(certificates, "another-" + TOKEN)
+    write_secret(folder / "token", TOKEN)
+    others = make_certificates(tmp_path)
+    for name in ("server.pem", "ca.pem", "server.key"):
+        shutil.copy(others / name, folder / name)
+    until_it_answers(others, TOKEN)
+    with client(certificates, TOKEN) as before, pytest.raises(ServiceError, match="cannot be reached"):
+        before.pull("t", IDS)
+    (folder / "server.key").write_text("no key")
+    time.sleep(1.5)
+    until_it_answers(others, TOKEN)
+    assert "server.key are not a certificate and its private key" in server.stderr
+    assert TOKEN not in server.stderr
+    server.kill()
+
+
 def test_a_token_alone(tmp_path: Path) -> None:
-    (tmp_path / "token").write_text(TOKEN)
+    write_secret(tmp_path / "token", TOKEN)
     port = free_port()
     flags = ["--token-file", str(tmp_path / "token"), "--metrics", f"127.0.0.1:{port}", "--max-rows", "100"]
     server = RecStoreServer(tmp_path / "data", *flags)
@@ -104,6 +153,18 @@ def test_a_token_alone(tmp_path: Path) -> None:
             ["--listen", "127.0.0.1:0", "--tls-cert", "TOKEN", "--tls-key", "TOKEN"],
             "TOKEN are not a certificate and its private key",
         ),
+        (
+            ["--listen", "127.0.0.1:0", "--tls-cert", "TOKEN", "--tls-key", "OPEN"],
+            "OPEN can be read by every user of this machine (mode 0644): chmod 600",
+        ),
+        (["--listen", "127.0.0.1:0", "--token-file", "OPEN"], "OPEN can be read by every user of this machine"),
+        (["--listen", "127.0.0.1:0", "--token-file", "SHORT"], "must have at least 16 characters, 8 of them different"),
+        (["--listen", "127.0.0.1:0", "--token-file", "SAME"], "must have at least 16 characters, 8 of them different"),
+        (["--listen", "127.0.0.1:0", "--max-calls", "0"], "--max-calls must be at least 1, got 0"),
+        (
+            ["--listen", "127.0.0.1:0", "--max-request-memory", "0.01"],
+            "--max-request-memory must be at least 0.06",
+        ),
         (["--listen", "127.0.0.1:0", "--token-file", "nothing"], "nothing: No such file"),
         (["--listen", "127.0.0.1:0", "--token-file", "EMPTY"], "the token must be of printable ASCII"),
         (["--listen", "127.0.0.1:0", "--metrics", "x"], "--metrics must be HOST:PORT"),
@@ -119,9 +180,12 @@ def test_flags_that_make_no_sense(
 ) -> None:
     from torchrec_recstore.cli import app
 
-    (tmp_path / "TOKEN").write_text(TOKEN)
-    (tmp_path / "EMPTY").write_text("\n")
-    flags = [str(tmp_path / flag) if flag in ("TOKEN", "EMPTY") else flag for flag in flags]
+    write_secret(tmp_path / "TOKEN", TOKEN)
+    write_secret(tmp_path / "EMPTY", "\n")
+    write_secret(tmp_path / "SHORT", TOKEN[:15])
+    write_secret(tmp_path / "SAME", 20 * "abcdefg")
+    write_secret(tmp_path / "OPEN", TOKEN).chmod(0o644)
+    flags = [str(tmp_path / flag) if flag in ("TOKEN", "EMPTY", "SHORT", "SAME", "OPEN") else flag for flag in flags]
     with pytest.raises(SystemExit) as exit_:
         app(["serve", "--data", str(tmp_path / "data"), *flags], prog_name="recstore")
     assert exit_.value.code == 2

@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from tests.recstore_server import Proxy, RecStoreServer
+from tests.secrets import write_secret
 from torchrec_recstore.optim import Adagrad
 from torchrec_recstore.options import TableOptions
 from torchrec_recstore.rpc import recstore_pb2 as pb
@@ -27,6 +28,7 @@ from torchrec_recstore.service.listening import ListenOptions
 from torchrec_recstore.service.serve import ServerOptions, serve
 
 IDS = torch.arange(-200, 200)
+TOKEN = "correct-horse-battery"
 
 
 def _grads(step: int) -> Tensor:
@@ -142,7 +144,7 @@ def test_what_was_loaded_is_what_a_server_starts_from(own_server: RecStoreServer
 
 
 def test_calls_without_a_token_take_no_place(tmp_path: Path) -> None:
-    (tmp_path / "token").write_text("right")
+    write_secret(tmp_path / "token", TOKEN)
     server = RecStoreServer(tmp_path / "data", "--token-file", str(tmp_path / "token"))
     end = threading.Event()
     with grpc.insecure_channel(server.address) as channel:
@@ -150,7 +152,7 @@ def test_calls_without_a_token_take_no_place(tmp_path: Path) -> None:
         waiting = [call(iter(end.wait, True)) for _ in range(100)]
         check = channel.stream_unary("/grpc.health.v1.Health/Check")
         checks = [check.future(iter(end.wait, True)) for _ in range(40)]
-        with RecStoreClient([server.address], token="right", timeout_s=10) as client:
+        with RecStoreClient([server.address], token=TOKEN, timeout_s=10) as client:
             client.init_data("t", (400, 8), torch.float32)
         for each in waiting:
             assert each.code() is grpc.StatusCode.UNAUTHENTICATED

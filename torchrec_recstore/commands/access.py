@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ssl
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -66,35 +65,14 @@ def listen_options(
         from torchrec_recstore.service.listening import ListenOptions
     except ModuleNotFoundError as error:
         raise ValueError(f"{error.name} is missing: pip install 'torchrec-recstore[service]'") from None
-    from torchrec_recstore.network import check_token
+    from torchrec_recstore.service.credentials import watched_certificates, watched_token
 
-    token = None if token_file is None else token_file.read_text().strip()
-    check_token(token, f"--token-file {token_file}: the token")
     memory = int(max_request_memory * 2**30)
-    options = ListenOptions(listen, tls_cert, tls_key, client_ca, token, metrics, max_calls, max_connections, memory)
-    _check_pem(tls_cert, tls_key, client_ca)
+    options = ListenOptions(
+        listen, tls_cert, tls_key, client_ca, token_file, metrics, max_calls, max_connections, memory
+    )
+    if token_file is not None:
+        watched_token(token_file)
+    if tls_cert is not None and tls_key is not None:
+        watched_certificates(tls_cert, tls_key, client_ca)
     return options
-
-
-def _check_pem(cert: Path | None, key: Path | None, client_ca: Path | None) -> None:
-    """Checks the PEM files, because gRPC reports an invalid file as an address that cannot be listened on.
-
-    Raises:
-        OSError, ValueError: A file cannot be read, or does not hold a certificate or key. The message names the flag.
-    """
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    for path in (cert, key, client_ca):
-        if path is not None:
-            path.read_bytes()  # the error of ssl does not name the file
-    try:
-        if cert is not None:
-            context.load_cert_chain(cert, key, password="")  # gRPC takes no encrypted key; no prompt
-    except ssl.SSLError:
-        raise ValueError(
-            f"--tls-cert {cert} and --tls-key {key} are not a certificate and its private key in PEM format"
-        ) from None
-    try:
-        if client_ca is not None:
-            context.load_verify_locations(client_ca)
-    except ssl.SSLError:
-        raise ValueError(f"--client-ca {client_ca} holds no certificates in PEM format") from None

@@ -15,6 +15,7 @@ from typing import Any, Protocol
 from torchrec_recstore.inference.batching import Answer
 from torchrec_recstore.inference.request_values import value_of_json
 from torchrec_recstore.inference.requests import Value
+from torchrec_recstore.service.credentials import Watched, watched_context, watched_token
 from torchrec_recstore.service.listening import ListenOptions, allowed, host_and_port
 
 _LONGEST_BODY = 1 << 26  # bytes
@@ -53,20 +54,12 @@ class HttpServer:
     def __init__(self, address: str, access: ListenOptions, predictor: Answering) -> None:
         host, port = host_and_port(address)
         try:
-            self._server = ThreadingHTTPServer((host, port), partial(_Handler, predictor, access.token))
+            token = None if access.token_file is None else watched_token(access.token_file)
+            self._server = _Server((host, port), partial(_Handler, predictor, token))
         except OSError as error:
             raise OSError(f"--http {address}: {error.strerror}") from error
-        self._server.daemon_threads = True
-        if access.tls_cert is not None:
-            context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-            context.load_cert_chain(access.tls_cert, access.tls_key)
-            if access.client_ca is not None:
-                context.load_verify_locations(access.client_ca)
-                context.verify_mode = ssl.CERT_REQUIRED
-            # The thread of a connection makes the handshake, so that a silent client does not hold up the others.
-            self._server.socket = context.wrap_socket(
-                self._server.socket, server_side=True, do_handshake_on_connect=False
-            )
+        if access.tls_cert is not None and access.tls_key is not None:
+            self._server.certificates = watched_context(access.tls_cert, access.tls_key, access.client_ca)
         self.address = f"{address.rpartition(':')[0]}:{self._server.server_port}"
         self._thread = threading.Thread(target=self._server.serve_forever, name="http", daemon=True)
         self._thread.start()
@@ -78,11 +71,24 @@ class HttpServer:
         self._thread.join()
 
 
+class _Server(ThreadingHTTPServer):
+    daemon_threads = True
+    certificates: Watched[ssl.SSLContext] | None = None
+
+    def get_request(self) -> tuple[Any, Any]:
+        """See socketserver. The thread of a connection makes the handshake, so that it does not hold up the others."""
+        connection, address = super().get_request()
+        if self.certificates is None:
+            return connection, address
+        context = self.certificates.value
+        return context.wrap_socket(connection, server_side=True, do_handshake_on_connect=False), address
+
+
 class _Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
     timeout = 60
 
-    def __init__(self, predictor: Answering, token: str | None, *connection: Any) -> None:
+    def __init__(self, predictor: Answering, token: Watched[str] | None, *connection: Any) -> None:
         self._predictor = predictor
         self._token = token
         super().__init__(*connection)
@@ -114,9 +120,10 @@ class _Handler(BaseHTTPRequestHandler):
             self.close_connection = True
             self._reply(411 if not length.isdecimal() else 413, {"error": f"the body may have {_LONGEST_BODY} bytes"})
             return
-        body = self.rfile.read(int(length))
         if not self._is_allowed():
+            self.close_connection = True  # the body is not read
             return
+        body = self.rfile.read(int(length))
         if self.path != "/predict":
             self._reply(404, {"error": "there are GET /state, GET /health and POST /predict"})
             return

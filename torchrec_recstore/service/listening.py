@@ -19,6 +19,7 @@ from grpc_reflection.v1alpha import reflection
 from torchrec_recstore.network import host_of, is_loopback
 from torchrec_recstore.rpc.protocol import FRAME_BYTES, MESSAGE_BYTES, TOKEN_KEY, VERSION, VERSION_KEY, token_value
 from torchrec_recstore.service.calls import CallThreads, RequestMemory
+from torchrec_recstore.service.credentials import Certificates, Watched, watched_certificates, watched_token
 from torchrec_recstore.service.handlers import Handlers
 
 GRACE_S = 30.0
@@ -53,7 +54,7 @@ class ListenOptions:
         tls_cert: The path of a PEM file with the server's certificate.
         tls_key: The path of a PEM file with the private key of ``tls_cert``.
         client_ca: The path of a PEM file with CA certificates. Clients then need a certificate that one of them signs.
-        token: The token that clients must send.
+        token_file: The path of a file with the token that clients must send.
         metrics: The address for Prometheus, as ``host:port``.
         max_calls: The largest number of calls that run at the same time. Default: 32.
         max_connections: The largest number of connections. Default: 1024.
@@ -67,7 +68,7 @@ class ListenOptions:
     tls_cert: Path | None = None
     tls_key: Path | None = None
     client_ca: Path | None = None
-    token: str | None = None
+    token_file: Path | None = None
     metrics: str | None = None
     max_calls: int = 32
     max_connections: int = 1024
@@ -94,17 +95,18 @@ class ListenOptions:
         Raises:
             ValueError: TLS or the token is missing, or ``address`` is not ``host:port``. The message names the flag.
         """
-        given = {"--tls-cert and --tls-key": self.tls_cert is not None, "--token-file": self.token is not None}
+        given = {"--tls-cert and --tls-key": self.tls_cert is not None, "--token-file": self.token_file is not None}
         if not is_loopback(host_of_flag(flag, address)) and not all(given.values()):
             missing = " and ".join(flags for flags, there in given.items() if not there)
             raise ValueError(f"{flag} {address} can be reached from other machines: that needs {missing}")
 
 
-def allowed(given: str | bytes, token: str | None) -> bool:
+def allowed(given: str | bytes, token: Watched[str] | None) -> bool:
     """Returns whether the header ``TOKEN_KEY`` of a call has the token that the server requires, if it requires one."""
     if token is None:
         return True
-    return hmac.compare_digest(given if isinstance(given, bytes) else given.encode(), token_value(token).encode())
+    wanted = token_value(token.value).encode()
+    return hmac.compare_digest(given if isinstance(given, bytes) else given.encode(), wanted)
 
 
 class Guard(grpc.ServerInterceptor):  # type: ignore[misc]
@@ -117,7 +119,7 @@ class Guard(grpc.ServerInterceptor):  # type: ignore[misc]
         threads: The threads that send refusals.
     """
 
-    def __init__(self, token: str | None, threads: CallThreads) -> None:
+    def __init__(self, token: Watched[str] | None, threads: CallThreads) -> None:
         self._token = token
         self._threads = threads
 
@@ -230,12 +232,14 @@ class GrpcServer:
         long: The names of the methods whose calls may take minutes. They have threads of their own. Default: none.
 
     Raises:
-        OSError: The address cannot be listened on.
+        OSError: The address cannot be listened on, or a file cannot be read.
+        ValueError: The token or the certificates cannot be used.
     """
 
     def __init__(
         self, options: ListenOptions, service: str, add: Callable[[Any], object], long: Sequence[str] = ()
     ) -> None:
+        token = None if options.token_file is None else watched_token(options.token_file)
         # Calls that need no token have threads of their own, so that they cannot block the others.
         calls, open_calls = CallThreads(options.max_calls, "recstore-call"), CallThreads(_OPEN_CALLS, "recstore-health")
         watches = CallThreads(_WATCHES, "recstore-watch", _WATCHES)
@@ -243,7 +247,7 @@ class GrpcServer:
         self._memory = RequestMemory(options.max_request_memory)
         self._server = grpc.server(
             calls,
-            interceptors=[Guard(options.token, open_calls)],
+            interceptors=[Guard(token, open_calls)],
             options=[*_OPTIONS, ("grpc.max_allowed_incoming_connections", options.max_connections)],
         )
         long_calls = CallThreads(_LONG_CALLS, "recstore-long")
@@ -295,12 +299,24 @@ def _bind(server: grpc.Server, options: ListenOptions) -> int:
     try:
         if options.tls_cert is None or options.tls_key is None:
             return int(server.add_insecure_port(options.listen))
-        clients = None if options.client_ca is None else options.client_ca.read_bytes()
-        credentials = grpc.ssl_server_credentials(
-            [(options.tls_key.read_bytes(), options.tls_cert.read_bytes())], clients, clients is not None
-        )
-        return int(server.add_secure_port(options.listen, credentials))
+        certificates = watched_certificates(options.tls_cert, options.tls_key, options.client_ca)
+        return int(server.add_secure_port(options.listen, _credentials(certificates)))
     except RuntimeError as error:
-        raise OSError(
-            f"cannot listen on {options.listen}: the address is in use or invalid, or the certificate is not a PEM file"
-        ) from error
+        raise OSError(f"cannot listen on {options.listen}: the address is in use or invalid") from error
+
+
+def _credentials(certificates: Watched[Certificates]) -> grpc.ServerCredentials:
+    """Returns credentials that have the present certificates for each new connection."""
+    sent = certificates.value
+
+    def configuration() -> grpc.ServerCertificateConfiguration:
+        return grpc.ssl_server_certificate_configuration([(sent.key, sent.cert)], sent.client_ca)
+
+    def changed() -> grpc.ServerCertificateConfiguration | None:
+        nonlocal sent
+        if certificates.value is sent:
+            return None
+        sent = certificates.value
+        return configuration()
+
+    return grpc.dynamic_ssl_server_credentials(configuration(), changed, sent.client_ca is not None)

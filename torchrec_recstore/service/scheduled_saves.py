@@ -12,6 +12,7 @@ from torchrec_recstore.network import checked_addresses, host_of
 from torchrec_recstore.rpc.agreement import complete_saves
 from torchrec_recstore.rpc.connection import Access
 from torchrec_recstore.rpc.servers import ServerSet
+from torchrec_recstore.service.credentials import watched_token
 from torchrec_recstore.service.listening import ListenOptions
 
 _PREFIX = "scheduled-"
@@ -78,10 +79,14 @@ class ScheduledSaves:
     ) -> None:
         self._schedule = schedule
         self._is_first = is_first
-        access = Access(listening.token, schedule.tls_ca, shared_memory=False)
+        self._token = None if listening.token_file is None else watched_token(listening.token_file)
+        access = Access(tls_ca=schedule.tls_ca, shared_memory=False)
         if listening.client_ca is not None:
             access = replace(access, tls_cert=listening.tls_cert, tls_key=listening.tls_key)
-        self._servers = ServerSet(schedule.servers or (address,), access)
+        self._access = access
+        self._addresses = tuple(schedule.servers) or (address,)
+        self._lock = threading.Lock()
+        self._servers: ServerSet | None = None  # while a save is made
         self._end = threading.Event()
         self._thread = threading.Thread(target=self._run, name="recstore-schedule", daemon=True)
 
@@ -91,8 +96,10 @@ class ScheduledSaves:
 
     def stop(self) -> None:
         """Ends the thread. A save in progress is aborted."""
-        self._end.set()
-        self._servers.close()
+        with self._lock:
+            self._end.set()
+            if self._servers is not None:
+                self._servers.close()
         self._thread.join(_STOP_S)
 
     def _run(self) -> None:
@@ -104,9 +111,27 @@ class ScheduledSaves:
             return
         name = f"{_PREFIX}{datetime.now(timezone.utc):%Y%m%d-%H%M%S-%f}"
         try:
-            states = self._servers.describe()
+            servers = self._connected()
+        except Exception as error:
+            _log.warning("the scheduled save %s has failed: %s", name, error)
+            return
+        try:
+            states = servers.describe()
             kept = [saved.name for saved in complete_saves(states) if saved.name.startswith(_PREFIX)]
-            self._servers.save(name, overwrite=False, forget=kept[: max(0, len(kept) + 1 - self._schedule.keep)])
+            servers.save(name, overwrite=False, forget=kept[: max(0, len(kept) + 1 - self._schedule.keep)])
         except Exception as error:
             if not self._end.is_set():
                 _log.warning("the scheduled save %s has failed: %s", name, error)
+        finally:
+            with self._lock:
+                self._servers = None
+            servers.close()
+
+    def _connected(self) -> ServerSet:
+        """Connects to the servers, with the present token and certificates."""
+        with self._lock:
+            access = replace(self._access, token=None if self._token is None else self._token.value)
+            self._servers = ServerSet(self._addresses, access)
+            if self._end.is_set():
+                self._servers.close()
+            return self._servers
