@@ -101,14 +101,12 @@ class ServerSet:
     def pull_each(self, reads: Sequence[tuple[str, Tensor, int, torch.dtype]]) -> list[Tensor]:
         """Makes several calls of :meth:`pull`, with these arguments. Each server answers one after the other."""
         rows = [ops.rows_empty(len(ids), columns * dtype.itemsize).view(dtype) for _, ids, columns, dtype in reads]
-        places = self._places_of_each([(table, ids) for table, ids, *_ in reads])
+        parts = [self._parts_or_all(table, ids) for table, ids, *_ in reads]
 
         def pull(connection: Connection) -> None:
-            for (table, ids, *_), out, place in zip(reads, rows, places, strict=True):
-                if place is None:
-                    connection.pull(table, ids, out)
-                else:
-                    connection.pull(table, ids[place[connection]], out, place[connection])
+            for (table, *_), out, of_table in zip(reads, rows, parts, strict=True):
+                own, places = of_table[connection]
+                connection.pull(table, own, out, places)
 
         self._each(pull)
         return rows
@@ -121,21 +119,14 @@ class ServerSet:
         Args:
             updates: The name of each table, the ids, (N,) int64, and their gradients, (N, columns).
         """
-        places = self._places_of_each([(table, ids) for table, ids, _ in updates])
+        parts = [self._parts_or_all(table, ids) for table, ids, _ in updates]
 
         def update(connection: Connection) -> None:
-            for (table, ids, grads), place in zip(updates, places, strict=True):
-                if place is None:
-                    connection.write(table, pb.WriteHeader.UPDATE, ids, grads)
-                else:
-                    mine = place[connection]
-                    connection.write(table, pb.WriteHeader.UPDATE, ids[mine], rows_at(grads, mine))
+            for (table, _, grads), of_table in zip(updates, parts, strict=True):
+                own, places = of_table[connection]
+                connection.write(table, pb.WriteHeader.UPDATE, own, grads, None, places)
 
         self._each(update)
-
-    def _places_of_each(self, calls: Sequence[tuple[str, Tensor]]) -> list[dict[Connection, Tensor] | None]:
-        """Returns :meth:`_places` for each table and ids. None: one server has all ids."""
-        return [self._places(table, ids) if len(self._connections) > 1 else None for table, ids in calls]
 
     def found(self, table: str, ids: Tensor) -> Tensor:
         """Returns which of ``ids``, (N,) int64, have a row: (N,) bool."""
@@ -390,6 +381,12 @@ class ServerSet:
         sizes = counts.tolist()
         parts = zip(torch.split(own, sizes), torch.split(places, sizes), strict=True)
         return {connection: _Part(*part) for connection, part in zip(self._connections, parts, strict=True)}
+
+    def _parts_or_all(self, table: str, ids: Tensor) -> dict[Connection, tuple[Tensor, Tensor | None]]:
+        """Returns :meth:`_parts`. If there is one server, its part is ``ids`` without positions."""
+        if len(self._connections) == 1:
+            return {self._connections[0]: (ids, None)}
+        return {connection: (part.ids, part.places) for connection, part in self._parts(table, ids).items()}
 
     def _each(
         self, call: Callable[[Connection], _Result], connections: Sequence[Connection] | None = None
