@@ -36,8 +36,8 @@ nitpick_ignore_regex = [
     # Signatures contain these types, which only the package itself makes.
     (
         r"py:.*",
-        r"torchrec_recstore\..*\.(_\w+|ColdSnapshot|ColdTier|LearningRate|ModuleState|RemoteTable|RowRead|RowService|"
-        r"RowUpdate|ServedTable|TableModule|TableSpec)",
+        r"torchrec_recstore\..*\.(_\w+|ColdSnapshot|ColdTier|LearningRate|ModuleState|RecStoreKernel|RemoteTable|RowRead|"
+        r"RowService|RowUpdate|ServedTable|TableModule|TableSpec)",
     ),
     (r"py:.*", r"torchrec_recstore\.ops\..*"),
 ]
