@@ -10,7 +10,7 @@ ROOT = Path(__file__).parents[2]
 RUN = ("python", "bash")
 OUTPUT = "text output"
 """The output of the block above it. Lines are compared one by one; a line ``...`` matches any number of lines."""
-NOT_RUN = ("console", "text", "diff", "cpp", "cmake", "ini", "json")
+NOT_RUN = ("console", "text", "diff", "cpp", "cmake", "ini", "json", "yaml")
 """Blocks that are only shown: commands on other machines, outputs, changes of other code."""
 
 _FENCE = re.compile(r"^( *)```(\{?[^\n`]*)\n(.*?)^\1```$", flags=re.DOTALL | re.MULTILINE)
