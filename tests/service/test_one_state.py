@@ -215,6 +215,42 @@ def test_a_save_of_two_servers_is_restored_to_three_and_to_one(pair: list[RecSto
             server.kill()
 
 
+@pytest.mark.slow
+def test_copies_of_a_save_and_parts_of_other_servers(pair: list[RecStoreServer], tmp_path: Path) -> None:
+    client = _client(pair)
+    client.push("t", IDS, torch.full((1000, 4), 4.0))
+    client.save("monday")
+    for server in pair:
+        server.kill()
+    servers: list[RecStoreServer] = []
+    parts = sorted(
+        (server.data for server in pair), key=lambda data: json.loads((data / "set.json").read_text())["member"]
+    )
+    try:
+        for swapped in (False, True):
+            copies = []
+            # New servers get their numbers in the order of their addresses.
+            for number, address in enumerate(sorted(f"127.0.0.1:{free_port()}" for _ in range(2))):
+                part = parts[1 - number if swapped else number]
+                data = tmp_path / f"copy-{swapped}-{number}"
+                shutil.copytree(part / "monday", data / "monday")
+                if not swapped:
+                    shutil.copy(part / "set.json", data)
+                copies.append(RecStoreServer(data, listen=address))
+            servers += copies
+            status, told = _servers("restore", copies, "monday")
+            if swapped:
+                assert status == 2
+                assert "table 't' of the save 'monday' is part 2 of 2 here, and this is server 1 of 2" in told, told
+            else:
+                assert status == 0, told
+                with _client(copies) as client:
+                    assert client.pull("t", IDS).unique().tolist() == [4.0]
+    finally:
+        for server in servers:
+            server.kill()
+
+
 def test_saves_on_a_schedule(tmp_path: Path) -> None:
     addresses = [f"127.0.0.1:{free_port()}" for _ in range(2)]
     flags = ("--save-every", "0.2", "--keep", "2", "--servers", ",".join(addresses))

@@ -23,6 +23,7 @@ from torchrec_recstore.rpc.connection import Access, Connection
 from torchrec_recstore.rpc.protocol import (
     NO_INITIAL_ROW,
     ServerRestartedError,
+    ServerSetError,
     ServiceError,
 )
 
@@ -65,6 +66,7 @@ class ServerSet:
         self._epoch = ClientEpoch(self._agreed)
         self._owners = torch.zeros(SLOTS, dtype=torch.int64)  # for each slot, the index of its connection
         self._members: tuple[int, ...] = ()
+        self._slots: tuple[int, ...] = ()
         self._connections = [Connection(address, access, self._epoch) for address in self.addresses]
         self._threads = ThreadPoolExecutor(_CALLS * len(self.addresses), "recstore-client")
         self._close = weakref.finalize(self, _close, self._connections, self._threads, os.getpid())
@@ -283,7 +285,16 @@ class ServerSet:
             offset, last = offset + len(read.content), read.last
 
     def _agreed(self, table: str) -> str:
-        return self._begin(table, lambda states: to_resume(self.addresses, states))
+        def plan(states: list[pb.DescribeReply]) -> Begin:
+            begin = to_resume(self.addresses, states)
+            # Calls in progress have split their ids by the map of slots.
+            if self._members and (begin.members, begin.slots) != (self._members, self._slots):
+                raise ServerSetError(
+                    f"the rows of the servers {', '.join(self.addresses)} were distributed anew: make a new client"
+                )
+            return begin
+
+        return self._begin(table, plan)
 
     def _begin(self, table: str, plan: Callable[[list[pb.DescribeReply]], Begin]) -> str:
         """Begins an epoch on the servers that are not in it, and returns its label."""
@@ -302,7 +313,7 @@ class ServerSet:
     def _set_owners(self, begin: Begin) -> None:
         index = {number: place for place, number in enumerate(begin.members)}
         self._owners = torch.tensor([index[number] for number in begin.slots])
-        self._members = begin.members
+        self._members, self._slots = begin.members, begin.slots
 
     def _load(self, begin: Begin, parts: int = 0) -> None:
         """Begins an epoch. ``parts`` is the number of parts that were written to the servers, for other servers."""

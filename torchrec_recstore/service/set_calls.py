@@ -6,7 +6,7 @@ import os
 import shutil
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -15,6 +15,7 @@ from typing import Any
 from torchrec_recstore.rpc import recstore_pb2 as pb
 from torchrec_recstore.rpc.agreement import SLOTS
 from torchrec_recstore.rpc.protocol import PART_BYTES, ServerRestartedError
+from torchrec_recstore.rpc.table_spec import TableSpec
 from torchrec_recstore.service.applied import AppliedRequests
 from torchrec_recstore.service.data_directory import MANIFEST, DataDirectory, Membership
 from torchrec_recstore.service.hosted import HostedBackend, Loaded
@@ -199,6 +200,11 @@ class SetCalls:
                 unchanged = not self._epoch and self._clean and request.save == self._directory.at
                 loaded = None if unchanged else self._tables.read(self._path_of(request.save), request.exact)
                 self._next = None if loaded is None else (request.token, loaded)
+                try:
+                    _check_parts(request, self._tables.specs() if loaded is None else loaded.specs)
+                except ValueError:
+                    self._forget_next()
+                    raise
             if request.phase == pb.LoadRequest.COMMIT:
                 self._begin_epoch(request)
 
@@ -387,6 +393,22 @@ class SetCalls:
         self._release(saved.id)
         for name in request.forget:
             directory.forget(name)
+
+
+def _check_parts(request: pb.LoadRequest, specs: Mapping[str, TableSpec]) -> None:
+    """Checks that the tables of a save are the parts of this server.
+
+    Raises:
+        ValueError: A table is another part, or that of another number of servers.
+    """
+    for name, spec in specs.items():
+        part, parts = spec.shard
+        if (part, parts) != (request.member, request.members):
+            raise ValueError(
+                f"table {name!r} of the save {request.save.name!r} is part {part + 1} of {parts} here, and this is "
+                f"server {request.member + 1} of {request.members}: start the servers with set.json of their save, or "
+                "use recstore servers restore --to"
+            )
 
 
 def _check_save(saved: pb.Saved) -> None:
