@@ -159,7 +159,8 @@ def _service_figures(rows: list[dict[str, Any]]) -> list[tuple[str, ...]]:
     """Returns a row of :data:`OTHER` for each figure of service.py."""
     lines: list[tuple[str, ...]] = []
     for r in rows:
-        what = f"{r.get('ids', 0):,} ids at dim {r.get('dim')} over loopback"
+        how = {"TCP": "over loopback TCP", "shared memory": "by shared memory"}.get(r.get("transport"), "over loopback")
+        what = f"{r.get('ids', 0):,} ids at dim {r.get('dim')} {how}"
         if r["benchmark"] == "service":
             rates = ", ".join(f"{r[f'million_ids_per_second_{each}']}M" for each in ("pull", "update"))
             over = ", ".join(f"{r[f'{each}_over_in_process']}x" for each in ("pull", "update"))
@@ -169,6 +170,9 @@ def _service_figures(rows: list[dict[str, Any]]) -> list[tuple[str, ...]]:
                     f"{rates} ({over})",
                 )
             )
+        if r["benchmark"] == "service_latency":
+            p50, p99 = r["pull_ms"]["median"], r["pull_ms"]["p99"]
+            lines.append((f"{what}, one client: p50 and p99 of pull", f"{p50:.2f} ms, {p99:.2f} ms"))
         if r["benchmark"] == "service_clients":
             lines.append(
                 (f"{what}, {r['clients']} clients, one server: ids/s of pull", f"{r['million_ids_per_second']}M")

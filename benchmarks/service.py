@@ -1,11 +1,13 @@
-"""Measures pull and update of 50,000 ids at dim 64 over loopback, with one server, two servers and no server.
+"""Measures pulls and updates of tables on servers, by shared memory and by TCP, and of a table in the process.
 
     python benchmarks/service.py [--steps 60]
 
-Prints JSON rows. A row for each number of servers compares the servers with the same table in the client's process; the
-sides are interleaved. One row is for eight clients that use one server at the same time; for this, the RecStore system
-publishes 1.17M ids/s (gRPC, one shard, another machine). One row is the share of a pull that a prefetch hides behind
-the compute of one thread. The client and the servers share the cores of this machine.
+Prints JSON rows. For one server and for two servers, a row for each transport compares a pull and an update of 50,000
+ids at dim 64 with the same table in the client's process. All sides are interleaved in one run. The rows also have the
+processor time of the client and the servers together. A row for each transport has the latency of a pull of 10 ids.
+One row is for eight clients that use one server at the same time; for this, the RecStore system publishes 1.17M ids/s
+(gRPC, one shard, another machine). One row is the share of a pull that a prefetch hides behind the compute of one
+thread. The client and the servers share the cores of this machine.
 """
 
 from __future__ import annotations
@@ -21,6 +23,7 @@ import contextlib
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Callable, Iterator, Sequence
 
 import torch
@@ -33,15 +36,18 @@ from torchrec_recstore.store import Table
 ROWS = 1_000_000
 IDS = 50_000
 DIM = 64
+FEW = 10
+BLOCK = 100
 CLIENTS = 8
+TRANSPORTS = {"shared memory": True, "TCP": False}
 OPTIMIZER = RowWiseAdagrad(lr=0.01)
 
 
 @contextlib.contextmanager
-def servers(n: int) -> Iterator[list[str]]:
-    """Starts ``n`` servers in separate processes and yields their addresses."""
+def servers(n: int) -> Iterator[tuple[list[str], list[int]]]:
+    """Starts ``n`` servers in separate processes and yields their addresses and process ids."""
     with tempfile.TemporaryDirectory() as data, contextlib.ExitStack() as stack:
-        addresses = []
+        addresses, pids = [], []
         for number in range(n):
             command = [sys.executable, "-m", "torchrec_recstore.cli", "serve", "--listen", "127.0.0.1:0"]
             command += ["--data", f"{data}/{number}"]
@@ -49,7 +55,8 @@ def servers(n: int) -> Iterator[list[str]]:
             stack.callback(process.kill)
             assert process.stdout is not None
             addresses.append(process.stdout.readline().removeprefix("serving on ").strip())
-        yield addresses
+            pids.append(process.pid)
+        yield addresses, pids
 
 
 def filled(addresses: Sequence[str]) -> RecStoreClient:
@@ -66,43 +73,87 @@ def million_a_second(seconds: dict[str, float], ids: int = IDS) -> float:
     return round(ids / seconds["median"] / 1e3, 2)
 
 
+def processor_s(processes: Sequence[int]) -> float:
+    """Returns the processor time of processes in seconds. See clock_getcpuclockid(3)."""
+    return sum(time.clock_gettime(~process << 3 | 2) for process in processes)
+
+
 def throughput(n: int, steps: int) -> None:
-    """Compares ``n`` servers with a table in the client's process, with one client."""
+    """Compares the transports to ``n`` servers with each other and with a table in the client's process."""
     table = Table(DIM, optimizer=OPTIMIZER)
     for ids in torch.arange(ROWS).split(100_000):
         table.insert(ids, torch.randn(len(ids), DIM))
     grads = torch.randn(IDS, DIM)
 
-    def timed(pull: Callable[[torch.Tensor], object], update: Callable[[torch.Tensor], object]) -> Callable[..., tuple]:
-        def step(i: int) -> tuple[float, float]:
+    def timed(
+        processes: Sequence[int], pull: Callable[[torch.Tensor], object], update: Callable[[torch.Tensor], object]
+    ) -> Callable[..., tuple[float, ...]]:
+        def step(i: int) -> tuple[float, ...]:
             ids = torch.randint(0, ROWS, (IDS,), generator=torch.Generator().manual_seed(i))
-            begin = clock()
-            pull(ids)
-            middle = clock()
-            update(ids)
-            return middle - begin, clock() - middle
+            timings = []
+            for call in (pull, update):
+                processor, begin = processor_s(processes), clock()
+                call(ids)
+                end = clock()
+                timings += [end - begin, processor_s(processes) - processor]
+            return tuple(timings)
 
         return step
 
-    with servers(n) as addresses, filled(addresses) as client:
-        sides = {
-            "service": timed(lambda ids: client.pull("t", ids), lambda ids: client.update("t", ids, grads)),
-            "table": timed(table.lookup, lambda ids: table.update(ids, grads)),
-        }
+    with servers(n) as (addresses, pids), contextlib.ExitStack() as stack:
+        sides = {"table": timed([os.getpid()], table.lookup, lambda ids: table.update(ids, grads))}
+        stack.enter_context(filled(addresses))
+        for transport, by_memory in TRANSPORTS.items():
+            client = stack.enter_context(RecStoreClient(addresses, shared_memory=by_memory))
+            sides[transport] = timed(
+                [os.getpid(), *pids],
+                lambda ids, client=client: client.pull("t", ids),
+                lambda ids, client=client: client.update("t", ids, grads),
+            )
         timings = interleave(sides, steps, warm_up=5)
-    row: dict[str, object] = {"benchmark": "service", "servers": n, "ids": IDS, "dim": DIM}
-    for number, what in enumerate(("pull", "update")):
-        service, here = (spread([timing[number] for timing in timings[side]]) for side in ("service", "table"))
-        row[f"{what}_ms"], row[f"{what}_in_process_ms"] = service, here
-        row[f"million_ids_per_second_{what}"] = million_a_second(service)
-        row[f"{what}_over_in_process"] = round(service["median"] / here["median"], 2)
-    row["published_million_ids_per_second"] = 1.17
-    emit(row)
+    for transport in TRANSPORTS:
+        row: dict[str, object] = {
+            "benchmark": "service",
+            "transport": transport,
+            "servers": n,
+            "ids": IDS,
+            "dim": DIM,
+            "published_million_ids_per_second": 1.17,
+        }
+        for number, what in enumerate(("pull", "update")):
+            service, here = (spread([timing[2 * number] for timing in timings[side]]) for side in (transport, "table"))
+            row[f"{what}_ms"], row[f"{what}_in_process_ms"] = service, here
+            row[f"{what}_processor_ms"] = spread([timing[2 * number + 1] for timing in timings[transport]])
+            row[f"million_ids_per_second_{what}"] = million_a_second(service)
+            row[f"{what}_over_in_process"] = round(service["median"] / here["median"], 2)
+        emit(row)
+
+
+def latency(steps: int) -> None:
+    """Measures the pull of 10 ids by one client."""
+    with servers(1) as (addresses, _), filled(addresses), contextlib.ExitStack() as stack:
+        clients = {
+            transport: stack.enter_context(RecStoreClient(addresses, shared_memory=by_memory))
+            for transport, by_memory in TRANSPORTS.items()
+        }
+        timings: dict[str, list[float]] = {transport: [] for transport in TRANSPORTS}
+        # The sides alternate in blocks, because threads of gRPC still run for a moment after a call.
+        for block in range(steps // 3 + 1):
+            for transport, client in clients.items():
+                for i in range(BLOCK):
+                    ids = torch.randint(0, ROWS, (FEW,))
+                    begin = clock()
+                    client.pull("t", ids)
+                    if block and i >= BLOCK // 10:
+                        timings[transport].append(clock() - begin)
+    for transport, values in timings.items():
+        row = {"benchmark": "service_latency", "transport": transport, "ids": FEW, "dim": DIM}
+        emit({**row, "pull_ms": spread(values)})
 
 
 def eight_clients(steps: int) -> None:
     """Measures eight client processes that use one server at the same time."""
-    with servers(1) as addresses, filled(addresses):
+    with servers(1) as (addresses, _), filled(addresses):
         command = [sys.executable, __file__, "--client", addresses[0], "--steps", str(steps)]
         begin_together = [
             subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) for _ in range(CLIENTS)
@@ -143,7 +194,7 @@ def overlap(steps: int) -> None:
         for _ in range(2):
             matrix @ matrix
 
-    with servers(1) as addresses, filled(addresses) as client:
+    with servers(1) as (addresses, _), filled(addresses) as client:
         batches = [torch.randint(0, ROWS, (IDS,)) for _ in range(8)]
 
         def alone(i: int) -> tuple[float]:
@@ -202,6 +253,7 @@ def main() -> None:
         return
     for n in (1, 2):
         throughput(n, arguments.steps)
+    latency(arguments.steps)
     eight_clients(arguments.steps // 2)
     overlap(arguments.steps)
 
