@@ -27,6 +27,7 @@ STOPPED = ("stopped-0", "stopped-1")
 The names alternate, because not every file system can replace a directory.
 """
 
+_LARGEST_FILE = 2**40
 _SILENT_S = 30.0  # a save whose client has not been heard of for this time gives way to another save
 
 
@@ -210,6 +211,7 @@ class SetCalls:
 
     def read_file(self, request: pb.ReadFileRequest) -> pb.ReadFileReply:
         """Reads a piece of a file of a save. See ``ReadFile`` in recstore.proto."""
+        _check_offset(request.offset)
         path = self._path_of(request.save)
         if path is None or not path.is_dir():
             raise FileNotFoundError(f"there is no save {request.save.name!r}")
@@ -226,6 +228,7 @@ class SetCalls:
     def write_file(self, request: pb.WriteFileRequest) -> None:
         """Writes a piece of a file of a save of other servers. See ``WriteFile`` in recstore.proto."""
         _check_save(pb.Saved(id=request.id))
+        _check_offset(request.offset)
         if request.part >= SLOTS:
             raise ValueError(f"a save has at most {SLOTS} parts")
         directory = self._directory.received(request.id) / str(request.part)
@@ -409,6 +412,11 @@ def _check_parts(request: pb.LoadRequest, specs: Mapping[str, TableSpec]) -> Non
                 f"server {request.member + 1} of {request.members}: start the servers with set.json of their save, or "
                 "use recstore servers restore --to"
             )
+
+
+def _check_offset(offset: int) -> None:
+    if offset > _LARGEST_FILE:
+        raise ValueError(f"a file of a save has at most {_LARGEST_FILE} bytes, got the offset {offset}")
 
 
 def _check_save(saved: pb.Saved) -> None:
