@@ -32,7 +32,7 @@ napoleon_custom_sections = [("Source", "notes_style")]
 nitpicky = True
 nitpick_ignore_regex = [
     (r"py:.*", r"(torch|torchrec|fbgemm_gpu|collections|typing|pathlib)\..*"),
-    (r"py:.*", r"ParameterSharding|PlannerError|SafetensorError"),
+    (r"py:.*", r"ParameterSharding|PlannerError|SafetensorError|Tensor"),
     # Signatures contain these types, which only the package itself makes.
     (
         r"py:.*",
