@@ -9,6 +9,7 @@ import threading
 import urllib.error
 import urllib.request
 from collections.abc import Callable
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
@@ -297,3 +298,28 @@ def test_a_client_that_does_not_wait_for_the_answer(capfd: pytest.CaptureFixture
     assert not answering.is_alive()
     server.close()
     assert capfd.readouterr() == ("", "")
+
+
+def test_connections_by_http_are_bounded() -> None:
+    class Ready:
+        def is_ready(self) -> bool:
+            return True
+
+    access = ListenOptions("127.0.0.1:0", max_connections=2)
+    server = HttpServer("127.0.0.1:0", access, Ready())  # type: ignore[arg-type]
+    host, _, port = server.address.rpartition(":")
+    request = b"GET /health HTTP/1.1\r\nHost: here\r\n\r\n"
+    with ExitStack() as stack:
+        first, second, third = (stack.enter_context(socket.create_connection((host, int(port)))) for _ in range(3))
+        for each in (first, second):
+            each.sendall(request)
+            assert each.recv(100).startswith(b"HTTP/1.1 200")
+        with suppress(ConnectionError):
+            third.sendall(request)
+            assert third.recv(100) == b""
+    while True:  # until the server has noticed that the connections are closed
+        with socket.create_connection((host, int(port))) as another, suppress(ConnectionError):
+            another.sendall(request)
+            if another.recv(100).startswith(b"HTTP/1.1 200"):
+                break
+    server.close()

@@ -19,6 +19,7 @@ from torchrec_recstore.inference.request_values import array_of, value_of
 from torchrec_recstore.inference.requests import JaggedArgument, Value, request_of
 from torchrec_recstore.rpc import predictor_pb2 as pb
 from torchrec_recstore.rpc.predictor_pb2_grpc import PredictorServicer, add_PredictorServicer_to_server
+from torchrec_recstore.rpc.protocol import shortened
 from torchrec_recstore.service.listening import GrpcServer, ListenOptions, stopped_by_signals
 
 
@@ -203,11 +204,11 @@ class _Service(PredictorServicer):
         try:
             answer = self._predictor.predict({name: value_of(each, name) for name, each in request.arguments.items()})
         except ValueError as error:
-            context.abort(grpc.StatusCode.INVALID_ARGUMENT, str(error))
+            context.abort(grpc.StatusCode.INVALID_ARGUMENT, shortened(str(error)))
         except ConnectionError as error:
-            context.abort(grpc.StatusCode.UNAVAILABLE, str(error))
+            context.abort(grpc.StatusCode.UNAVAILABLE, shortened(str(error)))
         except Exception as error:
-            context.abort(grpc.StatusCode.UNKNOWN, failure(error))
+            context.abort(grpc.StatusCode.UNKNOWN, shortened(failure(error)))
         return pb.PredictReply(
             outputs={name: array_of(each) for name, each in answer.outputs.items()},
             version=answer.version,

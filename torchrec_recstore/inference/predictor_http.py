@@ -56,6 +56,7 @@ class HttpServer:
         try:
             token = None if access.token_file is None else watched_token(access.token_file)
             self._server = _Server((host, port), partial(_Handler, predictor, token))
+            self._server.max_connections = access.max_connections
         except OSError as error:
             raise OSError(f"--http {address}: {error.strerror}") from error
         if access.tls_cert is not None and access.tls_key is not None:
@@ -74,6 +75,27 @@ class HttpServer:
 class _Server(ThreadingHTTPServer):
     daemon_threads = True
     certificates: Watched[ssl.SSLContext] | None = None
+    max_connections = 0
+    _connections = 0
+    _lock = threading.Lock()
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        """See socketserver. Closes a connection if there are too many. Each has a thread."""
+        with self._lock:
+            full = self._connections >= self.max_connections
+            self._connections += not full
+        if full:
+            self.shutdown_request(request)
+        else:
+            super().process_request(request, client_address)
+
+    def process_request_thread(self, request: Any, client_address: Any) -> None:
+        """See socketserver."""
+        try:
+            super().process_request_thread(request, client_address)
+        finally:
+            with self._lock:
+                self._connections -= 1
 
     def get_request(self) -> tuple[Any, Any]:
         """See socketserver. The thread of a connection makes the handshake, so that it does not hold up the others."""
