@@ -117,7 +117,7 @@ class RecStoreClient(SeveralTables):
         """The number that identifies this client in the ``torch.ops.recstore_ops.emb_*`` ops."""
         _clients[self.handle] = self
         if library_path is not None:
-            self._say(f"RecStoreClient(library_path={str(library_path)!r}) has no effect: there is no library to load")
+            warn_user(f"RecStoreClient(library_path={str(library_path)!r}) has no effect: there is no library to load")
 
     def init_data(
         self,
@@ -172,8 +172,8 @@ class RecStoreClient(SeveralTables):
         ids = checked_offset(name, base_offset, rows)
         tables.create(name, spec)
         self._specs[name], self._ranges[name] = spec, ids
-        if part_policy is not None:
-            self._say("part_policy of init_data has no effect: a hash of the id selects its server")
+        if part_policy is not None and self._first("part_policy"):
+            warn_user("part_policy of init_data has no effect: a hash of the id selects its server")
         if maker is not None:
             self._rows.makers[name] = maker
 
@@ -349,7 +349,8 @@ class RecStoreClient(SeveralTables):
         """
         if not isinstance(backend, str):
             raise TypeError(f"backend must be a str, got {type(backend).__name__}")
-        self._say(f"set_ps_backend({backend!r}) has no effect: the client selects the transport itself")
+        if self._first(f"set_ps_backend {backend}"):
+            warn_user(f"set_ps_backend({backend!r}) has no effect: the client selects the transport itself")
 
     def delete(self, name: str, ids: Tensor) -> int:
         """Deletes the rows of ``ids``, (N,) of integers, and returns the number of rows that existed."""
@@ -447,11 +448,11 @@ class RecStoreClient(SeveralTables):
             raise ValueError(f"{self!r}: the client was made in another process; make one in each")
         return self._tables
 
-    def _say(self, message: str) -> None:
-        """Warns that an argument has no effect, once for each client."""
-        if message not in self._said:
-            self._said.add(message)
-            warn_user(message)
+    def _first(self, argument: str) -> bool:
+        """Returns whether the client has not yet warned that an argument has no effect."""
+        first = argument not in self._said
+        self._said.add(argument)
+        return first
 
     def _raise_first(self, errors: list[Exception]) -> None:
         if errors:
