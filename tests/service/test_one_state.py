@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import shutil
 import signal
 import threading
@@ -21,7 +22,7 @@ from tests.redis_server import free_port
 from torchrec_recstore.cli import app
 from torchrec_recstore.optim import SGD, Adam
 from torchrec_recstore.options import ConstantInit, MinFrequency, TableOptions
-from torchrec_recstore.service import RecStoreClient, ServerRestartedError, ServerSetError
+from torchrec_recstore.service import RecStoreClient, ServerRestartedError, ServerSetError, ServiceError
 
 IDS = torch.arange(1000)
 ZERO = TableOptions(initializer=ConstantInit(0.0))
@@ -37,8 +38,8 @@ def pair(tmp_path: Path) -> Iterator[list[RecStoreServer]]:
         server.kill()
 
 
-def _client(servers: list[RecStoreServer]) -> RecStoreClient:
-    client = RecStoreClient([server.address for server in servers], timeout_s=20)
+def _client(servers: list[RecStoreServer], timeout_s: float = 20.0) -> RecStoreClient:
+    client = RecStoreClient([server.address for server in servers], timeout_s=timeout_s)
     client.init_data("t", (1000, 4), torch.float32, optimizer=SGD(lr=1.0), options=ZERO)
     return client
 
@@ -213,6 +214,53 @@ def test_a_save_of_two_servers_is_restored_to_three_and_to_one(pair: list[RecSto
     finally:
         for server in others:
             server.kill()
+
+
+@pytest.mark.slow
+def test_servers_are_killed_at_any_moment_of_saves(pair: list[RecStoreServer]) -> None:
+    chosen = random.Random(0)
+    value = acknowledged = 0
+    for _ in range(8):
+        with _client(pair, timeout_s=3.0) as client:
+            (there,) = client.pull("t", IDS).unique().tolist()  # rows of one save
+            assert acknowledged <= there <= value  # and not of an earlier one than was acknowledged
+            acknowledged = int(there)
+            killer = threading.Timer(chosen.uniform(0.05, 0.6), lambda: [server.kill() for server in pair])
+            killer.start()
+            with pytest.raises(ServiceError):  # noqa: PT012
+                while True:
+                    value += 1
+                    client.push("t", IDS, torch.full((1000, 4), float(value)))
+                    client.save("even" if value % 2 else f"save-{value % 5}", overwrite=True)
+                    acknowledged = value
+            killer.join()
+        for server in chosen.sample(pair, 2):
+            server.start()
+    with _client(pair) as client:
+        client.save("last")
+    assert not any(list(server.data.glob(".prepared-*")) for server in pair)
+    assert value > 8
+
+
+def test_a_data_directory_without_a_set(own_server: RecStoreServer) -> None:
+    """The servers of earlier versions have written no set.json and no manifests."""
+    with _client([own_server]) as client:
+        client.push("t", IDS, torch.full((1000, 4), 3.0))
+        own_server.stop()
+        (own_server.data / "set.json").unlink()
+        own_server.start()
+        with pytest.raises(ServerRestartedError):  # its set is another one
+            client.pull("t", IDS)
+    (own_server.data / "stopped-0").rename(own_server.data / "monday")
+    with _client([own_server]) as client:
+        assert client.pull("t", IDS).unique().tolist() == [3.0]
+        client.push("t", IDS, torch.full((1000, 4), 4.0))
+        client.load("monday")
+        assert client.pull("t", IDS).unique().tolist() == [3.0]
+        client.save("tuesday")
+    _restart([own_server])
+    with _client([own_server]) as client:
+        assert client.pull("t", IDS).unique().tolist() == [3.0]
 
 
 @pytest.mark.slow

@@ -236,9 +236,8 @@ class ServerSet:
         try:
             self._each(lambda connection: connection.save(request(phases.PREPARE)))
         except BaseException:
-            for connection in (*others, first):
-                with suppress(Exception):  # what is left is deleted by a later save
-                    connection.save(request(phases.ABORT))
+            with suppress(Exception):  # what is left is deleted by a later save
+                self._each(lambda connection: connection.save(request(phases.ABORT)))
             raise
         decided = first.save(request(phases.COMMIT)).decided  # from here on the save counts
         self._each(lambda connection: connection.save(request(phases.COMMIT, decided)), others)
@@ -342,9 +341,8 @@ class ServerSet:
                 self._each(lambda connection: load(connection, pb.LoadRequest.RESHARD), pending)
             self._each(lambda connection: load(connection, pb.LoadRequest.PREPARE), pending)
         except BaseException:
-            for connection in pending:
-                with suppress(Exception):
-                    load(connection, pb.LoadRequest.ABORT)
+            with suppress(Exception):  # what is left is freed by a later save or load
+                self._each(lambda connection: load(connection, pb.LoadRequest.ABORT), pending)
             raise
         for connection in pending:  # one after the other, so that of two clients only one gets beyond the first
             load(connection, pb.LoadRequest.COMMIT)

@@ -366,6 +366,7 @@ class SetCalls:
         if any(there.id == saved.id for there in (*directory.saves, *directory.prepared)):
             return
         _check_save(saved)
+        self._forget_next()  # the rows of a load whose client has died; another client's load reads them again
         directory.check_free(saved.name, request.overwrite)
         member = directory.membership
         assert member is not None
