@@ -18,7 +18,7 @@ import pytest
 import torch
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
-from tests.recstore_server import RecStoreServer
+from tests.recstore_server import Proxy, RecStoreServer
 from tests.redis_server import free_port
 from torchrec_recstore.optim import Adagrad
 from torchrec_recstore.options import TableOptions
@@ -96,9 +96,18 @@ def test_clients_that_stop_take_no_threads_from_others(own_server: RecStoreServe
         with grpc.insecure_channel(own_server.address) as channel:
             reply = health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(), timeout=20)
             assert reply.status == health_pb2.HealthCheckResponse.SERVING
+        # A process that is stopped answers nothing, not even gRPC's own messages.
+        proxy = Proxy(own_server.address)
+        stack.callback(proxy.close)
+        channel = stack.enter_context(grpc.insecure_channel(proxy.address))
+        grpc.channel_ready_future(channel).result(60)
+        method = channel.stream_unary(SERVICE + "Write")
+        calls += [method.future(iter(_Stalled(write.SerializeToString(), end)), metadata=METADATA) for _ in range(4)]
+        time.sleep(0.5)
+        proxy.held.set()
         begin = time.monotonic()
         own_server.stop()
-        assert time.monotonic() - begin < 25  # the server would wait 30 s for calls that end
+        assert time.monotonic() - begin < 15  # gRPC waits 20 to 30 s for such clients
         end.set()
     own_server.start()
     assert client.stats("t").steps == 5

@@ -148,6 +148,12 @@ class CallThreads(ThreadPoolExecutor):
         """The number of calls that wait for a thread."""
         return sum(map(len, list(self._queues.values())))
 
+    @property
+    def is_busy(self) -> bool:
+        """Whether a call runs or waits for a thread."""
+        with self._condition:
+            return bool(self._queues) or self._started > self._idle
+
     def submit(self, function: Callable[..., Any], /, *arguments: Any, **named: Any) -> Future[Any]:
         """Runs a call in a thread when it is the turn of the call's connection."""
         # grpcio 1.85.1 passes the event of the new call, which knows the address of the client.
@@ -233,8 +239,7 @@ class CallThreads(ThreadPoolExecutor):
         """Ends late calls as long as a call waits for a thread."""
         while True:
             with self._condition:
-                busy = self._started > self._idle
-                if self._closed or not (self._queues or (self._stopping and busy)):
+                if self._closed or not (self._queues or (self._stopping and self.is_busy)):
                     self._watching = False
                     return
                 running, queued, connections = list(self._running), self.queued, len(self._queues)

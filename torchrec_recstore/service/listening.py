@@ -5,6 +5,7 @@ from __future__ import annotations
 import hmac
 import signal
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -23,6 +24,7 @@ from torchrec_recstore.service.credentials import Certificates, Watched, watched
 from torchrec_recstore.service.handlers import Handlers
 
 GRACE_S = 30.0
+_REPLY_S = 1.0
 _OPEN_CALLS = 4  # threads of calls that need no token, and of refusals
 _LONG_CALLS = 16
 _WATCHES = 16  # clients that watch the health; a further one ends the first one
@@ -290,7 +292,12 @@ class GrpcServer:
         stopped = self._server.stop(GRACE_S)
         for threads in self._threads:
             threads.stop()
-        stopped.wait()
+        end = time.monotonic() + GRACE_S
+        while any(threads.is_busy for threads in self._threads) and time.monotonic() < end:
+            stopped.wait(0.02)
+        # Clients that answer have their replies and close their connections. gRPC would wait for the others, too.
+        if not stopped.wait(_REPLY_S):
+            self._server.stop(None).wait()
         for threads in self._threads:
             threads.shutdown()
 
