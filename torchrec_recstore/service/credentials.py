@@ -63,7 +63,7 @@ class Watched(Generic[_Value]):
         except (OSError, ValueError) as error:
             _log.error("%s; the server goes on with what it has read before", error)
         else:
-            _log.warning("%s: read again", ", ".join(map(str, self.files)))
+            _log.info("%s: read again", ", ".join(map(str, self.files)))
 
     def _state_now(self) -> list[tuple[int, ...]]:
         state: list[tuple[int, ...]] = []

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from torchrec_recstore.rpc import recstore_pb2 as pb
 from torchrec_recstore.rpc.agreement import SLOTS
@@ -344,7 +344,7 @@ class SetCalls:
         with self._reservations:
             mine = self._reserved
             if mine is None or mine.id != request.save.id:
-                raise ValueError(_superseded(request.save.name))
+                self._refuse_superseded(request)
             mine.busy = True
         try:
             yield
@@ -352,6 +352,10 @@ class SetCalls:
             with self._reservations:
                 mine.busy, mine.heard = False, time.monotonic()
                 self._reservations.notify_all()
+
+    def _refuse_superseded(self, request: pb.SaveRequest) -> NoReturn:
+        self.check(request.epoch)  # the server was restarted, or an epoch was begun
+        raise ValueError(f"the save {request.save.name!r} does not count: another save was begun meanwhile")
 
     def _release(self, save_id: str) -> None:
         with self._reservations:
@@ -385,7 +389,7 @@ class SetCalls:
         if member.member == 0:
             with self._reservations:
                 if not current or self._reserved is None or self._reserved.id != saved.id:
-                    raise ValueError(_superseded(saved.name))
+                    self._refuse_superseded(request)
             decided = {there.id for there in directory.saves}
         for other in directory.prepared:
             if other.id != saved.id and other.number <= saved.number:
@@ -441,10 +445,6 @@ def _manifest(
         "servers": list(servers),
         "slots": list(slots),
     }
-
-
-def _superseded(name: str) -> str:
-    return f"the save {name!r} does not count: another save or a load was begun meanwhile"
 
 
 class _Gate:
