@@ -208,4 +208,6 @@ def _print_begun(connected: ServerSet, name: str | None, as_json: bool) -> None:
         print_json({"servers": list(connected.addresses), "save": name, "epoch": epoch})
     else:
         rows = "without rows" if name is None else f"with the save {name!r}"
-        stdout().print(f"{len(connected.addresses)} servers begin epoch {epoch} {rows}", highlight=False)
+        count = len(connected.addresses)
+        begin = "1 server begins" if count == 1 else f"{count} servers begin"
+        stdout().print(f"{begin} epoch {epoch} {rows}", highlight=False)
