@@ -5,10 +5,10 @@ from __future__ import annotations
 from torch import nn
 
 from torchrec_recstore import ops
-from torchrec_recstore.modules.remote_table_module import RemoteTableModule
 from torchrec_recstore.modules.table_module import TableModule
 from torchrec_recstore.sharders.collection import RecStoreCollection
 from torchrec_recstore.sharders.gather import all_gathered, whole_environment
+from torchrec_recstore.sharders.model_tables import remote_table_names
 from torchrec_recstore.store import Table
 from torchrec_recstore.store.arguments import check_time
 
@@ -53,21 +53,18 @@ def set_time(model: nn.Module, unix_seconds: float) -> None:
 
 
 def _tables_of(model: nn.Module) -> list[Table]:
-    found: list[Table] = []
-    remote: list[str] = []
-    for module in model.modules():
-        if isinstance(module, RecStoreCollection):
-            found += module.recstore_tables()
-            remote += module.remote_table_names()
-        elif isinstance(module, TableModule):
-            found.append(module.table)
-        elif isinstance(module, RemoteTableModule):
-            remote.append(module.table.name)
+    remote = remote_table_names(model)
     if remote:
         raise ValueError(
             f"set_time: table {remote[0]!r} is on servers, whose rows expire by the servers' clocks: call set_time for "
             "models without tables on servers"
         )
+    found: list[Table] = []
+    for module in model.modules():
+        if isinstance(module, RecStoreCollection):
+            found += module.recstore_tables()
+        elif isinstance(module, TableModule):
+            found.append(module.table)
     return found
 
 

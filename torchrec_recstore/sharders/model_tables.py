@@ -69,18 +69,24 @@ class ModelTable:
         return list(self.state.shards)
 
 
-def refuse_remote_tables(model: nn.Module) -> None:
-    """Raises an error if the rows of a table of the model are on servers. All ranks raise the same error.
-
-    Raises:
-        ValueError: There is such a table. The message names it, and says how its rows are saved.
-    """
+def remote_table_names(model: nn.Module) -> list[str]:
+    """Returns the names of the tables of the model whose rows are on servers."""
     names = []
     for module in model.modules():
         if isinstance(module, RecStoreCollection):
             names += module.remote_table_names()
         elif isinstance(module, RemoteTableModule):
             names.append(module.table.name)
+    return names
+
+
+def refuse_remote_tables(model: nn.Module) -> None:
+    """Raises an error if the rows of a table of the model are on servers. All ranks raise the same error.
+
+    Raises:
+        ValueError: There is such a table. The message names it, and says how its rows are saved.
+    """
+    names = remote_table_names(model)
     if names:
         raise ValueError(
             f"table {names[0]!r} is on servers, which own its rows: save the rows with client.save(name), and the "
