@@ -62,12 +62,12 @@ def an_evicting_redis(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @situation("A server as cold store that cannot be reached")
 def no_server_store() -> None:
-    tiered(ServerStore(f"127.0.0.1:{free_port()}", timeout_s=0.05))
+    tiered(ServerStore(f"127.0.0.1:{free_port()}", timeout_s=0.4))
 
 
 @situation("A server that cannot be reached")
 def no_server() -> None:
-    RecStoreClient([f"127.0.0.1:{free_port()}"], timeout_s=0.05).pull("t_user", THREE)
+    RecStoreClient([f"127.0.0.1:{free_port()}"], timeout_s=0.4).pull("t_user", THREE)
 
 
 @situation("A missing or wrong token")
