@@ -1,7 +1,8 @@
 """Sends random and damaged messages to a parameter server, in the process and by gRPC.
 
 ``python -m tests.service.fuzz --calls 1000000`` sends a tenth of the calls by gRPC. A call may succeed or be refused.
-It must not fail in the server, and the rows of the table "kept" must not change.
+It must not fail in the server, and the rows of the table "kept" must not change. One call of a hundred is a phase of a
+save or a load, in any order and with valid epochs: "kept" has then the rows of the save that was loaded.
 """
 
 from __future__ import annotations
@@ -14,32 +15,34 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import grpc
 import torch
 from google.protobuf.descriptor import FieldDescriptor
 from google.protobuf.message import Message
 
+from tests.service.fuzz_phases import DIM, IDS, KEPT, Phases
 from torchrec_recstore.optim import Adagrad
 from torchrec_recstore.options import LRU, TableOptions
 from torchrec_recstore.rpc import recstore_pb2 as pb
 from torchrec_recstore.rpc.protocol import VERSION, VERSION_KEY
 from torchrec_recstore.rpc.recstore_pb2_grpc import add_ParameterServerServicer_to_server
 from torchrec_recstore.rpc.table_spec import TableSpec
-from torchrec_recstore.service import RecStoreClient
+from torchrec_recstore.service import RecStoreClient, received, reservations
 from torchrec_recstore.service.calls import CallThreads, RequestMemory
 from torchrec_recstore.service.data_directory import DataDirectory
 from torchrec_recstore.service.handlers import Handlers
-from torchrec_recstore.service.hosted import HostedBackend, Limits
+from torchrec_recstore.service.hosted import HostedBackend
+from torchrec_recstore.service.limits import Limits
 from torchrec_recstore.service.listening import GrpcServer, ListenOptions
 from torchrec_recstore.service.metrics import NoObserver
 from torchrec_recstore.service.server import ParameterServer
 
 SERVICE = pb.DESCRIPTOR.services_by_name["ParameterServer"]
-KEPT = "kept"
 OTHERS = ("other", "another \N{SNOWMAN}")
-DIM = 4
-_IDS = torch.arange(-500, 500)
+_PHASES = 0.01  # the share of the calls that are phases of saves and loads
+_Carry = Callable[[str, list[bytes]], tuple[grpc.StatusCode, str, list[bytes]]]
 _FAILURES = (grpc.StatusCode.UNKNOWN, grpc.StatusCode.INTERNAL)
 
 
@@ -53,7 +56,7 @@ class Messages:
 
     def __init__(self, seed: int, epoch: str) -> None:
         self._random = random.Random(seed)
-        self._epoch = epoch
+        self.epoch = epoch
         self._numbers = (0, 1, 2, 3, 7, 2**31 - 1, 2**32 - 1, 2**63 - 1, 2**63, 2**64 - 1)
         spec = TableSpec(DIM, torch.float32, Adagrad(lr=0.1), TableOptions(max_rows=100, eviction=LRU()))
         self._spec = spec.to_json()
@@ -74,7 +77,7 @@ class Messages:
     def _message(self, kind: Any, number: int) -> Message:
         name = kind.name
         if name == "PullRequest":
-            header = pb.PullHeader(table=self._table(), epoch=self._epoch, want=self._random.randrange(4))
+            header = pb.PullHeader(table=self._table(), epoch=self.epoch, want=self._random.randrange(4))
             return pb.PullRequest(header=header if number == 0 else None, ids=self._bytes(8))
         if name == "WriteRequest":
             if number == 0:
@@ -87,10 +90,10 @@ class Messages:
             )
         if name == "CreateRequest":
             return pb.CreateRequest(
-                table=self._table(), epoch=self._epoch, spec=self._damaged(self._spec.encode()).decode(errors="replace")
+                table=self._table(), epoch=self.epoch, spec=self._damaged(self._spec.encode()).decode(errors="replace")
             )
         if name == "DropRequest":
-            return pb.DropRequest(table=self._random.choice(OTHERS), epoch=self._epoch)
+            return pb.DropRequest(table=self._random.choice(OTHERS), epoch=self.epoch)
         # The other messages begin and end saves and epochs, as the commands of operators do. Here they are for another.
         return self._filled(getattr(pb, name)())
 
@@ -98,7 +101,7 @@ class Messages:
         table = self._table()
         return pb.WriteHeader(
             table=table,
-            epoch="x" if table == KEPT else self._epoch,
+            epoch="x" if table == KEPT else self.epoch,
             client=self._random.choice(("a", "b", "c" * 64, "d" * 65, "")),
             request=self._random.choice((*self._numbers, self._random.randrange(10**6))),
             done_before=self._random.choice((0, 0, 1, self._random.randrange(10**6))),
@@ -133,8 +136,10 @@ class Messages:
             return self._random.randbytes(self._random.randrange(40))
         if field.type == FieldDescriptor.TYPE_BOOL:
             return self._random.random() < 0.5
-        largest = 2**32 if field.type == FieldDescriptor.TYPE_UINT32 else 2**64
-        return self._random.choice(self._numbers) % largest
+        number = self._random.choice(self._numbers)
+        if field.type == FieldDescriptor.TYPE_INT64:
+            return (number + 2**63) % 2**64 - 2**63
+        return number % (2**32 if field.type == FieldDescriptor.TYPE_UINT32 else 2**64)
 
     def _table(self) -> str:
         return self._random.choice((KEPT, *OTHERS, "", "missing", "l" * 2000))
@@ -155,7 +160,7 @@ class Messages:
             elif place < len(changed):
                 changed[place] = self._random.randrange(256)
         # A damaged header must not become one for the table that is kept.
-        return b"" if KEPT.encode() in changed and self._epoch.encode() in changed else bytes(changed)
+        return b"" if KEPT.encode() in changed and self.epoch.encode() in changed else bytes(changed)
 
 
 class _RefusedError(Exception):
@@ -199,76 +204,85 @@ def fuzz(calls: int, seed: int, directory: Path, report: Callable[[str], object]
         AssertionError: A call has failed in the server, or has changed a row.
     """
     tables = HostedBackend(Limits(max_tables=20, max_rows=1000, eviction=LRU()))
-    service = ParameterServer(tables, DataDirectory(directory), NoObserver())
+    data = DataDirectory(directory)
+    service = ParameterServer(tables, data, NoObserver())
     server = GrpcServer(
         ListenOptions("127.0.0.1:0"),
         SERVICE.full_name,
         lambda handlers: add_ParameterServerServicer_to_server(service, handlers),
-        ("Save", "Load"),
+        ("Save", "Load", "Look"),
     )
-    service.begin()
+    service.begin(server)
     server.start()
     client = RecStoreClient([server.address], shared_memory=False)
-    rows = torch.randn(len(_IDS), DIM)
     for table in (KEPT, *OTHERS):
         client.init_data(table, (10, DIM), torch.float32, optimizer=Adagrad(lr=0.1))
-        client.push(table, _IDS, rows)
-    described = service.Describe(pb.DescribeRequest(), _Context())
-    messages = Messages(seed, f"{described.set}/{described.epoch}")
+        client.push(table, IDS, torch.zeros(len(IDS), DIM))
+    client.close()
+    chosen = random.Random(seed + 1)
+    phases = Phases(chosen, tables, data)
+    messages = Messages(seed, phases.label)
     methods, memory = _Methods(), RequestMemory(1 << 30)
     threads = CallThreads(1, "fuzz")
     add_ParameterServerServicer_to_server(service, Handlers(methods, {"": threads}, memory, frozenset()))
     statuses: Counter[str] = Counter()
     begin = time.monotonic()
 
-    def check() -> None:
-        assert torch.equal(client.pull(KEPT, _IDS), rows)
-        assert torch.equal(tables.ids(KEPT), _IDS)
+    def in_process(method: str, sent: list[bytes]) -> tuple[grpc.StatusCode, str, list[bytes]]:
+        answer = _called(methods.handlers[method], sent)
         assert memory.held == threads.running == 0
+        return answer
 
-    for number in range(calls - calls // 10):
-        method, sent = messages.call()
-        code, details = _called(methods.handlers[method], sent)
-        _count(statuses, code, details, method, sent)
-        if number % 10_000 == 9_999:
-            check()
-            report(f"{number + 1} calls in the process, {time.monotonic() - begin:.0f} s")
-    with grpc.insecure_channel(server.address) as channel:
-        for number in range(calls // 10):
-            method, sent = messages.call()
-            call = channel.stream_stream(f"/{SERVICE.full_name}/{method}")(
-                iter(sent), metadata=[(VERSION_KEY, VERSION)], timeout=300
-            )
-            try:
-                for _ in call:
-                    pass
-                code, details = grpc.StatusCode.OK, ""
-            except grpc.RpcError as error:
-                code, details = error.code(), error.details()
+    def by_grpc(method: str, sent: list[bytes]) -> tuple[grpc.StatusCode, str, list[bytes]]:
+        call = channel.stream_stream(f"/{SERVICE.full_name}/{method}")(
+            iter(sent), metadata=[(VERSION_KEY, VERSION)], timeout=300
+        )
+        try:
+            return grpc.StatusCode.OK, "", list(call)
+        except grpc.RpcError as error:
+            return error.code(), error.details(), []
+
+    def send(carry: _Carry, number: int) -> None:
+        def call(method: str, sent: list[bytes]) -> tuple[bool, list[bytes]]:
+            code, details, replies = carry(method, sent)
             _count(statuses, code, details, method, sent)
-            if number % 10_000 == 9_999:
-                check()
-                report(f"{number + 1} calls by gRPC, {time.monotonic() - begin:.0f} s")
-    check()
-    client.close()
+            return code is grpc.StatusCode.OK, replies
+
+        for _ in range(number):
+            if chosen.random() < _PHASES:
+                phases.step(call)
+                messages.epoch = phases.label
+            else:
+                call(*messages.call())
+            if statuses.total() % 10_000 == 0:
+                phases.check()
+                report(f"{statuses.total()} calls, {time.monotonic() - begin:.0f} s, {dict(phases.done)}")
+
+    with (
+        mock.patch.multiple(reservations, UNPREPARED_S=0.0, SILENT_S=0.0),  # no save waits for another
+        mock.patch.object(received, "GIVES_WAY_S", 0.0),
+        grpc.insecure_channel(server.address) as channel,
+    ):
+        send(in_process, calls - calls // 10)
+        send(by_grpc, calls // 10)
+    phases.check()
     server.stop()
     service.close()
     return statuses
 
 
-def _called(handler: Any, messages: list[bytes]) -> tuple[grpc.StatusCode, str]:
+def _called(handler: Any, messages: list[bytes]) -> tuple[grpc.StatusCode, str, list[bytes]]:
     context = _Context()
     raw: Iterator[bytes] = iter(messages)
     try:
         if handler.response_streaming:
-            for _ in handler.stream_stream(raw, context):
-                pass
+            replies = list(handler.stream_stream(raw, context))
         else:
-            handler.stream_unary(raw, context)
+            replies = [handler.stream_unary(raw, context)]
     except _RefusedError:
         assert context.code is not None
-        return context.code, context.details
-    return grpc.StatusCode.OK, ""
+        return context.code, context.details, []
+    return grpc.StatusCode.OK, "", [each if isinstance(each, bytes) else each.SerializeToString() for each in replies]
 
 
 def _count(statuses: Counter[str], code: grpc.StatusCode, details: str, method: str, messages: list[bytes]) -> None:

@@ -20,6 +20,7 @@ from tests.recstore_server import RecStoreServer
 from tests.redis_server import free_port
 from tests.secrets import write_secret
 from torchrec_recstore.service import RecStoreClient, ServiceError
+from torchrec_recstore.service.credentials import watched_certificates
 
 IDS = torch.arange(10)
 TOKEN = "correct-horse-battery"
@@ -109,6 +110,44 @@ def test_changed_tokens_and_certificates_are_read_again(tmp_path: Path, certific
     server.kill()
 
 
+@needs_openssl
+@pytest.mark.slow
+def test_saves_on_a_schedule_with_tls_and_a_token(tmp_path: Path, certificates: Path) -> None:
+    folder = tmp_path / "now"
+    shutil.copytree(certificates, folder)
+    write_secret(folder / "token", TOKEN)
+    addresses = [f"127.0.0.1:{free_port()}" for _ in range(2)]
+    files = ("--tls-cert", folder / "server.pem", "--tls-key", folder / "server.key", "--client-ca", folder / "ca.pem")
+    files += ("--tls-ca", folder / "ca.pem", "--token-file", folder / "token")
+    flags = [*map(str, files), "--save-every", "0.3", "--keep", "2", "--servers", ",".join(addresses)]
+    servers = [RecStoreServer(tmp_path / str(n), *flags, listen=address) for n, address in enumerate(addresses)]
+
+    def client(token: str) -> RecStoreClient:
+        mine = {"tls_cert": folder / "client.pem", "tls_key": folder / "client.key"}
+        return RecStoreClient(addresses, token=token, tls_ca=folder / "ca.pem", **mine)
+
+    def saves() -> set[str]:
+        found = [{path.name for path in server.data.glob("scheduled-*")} for server in servers]
+        return set.intersection(*found)
+
+    with client(TOKEN) as each:
+        _use(each)
+    while not (first := saves()):
+        time.sleep(0.05)
+    write_secret(folder / "token", "another-" + TOKEN)  # the schedule uses the present token
+    while first & saves():
+        time.sleep(0.05)
+    for server in servers:
+        server.kill()
+    for server in servers:
+        server.start()
+    with client("another-" + TOKEN) as each:
+        assert torch.equal(each.pull("t", IDS), torch.ones(10, 4))
+    for server in servers:
+        assert TOKEN not in server.stderr
+        server.kill()
+
+
 def test_a_token_alone(tmp_path: Path) -> None:
     write_secret(tmp_path / "token", TOKEN)
     port = free_port()
@@ -193,6 +232,20 @@ def test_flags_that_make_no_sense(
     assert error in err
     assert len(err.splitlines()) == 1
     assert not out
+
+
+@needs_openssl
+@pytest.mark.parametrize(("bits", "strong"), [(1024, False), (1536, False), (2048, True)])
+def test_keys_of_rsa(tmp_path: Path, bits: int, strong: bool) -> None:
+    key = ("-newkey", f"rsa:{bits}", "-nodes", "-keyout", "key", "-out", "cert", "-subj", "/CN=server")
+    subprocess.run(["openssl", "req", "-x509", *key], cwd=tmp_path, check=True, capture_output=True)
+    (tmp_path / "key").chmod(0o600)
+    files = tmp_path / "cert", tmp_path / "key", None
+    if strong:
+        watched_certificates(*files)
+        return
+    with pytest.raises(ValueError, match="cert is weak: make one with a key of RSA with 2048 bits or more"):
+        watched_certificates(*files)
 
 
 def test_help_imports_no_torch() -> None:

@@ -57,10 +57,27 @@ def test_a_connection_with_a_long_queue_gets_no_further_calls() -> None:
     _hold(threads, begin)
     events = [_Event(peer) for peer in ["a"] * 5 + ["b"] * 2]
     works = [threads.submit(lambda event: None, event) for event in events]
-    assert [event.cancelled for event in events] == [False] * 3 + [True] * 2 + [False, True]
+    cancelled = [event.cancelled for event in events]
+    assert cancelled == [False] * 3 + [True] * 2 + [False, True] == [work.cancelled() for work in works]
+    assert (threads.queued, threads.refused) == (4, 3)
     begin.set()
     for work in works:
+        assert work.cancelled() or work.result(60) is None
+    threads.shutdown()
+
+
+def test_a_connection_has_few_calls() -> None:
+    threads = CallThreads(1, "test", of_one=2)
+    begin = threading.Event()
+    held = threads.submit(lambda event: begin.wait(), _Event("a"))
+    events = [_Event(peer) for peer in "aabbb"]
+    works = [threads.submit(lambda event: None, event) for event in events]
+    assert [event.cancelled for event in events] == [False, True, False, False, True]
+    begin.set()
+    for work in (held, works[0], works[2], works[3]):
         work.result(60)
+    threads.submit(lambda event: None, _Event("a")).result(60)  # the calls before have ended
+    assert threads.refused == 2
     threads.shutdown()
 
 

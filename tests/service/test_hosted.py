@@ -16,7 +16,8 @@ from torchrec_recstore.options import LFU, LRU, ConstantInit, Expiry, MinFrequen
 from torchrec_recstore.row_types import value_dtype
 from torchrec_recstore.rpc.table_spec import TableSpec
 from torchrec_recstore.service.backend import NoInitialRow
-from torchrec_recstore.service.hosted import HostedBackend, Limits, held_options
+from torchrec_recstore.service.hosted import HostedBackend
+from torchrec_recstore.service.limits import Limits, held_options
 from torchrec_recstore.store import Table
 
 DIM = 6

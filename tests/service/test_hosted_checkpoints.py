@@ -23,7 +23,8 @@ from torchrec_recstore.cli import app
 from torchrec_recstore.optim import SGD, Adam, Optimizer, RowWiseAdagrad
 from torchrec_recstore.options import LFU, LRU, MinFrequency, RocksDBStore, TableOptions
 from torchrec_recstore.rpc.table_spec import TableSpec
-from torchrec_recstore.service.hosted import HostedBackend, Limits
+from torchrec_recstore.service.hosted import HostedBackend
+from torchrec_recstore.service.limits import Limits
 
 from ..checkpoint import models
 

@@ -21,7 +21,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from tests.recstore_server import Proxy, RecStoreServer
 from tests.redis_server import free_port
 from torchrec_recstore.optim import Adagrad
-from torchrec_recstore.options import TableOptions
+from torchrec_recstore.options import MinFrequency, TableOptions
 from torchrec_recstore.rpc import recstore_pb2 as pb
 from torchrec_recstore.rpc.protocol import VERSION, VERSION_KEY
 from torchrec_recstore.rpc.table_spec import TableSpec
@@ -173,13 +173,39 @@ def test_clients_that_watch_the_health_are_few(own_server: RecStoreServer) -> No
         assert not left or left[0].status == health_pb2.HealthCheckResponse.NOT_SERVING
 
 
+def test_what_clients_without_a_token_hold_is_bounded(tmp_path: Path) -> None:
+    metrics = f"127.0.0.1:{free_port()}"
+    server = RecStoreServer(tmp_path / "data", "--metrics", metrics)
+    client = _client(server)
+    client.push("t", IDS, torch.ones(100, 8))
+    with ExitStack() as stack:
+        watches = []
+        channels = _channels(server, 40, stack)
+        for channel in channels:
+            grpc.channel_ready_future(channel).result(60)
+        before = resident_mb(server)
+        for channel in channels:
+            watch = channel.unary_stream("/grpc.health.v1.Health/Watch")
+            watches += [watch(b"") for _ in range(125)]
+        while sum(watch.is_active() for watch in watches) > 40 * 4:
+            time.sleep(0.05)
+        client.update("t", IDS, torch.ones(100, 8))
+        now = numbers(metrics)
+        assert now["recstore_health_watches"] <= 16
+        assert now["recstore_calls_refused"] > 4000
+        assert now["recstore_connections"] >= 41
+        assert resident_mb(server) - before < 40  # 21 KB a watch, if each is kept until its turn
+        assert watches[-1].code() is grpc.StatusCode.CANCELLED
+    server.kill()
+
+
 def test_the_memory_of_requests_is_bounded(tmp_path: Path) -> None:
     metrics = f"127.0.0.1:{free_port()}"
     server = RecStoreServer(tmp_path / "data", "--max-request-memory", "0.065", "--metrics", metrics)
     client = _client(server)
     epoch = _epoch(server)
     header = pb.WriteRequest(header=pb.WriteHeader(table="t", epoch=epoch, client="stopped", ids=5))
-    part = pb.WriteRequest(ids=bytes(60_000_000)).SerializeToString()
+    part = pb.WriteRequest(rows=bytes(60_000_000)).SerializeToString()
     end = threading.Event()
 
     def requests() -> Iterator[bytes]:
@@ -197,13 +223,49 @@ def test_the_memory_of_requests_is_bounded(tmp_path: Path) -> None:
         assert stalled.code() is grpc.StatusCode.CANCELLED
         assert numbers(metrics)["recstore_calls_ended"] == 1
         assert torch.equal(client.pull("t", torch.arange(500_000)), values)
+        client.init_data("wide", (1, 64), torch.float32)
         with pytest.raises(ValueError, match="a request may have at most 69793218 bytes"):
-            client.push("t", torch.arange(2_000_000), torch.zeros(2_000_000, 8))
+            client.update("wide", torch.arange(300_000), torch.zeros(300_000, 64))
     server.kill()
 
 
+@pytest.mark.parametrize("near", [False, True])
+def test_writes_are_short_because_others_wait_for_them(tmp_path: Path, near: bool) -> None:
+    server = RecStoreServer(tmp_path / "data", "--max-write", "1")
+    with RecStoreClient([server.address], shared_memory=near) as client:
+        for dim, ids in ((1, torch.arange(2**13 + 1)), (64, torch.arange(4000))):
+            client.init_data(f"t{dim}", (10, dim), torch.float32)
+            for write in (client.push, client.update):
+                with pytest.raises(ValueError, match=r"at most 8192 ids and 1048576 bytes \(--max-write\): split it"):
+                    write(f"t{dim}", ids, torch.ones(len(ids), dim))
+            client.update(f"t{dim}", ids[:3900], torch.ones(3900, dim))
+            assert client.stats(f"t{dim}").rows == 3900
+            assert client.stats(f"t{dim}").steps == 1
+    server.kill()
+
+
+def test_large_pushes_and_deletions_are_several_writes(
+    own_server: RecStoreServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("torchrec_recstore.rpc.servers.WRITE_BYTES", 2**14)
+    metrics = []
+    with RecStoreClient([own_server.address]) as client:
+        write = client._tables._servers._write
+        monkeypatch.setattr(
+            client._tables._servers, "_write", lambda *each: metrics.append(len(each[2])) or write(*each)
+        )
+        client.init_data("t", (10, 8), torch.float32)
+        ids, rows = torch.arange(1000) % 990, torch.randn(1000, 8)
+        client.push("t", ids, rows)
+        assert metrics == [128] * 7 + [104]
+        assert torch.equal(client.pull("t", ids[10:]), rows[10:])  # of duplicates, the last one counts
+        assert client.delete("t", ids) == 990
+        client.push("t", ids[:0], rows[:0])
+        assert client.delete("t", ids[:0]) == 0
+
+
 def test_names_numbers_and_tables_are_bounded(tmp_path: Path) -> None:
-    server = RecStoreServer(tmp_path / "data", "--max-tables", "3")
+    server = RecStoreServer(tmp_path / "data", "--max-tables", "3", "--max-counter-memory", "0.01")
     client = _client(server)
     epoch = _epoch(server)
     with grpc.insecure_channel(server.address) as channel:
@@ -246,6 +308,9 @@ def test_names_numbers_and_tables_are_bounded(tmp_path: Path) -> None:
         for name in ("c" * 65, "c" * 4_000_000, ""):
             header = pb.WriteHeader(table="t", client=name, kind=pb.WriteHeader.DELETE, epoch=epoch, request=1)
             assert "from 1 to 64 bytes" in refused("Write", pb.WriteRequest(header=header))
+        for options in (MinFrequency(2, 2**34), MinFrequency(2, 2**24)):
+            with pytest.raises(ValueError, match="--max-counter-memory is 10737418 bytes"):
+                client.init_data("counted", (1, 4), torch.float32, options=TableOptions(admission=options))
         for name in ("u", "v"):
             client.init_data(name, (1, 4), torch.float32)
         client.init_data("u", (1, 4), torch.float32)

@@ -22,6 +22,8 @@ from tests.redis_server import free_port
 from torchrec_recstore.cli import app
 from torchrec_recstore.optim import SGD, Adam
 from torchrec_recstore.options import ConstantInit, MinFrequency, TableOptions
+from torchrec_recstore.rpc import recstore_pb2 as pb
+from torchrec_recstore.rpc.connection import Connection
 from torchrec_recstore.service import RecStoreClient, ServerRestartedError, ServerSetError, ServiceError
 
 IDS = torch.arange(1000)
@@ -57,7 +59,7 @@ def _restart(servers: list[RecStoreServer]) -> None:
         server.start()
 
 
-@pytest.mark.parametrize("stopped", [0, 1])
+@pytest.mark.parametrize("stopped", [pytest.param(0, marks=pytest.mark.slow), 1])
 def test_a_server_is_killed_in_the_middle_of_a_save(pair: list[RecStoreServer], stopped: int) -> None:
     client = _client(pair)
     client.push("t", IDS, torch.full((1000, 4), 1.0))
@@ -113,6 +115,27 @@ def test_a_load_whose_answer_is_lost_is_not_made_again(own_server: RecStoreServe
         near.update("t", IDS, torch.ones(1000, 4))
     loading.join()
     assert near.pull("t", IDS).unique().tolist() == [2.0]
+    far.close()
+    proxy.close()
+
+
+def test_a_save_whose_answer_is_lost_is_not_made_again(own_server: RecStoreServer) -> None:
+    proxy = Proxy(own_server.address)
+    far, near = RecStoreClient([proxy.address]), _client([own_server])
+    near.push("t", IDS, torch.full((1000, 4), 7.0))
+    far.pull("t", IDS)
+    proxy.delay_s = 1.0
+    saving = threading.Thread(target=far.save, args=("monday",))
+    saving.start()
+    while not (own_server.data / "monday").exists():
+        time.sleep(0.01)
+    near.push("t", IDS, torch.zeros(1000, 4))
+    proxy.cut()
+    proxy.delay_s = 0.0
+    saving.join()
+    near.load("monday")
+    assert near.pull("t", IDS).unique().tolist() == [7.0]
+    near.save("monday", overwrite=True)  # nothing of the other save is in the way
     far.close()
     proxy.close()
 
@@ -340,3 +363,51 @@ def test_flags_of_the_schedule() -> None:
     assert "--keep must be at least 1" in refused("--save-every", "1", "--keep", "0")
     assert "--servers must be HOST:PORT" in refused("--save-every", "1", "--servers", "a,b")
     assert "need --save-every" in refused("--servers", "a:1")
+
+
+def test_a_save_that_has_lost_its_turn_begins_again(
+    own_server: RecStoreServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A client that is stopped between the first two calls of a save, while another client saves."""
+    client, other = _client([own_server]), _client([own_server])
+    save = Connection.save
+    saves: list[pb.SaveReply] = []
+
+    def stopped(self: Connection, request: pb.SaveRequest) -> pb.SaveReply:
+        if request.phase == pb.SaveRequest.PREPARE and not saves:
+            saves.append(pb.SaveReply())
+            other.save("other")
+        return save(self, request)
+
+    monkeypatch.setattr(Connection, "save", stopped)
+    client.save("mine")
+    assert [saved["name"] for saved in json.loads(_servers("status", [own_server], "--json")[1])["complete_saves"]] == [
+        "other",
+        "mine",
+    ]
+
+
+@pytest.mark.parametrize("read", ["pull", pytest.param("found", marks=pytest.mark.slow)])
+def test_a_read_is_of_one_epoch(pair: list[RecStoreServer], read: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another client loads a save after the first server has answered, and before the second one is asked."""
+    loader = _client(pair)
+    for name, value in (("ones", 1.0), ("twos", 2.0)):
+        loader.push("t", IDS, torch.full((1000, 4), value))
+        loader.save(name)
+    reader = _client(pair)
+    assert reader.pull("t", IDS).unique().tolist() == [2.0]
+    first_has_answered, method = threading.Event(), getattr(Connection, read)
+
+    def slow(self: Connection, *arguments: object) -> object:
+        if first_has_answered.is_set() or self.address != pair[1].address:
+            answer = method(self, *arguments)
+            first_has_answered.set()
+            return answer
+        assert first_has_answered.wait(60)
+        loader.load("ones")
+        return method(self, *arguments)
+
+    monkeypatch.setattr(Connection, read, slow)
+    backend = reader._open()
+    rows = reader.pull("t", IDS) if read == "pull" else backend.found_rows("t", IDS)[1]
+    assert rows.unique().tolist() == [1.0]

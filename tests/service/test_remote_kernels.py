@@ -6,6 +6,7 @@ import gc
 import itertools
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from typing import Literal
 
 import pytest
@@ -13,6 +14,7 @@ import torch
 from torch import Tensor
 
 from tests.kernels.optimizer_cases import OPTIMIZERS
+from tests.recstore_server import RecStoreServer
 from torchrec_recstore import NoInitialRow, RecStoreClient
 from torchrec_recstore.kernels import (
     PooledKernel,
@@ -131,6 +133,19 @@ def test_every_data_type_and_pooling(dtype: torch.dtype, pooling: Literal["sum",
             assert torch.equal(*read)
             assert not read[1].requires_grad
         both.assert_equal_rows()
+
+
+@pytest.mark.parametrize("optimizer", [Adagrad(lr=0.1), Adam(lr=0.1)], ids=repr)
+def test_a_schedule_of_the_learning_rate(optimizer: Optimizer, two_servers: list[RecStoreServer]) -> None:
+    for servers in (None, [server.address for server in two_servers]):
+        both = Both(optimizer, staleness=1, servers=servers, prefix=f"scheduled_{type(optimizer).__name__}")
+        kernels = both.pooled()
+        for number, batch in enumerate(batches(5)):
+            for kernel in kernels:
+                kernel.learning_rate = partial(pow, 0.5, number)
+            step(kernels, batch)
+            kernels[1].wait_for_updates()
+        both.assert_equal_rows(steps=servers is None)
 
 
 @pytest.mark.parametrize(
@@ -346,10 +361,6 @@ def test_what_is_refused() -> None:
     for offsets in ([0, 10, 19], [1, 10, 20], [0, 20, 10], [0, 20]):
         with pytest.raises(ValueError, match="offsets must ascend from 0 to 20, with equal bags for 2 features"):
             kernel(IDS, torch.tensor(offsets), train=True)
-    kernel.learning_rate = lambda: 0.5
-    out = kernel(IDS, torch.tensor([0, 10, 20]), train=True)
-    with pytest.raises(ValueError, match=r"table 't': the learning rate is 0.5, but the servers apply SGD\(lr=1.0"):
-        out.sum().backward()
     client.init_data("u", (10, 4), init_func=lambda shape, dtype: torch.ones(shape, dtype=dtype))
     with pytest.raises(NoInitialRow, match="table 'u' has rows that an init_func makes"):
         client.pull_each([RowRead("u", IDS)])

@@ -140,6 +140,7 @@ def train(model: nn.Module, forward: Callable[[Tensor, KeyedJaggedTensor], Tenso
         loss.backward()
         optimizer.step()
         losses.append(loss.detach())
+        model.sparse_arch.embedding_bag_collection.learning_rate *= 0.7
     return losses
 
 
@@ -250,9 +251,9 @@ def test_what_is_refused(client: RecStoreClient) -> None:
     model = make()
     with pytest.raises(ValueError, match=f"table '{tables}a' exists already with another specification: options.seed"):
         make(options=OPTIONS)
-    model.learning_rate = 0.01
+    with pytest.raises(ValueError, match="lr must"):
+        model.learning_rate = -0.5
     for call, error in (
-        (lambda: setattr(model, "learning_rate", 0.5), "learning rate cannot be changed"),
         (model.reset_parameters, "rows cannot be reset"),
         (model.share_memory, "cannot be shared by processes"),
         (lambda: copy.deepcopy(model), "cannot be copied"),

@@ -35,7 +35,8 @@ from torchrec_recstore.options import LRU, Expiry, MinFrequency
 from torchrec_recstore.rpc.connection import Access, Connection
 from torchrec_recstore.rpc.servers import ServerSet
 from torchrec_recstore.rpc.table_spec import TableSpec
-from torchrec_recstore.service.hosted import HostedBackend, Limits
+from torchrec_recstore.service.hosted import HostedBackend
+from torchrec_recstore.service.limits import Limits
 from torchrec_recstore.store import ColdStoreError, open_cold_store
 from torchrec_recstore.store.conformance import check_cold_store
 

@@ -6,26 +6,23 @@ import os
 import random
 import shutil
 import signal
-import socket
 import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-import grpc
 import pytest
 import torch
 from torch import Tensor
 
 from tests.processes import ForkedCommand
 from tests.recstore_server import RecStoreServer
+from tests.service.raw_connection import RawConnection
 from torchrec_recstore.optim import Adagrad
 from torchrec_recstore.options import TableOptions
 from torchrec_recstore.rpc import recstore_pb2 as pb
 from torchrec_recstore.rpc import segment
-from torchrec_recstore.rpc.protocol import VERSION, VERSION_KEY
-from torchrec_recstore.rpc.segment import Segment
 from torchrec_recstore.rpc.streams import Streams
 from torchrec_recstore.service import RecStoreClient, ServerRestartedError, ServiceError
 from torchrec_recstore.service import shared_memory as served
@@ -202,43 +199,6 @@ def test_many_threads(server: RecStoreServer) -> None:
     assert client.stats("t").steps == before + 120
 
 
-class _Raw:
-    """A connection that sends any message."""
-
-    def __init__(self, address: str, secret: bytes | None = None) -> None:
-        with grpc.insecure_channel(address) as channel:
-
-            def call(method: str, reply: type) -> object:
-                named = f"/torchrec_recstore.ParameterServer/{method}"
-                return channel.unary_unary(named, response_deserializer=reply.FromString)(b"", metadata=_METADATA)
-
-            offer = call("Attach", pb.AttachReply)
-            state = call("Describe", pb.DescribeReply)
-            self.epoch = f"{state.set}/{state.epoch}"  # type: ignore[attr-defined]
-        self.socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self.socket.settimeout(60)
-        self.socket.connect(f"\0{offer.socket}")  # type: ignore[attr-defined]
-        self.socket.send(secret or offer.secret)  # type: ignore[attr-defined]
-        size, files, _, _ = socket.recv_fds(self.socket, 32, 1)
-        self.files = files
-        self.memory = Segment(files[0], int(size)).bytes if files else torch.empty(0)
-
-    def send(self, message: bytes) -> pb.SegmentReply | None:
-        self.socket.send(message)
-        return self.receive()
-
-    def receive(self) -> pb.SegmentReply | None:
-        reply = self.socket.recv(1 << 17)
-        return pb.SegmentReply.FromString(reply) if reply else None
-
-    def header(self, number: int, **fields: object) -> pb.WriteHeader:
-        known = {"table": "t", "epoch": self.epoch, "client": "raw", "kind": 2, "ids": 1, "float32": True}
-        return pb.WriteHeader(request=number, **{**known, **fields})
-
-
-_METADATA = [(VERSION_KEY, VERSION)]
-
-
 def test_a_write_whose_reply_is_lost_is_applied_once(server: RecStoreServer) -> None:
     client = _client(server.address)
     client.delete("t", IDS)  # with the optimizer state of other tests
@@ -249,7 +209,7 @@ def test_a_write_whose_reply_is_lost_is_applied_once(server: RecStoreServer) -> 
     expected.push("t", IDS, _grads(0))
     expected.update("t", IDS[:1], torch.ones(1, 8))
     for attempt in range(4):
-        raw = _Raw(server.address)
+        raw = RawConnection(server.address)
         raw.memory[:8].view(torch.int64)[:] = IDS[:1]
         raw.memory[64:96].view(torch.float32)[:] = 1.0
         raw.socket.send(pb.SegmentRequest(write=raw.header(7), ids=8, rows=32).SerializeToString())
@@ -264,8 +224,8 @@ def test_bad_requests_change_nothing(server: RecStoreServer) -> None:
     client = _client(server.address)
     client.push("t", IDS, _grads(0))
     steps = client.stats("t").steps
-    assert not _Raw(server.address, b"wrong").files
-    raw = _Raw(server.address)
+    assert not RawConnection(server.address, b"wrong").files
+    raw = RawConnection(server.address)
     assert raw.files
     with pytest.raises(PermissionError):
         os.ftruncate(raw.files[0], 0)  # would end the server by a signal
@@ -310,7 +270,7 @@ def test_bad_requests_change_nothing(server: RecStoreServer) -> None:
     assert reply is not None
     assert reply.code
     for sent in range(100):  # connections that end anywhere
-        other = _Raw(server.address)
+        other = RawConnection(server.address)
         if sent % 2:
             other.socket.send(requests[2].SerializeToString())
         other.socket.close()
@@ -320,7 +280,7 @@ def test_bad_requests_change_nothing(server: RecStoreServer) -> None:
 
 def test_ids_that_change_during_a_call(server: RecStoreServer) -> None:
     client = _client(server.address)
-    raw = _Raw(server.address)
+    raw = RawConnection(server.address)
     n = 20_000
     ids = raw.memory[: 8 * n].view(torch.int64)
     ids[:] = torch.arange(n)
@@ -350,7 +310,7 @@ def test_more_clients_than_connections(server: RecStoreServer) -> None:
     raws = []
     while len(raws) < served.MOST_CONNECTIONS + 2:
         try:
-            raws.append(_Raw(server.address))
+            raws.append(RawConnection(server.address))
         except ConnectionError:
             raws.append(None)  # type: ignore[arg-type]
     client = _client(server.address)
@@ -389,7 +349,7 @@ def _in_process(data: Path, monkeypatch: pytest.MonkeyPatch, segment_bytes: int)
     server = GrpcServer(
         ListenOptions("127.0.0.1:0"), name, lambda server: add_ParameterServerServicer_to_server(service, server)
     )
-    service.begin()
+    service.begin(server)
     server.start()
     yield server.address
     server.stop()

@@ -56,7 +56,7 @@ class RecStoreEmbeddingBagCollection(EagerCollection, EmbeddingBagCollectionInte
             :class:`torchrec_recstore.store.Table`. Default: ``torch.float32``.
         client: A ``RecStoreClient`` with the tables, usually on parameter servers. The rows then belong to the servers:
             ``client.save`` saves them, and ``state_dict`` does not contain them. Rows are made by the update of a
-            backward pass. The learning rate cannot be changed, and ``fused`` and ``state_dtype`` cannot be given.
+            backward pass. ``fused`` and ``state_dtype`` cannot be given.
             Default: None, the tables are in the module.
         staleness: The number of updates of this process that may be in progress while rows are read. With 0, each
             backward pass waits for its update. It needs ``client``. Default: 0.

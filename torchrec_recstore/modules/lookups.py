@@ -88,7 +88,7 @@ class Lookups:
         """
         if torch.compiler.is_dynamo_compiling():
             return _bags_outside_the_graph(self, tables, feature_tables, pooling, bags, train)  # type: ignore[no-any-return]
-        train = train and torch.is_grad_enabled()
+        wanted, train = train, train and torch.is_grad_enabled()
         fused = tables[0].fused
         if train:
             _check_training(tables)
@@ -100,7 +100,8 @@ class Lookups:
             features: list[Any] = [tables[number] for number in feature_tables]
             return _Collect.apply(out, features, pooling, bags.ids, bags.offsets, bags.weights)  # type: ignore[no-any-return, no-untyped-call]
         weights = None if bags.weights is None else bags.weights.detach()
-        out = kernel(bags.ids, bags.offsets, weights, train=False)
+        # The kernel refuses a training lookup whose grad is disabled by a reentrant checkpoint.
+        out = kernel(bags.ids, bags.offsets, weights, train=wanted)
         if bags.weights is None or not (bags.weights.requires_grad and torch.is_grad_enabled()):
             return out
         features = [tables[number] for number in feature_tables]
@@ -125,11 +126,11 @@ class Lookups:
         """
         if torch.compiler.is_dynamo_compiling():
             return _rows_outside_the_graph(self, tables, ids, counts, train)  # type: ignore[no-any-return]
-        train = train and torch.is_grad_enabled()
+        wanted, train = train, train and torch.is_grad_enabled()
         if train:
             _check_training(tables)
         kernel = self._rows_kernel(tables)
-        out: Tensor = kernel(ids, counts, train=train)
+        out: Tensor = kernel(ids, counts, train=wanted)
         if train and not tables[0].fused:
             out = _CollectRows.apply(self._anchor, out.detach(), list(tables), ids, list(counts))  # type: ignore[no-untyped-call]
         parts, first = [], 0

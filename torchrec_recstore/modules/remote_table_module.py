@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any, NoReturn
 
 import torch
@@ -23,7 +24,7 @@ class RemoteTableModule(RefusesQuantization, nn.Module):
 
     Args:
         table: The table.
-        learning_rate: The learning rate of the optimizer, which the servers apply. It cannot be changed.
+        learning_rate: The learning rate of the optimizer. It is sent with each update.
     """
 
     fused = True
@@ -47,15 +48,13 @@ class RemoteTableModule(RefusesQuantization, nn.Module):
 
     @property
     def learning_rate(self) -> float:
-        """The learning rate of the optimizer."""
+        """The learning rate of the optimizer. Each backward pass sends it; a new value applies from the next one."""
         return self._learning_rate.value
 
     @learning_rate.setter
     def learning_rate(self, value: float) -> None:
-        if value != self._learning_rate.value:
-            self._refuse(
-                "its learning rate cannot be changed, because the servers apply the optimizer of the constructor"
-            )
+        replace(self._table.optimizer, lr=value)  # raises an error if the value is not a valid learning rate
+        self._learning_rate.value = value
 
     def reset_parameters(self) -> None:
         """Raises an error, because other models may use the rows.

@@ -32,6 +32,7 @@ from torchrec_recstore.rpc.protocol import (
 from torchrec_recstore.rpc.recstore_pb2_grpc import ParameterServerStub
 from torchrec_recstore.rpc.shared_memory import ServedError, SharedMemory, SharedMemoryConnection
 from torchrec_recstore.rpc.streams import Streams
+from torchrec_recstore.rpc.table_rows import TableRows, one_table
 from torchrec_recstore.utils import leave_to_parent
 
 _LONG_CALL_S = 24 * 3600.0  # the deadline of a save or load, whose time is not known; keepalive detects a dead server
@@ -134,17 +135,15 @@ class Connection:
         """Deletes a table and its rows in the epoch with this label. A table that does not exist is ignored."""
         self._call(table, lambda left: self._unary("Drop", pb.DropRequest(table=table, epoch=epoch), left))
 
-    def pull(self, table: str, ids: Tensor, out: Tensor, places: Tensor | None = None) -> None:
-        """Reads rows into a tensor.
+    def pull(self, call: TableRows) -> None:
+        """Reads rows into the memory of ``call``. An id without a row reads as its initial row, or as zeros."""
 
-        Args:
-            table: The name of the table.
-            ids: (N,) int64. The ids whose rows are read. An id without a row reads as its initial row.
-            out: (N, columns), contiguous. The tensor to write the rows to.
-            places: (N,) int64. The index in ``out`` of the row of each id. ``out`` may then have more than N rows.
-                Default: None, which means the order of ``ids``.
-        """
-        self._in_epoch(table, lambda epoch, left: self._pull(table, epoch, ids, out, places, left))
+        def attempt(epoch: str, left: float) -> None:
+            if not self._carry(left, lambda rows: rows.pull(epoch, call, left)):
+                raise self._unfit(label)
+
+        label = _label(call.tables)
+        self._in_epoch(label, attempt)
 
     def found(self, table: str, ids: Tensor, row_bytes: int) -> tuple[Tensor, Tensor]:
         """Reads the rows of the ids that have one.
@@ -160,50 +159,42 @@ class Connection:
         return self._in_epoch(table, lambda epoch, left: self._found(table, epoch, ids, row_bytes, left))
 
     def write(
-        self,
-        table: str,
-        kind: pb.WriteHeader.Kind,
-        ids: Tensor,
-        rows: Tensor | None = None,
-        initial: tuple[Tensor, Tensor] | None = None,
-        places: Tensor | None = None,
+        self, kind: pb.WriteHeader.Kind, call: TableRows, initial: TableRows | None = None, float32: bool = False
     ) -> int:
-        """Writes, updates or deletes rows.
+        """Writes, updates or deletes rows. This is one write, with one number, also for several tables.
 
         Args:
-            table: The name of the table.
-            kind: The kind of the write.
-            ids: (N,) int64. The ids whose rows are written.
-            rows: (N, columns). The weights or gradients. None for a delete.
-            initial: Ids, (M,) int64, and rows, (M, columns) float32. Those of these ids that have no row get one before
-                the update. Default: None.
-            places: (N,) int64. The index in ``rows`` of the row of each id. ``rows`` may then have more than N rows.
-                Default: None, which means the order of ``ids``.
+            kind: The kind of the write. Several tables can only be updated.
+            call: The ids and rows. The rows have no columns for a delete.
+            initial: Distinct ids and their rows, float32. Those of these ids that have no row get one before the
+                update. Default: None.
+            float32: Whether the rows are float32 even if the table has another data type. Default: False.
 
         Returns:
             The number of deleted rows.
         """
-        values = ids.new_empty(len(ids), 0) if rows is None else rows.detach().contiguous()
-        row_bytes = values.shape[1] * values.itemsize
-        first = (ids[:0], values.new_empty(0, 0))
-        if initial is not None:
-            first = initial[0], initial[1].detach().contiguous()
+        first = one_table("", call.ids[:0], torch.empty(0, 0)) if initial is None else initial
+        label = _label(call.tables)
+        tables = {"table": call.tables[0]} if call.is_plain else {"tables": call.headers()}
 
         def attempt(epoch: str, number: int, left: float) -> int:
             header = pb.WriteHeader(
-                table=table,
+                **tables,
                 epoch=epoch,
                 client=self._epoch.client,
                 request=number,
                 done_before=self._epoch.done_before,
                 kind=kind,
-                ids=len(ids),
-                float32=rows is not None and rows.dtype is torch.float32,
+                ids=len(call.ids),
+                float32=float32,
             )
-            sizes = [8 * len(ids), row_bytes * len(ids), *(array.numel() * array.itemsize for array in first)]
-            return self._carry(left, lambda rows: rows.write(header, ids, values, first, places, left), sizes)
+            return self._carry(
+                left,
+                lambda rows: rows.write(header, call, first, left),
+                lambda connection: connection.fits(header, call, first),
+            )
 
-        return self._numbered(table, attempt)
+        return self._numbered(label, attempt)
 
     def ids(self, table: str) -> Tensor:
         """Returns the ids that have a row, (N,) int64, ascending."""
@@ -220,6 +211,16 @@ class Connection:
 
         def attempt(epoch: str, left: float) -> dict[str, int]:
             return dict(self._unary("Stats", pb.StatsRequest(table=table, epoch=epoch), left).counts)
+
+        return self._in_epoch(table, attempt)
+
+    def look(self, table: str, by: str, count: int, row: bytes = b"", but: int = 0) -> pb.LookReply:
+        """Looks through all rows of a table. See ``LookRequest``."""
+
+        def attempt(epoch: str, left: float) -> pb.LookReply:
+            request = pb.LookRequest(table=table, epoch=epoch, by=by, count=count, row=row, but=but)
+            reply: pb.LookReply = self._unary("Look", request, left)
+            return reply
 
         return self._in_epoch(table, attempt)
 
@@ -260,12 +261,6 @@ class Connection:
     def _unary(self, method: str, request: Any, left: float) -> Any:
         return getattr(self._stub, method)(request, timeout=left, metadata=self._metadata)
 
-    def _pull(self, table: str, epoch: str, ids: Tensor, out: Tensor, places: Tensor | None, left: float) -> None:
-        header = pb.PullHeader(table=table, epoch=epoch, want=pb.PullHeader.ROWS)
-        memory = out.view(torch.uint8)
-        if not self._carry(left, lambda rows: rows.pull(header, ids, memory, places, left)):
-            raise self._unfit(table)
-
     def _found(self, table: str, epoch: str, ids: Tensor, row_bytes: int, left: float) -> tuple[Tensor, Tensor]:
         want = pb.PullHeader.FOUND_ROWS if row_bytes else pb.PullHeader.FOUND
         header = pb.PullHeader(table=table, epoch=epoch, want=want)
@@ -276,21 +271,24 @@ class Connection:
         return found, received[1].view(-1, max(1, row_bytes))
 
     def _carry(
-        self, left: float, call: Callable[[SharedMemoryConnection | Streams], _Result], sizes: Sequence[int] = ()
+        self,
+        left: float,
+        call: Callable[[SharedMemoryConnection | Streams], _Result],
+        fits: Callable[[SharedMemoryConnection], bool] = lambda connection: True,
     ) -> _Result:
         """Makes a call by shared memory if that is possible, and else by gRPC.
 
         Args:
             left: The time left in seconds.
             call: A function that makes the call.
-            sizes: The sizes in bytes of the arrays that must fit into the shared memory together.
+            fits: A function that returns whether the shared memory is large enough. Default: it is.
         """
         connection = None if self._memory is None else self._memory.take(left)
         if self._memory is None or connection is None:
             return call(self._streams)
         done = False
         try:
-            if not connection.fits(sizes):
+            if not fits(connection):
                 done = True
                 return call(self._streams)
             result = call(connection)
@@ -386,6 +384,11 @@ class Connection:
 
     def _named(self, table: str) -> str:
         return f"table {table!r} on server {self.address}" if table else f"server {self.address}"
+
+
+def _label(tables: Sequence[str]) -> str:
+    """Returns the name of a table, or of the first of several tables, for errors."""
+    return tables[0] if tables else ""
 
 
 def _channel(address: str, access: Access) -> Any:

@@ -10,8 +10,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from torchrec_recstore import ops
-
 VERSION = "2"
 VERSION_KEY = "recstore-protocol"
 TOKEN_KEY = "authorization"
@@ -19,6 +17,13 @@ ERROR_KEY = "recstore-error"
 """The key in the trailing metadata of an error under which the server sends the name of the error's class."""
 NO_INITIAL_ROW = "NoInitialRow"
 """The name of the error that an id has no row and that only the client's ``init_func`` can create it."""
+SAVE_SUPERSEDED = "SaveSuperseded"
+"""The name of the error that another save has got the turn of a save that had not begun to prepare."""
+
+WRITE_BYTES = 1 << 27
+"""The largest size in bytes of the arrays of a write, by default. Other calls on the table wait for a write."""
+BYTES_A_WRITTEN_ID = 128
+"""A write has at most one id for so many bytes of its largest size. A new row takes time even if it is short."""
 
 _ERROR_BYTES = 4000
 PART_IDS = 1 << 16
@@ -149,23 +154,6 @@ def fill(out: Tensor, parts: Iterable[bytes]) -> int:
         array[place : place + len(part)] = np.frombuffer(part, np.uint8)
         place += len(part)
     return place
-
-
-def take_rows(rows: Tensor, places: Tensor | None, out: Tensor) -> None:
-    """Copies rows to the memory ``out``.
-
-    Args:
-        rows: (N, columns), contiguous. The rows.
-        places: (n,) int64. The index of each row that is copied. None: the first rows are copied.
-        out: (bytes of the copied rows,) uint8. The memory.
-    """
-    if len(out) == 0:
-        return
-    memory = rows.view(torch.uint8)
-    if places is None:
-        out.numpy()[:] = memory.view(-1)[: len(out)].numpy()
-    else:
-        ops.rows_take(memory, places, out.view(len(places), memory.shape[1]))
 
 
 def shortened(details: str) -> str:

@@ -74,8 +74,20 @@ class DropRequest(_message.Message):
     epoch: str
     def __init__(self, table: _Optional[str] = ..., epoch: _Optional[str] = ...) -> None: ...
 
+class TableIds(_message.Message):
+    __slots__ = ("table", "ids", "zeros", "learning_rate")
+    TABLE_FIELD_NUMBER: _ClassVar[int]
+    IDS_FIELD_NUMBER: _ClassVar[int]
+    ZEROS_FIELD_NUMBER: _ClassVar[int]
+    LEARNING_RATE_FIELD_NUMBER: _ClassVar[int]
+    table: str
+    ids: int
+    zeros: bool
+    learning_rate: float
+    def __init__(self, table: _Optional[str] = ..., ids: _Optional[int] = ..., zeros: _Optional[bool] = ..., learning_rate: _Optional[float] = ...) -> None: ...
+
 class PullHeader(_message.Message):
-    __slots__ = ("table", "epoch", "want")
+    __slots__ = ("table", "epoch", "want", "tables")
     class Want(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
         __slots__ = ()
         ROWS: _ClassVar[PullHeader.Want]
@@ -87,10 +99,12 @@ class PullHeader(_message.Message):
     TABLE_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
     WANT_FIELD_NUMBER: _ClassVar[int]
+    TABLES_FIELD_NUMBER: _ClassVar[int]
     table: str
     epoch: str
     want: PullHeader.Want
-    def __init__(self, table: _Optional[str] = ..., epoch: _Optional[str] = ..., want: _Optional[_Union[PullHeader.Want, str]] = ...) -> None: ...
+    tables: _containers.RepeatedCompositeFieldContainer[TableIds]
+    def __init__(self, table: _Optional[str] = ..., epoch: _Optional[str] = ..., want: _Optional[_Union[PullHeader.Want, str]] = ..., tables: _Optional[_Iterable[_Union[TableIds, _Mapping]]] = ...) -> None: ...
 
 class PullRequest(_message.Message):
     __slots__ = ("header", "ids")
@@ -109,7 +123,7 @@ class PullReply(_message.Message):
     def __init__(self, found: _Optional[bytes] = ..., rows: _Optional[bytes] = ...) -> None: ...
 
 class WriteHeader(_message.Message):
-    __slots__ = ("table", "epoch", "client", "request", "done_before", "kind", "ids", "float32")
+    __slots__ = ("table", "epoch", "client", "request", "done_before", "kind", "ids", "float32", "tables")
     class Kind(int, metaclass=_enum_type_wrapper.EnumTypeWrapper):
         __slots__ = ()
         NONE: _ClassVar[WriteHeader.Kind]
@@ -128,6 +142,7 @@ class WriteHeader(_message.Message):
     KIND_FIELD_NUMBER: _ClassVar[int]
     IDS_FIELD_NUMBER: _ClassVar[int]
     FLOAT32_FIELD_NUMBER: _ClassVar[int]
+    TABLES_FIELD_NUMBER: _ClassVar[int]
     table: str
     epoch: str
     client: str
@@ -136,7 +151,8 @@ class WriteHeader(_message.Message):
     kind: WriteHeader.Kind
     ids: int
     float32: bool
-    def __init__(self, table: _Optional[str] = ..., epoch: _Optional[str] = ..., client: _Optional[str] = ..., request: _Optional[int] = ..., done_before: _Optional[int] = ..., kind: _Optional[_Union[WriteHeader.Kind, str]] = ..., ids: _Optional[int] = ..., float32: _Optional[bool] = ...) -> None: ...
+    tables: _containers.RepeatedCompositeFieldContainer[TableIds]
+    def __init__(self, table: _Optional[str] = ..., epoch: _Optional[str] = ..., client: _Optional[str] = ..., request: _Optional[int] = ..., done_before: _Optional[int] = ..., kind: _Optional[_Union[WriteHeader.Kind, str]] = ..., ids: _Optional[int] = ..., float32: _Optional[bool] = ..., tables: _Optional[_Iterable[_Union[TableIds, _Mapping]]] = ...) -> None: ...
 
 class WriteRequest(_message.Message):
     __slots__ = ("header", "ids", "rows", "initial_ids", "initial_rows")
@@ -346,3 +362,38 @@ class WriteFileRequest(_message.Message):
     offset: int
     content: bytes
     def __init__(self, id: _Optional[str] = ..., part: _Optional[int] = ..., file: _Optional[str] = ..., offset: _Optional[int] = ..., content: _Optional[bytes] = ...) -> None: ...
+
+class LookRequest(_message.Message):
+    __slots__ = ("table", "epoch", "by", "count", "row", "but")
+    TABLE_FIELD_NUMBER: _ClassVar[int]
+    EPOCH_FIELD_NUMBER: _ClassVar[int]
+    BY_FIELD_NUMBER: _ClassVar[int]
+    COUNT_FIELD_NUMBER: _ClassVar[int]
+    ROW_FIELD_NUMBER: _ClassVar[int]
+    BUT_FIELD_NUMBER: _ClassVar[int]
+    table: str
+    epoch: str
+    by: str
+    count: int
+    row: bytes
+    but: int
+    def __init__(self, table: _Optional[str] = ..., epoch: _Optional[str] = ..., by: _Optional[str] = ..., count: _Optional[int] = ..., row: _Optional[bytes] = ..., but: _Optional[int] = ...) -> None: ...
+
+class LookReply(_message.Message):
+    __slots__ = ("rows", "steps", "ids", "columns")
+    class ColumnsEntry(_message.Message):
+        __slots__ = ("key", "value")
+        KEY_FIELD_NUMBER: _ClassVar[int]
+        VALUE_FIELD_NUMBER: _ClassVar[int]
+        key: str
+        value: bytes
+        def __init__(self, key: _Optional[str] = ..., value: _Optional[bytes] = ...) -> None: ...
+    ROWS_FIELD_NUMBER: _ClassVar[int]
+    STEPS_FIELD_NUMBER: _ClassVar[int]
+    IDS_FIELD_NUMBER: _ClassVar[int]
+    COLUMNS_FIELD_NUMBER: _ClassVar[int]
+    rows: int
+    steps: int
+    ids: bytes
+    columns: _containers.ScalarMap[str, bytes]
+    def __init__(self, rows: _Optional[int] = ..., steps: _Optional[int] = ..., ids: _Optional[bytes] = ..., columns: _Optional[_Mapping[str, bytes]] = ...) -> None: ...

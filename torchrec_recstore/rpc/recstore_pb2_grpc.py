@@ -94,6 +94,11 @@ class ParameterServerStub:
                 request_serializer=torchrec__recstore_dot_rpc_dot_recstore__pb2.AttachRequest.SerializeToString,
                 response_deserializer=torchrec__recstore_dot_rpc_dot_recstore__pb2.AttachReply.FromString,
                 _registered_method=True)
+        self.Look = channel.unary_unary(
+                '/torchrec_recstore.ParameterServer/Look',
+                request_serializer=torchrec__recstore_dot_rpc_dot_recstore__pb2.LookRequest.SerializeToString,
+                response_deserializer=torchrec__recstore_dot_rpc_dot_recstore__pb2.LookReply.FromString,
+                _registered_method=True)
 
 
 class ParameterServerServicer:
@@ -184,6 +189,13 @@ class ParameterServerServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Look(self, request, context):
+        """Looks through all rows of a table: for those with the largest values, or for those nearest to a row.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_ParameterServerServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -246,6 +258,11 @@ def add_ParameterServerServicer_to_server(servicer, server):
                     servicer.Attach,
                     request_deserializer=torchrec__recstore_dot_rpc_dot_recstore__pb2.AttachRequest.FromString,
                     response_serializer=torchrec__recstore_dot_rpc_dot_recstore__pb2.AttachReply.SerializeToString,
+            ),
+            'Look': grpc.unary_unary_rpc_method_handler(
+                    servicer.Look,
+                    request_deserializer=torchrec__recstore_dot_rpc_dot_recstore__pb2.LookRequest.FromString,
+                    response_serializer=torchrec__recstore_dot_rpc_dot_recstore__pb2.LookReply.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -572,6 +589,33 @@ class ParameterServer:
             '/torchrec_recstore.ParameterServer/Attach',
             torchrec__recstore_dot_rpc_dot_recstore__pb2.AttachRequest.SerializeToString,
             torchrec__recstore_dot_rpc_dot_recstore__pb2.AttachReply.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Look(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/torchrec_recstore.ParameterServer/Look',
+            torchrec__recstore_dot_rpc_dot_recstore__pb2.LookRequest.SerializeToString,
+            torchrec__recstore_dot_rpc_dot_recstore__pb2.LookReply.FromString,
             options,
             channel_credentials,
             insecure,

@@ -50,6 +50,7 @@ class Segment:
         self.size = size
         self.bytes: Tensor = torch.frombuffer(mmap.mmap(file, size), dtype=torch.uint8)
         """(size,) uint8. The memory."""
+        self.array = self.bytes.numpy()  # the same; a part of an array is made faster than one of a tensor
 
     def arrays(self, sizes: Sequence[int]) -> list[Tensor]:
         """Returns the arrays of ``sizes`` bytes, (size,) uint8 each, without a copy.

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import suppress
 from functools import partial
-from typing import NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -21,24 +21,22 @@ from torchrec_recstore.rpc.agreement import SLOTS, Begin, to_load, to_reshard, t
 from torchrec_recstore.rpc.client_epoch import ClientEpoch
 from torchrec_recstore.rpc.connection import Access, Connection
 from torchrec_recstore.rpc.protocol import (
+    BYTES_A_WRITTEN_ID,
     NO_INITIAL_ROW,
+    SAVE_SUPERSEDED,
+    WRITE_BYTES,
     ServerRestartedError,
     ServerSetError,
     ServiceError,
 )
+from torchrec_recstore.rpc.table_rows import TableRead, TableRows, TableUpdate, bytes_of_rows, places_of_tables
 
 # The number of threads per server. The deadline of a call begins when it has a thread, so there are more threads than
 # concurrent calls in practice.
 _CALLS = 256
-_ATTEMPTS = 5  # to begin an epoch while other clients begin epochs too
+_ATTEMPTS = 5  # to begin an epoch, or a save, while other clients do the same
+_UPDATE_BYTES = WRITE_BYTES // 2  # of an update of several tables, unless one of them is larger
 _Result = TypeVar("_Result")
-
-
-class _Part(NamedTuple):
-    """The part of a call that one server gets."""
-
-    ids: Tensor
-    places: Tensor
 
 
 class ServerSet:
@@ -92,43 +90,61 @@ class ServerSet:
 
     def pull(self, table: str, ids: Tensor, columns: int, dtype: torch.dtype) -> Tensor:
         """Returns the rows of ``ids``, (N,) int64: (N, columns). An id without a row reads as its initial row."""
-        rows = ops.rows_empty(len(ids), columns * dtype.itemsize).view(dtype)
-        if len(self._connections) == 1:
-            self._connections[0].pull(table, ids, rows)
-        else:
-            parts = self._parts(table, ids)
-            self._each(lambda connection: connection.pull(table, parts[connection].ids, rows, parts[connection].places))
-        return rows
+        if len(self._connections) > 1:
+            return self.pull_each([TableRead(table, ids, columns, dtype)])[0]
+        rows = ops.rows_empty(ids.numel(), columns * dtype.itemsize)  # the shortest way: most calls read a few rows
+        self._connections[0].pull(TableRows([table], ids, [ids.numel()], [rows]))
+        return rows.view(dtype)
 
-    def pull_each(self, reads: Sequence[tuple[str, Tensor, int, torch.dtype]]) -> list[Tensor]:
-        """Makes several calls of :meth:`pull`, with these arguments. Each server answers one after the other."""
-        rows = [ops.rows_empty(len(ids), columns * dtype.itemsize).view(dtype) for _, ids, columns, dtype in reads]
-        parts = [self._parts_or_all(table, ids) for table, ids, *_ in reads]
+    def pull_each(self, reads: Sequence[TableRead]) -> list[Tensor]:
+        """Reads rows of several tables, by one request to each server.
 
-        def pull(connection: Connection) -> None:
-            for (table, *_), out, of_table in zip(reads, rows, parts, strict=True):
-                own, places = of_table[connection]
-                connection.pull(table, own, out, places)
-
-        self._each(pull)
-        return rows
-
-    def update_each(self, updates: Sequence[tuple[str, Tensor, Tensor]]) -> None:
-        """Applies the optimizer to rows of several tables without ``initial_rows``.
-
-        Each server makes one update of each table, also without ids, one after the other.
-
-        Args:
-            updates: The name of each table, the ids, (N,) int64, and their gradients, (N, columns).
+        Returns:
+            For each read, (N, columns) of its dtype.
         """
-        parts = [self._parts_or_all(table, ids) for table, ids, _ in updates]
+        if not reads:
+            return []
+        counts = [len(read.ids) for read in reads]
+        row_bytes = [read.columns * read.dtype.itemsize for read in reads]
+        begins, size = places_of_tables(row_bytes, counts)
+        memory = ops.rows_empty(1, size)[0]
+        rows = [
+            memory[begin : begin + n * width].view(n, width)
+            for begin, n, width in zip(begins, counts, row_bytes, strict=True)
+        ]
+        zeros = [read.zeros for read in reads]
+        ids = _joined([read.ids for read in reads])
+        parts = self._parts([read.table for read in reads], ids, counts, rows, zeros=zeros)
+        self._read(reads[0].table, lambda connection: connection.pull(parts[connection]))
+        return [each.view(read.dtype).view(-1, read.columns) for each, read in zip(rows, reads, strict=True)]
 
-        def update(connection: Connection) -> None:
-            for (table, _, grads), of_table in zip(updates, parts, strict=True):
-                own, places = of_table[connection]
-                connection.write(table, pb.WriteHeader.UPDATE, own, grads, None, places)
+    def update_each(self, updates: Sequence[TableUpdate]) -> None:
+        """Applies the optimizer to rows of several tables without ``initial_rows``, by one request to each server.
 
-        self._each(update)
+        Each server makes one update of each table, also without ids. An update that is too large for one request is
+        sent as several ones, each of some of the tables.
+        """
+        size = 0
+        some: list[TableUpdate] = []
+        for update in updates:
+            more = len(update.ids) * max(BYTES_A_WRITTEN_ID, 8 + update.grads.shape[1] * 4)
+            if some and size + more > _UPDATE_BYTES:
+                self._update_together(some)
+                some, size = [], 0
+            some.append(update)
+            size += more
+        if some:
+            self._update_together(some)
+
+    def _update_together(self, updates: Sequence[TableUpdate]) -> None:
+        parts = self._parts(
+            [update.table for update in updates],
+            _joined([update.ids for update in updates]),
+            [len(update.ids) for update in updates],
+            [bytes_of_rows(update.grads.detach().contiguous()) for update in updates],
+            learning_rates=[update.learning_rate for update in updates],
+        )
+        self._each(lambda connection: connection.write(pb.WriteHeader.UPDATE, parts[connection], float32=True))
 
     def found(self, table: str, ids: Tensor) -> Tensor:
         """Returns which of ``ids``, (N,) int64, have a row: (N,) bool."""
@@ -138,22 +154,24 @@ class ServerSet:
         """Reads the rows of the ids that have one. See :meth:`Connection.found`; the arguments are the same."""
         if len(self._connections) == 1:
             return self._connections[0].found(table, ids, row_bytes)
-        parts = self._parts(table, ids)
-        answers = self._each(lambda connection: connection.found(table, parts[connection].ids, row_bytes))
+        parts = self._split([table], ids, [len(ids)])
+        answers = self._read(table, lambda connection: connection.found(table, parts[connection][0], row_bytes))
         found = torch.empty(len(ids), dtype=torch.bool)
-        for part, (there, _) in zip(parts.values(), answers, strict=True):
-            found[part.places] = there
+        for (_, places, _), (there, _) in zip(parts.values(), answers, strict=True):
+            found[places] = there
         if row_bytes == 0:
             return found, torch.empty(0, 1, dtype=torch.uint8)
         rank = found.cumsum(0) - 1
         rows = ops.rows_empty(int(found.sum()), row_bytes)
-        for part, (there, some) in zip(parts.values(), answers, strict=True):
-            ops.rows_put(rows, rank[part.places[there]], some)
+        for (_, places, _), (there, some) in zip(parts.values(), answers, strict=True):
+            ops.rows_put([rows], rank[places[there]], [len(some)], some.view(-1), 0)
         return found, rows
 
     def push(self, table: str, ids: Tensor, values: Tensor) -> None:
         """Writes ``values``, (N, columns), as the rows of ``ids``, (N,) int64. Of duplicates, the last one counts."""
-        self._write(table, pb.WriteHeader.PUSH, ids, values)
+        of_one = ids.element_size() + values.shape[1] * values.element_size()
+        for some, rows in zip(_splits(ids, of_one), _splits(values, of_one), strict=True):
+            self._write(table, pb.WriteHeader.PUSH, some, rows)
 
     def update(self, table: str, ids: Tensor, grads: Tensor, initial: tuple[Tensor, Tensor] | None = None) -> Tensor:
         """Applies the optimizer to rows.
@@ -173,16 +191,20 @@ class ServerSet:
 
     def delete(self, table: str, ids: Tensor) -> int:
         """Deletes the rows of ``ids``, (N,) int64, and returns how many rows there were."""
-        return self._write(table, pb.WriteHeader.DELETE, ids)[0]
+        return sum(self._write(table, pb.WriteHeader.DELETE, some)[0] for some in _splits(ids, ids.element_size()))
 
     def ids(self, table: str) -> Tensor:
         """Returns the ids that have a row, (N,) int64, ascending."""
-        ids: Tensor = torch.cat(self._each(lambda connection: connection.ids(table))).sort().values
+        ids: Tensor = torch.cat(self._read(table, lambda connection: connection.ids(table))).sort().values
         return ids
 
     def stats(self, table: str) -> list[dict[str, int]]:
         """Returns each server's statistics of a table, by the names of ``TableStats``."""
-        return self._each(lambda connection: connection.stats(table))
+        return self._read(table, lambda connection: connection.stats(table))
+
+    def look(self, table: str, by: str, count: int, row: bytes = b"", but: int = 0) -> list[pb.LookReply]:
+        """Returns what each server finds among all of its rows of a table. See ``LookRequest``."""
+        return self._read(table, lambda connection: connection.look(table, by, count, row, but))
 
     def describe(self, table: str = "") -> list[pb.DescribeReply]:
         """Returns the state of each server. Errors name ``table``."""
@@ -218,7 +240,7 @@ class ServerSet:
     def _save(self, label: str, name: str, overwrite: bool, forget: Sequence[str]) -> None:
         first, *others = sorted(self._connections, key=self._number)
         named = [connection.address for connection in (first, *others)]
-        save = pb.Saved(name=name, id=uuid.uuid4().hex)
+        save = pb.Saved(name=name)
         phases = pb.SaveRequest
 
         def request(phase: pb.SaveRequest.Phase, decided: Sequence[str] = ()) -> pb.SaveRequest:
@@ -232,13 +254,18 @@ class ServerSet:
                 forget=forget,
             )
 
-        save.number = first.save(request(phases.RESERVE)).number
-        try:
-            self._each(lambda connection: connection.save(request(phases.PREPARE)))
-        except BaseException:
-            with suppress(Exception):  # what is left is deleted by a later save
-                self._each(lambda connection: connection.save(request(phases.ABORT)))
-            raise
+        for attempt in range(_ATTEMPTS):
+            save.id = uuid.uuid4().hex
+            save.number = first.save(request(phases.RESERVE)).number
+            try:
+                self._each(lambda connection: connection.save(request(phases.PREPARE)))
+                break
+            except BaseException as error:
+                with suppress(Exception):  # what is left is deleted by a later save
+                    self._each(lambda connection: connection.save(request(phases.ABORT)))
+                superseded = isinstance(error, ServiceError) and error.kind == SAVE_SUPERSEDED
+                if not superseded or attempt + 1 == _ATTEMPTS:
+                    raise
         decided = first.save(request(phases.COMMIT)).decided  # from here on the save counts
         self._each(lambda connection: connection.save(request(phases.COMMIT, decided)), others)
 
@@ -255,21 +282,22 @@ class ServerSet:
         done = self._epoch.done
         self._epoch.begin(self._begin("", lambda states: to_load(self.addresses, states, name, exact)), done)
 
-    def load_from(self, sources: ServerSet, name: str) -> None:
+    def load_from(self, sources: ServerSet, name: str | None) -> None:
         """Begins an epoch with a save of other servers, whose rows are distributed over these servers anew.
 
         These servers belong to no set, or to the set of the sources. They then have a save of the same name.
 
         Args:
             sources: The servers that have the save.
-            name: The name of the save.
+            name: The name of the save. None: the sources have rows of a version without sets. The save is then called
+                "converted".
         """
         done = self._epoch.done
         of_sources = sources.describe()
-        save, begin = to_reshard(self.addresses, self.describe(), sources.addresses, of_sources, name)
-        for connection, state in zip(sources._connections, of_sources, strict=True):
+        saves, begin = to_reshard(self.addresses, self.describe(), sources.addresses, of_sources, name)
+        for part, (connection, save) in enumerate(zip(sources._connections, saves, strict=True)):
             for file in connection.read_file(save).files:
-                self._copy(connection, save, file, begin.save.id, state.member)
+                self._copy(connection, save, file, begin.save.id, part)
         self._load(begin, parts=len(of_sources))
         self._set_owners(begin)
         self._epoch.begin(begin.label, done)
@@ -367,35 +395,58 @@ class ServerSet:
         Returns:
             The number of deleted rows, and the positions of the ids whose server requires initial rows, (n,) int64.
         """
-        if len(self._connections) == 1:
-            deleted = _written(self._connections[0], table, kind, ids, rows, initial)
-            return deleted or 0, torch.arange(len(ids) if deleted is None else 0)
-        parts = self._parts(table, ids)
-        firsts = {} if initial is None else self._parts(table, initial[0])
+        values = ids.new_empty(len(ids), 0) if rows is None else rows.detach().contiguous()
+        float32 = values.dtype is torch.float32
+        calls = self._parts([table], ids, [len(ids)], [bytes_of_rows(values)])
+        firsts: dict[Connection, TableRows] = {}
+        if initial is not None:
+            first_rows = bytes_of_rows(initial[1].detach().contiguous())
+            firsts = self._parts([table], initial[0], [len(initial[0])], [first_rows])
 
         def write(connection: Connection) -> int | None:
-            part, first = parts[connection], None
-            if initial is not None and len(firsts[connection].ids):
-                first = firsts[connection].ids, initial[1][firsts[connection].places]
-            return _written(connection, table, kind, part.ids, rows, first, part.places)
+            try:
+                return connection.write(kind, calls[connection], firsts.get(connection), float32)
+            except ServiceError as error:
+                if error.kind == NO_INITIAL_ROW:
+                    return None
+                raise
 
         counts = self._each(write)
-        refused = [part.places for part, count in zip(parts.values(), counts, strict=True) if count is None]
+        refused = [
+            torch.arange(len(ids)) if call.places is None else call.places
+            for call, count in zip(calls.values(), counts, strict=True)
+            if count is None
+        ]
         return sum(count or 0 for count in counts), torch.cat([ids[:0], *refused])
 
-    def _parts(self, table: str, ids: Tensor) -> dict[Connection, _Part]:
-        """Returns the ids of each server, and their positions in ``ids``, ascending."""
-        self._epoch.label(table)  # without an epoch, the owners are not known
-        own, places, counts = ops.ids_split(ids, self._owners, len(self._connections))
-        sizes = counts.tolist()
-        parts = zip(torch.split(own, sizes), torch.split(places, sizes), strict=True)
-        return {connection: _Part(*part) for connection, part in zip(self._connections, parts, strict=True)}
+    def _split(
+        self, tables: Sequence[str], ids: Tensor, counts: Sequence[int]
+    ) -> dict[Connection, tuple[Tensor, Tensor, list[int]]]:
+        """Returns the ids of each server, their positions in ``ids``, ascending, and their number in each table."""
+        self._epoch.label(tables[0])  # without an epoch, the owners are not known
+        own, places, of_tables = ops.ids_split(ids, counts, self._owners, len(self._connections))
+        sizes = of_tables.sum(1).tolist()
+        parts = zip(torch.split(own, sizes), torch.split(places, sizes), of_tables.tolist(), strict=True)
+        return dict(zip(self._connections, parts, strict=True))
 
-    def _parts_or_all(self, table: str, ids: Tensor) -> dict[Connection, tuple[Tensor, Tensor | None]]:
-        """Returns :meth:`_parts`. If there is one server, its part is ``ids`` without positions."""
+    def _parts(
+        self, tables: Sequence[str], ids: Tensor, counts: Sequence[int], rows: Sequence[Tensor], **settings: Any
+    ) -> dict[Connection, TableRows]:
+        """Returns the call of each server. See :class:`TableRows` for the arguments."""
         if len(self._connections) == 1:
-            return {self._connections[0]: (ids, None)}
-        return {connection: (part.ids, part.places) for connection, part in self._parts(table, ids).items()}
+            return {self._connections[0]: TableRows(tables, ids, counts, rows, **settings)}
+        return {
+            connection: TableRows(tables, own, of_tables, rows, places, **settings)
+            for connection, (own, places, of_tables) in self._split(tables, ids, counts).items()
+        }
+
+    def _read(self, table: str, call: Callable[[Connection], _Result]) -> list[_Result]:
+        """Calls all servers in one epoch. If another epoch begins meanwhile, all servers are called again."""
+        while True:
+            label = self._epoch.label(table)
+            answers = self._each(call)
+            if self._epoch.label(table) == label:
+                return answers
 
     def _each(
         self, call: Callable[[Connection], _Result], connections: Sequence[Connection] | None = None
@@ -420,26 +471,17 @@ class ServerSet:
         return [future.result() for future in (*futures, last)]
 
 
+def _splits(rows: Tensor, row_bytes: int) -> Sequence[Tensor]:
+    """Returns parts of a tensor that a server writes in one call each. An id and its row have ``row_bytes`` bytes."""
+    return torch.split(rows, max(1, WRITE_BYTES // max(BYTES_A_WRITTEN_ID, row_bytes)))
+
+
 def _write_file(connection: Connection, piece: pb.WriteFileRequest) -> None:
     connection.write_file(piece)
 
 
-def _written(
-    connection: Connection,
-    table: str,
-    kind: pb.WriteHeader.Kind,
-    ids: Tensor,
-    rows: Tensor | None,
-    initial: tuple[Tensor, Tensor] | None,
-    places: Tensor | None = None,
-) -> int | None:
-    """Makes a write. Returns the number of deleted rows, or None if the server requires an initial row."""
-    try:
-        return connection.write(table, kind, ids, rows, initial, places)
-    except ServiceError as error:
-        if error.kind == NO_INITIAL_ROW:
-            return None
-        raise
+def _joined(ids: Sequence[Tensor]) -> Tensor:
+    return ids[0] if len(ids) == 1 else torch.cat(list(ids))
 
 
 def _close(connections: Sequence[Connection], threads: ThreadPoolExecutor, process: int) -> None:

@@ -11,15 +11,17 @@ from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 import grpc
+import numpy as np
 import torch
 from torch import Tensor
 
-from torchrec_recstore import ops
 from torchrec_recstore.rpc import recstore_pb2 as pb
-from torchrec_recstore.rpc.protocol import ERROR_KEY, as_bytes, take_rows
+from torchrec_recstore.rpc.protocol import ERROR_KEY, as_bytes
 from torchrec_recstore.rpc.segment import MESSAGE_BYTES, Segment, is_available, is_same_user, places_of
+from torchrec_recstore.rpc.table_rows import TableRows, aligned, pieces
 
 _MOST_CONNECTIONS = 8  # to one server; more calls at the same time than these go by gRPC
+_SETTINGS_BYTES = 256  # enough for the numbers of a header, and for those of a table in a header
 _HELLO_S = 5.0
 _AGAIN_S = 10.0  # the time after which a client that has got no connection asks for one again
 _CODES = {code.value[0]: code for code in grpc.StatusCode}
@@ -96,34 +98,38 @@ class SharedMemoryConnection:
         """Closes the connection. The server then forgets it."""
         self._socket.close()
 
-    def fits(self, sizes: Sequence[int]) -> bool:
-        """Returns whether arrays of ``sizes`` bytes fit into the segment together."""
-        return places_of(sizes)[1] <= self._segment.size
+    def fits(self, header: pb.WriteHeader, call: TableRows, initial: TableRows) -> bool:
+        """Returns whether a write can go by shared memory."""
+        return (
+            places_of(self._sizes(call, initial))[1] <= self._segment.size
+            and header.ByteSize() <= MESSAGE_BYTES - _SETTINGS_BYTES
+        )
 
-    def pull(self, header: pb.PullHeader, ids: Tensor, out: Tensor, places: Tensor | None, left_s: float) -> bool:
-        """See :meth:`Streams.pull`."""
+    def pull(self, epoch: str, call: TableRows, left_s: float) -> bool:
+        """See :meth:`Streams.pull`. A call that does not fit into the segment is made in parts."""
         self._end = time.monotonic() + left_s
-        row_bytes = out.shape[1]
-        most = self._segment.size // max(row_bytes, 8)
-        for begin in range(0, max(1, len(ids)), most):
-            some = ids[begin : begin + most]
-            self._send_ids(header, some)
-            done = 0
+        most_tables = max(1, (MESSAGE_BYTES - _SETTINGS_BYTES) // (_SETTINGS_BYTES + 4 * max(map(len, call.tables))))
+        most = self._segment.size
+        for part in pieces(call.row_bytes, call.counts, most, most_ids=most // 8, most_tables=most_tables):
+            header = pb.PullHeader(epoch=epoch)
+            if call.is_plain:
+                header.table = call.tables[0]
+            else:
+                header.tables.extend(call.headers(part))
+            self._send_ids(header, call.ids_of(part))
+            begin, size, done = call.place(part), call.bytes_of(part), 0
             while True:
                 reply = self._receive()
-                rows, rest = divmod(reply.rows, row_bytes)
-                if rest or done + rows > len(some):
+                done = aligned(done)
+                if done + reply.rows > size:
                     return False
-                received = self._segment.bytes[done * row_bytes : (done + rows) * row_bytes].view(rows, row_bytes)
-                first = begin + done
-                if places is None:
-                    out[first : first + rows].numpy()[:] = received.numpy()
-                else:
-                    ops.rows_put(out, places[first : first + rows], received)
-                done += rows
+                at = call.put(self._segment.array[done : done + reply.rows], begin + done)
+                if at < 0:
+                    return False
+                done += reply.rows
                 if reply.last:
                     break
-            if done != len(some):
+            if done != size:
                 return False
         return True
 
@@ -139,32 +145,26 @@ class SharedMemoryConnection:
                 kind.append(array.clone())
         return torch.cat(arrays[0]), torch.cat(arrays[1])
 
-    def write(
-        self,
-        header: pb.WriteHeader,
-        ids: Tensor,
-        rows: Tensor,
-        initial: tuple[Tensor, Tensor],
-        places: Tensor | None,
-        left_s: float,
-    ) -> int:
-        """See :meth:`Streams.write`. The arrays must fit into the segment (:meth:`fits`)."""
+    def write(self, header: pb.WriteHeader, call: TableRows, initial: TableRows, left_s: float) -> int:
+        """See :meth:`Streams.write`. The call must fit into the segment (:meth:`fits`)."""
         self._end = time.monotonic() + left_s
-        row_bytes = rows.shape[1] * rows.itemsize
-        contents = [as_bytes(array) for array in (ids, *initial)]
-        sizes = [len(contents[0]), len(ids) * row_bytes, *map(len, contents[1:])]
-        own_ids, own_rows, *own_initial = self._segment.arrays(sizes)
-        for array, content in zip((own_ids, *own_initial), contents, strict=True):
-            array.numpy()[:] = content.numpy()
-        take_rows(rows, places, own_rows)
+        sizes = self._sizes(call, initial)
+        arrays = self._segment.arrays(sizes)
+        for (ids, rows), some in zip((arrays[:2], arrays[2:]), (call, initial), strict=True):
+            ids.numpy()[:] = as_bytes(some.ids).numpy()
+            some.take(rows, 0)
         self._send(
             pb.SegmentRequest(write=header, ids=sizes[0], rows=sizes[1], initial_ids=sizes[2], initial_rows=sizes[3])
         )
         return int(self._receive().deleted)
 
+    @staticmethod
+    def _sizes(call: TableRows, initial: TableRows) -> list[int]:
+        return [size for some in (call, initial) for size in (8 * len(some.ids), some.size)]
+
     def _send_ids(self, header: pb.PullHeader, ids: Tensor) -> None:
-        size = 8 * len(ids)
-        self._segment.arrays([size])[0].view(torch.int64).numpy()[:] = ids.numpy()
+        size = 8 * ids.numel()
+        self._segment.array[:size].view(np.int64)[:] = ids.numpy()
         self._send(pb.SegmentRequest(pull=header, ids=size))
 
     def _send(self, request: pb.SegmentRequest) -> None:

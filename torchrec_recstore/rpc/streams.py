@@ -9,11 +9,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from torchrec_recstore import ops
 from torchrec_recstore.rpc import recstore_pb2 as pb
-from torchrec_recstore.rpc.protocol import PART_BYTES, PART_IDS, as_bytes, rows_a_part, take_rows
+from torchrec_recstore.rpc.protocol import PART_BYTES, PART_IDS, as_bytes, rows_a_part
+from torchrec_recstore.rpc.table_rows import Piece, TableRows, pieces
 from torchrec_recstore.rpc.wire import fields, new_message
 
+_CALL_BYTES, _CALL_IDS = 1 << 30, 1 << 22  # of a read of several tables
 _SERVICE = "/torchrec_recstore.ParameterServer/"
 
 
@@ -38,62 +39,56 @@ class Streams:
         self._write_one = channel.unary_unary(f"{_SERVICE}Write", _registered_method=True)
         self._write = channel.stream_unary(f"{_SERVICE}Write", _registered_method=True)
 
-    def pull(self, header: pb.PullHeader, ids: Tensor, out: Tensor, places: Tensor | None, left_s: float) -> bool:
-        """Reads rows into a tensor.
+    def pull(self, epoch: str, call: TableRows, left_s: float) -> bool:
+        """Reads rows into the memory of ``call``.
 
         Args:
-            header: The header of the call.
-            ids: (N,) int64. The ids whose rows are read.
-            out: (N, row bytes) uint8, contiguous. The memory to write the rows to.
-            places: (N,) int64. The index in ``out`` of the row of each id. ``out`` may then have more than N rows. None
-                means the order of ``ids``.
+            epoch: The label of the epoch of the call.
+            call: The ids whose rows are read, and the memory.
             left_s: The longest time in seconds that the call may take.
 
         Returns:
-            Whether the server has answered with N rows.
+            Whether the server has answered with the rows of all ids.
         """
-        row_bytes = out.shape[1]
-        done = 0
-        for reply in self._replies(header, ids, rows_a_part(row_bytes), left_s):
-            received = fields(reply).get(_ROWS)
-            if received is None:
-                continue
-            rows, rest = divmod(len(received), row_bytes)
-            if rest or done + rows > len(ids):
+        if call.is_plain:
+            header = pb.PullHeader(table=call.tables[0], epoch=epoch)
+            one = len(call.ids) <= rows_a_part(call.row_bytes[0])
+            return self._pull_into(header, call.ids, call, 0, one, left_s) == call.size
+        at = 0
+        for part in pieces(call.row_bytes, call.counts, _CALL_BYTES, most_ids=_CALL_IDS):
+            header = pb.PullHeader(epoch=epoch, tables=call.headers(part))
+            ids, size = call.ids_of(part), call.bytes_of(part)
+            one = len(ids) <= PART_IDS and size <= PART_BYTES
+            at = self._pull_into(header, ids, call, at, one, left_s)
+            if at != (call.place(part) + size if size else at):
                 return False
-            received = received.view(rows, row_bytes)
-            if places is None:
-                out[done : done + rows].numpy()[:] = received.numpy()
-            else:
-                ops.rows_put(out, places[done : done + rows], received)
-            done += rows
-        return done == len(ids)
+        return True
+
+    def _pull_into(self, header: pb.PullHeader, ids: Tensor, call: TableRows, at: int, one: bool, left_s: float) -> int:
+        """Reads rows to the place ``at`` of the stream and returns the place after them; -1 if they do not fit."""
+        for reply in self._replies(header, ids, one, left_s):
+            received = fields(reply).get(_ROWS)
+            if received is not None:
+                at = call.put(received.numpy(), at)
+                if at < 0:
+                    break
+        return at
 
     def found(self, header: pb.PullHeader, ids: Tensor, row_bytes: int, left_s: float) -> tuple[Tensor, Tensor]:
         """Returns which of ``ids``, (N,) int64, have a row, (n,) uint8, and their rows, (bytes,) uint8, as received."""
         none = torch.empty(0, dtype=torch.uint8)
-        replies = list(self._replies(header, ids, rows_a_part(row_bytes), left_s))
+        replies = list(self._replies(header, ids, len(ids) <= rows_a_part(row_bytes), left_s))
         received = [fields(reply) for reply in replies]
         found, rows = ([reply.get(number, none) for reply in received] for number in (_FOUND, _ROWS))
         return torch.cat([none, *found]), torch.cat([none, *rows])
 
-    def write(
-        self,
-        header: pb.WriteHeader,
-        ids: Tensor,
-        rows: Tensor,
-        initial: tuple[Tensor, Tensor],
-        places: Tensor | None,
-        left_s: float,
-    ) -> int:
+    def write(self, header: pb.WriteHeader, call: TableRows, initial: TableRows, left_s: float) -> int:
         """Writes, updates or deletes rows.
 
         Args:
             header: The header of the call.
-            ids: (N,) int64. The ids whose rows are written.
-            rows: (N, columns), contiguous. The weights or gradients.
-            initial: Ids, (M,) int64, and rows, (M, columns) float32, for the ids that have no row.
-            places: (N,) int64. The index in ``rows`` of the row of each id. None means the order of ``ids``.
+            call: The ids and rows that are sent.
+            initial: The initial rows of ids that have no row.
             left_s: The longest time in seconds that the call may take.
 
         Returns:
@@ -101,21 +96,21 @@ class Streams:
         """
         first = header.SerializeToString()
         options = {"timeout": left_s, "metadata": self._metadata}
-        size = len(ids) * (8 + rows.shape[1] * rows.itemsize) + sum(array.numel() * array.itemsize for array in initial)
-        if size <= PART_BYTES:
-            arrays = [*_rows_part(_WRITTEN, ids, rows, places), *_rows_part(_INITIAL, *initial, None)]
+        if 8 * (len(call.ids) + len(initial.ids)) + call.size + initial.size <= PART_BYTES:
+            arrays = [array for numbers, some in _both(call, initial) for array in _whole(numbers, some)]
             reply = self._write_one(_filled(arrays, first), **options)
         else:
-            requests = _requests(first, ids, rows, places, initial)
-            reply = self._write(requests, **options)
+            reply = self._write(_requests(first, call, initial), **options)
         return int(pb.WriteReply.FromString(reply).deleted)
 
-    def _replies(self, header: pb.PullHeader, ids: Tensor, rows_a_reply: int, left_s: float) -> Iterable[bytes]:
+    def _replies(self, header: pb.PullHeader, ids: Tensor, one: bool, left_s: float) -> Iterable[bytes]:
+        """Returns the replies to a read. ``one``: whether the server answers with one reply."""
         first = header.SerializeToString()
         options = {"timeout": left_s, "metadata": self._metadata}
-        if len(ids) <= min(PART_IDS, rows_a_reply):
+        if one:
             return [self._pull_one(_filled([_ids_part(_ASKED, ids)], first), **options)]
-        parts = [ids[place : place + PART_IDS] for place in range(0, len(ids), PART_IDS)]
+        size = len(ids) if header.tables else PART_IDS
+        parts = [ids[place : place + size] for place in range(0, len(ids), size)]
         requests = (_filled([_ids_part(_ASKED, part)], b"" if i else first) for i, part in enumerate(parts))
         replies: Iterable[bytes]
         replies = self._pull_many(next(requests), **options) if len(parts) == 1 else self._pull(requests, **options)
@@ -142,20 +137,25 @@ def _ids_part(number: int, ids: Tensor) -> _Array:
     return number, len(content), lambda memory: np.copyto(memory.numpy(), content)
 
 
-def _rows_part(numbers: tuple[int, int], ids: Tensor, rows: Tensor, places: Tensor | None) -> list[_Array]:
-    size = len(ids) * rows.shape[1] * rows.itemsize
-    return [_ids_part(numbers[0], ids), (numbers[1], size, lambda memory: take_rows(rows, places, memory))]
+def _both(call: TableRows, initial: TableRows) -> list[tuple[tuple[int, int], TableRows]]:
+    return [(_INITIAL, initial), (_WRITTEN, call)]
 
 
-def _requests(
-    header: bytes, ids: Tensor, rows: Tensor, places: Tensor | None, initial: tuple[Tensor, Tensor]
-) -> Iterator[bytes]:
+def _whole(numbers: tuple[int, int], call: TableRows) -> list[_Array]:
+    return [_ids_part(numbers[0], call.ids), (numbers[1], call.size, lambda memory: call.take(memory, 0))]
+
+
+def _part(numbers: tuple[int, int], call: TableRows, part: Sequence[Piece]) -> list[_Array]:
+    at = call.place(part)
+    return [
+        _ids_part(numbers[0], call.ids_of(part)),
+        (numbers[1], call.bytes_of(part), lambda memory: call.take(memory, at)),
+    ]
+
+
+def _requests(header: bytes, call: TableRows, initial: TableRows) -> Iterator[bytes]:
     yield _filled([], header)
-    for numbers, some_ids, some_rows, some_places in ((_INITIAL, *initial, None), (_WRITTEN, ids, rows, places)):
-        size = rows_a_part(some_rows.shape[1] * some_rows.itemsize)
-        for begin in range(0, len(some_ids), size):
-            own = slice(begin, begin + size)
-            if some_places is None:
-                yield _filled(_rows_part(numbers, some_ids[own], some_rows[own], None))
-            else:
-                yield _filled(_rows_part(numbers, some_ids[own], some_rows, some_places[own]))
+    for numbers, some in _both(call, initial):
+        for part in pieces(some.row_bytes, some.counts, PART_BYTES):
+            if part:
+                yield _filled(_part(numbers, some, part))

@@ -105,7 +105,8 @@ class Backend(Protocol):
     def update_each(self, updates: Sequence[RowUpdate]) -> None:
         """Makes an :meth:`update` of each of several tables without ``initial_rows``, also of those without ids.
 
-        If one update fails, the others may have been carried out.
+        If one update fails, no row of this process, or of the server of the update, is updated. Other servers may have
+        carried out their part.
         """
 
     def delete(self, name: str, ids: Tensor) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections import OrderedDict, deque
+from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
@@ -121,13 +121,16 @@ class CallThreads(ThreadPoolExecutor):
         name: The name of the threads.
         queued: The largest number of calls that wait for a thread. Beyond it, a connection with a waiting call gets no
             further one.
+        of_one: The largest number of calls of a connection that run or wait. Default: None, no limit.
     """
 
-    def __init__(self, threads: int, name: str, queued: int = 4096) -> None:
+    def __init__(self, threads: int, name: str, queued: int = 4096, of_one: int | None = None) -> None:
         super().__init__(1, name)
         self._limit = threads
         self._name = name
         self._longest_queue = queued
+        self._most_of_one = of_one
+        self._of_one: Counter[str] = Counter()  # by connection, the calls that run or wait
         self._condition = threading.Condition()
         self._queues: OrderedDict[str, deque[_Work]] = OrderedDict()  # by connection, in the order of their turns
         self._idle = 0
@@ -137,6 +140,8 @@ class CallThreads(ThreadPoolExecutor):
         self._running: set[Call] = set()
         self.ended = 0
         """The number of calls that were ended because their clients kept a thread waiting."""
+        self.refused = 0
+        """The number of calls that were cancelled at once because too many calls run or wait."""
 
     @property
     def running(self) -> int:
@@ -161,8 +166,12 @@ class CallThreads(ThreadPoolExecutor):
         work = _Work(Future(), function, arguments)
         peer = "" if call is None else str(call.peer())
         with self._condition:
-            if call is not None and peer in self._queues and self.queued >= self._longest_queue:
+            if call is not None and self._is_full(peer):
+                self.refused += 1
                 call.cancel()
+                work.future.cancel()
+                return work.future
+            self._of_one[peer] += 1
             self._queues.setdefault(peer, deque()).append(work)
             if self._idle:
                 self._idle -= 1
@@ -173,6 +182,11 @@ class CallThreads(ThreadPoolExecutor):
             else:
                 self._watch()
         return work.future
+
+    def _is_full(self, peer: str) -> bool:
+        if self._most_of_one is not None and self._of_one[peer] >= self._most_of_one:
+            return True
+        return peer in self._queues and self.queued >= self._longest_queue
 
     @contextmanager
     def place(self, call: Call) -> Iterator[None]:
@@ -228,6 +242,10 @@ class CallThreads(ThreadPoolExecutor):
                     work.future.set_result(work.function(*work.arguments))
                 except BaseException as error:
                     work.future.set_exception(error)
+            with self._condition:
+                self._of_one[peer] -= 1
+                if not self._of_one[peer]:
+                    del self._of_one[peer]
             del work
 
     def _watch(self) -> None:

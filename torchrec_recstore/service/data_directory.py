@@ -73,7 +73,7 @@ class DataDirectory:
     """
 
     def __init__(self, path: str | Path) -> None:
-        self._path = Path(path)
+        self._path = self.path = Path(path)
         make_directory(self._path)
         self._lock = FileLock(
             self._path / _LOCK,

@@ -5,12 +5,12 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -18,114 +18,22 @@ from torch import Tensor
 from torchrec_recstore import ops
 from torchrec_recstore.checkpoint.destination import Destination
 from torchrec_recstore.checkpoint.info import CheckpointInfo, read_chain
-from torchrec_recstore.checkpoint.reader import Owned, exchange_all
+from torchrec_recstore.checkpoint.reader import Owned
 from torchrec_recstore.checkpoint.writer import SavedShard
-from torchrec_recstore.kernels import PooledKernel, RowRead, RowUpdate
-from torchrec_recstore.options import (
-    LFU,
-    LRU,
-    Expiry,
-    MinFrequency,
-    TableOptions,
-    shard_options,
-)
-from torchrec_recstore.row_types import values
+from torchrec_recstore.kernels import RowRead, RowUpdate
+from torchrec_recstore.row_types import value_dtype, values
 from torchrec_recstore.rpc.table_spec import TableSpec
-from torchrec_recstore.service.backend import InitialRows, NoInitialRow
+from torchrec_recstore.service.backend import InitialRows
 from torchrec_recstore.service.checkpoints import check_loadable, loaded_tables, saved_specs, write_tables
+from torchrec_recstore.service.hosted_table import Hosted, check_initial_rows, read_rows, update_rows, without_row
+from torchrec_recstore.service.limits import Limits, held_options
 from torchrec_recstore.store import Table, TableStats
-from torchrec_recstore.store.arguments import among
+from torchrec_recstore.store.exchange import exchange_all
 
 _LISTED = 20  # names of tables in a message
 _NAME = 200  # characters of a name in a message
 
-
-@dataclass(frozen=True)
-class Limits:
-    """The bounds of all tables of a process, which apply where a table's specification sets none.
-
-    Args:
-        max_rows: The largest number of rows of each table in this process. A specification can lower this limit but not
-            raise it. Default: None, no limit.
-        eviction: The eviction policy of tables with ``max_rows``. See :class:`TableOptions`.
-        expiry: The expiry of all tables. See :class:`TableOptions`.
-        admission: The admission policy of all tables. See :class:`TableOptions`.
-        cold_store: The cold store of tables with ``max_rows``. See :class:`TableOptions`.
-        max_tables: The largest number of tables of this process. Default: None, no limit.
-
-    Raises:
-        TypeError, ValueError: A value is invalid. The message names it.
-    """
-
-    max_rows: int | None = None
-    eviction: LRU | LFU | None = None
-    expiry: Expiry | None = None
-    admission: MinFrequency | None = None
-    cold_store: Hashable | None = None
-    max_tables: int | None = None
-
-    def __post_init__(self) -> None:
-        if self.max_tables is not None and self.max_tables < 1:
-            raise ValueError(f"max_tables must be at least 1, got {self.max_tables}")
-        # max_rows=1 passes the check that eviction and cold_store need max_rows: specifications may set it later.
-        TableOptions(
-            max_rows=1 if self.max_rows is None else self.max_rows,
-            eviction=self.eviction,
-            expiry=self.expiry,
-            admission=self.admission,
-            cold_store=self.cold_store,
-        )
-
-
-def limits_of(options: TableOptions) -> Limits:
-    """Returns the bounds of ``options`` as bounds of all tables of a process."""
-    return Limits(options.max_rows, options.eviction, options.expiry, options.admission, options.cold_store)
-
-
-def held_options(name: str, spec: TableSpec, limits: Limits) -> TableOptions:
-    """Returns the options of the shard of a table that this process holds.
-
-    Args:
-        name: The name of the table.
-        spec: The specification of the table. Its ``max_rows`` counts the rows of all shards.
-        limits: The bounds of this process.
-
-    Raises:
-        ValueError: ``max_rows`` is less than the number of shards. The message names the table.
-    """
-    shard, shards = spec.shard
-    options = shard_options(spec.options, (shards, shard), name)
-    bounds = [rows for rows in (options.max_rows, limits.max_rows) if rows is not None]
-    bounded = bool(bounds)
-    if spec.lossless:
-        keeps = limits.eviction if limits.cold_store is not None else None
-        limits = replace(limits, eviction=keeps, expiry=None, admission=None)
-    return replace(
-        options,
-        max_rows=min(bounds, default=None),
-        eviction=options.eviction or (limits.eviction if bounded else None),
-        expiry=options.expiry or limits.expiry,
-        admission=options.admission or limits.admission,
-        cold_store=limits.cold_store if bounded else None,
-        missing="init",  # a client reads an id without a row as its initial row
-    )
-
-
-@dataclass(eq=False)
-class Hosted:
-    """A table of this process with its specification."""
-
-    name: str
-    spec: TableSpec
-    table: Table
-    lock: threading.RLock = field(default_factory=threading.RLock)
-    """Held during every call that reads or changes the rows."""
-    dropped: bool = False
-    last_used: float = field(default_factory=time.monotonic)
-    """The time, on the monotonic clock, of the last call that read or changed the rows."""
-
-    def __post_init__(self) -> None:
-        self.kernel = PooledKernel([self.table], [0], "sum")
+_Result = TypeVar("_Result")
 
 
 @dataclass
@@ -151,11 +59,11 @@ class HostedBackend:
     Calls for different tables run at the same time.
 
     Args:
-        limits: The bounds of all tables, which apply where a table's specification sets none.
+        limits: The bounds of all tables, which apply where a table's specification sets none. Default: no bounds.
     """
 
-    def __init__(self, limits: Limits = Limits()) -> None:
-        self._limits = limits
+    def __init__(self, limits: Limits | None = None) -> None:
+        self._limits = limits or Limits()
         self._tables: dict[str, Hosted] | None = {}
         # Locks are taken in this order, and a table's own lock is taken last.
         self._files = threading.Lock()  # allows one save or load at a time
@@ -173,10 +81,22 @@ class HostedBackend:
                         raise ValueError(
                             f"table {name!r} cannot be made: the server has {most} tables, the most of --max-tables"
                         )
+                    self._check_counters(name, spec)
                     self._named()[name] = Hosted(name, spec, _made(name, spec, self._limits))
                     return
         if there.spec != spec:
             raise ValueError(f"table {name!r} exists already with another specification: {there.spec.difference(spec)}")
+
+    def _check_counters(self, name: str, spec: TableSpec) -> None:
+        most = self._limits.max_counter_bytes
+        specs = [*self.specs().items(), (name, spec)]
+        policies = [held_options(name, spec, self._limits).admission for name, spec in specs]
+        size = sum(policy.counter_bytes for policy in policies if policy is not None)
+        if most is not None and size > most:
+            raise ValueError(
+                f"table {name!r} cannot be made: the counters of MinFrequency of all tables would take {size} bytes, "
+                f"and --max-counter-memory is {most} bytes"
+            )
 
     def spec(self, name: str) -> TableSpec | None:
         """See :meth:`Backend.spec`. The specification has the shard that the table was created with."""
@@ -218,12 +138,11 @@ class HostedBackend:
         hosted.dropped = True
         _close(hosted)
 
-    def pull(self, name: str, ids: Tensor, out: Tensor | None = None) -> Tensor:
-        """See :meth:`Backend.pull`. ``out`` receives the rows if it is given; see :meth:`Table.lookup`."""
+    def pull(self, name: str, ids: Tensor) -> Tensor:
+        """See :meth:`Backend.pull`."""
         with self._held(name) as hosted:
-            if hosted.spec.initial_rows and not bool(hosted.table.contains(ids).all()):
-                raise NoInitialRow(name, torch.arange(len(ids)))
-            return hosted.table.lookup(ids, out=out)
+            check_initial_rows(hosted, ids)
+            return hosted.table.lookup(ids)
 
     def found_rows(self, name: str, ids: Tensor) -> tuple[Tensor, Tensor]:
         """See :meth:`Backend.found_rows`."""
@@ -242,31 +161,42 @@ class HostedBackend:
     def update(self, name: str, ids: Tensor, grads: Tensor, initial: InitialRows | None = None) -> None:
         """See :meth:`Backend.update`."""
         with self._held(name) as hosted:
+            if initial is None and not hosted.spec.initial_rows:
+                update_rows([hosted], [RowUpdate(name, ids, grads)])
+                return
             table, kernel = hosted.table, hosted.kernel
             with ops.native_errors(f"table '{name}'"), kernel.cold_rows.resident(ids, None):
-                begun = _without_row(hosted, ids, initial)
+                begun = without_row(hosted, ids, initial)
                 # The forward pins the rows in their slots until kernel.update.
                 context = ops.rows_begin(kernel.group, ids)
-                if begun is not None and len(begun[0]):
+                if len(begun[0]):
                     there = table.contains(begun[0])  # False for ids that are not admitted yet
                     table.insert(begun[0][there], begun[1][there])
                 kernel.update(context, grads.float(), False)
 
     def pull_each(self, reads: Sequence[RowRead]) -> list[Tensor]:
         """See :meth:`Backend.pull_each`."""
-        return [self._read(read) for read in reads]
-
-    def _read(self, read: RowRead) -> Tensor:
-        with self._held(read.table) as hosted:
-            rows = self.pull(read.table, read.ids)
-            if read.missing == "zeros":
-                rows[~hosted.table.contains(read.ids)] = 0
+        with self._held_all(read.table for read in reads) as hosted:
+            rows = []
+            for read, each in zip(reads, hosted, strict=True):
+                dtype = value_dtype(each.spec.dtype)
+                rows.append(ops.rows_empty(len(read.ids), each.spec.dim * dtype.itemsize).view(dtype))
+            read_rows(hosted, reads, rows)
             return rows
 
+    def read_each(self, reads: Sequence[RowRead], out: Sequence[Tensor]) -> None:
+        """Writes what :meth:`pull_each` returns to ``out``: (N, dim) for each read, in the dtype of its table."""
+        if len(reads) == 1:
+            with self._held(reads[0].table) as one:
+                read_rows([one], reads, out)
+            return
+        with self._held_all(read.table for read in reads) as hosted:
+            read_rows(hosted, reads, out)
+
     def update_each(self, updates: Sequence[RowUpdate]) -> None:
-        """See :meth:`Backend.update_each`."""
-        for update in updates:
-            self.update(update.table, update.ids, update.grads)
+        """See :meth:`Backend.update_each`. If one update fails, no row is updated."""
+        with self._held_all(update.table for update in updates) as hosted:
+            update_rows(hosted, updates)
 
     def delete(self, name: str, ids: Tensor) -> int:
         """See :meth:`Backend.delete`."""
@@ -280,13 +210,27 @@ class HostedBackend:
 
     def ids(self, name: str) -> Tensor:
         """Returns the ids that have a row, (rows,) int64, in ascending order."""
+        return self.whole(name, Table.ids)
+
+    def whole(self, name: str, call: Callable[[Table], _Result]) -> _Result:
+        """Returns the result of a call that reads all rows of a table. Other calls do not wait for it."""
         with self._held(name) as hosted:
-            return hosted.table.ids()
+            table = hosted.table
+        try:
+            return call(table)  # without the lock, because it takes seconds for a large table
+        except ValueError:
+            if hosted.dropped:
+                raise self.no_table(name) from None
+            raise
 
     def stats(self, name: str) -> TableStats:
         """See :meth:`Backend.stats`."""
         with self._held(name, use=False) as hosted:
             return hosted.table.stats()
+
+    def used_bytes(self) -> int:
+        """Returns the size in bytes of all tables in memory."""
+        return sum(hosted.table.stats().bytes for hosted in list(self._named().values()) if not hosted.dropped)
 
     def save(self, path: str | Path, overwrite: bool = False, more: Mapping[str, Any] | None = None) -> None:
         """See :meth:`Backend.save`. The tables can be used during the save.
@@ -391,7 +335,7 @@ class HostedBackend:
         elif self._lasting() != loaded.present:
             raise ValueError("tables were created or dropped while the checkpoint was read: load it again")
         with ExitStack() as locks:
-            present = [locks.enter_context(self._held(name)) for name in loaded.tables if name in tables]
+            present = [locks.enter_context(self._held(name)) for name in sorted(loaded.tables) if name in tables]
             exchange_all((hosted.table, loaded.tables.pop(hosted.name)) for hosted in present)
         tables.update((name, Hosted(name, loaded.specs[name], table)) for name, table in loaded.tables.items())
 
@@ -407,7 +351,7 @@ class HostedBackend:
     def _snapshots(self, saved: dict[str, Hosted], snapshots: ExitStack) -> list[SavedShard]:
         """Opens snapshots of all tables at one moment, while no call reads or changes any of the tables."""
         with ExitStack() as locks:
-            for hosted in saved.values():
+            for _, hosted in sorted(saved.items()):  # locks of several tables are taken in the order of their names
                 locks.enter_context(hosted.lock)
             for name in [name for name, hosted in saved.items() if hosted.dropped]:
                 del saved[name]
@@ -445,6 +389,14 @@ class HostedBackend:
                     yield hosted
                     return
 
+    @contextmanager
+    def _held_all(self, names: Iterable[str]) -> Iterator[list[Hosted]]:
+        """Locks several tables, and yields them in the order of ``names``."""
+        names = list(names)
+        with ExitStack() as locks:
+            held = {name: locks.enter_context(self._held(name)) for name in sorted(set(names))}
+            yield [held[name] for name in names]
+
 
 def _made(name: str, spec: TableSpec, limits: Limits) -> Table:
     return Table(
@@ -461,19 +413,3 @@ def _close(hosted: Hosted) -> None:
     """Frees the rows, unless a save still reads them. In that case the save frees them."""
     if not hosted.table.is_being_saved:
         hosted.table.close()
-
-
-def _without_row(hosted: Hosted, ids: Tensor, initial: InitialRows | None) -> InitialRows | None:
-    """Returns the initial rows of the ids that have no row.
-
-    Raises:
-        NoInitialRow: The table has ``initial_rows``, and an id has neither a row nor an initial row in ``initial``.
-    """
-    if initial is None and not hosted.spec.initial_rows:
-        return None
-    missing = torch.unique(ids[~hosted.table.contains(ids)])
-    known, rows = initial if initial is not None else (missing[:0], torch.empty(0, hosted.spec.dim))
-    if hosted.spec.initial_rows and not bool(among(missing, known.sort().values).all()):
-        raise NoInitialRow(hosted.name, torch.arange(len(ids)))
-    wanted = among(known, missing)
-    return known[wanted], rows[wanted]

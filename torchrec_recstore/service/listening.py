@@ -7,7 +7,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
@@ -26,8 +26,10 @@ from torchrec_recstore.service.handlers import Handlers
 GRACE_S = 30.0
 _REPLY_S = 1.0
 _OPEN_CALLS = 4  # threads of calls that need no token, and of refusals
+_OPEN_QUEUE = 256  # calls that need no token, and refusals, that wait for a thread
 _LONG_CALLS = 16
 _WATCHES = 16  # clients that watch the health; a further one ends the first one
+_WATCHES_OF_ONE = 4  # of a connection
 _STREAMS = 128  # calls of a connection; further ones wait in the client
 _OPTIONS = [
     ("grpc.max_receive_message_length", MESSAGE_BYTES),
@@ -37,8 +39,11 @@ _OPTIONS = [
     ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
     ("grpc.keepalive_permit_without_calls", 1),
     ("grpc.max_concurrent_streams", _STREAMS),
+    ("grpc.server.max_pending_requests", 500),  # calls of which Python does not know yet
+    ("grpc.server.max_pending_requests_hard_limit", 1000),
     ("grpc.keepalive_time_ms", 20_000),  # a connection whose client is stopped or gone is closed
     ("grpc.keepalive_timeout_ms", 10_000),
+    ("grpc.http2.ping_timeout_ms", 10_000),  # its default of 60 s would rule over the timeout above
     ("grpc.server_handshake_timeout_ms", 10_000),
     ("grpc.compression_enabled_algorithms_bitset", 1),  # none: a message of 64 KiB could take 64 MiB
 ]
@@ -241,22 +246,24 @@ class GrpcServer:
     def __init__(
         self, options: ListenOptions, service: str, add: Callable[[Any], object], long: Sequence[str] = ()
     ) -> None:
-        token = None if options.token_file is None else watched_token(options.token_file)
+        self.token = None if options.token_file is None else watched_token(options.token_file)
+        """The token that clients must send."""
         # Calls that need no token have threads of their own, so that they cannot block the others.
-        calls, open_calls = CallThreads(options.max_calls, "recstore-call"), CallThreads(_OPEN_CALLS, "recstore-health")
-        watches = CallThreads(_WATCHES, "recstore-watch", _WATCHES)
-        self._threads: tuple[CallThreads, ...] = (calls, open_calls, watches)
-        self._memory = RequestMemory(options.max_request_memory)
+        calls = CallThreads(options.max_calls, "recstore-call")
+        open_calls = CallThreads(_OPEN_CALLS, "recstore-health", _OPEN_QUEUE)
+        watches = CallThreads(_WATCHES, "recstore-watch", _WATCHES, _WATCHES_OF_ONE)
+        long_calls = CallThreads(_LONG_CALLS, "recstore-long")
+        self._threads = (calls, open_calls, watches, long_calls)
+        self.memory = RequestMemory(options.max_request_memory)
+        """The memory of the requests of all running calls."""
         self._server = grpc.server(
             calls,
-            interceptors=[Guard(token, open_calls)],
+            interceptors=[Guard(self.token, open_calls)],
             options=[*_OPTIONS, ("grpc.max_allowed_incoming_connections", options.max_connections)],
         )
-        long_calls = CallThreads(_LONG_CALLS, "recstore-long")
-        self._threads += (long_calls,)
         threads = {"": calls, f"{_HEALTH}Check": open_calls, _WATCH: watches}
         threads |= {f"/{service}/{method}": long_calls for method in long}
-        handlers = Handlers(self._server, threads, self._memory, frozenset([_WATCH]))
+        handlers = Handlers(self._server, threads, self.memory, frozenset([_WATCH]))
         add(handlers)
         self._names = ("", service)
         self._health = Health()
@@ -278,12 +285,19 @@ class GrpcServer:
     def gauges(self) -> dict[str, tuple[str, Callable[[], float]]]:
         """Returns a description and a function of each number for the metrics, by its name."""
         calls, _, watches, _ = self._threads
+        port = int(self.address.rpartition(":")[2])
+        connections = "The number of connections. Linux only."
         return {
+            "connections": (connections, lambda: _established(port)),
             "calls_running": ("The number of calls that run.", lambda: calls.running),
             "calls_queued": ("The number of calls that wait for a thread.", lambda: calls.queued),
             "calls_ended": ("The number of calls that were ended because their client was slow.", lambda: calls.ended),
+            "calls_refused": (
+                "The number of calls that were cancelled because too many calls run or wait.",
+                lambda: sum(threads.refused for threads in self._threads),
+            ),
             "health_watches": ("The number of clients that watch the health.", lambda: watches.running),
-            "request_bytes": ("The size of the requests of all running calls.", lambda: self._memory.held),
+            "request_bytes": ("The size of the requests of all running calls.", lambda: self.memory.held),
         }
 
     def stop(self) -> None:
@@ -300,6 +314,16 @@ class GrpcServer:
             self._server.stop(None).wait()
         for threads in self._threads:
             threads.shutdown()
+
+
+def _established(port: int) -> int:
+    """Returns the number of TCP connections to a port of this host. gRPC does not report the number."""
+    count = 0
+    for path in ("/proc/self/net/tcp", "/proc/self/net/tcp6"):
+        with suppress(OSError), open(path) as file:
+            local_and_state = ((line.split()[1], line.split()[3]) for line in list(file)[1:])
+            count += sum(state == "01" and int(local[-4:], 16) == port for local, state in local_and_state)
+    return count
 
 
 def _bind(server: grpc.Server, options: ListenOptions) -> int:

@@ -12,6 +12,17 @@ from torchrec_recstore.store import TableStats
 _LABELS = 10_000
 _GAUGES = ("rows", "cold_rows", "bytes", "steps")
 
+Numbers = Mapping[str, tuple[str, Callable[[], float]]]
+"""A description and a function of each number, by its name."""
+
+
+def add_gauges(registry: Any, numbers: Numbers) -> None:
+    """Reports numbers in a registry of ``prometheus_client``."""
+    import prometheus_client as prometheus
+
+    for name, (description, number) in numbers.items():
+        prometheus.Gauge(f"recstore_{name}", description, registry=registry).set_function(number)
+
 
 class Observer(Protocol):
     """The interface through which a server reports its calls."""
@@ -92,12 +103,9 @@ class Metrics:
             self._labels = {(operation, table)}
         self._ids.labels(operation, table).inc(count)
 
-    def gauges(self, numbers: Mapping[str, tuple[str, Callable[[], float]]]) -> None:
-        """Reports further numbers. ``numbers`` has a description and a function of each number, by its name."""
-        import prometheus_client as prometheus
-
-        for name, (description, number) in numbers.items():
-            prometheus.Gauge(f"recstore_{name}", description, registry=self._registry).set_function(number)
+    def gauges(self, numbers: Numbers) -> None:
+        """Reports further numbers."""
+        add_gauges(self._registry, numbers)
 
     def close(self) -> None:
         """Stops listening."""

@@ -13,6 +13,7 @@ from torchrec_recstore.row_types import value_dtype
 from torchrec_recstore.rpc.connection import Access
 from torchrec_recstore.rpc.protocol import NO_INITIAL_ROW, ServiceError
 from torchrec_recstore.rpc.servers import ServerSet
+from torchrec_recstore.rpc.table_rows import TableRead, TableUpdate
 from torchrec_recstore.rpc.table_spec import TableSpec
 from torchrec_recstore.service.backend import InitialRows, NoInitialRow
 from torchrec_recstore.store import TableStats
@@ -98,23 +99,16 @@ class RemoteBackend:
     def pull_each(self, reads: Sequence[RowRead]) -> list[Tensor]:
         """See :meth:`Backend.pull_each`."""
         specs = [self._spec(read.table) for read in reads]
-        pulls = [
-            (read.table, read.ids, spec.dim, value_dtype(spec.dtype))
-            for read, spec in zip(reads, specs, strict=True)
-            if read.missing == "init"
-        ]
-        pulled = iter(self._servers.pull_each(pulls))
-        return [next(pulled) if read.missing == "init" else self._with_zeros(read) for read in reads]
-
-    def _with_zeros(self, read: RowRead) -> Tensor:
-        found, some = self.found_rows(read.table, read.ids)
-        rows = some.new_zeros(len(read.ids), some.shape[1])
-        rows[found] = some
-        return rows
+        return self._servers.pull_each(
+            [
+                TableRead(read.table, read.ids, spec.dim, value_dtype(spec.dtype), read.missing == "zeros")
+                for read, spec in zip(reads, specs, strict=True)
+            ]
+        )
 
     def update_each(self, updates: Sequence[RowUpdate]) -> None:
         """See :meth:`Backend.update_each`."""
-        self._servers.update_each(updates)
+        self._servers.update_each([TableUpdate(*update) for update in updates])
 
     def delete(self, name: str, ids: Tensor) -> int:
         """See :meth:`Backend.delete`."""

@@ -28,11 +28,17 @@ def joined(root: Path, parts: int) -> tuple[CheckpointInfo, dict[str, TableSpec]
         The metadata of a checkpoint at ``root``, and the specification of each table, by table name.
 
     Raises:
-        CheckpointError: A part is damaged, or the parts do not have the same tables.
+        CheckpointError: A part is damaged or given twice, or the parts do not have the same tables.
         FileNotFoundError: A part is missing.
     """
     infos = [read_info(root / str(part)) for part in range(parts)]
-    specs = [{name: replace(spec, shard=(0, 1)) for name, spec in saved_specs(info).items()} for info in infos]
+    written = [saved_specs(info) for info in infos]
+    for name in written[0]:
+        shards = sorted(specs[name].shard for specs in written if name in specs)
+        if shards != [(part, parts) for part in range(parts)]:
+            numbers = ", ".join(f"{part + 1} of {of}" for part, of in shards)
+            raise CheckpointError(f"table {name!r} needs all of its parts, each once, got {numbers}: name all servers")
+    specs = [{name: replace(spec, shard=(0, 1)) for name, spec in of_part.items()} for of_part in written]
     if any(others != specs[0] for others in specs[1:]):
         raise CheckpointError(f"{root}: the parts of the save do not have the same tables")
     tables = {name: _joined(name, infos) for name in specs[0]}

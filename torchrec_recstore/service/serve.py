@@ -11,9 +11,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from torchrec_recstore.rpc import recstore_pb2 as pb
+from torchrec_recstore.rpc.protocol import WRITE_BYTES
 from torchrec_recstore.rpc.recstore_pb2_grpc import add_ParameterServerServicer_to_server
 from torchrec_recstore.service.data_directory import DataDirectory
-from torchrec_recstore.service.hosted import HostedBackend, Limits
+from torchrec_recstore.service.hosted import HostedBackend
+from torchrec_recstore.service.limits import Limits
 from torchrec_recstore.service.listening import GrpcServer, ListenOptions, host_and_port, stopped_by_signals
 from torchrec_recstore.service.metrics import Metrics, NoObserver
 from torchrec_recstore.service.scheduled_saves import Schedule, ScheduledSaves
@@ -35,6 +37,7 @@ class ServerOptions:
         idle_s: The time in seconds without a call after which the private cold rows of a job are deleted. A job that
             was killed leaves such rows. Default: infinity.
         schedule: When all tables are saved. Default: None, when a client says so, and when the server stops.
+        max_write_bytes: The largest size in bytes of the arrays of a write. Default: 128 MiB.
 
     Raises:
         ValueError: A value is invalid, or options contradict each other.
@@ -45,8 +48,11 @@ class ServerOptions:
     limits: Limits = Limits()  # noqa: RUF009  (frozen)
     idle_s: float = math.inf
     schedule: Schedule | None = None
+    max_write_bytes: int = WRITE_BYTES
 
     def __post_init__(self) -> None:
+        if self.max_write_bytes < 2**20:
+            raise ValueError(f"--max-write must be at least 1 MiB, got {self.max_write_bytes / 2**20:g}")
         if self.schedule is not None:
             self.schedule.check_fits(self.listening)
         if not self.idle_s > 0:
@@ -78,7 +84,7 @@ def serve(options: ServerOptions, ready: Callable[[str], object]) -> None:
 
 def _unsaved(error: Exception, tables: HostedBackend, data: Path) -> str:
     """Returns the message for a server that was to stop, and could not save its tables."""
-    mib = sum(tables.stats(name).bytes for name in tables.specs()) / 2**20
+    mib = tables.used_bytes() / 2**20
     free = shutil.disk_usage(data).free / 2**20
     return (
         f"the server does not stop, because it cannot save its tables: {error}. It serves on. Make room in {data}: "
@@ -98,16 +104,16 @@ def _serve(
             metrics = Metrics(tables, host, port)
         except OSError as error:
             raise OSError(f"--metrics {options.listening.metrics}: {error.strerror}") from error
-    service = ParameterServer(tables, directory, metrics or NoObserver())
+    service = ParameterServer(tables, directory, metrics or NoObserver(), options.max_write_bytes)
     server = GrpcServer(
         options.listening,
         pb.DESCRIPTOR.services_by_name["ParameterServer"].full_name,
         lambda server: add_ParameterServerServicer_to_server(service, server),  # type: ignore[no-untyped-call]
-        ("Save", "Load"),
+        ("Save", "Load", "Look"),
     )
     if metrics is not None:
         metrics.gauges({**server.gauges(), **service.gauges()})
-    service.begin()
+    service.begin(server)
     server.start()
     server.set_serving(True)
     ready(server.address)

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import logging
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
+from functools import partial
 from typing import Any, NoReturn
 
 import grpc
@@ -17,6 +19,7 @@ from torchrec_recstore.rpc.protocol import (
     NO_INITIAL_ROW,
     PART_IDS,
     REMOTE_ERRORS,
+    WRITE_BYTES,
     ServerRestartedError,
     Status,
     shortened,
@@ -30,12 +33,13 @@ from torchrec_recstore.service.calls import CallRefusedError
 from torchrec_recstore.service.data_directory import DataDirectory
 from torchrec_recstore.service.handlers import of_bytes
 from torchrec_recstore.service.hosted import HostedBackend
+from torchrec_recstore.service.listening import GrpcServer
+from torchrec_recstore.service.looks import look
 from torchrec_recstore.service.metrics import Observer
 from torchrec_recstore.service.row_calls import RowCalls
 from torchrec_recstore.service.set_calls import SetCalls
 from torchrec_recstore.service.shared_memory import SharedMemoryServer
 
-MAX_REQUEST_BYTES = 2**31
 _NAME_BYTES = 1024  # of a table
 _CODES = {
     ValueError: grpc.StatusCode.INVALID_ARGUMENT,
@@ -57,8 +61,8 @@ class ParameterServer(ParameterServerServicer):
         tables: The tables that are served.
         directory: The directory for checkpoints.
         observer: The observer that every call is reported to.
-        max_request_bytes: The largest size in bytes of a write. The server collects all parts of a write before it
-            carries out the write. Default: 2 GiB.
+        max_write_bytes: The largest size in bytes of the arrays of a write. The server collects all parts of a write
+            before it carries out the write. Default: 128 MiB.
     """
 
     def __init__(
@@ -66,27 +70,37 @@ class ParameterServer(ParameterServerServicer):
         tables: HostedBackend,
         directory: DataDirectory,
         observer: Observer,
-        max_request_bytes: int = MAX_REQUEST_BYTES,
+        max_write_bytes: int = WRITE_BYTES,
     ) -> None:
         self._tables = tables
         self._directory = directory
+        self._looking = threading.Lock()
         self._observer = observer
         self._applied = AppliedRequests()
         self._set = SetCalls(tables, directory, self._applied)
-        self._rows = RowCalls(tables, self._set.write_once, observer, self._set.check, max_request_bytes)
+        self._rows = RowCalls(tables, self._set.write_once, observer, self._set.check, max_write_bytes)
         self._memory = SharedMemoryServer(self._rows, observer, _status)
 
     def gauges(self) -> dict[str, tuple[str, Callable[[], float]]]:
         """Returns numbers for the metrics. See :meth:`GrpcServer.gauges`."""
         return {
             "tables": ("The number of tables.", lambda: len(self._tables.specs())),
+            "load_pending": (
+                "Whether rows are in memory that were read for a load, and that no call sees yet: 1 or 0.",
+                lambda: self._set.loading,
+            ),
+            "received_bytes": (
+                "The size of the files that the server has received of a save of other servers.",
+                lambda: self._set.received_bytes,
+            ),
             "clients": ("The number of clients that may repeat a write.", lambda: self._applied.clients),
+            **self._memory.gauges(),
         }
 
-    def begin(self) -> None:
-        """See :meth:`SetCalls.begin`."""
+    def begin(self, listening: GrpcServer) -> None:
+        """See :meth:`SetCalls.begin`. Calls by shared memory have the token and the bounds of those by gRPC."""
         self._set.begin()
-        self._memory.start()
+        self._memory.start(listening.token, listening.memory)
 
     def is_first(self) -> bool:
         """Returns whether the server is in an epoch and is the first server of its set."""
@@ -164,10 +178,17 @@ class ParameterServer(ParameterServerServicer):
             self._set.check(request.epoch)
             return pb.StatsReply(counts=asdict(self._tables.stats(request.table)))
 
+    def Look(self, request: pb.LookRequest, context: Any) -> pb.LookReply:
+        """See recstore.proto."""
+        with self._call("Look", context):
+            self._set.check(request.epoch)
+            with self._looking:  # one after the other, because a look at a large table takes seconds of a processor
+                return self._tables.whole(request.table, partial(look, request))
+
     def Save(self, request: pb.SaveRequest, context: Any) -> pb.SaveReply:
         """See recstore.proto."""
         with self._call("Save", context):
-            return self._set.save(request)
+            return self._set.save(request, context.is_active)
 
     def Load(self, request: pb.LoadRequest, context: Any) -> pb.Empty:
         """See recstore.proto."""

@@ -5,20 +5,25 @@ from __future__ import annotations
 import os
 import shutil
 import threading
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, NoReturn
 
+import grpc
+
 from torchrec_recstore.rpc import recstore_pb2 as pb
-from torchrec_recstore.rpc.agreement import SLOTS
-from torchrec_recstore.rpc.protocol import PART_BYTES, ServerRestartedError
+from torchrec_recstore.rpc.protocol import PART_BYTES, SAVE_SUPERSEDED, ServerRestartedError
 from torchrec_recstore.rpc.table_spec import TableSpec
 from torchrec_recstore.service.applied import AppliedRequests
+from torchrec_recstore.service.calls import CallRefusedError
 from torchrec_recstore.service.data_directory import MANIFEST, DataDirectory, Membership
+from torchrec_recstore.service.deadline import Deadline
 from torchrec_recstore.service.hosted import HostedBackend, Loaded
+from torchrec_recstore.service.received import ReceivedFiles
+from torchrec_recstore.service.reservations import Reservations
 from torchrec_recstore.service.resharding import joined, owned_by
 
 STOPPED = ("stopped-0", "stopped-1")
@@ -28,18 +33,21 @@ The names alternate, because not every file system can replace a directory.
 """
 
 _LARGEST_FILE = 2**40
-_SILENT_S = 30.0  # a save whose client has not been heard of for this time gives way to another save
+_SUPERSEDED = "the save {!r} does not count: another save was begun meanwhile"
+_KEPT_S = 600.0  # time for which the rows that a load has read are kept for its next phase
 
 
-@dataclass
-class _Reserved:
-    """The save that server 0 lets prepare."""
+@dataclass(frozen=True)
+class _Next:
+    """The tables that were read for a load, before its epoch begins."""
 
-    id: str
-    name: str
-    number: int
-    heard: float
-    busy: bool = False
+    token: str
+    save: pb.Saved
+    exact: bool
+    loaded: Loaded
+
+    def is_for(self, request: pb.LoadRequest) -> bool:
+        return (self.token, self.save, self.exact) == (request.token, request.save, request.exact)
 
 
 class SetCalls:
@@ -63,9 +71,10 @@ class SetCalls:
         self._applied = applied
         self._saving = threading.Lock()  # one save or load at a time
         self._gate = _Gate()
-        self._next: tuple[str, Loaded] | None = None  # a load's token, and what was read for it
-        self._reserved: _Reserved | None = None
-        self._reservations = threading.Condition()
+        self._next: _Next | None = None  # what was read for a load
+        self._next_deadline = Deadline(_KEPT_S, "recstore-load")
+        self._reservations = Reservations()
+        self._received = ReceivedFiles(directory, tables.used_bytes)
         self._epoch = ""  # the label of the epoch; empty if the server is in none
         self._clean = True  # whether the tables are those of the last save
         member = directory.membership
@@ -87,6 +96,16 @@ class SetCalls:
             # Other servers of the set cannot start from what this server has saved when it stopped.
             alone = member is None or member.members == 1
             self._directory.set_last(self._directory.last if alone or member is None else member.save)
+
+    @property
+    def loading(self) -> bool:
+        """Whether the rows of a load are in memory that has not begun its epoch."""
+        return self._next is not None
+
+    @property
+    def received_bytes(self) -> int:
+        """The size in bytes of the files of a save of other servers."""
+        return self._received.bytes
 
     def stop(self) -> None:
         """Waits for saves and loads, and saves all tables for the next server on the same directory."""
@@ -156,10 +175,10 @@ class SetCalls:
             reply.slots.extend(member.slots)
         return reply
 
-    def save(self, request: pb.SaveRequest) -> pb.SaveReply:
-        """Makes a phase of a save. See ``Save`` in recstore.proto."""
+    def save(self, request: pb.SaveRequest, is_active: Callable[[], bool]) -> pb.SaveReply:
+        """Makes a phase of a save. See ``Save`` in recstore.proto. ``is_active`` returns whether the client waits."""
         if request.phase == pb.SaveRequest.RESERVE:
-            return self._reserve(request)
+            return self._reserve(request, is_active)
         if request.phase == pb.SaveRequest.PREPARE:
             with self._saving, self._reservation(request):
                 self._prepare(request)
@@ -171,7 +190,7 @@ class SetCalls:
             with self._saving:
                 self._applied.check_open()
                 self._directory.discard(request.save.id)
-            self._release(request.save.id)
+            self._reservations.release(request.save.id)
         else:
             raise ValueError(f"a save has no phase {request.phase}")
         return pb.SaveReply(decided=[saved.id for saved in self._directory.saves])
@@ -184,6 +203,7 @@ class SetCalls:
                 self._forget_next(request.token)
                 if request.parts and request.save.id.isalnum():
                     self._directory.discard(request.save.id)
+                    self._received.forget(request.save.id)
             return
         if request.phase not in (phases.PREPARE, phases.COMMIT, phases.RESHARD):
             raise ValueError(f"a load has no phase {request.phase}")
@@ -196,11 +216,12 @@ class SetCalls:
             if request.phase == phases.RESHARD:
                 self._reshard(request)
                 return
-            if self._next is None or self._next[0] != request.token:
+            if self._next is None or not self._next.is_for(request):
                 self._forget_next()
                 unchanged = not self._epoch and self._clean and request.save == self._directory.at
                 loaded = None if unchanged else self._tables.read(self._path_of(request.save), request.exact)
-                self._next = None if loaded is None else (request.token, loaded)
+                self._next = None if loaded is None else _Next(request.token, request.save, request.exact, loaded)
+                self._next_deadline.begin(partial(self._forget_late, request.token))
                 try:
                     _check_parts(request, self._tables.specs() if loaded is None else loaded.specs)
                 except ValueError:
@@ -229,16 +250,7 @@ class SetCalls:
         """Writes a piece of a file of a save of other servers. See ``WriteFile`` in recstore.proto."""
         _check_save(pb.Saved(id=request.id))
         _check_offset(request.offset)
-        if request.part >= SLOTS:
-            raise ValueError(f"a save has at most {SLOTS} parts")
-        directory = self._directory.received(request.id) / str(request.part)
-        self._directory.checkpoint(request.file)  # a plain name
-        directory.mkdir(parents=True, exist_ok=True)
-        file = os.open(directory / request.file, os.O_WRONLY | os.O_CREAT, 0o666)
-        try:
-            os.pwrite(file, request.content, request.offset)
-        finally:
-            os.close(file)
+        self._received.write(request)
 
     def _reshard(self, request: pb.LoadRequest) -> None:
         """Writes the part of this server, of the rows of a save of other servers."""
@@ -257,7 +269,7 @@ class SetCalls:
             {MANIFEST: _manifest(saved, request.set, request.epoch, request.member, [], request.slots)},
         )
         directory.add_prepared(saved)
-        shutil.rmtree(directory.received(saved.id), ignore_errors=True)
+        self._received.forget(saved.id)
 
     def _begin_epoch(self, request: pb.LoadRequest) -> None:
         directory, name = self._directory, request.save.name or None
@@ -270,7 +282,7 @@ class SetCalls:
             self._epoch = ""  # a read that is running finds after it that the epoch has ended
             try:
                 if self._next is not None:
-                    self._tables.replace(self._next[1])
+                    self._tables.replace(self._next.loaded)
                     self._next = None
                 self._clean = False
                 directory.set_last(name)
@@ -279,9 +291,7 @@ class SetCalls:
                 self._epoch = before  # the tables have not changed
                 raise
             self._epoch = member.label
-        with self._reservations:
-            self._reserved = None
-            self._reservations.notify_all()
+        self._reservations.release()
 
     def _check_later(self, request: pb.LoadRequest) -> None:
         """Checks that an epoch follows that of this server.
@@ -310,29 +320,32 @@ class SetCalls:
             raise FileNotFoundError(f"there is no save {saved.name!r} with the id {saved.id}")
         return self._directory.checkpoint(saved.name)
 
+    def _forget_late(self, token: str) -> None:
+        """Frees the rows that were read for a load whose client has died."""
+        with self._saving:
+            self._forget_next(token)
+
     def _forget_next(self, token: str = "") -> None:
-        if self._next is not None and (not token or self._next[0] == token):
-            self._next[1].close()
+        if self._next is not None and token in ("", self._next.token):
+            self._next.loaded.close()
             self._next = None
 
-    def _reserve(self, request: pb.SaveRequest) -> pb.SaveReply:
+    def _reserve(self, request: pb.SaveRequest, is_active: Callable[[], bool]) -> pb.SaveReply:
+        def check() -> None:
+            self._applied.check_open()
+            self.check(request.epoch)
+
         self.check(request.epoch)
         _check_save(request.save)
-        self._directory.checkpoint(request.save.name)
-        with self._reservations:
-            while (other := self._reserved) is not None and other.id != request.save.id:
-                silent = time.monotonic() - other.heard
-                if not other.busy and silent >= _SILENT_S:
-                    break
-                self._reservations.wait(1.0 if other.busy else max(0.01, _SILENT_S - silent))
-                self._applied.check_open()
-            self.check(request.epoch)
-            if other is None or other.id != request.save.id:
-                known = [saved.number for saved in (*self._directory.saves, *self._directory.prepared)]
-                number = max([*known, 0 if other is None else other.number]) + 1
-                self._reserved = _Reserved(request.save.id, request.save.name, number, time.monotonic())
-            assert self._reserved is not None
-            return pb.SaveReply(number=self._reserved.number)
+        directory = self._directory
+        directory.checkpoint(request.save.name)
+
+        def last() -> int:
+            return max((saved.number for saved in (*directory.saves, *directory.prepared)), default=0)
+
+        number = self._reservations.reserve(request.save.id, check, is_active, last)
+        check()
+        return pb.SaveReply(number=number)
 
     @contextmanager
     def _reservation(self, request: pb.SaveRequest) -> Iterator[None]:
@@ -341,27 +354,15 @@ class SetCalls:
         if member is None or member.member != 0:
             yield
             return
-        with self._reservations:
-            mine = self._reserved
-            if mine is None or mine.id != request.save.id:
-                self._refuse_superseded(request)
-            mine.busy = True
-        try:
+        with self._reservations.preparing(request.save) as has_turn:
+            if not has_turn:
+                self.check(request.epoch)
+                raise CallRefusedError(grpc.StatusCode.ABORTED, _SUPERSEDED.format(request.save.name), SAVE_SUPERSEDED)
             yield
-        finally:
-            with self._reservations:
-                mine.busy, mine.heard = False, time.monotonic()
-                self._reservations.notify_all()
 
     def _refuse_superseded(self, request: pb.SaveRequest) -> NoReturn:
         self.check(request.epoch)  # the server was restarted, or an epoch was begun
-        raise ValueError(f"the save {request.save.name!r} does not count: another save was begun meanwhile")
-
-    def _release(self, save_id: str) -> None:
-        with self._reservations:
-            if self._reserved is not None and self._reserved.id == save_id:
-                self._reserved = None
-                self._reservations.notify_all()
+        raise ValueError(_SUPERSEDED.format(request.save.name))
 
     def _prepare(self, request: pb.SaveRequest) -> None:
         self._applied.check_open()
@@ -387,9 +388,8 @@ class SetCalls:
         current = bool(request.epoch) and request.epoch == self._epoch
         decided = set(request.decided)
         if member.member == 0:
-            with self._reservations:
-                if not current or self._reserved is None or self._reserved.id != saved.id:
-                    self._refuse_superseded(request)
+            if not current or not self._reservations.has_turn(saved.id):
+                self._refuse_superseded(request)
             decided = {there.id for there in directory.saves}
         for other in directory.prepared:
             if other.id != saved.id and other.number <= saved.number:
@@ -398,7 +398,7 @@ class SetCalls:
         if current:
             directory.set_last(saved.name)
             directory.set_membership(replace(member, save=saved.name))
-        self._release(saved.id)
+        self._reservations.release(saved.id)
         for name in request.forget:
             directory.forget(name)
 
@@ -427,6 +427,8 @@ def _check_offset(offset: int) -> None:
 def _check_save(saved: pb.Saved) -> None:
     if saved.name in STOPPED:
         raise ValueError(f"a server that stops saves as {saved.name!r}: choose another name")
+    if saved.number >= 2**63:
+        raise ValueError("the number of a save must be less than 2**63")
     if not saved.id.isalnum() or len(saved.id) > 64:
         raise ValueError("a save needs an id of at most 64 letters and digits")
 

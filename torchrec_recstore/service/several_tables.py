@@ -33,7 +33,7 @@ class SeveralTables:
         raise NotImplementedError
 
     def pull_each(self, reads: Sequence[RowRead]) -> list[Tensor]:
-        """Reads rows of several tables. The servers answer at the same time, each for one table after the other.
+        """Reads rows of several tables, by one request to each server. The servers answer at the same time.
 
         Args:
             reads: The tables and their ids.
@@ -67,9 +67,11 @@ class SeveralTables:
         return self._groups.wait(handle)
 
     def update_each(self, updates: Sequence[RowUpdate]) -> None:
-        """Makes an ``update`` of each of several tables. See :meth:`pull_each` for the order of the calls.
+        """Makes an ``update`` of each of several tables, by one request to each server.
 
-        Each table makes one step of its clock and of its optimizer, also if its update has no ids.
+        Each table makes one step of its clock and of its optimizer, also if its update has no ids. A server applies the
+        updates of one request to all of its tables, or to none if one of them fails, and it applies a repeated request
+        once. Updates of more than 64 MiB are sent as several requests.
 
         Raises:
             NoInitialRow: A table has an ``init_func``.

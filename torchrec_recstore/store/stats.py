@@ -3,6 +3,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, fields, replace
 
+from torchrec_recstore.display import html_table, text_table
+
 
 @dataclass(frozen=True)
 class TableStats:
@@ -43,6 +45,28 @@ class TableStats:
     cold_hits: int = 0
     updates: int = 0
     steps: int = 0
+
+
+class StatsByTable(dict[str, TableStats]):
+    """Statistics by the name of the table, which are shown as a table, also in notebooks."""
+
+    def __str__(self) -> str:
+        return text_table(*self._shown()) if self else "{}"
+
+    def _repr_html_(self) -> str:
+        return html_table(*self._shown())
+
+    def _shown(self) -> tuple[list[str], list[list[str]]]:
+        """Returns the columns and rows. Counts that are 0 for all tables are left out."""
+        counts = [f.name for f in fields(TableStats) if f.name not in ("lookups", "misses", "hits")]
+        always = ("rows", "bytes", "steps")
+        names = [name for name in counts if name in always or any(getattr(each, name) for each in self.values())]
+        columns = ["table", *(name.replace("_", " ") for name in names), "hit rate"]
+        cells = [
+            [table, *(f"{getattr(each, name):,}" for name in names), f"{each.hits / max(each.lookups, 1):.1%}"]
+            for table, each in self.items()
+        ]
+        return columns, cells
 
 
 def combined(shards: Iterable[TableStats]) -> TableStats:

@@ -1,0 +1,99 @@
+"""Tests of the limits of connections, against real servers."""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import grpc
+import pytest
+import torch
+
+from tests.certificates import make_certificates, needs_openssl
+from tests.recstore_server import Proxy, RecStoreServer
+from tests.redis_server import free_port
+from tests.service.test_limits import METADATA, SERVICE, numbers, resident_mb
+from torchrec_recstore.service import RecStoreClient, ServiceError
+
+
+def _channel(server: RecStoreServer, stack: ExitStack) -> grpc.Channel:
+    """Returns a channel that shares no connection, and has one."""
+    channel = stack.enter_context(grpc.insecure_channel(server.address, [("grpc.use_local_subchannel_pool", 1)]))
+    grpc.channel_ready_future(channel).result(60)
+    return channel
+
+
+def test_connections_and_calls_of_a_connection(tmp_path: Path) -> None:
+    metrics = f"127.0.0.1:{free_port()}"
+    server = RecStoreServer(tmp_path / "data", "--max-connections", "3", "--max-calls", "2", "--metrics", metrics)
+    end = threading.Event()
+    with ExitStack() as stack:
+        channels = [_channel(server, stack) for _ in range(3)]
+        assert numbers(metrics)["recstore_connections"] == 3
+        with pytest.raises(ServiceError, match="cannot be reached"):
+            RecStoreClient([server.address], timeout_s=1.0).stats("t")
+        channels.pop().close()
+        with RecStoreClient([server.address], timeout_s=60.0, shared_memory=False) as client:
+            client.init_data("t", (10, 4), torch.float32)
+            method = channels[0].stream_unary(SERVICE + "Write")
+            calls = [method.future(iter(end.wait, True), metadata=METADATA) for _ in range(300)]
+            most = 0.0
+            while most < 100:
+                now = numbers(metrics)
+                most = max(most, now["recstore_calls_running"] + now["recstore_calls_queued"])
+            assert most <= 128 + 1
+            client.update("t", torch.arange(10), torch.ones(10, 4))
+            for call in calls:
+                call.cancel()
+        end.set()
+    server.kill()
+
+
+def test_an_empty_table_takes_little_memory(tmp_path: Path) -> None:
+    server = RecStoreServer(tmp_path / "data", "--max-tables", "300")
+    with RecStoreClient([server.address]) as client:
+        client.init_data("t", (10, 4), torch.float32)
+        before = resident_mb(server)
+        for number in range(299):
+            client.init_data(f"t{number}", (10, 4), torch.float32)
+        assert resident_mb(server) - before < 299 * 0.27
+    server.kill()
+
+
+@needs_openssl
+@pytest.mark.slow
+def test_connections_whose_clients_are_silent_are_closed(tmp_path: Path) -> None:
+    folder = make_certificates(tmp_path)
+    metrics = [f"127.0.0.1:{free_port()}" for _ in range(2)]
+    plain = RecStoreServer(tmp_path / "plain", "--metrics", metrics[0])
+    files = ("--tls-cert", str(folder / "server.pem"), "--tls-key", str(folder / "server.key"))
+    tls = RecStoreServer(tmp_path / "tls", *files, "--metrics", metrics[1])
+    proxy = Proxy(plain.address)
+    with ExitStack() as stack:
+
+        def closed(connection: Any) -> None:
+            connection.settimeout(200)
+            while connection.recv(1000):
+                pass
+
+        for server in (plain, tls):  # of a client that sends nothing
+            host, _, port = server.address.rpartition(":")
+            silent = stack.enter_context(socket.create_connection((host, int(port))))
+            begin = time.monotonic()
+            closed(silent)
+            assert time.monotonic() - begin > 5
+        channel = stack.enter_context(grpc.insecure_channel(proxy.address))
+        grpc.channel_ready_future(channel).result(60)
+        assert numbers(metrics[0])["recstore_connections"] == 1
+        proxy.held.set()
+        begin = time.monotonic()
+        while numbers(metrics[0])["recstore_connections"] > 0:
+            time.sleep(0.5)
+        assert time.monotonic() - begin < 70  # 30 s, and 80 s with gRPC's own timeout
+        proxy.close()
+    for server in (plain, tls):
+        server.kill()

@@ -1,0 +1,183 @@
+"""Tests of saves and loads in phases whose clients stop, die or are too many, in the process."""
+
+from __future__ import annotations
+
+import shutil
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from torchrec_recstore.optim import SGD
+from torchrec_recstore.options import TableOptions
+from torchrec_recstore.rpc import recstore_pb2 as pb
+from torchrec_recstore.rpc.table_spec import TableSpec
+from torchrec_recstore.service import received, reservations
+from torchrec_recstore.service.applied import AppliedRequests
+from torchrec_recstore.service.calls import CallRefusedError
+from torchrec_recstore.service.data_directory import DataDirectory
+from torchrec_recstore.service.hosted import HostedBackend
+from torchrec_recstore.service.set_calls import SetCalls
+
+EPOCH = "set/1"
+IDS = torch.arange(100)
+
+
+class Server:
+    """A server of a set of one, without gRPC."""
+
+    def __init__(self, path: Path) -> None:
+        self.tables = HostedBackend()
+        self.directory = DataDirectory(path)
+        self.calls = SetCalls(self.tables, self.directory, AppliedRequests())
+        self.load("commit", "first", "")
+        self.tables.create("t", TableSpec(4, torch.float32, SGD(lr=1.0), TableOptions()))
+        self.tables.push("t", IDS, torch.ones(100, 4))
+
+    def load(self, phase: str, token: str, name: str = "monday", epoch: int = 1) -> None:
+        request = pb.LoadRequest(
+            phase=pb.LoadRequest.Phase.Value(phase.upper()),
+            token=token,
+            save=next((saved for saved in self.directory.saves if saved.name == name), pb.Saved(name=name)),
+            exact=True,
+            set="set",
+            members=1,
+            epoch=epoch,
+            slots=[0],
+        )
+        self.calls.load(request)
+
+    def save(self, phase: str, save_id: str, number: int = 0, active: bool = True) -> int:
+        saved = pb.Saved(name="monday", id=save_id, number=number)
+        request = pb.SaveRequest(
+            phase=pb.SaveRequest.Phase.Value(phase.upper()), epoch=EPOCH, save=saved, overwrite=True
+        )
+        return self.calls.save(request, lambda: active).number
+
+    def write(self, save_id: str, file: str = "file", offset: int = 0, content: bytes = b"abc") -> None:
+        self.calls.write_file(pb.WriteFileRequest(id=save_id, file=file, offset=offset, content=content))
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[Server]:
+    server = Server(tmp_path / "data")
+    yield server
+    server.tables.close()
+    server.directory.close()
+
+
+def test_a_save_whose_client_has_stopped_gives_way(server: Server) -> None:
+    stopped = [server.save("reserve", "stopped")]
+    assert server.save("reserve", "next") == stopped[0] + 1  # after a second
+    with pytest.raises(CallRefusedError, match="another save was begun meanwhile"):
+        server.save("prepare", "stopped", *stopped)
+    with pytest.raises(CallRefusedError, match="another save was begun meanwhile"):
+        server.save("prepare", "next", 2**62)  # not the number that the server has given
+    server.save("prepare", "next", stopped[0] + 1)
+    server.save("commit", "next", stopped[0] + 1)
+    assert [saved.id for saved in server.directory.saves] == ["next"]
+    with pytest.raises(ValueError, match="less than 2"):
+        server.save("reserve", "far", 2**63)
+    # A save that has waited for another one gets the next number.
+    server.save("reserve", "slow")
+    waits: list[int] = []
+    thread = threading.Thread(target=lambda: waits.append(server.save("reserve", "waits")))
+    thread.start()
+    time.sleep(0.1)
+    server.save("prepare", "slow", 3)
+    server.save("commit", "slow", 3)
+    thread.join()
+    assert waits == [4]
+
+
+def test_few_saves_wait_for_their_turn(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(reservations, "UNPREPARED_S", 60.0)
+    server.save("reserve", "first")
+    refused, end = [], threading.Event()
+
+    def reserve(number: int) -> None:
+        saved = pb.Saved(name="monday", id=f"waits{number}")
+        request = pb.SaveRequest(phase=pb.SaveRequest.RESERVE, epoch=EPOCH, save=saved)
+        try:
+            server.calls.save(request, lambda: not end.is_set())
+        except CallRefusedError as error:
+            refused.append((error.code.name, str(error)))
+
+    waiting = [threading.Thread(target=reserve, args=(number,)) for number in range(reservations.WAITING + 3)]
+    for thread in waiting:
+        thread.start()
+    while len(refused) < 3:
+        time.sleep(0.01)
+    assert refused == [("UNAVAILABLE", "8 saves wait already: repeat the call")] * 3
+    end.set()  # the clients that wait have gone
+    server.save("abort", "first")
+    for thread in waiting:
+        thread.join(60)
+    assert len(refused) == len(waiting)
+    monkeypatch.setattr(reservations, "UNPREPARED_S", 0.0)
+    server.save("reserve", "another")
+
+
+def test_rows_of_a_load_whose_client_has_died_are_freed(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    server.save("reserve", "id")
+    server.save("prepare", "id", 1)
+    server.save("commit", "id", 1)
+    server.tables.push("t", IDS, torch.zeros(100, 4))
+    monkeypatch.setattr(server.calls._next_deadline, "_seconds", 0.2)
+    server.load("prepare", "dies", epoch=2)
+    while server.calls.loading:
+        time.sleep(0.01)
+    server.load("commit", "dies", epoch=2)  # a client that is only slow loads them again
+    assert server.tables.pull("t", IDS).unique().tolist() == [1.0]
+    assert not server.calls.loading
+
+
+def test_the_rows_of_a_load_are_those_of_its_save(server: Server) -> None:
+    server.save("reserve", "id")
+    server.save("prepare", "id", 1)
+    server.save("commit", "id", 1)
+    server.load("prepare", "token", "monday", epoch=2)
+    with pytest.raises(FileNotFoundError, match="tuesday"):
+        server.load("commit", "token", "tuesday", epoch=2)
+    server.load("commit", "token", "", epoch=2)
+    assert not server.tables.specs()
+    assert server.directory.last is None
+
+
+def test_what_a_server_receives_is_bounded(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    server.write("one")
+    server.write("one", offset=0)  # a piece that is sent again
+    server.write("one", offset=3)
+    assert server.calls.received_bytes == 6
+    assert (server.directory.received("one") / "0" / "file").read_bytes() == b"abcabc"
+    with pytest.raises(ValueError, match="has 6 bytes, got the offset 1000"):
+        server.write("one", offset=1000)
+    with pytest.raises(CallRefusedError, match="receives the files of another save"):
+        server.write("two")
+    with monkeypatch.context() as patch:
+        patch.setattr(received, "FILES", 1)
+        with pytest.raises(ValueError, match="at most 1 files"):
+            server.write("one", "another")
+        patch.setattr(received, "GIVES_WAY_S", 0.0)
+        server.write("two")
+    assert not server.directory.received("one").exists()
+    used = server.tables.used_bytes()
+    assert used > 0
+    with monkeypatch.context() as patch:
+        patch.setattr(received, "GIVES_WAY_S", 0.0)
+        for free, fits in ((used + 2, False), (used + 3, True)):
+            patch.setattr(shutil, "disk_usage", lambda path, free=free: SimpleNamespace(free=free))
+            if fits:
+                server.write("four")
+            else:
+                with pytest.raises(OSError, match="needs the other free space"):
+                    server.write("three")
+        monkeypatch.setattr(server.calls._received._deadline, "_seconds", 0.1)
+        server.write("five")
+    while server.calls.received_bytes:
+        time.sleep(0.01)
+    assert not list(server.directory.path.glob(".received-*"))

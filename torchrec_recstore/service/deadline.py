@@ -1,0 +1,33 @@
+"""Something that is done after a time, unless it is cancelled or begun again."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+
+
+class Deadline:
+    """Calls a function after a time.
+
+    Args:
+        seconds: The time in seconds.
+        name: The name of the thread.
+    """
+
+    def __init__(self, seconds: float, name: str) -> None:
+        self._seconds = seconds
+        self._name = name
+        self._timer: threading.Timer | None = None
+
+    def begin(self, action: Callable[[], object]) -> None:
+        """Calls ``action`` after the time, and not what an earlier call of this method was to call."""
+        self.cancel()
+        self._timer = threading.Timer(self._seconds, action)
+        self._timer.name, self._timer.daemon = self._name, True
+        self._timer.start()
+
+    def cancel(self) -> None:
+        """Calls nothing, unless the time has passed."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
