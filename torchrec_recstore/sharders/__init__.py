@@ -14,6 +14,7 @@ from torchrec_recstore.sharders.fp_embeddingbag import RecStoreFeatureProcessedE
 from torchrec_recstore.sharders.model_tables import flush_tables, table_stats
 from torchrec_recstore.sharders.perf import register_kernel
 from torchrec_recstore.sharders.plan import RECSTORE_KERNEL, RecStoreParameterSharding
+from torchrec_recstore.sharders.reset import reset_rows
 from torchrec_recstore.sharders.train_pipeline import RecStorePrefetchPipeline
 
 register_kernel()
@@ -30,6 +31,7 @@ __all__ = [
     "RecStoreShardedEmbeddingCollection",
     "RecStoreSharder",
     "flush_tables",
+    "reset_rows",
     "set_time",
     "table_stats",
 ]

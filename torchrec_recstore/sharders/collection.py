@@ -28,7 +28,7 @@ from torchrec_recstore.options import shard_options
 from torchrec_recstore.quantization import RefusesQuantization
 from torchrec_recstore.sharders.agreed_clock import AgreedClock
 from torchrec_recstore.sharders.delta_tracker import Record
-from torchrec_recstore.sharders.fused_params import optimizer_from_fused_params
+from torchrec_recstore.sharders.fused_params import ACCUMULATION_KEY, OPTIMIZER_KEY, optimizer_from_fused_params
 from torchrec_recstore.sharders.gather import refused_together
 from torchrec_recstore.sharders.kernel import (
     IN_NODE,
@@ -344,6 +344,14 @@ class RecStoreCollectionSharder(BaseEmbeddingSharder):  # type: ignore[misc]
         **kwargs: Any,
     ) -> None:
         super().__init__(with_own_arguments(fused_params, optimizer, accumulation_steps), *args, **kwargs)
+
+    def __repr__(self) -> str:
+        """Returns the arguments that select how the tables are trained."""
+        params = dict(self.fused_params or {})
+        own = {"optimizer": params.pop(OPTIMIZER_KEY, None), "accumulation_steps": params.pop(ACCUMULATION_KEY, None)}
+        arguments = {"fused_params": params or None, **own}
+        shown = ", ".join(f"{name}={value!r}" for name, value in arguments.items() if value is not None)
+        return f"{type(self).__name__}({shown})"
 
     def with_stock_kernels(self: _Self) -> _Self:
         """Returns a copy that also offers TorchRec's kernels, for planners that choose the kernel by constraint."""

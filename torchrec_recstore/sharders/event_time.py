@@ -5,10 +5,8 @@ from __future__ import annotations
 from torch import nn
 
 from torchrec_recstore import ops
-from torchrec_recstore.modules.table_module import TableModule
-from torchrec_recstore.sharders.collection import RecStoreCollection
 from torchrec_recstore.sharders.gather import all_gathered, whole_environment
-from torchrec_recstore.sharders.model_tables import remote_table_names
+from torchrec_recstore.sharders.model_tables import tables_of_rank
 from torchrec_recstore.store import Table
 from torchrec_recstore.store.arguments import check_time
 
@@ -32,7 +30,11 @@ def set_time(model: nn.Module, unix_seconds: float) -> None:
             trained by the system's clock, at a later time. All of these errors are raised on every rank, and no table
             has changed.
     """
-    tables = _tables_of(model)
+    tables = tables_of_rank(
+        model,
+        "set_time: {} is on servers, whose rows expire by the servers' clocks: call set_time for models without tables "
+        "on servers",
+    )
     micros, error = 0, None
     try:
         micros = check_time(unix_seconds)
@@ -50,22 +52,6 @@ def set_time(model: nn.Module, unix_seconds: float) -> None:
         )
     for table in tables:
         ops.table_set_time(table.handle, micros, True)
-
-
-def _tables_of(model: nn.Module) -> list[Table]:
-    remote = remote_table_names(model)
-    if remote:
-        raise ValueError(
-            f"set_time: table {remote[0]!r} is on servers, whose rows expire by the servers' clocks: call set_time for "
-            "models without tables on servers"
-        )
-    found: list[Table] = []
-    for module in model.modules():
-        if isinstance(module, RecStoreCollection):
-            found += module.recstore_tables()
-        elif isinstance(module, TableModule):
-            found.append(module.table)
-    return found
 
 
 def _system_time(table: Table) -> int:

@@ -45,6 +45,9 @@ class RecStoreFeatureProcessedEmbeddingBagCollectionSharder(
             raise TypeError(f"ebc_sharder must be a RecStoreSharder, got {type(ebc_sharder).__name__}")
         super().__init__(ebc_sharder, qcomm_codecs_registry)
 
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}(ebc_sharder={self.inner_sharder!r})"
+
     @property
     def module_type(self) -> type[FeatureProcessedEmbeddingBagCollection]:
         """The class of the modules that this sharder shards."""

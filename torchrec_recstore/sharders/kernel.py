@@ -38,6 +38,7 @@ from torchrec_recstore.sharders.fused_params import (
     stochastic_rounding,
     table_options,
 )
+from torchrec_recstore.sharders.host_ids import HostIds
 from torchrec_recstore.sharders.remote_tables import check_remote, remote_table
 from torchrec_recstore.store import Table
 from torchrec_recstore.table_configs import ROW_DTYPES, check_config, initializer_of
@@ -264,7 +265,7 @@ class RecStoreKernel(BaseEmbedding, FusedOptimizerModule):  # type: ignore[misc]
     def __init__(self, config: GroupedEmbeddingConfig, split: tuple[int, int] | None, shard: int) -> None:
         super().__init__()
         self._config = config
-        optimizer = optimizer_from_fused_params(config.fused_params, config.table_names())
+        optimizer = self._optimizer = optimizer_from_fused_params(config.fused_params, config.table_names())
         self._output_dtype = output_dtype(config.fused_params, config.table_names())
         self._routings: list[BlockRouting | None] = []
         self._tables: list[Table] = []
@@ -288,6 +289,11 @@ class RecStoreKernel(BaseEmbedding, FusedOptimizerModule):  # type: ignore[misc]
         )
         for name, parameter in self._placeholders.items():
             mark_as_optimized(parameter, _ParameterOptimizer(name, parameter, self._optim))
+
+    def extra_repr(self) -> str:
+        """Returns the tables of the group, their dims, and their optimizer."""
+        tables = ", ".join(f"{table.name}: {table.embedding_dim}" for table in self._config.embedding_tables)
+        return f"tables={{{tables}}}, optimizer={self._optimizer!r}"
 
     @property
     def config(self) -> GroupedEmbeddingConfig:
@@ -332,6 +338,11 @@ class RecStoreKernel(BaseEmbedding, FusedOptimizerModule):  # type: ignore[misc]
             features: The int64 ids of ``config.feature_names()``, in that order.
         """
         raise NotImplementedError
+
+    def _output(self, rows: torch.Tensor, device: torch.device) -> torch.Tensor:
+        """Returns rows in the ``output_dtype``, on the device of the batch."""
+        rows = rows if self._output_dtype is torch.float32 else rows.to(self._output_dtype)
+        return rows if device.type == "cpu" else rows.to(device)
 
     def named_parameters_by_table(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Yields the name and the empty parameter of each table, once."""
@@ -393,6 +404,7 @@ class RecStorePooledKernel(RecStoreKernel):
     ) -> None:
         super().__init__(config, split, shard)
         self._kernel: PooledKernel | RemotePooledKernel
+        self._host_ids = HostIds(with_offsets=True)
         feature_tables = [i for i, table in enumerate(config.embedding_tables) for _ in range(table.num_features())]
         mean = pooling_type_to_pooling_mode(config.pooling, sharding_type) == PoolingMode.MEAN
         pooling: Literal["sum", "mean"] = "mean" if mean else "sum"
@@ -420,19 +432,21 @@ class RecStorePooledKernel(RecStoreKernel):
         """
         weights = features.weights_or_none() if self._config.is_weighted else None
         weights = weights if weights is None else weights.float()
+        ids, offsets = self._host_ids.take(features)
         if not features.variable_stride_per_key():
-            return self._pooled(features.values(), features.offsets(), weights)
+            return self._output(self._pooled(ids, offsets, weights), features.device())
         bags = features.stride_per_key_per_rank()
-        offsets = _padded_offsets(features.offsets(), [sum(from_ranks) for from_ranks in bags])
-        return _rank_major(self._pooled(features.values(), offsets, weights), bags, self._config.embedding_dims())
+        offsets = _padded_offsets(offsets, [sum(from_ranks) for from_ranks in bags])
+        pooled = _rank_major(self._pooled(ids, offsets, weights), bags, self._config.embedding_dims())
+        return self._output(pooled, features.device())
 
     def prefetch(self, features: KeyedJaggedTensor) -> None:
         """Prepares the rows of a batch. See :meth:`RecStoreKernel.prefetch`."""
-        self._kernel.prefetch(features.values(), features.length_per_key())
+        self._kernel.prefetch(self._host_ids.prefetch(features), features.length_per_key())
 
     def _pooled(self, ids: torch.Tensor, offsets: torch.Tensor, weights: torch.Tensor | None) -> torch.Tensor:
-        pooled = self._kernel.forward(ids, offsets, weights, train=self.training)
-        return pooled if self._output_dtype is torch.float32 else pooled.to(self._output_dtype)
+        weights = weights if weights is None or weights.device.type == "cpu" else weights.to("cpu")
+        return self._kernel.forward(ids, offsets, weights, train=self.training)
 
 
 class RecStoreSequenceKernel(RecStoreKernel):
@@ -449,6 +463,7 @@ class RecStoreSequenceKernel(RecStoreKernel):
     def __init__(self, config: GroupedEmbeddingConfig, split: tuple[int, int] | None = None, shard: int = 0) -> None:
         super().__init__(config, split, shard)
         self._kernel: SequenceKernel | RemoteSequenceKernel
+        self._host_ids = HostIds(with_offsets=False)
         if self._remote_tables:
             self._kernel = RemoteSequenceKernel(self._remote_tables)
         else:
@@ -466,12 +481,13 @@ class RecStoreSequenceKernel(RecStoreKernel):
         Returns:
             One dimension, the ``output_dtype`` of the fused_params: the columns of each id, feature by feature.
         """
-        rows = self._kernel.forward(features.values(), self._counts(features), train=self.training)
-        return rows if self._output_dtype is torch.float32 else rows.to(self._output_dtype)
+        ids, _ = self._host_ids.take(features)
+        rows = self._kernel.forward(ids, self._counts(features), train=self.training)
+        return self._output(rows, features.device())
 
     def prefetch(self, features: KeyedJaggedTensor) -> None:
         """Prepares the rows of a batch. See :meth:`RecStoreKernel.prefetch`."""
-        self._kernel.prefetch(features.values(), self._counts(features))
+        self._kernel.prefetch(self._host_ids.prefetch(features), self._counts(features))
 
     def _counts(self, features: KeyedJaggedTensor) -> list[int]:
         lengths = iter(features.length_per_key())

@@ -13,13 +13,14 @@ from torch.nn.parallel import DistributedDataParallel
 from torchrec.distributed import DistributedModelParallel
 
 from torchrec_recstore.modules.remote_table_module import RemoteTableModule
+from torchrec_recstore.modules.table_module import TableModule
 from torchrec_recstore.options import is_shared
 from torchrec_recstore.sharders.collection import RecStoreCollection
 from torchrec_recstore.sharders.gather import all_gathered, refused_together, whole_environment
 from torchrec_recstore.sharders.layout import LocalShard
 from torchrec_recstore.sharders.state import RowState
-from torchrec_recstore.store import TableStats
-from torchrec_recstore.store.stats import combined
+from torchrec_recstore.store import Table, TableStats
+from torchrec_recstore.store.stats import StatsByTable, combined
 from torchrec_recstore.table_parameter import TableParameter
 
 _Shard = tuple[int, TableStats]
@@ -78,6 +79,28 @@ def remote_table_names(model: nn.Module) -> list[str]:
         elif isinstance(module, RemoteTableModule):
             names.append(module.table.name)
     return names
+
+
+def tables_of_rank(model: nn.Module, refusal: str) -> list[Table]:
+    """Returns the tables of this rank, of sharded modules and of eager modules.
+
+    Args:
+        model: The model.
+        refusal: The message of the error if a table is on servers. Its name replaces ``{}``.
+
+    Raises:
+        ValueError: The rows of a table are on servers. All ranks raise the same error.
+    """
+    remote = remote_table_names(model)
+    if remote:
+        raise ValueError(refusal.format(f"table {remote[0]!r}"))
+    found: list[Table] = []
+    for module in model.modules():
+        if isinstance(module, RecStoreCollection):
+            found += module.recstore_tables()
+        elif isinstance(module, TableModule):
+            found.append(module.table)
+    return found
 
 
 def refuse_remote_tables(model: nn.Module) -> None:
@@ -199,12 +222,13 @@ def table_stats(model: nn.Module) -> dict[str, TableStats]:
         model: A ``DistributedModelParallel``, a sharded module, or a module that contains them.
 
     Returns:
-        The statistics by table name, the same on every rank. Tables on TorchRec's kernels have no entry. If several
-        collections have tables with the same name, the name is the path of the collection in the model, a dot and the
-        table's name. Counts are summed over the ranks. A row that is split by columns counts once, with the bytes of
-        all its columns. ``steps`` is the largest value of the shards.
+        The statistics by table name, which ``print`` and notebooks show as a table. They are the same on every rank.
+        Tables on TorchRec's kernels have no entry. If several collections have tables with the same name, the name is
+        the path of the collection in the model, a dot and the table's name. Counts are summed over the ranks. A row
+        that is split by columns counts once, with the bytes of all its columns. ``steps`` is the largest value of the
+        shards.
     """
-    stats: dict[str, TableStats] = {}
+    stats = StatsByTable()
     gathered: dict[RecStoreCollection, list[dict[str, list[_Shard]]]] = {}
     for table in _all_tables(model):
         if table.module not in gathered:

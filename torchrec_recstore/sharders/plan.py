@@ -21,6 +21,7 @@ from torchrec.distributed.types import (
 from torchrec.distributed.utils import optimizer_type_to_emb_opt_type
 from torchrec.modules.embedding_configs import BaseEmbeddingConfig
 
+from torchrec_recstore.display import html_table, text_table
 from torchrec_recstore.optim import Optimizer
 from torchrec_recstore.options import Servers, TableOptions, resident_rows
 from torchrec_recstore.sharders.fused_params import (
@@ -42,6 +43,9 @@ RECSTORE_KERNEL: str = EmbeddingComputeKernel.CUSTOMIZED_KERNEL.value
 
 DATA_PARALLEL = ShardingType.DATA_PARALLEL.value
 
+_SHOWN = ("table in RecStore", "sharding type", "ranks", "options")
+"""The columns of a printed plan."""
+
 _stock_by_default: set[str] = set()
 """The tables that a warning has been given about, because their sharding names no kernel.
 
@@ -51,6 +55,21 @@ A table is removed from the set when it is sharded.
 
 class RecStoreModulePlan(EmbeddingModuleShardingPlan):  # type: ignore[misc]
     """A module's plan from ``RecStorePlanner``, in which tables are on TorchRec's kernels only by constraint."""
+
+    def __str__(self) -> str:
+        cells = self._cells()
+        return f"{super().__str__()}\n\n{text_table(_SHOWN, cells)}\n" if cells else str(super().__str__())
+
+    def _repr_html_(self) -> str:
+        return html_table(_SHOWN, self._cells())
+
+    def _cells(self) -> list[tuple[str, ...]]:
+        """Returns a row of :data:`_SHOWN` for each table in RecStore."""
+        return [
+            (name, str(each.sharding_type), ", ".join(map(str, each.ranks or ())), repr(each.options))
+            for name, each in self.items()
+            if isinstance(each, RecStoreParameterSharding)
+        ]
 
 
 @dataclass
