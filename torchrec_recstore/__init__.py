@@ -14,6 +14,7 @@ if TYPE_CHECKING:
         AsyncSave,
         CheckpointError,
         CheckpointInfo,
+        TopRows,
         async_save,
         compact_checkpoint,
         export_dense_weights,
@@ -22,10 +23,12 @@ if TYPE_CHECKING:
         load_distributed_checkpoint,
         load_into_stock,
         load_stock_state_dict,
+        neighbours,
         read_info,
         save_checkpoint,
         stock_optimizer_state_dict,
         stock_state_dict,
+        top_rows,
     )
     from torchrec_recstore.modules import (
         RecStoreEmbedding,
@@ -78,11 +81,13 @@ if TYPE_CHECKING:
         RecStorePrefetchPipeline,
         RecStoreSharder,
         flush_tables,
+        reset_rows,
         set_time,
         table_stats,
     )
     from torchrec_recstore.store import ColdStoreError, Table, TableStats
-    from torchrec_recstore.utils import RecStoreWarning
+    from torchrec_recstore.threads import tune_threads
+    from torchrec_recstore.utils import RecStoreWarning, get_include
 
 __version__ = "0.2.0"
 
@@ -134,23 +139,29 @@ _MODULES = {
     "Table": "store",
     "TableOptions": "options",
     "TableStats": "store",
+    "TopRows": "checkpoint",
     "UniformInit": "options",
     "async_save": "checkpoint",
     "compact_checkpoint": "checkpoint",
     "export_dense_weights": "checkpoint",
     "flush_tables": "sharders",
+    "get_include": "utils",
     "load_checkpoint": "checkpoint",
     "load_dense_weights": "checkpoint",
     "load_distributed_checkpoint": "checkpoint",
     "load_into_stock": "checkpoint",
     "load_stock_state_dict": "checkpoint",
+    "neighbours": "checkpoint",
     "read_info": "checkpoint",
+    "reset_rows": "sharders",
     "save_checkpoint": "checkpoint",
     "set_time": "sharders",
     "state_names": "optim",
     "stock_optimizer_state_dict": "checkpoint",
     "stock_state_dict": "checkpoint",
     "table_stats": "sharders",
+    "top_rows": "checkpoint",
+    "tune_threads": "threads",
 }
 
 __all__ = [
@@ -201,23 +212,29 @@ __all__ = [
     "Table",
     "TableOptions",
     "TableStats",
+    "TopRows",
     "UniformInit",
     "async_save",
     "compact_checkpoint",
     "export_dense_weights",
     "flush_tables",
+    "get_include",
     "load_checkpoint",
     "load_dense_weights",
     "load_distributed_checkpoint",
     "load_into_stock",
     "load_stock_state_dict",
+    "neighbours",
     "read_info",
+    "reset_rows",
     "save_checkpoint",
     "set_time",
     "state_names",
     "stock_optimizer_state_dict",
     "stock_state_dict",
     "table_stats",
+    "top_rows",
+    "tune_threads",
 ]
 
 __getattr__, __dir__ = lazy_names(__name__, _MODULES)

@@ -4,6 +4,8 @@
     recstore inspect CHECKPOINT
     recstore diff A B
     recstore compact CHECKPOINT OUTPUT
+    recstore top CHECKPOINT --table t_user
+    recstore neighbours CHECKPOINT ID --table t_user
     recstore export CHECKPOINT OUT.pt
     recstore follow SOURCE --listen 127.0.0.1:7800
     recstore serve --listen 127.0.0.1:7700 --data DIR
@@ -20,12 +22,16 @@ from __future__ import annotations
 
 import os
 import sys
+from typing import Annotated
+
+from torchrec_recstore import __version__
 
 try:
     import typer
 
     from torchrec_recstore.commands.checkpoints import compact, diff, inspect
     from torchrec_recstore.commands.doctor import doctor
+    from torchrec_recstore.commands.explore import neighbours, top
     from torchrec_recstore.commands.export import export
     from torchrec_recstore.commands.follow import follow
     from torchrec_recstore.commands.output import errors_in_one_line, print_error, status_of
@@ -39,9 +45,7 @@ except ModuleNotFoundError as error:
     raise SystemExit(2) from None
 
 app = typer.Typer(
-    help="Train with RecStore tables, inspect their checkpoints, and export and serve the tables. "
-    "The --help of each command shows an example.",
-    add_completion=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
     pretty_exceptions_enable=False,
     rich_markup_mode="markdown",  # joins the lines of a docstring to paragraphs
 )
@@ -49,6 +53,26 @@ app = typer.Typer(
 JOBS, CHECKPOINTS, MACHINE = "Training and serving", "Checkpoints", "This machine"
 # The flags of the script, including --help, are passed on to the script.
 _PASS_ON = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
+
+
+def _print_version(asked: bool) -> None:
+    if asked:
+        print(f"recstore {__version__}")
+        raise typer.Exit
+
+
+@app.callback(
+    help="Train with RecStore tables, inspect their checkpoints, and export and serve the tables. "
+    "The --help of each command shows an example."
+)
+def recstore(
+    version: Annotated[
+        bool,
+        typer.Option("--version", callback=_print_version, is_eager=True, help="Show the version and exit."),
+    ] = False,
+) -> None:
+    """The command of torchrec_recstore."""
+
 
 app.command(rich_help_panel=JOBS, context_settings=_PASS_ON)(train)
 app.command(rich_help_panel=JOBS)(export)
@@ -58,6 +82,8 @@ app.add_typer(servers, name="servers", rich_help_panel=JOBS)
 app.command(rich_help_panel=CHECKPOINTS)(inspect)
 app.command(rich_help_panel=CHECKPOINTS)(diff)
 app.command(rich_help_panel=CHECKPOINTS)(compact)
+app.command(rich_help_panel=CHECKPOINTS)(top)
+app.command(rich_help_panel=CHECKPOINTS)(neighbours)
 app.command(rich_help_panel=MACHINE)(doctor)
 app.command(rich_help_panel=MACHINE)(bench)
 

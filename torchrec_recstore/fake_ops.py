@@ -24,8 +24,12 @@ def _fake_lookup(table: int, ids: Tensor, train: bool) -> Tensor:
     return ids.new_empty((ids.shape[0], _symbolic_size()), dtype=torch.float32)
 
 
-def _fake_split(ids: Tensor, owners: Tensor, n: int) -> tuple[Tensor, Tensor, Tensor]:
-    return ids.new_empty(ids.shape), ids.new_empty(ids.shape), ids.new_empty(n)
+def _fake_split(ids: Tensor, tables: Sequence[int], owners: Tensor, n: int) -> tuple[Tensor, Tensor, Tensor]:
+    return ids.new_empty(ids.shape), ids.new_empty(ids.shape), ids.new_empty(n, len(tables))
+
+
+def _fake_distinct(ids: Tensor, counts: Sequence[int]) -> tuple[Tensor, Tensor, Tensor]:
+    return ids.new_empty(_symbolic_size()), ids.new_empty(ids.shape), ids.new_empty(len(counts))
 
 
 def _fake_remove(table: int, ids: Tensor) -> Tensor:
@@ -112,7 +116,10 @@ _FAKES: dict[str, Callable[..., object]] = {
     "group_backward": _fake_backward,
     "rows_forward": _fake_rows,
     "rows_begin": _fake_ids,
+    "rows_read": _fake_nothing,
+    "rows_update": _fake_nothing,
     "ids_split": _fake_split,
+    "ids_distinct": _fake_distinct,
     "mix_ids": _fake_mix,
     "rows_put": _fake_nothing,
     "rows_take": _fake_nothing,
@@ -121,7 +128,7 @@ _FAKES: dict[str, Callable[..., object]] = {
 }
 
 
-_ON_TENSORS = ("ids_split", "mix_ids", "rows_put", "rows_take", "table_read")
+_ON_TENSORS = ("ids_distinct", "ids_split", "mix_ids", "rows_put", "rows_take", "table_read")
 """The ops whose results are in tensors alone. The schema of an op states the tensors that the op changes."""
 
 PYTHON_OPS = torch.library.Library("recstore_ops", "FRAGMENT")  # type: ignore[no-untyped-call]

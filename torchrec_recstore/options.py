@@ -7,6 +7,7 @@ from collections.abc import Hashable
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
+from torchrec_recstore.display import set_fields
 from torchrec_recstore.network import check_token, checked_addresses
 from torchrec_recstore.server_options import Servers as Servers  # one of the options
 
@@ -371,6 +372,9 @@ class TableOptions:
     routing: Literal["block", "hash"] = "block"
     missing: Literal["zeros", "init"] = "zeros"
     servers: Servers | None = field(default=None, metadata=LEFT_OUT_IF_NONE)
+
+    def __repr__(self) -> str:
+        return set_fields(self)
 
     def __post_init__(self) -> None:
         if self.initializer is not None and not isinstance(self.initializer, UniformInit | NormalInit | ConstantInit):

@@ -6,6 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from torchrec_recstore.display import set_fields
 from torchrec_recstore.network import check_token, checked_addresses
 
 
@@ -36,6 +37,9 @@ class Servers:
     tls_cert: str | None = None
     tls_key: str | None = None
     timeout_s: float = 30.0
+
+    def __repr__(self) -> str:
+        return set_fields(self)
 
     def __post_init__(self) -> None:
         # A tuple, so that the options can be compared and hashed.

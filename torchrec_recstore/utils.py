@@ -9,6 +9,7 @@ import sys
 import warnings
 import weakref
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from types import FrameType
 
 _NOT_THE_USERS = ("torchrec_recstore", "torchrec", "torch", "importlib")
@@ -63,6 +64,11 @@ def warn_user(message: str) -> None:
 
 def _module_of(frame: FrameType) -> str:
     return str(frame.f_globals.get("__name__", ""))
+
+
+def get_include() -> str:
+    """Returns the path of the directory with ``recstore_client.h``, for C++ programs that call parameter servers."""
+    return str(Path(__file__).parent / "include")
 
 
 def leave_to_parent(thing: object) -> None:

@@ -169,7 +169,8 @@ def test_bad_input_in_one_line(chain: tuple[DistributedModelParallel, Path]) -> 
         return result.stderr
 
     assert "nowhere: no such directory" in refuses("inspect", path / "nowhere")
-    assert "it has no metadata.json" in refuses("inspect", path)
+    (path / "empty").mkdir()
+    assert "it has no metadata.json" in refuses("inspect", path / "empty")
     (part,) = (path / "delta").glob("item-*")
     content = part.read_bytes()
     part.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))

@@ -51,7 +51,7 @@ def test_a_file_that_torch_alone_reads(trained: DistributedModelParallel, tmp_pa
     served = torch.jit.load(tmp_path / "out.pt")
     assert torch.equal(served.lookup("user", table.ids()), table.lookup(table.ids()))
 
-    shown = export(tmp_path / "full", tmp_path / "out.pt", "--dtype", "fp16")
+    shown = export(tmp_path / "full", tmp_path / "out.pt", "--dtype", "fp16", "--overwrite")
     assert shown.exit_code == 0
     assert [line for line in shown.stdout.splitlines() if "user" in line and "float16" in line]
     assert "rows left out" in shown.stdout
@@ -72,8 +72,8 @@ def test_a_delta(trained: DistributedModelParallel, tmp_path: Path) -> None:
     served.apply_delta(load_file(tmp_path / "delta"))
     assert served.recstore_version() == told["version"]
     assert torch.equal(served.lookup("user", table.ids()), table.lookup(table.ids()))
-    assert "removed" in export(tmp_path / "later", tmp_path / "delta", "--delta-of", tmp_path / "out.pt").stdout
-    refused = export(tmp_path / "later", tmp_path / "delta", "--delta-of", tmp_path / "out.pt", "--dtype", "int8")
+    assert "removed" in export(tmp_path / "later", tmp_path / "two", "--delta-of", tmp_path / "out.pt").stdout
+    refused = export(tmp_path / "later", tmp_path / "three", "--delta-of", tmp_path / "out.pt", "--dtype", "int8")
     assert refused.exit_code == 2
     assert refused.stderr.startswith("error: --delta-of takes tables and dtype from the export")
 
@@ -112,9 +112,7 @@ def test_progress(trained: DistributedModelParallel, tmp_path: Path, monkeypatch
     status, out, seen = run_in_terminal(command)
     assert status == 0
     assert "out.pt: " in out
-    rows = sum(
-        json.loads(export(tmp_path / "full", tmp_path / "again.pt", "--json").stdout)["tables"][name]["rows"]
-        for name in ("item", "user")
-    )
+    tables = json.loads(export(tmp_path / "full", tmp_path / "again.pt", "--json").stdout)["tables"]
+    rows = sum(tables[name]["rows"] for name in ("item", "user"))
     assert f"{rows}/{rows} " in ESCAPES.sub("", seen)
     assert " rows/s " in ESCAPES.sub("", seen)

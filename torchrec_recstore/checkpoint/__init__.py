@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from torchrec_recstore.checkpoint.compact import compact_checkpoint
     from torchrec_recstore.checkpoint.dense import export_dense_weights, load_dense_weights
     from torchrec_recstore.checkpoint.distributed import load_distributed_checkpoint
+    from torchrec_recstore.checkpoint.explore import TopRows, neighbours, top_rows
     from torchrec_recstore.checkpoint.files import CheckpointError
     from torchrec_recstore.checkpoint.info import CheckpointInfo, TableInfo, read_info
     from torchrec_recstore.checkpoint.load import load_checkpoint
@@ -29,6 +30,7 @@ _MODULES = {
     "CheckpointError": "files",
     "CheckpointInfo": "info",
     "TableInfo": "info",
+    "TopRows": "explore",
     "async_save": "save",
     "compact_checkpoint": "compact",
     "export_dense_weights": "dense",
@@ -37,10 +39,12 @@ _MODULES = {
     "load_distributed_checkpoint": "distributed",
     "load_into_stock": "stock",
     "load_stock_state_dict": "stock",
+    "neighbours": "explore",
     "read_info": "info",
     "save_checkpoint": "save",
     "stock_optimizer_state_dict": "stock",
     "stock_state_dict": "stock",
+    "top_rows": "explore",
 }
 
 __all__ = [
@@ -48,6 +52,7 @@ __all__ = [
     "CheckpointError",
     "CheckpointInfo",
     "TableInfo",
+    "TopRows",
     "async_save",
     "compact_checkpoint",
     "export_dense_weights",
@@ -56,10 +61,12 @@ __all__ = [
     "load_distributed_checkpoint",
     "load_into_stock",
     "load_stock_state_dict",
+    "neighbours",
     "read_info",
     "save_checkpoint",
     "stock_optimizer_state_dict",
     "stock_state_dict",
+    "top_rows",
 ]
 
 __getattr__, __dir__ = lazy_names(__name__, _MODULES)

@@ -18,13 +18,14 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 from torch.distributed.checkpoint.state_dict_loader import load
 from torchrec.distributed import DistributedModelParallel
 
-from torchrec_recstore.checkpoint.reader import check_replaceable, exchange_all, held_rows
+from torchrec_recstore.checkpoint.reader import held_rows
 from torchrec_recstore.optim import state_names
 from torchrec_recstore.sharders.gather import all_gathered, refused_together, whole_environment
 from torchrec_recstore.sharders.layout import LocalShard, owned_positions
 from torchrec_recstore.sharders.model_tables import ModelTable, recstore_tables, rows_left_out
 from torchrec_recstore.sharders.state import BOOKKEEPING, RowState, set_clocks
 from torchrec_recstore.store import Table, insert_all, write_all
+from torchrec_recstore.store.exchange import check_replaceable, exchange_all
 
 
 def load_distributed_checkpoint(

@@ -13,9 +13,7 @@ from torchrec_recstore.checkpoint.files import check_file, read_tensors
 from torchrec_recstore.checkpoint.info import DENSE, CheckpointInfo, read_chain
 from torchrec_recstore.checkpoint.reader import (
     check_fits,
-    check_replaceable,
     check_rows,
-    exchange_all,
     held_rows,
     load_rows,
     rows_to_read,
@@ -26,6 +24,7 @@ from torchrec_recstore.sharders.gather import all_gathered, refused_together, wh
 from torchrec_recstore.sharders.layout import LocalShard
 from torchrec_recstore.sharders.model_tables import ModelTable, check_dense, dense_tensors, load_dense, recstore_tables
 from torchrec_recstore.store import Table
+from torchrec_recstore.store.exchange import check_replaceable, exchange_all
 
 
 def load_checkpoint(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TypeVar, cast
@@ -24,27 +24,6 @@ Owned = Callable[[Tensor], Tensor]
 
 _T = TypeVar("_T")
 _GENERATIONS, _ROWS = 2, 4  # The shape of the admission's counter in csrc/sightings.h.
-
-
-def check_replaceable(tables: Iterable[Table]) -> None:
-    """Refuses tables whose rows are being written to a checkpoint.
-
-    Raises:
-        ValueError: A table is being saved.
-    """
-    for table in tables:
-        if table.is_being_saved:
-            raise ValueError(f"table '{table.name}': the table is being saved already: wait until the save has ended")
-
-
-def exchange_all(pairs: Iterable[tuple[Table, Table]]) -> None:
-    """Replaces the rows of the first table of each pair by those of the second, and closes the second.
-
-    The first tables have passed :func:`check_replaceable`.
-    """
-    for table, fresh in pairs:
-        table.exchange_rows(fresh)
-        fresh.close()
 
 
 def check_fits(name: str, saved: TableInfo, path: Path, dim: int, optimizer: Optimizer, owner: str) -> None:

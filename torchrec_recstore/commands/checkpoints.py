@@ -46,14 +46,19 @@ def rows_of(checkpoints: Sequence[CheckpointInfo]) -> int:
 def inspect(
     path: Annotated[
         Path,
-        typer.Argument(metavar="PATH", help="Directory of a checkpoint, or an exported file.", show_default=False),
+        typer.Argument(
+            metavar="PATH",
+            help="Directory of a checkpoint or of the checkpoints of a run, or an exported file.",
+            show_default=False,
+        ),
     ],
     verify: Annotated[bool, typer.Option(help="Read every file and verify its checksum.")] = True,
     as_json: AsJson = False,
 ) -> None:
     """Show the contents of a checkpoint, of an exported model or of an exported delta, and verify all checksums.
 
-    If a checkpoint is a delta, the checkpoints that it is based on are verified too.
+    If a checkpoint is a delta, the checkpoints that it is based on are verified too. The checkpoints of a run are
+    listed, and their files are not read.
 
     Example: recstore inspect run/step-000001000
 
@@ -62,9 +67,12 @@ def inspect(
     if path.is_file():
         _inspect_served_file(path, verify, as_json)
         return
-    from torchrec_recstore.checkpoint.info import read_chain
+    from torchrec_recstore.checkpoint.info import METADATA, read_chain, read_info
 
     with errors_in_one_line():
+        if path.is_dir() and not (path / METADATA).exists() and (inside := list(path.glob(f"*/{METADATA}"))):
+            _print_run(path, sorted((read_info(each.parent) for each in inside), key=lambda each: each.step), as_json)
+            return
         chain = read_chain(path)
         if verify:
             verify_files(chain)
@@ -74,6 +82,29 @@ def inspect(
     _print_checkpoint(chain)
     files = sum(len(info.files) for info in chain) + len(chain)
     stdout().print(f"checksums       {f'{files} files good' if verify else 'not verified'}", highlight=False)
+
+
+def _print_run(path: Path, checkpoints: Sequence[CheckpointInfo], as_json: bool) -> None:
+    told = [
+        {
+            "path": str(info.path),
+            "step": info.step,
+            "rows": rows_of([info]),
+            "world_size": info.world_size,
+            "bytes": info.bytes,
+            "delta_of": None if info.base is None else str(info.base),
+        }
+        for info in checkpoints
+    ]
+    if as_json:
+        print_json({"path": str(path), "checkpoints": told})
+        return
+    table = table_of(["checkpoint", "step", "rows", "ranks", "bytes", "delta of"])
+    for info, each in zip(checkpoints, told, strict=True):
+        numbers = [f"{each[key]:,}" for key in ("step", "rows", "world_size")]
+        base = "" if info.base is None else info.base.name
+        table.add_row(Text(info.path.name), *numbers, decimal(info.bytes), Text(base))
+    stdout().print(table)
 
 
 def _inspect_served_file(path: Path, verify: bool, as_json: bool) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import warnings
 from dataclasses import asdict
@@ -52,6 +53,7 @@ def export(
             min=1, metavar="N", help="Export only the N most frequent rows of each table.", rich_help_panel=ROWS
         ),
     ] = None,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace OUT if it exists.")] = False,
     as_json: AsJson = False,
 ) -> None:
     """Export the tables of a checkpoint as a TorchScript file that torch.jit.load runs without torchrec_recstore.
@@ -67,6 +69,8 @@ def export(
     Exit status: 0, or 2 with one line on stderr. In that case OUT is not changed.
     """
     with errors_in_one_line():
+        if os.path.lexists(output) and not overwrite:
+            raise ValueError(f"{output} exists already: name a path that does not, or pass --overwrite")
         if delta_of is not None and (tables or dtype):
             raise ValueError("--delta-of takes tables and dtype from the export: leave out --table and --dtype")
         for name in tables or ():

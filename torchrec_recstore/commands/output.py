@@ -25,6 +25,8 @@ _LEFT = frozenset(
     {
         "",
         "table",
+        "checkpoint",
+        "delta of",
         "server",
         "set",
         "state",

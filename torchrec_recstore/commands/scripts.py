@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import runpy
 import subprocess
 import sys
 import tempfile
@@ -79,18 +80,11 @@ def train(context: typer.Context) -> None:
 
     Exit status: 0, or 2 with one line on stderr for invalid input.
     """
-    with errors_in_one_line():
-        # train.py imports the other modules of its folder by their plain names.
-        sys.path.insert(0, str(folder_of("examples") / "dlrm"))
-        with missing_in_one_line():
-            script = importlib.import_module("train")
-            leave = importlib.import_module("common.command").run
-
-    def run(**how: bool) -> object:
-        with errors_in_one_line(), missing_in_one_line():
-            return script.app(context.args, prog_name="recstore train", **how)
-
-    leave(run)
+    with errors_in_one_line(), missing_in_one_line():
+        script = folder_of("examples") / "dlrm" / "train.py"
+        sys.path.insert(0, str(script.parent))  # train.py imports the other modules of its folder by their plain names
+        sys.argv[1:] = context.args
+        runpy.run_path(str(script), init_globals={"COMMAND": "recstore train"}, run_name="__main__")
 
 
 _LAST_LINES = 20

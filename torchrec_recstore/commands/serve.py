@@ -44,7 +44,23 @@ def serve(
     max_calls: MaxCalls = 32,
     max_connections: MaxConnections = 1024,
     max_request_memory: MaxRequestMemory = 4.0,
+    max_write: Annotated[
+        int,
+        typer.Option(
+            metavar="MIB",
+            help="Maximum size of a write, in MiB. Other calls on the table wait while it is carried out.",
+            rich_help_panel=LIMITS,
+        ),
+    ] = 128,
     max_tables: Annotated[int, typer.Option(help="Maximum number of tables.", rich_help_panel=LIMITS)] = 1024,
+    max_counter_memory: Annotated[
+        float,
+        typer.Option(
+            metavar="GIB",
+            help="Maximum memory in which all tables together count how often ids were seen, in GiB.",
+            rich_help_panel=LIMITS,
+        ),
+    ] = 8.0,
     max_rows: Annotated[
         int | None,
         typer.Option(help="Maximum number of rows of each table in this server's memory.", rich_help_panel=BOUNDS),
@@ -131,7 +147,7 @@ def serve(
         except ModuleNotFoundError as error:
             raise ValueError(f"{error.name} is missing: pip install 'torchrec-recstore[service]'") from None
         from torchrec_recstore.option_flags import options_of_flags
-        from torchrec_recstore.service.hosted import limits_of
+        from torchrec_recstore.service.limits import limits_of
 
         listening = listen_options(
             *(listen, tls_cert, tls_key, client_ca, token_file, metrics),
@@ -146,14 +162,14 @@ def serve(
             min_frequency=min_frequency,
             cold_store=cold_store,
         )
-        limits = replace(limits_of(bounds), max_tables=max_tables)
+        limits = replace(limits_of(bounds), max_tables=max_tables, max_counter_bytes=int(max_counter_memory * 2**30))
         idle_s = math.inf if drop_idle_after is None else 3600 * drop_idle_after
         if save_every is None and (servers is not None or tls_ca is not None):
             raise ValueError("--servers and --tls-ca need --save-every")
         schedule = None
         if save_every is not None:
             schedule = Schedule(save_every, keep, () if servers is None else servers.split(","), tls_ca)
-        options = ServerOptions(listening, data, limits, idle_s, schedule)
+        options = ServerOptions(listening, data, limits, idle_s, schedule, max_write * 2**20)
         begin = time.monotonic()
         addresses: list[str] = []
 

@@ -1,4 +1,4 @@
-"""The commands on a set of parameter servers: ``recstore servers status``, ``restore`` and ``reset``."""
+"""The commands on a set of parameter servers: ``recstore servers status``, ``restore``, ``convert`` and ``reset``."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def status(
 
     Exit status: 0, 1 if the servers do not agree or a server cannot be reached, or 2 for invalid input.
     """
-    with _connected(addresses, token_file, tls_ca, tls_cert, tls_key, timeout) as connected:
+    with connected_to(addresses, token_file, tls_ca, tls_cert, tls_key, timeout) as connected:
         from torchrec_recstore.rpc.agreement import complete_saves, to_resume
         from torchrec_recstore.rpc.protocol import ServiceError
 
@@ -117,14 +117,49 @@ def restore(
     Exit status: 0, or 2 if a server cannot be reached or cannot load the save. Nothing has changed then, unless the
     error says so.
     """
-    with _connected(addresses, token_file, tls_ca, tls_cert, tls_key, timeout) as connected:
+    with connected_to(addresses, token_file, tls_ca, tls_cert, tls_key, timeout) as connected:
         if to is None:
             connected.load(name, exact=True)
             _print_begun(connected, name, as_json)
             return
-        with _connected(to, token_file, tls_ca, tls_cert, tls_key, timeout) as others:
+        with connected_to(to, token_file, tls_ca, tls_cert, tls_key, timeout) as others:
             others.load_from(connected, name)
             _print_begun(others, name, as_json)
+
+
+@servers.command()
+def convert(
+    addresses: Addresses,
+    to: Annotated[
+        str | None,
+        typer.Option(
+            metavar="HOST:PORT,...",
+            help="Addresses of other servers, also of another number, that get the rows. They are empty.",
+        ),
+    ] = None,
+    token_file: TokenFile = None,
+    tls_ca: TlsCa = None,
+    tls_cert: TlsCert = None,
+    tls_key: TlsKey = None,
+    timeout: Timeout = 30.0,
+    as_json: AsJson = False,
+) -> None:
+    """Make servers one set that have the data directories of an earlier version, in which servers were no set.
+
+    Each server has the save that it starts from. The rows of these saves are distributed anew. All servers then begin
+    with the save "converted". The old saves remain.
+
+    Example: recstore servers convert 127.0.0.1:7700,127.0.0.1:7701
+
+    Exit status: 0, or 2 if a server cannot be reached or belongs to a set already. Nothing has changed then, unless the
+    error says so.
+    """
+    with connected_to(addresses, token_file, tls_ca, tls_cert, tls_key, timeout) as sources:
+        from torchrec_recstore.rpc.agreement import CONVERTED
+
+        with connected_to(addresses if to is None else to, token_file, tls_ca, tls_cert, tls_key, timeout) as connected:
+            connected.load_from(sources, None)
+            _print_begun(connected, CONVERTED, as_json)
 
 
 @servers.command()
@@ -143,15 +178,19 @@ def reset(
 
     Exit status: 0, or 2 if a server cannot be reached.
     """
-    with _connected(addresses, token_file, tls_ca, tls_cert, tls_key, timeout) as connected:
+    with connected_to(addresses, token_file, tls_ca, tls_cert, tls_key, timeout) as connected:
         connected.load(None, exact=True)
         _print_begun(connected, None, as_json)
 
 
 @contextmanager
-def _connected(
+def connected_to(
     addresses: str, token_file: Path | None, tls_ca: Path | None, tls_cert: Path | None, tls_key: Path | None, s: float
 ) -> Iterator[ServerSet]:
+    """Connects to servers for the body. Errors of the body end the command with one line.
+
+    The arguments are the flags of the same names. A server counts as gone after ``s`` seconds.
+    """
     with errors_in_one_line():
         try:
             from torchrec_recstore.rpc.connection import Access

@@ -72,4 +72,17 @@ void for_each_task(Executor& executor, int64_t tasks, const Work& work) {
   if (shared.error) std::rethrow_exception(shared.error);
 }
 
+// Calls work(part, executor) for every part in [0, parts), where the executor runs the tasks of the part. If there are
+// enough parts to keep all threads busy, each part runs on one thread, because to wake threads costs more than the work on
+// a small part. See for_each_task for errors.
+template <class Work>
+void for_each_part(Executor& executor, int64_t parts, const Work& work) {
+  static SerialExecutor serial;  // it has no state
+  if (parts < 2 * executor.threads()) {
+    for (int64_t p = 0; p < parts; ++p) work(p, executor);
+  } else {
+    for_each_task(executor, parts, [&](int64_t p) { work(p, serial); });
+  }
+}
+
 }  // namespace recstore

@@ -2,6 +2,8 @@
 
 #include <cstdint>
 
+#include "../include/recstore/slots.h"  // unmix(), the inverse of mix()
+
 namespace recstore {
 
 // The 64-bit finaliser of MurmurHash3 (A. Appleby, public domain, fmix64): a bijection that leaves no pattern in the
@@ -9,14 +11,6 @@ namespace recstore {
 constexpr uint64_t mix(uint64_t x) {
   x = (x ^ (x >> 33)) * 0xff51afd7ed558ccdU;
   x = (x ^ (x >> 33)) * 0xc4ceb9fe1a85ec53U;
-  return x ^ (x >> 33);
-}
-
-// The inverse of mix(). A shift by more than half of the bits is its own inverse, and the factors are the inverses
-// modulo 2**64.
-constexpr uint64_t unmix(uint64_t x) {
-  x = (x ^ (x >> 33)) * 0x9cb4b2f8129337dbU;
-  x = (x ^ (x >> 33)) * 0x4f74430c22a54005U;
   return x ^ (x >> 33);
 }
 

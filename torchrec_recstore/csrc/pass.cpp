@@ -1,6 +1,7 @@
 #include "pass.h"
 
 #include <algorithm>
+#include <optional>
 #include <utility>
 
 #include "clipping.h"
@@ -27,19 +28,20 @@ void Pass::begin(const std::vector<Start>& starts, Executor& executor) {
   std::sort(tables.begin(), tables.end());
   if (std::adjacent_find(tables.begin(), tables.end()) != tables.end()) throw InvalidArgument("groups must be of different tables");
   const TableLocks locks(tables);
-  std::vector<TrainingLookup> lookups;  // declared after the locks, so that an exception undoes them under the locks
-  lookups.reserve(starts.size());
-  for (const auto& [pass, out] : starts) {
+  // Declared after the locks, so that an exception undoes them under the locks.
+  std::vector<std::optional<TrainingLookup>> lookups(starts.size());
+  for_each_part(executor, static_cast<int64_t>(starts.size()), [&](int64_t p, Executor& of_part) {
+    const auto& [pass, out] = starts[p];
     for (const auto& table : pass->group_->tables) {
       table->check_open();
       table->reserve_pass();
     }
     pass->steps_.reserve(pass->group_->tables.size());
     pass->numbers_.reserve(pass->group_->tables.size());
-    lookups.emplace_back(*pass->group_, pass->batch_, static_cast<Slot*>(pass->slots_.data()), out, executor, pass->ahead_.get());
-  }
+    lookups[p].emplace(*pass->group_, pass->batch_, static_cast<Slot*>(pass->slots_.data()), out, of_part, pass->ahead_.get());
+  });
   for (size_t p = 0; p < starts.size(); ++p) {
-    lookups[p].commit();
+    lookups[p]->commit();
     starts[p].pass->ahead_ = nullptr;
     for (const auto& table : starts[p].pass->group_->tables) {
       starts[p].pass->steps_.push_back(table->begin_step());
@@ -67,6 +69,23 @@ void Pass::backward(const float* grad, const std::vector<float>& learning_rates,
   const ClippedGradient clipped(*group_, grad, batch_.bags, executor);
   if (grad_weights != nullptr) weight_gradients(resolved(), clipped.data(), grad_weights, executor);
   count(Update(resolved(), clipped.data(), learning_rates, steps_, executor).run());
+}
+
+void Pass::end(const std::vector<End>& ends, Executor& executor) {
+  std::vector<Table*> tables;
+  for (const End& end : ends) tables.push_back(end.pass->group_->lock_order.front());
+  std::sort(tables.begin(), tables.end());
+  const TableLocks locks(tables);
+  std::vector<std::optional<ClippedGradient>> clipped(ends.size());
+  std::vector<std::optional<Update>> updates(ends.size());
+  const auto parts = static_cast<int64_t>(ends.size());
+  for_each_part(executor, parts, [&](int64_t p, Executor& of_part) {
+    const auto& [pass, grad, learning_rate] = ends[p];
+    pass->group_->tables[0]->check_open();
+    clipped[p].emplace(*pass->group_, grad, pass->batch_.bags, of_part);
+    updates[p].emplace(pass->resolved(), clipped[p]->data(), std::vector<float>{learning_rate}, pass->steps_, of_part);
+  });
+  for_each_part(executor, parts, [&](int64_t p, Executor&) { ends[p].pass->count(updates[p]->run()); });
 }
 
 void Pass::weight_gradients_only(const float* grad, float* grad_weights, Executor& executor) {

@@ -28,6 +28,15 @@ class Pass final : public PendingPass {
   // caller holds no lock. Throws InvalidArgument if two passes have a table in common, or if a lookup does.
   static void begin(const std::vector<Start>& starts, Executor& executor);
 
+  // A pass of one table that ends with its backward, its gradient and its learning rate.
+  struct End {
+    Pass* pass;
+    const float* grad;
+    float learning_rate;
+  };
+  // Calls backward() of all passes, which have no table in common. If one has no memory, no row changes.
+  static void end(const std::vector<End>& ends, Executor& executor);
+
   int64_t columns() const { return group_->columns(); }
   const Batch& batch() const { return batch_; }
   size_t table_count() const { return group_->tables.size(); }

@@ -170,9 +170,7 @@ void Table::exchange_rows(Table& other) {
 }
 
 void Table::ids(int64_t* out) const {
-  int64_t* end = out;
-  index_.for_each([&](int64_t id, Slot) { *end++ = id; });
-  std::sort(out, end);
+  index_.for_each([&](int64_t id, Slot) { *out++ = id; });
 }
 
 void Table::set_clock(int64_t steps) noexcept {

@@ -138,7 +138,7 @@ class Table {
   void give_memory_back(int64_t rows = 0) noexcept {
     if (rows_.wants_compaction()) compact(rows);
   }
-  // Writes the ids that have a row, in ascending order. out: (size(),).
+  // Writes the ids that have a row, in any order. out: (size(),).
   void ids(int64_t* out) const;
 
   // Begins a step and returns its number; the first step has the number 1.

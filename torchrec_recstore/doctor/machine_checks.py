@@ -9,6 +9,7 @@ from pathlib import Path
 
 from torchrec_recstore.doctor.machine import UNLIMITED, Finding, Machine, size
 from torchrec_recstore.doctor.probe import Imported
+from torchrec_recstore.threads import MOST_SPINS, SPIN_COUNT, VARIABLES
 
 _FILES = 4096
 _GOOD = 65536
@@ -221,13 +222,25 @@ def usable_cores(machine: Machine) -> int:
 
 
 def spinning(machine: Machine) -> Finding:
-    """Checks whether waiting threads of OpenMP leave their cores to other threads. See docs/performance.md."""
-    for name in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY"):
-        if name in machine.environ:
-            return Finding("waiting threads", "ok", f"{name}={machine.environ[name]}")
+    """Checks whether waiting threads of OpenMP leave their cores to other threads. See docs/operations.md."""
+    name = "waiting threads"
+    count, policy = (machine.environ.get(variable, "") for variable in VARIABLES)
+    short = f"export GOMP_SPINCOUNT={SPIN_COUNT}"
+    if count:
+        digits = count.strip()
+        if digits.isdigit() and int(digits) <= MOST_SPINS:
+            return Finding(name, "ok", f"GOMP_SPINCOUNT={count}")
+        return Finding(name, "warning", f"GOMP_SPINCOUNT={count}: waiting threads keep their cores for long", short)
+    if policy:
+        if policy.strip().lower() == "passive":
+            return Finding(name, "ok", f"OMP_WAIT_POLICY={policy}")
+        found = f"OMP_WAIT_POLICY={policy}: waiting threads keep their cores for minutes"
+        return Finding(name, "warning", found, "export OMP_WAIT_POLICY=passive")
+    if usable_cores(machine) == 1 or machine.environ.get("OMP_NUM_THREADS", "").strip() == "1":
+        return Finding(name, "ok", "one thread waits for no other")
     return Finding(
-        "waiting threads",
-        "ok",
-        "waiting threads spin for milliseconds, which is fine if no other program needs the cores",
-        "if other programs run on the same cores: export GOMP_SPINCOUNT=10000",
+        name,
+        "warning",
+        "waiting threads spin for milliseconds; if other programs use the cores, training takes ten times as long",
+        f"call torchrec_recstore.tune_threads() at the top of each script, or {short}",
     )

@@ -21,6 +21,7 @@ from torchrec_recstore.rpc import predictor_pb2 as pb
 from torchrec_recstore.rpc.predictor_pb2_grpc import PredictorServicer, add_PredictorServicer_to_server
 from torchrec_recstore.rpc.protocol import shortened
 from torchrec_recstore.service.listening import GrpcServer, ListenOptions, stopped_by_signals
+from torchrec_recstore.service.metrics import Numbers
 
 
 @dataclass(frozen=True)
@@ -126,6 +127,11 @@ class Predictor:
             state["seconds_behind"] = None
         return {**state, **self._batcher.report()}
 
+    def report_gauges(self, numbers: Numbers) -> None:
+        """Adds numbers to the metrics."""
+        if self._metrics is not None:
+            self._metrics.gauges(numbers)
+
     def close(self) -> None:
         """Answers the requests that wait, and stops following."""
         self._batcher.close()
@@ -176,6 +182,10 @@ def serve_predictions(
                 lambda server: add_PredictorServicer_to_server(_Service(predictor), server),  # type: ignore[no-untyped-call]
             )
             http = None if options.http is None else HttpServer(options.http, options.listening, predictor)
+            predictor.report_gauges(server.gauges())
+            if http is not None:
+                connections = "The number of connections by HTTP."
+                predictor.report_gauges({"http_connections": (connections, lambda: http.connections)})
             server.set_serving(False)
             server.start()
             predictor.follower.start(options.poll_s)

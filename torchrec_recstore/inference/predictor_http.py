@@ -65,6 +65,11 @@ class HttpServer:
         self._thread = threading.Thread(target=self._server.serve_forever, name="http", daemon=True)
         self._thread.start()
 
+    @property
+    def connections(self) -> int:
+        """The number of connections."""
+        return self._server.connections
+
     def close(self) -> None:
         """Stops listening."""
         self._server.shutdown()
@@ -76,14 +81,14 @@ class _Server(ThreadingHTTPServer):
     daemon_threads = True
     certificates: Watched[ssl.SSLContext] | None = None
     max_connections = 0
-    _connections = 0
+    connections = 0
     _lock = threading.Lock()
 
     def process_request(self, request: Any, client_address: Any) -> None:
         """See socketserver. Closes a connection if there are too many. Each has a thread."""
         with self._lock:
-            full = self._connections >= self.max_connections
-            self._connections += not full
+            full = self.connections >= self.max_connections
+            self.connections += not full
         if full:
             self.shutdown_request(request)
         else:
@@ -95,7 +100,7 @@ class _Server(ThreadingHTTPServer):
             super().process_request_thread(request, client_address)
         finally:
             with self._lock:
-                self._connections -= 1
+                self.connections -= 1
 
     def get_request(self) -> tuple[Any, Any]:
         """See socketserver. The thread of a connection makes the handshake, so that it does not hold up the others."""

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from torchrec_recstore.service.listening import host_and_port
+from torchrec_recstore.service.metrics import Numbers, add_gauges
 
 _GAUGES = {
     "seconds_behind": "The age of the served rows in seconds.",
@@ -59,6 +60,7 @@ class PredictorMetrics:
                         yield family(f"recstore_follow_{name}", text, value=now[name])
 
         registry.register(OfFollower())
+        self._registry = registry
         host, port = host_and_port(address)
         try:
             self._server, self._thread = prometheus.start_http_server(port, host, registry=registry)
@@ -69,6 +71,10 @@ class PredictorMetrics:
         """Records the end of a prediction."""
         self._seconds.observe(seconds)
         self._predictions.labels("failed" if failed else "ok").inc()
+
+    def gauges(self, numbers: Numbers) -> None:
+        """Reports further numbers."""
+        add_gauges(self._registry, numbers)
 
     def close(self) -> None:
         """Stops listening."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import keyword
 import os
 import re
@@ -176,9 +177,28 @@ def _scripted(served: nn.Module) -> tuple[torch.jit.ScriptModule, nn.Module]:
         return torch.jit.script(traced), traced
     except Exception as error:
         raise ValueError(
-            f"TorchScript cannot compile {type(served).__name__}: {directly}\n"
+            f"{_unannotated(served, str(directly))}TorchScript cannot compile {type(served).__name__}: {directly}\n"
             f"It cannot compile the result of torchrec.fx.Tracer either: {error}"
         ) from directly
+
+
+def _unannotated(served: nn.Module, said: str) -> str:
+    """Returns a line for each ``forward`` that TorchScript took for one of tensors, because it says no types."""
+    if "not annotated with an explicit type" not in said:
+        return ""
+    lines = []
+    for kind in dict.fromkeys(type(module) for module in served.modules()):
+        code = getattr(kind.forward, "__code__", None)
+        if code is None or kind.__module__.partition(".")[0] in ("torch", "torchrec", "torchrec_recstore"):
+            continue
+        _, *arguments = inspect.signature(kind.forward).parameters.values()
+        if names := [argument.name for argument in arguments if argument.annotation is argument.empty]:
+            lines.append(
+                f"{kind.__name__}.forward ({code.co_filename}:{code.co_firstlineno}) has no type for "
+                f"{', '.join(names)}, and TorchScript takes arguments without a type for tensors: annotate them, for "
+                f"example {names[0]}: KeyedJaggedTensor\n"
+            )
+    return "".join(lines)
 
 
 def _expression(path: str) -> str:

@@ -45,19 +45,36 @@ class _Workspace:
         # The step from a row of zeros with the learning rate 1 is minus the sum of the gradients, exactly.
         self.tables = [Table(each.dim, torch.float32, _summing(each), zeros, name=each.name) for each in tables]
         self.kernel = make(self.tables)
+        self._numbers = torch.arange(0)
 
     def write(self, rows: Sequence[Tensor]) -> None:
         """Writes the rows of the distinct ids of each table, (n, dim)."""
         for table, some in zip(self.tables, rows, strict=True):
-            if len(some):
-                table.insert(torch.arange(len(some)), some.float())
+            n = some.shape[0]
+            if n:
+                ops.table_insert(table.handle, self._first(n), some.float())
 
     def sums(self, context: Tensor, grad: Tensor, counts: Sequence[int], distinct: Sequence[Tensor]) -> list[Tensor]:
         """Returns the sum of the gradients of each distinct id of each table, (n, dim) float32."""
-        self.write([torch.zeros(len(ids), table.dim) for ids, table in zip(distinct, self.tables, strict=True)])
+        numbers = [ids.shape[0] for ids in distinct]
+        sizes = [n * table.dim for n, table in zip(numbers, self.tables, strict=True)]
+        flat = torch.zeros(sum(sizes))
+        parts = [
+            part.view(n, table.dim)
+            for n, table, part in zip(numbers, self.tables, torch.split(flat, sizes), strict=True)
+        ]
+        self.write(parts)
         self.kernel.update(context, grad, False, counts)
-        steps = (table.lookup(torch.arange(len(ids))) for ids, table in zip(distinct, self.tables, strict=True))
-        return [0.0 - step for step in steps]
+        for n, table, part in zip(numbers, self.tables, parts, strict=True):
+            if n:
+                ops.table_read(table.handle, self._first(n), part)
+        torch.sub(0.0, flat, out=flat)  # in place; the negative of 0.0 would be another zero
+        return parts
+
+    def _first(self, n: int) -> Tensor:
+        if self._numbers.shape[0] < n:
+            self._numbers = torch.arange(2 * n)
+        return self._numbers[:n]
 
 
 def _summing(table: RemoteTable) -> SGD:
@@ -87,12 +104,11 @@ class _Pass(bytearray):
 
 
 class _Batch:
-    """The distinct ids of each table in a batch, (n,) int64, ascending, and the position of each id of the batch."""
+    """The distinct ids of each table in a batch, (n,) int64, and the position of each id of the batch among them."""
 
     def __init__(self, ids: Tensor, counts: Sequence[int]) -> None:
-        parts = [torch.unique(part, return_inverse=True) for part in torch.split(ids, list(counts))]
-        self.distinct = [distinct for distinct, _ in parts]
-        self.places = torch.cat([places for _, places in parts]) if parts else ids
+        distinct, self.places, sizes = ops.ids_distinct(ids, counts)
+        self.distinct = list(torch.split(distinct, sizes.tolist()))
 
 
 class _Prefetched:
@@ -130,16 +146,23 @@ class _Updates:
         """The number of the last update that the rows of a lookup must include."""
         return max(0, self.sent - self._staleness)
 
-    def send(self, distinct: Sequence[Tensor], sums: Sequence[Tensor], prefetched: Sequence[_Prefetched]) -> None:
+    def send(
+        self,
+        distinct: Sequence[Tensor],
+        sums: Sequence[Tensor],
+        prefetched: Sequence[_Prefetched],
+        learning_rate: float | None,
+    ) -> None:
         """Sends an update of all tables. It waits for the update that was sent ``staleness`` updates before.
 
         Args:
-            distinct: The distinct ids of each table, (n,) int64, ascending.
+            distinct: The distinct ids of each table, (n,) int64.
             sums: The gradients of these ids, (n, dim) float32.
             prefetched: The prefetches that have not been looked up.
+            learning_rate: The learning rate of this update. None: that of the tables' optimizer.
         """
         parts = zip(self._tables, distinct, sums, strict=True)
-        updates = [RowUpdate(table.name, ids, grads) for table, ids, grads in parts]
+        updates = [RowUpdate(table.name, ids, grads, learning_rate) for table, ids, grads in parts]
         while len(self._pending) >= max(1, self._staleness):
             self._wait_for_one()
         with self.lock:
@@ -183,7 +206,7 @@ class RemoteKernel(LookupKernel):
     """
 
     learning_rate: Callable[[], float] | None = None
-    """Returns the learning rate. It must be that of the tables' optimizer. None: the optimizer's."""
+    """Returns the learning rate. It is called in each backward, and sent with the update. None: the optimizer's."""
 
     def __init__(self, tables: Sequence[RemoteTable], make: _Make) -> None:
         super().__init__(tables, 1)
@@ -213,13 +236,11 @@ class RemoteKernel(LookupKernel):
         """See ``LookupKernel.update``. The gradients are sent; see ``RemoteTable``.
 
         Raises:
-            ValueError: The learning rate has changed, which the servers do not know.
             ServiceError: The update that this one waits for has failed.
         """
         pass_ = _passes.get(int(context[0]))
         if pass_ is None:
             raise RuntimeError(f"{self._who}: the context of the lookup was copied, and the lookup has ended")
-        self._check_learning_rate()
         of_weights = None
         if weight_grads:
             if pass_.overwritten:
@@ -227,7 +248,7 @@ class RemoteKernel(LookupKernel):
             of_weights = ops.group_weight_gradients(pass_.context, grad)
         pass_.overwritten = True
         sums = pass_.workspace.sums(pass_.context, grad, counts, pass_.distinct)
-        self._updates.send(pass_.distinct, sums, self._prefetched)
+        self._updates.send(pass_.distinct, sums, self._prefetched, self.learning_rate() if self.learning_rate else None)
         return of_weights
 
     def read(self, ids: Tensor, offsets: Tensor | None, counts: Sequence[int], weights: Tensor | None) -> Tensor:
@@ -304,17 +325,6 @@ class RemoteKernel(LookupKernel):
             for present, some, new in zip(rows, stale, again, strict=True):
                 present[some] = new
         return rows
-
-    def _check_learning_rate(self) -> None:
-        if self.learning_rate is None:
-            return
-        rate = self.learning_rate()
-        for table in self._tables:
-            if rate != table.optimizer.lr:
-                raise ValueError(
-                    f"table {table.name!r}: the learning rate is {rate}, but the servers apply "
-                    f"{table.optimizer!r}: the learning rate of a table on servers cannot be changed"
-                )
 
     def _table_counts(self, ids: Tensor, offsets: Tensor | None, counts: Sequence[int]) -> Sequence[int]:
         """Returns the number of ids of each table in a batch."""

@@ -39,11 +39,13 @@ class RowUpdate(NamedTuple):
         table: The name of the table.
         ids: (N,) int64. The ids whose rows are updated.
         grads: (N, dim) float32. The gradients.
+        learning_rate: The learning rate of this update. Default: None, that of the table's optimizer.
     """
 
     table: str
     ids: Tensor
     grads: Tensor
+    learning_rate: float | None = None
 
 
 class RowService(Protocol):

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 from torchrec.distributed.planner.types import ParameterConstraints
 
+from torchrec_recstore.display import set_fields
 from torchrec_recstore.options import TableOptions
 from torchrec_recstore.sharders import RECSTORE_KERNEL
 from torchrec_recstore.torchrec_seams import ConstraintsSeams
@@ -34,6 +35,9 @@ class RecStoreConstraints(ConstraintsSeams):
     def __post_init__(self) -> None:
         if not isinstance(self.options, TableOptions):
             raise TypeError(f"RecStoreConstraints.options must be TableOptions, got {type(self.options).__name__}")
+
+    def __repr__(self) -> str:
+        return set_fields(self)
 
     def __hash__(self) -> int:
         # The hash is the same in every process, as TorchRec's is: the planner compares it with that of a stored plan.

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import logging
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 
 from torch import nn
 from torchrec.distributed.planner.constants import BATCH_SIZE
@@ -81,7 +83,8 @@ class RecStoreEnumerator(EmbeddingEnumerator):  # type: ignore[misc]
         """
         constraints: Mapping[str, ParameterConstraints] = constraints_of(self)
         try:
-            enumerated = super().enumerate(module, [self._offer(sharder) for sharder in sharders])
+            with _without_warnings_of_data_parallel():
+                enumerated = super().enumerate(module, [self._offer(sharder) for sharder in sharders])
         except RuntimeError as error:
             # torchrec 1.8.0 raises this error if the constraints leave a table without options.
             if not str(error).startswith("No available sharding type"):
@@ -114,6 +117,27 @@ class RecStoreEnumerator(EmbeddingEnumerator):  # type: ignore[misc]
                 f"{', '.join(map(repr, sorted(known)))}",
                 error_type=PlannerErrorType.INPUT_VALIDATION,
             )
+
+
+@contextmanager
+def _without_warnings_of_data_parallel() -> Iterator[None]:
+    """Drops the stock enumerator's warning that RecStore's kernel has no data-parallel sharding.
+
+    A RecStore sharder offers data_parallel to tables on TorchRec's kernels only. torchrec 1.8.0 and 1.9.2 warn of every
+    sharding type that the kernels of a constraint leave out; 1.7.0 does too.
+    """
+
+    def wanted(record: logging.LogRecord) -> bool:
+        said = record.getMessage()
+        ours = f"Constrained compute kernels: ['{RECSTORE_KERNEL}']" in said and "data_parallel" in said
+        return not (ours and said.startswith("No available compute kernels"))
+
+    logger = logging.getLogger(EmbeddingEnumerator.__module__)
+    logger.addFilter(wanted)
+    try:
+        yield
+    finally:
+        logger.removeFilter(wanted)
 
 
 def _on_servers(constraint: ParameterConstraints | None) -> bool:

@@ -48,6 +48,9 @@ class RecStorePlanner(PlannerSeams):
         """Replaces TorchRec's default statistics; any other statistics are the user's choice and stay."""
         return RecStoreStats() if type(stats) is EmbeddingStats else stats
 
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}(constraints={dict(constraints_of(self))})"
+
     def plan(self, module: nn.Module, sharders: list[ModuleSharder[nn.Module]]) -> ShardingPlan:
         """Returns the plan.
 

@@ -108,6 +108,13 @@ std::tuple<Tensor, Tensor> group_forward(int64_t group_handle, Tensor ids, Tenso
   return {std::move(out), std::move(context)};
 }
 
+// Reads the rows of all parts. outs: for each part, (batch.bags, columns). See read.
+void read_each(const std::vector<GroupRows>& parts, const std::vector<float*>& outs) {
+  for_each_part(executor(), static_cast<int64_t>(parts.size()), [&](int64_t p, Executor& of_part) {
+    read(*parts[p].group, parts[p].batch, outs[p], of_part);
+  });
+}
+
 // A lookup without pooling in several groups of one feature. The first counts[0] of ids belong to the first group, the
 // next ones to the second, and so on. Returns the rows (sum of counts * columns,), and the contexts (groups,), each for
 // a group_backward of its own; they are empty without train.
@@ -119,17 +126,20 @@ std::tuple<Tensor, Tensor> rows_forward(std::vector<int64_t> group_handles, Tens
   auto* out = mutable_data<float>(rows);
   std::vector<std::shared_ptr<Pass>> made;
   std::vector<Pass::Start> starts;
+  std::vector<float*> outs;
   for (const auto& [group, batch] : parts) {
+    outs.push_back(out);
     if (train) {
       const auto inputs = std::make_shared<Inputs>(Inputs{ids, {}, std::nullopt});
       made.push_back(std::make_shared<Pass>(group, batch, inputs, executor()));
       starts.push_back({made.back().get(), out});
-    } else {
-      read(*group, batch, out, executor());
     }
     out += batch.bags * group->columns();
   }
-  if (!train) return {std::move(rows), no_context()};
+  if (!train) {
+    read_each(parts, outs);
+    return {std::move(rows), no_context()};
+  }
   Tensor context = context_of(std::move(made));
   Pass::begin(starts, executor());
   return {std::move(rows), std::move(context)};
@@ -145,6 +155,52 @@ Tensor rows_begin(int64_t group_handle, Tensor ids) {
   Tensor context = context_of({pass});
   Pass::begin({{pass.get(), nullptr}}, executor());
   return context;
+}
+
+// Returns the parts of a call for several groups of one feature. ids: the ids of each group, which this function makes
+// contiguous. rows: (n, columns) float32 for each group.
+std::vector<GroupRows> parts_of(const std::vector<int64_t>& group_handles, std::vector<Tensor>& ids, std::vector<Tensor>& rows) {
+  if (ids.size() != group_handles.size() || rows.size() != group_handles.size()) {
+    throw InvalidArgument("ids and rows must have an entry for each group");
+  }
+  std::vector<GroupRows> parts;
+  for (size_t p = 0; p < ids.size(); ++p) {
+    parts.push_back({groups().get(group_handles[p]), {}});
+    if (parts[p].group->features() != 1) throw InvalidArgument("each group must have one feature");
+    ids[p] = checked_ids(ids[p]);
+    parts[p].batch = plain_batch(ids[p]);
+    rows[p] = checked_rows(rows[p], "rows", parts[p].batch.bags, parts[p].group->columns());
+  }
+  return parts;
+}
+
+// Reads rows of several groups of one feature.
+void rows_read(std::vector<int64_t> group_handles, std::vector<Tensor> ids, std::vector<Tensor> out) {
+  for (const Tensor& rows : out) {
+    if (!rows.is_contiguous()) throw InvalidArgument("out must be contiguous");
+  }
+  const auto parts = parts_of(group_handles, ids, out);
+  std::vector<float*> outs;
+  for (const Tensor& rows : out) outs.push_back(mutable_data<float>(rows));
+  read_each(parts, outs);
+}
+
+// A training step and a backward of each of several groups of one feature, which have no table in common. Throws
+// OutOfMemory before a row is updated.
+void rows_update(std::vector<int64_t> group_handles, std::vector<Tensor> ids, std::vector<Tensor> grads, std::vector<double> learning_rates) {
+  const auto parts = parts_of(group_handles, ids, grads);
+  if (learning_rates.size() != parts.size()) throw InvalidArgument("learning_rates must have one entry for each group");
+  std::vector<std::shared_ptr<Pass>> made;
+  std::vector<Pass::Start> starts;
+  std::vector<Pass::End> ends;
+  for (size_t p = 0; p < parts.size(); ++p) {
+    const auto inputs = std::make_shared<Inputs>(Inputs{ids[p], {}, std::nullopt});
+    made.push_back(std::make_shared<Pass>(parts[p].group, parts[p].batch, inputs, executor()));
+    starts.push_back({made.back().get(), nullptr});
+    ends.push_back({made.back().get(), float_data(grads[p]), static_cast<float>(learning_rates[p])});
+  }
+  Pass::begin(starts, executor());
+  Pass::end(ends, executor());
 }
 
 // Returns the raw ids that a batch looks up in each table, feature by feature.
@@ -240,6 +296,8 @@ STABLE_TORCH_LIBRARY_FRAGMENT(recstore_ops, m) {
   m.def("group_forward(int group, Tensor ids, Tensor offsets, Tensor? weights, bool train) -> (Tensor, Tensor)");
   m.def("rows_forward(int[] groups, Tensor ids, int[] counts, bool train) -> (Tensor, Tensor)");
   m.def("rows_begin(int group, Tensor ids) -> Tensor");
+  m.def("rows_read(int[] groups, Tensor[] ids, Tensor(a!)[] out) -> ()");
+  m.def("rows_update(int[] groups, Tensor[] ids, Tensor[] grads, float[] learning_rates) -> ()");
   m.def("group_table_ids(int group, Tensor ids, Tensor? offsets) -> Tensor[]");
   m.def(
       "group_read(int group, Tensor ids, Tensor? offsets, Tensor? weights, Tensor[] elsewhere_ids, Tensor[] elsewhere_images) "
@@ -259,6 +317,8 @@ STABLE_TORCH_LIBRARY_IMPL(recstore_ops, CPU, m) {
   m.impl("group_forward", RECSTORE_ALLOCATING_OP(group_forward));
   m.impl("rows_forward", RECSTORE_ALLOCATING_OP(rows_forward));
   m.impl("rows_begin", RECSTORE_ALLOCATING_OP(rows_begin));
+  m.impl("rows_read", RECSTORE_ALLOCATING_OP(rows_read));
+  m.impl("rows_update", RECSTORE_ALLOCATING_OP(rows_update));
   m.impl("group_table_ids", RECSTORE_ALLOCATING_OP(group_table_ids));
   m.impl("group_read", RECSTORE_ALLOCATING_OP(group_read));
   m.impl("group_prefetch", RECSTORE_OP(group_prefetch));

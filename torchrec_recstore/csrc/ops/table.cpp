@@ -1,5 +1,6 @@
 // Ops on one table: its life, lookups and updates, counters and clocks.
 
+#include <algorithm>
 #include <optional>
 #include <string>
 #include <tuple>
@@ -106,9 +107,14 @@ Tensor table_contains(int64_t table, Tensor ids) {
 }
 
 Tensor table_ids(int64_t table) {
-  const LockedTable owner(tables().get(table));
-  Tensor out = empty({owner->size()}, ScalarType::Long);
-  owner->ids(mutable_data<int64_t>(out));
+  Tensor out = [&] {
+    const LockedTable owner(tables().get(table));
+    Tensor ids = empty({owner->size()}, ScalarType::Long);
+    owner->ids(mutable_data<int64_t>(ids));
+    return ids;
+  }();
+  // The table is not locked any more: sorting takes most of the time.
+  std::sort(mutable_data<int64_t>(out), mutable_data<int64_t>(out) + out.numel());
   return out;
 }
 

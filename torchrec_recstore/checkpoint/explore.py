@@ -1,0 +1,315 @@
+"""Looks at the rows of a table or of a checkpoint: the hottest, the longest, the most changed, and the nearest ones.
+
+Rows are read in blocks, so that a look needs memory for one block, and for one float32 of each row for the quantiles.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, get_args
+
+import torch
+from torch import Tensor
+
+from torchrec_recstore.checkpoint.fold import FoldedTable, check_files, common_columns, tables_named
+from torchrec_recstore.checkpoint.info import CheckpointInfo, read_chain
+from torchrec_recstore.row_types import values
+from torchrec_recstore.store import Table
+from torchrec_recstore.store.arguments import among
+
+By = Literal["frequency", "last_step", "norm", "drift"]
+Metric = Literal["cosine", "dot", "l2"]
+Source = Table | str | os.PathLike[str]
+"""A table in this process, or the directory of a checkpoint."""
+
+_BLOCK_ROWS = 1 << 16
+_QUANTILES = (0.5, 0.9, 0.99, 1.0)
+
+
+@dataclass(frozen=True)
+class _Block:
+    """Some rows of a table: ids, (N,) int64; weights, (N, dim) float32; and the bookkeeping, (N,) int64."""
+
+    ids: Tensor
+    weights: Tensor
+    last_step: Tensor
+    frequency: Tensor
+
+
+@dataclass(frozen=True)
+class TopRows:
+    """The rows with the largest values, and a summary of all rows of the table.
+
+    Args:
+        rows: The number of rows.
+        steps: The number of training lookups of the table.
+        added: The number of rows that the checkpoint ``since`` does not have. None without ``since``.
+        gone: The number of rows of ``since`` that have left. None without ``since``.
+        ids: (n,) int64, by the value in descending order, and by the id where values are equal.
+        columns: By name, (n,) tensors of the same rows: ``frequency`` and ``last_step``, int64, ``norm``, float32, and
+            with ``since`` also ``drift``, float32, NaN for rows that ``since`` does not have.
+        quantiles: By name of a column, its quantiles over all rows: of 0.5, 0.9, 0.99 and 1.
+    """
+
+    rows: int
+    steps: int
+    added: int | None
+    gone: int | None
+    ids: Tensor
+    columns: Mapping[str, Tensor]
+    quantiles: Mapping[str, Mapping[float, float]]
+
+
+def top_rows(
+    source: Source,
+    table: str | None = None,
+    *,
+    by: By = "frequency",
+    count: int = 20,
+    since: str | os.PathLike[str] | None = None,
+    advance: Callable[[int], object] = lambda rows: None,
+) -> TopRows:
+    """Returns the rows with the largest frequency, last step, norm or drift. Nothing is changed.
+
+    Args:
+        source: A table, or the directory of a checkpoint. The files of a checkpoint are verified.
+        table: The name of a table of the checkpoint. It can be left out if the checkpoint has one table.
+        by: The value: ``"frequency"``, the number of steps that looked the row up; ``"last_step"``, the last such step;
+            ``"norm"``, the L2 norm of the weights; ``"drift"``, the L2 norm of the change since ``since``.
+        count: The number of rows to return.
+        since: The directory of an earlier checkpoint with the same table.
+        advance: A callback that is called with the number of rows read since the last call.
+
+    Raises:
+        ValueError: The table is not in the checkpoint or has another dim in ``since``, an argument is invalid, or
+            ``by="drift"`` has no ``since``.
+        CheckpointError: A file is missing or damaged.
+    """
+    if by not in get_args(By):
+        raise ValueError(f"by={by!r} is not one of {', '.join(get_args(By))}")
+    if count < 1:
+        raise ValueError(f"count must be at least 1, not {count}")
+    if by == "drift" and since is None:
+        raise ValueError("by='drift' compares with an earlier checkpoint: pass since=")
+    opened = _open(source, table)
+    earlier = None if since is None else _Earlier(since, opened)
+    best = torch.empty(0, dtype=torch.int64)
+    shown: dict[str, Tensor] = {}
+    measured: dict[str, list[Tensor]] = {"frequency": [], "norm": [], **({"drift": []} if earlier else {})}
+    for block in opened.blocks():
+        columns = {"frequency": block.frequency, "last_step": block.last_step, "norm": block.weights.norm(dim=1)}
+        if earlier is not None:
+            columns["drift"] = earlier.drift(block)
+        for name, parts in measured.items():
+            parts.append(columns[name][~columns[name].isnan()].float())
+        best = torch.cat([best, block.ids])
+        shown = {name: torch.cat([shown[name], each]) if shown else each for name, each in columns.items()}
+        order = descending(shown[by].double().nan_to_num(nan=-torch.inf), best)[:count]
+        best, shown = best[order], {name: each[order] for name, each in shown.items()}
+        advance(len(block.ids))
+    return TopRows(
+        rows=opened.rows,
+        steps=opened.steps,
+        added=earlier.added if earlier else None,
+        gone=earlier.rows - earlier.seen if earlier else None,
+        ids=best,
+        columns=shown,
+        quantiles={name: _quantiles(torch.cat(parts)) for name, parts in measured.items() if parts},
+    )
+
+
+def neighbours(
+    source: Source,
+    id: int,
+    table: str | None = None,
+    *,
+    count: int = 10,
+    metric: Metric = "cosine",
+    advance: Callable[[int], object] = lambda rows: None,
+) -> tuple[Tensor, Tensor]:
+    """Returns the rows that are nearest to the row of an id. All rows are compared; nothing is changed.
+
+    Args:
+        source: A table, or the directory of a checkpoint. The files of a checkpoint are verified.
+        id: The id. Its own row is not among the results.
+        table: The name of a table of the checkpoint. It can be left out if the checkpoint has one table.
+        count: The number of rows to return.
+        metric: ``"cosine"`` or ``"dot"``, the larger the nearer, or ``"l2"``, the Euclidean distance.
+        advance: A callback that is called with the number of rows read since the last call, in two passes.
+
+    Returns:
+        ids, (n,) int64, the nearest first, and their cosines, products or distances, (n,) float32.
+
+    Raises:
+        ValueError: The id has no row, or a reason of :func:`top_rows`.
+        CheckpointError: A file is missing or damaged.
+    """
+    _check_nearest(metric, count)
+    opened = _open(source, table)
+    row = None
+    for block in opened.blocks():
+        found = block.weights[block.ids == id]
+        row = found[0] if len(found) else row
+        advance(len(block.ids))
+    if row is None:
+        raise ValueError(f"id {id} has no row in {opened.name}")
+    return _nearest(opened, row, id, metric, count, advance)
+
+
+def nearest(
+    table: Table, row: Tensor, *, but: int, count: int = 10, metric: Metric = "cosine"
+) -> tuple[Tensor, Tensor]:
+    """Returns the rows of a table that are nearest to ``row``, (dim,) float32, without that of the id ``but``.
+
+    Returns, Raises:
+        See :func:`neighbours`.
+    """
+    _check_nearest(metric, count)
+    return _nearest(_OfTable(table), row, but, metric, count, lambda rows: None)
+
+
+def _check_nearest(metric: str, count: int) -> None:
+    if metric not in get_args(Metric):
+        raise ValueError(f"metric={metric!r} is not one of {', '.join(get_args(Metric))}")
+    if count < 1:
+        raise ValueError(f"count must be at least 1, not {count}")
+
+
+def _nearest(
+    opened: _OfTable | _OfCheckpoint,
+    row: Tensor,
+    but: int,
+    metric: Metric,
+    count: int,
+    advance: Callable[[int], object],
+) -> tuple[Tensor, Tensor]:
+    ids, near = torch.empty(0, dtype=torch.int64), torch.empty(0)
+    for block in opened.blocks():
+        others = block.ids != but
+        ids = torch.cat([ids, block.ids[others]])
+        near = torch.cat([near, _nearness(block.weights[others], row, metric)])
+        order = descending(near.double() if metric != "l2" else -near.double(), ids)[:count]
+        ids, near = ids[order], near[order]
+        advance(len(block.ids))
+    return ids, near
+
+
+def _nearness(weights: Tensor, row: Tensor, metric: Metric) -> Tensor:
+    near: Tensor
+    if metric == "l2":
+        near = (weights - row).norm(dim=1)
+    elif metric == "dot":
+        near = weights @ row
+    else:
+        near = torch.nn.functional.cosine_similarity(weights, row, dim=1)
+    return near
+
+
+def descending(keys: Tensor, ids: Tensor) -> Tensor:
+    """Returns the positions by ``keys`` in descending order, and by ``ids`` in ascending order where keys are equal."""
+    by_id = ids.argsort()
+    return by_id[keys[by_id].argsort(descending=True, stable=True)]
+
+
+def _quantiles(measured: Tensor) -> dict[float, float]:
+    if not len(measured):
+        return {}
+    ascending = measured.sort().values
+    return {q: float(ascending[min(len(ascending) - 1, int(q * len(ascending)))]) for q in _QUANTILES}
+
+
+class _OfTable:
+    """Reads the rows of a table in this process."""
+
+    def __init__(self, table: Table) -> None:
+        self._table = table
+        self.rows, self.steps, self.dim = len(table), table.steps, len(table.columns)
+        self.name = repr(table)
+
+    def blocks(self) -> Iterator[_Block]:
+        for ids in torch.split(self._table.ids(), _BLOCK_ROWS):
+            while True:
+                here = ids[self._table.contains(ids)]
+                try:
+                    rows = self._table.read_rows(here)
+                    break
+                except ValueError:
+                    if self._table.contains(here).all():  # else rows have left since, in another thread
+                        raise
+            yield _Block(here, values(rows["weight"]), rows["last_step"], rows["frequency"])
+
+
+class _OfCheckpoint:
+    """Reads the rows of one table of a checkpoint."""
+
+    def __init__(self, chain: list[CheckpointInfo], table: str) -> None:
+        self._chain, self._table = chain, table
+        info = chain[-1].tables[table]
+        self.rows, self.steps, self.dim = info.rows, info.steps, info.dim
+        self.name = f"table {table!r} of {chain[-1].path}"
+
+    def folded(self) -> FoldedTable:
+        columns = common_columns(tables_named(self._table, self._chain))
+        return FoldedTable(self._chain, self._table, columns)
+
+    def blocks(self) -> Iterator[_Block]:
+        folded = self.folded()
+        while (bound := folded.bound()) is not None:
+            yield _block(*folded.take(bound))
+
+
+def _block(ids: Tensor, shards: list[dict[str, Tensor]]) -> _Block:
+    weights = torch.cat([values(shard["weight"]) for shard in shards], dim=1)
+    return _Block(ids, weights, shards[0]["last_step"], shards[0]["frequency"])
+
+
+class _Earlier:
+    """The rows of an earlier checkpoint. They are read next to those of a source."""
+
+    def __init__(self, path: str | os.PathLike[str], of: _OfTable | _OfCheckpoint) -> None:
+        if not isinstance(of, _OfCheckpoint):
+            raise ValueError("since= compares two checkpoints: save the table first")
+        before = _open(path, of._table)
+        assert isinstance(before, _OfCheckpoint)
+        if before.dim != of.dim:
+            raise ValueError(f"{of.name} has dim {of.dim}, and {before.name} has dim {before.dim}")
+        self.rows, self.seen, self.added = before.rows, 0, 0
+        self._folded = before.folded()
+        self._ids = torch.empty(0, dtype=torch.int64)
+        self._weights = torch.empty(0, before.dim)
+
+    def drift(self, block: _Block) -> Tensor:
+        """Returns the L2 norm of each row's change, NaN for new rows. The ids of all blocks must ascend."""
+        while len(block.ids) and (not len(self._ids) or self._ids[-1] < block.ids[-1]):
+            bound = self._folded.bound()
+            if bound is None:
+                break
+            read = _block(*self._folded.take(bound))
+            kept = self._ids >= block.ids[0]
+            self._ids = torch.cat([self._ids[kept], read.ids])
+            self._weights = torch.cat([self._weights[kept], read.weights])
+        known, here = among(block.ids, self._ids), among(self._ids, block.ids)
+        changes = torch.full((len(block.ids),), torch.nan)
+        changes[known] = (block.weights[known] - self._weights[here]).norm(dim=1)
+        self.seen += int(known.sum())
+        self.added += int((~known).sum())
+        return changes
+
+
+def _open(source: Source, table: str | None) -> _OfTable | _OfCheckpoint:
+    if isinstance(source, Table):
+        if table is not None:
+            raise ValueError("table= names a table of a checkpoint, and the source is a table")
+        return _OfTable(source)
+    chain = read_chain(Path(source))
+    check_files(chain)
+    names = list(chain[-1].tables)
+    if table is None and len(names) == 1:
+        (table,) = names
+    if table not in names:
+        named = "name one of its tables" if table is None else f"there is no table {table!r}"
+        raise ValueError(f"{chain[-1].path}: {named}: {', '.join(sorted(names))}")
+    return _OfCheckpoint(list(chain), table)

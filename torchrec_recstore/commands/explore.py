@@ -1,0 +1,175 @@
+"""The commands on the rows of a checkpoint or of servers: ``recstore top`` and ``recstore neighbours``."""
+
+from __future__ import annotations
+
+import math
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+from torchrec_recstore.commands.output import AsJson, errors_in_one_line, print_json, stdout, table_of
+from torchrec_recstore.commands.progress import progress
+from torchrec_recstore.commands.servers import Timeout, TlsCa, TlsCert, TlsKey, TokenFile, connected_to
+
+if TYPE_CHECKING:
+    from torchrec_recstore.checkpoint.explore import By, Metric, TopRows
+    from torchrec_recstore.rpc.servers import ServerSet
+else:  # typer reads the annotations, and the module above imports torch
+    from typing import Literal
+
+    By = Literal["frequency", "last_step", "norm", "drift"]
+    Metric = Literal["cosine", "dot", "l2"]
+
+Source = Annotated[
+    str,
+    typer.Argument(
+        metavar="CHECKPOINT|HOST:PORT,...",
+        help="Directory of a checkpoint, or the addresses of all parameter servers of a set.",
+        show_default=False,
+    ),
+]
+OneTable = Annotated[
+    str | None, typer.Option("--table", metavar="NAME", help="The table. Default: the only one.", show_default=False)
+]
+Count = Annotated[int, typer.Option("--count", "-n", min=1, help="Number of rows to show.")]
+
+
+def top(
+    source: Source,
+    table: OneTable = None,
+    by: Annotated[By, typer.Option(help="The value by which the rows are selected.")] = "frequency",
+    since: Annotated[
+        Path | None, typer.Option(metavar="DIR", help="An earlier checkpoint: shows growth and drift since then.")
+    ] = None,
+    count: Count = 20,
+    token_file: TokenFile = None,
+    tls_ca: TlsCa = None,
+    tls_cert: TlsCert = None,
+    tls_key: TlsKey = None,
+    timeout: Timeout = 60.0,
+    as_json: AsJson = False,
+) -> None:
+    """Show the hottest rows of a table, and how its rows are distributed.
+
+    frequency is the number of steps that looked a row up, last step the last of them, and norm the L2 norm of its
+    weights. drift is the L2 norm of the change of its weights since an earlier checkpoint (--since), which also shows
+    how many rows were added and how many have left. Of parameter servers, no distribution and no drift is shown.
+
+    Example: recstore top run/step-000002000 --table t_C3 --by drift --since run/step-000001000
+
+    Exit status: 0, or 2 with one line on stderr.
+    """
+    if _is_servers(source):
+        with connected_to(source, token_file, tls_ca, tls_cert, tls_key, timeout) as connected:
+            if by == "drift" or since is not None:
+                raise ValueError("drift and growth are those of checkpoints: pass the directories of two saves")
+            from torchrec_recstore.service.looks import top_rows_of_servers
+
+            found = top_rows_of_servers(connected, _on_servers(connected, table), by, count)
+    else:
+        with errors_in_one_line():
+            from torchrec_recstore.checkpoint.explore import top_rows
+
+            path = Path(source)
+            with progress("reading", _rows(path, table)) as advance:
+                found = top_rows(path, table, by=by, count=count, since=since, advance=advance)
+    if as_json:
+        print_json(_as_json(found))
+        return
+    out = stdout()
+    out.print(f"{'rows':<11} {found.rows:,}", highlight=False)
+    if found.added is not None:
+        out.print(f"{'since':<11} {found.added:,} added, {found.gone:,} gone", highlight=False)
+    for name, quantiles in found.quantiles.items():
+        shown = ", ".join(f"{_name_of(q)} {_number(value)}" for q, value in quantiles.items())
+        out.print(f"{name:<11} {shown}", highlight=False)
+    rows_table = table_of(["id", *(name.replace("_", " ") for name in found.columns)])
+    for at, id in enumerate(found.ids.tolist()):
+        rows_table.add_row(str(id), *(_number(values[at].item()) for values in found.columns.values()))
+    out.print(rows_table)
+
+
+def neighbours(
+    source: Source,
+    id: Annotated[int, typer.Argument(metavar="ID", help="The id, a 64-bit integer. Write -- before one below 0.")],
+    table: OneTable = None,
+    metric: Annotated[Metric, typer.Option(help="How near two rows are.")] = "cosine",
+    count: Count = 10,
+    token_file: TokenFile = None,
+    tls_ca: TlsCa = None,
+    tls_cert: TlsCert = None,
+    tls_key: TlsKey = None,
+    timeout: Timeout = 60.0,
+    as_json: AsJson = False,
+) -> None:
+    """Show the rows of a table that are nearest to the row of an id. All rows are compared.
+
+    Example: recstore neighbours run/step-000002000 4711 --table t_item
+
+    Exit status: 0, or 2 with one line on stderr.
+    """
+    if _is_servers(source):
+        with connected_to(source, token_file, tls_ca, tls_cert, tls_key, timeout) as connected:
+            from torchrec_recstore.service.looks import neighbours_on_servers
+
+            ids, near = neighbours_on_servers(connected, id, _on_servers(connected, table), metric, count)
+    else:
+        with errors_in_one_line():
+            from torchrec_recstore.checkpoint import explore
+
+            path = Path(source)
+            with progress("reading", 2 * _rows(path, table)) as advance:
+                ids, near = explore.neighbours(path, id, table, metric=metric, count=count, advance=advance)
+    if as_json:
+        print_json({"ids": ids.tolist(), metric: near.tolist()})
+        return
+    shown = table_of(["id", metric])
+    for each, value in zip(ids.tolist(), near.tolist(), strict=True):
+        shown.add_row(str(each), _number(value))
+    stdout().print(shown)
+
+
+def _is_servers(source: str) -> bool:
+    """Returns whether the source is addresses of servers. A directory with such a name is a checkpoint."""
+    return re.search(r":\d+$", source) is not None and not Path(source).exists()
+
+
+def _on_servers(connected: ServerSet, table: str | None) -> str:
+    """Returns the name of the table, or that of the only one."""
+    names: list[str] = sorted({name for state in connected.describe() for name in state.tables})
+    if table is None and len(names) == 1:
+        return names[0]
+    if table is None or table not in names:
+        named = "name one of the tables" if table is None else f"there is no table {table!r}"
+        raise ValueError(f"{','.join(connected.addresses)}: {named}: {', '.join(names)}")
+    return table
+
+
+def _rows(checkpoint: Path, table: str | None) -> int:
+    from torchrec_recstore.checkpoint.info import read_info
+
+    return sum(each.rows for name, each in read_info(checkpoint).tables.items() if table in (None, name))
+
+
+def _number(value: float) -> str:
+    """Returns a number for people: integers with separators, others with four digits, and a dash for none."""
+    if isinstance(value, float) and math.isnan(value):
+        return "-"
+    return f"{int(value):,}" if float(value).is_integer() and abs(value) >= 1 else f"{value:.4g}"
+
+
+def _name_of(quantile: float) -> str:
+    return {0.5: "median", 1.0: "largest"}.get(quantile, f"p{quantile * 100:g}")
+
+
+def _as_json(found: TopRows) -> dict[str, Any]:
+    columns = {name: [_plain(value) for value in values.tolist()] for name, values in found.columns.items()}
+    quantiles = {name: {_name_of(q): value for q, value in each.items()} for name, each in found.quantiles.items()}
+    counts = {"rows": found.rows, "steps": found.steps, "added": found.added, "gone": found.gone}
+    return {**counts, "quantiles": quantiles, "ids": found.ids.tolist(), "columns": columns}
+
+
+def _plain(value: float) -> float | None:
+    return None if isinstance(value, float) and math.isnan(value) else value  # JSON has no NaN
