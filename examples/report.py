@@ -6,29 +6,31 @@ python examples/report.py runs/dlrm-20261121-150000
 from __future__ import annotations
 
 import sys
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated
 
 import typer
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from common.command import prepare_torch, run
-
-from torchrec_recstore.commands.output import errors_in_one_line
-
-app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+from common.command import run
+from common.settings import settings_of_flags
 
 
-@app.command()
-def main(log_dir: Annotated[Path, typer.Argument(help="Folder with the curves of the run.")]) -> None:
+@dataclass(frozen=True)
+class Settings:
     """Write report.html and its plots from the log of a run. The run need not have ended."""
-    prepare_torch()
-    from common.page import write_report
 
-    with errors_in_one_line():
-        print(write_report(log_dir))
+    log_dir: Path = field(metadata={"flag": typer.Argument(help="Folder with the curves of the run.")})
+
+
+def main(log_dir: Path) -> None:
+    """Writes the report and prints its path."""
+    from common.page import write_report  # not above: it imports torch
+
+    print(write_report(log_dir))
 
 
 if __name__ == "__main__":
-    run(app)
+    settings = settings_of_flags(Settings)
+    run(lambda: main(settings.log_dir))

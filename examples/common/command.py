@@ -9,7 +9,8 @@ import warnings
 from collections.abc import Callable
 from typing import NoReturn
 
-from torchrec_recstore.commands.output import status_of
+from torchrec_recstore import tune_threads
+from torchrec_recstore.commands.output import errors_in_one_line, status_of
 
 
 class DataError(ValueError):
@@ -19,21 +20,23 @@ class DataError(ValueError):
 def prepare_torch() -> None:
     """Sets the environment that torch reads at its import, and hides warnings that users of an example cannot fix."""
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-    # Threads of OpenMP spin for milliseconds while they wait. If other programs use the cores, this slows training down
-    # by a factor of ten.
-    os.environ.setdefault("GOMP_SPINCOUNT", "10000")
+    tune_threads()
     warnings.filterwarnings("ignore")
     logging.disable(logging.WARNING)
 
 
-def run(app: Callable[..., object]) -> NoReturn:
-    """Runs a typer app and exits with its status. For invalid flags it prints one line on stderr and exits with 2."""
-    status: object
+def run(work: Callable[[], object]) -> NoReturn:
+    """Does the work of a command and ends the process. An error of the input is one line on stderr, and status 2."""
+
+    def in_one_line() -> None:
+        with errors_in_one_line():
+            work()
+
     try:
-        status = status_of(lambda: app(standalone_mode=False))
+        status = status_of(in_one_line)
     except SystemExit as end:
-        status = end.code or 0
-    leave(status if isinstance(status, int) else 1)
+        status = end.code if isinstance(end.code, int) else 1
+    leave(status)
 
 
 def leave(status: int = 0) -> NoReturn:

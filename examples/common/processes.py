@@ -62,23 +62,28 @@ def rank_and_world_size() -> tuple[int, int]:
     return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
 
 
-def on_rank_0(work: Callable[[], T]) -> T:
-    """Calls ``work`` on rank 0 and returns its result on every rank. Collective.
+def on_each_rank(work: Callable[[], T]) -> list[T]:
+    """Calls ``work`` on every rank, and returns the results of all ranks. Collective.
 
     Raises:
-        DataError: ``work`` raised it. It is raised on every rank.
+        DataError: ``work`` raised it on a rank. It is raised on every rank.
     """
-    found: list[tuple[T | None, str | None]] = [(None, None)]
-    if dist.get_rank() == 0:
-        try:
-            found[0] = work(), None
-        except DataError as error:
-            found[0] = None, str(error)
-    dist.broadcast_object_list(found)
-    result, error_line = found[0]
-    if error_line is not None:
-        raise DataError(error_line)
-    return result  # type: ignore[return-value]
+    mine: tuple[T | None, str | None]
+    try:
+        mine = work(), None
+    except DataError as error:
+        mine = None, str(error)
+    found = [mine] * dist.get_world_size()
+    dist.all_gather_object(found, mine)
+    for _, message in found:
+        if message is not None:
+            raise DataError(message)
+    return [result for result, _ in found]  # type: ignore[misc]
+
+
+def on_rank_0(work: Callable[[], T]) -> T:
+    """Calls ``work`` on rank 0 and returns its result on every rank. See :func:`on_each_rank`."""
+    return on_each_rank(lambda: work() if dist.get_rank() == 0 else None)[0]  # type: ignore[return-value]
 
 
 def progress_bar(**options: Any) -> tqdm[Any]:

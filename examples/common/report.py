@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any
 
 from common.command import DataError
-from common.run_settings import Bounds
 from rich.console import Console
 from rich.filesize import decimal
 from rich.table import Table
@@ -23,13 +22,7 @@ from torchrec_recstore import TableStats
 ALL = "all"
 """The name under which the sum over all tables is reported."""
 
-PART_TITLES = {
-    "input_dist": "input dist",
-    "lookup": "lookup",
-    "dense": "dense",
-    "update": "update",
-    "reading": "reading",
-}
+PART_TITLES = {part: part.replace("_", " ") for part in ("input_dist", "lookup", "dense", "update", "reading")}
 """The titles of the parts of a step's time. The parts add up to the whole step. See ``StepSplit``."""
 
 STDOUT = Path("-")
@@ -118,17 +111,19 @@ def _counts(stats: TableStats) -> dict[str, int]:
     return {name: count for name, count in asdict(stats).items() if name != "steps"}
 
 
-def print_tables(console: Console, result: Mapping[str, Any], bounds: Bounds) -> None:
-    """Prints the rows and bytes of each table and of all tables. If there are limits, prints their effects too.
+def print_result(console: Console, result: Mapping[str, Any], lines: Mapping[str, str]) -> None:
+    """Prints the rows and bytes of each table and of all tables, with the effects of limits, and the given lines.
 
     Args:
         console: The console to print to.
-        result: A result that contains the values of :func:`result_of`.
-        bounds: The limits of the tables.
+        result: A result that contains the values of :func:`result_of`. ``bounds`` are the limits of the tables.
+        lines: What is printed below the tables.
     """
+    told = [str(result[name]) for name in ("backend", "sharding") if name in result]
+    console.print(", ".join([*told, f"world size {result['world_size']}"]))
     rows, sizes, counts = result["rows"], result["bytes"], result["counts"]
     tables = {name: TableStats(**({"rows": rows[name], "bytes": sizes[name]} | counts.get(name, {}))) for name in rows}
-    columns = _columns(bounds)
+    columns = _columns(result.get("bounds") or {})
     # Rows and bytes are not counted since a step, so a table of rows and bytes needs no caption.
     shown = Table(caption=counted_since(result) if len(columns) > 2 else None)
     shown.add_column("table")
@@ -139,6 +134,8 @@ def print_tables(console: Console, result: Mapping[str, Any], bounds: Bounds) ->
     shown.add_section()
     shown.add_row("all", *(number(total(tables)) for number in columns.values()))
     console.print(shown)
+    for name, text in lines.items():
+        console.print(f"{name:<19}{text}" if text else name, soft_wrap=True, highlight=False)
 
 
 def counted_since(result: Mapping[str, Any]) -> str | None:
@@ -147,9 +144,9 @@ def counted_since(result: Mapping[str, Any]) -> str | None:
     return f"hits and other counts: since the run was resumed at step {step:,}" if step else None
 
 
-def in_words(tables: Mapping[str, TableStats], bounds: Bounds) -> str:
-    """Returns the last row of :func:`print_tables` as one line."""
-    return ", ".join(f"{title} {number(total(tables))}" for title, number in _columns(bounds).items())
+def in_words(tables: Mapping[str, TableStats], limits: Mapping[str, Any]) -> str:
+    """Returns the last row of the table of :func:`print_result` as one line."""
+    return ", ".join(f"{title} {number(total(tables))}" for title, number in _columns(limits).items())
 
 
 def total(tables: Mapping[str, TableStats]) -> TableStats:
@@ -172,23 +169,23 @@ def hit_rate(stats: TableStats) -> float | None:
     return stats.hits / stats.lookups if stats.lookups else None
 
 
-def _columns(bounds: Bounds) -> dict[str, Callable[[TableStats], str]]:
+def _columns(limits: Mapping[str, Any]) -> dict[str, Callable[[TableStats], str]]:
     """Returns the columns of the report: functions that format a table's statistics, by title."""
+    shown = {name for name, value in limits.items() if value is not None}
     columns: dict[str, Callable[[TableStats], str]] = {
         "rows": lambda stats: f"{stats.rows:,}",
         "bytes": lambda stats: decimal(stats.bytes),
     }
-    if bounds.flags():
+    if shown:
         columns["hit rate"] = lambda stats: "-" if (rate := hit_rate(stats)) is None else f"{rate:.1%}"
-    if bounds.max_rows is not None:
-        columns["evicted"] = lambda stats: f"{stats.evicted:,}"
-    if bounds.expire_steps is not None:
-        columns["expired"] = lambda stats: f"{stats.expired:,}"
-    if bounds.min_frequency is not None:
-        columns["refused"] = lambda stats: f"{stats.refused:,}"
-    if bounds.cold_store is not None:
-        columns["cold rows"] = lambda stats: f"{stats.cold_rows:,}"
-        columns["cold hits"] = lambda stats: f"{stats.cold_hits:,}"
+    for limit, counts in (
+        ("max_rows", ["evicted"]),
+        ("expire_steps", ["expired"]),
+        ("min_frequency", ["refused"]),
+        ("cold_store", ["cold_rows", "cold_hits"]),
+    ):
+        for count in counts if limit in shown else ():
+            columns[count.replace("_", " ")] = lambda stats, count=count: f"{getattr(stats, count):,}"  # type: ignore[misc]
     return columns
 
 
@@ -220,3 +217,20 @@ def write_json(path: Path | None, result: dict[str, Any]) -> None:
         path.write_text(text)
     except OSError as error:
         raise DataError(f"{path}: {error.strerror}") from error
+
+
+def write_whole(path: Path, data: bytes) -> None:
+    """Writes a file under a temporary name and renames it, so that the file is never incomplete.
+
+    If the run is killed or the disk is full, the previous file is kept.
+
+    Raises:
+        OSError: The file cannot be written. The error names the file.
+    """
+    beside = path.with_name(f".{path.name}")
+    try:
+        beside.write_bytes(data)
+        beside.replace(path)
+    except OSError as error:
+        beside.unlink(missing_ok=True)
+        raise OSError(error.errno, error.strerror, str(path)) from error

@@ -151,6 +151,14 @@ def find_fault(line: bytes) -> tuple[str | None, str] | None:
     fields = line.split(b"\t")
     if len(line) > MAX_LINE_BYTES:
         return None, f"the line is longer than {MAX_LINE_BYTES} bytes"
+    commas = line.count(b",")
+    if len(fields) == 1 and commas in (len(COLUMNS) - 1, len(COLUMNS)):
+        columns = " | cut -d , -f 2-" if commas == len(COLUMNS) else ""  # the first column is the number of the row
+        header = "" if line[:1].isdigit() else " | tail -n +2"
+        return None, (
+            "the columns are separated by commas, as in Kaggle's CSV, and must be separated by tabs: "
+            f"cat FILE{header}{columns} | tr , '\\t' > train.txt"
+        )
     if len(fields) != len(COLUMNS):
         return None, f"expected {len(COLUMNS)} tab-separated columns, found {len(fields)}"
     if fields[0] not in (b"0", b"1"):

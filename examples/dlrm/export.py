@@ -8,57 +8,169 @@ The ``forward(dense, ids)`` of the file takes dense features (B, 13) float32 and
 (B,). docs/serving.md describes how to serve the file, in Python with fbgemm_gpu or in C++.
 """
 
-from __future__ import annotations
+# ruff: noqa: E402, RUF009  (flags are read before the import of TorchRec, which takes seconds, and are fields)
+# This file does not import annotations from __future__, because TorchScript reads the annotations of Served.
 
 import sys
+from contextlib import closing
+from dataclasses import MISSING, dataclass
 from pathlib import Path
-from typing import Annotated, Literal
-
-import typer
+from typing import Any, Literal
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from common.command import prepare_torch, run
-
-from torchrec_recstore.commands.output import errors_in_one_line
-
-app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+from common.command import DataError, run
+from common.settings import flag, settings_of_flags
 
 
-@app.command()
-def main(
-    checkpoint: Annotated[
-        Path, typer.Option(metavar="DIR", help="A checkpoint, or a folder of checkpoints. The newest one is used.")
-    ],
-    out: Annotated[Path, typer.Option(metavar="FILE", help="File to write.")],
-    dtype: Annotated[
-        Literal["int8", "int4", "fp16", "float32"], typer.Option(help="Data type of the embedding rows.")
-    ] = "int8",
-    min_frequency: Annotated[
-        int, typer.Option(min=0, help="Omit rows that were looked up in fewer training steps.")
-    ] = 0,
-    top_rows: Annotated[
-        int | None, typer.Option(min=1, help="Export only this many rows of each table, the most frequent ones.")
-    ] = None,
-    check: Annotated[
-        str | None,
-        typer.Option(
-            metavar="DATA",
-            help="Compare the test AUC of the trained and the exported model on the data of the run: "
-            "the file, or 'generated'.",
-        ),
-    ] = None,
-    limit_rows: Annotated[int | None, typer.Option(min=1, help="The value of --limit-rows of the run.")] = None,
-    json_out: Annotated[Path | None, typer.Option("--json", metavar="OUT", help="Write the result as JSON.")] = None,
-) -> None:
+@dataclass(frozen=True)
+class Export:
     """Export a trained DLRM from a checkpoint to a TorchScript file, and compare the test AUC."""
-    prepare_torch()
-    # Imported here, because the import of TorchRec takes seconds and --help does not need it.
-    from exporter import Export, export
 
-    with errors_in_one_line():
-        export(Export(checkpoint, out, dtype, min_frequency, top_rows, check, limit_rows, json_out))
+    checkpoint: Path = flag(
+        MISSING, None, "A checkpoint, or a folder of checkpoints. The newest one is used.", metavar="DIR"
+    )
+    out: Path = flag(MISSING, None, "File to write.", metavar="FILE")
+    dtype: Literal["int8", "int4", "fp16", "float32"] = flag("int8", None, "Data type of the embedding rows.")
+    min_frequency: int = flag(0, None, "Omit rows that were looked up in fewer training steps.", min=0)
+    top_rows: int | None = flag(None, None, "Export only this many rows of each table, the most frequent ones.", min=1)
+    check: str | None = flag(
+        None,
+        None,
+        "Compare the test AUC of the trained and the exported model on the data of the run: the file, or 'generated'.",
+        metavar="DATA",
+    )
+    limit_rows: int | None = flag(None, None, "The value of --limit-rows of the run.", min=1)
+    json_out: Path | None = flag(None, None, "Write the result as JSON.", "--json", metavar="OUT")
+
+
+asked = settings_of_flags(Export) if __name__ == "__main__" else None
+
+import torch
+from common.checkpoints import CheckpointFolder
+from common.processes import process_group
+from common.report import check_file, write_json
+from criteo import ID_NAMES
+from rich.console import Console
+from rich.filesize import decimal
+from sources import RowSource, batches_of, open_source, splits
+from torch import Tensor, nn
+from torchmetrics.classification import BinaryAUROC
+from torchrec.models.dlrm import DLRM
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+from train import Settings, build
+
+from torchrec_recstore import CheckpointInfo, load_checkpoint, read_info
+from torchrec_recstore.inference import export_for_inference
+from torchrec_recstore.inference.row_formats import DTYPES
+
+CHECK_ROWS = 4096
+
+
+class Served(nn.Module):
+    """A DLRM that takes plain tensors, for a server.
+
+    Args:
+        dlrm: The DLRM with the features C1 to C26. Each sample has one id of each feature.
+    """
+
+    def __init__(self, dlrm: DLRM) -> None:
+        super().__init__()
+        self.dlrm = dlrm
+        self._features = list(ID_NAMES)
+
+    def forward(self, dense: Tensor, ids: Tensor) -> Tensor:
+        """Returns the logits, (B,), of dense features (B, 13) float32 and ids (B, 26) int64."""
+        values = ids.t().reshape(-1)
+        features = KeyedJaggedTensor(keys=self._features, values=values, lengths=torch.ones_like(values))
+        logits: Tensor = self.dlrm(dense, features)
+        return logits.squeeze(1)
+
+
+def export(asked: Export) -> None:
+    """Exports the model, compares the test AUC if ``check`` is set, and prints a report.
+
+    Raises:
+        DataError: The checkpoint, the data or a file cannot be used.
+    """
+    check_file(asked.json_out)
+    check_file(asked.out)
+    with process_group():
+        info = checkpoint_at(asked.checkpoint)
+        settings = settings_of_run(info, asked)
+        source = None if asked.check is None else source_of_run(info, settings)
+        trained, _ = build(settings)
+        try:
+            load_checkpoint(trained, info.path)
+            which = {"min_frequency": asked.min_frequency, "top_rows": asked.top_rows}
+            model = Served(trained.module.model).eval()
+            export_for_inference(model, asked.out, dtype=DTYPES[asked.dtype], **which)
+        except (ValueError, OSError) as error:
+            raise DataError(str(error)) from error
+        result: dict[str, Any] = {
+            "checkpoint": str(info.path),
+            "out": str(asked.out),
+            "dtype": asked.dtype,
+            "bytes": asked.out.stat().st_size,
+            "checkpoint_bytes": info.bytes,
+            "rows": sum(table.rows for table in info.tables.values()),
+        }
+        console = Console(highlight=False)
+        console.print(f"{asked.out}: {asked.dtype}, {decimal(result['bytes'])}", soft_wrap=True)
+        console.print(f"checkpoint         {decimal(info.bytes)}, {result['rows']:,} rows")
+        if source is not None:
+            aucs = aucs_of([model, torch.jit.load(asked.out)], settings, source)  # the file is compared
+            result["test_auc_trained"], result["test_auc_exported"] = aucs
+            console.print(f"test AUC, trained  {aucs[0]:.6f}")
+            console.print(f"test AUC, exported {aucs[1]:.6f}")
+        write_json(asked.json_out, result)
+
+
+def checkpoint_at(path: Path) -> CheckpointInfo:
+    """Returns the metadata of a checkpoint, or of the newest one in a folder."""
+    newest = None if (path / "metadata.json").exists() or not path.is_dir() else CheckpointFolder(path, 1).newest()
+    try:
+        return newest or read_info(path)
+    except (ValueError, OSError) as error:
+        raise DataError(str(error)) from error
+
+
+def settings_of_run(info: CheckpointInfo, asked: Export) -> Settings:
+    """Returns the settings of the run that wrote a checkpoint, as far as the model depends on them."""
+    identity = (info.training_state or {}).get("identity")
+    if not isinstance(identity, dict):
+        raise DataError(f"{info.path} was not written by train.py")
+    names = ("dim", "dtype", "optimizer", "lr", "dense_lr", "batch_size", "seed")
+    given = {name: identity[f"--{name.replace('_', '-')}"] for name in names}
+    if half_life := identity.get("--half-life-steps"):  # frequencies are halved by it
+        most = max(table.rows for table in info.tables.values())
+        given |= {"max_rows": max(1, most), "eviction": "lfu", "half_life_steps": half_life}
+    data = Path(asked.check) if asked.check not in (None, "generated") else None
+    return Settings(data=data, limit_rows=asked.limit_rows, skip_bad_rows=True, **given)
+
+
+def source_of_run(info: CheckpointInfo, settings: Settings) -> RowSource:
+    """Opens the data of the run that wrote a checkpoint."""
+    source = open_source(settings)
+    trained_on = info.training_state["identity"]["--data"]
+    if source.fingerprint != trained_on:
+        raise DataError(f"--check: {source.path} is not the data of {info.path}, which is {trained_on}")
+    return source
+
+
+@torch.no_grad()
+def aucs_of(models: list[Any], settings: Settings, source: RowSource) -> list[float]:
+    """Returns the AUC of each model on the test part."""
+    aucs = [BinaryAUROC() for _ in models]
+    _, _, test = splits(source)
+    with closing(batches_of(settings, source, test, CHECK_ROWS)) as batches:
+        for batch in batches:
+            ids = batch.sparse_features.values().view(-1, len(batch.labels)).t()
+            for model, auc in zip(models, aucs, strict=True):
+                # In float64, because the float32 sigmoid of large logits is exactly 1, which would make ties.
+                auc.update(torch.sigmoid(model(batch.dense_features, ids).double()), batch.labels)
+    return [float(auc.compute()) for auc in aucs]
 
 
 if __name__ == "__main__":
-    run(app)
+    run(lambda: export(asked))

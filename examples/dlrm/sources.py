@@ -4,22 +4,27 @@ from __future__ import annotations
 
 import queue
 import threading
+import time
 from bisect import bisect_left
 from collections.abc import Generator as ReadAhead
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import closing
 from itertools import pairwise
-from typing import NamedTuple, Protocol, TypeVar
+from typing import TYPE_CHECKING, Protocol, TypeVar
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from common.command import DataError
-from common.processes import progress_bar, rank_and_world_size
+from common.processes import on_each_rank, progress_bar, rank_and_world_size
+from common.report import check_file, console_for, write_json
 from criteo import ID_NAMES, NUM_IDS, CriteoFile, Rows, concat
 from generator import Generator
-from settings import Settings
 from torchrec.datasets.utils import Batch
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+if TYPE_CHECKING:
+    from train import Settings
 
 T = TypeVar("T")
 
@@ -41,6 +46,56 @@ class RowSource(Protocol):
         ...
 
 
+def open_source(settings: Settings) -> RowSource:
+    """Opens the data, or generates it if there is no file. A file is read once, to count and check all lines.
+
+    Raises:
+        DataError: The file cannot be read, or ``CriteoFile.scan`` finds an error.
+    """
+    if settings.data is None:
+        return Generator(settings.limit_rows or GENERATED_ROWS, settings.seed)
+    file = CriteoFile(settings.data, skip_bad_rows=settings.skip_bad_rows, limit_rows=settings.limit_rows)
+    try:
+        with progress_bar(desc="checking", unit=" rows", leave=False) as bar:
+            file.scan(bar.update)
+    except OSError as error:
+        raise DataError(f"{file.path}: {error.strerror}") from error
+    return file
+
+
+def open_on_all_ranks(settings: Settings) -> RowSource:
+    """Opens the data on rank 0, and returns a copy of the source on every rank. Collective.
+
+    Raises:
+        DataError: Rank 0 cannot use the data, or another rank cannot open the file. It is raised on every rank.
+    """
+
+    def open_here() -> RowSource | None:
+        if dist.get_rank() == 0:
+            return open_source(settings)
+        try:
+            if settings.data is not None:
+                settings.data.open("rb").close()
+        except OSError as error:
+            raise DataError(f"{settings.data} on rank {dist.get_rank()}: {error.strerror}") from error
+        return None
+
+    return on_each_rank(open_here)[0]
+
+
+def splits(source: RowSource) -> tuple[range, range, range]:
+    """Splits rows by time into 80 % training, 10 % validation, 10 % test.
+
+    Raises:
+        DataError: A part would be empty.
+    """
+    bounds = [0, source.num_rows * 8 // 10, source.num_rows * 9 // 10, source.num_rows]
+    train, validation, test = (range(*pair) for pair in pairwise(bounds))
+    if not (train and validation and test):
+        raise DataError(f"{source.path}: {source.num_rows} rows are too few to split 80/10/10")
+    return train, validation, test
+
+
 def good_rows(bad_lines: Sequence[int], part: range) -> int:
     """Returns the number of good lines in a part. ``bad_lines`` must be ascending."""
     return len(part) - bisect_left(bad_lines, part.stop) + bisect_left(bad_lines, part.start)
@@ -54,17 +109,21 @@ def behind(bad_lines: Sequence[int], part: range, count: int) -> range:
     return range(min(part.start + count + skipped, part.stop), part.stop)
 
 
-class Step(NamedTuple):
-    """The data of one rank for one step.
+def steps_in_epoch(settings: Settings, source: RowSource, training: range) -> int:
+    """Returns the number of training steps in an epoch, without a last step that has fewer samples than ranks."""
+    full, rest = divmod(good_rows(source.bad_lines, training), settings.batch_size)
+    return full + (rest >= rank_and_world_size()[1])
 
-    Attributes:
-        batch: This rank's part of the batch: dense (B, 13) float32, labels (B,) int32, and one int64 id for each
-            sample and each feature C1 to C26.
-        global_rows: The number of samples of the step, over all ranks.
+
+def batches_of(
+    settings: Settings, source: RowSource, part: range, batch_rows: int, even: bool = False
+) -> ReadAhead[Batch, None, None]:
+    """Yields the batches of this rank for a part of the log, read ahead. Close the generator to stop early.
+
+    All ranks get the same number of batches. See ``batches_of_rank`` for ``even``.
     """
-
-    batch: Batch
-    global_rows: int
+    pieces = cut(source.rows(part.start, part.stop), batch_rows)
+    return read_ahead(batches_of_rank(pieces, *rank_and_world_size(), settings.modulo, even))
 
 
 def cut(pieces: Iterable[Rows], batch_rows: int) -> Iterator[Rows]:
@@ -84,50 +143,45 @@ def cut(pieces: Iterable[Rows], batch_rows: int) -> Iterator[Rows]:
         yield concat(held)
 
 
-class BatchMaker:
-    """Turns global batches into the steps of one rank.
+def batches_of_rank(
+    batches: Iterable[Rows], rank: int = 0, world_size: int = 1, modulo: int | None = None, even: bool = False
+) -> Iterator[Batch]:
+    """Yields one rank's part of each batch: the r-th of W contiguous parts, so the training does not depend on W.
 
-    Rank r of W takes the r-th of W contiguous parts of a batch, so the training does not depend on W.
+    A batch with fewer samples than ranks is left out on all ranks.
 
     Args:
-        rank: The rank. Default: 0.
-        world_size: The number of ranks. Default: 1.
-        modulo: The divisor that ids are taken modulo of; the results are not negative. Default: None, raw ids.
+        batches: The batches of all ranks.
+        rank: The rank.
+        world_size: The number of ranks.
+        modulo: The divisor that ids are taken modulo of; the results are not negative. None: raw ids.
         even: Whether every rank gets the same number of samples. Up to W - 1 samples at the end of the log are then
             left out. Training needs it, because the backward pass of row-wise sharding fails on parts of different
-            sizes (torchrec 1.8.0 with gloo). Default: False.
+            sizes (torchrec 1.8.0 with gloo).
+
+    Yields:
+        Dense features (B, 13) float32, labels (B,) int32, and one int64 id for each sample and each feature C1 to C26.
     """
-
-    def __init__(self, rank: int = 0, world_size: int = 1, modulo: int | None = None, even: bool = False) -> None:
-        self.even = even
-        self.rank = rank
-        self.world_size = world_size
-        self.modulo = modulo
-        self._ones = torch.ones(0, dtype=torch.int32)
-
-    def steps(self, batches: Iterable[Rows]) -> Iterator[Step]:
-        """Yields a step for each batch. A batch with fewer samples than ranks is left out on all ranks."""
-        for rows in batches:
-            if self.even:
-                rows = rows[: len(rows) // self.world_size * self.world_size]
-            if len(rows) >= self.world_size:
-                bounds = [len(rows) * rank // self.world_size for rank in (self.rank, self.rank + 1)]
-                yield Step(self._batch(rows[slice(*bounds)]), len(rows))
-
-    def _batch(self, rows: Rows) -> Batch:
-        ids = np.ascontiguousarray(rows.ids.T)  # (26, B): a KeyedJaggedTensor stores one feature after another
-        if self.modulo is not None:
-            ids %= self.modulo
-        if len(self._ones) < ids.size:
-            self._ones = torch.ones(ids.size, dtype=torch.int32)
+    ones = torch.ones(0, dtype=torch.int32)
+    for rows in batches:
+        if even:
+            rows = rows[: len(rows) // world_size * world_size]
+        if len(rows) < world_size:
+            continue
+        mine = rows[slice(*(len(rows) * each // world_size for each in (rank, rank + 1)))]
+        ids = np.ascontiguousarray(mine.ids.T)  # (26, B): a KeyedJaggedTensor stores one feature after another
+        if modulo is not None:
+            ids %= modulo
+        if len(ones) < ids.size:
+            ones = torch.ones(ids.size, dtype=torch.int32)
         sparse = KeyedJaggedTensor(
             keys=list(ID_NAMES),
             values=torch.from_numpy(ids.reshape(-1)),
-            lengths=self._ones[: ids.size],
-            stride=len(rows),
-            length_per_key=[len(rows)] * NUM_IDS,
+            lengths=ones[: ids.size],
+            stride=len(mine),
+            length_per_key=[len(mine)] * NUM_IDS,
         )
-        return Batch(torch.from_numpy(rows.dense), sparse, torch.from_numpy(rows.labels))
+        yield Batch(torch.from_numpy(mine.dense), sparse, torch.from_numpy(mine.labels))
 
 
 def read_ahead(items: Iterator[T], depth: int = READ_AHEAD_BATCHES) -> ReadAhead[T, None, None]:
@@ -172,82 +226,26 @@ def read_ahead(items: Iterator[T], depth: int = READ_AHEAD_BATCHES) -> ReadAhead
         thread.join()
 
 
-def read_steps(
-    source: RowSource, start: int, stop: int, batch_rows: int, maker: BatchMaker
-) -> ReadAhead[Step, None, None]:
-    """Yields the steps of rows ``[start, stop)`` in order, read ahead. Close the generator to stop early."""
-    return read_ahead(maker.steps(cut(source.rows(start, stop), batch_rows)))
-
-
-def open_source(settings: Settings) -> RowSource:
-    """Opens the data. A file is read once, to count and check all lines.
+def read_only(settings: Settings) -> None:
+    """Reads all data, makes the batches of training without training on them, and prints the rate.
 
     Raises:
-        DataError: The file cannot be read, or ``CriteoFile.scan`` finds an error.
+        DataError: The data cannot be used, or the result cannot be written.
     """
-    if settings.data is None:
-        return Generator(settings.limit_rows or GENERATED_ROWS, settings.seed)
-    file = CriteoFile(settings.data, skip_bad_rows=settings.skip_bad_rows, limit_rows=settings.limit_rows)
-    try:
-        with progress_bar(desc="checking", unit=" rows", leave=False) as bar:
-            file.scan(bar.update)
-    except OSError as error:
-        raise DataError(f"{file.path}: {error.strerror}") from error
-    return file
-
-
-def open_on_all_ranks(settings: Settings) -> RowSource:
-    """Calls ``open_source`` on rank 0 and returns a copy of the source on every rank. Collective.
-
-    Raises:
-        DataError: Rank 0 cannot use the data, or another rank cannot open the file. It is raised on every rank.
-    """
-    source: RowSource | None = None
-    error: str | None = None
-    try:
-        if dist.get_rank() == 0:
-            source = open_source(settings)
-        elif settings.data is not None:
-            settings.data.open("rb").close()
-    except DataError as caught:
-        error = str(caught)
-    except OSError as caught:
-        error = f"{settings.data} on rank {dist.get_rank()}: {caught.strerror}"
-    found: list[tuple[RowSource | None, str | None]] = [(None, None)] * dist.get_world_size()
-    dist.all_gather_object(found, (source, error))
-    for _, message in found:
-        if message is not None:
-            raise DataError(message)
-    source = found[0][0]
-    assert source is not None
-    return source
-
-
-def splits(source: RowSource) -> tuple[range, range, range]:
-    """Splits rows by time into 80 % training, 10 % validation, 10 % test.
-
-    Raises:
-        DataError: A part would be empty.
-    """
-    bounds = [0, source.num_rows * 8 // 10, source.num_rows * 9 // 10, source.num_rows]
-    train, validation, test = (range(*pair) for pair in pairwise(bounds))
-    if not (train and validation and test):
-        raise DataError(f"{source.path}: {source.num_rows} rows are too few to split 80/10/10")
-    return train, validation, test
-
-
-def steps_of(
-    settings: Settings, source: RowSource, part: range, batch_rows: int, even: bool = False
-) -> ReadAhead[Step, None, None]:
-    """Yields the steps of this rank for a part of the log. All ranks get the same number of steps.
-
-    See ``BatchMaker`` for ``even``.
-    """
-    rank, world_size = rank_and_world_size()
-    return read_steps(source, part.start, part.stop, batch_rows, BatchMaker(rank, world_size, settings.modulo, even))
-
-
-def steps_in_epoch(settings: Settings, source: RowSource, training: range) -> int:
-    """Returns the number of training steps in an epoch, without a last step that has fewer samples than ranks."""
-    full, rest = divmod(good_rows(source.bad_lines, training), settings.batch_size)
-    return full + (rest >= dist.get_world_size())
+    check_file(settings.json_out)
+    source = open_source(settings)
+    samples = 0
+    begin = time.perf_counter()
+    batches = batches_of(settings, source, range(source.num_rows), settings.batch_size)
+    with progress_bar(desc="reading", unit=" samples", total=source.num_rows, leave=False) as bar, closing(batches):
+        for batch in batches:
+            samples += len(batch.labels)
+            bar.update(len(batch.labels))
+    rate = samples / (time.perf_counter() - begin)
+    console = console_for(settings.json_out)
+    skipped = f"{source.bad_rows:,} bad rows skipped"
+    console.print(f"{samples:,} samples read from {source.path}, {skipped}", soft_wrap=True, highlight=False)
+    console.print(f"reader samples/s   {rate:,.0f}", highlight=False)
+    result = {"data": source.path, "batch_size": settings.batch_size, "samples": samples}
+    rates = {"skipped_rows": source.bad_rows, "reader_samples_per_second": rate}
+    write_json(settings.json_out, result | rates)

@@ -3,6 +3,7 @@
     python examples/dlrm/train.py                                        # generated rows, RecStore tables
     python examples/dlrm/train.py --data train.txt --json result.json    # or train.txt.gz
     python examples/dlrm/train.py --data train.txt --backend fused       # stock TorchRec tables, hashed ids
+    python examples/dlrm/train.py --data train.txt --epochs 3 --reset-rows-each-epoch
     python examples/dlrm/train.py --max-rows 20000 --cold-store cold     # evicted rows go to the folder cold
     torchrun --nproc-per-node 2 examples/dlrm/train.py --sharding row_wise
     python examples/dlrm/train.py --servers 127.0.0.1:7700,127.0.0.1:7701     # the tables are on parameter servers
@@ -10,7 +11,7 @@
 
 The last command writes checkpoints to the folder run. After a crash of one or all processes, the run resumes from the
 newest checkpoint: torchrun restarts it, or you give the same command again. The number of processes and the sharding
-may then differ.
+may then differ. A run that has ended goes on with more epochs: --checkpoint run --resume --epochs 2.
 
 During the training, tensorboard --logdir runs shows the curves of the run. They are in the folder
 runs/dlrm-<date>-<time>. With --checkpoint run the folder is run/log, and a resumed run continues the curves. The folder
@@ -19,169 +20,28 @@ contains report.html after the training. For a run that was killed, examples/rep
 The data is split by time: 80 % for training, 10 % for validation after each epoch, and 10 % for the test at the end.
 """
 
+# ruff: noqa: E402, RUF009  (flags are read before the import of TorchRec, which takes seconds, and are fields)
+
 from __future__ import annotations
 
 import sys
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import closing
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Annotated
-
-import typer
+from typing import Any, ClassVar, Literal
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from common.command import prepare_torch, run
-from common.run_settings import (
-    Backend,
-    Bounds,
-    Eviction,
-    JsonOut,
-    LogDir,
-    LogEvery,
-    LrSchedule,
-    NoLog,
-    Optimizer,
-    Sharding,
-)
-from settings import Dtype, Settings
+from common.command import run
+from common.settings import DATA, MODEL, RUN, TableSettings, flag, refuse, settings_of_flags
 
-from torchrec_recstore.commands.output import errors_in_one_line
-
-app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
-
-DATA, MODEL, BOUNDS, RUN, CHECKPOINTS = "Data", "Model", "Limits of each table", "Run", "Checkpoints"
+# ---- Configuration: each field is a flag ----
 
 
-@app.command()
-def main(
-    data: Annotated[
-        Path | None,
-        typer.Option(help="Criteo TSV file, plain or gzip. Default: generated rows.", rich_help_panel=DATA),
-    ] = None,
-    limit_rows: Annotated[
-        int | None,
-        typer.Option(min=1, help="Number of rows to read or to generate.", rich_help_panel=DATA),
-    ] = None,
-    skip_bad_rows: Annotated[
-        bool, typer.Option("--skip-bad-rows", help="Skip bad lines and count them.", rich_help_panel=DATA)
-    ] = False,
-    backend: Annotated[
-        Backend, typer.Option(help="recstore: dynamic tables. fused: stock TorchRec.", rich_help_panel=MODEL)
-    ] = "recstore",
-    dim: Annotated[int, typer.Option(min=1, help="Width of the embeddings.", rich_help_panel=MODEL)] = 16,
-    dtype: Annotated[
-        Dtype, typer.Option(help="Data type of the rows of RecStore tables.", rich_help_panel=MODEL)
-    ] = "fp32",
-    num_embeddings: Annotated[
-        int,
-        typer.Option(min=1, help="Rows of each fused table. Ids are taken modulo this number.", rich_help_panel=MODEL),
-    ] = 100_000,
-    optimizer: Annotated[
-        Optimizer, typer.Option(help="Optimizer of the embeddings.", rich_help_panel=MODEL)
-    ] = "rowwise_adagrad",
-    lr: Annotated[float, typer.Option(min=0.0, help="Learning rate of the embeddings.", rich_help_panel=MODEL)] = 0.01,
-    dense_lr: Annotated[
-        float, typer.Option(min=0.0, help="Learning rate of the dense layers (Adam).", rich_help_panel=MODEL)
-    ] = 0.001,
-    lr_schedule: Annotated[
-        LrSchedule, typer.Option(help="Schedule of both learning rates after the warm-up.", rich_help_panel=MODEL)
-    ] = "constant",
-    warmup_steps: Annotated[
-        int, typer.Option(min=0, help="Number of steps in which both learning rates rise.", rich_help_panel=MODEL)
-    ] = 0,
-    max_rows: Annotated[
-        int | None,
-        typer.Option(
-            min=1,
-            help="Maximum number of rows of each table in memory, over all ranks. It must be at least the number of "
-            "distinct ids in a step.",
-            rich_help_panel=BOUNDS,
-        ),
-    ] = None,
-    eviction: Annotated[
-        Eviction | None,
-        typer.Option(
-            help="Rows to evict when a table is full: the least recently used (lru, the default) or the least "
-            "frequently used (lfu).",
-            rich_help_panel=BOUNDS,
-        ),
-    ] = None,
-    half_life_steps: Annotated[
-        int | None, typer.Option(min=1, help="Half-life of the frequencies of lfu, in steps.", rich_help_panel=BOUNDS)
-    ] = None,
-    expire_steps: Annotated[
-        int | None,
-        typer.Option(min=1, help="Delete rows that were not looked up for this many steps.", rich_help_panel=BOUNDS),
-    ] = None,
-    min_frequency: Annotated[
-        int | None,
-        typer.Option(min=1, max=255, help="Number of steps with an id before it gets a row.", rich_help_panel=BOUNDS),
-    ] = None,
-    cold_store: Annotated[
-        str | None,
-        typer.Option(
-            metavar="URL-OR-PATH",
-            help="Cold store for evicted rows: redis://..., or a folder for RocksDB.",
-            rich_help_panel=BOUNDS,
-        ),
-    ] = None,
-    servers: Annotated[
-        str | None,
-        typer.Option(
-            metavar="HOST:PORT,...",
-            help="Parameter servers (recstore serve) that own the tables. Rows are read a batch ahead.",
-            rich_help_panel=RUN,
-        ),
-    ] = None,
-    staleness: Annotated[
-        int,
-        typer.Option(
-            min=0,
-            help="Number of updates that may be in progress while rows are read from servers.",
-            rich_help_panel=RUN,
-        ),
-    ] = 1,
-    batch_size: Annotated[
-        int, typer.Option(min=1, help="Number of samples of a step, over all ranks.", rich_help_panel=RUN)
-    ] = 512,
-    epochs: Annotated[
-        int, typer.Option(min=1, help="Number of passes over the training part.", rich_help_panel=RUN)
-    ] = 1,
-    seed: Annotated[
-        int, typer.Option(min=0, help="Seed of the weights, the tables and the generated rows.", rich_help_panel=RUN)
-    ] = 0,
-    sharding: Annotated[
-        Sharding, typer.Option(help="Sharding type of each table.", rich_help_panel=RUN)
-    ] = "table_wise",
-    checkpoint: Annotated[
-        Path | None,
-        typer.Option(
-            metavar="DIR",
-            help="Write a checkpoint after each epoch, to DIR/step-000000123.",
-            rich_help_panel=CHECKPOINTS,
-        ),
-    ] = None,
-    checkpoint_every: Annotated[
-        int | None,
-        typer.Option(min=1, metavar="N", help="Also write a checkpoint every N steps.", rich_help_panel=CHECKPOINTS),
-    ] = None,
-    resume: Annotated[
-        bool,
-        typer.Option(
-            "--resume", help="Resume from the newest checkpoint, if there is one.", rich_help_panel=CHECKPOINTS
-        ),
-    ] = False,
-    keep: Annotated[
-        int, typer.Option(min=1, metavar="N", help="Keep the newest N checkpoints.", rich_help_panel=CHECKPOINTS)
-    ] = 3,
-    log_dir: LogDir = None,
-    no_log: NoLog = False,
-    log_every: LogEvery = 50,
-    json_out: JsonOut = None,
-    read_only: Annotated[
-        bool,
-        typer.Option("--read-only", help="Only read the data, and print the rate of the reader.", rich_help_panel=RUN),
-    ] = False,
-) -> None:
+@dataclass(frozen=True, kw_only=True)
+class Settings(TableSettings):
     """Train TorchRec's DLRM on a Criteo click log that is split by time, and report test AUC, logloss and speed.
 
     \b
@@ -192,49 +52,387 @@ def main(
 
     Exit status: 0, or 2 with one line on stderr for invalid input.
     """  # noqa: D301  (typer keeps the lines after a backspace)
-    settings = Settings(
-        data=data,
-        limit_rows=limit_rows,
-        skip_bad_rows=skip_bad_rows,
-        backend=backend,
-        dim=dim,
-        dtype=dtype,
-        num_embeddings=num_embeddings,
-        optimizer=optimizer,
-        lr=lr,
-        dense_lr=dense_lr,
-        batch_size=batch_size,
-        epochs=epochs,
-        seed=seed,
-        sharding=sharding,
-        bounds=Bounds(
-            max_rows=max_rows,
-            eviction=eviction,
-            half_life_steps=half_life_steps,
-            expire_steps=expire_steps,
-            min_frequency=min_frequency,
-            cold_store=cold_store,
-        ),
-        servers=servers,
-        staleness=staleness,
-        lr_schedule=lr_schedule,
-        warmup_steps=warmup_steps,
-        checkpoint=checkpoint,
-        checkpoint_every=checkpoint_every,
-        resume=resume,
-        keep=keep,
-        json_out=json_out,
-        log=not no_log,
-        log_dir=log_dir,
-        log_every=log_every,
-    )
-    prepare_torch()
-    # Imported here, because the import of TorchRec takes seconds and --help does not need it.
-    from trainer import read, train
 
-    with errors_in_one_line():
-        read(settings) if read_only else train(settings)
+    data: Path | None = flag(None, DATA, "Criteo TSV file, plain or gzip. Default: generated rows.")
+    limit_rows: int | None = flag(None, DATA, "Number of rows to read or to generate.", min=1)
+    skip_bad_rows: bool = flag(False, DATA, "Skip bad lines and count them.", "--skip-bad-rows")
+    dtype: Literal["fp32", "fp16", "bf16", "int8"] = flag("fp32", MODEL, "Data type of the rows of RecStore tables.")
+    optimizer: Literal["sgd", "adagrad", "rowwise_adagrad"] = flag(
+        "rowwise_adagrad", MODEL, "Optimizer of the embeddings."
+    )
+    lr: float = flag(0.01, MODEL, "Learning rate of the embeddings.", min=0.0)
+    dense_lr: float = flag(0.001, MODEL, "Learning rate of the dense layers (Adam).", min=0.0)
+    lr_schedule: Literal["constant", "linear", "cosine"] = flag(
+        "constant", MODEL, "Schedule of both learning rates after the warm-up."
+    )
+    warmup_steps: int = flag(0, MODEL, "Number of steps in which both learning rates rise.", min=0)
+    epochs: int = flag(1, RUN, "Number of passes over the training part.", min=1)
+    reset_rows_each_epoch: bool = flag(
+        False,
+        RUN,
+        "Begin each epoch with new rows, and keep the dense layers. Without it, several epochs overfit the rows.",
+        "--reset-rows-each-epoch",
+    )
+    read_only: bool = flag(False, RUN, "Only read the data, and print the rate of the reader.", "--read-only")
+
+    # The data is compared by its content. The cold store may change, because a checkpoint contains the cold rows.
+    MAY_CHANGE: ClassVar = (
+        *TableSettings.MAY_CHANGE,
+        *("data", "limit_rows", "skip_bad_rows", "read_only", "backend", "num_embeddings"),
+        *("sharding", "servers", "staleness", "token_file", "tls_ca", "tls_cert", "tls_key", "cold_store"),
+    )
+
+    def check_group(self, world_size: int) -> None:
+        """Raises a DataError if a setting contradicts another setting, or does not fit the number of ranks."""
+        self.check_tables(world_size)
+        fused, reset = self.backend == "fused", "--reset-rows-each-epoch"
+        served = self.servers is not None
+        refuse(
+            (fused and self.dtype != "fp32", "--dtype is for --backend recstore"),
+            (fused and self.reset_rows_each_epoch, f"{reset} is for --backend recstore"),
+            (
+                fused and self.checkpoint,
+                "--checkpoint is for --backend recstore: save stock tables with torch.distributed.checkpoint",
+            ),
+            (served and self.reset_rows_each_epoch, f"{reset} cannot be used with --servers, which own the rows"),
+            (
+                served and self.checkpoint,
+                "--checkpoint cannot be used with --servers, which own the tables: RecStoreClient.save saves them",
+            ),
+        )
+
+
+settings = settings_of_flags(Settings) if __name__ == "__main__" else None
+
+import torch
+import torch.distributed as dist
+from common.processes import process_group, progress_bar
+from common.report import in_words, since
+from common.run import Run, say
+from common.schedule import lr_scheduler
+from criteo import ID_NAMES, NUM_DENSE
+from fbgemm_gpu.split_embedding_configs import EmbOptimType
+from sources import RowSource, batches_of, behind, open_on_all_ranks, read_only, splits, steps_in_epoch
+from torch import Tensor, nn
+from torchmetrics import MeanMetric
+from torchmetrics.classification import BinaryAUROC
+from torchrec import EmbeddingBagCollection, EmbeddingBagConfig
+from torchrec.datasets.utils import Batch
+from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
+from torchrec.distributed.model_parallel import DefaultDataParallelWrapper, DistributedModelParallel
+from torchrec.distributed.planner import EmbeddingShardingPlanner, ParameterConstraints, Topology
+from torchrec.models.dlrm import DLRM, DLRMTrain
+from torchrec.modules.embedding_configs import DataType
+from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper
+from torchrec.optim.optimizers import in_backward_optimizer_filter
+
+from torchrec_recstore import (
+    RecStoreConstraints,
+    RecStorePlanner,
+    RecStorePrefetchPipeline,
+    RecStoreSharder,
+    TableStats,
+    reset_rows,
+    table_stats,
+)
+
+CPU = torch.device("cpu")
+EVALUATION_ROWS = 4096
+LOSS_EVERY_STEPS = 20
+
+# ---- Model and sharding ----
+
+
+def build(settings: Settings) -> tuple[DistributedModelParallel, CombinedOptimizer]:
+    """Builds a DLRM and shards its tables. Collective; the process group must be initialized.
+
+    Returns:
+        The sharded model, which takes a ``Batch`` and returns (loss, (loss, logits, labels)), and the optimizer of its
+        tables and of its dense part. The embeddings are updated in the backward pass.
+    """
+    torch.manual_seed(settings.seed)
+    tables = [
+        EmbeddingBagConfig(
+            name=f"t_{feature}",
+            embedding_dim=settings.dim,
+            num_embeddings=settings.declared_rows,
+            feature_names=[feature],
+            data_type=DataType[settings.dtype.upper()],
+        )
+        for feature in ID_NAMES
+    ]
+    dlrm = DLRM(
+        embedding_bag_collection=EmbeddingBagCollection(tables=tables, device=torch.device("meta")),
+        dense_in_features=NUM_DENSE,
+        dense_arch_layer_sizes=[512, 256, settings.dim],
+        over_arch_layer_sizes=[512, 512, 256, 1],
+    )
+    model = DLRMTrain(dlrm)
+    optimizer = EmbOptimType[f"EXACT_{settings.optimizer.upper()}"]
+    fused_params = {"optimizer": optimizer, "learning_rate": settings.lr, "eps": 1e-8}
+    world_size = dist.get_world_size()
+    planned = {
+        "topology": Topology(world_size=world_size, compute_device="cpu"),
+        "batch_size": settings.batch_size // world_size,
+    }
+    kinds: dict[str, Any] = {"sharding_types": [settings.sharding]}
+    if settings.backend == "recstore":
+        sharders = [RecStoreSharder(fused_params=fused_params)]
+        constraint = RecStoreConstraints(**kinds, options=settings.options())
+        planner = RecStorePlanner(constraints={table.name: constraint for table in tables}, **planned)
+    else:
+        sharders = [EmbeddingBagCollectionSharder(fused_params=fused_params)]
+        constraint = ParameterConstraints(**kinds, compute_kernels=["fused"])
+        planner = EmbeddingShardingPlanner(constraints={table.name: constraint for table in tables}, **planned)
+    plan = planner.collective_plan(model, sharders, dist.group.WORLD)
+    # By default, DDP rearranges its buckets after the first step. This changes the order in which the gradients of
+    # three or more ranks are summed, so a resumed run would differ in the last bits.
+    same_buckets = DefaultDataParallelWrapper(static_graph=False, find_unused_parameters=True)
+    sharded = DistributedModelParallel(
+        model, plan=plan, sharders=sharders, device=CPU, data_parallel_wrapper=same_buckets
+    )
+    # With Adagrad for the dense layers, DLRM loses up to 0.04 of its AUC for some seeds, because the first steps make
+    # units of the dense layers inactive.
+    dense_parameters = dict(in_backward_optimizer_filter(sharded.named_parameters()))
+    dense = KeyedOptimizerWrapper(dense_parameters, lambda params: torch.optim.Adam(params, lr=settings.dense_lr))
+    return sharded, CombinedOptimizer([("tables", sharded.fused_optimizer), ("dense", dense)])
+
+
+def stats_of(settings: Settings, model: nn.Module) -> Mapping[str, TableStats]:
+    """Returns the statistics of each table over all ranks. Stock tables have only rows and bytes. Collective."""
+    if settings.backend == "recstore":
+        return table_stats(model)
+    # FBGEMM on CPU stores float32 weights and, depending on the optimizer, a state of the same shape, of one number for
+    # each row, or none.
+    rows, state = settings.num_embeddings, {"sgd": 0, "adagrad": settings.dim, "rowwise_adagrad": 1}[settings.optimizer]
+    return {f"t_{name}": TableStats(rows=rows, bytes=rows * 4 * (settings.dim + state)) for name in ID_NAMES}
+
+
+# ---- Training steps and evaluation ----
+
+
+@dataclass
+class Progress:
+    """The place of a run, and the loss of its epoch. All numbers but the loss are the same on every rank."""
+
+    step: int = 0
+    samples: int = 0  # over all ranks, as all numbers of samples
+    epoch: int = 0  # counted from 0
+    epoch_steps: int = 0  # also the place in the data
+    epoch_samples: int = 0
+    loss_sum: Tensor = field(default_factory=lambda: torch.zeros((), dtype=torch.float64))  # of this rank's samples
+
+    def count(self, loss: Tensor, samples: int) -> None:
+        """Adds a step with the mean loss of this rank, () float32."""
+        self.loss_sum += loss.detach() * samples
+        self.step, self.samples = self.step + 1, self.samples + samples
+        self.epoch_steps, self.epoch_samples = self.epoch_steps + 1, self.epoch_samples + samples
+
+    def next_epoch(self) -> Progress:
+        """Returns the place at the beginning of the next epoch."""
+        return Progress(self.step, self.samples, self.epoch + 1)
+
+    def mean_loss(self) -> float:
+        """Returns the mean loss of the epoch's samples over all ranks, or NaN if there are no samples. Collective."""
+        total = self.loss_sum.clone()
+        dist.all_reduce(total)
+        return float(total) / (self.epoch_samples * dist.get_world_size()) if self.epoch_samples else float("nan")
+
+    def state(self) -> dict[str, Any]:
+        """Returns the place for a checkpoint, which is the same on every rank. Collective."""
+        loss_sums = [torch.empty_like(self.loss_sum) for _ in range(dist.get_world_size())]
+        dist.all_gather(loss_sums, self.loss_sum)
+        return vars(self) | {"loss_sum": torch.stack(loss_sums)}
+
+    @classmethod
+    def of(cls, state: Mapping[str, Any]) -> Progress:
+        """Returns the place of a checkpoint. If the number of ranks has changed, each rank takes the mean loss sum."""
+        if not state:
+            return cls()
+        loss_sums: Tensor = state["loss_sum"]
+        same = len(loss_sums) == dist.get_world_size()
+        return cls(**{**state, "loss_sum": (loss_sums[dist.get_rank()] if same else loss_sums.mean()).clone()})
+
+
+Trained = tuple[Tensor, Tensor, Tensor]
+"""The loss, the logits and the labels of a step on this rank."""
+
+
+def plain_steps(model: nn.Module, optimizer: CombinedOptimizer, batches: Iterator[Batch]) -> Iterator[Trained]:
+    """Trains on each batch. Collective."""
+    for batch in batches:
+        optimizer.zero_grad(set_to_none=True)
+        loss, (_, logits, labels) = model(batch)
+        loss.backward()
+        optimizer.step()
+        yield loss, logits, labels
+
+
+def prefetched_steps(model: nn.Module, optimizer: CombinedOptimizer, batches: Iterator[Batch]) -> Iterator[Trained]:
+    """Trains on each batch, while the rows of the next batch are read. Collective."""
+    pipeline = RecStorePrefetchPipeline(model, optimizer, CPU)
+    try:
+        while True:
+            try:
+                trained = pipeline.progress(batches)
+            except StopIteration:
+                return
+            yield trained
+    finally:
+        pipeline.detach()  # the evaluation calls the model itself
+
+
+@torch.no_grad()
+def evaluate(
+    settings: Settings, source: RowSource, part: range, model: nn.Module, label: str
+) -> tuple[float | None, float | None]:
+    """Returns the AUC and the logloss of a part of the data over all ranks. Collective.
+
+    The AUC is None if only one label occurs. Both are None if there are no samples.
+    """
+    model.eval()
+    auc, logloss, positives = BinaryAUROC(), MeanMetric(), MeanMetric()
+    batches = batches_of(settings, source, part, max(settings.batch_size, EVALUATION_ROWS))
+    with progress_bar(desc=label, unit=" samples", total=len(part), leave=False) as bar, closing(batches):
+        for batch in batches:
+            _, (loss, logits, labels) = model(batch)
+            # In float64, because the float32 sigmoid of large logits is exactly 1, which would make ties.
+            auc.update(torch.sigmoid(logits.double()), labels)
+            logloss.update(loss.double(), len(labels))
+            positives.update(labels.double())
+            bar.update(len(labels) * dist.get_world_size())
+    if not positives.update_count:
+        return None, None
+    one_label = float(positives.compute()) in (0.0, 1.0)
+    area = float(auc.compute())
+    return None if one_label else area, float(logloss.compute())
+
+
+# ---- The run ----
+
+
+def train(settings: Settings) -> dict[str, Any]:
+    """Trains, evaluates and reports. Collective; the process group must be initialized.
+
+    Returns:
+        The settings and the result of the run.
+
+    Raises:
+        DataError: The data or the checkpoints cannot be used, or the settings do not fit the group. It is raised on
+            every rank.
+    """
+    world_size = dist.get_world_size()
+    settings.check_group(world_size)
+    with Run("dlrm", settings) as run:
+        # The data, split by time.
+        source = open_on_all_ranks(settings)
+        training, validation, test = splits(source)
+        total_steps = steps_in_epoch(settings, source, training) * settings.epochs
+        warmup = settings.warmup_steps
+        refuse((warmup > total_steps, f"--warmup-steps {warmup} is more than the run's {total_steps:,} steps"))
+
+        # The model, and the place in the run: the beginning, or that of the newest checkpoint.
+        model, optimizer = build(settings)
+        (_, tables), (_, dense) = optimizer.optimizers
+        # A schedule depends on the number of all steps, so that only a constant rate goes on in more epochs.
+        epochs = {} if settings.lr_schedule == "constant" else {"--epochs": settings.epochs}
+        progress = Progress.of(run.resume(model, dense, {"--data": source.fingerprint, **epochs}))
+        now = progress.epoch + 1
+        refuse(
+            (now > settings.epochs, f"{run.resumed_from} has trained in epoch {now}: --epochs must be at least {now}")
+        )
+        resumed = None
+        if run.resumed_from:
+            resumed = f"resumed at step {progress.step:,} of {total_steps:,} from {run.resumed_from}"
+            say(resumed)
+        scheduler = lr_scheduler(optimizer, settings.lr_schedule, warmup, total_steps, progress.step)
+        run.watch(
+            model,
+            {"embeddings": tables, "dense": dense},
+            total_steps=total_steps,
+            step=progress.step,
+            samples=progress.samples,
+            about={"data": source.path},
+            stats=lambda: stats_of(settings, model),
+        )
+        samples_before, seconds, stats = progress.samples, 0.0, stats_of(settings, model)
+
+        # The epochs. A checkpoint may lie at any step.
+        while True:
+            label = f"epoch {progress.epoch + 1}/{settings.epochs}"
+            part = f"{label}, resumed" if progress.epoch_steps else label
+            begin = time.perf_counter()
+            if settings.reset_rows_each_epoch and progress.epoch and not progress.epoch_steps:
+                reset_rows(model)
+            model.train()
+            left = behind(source.bad_lines, training, progress.epoch_steps * settings.batch_size)
+            batches = batches_of(settings, source, left, settings.batch_size, even=True)
+            steps = prefetched_steps if settings.servers else plain_steps
+            bar = progress_bar(desc=part, unit=" samples", total=len(training), initial=progress.epoch_samples)
+            with bar, closing(batches):
+                for loss, logits, labels in steps(model, optimizer, run.timed(batches)):
+                    scheduler.step()
+                    samples = len(labels) * world_size
+                    progress.count(loss, samples)
+                    run.step(samples, loss, logits, labels)
+                    if progress.epoch_steps % LOSS_EVERY_STEPS == 1:
+                        bar.set_postfix(loss=f"{loss.item():.4f}", refresh=False)
+                    bar.update(samples)
+                    if settings.checkpoint_every and progress.step % settings.checkpoint_every == 0:
+                        run.save(model, dense, progress.step, progress.state())
+                run.save(model, dense, progress.step, progress.state())
+            train_loss = progress.mean_loss()
+            seconds += time.perf_counter() - begin
+
+            val_auc, val_logloss = evaluate(settings, source, validation, model, "validation")
+            run.log({"AUC/validation": val_auc, "loss/validation": val_logloss})
+            say(f"{label}: training loss {train_loss:.4f}, validation AUC {number(val_auc)}")
+            if settings.limit_flags:
+                before, stats = stats, stats_of(settings, model)
+                say(f"{part}: {in_words(since(before, stats), settings.limits)}")
+            if progress.epoch + 1 == settings.epochs:
+                break
+            progress = progress.next_epoch()
+
+        # The test, once.
+        test_auc, test_logloss = evaluate(settings, source, test, model, "test")
+        run.log({"AUC/test": test_auc, "loss/test": test_logloss})
+        result = {
+            "resumed": resumed,
+            "train_steps": progress.step,
+            "train_samples": progress.samples,
+            "skipped_rows": source.bad_rows,
+            "train_samples_per_second": (progress.samples - samples_before) / seconds,
+            "train_loss": train_loss,
+            "val_auc": val_auc,
+            "test_auc": test_auc,
+            "test_logloss": test_logloss,
+        }
+        lines = {resumed: ""} if resumed else {}
+        if settings.skip_bad_rows:
+            lines["bad rows skipped"] = f"{source.bad_rows:,}"
+        lines |= {
+            "training samples": f"{progress.samples:,}",
+            "training samples/s": f"{result['train_samples_per_second']:,.0f}",
+            "test AUC": number(test_auc),
+            "test logloss": number(test_logloss),
+        }
+        return run.finish(result, lines)
+
+
+def number(value: float | None) -> str:
+    """Formats a metric."""
+    return "-" if value is None else f"{value:.4f}"
+
+
+def main(settings: Settings) -> None:
+    """Creates the process group and trains, or only reads the data."""
+    if settings.read_only:
+        read_only(settings)
+        return
+    with process_group():
+        train(settings)
 
 
 if __name__ == "__main__":
-    run(app)
+    run(lambda: main(settings))

@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from html import escape
 from typing import Any
 
 from common.report import plain, short
-from common.style import COLOURS, document, facts, spread
+from common.style import Line, Points, document, facts, figure
 
 RELOAD_S = 2
-WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 640, 320, 58, 96, 12, 34
 NAMES = {"trained": "trained", "served": "served", "frozen": "frozen"}
-
-Points = Sequence[tuple[float, float]]
 
 
 def page(state: Mapping[str, Any], live: bool) -> str:
@@ -101,51 +97,7 @@ def _table(title: str, head: Sequence[str], rows: Sequence[Sequence[str]]) -> st
 
 
 def _plot(title: str, about: str, lines: Mapping[str, Points], text_of: Any, zero: bool = False) -> str:
-    """Returns a figure as HTML, with the lines as SVG and their names at their ends."""
-    found = {name: points for name, points in lines.items() if points}
-    points = [point for line in found.values() for point in line]
-    caption = "" if not found else f" Now: {', '.join(f'{n} {text_of(line[-1][1])}' for n, line in found.items())}."
-    drawing = _svg(found, points, text_of, zero) if points else "<p>No point yet.</p>"
-    return f"<figure><h3>{escape(title)}</h3>{drawing}<figcaption>{escape(about + caption)}</figcaption></figure>"
-
-
-def _svg(lines: Mapping[str, Points], points: Points, text_of: Any, zero: bool) -> str:
-    xs, ys = [x for x, _ in points], [y for _, y in points]
-    left, right = min(xs), max(max(xs), min(xs) + 1)
-    ticks = _ticks(0.0 if zero else min(ys), max(ys), 5)
-    low, high = ticks[0], ticks[-1]
-
-    def place(x: float, y: float) -> tuple[float, float]:
-        across = LEFT + (x - left) / (right - left) * (WIDTH - LEFT - RIGHT)
-        return across, TOP + (high - y) / (high - low) * (HEIGHT - TOP - BOTTOM)
-
-    parts = [f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" font-size="14" fill="currentColor">']
-    for tick in ticks:
-        (x1, y), (x2, _) = place(left, tick), place(right, tick)
-        parts.append(f'<path d="M{x1:.1f} {y:.1f}H{x2:.1f}" stroke="currentColor" stroke-opacity="0.15"/>')
-        parts.append(f'<text x="{x1 - 8:.1f}" y="{y + 5:.1f}" text-anchor="end">{text_of(tick)}</text>')
-    for tick in _ticks(left, right, 6):
-        if left <= tick <= right:
-            x, y = place(tick, low)
-            parts.append(f'<text x="{x:.1f}" y="{y + 22:.1f}" text-anchor="middle">{tick:g}</text>')
-    ends = sorted((place(*line[-1])[1], name) for name, line in lines.items())
-    heights = spread([(y - TOP) / (HEIGHT - TOP - BOTTOM) for y, _ in ends], gap=0.065)
-    labels = {name: TOP + height * (HEIGHT - TOP - BOTTOM) for (_, name), height in zip(ends, heights, strict=True)}
-    for (name, line), colour in zip(lines.items(), COLOURS, strict=False):
-        path = " ".join(f"{x:.1f},{y:.1f}" for x, y in (place(*point) for point in line))
-        parts.append(f'<polyline points="{path}" fill="none" stroke="{colour}" stroke-width="2.5"/>')
-        x = WIDTH - RIGHT + 8
-        parts.append(
-            f'<text x="{x}" y="{labels[name] + 5:.1f}" fill="{colour}" font-weight="700">{escape(name)}</text>'
-        )
-    return "".join([*parts, "</svg>"])
-
-
-def _ticks(low: float, high: float, most: int) -> list[float]:
-    """Returns at most about ``most`` round numbers. The first is not above ``low``, and the last not below ``high``."""
-    if high - low <= 1e-9 * max(abs(low), abs(high), 1e-9):
-        high = low + (abs(low) or 1.0)
-    step = 10 ** math.floor(math.log10((high - low) / most))
-    step *= next(factor for factor in (1, 2, 5, 10) if (high - low) / (step * factor) <= most)
-    first, last = math.floor(low / step + 1e-9), math.ceil(high / step - 1e-9)
-    return [number * step for number in range(first, last + 1)]
+    """Returns a figure as HTML, with a line for each name that has points."""
+    found = [Line(name, points) for name, points in lines.items() if points]
+    caption = "" if not found else f" Now: {', '.join(f'{n} {text_of(line[-1][1])}' for n, line, _ in found)}."
+    return figure(title, about + caption, found, text_of, zero=zero)

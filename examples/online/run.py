@@ -10,103 +10,106 @@ The example starts a Redis server, a generator of clicks whose taste drifts, a t
 page.html in the run's folder, which shows all of it while it runs. docs/online.md describes the parts.
 """
 
+# ruff: noqa: E402, RUF009  (flags are read before the import of torch, which takes seconds, and are fields)
+
 from __future__ import annotations
 
 import socket
 import sys
 import time
+from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
-import typer
 from rich.console import Console
 from rich.table import Table
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from common.command import DataError, prepare_torch, run
-from common.run_settings import JsonOut
-from online.settings import Settings
-
-from torchrec_recstore.commands.output import errors_in_one_line
-
-app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+from common.command import DataError, run
+from common.settings import flag, settings_of_flags
 
 HISTORY = 140_000
 """The number of clicks of the history. They are trained on at full speed."""
 PATIENCE_S = 600
 
 
-@app.command()
-def main(
-    seconds: Annotated[
-        int, typer.Option(min=1, help="Seconds of live clicks, which begin when all processes are ready.")
-    ] = 90,
-    rate: Annotated[int, typer.Option(min=1, help="Clicks a second.")] = 2000,
-    publish_every: Annotated[float, typer.Option(min=0.0, metavar="SECONDS", help="Time between deltas.")] = 5.0,
-    expire: Annotated[
-        int, typer.Option(min=1, metavar="SECONDS", help="Rows without a click for this time are deleted.")
-    ] = 30,
-    url: Annotated[
-        str | None,
-        typer.Option(
-            metavar="URL",
-            help="Redis server of the clicks, redis://host:port/db, or file for a file without Redis.",
-            show_default="a server that the example starts, or file if Redis is not installed",
-        ),
-    ] = None,
-    seed: Annotated[int, typer.Option(min=0, help="Seed of the clicks and of the model.")] = 0,
-    kills: Annotated[int, typer.Option(min=0, help="Number of SIGKILLs of random processes during the run.")] = 0,
-    folder: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="New folder of the run.", show_default="runs/online-<date>")
-    ] = None,
-    json_out: JsonOut = None,
-) -> None:
+@dataclass(frozen=True)
+class Flags:
     """Train on generated clicks while they arrive, publish deltas, serve them, and show all of it on a page.
 
     Exit status: 0, or 2 with one line on stderr if the run fails.
     """
-    prepare_torch()
-    from common.report import check_file, console_for, write_json
-    from online.streams import RedisStream
-    from online.supervisor import REDIS, Supervisor
 
-    with errors_in_one_line():
-        check_file(json_out)
-        place = (folder or Path("runs", f"online-{datetime.now():%Y%m%d-%H%M%S}")).absolute()
-        if place.exists():
-            raise DataError(f"{place} exists: choose a new folder with --folder")
-        port = _free_port() if url is None and REDIS is not None else None
-        redis_url = f"redis://127.0.0.1:{port}" if port is not None else None if url == "file" else url
-        addresses = [f"127.0.0.1:{_free_port()}" for _ in range(4)]
-        settings = Settings(
-            folder=place,
-            url=redis_url,
-            stream=place.name,
-            seed=seed,
-            history=HISTORY,
-            clicks=HISTORY + seconds * rate,
-            rate=rate,
-            start_ms=time.time_ns() // 1_000_000,
-            window=4 * rate,
-            publish_every_s=publish_every,
-            expire_s=expire,
-            **dict(zip(("grpc", "http", "frozen_grpc", "frozen_http"), addresses, strict=True)),
-        )
-        if port is None and redis_url is not None:
-            for problem in RedisStream(redis_url, settings.stream).problems():
-                print(f"warning: {problem}", file=sys.stderr)
-        place.mkdir(parents=True)
-        settings.write()
-        console = console_for(json_out)
-        console.print(f"page {place / 'page.html'}", soft_wrap=True, highlight=False)
-        with Supervisor(settings, port, kills) as supervisor:
-            state = supervisor.run(10 * seconds + PATIENCE_S)
-        result = _result(state)
-        _report(console, state, result)
-        console.print(f"page               {place / 'page.html'}", soft_wrap=True, highlight=False)
-        write_json(json_out, {**state, **result})
+    seconds: int = flag(90, None, "Seconds of live clicks, which begin when all processes are ready.", min=1)
+    rate: int = flag(2000, None, "Clicks a second.", min=1)
+    publish_every: float = flag(5.0, None, "Time between deltas.", min=0.0, metavar="SECONDS")
+    expire: int = flag(30, None, "Rows without a click for this time are deleted.", min=1, metavar="SECONDS")
+    url: str | None = flag(
+        None,
+        None,
+        "Redis server of the clicks, redis://host:port/db, or file for a file without Redis.",
+        metavar="URL",
+        show_default="a server that the example starts, or file if Redis is not installed",
+    )
+    seed: int = flag(0, None, "Seed of the clicks and of the model.", min=0)
+    kills: int = flag(0, None, "Number of SIGKILLs of random processes during the run.", min=0)
+    folder: Path | None = flag(None, None, "New folder of the run.", metavar="DIR", show_default="runs/online-<date>")
+    json_out: Path | None = flag(
+        None,
+        None,
+        "Write the result as JSON to this file. With -, write it to stdout, and the tables to stderr.",
+        "--json",
+        metavar="OUT",
+        allow_dash=True,
+    )
+
+
+flags = settings_of_flags(Flags) if __name__ == "__main__" else None
+
+from common.report import check_file, console_for, write_json
+from online.settings import Settings
+from online.streams import RedisStream
+from online.supervisor import REDIS, Supervisor
+
+
+def main(flags: Flags) -> None:
+    """Starts the processes, waits for the end of the run, and prints its result."""
+    check_file(flags.json_out)
+    place = (flags.folder or Path("runs", f"online-{datetime.now():%Y%m%d-%H%M%S}")).absolute()
+    if place.exists():
+        raise DataError(f"{place} exists: choose a new folder with --folder")
+    port = _free_port() if flags.url is None and REDIS is not None else None
+    redis_url = f"redis://127.0.0.1:{port}" if port is not None else None if flags.url == "file" else flags.url
+    addresses = [f"127.0.0.1:{_free_port()}" for _ in range(4)]
+    settings = Settings(
+        folder=place,
+        url=redis_url,
+        stream=place.name,
+        seed=flags.seed,
+        history=HISTORY,
+        clicks=HISTORY + flags.seconds * flags.rate,
+        rate=flags.rate,
+        start_ms=time.time_ns() // 1_000_000,
+        window=4 * flags.rate,
+        publish_every_s=flags.publish_every,
+        expire_s=flags.expire,
+        **dict(zip(("grpc", "http", "frozen_grpc", "frozen_http"), addresses, strict=True)),
+    )
+    if port is None and redis_url is not None:
+        for problem in RedisStream(redis_url, settings.stream).problems():
+            print(f"warning: {problem}", file=sys.stderr)
+    place.mkdir(parents=True)
+    settings.write()
+    console = console_for(flags.json_out)
+    console.print(f"page {place / 'page.html'}", soft_wrap=True, highlight=False)
+    with Supervisor(settings, port, flags.kills) as supervisor:
+        state = supervisor.run(10 * flags.seconds + PATIENCE_S)
+    result = _result(state)
+    _report(console, state, result)
+    console.print(f"page               {place / 'page.html'}", soft_wrap=True, highlight=False)
+    write_json(flags.json_out, {**state, **result})
 
 
 def _result(state: dict[str, Any]) -> dict[str, Any]:
@@ -172,4 +175,4 @@ def _free_port() -> int:
 
 
 if __name__ == "__main__":
-    run(app)
+    run(lambda: main(flags))

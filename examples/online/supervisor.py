@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from common.command import DataError
-from common.run_folder import write_whole
+from common.report import write_whole
 from online.page import page
 from online.settings import Settings
 

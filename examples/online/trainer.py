@@ -14,7 +14,8 @@ import torch
 import torch.nn.functional as F
 from common.checkpoints import CheckpointFolder
 from common.processes import process_group
-from common.run_folder import sole_use, write_whole
+from common.report import write_whole
+from common.run import sole_use
 from online.model import build, features_of
 from online.settings import Settings
 from online.streams import read_batch, stream_of

@@ -11,7 +11,8 @@ import pytest
 import torch
 from criteo import ID_NAMES, Rows
 from generator import Generator
-from sources import BatchMaker, Step, cut, read_ahead, read_steps
+from sources import batches_of_rank, cut, read_ahead
+from torchrec.datasets.utils import Batch
 
 
 class Pieces:
@@ -38,8 +39,11 @@ def reader_threads() -> list[threading.Thread]:
     return [thread for thread in threading.enumerate() if thread.name == "read-ahead"]
 
 
-def steps_of(rows: Rows, piece_rows: int, rank: int = 0, world_size: int = 1, modulo: int | None = None) -> list[Step]:
-    return list(read_steps(Pieces(rows, piece_rows), 0, len(rows), 100, BatchMaker(rank, world_size, modulo)))
+def batches_of(
+    rows: Rows, piece_rows: int, rank: int = 0, world_size: int = 1, modulo: int | None = None
+) -> list[Batch]:
+    pieces = Pieces(rows, piece_rows).rows(0, len(rows))
+    return list(read_ahead(batches_of_rank(cut(pieces, 100), rank, world_size, modulo)))
 
 
 @pytest.mark.parametrize("piece_rows", [1, 7, 99, 100, 101, 350, 5000])
@@ -52,12 +56,11 @@ def test_batches_do_not_depend_on_the_pieces(rows: Rows, piece_rows: int) -> Non
 
 
 def test_step_holds_one_id_a_feature_and_sample(rows: Rows) -> None:
-    step = steps_of(rows, 350)[1]
-    assert step.global_rows == 100
-    assert step.batch.dense_features.shape == (100, 13)
-    assert step.batch.dense_features.dtype == torch.float32
-    assert step.batch.labels.tolist() == rows.labels[100:200].tolist()
-    sparse = step.batch.sparse_features
+    batch = batches_of(rows, 350)[1]
+    assert batch.dense_features.shape == (100, 13)
+    assert batch.dense_features.dtype == torch.float32
+    assert batch.labels.tolist() == rows.labels[100:200].tolist()
+    sparse = batch.sparse_features
     assert sparse.keys() == list(ID_NAMES)
     assert sparse.stride() == 100
     assert sparse.values().dtype == torch.int64
@@ -67,22 +70,21 @@ def test_step_holds_one_id_a_feature_and_sample(rows: Rows) -> None:
 
 
 def test_modulo_is_never_negative(rows: Rows) -> None:
-    values = steps_of(rows, 350, modulo=1000)[0].batch.sparse_features["C1"].values().tolist()
+    values = batches_of(rows, 350, modulo=1000)[0].sparse_features["C1"].values().tolist()
     assert values == [int(x) % 1000 for x in rows.ids[:100, 0]]
 
 
 def test_ranks_share_every_batch_in_order(rows: Rows) -> None:
-    whole = steps_of(rows, 350)
-    parts = [steps_of(rows, 350, rank, 4) for rank in range(4)]
+    whole = batches_of(rows, 350)
+    parts = [batches_of(rows, 350, rank, 4) for rank in range(4)]
     # The last three samples cannot be split over four ranks.
     assert [len(part) for part in parts] == [10] * 4
-    for step, *shares in zip(whole[:10], *parts, strict=True):
-        assert torch.equal(torch.cat([share.batch.labels for share in shares]), step.batch.labels)
-        assert torch.equal(torch.cat([share.batch.dense_features for share in shares]), step.batch.dense_features)
-        assert {share.global_rows for share in shares} == {100}
-    assert [len(steps_of(rows, 350, rank, 2)[-1].batch.labels) for rank in range(2)] == [1, 2]
-    even = [list(BatchMaker(rank, 2, even=True).steps(cut([rows], 100)))[-1] for rank in range(2)]
-    assert [step.batch.labels.tolist() for step in even] == [
+    for batch, *shares in zip(whole[:10], *parts, strict=True):
+        assert torch.equal(torch.cat([share.labels for share in shares]), batch.labels)
+        assert torch.equal(torch.cat([share.dense_features for share in shares]), batch.dense_features)
+    assert [len(batches_of(rows, 350, rank, 2)[-1].labels) for rank in range(2)] == [1, 2]
+    even = [list(batches_of_rank(cut([rows], 100), rank, 2, even=True))[-1] for rank in range(2)]
+    assert [batch.labels.tolist() for batch in even] == [
         rows.labels[1000:1001].tolist(),
         rows.labels[1001:1002].tolist(),
     ]

@@ -11,9 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import trainer
 from common.command import DataError
-from common.run_settings import Bounds
 from criteo import ID_NAMES
 from generator import Generator
 
@@ -23,7 +21,7 @@ from torchrec_recstore.checkpoint.info import read_chain
 from torchrec_recstore.options import LFU, LRU, RedisStore, RocksDBStore
 
 from .commands import run_forked
-from .test_train import settings_of
+from .training import settings_of, train_here
 
 TABLES = [f"t_{name}" for name in ID_NAMES]
 ROWS, BATCH = 4_000, 128
@@ -109,14 +107,14 @@ def steps_that_see(path: Path) -> dict[str, Counter[str]]:
 
 
 def test_flags_become_options() -> None:
-    assert Bounds().options(7).max_rows is None
-    assert Bounds(max_rows=9).options().eviction == LRU()
-    assert Bounds(max_rows=9, eviction="lfu", half_life_steps=5).options().eviction == LFU(5)
-    assert Bounds(max_rows=9, cold_store="some/where").options().cold_store == RocksDBStore("some/where")
+    assert settings_of(seed=7).options().max_rows is None
+    assert settings_of(max_rows=9).options().eviction == LRU()
+    assert settings_of(max_rows=9, eviction="lfu", half_life_steps=5).options().eviction == LFU(5)
+    assert settings_of(max_rows=9, cold_store="some/where").options().cold_store == RocksDBStore("some/where")
     url = "redis://user:secret@127.0.0.1:6379/1"
-    asked = Bounds(max_rows=9, cold_store=url)
+    asked = settings_of(max_rows=9, cold_store=url)
     assert asked.options().cold_store == RedisStore(url)
-    assert asked.shown()["cold_store"] == "redis://127.0.0.1:6379/1"
+    assert asked.shown()["bounds"]["cold_store"] == "redis://127.0.0.1:6379/1"
 
 
 @pytest.mark.parametrize(
@@ -133,11 +131,11 @@ def test_bounds_that_make_no_sense_are_refused(
     rows_file: Path, changes: dict[str, Any], bounds: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(DataError, match=message):
-        trainer.train(settings_of(data=rows_file, bounds=Bounds(**bounds), **changes))
+        train_here(settings_of(data=rows_file, **bounds, **changes))
 
 
 def test_a_resumed_run_must_have_the_same_bounds_but_for_the_cold_store() -> None:
-    must_match = settings_of(bounds=Bounds(max_rows=400, cold_store="cold")).must_match()
+    must_match = settings_of(max_rows=400, cold_store="cold").must_match()
     assert must_match["--max-rows"] == 400
     assert must_match["--min-frequency"] is None, "so that one that is gone is noticed too"
     assert "--cold-store" not in must_match

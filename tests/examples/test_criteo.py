@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import io
 import math
+import subprocess
 import tracemalloc
 from pathlib import Path
 
@@ -165,7 +166,7 @@ def test_any_chunk_size_and_any_part_give_the_same_rows(
         (GOOD + b"\t", None, "expected 40 tab-separated columns, found 41"),
         (b"", None, "expected 40 tab-separated columns, found 1"),
         (b"\xef\xbb\xbf" + GOOD, "label", "expected 0 or 1"),
-        (GOOD.replace(b"\t", b","), None, "found 1"),
+        (GOOD.replace(b"\t", b","), None, "separated by commas"),
         (b"1" * (MAX_LINE_BYTES + 10), None, "longer than"),
     ],
 )
@@ -180,6 +181,20 @@ def test_bad_line_is_named_or_skipped(tmp_path: Path, line: bytes, column: str |
     file = CriteoFile(path, skip_bad_rows=True)
     check_equal(read_all(file), [GOOD] * 3)
     assert (file.num_rows, file.bad_rows) == (4, 1)
+
+
+@pytest.mark.parametrize("header", [True, False])
+@pytest.mark.parametrize("numbered", [True, False])
+def test_the_command_for_kaggle_s_csv_makes_a_log(tmp_path: Path, header: bool, numbered: bool) -> None:
+    lines = [b"label," + ",".join(COLUMNS[1:]).encode()] * header + [GOOD.replace(b"\t", b",")] * 3
+    if numbered:
+        lines = [b"Id," * (header and not at) + b"7," * (not header or at > 0) + line for at, line in enumerate(lines)]
+    (tmp_path / "train.csv").write_bytes(b"\n".join([*lines, b""]))
+    with pytest.raises(BadRowError, match="as in Kaggle's CSV") as error:
+        CriteoFile(tmp_path / "train.csv").scan()
+    command = str(error.value).partition("by tabs: ")[2].replace("FILE", "train.csv")
+    subprocess.run(command, shell=True, cwd=tmp_path, check=True)
+    check_equal(read_all(CriteoFile(tmp_path / "train.txt")), [GOOD] * 3)
 
 
 def test_two_rows_of_40_columns_in_sum_are_both_bad(tmp_path: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import base64
 import json
 import os
 import pty
@@ -21,24 +20,24 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-import trainer
-from common import run_log
+from common import measure
 from common.command import DataError
-from common.page import COLOURS, spread, write_report
-from common.report import plain, print_tables, share, short, short_bytes
-from common.run_folder import log_folder, read_about
-from common.run_log import Curve, _Window, read_curves
-from common.run_settings import Bounds
+from common.curves import OVERVIEW, Curve, curve_name, read_curves, tensorboard_tag
+from common.measure import Window
+from common.page import draw, read_about, write_report
+from common.report import plain, print_result, share, short, short_bytes
+from common.run import Run
+from common.style import BOTTOM, HEIGHT, LEFT, RIGHT, TOP, WIDTH, spread
 from criteo import ID_NAMES
 from generator import Generator
-from PIL import Image
 from rich.console import Console
-from settings import Settings
-from sources import steps_of
+from sources import batches_of, read_only
+from train import train
 
 from .commands import run_forked
 from .test_resume import settings_of as resumable
 from .test_resume import stopped_after
+from .training import train_here
 
 ROWS, BATCH, EVERY = 3000, 60, 4
 POINTS = [240 * number for number in range(1, 11)]
@@ -50,8 +49,7 @@ PLOTS = ["auc", "loss", "memory", "rates", "rows", "speed", "step_time", "unseen
 forked = partial(run_forked, "dlrm/train.py")
 
 
-def settings_of(**changes: Any) -> Settings:
-    return resumable(**{"limit_rows": ROWS, "log": True, "log_every": EVERY} | changes)
+settings_of = partial(resumable, limit_rows=ROWS, no_log=False, log_every=EVERY)
 
 
 class Logged(NamedTuple):
@@ -63,7 +61,7 @@ class Logged(NamedTuple):
 def logged(folder: Path, **changes: Any) -> Logged:
     out = folder.parent / f"{folder.name}.json"
     torch.set_num_threads(1)
-    trainer.train(settings_of(log_dir=folder, json_out=out, **changes))
+    train_here(settings_of(log_dir=folder, json_out=out, **changes))
     return Logged(folder, json.loads(out.read_text()), read_curves(folder))
 
 
@@ -75,7 +73,19 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Logged:
 @pytest.fixture(scope="module")
 def bounded(tmp_path_factory: pytest.TempPathFactory) -> Logged:
     folder = tmp_path_factory.mktemp("bounded") / "log"
-    return logged(folder, bounds=Bounds(max_rows=100, eviction="lru"), lr_schedule="linear")
+    return logged(folder, max_rows=100, eviction="lru", lr_schedule="linear")
+
+
+def test_tensorboard_shows_ten_curves_first_and_the_tables_below_one_heading(run: Logged) -> None:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    tags = EventAccumulator(str(run.folder)).Reload().Tags()["scalars"]
+    headings = {tag.partition("/")[0] for tag in tags}
+    assert sorted(headings) == ["Overview", "Steps", "tables"] == sorted(headings, key=str.lower)
+    assert len([tag for tag in tags if tag.startswith("Overview/")]) == len(OVERVIEW) == 10
+    assert "tables/t_C3/rows" in tags
+    assert {curve_name(tensorboard_tag(name)) for name in run.curves} == set(run.curves)
+    assert curve_name("loss/training") == "loss/training"  # of a run with an older version
 
 
 def test_curves_say_what_the_data_says(run: Logged) -> None:
@@ -95,8 +105,8 @@ def test_curves_say_what_the_data_says(run: Logged) -> None:
     seen: list[set[int]] = [set() for _ in TABLES]
     lookups, unseen = [0] * len(TABLES), [0] * len(TABLES)
     settings = settings_of()
-    for number, step in enumerate(steps_of(settings, Generator(ROWS, 0), range(2400), BATCH, even=True), 1):
-        ids = step.batch.sparse_features.values().view(len(TABLES), -1).tolist()
+    for number, batch in enumerate(batches_of(settings, Generator(ROWS, 0), range(2400), BATCH, even=True), 1):
+        ids = batch.sparse_features.values().view(len(TABLES), -1).tolist()
         for table, of_table in enumerate(map(set, ids)):
             lookups[table] += len(of_table)
             unseen[table] += len(of_table - seen[table])
@@ -145,7 +155,7 @@ def test_evictions_and_falling_rates_are_seen(bounded: Logged) -> None:
     rates = bounded.curves["learning_rate/dense"].values
     assert rates == sorted(rates, reverse=True)
     assert rates[-1] == 0
-    assert (bounded.folder / "learning_rate.png").exists()
+    assert "learning_rate" in draw(bounded.curves)
 
 
 def test_all_tables_together_and_since_when(bounded: Logged, capsys: pytest.CaptureFixture[str]) -> None:
@@ -156,7 +166,7 @@ def test_all_tables_together_and_since_when(bounded: Logged, capsys: pytest.Capt
     assert cells[:2] == ["all", f"{sum(result['rows'].values()):,}"]
     assert cells[3:] == [share(result["hit_rate"]), *(f"{number:,}" for number in sums.values())]
     for step, shown in ((0, False), (1007, True)):
-        print_tables(Console(), result | {"counts_since_step": step}, Bounds(max_rows=100))
+        print_result(Console(), result | {"counts_since_step": step}, {})
         assert ("since the run was resumed at step 1,007" in " ".join(capsys.readouterr().out.split())) == shown
 
 
@@ -165,22 +175,31 @@ def test_stock_tables_have_no_lookups_to_tell_of(tmp_path: Path) -> None:
     assert not any(tag.startswith(("hit_rate", "unseen_share")) for tag in fused.curves)
     assert {fused.curves[f"rows/{name}"].values[-1] for name in TABLES} == {100}
     assert all(fused.curves[f"step_ms/{part}"].values[-1] > 0 for part in ("input_dist", "lookup", "update"))
-    assert pictures(tmp_path / "log") == sorted({*PLOTS} - {"rates", "unseen"})
-
-
-def pictures(folder: Path) -> list[str]:
-    return sorted(path.stem for path in folder.glob("*.png"))
+    assert sorted(draw(fused.curves)) == sorted({*PLOTS} - {"rates", "unseen"})
 
 
 def test_every_plot_shows_something(run: Logged) -> None:
-    assert pictures(run.folder) == PLOTS
-    lines = {"auc": 3, "loss": 3, "memory": 2, "rates": 3, "rows": 5, "speed": 1, "step_time": 5, "unseen": 5}
-    for name in PLOTS:
-        picture = Image.open(run.folder / f"{name}.png").convert("RGB")
-        assert picture.size[0] >= 600
-        pixels = {colour for count, colour in picture.getcolors(maxcolors=2**20) if count > 30}
-        for colour in COLOURS[: lines[name]]:
-            assert tuple(bytes.fromhex(colour[1:])) in pixels, (name, colour)
+    plots = draw(run.curves)
+    assert sorted(plots) == PLOTS
+    lines = {"auc": 3, "loss": 3, "memory": 2, "rates": 3, "rows": 26, "speed": 1, "step_time": 5, "unseen": 27}
+    for name, plot in plots.items():
+        drawn = re.findall(r'<poly(?:line|gon) points="([^"]*)"', plot)
+        assert len(drawn) == lines[name], name
+        for path in drawn:
+            points = [tuple(map(float, point.split(","))) for point in path.split()]
+            assert all(LEFT <= x <= WIDTH - RIGHT + 0.1 and TOP <= y <= HEIGHT - BOTTOM + 0.1 for x, y in points), name
+    assert ">21 other tables</text>" in plots["rows"]
+    # The loss of a point is at its height: the lowest and the highest tick are at the ends of the axis.
+    (first, *_), *_ = re.findall(r'<polyline points="([^ ]*) ([^"]*)"', plots["loss"])
+    ticks = [float(text) for text in re.findall(r'text-anchor="end">([^<]*)<', plots["loss"])]
+    height = (ticks[-1] - run.curves["loss/training"].values[0]) / (ticks[-1] - ticks[0])
+    assert float(first.split(",")[1]) == pytest.approx(TOP + height * (HEIGHT - TOP - BOTTOM), abs=0.1)
+
+
+def test_a_run_with_one_point_is_drawn(run: Logged) -> None:
+    plots = draw({tag: Curve(curve.samples[:1], curve.values[:1]) for tag, curve in run.curves.items()})
+    assert sorted(plots) == PLOTS
+    assert "<circle" in plots["loss"]
 
 
 class Page(HTMLParser):
@@ -210,16 +229,15 @@ class Page(HTMLParser):
 def test_the_page_is_whole_in_itself(run: Logged) -> None:
     page = Page(run.folder / "report.html")
     assert not {"script", "link", "b", "iframe"} & {tag for tag, _ in page.tags}
-    images = {}
+    texts = []
     for tag, attributes in page.tags:
-        assert "href" not in attributes
-        if "src" in attributes:
-            kind, _, data = (attributes["src"] or "").partition(",")
-            assert (tag, kind) == ("img", "data:image/png;base64")
-            assert re.search(r"At the end|at the end|In all", attributes["alt"] or "")
-            images[base64.b64decode(data)] = attributes["alt"]
-    assert set(images) == {path.read_bytes() for path in run.folder.glob("*.png")}
-    assert not re.search(r"url\(|@import|https?:", (run.folder / "report.html").read_text())
+        assert not {"href", "src"} & attributes.keys()
+        if tag == "svg":
+            texts.append(attributes["aria-label"] or "")
+            assert re.search(r"At the end|at the end|In all", texts[-1])
+    assert len(texts) == len(PLOTS)
+    written = (run.folder / "report.html").read_text().replace("http://www.w3.org/2000/svg", "")
+    assert not re.search(r"url\(|@import|https?:", written)
     assert str(run.folder.absolute()) in page.text
     result = run.result
     for words in (*TABLES, "batch size", "AMD" if "AMD" in Path("/proc/cpuinfo").read_text() else "processor"):
@@ -230,7 +248,7 @@ def test_the_page_is_whole_in_itself(run: Logged) -> None:
 
 
 def test_a_page_of_a_run_that_was_killed(run: Logged, tmp_path: Path) -> None:
-    folder = shutil.copytree(run.folder, tmp_path / "killed", ignore=shutil.ignore_patterns("*.png", "*.html"))
+    folder = shutil.copytree(run.folder, tmp_path / "killed", ignore=shutil.ignore_patterns("*.html"))
     (events,) = folder.glob("*tfevents*")
     data = events.read_bytes()
     events.write_bytes(data[: len(data) * 6 // 10])
@@ -247,12 +265,20 @@ def test_a_page_of_a_run_that_was_killed(run: Logged, tmp_path: Path) -> None:
         write_report(tmp_path)
 
 
+def test_a_short_run_has_enough_points(tmp_path: Path) -> None:
+    """The number of steps between two points follows from the length of the run."""
+    for rows, points in ((300, 4), (15_000, 100)):
+        folder = tmp_path / str(rows)
+        train_here(settings_of(limit_rows=rows, log_every=None, log_dir=folder, dim=1))
+        assert len(read_curves(folder)["loss/training"].samples) == points
+
+
 @pytest.mark.slow
 def test_a_run_that_goes_on_from_an_older_step_has_each_point_once(tmp_path: Path) -> None:
     """A run is resumed from the beginning, from the middle of an epoch, and from its end, which has been validated."""
     changes = {"limit_rows": 1500, "epochs": 2, "checkpoint_every": 8, "keep": 100}
     whole = tmp_path / "whole"
-    trainer.train(settings_of(checkpoint=whole, json_out=tmp_path / "out.json", **changes))
+    train_here(settings_of(checkpoint=whole, json_out=tmp_path / "out.json", **changes))
     counts = json.loads((tmp_path / "out.json").read_text())["counts"]
     expected = read_curves(whole / "log")
     assert expected["AUC/validation"].samples == [1200, 2400]
@@ -260,7 +286,7 @@ def test_a_run_that_goes_on_from_an_older_step_has_each_point_once(tmp_path: Pat
         part = stopped_after(step, whole, tmp_path / f"part{step}")
         shutil.copytree(whole / "log", part / "log")
         # A run that was killed before its first checkpoint begins again, and so do its curves.
-        trainer.train(settings_of(checkpoint=part, resume=step > 0, json_out=tmp_path / "out.json", **changes))
+        train_here(settings_of(checkpoint=part, resume=step > 0, json_out=tmp_path / "out.json", **changes))
         result = json.loads((tmp_path / "out.json").read_text())
         assert result["counts_since_step"] == step
         before = counts["t_C25"]["lookups"] - result["counts"]["t_C25"]["lookups"]
@@ -288,14 +314,13 @@ def small_files() -> Iterator[None]:
 
 @pytest.mark.usefixtures("small_files")
 def test_a_full_disk_costs_the_curves_alone(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    trainer.train(settings_of(log_dir=tmp_path / "log", json_out=tmp_path / "out.json", log_every=1))
+    train_here(settings_of(log_dir=tmp_path / "log", json_out=tmp_path / "out.json", log_every=1))
     assert json.loads((tmp_path / "out.json").read_text())["train_samples"] == 2400
     warnings = [line for line in capfd.readouterr().err.splitlines() if re.match("warning|.*Traceback", line)]
     assert len(warnings) == 2
     assert warnings[0].startswith("warning: no more curves are written: ")
     assert warnings[1].startswith("warning: no report was made: ")
-    # The first plot is too large. Smaller files are complete.
-    assert f"'{tmp_path}/log/loss.png'" in warnings[1]
+    assert f"'{tmp_path}/log/report.html'" in warnings[1]
     assert read_about(tmp_path / "log")["result"]
     names = [path.name for path in (tmp_path / "log").iterdir()]
     assert sorted(name for name in names if "tfevents" not in name) == ["run.json"]
@@ -307,7 +332,7 @@ def test_a_disk_that_is_full_from_the_start_is_named_and_nothing_left(tmp_path: 
     resource.setrlimit(resource.RLIMIT_FSIZE, (100, hard))
     try:
         with pytest.raises(DataError, match=r"log: File too large \(--no-log writes no log\)"):
-            trainer.train_in_group(settings_of(log_dir=tmp_path / "log"))
+            train(settings_of(log_dir=tmp_path / "log"))
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert list((tmp_path / "log").iterdir()) == []
@@ -318,7 +343,7 @@ def test_what_cannot_be_logged_is_said_before_the_training(
 ) -> None:
     def message(**changes: Any) -> str:
         with pytest.raises(DataError) as error:
-            trainer.train(settings_of(**changes))
+            train_here(settings_of(**changes))
         assert "epoch" not in capfd.readouterr().err
         return str(error.value)
 
@@ -329,16 +354,18 @@ def test_what_cannot_be_logged_is_said_before_the_training(
     monkeypatch.chdir(tmp_path)
     Path("runs").write_text("")
     assert re.fullmatch(rf"runs/dlrm-[-\d]+: Not a directory {re.escape(instead)}", message())
-    monkeypatch.setitem(sys.modules, "matplotlib", None)  # an import then fails as if the package were missing
-    assert "`pip install matplotlib`, or train with --no-log" in message(log_dir=tmp_path / "log")
+    monkeypatch.setitem(
+        sys.modules, "torch.utils.tensorboard", None
+    )  # an import then fails as if the package were missing
+    assert "`pip install tensorboard`, or train with --no-log" in message(log_dir=tmp_path / "log")
     assert not (tmp_path / "log").exists()
 
 
 @pytest.mark.usefixtures("one_rank")
 def test_two_runs_do_not_share_a_log(tmp_path: Path) -> None:
     settings = settings_of(log_dir=tmp_path / "log")
-    with log_folder(settings, "dlrm"), pytest.raises(DataError, match="log: another run is writing there"):
-        trainer.train_in_group(settings)
+    with Run("dlrm", settings), pytest.raises(DataError, match="log: another run is writing there"):
+        train(settings)
 
 
 def test_by_default_a_new_folder_and_the_result_on_stdout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -383,10 +410,10 @@ def test_a_terminal_shows_how_far_it_is(tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.setattr(sys, "stderr", terminal.stderr)
     path = tmp_path / "rows.tsv"
     path.write_bytes(b"".join(Generator(600, 0).lines(0, 600)))
-    settings = settings_of(data=path, limit_rows=None, log=False, checkpoint=tmp_path / "run", resume=True)
-    trainer.train(settings)
-    trainer.train(settings)
-    trainer.read(settings)
+    settings = settings_of(data=path, limit_rows=None, no_log=True, checkpoint=tmp_path / "run", resume=True)
+    train_here(settings)
+    train_here(settings)
+    read_only(settings)
     lines = terminal.lines()
     for label, samples in (("epoch 1/1", 480), ("validation", 60), ("test", 60), ("reading", 600)):
         shown = [line for line in lines if line.startswith(f"{label}:")]
@@ -400,25 +427,25 @@ def test_a_terminal_shows_how_far_it_is(tmp_path: Path, monkeypatch: pytest.Monk
 
 @pytest.mark.usefixtures("one_rank")
 def test_the_auc_of_some_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    window = _Window()
+    window = Window()
     logits, labels = torch.tensor([[0.1, 2.0, -1.0], [0.1, 3.0, 0.5]]), torch.tensor([[0, 1, 1], [1, 0, 0]])
     for some in zip(logits, labels, strict=True):
         window.add(3, torch.tensor(0.5), *some)
     pairs = [(p, n) for p in logits[labels == 1].tolist() for n in logits[labels == 0].tolist()]
     expected = sum((p > n) + 0.5 * (p == n) for p, n in pairs) / len(pairs)
-    assert window.values()["AUC/training"] == pytest.approx(expected)
-    monkeypatch.setattr(run_log, "AUC_SAMPLES", 3)
-    last = _Window()
+    assert window.values({"dense": 1.0})["AUC/training"] == pytest.approx(expected)
+    monkeypatch.setattr(measure, "AUC_SAMPLES", 3)
+    last = Window()
     for some in zip(logits, labels, strict=True):
         last.add(3, torch.tensor(0.5), *some)
-    assert last.values()["AUC/training"] == pytest.approx(0)  # only of the second step
-    one_label = _Window()
+    assert last.values({"dense": 1.0})["AUC/training"] == pytest.approx(0)  # only of the second step
+    one_label = Window()
     one_label.add(3, torch.tensor(0.5), logits[0], torch.ones(3))
-    assert "AUC/training" not in one_label.values()
+    assert "AUC/training" not in one_label.values({"dense": 1.0})
 
 
 def test_what_is_written_down_of_settings_has_no_password() -> None:
-    shown = settings_of(bounds=Bounds(max_rows=10, cold_store="redis://user:secret@host:6379/0")).shown()
+    shown = settings_of(max_rows=10, cold_store="redis://user:secret@host:6379/0").shown()
     assert "host:6379" in str(shown)
     assert "secret" not in str(shown)
 

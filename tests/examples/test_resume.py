@@ -21,25 +21,22 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-import trainer
+import train
 from common.checkpoints import CheckpointFolder
 from common.command import DataError
-from common.run_folder import sole_use
-from common.run_log import read_curves
-from common.sharding import lr_factor, lr_scheduler, table_name
+from common.curves import read_curves
+from common.run import sole_use
+from common.schedule import lr_factor, lr_scheduler
 from criteo import CriteoFile
 from generator import Generator
-from loops import Progress, Training, plain_steps, train_epoch
-from settings import Settings
-from sharded import build
-from sources import behind, good_rows, steps_of
-from tqdm import tqdm
+from sources import batches_of, behind, good_rows
 
 from torchrec_recstore import export_dense_weights, save_checkpoint
 
 from ..distributed.workers import run_on_ranks
 from .commands import ROOT
-from .ranks import train_on_ranks
+from .training import settings_of as small
+from .training import train_here, train_on_ranks
 
 FLAGS = ("--dim", 4, "--num-embeddings", 100, "--batch-size", 60, "--sharding", "row_wise")
 OF_THE_PROCESS = (
@@ -49,12 +46,7 @@ OF_THE_PROCESS = (
 )
 
 
-def settings_of(**changes: Any) -> Settings:
-    plain: dict[str, Any] = dict.fromkeys(("data", "json_out"), None)
-    plain |= {"backend": "recstore", "dim": 4, "num_embeddings": 100, "batch_size": 60, "epochs": 1, "seed": 0}
-    plain |= {"limit_rows": 1500, "optimizer": "rowwise_adagrad", "lr": 0.01, "dense_lr": 0.001}
-    plain |= {"sharding": "table_wise", "skip_bad_rows": False}
-    return Settings(**plain | changes)
+settings_of = partial(small, dim=4, batch_size=60, limit_rows=1500)
 
 
 def lasting(result: dict[str, Any]) -> dict[str, Any]:
@@ -117,20 +109,46 @@ def test_a_run_that_went_on_equals_one_that_never_stopped(
         changes |= {"data": path}
     whole = tmp_path / "whole"
     settings = {"checkpoint_every": 7, "keep": 100} | changes
-    trainer.train(settings_of(checkpoint=whole, json_out=tmp_path / "whole.json", **settings))
+    train_here(settings_of(checkpoint=whole, json_out=tmp_path / "whole.json", **settings))
     last = names(whole)[-1]
     for step in steps:
         part = stopped_after(step, whole, tmp_path / f"part{step}")
-        trainer.train(settings_of(checkpoint=part, json_out=tmp_path / "part.json", resume=True, **settings))
+        train_here(settings_of(checkpoint=part, json_out=tmp_path / "part.json", resume=True, **settings))
         assert f"at step {step} of" in json.loads((tmp_path / "part.json").read_text())["resumed"]
         assert result_of(tmp_path / "part.json") == result_of(tmp_path / "whole.json")
         assert names(part) == names(whole)
         assert content(part / last) == content(whole / last)
 
 
+@pytest.mark.parametrize("reset", [pytest.param(False, marks=pytest.mark.slow), True])
+def test_a_run_that_has_ended_goes_on_with_more_epochs(tmp_path: Path, reset: bool) -> None:
+    """It ends like a run that was given all epochs, and the rows are reset between epochs only."""
+    settings = partial(settings_of, limit_rows=1200, checkpoint_every=7, keep=100, reset_rows_each_epoch=reset)
+    whole = train_here(settings(checkpoint=tmp_path / "whole", epochs=3))
+    for epochs in (1, 2):
+        train_here(settings(checkpoint=tmp_path / "run", epochs=epochs, resume=True))
+    part = train_here(settings(checkpoint=tmp_path / "run", epochs=3, resume=True))
+    assert "at step 32 of 48" in part["resumed"]
+    assert lasting(part) == lasting(whole)
+    assert names(tmp_path / "run") == names(tmp_path / "whole")
+    last = names(tmp_path / "whole")[-1]
+    assert content(tmp_path / "run" / last) == content(tmp_path / "whole" / last)
+    again = stopped_after(35, tmp_path / "whole", tmp_path / "again")  # in the middle of the last epoch
+    assert lasting(train_here(settings(checkpoint=again, epochs=3, resume=True))) == lasting(whole)
+    with pytest.raises(DataError, match="step-000000048 has trained in epoch 3: --epochs must be at least 3"):
+        train_here(settings(checkpoint=tmp_path / "run", epochs=2, resume=True))
+
+
+def test_a_run_with_a_schedule_has_its_number_of_epochs(tmp_path: Path) -> None:
+    settings = partial(settings_of, limit_rows=300, lr_schedule="linear", checkpoint=tmp_path / "run")
+    train_here(settings())
+    with pytest.raises(DataError, match=r"--epochs 1, not 2$"):
+        train_here(settings(epochs=2, resume=True))
+
+
 def test_a_run_without_checkpoints_is_the_same_run(tmp_path: Path) -> None:
-    trainer.train(settings_of(json_out=tmp_path / "without.json"))
-    trainer.train(settings_of(checkpoint=tmp_path / "run", resume=True, json_out=tmp_path / "with.json"))
+    train_here(settings_of(json_out=tmp_path / "without.json"))
+    train_here(settings_of(checkpoint=tmp_path / "run", resume=True, json_out=tmp_path / "with.json"))
     assert result_of(tmp_path / "with.json") == result_of(tmp_path / "without.json")
     assert json.loads((tmp_path / "with.json").read_text())["resumed"] is None
 
@@ -143,7 +161,7 @@ def test_old_checkpoints_and_the_leavings_of_a_killed_run_are_cleared_away(
     (run / ".step-000000003.saving-0123456789ab" / "half").write_bytes(b"x")
     (run / ".step-000000003.lock").touch()
     (run / "notes").mkdir()
-    trainer.train(settings_of(checkpoint=run, checkpoint_every=6, keep=2))
+    train_here(settings_of(checkpoint=run, checkpoint_every=6, keep=2))
     assert names(run) == ["notes", "step-000000018", "step-000000020"]
     said = [line for line in capsys.readouterr().err.splitlines() if line.startswith("checkpoint ")]
     assert [line.split()[1] for line in said] == [f"{run}/step-{step:09}:" for step in (6, 12, 18, 20)]
@@ -161,7 +179,7 @@ def test_looking_for_the_newest_checkpoint_leaves_alone_what_a_run_is_writing(tm
 
 @pytest.mark.usefixtures("one_rank")
 def test_a_checkpoint_that_a_kept_one_is_a_delta_of_stays(tmp_path: Path) -> None:
-    model, _ = build(settings_of())
+    model, _ = train.build(settings_of())
     run = tmp_path / "run"
     save_checkpoint(model, run / "step-000000001")
     for step in (2, 3):
@@ -187,14 +205,14 @@ def test_a_checkpoint_that_a_kept_one_is_a_delta_of_stays(tmp_path: Path) -> Non
 )
 def test_flags_that_cannot_be_followed(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(DataError, match=message):
-        trainer.train(settings_of(**changes))
+        train_here(settings_of(**changes))
 
 
 @pytest.fixture(scope="module")
 def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Returns the folder of checkpoints of a run."""
     run = tmp_path_factory.mktemp("finished") / "run"
-    trainer.train(settings_of(checkpoint=run, limit_rows=300))
+    train_here(settings_of(checkpoint=run, limit_rows=300))
     return run
 
 
@@ -203,16 +221,19 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
     [
         ({"resume": False}, "run has checkpoints already, up to step-000000004: resume the run with --resume"),
         ({"dim": 8}, "step-000000004 belongs to a run with --dim 4, not 8$"),
-        ({"optimizer": "sgd", "seed": 3}, "--optimizer rowwise_adagrad, not sgd; --seed 0, not 3$"),
+        ({"optimizer": "sgd", "seed": 3}, "--seed 0, not 3; --optimizer rowwise_adagrad, not sgd$"),
         ({"limit_rows": 400}, "--data 300 generated rows of seed 0, not 400 generated rows of seed 0$"),
-        ({"batch_size": 30, "epochs": 2}, "--batch-size 60, not 30; --epochs 1, not 2$"),
+        (
+            {"batch_size": 30, "reset_rows_each_epoch": True},
+            "--batch-size 60, not 30; --reset-rows-each-epoch False, not True$",
+        ),
         ({"lr": 0.02, "warmup_steps": 1}, "--lr 0.01, not 0.02; --warmup-steps 0, not 1$"),
     ],
 )
 def test_checkpoints_of_another_run(finished: Path, changes: dict[str, Any], message: str) -> None:
     before = content(finished)
     with pytest.raises(DataError, match=message):
-        trainer.train(settings_of(**{"checkpoint": finished, "limit_rows": 300, "resume": True} | changes))
+        train_here(settings_of(**{"checkpoint": finished, "limit_rows": 300, "resume": True} | changes))
     assert content(finished) == before
 
 
@@ -224,14 +245,14 @@ def test_a_damaged_checkpoint_is_named(finished: Path, tmp_path: Path, name: str
     data[len(data) // 2] ^= 1
     path.write_bytes(data)
     with pytest.raises(DataError, match=rf"step-000000004/{name} is damaged"):
-        trainer.train(settings_of(checkpoint=run, limit_rows=300, resume=True))
+        train_here(settings_of(checkpoint=run, limit_rows=300, resume=True))
 
 
 @pytest.mark.usefixtures("one_rank")
 def test_two_runs_do_not_share_a_folder(tmp_path: Path) -> None:
     with sole_use(tmp_path / "run"), pytest.raises(DataError, match="run: another run is writing there"):
-        trainer.train_in_group(settings_of(checkpoint=tmp_path / "run"))
-    trainer.train_in_group(settings_of(checkpoint=tmp_path / "run", limit_rows=300))
+        train.train(settings_of(checkpoint=tmp_path / "run"))
+    train.train(settings_of(checkpoint=tmp_path / "run", limit_rows=300))
 
 
 def dense_of(file: CriteoFile, part: range) -> list[list[float]]:
@@ -284,12 +305,12 @@ def test_schedules() -> None:
 def weights_after_one_step(warmup_steps: int) -> list[torch.Tensor]:
     """Returns the row of id 0, which most samples have, and the bias of a layer."""
     settings = settings_of(optimizer="sgd", lr=1000.0, dense_lr=0.1)
-    training = Training(*build(settings), Progress())
-    scheduler = lr_scheduler(training.optimizer, "constant", warmup_steps, 10)
-    steps = plain_steps(training, steps_of(settings, Generator(60, 0), range(60), 60))
-    train_epoch(training, scheduler, steps, tqdm(disable=True))
-    bias = training.model.state_dict()["model.over_arch.model.1.bias"]
-    return [export_dense_weights(training.model, table_name("C26"), 1), bias]
+    model, optimizer = train.build(settings)
+    scheduler = lr_scheduler(optimizer, "constant", warmup_steps, 10)
+    for _ in train.plain_steps(model, optimizer, batches_of(settings, Generator(60, 0), range(60), 60)):
+        scheduler.step()
+    bias = model.state_dict()["model.over_arch.model.1.bias"]
+    return [export_dense_weights(model, "t_C26", 1), bias]
 
 
 @pytest.mark.usefixtures("one_rank")
@@ -357,7 +378,7 @@ def job() -> Iterator[Callable[..., Job]]:
 def test_a_killed_rank_brings_the_job_back(job: Callable[..., Job], tmp_path: Path) -> None:
     flags = ("--limit-rows", 3000, "--lr-schedule", "cosine", "--checkpoint-every", 8, "--keep", 100, "--resume")
     settings = settings_of(limit_rows=3000, lr_schedule="cosine", sharding="row_wise", checkpoint_every=8, keep=100)
-    settings = replace(settings, log=True, log_dir=tmp_path / "log", log_every=4)
+    settings = replace(settings, no_log=False, log_dir=tmp_path / "log", log_every=4)
     train_on_ranks(2, replace(settings, checkpoint=tmp_path / "whole", json_out=tmp_path / "whole.json"))
     places = ("--checkpoint", tmp_path / "killed", "--log-every", 4, "--json", tmp_path / "killed.json")
     killed = job(2, *flags, *places)
@@ -376,7 +397,7 @@ def test_a_killed_rank_brings_the_job_back(job: Callable[..., Job], tmp_path: Pa
 
     # The run is resumed from the middle on fewer ranks.
     part = stopped_after(24, tmp_path / "whole", tmp_path / "part")
-    trainer.train(
+    train_here(
         settings_of(limit_rows=3000, lr_schedule="cosine", checkpoint=part, resume=True, json_out=tmp_path / "one.json")
     )
     one, two = (result_of(tmp_path / f"{name}.json") for name in ("one", "whole"))
@@ -404,22 +425,22 @@ def check_close(one: dict[str, Any], other: dict[str, Any]) -> None:
 
 def on_three_ranks(folder: Path, rank: int, world_size: int) -> None:
     settings = partial(settings_of, sharding="row_wise", checkpoint_every=8, keep=100)
-    whole = lasting(trainer.train_in_group(settings(checkpoint=folder / "whole")))
+    whole = lasting(train.train(settings(checkpoint=folder / "whole")))
     if rank == 0:
         stopped_after(8, folder / "whole", folder / "part")
     dist.barrier()
-    part = trainer.train_in_group(settings(checkpoint=folder / "part", resume=True))
+    part = train.train(settings(checkpoint=folder / "part", resume=True))
     assert "at step 8 of 20" in part["resumed"]
     assert lasting(part) == whole
     assert content(folder / "part" / "step-000000020") == content(folder / "whole" / "step-000000020")
 
-    grown = trainer.train_in_group(settings(checkpoint=folder / "one", resume=True))
+    grown = train.train(settings(checkpoint=folder / "one", resume=True))
     assert "at step 8 of 20" in grown["resumed"]
     check_close(grown, whole)
 
 
 @pytest.mark.slow
 def test_three_ranks_go_on_as_if_never_stopped_and_from_where_one_was(tmp_path: Path) -> None:
-    trainer.train(settings_of(checkpoint=tmp_path / "all_of_one", checkpoint_every=8, keep=100))
+    train_here(settings_of(checkpoint=tmp_path / "all_of_one", checkpoint_every=8, keep=100))
     stopped_after(8, tmp_path / "all_of_one", tmp_path / "one")
     run_on_ranks(3, partial(on_three_ranks, tmp_path))

@@ -9,14 +9,14 @@ from typing import Any
 
 import pytest
 import torch
-import trainer
 from common.command import DataError
-from common.run_settings import Bounds
 
+from tests.certificates import make_certificates, needs_openssl
 from tests.recstore_server import RecStoreServer
+from tests.secrets import write_secret
 
 from .commands import run_forked
-from .test_train import settings_of
+from .training import settings_of, train_here
 
 LIMIT = 2_000
 COMPARED = ("train_steps", "train_samples", "train_loss", "val_auc", "test_auc", "test_logloss")
@@ -32,15 +32,30 @@ def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
 def results(out: Path, **changes: Any) -> dict[str, Any]:
     torch.set_num_threads(1)
-    trainer.train(settings_of(json_out=out, limit_rows=LIMIT, batch_size=256, **changes))
+    train_here(settings_of(json_out=out, limit_rows=LIMIT, dim=8, batch_size=256, **changes))
     return json.loads(out.read_text())  # type: ignore[no-any-return]
 
 
 def test_as_with_tables_on_the_rank(servers: str, tmp_path: Path) -> None:
-    here = results(tmp_path / "here.json", epochs=2)
-    there = results(tmp_path / "there.json", epochs=2, servers=servers, staleness=0)
+    schedule = {"epochs": 2, "lr_schedule": "cosine", "warmup_steps": 3}
+    here = results(tmp_path / "here.json", **schedule)
+    there = results(tmp_path / "there.json", servers=servers, staleness=0, **schedule)
     assert {name: here[name] for name in COMPARED} == {name: there[name] for name in COMPARED}
     assert there["servers"] == servers
+
+
+@needs_openssl
+def test_a_token_and_certificates(tmp_path: Path) -> None:
+    ca = make_certificates(tmp_path) / "ca.pem"
+    token = write_secret(tmp_path / "token", "0123456789abcdef0123456789abcdef")
+    tls = ["--tls-cert", str(tmp_path / "server.pem"), "--tls-key", str(tmp_path / "server.key")]
+    server = RecStoreServer(tmp_path / "data", "--token-file", str(token), *tls)
+    changes = {"servers": server.address, "token_file": token, "tls_ca": ca}
+    there = results(tmp_path / "there.json", **changes)
+    assert there["train_steps"] > 0
+    assert there["token_file"] == str(token)
+    assert token.read_text() not in (tmp_path / "there.json").read_text()
+    server.kill()
 
 
 @pytest.mark.slow
@@ -57,12 +72,14 @@ def test_several_workers_and_an_update_in_progress(servers: str, tmp_path: Path)
         ({"servers": "127.0.0.1"}, "--servers: Servers.addresses must be HOST:PORT"),
         ({"backend": "fused"}, "--servers is for --backend recstore"),
         ({"sharding": "row_wise"}, "--servers needs --sharding table_wise"),
-        ({"bounds": Bounds(max_rows=9, cold_store="cold")}, "--cold-store cannot be used with --servers"),
+        ({"max_rows": 9, "cold_store": "cold"}, "--cold-store cannot be used with --servers"),
         ({"checkpoint": Path("run")}, "--checkpoint cannot be used with --servers, which own the tables"),
-        ({"warmup_steps": 3}, "--warmup-steps cannot be used with --servers"),
-        ({"lr_schedule": "cosine"}, "--lr-schedule cannot be used with --servers"),
+        ({"reset_rows_each_epoch": True}, "--reset-rows-each-epoch cannot be used with --servers"),
+        ({"servers": None, "tls_ca": Path("ca.pem")}, "--tls-ca, --tls-cert and --tls-key need --servers"),
+        ({"token_file": Path("missing")}, "--token-file: .*No such file"),
+        ({"tls_cert": Path("a.pem")}, "--servers: Servers.tls_cert and Servers.tls_key must be set together"),
     ],
 )
 def test_what_is_refused(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(DataError, match=message):
-        settings_of(**{"servers": "127.0.0.1:7700", **changes}).check(1)
+        settings_of(**{"servers": "127.0.0.1:7700", **changes}).check_group(1)

@@ -14,14 +14,14 @@ from typing import Any
 
 import pytest
 import torch
-import trainer
 from common.command import DataError
 from common.report import check_file
 from criteo import ID_NAMES
 from generator import Generator
-from settings import Settings
 
 from .commands import ROOT, run_forked, run_script
+from .training import settings_of
+from .training import train_here as train_with
 
 SAMPLE = ROOT.parent / "shared" / "criteo" / "criteo_kaggle_sample.tsv.gz"
 TABLES = [f"t_{name}" for name in ID_NAMES]
@@ -37,17 +37,10 @@ def train(out: Path, *flags: object, ranks: int = 1) -> tuple[dict[str, Any], st
     return json.loads(out.read_text()), done.stdout
 
 
-def settings_of(**changes: Any) -> Settings:
-    plain: dict[str, Any] = dict.fromkeys(("data", "limit_rows", "json_out"), None)
-    plain |= {"backend": "recstore", "dim": 8, "num_embeddings": 100, "batch_size": 512, "epochs": 1, "seed": 0}
-    plain |= {"lr": 0.01, "dense_lr": 0.001, "sharding": "table_wise", "skip_bad_rows": False}
-    return Settings(**plain | changes)
-
-
 def train_here(out: Path, capsys: pytest.CaptureFixture[str], **changes: Any) -> tuple[dict[str, Any], str]:
     """See :func:`train`. The command runs in this process, because a new process takes seconds to import TorchRec."""
     torch.set_num_threads(1)
-    trainer.train(settings_of(json_out=out, **changes))
+    train_with(settings_of(json_out=out, **{"dim": 8} | changes))
     return json.loads(out.read_text()), capsys.readouterr().out
 
 
@@ -112,6 +105,28 @@ def test_criteo_sample(tmp_path: Path) -> None:
     assert result["test_auc"] > 0.65
 
 
+def test_each_epoch_begins_with_new_rows(rows_file: Path, tmp_path: Path) -> None:
+    """In the last epoch the rows are those of one epoch: each was updated once for each of its samples."""
+    changes = {"data": rows_file, "limit_rows": 1000, "batch_size": 100, "dim": 4, "min_frequency": 2, "epochs": 3}
+    plain = train_with(settings_of(**changes))
+    reset = train_with(settings_of(**changes, reset_rows_each_epoch=True))
+    once = train_with(settings_of(**changes | {"epochs": 1}))
+    assert reset["rows"] == once["rows"]
+    assert sum(plain["rows"].values()) > sum(reset["rows"].values())
+    assert plain["train_loss"] < reset["train_loss"] < once["train_loss"]
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not SAMPLE.exists(), reason="the Criteo sample is not on this machine")
+def test_new_rows_in_each_epoch_are_the_remedy_for_overfitting() -> None:
+    aucs = {
+        (epochs, reset): train_with(settings_of(data=SAMPLE, epochs=epochs, reset_rows_each_epoch=reset))["test_auc"]
+        for epochs, reset in ((1, False), (2, False), (2, True))
+    }
+    assert aucs[2, False] < aucs[1, False] - 0.01
+    assert aucs[2, True] > aucs[1, False]
+
+
 @pytest.mark.parametrize("start", [forked, pytest.param(run, marks=pytest.mark.slow)], ids=["forked", "new"])
 def test_generated_rows_and_reader_alone(tmp_path: Path, start: Callable[..., CompletedProcess[str]]) -> None:
     out = tmp_path / "out.json"
@@ -163,21 +178,17 @@ def test_what_tables_refuse_is_one_line(flags: tuple[object, ...], message: str,
 ONE_RANK_FAILS = """
 import sys
 sys.path.insert(0, {examples!r})
-import typer
 from common.command import run
-from torchrec_recstore.commands.output import errors_in_one_line
-app = typer.Typer()
-@app.command()
 def main():
     import torch.distributed as dist
     from common.processes import process_group
     from torchrec_recstore import ColdStoreError
-    with errors_in_one_line(), process_group():
+    with process_group():
         dist.barrier()
         if dist.get_rank() == 1:
             raise {error}
         dist.barrier()
-run(app)
+run(main)
 """
 
 
@@ -212,6 +223,7 @@ def test_bad_rows_are_skipped_and_reported(rows_file: Path, tmp_path: Path, caps
         (b"".join(Generator(5, 0).lines(0, 5)), {}, r"rows\.tsv: 5 rows are too few"),
         (b"", {"backend": "fused", "sharding": "row_wise"}, "no row_wise sharding on CPU"),
         (b"", {"backend": "fused", "dim": 6}, "multiple of 4"),
+        (b"", {"backend": "fused", "reset_rows_each_epoch": True}, "--reset-rows-each-epoch is for --backend recstore"),
         (b"", {"json_out": Path("/nowhere/out.json")}, "^/nowhere/out.json: no such folder"),
         (b"", {"json_out": Path("/tmp")}, "^/tmp: this is a folder, not a file"),
         (b"", {"json_out": Path("/proc/out.json")}, "^/proc/out.json: No such file or directory"),
@@ -223,7 +235,7 @@ def test_unusable_input(tmp_path: Path, content: bytes | None, changes: dict[str
     if content is not None:
         path.write_bytes(content)
     with pytest.raises(DataError, match=message):
-        trainer.train(settings_of(data=path, **changes))
+        train_with(settings_of(data=path, **changes))
 
 
 def test_the_place_of_the_json_is_only_looked_at(tmp_path: Path) -> None:
@@ -241,5 +253,5 @@ def test_a_full_disk_is_said_with_the_file_and_after_the_report(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(DataError, match=r"^/dev/full: No space left on device$"):
-        trainer.train(settings_of(limit_rows=600, log=True, log_dir=tmp_path / "log", json_out=Path("/dev/full")))
+        train_with(settings_of(limit_rows=600, no_log=False, log_dir=tmp_path / "log", json_out=Path("/dev/full")))
     assert capsys.readouterr().err.endswith(f"report: {tmp_path}/log/report.html\n")

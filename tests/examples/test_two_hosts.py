@@ -11,10 +11,9 @@ from pathlib import Path
 
 import pytest
 from generator import Generator
-from settings import Settings
 
 from .commands import ROOT
-from .ranks import train_on_ranks
+from .training import settings_of, train_on_ranks
 
 ADDRESSES = ("10.213.77.1", "10.213.77.2")
 
@@ -51,20 +50,8 @@ def test_two_hosts_train_as_one(hosts: list[tuple[str, str]], tmp_path: Path) ->
     data = tmp_path / "rows.tsv"
     data.write_bytes(b"".join(Generator(2000, 1).lines(0, 2000)))
     flags = ["--data", str(data), "--dim", "8", "--batch-size", "256", "--sharding", "row_wise"]
-    settings = Settings(
-        data=data,
-        limit_rows=None,
-        skip_bad_rows=False,
-        backend="recstore",
-        dim=8,
-        num_embeddings=100_000,
-        batch_size=256,
-        epochs=1,
-        lr=0.01,
-        dense_lr=0.001,
-        seed=0,
-        sharding="row_wise",
-        json_out=tmp_path / "one.json",
+    settings = settings_of(
+        data=data, dim=8, num_embeddings=100_000, batch_size=256, sharding="row_wise", json_out=tmp_path / "one.json"
     )
     train_on_ranks(2, settings)
 
