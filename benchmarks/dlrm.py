@@ -14,6 +14,7 @@ import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -22,13 +23,12 @@ from measure import ROOT, clock, emit, interleave, spread
 sys.path.insert(0, str(ROOT / "examples"))
 sys.path.insert(0, str(ROOT / "examples" / "dlrm"))
 
-from common.run_settings import Backend
 from generator import Generator
-from settings import Settings
-from sharded import build
-from sources import BatchMaker, Step, read_steps
+from sources import batches_of_rank, cut
 from torch import Tensor, nn
+from torchrec.datasets.utils import Batch
 from torchrec.models.dlrm import DenseArch, InteractionArch, OverArch
+from train import Settings, build
 
 BATCHES = 8
 
@@ -48,40 +48,25 @@ class DenseAlone(nn.Module):
         return nn.functional.binary_cross_entropy_with_logits(logits, labels.float())
 
 
-def settings_of(backend: Backend, dim: int, batch_size: int) -> Settings:
+def settings_of(backend: Literal["recstore", "fused"], dim: int, batch_size: int, **limits: Any) -> Settings:
     """Returns the settings of the example, with generated rows."""
-    return Settings(
-        data=None,
-        backend=backend,
-        dim=dim,
-        num_embeddings=100_000,
-        batch_size=batch_size,
-        epochs=1,
-        optimizer="rowwise_adagrad",
-        lr=0.01,
-        dense_lr=0.001,
-        seed=0,
-        limit_rows=None,
-        sharding="table_wise",
-        skip_bad_rows=False,
-        json_out=None,
-    )
+    return Settings(backend=backend, dim=dim, batch_size=batch_size, **limits)
 
 
-def make_steps(settings: Settings, modulo: int | None) -> list[Step]:
+def make_batches(settings: Settings, modulo: int | None) -> list[Batch]:
     """Returns the first batches of the generator."""
     rows = BATCHES * settings.batch_size
-    return list(read_steps(Generator(rows, 0), 0, rows, settings.batch_size, BatchMaker(modulo=modulo)))
+    return list(batches_of_rank(cut(Generator(rows, 0).rows(0, rows), settings.batch_size), modulo=modulo))
 
 
 def sharded_side(settings: Settings) -> Callable[[int], tuple[float]]:
     """Returns a function that runs a training step of a sharded DLRM."""
     model, optimizer = build(settings)
-    steps = make_steps(settings, settings.modulo)
+    batches = make_batches(settings, settings.modulo)
     model.train()
 
     def side(i: int) -> tuple[float]:
-        batch = steps[i % BATCHES].batch
+        batch = batches[i % BATCHES]
         begin = clock()
         optimizer.zero_grad(set_to_none=True)
         model(batch)[0].backward()
@@ -95,11 +80,11 @@ def dense_side(settings: Settings) -> Callable[[int], tuple[float]]:
     """Returns a function that runs a training step of the dense part only. Embeddings get gradients but no update."""
     model = DenseAlone(settings.dim)
     optimizer = torch.optim.Adam(model.parameters(), lr=settings.dense_lr)
-    steps = make_steps(settings, None)
+    batches = make_batches(settings, None)
     embeddings = torch.randn(settings.batch_size, 26, settings.dim) * 0.01
 
     def side(i: int) -> tuple[float]:
-        batch = steps[i % BATCHES].batch
+        batch = batches[i % BATCHES]
         begin = clock()
         optimizer.zero_grad(set_to_none=True)
         model(batch.dense_features, embeddings.detach().requires_grad_(), batch.labels).backward()

@@ -1,4 +1,4 @@
-"""Turns the JSON rows of the benchmarks into tables for the README and the terminal."""
+"""Turns the JSON rows of the benchmarks into tables for the pages and the terminal."""
 
 from __future__ import annotations
 
@@ -17,6 +17,7 @@ LIMIT = (
     "p99 of a step over its median, kept",
 )
 OTHER = ("figure", "measured")
+RESULTS = OTHER
 SERVING = ("figure", "measured", "bar")
 OPTIONS = ("option", "over", "time (10th to 90th percentile)", "bytes a row")
 
@@ -48,6 +49,41 @@ _OPTIONS: tuple[tuple[str, str, str, dict[str, str]], ...] = (
     ),
     ("options_routing", "over_block", "TorchRec's split of ids over ranks", {"hash": '`routing="hash"`'}),
 )
+
+
+def result_figures(rows: list[dict[str, Any]]) -> list[tuple[str, ...]]:
+    """Returns a row of :data:`RESULTS` for each figure of the README's table, which has the most important ones."""
+
+    def of(benchmark: str, **wanted: Any) -> list[dict[str, Any]]:
+        return [r for r in rows if r["benchmark"] == benchmark and all(r.get(k) == v for k, v in wanted.items())]
+
+    lines: list[tuple[str, ...]] = []
+    for r in of("kernel", case="criteo", optimizer="rowwise_adagrad", lane="kept"):
+        what = "speed over FBGEMM's CPU kernel, 26 tables, row-wise Adagrad: forward; with backward"
+        lines.append((what, f"{r['forward_over_fbgemm']}x; {r['total_over_fbgemm']}x"))
+    for r in of("dlrm", lane="shipped"):
+        what = f"DLRM samples/s over FUSED tables, dim {r['dim']}, batch {r['batch_size']:,}"
+        lines.append((what, f"{r['samples_per_second_over_fused']}x"))
+    for r in of("growth"):
+        lines.append(("new rows a second", f"{r['new_rows_per_second'] / 1e6:.1f} million"))
+    for r in of("memory")[-1:]:
+        what = f"resident memory over the payload (rows, ids, optimizer state), {r['rows']:,} rows"
+        lines.append((what, f"{r['resident_over_payload']}x"))
+    for r in of("service", transport="shared memory", servers=1):
+        what = f"ids a second from a parameter server on the same host, dim {r['dim']}: pulled; updated"
+        rates = [f"{r[f'million_ids_per_second_{each}']} million" for each in ("pull", "update")]
+        lines.append((what, "; ".join(rates)))
+    for r in of("serving_delta")[-1:]:
+        what = f"applying a delta of {r['changed']:,} rows to a served model of {r['rows']:,} rows"
+        lines.append((what, f"{r['apply_ms']['median']:.1f} ms"))
+    for r in of("serving_stream"):
+        lines.append(
+            (
+                "from a click on a stream to predictions that know it, median",
+                f"{r['click_to_served_s']['median']:.1f} s",
+            )
+        )
+    return lines
 
 
 def kernel_figures(rows: list[dict[str, Any]]) -> list[tuple[str, ...]]:
@@ -176,6 +212,14 @@ def _service_figures(rows: list[dict[str, Any]]) -> list[tuple[str, ...]]:
         if r["benchmark"] == "service_clients":
             lines.append(
                 (f"{what}, {r['clients']} clients, one server: ids/s of pull", f"{r['million_ids_per_second']}M")
+            )
+        if r["benchmark"] == "service_dlrm":
+            aucs = r["test_auc"]
+            lines.append(
+                (
+                    f"DLRM on {r['data']}, tables on one server of the host over local tables: samples/s; test AUC",
+                    f"{r['servers_over_local']}x; {aucs['servers']:.4f}, {aucs['local']:.4f}",
+                )
             )
         if r["benchmark"] == "service_prefetch":
             lines.append((f"{what}: share of a pull that a prefetch hides", f"{r['share_of_the_pull_hidden']:.0%}"))

@@ -20,7 +20,12 @@ SCRIPTS = (
 # These benchmarks measure small outputs or the memory of tables, which malloc does not manage: the lanes do not differ.
 ONE_LANE = {"growth", "memory", "store", "small", "checkpoint", "tiers", "service", "serving", "options"}
 SCRIPT_OF = {"delta": "checkpoint", "async_save": "checkpoint", "eviction": "tiers", "bounded_memory": "tiers"}
-SCRIPT_OF |= {"service_clients": "service", "service_latency": "service", "service_prefetch": "service"}
+SCRIPT_OF |= {
+    "service_dlrm": "service",
+    "service_clients": "service",
+    "service_latency": "service",
+    "service_prefetch": "service",
+}
 SCRIPT_OF |= {f"serving_{part}": "serving" for part in ("lookup", "delta", "load", "publisher", "stream")}
 SCRIPT_OF |= {f"options_{part}": "options" for part in ("training", "new_rows", "evaluation", "routing")}
 

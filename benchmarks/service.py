@@ -7,7 +7,9 @@ ids at dim 64 with the same table in the client's process. All sides are interle
 processor time of the client and the servers together. A row for each transport has the latency of a pull of 10 ids.
 One row is for eight clients that use one server at the same time; for this, the RecStore system publishes 1.17M ids/s
 (gRPC, one shard, another machine). One row is the share of a pull that a prefetch hides behind the compute of one
-thread. The client and the servers share the cores of this machine.
+thread. The last row compares the DLRM example with its tables on one server with the same example and local tables. Its
+data is the Criteo sample if it is beside the checkout, or else generated. The client and the servers share the cores of
+this machine.
 """
 
 from __future__ import annotations
@@ -20,14 +22,16 @@ os.environ.setdefault(
 
 import argparse
 import contextlib
+import json
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 
 import torch
-from measure import clock, emit, interleave, spread
+from measure import ROOT, clock, emit, interleave, spread
 
 from torchrec_recstore.optim import RowWiseAdagrad
 from torchrec_recstore.service import RecStoreClient
@@ -39,6 +43,7 @@ DIM = 64
 FEW = 10
 BLOCK = 100
 CLIENTS = 8
+SAMPLE = ROOT.parent / "shared" / "criteo" / "criteo_kaggle_sample.tsv.gz"
 TRANSPORTS = {"shared memory": True, "TCP": False}
 OPTIMIZER = RowWiseAdagrad(lr=0.01)
 
@@ -242,6 +247,36 @@ def overlap(steps: int) -> None:
     )
 
 
+def dlrm(steps: int) -> None:
+    """Compares training with the tables on one server with training with local tables, in alternating runs."""
+    rounds, whole = max(1, steps // 20), SAMPLE.exists() and steps >= 20
+    flags = ["--data", str(SAMPLE)] if whole else ["--limit-rows", str(2000 * steps)]
+    results: dict[str, list[dict[str, float]]] = {"local": [], "servers": []}
+    with tempfile.TemporaryDirectory() as folder:
+        result = Path(folder) / "result.json"
+        for _ in range(rounds):
+            for side, runs in results.items():
+                with servers(1) as (addresses, _):  # each run begins with empty tables
+                    command = [sys.executable, str(ROOT / "examples/dlrm/train.py"), *flags, "--no-log"]
+                    command += ["--servers", addresses[0]] if side == "servers" else []
+                    environment = {name: value for name, value in os.environ.items() if name != "OMP_WAIT_POLICY"}
+                    run = [*command, "--json", str(result)]
+                    subprocess.run(
+                        run, check=True, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+                    )
+                runs.append(json.loads(result.read_text()))
+    rates = {side: spread([run["train_samples_per_second"] for run in runs], 1) for side, runs in results.items()}
+    emit(
+        {
+            "benchmark": "service_dlrm",
+            "data": "the Criteo sample" if whole else "generated rows",
+            "samples_per_second": rates,
+            "servers_over_local": round(rates["servers"]["median"] / rates["local"]["median"], 3),
+            "test_auc": {side: runs[0]["test_auc"] for side, runs in results.items()},
+        }
+    )
+
+
 def main() -> None:
     """Runs the measurements and prints the JSON rows."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -256,6 +291,7 @@ def main() -> None:
     latency(arguments.steps)
     eight_clients(arguments.steps // 2)
     overlap(arguments.steps)
+    dlrm(arguments.steps)
 
 
 if __name__ == "__main__":

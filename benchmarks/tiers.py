@@ -22,7 +22,6 @@ import statistics
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -36,12 +35,11 @@ from memory import resident_bytes
 sys.path.insert(0, str(ROOT / "examples"))
 sys.path.insert(0, str(ROOT / "examples" / "dlrm"))
 
-from common.run_settings import Bounds
 from criteo import NUM_DENSE, NUM_IDS, Rows
-from sharded import build
-from sources import BatchMaker
+from sources import batches_of_rank
 from torch import Tensor
 from torchrec.datasets.utils import Batch
+from train import build
 
 from torchrec_recstore import ops, table_stats
 from torchrec_recstore.kernels import PooledKernel
@@ -184,7 +182,7 @@ def make_batches(arguments: argparse.Namespace, count: int) -> list[Batch]:
         dense = torch.randn(size, NUM_DENSE, generator=generator)
         labels = torch.randint(0, 2, (size,), generator=generator, dtype=torch.int32)
         rows.append(Rows(labels.numpy(), dense.numpy(), torch.stack(columns, 1).numpy()))
-    return [step.batch for step in BatchMaker().steps(rows)]
+    return list(batches_of_rank(rows))
 
 
 class Side:
@@ -197,15 +195,21 @@ class Side:
         filled: The number of ids of each feature to fill in. The most frequent ids are filled in last.
     """
 
-    def __init__(self, arguments: argparse.Namespace, bounds: Bounds, batches: list[Batch], filled: int) -> None:
-        settings = replace(settings_of("recstore", arguments.dim, arguments.batch_size), bounds=bounds)
+    def __init__(
+        self, arguments: argparse.Namespace, bounds: dict[str, Any], batches: list[Batch], filled: int
+    ) -> None:
+        settings = settings_of("recstore", arguments.dim, arguments.batch_size, **bounds)
         self.model, optimizer = build(settings)
         self.model.train()
         (sparse,) = (module for module in self.model.modules() if hasattr(module, "recstore_tables"))
         self.tables: list[Table] = list(sparse.recstore_tables())
         begin = clock()
         for feature, table in enumerate(self.tables):
-            fill(table, id_at(torch.arange(filled - 1, -1, -1), feature), min(50_000, (bounds.max_rows or filled) // 2))
+            fill(
+                table,
+                id_at(torch.arange(filled - 1, -1, -1), feature),
+                min(50_000, bounds.get("max_rows", filled) // 2),
+            )
         print(f"{bounds}: filled in {clock() - begin:.1f} s", file=sys.stderr)
         self._pipeline = RecStorePrefetchPipeline(self.model, optimizer, torch.device("cpu"))
         self._batches: Iterator[Batch] = iter(batches)
@@ -279,9 +283,9 @@ def tiers(arguments: argparse.Namespace) -> None:
         steps = arguments.steps // arguments.rounds
         batches = make_batches(arguments, arguments.warm_up + arguments.rounds * steps + AHEAD)
         bounds = {
-            "dram": (Bounds(), each),
-            "lost": (Bounds(max_rows=max_rows, eviction="lru"), max_rows),
-            "rocksdb": (Bounds(max_rows=max_rows, eviction="lru", cold_store=str(Path(folder) / "cold")), each),
+            "dram": ({}, each),
+            "lost": ({"max_rows": max_rows, "eviction": "lru"}, max_rows),
+            "rocksdb": ({"max_rows": max_rows, "eviction": "lru", "cold_store": str(Path(folder) / "cold")}, each),
         }
         sides = {name: Side(arguments, b, batches, filled) for name, (b, filled) in bounds.items()}
         seconds: dict[str, list[float]] = {name: [] for name in sides}

@@ -11,8 +11,9 @@ project = "torchrec_recstore"
 copyright = "the authors of torchrec_recstore"
 version = release = torchrec_recstore.__version__
 
-extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
+extensions = ["myst_nb", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
 exclude_patterns = ["_build"]
+nb_execution_mode = "off"  # tests/docs/test_notebook.py runs the notebook
 html_theme = "furo"
 html_title = f"RecStore for TorchRec {release}"
 html_show_sourcelink = False
@@ -31,7 +32,7 @@ napoleon_custom_sections = [("Source", "notes_style")]
 # A reference without a target is a warning. Names of other packages are excluded, because a build has no network.
 nitpicky = True
 nitpick_ignore_regex = [
-    (r"py:.*", r"(torch|torchrec|fbgemm_gpu|collections|typing|pathlib)\..*"),
+    (r"py:.*", r"(torch|torchrec|fbgemm_gpu|collections|os|typing|pathlib)\..*"),
     (r"py:.*", r"ParameterSharding|PlannerError|SafetensorError|Tensor"),
     # Signatures contain these types, which only the package itself makes.
     (
