@@ -4,10 +4,10 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/pip --disable-pip-version-check --quiet
-SOURCES := $(wildcard $(addprefix torchrec_recstore/csrc/,*.* ops/*.* serving/*.* serving/ops/*.*))
+SOURCES := $(wildcard $(addprefix torchrec_recstore/csrc/,*.* ops/*.* serving/*.* serving/ops/*.*)) $(wildcard torchrec_recstore/include/recstore/*.h)
 CORE := $(wildcard torchrec_recstore/csrc/*.cpp torchrec_recstore/csrc/serving/*.cpp)
 
-.PHONY: help build train online test test-slow test-all test-cpp test-faults test-tsan test-mutations parity matrix lint proto bench docs package clean
+.PHONY: help build train online test test-slow test-all test-cpp test-faults test-tsan test-mutations parity matrix lint proto bench docs wheel package clean
 .DEFAULT_GOAL := help
 
 help:  ## show this list
@@ -115,11 +115,15 @@ lint: build $(VENV)/.dev-requirements  ## ruff and mypy --strict
 proto: $(VENV)/.dev-requirements  ## generate the Python code of the protocols
 	$(BIN)/python -m grpc_tools.protoc -I. --python_out=. --pyi_out=. --grpc_python_out=. torchrec_recstore/rpc/recstore.proto torchrec_recstore/rpc/predictor.proto
 
-bench: build $(VENV)/.dev-requirements  ## run the benchmarks; writes benchmarks/results.json and the README's table
+bench: build $(VENV)/.dev-requirements  ## run the benchmarks; writes benchmarks/results.json and the tables of the README and the docs
 	$(BIN)/python benchmarks/run.py $(ARGS)
 
 docs: build $(VENV)/.dev-requirements  ## build the documentation as HTML, in build/docs; a warning is an error
 	$(BIN)/python -m sphinx -q -W --keep-going -b html docs build/docs
+
+wheel: build $(VENV)/.dev-requirements  ## build the wheel in dist/
+	rm -rf dist
+	$(BIN)/python -m build --wheel --no-isolation
 
 package: $(VENV)/.dev-requirements  ## build wheel and sdist in dist/, and try each in a clean environment
 	rm -rf dist

@@ -81,10 +81,13 @@ class ShipScripts(build_py):
         for folder in ("examples", "benchmarks"):
             target = os.path.join(self.build_lib, "torchrec_recstore", folder)
             shutil.rmtree(target, ignore_errors=True)
-            shutil.copytree(folder, target, ignore=shutil.ignore_patterns("__pycache__", "results.json"))
+            shutil.copytree(folder, target, ignore=shutil.ignore_patterns("__pycache__", "*.json"))
 
 
 CSRC = "torchrec_recstore/csrc"
+HEADERS = sorted(
+    glob.glob(f"{CSRC}/**/*.[hi]*", recursive=True) + glob.glob("torchrec_recstore/include/**/*.h", recursive=True)
+)
 # The parts of the core that the library of served models contains too: the search of the index, and memory.
 SERVING_CORE = [*glob.glob(f"{CSRC}/row_kernels*.cpp"), f"{CSRC}/memory.cpp", f"{CSRC}/buffer_pool.cpp"]
 
@@ -93,7 +96,7 @@ setup(
         Extension(
             "torchrec_recstore._C",
             sorted(glob.glob(f"{CSRC}/*.cpp") + glob.glob(f"{CSRC}/ops/*.cpp")),
-            depends=sorted(glob.glob(f"{CSRC}/**/*.[hi]*", recursive=True)),
+            depends=HEADERS,
             extra_compile_args=list(FLAGS),
             libraries=["torch", "torch_cpu", "c10"],
             define_macros=[
@@ -108,7 +111,7 @@ setup(
         Extension(
             "torchrec_recstore._serving",
             sorted(SERVING_CORE + glob.glob(f"{CSRC}/serving/**/*.cpp", recursive=True)),
-            depends=sorted(glob.glob(f"{CSRC}/**/*.[hi]*", recursive=True)),
+            depends=HEADERS,
             # torch's headers need C++20 from 2.14 on, and GCC 12 warns about them.
             extra_compile_args=[*FLAGS, "-std=c++20", "-Wno-stringop-overflow"],
             libraries=["torch", "torch_cpu", "c10"],

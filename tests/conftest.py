@@ -8,7 +8,7 @@ import pytest
 
 # An idle OpenMP thread spins for milliseconds, which takes time from the other processes of the tests. OpenMP reads
 # this variable when torch is imported.
-os.environ.setdefault("GOMP_SPINCOUNT", "10000")
+os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 
 import torch
 import torch.distributed as dist

@@ -17,8 +17,10 @@ from torchrec_recstore.store import Table
 
 IDS = torch.tensor([1, -5, 7])
 OFFSETS = torch.tensor([0, 1, 3])
-PLACES = torch.tensor([3, 0, 2])
+PLACES = torch.tensor([3, 0, 6])
 BYTES = torch.ones(4, 5, dtype=torch.uint8)
+WINDOW = torch.zeros(15, dtype=torch.uint8)
+ROWS = torch.ones(3, 4)
 _keep: list[Any] = []
 
 
@@ -140,11 +142,14 @@ CASES: dict[str, Any] = {
     "kernel_read": lambda: (_kernel()._handle, IDS, OFFSETS, [], torch.ones(3)),
     "rows_forward": lambda: ([_group(), _group()], IDS, [2, 1], True),
     "rows_begin": lambda: (_group(), IDS),
-    "ids_split": lambda: (IDS, torch.tensor([0, 1, 1]), 2),
+    "rows_read": lambda: ([_group(), _group()], [IDS, IDS[:2]], [torch.zeros(3, 4), torch.zeros(2, 4)]),
+    "rows_update": lambda: ([_group(), _group()], [IDS, IDS[:0]], [torch.ones(3, 4), torch.ones(0, 4)], [0.1, 0.2]),
+    "ids_split": lambda: (IDS, [2, 1], torch.tensor([0, 1, 1]), 2),
+    "ids_distinct": lambda: (torch.tensor([7, -7, 7, 7, 2]), [3, 2]),
     "mix_ids": lambda: (IDS, False),
     "rows_empty": lambda: (3, 4),
-    "rows_put": lambda: (torch.zeros(4, 5, dtype=torch.uint8), PLACES, torch.ones(3, 5, dtype=torch.uint8)),
-    "rows_take": lambda: (torch.ones(4, 5, dtype=torch.uint8), PLACES, torch.zeros(3, 5, dtype=torch.uint8)),
+    "rows_put": lambda: ([BYTES.clone(), BYTES.clone()], PLACES, [2, 1], torch.zeros(17, dtype=torch.uint8), 0),
+    "rows_take": lambda: ([BYTES.clone(), BYTES.clone()], PLACES, [2, 1], torch.zeros(17, dtype=torch.uint8), 0),
     "group_weight_gradients": lambda: (_context(), torch.ones(2, 4)),
     "group_accumulated_backward": lambda: ([_context()], [torch.ones(2, 4)], [0.1]),
     "agree_on_time": lambda: (_clock(), torch.empty(0)),
@@ -217,6 +222,7 @@ TAKE_HANDLE = sorted(
         "snapshot_close",
         "instruction_set",
         "buffer_pool_bytes",
+        "ids_distinct",
         "ids_split",
         "mix_ids",
         "rows_empty",
@@ -230,9 +236,8 @@ _GONE = torch.tensor([10**9])
 
 @pytest.mark.parametrize("name", TAKE_HANDLE)
 def test_an_unknown_handle_is_an_error(name: str) -> None:
-    bad: Any = {"group_create": [10**9], "group_accumulated_backward": [_GONE], "rows_forward": [10**9, 1]}.get(
-        name, 10**9
-    )
+    several: Any = {op: [10**9, 1] for op in ("rows_forward", "rows_read", "rows_update")}
+    bad: Any = {"group_create": [10**9], "group_accumulated_backward": [_GONE], **several}.get(name, 10**9)
     if name in ("group_backward", "group_weight_gradients"):
         bad = _GONE
     with pytest.raises((RuntimeError, ValueError), match="handle"):
@@ -241,7 +246,7 @@ def test_an_unknown_handle_is_an_error(name: str) -> None:
 
 def test_native_checks_do_not_rely_on_the_wrappers() -> None:
     native = torch.ops.recstore_ops
-    table = _table()
+    table, group = _table(), _group()
     for call, names in [
         (lambda: native.table_lookup(table, IDS.int(), False), "ids"),
         (lambda: native.table_lookup(table, IDS[None], False), "ids"),
@@ -249,18 +254,37 @@ def test_native_checks_do_not_rely_on_the_wrappers() -> None:
         (lambda: native.table_read(table, IDS, torch.ones(2, 4)), "out"),
         (lambda: native.table_read(table, IDS, torch.ones(3, 8)[:, ::2]), "contiguous"),
         (lambda: native.rows_empty(-1, 4), "negative"),
-        (lambda: native.ids_split(IDS, PLACES, 3), "owners"),
-        (lambda: native.ids_split(IDS, PLACES - 1, 3), "owners"),
-        (lambda: native.ids_split(IDS, PLACES[:0], 3), "owners"),
-        (lambda: native.ids_split(IDS, PLACES, 0), "n must"),
-        (lambda: native.ids_split(IDS, PLACES, 1 << 16), "n must"),
-        (lambda: native.rows_put(BYTES, PLACES[:1], BYTES), "places"),
-        (lambda: native.rows_put(BYTES, PLACES + 1, BYTES[:3]), "places"),
-        (lambda: native.rows_put(BYTES, PLACES - 4, BYTES[:3]), "places"),
-        (lambda: native.rows_put(BYTES[:, :2], PLACES, BYTES[:3]), "contiguous"),
-        (lambda: native.rows_put(BYTES.int(), PLACES, BYTES[:3]), "out"),
-        (lambda: native.rows_take(BYTES, PLACES + 1, BYTES[:3]), "places"),
-        (lambda: native.rows_take(BYTES, PLACES, torch.ones(3, 6, dtype=torch.uint8)), "one size"),
+        (lambda: native.ids_split(IDS, [3], PLACES, 3), "owners"),
+        (lambda: native.ids_split(IDS, [3], PLACES - 1, 3), "owners"),
+        (lambda: native.ids_split(IDS, [3], PLACES[:0], 3), "owners"),
+        (lambda: native.ids_split(IDS, [3], PLACES, 0), "n must"),
+        (lambda: native.ids_split(IDS, [3], PLACES, 1 << 16), "n must"),
+        (lambda: native.ids_split(IDS, [2], PLACES - PLACES, 2), "counts"),
+        (lambda: native.ids_distinct(IDS, [2]), "counts"),
+        (lambda: native.ids_distinct(IDS.int(), [3]), "ids"),
+        (lambda: native.ids_split(IDS, [4, -1], PLACES - PLACES, 2), "counts"),
+        (lambda: native.rows_put([BYTES], PLACES[:1], [3], WINDOW, 0), "places"),
+        (lambda: native.rows_put([BYTES], PLACES, [3], WINDOW, 0), "places must be from 0 to 3"),
+        (lambda: native.rows_put([BYTES], PLACES - 6, [3], WINDOW, 0), "places must be from 0 to 3"),
+        (lambda: native.rows_put([BYTES[:, :2]], PLACES, [3], WINDOW, 0), "contiguous"),
+        (lambda: native.rows_put([BYTES.int()], PLACES, [3], WINDOW, 0), "rows"),
+        (lambda: native.rows_put([BYTES], None, [3], WINDOW, 0), "counts"),
+        (lambda: native.rows_put([BYTES], None, [4, 0], WINDOW, 0), "counts"),
+        (lambda: native.rows_put([BYTES, BYTES], PLACES, [4, -1], WINDOW, 0), "counts"),
+        (lambda: native.rows_put([BYTES], None, [4], WINDOW, 6), "window must lie"),
+        (lambda: native.rows_put([BYTES], None, [4], WINDOW, -5), "window must lie"),
+        (lambda: native.rows_put([BYTES], None, [4], WINDOW, 4), "between two rows"),
+        (lambda: native.rows_put([BYTES], None, [4], WINDOW[1:], 0), "between two rows"),
+        (lambda: native.rows_take([BYTES], PLACES, [3], WINDOW, 0), "places must be from 0 to 3"),
+        (lambda: native.rows_take([BYTES], None, [4], torch.ones(10, 2, dtype=torch.uint8)[:, 0], 0), "contiguous"),
+        (lambda: native.rows_take([BYTES], None, [4], WINDOW[None], 0), "window"),
+        (lambda: native.rows_read([_group()], [IDS, IDS], [ROWS]), "an entry for each"),
+        (lambda: native.rows_read([_group()], [IDS], [ROWS[:2]]), "rows"),
+        (lambda: native.rows_read([_group()], [IDS], [ROWS.t().contiguous().t()]), "contiguous"),
+        (lambda: native.rows_read([_group()], [IDS.int()], [ROWS]), "ids"),
+        (lambda: native.rows_update([_group()], [IDS], [ROWS[:, :2]], [0.1]), "rows"),
+        (lambda: native.rows_update([_group()], [IDS], [ROWS], []), "learning_rates"),
+        (lambda: native.rows_update([group, group], [IDS, IDS], [ROWS, ROWS], [0.1, 0.1]), "different tables"),
         (lambda: native.table_insert(table, IDS, torch.ones(3, 5)), "weights"),
         (
             lambda: native.table_create("t", 4, 4, 0, False, 0, 0.0, 0.0, 0.0, 0, [0.0] * 15, 0, False, 0, [0] * 8),
@@ -334,3 +358,17 @@ def test_native_checks_do_not_rely_on_the_wrappers() -> None:
     ]:
         with pytest.raises(RuntimeError, match=names):
             call()
+
+
+@pytest.mark.parametrize("row_bytes", [16, 64, 250, 256, 272])
+@pytest.mark.parametrize("offset", [0, 8])
+def test_many_rows_are_put_where_they_belong(row_bytes: int, offset: int) -> None:
+    """Many rows are written past the caches if their size and place allow it."""
+    n = 3 * 2**20 // row_bytes
+    rows = torch.randint(0, 256, (n // 2, row_bytes), dtype=torch.uint8)
+    places = torch.randperm(n)[: n // 2]
+    out = torch.zeros(n * row_bytes + offset, dtype=torch.uint8)[offset:].view(n, row_bytes)
+    expected = out.clone()
+    expected[places] = rows
+    ops.rows_put([out], places, [len(rows)], rows.view(-1), 0)
+    assert torch.equal(out, expected)

@@ -77,6 +77,7 @@ struct Side {
       table->settle_passes(threads);
       std::vector<int64_t> ids(static_cast<size_t>(table->size()));
       table->ids(ids.data());
+      std::sort(ids.begin(), ids.end());
       std::vector<char> images(ids.size() * static_cast<size_t>(table->image_bytes()));
       read_images(*table, ids.data(), table->size(), images.data(), threads);
       state.append(reinterpret_cast<const char*>(ids.data()), ids.size() * sizeof(int64_t));

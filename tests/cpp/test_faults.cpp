@@ -177,6 +177,7 @@ std::string state_of(const Tables& tables) {
     table->settle_passes(executor);
     std::vector<int64_t> ids(static_cast<size_t>(table->size()));
     table->ids(ids.data());
+    std::sort(ids.begin(), ids.end());
     const int64_t n = table->size();
     std::vector<char> images(static_cast<size_t>(n * table->image_bytes()));
     read_images(*table, ids.data(), n, images.data(), executor);
@@ -258,16 +259,29 @@ void backward(Tables& tables, Executor& executor) { tables.passes.back()->backwa
 void accumulated(Tables& tables, Executor& executor) {
   accumulated_backward(tables.passes, {new_ids().grad.data(), new_ids().grad.data()}, {0.1f, 0.2f, 0.3f}, executor);
 }
-// One pass for each table.
-void several_passes(Tables& tables, Executor& executor) {
+const Data& ids_of_one_table() {
   static const Data data(1, 40, 777);
+  return data;
+}
+// One pass for each table.
+std::vector<std::shared_ptr<Pass>> begun_passes(Tables& tables, Executor& executor) {
   std::vector<std::shared_ptr<Pass>> passes;
   std::vector<Pass::Start> starts;
   for (size_t t = 0; t < tables.all.size(); ++t) {
-    passes.push_back(std::make_shared<Pass>(one_table_group(tables.all[t]), data.batch, nullptr, executor));
+    passes.push_back(std::make_shared<Pass>(one_table_group(tables.all[t]), ids_of_one_table().batch, nullptr, executor));
     starts.push_back({passes.back().get(), tables.out.data() + t * 40 * kColumns});
   }
   Pass::begin(starts, executor);
+  return passes;
+}
+void several_passes(Tables& tables, Executor& executor) { begun_passes(tables, executor); }
+void keep_passes(Tables& tables, Executor& executor) {
+  for (auto& pass : begun_passes(tables, executor)) tables.passes.push_back(std::move(pass));
+}
+void end_passes(Tables& tables, Executor& executor) {
+  std::vector<Pass::End> ends;
+  for (const auto& pass : tables.passes) ends.push_back({pass.get(), ids_of_one_table().grad.data(), 0.1f});
+  Pass::end(ends, executor);
 }
 // The forward that follows probes the index again for some positions.
 void prefetch_all(Tables& tables, Executor& executor) {
@@ -319,6 +333,7 @@ void evict_half(Tables& tables, Executor& executor) {
   for_each_table(tables, 0, [&](const std::shared_ptr<Table>& table) {
     std::vector<int64_t> ids(static_cast<size_t>(table->size()));
     table->ids(ids.data());
+    std::sort(ids.begin(), ids.end());
     const auto n = static_cast<int64_t>(ids.size());
     std::vector<char> images(static_cast<size_t>(n * table->image_bytes()));
     read_images(*table, ids.data(), n, images.data(), executor);
@@ -372,6 +387,7 @@ int main() {
       const auto test = [&](const char* name, const Call& before, const Call& call) { every_allocation_fails_once(kind, name, threads, before, call); };
       test("forward", nullptr, forward);
       test("several passes", nullptr, several_passes);
+      test("the end of several passes", keep_passes, end_passes);
       test("forward after a prefetch", prefetch_all, forward);
       test("prefetch", nullptr, prefetch_one);
       test("backward", forward, backward);

@@ -69,6 +69,7 @@ std::vector<char> images_of(Table& table, const std::vector<int64_t>& ids, Execu
 std::vector<int64_t> ids_of(const Table& table) {
   std::vector<int64_t> ids(static_cast<size_t>(table.size()));
   table.ids(ids.data());
+  std::sort(ids.begin(), ids.end());
   return ids;
 }
 int64_t remove(Table& table, const std::vector<int64_t>& ids) {

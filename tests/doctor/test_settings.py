@@ -53,11 +53,26 @@ def test_a_control_group_gives_less_time(tmp_path: Path, files: dict[str, str]) 
     assert usable_cores(machine(tmp_path / "free", {"sys/fs/cgroup/cpu.max": "max 100000\n"}, cores=8)) == 8
 
 
-def test_spinning(tmp_path: Path) -> None:
-    assert "GOMP_SPINCOUNT" in spinning(machine(tmp_path)).fix
-    for name in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY"):
-        finding = spinning(machine(tmp_path, environ={name: "value"}))
-        assert (finding.status, finding.found, finding.fix) == ("ok", f"{name}=value", "")
+@pytest.mark.parametrize(
+    ("environ", "fix"),
+    [
+        ({}, "torchrec_recstore.tune_threads()"),
+        ({"OMP_NUM_THREADS": "1"}, ""),
+        ({"GOMP_SPINCOUNT": "1000"}, ""),
+        ({"GOMP_SPINCOUNT": "10000"}, ""),
+        ({"GOMP_SPINCOUNT": "300000"}, "GOMP_SPINCOUNT=1000"),
+        ({"GOMP_SPINCOUNT": "100k"}, "GOMP_SPINCOUNT=1000"),
+        ({"GOMP_SPINCOUNT": "INFINITE"}, "GOMP_SPINCOUNT=1000"),
+        ({"GOMP_SPINCOUNT": "1000", "OMP_WAIT_POLICY": "active"}, ""),  # libgomp ignores the policy in this case
+        ({"OMP_WAIT_POLICY": "PASSIVE"}, ""),
+        ({"OMP_WAIT_POLICY": "active"}, "OMP_WAIT_POLICY=passive"),
+    ],
+)
+def test_spinning(tmp_path: Path, environ: dict[str, str], fix: str) -> None:
+    finding = spinning(machine(tmp_path, cores=8, environ=environ))
+    assert (finding.status == "warning") == bool(fix)
+    assert fix in finding.fix
+    assert spinning(machine(tmp_path, cores=1)).status == "ok"
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -12,11 +13,12 @@ EXAMPLES = Path(__file__).parents[2] / "examples"
 
 
 @situation("Data that an example cannot read")
-def no_movielens(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def no_criteo(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.syspath_prepend(str(EXAMPLES))
-    from two_tower.movielens import load
+    monkeypatch.syspath_prepend(str(EXAMPLES / "dlrm"))
+    from sources import open_source
 
-    load(tmp_path / "ml-100k")
+    open_source(SimpleNamespace(data=tmp_path / "train.txt", skip_bad_rows=False, limit_rows=None))
 
 
 @situation("A line that is not a row of the Criteo log")
@@ -27,3 +29,16 @@ def bad_line(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
     (tmp_path / "train.txt").write_bytes(b"0\tx" + b"\t" * 38)
     CriteoFile(tmp_path / "train.txt").scan()
+
+
+@situation("Fewer epochs than a run has made")
+def fewer_epochs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.syspath_prepend(str(EXAMPLES))
+    monkeypatch.syspath_prepend(str(EXAMPLES / "dlrm"))
+    import train
+    from common.processes import process_group
+
+    for epochs in (2, 1):
+        with process_group():
+            checkpoints = {"checkpoint": tmp_path / "run", "resume": True, "no_log": True}
+            train.train(train.Settings(limit_rows=200, dim=4, batch_size=80, epochs=epochs, **checkpoints))

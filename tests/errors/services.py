@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch import Tensor
-from torchrec import EmbeddingBagConfig, KeyedJaggedTensor
+from torchrec import EmbeddingBagConfig
 
 from tests.errors.situations import raise_from_a_fork, situation
 from tests.recstore_server import RecStoreServer
@@ -17,13 +17,16 @@ from tests.redis_server import PROGRAM, free_port, redis_server
 from tests.secrets import write_secret
 from torchrec_recstore import RecStoreEmbeddingBagCollection, save_checkpoint
 from torchrec_recstore.optim import SGD
-from torchrec_recstore.options import RedisStore, RocksDBStore, ServerStore, TableOptions
+from torchrec_recstore.options import MinFrequency, RedisStore, RocksDBStore, ServerStore, TableOptions
+from torchrec_recstore.rpc import recstore_pb2 as pb
+from torchrec_recstore.rpc.agreement import to_resume
 from torchrec_recstore.rpc.table_spec import TableSpec
 from torchrec_recstore.service import RecStoreClient
 from torchrec_recstore.service.applied import AppliedRequests
 from torchrec_recstore.service.credentials import watched_token
 from torchrec_recstore.service.data_directory import DataDirectory
-from torchrec_recstore.service.hosted import HostedBackend, Limits
+from torchrec_recstore.service.hosted import HostedBackend
+from torchrec_recstore.service.limits import Limits
 from torchrec_recstore.service.listening import ListenOptions
 from torchrec_recstore.service.serve import ServerOptions, serve
 from torchrec_recstore.store import Table, redis_store
@@ -153,6 +156,12 @@ def two_sets(error_server: RecStoreServer, second_error_server: RecStoreServer) 
     RecStoreClient(addresses).pull("t_set", THREE)
 
 
+@situation("Servers of an earlier version")
+def without_a_set() -> None:
+    states = [pb.DescribeReply(at=pb.Saved(name=name)) for name in ("stopped-0", "stopped-1")]
+    to_resume(["127.0.0.1:7700", "127.0.0.1:7701"], states)
+
+
 @situation("A server that stops")
 def stopping() -> None:
     requests = AppliedRequests()
@@ -193,14 +202,6 @@ def saved_by_the_model(tmp_path: Path) -> None:
     save_checkpoint(on_servers(), tmp_path / "checkpoint")
 
 
-@situation("A learning rate that servers do not apply")
-def scheduled() -> None:
-    model = on_servers()
-    model._rate.value = 0.5
-    ids = KeyedJaggedTensor(["user"], values=THREE, lengths=torch.tensor([3]))
-    model(ids).values().sum().backward()
-
-
 @situation("A client that has tables already")
 def configured_late() -> None:
     client = RecStoreClient()
@@ -233,6 +234,20 @@ def too_many_tables() -> None:
     spec = TableSpec(4, torch.float32, SGD(lr=1.0), TableOptions())
     tables.create("t_user", spec)
     tables.create("t_item", spec)
+
+
+@situation("More counters than a server takes")
+def too_many_counters() -> None:
+    tables = HostedBackend(Limits(max_counter_bytes=2**23))
+    options = TableOptions(admission=MinFrequency(2, counter_bytes=2**24))
+    tables.create("t_user", TableSpec(4, torch.float32, SGD(lr=1.0), options))
+
+
+@situation("A write that is too large")
+def large_write(error_server: RecStoreServer) -> None:
+    with RecStoreClient([error_server.address]) as client:
+        client.init_data("t_large", (10, 1))
+        client.update("t_large", torch.arange(2**20 + 1), torch.ones(2**20 + 1, 1))
 
 
 @situation("A name that is too long")

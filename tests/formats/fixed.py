@@ -66,7 +66,8 @@ from torchrec_recstore.planner import RecStoreConstraints, RecStorePlanner
 from torchrec_recstore.rpc.table_spec import TableSpec
 from torchrec_recstore.service.applied import AppliedRequests
 from torchrec_recstore.service.data_directory import DataDirectory
-from torchrec_recstore.service.hosted import HostedBackend, Limits
+from torchrec_recstore.service.hosted import HostedBackend
+from torchrec_recstore.service.limits import Limits
 from torchrec_recstore.sharders import RecStoreSharder
 from torchrec_recstore.store import Table
 

@@ -29,7 +29,8 @@ from torchrec_recstore.inference import (
 from torchrec_recstore.inference.row_formats import DTYPES
 from torchrec_recstore.options import RocksDBStore
 from torchrec_recstore.service.data_directory import DataDirectory
-from torchrec_recstore.service.hosted import HostedBackend, Limits
+from torchrec_recstore.service.hosted import HostedBackend
+from torchrec_recstore.service.limits import Limits
 from torchrec_recstore.service.metrics import NoObserver
 from torchrec_recstore.service.server import ParameterServer
 from torchrec_recstore.store import Table

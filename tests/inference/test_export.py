@@ -384,6 +384,22 @@ def test_a_model_that_torchscript_cannot_take(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+class Unannotated(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        tables = [EmbeddingBagConfig(name="t", embedding_dim=2, num_embeddings=9, feature_names=["f"])]
+        self.bags = RecStoreEmbeddingBagCollection(tables)
+
+    def forward(self, features):  # type: ignore[no-untyped-def]
+        return self.bags(features).values()
+
+
+def test_a_forward_without_types_is_named(tmp_path: Path) -> None:
+    says = r"^Unannotated.forward \(.*test_export.py:\d+\) has no type for features, .* features: KeyedJaggedTensor\n"
+    with pytest.raises(ValueError, match=says):
+        export_for_inference(Unannotated(), tmp_path / "m.pt")
+
+
 class Traceable(nn.Module):
     """A model that TorchScript can compile only after a trace."""
 

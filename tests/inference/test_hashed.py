@@ -86,7 +86,7 @@ def test_weights_means_and_ids_without_a_row(tmp_path: Path) -> None:
     assert torch.equal(torch.jit.load(tmp_path / "m.pt")(some), model(some))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.int8], ids=str)
+@pytest.mark.parametrize("dtype", [pytest.param(torch.float32, marks=pytest.mark.slow), torch.int8], ids=str)
 def test_a_replica_follows_a_model(dtype: torch.dtype, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """After 30 deltas, with restarts of the replica, it is equal to a full export."""
     follow(tmp_path, 30, dtype, monkeypatch)

@@ -163,9 +163,11 @@ def test_metrics_and_json(server: FollowCommand, folder: Path, model: nn.Module,
     documented = (ROOT / "docs" / "publishing.md").read_text()
     documented = documented[documented.index("`--metrics` is an address") :]
     names = re.findall(r"`(recstore_\w+)`", documented.partition("\n\n")[0])
-    assert len(names) == 9
+    assert len(names) == 17
     for name in names:
         assert any(found.startswith(name) for found in after), name
+    assert after["recstore_connections"] >= 0
+    assert after["recstore_calls_refused"] == after["recstore_http_connections"] == 0
     assert after["recstore_follow_number"] == 1
     assert after["recstore_follow_versions_behind"] == after["recstore_follow_problem"] == 0
     assert after["recstore_follow_fulls_loaded_total"] == 1

@@ -9,6 +9,7 @@ import pytest
 import torch
 from tensordict import TensorDict
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 from torchrec import (
     EmbeddingBagCollection,
     EmbeddingBagConfig,
@@ -342,3 +343,20 @@ def test_an_initializer_of_the_options_goes_before_that_of_the_config() -> None:
     ebc = RecStoreEmbeddingBagCollection([config], options=TableOptions(UniformInit(1.0, 2.0)))
     out = ebc(KeyedJaggedTensor(["f"], torch.tensor([1]), lengths=torch.tensor([1]))).values()
     assert bool(((out >= 1.0) & (out < 2.0)).all())
+
+
+@pytest.mark.parametrize("fused", [True, False])
+def test_a_reentrant_checkpoint_is_refused(fused: bool) -> None:
+    scale = torch.ones(1, requires_grad=True)
+    bags = RecStoreEmbeddingBagCollection(bag_tables(), fused=fused)
+    rows = RecStoreEmbeddingCollection(sequence_tables(), fused=fused)
+    features = batch(1)
+    for look_up in (
+        lambda given: bags(features).values() * given,
+        lambda given: next(iter(rows(features).values())).values() * given,
+    ):
+        with pytest.raises(RuntimeError, match="use_reentrant=False"):
+            checkpoint(look_up, scale, use_reentrant=True)
+        checkpoint(look_up, scale, use_reentrant=False).sum().backward()
+    for model in (bags.eval(), rows.eval()):
+        checkpoint(lambda given, model=model: (model(features), given * 2)[1], scale, use_reentrant=True)

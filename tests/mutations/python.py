@@ -108,6 +108,20 @@ SERVICE = [
         "The server forgets a write that may still be repeated, and applies the write twice.",
     ),
     Mutation(
+        f"{PACKAGE}/sharders/reset.py",
+        "pairs[-1][1].steps = table.steps",
+        "pairs[-1][1].steps = 0",
+        ["tests/sharders/test_reset.py::test_tables_are_as_new_and_the_dense_part_stays"],
+        "reset_rows sets the clock of the tables back.",
+    ),
+    Mutation(
+        f"{PACKAGE}/sharders/reset.py",
+        "check_replaceable(tables)",
+        "check_replaceable(tables[:1])",
+        ["tests/sharders/test_reset.py::test_a_checkpoint_has_the_rows_before_or_after"],
+        "reset_rows resets the tables before one that is being saved.",
+    ),
+    Mutation(
         f"{PACKAGE}/service/row_calls.py",
         "if len(ids) != header.ids:",
         "if len(ids) > header.ids:",
@@ -115,7 +129,7 @@ SERVICE = [
         "A write whose last parts are missing is applied in part.",
     ),
     Mutation(
-        f"{PACKAGE}/service/hosted.py",
+        f"{PACKAGE}/service/hosted_table.py",
         "wanted = among(known, missing)",
         "wanted = ~among(known, missing)",
         ["tests/service/test_hosted.py::test_initial_rows_are_for_ids_without_a_row"],

@@ -420,6 +420,7 @@ def test_a_scan_gives_each_id_once_though_the_server_repeats(
     store.close()
 
 
+@pytest.mark.slow  # of what a cluster does, the tests of one server have all but the moves of slots
 @needs_cluster
 def test_a_cluster_conforms_and_its_nodes_stop_and_its_slots_move(tmp_path: Path) -> None:
     with redis_cluster(tmp_path) as nodes:

@@ -110,7 +110,7 @@ class TableMachine(RuleBasedStateMachine):
 @pytest.mark.parametrize(
     "optimizer",
     [
-        SGD(0.1, weight_decay=0.1),
+        pytest.param(SGD(0.1, weight_decay=0.1), marks=pytest.mark.slow),
         Adagrad(0.1, eps=1e-3, weight_decay=0.1),
         RowWiseAdagrad(0.1, eps=1e-3, weight_decay=0.1),
     ],
