@@ -5,13 +5,15 @@ from __future__ import annotations
 import shutil
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
+from torchrec_recstore.checkpoint.destination import Destination
 from torchrec_recstore.optim import SGD
 from torchrec_recstore.options import TableOptions
 from torchrec_recstore.rpc import recstore_pb2 as pb
@@ -51,8 +53,8 @@ class Server:
         )
         self.calls.load(request)
 
-    def save(self, phase: str, save_id: str, number: int = 0, active: bool = True) -> int:
-        saved = pb.Saved(name="monday", id=save_id, number=number)
+    def save(self, phase: str, save_id: str, number: int = 0, active: bool = True, name: str = "monday") -> int:
+        saved = pb.Saved(name=name, id=save_id, number=number)
         request = pb.SaveRequest(
             phase=pb.SaveRequest.Phase.Value(phase.upper()), epoch=EPOCH, save=saved, overwrite=True
         )
@@ -68,6 +70,41 @@ def server(tmp_path: Path) -> Iterator[Server]:
     yield server
     server.tables.close()
     server.directory.close()
+
+
+@pytest.mark.parametrize("name", ["monday", "tuesday"])
+def test_a_server_that_is_killed_starts_from_the_save_that_counts(
+    server: Server, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    disks: list[Path] = []
+
+    def around(change: Callable[..., None]) -> Callable[..., None]:
+        def changed(*args: Any) -> None:
+            for step in (lambda: None, lambda: change(*args)):
+                step()
+                disks.append(tmp_path / f"disk-{len(disks)}")
+                shutil.copytree(server.directory.path, disks[-1], ignore=shutil.ignore_patterns("lock"))
+
+        return changed
+
+    for save_id, of_save in (("first", "monday"), ("second", name)):
+        number = server.save("reserve", save_id, name=of_save)
+        server.save("prepare", save_id, number, name=of_save)
+        if save_id == "second":
+            monkeypatch.setattr(DataDirectory, "_write", around(DataDirectory._write))
+            monkeypatch.setattr(Destination, "publish_prepared", around(Destination.publish_prepared))
+        server.save("commit", save_id, number, name=of_save)
+    monkeypatch.undo()
+    newest = []
+    for disk in disks:
+        for _ in range(2):  # the second start is that after another kill
+            directory = DataDirectory(disk)
+            directory.discard("second")  # if it does not count
+            assert directory.at == directory.saves[-1], disk
+            directory.close()
+        newest.append(directory.at.id)
+    assert sorted(set(newest)) == ["first", "second"]
+    assert newest == sorted(newest)
 
 
 def test_a_save_whose_client_has_stopped_gives_way(server: Server) -> None:

@@ -21,6 +21,8 @@ _MEMBERSHIP = "set.json"
 _LOCK = "lock"
 _NAME_BYTES = 200  # files of a save have longer names, and systems take 255 bytes
 _FIELDS = ("last", "stopped")
+_UNLESS = "unless_prepared"
+_PREPARED_LAST = ("id", "last")
 _STOPPED = ("checkpoint", "incarnation", "applied")
 _MEMBER = ("set", "member", "members", "slots", "epoch", "token", "save")
 _PREPARED = ".prepared-"
@@ -59,10 +61,12 @@ class Membership:
 class DataDirectory:
     """The data directory of a server, which holds its saves as ``DIR/NAME``.
 
-    The file ``server.json`` names the save that was made or loaded last. It also holds the state that a stopped server
-    leaves for the next server. The next server deletes this state before it takes calls, so that only one server can
-    continue from it. The file ``set.json`` has the server's :class:`Membership`. A part of a save that does not count
-    yet is ``DIR/.prepared-ID``.
+    The file ``server.json`` names the save that was made or loaded last. It is written before this save is renamed to
+    its name, so that the server starts from the save if and only if it counts: ``unless_prepared`` has the id of the
+    save, and the name of the save to start from as long as this id is one of a prepared part. The file also holds the
+    state that a stopped server leaves for the next server. The next server deletes this state before it takes calls, so
+    that only one server can continue from it. The file ``set.json`` has the server's :class:`Membership`. A part of a
+    save that does not count yet is ``DIR/.prepared-ID``.
 
     Args:
         path: The path of the directory. It is created if it does not exist. One server uses it at a time.
@@ -90,7 +94,7 @@ class DataDirectory:
         """The state that the last server left when it stopped. :meth:`set_last` replaces it."""
         self.membership: Membership | None = None
         """The place in a set. None: the server belongs to no set yet."""
-        state = self._document(_STATE, _FIELDS)
+        state = self._document(_STATE, _FIELDS, (_UNLESS,))
         if state is not None:
             self.last, self.stopped = state["last"], state["stopped"]
         member = self._document(_MEMBERSHIP, _MEMBER)
@@ -111,6 +115,9 @@ class DataDirectory:
                 saved = _manifest_of(entry)
                 if saved is not None:
                     self._saves[entry.name] = pb.Saved(name=entry.name, id=saved.id, number=saved.number)
+        unless = None if state is None else state.get(_UNLESS)
+        if unless is not None and unless["id"] in self._prepared:  # the server was killed before the save counted
+            self.set_last(unless["last"])
 
     @property
     def saves(self) -> list[pb.Saved]:
@@ -158,8 +165,12 @@ class DataDirectory:
         """Adds a part that has been written to :meth:`staging`."""
         self._prepared[saved.id] = saved
 
-    def publish(self, save_id: str) -> None:
+    def publish(self, save_id: str, start_from: bool = False) -> None:
         """Makes a prepared part count: it replaces a save of the same name. Nothing happens if it counts already.
+
+        Args:
+            save_id: The id of the save.
+            start_from: Whether it becomes the save to start from, in the moment in which it counts. Default: False.
 
         Raises:
             FileNotFoundError: The part was not prepared, or another save has replaced it.
@@ -171,9 +182,14 @@ class DataDirectory:
         if saved is None:
             raise FileNotFoundError("this save was not prepared, or another save has replaced it")
         with Destination(self.checkpoint(saved.name), overwrite=True) as destination:
+            if start_from:
+                unless = {"id": save_id, "last": self.last}
+                self._write(_STATE, {"last": saved.name, "stopped": None, _UNLESS: unless})
             destination.publish_prepared(self.staging(save_id))
         del self._prepared[save_id]
         self._saves[saved.name] = saved
+        if start_from:
+            self.last, self.stopped = saved.name, None
 
     def discard(self, save_id: str) -> None:
         """Deletes a prepared part, and what was received for it."""
@@ -200,13 +216,15 @@ class DataDirectory:
         """Releases the directory for another server."""
         self._lock.close()
 
-    def _document(self, name: str, fields: tuple[str, ...]) -> dict[str, Any] | None:
+    def _document(self, name: str, fields: tuple[str, ...], optional: tuple[str, ...] = ()) -> dict[str, Any] | None:
         file = self._path / name
         if not file.exists():
             return None
         try:
             document: dict[str, Any] = json.loads(file.read_bytes())
-            check_fields("it", document, fields, fields)
+            check_fields("it", document, (*fields, *optional), fields)
+            if document.get(_UNLESS) is not None:
+                check_fields(f"{_UNLESS!r}", document[_UNLESS], _PREPARED_LAST, _PREPARED_LAST)
             if document.get("stopped") is not None:
                 check_fields("'stopped'", document["stopped"], _STOPPED, _STOPPED)
             return document

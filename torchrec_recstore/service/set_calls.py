@@ -394,9 +394,8 @@ class SetCalls:
         for other in directory.prepared:
             if other.id != saved.id and other.number <= saved.number:
                 directory.publish(other.id) if other.id in decided else directory.discard(other.id)
-        directory.publish(saved.id)
+        directory.publish(saved.id, start_from=current)
         if current:
-            directory.set_last(saved.name)
             directory.set_membership(replace(member, save=saved.name))
         self._reservations.release(saved.id)
         for name in request.forget:
