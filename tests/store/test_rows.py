@@ -64,4 +64,6 @@ def test_what_does_not_fit_is_refused() -> None:
     ]:
         with pytest.raises(ValueError, match=message):
             table.write_rows(IDS, {**rows, **change})
+    with pytest.raises(TypeError, match="rows must be a mapping as read_rows returns it, got Tensor"):
+        table.write_rows(IDS, rows["weight"])  # type: ignore[arg-type]
     assert torch.equal(table.read_rows(IDS)["weight"], rows["weight"])

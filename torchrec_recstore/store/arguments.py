@@ -109,9 +109,11 @@ def check_whole_rows(
         states: The optimizer's states; see :func:`torchrec_recstore.optim.state_names`.
 
     Raises:
-        TypeError: A tensor has another dtype.
+        TypeError: ``rows`` is not a mapping, or a tensor has another dtype.
         ValueError: A key is missing or unknown, or a tensor has another shape.
     """
+    if not isinstance(rows, Mapping):
+        raise TypeError(f"rows must be a mapping as read_rows returns it, got {type(rows).__name__}")
     expected = ["weight", *states, "last_step", "frequency"]
     if set(rows) != set(expected):
         raise ValueError(f"rows must have the keys {', '.join(expected)}, got {', '.join(rows)}")
