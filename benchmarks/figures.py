@@ -19,6 +19,7 @@ LIMIT = (
 OTHER = ("figure", "measured")
 RESULTS = OTHER
 SERVING = ("figure", "measured", "bar")
+CUDA = ("tables", "ms a step", "over the dense part alone", "up", "down", "copies under kernels", "device memory")
 OPTIONS = ("option", "over", "time (10th to 90th percentile)", "bytes a row")
 
 _OPTIONS: tuple[tuple[str, str, str, dict[str, str]], ...] = (
@@ -254,6 +255,21 @@ def serving_figures(rows: list[dict[str, Any]]) -> list[tuple[str, ...]]:
     if len(made) > 1:
         what = f"making a delta at {max(made):,} rows over {min(made):,} rows"
         lines.append((what, f"{made[max(made)] / made[min(made)]:.2f}x", "0.8x to 1.2x"))
+    return lines
+
+
+def cuda_figures(rows: list[dict[str, Any]]) -> list[tuple[str, ...]]:
+    """Returns a row of :data:`CUDA` for each side of cuda.py. Copies are those of one step."""
+    lines: list[tuple[str, ...]] = []
+    for r in rows:
+        if reason := r.get("not_measured") or r.get("error"):
+            lines.append((r["side"], reason, *[""] * (len(CUDA) - 2)))
+            continue
+        copies = [f"{r[way]['bytes'] / 1e6:.2f} MB in {r[way]['count']:g}" for way in ("up", "down")]
+        hidden = "-" if r["overlap"] is None else f"{r['overlap']:.0%}"
+        memory = "-" if r["device_bytes"] is None else f"{r['device_bytes'] / 1e9:.2f} GB"
+        over = f"{r['step_over_dense_alone']:.2f}x"
+        lines.append((r["side"], f"{r['step_ms']['median']:.2f}", over, *copies, hidden, memory))
     return lines
 
 
