@@ -49,7 +49,7 @@ def test_copies_overlap_and_waits() -> None:
 
 
 def test_a_trace_of_this_machine() -> None:
-    runs = []
+    runs: list[torch.Tensor] = []
     seen = device.traced(lambda: runs.append(torch.ones(3) + 1), torch.device("cpu"))
     assert len(runs) == 1
     assert (seen.up, seen.down, seen.overlap, seen.waits) == (Copies([], 0), Copies([], 0), None, {})
