@@ -30,8 +30,6 @@ from torchrec.distributed.embedding_types import (
 from torchrec.distributed.model_tracker.model_delta_tracker import ModelDeltaTrackerTrec
 from torchrec.distributed.model_tracker.types import TrackingMode
 from torchrec.distributed.planner import EmbeddingShardingPlanner
-from torchrec.distributed.planner.estimator import EmbeddingPerfEstimatorConfig
-from torchrec.distributed.planner.estimator.estimator import TableWiseEvaluator
 from torchrec.distributed.planner.estimator.types import ShardPerfContext
 from torchrec.distributed.planner.types import Enumerator, ParameterConstraints, Stats, Topology, hash_sha256_to_int
 from torchrec.distributed.train_pipeline.pipeline_context import PrefetchTrainPipelineContext
@@ -440,6 +438,11 @@ class PlannerSeams(EmbeddingShardingPlanner):  # type: ignore[misc]
             self._enumerator = self.make_enumerator(self._topology, self._batch_size, self._constraints)
         self._stats: list[Stats] = [self.replace_stats(stats) for stats in self._stats]
 
+    @property
+    def searched(self) -> tuple[Enumerator, Topology]:
+        """The enumerator, and the topology without the memory reserved for the dense part. No public accessors."""
+        return self._enumerator, self._storage_reservation.last_reserved_topology or self._topology
+
 
 def caller_that_enumerates(depth: int) -> tuple[Enumerator, nn.Module, list[ModuleSharder[nn.Module]]] | None:
     """Returns the enumerator, the model and the sharders of ``EmbeddingEnumerator.enumerate``, if that is the caller.
@@ -459,16 +462,12 @@ def caller_that_enumerates(depth: int) -> tuple[Enumerator, nn.Module, list[Modu
     return enumerator, module, sharders
 
 
-def default_forward_ms(
-    evaluator: TableWiseEvaluator, context: ShardPerfContext, config: EmbeddingPerfEstimatorConfig
-) -> float:
+def default_forward_ms(evaluator: Any, context: ShardPerfContext, config: object) -> float:
     """Returns TorchRec's estimate of a forward for a config without annotated methods."""
     return float(evaluator._default_fwd_comp(context, config))
 
 
-def default_backward_ms(
-    evaluator: TableWiseEvaluator, context: ShardPerfContext, config: EmbeddingPerfEstimatorConfig
-) -> float:
+def default_backward_ms(evaluator: Any, context: ShardPerfContext, config: object) -> float:
     """Returns TorchRec's estimate of a backward for a config without annotated methods."""
     return float(evaluator._default_bwd_comp(context, config))
 

@@ -156,6 +156,13 @@ def unknown_constraints(one_rank: None) -> None:
     sharded(collection(bag("t_user")), constraints=constraints)
 
 
+@situation("Tables that do not fit into the memory of the ranks")
+def too_large_tables(one_rank: None) -> None:
+    constraints = {"t_user": RecStoreConstraints(options=TableOptions(expected_rows=300_000_000))}
+    topology = Topology(world_size=1, compute_device="cpu", ddr_cap=4 * 2**30)
+    RecStorePlanner(topology, constraints=constraints).plan(collection(bag("t_user")), [RecStoreSharder()])
+
+
 @situation("Resharding in place")
 def resharding(one_rank: None) -> None:
     model = sharded(collection(bag("t_user")))

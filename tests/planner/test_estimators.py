@@ -140,11 +140,12 @@ def test_inputs_and_outputs_are_estimated_as_for_stock_tables() -> None:
 def test_rows_stay_in_host_memory_under_a_gpu() -> None:
     storage = options_by_type(collection(), device="cuda")["table_wise"].total_storage
     assert storage.hbm < 4096
-    assert storage.ddr == ROWS * (4 * DIM + OVERHEAD)
+    assert storage.ddr == ROWS * (4 * DIM + OVERHEAD) + storage.hbm  # and the batch, which is copied
 
 
-def test_stock_estimates_do_not_change() -> None:
-    ebc, where = collection(rows=ROWS), topology()
+@pytest.mark.parametrize("device", ["cpu", "cuda", "mtia"])
+def test_stock_estimates_do_not_change(device: str) -> None:
+    ebc, where = collection(rows=ROWS), topology(device)
     registered = EmbeddingPerfEstimatorFactory.create(DEFAULT_PERF_ESTIMATOR, topology=where)
     original = EmbeddingPerfEstimatorFactory.create_with_config(EmbeddingPerfEstimatorConfig(), topology=where)
     enumerated = [

@@ -20,6 +20,7 @@ from torchrec.distributed.planner.types import (
 )
 from torchrec.distributed.types import ModuleSharder, ShardingType
 
+from torchrec_recstore.planner.bus import lookup_type
 from torchrec_recstore.planner.constraints import RecStoreConstraints
 from torchrec_recstore.planner.shard_estimators import RecStoreStorageEstimator
 from torchrec_recstore.sharders import (
@@ -73,6 +74,8 @@ class RecStoreEnumerator(EmbeddingEnumerator):  # type: ignore[misc]
             ]
         super().__init__(topology, batch_size, constraints, estimator, use_exact_enumerate_order)
         self._offers: dict[int, _Sharder] = {}
+        self.found: list[ShardingOption] = []
+        """The options that the last call of :meth:`enumerate` has returned."""
 
     def enumerate(self, module: nn.Module, sharders: list[ModuleSharder[nn.Module]]) -> list[ShardingOption]:
         """Returns the sharding options of every table that one of ``sharders`` can shard.
@@ -100,7 +103,21 @@ class RecStoreEnumerator(EmbeddingEnumerator):  # type: ignore[misc]
                     "type must be table_wise",
                     error_type=PlannerErrorType.STRICT_CONSTRAINTS,
                 )
+        self.found = wanted
         return wanted
+
+    def populate_estimates(self, sharding_options: list[ShardingOption]) -> None:
+        """Estimates the options. The estimates of RecStore tables depend on the ``output_dtype`` of their lookups.
+
+        TorchRec takes the dtype of the rows if the constraint of a table has no ``output_dtype``, and does not read the
+        one of the sharder's ``fused_params`` (torchrec 1.8.0).
+        """
+        unset = [o for o in sharding_options if o.compute_kernel == RECSTORE_KERNEL and o.output_dtype is None]
+        for option in unset:
+            option.output_dtype = lookup_type(option, self.sharder_map)
+        super().populate_estimates(sharding_options)
+        for option in unset:  # The plan does not fix the dtype: fused_params may differ when the model is sharded.
+            option.output_dtype = None
 
     def _offer(self, sharder: ModuleSharder[nn.Module]) -> ModuleSharder[nn.Module]:
         if not isinstance(sharder, _Sharder):

@@ -6,15 +6,18 @@ from collections import Counter
 
 from torch import nn
 from torchrec.distributed.planner.stats import EmbeddingStats
-from torchrec.distributed.planner.types import ParameterConstraints, Stats, Topology
+from torchrec.distributed.planner.types import ParameterConstraints, PlannerError, PlannerErrorType, Stats, Topology
 from torchrec.distributed.types import ModuleSharder, ShardingPlan
 
 from torchrec_recstore.planner.constraints import options_of
 from torchrec_recstore.planner.enumerators import RecStoreEnumerator
+from torchrec_recstore.planner.shortages import shortages
 from torchrec_recstore.planner.stats import RecStoreStats
 from torchrec_recstore.sharders import RECSTORE_KERNEL, RecStoreParameterSharding
 from torchrec_recstore.sharders.plan import RecStoreModulePlan
 from torchrec_recstore.torchrec_seams import PlannerSeams, constraints_of
+
+_NO_ROOM = (PlannerErrorType.INSUFFICIENT_STORAGE, PlannerErrorType.STRICT_CONSTRAINTS)
 
 
 class RecStorePlanner(PlannerSeams):
@@ -60,9 +63,16 @@ class RecStorePlanner(PlannerSeams):
 
         Raises:
             PlannerError: No plan satisfies the constraints and the memory limits, or a constraint names a table that
-                the model does not have.
+                the model does not have. If memory is short, the message begins with the tables that do not fit, and
+                with the memory, of the host or of the accelerator, that is too small for them.
         """
-        plan: ShardingPlan = super().plan(module, sharders)
+        try:
+            plan: ShardingPlan = super().plan(module, sharders)
+        except PlannerError as error:
+            lines = self._shortages()
+            if not lines or error.error_type not in _NO_ROOM:
+                raise
+            raise PlannerError("\n".join([*lines, "", str(error)]), error_type=error.error_type) from None
         tables = [
             (path, module_plan, name)
             for path, module_plan in plan.plan.items()
@@ -78,3 +88,8 @@ class RecStorePlanner(PlannerSeams):
             module_plan[name] = RecStoreParameterSharding.of(module_plan[name], options, row_name)
         plan.plan = {path: RecStoreModulePlan(module_plan) for path, module_plan in plan.plan.items()}
         return plan
+
+    def _shortages(self) -> list[str]:
+        enumerator, topology = self.searched
+        # An enumerator of the user's class does not keep its options. TorchRec's message is all there is then.
+        return shortages(enumerator.found, topology) if isinstance(enumerator, RecStoreEnumerator) else []

@@ -25,9 +25,10 @@ class RecStoreStorageEstimator(EmbeddingStorageEstimator):  # type: ignore[misc]
     """A storage estimator that estimates RecStore tables by the host memory of their resident rows.
 
     The estimate of a RecStore table has the rows that are expected to be resident, with their optimizer state, index
-    and bookkeeping, and the table's inputs and outputs, which TorchRec's estimator computes. If the table has an
-    admission policy, the estimate of each shard includes the counter of sightings. Tables on TorchRec's kernels are
-    estimated by TorchRec's estimator.
+    and bookkeeping, and the table's inputs and outputs, which TorchRec's estimator computes. If the topology's
+    ``compute_device`` is an accelerator, the inputs and outputs are in its memory and, for the copies, in host memory,
+    too. If the table has an admission policy, the estimate of each shard includes the counter of sightings. Tables on
+    TorchRec's kernels are estimated by TorchRec's estimator.
     """
 
     def estimate(self, sharding_options: list[ShardingOption], sharder_data_map: SharderDataMap) -> None:
@@ -59,7 +60,8 @@ class RecStoreStorageEstimator(EmbeddingStorageEstimator):  # type: ignore[misc]
                 columns = shard.size[1]
                 of_row = row_bytes(_dtype(option), columns) + state_bytes(optimizer, columns, itemsize)
                 resident_bytes = shard_rows * (OVERHEAD_BYTES_PER_ROW + of_row) + counter_bytes
-                shard.storage = Storage(hbm=io.storage.hbm, ddr=io.storage.ddr + resident_bytes)
+                copied_bytes = io.storage.hbm  # 0 on the CPU
+                shard.storage = Storage(hbm=io.storage.hbm, ddr=io.storage.ddr + resident_bytes + copied_bytes)
 
 
 def _without_rows(option: ShardingOption) -> ShardingOption:

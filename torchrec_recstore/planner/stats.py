@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
+from collections.abc import Mapping
 from typing import Any
 
+from torch import nn
+from torchrec.distributed.planner.enumerators import EmbeddingEnumerator
 from torchrec.distributed.planner.stats import EmbeddingStats
-from torchrec.distributed.planner.types import ParameterConstraints, ShardingOption
-from torchrec.distributed.types import ShardingPlan
+from torchrec.distributed.planner.types import Enumerator, ParameterConstraints, ShardingOption, Topology
+from torchrec.distributed.types import ModuleSharder, ShardingPlan
 
 from torchrec_recstore.options import TableOptions, resident_rows
+from torchrec_recstore.planner.bus import bus_bytes_of
 from torchrec_recstore.planner.constraints import options_of
 from torchrec_recstore.sharders import RECSTORE_KERNEL
 
@@ -19,20 +23,36 @@ logger = logging.getLogger("torchrec.distributed.planner.stats")
 
 
 class RecStoreStats(EmbeddingStats):  # type: ignore[misc]
-    """A logger of a plan's statistics that adds the rows and bytes assumed for the RecStore tables."""
+    """A logger of a plan's statistics that adds the rows and bytes assumed for the RecStore tables.
+
+    If the topology has an accelerator, it also adds the bytes over the bus.
+    """
 
     def log(
         self,
         sharding_plan: ShardingPlan,
+        topology: Topology,
         *args: Any,
         best_plan: list[ShardingOption],
         constraints: dict[str, ParameterConstraints] | None = None,
+        enumerator: Enumerator | None = None,
         **kwargs: Any,
     ) -> None:
         """Logs the statistics of a plan. See TorchRec's ``EmbeddingStats``; the arguments are the same."""
-        super().log(sharding_plan, *args, best_plan=best_plan, constraints=constraints, **kwargs)
+        super().log(
+            sharding_plan,
+            topology,
+            *args,
+            best_plan=best_plan,
+            constraints=constraints,
+            enumerator=enumerator,
+            **kwargs,
+        )
         for line in assumed(best_plan, constraints):
             logger.info(line)
+        if topology.compute_device != "cpu" and isinstance(enumerator, EmbeddingEnumerator):
+            for line in copied(best_plan, topology, constraints, enumerator.sharder_map):
+                logger.info(line)
 
 
 def assumed(options: list[ShardingOption], constraints: dict[str, ParameterConstraints] | None) -> list[str]:
@@ -55,6 +75,34 @@ def assumed(options: list[ShardingOption], constraints: dict[str, ParameterConst
         ranks = ", ".join(f"rank {s.rank}: {s.storage.ddr / 2**30:.3f} GiB" for s in option.shards)
         lines.append(f"RecStore table {name!r}: {rows:,} resident rows assumed ({_source(asked, rows)}); {ranks}")
     return lines
+
+
+def copied(
+    options: list[ShardingOption],
+    topology: Topology,
+    constraints: dict[str, ParameterConstraints] | None,
+    sharders: Mapping[str, ModuleSharder[nn.Module]],
+) -> list[str]:
+    """Returns one line of text for each rank with the bytes that its RecStore tables copy over the bus in a step.
+
+    Args:
+        options: The options of the plan.
+        topology: The topology of the plan, with an accelerator.
+        constraints: The constraints, by table name.
+        sharders: The sharders, by ``module_type_key`` of the options.
+    """
+    down: Counter[int] = Counter()
+    up: Counter[int] = Counter()
+    for option in options:
+        if option.compute_kernel == RECSTORE_KERNEL:
+            for shard, each in zip(option.shards, bus_bytes_of(option, topology, constraints, sharders), strict=True):
+                down[shard.rank] += round(each.down)
+                up[shard.rank] += round(each.up)
+    return [
+        f"RecStore tables of rank {rank} copy in a step {down[rank] / 2**20:.3f} MiB to the host and "
+        f"{up[rank] / 2**20:.3f} MiB to {topology.compute_device}"
+        for rank in sorted(down)
+    ]
 
 
 def _source(options: TableOptions, rows: int) -> str:

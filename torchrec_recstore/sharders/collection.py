@@ -49,7 +49,7 @@ from torchrec_recstore.sharders.plan import (
     hashed_features,
     refuse_replicas,
     remote_options,
-    warn_if_overridden,
+    warn_of_planner,
     warn_of_stock_tables,
     with_own_arguments,
 )
@@ -333,7 +333,8 @@ class RecStoreCollectionSharder(BaseEmbeddingSharder):  # type: ignore[misc]
     """
 
     _sharded: ClassVar[type[RecStoreCollection]]
-    _offers_stock = False
+    offers_stock = False
+    """Whether the sharder is a copy from :meth:`with_stock_kernels`."""
 
     def __init__(
         self,
@@ -356,7 +357,7 @@ class RecStoreCollectionSharder(BaseEmbeddingSharder):  # type: ignore[misc]
     def with_stock_kernels(self: _Self) -> _Self:
         """Returns a copy that also offers TorchRec's kernels, for planners that choose the kernel by constraint."""
         offer = copy.copy(self)
-        offer._offers_stock = True
+        offer.offers_stock = True
         return offer
 
     def _dealt_out(
@@ -380,7 +381,7 @@ class RecStoreCollectionSharder(BaseEmbeddingSharder):  # type: ignore[misc]
         ``numel`` of a parameter counts the resident rows only, so that TorchRec's planner estimates their memory.
         """
         parameters: dict[str, nn.Parameter] = super().shardable_parameters(module)
-        if self._offers_stock:
+        if self.offers_stock:
             return parameters  # The size depends on the kernel, and the planner's own estimator computes it.
         return {name: ResidentParameter.of(parameter, name=name) for name, parameter in parameters.items()}
 
@@ -389,7 +390,7 @@ class RecStoreCollectionSharder(BaseEmbeddingSharder):  # type: ignore[misc]
 
         A copy from ``with_stock_kernels`` also returns the sharding types of TorchRec's sharder.
         """
-        stock = super().sharding_types(compute_device_type) if self._offers_stock else []
+        stock = super().sharding_types(compute_device_type) if self.offers_stock else []
         return list(dict.fromkeys([*self._sharded._supported, *stock]))
 
     def compute_kernels(self, sharding_type: str, compute_device_type: str) -> list[str]:
@@ -398,7 +399,7 @@ class RecStoreCollectionSharder(BaseEmbeddingSharder):  # type: ignore[misc]
         A copy from ``with_stock_kernels`` also returns the kernels of TorchRec's sharder.
         """
         kernels = [RECSTORE_KERNEL] if sharding_type in self._sharded._supported else []
-        if self._offers_stock and sharding_type in super().sharding_types(compute_device_type):
+        if self.offers_stock and sharding_type in super().sharding_types(compute_device_type):
             kernels += super().compute_kernels(sharding_type, compute_device_type)
         return kernels
 
@@ -406,7 +407,7 @@ class RecStoreCollectionSharder(BaseEmbeddingSharder):  # type: ignore[misc]
     def module_type(self) -> type[nn.Module]:
         """The class of the modules that this sharder shards."""
         kind: type[nn.Module] = super().module_type
-        warn_if_overridden(self, kind)
+        warn_of_planner(self, kind, self.offers_stock)
         return kind
 
     @property

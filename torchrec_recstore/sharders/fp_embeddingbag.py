@@ -13,7 +13,7 @@ from torchrec.distributed.types import ParameterSharding, QuantizedCommCodecs, S
 from torchrec.modules.fp_embedding_modules import FeatureProcessedEmbeddingBagCollection
 
 from torchrec_recstore.sharders.embeddingbag import RecStoreSharder
-from torchrec_recstore.sharders.plan import warn_if_overridden
+from torchrec_recstore.sharders.plan import warn_of_planner
 from torchrec_recstore.torchrec_seams import FeatureProcessedSharderSeams
 
 
@@ -52,7 +52,7 @@ class RecStoreFeatureProcessedEmbeddingBagCollectionSharder(
     def module_type(self) -> type[FeatureProcessedEmbeddingBagCollection]:
         """The class of the modules that this sharder shards."""
         kind: type[FeatureProcessedEmbeddingBagCollection] = super().module_type
-        warn_if_overridden(self, kind)
+        warn_of_planner(self, kind, self.inner_sharder.offers_stock)
         return kind
 
     def with_stock_kernels(self) -> RecStoreFeatureProcessedEmbeddingBagCollectionSharder:

@@ -1,14 +1,21 @@
-"""The estimate of the speed of RecStore's kernel, for TorchRec's planner."""
+"""The speed of RecStore's kernel, and its copies between the host and an accelerator, for TorchRec's planner."""
 
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 from torchrec.distributed.planner.constants import DEFAULT_PERF_ESTIMATOR
 from torchrec.distributed.planner.estimator import EmbeddingPerfEstimatorConfig, EmbeddingPerfEstimatorFactory
 from torchrec.distributed.planner.estimator.annotations import backward_compute, forward_compute
-from torchrec.distributed.planner.estimator.estimator import TableWiseEvaluator
+from torchrec.distributed.planner.estimator.estimator import (
+    EmbeddingShardingPerfEvaluator,
+    TableWiseEvaluator,
+    get_embedding_perf_sharding_evaluator,
+)
 from torchrec.distributed.planner.estimator.types import ShardPerfContext
 from torchrec.distributed.types import ShardingType
 
+from torchrec_recstore.sharders.kernel import IN_NODE
 from torchrec_recstore.sharders.plan import RECSTORE_KERNEL
 from torchrec_recstore.torchrec_seams import default_backward_ms, default_forward_ms
 
@@ -19,12 +26,67 @@ Measured for forward and backward with row-wise Adagrad, with malloc told to kee
 (benchmarks/results.json, cases big and criteo, 2026-11-21). With malloc's default settings the ratio is larger.
 """
 
-_WITH_BLOCKS = [
+_TYPES = [each.value for each in ShardingType if each is not ShardingType.DATA_PARALLEL]
+
+_WITH_BLOCKS = {
     ShardingType.TABLE_WISE.value,
     ShardingType.COLUMN_WISE.value,
     ShardingType.TABLE_COLUMN_WISE.value,
-]
+}
 """The sharding types that TorchRec estimates with ``TableWiseEvaluator`` and its subclasses (torchrec 1.8.0)."""
+
+_ID_BYTES = _OFFSET_BYTES = 8
+_WEIGHT_BYTES = 4
+
+
+@dataclass(frozen=True)
+class BusBytes:
+    """The bytes that a RecStore table on one rank copies between the host and an accelerator in a training step.
+
+    Args:
+        ids: The ids of the batch, with the offsets of its bags and the weights of its ids, to the host.
+        rows: The pooled rows, or the rows of a sequence, to the accelerator.
+        gradients: The gradients of these rows, to the host.
+        weight_gradients: The gradients of the weights that a feature processor has computed, to the accelerator.
+    """
+
+    ids: float
+    rows: float
+    gradients: float
+    weight_gradients: float
+
+    @property
+    def down(self) -> float:
+        """The bytes to the host."""
+        return self.ids + self.gradients
+
+    @property
+    def up(self) -> float:
+        """The bytes to the accelerator."""
+        return self.rows + self.weight_gradients
+
+
+def bus_bytes(context: ShardPerfContext) -> BusBytes:
+    """Returns the estimated bytes of one shard of a RecStore table over the bus in a step.
+
+    Args:
+        context: TorchRec's description of the shard. Its ``output_data_type_size`` is that of the results of lookups.
+    """
+    split = 1
+    if context.sharding_type == ShardingType.ROW_WISE.value:
+        split = context.world_size
+    elif context.sharding_type in IN_NODE:
+        split = context.intra_group_size
+    ids = context.batch_inputs * context.world_size / split
+    bags = sum(n * b for n, b in zip(context.num_poolings, context.batch_sizes, strict=True)) * context.world_size
+    of_weights = ids * _WEIGHT_BYTES if context.is_weighted and context.is_pooled else 0
+    rows = (bags if context.is_pooled else ids) * context.emb_dim * context.output_data_type_size
+    return BusBytes(
+        ids=ids * _ID_BYTES + (bags * _OFFSET_BYTES if context.is_pooled else 0) + of_weights,
+        rows=rows,
+        gradients=rows,
+        weight_gradients=of_weights if context.has_feature_processor else 0,
+    )
 
 
 class _WithoutBlocks(TableWiseEvaluator):  # type: ignore[misc]
@@ -41,15 +103,23 @@ class _WithoutBlocks(TableWiseEvaluator):  # type: ignore[misc]
         return False
 
 
-def _evaluator(context: ShardPerfContext) -> TableWiseEvaluator:
-    return _WithoutBlocks() if context.compute_kernel == RECSTORE_KERNEL else TableWiseEvaluator()
+def _evaluator(context: ShardPerfContext) -> EmbeddingShardingPerfEvaluator:
+    if context.compute_kernel == RECSTORE_KERNEL and context.sharding_type in _WITH_BLOCKS:
+        return _WithoutBlocks()
+    return get_embedding_perf_sharding_evaluator(context.sharding_type)
 
 
 class RecStorePerfConfig(EmbeddingPerfEstimatorConfig):  # type: ignore[misc]
     """The config of TorchRec's performance estimator with RecStore's kernel added.
 
-    The estimates of TorchRec's own kernels do not change.
+    The host looks up and updates the rows of RecStore tables. If the topology's ``compute_device`` is an accelerator,
+    the bytes of :func:`bus_bytes` cross the bus in addition, at the topology's ``hbm_to_ddr_mem_bw``. The estimates of
+    TorchRec's own kernels do not change.
     """
+
+    _over_bus = False
+    """Whether the topology has an accelerator. TorchRec names the device only to :meth:`get_device_bw`, which it calls
+    for each table before the methods below (torchrec 1.7.0, 1.8.0 and 1.9.2)."""
 
     def get_device_bw(
         self,
@@ -64,11 +134,12 @@ class RecStorePerfConfig(EmbeddingPerfEstimatorConfig):  # type: ignore[misc]
     ) -> float | None:
         """Returns the bandwidth of a kernel's rows in bytes per millisecond.
 
-        The rows of RecStore tables are in host memory. For a GPU, the bandwidth is that of the link between host memory
-        and the GPU. The arguments are those of TorchRec's method.
+        The rows of RecStore tables are in host memory, whatever the device of the dense part is. The arguments are
+        those of TorchRec's method.
         """
+        self._over_bus = compute_device != "cpu"
         if compute_kernel == RECSTORE_KERNEL:
-            return SPEED_OVER_FUSED * ddr_mem_bw if compute_device == "cpu" else hbm_to_ddr_mem_bw
+            return SPEED_OVER_FUSED * ddr_mem_bw
         bandwidth: float | None = super().get_device_bw(
             compute_device,
             compute_kernel,
@@ -81,15 +152,22 @@ class RecStorePerfConfig(EmbeddingPerfEstimatorConfig):  # type: ignore[misc]
         )
         return bandwidth
 
-    @forward_compute(_WITH_BLOCKS)  # type: ignore[untyped-decorator]
+    @forward_compute(_TYPES)  # type: ignore[untyped-decorator]
     def forward_ms(self, context: ShardPerfContext) -> float:
         """Returns the estimated milliseconds of a forward pass. The cost per row is that of row-wise sharding."""
-        return default_forward_ms(_evaluator(context), context, self)
+        copied = self._copied(context)
+        bus_ms = (copied.ids + copied.rows) / context.hbm_to_ddr_mem_bw if copied else 0
+        return default_forward_ms(_evaluator(context), context, self) + bus_ms
 
-    @backward_compute(_WITH_BLOCKS)  # type: ignore[untyped-decorator]
+    @backward_compute(_TYPES)  # type: ignore[untyped-decorator]
     def backward_ms(self, context: ShardPerfContext) -> float:
         """Returns the estimated milliseconds of a backward pass. The cost per row is that of row-wise sharding."""
-        return default_backward_ms(_evaluator(context), context, self)
+        copied = self._copied(context)
+        bus_ms = (copied.gradients + copied.weight_gradients) / context.hbm_to_ddr_mem_bw if copied else 0
+        return default_backward_ms(_evaluator(context), context, self) + bus_ms
+
+    def _copied(self, context: ShardPerfContext) -> BusBytes | None:
+        return bus_bytes(context) if self._over_bus and context.compute_kernel == RECSTORE_KERNEL else None
 
 
 def register_kernel() -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 from torchrec.distributed.embedding_types import EmbeddingComputeKernel
-from torchrec.distributed.planner.types import ParameterConstraints
+from torchrec.distributed.planner.types import Enumerator, ParameterConstraints
 from torchrec.distributed.types import (
     EmbeddingModuleShardingPlan,
     ModuleSharder,
@@ -35,7 +35,7 @@ from torchrec_recstore.sharders.fused_params import (
 )
 from torchrec_recstore.sharders.kernel import ROW_SPLIT
 from torchrec_recstore.table_configs import check_init_fn
-from torchrec_recstore.torchrec_seams import caller_that_enumerates, constraints_of, marked_optimizer
+from torchrec_recstore.torchrec_seams import caller_that_enumerates, compute_device, constraints_of, marked_optimizer
 from torchrec_recstore.utils import warn_user
 
 RECSTORE_KERNEL: str = EmbeddingComputeKernel.CUSTOMIZED_KERNEL.value
@@ -403,8 +403,11 @@ def warn_of_stock_tables(sharder: ModuleSharder[nn.Module], plan: Mapping[str, P
         )
 
 
-def warn_if_overridden(sharder: ModuleSharder[nn.Module], kind: type[nn.Module]) -> None:
-    """Warns if a later sharder of TorchRec in the planner's list overrides ``sharder``.
+def warn_of_planner(sharder: ModuleSharder[nn.Module], kind: type[nn.Module], offers_stock: bool) -> None:
+    """Warns of what TorchRec's planner does not do for RecStore tables.
+
+    It warns if a later sharder of TorchRec in the planner's list overrides ``sharder``, if the planner counts the rows
+    of RecStore tables as memory of an accelerator, and if it loses the options of its constraints.
 
     A planner makes a map from ``module_type`` to sharders, which has the last sharder of each type. TorchRec reads
     nothing else of the other sharders. This function therefore reads the list of sharders, the model and the
@@ -414,11 +417,14 @@ def warn_if_overridden(sharder: ModuleSharder[nn.Module], kind: type[nn.Module])
     Args:
         sharder: The sharder whose property ``module_type`` calls this function.
         kind: The value of ``module_type``.
+        offers_stock: Whether ``sharder`` is a copy from ``with_stock_kernels``, which only RecStore's enumerator makes.
     """
     caller = caller_that_enumerates(2)
     if caller is None:
         return
     enumerator, module, sharders = caller
+    if not offers_stock:
+        _warn_of_stock_enumerator(enumerator)
     behind = sharders[[other is sharder for other in sharders].index(True) + 1 :]
     # Other RecStore sharders are left out: reading their module_type would call this function again.
     stock = [other for other in behind if not hasattr(other, "with_stock_kernels") and other.module_type is kind]
@@ -437,4 +443,23 @@ def warn_if_overridden(sharder: ModuleSharder[nn.Module], kind: type[nn.Module])
         warn_user(
             f"table(s) {', '.join(map(repr, tables))} are not in RecStore: {theirs}, which comes later in the list of "
             f"sharders, overrides {ours}: put {ours} after it, or leave {theirs} out"
+        )
+
+
+def _warn_of_stock_enumerator(enumerator: Enumerator) -> None:
+    device = compute_device(enumerator)
+    if device != "cpu":
+        warn_user(
+            f"TorchRec's enumerator counts the rows of RecStore tables as memory of {device!r}, and they are in host "
+            "memory: use RecStorePlanner, or pass enumerator=RecStoreEnumerator(topology, ...) to TorchRec's planner"
+        )
+    lost = [
+        name
+        for name, constraint in constraints_of(enumerator).items()
+        if getattr(constraint, "options", TableOptions()) != TableOptions()
+    ]
+    if lost:
+        warn_user(
+            f"TorchRec's planner does not carry the options of table(s) {', '.join(map(repr, lost))} to the ranks: use "
+            "RecStorePlanner"
         )
