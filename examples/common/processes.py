@@ -54,7 +54,10 @@ def process_group() -> Iterator[None]:
 def _fails_first() -> bool:
     """Returns whether this is the first rank that calls this function."""
     assert dist.group.WORLD is not None
-    return dist.group.WORLD.get_group_store().add("failed", 1) == 1
+    try:
+        return dist.group.WORLD.get_group_store().add("failed", 1) == 1
+    except dist.DistError:  # the host of the store has ended before
+        return False
 
 
 def rank_and_world_size() -> tuple[int, int]:

@@ -1,14 +1,14 @@
 """A run of an example: its folder, checkpoints, curves and report, each of which the training loop calls in a line.
 
-    with process_group(), Run("dlrm", settings) as run:
-        state = run.resume(model, optimizer, {"--data": "train.txt"})      # {} at the beginning
-        run.watch(model, {"dense": optimizer}, total_steps=1000, step=state.get("step", 0))
-        for batch in run.timed(batches):
-            ...
-            run.step(len(labels), loss, logits, labels)                    # a point of each curve every few steps
-            run.save(model, optimizer, step, {"step": step})
-        run.log({"AUC/test": auc})
-        run.finish({"test_auc": auc})                                      # tables, report.html and the result as JSON
+with process_group(), Run("dlrm", settings) as run:
+    state = run.resume(model, optimizer, {"--data": "train.txt"})      # {} at the beginning
+    run.watch(model, {"dense": optimizer}, total_steps=1000, step=state.get("step", 0))
+    for batch in run.timed(batches):
+        ...
+        run.step(len(labels), loss, logits, labels)                    # a point of each curve every few steps
+        run.save(model, optimizer, step, {"step": step})
+    run.log({"AUC/test": auc})
+    run.finish({"test_auc": auc})                                      # tables, report.html and the result as JSON
 """
 
 from __future__ import annotations

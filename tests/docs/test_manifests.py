@@ -1,4 +1,4 @@
-"""The manifests of docs/service.md are valid, and start servers with flags that exist."""
+"""The manifests of the docs are valid, and start servers and trainings with flags that exist."""
 
 from __future__ import annotations
 
@@ -6,22 +6,27 @@ import configparser
 import shlex
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import typer
 import yaml
+from torch.distributed.run import get_args_parser
+from torchx.specs.builders import materialize_appdef
+from torchx.specs.finder import get_component
 
 from torchrec_recstore.cli import app
 
 from .pages import ROOT, blocks
 
 PAGE = ROOT / "docs" / "service.md"
+TRAINING = ROOT / "docs" / "operations.md"
 
 
-def manifests(kind: str) -> list[str]:
-    return [block.text for block in blocks(PAGE) if block.kind == kind]
+def manifests(kind: str, page: Path = PAGE) -> list[str]:
+    return [block.text for block in blocks(page) if block.kind == kind]
 
 
 def served(arguments: list[str]) -> dict[str, Any]:
@@ -73,3 +78,48 @@ def test_systemd(tmp_path: Path) -> None:
     file.write_text(text.replace(program, "/bin/true"))
     done = subprocess.run(["systemd-analyze", "verify", str(file)], capture_output=True, text=True, check=False)
     assert str(file.name) not in done.stderr, done.stderr
+
+
+def trained(arguments: list[str]) -> Any:
+    """The arguments of torchrun, after its script's flags were read as the script does. An unknown flag is an error."""
+    parsed = get_args_parser().parse_args(arguments)
+    assert (ROOT / parsed.training_script).exists()
+    program = [sys.executable, str(ROOT / parsed.training_script)]
+    flags = [*parsed.training_script_args, "--data", "missing", "--json", "/dev/null"]
+    done = subprocess.run([*program, *flags, "--help"], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return parsed
+
+
+def test_an_elastic_job() -> None:
+    (text,) = manifests("yaml", TRAINING)
+    service, job = yaml.safe_load_all(text)
+    assert (service["kind"], job["kind"], job["spec"]["completionMode"]) == ("Service", "Job", "Indexed")
+    pod = job["spec"]["template"]
+    assert pod["metadata"]["labels"] == service["spec"]["selector"]
+    assert pod["spec"]["subdomain"] == service["metadata"]["name"]
+    (container,) = pod["spec"]["containers"]
+    assert container["command"] == ["torchrun"]
+    flags = trained(container["args"])
+    assert flags.rdzv_endpoint == f"{job['metadata']['name']}-0.{service['metadata']['name']}:29400"
+    smallest, largest = flags.nnodes.split(":")
+    assert int(smallest) < int(largest) == job["spec"]["completions"] == job["spec"]["parallelism"]
+    mounts = {mount["name"]: mount["mountPath"] for mount in container["volumeMounts"]}
+    assert mounts.keys() == {volume["name"] for volume in pod["spec"]["volumes"]}
+    of_script = dict(each.lstrip("-").split("=") for each in flags.training_script_args if "=" in each)
+    assert of_script["checkpoint"].startswith(mounts["checkpoints"])
+    assert of_script["data"].startswith(mounts["data"])
+
+
+def test_an_elastic_job_of_torchx() -> None:
+    (text,) = [block for block in manifests("text", TRAINING) if block.startswith("torchx run")]
+    words = shlex.split(text)
+    begin = words.index("dist.ddp")
+    app = materialize_appdef(get_component("dist.ddp").fn, words[begin + 1 :])
+    (role,) = app.roles
+    assert (role.num_replicas, role.min_replicas, role.max_retries) == (3, 1, 20)
+    assert role.env["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] == "1"
+    assert {mount.dst_path for mount in role.mounts} == {"/checkpoints", "/data"}
+    launched = shlex.split(role.args[-1].replace("$$", ""))
+    flags = trained(launched[launched.index("--rdzv_backend") :])
+    assert (flags.nnodes, flags.nproc_per_node, flags.max_restarts) == ("1:3", "8", 0)  # as the page says
