@@ -8,6 +8,7 @@ import os
 import sys
 import tempfile
 from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,8 @@ def not_here(side: str, device: torch.device) -> str | None:
     """Returns the reason why a side cannot run here, or None."""
     if side in TORCH_ALONE:
         return None
+    if find_spec("torchrec") is None:
+        return "TorchRec is not installed"
     if device.type == "cuda":
         return no_fbgemm()
     return "unified memory needs CUDA" if side in UNIFIED else None

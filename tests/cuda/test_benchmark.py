@@ -23,6 +23,7 @@ def test_one_line_without_a_device() -> None:
 
 @pytest.mark.slow
 def test_every_side_that_the_cpu_can_run() -> None:
+    pytest.importorskip("torchrec", reason="TorchRec is not installed")
     done = run_forked_command([SCRIPT, "--device", "cpu", *SMALL])
     assert done.returncode == 0, done.stderr
     rows = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]

@@ -12,6 +12,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+
+pytest.importorskip("torchrec", reason="TorchRec is not installed", exc_type=ImportError)
+
 from torchrec import EmbeddingBagCollection, KeyedJaggedTensor
 from torchrec.distributed import DistributedModelParallel, TrainPipelineSparseDist
 from torchrec.distributed.planner import Topology
