@@ -7,7 +7,7 @@ PIP := $(BIN)/pip --disable-pip-version-check --quiet
 SOURCES := $(wildcard $(addprefix torchrec_recstore/csrc/,*.* ops/*.* serving/*.* serving/ops/*.*)) $(wildcard torchrec_recstore/include/recstore/*.h)
 CORE := $(wildcard torchrec_recstore/csrc/*.cpp torchrec_recstore/csrc/serving/*.cpp)
 
-.PHONY: help build train online test test-slow test-all test-cpp test-faults test-tsan test-mutations parity matrix lint proto bench docs wheel package clean
+.PHONY: help build train online test test-slow test-all test-cpp test-faults test-tsan test-mutations parity matrix lint proto bench big docs wheel package clean
 .DEFAULT_GOAL := help
 
 help:  ## show this list
@@ -114,6 +114,9 @@ lint: build $(VENV)/.dev-requirements  ## ruff and mypy --strict
 
 proto: $(VENV)/.dev-requirements  ## generate the Python code of the protocols
 	$(BIN)/python -m grpc_tools.protoc -I. --python_out=. --pyi_out=. --grpc_python_out=. torchrec_recstore/rpc/recstore.proto torchrec_recstore/rpc/predictor.proto
+
+big: build $(VENV)/.dev-requirements  ## an hour: 50 M samples over 200 M ids, with a kill in the middle (runs/big)
+	$(BIN)/python benchmarks/big.py runs/big $(ARGS)
 
 bench: build $(VENV)/.dev-requirements  ## run the benchmarks; writes benchmarks/results.json and the tables of the README and the docs
 	$(BIN)/python benchmarks/run.py $(ARGS)

@@ -1,0 +1,353 @@
+"""Trains for an hour on more ids than memory has room for, and once more with a kill in the middle.
+
+    make big                                      # 50 M samples over 200 M ids, 4 GiB of rows in memory
+    python benchmarks/big.py runs/big --samples 200000 --ids 600000 --memory-mb 12 --every 40960
+
+A model with four tables trains on generated samples. The popularity of the ids is a power law, and the popular ids
+drift: new ids come, and old ones become rare. The rows that memory has no room for are in RocksDB. Every ``--every``
+samples a checkpoint is written: the first is full, the others are deltas. The run is made twice. The second one is
+killed in the middle of an interval by SIGKILL, and resumes from its newest checkpoint. Both must end with the same rows
+to the bit.
+
+The folder gets ``big.json`` (all points of both runs) and ``big.png``. It needs room for the cold rows and the
+checkpoints of one run, about 40 GB by default; they are deleted when a run has ended.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated, Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import typer
+from tqdm import tqdm
+
+BATCH = 4096
+DIM = 32
+SHARES = {"user": 0.3, "item": 0.3, "ad": 0.1, "query": 0.3}  # of all ids
+BAGS = {"user": 1, "item": 5, "ad": 1, "query": 1}  # ids of a sample; the items are a history
+EXPONENT = 1.05
+REPLACED = 0.2  # the share of the ids that are new after the whole run
+POINTS = 100  # a run has this number of points, at most
+
+
+class Size(NamedTuple):
+    """The size of a run: training samples, different ids at a time, rows in memory, samples of an interval."""
+
+    samples: int
+    ids: int
+    max_rows: int
+    every: int
+
+
+# ---- The samples ----
+
+
+def _mixed(values: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    """Hashes 64-bit values bijectively. Source: the finaliser of splitmix64 (Steele et al. 2014)."""
+    x = values.view(np.uint64)
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return (x ^ (x >> np.uint64(31))).view(np.int64)
+
+
+def samples_of(step: int, size: Size) -> tuple[dict[str, npt.NDArray[np.int64]], npt.NDArray[np.float32]]:
+    """Returns the ids of each table, (4096 * ids of a sample,), and the labels, (4096,), of a step."""
+    random = np.random.default_rng([7, step])
+    logits = np.zeros(BATCH, np.float32)
+    ids = {}
+    for number, (table, share) in enumerate(SHARES.items()):
+        population = max(2, int(size.ids * share))
+        # The inverse of the distribution function of a bounded power law: the rank 1 is the most popular.
+        power = 1 - EXPONENT
+        uniform = random.random(BATCH * BAGS[table])
+        rank = (((population + 1.0) ** power - 1) * uniform + 1) ** (1 / power)
+        newest = population * (1 + REPLACED * step * BATCH / size.samples)
+        member = (newest - rank).astype(np.int64)
+        ids[table] = _mixed(member + (number << 40))
+        effect = (_mixed(ids[table] + 1) >> 40).astype(np.float32) * np.float32(2**-23)
+        logits += effect.reshape(BATCH, -1).mean(1) * 2
+    labels = random.random(BATCH, np.float32) < 1 / (1 + np.exp(-logits))
+    return ids, labels.astype(np.float32)
+
+
+# ---- The process that trains ----
+
+
+def train(folder: Path, size: Size) -> None:
+    """Trains, from the newest checkpoint if there is one. Appends the points of the run to ``points.jsonl``."""
+    import logging
+    import warnings
+
+    import torch
+    import torch.distributed as dist
+    from torch import nn
+    from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, KeyedJaggedTensor
+    from torchrec.distributed.model_parallel import DistributedModelParallel
+    from torchrec.distributed.planner import Topology
+    from torchrec.optim.keyed import KeyedOptimizerWrapper
+    from torchrec.optim.optimizers import in_backward_optimizer_filter
+
+    from torchrec_recstore import (
+        RecStoreConstraints,
+        RecStorePlanner,
+        RecStoreSharder,
+        RocksDBStore,
+        TableOptions,
+        load_checkpoint,
+        save_checkpoint,
+        table_stats,
+    )
+    from torchrec_recstore.store.stats import combined
+
+    class Clicks(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.tables = EmbeddingBagCollection(
+                tables=[
+                    EmbeddingBagConfig(name=name, embedding_dim=DIM, num_embeddings=size.ids, feature_names=[name])
+                    for name in SHARES
+                ],
+                device=torch.device("meta"),
+            )
+            self.dense = nn.Sequential(nn.Linear(DIM * len(SHARES), 64), nn.ReLU(), nn.Linear(64, 1))
+
+        def forward(self, features: KeyedJaggedTensor) -> torch.Tensor:
+            return self.dense(self.tables(features).values()).squeeze(1)  # type: ignore[no-any-return]
+
+    warnings.simplefilter("ignore")  # docs/errors.md explains what TorchRec and torch warn of
+    logging.getLogger("torchrec").setLevel(logging.ERROR)
+    logging.getLogger("torch.fx").setLevel(logging.ERROR)
+    torch.manual_seed(0)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    (folder / "cold").mkdir(exist_ok=True)
+    (folder / "checkpoints").mkdir(exist_ok=True)
+    module = Clicks()
+    sharder = RecStoreSharder(fused_params={"learning_rate": 0.05})
+    constraints = {}
+    for name, share in SHARES.items():
+        cold = RocksDBStore(str(folder / "cold" / name))
+        options = TableOptions(max_rows=int(size.max_rows * share), cold_store=cold)
+        constraints[name] = RecStoreConstraints(options=options)
+    planner = RecStorePlanner(topology=Topology(world_size=1, compute_device="cpu"), constraints=constraints)
+    plan = planner.collective_plan(module, [sharder], dist.group.WORLD)
+    model = DistributedModelParallel(module, plan=plan, sharders=[sharder], device=torch.device("cpu"))
+    parameters = dict(in_backward_optimizer_filter(model.named_parameters()))
+    adam = KeyedOptimizerWrapper(parameters, lambda params: torch.optim.Adam(params, lr=0.001))
+
+    checkpoints = folder / "checkpoints"
+    saved = sorted(checkpoints.glob("step-*"))
+    newest = saved[-1] if saved else None
+    step, points = 0, folder / "points.jsonl"
+    if newest is not None:
+        adam.init_state()
+        state = load_checkpoint(model, newest).training_state or {}
+        adam.load_state_dict(state["dense"])
+        step = state["step"]
+        kept = [line for line in points.read_text().splitlines() if json.loads(line)["samples"] <= step * BATCH]
+        points.write_text("".join(f"{line}\n" for line in kept))
+    lengths = torch.cat([torch.full((BATCH,), BAGS[name]) for name in SHARES])
+    steps, every = size.samples // BATCH, max(1, size.every // BATCH)
+    a_point = max(1, steps // POINTS)
+    before, begin, losses = combined(table_stats(model).values()), time.perf_counter(), []
+    with points.open("a") as out:
+        while step < steps:
+            ids, labels = samples_of(step, size)
+            values = torch.cat([torch.from_numpy(ids[name]) for name in SHARES])
+            logits = model(KeyedJaggedTensor(list(SHARES), values, lengths=lengths))
+            loss = nn.functional.binary_cross_entropy_with_logits(logits, torch.from_numpy(labels))
+            adam.zero_grad()
+            loss.backward()
+            adam.step()
+            losses.append(loss.item())
+            step += 1
+            if step % a_point == 0:
+                seconds, now = time.perf_counter() - begin, combined(table_stats(model).values())
+                looked = now.lookups - before.lookups
+                point = {
+                    "samples": step * BATCH,
+                    "samples_per_second": len(losses) * BATCH / seconds,
+                    "rss": _rss(),
+                    "hit_rate": (now.hits - before.hits) / looked,
+                    "cold_rate": (now.cold_hits - before.cold_hits) / looked,
+                    "rows": now.rows,
+                    "cold_rows": now.cold_rows,
+                    "bytes": now.bytes,
+                    "loss": sum(losses) / len(losses),
+                }
+                print(json.dumps(point), file=out, flush=True)
+                before, begin, losses = now, time.perf_counter(), []
+            if step % every == 0:
+                pause = time.perf_counter()
+                path = checkpoints / f"step-{step:08}"
+                state = {"step": step, "dense": adam.state_dict()}
+                save_checkpoint(model, path, training_state=state, delta_of=newest)
+                newest = path
+                begin += time.perf_counter() - pause  # checkpoints are measured by themselves
+    final = save_checkpoint(model, folder / "final", training_state={"dense": adam.state_dict()})
+    rows = {name: each.rows + each.cold_rows for name, each in table_stats(model).items()}
+    (folder / "end.json").write_text(json.dumps({"rows": rows, "bytes": final.bytes}))
+
+
+def _rss() -> int:
+    """Returns the resident memory of this process in bytes, without pages of files."""
+    status = Path("/proc/self/status").read_text()
+    (line,) = (line for line in status.splitlines() if line.startswith("RssAnon:"))
+    return int(line.split()[1]) * 1024
+
+
+# ---- The two runs ----
+
+
+def run(folder: Path, size: Size, kill_at: int | None) -> dict[str, Any]:
+    """Makes one run in a process of its own, and returns its points, its end, and the checksums of its files.
+
+    Args:
+        folder: The folder of the run.
+        size: The size of the run.
+        kill_at: The number of samples after which the process is killed. None: it is not killed.
+    """
+    folder.mkdir(parents=True)
+    points = folder / "points.jsonl"
+    command = [sys.executable, __file__, "--train", str(folder), *map(str, size)]
+    begin, kills = time.perf_counter(), 0
+    process = subprocess.Popen(command)
+    with tqdm(desc=folder.name, total=size.samples, unit=" samples", unit_scale=True) as bar:
+        while (status := process.poll()) is None:
+            time.sleep(0.05)
+            bar.update(_last(points) - bar.n)
+            if kill_at is not None and kills == 0 and bar.n >= kill_at:
+                process.send_signal(signal.SIGKILL)
+                process.wait()
+                kills += 1
+                process = subprocess.Popen(command)
+    if status:
+        raise SystemExit(f"the process of {folder} has ended with the status {status}")
+    seconds = time.perf_counter() - begin
+    files = json.loads((folder / "final" / "metadata.json").read_text())["files"]
+    made = sorted((folder / "checkpoints").iterdir())
+    sizes = [sum(file.stat().st_size for file in each.iterdir()) for each in made]
+    shutil.rmtree(folder / "cold")
+    shutil.rmtree(folder / "checkpoints")
+    shutil.rmtree(folder / "final")
+    return {
+        **json.loads((folder / "end.json").read_text()),
+        "seconds": seconds,
+        "kills": kills,
+        "checkpoint_bytes": sizes,
+        "files": files,
+        "points": [json.loads(line) for line in points.read_text().splitlines()],
+    }
+
+
+def _last(points: Path) -> int:
+    """Returns the number of samples of the last complete point."""
+    lines = points.read_text().split("\n")[:-1] if points.exists() else []
+    return int(json.loads(lines[-1])["samples"]) if lines else 0
+
+
+def warm(points: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Returns the points after the warm-up: those of the second half of the run."""
+    return points[len(points) // 2 :]
+
+
+def spread_of(points: list[dict[str, Any]], name: str) -> float:
+    """Returns by how much a value leaves its median after the warm-up, at most, as a share of the median."""
+    values = [each[name] for each in warm(points)]
+    median = float(np.median(values))
+    return max(abs(value - median) for value in values) / median
+
+
+def plot(runs: dict[str, dict[str, Any]], path: Path) -> None:
+    """Draws speed, memory and hit rate over the samples of both runs."""
+    import matplotlib
+
+    matplotlib.use("agg")
+    from matplotlib import pyplot
+
+    shown = {
+        "samples_per_second": ("samples a second, thousands", 1e-3),
+        "rss": ("resident memory, GiB", 2**-30),
+        "hit_rate": ("ids found in memory, percent", 100.0),
+    }
+    figure, axes = pyplot.subplots(len(shown), 1, figsize=(8, 7), sharex=True, layout="constrained")
+    for axis, (name, (label, scale)) in zip(axes, shown.items(), strict=True):
+        for run_name, each in runs.items():
+            x = [point["samples"] / 1e6 for point in each["points"]]
+            axis.plot(x, [point[name] * scale for point in each["points"]], label=run_name)
+        axis.set_ylabel(label)
+        axis.set_ylim(bottom=0)
+        axis.grid(alpha=0.3)
+    axes[0].legend()
+    axes[-1].set_xlabel("training samples, millions")
+    figure.savefig(path, dpi=110)
+
+
+def main(
+    folder: Annotated[Path, typer.Argument(help="New folder for the runs.")],
+    samples: Annotated[int, typer.Option(help="Training samples.", min=2 * BATCH)] = 50_000_000,
+    ids: Annotated[int, typer.Option(help="Different ids at a time.", min=100)] = 200_000_000,
+    memory_mb: Annotated[int, typer.Option(help="Memory for rows in MiB.", min=1)] = 4096,
+    every: Annotated[int, typer.Option(help="Samples between two checkpoints.", min=BATCH)] = 5_000_000,
+) -> None:
+    """Train on more ids than memory has room for, undisturbed and with a kill, and compare the ends."""
+    from measure import conditions
+
+    if folder.exists():
+        raise SystemExit(f"{folder} exists: name a new folder")
+    size = Size(samples, ids, memory_mb * 2**20 // _row_bytes(), every)
+    if any(size.max_rows * share < BATCH * BAGS[name] for name, share in SHARES.items()):
+        raise SystemExit(f"--memory-mb {memory_mb} is too little: each table must have room for the ids of a step")
+    runs = {"undisturbed": run(folder / "undisturbed", size, None)}
+    runs["killed"] = run(folder / "killed", size, samples // 2 + every // 2)
+    document = {"size": size._asdict(), "conditions": conditions(), "runs": runs}
+    (folder / "big.json").write_text(json.dumps(document, indent=1) + "\n")
+    plot(runs, folder / "big.png")
+    for line in _lines(runs):
+        print(line)
+    if runs["killed"]["kills"] != 1 or runs["killed"]["files"] != runs["undisturbed"]["files"]:
+        raise SystemExit("the killed run has not ended as the undisturbed one")
+
+
+def _lines(runs: dict[str, dict[str, Any]]) -> Iterator[str]:
+    for name, each in runs.items():
+        points = warm(each["points"])
+        speed, rss, hits = (np.median([p[key] for p in points]) for key in ("samples_per_second", "rss", "hit_rate"))
+        yield (
+            f"{name}: {each['seconds']:,.0f} s, {sum(each['rows'].values()):,} rows; in the second half "
+            f"{speed:,.0f} samples/s (within {spread_of(each['points'], 'samples_per_second'):.0%}), "
+            f"{rss / 2**30:.2f} GiB (within {spread_of(each['points'], 'rss'):.0%}), "
+            f"{hits:.1%} of ids in memory (within {spread_of(each['points'], 'hit_rate'):.0%})"
+        )
+    same = runs["killed"]["files"] == runs["undisturbed"]["files"]
+    yield f"rows, states and dense part of the killed run are {'equal to the bit' if same else 'DIFFERENT'}"
+
+
+def _row_bytes() -> int:
+    """Returns the memory of a row of this benchmark, measured."""
+    import torch
+
+    from torchrec_recstore import Table
+    from torchrec_recstore.optim import RowWiseAdagrad
+
+    table = Table(DIM, optimizer=RowWiseAdagrad(0.05))
+    table.insert(torch.arange(2**18), torch.zeros(2**18, DIM))
+    stats = table.stats()
+    return -(-stats.bytes // stats.rows)
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == ["--train"]:
+        os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+        train(Path(sys.argv[2]), Size(*map(int, sys.argv[3:])))
+    else:
+        typer.run(main)
