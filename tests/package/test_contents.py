@@ -107,6 +107,8 @@ def test_what_extras_name_is_pinned() -> None:
 @pytest.mark.parametrize(
     ("folder", "extras"),
     [
+        ("torchrec_recstore/store", ["", "rocksdb", "redis", "service"]),  # docs/install.md: usable without an extra
+        ("torchrec_recstore/kernels", [""]),
         ("torchrec_recstore", ["", "torchrec-cpu", "torchrec", "rocksdb", "redis", "service", "cli"]),
         ("examples", ["", "torchrec-cpu", "torchrec", "redis", "cli", "examples"]),
         ("benchmarks", ["", "torchrec-cpu", "torchrec", "rocksdb", "redis", "service", "cli", "examples"]),
