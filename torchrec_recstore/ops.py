@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
-from torchrec_recstore import fake_ops
+from torchrec_recstore import fake_ops, late_updates
 from torchrec_recstore.optim import (
     LAMB,
     LARSSGD,
@@ -67,7 +67,8 @@ _KINDS: dict[type, int] = {
 class native_errors:
     """A context manager that converts native errors to their Python types and adds the name of the caller.
 
-    It is a class, because a generator takes three times as long to enter and to leave.
+    It also finishes the updates that wait for gradients from an accelerator (:mod:`torchrec_recstore.late_updates`), so
+    that the native call sees them. It is a class, because a generator takes three times as long to enter and to leave.
 
     Args:
         who: The caller's name at the beginning of the message, such as ``"table 't_user'"``.
@@ -83,7 +84,9 @@ class native_errors:
         self._who = who
 
     def __enter__(self) -> None:
-        """Does nothing."""
+        """Finishes the updates that wait, and raises the error of one that fails."""
+        if late_updates.waiting:
+            late_updates.finish()
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: object) -> None:
         if not isinstance(error, RuntimeError):

@@ -485,6 +485,11 @@ class PrefetchPipelineSeams(PrefetchTrainPipelineSparseDist):  # type: ignore[mi
         return self._pipelined_modules  # type: ignore[no-any-return]
 
     @property
+    def trains_on(self) -> torch.device:
+        """The device of the pipeline. There is no public accessor."""
+        return self._device  # type: ignore[no-any-return]
+
+    @property
     def trains(self) -> bool:
         """Whether the model is in training mode. There is no public accessor of the model."""
         return bool(self._model.training)

@@ -96,6 +96,10 @@ def sharded(module: nn.Module, device: torch.device, options: TableOptions | Non
     )
 
 
+def kernels(model: Any) -> list[Any]:
+    return [kernel for lookup in model.module.lookups for kernel in lookup.kernels()]
+
+
 def host(value: Any) -> Any:
     """The value with all tensors on the host."""
     if isinstance(value, Tensor):
@@ -146,8 +150,12 @@ def feature_processors(device: torch.device) -> Found:
 
 
 def variable_batches(device: torch.device) -> Found:
-    """One forward. FBGEMM's op that repeats the bags has an autograd function in C++, which the device cannot run."""
+    """A forward of the model, and steps of the kernel alone.
+
+    FBGEMM's op that repeats the bags has an autograd function in C++, whose gradients are wrong on a device in Python.
+    """
     model = sharded(EmbeddingBagCollection(bag_tables(), device=META), device)
+    (kernel,) = kernels(model)
     bags = [3, 5, 2]
     lengths = torch.tensor([2, 0, 1, 3, 1, 0, 2, 1, 1, 2])
     features = KeyedJaggedTensor(
@@ -156,16 +164,21 @@ def variable_batches(device: torch.device) -> Found:
         lengths=lengths,
         stride_per_key_per_rank=[[n] for n in bags],
         inverse_indices=(["u", "i", "j"], torch.stack([torch.arange(6) % n for n in bags])),
-    )
-    return {"out": [host(each) for each in outputs(model(features.to(device)).wait())]}
+    ).to(device)
+    seen = [host(each) for each in outputs(model(features).wait())]
+    for _ in range(3):
+        out = kernel(features)
+        (out * out).sum().backward()
+        seen.append(host(out))
+    return {"out": seen, "stats": dict(table_stats(model))}
 
 
 def copies_of_a_step(device: torch.device) -> Found:
-    """The copies of a training step, and of one whose rows were prefetched: way, bytes and dtype."""
+    """The copies of a training step, and of one whose rows were prefetched: and bytes."""
     found = {}
     for name, fused in (("fp32", {}), ("fp16", {"output_dtype": DataType.FP16})):
         model = sharded(EmbeddingBagCollection(bag_tables(), device=META), device, **fused)
-        (kernel,) = [each for lookup in model.module.lookups for each in lookup.kernels()]
+        (kernel,) = kernels(model)
         first, second, third = batches(3, device)
         trained(model, iter([first]))
         for step, features in (("step", second), ("prefetched", third)):
@@ -176,9 +189,17 @@ def copies_of_a_step(device: torch.device) -> Found:
             (out.float() * out.float()).sum().backward()
             bytes_of = {"ids": features.values().numel() * 8 + (15 + 1) * 8, "rows": out.numel() * out.element_size()}
             found[f"{name} {step}"] = (
-                [(each.way, each.bytes) for each in simulated.copies if each.bytes > SMALL],
+                [each for each in simulated.copies if each.bytes > SMALL],
                 bytes_of,
             )
+    model = sharded(EmbeddingBagCollection(bag_tables(), device=META, is_weighted=True), device)
+    (features,) = batches(1, device, weighted=True)
+    simulated.copies.clear()
+    trained(model, iter([features]))
+    found["weighted step"] = (
+        [each for each in simulated.copies[:-1] if each.bytes > SMALL],  # the last one is of the test
+        {"ids": features.values().numel() * 12 + (15 + 1) * 8},
+    )
     return found
 
 

@@ -2,35 +2,26 @@
 
 :func:`register` makes the device ``sim`` of this process. Its tensors have no storage that the host could read. Their
 values are in another tensor, which only the operators of torch, FBGEMM and TorchRec see, as on an accelerator. An
-operator of this package that gets a tensor on the device fails. A copy between host and device is recorded.
+operator of this package that gets a tensor on the device fails. A copy between host and device is recorded, and runs as
+late as the streams of :mod:`tests.device.streams` allow.
 
-Source: ``_setup_privateuseone_for_python_backend`` (torch 2.13), which makes a backend of PrivateUse1 in Python.
+Source: ``_setup_privateuseone_for_python_backend`` (torch 2.13), which makes a backend of PrivateUse1 in Python. It
+gives the device no streams, no events and no pinned memory, so that this package gets them from ``streams_by_type``.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_leaves, tree_map
+
+from tests.device import streams
+from tests.device.streams import Copy, Memory, copies
+from torchrec_recstore.kernels import device_copies
 
 NAME = "sim"
-
-
-@dataclass(frozen=True)
-class Copy:
-    """A copy between the host and the device: ``"down"`` to the host, or ``"up"`` to the device."""
-
-    way: str
-    bytes: int
-    shape: tuple[int, ...]
-    dtype: torch.dtype
-    blocking: bool
-
-
-copies: list[Copy] = []
-"""The copies so far, in their order. Clear the list before the step that is looked at."""
+__all__ = ["NAME", "Copy", "DeviceTensor", "copies", "register"]
 
 _libraries: list[torch.library.Library] = []
 
@@ -39,15 +30,16 @@ class DeviceTensor(torch.Tensor):
     """A tensor on the device. Its values are in ``values``, a tensor on the host that only this module uses."""
 
     @staticmethod
-    def __new__(cls, values: torch.Tensor) -> DeviceTensor:
+    def __new__(cls, values: torch.Tensor, memory: Memory | None = None) -> DeviceTensor:
         tensor = torch._C._acc.create_empty_tensor(values.shape, values.dtype)
         tensor.__class__ = cls
         return tensor  # type: ignore[no-any-return]
 
-    def __init__(self, values: torch.Tensor) -> None:
+    def __init__(self, values: torch.Tensor, memory: Memory | None = None) -> None:
         # The tensor says that it is contiguous. A view that is not is a copy here: writes through it are lost.
         self.values_on_device = values.contiguous()
         self.is_copy_of_a_view = self.values_on_device is not values
+        self.memory = Memory() if memory is None else memory
 
     __torch_function__ = torch._C._disabled_torch_function_impl
 
@@ -55,9 +47,15 @@ class DeviceTensor(torch.Tensor):
 def register() -> torch.device:
     """Makes the device, once for a process, and returns it."""
     if not _libraries:
-        from torch.utils.backend_registration import _setup_privateuseone_for_python_backend
+        from torch.utils.backend_registration import _DummyBackendModule, _setup_privateuseone_for_python_backend
 
-        _setup_privateuseone_for_python_backend(NAME)
+        class Module(_DummyBackendModule):  # type: ignore[misc]
+            """The module ``torch.sim``, with what TorchRec's pipelines ask of every device."""
+
+            def current_stream(self) -> streams.Stream:
+                return streams.DeviceStreams(torch.device(NAME)).current()
+
+        _setup_privateuseone_for_python_backend(NAME, backend_module=Module())
         every, aten = torch.library.Library("_", "IMPL"), torch.library.Library("aten", "IMPL")
         _libraries.extend((every, aten))
         every.fallback(_run, "PrivateUse1")
@@ -66,9 +64,17 @@ def register() -> torch.device:
         aten.impl("copy_", _copy_, "PrivateUse1")
         aten.impl("empty.memory_format", _empty, "PrivateUse1")
         aten.impl("empty_strided", _empty_strided, "PrivateUse1")
+        aten.impl("as_strided", _as_strided, "PrivateUse1")
         aten.impl("_local_scalar_dense", _item, "PrivateUse1")
         for name in ("detach", "alias"):
-            aten.impl(name, lambda tensor: DeviceTensor(tensor.values_on_device), "PrivateUse1")
+            aten.impl(name, lambda tensor: DeviceTensor(tensor.values_on_device, tensor.memory), "PrivateUse1")
+        # The collective of TorchRec's pipelines, which gloo runs on the values.
+        collective, c10d = torch.ops.c10d.alltoall_base_.default, torch.library.Library("c10d", "IMPL")
+        _libraries.append(c10d)
+        c10d.impl("alltoall_base_", lambda *args: _run(collective, *args), "PrivateUse1")
+        # torch's autograd of this view makes a plain tensor of it. No program here differentiates it.
+        aten.impl("view.dtype", _view_as_dtype, "AutogradPrivateUse1")
+        device_copies.streams_by_type[NAME] = streams.DeviceStreams
     return torch.device(NAME, 0)
 
 
@@ -78,18 +84,25 @@ def _values(value: Any) -> Any:
 
 def _run(op: Any, *args: Any, **kwargs: Any) -> Any:
     """Runs an operator of torch, FBGEMM or TorchRec on the values of its device tensors."""
-    if op._schema.is_mutable:
-        written = [
-            given
-            for given, argument in zip(args, op._schema.arguments, strict=False)
+    written = tree_leaves(
+        [
+            args[place] if place < len(args) else kwargs.get(argument.name)
+            for place, argument in enumerate(op._schema.arguments)
             if argument.alias_info is not None and argument.alias_info.is_write
         ]
-        for each in torch.utils._pytree.tree_leaves(written):
-            if isinstance(each, DeviceTensor) and each.is_copy_of_a_view:
-                raise NotImplementedError(f"{op} writes to a view that is not contiguous")
+    )
+    for each in written:
+        if isinstance(each, DeviceTensor) and each.is_copy_of_a_view:
+            raise NotImplementedError(f"{op} writes to a view that is not contiguous")
     if op.namespace.startswith("recstore"):
         raise NotImplementedError(f"{op} got a tensor on the device, whose memory the host cannot read")
-    inputs = {id(_values(each)): each for each in torch.utils._pytree.tree_leaves((args, kwargs))}
+    inputs = {id(_values(each)): each for each in tree_leaves((args, kwargs))}
+    memories = {}
+    for each in tree_leaves((args, kwargs)):
+        if isinstance(each, DeviceTensor):
+            each.memory.used()
+            memories[_storage(each.values_on_device)] = each.memory
+    memories.pop(0, None)  # empty tensors
     mine, named = tree_map(_values, args), {k: tree_map(_values, v) for k, v in kwargs.items() if k != "device"}
     device = kwargs.get("device")
 
@@ -98,13 +111,39 @@ def _run(op: Any, *args: Any, **kwargs: Any) -> Any:
             return value
         if id(value) in inputs:  # changed in place
             return inputs[id(value)]
-        return value if device is not None and torch.device(device).type == "cpu" else DeviceTensor(value)
+        if device is not None and torch.device(device).type == "cpu":
+            return value
+        tensor = DeviceTensor(value, memories.get(_storage(value)))
+        if _storage(tensor.values_on_device) not in memories:
+            tensor.memory.written()
+        return tensor
 
-    return tree_map(out, op(*mine, **named))
+    result = op(*mine, **named)
+    for each in written:
+        if isinstance(each, DeviceTensor):
+            each.memory.written()
+    return tree_map(out, result)
 
 
-def _record(way: str, tensor: torch.Tensor, blocking: bool) -> None:
-    copies.append(Copy(way, tensor.numel() * tensor.element_size(), tuple(tensor.shape), tensor.dtype, blocking))
+def _storage(values: torch.Tensor) -> int:
+    return values.untyped_storage().data_ptr()
+
+
+def _copy(source: torch.Tensor, target: torch.Tensor, non_blocking: bool) -> None:
+    """Copies between the host and the device: at once, or when the stream is waited for."""
+    up = isinstance(target, DeviceTensor)
+    memory = target.memory if isinstance(target, DeviceTensor) else source.memory  # type: ignore[attr-defined]
+    way, host = ("up", source) if up else ("down", target)
+    size = source.numel() * source.element_size()
+    values, into = _values(source), _values(target)
+    streams.copy(
+        Copy(
+            way, size, tuple(source.shape), source.dtype, not non_blocking, streams.is_pinned(host), streams.current()
+        ),
+        memory,
+        lambda: into.copy_(values),
+        None if up else into,
+    )
 
 
 def _to_copy(
@@ -117,24 +156,47 @@ def _to_copy(
     non_blocking: bool = False,
     memory_format: Any = None,
 ) -> torch.Tensor:
-    values = _values(tensor).to(dtype or tensor.dtype, copy=True)
     to = tensor.device.type if device is None else torch.device(device).type
-    if to != tensor.device.type:
-        _record("up" if to == NAME else "down", values, not non_blocking)
-    return DeviceTensor(values) if to == NAME else values
+    if to == tensor.device.type:
+        assert isinstance(tensor, DeviceTensor)
+        tensor.memory.used()
+        cast = DeviceTensor(tensor.values_on_device.to(dtype or tensor.dtype, copy=True))
+        cast.memory.written()
+        return cast
+    # The device casts, so that the copy has the dtype of the result, as long as it is on its way up.
+    source = tensor.to(dtype) if dtype is not None and dtype is not tensor.dtype else tensor
+    values = torch.empty(tensor.shape, dtype=source.dtype)
+    target = DeviceTensor(values) if to == NAME else values
+    _copy(source, target, non_blocking)
+    return target
 
 
 def _copy_from(source: torch.Tensor, target: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
     if isinstance(target, DeviceTensor) and target.is_copy_of_a_view:
         raise NotImplementedError("copy_ writes to a view that is not contiguous")
     if source.device.type != target.device.type:
-        _record("up" if target.device.type == NAME else "down", source, not non_blocking)
+        _copy(source, target, non_blocking)
+        return target
+    for each in (source, target):
+        each.memory.used()  # type: ignore[attr-defined]
     _values(target).copy_(_values(source))
+    target.memory.written()  # type: ignore[attr-defined]
     return target
 
 
 def _copy_(target: torch.Tensor, source: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
     return _copy_from(source, target, non_blocking)
+
+
+def _as_strided(tensor: DeviceTensor, size: Any, stride: Any, storage_offset: int | None = None) -> torch.Tensor:
+    # Slices of slices come here with the offset in the tensor, which says that its own offset is 0.
+    tensor.memory.used()
+    values = tensor.values_on_device
+    return DeviceTensor(values.as_strided(size, stride, values.storage_offset() + (storage_offset or 0)), tensor.memory)
+
+
+def _view_as_dtype(tensor: DeviceTensor, dtype: torch.dtype) -> torch.Tensor:
+    return DeviceTensor(tensor.values_on_device.view(dtype), tensor.memory)
 
 
 def _empty(
@@ -155,5 +217,6 @@ def _empty_strided(
 
 
 def _item(tensor: torch.Tensor) -> Any:
-    _record("down", tensor, True)
-    return _values(tensor).item()
+    found = torch.empty(tensor.shape, dtype=tensor.dtype)
+    _copy(tensor, found, False)
+    return found.item()

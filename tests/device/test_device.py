@@ -14,14 +14,16 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 import torch.utils.backend_registration
 
-from tests.device import scenarios, simulated
+from tests.device import checks, scenarios, simulated, steps
 
 pytestmark = pytest.mark.skipif(
     not hasattr(torch.utils.backend_registration, "_setup_privateuseone_for_python_backend"),
     reason="this torch has no devices in Python",
 )
 
-SHORT = [name for name in scenarios.SCENARIOS if name not in ("long_bounds", "copies_of_a_step")]
+RECORDED = ["copies_of_a_step", "order_of_a_step", *checks.CHECKS]
+SCENARIOS = {**steps.SCENARIOS, **checks.CHECKS}
+SHORT = [name for name in SCENARIOS if name not in ("long_bounds", *RECORDED)]
 
 
 def run(names: list[str], path: str) -> None:
@@ -30,8 +32,8 @@ def run(names: list[str], path: str) -> None:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     found = {}
     for name in names:
-        scenario = scenarios.SCENARIOS[name]
-        on_cpu = None if name == "copies_of_a_step" else scenario(torch.device("cpu"))
+        scenario = SCENARIOS[name]
+        on_cpu = None if name in RECORDED else scenario(torch.device("cpu"))
         simulated.copies.clear()
         found[name] = (on_cpu, scenario(device), len(simulated.copies))
     torch.save(found, path)
@@ -48,7 +50,7 @@ def found_by(names: list[str], folder: Path) -> dict[str, tuple[Any, Any, int]]:
 
 @pytest.fixture(scope="module")
 def short(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Any, Any, int]]:
-    return found_by([*SHORT, "copies_of_a_step"], tmp_path_factory.mktemp("device"))
+    return found_by([*SHORT, *RECORDED], tmp_path_factory.mktemp("device"))
 
 
 def same(one: Any, other: Any) -> bool:
@@ -71,11 +73,68 @@ def test_results_are_those_of_the_cpu(name: str, short: dict[str, tuple[Any, Any
 
 def test_a_step_copies_ids_rows_and_gradients_once(short: dict[str, tuple[Any, Any, int]]) -> None:
     found = short["copies_of_a_step"][1]
+    weighted = found.pop("weighted step")
     assert set(found) == {f"{name} {step}" for name in ("fp32", "fp16") for step in ("step", "prefetched")}
+    assert [each.way for each in weighted[0]] == ["down", "up", "down"]
+    assert weighted[0][0].bytes == weighted[1]["ids"]  # with the weights
     for step, (copies, sizes) in found.items():
         down = [] if step.endswith("prefetched") else [("down", sizes["ids"])]  # the prefetch has copied the ids
-        assert copies == [*down, ("up", sizes["rows"]), ("down", sizes["rows"])], step
+        assert [(each.way, each.bytes) for each in copies] == [*down, ("up", sizes["rows"]), ("down", sizes["rows"])]
+        assert all(each.pinned and not each.blocking for each in copies), step
+        assert [each.stream for each in copies] == ["default"] * (len(copies) - 1) + ["aside"], step
     assert found["fp16 step"][1]["rows"] * 2 == found["fp32 step"][1]["rows"]  # 16 bits cross the bus
+
+
+def test_the_next_batch_is_ready_before_backward_and_gradients_go_down_beside_the_dense_optimizer(
+    short: dict[str, tuple[Any, Any, int]],
+) -> None:
+    order = short["order_of_a_step"][1]["order"]
+    ends = [place for place, entry in enumerate(order) if entry == ("mark", "end of step")]
+    first, second = order[: ends[0]], order[ends[0] : ends[1]]
+    backward, dense = first.index(("mark", "backward")), first.index(("mark", "dense optimizer"))
+
+    def large(entries: list[Any], way: str) -> list[int]:
+        return [n for n, each in enumerate(entries) if each[0] == "copy" and each[1].way == way and each[1].pinned]
+
+    rows, down = large(first, "up"), large(first, "down")
+    ids, gradients = [n for n in down if n < backward], [n for n in down if n > backward]
+    assert len(rows) == len(ids) == len(gradients) == 2  # two groups
+    assert max(rows) < min(ids)  # the rows of this batch, then the ids of the next one
+    for place in ids:
+        assert first[place + 1][0] == "record"
+        assert first[place + 2] == ("host waits", first[place + 1][1])
+    for place in gradients:
+        assert first[place][1].stream == "aside"
+        assert first[place - 1][0] == "wait"  # for what the layers have computed, and for nothing after it
+        assert first[place + 1][::2] == ("record", "aside")
+        # Nobody waits for the gradients before the dense optimizer has run, and the next rows go up after them.
+        event = ("host waits", first[place + 1][1])
+        assert place < dense
+        assert event not in first
+        assert second.index(event) < min(large(second, "up"))
+    # The host waits for whole streams only in small copies of TorchRec's.
+    blocking = [each[1] for each in order if each[0] == "copy" and each[1].blocking]
+    assert blocking
+    assert all(each.bytes <= scenarios.SMALL for each in blocking)
+    assert len([each for each in order if each[0] == "synchronize"]) == len(blocking)
+
+
+def test_the_device_runs_copies_late_and_refuses_races(short: dict[str, tuple[Any, Any, int]]) -> None:
+    assert short["late_copies"][1] == [
+        "the host sees nonsense before it waits, and 5.0 afterwards",
+        "what the host writes after it has queued a copy goes up: 7.0",
+        "a stream that does not wait for another one is refused",
+    ]
+
+
+def test_errors_of_late_updates_are_raised_once_and_lose_no_other_update(
+    short: dict[str, tuple[Any, Any, int]],
+) -> None:
+    assert short["failing_updates"][1] == [
+        "t_user: the update failed",
+        "the other table was updated: True",
+        "closed after the update: True",
+    ]
 
 
 @pytest.mark.slow
@@ -85,24 +144,7 @@ def test_a_thousand_steps_with_eviction_expiry_and_a_cold_store(tmp_path: Path) 
     assert same(on_cpu, on_device)
 
 
-def test_the_device_refuses_whoever_reads_its_memory(tmp_path: Path) -> None:
-    process = mp.get_context("spawn").Process(target=_misuse, args=(str(tmp_path / "said"),))
-    process.start()
-    process.join(200)
-    said = (tmp_path / "said").read_text()
-    assert "got a tensor on the device" in said
-    assert "ids must be on the CPU, got sim:0" in said
-
-
-def _misuse(path: str) -> None:
-    from torchrec_recstore import Table, ops
-
-    device = simulated.register()
-    ids = torch.arange(3).to(device)
-    said = []
-    for call in (lambda: ops.mix_ids(ids, False), lambda: Table(4).lookup(ids)):
-        try:
-            call()
-        except (NotImplementedError, ValueError) as error:
-            said.append(str(error))
-    Path(path).write_text("\n".join(said))
+def test_the_device_refuses_whoever_reads_its_memory(short: dict[str, tuple[Any, Any, int]]) -> None:
+    native, table = short["misuse"][1]
+    assert "got a tensor on the device" in native
+    assert "ids must be on the CPU, got sim:0" in table

@@ -20,7 +20,7 @@ from __future__ import annotations
 import itertools
 import sys
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import FrameType
 from typing import Any
 
@@ -29,8 +29,9 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import CheckpointFunction
 
-from torchrec_recstore import ops
+from torchrec_recstore import late_updates, ops
 from torchrec_recstore.fake_ops import PYTHON_OPS, register_python_op
+from torchrec_recstore.kernels.device_copies import Arriving, CopyTarget, to_device, traced, up
 from torchrec_recstore.kernels.row_service import RemoteTable
 from torchrec_recstore.store import Table
 
@@ -46,6 +47,12 @@ class LookupKernel(nn.Module):
         tables: The tables of the kernel.
         passes: The number of native passes of a training lookup.
     """
+
+    learning_rate: Callable[[], float] | None
+    """Returns the learning rate. It is called in each backward. None: each table's ``optimizer.lr``."""
+
+    updates_late = True
+    """Whether backward on an accelerator returns before the rows have been updated."""
 
     def __init__(self, tables: Sequence[Table] | Sequence[RemoteTable], passes: int) -> None:
         super().__init__()
@@ -72,7 +79,14 @@ class LookupKernel(nn.Module):
         """
         raise NotImplementedError
 
-    def update(self, context: Tensor, grad: Tensor, weight_grads: bool, counts: Sequence[int] = ()) -> Tensor | None:
+    def update(
+        self,
+        context: Tensor,
+        grad: Tensor,
+        weight_grads: bool,
+        counts: Sequence[int] = (),
+        rate: float | None = None,
+    ) -> Tensor | None:
         """Applies the fused optimizer to the rows of one training lookup.
 
         Args:
@@ -80,11 +94,31 @@ class LookupKernel(nn.Module):
             grad: float32. The gradient of the lookup's output, with the same shape.
             weight_grads: Whether to compute the gradient of the per-sample weights.
             counts: The same as in ``look_up``.
+            rate: The learning rate. Default: None, the current one.
 
         Returns:
             (N,) float32. The gradient of the per-sample weights. None if ``weight_grads`` is False.
         """
         raise NotImplementedError
+
+    def update_later(self, context: Tensor, arriving: Arriving, counts: Sequence[int]) -> None:
+        """Calls :meth:`update` when the gradient is on the host, with the learning rate of now.
+
+        The update is carried out before the next call that reads or changes a table.
+
+        Args:
+            context: (passes,) int64. The context that ``look_up`` returned.
+            arriving: The gradient of the lookup's output, on its way to the host.
+            counts: The same as in ``look_up``.
+        """
+        rate = None if self.learning_rate is None else self.learning_rate()
+
+        def update() -> None:
+            grad = _float(arriving.wait())
+            with ops.native_errors(self._who):
+                self.update(context, grad, False, counts, rate)
+
+        late_updates.waiting.append(update)
 
     def read(self, ids: Tensor, offsets: Tensor | None, counts: Sequence[int], weights: Tensor | None) -> Tensor:
         """Looks up a batch for evaluation. See ``look_up``; the arguments and the output are the same."""
@@ -95,19 +129,28 @@ class LookupKernel(nn.Module):
         raise NotImplementedError
 
     def _run(
-        self, ids: Tensor, offsets: Tensor | None, counts: Sequence[int], weights: Tensor | None, train: bool
+        self,
+        ids: Tensor,
+        offsets: Tensor | None,
+        counts: Sequence[int],
+        weights: Tensor | None,
+        train: bool,
+        to: CopyTarget | None,
     ) -> Tensor:
         wanted, train = train, train and torch.is_grad_enabled()
-        if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0:
+        if traced():
             if train:
-                return _ops.kernel_lookup(self._handle, self._anchor, ids, offsets, counts, weights)[0]  # type: ignore[no-any-return]
-            return _ops.kernel_read(self._handle, ids, offsets, counts, weights)  # type: ignore[no-any-return]
+                out = _ops.kernel_lookup(self._handle, self._anchor, ids, offsets, counts, weights)[0]
+            else:
+                out = _ops.kernel_read(self._handle, ids, offsets, counts, weights)
+            return out if to is None else to_device(out, to)
         with ops.native_errors(self._who):
             if train:
-                return _Lookup.apply(self._anchor, self, ids, offsets, counts, weights)  # type: ignore[no-any-return, no-untyped-call]
+                return _Lookup.apply(self._anchor, self, ids, offsets, counts, weights, to)  # type: ignore[no-any-return, no-untyped-call]
             if wanted:
                 _refuse_reentrant_checkpoint(self._who)
-            return self.read(ids, offsets, counts, weights)
+            out = self.read(ids, offsets, counts, weights)
+            return out if to is None else up(out, to)
 
 
 class _Lookup(torch.autograd.Function):
@@ -122,6 +165,7 @@ class _Lookup(torch.autograd.Function):
         offsets: Tensor | None,
         counts: Sequence[int],
         weights: Tensor | None,
+        to: CopyTarget | None,
     ) -> Tensor:
         out, context = kernel.look_up(ids, offsets, counts, weights)
         # The backward reads the weights again. They are saved, so that autograd raises if they are changed in place.
@@ -129,7 +173,7 @@ class _Lookup(torch.autograd.Function):
         # The context is not saved for backward: a saved-tensor hook could replace it by a copy, and the native pass
         # lives only as long as this tensor.
         ctx.kernel, ctx.counts, ctx.context = kernel, counts, context
-        return out
+        return out if to is None else up(out, to)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
@@ -145,10 +189,20 @@ class _Lookup(torch.autograd.Function):
         # The context is freed when autograd frees saved tensors. The function is private in torch 2.13.
         if not torch._C._autograd._get_current_graph_task_keep_graph():
             ctx.context = None
+        grad, weight_grads = grads[0], ctx.needs_input_grad[5]
+        if grad.device.type != "cpu":
+            arriving = Arriving(grad, aside=True)
+            if kernel.updates_late and not weight_grads:
+                kernel.update_later(context, arriving, ctx.counts)
+                return (None,) * 7
+            grad = arriving.wait()
         with ops.native_errors(kernel._who):
-            grad = grads[0] if grads[0].dtype is torch.float32 else grads[0].float()
-            grad_weights = kernel.update(context, grad, ctx.needs_input_grad[5], ctx.counts)
-        return None, None, None, None, None, grad_weights
+            grad_weights = kernel.update(context, _float(grad), weight_grads, ctx.counts)
+        return None, None, None, None, None, grad_weights, None
+
+
+def _float(grad: Tensor) -> Tensor:
+    return grad if grad.dtype is torch.float32 else grad.float()
 
 
 def _refuse_reentrant_checkpoint(who: str) -> None:

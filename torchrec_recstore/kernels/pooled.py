@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import astuple
 from typing import Literal
 
@@ -10,6 +10,7 @@ from torch import Tensor
 
 from torchrec_recstore import ops
 from torchrec_recstore.kernels.cold_rows import ColdRows
+from torchrec_recstore.kernels.device_copies import CopyTarget
 from torchrec_recstore.kernels.lookup import LookupKernel
 from torchrec_recstore.kernels.routing import BlockRouting
 from torchrec_recstore.store import Table
@@ -33,9 +34,6 @@ class PooledKernel(LookupKernel):
     Raises:
         ValueError: An argument has an invalid value or does not fit the other arguments.
     """
-
-    learning_rate: Callable[[], float] | None
-    """Returns the learning rate. It is called in each backward. None: each table's ``optimizer.lr``."""
 
     def __init__(
         self,
@@ -66,7 +64,9 @@ class PooledKernel(LookupKernel):
         self._features = len(feature_tables)
         self._columns = sum(len(self.tables[number].columns) for number in feature_tables)
 
-    def forward(self, ids: Tensor, offsets: Tensor, weights: Tensor | None = None, *, train: bool) -> Tensor:
+    def forward(
+        self, ids: Tensor, offsets: Tensor, weights: Tensor | None = None, *, train: bool, to: CopyTarget | None = None
+    ) -> Tensor:
         """Looks up a batch and pools it.
 
         Args:
@@ -76,9 +76,12 @@ class PooledKernel(LookupKernel):
                 None.
             train: Whether the lookup is a training step. If it is, and grad is enabled, each id without a row gets one,
                 and the backward updates the rows. Otherwise nothing changes, and the output does not require grad.
+            to: The device and the data type of the output. The gradient of the output is then copied from this device,
+                and the rows are updated before the next call that reads or changes a table. Default: None, the host and
+                float32.
 
         Returns:
-            (B, sum of the features' columns) float32, for rows of every data type.
+            (B, sum of the features' columns) float32, for rows of every data type, or of the dtype of ``to``.
 
         Raises:
             TypeError: A tensor has the wrong dtype. The message names the tensor.
@@ -88,7 +91,7 @@ class PooledKernel(LookupKernel):
             MemoryError: There is no memory for the new rows. Nothing has changed.
         """
         self.check(ids, offsets, weights)
-        return self._run(ids, offsets, (), weights, train)
+        return self._run(ids, offsets, (), weights, train, to)
 
     def prefetch(self, ids: Tensor, counts: Sequence[int]) -> None:
         """Prepares a batch for its training forward: creates missing rows, resolves ids to slots and reads cold rows.
@@ -150,10 +153,17 @@ class PooledKernel(LookupKernel):
         assert offsets is not None
         return (offsets.shape[0] - 1) // max(self._features, 1), self._columns
 
-    def update(self, context: Tensor, grad: Tensor, weight_grads: bool, counts: Sequence[int] = ()) -> Tensor | None:
+    def update(
+        self,
+        context: Tensor,
+        grad: Tensor,
+        weight_grads: bool,
+        counts: Sequence[int] = (),
+        rate: float | None = None,
+    ) -> Tensor | None:
         """See ``LookupKernel.update``. With ``accumulation_steps`` above 1, most calls only keep the gradient."""
         if self.accumulation_steps == 1:
-            grad_weights = ops.group_backward(context, grad, self._learning_rates(), weight_grads)
+            grad_weights = ops.group_backward(context, grad, self._learning_rates(rate), weight_grads)
             return grad_weights if weight_grads else None
         # The gradient of the weights depends on the rows of the forward, so it is computed before the update.
         later = ops.group_weight_gradients(context, grad) if weight_grads else None
@@ -161,10 +171,12 @@ class PooledKernel(LookupKernel):
         if len(self._pending) == self.accumulation_steps:
             pending, self._pending = self._pending, []
             contexts, grads = zip(*pending, strict=True)
-            ops.group_accumulated_backward(contexts, grads, self._learning_rates())
+            ops.group_accumulated_backward(contexts, grads, self._learning_rates(rate))
         return later
 
-    def _learning_rates(self) -> list[float]:
-        if self.learning_rate is not None:
-            return [self.learning_rate()] * len(self.tables)
+    def _learning_rates(self, rate: float | None) -> list[float]:
+        if rate is None and self.learning_rate is not None:
+            rate = self.learning_rate()
+        if rate is not None:
+            return [rate] * len(self.tables)
         return [table.optimizer.lr for table in self.tables]

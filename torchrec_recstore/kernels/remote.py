@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from torchrec_recstore import ops
+from torchrec_recstore.kernels.device_copies import CopyTarget
 from torchrec_recstore.kernels.lookup import LookupKernel
 from torchrec_recstore.kernels.pooled import PooledKernel
 from torchrec_recstore.kernels.row_service import RemoteTable, RowRead, RowUpdate
@@ -205,8 +206,8 @@ class RemoteKernel(LookupKernel):
         make: A function that makes the native kernel for tables of this process.
     """
 
-    learning_rate: Callable[[], float] | None = None
-    """Returns the learning rate. It is called in each backward, and sent with the update. None: the optimizer's."""
+    learning_rate = None
+    updates_late = False  # other processes see an update as soon as backward has returned
 
     def __init__(self, tables: Sequence[RemoteTable], make: _Make) -> None:
         super().__init__(tables, 1)
@@ -232,7 +233,14 @@ class RemoteKernel(LookupKernel):
         _passes[pass_.number] = pass_
         return out, context
 
-    def update(self, context: Tensor, grad: Tensor, weight_grads: bool, counts: Sequence[int] = ()) -> Tensor | None:
+    def update(
+        self,
+        context: Tensor,
+        grad: Tensor,
+        weight_grads: bool,
+        counts: Sequence[int] = (),
+        rate: float | None = None,
+    ) -> Tensor | None:
         """See ``LookupKernel.update``. The gradients are sent; see ``RemoteTable``.
 
         Raises:
@@ -248,7 +256,9 @@ class RemoteKernel(LookupKernel):
             of_weights = ops.group_weight_gradients(pass_.context, grad)
         pass_.overwritten = True
         sums = pass_.workspace.sums(pass_.context, grad, counts, pass_.distinct)
-        self._updates.send(pass_.distinct, sums, self._prefetched, self.learning_rate() if self.learning_rate else None)
+        if rate is None and self.learning_rate is not None:
+            rate = self.learning_rate()
+        self._updates.send(pass_.distinct, sums, self._prefetched, rate)
         return of_weights
 
     def read(self, ids: Tensor, offsets: Tensor | None, counts: Sequence[int], weights: Tensor | None) -> Tensor:
@@ -350,7 +360,9 @@ class RemotePooledKernel(RemoteKernel):
         super().__init__(tables, lambda here: PooledKernel(here, feature_tables, pooling))
         self._features = [list(feature_tables).count(number) for number in range(len(tables))]
 
-    def forward(self, ids: Tensor, offsets: Tensor, weights: Tensor | None = None, *, train: bool) -> Tensor:
+    def forward(
+        self, ids: Tensor, offsets: Tensor, weights: Tensor | None = None, *, train: bool, to: CopyTarget | None = None
+    ) -> Tensor:
         """Looks up a batch and pools it. See :meth:`PooledKernel.forward`; the arguments are the same.
 
         Raises:
@@ -359,7 +371,7 @@ class RemotePooledKernel(RemoteKernel):
         """
         assert isinstance(self._shape_of, PooledKernel)
         self._shape_of.check(ids, offsets, weights)
-        return self._run(ids, offsets, (), weights, train)
+        return self._run(ids, offsets, (), weights, train, to)
 
     def _table_counts(self, ids: Tensor, offsets: Tensor | None, counts: Sequence[int]) -> Sequence[int]:
         assert offsets is not None
@@ -388,7 +400,7 @@ class RemoteSequenceKernel(RemoteKernel):
     def __init__(self, tables: Sequence[RemoteTable]) -> None:
         super().__init__(tables, SequenceKernel)
 
-    def forward(self, ids: Tensor, counts: Sequence[int], *, train: bool) -> Tensor:
+    def forward(self, ids: Tensor, counts: Sequence[int], *, train: bool, to: CopyTarget | None = None) -> Tensor:
         """Looks up a batch. See :meth:`SequenceKernel.forward`; the arguments are the same.
 
         Raises:
@@ -397,7 +409,7 @@ class RemoteSequenceKernel(RemoteKernel):
         """
         if ids.dtype is not torch.int64:
             raise TypeError(f"ids must be int64, got {ids.dtype}")
-        return self._run(ids, None, counts, None, train)
+        return self._run(ids, None, counts, None, train, to)
 
     def _table_counts(self, ids: Tensor, offsets: Tensor | None, counts: Sequence[int]) -> Sequence[int]:
         if sum(counts) != len(ids) or len(counts) != len(self._tables):

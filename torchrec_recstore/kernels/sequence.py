@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from torchrec_recstore import ops
+from torchrec_recstore.kernels.device_copies import CopyTarget
 from torchrec_recstore.kernels.lookup import LookupKernel
 from torchrec_recstore.kernels.pooled import PooledKernel
 from torchrec_recstore.kernels.routing import BlockRouting
@@ -59,7 +60,7 @@ class SequenceKernel(LookupKernel):
         for kernel in self._kernels:
             kernel.learning_rate = value
 
-    def forward(self, ids: Tensor, counts: Sequence[int], *, train: bool) -> Tensor:
+    def forward(self, ids: Tensor, counts: Sequence[int], *, train: bool, to: CopyTarget | None = None) -> Tensor:
         """Looks up a batch.
 
         Args:
@@ -67,6 +68,7 @@ class SequenceKernel(LookupKernel):
             counts: The number of ids of each table. The sum is N.
             train: Whether the lookup is a training step. If it is, and grad is enabled, each id without a row gets one,
                 and the backward updates the rows. Otherwise nothing changes, and the output does not require grad.
+            to: See :meth:`PooledKernel.forward`.
 
         Returns:
             (sum over tables of counts * columns,) float32. The rows, table by table, in the order of the ids.
@@ -80,7 +82,7 @@ class SequenceKernel(LookupKernel):
         """
         if ids.dtype is not torch.int64:
             raise TypeError(f"ids must be int64, got {ids.dtype}")
-        return self._run(ids, None, counts, None, train)
+        return self._run(ids, None, counts, None, train, to)
 
     def look_up(
         self, ids: Tensor, offsets: Tensor | None, counts: Sequence[int], weights: Tensor | None
@@ -106,11 +108,18 @@ class SequenceKernel(LookupKernel):
         """See ``LookupKernel.output_shape``."""
         return (sum(count * columns for count, columns in zip(counts, self._columns, strict=True)),)
 
-    def update(self, context: Tensor, grad: Tensor, weight_grads: bool, counts: Sequence[int] = ()) -> Tensor | None:
+    def update(
+        self,
+        context: Tensor,
+        grad: Tensor,
+        weight_grads: bool,
+        counts: Sequence[int] = (),
+        rate: float | None = None,
+    ) -> Tensor | None:
         """See ``LookupKernel.update``."""
         sizes = [count * columns for count, columns in zip(counts, self._columns, strict=True)]
         for i, (kernel, part) in enumerate(zip(self._kernels, torch.split(grad, sizes), strict=True)):
-            kernel.update(context[i : i + 1], part.reshape(-1, self._columns[i]), False)
+            kernel.update(context[i : i + 1], part.reshape(-1, self._columns[i]), False, rate=rate)
         return None
 
     def prefetch(self, ids: Tensor, counts: Sequence[int]) -> None:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
+from torchrec_recstore.kernels.device_copies import to_host, weights_to_host
 from torchrec_recstore.modules.lookups import Bags
 
 
@@ -30,6 +33,7 @@ def bags_of(
         TypeError: A tensor has an unsupported dtype; the message names the tensor.
         ValueError: A tensor has an unsupported shape, or the offsets do not ascend within the input.
     """
+    input, offsets, per_sample_weights = _on_host(input, offsets, per_sample_weights)
     ids = int64_input(input)
     if input.is_nested:
         ids, offsets, include_last_offset = int64_input(input.values()), input.offsets(), True  # type: ignore[attr-defined]
@@ -64,7 +68,28 @@ def int64_input(input: Tensor) -> Tensor:
     if not isinstance(input, Tensor) or input.dtype not in (torch.int32, torch.int64):
         got = input.dtype if isinstance(input, Tensor) else type(input).__name__
         raise TypeError(f"input must be an int32 or int64 tensor, got {got}")
-    return input if input.is_nested else input.to("cpu", torch.int64)
+    return input if input.is_nested else _on_host(input)[0].to(torch.int64)
+
+
+def _on_host(*tensors: Tensor | None) -> list[Any]:
+    """Returns the tensors on the CPU, copied together.
+
+    Nested tensors, and weights whose gradient or dtype needs a copy of its own, are returned as they are.
+    """
+    together = {
+        number: tensor
+        for number, tensor in enumerate(tensors)
+        if isinstance(tensor, Tensor)
+        and tensor.device.type != "cpu"
+        and tensor.itemsize in (4, 8)
+        and not (tensor.is_nested or tensor.requires_grad)
+    }
+    found: list[Any] = list(tensors)
+    if together:
+        on_host = to_host([tensor.reshape(-1) for tensor in together.values()])
+        for (number, tensor), copied in zip(together.items(), on_host, strict=True):
+            found[number] = copied.view(tensor.shape)
+    return found
 
 
 def _weights(weights: Tensor, ids: Tensor) -> Tensor:
@@ -74,7 +99,7 @@ def _weights(weights: Tensor, ids: Tensor) -> Tensor:
         raise ValueError(
             f"per_sample_weights must have the shape of input, {tuple(ids.shape)}, got {tuple(weights.shape)}"
         )
-    return weights.to("cpu", torch.float32)
+    return weights_to_host(weights.float())
 
 
 def _bounds(ids: Tensor, offsets: Tensor | None, include_last_offset: bool) -> Tensor:
@@ -88,7 +113,7 @@ def _bounds(ids: Tensor, offsets: Tensor | None, include_last_offset: bool) -> T
     if offsets.dim() != 1 or (include_last_offset and len(offsets) == 0):
         shape = "(B + 1,)" if include_last_offset else "(B,)"
         raise ValueError(f"offsets must have the shape {shape}, got {tuple(offsets.shape)}")
-    bounds = offsets.to("cpu", torch.int64)
+    bounds: Tensor = _on_host(offsets)[0].to(torch.int64)
     if not include_last_offset:
         if len(bounds) == 0:
             return torch.zeros(1, dtype=torch.int64)

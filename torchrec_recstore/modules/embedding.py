@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from torchrec_recstore.kernels.device_copies import CopyTarget, to_device
 from torchrec_recstore.modules.bag_input import int64_input
 from torchrec_recstore.modules.drop_in import DropIn, two_dimensional
 from torchrec_recstore.optim import Optimizer
@@ -151,7 +152,7 @@ class RecStoreEmbedding(DropIn):
             return input.new_empty((*input.shape, self.embedding_dim), dtype=self.weight.dtype)
         ids = int64_input(input).reshape(-1)
         out = self._rows(ids) if self.padding_idx is None else self._with_padding(ids, self.padding_idx)
-        return out.to(input.device, self.weight.dtype).view(*input.shape, self.embedding_dim)
+        return to_device(out, CopyTarget(input.device, self.weight.dtype)).view(*input.shape, self.embedding_dim)
 
     def extra_repr(self) -> str:
         """Returns the arguments that the module's repr shows, as in torch."""

@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from torchrec_recstore.kernels.device_copies import CopyTarget, to_device
 from torchrec_recstore.modules.bag_input import bags_of
 from torchrec_recstore.modules.drop_in import DropIn, two_dimensional
 from torchrec_recstore.modules.lookups import Bags
@@ -185,7 +186,7 @@ class RecStoreEmbeddingBag(DropIn):
             out = self._pooled_by_torch(bags)
         else:
             out = self._lookups.bags([self], [0], self.mode, bags, train=self._trains)
-        return out.to(input.device, self.weight.dtype)
+        return to_device(out, CopyTarget(input.device, self.weight.dtype))
 
     def extra_repr(self) -> str:
         """Returns the arguments that the module's repr shows, as in torch."""

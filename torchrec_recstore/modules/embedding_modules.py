@@ -22,6 +22,7 @@ from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, Keyed
 from torchrec.sparse.tensor_dict import maybe_td_to_kjt
 
 from torchrec_recstore.kernels import RowService
+from torchrec_recstore.kernels.device_copies import CopyTarget, to_device
 from torchrec_recstore.modules.eager_collection import EagerCollection, TableModules, given_configs
 from torchrec_recstore.modules.features import Features
 from torchrec_recstore.optim import Optimizer
@@ -158,7 +159,9 @@ class RecStoreEmbeddingBagCollection(EagerCollection, EmbeddingBagCollectionInte
             whole = torch.cat(every, dim=1)
         lengths = [c.embedding_dim for c in self._embedding_bag_configs for _ in c.feature_names]
         keys = [name for names in self._names_by_table for name in names]
-        return KeyedTensor(keys=keys, length_per_key=lengths, values=whole.to(batch.device))
+        return KeyedTensor(
+            keys=keys, length_per_key=lengths, values=to_device(whole, CopyTarget(batch.device, whole.dtype))
+        )
 
     def prefetch(self, features: KeyedJaggedTensor) -> None:
         """Prepares the rows of a batch before its training forward. See :meth:`forward` for the argument.
@@ -288,14 +291,16 @@ class RecStoreEmbeddingCollection(EagerCollection, EmbeddingCollectionInterface)
             group = [modules[number] for number in numbers]
             parts = self._lookups.rows(group, torch.cat(ids) if len(ids) > 1 else ids[0], counts, train=trains)
             rows.update(zip(numbers, parts, strict=True))
+        if batch.device.type != "cpu":
+            rows = _together(rows, batch.device)
         found: dict[str, JaggedTensor] = {}
         for number, names in enumerate(self._names_by_table):
-            jagged = [batch.jagged[name] for name in self._feature_names[number]]
+            jagged = [batch.as_given[name] for name in self._feature_names[number]]
             first = 0
             for name, one in zip(names, jagged, strict=True):
                 count = len(one.values())
                 found[name] = JaggedTensor(
-                    values=rows[number][first : first + count].to(batch.device),
+                    values=rows[number][first : first + count],
                     lengths=one.lengths(),
                     weights=one.values() if self._need_indices else None,
                 )
@@ -335,3 +340,13 @@ class RecStoreEmbeddingCollection(EagerCollection, EmbeddingCollectionInterface)
 
     def _modules_by_table(self) -> TableModules:
         return list(self.embeddings.values())  # type: ignore[arg-type]
+
+
+def _together(rows: Mapping[int, Tensor], device: torch.device) -> dict[int, Tensor]:
+    """Returns the rows of tables, (n, dim) each, on a device. They are copied in one copy."""
+    whole = to_device(torch.cat(list(rows.values())), CopyTarget(device, torch.float32))
+    found, first = {}, 0
+    for number, some in rows.items():
+        found[number] = whole[first : first + len(some)]
+        first += len(some)
+    return found

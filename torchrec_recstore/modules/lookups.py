@@ -201,7 +201,14 @@ def _rows_outside_the_graph(
 class _PooledWithoutUpdate(PooledKernel):
     """A pooled kernel whose backward computes the gradients of per-sample weights and does not update the rows."""
 
-    def update(self, context: Tensor, grad: Tensor, weight_grads: bool, counts: Sequence[int] = ()) -> Tensor | None:
+    def update(
+        self,
+        context: Tensor,
+        grad: Tensor,
+        weight_grads: bool,
+        counts: Sequence[int] = (),
+        rate: float | None = None,
+    ) -> Tensor | None:
         return ops.group_weight_gradients(context, grad) if weight_grads else None
 
 

@@ -27,6 +27,7 @@ from torchrec_recstore.kernels import (
     RemoteTable,
     SequenceKernel,
 )
+from torchrec_recstore.kernels.device_copies import CopyTarget, to_device
 from torchrec_recstore.optim import Optimizer
 from torchrec_recstore.options import TableOptions, shard_options
 from torchrec_recstore.sharders.fused_params import (
@@ -262,6 +263,9 @@ class RecStoreKernel(BaseEmbedding, FusedOptimizerModule):  # type: ignore[misc]
 
     _kernel: PooledKernel | SequenceKernel | RemoteKernel
 
+    batch: Tensor | None = None
+    """The ids of the whole batch that the features of the next forward are a part of, on an accelerator."""
+
     def __init__(self, config: GroupedEmbeddingConfig, split: tuple[int, int] | None, shard: int) -> None:
         super().__init__()
         self._config = config
@@ -328,7 +332,7 @@ class RecStoreKernel(BaseEmbedding, FusedOptimizerModule):  # type: ignore[misc]
         if isinstance(self._kernel, RemoteKernel):
             self._kernel.wait_for_updates()
 
-    def prefetch(self, features: KeyedJaggedTensor) -> None:
+    def prefetch(self, features: KeyedJaggedTensor, batch: Tensor | None = None) -> None:
         """Prepares the rows of a batch before its training forward. Any thread may call this method.
 
         Makes missing rows, except those of tables with ``max_rows`` or ``admission``, resolves ids to slots, and reads
@@ -336,13 +340,17 @@ class RecStoreKernel(BaseEmbedding, FusedOptimizerModule):  # type: ignore[misc]
 
         Args:
             features: The int64 ids of ``config.feature_names()``, in that order.
+            batch: The ids of the whole batch that ``features`` are a part of. Default: None, the ids of ``features``.
         """
         raise NotImplementedError
 
-    def _output(self, rows: torch.Tensor, device: torch.device) -> torch.Tensor:
-        """Returns rows in the ``output_dtype``, on the device of the batch."""
-        rows = rows if self._output_dtype is torch.float32 else rows.to(self._output_dtype)
-        return rows if device.type == "cpu" else rows.to(device)
+    def _target(self, features: KeyedJaggedTensor) -> CopyTarget | None:
+        """Returns where the rows of a batch go, and None if they stay on the host."""
+        device = features.device()
+        return None if device.type == "cpu" else CopyTarget(device, self._output_dtype)
+
+    def _on_host(self, rows: torch.Tensor) -> torch.Tensor:
+        return rows if self._output_dtype is torch.float32 else rows.to(self._output_dtype)
 
     def named_parameters_by_table(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Yields the name and the empty parameter of each table, once."""
@@ -404,7 +412,7 @@ class RecStorePooledKernel(RecStoreKernel):
     ) -> None:
         super().__init__(config, split, shard)
         self._kernel: PooledKernel | RemotePooledKernel
-        self._host_ids = HostIds(with_offsets=True)
+        self._host_ids = HostIds(with_offsets=True, with_weights=config.is_weighted)
         feature_tables = [i for i, table in enumerate(config.embedding_tables) for _ in range(table.num_features())]
         mean = pooling_type_to_pooling_mode(config.pooling, sharding_type) == PoolingMode.MEAN
         pooling: Literal["sum", "mean"] = "mean" if mean else "sum"
@@ -430,23 +438,20 @@ class RecStorePooledKernel(RecStoreKernel):
             (B, sum of columns over features), the ``output_dtype`` of the fused_params. If the batch size varies by
             feature, one dimension: the bags, rank by rank and, for each rank, feature by feature.
         """
-        weights = features.weights_or_none() if self._config.is_weighted else None
-        weights = weights if weights is None else weights.float()
-        ids, offsets = self._host_ids.take(features)
+        ids, offsets, weights = self._host_ids.take(features, self.batch)
+        to = self._target(features)
         if not features.variable_stride_per_key():
-            return self._output(self._pooled(ids, offsets, weights), features.device())
+            rows = self._kernel.forward(ids, offsets, weights, train=self.training, to=to)
+            return rows if to is not None else self._on_host(rows)
         bags = features.stride_per_key_per_rank()
         offsets = _padded_offsets(offsets, [sum(from_ranks) for from_ranks in bags])
-        pooled = _rank_major(self._pooled(ids, offsets, weights), bags, self._config.embedding_dims())
-        return self._output(pooled, features.device())
+        rows = self._kernel.forward(ids, offsets, weights, train=self.training)
+        rows = _rank_major(rows, bags, self._config.embedding_dims())
+        return to_device(rows, to) if to is not None else self._on_host(rows)
 
-    def prefetch(self, features: KeyedJaggedTensor) -> None:
+    def prefetch(self, features: KeyedJaggedTensor, batch: Tensor | None = None) -> None:
         """Prepares the rows of a batch. See :meth:`RecStoreKernel.prefetch`."""
-        self._kernel.prefetch(self._host_ids.prefetch(features), features.length_per_key())
-
-    def _pooled(self, ids: torch.Tensor, offsets: torch.Tensor, weights: torch.Tensor | None) -> torch.Tensor:
-        weights = weights if weights is None or weights.device.type == "cpu" else weights.to("cpu")
-        return self._kernel.forward(ids, offsets, weights, train=self.training)
+        self._kernel.prefetch(self._host_ids.prefetch(features, batch), features.length_per_key())
 
 
 class RecStoreSequenceKernel(RecStoreKernel):
@@ -463,7 +468,7 @@ class RecStoreSequenceKernel(RecStoreKernel):
     def __init__(self, config: GroupedEmbeddingConfig, split: tuple[int, int] | None = None, shard: int = 0) -> None:
         super().__init__(config, split, shard)
         self._kernel: SequenceKernel | RemoteSequenceKernel
-        self._host_ids = HostIds(with_offsets=False)
+        self._host_ids = HostIds(with_offsets=False, with_weights=False)
         if self._remote_tables:
             self._kernel = RemoteSequenceKernel(self._remote_tables)
         else:
@@ -481,13 +486,14 @@ class RecStoreSequenceKernel(RecStoreKernel):
         Returns:
             One dimension, the ``output_dtype`` of the fused_params: the columns of each id, feature by feature.
         """
-        ids, _ = self._host_ids.take(features)
-        rows = self._kernel.forward(ids, self._counts(features), train=self.training)
-        return self._output(rows, features.device())
+        ids, _, _ = self._host_ids.take(features, self.batch)
+        to = self._target(features)
+        rows = self._kernel.forward(ids, self._counts(features), train=self.training, to=to)
+        return rows if to is not None else self._on_host(rows)
 
-    def prefetch(self, features: KeyedJaggedTensor) -> None:
+    def prefetch(self, features: KeyedJaggedTensor, batch: Tensor | None = None) -> None:
         """Prepares the rows of a batch. See :meth:`RecStoreKernel.prefetch`."""
-        self._kernel.prefetch(self._host_ids.prefetch(features), self._counts(features))
+        self._kernel.prefetch(self._host_ids.prefetch(features, batch), self._counts(features))
 
     def _counts(self, features: KeyedJaggedTensor) -> list[int]:
         lengths = iter(features.length_per_key())

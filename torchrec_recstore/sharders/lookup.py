@@ -76,7 +76,15 @@ class RecStoreLookup(LookupSeams):
         if self._only and self.optim_state_tracker_fn is None:
             # TorchRec's method would split the batch into one part, and then concatenate the one result.
             return self._only[0](sparse_features)  # type: ignore[no-any-return]
-        return super().forward(sparse_features)  # type: ignore[no-any-return]
+        values = sparse_features.values()
+        kernels = list(self.kernels()) if values.device.type != "cpu" else []
+        for kernel in kernels:
+            kernel.batch = values
+        try:
+            return super().forward(sparse_features)  # type: ignore[no-any-return]
+        finally:
+            for kernel in kernels:
+                kernel.batch = None
 
     def make_kernel(self, config: GroupedEmbeddingConfig) -> RecStoreKernel | None:
         """Returns RecStore's kernel for a group of RecStore tables, or None for a group on TorchRec's kernels."""
@@ -96,7 +104,7 @@ class RecStoreLookup(LookupSeams):
         super().prefetch(sparse_features, forward_stream)
         for kernel, features in self.features_by_kernel(sparse_features):
             if isinstance(kernel, RecStoreKernel) and kernel.training:
-                kernel.prefetch(features)
+                kernel.prefetch(features, sparse_features.values())
 
     def register_optim_state_tracker_fn(self, record_fn: Record) -> None:
         """Registers a function that is called after the lookup of each group. TorchRec's trackers call this method.

@@ -19,9 +19,11 @@ class RecStorePrefetchPipeline(PrefetchPipelineSeams):
     takes the slots, and looks up only the ids whose rows have been evicted, removed or moved since. (TorchRec's
     ``PrefetchTrainPipelineSparseDist`` does not prefetch on the CPU, torchrec 1.8.0.) The losses are the same, step by
     step, as in a training loop without pipeline: the weights of a new row do not depend on the time when it is made,
-    and tables with ``max_rows`` or ``admission`` make their rows in the step itself. On CUDA, TorchRec's pipeline calls
-    the prefetch of RecStore tables. The arguments of the constructor are those of
-    ``PrefetchTrainPipelineSparseDist``.
+    and tables with ``max_rows`` or ``admission`` make their rows in the step itself.
+
+    On an accelerator, the ids of the next batch are on the host, and its rows are prepared, before the backward pass of
+    the current batch begins. On CUDA, TorchRec's pipeline does this on its stream for prefetches. The arguments of the
+    constructor are those of ``PrefetchTrainPipelineSparseDist``.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -52,11 +54,16 @@ class RecStorePrefetchPipeline(PrefetchPipelineSeams):
             self._prefetching.pop(0).result()
 
     def prefetch_without_stream(self, context: PrefetchTrainPipelineContext) -> None:
-        """Prepares the rows of the next batch in a thread."""
+        """Prepares the rows of the next batch: on the CPU in a thread, on an accelerator before backward begins."""
         for module in self.pipelined_modules:
             name = module.forward.name
             features = context.input_dist_tensors_requests.pop(name).wait()
             context.module_input_post_prefetch[name] = features
             context.module_contexts_post_prefetch[name] = context.module_contexts.pop(name)
-            if self.trains:
+            if not self.trains:
+                continue
+            if self.trains_on.type == "cpu":
                 self._prefetching.append(self._thread.submit(module.prefetch, features))
+            else:
+                # The device is busy with the forward in the meantime, and the host would only wait for it.
+                module.prefetch(features)

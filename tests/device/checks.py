@@ -1,0 +1,83 @@
+"""What the device refuses or does late, and what is raised when. Each program says in words what it has seen."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from tests.device import streams
+from torchrec_recstore import SGD, Table, late_updates, ops
+from torchrec_recstore.kernels import PooledKernel
+from torchrec_recstore.kernels.device_copies import CopyTarget
+
+
+def late_copies(device: torch.device) -> list[str]:
+    said, of_device = [], streams.DeviceStreams(device)
+    tensor = torch.full((3,), 5.0).to(device)
+    buffer = of_device.pinned((3,), torch.float32)
+    buffer.copy_(tensor, non_blocking=True)
+    event = of_device.event()
+    event.record(of_device.current())
+    before = buffer[0].item()
+    event.synchronize()
+    seen = "nonsense" if before > 1e38 else before
+    said.append(f"the host sees {seen} before it waits, and {buffer[0].item()} afterwards")
+    staged = of_device.pinned((3,), torch.float32).fill_(6.0)
+    there = torch.empty(3, device=device)
+    there.copy_(staged, non_blocking=True)
+    staged.fill_(7.0)
+    said.append(f"what the host writes after it has queued a copy goes up: {there.cpu()[0].item()}")
+    made = tensor + 1
+    try:
+        with of_device.aside:
+            buffer.copy_(made, non_blocking=True)
+    except streams.Race:
+        said.append("a stream that does not wait for another one is refused")
+    return said
+
+
+def failing_updates(device: torch.device) -> list[str]:
+    said, to = [], CopyTarget(device, torch.float32)
+    ids, offsets = torch.arange(2), torch.arange(3)
+    tables = [Table(4, optimizer=SGD(lr=1.0), name=name) for name in ("t_user", "t_item")]
+    failing, other = (PooledKernel([table], [0], "sum") for table in tables)
+    failing.update = _fail  # type: ignore[method-assign, assignment]
+    before = tables[1].lookup(ids, train=True)
+    outputs = [kernel(ids, offsets, train=True, to=to).sum() for kernel in (failing, other)]
+    for out in outputs:
+        out.backward()
+    try:
+        tables[0].stats()
+    except RuntimeError as error:
+        said.append(str(error))
+    said.append(f"the other table was updated: {torch.equal(tables[1].lookup(ids), before - 1)}")
+    other(ids, offsets, train=True, to=to).sum().backward()
+    assert late_updates.waiting
+    tables[1].close()
+    said.append(f"closed after the update: {not late_updates.waiting}")
+    return said
+
+
+def _fail(*arguments: Any) -> None:
+    raise RuntimeError("t_user: the update failed")
+
+
+def misuse(device: torch.device) -> list[str]:
+    ids = torch.arange(3).to(device)
+    said = []
+    calls: list[Callable[[], object]] = [lambda: ops.mix_ids(ids, False), lambda: Table(4).lookup(ids)]
+    for call in calls:
+        try:
+            call()
+        except (NotImplementedError, ValueError) as error:
+            said.append(str(error))
+    return said
+
+
+CHECKS: dict[str, Callable[[torch.device], list[str]]] = {
+    "late_copies": late_copies,
+    "failing_updates": failing_updates,
+    "misuse": misuse,
+}

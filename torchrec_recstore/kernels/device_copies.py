@@ -1,0 +1,163 @@
+"""Copies between the host, where the rows are, and an accelerator, where the batches and the dense layers are.
+
+All copies go through page-locked ("pinned") host memory and do not block. torch's allocator of pinned memory keeps the
+buffers, in sizes of powers of two, and does not hand out a buffer again before the copies that use it have ended and no
+tensor refers to it. The host waits for the event of a copy, and never for a stream or for the device.
+
+A copy to the host runs on the current stream, or on a stream of its own (``aside``), so that the current stream goes on
+in the meantime. A copy to the device runs on the current stream, whose next kernels therefore see its result.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+
+class CopyTarget(NamedTuple):
+    """The device and the data type in which rows leave the host."""
+
+    device: torch.device
+    dtype: torch.dtype
+
+
+class DeviceStreams:
+    """The streams, the events and the pinned memory of a device, as torch provides them.
+
+    Args:
+        device: The device.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self.aside: Any = torch.Stream(device)
+        """The stream of the copies that run beside the current stream."""
+
+    def current(self) -> Any:
+        """Returns the current stream of this thread."""
+        return torch.accelerator.current_stream(self._device)
+
+    def event(self) -> Any:
+        """Returns a new event."""
+        return torch.Event(self._device)
+
+    def pinned(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        """Returns a tensor in pinned memory, without values."""
+        return torch.empty(shape, dtype=dtype, pin_memory=True)
+
+
+streams_by_type: dict[str, Callable[[torch.device], DeviceStreams]] = {}
+"""The streams of device types for which torch has none: of devices that are written in Python."""
+
+_streams: dict[torch.device, DeviceStreams] = {}
+
+
+def _streams_of(device: torch.device) -> DeviceStreams:
+    if device not in _streams:
+        _streams[device] = streams_by_type.get(device.type, DeviceStreams)(device)
+    return _streams[device]
+
+
+class Arriving:
+    """A tensor that is being copied to the host.
+
+    Args:
+        tensor: The tensor on the device. It is kept until the copy has ended.
+        aside: Whether the copy runs on a stream of its own, after what the current stream has been given so far.
+            Default: False, the current stream.
+    """
+
+    def __init__(self, tensor: Tensor, *, aside: bool = False) -> None:
+        streams = _streams_of(tensor.device)
+        self._source: Tensor | None = tensor.detach().contiguous()
+        self._host = streams.pinned(self._source.shape, self._source.dtype)
+        stream = streams.current()
+        if aside:
+            made = streams.event()
+            made.record(stream)
+            stream = streams.aside
+            stream.wait_event(made)
+        with stream if aside else nullcontext():
+            self._host.copy_(self._source, non_blocking=True)
+        self._arrived = streams.event()
+        self._arrived.record(stream)
+
+    def wait(self) -> Tensor:
+        """Waits for the copy, and returns the tensor on the host."""
+        self._arrived.synchronize()
+        self._source = None
+        return self._host
+
+
+def up(rows: Tensor, to: CopyTarget) -> Tensor:
+    """Returns a copy of rows on a device. The copy has been queued on the current stream."""
+    staged = _streams_of(to.device).pinned(rows.shape, to.dtype).copy_(rows)
+    return torch.empty(rows.shape, dtype=to.dtype, device=to.device).copy_(staged, non_blocking=True)
+
+
+def to_host(tensors: Sequence[Tensor]) -> list[Tensor]:
+    """Returns tensors of one device on the host. They are copied together, in one copy, for which the call waits.
+
+    Args:
+        tensors: One dimension, and a dtype of 4 or 8 bytes each. Tensors that are on the host are returned as they are.
+    """
+    if tensors[0].device.type == "cpu":
+        return list(tensors)
+    if traced():
+        return [tensor.to("cpu") for tensor in tensors]
+    if len(tensors) == 1:
+        return [Arriving(tensors[0]).wait()]
+    # Elements of 8 bytes come first, so that each part begins where its dtype may begin.
+    order = sorted(range(len(tensors)), key=lambda number: -tensors[number].itemsize)
+    words = [tensors[number].detach().contiguous().view(torch.int32) for number in order]
+    parts = torch.split(Arriving(torch.cat(words)).wait(), [len(some) for some in words])
+    found = {number: part.view(tensors[number].dtype) for number, part in zip(order, parts, strict=True)}
+    return [found[number] for number in range(len(tensors))]
+
+
+def to_device(rows: Tensor, to: CopyTarget) -> Tensor:
+    """Returns rows on a device. In backward, their gradients are copied to the host."""
+    if to.device.type == "cpu" or traced():
+        return rows.to(to.device, to.dtype)
+    return _ToDevice.apply(rows, to)  # type: ignore[no-any-return, no-untyped-call]
+
+
+def weights_to_host(weights: Tensor) -> Tensor:
+    """Returns the weights of ids, (N,), on the host. In backward, their gradients are copied to the device."""
+    if weights.device.type == "cpu" or traced():
+        return weights.to("cpu")
+    return _ToHost.apply(weights)  # type: ignore[no-any-return, no-untyped-call]
+
+
+def traced() -> bool:
+    """Returns whether a graph is being made, which has plain copies, because it has no streams."""
+    return torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0
+
+
+class _ToDevice(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor, to: CopyTarget) -> Tensor:
+        ctx.dtype = rows.dtype
+        return up(rows, to)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return Arriving(grads[0], aside=True).wait().to(ctx.dtype), None
+
+
+class _ToHost(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, weights: Tensor) -> Tensor:
+        ctx.to = CopyTarget(weights.device, weights.dtype)
+        return Arriving(weights).wait()
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        return up(grads[0], ctx.to)
