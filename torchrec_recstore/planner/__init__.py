@@ -4,5 +4,22 @@ from torchrec_recstore.planner.constraints import RecStoreConstraints
 from torchrec_recstore.planner.enumerators import RecStoreEnumerator
 from torchrec_recstore.planner.planners import RecStorePlanner
 from torchrec_recstore.planner.shard_estimators import RecStoreStorageEstimator
+from torchrec_recstore.planner.statistics import (
+    TableStatistics,
+    combined_statistics,
+    measure_statistics,
+    read_statistics,
+    write_statistics,
+)
 
-__all__ = ["RecStoreConstraints", "RecStoreEnumerator", "RecStorePlanner", "RecStoreStorageEstimator"]
+__all__ = [
+    "RecStoreConstraints",
+    "RecStoreEnumerator",
+    "RecStorePlanner",
+    "RecStoreStorageEstimator",
+    "TableStatistics",
+    "combined_statistics",
+    "measure_statistics",
+    "read_statistics",
+    "write_statistics",
+]

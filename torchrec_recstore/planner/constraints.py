@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
+from torchrec.distributed.planner.constants import POOLING_FACTOR
 from torchrec.distributed.planner.types import ParameterConstraints
 
 from torchrec_recstore.display import set_fields
-from torchrec_recstore.options import TableOptions
+from torchrec_recstore.options import TableOptions, resident_rows
+from torchrec_recstore.planner.statistics import TableStatistics
 from torchrec_recstore.sharders import RECSTORE_KERNEL
 from torchrec_recstore.torchrec_seams import ConstraintsSeams
 
@@ -52,3 +54,41 @@ def options_of(constraints: Mapping[str, ParameterConstraints] | None, table_nam
     """Returns the table's options from the constraints, or the default options if its constraint has none."""
     constraint = (constraints or {}).get(table_name)
     return constraint.options if isinstance(constraint, RecStoreConstraints) else TableOptions()
+
+
+def planned_rows(options: TableOptions, num_embeddings: int, measured: TableStatistics | None) -> int:
+    """Returns the number of resident rows that is planned for a table, over all ranks.
+
+    A measured number replaces ``num_embeddings``, and counts if it is above ``expected_rows``. The number is at most
+    ``max_rows``.
+    """
+    if measured is None or measured.rows is None:
+        return resident_rows(options, num_embeddings)
+    rows = max(measured.rows, options.expected_rows or 0)
+    return rows if options.max_rows is None else min(rows, options.max_rows)
+
+
+def with_statistics(
+    constraints: Mapping[str, ParameterConstraints] | None, statistics: Mapping[str, TableStatistics]
+) -> dict[str, ParameterConstraints]:
+    """Returns the constraints with the measured numbers of ids as ``pooling_factors``, where these are not set.
+
+    Raises:
+        ValueError: The constraint of a table is for another number of features than was measured.
+    """
+    found = dict(constraints or {})
+    for name, measured in statistics.items():
+        per_feature = measured.ids_per_sample
+        if per_feature is None:
+            continue
+        constraint = found.get(name, RecStoreConstraints())
+        if constraint.pooling_factors != [POOLING_FACTOR]:  # TorchRec's default
+            continue
+        for given in (constraint.num_poolings, constraint.batch_sizes):
+            if given is not None and len(given) != len(per_feature):
+                raise ValueError(
+                    f"the statistics of table {name!r} are of {len(per_feature)} feature(s), and its constraint is for "
+                    f"{len(given)}"
+                )
+        found[name] = replace(constraint, pooling_factors=list(per_feature))
+    return found

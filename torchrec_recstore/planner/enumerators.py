@@ -21,14 +21,15 @@ from torchrec.distributed.planner.types import (
 from torchrec.distributed.types import ModuleSharder, ShardingType
 
 from torchrec_recstore.planner.bus import lookup_type
-from torchrec_recstore.planner.constraints import RecStoreConstraints
+from torchrec_recstore.planner.constraints import RecStoreConstraints, with_statistics
 from torchrec_recstore.planner.shard_estimators import RecStoreStorageEstimator
+from torchrec_recstore.planner.statistics import TableStatistics
 from torchrec_recstore.sharders import (
     RECSTORE_KERNEL,
     RecStoreCollectionSharder,
     RecStoreFeatureProcessedEmbeddingBagCollectionSharder,
 )
-from torchrec_recstore.sharders.perf import RecStorePerfConfig
+from torchrec_recstore.sharders.perf import MeasuredSpeed, RecStorePerfConfig
 from torchrec_recstore.sharders.plan import asks_for_recstore
 from torchrec_recstore.torchrec_seams import compute_device, constraints_of
 
@@ -55,6 +56,11 @@ class RecStoreEnumerator(EmbeddingEnumerator):  # type: ignore[misc]
             and RecStore's estimators for RecStore tables.
         use_exact_enumerate_order: Whether tables are enumerated in the exact order of the module's children, as in
             TorchRec's ``EmbeddingEnumerator``. Default: False.
+        statistics: What was measured of tables, by table name. The measured rows and ids of a sample count in all
+            estimates, and the measured times replace TorchRec's formulas for RecStore tables. Default: None.
+
+    Raises:
+        ValueError: The constraint of a table is for another number of features than was measured.
     """
 
     def __init__(
@@ -64,13 +70,23 @@ class RecStoreEnumerator(EmbeddingEnumerator):  # type: ignore[misc]
         constraints: dict[str, ParameterConstraints] | None = None,
         estimator: ShardEstimator | list[ShardEstimator] | None = None,
         use_exact_enumerate_order: bool = False,
+        *,
+        statistics: Mapping[str, TableStatistics] | None = None,
     ) -> None:
+        self.statistics = dict(statistics or {})
+        if self.statistics:
+            constraints = with_statistics(constraints, self.statistics)
         if estimator is None:
+            measured = {
+                name: MeasuredSpeed(each.ns_per_id, each.hottest_share or 0)
+                for name, each in self.statistics.items()
+                if each.ns_per_id is not None
+            }
             estimator = [
                 EmbeddingPerfEstimatorFactory.create_with_config(
-                    RecStorePerfConfig(), topology=topology, constraints=constraints
+                    RecStorePerfConfig(measured), topology=topology, constraints=constraints
                 ),
-                RecStoreStorageEstimator(topology=topology, constraints=constraints),
+                RecStoreStorageEstimator(topology=topology, constraints=constraints, statistics=self.statistics),
             ]
         super().__init__(topology, batch_size, constraints, estimator, use_exact_enumerate_order)
         self._offers: dict[int, _Sharder] = {}
@@ -93,7 +109,9 @@ class RecStoreEnumerator(EmbeddingEnumerator):  # type: ignore[misc]
             if not str(error).startswith("No available sharding type"):
                 raise
             raise PlannerError(f"{error}\n{_SUPPORT}", error_type=PlannerErrorType.STRICT_CONSTRAINTS) from error
-        self._check_names({option.name for option in enumerated}, constraints)
+        names = {option.name for option in enumerated}
+        self._check_names("statistics of", names, set(self.statistics))
+        self._check_names("constraints for", names, self._not_elsewhere(constraints))
         mine = {key for key, sharder in self.sharder_map.items() if isinstance(sharder, _Sharder)}
         wanted = [o for o in enumerated if o.module_type_key not in mine or _wanted(o, constraints.get(o.name))]
         for name in {option.name for option in enumerated} - {option.name for option in wanted}:
@@ -125,12 +143,13 @@ class RecStoreEnumerator(EmbeddingEnumerator):  # type: ignore[misc]
         # Each sharder gets one copy only: the stock enumerator detects a repeated call by the identity of the sharders.
         return self._offers.setdefault(id(sharder), sharder.with_stock_kernels())
 
-    def _check_names(self, known: set[str], constraints: Mapping[str, ParameterConstraints]) -> None:
-        elsewhere = {n for n, c in constraints.items() if c.device_group and c.device_group != compute_device(self)}
-        unknown = sorted(set(constraints) - known - elsewhere)
-        if unknown:
+    def _not_elsewhere(self, constraints: Mapping[str, ParameterConstraints]) -> set[str]:
+        return {n for n, c in constraints.items() if c.device_group in (None, "", compute_device(self))}
+
+    def _check_names(self, what: str, known: set[str], named: set[str]) -> None:
+        if unknown := sorted(named - known):
             raise PlannerError(
-                f"constraints for unknown table(s) {', '.join(map(repr, unknown))}; the model's tables are "
+                f"{what} unknown table(s) {', '.join(map(repr, unknown))}; the model's tables are "
                 f"{', '.join(map(repr, sorted(known)))}",
                 error_type=PlannerErrorType.INPUT_VALIDATION,
             )

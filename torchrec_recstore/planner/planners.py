@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping
+from typing import Any
 
 from torch import nn
 from torchrec.distributed.planner.stats import EmbeddingStats
@@ -12,6 +14,7 @@ from torchrec.distributed.types import ModuleSharder, ShardingPlan
 from torchrec_recstore.planner.constraints import options_of
 from torchrec_recstore.planner.enumerators import RecStoreEnumerator
 from torchrec_recstore.planner.shortages import shortages
+from torchrec_recstore.planner.statistics import TableStatistics
 from torchrec_recstore.planner.stats import RecStoreStats
 from torchrec_recstore.sharders import RECSTORE_KERNEL, RecStoreParameterSharding
 from torchrec_recstore.sharders.plan import RecStoreModulePlan
@@ -39,13 +42,25 @@ class RecStorePlanner(PlannerSeams):
         enumerator: The enumerator of the sharding options. Default: a :class:`RecStoreEnumerator`.
         args, kwargs: The other arguments of TorchRec's ``EmbeddingShardingPlanner``, in the same order. ``constraints``
             maps table names to constraints; a :class:`RecStoreConstraints` has the options of a RecStore table.
+        statistics: What was measured of tables, by table name; see :func:`read_statistics` and
+            :func:`measure_statistics`. Default: None.
+
+    Raises:
+        ValueError: ``statistics`` and ``enumerator`` are both set. The enumerator takes the statistics then.
     """
+
+    def __init__(self, *args: Any, statistics: Mapping[str, TableStatistics] | None = None, **kwargs: Any) -> None:
+        enumerator = kwargs.get("enumerator", args[2] if len(args) > 2 else None)
+        if statistics and enumerator is not None:
+            raise ValueError("statistics have no effect on the enumerator that is passed: pass them to the enumerator")
+        self._statistics = dict(statistics or {})  # TorchRec's constructor makes the enumerator
+        super().__init__(*args, **kwargs)
 
     def make_enumerator(
         self, topology: Topology, batch_size: int, constraints: dict[str, ParameterConstraints] | None
     ) -> RecStoreEnumerator:
         """Returns the enumerator of a planner whose argument ``enumerator`` is None."""
-        return RecStoreEnumerator(topology, batch_size, constraints)
+        return RecStoreEnumerator(topology, batch_size, constraints, statistics=self._statistics)
 
     def replace_stats(self, stats: Stats) -> Stats:
         """Replaces TorchRec's default statistics; any other statistics are the user's choice and stay."""

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 import torch
 from torchrec.distributed.planner.shard_estimators import EmbeddingStorageEstimator
 from torchrec.distributed.planner.types import Shard, SharderDataMap, ShardingOption, Storage
 from torchrec.modules.fp_embedding_modules import FeatureProcessedEmbeddingBagCollection
 
 from torchrec_recstore.optim import state_bytes
-from torchrec_recstore.options import resident_rows
-from torchrec_recstore.planner.constraints import options_of
+from torchrec_recstore.planner.constraints import options_of, planned_rows
+from torchrec_recstore.planner.statistics import TableStatistics
 from torchrec_recstore.row_types import row_bytes
 from torchrec_recstore.sharders import RECSTORE_KERNEL
 from torchrec_recstore.sharders.fused_params import optimizer_from_fused_params, state_dtype
@@ -29,7 +32,16 @@ class RecStoreStorageEstimator(EmbeddingStorageEstimator):  # type: ignore[misc]
     ``compute_device`` is an accelerator, the inputs and outputs are in its memory and, for the copies, in host memory,
     too. If the table has an admission policy, the estimate of each shard includes the counter of sightings. Tables on
     TorchRec's kernels are estimated by TorchRec's estimator.
+
+    Args:
+        statistics: The statistics of tables by name. A table has at least the measured rows, and at most ``max_rows``.
+            Default: None.
+        args, kwargs: The arguments of TorchRec's ``EmbeddingStorageEstimator``, in the same order.
     """
+
+    def __init__(self, *args: Any, statistics: Mapping[str, TableStatistics] | None = None, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._statistics = dict(statistics or {})
 
     def estimate(self, sharding_options: list[ShardingOption], sharder_data_map: SharderDataMap) -> None:
         """Sets the estimated storage, in bytes, of every shard of the options.
@@ -51,7 +63,8 @@ class RecStoreStorageEstimator(EmbeddingStorageEstimator):  # type: ignore[misc]
             itemsize = state_dtype(params, [option.name]).itemsize
             options = options_of(constraints_of(self), option.name)
             remote = options.servers is not None
-            rows = 0 if remote else resident_rows(options, option.tensor.shape[0])
+            measured = self._statistics.get(option.name)
+            rows = 0 if remote else planned_rows(options, option.tensor.shape[0], measured)
             counter_bytes = 0 if options.admission is None or remote else options.admission.counter_bytes
             without_rows = _without_rows(option)
             super().estimate([without_rows], sharder_data_map)

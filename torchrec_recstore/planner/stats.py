@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections import Counter
 from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 from torch import nn
@@ -13,9 +14,11 @@ from torchrec.distributed.planner.stats import EmbeddingStats
 from torchrec.distributed.planner.types import Enumerator, ParameterConstraints, ShardingOption, Topology
 from torchrec.distributed.types import ModuleSharder, ShardingPlan
 
-from torchrec_recstore.options import TableOptions, resident_rows
+from torchrec_recstore.options import TableOptions
 from torchrec_recstore.planner.bus import bus_bytes_of
-from torchrec_recstore.planner.constraints import options_of
+from torchrec_recstore.planner.constraints import options_of, planned_rows
+from torchrec_recstore.planner.enumerators import RecStoreEnumerator
+from torchrec_recstore.planner.statistics import TableStatistics
 from torchrec_recstore.sharders import RECSTORE_KERNEL
 
 # TorchRec logs its statistics of the plan here (torchrec 1.8.0), so that both are shown or neither is.
@@ -48,14 +51,19 @@ class RecStoreStats(EmbeddingStats):  # type: ignore[misc]
             enumerator=enumerator,
             **kwargs,
         )
-        for line in assumed(best_plan, constraints):
+        statistics = enumerator.statistics if isinstance(enumerator, RecStoreEnumerator) else {}
+        for line in assumed(best_plan, constraints, statistics):
             logger.info(line)
         if topology.compute_device != "cpu" and isinstance(enumerator, EmbeddingEnumerator):
             for line in copied(best_plan, topology, constraints, enumerator.sharder_map):
                 logger.info(line)
 
 
-def assumed(options: list[ShardingOption], constraints: dict[str, ParameterConstraints] | None) -> list[str]:
+def assumed(
+    options: list[ShardingOption],
+    constraints: dict[str, ParameterConstraints] | None,
+    statistics: Mapping[str, TableStatistics] = MappingProxyType({}),
+) -> list[str]:
     """Returns one line of text for each RecStore table.
 
     A line has the resident rows of the table over all ranks, and the GiB that the table takes on each rank. The bytes
@@ -71,9 +79,12 @@ def assumed(options: list[ShardingOption], constraints: dict[str, ParameterConst
         if asked.servers is not None:
             lines.append(f"RecStore table {name!r} is on the servers {', '.join(asked.servers.addresses)}")
             continue
-        rows = resident_rows(asked, option.tensor.shape[0])
+        measured = statistics.get(option.name)
+        rows = planned_rows(asked, option.tensor.shape[0], measured)
         ranks = ", ".join(f"rank {s.rank}: {s.storage.ddr / 2**30:.3f} GiB" for s in option.shards)
-        lines.append(f"RecStore table {name!r}: {rows:,} resident rows assumed ({_source(asked, rows)}); {ranks}")
+        lines.append(
+            f"RecStore table {name!r}: {rows:,} resident rows assumed ({_source(asked, rows, measured)}); {ranks}"
+        )
     return lines
 
 
@@ -105,8 +116,10 @@ def copied(
     ]
 
 
-def _source(options: TableOptions, rows: int) -> str:
+def _source(options: TableOptions, rows: int, measured: TableStatistics | None) -> str:
     """Returns the option that the number of resident rows comes from."""
+    if measured is not None and rows == measured.rows:
+        return "measured"
     if rows == options.max_rows and rows != options.expected_rows:
         return "max_rows"
     return "expected_rows" if options.expected_rows is not None else "no expected_rows: num_embeddings, at most 2**20"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from torchrec.distributed.planner.constants import DEFAULT_PERF_ESTIMATOR
@@ -36,7 +37,7 @@ _WITH_BLOCKS = {
 """The sharding types that TorchRec estimates with ``TableWiseEvaluator`` and its subclasses (torchrec 1.8.0)."""
 
 _ID_BYTES = _OFFSET_BYTES = 8
-_WEIGHT_BYTES = 4
+_WEIGHT_BYTES = _FLOAT_BYTES = 4
 
 
 @dataclass(frozen=True)
@@ -72,12 +73,7 @@ def bus_bytes(context: ShardPerfContext) -> BusBytes:
     Args:
         context: TorchRec's description of the shard. Its ``output_data_type_size`` is that of the results of lookups.
     """
-    split = 1
-    if context.sharding_type == ShardingType.ROW_WISE.value:
-        split = context.world_size
-    elif context.sharding_type in IN_NODE:
-        split = context.intra_group_size
-    ids = context.batch_inputs * context.world_size / split
+    ids = context.batch_inputs * context.world_size / _split(context)
     bags = sum(n * b for n, b in zip(context.num_poolings, context.batch_sizes, strict=True)) * context.world_size
     of_weights = ids * _WEIGHT_BYTES if context.is_weighted and context.is_pooled else 0
     rows = (bags if context.is_pooled else ids) * context.emb_dim * context.output_data_type_size
@@ -109,13 +105,40 @@ def _evaluator(context: ShardPerfContext) -> EmbeddingShardingPerfEvaluator:
     return get_embedding_perf_sharding_evaluator(context.sharding_type)
 
 
+def _split(context: ShardPerfContext) -> int:
+    """Returns the number of ranks that share the rows of a table."""
+    if context.sharding_type == ShardingType.ROW_WISE.value:
+        return int(context.world_size)
+    return int(context.intra_group_size) if context.sharding_type in IN_NODE else 1
+
+
+@dataclass(frozen=True)
+class MeasuredSpeed:
+    """The measured cost of a table's lookups and updates.
+
+    Args:
+        ns_per_id: The nanoseconds of a forward and a backward for each id.
+        hottest_share: The share of the ids that are equal to the most frequent id.
+    """
+
+    ns_per_id: float
+    hottest_share: float
+
+
 class RecStorePerfConfig(EmbeddingPerfEstimatorConfig):  # type: ignore[misc]
     """The config of TorchRec's performance estimator with RecStore's kernel added.
 
     The host looks up and updates the rows of RecStore tables. If the topology's ``compute_device`` is an accelerator,
     the bytes of :func:`bus_bytes` cross the bus in addition, at the topology's ``hbm_to_ddr_mem_bw``. The estimates of
     TorchRec's own kernels do not change.
+
+    Args:
+        measured: The measured speeds by table name. TorchRec's formulas estimate the other tables. Default: None.
     """
+
+    def __init__(self, measured: Mapping[str, MeasuredSpeed] | None = None) -> None:
+        super().__init__()
+        self._measured = dict(measured or {})
 
     _over_bus = False
     """Whether the topology has an accelerator. TorchRec names the device only to :meth:`get_device_bw`, which it calls
@@ -157,6 +180,9 @@ class RecStorePerfConfig(EmbeddingPerfEstimatorConfig):  # type: ignore[misc]
         """Returns the estimated milliseconds of a forward pass. The cost per row is that of row-wise sharding."""
         copied = self._copied(context)
         bus_ms = (copied.ids + copied.rows) / context.hbm_to_ddr_mem_bw if copied else 0
+        measured_ms = self._measured_ms(context)
+        if measured_ms is not None:
+            return float(measured_ms / (1 + context.bwd_compute_multiplier) + bus_ms)
         return default_forward_ms(_evaluator(context), context, self) + bus_ms
 
     @backward_compute(_TYPES)  # type: ignore[untyped-decorator]
@@ -164,7 +190,25 @@ class RecStorePerfConfig(EmbeddingPerfEstimatorConfig):  # type: ignore[misc]
         """Returns the estimated milliseconds of a backward pass. The cost per row is that of row-wise sharding."""
         copied = self._copied(context)
         bus_ms = (copied.gradients + copied.weight_gradients) / context.hbm_to_ddr_mem_bw if copied else 0
+        measured_ms = self._measured_ms(context)
+        if measured_ms is not None:
+            return float(measured_ms * (1 - 1 / (1 + context.bwd_compute_multiplier)) + bus_ms)
         return default_backward_ms(_evaluator(context), context, self) + bus_ms
+
+    def _measured_ms(self, context: ShardPerfContext) -> float | None:
+        """Returns the milliseconds of a forward and a backward on the rank with most ids, or None without a measure.
+
+        A shard of columns is taken to cost as much for each id as the whole row, since it finds each id, too.
+        """
+        measured = self._measured.get(context.table_name)
+        if measured is None or context.compute_kernel != RECSTORE_KERNEL:
+            return None
+        split = _split(context)
+        ids_of_all = float(context.batch_inputs * context.world_size)
+        ids = ids_of_all * (1 / split + measured.hottest_share * (1 - 1 / split))
+        # Ranks that split rows write a partial sum of each bag, and read its gradient.
+        sums = context.batch_outputs * context.world_size * (1 - 1 / split) if context.is_pooled else 0
+        return float(ids * measured.ns_per_id / 1e6 + 2 * sums * context.emb_dim * _FLOAT_BYTES / context.device_bw)
 
     def _copied(self, context: ShardPerfContext) -> BusBytes | None:
         return bus_bytes(context) if self._over_bus and context.compute_kernel == RECSTORE_KERNEL else None

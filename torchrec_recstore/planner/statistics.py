@@ -1,0 +1,238 @@
+"""What was measured of tables: in a checkpoint, in the checkpoints of a run, or with a sample of batches."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import statistics
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, fields, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torchrec import KeyedJaggedTensor
+from torchrec.modules.embedding_configs import EmbeddingBagConfig, EmbeddingConfig
+
+from torchrec_recstore.checkpoint.info import METADATA, read_info
+from torchrec_recstore.encoding import check_fields
+from torchrec_recstore.modules import RecStoreEmbeddingBagCollection, RecStoreEmbeddingCollection
+from torchrec_recstore.optim import Optimizer
+
+FORMAT = "recstore statistics"
+VERSION = 1
+
+
+@dataclass(frozen=True)
+class TableStatistics:
+    """What was measured of one table. A field is None if it was not measured.
+
+    Args:
+        rows: The number of rows of the whole table, over all ranks. A checkpoint tells it.
+        rows_per_step: The number of rows by which the table grows in a training step. The checkpoints of a run tell it.
+        ids_per_sample: For each feature of the table, in their order, the mean number of ids of a sample. Only batches
+            tell it.
+        unique_share: The number of distinct ids of a batch, divided by the number of its ids, over the features of the
+            table. Only batches tell it.
+        hottest_share: The share of the ids that are equal to the most frequent id. With row-wise sharding, one rank
+            gets all of them. Only batches tell it: a checkpoint counts in how many steps a row was looked up, not
+            how often.
+        ns_per_id: The nanoseconds of a forward and a backward on this machine, divided by the number of ids. Only
+            batches tell it.
+
+    Raises:
+        ValueError: A number is negative or not finite, or a share is above 1. The message names the field.
+    """
+
+    rows: int | None = None
+    rows_per_step: float | None = None
+    ids_per_sample: tuple[float, ...] | None = None
+    unique_share: float | None = None
+    hottest_share: float | None = None
+    ns_per_id: float | None = None
+
+    def __post_init__(self) -> None:
+        for each in fields(self):
+            value = getattr(self, each.name)
+            numbers = value if isinstance(value, tuple) else () if value is None else (value,)
+            most = 1 if each.name.endswith("_share") else math.inf
+            # Rows can have left between two checkpoints.
+            least = -math.inf if each.name == "rows_per_step" else 0
+            if any(isinstance(n, bool) or not isinstance(n, int | float) or not math.isfinite(n) for n in numbers):
+                raise ValueError(f"{each.name} must be finite numbers, got {value!r}")
+            if any(not least <= n <= most for n in numbers):
+                raise ValueError(f"{each.name} must be at least {least} and at most {most}, got {value!r}")
+
+    def after(self, steps: int) -> TableStatistics:
+        """Returns the statistics after some more steps, if the table goes on to grow as it was measured.
+
+        A growth that slows down, as that of most tables does, makes this number an upper bound.
+
+        Raises:
+            ValueError: ``rows`` or ``rows_per_step`` was not measured.
+        """
+        if self.rows is None or self.rows_per_step is None:
+            missing = "rows" if self.rows is None else "rows_per_step"
+            raise ValueError(f"the growth is not known: {missing} was not measured")
+        return replace(self, rows=max(0, round(self.rows + steps * self.rows_per_step)))
+
+
+def combined_statistics(*sources: Mapping[str, TableStatistics]) -> dict[str, TableStatistics]:
+    """Returns the statistics of several sources. For each field of a table, the first source that measured it counts.
+
+    Args:
+        sources: Statistics by table name, such as those of a checkpoint and those of a sample of batches.
+    """
+    found: dict[str, TableStatistics] = {}
+    for source in sources:
+        for name, table in source.items():
+            known = {f.name: v for f in fields(table) if (v := getattr(found.get(name), f.name, None)) is not None}
+            found[name] = replace(table, **known)
+    return found
+
+
+def measure_statistics(
+    configs: Sequence[EmbeddingBagConfig] | Sequence[EmbeddingConfig],
+    batches: Iterable[KeyedJaggedTensor],
+    optimizer: Optimizer | None = None,
+) -> dict[str, TableStatistics]:
+    """Measures tables with a sample of batches. The number of rows and their growth are not measured.
+
+    The ids of the sample are kept in memory.
+
+    Args:
+        configs: The configs of the tables of one collection.
+        batches: At least one batch, on the CPU, with all features of the tables. The share of distinct ids and the
+            time depend on the batch size: take that of one rank.
+        optimizer: The optimizer with which each batch is also trained, on new tables in this process, to measure
+            ``ns_per_id``. The first half of the batches, in which most rows are made, does not count. Default: None,
+            ``ns_per_id`` is not measured.
+
+    Returns:
+        The statistics by table name.
+
+    Raises:
+        ValueError: There is no batch or no id, or a batch lacks a feature. The message names the feature.
+    """
+    measuring = [_Measuring(config, optimizer) for config in configs]
+    for batch in batches:
+        for each in measuring:
+            each.add(batch)
+    return {each.config.name: each.result() for each in measuring}
+
+
+class _Measuring:
+    """The sums of one table, over the batches so far."""
+
+    def __init__(self, config: EmbeddingBagConfig | EmbeddingConfig, optimizer: Optimizer | None) -> None:
+        self.config = config
+        self._samples = 0
+        self._ids = dict.fromkeys(config.feature_names, 0)
+        self._distinct = 0
+        self._seen: list[Tensor] = []
+        self._ns: list[float] = []
+        self._module: torch.nn.Module | None = None
+        if optimizer is not None and isinstance(config, EmbeddingBagConfig):
+            self._module = RecStoreEmbeddingBagCollection([config], optimizer=optimizer)
+        elif optimizer is not None:
+            self._module = RecStoreEmbeddingCollection([config], optimizer=optimizer)
+
+    def add(self, batch: KeyedJaggedTensor) -> None:
+        names = self.config.feature_names
+        for name in names:
+            if name not in batch.keys():  # noqa: SIM118  (KeyedJaggedTensor has no __contains__)
+                raise ValueError(f"a batch has no feature {name!r} of table {self.config.name!r}: {batch.keys()}")
+        features = [batch[name] for name in names]
+        self._samples += batch.stride()
+        for name, feature in zip(names, features, strict=True):
+            self._ids[name] += feature.values().numel()
+        ids = torch.cat([feature.values() for feature in features])
+        self._distinct += len(torch.unique(ids))
+        self._seen.append(ids)
+        if self._module is not None and len(ids):
+            self._ns.append(self._train(KeyedJaggedTensor.from_jt_dict(dict(zip(names, features, strict=True)))))
+
+    def _train(self, features: KeyedJaggedTensor) -> float:
+        assert self._module is not None
+        start = time.perf_counter_ns()
+        out = self._module(features)
+        rows = (
+            [out.values()] if isinstance(self.config, EmbeddingBagConfig) else [each.values() for each in out.values()]
+        )
+        torch.autograd.backward(rows, [torch.ones_like(each) for each in rows])
+        return (time.perf_counter_ns() - start) / len(features.values())
+
+    def result(self) -> TableStatistics:
+        ids = torch.cat(self._seen) if self._seen else torch.empty(0, dtype=torch.int64)
+        if not len(ids):
+            raise ValueError(f"table {self.config.name!r}: the batches have no ids")
+        hottest = int(torch.unique(ids, return_counts=True)[1].max())
+        return TableStatistics(
+            ids_per_sample=tuple(count / self._samples for count in self._ids.values()),
+            unique_share=self._distinct / len(ids),
+            hottest_share=hottest / len(ids),
+            ns_per_id=statistics.median(self._ns[len(self._ns) // 2 :]) if self._ns else None,
+        )
+
+
+def read_statistics(path: str | os.PathLike[str]) -> dict[str, TableStatistics]:
+    """Reads the statistics of tables.
+
+    Args:
+        path: A file of :func:`write_statistics`; the directory of a checkpoint, which tells ``rows``; or the directory
+            of a run with at least two checkpoints, which tell ``rows`` and ``rows_per_step``: of the last checkpoint,
+            and between the last two that have the table. Nothing else is known of a checkpoint, and is None.
+
+    Raises:
+        FileNotFoundError: There is no such file or checkpoint.
+        ValueError: The file is not one of statistics. The message names it.
+        CheckpointError: The metadata of a checkpoint is damaged.
+    """
+    path = Path(path)
+    if path.is_file():
+        return _read_file(path)
+    if (path / METADATA).is_file() or not (inside := sorted(path.glob(f"*/{METADATA}"))):
+        return {name: TableStatistics(rows=table.rows) for name, table in read_info(path).tables.items()}
+    checkpoints = sorted((read_info(each.parent) for each in inside), key=lambda info: info.step)
+    found = {}
+    for name, table in checkpoints[-1].tables.items():
+        earlier = [info.tables[name] for info in checkpoints if name in info.tables]
+        earlier = [each for each in earlier if each.steps < table.steps]
+        growth = (table.rows - earlier[-1].rows) / (table.steps - earlier[-1].steps) if earlier else None
+        found[name] = TableStatistics(rows=table.rows, rows_per_step=growth)
+    return found
+
+
+def write_statistics(path: str | os.PathLike[str], tables: Mapping[str, TableStatistics]) -> None:
+    """Writes statistics to a JSON file, which :func:`read_statistics` reads. Fields that are None are left out.
+
+    Raises:
+        OSError: The file cannot be written.
+    """
+    entries = {name: {k: v for k, v in asdict(table).items() if v is not None} for name, table in tables.items()}
+    Path(path).write_text(json.dumps({"format": FORMAT, "version": VERSION, "tables": entries}, indent=1) + "\n")
+
+
+def _read_file(path: Path) -> dict[str, TableStatistics]:
+    try:
+        document: Any = json.loads(path.read_bytes())
+        if not isinstance(document, dict) or document.get("format") != FORMAT:
+            raise ValueError(f"it is not of the format {FORMAT!r}")
+        check_fields("it", document, ("format", "version", "tables"), ("format", "version", "tables"))
+        if document["version"] != VERSION:
+            raise ValueError(f"it is of version {document['version']}, and this version reads {VERSION}")
+        known = [each.name for each in fields(TableStatistics)]
+        found = {}
+        for name, entry in document["tables"].items():
+            check_fields(f"table {name!r}", entry, known)
+            per_feature = entry.get("ids_per_sample")
+            if per_feature is not None and not isinstance(per_feature, list):
+                raise ValueError(f"table {name!r}: ids_per_sample must be a list, got {per_feature!r}")
+            ids_per_sample = None if per_feature is None else tuple(per_feature)
+            found[name] = TableStatistics(**{**entry, "ids_per_sample": ids_per_sample})
+        return found
+    except (ValueError, AttributeError, TypeError) as error:
+        raise ValueError(f"{path}: {error}") from error
