@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from torchrec_recstore.kernels import PooledKernel
+from torchrec_recstore.kernels.device_copies import CopyTarget
 from torchrec_recstore.modules import RecStoreEmbeddingBag
 from torchrec_recstore.optim import RowWiseAdagrad
 from torchrec_recstore.store import Table
@@ -121,9 +122,10 @@ def kernel(shape: Shape) -> Step:
         _fill(table, shape)
     pooled = PooledKernel(tables, range(shape.tables), "sum")
     offsets = torch.arange(shape.tables * shape.batch_size + 1)
+    to = None if shape.device.type == "cpu" else CopyTarget(shape.device, torch.float32)
 
     def embeddings(batch: HostBatch) -> Tensor:
-        out = pooled(batch.ids, offsets, None, train=True).to(shape.device)
+        out = pooled(batch.ids, offsets, None, train=True, to=to)
         return out.view(shape.batch_size, shape.tables, shape.dim)
 
     return _trained(shape, embeddings)

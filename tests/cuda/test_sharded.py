@@ -11,12 +11,12 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 pytest.importorskip("torchrec", reason="TorchRec is not installed", exc_type=ImportError)
 
 from torchrec import EmbeddingBagCollection, KeyedJaggedTensor
-from torchrec.distributed import DistributedModelParallel, TrainPipelineSparseDist
+from torchrec.distributed import DistributedModelParallel
 from torchrec.distributed.planner import Topology
 from torchrec.distributed.train_pipeline import PrefetchTrainPipelineSparseDist, TrainPipelineBase
 from torchrec.modules.embedding_configs import DataType
@@ -24,17 +24,17 @@ from torchrec.optim.optimizers import in_backward_optimizer_filter
 
 from benchmarks.device import Timeline, traced
 from tests.cuda import CPU, CUDA, WITH_FBGEMM
-from tests.device import scenarios
+from tests.device import scenarios, steps
+from tests.device.scenarios import Found
 from tests.device.test_device import same
 from tests.distributed.workers import run_in_processes
-from torchrec_recstore import RecStoreConstraints, RecStorePlanner, RecStorePrefetchPipeline, RecStoreSharder
+from torchrec_recstore import RecStoreConstraints, RecStorePlanner, RecStoreSharder
 
 BOTH = "cpu:gloo,cuda:nccl"
 ON_CUDA = [pytest.param(CUDA, id="cuda", marks=WITH_FBGEMM)]
 DEVICES = [pytest.param(CPU, id="cpu"), *ON_CUDA]
 TO_THE_BIT: tuple[str, ...] = ("sum", "mean", "weighted", "sequences", "half_outputs", "eager_bags", "eager_sequences")
 TO_THE_BIT += ("variable_batches", "checkpoints", "bounds")
-PIPELINES = (TrainPipelineBase, TrainPipelineSparseDist, RecStorePrefetchPipeline)
 
 
 @pytest.fixture
@@ -81,58 +81,50 @@ def test_outputs_of_16_bits(dtype: DataType, device: torch.device, group: None) 
     assert same(found, trained(CPU))
 
 
-class Scaled(nn.Module):
-    """A collection and a dense part that multiplies its columns. Takes a batch and returns (loss, loss)."""
+@pytest.mark.parametrize("device", ON_CUDA)
+def test_pipelines(device: torch.device, group: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The dense layer may differ from that of the CPU in the last bits. The pipelines of a device agree to the bit."""
+    wanted = steps.pipelines(CPU)
+    # TorchRec's own pipeline with prefetch needs the streams of CUDA.
+    monkeypatch.setattr(steps, "PIPELINES", (*steps.PIPELINES, PrefetchTrainPipelineSparseDist))
+    found = steps.pipelines(device)
+    plain = found["TrainPipelineBase"]
+    for kind, each in found.items():
+        assert same(each, plain), kind
+        assert len(each["losses"]) == steps.STEPS
+    _assert_close(plain, wanted["TrainPipelineBase"])
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.ebc = EmbeddingBagCollection(scenarios.bag_tables(), device=scenarios.META)
-        self.scale = nn.Parameter(torch.ones(3 * scenarios.DIM))
 
-    def forward(self, batch: KeyedJaggedTensor) -> tuple[Tensor, Tensor]:
-        loss = ((self.ebc(batch).values() * self.scale - 1) ** 2).mean()
-        return loss, loss.detach()
+@pytest.mark.parametrize("device", ON_CUDA)
+def test_learning_rates_and_reads_between_steps(device: torch.device, group: None) -> None:
+    found, wanted = steps.schedules(device), steps.schedules(CPU)
+    assert found.keys() == wanted.keys()
+    for accumulation, each in found.items():
+        _assert_close(each, wanted[accumulation])
 
 
-def scaled(device: torch.device, sharding_type: str = "table_wise") -> tuple[Any, torch.optim.Optimizer]:
+def _assert_close(found: Found, wanted: Found) -> None:
+    """Ids and statistics are equal. Losses, weights and rows may differ in the last bits."""
+    for key in ("ids", "stats"):
+        assert same(found[key], wanted[key])
+    for key in ("losses", "weight", "rows"):
+        torch.testing.assert_close(found[key], wanted[key])
+
+
+def losses_of(device: torch.device, sharding_type: str, pipeline: Any) -> Tensor:
+    """The losses of a model that is sharded over all ranks, on the host."""
     sharders = [RecStoreSharder(fused_params={"learning_rate": 0.1})]
     constraints = {name: RecStoreConstraints(sharding_types=[sharding_type]) for name in ("t_user", "t_item")}
     topology = Topology(world_size=dist.get_world_size(), compute_device="cpu")
-    module = Scaled()
+    module = steps.Model(device)
     plan = RecStorePlanner(topology=topology, constraints=constraints).collective_plan(
         module, sharders, dist.group.WORLD
     )
     model = DistributedModelParallel(module, plan=plan, sharders=sharders, device=device)
     dense = dict(in_backward_optimizer_filter(model.named_parameters()))
-    assert list(dense) == ["scale"]
-    return model, torch.optim.SGD(dense.values(), lr=0.1)
-
-
-def losses_of(device: torch.device, pipeline: Any = None, sharding_type: str = "table_wise") -> Tensor:
-    """The losses of six steps, on the host, in a plain loop or in a pipeline that copies the batches to the device."""
-    model, optimizer = scaled(device, sharding_type)
-    batches = scenarios.batches(6, CPU)
-    if pipeline is not None:
-        trains = pipeline(model, optimizer, device)
-        return torch.stack([trains.progress(batches).cpu() for _ in range(6)])
-    losses = []
-    for batch in batches:
-        optimizer.zero_grad()
-        loss, shown = model(batch.to(device))
-        loss.backward()
-        optimizer.step()
-        losses.append(shown.cpu())
-    return torch.stack(losses)
-
-
-@pytest.mark.parametrize("device", DEVICES)
-def test_pipelines_train_as_a_loop(device: torch.device, group: None) -> None:
-    loop = losses_of(device)
-    assert loop[-1] < loop[0]
-    # TorchRec's own pipeline with prefetch needs streams.
-    for kind in (*PIPELINES, *([PrefetchTrainPipelineSparseDist] if device.type == "cuda" else [])):
-        assert torch.equal(losses_of(device, kind), loop), kind
-    torch.testing.assert_close(loop, losses_of(CPU))
+    trains = pipeline(model, torch.optim.SGD(dense.values(), lr=0.1), device)
+    data = scenarios.batches(steps.STEPS, CPU)
+    return torch.stack([trains.progress(data).cpu() for _ in range(steps.STEPS)])
 
 
 def on_two_ranks(rank: int, world_size: int, device: str, folder: str) -> None:
@@ -143,9 +135,10 @@ def on_two_ranks(rank: int, world_size: int, device: str, folder: str) -> None:
     backends = BOTH if device == "cuda" else "gloo"
     dist.init_process_group(backends, init_method=f"file://{folder}/{device}", rank=rank, world_size=world_size)
     for sharding_type in ("table_wise", "row_wise"):
-        found = [losses_of(own, kind, sharding_type) for kind in (None, TrainPipelineSparseDist)]
-        assert torch.equal(*found)
-        torch.testing.assert_close(found[0], losses_of(CPU, None, sharding_type))
+        found = [losses_of(own, sharding_type, kind) for kind in steps.PIPELINES]
+        assert all(torch.equal(each, found[0]) for each in found)
+        assert found[0][-1] < found[0][0]
+        torch.testing.assert_close(found[0], losses_of(CPU, sharding_type, TrainPipelineBase))
     dist.barrier()
     dist.destroy_process_group()
 
@@ -164,7 +157,7 @@ def test_copies_and_waits_of_a_step(dtype: DataType, device: torch.device, group
     """The ids go down once, the rows up once, and their gradients down once, from and to pinned memory."""
     ebc = EmbeddingBagCollection(scenarios.bag_tables(), device=scenarios.META)
     model = scenarios.sharded(ebc, device, output_dtype=dtype)
-    (kernel,) = [each for lookup in model.module.lookups for each in lookup.kernels()]
+    (kernel,) = scenarios.kernels(model)
     first, second, third = scenarios.batches(3, device)
     scenarios.trained(model, iter([first]))
 
@@ -193,7 +186,7 @@ def test_copies_and_waits_of_a_step(dtype: DataType, device: torch.device, group
 def test_recstore_waits_for_events_alone(device: torch.device, group: None) -> None:
     """TorchRec's own distribution of the ids is left out: it waits for streams."""
     model = scenarios.sharded(EmbeddingBagCollection(scenarios.bag_tables(), device=scenarios.META), device)
-    (kernel,) = [each for lookup in model.module.lookups for each in lookup.kernels()]
+    (kernel,) = scenarios.kernels(model)
     batches = list(scenarios.batches(3, device))
     for batch in batches:
         batch.offsets(), batch.length_per_key()  # TorchRec's own copies and waits

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from benchmarks.device import traced
 from tests.cuda import CPU, CUDA, WITH_TORCH
 from torchrec_recstore.kernels import PooledKernel, SequenceKernel
+from torchrec_recstore.kernels.device_copies import CopyTarget
 from torchrec_recstore.modules import RecStoreEmbedding, RecStoreEmbeddingBag
 from torchrec_recstore.optim import RowWiseAdagrad
 from torchrec_recstore.store import Table
@@ -67,9 +68,11 @@ def test_kernels_with_ids_on_the_host(device: torch.device) -> None:
     for each in (device, CPU):
         tables = [Table(DIM, optimizer=RowWiseAdagrad(0.1), name=f"t{i}") for i in range(2)]
         pooled, rows = PooledKernel(tables[:1], [0], "sum"), SequenceKernel(tables[1:])
+        to = None if each == CPU else CopyTarget(each, torch.float32)
         for _ in range(3):
-            out = pooled(IDS, torch.cat([OFFSETS, torch.tensor([len(IDS)])]), None, train=True).to(each)
-            flat = rows(IDS, [len(IDS)], train=True).to(each)
+            out = pooled(IDS, torch.cat([OFFSETS, torch.tensor([len(IDS)])]), None, train=True, to=to)
+            flat = rows(IDS, [len(IDS)], train=True, to=to)
+            assert out.device == flat.device == each
             ((out * out).sum() + (flat * flat).sum()).backward()
         found[each] = [out.detach().cpu(), flat.detach().cpu(), *(table.lookup(IDS) for table in tables)]
     assert all(map(torch.equal, found[device], found[CPU]))
@@ -88,4 +91,5 @@ def test_a_step_copies_ids_rows_and_gradients_once(device: torch.device) -> None
     seen, rows = traced(step, device), BAGS * DIM * 4
     assert sorted(seen.down.sizes) == sorted([IDS.numel() * 8, rows])
     assert seen.up.sizes == [rows]
-    assert not {"cudaDeviceSynchronize", "cuCtxSynchronize"} & set(seen.waits)
+    assert seen.up.pageable == seen.down.pageable == 0
+    assert set(seen.waits) == {"cudaEventSynchronize"}
