@@ -9,7 +9,7 @@ import torch
 
 from tests.device import streams
 from torchrec_recstore import SGD, Table, late_updates, ops
-from torchrec_recstore.kernels import PooledKernel
+from torchrec_recstore.kernels import PooledKernel, device_copies
 from torchrec_recstore.kernels.device_copies import CopyTarget
 
 
@@ -36,6 +36,20 @@ def late_copies(device: torch.device) -> list[str]:
     except streams.Race:
         said.append("a stream that does not wait for another one is refused")
     return said
+
+
+def streams_of_torch(device: torch.device) -> list[str]:
+    """The calls that ``Arriving`` makes, with streams of torch. Those of a device in Python do nothing.
+
+    Their events cannot be waited for.
+    """
+    of_torch = device_copies.DeviceStreams(device)
+    event = of_torch.event()
+    event.record(of_torch.current())
+    of_torch.aside.wait_event(event)
+    with of_torch.aside:
+        event.record(of_torch.aside)
+    return [str(isinstance(event, torch.Event) and isinstance(of_torch.current(), torch.Stream))]
 
 
 def failing_updates(device: torch.device) -> list[str]:
@@ -78,6 +92,7 @@ def misuse(device: torch.device) -> list[str]:
 
 CHECKS: dict[str, Callable[[torch.device], list[str]]] = {
     "late_copies": late_copies,
+    "streams_of_torch": streams_of_torch,
     "failing_updates": failing_updates,
     "misuse": misuse,
 }

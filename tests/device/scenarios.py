@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -29,6 +30,8 @@ from torchrec_recstore import (
     Adagrad,
     Expiry,
     RecStoreConstraints,
+    RecStoreEmbedding,
+    RecStoreEmbeddingBag,
     RecStoreEmbeddingBagCollection,
     RecStoreEmbeddingCollection,
     RecStoreEmbeddingCollectionSharder,
@@ -152,7 +155,7 @@ def feature_processors(device: torch.device) -> Found:
 def variable_batches(device: torch.device) -> Found:
     """A forward of the model, and steps of the kernel alone.
 
-    FBGEMM's op that repeats the bags has an autograd function in C++, whose gradients are wrong on a device in Python.
+    FBGEMM's op that repeats the bags (``batch_index_select_dim0``) has no gradient on a device in Python.
     """
     model = sharded(EmbeddingBagCollection(bag_tables(), device=META), device)
     (kernel,) = kernels(model)
@@ -200,6 +203,16 @@ def copies_of_a_step(device: torch.device) -> Found:
         [each for each in simulated.copies[:-1] if each.bytes > SMALL],  # the last one is of the test
         {"ids": features.values().numel() * 12 + (15 + 1) * 8},
     )
+    for name, eager, rows in (
+        ("eager bags", RecStoreEmbeddingBagCollection(bag_tables()), 15),
+        ("eager sequences", RecStoreEmbeddingCollection(sequence_tables()), features.values().numel()),
+    ):
+        simulated.copies.clear()
+        sum(each.sum() for each in outputs(eager(features))).backward()  # type: ignore[union-attr]
+        found[f"{name} step"] = (
+            [each for each in simulated.copies if each.bytes > SMALL],
+            {"ids": features.values().numel() * 8 + 15 * 8, "rows": rows * DIM * 4},
+        )
     return found
 
 
@@ -211,6 +224,28 @@ def eager_bags(device: torch.device) -> Found:
 def eager_sequences(device: torch.device) -> Found:
     model = RecStoreEmbeddingCollection(sequence_tables(), optimizer=Adagrad(lr=0.1))
     return {"out": trained(model, batches(5, device), eager=True)}
+
+
+def drop_ins(device: torch.device) -> Found:
+    """The replacements of torch's modules, with what they do besides lookups."""
+    found: Found = {}
+    ids = torch.tensor([3, -1, 2**60, 3, 8, -1]).to(device)
+    offsets = torch.tensor([0, 2, 3]).to(device)
+    weights = torch.linspace(0.5, 2.0, 6).to(device).requires_grad_()
+    modules: dict[str, Callable[[], Tensor]] = {
+        "sum": partial(RecStoreEmbeddingBag(9, DIM, mode="sum", name="a"), ids, offsets),
+        "weighted": partial(RecStoreEmbeddingBag(9, DIM, mode="sum", name="b"), ids, offsets, weights),
+        "max": partial(RecStoreEmbeddingBag(9, DIM, mode="max", name="c"), ids, offsets),
+        "padded": partial(RecStoreEmbeddingBag(9, DIM, padding_idx=3, name="d", dtype=torch.float16), ids, offsets),
+        "rows": partial(RecStoreEmbedding(9, DIM, padding_idx=8, name="e"), ids.view(2, 3)),
+    }
+    for name, module in modules.items():
+        found[name] = []
+        for _ in range(3):
+            out = module()
+            (out.float() * out.float()).sum().backward()
+            found[name].append(host(out))
+    return {**found, "grad": host(weights.grad)}
 
 
 def checkpoints(device: torch.device) -> Found:
@@ -252,6 +287,7 @@ SCENARIOS: dict[str, Callable[[torch.device], Found]] = {
     "variable_batches": variable_batches,
     "eager_bags": eager_bags,
     "eager_sequences": eager_sequences,
+    "drop_ins": drop_ins,
     "checkpoints": checkpoints,
     "bounds": lambda device: bounds(device, 60),
     "long_bounds": lambda device: bounds(device, 1000),

@@ -72,8 +72,16 @@ def test_results_are_those_of_the_cpu(name: str, short: dict[str, tuple[Any, Any
 
 
 def test_a_step_copies_ids_rows_and_gradients_once(short: dict[str, tuple[Any, Any, int]]) -> None:
-    found = short["copies_of_a_step"][1]
+    found = dict(short["copies_of_a_step"][1])
     weighted = found.pop("weighted step")
+    for name in ("eager bags step", "eager sequences step"):
+        copies, sizes = found.pop(name)
+        assert [(each.way, each.bytes, each.stream) for each in copies] == [
+            ("down", sizes["ids"], "default"),
+            ("up", sizes["rows"], "default"),
+            ("down", sizes["rows"], "aside"),
+        ]
+        assert all(each.pinned and not each.blocking for each in copies), name
     assert set(found) == {f"{name} {step}" for name in ("fp32", "fp16") for step in ("step", "prefetched")}
     assert [each.way for each in weighted[0]] == ["down", "up", "down"]
     assert weighted[0][0].bytes == weighted[1]["ids"]  # with the weights
@@ -125,6 +133,12 @@ def test_the_device_runs_copies_late_and_refuses_races(short: dict[str, tuple[An
         "what the host writes after it has queued a copy goes up: 7.0",
         "a stream that does not wait for another one is refused",
     ]
+
+
+def test_the_package_uses_the_streams_of_torch_as_torch_declares_them(
+    short: dict[str, tuple[Any, Any, int]],
+) -> None:
+    assert short["streams_of_torch"][1] == ["True"]
 
 
 def test_errors_of_late_updates_are_raised_once_and_lose_no_other_update(

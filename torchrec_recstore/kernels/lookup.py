@@ -31,7 +31,7 @@ from torch.utils.checkpoint import CheckpointFunction
 
 from torchrec_recstore import late_updates, ops
 from torchrec_recstore.fake_ops import PYTHON_OPS, register_python_op
-from torchrec_recstore.kernels.device_copies import Arriving, CopyTarget, to_device, traced, up
+from torchrec_recstore.kernels.device_copies import Arriving, CopyTarget, to_device, up
 from torchrec_recstore.kernels.row_service import RemoteTable
 from torchrec_recstore.store import Table
 
@@ -114,7 +114,7 @@ class LookupKernel(nn.Module):
         rate = None if self.learning_rate is None else self.learning_rate()
 
         def update() -> None:
-            grad = _float(arriving.wait())
+            grad = arriving.wait().float()
             with ops.native_errors(self._who):
                 self.update(context, grad, False, counts, rate)
 
@@ -138,7 +138,7 @@ class LookupKernel(nn.Module):
         to: CopyTarget | None,
     ) -> Tensor:
         wanted, train = train, train and torch.is_grad_enabled()
-        if traced():
+        if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0:
             if train:
                 out = _ops.kernel_lookup(self._handle, self._anchor, ids, offsets, counts, weights)[0]
             else:
@@ -190,19 +190,17 @@ class _Lookup(torch.autograd.Function):
         if not torch._C._autograd._get_current_graph_task_keep_graph():
             ctx.context = None
         grad, weight_grads = grads[0], ctx.needs_input_grad[5]
-        if grad.device.type != "cpu":
+        if not grad.is_cpu:
             arriving = Arriving(grad, aside=True)
             if kernel.updates_late and not weight_grads:
                 kernel.update_later(context, arriving, ctx.counts)
                 return (None,) * 7
             grad = arriving.wait()
         with ops.native_errors(kernel._who):
-            grad_weights = kernel.update(context, _float(grad), weight_grads, ctx.counts)
+            grad_weights = kernel.update(
+                context, grad if grad.dtype is torch.float32 else grad.float(), weight_grads, ctx.counts
+            )
         return None, None, None, None, None, grad_weights, None
-
-
-def _float(grad: Tensor) -> Tensor:
-    return grad if grad.dtype is torch.float32 else grad.float()
 
 
 def _refuse_reentrant_checkpoint(who: str) -> None:

@@ -53,7 +53,7 @@ class HostIds:
                 features anew. Default: None, the ids of ``features``.
         """
         values: Tensor = features.values()
-        if values.device.type == "cpu":
+        if values.is_cpu:
             return values
         found = self._copied(features, None)
         self._ahead.append((weakref.ref(values if batch is None else batch), found))
@@ -63,7 +63,7 @@ class HostIds:
         """Returns a batch on the host. See :meth:`prefetch` for the arguments."""
         values: Tensor = features.values()
         weights = features.weights_or_none() if self._with_weights else None
-        if values.device.type == "cpu":
+        if values.is_cpu:
             offsets = features.offsets() if self._with_offsets else values[:0]
             return HostBatch(values, offsets, None if weights is None else weights.float())
         for kept in self._ahead:

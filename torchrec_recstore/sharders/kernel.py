@@ -346,8 +346,8 @@ class RecStoreKernel(BaseEmbedding, FusedOptimizerModule):  # type: ignore[misc]
 
     def _target(self, features: KeyedJaggedTensor) -> CopyTarget | None:
         """Returns where the rows of a batch go, and None if they stay on the host."""
-        device = features.device()
-        return None if device.type == "cpu" else CopyTarget(device, self._output_dtype)
+        values: Tensor = features.values()
+        return None if values.is_cpu else CopyTarget(values.device, self._output_dtype)
 
     def _on_host(self, rows: torch.Tensor) -> torch.Tensor:
         return rows if self._output_dtype is torch.float32 else rows.to(self._output_dtype)

@@ -77,7 +77,7 @@ class RecStoreLookup(LookupSeams):
             # TorchRec's method would split the batch into one part, and then concatenate the one result.
             return self._only[0](sparse_features)  # type: ignore[no-any-return]
         values = sparse_features.values()
-        kernels = list(self.kernels()) if values.device.type != "cpu" else []
+        kernels = list(self.kernels()) if not values.is_cpu else []
         for kernel in kernels:
             kernel.batch = values
         try:
