@@ -29,10 +29,13 @@ from torchrec_recstore import (
 from torchrec_recstore.planner import RecStoreEnumerator
 from torchrec_recstore.planner.bus import bus_bytes_of
 
-pytestmark = pytest.mark.skipif(
-    not hasattr(torch.utils.backend_registration, "_setup_privateuseone_for_python_backend"),
-    reason="this torch has no devices in Python",
-)
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(
+        not hasattr(torch.utils.backend_registration, "_setup_privateuseone_for_python_backend"),
+        reason="this torch has no devices in Python",
+    ),
+]
 
 BATCH, LENGTH, KEYS = 512, 3, 3
 META = torch.device("meta")
