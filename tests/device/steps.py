@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -17,7 +18,7 @@ from torchrec.optim.optimizers import in_backward_optimizer_filter
 
 from tests.device import scenarios, streams
 from tests.device.scenarios import DIM, META, Found, batches, host, sharded
-from torchrec_recstore import RecStorePrefetchPipeline, table_stats
+from torchrec_recstore import LRU, RecStorePrefetchPipeline, RocksDBStore, TableOptions, table_stats
 
 STEPS = 6
 PIPELINES = (TrainPipelineBase, TrainPipelineSparseDist, TrainPipelineSparseDistLite, RecStorePrefetchPipeline)
@@ -55,13 +56,14 @@ class MarkedSGD(torch.optim.SGD):
         super().step(closure)
 
 
-def build(device: torch.device, **fused: Any) -> tuple[Any, CombinedOptimizer]:
-    model = sharded(Model(device), device, **fused)
+def build(device: torch.device, options: TableOptions | None = None, **fused: Any) -> tuple[Any, CombinedOptimizer]:
+    model = sharded(Model(device), device, options, **fused)
     dense = dict(in_backward_optimizer_filter(model.named_parameters()))
     assert list(dense) == ["weight"]
     wrapped = KeyedOptimizerWrapper(dense, partial(MarkedSGD, lr=0.1, foreach=False))
 
     def mark(module: nn.Module, args: Any, out: Any) -> None:
+        streams.order.append(("mark", "forward"))
         if out[0].requires_grad:
             out[0].register_hook(lambda grad: streams.order.append(("mark", "backward")))
 
@@ -132,9 +134,53 @@ def order_of_a_step(device: torch.device) -> Found:
     return {"order": list(streams.order)}
 
 
+def rows_before_backward(device: torch.device) -> Found:
+    """Which ids of the next batch have a row when backward begins, and when cold rows are read, under the pipeline."""
+    data = list(batches(STEPS, torch.device("cpu"), distinct=3000))
+    model, optimizer = build(device)
+    item = {table.name: table for table in model.module.ebc.recstore_tables()}["t_item"]
+    ready: list[bool] = []
+
+    def look(module: nn.Module, args: Any, out: Any) -> None:
+        def next_rows(grad: Tensor) -> None:
+            following = data[min(len(ready) + 1, STEPS - 1)]
+            ready.append(bool(item.contains(torch.cat([following[name].values() for name in ("i", "j")])).all()))
+
+        out[0].register_hook(next_rows)
+
+    model.register_forward_hook(look)
+    pipeline = RecStorePrefetchPipeline(model, optimizer, device)
+    of_data = iter(data)
+    for _ in range(STEPS):
+        pipeline.progress(of_data)
+
+    with tempfile.TemporaryDirectory() as folder:
+        bounded = TableOptions(max_rows=40, eviction=LRU(), cold_store=RocksDBStore(f"{folder}/cold"))
+        model, optimizer = build(device, bounded)
+        tables = list(model.module.ebc.recstore_tables())
+        for table in tables:
+            table.tier.store.get = partial(_marked, table.tier.store.get)
+        pipeline = RecStorePrefetchPipeline(model, optimizer, device)
+        of_data = iter(list(batches(40, torch.device("cpu"), distinct=90)))
+        for step in range(40):
+            if step == 10:
+                streams.order.clear()
+            pipeline.progress(of_data)
+            streams.order.append(("mark", "end of step"))
+        for table in tables:
+            table.close()
+    return {"ready": ready, "order": [entry[1] for entry in streams.order if entry[0] == "mark"]}
+
+
+def _marked(get: Callable[[Tensor], Any], ids: Tensor) -> Any:
+    streams.order.append(("mark", "cold read"))
+    return get(ids)
+
+
 SCENARIOS: dict[str, Callable[[torch.device], Found]] = {
     **scenarios.SCENARIOS,
     "pipelines": pipelines,
     "schedules": schedules,
     "order_of_a_step": order_of_a_step,
+    "rows_before_backward": rows_before_backward,
 }

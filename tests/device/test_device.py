@@ -5,6 +5,7 @@ The device is :mod:`tests.device.simulated`. It belongs to a process, so that ea
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ pytestmark = pytest.mark.skipif(
     reason="this torch has no devices in Python",
 )
 
-RECORDED = ["copies_of_a_step", "order_of_a_step", *checks.CHECKS]
+RECORDED = ["copies_of_a_step", "order_of_a_step", "rows_before_backward", *checks.CHECKS]
 SCENARIOS = {**steps.SCENARIOS, **checks.CHECKS}
 SHORT = [name for name in SCENARIOS if name not in ("long_bounds", *RECORDED)]
 
@@ -125,6 +126,21 @@ def test_the_next_batch_is_ready_before_backward_and_gradients_go_down_beside_th
     assert blocking
     assert all(each.bytes <= scenarios.SMALL for each in blocking)
     assert len([each for each in order if each[0] == "synchronize"]) == len(blocking)
+
+
+def test_rows_of_the_next_batch_are_made_and_cold_rows_are_read_before_backward(
+    short: dict[str, tuple[Any, Any, int]],
+) -> None:
+    found = short["rows_before_backward"][1]
+    assert found["ready"] == [True] * steps.STEPS
+    # Cold rows are read between a forward and its backward: for the next batch.
+    of_steps = ", ".join(found["order"]).split(", end of step")[:-1]
+    assert len(of_steps) == 30
+    wrong = [
+        step for step in of_steps if not re.fullmatch("(, )?forward(, cold read)*, backward, dense optimizer", step)
+    ]
+    assert not wrong
+    assert sum("cold read" in step for step in of_steps) > 20
 
 
 def test_the_device_runs_copies_late_and_refuses_races(short: dict[str, tuple[Any, Any, int]]) -> None:
