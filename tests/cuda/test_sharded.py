@@ -28,6 +28,7 @@ from tests.device import scenarios, steps
 from tests.device.scenarios import Found
 from tests.device.test_device import same
 from tests.distributed.workers import run_in_processes
+from tests.processes import START_METHOD
 from torchrec_recstore import RecStoreConstraints, RecStorePlanner, RecStoreSharder
 
 BOTH = "cpu:gloo,cuda:nccl"
@@ -148,7 +149,8 @@ def on_two_ranks(rank: int, world_size: int, device: str, folder: str) -> None:
 def test_two_ranks(device: torch.device, tmp_path: Path) -> None:
     if device.type == "cuda" and torch.cuda.device_count() < 2:
         pytest.skip("one CUDA device, and the test needs two")
-    run_in_processes(2, partial(on_two_ranks, device=device.type, folder=str(tmp_path)))
+    run = partial(on_two_ranks, device=device.type, folder=str(tmp_path))
+    run_in_processes(2, run, start_method="spawn" if device.type == "cuda" else START_METHOD)
 
 
 @pytest.mark.parametrize("device", ON_CUDA)

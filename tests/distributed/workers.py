@@ -27,15 +27,16 @@ def run_on_ranks(world_size: int, function: Callable[[int, int], None]) -> None:
         run_in_processes(world_size, partial(_in_group, function=function, directory=directory))
 
 
-def run_in_processes(world_size: int, function: Callable[[int, int], None]) -> None:
+def run_in_processes(world_size: int, function: Callable[[int, int], None], start_method: str = START_METHOD) -> None:
     """Runs ``function(rank, world_size)`` in one process for each rank. Fails if the function raises in any process.
 
     Args:
         function: at module level, or a partial of such a function, so that it can be sent to other processes.
+        start_method: ``"spawn"`` for processes that use CUDA, which does not survive a fork.
     """
     with tempfile.TemporaryDirectory() as directory:
         try:
-            mp.start_processes(_worker, (world_size, directory, function), world_size, start_method=START_METHOD)
+            mp.start_processes(_worker, (world_size, directory, function), world_size, start_method=start_method)
         except mp.ProcessExitedException as error:
             reports = "\n".join(path.read_text() for path in sorted(Path(directory).glob("rank_*")))
             pytest.fail(reports or str(error), pytrace=False)
