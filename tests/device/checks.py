@@ -74,6 +74,23 @@ def failing_updates(device: torch.device) -> list[str]:
     return said
 
 
+def changed_gradients(device: torch.device) -> list[str]:
+    """Somebody changes a gradient after backward, on a stream that does not wait for the copy to the host."""
+    table, held, said = Table(4, optimizer=SGD(lr=1.0)), [], []
+    kernel = PooledKernel([table], [0], "sum")
+    for change in (False, True):
+        out = kernel(torch.arange(2), torch.arange(3), train=True, to=CopyTarget(device, torch.float32))
+        out.register_hook(held.append)
+        (out * 2).sum().backward()
+        if change:
+            held[-1].zero_()
+        try:
+            said.append(f"{table.stats().updates} updates")
+        except RuntimeError as error:
+            said.append(str(error))
+    return said
+
+
 def _fail(*arguments: Any) -> None:
     raise RuntimeError("t_user: the update failed")
 
@@ -94,5 +111,6 @@ CHECKS: dict[str, Callable[[torch.device], list[str]]] = {
     "late_copies": late_copies,
     "streams_of_torch": streams_of_torch,
     "failing_updates": failing_updates,
+    "changed_gradients": changed_gradients,
     "misuse": misuse,
 }

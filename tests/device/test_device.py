@@ -167,6 +167,12 @@ def test_errors_of_late_updates_are_raised_once_and_lose_no_other_update(
     ]
 
 
+def test_a_gradient_that_is_changed_while_it_is_copied_is_refused(short: dict[str, tuple[Any, Any, int]]) -> None:
+    before, changed = short["changed_gradients"][1]
+    assert before == "2 updates"
+    assert changed.startswith("the gradient of RecStore rows was changed in place after backward")
+
+
 @pytest.mark.slow
 def test_a_thousand_steps_with_eviction_expiry_and_a_cold_store(tmp_path: Path) -> None:
     on_cpu, on_device, _ = found_by(["long_bounds"], tmp_path)["long_bounds"]

@@ -74,7 +74,9 @@ class Arriving:
 
     def __init__(self, tensor: Tensor, *, aside: bool = False) -> None:
         streams = _streams_of(tensor.device)
-        self._source: Tensor | None = tensor.detach().contiguous()
+        # The tensor itself, and not an alias: autograd does not give away a gradient that somebody holds.
+        self._source: Tensor | None = tensor.contiguous()
+        self._version = self._source._version if aside else None
         self._host = streams.pinned(self._source.shape, self._source.dtype)
         stream = streams.current()
         if aside:
@@ -88,8 +90,17 @@ class Arriving:
         self._arrived.record(stream)
 
     def wait(self) -> Tensor:
-        """Waits for the copy, and returns the tensor on the host."""
+        """Waits for the copy, and returns the tensor on the host.
+
+        Raises:
+            RuntimeError: The tensor has been changed since, on a stream that does not wait for the copy.
+        """
         self._arrived.synchronize()
+        if self._source is not None and self._version not in (None, self._source._version):
+            raise RuntimeError(
+                "the gradient of RecStore rows was changed in place after backward, while it was copied to the host, "
+                "so that the rows cannot be updated with it: change a clone of the gradient"
+            )
         self._source = None
         return self._host
 
