@@ -54,6 +54,7 @@ def run(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
     return done
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="on one core, threads never spin long")
 def test_waiting_threads_sleep_after_an_import_of_torch() -> None:
     untuned, tuned, threads, again, variable = json.loads(run(TUNED_LATE).stdout)
@@ -64,6 +65,7 @@ def test_waiting_threads_sleep_after_an_import_of_torch() -> None:
     assert variable == "1000", "for the processes that this one starts"
 
 
+@pytest.mark.slow
 def test_variable_is_set_before_an_import_of_torch() -> None:
     assert "GOMP_SPINCOUNT = '1000'" in run(TUNED_FIRST, OMP_DISPLAY_ENV="VERBOSE").stderr
 
@@ -75,6 +77,7 @@ def test_the_settings_of_a_user_stay(setting: dict[str, str]) -> None:
     assert run(code, **setting).stdout.strip() == (value if name == "GOMP_SPINCOUNT" else "None")
 
 
+@pytest.mark.slow
 def test_another_library_of_openmp_is_named() -> None:
     code = """
 import torch, warnings, torchrec_recstore.threads as threads

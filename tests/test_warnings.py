@@ -60,6 +60,7 @@ def test_weights_of_an_unsharded_module_warn_at_the_users_line() -> None:
         assert [(warning.category, warning.filename) for warning in ours] == expected
 
 
+@pytest.mark.slow
 def test_an_untested_torchrec_warns_once_at_the_users_line() -> None:
     script = "import warnings\nwarnings.simplefilter('default')\nimport importlib.metadata as installed\n"
     script += "real = installed.version\n"

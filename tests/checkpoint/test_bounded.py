@@ -108,6 +108,7 @@ def test_without_a_cold_store_a_load_keeps_what_eviction_keeps(tmp_path: Path) -
     assert all(len(table) == 0 for table in shards_of(full))
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("one_rank", "small_parts")
 @pytest.mark.parametrize(
     ("ascending", "expiry"),
@@ -146,6 +147,7 @@ def test_deltas_follow_rows_through_the_cold_store(
     models.assert_holds(other, models.shards(model))
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("one_rank", "small_parts")
 def test_a_delta_after_more_has_left_than_stays(tmp_path: Path) -> None:
     options = TableOptions(max_rows=600, eviction=LRU(), cold_store=DictStoreOptions())
@@ -213,6 +215,7 @@ def loads(rank: int, world_size: int, *, path: Path, sharding: str) -> None:
         assert not shard.table.contains(new).any()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sharding", ["row_wise", "column_wise"])
 def test_at_other_ranks(tmp_path: Path, sharding: str) -> None:
     for name in ("before", "after1", "after2"):

@@ -201,6 +201,7 @@ def test_help_imports_neither_torch_nor_torchrec() -> None:
     assert all(command in run.stdout for command in ("inspect", "diff", "compact"))
 
 
+@pytest.mark.slow
 def test_commands_do_without_torchrec(chain: tuple[DistributedModelParallel, Path]) -> None:
     code = (
         "import sys; sys.modules['torchrec'] = None\n"

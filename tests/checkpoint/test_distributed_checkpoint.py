@@ -97,6 +97,7 @@ def load(path: Path, case: Case, sharding: str) -> None:
     }
 
 
+@pytest.mark.slow
 def test_any_world_size_and_sharding(one_rank: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(layout, "PIECE_ROWS", 7)
     alone = [case for case in SAVED if case[0] == 1]

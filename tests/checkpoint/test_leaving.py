@@ -56,6 +56,7 @@ def check_saved(path: Path, world_size: int) -> None:
     check_files([info])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("fixture", "world_size"), [("left", 1), pytest.param("left_slowly", 2, marks=pytest.mark.slow)]
 )

@@ -7,6 +7,7 @@ import pytest
 from tests.processes import run_forked_command
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("rounds", [3, pytest.param(200, marks=pytest.mark.slow)])
 def test_two_savers(rounds: int) -> None:

@@ -44,6 +44,7 @@ def _find_the_package(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2]))
 
 
+@pytest.mark.slow
 def test_on_a_terminal(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(checkpoint.parent)
     status, out, seen = run_in_terminal(RUN)
@@ -73,6 +74,7 @@ with steps(3) as begin:
 """
 
 
+@pytest.mark.slow
 def test_long_steps() -> None:
     status, _, seen = run_in_terminal([sys.executable, "-c", STEPS])
     assert status == 0

@@ -56,6 +56,7 @@ def test_it_trains(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert "test AUC" in done.stdout
 
 
+@pytest.mark.slow
 def test_bad_flags_and_missing_packages_in_one_line(tmp_path: Path) -> None:
     bad = run([*RECSTORE, "train", "--dim", "0"], tmp_path)
     assert bad.returncode == 2

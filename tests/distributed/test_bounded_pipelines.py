@@ -99,6 +99,7 @@ def pipeline_equals_loop(rank: int, world_size: int, *, bounds: Sequence[TableOp
             assert table_stats(piped) == stats, (kind, options)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("bounds", [COLD, pytest.param(ALL_AND_EACH, marks=pytest.mark.slow)])
 def test_two_ranks(bounds: Sequence[TableOptions]) -> None:
     run_on_ranks(2, partial(pipeline_equals_loop, bounds=bounds))

@@ -314,6 +314,7 @@ def every_one(rank: int, world_size: int, *, scenarios: Sequence[Callable[[int, 
         scenario(rank, world_size)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scenarios", [SCENARIOS, pytest.param(SLOW_SCENARIOS, marks=pytest.mark.slow)])
 def test_two_ranks(scenarios: Sequence[Callable[[int, int], None]]) -> None:
     run_on_ranks(2, partial(every_one, scenarios=scenarios))
@@ -355,6 +356,7 @@ def does_not_fit(rank: int, world_size: int, *, sharding_type: str) -> None:
     os._exit(0)  # A process that does not catch the error ends like this, and the collectives of other ranks fail.
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sharding_type", [ROW, TABLE])
 def test_a_working_set_that_does_not_fit_ends_the_job(sharding_type: str) -> None:
     run_on_ranks(2, partial(does_not_fit, sharding_type=sharding_type))
@@ -366,6 +368,7 @@ def through_one_store(rank: int, world_size: int, *, store: Hashable) -> None:
         as_without_a_bound(rank, world_size, config=config, sharding_type=sharding_type, store=store)
 
 
+@pytest.mark.slow
 def test_the_shards_of_all_ranks_share_a_directory(tmp_path: Path) -> None:
     run_on_ranks(2, partial(through_one_store, store=RocksDBStore(str(tmp_path / "cold"))))
 

@@ -323,6 +323,7 @@ def test_there_is_no_graph_break_that_stock_tables_have_not() -> None:
     assert breaks["customized_kernel"] <= breaks["fused"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("strict", [False, True])
 @pytest.mark.usefixtures("one_rank")
 def test_export_is_refused_by_name(strict: bool) -> None:

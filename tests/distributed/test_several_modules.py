@@ -198,5 +198,6 @@ def test_one_rank(tmp_path: Path) -> None:
     equal_names(0, 1, path=tmp_path)
 
 
+@pytest.mark.slow
 def test_two_ranks(tmp_path: Path) -> None:
     run_on_ranks(2, partial(all_of_it, path=tmp_path))

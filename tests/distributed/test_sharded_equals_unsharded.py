@@ -360,6 +360,7 @@ def two_rank_scenarios(rank: int, world_size: int) -> None:
         scenario(rank, world_size)
 
 
+@pytest.mark.slow
 def test_two_ranks() -> None:
     run_on_ranks(2, two_rank_scenarios)
 

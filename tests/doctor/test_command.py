@@ -9,6 +9,8 @@ import sys
 from importlib.metadata import version
 from pathlib import Path
 
+import pytest
+
 from torchrec_recstore.doctor import SECTIONS
 
 ROOT = Path(__file__).parents[2]
@@ -20,6 +22,7 @@ def doctor(*flags: str, path: str = str(ROOT)) -> subprocess.CompletedProcess[st
     return subprocess.run(command, capture_output=True, text=True, env=environment, check=False, timeout=200)
 
 
+@pytest.mark.slow
 def test_this_machine(tmp_path: Path) -> None:
     run = doctor("--data", str(tmp_path), "--json")
     assert run.stderr == ""

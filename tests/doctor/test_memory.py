@@ -31,6 +31,7 @@ def test_available(tmp_path: Path) -> None:
     assert available(Machine(root=tmp_path / "nowhere")).status == "problem"
 
 
+@pytest.mark.slow
 def test_buffers() -> None:
     imported = probe(["torch", "torchrec_recstore.ops"])
     finding = buffers(imported)

@@ -53,6 +53,7 @@ def of_all(result: dict[str, Any], count: str) -> int:
     return sum(counts[count] for counts in result["counts"].values())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_a_bounded_run_keeps_its_bound_and_says_what_left(rows_file: Path, tmp_path: Path, ranks: int) -> None:
     flags: tuple[object, ...] = ("--max-rows", 300, "--eviction", "lfu", "--half-life-steps", 10, "--expire-steps", 12)
@@ -85,6 +86,7 @@ def test_a_bounded_run_keeps_its_bound_and_says_what_left(rows_file: Path, tmp_p
         assert title not in report
 
 
+@pytest.mark.slow
 def test_admission_holds_rare_ids_back(rows_file: Path, tmp_path: Path, unbounded: tuple[dict[str, Any], str]) -> None:
     every, said = unbounded
     twice, counted, _ = train(rows_file, tmp_path / "twice.json", "--min-frequency", 2)
@@ -154,6 +156,7 @@ def check_tiered(tiered: dict[str, Any], whole: dict[str, Any]) -> None:
     assert 0 < of_all(tiered, "cold_hits") < of_all(tiered, "misses")
 
 
+@pytest.mark.slow
 def test_with_a_cold_store_training_is_that_without_a_bound(
     rows_file: Path, tmp_path: Path, unbounded: tuple[dict[str, Any], str]
 ) -> None:

@@ -76,6 +76,7 @@ good_lines = st.builds(
 )
 
 
+@pytest.mark.slow
 @settings(max_examples=150, deadline=None)
 @given(lines=st.lists(good_lines, min_size=1, max_size=8), end=st.sampled_from([b"\n", b"\r\n"]), last=st.booleans())
 def test_parse_matches_a_naive_parser(lines: list[bytes], end: bytes, last: bool) -> None:
@@ -83,6 +84,7 @@ def test_parse_matches_a_naive_parser(lines: list[bytes], end: bytes, last: bool
     check_equal(parse(data, refuse), lines)
 
 
+@pytest.mark.slow
 @settings(max_examples=200, deadline=None)
 @given(
     lines=st.lists(good_lines, min_size=1, max_size=3),

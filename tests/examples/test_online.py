@@ -218,6 +218,7 @@ def after_kill(server: RedisServer, action: Callable[[], object]) -> None:
     start.join()
 
 
+@pytest.mark.slow
 def test_a_run_continues_from_the_offset_of_its_checkpoint(tmp_path: Path) -> None:
     whole, parted = settings(tmp_path / "whole"), settings(tmp_path / "parted")
     for made in (whole, parted):

@@ -265,6 +265,7 @@ def test_a_page_of_a_run_that_was_killed(run: Logged, tmp_path: Path) -> None:
         write_report(tmp_path)
 
 
+@pytest.mark.slow
 def test_a_short_run_has_enough_points(tmp_path: Path) -> None:
     """The number of steps between two points follows from the length of the run."""
     for rows, points in ((300, 4), (15_000, 100)):
@@ -368,6 +369,7 @@ def test_two_runs_do_not_share_a_log(tmp_path: Path) -> None:
         train(settings)
 
 
+@pytest.mark.slow
 def test_by_default_a_new_folder_and_the_result_on_stdout(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     done = forked("--limit-rows", 600, "--batch-size", 60, "--dim", 4, "--log-every", 4, "--json", "-")

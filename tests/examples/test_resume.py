@@ -87,6 +87,7 @@ def spoil(lines: list[bytes]) -> list[bytes]:
     return [b"bad\n" if number in chosen else line for number, line in enumerate(lines)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("data", "changes", "steps"),
     [
@@ -120,6 +121,7 @@ def test_a_run_that_went_on_equals_one_that_never_stopped(
         assert content(part / last) == content(whole / last)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("reset", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_a_run_that_has_ended_goes_on_with_more_epochs(tmp_path: Path, reset: bool) -> None:
     """It ends like a run that was given all epochs, and the rows are reset between epochs only."""

@@ -36,6 +36,7 @@ def results(out: Path, **changes: Any) -> dict[str, Any]:
     return json.loads(out.read_text())  # type: ignore[no-any-return]
 
 
+@pytest.mark.slow
 def test_as_with_tables_on_the_rank(servers: str, tmp_path: Path) -> None:
     schedule = {"epochs": 2, "lr_schedule": "cosine", "warmup_steps": 3}
     here = results(tmp_path / "here.json", **schedule)

@@ -51,6 +51,7 @@ def _build(output: Path, *arguments: str) -> None:
     assert made.returncode == 0, made.stderr
 
 
+@pytest.mark.slow
 @needs_grpc
 def test_the_example_and_the_header_compile(tmp_path: Path) -> None:
     """Parses them only, because optimised code takes a compiler fifteen seconds."""

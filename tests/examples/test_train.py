@@ -105,6 +105,7 @@ def test_criteo_sample(tmp_path: Path) -> None:
     assert result["test_auc"] > 0.65
 
 
+@pytest.mark.slow
 def test_each_epoch_begins_with_new_rows(rows_file: Path, tmp_path: Path) -> None:
     """In the last epoch the rows are those of one epoch: each was updated once for each of its samples."""
     changes = {"data": rows_file, "limit_rows": 1000, "batch_size": 100, "dim": 4, "min_frequency": 2, "epochs": 3}
@@ -146,6 +147,7 @@ def bad_copy(rows_file: Path, tmp_path: Path) -> Path:
     return path
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_bad_row_stops_the_run_before_training(rows_file: Path, tmp_path: Path, ranks: int) -> None:
     path = bad_copy(rows_file, tmp_path)
@@ -160,6 +162,7 @@ def test_bad_row_stops_the_run_before_training(rows_file: Path, tmp_path: Path, 
 
 
 # test_bad_row_stops_the_run_before_training has an error of two ranks that is not slow.
+@pytest.mark.slow
 @pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     ("flags", "message"),

@@ -190,6 +190,7 @@ def export_for(model: torch.nn.Module, path: Path) -> Path:
     return path
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("one_rank")
 def test_a_change_of_format_has_a_number_of_its_own(tmp_path: Path) -> None:
     """What is written now has the structure of the files that lie here under its number."""

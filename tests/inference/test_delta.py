@@ -48,6 +48,7 @@ def assert_same_model(one: torch.jit.ScriptModule, other: torch.jit.ScriptModule
     assert torch.equal(one(some), other(some))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float32, torch.int8], ids=str)
 def test_of_a_live_model(dtype: torch.dtype, tmp_path: Path) -> None:
     model = train(Model(TableOptions(max_rows=60, eviction=LRU())))
@@ -280,6 +281,7 @@ def test_a_name_that_torchscript_reserves(tmp_path: Path) -> None:
         export_for_inference(model, tmp_path / "model.pt")
 
 
+@pytest.mark.slow
 def test_requests_in_flight(tmp_path: Path) -> None:
     """A new model replaces the served model while it is used: each output is that of one of the two models."""
     model = train(Model())

@@ -86,6 +86,7 @@ def test_weights_means_and_ids_without_a_row(tmp_path: Path) -> None:
     assert torch.equal(torch.jit.load(tmp_path / "m.pt")(some), model(some))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [pytest.param(torch.float32, marks=pytest.mark.slow), torch.int8], ids=str)
 def test_a_replica_follows_a_model(dtype: torch.dtype, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """After 30 deltas, with restarts of the replica, it is equal to a full export."""
@@ -155,6 +156,7 @@ def test_a_delta_reads_only_what_has_changed_since_its_base(tmp_path: Path) -> N
         served.apply_delta(read_delta(tmp_path / "1"))
 
 
+@pytest.mark.slow
 def test_a_copy_changes_and_the_original_does_not(tmp_path: Path) -> None:
     model = Model(SMALL)
     step(model, 0)

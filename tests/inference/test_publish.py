@@ -106,6 +106,7 @@ def trained() -> nn.Module:
     return model
 
 
+@pytest.mark.slow
 def test_followers_that_begin_at_any_time(place: str, tmp_path: Path) -> None:
     model = trained()
     with DeltaPublisher(model, place, every_s=0, full_every_s=1e6) as publisher, Follower(place) as early:

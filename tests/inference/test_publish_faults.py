@@ -51,6 +51,7 @@ def kill_publishers(place: str, folder: Path, kills: int) -> None:
     assert [each for each in told if not EXPECTED.search(each)] == []
 
 
+@pytest.mark.slow
 def test_a_publisher_that_is_killed(tmp_path: Path) -> None:
     kill_publishers(str(tmp_path / "published"), tmp_path, kills=2)
 

@@ -123,6 +123,7 @@ def test_files_that_are_cut_or_longer(written: Path, name: str, tmp_path: Path) 
         verify(tmp_path / "none")
 
 
+@pytest.mark.slow
 def test_files_of_format_1(tmp_path: Path) -> None:
     """Files of format 1 have checksums of the zip file's members and of the delta's tensors."""
     for path in sorted((fixed.HERE / "export_1").glob("*.pt")):

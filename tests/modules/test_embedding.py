@@ -108,6 +108,7 @@ def test_bad_input() -> None:
         RecStoreEmbedding(4, DIM, max_norm=2.0)
 
 
+@pytest.mark.slow
 def test_needs_torch_alone() -> None:
     code = (
         "import sys; sys.modules['torchrec'] = sys.modules['fbgemm_gpu'] = None\n"

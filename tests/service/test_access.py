@@ -65,6 +65,7 @@ def test_tls_token_and_clients_own_certificates(tmp_path: Path, certificates: Pa
     server.kill()
 
 
+@pytest.mark.slow
 @needs_openssl
 def test_changed_tokens_and_certificates_are_read_again(tmp_path: Path, certificates: Path) -> None:
     folder = tmp_path / "now"

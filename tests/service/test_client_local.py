@@ -455,6 +455,7 @@ def test_many_threads_of_one_client() -> None:
     assert torch.equal(client.pull("t", ids), expected)
 
 
+@pytest.mark.slow
 def test_it_does_without_torchrec_and_grpc(tmp_path: Path) -> None:
     code = f"""
 import sys, torch

@@ -27,6 +27,7 @@ def _channel(server: RecStoreServer, stack: ExitStack) -> grpc.Channel:
     return channel
 
 
+@pytest.mark.slow
 def test_connections_and_calls_of_a_connection(tmp_path: Path) -> None:
     metrics = f"127.0.0.1:{free_port()}"
     server = RecStoreServer(tmp_path / "data", "--max-connections", "3", "--max-calls", "2", "--metrics", metrics)
@@ -53,6 +54,7 @@ def test_connections_and_calls_of_a_connection(tmp_path: Path) -> None:
     server.kill()
 
 
+@pytest.mark.slow
 def test_an_empty_table_takes_little_memory(tmp_path: Path) -> None:
     server = RecStoreServer(tmp_path / "data", "--max-tables", "300")
     with RecStoreClient([server.address]) as client:

@@ -48,6 +48,7 @@ def _here(ids: torch.Tensor, grads: torch.Tensor) -> RecStoreClient:
     return client
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [0, pytest.param(3, marks=pytest.mark.slow)])
 def test_rows_states_and_counts_are_kept(tmp_path: Path, number: int) -> None:
     expected = json.loads((BEFORE / "expected.json").read_text())

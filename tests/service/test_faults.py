@@ -187,6 +187,7 @@ def test_a_forked_process_needs_a_client_of_its_own(server: RecStoreServer) -> N
     assert client.stats("t").steps == before + 2
 
 
+@pytest.mark.slow
 def test_updates_are_applied_once_whatever_is_cut(proxy: Proxy, server: RecStoreServer) -> None:
     oracle = RecStoreClient()
     client = RecStoreClient([proxy.address])
@@ -218,6 +219,7 @@ def test_updates_are_applied_once_whatever_is_cut(proxy: Proxy, server: RecStore
     assert proxy.cut_after is None
 
 
+@pytest.mark.slow
 def test_a_slow_server_is_an_error_in_time(proxy: Proxy, server: RecStoreServer) -> None:
     _client(server.address)
     client = RecStoreClient([proxy.address], timeout_s=0.5)
@@ -247,6 +249,7 @@ def test_a_server_that_is_gone_is_an_error_in_time() -> None:
     assert time.monotonic() - begin < 10
 
 
+@pytest.mark.slow
 def test_one_of_two_servers_is_gone(own_server: RecStoreServer, tmp_path: Path) -> None:
     other = RecStoreServer(tmp_path / "other")
     client = RecStoreClient([other.address, own_server.address], timeout_s=3.0)

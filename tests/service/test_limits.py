@@ -68,6 +68,7 @@ class _Stalled:
         self._end.wait()
 
 
+@pytest.mark.slow
 def test_clients_that_stop_take_no_threads_from_others(own_server: RecStoreServer) -> None:
     client = _client(own_server)
     client.push("t", IDS, torch.ones(100, 8))
@@ -120,6 +121,7 @@ def _epoch(server: RecStoreServer) -> str:
         return f"{state.set}/{state.epoch}"
 
 
+@pytest.mark.slow
 def test_messages_that_cannot_be_read_take_no_memory(own_server: RecStoreServer) -> None:
     with grpc.insecure_channel(own_server.address) as channel:
         call = channel.unary_unary(SERVICE + "Stats")
@@ -173,6 +175,7 @@ def test_clients_that_watch_the_health_are_few(own_server: RecStoreServer) -> No
         assert not left or left[0].status == health_pb2.HealthCheckResponse.NOT_SERVING
 
 
+@pytest.mark.slow
 def test_what_clients_without_a_token_hold_is_bounded(tmp_path: Path) -> None:
     metrics = f"127.0.0.1:{free_port()}"
     server = RecStoreServer(tmp_path / "data", "--metrics", metrics)
@@ -201,6 +204,7 @@ def test_what_clients_without_a_token_hold_is_bounded(tmp_path: Path) -> None:
     server.kill()
 
 
+@pytest.mark.slow
 def test_the_memory_of_requests_is_bounded(tmp_path: Path) -> None:
     metrics = f"127.0.0.1:{free_port()}"
     server = RecStoreServer(tmp_path / "data", "--max-request-memory", "0.065", "--metrics", metrics)
@@ -266,6 +270,7 @@ def test_large_pushes_and_deletions_are_several_writes(
         assert client.delete("t", ids[:0]) == 0
 
 
+@pytest.mark.slow
 def test_names_numbers_and_tables_are_bounded(tmp_path: Path) -> None:
     server = RecStoreServer(tmp_path / "data", "--max-tables", "3", "--max-counter-memory", "0.01")
     client = _client(server)

@@ -59,6 +59,7 @@ def _restart(servers: list[RecStoreServer]) -> None:
         server.start()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stopped", [pytest.param(0, marks=pytest.mark.slow), 1])
 def test_a_server_is_killed_in_the_middle_of_a_save(pair: list[RecStoreServer], stopped: int) -> None:
     client = _client(pair)
@@ -84,6 +85,7 @@ def test_a_server_is_killed_in_the_middle_of_a_save(pair: list[RecStoreServer], 
         assert after.pull("t", IDS).unique().tolist() == [1.0]
 
 
+@pytest.mark.slow
 def test_a_server_is_killed_before_any_save(pair: list[RecStoreServer]) -> None:
     with _client(pair) as client:
         client.push("t", IDS, torch.full((1000, 4), 1.0))
@@ -96,6 +98,7 @@ def test_a_server_is_killed_before_any_save(pair: list[RecStoreServer]) -> None:
         assert client.pull("t", IDS).unique().tolist() == [0.0]
 
 
+@pytest.mark.slow
 def test_a_load_whose_answer_is_lost_is_not_made_again(own_server: RecStoreServer) -> None:
     proxy = Proxy(own_server.address)
     far, near = RecStoreClient([proxy.address]), _client([own_server])
@@ -119,6 +122,7 @@ def test_a_load_whose_answer_is_lost_is_not_made_again(own_server: RecStoreServe
     proxy.close()
 
 
+@pytest.mark.slow
 def test_a_save_whose_answer_is_lost_is_not_made_again(own_server: RecStoreServer) -> None:
     proxy = Proxy(own_server.address)
     far, near = RecStoreClient([proxy.address]), _client([own_server])
@@ -140,6 +144,7 @@ def test_a_save_whose_answer_is_lost_is_not_made_again(own_server: RecStoreServe
     proxy.close()
 
 
+@pytest.mark.slow
 def test_one_of_two_servers_is_killed_after_a_save(pair: list[RecStoreServer]) -> None:
     client, idle = _client(pair), _client(pair)
     client.push("t", IDS, torch.full((1000, 4), 1.0))
@@ -265,6 +270,7 @@ def test_servers_are_killed_at_any_moment_of_saves(pair: list[RecStoreServer]) -
     assert value > 8
 
 
+@pytest.mark.slow
 def test_a_data_directory_without_a_set(own_server: RecStoreServer) -> None:
     """The servers of earlier versions have written no set.json and no manifests."""
     with _client([own_server]) as client:
@@ -322,6 +328,7 @@ def test_copies_of_a_save_and_parts_of_other_servers(pair: list[RecStoreServer],
             server.kill()
 
 
+@pytest.mark.slow
 def test_saves_on_a_schedule(tmp_path: Path) -> None:
     addresses = [f"127.0.0.1:{free_port()}" for _ in range(2)]
     flags = ("--save-every", "0.2", "--keep", "2", "--servers", ",".join(addresses))
@@ -365,6 +372,7 @@ def test_flags_of_the_schedule() -> None:
     assert "need --save-every" in refused("--servers", "a:1")
 
 
+@pytest.mark.slow
 def test_a_save_that_has_lost_its_turn_begins_again(
     own_server: RecStoreServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:

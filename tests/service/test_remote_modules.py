@@ -149,6 +149,7 @@ def test_a_dlrm(client: RecStoreClient) -> None:
     assert torch.equal(torch.stack(train(here, here)), torch.stack(train(there, there)))
 
 
+@pytest.mark.slow
 def test_a_dlrm_with_a_checkpoint_and_in_a_compiled_graph(client: RecStoreClient) -> None:
     here, there = dlrm(tables := prefix()), dlrm(tables, client=client)
 

@@ -195,6 +195,7 @@ for _ in range(2):
 """
 
 
+@pytest.mark.slow
 def test_a_process_that_ends_reports_an_update_that_fails() -> None:
     run = subprocess.run([sys.executable, "-c", _ENDS], capture_output=True, text=True, timeout=120, check=False)
     assert run.returncode == 0

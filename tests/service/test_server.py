@@ -238,6 +238,7 @@ def test_bounds_are_over_all_servers(client: RecStoreClient) -> None:
     assert stats.evicted == 400 - stats.rows
 
 
+@pytest.mark.slow
 def test_saved_tables_load(client: RecStoreClient) -> None:
     name, other, save = _name(), _name(), f"save-{next(_numbers)}"
     client.init_data(name, (10, 16), torch.float32, optimizer=Adam(lr=0.1))

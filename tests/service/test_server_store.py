@@ -58,6 +58,7 @@ def tables_of(servers: str) -> list[set[str]]:
     return tables
 
 
+@pytest.mark.slow
 def test_it_keeps_the_promises_of_a_cold_store(server: RecStoreServer, both: str) -> None:
     before = tables_of(both)
     check_cold_store(ServerStore(server.address))
@@ -77,6 +78,7 @@ assert table.stats().cold_rows == 45
 """
 
 
+@pytest.mark.slow
 def test_a_process_that_ends_leaves_nothing(both: str) -> None:
     before = tables_of(both)
     run = subprocess.run([sys.executable, "-c", _FORGETFUL, both], capture_output=True, text=True, timeout=60)
@@ -130,6 +132,7 @@ def test_a_server_with_a_bound_gives_no_row_up(monkeypatch: pytest.MonkeyPatch, 
     tables.close()
 
 
+@pytest.mark.slow
 def test_a_cut_and_a_slow_connection(server: RecStoreServer, proxy: Proxy) -> None:
     store = open_cold_store(ServerStore(proxy.address, timeout_s=1.5), name="far", row_bytes=100)
     ids, rows = torch.arange(5000), torch.randint(0, 256, (5000, 100), dtype=torch.uint8)

@@ -150,6 +150,7 @@ def counted_calls(metrics: list[str], before: list[Counter[str]], pulls: int) ->
     return [(each["Pull"], each["Write"]) for each in later]
 
 
+@pytest.mark.slow
 def test_an_update_is_applied_once_whatever_is_cut(proxy: Proxy) -> None:
     expected = RecStoreClient()
     with RecStoreClient([proxy.address]) as client:

@@ -131,6 +131,7 @@ while True:
     client.pull("t", IDS)
 
 
+@pytest.mark.slow
 def test_a_killed_server_is_noticed_at_once(own_server: RecStoreServer) -> None:
     client = _client(own_server.address, timeout_s=60)
     client.update("t", IDS, _grads(0))

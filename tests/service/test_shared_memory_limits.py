@@ -117,6 +117,7 @@ def _held(server: RecStoreServer) -> int:
     return maps + len(os.listdir(f"/proc/{server.pid}/fd"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("requests", [1500, pytest.param(20_000, marks=pytest.mark.slow)])
 def test_attackers_change_no_row(own_server: RecStoreServer, requests: int) -> None:
     """Two processes send random requests. They change the arrays of each request while the server reads them."""

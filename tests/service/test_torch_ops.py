@@ -180,6 +180,7 @@ def test_opcheck(client: RecStoreClient, name: str) -> None:
     opcheck(getattr(ops, name).default, CASES[name](client), test_utils=checks)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 def test_a_client_that_is_gone(name: str) -> None:
     client = RecStoreClient()

@@ -20,6 +20,7 @@ ROUTING = Path(__file__).resolve().parents[2] / "benchmarks" / "routing.py"
 INT64 = torch.iinfo(torch.int64)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ranks", [2, 8])
 def test_patterns_load_ranks_evenly(ranks: int) -> None:
     run = run_forked_command([str(ROUTING), "--ranks", str(ranks)])

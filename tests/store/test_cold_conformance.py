@@ -202,5 +202,6 @@ for options, package in (
 """
 
 
+@pytest.mark.slow
 def test_libraries_are_imported_when_a_store_is_opened() -> None:
     subprocess.run([sys.executable, "-c", _LAZY], check=True, timeout=60)

@@ -86,6 +86,7 @@ def test_a_server_that_stops_is_named_and_used_again(tmp_path: Path) -> None:
         store.close()
 
 
+@pytest.mark.slow
 def test_a_call_outlasts_a_restart(tmp_path: Path) -> None:
     with redis_server(tmp_path, "--appendonly", "yes") as server:
         store = _open(server.url, retry_seconds=20)

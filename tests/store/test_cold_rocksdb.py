@@ -92,6 +92,7 @@ def _owner(path: Path) -> Iterator[subprocess.Popen[str]]:
         process.kill()
 
 
+@pytest.mark.slow
 def test_what_dead_processes_left_is_removed_and_the_living_keep_theirs(tmp_path: Path) -> None:
     mine = _open(tmp_path)
     mine.put(torch.arange(10), _rows(10))
@@ -200,6 +201,7 @@ def test_arguments_of_another_kind(tmp_path: Path, ids: Tensor, rows: Tensor, er
     store.close()
 
 
+@pytest.mark.slow
 def test_a_full_disk_loses_nothing_and_is_no_end(small_disk: Path) -> None:
     store = _open(small_disk)
     ids, rows = torch.randperm(80_000) - 10**5, _rows(80_000)

@@ -33,6 +33,7 @@ def _run(*arguments: object) -> None:
     assert done.returncode == 0, done.stdout + done.stderr[-4000:]
 
 
+@pytest.mark.slow
 def test_children_are_refused_at_once_and_do_not_hang(tmp_path: Path) -> None:
     _run(4, tmp_path)
 

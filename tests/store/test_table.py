@@ -262,6 +262,7 @@ def test_a_table_is_not_copied_by_accident() -> None:
         copy.deepcopy(Table(4))
 
 
+@pytest.mark.slow
 def test_memory_grows_where_mremap_moves_one_mapping_at_a_time(tmp_path: Path) -> None:
     shim = tmp_path / "shim.so"
     source = Path(__file__).with_name("single_mapping_mremap.c")
@@ -277,6 +278,7 @@ def test_memory_grows_where_mremap_moves_one_mapping_at_a_time(tmp_path: Path) -
     assert run.returncode == 0, run.stderr
 
 
+@pytest.mark.slow
 def test_store_imports_without_torchrec() -> None:
     code = (
         "import sys, torchrec_recstore.kernels\n"

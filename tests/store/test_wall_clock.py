@@ -117,6 +117,7 @@ def test_random_times_against_a_model(steps: list[tuple[float, int]], bounded: b
         table.close()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("ascending", [True, False])
 def test_cold_rows_expire_in_the_same_step(ascending: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows are read, updated and written between the steps, and some belong to a pending forward."""
@@ -255,6 +256,7 @@ def restored(table: Table) -> Table:
     return fresh
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("cold", [False, True])
 def test_a_run_that_is_restored_goes_on_as_if_undisturbed(cold: bool) -> None:
     bound = {"max_rows": 120, "eviction": LRU(), "cold_store": DictStoreOptions()} if cold else {}

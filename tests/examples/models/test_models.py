@@ -53,6 +53,7 @@ def figure(printed: str) -> float:
     return float(found[1])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "ranks", "flags"),
     [
