@@ -22,7 +22,7 @@ LIMIT = 2_000
 COMPARED = ("train_steps", "train_samples", "train_loss", "val_auc", "test_auc", "test_logloss")
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def servers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     both = [RecStoreServer(tmp_path_factory.mktemp(f"server{number}")) for number in range(2)]
     yield ",".join(server.address for server in both)
