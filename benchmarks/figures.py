@@ -168,6 +168,12 @@ def other_figures(rows: list[dict[str, Any]]) -> list[tuple[str, ...]]:
             lines.append(
                 ("training step during an async_save over a step without a save", f"{r['mean_step_over_alone']}x")
             )
+    moves = [r for r in rows if r["benchmark"] == "reshard"]
+    if moves:
+        r = moves[0]
+        what = f"reshard of {r['rows']:,} rows of dim {r['dim']} in place, {r['ranks']} ranks, the slowest move"
+        worst = max(move["seconds"] for move in moves), max(move["peak_over_held"] for move in moves)
+        lines.append((f"{what}: time, peak memory over the rows", f"{worst[0]:.2f} s, {worst[1]:.2f}x"))
     return [*lines, *_bounded_figures(rows), *_service_figures(rows)]
 
 

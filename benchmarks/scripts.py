@@ -13,12 +13,13 @@ SCRIPTS = (
     "dlrm",
     "checkpoint",
     "tiers",
+    "reshard",
     "service",
     "serving",
     "options",
 )
 # These benchmarks measure small outputs or the memory of tables, which malloc does not manage: the lanes do not differ.
-ONE_LANE = {"growth", "memory", "store", "small", "checkpoint", "tiers", "service", "serving", "options"}
+ONE_LANE = {"growth", "memory", "store", "small", "checkpoint", "tiers", "reshard", "service", "serving", "options"}
 SCRIPT_OF = {"delta": "checkpoint", "async_save": "checkpoint", "eviction": "tiers", "bounded_memory": "tiers"}
 SCRIPT_OF |= {
     "service_dlrm": "service",
@@ -38,6 +39,7 @@ QUICK: dict[str, list[str]] = {
     "dlrm": ["--dim", "16", "--batch-size", "256", "--steps", "5"],
     "checkpoint": ["--rows", "200000", "--only", "full,deltas"],
     "tiers": ["--parts", "eviction,memory", "--rows", "50000", "--steps", "20"],
+    "reshard": ["--rows", "20000"],
     "service": ["--steps", "5"],
     "serving": ["--rows", "20000", "--seconds", "6", "--steps", "8"],
     "options": ["--rows", "20000", "--batch", "2000", "--steps", "30"],

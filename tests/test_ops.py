@@ -124,6 +124,7 @@ CASES: dict[str, Any] = {
     "table_count_expired": lambda: (_table(), 3),
     "table_mark": lambda: (_table(),),
     "table_locate_rows": lambda: (_table(),),
+    "table_shrink": lambda: (_table(),),
     "snapshot_open": lambda: (_table(), None),
     "snapshot_moment": lambda: (_snapshot(),),
     "snapshot_left": lambda: (ops.snapshot_open(_marked(), 1),),

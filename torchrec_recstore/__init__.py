@@ -82,6 +82,7 @@ if TYPE_CHECKING:
         RecStoreSharder,
         flush_tables,
         reset_rows,
+        reshard,
         set_time,
         table_stats,
     )
@@ -154,6 +155,7 @@ _MODULES = {
     "neighbours": "checkpoint",
     "read_info": "checkpoint",
     "reset_rows": "sharders",
+    "reshard": "sharders",
     "save_checkpoint": "checkpoint",
     "set_time": "sharders",
     "state_names": "optim",
@@ -227,6 +229,7 @@ __all__ = [
     "neighbours",
     "read_info",
     "reset_rows",
+    "reshard",
     "save_checkpoint",
     "set_time",
     "state_names",

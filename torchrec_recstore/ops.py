@@ -316,6 +316,9 @@ table_mark = cast(Callable[[int], int], _ops.table_mark.default)
 table_locate_rows = cast(Callable[[int], None], _ops.table_locate_rows.default)
 """(table). Records where the index has each row, so that a snapshot of changed rows takes time for these rows only."""
 
+table_shrink = cast(Callable[[int], None], _ops.table_shrink.default)
+"""(table). Returns the memory of removed rows to the system. Does nothing while a snapshot or a backward is pending."""
+
 snapshot_open = cast(Callable[[int, int | None], int], _ops.snapshot_open.default)
 """(table, mark or None) -> a snapshot of all rows, or of the rows that have changed since the mark."""
 

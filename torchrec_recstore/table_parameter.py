@@ -45,6 +45,20 @@ class GivenCopies:
 
     def __init__(self) -> None:
         self._given: list[_Given] = []
+        self._refusal = ""
+
+    def refuse_all(self, why: str) -> None:
+        """Makes :meth:`check_usable` raise ``RuntimeError`` with the message ``why`` from now on."""
+        self._refusal = why
+
+    def check_usable(self) -> None:
+        """Raises an error if the tables have lost rows.
+
+        Raises:
+            RuntimeError: :meth:`refuse_all` has been called.
+        """
+        if self._refusal:
+            raise RuntimeError(self._refusal)
 
     def give(self, table: str, method: str, copy: Tensor) -> Tensor:
         """Returns a tensor with the memory of ``copy``. :meth:`check` detects in-place writes to this tensor.
@@ -75,8 +89,10 @@ class GivenCopies:
         """Raises an error, once, if a copy has been written to. Does nothing while torch traces a model.
 
         Raises:
-            RuntimeError: A copy has been written to, and the state has not been loaded afterwards.
+            RuntimeError: A copy has been written to, and the state has not been loaded afterwards. Or
+                :meth:`refuse_all` has been called.
         """
+        self.check_usable()
         if not self._given or torch.compiler.is_compiling():
             return
         written = [each.of for each in self._given if each.witness._version != each.version]

@@ -15,6 +15,7 @@ from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
 from torchrec.distributed.planner import EmbeddingShardingPlanner, Topology
 from torchrec.distributed.planner.types import ParameterConstraints
 from torchrec.distributed.types import ShardingEnv
+from torchrec.modules.embedding_configs import DataType
 
 from torchrec_recstore.options import TableOptions
 from torchrec_recstore.planner import RecStoreConstraints, RecStorePlanner
@@ -27,10 +28,12 @@ TABLES = {"user": ["u"], "item": ["i", "j"]}
 class Model(nn.Module):
     """A linear layer on pooled rows."""
 
-    def __init__(self, rows: int = 100) -> None:
+    def __init__(self, rows: int = 100, data_type: DataType = DataType.FP32) -> None:
         super().__init__()
         configs = [
-            EmbeddingBagConfig(name=name, embedding_dim=DIM, num_embeddings=rows, feature_names=features)
+            EmbeddingBagConfig(
+                name=name, embedding_dim=DIM, num_embeddings=rows, feature_names=features, data_type=data_type
+            )
             for name, features in TABLES.items()
         ]
         self.sparse = EmbeddingBagCollection(tables=configs, device=torch.device("meta"))
@@ -48,10 +51,11 @@ def recstore(
     optimizer: EmbOptimType = EmbOptimType.EXACT_ROWWISE_ADAGRAD,
     routing: Literal["block", "hash"] = "block",
     options: TableOptions | None = None,
+    data_type: DataType = DataType.FP32,
 ) -> DistributedModelParallel:
     """The model, all of its tables in RecStore."""
     torch.manual_seed(0)
-    model, world = Model(), dist.get_world_size()
+    model, world = Model(data_type=data_type), dist.get_world_size()
     sharders = [RecStoreSharder(fused_params={"optimizer": optimizer, "learning_rate": 0.1})]
     constraints = {
         name: RecStoreConstraints(

@@ -167,6 +167,31 @@ void an_empty_table_has_no_memory() {
   CHECK(table->rows().slots() == 0 && resident(*table, kRows) < 2 << 20);
 }
 
+// A table that loses its rows part by part shrinks with them, and keeps the rest to the bit.
+void shrink_returns_what_has_been_removed() {
+  Threads executor(2);
+  const auto table = make_table();
+  std::vector<int64_t> all(kRows);
+  for (int64_t id = 0; id < kRows; ++id) all[static_cast<size_t>(id)] = id;
+  Step(one_table_group(table), all, executor).backward(executor);
+  std::mt19937_64 random(3);
+  std::shuffle(all.begin(), all.end(), random);
+  while (all.size() > kRows / 5) {
+    const std::vector<int64_t> some(all.end() - kRows / 10, all.end());
+    all.resize(all.size() - kRows / 10);
+    std::vector<int64_t> rest = all;
+    std::sort(rest.begin(), rest.end());
+    const auto before = images_of(*table, rest, executor);
+    CHECK(remove(*table, some) == kRows / 10);
+    {
+      const std::lock_guard<std::mutex> lock(table->mutex());
+      table->shrink();
+    }
+    CHECK((table->rows().slots() - static_cast<int64_t>(all.size())) * table->rows().image_bytes() <= 2 << 20);
+    CHECK(ids_of(*table) == rest && images_of(*table, rest, executor) == before);
+  }
+}
+
 // Random calls, during which compactions begin, end and are abandoned.
 void any_calls(uint64_t seed) {
   std::mt19937_64 random(seed);
@@ -283,6 +308,7 @@ void a_call_is_repeated_with_idle_memory() {
 int main() {
   for (const size_t at_once : {size_t{1000}, size_t{kRows}}) rows_that_move_are_the_same(at_once);
   an_empty_table_has_no_memory();
+  shrink_returns_what_has_been_removed();
   for (uint64_t seed = 1; seed <= 3; ++seed) any_calls(seed);
   the_pool_keeps_what_is_used();
   tensors_are_no_larger_than_a_machine();

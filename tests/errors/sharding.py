@@ -35,6 +35,7 @@ from torchrec_recstore import (
     TableOptions,
     export_dense_weights,
     load_dense_weights,
+    reshard,
     save_checkpoint,
 )
 from torchrec_recstore.kernels import PooledKernel
@@ -163,10 +164,22 @@ def too_large_tables(one_rank: None) -> None:
     RecStorePlanner(topology, constraints=constraints).plan(collection(bag("t_user")), [RecStoreSharder()])
 
 
-@situation("Resharding in place")
+@situation("A reshard of a table on TorchRec's kernel")
 def resharding(one_rank: None) -> None:
-    model = sharded(collection(bag("t_user")))
-    model.module.update_shards({}, model.module._env, torch.device("cpu"))
+    tables = collection(bag("t_user"), bag("t_city", features=["city"]))
+    stock = ParameterConstraints(sharding_types=["table_wise"], compute_kernels=["fused"])
+    model, other = (
+        sharded(tables, constraints={"t_user": RecStoreConstraints(sharding_types=[kind]), "t_city": stock})
+        for kind in ("table_wise", "row_wise")
+    )
+    reshard(model, other.plan)
+
+
+@situation("A reshard of an EmbeddingCollection on TorchRec's kernels")
+def resharding_of_stock_tables(one_rank: None) -> None:
+    stock = {"t_item": ParameterConstraints(sharding_types=["table_wise"], compute_kernels=["fused"])}
+    module = sharded(sequences(sequence("t_item")), constraints=stock).module
+    module.update_shards({}, module.ranks_env, torch.device("cpu"))
 
 
 @situation("Batches of varying size in an EmbeddingCollection")

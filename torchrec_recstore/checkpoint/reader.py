@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TypeVar, cast
@@ -14,16 +14,14 @@ from torchrec_recstore.checkpoint.files import CheckpointError, read_ids, read_t
 from torchrec_recstore.checkpoint.fold import FoldedTable
 from torchrec_recstore.checkpoint.info import CheckpointInfo, PartInfo, TableInfo, check_ids, check_shapes
 from torchrec_recstore.optim import Optimizer, state_names
-from torchrec_recstore.row_types import columns_of, joined_columns, stored_dtype, values
-from torchrec_recstore.store import Table, write_all
+from torchrec_recstore.store import Table
 from torchrec_recstore.store.arguments import among
-from torchrec_recstore.store.snapshot import column_weighted_mean
+from torchrec_recstore.store.parts import joined_rows, merged_counters, write_joined
 
 Owned = Callable[[Tensor], Tensor]
 """A function from (N,) int64 ids to (N,) bool: whether each id belongs to a shard."""
 
 _T = TypeVar("_T")
-_GENERATIONS, _ROWS = 2, 4  # The shape of the admission's counter in csrc/sightings.h.
 
 
 def check_fits(name: str, saved: TableInfo, path: Path, dim: int, optimizer: Optimizer, owner: str) -> None:
@@ -95,9 +93,7 @@ def load_rows(
         _remove_rows(table, contents, info)
         for count, (ids, rows) in _one_ahead(_rows_of(contents, info, table.columns, owned)):
             if len(ids):
-                if rows["weight"].dtype is not stored_dtype(table.dtype):
-                    rows["weight"] = values(rows["weight"])  # Every table accepts float32 and rounds to its own type.
-                write_all(table, ids, rows)
+                write_joined(table, ids, rows)
             on_rows(count)
     table.optimizer_steps = last.optimizer_steps
     _load_sightings(table, chain, name)
@@ -136,7 +132,7 @@ def _rows_of(
             keep = mine.nonzero().squeeze(1)
             ids = ids[keep]
             pieces = [(c, {key: value[keep] for key, value in rows.items()}) for c, rows in pieces]
-        yield part.rows, (ids, _joined_rows(pieces, columns, states))
+        yield part.rows, (ids, joined_rows(pieces, columns, states))
 
 
 def _covering(contents: TableInfo, columns: range) -> list[tuple[int, int]]:
@@ -218,35 +214,6 @@ def check_rows(chain: Sequence[CheckpointInfo], name: str, held: int | None) -> 
         )
 
 
-def _joined_rows(
-    pieces: Sequence[tuple[range, dict[str, Tensor]]], columns: range, states: Mapping[str, str]
-) -> dict[str, Tensor]:
-    """Returns the rows of a shard, made of the rows of the saved column shards that cover it.
-
-    A row-wise state is the column-weighted mean of the saved states, or a copy if there is only one. The weights of
-    8-bit rows are exact. Those of several column shards, which have different scales, are float32.
-
-    Args:
-        pieces: The columns and the rows of each covering column shard, in ascending order. The rows have the form of
-            :meth:`Table.read_rows`, and all pieces hold the same ids.
-        columns: The columns of the shard.
-        states: The optimizer's states; see :func:`torchrec_recstore.optim.state_names`.
-    """
-    cuts = [slice(max(c.start, columns.start) - c.start, min(c.stop, columns.stop) - c.start) for c, _ in pieces]
-    first = pieces[0][1]
-
-    def joined(name: str) -> Tensor:
-        parts = [rows[name][:, cut] for (_, rows), cut in zip(pieces, cuts, strict=True)]
-        return parts[0] if len(parts) == 1 else torch.cat(parts, dim=1)
-
-    def mean(name: str) -> Tensor:
-        return column_weighted_mean([rows[name] for _, rows in pieces], [cut.stop - cut.start for cut in cuts])
-
-    rows = {name: joined(name) if kind == "element" else mean(name) for name, kind in states.items()}
-    weight = joined_columns([columns_of(rows["weight"], cut) for (_, rows), cut in zip(pieces, cuts, strict=True)])
-    return {"weight": weight, **rows, "last_step": first["last_step"], "frequency": first["frequency"]}
-
-
 def _load_sightings(table: Table, chain: Sequence[CheckpointInfo], name: str) -> None:
     """Loads the counts of all saved shards into the admission of a shard.
 
@@ -260,8 +227,7 @@ def _load_sightings(table: Table, chain: Sequence[CheckpointInfo], name: str) ->
 def merged_sightings(info: CheckpointInfo, name: str, cells: int) -> tuple[Tensor, int]:
     """Merges the counts of all saved shards into one counter, for any number of shards and any sizes of their counters.
 
-    Shards have different ids. The merged cell is the maximum of the shards' cells, so the count of an id may be too
-    high and is never too low. Cells of a larger counter are merged, and cells of a smaller counter are repeated.
+    See :func:`torchrec_recstore.store.parts.merged_counters`.
 
     Args:
         info: The checkpoint's metadata.
@@ -274,17 +240,15 @@ def merged_sightings(info: CheckpointInfo, name: str, cells: int) -> tuple[Tenso
     Raises:
         CheckpointError: A file is missing or damaged.
     """
-    counts = torch.zeros(_GENERATIONS, _ROWS, cells, dtype=torch.uint8)
-    taken = 0
+    return merged_counters(_counters(info, name), cells)
+
+
+def _counters(info: CheckpointInfo, name: str) -> Iterator[tuple[Tensor, int]]:
+    """Yields the saved counters of a table's shards."""
     for saved in info.tables[name].sightings:
         tensors = read_tensors(info.path / saved.file, info.files[saved.file])
-        flat = torch.zeros(_GENERATIONS * _ROWS * saved.cells, dtype=torch.uint8)
+        flat = torch.zeros(2 * 4 * saved.cells, dtype=torch.uint8)
         if tensors["position"].numel() and not 0 <= int(tensors["position"].max()) < len(flat):
             raise CheckpointError(f"{info.path / saved.file} does not hold counts of {saved.cells} cells a row")
         flat[tensors["position"]] = tensors["count"]
-        found = flat.view(_GENERATIONS, _ROWS, -1)
-        if saved.cells > cells:  # The number of a cell is the low bits of a hash.
-            found = found.view(_GENERATIONS, _ROWS, -1, cells).amax(dim=2)
-        counts = torch.maximum(counts, found.repeat(1, 1, cells // found.shape[2]))
-        taken = max(taken, saved.taken)
-    return counts, taken
+        yield flat.view(2, 4, -1), saved.taken

@@ -25,12 +25,10 @@ from torchrec_recstore.checkpoint.info import (
     TimesInfo,
     write_metadata,
 )
-from torchrec_recstore.optim import Optimizer, state_names
+from torchrec_recstore.optim import Optimizer
 from torchrec_recstore.options import TableOptions
 from torchrec_recstore.store import Snapshot, Table
-
-PART_BYTES = 32 << 20
-"""The approximate size of a part in bytes. Two parts are in memory at a time. The format allows parts of 256 MB."""
+from torchrec_recstore.store.parts import PART_BYTES, rows_in
 
 Progress = Callable[[int, int], object]
 """A callback with two arguments: the number of rows that are done, and the number of all rows of this rank's shards."""
@@ -40,18 +38,8 @@ _POLITE_NICENESS = 15  # docs/performance.md compares the time of a training ste
 
 
 def part_rows(dim: int, dtype: torch.dtype, optimizer: Optimizer) -> int:
-    """Returns the number of rows of a part.
-
-    The number is the same for every column shard of a table, so that the parts of all column shards hold the same ids.
-
-    Args:
-        dim: The number of columns of the whole table.
-        dtype: The data type of the table's weights.
-        optimizer: The table's optimizer.
-    """
-    states = state_names(optimizer).values()
-    row = dim * (dtype.itemsize + 4 * sum(kind == "element" for kind in states)) + 4 * len(states) + 24
-    return max(1, PART_BYTES // row)
+    """Returns the number of rows of a part. See :func:`torchrec_recstore.store.parts.rows_in`."""
+    return rows_in(PART_BYTES, dim, dtype, optimizer)
 
 
 class RowCount:

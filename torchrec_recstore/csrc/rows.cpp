@@ -50,11 +50,11 @@ void Rows::reclaim(uint64_t oldest_pass) noexcept {
   if (free_.size() == high_water_ && high_water_ > 0) give_up_from(0);
 }
 
-bool Rows::begin_compaction() noexcept {
+bool Rows::begin_compaction(bool tight) noexcept {
   if (is_compacting()) return true;
   const int64_t rows = high_water_ - free_.size();
-  if (2 * rows >= high_water_ || (high_water_ - rows) * image_bytes() <= kLeastGain) return false;
-  limit_ = rows + rows / 8 + 1;
+  if ((!tight && 2 * rows >= high_water_) || (high_water_ - rows) * image_bytes() <= kLeastGain) return false;
+  limit_ = tight ? rows : rows + rows / 8 + 1;
   free_above_ = 0;
   free_.for_each(static_cast<Slot>(limit_), [&](Slot) { ++free_above_; });
   return true;

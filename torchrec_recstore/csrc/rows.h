@@ -93,8 +93,9 @@ class Rows {
   // limit on is handed out; if the slots below the limit do not suffice, the compaction ends.
   bool is_compacting() const { return limit_ != kNoLimit; }
   bool wants_compaction() const { return is_compacting() || stale_ > high_water_ || free_.size() * image_bytes() > kLeastGain; }
-  // Begins a compaction if it is worthwhile. Returns whether a compaction is under way.
-  bool begin_compaction() noexcept;
+  // Begins a compaction if it is worthwhile: if more slots are free than in use, or, with `tight`, if any memory can be
+  // returned. The limit leaves some free slots for new rows, none with `tight`. Returns whether a compaction is under way.
+  bool begin_compaction(bool tight = false) noexcept;
   int64_t limit() const { return limit_; }
   // Whether a row can move to a free slot below the limit.
   bool has_room_below() const { return free_.size() > free_above_; }

@@ -102,6 +102,17 @@ void Table::compact(int64_t rows) noexcept {
   rows_.give_memory_back(bytes);
 }
 
+void Table::shrink() noexcept {
+  if (snapshot_ != nullptr || !pending_.empty()) return;
+  // A compaction that is under way has another limit, so a tight one follows it. The first may need a second walk, from the
+  // first position. Without memory for the moves, a later call continues.
+  for (int walk = 0; walk < 3; ++walk) {
+    if (!rows_.is_compacting()) next_position_ = 0;
+    if (!rows_.begin_compaction(true)) return;
+    compact(std::max(rows_.slots(), index_.size()));
+  }
+}
+
 void Table::reserve_leave(int64_t rows) {
   if (rows_.changes().tracks()) rows_.changes().reserve_left(rows);
   if (snapshot_ == nullptr) return;

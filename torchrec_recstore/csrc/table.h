@@ -138,6 +138,9 @@ class Table {
   void give_memory_back(int64_t rows = 0) noexcept {
     if (rows_.wants_compaction()) compact(rows);
   }
+  // Returns the memory of all free slots to the system, but for about a huge page. Rows may move. The call walks over
+  // the index. Nothing happens while the table has a snapshot or a pass is pending.
+  void shrink() noexcept;
   // Writes the ids that have a row, in any order. out: (size(),).
   void ids(int64_t* out) const;
 

@@ -54,7 +54,7 @@ from torchrec_recstore.sharders.gather import all_gathered, refused_together, wh
 from torchrec_recstore.sharders.model_tables import refuse_remote_tables
 from torchrec_recstore.store import Table
 from torchrec_recstore.table_configs import ROW_DTYPES, initializer_of
-from torchrec_recstore.torchrec_seams import (
+from torchrec_recstore.torchrec_seams.models import (
     collection_inside,
     configs_of,
     feature_processors,

@@ -37,7 +37,7 @@ from torchrec_recstore.inference.served_tables import (
     served_table,
 )
 from torchrec_recstore.modules import RecStoreEmbedding, RecStoreEmbeddingBag
-from torchrec_recstore.torchrec_seams import kernels_of, set_device, weights_are_positions
+from torchrec_recstore.torchrec_seams.models import kernels_of, set_device, weights_are_positions
 
 
 @dataclass(frozen=True)

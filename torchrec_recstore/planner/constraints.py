@@ -12,7 +12,7 @@ from torchrec_recstore.display import set_fields
 from torchrec_recstore.options import TableOptions, resident_rows
 from torchrec_recstore.planner.statistics import TableStatistics
 from torchrec_recstore.sharders import RECSTORE_KERNEL
-from torchrec_recstore.torchrec_seams import ConstraintsSeams
+from torchrec_recstore.torchrec_seams.planning import ConstraintsSeams
 
 
 @dataclass

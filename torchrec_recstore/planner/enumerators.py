@@ -31,7 +31,7 @@ from torchrec_recstore.sharders import (
 )
 from torchrec_recstore.sharders.perf import MeasuredSpeed, RecStorePerfConfig
 from torchrec_recstore.sharders.plan import asks_for_recstore
-from torchrec_recstore.torchrec_seams import compute_device, constraints_of
+from torchrec_recstore.torchrec_seams.planning import compute_device, constraints_of
 
 _Sharder = RecStoreCollectionSharder | RecStoreFeatureProcessedEmbeddingBagCollectionSharder
 

@@ -18,7 +18,7 @@ from torchrec_recstore.planner.statistics import TableStatistics
 from torchrec_recstore.planner.stats import RecStoreStats
 from torchrec_recstore.sharders import RECSTORE_KERNEL, RecStoreParameterSharding
 from torchrec_recstore.sharders.plan import RecStoreModulePlan
-from torchrec_recstore.torchrec_seams import PlannerSeams, constraints_of
+from torchrec_recstore.torchrec_seams.planning import PlannerSeams, constraints_of
 
 _NO_ROOM = (PlannerErrorType.INSUFFICIENT_STORAGE, PlannerErrorType.STRICT_CONSTRAINTS)
 

@@ -18,7 +18,8 @@ from torchrec_recstore.sharders import RECSTORE_KERNEL
 from torchrec_recstore.sharders.fused_params import optimizer_from_fused_params, state_dtype
 from torchrec_recstore.sharders.plan import ResidentParameter, with_marks
 from torchrec_recstore.table_configs import ROW_DTYPES
-from torchrec_recstore.torchrec_seams import collection_inside, configs_of, constraints_of
+from torchrec_recstore.torchrec_seams.models import collection_inside, configs_of
+from torchrec_recstore.torchrec_seams.planning import constraints_of
 
 OVERHEAD_BYTES_PER_ROW = 32
 """The bytes of index, bookkeeping and alignment per row. Measured: 27 to 30 for 10,000 to 2 million rows."""

@@ -11,6 +11,7 @@ from torchrec_recstore.sharders.embedding import (
 from torchrec_recstore.sharders.embeddingbag import RecStoreShardedEmbeddingBagCollection, RecStoreSharder
 from torchrec_recstore.sharders.event_time import set_time
 from torchrec_recstore.sharders.fp_embeddingbag import RecStoreFeatureProcessedEmbeddingBagCollectionSharder
+from torchrec_recstore.sharders.in_place import reshard
 from torchrec_recstore.sharders.model_tables import flush_tables, table_stats
 from torchrec_recstore.sharders.perf import register_kernel
 from torchrec_recstore.sharders.plan import RECSTORE_KERNEL, RecStoreParameterSharding
@@ -32,6 +33,7 @@ __all__ = [
     "RecStoreSharder",
     "flush_tables",
     "reset_rows",
+    "reshard",
     "set_time",
     "table_stats",
 ]

@@ -28,6 +28,7 @@ from torchrec_recstore.options import shard_options
 from torchrec_recstore.quantization import RefusesQuantization
 from torchrec_recstore.sharders.agreed_clock import AgreedClock
 from torchrec_recstore.sharders.delta_tracker import Record
+from torchrec_recstore.sharders.fused_optimizers import placeholder_parameter
 from torchrec_recstore.sharders.fused_params import ACCUMULATION_KEY, OPTIMIZER_KEY, optimizer_from_fused_params
 from torchrec_recstore.sharders.gather import refused_together
 from torchrec_recstore.sharders.kernel import (
@@ -35,7 +36,6 @@ from torchrec_recstore.sharders.kernel import (
     MOST_ROWS_IN_NODE,
     RecStoreKernel,
     check_table,
-    placeholder_parameter,
     row_split,
     whole_options,
 )
@@ -53,10 +53,11 @@ from torchrec_recstore.sharders.plan import (
     warn_of_stock_tables,
     with_own_arguments,
 )
+from torchrec_recstore.sharders.resharding import ReshardableCollection
 from torchrec_recstore.sharders.state import ModuleState, RowState
 from torchrec_recstore.store import Table
 from torchrec_recstore.table_parameter import GivenCopies
-from torchrec_recstore.torchrec_seams import CollectionSeams, grouped_configs, grouped_configs_of_all_ranks
+from torchrec_recstore.torchrec_seams.models import grouped_configs, grouped_configs_of_all_ranks
 from torchrec_recstore.utils import warn_user
 
 
@@ -118,7 +119,7 @@ def _with_ids(features: KeyedJaggedTensor, ids: torch.Tensor) -> KeyedJaggedTens
     )
 
 
-class RecStoreCollection(RefusesQuantization, CollectionSeams):
+class RecStoreCollection(RefusesQuantization, ReshardableCollection):
     """A mixin for TorchRec's sharded collections that supports tables in RecStore."""
 
     _supported: ClassVar[tuple[str, ...]]
@@ -127,15 +128,8 @@ class RecStoreCollection(RefusesQuantization, CollectionSeams):
     """The name of the attribute that holds one module for each table."""
     _lookup_type: ClassVar[type[RecStoreLookup]]
 
-    recstore_state: ModuleState
-    """The rows of this module's RecStore tables, for ``state_dict`` and checkpoints."""
     _copies: GivenCopies
     _wall_clock: AgreedClock | None = None
-
-    def recstore_table_names(self) -> list[str]:
-        """Returns the names of the RecStore tables of the plan, in the order of the configs, the same on every rank."""
-        plan = self.module_sharding_plan
-        return [name for name in self.names_of_tables if plan[name].compute_kernel == RECSTORE_KERNEL]
 
     def remote_table_names(self) -> list[str]:
         """Returns the names of the RecStore tables whose rows are on servers, the same on every rank."""
@@ -237,6 +231,7 @@ class RecStoreCollection(RefusesQuantization, CollectionSeams):
         Args:
             record_fn: The function; see ``Record``.
         """
+        self.records = (*self.records, record_fn)
         # TorchRec's method would call the function with the ids of the whole module. These cannot be assigned to
         # kernels and to RecStore's shards, so each lookup calls the function itself.
         for lookup in self.lookups:

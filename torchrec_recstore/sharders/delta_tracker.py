@@ -18,7 +18,7 @@ from torchrec_recstore.sharders.fused_params import optimizer_from_fused_params
 from torchrec_recstore.sharders.kernel import RecStoreKernel
 from torchrec_recstore.store import Table
 from torchrec_recstore.store.snapshot import column_weighted_mean
-from torchrec_recstore.torchrec_seams import kernels_of, optimizer_states, tracking_mode
+from torchrec_recstore.torchrec_seams.models import kernels_of, optimizer_states, tracking_mode
 
 Record = Callable[..., None]
 """A function that is called with ``(features, embeddings, kernel)`` of one group of tables after its lookup."""

@@ -16,7 +16,12 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from torchrec_recstore.sharders.collection import RecStoreCollection, RecStoreCollectionSharder
 from torchrec_recstore.sharders.lookup import RecStoreSequenceLookup
-from torchrec_recstore.torchrec_seams import SequenceCollectionSeams, need_indices, on_meta_device, uses_index_dedup
+from torchrec_recstore.torchrec_seams.models import (
+    SequenceCollectionSeams,
+    need_indices,
+    on_meta_device,
+    uses_index_dedup,
+)
 
 
 class RecStoreShardedEmbeddingCollection(RecStoreCollection, SequenceCollectionSeams, ShardedEmbeddingCollection):  # type: ignore[misc]
@@ -51,6 +56,12 @@ class RecStoreShardedEmbeddingCollection(RecStoreCollection, SequenceCollectionS
             recstore = {f"embeddings.{name}.weight" for name in self.recstore_table_names()}
             stock = {key: weight for key, weight in module.state_dict().items() if key not in recstore}
             self.load_state_dict(stock, strict=False)
+
+    @property
+    def unsharded_module_type(self) -> type[EmbeddingCollection]:
+        """The class of the unsharded module, by which ``DistributedModelParallel.reshard`` finds the sharder."""
+        kind: type[EmbeddingCollection] = EmbeddingCollection
+        return kind
 
     def input_dist(self, ctx: EmbeddingCollectionContext, features: Any) -> Awaitable[Any]:
         """Distributes a batch to the ranks. See :meth:`RecStoreCollection.input_dist`.
@@ -88,7 +99,7 @@ class RecStoreEmbeddingCollectionSharder(RecStoreCollectionSharder, EmbeddingCol
     ) -> RecStoreShardedEmbeddingCollection:
         """Returns the sharded module. See ``RecStoreSharder.shard``; the arguments and errors are the same."""
         fused_params, params = self._dealt_out(module, params, env)
-        return RecStoreShardedEmbeddingCollection(
+        sharded = RecStoreShardedEmbeddingCollection(
             module,
             params,
             env,
@@ -98,3 +109,20 @@ class RecStoreEmbeddingCollectionSharder(RecStoreCollectionSharder, EmbeddingCol
             use_index_dedup=uses_index_dedup(self),
             module_fqn=module_fqn,
         )
+        sharded.source = (module, self)
+        return sharded
+
+    def reshard(
+        self,
+        sharded_module: RecStoreShardedEmbeddingCollection,
+        changed_shard_to_params: dict[str, ParameterSharding],
+        env: ShardingEnv,
+        device: torch.device | None = None,
+    ) -> RecStoreShardedEmbeddingCollection:
+        """Changes the plan of a sharded module in place. ``DistributedModelParallel.reshard`` calls this method.
+
+        TorchRec has the method for ``EmbeddingBagCollection`` only. See
+        :meth:`RecStoreShardedEmbeddingCollection.update_shards`; the arguments and errors are the same.
+        """
+        sharded_module.update_shards(changed_shard_to_params, env, device)
+        return sharded_module

@@ -22,7 +22,7 @@ from torchrec_recstore.sharders.collection import RecStoreCollection, RecStoreCo
 from torchrec_recstore.sharders.kernel import ROW_SPLIT
 from torchrec_recstore.sharders.lookup import RecStorePooledLookup
 from torchrec_recstore.sharders.plan import RECSTORE_KERNEL
-from torchrec_recstore.torchrec_seams import BagCollectionSeams, is_weighted, module_order
+from torchrec_recstore.torchrec_seams.models import BagCollectionSeams, is_weighted, module_order
 
 
 def _has_trained_weights(features: object) -> bool:
@@ -125,20 +125,6 @@ class RecStoreShardedEmbeddingBagCollection(RecStoreCollection, BagCollectionSea
             )
         return super().input_dist(ctx, features)
 
-    def update_shards(self, *args: Any, **kwargs: Any) -> None:
-        """Reshards the tables in place. See TorchRec's ``ShardedEmbeddingBagCollection``; the arguments are the same.
-
-        Raises:
-            NotImplementedError: The collection has RecStore tables. TorchRec would make these tables again, without
-                their rows.
-        """
-        if self.recstore_table_names():
-            raise NotImplementedError(
-                f"RecStore tables {self.recstore_table_names()} cannot be resharded in place: save a checkpoint, and "
-                "load it into a model with the new plan"
-            )
-        super().update_shards(*args, **kwargs)
-
     def _divided_afterwards(self) -> set[str]:
         """Returns the output names whose bags are divided by their lengths only after the output distribution.
 
@@ -215,7 +201,7 @@ class RecStoreSharder(RecStoreCollectionSharder, EmbeddingBagCollectionSharder):
             NotImplementedError: The plan has RecStore tables, and the model is wrapped in ``DMPCollection``.
         """
         fused_params, params = self._dealt_out(module, params, env)
-        return RecStoreShardedEmbeddingBagCollection(
+        sharded = RecStoreShardedEmbeddingBagCollection(
             module,
             params,
             env,
@@ -225,3 +211,5 @@ class RecStoreSharder(RecStoreCollectionSharder, EmbeddingBagCollectionSharder):
             module_fqn=module_fqn,
             sharded_module_order_overwrite=module_order(self),
         )
+        sharded.source = (module, self)
+        return sharded

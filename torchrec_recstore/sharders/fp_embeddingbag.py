@@ -14,7 +14,7 @@ from torchrec.modules.fp_embedding_modules import FeatureProcessedEmbeddingBagCo
 
 from torchrec_recstore.sharders.embeddingbag import RecStoreSharder
 from torchrec_recstore.sharders.plan import warn_of_planner
-from torchrec_recstore.torchrec_seams import FeatureProcessedSharderSeams
+from torchrec_recstore.torchrec_seams.models import FeatureProcessedSharderSeams
 
 
 class RecStoreFeatureProcessedEmbeddingBagCollectionSharder(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pickle
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeVar, cast
@@ -94,11 +94,33 @@ def refused_together(env: ShardingEnv) -> Iterator[None]:
         yield
     except Exception as refused:
         error = refused
-    for first in all_gathered(picklable(error), env):
-        if first is not None and error is not None and (first is error or str(first) == str(error)):
-            raise error
+    _raise_first(all_gathered(picklable(error), env), error)
+
+
+def all_made(make: Callable[[], _T], env: ShardingEnv) -> list[_T]:
+    """Returns the results of ``make`` on every rank, in the order of the ranks. Collective.
+
+    Raises:
+        Exception: The error of the first rank whose ``make`` failed, on every rank.
+    """
+    value: Any = None
+    error: Exception | None = None
+    try:
+        value = make()
+    except Exception as refused:
+        error = refused
+    gathered = all_gathered((value, picklable(error)), env)
+    _raise_first([of_rank for _, of_rank in gathered], error)
+    return [of_rank for of_rank, _ in gathered]
+
+
+def _raise_first(errors: Sequence[Exception | None], own: Exception | None) -> None:
+    """Raises the first error of any rank, or ``own``, the error of this rank, if it is the same."""
+    for first in errors:
+        if first is not None and own is not None and (first is own or str(first) == str(own)):
+            raise own
         if first is not None:
-            raise first from error
+            raise first from own
 
 
 def picklable(error: Exception | None) -> Exception | None:

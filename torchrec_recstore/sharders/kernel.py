@@ -15,7 +15,7 @@ from torchrec.distributed.embedding_sharding import EmbeddingSharding
 from torchrec.distributed.embedding_types import GroupedEmbeddingConfig, ShardedEmbeddingTable
 from torchrec.distributed.types import ShardingType
 from torchrec.modules.embedding_configs import EmbeddingTableConfig, PoolingMode, pooling_type_to_pooling_mode
-from torchrec.optim.fused import EmptyFusedOptimizer, FusedOptimizer, FusedOptimizerModule
+from torchrec.optim.fused import FusedOptimizer, FusedOptimizerModule
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from torchrec_recstore.kernels import (
@@ -30,6 +30,11 @@ from torchrec_recstore.kernels import (
 from torchrec_recstore.kernels.device_copies import CopyTarget, to_device
 from torchrec_recstore.optim import Optimizer
 from torchrec_recstore.options import TableOptions, shard_options
+from torchrec_recstore.sharders.fused_optimizers import (
+    ParameterOptimizer,
+    RecStoreFusedOptimizer,
+    placeholder_parameter,
+)
 from torchrec_recstore.sharders.fused_params import (
     accumulation_steps,
     carried_row_name,
@@ -43,8 +48,7 @@ from torchrec_recstore.sharders.host_ids import HostIds
 from torchrec_recstore.sharders.remote_tables import check_remote, remote_table
 from torchrec_recstore.store import Table
 from torchrec_recstore.table_configs import ROW_DTYPES, check_config, initializer_of
-from torchrec_recstore.table_parameter import TableParameter
-from torchrec_recstore.torchrec_seams import mark_as_optimized, process_group, split_in_node
+from torchrec_recstore.torchrec_seams.models import mark_as_optimized, process_group, split_in_node
 
 ROW_SPLIT = frozenset({ShardingType.ROW_WISE.value, ShardingType.TABLE_ROW_WISE.value, ShardingType.GRID_SHARD.value})
 """The sharding types that split rows."""
@@ -191,61 +195,6 @@ def _rank_major(pooled: Tensor, bags: Sequence[Sequence[int]], columns: Sequence
     return torch.cat([part.reshape(-1) for rank in zip(*by_feature, strict=True) for part in rank])
 
 
-def placeholder_parameter(name: str, dim: int) -> nn.Parameter:
-    """Returns the empty parameter, (0, dim), that represents a table in TorchRec's modules and optimizers.
-
-    Its attribute ``_in_backward_optimizers`` excludes it from dense optimizers that are built with
-    ``in_backward_optimizer_filter`` (torchrec 1.8.0).
-    """
-    parameter = TableParameter(torch.empty(0, dim), table=name)
-    mark_as_optimized(parameter, EmptyFusedOptimizer())
-    return parameter
-
-
-class RecStoreFusedOptimizer(FusedOptimizer):  # type: ignore[misc]
-    """The fused optimizer of a kernel, as TorchRec sees it. Backward updates the rows with its learning rate.
-
-    Args:
-        params: The parameters of the tables, by ``<table>.weight``.
-        optimizer: The optimizer that backward applies.
-    """
-
-    def __init__(self, params: dict[str, nn.Parameter], optimizer: Optimizer) -> None:
-        super().__init__(params, {}, [{"params": list(params.values()), "lr": optimizer.lr}])
-
-    def learning_rate(self) -> float:
-        """Returns the current learning rate, which schedulers and warm-up may have changed."""
-        return float(self.param_groups[0]["lr"])
-
-    def step(self, closure: Any = None) -> None:
-        """Does nothing, because backward has updated the rows."""
-
-    def zero_grad(self, set_to_none: bool = False) -> None:
-        """Does nothing, because there are no gradient tensors."""
-
-
-class _ParameterOptimizer(FusedOptimizer):  # type: ignore[misc]
-    """The optimizer of one table's parameter. Its ``step`` sets the learning rate of the table's group, as TorchRec's.
-
-    Args:
-        name: The name of the table.
-        parameter: The parameter of the table.
-        group: The optimizer of the table's kernel.
-    """
-
-    def __init__(self, name: str, parameter: nn.Parameter, group: RecStoreFusedOptimizer) -> None:
-        super().__init__({f"{name}.weight": parameter}, {}, [{"params": [parameter], "lr": group.learning_rate()}])
-        self._group = group
-
-    def step(self, closure: Any = None) -> None:
-        """Sets the learning rate of the next backward pass. The last backward pass has updated the rows already."""
-        self._group.param_groups[0]["lr"] = self.param_groups[0]["lr"]
-
-    def zero_grad(self, set_to_none: bool = False) -> None:
-        """Sets the learning rate of the next backward pass. There are no gradient tensors."""
-        self.step()
-
-
 class RecStoreKernel(BaseEmbedding, FusedOptimizerModule):  # type: ignore[misc]
     """The common base class of pooled and sequence kernels.
 
@@ -292,7 +241,7 @@ class RecStoreKernel(BaseEmbedding, FusedOptimizerModule):  # type: ignore[misc]
             {f"{name}.weight": parameter for name, parameter in self._placeholders.items()}, optimizer
         )
         for name, parameter in self._placeholders.items():
-            mark_as_optimized(parameter, _ParameterOptimizer(name, parameter, self._optim))
+            mark_as_optimized(parameter, ParameterOptimizer(name, parameter, self._optim))
 
     def extra_repr(self) -> str:
         """Returns the tables of the group, their dims, and their optimizer."""

@@ -21,7 +21,7 @@ from torchrec_recstore.sharders.kernel import (
     RecStoreSequenceKernel,
     row_split,
 )
-from torchrec_recstore.torchrec_seams import (
+from torchrec_recstore.torchrec_seams.models import (
     LookupSeams,
     PooledLookupSeams,
     grouped_configs,

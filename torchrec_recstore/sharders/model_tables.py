@@ -122,9 +122,13 @@ def recstore_tables(model: nn.Module) -> list[ModelTable]:
 
     Raises:
         ValueError: The rows of a table are on servers.
+        RuntimeError: A reshard has failed, and the tables have lost rows.
     """
     refuse_remote_tables(model)
-    return _all_tables(model)
+    tables = _all_tables(model)
+    for table in tables:
+        table.state.copies.check_usable()
+    return tables
 
 
 def _all_tables(model: nn.Module) -> list[ModelTable]:
@@ -172,6 +176,11 @@ def tables_named(model: nn.Module, names: Iterable[str]) -> dict[str, ModelTable
             raise ValueError(f"{twice[0]!r} and {name!r} are names of the same RecStore table: use only one of them")
         found[name] = fitting[0]
     return found
+
+
+def collections_by_path(model: nn.Module) -> dict[str, RecStoreCollection]:
+    """Returns the sharded collections by their paths in the model, as plans name them."""
+    return {_path_prefix(p).removesuffix("."): module for p, module in _sharded_modules(model, "").items()}
 
 
 def _path_prefix(prefix: str) -> str:

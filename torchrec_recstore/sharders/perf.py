@@ -18,7 +18,7 @@ from torchrec.distributed.types import ShardingType
 
 from torchrec_recstore.sharders.kernel import IN_NODE
 from torchrec_recstore.sharders.plan import RECSTORE_KERNEL
-from torchrec_recstore.torchrec_seams import default_backward_ms, default_forward_ms
+from torchrec_recstore.torchrec_seams.planning import default_backward_ms, default_forward_ms
 
 SPEED_OVER_FUSED = 1.5
 """The speed of RecStore's kernel divided by the speed of TorchRec's fused kernel on a CPU.

@@ -35,7 +35,8 @@ from torchrec_recstore.sharders.fused_params import (
 )
 from torchrec_recstore.sharders.kernel import ROW_SPLIT
 from torchrec_recstore.table_configs import check_init_fn
-from torchrec_recstore.torchrec_seams import caller_that_enumerates, compute_device, constraints_of, marked_optimizer
+from torchrec_recstore.torchrec_seams.models import marked_optimizer
+from torchrec_recstore.torchrec_seams.planning import caller_that_enumerates, compute_device, constraints_of
 from torchrec_recstore.utils import warn_user
 
 RECSTORE_KERNEL: str = EmbeddingComputeKernel.CUSTOMIZED_KERNEL.value

@@ -16,8 +16,8 @@ from torchrec.optim.keyed import CombinedOptimizer
 from torchrec_recstore.modules.remote_table_module import rows_not_loaded, warn_of_rows_on_servers
 from torchrec_recstore.optim import Optimizer, state_names
 from torchrec_recstore.options import TableOptions
+from torchrec_recstore.sharders.fused_optimizers import ModuleOptimizer, placeholder_parameter
 from torchrec_recstore.sharders.gather import refused_together
-from torchrec_recstore.sharders.kernel import placeholder_parameter
 from torchrec_recstore.sharders.layout import (
     PIECE_ROWS,
     LocalShard,
@@ -168,6 +168,7 @@ class RowState:
         """Returns a copy of the optimizer state. Collective."""
         if not self.emits_rows:
             return {}
+        self.copies.check_usable()
         layout = ShardLayout(self.name, self.shards, self.env)
         ids = [shard.table.ids() for shard in self.shards]
         rows = [self._read(shard.table, i) for shard, i in zip(self.shards, ids, strict=True)]
@@ -368,19 +369,6 @@ def _joined(values: Tensor, starts: Sequence[int], table: Table) -> Tensor:
     return column_weighted_mean([values[:, i].contiguous() for i in covering], [overlaps[i] for i in covering])
 
 
-class ModuleOptimizer(FusedOptimizer):  # type: ignore[misc]
-    """The fused optimizer that holds the states of a module's RecStore tables.
-
-    The learning rates are in the fused optimizers of the kernels.
-    """
-
-    def step(self, closure: Any = None) -> None:
-        """Does nothing, because backward has updated the rows."""
-
-    def zero_grad(self, set_to_none: bool = False) -> None:
-        """Does nothing, because there are no gradient tensors."""
-
-
 class ModuleState:
     """The rows of a sharded module's RecStore tables in its ``state_dict``, and their states in its fused optimizer.
 
@@ -409,6 +397,8 @@ class ModuleState:
         """The shards of each table on this rank."""
         self.container = container
         self.env = env
+        self._groups: dict[Optimizer, dict[str, Any]] = {}
+        self._handles: list[FusedOptimizer] = []
         self.marks: dict[str, dict[str, list[int]]] = {}
         """The marks of each table's shards, by table name, for each saved or loaded checkpoint, by its checksum."""
         module._register_state_dict_hook(self._add_rows)  # type: ignore[no-untyped-call]
@@ -462,15 +452,39 @@ class ModuleState:
         """
         # Saving is collective for each table, so every rank must have all tables, in the same order.
         parameters, states = {}, {}
-        for name, state in self.tables.items():
-            key = f"{self.container}.{name}.weight"
-            parameters[key] = placeholder_parameter(name, state.dim)
-            for _, handle in optimizer.optimizers:
-                if key in handle.params:
-                    parameters[key] = handle.params[key]
-                    handle.params = {k: p for k, p in handle.params.items() if k != key}
-            states[parameters[key]] = {"rows": state}
-        return CombinedOptimizer([*optimizer.optimizers, ("", ModuleOptimizer(parameters, states, []))])
+        keys = {f"{self.container}.{name}.weight": name for name in self.tables}
+        for key, name in keys.items():
+            found = [handle.params[key] for _, handle in optimizer.optimizers if key in handle.params]
+            parameters[key] = found[0] if found else placeholder_parameter(name, self.tables[name].dim)
+            states[parameters[key]] = {"rows": self.tables[name]}
+            group = self._groups.setdefault(
+                self.tables[name].optimizer, {"params": [], "lr": self.tables[name].optimizer.lr}
+            )
+            group["params"].append(parameters[key])
+        others = []
+        for path, handle in optimizer.optimizers:
+            names = [keys[key] for key in handle.params if key in keys]
+            if names:
+                handle.param_groups = [self._groups[self.tables[names[0]].optimizer]]
+                self._handles.append(handle)
+            else:
+                others.append((path, handle))
+        of_module = ModuleOptimizer(parameters, states, list(self._groups.values()))
+        self._handles.append(of_module)
+        return CombinedOptimizer([*others, ("", of_module)])
+
+    def take_over(self, fresh: ModuleState) -> None:
+        """Replaces the tables by those of a module of the same tables with another plan.
+
+        The parameter groups stay, with their learning rates: optimizers and schedulers of the user refer to them.
+        """
+        kept = {id(fresh._groups[key]): group for key, group in self._groups.items()}
+        for handle in fresh._handles:
+            handle.param_groups = [kept[id(group)] for group in handle.param_groups]
+        for key, group in self._groups.items():
+            group["params"][:] = fresh._groups[key]["params"]
+        self._handles = fresh._handles
+        self.copies, self.tables, self.shards, self.marks = fresh.copies, fresh.tables, fresh.shards, {}
 
     def _add_rows(self, module: nn.Module, state_dict: dict[str, Value], prefix: str, metadata: object) -> None:
         for name in self.remote:

@@ -8,7 +8,7 @@ from typing import Any
 
 from torchrec.distributed.train_pipeline.pipeline_context import PrefetchTrainPipelineContext
 
-from torchrec_recstore.torchrec_seams import PrefetchPipelineSeams
+from torchrec_recstore.torchrec_seams.models import PrefetchPipelineSeams
 
 
 class RecStorePrefetchPipeline(PrefetchPipelineSeams):

@@ -327,6 +327,15 @@ class Table:
         with ops.native_errors(self._who):
             ops.table_locate_rows(self.handle)
 
+    def shrink(self) -> None:
+        """Returns the memory of removed rows to the system. Without this call, that happens when half of them are gone.
+
+        The call moves rows within the table, in time for the removed rows and one walk over the index. It does nothing
+        while the table has a snapshot, or a backward pass is pending.
+        """
+        with ops.native_errors(self._who):
+            ops.table_shrink(self.handle)
+
     def snapshot(self, since: int | None = None) -> Snapshot:
         """Returns a snapshot of the rows as they are now, which can be read while the table changes.
 

@@ -1,24 +1,16 @@
-"""The private parts of TorchRec that this package uses: what TorchRec has no public way to do.
-
-No other module uses a private name of TorchRec (``tests/test_torchrec_seams.py``). Each seam was checked on torchrec
-1.7.0, 1.8.0 and 1.9.2, the releases of :mod:`torchrec_recstore.triples`, on which ``make matrix`` tests them. A seam
-that differs between these releases says so.
-
-The import of this module warns once if another release of TorchRec is installed.
-"""
+"""The private parts of TorchRec's shardings, sharded modules, lookups, kernels, optimizers and train pipelines."""
 
 from __future__ import annotations
 
 import copy
-import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from importlib.metadata import PackageNotFoundError, version
 from typing import Any, ClassVar, TypeAlias
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torchrec.distributed import DistributedModelParallel
 from torchrec.distributed.embedding_kernel import BaseEmbedding
 from torchrec.distributed.embedding_sharding import EmbeddingSharding
 from torchrec.distributed.embedding_types import (
@@ -29,37 +21,14 @@ from torchrec.distributed.embedding_types import (
 )
 from torchrec.distributed.model_tracker.model_delta_tracker import ModelDeltaTrackerTrec
 from torchrec.distributed.model_tracker.types import TrackingMode
-from torchrec.distributed.planner import EmbeddingShardingPlanner
-from torchrec.distributed.planner.estimator.types import ShardPerfContext
-from torchrec.distributed.planner.types import Enumerator, ParameterConstraints, Stats, Topology, hash_sha256_to_int
 from torchrec.distributed.train_pipeline.pipeline_context import PrefetchTrainPipelineContext
 from torchrec.distributed.train_pipeline.train_pipelines import PrefetchTrainPipelineSparseDist
-from torchrec.distributed.types import ModuleSharder, ShardingEnv
+from torchrec.distributed.types import ShardingEnv, ShardingPlan, ShardingType
 from torchrec.modules.embedding_configs import BaseEmbeddingConfig, PoolingType
-from torchrec.modules.embedding_modules import EmbeddingCollection
 from torchrec.optim.keyed import CombinedOptimizer
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from torchrec_recstore.triples import TRIPLES
-from torchrec_recstore.utils import warn_user
-
 Sharding: TypeAlias = EmbeddingSharding[Any, Any, Any, Any]
-
-
-def warn_if_untested(torchrec: str) -> None:
-    """Warns if a release of TorchRec is none of those that the seams were checked on."""
-    if torchrec not in [triple.torchrec for triple in TRIPLES]:
-        tested = "; ".join(map(str, TRIPLES))
-        warn_user(
-            f"torchrec {torchrec} is untested with this version of torchrec_recstore, which uses private parts of "
-            f"TorchRec. Tested are: {tested}. `recstore doctor` names the releases that fit the installed torch"
-        )
-
-
-try:
-    warn_if_untested(version("torchrec"))
-except PackageNotFoundError:  # TorchRec is on the path without being installed
-    warn_if_untested("of an unknown version")
 
 
 # Shardings: the tables of one collection that have one sharding type.
@@ -161,6 +130,19 @@ class CollectionSeams(ShardedEmbeddingModule):  # type: ignore[misc]
         finally:
             setattr(self, name, configs)
 
+    def become(self, other: CollectionSeams) -> None:
+        """Takes over everything of another sharded collection of the same tables, but stays the same object.
+
+        The hooks stay those of this object: hooks of the user, and TorchRec's, which refer to this object or get it.
+        The fused optimizer also stays the same object, with the optimizers of the other collection.
+        """
+        hooks = {name: value for name, value in self.__dict__.items() if name.endswith("_hooks")}
+        optimizer, training = self._optim, self.training
+        optimizer.optimizers[:] = other._optim.optimizers
+        self.__dict__.clear()
+        self.__dict__.update({**other.__dict__, **hooks, "_optim": optimizer})
+        self.train(training)
+
     def make_lookups(self) -> None:
         """Appends the lookup of each sharding to :attr:`lookups`."""
         raise NotImplementedError
@@ -246,13 +228,19 @@ class SequenceCollectionSeams(CollectionSeams):
                     self._updates.append(sharding.create_update(lookup))
 
 
-def on_meta_device(module: EmbeddingCollection) -> EmbeddingCollection:
-    """Returns a shallow copy whose device is the meta device.
+def is_in_pipeline(module: nn.Module) -> bool:
+    """Returns whether a train pipeline has replaced the ``forward`` of a sharded module, as TorchRec's pipelines do."""
+    # Detaching a pipeline leaves the original method in the attribute of the object (torchrec 1.8.0).
+    return getattr(module.forward, "__func__", None) is not type(module).forward
 
-    The constructor of the sharded collection loads the weights of a module that is on another device.
+
+def on_meta_device(module: nn.Module) -> nn.Module:
+    """Returns a shallow copy of an unsharded collection, whose device is the meta device.
+
+    The constructors of sharded collections load the weights of a module that is on another device.
     """
     shallow = copy.copy(module)
-    shallow._device = torch.device("meta")
+    shallow._device = torch.device("meta")  # type: ignore[assignment]
     return shallow
 
 
@@ -307,6 +295,23 @@ def module_order(sharder: BaseEmbeddingSharder) -> Any:
 def uses_index_dedup(sharder: BaseEmbeddingSharder) -> bool:
     """Returns the argument ``use_index_dedup`` of a sequence sharder. There is no public accessor."""
     return bool(sharder._use_index_dedup)
+
+
+def set_plan(model: DistributedModelParallel, plan: ShardingPlan) -> None:
+    """Sets the plan that ``model.plan`` returns. There is no public way, and the present plan belongs to the user."""
+    model._plan = plan
+
+
+def follow_collection_inside(collection: nn.Module) -> None:
+    """Tells a sharded feature-processed collection that the collection inside has another plan.
+
+    The constructor of ``ShardedFeatureProcessedEmbeddingBagCollection`` sets these attributes.
+    """
+    inside: Any = collection_inside(collection)
+    collection._lookups = inside._lookups
+    rows_split = {ShardingType.ROW_WISE.value, ShardingType.TABLE_ROW_WISE.value, ShardingType.GRID_SHARD.value}
+    types = {sharding.sharding_type for sharding in inside.module_sharding_plan.values()}
+    collection._row_wise_sharded = bool(types & rows_split)  # type: ignore[assignment]
 
 
 class FeatureProcessedSharderSeams:
@@ -383,93 +388,7 @@ def mark_as_optimized(parameter: Tensor, optimizer: object) -> None:
     parameter._in_backward_optimizers = [optimizer]  # type: ignore[attr-defined]
 
 
-# The planner.
-
-
-class ConstraintsSeams(ParameterConstraints):  # type: ignore[misc]
-    """A mixin for constraints with additional fields: the key of a stored plan depends on these fields, too."""
-
-    def own_fields(self) -> str:
-        """Returns the fields that TorchRec's constraints do not have, as text that is the same in every process."""
-        raise NotImplementedError
-
-    def hash_with_own_fields(self) -> int:
-        """Returns the hash of all fields; a dataclass sets its own ``__hash__``, which has to call this."""
-        return int(hash_sha256_to_int([super().__hash__(), self.own_fields()]))
-
-    def _persistent_hash(self, cache_params_memo: object) -> int:
-        # The key of a stored plan from torchrec 1.9 on; before, it was __hash__.
-        return int(hash_sha256_to_int([super()._persistent_hash(cache_params_memo), self.own_fields()]))
-
-
-def constraints_of(part: object) -> Mapping[str, ParameterConstraints]:
-    """Returns the constraints of a planner, an enumerator or an estimator, by table. There is no public accessor."""
-    return getattr(part, "_constraints", None) or {}
-
-
-def compute_device(enumerator: Enumerator) -> str:
-    """Returns the device that an enumerator plans for. There is no public accessor."""
-    return str(enumerator._compute_device)
-
-
-class PlannerSeams(EmbeddingShardingPlanner):  # type: ignore[misc]
-    """A planner that chooses its enumerator and its statistics once TorchRec's constructor has found the topology."""
-
-    def make_enumerator(
-        self, topology: Topology, batch_size: int, constraints: dict[str, ParameterConstraints] | None
-    ) -> Enumerator:
-        """Returns the enumerator of a planner whose caller passes no enumerator."""
-        raise NotImplementedError
-
-    def replace_stats(self, stats: Stats) -> Stats:
-        """Returns the statistics to use instead of ``stats``."""
-        raise NotImplementedError
-
-    def __init__(
-        self,
-        topology: Topology | None = None,
-        batch_size: int | None = None,
-        enumerator: Enumerator | None = None,
-        *args: Any,
-        **kwargs: Any,
-    ) -> None:
-        super().__init__(topology, batch_size, enumerator, *args, **kwargs)
-        if enumerator is None:
-            self._enumerator = self.make_enumerator(self._topology, self._batch_size, self._constraints)
-        self._stats: list[Stats] = [self.replace_stats(stats) for stats in self._stats]
-
-    @property
-    def searched(self) -> tuple[Enumerator, Topology]:
-        """The enumerator, and the topology without the memory reserved for the dense part. No public accessors."""
-        return self._enumerator, self._storage_reservation.last_reserved_topology or self._topology
-
-
-def caller_that_enumerates(depth: int) -> tuple[Enumerator, nn.Module, list[ModuleSharder[nn.Module]]] | None:
-    """Returns the enumerator, the model and the sharders of ``EmbeddingEnumerator.enumerate``, if that is the caller.
-
-    The enumerator makes a map of the sharders by the type of their modules and reads nothing but ``module_type`` of
-    those that others override. The local variables of its method are the only way to them.
-
-    Args:
-        depth: calls between this function and the one that the enumerator makes.
-    """
-    frame = sys._getframe(depth + 1)
-    if frame.f_code.co_name == "<dictcomp>" and frame.f_back is not None:  # up to Python 3.11
-        frame = frame.f_back
-    enumerator, module, sharders = (frame.f_locals.get(name) for name in ("self", "module", "sharders"))
-    if not isinstance(enumerator, Enumerator) or not isinstance(module, nn.Module) or not isinstance(sharders, list):
-        return None
-    return enumerator, module, sharders
-
-
-def default_forward_ms(evaluator: Any, context: ShardPerfContext, config: object) -> float:
-    """Returns TorchRec's estimate of a forward for a config without annotated methods."""
-    return float(evaluator._default_fwd_comp(context, config))
-
-
-def default_backward_ms(evaluator: Any, context: ShardPerfContext, config: object) -> float:
-    """Returns TorchRec's estimate of a backward for a config without annotated methods."""
-    return float(evaluator._default_bwd_comp(context, config))
+# Train pipelines.
 
 
 class PrefetchPipelineSeams(PrefetchTrainPipelineSparseDist):  # type: ignore[misc]

@@ -1,0 +1,99 @@
+"""The private parts of TorchRec's planner."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+from torch import nn
+from torchrec.distributed.planner import EmbeddingShardingPlanner
+from torchrec.distributed.planner.estimator.types import ShardPerfContext
+from torchrec.distributed.planner.types import Enumerator, ParameterConstraints, Stats, Topology, hash_sha256_to_int
+from torchrec.distributed.types import ModuleSharder
+
+
+class ConstraintsSeams(ParameterConstraints):  # type: ignore[misc]
+    """A mixin for constraints with additional fields: the key of a stored plan depends on these fields, too."""
+
+    def own_fields(self) -> str:
+        """Returns the fields that TorchRec's constraints do not have, as text that is the same in every process."""
+        raise NotImplementedError
+
+    def hash_with_own_fields(self) -> int:
+        """Returns the hash of all fields; a dataclass sets its own ``__hash__``, which has to call this."""
+        return int(hash_sha256_to_int([super().__hash__(), self.own_fields()]))
+
+    def _persistent_hash(self, cache_params_memo: object) -> int:
+        # The key of a stored plan from torchrec 1.9 on; before, it was __hash__.
+        return int(hash_sha256_to_int([super()._persistent_hash(cache_params_memo), self.own_fields()]))
+
+
+def constraints_of(part: object) -> Mapping[str, ParameterConstraints]:
+    """Returns the constraints of a planner, an enumerator or an estimator, by table. There is no public accessor."""
+    return getattr(part, "_constraints", None) or {}
+
+
+def compute_device(enumerator: Enumerator) -> str:
+    """Returns the device that an enumerator plans for. There is no public accessor."""
+    return str(enumerator._compute_device)
+
+
+class PlannerSeams(EmbeddingShardingPlanner):  # type: ignore[misc]
+    """A planner that chooses its enumerator and its statistics once TorchRec's constructor has found the topology."""
+
+    def make_enumerator(
+        self, topology: Topology, batch_size: int, constraints: dict[str, ParameterConstraints] | None
+    ) -> Enumerator:
+        """Returns the enumerator of a planner whose caller passes no enumerator."""
+        raise NotImplementedError
+
+    def replace_stats(self, stats: Stats) -> Stats:
+        """Returns the statistics to use instead of ``stats``."""
+        raise NotImplementedError
+
+    def __init__(
+        self,
+        topology: Topology | None = None,
+        batch_size: int | None = None,
+        enumerator: Enumerator | None = None,
+        *args: Any,
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(topology, batch_size, enumerator, *args, **kwargs)
+        if enumerator is None:
+            self._enumerator = self.make_enumerator(self._topology, self._batch_size, self._constraints)
+        self._stats: list[Stats] = [self.replace_stats(stats) for stats in self._stats]
+
+    @property
+    def searched(self) -> tuple[Enumerator, Topology]:
+        """The enumerator, and the topology without the memory reserved for the dense part. No public accessors."""
+        return self._enumerator, self._storage_reservation.last_reserved_topology or self._topology
+
+
+def caller_that_enumerates(depth: int) -> tuple[Enumerator, nn.Module, list[ModuleSharder[nn.Module]]] | None:
+    """Returns the enumerator, the model and the sharders of ``EmbeddingEnumerator.enumerate``, if that is the caller.
+
+    The enumerator makes a map of the sharders by the type of their modules and reads nothing but ``module_type`` of
+    those that others override. The local variables of its method are the only way to them.
+
+    Args:
+        depth: calls between this function and the one that the enumerator makes.
+    """
+    frame = sys._getframe(depth + 1)
+    if frame.f_code.co_name == "<dictcomp>" and frame.f_back is not None:  # up to Python 3.11
+        frame = frame.f_back
+    enumerator, module, sharders = (frame.f_locals.get(name) for name in ("self", "module", "sharders"))
+    if not isinstance(enumerator, Enumerator) or not isinstance(module, nn.Module) or not isinstance(sharders, list):
+        return None
+    return enumerator, module, sharders
+
+
+def default_forward_ms(evaluator: Any, context: ShardPerfContext, config: object) -> float:
+    """Returns TorchRec's estimate of a forward for a config without annotated methods."""
+    return float(evaluator._default_fwd_comp(context, config))
+
+
+def default_backward_ms(evaluator: Any, context: ShardPerfContext, config: object) -> float:
+    """Returns TorchRec's estimate of a backward for a config without annotated methods."""
+    return float(evaluator._default_bwd_comp(context, config))
