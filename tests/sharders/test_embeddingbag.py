@@ -233,13 +233,6 @@ def test_batch_size_may_vary_by_feature(sharding_type: str) -> None:
     assert torch.equal(rows["b"].lookup(torch.tensor([4]))[0], torch.full((8,), 0.5))
 
 
-def test_resharding_in_place_is_refused_before_rows_are_lost() -> None:
-    model = sharded(collection(bag()))
-    plan = model.plan.get_plan_for_module("")
-    with pytest.raises(NotImplementedError, match="'t'"):
-        RecStoreSharder().reshard(model.module, dict(plan), model._env)
-
-
 def test_stock_tables_alone_under_the_sharder() -> None:
     stock = ParameterConstraints(sharding_types=["table_wise"], compute_kernels=["fused"])
     model = sharded(collection(bag(rows=10)), constraints={"t": stock})
