@@ -121,8 +121,8 @@ class RecStoreEmbeddingCollectionSharder(RecStoreCollectionSharder, EmbeddingCol
     ) -> RecStoreShardedEmbeddingCollection:
         """Changes the plan of a sharded module in place. ``DistributedModelParallel.reshard`` calls this method.
 
-        TorchRec has the method for ``EmbeddingBagCollection`` only. See
-        :meth:`RecStoreShardedEmbeddingCollection.update_shards`; the arguments and errors are the same.
+        TorchRec has the method for ``EmbeddingBagCollection`` only. See :func:`torchrec_recstore.reshard`, which
+        changes the plan of a whole model and raises the same errors.
         """
         sharded_module.update_shards(changed_shard_to_params, env, device)
         return sharded_module
