@@ -278,7 +278,7 @@ class RecStoreCollection(RefusesQuantization, ReshardableCollection):
                 table.register_parameter("weight", placeholder_parameter(name, dim))
 
     def make_state(self, fused_optimizer: CombinedOptimizer) -> CombinedOptimizer:
-        """Makes :attr:`recstore_state` and returns the fused optimizer with the states of the RecStore tables."""
+        """Makes ``recstore_state`` and returns the fused optimizer with the states of the RecStore tables."""
         states = self._table_states()
         expiries = [state.options.expiry for state in states.values()]
         seconds = [each.seconds for each in expiries if each is not None and each.seconds is not None]
