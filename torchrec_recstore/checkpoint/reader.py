@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from math import prod
 from pathlib import Path
 from typing import TypeVar, cast
 
@@ -16,7 +17,7 @@ from torchrec_recstore.checkpoint.info import CheckpointInfo, PartInfo, TableInf
 from torchrec_recstore.optim import Optimizer, state_names
 from torchrec_recstore.store import Table
 from torchrec_recstore.store.arguments import among
-from torchrec_recstore.store.parts import joined_rows, merged_counters, write_joined
+from torchrec_recstore.store.parts import COUNTER_SHAPE, joined_rows, merged_counters, write_joined
 
 Owned = Callable[[Tensor], Tensor]
 """A function from (N,) int64 ids to (N,) bool: whether each id belongs to a shard."""
@@ -247,8 +248,8 @@ def _counters(info: CheckpointInfo, name: str) -> Iterator[tuple[Tensor, int]]:
     """Yields the saved counters of a table's shards."""
     for saved in info.tables[name].sightings:
         tensors = read_tensors(info.path / saved.file, info.files[saved.file])
-        flat = torch.zeros(2 * 4 * saved.cells, dtype=torch.uint8)
+        flat = torch.zeros(prod(COUNTER_SHAPE) * saved.cells, dtype=torch.uint8)
         if tensors["position"].numel() and not 0 <= int(tensors["position"].max()) < len(flat):
             raise CheckpointError(f"{info.path / saved.file} does not hold counts of {saved.cells} cells a row")
         flat[tensors["position"]] = tensors["count"]
-        yield flat.view(2, 4, -1), saved.taken
+        yield flat.view(*COUNTER_SHAPE, -1), saved.taken

@@ -31,7 +31,7 @@ from torch.utils.checkpoint import CheckpointFunction
 
 from torchrec_recstore import late_updates, ops
 from torchrec_recstore.fake_ops import PYTHON_OPS, register_python_op
-from torchrec_recstore.kernels.device_copies import Arriving, CopyTarget, to_device, up
+from torchrec_recstore.kernels.device_copies import Arriving, CopyTarget, to_device, traced, up
 from torchrec_recstore.kernels.row_service import RemoteTable
 from torchrec_recstore.store import Table
 
@@ -138,7 +138,7 @@ class LookupKernel(nn.Module):
         to: CopyTarget | None,
     ) -> Tensor:
         wanted, train = train, train and torch.is_grad_enabled()
-        if torch.compiler.is_compiling() or torch._C._len_torch_dispatch_stack() > 0:
+        if traced():
             if train:
                 out = _ops.kernel_lookup(self._handle, self._anchor, ids, offsets, counts, weights)[0]
             else:

@@ -15,7 +15,8 @@ from torchrec_recstore.store.writing import write_all
 
 PART_BYTES = 1 << 25
 """The approximate size in bytes of a part of a checkpoint. The format allows parts of 256 MB."""
-_GENERATIONS, _ROWS = 2, 4  # The shape of the admission's counter in csrc/sightings.h.
+COUNTER_SHAPE = (2, 4)
+"""The number of generations and of rows of cells in the counter of an admission; see csrc/sightings.h."""
 
 
 def rows_in(size: int, dim: int, dtype: torch.dtype, optimizer: Optimizer) -> int:
@@ -100,11 +101,11 @@ def merged_counters(counters: Iterable[tuple[Tensor, int]], cells: int) -> tuple
     Returns:
         (2, 4, cells) uint8, the counts; and the greatest number of sightings in the present generation of a shard.
     """
-    counts = torch.zeros(_GENERATIONS, _ROWS, cells, dtype=torch.uint8)
+    counts = torch.zeros(*COUNTER_SHAPE, cells, dtype=torch.uint8)
     taken = 0
     for found, its_taken in counters:
         if found.shape[2] > cells:  # The number of a cell is the low bits of a hash.
-            found = found.view(_GENERATIONS, _ROWS, -1, cells).amax(dim=2)
+            found = found.view(*COUNTER_SHAPE, -1, cells).amax(dim=2)
         counts = torch.maximum(counts, found.repeat(1, 1, cells // found.shape[2]))
         taken = max(taken, its_taken)
     return counts, taken
