@@ -24,12 +24,8 @@ def placeholder_parameter(name: str, dim: int) -> nn.Parameter:
     return parameter
 
 
-class ModuleOptimizer(FusedOptimizer):  # type: ignore[misc]
-    """The fused optimizer that holds the states of a module's RecStore tables.
-
-    It has one parameter group for each optimizer of the tables, the same on every rank and with every plan. The kernels
-    of these tables read the learning rate from it.
-    """
+class _UpdatesInBackward(FusedOptimizer):  # type: ignore[misc]
+    """A fused optimizer whose calls do nothing, because backward updates the rows."""
 
     def step(self, closure: Any = None) -> None:
         """Does nothing, because backward has updated the rows."""
@@ -38,7 +34,15 @@ class ModuleOptimizer(FusedOptimizer):  # type: ignore[misc]
         """Does nothing, because there are no gradient tensors."""
 
 
-class RecStoreFusedOptimizer(ModuleOptimizer):
+class ModuleOptimizer(_UpdatesInBackward):
+    """The fused optimizer that holds the states of a module's RecStore tables.
+
+    It has one parameter group for each optimizer of the tables, the same on every rank and with every plan. The kernels
+    of these tables read the learning rate from it.
+    """
+
+
+class RecStoreFusedOptimizer(_UpdatesInBackward):
     """The fused optimizer of a kernel, as TorchRec sees it. Backward updates the rows with its learning rate.
 
     Args:
