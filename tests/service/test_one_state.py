@@ -244,6 +244,25 @@ def test_a_save_of_two_servers_is_restored_to_three_and_to_one(pair: list[RecSto
             server.kill()
 
 
+def test_the_rest_of_saves_is_deleted_after_a_kill(own_server: RecStoreServer) -> None:
+    """A save changes places with another of its name, which is then deleted; the next one was being written."""
+    with _client([own_server]) as client:
+        client.push("t", IDS, torch.full((1000, 4), 1.0))
+        client.save("even")
+        shutil.copytree(own_server.data / "even", own_server.data / "old")
+        client.push("t", IDS, torch.full((1000, 4), 2.0))
+        client.save("even", overwrite=True)
+    own_server.kill()
+    state = json.loads((own_server.data / "server.json").read_text())
+    (own_server.data / "old").rename(own_server.data / f".prepared-{state['unless_prepared']['id']}")
+    (own_server.data / "..prepared-0a.saving-0123456789ab").mkdir()
+    (own_server.data / "..prepared-0a.lock").touch()
+    own_server.start()
+    assert not list(own_server.data.glob("*.prepared-*"))
+    with _client([own_server]) as client:
+        assert client.pull("t", IDS).unique().tolist() == [2.0]
+
+
 @pytest.mark.slow
 def test_servers_are_killed_at_any_moment_of_saves(pair: list[RecStoreServer]) -> None:
     chosen = random.Random(0)
@@ -266,7 +285,7 @@ def test_servers_are_killed_at_any_moment_of_saves(pair: list[RecStoreServer]) -
             server.start()
     with _client(pair) as client:
         client.save("last")
-    assert not any(list(server.data.glob(".prepared-*")) for server in pair)
+    assert not any(list(server.data.glob("*.prepared-*")) for server in pair)
     assert value > 8
 
 

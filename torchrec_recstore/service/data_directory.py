@@ -105,9 +105,13 @@ class DataDirectory:
         for entry in self._path.iterdir():
             if entry.name.startswith(_RECEIVED):
                 shutil.rmtree(entry, ignore_errors=True)
+            elif entry.name.startswith(f".{_PREPARED}"):  # the files and the lock of a part that was being written
+                entry.unlink() if entry.is_file() else shutil.rmtree(entry, ignore_errors=True)
             elif entry.name.startswith(_PREPARED):
                 saved = _manifest_of(entry)
-                if saved is None:  # the server was killed while it wrote this part
+                # A part changes places with the save that it replaces. The server was killed before it had deleted the
+                # old save.
+                if saved is None or entry != self.staging(saved.id):
                     shutil.rmtree(entry, ignore_errors=True)
                 else:
                     self._prepared[saved.id] = saved
