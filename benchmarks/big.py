@@ -3,11 +3,11 @@
     make big                                      # 50 M samples over 200 M ids, 4 GiB of rows in memory
     python benchmarks/big.py runs/big --samples 200000 --ids 600000 --memory-mb 12 --every 40960
 
-A model with four tables trains on generated samples. The popularity of the ids is a power law, and the popular ids
-drift: new ids come, and old ones become rare. The rows that memory has no room for are in RocksDB. Every ``--every``
-samples a checkpoint is written: the first is full, the others are deltas. The run is made twice. The second one is
-killed in the middle of an interval by SIGKILL, and resumes from its newest checkpoint. Both must end with the same rows
-to the bit.
+A model with four tables trains on generated samples. The popularity of the ids is a power law, and it drifts: in the
+course of the run, new ids take the places of a fifth of all ids. The rows that memory has no room for are in RocksDB.
+Every ``--every`` samples a checkpoint is written: the first is full, the others are deltas. The run is made twice. The
+second one is killed in the middle of an interval by SIGKILL, and resumes from its newest checkpoint. Both must end with
+the same rows to the bit.
 
 The folder gets ``big.json`` (all points of both runs) and ``big.png``. It needs room for the cold rows and the
 checkpoints of one run, about 40 GB by default; they are deleted when a run has ended.
@@ -36,7 +36,7 @@ DIM = 32
 SHARES = {"user": 0.3, "item": 0.3, "ad": 0.1, "query": 0.3}  # of all ids
 BAGS = {"user": 1, "item": 5, "ad": 1, "query": 1}  # ids of a sample; the items are a history
 EXPONENT = 1.05
-REPLACED = 0.2  # the share of the ids that are new after the whole run
+REPLACED = 0.2  # the share of the ids, popular or rare, in whose place others have come after the whole run
 POINTS = 100  # a run has this number of points, at most
 
 
@@ -71,9 +71,11 @@ def samples_of(step: int, size: Size) -> tuple[dict[str, npt.NDArray[np.int64]],
         power = 1 - EXPONENT
         uniform = random.random(BATCH * BAGS[table])
         rank = (((population + 1.0) ** power - 1) * uniform + 1) ** (1 / power)
-        newest = population * (1 + REPLACED * step * BATCH / size.samples)
-        member = (newest - rank).astype(np.int64)
-        ids[table] = _mixed(member + (number << 40))
+        rank = rank.astype(np.int64) + (number << 40)
+        # The id of a rank is replaced by a new one in a moment of the run that its hash tells, or after the run.
+        moment = (_mixed(rank).view(np.uint64) >> np.uint64(11)) * 2.0**-53
+        replaced = moment < REPLACED * step * BATCH / size.samples
+        ids[table] = _mixed(rank + (replaced.astype(np.int64) << 60))
         effect = (_mixed(ids[table] + 1) >> 40).astype(np.float32) * np.float32(2**-23)
         logits += effect.reshape(BATCH, -1).mean(1) * 2
     labels = random.random(BATCH, np.float32) < 1 / (1 + np.exp(-logits))
