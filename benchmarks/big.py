@@ -35,6 +35,7 @@ BATCH = 4096
 DIM = 32
 SHARES = {"user": 0.3, "item": 0.3, "ad": 0.1, "query": 0.3}  # of all ids
 BAGS = {"user": 1, "item": 5, "ad": 1, "query": 1}  # ids of a sample; the items are a history
+MEMORY = {"user": 0.165, "item": 0.54, "ad": 0.13, "query": 0.165}  # of the rows: all tables fill it at the same time
 EXPONENT = 1.05
 REPLACED = 0.2  # the share of the ids, popular or rare, in whose place others have come after the whole run
 POINTS = 100  # a run has this number of points, at most
@@ -136,7 +137,7 @@ def train(folder: Path, size: Size) -> None:
     module = Clicks()
     sharder = RecStoreSharder(fused_params={"learning_rate": 0.05})
     constraints = {}
-    for name, share in SHARES.items():
+    for name, share in MEMORY.items():
         cold = RocksDBStore(str(folder / "cold" / name))
         options = TableOptions(max_rows=int(size.max_rows * share), cold_store=cold)
         constraints[name] = RecStoreConstraints(options=options)
@@ -262,9 +263,15 @@ def warm(points: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return points[len(points) // 2 :]
 
 
-def spread_of(points: list[dict[str, Any]], name: str) -> float:
-    """Returns by how much a value leaves its median after the warm-up, at most, as a share of the median."""
-    values = [each[name] for each in warm(points)]
+def spread_of(points: list[dict[str, Any]], name: str, every: int) -> float:
+    """Returns by how much a value leaves its median after the warm-up, at most, as a share of the median.
+
+    The value of an interval of ``every`` samples, the time between two checkpoints, is the mean of its points.
+    """
+    intervals: dict[int, list[float]] = {}
+    for each in warm(points):
+        intervals.setdefault((each["samples"] - 1) // every, []).append(each[name])
+    values = [float(np.mean(interval)) for interval in intervals.values()]
     median = float(np.median(values))
     return max(abs(value - median) for value in values) / median
 
@@ -307,28 +314,28 @@ def main(
     if folder.exists():
         raise SystemExit(f"{folder} exists: name a new folder")
     size = Size(samples, ids, memory_mb * 2**20 // _row_bytes(), every)
-    if any(size.max_rows * share < BATCH * BAGS[name] for name, share in SHARES.items()):
+    if any(size.max_rows * share < BATCH * BAGS[name] for name, share in MEMORY.items()):
         raise SystemExit(f"--memory-mb {memory_mb} is too little: each table must have room for the ids of a step")
     runs = {"undisturbed": run(folder / "undisturbed", size, None)}
     runs["killed"] = run(folder / "killed", size, samples // 2 + every // 2)
     document = {"size": size._asdict(), "conditions": conditions(), "runs": runs}
     (folder / "big.json").write_text(json.dumps(document, indent=1) + "\n")
     plot(runs, folder / "big.png")
-    for line in _lines(runs):
+    for line in _lines(runs, every):
         print(line)
     if runs["killed"]["kills"] != 1 or runs["killed"]["files"] != runs["undisturbed"]["files"]:
         raise SystemExit("the killed run has not ended as the undisturbed one")
 
 
-def _lines(runs: dict[str, dict[str, Any]]) -> Iterator[str]:
+def _lines(runs: dict[str, dict[str, Any]], every: int) -> Iterator[str]:
     for name, each in runs.items():
         points = warm(each["points"])
         speed, rss, hits = (np.median([p[key] for p in points]) for key in ("samples_per_second", "rss", "hit_rate"))
         yield (
-            f"{name}: {each['seconds']:,.0f} s, {sum(each['rows'].values()):,} rows; in the second half "
-            f"{speed:,.0f} samples/s (within {spread_of(each['points'], 'samples_per_second'):.0%}), "
-            f"{rss / 2**30:.2f} GiB (within {spread_of(each['points'], 'rss'):.0%}), "
-            f"{hits:.1%} of ids in memory (within {spread_of(each['points'], 'hit_rate'):.0%})"
+            f"{name}: {each['seconds']:,.0f} s, {sum(each['rows'].values()):,} rows; in the second half, between checkpoints, "
+            f"{speed:,.0f} samples/s (within {spread_of(each['points'], 'samples_per_second', every):.0%}), "
+            f"{rss / 2**30:.2f} GiB (within {spread_of(each['points'], 'rss', every):.0%}), "
+            f"{hits:.1%} of ids in memory (within {spread_of(each['points'], 'hit_rate', every):.0%})"
         )
     same = runs["killed"]["files"] == runs["undisturbed"]["files"]
     yield f"rows, states and dense part of the killed run are {'equal to the bit' if same else 'DIFFERENT'}"
