@@ -330,13 +330,15 @@ def main(
 def _lines(runs: dict[str, dict[str, Any]], every: int) -> Iterator[str]:
     for name, each in runs.items():
         points = warm(each["points"])
-        speed, rss, hits = (np.median([p[key] for p in points]) for key in ("samples_per_second", "rss", "hit_rate"))
-        yield (
-            f"{name}: {each['seconds']:,.0f} s, {sum(each['rows'].values()):,} rows; in the second half, between checkpoints, "
-            f"{speed:,.0f} samples/s (within {spread_of(each['points'], 'samples_per_second', every):.0%}), "
-            f"{rss / 2**30:.2f} GiB (within {spread_of(each['points'], 'rss', every):.0%}), "
-            f"{hits:.1%} of ids in memory (within {spread_of(each['points'], 'hit_rate', every):.0%})"
-        )
+        yield f"{name}: {each['seconds']:,.0f} s, {sum(each['rows'].values()):,} rows; in the second half:"
+        for key, scale, unit in (
+            ("samples_per_second", 1, "samples/s"),
+            ("rss", 2**-30, "GiB"),
+            ("hit_rate", 100, "% of the ids found in memory"),
+        ):
+            median = float(np.median([point[key] for point in points])) * scale
+            spread = spread_of(each["points"], key, every)
+            yield f"  {median:,.2f} {unit}, between two checkpoints within {spread:.0%}"
     same = runs["killed"]["files"] == runs["undisturbed"]["files"]
     yield f"rows, states and dense part of the killed run are {'equal to the bit' if same else 'DIFFERENT'}"
 
