@@ -1,0 +1,160 @@
+"""The bytes that the ranks of a plan exchange in a training step, by collective. This module does not import torch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Literal
+
+Collective = Literal["splits", "lengths", "ids", "weights", "pooled", "gradients"]
+COLLECTIVES: tuple[Collective, ...] = ("splits", "lengths", "ids", "weights", "pooled", "gradients")
+SHARDING_TYPES = ("table_wise", "column_wise", "row_wise")
+"""The sharding types whose bytes are known."""
+
+ID_BYTES = SPLIT_BYTES = 8
+WEIGHT_BYTES = 4
+
+
+@dataclass(frozen=True)
+class PlacedTable:
+    """A table of an ``EmbeddingBagCollection`` and the ranks of its shards.
+
+    Args:
+        sharding_type: One of ``SHARDING_TYPES``.
+        ranks: The rank of each shard. All ranks in ascending order for ``row_wise``. A rank that has two shards of
+            columns is listed twice, and receives the ids twice.
+        dim: The number of columns of the table.
+        features: The number of features of the table.
+        ids_per_sample: The mean number of ids of a sample, over all features together.
+        weighted: Whether each id has a weight, a float32. Default: False.
+        element_bytes: The bytes of a number of the pooled rows and of their gradients. Default: 4, float32.
+        row_shares: With ``row_wise``, the share of the ids whose rows are on each rank. Default: None, equal shares.
+
+    Raises:
+        ValueError: The sharding type is not known, a table-wise table has several ranks, or the number of columns is
+            not a multiple of that of shards. The message names the argument.
+    """
+
+    sharding_type: str
+    ranks: tuple[int, ...]
+    dim: int
+    features: int
+    ids_per_sample: float
+    weighted: bool = False
+    element_bytes: int = 4
+    row_shares: tuple[float, ...] | None = None
+
+    def __post_init__(self) -> None:
+        if self.sharding_type not in SHARDING_TYPES:
+            raise ValueError(f"sharding_type must be one of {', '.join(SHARDING_TYPES)}, got {self.sharding_type!r}")
+        if not self.ranks or (self.sharding_type == "table_wise" and len(self.ranks) != 1):
+            raise ValueError(f"ranks must be the rank of each shard, got {self.ranks} for {self.sharding_type}")
+        if self.sharding_type == "column_wise" and self.dim % len(self.ranks):
+            raise ValueError(f"dim must be a multiple of the {len(self.ranks)} shards of columns, got {self.dim}")
+        if self.row_shares is not None and len(self.row_shares) != len(self.ranks):
+            raise ValueError(f"row_shares must have one share for each of {len(self.ranks)} ranks: {self.row_shares}")
+
+    def message_bytes(self, collective: Collective, source: int, to: int, batch_size: int, length_bytes: int) -> float:
+        """Returns the bytes of this table that one rank sends to another rank with a collective.
+
+        Args:
+            collective: The collective. ``"splits"`` is not the table's, and has 0 bytes.
+            source: The rank that sends.
+            to: The rank that receives.
+            batch_size: The number of samples of one rank.
+            length_bytes: The bytes of a length.
+        """
+        # Inputs go to the ranks with shards, and their results come back; gradients go the way of the inputs.
+        owner = source if collective == "pooled" else to
+        shards = self.ranks.count(owner)
+        bags = batch_size * self.features
+        if collective == "lengths":
+            return shards * bags * length_bytes
+        if collective in ("pooled", "gradients"):
+            columns = self.dim / len(self.ranks) if self.sharding_type == "column_wise" else self.dim
+            return shards * bags * columns * self.element_bytes
+        if collective == "splits" or (collective == "weights" and not self.weighted):
+            return 0.0
+        share = 1.0
+        if self.sharding_type == "row_wise":
+            share = 1 / len(self.ranks) if self.row_shares is None else self.row_shares[self.ranks.index(owner)]
+        return shards * batch_size * self.ids_per_sample * share * (ID_BYTES if collective == "ids" else WEIGHT_BYTES)
+
+
+@dataclass(frozen=True)
+class RankTraffic:
+    """The bytes that one rank gives to a collective for other ranks, and gets of them, in a training step.
+
+    The bytes of a rank for itself do not count. They are the payload: what a library sends for it depends on its
+    algorithm. A ring sends as much as is stated here, and gloo's reduce-scatter twice as much (torch 2.13).
+
+    Args:
+        collective: ``"splits"``, the numbers of ids that the ranks exchange first; ``"lengths"``, ``"ids"`` and
+            ``"weights"`` of the batch; ``"pooled"``, the pooled rows, or the partial sums of row-wise tables; or
+            ``"gradients"``, those of the pooled rows.
+        sent: The bytes to other ranks.
+        received: The bytes of other ranks.
+        sent_between_hosts: The bytes of ``sent`` to ranks of other hosts.
+        received_between_hosts: The bytes of ``received`` of ranks of other hosts.
+    """
+
+    collective: Collective
+    sent: float
+    received: float
+    sent_between_hosts: float
+    received_between_hosts: float
+
+
+def rank_traffic(
+    tables: Iterable[PlacedTable],
+    rank: int,
+    ranks: int,
+    batch_size: int,
+    ranks_per_host: int | None = None,
+    length_bytes: int = 4,
+) -> list[RankTraffic]:
+    """Returns the bytes that a rank exchanges with other ranks in a training step, for each collective.
+
+    Table-wise and column-wise tables exchange pooled rows and their gradients with all-to-alls; row-wise tables
+    reduce-scatter partial sums and all-gather their gradients. Each rank has the same number of samples. Source:
+    ``torchrec/distributed/dist_data.py`` and ``sharding/`` of TorchRec 1.8.0; ``tests/planner/test_traffic.py``
+    compares the bytes with those of real collectives.
+
+    Args:
+        tables: The tables of one ``EmbeddingBagCollection`` with one id type, int64.
+        rank: The rank.
+        ranks: The number of ranks.
+        batch_size: The number of samples of one rank.
+        ranks_per_host: The number of ranks of each host, which are numbered host by host. Default: None, all ranks.
+        length_bytes: The bytes of a length: 4 for int32, 8 for int64. Default: 4.
+
+    Returns:
+        One entry for each name of ``COLLECTIVES``, in this order.
+
+    Raises:
+        ValueError: ``rank`` or the rank of a shard is not below ``ranks``, or a row-wise table is not on all ranks.
+    """
+    placed = list(tables)
+    for table in placed:
+        if not all(0 <= each < ranks for each in (rank, *table.ranks)):
+            raise ValueError(f"ranks must be from 0 to {ranks - 1}, got rank {rank} and shards on {table.ranks}")
+        if table.sharding_type == "row_wise" and table.ranks != tuple(range(ranks)):
+            raise ValueError(f"a row_wise table must be on all {ranks} ranks in their order, got {table.ranks}")
+    on_host = ranks if ranks_per_host is None else ranks_per_host
+    others = [other for other in range(ranks) if other != rank]
+    # A collection exchanges, for each sharding type, the size of each of its inputs and the batch size.
+    inputs = 3 + any(table.weighted for table in placed)
+    splits = float(len({table.sharding_type for table in placed}) * inputs * SPLIT_BYTES)
+    found = []
+    for name in COLLECTIVES:
+        totals = [0.0, 0.0, 0.0, 0.0]
+        for other in others:
+            sent = received = splits if name == "splits" else 0.0
+            for table in placed:
+                sent += table.message_bytes(name, rank, other, batch_size, length_bytes)
+                received += table.message_bytes(name, other, rank, batch_size, length_bytes)
+            crosses = other // on_host != rank // on_host
+            for at, size in enumerate((sent, received, sent * crosses, received * crosses)):
+                totals[at] += size
+        found.append(RankTraffic(name, *totals))
+    return found
