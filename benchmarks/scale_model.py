@@ -1,0 +1,276 @@
+"""The model of scale: bytes and time of one rank's training step, from 1 to 1,024 ranks. It does not import torch.
+
+The time of a step is the sum of its parts, because nothing overlaps in a step without a pipeline: the dense part, the
+lookups and updates of the busiest rank, TorchRec's own work, and the collectives. A collective takes as long as its
+slowest resource: the network interface of the busiest host in its busier direction, or the memory of the busiest rank.
+Each round of messages between hosts adds the latency of the network.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+Sharding = Literal["table_wise", "row_wise", "table_row_wise", "grid"]
+SHARDINGS: tuple[Sharding, ...] = ("table_wise", "row_wise", "table_row_wise", "grid")
+GRID_COLUMNS = 32
+"""The columns of a shard of grid sharding: ``min_partition`` in the constraints of the planner."""
+
+ID_BYTES, LENGTH_BYTES, FLOAT_BYTES = 8, 4, 4
+
+
+@dataclass(frozen=True)
+class Job:
+    """A model and its batch.
+
+    Attributes:
+        features: The number of features. Each has a table of its own, and one id in each sample.
+        dim: The dim of each table.
+        batch: The samples of one rank in a step.
+        dense_parameters: The float32 parameters of the dense part, whose gradients are all-reduced.
+        ranks_per_host: The largest number of ranks on a host.
+    """
+
+    features: int = 26
+    dim: int = 128
+    batch: int = 2048
+    dense_parameters: int = 0
+    ranks_per_host: int = 8
+
+
+@dataclass(frozen=True)
+class Kernels:
+    """The measured times of one rank, in seconds.
+
+    Attributes:
+        id_s: By the columns of a shard: the lookup and the update of one id.
+        bag_s: By the columns of a shard: the forward and the backward of one bag without an id.
+        torchrec_s: The work of TorchRec in a step, without the kernels and the collectives.
+        dense_s: The forward, the backward and the optimizer of the dense part, for one sample.
+        copy_bytes_per_s: The bytes a second that a rank copies from one place of memory to another.
+    """
+
+    id_s: dict[int, float]
+    bag_s: dict[int, float]
+    torchrec_s: float
+    dense_s: float
+    copy_bytes_per_s: float
+
+
+@dataclass(frozen=True)
+class Network:
+    """A network between hosts.
+
+    Attributes:
+        name: The name in tables and plots.
+        bytes_per_s: The bytes a second of a host's interface, in each direction at the same time.
+        latency_s: The time of a round of messages, in seconds.
+    """
+
+    name: str
+    bytes_per_s: float
+    latency_s: float
+
+
+NETWORKS = (
+    Network("25 Gbit/s", 25e9 / 8, 25e-6),
+    Network("100 Gbit/s", 100e9 / 8, 5e-6),
+    Network("400 Gbit/s", 400e9 / 8, 5e-6),
+)
+
+
+@dataclass(frozen=True)
+class Library:
+    """The algorithms of a library of collectives.
+
+    Attributes:
+        reduce_scatter: The bytes of a reduce-scatter over those of a ring, which sends each byte once.
+        pairwise: Whether an all-to-all meets one other rank in each round, or all of them in one.
+        latencies: The latencies of the network that a round of messages takes.
+    """
+
+    reduce_scatter: int
+    pairwise: bool
+    latencies: int = 1
+
+    def all_to_all_rounds(self, ranks: int) -> int:
+        """Returns the rounds of messages of an all-to-all."""
+        return (ranks - 1 if self.pairwise else 1) if ranks > 1 else 0
+
+
+RING = Library(reduce_scatter=1, pairwise=True)
+"""Rings, and all-to-alls in pairs, as MPI and NCCL describe them."""
+
+GLOO = Library(reduce_scatter=2, pairwise=False, latencies=2)
+"""gloo of torch 2.13. It all-reduces in place of a reduce-scatter, and posts all messages of an all-to-all at once. A
+message waits for word from its receiver, so that it takes two latencies. All three were measured."""
+
+
+class Collective(NamedTuple):
+    """One collective of a step: its bytes from the busiest host to others, or into it, and rounds of messages."""
+
+    name: str
+    host_bytes: float  # in the busier direction of the busiest host's interface
+    rank_bytes: float  # that the busiest rank sends or receives, within its host or not
+    rounds: int
+
+    def seconds(self, network: Network, kernels: Kernels, latencies: int) -> float:
+        """Returns the time of the collective, each of whose rounds takes a number of the network's latencies."""
+        wait_s = self.rounds * latencies * network.latency_s
+        return wait_s + max(self.host_bytes / network.bytes_per_s, self.rank_bytes / kernels.copy_bytes_per_s)
+
+
+class Load(NamedTuple):
+    """The work of the busiest rank in a step, in shards of ``columns`` columns."""
+
+    columns: int
+    ids: float
+    bags: float
+
+
+def hosts_of(job: Job, ranks: int) -> int:
+    """Returns the number of hosts.
+
+    Raises:
+        ValueError: The last host would have fewer ranks than the others.
+    """
+    on_host = min(ranks, job.ranks_per_host)
+    if ranks < 1 or ranks % on_host:
+        raise ValueError(f"ranks must be at least 1, and a multiple of ranks_per_host beyond it, got {ranks}")
+    return ranks // on_host
+
+
+def load(job: Job, sharding: Sharding, ranks: int) -> Load:
+    """Returns the work of the busiest rank. Tables and shards are spread as evenly as their number allows."""
+    samples = ranks * job.batch
+    if sharding == "table_wise":
+        tables = _ceil(job.features, ranks)
+        return Load(job.dim, tables * samples, tables * samples)
+    if sharding == "row_wise":
+        return Load(job.dim, job.features * job.batch, job.features * samples)
+    columns, shards = _shards(job, sharding)
+    hosts = hosts_of(job, ranks)
+    of_host = _ceil(shards, hosts)
+    return Load(columns, of_host * samples * hosts / ranks, of_host * samples)
+
+
+def collectives(job: Job, sharding: Sharding, ranks: int, library: Library = RING) -> list[Collective]:
+    """Returns the collectives of a step. Source: ``torchrec/distributed/sharding`` of TorchRec 1.8.0.
+
+    The bytes are those of the busiest host: sent, or received where that is more.
+    """
+    hosts = hosts_of(job, ranks)
+    on_host = ranks // hosts
+    away = ranks - on_host  # the ranks on other hosts
+    ids = job.features * job.batch
+    pooled = ids * job.dim * FLOAT_BYTES
+    rounds = library.all_to_all_rounds(ranks)
+    made = []
+    if sharding == "row_wise":
+        sent = ids * ID_BYTES / ranks + ids * LENGTH_BYTES  # to each rank: its share of the ids, all lengths
+        made.append(Collective("ids", on_host * away * sent, (ranks - 1) * sent, 3 * rounds))
+        made += _ring(library, "pooled", "gradients", ranks * pooled, ranks, hosts > 1)
+    elif sharding == "table_wise":
+        of_rank, of_host = _ceil(job.features, ranks), _ceil(job.features, hosts)
+        # Bags of other ranks' samples go out, or bags of a rank's own samples come in.
+        of_rank = max(of_rank * (ranks - 1), job.features - of_rank) * job.batch
+        of_host = max(of_host * away, on_host * (job.features - job.features // hosts)) * job.batch
+        row = job.dim * FLOAT_BYTES
+        for name, size, steps in (("ids", ID_BYTES + LENGTH_BYTES, 3), ("pooled", row, 1), ("gradients", row, 1)):
+            made.append(Collective(name, of_host * size, of_rank * size, steps * rounds))
+    else:
+        columns, shards = _shards(job, sharding)
+        of_host = _ceil(shards, hosts)
+        other = shards - shards // hosts  # the shards on other hosts
+        most = max(of_host * away, on_host * other) * job.batch
+        each = ID_BYTES + LENGTH_BYTES * on_host  # a rank of the host gets its ids; each of them gets the lengths
+        of_rank = max(of_host * (ranks - 1), shards) * job.batch if ranks > 1 else 0
+        made.append(Collective("ids", most * each, of_rank * each / on_host, 3 * rounds))
+        inside = of_host * ranks * job.batch * columns * FLOAT_BYTES
+        scatter, gather = _ring(library, "pooled", "gradients", inside, on_host, False)
+        across = most * columns * FLOAT_BYTES
+        between = library.all_to_all_rounds(hosts)
+        for ring in (scatter, gather):
+            made.append(ring._replace(name=f"{ring.name} in the host", rounds=0))
+            made.append(Collective(f"{ring.name} between hosts", across, across / on_host, between))
+    dense = job.dense_parameters * FLOAT_BYTES
+    edge = 2 * (ranks - 1) / ranks * dense
+    made.append(Collective("all-reduce", edge if hosts > 1 else 0, edge, 2 * (ranks - 1)))
+    return made
+
+
+def step(
+    job: Job,
+    sharding: Sharding,
+    ranks: int,
+    network: Network,
+    kernels: Kernels,
+    library: Library = RING,
+    dense: bool = True,
+) -> dict[str, float]:
+    """Returns the parts of a step, in seconds: ``dense``, ``tables``, ``torchrec``, and each collective by its name.
+
+    Args:
+        job: The model.
+        sharding: The sharding of all tables.
+        ranks: The number of ranks.
+        network: The network between hosts.
+        kernels: The times of one rank.
+        library: The algorithms of the collectives. Default: rings, and all-to-alls in pairs.
+        dense: Whether the step has a dense part. Default: True.
+
+    Raises:
+        ValueError: The number of ranks does not fill the hosts, or no time was measured for this number of columns.
+    """
+    work = load(job, sharding, ranks)
+    if work.columns not in kernels.id_s:
+        raise ValueError(f"no kernel was measured with {work.columns} columns, only with {sorted(kernels.id_s)}")
+    bags_s = max(0.0, work.bags - work.ids) * kernels.bag_s[work.columns]
+    parts = {
+        "dense": job.batch * kernels.dense_s if dense else 0.0,
+        "tables": work.ids * kernels.id_s[work.columns] + bags_s,
+        "torchrec": kernels.torchrec_s,
+    }
+    latencies = library.latencies if hosts_of(job, ranks) > 1 else 0
+    for each in collectives(job, sharding, ranks, library):
+        if each.name != "all-reduce" or dense:
+            parts[each.name] = each.seconds(network, kernels, latencies)
+    return parts
+
+
+def samples_per_s(job: Job, ranks: int, parts: dict[str, float]) -> float:
+    """Returns the samples that all ranks train in a second."""
+    return ranks * job.batch / sum(parts.values())
+
+
+def hosts_for(
+    wanted: float, job: Job, sharding: Sharding, network: Network, kernels: Kernels, dense: bool = True
+) -> int | None:
+    """Returns the fewest hosts that train ``wanted`` samples a second. None: 1,024 hosts do not."""
+    for hosts in range(1, 1025):
+        ranks = hosts * job.ranks_per_host
+        if samples_per_s(job, ranks, step(job, sharding, ranks, network, kernels, dense=dense)) >= wanted:
+            return hosts
+    return None
+
+
+def _ceil(items: int, places: int) -> int:
+    return -(-items // places)
+
+
+def _shards(job: Job, sharding: Sharding) -> tuple[int, int]:
+    """The columns of a shard, and the shards of all tables, of ``table_row_wise`` and ``grid``."""
+    columns = min(job.dim, GRID_COLUMNS) if sharding == "grid" else job.dim
+    return columns, job.features * job.dim // columns
+
+
+def _ring(
+    library: Library, forward: str, backward: str, whole: float, ranks: int, crosses: bool
+) -> tuple[Collective, Collective]:
+    """A reduce-scatter of ``whole`` bytes and its all-gather. One edge of the ring leaves each host."""
+    edge = (ranks - 1) / ranks * whole
+    sent = library.reduce_scatter * edge
+    return (
+        Collective(forward, sent if crosses else 0.0, sent, library.reduce_scatter * (ranks - 1)),
+        Collective(backward, edge if crosses else 0.0, edge, ranks - 1),
+    )
