@@ -1,6 +1,7 @@
 """The command ``recstore``.
 
     recstore train --data train.txt
+    recstore plan SOURCE... --topology FILE --ranks N
     recstore inspect CHECKPOINT
     recstore diff A B
     recstore compact CHECKPOINT OUTPUT
@@ -35,6 +36,7 @@ try:
     from torchrec_recstore.commands.export import export
     from torchrec_recstore.commands.follow import follow
     from torchrec_recstore.commands.output import errors_in_one_line, print_error, status_of
+    from torchrec_recstore.commands.plan import plan
     from torchrec_recstore.commands.scripts import bench, train
     from torchrec_recstore.commands.serve import serve
     from torchrec_recstore.commands.servers import servers
@@ -75,6 +77,7 @@ def recstore(
 
 
 app.command(rich_help_panel=JOBS, context_settings=_PASS_ON)(train)
+app.command(rich_help_panel=JOBS)(plan)
 app.command(rich_help_panel=JOBS)(export)
 app.command(rich_help_panel=JOBS)(follow)
 app.command(rich_help_panel=JOBS)(serve)

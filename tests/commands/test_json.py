@@ -19,7 +19,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def test_every_command_has_it() -> None:
-    for name in ("inspect", "diff", "compact", "export", "follow", "serve", "doctor", "bench"):
+    for name in ("plan", "inspect", "diff", "compact", "export", "follow", "serve", "doctor", "bench"):
         shown = CliRunner().invoke(app, [name, "--help"], env={"COLUMNS": "80"}).stdout
         assert "--json" in shown
         assert "Example: recstore " in shown

@@ -109,7 +109,7 @@ def test_what_extras_name_is_pinned() -> None:
     [
         ("torchrec_recstore/store", ["", "rocksdb", "redis", "service"]),  # docs/install.md: usable without an extra
         ("torchrec_recstore/kernels", [""]),
-        ("torchrec_recstore", ["", "torchrec-cpu", "torchrec", "rocksdb", "redis", "service", "cli"]),
+        ("torchrec_recstore", ["", "torchrec-cpu", "torchrec", "rocksdb", "redis", "service", "cli", "parquet"]),
         ("examples", ["", "torchrec-cpu", "torchrec", "redis", "cli", "examples"]),
         ("benchmarks", ["", "torchrec-cpu", "torchrec", "rocksdb", "redis", "service", "cli", "examples"]),
     ],

@@ -38,6 +38,8 @@ _LEFT = frozenset(
         "kernel, over FBGEMM's",
         "option",
         "over",
+        "sharding type",
+        "limit",
     }
 )
 

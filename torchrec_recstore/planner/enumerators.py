@@ -22,6 +22,7 @@ from torchrec.distributed.types import ModuleSharder, ShardingType
 
 from torchrec_recstore.planner.bus import lookup_type
 from torchrec_recstore.planner.constraints import RecStoreConstraints, with_statistics
+from torchrec_recstore.planner.perf import MeasuredPerfConfig
 from torchrec_recstore.planner.shard_estimators import RecStoreStorageEstimator
 from torchrec_recstore.planner.statistics import TableStatistics
 from torchrec_recstore.sharders import (
@@ -29,7 +30,7 @@ from torchrec_recstore.sharders import (
     RecStoreCollectionSharder,
     RecStoreFeatureProcessedEmbeddingBagCollectionSharder,
 )
-from torchrec_recstore.sharders.perf import MeasuredSpeed, RecStorePerfConfig
+from torchrec_recstore.sharders.perf import MeasuredSpeed
 from torchrec_recstore.sharders.plan import asks_for_recstore
 from torchrec_recstore.torchrec_seams.planning import compute_device, constraints_of
 
@@ -84,7 +85,7 @@ class RecStoreEnumerator(EmbeddingEnumerator):  # type: ignore[misc]
             }
             estimator = [
                 EmbeddingPerfEstimatorFactory.create_with_config(
-                    RecStorePerfConfig(measured), topology=topology, constraints=constraints
+                    MeasuredPerfConfig(measured), topology=topology, constraints=constraints
                 ),
                 RecStoreStorageEstimator(topology=topology, constraints=constraints, statistics=self.statistics),
             ]

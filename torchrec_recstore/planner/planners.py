@@ -7,12 +7,21 @@ from collections.abc import Mapping
 from typing import Any
 
 from torch import nn
+from torchrec.distributed.planner.partitioners import GreedyPerfPartitioner, SortBy
 from torchrec.distributed.planner.stats import EmbeddingStats
-from torchrec.distributed.planner.types import ParameterConstraints, PlannerError, PlannerErrorType, Stats, Topology
+from torchrec.distributed.planner.types import (
+    ParameterConstraints,
+    PlannerError,
+    PlannerErrorType,
+    ShardingOption,
+    Stats,
+    Topology,
+)
 from torchrec.distributed.types import ModuleSharder, ShardingPlan
 
 from torchrec_recstore.planner.constraints import options_of
 from torchrec_recstore.planner.enumerators import RecStoreEnumerator
+from torchrec_recstore.planner.refining import refined
 from torchrec_recstore.planner.shortages import shortages
 from torchrec_recstore.planner.statistics import TableStatistics
 from torchrec_recstore.planner.stats import RecStoreStats
@@ -43,7 +52,8 @@ class RecStorePlanner(PlannerSeams):
         args, kwargs: The other arguments of TorchRec's ``EmbeddingShardingPlanner``, in the same order. ``constraints``
             maps table names to constraints; a :class:`RecStoreConstraints` has the options of a RecStore table.
         statistics: What was measured of tables, by table name; see :func:`read_statistics` and
-            :func:`measure_statistics`. Default: None.
+            :func:`measure_statistics`. With statistics, the default ``partitioner`` places the tables that take most
+            time first. Default: None.
 
     Raises:
         ValueError: ``statistics`` and ``enumerator`` are both set. The enumerator takes the statistics then.
@@ -54,6 +64,9 @@ class RecStorePlanner(PlannerSeams):
         if statistics and enumerator is not None:
             raise ValueError("statistics have no effect on the enumerator that is passed: pass them to the enumerator")
         self._statistics = dict(statistics or {})  # TorchRec's constructor makes the enumerator
+        if statistics and len(args) < 6 and kwargs.get("partitioner") is None:
+            # TorchRec's default places the largest tables first (torchrec 1.8.0), whatever their time is.
+            kwargs["partitioner"] = GreedyPerfPartitioner(sort_by=SortBy.PERF)
         super().__init__(*args, **kwargs)
 
     def make_enumerator(
@@ -65,6 +78,14 @@ class RecStorePlanner(PlannerSeams):
     def replace_stats(self, stats: Stats) -> Stats:
         """Replaces TorchRec's default statistics; any other statistics are the user's choice and stay."""
         return RecStoreStats() if type(stats) is EmbeddingStats else stats
+
+    def refine(self, plan: list[ShardingOption]) -> list[ShardingOption]:
+        """Returns the plan with tables of measured times moved while the step of the slowest rank becomes shorter."""
+        enumerator, topology = self.searched
+        if not isinstance(enumerator, RecStoreEnumerator) or topology.world_size == 1:
+            return plan
+        measured = {name for name, each in enumerator.statistics.items() if each.ns_per_id is not None}
+        return refined(plan, enumerator.found, topology, measured) if measured else plan
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}(constraints={dict(constraints_of(self))})"

@@ -41,7 +41,7 @@ class PlacedTable:
     features: int
     ids_per_sample: float
     weighted: bool = False
-    element_bytes: int = 4
+    element_bytes: float = 4
     row_shares: tuple[float, ...] | None = None
 
     def __post_init__(self) -> None:

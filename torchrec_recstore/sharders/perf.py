@@ -99,7 +99,8 @@ class _WithoutBlocks(TableWiseEvaluator):  # type: ignore[misc]
         return False
 
 
-def _evaluator(context: ShardPerfContext) -> EmbeddingShardingPerfEvaluator:
+def evaluator_of(context: ShardPerfContext) -> EmbeddingShardingPerfEvaluator:
+    """Returns the formulas of a shard, without the costs of CUDA blocks if the shard is a RecStore table's."""
     if context.compute_kernel == RECSTORE_KERNEL and context.sharding_type in _WITH_BLOCKS:
         return _WithoutBlocks()
     return get_embedding_perf_sharding_evaluator(context.sharding_type)
@@ -183,7 +184,7 @@ class RecStorePerfConfig(EmbeddingPerfEstimatorConfig):  # type: ignore[misc]
         measured_ms = self._measured_ms(context)
         if measured_ms is not None:
             return float(measured_ms / (1 + context.bwd_compute_multiplier) + bus_ms)
-        return default_forward_ms(_evaluator(context), context, self) + bus_ms
+        return default_forward_ms(evaluator_of(context), context, self) + bus_ms
 
     @backward_compute(_TYPES)  # type: ignore[untyped-decorator]
     def backward_ms(self, context: ShardPerfContext) -> float:
@@ -193,7 +194,7 @@ class RecStorePerfConfig(EmbeddingPerfEstimatorConfig):  # type: ignore[misc]
         measured_ms = self._measured_ms(context)
         if measured_ms is not None:
             return float(measured_ms * (1 - 1 / (1 + context.bwd_compute_multiplier)) + bus_ms)
-        return default_backward_ms(_evaluator(context), context, self) + bus_ms
+        return default_backward_ms(evaluator_of(context), context, self) + bus_ms
 
     def _measured_ms(self, context: ShardPerfContext) -> float | None:
         """Returns the milliseconds of a forward and a backward on the rank with most ids, or None without a measure.

@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from torch import nn
 from torchrec.distributed.planner import EmbeddingShardingPlanner
 from torchrec.distributed.planner.estimator.types import ShardPerfContext
-from torchrec.distributed.planner.types import Enumerator, ParameterConstraints, Stats, Topology, hash_sha256_to_int
+from torchrec.distributed.planner.types import (
+    Enumerator,
+    ParameterConstraints,
+    ShardingOption,
+    Stats,
+    Topology,
+    hash_sha256_to_int,
+)
 from torchrec.distributed.types import ModuleSharder
 
 
@@ -52,6 +59,10 @@ class PlannerSeams(EmbeddingShardingPlanner):  # type: ignore[misc]
         """Returns the statistics to use instead of ``stats``."""
         raise NotImplementedError
 
+    def refine(self, plan: list[ShardingOption]) -> list[ShardingOption]:
+        """Returns the plan to use instead of the best plan of TorchRec's search."""
+        raise NotImplementedError
+
     def __init__(
         self,
         topology: Topology | None = None,
@@ -63,6 +74,9 @@ class PlannerSeams(EmbeddingShardingPlanner):  # type: ignore[misc]
         super().__init__(topology, batch_size, enumerator, *args, **kwargs)
         if enumerator is None:
             self._enumerator = self.make_enumerator(self._topology, self._batch_size, self._constraints)
+        # TorchRec calls the callbacks with its best plan, before it makes a ShardingPlan of it (torchrec 1.8.0).
+        callbacks: list[Callable[[list[ShardingOption]], list[ShardingOption]]] = getattr(self, "_callbacks", [])
+        self._callbacks = [self.refine, *callbacks]
         self._stats: list[Stats] = [self.replace_stats(stats) for stats in self._stats]
 
     @property
@@ -97,3 +111,13 @@ def default_forward_ms(evaluator: Any, context: ShardPerfContext, config: object
 def default_backward_ms(evaluator: Any, context: ShardPerfContext, config: object) -> float:
     """Returns TorchRec's estimate of a backward for a config without annotated methods."""
     return float(evaluator._default_bwd_comp(context, config))
+
+
+def default_forward_comms_ms(evaluator: Any, context: ShardPerfContext, config: object) -> float:
+    """Returns TorchRec's estimate of a forward's collectives for a config without annotated methods."""
+    return float(evaluator._default_fwd_comms(context, config))
+
+
+def default_backward_comms_ms(evaluator: Any, context: ShardPerfContext, config: object) -> float:
+    """Returns TorchRec's estimate of a backward's collectives for a config without annotated methods."""
+    return float(evaluator._default_bwd_comms(context, config))
