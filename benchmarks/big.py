@@ -1,4 +1,4 @@
-"""Trains for an hour on more ids than memory has room for, and once more with a kill in the middle.
+"""Trains on more ids than memory has room for, and once more with a kill in the middle.
 
     make big                                      # 50 M samples over 200 M ids, 4 GiB of rows in memory
     python benchmarks/big.py runs/big --samples 200000 --ids 600000 --memory-mb 12 --every 40960
