@@ -109,10 +109,14 @@ def test_a_parquet_sample(folder: Path) -> None:
     ):
         (folder / "features.json").write_text(json.dumps(document))
         assert says in plan(folder, *sample, "--batch-size", "20", sources=("run",)).stderr
-    pq.write_table(pa.table({**rows, "u": [0.5] * 40}), folder / "clicks.parquet")
     (folder / "features.json").write_text(json.dumps({"user": ["u"], "item": ["i", "j"]}))
-    refused = plan(folder, *sample, "--batch-size", "20", sources=("run",))
-    assert "column 'u' must have integers, strings, or lists of them, got 0.5" in refused.stderr
+    for column, says in (
+        ([0.5] * 40, "column 'u' must have integers, strings, or lists of them, got 0.5"),
+        ([True] * 40, "column 'u' must have integers, strings, or lists of them, got True"),
+        (pa.array([2**63] * 40, pa.uint64()), f"column 'u' has the id {2**63}, and ids are signed integers of 64 bits"),
+    ):
+        pq.write_table(pa.table({**rows, "u": column}), folder / "clicks.parquet")
+        assert says in plan(folder, *sample, "--batch-size", "20", sources=("run",)).stderr
 
 
 def test_refusals(folder: Path) -> None:

@@ -67,7 +67,7 @@ def plan(
 
     Exit status: 0, or 2 if a number is not known or the tables do not fit. One line on stderr then names the table.
     """
-    with errors_in_one_line():
+    with errors_in_one_line(), _without_warnings():
         from torchrec_recstore.planner.forecasts import forecast, read_machines
         from torchrec_recstore.planner.statistics import write_statistics
 
@@ -81,8 +81,7 @@ def plan(
             known = _measured(tables, known, parquet, features, batch_size)
         known = {name: each for name, each in known.items() if name in tables}
         steps = round(days * (steps_per_day or 0))
-        with _without_warnings():
-            found = forecast(tables, known, machines, ranks, batch_size, steps)
+        found = forecast(tables, known, machines, ranks, batch_size, steps)
         if statistics_out is not None:
             write_statistics(statistics_out, known)
     if as_json:
@@ -93,14 +92,16 @@ def plan(
 
 @contextmanager
 def _without_warnings() -> Iterator[None]:
-    """Drops the warnings of TorchRec, which has one for each topology."""
-    logger = logging.getLogger("torchrec")
-    level = logger.level
-    logger.setLevel(logging.ERROR)
+    """Drops the warnings of TorchRec, which has one for each topology, and of torch.fx, which TorchRec calls."""
+    loggers = [logging.getLogger(name) for name in ("torchrec", "torch.fx")]
+    levels = [logger.level for logger in loggers]
+    for logger in loggers:
+        logger.setLevel(logging.ERROR)
     try:
         yield
     finally:
-        logger.setLevel(level)
+        for logger, level in zip(loggers, levels, strict=True):
+            logger.setLevel(level)
 
 
 def _read(sources: list[Path]) -> tuple[dict[str, ForecastTable], dict[str, TableStatistics]]:

@@ -91,7 +91,9 @@ def _batches(path: Path, names: list[str], batch_size: int) -> Iterator[KeyedJag
 
 
 def _id(column: str, value: object) -> int:
-    if isinstance(value, int):
+    if isinstance(value, int) and not isinstance(value, bool):
+        if not -(2**63) <= value < 2**63:
+            raise ValueError(f"column {column!r} has the id {value}, and ids are signed integers of 64 bits")
         return value
     if not isinstance(value, str):
         raise ValueError(f"column {column!r} must have integers, strings, or lists of them, got {value!r}")
