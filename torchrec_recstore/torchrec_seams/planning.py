@@ -74,7 +74,7 @@ class PlannerSeams(EmbeddingShardingPlanner):  # type: ignore[misc]
         super().__init__(topology, batch_size, enumerator, *args, **kwargs)
         if enumerator is None:
             self._enumerator = self.make_enumerator(self._topology, self._batch_size, self._constraints)
-        # TorchRec calls the callbacks with its best plan, before it makes a ShardingPlan of it (torchrec 1.8.0).
+        # TorchRec calls the callbacks with its best plan, before it makes a plan of it (torchrec 1.7.0 to 1.9.2).
         callbacks: list[Callable[[list[ShardingOption]], list[ShardingOption]]] = getattr(self, "_callbacks", [])
         self._callbacks = [self.refine, *callbacks]
         self._stats: list[Stats] = [self.replace_stats(stats) for stats in self._stats]
