@@ -71,7 +71,11 @@ def test_bytes_as_the_planner_counts_them(ranks: int) -> None:
         ]
         of_ranks = [rank_traffic(placed, rank, ranks, BATCH, job.ranks_per_host) for rank in range(4)]
         made = {each.name: each for each in model.collectives(job, sharding, ranks)}
-        for name, parts in {"ids": ("lengths", "ids"), "pooled": ("pooled",), "gradients": ("gradients",)}.items():
+        for name, parts in {
+            "ids": ("lengths", "ids"),
+            "pooled": ("pooled", "partial sums"),
+            "gradients": ("gradients",),
+        }.items():
             rows = [[row for row in rank if row.collective in parts] for rank in of_ranks]
             # A rank sends as much in a ring, but to one rank. So does the host, because one edge of the ring leaves it.
             in_ring = sharding == "row_wise" and name != "ids"

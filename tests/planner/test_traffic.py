@@ -135,7 +135,7 @@ def compare(rank: int, ranks: int, *, weighted: bool) -> None:
         "ids": [("whole", "ids")],
         "weights and pooled": [("whole", "weights"), ("others", "pooled")],
         "gradients": [("others", "gradients")],
-        "partial sums": [("rows", "pooled")],
+        "partial sums": [("rows", "partial sums")],
         "gradients of sums": [("rows", "gradients")],
     }
     for got, direction in ((counted.sent, "sent"), (counted.received, "received")):
@@ -162,7 +162,8 @@ def test_bytes_by_hand() -> None:
     assert of_other["lengths"] == RankTraffic("lengths", 3 * 40 + 80, 3 * 40, 2 * 40, 2 * 40)
     assert of_other["splits"] == RankTraffic("splits", 3 * 64, 3 * 64, 2 * 64, 2 * 64)
     # Partial sums of 10 bags x 4 columns to each rank, and 10 x 2 bags x 8 columns of rank 1.
-    assert of_owner["pooled"] == RankTraffic("pooled", 3 * (160 + 640), 3 * 160, 2 * (160 + 640), 2 * 160)
+    assert of_owner["partial sums"] == RankTraffic("partial sums", 3 * 160, 3 * 160, 2 * 160, 2 * 160)
+    assert of_owner["pooled"] == RankTraffic("pooled", 3 * 640, 0, 2 * 640, 0)
     assert of_owner["gradients"] == RankTraffic("gradients", 3 * 160, 3 * (160 + 640), 2 * 160, 2 * (160 + 640))
     longer = {each.collective: each for each in rank_traffic(tables, 0, 4, 10, length_bytes=8)}
     assert longer["lengths"].sent == 2 * of_other["lengths"].sent

@@ -177,7 +177,8 @@ class RankForecast:
         rank: The rank.
         lookups_ms: The milliseconds of lookups and updates.
         network_ms: The milliseconds of the exchange with other ranks: the larger of ``sent_bytes`` and
-            ``received_bytes`` within the host, and between hosts, at the speeds of the network.
+            ``received_bytes`` within the host, and between hosts, at the speeds of the network. gloo sends partial sums
+            twice.
         sent_bytes: The bytes to other ranks in a step, before what a library adds.
         received_bytes: The bytes of other ranks in a step.
         memory_bytes: The bytes of the rank's shards, and of their inputs and outputs, now.
@@ -364,7 +365,7 @@ class _Planned:
                 RankForecast(
                     rank=rank,
                     lookups_ms=lookups_ms[rank],
-                    network_ms=sum(milliseconds(each, *machines.bytes_per_ms) for each in exchanged),
+                    network_ms=sum(milliseconds(each, *machines.bytes_per_ms, "cpu") for each in exchanged),
                     sent_bytes=sum(each.sent for each in exchanged),
                     received_bytes=sum(each.received for each in exchanged),
                     memory_bytes=memory[rank],

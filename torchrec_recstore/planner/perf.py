@@ -8,7 +8,7 @@ from torchrec.distributed.planner.estimator.annotations import bwd_comms, fwd_co
 from torchrec.distributed.planner.estimator.types import ShardPerfContext
 from torchrec.distributed.types import ShardingType
 
-from torchrec_recstore.planner.traffic import PlacedTable, RankTraffic, rank_traffic
+from torchrec_recstore.planner.traffic import PlacedTable, RankTraffic, library_factor, rank_traffic
 from torchrec_recstore.sharders import RECSTORE_KERNEL
 from torchrec_recstore.sharders.perf import MeasuredSpeed, RecStorePerfConfig, evaluator_of
 from torchrec_recstore.torchrec_seams.planning import default_backward_comms_ms, default_forward_comms_ms
@@ -37,14 +37,20 @@ class MeasuredPerfConfig(RecStorePerfConfig):
         """Returns the estimated milliseconds of the collectives before and after the lookups."""
         if not self._counts(context):
             return default_forward_comms_ms(evaluator_of(context), context, self)
-        return sum(_milliseconds(context, each) for each in _traffic(context) if each.collective != "gradients")
+        return sum(self._ms(context, each) for each in _traffic(context) if each.collective != "gradients")
 
     @bwd_comms(_TYPES)  # type: ignore[untyped-decorator]
     def backward_comms_ms(self, context: ShardPerfContext) -> float:
         """Returns the estimated milliseconds of the collectives with gradients."""
         if not self._counts(context):
             return default_backward_comms_ms(evaluator_of(context), context, self)
-        return sum(_milliseconds(context, each) for each in _traffic(context) if each.collective == "gradients")
+        return sum(self._ms(context, each) for each in _traffic(context) if each.collective == "gradients")
+
+    def _ms(self, context: ShardPerfContext, traffic: RankTraffic) -> float:
+        bandwidths = context.comms_bandwidths
+        assert bandwidths is not None
+        device = "cuda" if self._over_bus else "cpu"
+        return milliseconds(traffic, bandwidths.intra_host_bw, bandwidths.inter_host_bw, device)
 
     def _counts(self, context: ShardPerfContext) -> bool:
         # On one rank no bytes are exchanged. TorchRec's formulas then prefer table-wise tables, which need no copies.
@@ -57,26 +63,22 @@ class MeasuredPerfConfig(RecStorePerfConfig):
         )
 
 
-def milliseconds(traffic: RankTraffic, within_host: float, between_hosts: float) -> float:
+def milliseconds(traffic: RankTraffic, within_host: float, between_hosts: float, compute_device: str) -> float:
     """Returns the time of a collective: that of the bytes sent, or of those received if it is longer.
 
     Args:
         traffic: The bytes of a rank.
         within_host: The bytes per millisecond between ranks of a host.
         between_hosts: The bytes per millisecond between ranks of different hosts.
+        compute_device: The type of the device, which tells the library: see :func:`library_factor`.
     """
-    return max(
+    return library_factor(traffic.collective, compute_device) * max(
         (whole - between) / within_host + between / between_hosts
         for whole, between in (
             (traffic.sent, traffic.sent_between_hosts),
             (traffic.received, traffic.received_between_hosts),
         )
     )
-
-
-def _milliseconds(context: ShardPerfContext, traffic: RankTraffic) -> float:
-    assert context.comms_bandwidths is not None
-    return milliseconds(traffic, context.comms_bandwidths.intra_host_bw, context.comms_bandwidths.inter_host_bw)
 
 
 def _traffic(context: ShardPerfContext) -> list[RankTraffic]:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torchrec.distributed.planner.types import ShardingOption, Topology
 
-from torchrec_recstore.planner.traffic import COLLECTIVES, PlacedTable
+from torchrec_recstore.planner.traffic import COLLECTIVES, OUTPUTS, PlacedTable, library_factor
 from torchrec_recstore.sharders import RECSTORE_KERNEL
 
 REFINED = ("table_wise", "row_wise")
@@ -100,6 +100,7 @@ class _Cost:
 
     def __init__(self, choices: Mapping[tuple[str, str], ShardingOption], topology: Topology) -> None:
         self.choices, self.ranks = choices, int(topology.world_size)
+        self._device = str(topology.compute_device)
         hosts = torch.arange(self.ranks) // int(topology.local_world_size)
         bandwidths = topology.comms_bandwidths
         same_host = hosts[:, None] == hosts[None, :]
@@ -153,10 +154,10 @@ class _Cost:
         exchanged = torch.zeros(self.ranks, len(COLLECTIVES), 2, dtype=torch.float64)
         for at, name in enumerate(COLLECTIVES):
             # Each rank sends inputs and gradients to each rank with a shard, which sends pooled rows back.
-            source, to = (owner, other) if name == "pooled" else (other, owner)
-            size = placed.message_bytes(name, source, to, option.batch_size, 4)
+            source, to = (owner, other) if name in OUTPUTS else (other, owner)
+            size = placed.message_bytes(name, source, to, option.batch_size, 4) * library_factor(name, self._device)
             sends, receives = size * (self._ms_per_byte @ held), size * held * self._ms_per_byte.sum(1)
-            outward = (receives, sends) if name == "pooled" else (sends, receives)
+            outward = (receives, sends) if name in OUTPUTS else (sends, receives)
             exchanged[:, at, 0], exchanged[:, at, 1] = outward
         self._known[table, place] = (lookups, exchanged, memory)
         return self._known[table, place]

@@ -6,8 +6,11 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Literal
 
-Collective = Literal["splits", "lengths", "ids", "weights", "pooled", "gradients"]
-COLLECTIVES: tuple[Collective, ...] = ("splits", "lengths", "ids", "weights", "pooled", "gradients")
+Collective = Literal["splits", "lengths", "ids", "weights", "pooled", "partial sums", "gradients"]
+COLLECTIVES: tuple[Collective, ...] = ("splits", "lengths", "ids", "weights", "pooled", "partial sums", "gradients")
+OUTPUTS: tuple[Collective, ...] = ("pooled", "partial sums")
+"""The collectives in which the ranks with shards send to the ranks with samples."""
+
 SHARDING_TYPES = ("table_wise", "column_wise", "row_wise")
 """The sharding types whose bytes are known."""
 
@@ -65,12 +68,14 @@ class PlacedTable:
             length_bytes: The bytes of a length.
         """
         # Inputs go to the ranks with shards, and their results come back; gradients go the way of the inputs.
-        owner = source if collective == "pooled" else to
+        owner = source if collective in OUTPUTS else to
         shards = self.ranks.count(owner)
         bags = batch_size * self.features
         if collective == "lengths":
             return shards * bags * length_bytes
-        if collective in ("pooled", "gradients"):
+        if collective in OUTPUTS and (collective == "partial sums") != (self.sharding_type == "row_wise"):
+            return 0.0
+        if collective in (*OUTPUTS, "gradients"):
             columns = self.dim / len(self.ranks) if self.sharding_type == "column_wise" else self.dim
             return shards * bags * columns * self.element_bytes
         if collective == "splits" or (collective == "weights" and not self.weighted):
@@ -86,12 +91,12 @@ class RankTraffic:
     """The bytes that one rank gives to a collective for other ranks, and gets of them, in a training step.
 
     The bytes of a rank for itself do not count. They are the payload: what a library sends for it depends on its
-    algorithm. A ring sends as much as is stated here, and gloo's reduce-scatter twice as much (torch 2.13).
+    algorithm, see :func:`library_factor`.
 
     Args:
         collective: ``"splits"``, the numbers of ids that the ranks exchange first; ``"lengths"``, ``"ids"`` and
-            ``"weights"`` of the batch; ``"pooled"``, the pooled rows, or the partial sums of row-wise tables; or
-            ``"gradients"``, those of the pooled rows.
+            ``"weights"`` of the batch; ``"pooled"``, the pooled rows; ``"partial sums"`` of the bags of row-wise
+            tables; or ``"gradients"``, those of the pooled rows.
         sent: The bytes to other ranks.
         received: The bytes of other ranks.
         sent_between_hosts: The bytes of ``sent`` to ranks of other hosts.
@@ -103,6 +108,19 @@ class RankTraffic:
     received: float
     sent_between_hosts: float
     received_between_hosts: float
+
+
+def library_factor(collective: Collective, compute_device: str) -> int:
+    """Returns the bytes that a library sends for each byte of a collective.
+
+    A ring sends as much as :class:`RankTraffic` states. The library of CPUs, gloo, makes a reduce-scatter of an
+    all-reduce, which sends twice as much (torch 2.13; ``benchmarks/scale.py`` compares it with a host's interface).
+
+    Args:
+        collective: The collective.
+        compute_device: The type of the device, as in TorchRec's ``Topology``.
+    """
+    return 2 if collective == "partial sums" and compute_device == "cpu" else 1
 
 
 def rank_traffic(
