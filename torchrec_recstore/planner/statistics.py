@@ -107,8 +107,8 @@ def measure_statistics(
         configs: The configs of the tables of one collection.
         batches: At least one batch, on the CPU, with all features of the tables. The share of distinct ids and the
             time depend on the batch size: take that of one rank.
-        optimizer: The optimizer with which each batch is also trained, on new tables in this process, to measure
-            ``ns_per_id``. The first half of the batches, in which most rows are made, does not count. Default: None,
+        optimizer: The optimizer with which the batches are also trained, on new tables in this process, to measure
+            ``ns_per_id``. They are trained twice, and the second time, in which no row is made, counts. Default: None,
             ``ns_per_id`` is not measured.
 
     Returns:
@@ -133,7 +133,7 @@ class _Measuring:
         self._ids = dict.fromkeys(config.feature_names, 0)
         self._distinct = 0
         self._seen: list[Tensor] = []
-        self._ns: list[float] = []
+        self._trained: list[KeyedJaggedTensor] = []
         self._module: torch.nn.Module | None = None
         if optimizer is not None and isinstance(config, EmbeddingBagConfig):
             self._module = RecStoreEmbeddingBagCollection([config], optimizer=optimizer)
@@ -153,7 +153,8 @@ class _Measuring:
         self._distinct += len(torch.unique(ids))
         self._seen.append(ids)
         if self._module is not None and len(ids):
-            self._ns.append(self._train(KeyedJaggedTensor.from_jt_dict(dict(zip(names, features, strict=True)))))
+            self._trained.append(KeyedJaggedTensor.from_jt_dict(dict(zip(names, features, strict=True))))
+            self._train(self._trained[-1])
 
     def _train(self, features: KeyedJaggedTensor) -> float:
         assert self._module is not None
@@ -169,12 +170,13 @@ class _Measuring:
         ids = torch.cat(self._seen) if self._seen else torch.empty(0, dtype=torch.int64)
         if not len(ids):
             raise ValueError(f"table {self.config.name!r}: the batches have no ids")
+        ns = [self._train(batch) for batch in self._trained]
         hottest = int(torch.unique(ids, return_counts=True)[1].max())
         return TableStatistics(
             ids_per_sample=tuple(count / self._samples for count in self._ids.values()),
             unique_share=self._distinct / len(ids),
             hottest_share=hottest / len(ids),
-            ns_per_id=statistics.median(self._ns[len(self._ns) // 2 :]) if self._ns else None,
+            ns_per_id=statistics.median(ns) if ns else None,
         )
 
 
