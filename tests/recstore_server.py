@@ -10,15 +10,16 @@ from contextlib import suppress
 from pathlib import Path
 
 from tests.processes import ForkedCommand
+from tests.redis_server import free_port
 
 
 class RecStoreServer:
     """``recstore serve`` in a forked process. ``start`` after ``stop`` or ``kill`` uses the same port again."""
 
-    def __init__(self, data: Path, *flags: str, listen: str = "127.0.0.1:0") -> None:
+    def __init__(self, data: Path, *flags: str, listen: str | None = None) -> None:
         self.data = data
         self._flags = flags
-        self.address = listen
+        self.address = listen or f"127.0.0.1:{free_port()}"
         self.start()
 
     def start(self) -> None:
