@@ -93,6 +93,7 @@ def train(folder: Path, size: Size) -> None:
 
     import torch
     import torch.distributed as dist
+    from measure import anonymous_bytes
     from torch import nn
     from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, KeyedJaggedTensor
     from torchrec.distributed.model_parallel import DistributedModelParallel
@@ -179,7 +180,7 @@ def train(folder: Path, size: Size) -> None:
                 point = {
                     "samples": step * BATCH,
                     "samples_per_second": len(losses) * BATCH / seconds,
-                    "rss": _rss(),
+                    "rss": anonymous_bytes(),
                     "hit_rate": (now.hits - before.hits) / looked,
                     "cold_rate": (now.cold_hits - before.cold_hits) / looked,
                     "rows": now.rows,
@@ -199,13 +200,6 @@ def train(folder: Path, size: Size) -> None:
     final = save_checkpoint(model, folder / "final", training_state={"dense": adam.state_dict()})
     rows = {name: each.rows + each.cold_rows for name, each in table_stats(model).items()}
     (folder / "end.json").write_text(json.dumps({"rows": rows, "bytes": final.bytes}))
-
-
-def _rss() -> int:
-    """Returns the resident memory of this process in bytes, without pages of files."""
-    status = Path("/proc/self/status").read_text()
-    (line,) = (line for line in status.splitlines() if line.startswith("RssAnon:"))
-    return int(line.split()[1]) * 1024
 
 
 # ---- The two runs ----

@@ -28,7 +28,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from fbgemm_gpu.split_embedding_configs import EmbOptimType
-from measure import clock, emit
+from measure import anonymous_bytes, clock, emit
 from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, KeyedJaggedTensor
 from torchrec.distributed import DistributedModelParallel
 from torchrec.models.dlrm import DLRM
@@ -70,12 +70,6 @@ def fill(table: Table, rows: int) -> None:
     for begin in range(0, rows, 1 << 18):
         ids = id_of(torch.arange(begin, min(begin + (1 << 18), rows)))
         table.update(ids, torch.randn(len(ids), DIM))
-
-
-def anonymous_bytes() -> int:
-    """Returns the resident memory of this process in bytes, without mapped files."""
-    status = Path("/proc/self/status").read_text()
-    return int(status.split("RssAnon:")[1].split()[0]) * 1024
 
 
 @contextmanager

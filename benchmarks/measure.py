@@ -18,9 +18,10 @@ import time
 from collections.abc import Callable, Sequence
 from importlib.metadata import version
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, NoReturn
 
 import torch
+import torch.distributed as dist
 
 KEPT = {"MALLOC_MMAP_THRESHOLD_": str(2**32), "MALLOC_TRIM_THRESHOLD_": str(2**36), "MALLOC_TOP_PAD_": str(2**28)}
 ENVIRONMENTS = {"shipped": {}, "kept": KEPT, "avx2": {**KEPT, "RECSTORE_ISA": "avx2"}}
@@ -55,6 +56,21 @@ def run_lanes(
         run = subprocess.run(command, env=environment, stdout=subprocess.PIPE, stderr=errors, text=True, check=True)
         rows += [json.loads(line) for line in run.stdout.splitlines() if line.startswith("{")]
     return rows
+
+
+def anonymous_bytes() -> int:
+    """Returns the resident memory of this process in bytes, without pages of files."""
+    status = Path("/proc/self/status").read_text()
+    (line,) = (line for line in status.splitlines() if line.startswith("RssAnon:"))
+    return int(line.split()[1]) * 1024
+
+
+def end_rank() -> NoReturn:
+    """Ends the process of a rank together with the others."""
+    dist.barrier()
+    dist.destroy_process_group()
+    sys.stdout.flush()
+    os._exit(0)  # gloo's teardown sometimes aborts after all work is done.
 
 
 def commit() -> str:

@@ -17,19 +17,17 @@ import itertools
 import logging
 import os
 import statistics
-import sys
 import tempfile
 import time
 from collections.abc import Iterator
 from dataclasses import replace
 from operator import itemgetter
-from pathlib import Path
 from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
-from measure import emit
+from measure import anonymous_bytes, emit, end_rank
 from torch.distributed import _remote_device
 from torchrec import EmbeddingBagCollection, KeyedJaggedTensor
 from torchrec.distributed import DistributedModelParallel
@@ -149,18 +147,11 @@ def step_ms(places: Places, ranks: int, inputs: list[KeyedJaggedTensor]) -> floa
     return float(slowest)
 
 
-def resident_bytes() -> int:
-    """Returns the resident memory of this process in bytes, without pages of files."""
-    status = Path("/proc/self/status").read_text()
-    (line,) = (line for line in status.splitlines() if line.startswith("RssAnon:"))
-    return int(line.split()[1]) * 1024
-
-
 def memory_ratio(places: Places, ranks: int, shapes: dict[str, Shape], batch: int, planned: list[int]) -> float:
     """Returns the resident memory over the planned one, of the rank where the difference is the largest."""
     rank = dist.get_rank()
     gc.collect()
-    before = resident_bytes()
+    before = anonymous_bytes()
     model = sharded(places, ranks)
     most = max(shape.rows // shape.bag for shape in shapes.values())
     for whole in range(0, most, ranks * batch):  # each rank has as many steps
@@ -168,7 +159,7 @@ def memory_ratio(places: Places, ranks: int, shapes: dict[str, Shape], batch: in
         ids = [torch.arange(start * shape.bag, (start + batch) * shape.bag) % shape.rows for shape in shapes.values()]
         lengths = [torch.full((batch,), shape.bag, dtype=torch.int32) for shape in shapes.values()]
         step(model, KeyedJaggedTensor(list(shapes), torch.cat(ids), lengths=torch.cat(lengths)))
-    mine = torch.tensor((resident_bytes() - before) / planned[rank])
+    mine = torch.tensor((anonymous_bytes() - before) / planned[rank])
     everyone = [torch.empty_like(mine) for _ in range(ranks)]
     dist.all_gather(everyone, mine)
     return max((float(each) for each in everyone), key=lambda ratio: abs(ratio - 1))
@@ -213,10 +204,7 @@ def rank_main(rank: int, ranks: int, batch: int, scale: float, directory: str) -
                 "memory_over_planned": round(memory, 3),
             }
         )
-    dist.barrier()
-    dist.destroy_process_group()
-    sys.stdout.flush()
-    os._exit(0)  # gloo's teardown sometimes aborts after all work is done.
+    end_rank()
 
 
 def main() -> None:

@@ -13,17 +13,16 @@ from __future__ import annotations
 
 import argparse
 import os
-import sys
 import tempfile
 import threading
 import time
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from fbgemm_gpu.split_embedding_configs import EmbOptimType
-from measure import clock, emit
+from measure import clock, emit, end_rank
+from memory import resident_bytes
 from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, KeyedJaggedTensor
 from torchrec.distributed import DistributedModelParallel
 from torchrec.distributed.planner import Topology
@@ -40,11 +39,6 @@ from torchrec_recstore import (
 
 MOVES = ("row_wise", "hash", "column_wise", "table_wise", "row_wise", "table_wise")
 BATCH = 100_000
-
-
-def resident_bytes() -> int:
-    """Returns the resident memory of this process in bytes."""
-    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
 class Peak:
@@ -122,10 +116,7 @@ def rank_main(rank: int, ranks: int, rows: int, dim: int, directory: str) -> Non
             emit({**row, "seconds": round(seconds, 3), "peak_over_held": round(float(ratio), 3)})
         before = kind
         time.sleep(0.2)
-    dist.barrier()
-    dist.destroy_process_group()
-    sys.stdout.flush()
-    os._exit(0)  # gloo's teardown sometimes aborts after all work is done.
+    end_rank()
 
 
 def main() -> None:
