@@ -8,6 +8,7 @@ import random
 import socket
 import threading
 import time
+from concurrent import futures
 from contextlib import suppress
 from pathlib import Path
 
@@ -247,6 +248,38 @@ def test_a_server_that_is_gone_is_an_error_in_time() -> None:
     with pytest.raises(ServiceError, match=r"table 't' on server 127.0.0.1:1 cannot be reached for 0.5 s"):
         RecStoreClient(["127.0.0.1:1"], timeout_s=0.5).pull("t", IDS)
     assert time.monotonic() - begin < 10
+
+
+class _Unreachable(grpc.GenericRpcHandler):  # type: ignore[misc]
+    """A server whose first answer is that it is not available, and that never answers after this."""
+
+    def __init__(self) -> None:
+        self.end = threading.Event()
+        self._called = False
+
+    def service(self, details: grpc.HandlerCallDetails) -> grpc.RpcMethodHandler:
+        return grpc.unary_unary_rpc_method_handler(self._answer)
+
+    def _answer(self, request: bytes, context: grpc.ServicerContext) -> bytes:
+        if not self._called:
+            self._called = True
+            context.abort(grpc.StatusCode.UNAVAILABLE, "no way to it")
+        self.end.wait()
+        return b""
+
+
+def test_an_attempt_without_time_does_not_hide_why_the_attempts_before_failed() -> None:
+    server, handler = grpc.server(futures.ThreadPoolExecutor(4)), _Unreachable()
+    server.add_generic_rpc_handlers([handler])
+    address = f"127.0.0.1:{server.add_insecure_port('127.0.0.1:0')}"
+    server.start()
+    message = f"table 't' on server {address} cannot be reached for 0.5 s: no way to it"
+    try:
+        with pytest.raises(ServiceError, match=message):
+            RecStoreClient([address], timeout_s=0.5).stats("t")
+    finally:
+        handler.end.set()
+        server.stop(None).wait()
 
 
 @pytest.mark.slow

@@ -355,6 +355,7 @@ class Connection:
         self.check_process()
         backoff = Backoff(self._access.timeout_s)
         failed = False
+        unreached: grpc.RpcError | None = None
         while True:
             try:
                 return attempt(timeout_s or max(0.001, backoff.left_s))
@@ -362,8 +363,12 @@ class Connection:
                 if timeout_s is not None and not failed:
                     backoff = Backoff(self._access.timeout_s)
                 failed = True
+                if error.code() is grpc.StatusCode.UNAVAILABLE:
+                    unreached = error
                 if error.code() not in _PASSING or backoff.left_s <= 0:
-                    raise self._error(table, error) from None
+                    # The last attempt has only the rest of the time, which may end while it connects.
+                    late = error.code() is grpc.StatusCode.DEADLINE_EXCEEDED and timeout_s is None
+                    raise self._error(table, unreached if late and unreached else error) from None
             except ValueError as error:
                 if "closed channel" in str(error):
                     raise ValueError(f"{self._named(table)}: the client is closed") from None

@@ -160,11 +160,17 @@ class Connection {
   template <class Attempt>
   void call(const std::string& table, const Attempt& attempt) {
     Backoff backoff(options_.timeout_s);
+    Outcome unreached;
     while (true) {
       const Outcome made = attempt(std::max(0.001, backoff.left_s()));
       if (made.code == grpc::StatusCode::OK) return;
+      if (made.code == grpc::StatusCode::UNAVAILABLE) unreached = made;
       const bool passing = made.code == grpc::StatusCode::UNAVAILABLE || made.code == grpc::StatusCode::CANCELLED;
-      if (!passing || backoff.left_s() <= 0) throw error_of(table, made);
+      if (!passing || backoff.left_s() <= 0) {
+        // The last attempt has only the rest of the time, which may end while it connects.
+        const bool late = made.code == grpc::StatusCode::DEADLINE_EXCEEDED && unreached.code != grpc::StatusCode::OK;
+        throw error_of(table, late ? unreached : made);
+      }
       backoff.pause();
     }
   }
