@@ -168,6 +168,14 @@ def other_figures(rows: list[dict[str, Any]]) -> list[tuple[str, ...]]:
             lines.append(
                 ("training step during an async_save over a step without a save", f"{r['mean_step_over_alone']}x")
             )
+        if r["benchmark"] == "plan":
+            what = f"plan of `recstore plan`, {r['ranks']} ranks: processor time of a step over the best of all"
+            lines.append(
+                (
+                    f"{what} {r['plans']} plans, resident memory over the planned",
+                    f"{r['chosen_over_best']:.2f}x, {r['memory_over_planned']:.2f}x",
+                )
+            )
     moves = [r for r in rows if r["benchmark"] == "reshard"]
     if moves:
         r = moves[0]

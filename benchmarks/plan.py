@@ -2,8 +2,9 @@
 
     python benchmarks/plan.py [--ranks 1,2,4] [--batch 1024] [--scale 1]
 
-The ranks are processes of this host with gloo and one thread each. The tables are measured first, on one rank, and the
-bandwidth is that of the processor time of an all-to-all. Each plan then trains, except for plans that differ by the
+The ranks are processes of this host with gloo and one thread each. The tables are measured first, on one rank. The
+bandwidth is that of the processor time of an all-to-all, and the time of a sharding type is the processor time of steps
+with one sample. Each plan then trains, except for plans that differ by the
 numbers of the ranks alone. Prints one JSON row for each number of ranks: the processor time of a step on the slowest
 rank, of the chosen plan, of the best plan, of the worst plan, and as planned; and, for the rank where the difference is
 the largest, the resident memory of the rows, with their inputs and outputs, over what was planned.
@@ -36,9 +37,10 @@ from torchrec.distributed.planner import Topology
 from torchrec_recstore import RecStoreConstraints, RecStorePlanner, RecStoreSharder, RowWiseAdagrad, TableOptions
 from torchrec_recstore.planner import TableStatistics, measure_statistics
 from torchrec_recstore.planner.forecasts import ForecastTable, Machines, forecast, table_config
+from torchrec_recstore.planner.refining import REFINED
 
 OPTIMIZER = RowWiseAdagrad(lr=0.01)
-BATCHES, WARM, STEPS = 8, 4, 12
+BATCHES, STEPS = 8, 12
 
 
 class Shape(NamedTuple):
@@ -138,13 +140,22 @@ def step_ms(places: Places, ranks: int, inputs: list[KeyedJaggedTensor]) -> floa
     """Returns the median processor time of a step of the slowest rank in milliseconds."""
     model = sharded(places, ranks)
     spent = []
-    for at in range(WARM + STEPS):
+    for at in range(BATCHES + STEPS):  # the first steps make the rows
         start = time.process_time()
         step(model, inputs[at % len(inputs)])
         spent.append(time.process_time() - start)
-    slowest = torch.tensor(1000 * statistics.median(spent[WARM:]))
+    slowest = torch.tensor(1000 * statistics.median(spent[BATCHES:]))
     dist.all_reduce(slowest, dist.ReduceOp.MAX)
     return float(slowest)
+
+
+def sharding_type_ms(ranks: int, shapes: dict[str, Shape]) -> dict[str, float]:
+    """Returns the processor time of a step with one sample, with each sharding type."""
+    inputs = batches(shapes, 1, 1, BATCHES)
+    found = {}
+    for kind, at in (("table_wise", (0,)), ("row_wise", tuple(range(ranks)))):
+        found[kind] = min(step_ms(dict.fromkeys(SHAPES, at), ranks, inputs) for _ in range(3))
+    return found
 
 
 def memory_ratio(places: Places, ranks: int, shapes: dict[str, Shape], batch: int, planned: list[int]) -> float:
@@ -175,7 +186,9 @@ def rank_main(rank: int, ranks: int, batch: int, scale: float, directory: str) -
     speed = bytes_per_s(ranks) if ranks > 1 else 1e9
     shared: list[dict[str, TableStatistics]] = [measured(shapes, batch) if rank == 0 else {}]
     dist.broadcast_object_list(shared)
-    found = forecast(TABLES, shared[0], Machines(ranks, 2**40, speed, speed), ranks, batch)
+    types_ms = sharding_type_ms(ranks, shapes) if ranks > 1 else dict.fromkeys(REFINED, 0.0)
+    machines = Machines(ranks, 2**40, speed, speed, types_ms["table_wise"], types_ms["row_wise"])
+    found = forecast(TABLES, shared[0], machines, ranks, batch)
     chosen = {table.name: table.ranks for table in found.tables}
     memory = memory_ratio(chosen, ranks, shapes, batch, [each.memory_bytes for each in found.ranks])
     inputs = batches(shapes, batch, 100 + rank, BATCHES)
@@ -195,6 +208,7 @@ def rank_main(rank: int, ranks: int, batch: int, scale: float, directory: str) -
                 "ranks": ranks,
                 "batch": batch,
                 "plans": len(of_plans),
+                **{f"{kind}_ms": round(ms, 2) for kind, ms in types_ms.items()},
                 "row_wise": [name for name, places in chosen.items() if len(places) > 1],
                 "chosen_ms": round(mine, 2),
                 "best_ms": round(least, 2),

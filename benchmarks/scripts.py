@@ -14,12 +14,13 @@ SCRIPTS = (
     "checkpoint",
     "tiers",
     "reshard",
+    "plan",
     "service",
     "serving",
     "options",
 )
 # These benchmarks measure small outputs or the memory of tables, which malloc does not manage: the lanes do not differ.
-ONE_LANE = {"growth", "memory", "store", "small", "checkpoint", "tiers", "reshard", "service", "serving", "options"}
+ONE_LANE = set(SCRIPTS) - {"kernel", "dlrm"}
 SCRIPT_OF = {"delta": "checkpoint", "async_save": "checkpoint", "eviction": "tiers", "bounded_memory": "tiers"}
 SCRIPT_OF |= {
     "service_dlrm": "service",
@@ -40,6 +41,7 @@ QUICK: dict[str, list[str]] = {
     "checkpoint": ["--rows", "200000", "--only", "full,deltas"],
     "tiers": ["--parts", "eviction,memory", "--rows", "50000", "--steps", "20"],
     "reshard": ["--rows", "20000"],
+    "plan": ["--ranks", "2", "--batch", "32", "--scale", "0.01"],
     "service": ["--steps", "5"],
     "serving": ["--rows", "20000", "--seconds", "6", "--steps", "8"],
     "options": ["--rows", "20000", "--batch", "2000", "--steps", "30"],

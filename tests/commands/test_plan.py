@@ -58,7 +58,7 @@ def test_json(folder: Path) -> None:
     }
     assert [each["rank"] for each in told["ranks"]] == [0, 1]
     for rank in told["ranks"]:
-        assert rank["step_ms"] == rank["lookups_ms"] + rank["network_ms"]
+        assert rank["step_ms"] == rank["lookups_ms"] + rank["network_ms"] + rank["torchrec_ms"]
         assert rank["sent_bytes"] > 0
         assert rank["memory_bytes"] > 0
     # All ids of both ranks: 100 samples of 1 id at 200 ns, and of 6 ids at 100 ns.

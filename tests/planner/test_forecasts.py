@@ -120,7 +120,8 @@ def step_ms(
         features = len(measured.ids_per_sample or ())
         placed.append(PlacedTable("table_wise" if len(at) == 1 else "row_wise", at, tables[name].dim, features, ids))
     on_host = min(ranks, machines.ranks_per_host)
-    return max(
+    types = {table.sharding_type for table in placed}
+    return sum(machines.sharding_type_ms[kind] for kind in types) + max(
         ms
         + sum(
             milliseconds(each, *machines.bytes_per_ms, "cpu")
@@ -153,6 +154,20 @@ def test_the_plan_is_near_the_best_of_all(ranks: int, ranks_per_host: int, bandw
         chosen = {table.name: table.ranks for table in found.tables}
         best = min(step_ms(places, tables, statistics, machines, ranks) for places in every_plan(tables, ranks))
         assert step_ms(chosen, tables, statistics, machines, ranks) <= 1.1 * best, seed
+
+
+def test_the_time_of_a_sharding_type_counts_once() -> None:
+    """One large and three small tables: a second sharding type pays off for the large one only if it takes little."""
+    tables = {"large": replace(MEASURED, ids_per_sample=(40.0,)), **dict.fromkeys(("a", "b", "c"), MEASURED)}
+    cheap = of_tables(replace(MACHINES, table_wise_ms=0.0, row_wise_ms=0.0), 2, **tables)
+    assert {table.sharding_type for table in cheap.tables} == {"table_wise", "row_wise"}
+    assert [rank.torchrec_ms for rank in cheap.ranks] == [0, 0]
+    dear = of_tables(replace(MACHINES, table_wise_ms=3.0, row_wise_ms=2.0), 2, **tables)
+    assert {table.sharding_type for table in dear.tables} == {"row_wise"}
+    assert [rank.torchrec_ms for rank in dear.ranks] == [2, 2]
+    assert [rank.torchrec_ms for rank in of_tables(MACHINES, 1, **tables).ranks] == [0]
+    small = of_tables(replace(MACHINES, table_wise_ms=9.0, row_wise_ms=9.0), 2, a=MEASURED)
+    assert (small.limit, small.ranks[0].limit) == ("torchrec", "torchrec")
 
 
 @pytest.mark.parametrize(
@@ -207,10 +222,13 @@ def test_topology_files(tmp_path: Path) -> None:
     }
     path.write_text(json.dumps(document))
     assert read_machines(path) == Machines(8, 64_000_000_000, 1e10, 3.125e9)
+    path.write_text(json.dumps({**document, "table_wise_ms": 0, "row_wise_ms": 1.5}))
+    assert read_machines(path).sharding_type_ms == {"table_wise": 0, "row_wise": 1.5}
     for change, says in (
         ({"ranks_per_host": 0}, "ranks_per_host must be a whole number above 0, got 0"),
         ({"memory_per_rank_bytes": 1.5}, "memory_per_rank_bytes must be a whole number above 0, got 1.5"),
         ({"within_host_bytes_per_s": "10G"}, "within_host_bytes_per_s must be a finite number above 0, got '10G'"),
+        ({"row_wise_ms": -1}, "row_wise_ms must be a finite number above 0, got -1"),
         ({"latency": 1}, "'latency'"),
     ):
         path.write_text(json.dumps({**document, **change}))

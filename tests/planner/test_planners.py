@@ -223,6 +223,19 @@ def test_a_table_too_many_for_the_ranks_is_split() -> None:
     assert sharding_types(RecStorePlanner, bags(16, 1), RecStoreSharder(), 8) == ["row_wise"]
 
 
+@pytest.mark.parametrize(
+    ("milliseconds", "says"),
+    [
+        ({"grid_shard": 1.0}, "sharding_type_ms must have only table_wise and row_wise, got 'grid_shard'"),
+        ({"row_wise": -1.0}, r"sharding_type_ms\['row_wise'\] must be a finite number of at least 0, got -1.0"),
+        ({"row_wise": True}, r"sharding_type_ms\['row_wise'\] must be a finite number of at least 0, got True"),
+    ],
+)
+def test_the_time_of_a_sharding_type_is_checked(milliseconds: dict[str, float], says: str) -> None:
+    with pytest.raises(ValueError, match=says):
+        RecStorePlanner(sharding_type_ms=milliseconds)
+
+
 def test_planning_twice_gives_the_same_plan() -> None:
     twice, ebc, sharders = planner(2), collection(a=1000, b=1000), [RecStoreSharder()]
     assert planned(twice.plan(ebc, sharders)) == planned(twice.plan(ebc, sharders))

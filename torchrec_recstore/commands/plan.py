@@ -58,10 +58,11 @@ def plan(
 ) -> None:
     """Plan a training on a number of ranks without starting one, from measured statistics.
 
-    Shows the place of each table, and for each rank the time of its lookups and of the network in a step, the bytes
-    that it sends and receives, its memory now and after --days of growth, and the limit: lookups or network. The limit
-    of the plan is memory if a plan for ranks with more memory is faster. The plan is that of RecStorePlanner with the
-    same statistics, with table_wise and row_wise tables. The dense part is not counted.
+    Shows the place of each table, and for each rank the time of its lookups, of the network and of TorchRec's own work
+    in a step, the bytes that it sends and receives, its memory now and after --days of growth, and the limit, the
+    longest of the three times. The limit of the plan is memory if a plan for ranks with more memory is faster. The plan
+    is that of RecStorePlanner with the same statistics, with table_wise and row_wise tables. The dense part is not
+    counted.
 
     Example: recstore plan run sample.json --topology hosts.json --ranks 8
 
@@ -158,6 +159,7 @@ def _as_json(found: Forecast) -> dict[str, Any]:
                 "step_ms": rank.step_ms,
                 "lookups_ms": rank.lookups_ms,
                 "network_ms": rank.network_ms,
+                "torchrec_ms": rank.torchrec_ms,
                 "sent_bytes": round(rank.sent_bytes),
                 "received_bytes": round(rank.received_bytes),
                 "memory_bytes": rank.memory_bytes,
@@ -177,13 +179,13 @@ def _print(found: Forecast, days: float) -> None:
         shown.add_row(name, table.sharding_type, _ranges(table.ranks), *(f"{count:,}" for count in counts))
     out = stdout()
     out.print(shown)
-    columns = ["rank", "step", "lookups", "network", "sent", "received", "memory"]
+    columns = ["rank", "step", "lookups", "network", "torchrec", "sent", "received", "memory"]
     shown = table_of([*columns, *(f"memory {each}" for each in later), "limit"])
     for rank in found.ranks:
         sizes = [rank.sent_bytes, rank.received_bytes, rank.memory_bytes, *([rank.memory_later_bytes] if days else [])]
         shown.add_row(
             str(rank.rank),
-            *(f"{ms:.3f} ms" for ms in (rank.step_ms, rank.lookups_ms, rank.network_ms)),
+            *(f"{ms:.3f} ms" for ms in (rank.step_ms, rank.lookups_ms, rank.network_ms, rank.torchrec_ms)),
             *(decimal(round(size)) for size in sizes),
             rank.limit,
         )

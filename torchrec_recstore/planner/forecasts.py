@@ -7,7 +7,7 @@ import math
 import os
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import MISSING, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -25,12 +25,12 @@ from torchrec_recstore.planner.constraints import RecStoreConstraints
 from torchrec_recstore.planner.enumerators import RecStoreEnumerator
 from torchrec_recstore.planner.perf import milliseconds
 from torchrec_recstore.planner.planners import RecStorePlanner
+from torchrec_recstore.planner.refining import REFINED, SHARDING_TYPE_MS
 from torchrec_recstore.planner.statistics import TableStatistics
 from torchrec_recstore.planner.traffic import PlacedTable, rank_traffic
 from torchrec_recstore.sharders import RecStoreSharder
 from torchrec_recstore.table_configs import ROW_DTYPES
 
-SHARDING_TYPES = ("table_wise", "row_wise")
 _VIRTUAL_ROWS = 2**40  # The measured rows count, and not this number.
 _BOUNDLESS = 2**60
 _SOURCES = {
@@ -50,21 +50,27 @@ class Machines:
         memory_per_rank_bytes: The bytes of memory that the tables of a rank may use.
         within_host_bytes_per_s: The bytes a second that a rank sends to ranks of its host.
         between_hosts_bytes_per_s: The bytes a second that a rank sends to ranks of other hosts.
+        table_wise_ms: The milliseconds of a step that table-wise sharding takes on every rank of several, whatever the
+            tables are. The default was measured: see ``SHARDING_TYPE_MS``.
+        row_wise_ms: The same of row-wise sharding.
 
     Raises:
-        ValueError: A number is not positive and finite. The message names it.
+        ValueError: A number is not finite, or not above 0; milliseconds may be 0. The message names it.
     """
 
     ranks_per_host: int
     memory_per_rank_bytes: int
     within_host_bytes_per_s: float
     between_hosts_bytes_per_s: float
+    table_wise_ms: float = SHARDING_TYPE_MS["table_wise"]
+    row_wise_ms: float = SHARDING_TYPE_MS["row_wise"]
 
     def __post_init__(self) -> None:
         for each in fields(self):
             value = getattr(self, each.name)
             kinds = (int,) if each.type == "int" else (int, float)
-            if isinstance(value, bool) or not isinstance(value, kinds) or not 0 < value < math.inf:
+            zero = value == 0 and each.name.endswith("_ms")
+            if isinstance(value, bool) or not isinstance(value, kinds) or not (0 < value < math.inf or zero):
                 what = "a whole number above 0" if each.type == "int" else "a finite number above 0"
                 raise ValueError(f"{each.name} must be {what}, got {value!r}")
 
@@ -72,6 +78,11 @@ class Machines:
     def bytes_per_ms(self) -> tuple[float, float]:
         """The bytes per millisecond within a host and between hosts."""
         return self.within_host_bytes_per_s / 1000, self.between_hosts_bytes_per_s / 1000
+
+    @property
+    def sharding_type_ms(self) -> dict[str, float]:
+        """The milliseconds of a step by sharding type."""
+        return {"table_wise": self.table_wise_ms, "row_wise": self.row_wise_ms}
 
     def topology(self, ranks: int) -> Topology:
         """Returns TorchRec's topology of a number of ranks.
@@ -96,18 +107,19 @@ class Machines:
 
 
 def read_machines(path: str | os.PathLike[str]) -> Machines:
-    """Reads a topology file, a JSON object with all fields of :class:`Machines`.
+    """Reads a topology file, a JSON object with the fields of :class:`Machines`.
 
     Raises:
         OSError: The file cannot be read.
         ValueError: A field is missing, unknown or not valid. The message names the file and the field.
     """
     names = [each.name for each in fields(Machines)]
+    needed = [each.name for each in fields(Machines) if each.default is MISSING]
     try:
         document: Any = json.loads(Path(path).read_bytes())
         if not isinstance(document, dict):
             raise ValueError("it is not a JSON object")
-        check_fields("it", document, names, names)
+        check_fields("it", document, names, needed)
         return Machines(**document)
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from error
@@ -179,6 +191,8 @@ class RankForecast:
         network_ms: The milliseconds of the exchange with other ranks: the larger of ``sent_bytes`` and
             ``received_bytes`` within the host, and between hosts, at the speeds of the network. gloo sends partial sums
             twice.
+        torchrec_ms: The milliseconds of TorchRec's own work for the sharding types of the plan. It is the same on all
+            ranks, and 0 if there is one rank.
         sent_bytes: The bytes to other ranks in a step, before what a library adds.
         received_bytes: The bytes of other ranks in a step.
         memory_bytes: The bytes of the rank's shards, and of their inputs and outputs, now.
@@ -188,6 +202,7 @@ class RankForecast:
     rank: int
     lookups_ms: float
     network_ms: float
+    torchrec_ms: float
     sent_bytes: float
     received_bytes: float
     memory_bytes: int
@@ -195,13 +210,18 @@ class RankForecast:
 
     @property
     def step_ms(self) -> float:
-        """The milliseconds of lookups and of the network, which do not overlap. The dense part is not counted."""
-        return self.lookups_ms + self.network_ms
+        """The milliseconds of the three parts, which do not overlap. The dense part is not counted."""
+        return self.lookups_ms + self.network_ms + self.torchrec_ms
 
     @property
-    def limit(self) -> Literal["lookups", "network"]:
-        """The longer part of the step."""
-        return "lookups" if self.lookups_ms >= self.network_ms else "network"
+    def limit(self) -> Literal["lookups", "network", "torchrec"]:
+        """The longest part of the step."""
+        parts: dict[Literal["lookups", "network", "torchrec"], float] = {
+            "lookups": self.lookups_ms,
+            "network": self.network_ms,
+            "torchrec": self.torchrec_ms,
+        }
+        return max(parts, key=lambda part: parts[part])
 
 
 @dataclass(frozen=True)
@@ -224,7 +244,7 @@ class Forecast:
         return max(rank.step_ms for rank in self.ranks)
 
     @property
-    def limit(self) -> Literal["memory", "lookups", "network"]:
+    def limit(self) -> Literal["memory", "lookups", "network", "torchrec"]:
         """What limits the speed: memory, if a plan for more memory is faster; otherwise that of the slowest rank."""
         if self.boundless_step_ms < self.step_ms:
             return "memory"
@@ -315,6 +335,7 @@ class _Planned:
             storage_reservation=FixedPercentageStorageReservation(0.0),
             debug=False,
             statistics=statistics,
+            sharding_type_ms=machines.sharding_type_ms,
         )
         try:
             plan = planner.plan(_model(tables, statistics), [_sharder(tables)])
@@ -358,6 +379,7 @@ class _Planned:
                 lookups_ms[rank] += later.perf.fwd_compute + later.perf.bwd_compute
                 memory[rank] += shard.storage.ddr
                 memory_later[rank] += later.storage.ddr
+        each_type_ms = [ms for kind, ms in machines.sharding_type_ms.items() if kind in self.types.values()]
         found = []
         for rank in range(self.topology.world_size):
             exchanged = rank_traffic(placed, rank, self.topology.world_size, batch_size, self.topology.local_world_size)
@@ -366,6 +388,7 @@ class _Planned:
                     rank=rank,
                     lookups_ms=lookups_ms[rank],
                     network_ms=sum(milliseconds(each, *machines.bytes_per_ms, "cpu") for each in exchanged),
+                    torchrec_ms=sum(each_type_ms) if self.topology.world_size > 1 else 0.0,
                     sent_bytes=sum(each.sent for each in exchanged),
                     received_bytes=sum(each.received for each in exchanged),
                     memory_bytes=memory[rank],
@@ -378,9 +401,7 @@ class _Planned:
 def _constraints(tables: Mapping[str, ForecastTable]) -> dict[str, RecStoreConstraints]:
     # The measured rows count. expected_rows, an estimate from before the training, would count if it is larger.
     return {
-        name: RecStoreConstraints(
-            sharding_types=list(SHARDING_TYPES), options=replace(table.options, expected_rows=None)
-        )
+        name: RecStoreConstraints(sharding_types=list(REFINED), options=replace(table.options, expected_rows=None))
         for name, table in tables.items()
     }
 

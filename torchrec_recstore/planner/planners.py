@@ -21,7 +21,7 @@ from torchrec.distributed.types import ModuleSharder, ShardingPlan
 
 from torchrec_recstore.planner.constraints import options_of
 from torchrec_recstore.planner.enumerators import RecStoreEnumerator
-from torchrec_recstore.planner.refining import refined
+from torchrec_recstore.planner.refining import SHARDING_TYPE_MS, check_sharding_type_ms, refined
 from torchrec_recstore.planner.shortages import shortages
 from torchrec_recstore.planner.statistics import TableStatistics
 from torchrec_recstore.planner.stats import RecStoreStats
@@ -54,15 +54,27 @@ class RecStorePlanner(PlannerSeams):
         statistics: What was measured of tables, by table name; see :func:`read_statistics` and
             :func:`measure_statistics`. With statistics, the default ``partitioner`` places the tables that take most
             time first. Default: None.
+        sharding_type_ms: With statistics, the milliseconds of a step that a sharding type of a collection takes on
+            every rank of several, whatever its tables are, for ``"table_wise"`` and ``"row_wise"``. Default: None,
+            which means measured numbers on CPUs, and 0 on accelerators.
 
     Raises:
-        ValueError: ``statistics`` and ``enumerator`` are both set. The enumerator takes the statistics then.
+        ValueError: ``statistics`` and ``enumerator`` are both set. The enumerator takes the statistics then. Or
+            ``sharding_type_ms`` has another sharding type, or a negative number.
     """
 
-    def __init__(self, *args: Any, statistics: Mapping[str, TableStatistics] | None = None, **kwargs: Any) -> None:
+    def __init__(
+        self,
+        *args: Any,
+        statistics: Mapping[str, TableStatistics] | None = None,
+        sharding_type_ms: Mapping[str, float] | None = None,
+        **kwargs: Any,
+    ) -> None:
         enumerator = kwargs.get("enumerator", args[2] if len(args) > 2 else None)
         if statistics and enumerator is not None:
             raise ValueError("statistics have no effect on the enumerator that is passed: pass them to the enumerator")
+        check_sharding_type_ms(sharding_type_ms or {})
+        self._sharding_type_ms = sharding_type_ms
         self._statistics = dict(statistics or {})  # TorchRec's constructor makes the enumerator
         if statistics and len(args) < 6 and kwargs.get("partitioner") is None:
             # TorchRec's default places the largest tables first (torchrec 1.8.0), whatever their time is.
@@ -85,7 +97,12 @@ class RecStorePlanner(PlannerSeams):
         if not isinstance(enumerator, RecStoreEnumerator) or topology.world_size == 1:
             return plan
         measured = {name for name, each in enumerator.statistics.items() if each.ns_per_id is not None}
-        return refined(plan, enumerator.found, topology, measured) if measured else plan
+        if not measured:
+            return plan
+        types_ms = self._sharding_type_ms
+        if types_ms is None:
+            types_ms = SHARDING_TYPE_MS if topology.compute_device == "cpu" else {}
+        return refined(plan, enumerator.found, topology, measured, types_ms)
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}(constraints={dict(constraints_of(self))})"
