@@ -1,7 +1,7 @@
 """The command ``recstore``.
 
     recstore train --data train.txt
-    recstore plan SOURCE... --topology FILE --ranks N
+    recstore plan [SOURCE...] --topology FILE --ranks N
     recstore inspect CHECKPOINT
     recstore diff A B
     recstore compact CHECKPOINT OUTPUT

@@ -4,14 +4,19 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+import torch
+from torchrec import EmbeddingBagCollection, EmbeddingBagConfig
+from torchrec.distributed.planner import Topology
+from torchrec.modules.embedding_configs import DataType
 from typer.testing import CliRunner, Result
 
 from tests.checkpoint import models
-from torchrec_recstore import save_checkpoint
+from torchrec_recstore import Adam, RecStoreConstraints, RecStorePlanner, RecStoreSharder, save_checkpoint
 from torchrec_recstore.cli import app
 from torchrec_recstore.planner import TableStatistics, read_statistics, write_statistics
 
@@ -46,7 +51,7 @@ def plan(folder: Path, *arguments: str, sources: tuple[str, ...] = ("run", "samp
 
 
 def test_json(folder: Path) -> None:
-    growth = ["--days", "2", "--steps-per-day", "1000"]
+    growth = ["--days", "2", "--samples-per-day", "32000", "--samples-per-step", "32"]
     out = folder / "statistics.json"
     done = plan(folder, *growth, "--batch-size", "100", "--statistics-out", str(out), "--json")
     told = json.loads(done.stdout)
@@ -71,7 +76,7 @@ def test_json(folder: Path) -> None:
 
 
 def test_tables(folder: Path) -> None:
-    shown = plan(folder, "--days", "2", "--steps-per-day", "1000").stdout
+    shown = plan(folder, "--days", "2", "--samples-per-day", "32000", "--samples-per-step", "32").stdout
     for heading in ("sharding type", "rows in 2 days", "lookups", "network", "memory in 2 days"):
         assert heading in shown
     assert shown.splitlines()[-1].startswith("limit  ")
@@ -80,63 +85,165 @@ def test_tables(folder: Path) -> None:
     assert now.index("│ item") < now.index("│ user")
 
 
+CLICKS = {"u": [f"user {i % 7}" for i in range(40)], "i": [[i, i + 1] for i in range(40)], "j": [None, 3] * 20}
+OF_RUN = {"user": {"features": ["u"]}, "item": {"features": ["i", "j"]}}
+ALONE = {"user": {"features": ["u"], "dim": 8}, "item": {"features": ["i", "j"], "dim": 16, "dtype": "float16"}}
+
+
+def sample(folder: Path, tables: object, clicks: dict[str, Any] = CLICKS) -> list[str]:
+    """The flags of a sample and of a file of tables, which are written."""
+    pq.write_table(pa.table(clicks), folder / "clicks.parquet")
+    (folder / "tables.json").write_text(json.dumps(tables))
+    return ["--parquet", str(folder / "clicks.parquet"), "--tables", str(folder / "tables.json")]
+
+
+def refusal(done: Result) -> str:
+    assert (done.exit_code, done.stderr.count("\n"), done.stdout) == (2, 1, ""), done.stderr
+    return done.stderr
+
+
 def test_a_parquet_sample(folder: Path) -> None:
     """Ids are integers, strings or lists; what the file of a sample tells is what its rows are."""
-    rows = {"u": [f"user {i % 7}" for i in range(40)], "i": [[i, i + 1] for i in range(40)], "j": [None, 3] * 20}
-    pq.write_table(pa.table(rows), folder / "clicks.parquet")
-    (folder / "features.json").write_text(json.dumps({"user": ["u"], "item": ["i", "j"]}))
-    sample = ["--parquet", str(folder / "clicks.parquet"), "--features", str(folder / "features.json")]
-    done = plan(folder, *sample, "--batch-size", "20", "--statistics-out", str(folder / "out.json"), sources=("run",))
+    flags = [*sample(folder, {"tables": OF_RUN}), "--batch-size", "20"]
+    done = plan(folder, *flags, "--statistics-out", str(folder / "out.json"), "--json", sources=("run",))
     assert done.exit_code == 0, done.stderr
     found = read_statistics(folder / "out.json")
     assert found["user"].ids_per_sample == (1.0,)
     assert found["user"].unique_share == 7 / 20
     assert found["item"].ids_per_sample == (2.0, 0.5)
     assert (found["item"].ns_per_id or 0) > 0
-    assert found["item"].rows == read_statistics(folder / "run")["item"].rows
-    for flags, says in (
-        ([*sample, "--batch-size", "41"], "clicks.parquet has no whole batch of 41 rows"),
-        (sample[:2], "--parquet and --features need each other"),
-    ):
-        refused = plan(folder, *flags, sources=("run",))
-        assert (refused.exit_code, refused.stderr.count("\n")) == (2, 1)
-        assert says in refused.stderr
-    for document, says in (
-        ({"user": ["u"]}, "features.json: it has no field 'item'"),
-        ({"user": ["u"], "item": "i"}, "features.json: table 'item' must have a list of columns, got 'i'"),
-        ({"user": ["u"], "item": ["k"]}, "clicks.parquet has no column 'k'"),
-        ([], "features.json: it is not a JSON object"),
-    ):
-        (folder / "features.json").write_text(json.dumps(document))
-        assert says in plan(folder, *sample, "--batch-size", "20", sources=("run",)).stderr
-    (folder / "features.json").write_text(json.dumps({"user": ["u"], "item": ["i", "j"]}))
-    for column, says in (
+    run = read_statistics(folder / "run")["item"]
+    assert (found["item"].rows, found["item"].rows_per_step) == (run.rows, run.rows_per_step)
+    assert not any(table["rows_of_sample"] for table in json.loads(done.stdout)["tables"])
+    # The sample does not tell the growth of a table whose rows a checkpoint tells.
+    days = ["--days", "1", "--samples-per-day", "1000"]
+    refused = refusal(plan(folder, *flags, *days, sources=("run/step-1",)))
+    assert "table 'item': rows_per_step is not known: pass the folder of a run" in refused
+    assert "clicks.parquet has no whole batch of 41 rows" in refusal(
+        plan(folder, *flags[:4], "--batch-size", "41", sources=("run",))
+    )
+    (folder / "clicks.parquet").write_text("user,item")
+    assert "clicks.parquet is not a Parquet file: " in refusal(plan(folder, *flags, sources=("run",)))
+    assert "--parquet needs --tables" in refusal(plan(folder, *flags[:2], sources=("run",)))
+
+
+def test_a_parquet_sample_without_a_checkpoint(folder: Path) -> None:
+    """The rows are those of a training on the sample, and go on to grow as in its second half."""
+    document = {"optimizer": {"name": "Adam", "betas": [0.9, 0.99]}, "tables": ALONE}
+    flags = [*sample(folder, document), "--batch-size", "10"]
+    out = folder / "out.json"
+    days = ["--days", "3", "--samples-per-day", "1000"]
+    done = plan(folder, *flags, *days, "--statistics-out", str(out), "--json", sources=())
+    assert done.exit_code == 0, done.stderr
+    told = json.loads(done.stdout)
+    # The ids of i are 0 to 40, and 3 is one of them; 20 of them are only in the last 20 samples. User ids are the same.
+    assert [(table["rows"], table["rows_later"]) for table in told["tables"]] == [(41, 41 + 3000), (7, 7)]
+    assert all(table["rows_of_sample"] for table in told["tables"])
+    measured = read_statistics(out)
+    assert (measured["item"].rows, measured["item"].rows_per_step) == (41, 10.0)
+    assert measured["item"].ids_per_sample == (2.0, 0.5)
+    shown = plan(folder, *flags, sources=()).stdout.splitlines()
+    assert shown[-1] == "rows   those of item, user are the distinct ids of the sample"
+
+    # The file is a SOURCE for the same tables.
+    again = plan(folder, *flags[2:], *days, "--samples-per-step", "10", "--json", sources=("out.json",))
+    same = json.loads(again.stdout)
+    assert [table | {"rows_of_sample": True} for table in same["tables"]] == told["tables"]
+    assert same["ranks"] == told["ranks"]
+
+    # The planner makes the same plan of the file.
+    now = json.loads(plan(folder, *flags[2:], "--json", sources=("out.json",)).stdout)
+    configs = [
+        EmbeddingBagConfig(name="user", embedding_dim=8, num_embeddings=2**40, feature_names=["u"]),
+        EmbeddingBagConfig(
+            name="item", embedding_dim=16, num_embeddings=2**40, feature_names=["i", "j"], data_type=DataType.FP16
+        ),
+    ]
+    topology = Topology(2, local_world_size=2, compute_device="cpu", intra_host_bw=1e6, inter_host_bw=1e5)
+    constraints: Any = {name: RecStoreConstraints(sharding_types=["table_wise", "row_wise"]) for name in ALONE}
+    planner = RecStorePlanner(topology, 10, constraints=constraints, statistics=measured, debug=False)
+    model = EmbeddingBagCollection(configs, device=torch.device("meta"))
+    (module,) = planner.plan(model, [RecStoreSharder(optimizer=Adam())]).plan.values()
+    assert {name: [sharding.sharding_type, sharding.ranks] for name, sharding in module.items()} == {
+        table["table"]: [table["sharding_type"], table["ranks"]] for table in now["tables"]
+    }
+
+
+def test_stated_rows_count_first(folder: Path) -> None:
+    """Rows, growth and bounds of the file of tables count before those of a run and of a sample."""
+    stated = {
+        "user": {**ALONE["user"], "rows": 5000, "rows_per_day": 100},
+        "item": {**ALONE["item"], "max_rows": 30},
+    }
+    days = ["--days", "3", "--samples-per-day", "1000", "--samples-per-step", "20", "--json"]
+    flags = [*sample(folder, {"optimizer": {"name": "SGD"}, "tables": stated}), "--batch-size", "10", *days]
+    for sources in ((), ("run",)):
+        tables = json.loads(plan(folder, *flags, sources=sources).stdout)["tables"]
+        rows = {table["table"]: (table["rows"], table["rows_later"], table["rows_of_sample"]) for table in tables}
+        assert rows == {"item": (30, 30, not sources), "user": (5000, 5300, False)}
+    # Memory is that of the stated dim and type, and not of those of the checkpoint.
+    sizes = []
+    for dim in (16, 64):
+        flags = sample(folder, {"tables": {"user": {"dim": dim, "rows": 100_000}}})[2:]
+        found = json.loads(plan(folder, *flags, "--json").stdout)
+        sizes.append(sum(rank["memory_bytes"] for rank in found["ranks"]))
+    assert sizes[1] - sizes[0] >= 100_000 * (64 - 16) * 4
+
+
+@pytest.mark.parametrize(
+    ("tables", "says"),
+    [
+        ({"user": ALONE["user"], "item": {"features": ["i"]}}, "the dim of table 'item' is not known: state dim, or"),
+        (
+            {"user": ALONE["user"], "item": {"dim": 8}},
+            "table 'item': rows is not known: pass a checkpoint or a Parquet",
+        ),
+        ({"user": {"dim": 8}}, "tables.json: no table has features, the columns of the Parquet file"),
+        ({"user": {"features": ["k"], "dim": 8}}, "clicks.parquet has no column 'k'"),
+        (
+            {"user": {**ALONE["user"], "rows": 9}},
+            "table 'user': rows_per_step is not known: pass the folder of a run with several checkpoints, or state "
+            "rows_per_day in the file of tables",
+        ),
+    ],
+)
+def test_what_a_sample_lacks(tables: Any, says: str, tmp_path: Path) -> None:
+    (tmp_path / "hosts.json").write_text(json.dumps(HOSTS))
+    flags = sample(tmp_path, {"optimizer": {"name": "SGD"}, "tables": tables})
+    days = ["--days", "1", "--samples-per-day", "100"]
+    assert says in refusal(plan(tmp_path, *flags, *days, "--batch-size", "20", sources=()))
+
+
+@pytest.mark.parametrize(
+    ("column", "says"),
+    [
         ([0.5] * 40, "column 'u' must have integers, strings, or lists of them, got 0.5"),
         ([True] * 40, "column 'u' must have integers, strings, or lists of them, got True"),
         (pa.array([2**63] * 40, pa.uint64()), f"column 'u' has the id {2**63}, and ids are signed integers of 64 bits"),
-    ):
-        pq.write_table(pa.table({**rows, "u": column}), folder / "clicks.parquet")
-        assert says in plan(folder, *sample, "--batch-size", "20", sources=("run",)).stderr
+    ],
+)
+def test_ids_of_a_sample_that_are_refused(column: Any, says: str, tmp_path: Path) -> None:
+    (tmp_path / "hosts.json").write_text(json.dumps(HOSTS))
+    flags = sample(tmp_path, {"optimizer": {"name": "SGD"}, "tables": ALONE}, {**CLICKS, "u": column})
+    assert says in refusal(plan(tmp_path, *flags, "--batch-size", "20", sources=()))
 
 
 def test_refusals(folder: Path) -> None:
+    days = ("--days", "3", "--samples-per-day", "900")
     for arguments, sources, says in (
         ((), ("run",), "error: table 'item': ids_per_sample is not known: pass statistics of batches"),
         ((), ("sample.json",), "error: no SOURCE is a checkpoint or a run"),
+        ((), (), "error: no SOURCE is a checkpoint or a run"),
         ((), ("nothing",), "nothing"),
-        (("--days", "3"), ("run", "sample.json"), "error: --days needs --steps-per-day"),
+        (("--days", "3"), ("run", "sample.json"), "error: --days needs --samples-per-day"),
+        (days, ("run", "sample.json"), "error: table 'item': a SOURCE tells its growth for a step: pass --samples-per"),
         (
-            ("--days", "3", "--steps-per-day", "9"),
+            days,
             ("run/step-1", "sample.json"),
             "error: table 'item': rows_per_step is not known: pass the folder of a run with several checkpoints",
         ),
         (("--ranks", "3"), ("run", "sample.json"), "error: 3 ranks do not fill hosts with 2 ranks each"),
     ):
-        refused = plan(folder, *arguments, sources=sources)
-        assert (refused.exit_code, refused.stderr.count("\n")) == (2, 1), refused.stderr
-        assert refused.stdout == ""
-        assert says in refused.stderr
+        assert says in refusal(plan(folder, *arguments, sources=sources))
     (folder / "hosts.json").write_text(json.dumps({**HOSTS, "memory_per_rank_bytes": 100}))
-    refused = plan(folder)
-    assert (refused.exit_code, refused.stderr.count("\n")) == (2, 1)
-    assert "needs at least" in refused.stderr
+    assert "needs at least" in refusal(plan(folder))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -16,39 +17,52 @@ from torchrec_recstore.commands.output import AsJson, errors_in_one_line, in_ord
 if TYPE_CHECKING:
     from torchrec_recstore.planner.forecasts import Forecast, ForecastTable
     from torchrec_recstore.planner.statistics import TableStatistics
+    from torchrec_recstore.planner.table_files import TableFile
 
 
 def plan(
-    sources: Annotated[
-        list[Path],
-        typer.Argument(
-            metavar="SOURCE...",
-            help="Checkpoints, folders of a run's checkpoints, and files of statistics. The first that knows a number "
-            "counts. The tables are those of the first checkpoint or run.",
-            show_default=False,
-        ),
-    ],
     topology: Annotated[
         Path, typer.Option(metavar="FILE", help="JSON file with the hosts and the network.", show_default=False)
     ],
     ranks: Annotated[int, typer.Option(min=1, help="Number of ranks.", show_default=False)],
-    batch_size: Annotated[int, typer.Option(min=1, help="Samples of one rank in a step.")] = 512,
-    days: Annotated[float, typer.Option(min=0, help="Days of growth for which memory is planned.")] = 0,
-    steps_per_day: Annotated[
-        int | None,
-        typer.Option(min=1, help="Training steps of the measured run in a day, for --days.", show_default=False),
+    sources: Annotated[
+        list[Path] | None,
+        typer.Argument(
+            metavar="SOURCE",
+            help="Checkpoints, folders of a run's checkpoints, and files of statistics. The first that knows a number "
+            "counts. The tables are those of the first checkpoint or run, and of --tables.",
+            show_default=False,
+        ),
+    ] = None,
+    tables: Annotated[
+        Path | None,
+        typer.Option(
+            metavar="FILE",
+            help="JSON file with the optimizer, and with features, dim, dtype, rows, rows_per_day and max_rows of "
+            "each table. Its numbers count before those of a SOURCE.",
+            show_default=False,
+        ),
     ] = None,
     parquet: Annotated[
         Path | None,
         typer.Option(
             metavar="FILE",
-            help="Parquet file with a sample of training rows, whose ids and times are measured. Needs --features.",
+            help="Parquet file with a sample of training rows, whose ids and times are measured. Needs the features of "
+            "--tables.",
             show_default=False,
         ),
     ] = None,
-    features: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE", help="JSON file with the list of columns of each table.", show_default=False),
+    batch_size: Annotated[int, typer.Option(min=1, help="Samples of one rank in a step.")] = 512,
+    days: Annotated[float, typer.Option(min=0, help="Days of growth for which memory is planned.")] = 0,
+    samples_per_day: Annotated[
+        int | None,
+        typer.Option(min=1, help="Training samples in a day, for --days.", show_default=False),
+    ] = None,
+    samples_per_step: Annotated[
+        int | None,
+        typer.Option(
+            min=1, help="Samples of all ranks in a step of the measured run, for its growth.", show_default=False
+        ),
     ] = None,
     statistics_out: Annotated[
         Path | None,
@@ -64,7 +78,7 @@ def plan(
     is that of RecStorePlanner with the same statistics, with table_wise and row_wise tables. The dense part is not
     counted.
 
-    Example: recstore plan run sample.json --topology hosts.json --ranks 8
+    Example: recstore plan --parquet clicks.parquet --tables tables.json --topology hosts.json --ranks 8
 
     Exit status: 0, or 2 if a number is not known or the tables do not fit. One line on stderr then names the table.
     """
@@ -73,22 +87,19 @@ def plan(
         from torchrec_recstore.planner.statistics import write_statistics
 
         machines = read_machines(topology)
-        if days and steps_per_day is None:
-            raise ValueError("--days needs --steps-per-day, the training steps of the measured run in a day")
-        if (parquet is None) != (features is None):
-            raise ValueError("--parquet and --features need each other")
-        tables, known = _read(sources)
-        if parquet is not None and features is not None:
-            known = _measured(tables, known, parquet, features, batch_size)
-        known = {name: each for name, each in known.items() if name in tables}
-        steps = round(days * (steps_per_day or 0))
-        found = forecast(tables, known, machines, ranks, batch_size, steps)
+        if days and samples_per_day is None:
+            raise ValueError("--days needs --samples-per-day, the number of training samples in a day")
+        planned, known, of_sample = _inputs(
+            sources or [], tables, parquet, batch_size, samples_per_day, samples_per_step
+        )
+        steps = round(days * (samples_per_day or 0) / (samples_per_step or batch_size))
+        found = forecast(planned, known, machines, ranks, batch_size, steps)
         if statistics_out is not None:
             write_statistics(statistics_out, known)
     if as_json:
-        print_json(_as_json(found))
+        print_json(_as_json(found, of_sample))
     else:
-        _print(found, days)
+        _print(found, days, of_sample)
 
 
 @contextmanager
@@ -105,40 +116,82 @@ def _without_warnings() -> Iterator[None]:
             logger.setLevel(level)
 
 
-def _read(sources: list[Path]) -> tuple[dict[str, ForecastTable], dict[str, TableStatistics]]:
-    """Returns the tables of the first checkpoint, and the statistics of all sources."""
+def _inputs(
+    sources: list[Path],
+    tables: Path | None,
+    parquet: Path | None,
+    batch_size: int,
+    samples_per_day: int | None,
+    samples_per_step: int | None,
+) -> tuple[dict[str, ForecastTable], dict[str, TableStatistics], set[str]]:
+    """Returns the tables, their statistics, and the names of the tables whose rows are the ids of the sample."""
+    from torchrec_recstore.planner.statistics import combined_statistics, read_statistics
+    from torchrec_recstore.planner.table_files import TableFile, read_table_file
+
+    if parquet is not None and tables is None:
+        raise ValueError("--parquet needs --tables, a JSON file with the features of each table")
+    known = combined_statistics(*(read_statistics(path) for path in sources))
+    saved = _saved_tables(sources)
+    if tables is None and not saved:
+        raise ValueError("no SOURCE is a checkpoint or a run, from which the tables are read: pass one, or --tables")
+    file = TableFile("", {}) if tables is None else read_table_file(tables)
+    planned = file.with_saved(saved)
+    if samples_per_day is not None and samples_per_step is None:
+        stated = {name for name, table in file.tables.items() if table.rows_per_day is not None}
+        for name, table in known.items():
+            if name in planned and name not in stated and table.rows_per_step is not None:
+                raise ValueError(
+                    f"table {name!r}: a SOURCE tells its growth for a step: pass --samples-per-step, the number of "
+                    "samples of all ranks in a step of the measured run"
+                )
+    per_step = samples_per_step or batch_size
+    known = combined_statistics(file.statistics(samples_per_day and samples_per_day / per_step), known)
+    of_sample: set[str] = set()
+    if parquet is not None:
+        known, of_sample = _measured(planned, known, file, parquet, batch_size, per_step)
+    return planned, {name: each for name, each in known.items() if name in planned}, of_sample
+
+
+def _saved_tables(sources: list[Path]) -> dict[str, ForecastTable]:
+    """Returns the tables of the first checkpoint or run. Files of statistics have none."""
     from torchrec_recstore.checkpoint.info import METADATA, read_info
     from torchrec_recstore.planner.forecasts import tables_of
-    from torchrec_recstore.planner.statistics import combined_statistics, read_statistics
 
-    tables: dict[str, ForecastTable] = {}
     for path in sources:
-        if path.is_dir() and not tables:
+        if path.is_dir():
             inside = [path] if (path / METADATA).is_file() else [each.parent for each in path.glob(f"*/{METADATA}")]
             if inside:
-                tables = tables_of(max((read_info(each) for each in inside), key=lambda info: info.step))
-    known = combined_statistics(*(read_statistics(path) for path in sources))
-    if not tables:
-        raise ValueError("no SOURCE is a checkpoint or a run, and the tables and their optimizer are read from these")
-    return tables, known
+                return tables_of(max((read_info(each) for each in inside), key=lambda info: info.step))
+    return {}
 
 
 def _measured(
     tables: dict[str, ForecastTable],
     known: dict[str, TableStatistics],
+    file: TableFile,
     parquet: Path,
-    features: Path,
     batch_size: int,
-) -> dict[str, TableStatistics]:
-    """Returns the statistics with those of a Parquet file. What the sources know counts first."""
-    from torchrec_recstore.planner.samples import read_features, sample_statistics
+    samples_per_step: int,
+) -> tuple[dict[str, TableStatistics], set[str]]:
+    """Returns the statistics with those of a Parquet file, and the names of the tables whose rows are its distinct ids.
+
+    What is known before counts first. If the rows of a table are known, the sample does not tell its growth: the sample
+    does not tell which of its ids have a row already.
+    """
+    from torchrec_recstore.planner.samples import sample_statistics
     from torchrec_recstore.planner.statistics import combined_statistics
 
-    columns = read_features(features, tables)
-    return combined_statistics(known, sample_statistics(tables, columns, parquet, batch_size))
+    columns = {name: table.features for name, table in file.tables.items() if table.features}
+    if not columns:
+        raise ValueError(f"{file.path}: no table has features, the columns of the Parquet file")
+    sampled = sample_statistics(tables, columns, parquet, batch_size, samples_per_step)
+    of_sample = {name for name in sampled if name not in known or known[name].rows is None}
+    for name in sampled.keys() - of_sample:
+        sampled[name] = replace(sampled[name], rows=None, rows_per_step=None)
+    return combined_statistics(known, sampled), of_sample
 
 
-def _as_json(found: Forecast) -> dict[str, Any]:
+def _as_json(found: Forecast, of_sample: set[str]) -> dict[str, Any]:
     return {
         "step_ms": found.step_ms,
         "limit": found.limit,
@@ -150,6 +203,7 @@ def _as_json(found: Forecast) -> dict[str, Any]:
                 "ranks": list(table.ranks),
                 "rows": table.rows,
                 "rows_later": table.rows_later,
+                "rows_of_sample": table.name in of_sample,
             }
             for table in found.tables
         ],
@@ -171,7 +225,7 @@ def _as_json(found: Forecast) -> dict[str, Any]:
     }
 
 
-def _print(found: Forecast, days: float) -> None:
+def _print(found: Forecast, days: float, of_sample: set[str]) -> None:
     later = [f"in {days:g} days"] if days else []
     shown = table_of(["table", "sharding type", "ranks", "rows", *(f"rows {each}" for each in later)])
     for name, table in in_order({table.name: table for table in found.tables}):
@@ -193,6 +247,10 @@ def _print(found: Forecast, days: float) -> None:
     why = f": with more memory, a step takes {found.boundless_step_ms:.3f} ms" if found.limit == "memory" else ""
     out.print(f"step   {found.step_ms:.3f} ms on the slowest rank", highlight=False)
     out.print(f"limit  {found.limit}{why}", highlight=False)
+    if of_sample:
+        names = ", ".join(name for name, _ in in_order(dict.fromkeys(of_sample)))
+        growth = ", and their growth is that of its second half" if days else ""
+        out.print(f"rows   those of {names} are the distinct ids of the sample{growth}", highlight=False)
 
 
 def _ranges(ranks: tuple[int, ...]) -> str:

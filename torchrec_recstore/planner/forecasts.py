@@ -21,7 +21,7 @@ from torchrec_recstore.checkpoint.info import CheckpointInfo
 from torchrec_recstore.encoding import check_fields
 from torchrec_recstore.optim import Optimizer
 from torchrec_recstore.options import TableOptions
-from torchrec_recstore.planner.constraints import RecStoreConstraints
+from torchrec_recstore.planner.constraints import RecStoreConstraints, planned_rows
 from torchrec_recstore.planner.enumerators import RecStoreEnumerator
 from torchrec_recstore.planner.perf import milliseconds
 from torchrec_recstore.planner.planners import RecStorePlanner
@@ -31,13 +31,16 @@ from torchrec_recstore.planner.traffic import PlacedTable, rank_traffic
 from torchrec_recstore.sharders import RecStoreSharder
 from torchrec_recstore.table_configs import ROW_DTYPES
 
+DTYPES = tuple(str(dtype).removeprefix("torch.") for dtype in ROW_DTYPES.values())
+"""The data types of rows."""
+
 _VIRTUAL_ROWS = 2**40  # The measured rows count, and not this number.
 _BOUNDLESS = 2**60
 _SOURCES = {
-    "rows": "pass a checkpoint",
-    "ids_per_sample": "pass statistics of batches",
-    "ns_per_id": "pass statistics of batches that were measured with the optimizer",
-    "rows_per_step": "pass the folder of a run with several checkpoints",
+    "rows": "pass a checkpoint or a Parquet sample, or state rows in the file of tables",
+    "ids_per_sample": "pass statistics of batches, or a Parquet sample and the features of the table",
+    "ns_per_id": "pass statistics of batches that were measured with the optimizer, or a Parquet sample",
+    "rows_per_step": "pass the folder of a run with several checkpoints, or state rows_per_day in the file of tables",
 }
 
 
@@ -144,7 +147,7 @@ class ForecastTable:
 
 def table_config(name: str, table: ForecastTable, features: Sequence[str]) -> EmbeddingBagConfig:
     """Returns TorchRec's config of a table."""
-    types = {str(dtype).removeprefix("torch."): kind for kind, dtype in ROW_DTYPES.items()}
+    types = dict(zip(DTYPES, ROW_DTYPES, strict=True))
     return EmbeddingBagConfig(
         name=name,
         embedding_dim=table.dim,
@@ -170,8 +173,8 @@ class TableForecast:
         name: The name of the table.
         sharding_type: ``"table_wise"`` or ``"row_wise"``.
         ranks: The ranks of its shards.
-        rows: The number of its rows now, over all ranks.
-        rows_later: The number of its rows after the growth.
+        rows: The number of its rows now, over all ranks, at most ``max_rows``.
+        rows_later: The number of its rows after the growth, at most ``max_rows``.
     """
 
     name: str
@@ -290,9 +293,15 @@ def forecast(
     planned = _Planned.of(tables, later, machines, ranks, batch_size)
     boundless = _Planned.of(tables, later, replace(machines, memory_per_rank_bytes=_BOUNDLESS), ranks, batch_size)
     found = planned.rank_forecasts(now, machines, batch_size)
+    constraints = _constraints(tables)
     return Forecast(
         tables=tuple(
-            TableForecast(name, planned.types[name], planned.places[name], now[name].rows or 0, later[name].rows or 0)
+            TableForecast(
+                name,
+                planned.types[name],
+                planned.places[name],
+                *(planned_rows(constraints[name].options, _VIRTUAL_ROWS, each[name]) for each in (now, later)),
+            )
             for name in sorted(tables)
         ),
         ranks=tuple(found),

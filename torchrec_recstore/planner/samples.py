@@ -2,39 +2,17 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import torch
 import xxhash
 from torchrec import KeyedJaggedTensor
 
-from torchrec_recstore.encoding import check_fields
 from torchrec_recstore.planner.forecasts import ForecastTable, table_config
 from torchrec_recstore.planner.statistics import TableStatistics, measure_statistics
-
-
-def read_features(path: str | os.PathLike[str], tables: Mapping[str, ForecastTable]) -> dict[str, list[str]]:
-    """Reads a JSON object with the list of columns, the features, of each table.
-
-    Raises:
-        OSError: The file cannot be read.
-        ValueError: A table is missing or unknown, or has no list of names. The message names the file and the table.
-    """
-    try:
-        document: Any = json.loads(Path(path).read_bytes())
-        if not isinstance(document, dict):
-            raise ValueError("it is not a JSON object")
-        check_fields("it", document, list(tables), list(tables))
-        for name, columns in document.items():
-            if not isinstance(columns, list) or not columns or not all(isinstance(each, str) for each in columns):
-                raise ValueError(f"table {name!r} must have a list of columns, got {columns!r}")
-        return document
-    except ValueError as error:
-        raise ValueError(f"{path}: {error}") from error
 
 
 def sample_statistics(
@@ -42,14 +20,21 @@ def sample_statistics(
     columns: Mapping[str, Sequence[str]],
     parquet: str | os.PathLike[str],
     batch_size: int,
+    samples_per_step: int,
 ) -> dict[str, TableStatistics]:
     """Measures tables with the rows of a Parquet file, on this machine. See :func:`measure_statistics`.
 
+    The rows of a table and their growth are those of a training on the file that begins with empty tables: ``rows``
+    is the number of distinct ids of the file, and ``rows_per_step`` that of the ids which only the second half of the
+    batches has, for each step of this half. With one batch, ``rows_per_step`` is None.
+
     Args:
         tables: The tables by name.
-        columns: The columns of ids of each table: integers, strings, or lists of them. A missing value is no id.
+        columns: The columns of ids of each table that is measured: integers, strings, or lists of them. A missing value
+            is no id.
         parquet: The file. Its last rows that are less than a batch do not count.
         batch_size: The rows of a batch.
+        samples_per_step: The samples of a step, in which the growth is counted.
 
     Raises:
         OSError: The file cannot be read.
@@ -60,19 +45,33 @@ def sample_statistics(
     batches = list(_batches(Path(parquet), names, batch_size))
     if not batches:
         raise ValueError(f"{parquet} has no whole batch of {batch_size} rows")
+    later = len(batches) // 2
+    steps = later * batch_size / samples_per_step
     found: dict[str, TableStatistics] = {}
-    for name, table in tables.items():
-        found |= measure_statistics([table_config(name, table, columns[name])], batches, table.optimizer)
+    for name, features in columns.items():
+        config = table_config(name, tables[name], features)
+        (measured,) = measure_statistics([config], batches, tables[name].optimizer).values()
+        rows = _distinct(batches, features)
+        growth = (rows - _distinct(batches[:-later], features)) / steps if later else None
+        found[name] = replace(measured, rows=rows, rows_per_step=growth)
     return found
+
+
+def _distinct(batches: Sequence[KeyedJaggedTensor], features: Sequence[str]) -> int:
+    return len(torch.unique(torch.cat([batch[name].values() for batch in batches for name in features])))
 
 
 def _batches(path: Path, names: list[str], batch_size: int) -> Iterator[KeyedJaggedTensor]:
     try:
+        import pyarrow as pa  # type: ignore[import-untyped]
         import pyarrow.parquet as pq  # type: ignore[import-untyped]
     except ModuleNotFoundError:
         raise ValueError("pyarrow is missing: pip install 'torchrec-recstore[parquet]'") from None
     with path.open("rb") as opened:
-        file = pq.ParquetFile(opened)
+        try:
+            file = pq.ParquetFile(opened)
+        except pa.ArrowInvalid as error:
+            raise ValueError(f"{path} is not a Parquet file: {error}") from error
         if missing := [name for name in names if name not in file.schema_arrow.names]:
             raise ValueError(f"{path} has no column {missing[0]!r}")
         for batch in file.iter_batches(batch_size, columns=names):
