@@ -170,6 +170,19 @@ def test_the_time_of_a_sharding_type_counts_once() -> None:
     assert (small.limit, small.ranks[0].limit) == ("torchrec", "torchrec")
 
 
+def test_the_latency_counts_for_each_collective() -> None:
+    """Each sharding type has five collectives, so that latency also decides against a second type."""
+    machines = replace(MACHINES, table_wise_ms=0.0, row_wise_ms=0.0)
+    tables = {"large": replace(MEASURED, ids_per_sample=(40.0,)), **dict.fromkeys(("a", "b", "c"), MEASURED)}
+    near, far = (of_tables(replace(machines, latency_ms=ms), 2, **tables) for ms in (0.0, 0.6))
+    assert {table.sharding_type for table in near.tables} == {"table_wise", "row_wise"}
+    assert {table.sharding_type for table in far.tables} == {"row_wise"}
+    farther = of_tables(replace(machines, latency_ms=1.6), 2, **tables)
+    for rank, later in zip(far.ranks, farther.ranks, strict=True):
+        assert later.network_ms - rank.network_ms == pytest.approx(5 * 1.0)
+    assert of_tables(replace(machines, latency_ms=1.0), 1, **tables).ranks[0].network_ms == 0
+
+
 @pytest.mark.parametrize(
     ("missing", "says"),
     [
@@ -222,13 +235,15 @@ def test_topology_files(tmp_path: Path) -> None:
     }
     path.write_text(json.dumps(document))
     assert read_machines(path) == Machines(8, 64_000_000_000, 1e10, 3.125e9)
-    path.write_text(json.dumps({**document, "table_wise_ms": 0, "row_wise_ms": 1.5}))
+    path.write_text(json.dumps({**document, "table_wise_ms": 0, "row_wise_ms": 1.5, "latency_ms": 0.025}))
     assert read_machines(path).sharding_type_ms == {"table_wise": 0, "row_wise": 1.5}
+    assert read_machines(path).latency_ms == 0.025
     for change, says in (
         ({"ranks_per_host": 0}, "ranks_per_host must be a whole number above 0, got 0"),
         ({"memory_per_rank_bytes": 1.5}, "memory_per_rank_bytes must be a whole number above 0, got 1.5"),
         ({"within_host_bytes_per_s": "10G"}, "within_host_bytes_per_s must be a finite number above 0, got '10G'"),
         ({"row_wise_ms": -1}, "row_wise_ms must be a finite number above 0, got -1"),
+        ({"latency_ms": -0.1}, "latency_ms must be a finite number above 0, got -0.1"),
         ({"latency": 1}, "'latency'"),
     ):
         path.write_text(json.dumps({**document, **change}))

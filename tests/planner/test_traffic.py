@@ -20,7 +20,7 @@ from torchrec.distributed.types import ShardingPlan
 from tests.distributed.workers import run_on_ranks
 from tests.sharders.models import bag
 from torchrec_recstore import RecStoreConstraints, RecStorePlanner, RecStoreSharder
-from torchrec_recstore.planner.traffic import COLLECTIVES, PlacedTable, RankTraffic, rank_traffic
+from torchrec_recstore.planner.traffic import COLLECTIVES, STEP_COLLECTIVES, PlacedTable, RankTraffic, rank_traffic
 
 BATCH, ROWS = 8, 64
 FEATURES = {"whole": ("a", "b"), "rows": ("c", "d", "e"), "columns": ("f",)}
@@ -38,6 +38,7 @@ class Counted:
     def __init__(self, rank: int, ranks: int) -> None:
         self.sent: Counter[str] = Counter()
         self.received: Counter[str] = Counter()
+        self.calls = 0
         self.backward = False
         self._rank, self._ranks = rank, ranks
         for name in ("all_to_all_single", "reduce_scatter_tensor", "all_gather_into_tensor", "all_reduce"):
@@ -62,6 +63,7 @@ class Counted:
         else:
             kind = name
             sent = received = size(bound["tensor"])
+        self.calls += 1
         self.sent[kind] += sent
         self.received[kind] += received
         return original(*args, **kwargs)
@@ -138,6 +140,8 @@ def compare(rank: int, ranks: int, *, weighted: bool) -> None:
         "partial sums": [("rows", "partial sums")],
         "gradients of sums": [("rows", "gradients")],
     }
+    # Each sharding type runs its own collectives, and one more for weights.
+    assert counted.calls == len(KINDS) * (STEP_COLLECTIVES + weighted)
     for got, direction in ((counted.sent, "sent"), (counted.received, "received")):
         assert got == {
             kind: sum(getattr(stated[of][name], direction) for of, name in parts) for kind, parts in expected.items()

@@ -27,7 +27,7 @@ from torchrec_recstore.planner.perf import milliseconds
 from torchrec_recstore.planner.planners import RecStorePlanner
 from torchrec_recstore.planner.refining import REFINED, SHARDING_TYPE_MS
 from torchrec_recstore.planner.statistics import TableStatistics
-from torchrec_recstore.planner.traffic import PlacedTable, rank_traffic
+from torchrec_recstore.planner.traffic import STEP_COLLECTIVES, PlacedTable, rank_traffic
 from torchrec_recstore.sharders import RecStoreSharder
 from torchrec_recstore.table_configs import ROW_DTYPES
 
@@ -56,6 +56,7 @@ class Machines:
         table_wise_ms: The milliseconds of a step that table-wise sharding takes on every rank of several, whatever the
             tables are. The default was measured: see ``SHARDING_TYPE_MS``.
         row_wise_ms: The same of row-wise sharding.
+        latency_ms: The milliseconds that a collective takes besides the time of its bytes. Default: 0.
 
     Raises:
         ValueError: A number is not finite, or not above 0; milliseconds may be 0. The message names it.
@@ -67,6 +68,7 @@ class Machines:
     between_hosts_bytes_per_s: float
     table_wise_ms: float = SHARDING_TYPE_MS["table_wise"]
     row_wise_ms: float = SHARDING_TYPE_MS["row_wise"]
+    latency_ms: float = 0.0
 
     def __post_init__(self) -> None:
         for each in fields(self):
@@ -86,6 +88,11 @@ class Machines:
     def sharding_type_ms(self) -> dict[str, float]:
         """The milliseconds of a step by sharding type."""
         return {"table_wise": self.table_wise_ms, "row_wise": self.row_wise_ms}
+
+    @property
+    def type_latency_ms(self) -> float:
+        """The milliseconds that the collectives of a sharding type wait in a step."""
+        return STEP_COLLECTIVES * self.latency_ms
 
     def topology(self, ranks: int) -> Topology:
         """Returns TorchRec's topology of a number of ranks.
@@ -192,8 +199,8 @@ class RankForecast:
         rank: The rank.
         lookups_ms: The milliseconds of lookups and updates.
         network_ms: The milliseconds of the exchange with other ranks: the larger of ``sent_bytes`` and
-            ``received_bytes`` within the host, and between hosts, at the speeds of the network. gloo sends partial sums
-            twice.
+            ``received_bytes`` within the host, and between hosts, at the speeds of the network, and the latency of each
+            collective. gloo sends partial sums twice.
         torchrec_ms: The milliseconds of TorchRec's own work for the sharding types of the plan. It is the same on all
             ranks, and 0 if there is one rank.
         sent_bytes: The bytes to other ranks in a step, before what a library adds.
@@ -344,7 +351,7 @@ class _Planned:
             storage_reservation=FixedPercentageStorageReservation(0.0),
             debug=False,
             statistics=statistics,
-            sharding_type_ms=machines.sharding_type_ms,
+            sharding_type_ms={kind: ms + machines.type_latency_ms for kind, ms in machines.sharding_type_ms.items()},
         )
         try:
             plan = planner.plan(_model(tables, statistics), [_sharder(tables)])
@@ -388,7 +395,9 @@ class _Planned:
                 lookups_ms[rank] += later.perf.fwd_compute + later.perf.bwd_compute
                 memory[rank] += shard.storage.ddr
                 memory_later[rank] += later.storage.ddr
-        each_type_ms = [ms for kind, ms in machines.sharding_type_ms.items() if kind in self.types.values()]
+        types = set(self.types.values()) if self.topology.world_size > 1 else set()
+        latency_ms = len(types) * machines.type_latency_ms
+        torchrec_ms = sum(machines.sharding_type_ms[kind] for kind in sorted(types))
         found = []
         for rank in range(self.topology.world_size):
             exchanged = rank_traffic(placed, rank, self.topology.world_size, batch_size, self.topology.local_world_size)
@@ -396,8 +405,9 @@ class _Planned:
                 RankForecast(
                     rank=rank,
                     lookups_ms=lookups_ms[rank],
-                    network_ms=sum(milliseconds(each, *machines.bytes_per_ms, "cpu") for each in exchanged),
-                    torchrec_ms=sum(each_type_ms) if self.topology.world_size > 1 else 0.0,
+                    network_ms=latency_ms
+                    + sum(milliseconds(each, *machines.bytes_per_ms, "cpu") for each in exchanged),
+                    torchrec_ms=torchrec_ms,
                     sent_bytes=sum(each.sent for each in exchanged),
                     received_bytes=sum(each.received for each in exchanged),
                     memory_bytes=memory[rank],

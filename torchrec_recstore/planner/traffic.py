@@ -14,6 +14,10 @@ OUTPUTS: tuple[Collective, ...] = ("pooled", "partial sums")
 SHARDING_TYPES = ("table_wise", "column_wise", "row_wise")
 """The sharding types whose bytes are known."""
 
+STEP_COLLECTIVES = 5
+"""The collectives of a step that a sharding type of a collection without weights runs: one for each of ``"splits"``,
+``"lengths"``, ``"ids"``, one of ``OUTPUTS``, and ``"gradients"``."""
+
 ID_BYTES = SPLIT_BYTES = 8
 WEIGHT_BYTES = 4
 
