@@ -242,8 +242,8 @@ def test_topology_files(tmp_path: Path) -> None:
         ({"ranks_per_host": 0}, "ranks_per_host must be a whole number above 0, got 0"),
         ({"memory_per_rank_bytes": 1.5}, "memory_per_rank_bytes must be a whole number above 0, got 1.5"),
         ({"within_host_bytes_per_s": "10G"}, "within_host_bytes_per_s must be a finite number above 0, got '10G'"),
-        ({"row_wise_ms": -1}, "row_wise_ms must be a finite number above 0, got -1"),
-        ({"latency_ms": -0.1}, "latency_ms must be a finite number above 0, got -0.1"),
+        ({"row_wise_ms": -1}, "row_wise_ms must be a finite number of at least 0, got -1"),
+        ({"latency_ms": -0.1}, "latency_ms must be a finite number of at least 0, got -0.1"),
         ({"latency": 1}, "'latency'"),
     ):
         path.write_text(json.dumps({**document, **change}))

@@ -74,9 +74,10 @@ class Machines:
         for each in fields(self):
             value = getattr(self, each.name)
             kinds = (int,) if each.type == "int" else (int, float)
-            zero = value == 0 and each.name.endswith("_ms")
-            if isinstance(value, bool) or not isinstance(value, kinds) or not (0 < value < math.inf or zero):
-                what = "a whole number above 0" if each.type == "int" else "a finite number above 0"
+            zero = each.name.endswith("_ms")  # may be 0
+            number = isinstance(value, kinds) and not isinstance(value, bool)
+            if not number or not (0 < value < math.inf or (zero and value == 0)):
+                what = f"a {'whole' if each.type == 'int' else 'finite'} number {'of at least' if zero else 'above'} 0"
                 raise ValueError(f"{each.name} must be {what}, got {value!r}")
 
     @property
