@@ -24,6 +24,7 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from statistics import harmonic_mean
 from typing import Annotated, Any, NamedTuple
 
 import numpy as np
@@ -260,12 +261,14 @@ def warm(points: list[dict[str, Any]]) -> list[dict[str, Any]]:
 def spread_of(points: list[dict[str, Any]], name: str, every: int) -> float:
     """Returns by how much a value leaves its median after the warm-up, at most, as a share of the median.
 
-    The value of an interval of ``every`` samples, the time between two checkpoints, is the mean of its points.
+    The value of an interval of ``every`` samples, the time between two checkpoints, is the mean of its points. The
+    speed of an interval is the harmonic mean, which is its samples over its time, because points have as many samples.
     """
     intervals: dict[int, list[float]] = {}
     for each in warm(points):
         intervals.setdefault((each["samples"] - 1) // every, []).append(each[name])
-    values = [float(np.mean(interval)) for interval in intervals.values()]
+    mean = harmonic_mean if name == "samples_per_second" else np.mean
+    values = [float(mean(interval)) for interval in intervals.values()]
     median = float(np.median(values))
     return max(abs(value - median) for value in values) / median
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from torchrec_recstore.options import RocksDBStore
-from torchrec_recstore.store import ColdStore, ColdStoreError, open_cold_store
+from torchrec_recstore.store import ColdStore, ColdStoreError, open_cold_store, rocksdb_store
 
 ROW_BYTES = 512
 
@@ -159,6 +159,39 @@ def wait_for_background_work(store: Any, work: tuple[str, ...] = _RUNNING + _PEN
     while any(store._db.property_int_value(f"rocksdb.{name}") for name in work):
         assert time.monotonic() < end
         time.sleep(0.01)
+
+
+@pytest.mark.parametrize("threads", [1, 2])
+def test_a_large_read_uses_two_threads_if_torch_may(monkeypatch: pytest.MonkeyPatch, threads: int) -> None:
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
+    readers = set()
+
+    def read(keys: list[int]) -> list[int]:
+        readers.add(threading.get_ident())
+        return [-key for key in keys]
+
+    for size in (0, 1, 127, 128, 1001):
+        readers.clear()
+        assert rocksdb_store._halved(read, list(range(size))) == [-key for key in range(size)]
+        assert len(readers) == (threads if size >= 128 else 1)
+
+
+@pytest.mark.parametrize("damaged", [0, 999])
+def test_a_read_that_fails_in_one_thread_ends_in_both(monkeypatch: pytest.MonkeyPatch, damaged: int) -> None:
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
+    ends = []
+
+    def read(keys: list[int]) -> list[int]:
+        try:
+            if damaged in keys:
+                raise ColdStoreError("damaged")
+            return keys
+        finally:
+            ends.append(keys[0])
+
+    with pytest.raises(ColdStoreError, match="damaged"):
+        rocksdb_store._halved(read, list(range(1000)))
+    assert sorted(ends) == [0, 500]
 
 
 @pytest.mark.parametrize("damage", ["cut", "changed"])

@@ -9,7 +9,8 @@ import re
 import shutil
 import time
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from functools import cache
 from itertools import islice
@@ -51,8 +52,11 @@ WRITE_BUFFER_BYTES = 2**24
 WRITE_BUFFERS = 3
 SHARED_WRITE_BYTES = 3 * 2**25
 BLOOM_BITS = 10
+WRITE_BUFFER_BLOOM = 1 / 128  # of the write buffer: 11 bits per row for rows of 140 bytes
+MERGED_FILES = 8
 _READ_BYTES = 2**25
 _SCAN_BYTES = 2**22
+_HALVED_READ = 128  # a read of this number of rows, or more, is divided between two threads
 # rocksdict 0.3.29 holds the GIL while it writes a batch. Small batches let other threads run in between.
 _WRITE_BYTES = 2**20
 _STALL_PAUSE_S = 0.002
@@ -193,7 +197,7 @@ class RocksDBColdStore:
     def _get_part(self, db: Rdict, ids: Tensor) -> tuple[Tensor, Tensor]:
         keys: list[Any] = split(id_bytes(ids))
         try:
-            values: Any = db.get(keys, b"")
+            values: Any = _halved(lambda some: db.get(some, b""), keys)
         except Exception as error:  # rocksdict raises Exception itself
             raise self._error("cannot be read", error) from error
         rows = join(values, self._row_bytes)
@@ -204,10 +208,10 @@ class RocksDBColdStore:
         check_ids(ids)
         check_rows(rows, "rows", (len(ids), self._row_bytes), [torch.uint8])
         self._prepare_write(len(ids) * (self._row_bytes + ID_BYTES))
-        for some_ids, some_rows in zip(
-            in_parts(ids, self._rows_a_write), in_parts(rows, self._rows_a_write), strict=True
-        ):
-            self._write(split(id_bytes(some_ids)), split(some_rows))
+        # The write buffer takes ascending keys in less than half of the time, because the keys next to each other are
+        # in the processor's caches. Merges are faster too, because the files of a large put have few keys in common.
+        for part in in_parts(ids.argsort(), self._rows_a_write):
+            self._write(split(id_bytes(ids[part])), split(rows[part]))
 
     def delete(self, ids: Tensor) -> None:
         """See :meth:`ColdStore.delete`."""
@@ -311,9 +315,31 @@ class RocksDBColdStore:
                 raise self._error("cannot be written", error) from error
 
 
+@cache
+def _reader() -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(1, "recstore-cold-reads")
+
+
+def _halved(read: Callable[[list[Any]], Any], keys: list[Any]) -> Any:
+    """Returns ``read(keys)``. A second thread reads half of them, if there are many and torch may use two threads."""
+    if len(keys) < _HALVED_READ or torch.get_num_threads() == 1:
+        return read(keys)
+    half = len(keys) // 2
+    try:
+        second = _reader().submit(read, keys[half:])
+    except RuntimeError:  # the interpreter exits, and starts no thread any more
+        return read(keys)
+    try:
+        values = read(keys[:half])
+    finally:
+        second.exception()  # the database may not be closed before both reads have ended
+    return values + second.result()
+
+
 def _lose_threads() -> None:
     """Prepares a forked process, in which RocksDB's threads do not exist although RocksDB's state says that they do."""
     global _threads
+    _reader.cache_clear()
     if _threads == "none":
         return
     _threads = "lost"
@@ -351,13 +377,16 @@ class _Scan(Iterator[tuple[Tensor, Tensor]]):
             raise StopIteration
         if self._items is None:
             raise ColdStoreError(f"{self._store} was closed, or reopened after an error, while it was scanned")
-        batch = list(islice(self._items, self._batch_rows))
-        if not batch:
+        keys, values = [], []
+        # A list of the pairs would start the garbage collector again and again: half of the processor time of a scan.
+        for key, value in islice(self._items, self._batch_rows):
+            keys.append(key)
+            values.append(value)
+        if not keys:
             self._check_complete()
             self.end()
             self._exhausted = True
             raise StopIteration
-        keys, values = zip(*batch, strict=True)
         self._last = keys[-1]
         return ids_of(join(keys, ID_BYTES)), join(values, self._row_bytes)
 
@@ -399,6 +428,11 @@ def _options() -> Options:
     options.set_write_buffer_manager(_write_buffers())
     options.set_write_buffer_size(WRITE_BUFFER_BYTES)
     options.set_max_write_buffer_number(WRITE_BUFFERS)
+    # Most ids of a read are not in the write buffers. Without a filter, their search took a third of the read's time.
+    options.set_memtable_prefix_bloom_ratio(WRITE_BUFFER_BLOOM)
+    options.set_memtable_whole_key_filtering(True)
+    # With the default, 4 files, merges took 1.4 times the processor time. The filters keep reads of more files fast.
+    options.set_level_zero_file_num_compaction_trigger(MERGED_FILES)
     options.set_compression_type(DBCompressionType.none())  # lz4 did not make 299 MB of floats smaller
     options.set_target_file_size_multiplier(2)  # larger files, because all files stay open
     options.set_keep_log_file_num(2)
