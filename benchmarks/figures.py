@@ -169,10 +169,10 @@ def other_figures(rows: list[dict[str, Any]]) -> list[tuple[str, ...]]:
                 ("training step during an async_save over a step without a save", f"{r['mean_step_over_alone']}x")
             )
         if r["benchmark"] == "plan":
-            what = f"plan of `recstore plan`, {r['ranks']} ranks: processor time of a step over the best of all"
             lines.append(
                 (
-                    f"{what} {r['plans']} plans, resident memory over the planned",
+                    f"`recstore plan`, ranks: {r['ranks']}: processor time of a step over that of the best plan, of "
+                    f"{r['plans']}; resident memory over the planned",
                     f"{r['chosen_over_best']:.2f}x, {r['memory_over_planned']:.2f}x",
                 )
             )

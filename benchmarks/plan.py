@@ -5,9 +5,9 @@
 The ranks are processes of this host with gloo and one thread each. The tables are measured first, by the processor time
 on all ranks together. The bandwidth is that of the processor time of an all-to-all, and the time of a sharding type is
 the processor time of steps with one sample. Each plan then trains, except for plans that differ by the numbers of the
-ranks alone. Prints one JSON row for each number of ranks: the processor time of a step on the slowest rank, of the chosen
-plan, of the best plan, of the worst plan, and as planned; and, for the rank where the difference is the largest, the
-resident memory of the rows, with their inputs and outputs, over what was planned.
+ranks alone. Prints one JSON row for each number of ranks: the processor time of a step on the slowest rank, of the
+chosen plan, of the best plan, of the worst plan, and as planned; and, for the rank where the difference is the largest,
+the resident memory of the rows, with their inputs and outputs, over what was planned.
 """
 
 from __future__ import annotations
