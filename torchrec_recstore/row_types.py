@@ -21,6 +21,9 @@ ROW_DTYPES = tuple(ROW_TYPES)
 STATE_TYPES: dict[torch.dtype, int] = {torch.float32: 0, torch.float16: 1}
 """The data types in which a table can store its optimizer state, and the values of ``StateType`` in csrc/config.h."""
 
+MOST_COLUMNS = 2**24
+"""The largest number of columns of a table: ``kMostColumns`` in csrc/ops/table.cpp."""
+
 GRID_BYTES = 8
 """The bytes of the scale and the bias of an 8-bit row."""
 _TOP, _UNIT = 255, 1 << 16

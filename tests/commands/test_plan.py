@@ -200,6 +200,7 @@ def test_stated_rows_count_first(folder: Path) -> None:
         ),
         ({"user": {"dim": 8}}, "tables.json: no table has features, the columns of the Parquet file"),
         ({"user": {"features": ["k"], "dim": 8}}, "clicks.parquet has no column 'k'"),
+        ({"t.user": ALONE["user"]}, "table 't.user' cannot be planned: the name of a TorchRec table has no '.'"),
         (
             {"user": {**ALONE["user"], "rows": 9}},
             "table 'user': rows_per_step is not known: pass the folder of a run with several checkpoints, or state "

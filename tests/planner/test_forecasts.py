@@ -203,7 +203,7 @@ def test_refusals() -> None:
         forecast({}, {}, MACHINES, 1, BATCH)
     with pytest.raises(ValueError, match="table 't': rows is not known"):
         forecast({"t": TABLE}, {}, MACHINES, 1, BATCH)
-    with pytest.raises(ValueError, match=r"table 'a\.t': tables of equal names"):
+    with pytest.raises(ValueError, match=r"table 'a\.t' cannot be planned: the name of a TorchRec table has no '\.'"):
         forecast({"a.t": TABLE}, {"a.t": MEASURED}, MACHINES, 1, BATCH)
     two = {"a": TABLE, "b": replace(TABLE, optimizer=SGD(lr=0.1))}
     with pytest.raises(ValueError, match=r"the same optimizer, but 'a' has RowWiseAdagrad.*, 'b' has SGD"):

@@ -229,6 +229,7 @@ def test_a_table_too_many_for_the_ranks_is_split() -> None:
         ({"grid_shard": 1.0}, "sharding_type_ms must have only table_wise and row_wise, got 'grid_shard'"),
         ({"row_wise": -1.0}, r"sharding_type_ms\['row_wise'\] must be a finite number of at least 0, got -1.0"),
         ({"row_wise": True}, r"sharding_type_ms\['row_wise'\] must be a finite number of at least 0, got True"),
+        ({"row_wise": 1.0}, "sharding_type_ms has no effect without the statistics of tables: pass statistics, too"),
     ],
 )
 def test_the_time_of_a_sharding_type_is_checked(milliseconds: dict[str, float], says: str) -> None:

@@ -64,6 +64,7 @@ def test_a_file_beside_a_checkpoint(tmp_path: Path) -> None:
         ({"tables": {"t": {"dims": 8}}}, "table 't' has the unknown field 'dims': the fields are features, dim, dtype"),
         ({"tables": {"t": {"dim": 0}}}, "table 't': dim must be a whole number from 1, got 0"),
         ({"tables": {"t": {"dim": 8.0}}}, "table 't': dim must be a whole number from 1, got 8.0"),
+        ({"tables": {"t": {"dim": 2**24 + 1}}}, r"table 't': dim must be at most 2\*\*24, got 16777217"),
         ({"tables": {"t": {"rows": True}}}, "table 't': rows must be a whole number from 0, got True"),
         ({"tables": {"t": {"rows_per_day": "5"}}}, "table 't': rows_per_day must be a finite number, got '5'"),
         ({"tables": {"t": {"max_rows": 0}}}, "table 't': max_rows must be a whole number from 1, got 0"),

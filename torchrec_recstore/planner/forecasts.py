@@ -154,7 +154,12 @@ class ForecastTable:
 
 
 def table_config(name: str, table: ForecastTable, features: Sequence[str]) -> EmbeddingBagConfig:
-    """Returns TorchRec's config of a table."""
+    """Returns TorchRec's config of a table.
+
+    Raises:
+        ValueError: The name has a point.
+    """
+    _check_name(name)
     types = dict(zip(DTYPES, ROW_DTYPES, strict=True))
     return EmbeddingBagConfig(
         name=name,
@@ -290,8 +295,7 @@ def forecast(
     if not tables:
         raise ValueError("there is no table to plan")
     for name in tables:
-        if "." in name:
-            raise ValueError(f"table {name!r}: tables of equal names in several collections cannot be planned")
+        _check_name(name)
         _check_known(name, statistics.get(name), steps)
     if len({table.optimizer for table in tables.values()}) > 1:
         each = ", ".join(f"{name!r} has {table.optimizer}" for name, table in tables.items())
@@ -315,6 +319,14 @@ def forecast(
         ranks=tuple(found),
         boundless_step_ms=max(rank.step_ms for rank in boundless.rank_forecasts(now, machines, batch_size)),
     )
+
+
+def _check_name(name: str) -> None:
+    if "." in name:
+        raise ValueError(
+            f"table {name!r} cannot be planned: the name of a TorchRec table has no '.', and a checkpoint has it in "
+            "the names of tables whose names are equal in several collections"
+        )
 
 
 def _check_known(name: str, known: TableStatistics | None, steps: int) -> None:

@@ -60,7 +60,7 @@ class RecStorePlanner(PlannerSeams):
 
     Raises:
         ValueError: ``statistics`` and ``enumerator`` are both set. The enumerator takes the statistics then. Or
-            ``sharding_type_ms`` has another sharding type, or a negative number.
+            ``sharding_type_ms`` has another sharding type, or a negative number, or there are no statistics.
     """
 
     def __init__(
@@ -74,6 +74,8 @@ class RecStorePlanner(PlannerSeams):
         if statistics and enumerator is not None:
             raise ValueError("statistics have no effect on the enumerator that is passed: pass them to the enumerator")
         check_sharding_type_ms(sharding_type_ms or {})
+        if sharding_type_ms is not None and not statistics and enumerator is None:
+            raise ValueError("sharding_type_ms has no effect without the statistics of tables: pass statistics, too")
         self._sharding_type_ms = sharding_type_ms
         self._statistics = dict(statistics or {})  # TorchRec's constructor makes the enumerator
         if statistics and len(args) < 6 and kwargs.get("partitioner") is None:

@@ -13,6 +13,7 @@ from typing import Any, get_args
 from torchrec_recstore.optim import Optimizer
 from torchrec_recstore.planner.forecasts import DTYPES, ForecastTable
 from torchrec_recstore.planner.statistics import TableStatistics
+from torchrec_recstore.row_types import MOST_COLUMNS
 
 _OPTIMIZERS = {kind.__name__: kind for kind in get_args(Optimizer)}
 
@@ -55,6 +56,8 @@ class StatedTable:
             if isinstance(value, bool) or not isinstance(value, kinds) or not math.isfinite(value) or value < least:
                 what = "a finite number" if name == "rows_per_day" else f"a whole number from {least}"
                 raise ValueError(f"{name} must be {what}, got {value!r}")
+        if self.dim is not None and self.dim > MOST_COLUMNS:
+            raise ValueError(f"dim must be at most 2**24, got {self.dim}")
 
 
 @dataclass(frozen=True)

@@ -12,9 +12,8 @@ import torch
 from torchrec_recstore.encoding import check_fields, decode, encode
 from torchrec_recstore.optim import Optimizer
 from torchrec_recstore.options import TableOptions
-from torchrec_recstore.row_types import ROW_DTYPES
+from torchrec_recstore.row_types import MOST_COLUMNS, ROW_DTYPES
 
-_MOST_COLUMNS = 2**24
 _LONGEST = 1 << 16
 
 
@@ -54,7 +53,7 @@ class TableSpec:
             raise TypeError(f"dim must be an int, got {type(self.dim).__name__}")
         if self.dim < 1:
             raise ValueError(f"dim must be at least 1, got {self.dim}")
-        if self.dim > _MOST_COLUMNS:
+        if self.dim > MOST_COLUMNS:
             raise ValueError("dim must be at most 2**24")
         if self.dtype not in ROW_DTYPES:
             raise ValueError(f"dtype must be one of {', '.join(map(str, ROW_DTYPES))}, got {self.dtype}")

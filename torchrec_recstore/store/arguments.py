@@ -10,7 +10,7 @@ from torch import Tensor
 from torchrec_recstore.ops import RowTensors
 from torchrec_recstore.optim import Optimizer
 from torchrec_recstore.options import TableOptions
-from torchrec_recstore.row_types import ROW_DTYPES, STATE_TYPES, as_stored, stored_columns, value_dtype
+from torchrec_recstore.row_types import MOST_COLUMNS, ROW_DTYPES, STATE_TYPES, as_stored, stored_columns, value_dtype
 
 
 def among(ids: Tensor, ascending: Tensor) -> Tensor:
@@ -170,6 +170,8 @@ def check_table(
         raise TypeError(f"dim must be an int, got {type(dim).__name__}")
     if dim < 1:
         raise ValueError(f"dim must be at least 1, got {dim}")
+    if dim > MOST_COLUMNS:
+        raise ValueError(f"dim must be at most 2**24, got {dim}")
     if dtype not in ROW_DTYPES:
         raise ValueError(f"dtype must be one of {', '.join(map(str, ROW_DTYPES))}, got {dtype}")
     if stochastic_rounding is not None and not isinstance(stochastic_rounding, bool):
