@@ -2,6 +2,8 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <cstdio>
+#include <deque>
 #include <limits>
 #include <random>
 #include <unordered_map>
@@ -146,6 +148,49 @@ void fill_and_drain(int64_t count, int64_t step) {
   check_equal(index, expected);
 }
 
+// The mean number of lines in which ids are searched that are not in the index.
+double lines_of_a_miss(const Index& index) {
+  constexpr int64_t kSearches = 20000;
+  double lines = 0;
+  for (int64_t id = 1; id <= kSearches; ++id) lines += static_cast<double>(index.lines_searched(-id));
+  return lines / kSearches;
+}
+
+// Old ids leave and as many new ones come, as in a table that evicts. Searches stay as short as in an index that was only
+// filled, also while the index grows.
+void searches_stay_short(int64_t count) {
+  Index index(13);
+  std::deque<int64_t> ids;
+  Oracle expected;
+  int64_t next = 0;
+  const auto fill = [&](int64_t some) {
+    for (; some > 0; --some, ++next) {
+      index.reserve(1);
+      index.insert(next, index.hash(next), static_cast<Slot>(next));
+      expected[next] = static_cast<Slot>(next);
+      ids.push_back(next);
+    }
+  };
+  fill(count);
+  const double fresh = lines_of_a_miss(index);
+  const int64_t bytes = index.bytes();
+  std::mt19937_64 random(1);
+  for (int64_t turns = 0; turns < 8 * count; turns += 500) {
+    for (int64_t i = 0; i < 500; ++i) {
+      std::swap(ids.front(), ids[random() % ids.size()]);
+      CHECK(index.erase(ids.front()) == expected.at(ids.front()));
+      expected.erase(ids.front());
+      ids.pop_front();
+    }
+    fill(500);
+  }
+  CHECK(index.bytes() == bytes);
+  const double later = lines_of_a_miss(index);
+  if (later > 1.1 * fresh) std::fprintf(stderr, "%.2f lines, and %.2f in a new index\n", later, fresh);
+  CHECK(later <= 1.1 * fresh);
+  check_equal(index, expected);
+}
+
 void parts_fill_in_parallel() {
   constexpr int64_t kCount = 200000;
   Index index(7);
@@ -211,6 +256,7 @@ int main() {
   random_stream(99, 50000, 200000);
   for (uint64_t seed = 0; seed < 32; ++seed) random_fill(seed);
   for (const int64_t step : {1, 1000, 100000}) fill_and_drain(100000, step);
+  for (const int64_t count : {20000, 23000, 25000}) searches_stay_short(count);
   parts_fill_in_parallel();
   parts_do_not_share_lines();
   crafted_ids();

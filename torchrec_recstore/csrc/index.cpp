@@ -17,6 +17,7 @@ constexpr uint32_t kAhead = 32;         // lines that are prefetched ahead while
 constexpr uint32_t kGrowth = 5;         // the index grows by one part in this many,
 constexpr uint32_t kLeastGrowth = 256;  // and by this many lines at least
 constexpr double kHaste = 2.0;          // it has grown when half of the new places are in use
+constexpr int32_t kMostSearched = 256;  // lines for each removal: about 6 are, if nobody has chosen the ids for the salt
 
 int64_t capacity(uint64_t lines) { return static_cast<int64_t>(static_cast<double>(lines) * kLineEntries * kMostFull); }
 uint64_t grown(uint64_t lines) { return lines + std::max<uint64_t>(lines / kGrowth, kLeastGrowth); }
@@ -50,6 +51,13 @@ Index::Place Index::find_place(int64_t id, uint64_t hash) const {
     }
     if (!line.passed()) return {l, -1};
   }
+}
+
+int64_t Index::lines_searched(int64_t id) const {
+  const uint32_t end = find_place(id, hash(id)).line;
+  int64_t lines = 1;
+  for (uint32_t l = view().home(position_of(hash(id))), step = kFirstStep; l < end; step = next_step(step), ++lines) l += step;
+  return lines;
 }
 
 std::optional<int64_t> Index::id_of(Slot slot, uint32_t position) const {
@@ -111,9 +119,44 @@ Slot Index::erase(int64_t id) noexcept {
   const uint64_t hash = this->hash(id);
   const Place place = find_place(id, hash);
   if (place.entry < 0) return kNoSlot;
+  const Slot slot = lines()[place.line].words[place.entry];
   take_out(place, view().home(position_of(hash)));
   --size_;
-  return lines()[place.line].words[place.entry];
+  fill(place);
+  return slot;
+}
+
+// Moves an entry that has passed the line of a free place to this place, then one to the place that the entry leaves,
+// and so on. Otherwise entries would stay far from home for ever, and in a table that removes as many rows as it makes,
+// searches would become longer and longer.
+void Index::fill(Place place) noexcept {
+  int32_t left = kMostSearched;
+  while (lines()[place.line].passed()) {
+    const Place from = passer_of(place.line, left);
+    if (from.entry < 0) return;
+    const int64_t id = lines()[from.line].ids[from.entry];
+    const Slot slot = lines()[from.line].words[from.entry];
+    const uint32_t home = view().home(position_of(hash(id)));
+    take_out(from, home);
+    put(place, home, id, slot);
+    place = from;
+  }
+}
+
+// Returns an entry that has passed this line, of the nearest home that has one. Each line that is searched is taken from
+// `left`, and if none is left, there is no entry.
+Index::Place Index::passer_of(uint32_t line, int32_t& left) const {
+  for (uint32_t home = line, back = kFirstStep;; home -= back, back = next_step(back)) {
+    for (uint32_t l = home, step = kFirstStep; lines()[l].passed(); step = next_step(step)) {
+      if (--left < 0) return {line, -1};
+      l += step;
+      if (l <= line) continue;
+      for (uint32_t used = lines()[l].used(); used != 0; used &= used - 1) {
+        const int entry = __builtin_ctz(used);
+        if (view().home(position_of(hash(lines()[l].ids[entry]))) == home) return {l, entry};
+      }
+    }
+  }
 }
 
 // Makes room for `count` inserts: an insert goes beyond the last line that was ever used by kMostStep lines at most, and

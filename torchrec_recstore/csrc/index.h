@@ -19,8 +19,9 @@ namespace recstore {
 // fifth, the index moves entries to their new homes from the highest position down, in place and a few lines at a time,
 // so that the growth takes place during the inserts that need it, and the index is equally full at every size.
 //
-// A search ends at a line that no entry has passed. Therefore a removed entry leaves only a free place, and entries
-// move when the index grows and at no other time.
+// A search ends at a line that no entry has passed. A removed entry leaves its place to an entry that has passed the
+// line, so that searches do not become longer when entries are removed and made again and again. At no other time but
+// this and growth do entries move.
 //
 // Every int64 is a legal id. Thread safety: any number of concurrent calls of const functions; or, after reserve(),
 // parallel calls of insert_within_part() for different parts.
@@ -61,6 +62,9 @@ class Index {
   int64_t size() const { return size_; }
   // Memory in use. A few lines after the last home are not counted, because their number depends on the salt.
   int64_t bytes() const { return int64_t{lines_above_} * static_cast<int64_t>(sizeof(IndexLine)); }
+
+  // Number of lines that a search for this id reads, for tests.
+  int64_t lines_searched(int64_t id) const;
 
   // Number of positions that contain this many entries on average; at least 1.
   uint64_t positions(int64_t entries) const;
@@ -118,6 +122,8 @@ class Index {
   }
   void put(Place place, uint32_t home, int64_t id, Slot slot) noexcept;
   void take_out(Place place, uint32_t home) noexcept;
+  void fill(Place place) noexcept;
+  Place passer_of(uint32_t line, int32_t& left) const;
   Place free_place(uint32_t home, uint32_t end) const;
   void reserve_lines(uint64_t count);
   void begin_growth(int64_t entries);
