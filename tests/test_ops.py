@@ -120,6 +120,9 @@ CASES: dict[str, Any] = {
     ),  # twice, of one id, it refuses
     "table_expired": lambda: (_bounded(),),
     "table_note_cold": lambda: (_table(), IDS),
+    "table_begin_refilter": lambda: (_table(),),
+    "table_keep_cold": lambda: (_table(), IDS),
+    "table_end_refilter": lambda: (_table(),),
     "table_note_left": lambda: (_table(), IDS),
     "table_count_expired": lambda: (_table(), 3),
     "table_mark": lambda: (_table(),),

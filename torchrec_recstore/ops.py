@@ -304,6 +304,15 @@ table_expired = cast(Callable[[int], Tensor], _ops.table_expired.default)
 table_note_cold = cast(Callable[[int, Tensor], None], _ops.table_note_cold.default)
 """(table, ids (N,) int64). Notes that the rows are about to be written to the cold store."""
 
+table_begin_refilter = cast(Callable[[int], None], _ops.table_begin_refilter.default)
+"""(table). Begins a new filter for :data:`table_may_be_cold`, of the ids that are noted from now on or kept."""
+
+table_keep_cold = cast(Callable[[int, Tensor], None], _ops.table_keep_cold.default)
+"""(table, ids (N,) int64). Keeps ids whose rows are in the cold store in the new filter."""
+
+table_end_refilter = cast(Callable[[int], None], _ops.table_end_refilter.default)
+"""(table). Replaces the filter by the new one."""
+
 table_note_left = cast(Callable[[int, Tensor], None], _ops.table_note_left.default)
 """(table, ids (N,) int64). Notes that the rows were deleted from the cold store for good, for delta checkpoints."""
 

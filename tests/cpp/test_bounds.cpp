@@ -232,6 +232,33 @@ void the_filter_forgets_nothing() {
   CHECK(filter.bytes() < 4 * 40000);
 }
 
+void a_renewed_filter_has_the_ids_that_were_kept_or_added() {
+  ColdFilter filter(1000);
+  const auto add = [&](int64_t begin, int64_t end) {
+    for (int64_t id = begin; id < end; ++id) filter.add(&id, 1);
+  };
+  const auto count = [&](int64_t begin, int64_t end) {
+    int64_t found = 0;
+    for (int64_t id = begin; id < end; ++id) found += filter.may_contain(id);
+    return found;
+  };
+  add(0, 100000);
+  const int64_t bytes = filter.bytes();
+  for (int renewal = 0; renewal < 2; ++renewal) {  // the second one begins in place of the first one
+    filter.begin_renewal();
+    add(200000, 201000);
+    for (int64_t id = 1000; id < 2000; ++id) filter.keep(&id, 1);
+    CHECK(count(0, 100000) == 100000);
+  }
+  filter.end_renewal();
+  CHECK(count(1000, 2000) == 1000);
+  CHECK(count(200000, 201000) == 1000);
+  CHECK(count(2000, 100000) < 98000 / 8);
+  CHECK(filter.bytes() < bytes / 8);
+  add(300000, 301000);
+  CHECK(count(300000, 301000) == 1000);
+}
+
 }  // namespace
 
 int main() {
@@ -255,5 +282,6 @@ int main() {
   cold_rows_come_back_as_they_left();
   sightings_are_never_missed();
   the_filter_forgets_nothing();
+  a_renewed_filter_has_the_ids_that_were_kept_or_added();
   std::puts("test_bounds passed");
 }

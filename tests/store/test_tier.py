@@ -290,6 +290,34 @@ def test_a_step_is_done_though_what_has_expired_cannot_be_deleted(monkeypatch: p
     assert set(tiered.tier.store.rows) <= set(resident.tolist())
 
 
+def test_memory_does_not_grow_with_the_ids_that_were_ever_cold() -> None:
+    tiered, whole = _tables(expiry=Expiry(8))
+    found = []
+    for step in range(500):
+        ids = torch.arange(step * 100 - 300, step * 100 + 100, 2)  # some come back, from memory or from the store
+        for table in (tiered, whole):
+            table.lookup(ids[:150], train=True)
+        found.append(tiered.stats().bytes)
+        if step % 50 == 0:
+            _assert_same(tiered, whole)
+    assert max(found[50:]) == max(found[:50])
+
+
+def test_no_row_is_forgotten_though_sweeps_fail() -> None:
+    tiered, whole = _tables(expiry=Expiry(6))
+    generator = torch.Generator().manual_seed(0)
+    for step, ids in enumerate(_batches(300, ids=1500)):
+        for table in (tiered, whole):
+            table.lookup(ids, train=True)
+        DictStore.failing = bool(torch.rand((), generator=generator) < 0.3)
+        for table in (tiered, whole):
+            table.lookup(ids[:1], train=True)  # of a row in memory; the sweep after the step fails, or not
+        DictStore.failing = False
+        if step % 10 == 0:
+            _assert_same(tiered, whole)
+    assert tiered.stats().cold_hits > 1000
+
+
 def test_admission_asks_for_new_ids_alone() -> None:
     tiered, whole = _tables(admission=MinFrequency(2))
     for ids in _batches(40):

@@ -28,37 +28,35 @@ uint64_t* ColdFilter::block_of(const Level& level, uint64_t hash) {
   return reinterpret_cast<uint64_t*>(level.memory.data()) + block * kBlockWords;
 }
 
-int64_t ColdFilter::room() const {
+void ColdFilter::reserve(std::vector<Level>& levels, const int64_t* ids, int64_t n) const {
   int64_t room = 0;
-  for (const Level& level : levels_) room += level.blocks * kBlockIds - level.ids;
-  return room;
-}
-
-void ColdFilter::add(const int64_t* ids, int64_t n) {
-  const int64_t fresh = std::count_if(ids, ids + n, [&](int64_t id) { return !may_contain(id); });
-  while (room() < fresh) {
+  for (const Level& level : levels) room += level.blocks * kBlockIds - level.ids;
+  const int64_t fresh = std::count_if(ids, ids + n, [&](int64_t id) { return !contains(levels, id); });
+  while (room < fresh) {
     Level level;
-    level.blocks = ((first_ids_ << levels_.size()) + kBlockIds - 1) / kBlockIds;
+    level.blocks = ((first_ids_ << levels.size()) + kBlockIds - 1) / kBlockIds;
     level.memory.reserve(static_cast<size_t>(level.blocks) * kBlockWords * sizeof(uint64_t));
-    levels_.push_back(std::move(level));
+    room += level.blocks * kBlockIds;
+    levels.push_back(std::move(level));
   }
-  std::for_each(ids, ids + n, [&](int64_t id) { add(id); });
 }
 
-void ColdFilter::add(int64_t id) noexcept {
-  if (may_contain(id)) return;
-  Level& level = *std::find_if(levels_.begin(), levels_.end(), [](const Level& one) { return one.ids < one.blocks * kBlockIds; });
-  const uint64_t hash = mix(static_cast<uint64_t>(id));
-  const Mask mask = mask_of(hash);
-  uint64_t* block = block_of(level, hash);
-  for (int64_t w = 0; w < kBlockWords; ++w) block[w] |= mask.words[w];
-  ++level.ids;
+void ColdFilter::add(std::vector<Level>& levels, const int64_t* ids, int64_t n) noexcept {
+  std::for_each(ids, ids + n, [&](int64_t id) {
+    if (contains(levels, id)) return;
+    Level& level = *std::find_if(levels.begin(), levels.end(), [](const Level& one) { return one.ids < one.blocks * kBlockIds; });
+    const uint64_t hash = mix(static_cast<uint64_t>(id));
+    const Mask mask = mask_of(hash);
+    uint64_t* block = block_of(level, hash);
+    for (int64_t w = 0; w < kBlockWords; ++w) block[w] |= mask.words[w];
+    ++level.ids;
+  });
 }
 
-bool ColdFilter::may_contain(int64_t id) const {
+bool ColdFilter::contains(const std::vector<Level>& levels, int64_t id) {
   const uint64_t hash = mix(static_cast<uint64_t>(id));
   const Mask mask = mask_of(hash);
-  return std::any_of(levels_.begin(), levels_.end(), [&](const Level& level) {
+  return std::any_of(levels.begin(), levels.end(), [&](const Level& level) {
     const uint64_t* block = block_of(level, hash);
     uint64_t absent = 0;
     for (int64_t w = 0; w < kBlockWords; ++w) absent |= mask.words[w] & ~block[w];
@@ -66,11 +64,37 @@ bool ColdFilter::may_contain(int64_t id) const {
   });
 }
 
-void ColdFilter::clear() { levels_.clear(); }
+void ColdFilter::add(const int64_t* ids, int64_t n) {
+  reserve(levels_, ids, n);
+  if (renewing_) keep(ids, n);
+  add(levels_, ids, n);
+}
+
+void ColdFilter::clear() {
+  levels_.clear();
+  next_.clear();
+  renewing_ = false;
+}
+
+void ColdFilter::begin_renewal() {
+  next_.clear();
+  renewing_ = true;
+}
+
+void ColdFilter::keep(const int64_t* ids, int64_t n) {
+  reserve(next_, ids, n);
+  add(next_, ids, n);
+}
+
+void ColdFilter::end_renewal() {
+  levels_ = std::exchange(next_, {});
+  renewing_ = false;
+}
 
 int64_t ColdFilter::bytes() const {
   int64_t blocks = 0;
   for (const Level& level : levels_) blocks += level.blocks;
+  for (const Level& level : next_) blocks += level.blocks;
   return blocks * kBlockWords * static_cast<int64_t>(sizeof(uint64_t));
 }
 

@@ -440,26 +440,32 @@ class ColdTier(MemoryTier):
         self._delete(torch.cat([*old, self.dead]))
 
     def _sweep_on(self) -> None:
-        """Deletes the expired rows of a part of the store. The steps between two expiries together cover the store."""
+        """Deletes the expired rows of a part of the store. The steps between two expiries together cover the store.
+
+        A sweep that reaches the end of the store also renews the filter of the ids that may be cold. Otherwise the
+        filter would grow with every id that was ever cold.
+        """
         copies = self.rows + self._max_rows  # each row in memory may have an outdated copy in the store
         seen, part = 0, -(-copies // self.expiry.steps_between)
         while seen < part:
             if self._sweep is None:
+                ops.table_begin_refilter(self._handle)  # before the scan, which does not see the rows of later puts
                 self._sweep = self.scan()
-            try:
-                batch = next(self._sweep, None)
-            except ColdStoreError:  # a scan of RocksDB ends when the database is reopened after a failure
-                batch = None
+            sweep, self._sweep = self._sweep, None  # a failure ends the sweep, and the new filter is not used
+            batch = next(sweep, None)
             if batch is None:
-                self._sweep = None
+                ops.table_end_refilter(self._handle)
                 break
             seen += len(batch[0])
             # The scan may have begun before a row was written, so rows that seem to have expired are read again.
-            ids = batch[0][last_steps(batch[1]) < self.expiry.before]
+            expired = last_steps(batch[1]) < self.expiry.before
+            ops.table_keep_cold(self._handle, batch[0][~expired])
+            ids = batch[0][expired]
             if len(ids):
                 with self._calls:
                     found, images = self.store.get(ids)
                 self._delete(ids[found][last_steps(images) < self.expiry.before])
+            self._sweep = sweep
 
     def _last_steps(self) -> Tensor:
         """Returns the last steps of the rows in the store that are not in memory, (N,) int64."""

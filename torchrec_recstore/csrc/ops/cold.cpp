@@ -83,6 +83,17 @@ void table_note_cold(int64_t table, Tensor ids) {
   LockedTable(tables().get(table))->cold_filter().add(id_data(ids), ids.size(0));
 }
 
+void table_begin_refilter(int64_t table) { LockedTable(tables().get(table))->cold_filter().begin_renewal(); }
+
+// ids: a scan since table_begin_refilter has found their rows in the cold store.
+void table_keep_cold(int64_t table, Tensor ids) {
+  ids = checked_ids(ids);
+  LockedTable(tables().get(table))->cold_filter().keep(id_data(ids), ids.size(0));
+}
+
+// Forgets the ids that were neither noted nor kept since table_begin_refilter.
+void table_end_refilter(int64_t table) { LockedTable(tables().get(table))->cold_filter().end_renewal(); }
+
 // ids: their rows were deleted from the cold store for good.
 void table_note_left(int64_t table, Tensor ids) {
   ids = checked_ids(ids);
@@ -105,6 +116,9 @@ STABLE_TORCH_LIBRARY_FRAGMENT(recstore_ops, m) {
   m.def("table_bring_back(int table, Tensor ids, Tensor images, bool looked_up) -> ()");
   m.def("table_expired(int table) -> Tensor");
   m.def("table_note_cold(int table, Tensor ids) -> ()");
+  m.def("table_begin_refilter(int table) -> ()");
+  m.def("table_keep_cold(int table, Tensor ids) -> ()");
+  m.def("table_end_refilter(int table) -> ()");
   m.def("table_note_left(int table, Tensor ids) -> ()");
   m.def("table_count_expired(int table, int rows) -> ()");
 }
@@ -112,6 +126,8 @@ STABLE_TORCH_LIBRARY_FRAGMENT(recstore_ops, m) {
 STABLE_TORCH_LIBRARY_IMPL(recstore_ops, CompositeExplicitAutograd, m) {
   m.impl("table_image_bytes", RECSTORE_OP(table_image_bytes));
   m.impl("table_expired", RECSTORE_OP(table_expired));
+  m.impl("table_begin_refilter", RECSTORE_OP(table_begin_refilter));
+  m.impl("table_end_refilter", RECSTORE_OP(table_end_refilter));
   m.impl("table_count_expired", RECSTORE_OP(table_count_expired));
 }
 
@@ -124,5 +140,6 @@ STABLE_TORCH_LIBRARY_IMPL(recstore_ops, CPU, m) {
   m.impl("table_evict", RECSTORE_ALLOCATING_OP(table_evict));
   m.impl("table_bring_back", RECSTORE_ALLOCATING_OP(table_bring_back));
   m.impl("table_note_cold", RECSTORE_ALLOCATING_OP(table_note_cold));
+  m.impl("table_keep_cold", RECSTORE_ALLOCATING_OP(table_keep_cold));
   m.impl("table_note_left", RECSTORE_OP(table_note_left));
 }
