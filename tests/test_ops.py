@@ -122,6 +122,7 @@ CASES: dict[str, Any] = {
     "table_note_cold": lambda: (_table(), IDS),
     "table_begin_refilter": lambda: (_table(),),
     "table_keep_cold": lambda: (_table(), IDS),
+    "table_may_be_kept": lambda: (_table(), IDS),
     "table_end_refilter": lambda: (_table(),),
     "table_note_left": lambda: (_table(), IDS),
     "table_count_expired": lambda: (_table(), 3),

@@ -110,6 +110,7 @@ _FAKES: dict[str, Callable[..., object]] = {
     "table_note_cold": _fake_nothing,
     "table_begin_refilter": _fake_nothing,
     "table_keep_cold": _fake_nothing,
+    "table_may_be_kept": _fake_contains,
     "table_end_refilter": _fake_nothing,
     "table_note_left": _fake_nothing,
     "group_table_ids": _fake_table_ids,

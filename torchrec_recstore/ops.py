@@ -310,6 +310,10 @@ table_begin_refilter = cast(Callable[[int], None], _ops.table_begin_refilter.def
 table_keep_cold = cast(Callable[[int, Tensor], None], _ops.table_keep_cold.default)
 """(table, ids (N,) int64). Keeps ids whose rows are in the cold store in the new filter."""
 
+table_may_be_kept = cast(Callable[[int, Tensor], Tensor], _ops.table_may_be_kept.default)
+"""(table, ids (N,) int64) -> whether each was noted or kept since the new filter was begun; true may be wrong. (N,)
+bool."""
+
 table_end_refilter = cast(Callable[[int], None], _ops.table_end_refilter.default)
 """(table). Replaces the filter by the new one."""
 

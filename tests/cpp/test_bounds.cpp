@@ -249,8 +249,13 @@ void a_renewed_filter_has_the_ids_that_were_kept_or_added() {
     add(200000, 201000);
     for (int64_t id = 1000; id < 2000; ++id) filter.keep(&id, 1);
     CHECK(count(0, 100000) == 100000);
+    int64_t kept = 0;
+    for (int64_t id = 2000; id < 100000; ++id) kept += filter.may_be_kept(id);
+    CHECK(kept < 98000 / 8);
+    for (int64_t id = 0; id < 1000; ++id) CHECK(filter.may_be_kept(1000 + id) && filter.may_be_kept(200000 + id));
   }
   filter.end_renewal();
+  CHECK(filter.may_be_kept(2000));  // without a renewal, nothing is certain
   CHECK(count(1000, 2000) == 1000);
   CHECK(count(200000, 201000) == 1000);
   CHECK(count(2000, 100000) < 98000 / 8);

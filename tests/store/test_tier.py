@@ -303,6 +303,35 @@ def test_memory_does_not_grow_with_the_ids_that_were_ever_cold() -> None:
     assert max(found[50:]) == max(found[:50])
 
 
+@pytest.mark.parametrize("expiry", [Expiry(64), Expiry(seconds=64)])
+def test_a_sweep_sees_each_row_about_twice_until_it_expires(expiry: Expiry, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A scan returns batches that are larger than the part of the store that a step sweeps."""
+    scan, seen = DictStore.scan, 0
+
+    def in_batches(store: DictStore) -> Iterator[tuple[Tensor, Tensor]]:
+        nonlocal seen
+        rows = list(scan(store))
+        for start in range(0, len(rows), 100):
+            ids, images = (torch.cat(parts) for parts in zip(*rows[start : start + 100], strict=True))
+            seen += len(ids)
+            yield ids, images
+
+    monkeypatch.setattr(DictStore, "scan", in_batches)
+    tiered, whole = _tables(expiry=expiry)
+    for step in range(256):
+        if step == 128:
+            seen = 0
+        for table in (tiered, whole):
+            table.set_time(1e9 + step)
+            table.lookup(torch.arange(step * 20, step * 20 + 100), train=True)
+    _assert_same(tiered, whole)
+    assert isinstance(tiered.tier, ColdTier)
+    assert isinstance(tiered.tier.store, DictStore)
+    rows = tiered.stats().cold_rows + MAX_ROWS
+    assert 0.7 < seen / (4 * rows) < 1.7
+    assert len(tiered.tier.store.rows) < 2 * rows
+
+
 def test_no_row_is_forgotten_though_sweeps_fail() -> None:
     tiered, whole = _tables(expiry=Expiry(6))
     generator = torch.Generator().manual_seed(0)

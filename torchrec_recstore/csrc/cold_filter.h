@@ -28,6 +28,8 @@ class ColdFilter {
   void begin_renewal();
   // Keeps ids (n,) beyond the end of the renewal. Throws OutOfMemory, and keeps none of them then.
   void keep(const int64_t* ids, int64_t n);
+  // Returns whether the id may have been kept or added since the renewal began. False is certain; true may be wrong.
+  bool may_be_kept(int64_t id) const { return !renewing_ || contains(next_, id); }
   // Forgets all ids that were neither kept nor added since the renewal began.
   void end_renewal();
 

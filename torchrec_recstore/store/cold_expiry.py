@@ -44,11 +44,14 @@ class ColdExpiry:
         return self._counts.total()
 
     @property
-    def steps_between(self) -> int:
-        """The number of steps between two expiries; for an expiry by time, that of the last two."""
+    def sweep_steps(self) -> int:
+        """The number of steps in which a sweep over the store may take place: half of those until rows expire.
+
+        A faster sweep takes more time of each step, and with a slower one more expired rows remain in the store.
+        """
         if not self._by_time:
-            return self._every
-        return max(1, self._ticks[-1] - self._ticks[-2]) if len(self._ticks) > 1 else 1
+            return max(1, self._steps // 2)
+        return max(1, (self._ticks[-1] - self._ticks[0]) // 2) if self._ticks else 1
 
     def counts(self, last_steps: Tensor) -> Counter[int]:
         """Returns the counts of rows with these last steps, (N,) int64, for :meth:`add` and :meth:`take`."""

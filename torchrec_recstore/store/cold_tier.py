@@ -81,6 +81,7 @@ class ColdTier(MemoryTier):
         self._forgotten = 0  # the number of calls of _forget_staged(), by which prefetch() sees that it must discard
         self._outdated: list[Tensor] = []  # the ids that were written or deleted while prefetch() was reading
         self._sweep: Iterator[tuple[Tensor, Tensor]] | None = None
+        self._swept_ahead = 0  # the rows that the sweep has seen too early, because it reads whole batches
 
     @property
     def rows(self) -> int:  # type: ignore[override]
@@ -440,14 +441,14 @@ class ColdTier(MemoryTier):
         self._delete(torch.cat([*old, self.dead]))
 
     def _sweep_on(self) -> None:
-        """Deletes the expired rows of a part of the store. The steps between two expiries together cover the store.
+        """Deletes the expired rows of a part of the store. The parts of ``expiry.sweep_steps`` steps cover the store.
 
         A sweep that reaches the end of the store also renews the filter of the ids that may be cold. Otherwise the
         filter would grow with every id that was ever cold.
         """
         copies = self.rows + self._max_rows  # each row in memory may have an outdated copy in the store
-        seen, part = 0, -(-copies // self.expiry.steps_between)
-        while seen < part:
+        self._swept_ahead = max(0, self._swept_ahead) - -(-copies // self.expiry.sweep_steps)
+        while self._swept_ahead < 0:
             if self._sweep is None:
                 ops.table_begin_refilter(self._handle)  # before the scan, which does not see the rows of later puts
                 self._sweep = self.scan()
@@ -455,16 +456,20 @@ class ColdTier(MemoryTier):
             batch = next(sweep, None)
             if batch is None:
                 ops.table_end_refilter(self._handle)
+                self._swept_ahead = 0
                 break
-            seen += len(batch[0])
-            # The scan may have begun before a row was written, so rows that seem to have expired are read again.
+            self._swept_ahead += len(batch[0])
             expired = last_steps(batch[1]) < self.expiry.before
-            ops.table_keep_cold(self._handle, batch[0][~expired])
-            ids = batch[0][expired]
+            old = batch[0][expired]
+            # Rows that were written after the scan began are read again, because the scan has their former state.
+            newer = ops.table_may_be_kept(self._handle, old)
+            ids, old = old[newer], old[~newer]
             if len(ids):
                 with self._calls:
                     found, images = self.store.get(ids)
-                self._delete(ids[found][last_steps(images) < self.expiry.before])
+                old = torch.cat([old, ids[found][last_steps(images) < self.expiry.before]])
+            ops.table_keep_cold(self._handle, batch[0][~expired])
+            self._delete(old)
             self._sweep = sweep
 
     def _last_steps(self) -> Tensor:

@@ -91,6 +91,11 @@ void table_keep_cold(int64_t table, Tensor ids) {
   LockedTable(tables().get(table))->cold_filter().keep(id_data(ids), ids.size(0));
 }
 
+// Returns whether each id may have been noted or kept since table_begin_refilter.
+Tensor table_may_be_kept(int64_t table, Tensor ids) {
+  return tested(table, ids, [](const Table& owner, int64_t id) { return owner.cold_filter().may_be_kept(id); });
+}
+
 // Forgets the ids that were neither noted nor kept since table_begin_refilter.
 void table_end_refilter(int64_t table) { LockedTable(tables().get(table))->cold_filter().end_renewal(); }
 
@@ -118,6 +123,7 @@ STABLE_TORCH_LIBRARY_FRAGMENT(recstore_ops, m) {
   m.def("table_note_cold(int table, Tensor ids) -> ()");
   m.def("table_begin_refilter(int table) -> ()");
   m.def("table_keep_cold(int table, Tensor ids) -> ()");
+  m.def("table_may_be_kept(int table, Tensor ids) -> Tensor");
   m.def("table_end_refilter(int table) -> ()");
   m.def("table_note_left(int table, Tensor ids) -> ()");
   m.def("table_count_expired(int table, int rows) -> ()");
@@ -141,5 +147,6 @@ STABLE_TORCH_LIBRARY_IMPL(recstore_ops, CPU, m) {
   m.impl("table_bring_back", RECSTORE_ALLOCATING_OP(table_bring_back));
   m.impl("table_note_cold", RECSTORE_ALLOCATING_OP(table_note_cold));
   m.impl("table_keep_cold", RECSTORE_ALLOCATING_OP(table_keep_cold));
+  m.impl("table_may_be_kept", RECSTORE_OP(table_may_be_kept));
   m.impl("table_note_left", RECSTORE_OP(table_note_left));
 }
