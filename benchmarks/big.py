@@ -5,9 +5,10 @@
 
 A model with four tables trains on generated samples. The popularity of the ids is a power law, and it drifts: in the
 course of the run, new ids take the places of a fifth of all ids. The rows that memory has no room for are in RocksDB.
-Every ``--every`` samples a checkpoint is written: the first is full, the others are deltas. The run is made twice. The
-second one is killed in the middle of an interval by SIGKILL, and resumes from its newest checkpoint. Both must end with
-the same rows to the bit.
+A row that is unused for four intervals of ``--every`` samples expires. After each interval a checkpoint is written.
+Each fifth one is full, and takes the place of those before it. The others are deltas. The run is made twice. The second
+one is killed in the middle of an interval by SIGKILL, and resumes from its newest checkpoint. Both must end with the
+same rows to the bit.
 
 The folder gets ``big.json`` (all points of both runs) and ``big.png``. It needs room for the cold rows and the
 checkpoints of one run, about 40 GB by default; they are deleted when a run has ended.
@@ -35,10 +36,12 @@ from tqdm import tqdm
 BATCH = 4096
 DIM = 32
 SHARES = {"user": 0.3, "item": 0.3, "ad": 0.1, "query": 0.3}  # of all ids
-BAGS = {"user": 1, "item": 5, "ad": 1, "query": 1}  # ids of a sample; the items are a history
-MEMORY = {"user": 0.165, "item": 0.54, "ad": 0.13, "query": 0.165}  # of the rows: all tables fill it at the same time
+BAGS = {"user": 1, "item": 12, "ad": 1, "query": 2}  # ids of a sample; the items are a history
+MEMORY = {"user": 0.104, "item": 0.632, "ad": 0.086, "query": 0.178}  # of the rows: all tables fill it at the same time
 EXPONENT = 1.05
 REPLACED = 0.2  # the share of the ids, popular or rare, in whose place others have come after the whole run
+KEPT = 4  # intervals after which an unused row expires
+CHAIN = 5  # checkpoints of a chain: a full one and its deltas
 POINTS = 100  # a run has this number of points, at most
 
 
@@ -103,6 +106,7 @@ def train(folder: Path, size: Size) -> None:
     from torchrec.optim.optimizers import in_backward_optimizer_filter
 
     from torchrec_recstore import (
+        Expiry,
         RecStoreConstraints,
         RecStorePlanner,
         RecStoreSharder,
@@ -134,6 +138,7 @@ def train(folder: Path, size: Size) -> None:
     logging.getLogger("torch.fx").setLevel(logging.ERROR)
     torch.manual_seed(0)
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    steps, every = size.samples // BATCH, max(1, size.every // BATCH)
     (folder / "cold").mkdir(exist_ok=True)
     (folder / "checkpoints").mkdir(exist_ok=True)
     module = Clicks()
@@ -141,7 +146,7 @@ def train(folder: Path, size: Size) -> None:
     constraints = {}
     for name, share in MEMORY.items():
         cold = RocksDBStore(str(folder / "cold" / name))
-        options = TableOptions(max_rows=int(size.max_rows * share), cold_store=cold)
+        options = TableOptions(max_rows=int(size.max_rows * share), expiry=Expiry(KEPT * every), cold_store=cold)
         constraints[name] = RecStoreConstraints(options=options)
     planner = RecStorePlanner(topology=Topology(world_size=1, compute_device="cpu"), constraints=constraints)
     plan = planner.collective_plan(module, [sharder], dist.group.WORLD)
@@ -161,7 +166,6 @@ def train(folder: Path, size: Size) -> None:
         kept = [line for line in points.read_text().splitlines() if json.loads(line)["samples"] <= step * BATCH]
         points.write_text("".join(f"{line}\n" for line in kept))
     lengths = torch.cat([torch.full((BATCH,), BAGS[name]) for name in SHARES])
-    steps, every = size.samples // BATCH, max(1, size.every // BATCH)
     a_point = max(1, steps // POINTS)
     before, begin, losses = combined(table_stats(model).values()), time.perf_counter(), []
     with points.open("a") as out:
@@ -195,7 +199,11 @@ def train(folder: Path, size: Size) -> None:
                 pause = time.perf_counter()
                 path = checkpoints / f"step-{step:08}"
                 state = {"step": step, "dense": adam.state_dict()}
-                save_checkpoint(model, path, training_state=state, delta_of=newest)
+                full = (step // every - 1) % CHAIN == 0
+                save_checkpoint(model, path, training_state=state, delta_of=None if full else newest)
+                for old in checkpoints.iterdir() if full else ():
+                    if old != path:
+                        shutil.rmtree(old)
                 newest = path
                 begin += time.perf_counter() - pause  # checkpoints are measured by themselves
     final = save_checkpoint(model, folder / "final", training_state={"dense": adam.state_dict()})
