@@ -168,9 +168,12 @@ def train(folder: Path, size: Size) -> None:
     lengths = torch.cat([torch.full((BATCH,), BAGS[name]) for name in SHARES])
     a_point = max(1, steps // POINTS)
     before, begin, losses = combined(table_stats(model).values()), time.perf_counter(), []
+    generating = 0.0
     with points.open("a") as out:
         while step < steps:
+            generating -= time.perf_counter()
             ids, labels = samples_of(step, size)
+            generating += time.perf_counter()
             values = torch.cat([torch.from_numpy(ids[name]) for name in SHARES])
             logits = model(KeyedJaggedTensor(list(SHARES), values, lengths=lengths))
             loss = nn.functional.binary_cross_entropy_with_logits(logits, torch.from_numpy(labels))
@@ -185,6 +188,7 @@ def train(folder: Path, size: Size) -> None:
                 point = {
                     "samples": step * BATCH,
                     "samples_per_second": len(losses) * BATCH / seconds,
+                    "generated_per_second": len(losses) * BATCH / generating,
                     "rss": anonymous_bytes(),
                     "hit_rate": (now.hits - before.hits) / looked,
                     "cold_rate": (now.cold_hits - before.cold_hits) / looked,
@@ -194,7 +198,7 @@ def train(folder: Path, size: Size) -> None:
                     "loss": sum(losses) / len(losses),
                 }
                 print(json.dumps(point), file=out, flush=True)
-                before, begin, losses = now, time.perf_counter(), []
+                before, begin, generating, losses = now, time.perf_counter(), 0.0, []
             if step % every == 0:
                 pause = time.perf_counter()
                 path = checkpoints / f"step-{step:08}"
@@ -271,11 +275,12 @@ def spread_of(points: list[dict[str, Any]], name: str, every: int) -> float:
 
     The value of an interval of ``every`` samples, the time between two checkpoints, is the mean of its points. The
     speed of an interval is the harmonic mean, which is its samples over its time, because points have as many samples.
+    The generation of the samples is the same work in each step: its speed tells how steady the machine is.
     """
     intervals: dict[int, list[float]] = {}
     for each in warm(points):
         intervals.setdefault((each["samples"] - 1) // every, []).append(each[name])
-    mean = harmonic_mean if name == "samples_per_second" else np.mean
+    mean = harmonic_mean if name.endswith("_per_second") else np.mean
     values = [float(mean(interval)) for interval in intervals.values()]
     median = float(np.median(values))
     return max(abs(value - median) for value in values) / median
@@ -338,6 +343,7 @@ def _lines(runs: dict[str, dict[str, Any]], every: int) -> Iterator[str]:
         yield f"{name}: {each['seconds']:,.0f} s, {sum(each['rows'].values()):,} rows; in the second half:"
         for key, scale, unit in (
             ("samples_per_second", 1, "samples/s"),
+            ("generated_per_second", 1, "samples/s generated before, which is the same work in each step"),
             ("rss", 2**-30, "GiB"),
             ("hit_rate", 100, "% of the ids found in memory"),
         ):
