@@ -115,7 +115,7 @@ lint: build $(VENV)/.dev-requirements  ## ruff and mypy --strict
 proto: $(VENV)/.dev-requirements  ## generate the Python code of the protocols
 	$(BIN)/python -m grpc_tools.protoc -I. --python_out=. --pyi_out=. --grpc_python_out=. torchrec_recstore/rpc/recstore.proto torchrec_recstore/rpc/predictor.proto
 
-big: build $(VENV)/.dev-requirements  ## half an hour: 50 M samples over 200 M ids, with a kill in the middle (runs/big)
+big: build $(VENV)/.dev-requirements  ## 40 minutes: 50 M samples over 200 M ids, with a kill in the middle (runs/big)
 	$(BIN)/python benchmarks/big.py runs/big $(ARGS)
 
 bench: build $(VENV)/.dev-requirements  ## run the benchmarks; writes benchmarks/results.json and the tables of the README and the docs

@@ -1,7 +1,7 @@
 """Trains on more ids than memory has room for, and once more with a kill in the middle.
 
     make big                                      # 50 M samples over 200 M ids, 4 GiB of rows in memory
-    python benchmarks/big.py runs/big --samples 200000 --ids 600000 --memory-mb 12 --every 40960
+    python benchmarks/big.py runs/big --samples 200000 --ids 600000 --memory-mb 12 --every 20480
 
 A model with four tables trains on generated samples. The popularity of the ids is a power law, and it drifts: in the
 course of the run, new ids take the places of a fifth of all ids. The rows that memory has no room for are in RocksDB.
@@ -41,6 +41,7 @@ MEMORY = {"user": 0.104, "item": 0.632, "ad": 0.086, "query": 0.178}  # of the r
 EXPONENT = 1.05
 REPLACED = 0.2  # the share of the ids, popular or rare, in whose place others have come after the whole run
 KEPT = 4  # intervals after which an unused row expires
+WARM_UP = 6  # intervals until the first expired rows have been deleted from RocksDB
 CHAIN = 5  # checkpoints of a chain: a full one and its deltas
 POINTS = 100  # a run has this number of points, at most
 
@@ -265,9 +266,9 @@ def _last(points: Path) -> int:
     return int(json.loads(lines[-1])["samples"]) if lines else 0
 
 
-def warm(points: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Returns the points after the warm-up: those of the second half of the run."""
-    return points[len(points) // 2 :]
+def warm(points: list[dict[str, Any]], every: int) -> list[dict[str, Any]]:
+    """Returns the points after the warm-up of a run with intervals of ``every`` samples."""
+    return [point for point in points if point["samples"] > WARM_UP * every]
 
 
 def spread_of(points: list[dict[str, Any]], name: str, every: int) -> float:
@@ -278,7 +279,7 @@ def spread_of(points: list[dict[str, Any]], name: str, every: int) -> float:
     The generation of the samples is the same work in each step: its speed tells how steady the machine is.
     """
     intervals: dict[int, list[float]] = {}
-    for each in warm(points):
+    for each in warm(points, every):
         intervals.setdefault((each["samples"] - 1) // every, []).append(each[name])
     mean = harmonic_mean if name.endswith("_per_second") else np.mean
     values = [float(mean(interval)) for interval in intervals.values()]
@@ -323,6 +324,8 @@ def main(
 
     if folder.exists():
         raise SystemExit(f"{folder} exists: name a new folder")
+    if samples // every <= WARM_UP:
+        raise SystemExit(f"--samples {samples} is too little: the first {WARM_UP} intervals are the warm-up")
     size = Size(samples, ids, memory_mb * 2**20 // _row_bytes(), every)
     if any(size.max_rows * share < BATCH * BAGS[name] for name, share in MEMORY.items()):
         raise SystemExit(f"--memory-mb {memory_mb} is too little: each table must have room for the ids of a step")
@@ -339,8 +342,8 @@ def main(
 
 def _lines(runs: dict[str, dict[str, Any]], every: int) -> Iterator[str]:
     for name, each in runs.items():
-        points = warm(each["points"])
-        yield f"{name}: {each['seconds']:,.0f} s, {sum(each['rows'].values()):,} rows; in the second half:"
+        points = warm(each["points"], every)
+        yield f"{name}: {each['seconds']:,.0f} s, {sum(each['rows'].values()):,} rows; after the warm-up:"
         for key, scale, unit in (
             ("samples_per_second", 1, "samples/s"),
             ("generated_per_second", 1, "samples/s generated before, which is the same work in each step"),

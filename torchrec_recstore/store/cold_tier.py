@@ -361,12 +361,12 @@ class ColdTier(MemoryTier):
             images = ops.table_images(self._handle, leaving)
             self._put(leaving, images)
             self.dead = self.dead[~among(self.dead, leaving.sort().values)]
-            gone = images[ops.table_evict(self._handle, leaving, images)]
+            gone = last_steps(images)[ops.table_evict(self._handle, leaving, images)]
             # A row can be older than the expiry limit if a pending forward held it when the limit passed. It expires
             # here, because the next expiry step would be too late.
-            alive = last_steps(gone) >= self.expiry.before
+            alive = gone >= self.expiry.before
             if not self.shared:
-                self.expiry.add(last_steps(gone)[alive])
+                self.expiry.add(gone[alive])
             ops.table_count_expired(self._handle, int((~alive).sum()))
 
     def _put(self, ids: Tensor, images: Tensor) -> None:
