@@ -36,7 +36,7 @@ def test_the_core_is_described() -> None:
         ("32nd of `max_rows`", "eviction.cpp", "kPart = 32"),
         ("Philox4x32-10", "philox.h", "round < 10"),
         ("tasks of about a thousand ids", "forward.cpp", "kTaskIds = 1024"),
-        ("two generations", "sightings.h", "kGenerations = 2"),
+        ("two generations", "sightings.h", "two generations"),
     ],
 )
 def test_numbers_are_those_of_the_core(said: str, file: str, stands: str) -> None:

@@ -261,12 +261,12 @@ whose rows do not expire after a time ignores it."""
 table_is_being_saved = cast(Callable[[int], bool], _ops.table_is_being_saved.default)
 """(table) -> whether the table has a snapshot."""
 
-table_sightings = cast(Callable[[int], tuple[Tensor, int]], _ops.table_sightings.default)
-"""(table) -> the counts of admission: cells (2, 4, N) uint8, with the present generation first, and the number of
-sightings in the present generation. N is 0 for a table without admission."""
+table_sightings = cast(Callable[[int], tuple[Tensor, Tensor, Tensor]], _ops.table_sightings.default)
+"""(table) -> what admission has counted: the ids, (N,) int64, the count of each id in a generation of the counter, (N,)
+uint8, and the generation, (N,) uint8: 0 for the present one, 1 for the older one. N is 0 without admission."""
 
-table_set_sightings = cast(Callable[[int, Tensor, int], None], _ops.table_set_sightings.default)
-"""(table, cells, number of sightings). Restores the counts that :data:`table_sightings` returns."""
+table_set_sightings = cast(Callable[[int, Tensor, Tensor, Tensor], None], _ops.table_set_sightings.default)
+"""(table, ids, counts, generations). Restores what :data:`table_sightings` of any tables has returned."""
 
 # The following ops are for the owner of a table's cold store.
 

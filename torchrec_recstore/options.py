@@ -179,7 +179,8 @@ class MinFrequency:
     Args:
         count: The number of training steps, from 1 to 255.
         counter_bytes: The memory, in bytes, in which each shard counts how often it has seen an id: a power of two from
-            2**10 to 2**34. The counts are approximate; docs/memory.md describes their error. Default: 2**23 (8 MiB).
+            2**10 to 2**34. It remembers the last 3 / 64 ids for each byte, and up to twice as many. Default: 2**23 (8
+            MiB).
 
     Raises:
         TypeError: An argument is not an int.

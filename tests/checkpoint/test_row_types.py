@@ -33,6 +33,10 @@ def saved(path: Path, table: Table, ids: torch.Tensor, delta_of: CheckpointInfo 
         optimizer_steps=table.optimizer_steps,
         columns=((0, 4),),
         parts=(PartInfo("part", 0, (0, 4), len(ids), int(ids[0]), int(ids[-1])),),
+        removal="left",
+        removed=(),
+        sightings=(),
+        times=None,
     )
     base = None if delta_of is None else DeltaOf(f"../{delta_of.path}", delta_of.checksum)
     return CheckpointInfo(path, 1, 1, {"t": info}, {"part": file}, (), base)

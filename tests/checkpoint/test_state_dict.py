@@ -46,7 +46,7 @@ def refused_on_every_rank() -> None:
         model.load_state_dict({**state, "sparse.embedding_bags.user.weight": torch.zeros(state[USER_IDS].size()[0], 3)})
     optimizer = model.fused_optimizer.state_dict()
     states = optimizer["state"]["sparse.embedding_bags.item.weight"]["rows"]
-    states.update(id=torch.tensor([2**50]), sum=torch.ones(1, 1))
+    states.update(id=torch.tensor([2**50]), sum=torch.ones(1, 1), rows=torch.tensor([1]))
     with pytest.raises(ValueError, match="id 1125899906842624 has no row"):
         model.fused_optimizer.load_state_dict(optimizer)
     models.assert_holds(model, before)
@@ -81,7 +81,7 @@ def test_empty_tables_and_plain_sgd(one_rank: None) -> None:
     assert tuple(state["sparse.embedding_bags.user.weight"].size()) == (0, models.DIM)
     optimizer = model.fused_optimizer.state_dict()
     rows = optimizer["state"]["sparse.embedding_bags.user.weight"]["rows"]
-    assert list(rows) == ["id", "columns", "steps", "clock", "last_step", "frequency"]
+    assert list(rows) == ["id", "columns", "rows", "steps", "optimizer_steps", "last_step", "frequency"]
     models.train(model)
     model.load_state_dict(state)
     model.fused_optimizer.load_state_dict(optimizer)
@@ -144,7 +144,7 @@ def test_sequences(one_rank: None, tmp_path: Path) -> None:
     for _ in range(3):
         step(model)
     state = {"model": model.state_dict(), "optimizer": model.fused_optimizer.state_dict()}
-    assert sorted(state["model"]) == ["embeddings.t.weight", "embeddings.t.weight_id"]
+    assert sorted(state["model"]) == [f"embeddings.t.weight{suffix}" for suffix in ("", "_id", "_rows")]
     other.load_state_dict(state["model"])
     other.fused_optimizer.load_state_dict(state["optimizer"])
     dcp.save(state, checkpoint_id=tmp_path / "saved")
@@ -157,7 +157,7 @@ def test_sequences(one_rank: None, tmp_path: Path) -> None:
 
 def test_a_table_without_rows_in_grid_shards(monkeypatch: pytest.MonkeyPatch) -> None:
     # The first of four ranks on two nodes. A node has half of the columns, and each of its ranks half of the rows.
-    right = (0, range(8, 16), 0, 0, torch.float32)
+    right = (0, range(8, 16), torch.float32)
     monkeypatch.setattr(layout, "all_gathered", lambda local, env: [local, local, [right], [right]])
     shards = [LocalShard(Table(16, columns=range(8)), None)]
     dist.init_process_group("fake", rank=0, world_size=4, store=FakeStore())

@@ -199,24 +199,61 @@ void cold_rows_come_back_as_they_left() {
   CHECK_THROWS(leaving_ids(*table, many.data(), 2000, 2000, executor), InvalidArgument);
 }
 
-void sightings_are_never_missed() {
-  Sightings sightings(1 << 12);
-  std::map<int64_t, int64_t> seen;
-  std::mt19937_64 random(1);
-  for (int i = 0; i < 200; ++i) {  // less than a generation
-    const auto id = static_cast<int64_t>(random() % 60);
-    CHECK(sightings.count(id) >= seen[id]);
-    sightings.add(id);
-    ++seen[id];
+struct Entries {
+  explicit Entries(const Sightings& sightings) : ids(sightings.size()), counts(ids.size()), generations(ids.size()) {
+    sightings.read(ids.data(), counts.data(), generations.data());
   }
-  std::vector<uint8_t> cells(static_cast<size_t>(sightings.bytes()));
-  sightings.read(cells.data());
-  Sightings other(1 << 12);
-  other.write(cells.data(), sightings.taken());
-  for (const auto& [id, count] : seen) CHECK(other.count(id) == sightings.count(id));
-  for (int i = 0; i < 100000; ++i) sightings.add(static_cast<int64_t>(random()));  // many generations
+  void write_to(Sightings& sightings) const { sightings.write(ids.data(), counts.data(), generations.data(), static_cast<int64_t>(ids.size())); }
+  void add(const Entries& other) {
+    ids.insert(ids.end(), other.ids.begin(), other.ids.end());
+    counts.insert(counts.end(), other.counts.begin(), other.counts.end());
+    generations.insert(generations.end(), other.generations.begin(), other.generations.end());
+  }
+
+  std::vector<int64_t> ids;
+  std::vector<uint8_t> counts, generations;
+};
+
+void sightings_are_exact() {
+  Sightings sightings(1 << 12);
+  std::map<int64_t, int64_t> seen, former;  // of the generations
+  std::mt19937_64 random(1);
+  for (int i = 0; i < 20000; ++i) {
+    const auto id = static_cast<int64_t>(random() % 400) - 200;
+    const auto present = seen.find(id);
+    const auto old = former.find(id);
+    CHECK(sightings.count(id) == std::min<int64_t>(255, (present == seen.end() ? 0 : present->second) + (old == former.end() ? 0 : old->second)));
+    if (present == seen.end() && static_cast<int64_t>(seen.size()) == sightings.most()) {
+      former = std::move(seen);
+      seen.clear();
+    }
+    ++seen[id];
+    sightings.add(id);
+    if (i % 1000 == 0) {
+      Sightings other(1 << 12);
+      Entries(sightings).write_to(other);
+      for (int64_t each = -250; each < 250; ++each) CHECK(other.count(each) == sightings.count(each));
+    }
+  }
   for (int i = 0; i < 300; ++i) sightings.add(7);
   CHECK(sightings.count(7) == 255);
+}
+
+void sightings_of_several_counters_merge() {
+  Sightings one(1 << 12), other(1 << 12), large(1 << 13), small(1 << 10);
+  for (int64_t id = 0; id < one.most(); ++id) {
+    one.add(2 * id);
+    other.add(2 * id + 1);
+  }
+  Entries both(one);
+  both.add(Entries(other));
+  both.write_to(large);
+  for (int64_t id = 0; id < 2 * one.most(); ++id) CHECK(large.count(id) == 1);
+  CHECK(large.count(2 * one.most()) == 0);
+  both.write_to(small);  // it remembers as many as it has room for, in both generations
+  int64_t known = 0;
+  for (int64_t id = 0; id < 2 * one.most(); ++id) known += small.count(id);
+  CHECK(known == 2 * small.most());
 }
 
 void the_filter_forgets_nothing() {
@@ -285,7 +322,8 @@ int main() {
     }
   }
   cold_rows_come_back_as_they_left();
-  sightings_are_never_missed();
+  sightings_are_exact();
+  sightings_of_several_counters_merge();
   the_filter_forgets_nothing();
   a_renewed_filter_has_the_ids_that_were_kept_or_added();
   std::puts("test_bounds passed");

@@ -61,11 +61,10 @@ def assert_equal(model: DistributedModelParallel, expected: DistributedModelPara
             assert shard.routing == other.routing
             assert shard.table.options == other.table.options
             assert (shard.table.steps, shard.table.optimizer_steps) == (other.table.steps, other.table.optimizer_steps)
-            assert shard.table.times() == other.table.times()
-            cells, taken = shard.table.sightings()
-            its_cells, its_taken = other.table.sightings()
-            assert torch.equal(cells, its_cells)
-            assert taken == its_taken
+            assert shard.table.state().times == other.table.state().times
+            mine, its = shard.table.state().tensors(), other.table.state().tensors()
+            assert mine.keys() == its.keys()
+            assert all(torch.equal(mine[key], its[key]) for key in mine if key.startswith("sighting_"))
     for stats, wanted_stats in zip(table_stats(model).values(), table_stats(expected).values(), strict=True):
         for count in ("rows", "cold_rows", "bytes", "steps"):
             assert getattr(stats, count) == getattr(wanted_stats, count), count

@@ -112,7 +112,8 @@ def train_and_compare(
             optimizer.step()
     compare_rows(model, unsharded, world_size)
     dynamic = [config for config in case.tables if config.name not in case.stock]
-    assert len(model.state_dict()) == len(case.tables) + len(dynamic)  # Each RecStore table also has weight_id.
+    # Each RecStore table also has weight_id and weight_rows.
+    assert len(model.state_dict()) == len(case.tables) + 2 * len(dynamic)
     model.fused_optimizer.state_dict()
     return model
 

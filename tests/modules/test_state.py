@@ -137,12 +137,12 @@ def test_the_keys_of_a_state() -> None:
         "exp_avg_sq": (rows,),
         "last_step": (rows,),
         "frequency": (rows,),
-        "steps": (),
-        "clock": (),
+        "steps": (1,),
+        "optimizer_steps": (1,),
     }
     assert torch.equal(state["embedding_bags.t1.weight_id"], table.ids())
     assert torch.equal(state["embedding_bags.t1.weight"], table.lookup(table.ids()))
-    assert (int(state["embedding_bags.t1.steps"]), int(state["embedding_bags.t1.clock"])) == (3, 3)
+    assert (int(state["embedding_bags.t1.steps"]), int(state["embedding_bags.t1.optimizer_steps"])) == (3, 3)
     assert all(key.startswith("embedding_bags.") for key in state)
     assert [name for name, _ in ebc.named_parameters()] == [f"embedding_bags.t{i}.weight" for i in range(3)]
 
@@ -177,14 +177,15 @@ def test_loading_is_strict() -> None:
         ("weight_id", torch.zeros(10, dtype=torch.int64), "weight_id must not contain the same id twice"),
         ("weight_id", torch.arange(10).int(), "weight_id must be int64"),
         ("sum", torch.zeros(10, 4), r"sum must have the shape \(10,\)"),
-        ("steps", torch.tensor(-1), "optimizer steps must be within"),
+        ("optimizer_steps", torch.tensor([-1]), "optimizer steps must be within"),
+        ("steps", torch.tensor(1), r"steps must be torch.int64 of shape \(1,\), got torch.int64 of shape \(\)"),
         ("steps", 1, "steps must be a tensor, got int"),
     ],
 )
 def test_a_state_that_does_not_fit_changes_nothing(key: str, value: Any, match: str) -> None:
     model = nn.ModuleDict({"emb": RecStoreEmbedding(9, 4, name="t"), "other": RecStoreEmbedding(9, 4, name="t")})
     state = RecStoreEmbedding(9, 4, _weight=torch.randn(9, 4)).state_dict()
-    state = {name: torch.cat([part, part[:1]]) if part.dim() else part for name, part in state.items()}
+    state = {name: torch.cat([part, part[:1]]) if len(part) > 1 else part for name, part in state.items()}
     state["weight_id"][-1] = 99
     model["emb"](torch.tensor([3])).sum().backward()
     before = states(model["emb"])

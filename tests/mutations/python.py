@@ -63,8 +63,8 @@ CHECKPOINTS = [
         "Rows that were removed before a delta was saved come back when the delta is loaded.",
     ),
     Mutation(
-        f"{PACKAGE}/checkpoint/reader.py",
-        "table.optimizer_steps = last.optimizer_steps",
+        f"{PACKAGE}/store/table.py",
+        "ops.table_set_optimizer_steps(self.handle, state.optimizer_steps)",
         "pass",
         ["tests/checkpoint/test_checkpoint.py::test_forth_and_back"],
         "Adam's bias correction starts again after a load.",
@@ -109,8 +109,8 @@ SERVICE = [
     ),
     Mutation(
         f"{PACKAGE}/sharders/reset.py",
-        "pairs[-1][1].steps = table.steps",
-        "pairs[-1][1].steps = 0",
+        "replace(table.state(), optimizer_steps=0, sightings=None)",
+        "replace(table.state(), steps=0, optimizer_steps=0, sightings=None)",
         ["tests/sharders/test_reset.py::test_tables_are_as_new_and_the_dense_part_stays"],
         "reset_rows sets the clock of the tables back.",
     ),

@@ -6,6 +6,7 @@ import re
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -205,7 +206,7 @@ def test_ranks_write_what_processes_of_another_job_read(both: str, tmp_path: Pat
             )
             load_rows(whole, name, read_chain(tmp_path / "unbounded"))
             load_rows(saved, name, read_chain(tmp_path / "shared"))
-            reader.steps = whole.steps
+            reader.set_state(replace(reader.state(), steps=whole.steps))
             ids, expected = whole.ids(), whole.read_rows(whole.ids())
             assert len(ids) > 2 * MAX_ROWS
             for table, loaded in ((saved, ids[:0]), (reader, torch.arange(200))):

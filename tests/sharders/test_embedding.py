@@ -132,7 +132,7 @@ def test_several_collections_without_a_plan(device: str) -> None:
     model(batch(a=[[1]], b=[[-2, 2]], c=[[3]], d=[[4, 4, 5]])).backward()
     assert {name: stats.rows for name, stats in table_stats(model).items()} == {"a": 1, "b": 2, "c": 1, "d": 2}
     assert sum(parameter.numel() for parameter in model.parameters()) == 0
-    assert len(model.state_dict()) == 2 * 4  # Each table has weight and weight_id.
+    assert len(model.state_dict()) == 3 * 4  # Each table has weight, weight_id and weight_rows.
     model.load_state_dict(model.state_dict())
 
 

@@ -135,10 +135,10 @@ def test_cold_rows_go_too_and_the_time_of_the_events_goes_on(tmp_path: Path) -> 
     for seed in range(5):
         step(model, seed)
     tables = [shard.table for table in recstore_tables(model) for shard in table.shards]
-    times = [table.times() for table in tables]
+    times = [table.state().times for table in tables]
     reset_rows(model)
     assert all(stats.rows == stats.cold_rows == 0 for stats in table_stats(model).values())
-    assert [table.times() for table in tables] == times
+    assert [table.state().times for table in tables] == times
     set_time(model, 1050.0)  # not refused: the time is not that of the system's clock
     step(model, 1)
     assert sum(stats.rows for stats in table_stats(model).values()) > 0

@@ -259,7 +259,8 @@ def test_a_snapshot_is_of_its_moment_whatever_leaves() -> None:
         for start in range(1000, 2000, 50):
             table.lookup(torch.arange(start, start + 50), train=True)
             assert len(table) <= 200
-        found, values = snapshot.read(len(snapshot))
+        part = snapshot.read(len(snapshot))
+        found, values = part.ids, part.rows
     assert torch.equal(found, ids)
     for name, value in rows.items():
         assert torch.equal(values[name], value), name
@@ -278,7 +279,8 @@ def test_marks_know_who_has_left(reason: str) -> None:
     assert not table.contains(TEN).any()
     table.lookup(torch.cat([stay, TEN[:3]]), train=True)
     with table.snapshot(since=mark) as snapshot:
-        ids, rows = snapshot.read(len(snapshot))
+        part = snapshot.read(len(snapshot))
+        ids, rows = part.ids, part.rows
         assert snapshot.left is not None
         left = set(snapshot.left.tolist())
     assert set(TEN[:3].tolist()) <= set(ids.tolist()) <= set(table.ids().tolist())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import fbgemm_gpu  # noqa: F401  (registers the op that reads 8-bit rows)
@@ -261,13 +262,14 @@ def test_a_copy_of_rows_goes_on_as_the_original(optimizer: Optimizer, dim: int) 
     ids = torch.tensor([5, -1, 0])
     table.update(ids, torch.randn(3, dim, generator=torch.Generator().manual_seed(0)))
     copy.write_rows(ids, table.read_rows(ids))
-    copy.optimizer_steps = table.optimizer_steps
+    copy.set_state(replace(copy.state(), optimizer_steps=table.optimizer_steps))
     for each in (table, copy):
         each.update(ids, torch.ones(3, dim))
     for name, value in table.read_rows(ids).items():
         assert torch.equal(copy.read_rows(ids)[name], value), name
     with table.snapshot() as snapshot:
-        read_ids, rows = snapshot.read(3)
+        part = snapshot.read(3)
+        read_ids, rows = part.ids, part.rows
     assert torch.equal(read_ids, ids.sort().values)
     assert all(torch.equal(rows[name], value) for name, value in table.read_rows(read_ids).items())
 
@@ -292,7 +294,7 @@ def test_rows_come_back_from_a_cold_store_as_they_were(optimizer: Optimizer, dim
         for name, value in plain.read_rows(every).items():
             assert torch.equal(cold.read_rows(every)[name], value), name
         with cold.snapshot() as snapshot:
-            _, rows = snapshot.read(len(every))
+            rows = snapshot.read(len(every)).rows
         assert torch.equal(rows["weight"], plain.read_rows(every)["weight"])
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -59,7 +60,7 @@ def test_residents_depend_neither_on_threads_nor_slots_nor_columns(eviction: LRU
     tables[1].remove(torch.arange(10**6, 10**6 + 5000, 2))
     tables[1].remove(table_ids := tables[1].ids())
     assert len(table_ids) == 2500
-    tables[1].steps = 0
+    tables[1].set_state(replace(tables[1].state(), steps=0))
     for ids in batches:
         for threads, table in zip((1, 2, 3), tables, strict=True):
             torch.set_num_threads(threads)
@@ -218,7 +219,7 @@ def test_no_row_leaves_for_rows_that_there_is_no_memory_for() -> None:
 
 def test_the_last_step_of_the_clock() -> None:
     table = Table(2, options=TableOptions(expiry=Expiry(8)))
-    table.steps = 2**32 - 4
+    table.set_state(replace(table.state(), steps=2**32 - 4))
     for _ in range(2):
         table.lookup(torch.tensor([1]), train=True)
     with pytest.raises(ValueError, match=r"2\*\*32 - 2 steps"):

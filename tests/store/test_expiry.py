@@ -118,7 +118,8 @@ def test_a_snapshot_is_of_its_moment_whatever_expires() -> None:
         for start in range(1000, 2000, 100):
             table.lookup(torch.arange(start, start + 100), train=True)
         assert not table.contains(ids).any()
-        found, values = snapshot.read(len(snapshot))
+        part = snapshot.read(len(snapshot))
+        found, values = part.ids, part.rows
     assert torch.equal(found, ids)
     for name, value in rows.items():
         assert torch.equal(values[name], value), name

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -108,11 +109,11 @@ def test_a_table_reads_what_another_has_trained() -> None:
 def test_another_table_goes_on_where_one_was_closed(options: dict[str, Any]) -> None:
     one, whole = shared(**options), Table(DIM, optimizer=ADAM)
     train(batches(20), one, whole)
-    steps, optimizer_steps = one.steps, one.optimizer_steps
+    state = one.state()
     one.close()
     one.close()
     with shared(max_rows=150, **options) as other:
-        other.steps, other.optimizer_steps = steps, optimizer_steps
+        other.set_state(state)
         train(batches(20, seed=1), other, whole)
         assert other.stats().cold_hits > 0
         assert other.stats().rows <= 150
@@ -222,7 +223,7 @@ def test_a_backward_in_the_midst_of_a_refresh_is_not_lost(moment: str, monkeypat
 
 def test_rows_of_a_clock_ahead_come_as_of_now() -> None:
     ahead = shared()
-    ahead.steps = 10**6
+    ahead.set_state(replace(ahead.state(), steps=10**6))
     train(batches(10), ahead)
     ahead.close()
     table = shared(eviction=LFU(3))
@@ -232,7 +233,7 @@ def test_rows_of_a_clock_ahead_come_as_of_now() -> None:
     rows = table.read_rows(table.ids())
     assert int(rows["last_step"].max()) == table.steps == 20
     with table.snapshot() as snapshot:
-        _, saved = snapshot.read(len(snapshot))
+        saved = snapshot.read(len(snapshot)).rows
     assert torch.equal(saved["last_step"], rows["last_step"])
 
 
@@ -292,7 +293,8 @@ def test_shards_of_rows_share_a_store_and_see_their_own() -> None:
         with shard.snapshot() as snapshot:
             assert snapshot.table_rows == len(ids)
             train([ids[:5]], shard)  # the snapshot does not have this step
-            saved, rows = snapshot.read(len(snapshot))
+            part = snapshot.read(len(snapshot))
+            saved, rows = part.ids, part.rows
         assert torch.equal(saved, ids)
         assert torch.equal(rows["weight"], whole.lookup(ids))
 
@@ -304,7 +306,8 @@ def test_a_snapshot_has_resident_and_cold_rows() -> None:
     train(batches(3, seed=1), table, whole)  # the copies in the store are outdated
     with table.snapshot() as snapshot:
         shared().remove(whole.ids()[:50])
-        ids, rows = snapshot.read(len(snapshot))
+        part = snapshot.read(len(snapshot))
+        ids, rows = part.ids, part.rows
     assert torch.equal(ids, whole.ids())
     for key, value in whole.read_rows(ids).items():
         assert torch.equal(rows[key], value), key

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ from torch import Tensor
 from torchrec_recstore import SGD, Adam, RowWiseAdagrad
 from torchrec_recstore.kernels import PooledKernel
 from torchrec_recstore.optim import Optimizer
-from torchrec_recstore.store import Snapshot, Table
+from torchrec_recstore.store import Part, Snapshot, Table
 
 Rows = tuple[Tensor, dict[str, Tensor]]
 
@@ -24,14 +25,11 @@ def rows_of(table: Table) -> Rows:
 
 
 def read_all(snapshot: Snapshot, size: int = 7, polite: bool = False) -> Rows:
-    parts = []
+    parts = [snapshot.read(0)]
     while len(snapshot):
         parts.append(snapshot.read(min(size, len(snapshot)), polite=polite))
-    if not parts:
-        parts.append(snapshot.read(0))
-    return torch.cat([ids for ids, _ in parts]), {
-        key: torch.cat([rows[key] for _, rows in parts]) for key in parts[0][1]
-    }
+    whole = Part.concatenated(parts)
+    return whole.ids, whole.rows
 
 
 def same(one: Rows, other: Rows) -> bool:
@@ -66,8 +64,8 @@ def test_changes_do_not_show_in_a_snapshot(change: str, optimizer: Optimizer, dt
         first = snapshot.read(70)
         CHANGES[change](table)
         rest = read_all(snapshot)
-    ids = torch.cat([first[0], rest[0]])
-    assert same((ids, {key: torch.cat([first[1][key], rest[1][key]]) for key in first[1]}), before)
+    whole = Part.concatenated([first, Part(rest[0], table.columns, rest[1])])
+    assert same((whole.ids, whole.rows), before)
     assert same(read_all(table.snapshot()), rows_of(table))
 
 
@@ -208,7 +206,7 @@ def test_one_snapshot_at_a_time() -> None:
 
 def test_exchanged_rows_come_with_their_clocks() -> None:
     table, other = trained(Adam(0.1), torch.arange(100)), trained(Adam(0.1), torch.arange(50, 60))
-    other.steps = 77
+    other.set_state(replace(other.state(), steps=77))
     rows, others = rows_of(table), rows_of(other)
     table.exchange_rows(other)
     assert same(rows_of(table), others)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -225,14 +226,14 @@ def test_copies_snapshots_and_tables_of_float32_states_have_the_same_rows(
     rows = table.read_rows(ids)
     full.write_rows(ids, rows)
     copy.write_rows(ids, full.read_rows(ids))
-    copy.optimizer_steps = table.optimizer_steps
+    copy.set_state(replace(copy.state(), optimizer_steps=table.optimizer_steps))
     with table.snapshot() as snapshot:
         before = snapshot.read(1)
         for each in (table, copy):
             each.update(ids, torch.ones(3, dim))
         after = snapshot.read(2)
     for name, value in rows.items():
-        assert torch.equal(torch.cat([before[1][name], after[1][name]]), value[ids.argsort()]), name
+        assert torch.equal(torch.cat([before.rows[name], after.rows[name]]), value[ids.argsort()]), name
     for name, value in table.read_rows(ids).items():
         assert torch.equal(copy.read_rows(ids)[name], value), name
     copy.remove(ids)
@@ -261,7 +262,7 @@ def test_rows_come_back_from_a_cold_store_as_they_were(
         assert cold.stats().cold_rows > 0
         assert torch.equal(cold.lookup(every), plain.lookup(every))
         with cold.snapshot() as snapshot:
-            _, rows = snapshot.read(len(every))
+            rows = snapshot.read(len(every)).rows
         for name, value in plain.read_rows(every).items():
             assert torch.equal(cold.read_rows(every)[name], value), name
             assert torch.equal(rows[name], value), name

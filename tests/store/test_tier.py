@@ -262,7 +262,7 @@ def test_rows_expire_in_the_step_in_which_they_do_without_a_cold_store(
             table.insert(ids[110:120], torch.ones(len(ids[110:120]), 5))
         if step == 50:
             for table in tables:
-                table.steps = 1003  # a load sets the clock like this
+                table.set_state(replace(table.state(), steps=1003))  # a load sets the clock like this
     assert tables[0].stats().expired > 100
 
 
@@ -416,10 +416,10 @@ def test_threads_share_a_table() -> None:
 
 def test_a_clock_that_is_set_back_expires_nothing() -> None:
     tiered, _ = _tables(expiry=Expiry(8))
-    tiered.steps = 1000
+    tiered.set_state(replace(tiered.state(), steps=1000))
     for start in range(0, 2000, 100):
         tiered.lookup(torch.arange(start, start + 100), train=True)
-    tiered.steps = 100
+    tiered.set_state(replace(tiered.state(), steps=100))
     for start in range(0, 600, 100):
         tiered.lookup(torch.arange(start, start + 100), train=True)
     assert set(range(600)) <= set(tiered.ids().tolist())
@@ -529,7 +529,7 @@ def test_a_put_that_failed_in_mid_way_leaves_nothing_behind(monkeypatch: pytest.
         table.insert(torch.arange(1000, 1100), torch.ones(100, 5))
     _assert_same(tiered, whole)
     with tiered.snapshot() as snapshot:
-        assert torch.equal(snapshot.read(len(snapshot))[0], whole.ids())
+        assert torch.equal(snapshot.read(len(snapshot)).ids, whole.ids())
 
 
 def test_what_could_not_be_deleted_is_gone_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -543,7 +543,7 @@ def test_what_could_not_be_deleted_is_gone_all_the_same(monkeypatch: pytest.Monk
         assert tiered.remove(some) == whole.remove(some) == len(some)
         _assert_same(tiered, whole)
         with tiered.snapshot() as snapshot:
-            assert torch.equal(snapshot.read(len(snapshot))[0], whole.ids())
+            assert torch.equal(snapshot.read(len(snapshot)).ids, whole.ids())
         for table in (tiered, whole):  # some rows are created again, and evicted again
             table.insert(some[::2], torch.full((len(some[::2]), 5), float(number)))
             for ids in _batches(5, seed=number):
@@ -568,4 +568,4 @@ def test_rows_written_as_old_as_what_has_expired() -> None:
     tiered.insert(torch.arange(10**7, 10**7 + 150), torch.ones(150, 5))  # evicts the rows of ids, which have expired
     assert len(tiered) == len(tiered.ids())
     with tiered.snapshot() as snapshot:
-        assert torch.equal(snapshot.read(len(snapshot))[0], tiered.ids())
+        assert torch.equal(snapshot.read(len(snapshot)).ids, tiered.ids())

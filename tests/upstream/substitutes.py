@@ -168,7 +168,7 @@ def copy_state_dict(loc: StateDict, glob: Mapping[str, Any], exclude_predfix: st
     excluded = tuple([exclude_predfix] if isinstance(exclude_predfix, str) else exclude_predfix or ())
     keys = [key for key in loc if not key.startswith(excluded)] if excluded else list(loc)
     rows = {key for key in keys if f"{key}_id" in loc}
-    ids = {f"{key}_id" for key in rows}
+    ids = {f"{key}{suffix}" for key in rows for suffix in ("_id", "_rows")}
     from torchrec.distributed.test_utils import test_sharding
 
     test_sharding.stock_copy_state_dict({key: loc[key] for key in keys if key not in rows | ids}, glob)

@@ -10,7 +10,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
-from torch import Tensor
 
 from torchrec_recstore.checkpoint.destination import Destination
 from torchrec_recstore.checkpoint.files import FileInfo, check_file
@@ -25,8 +24,7 @@ from torchrec_recstore.checkpoint.info import (
 )
 from torchrec_recstore.checkpoint.writer import PartWriter, finish, part_rows
 from torchrec_recstore.encoding import encode
-
-_Shards = list[dict[str, Tensor]]
+from torchrec_recstore.store import Part
 
 
 def compact_checkpoint(path: str | Path, output: str | Path) -> CheckpointInfo:
@@ -89,7 +87,7 @@ def compact_chain(
     finally:
         files = writer.close()
     newest = chain[-1]
-    counted = [file.file for table in newest.tables.values() for file in table.sightings]
+    counted = [file for table in newest.tables.values() for file in table.sightings]
     for name in (DENSE, TRAINING_STATE, *counted):
         if name in newest.files:
             files[name] = newest.files[name]
@@ -105,33 +103,31 @@ def _compact_table(
     columns = common_columns(tables_named(name, chain))
     parts: list[PartInfo] = []
     size = part_rows(table.dim, getattr(torch, table.dtype), table.optimizer)
-    for number, (ids, shards) in enumerate(_resized(FoldedTable(chain, name, columns), size)):
-        parts += [writer.part(name, c, number, {"ids": ids, **shard}) for c, shard in zip(columns, shards, strict=True)]
-        on_rows(len(ids))
-    return replace(table, columns=tuple(columns), parts=tuple(parts), removal="left", removed=())
+    for number, shards in enumerate(_resized(FoldedTable(chain, name, columns), size)):
+        parts += [writer.part(name, number, part) for part in shards]
+        on_rows(len(shards[0]))
+    edges = tuple((each.start, each.stop) for each in columns)
+    return replace(table, columns=edges, parts=tuple(parts), removal="left", removed=())
 
 
-def _resized(folded: FoldedTable, size: int) -> Iterator[tuple[Tensor, _Shards]]:
+def _resized(folded: FoldedTable, size: int) -> Iterator[list[Part]]:
     """Yields the rows in windows of ``size`` rows, so that the parts are those of a save by one rank."""
-    held: list[tuple[Tensor, _Shards]] = []
+    held: list[list[Part]] = []
     count = 0
-    while (bound := folded.bound()) is not None:
-        held.append(folded.take(bound))
-        count += len(held[-1][0])
+    for window in folded:
+        held.append(window)
+        count += len(window[0])
         while count >= size:
-            ids, shards = _joined(held)
-            yield ids[:size], [{key: rows[:size] for key, rows in shard.items()} for shard in shards]
-            held = [(ids[size:], [{key: rows[size:] for key, rows in shard.items()} for shard in shards])]
+            shards = _concatenated(held)
+            yield [part.take(slice(0, size)) for part in shards]
+            held = [[part.take(slice(size, None)) for part in shards]]
             count -= size
     if count:
-        yield _joined(held)
+        yield _concatenated(held)
 
 
-def _joined(windows: Sequence[tuple[Tensor, _Shards]]) -> tuple[Tensor, _Shards]:
-    shards = zip(*(shards for _, shards in windows), strict=True)
-    return torch.cat([ids for ids, _ in windows]), [
-        {key: torch.cat([rows[key] for rows in shard]) for key in shard[0]} for shard in shards
-    ]
+def _concatenated(windows: Sequence[Sequence[Part]]) -> list[Part]:
+    return [Part.concatenated(of_columns) for of_columns in zip(*windows, strict=True)]
 
 
 def _copy(source: Path, target: Path, expected: FileInfo) -> None:

@@ -10,12 +10,14 @@ import safetensors.torch
 import torch
 from torch import Tensor
 
+from torchrec_recstore.checkpoint.blocks import saved_state
 from torchrec_recstore.checkpoint.fold import FoldedTable, common_columns, tables_named
 from torchrec_recstore.checkpoint.info import DENSE, CheckpointInfo, TableInfo
-from torchrec_recstore.checkpoint.reader import merged_sightings
 from torchrec_recstore.encoding import encode
 from torchrec_recstore.row_types import values
 from torchrec_recstore.store.arguments import among
+from torchrec_recstore.store.parts import STAMPS
+from torchrec_recstore.store.state import Sightings, no_sightings
 
 _FACTS = ("dtype", "optimizer", "options", "steps", "optimizer_steps")
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -115,21 +117,22 @@ def _compare_tables(
     difference = Difference(facts=_facts(before, after) | _sightings(first[-1], second[-1], name))
     columns = common_columns(tables_named(name, [*first, *second]))
     one, other = FoldedTable(first, name, columns), FoldedTable(second, name, columns)
-    compared = ["weight", *(state for state in one.states if state in other.states), "last_step", "frequency"]
+    compared = ["weight", *(state for state in one.states if state in other.states), *STAMPS]
+    none = torch.empty(0, dtype=torch.int64)
     while bounds := [bound for bound in (one.bound(), other.bound()) if bound is not None]:
-        ids, shards = one.take(min(bounds))
-        other_ids, other_shards = other.take(min(bounds))
+        shards, other_shards = one.take(min(bounds)), other.take(min(bounds))
+        ids, other_ids = (parts[0].ids if parts else none for parts in (shards, other_shards))
         common, other_common = among(ids, other_ids), among(other_ids, ids)
         picked, other_picked = (slice(None) if mask.all() else mask for mask in (common, other_common))
         changed = torch.zeros(int(common.sum()), dtype=torch.bool)
         for shard, other_shard in zip(shards, other_shards, strict=False):  # A list is empty after the last row.
             for key in compared:
-                pair = shard[key][picked], other_shard[key][other_picked]
+                pair = shard.rows[key][picked], other_shard.rows[key][other_picked]
                 if torch.uint8 in (pair[0].dtype, pair[1].dtype):
                     pair = values(pair[0]), values(pair[1])
                 now, largest = _changes(*pair)
                 changed |= now
-                if key not in ("last_step", "frequency"):
+                if key not in STAMPS:
                     _grow(difference.largest, key, largest)
         difference.both += len(changed)
         difference.added += int((~other_common).sum())
@@ -146,10 +149,13 @@ def _facts(before: TableInfo, after: TableInfo) -> dict[str, tuple[object, objec
 
 def _sightings(before: CheckpointInfo, after: CheckpointInfo, name: str) -> dict[str, tuple[object, object]]:
     """Returns the sums of the counts of admission if any count differs."""
-    saved = [info.tables[name].sightings for info in (before, after)]
-    cells = max((file.cells for files in saved for file in files), default=1)
-    (one, _), (other, _) = merged_sightings(before, name, cells), merged_sightings(after, name, cells)
-    return {} if torch.equal(one, other) else {"sightings": (int(one.sum()), int(other.sum()))}
+    one, other = (saved_state(info, name).sightings or no_sightings() for info in (before, after))
+    same = all(torch.equal(a, b) for a, b in zip(_by_id(one), _by_id(other), strict=True))
+    return {} if same else {"sightings": (int(one.counts.sum()), int(other.counts.sum()))}
+
+
+def _by_id(sightings: Sightings) -> Sightings:
+    return sightings.take(sightings.ids.argsort(stable=True))
 
 
 def _compare_dense(before: CheckpointInfo, after: CheckpointInfo) -> Difference:

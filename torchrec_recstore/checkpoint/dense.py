@@ -11,7 +11,6 @@ from torch import Tensor, nn
 from torchrec_recstore.sharders.gather import refused_together
 from torchrec_recstore.sharders.model_tables import table_named, tables_named
 from torchrec_recstore.sharders.state import WEIGHTS
-from torchrec_recstore.store import insert_all
 
 _CHUNK = 1 << 20  # rows
 
@@ -49,7 +48,7 @@ def load_dense_weights(model: nn.Module, weights: Mapping[str, Tensor]) -> None:
                 ids = torch.arange(begin, begin + part.shape[0])
                 owned = shard.owned(ids)
                 mine = part[owned, columns.start : columns.stop].to("cpu", torch.float32)
-                insert_all(shard.table, ids[owned], mine)
+                shard.table.insert_all(ids[owned], mine)
         tables[name].state.copies.forget(tables[name].config_name, WEIGHTS)
 
 

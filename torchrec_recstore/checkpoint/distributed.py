@@ -23,9 +23,11 @@ from torchrec_recstore.optim import state_names
 from torchrec_recstore.sharders.gather import all_gathered, refused_together, whole_environment
 from torchrec_recstore.sharders.layout import LocalShard, owned_positions
 from torchrec_recstore.sharders.model_tables import ModelTable, recstore_tables, rows_left_out
-from torchrec_recstore.sharders.state import BOOKKEEPING, RowState, set_clocks
-from torchrec_recstore.store import Table, insert_all, write_all
+from torchrec_recstore.sharders.state import RowState
+from torchrec_recstore.store import Table, TableState
 from torchrec_recstore.store.exchange import check_replaceable, exchange_all
+from torchrec_recstore.store.parts import STAMPS
+from torchrec_recstore.store.state import STATE_KEYS
 
 
 def load_distributed_checkpoint(
@@ -241,7 +243,7 @@ class _SavedTable:
         if self._states:
             self._state.check_keys(self._states)
             columns = self._tensors.shape(self._states["columns"])
-            expected.update(dict.fromkeys(("id", *BOOKKEEPING), rows))
+            expected.update(dict.fromkeys(("id", *STAMPS), rows))
             for key, kind in state_names(self._state.optimizer).items():
                 expected[key] = shape if kind == "element" else rows + columns
         for key, stored in {**self._weights, **self._states}.items():
@@ -258,23 +260,23 @@ class _SavedTable:
             ValueError: The ids of the optimizer state and of the weights differ, or an id occurs several times.
         """
         pairs = [(shard.table, replace(shard, table=shard.table.empty_copy())) for shard in self._state.shards]
-        wanted = ("columns", "steps", "clock")
-        counts = self._tensors.read({key: stored for key, stored in self._states.items() if key in wanted})
+        columns = self._tensors.read({key: stored for key, stored in self._states.items() if key == "columns"})
+        state = TableState.from_tensors(self._tensors.read({k: v for k, v in self._states.items() if k in STATE_KEYS}))
+        for _, fresh in pairs:
+            fresh.table.set_state(state.owned(fresh.owned))
         inserted = [0] * len(pairs)
         for rows, states in self._pieces() if pairs else ():
             for number, (_, fresh) in enumerate(pairs):
                 inserted[number] += _insert(fresh, rows["weight_id"], rows["weight"])
                 if states:
-                    write_all(fresh.table, *self._state.rows_of(fresh, {**states, **counts}))
+                    fresh.table.write(self._state.part_of(fresh, {**states, **columns}))
         for count, (_, fresh) in zip(inserted, pairs, strict=True):
             if held_rows(fresh.table) not in (None, count):
                 raise ValueError(f"table {self._state.name!r}: the checkpoint has an id several times")
-        for _, fresh in pairs if counts else ():
-            set_clocks(fresh.table, counts)
         return [(table, fresh.table) for table, fresh in pairs]
 
     def _pieces(self) -> Iterator[tuple[dict[str, Tensor], dict[str, Tensor]]]:
-        wanted = ("id", *BOOKKEEPING, *state_names(self._state.optimizer))
+        wanted = ("id", *STAMPS, *state_names(self._state.optimizer))
         states = {key: stored for key, stored in self._states.items() if key in wanted}
         for part in self._tensors.row_ranges(self._weights.get("weight_id", self._weights["weight"])):
             rows, its_states = self._tensors.read(self._weights, part), self._tensors.read(states, part)
@@ -289,7 +291,7 @@ def _insert(shard: LocalShard, ids: Tensor, weights: Tensor) -> int:
     """Inserts the rows that belong to the shard, and returns their number."""
     owned = owned_positions(shard, ids)
     columns = shard.table.columns
-    insert_all(shard.table, ids[owned], weights[owned, columns.start : columns.stop].to(torch.float32))
+    shard.table.insert_all(ids[owned], weights[owned, columns.start : columns.stop].to(torch.float32))
     return len(owned)
 
 

@@ -6,7 +6,7 @@ Rows are read in blocks, so that a look needs memory for one block, and for one 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, get_args
@@ -16,9 +16,9 @@ from torch import Tensor
 
 from torchrec_recstore.checkpoint.fold import FoldedTable, check_files, common_columns, tables_named
 from torchrec_recstore.checkpoint.info import CheckpointInfo, read_chain
-from torchrec_recstore.row_types import values
-from torchrec_recstore.store import Table
+from torchrec_recstore.store import Part, Parts, Table
 from torchrec_recstore.store.arguments import among
+from torchrec_recstore.store.parts import STAMPS
 
 By = Literal["frequency", "last_step", "norm", "drift"]
 Metric = Literal["cosine", "dot", "l2"]
@@ -27,16 +27,6 @@ Source = Table | str | os.PathLike[str]
 
 _BLOCK_ROWS = 1 << 16
 _QUANTILES = (0.5, 0.9, 0.99, 1.0)
-
-
-@dataclass(frozen=True)
-class _Block:
-    """Some rows of a table: ids, (N,) int64; weights, (N, dim) float32; and the bookkeeping, (N,) int64."""
-
-    ids: Tensor
-    weights: Tensor
-    last_step: Tensor
-    frequency: Tensor
 
 
 @dataclass(frozen=True)
@@ -100,7 +90,7 @@ def top_rows(
     shown: dict[str, Tensor] = {}
     measured: dict[str, list[Tensor]] = {"frequency": [], "norm": [], **({"drift": []} if earlier else {})}
     for block in opened.blocks():
-        columns = {"frequency": block.frequency, "last_step": block.last_step, "norm": block.weights.norm(dim=1)}
+        columns = {**{name: block.rows[name] for name in STAMPS}, "norm": block.weights.norm(dim=1)}
         if earlier is not None:
             columns["drift"] = earlier.drift(block)
         for name, parts in measured.items():
@@ -229,17 +219,17 @@ class _OfTable:
         self.rows, self.steps, self.dim = len(table), table.steps, len(table.columns)
         self.name = repr(table)
 
-    def blocks(self) -> Iterator[_Block]:
+    def blocks(self) -> Parts:
         for ids in torch.split(self._table.ids(), _BLOCK_ROWS):
             while True:
                 here = ids[self._table.contains(ids)]
                 try:
-                    rows = self._table.read_rows(here)
+                    part = self._table.part(here)
                     break
                 except ValueError:
                     if self._table.contains(here).all():  # else rows have left since, in another thread
                         raise
-            yield _Block(here, values(rows["weight"]), rows["last_step"], rows["frequency"])
+            yield part
 
 
 class _OfCheckpoint:
@@ -255,15 +245,8 @@ class _OfCheckpoint:
         columns = common_columns(tables_named(self._table, self._chain))
         return FoldedTable(self._chain, self._table, columns)
 
-    def blocks(self) -> Iterator[_Block]:
-        folded = self.folded()
-        while (bound := folded.bound()) is not None:
-            yield _block(*folded.take(bound))
-
-
-def _block(ids: Tensor, shards: list[dict[str, Tensor]]) -> _Block:
-    weights = torch.cat([values(shard["weight"]) for shard in shards], dim=1)
-    return _Block(ids, weights, shards[0]["last_step"], shards[0]["frequency"])
+    def blocks(self) -> Parts:
+        return (Part.joined(window, range(self.dim)) for window in self.folded())
 
 
 class _Earlier:
@@ -276,18 +259,18 @@ class _Earlier:
         assert isinstance(before, _OfCheckpoint)
         if before.dim != of.dim:
             raise ValueError(f"{of.name} has dim {of.dim}, and {before.name} has dim {before.dim}")
-        self.rows, self.seen, self.added = before.rows, 0, 0
+        self.rows, self.seen, self.added, self.dim = before.rows, 0, 0, before.dim
         self._folded = before.folded()
         self._ids = torch.empty(0, dtype=torch.int64)
         self._weights = torch.empty(0, before.dim)
 
-    def drift(self, block: _Block) -> Tensor:
+    def drift(self, block: Part) -> Tensor:
         """Returns the L2 norm of each row's change, NaN for new rows. The ids of all blocks must ascend."""
         while len(block.ids) and (not len(self._ids) or self._ids[-1] < block.ids[-1]):
             bound = self._folded.bound()
             if bound is None:
                 break
-            read = _block(*self._folded.take(bound))
+            read = Part.joined(self._folded.take(bound), range(self.dim))
             kept = self._ids >= block.ids[0]
             self._ids = torch.cat([self._ids[kept], read.ids])
             self._weights = torch.cat([self._weights[kept], read.weights])

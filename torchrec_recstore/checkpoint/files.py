@@ -319,20 +319,6 @@ def read_tensors(path: Path, expected: FileInfo) -> dict[str, Tensor]:
     return tensors
 
 
-def read_ids(path: Path) -> Tensor:
-    """Returns the ids of a file with rows, without a check of the file's checksum.
-
-    Raises:
-        CheckpointError: The file cannot be read.
-    """
-    try:
-        with safetensors.safe_open(path, framework="pt") as file:
-            ids: Tensor = file.get_tensor("ids")
-            return ids
-    except (SafetensorError, OSError) as error:
-        raise CheckpointError(f"{path} is missing or damaged: {error}") from error
-
-
 def sync_directory(path: Path) -> None:
     """Syncs the entries of a directory to the disk."""
     descriptor = os.open(path, os.O_RDONLY)

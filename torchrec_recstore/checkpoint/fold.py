@@ -2,24 +2,18 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import pairwise
-from pathlib import Path
-from typing import Any
 
-import safetensors
 import torch
 from torch import Tensor
 
-from torchrec_recstore.checkpoint.files import CheckpointError, check_file, read_ids
-from torchrec_recstore.checkpoint.info import CheckpointInfo, PartInfo, TableInfo, check_ids, check_shapes
+from torchrec_recstore.checkpoint.blocks import Block, blocks_by_rank, listed_ids
+from torchrec_recstore.checkpoint.files import CheckpointError, check_file
+from torchrec_recstore.checkpoint.info import CheckpointInfo, TableInfo
 from torchrec_recstore.optim import state_names
-from torchrec_recstore.row_types import as_stored, columns_of
+from torchrec_recstore.store import Part
 from torchrec_recstore.store.arguments import among
-
-Columns = tuple[int, int]
-"""A range of columns: the first column and the column after the last."""
 
 _WINDOW_BYTES = 16 << 20
 _LEAST_ROWS = 64  # The minimum number of rows of each run in a window.
@@ -45,9 +39,10 @@ def tables_named(name: str, chain: Iterable[CheckpointInfo]) -> list[TableInfo]:
     return [info.tables[name] for info in chain if name in info.tables]
 
 
-def common_columns(tables: Iterable[TableInfo]) -> list[Columns]:
+def common_columns(tables: Iterable[TableInfo]) -> list[range]:
     """Returns the widest ranges of columns such that no column shard of a table begins or ends within a range."""
-    return list(pairwise(sorted({edge for table in tables for columns in table.columns for edge in columns})))
+    edges = sorted({edge for table in tables for columns in table.columns for edge in columns})
+    return [range(first, last) for first, last in pairwise(edges)]
 
 
 class FoldedTable:
@@ -68,7 +63,7 @@ class FoldedTable:
             if the number of all rows differs from the metadata.
     """
 
-    def __init__(self, chain: Sequence[CheckpointInfo], name: str, columns: Sequence[Columns]) -> None:
+    def __init__(self, chain: Sequence[CheckpointInfo], name: str, columns: Sequence[range]) -> None:
         newest = chain[-1].tables[name]
         self.states = state_names(newest.optimizer)
         """The optimizer's states; see :func:`torchrec_recstore.optim.state_names`."""
@@ -85,9 +80,9 @@ class FoldedTable:
                 continue
             if (table.dim, state_names(table.optimizer)) != (newest.dim, self.states):
                 raise CheckpointError(f"table {name!r} of {info.path} has another dim or optimizer state later on")
-            runs = [_Run(info.path, level, blocks, columns, table) for blocks in _runs(info.path, name, table)]
+            runs = [_Run(level, blocks, columns, table.dim) for blocks in blocks_by_rank(info, name)]
             self._runs = runs + self._runs  # The newest runs come first: the stable sort in take() keeps them first.
-            self._removals.append(_Removal(info.path, level, table))
+            self._removals.append(_Removal(info, level, table))
         self._check_end()
 
     def bound(self) -> int | None:
@@ -95,18 +90,17 @@ class FoldedTable:
         rows = max(_LEAST_ROWS, _WINDOW_BYTES // self._row_bytes // max(1, len(self._runs)))
         return min((run.bound(rows) for run in self._runs), default=None)
 
-    def take(self, bound: int) -> tuple[Tensor, list[dict[str, Tensor]]]:
+    def take(self, bound: int) -> list[Part]:
         """Reads the remaining rows with ids up to ``bound``.
 
         Args:
             bound: The greatest id to read. It is not greater than :meth:`bound`.
 
         Returns:
-            ids, (N,) int64, in ascending order, and for each range of columns the rows in the form of
-            :meth:`torchrec_recstore.store.Table.read_rows`. The list is empty if no rows are left.
+            For each range of columns a part with the same ids, in ascending order. An empty list if no rows are left.
         """
         if not self._runs:
-            return torch.empty(0, dtype=torch.int64), []
+            return []
         taken = [(run.level, *run.take(bound)) for run in self._runs]
         self._runs = [run for run in self._runs if run.left]
         levels = torch.cat([torch.full_like(ids, level) for level, ids, _ in taken])
@@ -118,16 +112,17 @@ class FoldedTable:
         for removal in self._removals:
             kept &= (levels[order] >= removal.level) | removal.stays(ids)
         order = order[kept]
-        for _, _, rows in taken:
-            for of_columns in rows:
-                of_columns["weight"] = as_stored(of_columns["weight"], self._dtype)
-        shards = [
-            {name: torch.cat([rows[name] for rows in shard])[order] for name in shard[0]}
-            for shard in zip(*(rows for _, _, rows in taken), strict=True)
-        ]
         self._rows += len(order)
         self._check_end()
-        return ids[kept], shards
+        return [
+            Part.concatenated([part.stored_as(self._dtype) for part in of_columns]).take(order)
+            for of_columns in zip(*(parts for _, _, parts in taken), strict=True)
+        ]
+
+    def __iter__(self) -> Iterator[list[Part]]:
+        """Yields all windows; see :meth:`take`."""
+        while (bound := self.bound()) is not None:
+            yield self.take(bound)
 
     def _check_end(self) -> None:
         """Compares the number of rows with the metadata after the last row."""
@@ -152,27 +147,15 @@ class FoldedTable:
 
 
 class _Run:
-    """A sequence of parts of one checkpoint with ascending ids. Each part has one file for each column shard."""
+    """The blocks that one rank has written of one checkpoint. Their ids ascend."""
 
-    def __init__(
-        self,
-        directory: Path,
-        level: int,
-        blocks: Sequence[Sequence[PartInfo]],
-        columns: Sequence[Columns],
-        table: TableInfo,
-    ) -> None:
+    def __init__(self, level: int, blocks: Sequence[Block], columns: Sequence[range], dim: int) -> None:
         self.level = level
-        self._directory = directory
-        self._blocks = list(blocks[::-1])
         self._columns = columns
-        self._table = table
-        states = state_names(table.optimizer)
-        self._per_element = {name for name, kind in states.items() if kind == "element"}
-        self._names = [*states, "last_step", "frequency"]
+        self._whole = range(dim)
+        self._blocks = list(blocks[::-1])
         self._at = 0
         self._ids: Tensor
-        self._files: dict[Columns, Any]
         self._next_block()
 
     @property
@@ -182,50 +165,28 @@ class _Run:
     def bound(self, rows: int) -> int:
         return int(self._ids[min(self._at + rows, len(self._ids)) - 1])
 
-    def take(self, bound: int) -> tuple[Tensor, list[dict[str, Tensor]]]:
-        begin, end = self._at, int(torch.searchsorted(self._ids, bound, right=True))
-        ids = self._ids[begin:end]
-        rows = [self._rows(begin, end, columns) for columns in self._columns]
-        self._at = end
+    def take(self, bound: int) -> tuple[Tensor, list[Part]]:
+        rows = slice(self._at, int(torch.searchsorted(self._ids, bound, right=True)))
+        ids = self._ids[rows]
+        parts = [self._block.part(columns, rows) for columns in self._columns]
+        self._at = rows.stop
         if not self.left and self._blocks:
             self._next_block()
-        return ids, rows
+        return ids, parts
 
     def _next_block(self) -> None:
-        block = self._blocks.pop()
-        self._files = {part.columns: _opened(self._directory / part.file) for part in block}
-        for part in block:
-            path, file = self._directory / part.file, self._files[part.columns]
-            ids = read_ids(path)
-            check_ids(path, part, ids)
-            if part is not block[0] and not torch.equal(ids, self._ids):
-                raise CheckpointError(f"{path} does not hold the rows that {block[0].file} has")
-            self._ids = ids
-            shapes = {name: file.get_slice(name).get_shape() for name in file.keys() if name != "ids"}  # noqa: SIM118
-            check_shapes(path, part, self._table, shapes)
+        self._block = self._blocks.pop()
+        self._ids = self._block.open(self._whole, verify=False)
         self._at = 0
-
-    def _rows(self, begin: int, end: int, columns: Columns) -> dict[str, Tensor]:
-        first, file = next(
-            (shard[0], file) for shard, file in self._files.items() if shard[0] <= columns[0] and columns[1] <= shard[1]
-        )
-        cut = slice(columns[0] - first, columns[1] - first)
-        rows = {
-            name: file.get_slice(name)[begin:end, cut] if name in self._per_element else file.get_slice(name)[begin:end]
-            for name in self._names
-        }
-        return {"weight": columns_of(file.get_slice("weight")[begin:end], cut), **rows}
 
 
 class _Removal:
     """The ids that a delta removes from the older checkpoints of its chain."""
 
-    def __init__(self, directory: Path, level: int, table: TableInfo) -> None:
+    def __init__(self, info: CheckpointInfo, level: int, table: TableInfo) -> None:
         self.level = level
         self._those_that_stay = table.removal == "stay"
-        self._listed = [(part.first_id, part.last_id, read_ids(directory / part.file)) for part in table.removed]
-        for part, (_, _, ids) in zip(table.removed, self._listed, strict=True):
-            check_ids(directory / part.file, part, ids)
+        self._listed = [(part.first_id, part.last_id, listed_ids(info, part, verify=False)) for part in table.removed]
 
     def stays(self, ids: Tensor) -> Tensor:
         """Returns whether each id remains: (N,) bool for (N,) ids in ascending order."""
@@ -235,27 +196,3 @@ class _Removal:
                 begin, end = torch.searchsorted(part, ids[0]), torch.searchsorted(part, ids[-1], right=True)
                 listed |= among(ids, part[begin:end])
         return listed if self._those_that_stay else ~listed
-
-
-def _runs(directory: Path, name: str, table: TableInfo) -> list[list[list[PartInfo]]]:
-    """Groups the parts that hold the same rows, and returns these groups by rank, in ascending order of the ids.
-
-    Raises:
-        CheckpointError: A column shard has no part for some rows.
-    """
-    blocks: dict[tuple[int, int, int], list[PartInfo]] = defaultdict(list)
-    for part in table.parts:
-        blocks[part.first_id, part.last_id, part.rows].append(part)
-    runs: dict[int, list[list[PartInfo]]] = defaultdict(list)
-    for _, block in sorted(blocks.items()):
-        if sorted(part.columns for part in block) != sorted(table.columns):
-            raise CheckpointError(f"{directory}: table {name!r} has no part of a column shard for some rows")
-        runs[min(block, key=lambda part: part.columns).rank].append(block)
-    return list(runs.values())
-
-
-def _opened(path: Path) -> Any:
-    try:
-        return safetensors.safe_open(path, framework="pt")
-    except (safetensors.SafetensorError, OSError) as error:
-        raise CheckpointError(f"{path} is missing or damaged: {error}") from error

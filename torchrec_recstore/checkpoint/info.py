@@ -15,15 +15,12 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
-import torch
 import xxhash
-from torch import Tensor
 
 from torchrec_recstore.checkpoint.files import CheckpointError, FileInfo, read_tensors
 from torchrec_recstore.encoding import check_fields, decode, encode, not_known
-from torchrec_recstore.optim import Optimizer, state_names
+from torchrec_recstore.optim import Optimizer
 from torchrec_recstore.options import TableOptions
-from torchrec_recstore.row_types import stored_columns
 
 FORMAT = "recstore checkpoint"
 VERSION = 1
@@ -65,53 +62,6 @@ class PartInfo:
 
 
 @dataclass(frozen=True)
-class SightingsInfo:
-    """A file with the sightings that a shard's admission has counted.
-
-    The counter is a (2, 4, N) uint8 tensor. The file has two tensors: ``position``, (n,) int64, the positions of the
-    cells that are not 0 in the flattened counter; and ``count``, (n,) uint8, their counts.
-
-    Args:
-        file: The file's name.
-        cells: N, the number of cells in each row of the counter.
-        taken: The number of sightings in the present generation.
-    """
-
-    file: str
-    cells: int
-    taken: int
-
-
-@dataclass(frozen=True)
-class TimesInfo:
-    """The times of a table's steps, by which its rows expire. Times are microseconds since 1970.
-
-    Args:
-        of_events: Whether the times are those of the events, which ``set_time`` has set, or of the system's clock.
-        now: The time of the save; with ``of_events``, the time that was set last.
-        expired_before: The rows whose last step is earlier than this step have expired.
-        ticks: Pairs of a step and a time, ascending: all steps before this step were made before this time.
-    """
-
-    of_events: bool
-    now: int
-    expired_before: int
-    ticks: tuple[tuple[int, int], ...]
-
-    @classmethod
-    def of(cls, times: Sequence[int]) -> TimesInfo | None:
-        """Returns the numbers of ``ops.table_times`` in this form; None if there are none."""
-        if not times:
-            return None
-        of_events, now, expired_before, *ticks = times
-        return cls(bool(of_events), now, expired_before, tuple(zip(ticks[::2], ticks[1::2], strict=True)))
-
-    def numbers(self) -> list[int]:
-        """Returns the numbers in the form of ``ops.table_times``."""
-        return [int(self.of_events), self.now, self.expired_before, *(number for tick in self.ticks for number in tick)]
-
-
-@dataclass(frozen=True)
 class TableInfo:
     """The metadata of a table in a checkpoint.
 
@@ -130,7 +80,8 @@ class TableInfo:
             all ids that the table has at the delta (``"stay"``).
         removed: The files with ids and no rows. Empty if no id left.
         sightings: The files with the counts of admission, one for each shard. A delta has all counts, too.
-        times: The times of the steps, if rows expire after a time. Otherwise None.
+        times: The times of the steps, by which rows expire: see ``ops.table_times``. None if they do not expire after a
+            time.
     """
 
     dim: int
@@ -142,10 +93,10 @@ class TableInfo:
     optimizer_steps: int
     columns: tuple[tuple[int, int], ...]
     parts: tuple[PartInfo, ...]
-    removal: Literal["left", "stay"] = "left"
-    removed: tuple[PartInfo, ...] = ()
-    sightings: tuple[SightingsInfo, ...] = ()
-    times: TimesInfo | None = None
+    removal: Literal["left", "stay"]
+    removed: tuple[PartInfo, ...]
+    sightings: tuple[str, ...]
+    times: tuple[int, ...] | None
 
 
 @dataclass(frozen=True)
@@ -202,7 +153,7 @@ def _metadata_bytes(info: CheckpointInfo, training_state: Any) -> tuple[bytes, s
     """Returns the bytes of ``metadata.json`` and their checksum."""
     tables = {
         name: {
-            **{key: value for key, value in asdict(table).items() if key != "times" or value is not None},
+            **asdict(table),
             "optimizer": encode(table.optimizer, {}),
             "options": encode(table.options, {}),
         }
@@ -346,22 +297,17 @@ def _checksum(text: bytes) -> str | None:
 
 def _table(name: str, entry: dict[str, Any]) -> TableInfo:
     where = f"table {name!r}"
-    times = entry.get("times")
+    times = entry["times"]
     values = {
         "optimizer": decode(entry["optimizer"], {}),
         "options": decode(entry["options"], {}),
         "columns": tuple((begin, end) for begin, end in entry["columns"]),
         "parts": tuple(_part(where, part) for part in entry["parts"]),
         "removed": tuple(_part(where, part) for part in entry["removed"]),
-        "sightings": tuple(_entry(f"sightings of {where}", SightingsInfo, file) for file in entry.get("sightings", ())),
-        "times": None if times is None else _times(f"times of {where}", times),
+        "sightings": tuple(entry["sightings"]),
+        "times": None if times is None else tuple(times),
     }
     return _entry(where, TableInfo, {**entry, **values})
-
-
-def _times(where: str, entry: dict[str, Any]) -> TimesInfo:
-    ticks = tuple((int(step), int(time)) for step, time in entry["ticks"])
-    return _entry(where, TimesInfo, {**entry, "ticks": ticks})
 
 
 def _part(table: str, entry: dict[str, Any]) -> PartInfo:
@@ -388,7 +334,7 @@ def _check_info(info: CheckpointInfo, own_files: Mapping[str, bool]) -> None:
     named = Counter(name for name, needed in own_files.items() if needed)
     for table in info.tables.values():
         named.update(part.file for part in (*table.parts, *table.removed))
-        named.update(counted.file for counted in table.sightings)
+        named.update(table.sightings)
     for file, count in named.items():
         if file not in info.files:
             raise CheckpointError(f"{info.path} has no checksum of {file}, which belongs to it")
@@ -449,37 +395,3 @@ def _check_ranges(table_name: str, parts: Sequence[PartInfo]) -> None:
         for one, other in pairwise(sorted(of_shard, key=_block)):
             if other.first_id <= one.last_id:
                 raise CheckpointError(f"{table_name}: {one.file} and {other.file} have ids in the same range")
-
-
-def check_ids(path: Path, part: PartInfo, ids: Tensor) -> None:
-    """Compares a file's ids with the metadata of the part.
-
-    Raises:
-        CheckpointError: The number of ids, the first or the last id differs, or the ids are not in ascending order.
-    """
-    if ids.dtype != torch.int64 or ids.dim() != 1 or len(ids) != part.rows:
-        raise CheckpointError(f"{path} has ids of shape {tuple(ids.shape)}, and metadata.json says {part.rows}")
-    if (int(ids[0]), int(ids[-1])) != (part.first_id, part.last_id) or bool((ids[1:] <= ids[:-1]).any()):
-        raise CheckpointError(f"{path} does not have the ids from {part.first_id} to {part.last_id}, each once")
-
-
-def check_shapes(path: Path, part: PartInfo, table: TableInfo, shapes: Mapping[str, Sequence[int]]) -> None:
-    """Compares the shapes of a file's tensors with the metadata of the part.
-
-    Args:
-        path: The file.
-        part: The metadata of the part.
-        table: The metadata of the table.
-        shapes: The shapes of the file's tensors except ``ids``, by name.
-
-    Raises:
-        CheckpointError: A tensor is missing, unknown or of another shape.
-    """
-    columns = part.columns[1] - part.columns[0]
-    wanted = {"weight": [part.rows, stored_columns(getattr(torch, table.dtype), columns)]}
-    for name, kind in state_names(table.optimizer).items():
-        wanted[name] = [part.rows, columns] if kind == "element" else [part.rows]
-    wanted |= {"last_step": [part.rows], "frequency": [part.rows]}
-    found = {name: list(shape) for name, shape in shapes.items()}
-    if found != wanted:
-        raise CheckpointError(f"{path} has tensors of the shapes {found} instead of {wanted}")

@@ -9,6 +9,7 @@ from pathlib import Path
 from torch import nn
 from torchrec.distributed.types import ShardingEnv
 
+from torchrec_recstore.checkpoint.blocks import saved_state
 from torchrec_recstore.checkpoint.files import check_file, read_tensors
 from torchrec_recstore.checkpoint.info import DENSE, CheckpointInfo, read_chain
 from torchrec_recstore.checkpoint.reader import (
@@ -43,7 +44,7 @@ def load_checkpoint(
             the delta was saved.
         strict: Whether the checkpoint and the model must have the same RecStore tables and the same other tensors. If
             False, tables and tensors that only one of them has are ignored, and a table with a shared cold store keeps
-            its rows and loads only its step counts. Default: True.
+            its rows and loads only its clocks and the counts of its admission. Default: True.
         progress: A callback that is called after each part of 32 MB with two arguments: the number of rows that are
             read, and the number of all rows in the parts that this rank reads. Both include rows of other ranks'
             shards.
@@ -76,7 +77,7 @@ def load_checkpoint(
                 check_file(base.path / DENSE, base.files[DENSE])
         present, left_alone = _present(tables, info, strict=strict)
         shards = [(table.name, shard) for table in present for shard in table.shards]
-        count = RowCount(progress, sum(rows_to_read(chain, name, shard.table.columns) for name, shard in shards))
+        count = RowCount(progress, sum(rows_to_read(chain, name) for name, _ in shards))
         for name, shard in shards:
             loaded.append((shard.table, _loaded_shard(chain, name, shard, count)))
         check_replaceable(old for old, _ in loaded)
@@ -85,8 +86,7 @@ def load_checkpoint(
     load_dense(dense, own)
     for table in left_alone:
         for shard in table.shards:
-            shard.table.steps = info.tables[table.name].steps
-            shard.table.optimizer_steps = info.tables[table.name].optimizer_steps
+            shard.table.set_state(saved_state(info, table.name).owned(shard.owned))
     for table in present:
         table.state.forget_copies()
         marks = table.module.recstore_state.marks.setdefault(info.checksum, {})

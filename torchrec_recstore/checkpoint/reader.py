@@ -4,23 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from math import prod
 from pathlib import Path
 from typing import TypeVar, cast
 
 import torch
-from torch import Tensor
 
-from torchrec_recstore.checkpoint.files import CheckpointError, read_ids, read_tensors
-from torchrec_recstore.checkpoint.fold import FoldedTable
-from torchrec_recstore.checkpoint.info import CheckpointInfo, PartInfo, TableInfo, check_ids, check_shapes
+from torchrec_recstore.checkpoint.blocks import blocks_by_rank, listed_ids, saved_state
+from torchrec_recstore.checkpoint.files import CheckpointError
+from torchrec_recstore.checkpoint.fold import FoldedTable, tables_named
+from torchrec_recstore.checkpoint.info import CheckpointInfo, TableInfo
 from torchrec_recstore.optim import Optimizer, state_names
-from torchrec_recstore.store import Table
+from torchrec_recstore.store import Part, Table
 from torchrec_recstore.store.arguments import among
-from torchrec_recstore.store.parts import COUNTER_SHAPE, joined_rows, merged_counters, write_joined
-
-Owned = Callable[[Tensor], Tensor]
-"""A function from (N,) int64 ids to (N,) bool: whether each id belongs to a shard."""
+from torchrec_recstore.store.parts import Owned
 
 _T = TypeVar("_T")
 
@@ -48,16 +44,14 @@ def check_fits(name: str, saved: TableInfo, path: Path, dim: int, optimizer: Opt
         )
 
 
-def rows_to_read(chain: Sequence[CheckpointInfo], name: str, columns: range) -> int:
+def rows_to_read(chain: Sequence[CheckpointInfo], name: str) -> int:
     """Returns the number of rows that :func:`load_rows` reports in all.
 
     Args:
         chain: The result of :func:`torchrec_recstore.checkpoint.info.read_chain`.
         name: The table's name.
-        columns: The columns of the shard.
     """
-    contents = [info.tables[name] for info in chain if name in info.tables]
-    return sum(part.rows for each in contents for part in each.parts if part.columns == _covering(each, columns)[0])
+    return sum(part.rows for table in tables_named(name, chain) for part in table.parts if part.columns[0] == 0)
 
 
 def load_rows(
@@ -83,62 +77,30 @@ def load_rows(
         CheckpointError: A file is missing or damaged.
         MemoryError: There is no memory for the rows.
     """
-    last = chain[-1].tables[name]
-    table.steps = last.steps  # This comes first: eviction computes the age of the rows from it.
-    if last.times is not None:
-        table.set_times(last.times.numbers())
+    # The state comes first: eviction computes the age of the rows from it.
+    table.set_state(saved_state(chain[-1], name).owned(owned))
     for info in chain:
         if name not in info.tables:
             continue  # The table was added after this checkpoint was saved.
-        contents = info.tables[name]
-        _remove_rows(table, contents, info)
-        for count, (ids, rows) in _one_ahead(_rows_of(contents, info, table.columns, owned)):
-            if len(ids):
-                write_joined(table, ids, rows)
+        _remove_rows(table, info.tables[name], info)
+        for count, part in _one_ahead(_parts_of(info, name, table.columns, owned)):
+            if part is not None:
+                table.write(part)
             on_rows(count)
-    table.optimizer_steps = last.optimizer_steps
-    _load_sightings(table, chain, name)
 
 
-def _rows_of(
-    contents: TableInfo, info: CheckpointInfo, columns: range, owned: Owned | None
-) -> Iterator[tuple[int, tuple[Tensor, dict[str, Tensor]]]]:
-    """Yields for each part its number of rows, and the ids and rows of the part that belong to the shard."""
-    states = state_names(contents.optimizer)
-    covering = _covering(contents, columns)
-    for part in contents.parts:
-        if part.columns != covering[0]:
+def _parts_of(
+    info: CheckpointInfo, name: str, columns: range, owned: Owned | None
+) -> Iterator[tuple[int, Part | None]]:
+    """Yields for each block its number of rows, and the rows of the block that belong to the shard."""
+    for block in (block for of_rank in blocks_by_rank(info, name) for block in of_rank):
+        # The ids are not checked yet. If an id is damaged, the shard that owns the damaged id reads the file too and
+        # finds the damage.
+        if owned is not None and not owned(block.ids(columns)).any():
+            yield block.rows, None
             continue
-        mine: Tensor | None = None
-        if owned is not None:
-            # The ids are not checked yet. If an id is damaged, the shard that owns the damaged id reads the file too
-            # and finds the damage.
-            mine = owned(read_ids(info.path / part.file))
-            if not mine.any():
-                yield part.rows, (torch.empty(0, dtype=torch.int64), {})
-                continue
-        pieces = []
-        ids: Tensor | None = None
-        for piece in (_same_rows(contents, part, each, info) for each in covering):
-            rows = read_tensors(info.path / piece.file, info.files[piece.file])
-            its_ids = rows.pop("ids", torch.empty(0))
-            check_ids(info.path / piece.file, piece, its_ids)
-            check_shapes(info.path / piece.file, piece, contents, {name: row.shape for name, row in rows.items()})
-            if ids is not None and not torch.equal(ids, its_ids):
-                raise CheckpointError(f"{info.path / piece.file} does not hold the rows that {part.file} has")
-            ids = its_ids
-            pieces.append((range(*piece.columns), rows))
-        assert ids is not None
-        if mine is not None and not mine.all():
-            keep = mine.nonzero().squeeze(1)
-            ids = ids[keep]
-            pieces = [(c, {key: value[keep] for key, value in rows.items()}) for c, rows in pieces]
-        yield part.rows, (ids, joined_rows(pieces, columns, states))
-
-
-def _covering(contents: TableInfo, columns: range) -> list[tuple[int, int]]:
-    """Returns the column shards that hold some of the columns, in ascending order."""
-    return [c for c in contents.columns if c[0] < columns.stop and c[1] > columns.start]
+        block.open(columns, verify=True)
+        yield block.rows, block.part(columns).owned(owned)
 
 
 def _one_ahead(items: Iterator[_T]) -> Iterator[_T]:
@@ -151,36 +113,20 @@ def _one_ahead(items: Iterator[_T]) -> Iterator[_T]:
             yield cast(_T, item)
 
 
-def _same_rows(contents: TableInfo, part: PartInfo, columns: tuple[int, int], info: CheckpointInfo) -> PartInfo:
-    """Returns the part of the column shard ``columns`` that holds the same ids as ``part``."""
-    wanted = (part.first_id, part.last_id, part.rows)
-    for other in contents.parts:
-        if other.columns == columns and (other.first_id, other.last_id, other.rows) == wanted:
-            return other
-    raise CheckpointError(f"{info.path}: there are no columns {columns} of the rows in {part.file}")
-
-
 def _remove_rows(table: Table, contents: TableInfo, info: CheckpointInfo) -> None:
     """Removes the ids that left the table between the base of a delta and the delta."""
     if info.delta_of is None:
         return
+    listed = (listed_ids(info, part, verify=True) for part in contents.removed)
     if contents.removal == "left":
-        for part in contents.removed:
-            table.remove(_listed(info, part))
+        for ids in listed:
+            table.remove(ids)
         return
     ids = table.ids()
     stays = torch.zeros(len(ids), dtype=torch.bool)
-    for part in contents.removed:
-        stays |= among(ids, _listed(info, part))
+    for some in listed:
+        stays |= among(ids, some)
     table.remove(ids[~stays])
-
-
-def _listed(info: CheckpointInfo, part: PartInfo) -> Tensor:
-    """Returns the ids of a file that holds no rows."""
-    path = info.path / part.file
-    ids = read_tensors(path, info.files[part.file]).get("ids", torch.empty(0))
-    check_ids(path, part, ids)
-    return ids
 
 
 def held_rows(table: Table) -> int | None:
@@ -206,50 +152,9 @@ def check_rows(chain: Sequence[CheckpointInfo], name: str, held: int | None) -> 
     wanted = chain[-1].tables[name].rows
     if held == wanted:
         return
-    folded = FoldedTable(chain, name, [])
-    while (bound := folded.bound()) is not None:
-        folded.take(bound)
+    for _ in FoldedTable(chain, name, []):
+        pass
     if held is not None:
         raise CheckpointError(
             f"table {name!r} of {chain[-1].path} has {held} rows when loaded, and should have {wanted}"
         )
-
-
-def _load_sightings(table: Table, chain: Sequence[CheckpointInfo], name: str) -> None:
-    """Loads the counts of all saved shards into the admission of a shard.
-
-    Raises:
-        CheckpointError: A file is missing or damaged.
-    """
-    if table.options.admission is not None and table.options.admission.count > 1:
-        table.set_sightings(*merged_sightings(chain[-1], name, table.sightings()[0].shape[2]))
-
-
-def merged_sightings(info: CheckpointInfo, name: str, cells: int) -> tuple[Tensor, int]:
-    """Merges the counts of all saved shards into one counter, for any number of shards and any sizes of their counters.
-
-    See :func:`torchrec_recstore.store.parts.merged_counters`.
-
-    Args:
-        info: The checkpoint's metadata.
-        name: The table's name.
-        cells: The number of cells in each row of the merged counter.
-
-    Returns:
-        (2, 4, cells) uint8, the counts; and the greatest number of sightings in the present generation of a shard.
-
-    Raises:
-        CheckpointError: A file is missing or damaged.
-    """
-    return merged_counters(_counters(info, name), cells)
-
-
-def _counters(info: CheckpointInfo, name: str) -> Iterator[tuple[Tensor, int]]:
-    """Yields the saved counters of a table's shards."""
-    for saved in info.tables[name].sightings:
-        tensors = read_tensors(info.path / saved.file, info.files[saved.file])
-        flat = torch.zeros(prod(COUNTER_SHAPE) * saved.cells, dtype=torch.uint8)
-        if tensors["position"].numel() and not 0 <= int(tensors["position"].max()) < len(flat):
-            raise CheckpointError(f"{info.path / saved.file} does not hold counts of {saved.cells} cells a row")
-        flat[tensors["position"]] = tensors["count"]
-        yield flat.view(*COUNTER_SHAPE, -1), saved.taken

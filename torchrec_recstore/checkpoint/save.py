@@ -35,6 +35,7 @@ from torchrec_recstore.checkpoint.writer import PartWriter, Progress, RowCount, 
 from torchrec_recstore.encoding import encode
 from torchrec_recstore.sharders.gather import all_gathered, refused_together, whole_environment
 from torchrec_recstore.sharders.model_tables import dense_tensors, recstore_tables
+from torchrec_recstore.store import TableState
 
 # The saves that are being written, and the failed saves whose error has not been raised yet.
 _open: set[AsyncSave] = set()
@@ -235,8 +236,7 @@ class _Save:
                                 shard.table,
                                 undo.enter_context(shard.table.snapshot(since)),
                                 replace(table.state.options, cold_store=None),
-                                shard.table.sightings(),
-                                shard.table.times(),
+                                shard.table.state(),
                             )
                         )
                 if polite:  # Training changes the tensors while the copies are written.
@@ -359,18 +359,17 @@ class _Save:
 def _merged(infos: Sequence[TableInfo | None]) -> TableInfo:
     """Merges the metadata that the shards of a table have written."""
     known = [info for info in infos if info is not None]
-    first = known[0]
+    state = TableState.merged(TableState(info.steps, info.optimizer_steps, info.times) for info in known)
     return replace(
-        first,
+        known[0],
         rows=sum(info.rows for info in known),
-        steps=max(info.steps for info in known),
-        optimizer_steps=max(info.optimizer_steps for info in known),
+        steps=state.steps,
+        optimizer_steps=state.optimizer_steps,
+        times=state.times,
         columns=tuple(sorted({columns for info in known for columns in info.columns})),
         parts=tuple(part for info in known for part in info.parts),
         removed=tuple(part for info in known for part in info.removed),
         sightings=tuple(file for info in known for file in info.sightings),
-        # The shards have the same ticks. Their clocks differ a little.
-        times=max((info.times for info in known if info.times is not None), key=lambda times: times.now, default=None),
     )
 
 

@@ -30,6 +30,7 @@ from torchrec_recstore.sharders.gather import all_gathered, refused_together, wh
 from torchrec_recstore.sharders.layout import ShardLayout, WholeRows
 from torchrec_recstore.sharders.model_tables import ModelTable, recstore_tables, rows_left_out, tables_named
 from torchrec_recstore.sharders.state import check_not_shared, replace_rows
+from torchrec_recstore.store import TableState
 
 _Key = TypeVar("_Key", bound=Hashable)
 # The optimizers whose step depends on the number of updates.
@@ -310,10 +311,15 @@ def _checked_states(
     _check_keys(f"table {table.name!r}: the stock optimizer state", given, names.values())
     if optimizer_steps is None and isinstance(table.state.optimizer, _COUNTING):
         raise ValueError(f"table {table.name!r}: {type(table.state.optimizer).__name__} needs optimizer_steps")
+    # TorchRec's tables have no clock: the rows count as new in the present step.
+    steps = max((shard.table.steps for shard in table.state.shards), default=0)
     state = {
         "id": torch.arange(num_rows),
         "columns": torch.tensor(starts),
-        "steps": torch.tensor([optimizer_steps or 0]),
+        "rows": torch.tensor([num_rows]),
+        "last_step": torch.full((num_rows,), steps),
+        "frequency": torch.zeros(num_rows, dtype=torch.int64),
+        **TableState(steps, optimizer_steps or 0).tensors(),
     }
     for name, kind in state_names(table.state.optimizer).items():
         value = whole(names[name], given[names[name]])

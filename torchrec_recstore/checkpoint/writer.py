@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -20,14 +20,12 @@ from torchrec_recstore.checkpoint.files import FileInfo, write_tensors
 from torchrec_recstore.checkpoint.info import (
     CheckpointInfo,
     PartInfo,
-    SightingsInfo,
     TableInfo,
-    TimesInfo,
     write_metadata,
 )
 from torchrec_recstore.optim import Optimizer
 from torchrec_recstore.options import TableOptions
-from torchrec_recstore.store import Snapshot, Table
+from torchrec_recstore.store import Part, Snapshot, Table, TableState
 from torchrec_recstore.store.parts import PART_BYTES, rows_in
 
 Progress = Callable[[int, int], object]
@@ -95,43 +93,45 @@ class PartWriter:
             on_rows: A callback that is called after each part with the part's number of rows.
         """
         size = part_rows(table.dim, table.dtype, table.optimizer)
-        columns = (table.columns.start, table.columns.stop)
         parts: list[PartInfo] = []
         while left := len(snapshot):
-            ids, rows = snapshot.read(min(size, left), polite=self._polite)
-            parts.append(self.part(name, columns, len(parts), {"ids": ids, **rows}))
-            on_rows(len(ids))
+            part = snapshot.read(min(size, left), polite=self._polite)
+            parts.append(self.part(name, len(parts), part))
+            on_rows(len(part))
         return tuple(parts)
 
     def ids(self, name: str, table: Table, kind: str, ids: Tensor) -> tuple[PartInfo, ...]:
         """Writes ids without rows. The ids are in ascending order."""
         pieces = torch.split(ids, PART_BYTES // ids.element_size()) if len(ids) else ()
-        columns = (table.columns.start, table.columns.stop)
-        return tuple(self.part(name, columns, i, {"ids": piece}, f"-{kind}") for i, piece in enumerate(pieces))
+        return tuple(
+            self._ids_file(name, table.columns, f"{i:05d}-{kind}", {"ids": piece}) for i, piece in enumerate(pieces)
+        )
 
-    def sightings(self, name: str, table: Table, tensors: dict[str, Tensor]) -> str:
-        """Writes the sightings that the table's admission has counted, and returns the file's name."""
+    def sightings(self, name: str, table: Table, state: TableState) -> tuple[str, ...]:
+        """Writes the counts of a shard's admission, and returns the name of the file. Without counts there is none."""
+        tensors = {key: value for key, value in state.tensors().items() if key.startswith("sighting_")}
+        if not tensors:
+            return ()
         file = f"{_file_name(name)}-{self._rank:05d}-{table.columns.start}-sightings.safetensors"
         self._submit(file, tensors)
-        return file
+        return (file,)
 
-    def part(
-        self, table: str, columns: tuple[int, int], number: int, tensors: dict[str, Tensor], kind: str = ""
-    ) -> PartInfo:
-        """Writes a part.
+    def part(self, name: str, number: int, part: Part) -> PartInfo:
+        """Writes rows.
 
         Args:
-            table: The table's name.
-            columns: The first column of the shard and the column after its last.
-            number: The number of the part among the shard's parts.
-            tensors: ``ids``, in ascending order and at least one, and the tensors of their rows, if any. The tensors
-                must not change before :meth:`close` returns.
-            kind: A suffix of the file's name.
+            name: The table's name.
+            number: The number of the part among the parts of the shard.
+            part: The rows, at least one, in ascending order of their ids. They must not change before :meth:`close`
+                returns.
         """
-        name = f"{_file_name(table)}-{self._rank:05d}-{columns[0]}-{columns[1]}-{number:05d}{kind}.safetensors"
-        self._submit(name, tensors)
+        return self._ids_file(name, part.columns, f"{number:05d}", part.tensors())
+
+    def _ids_file(self, name: str, columns: range, number: str, tensors: dict[str, Tensor]) -> PartInfo:
+        file = f"{_file_name(name)}-{self._rank:05d}-{columns.start}-{columns.stop}-{number}.safetensors"
+        self._submit(file, tensors)
         ids = tensors["ids"]
-        return PartInfo(name, self._rank, columns, len(ids), int(ids[0]), int(ids[-1]))
+        return PartInfo(file, self._rank, (columns.start, columns.stop), len(ids), int(ids[0]), int(ids[-1]))
 
     def tensors(self, name: str, tensors: dict[str, Tensor]) -> None:
         """Writes the tensors into a file. Without tensors there is no file."""
@@ -207,8 +207,7 @@ class SavedShard:
         table: The shard.
         snapshot: A snapshot of the shard's rows. In a delta: of the rows that have changed.
         options: The options of the whole table, without its cold store.
-        sightings: The counts of the shard's admission; see :meth:`Table.sightings`.
-        times: The times of the shard's steps; see ``ops.table_times``.
+        state: The state of the shard.
         ids: All ids that have a row, where the delta lists the ids that stay. Otherwise None.
     """
 
@@ -216,8 +215,7 @@ class SavedShard:
     table: Table
     snapshot: Snapshot
     options: TableOptions
-    sightings: tuple[Tensor, int]
-    times: Sequence[int]
+    state: TableState
     ids: Tensor | None = None
 
 
@@ -248,36 +246,21 @@ def write_shard(
         ids = shard.snapshot.left if removal == "left" else shard.ids
         assert ids is not None
         removed = writer.ids(shard.name, table, removal, ids)
-    sightings: tuple[SightingsInfo, ...] = ()
-    cells, taken = shard.sightings
-    if cells.shape[2] > 0 and first:
-        sightings = (SightingsInfo(writer.sightings(shard.name, table, _sparse(cells)), cells.shape[2], taken),)
     return TableInfo(
         dim=table.dim,
         dtype=str(table.dtype).removeprefix("torch."),
         optimizer=table.optimizer,
         options=shard.options,
         rows=shard.snapshot.table_rows if first else 0,
-        steps=shard.snapshot.steps,
-        optimizer_steps=shard.snapshot.optimizer_steps,
+        steps=shard.state.steps,
+        optimizer_steps=shard.state.optimizer_steps,
         columns=((table.columns.start, table.columns.stop),),
         parts=writer.rows(shard.name, table, shard.snapshot, on_rows),
         removal=removal,
         removed=removed,
-        sightings=sightings,
-        times=TimesInfo.of(shard.times),
+        sightings=writer.sightings(shard.name, table, shard.state) if first else (),
+        times=shard.state.times,
     )
-
-
-def _sparse(cells: Tensor) -> dict[str, Tensor]:
-    """Returns the tensors of a file of sightings: the positions and the counts of the cells that are not 0.
-
-    Args:
-        cells: (2, 4, N) uint8. The cells of the counter.
-    """
-    flat = cells.flatten()
-    positions = flat.nonzero().squeeze(1)
-    return {"position": positions, "count": flat[positions]}
 
 
 def finish(destination: Destination, info: CheckpointInfo, training_state: Any) -> CheckpointInfo:

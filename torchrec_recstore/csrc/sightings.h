@@ -6,49 +6,63 @@
 
 namespace recstore {
 
-// Counts how often ids without a row have been seen, in a fixed amount of memory: a count-min sketch with conservative
-// update (Cormode and Muthukrishnan 2005; Estan and Varghese 2002), kept for two generations.
+// Counts how often ids without a row have been seen, in a fixed amount of memory: two generations of a hash table of ids
+// with their counts.
 //
-// An id has one cell in each of four rows. Its count is the minimum of its cells in the present generation plus the
-// minimum in the previous generation. No sighting of these generations is missed; a count is too high only if other ids
-// share all cells of the id in one generation. A generation ends after half as many sightings as a row has cells. At
-// its end, an id that was never seen has a count above zero with a probability of at most (1 - e^-0.5)^4 = 2.4 %.
+// The count of an id is the sum of its counts in both generations. It is exact, so no id is taken for another one, and
+// the counts of any shards can be merged and divided by their ids. A generation ends when it has most() ids. The older
+// generation is then forgotten.
+//
+// A sketch (count-min, conservative update, two generations of four rows) was measured before: it takes 8 bytes for a
+// sighting, this table 11 bytes for an id, but 2.9 % of the ids that were seen once had a count above 1, and the sketches
+// of several shards could not be merged without adding up these errors. It read eight cache lines for an id, this table
+// reads two.
 class Sightings {
  public:
-  static constexpr int64_t kGenerations = 2;
-  static constexpr int64_t kRows = 4;
-
-  // bytes: memory of all cells, a power of two. Throws OutOfMemory.
+  // bytes: memory of both generations, a power of two, at least 1024. Throws OutOfMemory.
   explicit Sightings(int64_t bytes);
 
   // Returns the count of an id, at most 255.
   int64_t count(int64_t id) const;
   void add(int64_t id);
 
-  // The state for a checkpoint: the cells (generations, rows, cells of a row), with the present generation first, and
-  // the number of sightings in the present generation.
-  int64_t cells() const { return cells_; }
-  int64_t taken() const { return taken_; }
-  void read(uint8_t* cells) const;
-  void write(const uint8_t* cells, int64_t taken);
+  // The number of ids of a generation.
+  int64_t most() const { return buckets_ * kFilled; }
+  // The state for a checkpoint: each id of a generation with its count there. The generation is 0 for the present one
+  // and 1 for the older one.
+  int64_t size() const { return sizes_[0] + sizes_[1]; }
+  void read(int64_t* ids, uint8_t* counts, uint8_t* generations) const;
+  // Replaces the state by that of any number of counters of any sizes, which has n entries. If the present generation
+  // has more than most() ids, the ids beyond go to the older generation. Ids that do not fit there are forgotten. A hash
+  // of the ids chooses them.
+  void write(const int64_t* ids, const uint8_t* counts, const uint8_t* generations, int64_t n);
 
-  int64_t bytes() const { return kGenerations * kRows * cells_; }
+  int64_t bytes() const { return 2 * buckets_ * static_cast<int64_t>(sizeof(Bucket)); }
 
  private:
-  struct Place {
-    uint64_t first;
-    uint64_t step;
-  };
-  static Place place_of(int64_t id);
-  uint8_t* cell(int64_t generation, int64_t row, const Place& place) const {
-    const uint64_t column = (place.first + static_cast<uint64_t>(row) * place.step) & static_cast<uint64_t>(cells_ - 1);
-    return reinterpret_cast<uint8_t*>(memory_.data()) + (generation * kRows + row) * cells_ + static_cast<int64_t>(column);
-  }
-  uint8_t least(int64_t generation, const Place& place) const;
+  static constexpr int kPlaces = 7;
+  static constexpr int64_t kFilled = 6;  // ids for each bucket of a full generation: there is always a free place
 
-  int64_t cells_;  // number of cells in a row
-  int64_t taken_ = 0;
-  int64_t present_ = 0;  // the present generation, 0 or 1
+  struct alignas(64) Bucket {  // a cache line
+    int64_t ids[kPlaces];
+    uint8_t counts[kPlaces];  // 0: a free place
+    uint8_t unused;
+  };
+  struct Place {
+    int64_t* id;
+    uint8_t* count;
+  };
+
+  // Returns the place of an id in a generation, or the free place where it would be.
+  Place find(int generation, int64_t id) const;
+  Bucket* buckets(int generation) const { return reinterpret_cast<Bucket*>(memory_.data()) + generation * buckets_; }
+  void clear(int generation);
+  // Adds to the count of an id in a generation, if the id is there or there is room for it. Returns whether it was added.
+  bool add_to(int generation, int64_t id, int64_t count);
+
+  int64_t buckets_;  // of a generation, a power of two
+  int64_t sizes_[2] = {0, 0};
+  int present_ = 0;  // the present generation, 0 or 1
   Region memory_;
 };
 

@@ -11,7 +11,6 @@ from torch import Tensor
 from torchrec.distributed.types import ShardingEnv
 
 from torchrec_recstore.inference.row_formats import packed
-from torchrec_recstore.row_types import values
 from torchrec_recstore.sharders.gather import all_gathered, refused_together
 from torchrec_recstore.store import Table
 
@@ -72,14 +71,14 @@ def changed_since(
         have left a cold store.
     """
     if env is None:
-        return _joined(_of_shards(shards, version, marks))
+        return _concatenated(_of_shards(shards, version, marks))
     with refused_together(env):
         mine = _of_shards(shards, version, marks)
         if mine is not None:  # Packed rows are smaller than float32 rows, and each rank packs its own.
             mine = [replace(part, rows=packed(name, part.rows, row_format)) for part in mine]
     every = all_gathered(mine, env)
     known = [part for part in every if part is not None]
-    return _joined([one for part in known for one in part]) if len(known) == len(every) else None
+    return _concatenated([one for part in known for one in part]) if len(known) == len(every) else None
 
 
 def _of_shards(shards: Iterable[Table], version: str, marks: dict[Table, int]) -> list[ChangedRows] | None:
@@ -95,13 +94,13 @@ def _of_shards(shards: Iterable[Table], version: str, marks: dict[Table, int]) -
         with snapshot:
             if snapshot.left is None:
                 return None
-            ids, rows = snapshot.read(len(snapshot))
-            parts.append(ChangedRows(ids, values(rows["weight"]), snapshot.left))
+            changed = snapshot.read(len(snapshot))
+            parts.append(ChangedRows(changed.ids, changed.weights, snapshot.left))
             marks[shard] = snapshot.mark
     return parts
 
 
-def _joined(parts: list[ChangedRows] | None) -> ChangedRows | None:
+def _concatenated(parts: list[ChangedRows] | None) -> ChangedRows | None:
     if parts is None or not parts:
         return None
     if len(parts) == 1:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -26,7 +26,7 @@ from torchrec_recstore.inference.selection import (
 )
 from torchrec_recstore.inference.served_tables import ServedTable, ServedTables, served_table
 from torchrec_recstore.options import default_initializer
-from torchrec_recstore.row_types import joined_columns, values
+from torchrec_recstore.store import Part, Parts
 
 
 @dataclass(frozen=True)
@@ -223,7 +223,7 @@ def _rows(
     kept: Tensor | None = None
     count = info.rows
     if min_frequency > 0 or top_rows is not None:
-        counts = [_frequency(shards, info) for _, shards in _windows(chain, name, advance)]
+        counts = [_frequency(part, info) for part in _parts(chain, name, advance)]
         frequency = torch.cat([torch.empty(0, dtype=torch.int64), *counts])
         places = selected(frequency, min_frequency, top_rows)
         kept = torch.zeros(len(frequency), dtype=torch.bool)
@@ -234,28 +234,22 @@ def _rows(
     rows = first.new_empty(count + 1, first.shape[1])
     rows[:1] = first
     at = read = 0
-    for some, shards in _windows(chain, name, advance):
-        weight = values(joined_columns([shard["weight"] for shard in shards]))
+    for part in _parts(chain, name, advance):
         if kept is not None:
-            mask = kept[read : read + len(some)]
-            read += len(some)
-            some, weight = some[mask], weight[mask]
-        ids[at : at + len(some)] = some
-        rows[at + 1 : at + 1 + len(some)] = packed(name, weight, row_format)
-        at += len(some)
+            read += len(part)
+            part = part.take(kept[read - len(part) : read])
+        ids[at : at + len(part)] = part.ids
+        rows[at + 1 : at + 1 + len(part)] = packed(name, part.weights, row_format)
+        at += len(part)
     return ids, rows
 
 
-def _windows(
-    chain: Sequence[CheckpointInfo], name: str, advance: Callable[[int], object]
-) -> Iterator[tuple[Tensor, list[dict[str, Tensor]]]]:
-    folded = FoldedTable(chain, name, common_columns(tables_named(name, chain)))
-    while (bound := folded.bound()) is not None:
-        ids, shards = folded.take(bound)
-        if len(ids):
-            yield ids, shards
-            advance(len(ids))
+def _parts(chain: Sequence[CheckpointInfo], name: str, advance: Callable[[int], object]) -> Parts:
+    for shards in FoldedTable(chain, name, common_columns(tables_named(name, chain))):
+        if shards and len(shards[0]):
+            yield Part.joined(shards, range(chain[-1].tables[name].dim))
+            advance(len(shards[0]))
 
 
-def _frequency(shards: list[dict[str, Tensor]], info: TableInfo) -> Tensor:
-    return aged(shards[0]["frequency"], shards[0]["last_step"], info.steps, info.options)
+def _frequency(part: Part, info: TableInfo) -> Tensor:
+    return aged(part.rows["frequency"], part.rows["last_step"], info.steps, info.options)

@@ -12,7 +12,7 @@ from torchrec.distributed.types import ShardingEnv
 
 from torchrec_recstore.inference.row_formats import packed
 from torchrec_recstore.options import LFU, ConstantInit, Initializer, TableOptions, UniformInit
-from torchrec_recstore.row_types import value_dtype, values
+from torchrec_recstore.row_types import value_dtype
 from torchrec_recstore.sharders.gather import all_gathered, refused_together
 from torchrec_recstore.store import Table
 from torchrec_recstore.utils import warn_user
@@ -208,8 +208,8 @@ def _part(shard: Table, missing: Tensor, row_format: str, marks: dict[Table, int
         rows = first.new_empty(count + 1, first.shape[1])
         rows[:1] = first
         for begin in range(0, count, _PIECE_ROWS):
-            some, read = snapshot.read(min(_PIECE_ROWS, count - begin))
-            part = slice(begin, begin + len(some))
-            ids[part], rows[1:][part] = some, packed(shard.name, values(read["weight"]), row_format)
-            frequency[part] = aged(read["frequency"], read["last_step"], snapshot.steps, shard.options)
+            read = snapshot.read(min(_PIECE_ROWS, count - begin))
+            part = slice(begin, begin + len(read))
+            ids[part], rows[1:][part] = read.ids, packed(shard.name, read.weights, row_format)
+            frequency[part] = aged(read.rows["frequency"], read.rows["last_step"], snapshot.steps, shard.options)
         return _GatheredRows(ids, rows, frequency, snapshot.steps)

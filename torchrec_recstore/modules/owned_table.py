@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from multiprocessing.context import get_spawning_popen
 from typing import Any
 
@@ -12,11 +13,9 @@ from torch import Tensor
 
 from torchrec_recstore.optim import state_names
 from torchrec_recstore.options import is_shared
-from torchrec_recstore.row_types import values
-from torchrec_recstore.store import Table, write_all
-
-# The number of rows that are read or written at once. It limits the memory that holds two copies of rows.
-_PIECE_ROWS = 1 << 16
+from torchrec_recstore.store import Part, Table, TableState
+from torchrec_recstore.store.parts import STAMPS
+from torchrec_recstore.store.state import STATE_KEYS
 
 
 class OwnedTable:
@@ -56,13 +55,12 @@ class OwnedTable:
         new = fresh.table
         kinds = state_names(new.optimizer)
 
-        def converted(rows: dict[str, Tensor]) -> dict[str, Tensor]:
-            count = len(rows["weight"])
-            zeros = {
-                name: torch.zeros((count, new.dim) if kind == "element" else (count,)) for name, kind in kinds.items()
-            }
-            kept = {name: rows[name] for name in ("weight", "last_step", "frequency")}
-            return {**kept, **({name: rows.get(name, zeros[name]) for name in zeros} if keeps_state else zeros)}
+        def converted(part: Part) -> Part:
+            n = len(part)
+            zeros = {name: torch.zeros((n, new.dim) if kind == "element" else (n,)) for name, kind in kinds.items()}
+            kept = part.rows if keeps_state else {}
+            states = {name: kept.get(name, zeros[name]) for name in kinds}
+            return replace(part, rows={**{name: part.rows[name] for name in ("weight", *STAMPS)}, **states})
 
         _copy(old, new, converted)
         return fresh
@@ -75,7 +73,7 @@ class OwnedTable:
     def __reduce__(self) -> tuple[Any, ...]:
         if _shares_rows(self.table):
             self.table.flush()
-            state = _clocks(self.table)
+            state = self.table.state().tensors()
         else:
             state = table_state(self.table)
         process = get_spawning_popen()
@@ -88,7 +86,7 @@ class OwnedTable:
 def _restored(arguments: Mapping[str, Any], state: Mapping[str, Tensor]) -> OwnedTable:
     owned = OwnedTable(arguments)
     if _shares_rows(owned.table):
-        _set_clocks(owned.table, state)
+        owned.table.set_state(TableState.from_tensors(state))
     else:
         _fill(owned.table, state)
     return owned
@@ -96,9 +94,7 @@ def _restored(arguments: Mapping[str, Any], state: Mapping[str, Tensor]) -> Owne
 
 def state_keys(table: Table) -> list[str]:
     """Returns the keys of :func:`table_state`."""
-    keys = ["weight", "weight_id", *state_names(table.optimizer), "last_step", "frequency", "steps", "clock"]
-    keys += ["sightings", "sightings_taken"] if _counts_sightings(table) else []
-    return [*keys, "times"] if table.times() else keys
+    return ["weight", "weight_id", *state_names(table.optimizer), *STAMPS, *table.state().tensors()]
 
 
 def table_state(table: Table) -> dict[str, Tensor]:
@@ -106,21 +102,20 @@ def table_state(table: Table) -> dict[str, Tensor]:
 
     Returns:
         ``weight``, (R, dim) of the dtype of lookups; ``weight_id``, (R,) int64, ascending; the optimizer's states by
-        name (:func:`torchrec_recstore.optim.state_names`); ``last_step`` and ``frequency``, (R,) int64; ``steps``, ()
-        int64, the number of updates; ``clock``, () int64, the number of training lookups. If admission counts
-        sightings: ``sightings``, (2, 4, N) uint8, and ``sightings_taken``, () int64. If rows expire after a time:
-        ``times``, (T,) int64, see ``ops.table_times``.
+        name (:func:`torchrec_recstore.optim.state_names`); ``last_step`` and ``frequency``, (R,) int64; and the tensors
+        of :class:`torchrec_recstore.store.TableState`.
     """
     ids = table.ids()
     whole: dict[str, Tensor] = {}
-    for part in _pieces(len(ids)):
-        for name, read in table.read_rows(ids[part]).items():
-            found = values(read) if read.dtype is torch.uint8 else read
+    at = 0
+    for part in table.parts():
+        for name, read in part.rows.items():
+            found = part.weights if read.dtype is torch.uint8 else read
             if name not in whole:
                 whole[name] = found.new_empty((len(ids), *found.shape[1:]))
-            whole[name][part] = found
-    state = {**whole, "weight_id": ids, **_clocks(table)}
-    return {key: state[key] for key in state_keys(table)}
+            whole[name][at : at + len(part)] = found
+        at += len(part)
+    return {"weight": whole.pop("weight"), "weight_id": ids, **whole, **table.state().tensors()}
 
 
 def load_table_state(table: Table, state: Mapping[str, Tensor]) -> None:
@@ -159,47 +154,22 @@ def forget_rows(table: Table) -> None:
 
 
 def _fill(table: Table, state: Mapping[str, Tensor]) -> None:
-    # The clock must be set before rows are written, because eviction computes the age of rows from it.
-    _set_clocks(table, state)
-    ids = state["weight_id"]
-    names = ["weight", *state_names(table.optimizer), "last_step", "frequency"]
-    for part in _pieces(len(ids)):
-        write_all(table, ids[part], {name: state[name][part] for name in names})
+    table.set_state(TableState.from_tensors(state))
+    names = ["weight", *state_names(table.optimizer), *STAMPS]
+    table.write(Part(state["weight_id"], table.columns, {name: state[name] for name in names}))
 
 
 def _shares_rows(table: Table) -> bool:
     return is_shared(table.options.cold_store)
 
 
-def _clocks(table: Table) -> dict[str, Tensor]:
-    """Returns the part of a table's state that is not in its rows: the counts of steps and the admission counter."""
-    state = {"steps": torch.tensor(table.optimizer_steps), "clock": torch.tensor(table.steps)}
-    if _counts_sightings(table):
-        cells, taken = table.sightings()
-        state["sightings"], state["sightings_taken"] = cells, torch.tensor(taken)
-    if times := table.times():
-        state["times"] = torch.tensor(times)
-    return state
-
-
-def _set_clocks(table: Table, state: Mapping[str, Tensor]) -> None:
-    table.steps, table.optimizer_steps = int(state["clock"]), int(state["steps"])
-    if "times" in state:
-        table.set_times(state["times"].tolist())
-    if "sightings" in state and _counts_sightings(table):
-        table.set_sightings(state["sightings"], int(state["sightings_taken"]))
-
-
-def _copy(
-    source: Table, target: Table, converted: Callable[[dict[str, Tensor]], dict[str, Tensor]] = lambda rows: rows
-) -> None:
-    _set_clocks(target, _clocks(source))
+def _copy(source: Table, target: Table, converted: Callable[[Part], Part] = lambda part: part) -> None:
+    target.set_state(source.state())
     if _shares_rows(source):
         source.flush()
         return
-    ids = source.ids()
-    for part in _pieces(len(ids)):
-        write_all(target, ids[part], converted(source.read_rows(ids[part])))
+    for part in source.parts():
+        target.write(converted(part))
 
 
 def _checked(table: Table, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -214,16 +184,14 @@ def _checked(table: Table, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
     weight = _whole("weight", state["weight"])
     rows = weight.shape[0] if weight.dim() else 0
     kinds = state_names(table.optimizer)
-    shapes: dict[str, tuple[int, ...]] = {"weight": (rows, table.dim), "steps": (), "clock": ()}
-    shapes |= dict.fromkeys(("weight_id", "last_step", "frequency"), (rows,))
+    shapes: dict[str, tuple[int, ...]] = {"weight": (rows, table.dim)}
+    shapes |= dict.fromkeys(("weight_id", *STAMPS), (rows,))
     shapes |= {name: (rows, table.dim) if kind == "element" else (rows,) for name, kind in kinds.items()}
-    if _counts_sightings(table):
-        shapes |= {"sightings": tuple(table.sightings()[0].shape), "sightings_taken": ()}
     floats = {"weight", *kinds}
-    whole = {}
+    whole = TableState.from_tensors({key: _whole(key, state[key]) for key in STATE_KEYS if key in state}).tensors()
     for key, shape in shapes.items():
         if key not in state:
-            dtype = torch.float32 if key in floats else torch.uint8 if key == "sightings" else torch.int64
+            dtype = torch.float32 if key in floats else torch.int64
             whole[key] = torch.arange(rows) if key == "weight_id" else torch.zeros(shape, dtype=dtype)
             continue
         value = _whole(key, state[key]).detach().to("cpu")
@@ -235,8 +203,6 @@ def _checked(table: Table, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
         if key in floats:
             value = value.to(table.dtype if key == "weight" and value.dtype is table.dtype else torch.float32)
         whole[key] = value
-    if "times" in state:
-        whole["times"] = _whole("times", state["times"]).detach().to("cpu", torch.int64).flatten()
     ids = whole["weight_id"]
     if ids.dtype is not torch.int64:
         raise ValueError(f"weight_id must be int64, got {ids.dtype}")
@@ -260,11 +226,3 @@ def _whole(key: str, value: Tensor) -> Tensor:
     if rows.shape != value.size():
         raise ValueError(f"{key} is sharded over several ranks or columns, and this process has only a part of it")
     return rows
-
-
-def _counts_sightings(table: Table) -> bool:
-    return table.options.admission is not None and table.options.admission.count > 1
-
-
-def _pieces(rows: int) -> Iterator[slice]:
-    return (slice(begin, begin + _PIECE_ROWS) for begin in range(0, max(1, rows), _PIECE_ROWS))

@@ -14,6 +14,7 @@ from torchrec_recstore.optim import Optimizer, RowWiseAdagrad
 from torchrec_recstore.quantization import RefusesQuantization
 from torchrec_recstore.row_types import value_dtype
 from torchrec_recstore.store import ColdStoreError, Table
+from torchrec_recstore.store.state import STATE_KEYS
 from torchrec_recstore.table_parameter import GivenCopies, TableParameter
 from torchrec_recstore.utils import warn_user
 
@@ -261,9 +262,9 @@ class TableModule(RefusesQuantization, nn.Module):
             )
             return
         # A state with weights only comes from a module of torch: row i is the row of id i, and no other key is missing.
-        # The times of the steps are missing if the rows did not expire after a time when the state was made.
+        # Times and sightings are missing if the table neither expired after a time nor counted when the state was made.
         if strict and len(own) > 1:
-            missing_keys.extend(prefix + key for key in keys if key not in own and key != "times")
+            missing_keys.extend(prefix + key for key in keys if key not in own and key not in STATE_KEYS[2:])
         try:
             load_table_state(self._owned.table, own)
             self._copies.forget(self._arguments["name"], "state_dict")

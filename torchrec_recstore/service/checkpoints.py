@@ -8,12 +8,13 @@ from typing import Any
 from torchrec_recstore.checkpoint.destination import Destination
 from torchrec_recstore.checkpoint.files import CheckpointError
 from torchrec_recstore.checkpoint.info import CheckpointInfo, TableInfo
-from torchrec_recstore.checkpoint.reader import Owned, check_fits, check_rows, held_rows, load_rows
+from torchrec_recstore.checkpoint.reader import check_fits, check_rows, held_rows, load_rows
 from torchrec_recstore.checkpoint.writer import PartWriter, SavedShard, finish, write_shard
 from torchrec_recstore.encoding import encode
 from torchrec_recstore.row_types import ROW_DTYPES
 from torchrec_recstore.rpc.table_spec import TableSpec
 from torchrec_recstore.store import Table
+from torchrec_recstore.store.parts import Owned
 
 _SPECS = "served_tables"  # key in the training state: the JSON of each table's specification, by table name
 

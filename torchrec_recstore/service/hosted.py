@@ -18,7 +18,6 @@ from torch import Tensor
 from torchrec_recstore import ops
 from torchrec_recstore.checkpoint.destination import Destination
 from torchrec_recstore.checkpoint.info import CheckpointInfo, read_chain
-from torchrec_recstore.checkpoint.reader import Owned
 from torchrec_recstore.checkpoint.writer import SavedShard
 from torchrec_recstore.kernels import RowRead, RowUpdate
 from torchrec_recstore.row_types import value_dtype, values
@@ -29,6 +28,7 @@ from torchrec_recstore.service.hosted_table import Hosted, check_initial_rows, r
 from torchrec_recstore.service.limits import Limits, held_options
 from torchrec_recstore.store import Table, TableStats
 from torchrec_recstore.store.exchange import exchange_all
+from torchrec_recstore.store.parts import Owned
 
 _LISTED = 20  # names of tables in a message
 _NAME = 200  # characters of a name in a message
@@ -361,8 +361,7 @@ class HostedBackend:
                     hosted.table,
                     snapshots.enter_context(hosted.table.snapshot()),
                     hosted.spec.options,
-                    hosted.table.sightings(),
-                    hosted.table.times(),
+                    hosted.table.state(),
                 )
                 for hosted in saved.values()
             ]

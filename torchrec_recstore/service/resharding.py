@@ -12,9 +12,10 @@ from torch import Tensor
 from torchrec_recstore import ops
 from torchrec_recstore.checkpoint.files import CheckpointError
 from torchrec_recstore.checkpoint.info import CheckpointInfo, TableInfo, read_info
-from torchrec_recstore.checkpoint.reader import Owned
 from torchrec_recstore.rpc.table_spec import TableSpec
 from torchrec_recstore.service.checkpoints import saved_specs
+from torchrec_recstore.store import TableState
+from torchrec_recstore.store.parts import Owned
 
 
 def joined(root: Path, parts: int) -> tuple[CheckpointInfo, dict[str, TableSpec]]:
@@ -41,7 +42,7 @@ def joined(root: Path, parts: int) -> tuple[CheckpointInfo, dict[str, TableSpec]
     specs = [{name: replace(spec, shard=(0, 1)) for name, spec in of_part.items()} for of_part in written]
     if any(others != specs[0] for others in specs[1:]):
         raise CheckpointError(f"{root}: the parts of the save do not have the same tables")
-    tables = {name: _joined(name, infos) for name in specs[0]}
+    tables = {name: _as_one(name, infos) for name in specs[0]}
     files = {f"{part}/{name}": file for part, info in enumerate(infos) for name, file in info.files.items()}
     return replace(infos[0], path=root, tables=tables, files=files), specs[0]
 
@@ -56,13 +57,15 @@ def owned_by(member: int, slots: Sequence[int]) -> Owned:
     return owned
 
 
-def _joined(name: str, infos: Sequence[CheckpointInfo]) -> TableInfo:
+def _as_one(name: str, infos: Sequence[CheckpointInfo]) -> TableInfo:
     of = [info.tables[name] for info in infos]
-    latest = max(of, key=lambda table: table.steps)
+    state = TableState.merged(TableState(table.steps, table.optimizer_steps, table.times) for table in of)
     return replace(
-        latest,
+        of[0],
         rows=sum(table.rows for table in of),
-        optimizer_steps=max(table.optimizer_steps for table in of),
+        steps=state.steps,
+        optimizer_steps=state.optimizer_steps,
+        times=state.times,
         parts=tuple(replace(p, file=f"{i}/{p.file}") for i, table in enumerate(of) for p in table.parts),
-        sightings=tuple(replace(s, file=f"{i}/{s.file}") for i, table in enumerate(of) for s in table.sightings),
+        sightings=tuple(f"{i}/{file}" for i, table in enumerate(of) for file in table.sightings),
     )

@@ -17,7 +17,7 @@ from torchrec_recstore.optim import Optimizer, is_square, state_names
 from torchrec_recstore.sharders.fused_params import optimizer_from_fused_params
 from torchrec_recstore.sharders.kernel import RecStoreKernel
 from torchrec_recstore.store import Table
-from torchrec_recstore.store.snapshot import column_weighted_mean
+from torchrec_recstore.store.parts import column_weighted_mean
 from torchrec_recstore.torchrec_seams.models import kernels_of, optimizer_states, tracking_mode
 
 Record = Callable[..., None]

@@ -17,7 +17,7 @@ from torchrec.distributed.types import ShardingEnv
 from torchrec_recstore.kernels import BlockRouting
 from torchrec_recstore.row_types import value_dtype
 from torchrec_recstore.sharders.gather import all_gathered
-from torchrec_recstore.store import Table
+from torchrec_recstore.store import Table, TableState
 
 Value = Tensor | ShardedTensor
 """A tensor of a whole table: a plain tensor that is equal on every rank, or a tensor that is sharded as the model."""
@@ -76,19 +76,14 @@ class ShardLayout:
     """
 
     def __init__(self, name: str, shards: Sequence[LocalShard], env: ShardingEnv) -> None:
-        local = [
-            (len(t), t.columns, t.optimizer_steps, t.steps, value_dtype(t.dtype))
-            for t in (shard.table for shard in shards)
-        ]
+        local = [(len(t), t.columns, value_dtype(t.dtype)) for t in (shard.table for shard in shards)]
         gathered = all_gathered(local, env)
         self.env = env
-        self.dim = 1 + max(columns[-1] for pieces in gathered for _, columns, *_ in pieces)
-        self.optimizer_steps = max(steps for pieces in gathered for _, _, steps, *_ in pieces)
-        self.clock = max(clock for pieces in gathered for *_, clock, _ in pieces)
+        self.dim = 1 + max(columns[-1] for pieces in gathered for _, columns, _ in pieces)
         ends: dict[range, int] = {}
         self.pieces: list[_Piece] = []
         for rank, pieces in enumerate(gathered):
-            for rows, columns, *_, dtype in pieces:
+            for rows, columns, dtype in pieces:
                 self.dtype = dtype  # The dtype of lookups is the same in every shard.
                 begin = ends.get(columns, 0)
                 ends[columns] = begin + rows
@@ -221,6 +216,15 @@ class WholeRows:
             if (column, part.metadata.shard_sizes[1]) == (columns.start, len(columns)):
                 parts.append((first, part.tensor))
         return sorted(parts, key=lambda part: part[0])
+
+
+def whole_state(shards: Sequence[LocalShard], env: ShardingEnv) -> TableState:
+    """Returns the state of a whole table on every rank. Collective."""
+    states = [shard.table.state() for shard in shards]
+    for place, shard in enumerate(shards):
+        if shard.table.columns.start:  # All column shards have the same sightings.
+            states[place] = replace(states[place], sightings=None)
+    return TableState.merged(state for of_rank in all_gathered(states, env) for state in of_rank)
 
 
 def owned_positions(shard: LocalShard, ids: Tensor) -> Tensor:

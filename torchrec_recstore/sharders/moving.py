@@ -2,37 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from math import prod
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 from torchrec.distributed.types import ShardingEnv
 
 from torchrec_recstore.kernels import BlockRouting
-from torchrec_recstore.optim import Optimizer, state_names
+from torchrec_recstore.optim import Optimizer
 from torchrec_recstore.sharders.gather import all_gathered, all_made, refused_together
-from torchrec_recstore.sharders.layout import LocalShard
-from torchrec_recstore.store import Table
+from torchrec_recstore.sharders.layout import LocalShard, whole_state
+from torchrec_recstore.store import Part, Table, TableState
 from torchrec_recstore.store.exchange import exchange_all
-from torchrec_recstore.store.parts import (
-    PART_BYTES,
-    common_columns,
-    joined_rows,
-    merged_counters,
-    rows_in,
-    write_joined,
-)
+from torchrec_recstore.store.parts import PART_BYTES, rows_in
 
 _MESSAGE_BYTES = 1 << 22  # The rows of a shard that are read, sent and written at a time.
 _SHRINKS = 16  # The memory of a shard is given back after each of this many parts of its rows has left.
-_ALIGNMENT = 8
 
-_Named = dict[str, Tensor]
-_Sent = list[list[tuple["_Message", _Named]]]  # by the rank that gets the rows
+_Message = tuple[int, int, Part]
+"""Rows that one shard sends to another in one round: the number of the shard that receives them, on its rank; the
+number of the sender's group, see :func:`move_rows`; and the rows."""
 
 
 @dataclass(frozen=True)
@@ -54,38 +45,16 @@ class _Place:
 
 @dataclass(frozen=True)
 class _Held:
-    """What a shard knows of the whole table: see the properties and methods of :class:`Table`."""
+    """What the other ranks must know of a shard that sends rows."""
 
     dim: int
     dtype: torch.dtype
     optimizer: Optimizer
     rows: int
-    steps: int
-    optimizer_steps: int
-    times: list[int]
-    sightings: tuple[Tensor, int] | None
 
-
-@dataclass(frozen=True)
-class _Message:
-    """The description of the rows that one shard sends to another in one round.
-
-    Args:
-        number: The number of the shard that receives the rows, on its rank.
-        group: The number of the sender's group; see :func:`move_rows`.
-        columns: The columns of the rows.
-        tensors: The name, data type and shape of each tensor, in the order of their bytes.
-    """
-
-    number: int
-    group: int
-    columns: range
-    tensors: tuple[tuple[str, torch.dtype, tuple[int, ...]], ...]
-
-    def sizes(self) -> Iterator[int]:
-        """Yields the number of bytes of each tensor, without the padding after the tensor."""
-        for _, dtype, shape in self.tensors:
-            yield prod(shape) * dtype.itemsize
+    @staticmethod
+    def of(table: Table) -> _Held:
+        return _Held(table.dim, table.dtype, table.optimizer, len(table))
 
 
 def move_rows(name: str, old: Sequence[LocalShard], new: Sequence[LocalShard], env: ShardingEnv) -> None:
@@ -110,20 +79,15 @@ def move_rows(name: str, old: Sequence[LocalShard], new: Sequence[LocalShard], e
             the layouts.
     """
     sources, places = _places(old, env), _places(new, env)
-    held = [each for of_rank in all_gathered([_held(shard.table) for shard in old], env) for each in of_rank]
+    held = [each for of_rank in all_gathered([_Held.of(shard.table) for shard in old], env) for each in of_rank]
+    state = whole_state(old, env)
     if all(all_gathered(_same_layout(old, new), env)):
         with refused_together(env):
             for before, after in zip(old, new, strict=True):
                 after.table.exchange_rows(before.table)
-                _set_clocks(after.table, held)
+                after.table.set_state(state.owned(after.owned))
     else:
-        _stream(name, old, new, sources, places, held, env)
-    with refused_together(env):
-        for shard in new:
-            shard.table.optimizer_steps = max(each.optimizer_steps for each in held)
-            if _counts(shard.table):
-                counters = [each.sightings for each in held if each.sightings is not None]
-                shard.table.set_sightings(*merged_counters(counters, shard.table.sightings()[0].shape[2]))
+        _stream(name, old, new, sources, places, held, state, env)
 
 
 def _stream(
@@ -133,6 +97,7 @@ def _stream(
     sources: Sequence[_Place],
     places: Sequence[_Place],
     held: Sequence[_Held],
+    state: TableState,
     env: ShardingEnv,
 ) -> None:
     """Moves the rows in rounds. ``held`` is of the shards ``sources``, which ``old`` has on this rank."""
@@ -144,8 +109,8 @@ def _stream(
             raise RuntimeError(f"RecStore table {name!r}: its column shards hold different numbers of rows")
         # The statistics of the tables themselves do not count the moved rows as new ones, as after a load.
         arriving = [shard.table.empty_copy() for shard in new]
-        for each in arriving:
-            _set_clocks(each, held)
+        for shard, table in zip(new, arriving, strict=True):
+            table.set_state(state.owned(shard.owned))
         senders = [_Sender(shard, groups.index(shard.routing)) for shard in old]
     whole = held[0]
     size = rows_in(PART_BYTES if bounded else _MESSAGE_BYTES, whole.dim, whole.dtype, whole.optimizer)
@@ -153,43 +118,30 @@ def _stream(
     rounds = [({g}, i) for g, count in enumerate(parts) for i in range(count)]
     if not bounded:
         rounds = [({g for g, count in enumerate(parts) if i < count}, i) for i in range(max(parts, default=0))]
-    states = state_names(whole.optimizer)
-    received: list[tuple[_Message, _Named]] = []
+    received: list[_Message] = []
 
-    def write_and_take(active: set[int], part: range) -> _Sent:
+    def write_and_take(active: set[int], part: range) -> list[list[_Message]]:
         # Ranks wait for each other once for both: the rows of the last round are written, and those of the next leave.
         nonlocal received
-        _write(name, arriving, received, states)
+        _write(name, arriving, received)
         received = []
-        return _by_rank(senders, active, part, places, states, env)
+        return _by_rank(senders, active, part, places, env)
 
     for active, number in rounds:
         part = range(number * size, (number + 1) * size)
         received = _exchanged(partial(write_and_take, active, part), env)
     with refused_together(env):
-        _write(name, arriving, received, states)
+        _write(name, arriving, received)
         exchange_all(zip([shard.table for shard in new], arriving, strict=True))
 
 
-def _set_clocks(table: Table, held: Sequence[_Held]) -> None:
-    """Sets the number of steps and their times to those of the whole table. Eviction computes ages of rows from it."""
-    table.steps = max(each.steps for each in held)
-    table.set_times(max((each.times for each in held), key=lambda times: times[1:2]))
-
-
 def _same_layout(old: Sequence[LocalShard], new: Sequence[LocalShard]) -> bool:
-    """Returns whether the shards can exchange their rows. Counts of admission have to be merged instead."""
+    """Returns whether the shards can exchange their rows."""
     return len(old) == len(new) and all(
         (before.table.columns, before.table.options, before.routing)
         == (after.table.columns, after.table.options, after.routing)
-        and not _counts(after.table)
         for before, after in zip(old, new, strict=True)
     )
-
-
-def _counts(table: Table) -> bool:
-    """Returns whether the table's admission counts how often it has seen ids."""
-    return table.options.admission is not None and table.options.admission.count > 1
 
 
 def _places(shards: Sequence[LocalShard], env: ShardingEnv) -> list[_Place]:
@@ -200,19 +152,6 @@ def _places(shards: Sequence[LocalShard], env: ShardingEnv) -> list[_Place]:
         for rank, of_rank in enumerate(gathered)
         for number, (columns, routing) in enumerate(of_rank)
     ]
-
-
-def _held(table: Table) -> _Held:
-    return _Held(
-        dim=table.dim,
-        dtype=table.dtype,
-        optimizer=table.optimizer,
-        rows=len(table),
-        steps=table.steps,
-        optimizer_steps=table.optimizer_steps,
-        times=table.times(),
-        sightings=table.sightings() if table.columns.start == 0 and _counts(table) else None,
-    )
 
 
 class _Sender:
@@ -229,69 +168,51 @@ class _Sender:
         self._ids = shard.table.ids()
         self._since_shrink = 0
 
-    def take(self, part: range) -> tuple[Tensor, _Named]:
-        """Removes some rows from the shard, and returns their ids and the rows."""
-        ids = self._ids[part.start : part.stop]
-        rows = self.table.read_rows(ids)
-        self.table.remove(ids)
-        self._since_shrink += len(ids)
+    def take(self, places: range) -> Part:
+        """Removes some rows from the shard, and returns them."""
+        part = self.table.part(self._ids[places.start : places.stop])
+        self.table.remove(part.ids)
+        self._since_shrink += len(part)
         if self._since_shrink * _SHRINKS >= len(self._ids):
             self.table.shrink()
             self._since_shrink = 0
-        return ids, rows
+        return part
 
 
 def _by_rank(
-    senders: Sequence[_Sender],
-    active: set[int],
-    part: range,
-    places: Sequence[_Place],
-    states: Mapping[str, str],
-    env: ShardingEnv,
-) -> _Sent:
+    senders: Sequence[_Sender], active: set[int], part: range, places: Sequence[_Place], env: ShardingEnv
+) -> list[list[_Message]]:
     """Takes the rows of a round from this rank's shards, and returns them by the rank of the shard that gets them."""
-    sent: _Sent = [[] for _ in range(env.world_size)]
+    sent: list[list[_Message]] = [[] for _ in range(env.world_size)]
     for sender in senders:
         if sender.group not in active:
             continue
-        ids, rows = sender.take(part)
-        held = sender.table.columns
-        owned: dict[BlockRouting | None, Tensor | None] = {None: None}
+        taken = sender.take(part)
+        owned: dict[BlockRouting | None, Part] = {None: taken}
         for place in places:
-            if place.columns.start >= held.stop or held.start >= place.columns.stop:
+            if place.columns.start >= taken.columns.stop or taken.columns.start >= place.columns.stop:
                 continue
             if place.routing is not None and place.routing not in owned:
-                owned[place.routing] = place.routing.owned(ids).nonzero().squeeze(1)
-            which = owned[place.routing]
-            if len(ids if which is None else which) == 0:
-                continue
-            named = {"ids": ids, **common_columns(rows, held, place.columns, states)}
-            if which is not None:
-                named = {key: value[which] for key, value in named.items()}
-            described = tuple((key, value.dtype, tuple(value.shape)) for key, value in named.items())
-            columns = range(max(held.start, place.columns.start), min(held.stop, place.columns.stop))
-            sent[place.rank].append((_Message(place.number, sender.group, columns, described), named))
+                owned[place.routing] = taken.owned(place.routing.owned)
+            if len(owned[place.routing]):
+                sent[place.rank].append((place.number, sender.group, owned[place.routing].cut(place.columns)))
     return sent
 
 
-def _write(
-    name: str, tables: Sequence[Table], received: Sequence[tuple[_Message, _Named]], states: Mapping[str, str]
-) -> None:
+def _write(name: str, tables: Sequence[Table], received: Sequence[_Message]) -> None:
     """Writes the rows of a round into this rank's tables."""
-    pieces: dict[tuple[int, int], list[tuple[range, _Named]]] = {}
-    for message, named in received:
-        pieces.setdefault((message.group, message.number), []).append((message.columns, named))
-    for (_, number), of_shard in sorted(pieces.items(), key=lambda item: item[0]):
-        of_shard.sort(key=lambda piece: piece[0].start)
-        table = tables[number]
-        ids = [rows.pop("ids") for _, rows in of_shard]
-        covered = sum(len(columns) for columns, _ in of_shard)
-        if covered != len(table.columns) or any(not torch.equal(each, ids[0]) for each in ids[1:]):
-            raise RuntimeError(f"RecStore table {name!r}: its column shards hold different rows")
-        write_joined(table, ids[0], joined_rows(of_shard, table.columns, states))
+    parts: dict[tuple[int, int], list[Part]] = {}
+    for number, group, part in received:
+        parts.setdefault((group, number), []).append(part)
+    for (_, number), of_shard in sorted(parts.items(), key=lambda item: item[0]):
+        try:
+            part = Part.joined(of_shard, tables[number].columns)
+        except ValueError as error:
+            raise RuntimeError(f"RecStore table {name!r}: its {error}") from error
+        tables[number].write(part)
 
 
-def _exchanged(take: Callable[[], _Sent], env: ShardingEnv) -> list[tuple[_Message, _Named]]:
+def _exchanged(take: Callable[[], list[list[_Message]]], env: ShardingEnv) -> list[_Message]:
     """Sends rows to every rank, and returns the rows that every rank has sent to this one. Collective.
 
     Args:
@@ -308,44 +229,26 @@ def _exchanged(take: Callable[[], _Sent], env: ShardingEnv) -> list[tuple[_Messa
     packed = torch.empty(0)
     sizes: list[int] = []
 
-    def pack() -> list[list[_Message]]:
+    def pack() -> list[list[tuple[int, int, int]]]:
         nonlocal packed, sizes
-        sent = take()
-        packed, sizes = _packed(sent)
+        sent = [[(number, group, part.to_bytes()) for number, group, part in to_rank] for to_rank in take()]
+        packed = torch.cat([torch.empty(0, dtype=torch.uint8), *(part for to_rank in sent for _, _, part in to_rank)])
         packed = packed.to(device)
-        return [[message for message, _ in to_rank] for to_rank in sent]
+        described = [[(number, group, len(part)) for number, group, part in to_rank] for to_rank in sent]
+        sizes = [sum(size for _, _, size in to_rank) for to_rank in described]
+        return described
 
     arriving = [of_rank[env.rank] for of_rank in all_made(pack, env)]
-    expected = [sum(_padded(size) for message in messages for size in message.sizes()) for messages in arriving]
+    expected = [sum(size for _, _, size in messages) for messages in arriving]
     with refused_together(env):  # A rank without memory would keep the others waiting.
         buffer = torch.empty(sum(expected), dtype=torch.uint8, device=device)
     try:
         dist.all_to_all_single(buffer, packed, expected, sizes, group=group)
     except RuntimeError as error:
         raise RuntimeError(f"a rank of the job has died: {str(error).strip()}") from error
-    buffer = buffer.cpu()
     received, begin = [], 0
-    for message in (message for messages in arriving for message in messages):
-        named = {}
-        for (key, dtype, shape), size in zip(message.tensors, message.sizes(), strict=True):
-            named[key] = buffer[begin : begin + size].view(dtype).view(shape)
-            begin += _padded(size)
-        received.append((message, named))
+    buffer = buffer.cpu()
+    for number, of_group, size in (message for messages in arriving for message in messages):
+        received.append((number, of_group, Part.from_bytes(buffer[begin : begin + size])))
+        begin += size
     return received
-
-
-def _packed(sent: _Sent) -> tuple[Tensor, list[int]]:
-    """Returns the bytes of all tensors, (N,) uint8, and the number of bytes for each rank."""
-    sizes = [sum(_padded(size) for message, _ in to_rank for size in message.sizes()) for to_rank in sent]
-    packed = torch.empty(sum(sizes), dtype=torch.uint8)
-    begin = 0
-    for message, named in (each for to_rank in sent for each in to_rank):
-        for value, size in zip(named.values(), message.sizes(), strict=True):
-            packed[begin : begin + size].view(value.dtype).view(value.shape).copy_(value)
-            begin += _padded(size)
-    return packed, sizes
-
-
-def _padded(size: int) -> int:
-    """Returns the size of a tensor's bytes with the padding that aligns the next tensor."""
-    return -(-size // _ALIGNMENT) * _ALIGNMENT

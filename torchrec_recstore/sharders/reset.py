@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from torch import nn
 
 from torchrec_recstore.sharders.collection import RecStoreCollection
@@ -44,8 +46,7 @@ def reset_rows(model: nn.Module) -> None:
         try:
             for table in tables:
                 pairs.append((table, table.empty_copy()))
-                pairs[-1][1].steps = table.steps
-                pairs[-1][1].set_times(table.times())
+                pairs[-1][1].set_state(replace(table.state(), optimizer_steps=0, sightings=None))
         except BaseException:
             for _, fresh in pairs:
                 fresh.close()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -19,20 +20,17 @@ from torchrec_recstore.options import TableOptions
 from torchrec_recstore.sharders.fused_optimizers import ModuleOptimizer, placeholder_parameter
 from torchrec_recstore.sharders.gather import refused_together
 from torchrec_recstore.sharders.layout import (
-    PIECE_ROWS,
     LocalShard,
     ShardLayout,
     Value,
     WholeRows,
     gathered_rows,
     owned_positions,
+    whole_state,
 )
-from torchrec_recstore.store import Table, insert_all, write_all
-from torchrec_recstore.store.snapshot import column_weighted_mean
+from torchrec_recstore.store import Part, Table, TableState
+from torchrec_recstore.store.parts import STAMPS, column_weighted_mean
 from torchrec_recstore.table_parameter import GivenCopies
-
-BOOKKEEPING = ("last_step", "frequency")
-"""The names of the values per row that eviction and expiry use."""
 
 WEIGHTS = "state_dict"
 """The name of the method that returns copies of a table's weights and ids, for error messages."""
@@ -128,10 +126,10 @@ class RowState:
 
     - ``id``: (R,) int64. The ids of the rows.
     - ``columns``: (C,) int64. The first column of each column shard.
-    - ``steps``: (1,) int64. The number of updates.
     - The states of the optimizer: (R, D) for element-wise states, (R, C) for row-wise states.
-    - ``last_step`` and ``frequency``: (R,) int64. The bookkeeping that eviction uses.
-    - ``clock``: (1,) int64. The number of the table's steps.
+    - ``last_step`` and ``frequency``: (R,) int64. The stamps that eviction and expiry use.
+    - ``rows``: (1,) int64. R.
+    - The tensors of :class:`torchrec_recstore.store.TableState`: the table's clocks, and the counts of its admission.
 
     Args:
         name: The name of the table.
@@ -171,15 +169,15 @@ class RowState:
         self.copies.check_usable()
         layout = ShardLayout(self.name, self.shards, self.env)
         ids = [shard.table.ids() for shard in self.shards]
-        rows = [self._read(shard.table, i) for shard, i in zip(self.shards, ids, strict=True)]
+        rows = [self._read(shard.table) for shard in self.shards]
         rows = [{key: self._given(value) for key, value in of_shard.items()} for of_shard in rows]
         starts = [columns.start for columns in layout.column_shards]
         state: dict[str, Value] = {
             "id": layout.rowed(map(self._given, ids)),
             "columns": self._given(torch.tensor(starts)),
-            "steps": self._given(torch.tensor([layout.optimizer_steps])),
-            "clock": self._given(torch.tensor([layout.clock])),
-            **{key: layout.rowed([r[key] for r in rows]) for key in BOOKKEEPING},
+            "rows": self._given(torch.tensor([layout.rows])),
+            **{key: self._given(value) for key, value in whole_state(self.shards, self.env).tensors().items()},
+            **{key: layout.rowed([r[key] for r in rows]) for key in STAMPS},
         }
         for key, kind in self._states.items():
             if kind == "element":
@@ -193,8 +191,7 @@ class RowState:
         """Loads the state into the rows of the table. After an error, no row has changed. Collective.
 
         If the state has another column split, a row-wise state becomes the column-weighted mean of the states that
-        cover the shard's columns. If the state is of an earlier version and has no bookkeeping, the bookkeeping of the
-        rows does not change.
+        cover the shard's columns.
 
         Raises:
             ValueError: A key is missing, a shape does not fit, or an id has no row. Load the state of the model first.
@@ -203,13 +200,15 @@ class RowState:
             return
         self.check_keys(state)
         # The gathering is collective, so every rank takes part, also ranks without a shard.
-        state = {k: gathered_rows(v, self.env) if k in ("id", *BOOKKEEPING) else v for k, v in state.items()}
+        state = {k: gathered_rows(v, self.env) if k in ("id", *STAMPS) else v for k, v in state.items()}
         with refused_together(self.env):
-            parts = [self.rows_of(shard, state) for shard in self.shards]
-        for shard, (ids, rows) in zip(self.shards, parts, strict=True):
-            # The clock must be set before rows are written, because eviction chooses rows by it.
-            set_clocks(shard.table, state)
-            write_all(shard.table, ids, rows)
+            check_row_count(self.name, state["rows"], len(torch.as_tensor(state["id"])))
+            whole = TableState.from_tensors(state)
+            parts = [self.part_of(shard, state) for shard in self.shards]
+        for shard, part in zip(self.shards, parts, strict=True):
+            # The state must be set before rows are written, because eviction chooses rows by it.
+            shard.table.set_state(whole.owned(shard.owned))
+            shard.table.write(part)
         self.copies.forget(self.name, _STATES)
 
     def forget_copies(self) -> None:
@@ -223,14 +222,13 @@ class RowState:
         Raises:
             ValueError: A key is missing; the message names the table and the keys.
         """
-        missing = [key for key in ("id", "columns", "steps", *self._states) if key not in state]
+        keys = ("id", "columns", "rows", "steps", "optimizer_steps", *STAMPS, *self._states)
+        missing = [key for key in keys if key not in state]
         if missing:
             raise ValueError(f"RecStore table {self.name!r}: the optimizer state has no {', '.join(missing)}")
 
-    def rows_of(self, shard: LocalShard, state: Mapping[str, Value]) -> tuple[Tensor, dict[str, Tensor]]:
-        """Returns the ids in ``state`` that belong to a shard, and the shard's rows with the state of these ids.
-
-        The rows have the form of ``Table.write_rows``: this method reads them from the shard and replaces their state.
+    def part_of(self, shard: LocalShard, state: Mapping[str, Value]) -> Part:
+        """Returns the rows in ``state`` that belong to a shard, with the shard's weights and the state's other values.
 
         Args:
             shard: A shard of this table.
@@ -242,35 +240,32 @@ class RowState:
         """
         whole_ids = torch.as_tensor(state["id"])
         positions = owned_positions(shard, whole_ids)
-        ids = whole_ids[positions]
-        rows = shard.table.read_rows(ids)
-        for key in BOOKKEEPING:
-            if key in state:
-                if state[key].shape != whole_ids.shape:
-                    raise ValueError(
-                        f"RecStore table {self.name!r}: {key} is of shape {tuple(state[key].shape)}, but there are "
-                        f"{len(whole_ids)} ids"
-                    )
-                rows[key] = state[key][positions]
+        part = shard.table.part(whole_ids[positions])
+        for key in STAMPS:
+            if state[key].shape != whole_ids.shape:
+                raise ValueError(
+                    f"RecStore table {self.name!r}: {key} is of shape {tuple(state[key].shape)}, but there are "
+                    f"{len(whole_ids)} ids"
+                )
+            part.rows[key] = state[key][positions]
         starts = torch.as_tensor(state["columns"]).tolist()
         for key, kind in self._states.items():
             source = WholeRows(f"RecStore table {self.name!r}: {key}", state[key], whole_ids)
             width = self.dim if kind == "element" else len(starts)
             if source.shape[1] != width:
                 raise ValueError(f"RecStore table {self.name!r}: {key} is of shape {source.shape}, not {width} columns")
-            rows[key] = self._state_of(shard, source, kind, starts)
-        return ids, rows
+            part.rows[key] = self._state_of(shard, source, kind, starts)
+        return part
 
     def _given(self, copy: Tensor) -> Tensor:
         return self.copies.give(self.name, _STATES, copy)
 
-    def _read(self, table: Table, ids: Tensor) -> dict[str, Tensor]:
-        """Returns the optimizer state and the bookkeeping of ``ids``, without the weights."""
-        parts: dict[str, list[Tensor]] = {key: [] for key in (*self._states, *BOOKKEEPING)}
-        for begin in range(0, max(1, len(ids)), PIECE_ROWS):
-            rows = table.read_rows(ids[begin : begin + PIECE_ROWS])
+    def _read(self, table: Table) -> dict[str, Tensor]:
+        """Returns the optimizer state and the stamps of all rows, without the weights."""
+        parts: dict[str, list[Tensor]] = {key: [] for key in (*self._states, *STAMPS)}
+        for part in table.parts():
             for key, values in parts.items():
-                values.append(rows[key])
+                values.append(part.rows[key])
         return {key: torch.cat(values) for key, values in parts.items()}
 
     def _state_of(self, shard: LocalShard, source: WholeRows, kind: str, starts: Sequence[int]) -> Tensor:
@@ -278,17 +273,33 @@ class RowState:
         if kind == "element":
             return source.rows(shard, columns)
         if not source.is_sharded:
-            return _joined(source.rows(shard, range(len(starts))), starts, shard.table)
+            return _mean(source.rows(shard, range(len(starts))), starts, shard.table)
         # If the state has another column split than the model, there is no such position, and rows() raises an error.
         position = starts.index(columns.start) if columns.start in starts else len(starts)
         return source.rows(shard, _position(position)).squeeze(1)
 
 
-def set_clocks(table: Table, state: Mapping[str, Value]) -> None:
-    """Sets a shard's number of updates, and its number of steps if the optimizer state has it."""
-    table.optimizer_steps = int(torch.as_tensor(state["steps"])[0])
-    if "clock" in state:
-        table.steps = int(torch.as_tensor(state["clock"])[0])
+def check_row_count(name: str, saved: Value, loaded: int) -> None:
+    """Refuses a state that has been loaded into tensors of another number of rows than were saved.
+
+    ``torch.distributed.checkpoint`` refuses that itself, but a load planner of a user's own may read as many rows as
+    the model has.
+
+    Args:
+        name: The name of the table.
+        saved: (1,) int64. The number of rows of the table when the state was made.
+        loaded: The number of rows of the state.
+
+    Raises:
+        ValueError: The numbers differ.
+    """
+    rows = int(torch.as_tensor(saved)[0])
+    if rows != loaded:
+        raise ValueError(
+            f"RecStore table {name!r}: the state has the weights or ids of {loaded} rows, and was saved with {rows} "
+            "rows. torch.distributed.checkpoint.load reads as many rows as the model has: load a checkpoint with "
+            "torchrec_recstore.load_distributed_checkpoint(model, checkpoint_id)"
+        )
 
 
 def export_weights(
@@ -350,15 +361,15 @@ def replace_rows(shards: Sequence[LocalShard], source: WholeRows) -> None:
     for shard in shards:
         rows = source.rows(shard, shard.table.columns)
         shard.table.remove(shard.table.ids())
-        insert_all(shard.table, source.ids[owned_positions(shard, source.ids)], rows)
-        shard.table.optimizer_steps = 0
+        shard.table.insert_all(source.ids[owned_positions(shard, source.ids)], rows)
+        shard.table.set_state(replace(shard.table.state(), optimizer_steps=0))
 
 
 def _position(index: int) -> range:
     return range(index, index + 1)
 
 
-def _joined(values: Tensor, starts: Sequence[int], table: Table) -> Tensor:
+def _mean(values: Tensor, starts: Sequence[int], table: Table) -> Tensor:
     """Returns the mean of a row-wise state (R, C) over the column shards that cover the table's columns: (R,)."""
     ends = [*starts[1:], table.dim]
     columns = table.columns
@@ -431,8 +442,12 @@ class ModuleState:
         if self.emits_rows:
             found = {name: key for name, key in keys.items() if key in state_dict}
             ids = {name: state_dict.pop(f"{key}_id", None) for name, key in found.items()}
+            counts = {name: state_dict.pop(f"{key}_rows", None) for name, key in found.items()}
             whole_ids = {name: None if i is None else gathered_rows(i, self.env) for name, i in ids.items()}
             with refused_together(self.env):
+                for name, count in counts.items():
+                    if count is not None:
+                        check_row_count(name, count, state_dict[found[name]].size(0))
                 sources = {
                     name: checked_weights(name, self.shards[name], state_dict[key], whole_ids[name])
                     for name, key in found.items()
@@ -497,4 +512,6 @@ class ModuleState:
             self.copies.check()
         for name, shards in self.shards.items():
             key = f"{prefix}{self.container}.{name}.weight"
-            state_dict[key], state_dict[f"{key}_id"] = export_weights(name, shards, self.env, self.copies)
+            weights, ids = export_weights(name, shards, self.env, self.copies)
+            rows = self.copies.give(name, WEIGHTS, torch.tensor([weights.size(0)]))
+            state_dict |= {key: weights, f"{key}_id": ids, f"{key}_rows": rows}

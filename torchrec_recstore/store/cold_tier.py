@@ -282,8 +282,8 @@ class ColdTier(MemoryTier):
                 self._put(ids[changed], images[changed])
                 ops.table_evict(self._handle, ids, images)
 
-    def set_steps(self, steps: int) -> None:
-        """See :meth:`MemoryTier.set_steps`."""
+    def set_clock(self, steps: int, times: list[int]) -> None:
+        """See :meth:`MemoryTier.set_clock`."""
         with self.lock:
             before = self.expiry.before_at(steps)
             if before < self.expiry.before:
@@ -291,17 +291,10 @@ class ColdTier(MemoryTier):
                 self._bury()
                 self.expiry.before = before
                 self._sweep = None
-            last = self._last_steps() if self.expiry.loses_ticks(steps) else None
-            ops.table_set_steps(self._handle, steps)
+            last = self._last_steps() if times or self.expiry.loses_ticks(steps) else None
+            super().set_clock(steps, times)
             if last is not None:
                 self.expiry.restart(last)
-
-    def set_times(self, times: list[int]) -> None:
-        """See :meth:`MemoryTier.set_times`."""
-        with self.lock:
-            last = self._last_steps()
-            super().set_times(times)
-            self.expiry.restart(last)
 
     def exchange(self, other: MemoryTier) -> None:
         """See :meth:`MemoryTier.exchange`."""

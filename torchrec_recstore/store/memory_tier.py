@@ -82,13 +82,17 @@ class MemoryTier:
         """Returns the ids of all rows, (N,) int64, ascending."""
         return ops.table_ids(self._handle)
 
-    def set_steps(self, steps: int) -> None:
-        """Sets the clock of the native table."""
-        ops.table_set_steps(self._handle, steps)
+    def set_clock(self, steps: int, times: list[int]) -> None:
+        """Sets the clock of the native table.
 
-    def set_times(self, times: list[int]) -> None:
-        """Restores the times of the steps, which ``ops.table_times`` returned, and by which rows expire."""
-        ops.table_set_times(self._handle, times)
+        Args:
+            steps: The number of the table's steps.
+            times: The times of the steps, which ``ops.table_times`` returned, and by which rows expire. An empty list
+                changes no time.
+        """
+        ops.table_set_steps(self._handle, steps)
+        if times:
+            ops.table_set_times(self._handle, times)
 
     def exchange(self, other: MemoryTier) -> None:
         """Exchanges the cold stores with another tier of the same class, when the native tables exchange rows."""

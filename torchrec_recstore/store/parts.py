@@ -1,22 +1,179 @@
-"""The rows and the counts of whole tables, made of those of several shards."""
+"""Some rows of a table with all that belongs to them: the form in which rows travel to and from a table."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import json
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from math import prod
 
 import torch
 from torch import Tensor
 
 from torchrec_recstore.optim import Optimizer, state_names
-from torchrec_recstore.row_types import columns_of, joined_columns, stored_dtype, values
-from torchrec_recstore.store.snapshot import column_weighted_mean
-from torchrec_recstore.store.table import Table
-from torchrec_recstore.store.writing import write_all
+from torchrec_recstore.row_types import as_stored, columns_of, joined_columns, values
 
 PART_BYTES = 1 << 25
 """The approximate size in bytes of a part of a checkpoint. The format allows parts of 256 MB."""
-COUNTER_SHAPE = (2, 4)
-"""The number of generations and of rows of cells in the counter of an admission; see csrc/sightings.h."""
+
+STAMPS = ("last_step", "frequency")
+"""The names of the values per row that eviction and expiry use."""
+
+Owned = Callable[[Tensor], Tensor]
+"""A function from (N,) int64 ids to (N,) bool: whether each id belongs to a shard."""
+
+_ALIGNMENT = 8
+
+
+@dataclass(frozen=True)
+class Part:
+    """Some rows of a table: their ids, weights, optimizer states and stamps, in a range of columns.
+
+    Args:
+        ids: (N,) int64. The ids of the rows, distinct.
+        columns: The columns of the rows.
+        rows: The rows in the form of :meth:`Table.read_rows`: ``weight``, (N, columns) as a table stores it (see
+            ``row_types.py``) or float32; the states of the optimizer, float32, (N, columns) if they are element-wise
+            and (N,) if they are row-wise; and the stamps ``last_step`` and ``frequency``, (N,) int64.
+    """
+
+    ids: Tensor
+    columns: range
+    rows: dict[str, Tensor]
+
+    def __len__(self) -> int:
+        return len(self.ids)
+
+    @property
+    def weights(self) -> Tensor:
+        """The weights: (N, columns) float32."""
+        return values(self.rows["weight"])
+
+    def take(self, which: Tensor | slice) -> Part:
+        """Returns some of the rows.
+
+        Args:
+            which: The positions of the rows, (n,) int64, or a mask, (N,) bool, or a slice.
+        """
+        return replace(self, ids=self.ids[which], rows={name: value[which] for name, value in self.rows.items()})
+
+    def owned(self, owned: Owned | None) -> Part:
+        """Returns the rows that belong to a shard. None: all of them."""
+        if owned is None:
+            return self
+        mine = owned(self.ids)
+        return self if bool(mine.all()) else self.take(mine.nonzero().squeeze(1))
+
+    def sorted(self) -> Part:
+        """Returns the rows in ascending order of their ids."""
+        return self.take(self.ids.argsort())
+
+    def up_to(self, last_id: int) -> tuple[Part, Part]:
+        """Splits a part in ascending order into the rows with ids up to ``last_id``, included, and the other rows."""
+        end = int(torch.searchsorted(self.ids, last_id, right=True))
+        return self.take(slice(0, end)), self.take(slice(end, None))
+
+    def cut(self, columns: range) -> Part:
+        """Returns the columns of the part that are in ``columns``, of which there is at least one.
+
+        8-bit rows keep their scale and bias, and row-wise states and stamps are not cut, so that nothing is rounded.
+        """
+        first, last = max(self.columns.start, columns.start), min(self.columns.stop, columns.stop)
+        if (first, last) == (self.columns.start, self.columns.stop):
+            return self
+        cut = slice(first - self.columns.start, last - self.columns.start)
+        rows = {name: value[:, cut] if _is_element_wise(name, value) else value for name, value in self.rows.items()}
+        return Part(self.ids, range(first, last), {**rows, "weight": columns_of(self.rows["weight"], cut)})
+
+    def stored_as(self, dtype: torch.dtype) -> Part:
+        """Returns the rows with weights as a table of ``dtype`` stores them, rounded to nearest."""
+        weight = as_stored(self.rows["weight"], dtype)
+        return self if weight is self.rows["weight"] else replace(self, rows={**self.rows, "weight": weight})
+
+    @staticmethod
+    def concatenated(parts: Sequence[Part]) -> Part:
+        """Returns the rows of several parts, at least one, with the same columns."""
+        first = parts[0]
+        if len(parts) == 1:
+            return first
+        rows = {name: torch.cat([part.rows[name] for part in parts]) for name in first.rows}
+        return Part(torch.cat([part.ids for part in parts]), first.columns, rows)
+
+    @staticmethod
+    def joined(parts: Iterable[Part], columns: range) -> Part:
+        """Returns the rows of a shard, made of the parts of the column shards that cover the shard's columns.
+
+        A row-wise state is the column-weighted mean of the states of the parts, or a copy if there is only one part.
+        The weights of 8-bit rows are exact. Those of several parts, which have different scales, are float32.
+
+        Args:
+            parts: The parts, which have the same ids in the same order.
+            columns: The columns of the shard.
+
+        Raises:
+            ValueError: The parts have other ids than each other, or do not cover the columns.
+        """
+        cut = sorted((part.cut(columns) for part in parts), key=lambda part: part.columns.start)
+        first = cut[0]
+        if any(not torch.equal(part.ids, first.ids) for part in cut[1:]):
+            raise ValueError("column shards hold different rows")
+        edges = [columns.start, *(part.columns.stop for part in cut)]
+        if [part.columns.start for part in cut] != edges[:-1] or edges[-1] != columns.stop:
+            raise ValueError(f"the rows lack some of the columns {columns.start} to {columns.stop - 1}")
+        if len(cut) == 1:
+            return first
+        widths = [len(part.columns) for part in cut]
+
+        def joined(name: str, value: Tensor) -> Tensor:
+            if name in STAMPS:
+                return value
+            every = [part.rows[name] for part in cut]
+            return torch.cat(every, dim=1) if _is_element_wise(name, value) else column_weighted_mean(every, widths)
+
+        rows = {name: joined(name, value) for name, value in first.rows.items() if name != "weight"}
+        return Part(first.ids, columns, {"weight": joined_columns([part.rows["weight"] for part in cut]), **rows})
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Returns ``ids`` and the rows by name, as a file of a checkpoint has them."""
+        return {"ids": self.ids, **self.rows}
+
+    def to_bytes(self) -> Tensor:
+        """Returns the part as bytes, (B,) uint8, from which :meth:`from_bytes` makes it again."""
+        named = self.tensors()
+        described = [
+            (name, str(value.dtype).removeprefix("torch."), list(value.shape)) for name, value in named.items()
+        ]
+        header = json.dumps([self.columns.start, self.columns.stop, described]).encode()
+        sizes = [value.numel() * value.itemsize for value in named.values()]
+        packed = torch.zeros(_ALIGNMENT + _padded(len(header)) + sum(map(_padded, sizes)), dtype=torch.uint8)
+        packed[:_ALIGNMENT].view(torch.int64)[0] = len(header)
+        packed[_ALIGNMENT : _ALIGNMENT + len(header)] = torch.frombuffer(bytearray(header), dtype=torch.uint8)
+        at = _ALIGNMENT + _padded(len(header))
+        for value, size in zip(named.values(), sizes, strict=True):
+            packed[at : at + size].view(value.dtype).view(value.shape).copy_(value)
+            at += _padded(size)
+        return packed
+
+    @staticmethod
+    def from_bytes(packed: Tensor) -> Part:
+        """Returns the part that :meth:`to_bytes` has returned. Its tensors share the memory of ``packed``.
+
+        Args:
+            packed: (B,) uint8, contiguous, at an address that is a multiple of 8.
+        """
+        length = int(packed[:_ALIGNMENT].view(torch.int64))
+        start, stop, described = json.loads(packed[_ALIGNMENT : _ALIGNMENT + length].numpy().tobytes())
+        at, named = _ALIGNMENT + _padded(length), {}
+        for name, dtype_name, shape in described:
+            dtype = getattr(torch, dtype_name)
+            size = prod(shape) * dtype.itemsize
+            named[name] = packed[at : at + size].view(dtype).view(shape)
+            at += _padded(size)
+        return Part(named.pop("ids"), range(start, stop), named)
+
+
+Parts = Iterator[Part]
+"""A stream of parts of a table. Their ids ascend from part to part."""
 
 
 def rows_in(size: int, dim: int, dtype: torch.dtype, optimizer: Optimizer) -> int:
@@ -35,77 +192,27 @@ def rows_in(size: int, dim: int, dtype: torch.dtype, optimizer: Optimizer) -> in
     return max(1, size // row)
 
 
-def common_columns(
-    rows: Mapping[str, Tensor], held: range, wanted: range, states: Mapping[str, str]
-) -> dict[str, Tensor]:
-    """Returns the part of a column shard's rows that lies in other columns. Row-wise states are not cut.
+def column_weighted_mean(states: Sequence[Tensor], widths: Sequence[int]) -> Tensor:
+    """Returns the mean of the row-wise states of several column shards, weighted by their numbers of columns.
 
     Args:
-        rows: The rows of the column shard, in the form of :meth:`Table.read_rows`.
-        held: The columns of the column shard.
-        wanted: The other columns. Some of them are in ``held``.
-        states: The optimizer's states; see :func:`torchrec_recstore.optim.state_names`.
-    """
-    if held.start >= wanted.start and held.stop <= wanted.stop:
-        return dict(rows)
-    cut = slice(max(held.start, wanted.start) - held.start, min(held.stop, wanted.stop) - held.start)
-    found = {name: value[:, cut] if states.get(name) == "element" else value for name, value in rows.items()}
-    return {**found, "weight": columns_of(rows["weight"], cut)}
-
-
-def joined_rows(
-    pieces: Sequence[tuple[range, dict[str, Tensor]]], columns: range, states: Mapping[str, str]
-) -> dict[str, Tensor]:
-    """Returns the rows of a shard, made of the rows of the column shards that cover it.
-
-    A row-wise state is the column-weighted mean of the states of the column shards, or a copy if there is only one. The
-    weights of 8-bit rows are exact. Those of several column shards, which have different scales, are float32.
-
-    Args:
-        pieces: The columns and the rows of each covering column shard, in ascending order. The rows have the form of
-            :meth:`Table.read_rows`, and all pieces hold the same ids.
-        columns: The columns of the shard.
-        states: The optimizer's states; see :func:`torchrec_recstore.optim.state_names`.
-    """
-    cut = [common_columns(rows, held, columns, states) for held, rows in pieces]
-    widths = [min(held.stop, columns.stop) - max(held.start, columns.start) for held, _ in pieces]
-
-    def joined(name: str) -> Tensor:
-        return cut[0][name] if len(cut) == 1 else torch.cat([rows[name] for rows in cut], dim=1)
-
-    def mean(name: str) -> Tensor:
-        return column_weighted_mean([rows[name] for rows in cut], widths)
-
-    rows = {name: joined(name) if kind == "element" else mean(name) for name, kind in states.items()}
-    weight = joined_columns([rows["weight"] for rows in cut])
-    return {"weight": weight, **rows, "last_step": cut[0]["last_step"], "frequency": cut[0]["frequency"]}
-
-
-def write_joined(table: Table, ids: Tensor, rows: dict[str, Tensor]) -> None:
-    """Writes the result of :func:`joined_rows` into a shard, rounded to nearest if the table has another data type."""
-    if rows["weight"].dtype is not stored_dtype(table.dtype):
-        rows = {**rows, "weight": values(rows["weight"])}  # Every table accepts float32 and rounds to its own type.
-    write_all(table, ids, rows)
-
-
-def merged_counters(counters: Iterable[tuple[Tensor, int]], cells: int) -> tuple[Tensor, int]:
-    """Merges the counters of the admissions of several shards, for any number of shards and any sizes of counters.
-
-    Shards have different ids. The merged cell is the maximum of the shards' cells, so the count of an id may be too
-    high and is never too low. Cells of a larger counter are merged, and cells of a smaller counter are repeated.
-
-    Args:
-        counters: The cells, (2, 4, N) uint8, and the number of sightings in the present generation, of each shard.
-        cells: The number of cells in each row of the merged counter.
+        states: (N,) float32 each. The state of the same N rows in each column shard.
+        widths: The number of columns of each column shard.
 
     Returns:
-        (2, 4, cells) uint8, the counts; and the greatest number of sightings in the present generation of a shard.
+        (N,) float32. A single state is returned unchanged, bit for bit.
     """
-    counts = torch.zeros(*COUNTER_SHAPE, cells, dtype=torch.uint8)
-    taken = 0
-    for found, its_taken in counters:
-        if found.shape[2] > cells:  # The number of a cell is the low bits of a hash.
-            found = found.view(*COUNTER_SHAPE, -1, cells).amax(dim=2)
-        counts = torch.maximum(counts, found.repeat(1, 1, cells // found.shape[2]))
-        taken = max(taken, its_taken)
-    return counts, taken
+    if len(states) == 1:
+        return states[0]
+    columns = sum(widths)
+    weighted = [state.double() * (width / columns) for state, width in zip(states, widths, strict=True)]
+    return torch.stack(weighted).sum(0).float()
+
+
+def _is_element_wise(name: str, value: Tensor) -> bool:
+    return name != "weight" and value.dim() == 2
+
+
+def _padded(size: int) -> int:
+    """Returns the size of a tensor's bytes with the padding that aligns the next tensor."""
+    return -(-size // _ALIGNMENT) * _ALIGNMENT

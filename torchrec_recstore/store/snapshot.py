@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import tempfile
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from types import TracebackType
 from typing import BinaryIO
 
@@ -18,32 +18,13 @@ from torchrec_recstore.store.arguments import among
 from torchrec_recstore.store.cold_store import ColdStoreError
 from torchrec_recstore.store.cold_tier import ColdTier
 from torchrec_recstore.store.images import ImageLayout, last_steps
+from torchrec_recstore.store.parts import Part
 
 _BATCH = 1 << 16
 _MERGED_ROWS = 1 << 16  # the least number of resident rows in a read, if they are merged with cold rows
 
 Batches = Iterator[tuple[Tensor, Tensor]]
 """Batches of ids, (n,) int64, ascending over all batches, and images, (n, image bytes) uint8."""
-
-Rows = tuple[Tensor, dict[str, Tensor]]
-"""Ids, (n,) int64, ascending, and their rows in the form of :meth:`Table.read_rows`."""
-
-
-def column_weighted_mean(states: Sequence[Tensor], widths: Sequence[int]) -> Tensor:
-    """Returns the mean of the row-wise states of several column shards, weighted by their numbers of columns.
-
-    Args:
-        states: (N,) float32 each. The state of the same N rows in each column shard.
-        widths: The number of columns of each column shard.
-
-    Returns:
-        (N,) float32. A single state is returned unchanged, bit for bit.
-    """
-    if len(states) == 1:
-        return states[0]
-    columns = sum(widths)
-    weighted = [state.double() * (width / columns) for state, width in zip(states, widths, strict=True)]
-    return torch.stack(weighted).sum(0).float()
 
 
 class ColdSnapshot:
@@ -135,12 +116,14 @@ class Snapshot:
         self,
         name: str,
         optimizer: Optimizer,
+        columns: range,
         layout: ImageLayout,
         handle: int,
         cold: ColdSnapshot | None = None,
     ) -> None:
         self._name = name
         self._optimizer = optimizer
+        self._columns = columns
         self._layout = layout
         self._handle = handle
         self._cold = cold
@@ -165,7 +148,7 @@ class Snapshot:
         """Returns the number of rows that have not been read."""
         return self._rows_left
 
-    def read(self, n: int, *, polite: bool = False) -> Rows:
+    def read(self, n: int, *, polite: bool = False) -> Part:
         """Reads the next rows, in ascending order of their ids.
 
         Args:
@@ -174,7 +157,7 @@ class Snapshot:
                 is not held up. Default: False.
 
         Returns:
-            The ids, (n,) int64, ascending, and their rows in the form of :meth:`Table.read_rows`.
+            The rows, with ascending ids.
 
         Raises:
             ValueError: Fewer than ``n`` rows are left, or the table is closed.
@@ -190,7 +173,7 @@ class Snapshot:
             else:
                 rows = self._read_merged(n, polite)
         self._rows_left -= n
-        if self._cold is not None and self._rows_left == 0 and len(self._merged[0]):
+        if self._cold is not None and self._rows_left == 0 and len(self._merged):
             raise ColdStoreError(f"table '{self._name}': the cold store has more rows than the table knows of")
         return rows
 
@@ -207,43 +190,45 @@ class Snapshot:
     ) -> None:
         self.close()
 
-    def _read_resident(self, n: int, polite: bool) -> Rows:
+    def _read_resident(self, n: int, polite: bool) -> Part:
         ids, *rows = ops.snapshot_read(self._handle, n, polite)
         weight, elements, state, last_step, frequency = rows
-        return ids, named_rows(self._optimizer, (weight, elements, state, last_step, frequency))
+        return self._part(ids, (weight, elements, state, last_step, frequency))
 
-    def _read_cold(self) -> Rows | None:
+    def _read_cold(self) -> Part | None:
         batch = None if self._cold is None else self._cold.next_batch()
         if batch is None:
             return None
-        return batch[0], named_rows(self._optimizer, self._layout.unpacked(batch[1]))
+        return self._part(batch[0], self._layout.unpacked(batch[1]))
 
-    def _read_merged(self, n: int, polite: bool) -> Rows:
+    def _read_merged(self, n: int, polite: bool) -> Part:
         more_cold = True
-        while len(self._merged[0]) < n:
+        while len(self._merged) < n:
             left = ops.snapshot_rows_left(self._handle)
-            if len(self._resident[0]) == 0 and left:
+            if len(self._resident) == 0 and left:
                 self._resident = self._read_resident(min(max(n, _MERGED_ROWS), left), polite)
-            if len(self._cold_rows[0]) == 0 and more_cold:
+            if len(self._cold_rows) == 0 and more_cold:
                 batch = self._read_cold()
                 more_cold = batch is not None
                 self._cold_rows = batch or self._cold_rows
             # Both sources are read in the order of ids, so that all rows up to the lesser of the two last ids are here.
-            ends = [int(ids[-1]) for ids in (self._resident[0], self._cold_rows[0]) if len(ids)]
+            ends = [int(part.ids[-1]) for part in (self._resident, self._cold_rows) if len(part)]
             if not ends:
                 raise ColdStoreError(f"table '{self._name}': the cold store has lost rows while they were being saved")
-            resident, self._resident = _up_to(self._resident, min(ends))
-            cold, self._cold_rows = _up_to(self._cold_rows, min(ends))
-            in_date = ~among(cold[0], resident[0])  # the copy in the store of a row in memory is outdated
-            self._merged = _joined([self._merged, _sorted(_joined([resident, _taken(cold, in_date)]))])
-        rows = _taken(self._merged, slice(0, n))
-        self._merged = _taken(self._merged, slice(n, None))
-        return rows
+            resident, self._resident = self._resident.up_to(min(ends))
+            cold, self._cold_rows = self._cold_rows.up_to(min(ends))
+            in_date = ~among(cold.ids, resident.ids)  # the copy in the store of a row in memory is outdated
+            arrived = Part.concatenated([resident, cold.take(in_date)]).sorted()
+            self._merged = Part.concatenated([self._merged, arrived])
+        part, self._merged = self._merged.take(slice(0, n)), self._merged.take(slice(n, None))
+        return part
 
-    def _no_rows(self) -> Rows:
+    def _part(self, ids: Tensor, rows: ops.RowTensors) -> Part:
+        return Part(ids, self._columns, named_rows(self._optimizer, rows))
+
+    def _no_rows(self) -> Part:
         images = torch.empty(0, self._layout.image_bytes, dtype=torch.uint8)
-        rows = named_rows(self._optimizer, self._layout.unpacked(images))
-        return torch.empty(0, dtype=torch.int64), rows
+        return self._part(torch.empty(0, dtype=torch.int64), self._layout.unpacked(images))
 
 
 def named_rows(optimizer: Optimizer, rows: ops.RowTensors) -> dict[str, Tensor]:
@@ -252,23 +237,3 @@ def named_rows(optimizer: Optimizer, rows: ops.RowTensors) -> dict[str, Tensor]:
     taken = iter(elements.unbind(0))
     states = {name: next(taken) if kind == "element" else state for name, kind in state_names(optimizer).items()}
     return {"weight": weight, **states, "last_step": last_step, "frequency": frequency}
-
-
-def _taken(rows: Rows, which: Tensor | slice) -> Rows:
-    return rows[0][which], {key: value[which] for key, value in rows[1].items()}
-
-
-def _up_to(rows: Rows, last_id: int) -> tuple[Rows, Rows]:
-    """Splits rows into the rows up to ``last_id``, included, and the rows after it."""
-    end = int(torch.searchsorted(rows[0], last_id, right=True))
-    return _taken(rows, slice(0, end)), _taken(rows, slice(end, None))
-
-
-def _joined(parts: list[Rows]) -> Rows:
-    return torch.cat([ids for ids, _ in parts]), {
-        key: torch.cat([rows[key] for _, rows in parts]) for key in parts[0][1]
-    }
-
-
-def _sorted(rows: Rows) -> Rows:
-    return _taken(rows, rows[0].argsort())

@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from types import TracebackType
 
 import torch
@@ -23,8 +23,15 @@ from torchrec_recstore.store.cold_store import ColdStoreError
 from torchrec_recstore.store.cold_tier import ColdTier
 from torchrec_recstore.store.images import ImageLayout
 from torchrec_recstore.store.memory_tier import MemoryTier, holding
+from torchrec_recstore.store.parts import Part, Parts
 from torchrec_recstore.store.snapshot import ColdSnapshot, Snapshot, named_rows
+from torchrec_recstore.store.state import Sightings, TableState, no_sightings
 from torchrec_recstore.store.stats import TableStats
+
+PART_ROWS = 1 << 16
+"""The number of rows that :meth:`Table.parts` reads at once. It limits the memory that holds two copies of rows."""
+
+_ARRIVALS = 8  # the parts of max_rows in which rows are written
 
 
 class Table:
@@ -250,29 +257,77 @@ class Table:
         with ops.native_errors(self._who):
             return ops.table_is_being_saved(self.handle)
 
-    def sightings(self) -> tuple[Tensor, int]:
-        """Returns admission's counter of how often ids have been seen.
+    def part(self, ids: Tensor) -> Part:
+        """Returns the rows of ``ids``, (N,) int64, as :meth:`read_rows` does, with their ids and columns."""
+        return Part(ids, self.columns, self.read_rows(ids))
 
-        Returns:
-            The cells of the counter, (2, 4, N) uint8, the current generation first, and the number of sightings that
-            the current generation has counted. N is 0 if the table has no admission. csrc/sightings.h describes how ids
-            map to cells.
+    def parts(self, rows: int = PART_ROWS) -> Parts:
+        """Reads all rows, cold rows included, in parts of at most ``rows`` rows, in ascending order of their ids.
+
+        A table without rows has one part. The table must not change until the last part has been read: use
+        :meth:`snapshot` for a table that is trained on.
         """
-        with ops.native_errors(self._who):
-            return ops.table_sightings(self.handle)
+        ids = self.ids()
+        return (self.part(ids[begin : begin + rows]) for begin in range(0, max(1, len(ids)), rows))
 
-    def set_sightings(self, cells: Tensor, taken: int) -> None:
-        """Replaces admission's counter.
+    def write(self, part: Part) -> None:
+        """Writes the rows of a part with the table's columns, also more rows than ``max_rows`` at once.
 
-        Args:
-            cells: (2, 4, N) uint8. The cells that :meth:`sightings` returned, of a table with a counter of this size.
-            taken: The number of sightings that :meth:`sightings` returned.
+        Weights of another data type are rounded to nearest. Rows that exceed ``max_rows`` are evicted as they arrive.
+        If the call fails, some of the rows may have been written.
 
         Raises:
-            ValueError: The table has no admission, or its counter has another size.
+            TypeError, ValueError, MemoryError, ColdStoreError: See :meth:`write_rows`.
         """
+        part = part.stored_as(self.dtype)
+        for place in self._arriving(len(part)):
+            some = part.take(place)
+            self.write_rows(some.ids, some.rows)
+
+    def insert_all(self, ids: Tensor, weights: Tensor) -> None:
+        """Calls :meth:`insert` for any number of rows. See :meth:`write`, which is the same for whole rows."""
+        for place in self._arriving(len(ids)):
+            self.insert(ids[place], weights[place])
+
+    def _arriving(self, rows: int) -> Iterator[slice]:
+        """Yields the places of the rows that a table with ``max_rows`` accepts in one call."""
+        size = max(1, rows)
+        if self.options.max_rows is not None:
+            # The last rows always stay in memory, whatever their stamps, so they must be few.
+            size = min(size, max(1, self.options.max_rows // _ARRIVALS))
+        return (slice(begin, begin + size) for begin in range(0, max(1, rows), size))
+
+    def state(self) -> TableState:
+        """Returns a copy of what the table knows besides its rows: its clocks, and the counts of admission."""
         with ops.native_errors(self._who):
-            ops.table_set_sightings(self.handle, cells, taken)
+            sightings = None
+            if self._counts_sightings:
+                sightings = Sightings(*ops.table_sightings(self.handle))
+                sightings = sightings.take(sightings.ids.argsort(stable=True))  # in an order that no history changes
+            times = ops.table_times(self.handle)
+            return TableState(self.steps, self.optimizer_steps, tuple(times) if times else None, sightings)
+
+    def set_state(self, state: TableState) -> None:
+        """Replaces what the table knows besides its rows. Set it before rows are written: eviction and expiry use it.
+
+        Times are ignored if the rows do not expire after a time, and sightings if admission does not count. Without
+        times, the age of the rows counts from the next step. Without sightings, admission counts from zero.
+
+        Args:
+            state: The state of this table, or that of any shards: ``TableState.merged(states).owned(owned)``.
+
+        Raises:
+            ValueError: The times are damaged.
+        """
+        with ops.native_errors(self._who), self.tier.lock:
+            self.tier.set_clock(state.steps, list(state.times or ()) if ops.table_times(self.handle) else [])
+            ops.table_set_optimizer_steps(self.handle, state.optimizer_steps)
+            if self._counts_sightings:
+                ops.table_set_sightings(self.handle, *(state.sightings or no_sightings()))
+
+    @property
+    def _counts_sightings(self) -> bool:
+        return self.options.admission is not None and self.options.admission.count > 1
 
     def set_time(self, unix_seconds: float) -> None:
         """Sets the time by which rows expire, for ``Expiry(seconds=...)``, to that of the events.
@@ -281,17 +336,6 @@ class Table:
         """
         with ops.native_errors(self._who):
             ops.table_set_time(self.handle, check_time(unix_seconds), True)
-
-    def times(self) -> list[int]:
-        """Returns the times of the steps, by which rows expire: see ``ops.table_times``."""
-        with ops.native_errors(self._who):
-            return ops.table_times(self.handle)
-
-    def set_times(self, times: list[int]) -> None:
-        """Restores what :meth:`times` has returned. Has no effect if the table's rows do not expire after a time."""
-        with ops.native_errors(self._who), self.tier.lock:
-            if times and self.times():
-                self.tier.set_times(times)
 
     @property
     def image_layout(self) -> ImageLayout:
@@ -359,7 +403,7 @@ class Table:
                 cold = None
                 if isinstance(self.tier, ColdTier):
                     cold = ColdSnapshot(self.handle, self.tier, ops.snapshot_left(handle), whole=since is None)
-                return Snapshot(self.name, self.optimizer, self.image_layout, handle, cold)
+                return Snapshot(self.name, self.optimizer, self.columns, self.image_layout, handle, cold)
             except BaseException:
                 ops.snapshot_close(handle)
                 raise
@@ -444,21 +488,11 @@ class Table:
         with ops.native_errors(self._who):
             return ops.table_optimizer_steps(self.handle)
 
-    @optimizer_steps.setter
-    def optimizer_steps(self, steps: int) -> None:
-        with ops.native_errors(self._who):
-            ops.table_set_optimizer_steps(self.handle, steps)
-
     @property
     def steps(self) -> int:
         """The number of training lookups so far. It is the clock of ``last_step`` and of expiry."""
         with ops.native_errors(self._who):
             return ops.table_steps(self.handle)
-
-    @steps.setter
-    def steps(self, steps: int) -> None:
-        with ops.native_errors(self._who), self.tier.lock:
-            self.tier.set_steps(steps)
 
     def stats(self) -> TableStats:
         """Returns the table's statistics: numbers of rows, bytes, hits, misses and so on."""

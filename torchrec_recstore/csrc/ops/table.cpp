@@ -126,27 +126,27 @@ std::vector<int64_t> table_stats(int64_t table) {
   return {owner->size(), owner->bytes(), c.lookups, c.misses, c.inserts, c.updates, c.steps, c.refused, c.evicted, c.expired, c.cold_hits};
 }
 
-// Returns the counts of admission: cells (generations, rows, cells of a row) uint8, and the sightings in the present
-// generation.
-std::tuple<Tensor, int64_t> table_sightings(int64_t table) {
+// Returns what admission has counted: ids (N,) int64, their counts (N,) uint8, and their generations (N,) uint8.
+std::tuple<Tensor, Tensor, Tensor> table_sightings(int64_t table) {
   const LockedTable owner(tables().get(table));
   const Sightings* sightings = owner->sightings();
-  Tensor cells = empty({Sightings::kGenerations, Sightings::kRows, sightings == nullptr ? 0 : sightings->cells()}, ScalarType::Byte);
-  if (sightings == nullptr) return {cells, 0};
-  sightings->read(mutable_data<uint8_t>(cells));
-  return {cells, sightings->taken()};
+  const int64_t n = sightings == nullptr ? 0 : sightings->size();
+  std::tuple<Tensor, Tensor, Tensor> found{empty({n}, ScalarType::Long), empty({n}, ScalarType::Byte), empty({n}, ScalarType::Byte)};
+  auto& [ids, counts, generations] = found;
+  if (n > 0) sightings->read(mutable_data<int64_t>(ids), mutable_data<uint8_t>(counts), mutable_data<uint8_t>(generations));
+  return found;
 }
 
-void table_set_sightings(int64_t table, Tensor cells, int64_t taken) {
-  cells = checked(cells, "cells", ScalarType::Byte, 3);
+void table_set_sightings(int64_t table, Tensor ids, Tensor counts, Tensor generations) {
+  ids = checked(ids, "ids", ScalarType::Long, 1);
+  counts = checked(counts, "counts", ScalarType::Byte, 1);
+  generations = checked(generations, "generations", ScalarType::Byte, 1);
+  const int64_t n = ids.size(0);
+  if (counts.size(0) != n || generations.size(0) != n) throw InvalidArgument("counts and generations must have the shape of ids, (" + std::to_string(n) + ",)");
   const LockedTable owner(tables().get(table));
-  Sightings* sightings = owner->sightings();
-  if (sightings == nullptr) throw InvalidArgument("the table has no admission");
-  if (cells.size(0) != Sightings::kGenerations || cells.size(1) != Sightings::kRows || cells.size(2) != sightings->cells()) {
-    throw InvalidArgument("cells must have the shape (2, 4, " + std::to_string(sightings->cells()) + ")");
-  }
-  if (taken < 0) throw InvalidArgument("taken must not be negative");
-  sightings->write(static_cast<const uint8_t*>(cells.const_data_ptr()), taken);
+  if (owner->sightings() == nullptr) throw InvalidArgument("the table has no admission");
+  owner->sightings()->write(static_cast<const int64_t*>(ids.const_data_ptr()), static_cast<const uint8_t*>(counts.const_data_ptr()),
+                            static_cast<const uint8_t*>(generations.const_data_ptr()), n);
 }
 
 // The number of updates, which the bias correction of Adam and LAMB uses.
@@ -212,8 +212,8 @@ STABLE_TORCH_LIBRARY_FRAGMENT(recstore_ops, m) {
   m.def("table_contains(int table, Tensor ids) -> Tensor");
   m.def("table_ids(int table) -> Tensor");
   m.def("table_stats(int table) -> int[]");
-  m.def("table_sightings(int table) -> (Tensor, int)");
-  m.def("table_set_sightings(int table, Tensor cells, int taken) -> ()");
+  m.def("table_sightings(int table) -> (Tensor, Tensor, Tensor)");
+  m.def("table_set_sightings(int table, Tensor ids, Tensor counts, Tensor generations) -> ()");
   m.def("table_optimizer_steps(int table) -> int");
   m.def("table_set_optimizer_steps(int table, int steps) -> ()");
   m.def("table_steps(int table) -> int");
