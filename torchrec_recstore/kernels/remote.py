@@ -21,10 +21,11 @@ from torchrec_recstore import ops
 from torchrec_recstore.kernels.device_copies import CopyTarget
 from torchrec_recstore.kernels.lookup import LookupKernel
 from torchrec_recstore.kernels.pooled import PooledKernel
-from torchrec_recstore.kernels.row_service import RemoteTable, RowRead, RowUpdate
+from torchrec_recstore.kernels.row_service import RemoteTable
 from torchrec_recstore.kernels.sequence import SequenceKernel
 from torchrec_recstore.optim import SGD
 from torchrec_recstore.options import ConstantInit, TableOptions
+from torchrec_recstore.rpc.row_requests import RowRead, RowUpdate
 from torchrec_recstore.store import Table
 from torchrec_recstore.store.arguments import among
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Literal, NamedTuple, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -13,39 +13,10 @@ from torch import Tensor
 from torchrec_recstore.optim import Optimizer
 from torchrec_recstore.options import TableOptions
 from torchrec_recstore.row_types import value_dtype
+from torchrec_recstore.rpc.row_requests import RowRead, RowUpdate
 from torchrec_recstore.store import TableStats
 
 _handles = itertools.count(-1, -1)  # the handles of native tables are positive
-
-
-class RowRead(NamedTuple):
-    """The rows of one table that are read.
-
-    Args:
-        table: The name of the table.
-        ids: (N,) int64. The ids whose rows are read.
-        missing: The row of an id without a row: its initial row (``"init"``) or zeros. Default: ``"init"``.
-    """
-
-    table: str
-    ids: Tensor
-    missing: Literal["init", "zeros"] = "init"
-
-
-class RowUpdate(NamedTuple):
-    """One update of one table: one step of its clock and one step of its optimizer, also without ids.
-
-    Args:
-        table: The name of the table.
-        ids: (N,) int64. The ids whose rows are updated.
-        grads: (N, dim) float32. The gradients.
-        learning_rate: The learning rate of this update. Default: None, that of the table's optimizer.
-    """
-
-    table: str
-    ids: Tensor
-    grads: Tensor
-    learning_rate: float | None = None
 
 
 class RowService(Protocol):

@@ -29,7 +29,8 @@ from torchrec_recstore.rpc.protocol import (
     ServerSetError,
     ServiceError,
 )
-from torchrec_recstore.rpc.table_rows import TableRead, TableRows, TableUpdate, bytes_of_rows, places_of_tables
+from torchrec_recstore.rpc.row_requests import RowRead, RowUpdate
+from torchrec_recstore.rpc.table_rows import TableRows, bytes_of_rows, places_of_tables
 
 # The number of threads per server. The deadline of a call begins when it has a thread, so there are more threads than
 # concurrent calls in practice.
@@ -91,13 +92,17 @@ class ServerSet:
     def pull(self, table: str, ids: Tensor, columns: int, dtype: torch.dtype) -> Tensor:
         """Returns the rows of ``ids``, (N,) int64: (N, columns). An id without a row reads as its initial row."""
         if len(self._connections) > 1:
-            return self.pull_each([TableRead(table, ids, columns, dtype)])[0]
+            return self.pull_each([RowRead(table, ids)], [(columns, dtype)])[0]
         rows = ops.rows_empty(ids.numel(), columns * dtype.itemsize)  # the shortest way: most calls read a few rows
         self._connections[0].pull(TableRows([table], ids, [ids.numel()], [rows]))
         return rows.view(dtype)
 
-    def pull_each(self, reads: Sequence[TableRead]) -> list[Tensor]:
+    def pull_each(self, reads: Sequence[RowRead], shapes: Sequence[tuple[int, torch.dtype]]) -> list[Tensor]:
         """Reads rows of several tables, by one request to each server.
+
+        Args:
+            reads: The tables and their ids.
+            shapes: For each read, the number of columns of the rows and their dtype.
 
         Returns:
             For each read, (N, columns) of its dtype.
@@ -105,27 +110,27 @@ class ServerSet:
         if not reads:
             return []
         counts = [len(read.ids) for read in reads]
-        row_bytes = [read.columns * read.dtype.itemsize for read in reads]
+        row_bytes = [columns * dtype.itemsize for columns, dtype in shapes]
         begins, size = places_of_tables(row_bytes, counts)
         memory = ops.rows_empty(1, size)[0]
         rows = [
             memory[begin : begin + n * width].view(n, width)
             for begin, n, width in zip(begins, counts, row_bytes, strict=True)
         ]
-        zeros = [read.zeros for read in reads]
+        zeros = [read.missing == "zeros" for read in reads]
         ids = _joined([read.ids for read in reads])
         parts = self._parts([read.table for read in reads], ids, counts, rows, zeros=zeros)
         self._read(reads[0].table, lambda connection: connection.pull(parts[connection]))
-        return [each.view(read.dtype).view(-1, read.columns) for each, read in zip(rows, reads, strict=True)]
+        return [each.view(dtype).view(-1, columns) for each, (columns, dtype) in zip(rows, shapes, strict=True)]
 
-    def update_each(self, updates: Sequence[TableUpdate]) -> None:
+    def update_each(self, updates: Sequence[RowUpdate]) -> None:
         """Applies the optimizer to rows of several tables without ``initial_rows``, by one request to each server.
 
         Each server makes one update of each table, also without ids. An update that is too large for one request is
         sent as several ones, each of some of the tables.
         """
         size = 0
-        some: list[TableUpdate] = []
+        some: list[RowUpdate] = []
         for update in updates:
             more = len(update.ids) * max(BYTES_A_WRITTEN_ID, 8 + update.grads.shape[1] * 4)
             if some and size + more > _UPDATE_BYTES:
@@ -136,7 +141,7 @@ class ServerSet:
         if some:
             self._update_together(some)
 
-    def _update_together(self, updates: Sequence[TableUpdate]) -> None:
+    def _update_together(self, updates: Sequence[RowUpdate]) -> None:
         parts = self._parts(
             [update.table for update in updates],
             _joined([update.ids for update in updates]),

@@ -27,40 +27,6 @@ class Piece(NamedTuple):
     end: int
 
 
-class TableRead(NamedTuple):
-    """The rows of one table that a call reads.
-
-    Args:
-        table: The name of the table.
-        ids: (N,) int64. The ids whose rows are read.
-        columns: The number of columns of the rows.
-        dtype: The data type of the rows.
-        zeros: Whether an id without a row reads as zeros. Default: False, it reads as its initial row.
-    """
-
-    table: str
-    ids: Tensor
-    columns: int
-    dtype: torch.dtype
-    zeros: bool = False
-
-
-class TableUpdate(NamedTuple):
-    """The update of one table.
-
-    Args:
-        table: The name of the table.
-        ids: (N,) int64. The ids whose rows are updated.
-        grads: (N, columns) float32. The gradients.
-        learning_rate: The learning rate of this update. Default: None, that of the table's optimizer.
-    """
-
-    table: str
-    ids: Tensor
-    grads: Tensor
-    learning_rate: float | None = None
-
-
 def aligned(place: int) -> int:
     """Returns the first place from ``place`` on, in the stream of a call's rows, at which the rows of a table begin."""
     return -(-place // _ALIGNMENT) * _ALIGNMENT

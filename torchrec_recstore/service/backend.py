@@ -8,7 +8,7 @@ from typing import Protocol
 
 from torch import Tensor
 
-from torchrec_recstore.kernels import RowRead, RowUpdate
+from torchrec_recstore.rpc.row_requests import RowRead, RowUpdate
 from torchrec_recstore.rpc.table_spec import TableSpec
 from torchrec_recstore.store import TableStats
 

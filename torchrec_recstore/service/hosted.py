@@ -19,8 +19,8 @@ from torchrec_recstore import ops
 from torchrec_recstore.checkpoint.destination import Destination
 from torchrec_recstore.checkpoint.info import CheckpointInfo, read_chain
 from torchrec_recstore.checkpoint.writer import SavedShard
-from torchrec_recstore.kernels import RowRead, RowUpdate
 from torchrec_recstore.row_types import value_dtype, values
+from torchrec_recstore.rpc.row_requests import RowRead, RowUpdate
 from torchrec_recstore.rpc.table_spec import TableSpec
 from torchrec_recstore.service.backend import InitialRows
 from torchrec_recstore.service.checkpoints import check_loadable, loaded_tables, saved_specs, write_tables

@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 
 from torchrec_recstore import ops
-from torchrec_recstore.kernels import PooledKernel, RowRead, RowUpdate
+from torchrec_recstore.kernels import PooledKernel
+from torchrec_recstore.rpc.row_requests import RowRead, RowUpdate
 from torchrec_recstore.rpc.table_spec import TableSpec
 from torchrec_recstore.service.backend import InitialRows, NoInitialRow
 from torchrec_recstore.store import Table

@@ -8,12 +8,11 @@ from pathlib import Path
 
 from torch import Tensor
 
-from torchrec_recstore.kernels import RowRead, RowUpdate
 from torchrec_recstore.row_types import value_dtype
 from torchrec_recstore.rpc.connection import Access
 from torchrec_recstore.rpc.protocol import NO_INITIAL_ROW, ServiceError
+from torchrec_recstore.rpc.row_requests import RowRead, RowUpdate
 from torchrec_recstore.rpc.servers import ServerSet
-from torchrec_recstore.rpc.table_rows import TableRead, TableUpdate
 from torchrec_recstore.rpc.table_spec import TableSpec
 from torchrec_recstore.service.backend import InitialRows, NoInitialRow
 from torchrec_recstore.store import TableStats
@@ -99,16 +98,11 @@ class RemoteBackend:
     def pull_each(self, reads: Sequence[RowRead]) -> list[Tensor]:
         """See :meth:`Backend.pull_each`."""
         specs = [self._spec(read.table) for read in reads]
-        return self._servers.pull_each(
-            [
-                TableRead(read.table, read.ids, spec.dim, value_dtype(spec.dtype), read.missing == "zeros")
-                for read, spec in zip(reads, specs, strict=True)
-            ]
-        )
+        return self._servers.pull_each(reads, [(spec.dim, value_dtype(spec.dtype)) for spec in specs])
 
     def update_each(self, updates: Sequence[RowUpdate]) -> None:
         """See :meth:`Backend.update_each`."""
-        self._servers.update_each([TableUpdate(*update) for update in updates])
+        self._servers.update_each(updates)
 
     def delete(self, name: str, ids: Tensor) -> int:
         """See :meth:`Backend.delete`."""

@@ -12,7 +12,6 @@ from google.protobuf.message import DecodeError
 from torch import Tensor
 
 from torchrec_recstore import ops
-from torchrec_recstore.kernels import RowRead, RowUpdate
 from torchrec_recstore.row_types import value_dtype
 from torchrec_recstore.rpc import recstore_pb2 as pb
 from torchrec_recstore.rpc.protocol import (
@@ -23,6 +22,7 @@ from torchrec_recstore.rpc.protocol import (
     rows_a_part,
     to_bytes,
 )
+from torchrec_recstore.rpc.row_requests import RowRead, RowUpdate
 from torchrec_recstore.rpc.table_rows import pieces, places_of_tables
 from torchrec_recstore.rpc.table_spec import TableSpec
 from torchrec_recstore.rpc.wire import content, fields, new_message

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from torch import Tensor
 
-from torchrec_recstore.kernels import RowRead, RowUpdate
+from torchrec_recstore.rpc.row_requests import RowRead, RowUpdate
 from torchrec_recstore.rpc.table_spec import TableSpec
 from torchrec_recstore.service.backend import Backend, NoInitialRow
 from torchrec_recstore.service.background import Prefetches, Updates
