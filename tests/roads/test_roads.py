@@ -1,0 +1,79 @@
+"""Tables go on, to the bit, as tables that never moved: each state on each road, and on each pair of roads."""
+
+from __future__ import annotations
+
+from itertools import count, product
+from pathlib import Path
+
+import pytest
+
+from .groups import GROUPS
+from .journeys import Journey, Layout, travel
+from .roads import ROADS
+
+WORLDS = (1, 2, 4)
+SHARDINGS = ("table_wise", "row_wise", "column_wise", "hash")
+SAMPLE = (2, 1, 2)
+"""The numbers of ranks of the journeys that ``make test`` makes."""
+
+
+def layouts(number: int, worlds: tuple[int, ...], roads: tuple[str, ...]) -> tuple[Layout, ...]:
+    """Returns the layouts of a journey. The shardings go round with ``number``, and each differs from the one before."""
+    found = [(worlds[0], SHARDINGS[number % 4])]
+    for place, name in enumerate(roads):
+        road, (world, sharding) = ROADS[name], found[-1]
+        step = 1 + (number // 4 + place) % 3
+        found.append(
+            (
+                world if road.same_process else worlds[place + 1],
+                sharding if road.same_layout else SHARDINGS[(SHARDINGS.index(sharding) + step) % 4],
+            )
+        )
+    return tuple(found)
+
+
+def journeys(road: str) -> list[Journey]:
+    """Returns the journeys that begin with a road."""
+    numbers = count(sorted(ROADS).index(road))
+    found = [
+        Journey("options", layouts(next(numbers), worlds, (road,)), (road,))
+        for worlds in product(WORLDS, WORLDS)
+        if not ROADS[road].same_process or worlds[0] == worlds[1]
+        for _ in range(3 if ROADS[road].same_process else 1)
+    ]
+    for group, worlds in zip(
+        (name for name in GROUPS if name != "options"), product(WORLDS, WORLDS, WORLDS), strict=False
+    ):
+        found.append(Journey(group, layouts(next(numbers), worlds, (road,)), (road,)))
+    for other, worlds in zip(ROADS, product(WORLDS, WORLDS, WORLDS), strict=False):
+        found.append(Journey("options", layouts(next(numbers), worlds[::-1], (road, other)), (road, other)))
+    return found
+
+
+@pytest.mark.parametrize("road", ROADS)
+def test_a_sample(road: str, tmp_path: Path) -> None:
+    """Each road with each state once; the group of the options goes on over another road."""
+    numbers = count(sorted(ROADS).index(road))
+    names = list(ROADS)
+    pair = (road, names[(names.index(road) + 3) % len(names)])
+    group = list(GROUPS)[1 + 2 * names.index(road) % (len(GROUPS) - 1)]
+    some = [
+        Journey("options", layouts(next(numbers), SAMPLE, pair), pair),
+        Journey(group, layouts(next(numbers), SAMPLE, (road,)), (road,)),
+    ]
+    travel(some, tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("road", ROADS)
+def test_all(road: str, tmp_path: Path) -> None:
+    travel(journeys(road), tmp_path)
+
+
+def test_the_journeys_have_each_pair_of_roads_and_each_group() -> None:
+    every = [journey for road in ROADS for journey in journeys(road)]
+    assert {journey.roads for journey in every if len(journey.roads) == 2} == set(product(ROADS, ROADS))
+    assert {(journey.group, journey.roads[0]) for journey in every} == set(product(GROUPS, ROADS))
+    moves = {(journey.layouts[0], journey.layouts[1]) for journey in every}
+    assert {(before[0], after[0]) for before, after in moves} == set(product(WORLDS, WORLDS))
+    assert len({(before[1], after[1]) for before, after in moves}) == len(SHARDINGS) ** 2
