@@ -49,11 +49,21 @@ def row_bytes(dtype: torch.dtype, columns: int) -> int:
     return -(-columns * dtype.itemsize // 4) * 4 + (GRID_BYTES if dtype is torch.int8 else 0)
 
 
+def as_numbers(content: Tensor, dtype: torch.dtype) -> Tensor:
+    """Returns a copy of bytes, (N, columns * ``dtype.itemsize``) uint8, as numbers, (N, columns) of ``dtype``.
+
+    The bytes may begin at any place in memory. ``Tensor.view`` refuses a place that is not a multiple of the item size,
+    and ``contiguous`` copies nothing if there is one row.
+    """
+    rows, columns = content.shape[0], content.shape[1] // dtype.itemsize
+    return content.clone(memory_format=torch.contiguous_format).view(-1).view(dtype).view(rows, columns)
+
+
 def values(stored: Tensor) -> Tensor:
     """Returns the values of stored weights: (N, columns) float32. All of them are exact."""
     if stored.dtype is not torch.uint8:
         return stored.float()
-    grid = stored[:, -GRID_BYTES:].contiguous().view(torch.float32)
+    grid = as_numbers(stored[:, -GRID_BYTES:], torch.float32)
     return stored[:, :-GRID_BYTES].float() * grid[:, :1] + grid[:, 1:]
 
 

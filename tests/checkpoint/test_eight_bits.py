@@ -10,6 +10,7 @@ from fbgemm_gpu.split_embedding_configs import EmbOptimType
 from torchrec.modules.embedding_configs import DataType
 
 from torchrec_recstore.checkpoint import CheckpointError, compact_checkpoint, info, load_checkpoint, save_checkpoint
+from torchrec_recstore.checkpoint.compare import compare_chains
 from torchrec_recstore.inference import export_for_inference
 from torchrec_recstore.options import NormalInit, TableOptions
 
@@ -18,8 +19,8 @@ from ..sharders.models import bag, batch, collection, sharded, tables
 pytestmark = pytest.mark.usefixtures("one_rank")
 
 
-def model(sharding_type: str = "table_wise") -> torch.nn.Module:
-    ebc = collection(bag(dim=8, data_type=DataType.INT8))
+def model(sharding_type: str = "table_wise", dim: int = 8) -> torch.nn.Module:
+    ebc = collection(bag(dim=dim, data_type=DataType.INT8))
     params = {"optimizer": EmbOptimType.EXACT_ADAGRAD, "learning_rate": 0.1}
     return sharded(ebc, params, {"t": TableOptions(NormalInit(0.0, 0.5))}, sharding_type)
 
@@ -66,3 +67,33 @@ def test_versions_without_8_bit_rows_name_the_data_type_and_load_nothing(
         load_checkpoint(target, tmp_path / "full")
     (table,) = tables(target).values()
     assert table.ids().tolist() == [3]
+
+
+@pytest.mark.parametrize("dim", [1, 2, 3, 5, 6, 7, 9])
+def test_deltas_and_exports_of_exactly_one_row(dim: int, tmp_path: Path) -> None:
+    source = model(dim=dim)
+    train(source, [7])
+    save_checkpoint(source, tmp_path / "full")
+    train(source, [7])
+    save_checkpoint(source, tmp_path / "delta", delta_of=tmp_path / "full")
+    compact_checkpoint(tmp_path / "delta", tmp_path / "compacted")
+    (table,) = tables(source).values()
+    rows = table.read_rows(table.ids())
+    assert rows["weight"].shape == (1, dim + 8)
+    for name in ("delta", "compacted"):
+        for sharding_type in ("table_wise", "row_wise", "column_wise"):
+            target = model(sharding_type, dim)
+            load_checkpoint(target, tmp_path / name)
+            (loaded,) = tables(target).values()
+            for key, value in loaded.read_rows(table.ids()).items():
+                assert torch.equal(value, rows[key]), key
+    chains = [info.read_chain(tmp_path / name) for name in ("full", "delta")]
+    assert compare_chains(*chains).tables["t"].changed == 1
+    features = batch(f=[[7], []])
+    source.eval()
+    expected = source(features).values()
+    formats = {torch.float32: 1e-6, torch.float16: 2e-3, torch.int8: 2e-2}
+    for dtype, tolerance in formats.items():
+        if dtype is not torch.int8 or dim % 2 == 0:  # int8 rows of served models need an even dim
+            found = export_for_inference(source, dtype=dtype)(features).values()
+            torch.testing.assert_close(found.float(), expected, atol=tolerance, rtol=0)

@@ -14,6 +14,8 @@ from urllib.parse import quote
 import torch
 from torch import Tensor
 
+from torchrec_recstore.row_types import as_numbers
+
 ID_BYTES = 8
 _SIGN = -(2**63)
 
@@ -87,8 +89,7 @@ def id_bytes(ids: Tensor) -> Tensor:
 
 def ids_of(encoded: Tensor) -> Tensor:
     """Returns the ids, (N,) int64, that :func:`id_bytes` has encoded as ``encoded``, (N, 8) uint8."""
-    swapped = torch.empty(len(encoded), ID_BYTES, dtype=torch.uint8).copy_(encoded)
-    return _swapped(swapped.view(torch.int64).view(-1)) ^ _SIGN
+    return _swapped(as_numbers(encoded, torch.int64).squeeze(1)) ^ _SIGN
 
 
 def _swapped(words: Tensor) -> Tensor:

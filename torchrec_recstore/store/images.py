@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from torchrec_recstore.ops import RowTensors
-from torchrec_recstore.row_types import GRID_BYTES, row_bytes
+from torchrec_recstore.row_types import GRID_BYTES, as_numbers, row_bytes
 
 _META_BYTES = 8  # the last step and the frequency, which end an image
 
@@ -41,7 +41,7 @@ class ImageLayout:
         if self.dtype is torch.int8:  # the codes are padded to whole floats, and the scale and the bias follow
             weight = torch.cat([weight, images[:, size - GRID_BYTES : size]], dim=1)
         else:
-            weight = _numbers(weight, self.dtype)
+            weight = as_numbers(weight, self.dtype)
         bytes_of_one = self.columns * self.state_dtype.itemsize
         elements = torch.empty(len(self.squares), len(images), self.columns, dtype=torch.float32)
         for i, is_square in enumerate(self.squares):
@@ -56,7 +56,7 @@ class ImageLayout:
         return row_bytes(self.dtype, self.columns) + -(-elements // 4) * 4
 
     def _states(self, part: Tensor, is_square: bool) -> Tensor:
-        numbers = _numbers(part, self.state_dtype).float()
+        numbers = as_numbers(part, self.state_dtype).float()
         return numbers * numbers if is_square and self.state_dtype is torch.float16 else numbers
 
 
@@ -75,10 +75,5 @@ def with_last_steps_up_to(images: Tensor, steps: int) -> Tensor:
     return images
 
 
-def _numbers(part: Tensor, dtype: torch.dtype) -> Tensor:
-    aligned = part.clone(memory_format=torch.contiguous_format)  # one row of images is contiguous, at any offset
-    return aligned.view(dtype).reshape(len(part), part.shape[1] // dtype.itemsize)
-
-
 def _unsigned(part: Tensor) -> Tensor:
-    return _numbers(part, torch.int32).squeeze(1).to(torch.int64) & 0xFFFFFFFF
+    return as_numbers(part, torch.int32).squeeze(1).to(torch.int64) & 0xFFFFFFFF
