@@ -103,3 +103,53 @@ def test_gradients_may_change_after_their_backward() -> None:
 def test_a_step_count_below_one_is_an_error() -> None:
     with pytest.raises(ValueError, match="accumulation_steps"):
         kernel(SGD(0.1), "sum", 0)
+
+
+def empty(bags: int, columns: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Returns the ids, the offsets and the gradient of a batch of two features without ids."""
+    return torch.empty(0, dtype=torch.int64), torch.zeros(2 * bags + 1, dtype=torch.int64), torch.ones(bags, columns)
+
+
+@pytest.mark.parametrize("optimizer", [SGD(0.1), Adam(0.1, max_gradient=0.5)], ids=repr)
+@pytest.mark.parametrize("weighted", [True, False])
+@pytest.mark.parametrize("place", range(3))
+@pytest.mark.parametrize("bags", [0, 3])
+def test_a_pass_without_ids_changes_nothing(bags: int, place: int, weighted: bool, optimizer: Optimizer) -> None:
+    """The rows are those of the same passes without the empty one, whether or not that has weights."""
+    whole, with_weights, without = (kernel(optimizer, "sum", steps) for steps in (2, 3, 3))
+    for _ in range(2):
+        for number in range(3):
+            if number == place:
+                ids, offsets, grad = empty(bags, 10)
+                weights = torch.empty(0, requires_grad=True)
+                with_weights(ids, offsets, weights, train=True).backward(grad)
+                assert weights.grad is not None
+                assert weights.grad.shape == (0,)
+                without(ids, offsets, train=True).backward(grad)
+            else:
+                ids, offsets, full_weights, grad = batches(3, 10)[number]
+                for of in (whole, with_weights, without):
+                    of(ids, offsets, full_weights if weighted else None, train=True).backward(grad)
+        expected = rows(whole)
+        for of in (with_weights, without):
+            assert all(torch.equal(one, other) for one, other in zip(rows(of), expected, strict=True))
+
+
+def test_updates_of_passes_without_ids() -> None:
+    of = kernel(SGD(0.1), "mean", 2)
+    before = rows(of)
+    for _ in range(2):
+        ids, offsets, grad = empty(3, 10)
+        of(ids, offsets, torch.empty(0), train=True).backward(grad)
+        of(ids, offsets, train=True).backward(grad)
+    assert all(torch.equal(one, other) for one, other in zip(rows(of), before, strict=True))
+    assert [table.optimizer_steps for table in of.tables] == [2, 2]
+
+
+def test_passes_with_and_without_weights_are_refused() -> None:
+    of = kernel(SGD(0.1), "sum", 2)
+    (ids, offsets, weights, grad), _ = batches(2, 10)
+    of(ids, offsets, weights, train=True).backward(grad)
+    out = of(ids, offsets, train=True)
+    with pytest.raises(ValueError, match=r"tables a, b: either all contexts .* must have weights"):
+        out.backward(grad)

@@ -176,11 +176,13 @@ void Pass::count(const Distinct& distinct) noexcept {
 void accumulated_backward(const std::vector<std::shared_ptr<Pass>>& passes, const std::vector<const float*>& grads,
                           const std::vector<float>& learning_rates, Executor& executor) {
   const std::shared_ptr<const Group> group = passes.front()->group_;
-  const bool weighted = passes.front()->batch_.weights != nullptr;
+  const bool weighted = std::any_of(passes.begin(), passes.end(), [](const auto& pass) { return pass->batch_.weights != nullptr; });
   Batch merged;
   for (const auto& pass : passes) {
     if (pass->group_ != group) throw InvalidArgument("contexts must come from one group");
-    if ((pass->batch_.weights != nullptr) != weighted) throw InvalidArgument("either all contexts or no context must have weights");
+    // A pass without ids has neither weights nor ids that lack them, also if it was called with weights.
+    const bool fits = pass->batch_.n_ids == 0 || (pass->batch_.weights != nullptr) == weighted;
+    if (!fits) throw InvalidArgument("either all contexts or no context must have weights");
     merged.n_ids += pass->batch_.n_ids;
     merged.bags += pass->batch_.bags;
   }
