@@ -131,8 +131,8 @@ GROUPS = {
 
 
 BY_COLUMN = (optim.SGD, optim.Adagrad, optim.Adam, optim.AdamW, optim.RMSprop, optim.Ftrl)
-"""The optimizers that update each column by itself. The others have a state of a row, or the norm of a row: one for each
-column shard, so that a table goes on differently when its columns are split in another way."""
+"""The optimizers that update each column by itself. The others have a state of a row, or the norm of a row: one for
+each column shard, so that a table goes on differently when its columns are split in another way."""
 
 
 def build(group: Group, sharding: str, path: str) -> DistributedModelParallel:
@@ -149,9 +149,8 @@ def build(group: Group, sharding: str, path: str) -> DistributedModelParallel:
     constraints, configs = {}, []
     for name, state in group.tables.items():
         kind = "row_wise" if sharding == "hash" else sharding
-        if kind == "column_wise" and (
-            state.dim % 2 or state.data_type is DataType.INT8 or type(group.optimizer) not in BY_COLUMN
-        ):
+        by_column = type(group.optimizer) in BY_COLUMN and state.data_type is not DataType.INT8
+        if kind == "column_wise" and (state.dim % 2 or not by_column):
             kind = "table_wise"
         options = replace(state.options(path), routing="hash" if sharding == "hash" else "block")
         constraints[name] = RecStoreConstraints(

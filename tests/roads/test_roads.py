@@ -18,7 +18,7 @@ SAMPLE = (2, 1, 2)
 
 
 def layouts(number: int, worlds: tuple[int, ...], roads: tuple[str, ...]) -> tuple[Layout, ...]:
-    """Returns the layouts of a journey. The shardings go round with ``number``, and each differs from the one before."""
+    """Returns the layouts of a journey. The shardings go round with ``number``; each differs from the one before."""
     found = [(worlds[0], SHARDINGS[number % 4])]
     for place, name in enumerate(roads):
         road, (world, sharding) = ROADS[name], found[-1]
@@ -41,11 +41,10 @@ def journeys(road: str) -> list[Journey]:
         if not ROADS[road].same_process or worlds[0] == worlds[1]
         for _ in range(3 if ROADS[road].same_process else 1)
     ]
-    for group, worlds in zip(
-        (name for name in GROUPS if name != "options"), product(WORLDS, WORLDS, WORLDS), strict=False
-    ):
+    groups = [name for name in GROUPS if name != "options"]
+    for group, worlds in zip(groups, product(WORLDS, repeat=3), strict=False):
         found.append(Journey(group, layouts(next(numbers), worlds, (road,)), (road,)))
-    for other, worlds in zip(ROADS, product(WORLDS, WORLDS, WORLDS), strict=False):
+    for other, worlds in zip(ROADS, product(WORLDS, repeat=3), strict=False):
         found.append(Journey("options", layouts(next(numbers), worlds[::-1], (road, other)), (road, other)))
     return found
 
