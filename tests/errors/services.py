@@ -18,8 +18,6 @@ from tests.secrets import write_secret
 from torchrec_recstore import RecStoreEmbeddingBagCollection, save_checkpoint
 from torchrec_recstore.optim import SGD
 from torchrec_recstore.options import MinFrequency, RedisStore, RocksDBStore, ServerStore, TableOptions
-from torchrec_recstore.rpc import recstore_pb2 as pb
-from torchrec_recstore.rpc.agreement import to_resume
 from torchrec_recstore.rpc.table_spec import TableSpec
 from torchrec_recstore.service import RecStoreClient
 from torchrec_recstore.service.applied import AppliedRequests
@@ -154,12 +152,6 @@ def two_sets(error_server: RecStoreServer, second_error_server: RecStoreServer) 
     for address in addresses:
         RecStoreClient([address]).init_data("t_set", (10, 4))
     RecStoreClient(addresses).pull("t_set", THREE)
-
-
-@situation("Servers of an earlier version")
-def without_a_set() -> None:
-    states = [pb.DescribeReply(at=pb.Saved(name=name)) for name in ("stopped-0", "stopped-1")]
-    to_resume(["127.0.0.1:7700", "127.0.0.1:7701"], states)
 
 
 @situation("A server that stops")

@@ -1,4 +1,4 @@
-"""The commands on a set of parameter servers: ``recstore servers status``, ``restore``, ``convert`` and ``reset``."""
+"""The commands on a set of parameter servers: ``recstore servers status``, ``restore`` and ``reset``."""
 
 from __future__ import annotations
 
@@ -125,41 +125,6 @@ def restore(
         with connected_to(to, token_file, tls_ca, tls_cert, tls_key, timeout) as others:
             others.load_from(connected, name)
             _print_begun(others, name, as_json)
-
-
-@servers.command()
-def convert(
-    addresses: Addresses,
-    to: Annotated[
-        str | None,
-        typer.Option(
-            metavar="HOST:PORT,...",
-            help="Addresses of other servers, also of another number, that get the rows. They are empty.",
-        ),
-    ] = None,
-    token_file: TokenFile = None,
-    tls_ca: TlsCa = None,
-    tls_cert: TlsCert = None,
-    tls_key: TlsKey = None,
-    timeout: Timeout = 30.0,
-    as_json: AsJson = False,
-) -> None:
-    """Make servers one set that have the data directories of an earlier version, in which servers were no set.
-
-    Each server has the save that it starts from. The rows of these saves are distributed anew. All servers then begin
-    with the save "converted". The old saves remain.
-
-    Example: recstore servers convert 127.0.0.1:7700,127.0.0.1:7701
-
-    Exit status: 0, or 2 if a server cannot be reached or belongs to a set already. Nothing has changed then, unless the
-    error says so.
-    """
-    with connected_to(addresses, token_file, tls_ca, tls_cert, tls_key, timeout) as sources:
-        from torchrec_recstore.rpc.agreement import CONVERTED
-
-        with connected_to(addresses if to is None else to, token_file, tls_ca, tls_cert, tls_key, timeout) as connected:
-            connected.load_from(sources, None)
-            _print_begun(connected, CONVERTED, as_json)
 
 
 @servers.command()

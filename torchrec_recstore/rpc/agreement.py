@@ -13,10 +13,6 @@ SLOTS = 5040
 """The number of slots among which ids are distributed by a hash. It is divisible by 1 to 10."""
 
 
-CONVERTED = "converted"
-"""The name of the save that servers of a version without sets have after their conversion."""
-
-
 @dataclass(frozen=True)
 class Begin:
     """The beginning of an epoch on some servers of a set.
@@ -117,8 +113,8 @@ def to_reshard(
     states: Sequence[pb.DescribeReply],
     sources: Sequence[str],
     of_sources: Sequence[pb.DescribeReply],
-    name: str | None,
-) -> tuple[list[pb.Saved], Begin]:
+    name: str,
+) -> tuple[pb.Saved, Begin]:
     """Returns how servers begin an epoch with a save of other servers, whose rows are distributed over them anew.
 
     Args:
@@ -126,17 +122,17 @@ def to_reshard(
         states: The state of each server that begins. It belongs to no set, or to the set of the sources.
         sources: The address of each server that has the save.
         of_sources: The state of each server that has the save.
-        name: The name of the save. None: each source has rows of a version without sets, and no other source has them.
+        name: The name of the save.
 
     Returns:
-        The save of each source, and the beginning.
+        The save of the sources, and the beginning.
 
     Raises:
         FileNotFoundError: A source does not have this save.
         ServerSetError: A server belongs to another set.
     """
     _check_one_set(sources, of_sources)
-    saves = _without_set(sources, of_sources) if name is None else [_save_of(sources, of_sources, name)] * len(sources)
+    save = _save_of(sources, of_sources, name)
     identity = of_sources[0].set
     for address, state in zip(addresses, states, strict=True):
         if state.set not in ("", identity):
@@ -149,19 +145,9 @@ def to_reshard(
     if not any(state.set for state in states):
         identity = uuid.uuid4().hex
     everywhere = tuple(range(len(states)))
-    new = pb.Saved(name=CONVERTED if name is None else name, id=uuid.uuid4().hex, number=number)
+    new = pb.Saved(name=name, id=uuid.uuid4().hex, number=number)
     epoch = max(state.epoch for state in everyone) + 1
-    return saves, Begin(identity, epoch, new, everywhere, new_slots(len(states)), everywhere)
-
-
-def _without_set(addresses: Sequence[str], states: Sequence[pb.DescribeReply]) -> list[pb.Saved]:
-    for address, state in zip(addresses, states, strict=True):
-        if state.set or not state.at.name:
-            raise ServerSetError(
-                f"server {address} {state_of(state)}: only servers that are in no set and have rows of an earlier "
-                "version can be converted"
-            )
-    return [state.at for state in states]
+    return save, Begin(identity, epoch, new, everywhere, new_slots(len(states)), everywhere)
 
 
 def complete_saves(states: Sequence[pb.DescribeReply]) -> list[pb.Saved]:
@@ -202,9 +188,7 @@ def _check_one_set(addresses: Sequence[str], states: Sequence[pb.DescribeReply])
 
 def _different(addresses: Sequence[str], states: Sequence[pb.DescribeReply]) -> ServerSetError:
     saves, named = complete_saves(states), ",".join(addresses)
-    if all(state.at.name and not state.set for state in states):
-        mend = f"makes the servers of an earlier version one set with the rows of all: recstore servers convert {named}"
-    elif saves:
+    if saves:
         mend = f"brings all of them to their newest complete save: recstore servers restore {saves[-1].name} {named}"
     else:
         mend = f"lets all of them begin without rows, because there is no complete save: recstore servers reset {named}"

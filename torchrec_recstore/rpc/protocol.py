@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-VERSION = "2"
+VERSION = "1"
 VERSION_KEY = "recstore-protocol"
 TOKEN_KEY = "authorization"
 ERROR_KEY = "recstore-error"

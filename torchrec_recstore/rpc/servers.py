@@ -287,20 +287,19 @@ class ServerSet:
         done = self._epoch.done
         self._epoch.begin(self._begin("", lambda states: to_load(self.addresses, states, name, exact)), done)
 
-    def load_from(self, sources: ServerSet, name: str | None) -> None:
+    def load_from(self, sources: ServerSet, name: str) -> None:
         """Begins an epoch with a save of other servers, whose rows are distributed over these servers anew.
 
         These servers belong to no set, or to the set of the sources. They then have a save of the same name.
 
         Args:
             sources: The servers that have the save.
-            name: The name of the save. None: the sources have rows of a version without sets. The save is then called
-                "converted".
+            name: The name of the save.
         """
         done = self._epoch.done
         of_sources = sources.describe()
-        saves, begin = to_reshard(self.addresses, self.describe(), sources.addresses, of_sources, name)
-        for part, (connection, save) in enumerate(zip(sources._connections, saves, strict=True)):
+        save, begin = to_reshard(self.addresses, self.describe(), sources.addresses, of_sources, name)
+        for part, connection in enumerate(sources._connections):
             for file in connection.read_file(save).files:
                 self._copy(connection, save, file, begin.save.id, part)
         self._load(begin, parts=len(of_sources))
