@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Mapping
-from dataclasses import MISSING, fields, is_dataclass
+from dataclasses import fields, is_dataclass
 from typing import Any, cast
 
 import torch
@@ -37,14 +37,14 @@ def not_known(what: str) -> str:
     )
 
 
-def check_fields(where: str, found: Collection[str], known: Collection[str], needed: Collection[str] = ()) -> None:
+def check_fields(where: str, found: Collection[str], known: Collection[str], optional: Collection[str] = ()) -> None:
     """Raises an error if the fields of an entry of a file are not the expected ones.
 
     Args:
         where: The name of the entry, for the message.
         found: The names of its fields.
         known: The names of the fields that it may have.
-        needed: The names of the fields that it must have. Default: ().
+        optional: The names of these fields that may be missing. Default: ().
 
     Raises:
         ValueError: The entry has an unknown field, or a field that it must have is missing.
@@ -52,8 +52,8 @@ def check_fields(where: str, found: Collection[str], known: Collection[str], nee
     for name in found:
         if name not in known:
             raise ValueError(not_known(f"{where} has the field {name!r}"))
-    for name in needed:
-        if name not in found:
+    for name in known:
+        if name not in found and name not in optional:
             raise ValueError(f"{where} has no field {name!r}")
 
 
@@ -95,11 +95,7 @@ def encode(value: object, tensors: dict[str, Tensor], where: str = "") -> Any:
         plain = all(isinstance(key, str) and not key.startswith("$") for key in value)
         return dict(items) if plain else {"$dict": [list(item) for item in items]}
     if is_dataclass(value) and _CLASSES.get(type(value).__name__) is type(value):
-        values = {
-            field.name: found
-            for field in fields(value)
-            if (found := getattr(value, field.name)) is not None or field.metadata != options.LEFT_OUT_IF_NONE
-        }
+        values = {field.name: getattr(value, field.name) for field in fields(value)}
         return {"$type": type(value).__name__, **{k: encode(v, tensors, f"{where}/{k}") for k, v in values.items()}}
     raise TypeError(
         f"training_state{where} is of type {type(value).__name__}, which cannot be saved: pass plain values and tensors"
@@ -145,8 +141,7 @@ def decode(value: Any, tensors: Mapping[str, Tensor]) -> Any:
         if known is None:
             raise ValueError(not_known(f"there is a value of the type {value['$type']!r}"))
         values = {key: decode(item, tensors) for key, item in value.items() if key != "$type"}
-        of_type = [field for field in fields(known) if field.init]
-        needed = [field.name for field in of_type if field.default is MISSING and field.default_factory is MISSING]
-        check_fields(f"a value of the type {value['$type']!r}", values, [field.name for field in of_type], needed)
+        names = [field.name for field in fields(known)]
+        check_fields(f"a value of the type {value['$type']!r}", values, names)
         return known(**values)
     return {key: decode(item, tensors) for key, item in value.items()}

@@ -11,9 +11,6 @@ from torchrec_recstore.display import set_fields
 from torchrec_recstore.network import check_token, checked_addresses
 from torchrec_recstore.server_options import Servers as Servers  # one of the options
 
-LEFT_OUT_IF_NONE = {"left out if None": True}
-"""The metadata of a field that files leave out if it is None, so that earlier versions can read them."""
-
 MAX_INIT_ROWS = 2**20
 """The largest ``n`` in the default initializer ``uniform(+-sqrt(1/n))``. Without a limit, ``num_embeddings=2**40``
 would initialize rows to almost zero."""
@@ -147,7 +144,7 @@ class Expiry:
     """
 
     steps: int | None = None
-    seconds: float | None = field(default=None, metadata=LEFT_OUT_IF_NONE)
+    seconds: float | None = None
 
     def __post_init__(self) -> None:
         if (self.steps is None) == (self.seconds is None):
@@ -372,7 +369,7 @@ class TableOptions:
     cold_store: Hashable | None = None
     routing: Literal["block", "hash"] = "block"
     missing: Literal["zeros", "init"] = "zeros"
-    servers: Servers | None = field(default=None, metadata=LEFT_OUT_IF_NONE)
+    servers: Servers | None = None
 
     def __repr__(self) -> str:
         return set_fields(self)

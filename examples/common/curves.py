@@ -35,7 +35,7 @@ def curve_name(tag: str) -> str:
     if heading == "tables":
         of, _, kind = name.rpartition("/")
         return f"{kind}/{of}"
-    return name if heading in ("Overview", "Steps") else tag
+    return name
 
 
 class Curve(NamedTuple):

@@ -184,14 +184,11 @@ c10::Dict<std::string, at::Tensor> read_delta(const std::string& path) {
 // A served model that is, bit for bit, what was exported: torch::jit::load itself takes damaged files.
 std::shared_ptr<torch::jit::Module> loaded(const std::string& path) {
   auto served = std::make_shared<torch::jit::Module>(torch::jit::load(path));
-  const auto verify = served->find_method("verify");
-  if (verify.has_value()) {  // files of format 1 have none
-    const auto size = static_cast<int64_t>(std::filesystem::file_size(path));
-    try {
-      (*verify)({at::from_file(path, /*shared=*/false, size, at::kByte)});
-    } catch (const std::exception& error) {
-      throw std::runtime_error(path + " cannot be served: " + error.what());
-    }
+  const auto size = static_cast<int64_t>(std::filesystem::file_size(path));
+  try {
+    served->run_method("verify", at::from_file(path, /*shared=*/false, size, at::kByte));
+  } catch (const std::exception& error) {
+    throw std::runtime_error(path + " cannot be served: " + error.what());
   }
   return served;
 }

@@ -398,7 +398,7 @@ def test_a_chain_without_its_beginning_is_refused(chain: Path) -> None:
 def test_another_format_version_is_refused(chain: Path) -> None:
     file = chain / "full" / "metadata.json"
     file.write_text(file.read_text().replace('"version": 1', '"version": 7'))
-    with pytest.raises(CheckpointError, match=r"is of version 7 .*newer version.*pip install --upgrade.*reads up to 1"):
+    with pytest.raises(CheckpointError, match=r"is of version 7 .*newer version.*pip install --upgrade"):
         load_checkpoint(other_model(optimizer=ELEMENT), chain / "full")
     file.write_text('{"something": "else"}')
     with pytest.raises(CheckpointError, match="damaged"):

@@ -13,7 +13,7 @@ import safetensors.torch
 import torch
 import xxhash
 
-from tests.formats.fixed import HERE
+from tests.formats.fixed import CHECKPOINTS
 from torchrec_recstore import CheckpointError
 from torchrec_recstore.checkpoint.compact import compact_checkpoint
 from torchrec_recstore.checkpoint.files import file_info
@@ -32,7 +32,7 @@ INSTALL = r".* torchrec_recstore [\d.]+ does not know: .*pip install --upgrade t
 @pytest.fixture
 def saved(tmp_path: Path) -> Path:
     """Saves full checkpoints and deltas of one rank and of two ranks."""
-    shutil.copytree(HERE / "checkpoint_1", tmp_path / "saved")
+    shutil.copytree(CHECKPOINTS, tmp_path / "saved")
     return tmp_path / "saved"
 
 
@@ -213,6 +213,13 @@ def test_what_a_newer_version_has_written(saved: Path, how: Callable[[Document],
 def test_a_field_that_is_missing(saved: Path, field: str) -> None:
     change(saved / "full", lambda document: document.pop(field) if field != "files" else document[field].clear())
     with pytest.raises(CheckpointError, match=f"it has no field '{field}'|there is no tensor"):
+        read_chain(saved / "full")
+
+
+@pytest.mark.parametrize("field", ["dtype", "times", "sightings", "columns"])
+def test_a_field_of_a_table_that_is_missing(saved: Path, field: str) -> None:
+    change(saved / "full", lambda document: document["tables"]["item"].pop(field))
+    with pytest.raises(CheckpointError, match=f"metadata.json: table 'item' has no field '{field}'"):
         read_chain(saved / "full")
 
 

@@ -9,7 +9,7 @@ import torch
 from fbgemm_gpu.split_embedding_configs import EmbOptimType
 from torchrec.modules.embedding_configs import DataType
 
-from torchrec_recstore.checkpoint import CheckpointError, compact_checkpoint, info, load_checkpoint, save_checkpoint
+from torchrec_recstore.checkpoint import compact_checkpoint, info, load_checkpoint, save_checkpoint
 from torchrec_recstore.checkpoint.compare import compare_chains
 from torchrec_recstore.inference import export_for_inference
 from torchrec_recstore.options import NormalInit, TableOptions
@@ -53,20 +53,6 @@ def test_a_chain_of_checkpoints_loads_to_the_bit_and_exports_the_rows(tmp_path: 
     for dtype, tolerance in ((torch.float32, 1e-6), (torch.int8, 2e-2)):
         found = export_for_inference(source, dtype=dtype)(features).values()
         torch.testing.assert_close(found.float(), expected, atol=tolerance, rtol=0)
-
-
-def test_versions_without_8_bit_rows_name_the_data_type_and_load_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    source, target = model(), model()
-    train(source, [1, 2])
-    train(target, [3])
-    save_checkpoint(source, tmp_path / "full")
-    monkeypatch.setattr(info, "DTYPES", ("float32", "float16", "bfloat16"))  # those of format 1 before int8
-    with pytest.raises(CheckpointError, match="'t' has weights of an unknown data type 'int8'"):
-        load_checkpoint(target, tmp_path / "full")
-    (table,) = tables(target).values()
-    assert table.ids().tolist() == [3]
 
 
 @pytest.mark.parametrize("dim", [1, 2, 3, 5, 6, 7, 9])

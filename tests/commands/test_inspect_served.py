@@ -9,10 +9,11 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from tests.formats.fixed import HERE
+from tests.formats.fixed import EXPORTS
 from torchrec_recstore.cli import app
 
-FILES = HERE / "export_2"
+FILES = EXPORTS / "sorted"
+DIMS = {"t": 8, "m": 4, "s": 8}
 
 
 def inspect(*arguments: object) -> tuple[int, str, str]:
@@ -20,44 +21,38 @@ def inspect(*arguments: object) -> tuple[int, str, str]:
     return result.exit_code, result.stdout, result.stderr
 
 
-@pytest.mark.parametrize("name", ["tables_float32.pt", "tables_int8.pt", "model.pt"])
-def test_an_exported_model(name: str) -> None:
-    versions = json.loads((FILES / "expected" / name).with_suffix(".json").read_text())
-    status, out, _ = inspect(FILES / name, "--json")
+def test_an_exported_model() -> None:
+    path = FILES / "model.pt"
+    versions = json.loads((FILES / "expected.json").read_text())
+    status, out, _ = inspect(path, "--json")
     told = json.loads(out)
-    assert (status, told["kind"], told["format"], told["verified"]) == (0, "export", 2, True)
-    assert told["version"] == versions[0]
-    assert told["bytes"] == (FILES / name).stat().st_size
-    if name == "model.pt":
-        assert told["dtype"] == "int4"
-        assert told["tables"].keys() == {"t", "m", "s"}
-        assert told["dense"] == ["over.bias", "over.weight"]
-    else:
-        assert told["dtype"] == name[7:-3]
-        assert {table: counts["dim"] for table, counts in told["tables"].items()} == {"item": 8, "user": 8}
-        assert told["tables"]["item"]["rows"] == 13
-    status, out, _ = inspect(FILES / name)
+    assert (status, told["kind"], told["format"], told["verified"]) == (0, "export", 1, True)
+    assert (told["index"], told["dtype"], told["version"]) == ("sorted", "int4", versions[0])
+    assert told["bytes"] == path.stat().st_size
+    assert {name: table["dim"] for name, table in told["tables"].items()} == DIMS
+    assert told["tables"]["t"]["rows"] == 6
+    assert told["dense"] == ["over.bias", "over.weight"]
+    status, out, _ = inspect(path)
     assert status == 0
     assert versions[0] in out
     assert "checksum        good" in out
 
 
 def test_a_delta() -> None:
-    path = FILES / "model_delta.safetensors"
-    versions = json.loads((FILES / "expected" / "model.json").read_text())
+    path = FILES / "model.delta"
+    versions = json.loads((FILES / "expected.json").read_text())
     told = json.loads(inspect(path, "--json")[1])
-    assert (told["kind"], told["format"], told["verified"]) == ("delta", 2, True)
+    assert (told["kind"], told["format"], told["verified"]) == ("delta", 1, True)
     assert [told["base"], told["version"]] == versions
     assert told["dense"] == ["over.bias"]
     assert told["tables"]["t"]["removed"] == 0 < told["tables"]["t"]["rows"]
     status, out, _ = inspect(path)
     assert status == 0
     assert "checksum        good" in out
-    assert json.loads(inspect(HERE / "export_1" / "model_delta.safetensors", "--json")[1])["format"] == 1
-    assert json.loads(inspect(HERE / "export_1" / "model.pt", "--json", "--no-verify")[1])["verified"] is False
+    assert json.loads(inspect(FILES / "model.pt", "--json", "--no-verify")[1])["verified"] is False
 
 
-@pytest.mark.parametrize("name", ["tables_int8.pt", "model_delta.safetensors"])
+@pytest.mark.parametrize("name", ["model.pt", "model.delta"])
 def test_a_damaged_file(name: str, tmp_path: Path) -> None:
     file = tmp_path / name
     shutil.copy(FILES / name, file)

@@ -76,7 +76,7 @@ def a_bit_of_a_row(tmp_path: Path) -> None:
 def an_export_from_the_future(tmp_path: Path) -> None:
     file = tmp_path / "model.pt"
     export_for_inference(bags(), file)
-    file.write_bytes(file.read_bytes().replace(b"recstore export 0002", b"recstore export 0004"))
+    file.write_bytes(file.read_bytes().replace(b"recstore export 0001", b"recstore export 0002"))
     verify(file)
 
 

@@ -85,7 +85,6 @@ def test_tensorboard_shows_ten_curves_first_and_the_tables_below_one_heading(run
     assert len([tag for tag in tags if tag.startswith("Overview/")]) == len(OVERVIEW) == 10
     assert "tables/t_C3/rows" in tags
     assert {curve_name(tensorboard_tag(name)) for name in run.curves} == set(run.curves)
-    assert curve_name("loss/training") == "loss/training"  # of a run with an older version
 
 
 def test_curves_say_what_the_data_says(run: Logged) -> None:

@@ -1,17 +1,16 @@
-"""Writes small files of every format of this project, and the values that the files hold.
+"""Writes small files of the present formats, and the values that the files hold.
 
-    python -m tests.formats.fixed DIRECTORY
+    python -m tests.formats.fixed
 
-writes the files of the present formats to ``DIRECTORY/checkpoint_N`` and ``DIRECTORY/export_N``, where N is the number
-of the format. The files of all formats so far are beside this module. The version that introduced a format
-has written its files once, and test_formats.py loads all of them.
+replaces the files beside this module, in ``checkpoint_N`` and ``export_N``, where N is the number of the format.
+test_formats.py loads them.
 """
 
 # Not with annotations from __future__: fx copies those of forward as they are, and TorchScript reads them.
 
 import json
 import os
-import sys
+import shutil
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -42,8 +41,6 @@ from torchrec_recstore import optim
 from torchrec_recstore.checkpoint import info as checkpoint_info
 from torchrec_recstore.checkpoint import save_checkpoint, writer
 from torchrec_recstore.inference import (
-    export_checkpoint,
-    export_checkpoint_delta,
     export_delta,
     export_for_inference,
     read_delta,
@@ -65,13 +62,15 @@ from torchrec_recstore.options import (
 from torchrec_recstore.planner import RecStoreConstraints, RecStorePlanner
 from torchrec_recstore.rpc.table_spec import TableSpec
 from torchrec_recstore.service.applied import AppliedRequests
-from torchrec_recstore.service.data_directory import DataDirectory
+from torchrec_recstore.service.data_directory import DataDirectory, Membership
 from torchrec_recstore.service.hosted import HostedBackend
 from torchrec_recstore.service.limits import Limits
 from torchrec_recstore.sharders import RecStoreSharder
 from torchrec_recstore.store import Table
 
-HERE = Path(__file__).parent
+CHECKPOINTS = Path(__file__).parent / f"checkpoint_{checkpoint_info.VERSION}"
+EXPORTS = Path(__file__).parent / f"export_{verification.FORMAT}"
+INDEXES = ("sorted", "hash")
 DIM = 8
 OPTIONS = {
     "user": TableOptions(
@@ -86,24 +85,17 @@ OPTIONS = {
 }
 OPTIMIZERS: dict[str, optim.Optimizer] = {
     "sgd": optim.SGD(lr=0.5),
-    "momentum": optim.SGD(lr=0.5, momentum=0.5),
-    "adagrad": optim.Adagrad(lr=0.5),
-    "rowwise": optim.RowWiseAdagrad(lr=0.5),
     "adam": optim.Adam(lr=0.5),
-    "adamw": optim.AdamW(lr=0.5),
     "partial_adam": optim.PartialRowWiseAdam(lr=0.5),
-    "lamb": optim.LAMB(lr=0.5),
-    "partial_lamb": optim.PartialRowWiseLAMB(lr=0.5),
-    "lars": optim.LARSSGD(lr=0.5),
-    "rmsprop": optim.RMSprop(lr=0.5),
-    "ftrl": optim.Ftrl(lr=0.5),
+    "rowwise": optim.RowWiseAdagrad(lr=0.5),
 }
+DTYPES_OF_ROWS = (torch.float32, torch.float16, torch.bfloat16, torch.int8)
 TRAINING_STATE = {
     "step": 5,
     "position": (1, "epoch", None, True, float("inf")),
     "optimizer": {"state": {0: {"exp_avg": torch.tensor([0.5, -1.5])}}, "groups": [{"lr": 0.1}]},
 }
-INCARNATION = "0123456789abcdef" * 2
+SET = Membership("0123456789abcdef", 0, 1, (0,), 3, "token", None)
 BAGS = [
     EmbeddingBagConfig(name="t", embedding_dim=8, num_embeddings=100, feature_names=["f", "g"]),
     EmbeddingBagConfig(name="m", embedding_dim=4, num_embeddings=100, feature_names=["h"], pooling=PoolingType.MEAN),
@@ -257,13 +249,12 @@ def write_checkpoints_of_ranks(rank: int, world_size: int, *, to: Path) -> None:
 
 
 def write_server_data(to: Path) -> None:
-    """Writes the files of a stopped server: a table for each optimizer, and a table with most rows in a cold store."""
+    """Writes the files of a stopped server: a table of each data type, one in a cold store, one whose rows expire."""
     with tempfile.TemporaryDirectory() as cold:
         tables = HostedBackend(Limits(cold_store=RocksDBStore(cold)))
-        for number, (name, optimizer) in enumerate(OPTIMIZERS.items()):
-            dtype = (torch.float32, torch.float16, torch.bfloat16)[number % 3]
+        for dtype, (name, optimizer) in zip(DTYPES_OF_ROWS, OPTIMIZERS.items(), strict=True):
             options = TableOptions(initializer=NormalInit(0.0, 0.5, truncate_std=2.0), missing="init")
-            tables.create(name, TableSpec(DIM, dtype, optimizer, options, lossless=number == 0))
+            tables.create(name, TableSpec(DIM, dtype, optimizer, options, lossless=name == "sgd"))
         bounded = TableOptions(initializer=ConstantInit(1.5), max_rows=12, eviction=LRU())
         tables.create("cold", TableSpec(DIM, torch.float32, optim.Adagrad(lr=0.5), bounded, shard=(1, 3)))
         tables.create("temporary", TableSpec(DIM, torch.float32, optim.SGD(lr=0.5), TableOptions(), temporary=True))
@@ -272,12 +263,19 @@ def write_server_data(to: Path) -> None:
                 ids = ids_of(3 * step)[:4]
                 tables.push(name, ids, torch.arange(4 * DIM).view(4, DIM) / 8 - step)
                 tables.update(name, ids, torch.arange(4 * DIM).view(4, DIM) % 5 / 4 - 0.5)
+        options = TableOptions(initializer=ConstantInit(1.5), expiry=Expiry(seconds=60))
+        tables.create("timed", TableSpec(DIM, torch.float32, optim.RowWiseAdagrad(lr=0.5), options))
+        timed = tables._named()["timed"].table
+        for step in range(3):
+            timed.set_time(EVENT_TIME + 20 * step)
+            timed.lookup(torch.tensor([step, 100]), train=True)
         directory = DataDirectory(to / "server")
+        directory.set_membership(SET)
         tables.save(directory.checkpoint("stopped-0"))
         applied = AppliedRequests()
         applied.once("client", 6, 6, lambda: 3)
         applied.once("client", 7, 6, lambda: 1)
-        state = {"checkpoint": "stopped-0", "incarnation": INCARNATION, "applied": applied.to_json()}
+        state = {"checkpoint": "stopped-0", "epoch": SET.label, "applied": applied.to_json()}
         directory.set_last("stopped-0", state)
         directory.close()
         (to / "server" / "lock").unlink()
@@ -286,21 +284,7 @@ def write_server_data(to: Path) -> None:
 
 
 EVENT_TIME = 1_700_000_000.0
-"""The time of the first step of :func:`write_timed_rows`, in seconds since 1970. The others follow after 20 s each."""
-
-
-def write_timed_rows(to: Path) -> None:
-    """Writes the checkpoint of a table whose rows expire 60 s after their last use."""
-    tables = HostedBackend()
-    options = TableOptions(initializer=ConstantInit(1.5), expiry=Expiry(seconds=60))
-    tables.create("timed", TableSpec(DIM, torch.float32, optim.RowWiseAdagrad(lr=0.5), options))
-    table = hosted_tables(tables)[0].table
-    for step in range(3):
-        table.set_time(EVENT_TIME + 20 * step)
-        table.lookup(torch.tensor([step, 100]), train=True)
-    tables.save(to / "timed")
-    write_expected([table], to / "expected" / "timed")
-    tables.close()
+"""The time of the first step of the table "timed", in seconds since 1970. The others follow after 20 s each."""
 
 
 def hosted_tables(tables: HostedBackend) -> list[Any]:
@@ -340,61 +324,36 @@ def train_served(model: Served, first: int) -> Served:
     return model.eval()
 
 
-EXPORT_FORMATS = {"sorted": verification.FORMAT, "hash": verification.HASHED_FORMAT}
-"""The format that is written for each index."""
-
-
-def write_exports(checkpoints: Path, to: Path, index: str) -> None:
-    """Writes exports of checkpoints and of models, a delta of each, and the outputs before and after the delta.
+def write_exports(to: Path, index: str) -> None:
+    """Writes an export of :class:`Served`, a delta of it, and the rows and the outputs before and after the delta.
 
     Args:
-        checkpoints: The directory of :func:`write_model_checkpoints`.
         to: The directory of the files.
         index: ``"sorted"`` or ``"hash"``.
     """
-    to.mkdir(parents=True, exist_ok=True)
-    values = torch.cat([ids_of(3), ids_of(4), torch.tensor([77])])
-    lengths = torch.tensor([[3, 0, 2], [1, 4, 3]])
-    for name in ("float32", "int8"):  # and the model's rows are int4
-        path, delta = to / f"tables_{name}.pt", to / f"tables_{name}_delta.safetensors"
-        export_checkpoint(checkpoints / "full", path, dtype=DTYPES[name], index=index)
-        export_checkpoint_delta(checkpoints / "delta", delta, base=path)
-        _write_answers(path, delta, {"values": values, "lengths": lengths})
-    model, path, delta = Served(), to / "model.pt", to / "model_delta.safetensors"
+    to.mkdir(parents=True)
+    model, path, delta = Served(), to / "model.pt", to / "model.delta"
     export_for_inference(train_served(model, 3), path, dtype=DTYPES["int4"], index=index)
     with torch.no_grad():
         model.over.bias.fill_(2.5)
     export_delta(train_served(model, 11), delta, base=path)
-    _write_answers(path, delta, {"values": torch.cat([ids_of(3), ids_of(11)])})
+    served = torch.jit.load(path)
+    versions = [served.recstore_version()]
+    tensors = {f"before/{key}": value for key, value in answer(served).items()}
+    served.apply_delta(read_delta(delta))
+    versions.append(served.recstore_version())
+    tensors |= {f"after/{key}": value for key, value in answer(served).items()}
+    safetensors.torch.save_file(tensors, to / "expected.safetensors")
+    (to / "expected.json").write_text(json.dumps(versions) + "\n")
 
 
-def answer(served: torch.jit.ScriptModule, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
-    """The rows and the outputs of a served model.
-
-    Args:
-        served: A model of :func:`write_exports`.
-        inputs: The arguments of its forward; only ``values`` for :class:`Served`.
-    """
-    given: dict[str, Any] = {"features": features_of(inputs["values"])} if len(inputs) == 1 else inputs
-    tensors = {"output": served(**given).detach()}
+def answer(served: torch.jit.ScriptModule) -> dict[str, Tensor]:
+    """The rows and the output of a served model."""
+    tensors = {"output": served(features_of(torch.cat([ids_of(3), ids_of(11)]))).detach()}
     for name in served.recstore_tables():
         tensors[f"{name}/ids"] = served.recstore_ids(name).clone()
         tensors[f"{name}/rows"] = served.recstore_rows(name).clone()
     return tensors
-
-
-def _write_answers(path: Path, delta: Path, inputs: dict[str, Tensor]) -> None:
-    served = torch.jit.load(path)
-    tensors = {f"input/{key}": value.clone() for key, value in inputs.items()}
-    versions = [served.recstore_version()]
-    tensors |= {f"before/{key}": value for key, value in answer(served, inputs).items()}
-    served.apply_delta(read_delta(delta))
-    tensors |= {f"after/{key}": value for key, value in answer(served, inputs).items()}
-    versions.append(served.recstore_version())
-    expected = path.parent / "expected" / path.stem
-    expected.parent.mkdir(exist_ok=True)
-    safetensors.torch.save_file(tensors, expected.with_suffix(".safetensors"))
-    expected.with_suffix(".json").write_text(json.dumps(versions) + "\n")
 
 
 @contextmanager
@@ -407,8 +366,8 @@ def one_rank() -> Iterator[None]:
         dist.destroy_process_group()
 
 
-def main(directory: Path) -> None:
-    """Writes all files."""
+def main() -> None:
+    """Replaces all files."""
     # TorchScript's files name the source of their code, for tracebacks: not by where it lies on this machine.
     find = torch._sources.get_source_lines_and_file
 
@@ -417,16 +376,16 @@ def main(directory: Path) -> None:
         return lines, number, file and Path(file).name
 
     torch._sources.get_source_lines_and_file = torch.jit.frontend.get_source_lines_and_file = found
-    checkpoints = directory / f"checkpoint_{checkpoint_info.VERSION}"
-    checkpoints.mkdir(parents=True)
+    for folder in (CHECKPOINTS, EXPORTS):
+        shutil.rmtree(folder, ignore_errors=True)
+    CHECKPOINTS.mkdir()
     with one_rank():
-        write_model_checkpoints(checkpoints)
-        for index, number in EXPORT_FORMATS.items():
-            write_exports(checkpoints, directory / f"export_{number}", index)
-    write_server_data(checkpoints)
-    write_timed_rows(checkpoints)
-    run_on_ranks(2, partial(write_checkpoints_of_ranks, to=checkpoints))
+        write_model_checkpoints(CHECKPOINTS)
+        for index in INDEXES:
+            write_exports(EXPORTS / index, index)
+    write_server_data(CHECKPOINTS)
+    run_on_ranks(2, partial(write_checkpoints_of_ranks, to=CHECKPOINTS))
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    main()

@@ -1,4 +1,4 @@
-"""Files of every format that there has been load, to the bit; and what is written is of the format that it says."""
+"""The files of each format load, to the bit, and what is written is of the format that it says."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from torchrec_recstore import load_checkpoint
-from torchrec_recstore.checkpoint import info as checkpoint_info
 from torchrec_recstore.checkpoint import load_distributed_checkpoint
 from torchrec_recstore.checkpoint.info import read_chain
 from torchrec_recstore.checkpoint.reader import load_rows
@@ -23,7 +22,6 @@ from torchrec_recstore.inference import (
     export_for_inference,
     load_library,
     read_delta,
-    verification,
     verify,
 )
 from torchrec_recstore.inference.row_formats import DTYPES
@@ -37,27 +35,29 @@ from torchrec_recstore.store import Table
 
 from . import fixed
 
-CHECKPOINTS = sorted(fixed.HERE.glob("checkpoint_*"))
-EXPORTS = sorted(fixed.HERE.glob("export_*"))
+FILES = fixed.CHECKPOINTS
 
 
-def _name_of(path: Path) -> str:
-    return f"{path.parent.name}/{path.name}"
+@pytest.fixture(params=fixed.INDEXES)
+def index(request: pytest.FixtureRequest) -> str:
+    """The index of an export. Those with a hash index need the library of this torch."""
+    if request.param == "hash":
+        try:
+            load_library()
+        except ImportError as error:
+            pytest.skip(str(error))
+    return str(request.param)
 
 
-of_each_checkpoint_format = pytest.mark.parametrize("files", CHECKPOINTS, ids=lambda path: path.name)
-of_each_export_format = pytest.mark.parametrize("files", EXPORTS, ids=lambda path: path.name)
-
-
-def expected(files: Path, name: str) -> tuple[dict[str, Tensor], Any]:
-    """What is written beside the files: tensors, and JSON."""
-    path = files / "expected" / name
+def expected(name: str) -> tuple[dict[str, Tensor], Any]:
+    """What is written beside the checkpoint: tensors, and JSON."""
+    path = FILES / "expected" / name
     tensors = safetensors.torch.load_file(path.with_suffix(".safetensors"))
     return tensors, json.loads(path.with_suffix(".json").read_text())
 
 
-def assert_holds(tables: list[Table], files: Path, name: str) -> None:
-    tensors, clocks = expected(files, name)
+def assert_holds(tables: list[Table], name: str) -> None:
+    tensors, clocks = expected(name)
     tensors = dict(tensors)
     for table in tables:
         prefix = f"{table.name}/{table.columns.start}-{table.columns.stop}/"
@@ -71,13 +71,12 @@ def assert_holds(tables: list[Table], files: Path, name: str) -> None:
     assert not tensors
 
 
-@of_each_checkpoint_format
-@pytest.mark.parametrize("name", ["full", "delta", "second_delta", "row_wise", "column_wise", "server", "timed"])
-def test_checkpoints_load_to_the_bit(files: Path, name: str) -> None:
-    path = files / "server" / "stopped-0" if name == "server" else files / name
+@pytest.mark.parametrize("name", ["full", "delta", "second_delta", "row_wise", "column_wise", "server"])
+def test_checkpoints_load_to_the_bit(name: str) -> None:
+    path = FILES / "server" / "stopped-0" if name == "server" else FILES / name
     chain = read_chain(path)
     tables = []
-    for prefix in sorted({key.rpartition("/")[0] for key in expected(files, name)[0]}):
+    for prefix in sorted({key.rpartition("/")[0] for key in expected(name)[0]}):
         table_name, _, columns = prefix.rpartition("/")
         saved = chain[-1].tables[table_name]
         first, last = map(int, columns.split("-"))
@@ -85,16 +84,15 @@ def test_checkpoints_load_to_the_bit(files: Path, name: str) -> None:
         table = Table(saved.dim, dtype, saved.optimizer, saved.options, name=table_name, columns=range(first, last))
         load_rows(table, table_name, chain)
         tables.append(table)
-    assert_holds(tables, files, name)
+    assert_holds(tables, name)
     admits = [table for table in tables if table.options.admission is not None]
     assert len(admits) == sum(len(saved.columns) for saved in chain[-1].tables.values() if saved.sightings)
     for table in admits:
         assert table.sightings()[1] == max(counted.taken for counted in chain[-1].tables[table.name].sightings) > 0
 
 
-@of_each_checkpoint_format
-def test_rows_expire_at_the_times_of_the_checkpoint(files: Path) -> None:
-    chain = read_chain(files / "timed")
+def test_rows_expire_at_the_times_of_the_checkpoint() -> None:
+    chain = read_chain(FILES / "server" / "stopped-0")
     saved = chain[-1].tables["timed"]
     table = Table(saved.dim, torch.float32, saved.optimizer, saved.options, name="timed")
     load_rows(table, "timed", chain)
@@ -107,121 +105,89 @@ def test_rows_expire_at_the_times_of_the_checkpoint(files: Path) -> None:
     assert 2 in ids  # not used for 52 s
 
 
-@of_each_checkpoint_format
 @pytest.mark.usefixtures("one_rank")
-def test_checkpoints_load_into_a_model(files: Path) -> None:
+def test_checkpoints_load_into_a_model() -> None:
     model = fixed.sharded()
-    info = load_checkpoint(model, files / "full")
+    info = load_checkpoint(model, FILES / "full")
     assert str(info.training_state) == str(fixed.TRAINING_STATE)
-    assert_holds(fixed.shards(model), files, "full")
+    assert_holds(fixed.shards(model), "full")
     assert model.module.over.weight.tolist() == [[0.5, -2.0]]
     for name in ("delta", "second_delta"):
-        load_checkpoint(model, files / name)
-        assert_holds(fixed.shards(model), files, name)
+        load_checkpoint(model, FILES / name)
+        assert_holds(fixed.shards(model), name)
     assert model.module.over.bias.tolist() == [2.5]
     model = fixed.sharded()
-    load_distributed_checkpoint(model, files / "dcp")
-    assert_holds(fixed.shards(model), files, "second_delta")
+    load_distributed_checkpoint(model, FILES / "dcp")
+    assert_holds(fixed.shards(model), "second_delta")
     assert model.module.over.bias.tolist() == [2.5]
 
 
-@of_each_checkpoint_format
-def test_a_server_goes_on_from_what_one_has_left(files: Path, tmp_path: Path) -> None:
-    shutil.copytree(files / "server", tmp_path / "server")
+def test_a_server_goes_on_from_what_one_has_left(tmp_path: Path) -> None:
+    shutil.copytree(FILES / "server", tmp_path / "server")
     tables = HostedBackend(Limits(cold_store=RocksDBStore(str(tmp_path / "cold"))))
     server = ParameterServer(tables, DataDirectory(tmp_path / "server"), NoObserver())
-    assert_holds([hosted.table for hosted in fixed.hosted_tables(tables)], files, "server")
+    assert_holds([hosted.table for hosted in fixed.hosted_tables(tables)], "server")
     assert tables.specs()["cold"].shard == (1, 3)
     assert tables.specs()["sgd"].lossless
     state = server._set.describe()
-    assert (state.live, state.set, state.at.name) == (False, "", "stopped-0")  # a client makes it a set of one server
+    assert (state.live, state.set, state.at.name) == (True, fixed.SET.set, "stopped-0")
     assert server._applied.once("client", 7, 6, lambda: pytest.fail("it has been carried out")) == 1
     tables.close()
 
 
-@pytest.mark.parametrize("file", [file for files in EXPORTS for file in sorted(files.glob("*.pt"))], ids=_name_of)
-def test_exports_and_deltas_load_to_the_bit(file: Path) -> None:
-    files, name = file.parent, file.stem
-    if not can_load(int(files.name.removeprefix("export_"))):
-        pytest.skip("the library of served models was built with another torch")
-    for path in (file, files / f"{name}_delta.safetensors"):
-        verify(path)
-    tensors, versions = expected(files, name)
-    served = torch.jit.load(files / f"{name}.pt")
-    inputs = {key.removeprefix("input/"): value for key, value in tensors.items() if key.startswith("input/")}
-    assert_answers(served, inputs, tensors, "before", versions[0])
-    assert served.apply_delta(read_delta(files / f"{name}_delta.safetensors"))
-    assert_answers(served, inputs, tensors, "after", versions[1])
+def test_exports_and_deltas_load_to_the_bit(index: str) -> None:
+    files = fixed.EXPORTS / index
+    for name in ("model.pt", "model.delta"):
+        verify(files / name)
+    wanted = safetensors.torch.load_file(files / "expected.safetensors")
+    versions = json.loads((files / "expected.json").read_text())
+    served = torch.jit.load(files / "model.pt")
+    for when, version in zip(("before", "after"), versions, strict=True):
+        answer = {f"{when}/{key}": value for key, value in fixed.answer(served).items()}
+        # FBGEMM sums quantised rows with one rounding or two, as the machine has it.
+        torch.testing.assert_close(answer.pop(f"{when}/output"), wanted[f"{when}/output"])
+        assert all(torch.equal(value, wanted[key]) for key, value in answer.items())
+        assert served.recstore_version() == version
+        assert served.apply_delta(read_delta(files / "model.delta")) == (when == "before")
 
 
-def assert_answers(
-    served: torch.jit.ScriptModule, inputs: dict[str, Tensor], tensors: dict[str, Tensor], when: str, version: str
-) -> None:
-    wanted = {key.removeprefix(f"{when}/"): value for key, value in tensors.items() if key.startswith(f"{when}/")}
-    answer = fixed.answer(served, inputs)
-    # FBGEMM sums quantised rows with one rounding or two, as the machine has it.
-    torch.testing.assert_close(answer.pop("output"), wanted.pop("output"))
-    assert answer.keys() == wanted.keys()
-    assert all(torch.equal(value, wanted[key]) for key, value in answer.items())
-    assert served.recstore_version() == version
-
-
-@of_each_export_format
-def test_deltas_are_made_of_exports(files: Path, tmp_path: Path) -> None:
-    """By a trainer of this version, for a server that goes on with an older file."""
-    if not can_load(int(files.name.removeprefix("export_"))):
-        pytest.skip("the library of served models was built with another torch")
+def test_deltas_are_made_of_exports(index: str, tmp_path: Path) -> None:
+    base = fixed.EXPORTS / index / "model.pt"
     model = fixed.train_served(fixed.Served(), 3)
-    info = export_delta(model, tmp_path / "nothing", base=files / "model.pt")
+    info = export_delta(model, tmp_path / "nothing", base=base)
     assert {(table.rows, table.removed) for table in info.tables.values()} == {(0, 0)}
     assert not info.dense
-    info = export_delta(fixed.train_served(model, 5), tmp_path / "delta", base=files / "model.pt")
-    served = torch.jit.load(files / "model.pt")
+    info = export_delta(fixed.train_served(model, 5), tmp_path / "delta", base=base)
+    served = torch.jit.load(base)
     assert served.apply_delta(read_delta(tmp_path / "delta"))
     assert served.recstore_version() == info.version
-    full = torch.jit.load(export_for(model, tmp_path / "full.pt"))
+    export_for_inference(model, tmp_path / "full.pt", dtype=DTYPES["int4"])
+    full = torch.jit.load(tmp_path / "full.pt")
     for name in full.recstore_tables():
         assert torch.equal(served.recstore_ids(name), full.recstore_ids(name))
         assert torch.equal(served.recstore_rows(name), full.recstore_rows(name))
 
 
-def export_for(model: torch.nn.Module, path: Path) -> Path:
-    export_for_inference(model, path, dtype=DTYPES["int4"])
-    return path
-
-
 @pytest.mark.slow
 @pytest.mark.usefixtures("one_rank")
-def test_a_change_of_format_has_a_number_of_its_own(tmp_path: Path) -> None:
+def test_a_change_of_checkpoints_has_a_number_of_its_own(tmp_path: Path) -> None:
     """What is written now has the structure of the files that lie here under its number."""
     fixed.write_model_checkpoints(tmp_path)
     fixed.write_server_data(tmp_path)
-    known = fixed.HERE / f"checkpoint_{checkpoint_info.VERSION}"
     for name in ("full", "delta", "second_delta", "server/stopped-0"):
-        assert structure_of_checkpoint(tmp_path / name) == structure_of_checkpoint(known / name), HOW_TO
-    state = json.loads((tmp_path / "server" / "server.json").read_bytes())
-    assert shape_of(state) == shape_of(json.loads((known / "server" / "server.json").read_bytes())), HOW_TO
-    for index, number in fixed.EXPORT_FORMATS.items():
-        if not can_load(number):
-            continue
-        fixed.write_exports(tmp_path, tmp_path / index, index)
-        for name in ("tables_float32", "tables_int8", "model"):
-            of_known = structure_of_export(fixed.HERE / f"export_{number}", name)
-            assert structure_of_export(tmp_path / index, name) == of_known, HOW_TO
+        assert structure_of_checkpoint(tmp_path / name) == structure_of_checkpoint(FILES / name), HOW_TO
+    for name in ("server.json", "set.json"):
+        written, known = (json.loads((folder / "server" / name).read_bytes()) for folder in (tmp_path, FILES))
+        assert shape_of(written) == shape_of(known), HOW_TO
 
 
-def can_load(number: int) -> bool:
-    """Whether this process can load exports of a format. Those with a hash index need the library of this torch."""
-    if number == verification.HASHED_FORMAT:
-        try:
-            load_library()
-        except ImportError:
-            return False
-    return True
+@pytest.mark.slow
+def test_a_change_of_exports_has_a_number_of_its_own(index: str, tmp_path: Path) -> None:
+    fixed.write_exports(tmp_path / index, index)
+    assert structure_of_export(tmp_path / index) == structure_of_export(fixed.EXPORTS / index), HOW_TO
 
 
-HOW_TO = """the structure of what is written has changed: give the format a new number, by which older versions of the
-package refuse it, and put its files beside those of the older formats: python -m tests.formats.fixed DIRECTORY"""
+HOW_TO = "what is written has changed: give the format a new number, and write its files: python -m tests.formats.fixed"
 
 
 def shape_of(value: Any) -> Any:
@@ -244,12 +210,12 @@ def structure_of_tensors(path: Path) -> Any:
     return {name: (tensor.dtype, tensor.dim()) for name, tensor in safetensors.torch.load_file(path).items()}
 
 
-def structure_of_export(files: Path, name: str) -> Any:
+def structure_of_export(files: Path) -> Any:
     """What a program may use of a served model, and the keys of a delta."""
-    served = torch.jit.load(files / f"{name}.pt")
+    served = torch.jit.load(files / "model.pt")
     methods = {
         name: re.sub(r"\(\S+ self", "(self", str(served._c._get_method(name).schema))
         for name in served._c._method_names()
     }
     tensors = {name: (tensor.dtype, tensor.dim()) for name, tensor in served.state_dict().items()}
-    return methods, tensors, structure_of_tensors(files / f"{name}_delta.safetensors")
+    return methods, tensors, structure_of_tensors(files / "model.delta")

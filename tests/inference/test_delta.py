@@ -8,7 +8,6 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
-import safetensors.torch
 import torch
 from torch import Tensor, nn
 from torchrec import EmbeddingBagCollection, KeyedJaggedTensor, KeyedTensor, PoolingType
@@ -23,7 +22,7 @@ from torchrec_recstore.inference import (
 )
 from torchrec_recstore.inference.delta import DeltaTable
 from torchrec_recstore.inference.from_checkpoint import ExportInfo
-from torchrec_recstore.inference.verification import checksum_of, scripted_function
+from torchrec_recstore.inference.verification import checksum_of, scripted_function, sign_export
 from torchrec_recstore.modules import RecStoreEmbedding, RecStoreEmbeddingBagCollection
 from torchrec_recstore.options import LRU, MinFrequency, TableOptions
 
@@ -186,15 +185,21 @@ def test_what_is_refused(tmp_path: Path) -> None:
         assert_refused(served, good | {name: flipped}, "the delta is damaged")
     with pytest.raises(FileNotFoundError, match="there is no exported model at"):
         export_delta(model, tmp_path / "x", base=tmp_path / "none.pt")
-    with pytest.raises(ValueError, match="base must be a model that"):
+    with pytest.raises(ValueError, match="base is not a model that"):
         export_delta(model, tmp_path / "x", base=torch.jit.script(nn.Linear(1, 1)))
+    newer = torch.jit.script(nn.Linear(1, 1))
+    newer.define("def recstore_format(self) -> int:\n    return 2\n")
+    with pytest.raises(ValueError, match=r"base has the format 2, which torchrec_recstore .* does not know"):
+        export_delta(model, tmp_path / "x", base=newer)
     other = torch.jit.load(tmp_path / "base.pt")
     with pytest.raises(ValueError, match=r"the model has the tables .*, base has"):
         export_delta(train(Model()).bags, tmp_path / "x", base=other)
     assert not (tmp_path / "x").exists()
     torch.save({}, tmp_path / "first")
-    with pytest.raises(safetensors.SafetensorError):
-        read_delta(tmp_path / "first")
+    for use in (read_delta, lambda path: export_delta(model, tmp_path / "x", base=path)):
+        with pytest.raises(ValueError, match="first is neither an exported model nor a delta, or it is damaged"):
+            use(tmp_path / "first")
+    sign_export(tmp_path / "first")
     with pytest.raises(ValueError, match=r"first cannot be loaded as an exported model: ."):
         export_delta(model, tmp_path / "x", base=tmp_path / "first")
     with pytest.raises(OSError, match="/proc/x cannot be written: "):  # No file can be created there.

@@ -25,7 +25,6 @@ from torchrec_recstore.inference.row_formats import DTYPES
 from torchrec_recstore.inference.verification import checksum_of, scripted_function
 from torchrec_recstore.modules import RecStoreEmbedding
 
-CHECKPOINTS = fixed.HERE / "checkpoint_1"
 EXPORTS = [*(f"tables_{name}.pt" for name in DTYPES), "model.pt"]
 DELTAS = [f"{Path(name).stem}_delta" for name in EXPORTS]
 
@@ -36,8 +35,8 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("written")
     for name, dtype in DTYPES.items():
         path = folder / f"tables_{name}.pt"
-        export_checkpoint(CHECKPOINTS / "full", path, dtype=dtype)
-        export_checkpoint_delta(CHECKPOINTS / "delta", folder / f"tables_{name}_delta", base=path)
+        export_checkpoint(fixed.CHECKPOINTS / "full", path, dtype=dtype)
+        export_checkpoint_delta(fixed.CHECKPOINTS / "delta", folder / f"tables_{name}_delta", base=path)
     model = fixed.train_served(fixed.Served(), 3)
     export_for_inference(model, folder / "model.pt")
     with torch.no_grad():
@@ -123,36 +122,6 @@ def test_files_that_are_cut_or_longer(written: Path, name: str, tmp_path: Path) 
         verify(tmp_path / "none")
 
 
-@pytest.mark.slow
-def test_files_of_format_1(tmp_path: Path) -> None:
-    """Files of format 1 have checksums of the zip file's members and of the delta's tensors."""
-    for path in sorted((fixed.HERE / "export_1").glob("*.pt")):
-        file = tmp_path / path.name
-        content = path.read_bytes()
-        structure = set(outside_members(path))
-        places = [place for place in range(len(content)) if place not in structure]
-        file.write_bytes(content)
-        for place, bit in missed_flips(file, random.Random(2).sample(places, 40)):
-            # Some bits of compressed code have no meaning.
-            file.write_bytes(content[:place] + bytes([content[place] ^ 1 << bit]) + content[place + 1 :])
-            assert members(file) == members(path)
-    for path in sorted((fixed.HERE / "export_1").glob("*_delta.safetensors")):
-        file = tmp_path / path.name
-        file.write_bytes(path.read_bytes())
-        types = {place for name in (b"I64", b"U8", b"F32") for place in _places(path.read_bytes(), name)}
-        assert not missed_flips(file, [place for place in range(path.stat().st_size) if place not in types])
-
-
-def members(path: Path) -> dict[str, bytes]:
-    with zipfile.ZipFile(path) as archive:
-        return {name: archive.read(name) for name in archive.namelist()}
-
-
-def _places(content: bytes, part: bytes) -> range:
-    begin = content.find(part)
-    return range(begin, begin + len(part)) if begin >= 0 else range(0)
-
-
 def tensors_of(served: torch.jit.ScriptModule) -> list[Tensor]:
     return [*served.parameters(), *served.buffers()]
 
@@ -211,9 +180,9 @@ def test_a_damaged_base_has_no_delta(written: Path, tmp_path: Path) -> None:
     file.write_bytes(content)
     torch.jit.load(file)  # torch.jit.load does not find the damage.
     with pytest.raises(ValueError, match=f"{file} is damaged: its checksum does not fit"):
-        export_checkpoint_delta(CHECKPOINTS / "delta", tmp_path / "delta", base=file)
+        export_checkpoint_delta(fixed.CHECKPOINTS / "delta", tmp_path / "delta", base=file)
     with pytest.raises(ValueError, match=r"base cannot be used: .*the model is damaged"):
-        export_checkpoint_delta(CHECKPOINTS / "delta", tmp_path / "delta", base=torch.jit.load(file))
+        export_checkpoint_delta(fixed.CHECKPOINTS / "delta", tmp_path / "delta", base=torch.jit.load(file))
     assert not (tmp_path / "delta").exists()
 
 
@@ -229,23 +198,24 @@ def test_two_signs(tmp_path: Path) -> None:
     assert not torch.equal(checksum({"ab": rows[0], "c": rows[1]}), checksum({"a": rows[0], "bc": rows[1]}))
 
 
-def test_files_of_a_newer_version(written: Path, tmp_path: Path) -> None:
-    install = r"which torchrec_recstore [\d.]+ does not know: .*pip install --upgrade torchrec-recstore"
+def test_files_of_another_format(written: Path, tmp_path: Path) -> None:
+    message = r"has the format 2, which torchrec_recstore [\d.]+ does not know: .*pip install --upgrade"
     file = tmp_path / "new.pt"
-    file.write_bytes((written / "model.pt").read_bytes().replace(b"recstore export 0002", b"recstore export 0004"))
-    with pytest.raises(ValueError, match=f"new.pt is of format 4 of exported models, {install}"):
+    file.write_bytes((written / "model.pt").read_bytes().replace(b"recstore export 0001", b"recstore export 0002"))
+    with pytest.raises(ValueError, match=f"{file} {message}"):
         verify(file)
     delta = tmp_path / "delta"
-    delta.write_bytes((written / "model_delta").read_bytes().replace(b'delta":"0002', b'delta":"0004'))
+    delta.write_bytes((written / "model_delta").read_bytes().replace(b'delta":"0001', b'delta":"0002'))
     for read in (verify, read_delta):
-        with pytest.raises(ValueError, match=f"delta is of format 4 of deltas, {install}"):
+        with pytest.raises(ValueError, match=f"{delta} {message}"):
             read(delta)
 
 
-def test_a_delta_of_format_1_for_a_model_of_format_2(written: Path) -> None:
-    served = torch.jit.load(written / "tables_int8.pt")
-    with pytest.raises(torch.jit.Error, match="the model takes deltas of format 2, and this is another one"):
-        served.apply_delta(read_delta(fixed.HERE / "export_1" / "tables_int8_delta.safetensors"))
+def test_a_delta_of_another_format_in_memory(written: Path) -> None:
+    served = torch.jit.load(written / "model.pt")
+    delta = {**read_delta(written / "model_delta"), "format": torch.tensor([2])}
+    with pytest.raises(torch.jit.Error, match="the model takes deltas of format 1, and this is another one"):
+        served.apply_delta({**delta, "checksum": scripted_function(checksum_of)(delta)})
 
 
 class WithVerify(nn.Module):

@@ -10,7 +10,7 @@ import os
 import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import MISSING, asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, Literal, TypeVar
@@ -219,15 +219,13 @@ def read_info(path: str | Path) -> CheckpointInfo:
     text = file.read_bytes()
     try:
         document = json.loads(text)
-        known, version = document["format"] == FORMAT, document["version"]
-        if not isinstance(version, int) or not known or version < 1:
-            raise ValueError(f"it is of version {version} of the format {document['format']!r}")
+        version = document["version"]
+        if document["format"] != FORMAT:
+            raise ValueError(f"it is of the format {document['format']!r}")
     except (ValueError, KeyError, TypeError) as error:
         raise CheckpointError(f"{file} is damaged: it is no {FORMAT}'s metadata") from error
-    if version > VERSION:
-        raise CheckpointError(
-            not_known(f"{file} is of version {version} of the format {FORMAT!r}") + f" (it reads up to {VERSION})"
-        )
+    if version != VERSION:
+        raise CheckpointError(not_known(f"{file} is of version {version} of the format {FORMAT!r}"))
     checksum = _checksum(text)
     if checksum is None:
         raise CheckpointError(f"{file} is damaged: its checksum does not fit")
@@ -242,7 +240,7 @@ def read_info(path: str | Path) -> CheckpointInfo:
 
 
 def _info(path: Path, document: dict[str, Any], checksum: str) -> CheckpointInfo:
-    check_fields("it", document, _DOCUMENT, _DOCUMENT)
+    check_fields("it", document, _DOCUMENT)
     files = {name: _entry(f"the file {name}", FileInfo, entry) for name, entry in document["files"].items()}
     tensors = read_tensors(path / TRAINING_STATE, files[TRAINING_STATE]) if TRAINING_STATE in files else {}
     delta_of = document["delta_of"]
@@ -297,6 +295,7 @@ def _checksum(text: bytes) -> str | None:
 
 def _table(name: str, entry: dict[str, Any]) -> TableInfo:
     where = f"table {name!r}"
+    check_fields(where, entry, [each.name for each in fields(TableInfo)])
     times = entry["times"]
     values = {
         "optimizer": decode(entry["optimizer"], {}),
@@ -307,7 +306,7 @@ def _table(name: str, entry: dict[str, Any]) -> TableInfo:
         "sightings": tuple(entry["sightings"]),
         "times": None if times is None else tuple(times),
     }
-    return _entry(where, TableInfo, {**entry, **values})
+    return TableInfo(**{**entry, **values})
 
 
 def _part(table: str, entry: dict[str, Any]) -> PartInfo:
@@ -316,8 +315,7 @@ def _part(table: str, entry: dict[str, Any]) -> PartInfo:
 
 
 def _entry(where: str, kind: type[_Entry], entry: dict[str, Any]) -> _Entry:
-    known = fields(kind)  # type: ignore[arg-type]
-    check_fields(where, entry, [each.name for each in known], [each.name for each in known if each.default is MISSING])
+    check_fields(where, entry, [each.name for each in fields(kind)])  # type: ignore[arg-type]
     return kind(**entry)
 
 

@@ -21,15 +21,12 @@ from torchrec_recstore.inference.row_formats import FORMATS, packed
 from torchrec_recstore.inference.served_model import dense_tensors, served_tables, tensor_at, version_of
 from torchrec_recstore.inference.served_tables import ServedTable
 from torchrec_recstore.inference.verification import (
-    HASHED_FORMAT,
+    DELTA_METADATA,
+    FORMAT,
     checksum_of,
-    checksum_of_format_1,
-    delta_format,
-    delta_metadata,
-    format_of_export,
-    is_delta,
+    kind_of,
     scripted_function,
-    sign_delta,
+    sign,
     verify,
 )
 from torchrec_recstore.store.arguments import among
@@ -78,10 +75,10 @@ def read_delta(path: str | Path) -> dict[str, Tensor]:
         path: The delta's file.
 
     Raises:
-        OSError, SafetensorError: The file is missing, or is not a file of safetensors.
-        ValueError: A newer version of this package has written the file.
+        OSError, SafetensorError: The file is missing or damaged.
+        ValueError: The file is no delta, or it is of another format.
     """
-    delta_format(path)
+    kind_of(path)
     tensors: dict[str, Tensor] = safetensors.torch.load_file(path)
     return tensors
 
@@ -90,7 +87,7 @@ def open_base(base: str | Path | torch.jit.ScriptModule) -> torch.jit.ScriptModu
     """Checks a served model and returns it. A path is loaded first.
 
     Raises:
-        ValueError: The model was not exported by this package, is damaged, or was written by a newer version.
+        ValueError: The model was not exported by this package, is damaged, or is of another format.
         OSError: There is no such file.
     """
     if not isinstance(base, torch.jit.ScriptModule):
@@ -98,12 +95,9 @@ def open_base(base: str | Path | torch.jit.ScriptModule) -> torch.jit.ScriptModu
             raise FileNotFoundError(f"there is no exported model at {base}")
         verify(base)
         return _load_export(base)
-    if not hasattr(base, "apply_delta") or not hasattr(base, "recstore_version"):
-        raise ValueError("base must be a model that export_for_inference or export_checkpoint has written")
-    if format_of(base) > HASHED_FORMAT:
-        raise ValueError(not_known(f"base is of format {format_of(base)} of exported models"))
+    _check_served(base, "base")
     # A check would read all rows of a model with a hash index. Its version follows from the changed rows of each delta.
-    if hasattr(base, "verify") and format_of(base) != HASHED_FORMAT:
+    if not is_hashed(base):
         try:
             base.verify()
         except torch.jit.Error as error:
@@ -127,14 +121,20 @@ def _load_export(path: str | Path) -> torch.jit.ScriptModule:
         cause = str(error).strip().splitlines() or [""]
         raise ValueError(f"{path} cannot be loaded as an exported model: {cause[0]}") from error
     assert isinstance(served, torch.jit.ScriptModule)
-    if not hasattr(served, "apply_delta") or not hasattr(served, "recstore_version"):
-        raise ValueError(f"{path} is not a model that export_for_inference or export_checkpoint has written")
+    _check_served(served, str(path))
     return served
 
 
-def format_of(base: torch.jit.ScriptModule) -> int:
-    """Returns the number of a served model's format."""
-    return int(base.recstore_format()) if hasattr(base, "recstore_format") else 1
+def _check_served(model: torch.jit.ScriptModule, what: str) -> None:
+    if not hasattr(model, "recstore_format"):
+        raise ValueError(f"{what} is not a model that export_for_inference or export_checkpoint has written")
+    if model.recstore_format() != FORMAT:
+        raise ValueError(not_known(f"{what} has the format {model.recstore_format()}"))
+
+
+def is_hashed(base: torch.jit.ScriptModule) -> bool:
+    """Returns whether a served model searches ids with a hash index."""
+    return hasattr(base, "recstore_hold")
 
 
 def dtype_of(base: torch.jit.ScriptModule) -> torch.dtype:
@@ -176,9 +176,8 @@ def write_delta(
         if len(ids) or len(removed):
             tensors |= {f"{name}/ids": ids, f"{name}/rows": rows, f"{name}/removed": removed}
         found[name] = DeltaTable(len(ids), len(removed))
-    number = format_of(base)
     dense = {}
-    for name, tensor in dense_tensors(served, every_path=number == HASHED_FORMAT).items():
+    for name, tensor in dense_tensors(served, every_path=is_hashed(base)).items():
         before = tensor_at(base, name)
         if before is not None and not _same_bits(tensor, before):
             if (tensor.shape, tensor.dtype) != (before.shape, before.dtype):
@@ -188,15 +187,13 @@ def write_delta(
                 )
             # safetensors accepts no tensors that share memory, as a tensor with several names does.
             dense[f"dense/{name}"] = tensor.clone(memory_format=torch.contiguous_format)
-    after = base.recstore_version_after(tensors | dense) if number == HASHED_FORMAT else version_of(served, base)
+    after = base.recstore_version_after(tensors | dense) if is_hashed(base) else version_of(served, base)
     versions = base.recstore_version(), after
     for key, version in zip(("base", "version"), versions, strict=True):
         tensors[key] = torch.tensor(list(version.encode()), dtype=torch.uint8)
-    tensors |= dense
-    if number > 1:
-        tensors["format"] = torch.tensor([number])
-    tensors["checksum"] = scripted_function(checksum_of if number > 1 else checksum_of_format_1)(tensors)
-    _write(tensors, number, path)
+    tensors |= dense | {"format": torch.tensor([FORMAT])}
+    tensors["checksum"] = scripted_function(checksum_of)(tensors)
+    _write(tensors, path)
     names = tuple(name.removeprefix("dense/") for name in dense)
     return DeltaInfo(path, path.stat().st_size, *versions, found, names)
 
@@ -273,11 +270,11 @@ def _same_bits(one: Tensor, other: Tensor) -> bool:
     return torch.equal(*pair)
 
 
-def _write(tensors: Mapping[str, Tensor], number: int, path: Path) -> None:
+def _write(tensors: Mapping[str, Tensor], path: Path) -> None:
     try:
         with whole_file(path) as beside:
-            safetensors.torch.save_file(dict(tensors), beside, metadata=delta_metadata(number))
-            sign_delta(beside)
+            safetensors.torch.save_file(dict(tensors), beside, metadata=DELTA_METADATA)
+            sign(beside)
     except (OSError, SafetensorError) as error:  # safetensors raises SafetensorError in the place of an OSError.
         raise OSError(f"{path} cannot be written: {getattr(error, 'strerror', None) or error}") from error
 
@@ -292,34 +289,35 @@ def described(path: Path) -> dict[str, Any]:
 
     Returns:
         For both kinds: ``path``, ``kind`` (``"export"`` or ``"delta"``), ``format``, ``version``, ``tables`` by name,
-        ``dense`` (the names of the other parameters and buffers) and ``bytes``. For an exported model also ``dtype``,
-        the data type of the rows. For a delta also ``base``, the version to which it can be applied.
+        ``dense`` (the names of the other parameters and buffers) and ``bytes``. For an exported model also ``index``
+        (``"sorted"`` or ``"hash"``) and ``dtype``, the data type of the rows. For a delta also ``base``, the version to
+        which it can be applied.
 
     Raises:
         OSError: The file cannot be read.
         ValueError: The file is neither an exported model nor a delta, or it is damaged.
     """
-    return _delta(path) if is_delta(path) else _export(path)
+    return _delta(path) if kind_of(path) == "delta" else _export(path)
 
 
 def _export(path: Path) -> dict[str, Any]:
-    number = format_of_export(path)
     served = _load_export(path)
     modules = {path: module for path, module in served.named_modules() if hasattr(module, "has_ids")}
     of_tables = {f"{path}.{kind}".lstrip(".") for path in modules for kind in ("ids", "rows")}
     tables = {
         table.name: {
-            "rows": table.row_count() if hasattr(table, "row_count") else len(table.rows) - bool(table.has_ids),
+            "rows": table.row_count(),
             "dim": table.dim,
-            "bytes": table.size_bytes() if hasattr(table, "size_bytes") else table.ids.nbytes + table.rows.nbytes,
+            "bytes": table.size_bytes(),
         }
         for table in modules.values()
     }
     return {
         "path": str(path),
         "kind": "export",
-        "format": number,
+        "format": FORMAT,
         "version": served.recstore_version(),
+        "index": "hash" if is_hashed(served) else "sorted",
         "dtype": served.recstore_row_format(),
         "tables": tables,
         "dense": sorted(served.state_dict().keys() - of_tables),
@@ -329,7 +327,6 @@ def _export(path: Path) -> dict[str, Any]:
 
 def _delta(path: Path) -> dict[str, Any]:
     try:
-        number = delta_format(path)
         tensors: dict[str, Tensor] = safetensors.torch.load_file(path)
         base, version = (bytes(tensors[key].tolist()).decode() for key in ("base", "version"))
     except (SafetensorError, KeyError) as error:
@@ -338,7 +335,7 @@ def _delta(path: Path) -> dict[str, Any]:
     return {
         "path": str(path),
         "kind": "delta",
-        "format": number,
+        "format": FORMAT,
         "version": version,
         "base": base,
         "tables": {

@@ -22,7 +22,7 @@ from torchrec.modules.fp_embedding_modules import FeatureProcessedEmbeddingBagCo
 from torchrec_recstore.checkpoint.files import check_path
 from torchrec_recstore.checkpoint.stock import gathered
 from torchrec_recstore.inference.changes import ChangedRows, changed_since, remember
-from torchrec_recstore.inference.delta import DeltaInfo, dtype_of, format_of, open_base, write_delta
+from torchrec_recstore.inference.delta import DeltaInfo, dtype_of, is_hashed, open_base, write_delta
 from torchrec_recstore.inference.hashed_tables import check_index
 from torchrec_recstore.inference.row_formats import FORMATS, check_dim, check_dtype, check_range, packed
 from torchrec_recstore.inference.script import save_script, scripted
@@ -44,7 +44,6 @@ from torchrec_recstore.inference.static_modules import (
     StaticEmbeddingCollection,
     StaticTable,
 )
-from torchrec_recstore.inference.verification import HASHED_FORMAT
 from torchrec_recstore.modules import RecStoreEmbedding, RecStoreEmbeddingBag
 from torchrec_recstore.modules.embedding_modules import RecStoreEmbeddingBagCollection, RecStoreEmbeddingCollection
 from torchrec_recstore.modules.table_module import TableModule
@@ -212,16 +211,16 @@ def export_delta(
     env = whole_environment()
     served: torch.jit.ScriptModule | None = None
     dtype: torch.dtype | None = None
-    number, version = 0, ""
+    hashed, version = False, ""
     with refused_together(env):
         if env.rank == 0:
             check_path(Path(path))
             served = open_base(base)
             dtype = dtype_of(served)
-            number, version = format_of(served), served.recstore_version()
-    dtype, number, version = all_gathered((dtype, number, version), env)[0]
+            hashed, version = is_hashed(served), served.recstore_version()
+    dtype, hashed, version = all_gathered((dtype, hashed, version), env)[0]
     assert dtype is not None
-    chained = number == HASHED_FORMAT and not min_frequency and top_rows is None
+    chained = hashed and not min_frequency and top_rows is None
     marks: dict[Table, int] = {}
     exported, changes = None, None
     if chained:

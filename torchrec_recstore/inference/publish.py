@@ -17,14 +17,13 @@ from torch import nn
 from torchrec_recstore.checkpoint.save import is_saving
 from torchrec_recstore.checkpoint.writer import lower_priority
 from torchrec_recstore.inference.changes import ChangedRows, remember
-from torchrec_recstore.inference.delta import DeltaInfo, format_of, read_delta, write_delta
+from torchrec_recstore.inference.delta import DeltaInfo, is_hashed, read_delta, write_delta
 from torchrec_recstore.inference.destinations import publications_at
 from torchrec_recstore.inference.export import read_changes, read_model
 from torchrec_recstore.inference.hashed_tables import check_index
 from torchrec_recstore.inference.publications import Latest, Publication
 from torchrec_recstore.inference.script import save_script, scripted
 from torchrec_recstore.inference.served_model import scriptable
-from torchrec_recstore.inference.verification import HASHED_FORMAT
 from torchrec_recstore.sharders.gather import all_gathered, picklable, refused_together, whole_environment
 from torchrec_recstore.sharders.pace import Pace
 from torchrec_recstore.store import Table
@@ -293,8 +292,7 @@ class _Writer:
 
     def chained_version(self) -> str | None:
         """Returns the version of the last publication. None: a delta of the changed rows only cannot be made of it."""
-        hashed = self._base is not None and format_of(self._base) == HASHED_FORMAT
-        return self._base.recstore_version() if hashed and self._base is not None else None
+        return self._base.recstore_version() if self._base is not None and is_hashed(self._base) else None
 
     def begin(self, reading: _Reading, moment: float) -> None:
         """Begins to write a publication. The writer must not be busy."""

@@ -19,7 +19,6 @@ from torchrec_recstore.inference.served_model import dense_tensors, served_table
 from torchrec_recstore.inference.served_tables import check_tensor, take_tensor  # noqa: F401
 from torchrec_recstore.inference.verification import (  # noqa: F401  (the methods of a served model call these)
     FORMAT,
-    HASHED_FORMAT,
     check_file_bytes,
     checksum_of,
     checksum_of_strings,
@@ -68,7 +67,7 @@ def save_script(script: torch.jit.ScriptModule, path: Path) -> None:
             with beside.open("wb") as file:
                 os.posix_fallocate(file.fileno(), 0, _bytes(script) + _CODE_BYTES)
             script.save(str(beside))
-            sign_export(beside, script.recstore_format())
+            sign_export(beside)
     except OSError as error:
         if error.strerror is None:
             raise
@@ -77,7 +76,7 @@ def save_script(script: torch.jit.ScriptModule, path: Path) -> None:
 
 def _bytes(script: torch.jit.ScriptModule) -> int:
     tensors = sum(tensor.nbytes for tensor in [*script.parameters(), *script.buffers()])
-    return tensors + (script.recstore_bytes() if script.recstore_format() == HASHED_FORMAT else 0)
+    return tensors + (script.recstore_bytes() if hasattr(script, "recstore_bytes") else 0)
 
 
 def scripted(served: nn.Module) -> torch.jit.ScriptModule:
@@ -233,7 +232,7 @@ def _methods(
         "def recstore_row_format(self) -> str:",
         f"    return {tables[0]}.row_format",
         "def recstore_format(self) -> int:",
-        f"    return {FORMAT if hashed is None else HASHED_FORMAT}",
+        f"    return {FORMAT}",
     ]
     if hashed is not None:
         lines += ["def recstore_hold(self):", f"    return {hashed}.native.hold()"]
@@ -311,7 +310,6 @@ def _apply_delta(tables: list[str], keys: list[tuple[str, str]], hashed: str | N
     """
     version = f"{tables[0]}.version"
     checksum = "checksum_of" if hashed is None else "torch.ops.recstore.checksum_of"
-    number = FORMAT if hashed is None else HASHED_FORMAT
     # A model that searches by hash does not read all of its rows. It computes its next version from the changed rows,
     # and the version must be that of the delta before anything changes.
     leads = [
@@ -329,8 +327,8 @@ def _apply_delta(tables: list[str], keys: list[tuple[str, str]], hashed: str | N
         "    for key in known[:3]:",
         "        if key not in delta:",
         '            raise ValueError("this is no delta: it has no " + key)',
-        f'    if "format" not in delta or int(delta["format"].item()) != {number}:',
-        f'        raise ValueError("the model takes deltas of format {number}, and this is another one")',
+        f'    if "format" not in delta or int(delta["format"].item()) != {FORMAT}:',
+        f'        raise ValueError("the model takes deltas of format {FORMAT}, and this is another one")',
         f'    if not torch.equal(delta["checksum"], {checksum}(delta)):',
         '        raise ValueError("the delta is damaged: its checksum is another one")',
         "    versions: List[str] = []",

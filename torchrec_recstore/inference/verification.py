@@ -7,37 +7,39 @@ from __future__ import annotations
 
 import os
 import re
-import zipfile
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, Literal
 
-import safetensors.torch
 import torch
 import torch.nn.functional as F
-from safetensors import SafetensorError
 from torch import Tensor
 
 from torchrec_recstore.encoding import not_known
 
-FORMAT = 2
-"""The number of the format of exported models and deltas. A delta has the format of the model to which it applies."""
+FORMAT = 1
+"""The number of the format of exported models and deltas."""
 
-HASHED_FORMAT = 3
-"""The number of the format of models with ``index="hash"``. Their version is computed from the sums of their rows."""
-
-_DELTA_KEY = "recstore delta"
-"""The key of this package's entry in the header of a delta."""
+Kind = Literal["export", "delta"]
 
 _BLOCK_BYTES = 1 << 19
 """The block size of :func:`checksum_after`. Data that is passed in several calls is split at multiples of it."""
 
-_EXPORT = b"recstore export %04d "
+_EXPORT = b"recstore export %04d " % FORMAT
 _DIGITS = 16
-_COMMENT_BYTES = len(_EXPORT % FORMAT) + _DIGITS
+_COMMENT_BYTES = len(_EXPORT) + _DIGITS
+_NO_DIGITS = b"0" * _DIGITS
 _END = b"PK\x05\x06"  # The signature of the last record of a zip file: 22 bytes, and then the comment.
 _END_BYTES = 22
+
+DELTA_METADATA = {"recstore delta": f"{FORMAT:04d} {_NO_DIGITS.decode()}"}
+"""The entry of a delta's header, with zeros in the place of the checksum; see :func:`sign`."""
+
+_PATTERNS = {
+    "export": re.compile(_END + rb".{18}recstore export (\d{4}) [0-9a-f]{16}\Z", re.DOTALL),
+    "delta": re.compile(rb'"recstore delta":"(\d{4}) [0-9a-f]{16}"'),
+}
 
 
 @cache
@@ -138,28 +140,6 @@ def check_file_bytes(file: Tensor) -> None:
         raise ValueError("the file is damaged: its checksum does not fit")
 
 
-def checksum_of_format_1(tensors: dict[str, Tensor]) -> Tensor:
-    """Computes the checksum of a delta of format 1. See :func:`checksum_of`; the arguments are the same."""
-    total = torch.zeros(1, dtype=torch.int64)
-    factors = torch.arange(1 << 17) * -7046029254386353131 | 1
-    for name in sorted(tensors.keys()):
-        if name == "checksum":
-            continue
-        tensor = tensors[name]
-        described: list[int] = []
-        for char in name:
-            described.append(ord(char))
-        described.append(0)
-        for size in tensor.shape:
-            described.append(size)
-        for data in (torch.tensor(described), tensor.reshape(-1)):
-            for first in range(0, data.shape[0], 1 << 16):
-                part = torch.view_copy(data[first : first + (1 << 16)], dtype=torch.uint8)
-                words = torch.view_copy(F.pad(part, [0, -part.shape[0] % 8]), dtype=torch.int64)
-                total = total * 6364136223846793005 + (words * factors[: words.shape[0]]).sum()
-    return total
-
-
 def verify(path: str | Path) -> None:
     """Reads an exported model or a delta and compares the file with its checksum.
 
@@ -167,64 +147,35 @@ def verify(path: str | Path) -> None:
     bits. So a server should call this function, or, if this package is not installed, the method ``verify`` of the
     served model with the bytes of the file.
 
-    A file of format 1 has no checksum of the whole file. For a model of format 1, the checksums of the members of the
-    zip file are compared. They cover tensors, code and constants.
-
     Args:
         path: A file that ``export_for_inference``, ``export_checkpoint``, ``export_delta`` or
             ``export_checkpoint_delta`` has written.
 
     Raises:
         OSError: The file cannot be read.
-        ValueError: The file is damaged, or a newer version of this package has written it.
+        ValueError: The file is damaged, or it is of another format.
     """
-    path = Path(path)
-    if is_delta(path):
-        _verify_delta(path)
-    else:
-        _verify_export(path)
+    with Path(path).open("rb") as file:
+        _, place = _kind_and_place(file)
+        checksum = _checksum(file, place)
+        file.seek(place)
+        if file.read(_DIGITS) != checksum:
+            raise ValueError(f"{path} is damaged: its checksum does not fit")
 
 
-def is_delta(path: Path) -> bool:
-    """Returns whether a file begins as a delta and not as an exported model.
+def kind_of(path: str | Path) -> Kind:
+    """Returns whether a file is an exported model or a delta. The checksum is not compared.
 
     Raises:
         OSError: The file cannot be read.
+        ValueError: The file is neither of them, or it is of another format.
     """
-    with path.open("rb") as file:
-        begin = file.read(9)
-    return begin[8:] == b"{" and not begin.startswith(b"PK")
+    with Path(path).open("rb") as file:
+        return _kind_and_place(file)[0]
 
 
-def format_of_export(path: Path) -> int:
-    """Returns the number of an exported file's format.
-
-    Raises:
-        OSError: The file cannot be read.
-        ValueError: The file does not end as an exported model does, or a newer version has written it.
-    """
-    with path.open("rb") as file:
-        size = file.seek(0, os.SEEK_END)
-        file.seek(max(0, size - _END_BYTES - _COMMENT_BYTES))
-        end = file.read()
-    if end[-_END_BYTES:].startswith(_END) and end[-2:] == b"\0\0":
-        return 1
-    comment = re.fullmatch(rb"recstore export (\d{4}) [0-9a-f]{16}", end[-_COMMENT_BYTES:])
-    if comment is None or not end.startswith(_END):
-        raise ValueError(
-            f"{path} is not an exported model, or it is damaged: it does not end as an exported model does"
-        )
-    if not 2 <= int(comment[1]) <= HASHED_FORMAT:
-        raise ValueError(not_known(f"{path} is of format {int(comment[1])} of exported models"))
-    return int(comment[1])
-
-
-def sign_export(path: Path, number: int = FORMAT) -> None:
+def sign_export(path: Path) -> None:
     """Appends the checksum to a zip file that ``torch.jit.save`` has written, as the comment of the zip file.
-
-    Args:
-        path: The file.
-        number: The number of the file's format.
 
     Raises:
         OSError: The file cannot be written.
@@ -234,124 +185,44 @@ def sign_export(path: Path, number: int = FORMAT) -> None:
         end = file.read()
         assert end.startswith(_END), "torch writes zip files without a comment (2.13)"
         file.seek(-2, os.SEEK_END)
-        file.write(_COMMENT_BYTES.to_bytes(2, "little") + _EXPORT % number)
-        size = file.tell()
-        file.seek(0)
-        checksum = _checksum(file, size)
-        file.seek(size)
-        file.write(checksum.encode())
+        file.write(_COMMENT_BYTES.to_bytes(2, "little") + _EXPORT + _NO_DIGITS)
+    sign(path)
 
 
-def delta_metadata(number: int) -> dict[str, str]:
-    """Returns the entry of a delta's header, with zeros in the place of the checksum; see :func:`sign_delta`.
-
-    Args:
-        number: The number of the delta's format.
-    """
-    return {_DELTA_KEY: f"{number:04d} {'0' * _DIGITS}"}
-
-
-def sign_delta(path: Path) -> None:
-    """Replaces the zeros in the header of a delta by its checksum.
+def sign(path: Path) -> None:
+    """Replaces the zeros in the place of the checksum by the checksum.
 
     Raises:
         OSError: The file cannot be written.
     """
     with path.open("r+b") as file:
-        place = _place_of_checksum(_header(file))
-        assert place is not None
-        file.seek(0)
-        checksum = _checksum(file, file.seek(0, os.SEEK_END), place)
+        _, place = _kind_and_place(file)
+        checksum = _checksum(file, place)
         file.seek(place)
-        file.write(checksum.encode())
+        file.write(checksum)
 
 
-def delta_format(path: str | Path) -> int:
-    """Returns the number of a delta's format.
-
-    Raises:
-        OSError, SafetensorError: The file is missing, or is not a file of safetensors.
-        ValueError: A newer version of this package has written the file.
-    """
-    with safetensors.safe_open(path, framework="pt") as file:
-        written = (file.metadata() or {}).get(_DELTA_KEY)
-    number = 1 if written is None else int(written.split()[0])
-    if number > HASHED_FORMAT:
-        raise ValueError(not_known(f"{path} is of format {number} of deltas"))
-    return number
-
-
-def _verify_export(path: Path) -> None:
-    if format_of_export(path) == 1:
-        _verify_members(path)
-        return
-    with path.open("rb") as file:
-        size = file.seek(0, os.SEEK_END) - _DIGITS
-        file.seek(0)
-        checksum = _checksum(file, size)
-        file.seek(size)
-        if file.read() != checksum.encode():
-            raise ValueError(f"{path} is damaged: its checksum does not fit")
-
-
-def _verify_members(path: Path) -> None:
-    """Checks an exported model of format 1 by the checksums in its zip file."""
-    try:
-        with zipfile.ZipFile(path) as archive:
-            damaged = archive.testzip()
-    except (zipfile.BadZipFile, ValueError, NotImplementedError, RuntimeError, EOFError, UnicodeError) as error:
-        raise ValueError(f"{path} is damaged: {error}") from error
-    except Exception as error:  # zlib.error is a direct subclass of Exception.
-        raise ValueError(f"{path} is damaged: {error}") from error
-    if damaged is not None:
-        raise ValueError(f"{path} is damaged: the checksum of {damaged} does not fit")
-
-
-def _verify_delta(path: Path) -> None:
-    with path.open("rb") as file:
-        header = _header(file)
-        place = _place_of_checksum(header)
-        if place is not None:
-            number = int(header[place - 8 - 5 : place - 8 - 1])
-            if number > HASHED_FORMAT:
-                raise ValueError(not_known(f"{path} is of format {number} of deltas"))
-            file.seek(0)
-            checksum = _checksum(file, file.seek(0, os.SEEK_END), place)
-            file.seek(place)
-            if file.read(_DIGITS) != checksum.encode():
-                raise ValueError(f"{path} is damaged: its checksum does not fit")
-            return
-    _verify_tensors(path)
-
-
-def _verify_tensors(path: Path) -> None:
-    """Checks a delta of format 1 by the checksum of its tensors."""
-    content = path.read_bytes()
-    try:
-        tensors = safetensors.torch.load(content)
-        good = safetensors.torch.save(tensors) == content and torch.equal(
-            tensors["checksum"], scripted_function(checksum_of_format_1)(tensors)
-        )
-    except (SafetensorError, KeyError, RuntimeError) as error:
-        raise ValueError(f"{path} is not a delta, or it is damaged: {error}") from error
-    if not good:
-        raise ValueError(f"{path} is not a delta, or it is damaged: its checksum does not fit")
-
-
-def _header(file: BinaryIO) -> bytes:
+def _kind_and_place(file: BinaryIO) -> tuple[Kind, int]:
+    """Returns whether a file is an exported model or a delta, and the position of the checksum's digits."""
+    size = file.seek(0, os.SEEK_END)
     file.seek(0)
-    size = int.from_bytes(file.read(8), "little")
-    return file.read(min(size, 100_000_000))  # safetensors' own limit
+    begin = file.read(9)
+    kind: Kind = "delta" if begin[8:] == b"{" and not begin.startswith(b"PK") else "export"
+    first = 8 if kind == "delta" else max(0, size - _END_BYTES - _COMMENT_BYTES)
+    file.seek(first)
+    searched = file.read(min(int.from_bytes(begin[:8], "little"), 100_000_000))  # safetensors' own limit of a header
+    found = _PATTERNS[kind].search(searched)
+    if found is None:
+        raise ValueError(f"{file.name} is neither an exported model nor a delta, or it is damaged: it has no checksum")
+    if int(found[1]) != FORMAT:
+        raise ValueError(not_known(f"{file.name} has the format {int(found[1])}"))
+    return kind, first + found.end(1) + 1
 
 
-def _place_of_checksum(header: bytes) -> int | None:
-    """Returns the position of the checksum's digits in a delta."""
-    found = re.search(rb'"' + _DELTA_KEY.encode() + rb'":"\d{4} (?=[0-9a-f]{16}")', header)
-    return None if found is None else 8 + found.end()
-
-
-def _checksum(file: BinaryIO, size: int, place: int | None = None) -> str:
-    """Computes the checksum of the first ``size`` bytes, with zeros in the place of the checksum's digits."""
+def _checksum(file: BinaryIO, place: int) -> bytes:
+    """Computes the checksum of a file with zeros in the place of its digits, or without them if they are at the end."""
+    size = file.seek(0, os.SEEK_END)
+    size = place if place + _DIGITS == size else size
     file.seek(0)
     block = bytearray(_BLOCK_BYTES)
     after, state = scripted_function(checksum_after), torch.zeros(1, dtype=torch.int64)
@@ -359,7 +230,7 @@ def _checksum(file: BinaryIO, size: int, place: int | None = None) -> str:
         view = memoryview(block)[: min(_BLOCK_BYTES, size - begin)]
         if file.readinto(view) != len(view):  # type: ignore[attr-defined]
             raise ValueError(f"{file.name} has become shorter while it was read")
-        for byte in range(max(begin, place or 0), min(begin + len(view), (place or 0) + _DIGITS)) if place else ():
+        for byte in range(max(begin, place), min(begin + len(view), place + _DIGITS)):
             view[byte - begin] = ord("0")
         state = after(state, torch.frombuffer(view, dtype=torch.uint8))
-    return str(scripted_function(hexadecimal)(state))
+    return str(scripted_function(hexadecimal)(state)).encode()

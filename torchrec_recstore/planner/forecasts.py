@@ -125,12 +125,12 @@ def read_machines(path: str | os.PathLike[str]) -> Machines:
         ValueError: A field is missing, unknown or not valid. The message names the file and the field.
     """
     names = [each.name for each in fields(Machines)]
-    needed = [each.name for each in fields(Machines) if each.default is MISSING]
+    optional = [each.name for each in fields(Machines) if each.default is not MISSING]
     try:
         document: Any = json.loads(Path(path).read_bytes())
         if not isinstance(document, dict):
             raise ValueError("it is not a JSON object")
-        check_fields("it", document, names, needed)
+        check_fields("it", document, names, optional)
         return Machines(**document)
     except ValueError as error:
         raise ValueError(f"{path}: {error}") from error

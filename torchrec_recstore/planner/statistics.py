@@ -223,13 +223,13 @@ def _read_file(path: Path) -> dict[str, TableStatistics]:
         document: Any = json.loads(path.read_bytes())
         if not isinstance(document, dict) or document.get("format") != FORMAT:
             raise ValueError(f"it is not of the format {FORMAT!r}")
-        check_fields("it", document, ("format", "version", "tables"), ("format", "version", "tables"))
+        check_fields("it", document, ("format", "version", "tables"))
         if document["version"] != VERSION:
             raise ValueError(f"it is of version {document['version']}, and this version reads {VERSION}")
         known = [each.name for each in fields(TableStatistics)]
         found = {}
         for name, entry in document["tables"].items():
-            check_fields(f"table {name!r}", entry, known)
+            check_fields(f"table {name!r}", entry, known, known)
             per_feature = entry.get("ids_per_sample")
             if per_feature is not None and not isinstance(per_feature, list):
                 raise ValueError(f"table {name!r}: ids_per_sample must be a list, got {per_feature!r}")

@@ -93,7 +93,7 @@ class TableSpec:
         try:
             entry = json.loads(text)
             names = [field.name for field in fields(cls)]
-            check_fields("it", entry, names, names)
+            check_fields("it", entry, names)
             shard, shards = entry["shard"]
             if not 0 <= shard < shards:
                 raise ValueError(f"shard must be one of {shards}, got {shard}")

@@ -20,10 +20,10 @@ _STATE = "server.json"
 _MEMBERSHIP = "set.json"
 _LOCK = "lock"
 _NAME_BYTES = 200  # files of a save have longer names, and systems take 255 bytes
-_FIELDS = ("last", "stopped")
 _UNLESS = "unless_prepared"
+_FIELDS = ("last", "stopped", _UNLESS)
 _PREPARED_LAST = ("id", "last")
-_STOPPED = ("checkpoint", "incarnation", "applied")
+_STOPPED = ("checkpoint", "epoch", "applied")
 _MEMBER = ("set", "member", "members", "slots", "epoch", "token", "save")
 _PREPARED = ".prepared-"
 _RECEIVED = ".received-"
@@ -94,7 +94,7 @@ class DataDirectory:
         """The state that the last server left when it stopped. :meth:`set_last` replaces it."""
         self.membership: Membership | None = None
         """The place in a set. None: the server belongs to no set yet."""
-        state = self._document(_STATE, _FIELDS, (_UNLESS,))
+        state = self._document(_STATE, _FIELDS)
         if state is not None:
             self.last, self.stopped = state["last"], state["stopped"]
         member = self._document(_MEMBERSHIP, _MEMBER)
@@ -119,7 +119,7 @@ class DataDirectory:
                 saved = _manifest_of(entry)
                 if saved is not None:
                     self._saves[entry.name] = pb.Saved(name=entry.name, id=saved.id, number=saved.number)
-        unless = None if state is None else state.get(_UNLESS)
+        unless = None if state is None else state[_UNLESS]
         if unless is not None and unless["id"] in self._prepared:  # the server was killed before the save counted
             self.set_last(unless["last"])
 
@@ -208,7 +208,7 @@ class DataDirectory:
 
     def set_last(self, name: str | None, stopped: dict[str, Any] | None = None) -> None:
         """Writes the name of the save to start from to the disk, with the state of a server that has stopped."""
-        self._write(_STATE, {"last": name, "stopped": stopped})
+        self._write(_STATE, {"last": name, "stopped": stopped, _UNLESS: None})
         self.last, self.stopped = name, stopped
 
     def set_membership(self, membership: Membership) -> None:
@@ -220,17 +220,17 @@ class DataDirectory:
         """Releases the directory for another server."""
         self._lock.close()
 
-    def _document(self, name: str, fields: tuple[str, ...], optional: tuple[str, ...] = ()) -> dict[str, Any] | None:
+    def _document(self, name: str, fields: tuple[str, ...]) -> dict[str, Any] | None:
         file = self._path / name
         if not file.exists():
             return None
         try:
             document: dict[str, Any] = json.loads(file.read_bytes())
-            check_fields("it", document, (*fields, *optional), fields)
+            check_fields("it", document, fields)
             if document.get(_UNLESS) is not None:
-                check_fields(f"{_UNLESS!r}", document[_UNLESS], _PREPARED_LAST, _PREPARED_LAST)
+                check_fields(f"{_UNLESS!r}", document[_UNLESS], _PREPARED_LAST)
             if document.get("stopped") is not None:
-                check_fields("'stopped'", document["stopped"], _STOPPED, _STOPPED)
+                check_fields("'stopped'", document["stopped"], _STOPPED)
             return document
         except (ValueError, KeyError, TypeError) as error:
             raise ValueError(f"{file} cannot be used: {error}") from error

@@ -81,7 +81,7 @@ class SetCalls:
         stopped = directory.stopped
         if stopped is not None and stopped["checkpoint"] == directory.last:
             applied.from_json(stopped["applied"])
-            if member is not None and stopped["incarnation"] == member.label:
+            if member is not None and stopped["epoch"] == member.label:
                 self._epoch, self._clean = member.label, False
         if directory.last is not None:
             tables.load(directory.checkpoint(directory.last))
@@ -118,7 +118,7 @@ class SetCalls:
             path = self._directory.checkpoint(name)
             shutil.rmtree(path, ignore_errors=True)
             self._tables.save(path)
-            stopped = {"checkpoint": name, "incarnation": member.label, "applied": self._applied.to_json()}
+            stopped = {"checkpoint": name, "epoch": member.label, "applied": self._applied.to_json()}
             self._directory.set_last(name, stopped)
 
     def is_first(self) -> bool:
