@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Mapping
-from dataclasses import fields, is_dataclass
+from dataclasses import MISSING, fields, is_dataclass
 from typing import Any, cast
 
 import torch
@@ -120,7 +120,7 @@ def decode(value: Any, tensors: Mapping[str, Tensor]) -> Any:
         tensors: The tensors that :func:`encode` has collected.
 
     Raises:
-        ValueError: A type or a field is unknown, or a field or a tensor is missing.
+        ValueError: A type or a field is unknown, or a field without a default or a tensor is missing.
     """
     if isinstance(value, list):
         return [decode(item, tensors) for item in value]
@@ -142,6 +142,8 @@ def decode(value: Any, tensors: Mapping[str, Tensor]) -> Any:
             raise ValueError(not_known(f"there is a value of the type {value['$type']!r}"))
         values = {key: decode(item, tensors) for key, item in value.items() if key != "$type"}
         names = [field.name for field in fields(known)]
-        check_fields(f"a value of the type {value['$type']!r}", values, names)
+        # A later version may have an option that this file does not have yet.
+        optional = [field.name for field in fields(known) if field.default is not MISSING]
+        check_fields(f"a value of the type {value['$type']!r}", values, names, optional)
         return known(**values)
     return {key: decode(item, tensors) for key, item in value.items()}
