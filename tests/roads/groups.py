@@ -8,13 +8,14 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, KeyedJaggedTensor
 from torchrec.distributed import DistributedModelParallel
 from torchrec.distributed.planner import Topology
 from torchrec.modules.embedding_configs import DataType
 
 from torchrec_recstore import optim, set_time
+from torchrec_recstore.modules import RecStoreEmbeddingBagCollection
 from torchrec_recstore.options import LFU, LRU, ConstantInit, Expiry, MinFrequency, RocksDBStore, TableOptions
 from torchrec_recstore.planner import RecStoreConstraints, RecStorePlanner
 from torchrec_recstore.sharders import RecStoreSharder
@@ -135,7 +136,31 @@ BY_COLUMN = (optim.SGD, optim.Adagrad, optim.Adam, optim.AdamW, optim.RMSprop, o
 each column shard, so that a table goes on differently when its columns are split in another way."""
 
 
-def build(group: Group, sharding: str, path: str) -> DistributedModelParallel:
+def configs_of(group: Group) -> list[EmbeddingBagConfig]:
+    """Returns TorchRec's configs of a group's tables."""
+    return [
+        EmbeddingBagConfig(
+            name=name,
+            embedding_dim=state.dim,
+            num_embeddings=1000,
+            feature_names=[f"f_{name}"],
+            data_type=state.data_type,
+        )
+        for name, state in group.tables.items()
+    ]
+
+
+def eager(group: Group, path: str) -> RecStoreEmbeddingBagCollection:
+    """Returns the model of a group without sharding. See :func:`build`."""
+    return RecStoreEmbeddingBagCollection(
+        configs_of(group),
+        optimizer=group.optimizer,
+        options={name: state.options(path) for name, state in group.tables.items()},
+        state_dtype=group.state_dtype,
+    )
+
+
+def build(group: Group, sharding: str, path: str, *, accumulation_steps: int = 1) -> DistributedModelParallel:
     """Returns the model of a group.
 
     Tables whose columns cannot be split without a change of their values are table-wise under ``column_wise``: those of
@@ -145,8 +170,9 @@ def build(group: Group, sharding: str, path: str) -> DistributedModelParallel:
         group: The group.
         sharding: ``table_wise``, ``row_wise``, ``hash`` (row-wise by a hash of the id) or ``column_wise``.
         path: The directory of cold stores.
+        accumulation_steps: The number of backward passes of an update. Default: 1.
     """
-    constraints, configs = {}, []
+    constraints = {}
     for name, state in group.tables.items():
         kind = "row_wise" if sharding == "hash" else sharding
         by_column = type(group.optimizer) in BY_COLUMN and state.data_type is not DataType.INT8
@@ -156,17 +182,12 @@ def build(group: Group, sharding: str, path: str) -> DistributedModelParallel:
         constraints[name] = RecStoreConstraints(
             sharding_types=[kind], min_partition=state.dim // 2 if kind == "column_wise" else None, options=options
         )
-        configs.append(
-            EmbeddingBagConfig(
-                name=name,
-                embedding_dim=state.dim,
-                num_embeddings=1000,
-                feature_names=[f"f_{name}"],
-                data_type=state.data_type,
-            )
-        )
-    module = EmbeddingBagCollection(tables=configs, device=torch.device("meta"))
-    sharder = RecStoreSharder(optimizer=group.optimizer, fused_params={"state_dtype": group.state_dtype})
+    module = EmbeddingBagCollection(tables=configs_of(group), device=torch.device("meta"))
+    sharder = RecStoreSharder(
+        optimizer=group.optimizer,
+        fused_params={"state_dtype": group.state_dtype},
+        accumulation_steps=accumulation_steps,
+    )
     world = dist.get_world_size()
     planner = RecStorePlanner(
         topology=Topology(world_size=world, local_world_size=world, compute_device="cpu"),
@@ -192,9 +213,12 @@ def gradients_of(name: str, state: State, step: int) -> Tensor:
     return torch.randn(BAGS, state.dim, generator=rng)
 
 
-def train(model: DistributedModelParallel, group: Group, steps: range) -> None:
-    """Trains the model. The first rank has the whole batch, so that every number of ranks makes the same updates."""
-    rank, world = dist.get_rank(), dist.get_world_size()
+def train(model: nn.Module, group: Group, steps: range) -> None:
+    """Trains a sharded or an eager model.
+
+    The first rank has the whole batch, so that every number of ranks makes the same updates.
+    """
+    rank, world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
     for step in steps:
         set_time(model, START_SECONDS + STEP_SECONDS * step)
         parts = [batch_of(name, state, step) for name, state in group.tables.items()]
@@ -205,7 +229,8 @@ def train(model: DistributedModelParallel, group: Group, steps: range) -> None:
             values=torch.cat([ids for ids, _ in parts]),
             lengths=torch.cat([lengths for _, lengths in parts]),
         )
-        pooled = model(features).wait()
+        pooled = model(features)
+        pooled = pooled.wait() if isinstance(model, DistributedModelParallel) else pooled
         loss = torch.zeros(())
         for name, state in group.tables.items():
             # TorchRec divides the gradients by the number of ranks, which is a power of two.
@@ -213,8 +238,10 @@ def train(model: DistributedModelParallel, group: Group, steps: range) -> None:
         loss.backward()
 
 
-def shards_of(model: DistributedModelParallel) -> list[tuple[str, LocalShard]]:
+def shards_of(model: nn.Module) -> list[tuple[str, LocalShard]]:
     """Returns the shards of this rank with the names of their tables."""
+    if isinstance(model, RecStoreEmbeddingBagCollection):
+        return [(name, LocalShard(module.table, None)) for name, module in model.embedding_bags.items()]
     tables = model.module.recstore_state.shards
     return [(name, shard) for name, shards in tables.items() for shard in shards]
 

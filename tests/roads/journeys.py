@@ -90,10 +90,10 @@ def _leg(journey: Journey, first: int, last: int, path: Path) -> None:
             train(model, group, range(place * LEG_STEPS, (place + 1) * LEG_STEPS))
             road.leave(model, path / f"road-{place}")
     if last == len(journey.roads):
-        _compare(model, group, last * LEG_STEPS)
+        compare(model, group, last * LEG_STEPS)
 
 
-def _compare(model: torch.nn.Module, group: Group, steps: int) -> None:
+def compare(model: torch.nn.Module, group: Group, steps: int) -> None:
     """Compares the shards with tables that never moved, now and after further steps."""
     shards = shards_of(model)
     tables = [undisturbed(shard, name, group.tables[name], range(steps)) for name, shard in shards]

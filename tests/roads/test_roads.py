@@ -7,7 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from .groups import GROUPS
+from torchrec_recstore.optim import Adam
+from torchrec_recstore.utils import RecStoreWarning
+
+from .groups import GROUPS, Group, State, build, shards_of, train
 from .journeys import Journey, Layout, travel
 from .roads import ROADS
 
@@ -76,3 +79,22 @@ def test_the_journeys_have_each_pair_of_roads_and_each_group() -> None:
     moves = {(journey.layouts[0], journey.layouts[1]) for journey in every}
     assert {(before[0], after[0]) for before, after in moves} == set(product(WORLDS, WORLDS))
     assert len({(before[1], after[1]) for before, after in moves}) == len(SHARDINGS) ** 2
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_accumulation_under_way(tmp_path: Path) -> None:
+    """Gradients that wait for an update take no road: saves warn, a move in place is refused, a load drops them."""
+    group = Group({"plain": State()}, Adam(lr=0.01))
+    model, other = build(group, "table_wise", "", accumulation_steps=3), build(group, "hash", "")
+    train(model, group, range(4))
+    saving = "table 'plain': the gradients of 1 backward passes .* not saved: .* multiple of accumulation_steps"
+    for name in ("checkpoint", "dcp"):
+        with pytest.warns(RecStoreWarning, match=saving):
+            ROADS[name].leave(model, tmp_path / name)
+    with pytest.raises(ValueError, match=r"'plain': the gradients of 1 .* after a multiple of accumulation_steps"):
+        ROADS["reshard"].arrive(other, tmp_path, model)
+    ROADS["checkpoint"].arrive(model, tmp_path / "checkpoint", None)
+    train(model, group, range(4, 7))  # one update, of these three passes
+    (_, shard), *_ = shards_of(model)
+    assert shard.table.optimizer_steps == 2
+    ROADS["reshard"].arrive(other, tmp_path, model)

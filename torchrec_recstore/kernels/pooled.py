@@ -56,6 +56,9 @@ class PooledKernel(LookupKernel):
         self.tables = list(tables)
         self.accumulation_steps = accumulation_steps
         self._pending: list[tuple[Tensor, Tensor]] = []  # context and gradient of each pass before the next update
+        if accumulation_steps > 1:
+            for table in self.tables:
+                table.pending_passes = self._pending
         self.learning_rate = None
         numbers = [(0, 0, 0, False) if r is None else astuple(r) for r in routings]
         self._group = ops.group_create([t.handle for t in self.tables], feature_tables, numbers, pooling == "mean")
@@ -169,8 +172,8 @@ class PooledKernel(LookupKernel):
         later = ops.group_weight_gradients(context, grad) if weight_grads else None
         self._pending.append((context, grad.clone()))  # a copy, because the caller may reuse the memory of grad
         if len(self._pending) == self.accumulation_steps:
-            pending, self._pending = self._pending, []
-            contexts, grads = zip(*pending, strict=True)
+            contexts, grads = zip(*self._pending, strict=True)
+            self._pending.clear()
             ops.group_accumulated_backward(contexts, grads, self._learning_rates(rate))
         return later
 

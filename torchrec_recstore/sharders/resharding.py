@@ -17,7 +17,7 @@ from torchrec_recstore.sharders.moving import move_rows
 from torchrec_recstore.sharders.plan import RECSTORE_KERNEL, RecStoreParameterSharding
 from torchrec_recstore.sharders.state import ModuleState
 from torchrec_recstore.store import Table
-from torchrec_recstore.store.exchange import check_replaceable
+from torchrec_recstore.store.exchange import check_applied, check_replaceable
 from torchrec_recstore.torchrec_seams.models import CollectionSeams, is_in_pipeline, on_meta_device
 
 
@@ -77,6 +77,7 @@ class ReshardableCollection(CollectionSeams):
                 )
         self.recstore_state.copies.check()
         check_replaceable(self.recstore_tables())
+        check_applied(self.recstore_tables())
         return Change(self, dict(plan), path)
 
     def update_shards(

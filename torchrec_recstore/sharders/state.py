@@ -29,6 +29,7 @@ from torchrec_recstore.sharders.layout import (
     whole_state,
 )
 from torchrec_recstore.store import Part, Table, TableState
+from torchrec_recstore.store.exchange import warn_of_pending_passes
 from torchrec_recstore.store.parts import STAMPS, column_weighted_mean
 from torchrec_recstore.table_parameter import GivenCopies
 
@@ -510,6 +511,7 @@ class ModuleState:
             return
         with refused_together(self.env):
             self.copies.check()
+        warn_of_pending_passes(shard.table for shards in self.shards.values() for shard in shards)
         for name, shards in self.shards.items():
             key = f"{prefix}{self.container}.{name}.weight"
             weights, ids = export_weights(name, shards, self.env, self.copies)

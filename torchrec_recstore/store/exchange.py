@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from torchrec_recstore.store.table import Table
+from torchrec_recstore.utils import warn_user
 
 
 def check_replaceable(tables: Iterable[Table]) -> None:
@@ -16,6 +17,32 @@ def check_replaceable(tables: Iterable[Table]) -> None:
     for table in tables:
         if table.is_being_saved:
             raise ValueError(f"table '{table.name}': the table is being saved already: wait until the save has ended")
+
+
+def check_applied(tables: Iterable[Table]) -> None:
+    """Refuses tables with backward passes whose gradients have not been applied yet.
+
+    Raises:
+        ValueError: A kernel with ``accumulation_steps`` keeps the gradients of a table.
+    """
+    for table in tables:
+        if table.pending_passes:
+            raise ValueError(f"table '{table.name}': {_pending(table)}: call it after a multiple of accumulation_steps")
+
+
+def warn_of_pending_passes(tables: Iterable[Table]) -> None:
+    """Warns that a saved state lacks the gradients that a kernel with ``accumulation_steps`` keeps of a table."""
+    for table in tables:
+        if table.pending_passes:
+            warn_user(
+                f"table '{table.name}': {_pending(table)}, and are not saved: save after a multiple of "
+                "accumulation_steps"
+            )
+            return
+
+
+def _pending(table: Table) -> str:
+    return f"the gradients of {len(table.pending_passes)} backward passes have not been applied yet"
 
 
 def exchange_all(pairs: Iterable[tuple[Table, Table]]) -> None:

@@ -126,6 +126,8 @@ class Table:
         )
         """The handle of the native table, for :func:`torchrec_recstore.ops.group_create`."""
         self._free_rows = weakref.finalize(self, ops.table_destroy, self.handle)
+        self.pending_passes: list[tuple[Tensor, Tensor]] = []
+        """The backward passes whose gradients a kernel keeps until it updates the rows with those of further passes."""
         self.tier = MemoryTier(self.handle)
         """The strategy by which rows move between memory and the cold store, if there is one."""
         if options.cold_store is not None:
@@ -440,6 +442,8 @@ class Table:
             table.check_unshared("other jobs use them, so that they cannot move to another table")
         with ops.native_errors(self._who), holding([self.tier, other.tier]):
             ops.table_exchange_rows(self.handle, other.handle)
+            self.pending_passes.clear()
+            other.pending_passes.clear()
             self.tier.exchange(other.tier)
 
     def contains(self, ids: Tensor) -> Tensor:

@@ -1,0 +1,62 @@
+"""Copies of eager modules go on, to the bit, as tables that never moved: each state through each pair of copies."""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+from collections.abc import Callable
+from itertools import product
+from pathlib import Path
+
+import pytest
+import torch
+
+from torchrec_recstore.modules import RecStoreEmbeddingBagCollection
+
+from .groups import GROUPS, LEG_STEPS, eager, train
+from .journeys import compare
+
+Module = RecStoreEmbeddingBagCollection
+
+
+def _saved(module: Module, fresh: Module) -> Module:
+    file = io.BytesIO()
+    torch.save(module, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)  # type: ignore[no-any-return]
+
+
+def _loaded(module: Module, fresh: Module) -> Module:
+    fresh.load_state_dict(module.state_dict())
+    return fresh
+
+
+COPIES: dict[str, Callable[[Module, Module], Module]] = {
+    "deepcopy": lambda module, fresh: copy.deepcopy(module),
+    "pickle": lambda module, fresh: pickle.loads(pickle.dumps(module)),
+    "torch.save": _saved,
+    "state_dict": _loaded,
+}
+
+
+@pytest.mark.parametrize("pair", product(COPIES, COPIES), ids="-".join)
+def test_options(pair: tuple[str, str], tmp_path: Path) -> None:
+    travel("options", pair, tmp_path)
+
+
+@pytest.mark.parametrize("copies", COPIES)
+@pytest.mark.parametrize("name", [name for name in GROUPS if name != "options"])
+def test_optimizers(name: str, copies: str, tmp_path: Path) -> None:
+    travel(name, (copies,), tmp_path)
+
+
+def travel(name: str, roads: tuple[str, ...], path: Path) -> None:
+    group = GROUPS[name]
+    module = eager(group, str(path))
+    for place, road in enumerate(roads):
+        train(module, group, range(place * LEG_STEPS, (place + 1) * LEG_STEPS))
+        fresh = eager(group, str(path))
+        train(fresh, group, range(900, 903))
+        module = COPIES[road](module, fresh)
+    compare(module, group, len(roads) * LEG_STEPS)
