@@ -61,7 +61,8 @@ def test_one_row_is_read_and_written(dim: int, state_dtype: torch.dtype) -> None
     assert torch.equal(values(rows["weight"]), table.lookup(ID))
     copy.write_rows(ID, rows)
     with copy.snapshot() as snapshot:
-        ids, found = snapshot.read(1)
+        part = snapshot.read(1)
+        ids, found = part.ids, part.rows
     assert torch.equal(ids, ID)
     for name, value in rows.items():
         assert torch.equal(found[name], value), name
@@ -93,7 +94,8 @@ def test_one_cold_row(dim: int, state_dtype: torch.dtype, tmp_path: Path) -> Non
             assert torch.equal(table.read_rows(ID)[name], value), name
         with table.snapshot(since=mark) as snapshot:
             for _ in range(len(snapshot)):
-                ids, rows = snapshot.read(1)
+                part = snapshot.read(1)
+                ids, rows = part.ids, part.rows
                 assert torch.equal(values(rows["weight"]), table.lookup(ids))
         table.lookup(ID, train=True)
         assert torch.equal(table.lookup(ID), plain.lookup(ID))
