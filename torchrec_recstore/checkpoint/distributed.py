@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -21,12 +21,12 @@ from torchrec.distributed import DistributedModelParallel
 from torchrec_recstore.checkpoint.reader import held_rows
 from torchrec_recstore.optim import state_names
 from torchrec_recstore.sharders.gather import all_gathered, refused_together, whole_environment
-from torchrec_recstore.sharders.layout import LocalShard, owned_positions
+from torchrec_recstore.sharders.layout import owned_positions
 from torchrec_recstore.sharders.model_tables import ModelTable, recstore_tables, rows_left_out
 from torchrec_recstore.sharders.state import RowState
-from torchrec_recstore.store import Table, TableState
+from torchrec_recstore.store import Part, Table, TableState
 from torchrec_recstore.store.exchange import check_replaceable, exchange_all
-from torchrec_recstore.store.parts import STAMPS
+from torchrec_recstore.store.parts import STAMPS, zero_states
 from torchrec_recstore.store.state import STATE_KEYS
 
 
@@ -259,40 +259,47 @@ class _SavedTable:
         Raises:
             ValueError: The ids of the optimizer state and of the weights differ, or an id occurs several times.
         """
-        pairs = [(shard.table, replace(shard, table=shard.table.empty_copy())) for shard in self._state.shards]
-        columns = self._tensors.read({key: stored for key, stored in self._states.items() if key == "columns"})
+        pairs = [(shard, shard.table.empty_copy()) for shard in self._state.shards]
         state = TableState.from_tensors(self._tensors.read({k: v for k, v in self._states.items() if k in STATE_KEYS}))
-        for _, fresh in pairs:
-            fresh.table.set_state(state.owned(fresh.owned))
-        inserted = [0] * len(pairs)
-        for rows, states in self._pieces() if pairs else ():
-            for number, (_, fresh) in enumerate(pairs):
-                inserted[number] += _insert(fresh, rows["weight_id"], rows["weight"])
-                if states:
-                    fresh.table.write(self._state.part_of(fresh, {**states, **columns}))
-        for count, (_, fresh) in zip(inserted, pairs, strict=True):
-            if held_rows(fresh.table) not in (None, count):
+        for shard, fresh in pairs:
+            fresh.set_state(state.owned(shard.owned))
+        written = [0] * len(pairs)
+        for parts in self._parts() if pairs else ():
+            for number, (shard, fresh) in enumerate(pairs):
+                mine = owned_positions(shard, parts[0].ids)
+                covering = [part for part in parts if part.columns.start < fresh.columns.stop]
+                covering = [part for part in covering if fresh.columns.start < part.columns.stop]
+                fresh.write(Part.joined([part.take(mine) for part in covering], fresh.columns))
+                written[number] += len(mine)
+        for count, (_, fresh) in zip(written, pairs, strict=True):
+            if held_rows(fresh) not in (None, count):
                 raise ValueError(f"table {self._state.name!r}: the checkpoint has an id several times")
-        return [(table, fresh.table) for table, fresh in pairs]
+        return [(shard.table, fresh) for shard, fresh in pairs]
 
-    def _pieces(self) -> Iterator[tuple[dict[str, Tensor], dict[str, Tensor]]]:
-        wanted = ("id", *STAMPS, *state_names(self._state.optimizer))
-        states = {key: stored for key, stored in self._states.items() if key in wanted}
-        for part in self._tensors.row_ranges(self._weights.get("weight_id", self._weights["weight"])):
-            rows, its_states = self._tensors.read(self._weights, part), self._tensors.read(states, part)
-            rows.setdefault("weight_id", torch.arange(part.start, part.stop))
-            if its_states and not torch.equal(its_states["id"], rows["weight_id"]):
+    def _parts(self) -> Iterator[list[Part]]:
+        """Yields the rows piece by piece: for each column shard that was saved, a part with the same ids."""
+        kinds = state_names(self._state.optimizer)
+        states = {key: stored for key, stored in self._states.items() if key in ("id", *STAMPS, *kinds)}
+        starts = [0]
+        if states:
+            starts = self._tensors.read({"columns": self._states["columns"]})["columns"].tolist()
+        columns = [range(first, last) for first, last in pairwise([*starts, self._state.dim])]
+        for piece in self._tensors.row_ranges(self._weights.get("weight_id", self._weights["weight"])):
+            rows, its_states = self._tensors.read(self._weights, piece), self._tensors.read(states, piece)
+            ids = rows.get("weight_id", torch.arange(piece.start, piece.stop))
+            if its_states and not torch.equal(its_states["id"], ids):
                 what = f"table {self._state.name!r}"
                 raise ValueError(f"{what}: the optimizer state in the checkpoint is of other ids than the weights")
-            yield rows, its_states
+            if not states:  # one column shard, whose state starts at zero
+                its_states = zero_states(self._state.optimizer, len(ids), self._state.dim)
+            yield [self._part(ids, number, each, rows["weight"], its_states) for number, each in enumerate(columns)]
 
-
-def _insert(shard: LocalShard, ids: Tensor, weights: Tensor) -> int:
-    """Inserts the rows that belong to the shard, and returns their number."""
-    owned = owned_positions(shard, ids)
-    columns = shard.table.columns
-    shard.table.insert_all(ids[owned], weights[owned, columns.start : columns.stop].to(torch.float32))
-    return len(owned)
+    def _part(self, ids: Tensor, number: int, columns: range, weight: Tensor, states: Mapping[str, Tensor]) -> Part:
+        cut = slice(columns.start, columns.stop)
+        rows = {"weight": weight[:, cut].to(torch.float32), **{name: states[name] for name in STAMPS}}
+        for name, kind in state_names(self._state.optimizer).items():
+            rows[name] = states[name][:, cut] if kind == "element" else states[name].view(len(ids), -1)[:, number]
+        return Part(ids, columns, rows)
 
 
 def _prefix(

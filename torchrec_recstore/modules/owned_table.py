@@ -14,7 +14,7 @@ from torch import Tensor
 from torchrec_recstore.optim import state_names
 from torchrec_recstore.options import is_shared
 from torchrec_recstore.store import Part, Table, TableState
-from torchrec_recstore.store.parts import STAMPS
+from torchrec_recstore.store.parts import STAMPS, zero_states
 from torchrec_recstore.store.state import STATE_KEYS
 
 
@@ -53,14 +53,11 @@ class OwnedTable:
             )
         fresh = OwnedTable(arguments)
         new = fresh.table
-        kinds = state_names(new.optimizer)
 
         def converted(part: Part) -> Part:
-            n = len(part)
-            zeros = {name: torch.zeros((n, new.dim) if kind == "element" else (n,)) for name, kind in kinds.items()}
-            kept = part.rows if keeps_state else {}
-            states = {name: kept.get(name, zeros[name]) for name in kinds}
-            return replace(part, rows={**{name: part.rows[name] for name in ("weight", *STAMPS)}, **states})
+            zeros = zero_states(new.optimizer, len(part), new.dim)
+            kept = ("weight", *zeros) if keeps_state else ("weight", *STAMPS)
+            return replace(part, rows={**zeros, **{name: part.rows[name] for name in kept if name in part.rows}})
 
         _copy(old, new, converted)
         return fresh

@@ -192,6 +192,13 @@ def rows_in(size: int, dim: int, dtype: torch.dtype, optimizer: Optimizer) -> in
     return max(1, size // row)
 
 
+def zero_states(optimizer: Optimizer, rows: int, columns: int) -> dict[str, Tensor]:
+    """Returns the states and the stamps of rows that have never been updated or looked up."""
+    kinds = state_names(optimizer).items()
+    states = {name: torch.zeros((rows, columns) if kind == "element" else (rows,)) for name, kind in kinds}
+    return {**states, **{name: torch.zeros(rows, dtype=torch.int64) for name in STAMPS}}
+
+
 def column_weighted_mean(states: Sequence[Tensor], widths: Sequence[int]) -> Tensor:
     """Returns the mean of the row-wise states of several column shards, weighted by their numbers of columns.
 
