@@ -209,8 +209,8 @@ BOUNDS = [
     ),
     Mutation(
         f"{CSRC}/sightings.cpp",
-        "return std::min(255, *find(0, id).count + *find(1, id).count);",
-        "return *find(present_, id).count;",
+        "int64_t Sightings::count(int64_t id) const { return std::min(255, *find(0, id).count + *find(1, id).count); }",
+        "int64_t Sightings::count(int64_t id) const { return *find(present_, id).count; }",
         ["tests/store/test_admission.py::test_no_recent_sighting_is_missed"],
         "Admission forgets all sightings at the end of a generation.",
     ),

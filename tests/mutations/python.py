@@ -57,7 +57,7 @@ CHECKPOINTS = [
     ),
     Mutation(
         f"{PACKAGE}/checkpoint/reader.py",
-        "_remove_rows(table, contents, info)",
+        "_remove_rows(table, info.tables[name], info)",
         "pass",
         ["tests/checkpoint/test_checkpoint.py::test_deltas_hold_what_changed_and_chains_load"],
         "Rows that were removed before a delta was saved come back when the delta is loaded.",
@@ -109,8 +109,8 @@ SERVICE = [
     ),
     Mutation(
         f"{PACKAGE}/sharders/reset.py",
-        "replace(table.state(), optimizer_steps=0, sightings=None)",
-        "replace(table.state(), steps=0, optimizer_steps=0, sightings=None)",
+        "pairs[-1][1].set_state(replace(table.state(), optimizer_steps=0, sightings=None))",
+        "pairs[-1][1].set_state(replace(table.state(), steps=0, optimizer_steps=0, sightings=None))",
         ["tests/sharders/test_reset.py::test_tables_are_as_new_and_the_dense_part_stays"],
         "reset_rows sets the clock of the tables back.",
     ),
