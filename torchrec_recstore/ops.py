@@ -472,3 +472,8 @@ def buffer_pool_bytes() -> tuple[int, int, int]:
 def instruction_set() -> str:
     """Returns the instruction set of the loops over rows: ``"baseline"``, ``"avx2"`` or ``"avx512"``."""
     return cast(str, _ops.instruction_set())
+
+
+def concatenated(tensors: Sequence[Tensor]) -> Tensor:
+    """Returns tensors one after the other. A single tensor is returned itself, without a copy."""
+    return tensors[0] if len(tensors) == 1 else torch.cat(list(tensors))

@@ -9,13 +9,12 @@ from pathlib import Path
 from typing import NoReturn
 
 import pytest
-import torch
 from torchrec.distributed import DistributedModelParallel
 
 from tests.checkpoint import models
 from torchrec_recstore import export_dense_weights, reshard, save_checkpoint
 from torchrec_recstore.sharders import moving
-from torchrec_recstore.store import Table
+from torchrec_recstore.store import Part, Table
 
 from .workers import run_on_ranks
 
@@ -42,15 +41,15 @@ def no_memory_on_one_rank(rank: int, world_size: int, *, path: str) -> None:
     model, other = models.recstore("table_wise"), models.recstore("row_wise")
     models.train(model)
     moving._MESSAGE_BYTES = 1  # type: ignore[attr-defined]  # one row a round, so that rows have moved before the error
-    write, calls = moving.write_joined, []
+    write, calls = Table.write, []
 
-    def failing(table: Table, ids: torch.Tensor, rows: dict[str, torch.Tensor]) -> None:
-        calls.append(len(ids))
+    def failing(table: Table, part: Part) -> None:
+        calls.append(len(part))
         if rank == 1 and len(calls) == 5:
             raise MemoryError("no memory on rank 1")
-        write(table, ids, rows)
+        write(table, part)
 
-    moving.write_joined = failing  # type: ignore[attr-defined]
+    Table.write = failing  # type: ignore[method-assign]
     with pytest.raises(MemoryError, match="no memory on rank 1"):
         reshard(model, other.plan)
     with pytest.raises(RuntimeError, match=f"{LOST} with MemoryError: no memory on rank 1: start the job again"):
@@ -62,15 +61,15 @@ def a_rank_dies(rank: int, world_size: int, *, path: str) -> None:
     model, other = models.recstore("table_wise"), models.recstore("row_wise")
     models.train(model)
     moving._MESSAGE_BYTES = 1  # type: ignore[attr-defined]
-    write, calls = moving.write_joined, []
+    write, calls = Table.write, []
 
-    def dying(table: Table, ids: torch.Tensor, rows: dict[str, torch.Tensor]) -> None:
-        calls.append(len(ids))
+    def dying(table: Table, part: Part) -> None:
+        calls.append(len(part))
         if rank == world_size - 1 and len(calls) == 3:
             os._exit(0)  # As SIGKILL does, but the runner of these tests accepts only the status 0.
-        write(table, ids, rows)
+        write(table, part)
 
-    moving.write_joined = dying  # type: ignore[attr-defined]
+    Table.write = dying  # type: ignore[method-assign]
     with pytest.raises(RuntimeError, match="a rank of the job has died"):
         reshard(model, other.plan)
     with pytest.raises(RuntimeError, match=f"{LOST} with RuntimeError: a rank of the job has died"):

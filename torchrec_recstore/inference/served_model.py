@@ -92,7 +92,7 @@ def side_by_side(pooled: Tensor, features: int) -> Tensor:
     return pooled.view(features, bags, pooled.shape[1]).transpose(0, 1).reshape(bags, features * pooled.shape[1])
 
 
-def _joined(parts: list[Tensor]) -> Tensor:
+def _concatenated(parts: list[Tensor]) -> Tensor:
     return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
@@ -129,11 +129,11 @@ class ServedEmbeddingBagCollection(nn.Module):
         outputs: list[Tensor] = []
         for number, table in enumerate(self.tables):
             names = self._features[number]
-            values = _joined([by_name[name].values() for name in names])
-            lengths = _joined([by_name[name].lengths() for name in names])
+            values = _concatenated([by_name[name].values() for name in names])
+            lengths = _concatenated([by_name[name].lengths() for name in names])
             weights: Tensor | None = None
             if self._weighted:
-                weights = _joined([by_name[name].weights() for name in names])
+                weights = _concatenated([by_name[name].weights() for name in names])
             pooled = table.pooled(values, lengths, weights, self._means[number])  # type: ignore[operator]
             outputs.append(side_by_side(pooled, len(names)))
         return KeyedTensor(keys=self._keys, length_per_key=self._dims, values=torch.cat(outputs, dim=1))

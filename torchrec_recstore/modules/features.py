@@ -12,6 +12,7 @@ from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 
 from torchrec_recstore.kernels.device_copies import to_host, weights_to_host
 from torchrec_recstore.modules.lookups import Bags
+from torchrec_recstore.ops import concatenated
 
 
 class Features:
@@ -52,7 +53,7 @@ class Features:
     def ids(self, names: Sequence[str]) -> Tensor:
         """Returns the ids of features, (N,) int64, on the CPU, feature by feature."""
         whole = self._has_all(names)
-        ids: Tensor = self.given.values() if whole else _joined([self.jagged[name].values() for name in names])
+        ids: Tensor = self.given.values() if whole else concatenated([self.jagged[name].values() for name in names])
         return ids.to(torch.int64)
 
     def bags(self, names: Sequence[str]) -> tuple[Bags, list[int] | None]:
@@ -73,15 +74,11 @@ class Features:
         most = max(counts)
         padded = torch.cat([F.pad(some, (0, most - count)) for some, count in zip(lengths, counts, strict=True)])
         offsets = F.pad(padded.cumsum(0), (1, 0))
-        weights = _joined([part.weights() for part in parts]) if self._is_weighted else None
+        weights = concatenated([part.weights() for part in parts]) if self._is_weighted else None
         return Bags(self.ids(names), offsets, _float(weights)), counts if varies else None
 
     def _has_all(self, names: Sequence[str]) -> bool:
         return list(names) == list(self.given.keys())
-
-
-def _joined(parts: list[Tensor]) -> Tensor:
-    return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
 def _float(weights: Tensor | None) -> Tensor | None:

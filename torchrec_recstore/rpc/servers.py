@@ -118,7 +118,7 @@ class ServerSet:
             for begin, n, width in zip(begins, counts, row_bytes, strict=True)
         ]
         zeros = [read.missing == "zeros" for read in reads]
-        ids = _joined([read.ids for read in reads])
+        ids = ops.concatenated([read.ids for read in reads])
         parts = self._parts([read.table for read in reads], ids, counts, rows, zeros=zeros)
         self._read(reads[0].table, lambda connection: connection.pull(parts[connection]))
         return [each.view(dtype).view(-1, columns) for each, (columns, dtype) in zip(rows, shapes, strict=True)]
@@ -144,7 +144,7 @@ class ServerSet:
     def _update_together(self, updates: Sequence[RowUpdate]) -> None:
         parts = self._parts(
             [update.table for update in updates],
-            _joined([update.ids for update in updates]),
+            ops.concatenated([update.ids for update in updates]),
             [len(update.ids) for update in updates],
             [bytes_of_rows(update.grads.detach().contiguous()) for update in updates],
             learning_rates=[update.learning_rate for update in updates],
@@ -482,10 +482,6 @@ def _splits(rows: Tensor, row_bytes: int) -> Sequence[Tensor]:
 
 def _write_file(connection: Connection, piece: pb.WriteFileRequest) -> None:
     connection.write_file(piece)
-
-
-def _joined(ids: Sequence[Tensor]) -> Tensor:
-    return ids[0] if len(ids) == 1 else torch.cat(list(ids))
 
 
 def _close(connections: Sequence[Connection], threads: ThreadPoolExecutor, process: int) -> None:

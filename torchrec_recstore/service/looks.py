@@ -49,7 +49,7 @@ def top_rows_of_servers(servers: ServerSet, table: str, by: By, count: int) -> T
     Raises:
         ServiceError: A server cannot be reached, or there is no such table.
     """
-    ids, columns, replies = _joined(servers.look(table, by, count))
+    ids, columns, replies = _of_all_servers(servers.look(table, by, count))
     order = descending(columns[by].double(), ids)[:count]
     return TopRows(
         rows=sum(reply.rows for reply in replies),
@@ -75,13 +75,13 @@ def neighbours_on_servers(servers: ServerSet, id: int, table: str, metric: Metri
     if not found.any():
         raise ValueError(f"id {id} has no row in table {table!r}")
     row = rows.view(dtype).float().contiguous()
-    ids, columns, _ = _joined(servers.look(table, metric, count, to_bytes(row), id))
+    ids, columns, _ = _of_all_servers(servers.look(table, metric, count, to_bytes(row), id))
     near = columns[metric]
     order = descending(near.double() if metric != "l2" else -near.double(), ids)[:count]
     return ids[order], near[order]
 
 
-def _joined(replies: Sequence[pb.LookReply]) -> tuple[Tensor, dict[str, Tensor], Sequence[pb.LookReply]]:
+def _of_all_servers(replies: Sequence[pb.LookReply]) -> tuple[Tensor, dict[str, Tensor], Sequence[pb.LookReply]]:
     ids = torch.cat([_numbers(reply.ids, torch.int64) for reply in replies])
     columns = {
         name: torch.cat([_numbers(reply.columns[name], _DTYPES.get(name, torch.float32)) for reply in replies])

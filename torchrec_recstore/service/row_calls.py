@@ -179,7 +179,7 @@ class RowCalls:
             except StopIteration:
                 break
             parts = fields(request)
-        deleted = self.apply(header, specs, *(_joined(array) for array in arrays.values()))
+        deleted = self.apply(header, specs, *(_in_one_piece(array) for array in arrays.values()))
         reply: bytes = pb.WriteReply(deleted=deleted).SerializeToString()
         return reply
 
@@ -359,7 +359,7 @@ def _filled(part: PartRead) -> bytes:
     return message
 
 
-def _joined(parts: list[Tensor]) -> Tensor:
+def _in_one_piece(parts: list[Tensor]) -> Tensor:
     """Returns parts, (size,) uint8, one after the other in memory that is aligned and does not depend on messages."""
     size = sum(map(len, parts))
     joined = ops.rows_empty(1, size)[0]
