@@ -260,6 +260,7 @@ def checkpoints(device: torch.device) -> Found:
     state = {
         name: each.local_shards()[0].tensor if each.local_shards() else None
         for name, each in fresh.state_dict().items()
+        if not name.endswith(".weight_rows")
     }
     return {"read": read, "state": host(state), "stats": {k: v.rows for k, v in table_stats(fresh).items()}}
 

@@ -16,6 +16,7 @@ from torch import Tensor
 from torchrec_recstore import load_checkpoint
 from torchrec_recstore.checkpoint import load_distributed_checkpoint
 from torchrec_recstore.checkpoint.info import read_chain
+from torchrec_recstore.checkpoint.blocks import saved_state
 from torchrec_recstore.checkpoint.reader import load_rows
 from torchrec_recstore.inference import (
     export_delta,
@@ -88,7 +89,10 @@ def test_checkpoints_load_to_the_bit(name: str) -> None:
     admits = [table for table in tables if table.options.admission is not None]
     assert len(admits) == sum(len(saved.columns) for saved in chain[-1].tables.values() if saved.sightings)
     for table in admits:
-        assert table.sightings()[1] == max(counted.taken for counted in chain[-1].tables[table.name].sightings) > 0
+        sightings, saved_sightings = table.state().sightings, saved_state(chain[-1], table.name).sightings
+        assert sightings is not None
+        assert saved_sightings is not None
+        assert len(sightings.ids) == len(saved_sightings.ids) > 0
 
 
 def test_rows_expire_at_the_times_of_the_checkpoint() -> None:

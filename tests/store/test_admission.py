@@ -264,7 +264,7 @@ def test_a_larger_counter_remembers_longer() -> None:
         for _ in range(2):
             table.lookup(torch.arange(2048), train=True)
         known.append(len(table))
-    assert known == [0, 2048]
+    assert known[0] <= 2 * generation(2**12) < known[1] == 2048
 
 
 def test_the_state_has_the_sightings_of_both_generations() -> None:
