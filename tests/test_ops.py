@@ -82,7 +82,7 @@ def _looked_up() -> tuple[int, torch.Tensor]:
 
 
 CASES: dict[str, Any] = {
-    "table_create": lambda: ("t", 0, 4, 0, False, 0, -1.0, 1.0, 0.0, 2, [1e-8] + [0.0] * 14, 0, False, 0, [0] * 8),
+    "table_create": lambda: ("t", 0, 4, 0, False, 0, -1.0, 1.0, 0.0, 2, [1e-8] + [0.0] * 14, 0, False, 0, [0] * 9),
     "table_destroy": lambda: (ops.table_create("t", range(4), 0, "zeros", ops.ConstantInit(0.0), ops.SGD()),),
     "table_lookup": lambda: (_table(), IDS, True),
     "table_read": lambda: (_table_of(IDS), IDS, torch.ones(3, 4)),
@@ -97,8 +97,9 @@ CASES: dict[str, Any] = {
     "table_steps": lambda: (_table(),),
     "table_set_steps": lambda: (_table(), 3),
     "table_times": lambda: (_timed(),),
-    "table_set_times": lambda: (_timed(), [0, 5, 0, 1, 4]),
-    "table_set_time": lambda: (_timed(), 10, True),
+    "table_set_times": lambda: (_timed(), [0, 5, 0, 0, 0, 0, 0, 1, 4]),
+    "table_set_time": lambda: (_timed(), [10]),
+    "table_follow_time": lambda: (_timed(), 10),
     "table_export": lambda: (_table_of(IDS), IDS),
     "table_import": lambda: (_table(), IDS, *ops.table_export(_table_of(IDS), IDS)),
     "table_exchange_rows": lambda: (_table(), _table()),
@@ -292,41 +293,41 @@ def test_native_checks_do_not_rely_on_the_wrappers() -> None:
         (lambda: native.rows_update([group, group], [IDS, IDS], [ROWS, ROWS], [0.1, 0.1]), "different tables"),
         (lambda: native.table_insert(table, IDS, torch.ones(3, 5)), "weights"),
         (
-            lambda: native.table_create("t", 4, 4, 0, False, 0, 0.0, 0.0, 0.0, 0, [0.0] * 15, 0, False, 0, [0] * 8),
+            lambda: native.table_create("t", 4, 4, 0, False, 0, 0.0, 0.0, 0.0, 0, [0.0] * 15, 0, False, 0, [0] * 9),
             "columns",
         ),
         (
-            lambda: native.table_create("t", 0, 4, 0, False, 9, 0.0, 0.0, 0.0, 0, [0.0] * 15, 0, False, 0, [0] * 8),
+            lambda: native.table_create("t", 0, 4, 0, False, 9, 0.0, 0.0, 0.0, 0, [0.0] * 15, 0, False, 0, [0] * 9),
             "init",
         ),
         (
-            lambda: native.table_create("t", 0, 4, 0, False, 0, 0.0, 0.0, 0.0, 10, [0.0] * 15, 0, False, 0, [0] * 8),
+            lambda: native.table_create("t", 0, 4, 0, False, 0, 0.0, 0.0, 0.0, 10, [0.0] * 15, 0, False, 0, [0] * 9),
             "optimizer must",
         ),
         (
-            lambda: native.table_create("t", 0, 4, 0, False, 0, 0.0, 0.0, 0.0, 0, [0.0] * 3, 0, False, 0, [0] * 8),
+            lambda: native.table_create("t", 0, 4, 0, False, 0, 0.0, 0.0, 0.0, 0, [0.0] * 3, 0, False, 0, [0] * 9),
             "optimizer_numbers",
         ),
         (
-            lambda: native.table_create("t", 0, 4, 0, False, 0, 0.0, 0.0, 0.0, 3, [-1.0] * 15, 0, False, 0, [0] * 8),
+            lambda: native.table_create("t", 0, 4, 0, False, 0, 0.0, 0.0, 0.0, 3, [-1.0] * 15, 0, False, 0, [0] * 9),
             "optimizer_numbers",
         ),
         (
             lambda: native.table_create(
-                "t", 0, 4, 0, False, 0, 0.0, 0.0, 0.0, 3, [0.0] * 4 + [1.0] + [0.0] * 10, 0, False, 0, [0] * 8
+                "t", 0, 4, 0, False, 0, 0.0, 0.0, 0.0, 3, [0.0] * 4 + [1.0] + [0.0] * 10, 0, False, 0, [0] * 9
             ),
             "beta1",
         ),
         (
-            lambda: native.table_create("t", 0, 4, 0, False, 0, 0.0, 0.0, 0.0, 0, [0.0] * 15, 4, False, 0, [0] * 8),
+            lambda: native.table_create("t", 0, 4, 0, False, 0, 0.0, 0.0, 0.0, 0, [0.0] * 15, 4, False, 0, [0] * 9),
             "row_type",
         ),
         (
-            lambda: native.table_create("t", 0, 4, 0, False, 0, 0.0, 0.0, 0.0, 0, [0.0] * 15, 0, False, 2, [0] * 8),
+            lambda: native.table_create("t", 0, 4, 0, False, 0, 0.0, 0.0, 0.0, 0, [0.0] * 15, 0, False, 2, [0] * 9),
             "state_type",
         ),
         (
-            lambda: native.table_create("t", 0, 4, 0, False, 0, 0.0, 0.0, 0.0, 0, [0.0] * 15, 0, False, 0, [-1] * 8),
+            lambda: native.table_create("t", 0, 4, 0, False, 0, 0.0, 0.0, 0.0, 0, [0.0] * 15, 0, False, 0, [-1] * 9),
             "bounds",
         ),
         (lambda: native.table_images(_table_of(IDS), torch.tensor([2])), "id 2 has no row"),
@@ -340,11 +341,13 @@ def test_native_checks_do_not_rely_on_the_wrappers() -> None:
             "already",
         ),
         (lambda: native.table_leaving(_table(), IDS, 3), "max_rows"),
-        (lambda: native.table_set_time(_timed(), -1, True), "time must not be negative"),
+        (lambda: native.table_set_time(_timed(), [3, -1]), "time must not be negative"),
+        (lambda: native.table_set_time(_timed(), []), "times must not be empty"),
+        (lambda: native.table_follow_time(_timed(), -1), "time must not be negative"),
         (lambda: native.table_set_times(_bounded(), [0, 5, 0]), "do not expire after a time"),
         (lambda: native.table_set_times(_timed(), [0, 5]), "times of the table's steps"),
-        (lambda: native.table_set_times(_timed(), [2, 5, 0]), "times of the table's steps"),
-        (lambda: native.table_set_times(_timed(), [1, 5, 0, 3, 4, 2, 5]), "times of the table's steps"),
+        (lambda: native.table_set_times(_timed(), [2, 5, 0, 0, 0, 0, 0]), "times of the table's steps"),
+        (lambda: native.table_set_times(_timed(), [1, 5, 0, 0, 0, 0, 0, 3, 4, 2, 5]), "times of the table's steps"),
         (lambda: native.table_set_sightings(_bounded(), IDS, *torch.ones(2, 1, dtype=torch.uint8)), "shape of ids"),
         (lambda: native.group_read(_group(), IDS, OFFSETS, None, [], []), "one entry for each table"),
         (lambda: native.group_create([table], [0], [0, 0], False), "routings"),

@@ -139,6 +139,7 @@ def _bounds(options: TableOptions) -> list[int]:
         (isinstance(eviction, LFU) and eviction.half_life_steps) or 0,
         (options.expiry and options.expiry.steps) or 0,
         0 if options.expiry is None else options.expiry.microseconds,
+        0 if options.expiry is None else options.expiry.max_jump_microseconds,
         0 if admission is None else admission.count,
         0 if admission is None else admission.counter_bytes,
         int(options.cold_store is not None),
@@ -220,7 +221,8 @@ table_ids = cast(Callable[[int], Tensor], _ops.table_ids.default)
 """(table) -> (rows,) int64: the ids that have a row in memory, in ascending order."""
 
 table_stats = cast(Callable[[int], list[int]], _ops.table_stats.default)
-"""(table) -> rows, bytes, lookups, misses, inserts, updates, steps, refused, evicted, expired, cold hits."""
+"""(table) -> rows, bytes, lookups, misses, inserts, updates, steps, refused, evicted, expired, cold hits,
+refused times."""
 
 table_optimizer_steps = cast(Callable[[int], int], _ops.table_optimizer_steps.default)
 """(table) -> the number of updates so far, which the bias correction of Adam and LAMB uses. Each step is one update."""
@@ -254,9 +256,13 @@ numbers are those of ``WallClock::state`` in csrc/wall_clock.h, and times are mi
 table_set_times = cast(Callable[[int, list[int]], None], _ops.table_set_times.default)
 """(table, numbers). Restores what :data:`table_times` returns."""
 
-table_set_time = cast(Callable[[int, int, bool], None], _ops.table_set_time.default)
-"""(table, microseconds since 1970, whether it is the time of the events). Sets the time by which rows expire. A table
-whose rows do not expire after a time ignores it."""
+table_set_time = cast(Callable[[int, Sequence[int]], list[int]], _ops.table_set_time.default)
+"""(table, times of the events that the ranks know, in microseconds since 1970) -> nothing, or a time that was refused,
+the time of the clock, and the number of refusals. ``WallClock::set`` in csrc/wall_clock.h says which time is taken.
+A table whose rows do not expire after a time ignores them."""
+
+table_follow_time = cast(Callable[[int, int], None], _ops.table_follow_time.default)
+"""(table, microseconds since 1970). Sets the time that is read in place of the system's clock."""
 
 table_is_being_saved = cast(Callable[[int], bool], _ops.table_is_being_saved.default)
 """(table) -> whether the table has a snapshot."""

@@ -31,6 +31,10 @@ def _check_int(owner: str, field: str, value: object, least: int) -> None:
         raise ValueError(f"{owner}.{field} must be less than 2**63")
 
 
+def _microseconds(seconds: float) -> int:
+    return max(1, round(min(seconds, 2.0**42) * 1e6))
+
+
 @dataclass(frozen=True)
 class UniformInit:
     """Initializes the weights of new rows from the uniform distribution over [low, high).
@@ -137,34 +141,52 @@ class Expiry:
             steps later.
         seconds: The time in seconds after which an unused row expires. A training step removes the row at most
             ``seconds / 2`` later, if steps are made at least every ``seconds / 16``.
+        max_jump_s: The longest time in seconds, forward or backward, between the time of the events and the next time
+            that ``set_time`` accepts at once. A time that is further away is refused, unless ten calls in a row agree.
+            A wrong time that is accepted lets rows expire too early by this time at most. Default: None, which means
+            half of ``seconds``.
 
     Raises:
-        TypeError: ``steps`` is not an int, or ``seconds`` is not a number.
-        ValueError: ``steps`` is less than 1, or ``seconds`` is not positive and finite. Or both are given, or neither.
+        TypeError: ``steps`` is not an int, or ``seconds`` or ``max_jump_s`` is not a number.
+        ValueError: ``steps`` is less than 1, or ``seconds`` or ``max_jump_s`` is not positive and finite. Or both
+            ``steps`` and ``seconds`` are given, or neither. Or ``max_jump_s`` is given without ``seconds``.
     """
 
     steps: int | None = None
     seconds: float | None = None
+    max_jump_s: float | None = None
 
     def __post_init__(self) -> None:
         if (self.steps is None) == (self.seconds is None):
             raise ValueError(f"Expiry needs either steps or seconds, got steps={self.steps}, seconds={self.seconds}")
         if self.seconds is None:
             _check_int("Expiry", "steps", self.steps, 1)
-            return
-        if isinstance(self.seconds, bool) or not isinstance(self.seconds, int | float):
-            raise TypeError(f"Expiry.seconds must be a number, got {type(self.seconds).__name__}")
-        _check_finite(self, seconds=self.seconds)
-        if self.seconds <= 0:
-            raise ValueError(f"Expiry.seconds must be positive, got {self.seconds}")
+            if self.max_jump_s is not None:
+                raise ValueError("Expiry.max_jump_s needs seconds: steps are counted, and have no time that can jump")
+        for name in ("seconds", "max_jump_s"):
+            value = getattr(self, name)
+            if value is None:
+                continue
+            if isinstance(value, bool) or not isinstance(value, int | float):
+                raise TypeError(f"Expiry.{name} must be a number, got {type(value).__name__}")
+            _check_finite(self, **{name: value})
+            if value <= 0:
+                raise ValueError(f"Expiry.{name} must be positive, got {value}")
 
     def __repr__(self) -> str:
-        return f"Expiry(steps={self.steps})" if self.seconds is None else f"Expiry(seconds={self.seconds})"
+        return set_fields(self)
 
     @property
     def microseconds(self) -> int:
         """``seconds`` in microseconds, at least 1; 0 without ``seconds``."""
-        return 0 if self.seconds is None else max(1, round(min(self.seconds, 2.0**42) * 1e6))
+        return 0 if self.seconds is None else _microseconds(self.seconds)
+
+    @property
+    def max_jump_microseconds(self) -> int:
+        """``max_jump_s`` or its default in microseconds, at least 1; 0 without ``seconds``."""
+        if self.max_jump_s is not None:
+            return _microseconds(self.max_jump_s)
+        return 0 if self.seconds is None else _microseconds(self.seconds / 2)
 
 
 @dataclass(frozen=True)

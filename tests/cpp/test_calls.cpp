@@ -218,15 +218,16 @@ void ids_that_left_are_listed_since_a_mark() {
 }
 
 void bounds_are_checked() {
-  const Bounds bounds = Bounds::of({100, 2, 30, 40, 0, 5, 64, 1});
+  const Bounds bounds = Bounds::of({100, 2, 30, 40, 0, 0, 5, 64, 1});
   CHECK(bounds.max_rows == 100 && bounds.eviction == Eviction::kLeastFrequent && bounds.half_life == 30 && bounds.expiry == 40);
   CHECK(bounds.min_frequency == 5 && bounds.counter_bytes == 64 && bounds.cold_store);
   for (const std::vector<int64_t>& numbers :
-       {std::vector<int64_t>{0, 0, 0, 0, 0, 0, 0}, {0, 0, 0, 0, 0, 0, 0, 0, 0}, {-1, 0, 0, 0, 0, 0, 0, 0}, {0, 3, 0, 0, 0, 0, 0, 0},
-        {0, 0, int64_t{1} << 32, 0, 0, 0, 0, 0}, {0, 0, 0, 0, 0, 2, 8, 0}, {0, 0, 0, 0, 0, 2, 48, 0}, {0, 0, 0, 5, 5, 0, 0, 0}}) {
+       {std::vector<int64_t>{0, 0, 0, 0, 0, 0, 0, 0}, {0, 0, 0, 0, 0, 0, 0, 0, 0, 0}, {-1, 0, 0, 0, 0, 0, 0, 0, 0}, {0, 3, 0, 0, 0, 0, 0, 0, 0},
+        {0, 0, int64_t{1} << 32, 0, 0, 0, 0, 0, 0}, {0, 0, 0, 0, 0, 0, 2, 8, 0}, {0, 0, 0, 0, 0, 0, 2, 48, 0}, {0, 0, 0, 5, 5, 5, 0, 0, 0},
+        {0, 0, 0, 0, 5, 0, 0, 0, 0}}) {
     CHECK_THROWS(Bounds::of(numbers), InvalidArgument);
   }
-  CHECK(Bounds::of({0, 0, 0, 0, 0, 1, 0, 0}).min_frequency == 1);  // admits every id, so that nothing is counted
+  CHECK(Bounds::of({0, 0, 0, 0, 0, 0, 1, 0, 0}).min_frequency == 1);  // admits every id, so that nothing is counted
 }
 
 void a_polite_reader_uses_no_other_thread() {

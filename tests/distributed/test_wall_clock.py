@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import itertools
+import re
 import tempfile
 import time
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -13,17 +15,41 @@ import torch
 import torch.distributed as dist
 from torchrec import KeyedJaggedTensor
 
-from torchrec_recstore import Expiry, TableOptions, load_checkpoint, read_info, save_checkpoint, set_time, table_stats
+from torchrec_recstore import (
+    Expiry,
+    RecStoreConstraints,
+    RecStoreWarning,
+    TableOptions,
+    load_checkpoint,
+    read_info,
+    save_checkpoint,
+    set_time,
+    table_stats,
+)
 from torchrec_recstore.checkpoint.info import TimesInfo
 from torchrec_recstore.checkpoint.save import async_save
 from torchrec_recstore.sharders import agreed_clock
 from torchrec_recstore.sharders.agreed_clock import AgreedClock
 
-from .test_bounded_tables import COLUMN, GRID, ROW, TABLE, bags, batch_of, build, check_shards, describe, gathered, rows
+from .reference import Case
+from .test_bounded_tables import (
+    COLUMN,
+    GRID,
+    ROW,
+    TABLE,
+    bags,
+    batch_of,
+    build,
+    check_shards,
+    describe,
+    gathered,
+    planned,
+    rows,
+)
 from .test_bounded_tables import train_step as step_of
 from .workers import run_on_ranks
 
-START = 1_700_000_000.0
+START, DAY = 1_700_000_000.0, 86_400.0
 NONE = KeyedJaggedTensor.from_lengths_sync(["t0", "t1"], torch.empty(0, dtype=torch.int64), torch.zeros(2).int())
 
 
@@ -83,7 +109,7 @@ def by_the_system(rank: int, world_size: int, directory: Path) -> None:
                 times = gathered([shard.times() for shard in shards], world_size)
                 ticks = {(each[0], *each[2:]) for of_rank in times for each in of_rank}
                 assert len(ticks) == 1
-                assert all(START <= tick / 1e6 <= START + passed for tick in next(iter(ticks))[3::2])
+                assert all(START <= tick / 1e6 <= START + passed for tick in next(iter(ticks))[7::2])
                 of_ranks = gathered([describe(shard) for shard in shards], world_size)
                 check_shards(of_ranks, COLUMN, table_stats(model)["t"])
         assert table_stats(model)["t"].expired > 50
@@ -103,6 +129,57 @@ def by_the_system(rank: int, world_size: int, directory: Path) -> None:
     assert table_stats(wide)["t"].rows == 0
 
 
+def one_bad_rank(rank: int, world_size: int, directory: Path) -> None:
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always", RecStoreWarning)
+        names = with_one_bad_rank(rank, world_size, directory)
+    found = [re.match(r"table '(\w)': set_time has refused the time .* \((\d+) refused", str(w.message)) for w in told]
+    # Both of the models warn. 't' has its tenth refusal after the jump.
+    wanted = sorted([(name, "1") for name in names] + [("t", "10")] * ("t" in names))
+    assert sorted(match.groups() for match in found if match) == sorted(2 * wanted)
+
+
+def with_one_bad_rank(rank: int, world_size: int, directory: Path) -> set[str]:
+    """The times of one rank are wrong, and later all times jump. The clocks are the same on all ranks in each step."""
+    constraints = {
+        name: RecStoreConstraints(
+            sharding_types=[kind], options=TableOptions(expiry=Expiry(seconds=6, max_jump_s=max_jump_s))
+        )
+        for name, kind, max_jump_s in (("t", ROW, None), ("u", TABLE, 100.0))
+    }
+    configs = [bags("t"), bags("u")]
+    model, shards = planned(Case(configs).collection(configs, "meta"), constraints, world_size)
+    resumed, fresh = planned(Case(configs).collection(configs, "meta"), constraints, world_size)
+    last = world_size - 1
+    for step in range(60):
+        good = START + step / 2 + 50.0 * (step >= 45)
+        away = {5: -30 * DAY, 20: 30 * DAY, 21: 30 * DAY, 22: 30 * DAY}.get(step, 0.0)
+        batch = KeyedJaggedTensor.concat([batch_of(config, step, rank) for config in configs])
+        for each in (model, resumed):
+            set_time(each, good + (away if rank == last else 0.25))
+            step_of(each, batch)
+        if step in (21, 50):  # The tenth time in a row is still to come.
+            save_checkpoint(resumed, directory / f"refused-{step}")
+            resumed, fresh = planned(Case(configs).collection(configs, "meta"), constraints, world_size)
+            load_checkpoint(resumed, directory / f"refused-{step}")
+        assert [shard.times() for shard in shards] == [shard.times() for shard in fresh]
+        assert all(torch.equal(one.ids(), other.ids()) for one, other in zip(shards, fresh, strict=True))
+        of_ranks = gathered({shard.name: shard.times() for shard in shards}, world_size)
+        for name in constraints:
+            found = {tuple(times[name]) for times in of_ranks if name in times}
+            assert len(found) == 1
+            _, now, _, ahead, *_ = found.pop()
+            stands = name == "t" and 45 <= step < 54
+            if world_size > 1 or step not in (5, 20, 21, 22):
+                # The clock has the latest time. It jumps to the nearest one.
+                latest = 0.25 if world_size > 1 and (step, name) != (54, "t") else 0.0
+                assert (now - ahead) / 1e6 == (START + 44 / 2 if stands else good) + latest, (step, name)
+    stats = table_stats(model)
+    assert {name: each.refused_times for name, each in stats.items()} == {"t": 4 + 9, "u": 4}
+    assert stats["t"].expired > 50
+    return {shard.name for shard in shards}
+
+
 def refused_on_every_rank(rank: int, world_size: int) -> None:
     model, shards = build(bags(), ROW, expiring(60), world_size)
     with pytest.raises(TypeError, match="unix_seconds must be a number, got str"):
@@ -120,6 +197,7 @@ def all_of_it(rank: int, world_size: int) -> None:
     dist.broadcast_object_list(directories)
     by_the_events(rank, world_size, Path(directories[0]))
     by_the_system(rank, world_size, Path(directories[0]))
+    one_bad_rank(rank, world_size, Path(directories[0]))
     refused_on_every_rank(rank, world_size)
 
 
@@ -131,6 +209,7 @@ def test_two_ranks() -> None:
 @pytest.mark.usefixtures("one_rank")
 def test_one_rank(tmp_path: Path) -> None:
     by_the_events(0, 1, tmp_path)
+    one_bad_rank(0, 1, tmp_path)
 
 
 @pytest.mark.usefixtures("one_rank")
@@ -150,7 +229,7 @@ def test_checkpoints_have_times_only_where_rows_expire_by_them(tmp_path: Path) -
         model, shards = build(bags(), TABLE, options, 1)
         load_checkpoint(model, tmp_path / one)
         assert len(shards[0]) > 0
-        assert len(shards[0].times()) == (3 if other == "seconds" else 0)  # the age of the rows counts from the load
+        assert len(shards[0].times()) == (7 if other == "seconds" else 0)  # the age of the rows counts from the load
 
 
 def test_the_exchanges_are_as_rare_as_the_time_allows() -> None:

@@ -194,6 +194,27 @@ BOUNDS = [
         "Rows expire although a step has looked them up at the time of a tick.",
     ),
     Mutation(
+        f"{CSRC}/wall_clock.cpp",
+        "if (distance(time) <= max_jump_) latest = std::max(latest, time);",
+        "latest = std::max(latest, time);",
+        ["tests/store/test_refused_times.py"],
+        "A sample of a wrong time empties the table.",
+    ),
+    Mutation(
+        f"{CSRC}/wall_clock.cpp",
+        "now_ = std::max(now_, event_time);",
+        "now_ = event_time;",
+        ["tests/store/test_refused_times.py"],
+        "The clock goes back with the time of the events, and leaves its ticks in the future.",
+    ),
+    Mutation(
+        f"{CSRC}/wall_clock.cpp",
+        "agreeing_ = agreeing_ > 0 && std::abs(nearest - last_refused_) <= max_jump_ ? agreeing_ + 1 : 1;",
+        "agreeing_ = agreeing_ + 1;",
+        ["tests/store/test_refused_times.py"],
+        "Ten refused times set the clock, although they do not agree.",
+    ),
+    Mutation(
         f"{CSRC}/eviction.cpp",
         "if (rest.contains(slot)) continue;",
         "",

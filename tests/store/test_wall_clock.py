@@ -1,4 +1,7 @@
-"""Expiry after a time: never too early, never too late, the same rows in every run, with and without a cold store."""
+"""Expiry after a time: never too early, never too late, the same rows in every run, with and without a cold store.
+
+Times of the events that are far away from the others are in ``test_refused_times.py``.
+"""
 
 from __future__ import annotations
 
@@ -22,8 +25,9 @@ NONE = torch.empty(0, dtype=torch.int64)
 START = 1_700_000_000.0
 
 
-def timed(seconds: float, **more: Any) -> Table:
-    return Table(4, optimizer=SGD(lr=1.0), options=TableOptions(expiry=Expiry(seconds=seconds), **more))
+def timed(seconds: float, max_jump_s: float | None = None, **more: Any) -> Table:
+    options = TableOptions(expiry=Expiry(seconds=seconds, max_jump_s=max_jump_s), **more)
+    return Table(4, optimizer=SGD(lr=1.0), options=options)
 
 
 @pytest.mark.parametrize("seconds", [0.5, 60, 86400.0])
@@ -47,7 +51,7 @@ def test_rows_leave_when_they_are_old_enough(seconds: float, rows: int) -> None:
 
 
 def test_the_first_step_after_a_pause_removes_the_rows() -> None:
-    table = timed(60)
+    table = timed(60, max_jump_s=10_000)
     for second in range(0, 50, 10):
         table.set_time(START + second)
         table.lookup(torch.tensor([second]), train=True)
@@ -93,8 +97,8 @@ class Model:
 )
 def test_random_times_against_a_model(steps: list[tuple[float, int]], bounded: bool) -> None:
     tables = [
-        timed(40),
-        timed(40, max_rows=30, eviction=LRU(), cold_store=DictStoreOptions()) if bounded else timed(40),
+        timed(40, max_jump_s=40),
+        timed(40, 40, max_rows=30, eviction=LRU(), cold_store=DictStoreOptions()) if bounded else timed(40, 40),
     ]
     model = Model(40)
     now = START
@@ -186,7 +190,7 @@ def test_rows_expire_by_the_clock_of_the_system() -> None:
 
 
 def test_only_training_lookups_count() -> None:
-    table = timed(60)
+    table = timed(60, max_jump_s=10_000)
     table.set_time(START)
     table.lookup(torch.arange(10), train=True)
     table.set_time(START + 10_000)
@@ -199,7 +203,7 @@ def test_a_time_that_goes_back() -> None:
     table = timed(60)
     table.set_time(START)
     table.lookup(torch.arange(3), train=True)
-    table.set_time(START - 1000)  # events out of order
+    table.set_time(START - 20)  # events out of order
     table.lookup(torch.arange(3), train=True)
     table.set_time(START + 30)
     table.lookup(torch.tensor([9]), train=True)
@@ -278,11 +282,12 @@ def test_a_run_that_is_restored_goes_on_as_if_undisturbed(cold: bool) -> None:
 def test_time_passes_while_a_table_is_away() -> None:
     table = timed(60)
     table.lookup(torch.arange(3), train=True)
-    of_events, now, before, *ticks = table.times()
-    assert (of_events, before, len(ticks)) == (0, 0, 2)
+    of_events, now, before, *rest = table.times()
+    refusals, ticks = rest[:4], rest[4:]
+    assert (of_events, before, refusals, len(ticks)) == (0, 0, [0] * 4, 2)
     late = table.empty_copy()
     late.steps = table.steps
-    late.set_times([0, now - 100_000_000, 0, ticks[0], now - 101_000_000])  # saved 100 seconds ago
+    late.set_times([0, now - 100_000_000, 0, *refusals, ticks[0], now - 101_000_000])  # saved 100 seconds ago
     late.write_rows(torch.arange(3), table.read_rows(torch.arange(3)))
     late.lookup(torch.tensor([9]), train=True)
     assert late.ids().tolist() == [9]
@@ -302,7 +307,24 @@ def test_a_step_count_that_is_set_back_expires_nothing_too_early() -> None:
         assert table.contains(torch.arange(100, 110)).all()
 
 
-@pytest.mark.parametrize("damaged", [[1], [0, 5, 0, 3], [3, 5, 0], [1, 5, 0, 3, 9], [1, 9, 0, 3, 5, 3, 6], [0, -2, 0]])
+@pytest.mark.parametrize(
+    "damaged",
+    [
+        [1],
+        [1, 5, 0],
+        [0, 5, 0, 0, 0, 0, 0, 3],
+        [3, 5, 0, 0, 0, 0, 0],
+        [0, -2, 0, 0, 0, 0, 0],
+        [1, -1, 0, 0, 0, 0, 0],
+        [1, 5, 0, 6, 0, 0, 0],
+        [1, 5, 0, -1, 0, 0, 0],
+        [1, 5, 0, 0, -1, 0, 0],
+        [1, 5, 0, 0, 9, 10, 0],
+        [1, 5, 0, 0, 9, 2, -1],
+        [1, 5, 0, 0, 0, 0, 0, 3, 9],
+        [1, 9, 0, 0, 0, 0, 0, 3, 5, 3, 6],
+    ],
+)
 def test_damaged_times(damaged: list[int]) -> None:
     table = timed(60)
     before = table.times()[2:]

@@ -5,7 +5,7 @@
 namespace recstore {
 
 Bounds Bounds::of(const std::vector<int64_t>& numbers) {
-  if (numbers.size() != 8) throw InvalidArgument("bounds must have eight numbers, got " + std::to_string(numbers.size()));
+  if (numbers.size() != 9) throw InvalidArgument("bounds must have nine numbers, got " + std::to_string(numbers.size()));
   for (const int64_t number : numbers) {
     if (number < 0) throw InvalidArgument("bounds must not be negative, got " + std::to_string(number));
   }
@@ -15,12 +15,14 @@ Bounds Bounds::of(const std::vector<int64_t>& numbers) {
   bounds.half_life = numbers[2];
   bounds.expiry = numbers[3];
   bounds.expiry_time = numbers[4];
-  bounds.min_frequency = numbers[5];
-  bounds.counter_bytes = numbers[6];
-  bounds.cold_store = numbers[7] != 0;
+  bounds.max_jump = numbers[5];
+  bounds.min_frequency = numbers[6];
+  bounds.counter_bytes = numbers[7];
+  bounds.cold_store = numbers[8] != 0;
   if (bounds.eviction > Eviction::kLeastFrequent) throw InvalidArgument("eviction must be 0, 1 or 2");
   if (bounds.half_life > int64_t{0xFFFFFFFF}) throw InvalidArgument("half_life must be at most 2**32 - 1");
   if (bounds.expiry > 0 && bounds.expiry_time > 0) throw InvalidArgument("rows expire after steps or after a time, not both");
+  if (bounds.expiry_time > 0 && bounds.max_jump == 0) throw InvalidArgument("rows that expire after a time need a max_jump");
   const bool is_power_of_two = (bounds.counter_bytes & (bounds.counter_bytes - 1)) == 0;
   if (bounds.min_frequency > 1 && (bounds.counter_bytes < 16 || !is_power_of_two)) {
     throw InvalidArgument("counter_bytes must be a power of two, at least 16");

@@ -68,16 +68,18 @@ struct Bounds {
   int64_t half_life = 0;      // steps
   int64_t expiry = 0;         // steps
   int64_t expiry_time = 0;    // microseconds
+  int64_t max_jump = 0;       // microseconds
   int64_t min_frequency = 0;  // sightings of an id that give it a row
   int64_t counter_bytes = 0;  // memory of the counter of sightings
   bool cold_store = false;    // evicted rows move to a cold store: the caller moves them, and no row leaves on its own
 
-  // Makes bounds of the eight numbers above, in their order. Throws InvalidArgument if a number is out of range.
+  // Makes bounds of the nine numbers above, in their order. Throws InvalidArgument if a number is out of range.
   static Bounds of(const std::vector<int64_t>& numbers);
 
   bool operator==(const Bounds& other) const {
     return max_rows == other.max_rows && eviction == other.eviction && half_life == other.half_life && expiry == other.expiry &&
-           expiry_time == other.expiry_time && min_frequency == other.min_frequency && counter_bytes == other.counter_bytes && cold_store == other.cold_store;
+           expiry_time == other.expiry_time && max_jump == other.max_jump && min_frequency == other.min_frequency &&
+           counter_bytes == other.counter_bytes && cold_store == other.cold_store;
   }
   // Whether a new row may be refused, or may evict another row.
   bool limit_new_rows() const { return max_rows > 0 || min_frequency > 0; }

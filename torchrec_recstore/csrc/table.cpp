@@ -31,7 +31,7 @@ Table::Table(TableConfig config)
       image_bytes_(rows_.image_bytes()),
       initializer_(config_),
       cold_filter_(config_.bounds.max_rows) {
-  if (config_.bounds.expiry_time > 0) wall_clock_.emplace(config_.bounds.expiry_time);
+  if (config_.bounds.expiry_time > 0) wall_clock_.emplace(config_.bounds.expiry_time, config_.bounds.max_jump);
   if (config_.bounds.min_frequency > 1) sightings_.emplace(config_.bounds.counter_bytes);
 }
 

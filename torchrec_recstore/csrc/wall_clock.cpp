@@ -2,6 +2,8 @@
 
 #include <algorithm>
 #include <chrono>
+#include <cstdlib>
+#include <limits>
 #include <string>
 #include <utility>
 
@@ -47,14 +49,49 @@ void WallClock::append(Entry entry) noexcept {
   ticks_[entries_++] = entry;
 }
 
-void WallClock::set(int64_t time) {
-  if (!of_events_ && entries_ > 0 && time < ticks_[entries_ - 1].time) {
-    throw InvalidArgument("set_time: the last steps were made at " + std::to_string(ticks_[entries_ - 1].time / 1'000'000) +
-                          " by the system's clock, which is later than " + std::to_string(time / 1'000'000) +
-                          ": call set_time before the first training step");
+std::optional<int64_t> WallClock::set(const std::vector<int64_t>& times) {
+  if (!of_events_) {
+    const int64_t time = *std::max_element(times.begin(), times.end());
+    if (entries_ > 0 && time < ticks_[entries_ - 1].time) {
+      throw InvalidArgument("set_time: the last steps were made at " + std::to_string(ticks_[entries_ - 1].time / 1'000'000) +
+                            " by the system's clock, which is later than " + std::to_string(time / 1'000'000) +
+                            ": call set_time before the first training step");
+    }
+    of_events_ = true;
+    jump(time);
+    return std::nullopt;
   }
-  of_events_ = true;
-  now_ = std::max(now_, time);
+  const int64_t present = event_time();
+  const auto distance = [present](int64_t time) { return std::abs(time - present); };
+  int64_t latest = kUnknown, nearest = times[0], furthest = times[0];
+  for (const int64_t time : times) {
+    if (distance(time) <= max_jump_) latest = std::max(latest, time);
+    if (distance(time) < distance(nearest) || (distance(time) == distance(nearest) && time > nearest)) nearest = time;
+    if (distance(time) > distance(furthest)) furthest = time;
+  }
+  if (latest == kUnknown) {
+    agreeing_ = agreeing_ > 0 && std::abs(nearest - last_refused_) <= max_jump_ ? agreeing_ + 1 : 1;
+    last_refused_ = nearest;
+    if (agreeing_ == kAgreeing) {
+      agreeing_ = 0;
+      jump(nearest);
+      return std::nullopt;
+    }
+  } else {
+    agreeing_ = 0;
+    if (latest > present) {
+      now_ += std::min(latest - present, std::numeric_limits<int64_t>::max() - now_);
+      ahead_ = now_ - latest;
+    }
+  }
+  if (distance(furthest) <= max_jump_) return std::nullopt;
+  ++refused_;
+  return furthest;
+}
+
+void WallClock::jump(int64_t event_time) noexcept {
+  now_ = std::max(now_, event_time);
+  ahead_ = now_ - event_time;
 }
 
 void WallClock::follow(int64_t time) noexcept {
@@ -73,7 +110,7 @@ void WallClock::set_steps(int64_t steps) noexcept {
 }
 
 std::vector<int64_t> WallClock::state() const {
-  std::vector<int64_t> state{of_events_ ? 1 : 0, of_events_ ? now_ : std::max(now_, system_time()), expired_before_};
+  std::vector<int64_t> state{of_events_, of_events_ ? now_ : std::max(now_, system_time()), expired_before_, ahead_, refused_, agreeing_, last_refused_};
   for (size_t i = 0; i < entries_; ++i) state.insert(state.end(), {ticks_[i].step, ticks_[i].time});
   return state;
 }
@@ -82,17 +119,23 @@ void WallClock::restore(const std::vector<int64_t>& state, int64_t steps) {
   const auto check = [](bool holds) {
     if (!holds) throw InvalidArgument("the times of the table's steps are damaged");
   };
-  check(state.size() >= 3 && state.size() % 2 == 1 && state.size() <= 3 + 2 * kMostEntries);
-  check((state[0] == 0 || state[0] == 1) && state[1] >= kUnknown && state[2] >= 0);
-  for (size_t i = 3; i < state.size(); i += 2) {
+  check(state.size() >= kHeader && state.size() % 2 == 1 && state.size() <= kHeader + 2 * kMostEntries);
+  check((state[0] == 0 && state[1] >= kUnknown) || (state[0] == 1 && state[1] >= 0));
+  check(state[2] >= 0 && state[3] >= 0 && state[3] <= std::max<int64_t>(0, state[1]) && state[4] >= 0);
+  check(state[5] >= 0 && state[5] < kAgreeing && state[6] >= 0);
+  for (size_t i = kHeader; i < state.size(); i += 2) {
     check(state[i] >= 0 && state[i + 1] >= 0 && state[i + 1] <= state[1]);
-    check(i == 3 || (state[i] > state[i - 2] && state[i + 1] > state[i - 1]));
+    check(i == kHeader || (state[i] > state[i - 2] && state[i + 1] > state[i - 1]));
   }
   of_events_ = state[0] == 1;
   now_ = state[1];
   expired_before_ = state[2];
+  ahead_ = state[3];
+  refused_ = state[4];
+  agreeing_ = state[5];
+  last_refused_ = state[6];
   entries_ = 0;
-  for (size_t i = 3; i < state.size(); i += 2) append({state[i], state[i + 1]});
+  for (size_t i = kHeader; i < state.size(); i += 2) append({state[i], state[i + 1]});
   set_steps(steps);
   // The system's clock goes on while the table is away, so that the time of the last steps is noted. The clock of the
   // events stops.

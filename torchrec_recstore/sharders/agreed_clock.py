@@ -59,7 +59,7 @@ class AgreedClock:
         now = all_gathered(time.time(), self._env)[0]
         self._pace.plan(now, self._interval)
         for table in self._tables:
-            ops.table_set_time(table.handle, round(now * 1e6), False)
+            ops.table_follow_time(table.handle, round(now * 1e6))
 
 
 def _agree(handle: int, anchor: Tensor) -> None:

@@ -9,6 +9,7 @@ from torchrec_recstore.sharders.gather import all_gathered, whole_environment
 from torchrec_recstore.sharders.model_tables import tables_of_rank
 from torchrec_recstore.store import Table
 from torchrec_recstore.store.arguments import check_time
+from torchrec_recstore.store.event_time import set_event_time
 
 
 def set_time(model: nn.Module, unix_seconds: float) -> None:
@@ -16,9 +17,18 @@ def set_time(model: nn.Module, unix_seconds: float) -> None:
 
     Without this call, tables read the system's clock; the tables of a sharded model all read that of the first rank.
     From the first call on, training steps are made at the time of the last call. Checkpoints save this, so that a run
-    that is repeated or resumed expires the same rows in the same steps. The time is the latest ``unix_seconds`` of all
-    ranks. It never goes back: a call with an earlier time changes nothing, because events may be slightly out of order.
-    The ranks exchange the time in each call. About ten calls within ``Expiry.seconds`` are enough.
+    that is repeated or resumed expires the same rows in the same steps. The ranks exchange the time in each call. About
+    ten calls within ``Expiry.seconds`` are enough.
+
+    The first call sets the time to the latest ``unix_seconds`` of all ranks. After it, a time that is more than
+    ``Expiry.max_jump_s`` later or earlier than the present one is refused, and the latest of the others counts. If this
+    one is earlier than the present one, the call changes nothing, because events may be slightly out of order.
+    ``TableStats.refused_times`` counts the calls that refuse a time. The first, tenth, hundredth and so on warns.
+
+    If ten calls in a row refuse the times of all ranks and agree, the last of them sets the time, so that neither a
+    pause of the events nor a wrong time stops the expiry. Of each call, the time that is nearest to the present one
+    counts. Calls agree if the time of each is at most ``Expiry.max_jump_s`` away from that of the call before. If the
+    time goes back in this way, no row expires too early: rows age on by the time that passes from then on.
 
     Args:
         model: ``DistributedModelParallel``, or any module that contains sharded modules or eager modules.
@@ -44,17 +54,16 @@ def set_time(model: nn.Module, unix_seconds: float) -> None:
     for _, first, _ in told:
         if first is not None:
             raise first
-    micros, last = max(each for each, _, _ in told), max(each for *_, each in told)
-    if micros < last:
+    latest, last = max(each for each, *_ in told), max(each for *_, each in told)
+    if latest < last:
         raise ValueError(
             f"set_time: the last steps were made at {last / 1e6} by the system's clock, which is later than "
-            f"{micros / 1e6}: call set_time before the first training step"
+            f"{latest / 1e6}: call set_time before the first training step"
         )
-    for table in tables:
-        ops.table_set_time(table.handle, micros, True)
+    set_event_time(tables, [each for each, *_ in told])
 
 
 def _system_time(table: Table) -> int:
     """Returns the time of the table's last tick by the system's clock, in microseconds; 0 without one."""
     times = ops.table_times(table.handle)
-    return times[-1] if len(times) > 3 and not times[0] else 0
+    return times[-1] if len(times) > 7 and not times[0] else 0

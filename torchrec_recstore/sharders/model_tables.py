@@ -234,8 +234,8 @@ def table_stats(model: nn.Module) -> dict[str, TableStats]:
         The statistics by table name, which ``print`` and notebooks show as a table. They are the same on every rank.
         Tables on TorchRec's kernels have no entry. If several collections have tables with the same name, the name is
         the path of the collection in the model, a dot and the table's name. Counts are summed over the ranks. A row
-        that is split by columns counts once, with the bytes of all its columns. ``steps`` is the largest value of the
-        shards.
+        that is split by columns counts once, with the bytes of all its columns. ``steps`` and ``refused_times`` are the
+        largest value of the shards.
     """
     stats = StatsByTable()
     gathered: dict[RecStoreCollection, list[dict[str, list[_Shard]]]] = {}

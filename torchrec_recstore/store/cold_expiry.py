@@ -10,7 +10,7 @@ from torch import Tensor
 from torchrec_recstore import ops
 from torchrec_recstore.options import Expiry
 
-_TIMES = 3  # ops.table_times: the numbers before the steps and times
+_TIMES = 7  # ops.table_times: the numbers before the steps and times
 
 
 class ColdExpiry:

@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 
 from torchrec_recstore.display import html_table, text_table
 
@@ -30,6 +30,7 @@ class TableStats:
         cold_hits: The number of misses that were found in the cold store.
         updates: The number of rows that a backward or ``update`` has changed.
         steps: The number of training lookups.
+        refused_times: The number of calls of ``set_time`` with a time that was refused. See ``Expiry.max_jump_s``.
     """
 
     rows: int = 0
@@ -45,6 +46,7 @@ class TableStats:
     cold_hits: int = 0
     updates: int = 0
     steps: int = 0
+    refused_times: int = 0
 
 
 class StatsByTable(dict[str, TableStats]):
@@ -72,11 +74,12 @@ class StatsByTable(dict[str, TableStats]):
 def combined(shards: Iterable[TableStats]) -> TableStats:
     """Returns the statistics of a table from those of its shards, which hold different rows.
 
-    Each count is the sum over the shards. ``steps`` is the maximum.
+    Each count is the sum over the shards. ``steps`` and ``refused_times`` are the maximum.
 
     Args:
         shards: The statistics of at least one shard.
     """
     shards = list(shards)
     total = {f.name: sum(getattr(stats, f.name) for stats in shards) for f in fields(TableStats)}
-    return replace(TableStats(**total), steps=max(stats.steps for stats in shards))
+    most = {name: max(getattr(stats, name) for stats in shards) for name in ("steps", "refused_times")}
+    return TableStats(**(total | most))

@@ -21,6 +21,7 @@ from torchrec_recstore.store.arguments import (
 )
 from torchrec_recstore.store.cold_store import ColdStoreError
 from torchrec_recstore.store.cold_tier import ColdTier
+from torchrec_recstore.store.event_time import set_event_time
 from torchrec_recstore.store.images import ImageLayout
 from torchrec_recstore.store.memory_tier import MemoryTier, holding
 from torchrec_recstore.store.parts import Part, Parts
@@ -337,7 +338,7 @@ class Table:
         See :func:`torchrec_recstore.set_time`, which does this for the tables of a model and raises the same errors.
         """
         with ops.native_errors(self._who):
-            ops.table_set_time(self.handle, check_time(unix_seconds), True)
+            set_event_time([self], [check_time(unix_seconds)])
 
     @property
     def image_layout(self) -> ImageLayout:
@@ -501,8 +502,8 @@ class Table:
     def stats(self) -> TableStats:
         """Returns the table's statistics: numbers of rows, bytes, hits, misses and so on."""
         with ops.native_errors(self._who):
-            counts = ops.table_stats(self.handle)
-        rows, size, lookups, misses, inserts, updates, steps, refused, evicted, expired, cold_hits = counts
+            told = ops.table_stats(self.handle)
+        rows, size, lookups, misses, inserts, updates, steps, refused, evicted, expired, cold_hits, refused_times = told
         return TableStats(
             rows=rows,
             cold_rows=self.tier.rows,
@@ -517,6 +518,7 @@ class Table:
             cold_hits=cold_hits,
             updates=updates,
             steps=steps,
+            refused_times=refused_times,
         )
 
     def close(self, *, flush: bool = True) -> None:

@@ -118,12 +118,13 @@ Tensor table_ids(int64_t table) {
   return out;
 }
 
-// Returns rows, bytes, lookups, misses, inserts, updates, steps, refused, evicted, expired, cold hits.
+// Returns rows, bytes, lookups, misses, inserts, updates, steps, refused, evicted, expired, cold hits, refused times.
 std::vector<int64_t> table_stats(int64_t table) {
   const LockedTable owner(tables().get(table));
   owner->settle_passes(executor());
   const Counters& c = owner->counters();
-  return {owner->size(), owner->bytes(), c.lookups, c.misses, c.inserts, c.updates, c.steps, c.refused, c.evicted, c.expired, c.cold_hits};
+  const int64_t refused_times = owner->wall_clock() == nullptr ? 0 : owner->wall_clock()->refused();
+  return {owner->size(), owner->bytes(), c.lookups, c.misses, c.inserts, c.updates, c.steps, c.refused, c.evicted, c.expired, c.cold_hits, refused_times};
 }
 
 // Returns what admission has counted: ids (N,) int64, their counts (N,) uint8, and their generations (N,) uint8.
@@ -178,12 +179,27 @@ void table_set_times(int64_t table, std::vector<int64_t> times) {
   owner->wall_clock()->restore(times, owner->clock());
 }
 
-// Sets the time, in microseconds since 1970: the time of the events, or the time that all shards of the table read.
-void table_set_time(int64_t table, int64_t time, bool of_events) {
+void check_time(int64_t time) {
   if (time < 0) throw InvalidArgument("time must not be negative, got " + std::to_string(time));
+}
+
+// Sets the time of the events to one of those that the ranks know, in microseconds since 1970. Returns nothing, or a time
+// that was refused, the time of the clock, and the number of refusals.
+std::vector<int64_t> table_set_time(int64_t table, std::vector<int64_t> times) {
+  if (times.empty()) throw InvalidArgument("times must not be empty");
+  std::for_each(times.begin(), times.end(), check_time);
   const LockedTable owner(tables().get(table));
-  if (owner->wall_clock() == nullptr) return;
-  of_events ? owner->wall_clock()->set(time) : owner->wall_clock()->follow(time);
+  WallClock* clock = owner->wall_clock();
+  if (clock == nullptr) return {};
+  const std::optional<int64_t> refused = clock->set(times);
+  return refused.has_value() ? std::vector<int64_t>{*refused, clock->event_time(), clock->refused()} : std::vector<int64_t>{};
+}
+
+// Sets the time that all shards of the table read, in microseconds since 1970.
+void table_follow_time(int64_t table, int64_t time) {
+  check_time(time);
+  const LockedTable owner(tables().get(table));
+  if (owner->wall_clock() != nullptr) owner->wall_clock()->follow(time);
 }
 
 void table_exchange_rows(int64_t table, int64_t other) {
@@ -220,7 +236,8 @@ STABLE_TORCH_LIBRARY_FRAGMENT(recstore_ops, m) {
   m.def("table_set_steps(int table, int steps) -> ()");
   m.def("table_times(int table) -> int[]");
   m.def("table_set_times(int table, int[] times) -> ()");
-  m.def("table_set_time(int table, int time, bool of_events) -> ()");
+  m.def("table_set_time(int table, int[] times) -> int[]");
+  m.def("table_follow_time(int table, int time) -> ()");
   m.def("table_exchange_rows(int table, int other) -> ()");
 }
 
@@ -238,6 +255,7 @@ STABLE_TORCH_LIBRARY_IMPL(recstore_ops, CompositeExplicitAutograd, m) {
   m.impl("table_times", RECSTORE_OP(table_times));
   m.impl("table_set_times", RECSTORE_OP(table_set_times));
   m.impl("table_set_time", RECSTORE_OP(table_set_time));
+  m.impl("table_follow_time", RECSTORE_OP(table_follow_time));
   m.impl("table_exchange_rows", RECSTORE_OP(table_exchange_rows));
 }
 
