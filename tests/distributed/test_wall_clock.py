@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import re
 import tempfile
-import time
 import warnings
 from pathlib import Path
 from typing import Any
@@ -30,6 +29,7 @@ from torchrec_recstore.checkpoint.info import TimesInfo
 from torchrec_recstore.checkpoint.save import async_save
 from torchrec_recstore.sharders import agreed_clock
 from torchrec_recstore.sharders.agreed_clock import AgreedClock
+from torchrec_recstore.store import Table
 
 from .reference import Case
 from .test_bounded_tables import (
@@ -184,12 +184,11 @@ def refused_on_every_rank(rank: int, world_size: int) -> None:
     model, shards = build(bags(), ROW, expiring(60), world_size)
     with pytest.raises(TypeError, match="unix_seconds must be a number, got str"):
         set_time(model, "now" if rank == 1 else START)  # type: ignore[arg-type]
+    assert not any(times[0] for times in map(Table.times, shards))
     step_of(model, batch_of(bags(), 0, rank))
-    before = [shard.times()[2:] for shard in shards]
-    with pytest.raises(ValueError, match="call set_time before the first training step"):
-        set_time(model, START)
-    assert [shard.times()[2:] for shard in shards] == before
-    set_time(model, time.time() + 1000)
+    set_time(model, START + rank)  # years before the time of the system
+    last = START + world_size - 1
+    assert all((now - ahead) / 1e6 == last for _, now, _, ahead, *_ in map(Table.times, shards))
 
 
 def all_of_it(rank: int, world_size: int) -> None:

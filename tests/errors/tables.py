@@ -30,13 +30,6 @@ def steps_and_seconds() -> None:
     Expiry(steps=1000, seconds=86400)
 
 
-@situation("A time of the events after steps by the system's clock")
-def set_time_too_late() -> None:
-    table = Table(4, options=TableOptions(expiry=Expiry(seconds=86400)), name="t_user")
-    table.lookup(THREE, train=True)
-    table.set_time(1_700_000_000)
-
-
 @situation("A number out of range")
 def no_rows() -> None:
     TableOptions(max_rows=0)

@@ -208,13 +208,23 @@ def test_a_time_that_goes_back() -> None:
     table.set_time(START + 30)
     table.lookup(torch.tensor([9]), train=True)
     assert len(table) == 4
-    by_system = timed(60)
-    by_system.lookup(torch.arange(3), train=True)
-    with pytest.raises(ValueError, match=r"by the system's clock.* call set_time before the first training step"):
-        by_system.set_time(START)
-    by_system.set_time(time.time() + 100)  # a later time is no problem
-    by_system.lookup(NONE, train=True)
-    assert len(by_system) in (0, 3)
+
+
+@pytest.mark.parametrize("tiered", [False, True])
+def test_the_time_of_the_events_may_follow_steps_by_the_systems_clock(tiered: bool) -> None:
+    """It is years earlier than that of the system. Rows age on by the time that passes for the events."""
+    table = timed(60, max_rows=4, eviction=LRU(), cold_store=DictStoreOptions()) if tiered else timed(60)
+    table.lookup(torch.arange(3), train=True)
+    for second in range(0, 100, 10):
+        table.set_time(START + second)
+        table.lookup(torch.arange(3, 6), train=True)
+        assert len(table) == (6 if second <= 70 else 3)
+    late = timed(60)
+    late.lookup(torch.arange(3), train=True)
+    late.set_time(time.time() + 100)
+    late.lookup(NONE, train=True)
+    assert len(late) in (0, 3)
+    table.close()
 
 
 @pytest.mark.parametrize("wrong", ["now", None, True])

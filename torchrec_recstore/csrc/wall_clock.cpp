@@ -4,7 +4,6 @@
 #include <chrono>
 #include <cstdlib>
 #include <limits>
-#include <string>
 #include <utility>
 
 #include "error.h"
@@ -49,16 +48,10 @@ void WallClock::append(Entry entry) noexcept {
   ticks_[entries_++] = entry;
 }
 
-std::optional<int64_t> WallClock::set(const std::vector<int64_t>& times) {
+std::optional<int64_t> WallClock::set(const std::vector<int64_t>& times) noexcept {
   if (!of_events_) {
-    const int64_t time = *std::max_element(times.begin(), times.end());
-    if (entries_ > 0 && time < ticks_[entries_ - 1].time) {
-      throw InvalidArgument("set_time: the last steps were made at " + std::to_string(ticks_[entries_ - 1].time / 1'000'000) +
-                            " by the system's clock, which is later than " + std::to_string(time / 1'000'000) +
-                            ": call set_time before the first training step");
-    }
     of_events_ = true;
-    jump(time);
+    jump(*std::max_element(times.begin(), times.end()));
     return std::nullopt;
   }
   const int64_t present = event_time();

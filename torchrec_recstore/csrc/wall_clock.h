@@ -14,9 +14,10 @@ namespace recstore {
 // The clock reads the system's clock, unless its time is given: by set(), which makes it the clock of the events that
 // the table is trained on, or by follow(), for the shards of a table, which must all read the same time.
 //
-// The time of the events may go back, because a time that was set before may have been wrong. The clock is then ahead of
-// the events, and rows age on by the time that passes for the events. If the time of the events jumps forward again, the
-// clock stands still until they have caught up. Rows therefore never expire too early.
+// The time of the events may be earlier than the clock, because a time that was set before may have been wrong, or the
+// system's clock has timed steps before. The clock is then ahead of the events, and rows age on by the time that passes
+// for the events. If the time of the events jumps forward again, the clock stands still until they have caught up. Rows
+// therefore never expire too early.
 class WallClock {
  public:
   // A new tick, and the step such that a row has expired if its last step is earlier.
@@ -41,9 +42,8 @@ class WallClock {
   // time that is nearest to the present one counts, and it agrees with that of the call before if it is at most max_jump
   // away from it. The first call sets the time to the latest of `times`.
   //
-  // Returns the time that is furthest away, if it was refused. Throws InvalidArgument if the system's clock has timed a
-  // step at a later time.
-  std::optional<int64_t> set(const std::vector<int64_t>& times);
+  // Returns the time that is furthest away, if it was refused.
+  std::optional<int64_t> set(const std::vector<int64_t>& times) noexcept;
   // The time of the events that set() has set last.
   int64_t event_time() const { return now_ - ahead_; }
   // The number of calls of set() that have refused a time.

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from torch import nn
 
-from torchrec_recstore import ops
 from torchrec_recstore.sharders.gather import all_gathered, whole_environment
 from torchrec_recstore.sharders.model_tables import tables_of_rank
-from torchrec_recstore.store import Table
 from torchrec_recstore.store.arguments import check_time
 from torchrec_recstore.store.event_time import set_event_time
 
@@ -28,7 +26,8 @@ def set_time(model: nn.Module, unix_seconds: float) -> None:
     If ten calls in a row refuse the times of all ranks and agree, the last of them sets the time, so that neither a
     pause of the events nor a wrong time stops the expiry. Of each call, the time that is nearest to the present one
     counts. Calls agree if the time of each is at most ``Expiry.max_jump_s`` away from that of the call before. If the
-    time goes back in this way, no row expires too early: rows age on by the time that passes from then on.
+    time goes back in this way, or in the first call because the system's clock is later, no row expires too early: rows
+    age on by the time that passes from then on.
 
     Args:
         model: ``DistributedModelParallel``, or any module that contains sharded modules or eager modules.
@@ -36,9 +35,8 @@ def set_time(model: nn.Module, unix_seconds: float) -> None:
 
     Raises:
         TypeError: ``unix_seconds`` is not a number.
-        ValueError: ``unix_seconds`` is negative or not finite, or the model has tables on servers. Or a table has
-            trained by the system's clock, at a later time. All of these errors are raised on every rank, and no table
-            has changed.
+        ValueError: ``unix_seconds`` is negative or not finite, or the model has tables on servers. All of these errors
+            are raised on every rank, and no table has changed.
     """
     tables = tables_of_rank(
         model,
@@ -50,20 +48,8 @@ def set_time(model: nn.Module, unix_seconds: float) -> None:
         micros = check_time(unix_seconds)
     except (TypeError, ValueError) as refused:
         error = refused
-    told = all_gathered((micros, error, max(map(_system_time, tables), default=0)), whole_environment())
-    for _, first, _ in told:
+    told = all_gathered((micros, error), whole_environment())
+    for _, first in told:
         if first is not None:
             raise first
-    latest, last = max(each for each, *_ in told), max(each for *_, each in told)
-    if latest < last:
-        raise ValueError(
-            f"set_time: the last steps were made at {last / 1e6} by the system's clock, which is later than "
-            f"{latest / 1e6}: call set_time before the first training step"
-        )
-    set_event_time(tables, [each for each, *_ in told])
-
-
-def _system_time(table: Table) -> int:
-    """Returns the time of the table's last tick by the system's clock, in microseconds; 0 without one."""
-    times = ops.table_times(table.handle)
-    return times[-1] if len(times) > 7 and not times[0] else 0
+    set_event_time(tables, [each for each, _ in told])
