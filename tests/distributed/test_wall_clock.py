@@ -25,7 +25,6 @@ from torchrec_recstore import (
     set_time,
     table_stats,
 )
-from torchrec_recstore.checkpoint.info import TimesInfo
 from torchrec_recstore.checkpoint.save import async_save
 from torchrec_recstore.sharders import agreed_clock
 from torchrec_recstore.sharders.agreed_clock import AgreedClock
@@ -73,10 +72,10 @@ def by_the_events(rank: int, world_size: int, directory: Path) -> None:
                 save_checkpoint(resumed, path)
                 resumed, fresh = build(config, sharding_type, expiring(6), world_size)
                 load_checkpoint(resumed, path)
-            times = gathered([shard.times() for shard in shards], world_size)
+            times = gathered([shard.state().times or () for shard in shards], world_size)
             assert len({tuple(each) for of_rank in times for each in of_rank}) == 1
             for one, other in zip(shards, fresh, strict=True):
-                assert one.times() == other.times()
+                assert one.state().times == other.state().times
                 assert torch.equal(one.ids(), other.ids())
                 found = one.read_rows(one.ids()), other.read_rows(other.ids())
                 assert all(torch.equal(found[0][key], found[1][key]) for key in found[0])
@@ -106,7 +105,7 @@ def by_the_system(rank: int, world_size: int, directory: Path) -> None:
             passed += 0.25 if step < 400 else 2.0  # the steps become slower
             step_of(model, batch_of(bags(), step // 50, rank) if step % 50 == 0 else NONE)
             if step % 40 == 7:
-                times = gathered([shard.times() for shard in shards], world_size)
+                times = gathered([shard.state().times or () for shard in shards], world_size)
                 ticks = {(each[0], *each[2:]) for of_rank in times for each in of_rank}
                 assert len(ticks) == 1
                 assert all(START <= tick / 1e6 <= START + passed for tick in next(iter(ticks))[7::2])
@@ -162,9 +161,9 @@ def with_one_bad_rank(rank: int, world_size: int, directory: Path) -> set[str]:
             save_checkpoint(resumed, directory / f"refused-{step}")
             resumed, fresh = planned(Case(configs).collection(configs, "meta"), constraints, world_size)
             load_checkpoint(resumed, directory / f"refused-{step}")
-        assert [shard.times() for shard in shards] == [shard.times() for shard in fresh]
+        assert [shard.state().times or () for shard in shards] == [shard.state().times or () for shard in fresh]
         assert all(torch.equal(one.ids(), other.ids()) for one, other in zip(shards, fresh, strict=True))
-        of_ranks = gathered({shard.name: shard.times() for shard in shards}, world_size)
+        of_ranks = gathered({shard.name: shard.state().times or () for shard in shards}, world_size)
         for name in constraints:
             found = {tuple(times[name]) for times in of_ranks if name in times}
             assert len(found) == 1
@@ -218,17 +217,16 @@ def test_checkpoints_have_times_only_where_rows_expire_by_them(tmp_path: Path) -
         set_time(model, START)
         step_of(model, batch_of(bags(), 0, 0))
         async_save(model, tmp_path / name).wait()
-        text = (tmp_path / name / "metadata.json").read_text()
-        assert ('"times"' in text) == ('"seconds"' in text) == (name == "seconds")
-        assert read_info(tmp_path / name).tables["t"].times == (
-            TimesInfo(True, int(START * 1e6), 0, ((1, int(START * 1e6)),)) if name == "seconds" else None
-        )
+        micros = int(START * 1e6)
+        times = (1, micros, 0, 0, 0, 0, 0, 1, micros) if name == "seconds" else None
+        assert read_info(tmp_path / name).tables["t"].times == times
     for one, other in (("steps", "seconds"), ("seconds", "steps")):
         options = expiring(5) if other == "seconds" else TableOptions(expiry=Expiry(5))
         model, shards = build(bags(), TABLE, options, 1)
         load_checkpoint(model, tmp_path / one)
         assert len(shards[0]) > 0
-        assert len(shards[0].times()) == (7 if other == "seconds" else 0)  # the age of the rows counts from the load
+        times = shards[0].state().times or ()  # the age of the rows counts from the load
+        assert len(times) == (7 if other == "seconds" else 0)
 
 
 def test_the_exchanges_are_as_rare_as_the_time_allows() -> None:

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from tests.store.dict_store import DictStoreOptions
 from torchrec_recstore import RecStoreWarning
 from torchrec_recstore.options import LRU, Expiry, RocksDBStore, TableOptions
-from torchrec_recstore.store import Table, write_all
+from torchrec_recstore.store import Table
 from torchrec_recstore.store.stats import StatsByTable, combined
 
 NONE = torch.empty(0, dtype=torch.int64)
@@ -194,10 +194,9 @@ def test_random_times_against_a_model(
 def restored(table: Table) -> Table:
     """Returns a table with the rows, the clocks and the times of another one, as a load makes it."""
     fresh = table.empty_copy()
-    fresh.steps = table.steps
-    fresh.set_times(table.times())
+    fresh.set_state(table.state())
     ids = table.ids()
-    write_all(fresh, ids, table.read_rows(ids))
+    fresh.write(table.part(ids))
     table.close()
     return fresh
 
@@ -212,7 +211,7 @@ def test_a_run_that_is_restored_between_refused_times_goes_on_as_if_undisturbed(
             table.lookup(torch.arange(step, step + 5), train=True)
         if step in (20, 44, 48, 75):
             killed = restored(killed)
-        assert undisturbed.times() == killed.times()
+        assert undisturbed.state().times == killed.state().times
         assert torch.equal(undisturbed.ids(), killed.ids()), step
     assert killed.stats().refused_times == 18
 
@@ -230,7 +229,7 @@ def test_accepted_times_and_times_that_differ_end_a_run() -> None:
         table.set_time(START + MONTH * (-1) ** step)
     assert table.stats().refused_times == 45 + 60
     table.lookup(NONE, train=True)
-    assert table.times()[1] == START * 1e6
+    assert (table.state().times or ())[1] == START * 1e6
 
 
 def test_warnings_name_the_table_and_both_times(recwarn: pytest.WarningsRecorder) -> None:
@@ -276,7 +275,7 @@ def test_the_latest_possible_times() -> None:
         for _ in range(10):
             table.set_time(0.0)
         table.lookup(NONE, train=True)
-    assert table.times()[1] == 2**63 - 1
+    assert (table.state().times or ())[1] == 2**63 - 1
 
 
 def test_bad_bounds() -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 import time
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -19,7 +20,7 @@ from tests.store.dict_store import DictStore, DictStoreOptions
 from torchrec_recstore.kernels import PooledKernel
 from torchrec_recstore.optim import SGD, Adam
 from torchrec_recstore.options import LRU, Expiry, TableOptions
-from torchrec_recstore.store import Table, write_all
+from torchrec_recstore.store import Table
 
 NONE = torch.empty(0, dtype=torch.int64)
 START = 1_700_000_000.0
@@ -150,9 +151,11 @@ def test_cold_rows_expire_in_the_same_step(ascending: bool, monkeypatch: pytest.
             table.update(ids[90:110], torch.ones(len(ids[90:110]), 4))
             table.insert(ids[:10], torch.ones(len(ids[:10]), 4))
             if step == 50:
-                table.steps = 1003  # a load sets the clock like this
+                table.set_state(replace(table.state(), steps=1003, times=None))  # a load sets the clock like this
             if step == 70:
-                table.steps = 1000  # and a load of an older state like this
+                table.set_state(
+                    replace(table.state(), steps=1000, times=None)
+                )  # and a load of an older state like this
     assert tables[0].stats().expired > 100
 
 
@@ -242,8 +245,8 @@ def test_a_time_that_is_none(wrong: float) -> None:
 def test_a_table_without_seconds_ignores_the_time() -> None:
     table = Table(4, options=TableOptions(expiry=Expiry(2)))
     table.set_time(START)
-    assert table.times() == []
-    table.set_times([])
+    assert table.state().times is None
+    table.set_state(replace(table.state(), times=(0, 5, 0)))  # ignored
 
 
 def test_expiry_needs_one_of_the_two() -> None:
@@ -263,10 +266,9 @@ def test_expiry_needs_one_of_the_two() -> None:
 def restored(table: Table) -> Table:
     """Returns a table with the rows, the clocks and the times of another one, as a load makes it."""
     fresh = table.empty_copy()
-    fresh.steps = table.steps
-    fresh.set_times(table.times())
+    fresh.set_state(table.state())
     ids = table.ids()
-    write_all(fresh, ids, table.read_rows(ids))
+    fresh.write(table.part(ids))
     return fresh
 
 
@@ -283,7 +285,7 @@ def test_a_run_that_is_restored_goes_on_as_if_undisturbed(cold: bool) -> None:
             table.lookup(ids, train=True)
         if step % 11 == 0:
             killed = restored(killed)
-        assert undisturbed.times() == killed.times()
+        assert undisturbed.state().times == killed.state().times
         assert torch.equal(undisturbed.ids(), killed.ids()), step
         assert len(undisturbed) == len(killed)
     assert undisturbed.stats().expired > 100
@@ -292,12 +294,12 @@ def test_a_run_that_is_restored_goes_on_as_if_undisturbed(cold: bool) -> None:
 def test_time_passes_while_a_table_is_away() -> None:
     table = timed(60)
     table.lookup(torch.arange(3), train=True)
-    of_events, now, before, *rest = table.times()
+    of_events, now, before, *rest = table.state().times or ()
     refusals, ticks = rest[:4], rest[4:]
     assert (of_events, before, refusals, len(ticks)) == (0, 0, [0] * 4, 2)
     late = table.empty_copy()
-    late.steps = table.steps
-    late.set_times([0, now - 100_000_000, 0, *refusals, ticks[0], now - 101_000_000])  # saved 100 seconds ago
+    times = (0, now - 100_000_000, 0, *refusals, ticks[0], now - 101_000_000)  # saved 100 seconds ago
+    late.set_state(replace(table.state(), times=times))
     late.write_rows(torch.arange(3), table.read_rows(torch.arange(3)))
     late.lookup(torch.tensor([9]), train=True)
     assert late.ids().tolist() == [9]
@@ -308,7 +310,7 @@ def test_a_step_count_that_is_set_back_expires_nothing_too_early() -> None:
     for step in range(20):
         table.set_time(START + 5 * step)
         table.lookup(torch.tensor([step]), train=True)
-    table.steps = 3
+    table.set_state(replace(table.state(), steps=3, times=None))
     table.set_time(START + 101)
     table.lookup(torch.arange(100, 110), train=True)
     for second in range(102, 161, 8):
@@ -337,7 +339,7 @@ def test_a_step_count_that_is_set_back_expires_nothing_too_early() -> None:
 )
 def test_damaged_times(damaged: list[int]) -> None:
     table = timed(60)
-    before = table.times()[2:]
+    before = (table.state().times or ())[2:]
     with pytest.raises(ValueError, match="the times of the table's steps are damaged"):
-        table.set_times(damaged)
-    assert table.times()[2:] == before
+        table.set_state(replace(table.state(), times=tuple(damaged)))
+    assert (table.state().times or ())[2:] == before

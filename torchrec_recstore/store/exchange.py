@@ -26,23 +26,22 @@ def check_applied(tables: Iterable[Table]) -> None:
         ValueError: A kernel with ``accumulation_steps`` keeps the gradients of a table.
     """
     for table in tables:
-        if table.pending_passes:
-            raise ValueError(f"table '{table.name}': {_pending(table)}: call it after a multiple of accumulation_steps")
+        if waiting := len(table.pending_passes):
+            raise ValueError(
+                f"table '{table.name}': the gradients of {waiting} backward passes have not been applied yet: call it "
+                "after a multiple of accumulation_steps"
+            )
 
 
 def warn_of_pending_passes(tables: Iterable[Table]) -> None:
     """Warns that a saved state lacks the gradients that a kernel with ``accumulation_steps`` keeps of a table."""
     for table in tables:
-        if table.pending_passes:
+        if waiting := len(table.pending_passes):
             warn_user(
-                f"table '{table.name}': {_pending(table)}, and are not saved: save after a multiple of "
-                "accumulation_steps"
+                f"table '{table.name}': the gradients of {waiting} backward passes have not been applied yet, and are "
+                "not saved: save after a multiple of accumulation_steps"
             )
             return
-
-
-def _pending(table: Table) -> str:
-    return f"the gradients of {len(table.pending_passes)} backward passes have not been applied yet"
 
 
 def exchange_all(pairs: Iterable[tuple[Table, Table]]) -> None:
