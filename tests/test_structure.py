@@ -15,8 +15,9 @@ MODULES = {
 }
 TREES = {name: ast.parse(path.read_text()) for name, path in MODULES.items()}
 # A module imports from its own layer and from those before it. DESIGN.md, section 2.
-LAYERS = """display utils network threads triples late_updates | optim server_options options option_flags row_types
-    | ops fake_ops encoding | rpc | store | kernels table_parameter quantization table_configs torchrec_seams
+LAYERS = """display utils run_directories network threads triples late_updates
+    | optim server_options options option_flags row_types | ops fake_ops encoding | rpc | store
+    | kernels table_parameter quantization table_configs torchrec_seams
     | modules sharders | planner checkpoint | service inference | doctor | commands cli"""
 LAYER_OF = {room: number for number, layer in enumerate(LAYERS.split("|")) for room in layer.split()}
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 import sys
@@ -40,7 +41,11 @@ def run(work: Callable[[], object]) -> NoReturn:
 
 
 def leave(status: int = 0) -> NoReturn:
-    """Ends the process without a normal shutdown, because gloo's threads abort in about one of ten normal shutdowns."""
+    """Ends the process without a normal shutdown, because gloo's threads abort in about one of ten normal shutdowns.
+
+    The tables of the command are closed before, which removes their cold rows from the disk.
+    """
+    gc.collect()
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(status)

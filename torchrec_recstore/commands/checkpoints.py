@@ -5,16 +5,19 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.filesize import decimal
+from rich.table import Table
 from rich.text import Text
 
 from torchrec_recstore.commands.output import AsJson, errors_in_one_line, in_order, print_json, stdout, table_of
 from torchrec_recstore.commands.progress import progress
 from torchrec_recstore.commands.scripts import missing_in_one_line
+from torchrec_recstore.run_directories import Run, removal, run_directories
 
 if TYPE_CHECKING:
     from torchrec_recstore.checkpoint.compare import CheckpointDifference, Difference
@@ -48,7 +51,7 @@ def inspect(
         Path,
         typer.Argument(
             metavar="PATH",
-            help="Directory of a checkpoint or of the checkpoints of a run, or an exported file.",
+            help="Directory of a checkpoint, of the checkpoints of a run or of cold stores, or an exported file.",
             show_default=False,
         ),
     ],
@@ -58,7 +61,8 @@ def inspect(
     """Show the contents of a checkpoint, of an exported model or of an exported delta, and verify all checksums.
 
     If a checkpoint is a delta, the checkpoints that it is based on are verified too. The checkpoints of a run are
-    listed, and their files are not read.
+    listed, and their files are not read. Cold stores in RocksDB below the directory are listed, with the processes that
+    use them, and with a command that removes those of processes that have ended.
 
     Example: recstore inspect run/step-000001000
 
@@ -70,9 +74,12 @@ def inspect(
     from torchrec_recstore.checkpoint.info import METADATA, read_chain, read_info
 
     with errors_in_one_line():
-        if path.is_dir() and not (path / METADATA).exists() and (inside := list(path.glob(f"*/{METADATA}"))):
-            _print_run(path, sorted((read_info(each.parent) for each in inside), key=lambda each: each.step), as_json)
-            return
+        if path.is_dir() and not (path / METADATA).exists():
+            inside = sorted((read_info(each.parent) for each in path.glob(f"*/{METADATA}")), key=lambda each: each.step)
+            cold = run_directories(path)
+            if inside or cold:
+                _print_run(path, inside, cold, as_json)
+                return
         chain = read_chain(path)
         if verify:
             verify_files(chain)
@@ -84,7 +91,7 @@ def inspect(
     stdout().print(f"checksums       {f'{files} files good' if verify else 'not verified'}", highlight=False)
 
 
-def _print_run(path: Path, checkpoints: Sequence[CheckpointInfo], as_json: bool) -> None:
+def _print_run(path: Path, checkpoints: Sequence[CheckpointInfo], cold: Sequence[Run], as_json: bool) -> None:
     told = [
         {
             "path": str(info.path),
@@ -97,14 +104,28 @@ def _print_run(path: Path, checkpoints: Sequence[CheckpointInfo], as_json: bool)
         for info in checkpoints
     ]
     if as_json:
-        print_json({"path": str(path), "checkpoints": told})
+        stores = [{**asdict(run), "path": str(run.path)} for run in cold]
+        print_json({"path": str(path), "checkpoints": told, "cold_stores": stores})
         return
+    if checkpoints:
+        stdout().print(_table_of_checkpoints(checkpoints, told))
+    if cold:
+        table = table_of(["cold store", "shard", "process", "bytes"])
+        for run in cold:
+            shown = str(run.path.relative_to(path)), run.shard, run.owner or "ended"
+            table.add_row(*map(Text, shown), decimal(run.bytes))
+        stdout().print(table)
+    if command := removal(cold):
+        stdout().print(f"remove those of processes that have ended: {command}", markup=False, soft_wrap=True)
+
+
+def _table_of_checkpoints(checkpoints: Sequence[CheckpointInfo], told: Sequence[dict[str, Any]]) -> Table:
     table = table_of(["checkpoint", "step", "rows", "ranks", "bytes", "delta of"])
     for info, each in zip(checkpoints, told, strict=True):
         numbers = [f"{each[key]:,}" for key in ("step", "rows", "world_size")]
         base = "" if info.base is None else info.base.name
         table.add_row(Text(info.path.name), *numbers, decimal(info.bytes), Text(base))
-    stdout().print(table)
+    return table
 
 
 def _inspect_served_file(path: Path, verify: bool, as_json: bool) -> None:

@@ -21,21 +21,30 @@ def doctor(
     data: Annotated[
         Path, typer.Option(metavar="DIR", help="Directory on the disk for checkpoints and cold rows.")
     ] = Path(),
+    cold_store: Annotated[
+        list[Path] | None,
+        typer.Option(
+            metavar="DIR",
+            help="Path of a cold store in RocksDB, or a directory above it: list the directories that killed processes "
+            "have left there. May be repeated.",
+            show_default=False,
+        ),
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Check the packages and settings of this machine and suggest fixes.
 
     The packages are imported in a separate process, to check that their versions fit each other. Then the processor,
-    the memory and its limits, overcommit, huge pages, threads, open files and the disk are checked. The command changes
-    nothing.
+    the memory and its limits, overcommit, huge pages, threads, open files and the disk are checked, and the cold stores
+    that are named. The command changes nothing.
 
-    Example: recstore doctor --data /ssd/checkpoints
+    Example: recstore doctor --data /ssd/checkpoints --cold-store /ssd/cold
 
     Exit status: 0, or 1 if there is a problem. Warnings do not change the exit status.
     """
     findings = []
     section = ""
-    for section_of, finding in examine(data):
+    for section_of, finding in examine(data, cold_store or ()):
         findings.append((section_of, finding))
         if not as_json:
             if section_of != section:

@@ -5,7 +5,7 @@ This package imports neither torch nor torchrec nor the native extension, becaus
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from torchrec_recstore.doctor.machine import Finding, Machine
@@ -13,6 +13,7 @@ from torchrec_recstore.doctor.machine_checks import (
     address_space,
     available,
     buffers,
+    cold_stores,
     control_group,
     disk,
     huge_pages,
@@ -28,11 +29,12 @@ from torchrec_recstore.doctor.probe import MODULES, probe
 SECTIONS = ("packages", "processor", "memory", "threads", "files")
 
 
-def examine(data: Path) -> Iterator[tuple[str, Finding]]:
+def examine(data: Path, cold: Sequence[Path] = ()) -> Iterator[tuple[str, Finding]]:
     """Checks this machine and the installed packages.
 
     Args:
         data: A directory on the disk for checkpoints and cold rows.
+        cold: Paths of ``RocksDBStore``, or directories above them. Default: none.
 
     Yields:
         The section and the finding of each check, in the order of :data:`SECTIONS`.
@@ -49,3 +51,4 @@ def examine(data: Path) -> Iterator[tuple[str, Finding]]:
         yield "threads", look(machine)
     yield "files", open_files(machine)
     yield "files", disk(data)
+    yield from (("files", cold_stores(folder)) for folder in cold)

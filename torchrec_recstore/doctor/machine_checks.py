@@ -9,6 +9,7 @@ from pathlib import Path
 
 from torchrec_recstore.doctor.machine import UNLIMITED, Finding, Machine, size
 from torchrec_recstore.doctor.probe import Imported
+from torchrec_recstore.run_directories import removal, run_directories
 from torchrec_recstore.threads import MOST_SPINS, SPIN_COUNT, VARIABLES
 
 _FILES = 4096
@@ -52,6 +53,25 @@ def disk(folder: Path) -> Finding:
     if free < _LITTLE_DISK:
         return Finding("disk", "warning", found, "name another disk for checkpoints and cold stores")
     return Finding("disk", "ok", found)
+
+
+def cold_stores(folder: Path) -> Finding:
+    """Checks whether killed processes have left cold rows in RocksDB below a folder."""
+    name = "cold store"
+    try:
+        os.listdir(folder)
+        runs = run_directories(folder)
+    except OSError as error:
+        return Finding(name, "problem", f"{error.filename}: {error.strerror}", "name another folder: --cold-store DIR")
+    sizes = {alive: [run.bytes for run in runs if run.alive is alive] for alive in (True, False)}
+    owners = ", ".join(sorted({run.owner for run in runs if run.alive}))
+    found = f"{os.path.abspath(folder)}: {len(sizes[True])} directories in use ({size(sum(sizes[True]))})"
+    found += f" by {owners}" if owners else ""
+    if not sizes[False]:
+        return Finding(name, "ok", found)
+    found += f", and {len(sizes[False])} of processes that have ended ({size(sum(sizes[False]))}), which the next "
+    found += "process with the same path removes"
+    return Finding(name, "warning", found, removal(runs))
 
 
 def available(machine: Machine) -> Finding:

@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 import ctypes
-import fcntl
 import os
-import re
-import shutil
 import time
 import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
 from functools import cache
 from itertools import islice
 from pathlib import Path
@@ -33,6 +29,7 @@ from rocksdict import (
 from torch import Tensor
 
 from torchrec_recstore.options import RocksDBStore
+from torchrec_recstore.run_directories import RunDirectory
 from torchrec_recstore.store.arguments import check_ids, check_rows
 from torchrec_recstore.store.cold_store import (
     ID_BYTES,
@@ -60,87 +57,7 @@ _HALVED_READ = 128  # a read of this number of rows, or more, is divided between
 # rocksdict 0.3.29 holds the GIL while it writes a batch. Small batches let other threads run in between.
 _WRITE_BYTES = 2**20
 _STALL_PAUSE_S = 0.002
-_RUN = re.compile(r"run-[0-9a-f]{12}")
-_LOCK = "lock"
 _threads: Literal["none", "started", "lost"] = "none"  # RocksDB's background threads in this process
-
-
-class RunDirectory:
-    """The directory of one open store: ``root/<escaped name>/run-<random>``. It is deleted when the store is closed.
-
-    The process that opens the store holds a lock on a file in the directory as long as the process lives. A new
-    directory removes all directories under ``root`` whose process has died, whatever their names, because a later run
-    on fewer ranks would not use these names.
-
-    Args:
-        root: The path of ``RocksDBStore``.
-        name: The name of the shard.
-
-    Raises:
-        OSError: The directory cannot be created or locked.
-    """
-
-    def __init__(self, root: str, name: str) -> None:
-        Path(root).mkdir(parents=True, exist_ok=True)
-        # Only one process works here at a time. Otherwise it could remove a directory that another process has created
-        # and not locked yet.
-        with _locked(Path(root) / _LOCK):
-            _remove_dead(Path(root))
-            self.path = (Path(root) / escaped_name(name) / f"run-{new_run()}").absolute()
-            self.path.mkdir(parents=True)
-            self._root_lock = Path(root).absolute() / _LOCK
-            self._lock = os.open(self.path / _LOCK, os.O_RDWR | os.O_CREAT, 0o644)
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-
-    def remove(self) -> None:
-        """Deletes the directory, and its parent if that is empty. Raises OSError."""
-        try:
-            shutil.rmtree(self.path)
-            # It does not wait for the lock: the garbage collector may run it within __init__, which holds the lock.
-            with suppress(BlockingIOError), _locked(self._root_lock, wait=False):
-                _remove_if_empty(self.path.parent)
-        finally:
-            os.close(self._lock)
-
-
-@contextmanager
-def _locked(path: Path, *, wait: bool = True) -> Iterator[None]:
-    file = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)
-        yield
-    finally:
-        os.close(file)
-
-
-def _remove_dead(root: Path) -> None:
-    for lock in root.glob(f"*/run-*/{_LOCK}"):
-        run = lock.parent
-        if _RUN.fullmatch(run.name) and _is_free(lock):
-            shutil.rmtree(run, ignore_errors=True)  # the next RunDirectory removes the files that could not be removed
-    for directory in root.glob("*/"):
-        _remove_if_empty(directory)
-
-
-def _is_free(lock: Path) -> bool:
-    try:
-        file = os.open(lock, os.O_RDWR)
-    except OSError:  # another process has just removed the file, or the file belongs to another user
-        return False
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:
-        return False
-    finally:
-        os.close(file)
-    return True
-
-
-def _remove_if_empty(directory: Path) -> None:
-    try:
-        directory.rmdir()
-    except OSError:
-        return
 
 
 class RocksDBColdStore:
@@ -174,7 +91,7 @@ class RocksDBColdStore:
         self._db: Rdict | None = None
         leave_to_parent(self)
         try:
-            self._directory: RunDirectory | None = RunDirectory(options.path, name)
+            self._directory: RunDirectory | None = RunDirectory(options.path, escaped_name(name), new_run())
         except OSError as error:
             raise ColdStoreError(f"cold store RocksDBStore({options.path!r}): {error}") from error
         self._path = self._directory.path

@@ -1,0 +1,205 @@
+"""The directories of cold stores in RocksDB, and which of them no process uses. This module imports no torch."""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import re
+import shlex
+import shutil
+import socket
+import weakref
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from urllib.parse import unquote
+
+from torchrec_recstore.utils import warn_user
+
+_RUN = re.compile(r"run-[0-9a-f]{12}")
+_LOCK = "lock"
+_open: weakref.WeakSet[RunDirectory] = weakref.WeakSet()
+
+
+class RunDirectory:
+    """The directory of one open store: ``root/<shard>/run-<number>``. It is deleted when the store is closed.
+
+    The process that opens the store holds a lock on a file in the directory as long as the process lives. A new
+    directory removes all directories under ``root`` whose process has died, whatever their names, because a later run
+    on fewer ranks would not use these names.
+
+    Args:
+        root: The path of ``RocksDBStore``.
+        shard: The name of the shard, as a file name.
+        number: 12 hexadecimal digits that no other directory has.
+
+    Raises:
+        OSError: The directory cannot be created or locked.
+    """
+
+    def __init__(self, root: str, shard: str, number: str) -> None:
+        self._root = Path(root).absolute()
+        self._root.mkdir(parents=True, exist_ok=True)
+        # Only one process works here at a time. Otherwise it could remove a directory that another process has created
+        # and not locked yet.
+        with _locked(self._root):
+            _remove_dead(self._root)
+            self.path = self._root / shard / f"run-{number}"
+            self.path.mkdir(parents=True)
+            self._lock: int | None = os.open(self.path / _LOCK, os.O_RDWR | os.O_CREAT, 0o644)
+            _open.add(self)
+            fcntl.flock(self._lock, fcntl.LOCK_EX)
+            os.write(self._lock, f"{os.getpid()} {socket.gethostname()}".encode())
+
+    def remove(self) -> None:
+        """Deletes the directory, and its parent if that is empty. Does nothing in a forked process. Raises OSError."""
+        lock, self._lock = self._lock, None
+        if lock is None:
+            return
+        try:
+            _delete(self.path)
+            # It does not wait for the lock: the garbage collector may run it within __init__, which holds the lock.
+            with suppress(BlockingIOError), _locked(self._root, fcntl.LOCK_EX | fcntl.LOCK_NB):
+                _remove_if_empty(self.path.parent)
+        finally:
+            os.close(lock)
+
+    def leave(self) -> None:
+        """Closes the lock in a forked process, so that a child which outlives its parent does not hold it."""
+        if self._lock is not None:
+            os.close(self._lock)
+        self._lock = None
+
+
+def _leave_all() -> None:
+    for directory in list(_open):
+        directory.leave()
+
+
+os.register_at_fork(after_in_child=_leave_all)
+
+
+@dataclass(frozen=True)
+class Run:
+    """A directory of a cold store, as :func:`run_directories` finds it.
+
+    Args:
+        path: The directory.
+        shard: The name of the shard.
+        bytes: The size of its files in bytes.
+        alive: Whether a process uses the directory. If not, the process has ended, and nothing needs the rows.
+        pid: The number of the process that uses the directory. None if none does, or if the process is not known.
+        host: The host of this process, on which the number is valid. None if it is not known.
+    """
+
+    path: Path
+    shard: str
+    bytes: int
+    alive: bool
+    pid: int | None = None
+    host: str | None = None
+
+    @property
+    def owner(self) -> str:
+        """A description of the process that uses the directory. Empty if none does."""
+        if not self.alive:
+            return ""
+        return "a process" if self.pid is None else f"process {self.pid} on host {self.host}"
+
+
+def run_directories(folder: str | Path) -> list[Run]:
+    """Returns the directories of all cold stores in RocksDB below a folder, at any depth, in the order of their paths.
+
+    Args:
+        folder: The path of a ``RocksDBStore``, or a directory above it. It need not exist.
+
+    Raises:
+        OSError: The locks of a store cannot be read, because they belong to another user.
+    """
+    found = []
+    for directory, names, files in os.walk(folder):
+        root = Path(directory)
+        names[:] = sorted(name for name in names if not _RUN.fullmatch(name))
+        if _LOCK in files and (runs := _runs(root)):
+            with _locked(root, fcntl.LOCK_SH, os.O_RDONLY):
+                owners = [(run, _owner(run)) for run in runs if run.is_dir()]
+            for run, owner in owners:
+                number, _, host = (owner or "").partition(" ")
+                named = (int(number), host) if number.isdigit() else (None, None)
+                found.append(Run(run, unquote(run.parent.name), _size(run), owner is not None, *named))
+    return found
+
+
+def removal(runs: Sequence[Run]) -> str:
+    """Returns the command that removes the directories that no process uses. Empty if there are none."""
+    dead = [str(run.path) for run in runs if not run.alive]
+    return shlex.join(["rm", "-r", *dead]) if dead else ""
+
+
+def _runs(root: Path) -> list[Path]:
+    return sorted(run for run in root.glob("*/run-*") if _RUN.fullmatch(run.name))
+
+
+@contextmanager
+def _locked(root: Path, how: int = fcntl.LOCK_EX, mode: int = os.O_RDWR | os.O_CREAT) -> Iterator[None]:
+    file = os.open(root / _LOCK, mode, 0o644)
+    try:
+        fcntl.flock(file, how)
+        yield
+    finally:
+        os.close(file)
+
+
+def _owner(run: Path) -> str | None:
+    """Returns what the process that uses a directory has written, or None if no process uses it.
+
+    The caller has locked the root, so that a directory without a lock is not one that is being created.
+    """
+    try:
+        file = os.open(run / _LOCK, os.O_RDONLY)
+    except FileNotFoundError:
+        return None
+    except PermissionError:  # the directory of another user, whose process may live
+        return ""
+    try:
+        fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        return None
+    except OSError:
+        return os.read(file, 1 << 10).decode()
+    finally:
+        os.close(file)
+
+
+def _size(run: Path) -> int:
+    total = 0
+    for directory, _, files in os.walk(run):
+        for file in files:
+            with suppress(OSError):  # RocksDB has just deleted it
+                total += os.stat(os.path.join(directory, file)).st_size
+    return total
+
+
+def _remove_dead(root: Path) -> None:
+    for run in _runs(root):
+        if _owner(run) is None:
+            try:
+                _delete(run)
+            except OSError as error:
+                warn_user(f"{run} is the cold store of a process that has ended, and cannot be removed: {error}")
+    for directory in root.glob("*/"):
+        _remove_if_empty(directory)
+
+
+def _delete(run: Path) -> None:
+    # The lock is deleted last. Without it, another process takes the rest for the directory of a killed process.
+    with suppress(FileNotFoundError):
+        for path in run.iterdir():
+            if path.name != _LOCK:
+                shutil.rmtree(path) if path.is_dir() else path.unlink()
+        shutil.rmtree(run)
+
+
+def _remove_if_empty(directory: Path) -> None:
+    with suppress(OSError):
+        directory.rmdir()
