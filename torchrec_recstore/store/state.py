@@ -81,10 +81,6 @@ class TableState:
             return self
         return replace(self, sightings=self.sightings.take(owned(self.sightings.ids)))
 
-    def without_sightings(self) -> TableState:
-        """Returns the clocks alone."""
-        return replace(self, sightings=None)
-
     def tensors(self) -> dict[str, Tensor]:
         """Returns the state as tensors, of which :meth:`from_tensors` makes it again.
 
