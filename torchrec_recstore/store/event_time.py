@@ -33,9 +33,9 @@ def set_event_time(tables: Iterable[_Table], times: Sequence[int]) -> None:
             time, clock, count = refused
             refusals.setdefault((time, clock, count, table.options.expiry.max_jump_microseconds), set()).add(table.name)
     for (time, clock, count, max_jump), names in refusals.items():
-        more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+        named = repr(min(names)) + (f" and {len(names) - 1} more" if len(names) > 1 else "")
         warn_user(
-            f"table {min(names)!r}{more}: set_time has refused the time {time / 1e6} ({count} refused so far): it is "
+            f"table {named}: set_time has refused the time {time / 1e6} ({count} refused so far): it is "
             f"more than {max_jump / 1e6:g} s away from the clock's time {clock / 1e6}, by which rows expire. The clock "
             "follows when ten calls in a row agree. If your events can be so far apart, set Expiry(max_jump_s=...); "
             "otherwise leave out the times that are wrong"
