@@ -304,7 +304,7 @@ def copied_by_hooks(one_rank: None) -> None:
 
 @situation("A graph in another process")
 def graph_of_another_process() -> None:
-    torch.ops.recstore_ops.kernel_read(2**40, torch.tensor([1]), torch.tensor([0, 1]), [], None)
+    torch.ops.recstore_ops.kernel_read(2**40, None, torch.tensor([1]), torch.tensor([0, 1]), [], None)
 
 
 @situation("`torch.export` of a model with RecStore tables")

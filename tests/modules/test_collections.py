@@ -30,6 +30,7 @@ from torchrec_recstore import ConstantInit, TableOptions, UniformInit
 from torchrec_recstore.modules import RecStoreEmbeddingBagCollection, RecStoreEmbeddingCollection, SparseAdamW
 from torchrec_recstore.modules.table_module import TableModule
 from torchrec_recstore.optim import SGD, Adagrad
+from torchrec_recstore.utils import RecStoreWarning
 
 SUM, MEAN = PoolingType.SUM, PoolingType.MEAN
 
@@ -213,7 +214,7 @@ def test_evaluation_changes_nothing() -> None:
     options = {"t0": TableOptions(missing="init", initializer=ConstantInit(2.0))}
     ebc = RecStoreEmbeddingBagCollection(bag_tables(), options=options).eval()
     out = ebc(batch(0))
-    assert not out.values().requires_grad
+    assert out.values().requires_grad
     lengths = batch(0)["b"].lengths()
     assert torch.equal(out["b@t0"], 2.0 * lengths[:, None].expand(-1, 4))
     assert torch.equal(out["c"], torch.zeros(5, 6))
@@ -233,6 +234,26 @@ def test_weights_have_the_gradients_of_training_in_evaluation(pooling: PoolingTy
     assert grads[0] is not None
     assert float(grads[0].abs().min()) > 0
     torch.testing.assert_close(grads[1], grads[0], rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize("fused", [True, False])
+def test_a_backward_in_evaluation_warns_and_trains_nothing(fused: bool) -> None:
+    bags = RecStoreEmbeddingBagCollection(bag_tables(), fused=fused)
+    rows = RecStoreEmbeddingCollection(sequence_tables(), fused=fused)
+    look_ups = (
+        (lambda: bags(batch(0)).values()),
+        (lambda: torch.cat([each.values() for each in rows(batch(0)).values()])),
+    )
+    for module, look_up in zip((bags, rows), look_ups, strict=True):
+        before = look_up()
+        module.eval()
+        with pytest.warns(
+            RecStoreWarning, match=r"tables t0, t1, t2: backward of a lookup in evaluation mode updates no"
+        ):
+            look_up().sum().backward()
+        assert torch.equal(look_up(), before)
+        module.requires_grad_(False)
+        assert not look_up().requires_grad
 
 
 def test_configs_of_either_kind() -> None:

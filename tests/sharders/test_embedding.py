@@ -23,6 +23,7 @@ from torchrec_recstore.sharders import (
     RecStoreSharder,
     table_stats,
 )
+from torchrec_recstore.utils import RecStoreWarning
 
 from .models import bag, batch, collection, sequence, sequences, sharded, tables
 
@@ -48,7 +49,9 @@ def test_rows_come_in_the_order_of_the_batch(sharding_type: str) -> None:
         assert torch.equal(rows, tables(model)["t"].lookup(torch.tensor(ids)))
     assert torch.equal(rows, jagged.values().detach() - 0.01 * torch.tensor([1.0, 2, 1, 1, 2])[:, None])
     missing = model(batch(f=[[1, 77]]))["f"].values()
-    assert not missing.requires_grad
+    assert missing.requires_grad
+    with pytest.warns(RecStoreWarning, match="tables t: backward of a lookup in evaluation mode updates no row"):
+        missing.sum().backward()
     assert torch.equal(missing[1], torch.zeros(8))
     assert table_stats(model)["t"].rows == 4
 

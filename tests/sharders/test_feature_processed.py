@@ -21,6 +21,7 @@ from torchrec_recstore.sharders import (
     RecStoreSharder,
     table_stats,
 )
+from torchrec_recstore.utils import RecStoreWarning
 
 from .models import bag, batch, collection
 
@@ -77,6 +78,28 @@ def test_gradients_of_positions_and_rows(sharding_type: str | None) -> None:
             torch.testing.assert_close(found.grad, weight.grad, atol=1e-5, rtol=0)
         rows.step()
     assert table_stats(model)["b"].rows == 2
+
+
+def test_positions_are_trained_in_evaluation_as_in_training() -> None:
+    unsharded = module(bag("a", ["f"], rows=10), bag("b", ["g"], rows=10, dim=8), device="meta")
+    sharder = RecStoreFeatureProcessedEmbeddingBagCollectionSharder(ebc_sharder=RecStoreSharder({"learning_rate": 0.0}))
+    model = DistributedModelParallel(nn.Sequential(unsharded), sharders=[sharder], device=torch.device("cpu"))
+
+    def gradients() -> list[torch.Tensor]:
+        model.zero_grad()
+        model(kjt()).values().square().sum().backward()
+        return [
+            weight.grad for name, weight in model.named_parameters() if "position" in name and weight.grad is not None
+        ]
+
+    expected = gradients()
+    model.eval()
+    with pytest.warns(RecStoreWarning, match="backward of a lookup in evaluation mode updates no row"):
+        found = gradients()
+    assert len(found) == len(expected) == 2
+    assert all(gradient.abs().max() > 0 for gradient in expected)
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other)
 
 
 def test_only_a_recstore_sharder_goes_inside() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import warnings
+
 import pytest
 import torch
 from torch import nn
@@ -12,8 +14,9 @@ from torchrec.distributed.planner.types import ParameterConstraints
 from torchrec_recstore.options import ConstantInit, TableOptions
 from torchrec_recstore.planner import RecStoreConstraints
 from torchrec_recstore.sharders import RecStorePrefetchPipeline, RecStoreSharder, table_stats
+from torchrec_recstore.utils import RecStoreWarning
 
-from .models import bag, batch, collection, sharded
+from .models import bag, batch, collection, sharded, tables
 
 pytestmark = pytest.mark.usefixtures("one_rank")
 
@@ -138,3 +141,31 @@ def test_pipelines_refuse_before_anything_has_changed(kind: type[TrainPipelineSp
         else:
             pipeline.progress(batches)
             assert weights.grad is not None
+
+
+def test_evaluation_gives_the_gradient_of_the_rows_and_says_that_no_row_is_updated() -> None:
+    model = of_types("table_wise", "table_wise")
+    gradient(model, "f", "g")
+    rows = {name: table.read_rows(table.ids())["weight"] for name, table in tables(model).items()}
+    model.eval()
+    with pytest.warns(RecStoreWarning, match="tables a, b: backward of a lookup in evaluation mode updates no row"):
+        found = gradient(model, "f", "g")
+    assert found is not None
+    assert found.abs().min() > 0
+    for name, table in tables(model).items():
+        assert torch.equal(table.read_rows(table.ids())["weight"], rows[name])
+    reference = two_tables("cpu").eval()
+    for name, embedding in reference.embedding_bags.items():
+        with torch.no_grad():
+            embedding.weight[1:6] = tables(model)[name].lookup(torch.arange(1, 6))
+    torch.testing.assert_close(found, gradient(reference, "f", "g"), atol=1e-6, rtol=1e-5)
+
+
+@pytest.mark.parametrize("sharding_type", SPLIT_ROWS)
+def test_evaluation_names_the_weights_whose_gradient_is_lost(sharding_type: str) -> None:
+    model = of_types("table_wise", sharding_type).eval()
+    with pytest.warns(RecStoreWarning, match=r"loses a gradient: .* table 'a': the weights of feature\(s\) 'f'"):
+        model(weighted("f", "g"))
+    with torch.no_grad(), warnings.catch_warnings():
+        warnings.simplefilter("error", RecStoreWarning)
+        model(weighted("f", "g"))

@@ -1,14 +1,16 @@
 """The base class of the kernels: how a lookup works with autograd and in graphs.
 
 In eager mode a lookup is one autograd function, which is the fastest way. In a graph (``torch.compile``, ``make_fx``)
-it consists of three operators, which call the same kernels:
+it consists of four operators, which call the same kernels:
 
     recstore_ops::kernel_lookup(int kernel, Tensor anchor, Tensor ids, Tensor? offsets, SymInt[] counts,
                                 Tensor? weights) -> (Tensor, Tensor)      a training lookup; returns output and context
     recstore_ops::kernel_update(int kernel, Tensor context, Tensor grad, SymInt[] counts, SymInt? weight_grads)
                                 -> Tensor                                 the backward of a training lookup
-    recstore_ops::kernel_read(int kernel, Tensor ids, Tensor? offsets, SymInt[] counts, Tensor? weights) -> Tensor
-                                                                          an evaluation lookup
+    recstore_ops::kernel_read(int kernel, Tensor? anchor, Tensor ids, Tensor? offsets, SymInt[] counts,
+                              Tensor? weights) -> Tensor                  an evaluation lookup
+    recstore_ops::kernel_read_backward(int kernel, Tensor ids, Tensor? offsets, Tensor grad, bool warns,
+                                       SymInt? weight_grads) -> Tensor    the backward of an evaluation lookup
 
 ``weight_grads`` is the number of per-sample weights, or None if the weights need no gradient. The rows that these
 operators change are not tensors of the graph. The operators are therefore ordered effects: compilers do not drop,
@@ -34,6 +36,7 @@ from torchrec_recstore.fake_ops import PYTHON_OPS, register_python_op
 from torchrec_recstore.kernels.device_copies import Arriving, CopyTarget, to_device, traced, up
 from torchrec_recstore.kernels.row_service import RemoteTable
 from torchrec_recstore.store import Table
+from torchrec_recstore.utils import warn_user
 
 _handles = itertools.count(1)
 _kernels: weakref.WeakValueDictionary[int, LookupKernel] = weakref.WeakValueDictionary()
@@ -51,6 +54,9 @@ class LookupKernel(nn.Module):
     learning_rate: Callable[[], float] | None
     """Returns the learning rate. It is called in each backward. None: each table's ``optimizer.lr``."""
 
+    frozen = False
+    """Whether the rows are not to be trained, so that a backward in evaluation mode is not a mistake."""
+
     updates_late = True
     """Whether backward on an accelerator returns before the rows have been updated."""
 
@@ -59,6 +65,7 @@ class LookupKernel(nn.Module):
         self.passes = passes
         self._anchor = torch.empty(0, requires_grad=True)
         self._who = f"tables {', '.join(table.name for table in tables)}"  # names the tables in errors
+        self._warned = False
         self._handle = next(_handles)
         _kernels[self._handle] = self
 
@@ -124,6 +131,45 @@ class LookupKernel(nn.Module):
         """Looks up a batch for evaluation. See ``look_up``; the arguments and the output are the same."""
         raise NotImplementedError
 
+    def weight_gradients(self, ids: Tensor, offsets: Tensor | None, grad: Tensor) -> Tensor:
+        """Returns the gradient of the per-sample weights of an evaluation lookup, with the rows of now.
+
+        Args:
+            ids: (N,) int64. The ids of the batch.
+            offsets: See ``look_up``.
+            grad: float32. The gradient of the lookup's output, with the same shape.
+
+        Returns:
+            (N,) float32.
+        """
+        raise NotImplementedError
+
+    def read_backward(
+        self, ids: Tensor, offsets: Tensor | None, grad: Tensor, *, warns: bool, weight_grads: bool
+    ) -> Tensor | None:
+        """The backward of an evaluation lookup, which updates no row.
+
+        Args:
+            ids: (N,) int64. The ids of the batch.
+            offsets: See ``look_up``.
+            grad: float32. The gradient of the lookup's output, with the same shape.
+            warns: Whether to warn, once for each kernel, that no row is updated.
+            weight_grads: Whether to compute the gradient of the per-sample weights.
+
+        Returns:
+            (N,) float32. The gradient of the per-sample weights. None if ``weight_grads`` is False.
+        """
+        if warns and not self._warned:
+            self._warned = True
+            warn_user(
+                f"{self._who}: backward of a lookup in evaluation mode updates no row, although TorchRec's own tables "
+                "are updated in this mode: call train() of the model before a training step"
+            )
+        if not weight_grads:
+            return None
+        with ops.native_errors(self._who):
+            return self.weight_gradients(ids, offsets, grad)
+
     def output_shape(self, offsets: Tensor | None, counts: Sequence[int]) -> tuple[int, ...]:
         """Returns the shape of the output. Its sizes may be symbolic."""
         raise NotImplementedError
@@ -137,18 +183,22 @@ class LookupKernel(nn.Module):
         train: bool,
         to: CopyTarget | None,
     ) -> Tensor:
-        wanted, train = train, train and torch.is_grad_enabled()
+        grads = torch.is_grad_enabled()
+        wanted, train = train, train and grads
+        anchor = self._anchor if grads and not self.frozen else None
         if traced():
             if train:
                 out = _ops.kernel_lookup(self._handle, self._anchor, ids, offsets, counts, weights)[0]
             else:
-                out = _ops.kernel_read(self._handle, ids, offsets, counts, weights)
+                out = _ops.kernel_read(self._handle, anchor, ids, offsets, counts, weights)
             return out if to is None else to_device(out, to)
         with ops.native_errors(self._who):
             if train:
                 return _Lookup.apply(self._anchor, self, ids, offsets, counts, weights, to)  # type: ignore[no-any-return, no-untyped-call]
             if wanted:
                 _refuse_reentrant_checkpoint(self._who)
+            if grads:
+                return _Read.apply(anchor, self, ids, offsets, counts, weights, to)  # type: ignore[no-any-return, no-untyped-call]
             out = self.read(ids, offsets, counts, weights)
             return out if to is None else up(out, to)
 
@@ -203,6 +253,36 @@ class _Lookup(torch.autograd.Function):
         return None, None, None, None, None, grad_weights, None
 
 
+class _Read(torch.autograd.Function):
+    """An evaluation lookup in eager mode, while grad is enabled. See ``LookupKernel.read_backward``."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        anchor: Tensor | None,
+        kernel: LookupKernel,
+        ids: Tensor,
+        offsets: Tensor | None,
+        counts: Sequence[int],
+        weights: Tensor | None,
+        to: CopyTarget | None,
+    ) -> Tensor:
+        ctx.kernel = kernel
+        if ctx.needs_input_grad[5]:
+            ctx.save_for_backward(ids, offsets)
+        out = kernel.read(ids, offsets, counts, weights)
+        return out if to is None else up(out, to)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        warns, weight_grads = ctx.needs_input_grad[0], ctx.needs_input_grad[5]
+        ids, offsets = ctx.saved_tensors if weight_grads else (grads[0], None)
+        grad = grads[0].to("cpu", torch.float32) if weight_grads else grads[0]
+        of_weights = ctx.kernel.read_backward(ids, offsets, grad, warns=warns, weight_grads=weight_grads)
+        return None, None, None, None, None, of_weights, None
+
+
 def _refuse_reentrant_checkpoint(who: str) -> None:
     """Raises in the first forward of a reentrant checkpoint: it runs without grad, although it is a training step."""
     frame: FrameType | None = sys._getframe(1)
@@ -242,24 +322,50 @@ def _update(handle: int, context: Tensor, grad: Tensor, counts: Sequence[int], w
     return grad.new_empty(0) if grad_weights is None else grad_weights
 
 
-def _read(handle: int, ids: Tensor, offsets: Tensor | None, counts: Sequence[int], weights: Tensor | None) -> Tensor:
+def _read(
+    handle: int,
+    anchor: Tensor | None,
+    ids: Tensor,
+    offsets: Tensor | None,
+    counts: Sequence[int],
+    weights: Tensor | None,
+) -> Tensor:
     kernel = _kernel_of(handle)
     with ops.native_errors(kernel._who):
         return kernel.read(ids, offsets, counts, weights)
 
 
+def _read_backward(
+    handle: int, ids: Tensor, offsets: Tensor | None, grad: Tensor, warns: bool, weight_grads: int | None
+) -> Tensor:
+    kernel = _kernel_of(handle)
+    of_weights = kernel.read_backward(ids, offsets, grad, warns=warns, weight_grads=weight_grads is not None)
+    return grad.new_empty(0) if of_weights is None else of_weights
+
+
 def _fake_lookup(
     handle: int, anchor: Tensor, ids: Tensor, offsets: Tensor | None, counts: Sequence[int], weights: Tensor | None
 ) -> tuple[Tensor, Tensor]:
-    return _fake_read(handle, ids, offsets, counts, weights), ids.new_empty(_kernel_of(handle).passes)
+    return _fake_read(handle, anchor, ids, offsets, counts, weights), ids.new_empty(_kernel_of(handle).passes)
 
 
 def _fake_update(handle: int, context: Tensor, grad: Tensor, counts: Sequence[int], weight_grads: int | None) -> Tensor:
     return grad.new_empty(0 if weight_grads is None else weight_grads)
 
 
+def _fake_read_backward(
+    handle: int, ids: Tensor, offsets: Tensor | None, grad: Tensor, warns: bool, weight_grads: int | None
+) -> Tensor:
+    return grad.new_empty(0 if weight_grads is None else weight_grads)
+
+
 def _fake_read(
-    handle: int, ids: Tensor, offsets: Tensor | None, counts: Sequence[int], weights: Tensor | None
+    handle: int,
+    anchor: Tensor | None,
+    ids: Tensor,
+    offsets: Tensor | None,
+    counts: Sequence[int],
+    weights: Tensor | None,
 ) -> Tensor:
     kernel = _kernel_of(handle)
     if torch.compiler.is_exporting():
@@ -283,6 +389,18 @@ def _backward(ctx: Any, grad: Tensor, _: Tensor | None) -> tuple[Tensor | None, 
     return None, None, None, None, None, None if weight_grads is None else grad_weights
 
 
+def _keep_for_read_backward(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    ctx.handle, _, ids, offsets, _, weights = inputs
+    ctx.weights = None if weights is None else weights.shape[0]
+    ctx.save_for_backward(ids, offsets)
+
+
+def _backward_of_read(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    weight_grads = ctx.weights if ctx.needs_input_grad[5] else None
+    of_weights = _ops.kernel_read_backward(ctx.handle, *ctx.saved_tensors, grad, ctx.needs_input_grad[1], weight_grads)
+    return None, None, None, None, None, None if weight_grads is None else of_weights
+
+
 register_python_op(
     "kernel_lookup(int kernel, Tensor anchor, Tensor ids, Tensor? offsets, SymInt[] counts, Tensor? weights) "
     "-> (Tensor, Tensor)",
@@ -295,10 +413,19 @@ register_python_op(
     _fake_update,
 )
 register_python_op(
-    "kernel_read(int kernel, Tensor ids, Tensor? offsets, SymInt[] counts, Tensor? weights) -> Tensor",
+    "kernel_read(int kernel, Tensor? anchor, Tensor ids, Tensor? offsets, SymInt[] counts, Tensor? weights) -> Tensor",
     _read,
     _fake_read,
 )
+register_python_op(
+    "kernel_read_backward(int kernel, Tensor ids, Tensor? offsets, Tensor grad, bool warns, SymInt? weight_grads) "
+    "-> Tensor",
+    _read_backward,
+    _fake_read_backward,
+)
 torch.library.register_autograd(
     "recstore_ops::kernel_lookup", _backward, setup_context=_keep_for_backward, lib=PYTHON_OPS
+)
+torch.library.register_autograd(
+    "recstore_ops::kernel_read", _backward_of_read, setup_context=_keep_for_read_backward, lib=PYTHON_OPS
 )

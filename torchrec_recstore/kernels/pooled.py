@@ -13,6 +13,7 @@ from torchrec_recstore.kernels.cold_rows import ColdRows
 from torchrec_recstore.kernels.device_copies import CopyTarget
 from torchrec_recstore.kernels.lookup import LookupKernel
 from torchrec_recstore.kernels.routing import BlockRouting
+from torchrec_recstore.kernels.weight_gradients import weight_gradients
 from torchrec_recstore.store import Table
 
 
@@ -65,6 +66,7 @@ class PooledKernel(LookupKernel):
         self._free = weakref.finalize(self, ops.group_destroy, self._group)
         self.cold_rows = ColdRows(self.tables, self._group)
         self._features = len(feature_tables)
+        self._feature_tables, self._pooling = list(feature_tables), pooling
         self._columns = sum(len(self.tables[number].columns) for number in feature_tables)
 
     def forward(
@@ -78,7 +80,8 @@ class PooledKernel(LookupKernel):
             weights: (N,) float32. The per-sample weights. Their gradient is computed if they require one. Default:
                 None.
             train: Whether the lookup is a training step. If it is, and grad is enabled, each id without a row gets one,
-                and the backward updates the rows. Otherwise nothing changes, and the output does not require grad.
+                and the backward updates the rows. Otherwise nothing changes, and a backward warns once, unless
+                ``frozen`` is set.
             to: The device and the data type of the output. The gradient of the output is then copied from this device,
                 and the rows are updated before the next call that reads or changes a table. Default: None, the host and
                 float32.
@@ -150,6 +153,17 @@ class PooledKernel(LookupKernel):
         if self.cold_rows.tiers:
             return self.cold_rows.read(ids, offsets, weights)
         return ops.group_forward(self._group, ids, offsets, weights, False)[0]
+
+    def weight_gradients(self, ids: Tensor, offsets: Tensor | None, grad: Tensor) -> Tensor:
+        """See ``LookupKernel.weight_gradients``."""
+        of_tables = ops.group_table_ids(self._group, ids, offsets)
+        rows = [table.lookup(some) for table, some in zip(self.tables, of_tables, strict=True)]
+        return self.weight_gradients_of(rows, offsets, grad)
+
+    def weight_gradients_of(self, rows: Sequence[Tensor], offsets: Tensor | None, grad: Tensor) -> Tensor:
+        """Returns the gradient of per-sample weights, (N,) float32. See :func:`weight_gradients` for the arguments."""
+        assert offsets is not None
+        return weight_gradients(rows, self._feature_tables, self._pooling, offsets, grad)
 
     def output_shape(self, offsets: Tensor | None, counts: Sequence[int]) -> tuple[int, ...]:
         """See ``LookupKernel.output_shape``."""

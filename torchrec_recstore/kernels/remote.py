@@ -374,6 +374,14 @@ class RemotePooledKernel(RemoteKernel):
         self._shape_of.check(ids, offsets, weights)
         return self._run(ids, offsets, (), weights, train, to)
 
+    def weight_gradients(self, ids: Tensor, offsets: Tensor | None, grad: Tensor) -> Tensor:
+        """See ``LookupKernel.weight_gradients``."""
+        assert isinstance(self._shape_of, PooledKernel)
+        self._updates.wait()
+        of_tables = torch.split(ids, list(self._table_counts(ids, offsets, ())))
+        rows = [table.lookup(some) for table, some in zip(self._tables, of_tables, strict=True)]
+        return self._shape_of.weight_gradients_of(rows, offsets, grad)
+
     def _table_counts(self, ids: Tensor, offsets: Tensor | None, counts: Sequence[int]) -> Sequence[int]:
         assert offsets is not None
         features = sum(self._features)

@@ -67,7 +67,8 @@ class SequenceKernel(LookupKernel):
             ids: (N,) int64, table by table. The ids of the batch.
             counts: The number of ids of each table. The sum is N.
             train: Whether the lookup is a training step. If it is, and grad is enabled, each id without a row gets one,
-                and the backward updates the rows. Otherwise nothing changes, and the output does not require grad.
+                and the backward updates the rows. Otherwise nothing changes, and a backward warns once, unless
+                ``frozen`` is set.
             to: See :meth:`PooledKernel.forward`.
 
         Returns:

@@ -13,6 +13,7 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
 from torchrec_recstore import ops
 from torchrec_recstore.kernels import PooledKernel, RemotePooledKernel, RemoteSequenceKernel, SequenceKernel
+from torchrec_recstore.kernels.weight_gradients import bag_of, bag_scales
 from torchrec_recstore.modules.remote_table_module import RemoteTableModule
 from torchrec_recstore.modules.table_module import TableModule
 
@@ -89,24 +90,15 @@ class Lookups:
         if torch.compiler.is_dynamo_compiling():
             return _bags_outside_the_graph(self, tables, feature_tables, pooling, bags, train)  # type: ignore[no-any-return]
         wanted, train = train, train and torch.is_grad_enabled()
-        fused = tables[0].fused
         if train:
             _check_training(tables)
         kernel = self._pooled_kernel(tables, feature_tables, pooling)
-        if train:
-            out: Tensor = kernel(bags.ids, bags.offsets, bags.weights, train=True)
-            if fused:
-                return out
-            features: list[Any] = [tables[number] for number in feature_tables]
-            return _Collect.apply(out, features, pooling, bags.ids, bags.offsets, bags.weights)  # type: ignore[no-any-return, no-untyped-call]
-        weights = None if bags.weights is None else bags.weights.detach()
         # The kernel refuses a training lookup whose grad is disabled by a reentrant checkpoint.
-        out = kernel(bags.ids, bags.offsets, weights, train=wanted)
-        if bags.weights is None or not (bags.weights.requires_grad and torch.is_grad_enabled()):
+        out: Tensor = kernel(bags.ids, bags.offsets, bags.weights, train=wanted)
+        if not train or tables[0].fused:
             return out
-        features = [tables[number] for number in feature_tables]
-        rows = [t.table.lookup(bags.ids[first:end]).float() for t, first, end in _parts(features, bags.offsets)]
-        return _WeightGradients.apply(bags.weights, out, pooling, bags.offsets, *rows)  # type: ignore[no-any-return, no-untyped-call]
+        features: list[Any] = [tables[number] for number in feature_tables]
+        return _Collect.apply(out, features, pooling, bags.ids, bags.offsets, bags.weights)  # type: ignore[no-any-return, no-untyped-call]
 
     def rows(self, tables: Sequence[EagerTable], ids: Tensor, counts: Sequence[int], *, train: bool) -> list[Tensor]:
         """Returns the rows of ids, in the order of the ids, by one native call.
@@ -174,6 +166,8 @@ class Lookups:
         if kernel is None:
             kernel = self._kernels[key] = make(tables)
             kernel.learning_rate = modules[0].rate
+        if kernel.frozen is modules[0].weight.requires_grad:  # to set an attribute of a module takes a microsecond
+            kernel.frozen = not kernel.frozen
         return kernel  # type: ignore[return-value]
 
 
@@ -238,15 +232,15 @@ class _Collect(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         ids, offsets, weights = ctx.saved_tensors
         columns = torch.split(grads[0].float(), [feature.table.dim for feature in ctx.features], dim=1)
-        scales = _bag_scales(offsets, ctx.pooling)
+        scales = bag_scales(offsets, ctx.pooling)
         bags = grads[0].shape[0]
         for number, (feature, first, end) in enumerate(_parts(ctx.features, offsets)):
             assert isinstance(feature, TableModule)  # a client's table has no sparse optimizer
-            bag_of = _bag_of(offsets[number * bags : (number + 1) * bags + 1])
-            of_ids = columns[number][bag_of]
+            own_bags = bag_of(offsets[number * bags : (number + 1) * bags + 1])
+            of_ids = columns[number][own_bags]
             scale = None if weights is None else weights[first:end]
             if scales is not None:
-                of_bag = scales[number * bags : (number + 1) * bags][bag_of]
+                of_bag = scales[number * bags : (number + 1) * bags][own_bags]
                 scale = of_bag if scale is None else scale * of_bag
             feature.collect(ids[first:end], of_ids if scale is None else of_ids * scale[:, None])
         return (grads[0] if ctx.needs_input_grad[0] else None, *[None] * 5)
@@ -273,45 +267,6 @@ class _CollectRows(torch.autograd.Function):
         for table, ids, grad in zip(ctx.tables, torch.split(ctx.saved_tensors[0], ctx.counts), parts, strict=True):
             table.collect(ids, grad.view(-1, table.table.dim))
         return None, None, None, None, None
-
-
-class _WeightGradients(torch.autograd.Function):
-    """Returns pooled rows of tables that are not trained. Backward computes the gradients of per-sample weights."""
-
-    @staticmethod
-    def forward(ctx: Any, weights: Tensor, out: Tensor, pooling: Pooling, offsets: Tensor, *rows: Tensor) -> Tensor:
-        ctx.save_for_backward(offsets, *rows)
-        ctx.pooling = pooling
-        ctx.mark_dirty(out)
-        return out
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        offsets, *rows = ctx.saved_tensors
-        bags, scales = grads[0].shape[0], _bag_scales(offsets, ctx.pooling)
-        of_weights = []
-        for number, (some, grad) in enumerate(
-            zip(rows, torch.split(grads[0].float(), [part.shape[1] for part in rows], dim=1), strict=True)
-        ):
-            here = slice(number * bags, (number + 1) * bags)
-            if scales is not None:
-                grad = grad * scales[here, None]
-            of_weights.append((some * grad[_bag_of(offsets[here.start : here.stop + 1])]).sum(1))
-        return (torch.cat(of_weights), *[None] * (3 + len(rows)))
-
-
-def _bag_scales(offsets: Tensor, pooling: Pooling) -> Tensor | None:
-    """Returns the factor of each bag's sum, (bags,) float32: 1 / length for a mean. Returns None for a sum."""
-    if pooling == "sum":
-        return None
-    return 1.0 / (offsets[1:] - offsets[:-1]).clamp(min=1).float()
-
-
-def _bag_of(offsets: Tensor) -> Tensor:
-    """Returns the number of each id's bag, (n,) int64, for bags that begin at ``offsets``."""
-    lengths = offsets[1:] - offsets[:-1]
-    return torch.repeat_interleave(torch.arange(len(lengths)), lengths)
 
 
 def _parts(features: Sequence[EagerTable], offsets: Tensor) -> Iterator[tuple[EagerTable, int, int]]:

@@ -23,6 +23,7 @@ from torchrec_recstore.sharders.kernel import ROW_SPLIT
 from torchrec_recstore.sharders.lookup import RecStorePooledLookup
 from torchrec_recstore.sharders.plan import RECSTORE_KERNEL
 from torchrec_recstore.torchrec_seams.models import BagCollectionSeams, is_weighted, module_order
+from torchrec_recstore.utils import warn_user
 
 
 def _has_trained_weights(features: object) -> bool:
@@ -33,14 +34,14 @@ def _has_trained_weights(features: object) -> bool:
     return weights is not None and bool(weights.requires_grad)
 
 
-def _check_weight_gradients(
+def _lost_weight_gradients(
     features: KeyedJaggedTensor,
     configs: Sequence[BaseEmbeddingConfig],
     plan: Mapping[str, ParameterSharding],
     shardings: Sequence[EmbeddingSharding[Any, Any, Any, Any]],
     ranks: int,
-) -> None:
-    """Raises an error if the input distribution of a RecStore table would lose the gradient of per-sample weights.
+) -> str:
+    """Describes the gradients of per-sample weights that the input distribution of a RecStore table would lose.
 
     TorchRec's collections distribute features outside of autograd (torchrec 1.8.0). The weights keep their gradient
     only if the input distribution returns them unchanged. This is so on one rank, with one sharding that does not
@@ -53,9 +54,8 @@ def _check_weight_gradients(
         shardings: The collection's shardings, in their order.
         ranks: The number of ranks in the collection's process group.
 
-    Raises:
-        NotImplementedError: The gradient would be lost. The message names the table, the features and the sharding
-            type.
+    Returns:
+        An error message with the table, the features and the sharding type. Empty if no gradient would be lost.
     """
     names = features.keys()
     order = [name for sharding in shardings for name in sharding.feature_names()]
@@ -71,10 +71,11 @@ def _check_weight_gradients(
             fix = f"give the features in the order {order}, {fix}"
         elif ranks == 1:
             fix = f"shard all tables of the collection table_wise, {fix}"
-        raise NotImplementedError(
+        return (
             f"RecStore table {config.name!r}: the weights of feature(s) {', '.join(map(repr, of_table))} require a "
             f"gradient, which TorchRec's input distribution does not carry ({sharding_type} on {ranks} rank(s)): {fix}"
         )
+    return ""
 
 
 class RecStoreShardedEmbeddingBagCollection(RecStoreCollection, BagCollectionSeams, ShardedEmbeddingBagCollection):  # type: ignore[misc]
@@ -113,16 +114,20 @@ class RecStoreShardedEmbeddingBagCollection(RecStoreCollection, BagCollectionSea
 
         Raises:
             NotImplementedError: The per-sample weights require a gradient that TorchRec's input distribution loses.
-                The error is raised on every rank.
+                The error is raised on every rank. In evaluation, it is a warning.
         """
-        if is_weighted(self) and self.training and _has_trained_weights(features):
-            _check_weight_gradients(
+        if is_weighted(self) and _has_trained_weights(features):
+            lost = _lost_weight_gradients(
                 features,
                 self.table_configs,
                 self.module_sharding_plan,
                 self.shardings_in_order,
                 self.ranks_env.world_size,
             )
+            if lost and self.training:
+                raise NotImplementedError(lost)
+            if lost:
+                warn_user(f"a backward of this lookup in evaluation mode loses a gradient: {lost}")
         return super().input_dist(ctx, features)
 
     def _divided_afterwards(self) -> set[str]:
