@@ -76,7 +76,8 @@ def from_all_to_all(rank: int, world_size: int, *, path: str, before: list[int])
                 assert shard.table.steps == shard.table.optimizer_steps == 5, name
 
 
-@pytest.mark.parametrize("world_sizes", [(2,), pytest.param((4, 3, 2), marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("world_sizes", [(2,), (4, 3, 2)])
 def test_every_sharding_and_world_size_to_every_other(
     one_rank: None, tmp_path: Path, world_sizes: tuple[int, ...]
 ) -> None:

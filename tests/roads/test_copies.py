@@ -6,7 +6,7 @@ import copy
 import io
 import pickle
 from collections.abc import Callable
-from itertools import product
+from itertools import cycle, product
 from pathlib import Path
 
 import pytest
@@ -45,10 +45,19 @@ def test_options(pair: tuple[str, str], tmp_path: Path) -> None:
     travel("options", pair, tmp_path)
 
 
-@pytest.mark.parametrize("copies", COPIES)
-@pytest.mark.parametrize("name", [name for name in GROUPS if name != "options"])
-def test_optimizers(name: str, copies: str, tmp_path: Path) -> None:
-    travel(name, (copies,), tmp_path)
+OPTIMIZERS = [name for name in GROUPS if name != "options"]
+
+
+@pytest.mark.parametrize(("name", "road"), zip(OPTIMIZERS, cycle(COPIES), strict=False))
+def test_optimizers(name: str, road: str, tmp_path: Path) -> None:
+    travel(name, (road,), tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("road", COPIES)
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_each_optimizer_with_each_copy(name: str, road: str, tmp_path: Path) -> None:
+    travel(name, (road,), tmp_path)
 
 
 def travel(name: str, roads: tuple[str, ...], path: Path) -> None:
