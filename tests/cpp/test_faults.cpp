@@ -186,10 +186,13 @@ std::string state_of(const Tables& tables) {
     append(state, table->counters());
     append(state, table->optimizer_steps());
     if (table->sightings() != nullptr) {
-      std::vector<uint8_t> cells(static_cast<size_t>(table->sightings()->bytes()));
-      table->sightings()->read(cells.data());
-      state.append(cells.begin(), cells.end());
-      append(state, table->sightings()->taken());
+      const auto size = static_cast<size_t>(table->sightings()->size());
+      std::vector<int64_t> seen(size);
+      std::vector<uint8_t> counts(size), generations(size);
+      table->sightings()->read(seen.data(), counts.data(), generations.data());
+      for (const int64_t id : seen) append(state, id);
+      for (const uint8_t count : counts) append(state, count);
+      for (const uint8_t generation : generations) append(state, generation);
     }
     for (int64_t id = 0; id < 200; ++id) append(state, table->cold_filter().may_contain(id));
     const auto left = table->rows().changes().left_since(1);

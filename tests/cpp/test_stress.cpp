@@ -260,9 +260,11 @@ class Stress {
       read_images(*table, ids.data(), static_cast<int64_t>(ids.size()), images.data(), worker.executor);
       find(*table, some.data(), 30, slots.data(), worker.executor);
       if (table->sightings() != nullptr) {
-        std::vector<uint8_t> cells(static_cast<size_t>(table->sightings()->bytes()));
-        table->sightings()->read(cells.data());
-        table->sightings()->write(cells.data(), table->sightings()->taken());
+        const int64_t size = table->sightings()->size();
+        std::vector<int64_t> seen(static_cast<size_t>(size));
+        std::vector<uint8_t> counts(seen.size()), generations(seen.size());
+        table->sightings()->read(seen.data(), counts.data(), generations.data());
+        table->sightings()->write(seen.data(), counts.data(), generations.data(), size);
       }
     }
   }
