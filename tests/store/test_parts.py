@@ -38,9 +38,11 @@ def assert_same(one: Part, other: Part) -> None:
 @pytest.mark.parametrize("optimizer", [SGD(0.1), RowWiseAdagrad(0.1), PartialRowWiseAdam(0.1)], ids=repr)
 def test_bytes_take_and_concatenate(optimizer: Optimizer, dtype: torch.dtype, rows: int) -> None:
     whole = part(optimizer, dtype).take(slice(0, rows))
-    assert_same(Part.from_bytes(whole.to_bytes()), whole)
+    assert_same(Part.from_bytes(Part.packed([whole])[0]), whole)
     shuffled = whole.take(torch.randperm(rows, generator=torch.Generator().manual_seed(1)))
-    assert_same(Part.from_bytes(shuffled.to_bytes()).sorted(), whole)
+    data, sizes = Part.packed([whole, shuffled])
+    assert_same(Part.from_bytes(data[sizes[0] :]).sorted(), whole)
+    assert Part.packed([])[1] == []
     odd = whole.owned(lambda ids: ids % 2 == 1)
     even = whole.owned(lambda ids: ids % 2 == 0)
     assert len(odd) + len(even) == rows

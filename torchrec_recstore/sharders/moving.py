@@ -231,10 +231,10 @@ def _exchanged(take: Callable[[], list[list[_Message]]], env: ShardingEnv) -> li
 
     def pack() -> list[list[tuple[int, int, int]]]:
         nonlocal packed, sizes
-        sent = [[(number, group, part.to_bytes()) for number, group, part in to_rank] for to_rank in take()]
-        packed = torch.cat([torch.empty(0, dtype=torch.uint8), *(part for to_rank in sent for _, _, part in to_rank)])
-        packed = packed.to(device)
-        described = [[(number, group, len(part)) for number, group, part in to_rank] for to_rank in sent]
+        sent = take()
+        packed, of_parts = Part.packed([part for to_rank in sent for _, _, part in to_rank])
+        packed, left = packed.to(device), iter(of_parts)
+        described = [[(number, group, next(left)) for number, group, _ in to_rank] for to_rank in sent]
         sizes = [sum(size for _, _, size in to_rank) for to_rank in described]
         return described
 

@@ -137,37 +137,42 @@ class Part:
         """Returns ``ids`` and the rows by name, as a file of a checkpoint has them."""
         return {"ids": self.ids, **self.rows}
 
-    def to_bytes(self) -> Tensor:
-        """Returns the part as bytes, (B,) uint8, from which :meth:`from_bytes` makes it again."""
-        named = self.tensors()
-        described = [
-            (name, str(value.dtype).removeprefix("torch."), list(value.shape)) for name, value in named.items()
+    @staticmethod
+    def packed(parts: Sequence[Part]) -> tuple[Tensor, list[int]]:
+        """Returns parts as bytes, (B,) uint8, one after the other, and the number of bytes of each part."""
+        headers = [part._header() for part in parts]
+        sizes = [
+            _ALIGNMENT + _padded(len(header)) + sum(_padded(each.nbytes) for each in part.tensors().values())
+            for part, header in zip(parts, headers, strict=True)
         ]
-        header = json.dumps([self.columns.start, self.columns.stop, described]).encode()
-        sizes = [value.numel() * value.itemsize for value in named.values()]
-        packed = torch.zeros(_ALIGNMENT + _padded(len(header)) + sum(map(_padded, sizes)), dtype=torch.uint8)
-        packed[:_ALIGNMENT].view(torch.int64)[0] = len(header)
-        packed[_ALIGNMENT : _ALIGNMENT + len(header)] = torch.frombuffer(bytearray(header), dtype=torch.uint8)
-        at = _ALIGNMENT + _padded(len(header))
-        for value, size in zip(named.values(), sizes, strict=True):
-            packed[at : at + size].view(value.dtype).view(value.shape).copy_(value)
-            at += _padded(size)
-        return packed
+        whole = torch.empty(sum(sizes), dtype=torch.uint8)
+        for part, header, into in zip(parts, headers, torch.split(whole, sizes) if sizes else (), strict=True):
+            into[:_ALIGNMENT].view(torch.int64)[0] = len(header)
+            into[_ALIGNMENT : _ALIGNMENT + len(header)] = torch.frombuffer(bytearray(header), dtype=torch.uint8)
+            at = _ALIGNMENT + _padded(len(header))
+            for value in part.tensors().values():
+                into[at : at + value.nbytes].view(value.dtype).view(value.shape).copy_(value)
+                at += _padded(value.nbytes)
+        return whole, sizes
+
+    def _header(self) -> bytes:
+        described = [(name, str(v.dtype).removeprefix("torch."), list(v.shape)) for name, v in self.tensors().items()]
+        return json.dumps([self.columns.start, self.columns.stop, described]).encode()
 
     @staticmethod
-    def from_bytes(packed: Tensor) -> Part:
-        """Returns the part that :meth:`to_bytes` has returned. Its tensors share the memory of ``packed``.
+    def from_bytes(data: Tensor) -> Part:
+        """Returns a part whose bytes :meth:`packed` has returned. Its tensors share the memory of ``data``.
 
         Args:
-            packed: (B,) uint8, contiguous, at an address that is a multiple of 8.
+            data: (B,) uint8, contiguous, at an address that is a multiple of 8.
         """
-        length = int(packed[:_ALIGNMENT].view(torch.int64))
-        start, stop, described = json.loads(packed[_ALIGNMENT : _ALIGNMENT + length].numpy().tobytes())
+        length = int(data[:_ALIGNMENT].view(torch.int64))
+        start, stop, described = json.loads(data[_ALIGNMENT : _ALIGNMENT + length].numpy().tobytes())
         at, named = _ALIGNMENT + _padded(length), {}
         for name, dtype_name, shape in described:
             dtype = getattr(torch, dtype_name)
             size = prod(shape) * dtype.itemsize
-            named[name] = packed[at : at + size].view(dtype).view(shape)
+            named[name] = data[at : at + size].view(dtype).view(shape)
             at += _padded(size)
         return Part(named.pop("ids"), range(start, stop), named)
 
