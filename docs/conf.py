@@ -57,7 +57,9 @@ def _no_types_in_prose(app: Any, what: str, name: str, obj: Any, options: Any, l
 
 def _find_by_last_names(app: Any, env: Any, node: Any, content: Any) -> Any:
     """Finds the target of a short name in a docstring: ``Table.lookup`` is ``torchrec_recstore.Table.lookup``."""
-    target = node.get("reftarget", "").removeprefix("torchrec_recstore.").removeprefix("store.").removeprefix("optim.")
+    target = node.get("reftarget", "")
+    for prefix in ("torchrec_recstore.", "store.", "optim.", "parts.", "state."):
+        target = target.removeprefix(prefix)
     domain = env.domains["py"]
     found = {(o.docname, o.node_id) for name, o in domain.objects.items() if not o.aliased and _ends(name, target)}
     if node.get("refdomain") != "py" or len(found) != 1:
