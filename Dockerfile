@@ -23,8 +23,10 @@ COPY Makefile ./
 COPY requirements ./requirements
 RUN make .venv/.dev-requirements
 
-COPY setup.py setup.cfg pyproject.toml README.md LICENSE ./
+COPY native_build.py setup.py setup.cfg pyproject.toml README.md LICENSE ./
 COPY torchrec_recstore ./torchrec_recstore
+COPY service ./service
+COPY serving ./serving
 RUN make build
 
 COPY . .

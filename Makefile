@@ -4,8 +4,11 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/pip --disable-pip-version-check --quiet
-SOURCES := $(wildcard $(addprefix torchrec_recstore/csrc/,*.* ops/*.* serving/*.* serving/ops/*.*)) $(wildcard torchrec_recstore/include/recstore/*.h)
-CORE := $(wildcard torchrec_recstore/csrc/*.cpp torchrec_recstore/csrc/serving/*.cpp)
+SERVING := serving/torchrec_recstore_serving/csrc
+SOURCES := $(wildcard torchrec_recstore/csrc/*.* torchrec_recstore/csrc/ops/*.* $(SERVING)/*.* $(SERVING)/ops/*.*)
+CORE := $(notdir $(wildcard torchrec_recstore/csrc/*.cpp $(SERVING)/*.cpp))
+INCLUDES := -I torchrec_recstore/csrc -I $(SERVING)
+vpath %.cpp torchrec_recstore/csrc $(SERVING)
 
 .PHONY: help build train online test test-slow test-all test-cpp test-faults test-tsan test-mutations parity matrix lint proto bench big docs wheel package clean
 .DEFAULT_GOAL := help
@@ -25,9 +28,9 @@ $(VENV)/.dev-requirements: requirements/dev.txt requirements/cold.txt requiremen
 	$(PIP) install -r requirements/dev.txt
 	@touch $@
 
-$(VENV)/.built: $(VENV)/.train-requirements setup.py setup.cfg pyproject.toml $(SOURCES)
+$(VENV)/.built: $(VENV)/.train-requirements native_build.py $(foreach d,. service serving,$(wildcard $d/setup.py) $d/setup.cfg $d/pyproject.toml) $(SOURCES)
 	@echo "building the native extension"
-	$(PIP) install --no-build-isolation --no-deps --editable .
+	$(PIP) install --no-build-isolation --no-deps --editable . --editable service --editable serving
 	@touch $@
 
 build: $(VENV)/.built  ## set up .venv and build the native extension
@@ -62,21 +65,21 @@ CPP_FLAGS := -std=c++17 -O1 -g1 -ffp-contract=off -fno-omit-frame-pointer -Wall 
 SANITIZE := $(CPP_FLAGS) -fsanitize=address,undefined -fno-sanitize-recover=all \
 	--param=asan-instrumentation-with-call-threshold=0
 TSAN := $(CPP_FLAGS) -fsanitize=thread
-CPP_OBJECTS := $(patsubst torchrec_recstore/csrc/%.cpp,build/cpp/%.o,$(CORE))
+CPP_OBJECTS := $(CORE:%.cpp=build/cpp/%.o)
 CPP_TESTS := $(patsubst tests/cpp/%.cpp,build/cpp/%,$(filter-out %/test_faults.cpp,$(wildcard tests/cpp/test_*.cpp)))
 
 TSAN_OBJECTS := $(CPP_OBJECTS:build/cpp/%=build/tsan/%)
 
 .SECONDARY: $(CPP_OBJECTS) $(TSAN_OBJECTS)
 
-build/cpp/%.o: torchrec_recstore/csrc/%.cpp $(filter %.h %.inl,$(SOURCES))
+build/cpp/%.o: %.cpp $(filter %.h %.inl,$(SOURCES))
 	@mkdir -p $(@D)
-	$(CXX) $(SANITIZE) -c $< -o $@
+	$(CXX) $(SANITIZE) $(INCLUDES) -c $< -o $@
 
 # The linker replaces the functions that the core allocates memory with, so that the test can make them fail.
 build/cpp/test_faults: WRAP := -Wl,--wrap=mmap,--wrap=mremap,--wrap=aligned_alloc
 build/cpp/test_%: tests/cpp/test_%.cpp tests/cpp/testing.h $(CPP_OBJECTS)
-	$(CXX) $(SANITIZE) -I torchrec_recstore/csrc $< $(CPP_OBJECTS) $(WRAP) -o $@
+	$(CXX) $(SANITIZE) $(INCLUDES) $< $(CPP_OBJECTS) $(WRAP) -o $@
 
 .PHONY: $(CPP_TESTS:%=run-%)
 $(CPP_TESTS:%=run-%): run-%: %
@@ -87,12 +90,12 @@ test-cpp: $(CPP_TESTS:%=run-%)  ## the tests of the native core, under AddressSa
 test-faults: build/cpp/test_faults  ## each memory allocation of the core fails once, under sanitizers; about a minute
 	$<
 
-build/tsan/%.o: torchrec_recstore/csrc/%.cpp $(filter %.h %.inl,$(SOURCES))
+build/tsan/%.o: %.cpp $(filter %.h %.inl,$(SOURCES))
 	@mkdir -p $(@D)
-	$(CXX) $(TSAN) -c $< -o $@
+	$(CXX) $(TSAN) $(INCLUDES) -c $< -o $@
 
 build/tsan/test_%: tests/cpp/test_%.cpp tests/cpp/testing.h $(TSAN_OBJECTS)
-	$(CXX) $(TSAN) -I torchrec_recstore/csrc $< $(TSAN_OBJECTS) -o $@
+	$(CXX) $(TSAN) $(INCLUDES) $< $(TSAN_OBJECTS) -o $@
 
 test-tsan: build/tsan/test_stress build/tsan/test_serving  ## the multithreaded work of the core, under ThreadSanitizer
 	tests/cpp/under_tsan.sh build/tsan/test_stress
@@ -113,7 +116,8 @@ lint: build $(VENV)/.dev-requirements  ## ruff and mypy --strict
 	$(BIN)/mypy
 
 proto: $(VENV)/.dev-requirements  ## generate the Python code of the protocols
-	$(BIN)/python -m grpc_tools.protoc -I. --python_out=. --pyi_out=. --grpc_python_out=. torchrec_recstore/rpc/recstore.proto torchrec_recstore/rpc/predictor.proto
+	for each in service/torchrec_recstore_service/wire/recstore serving/torchrec_recstore_serving/predictor; do d=$${each%%/*}; \
+	    $(BIN)/python -m grpc_tools.protoc -I$$d --python_out=$$d --pyi_out=$$d --grpc_python_out=$$d $$each.proto || exit 1; done
 
 big: build $(VENV)/.dev-requirements  ## 40 minutes: 50 M samples over 200 M ids, with a kill in the middle (runs/big)
 	$(BIN)/python benchmarks/big.py runs/big $(ARGS)
@@ -124,15 +128,15 @@ bench: build $(VENV)/.dev-requirements  ## run the benchmarks; writes benchmarks
 docs: build $(VENV)/.dev-requirements  ## build the documentation as HTML, in build/docs; a warning is an error
 	$(BIN)/python -m sphinx -q -W --keep-going -b html docs build/docs
 
-wheel: build $(VENV)/.dev-requirements  ## build the wheel in dist/
+wheel: build $(VENV)/.dev-requirements  ## build the three wheels in dist/
 	rm -rf dist
-	$(BIN)/python -m build --wheel --no-isolation
+	for d in . service serving; do $(BIN)/python -m build --wheel --no-isolation --outdir dist $$d || exit 1; done
 
-package: $(VENV)/.dev-requirements  ## build wheel and sdist in dist/, and try each in a clean environment
+package: $(VENV)/.dev-requirements  ## build wheels and sdists in dist/, and try each in a clean environment
 	rm -rf dist
-	$(BIN)/python -m build
+	for d in . service serving; do $(BIN)/python -m build --outdir dist $$d || exit 1; done
 	tests/package/install.sh dist/*.whl
 	tests/package/install.sh dist/*.tar.gz
 
 clean:  ## remove builds and the virtual environment
-	rm -rf $(VENV) build dist *.egg-info torchrec_recstore/*.so
+	rm -rf $(VENV) build dist *.egg-info */build */*.egg-info torchrec_recstore/*.so serving/*/*.so

@@ -34,8 +34,8 @@ import torch
 from measure import ROOT, clock, emit, interleave, spread
 
 from torchrec_recstore.optim import RowWiseAdagrad
-from torchrec_recstore.service import RecStoreClient
 from torchrec_recstore.store import Table
+from torchrec_recstore_service import RecStoreClient
 
 ROWS = 1_000_000
 IDS = 50_000

@@ -41,10 +41,10 @@ from torch import Tensor, nn
 
 from torchrec_recstore import ops
 from torchrec_recstore.inference import DeltaPublisher, export_delta, export_for_inference, follow, load_library
-from torchrec_recstore.inference.delta import read_delta
 from torchrec_recstore.modules import RecStoreEmbedding, RecStoreEmbeddingBag
 from torchrec_recstore.options import TableOptions, UniformInit
 from torchrec_recstore.store import Table
+from torchrec_recstore_serving.delta import read_delta
 
 DIM = 16
 CHANGED = 10_000

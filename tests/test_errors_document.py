@@ -6,7 +6,6 @@ import ast
 import builtins
 import importlib
 import inspect
-import pkgutil
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,13 +15,13 @@ import pytest
 import torchrec_recstore
 from tests.errors import checkpoints, examples, exports, services, sharding, tables
 from tests.errors.situations import SITUATIONS
+from tests.packages import PACKAGES, sources
 from tests.recstore_server import RecStoreServer
 from tests.secrets import write_secret
 
 assert all((checkpoints, examples, exports, services, sharding, tables))  # importing them registers the situations
 
 ROOT = Path(__file__).parents[1]
-PACKAGE = ROOT / "torchrec_recstore"
 DOCUMENT = (ROOT / "docs" / "errors.md").read_text()
 CLASSES = {
     title.split()[0].strip("`"): text
@@ -86,11 +85,9 @@ def test_situations(title: str, request: pytest.FixtureRequest) -> None:
 
 def own_classes(kind: type[BaseException]) -> set[str]:
     found = set()
-    for module in pkgutil.walk_packages(torchrec_recstore.__path__, "torchrec_recstore."):
-        if module.name == "torchrec_recstore._serving":  # a library without a Python module
-            continue
-        for name, value in vars(importlib.import_module(module.name)).items():
-            if inspect.isclass(value) and issubclass(value, kind) and value.__module__ == module.name:
+    for module in sources():
+        for name, value in vars(importlib.import_module(module)).items():
+            if inspect.isclass(value) and issubclass(value, kind) and value.__module__ == module:
                 found.add(name)
     return found
 
@@ -114,8 +111,7 @@ def returned_classes(tree: ast.AST) -> dict[str, str]:
 
 def raised_classes() -> Iterator[tuple[str, str]]:
     """Names of the classes that the package raises, and where. What a function returns is raised as that."""
-    files = [file for file in PACKAGE.rglob("*.py") if "_pb2" not in file.name]
-    trees = {file: ast.parse(file.read_text()) for file in files}
+    trees = {file: ast.parse(file.read_text()) for file in sources().values()}
     everywhere = {name: kind for tree in trees.values() for name, kind in returned_classes(tree).items()}
     for file, tree in trees.items():
         returned = everywhere | returned_classes(tree)
@@ -144,7 +140,10 @@ def test_every_raise_is_of_a_class_that_is_listed() -> None:
 
 def test_what_the_core_throws_is_known() -> None:
     thrown = {
-        name for file in (PACKAGE / "csrc").rglob("*.*") for name in re.findall(r"throw ([\w:]+)\(", file.read_text())
+        name
+        for folder in PACKAGES.values()
+        for file in (folder / "csrc").rglob("*.*")
+        for name in re.findall(r"throw ([\w:]+)\(", file.read_text())
     }
     # The first two become ValueError and MemoryError, as bad_alloc does; a logic_error is a defect of ours.
     assert thrown == {"InvalidArgument", "OutOfMemory", "std::bad_alloc", "std::logic_error"}

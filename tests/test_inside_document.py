@@ -9,6 +9,8 @@ import pytest
 
 from torchrec_recstore import ops
 
+from .packages import PACKAGES
+
 ROOT = Path(__file__).parents[1]
 DOCUMENT = (ROOT / "docs" / "inside.md").read_text()
 NAMED = sorted(set(re.findall(r"[\w/]+/\w+\.(?:py|h|cpp|inl|proto)\b", DOCUMENT)))
@@ -16,7 +18,7 @@ NAMED = sorted(set(re.findall(r"[\w/]+/\w+\.(?:py|h|cpp|inl|proto)\b", DOCUMENT)
 
 @pytest.mark.parametrize("name", NAMED)
 def test_named_files_exist(name: str) -> None:
-    places = (ROOT / name, ROOT / "torchrec_recstore" / name)
+    places = (ROOT / name, *(package / name for package in PACKAGES.values()))
     assert any(place.is_file() for place in places)
 
 

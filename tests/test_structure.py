@@ -1,47 +1,93 @@
-"""Imports point one way, at run time and for types, and a class name has one meaning."""
+"""Imports point one way, at run time and for types, and a name has one meaning."""
 
 from __future__ import annotations
 
 import ast
 from collections import Counter
 from graphlib import TopologicalSorter
-from pathlib import Path
 
-PACKAGE = Path(__file__).parent.parent / "torchrec_recstore"
-MODULES = {
-    path.relative_to(PACKAGE.parent).with_suffix("").as_posix().replace("/", ".").removesuffix(".__init__"): path
-    for path in PACKAGE.rglob("*.py")
-    if "_pb2" not in path.name
-}
+import pytest
+
+from .packages import PACKAGES, sources
+
+MODULES = sources()
 TREES = {name: ast.parse(path.read_text()) for name, path in MODULES.items()}
-# A module imports from its own layer and from those before it. DESIGN.md, section 2.
-LAYERS = """display utils run_directories network threads triples late_updates
-    | optim server_options options option_flags row_types | ops fake_ops encoding | rpc | store
-    | kernels table_parameter quantization table_configs torchrec_seams
-    | modules sharders | planner checkpoint | service inference | doctor | commands cli"""
-LAYER_OF = {room: number for number, layer in enumerate(LAYERS.split("|")) for room in layer.split()}
+# A module imports from its own layer and from those before it: docs/inside.md. Serving is one folder without layers.
+LAYERS = {
+    "torchrec_recstore": """display plugins utils run_directories network threads triples late_updates
+        | optim server_options option_flags row_types options | ops fake_ops encoding | store
+        | kernels table_parameter quantization table_configs torchrec_seams
+        | modules sharders | planner checkpoint | doctor | commands cli inference""",
+    "torchrec_recstore_service": "wire | client | server | access_flags servers_commands serve_command",
+}
+LAYER_OF = {
+    f"{package}.{room}": number
+    for package, layers in LAYERS.items()
+    for number, layer in enumerate(layers.split("|"))
+    for room in layer.split()
+}
+BELOW = {  # the packages that a package may import
+    "torchrec_recstore": set[str](),
+    "torchrec_recstore_service": {"torchrec_recstore"},
+    "torchrec_recstore_serving": {"torchrec_recstore", "torchrec_recstore_service"},
+}
+# They give users the names of all distributions under one name; nothing of ours imports from them.
+FACADES = {"torchrec_recstore", "torchrec_recstore.inference"}
+
+
+def package_of(module: str) -> str:
+    return module.partition(".")[0]
+
+
+def layer_of(module: str) -> int:
+    return LAYER_OF[".".join(module.split(".")[:2])] if package_of(module) in LAYERS else 0
 
 
 def imports(module: str) -> set[str]:
-    """The modules of the package that ``module`` imports anywhere, in functions too."""
+    """The modules of the packages that ``module`` imports anywhere, in functions too."""
     found = set()
     for node in ast.walk(TREES[module]):
-        if isinstance(node, ast.ImportFrom) and node.module and node.module.startswith(PACKAGE.name):
+        if isinstance(node, ast.ImportFrom) and node.module and package_of(node.module) in PACKAGES:
             whole = {f"{node.module}.{alias.name}" for alias in node.names} & set(MODULES)
+            if set(PACKAGES) & {node.module} and not whole:
+                names = {alias.name for alias in node.names}
+                assert all("_pb2" in name or name in ("_C", "__version__") for name in names) or module in FACADES, (
+                    f"{module} imports {names} from {node.module}"
+                )
             found |= whole or {node.module}
-            assert not [a.name for a in node.names if a.name.startswith("_") and a.name not in ("_C", "__version__")], (
-                module
-            )
-    return (found - {PACKAGE.name, module}) & set(MODULES)
+            private = [each.name for each in node.names if each.name.startswith("_")]
+            assert set(private) <= {"_C", "__version__"}, f"{module} imports {private}"
+        elif isinstance(node, ast.Import):
+            assert not [each.name for each in node.names if package_of(each.name) in PACKAGES], module
+    return (found - set(PACKAGES) - {module}) & set(MODULES)
+
+
+GRAPH = {module: imports(module) for module in MODULES}
 
 
 def test_imports_point_one_way() -> None:
-    graph = {module: imports(module) for module in MODULES if module != PACKAGE.name}
-    for module, found in graph.items():
+    within = {
+        module: {other for other in found if package_of(other) == package_of(module)}
+        for module, found in GRAPH.items()
+        if module not in PACKAGES
+    }
+    for module, found in within.items():
         for other in found:
-            here, there = module.split(".")[1], other.split(".")[1]
-            assert LAYER_OF[there] <= LAYER_OF[here], f"{module} imports {other}"
-    list(TopologicalSorter(graph).static_order())  # raises where imports form a circle
+            here, there = (layer_of(each) for each in (module, other))
+            assert there <= here, f"{module} imports {other}"
+    list(TopologicalSorter(within).static_order())  # raises where imports form a circle
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_a_distribution_imports_those_below_it(package: str) -> None:
+    for module, found in GRAPH.items():
+        if package_of(module) == package and module not in FACADES:
+            assert {package_of(other) for other in found} <= BELOW[package] | {package}, module
+            # Not by its name in a string either: what is above is found by its entry points (plugins.py).
+            above = set(PACKAGES) - BELOW[package] - {package}
+            strings = [node.value for node in ast.walk(TREES[module]) if isinstance(node, ast.Constant)]
+            named = [text for text in strings if isinstance(text, str) and text.partition(".")[0] in above]
+            assert named == [] or module == "torchrec_recstore.utils", f"{module} names {named}"
 
 
 def test_no_two_classes_share_a_name() -> None:

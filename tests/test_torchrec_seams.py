@@ -13,11 +13,10 @@ from pathlib import Path
 import torch
 import torchrec
 
-import torchrec_recstore
+from .packages import PACKAGES, sources
 
-PACKAGE = Path(torchrec_recstore.__file__).parent
 TORCHREC = Path(torchrec.__file__).parent
-SEAMS = PACKAGE / "torchrec_seams"
+SEAMS = PACKAGES["torchrec_recstore"] / "torchrec_seams"
 
 
 def private(name: str) -> bool:
@@ -48,13 +47,12 @@ def inherited(cls: type) -> set[str]:
     return set().union(*(defined(ast.parse(textwrap.dedent(inspect.getsource(base)))) for base in bases))
 
 
-def uses(path: Path) -> Iterator[str]:
+def uses(path: Path, name: str) -> Iterator[str]:
     """The private names of TorchRec that a module uses, each with its line."""
     tree = ast.parse(path.read_text())
     imports = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) and node.module]
     of_torchrec = [node for node in imports if (node.module or "").partition(".")[0] == "torchrec"]
     yield from (f"{node.lineno}: {each.name}" for node in of_torchrec for each in node.names if private(each.name))
-    name = ".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts).removesuffix(".__init__")
     own = defined(tree)
     for node in ast.walk(tree):
         if isinstance(node, ast.Attribute) and ast.unparse(node.value) not in ("self", "cls", "super()"):
@@ -73,6 +71,5 @@ def uses(path: Path) -> Iterator[str]:
 
 
 def test_private_names_of_torchrec_are_in_one_folder() -> None:
-    files = [path for path in PACKAGE.rglob("*.py") if not path.name.endswith(("_pb2.py", "_pb2_grpc.py"))]
-    found = {str(path.relative_to(PACKAGE)): sorted(set(uses(path))) for path in files if path.parent != SEAMS}
+    found = {name: sorted(set(uses(path, name))) for name, path in sources().items() if path.parent != SEAMS}
     assert {name: lines for name, lines in found.items() if lines} == {}

@@ -65,7 +65,7 @@ def test_an_untested_torchrec_warns_once_at_the_users_line() -> None:
     script = "import warnings\nwarnings.simplefilter('default')\nimport importlib.metadata as installed\n"
     script += "real = installed.version\n"
     script += "installed.version = lambda name: '1.9.9' if name == 'torchrec' else real(name)\n"
-    script += "from torchrec_recstore import RecStoreSharder\nimport torchrec_recstore.inference.export\n"
+    script += "from torchrec_recstore import RecStoreSharder\nimport torchrec_recstore_serving.export\n"
     script += "from torchrec_recstore import RecStorePlanner\n"
     command = [sys.executable, "-W", "ignore", "-c", script]
     said = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stderr

@@ -68,13 +68,6 @@ if TYPE_CHECKING:
         UniformInit,
     )
     from torchrec_recstore.planner import RecStoreConstraints, RecStorePlanner
-    from torchrec_recstore.service import (
-        NoInitialRow,
-        RecStoreClient,
-        ServerRestartedError,
-        ServerSetError,
-        ServiceError,
-    )
     from torchrec_recstore.sharders import (
         RecStoreEmbeddingCollectionSharder,
         RecStoreFeatureProcessedEmbeddingBagCollectionSharder,
@@ -88,7 +81,15 @@ if TYPE_CHECKING:
     )
     from torchrec_recstore.store import ColdStoreError, Table, TableStats
     from torchrec_recstore.threads import tune_threads
-    from torchrec_recstore.utils import RecStoreWarning, get_include
+    from torchrec_recstore.utils import RecStoreWarning
+    from torchrec_recstore_service import (
+        NoInitialRow,
+        RecStoreClient,
+        ServerRestartedError,
+        ServerSetError,
+        ServiceError,
+        get_include,
+    )
 
 __version__ = "0.2.0"
 
@@ -108,12 +109,10 @@ _MODULES = {
     "LFU": "options",
     "LRU": "options",
     "MinFrequency": "options",
-    "NoInitialRow": "service",
     "NormalInit": "options",
     "PartialRowWiseAdam": "optim",
     "PartialRowWiseLAMB": "optim",
     "RMSprop": "optim",
-    "RecStoreClient": "service",
     "RecStoreConstraints": "planner",
     "RecStoreEmbedding": "modules",
     "RecStoreEmbeddingBag": "modules",
@@ -129,11 +128,8 @@ _MODULES = {
     "RocksDBStore": "options",
     "RowWiseAdagrad": "optim",
     "SGD": "optim",
-    "ServerRestartedError": "service",
-    "ServerSetError": "service",
     "ServerStore": "options",
     "Servers": "options",
-    "ServiceError": "service",
     "SparseAdamW": "modules",
     "SparseRowWiseAdagrad": "modules",
     "SparseSGD": "modules",
@@ -146,7 +142,6 @@ _MODULES = {
     "compact_checkpoint": "checkpoint",
     "export_dense_weights": "checkpoint",
     "flush_tables": "sharders",
-    "get_include": "utils",
     "load_checkpoint": "checkpoint",
     "load_dense_weights": "checkpoint",
     "load_distributed_checkpoint": "checkpoint",
@@ -240,4 +235,13 @@ __all__ = [
     "tune_threads",
 ]
 
-__getattr__, __dir__ = lazy_names(__name__, _MODULES)
+_OF_THE_SERVICE = (
+    "NoInitialRow",
+    "RecStoreClient",
+    "ServerRestartedError",
+    "ServerSetError",
+    "ServiceError",
+    "get_include",
+)
+
+__getattr__, __dir__ = lazy_names(__name__, _MODULES, dict.fromkeys(_OF_THE_SERVICE, "service"))

@@ -23,9 +23,11 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Callable
 from typing import Annotated
 
 from torchrec_recstore import __version__
+from torchrec_recstore.plugins import MissingDistributionError, commands
 
 try:
     import typer
@@ -33,13 +35,9 @@ try:
     from torchrec_recstore.commands.checkpoints import compact, diff, inspect
     from torchrec_recstore.commands.doctor import doctor
     from torchrec_recstore.commands.explore import neighbours, top
-    from torchrec_recstore.commands.export import export
-    from torchrec_recstore.commands.follow import follow
     from torchrec_recstore.commands.output import errors_in_one_line, print_error, status_of
     from torchrec_recstore.commands.plan import plan
     from torchrec_recstore.commands.scripts import bench, train
-    from torchrec_recstore.commands.serve import serve
-    from torchrec_recstore.commands.servers import servers
 except ModuleNotFoundError as error:
     if error.name not in ("typer", "rich", "click"):
         raise
@@ -76,12 +74,25 @@ def recstore(
     """The command of torchrec_recstore."""
 
 
+def _not_installed(name: str) -> Callable[[typer.Context], None]:
+    """Returns a command that says which distribution has the command ``name``."""
+
+    def say(context: typer.Context) -> None:
+        with errors_in_one_line():
+            raise ValueError(str(MissingDistributionError(name)))
+
+    return say
+
+
 app.command(rich_help_panel=JOBS, context_settings=_PASS_ON)(train)
 app.command(rich_help_panel=JOBS)(plan)
-app.command(rich_help_panel=JOBS)(export)
-app.command(rich_help_panel=JOBS)(follow)
-app.command(rich_help_panel=JOBS)(serve)
-app.add_typer(servers, name="servers", rich_help_panel=JOBS)
+for _name, _entry in commands().items():
+    if _entry is None:
+        app.command(_name, hidden=True, context_settings=_PASS_ON)(_not_installed(_name))
+    elif isinstance(_command := _entry.load(), typer.Typer):
+        app.add_typer(_command, name=_name, rich_help_panel=JOBS)
+    else:
+        app.command(_name, rich_help_panel=JOBS)(_command)
 app.command(rich_help_panel=CHECKPOINTS)(inspect)
 app.command(rich_help_panel=CHECKPOINTS)(diff)
 app.command(rich_help_panel=CHECKPOINTS)(compact)

@@ -9,30 +9,42 @@ import sys
 import warnings
 import weakref
 from collections.abc import Callable, Mapping
-from pathlib import Path
-from types import FrameType
+from types import FrameType, MappingProxyType
 
-_NOT_THE_USERS = ("torchrec_recstore", "torchrec", "torch", "importlib")
+from torchrec_recstore.plugins import plugin
+
+_OURS = ("torchrec_recstore", "torchrec_recstore_service", "torchrec_recstore_serving")
+_NOT_THE_USERS = (*_OURS, "torchrec", "torch", "importlib")
 _of_this_process: weakref.WeakSet[object] = weakref.WeakSet()
 
 
-def lazy_names(package: str, modules: Mapping[str, str]) -> tuple[Callable[[str], object], Callable[[], list[str]]]:
+def lazy_names(
+    package: str, modules: Mapping[str, str], plugins: Mapping[str, str] = MappingProxyType({})
+) -> tuple[Callable[[str], object], Callable[[], list[str]]]:
     """Returns ``__getattr__`` and ``__dir__`` for a package that imports its public names when they are first used.
 
     Args:
         package: The ``__name__`` of the package.
         modules: The module in the package that defines each public name, by the name.
+        plugins: The plugin that defines each public name of another distribution, by the name. Default: none.
     """
     namespace = vars(sys.modules[package])
 
     def get(name: str) -> object:
-        if name not in modules:
+        if name in plugins:
+            value = getattr(plugin(plugins[name]), name)
+        elif name in modules:
+            value = getattr(importlib.import_module(f"{package}.{modules[name]}"), name)
+        else:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
-        value = getattr(importlib.import_module(f"{package}.{modules[name]}"), name)
         namespace[name] = value
         return value
 
-    return get, lambda: sorted({*namespace, *modules})
+    return get, lambda: sorted({*namespace, *modules, *plugins})
+
+
+class StorageError(RuntimeError):
+    """The base class of the errors of cold stores and parameter servers. The message says which one, and why."""
 
 
 class RecStoreWarning(UserWarning):
@@ -64,11 +76,6 @@ def warn_user(message: str) -> None:
 
 def _module_of(frame: FrameType) -> str:
     return str(frame.f_globals.get("__name__", ""))
-
-
-def get_include() -> str:
-    """Returns the path of the directory with ``recstore_client.h``, for C++ programs that call parameter servers."""
-    return str(Path(__file__).parent / "include")
 
 
 def leave_to_parent(thing: object) -> None:

@@ -23,7 +23,7 @@ from common.report import write_whole
 from online.page import page
 from online.settings import Settings
 
-from torchrec_recstore.inference.destinations import publications_at
+from torchrec_recstore_serving.destinations import publications_at
 
 TICK_S, WRITE_S = 0.2, 1.0
 PAUSES_S = (0.2, 1.0, 3.0, 10.0)

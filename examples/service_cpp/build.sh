@@ -17,7 +17,7 @@ esac
 # The code that protoc generates fits the installed protobuf only, so it is generated here.
 generated=$(mktemp -d)
 trap 'rm -rf "$generated"' EXIT
-protoc -I "$include/../rpc" --cpp_out="$generated" --grpc_out="$generated" \
+protoc -I "$include/../wire" --cpp_out="$generated" --grpc_out="$generated" \
     --plugin=protoc-gen-grpc="$(command -v grpc_cpp_plugin)" recstore.proto
 "${CXX:-g++}" -std=c++17 -O2 -I "$include" -I "$generated" "$@" "$source" "$generated"/*.cc -o "$output" \
     -pthread -Wl,--as-needed $(pkg-config --cflags --libs grpc++ protobuf)

@@ -20,10 +20,10 @@ from torchrec_recstore.checkpoint.files import file_info
 from torchrec_recstore.checkpoint.info import METADATA, VERSION, read_chain
 from torchrec_recstore.checkpoint.reader import check_rows, held_rows, load_rows
 from torchrec_recstore.options import LRU, TableOptions
-from torchrec_recstore.rpc.table_spec import TableSpec
-from torchrec_recstore.service.data_directory import DataDirectory
-from torchrec_recstore.service.hosted import HostedBackend
 from torchrec_recstore.store import Table
+from torchrec_recstore_service.client.hosted import HostedBackend
+from torchrec_recstore_service.server.data_directory import DataDirectory
+from torchrec_recstore_service.wire.table_spec import TableSpec
 
 Document = dict[str, Any]
 INSTALL = r".* torchrec_recstore [\d.]+ does not know: .*pip install --upgrade torchrec-recstore"

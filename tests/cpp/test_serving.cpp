@@ -13,8 +13,8 @@
 
 #include "error.h"
 #include "memory.h"
-#include "serving/gate.h"
-#include "serving/served_rows.h"
+#include "gate.h"
+#include "served_rows.h"
 #include "testing.h"
 
 using namespace recstore;

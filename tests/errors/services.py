@@ -18,17 +18,17 @@ from tests.secrets import write_secret
 from torchrec_recstore import RecStoreEmbeddingBagCollection, save_checkpoint
 from torchrec_recstore.optim import SGD
 from torchrec_recstore.options import MinFrequency, RedisStore, RocksDBStore, ServerStore, TableOptions
-from torchrec_recstore.rpc.table_spec import TableSpec
-from torchrec_recstore.service import RecStoreClient
-from torchrec_recstore.service.applied import AppliedRequests
-from torchrec_recstore.service.credentials import watched_token
-from torchrec_recstore.service.data_directory import DataDirectory
-from torchrec_recstore.service.hosted import HostedBackend
-from torchrec_recstore.service.limits import Limits
-from torchrec_recstore.service.listening import ListenOptions
-from torchrec_recstore.service.serve import ServerOptions, serve
 from torchrec_recstore.store import Table, redis_store
 from torchrec_recstore.store.conformance import check_cold_store
+from torchrec_recstore_service import RecStoreClient
+from torchrec_recstore_service.client.hosted import HostedBackend
+from torchrec_recstore_service.client.limits import Limits
+from torchrec_recstore_service.server.applied import AppliedRequests
+from torchrec_recstore_service.server.credentials import watched_token
+from torchrec_recstore_service.server.data_directory import DataDirectory
+from torchrec_recstore_service.server.listening import ListenOptions
+from torchrec_recstore_service.server.serve import ServerOptions, serve
+from torchrec_recstore_service.wire.table_spec import TableSpec
 
 THREE = torch.arange(3)
 

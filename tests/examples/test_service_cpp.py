@@ -19,8 +19,8 @@ from tests.certificates import make_certificates, needs_openssl
 from tests.recstore_server import Proxy, RecStoreServer
 from tests.secrets import write_secret
 from torchrec_recstore import Adagrad, ops
-from torchrec_recstore.rpc.agreement import SLOTS
-from torchrec_recstore.service import RecStoreClient
+from torchrec_recstore_service import RecStoreClient
+from torchrec_recstore_service.wire.agreement import SLOTS
 
 ROOT = Path(__file__).parents[2]
 EXAMPLE = ROOT / "examples" / "service_cpp"

@@ -46,7 +46,6 @@ from torchrec_recstore.inference import (
     read_delta,
     verification,
 )
-from torchrec_recstore.inference.row_formats import DTYPES
 from torchrec_recstore.modules import RecStoreEmbeddingBagCollection, RecStoreEmbeddingCollection
 from torchrec_recstore.options import (
     LFU,
@@ -60,13 +59,14 @@ from torchrec_recstore.options import (
     UniformInit,
 )
 from torchrec_recstore.planner import RecStoreConstraints, RecStorePlanner
-from torchrec_recstore.rpc.table_spec import TableSpec
-from torchrec_recstore.service.applied import AppliedRequests
-from torchrec_recstore.service.data_directory import DataDirectory, Membership
-from torchrec_recstore.service.hosted import HostedBackend
-from torchrec_recstore.service.limits import Limits
 from torchrec_recstore.sharders import RecStoreSharder
 from torchrec_recstore.store import Table
+from torchrec_recstore_service.client.hosted import HostedBackend
+from torchrec_recstore_service.client.limits import Limits
+from torchrec_recstore_service.server.applied import AppliedRequests
+from torchrec_recstore_service.server.data_directory import DataDirectory, Membership
+from torchrec_recstore_service.wire.table_spec import TableSpec
+from torchrec_recstore_serving.row_formats import DTYPES
 
 CHECKPOINTS = Path(__file__).parent / f"checkpoint_{checkpoint_info.VERSION}"
 EXPORTS = Path(__file__).parent / f"export_{verification.FORMAT}"

@@ -25,14 +25,14 @@ from torchrec_recstore.inference import (
     read_delta,
     verify,
 )
-from torchrec_recstore.inference.row_formats import DTYPES
 from torchrec_recstore.options import RocksDBStore
-from torchrec_recstore.service.data_directory import DataDirectory
-from torchrec_recstore.service.hosted import HostedBackend
-from torchrec_recstore.service.limits import Limits
-from torchrec_recstore.service.metrics import NoObserver
-from torchrec_recstore.service.server import ParameterServer
 from torchrec_recstore.store import Table
+from torchrec_recstore_service.client.hosted import HostedBackend
+from torchrec_recstore_service.client.limits import Limits
+from torchrec_recstore_service.server.data_directory import DataDirectory
+from torchrec_recstore_service.server.metrics import NoObserver
+from torchrec_recstore_service.server.server import ParameterServer
+from torchrec_recstore_serving.row_formats import DTYPES
 
 from . import fixed
 

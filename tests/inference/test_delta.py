@@ -20,11 +20,11 @@ from torchrec_recstore.inference import (
     export_for_inference,
     read_delta,
 )
-from torchrec_recstore.inference.delta import DeltaTable
-from torchrec_recstore.inference.from_checkpoint import ExportInfo
-from torchrec_recstore.inference.verification import checksum_of, scripted_function, sign_export
 from torchrec_recstore.modules import RecStoreEmbedding, RecStoreEmbeddingBagCollection
 from torchrec_recstore.options import LRU, MinFrequency, TableOptions
+from torchrec_recstore_serving.delta import DeltaTable
+from torchrec_recstore_serving.from_checkpoint import ExportInfo
+from torchrec_recstore_serving.verification import checksum_of, scripted_function, sign_export
 
 from ..checkpoint.models import DIM, recstore
 from .models import BAGS, Model, batch, train

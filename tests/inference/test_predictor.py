@@ -22,15 +22,15 @@ from torchrec import KeyedJaggedTensor
 
 from tests.secrets import write_secret
 from torchrec_recstore.inference import DeltaPublisher, Follower
-from torchrec_recstore.inference.batching import Answer, Batcher
-from torchrec_recstore.inference.predictor import PredictorOptions, jagged_of
-from torchrec_recstore.inference.predictor_http import HttpServer
-from torchrec_recstore.inference.request_values import array_of, tensor_of, value_of, value_of_json
-from torchrec_recstore.inference.requests import JaggedArgument, Request, request_of
 from torchrec_recstore.modules import RecStoreEmbedding
-from torchrec_recstore.rpc import predictor_pb2 as pb
-from torchrec_recstore.rpc.predictor_pb2_grpc import PredictorStub
-from torchrec_recstore.service.listening import ListenOptions
+from torchrec_recstore_service.server.listening import ListenOptions
+from torchrec_recstore_service.wire import predictor_pb2 as pb
+from torchrec_recstore_serving.batching import Answer, Batcher
+from torchrec_recstore_serving.predictor import PredictorOptions, jagged_of
+from torchrec_recstore_serving.predictor_http import HttpServer
+from torchrec_recstore_serving.predictor_pb2_grpc import PredictorStub
+from torchrec_recstore_serving.request_values import array_of, tensor_of, value_of, value_of_json
+from torchrec_recstore_serving.requests import JaggedArgument, Request, request_of
 
 from ..processes import ForkedCommand
 from .models import Model, OfPlainTensors, batch, plain_batch, train

@@ -20,9 +20,9 @@ from torch import nn
 
 from tests.secrets import write_secret
 from torchrec_recstore.inference import DeltaPublisher
-from torchrec_recstore.inference.request_values import array_of, tensor_of
-from torchrec_recstore.rpc import predictor_pb2 as pb
-from torchrec_recstore.rpc.predictor_pb2_grpc import PredictorStub
+from torchrec_recstore_service.wire import predictor_pb2 as pb
+from torchrec_recstore_serving.predictor_pb2_grpc import PredictorStub
+from torchrec_recstore_serving.request_values import array_of, tensor_of
 
 from ..certificates import make_certificates, needs_openssl
 from ..redis_server import free_port

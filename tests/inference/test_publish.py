@@ -18,13 +18,13 @@ from torch import Tensor, nn
 
 from torchrec_recstore.checkpoint import async_save
 from torchrec_recstore.inference import DeltaPublisher, Follower, export_for_inference, follow
-from torchrec_recstore.inference import publish as publish_module
-from torchrec_recstore.inference.delta import is_hashed
-from torchrec_recstore.inference.destinations import publications_at
 from torchrec_recstore.modules import RecStoreEmbeddingBag
 from torchrec_recstore.options import LRU, TableOptions
 from torchrec_recstore.sharders.gather import all_gathered
 from torchrec_recstore.utils import RecStoreWarning
+from torchrec_recstore_serving import publish as publish_module
+from torchrec_recstore_serving.delta import is_hashed
+from torchrec_recstore_serving.destinations import publications_at
 
 from ..checkpoint.models import batch as sharded_batch
 from ..checkpoint.models import recstore
@@ -187,8 +187,8 @@ def test_only_what_followers_need_is_kept(place: str, tmp_path: Path, request: p
 @pytest.mark.parametrize("place", ["redis"], indirect=True)
 @needs_redis
 def test_files_of_several_parts(place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("torchrec_recstore.inference.redis_publications._PART_BYTES", 1000)
-    monkeypatch.setattr("torchrec_recstore.inference.redis_publications._INLINE_BYTES", 0)
+    monkeypatch.setattr("torchrec_recstore_serving.redis_publications._PART_BYTES", 1000)
+    monkeypatch.setattr("torchrec_recstore_serving.redis_publications._INLINE_BYTES", 0)
     model = trained()
     with DeltaPublisher(model, place, every_s=0, full_every_s=0) as publisher, Follower(place) as follower:
         for step in range(2):

@@ -21,9 +21,9 @@ from torchrec_recstore.inference import (
     read_delta,
     verify,
 )
-from torchrec_recstore.inference.row_formats import DTYPES
-from torchrec_recstore.inference.verification import checksum_of, scripted_function
 from torchrec_recstore.modules import RecStoreEmbedding
+from torchrec_recstore_serving.row_formats import DTYPES
+from torchrec_recstore_serving.verification import checksum_of, scripted_function
 
 EXPORTS = [*(f"tables_{name}.pt" for name in DTYPES), "model.pt"]
 DELTAS = [f"{Path(name).stem}_delta" for name in EXPORTS]

@@ -14,17 +14,12 @@ from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from torchrec_recstore import RecStoreClient
-from torchrec_recstore.kernels import (
-    PooledKernel,
-    RemotePooledKernel,
-    RemoteSequenceKernel,
-    RemoteTable,
-    SequenceKernel,
-)
+from torchrec_recstore.kernels import PooledKernel, SequenceKernel
 from torchrec_recstore.optim import SGD
 from torchrec_recstore.options import LRU, NormalInit, RocksDBStore, TableOptions
 from torchrec_recstore.store import Table
 from torchrec_recstore.utils import RecStoreWarning
+from torchrec_recstore_service.client.remote_kernels import ClientTable, RemotePooledKernel, RemoteSequenceKernel
 
 IDS = torch.tensor([5, -7, 2**62, 5, 1, 3, 3, 9])
 OFFSETS = torch.tensor([0, 2, 2, 5, 6, 8, 8])  # two features with three bags
@@ -36,9 +31,9 @@ def tables(options: TableOptions = OPTIONS, dtype: torch.dtype = torch.float32) 
     return [Table(dim, dtype, SGD(0.5), options, name=name) for name, dim in (("a", 4), ("b", 8))]
 
 
-def remote_tables(client: RecStoreClient) -> list[RemoteTable]:
+def remote_tables(client: RecStoreClient) -> list[ClientTable]:
     return [
-        RemoteTable(client, name, (10, dim), torch.float32, SGD(0.5), OPTIONS) for name, dim in (("a", 4), ("b", 8))
+        ClientTable(client, name, (10, dim), torch.float32, SGD(0.5), OPTIONS) for name, dim in (("a", 4), ("b", 8))
     ]
 
 

@@ -2,7 +2,7 @@
 
     python -m tests.matrix.run [--only torchrec-1-9] [--directory DIR] [--workers 2] [-- PYTEST_ARGUMENT ...]
 
-A wheel is built with each triple, because the library of served models fits one minor version of torch. The core of the
+Wheels are built with each triple, because the library of served models fits one minor version of torch. The core of the
 first triple's wheel is used with all triples, which shows that one binary fits them. Each triple has a virtual
 environment in the directory, which is outside the repository because other torches than the default's bring gigabytes
 of CUDA packages. An environment is made once and used again until its requirements or its Python change. The tests run
@@ -28,10 +28,9 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from xml.etree import ElementTree
 
+from tests.packages import PACKAGES, ROOT
 from torchrec_recstore.triples import DEFAULT, TRIPLES, Triple
 
-ROOT = Path(__file__).parents[2]
-PACKAGE = "torchrec_recstore"
 NEWEST_PYTHON = (3, 13)
 """Newer ones are not taken: there are no wheels of all that the tests need."""
 
@@ -137,41 +136,43 @@ def copy_repository(target: Path) -> None:
         shutil.copy2(ROOT / name, target / name)
 
 
-def build_wheel(directory: Path, source: Path, python: Path) -> Path:
-    """Builds the wheel with the torch of an environment."""
+def build_wheels(directory: Path, source: Path, python: Path) -> list[Path]:
+    """Builds the wheels with the torch of an environment."""
     built, wheels = directory / "built", directory / "wheels"
     for folder in (built, wheels):
         shutil.rmtree(folder, ignore_errors=True)
     shutil.copytree(source, built)  # pip writes into it
     pip = [str(python), "-m", "pip", "--disable-pip-version-check", "--quiet", "wheel"]
     run([*pip, "--no-build-isolation", "--no-deps", "--wheel-dir", str(wheels), str(built)])
-    (made,) = wheels.glob("*.whl")
-    return made
+    run([*pip, "--no-build-isolation", "--no-deps", "--wheel-dir", str(wheels), str(built / "service")])
+    run([*pip, "--no-build-isolation", "--no-deps", "--wheel-dir", str(wheels), str(built / "serving")])
+    return sorted(wheels.glob("*.whl"))
 
 
-def install(wheel: Path, python: Path, copy: Path, core: Path) -> None:
-    """Installs the wheel, and replaces the sources in a copy of the repository by links to the installed files.
+def install(wheels: Sequence[Path], python: Path, copy: Path, core: Path) -> None:
+    """Installs the wheels, and replaces the sources in a copy of the repository by links to the installed files.
 
     The C++ sources stay, because some tests read them and the wheel does not have them. ``core``, the core of the first
     triple's wheel, replaces the wheel's own: it is on the stable ABI of torch and the limited API of Python.
     """
     pip = [str(python), "-m", "pip", "--disable-pip-version-check", "--quiet", "install"]
-    run([*pip, "--no-deps", "--force-reinstall", str(wheel)])
-    ask = f"import {PACKAGE}; print({PACKAGE}.__path__[0])"
-    at = subprocess.run([str(python), "-c", ask], cwd=copy.parent, capture_output=True, text=True, check=True)
-    installed = Path(at.stdout.strip())
-    assert installed.is_relative_to(python.parents[1]), installed
-    for path in (copy / PACKAGE).rglob("*"):
-        if path.is_file() and "csrc" not in path.parts:
-            path.unlink()
-            path.symlink_to(installed / path.relative_to(copy / PACKAGE))
-    (own_core,) = installed.glob("_C*.so")
-    if core.exists():
-        shutil.copy2(core, own_core)
-    else:
-        shutil.copy2(own_core, core)
-    for library in installed.glob("*.so"):
-        (copy / PACKAGE / library.name).symlink_to(library)
+    run([*pip, "--no-deps", "--force-reinstall", *map(str, wheels)])
+    for package, folder in PACKAGES.items():
+        ask = f"import {package}; print({package}.__path__[0])"
+        at = subprocess.run([str(python), "-c", ask], cwd=copy.parent, capture_output=True, text=True, check=True)
+        installed, sources = Path(at.stdout.strip()), copy / folder.relative_to(ROOT)
+        assert installed.is_relative_to(python.parents[1]), installed
+        for path in sources.rglob("*"):
+            if path.is_file() and "csrc" not in path.parts:
+                path.unlink()
+                path.symlink_to(installed / path.relative_to(sources))
+        for own_core in installed.glob("_C*.so"):
+            if core.exists():
+                shutil.copy2(core, own_core)
+            else:
+                shutil.copy2(own_core, core)
+        for library in installed.glob("*.so"):
+            (sources / library.name).symlink_to(library)
 
 
 def run_tests(copy: Path, python: Path, arguments: Sequence[str], workers: int) -> Path:
@@ -266,7 +267,7 @@ def run(command: Sequence[str]) -> None:
 def default_directory() -> Path:
     """The folder of the environments: below the user's cache."""
     cache = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
-    return Path(cache) / PACKAGE / "matrix"
+    return Path(cache) / "torchrec_recstore" / "matrix"
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -309,7 +310,7 @@ def main(arguments: Sequence[str]) -> int:
         copy = copies / triple.extra
         shutil.rmtree(copy, ignore_errors=True)
         shutil.copytree(source, copy)
-        install(build_wheel(directory, source, python), python, copy, core)
+        install(build_wheels(directory, source, python), python, copy, core)
         print(f"{triple}, Python {'.'.join(map(str, chosen[triple]))}", flush=True)
         report = run_tests(copy, python, asked.pytest or ["-m", "not slow"], asked.workers)
         counts, skips = count(report)

@@ -99,7 +99,7 @@ CORE = [
         "The second update of a row during a save replaces the image that the first update has kept.",
     ),
     Mutation(
-        f"{CSRC}/serving/gate.cpp",
+        "serving/torchrec_recstore_serving/csrc/gate.cpp",
         "wait_for(gate_->calls_have_ended_, lock, [&] { return gate_->holds_ == 0; });",
         "",
         ["test_serving"],

@@ -38,7 +38,7 @@ class Mutation:
 
     @property
     def is_native(self) -> bool:
-        return self.file.startswith("torchrec_recstore/csrc/")
+        return "/csrc/" in self.file
 
     def mutated(self, text: str) -> str:
         """The text of the file with the mistake.

@@ -94,14 +94,14 @@ CHECKPOINTS = [
 
 SERVICE = [
     Mutation(
-        f"{PACKAGE}/service/applied.py",
+        "service/torchrec_recstore_service/server/applied.py",
         "known.answers.pop(request, None)",
         "pass",
         ["tests/service/test_applied.py"],
         "A write that failed cannot be repeated.",
     ),
     Mutation(
-        f"{PACKAGE}/service/applied.py",
+        "service/torchrec_recstore_service/server/applied.py",
         "for number in [number for number in known.answers if number < done_before]:",
         "for number in [number for number in known.answers if number <= done_before]:",
         ["tests/service/test_applied.py"],
@@ -122,21 +122,21 @@ SERVICE = [
         "reset_rows resets the tables before one that is being saved.",
     ),
     Mutation(
-        f"{PACKAGE}/service/row_calls.py",
+        "service/torchrec_recstore_service/server/row_calls.py",
         "if len(ids) != header.ids:",
         "if len(ids) > header.ids:",
         ["tests/service/test_faults.py::test_bad_requests_change_nothing"],
         "A write whose last parts are missing is applied in part.",
     ),
     Mutation(
-        f"{PACKAGE}/service/hosted_table.py",
+        "service/torchrec_recstore_service/client/hosted_table.py",
         "wanted = among(known, missing)",
         "wanted = ~among(known, missing)",
         ["tests/service/test_hosted.py::test_initial_rows_are_for_ids_without_a_row"],
         "Initial rows replace the trained rows of other clients.",
     ),
     Mutation(
-        f"{PACKAGE}/rpc/servers.py",
+        "service/torchrec_recstore_service/client/server_set.py",
         "rank = found.cumsum(0) - 1",
         "rank = found.cumsum(0)",
         ["tests/service/test_server_store.py::test_every_pattern_of_bits_comes_back"],

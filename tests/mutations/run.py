@@ -22,6 +22,7 @@ from .mutation import Mutation
 
 ROOT = Path(__file__).parents[2]
 EXTENSION = "torchrec_recstore/_C.abi3.so"
+SERVING = "serving/torchrec_recstore_serving/_serving.abi3.so"
 TIMEOUT_S = 3600
 PASSED, FAILED = 0, 1  # pytest's statuses; others say that tests were not found or could not run
 
@@ -38,14 +39,17 @@ class Copy:
             text=True,
             check=True,
         ).stdout.splitlines()
-        for name in [*files, EXTENSION]:
+        for name in [*files, EXTENSION, SERVING]:
             if (ROOT / name).is_file():
                 (folder / name).parent.mkdir(parents=True, exist_ok=True)
                 shutil.copy2(ROOT / name, folder / name)
         if (ROOT / "build/cpp").exists():
             shutil.copytree(ROOT / "build/cpp", folder / "build/cpp")
         # Nothing of the checkout itself is imported, and no bytecode outlives a mutation.
-        self.environment = os.environ | {"PYTHONPATH": str(folder), "PYTHONDONTWRITEBYTECODE": "1"}
+        self.environment = os.environ | {
+            "PYTHONPATH": os.pathsep.join(map(str, (folder, folder / "service", folder / "serving"))),
+            "PYTHONDONTWRITEBYTECODE": "1",
+        }
         found = self._run(sys.executable, "-c", "import torchrec_recstore; print(torchrec_recstore.__file__)")
         assert Path(found.stdout.strip()).parents[1] == folder, found.stdout + found.stderr
 

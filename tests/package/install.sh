@@ -1,11 +1,11 @@
 #!/usr/bin/env bash
-# Installs a wheel or an sdist into a clean environment as a user does, and runs the quickstart there.
+# Installs wheels or sdists into a clean environment as a user does, one after the other, and tries each there.
 #
-#     tests/package/install.sh dist/torchrec_recstore-*.whl
+#     tests/package/install.sh dist/*.whl      # torchrec_recstore, torchrec_recstore_service, torchrec_recstore_serving
 #
 # Works in a folder of its own, so that nothing of the checkout can be imported.
 set -euo pipefail
-artifact=$(realpath "$1")
+artifact=$(realpath "$1") service=$(realpath "$2") serving=$(realpath "$3")
 requirements=$(realpath "$(dirname "$0")/../../requirements")
 folder=$(mktemp -d)
 trap 'rm -rf "$folder"' EXIT
@@ -15,12 +15,14 @@ cd "$folder"
 "${PYTHON:-python3}" -m venv venv
 export PATH="$folder/venv/bin:$PATH"
 pip() { python -m pip --disable-pip-version-check --quiet "$@"; }
-extras="$artifact[cli,examples,service,torchrec-cpu]"
+extras="$artifact[cli,examples,torchrec-cpu]"
+isolation=()
 if [[ "$artifact" == *.whl ]]; then
     pip install "$extras"  # the extras alone choose the versions
 else  # an sdist is compiled, which needs torch in this environment
     pip install -r "$requirements/build.txt" -r "$requirements/base.txt"
-    pip install --no-build-isolation "$extras"
+    isolation=(--no-build-isolation)
+    pip install "${isolation[@]}" "$extras"
 fi
 pip install --no-deps -r "$requirements/torchrec.txt"
 
@@ -39,6 +41,19 @@ echo "quickstart: three rows"
 recstore doctor
 recstore train --limit-rows 20000 --epochs 1 --checkpoint run
 recstore inspect run/step-*
+! recstore serve --listen 127.0.0.1:0 --data tables 2>serve.log
+grep "pip install torchrec-recstore-service" serve.log
+! python -c "import torchrec_recstore; torchrec_recstore.RecStoreClient" 2>client.log
+grep "pip install torchrec-recstore-service" client.log
+pip install "${isolation[@]}" "$service"
+python -c "
+import torch, torchrec_recstore
+client = torchrec_recstore.RecStoreClient()
+client.init_data('user', (10, 4))
+print('client:', tuple(client.pull('user', torch.tensor([7])).shape))"
+! recstore export run/step-* tables.pt 2>export.log
+grep "pip install torchrec-recstore-serving" export.log
+pip install "${isolation[@]}" "$serving"
 recstore export run/step-* tables.pt --dtype fp16 --top-rows 100
 recstore bench --list
 changed=$(cd venv/lib && find . -newer "$folder/quickstart.py" -path '*torchrec_recstore*' ! -name '*.pyc' ! -name __pycache__ -type f)

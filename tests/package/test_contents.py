@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import configparser
 import email
+import importlib
 import re
 import shutil
 import subprocess
@@ -17,8 +18,8 @@ from pathlib import Path
 import pytest
 
 import torchrec_recstore
+from tests.packages import PACKAGES, PROJECTS, ROOT
 
-ROOT = Path(__file__).parents[2]
 # What no user of an sdist needs.
 LEFT_OUT = {".gitignore"}
 
@@ -41,52 +42,97 @@ def copy(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def setup_py(folder: Path, *arguments: str) -> None:
-    run = subprocess.run([sys.executable, "setup.py", "-q", *arguments], cwd=folder, capture_output=True, text=True)
+    script = ["setup.py"] if (folder / "setup.py").exists() else ["-c", "from setuptools import setup; setup()"]
+    run = subprocess.run([sys.executable, *script, "-q", *arguments], cwd=folder, capture_output=True, text=True)
     assert run.returncode == 0, run.stderr
 
 
 def test_sdist_holds_the_checkout(copy: Path) -> None:
     setup_py(copy, "sdist", "--dist-dir", "made")
     (made,) = (copy / "made").iterdir()
-    with tarfile.open(made) as file:
-        names = {name.partition("/")[2] for name in file.getnames()}
+    names = files_of(made)
     assert set(tracked()) - names == LEFT_OUT
     assert not [name for name in names if name.endswith((".so", ".pyc", ".o"))]
 
 
-def test_wheel(copy: Path) -> None:
-    library = copy / "build/lib/torchrec_recstore"
-    setup_py(copy, "build_py", "--build-lib", "build/lib")
-    extensions = ["_C.abi3.so", "_serving.abi3.so"]
-    for name in extensions:  # newer than their sources: they are not compiled again
-        shutil.copy(Path(torchrec_recstore.__file__).parent / name, library)
-    setup_py(copy, "build", "--build-lib", "build/lib", "bdist_wheel", "--skip-build", "--dist-dir", "wheels")
-    (made,) = (copy / "wheels").iterdir()
-    assert made.name.endswith("-cp310-abi3-linux_x86_64.whl")
+def files_of(sdist: Path) -> set[str]:
+    with tarfile.open(sdist) as file:
+        return {name.partition("/")[2] for name in file.getnames()}
+
+
+def test_sdist_of_serving_holds_what_its_library_is_made_of(copy: Path) -> None:
+    setup_py(copy / "serving", "sdist", "--dist-dir", "made")
+    (made,) = (copy / "serving/made").iterdir()
+    names = files_of(made)
+    assert {name for name in tracked() if name.startswith("serving/")} <= {f"serving/{name}" for name in names}
+    assert {
+        "core/native_build.py",
+        "core/torchrec_recstore/csrc/memory.cpp",
+        "core/torchrec_recstore/csrc/mix.h",
+    } <= names
+
+
+SCRIPTS = {f"benchmarks/{name}.json" for name in ("results", "quality", "scale")}
+
+
+@pytest.mark.parametrize(
+    ("package", "library", "tag"),
+    [
+        ("torchrec_recstore", "_C.abi3.so", "cp310-abi3-linux_x86_64"),
+        ("torchrec_recstore_service", None, "py3-none-any"),
+        ("torchrec_recstore_serving", "_serving.abi3.so", "cp310-abi3-linux_x86_64"),
+    ],
+)
+def test_wheel(copy: Path, package: str, library: str | None, tag: str) -> None:
+    project = copy / PROJECTS[package].relative_to(ROOT)
+    setup_py(project, "build_py", "--build-lib", "build/lib")
+    if library is not None:  # newer than its sources: it is not compiled again
+        shutil.copy(PACKAGES[package] / library, project / "build/lib" / package)
+    setup_py(project, "build", "--build-lib", "build/lib", "bdist_wheel", "--skip-build", "--dist-dir", "wheels")
+    (made,) = (project / "wheels").iterdir()
+    assert made.name.endswith(f"-{tag}.whl")
     with zipfile.ZipFile(made) as file:
         names = {name for name in file.namelist() if ".dist-info/" not in name}
         about = {Path(name).name: file.read(name).decode() for name in file.namelist() if ".dist-info/" in name}
-    ours = {name for name in tracked() if name.startswith("torchrec_recstore/") and "/csrc/" not in name}
-    scripts = {name for name in tracked() if name.startswith(("examples/", "benchmarks/"))}
-    scripts -= {f"benchmarks/{name}.json" for name in ("results", "quality", "scale")}
-    assert names == ours | {f"torchrec_recstore/{name}" for name in [*scripts, *extensions]}
-    assert "recstore = torchrec_recstore.cli:main" in about["entry_points.txt"]
+    root = f"{PACKAGES[package].relative_to(ROOT)}/"
+    ours = {
+        f"{package}/{name.removeprefix(root)}" for name in tracked() if name.startswith(root) and "/csrc/" not in name
+    }
+    ours |= {f"{package}/{library}"} if library else set()
+    if package == "torchrec_recstore":
+        scripts = {name for name in tracked() if name.startswith(("examples/", "benchmarks/"))} - SCRIPTS
+        ours |= {f"{package}/{name}" for name in scripts}
+        assert "recstore = torchrec_recstore.cli:main" in about["entry_points.txt"]
+    else:
+        assert "torchrec-recstore==0.2.0" in about["METADATA"]
+        assert "[torchrec_recstore.commands]" in about["entry_points.txt"]
+    assert names == ours
     metadata = email.message_from_string(about["METADATA"])
     assert metadata["Requires-Python"] == ">=3.10"
     assert metadata["License"] == "Apache-2.0"
-    assert metadata.get_payload() == (ROOT / "README.md").read_text()
+    assert metadata.get_payload() == (PROJECTS[package] / "README.md").read_text()
 
 
-def requirements() -> dict[str, dict[str, str]]:
+def requirements(package: str = "torchrec_recstore") -> dict[str, dict[str, str]]:
     """Distributions by extra, "" for what is always needed, each with its bound."""
     config = configparser.ConfigParser()
-    config.read(ROOT / "setup.cfg")
-    lines = {"": config["options"]["install_requires"], **config["options.extras_require"]}
+    config.read(PROJECTS[package] / "setup.cfg")
+    extras = config["options.extras_require"] if config.has_section("options.extras_require") else {}
+    lines = {"": config["options"]["install_requires"], **extras}
     found = {}
     for extra, text in lines.items():
         wanted = [re.fullmatch(r"([\w-]+)(.*)", line) for line in text.split("\n") if line.strip()]
         found[extra] = {match[1]: match[2] for match in wanted if match is not None}
     return found
+
+
+def test_versions_are_locked_to_each_other() -> None:
+    version = f"=={torchrec_recstore.__version__}"
+    ours = {name.replace("_", "-") for name in PACKAGES}
+    for package in PACKAGES:
+        assert importlib.import_module(package).__version__ == torchrec_recstore.__version__
+        bounds = {bound for wanted in requirements(package).values() for name, bound in wanted.items() if name in ours}
+        assert bounds == {version}
 
 
 def pins() -> dict[str, str]:
@@ -96,29 +142,44 @@ def pins() -> dict[str, str]:
 
 def test_what_extras_name_is_pinned() -> None:
     of_triples = {"torch", "torchrec", "fbgemm-gpu", "fbgemm-gpu-cpu"}  # those are checked in test_triples.py
-    for extra, wanted in requirements().items():
+    wanted_by = [(extra, wanted) for package in PACKAGES for extra, wanted in requirements(package).items()]
+    for extra, wanted in wanted_by:
         for name, bound in wanted.items():
-            if extra.startswith("torchrec") and name in of_triples:
+            if (extra.startswith("torchrec") and name in of_triples) or name.replace("-", "_") in PACKAGES:
                 continue
             assert name in pins(), f"[{extra}] {name}"
             assert not bound.startswith("==") or pins()[name] == bound[2:], f"[{extra}] {name}"
 
 
+CORE = ["", "torchrec-cpu", "torchrec", "rocksdb", "redis", "cli", "parquet"]
+EVERY = ["", "torchrec-cpu", "torchrec", "rocksdb", "redis", "cli", "examples"]
+
+
 @pytest.mark.parametrize(
-    ("folder", "extras"),
+    ("folder", "package", "extras"),
     [
-        ("torchrec_recstore/store", ["", "rocksdb", "redis", "service"]),  # docs/install.md: usable without an extra
-        ("torchrec_recstore/kernels", [""]),
-        ("torchrec_recstore", ["", "torchrec-cpu", "torchrec", "rocksdb", "redis", "service", "cli", "parquet"]),
-        ("examples", ["", "torchrec-cpu", "torchrec", "redis", "cli", "examples"]),
-        ("benchmarks", ["", "torchrec-cpu", "torchrec", "rocksdb", "redis", "service", "cli", "examples"]),
+        ("torchrec_recstore/store", "torchrec_recstore", ["", "rocksdb", "redis"]),  # usable without an extra
+        ("torchrec_recstore/kernels", "torchrec_recstore", [""]),
+        (
+            "torchrec_recstore",
+            "torchrec_recstore",
+            ["", "torchrec-cpu", "torchrec", "rocksdb", "redis", "cli", "parquet"],
+        ),
+        ("service/torchrec_recstore_service", "torchrec_recstore_service", [""]),
+        ("serving/torchrec_recstore_serving", "torchrec_recstore_serving", ["", "redis"]),
+        ("examples", "torchrec_recstore", EVERY),
+        ("benchmarks", "torchrec_recstore", EVERY),
     ],
 )
-def test_what_is_imported_is_required(folder: str, extras: list[str]) -> None:
-    known = {name.replace("-", "_").lower() for extra in extras for name in requirements()[extra]}
-    own = {path.stem for each in {folder, "examples"} for path in (ROOT / each).rglob("*")} | {"torchrec_recstore"}
+def test_what_is_imported_is_required(folder: str, package: str, extras: list[str]) -> None:
+    known = {name.replace("-", "_").lower() for extra in extras for name in requirements(package)[extra]}
+    if folder in ("examples", "benchmarks"):
+        known |= {name.replace("-", "_") for name in requirements("torchrec_recstore_service")[""]}
+    if package == "torchrec_recstore_serving":  # it exports TorchRec's models, of whom has them
+        known |= {name.replace("-", "_") for name in requirements()["torchrec-cpu"]} | {"torchrec"}
+    own = {path.stem for each in {folder, "examples"} for path in (ROOT / each).rglob("*")} | set(PACKAGES)
     distributions = packages_distributions()
-    for path in (ROOT / folder).rglob("*.py"):
+    for path in sorted((ROOT / folder).rglob("*.py")):
         for node in ast.walk(ast.parse(path.read_text())):
             names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
             names += [node.module] if isinstance(node, ast.ImportFrom) and node.module and not node.level else []

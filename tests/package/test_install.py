@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from .test_contents import ROOT, tracked
+from tests.packages import PROJECTS, ROOT
+
+from .test_contents import tracked
 
 
 @pytest.mark.slow
@@ -16,11 +19,12 @@ from .test_contents import ROOT, tracked
 def test_built_installed_and_run(tmp_path: Path) -> None:
     tracked()  # a checkout is what is built
     build = [sys.executable, "-m", "build", "--outdir", str(tmp_path)]
-    subprocess.run([*build, str(ROOT)], check=True, capture_output=True)
-    wheel, sdist = sorted(tmp_path.iterdir(), key=lambda path: path.suffix != ".whl")
-    assert wheel.name.endswith("-cp310-abi3-linux_x86_64.whl")
-    for artifact in (wheel, sdist):
-        run = subprocess.run([ROOT / "tests/package/install.sh", artifact], capture_output=True, text=True, check=False)
+    for project in PROJECTS.values():
+        subprocess.run([*build, str(project)], check=True, capture_output=True)
+    wheels, sdists = sorted(tmp_path.glob("*.whl")), sorted(tmp_path.glob("*.tar.gz"))
+    for made in (wheels, sdists):
+        assert [re.match(r"[a-z_]+", path.name)[0] for path in made] == list(PROJECTS)  # type: ignore[index]
+        run = subprocess.run([ROOT / "tests/package/install.sh", *made], capture_output=True, text=True, check=False)
         assert run.returncode == 0, run.stdout[-2000:] + run.stderr[-4000:]
-        for said in ("quickstart: three rows", "0 problems", "test AUC", "files good", "kernel "):
+        for said in ("quickstart: three rows", "0 problems", "client: (1, 4)", "test AUC", "files good", "kernel "):
             assert said in run.stdout

@@ -16,9 +16,9 @@ from torchrec.distributed import DistributedModelParallel
 from torchrec_recstore import load_checkpoint, load_distributed_checkpoint, reshard, save_checkpoint
 from torchrec_recstore.checkpoint import compact_checkpoint
 from torchrec_recstore.checkpoint.info import read_info
-from torchrec_recstore.service.checkpoints import saved_specs
-from torchrec_recstore.service.hosted import HostedBackend
-from torchrec_recstore.service.resharding import joined, owned_by
+from torchrec_recstore_service.client.hosted import HostedBackend
+from torchrec_recstore_service.client.hosted_checkpoints import saved_specs
+from torchrec_recstore_service.server.set_resharding import joined, owned_by
 
 SERVERS = 3
 

@@ -35,7 +35,7 @@ def own_server(tmp_path: Path) -> Iterator[RecStoreServer]:
 @pytest.fixture
 def proxy(server: RecStoreServer, monkeypatch: pytest.MonkeyPatch) -> Iterator[Proxy]:
     # Shared memory would bypass the proxy.
-    monkeypatch.setattr("torchrec_recstore.rpc.shared_memory.is_available", lambda: False)
+    monkeypatch.setattr("torchrec_recstore_service.client.shared_memory.is_available", lambda: False)
     proxy = Proxy(server.address)
     yield proxy
     proxy.close()

@@ -25,19 +25,20 @@ from google.protobuf.message import Message
 from tests.service.fuzz_phases import DIM, IDS, KEPT, Phases
 from torchrec_recstore.optim import Adagrad
 from torchrec_recstore.options import LRU, TableOptions
-from torchrec_recstore.rpc import recstore_pb2 as pb
-from torchrec_recstore.rpc.protocol import VERSION, VERSION_KEY
-from torchrec_recstore.rpc.recstore_pb2_grpc import add_ParameterServerServicer_to_server
-from torchrec_recstore.rpc.table_spec import TableSpec
-from torchrec_recstore.service import RecStoreClient, received, reservations
-from torchrec_recstore.service.calls import CallThreads, RequestMemory
-from torchrec_recstore.service.data_directory import DataDirectory
-from torchrec_recstore.service.handlers import Handlers
-from torchrec_recstore.service.hosted import HostedBackend
-from torchrec_recstore.service.limits import Limits
-from torchrec_recstore.service.listening import GrpcServer, ListenOptions
-from torchrec_recstore.service.metrics import NoObserver
-from torchrec_recstore.service.server import ParameterServer
+from torchrec_recstore_service import RecStoreClient
+from torchrec_recstore_service.client.hosted import HostedBackend
+from torchrec_recstore_service.client.limits import Limits
+from torchrec_recstore_service.server import received, reservations
+from torchrec_recstore_service.server.calls import CallThreads, RequestMemory
+from torchrec_recstore_service.server.data_directory import DataDirectory
+from torchrec_recstore_service.server.handlers import Handlers
+from torchrec_recstore_service.server.listening import GrpcServer, ListenOptions
+from torchrec_recstore_service.server.metrics import NoObserver
+from torchrec_recstore_service.server.server import ParameterServer
+from torchrec_recstore_service.wire import recstore_pb2 as pb
+from torchrec_recstore_service.wire.protocol import VERSION, VERSION_KEY
+from torchrec_recstore_service.wire.recstore_pb2_grpc import add_ParameterServerServicer_to_server
+from torchrec_recstore_service.wire.table_spec import TableSpec
 
 SERVICE = pb.DESCRIPTOR.services_by_name["ParameterServer"]
 OTHERS = ("other", "another \N{SNOWMAN}")

@@ -11,10 +11,10 @@ import torch
 
 from torchrec_recstore.optim import Adagrad
 from torchrec_recstore.options import TableOptions
-from torchrec_recstore.rpc import recstore_pb2 as pb
-from torchrec_recstore.rpc.table_spec import TableSpec
-from torchrec_recstore.service.data_directory import DataDirectory
-from torchrec_recstore.service.hosted import HostedBackend
+from torchrec_recstore_service.client.hosted import HostedBackend
+from torchrec_recstore_service.server.data_directory import DataDirectory
+from torchrec_recstore_service.wire import recstore_pb2 as pb
+from torchrec_recstore_service.wire.table_spec import TableSpec
 
 KEPT = "kept"
 DIM = 4

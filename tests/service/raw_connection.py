@@ -10,9 +10,9 @@ import threading
 import grpc
 import torch
 
-from torchrec_recstore.rpc import recstore_pb2 as pb
-from torchrec_recstore.rpc.protocol import TOKEN_KEY, VERSION, VERSION_KEY, token_value
-from torchrec_recstore.rpc.segment import SEGMENT_BYTES, Segment
+from torchrec_recstore_service.wire import recstore_pb2 as pb
+from torchrec_recstore_service.wire.protocol import TOKEN_KEY, VERSION, VERSION_KEY, token_value
+from torchrec_recstore_service.wire.segment import SEGMENT_BYTES, Segment
 
 KEPT = "kept"
 """A table that an attack does not change: each of its requests for this table is invalid."""

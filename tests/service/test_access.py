@@ -19,8 +19,8 @@ from tests.certificates import make_certificates, needs_openssl
 from tests.recstore_server import RecStoreServer
 from tests.redis_server import free_port
 from tests.secrets import write_secret
-from torchrec_recstore.service import RecStoreClient, ServiceError
-from torchrec_recstore.service.credentials import watched_certificates
+from torchrec_recstore_service import RecStoreClient, ServiceError
+from torchrec_recstore_service.server.credentials import watched_certificates
 
 IDS = torch.arange(10)
 TOKEN = "correct-horse-battery"

@@ -7,8 +7,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from torchrec_recstore.service.applied import AppliedRequests, ServerStoppingError
-from torchrec_recstore.service.calls import CallRefusedError
+from torchrec_recstore_service.server.applied import AppliedRequests, ServerStoppingError
+from torchrec_recstore_service.server.calls import CallRefusedError
 
 
 def _never() -> int:

@@ -5,7 +5,7 @@ import time
 
 import pytest
 
-from torchrec_recstore.service.calls import PATIENCE_S, Call, CallThreads, RequestMemory
+from torchrec_recstore_service.server.calls import PATIENCE_S, Call, CallThreads, RequestMemory
 
 
 class _Event:

@@ -17,10 +17,10 @@ from torch import Tensor
 from torchrec_recstore import RecStoreClient
 from torchrec_recstore.optim import SGD, RowWiseAdagrad
 from torchrec_recstore.options import LRU, ConstantInit, MinFrequency, RocksDBStore, TableOptions, UniformInit
-from torchrec_recstore.service.backend import InitialRows
-from torchrec_recstore.service.client import _THREADS
-from torchrec_recstore.service.hosted import HostedBackend
 from torchrec_recstore.store import Table
+from torchrec_recstore_service.client.backend import InitialRows
+from torchrec_recstore_service.client.hosted import HostedBackend
+from torchrec_recstore_service.client.recstore_client import _THREADS
 
 DIM = 4
 IDS = torch.tensor([5, -(2**63), 2**63 - 1, 0, -1])
@@ -459,7 +459,7 @@ def test_many_threads_of_one_client() -> None:
 def test_it_does_without_torchrec_and_grpc(tmp_path: Path) -> None:
     code = f"""
 import sys, torch
-from torchrec_recstore.service import RecStoreClient
+from torchrec_recstore_service import RecStoreClient
 client = RecStoreClient()
 client.init_data("t", (10, 4), init_func=lambda shape, dtype: torch.rand(shape, dtype=dtype))
 client.update("t", torch.tensor([1]), torch.ones(1, 4))

@@ -17,7 +17,7 @@ from tests.certificates import make_certificates, needs_openssl
 from tests.recstore_server import Proxy, RecStoreServer
 from tests.redis_server import free_port
 from tests.service.test_limits import METADATA, SERVICE, numbers, resident_mb
-from torchrec_recstore.service import RecStoreClient, ServiceError
+from torchrec_recstore_service import RecStoreClient, ServiceError
 
 
 def _channel(server: RecStoreServer, stack: ExitStack) -> grpc.Channel:

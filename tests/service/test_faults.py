@@ -21,12 +21,12 @@ from tests.recstore_server import Proxy, RecStoreServer
 from tests.secrets import write_secret
 from torchrec_recstore.optim import Adagrad
 from torchrec_recstore.options import TableOptions
-from torchrec_recstore.rpc import recstore_pb2 as pb
-from torchrec_recstore.rpc.protocol import VERSION, VERSION_KEY
-from torchrec_recstore.rpc.table_spec import TableSpec
-from torchrec_recstore.service import RecStoreClient, ServerRestartedError, ServiceError
-from torchrec_recstore.service.listening import ListenOptions
-from torchrec_recstore.service.serve import ServerOptions, serve
+from torchrec_recstore_service import RecStoreClient, ServerRestartedError, ServiceError
+from torchrec_recstore_service.server.listening import ListenOptions
+from torchrec_recstore_service.server.serve import ServerOptions, serve
+from torchrec_recstore_service.wire import recstore_pb2 as pb
+from torchrec_recstore_service.wire.protocol import VERSION, VERSION_KEY
+from torchrec_recstore_service.wire.table_spec import TableSpec
 
 IDS = torch.arange(-200, 200)
 TOKEN = "correct-horse-battery"

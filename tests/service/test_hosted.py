@@ -14,11 +14,11 @@ from torch import Tensor
 from torchrec_recstore.optim import SGD, Adam, Optimizer, PartialRowWiseAdam, RowWiseAdagrad
 from torchrec_recstore.options import LFU, LRU, ConstantInit, Expiry, MinFrequency, RocksDBStore, TableOptions
 from torchrec_recstore.row_types import value_dtype
-from torchrec_recstore.rpc.table_spec import TableSpec
-from torchrec_recstore.service.backend import NoInitialRow
-from torchrec_recstore.service.hosted import HostedBackend
-from torchrec_recstore.service.limits import Limits, held_options
 from torchrec_recstore.store import Table
+from torchrec_recstore_service.client.backend import NoInitialRow
+from torchrec_recstore_service.client.hosted import HostedBackend
+from torchrec_recstore_service.client.limits import Limits, held_options
+from torchrec_recstore_service.wire.table_spec import TableSpec
 
 DIM = 6
 ZERO = TableOptions(initializer=ConstantInit(0.0))

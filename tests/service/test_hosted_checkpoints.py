@@ -22,9 +22,9 @@ from torchrec_recstore.checkpoint.reader import load_rows
 from torchrec_recstore.cli import app
 from torchrec_recstore.optim import SGD, Adam, Optimizer, RowWiseAdagrad
 from torchrec_recstore.options import LFU, LRU, MinFrequency, RocksDBStore, TableOptions
-from torchrec_recstore.rpc.table_spec import TableSpec
-from torchrec_recstore.service.hosted import HostedBackend
-from torchrec_recstore.service.limits import Limits
+from torchrec_recstore_service.client.hosted import HostedBackend
+from torchrec_recstore_service.client.limits import Limits
+from torchrec_recstore_service.wire.table_spec import TableSpec
 
 from ..checkpoint import models
 
@@ -357,7 +357,7 @@ def test_updates_while_a_checkpoint_is_read(tmp_path: Path, monkeypatch: pytest.
             threads.submit(tables.update, "t", torch.arange(5), torch.ones(5, DIM)).result(60)
             seen.append(threads.submit(rows_of, tables, "t").result(60).unique().tolist())
 
-    monkeypatch.setattr("torchrec_recstore.service.checkpoints.load_rows", loads)
+    monkeypatch.setattr("torchrec_recstore_service.client.hosted_checkpoints.load_rows", loads)
     tables.load(tmp_path / "saved")
     assert seen == [[5.0]]
     assert rows_of(tables, "t").unique().tolist() == [1.0]

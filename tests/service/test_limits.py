@@ -22,10 +22,10 @@ from tests.recstore_server import Proxy, RecStoreServer
 from tests.redis_server import free_port
 from torchrec_recstore.optim import Adagrad
 from torchrec_recstore.options import MinFrequency, TableOptions
-from torchrec_recstore.rpc import recstore_pb2 as pb
-from torchrec_recstore.rpc.protocol import VERSION, VERSION_KEY
-from torchrec_recstore.rpc.table_spec import TableSpec
-from torchrec_recstore.service import RecStoreClient
+from torchrec_recstore_service import RecStoreClient
+from torchrec_recstore_service.wire import recstore_pb2 as pb
+from torchrec_recstore_service.wire.protocol import VERSION, VERSION_KEY
+from torchrec_recstore_service.wire.table_spec import TableSpec
 
 IDS = torch.arange(100)
 METADATA = [(VERSION_KEY, VERSION)]
@@ -253,7 +253,7 @@ def test_writes_are_short_because_others_wait_for_them(tmp_path: Path, near: boo
 def test_large_pushes_and_deletions_are_several_writes(
     own_server: RecStoreServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("torchrec_recstore.rpc.servers.WRITE_BYTES", 2**14)
+    monkeypatch.setattr("torchrec_recstore_service.client.server_set.WRITE_BYTES", 2**14)
     metrics = []
     with RecStoreClient([own_server.address]) as client:
         write = client._tables._servers._write

@@ -12,8 +12,8 @@ from typer.testing import CliRunner, Result
 from tests.recstore_server import RecStoreServer
 from torchrec_recstore import SGD, ConstantInit, RecStoreClient, Table, TableOptions, neighbours, top_rows
 from torchrec_recstore.cli import app
-from torchrec_recstore.rpc import recstore_pb2 as pb
-from torchrec_recstore.service.looks import look
+from torchrec_recstore_service.client.looks import look
+from torchrec_recstore_service.wire import recstore_pb2 as pb
 
 
 def recstore(*arguments: object) -> Result:

@@ -22,9 +22,9 @@ from tests.redis_server import free_port
 from torchrec_recstore.cli import app
 from torchrec_recstore.optim import SGD, Adam
 from torchrec_recstore.options import ConstantInit, MinFrequency, TableOptions
-from torchrec_recstore.rpc import recstore_pb2 as pb
-from torchrec_recstore.rpc.connection import Connection
-from torchrec_recstore.service import RecStoreClient, ServerRestartedError, ServerSetError, ServiceError
+from torchrec_recstore_service import RecStoreClient, ServerRestartedError, ServerSetError, ServiceError
+from torchrec_recstore_service.client.connection import Connection
+from torchrec_recstore_service.wire import recstore_pb2 as pb
 
 IDS = torch.arange(1000)
 ZERO = TableOptions(initializer=ConstantInit(0.0))

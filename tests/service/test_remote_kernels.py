@@ -12,23 +12,17 @@ from typing import Literal
 import pytest
 import torch
 from torch import Tensor
+from torchrec_recstore_service.client.several_tables import SeveralTables
 
 from tests.kernels.optimizer_cases import OPTIMIZERS
 from tests.recstore_server import RecStoreServer
 from torchrec_recstore import NoInitialRow, RecStoreClient
-from torchrec_recstore.kernels import (
-    PooledKernel,
-    RemotePooledKernel,
-    RemoteSequenceKernel,
-    RemoteTable,
-    RowRead,
-    RowUpdate,
-    SequenceKernel,
-)
+from torchrec_recstore.kernels import PooledKernel, SequenceKernel
 from torchrec_recstore.optim import SGD, Adagrad, Adam, Optimizer
 from torchrec_recstore.options import LRU, Expiry, MinFrequency, TableOptions, UniformInit
-from torchrec_recstore.service.several_tables import SeveralTables
 from torchrec_recstore.store import Table
+from torchrec_recstore_service.client.remote_kernels import ClientTable, RemotePooledKernel, RemoteSequenceKernel
+from torchrec_recstore_service.wire.row_requests import RowRead, RowUpdate
 
 DIMS = (8, 5, 16)
 FEATURE_TABLES = [0, 0, 1, 2]
@@ -68,7 +62,7 @@ class Both:
         names = [f"{prefix}{dim}" for dim in DIMS]
         self.here = [Table(dim, dtype, optimizer, options, name=name) for dim, name in zip(DIMS, names, strict=True)]
         self.remote = [
-            RemoteTable(self.client, name, (100, dim), dtype, optimizer, options, staleness)
+            ClientTable(self.client, name, (100, dim), dtype, optimizer, options, staleness)
             for dim, name in zip(DIMS, names, strict=True)
         ]
 
@@ -253,7 +247,7 @@ def test_rows_lack_the_last_updates_only(staleness: int, prefetching: bool) -> N
     """With SGD of rate 1 from rows of zeros, a row is minus the sum of the gradients that it includes."""
     client = Held(RecStoreClient())
     options = TableOptions(initializer=UniformInit(0.0, 0.0))
-    table = RemoteTable(client, "t", (100, 1), torch.float32, SGD(lr=1.0), options, staleness)  # type: ignore[arg-type]
+    table = ClientTable(client, "t", (100, 1), torch.float32, SGD(lr=1.0), options, staleness)  # type: ignore[arg-type]
     kernel = RemotePooledKernel([table], [0], "sum")
     ids, offsets = torch.tensor([7]), torch.tensor([0, 1])
     for number in range(6):
@@ -273,7 +267,7 @@ def test_a_prefetch_beside_an_update(staleness: int) -> None:
     """The rows of the next batch are read while the update of a batch is under way, as a pipeline's thread may do."""
     client = RecStoreClient()
     options = TableOptions(initializer=UniformInit(0.0, 0.0))
-    table = RemoteTable(client, "t", (100, 1), torch.float32, SGD(lr=1.0), options, staleness)
+    table = ClientTable(client, "t", (100, 1), torch.float32, SGD(lr=1.0), options, staleness)
     kernel = RemotePooledKernel([table], [0], "sum")
     ids, offsets = torch.tensor([7]), torch.tensor([0, 1])
     apply = client.update_each if staleness == 0 else client.update_each_async
@@ -300,7 +294,7 @@ def test_a_failed_update_is_raised_by_the_next_step(monkeypatch: pytest.MonkeyPa
     def fail(*arguments: object) -> None:
         raise MemoryError("no room")
 
-    monkeypatch.setattr("torchrec_recstore.service.hosted.HostedBackend.update_each", fail)
+    monkeypatch.setattr("torchrec_recstore_service.client.hosted.HostedBackend.update_each", fail)
     step([kernel], given[0])
     with pytest.raises(MemoryError, match="no room"):
         step([kernel], given[1])
@@ -351,8 +345,8 @@ def test_what_is_refused() -> None:
     arguments = (client, "t", (10, 4), torch.float32, SGD(lr=1.0), OPTIONS)
     for staleness, kind in ((-1, ValueError), (1.0, TypeError), (True, TypeError)):
         with pytest.raises(kind, match="staleness must"):
-            RemoteTable(*arguments, staleness)  # type: ignore[arg-type]
-    table = RemoteTable(*arguments)
+            ClientTable(*arguments, staleness)  # type: ignore[arg-type]
+    table = ClientTable(*arguments)
     kernel = RemotePooledKernel([table, table], [0, 1], "sum")
     with pytest.raises(ValueError, match="feature_tables must ascend"):
         RemotePooledKernel([table, table], [1, 0], "sum")

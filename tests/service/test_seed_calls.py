@@ -17,8 +17,8 @@ from tests.recstore_server import RecStoreServer
 from torchrec_recstore import RecStoreClient, RecStoreWarning
 from torchrec_recstore.optim import SGD
 from torchrec_recstore.options import ConstantInit, TableOptions
-from torchrec_recstore.service.backend import InitialRows
-from torchrec_recstore.service.hosted import HostedBackend
+from torchrec_recstore_service.client.backend import InitialRows
+from torchrec_recstore_service.client.hosted import HostedBackend
 
 DIM = 4
 ZEROS = TableOptions(initializer=ConstantInit(0.0))
@@ -180,8 +180,8 @@ def test_set_ps_config_connects_to_a_server(server: RecStoreServer) -> None:
 
 _ENDS = """
 import torch
-from torchrec_recstore.service import RecStoreClient
-from torchrec_recstore.service.hosted import HostedBackend
+from torchrec_recstore_service import RecStoreClient
+from torchrec_recstore_service.client.hosted import HostedBackend
 client = RecStoreClient()
 client.init_data("t", (10, 4))
 made = []

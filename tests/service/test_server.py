@@ -16,7 +16,7 @@ from torch import Tensor
 from tests.recstore_server import RecStoreServer
 from torchrec_recstore.optim import SGD, Adagrad, Adam, RowWiseAdagrad
 from torchrec_recstore.options import LRU, ConstantInit, TableOptions
-from torchrec_recstore.service import RecStoreClient, ServerSetError
+from torchrec_recstore_service import RecStoreClient, ServerSetError
 
 _numbers = itertools.count()
 
@@ -269,14 +269,17 @@ def test_health_and_reflection(server: RecStoreServer) -> None:
     assert {"torchrec_recstore.ParameterServer", "grpc.health.v1.Health"} <= services
 
 
-def test_generated_code_is_that_of_the_protocol(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("folder", "protocol"),
+    [("service", "torchrec_recstore_service/wire/recstore"), ("serving", "torchrec_recstore_serving/predictor")],
+)
+def test_generated_code_is_that_of_the_protocol(tmp_path: Path, folder: str, protocol: str) -> None:
     from grpc_tools import protoc
 
-    source = Path(__file__).parents[2] / "torchrec_recstore/rpc/recstore.proto"
-    root = source.parents[2]
+    root = Path(__file__).parents[2] / folder
     out = [f"--{kind}_out={tmp_path}" for kind in ("python", "pyi", "grpc_python")]
-    assert protoc.main(["", f"-I{root}", *out, str(source)]) == 0
-    made = sorted((tmp_path / "torchrec_recstore/rpc").iterdir())
+    assert protoc.main(["", f"-I{root}", *out, str(root / f"{protocol}.proto")]) == 0
+    made = sorted((tmp_path / protocol).parent.iterdir())
     assert len(made) == 3
     for file in made:
-        assert file.read_text() == (source.parent / file.name).read_text(), f"{file.name}: run make proto"
+        assert file.read_text() == (root / protocol).with_name(file.name).read_text(), f"{file.name}: run make proto"

@@ -33,13 +33,13 @@ from torchrec_recstore.checkpoint.info import read_chain
 from torchrec_recstore.checkpoint.reader import load_rows
 from torchrec_recstore.optim import Adagrad, Adam, RowWiseAdagrad
 from torchrec_recstore.options import LRU, Expiry, MinFrequency
-from torchrec_recstore.rpc.connection import Access, Connection
-from torchrec_recstore.rpc.servers import ServerSet
-from torchrec_recstore.rpc.table_spec import TableSpec
-from torchrec_recstore.service.hosted import HostedBackend
-from torchrec_recstore.service.limits import Limits
 from torchrec_recstore.store import ColdStoreError, open_cold_store
 from torchrec_recstore.store.conformance import check_cold_store
+from torchrec_recstore_service.client.connection import Access, Connection
+from torchrec_recstore_service.client.hosted import HostedBackend
+from torchrec_recstore_service.client.limits import Limits
+from torchrec_recstore_service.client.server_set import ServerSet
+from torchrec_recstore_service.wire.table_spec import TableSpec
 
 MAX_ROWS = 24
 ADAM = EmbOptimType.ADAM
@@ -101,7 +101,7 @@ def test_every_pattern_of_bits_comes_back(both: str) -> None:
 
 
 def test_more_rows_than_one_call_takes(both: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("torchrec_recstore.store.server_store._CALL_BYTES", 1000)
+    monkeypatch.setattr("torchrec_recstore_service.client.server_cold_store._CALL_BYTES", 1000)
     store = open_cold_store(ServerStore(both), name="calls", row_bytes=100)
     ids, rows = torch.randperm(95), torch.randint(0, 256, (95, 100), dtype=torch.uint8)
     store.put(ids, rows)

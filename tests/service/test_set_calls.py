@@ -16,14 +16,14 @@ import torch
 from torchrec_recstore.checkpoint.destination import Destination
 from torchrec_recstore.optim import SGD
 from torchrec_recstore.options import TableOptions
-from torchrec_recstore.rpc import recstore_pb2 as pb
-from torchrec_recstore.rpc.table_spec import TableSpec
-from torchrec_recstore.service import received, reservations
-from torchrec_recstore.service.applied import AppliedRequests
-from torchrec_recstore.service.calls import CallRefusedError
-from torchrec_recstore.service.data_directory import DataDirectory
-from torchrec_recstore.service.hosted import HostedBackend
-from torchrec_recstore.service.set_calls import SetCalls
+from torchrec_recstore_service.client.hosted import HostedBackend
+from torchrec_recstore_service.server import received, reservations
+from torchrec_recstore_service.server.applied import AppliedRequests
+from torchrec_recstore_service.server.calls import CallRefusedError
+from torchrec_recstore_service.server.data_directory import DataDirectory
+from torchrec_recstore_service.server.set_calls import SetCalls
+from torchrec_recstore_service.wire import recstore_pb2 as pb
+from torchrec_recstore_service.wire.table_spec import TableSpec
 
 EPOCH = "set/1"
 IDS = torch.arange(100)

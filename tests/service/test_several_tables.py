@@ -18,13 +18,14 @@ from tests.recstore_server import Proxy, RecStoreServer
 from tests.redis_server import free_port
 from tests.service.raw_connection import RawConnection
 from torchrec_recstore import ops
-from torchrec_recstore.kernels import RemotePooledKernel, RemoteTable, RowRead, RowUpdate
 from torchrec_recstore.optim import Adagrad
 from torchrec_recstore.options import ConstantInit, TableOptions
-from torchrec_recstore.rpc import recstore_pb2 as pb
-from torchrec_recstore.rpc import shared_memory, streams
-from torchrec_recstore.rpc.table_rows import Piece, TableRows, pieces, places_of_tables
-from torchrec_recstore.service import RecStoreClient
+from torchrec_recstore_service import RecStoreClient
+from torchrec_recstore_service.client.remote_kernels import ClientTable, RemotePooledKernel
+from torchrec_recstore_service.wire import recstore_pb2 as pb
+from torchrec_recstore_service.wire import shared_memory, streams
+from torchrec_recstore_service.wire.row_requests import RowRead, RowUpdate
+from torchrec_recstore_service.wire.table_rows import Piece, TableRows, pieces, places_of_tables
 
 OPTIMIZER = Adagrad(lr=0.1)
 TABLES = {  # dim, dtype
@@ -126,7 +127,7 @@ def test_a_step_is_one_read_and_one_update_of_each_server(counted: tuple[list[Re
     for by_memory in (True, False):
         client = RecStoreClient([server.address for server in servers], shared_memory=by_memory)
         tables = [
-            RemoteTable(client, f"{by_memory}{n}", (100, 4), torch.float32, OPTIMIZER, TableOptions())
+            ClientTable(client, f"{by_memory}{n}", (100, 4), torch.float32, OPTIMIZER, TableOptions())
             for n in range(26)
         ]
         kernel = RemotePooledKernel(tables, list(range(26)), "sum")

@@ -21,11 +21,11 @@ from tests.recstore_server import RecStoreServer
 from tests.service.raw_connection import RawConnection
 from torchrec_recstore.optim import Adagrad
 from torchrec_recstore.options import TableOptions
-from torchrec_recstore.rpc import recstore_pb2 as pb
-from torchrec_recstore.rpc import segment
-from torchrec_recstore.rpc.streams import Streams
-from torchrec_recstore.service import RecStoreClient, ServerRestartedError, ServiceError
-from torchrec_recstore.service import shared_memory as served
+from torchrec_recstore_service import RecStoreClient, ServerRestartedError, ServiceError
+from torchrec_recstore_service.client.streams import Streams
+from torchrec_recstore_service.server import shared_memory_calls as served
+from torchrec_recstore_service.wire import recstore_pb2 as pb
+from torchrec_recstore_service.wire import segment
 
 IDS = torch.arange(-200, 200)
 DTYPES = {"float": torch.float32, "half": torch.float16, "eight": torch.int8}
@@ -112,7 +112,7 @@ def test_a_killed_client_leaves_nothing_held(server: RecStoreServer) -> None:
     before = held()
     code = f"""
 import os, torch
-from torchrec_recstore.service import RecStoreClient
+from torchrec_recstore_service import RecStoreClient
 client = RecStoreClient([{server.address!r}])
 client.pull("t", torch.arange(9))
 if os.fork() == 0:  # a forked process does not keep the connection
@@ -337,12 +337,12 @@ def _until(condition: object, seconds: float = 120) -> None:
 @contextmanager
 def _in_process(data: Path, monkeypatch: pytest.MonkeyPatch, segment_bytes: int) -> Iterator[str]:
     """Runs a server in this process, with segments of another size, and yields its address."""
-    from torchrec_recstore.rpc.recstore_pb2_grpc import add_ParameterServerServicer_to_server
-    from torchrec_recstore.service.data_directory import DataDirectory
-    from torchrec_recstore.service.hosted import HostedBackend
-    from torchrec_recstore.service.listening import GrpcServer, ListenOptions
-    from torchrec_recstore.service.metrics import NoObserver
-    from torchrec_recstore.service.server import ParameterServer
+    from torchrec_recstore_service.client.hosted import HostedBackend
+    from torchrec_recstore_service.server.data_directory import DataDirectory
+    from torchrec_recstore_service.server.listening import GrpcServer, ListenOptions
+    from torchrec_recstore_service.server.metrics import NoObserver
+    from torchrec_recstore_service.server.server import ParameterServer
+    from torchrec_recstore_service.wire.recstore_pb2_grpc import add_ParameterServerServicer_to_server
 
     monkeypatch.setattr(served, "SEGMENT_BYTES", segment_bytes)
     service = ParameterServer(HostedBackend(), DataDirectory(data / "served"), NoObserver())

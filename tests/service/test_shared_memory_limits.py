@@ -18,9 +18,9 @@ from tests.redis_server import free_port
 from tests.secrets import write_secret
 from tests.service.raw_connection import KEPT, OWN, RawConnection
 from torchrec_recstore.optim import Adagrad
-from torchrec_recstore.rpc import recstore_pb2 as pb
-from torchrec_recstore.rpc.segment import SEGMENT_BYTES
-from torchrec_recstore.service import RecStoreClient, ServiceError
+from torchrec_recstore_service import RecStoreClient, ServiceError
+from torchrec_recstore_service.wire import recstore_pb2 as pb
+from torchrec_recstore_service.wire.segment import SEGMENT_BYTES
 
 IDS = torch.arange(-200, 200)
 OLD, NEW = "correct-horse-battery", "another-staple-of-16"

@@ -15,7 +15,7 @@ from typer.testing import CliRunner
 from tests.recstore_server import RecStoreServer
 from torchrec_recstore.cli import app
 from torchrec_recstore.optim import SGD
-from torchrec_recstore.service import RecStoreClient, ServerRestartedError, ServerSetError, ServiceError
+from torchrec_recstore_service import RecStoreClient, ServerRestartedError, ServerSetError, ServiceError
 
 IDS = torch.arange(3000)
 

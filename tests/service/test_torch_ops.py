@@ -13,7 +13,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.library import opcheck
 
 from torchrec_recstore.optim import SGD
-from torchrec_recstore.service import RecStoreClient
+from torchrec_recstore_service import RecStoreClient
 
 DIM = 4
 IDS = torch.tensor([7, -5, 7])

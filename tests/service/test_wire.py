@@ -12,9 +12,9 @@ from torchrec_recstore import ops
 from torchrec_recstore.kernels import PooledKernel
 from torchrec_recstore.optim import RowWiseAdagrad
 from torchrec_recstore.options import LRU, MinFrequency, TableOptions
-from torchrec_recstore.rpc import recstore_pb2 as pb
-from torchrec_recstore.rpc.wire import content, fields, new_message
 from torchrec_recstore.store import Table
+from torchrec_recstore_service.wire import recstore_pb2 as pb
+from torchrec_recstore_service.wire.messages import content, fields, new_message
 
 SIZES = (1, 2, 3, 127, 128, 129, 16_383, 16_384, 100_001, 2**21 - 1, 2**21, 2**21 + 5)
 

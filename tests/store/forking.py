@@ -25,8 +25,8 @@ from torch import Tensor
 from torchrec_recstore import SGD, RowWiseAdagrad, Table, TableOptions
 from torchrec_recstore.kernels import PooledKernel
 from torchrec_recstore.options import RedisStore, RocksDBStore, ServerStore
-from torchrec_recstore.service import RecStoreClient
 from torchrec_recstore.store import ColdStoreError
+from torchrec_recstore_service import RecStoreClient
 
 DEADLINE_S = 200.0
 IDS = torch.arange(50_000)

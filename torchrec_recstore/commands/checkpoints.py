@@ -17,6 +17,7 @@ from rich.text import Text
 from torchrec_recstore.commands.output import AsJson, errors_in_one_line, in_order, print_json, stdout, table_of
 from torchrec_recstore.commands.progress import progress
 from torchrec_recstore.commands.scripts import missing_in_one_line
+from torchrec_recstore.plugins import plugin
 from torchrec_recstore.run_directories import Run, removal, run_directories
 
 if TYPE_CHECKING:
@@ -130,12 +131,10 @@ def _table_of_checkpoints(checkpoints: Sequence[CheckpointInfo], told: Sequence[
 
 def _inspect_served_file(path: Path, verify: bool, as_json: bool) -> None:
     with errors_in_one_line(), missing_in_one_line():
-        from torchrec_recstore.inference.delta import described
-        from torchrec_recstore.inference.verification import verify as verify_file
-
+        serving = plugin("serving")
         if verify:
-            verify_file(path)
-        told = {**described(path), "verified": verify}
+            serving.verify(path)
+        told = {**serving.described(path), "verified": verify}
     if as_json:
         print_json(told)
         return

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -11,17 +13,33 @@ import typer
 
 from torchrec_recstore.commands.output import AsJson, errors_in_one_line, print_json, stdout, table_of
 from torchrec_recstore.commands.progress import progress
-from torchrec_recstore.commands.servers import Timeout, TlsCa, TlsCert, TlsKey, TokenFile, connected_to
+from torchrec_recstore.commands.scripts import missing_in_one_line
+from torchrec_recstore.plugins import plugin
 
 if TYPE_CHECKING:
     from torchrec_recstore.checkpoint.explore import By, Metric, TopRows
-    from torchrec_recstore.rpc.servers import ServerSet
 else:  # typer reads the annotations, and the module above imports torch
     from typing import Literal
 
     By = Literal["frequency", "last_step", "norm", "drift"]
     Metric = Literal["cosine", "dot", "l2"]
 
+_PANEL = "Access"
+
+TokenFile = Annotated[
+    Path | None, typer.Option(metavar="FILE", help="File with the token of the servers.", rich_help_panel=_PANEL)
+]
+TlsCa = Annotated[
+    Path | None,
+    typer.Option(metavar="PEM", help="File with the CA certificates of the servers: use TLS.", rich_help_panel=_PANEL),
+]
+TlsCert = Annotated[
+    Path | None, typer.Option(metavar="PEM", help="File with the certificate of this client.", rich_help_panel=_PANEL)
+]
+TlsKey = Annotated[
+    Path | None, typer.Option(metavar="PEM", help="File with the private key of --tls-cert.", rich_help_panel=_PANEL)
+]
+Timeout = Annotated[float, typer.Option(metavar="SECONDS", help="Time after which a server counts as gone.")]
 Source = Annotated[
     str,
     typer.Argument(
@@ -62,12 +80,10 @@ def top(
     Exit status: 0, or 2 with one line on stderr.
     """
     if _is_servers(source):
-        with connected_to(source, token_file, tls_ca, tls_cert, tls_key, timeout) as connected:
+        with _looking_at(source, token_file, tls_ca, tls_cert, tls_key, timeout) as (connected, looks):
             if by == "drift" or since is not None:
                 raise ValueError("drift and growth are those of checkpoints: pass the directories of two saves")
-            from torchrec_recstore.service.looks import top_rows_of_servers
-
-            found = top_rows_of_servers(connected, _on_servers(connected, table), by, count)
+            found = looks.top_rows_of_servers(connected, _on_servers(connected, table), by, count)
     else:
         with errors_in_one_line():
             from torchrec_recstore.checkpoint.explore import top_rows
@@ -111,10 +127,8 @@ def neighbours(
     Exit status: 0, or 2 with one line on stderr.
     """
     if _is_servers(source):
-        with connected_to(source, token_file, tls_ca, tls_cert, tls_key, timeout) as connected:
-            from torchrec_recstore.service.looks import neighbours_on_servers
-
-            ids, near = neighbours_on_servers(connected, id, _on_servers(connected, table), metric, count)
+        with _looking_at(source, token_file, tls_ca, tls_cert, tls_key, timeout) as (connected, looks):
+            ids, near = looks.neighbours_on_servers(connected, id, _on_servers(connected, table), metric, count)
     else:
         with errors_in_one_line():
             from torchrec_recstore.checkpoint import explore
@@ -136,7 +150,16 @@ def _is_servers(source: str) -> bool:
     return re.search(r":\d+$", source) is not None and not Path(source).exists()
 
 
-def _on_servers(connected: ServerSet, table: str | None) -> str:
+@contextmanager
+def _looking_at(source: str, *access: Any) -> Iterator[tuple[Any, Any]]:
+    """Connects to servers for the body, and yields the connections and the functions that look at their rows."""
+    with errors_in_one_line(), missing_in_one_line():
+        connected_to, looks = plugin("connected_to"), plugin("looks")
+    with connected_to(source, *access) as connected:
+        yield connected, looks
+
+
+def _on_servers(connected: Any, table: str | None) -> str:
     """Returns the name of the table, or that of the only one."""
     names: list[str] = sorted({name for state in connected.describe() for name in state.tables})
     if table is None and len(names) == 1:

@@ -14,6 +14,8 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from torchrec_recstore.utils import StorageError
+
 _Value = TypeVar("_Value")
 
 # Typer contains a copy of click, whose base class of usage errors has no public name in typer.
@@ -52,7 +54,7 @@ def errors_in_one_line() -> Iterator[None]:
     """Ends the command with status 2 and one line on stderr if the body raises an error of the input."""
     try:
         yield
-    except _errors_of_input() as error:
+    except (OSError, ValueError, MemoryError, StorageError) as error:
         if isinstance(error, OSError) and error.strerror:
             message = f"{error.filename}: {error.strerror}" if error.filename else error.strerror
         else:
@@ -86,14 +88,6 @@ def status_of(app: Callable[[], object]) -> int:
 def print_error(message: str) -> None:
     """Prints an error message to stderr as one line."""
     print(f"error: {' '.join(message.splitlines())}", file=sys.stderr)
-
-
-def _errors_of_input() -> tuple[type[Exception], ...]:
-    # Only error classes of imported modules can have been raised. Importing the modules here would import torch, which
-    # takes seconds.
-    names = {"torchrec_recstore.store.cold_store": "ColdStoreError", "torchrec_recstore.rpc.protocol": "ServiceError"}
-    ours = (getattr(sys.modules[module], name) for module, name in names.items() if module in sys.modules)
-    return (OSError, ValueError, MemoryError, *ours)
 
 
 def stdout() -> Console:

@@ -18,6 +18,7 @@ from rich.text import Text
 
 from torchrec_recstore.commands.output import AsJson, errors_in_one_line, print_json, stdout, table_of
 from torchrec_recstore.commands.progress import steps
+from torchrec_recstore.plugins import MissingDistributionError
 from torchrec_recstore.triples import DEFAULT
 
 # The extra in setup.cfg that installs each package.
@@ -48,8 +49,10 @@ def missing_in_one_line() -> Iterator[None]:
     """
     try:
         yield
+    except MissingDistributionError as error:
+        raise ValueError(str(error)) from None
     except ModuleNotFoundError as error:
-        if error.name is None or error.name.partition(".")[0] == "torchrec_recstore":
+        if error.name is None or error.name.startswith("torchrec_recstore"):
             raise
         raise ValueError(f"{error.name} is missing: {how_to_install(error.name)}") from None
 

@@ -2,7 +2,7 @@
 
 #include <cstdint>
 
-#include "../include/recstore/slots.h"  // unmix(), the inverse of mix()
+#include "slots.h"  // unmix(), the inverse of mix()
 
 namespace recstore {
 

@@ -51,7 +51,7 @@ def _check_remote(
     client: object, fused: bool, device: torch.device | str | int | None, state_dtype: torch.dtype
 ) -> None:
     """Raises an error if ``client`` is not a client, or if an argument cannot be used together with it."""
-    if not hasattr(client, "update_each"):
+    if not hasattr(client, "pooled_kernel"):
         raise TypeError(f"client must be a RecStoreClient, got {type(client).__name__}")
     if fused is not True:
         raise ValueError("fused must be True with client: the servers apply the optimizer")
@@ -71,7 +71,7 @@ def _remote_table(
     """
     arguments = _table_arguments(config, optimizer, options, torch.float32)
     shape = (config.num_embeddings, config.embedding_dim)
-    return RemoteTable(client, config.name, shape, arguments["dtype"], optimizer, arguments["options"], staleness)
+    return client.table(config.name, shape, arguments["dtype"], optimizer, arguments["options"], staleness)
 
 
 def _options_of_tables(

@@ -12,7 +12,7 @@ from torch.autograd.function import once_differentiable
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
 from torchrec_recstore import ops
-from torchrec_recstore.kernels import PooledKernel, RemotePooledKernel, RemoteSequenceKernel, SequenceKernel
+from torchrec_recstore.kernels import PooledKernel, SequenceKernel
 from torchrec_recstore.kernels.weight_gradients import bag_of, bag_scales
 from torchrec_recstore.modules.remote_table_module import RemoteTableModule
 from torchrec_recstore.modules.table_module import TableModule
@@ -22,9 +22,7 @@ Pooling = Literal["sum", "mean"]
 EagerTable = TableModule | RemoteTableModule
 """A module with one table: in this process, or of a client."""
 
-_Pooled = PooledKernel | RemotePooledKernel
-_Rows = SequenceKernel | RemoteSequenceKernel
-_K = TypeVar("_K", _Pooled, _Rows)
+_K = TypeVar("_K", PooledKernel, SequenceKernel)
 
 _REASON = (
     "the rows of eager RecStore modules are looked up outside of compiled graphs; shard the model with RecStoreSharder "
@@ -54,7 +52,7 @@ class Lookups:
     """
 
     def __init__(self) -> None:
-        self._kernels: dict[object, _Pooled | _Rows] = {}
+        self._kernels: dict[object, PooledKernel | SequenceKernel] = {}
         self._handles: dict[int, int] = {}
         self._anchor = torch.empty(0, requires_grad=True)
 
@@ -144,16 +142,19 @@ class Lookups:
         """Prepares a batch before :meth:`rows` is called for it, with the same arguments."""
         self._rows_kernel(tables).prefetch(ids, counts)
 
-    def _pooled_kernel(self, tables: Sequence[EagerTable], feature_tables: Sequence[int], pooling: Pooling) -> _Pooled:
+    def _pooled_kernel(
+        self, tables: Sequence[EagerTable], feature_tables: Sequence[int], pooling: Pooling
+    ) -> PooledKernel:
         key = (tables[0].fused, pooling, *feature_tables, *map(id, tables))
-        kind: type[_Pooled] = PooledKernel if tables[0].fused else _PooledWithoutUpdate
+        kind: Callable[..., PooledKernel] = PooledKernel if tables[0].fused else _PooledWithoutUpdate
         if isinstance(tables[0], RemoteTableModule):
-            kind = RemotePooledKernel
+            kind = tables[0].client.pooled_kernel
         return self._kernel(key, tables, lambda found: kind(found, feature_tables, pooling))
 
-    def _rows_kernel(self, tables: Sequence[EagerTable]) -> _Rows:
-        remote = isinstance(tables[0], RemoteTableModule)
-        make: Callable[[list[Any]], _Rows] = RemoteSequenceKernel if remote else SequenceKernel
+    def _rows_kernel(self, tables: Sequence[EagerTable]) -> SequenceKernel:
+        make: Callable[[list[Any]], SequenceKernel] = SequenceKernel
+        if isinstance(tables[0], RemoteTableModule):
+            make = tables[0].client.sequence_kernel
         return self._kernel(tuple(map(id, tables)), tables, make)
 
     def _kernel(self, key: object, modules: Sequence[EagerTable], make: Callable[[list[Any]], _K]) -> _K:

@@ -9,7 +9,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor, nn
 
-from torchrec_recstore.kernels import RemoteTable
+from torchrec_recstore.kernels import RemoteTable, RowService
 from torchrec_recstore.modules.table_module import LearningRate
 from torchrec_recstore.quantization import RefusesQuantization
 from torchrec_recstore.table_parameter import TableParameter
@@ -40,6 +40,11 @@ class RemoteTableModule(RefusesQuantization, nn.Module):
     def table(self) -> RemoteTable:
         """The table."""
         return self._table
+
+    @property
+    def client(self) -> RowService:
+        """The client of the table."""
+        return self._table.client
 
     @property
     def rate(self) -> LearningRate:

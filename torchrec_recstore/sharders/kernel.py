@@ -21,9 +21,6 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from torchrec_recstore.kernels import (
     BlockRouting,
     PooledKernel,
-    RemoteKernel,
-    RemotePooledKernel,
-    RemoteSequenceKernel,
     RemoteTable,
     SequenceKernel,
 )
@@ -210,7 +207,7 @@ class RecStoreKernel(BaseEmbedding, FusedOptimizerModule):  # type: ignore[misc]
         ValueError: RecStore does not support the optimizer; the message names the tables.
     """
 
-    _kernel: PooledKernel | SequenceKernel | RemoteKernel
+    _kernel: PooledKernel | SequenceKernel
 
     batch: Tensor | None = None
     """The ids of the whole batch that the features of the next forward are a part of, on an accelerator."""
@@ -278,8 +275,7 @@ class RecStoreKernel(BaseEmbedding, FusedOptimizerModule):  # type: ignore[misc]
 
     def wait_for_updates(self) -> None:
         """Waits for the updates that were sent to servers, or raises the error of one."""
-        if isinstance(self._kernel, RemoteKernel):
-            self._kernel.wait_for_updates()
+        self._kernel.wait_for_updates()
 
     def prefetch(self, features: KeyedJaggedTensor, batch: Tensor | None = None) -> None:
         """Prepares the rows of a batch before its training forward. Any thread may call this method.
@@ -360,13 +356,13 @@ class RecStorePooledKernel(RecStoreKernel):
         shard: int = 0,
     ) -> None:
         super().__init__(config, split, shard)
-        self._kernel: PooledKernel | RemotePooledKernel
+        self._kernel: PooledKernel
         self._host_ids = HostIds(with_offsets=True, with_weights=config.is_weighted)
         feature_tables = [i for i, table in enumerate(config.embedding_tables) for _ in range(table.num_features())]
         mean = pooling_type_to_pooling_mode(config.pooling, sharding_type) == PoolingMode.MEAN
         pooling: Literal["sum", "mean"] = "mean" if mean else "sum"
         if self._remote_tables:
-            self._kernel = RemotePooledKernel(self._remote_tables, feature_tables, pooling)
+            self._kernel = self._remote_tables[0].client.pooled_kernel(self._remote_tables, feature_tables, pooling)
         else:
             self._kernel = PooledKernel(
                 self._tables,
@@ -416,10 +412,10 @@ class RecStoreSequenceKernel(RecStoreKernel):
 
     def __init__(self, config: GroupedEmbeddingConfig, split: tuple[int, int] | None = None, shard: int = 0) -> None:
         super().__init__(config, split, shard)
-        self._kernel: SequenceKernel | RemoteSequenceKernel
+        self._kernel: SequenceKernel
         self._host_ids = HostIds(with_offsets=False, with_weights=False)
         if self._remote_tables:
-            self._kernel = RemoteSequenceKernel(self._remote_tables)
+            self._kernel = self._remote_tables[0].client.sequence_kernel(self._remote_tables)
         else:
             self._kernel = SequenceKernel(
                 self._tables, routings=self._routings, accumulation_steps=accumulation_steps(config.fused_params)

@@ -1,17 +1,17 @@
-"""The tables of sharded models whose rows are on servers, and the clients that read and update them."""
+"""The tables of sharded models whose rows are on servers."""
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torchrec.distributed.embedding_types import ShardedEmbeddingTable
 
-from torchrec_recstore.kernels import RemoteTable, RowService
+from torchrec_recstore.kernels import RemoteTable
 from torchrec_recstore.optim import Optimizer
-from torchrec_recstore.options import Servers, TableOptions
+from torchrec_recstore.options import TableOptions
+from torchrec_recstore.plugins import plugin
 from torchrec_recstore.sharders.fused_params import (
     accumulation_steps,
     carried_row_name,
@@ -19,31 +19,6 @@ from torchrec_recstore.sharders.fused_params import (
     stochastic_rounding,
 )
 from torchrec_recstore.table_configs import ROW_DTYPES
-
-_clients: weakref.WeakValueDictionary[Servers, RowService] = weakref.WeakValueDictionary()
-
-
-def client_of(servers: Servers) -> RowService:
-    """Returns the client of servers. All tables of this process with equal :class:`Servers` have the same client.
-
-    Raises:
-        ImportError: grpcio is not installed.
-        ValueError, OSError: The access to the servers is invalid.
-    """
-    # The name is taken from the package, because the service is built on the sharders' layer.
-    from torchrec_recstore import RecStoreClient
-
-    client = _clients.get(servers)
-    if client is None:
-        client = _clients[servers] = RecStoreClient(
-            servers.addresses,
-            token=servers.token,
-            tls_ca=servers.tls_ca,
-            tls_cert=servers.tls_cert,
-            tls_key=servers.tls_key,
-            timeout_s=servers.timeout_s,
-        )
-    return client
 
 
 def check_remote(config: ShardedEmbeddingTable, fused_params: Mapping[str, Any] | None) -> None:
@@ -72,14 +47,14 @@ def remote_table(config: ShardedEmbeddingTable, optimizer: Optimizer, options: T
         options: The options of the table, with its initializer.
 
     Raises:
+        MissingDistributionError: ``torchrec-recstore-service`` is not installed.
         ServiceError: A server cannot be reached, or refuses the table.
         ValueError: The servers have the table with another specification.
     """
     servers = options.servers
     assert servers is not None
     values = {name: getattr(options, name) for name in TableOptions.__dataclass_fields__ if name != "servers"}
-    return RemoteTable(
-        client_of(servers),
+    table: RemoteTable = plugin("client")(servers).table(
         carried_row_name(config.fused_params) or config.name,
         (config.num_embeddings, config.embedding_dim),
         ROW_DTYPES[config.data_type],
@@ -87,3 +62,4 @@ def remote_table(config: ShardedEmbeddingTable, optimizer: Optimizer, options: T
         TableOptions(**values),
         servers.staleness,
     )
+    return table

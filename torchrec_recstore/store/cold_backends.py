@@ -5,6 +5,7 @@ from __future__ import annotations
 from functools import singledispatch
 
 from torchrec_recstore.options import RedisStore, RocksDBStore, ServerStore
+from torchrec_recstore.plugins import plugin
 from torchrec_recstore.store.cold_store import ColdStore
 
 
@@ -55,11 +56,8 @@ def _open_redis(options: RedisStore, *, name: str, row_bytes: int) -> ColdStore:
 
 @open_cold_store.register
 def _open_servers(options: ServerStore, *, name: str, row_bytes: int) -> ColdStore:
-    try:
-        from torchrec_recstore.store.server_store import ServerColdStore
-    except ModuleNotFoundError as error:
-        raise _missing(options, "grpcio protobuf", error) from error
-    return ServerColdStore(options, name=name, row_bytes=row_bytes)
+    opened: ColdStore = plugin("server_store")(options, name=name, row_bytes=row_bytes)
+    return opened
 
 
 def _missing(options: object, packages: str, error: ModuleNotFoundError) -> ImportError:

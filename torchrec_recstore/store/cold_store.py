@@ -15,12 +15,13 @@ import torch
 from torch import Tensor
 
 from torchrec_recstore.row_types import as_numbers
+from torchrec_recstore.utils import StorageError
 
 ID_BYTES = 8
 _SIGN = -(2**63)
 
 
-class ColdStoreError(RuntimeError):
+class ColdStoreError(StorageError):
     """A cold store cannot be read or written. The message names the store."""
 
 

@@ -14,7 +14,7 @@
 #include <vector>
 
 #include "../error.h"
-#include "../../include/recstore/slots.h"
+#include "../slots.h"
 #include "../group.h"
 #include "../mix.h"
 #include "tensors.h"

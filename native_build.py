@@ -1,0 +1,64 @@
+"""What the setup.py of torchrec-recstore and that of torchrec-recstore-serving share: how native code is compiled."""
+
+import importlib.util
+import os
+import subprocess
+from concurrent.futures import ThreadPoolExecutor
+
+from setuptools.command.build_ext import build_ext
+
+FLAGS = [
+    "-std=c++17",
+    "-O3",
+    # The library contains the code for three instruction sets and selects one of them at run time, so there is no
+    # -march. Without fused multiply-adds, all three give the same bits.
+    "-ffp-contract=off",
+    "-fno-math-errno",
+    "-fvisibility=hidden",
+    "-g0",  # the flags of the interpreter may request debug information, which makes the library ten times larger
+    "-Wall",
+    "-Wextra",
+    "-Wno-psabi",
+    "-Wno-ignored-attributes",
+    "-Wno-unused-parameter",
+]
+
+
+def torch_folder() -> "str | None":
+    """Returns the folder of torch in this environment, or else in that of the `build` or `pip` that runs the build.
+
+    Torch is not a requirement of the build, because pip would then install a torch of its own choice, with several GB
+    of CUDA. A library on the stable ABI works with the torch that it was built with and with later versions.
+    """
+    spec = importlib.util.find_spec("torch")
+    if spec is not None and spec.origin is not None:
+        return os.path.dirname(spec.origin)
+    with open(f"/proc/{os.getppid()}/cmdline", "rb") as file:
+        builder = os.fsdecode(file.read().split(b"\0")[0])
+    # An isolated environment puts its own packages first through PYTHONPATH or PATH. The option -I ignores these, so
+    # that the packages of the builder are found.
+    asked = [builder, "-I", "-c", "import importlib.util; print(importlib.util.find_spec('torch').origin)"]
+    answer = subprocess.run(asked, capture_output=True, text=True, check=False)
+    return os.path.dirname(answer.stdout.strip()) if answer.returncode == 0 else None
+
+
+class BuildOnTorch(build_ext):
+    """Finds torch's headers only when the extension is compiled, so that metadata and the sdist need no torch."""
+
+    def build_extensions(self) -> None:
+        root = torch_folder()
+        if root is None:
+            raise SystemExit(
+                "to build torchrec_recstore, torch must be installed in the Python that runs the build: "
+                "pip install -r requirements/base.txt"
+            )
+        for extension in self.extensions:
+            extension.extra_compile_args += ["-isystem", os.path.join(root, "include")]
+            extension.library_dirs.append(os.path.join(root, "lib"))
+        # Runs one compiler on each core; setuptools would compile the files of an extension one after the other.
+        compile_files = self.compiler.compile
+        with ThreadPoolExecutor(os.cpu_count()) as pool:
+            self.compiler.compile = lambda files, **options: [
+                made for each in pool.map(lambda file: compile_files([file], **options), files) for made in each
+            ]
+            super().build_extensions()

@@ -1,0 +1,409 @@
+"""The connection to one parameter server: calls with a deadline, which are repeated if that is safe."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
+
+import grpc
+import torch
+from torch import Tensor
+
+from torchrec_recstore.network import Backoff, check_token
+from torchrec_recstore.utils import leave_to_parent
+from torchrec_recstore_service.client.client_epoch import ClientEpoch, writes_lost
+from torchrec_recstore_service.client.shared_memory import ServedError, SharedMemory, SharedMemoryConnection
+from torchrec_recstore_service.client.streams import Streams
+from torchrec_recstore_service.wire import recstore_pb2 as pb
+from torchrec_recstore_service.wire.protocol import (
+    ERROR_KEY,
+    FRAME_BYTES,
+    MESSAGE_BYTES,
+    REMOTE_ERRORS,
+    TOKEN_KEY,
+    VERSION,
+    VERSION_KEY,
+    ServerRestartedError,
+    ServiceError,
+    array_of,
+    from_bytes,
+    token_value,
+)
+from torchrec_recstore_service.wire.recstore_pb2_grpc import ParameterServerStub
+from torchrec_recstore_service.wire.table_rows import TableRows, one_table
+
+_LONG_CALL_S = 24 * 3600.0  # the deadline of a save or load, whose time is not known; keepalive detects a dead server
+_PASSING = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED)
+_OPTIONS = [
+    ("grpc.max_receive_message_length", MESSAGE_BYTES),
+    ("grpc.max_send_message_length", MESSAGE_BYTES),
+    ("grpc.http2.max_frame_size", FRAME_BYTES),
+    ("grpc.use_local_subchannel_pool", 1),
+    ("grpc.keepalive_time_ms", 10_000),
+    ("grpc.keepalive_timeout_ms", 10_000),
+    ("grpc.initial_reconnect_backoff_ms", 100),
+    ("grpc.min_reconnect_backoff_ms", 1_000),
+    ("grpc.max_reconnect_backoff_ms", 1_000),
+]
+_Result = TypeVar("_Result")
+
+
+@dataclass(frozen=True)
+class Access:
+    """The credentials, certificates and timeout with which servers are called.
+
+    Args:
+        token: The token that the servers require. Default: None, for servers without a token.
+        tls_ca: The path of a PEM file with the certificates of the authority that signed the servers' certificates.
+            Connections are then encrypted. Default: None, which means no encryption.
+        tls_cert: The path of a PEM file with the client's certificate, if the servers require one. Default: None.
+        tls_key: The path of a PEM file with the key of the client's certificate. Default: None.
+        timeout_s: The longest time in seconds that a call may take, with all of its repetitions. Default: 30.
+        shared_memory: Whether rows travel by shared memory to servers on the same host that run as the same user.
+            Default: True.
+
+    Raises:
+        ValueError: A field has an invalid value. The message names the field.
+    """
+
+    token: str | None = field(default=None, repr=False)
+    tls_ca: str | Path | None = None
+    tls_cert: str | Path | None = None
+    tls_key: str | Path | None = None
+    timeout_s: float = 30.0
+    shared_memory: bool = True
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.timeout_s, int | float) or not 0 < self.timeout_s < float("inf"):
+            raise ValueError(f"timeout_s must be a positive number of seconds, got {self.timeout_s!r}")
+        if (self.tls_cert is None) != (self.tls_key is None):
+            raise ValueError("tls_cert and tls_key must be set together")
+        if self.tls_cert is not None and self.tls_ca is None:
+            raise ValueError("tls_cert needs tls_ca")
+        check_token(self.token)
+
+
+class Connection:
+    """The connection to one server, with the calls on its tables.
+
+    A call is repeated as long as the server cannot be reached. Repeating a write is safe, because it has a number, and
+    the server does not apply a number twice. Every call on tables is for an epoch of the set of servers. A server that
+    is not in this epoch refuses the call: it was started again and has lost writes, or a save was loaded.
+
+    All methods raise :class:`ServiceError`, and the errors of the server's method. Several threads may call them at the
+    same time.
+
+    Args:
+        address: The address of the server, ``host:port``.
+        access: The credentials, certificates and timeout.
+        epoch: The epoch of the calls. Default: None, for a connection without calls on tables.
+    """
+
+    def __init__(self, address: str, access: Access, epoch: ClientEpoch | None = None) -> None:
+        self.address = address
+        self._access = access
+        self._epoch = epoch or ClientEpoch(lambda table: "")
+        self._channel = _channel(address, access)
+        self._stub: Any = ParameterServerStub(self._channel)  # type: ignore[no-untyped-call]
+        self._metadata = [(VERSION_KEY, VERSION)]
+        if access.token is not None:
+            self._metadata.append((TOKEN_KEY, token_value(access.token)))
+        self._streams = Streams(self._channel, self._metadata)
+        self._memory: SharedMemory | None = None
+        if access.shared_memory:
+            self._memory = SharedMemory(lambda left: self._unary("Attach", pb.AttachRequest(), left))
+        self._process = os.getpid()
+        leave_to_parent(self)  # the destructor of a channel waits for locks and threads of gRPC
+
+    def describe(self, table: str = "") -> pb.DescribeReply:
+        """Returns the server's state and tables. Errors name ``table``."""
+        reply: pb.DescribeReply = self._call(table, lambda left: self._unary("Describe", pb.DescribeRequest(), left))
+        return reply
+
+    def create(self, table: str, spec: str) -> None:
+        """Creates a table. ``spec`` is the JSON of a :class:`TableSpec`."""
+
+        def attempt(epoch: str, left: float) -> None:
+            self._unary("Create", pb.CreateRequest(table=table, spec=spec, epoch=epoch), left)
+
+        self._in_epoch(table, attempt)
+
+    def drop(self, table: str, epoch: str) -> None:
+        """Deletes a table and its rows in the epoch with this label. A table that does not exist is ignored."""
+        self._call(table, lambda left: self._unary("Drop", pb.DropRequest(table=table, epoch=epoch), left))
+
+    def pull(self, call: TableRows) -> None:
+        """Reads rows into the memory of ``call``. An id without a row reads as its initial row, or as zeros."""
+
+        def attempt(epoch: str, left: float) -> None:
+            if not self._carry(left, lambda rows: rows.pull(epoch, call, left)):
+                raise self._unfit(label)
+
+        label = _label(call.tables)
+        self._in_epoch(label, attempt)
+
+    def found(self, table: str, ids: Tensor, row_bytes: int) -> tuple[Tensor, Tensor]:
+        """Reads the rows of the ids that have one.
+
+        Args:
+            table: The name of the table.
+            ids: (N,) int64. The ids to look for.
+            row_bytes: The size of a row in bytes. If it is 0, no rows are read.
+
+        Returns:
+            Which ids have a row, (N,) bool, and the rows of these ids, (n, row bytes) uint8.
+        """
+        return self._in_epoch(table, lambda epoch, left: self._found(table, epoch, ids, row_bytes, left))
+
+    def write(
+        self, kind: pb.WriteHeader.Kind, call: TableRows, initial: TableRows | None = None, float32: bool = False
+    ) -> int:
+        """Writes, updates or deletes rows. This is one write, with one number, also for several tables.
+
+        Args:
+            kind: The kind of the write. Several tables can only be updated.
+            call: The ids and rows. The rows have no columns for a delete.
+            initial: Distinct ids and their rows, float32. Those of these ids that have no row get one before the
+                update. Default: None.
+            float32: Whether the rows are float32 even if the table has another data type. Default: False.
+
+        Returns:
+            The number of deleted rows.
+        """
+        first = one_table("", call.ids[:0], torch.empty(0, 0)) if initial is None else initial
+        label = _label(call.tables)
+        tables = {"table": call.tables[0]} if call.is_plain else {"tables": call.headers()}
+
+        def attempt(epoch: str, number: int, left: float) -> int:
+            header = pb.WriteHeader(
+                **tables,
+                epoch=epoch,
+                client=self._epoch.client,
+                request=number,
+                done_before=self._epoch.done_before,
+                kind=kind,
+                ids=len(call.ids),
+                float32=float32,
+            )
+            return self._carry(
+                left,
+                lambda rows: rows.write(header, call, first, left),
+                lambda connection: connection.fits(header, call, first),
+            )
+
+        return self._numbered(label, attempt)
+
+    def ids(self, table: str) -> Tensor:
+        """Returns the ids that have a row, (N,) int64, ascending."""
+
+        def attempt(epoch: str, left: float) -> Tensor:
+            request = pb.IdsRequest(table=table, epoch=epoch)
+            replies = self._stub.Ids(request, timeout=left, metadata=self._metadata)
+            return from_bytes([reply.ids for reply in replies], torch.int64)
+
+        return self._in_epoch(table, attempt)
+
+    def stats(self, table: str) -> dict[str, int]:
+        """Returns the statistics of a table, by the names of ``TableStats``."""
+
+        def attempt(epoch: str, left: float) -> dict[str, int]:
+            return dict(self._unary("Stats", pb.StatsRequest(table=table, epoch=epoch), left).counts)
+
+        return self._in_epoch(table, attempt)
+
+    def look(self, table: str, by: str, count: int, row: bytes = b"", but: int = 0) -> pb.LookReply:
+        """Looks through all rows of a table. See ``LookRequest``."""
+
+        def attempt(epoch: str, left: float) -> pb.LookReply:
+            request = pb.LookRequest(table=table, epoch=epoch, by=by, count=count, row=row, but=but)
+            reply: pb.LookReply = self._unary("Look", request, left)
+            return reply
+
+        return self._in_epoch(table, attempt)
+
+    def save(self, request: pb.SaveRequest) -> pb.SaveReply:
+        """Makes a phase of a save. A phase can be repeated."""
+        reply: pb.SaveReply = self._call("", lambda left: self._unary("Save", request, left), _LONG_CALL_S)
+        return reply
+
+    def load(self, request: pb.LoadRequest) -> None:
+        """Makes a phase of a load. A phase can be repeated."""
+        self._call("", lambda left: self._unary("Load", request, left), _LONG_CALL_S)
+
+    def read_file(self, save: pb.Saved, file: str = "", offset: int = 0) -> pb.ReadFileReply:
+        """Reads a piece of a file of a save, or the names of its files."""
+        request = pb.ReadFileRequest(save=save, file=file, offset=offset)
+        reply: pb.ReadFileReply = self._call("", lambda left: self._unary("ReadFile", request, left))
+        return reply
+
+    def write_file(self, request: pb.WriteFileRequest) -> None:
+        """Writes a piece of a file of a save of other servers."""
+        self._call("", lambda left: self._unary("WriteFile", request, left))
+
+    def check_process(self) -> None:
+        """Raises an error in a forked process, because its requests would have the numbers of the parent's requests.
+
+        Raises:
+            ValueError: Another process created the connection.
+        """
+        if os.getpid() != self._process:
+            raise ValueError(f"{self._named('')}: the client was made in another process; make one in each process")
+
+    def close(self) -> None:
+        """Closes the connection."""
+        if self._memory is not None:
+            self._memory.close()
+        self._channel.close()
+
+    def _unary(self, method: str, request: Any, left: float) -> Any:
+        return getattr(self._stub, method)(request, timeout=left, metadata=self._metadata)
+
+    def _found(self, table: str, epoch: str, ids: Tensor, row_bytes: int, left: float) -> tuple[Tensor, Tensor]:
+        want = pb.PullHeader.FOUND_ROWS if row_bytes else pb.PullHeader.FOUND
+        header = pb.PullHeader(table=table, epoch=epoch, want=want)
+        received = self._carry(left, lambda rows: rows.found(header, ids, row_bytes, left))
+        found = array_of(received[0], torch.bool)
+        if len(found) != len(ids) or len(received[1]) != int(found.sum()) * row_bytes:
+            raise self._unfit(table)
+        return found, received[1].view(-1, max(1, row_bytes))
+
+    def _carry(
+        self,
+        left: float,
+        call: Callable[[SharedMemoryConnection | Streams], _Result],
+        fits: Callable[[SharedMemoryConnection], bool] = lambda connection: True,
+    ) -> _Result:
+        """Makes a call by shared memory if that is possible, and else by gRPC.
+
+        Args:
+            left: The time left in seconds.
+            call: A function that makes the call.
+            fits: A function that returns whether the shared memory is large enough. Default: it is.
+        """
+        connection = None if self._memory is None else self._memory.take(left)
+        if self._memory is None or connection is None:
+            return call(self._streams)
+        done = False
+        try:
+            if not fits(connection):
+                done = True
+                return call(self._streams)
+            result = call(connection)
+            done = True
+            return result
+        except ServedError:
+            done = True
+            raise
+        finally:
+            self._memory.give_back(connection) if done else self._memory.drop(connection)
+
+    def _unfit(self, table: str) -> ServiceError:
+        return ServiceError(f"{self._named(table)} has answered with a wrong number of rows")
+
+    def _numbered(self, table: str, attempt: Callable[[str, int, float], _Result]) -> _Result:
+        """Makes a write with a number, so that the server applies it once.
+
+        Args:
+            table: The name of the table, for errors.
+            attempt: A function that makes the write once. Its arguments are the label of the epoch, the number of the
+                write, and the time left in seconds.
+        """
+        label = self._epoch.label(table)
+        with self._epoch.write() as number:
+            attempts = 0
+
+            def once(left: float) -> _Result:
+                nonlocal attempts
+                attempts += 1
+                return attempt(label, number, left)
+
+            try:
+                return self._call(table, once)
+            except ServerRestartedError as error:
+                if attempts > 1:  # an attempt whose answer was lost may be in the save that was loaded since
+                    raise writes_lost(error) from None
+                label = self._epoch.after(error, label, table, number)
+            return self._call(table, once)
+
+    def _in_epoch(self, table: str, attempt: Callable[[str, float], _Result]) -> _Result:
+        """Makes a call that may be repeated in another epoch.
+
+        Args:
+            table: The name of the table, for errors.
+            attempt: A function that makes the call once. Its arguments are the label of the epoch, and the time left in
+                seconds.
+        """
+        label = self._epoch.label(table)
+        try:
+            return self._call(table, lambda left: attempt(label, left))
+        except ServerRestartedError as error:
+            label = self._epoch.after(error, label, table)
+        return self._call(table, lambda left: attempt(label, left))
+
+    def _call(self, table: str, attempt: Callable[[float], _Result], timeout_s: float | None = None) -> _Result:
+        """Calls ``attempt``, and repeats it as long as the server cannot be reached and there is time left.
+
+        Args:
+            table: The name of the table, for errors.
+            attempt: A function that makes the call once. Its argument is the time left in seconds.
+            timeout_s: The timeout of one attempt in seconds. The time for repetitions then begins with the first
+                failure. Default: None, which means that all attempts share the timeout of ``access``.
+        """
+        self.check_process()
+        backoff = Backoff(self._access.timeout_s)
+        failed = False
+        unreached: grpc.RpcError | None = None
+        while True:
+            try:
+                return attempt(timeout_s or max(0.001, backoff.left_s))
+            except grpc.RpcError as error:
+                if timeout_s is not None and not failed:
+                    backoff = Backoff(self._access.timeout_s)
+                failed = True
+                if error.code() is grpc.StatusCode.UNAVAILABLE:
+                    unreached = error
+                if error.code() not in _PASSING or backoff.left_s <= 0:
+                    # The last attempt has only the rest of the time, which may end while it connects.
+                    late = error.code() is grpc.StatusCode.DEADLINE_EXCEEDED and timeout_s is None
+                    raise self._error(table, unreached if late and unreached else error) from None
+            except ValueError as error:
+                if "closed channel" in str(error):
+                    raise ValueError(f"{self._named(table)}: the client is closed") from None
+                raise
+            backoff.pause()
+
+    def _error(self, table: str, error: grpc.RpcError) -> Exception:
+        code, details = error.code(), error.details() or ""
+        kind = dict(error.trailing_metadata() or ()).get(ERROR_KEY, "")
+        named = self._named(table)
+        if kind in REMOTE_ERRORS:
+            return REMOTE_ERRORS[kind](f"{named}: {details}")
+        if code is grpc.StatusCode.UNAVAILABLE:
+            return ServiceError(f"{named} cannot be reached for {self._access.timeout_s:g} s: {details}")
+        if code is grpc.StatusCode.DEADLINE_EXCEEDED:
+            return ServiceError(f"{named} has not answered within {self._access.timeout_s:g} s")
+        return ServiceError(f"{named}: {details} ({code.name.lower().replace('_', ' ')})", kind)
+
+    def _named(self, table: str) -> str:
+        return f"table {table!r} on server {self.address}" if table else f"server {self.address}"
+
+
+def _label(tables: Sequence[str]) -> str:
+    """Returns the name of a table, or of the first of several tables, for errors."""
+    return tables[0] if tables else ""
+
+
+def _channel(address: str, access: Access) -> Any:
+    if access.tls_ca is None:
+        return grpc.insecure_channel(address, _OPTIONS)
+
+    def content(file: str | Path | None) -> bytes | None:
+        return None if file is None else Path(file).read_bytes()
+
+    credentials = grpc.ssl_channel_credentials(
+        content(access.tls_ca), content(access.tls_key), content(access.tls_cert)
+    )
+    return grpc.secure_channel(address, credentials, _OPTIONS)

@@ -1,0 +1,420 @@
+"""The backend that holds tables in its own process: in a client without servers, or in a server."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from torchrec_recstore import ops
+from torchrec_recstore.checkpoint.destination import Destination
+from torchrec_recstore.checkpoint.info import CheckpointInfo, read_chain
+from torchrec_recstore.checkpoint.writer import SavedShard
+from torchrec_recstore.row_types import value_dtype, values
+from torchrec_recstore.store import Table, TableStats
+from torchrec_recstore.store.exchange import exchange_all
+from torchrec_recstore.store.parts import Owned
+from torchrec_recstore_service.client.backend import InitialRows
+from torchrec_recstore_service.client.hosted_checkpoints import check_loadable, loaded_tables, saved_specs, write_tables
+from torchrec_recstore_service.client.hosted_table import (
+    Hosted,
+    check_initial_rows,
+    read_rows,
+    update_rows,
+    without_row,
+)
+from torchrec_recstore_service.client.limits import Limits, held_options
+from torchrec_recstore_service.wire.row_requests import RowRead, RowUpdate
+from torchrec_recstore_service.wire.table_spec import TableSpec
+
+_LISTED = 20  # names of tables in a message
+_NAME = 200  # characters of a name in a message
+
+_Result = TypeVar("_Result")
+
+
+@dataclass
+class Loaded:
+    """Tables that have been read from a checkpoint, and have not replaced those of the process yet."""
+
+    specs: dict[str, TableSpec]
+    tables: dict[str, Table]
+    exact: bool
+    present: dict[str, Hosted]
+    """The tables of the process, without temporary tables, when the checkpoint was read."""
+
+    def close(self) -> None:
+        """Frees the rows."""
+        for table in self.tables.values():
+            table.close()
+
+
+class HostedBackend:
+    """A backend that holds tables in its own process.
+
+    See :class:`Backend` for the methods. Calls for one table run one after another. Calls for different tables run at
+    the same time.
+
+    Args:
+        limits: The bounds of all tables, which apply where a table's specification sets none. Default: no bounds.
+    """
+
+    def __init__(self, limits: Limits | None = None) -> None:
+        self._limits = limits or Limits()
+        self._tables: dict[str, Hosted] | None = {}
+        # Locks are taken in this order, and a table's own lock is taken last.
+        self._files = threading.Lock()  # allows one save or load at a time
+        self._lock = threading.RLock()  # guards the set of tables
+
+    def create(self, name: str, spec: TableSpec) -> None:
+        """See :meth:`Backend.create`. ``spec.shard`` is the shard of the table that this process holds."""
+        there = self._named().get(name)
+        if there is None:
+            with self._lock:
+                there = self._named().get(name)
+                if there is None:
+                    most = self._limits.max_tables
+                    if most is not None and len(self._named()) >= most:
+                        raise ValueError(
+                            f"table {name!r} cannot be made: the server has {most} tables, the most of --max-tables"
+                        )
+                    self._check_counters(name, spec)
+                    self._named()[name] = Hosted(name, spec, _made(name, spec, self._limits))
+                    return
+        if there.spec != spec:
+            raise ValueError(f"table {name!r} exists already with another specification: {there.spec.difference(spec)}")
+
+    def _check_counters(self, name: str, spec: TableSpec) -> None:
+        most = self._limits.max_counter_bytes
+        specs = [*self.specs().items(), (name, spec)]
+        policies = [held_options(name, spec, self._limits).admission for name, spec in specs]
+        size = sum(policy.counter_bytes for policy in policies if policy is not None)
+        if most is not None and size > most:
+            raise ValueError(
+                f"table {name!r} cannot be made: the counters of MinFrequency of all tables would take {size} bytes, "
+                f"and --max-counter-memory is {most} bytes"
+            )
+
+    def spec(self, name: str) -> TableSpec | None:
+        """See :meth:`Backend.spec`. The specification has the shard that the table was created with."""
+        there = self._named().get(name)
+        return None if there is None else there.spec
+
+    def specs(self) -> dict[str, TableSpec]:
+        """Returns the specification of every table, by table name."""
+        return {name: hosted.spec for name, hosted in dict(self._named()).items()}
+
+    def no_table(self, name: str) -> ValueError:
+        """Returns the error for a table that does not exist."""
+        names = sorted(self._named())
+        there = ", ".join(map(repr, names[:_LISTED])) or "none"
+        if len(names) > _LISTED:
+            there += f" and {len(names) - _LISTED} more"
+        if len(name) > _NAME:
+            name = f"{name[:_NAME]}..."
+        return ValueError(f"there is no table {name!r}: there is {there}; init_data makes one")
+
+    def drop(self, name: str) -> None:
+        """Deletes a table and its rows."""
+        with self._lock, self._held(name) as hosted:
+            self._drop(hosted)
+
+    def drop_idle(self, seconds: float) -> list[str]:
+        """Deletes the temporary tables that have not been used for ``seconds`` and returns their names."""
+        dropped = []
+        with self._lock:
+            for name in [name for name, spec in self.specs().items() if spec.temporary]:
+                with self._held(name, use=False) as hosted:
+                    if time.monotonic() - hosted.last_used > seconds:
+                        self._drop(hosted)
+                        dropped.append(name)
+        return dropped
+
+    def _drop(self, hosted: Hosted) -> None:
+        del self._named()[hosted.name]
+        hosted.dropped = True
+        _close(hosted)
+
+    def pull(self, name: str, ids: Tensor) -> Tensor:
+        """See :meth:`Backend.pull`."""
+        with self._held(name) as hosted:
+            check_initial_rows(hosted, ids)
+            return hosted.table.lookup(ids)
+
+    def found_rows(self, name: str, ids: Tensor) -> tuple[Tensor, Tensor]:
+        """See :meth:`Backend.found_rows`."""
+        with self._held(name) as hosted:
+            found = hosted.table.contains(ids)
+            # A lookup sums one row, which turns a signalling NaN into a quiet NaN. The rows of a cold store are
+            # arbitrary bytes and must not change, so the rows are read without a sum.
+            weight = hosted.table.read_rows(ids if bool(found.all()) else ids[found])["weight"]
+            return found, values(weight) if weight.dtype is torch.uint8 else weight
+
+    def push(self, name: str, ids: Tensor, values: Tensor) -> None:
+        """See :meth:`Backend.push`."""
+        with self._held(name) as hosted:
+            hosted.table.insert(ids, values)
+
+    def update(self, name: str, ids: Tensor, grads: Tensor, initial: InitialRows | None = None) -> None:
+        """See :meth:`Backend.update`."""
+        with self._held(name) as hosted:
+            if initial is None and not hosted.spec.initial_rows:
+                update_rows([hosted], [RowUpdate(name, ids, grads)])
+                return
+            table, kernel = hosted.table, hosted.kernel
+            with ops.native_errors(f"table '{name}'"), kernel.cold_rows.resident(ids, None):
+                begun = without_row(hosted, ids, initial)
+                # The forward pins the rows in their slots until kernel.update.
+                context = ops.rows_begin(kernel.group, ids)
+                if len(begun[0]):
+                    there = table.contains(begun[0])  # False for ids that are not admitted yet
+                    table.insert(begun[0][there], begun[1][there])
+                kernel.update(context, grads.float(), False)
+
+    def pull_each(self, reads: Sequence[RowRead]) -> list[Tensor]:
+        """See :meth:`Backend.pull_each`."""
+        with self._held_all(read.table for read in reads) as hosted:
+            rows = []
+            for read, each in zip(reads, hosted, strict=True):
+                dtype = value_dtype(each.spec.dtype)
+                rows.append(ops.rows_empty(len(read.ids), each.spec.dim * dtype.itemsize).view(dtype))
+            read_rows(hosted, reads, rows)
+            return rows
+
+    def read_each(self, reads: Sequence[RowRead], out: Sequence[Tensor]) -> None:
+        """Writes what :meth:`pull_each` returns to ``out``: (N, dim) for each read, in the dtype of its table."""
+        if len(reads) == 1:
+            with self._held(reads[0].table) as one:
+                read_rows([one], reads, out)
+            return
+        with self._held_all(read.table for read in reads) as hosted:
+            read_rows(hosted, reads, out)
+
+    def update_each(self, updates: Sequence[RowUpdate]) -> None:
+        """See :meth:`Backend.update_each`. If one update fails, no row is updated."""
+        with self._held_all(update.table for update in updates) as hosted:
+            update_rows(hosted, updates)
+
+    def delete(self, name: str, ids: Tensor) -> int:
+        """See :meth:`Backend.delete`."""
+        with self._held(name) as hosted:
+            return hosted.table.remove(ids)
+
+    def exists(self, name: str, ids: Tensor) -> Tensor:
+        """See :meth:`Backend.exists`."""
+        with self._held(name) as hosted:
+            return hosted.table.contains(ids)
+
+    def ids(self, name: str) -> Tensor:
+        """Returns the ids that have a row, (rows,) int64, in ascending order."""
+        return self.whole(name, Table.ids)
+
+    def whole(self, name: str, call: Callable[[Table], _Result]) -> _Result:
+        """Returns the result of a call that reads all rows of a table. Other calls do not wait for it."""
+        with self._held(name) as hosted:
+            table = hosted.table
+        try:
+            return call(table)  # without the lock, because it takes seconds for a large table
+        except ValueError:
+            if hosted.dropped:
+                raise self.no_table(name) from None
+            raise
+
+    def stats(self, name: str) -> TableStats:
+        """See :meth:`Backend.stats`."""
+        with self._held(name, use=False) as hosted:
+            return hosted.table.stats()
+
+    def used_bytes(self) -> int:
+        """Returns the size in bytes of all tables in memory."""
+        return sum(hosted.table.stats().bytes for hosted in list(self._named().values()) if not hosted.dropped)
+
+    def save(self, path: str | Path, overwrite: bool = False, more: Mapping[str, Any] | None = None) -> None:
+        """See :meth:`Backend.save`. The tables can be used during the save.
+
+        ``more`` are further values of the checkpoint's training state.
+        """
+        path = Path(os.path.realpath(path))
+        with self._files, Destination(path, overwrite=overwrite) as destination:
+            with self._lock:
+                saved = {name: hosted for name, hosted in self._named().items() if not hosted.spec.temporary}
+            try:
+                with ExitStack() as snapshots:
+                    shards = self._snapshots(saved, snapshots)
+                    write_tables(shards, {name: hosted.spec for name, hosted in saved.items()}, destination, more)
+            finally:
+                for hosted in saved.values():
+                    if hosted.dropped:
+                        hosted.table.close()
+
+    def load(self, path: str | Path) -> None:
+        """See :meth:`Backend.load`. Tables that exist only in the checkpoint are created.
+
+        The old tables can be used until the whole checkpoint has been read. Writes to them during that time are lost.
+        Old and new rows are in memory at the same time. No table can be created or dropped during the load.
+        """
+        with self._files, self._lock:
+            self._replace(self._read_checkpoint(path, exact=False))
+
+    def read(self, path: str | Path | None, exact: bool) -> Loaded:
+        """Reads a checkpoint for :meth:`replace`. The tables can be used meanwhile.
+
+        Args:
+            path: The path of the checkpoint. None: no tables.
+            exact: Whether the tables become those of the checkpoint: tables that it does not have are deleted, and
+                tables with another specification are made anew. Temporary tables are kept. Otherwise these tables are
+                an error, and the learning rates and bounds of the tables are not changed.
+
+        Raises:
+            See :meth:`Backend.load`.
+        """
+        with self._files, self._lock:
+            return Loaded({}, {}, True, {}) if path is None else self._read_checkpoint(path, exact)
+
+    def replace(self, loaded: Loaded) -> None:
+        """Replaces the tables by those that :meth:`read` has read. Nothing has changed after an error.
+
+        Raises:
+            ValueError: With ``exact=False``, tables have been created or dropped since they were read.
+        """
+        with self._files, self._lock:
+            self._replace(loaded)
+
+    def write_part(
+        self, info: CheckpointInfo, specs: Mapping[str, TableSpec], owned: Owned, path: Path, more: Mapping[str, Any]
+    ) -> None:
+        """Writes a checkpoint with some of the rows of another checkpoint. The tables of this process do not change.
+
+        Args:
+            info: The checkpoint.
+            specs: The specification of each table of the new checkpoint, by table name.
+            owned: A function that selects the ids of the new checkpoint.
+            path: The path of the new checkpoint.
+            more: Further values of the training state of the new checkpoint.
+
+        Raises:
+            CheckpointError, MemoryError, ColdStoreError: The rows cannot be read.
+            OSError: The new checkpoint cannot be written.
+        """
+        part = HostedBackend(self._limits)
+        try:
+            made = {name: partial(_made, name, spec, self._limits) for name, spec in specs.items()}
+            tables = loaded_tables([info], made, owned)
+            part._named().update((name, Hosted(name, specs[name], table)) for name, table in tables.items())
+            part.save(path, more=more)
+        finally:
+            part.close()
+
+    def _read_checkpoint(self, path: str | Path, exact: bool) -> Loaded:
+        chain = read_chain(path)
+        specs = saved_specs(chain[-1])
+        tables = self._named()
+        present = {name: spec for name, spec in self.specs().items() if spec.temporary or not exact}
+        check_loadable(chain[-1], specs, present)
+        fresh = loaded_tables(
+            chain,
+            {
+                name: tables[name].table.empty_copy if name in present else partial(_made, name, spec, self._limits)
+                for name, spec in specs.items()
+            },
+        )
+        return Loaded(specs, fresh, exact, self._lasting())
+
+    def _lasting(self) -> dict[str, Hosted]:
+        return {name: hosted for name, hosted in self._named().items() if not hosted.spec.temporary}
+
+    def _replace(self, loaded: Loaded) -> None:
+        tables = self._named()
+        if loaded.exact:
+            for name in self._lasting():
+                with self._held(name) as hosted:
+                    self._drop(hosted)
+        elif self._lasting() != loaded.present:
+            raise ValueError("tables were created or dropped while the checkpoint was read: load it again")
+        with ExitStack() as locks:
+            present = [locks.enter_context(self._held(name)) for name in sorted(loaded.tables) if name in tables]
+            exchange_all((hosted.table, loaded.tables.pop(hosted.name)) for hosted in present)
+        tables.update((name, Hosted(name, loaded.specs[name], table)) for name, table in loaded.tables.items())
+
+    def close(self) -> None:
+        """See :meth:`Backend.close`. It waits for the end of a save or load."""
+        with self._files, self._lock:
+            tables, self._tables = self._tables or {}, None
+            for hosted in tables.values():
+                with hosted.lock:
+                    hosted.dropped = True
+                    hosted.table.close()
+
+    def _snapshots(self, saved: dict[str, Hosted], snapshots: ExitStack) -> list[SavedShard]:
+        """Opens snapshots of all tables at one moment, while no call reads or changes any of the tables."""
+        with ExitStack() as locks:
+            for _, hosted in sorted(saved.items()):  # locks of several tables are taken in the order of their names
+                locks.enter_context(hosted.lock)
+            for name in [name for name, hosted in saved.items() if hosted.dropped]:
+                del saved[name]
+            return [
+                SavedShard(
+                    hosted.table.name,
+                    hosted.table,
+                    snapshots.enter_context(hosted.table.snapshot()),
+                    hosted.spec.options,
+                    hosted.table.state(),
+                )
+                for hosted in saved.values()
+            ]
+
+    def _named(self) -> dict[str, Hosted]:
+        if self._tables is None:
+            raise ValueError("the tables are closed")
+        return self._tables
+
+    @contextmanager
+    def _held(self, name: str, use: bool = True) -> Iterator[Hosted]:
+        """Locks a table and yields it."""
+        while True:
+            tables = self._named()
+            hosted = tables.get(name)
+            if hosted is None:
+                raise self.no_table(name)
+            with hosted.lock:
+                if (
+                    not hosted.dropped
+                ):  # else it was dropped before the lock was taken, and a new table may have its name
+                    if use:
+                        hosted.last_used = time.monotonic()
+                    yield hosted
+                    return
+
+    @contextmanager
+    def _held_all(self, names: Iterable[str]) -> Iterator[list[Hosted]]:
+        """Locks several tables, and yields them in the order of ``names``."""
+        names = list(names)
+        with ExitStack() as locks:
+            held = {name: locks.enter_context(self._held(name)) for name in sorted(set(names))}
+            yield [held[name] for name in names]
+
+
+def _made(name: str, spec: TableSpec, limits: Limits) -> Table:
+    return Table(
+        spec.dim,
+        spec.dtype,
+        spec.optimizer,
+        held_options(name, spec, limits),
+        name=name,
+        shard=spec.shard[0],
+    )
+
+
+def _close(hosted: Hosted) -> None:
+    """Frees the rows, unless a save still reads them. In that case the save frees them."""
+    if not hosted.table.is_being_saved:
+        hosted.table.close()

@@ -1,0 +1,118 @@
+"""A table of this process, and reads and updates of several tables by one native call."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from torchrec_recstore import ops
+from torchrec_recstore.kernels import PooledKernel
+from torchrec_recstore.store import Table
+from torchrec_recstore.store.arguments import among
+from torchrec_recstore_service.client.backend import InitialRows, NoInitialRow
+from torchrec_recstore_service.wire.row_requests import RowRead, RowUpdate
+from torchrec_recstore_service.wire.table_spec import TableSpec
+
+
+@dataclass(eq=False)
+class Hosted:
+    """A table of this process with its specification."""
+
+    name: str
+    spec: TableSpec
+    table: Table
+    lock: threading.RLock = field(default_factory=threading.RLock)
+    """Held during every call that reads or changes the rows."""
+    dropped: bool = False
+    last_used: float = field(default_factory=time.monotonic)
+    """The time, on the monotonic clock, of the last call that read or changed the rows."""
+
+    def __post_init__(self) -> None:
+        self.kernel = PooledKernel([self.table], [0], "sum")
+
+
+def check_initial_rows(hosted: Hosted, ids: Tensor) -> None:
+    """Raises NoInitialRow if the table has ``initial_rows`` and one of ``ids``, (N,) int64, has no row."""
+    if hosted.spec.initial_rows and not bool(hosted.table.contains(ids).all()):
+        raise NoInitialRow(hosted.name, torch.arange(len(ids)))
+
+
+def read_rows(tables: Sequence[Hosted], reads: Sequence[RowRead], out: Sequence[Tensor]) -> None:
+    """Reads rows.
+
+    Args:
+        tables: The table of each read, which the caller has locked.
+        reads: The ids whose rows are read.
+        out: For each read, (N, dim), contiguous, in the dtype of its table. The tensor that receives the rows.
+
+    Raises:
+        NoInitialRow: An id has no row, and its table has ``initial_rows``.
+        MemoryError, ColdStoreError: See :meth:`Table.lookup`.
+    """
+    native = []
+    for hosted, read, rows in zip(tables, reads, out, strict=True):
+        check_initial_rows(hosted, read.ids)
+        if rows.dtype is torch.float32 and not hosted.kernel.cold_rows.tiers:
+            native.append((hosted, read.ids, rows))
+        else:
+            hosted.table.lookup(read.ids, out=rows)
+    if native:
+        hosts, ids, floats = zip(*native, strict=True)
+        with ops.native_errors(_named(hosts)):
+            ops.rows_read([hosted.kernel.group for hosted in hosts], ids, floats)
+    for hosted, read, rows in zip(tables, reads, out, strict=True):
+        if read.missing == "zeros":
+            rows[~hosted.table.contains(read.ids)] = 0
+
+
+def update_rows(tables: Sequence[Hosted], updates: Sequence[RowUpdate]) -> None:
+    """Updates rows: one step of each table. If one update fails, no row is updated.
+
+    Args:
+        tables: The table of each update, which the caller has locked. They have no ``initial_rows``.
+        updates: The gradients. Each table occurs once.
+
+    Raises:
+        MemoryError, ColdStoreError: See :meth:`Table.update`.
+        ValueError: A table occurs twice, or has no room for the rows.
+    """
+    with ExitStack() as stack:
+        stack.enter_context(ops.native_errors(_named(tables)))
+        for hosted, update in zip(tables, updates, strict=True):
+            if hosted.kernel.cold_rows.tiers:
+                stack.enter_context(hosted.kernel.cold_rows.resident(update.ids, None))
+        ops.rows_update(
+            [hosted.kernel.group for hosted in tables],
+            [update.ids for update in updates],
+            [update.grads.float() for update in updates],
+            [
+                hosted.table.optimizer.lr if update.learning_rate is None else update.learning_rate
+                for hosted, update in zip(tables, updates, strict=True)
+            ],
+        )
+
+
+def without_row(hosted: Hosted, ids: Tensor, initial: InitialRows | None) -> InitialRows:
+    """Returns the initial rows of the ids that have no row.
+
+    Raises:
+        NoInitialRow: The table has ``initial_rows``, and an id has neither a row nor an initial row in ``initial``.
+    """
+    missing = torch.unique(ids[~hosted.table.contains(ids)])
+    known, rows = initial if initial is not None else (missing[:0], torch.empty(0, hosted.spec.dim))
+    if hosted.spec.initial_rows and not bool(among(missing, known.sort().values).all()):
+        raise NoInitialRow(hosted.name, torch.arange(len(ids)))
+    wanted = among(known, missing)
+    return known[wanted], rows[wanted]
+
+
+def _named(tables: Sequence[Hosted]) -> str:
+    if len(tables) == 1:
+        return f"table '{tables[0].name}'"
+    return f"tables {', '.join(hosted.name for hosted in tables)}"

@@ -1,0 +1,492 @@
+"""The connections to several parameter servers, among which ids are distributed by a hash."""
+
+from __future__ import annotations
+
+import os
+import uuid
+import weakref
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import suppress
+from functools import partial
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from torchrec_recstore import ops
+from torchrec_recstore.network import checked_addresses, host_of, is_loopback
+from torchrec_recstore_service.client.client_epoch import ClientEpoch
+from torchrec_recstore_service.client.connection import Access, Connection
+from torchrec_recstore_service.wire import recstore_pb2 as pb
+from torchrec_recstore_service.wire.agreement import SLOTS, Begin, to_load, to_reshard, to_resume
+from torchrec_recstore_service.wire.protocol import (
+    BYTES_A_WRITTEN_ID,
+    NO_INITIAL_ROW,
+    SAVE_SUPERSEDED,
+    WRITE_BYTES,
+    ServerRestartedError,
+    ServerSetError,
+    ServiceError,
+)
+from torchrec_recstore_service.wire.row_requests import RowRead, RowUpdate
+from torchrec_recstore_service.wire.table_rows import TableRows, bytes_of_rows, places_of_tables
+
+# The number of threads per server. The deadline of a call begins when it has a thread, so there are more threads than
+# concurrent calls in practice.
+_CALLS = 256
+_ATTEMPTS = 5  # to begin an epoch, or a save, while other clients do the same
+_UPDATE_BYTES = WRITE_BYTES // 2  # of an update of several tables, unless one of them is larger
+_Result = TypeVar("_Result")
+
+
+class ServerSet:
+    """The connections to several servers, among which the rows of tables are distributed.
+
+    A call goes to all servers that store a part of its rows, at the same time. If the call fails on one server, other
+    servers may have done their part.
+
+    Args:
+        addresses: The address of each server of a set, ``host:port``, in any order.
+        access: The credentials, certificates and timeout. See :class:`Connection`.
+
+    Raises:
+        TypeError: ``addresses`` is not a sequence of str.
+        ValueError: An address has another form or occurs twice, or a token would be sent to another machine without
+            TLS.
+        OSError: A file of certificates cannot be read.
+    """
+
+    def __init__(self, addresses: Sequence[str], access: Access) -> None:
+        self.addresses = checked_addresses(addresses)
+        open_to_others = [a for a in self.addresses if not is_loopback(host_of(a))]
+        if access.token is not None and access.tls_ca is None and open_to_others:
+            raise ValueError(f"token would be sent to {open_to_others[0]} unencrypted: pass tls_ca as well")
+        self._epoch = ClientEpoch(self._agreed)
+        self._owners = torch.zeros(SLOTS, dtype=torch.int64)  # for each slot, the index of its connection
+        self._members: tuple[int, ...] = ()
+        self._slots: tuple[int, ...] = ()
+        self._connections = [Connection(address, access, self._epoch) for address in self.addresses]
+        self._threads = ThreadPoolExecutor(_CALLS * len(self.addresses), "recstore-client")
+        self._close = weakref.finalize(self, _close, self._connections, self._threads, os.getpid())
+
+    def specs(self, table: str) -> list[str | None]:
+        """Returns each server's spec of a table. An entry is None if the server does not have the table."""
+        self._epoch.label(table)
+        return self._each(lambda connection: connection.describe(table).tables.get(table))
+
+    def members(self, table: str = "") -> tuple[int, ...]:
+        """Returns the number of each server in its set. Errors name ``table``."""
+        self._epoch.label(table)
+        return self._members
+
+    def epoch(self) -> str:
+        """Returns the label of the epoch of this client's calls."""
+        return self._epoch.label("")
+
+    def create(self, table: str, specs: Sequence[str]) -> None:
+        """Creates a table on all servers. ``specs`` has the spec for each number of a server in its set."""
+        of = dict(zip(self._connections, self.members(table), strict=True))
+        self._each(lambda connection: connection.create(table, specs[of[connection]]))
+
+    def pull(self, table: str, ids: Tensor, columns: int, dtype: torch.dtype) -> Tensor:
+        """Returns the rows of ``ids``, (N,) int64: (N, columns). An id without a row reads as its initial row."""
+        if len(self._connections) > 1:
+            return self.pull_each([RowRead(table, ids)], [(columns, dtype)])[0]
+        rows = ops.rows_empty(ids.numel(), columns * dtype.itemsize)  # the shortest way: most calls read a few rows
+        self._connections[0].pull(TableRows([table], ids, [ids.numel()], [rows]))
+        return rows.view(dtype)
+
+    def pull_each(self, reads: Sequence[RowRead], shapes: Sequence[tuple[int, torch.dtype]]) -> list[Tensor]:
+        """Reads rows of several tables, by one request to each server.
+
+        Args:
+            reads: The tables and their ids.
+            shapes: For each read, the number of columns of the rows and their dtype.
+
+        Returns:
+            For each read, (N, columns) of its dtype.
+        """
+        if not reads:
+            return []
+        counts = [len(read.ids) for read in reads]
+        row_bytes = [columns * dtype.itemsize for columns, dtype in shapes]
+        begins, size = places_of_tables(row_bytes, counts)
+        memory = ops.rows_empty(1, size)[0]
+        rows = [
+            memory[begin : begin + n * width].view(n, width)
+            for begin, n, width in zip(begins, counts, row_bytes, strict=True)
+        ]
+        zeros = [read.missing == "zeros" for read in reads]
+        ids = ops.concatenated([read.ids for read in reads])
+        parts = self._parts([read.table for read in reads], ids, counts, rows, zeros=zeros)
+        self._read(reads[0].table, lambda connection: connection.pull(parts[connection]))
+        return [each.view(dtype).view(-1, columns) for each, (columns, dtype) in zip(rows, shapes, strict=True)]
+
+    def update_each(self, updates: Sequence[RowUpdate]) -> None:
+        """Applies the optimizer to rows of several tables without ``initial_rows``, by one request to each server.
+
+        Each server makes one update of each table, also without ids. An update that is too large for one request is
+        sent as several ones, each of some of the tables.
+        """
+        size = 0
+        some: list[RowUpdate] = []
+        for update in updates:
+            more = len(update.ids) * max(BYTES_A_WRITTEN_ID, 8 + update.grads.shape[1] * 4)
+            if some and size + more > _UPDATE_BYTES:
+                self._update_together(some)
+                some, size = [], 0
+            some.append(update)
+            size += more
+        if some:
+            self._update_together(some)
+
+    def _update_together(self, updates: Sequence[RowUpdate]) -> None:
+        parts = self._parts(
+            [update.table for update in updates],
+            ops.concatenated([update.ids for update in updates]),
+            [len(update.ids) for update in updates],
+            [bytes_of_rows(update.grads.detach().contiguous()) for update in updates],
+            learning_rates=[update.learning_rate for update in updates],
+        )
+        self._each(lambda connection: connection.write(pb.WriteHeader.UPDATE, parts[connection], float32=True))
+
+    def found(self, table: str, ids: Tensor) -> Tensor:
+        """Returns which of ``ids``, (N,) int64, have a row: (N,) bool."""
+        return self.found_rows(table, ids, 0)[0]
+
+    def found_rows(self, table: str, ids: Tensor, row_bytes: int) -> tuple[Tensor, Tensor]:
+        """Reads the rows of the ids that have one. See :meth:`Connection.found`; the arguments are the same."""
+        if len(self._connections) == 1:
+            return self._connections[0].found(table, ids, row_bytes)
+        parts = self._split([table], ids, [len(ids)])
+        answers = self._read(table, lambda connection: connection.found(table, parts[connection][0], row_bytes))
+        found = torch.empty(len(ids), dtype=torch.bool)
+        for (_, places, _), (there, _) in zip(parts.values(), answers, strict=True):
+            found[places] = there
+        if row_bytes == 0:
+            return found, torch.empty(0, 1, dtype=torch.uint8)
+        rank = found.cumsum(0) - 1
+        rows = ops.rows_empty(int(found.sum()), row_bytes)
+        for (_, places, _), (there, some) in zip(parts.values(), answers, strict=True):
+            ops.rows_put([rows], rank[places[there]], [len(some)], some.view(-1), 0)
+        return found, rows
+
+    def push(self, table: str, ids: Tensor, values: Tensor) -> None:
+        """Writes ``values``, (N, columns), as the rows of ``ids``, (N,) int64. Of duplicates, the last one counts."""
+        of_one = ids.element_size() + values.shape[1] * values.element_size()
+        for some, rows in zip(_splits(ids, of_one), _splits(values, of_one), strict=True):
+            self._write(table, pb.WriteHeader.PUSH, some, rows)
+
+    def update(self, table: str, ids: Tensor, grads: Tensor, initial: tuple[Tensor, Tensor] | None = None) -> Tensor:
+        """Applies the optimizer to rows.
+
+        Args:
+            table: The name of the table.
+            ids: (N,) int64. The ids whose rows are updated.
+            grads: (N, columns). The gradient of each entry of ``ids``.
+            initial: Ids, (M,) int64, and rows, (M, columns) float32. Those of these ids that have no row get one before
+                the update. Default: None.
+
+        Returns:
+            (n,) int64. The positions in ``ids`` of the ids of servers that have refused the update, because an id has
+            neither a row nor an initial row.
+        """
+        return self._write(table, pb.WriteHeader.UPDATE, ids, grads, initial)[1]
+
+    def delete(self, table: str, ids: Tensor) -> int:
+        """Deletes the rows of ``ids``, (N,) int64, and returns how many rows there were."""
+        return sum(self._write(table, pb.WriteHeader.DELETE, some)[0] for some in _splits(ids, ids.element_size()))
+
+    def ids(self, table: str) -> Tensor:
+        """Returns the ids that have a row, (N,) int64, ascending."""
+        ids: Tensor = torch.cat(self._read(table, lambda connection: connection.ids(table))).sort().values
+        return ids
+
+    def stats(self, table: str) -> list[dict[str, int]]:
+        """Returns each server's statistics of a table, by the names of ``TableStats``."""
+        return self._read(table, lambda connection: connection.stats(table))
+
+    def look(self, table: str, by: str, count: int, row: bytes = b"", but: int = 0) -> list[pb.LookReply]:
+        """Returns what each server finds among all of its rows of a table. See ``LookRequest``."""
+        return self._read(table, lambda connection: connection.look(table, by, count, row, but))
+
+    def describe(self, table: str = "") -> list[pb.DescribeReply]:
+        """Returns the state of each server. Errors name ``table``."""
+        return self._each(lambda connection: connection.describe(table))
+
+    def describe_reachable(self) -> list[pb.DescribeReply | ServiceError]:
+        """Returns the state of each server, or the error of a server that cannot be reached."""
+
+        def describe(connection: Connection) -> pb.DescribeReply | ServiceError:
+            try:
+                return connection.describe()
+            except ServiceError as error:
+                return error
+
+        return self._each(describe)
+
+    def save(self, name: str, overwrite: bool, forget: Sequence[str] = ()) -> None:
+        """Saves all tables on all servers. The save counts on all servers or on none.
+
+        Args:
+            name: The name of the save.
+            overwrite: Whether a save of this name is replaced.
+            forget: The names of saves that are deleted when this save counts. Default: none.
+        """
+        done = self._epoch.done
+        label = self._epoch.label("")
+        try:
+            self._save(label, name, overwrite, forget)
+        except ServerRestartedError as error:
+            self._save(self._epoch.after(error, label, ""), name, overwrite, forget)
+        self._epoch.set_saved(done)
+
+    def _save(self, label: str, name: str, overwrite: bool, forget: Sequence[str]) -> None:
+        first, *others = sorted(self._connections, key=self._number)
+        named = [connection.address for connection in (first, *others)]
+        save = pb.Saved(name=name)
+        phases = pb.SaveRequest
+
+        def request(phase: pb.SaveRequest.Phase, decided: Sequence[str] = ()) -> pb.SaveRequest:
+            return pb.SaveRequest(
+                phase=phase,
+                epoch=label,
+                save=save,
+                overwrite=overwrite,
+                servers=named,
+                decided=decided,
+                forget=forget,
+            )
+
+        for attempt in range(_ATTEMPTS):
+            save.id = uuid.uuid4().hex
+            save.number = first.save(request(phases.RESERVE)).number
+            try:
+                self._each(lambda connection: connection.save(request(phases.PREPARE)))
+                break
+            except BaseException as error:
+                with suppress(Exception):  # what is left is deleted by a later save
+                    self._each(lambda connection: connection.save(request(phases.ABORT)))
+                superseded = isinstance(error, ServiceError) and error.kind == SAVE_SUPERSEDED
+                if not superseded or attempt + 1 == _ATTEMPTS:
+                    raise
+        decided = first.save(request(phases.COMMIT)).decided  # from here on the save counts
+        self._each(lambda connection: connection.save(request(phases.COMMIT, decided)), others)
+
+    def load(self, name: str | None, exact: bool = False) -> None:
+        """Begins an epoch on all servers with a save.
+
+        Args:
+            name: The name of the save. None: the epoch begins without rows.
+            exact: Whether tables that the save does not have are deleted, and tables with another specification are
+                replaced. Default: False, these tables are an error.
+        """
+        # Writes of other threads that are pending now may reach the servers before or after the load, so they do not
+        # count as saved.
+        done = self._epoch.done
+        self._epoch.begin(self._begin("", lambda states: to_load(self.addresses, states, name, exact)), done)
+
+    def load_from(self, sources: ServerSet, name: str) -> None:
+        """Begins an epoch with a save of other servers, whose rows are distributed over these servers anew.
+
+        These servers belong to no set, or to the set of the sources. They then have a save of the same name.
+
+        Args:
+            sources: The servers that have the save.
+            name: The name of the save.
+        """
+        done = self._epoch.done
+        of_sources = sources.describe()
+        save, begin = to_reshard(self.addresses, self.describe(), sources.addresses, of_sources, name)
+        for part, connection in enumerate(sources._connections):
+            for file in connection.read_file(save).files:
+                self._copy(connection, save, file, begin.save.id, part)
+        self._load(begin, parts=len(of_sources))
+        self._set_owners(begin)
+        self._epoch.begin(begin.label, done)
+
+    def _copy(self, source: Connection, save: pb.Saved, file: str, save_id: str, part: int) -> None:
+        """Copies a file of a save from another server to these servers."""
+        offset, last = 0, False
+        while not last:
+            read = source.read_file(save, file, offset)
+            piece = pb.WriteFileRequest(id=save_id, part=part, file=file, offset=offset, content=read.content)
+            self._each(partial(_write_file, piece=piece))
+            offset, last = offset + len(read.content), read.last
+
+    def _agreed(self, table: str) -> str:
+        def plan(states: list[pb.DescribeReply]) -> Begin:
+            begin = to_resume(self.addresses, states)
+            # Calls in progress have split their ids by the map of slots.
+            if self._members and (begin.members, begin.slots) != (self._members, self._slots):
+                raise ServerSetError(
+                    f"the rows of the servers {', '.join(self.addresses)} were distributed anew: make a new client"
+                )
+            return begin
+
+        return self._begin(table, plan)
+
+    def _begin(self, table: str, plan: Callable[[list[pb.DescribeReply]], Begin]) -> str:
+        """Begins an epoch on the servers that are not in it, and returns its label."""
+        for attempt in range(_ATTEMPTS):
+            begin = plan(self.describe(table))
+            try:
+                self._load(begin)
+            except ServerRestartedError:  # another client has begun an epoch meanwhile
+                if attempt + 1 == _ATTEMPTS:
+                    raise
+                continue
+            self._set_owners(begin)
+            return begin.label
+        raise AssertionError("the last attempt raises")
+
+    def _set_owners(self, begin: Begin) -> None:
+        index = {number: place for place, number in enumerate(begin.members)}
+        self._owners = torch.tensor([index[number] for number in begin.slots])
+        self._members, self._slots = begin.members, begin.slots
+
+    def _load(self, begin: Begin, parts: int = 0) -> None:
+        """Begins an epoch. ``parts`` is the number of parts that were written to the servers, for other servers."""
+        token = uuid.uuid4().hex
+        pending = [self._connections[index] for index in begin.pending]
+        numbers = dict(zip(self._connections, begin.members, strict=True))
+
+        def load(connection: Connection, phase: pb.LoadRequest.Phase) -> None:
+            connection.load(
+                pb.LoadRequest(
+                    phase=phase,
+                    token=token,
+                    save=begin.save,
+                    exact=begin.exact,
+                    set=begin.set,
+                    member=numbers[connection],
+                    members=len(numbers),
+                    epoch=begin.epoch,
+                    slots=begin.slots,
+                    parts=parts,
+                )
+            )
+
+        try:
+            if parts:
+                self._each(lambda connection: load(connection, pb.LoadRequest.RESHARD), pending)
+            self._each(lambda connection: load(connection, pb.LoadRequest.PREPARE), pending)
+        except BaseException:
+            with suppress(Exception):  # what is left is freed by a later save or load
+                self._each(lambda connection: load(connection, pb.LoadRequest.ABORT), pending)
+            raise
+        for connection in pending:  # one after the other, so that of two clients only one gets beyond the first
+            load(connection, pb.LoadRequest.COMMIT)
+
+    def _number(self, connection: Connection) -> int:
+        return self._members[self._connections.index(connection)]
+
+    def close(self) -> None:
+        """Closes the connections."""
+        self._close()
+
+    def _write(
+        self,
+        table: str,
+        kind: pb.WriteHeader.Kind,
+        ids: Tensor,
+        rows: Tensor | None = None,
+        initial: tuple[Tensor, Tensor] | None = None,
+    ) -> tuple[int, Tensor]:
+        """Makes a write on each server that stores an id.
+
+        Returns:
+            The number of deleted rows, and the positions of the ids whose server requires initial rows, (n,) int64.
+        """
+        values = ids.new_empty(len(ids), 0) if rows is None else rows.detach().contiguous()
+        float32 = values.dtype is torch.float32
+        calls = self._parts([table], ids, [len(ids)], [bytes_of_rows(values)])
+        firsts: dict[Connection, TableRows] = {}
+        if initial is not None:
+            first_rows = bytes_of_rows(initial[1].detach().contiguous())
+            firsts = self._parts([table], initial[0], [len(initial[0])], [first_rows])
+
+        def write(connection: Connection) -> int | None:
+            try:
+                return connection.write(kind, calls[connection], firsts.get(connection), float32)
+            except ServiceError as error:
+                if error.kind == NO_INITIAL_ROW:
+                    return None
+                raise
+
+        counts = self._each(write)
+        refused = [
+            torch.arange(len(ids)) if call.places is None else call.places
+            for call, count in zip(calls.values(), counts, strict=True)
+            if count is None
+        ]
+        return sum(count or 0 for count in counts), torch.cat([ids[:0], *refused])
+
+    def _split(
+        self, tables: Sequence[str], ids: Tensor, counts: Sequence[int]
+    ) -> dict[Connection, tuple[Tensor, Tensor, list[int]]]:
+        """Returns the ids of each server, their positions in ``ids``, ascending, and their number in each table."""
+        self._epoch.label(tables[0])  # without an epoch, the owners are not known
+        own, places, of_tables = ops.ids_split(ids, counts, self._owners, len(self._connections))
+        sizes = of_tables.sum(1).tolist()
+        parts = zip(torch.split(own, sizes), torch.split(places, sizes), of_tables.tolist(), strict=True)
+        return dict(zip(self._connections, parts, strict=True))
+
+    def _parts(
+        self, tables: Sequence[str], ids: Tensor, counts: Sequence[int], rows: Sequence[Tensor], **settings: Any
+    ) -> dict[Connection, TableRows]:
+        """Returns the call of each server. See :class:`TableRows` for the arguments."""
+        if len(self._connections) == 1:
+            return {self._connections[0]: TableRows(tables, ids, counts, rows, **settings)}
+        return {
+            connection: TableRows(tables, own, of_tables, rows, places, **settings)
+            for connection, (own, places, of_tables) in self._split(tables, ids, counts).items()
+        }
+
+    def _read(self, table: str, call: Callable[[Connection], _Result]) -> list[_Result]:
+        """Calls all servers in one epoch. If another epoch begins meanwhile, all servers are called again."""
+        while True:
+            label = self._epoch.label(table)
+            answers = self._each(call)
+            if self._epoch.label(table) == label:
+                return answers
+
+    def _each(
+        self, call: Callable[[Connection], _Result], connections: Sequence[Connection] | None = None
+    ) -> list[_Result]:
+        """Calls servers at the same time. No call is running any more when it returns or raises an error.
+
+        Args:
+            call: The call.
+            connections: The connections to the servers. Default: None, for all servers.
+        """
+        connections = self._connections if connections is None else connections
+        if len(connections) <= 1:
+            return [call(connection) for connection in connections]
+        connections[0].check_process()  # before the submit, because a forked process has no threads
+        futures = [self._threads.submit(call, connection) for connection in connections[:-1]]
+        last: Future[_Result] = Future()  # this thread calls the last server
+        try:
+            last.set_result(call(connections[-1]))
+        except BaseException as error:
+            last.set_exception(error)
+        wait(futures)
+        return [future.result() for future in (*futures, last)]
+
+
+def _splits(rows: Tensor, row_bytes: int) -> Sequence[Tensor]:
+    """Returns parts of a tensor that a server writes in one call each. An id and its row have ``row_bytes`` bytes."""
+    return torch.split(rows, max(1, WRITE_BYTES // max(BYTES_A_WRITTEN_ID, row_bytes)))
+
+
+def _write_file(connection: Connection, piece: pb.WriteFileRequest) -> None:
+    connection.write_file(piece)
+
+
+def _close(connections: Sequence[Connection], threads: ThreadPoolExecutor, process: int) -> None:
+    if os.getpid() != process:  # in a forked process, connections and threads belong to the parent
+        return
+    for connection in connections:
+        connection.close()
+    threads.shutdown(wait=False)

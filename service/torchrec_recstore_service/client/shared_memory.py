@@ -1,0 +1,301 @@
+"""Reads and writes of rows by shared memory, in the client: see SegmentRequest in recstore.proto."""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+import time
+import weakref
+from collections.abc import Callable, Sequence
+from typing import TypeVar
+
+import grpc
+import numpy as np
+import torch
+from torch import Tensor
+
+from torchrec_recstore_service.wire import recstore_pb2 as pb
+from torchrec_recstore_service.wire.protocol import ERROR_KEY, as_bytes
+from torchrec_recstore_service.wire.segment import MESSAGE_BYTES, Segment, is_available, is_same_user, places_of
+from torchrec_recstore_service.wire.table_rows import TableRows, aligned, pieces
+
+_MOST_CONNECTIONS = 8  # to one server; more calls at the same time than these go by gRPC
+_SETTINGS_BYTES = 256  # enough for the numbers of a header, and for those of a table in a header
+_HELLO_S = 5.0
+_AGAIN_S = 10.0  # the time after which a client that has got no connection asks for one again
+_CODES = {code.value[0]: code for code in grpc.StatusCode}
+_Result = TypeVar("_Result")
+
+
+class CallError(grpc.RpcError):  # type: ignore[misc]
+    """A call by shared memory has failed. It has the methods of the errors of calls by gRPC."""
+
+    def __init__(self, code: grpc.StatusCode, details: str, error: str = "") -> None:
+        super().__init__(details)
+        self._code = code
+        self._details = details
+        self._error = error
+
+    def code(self) -> grpc.StatusCode:
+        """Returns the status code."""
+        return self._code
+
+    def details(self) -> str:
+        """Returns the message."""
+        return self._details
+
+    def trailing_metadata(self) -> Sequence[tuple[str, str]]:
+        """Returns the name of the error that the server has raised, as the server sends it by gRPC."""
+        return [(ERROR_KEY, self._error)] if self._error else []
+
+
+class SharedMemoryConnection:
+    """A connection to a server on this host, for one call at a time. See :class:`Streams` for the methods.
+
+    Args:
+        offer: The server's answer to ``Attach``.
+
+    Raises:
+        OSError: The server is on another host, runs as another user or has too many connections.
+    """
+
+    def __init__(self, offer: pb.AttachReply) -> None:
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        file = None
+        try:
+            self._socket.settimeout(_HELLO_S)
+            self._socket.connect(f"\0{offer.socket}")
+            if not is_same_user(self._socket):
+                raise OSError("the server runs as another user")
+            self._socket.send(offer.secret)
+            size, files, _, _ = socket.recv_fds(self._socket, 32, 1)
+            if not files:
+                raise OSError("the server has closed the connection")
+            file = files[0]
+            self._segment = Segment(file, int(size))
+        except BaseException:
+            self._socket.close()
+            raise
+        finally:
+            if file is not None:
+                os.close(file)
+        self._end = 0.0
+        _of_this_process.add(self)
+
+    def is_alive(self) -> bool:
+        """Returns whether the server is still there. To be called between two calls."""
+        try:
+            self._socket.settimeout(0)
+            self._socket.recv(1, socket.MSG_PEEK)
+        except BlockingIOError:
+            return True
+        except OSError:
+            pass
+        return False
+
+    def close(self) -> None:
+        """Closes the connection. The server then forgets it."""
+        self._socket.close()
+
+    def fits(self, header: pb.WriteHeader, call: TableRows, initial: TableRows) -> bool:
+        """Returns whether a write can go by shared memory."""
+        return (
+            places_of(self._sizes(call, initial))[1] <= self._segment.size
+            and header.ByteSize() <= MESSAGE_BYTES - _SETTINGS_BYTES
+        )
+
+    def pull(self, epoch: str, call: TableRows, left_s: float) -> bool:
+        """See :meth:`Streams.pull`. A call that does not fit into the segment is made in parts."""
+        self._end = time.monotonic() + left_s
+        most_tables = max(1, (MESSAGE_BYTES - _SETTINGS_BYTES) // (_SETTINGS_BYTES + 4 * max(map(len, call.tables))))
+        most = self._segment.size
+        for part in pieces(call.row_bytes, call.counts, most, most_ids=most // 8, most_tables=most_tables):
+            header = pb.PullHeader(epoch=epoch)
+            if call.is_plain:
+                header.table = call.tables[0]
+            else:
+                header.tables.extend(call.headers(part))
+            self._send_ids(header, call.ids_of(part))
+            begin, size, done = call.place(part), call.bytes_of(part), 0
+            while True:
+                reply = self._receive()
+                done = aligned(done)
+                if done + reply.rows > size:
+                    return False
+                at = call.put(self._segment.array[done : done + reply.rows], begin + done)
+                if at < 0:
+                    return False
+                done += reply.rows
+                if reply.last:
+                    break
+            if done != size:
+                return False
+        return True
+
+    def found(self, header: pb.PullHeader, ids: Tensor, row_bytes: int, left_s: float) -> tuple[Tensor, Tensor]:
+        """See :meth:`Streams.found`."""
+        self._end = time.monotonic() + left_s
+        most = (self._segment.size - 128) // max(row_bytes + 1, 8)
+        arrays: tuple[list[Tensor], list[Tensor]] = ([], [])
+        for begin in range(0, max(1, len(ids)), most):
+            self._send_ids(header, ids[begin : begin + most])
+            reply = self._receive()
+            for kind, array in zip(arrays, self._segment.arrays([reply.found, reply.rows]), strict=True):
+                kind.append(array.clone())
+        return torch.cat(arrays[0]), torch.cat(arrays[1])
+
+    def write(self, header: pb.WriteHeader, call: TableRows, initial: TableRows, left_s: float) -> int:
+        """See :meth:`Streams.write`. The call must fit into the segment (:meth:`fits`)."""
+        self._end = time.monotonic() + left_s
+        sizes = self._sizes(call, initial)
+        arrays = self._segment.arrays(sizes)
+        for (ids, rows), some in zip((arrays[:2], arrays[2:]), (call, initial), strict=True):
+            ids.numpy()[:] = as_bytes(some.ids).numpy()
+            some.take(rows, 0)
+        self._send(
+            pb.SegmentRequest(write=header, ids=sizes[0], rows=sizes[1], initial_ids=sizes[2], initial_rows=sizes[3])
+        )
+        return int(self._receive().deleted)
+
+    @staticmethod
+    def _sizes(call: TableRows, initial: TableRows) -> list[int]:
+        return [size for some in (call, initial) for size in (8 * len(some.ids), some.size)]
+
+    def _send_ids(self, header: pb.PullHeader, ids: Tensor) -> None:
+        size = 8 * ids.numel()
+        self._segment.array[:size].view(np.int64)[:] = ids.numpy()
+        self._send(pb.SegmentRequest(pull=header, ids=size))
+
+    def _send(self, request: pb.SegmentRequest) -> None:
+        message = request.SerializeToString()
+        self._socket.settimeout(max(0.001, self._end - time.monotonic()))
+        try:
+            self._socket.send(message)
+        except TimeoutError:
+            raise _late() from None
+        except OSError as error:
+            raise _gone(error) from None
+
+    def _receive(self) -> pb.SegmentReply:
+        self._socket.settimeout(max(0.001, self._end - time.monotonic()))
+        try:
+            message = self._socket.recv(MESSAGE_BYTES)
+        except TimeoutError:
+            raise _late() from None
+        except OSError as error:
+            raise _gone(error) from None
+        if not message:
+            raise _gone("the connection was closed")
+        reply: pb.SegmentReply = pb.SegmentReply.FromString(message)
+        if reply.code:
+            raise ServedError(_CODES[reply.code], reply.details, reply.error)
+        return reply
+
+
+class ServedError(CallError):
+    """The server has answered a call with an error. The connection can be used again."""
+
+
+class SharedMemory:
+    """The connections of a client to one server by shared memory.
+
+    A call takes a connection for itself. If there is none, because the server is on another host, runs as another user
+    or has too many connections, calls go by gRPC.
+
+    Args:
+        attach: The function that asks the server for its address, with the time left in seconds.
+    """
+
+    def __init__(self, attach: Callable[[float], pb.AttachReply]) -> None:
+        self._attach = attach
+        self._lock = threading.Lock()
+        self._idle: list[SharedMemoryConnection] = []
+        self._open = 0
+        self._offer: pb.AttachReply | None = None
+        self._not_before = 0.0 if is_available() else float("inf")
+        self._closed = False
+
+    def take(self, left_s: float) -> SharedMemoryConnection | None:
+        """Returns a connection, which the caller gives back. None if calls have to go by gRPC.
+
+        Raises:
+            grpc.RpcError: The server cannot be reached.
+            ValueError: The client is closed.
+        """
+        with self._lock:
+            if self._closed:
+                raise ValueError("Cannot call a closed channel")
+            while self._idle:
+                connection = self._idle.pop()
+                if connection.is_alive():
+                    return connection
+                self._drop(connection)
+            if self._open >= _MOST_CONNECTIONS or time.monotonic() < self._not_before:
+                return None
+            self._open += 1
+            offer = self._offer
+        made = None
+        try:
+            if offer is None:
+                offer = self._attach(left_s)
+            if offer.socket:
+                made = SharedMemoryConnection(offer)
+        except grpc.RpcError as error:
+            if error.code() is not grpc.StatusCode.UNIMPLEMENTED:
+                raise
+        except OSError:
+            pass
+        finally:
+            with self._lock:
+                if made is None:
+                    self._open -= 1
+                self._offer = offer if made is not None else None
+        if made is None:
+            self._not_before = time.monotonic() + _AGAIN_S
+        return made
+
+    def give_back(self, connection: SharedMemoryConnection) -> None:
+        """Takes a connection back after a call whose last reply has arrived."""
+        with self._lock:
+            if self._closed:
+                self._drop(connection)
+            else:
+                self._idle.append(connection)
+
+    def drop(self, connection: SharedMemoryConnection) -> None:
+        """Closes a connection whose call has not ended."""
+        with self._lock:
+            self._drop(connection)
+
+    def close(self) -> None:
+        """Closes all connections; those of running calls, when the calls end."""
+        with self._lock:
+            self._closed = True
+            while self._idle:
+                self._drop(self._idle.pop())
+
+    def _drop(self, connection: SharedMemoryConnection) -> None:
+        connection.close()
+        self._open -= 1
+        self._offer = None  # the server may be another one by now
+
+
+def _late() -> CallError:
+    return CallError(grpc.StatusCode.DEADLINE_EXCEEDED, "the server has not answered")
+
+
+def _gone(reason: object) -> CallError:
+    return CallError(grpc.StatusCode.UNAVAILABLE, f"shared memory: {reason}")
+
+
+_of_this_process: weakref.WeakSet[SharedMemoryConnection] = weakref.WeakSet()
+
+
+def _close_in_child() -> None:
+    # The server must notice the end of the parent, although a forked process lives on.
+    for connection in list(_of_this_process):
+        connection.close()
+
+
+os.register_at_fork(after_in_child=_close_in_child)

@@ -1,0 +1,181 @@
+"""The command ``recstore serve``."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Annotated, Literal
+
+import typer
+
+from torchrec_recstore.commands.output import errors_in_one_line
+from torchrec_recstore_service.access_flags import (
+    LIMITS,
+    ClientCa,
+    Listen,
+    MaxCalls,
+    MaxConnections,
+    MaxRequestMemory,
+    MetricsAddress,
+    TlsCert,
+    TlsKey,
+    TokenFile,
+    listen_options,
+)
+
+BOUNDS = "Limits of each table"
+SAVES = "Saves on a schedule"
+
+
+def serve(
+    listen: Listen,
+    data: Annotated[
+        Path, typer.Option(metavar="DIR", help="Directory of checkpoints. The last one is loaded at start.")
+    ],
+    tls_cert: TlsCert = None,
+    tls_key: TlsKey = None,
+    client_ca: ClientCa = None,
+    token_file: TokenFile = None,
+    metrics: MetricsAddress = None,
+    max_calls: MaxCalls = 32,
+    max_connections: MaxConnections = 1024,
+    max_request_memory: MaxRequestMemory = 4.0,
+    max_write: Annotated[
+        int,
+        typer.Option(
+            metavar="MIB",
+            help="Maximum size of a write, in MiB. Other calls on the table wait while it is carried out.",
+            rich_help_panel=LIMITS,
+        ),
+    ] = 128,
+    max_tables: Annotated[int, typer.Option(help="Maximum number of tables.", rich_help_panel=LIMITS)] = 1024,
+    max_counter_memory: Annotated[
+        float,
+        typer.Option(
+            metavar="GIB",
+            help="Maximum memory in which all tables together count how often ids were seen, in GiB.",
+            rich_help_panel=LIMITS,
+        ),
+    ] = 8.0,
+    max_rows: Annotated[
+        int | None,
+        typer.Option(help="Maximum number of rows of each table in this server's memory.", rich_help_panel=BOUNDS),
+    ] = None,
+    eviction: Annotated[
+        Literal["lru", "lfu"] | None,
+        typer.Option(help="Rows to evict when a table is full. Needs --max-rows.", rich_help_panel=BOUNDS),
+    ] = None,
+    half_life_steps: Annotated[
+        int | None, typer.Option(help="Half-life of the frequencies of lfu, in updates.", rich_help_panel=BOUNDS)
+    ] = None,
+    expire_steps: Annotated[
+        int | None, typer.Option(help="Delete rows that were not updated for this many steps.", rich_help_panel=BOUNDS)
+    ] = None,
+    expire_seconds: Annotated[
+        float | None,
+        typer.Option(help="Delete rows that were not updated for this many seconds.", rich_help_panel=BOUNDS),
+    ] = None,
+    min_frequency: Annotated[
+        int | None, typer.Option(help="Number of updates with an id before it gets a row.", rich_help_panel=BOUNDS)
+    ] = None,
+    cold_store: Annotated[
+        str | None,
+        typer.Option(
+            help="Cold store for evicted rows: the URL of a Redis server or a path for RocksDB.",
+            rich_help_panel=BOUNDS,
+        ),
+    ] = None,
+    drop_idle_after: Annotated[
+        float | None,
+        typer.Option(
+            metavar="HOURS",
+            help="Delete the private cold rows of a job that no call has used for this time.",
+            rich_help_panel=BOUNDS,
+        ),
+    ] = None,
+    save_every: Annotated[
+        float | None,
+        typer.Option(
+            metavar="SECONDS",
+            help="Save all servers of the set after each time of this length. The first server of the set does it.",
+            rich_help_panel=SAVES,
+        ),
+    ] = None,
+    keep: Annotated[
+        int, typer.Option(help="Number of saves by --save-every that are kept.", rich_help_panel=SAVES)
+    ] = 3,
+    servers: Annotated[
+        str | None,
+        typer.Option(
+            metavar="HOST:PORT,...",
+            help="Addresses of all servers of the set, for --save-every. Default: this server alone.",
+            rich_help_panel=SAVES,
+        ),
+    ] = None,
+    tls_ca: Annotated[
+        str | None,
+        typer.Option(
+            metavar="PEM", help="File with the CA certificates of the servers, for --save-every.", rich_help_panel=SAVES
+        ),
+    ] = None,
+    as_json: Annotated[
+        bool, typer.Option("--json", help="Print a line of JSON with the address at the start, and another at the end.")
+    ] = False,
+) -> None:
+    """Serve tables to RecStoreClient over gRPC until SIGTERM or Ctrl-C, and then save the tables.
+
+    An address that other machines can reach requires TLS and a token.
+
+    Example: recstore serve --listen 127.0.0.1:7700 --data tables
+
+    A server that cannot save serves on, and says on stderr what to free.
+
+    Exit status: 0 after SIGTERM or Ctrl-C, or 2 with one line on stderr if the server cannot serve.
+    """
+    # Each thread that serves calls has its own team of OpenMP threads, which would spin while they wait. OpenMP reads
+    # the variable when torch is imported.
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+    with errors_in_one_line():
+        from torchrec_recstore.option_flags import options_of_flags
+        from torchrec_recstore_service.client.limits import limits_of
+        from torchrec_recstore_service.server.scheduled_saves import Schedule
+        from torchrec_recstore_service.server.serve import ServerOptions
+        from torchrec_recstore_service.server.serve import serve as run
+
+        listening = listen_options(
+            *(listen, tls_cert, tls_key, client_ca, token_file, metrics),
+            *(max_calls, max_connections, max_request_memory),
+        )
+        bounds = options_of_flags(
+            max_rows=max_rows,
+            eviction=eviction,
+            half_life_steps=half_life_steps,
+            expire_steps=expire_steps,
+            expire_seconds=expire_seconds,
+            min_frequency=min_frequency,
+            cold_store=cold_store,
+        )
+        limits = replace(limits_of(bounds), max_tables=max_tables, max_counter_bytes=int(max_counter_memory * 2**30))
+        idle_s = math.inf if drop_idle_after is None else 3600 * drop_idle_after
+        if save_every is None and (servers is not None or tls_ca is not None):
+            raise ValueError("--servers and --tls-ca need --save-every")
+        schedule = None
+        if save_every is not None:
+            schedule = Schedule(save_every, keep, () if servers is None else servers.split(","), tls_ca)
+        options = ServerOptions(listening, data, limits, idle_s, schedule, max_write * 2**20)
+        begin = time.monotonic()
+        addresses: list[str] = []
+
+        def ready(address: str) -> None:
+            addresses.append(address)
+            said = json.dumps({"event": "serving", "address": address, "pid": os.getpid()})
+            print(said if as_json else f"serving on {address}", flush=True)
+
+        run(options, ready)
+        if as_json:
+            seconds = round(time.monotonic() - begin, 3)
+            print(json.dumps({"event": "stopped", "address": addresses[0], "seconds": seconds}), flush=True)

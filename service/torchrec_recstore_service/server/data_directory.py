@@ -1,0 +1,255 @@
+"""The data directory of a server: its saves, the save to start from, and the server's place in its set of servers."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from torchrec_recstore.checkpoint.destination import Destination
+from torchrec_recstore.checkpoint.files import CheckpointError, FileLock, make_directory, sync_directory
+from torchrec_recstore.checkpoint.info import read_info
+from torchrec_recstore.encoding import check_fields
+from torchrec_recstore_service.wire import recstore_pb2 as pb
+
+_STATE = "server.json"
+_MEMBERSHIP = "set.json"
+_LOCK = "lock"
+_NAME_BYTES = 200  # files of a save have longer names, and systems take 255 bytes
+_UNLESS = "unless_prepared"
+_FIELDS = ("last", "stopped", _UNLESS)
+_PREPARED_LAST = ("id", "last")
+_STOPPED = ("checkpoint", "epoch", "applied")
+_MEMBER = ("set", "member", "members", "slots", "epoch", "token", "save")
+_PREPARED = ".prepared-"
+_RECEIVED = ".received-"
+MANIFEST = "save"  # key in the training state of a save: its manifest
+
+
+@dataclass(frozen=True)
+class Membership:
+    """The place of a server in its set, and the last epoch in which the server has been.
+
+    Args:
+        set: The identity of the set.
+        member: The number of the server in the set.
+        members: The number of servers in the set.
+        slots: For each slot of ids, the number of the server that stores its ids.
+        epoch: The number of the epoch.
+        token: The load that began the epoch.
+        save: The name of the last save of the set. None: there is none.
+    """
+
+    set: str
+    member: int
+    members: int
+    slots: tuple[int, ...]
+    epoch: int
+    token: str
+    save: str | None
+
+    @property
+    def label(self) -> str:
+        """The name of the epoch in calls."""
+        return f"{self.set}/{self.epoch}"
+
+
+class DataDirectory:
+    """The data directory of a server, which holds its saves as ``DIR/NAME``.
+
+    The file ``server.json`` names the save that was made or loaded last. It is written before this save is renamed to
+    its name, so that the server starts from the save if and only if it counts: ``unless_prepared`` has the id of the
+    save, and the name of the save to start from as long as this id is one of a prepared part. The file also holds the
+    state that a stopped server leaves for the next server. The next server deletes this state before it takes calls, so
+    that only one server can continue from it. The file ``set.json`` has the server's :class:`Membership`. A part of a
+    save that does not count yet is ``DIR/.prepared-ID``.
+
+    Args:
+        path: The path of the directory. It is created if it does not exist. One server uses it at a time.
+
+    Raises:
+        OSError: The directory cannot be created or written, or another server uses it.
+        ValueError: ``server.json`` or ``set.json`` is damaged, or was written by a newer version.
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        self._path = self.path = Path(path)
+        make_directory(self._path)
+        self._lock = FileLock(
+            self._path / _LOCK,
+            "serving it",
+            lambda holder: (
+                f"{self._path}: another server has this data directory ({holder}): stop that one, or give this one "
+                "another"
+            ),
+            keep=True,
+        )
+        self.last: str | None = None
+        """The name of the save to start from."""
+        self.stopped: dict[str, Any] | None = None
+        """The state that the last server left when it stopped. :meth:`set_last` replaces it."""
+        self.membership: Membership | None = None
+        """The place in a set. None: the server belongs to no set yet."""
+        state = self._document(_STATE, _FIELDS)
+        if state is not None:
+            self.last, self.stopped = state["last"], state["stopped"]
+        member = self._document(_MEMBERSHIP, _MEMBER)
+        if member is not None:
+            self.membership = Membership(**{**member, "slots": tuple(member["slots"])})
+        self._saves: dict[str, pb.Saved] = {}
+        self._prepared: dict[str, pb.Saved] = {}
+        for entry in self._path.iterdir():
+            if entry.name.startswith(_RECEIVED):
+                shutil.rmtree(entry, ignore_errors=True)
+            elif entry.name.startswith(f".{_PREPARED}"):  # the files and the lock of a part that was being written
+                entry.unlink() if entry.is_file() else shutil.rmtree(entry, ignore_errors=True)
+            elif entry.name.startswith(_PREPARED):
+                saved = _manifest_of(entry)
+                # A part changes places with the save that it replaces. The server was killed before it had deleted the
+                # old save.
+                if saved is None or entry != self.staging(saved.id):
+                    shutil.rmtree(entry, ignore_errors=True)
+                else:
+                    self._prepared[saved.id] = saved
+            elif entry.is_dir() and not entry.name.startswith("."):
+                saved = _manifest_of(entry)
+                if saved is not None:
+                    self._saves[entry.name] = pb.Saved(name=entry.name, id=saved.id, number=saved.number)
+        unless = None if state is None else state[_UNLESS]
+        if unless is not None and unless["id"] in self._prepared:  # the server was killed before the save counted
+            self.set_last(unless["last"])
+
+    @property
+    def saves(self) -> list[pb.Saved]:
+        """The saves that count, in the order in which they were made."""
+        return sorted(self._saves.values(), key=lambda saved: saved.number)
+
+    @property
+    def prepared(self) -> list[pb.Saved]:
+        """The saves that were prepared and do not count yet, in the order in which they were begun."""
+        return sorted(self._prepared.values(), key=lambda saved: saved.number)
+
+    @property
+    def at(self) -> pb.Saved:
+        """The save to start from. It has no name if there is none, and no id if it has no manifest."""
+        return pb.Saved() if self.last is None else self._saves.get(self.last, pb.Saved(name=self.last))
+
+    def checkpoint(self, name: str) -> Path:
+        """Returns the path of a save.
+
+        Raises:
+            ValueError: ``name`` is not a plain file name.
+        """
+        if len(name.encode()) > _NAME_BYTES:
+            raise ValueError(
+                f"the name of a checkpoint may have at most {_NAME_BYTES} bytes, got {len(name)} characters"
+            )
+        if not name or name.startswith(".") or "/" in name or "\0" in name or name in (_STATE, _LOCK, _MEMBERSHIP):
+            raise ValueError(f"on a server, save and load take a plain name below its data directory, got {name!r}")
+        return self._path / name
+
+    def check_free(self, name: str, overwrite: bool) -> None:
+        """Checks that a save of this name can be published. See :class:`Destination` for the errors."""
+        with Destination(self.checkpoint(name), overwrite=overwrite):
+            pass
+
+    def staging(self, save_id: str) -> Path:
+        """Returns the path to which a part of a save is written before it counts."""
+        return self._path / f"{_PREPARED}{save_id}"
+
+    def received(self, save_id: str) -> Path:
+        """Returns the path to which the parts of a save of other servers are written."""
+        return self._path / f"{_RECEIVED}{save_id}"
+
+    def add_prepared(self, saved: pb.Saved) -> None:
+        """Adds a part that has been written to :meth:`staging`."""
+        self._prepared[saved.id] = saved
+
+    def publish(self, save_id: str, start_from: bool = False) -> None:
+        """Makes a prepared part count: it replaces a save of the same name. Nothing happens if it counts already.
+
+        Args:
+            save_id: The id of the save.
+            start_from: Whether it becomes the save to start from, in the moment in which it counts. Default: False.
+
+        Raises:
+            FileNotFoundError: The part was not prepared, or another save has replaced it.
+            OSError: The directory cannot be renamed.
+        """
+        if any(saved.id == save_id for saved in self._saves.values()):
+            return
+        saved = self._prepared.get(save_id)
+        if saved is None:
+            raise FileNotFoundError("this save was not prepared, or another save has replaced it")
+        with Destination(self.checkpoint(saved.name), overwrite=True) as destination:
+            if start_from:
+                unless = {"id": save_id, "last": self.last}
+                self._write(_STATE, {"last": saved.name, "stopped": None, _UNLESS: unless})
+            destination.publish_prepared(self.staging(save_id))
+        del self._prepared[save_id]
+        self._saves[saved.name] = saved
+        if start_from:
+            self.last, self.stopped = saved.name, None
+
+    def discard(self, save_id: str) -> None:
+        """Deletes a prepared part, and what was received for it."""
+        shutil.rmtree(self.received(save_id), ignore_errors=True)
+        if self._prepared.pop(save_id, None) is not None:
+            shutil.rmtree(self.staging(save_id), ignore_errors=True)
+
+    def forget(self, name: str) -> None:
+        """Deletes a save, unless the server starts from it."""
+        if name != self.last and self._saves.pop(name, None) is not None:
+            shutil.rmtree(self.checkpoint(name), ignore_errors=True)
+
+    def set_last(self, name: str | None, stopped: dict[str, Any] | None = None) -> None:
+        """Writes the name of the save to start from to the disk, with the state of a server that has stopped."""
+        self._write(_STATE, {"last": name, "stopped": stopped, _UNLESS: None})
+        self.last, self.stopped = name, stopped
+
+    def set_membership(self, membership: Membership) -> None:
+        """Writes the place in a set to the disk."""
+        self._write(_MEMBERSHIP, asdict(membership))
+        self.membership = membership
+
+    def close(self) -> None:
+        """Releases the directory for another server."""
+        self._lock.close()
+
+    def _document(self, name: str, fields: tuple[str, ...]) -> dict[str, Any] | None:
+        file = self._path / name
+        if not file.exists():
+            return None
+        try:
+            document: dict[str, Any] = json.loads(file.read_bytes())
+            check_fields("it", document, fields)
+            if document.get(_UNLESS) is not None:
+                check_fields(f"{_UNLESS!r}", document[_UNLESS], _PREPARED_LAST)
+            if document.get("stopped") is not None:
+                check_fields("'stopped'", document["stopped"], _STOPPED)
+            return document
+        except (ValueError, KeyError, TypeError) as error:
+            raise ValueError(f"{file} cannot be used: {error}") from error
+
+    def _write(self, name: str, document: Mapping[str, Any]) -> None:
+        staging = self._path / f".{name}"
+        with staging.open("w") as file:
+            json.dump(document, file)
+            file.flush()
+            os.fsync(file.fileno())
+        staging.replace(self._path / name)
+        sync_directory(self._path)
+
+
+def _manifest_of(path: Path) -> pb.Saved | None:
+    """Reads the name, the id and the number of a save. None if the directory has no manifest that can be read."""
+    try:
+        state = read_info(path).training_state
+        manifest = state[MANIFEST]
+        return pb.Saved(name=manifest["name"], id=manifest["id"], number=manifest["number"])
+    except (CheckpointError, OSError, KeyError, TypeError):
+        return None

@@ -1,0 +1,116 @@
+"""The files of a save of other servers, which a server receives before it distributes their rows anew."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import grpc
+
+from torchrec_recstore_service.server.calls import CallRefusedError
+from torchrec_recstore_service.server.data_directory import DataDirectory
+from torchrec_recstore_service.server.deadline import Deadline
+from torchrec_recstore_service.wire import recstore_pb2 as pb
+from torchrec_recstore_service.wire.agreement import SLOTS
+
+FILES = 1 << 18
+"""The largest number of files."""
+SILENT_S = 600.0
+"""The time after which files whose client has sent no more are deleted."""
+GIVES_WAY_S = 30.0
+"""The time after which such files give way to those of another client."""
+
+
+class ReceivedFiles:
+    """The files of one save of other servers.
+
+    Args:
+        directory: The data directory.
+        room: A function that returns the number of bytes on the disk that the server needs for itself.
+    """
+
+    def __init__(self, directory: DataDirectory, room: Callable[[], int]) -> None:
+        self._directory = directory
+        self._room = room
+        self._lock = threading.Lock()
+        self._id = ""
+        self._heard = 0.0
+        self._files = 0
+        self._left = 0  # bytes that the disk has for these files
+        self._deadline = Deadline(SILENT_S, "recstore-received")
+        self.bytes = 0
+        """The size in bytes of the files."""
+
+    def write(self, request: pb.WriteFileRequest) -> None:
+        """Writes a piece of a file, at its end or where another piece is already.
+
+        Raises:
+            CallRefusedError: The server receives the files of another save.
+            ValueError: The request makes no sense, or there are too many files.
+            OSError: The disk has no room.
+        """
+        if request.part >= SLOTS:
+            raise ValueError(f"a save has at most {SLOTS} parts")
+        path = self._directory.received(request.id) / str(request.part) / self._directory.checkpoint(request.file).name
+        with self._lock:
+            self._begin(request.id)
+            is_new = not path.exists()
+            if is_new and self._files >= FILES:
+                raise ValueError(f"a save has at most {FILES} files")
+            size = 0 if is_new else path.stat().st_size
+            if request.offset > size:
+                raise ValueError(f"the file {request.file!r} has {size} bytes, got the offset {request.offset}")
+            more = max(0, request.offset + len(request.content) - size)
+            if more > self._left:
+                self._measure()
+                if more > self._left:
+                    raise OSError(
+                        f"the files of the save have {self.bytes} bytes so far, and the server needs the other free "
+                        f"space of the disk for its own tables: make room in {self._directory.path}"
+                    )
+            _write(path, request.content, request.offset)
+            self.bytes += more
+            self._left -= more
+            self._files += is_new
+            now = time.monotonic()
+            if now - self._heard > 1.0:
+                self._deadline.begin(lambda: self.forget(request.id))
+            self._heard = now
+
+    def forget(self, save_id: str) -> None:
+        """Deletes the files of a save."""
+        with self._lock:
+            shutil.rmtree(self._directory.received(save_id), ignore_errors=True)
+            if save_id == self._id:
+                self._deadline.cancel()
+                self._id, self._files, self.bytes, self._left = "", 0, 0, 0
+
+    def _begin(self, save_id: str) -> None:
+        if save_id == self._id:
+            return
+        if self._id and time.monotonic() - self._heard < GIVES_WAY_S:
+            raise CallRefusedError(
+                grpc.StatusCode.UNAVAILABLE, "the server receives the files of another save: repeat the call"
+            )
+        if self._id:
+            shutil.rmtree(self._directory.received(self._id), ignore_errors=True)
+        self._id, self._files, self.bytes, self._left = save_id, 0, 0, 0
+        self._heard = 0.0
+
+    def _measure(self) -> None:
+        """Finds how many bytes the disk has. The rows are written once more when they are distributed."""
+        free = shutil.disk_usage(self._directory.path).free
+        self._left = free - self._room()
+
+
+def _write(path: Path, content: bytes, offset: int) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    file = os.open(path, os.O_WRONLY | os.O_CREAT, 0o666)
+    try:
+        os.pwrite(file, content, offset)
+    finally:
+        os.close(file)

@@ -1,0 +1,261 @@
+"""The gRPC methods of the parameter server, which call the tables and turn errors into gRPC statuses."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from functools import partial
+from typing import Any, NoReturn
+
+import grpc
+
+from torchrec_recstore_service.client.backend import NoInitialRow
+from torchrec_recstore_service.client.hosted import HostedBackend
+from torchrec_recstore_service.client.looks import look
+from torchrec_recstore_service.server.applied import AppliedRequests, ServerStoppingError
+from torchrec_recstore_service.server.calls import CallRefusedError
+from torchrec_recstore_service.server.data_directory import DataDirectory
+from torchrec_recstore_service.server.handlers import of_bytes
+from torchrec_recstore_service.server.listening import GrpcServer
+from torchrec_recstore_service.server.metrics import Observer
+from torchrec_recstore_service.server.row_calls import RowCalls
+from torchrec_recstore_service.server.set_calls import SetCalls
+from torchrec_recstore_service.server.shared_memory_calls import SharedMemoryServer
+from torchrec_recstore_service.wire import recstore_pb2 as pb
+from torchrec_recstore_service.wire.protocol import (
+    ERROR_KEY,
+    NO_INITIAL_ROW,
+    PART_IDS,
+    REMOTE_ERRORS,
+    WRITE_BYTES,
+    ServerRestartedError,
+    Status,
+    shortened,
+    to_bytes,
+)
+from torchrec_recstore_service.wire.recstore_pb2_grpc import ParameterServerServicer
+from torchrec_recstore_service.wire.table_spec import TableSpec
+
+_NAME_BYTES = 1024  # of a table
+_CODES = {
+    ValueError: grpc.StatusCode.INVALID_ARGUMENT,
+    TypeError: grpc.StatusCode.INVALID_ARGUMENT,
+    MemoryError: grpc.StatusCode.RESOURCE_EXHAUSTED,
+    FileExistsError: grpc.StatusCode.ALREADY_EXISTS,
+    FileNotFoundError: grpc.StatusCode.NOT_FOUND,
+    OSError: grpc.StatusCode.INTERNAL,
+    ServerRestartedError: grpc.StatusCode.FAILED_PRECONDITION,
+}
+
+_log = logging.getLogger(__name__)
+
+
+class ParameterServer(ParameterServerServicer):
+    """The gRPC service of a parameter server.
+
+    Args:
+        tables: The tables that are served.
+        directory: The directory for checkpoints.
+        observer: The observer that every call is reported to.
+        max_write_bytes: The largest size in bytes of the arrays of a write. The server collects all parts of a write
+            before it carries out the write. Default: 128 MiB.
+    """
+
+    def __init__(
+        self,
+        tables: HostedBackend,
+        directory: DataDirectory,
+        observer: Observer,
+        max_write_bytes: int = WRITE_BYTES,
+    ) -> None:
+        self._tables = tables
+        self._directory = directory
+        self._looking = threading.Lock()
+        self._observer = observer
+        self._applied = AppliedRequests()
+        self._set = SetCalls(tables, directory, self._applied)
+        self._rows = RowCalls(tables, self._set.write_once, observer, self._set.check, max_write_bytes)
+        self._memory = SharedMemoryServer(self._rows, observer, _status)
+
+    def gauges(self) -> dict[str, tuple[str, Callable[[], float]]]:
+        """Returns numbers for the metrics. See :meth:`GrpcServer.gauges`."""
+        return {
+            "tables": ("The number of tables.", lambda: len(self._tables.specs())),
+            "load_pending": (
+                "Whether rows are in memory that were read for a load, and that no call sees yet: 1 or 0.",
+                lambda: self._set.loading,
+            ),
+            "received_bytes": (
+                "The size of the files that the server has received of a save of other servers.",
+                lambda: self._set.received_bytes,
+            ),
+            "clients": ("The number of clients that may repeat a write.", lambda: self._applied.clients),
+            **self._memory.gauges(),
+        }
+
+    def begin(self, listening: GrpcServer) -> None:
+        """See :meth:`SetCalls.begin`. Calls by shared memory have the token and the bounds of those by gRPC."""
+        self._set.begin()
+        self._memory.start(listening.token, listening.memory)
+
+    def is_first(self) -> bool:
+        """Returns whether the server is in an epoch and is the first server of its set."""
+        return self._set.is_first()
+
+    def save_to_stop(self) -> None:
+        """Refuses new writes, waits for the running writes, and saves all tables.
+
+        The next server on the same directory continues with these tables and answers repeated requests.
+
+        Raises:
+            Exception: The tables cannot be saved. The server takes writes again.
+        """
+        self._applied.close()
+        try:
+            self._set.stop()
+        except BaseException:
+            self._applied.reopen()
+            raise
+
+    def close(self) -> None:
+        """Ends the calls by shared memory, and frees the tables."""
+        self._memory.stop()
+        self._tables.close()
+
+    def Describe(self, request: pb.DescribeRequest, context: Any) -> pb.DescribeReply:
+        """See recstore.proto."""
+        with self._call("Describe", context):
+            return self._set.describe()
+
+    def Create(self, request: pb.CreateRequest, context: Any) -> pb.Empty:
+        """See recstore.proto."""
+        with self._call("Create", context):
+            size = len(request.table.encode())
+            if not 0 < size <= _NAME_BYTES:
+                raise ValueError(
+                    f"the name of a table must have at least 1 and at most {_NAME_BYTES} bytes, got {size}"
+                )
+            spec = TableSpec.from_json(request.spec)
+            with self._applied.change(), self._set.changing(request.epoch):
+                self._tables.create(request.table, spec)
+            return pb.Empty()
+
+    def Drop(self, request: pb.DropRequest, context: Any) -> pb.Empty:
+        """See recstore.proto."""
+        with self._call("Drop", context), self._applied.change(), self._set.changing(request.epoch):
+            if self._tables.spec(request.table) is not None:
+                self._tables.drop(request.table)
+            return pb.Empty()
+
+    @of_bytes
+    def Pull(self, requests: Iterator[bytes], context: Any) -> Iterator[bytes]:
+        """See recstore.proto."""
+        with self._call("Pull", context):
+            yield from self._rows.pull(requests)
+
+    @of_bytes
+    def Write(self, requests: Iterator[bytes], context: Any) -> bytes:
+        """See recstore.proto."""
+        with self._call("Write", context):
+            return self._rows.write(requests)
+
+    def Ids(self, request: pb.IdsRequest, context: Any) -> Iterator[pb.IdsReply]:
+        """See recstore.proto."""
+        with self._call("Ids", context):
+            self._set.check(request.epoch)
+            ids = self._tables.ids(request.table)
+            self._set.check(request.epoch)
+            for place in range(0, len(ids), PART_IDS):
+                yield pb.IdsReply(ids=to_bytes(ids[place : place + PART_IDS]))
+
+    def Stats(self, request: pb.StatsRequest, context: Any) -> pb.StatsReply:
+        """See recstore.proto."""
+        with self._call("Stats", context):
+            self._set.check(request.epoch)
+            return pb.StatsReply(counts=asdict(self._tables.stats(request.table)))
+
+    def Look(self, request: pb.LookRequest, context: Any) -> pb.LookReply:
+        """See recstore.proto."""
+        with self._call("Look", context):
+            self._set.check(request.epoch)
+            with self._looking:  # one after the other, because a look at a large table takes seconds of a processor
+                return self._tables.whole(request.table, partial(look, request))
+
+    def Save(self, request: pb.SaveRequest, context: Any) -> pb.SaveReply:
+        """See recstore.proto."""
+        with self._call("Save", context):
+            return self._set.save(request, context.is_active)
+
+    def Load(self, request: pb.LoadRequest, context: Any) -> pb.Empty:
+        """See recstore.proto."""
+        with self._call("Load", context):
+            self._set.load(request)
+            return pb.Empty()
+
+    def ReadFile(self, request: pb.ReadFileRequest, context: Any) -> pb.ReadFileReply:
+        """See recstore.proto."""
+        with self._call("ReadFile", context):
+            return self._set.read_file(request)
+
+    def WriteFile(self, request: pb.WriteFileRequest, context: Any) -> pb.Empty:
+        """See recstore.proto."""
+        with self._call("WriteFile", context):
+            self._set.write_file(request)
+            return pb.Empty()
+
+    def Attach(self, request: pb.AttachRequest, context: Any) -> pb.AttachReply:
+        """See recstore.proto."""
+        with self._call("Attach", context):
+            return self._memory.offer()
+
+    @contextmanager
+    def _call(self, method: str, context: Any) -> Iterator[None]:
+        """Reports errors to the client, and the call to the observer."""
+        begin = time.perf_counter()
+        outcome = "ok"
+        try:
+            yield
+        except GeneratorExit:  # the client has disconnected
+            outcome = "cancelled"
+            raise
+        except CallRefusedError:
+            outcome = "refused"
+            raise
+        except Exception as error:
+            if not context.is_active():  # the request could not be read, because the client has disconnected
+                outcome = "cancelled"
+                raise
+            outcome = type(error).__name__
+            _abort(context, _status(method, error))
+        finally:
+            self._observer.call(method, outcome, time.perf_counter() - begin)
+
+
+def _status(method: str, error: Exception) -> Status:
+    """Returns what a client is told of an error."""
+    if isinstance(error, CallRefusedError):
+        return Status(error.code.value[0], str(error), error.kind)
+    kinds = (kind for kind in REMOTE_ERRORS.values() if type(error) is kind)
+    kind = next(kinds, None) or next((kind for kind in _CODES if isinstance(error, kind)), None)
+    details, name = str(error), ""
+    code = grpc.StatusCode.INTERNAL
+    if isinstance(error, ServerStoppingError):  # clients then repeat the call at the next server
+        code = grpc.StatusCode.UNAVAILABLE
+    elif kind is None:
+        _log.error("%s failed", method, exc_info=error)
+        details = f"{method} failed: {type(error).__name__}: {error}"
+    else:
+        code = next(code for known, code in _CODES.items() if issubclass(kind, known))
+        name = NO_INITIAL_ROW if isinstance(error, NoInitialRow) else kind.__name__
+    return Status(code.value[0], shortened(details), name)
+
+
+def _abort(context: Any, status: Status) -> NoReturn:
+    if status.error:
+        context.set_trailing_metadata(((ERROR_KEY, status.error),))
+    context.abort(next(code for code in grpc.StatusCode if code.value[0] == status.code), status.details)
+    raise AssertionError("abort raises")

@@ -1,0 +1,486 @@
+"""The calls of the parameter server that concern its whole set: its state, saves in phases, and loads in phases."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any, NoReturn
+
+import grpc
+
+from torchrec_recstore_service.client.hosted import HostedBackend, Loaded
+from torchrec_recstore_service.server.applied import AppliedRequests
+from torchrec_recstore_service.server.calls import CallRefusedError
+from torchrec_recstore_service.server.data_directory import MANIFEST, DataDirectory, Membership
+from torchrec_recstore_service.server.deadline import Deadline
+from torchrec_recstore_service.server.received import ReceivedFiles
+from torchrec_recstore_service.server.reservations import Reservations
+from torchrec_recstore_service.server.set_resharding import joined, owned_by
+from torchrec_recstore_service.wire import recstore_pb2 as pb
+from torchrec_recstore_service.wire.protocol import PART_BYTES, SAVE_SUPERSEDED, ServerRestartedError
+from torchrec_recstore_service.wire.table_spec import TableSpec
+
+STOPPED = ("stopped-0", "stopped-1")
+"""The names of the checkpoints that servers write when they stop.
+
+The names alternate, because not every file system can replace a directory.
+"""
+
+_LARGEST_FILE = 2**40
+_SUPERSEDED = "the save {!r} does not count: another save was begun meanwhile"
+_KEPT_S = 600.0  # time for which the rows that a load has read are kept for its next phase
+
+
+@dataclass(frozen=True)
+class _Next:
+    """The tables that were read for a load, before its epoch begins."""
+
+    token: str
+    save: pb.Saved
+    exact: bool
+    loaded: Loaded
+
+    def is_for(self, request: pb.LoadRequest) -> bool:
+        return (self.token, self.save, self.exact) == (request.token, request.save, request.exact)
+
+
+class SetCalls:
+    """The state of a server in its set, and the calls that change it.
+
+    A restarted server has the tables of its last save, but it is in no epoch: it answers no call on tables before a
+    client has begun an epoch on all servers of the set.
+
+    Args:
+        tables: The tables.
+        directory: The data directory.
+        applied: The writes that have been carried out.
+
+    Raises:
+        CheckpointError, OSError, ValueError: The last save cannot be loaded.
+    """
+
+    def __init__(self, tables: HostedBackend, directory: DataDirectory, applied: AppliedRequests) -> None:
+        self._tables = tables
+        self._directory = directory
+        self._applied = applied
+        self._saving = threading.Lock()  # one save or load at a time
+        self._gate = _Gate()
+        self._next: _Next | None = None  # what was read for a load
+        self._next_deadline = Deadline(_KEPT_S, "recstore-load")
+        self._reservations = Reservations()
+        self._received = ReceivedFiles(directory, tables.used_bytes)
+        self._epoch = ""  # the label of the epoch; empty if the server is in none
+        self._clean = True  # whether the tables are those of the last save
+        member = directory.membership
+        stopped = directory.stopped
+        if stopped is not None and stopped["checkpoint"] == directory.last:
+            applied.from_json(stopped["applied"])
+            if member is not None and stopped["epoch"] == member.label:
+                self._epoch, self._clean = member.label, False
+        if directory.last is not None:
+            tables.load(directory.checkpoint(directory.last))
+
+    def begin(self) -> None:
+        """Deletes the state of the stopped server from the disk.
+
+        It must be called after everything that can fail at the start, and before the first call is taken.
+        """
+        if self._directory.stopped is not None:
+            member = self._directory.membership
+            # Other servers of the set cannot start from what this server has saved when it stopped.
+            alone = member is None or member.members == 1
+            self._directory.set_last(self._directory.last if alone or member is None else member.save)
+
+    @property
+    def loading(self) -> bool:
+        """Whether the rows of a load are in memory that has not begun its epoch."""
+        return self._next is not None
+
+    @property
+    def received_bytes(self) -> int:
+        """The size in bytes of the files of a save of other servers."""
+        return self._received.bytes
+
+    def stop(self) -> None:
+        """Waits for saves and loads, and saves all tables for the next server on the same directory."""
+        with self._saving:
+            member = self._directory.membership
+            if member is None or not self._epoch:
+                return  # the tables are those of the last save
+            # The name must differ from the last checkpoint, from which the next server starts if this save fails.
+            name = next(name for name in STOPPED if name != self._directory.last)
+            path = self._directory.checkpoint(name)
+            shutil.rmtree(path, ignore_errors=True)
+            self._tables.save(path)
+            stopped = {"checkpoint": name, "epoch": member.label, "applied": self._applied.to_json()}
+            self._directory.set_last(name, stopped)
+
+    def is_first(self) -> bool:
+        """Returns whether the server is in an epoch and is the first server of its set."""
+        member = self._directory.membership
+        return bool(self._epoch) and member is not None and member.member == 0
+
+    def check(self, epoch: str) -> None:
+        """Raises ServerRestartedError if the server is not in the epoch of a call."""
+        if epoch == self._epoch and epoch:
+            return
+        if self._epoch:
+            raise ServerRestartedError(
+                f"the server is in the epoch {self._epoch}, the call is for {epoch or 'none'}: a save was loaded since"
+            )
+        last = self._directory.last
+        raise ServerRestartedError(
+            "the server was restarted " + ("without rows" if last is None else f"from the save {last!r}")
+        )
+
+    @contextmanager
+    def changing(self, epoch: str) -> Iterator[None]:
+        """Returns a context in which tables are changed. No epoch begins meanwhile. See :meth:`check` for the error."""
+        with self._gate.shared():
+            self.check(epoch)
+            yield
+
+    def write_once(self, header: pb.WriteHeader, action: Callable[[], int]) -> int:
+        """Carries out a numbered write once. See :class:`AppliedRequests`."""
+
+        def write() -> int:
+            with self.changing(header.epoch):
+                return action()
+
+        return self._applied.once(header.client, header.request, header.done_before, write)
+
+    def describe(self) -> pb.DescribeReply:
+        """Returns the state of the server. See ``Describe`` in recstore.proto."""
+        directory, member = self._directory, self._directory.membership
+        reply = pb.DescribeReply(
+            live=bool(self._epoch),
+            at=directory.at,
+            saves=directory.saves,
+            prepared=directory.prepared,
+            tables={name: spec.to_json() for name, spec in self._tables.specs().items()},
+        )
+        if member is not None:
+            reply.set, reply.member, reply.members, reply.epoch = (
+                member.set,
+                member.member,
+                member.members,
+                member.epoch,
+            )
+            reply.slots.extend(member.slots)
+        return reply
+
+    def save(self, request: pb.SaveRequest, is_active: Callable[[], bool]) -> pb.SaveReply:
+        """Makes a phase of a save. See ``Save`` in recstore.proto. ``is_active`` returns whether the client waits."""
+        if request.phase == pb.SaveRequest.RESERVE:
+            return self._reserve(request, is_active)
+        if request.phase == pb.SaveRequest.PREPARE:
+            with self._saving, self._reservation(request):
+                self._prepare(request)
+        elif request.phase == pb.SaveRequest.COMMIT:
+            with self._saving:
+                self._applied.check_open()
+                self._commit(request)
+        elif request.phase == pb.SaveRequest.ABORT:
+            with self._saving:
+                self._applied.check_open()
+                self._directory.discard(request.save.id)
+            self._reservations.release(request.save.id)
+        else:
+            raise ValueError(f"a save has no phase {request.phase}")
+        return pb.SaveReply(decided=[saved.id for saved in self._directory.saves])
+
+    def load(self, request: pb.LoadRequest) -> None:
+        """Makes a phase of a load. See ``Load`` in recstore.proto."""
+        phases = pb.LoadRequest
+        if request.phase == phases.ABORT:
+            with self._saving:
+                self._forget_next(request.token)
+                if request.parts and request.save.id.isalnum():
+                    self._directory.discard(request.save.id)
+                    self._received.forget(request.save.id)
+            return
+        if request.phase not in (phases.PREPARE, phases.COMMIT, phases.RESHARD):
+            raise ValueError(f"a load has no phase {request.phase}")
+        with self._saving:
+            self._applied.check_open()
+            member = self._directory.membership
+            if member is not None and self._epoch and (member.token, member.epoch) == (request.token, request.epoch):
+                return  # the answer was lost, and the client repeats the call
+            self._check_later(request)
+            if request.phase == phases.RESHARD:
+                self._reshard(request)
+                return
+            if self._next is None or not self._next.is_for(request):
+                self._forget_next()
+                unchanged = not self._epoch and self._clean and request.save == self._directory.at
+                loaded = None if unchanged else self._tables.read(self._path_of(request.save), request.exact)
+                self._next = None if loaded is None else _Next(request.token, request.save, request.exact, loaded)
+                self._next_deadline.begin(partial(self._forget_late, request.token))
+                try:
+                    _check_parts(request, self._tables.specs() if loaded is None else loaded.specs)
+                except ValueError:
+                    self._forget_next()
+                    raise
+            if request.phase == pb.LoadRequest.COMMIT:
+                self._begin_epoch(request)
+
+    def read_file(self, request: pb.ReadFileRequest) -> pb.ReadFileReply:
+        """Reads a piece of a file of a save. See ``ReadFile`` in recstore.proto."""
+        _check_offset(request.offset)
+        path = self._path_of(request.save)
+        if path is None or not path.is_dir():
+            raise FileNotFoundError(f"there is no save {request.save.name!r}")
+        files = sorted(os.listdir(path))
+        if not request.file:
+            return pb.ReadFileReply(files=files)
+        if request.file not in files:
+            raise FileNotFoundError(f"the save {request.save.name!r} has no file {request.file!r}")
+        with (path / request.file).open("rb") as file:
+            file.seek(request.offset)
+            content = file.read(PART_BYTES)
+            return pb.ReadFileReply(content=content, last=len(content) < PART_BYTES)
+
+    def write_file(self, request: pb.WriteFileRequest) -> None:
+        """Writes a piece of a file of a save of other servers. See ``WriteFile`` in recstore.proto."""
+        _check_save(pb.Saved(id=request.id))
+        _check_offset(request.offset)
+        self._received.write(request)
+
+    def _reshard(self, request: pb.LoadRequest) -> None:
+        """Writes the part of this server, of the rows of a save of other servers."""
+        directory, saved = self._directory, request.save
+        if any(there.id == saved.id for there in directory.prepared):
+            return
+        _check_save(saved)
+        directory.check_free(saved.name, overwrite=True)
+        info, specs = joined(directory.received(saved.id), request.parts)
+        shard = (request.member, request.members)
+        self._tables.write_part(
+            info,
+            {name: replace(spec, shard=shard) for name, spec in specs.items()},
+            owned_by(request.member, request.slots),
+            directory.staging(saved.id),
+            {MANIFEST: _manifest(saved, request.set, request.epoch, request.member, [], request.slots)},
+        )
+        directory.add_prepared(saved)
+        self._received.forget(saved.id)
+
+    def _begin_epoch(self, request: pb.LoadRequest) -> None:
+        directory, name = self._directory, request.save.name or None
+        if any(saved.id == request.save.id for saved in directory.prepared):
+            directory.publish(request.save.id)
+        slots = tuple(request.slots)
+        member = Membership(request.set, request.member, request.members, slots, request.epoch, request.token, name)
+        with self._gate.exclusive():
+            before = self._epoch
+            self._epoch = ""  # a read that is running finds after it that the epoch has ended
+            try:
+                if self._next is not None:
+                    self._tables.replace(self._next.loaded)
+                    self._next = None
+                self._clean = False
+                directory.set_last(name)
+                directory.set_membership(member)
+            except ValueError:
+                self._epoch = before  # the tables have not changed
+                raise
+            self._epoch = member.label
+        self._reservations.release()
+
+    def _check_later(self, request: pb.LoadRequest) -> None:
+        """Checks that an epoch follows that of this server.
+
+        Raises:
+            ServerRestartedError: It does not. The client describes the servers again.
+            ValueError: The request makes no sense.
+        """
+        member = self._directory.membership
+        if request.save.name:
+            self._directory.checkpoint(request.save.name)
+        if not request.set or "/" in request.set or not request.member < request.members or request.epoch < 1:
+            raise ValueError("a load needs a set, the number of the server in it, and an epoch")
+        if not request.slots or max(request.slots) >= request.members:
+            raise ValueError("a load needs a server of the set for each slot")
+        if member is not None and (member.set != request.set or member.epoch >= request.epoch):
+            raise ServerRestartedError(f"the server is in the epoch {member.label}, and another epoch was begun")
+
+    def _path_of(self, saved: pb.Saved) -> Path | None:
+        if not saved.name:
+            return None
+        for there in self._directory.prepared:
+            if there.id == saved.id:
+                return self._directory.staging(saved.id)
+        if saved.id and all(there.id != saved.id for there in self._directory.saves):
+            raise FileNotFoundError(f"there is no save {saved.name!r} with the id {saved.id}")
+        return self._directory.checkpoint(saved.name)
+
+    def _forget_late(self, token: str) -> None:
+        """Frees the rows that were read for a load whose client has died."""
+        with self._saving:
+            self._forget_next(token)
+
+    def _forget_next(self, token: str = "") -> None:
+        if self._next is not None and token in ("", self._next.token):
+            self._next.loaded.close()
+            self._next = None
+
+    def _reserve(self, request: pb.SaveRequest, is_active: Callable[[], bool]) -> pb.SaveReply:
+        def check() -> None:
+            self._applied.check_open()
+            self.check(request.epoch)
+
+        self.check(request.epoch)
+        _check_save(request.save)
+        directory = self._directory
+        directory.checkpoint(request.save.name)
+
+        def last() -> int:
+            return max((saved.number for saved in (*directory.saves, *directory.prepared)), default=0)
+
+        number = self._reservations.reserve(request.save.id, check, is_active, last)
+        check()
+        return pb.SaveReply(number=number)
+
+    @contextmanager
+    def _reservation(self, request: pb.SaveRequest) -> Iterator[None]:
+        """Returns a context in which server 0 lets no other save prepare."""
+        member = self._directory.membership
+        if member is None or member.member != 0:
+            yield
+            return
+        with self._reservations.preparing(request.save) as has_turn:
+            if not has_turn:
+                self.check(request.epoch)
+                raise CallRefusedError(grpc.StatusCode.ABORTED, _SUPERSEDED.format(request.save.name), SAVE_SUPERSEDED)
+            yield
+
+    def _refuse_superseded(self, request: pb.SaveRequest) -> NoReturn:
+        self.check(request.epoch)  # the server was restarted, or an epoch was begun
+        raise ValueError(_SUPERSEDED.format(request.save.name))
+
+    def _prepare(self, request: pb.SaveRequest) -> None:
+        self._applied.check_open()
+        self.check(request.epoch)
+        directory, saved = self._directory, request.save
+        if any(there.id == saved.id for there in (*directory.saves, *directory.prepared)):
+            return
+        _check_save(saved)
+        self._forget_next()  # the rows of a load whose client has died; another client's load reads them again
+        directory.check_free(saved.name, request.overwrite)
+        member = directory.membership
+        assert member is not None
+        manifest = _manifest(saved, member.set, member.epoch, member.member, request.servers, member.slots)
+        self._tables.save(directory.staging(saved.id), more={MANIFEST: manifest})
+        directory.add_prepared(saved)
+
+    def _commit(self, request: pb.SaveRequest) -> None:
+        directory, saved = self._directory, request.save
+        if any(there.id == saved.id for there in directory.saves):
+            return
+        member = directory.membership
+        assert member is not None
+        current = bool(request.epoch) and request.epoch == self._epoch
+        decided = set(request.decided)
+        if member.member == 0:
+            if not current or not self._reservations.has_turn(saved.id):
+                self._refuse_superseded(request)
+            decided = {there.id for there in directory.saves}
+        for other in directory.prepared:
+            if other.id != saved.id and other.number <= saved.number:
+                directory.publish(other.id) if other.id in decided else directory.discard(other.id)
+        directory.publish(saved.id, start_from=current)
+        if current:
+            directory.set_membership(replace(member, save=saved.name))
+        self._reservations.release(saved.id)
+        for name in request.forget:
+            directory.forget(name)
+
+
+def _check_parts(request: pb.LoadRequest, specs: Mapping[str, TableSpec]) -> None:
+    """Checks that the tables of a save are the parts of this server.
+
+    Raises:
+        ValueError: A table is another part, or that of another number of servers.
+    """
+    for name, spec in specs.items():
+        part, parts = spec.shard
+        if (part, parts) != (request.member, request.members):
+            raise ValueError(
+                f"table {name!r} of the save {request.save.name!r} is part {part + 1} of {parts} here, and this is "
+                f"server {request.member + 1} of {request.members}: start the servers with set.json of their save, or "
+                "use recstore servers restore --to"
+            )
+
+
+def _check_offset(offset: int) -> None:
+    if offset > _LARGEST_FILE:
+        raise ValueError(f"a file of a save has at most {_LARGEST_FILE} bytes, got the offset {offset}")
+
+
+def _check_save(saved: pb.Saved) -> None:
+    if saved.name in STOPPED:
+        raise ValueError(f"a server that stops saves as {saved.name!r}: choose another name")
+    if saved.number >= 2**63:
+        raise ValueError("the number of a save must be less than 2**63")
+    if not saved.id.isalnum() or len(saved.id) > 64:
+        raise ValueError("a save needs an id of at most 64 letters and digits")
+
+
+def _manifest(
+    saved: pb.Saved, identity: str, epoch: int, member: int, servers: Sequence[str], slots: Sequence[int]
+) -> dict[str, Any]:
+    """Returns the manifest of a part of a save. All parts name the save, the servers and the map of slots."""
+    return {
+        "name": saved.name,
+        "id": saved.id,
+        "number": saved.number,
+        "set": identity,
+        "epoch": epoch,
+        "member": member,
+        "servers": list(servers),
+        "slots": list(slots),
+    }
+
+
+class _Gate:
+    """Lets many threads in at the same time, or one alone."""
+
+    def __init__(self) -> None:
+        self._condition = threading.Condition()
+        self._inside = 0
+        self._alone = False
+
+    @contextmanager
+    def shared(self) -> Iterator[None]:
+        with self._condition:
+            while self._alone:
+                self._condition.wait()
+            self._inside += 1
+        try:
+            yield
+        finally:
+            with self._condition:
+                self._inside -= 1
+                if self._inside == 0:
+                    self._condition.notify_all()
+
+    @contextmanager
+    def exclusive(self) -> Iterator[None]:
+        with self._condition:
+            while self._alone:
+                self._condition.wait()
+            self._alone = True
+            while self._inside:
+                self._condition.wait()
+        try:
+            yield
+        finally:
+            with self._condition:
+                self._alone = False
+                self._condition.notify_all()

@@ -1,0 +1,204 @@
+"""The rows of one or several tables that one call reads or writes, and the order in which they travel."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from torchrec_recstore import ops
+from torchrec_recstore_service.wire import recstore_pb2 as pb
+from torchrec_recstore_service.wire.protocol import PART_IDS
+
+_ALIGNMENT = 4
+
+
+class Piece(NamedTuple):
+    """The rows ``begin`` to ``end - 1`` of one table of a call."""
+
+    table: int
+    begin: int
+    end: int
+
+
+def aligned(place: int) -> int:
+    """Returns the first place from ``place`` on, in the stream of a call's rows, at which the rows of a table begin."""
+    return -(-place // _ALIGNMENT) * _ALIGNMENT
+
+
+def places_of_tables(row_bytes: Sequence[int], counts: Sequence[int]) -> tuple[list[int], int]:
+    """Returns where the rows of each table begin in the stream of a call's rows, and the size of the stream."""
+    begins, end = [], 0
+    for size, count in zip(row_bytes, counts, strict=True):
+        begins.append(aligned(end))
+        end = begins[-1] + size * count
+    return begins, end
+
+
+def pieces(
+    row_bytes: Sequence[int],
+    counts: Sequence[int],
+    most_bytes: int,
+    *,
+    most_ids: int = PART_IDS,
+    most_tables: int | None = None,
+) -> Iterator[list[Piece]]:
+    """Divides the rows of a call into parts.
+
+    Each part has at least one row, and begins at an aligned place of the stream.
+
+    Args:
+        row_bytes: The size in bytes of the rows of each table.
+        counts: The number of rows of each table.
+        most_bytes: The largest size in bytes of a part.
+        most_ids: The largest number of ids of a part.
+        most_tables: The largest number of tables of a part. Default: None, no limit.
+
+    Yields:
+        The pieces of a part, in order. A call without rows has one part without pieces.
+    """
+    if len(counts) == 1 and counts[0] <= most_ids and counts[0] * row_bytes[0] <= most_bytes:  # most calls
+        yield [Piece(0, 0, counts[0])] if counts[0] else []
+        return
+    part: list[Piece] = []
+    size = ids = 0
+    for table, (bytes_of_row, count) in enumerate(zip(row_bytes, counts, strict=True)):
+        begin = 0
+        least = 2 if bytes_of_row % _ALIGNMENT else 1  # rows, so that the next part begins at an aligned place
+        while begin < count:
+            size = aligned(size)
+            room = min((most_bytes - size) // max(1, bytes_of_row), most_ids - ids)
+            if room < count - begin:
+                room -= room % least
+            if part and (room <= 0 or len(part) == most_tables):
+                yield part
+                part, size, ids = [], 0, 0
+                continue
+            end = min(count, begin + max(room, least))
+            part.append(Piece(table, begin, end))
+            size += (end - begin) * bytes_of_row
+            ids += end - begin
+            begin = end
+    if part or not any(counts):
+        yield part
+
+
+@dataclass
+class TableRows:
+    """The rows of one or several tables that one call reads or writes.
+
+    Args:
+        tables: The names of the tables.
+        ids: (N,) int64. The ids of all tables, table by table.
+        counts: The number of ids of each table.
+        rows: For each table, (n, row bytes) uint8, contiguous. The rows to send, or the memory of the rows to read.
+        places: (N,) int64. The index of the row of each id in the rows of all tables together, ascending. Default:
+            None, the rows are in the order of the ids, and there are no others.
+        zeros: For each table, whether an id without a row reads as zeros. Default: (), which means that every id
+            without a row reads as its initial row.
+        learning_rates: For each table, the learning rate of an update, or None for that of the table's optimizer.
+            Default: (), which means None for all tables.
+    """
+
+    tables: Sequence[str]
+    ids: Tensor
+    counts: Sequence[int]
+    rows: Sequence[Tensor]
+    places: Tensor | None = None
+    zeros: Sequence[bool] = ()
+    learning_rates: Sequence[float | None] = ()
+
+    def __post_init__(self) -> None:
+        self.row_bytes = [each.shape[1] for each in self.rows]
+        self._begins, self.size = places_of_tables(self.row_bytes, self.counts)
+        self._firsts = [0, *itertools.accumulate(self.counts)]
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether a header with the name of a table is enough: the call is for one table, without further settings."""
+        return len(self.tables) == 1 and not any(self.zeros) and all(rate is None for rate in self.learning_rates)
+
+    def headers(self, pieces: Iterable[Piece] | None = None) -> list[pb.TableIds]:
+        """Returns what the header of a call says of each table.
+
+        Args:
+            pieces: The rows of the call. Default: None, all rows.
+        """
+        if pieces is None:
+            pieces = [Piece(table, 0, count) for table, count in enumerate(self.counts)]
+        return [
+            pb.TableIds(
+                table=self.tables[table],
+                ids=end - begin,
+                zeros=bool(self.zeros) and self.zeros[table],
+                learning_rate=self.learning_rates[table] if self.learning_rates else None,
+            )
+            for table, begin, end in pieces
+        ]
+
+    def ids_of(self, part: Sequence[Piece]) -> Tensor:
+        """Returns the ids of a part, (n,) int64."""
+        if not part:
+            return self.ids[:0]
+        first, last = part[0], part[-1]
+        return self.ids[self._firsts[first.table] + first.begin : self._firsts[last.table] + last.end]
+
+    def place(self, part: Sequence[Piece]) -> int:
+        """Returns the place in the stream at which a part begins."""
+        return self._begins[part[0].table] + part[0].begin * self.row_bytes[part[0].table] if part else 0
+
+    def bytes_of(self, part: Sequence[Piece]) -> int:
+        """Returns the size in bytes of the rows of a part in the stream."""
+        if not part:
+            return 0
+        return self.place([Piece(part[-1].table, part[-1].end, part[-1].end)]) - self.place(part)
+
+    def put(self, window: npt.NDArray[np.uint8], at: int) -> int:
+        """Writes rows that have been received to the memory of the rows.
+
+        Args:
+            window: (bytes,) uint8. The rows, which lie together in the stream.
+            at: The place in the stream after the rows that were received before.
+
+        Returns:
+            The place after these rows. -1 if they do not fit.
+        """
+        if not len(window):
+            return at
+        at = aligned(at)
+        end = at + len(window)
+        if end > self.size:
+            return -1
+        if len(self.rows) == 1 and self.places is None:
+            if len(window) % self.row_bytes[0] or at % self.row_bytes[0]:
+                return -1
+            self.rows[0].numpy().reshape(-1)[at:end] = window
+            return end
+        try:
+            with ops.native_errors("rows"):
+                ops.rows_put(self.rows, self.places, self.counts, torch.from_numpy(window), at)
+        except ValueError:
+            return -1
+        return end
+
+    def take(self, window: Tensor, at: int) -> None:
+        """Writes the rows of the stream that begin at ``at`` to memory, ``window``, (bytes,) uint8."""
+        if len(window):
+            ops.rows_take(self.rows, self.places, self.counts, window, at)
+
+
+def one_table(table: str, ids: Tensor, rows: Tensor, places: Tensor | None = None) -> TableRows:
+    """Returns the rows of a call for one table. ``rows``: (n, columns), contiguous. See :class:`TableRows`."""
+    return TableRows([table], ids, [len(ids)], [bytes_of_rows(rows)], places)
+
+
+def bytes_of_rows(rows: Tensor) -> Tensor:
+    """Returns rows, (n, columns), contiguous, as bytes, (n, row bytes) uint8, without a copy."""
+    memory: Tensor = rows.view(torch.uint8)
+    return memory

@@ -1,0 +1,57 @@
+"""Exports trained models as static, quantised, scripted models that run without this package. See docs/serving.md.
+
+Names are imported when they are first used, so that the export of a checkpoint does not need TorchRec's sharding.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from torchrec_recstore.utils import lazy_names
+
+if TYPE_CHECKING:
+    from torchrec_recstore_serving.delta import DeltaInfo, read_delta
+    from torchrec_recstore_serving.export import export_delta, export_for_inference
+    from torchrec_recstore_serving.follower import Follower, FollowerState, follow
+    from torchrec_recstore_serving.from_checkpoint import export_checkpoint, export_checkpoint_delta
+    from torchrec_recstore_serving.library import load_library
+    from torchrec_recstore_serving.publish import DeltaPublisher
+    from torchrec_recstore_serving.served_model import scriptable
+    from torchrec_recstore_serving.verification import verify
+
+_MODULES = {
+    "DeltaInfo": "delta",
+    "DeltaPublisher": "publish",
+    "Follower": "follower",
+    "FollowerState": "follower",
+    "described": "delta",
+    "export_checkpoint": "from_checkpoint",
+    "export_checkpoint_delta": "from_checkpoint",
+    "export_delta": "export",
+    "export_for_inference": "export",
+    "follow": "follower",
+    "load_library": "library",
+    "read_delta": "delta",
+    "scriptable": "served_model",
+    "verify": "verification",
+}
+
+__version__ = "0.2.0"
+
+__all__ = [
+    "DeltaInfo",
+    "DeltaPublisher",
+    "Follower",
+    "FollowerState",
+    "export_checkpoint",
+    "export_checkpoint_delta",
+    "export_delta",
+    "export_for_inference",
+    "follow",
+    "load_library",
+    "read_delta",
+    "scriptable",
+    "verify",
+]
+
+__getattr__, __dir__ = lazy_names(__name__, _MODULES)

@@ -1,0 +1,366 @@
+// The classes of served models: torch.classes.recstore.ServedTable, and ServedRows, which holds what a file has of it;
+// ServedHold and ServedChange, by which each call of a model is of one version.
+//
+// This library has no code of Python, and nothing of TorchRec. torch's stable ABI has no classes, so the library uses
+// libtorch's C++ interface and fits the version of torch that it was built with.
+#include <ATen/ATen.h>
+#include <torch/custom_class.h>
+#include <torch/headeronly/version.h>
+
+#include <algorithm>
+#include <cinttypes>
+#include <cstdio>
+#include <cstring>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <optional>
+#include <string>
+#include <tuple>
+#include <utility>
+#include <vector>
+
+#include "buffer_pool.h"
+#include "error.h"
+#include "../checksum.h"
+#include "../gate.h"
+#include "../served_rows.h"
+
+// inference/library.py reads the version of torch from the file before it loads the library.
+extern "C" __attribute__((visibility("default"), used)) const char recstore_serving_torch[] =
+    "recstore serving library for torch " C10_STRINGIZE(TORCH_VERSION_MAJOR) "." C10_STRINGIZE(TORCH_VERSION_MINOR);
+
+namespace recstore {
+namespace {
+
+using at::Tensor;
+
+Tensor checked(const Tensor& tensor, const char* name, at::ScalarType type, int64_t dims) {
+  TORCH_CHECK_VALUE(tensor.device().is_cpu() && tensor.scalar_type() == type && tensor.dim() == dims, name, " must be ", type, " of ", dims,
+                    " dimension(s) on the CPU");
+  return tensor.contiguous();
+}
+
+Tensor checked_ids(const Tensor& values) {
+  TORCH_CHECK_VALUE(values.device().is_cpu() && values.dim() == 1 && at::isIntegralType(values.scalar_type(), /*includeBool=*/false),
+                    "values must be integers of shape (N,)");
+  return values.to(at::kLong).contiguous();
+}
+
+at::ScalarType element_type(const RowLayout& layout) { return layout.format == RowFormat::kFloat32 ? at::kFloat : at::kByte; }
+
+Tensor empty_rows(const RowLayout& layout, int64_t n) {
+  const bool wide = layout.format == RowFormat::kFloat32;
+  return at::empty({n, wide ? layout.dim : layout.row_bytes}, at::TensorOptions(element_type(layout)));
+}
+
+RowLayout layout_of(int64_t format, int64_t dim, const Tensor& rows) {
+  const RowLayout layout{static_cast<RowFormat>(format), dim, rows.size(1) * static_cast<int64_t>(rows.element_size())};
+  layout.check();
+  const bool fits = layout.format != RowFormat::kFloat32 || rows.size(1) == dim;
+  TORCH_CHECK_VALUE(fits && rows.scalar_type() == element_type(layout), "the rows are not of the row format");
+  return layout;
+}
+
+RowMemory memory_of(const Tensor& rows, bool writable) {
+  return {static_cast<char*>(rows.data_ptr()), writable, std::make_shared<Tensor>(rows)};
+}
+
+// A tensor of memory that a version keeps.
+Tensor view_of(const std::shared_ptr<const ServedRows>& rows, const void* data, at::IntArrayRef shape, at::ScalarType type) {
+  return at::from_blob(const_cast<void*>(data), shape, [rows](void*) {}, at::TensorOptions(type));
+}
+
+// An output, in memory that is used again when nothing refers to it.
+Tensor output(int64_t n, int64_t dim) {
+  auto buffer = std::make_shared<BufferPool::Buffer>(BufferPool::instance().take(tensor_bytes({n, dim}, sizeof(float))));
+  void* data = buffer->data();
+  return at::from_blob(data, {n, dim}, [buffer](void*) {}, at::TensorOptions(at::kFloat));
+}
+
+// Changes whose memory is that of tensors.
+struct Changes {
+  Changes(const ServedRows& of, const Tensor& given_ids, const Tensor& given_rows, const Tensor& given_removed)
+      : ids(checked(given_ids, "ids", at::kLong, 1)),
+        rows(checked(given_rows, "rows", element_type(of.layout()), 2)),
+        removed(checked(given_removed, "removed", at::kLong, 1)) {
+    TORCH_CHECK_VALUE(rows.size(0) == ids.numel() && rows.size(1) * static_cast<int64_t>(rows.element_size()) == of.layout().row_bytes,
+                      "the rows do not fit the ids and the row format");
+    given = {ids.const_data_ptr<int64_t>(), static_cast<const char*>(rows.const_data_ptr()), ids.numel(),
+             removed.const_data_ptr<int64_t>(), removed.numel()};
+  }
+
+  Tensor ids, rows, removed;
+  RowChanges given{};
+};
+
+// The checksum of tensors, their names, their data types and their shapes; checksum_of in inference/verification.py.
+uint64_t checksum_of(const c10::Dict<std::string, Tensor>& tensors) {
+  std::map<std::string, Tensor> sorted;
+  for (const auto& entry : tensors) sorted.emplace(entry.key(), entry.value());
+  uint64_t state = 0;
+  for (const auto& [name, tensor] : sorted) {
+    if (name == "checksum") continue;
+    std::vector<int64_t> described;
+    for (const char byte : name) described.push_back(static_cast<uint8_t>(byte));  // what TorchScript's ord() returns
+    described.push_back(-1);
+    described.push_back(static_cast<int64_t>(tensor.scalar_type()));
+    described.insert(described.end(), tensor.sizes().begin(), tensor.sizes().end());
+    state = checksum_after(state, reinterpret_cast<const char*>(described.data()), static_cast<int64_t>(described.size() * sizeof(int64_t)));
+    const Tensor data = tensor.detach().cpu().contiguous();
+    state = checksum_after(state, static_cast<const char*>(data.const_data_ptr()), static_cast<int64_t>(data.nbytes()));
+  }
+  return state;
+}
+
+Tensor checksum_tensor(const c10::Dict<std::string, Tensor>& tensors) { return at::full({1}, static_cast<int64_t>(checksum_of(tensors)), at::kLong); }
+
+// The checksum in 16 hexadecimal digits.
+std::string version_of(const c10::Dict<std::string, Tensor>& tensors) {
+  char digits[17];
+  std::snprintf(digits, sizeof(digits), "%016" PRIx64, checksum_of(tensors));
+  return digits;
+}
+
+struct Rows final : torch::CustomClassHolder {
+  explicit Rows(std::shared_ptr<const ServedRows> given) : rows(std::move(given)) {}
+  std::shared_ptr<const ServedRows> rows;
+
+  // format, dim, slots, checksum, salt, home lines, lines of the index, rows in the order of their slots
+  using Saved = std::tuple<int64_t, int64_t, int64_t, int64_t, int64_t, int64_t, Tensor, Tensor>;
+
+  Saved saved() const {
+    std::shared_ptr<const ServedRows> of = rows;
+    {
+      std::unique_lock<std::mutex> hold;
+      if (const IdIndex* index = of->whole_index(hold)) return saved(of, *index);
+    }
+    // Rows have been removed, or a later version shares the index.
+    const auto entries = of->entries();
+    const auto n = static_cast<int64_t>(entries.size());
+    Tensor ids = at::empty({n}, at::kLong), all = empty_rows(of->layout(), n + 1);
+    std::memcpy(all.data_ptr(), of->row(0), static_cast<size_t>(of->layout().row_bytes));
+    for (int64_t i = 0; i < n; ++i) {
+      ids.mutable_data_ptr<int64_t>()[i] = entries[static_cast<size_t>(i)].id;
+      std::memcpy(static_cast<char*>(all.data_ptr()) + (i + 1) * of->layout().row_bytes, of->row(entries[static_cast<size_t>(i)].slot),
+                  static_cast<size_t>(of->layout().row_bytes));
+    }
+    of = ServedRows::build(of->layout(), ids.const_data_ptr<int64_t>(), n, memory_of(all, false));
+    std::unique_lock<std::mutex> hold;
+    return saved(of, *of->whole_index(hold));
+  }
+
+  static Saved saved(const std::shared_ptr<const ServedRows>& of, const IdIndex& index) {
+    const RowLayout& layout = of->layout();
+    Tensor lines = at::empty({index.bytes()}, at::kByte);
+    std::memcpy(lines.data_ptr(), index.data(), static_cast<size_t>(index.bytes()));
+    Tensor all;
+    if (const RowMemory* memory = of->whole_memory()) {
+      const bool wide = layout.format == RowFormat::kFloat32;
+      all = view_of(of, memory->data, {of->slots(), wide ? layout.dim : layout.row_bytes}, element_type(layout));
+    } else {
+      all = empty_rows(layout, of->slots());
+      for (int64_t slot = 0; slot < of->slots(); ++slot) {
+        std::memcpy(static_cast<char*>(all.data_ptr()) + slot * layout.row_bytes, of->row(slot), static_cast<size_t>(layout.row_bytes));
+      }
+    }
+    return {static_cast<int64_t>(layout.format), layout.dim, of->slots(), static_cast<int64_t>(of->checksum()),
+            static_cast<int64_t>(index.salt()), index.home_lines(), lines, all};
+  }
+
+  static c10::intrusive_ptr<Rows> loaded(const Saved& saved) {
+    const auto& [format, dim, slots, checksum, salt, home_lines, lines, all] = saved;
+    const Tensor rows = checked(all, "the rows", all.scalar_type(), 2);
+    const RowLayout layout = layout_of(format, dim, rows);
+    TORCH_CHECK_VALUE(rows.size(0) == slots, "the rows of the file are damaged");
+    const Tensor index_lines = checked(lines, "the index", at::kByte, 1);
+    auto index = std::make_unique<IdIndex>(static_cast<char*>(index_lines.data_ptr()), index_lines.numel(), home_lines, slots - 1,
+                                           static_cast<uint64_t>(salt));
+    return c10::make_intrusive<Rows>(ServedRows::load(layout, std::move(index), std::make_shared<Tensor>(index_lines),
+                                                      memory_of(rows, true), slots, static_cast<uint64_t>(checksum)));
+  }
+};
+
+// A call of a model, and a change of it: see Gate. Each ends with release(), or when nothing refers to it.
+struct Hold final : torch::CustomClassHolder {
+  explicit Hold(std::shared_ptr<Gate::Hold> given) : hold(std::move(given)) {}
+  void release() { hold.reset(); }
+  std::shared_ptr<Gate::Hold> hold;
+};
+
+struct Change final : torch::CustomClassHolder {
+  explicit Change(std::shared_ptr<Gate> gate) : change(std::make_unique<Gate::Change>(std::move(gate))) {}
+  void commit() { change->commit(); }
+  void release() { change.reset(); }
+  std::unique_ptr<Gate::Change> change;
+};
+
+// A table of a served model: the version of its rows that it has now. A call works on the calling thread alone, because
+// servers answer several requests at a time.
+class Table final : public torch::CustomClassHolder {
+ public:
+  explicit Table(std::shared_ptr<const ServedRows> rows) : rows_(std::move(rows)) {}
+
+  static c10::intrusive_ptr<Table> made(int64_t format, int64_t dim, const Tensor& ids, const Tensor& rows) {
+    const Tensor given = checked_ids(ids), all = checked(rows, "rows", rows.scalar_type(), 2);
+    TORCH_CHECK_VALUE(all.size(0) == given.numel() + 1, "there must be a row for each id, and one for ids without a row");
+    const RowLayout layout = layout_of(format, dim, all);
+    return c10::make_intrusive<Table>(ServedRows::build(layout, given.const_data_ptr<int64_t>(), given.numel(), memory_of(all, false)));
+  }
+
+  std::shared_ptr<const ServedRows> rows() const {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    return rows_;
+  }
+
+  Tensor lookup(const Tensor& values) const {
+    const auto rows = this->rows();
+    const Tensor ids = checked_ids(values);
+    const int64_t dim = rows->layout().dim;
+    Tensor out = output(ids.numel(), dim);
+    rows->lookup(ids.const_data_ptr<int64_t>(), ids.numel(), out.mutable_data_ptr<float>());
+    return out;
+  }
+
+  Tensor pooled(const Tensor& values, const Tensor& lengths, const std::optional<Tensor>& weights, bool mean) const {
+    const auto rows = this->rows();
+    const Tensor ids = checked_ids(values), sizes = checked_ids(lengths);
+    const int64_t bags = sizes.numel(), dim = rows->layout().dim;
+    Tensor offsets = at::empty({bags + 1}, at::kLong), used;
+    auto* bounds = offsets.mutable_data_ptr<int64_t>();
+    const auto* size = sizes.const_data_ptr<int64_t>();
+    bounds[0] = 0;
+    for (int64_t b = 0; b < bags; ++b) {
+      TORCH_CHECK_VALUE(size[b] >= 0 && size[b] <= ids.numel() - bounds[b], "lengths must not be negative and add up to the number of values");
+      bounds[b + 1] = bounds[b] + size[b];
+    }
+    TORCH_CHECK_VALUE(bounds[bags] == ids.numel(), "lengths must not be negative and add up to the number of values");
+    if (weights.has_value()) {
+      used = weights->to(at::kFloat).contiguous();
+      TORCH_CHECK_VALUE(used.dim() == 1 && used.numel() == ids.numel(), "weights must be a number for each value");
+    }
+    Tensor out = output(bags, dim);
+    const float* factors = weights.has_value() ? used.const_data_ptr<float>() : nullptr;
+    rows->pool(ids.const_data_ptr<int64_t>(), bounds, bags, factors, mean, out.mutable_data_ptr<float>());
+    return out;
+  }
+
+  Tensor contains(const Tensor& values) const {
+    const Tensor ids = checked_ids(values);
+    Tensor found = at::empty({ids.numel()}, at::kBool);
+    rows()->contains(ids.const_data_ptr<int64_t>(), ids.numel(), found.mutable_data_ptr<bool>());
+    return found;
+  }
+
+  // The rows as they are stored.
+  Tensor stored(const Tensor& values) const {
+    const auto rows = this->rows();
+    const Tensor ids = checked_ids(values);
+    Tensor out = empty_rows(rows->layout(), ids.numel());
+    rows->copy(ids.const_data_ptr<int64_t>(), ids.numel(), static_cast<char*>(out.data_ptr()));
+    return out;
+  }
+
+  Tensor missing_row() const {
+    const auto rows = this->rows();
+    Tensor out = empty_rows(rows->layout(), 1);
+    std::memcpy(out.data_ptr(), rows->row(0), static_cast<size_t>(rows->layout().row_bytes));
+    return out;
+  }
+
+  Tensor ids() const {
+    const auto entries = rows()->entries();
+    Tensor out = at::empty({static_cast<int64_t>(entries.size())}, at::kLong);
+    std::transform(entries.begin(), entries.end(), out.mutable_data_ptr<int64_t>(), [](const auto& entry) { return entry.id; });
+    return out;
+  }
+
+  int64_t count() const { return rows()->rows(); }
+  int64_t bytes() const { return rows()->bytes(); }
+  int64_t checksum() const { return static_cast<int64_t>(rows()->checksum()); }
+  int64_t recomputed_checksum() const { return static_cast<int64_t>(rows()->recomputed_checksum()); }
+
+  // The checksum of the version that prepare() would make.
+  int64_t checksum_after(const Tensor& ids, const Tensor& rows, const Tensor& removed) const {
+    const auto now = this->rows();
+    return static_cast<int64_t>(now->checksum_with(Changes(*now, ids, rows, removed).given));
+  }
+
+  // Makes the next version, which commit() puts in the place of the present one. Returns its checksum.
+  int64_t prepare(const Tensor& ids, const Tensor& rows, const Tensor& removed) {
+    const std::lock_guard<std::mutex> lock(changing_);
+    next_.reset();
+    before_.reset();
+    const auto now = this->rows();
+    next_ = now->with(Changes(*now, ids, rows, removed).given);
+    return static_cast<int64_t>(next_->checksum());
+  }
+
+  // Allocates nothing, so that the tables of a model change together. Without prepare() it changes nothing.
+  void commit() {
+    const std::lock_guard<std::mutex> lock(changing_);
+    if (next_ == nullptr) return;
+    next_->keep();
+    before_ = std::move(next_);
+    const std::lock_guard<std::mutex> reading(mutex_);
+    rows_.swap(before_);
+  }
+
+  // Frees what only the version before commit() needs. It takes longer than commit(), for which calls wait.
+  void end() {
+    const std::lock_guard<std::mutex> lock(changing_);
+    before_.reset();
+  }
+
+  // The gate of the first table of a model is that of the model.
+  c10::intrusive_ptr<Hold> hold() const { return c10::make_intrusive<Hold>(gate_->hold()); }
+  c10::intrusive_ptr<Change> change() const { return c10::make_intrusive<Change>(gate_); }
+
+  void abandon() {
+    const std::lock_guard<std::mutex> lock(changing_);
+    next_.reset();
+  }
+
+ private:
+  mutable std::mutex mutex_;
+  std::shared_ptr<const ServedRows> rows_;
+  std::mutex changing_;
+  std::shared_ptr<ServedRows> next_;
+  std::shared_ptr<const ServedRows> before_;  // the version before commit(), until end()
+  std::shared_ptr<Gate> gate_ = std::make_shared<Gate>();
+};
+
+TORCH_LIBRARY(recstore, library) {
+  library.def("checksum_of", checksum_tensor);
+  library.def("version_of", version_of);
+  library.class_<Rows>("ServedRows")
+      .def_pickle([](const c10::intrusive_ptr<Rows>& self) { return self->saved(); }, [](const Rows::Saved& saved) { return Rows::loaded(saved); });
+  library.class_<Hold>("ServedHold").def("release", &Hold::release);
+  library.class_<Change>("ServedChange").def("commit", &Change::commit).def("release", &Change::release);
+  library.class_<Table>("ServedTable")
+      .def(torch::init([](int64_t format, int64_t dim, const Tensor& ids, const Tensor& rows) { return Table::made(format, dim, ids, rows); }))
+      .def("lookup", &Table::lookup)
+      .def("pooled", &Table::pooled)
+      .def("contains", &Table::contains)
+      .def("stored", &Table::stored)
+      .def("missing_row", &Table::missing_row)
+      .def("ids", &Table::ids)
+      .def("count", &Table::count)
+      .def("bytes", &Table::bytes)
+      .def("checksum", &Table::checksum)
+      .def("recomputed_checksum", &Table::recomputed_checksum)
+      .def("checksum_after", &Table::checksum_after)
+      .def("prepare", &Table::prepare)
+      .def("commit", &Table::commit)
+      .def("abandon", &Table::abandon)
+      .def("end", &Table::end)
+      .def("hold", &Table::hold)
+      .def("change", &Table::change)
+      // A copy of a module passes the rows on as they are, and only a file writes them. So a copy takes no time and little
+      // memory, and may be changed while the original answers.
+      .def_pickle([](const c10::intrusive_ptr<Table>& self) { return c10::make_intrusive<Rows>(self->rows()); },
+                  [](const c10::intrusive_ptr<Rows>& rows) { return c10::make_intrusive<Table>(rows->rows); });
+}
+
+}  // namespace
+}  // namespace recstore

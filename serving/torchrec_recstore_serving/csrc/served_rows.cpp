@@ -1,0 +1,521 @@
+#include "served_rows.h"
+
+#include <sys/mman.h>
+
+#include <algorithm>
+#include <cstring>
+#include <random>
+#include <string>
+#include <system_error>
+#include <thread>
+#include <utility>
+
+#include "error.h"
+#include "mix.h"
+#include "row_kernels.h"
+
+namespace recstore {
+namespace {
+
+constexpr int64_t kChunkBytes = 2048;
+constexpr int64_t kBlockChunks = 1024;  // chunks that are allocated together
+constexpr int64_t kFound = 1024;        // ids that are searched together
+constexpr int64_t kAhead = 48;          // rows that are requested ahead
+constexpr int64_t kLine = 64;           // bytes of a cache line
+constexpr int64_t kMostLines = 8;       // cache lines of a row that are requested
+// The index has room for this part of the rows more. When it is full, or when this part of the slots has removed rows, the
+// rows are copied to a larger table.
+constexpr int64_t kRoom = 8;
+constexpr int64_t kLeastRoom = 1024;
+constexpr int64_t kMostSlots = int64_t{kNoSlot};
+
+int64_t header_bytes(RowFormat format) { return format == RowFormat::kInt8 || format == RowFormat::kInt4 ? 4 : 0; }
+
+int64_t least_bytes(const RowLayout& layout) {
+  const int64_t bits[] = {32, 16, 8, 4};
+  return (layout.dim * bits[static_cast<int64_t>(layout.format)] + 7) / 8 + header_bytes(layout.format);
+}
+
+uint64_t hash_of(int64_t id, const char* row, int64_t bytes) {
+  uint64_t state = mix(static_cast<uint64_t>(id) ^ 0x9E3779B97F4A7C15u);
+  for (int64_t at = 0; at < bytes; at += 8) {
+    uint64_t word = 0;
+    std::memcpy(&word, row + at, static_cast<size_t>(std::min<int64_t>(8, bytes - at)));
+    state = (state ^ word) * 0x9FB21C651E98DF25u;
+    state ^= state >> 32;
+  }
+  return mix(state);
+}
+
+uint64_t hash_of_missing(const RowLayout& layout, const char* row) {
+  return mix(hash_of(layout.dim * 4 + static_cast<int64_t>(layout.format), row, layout.row_bytes));
+}
+
+void check_distinct(const RowChanges& changes) {
+  std::vector<int64_t> every(changes.ids, changes.ids + changes.count);
+  every.insert(every.end(), changes.removed, changes.removed + changes.removed_count);
+  std::sort(every.begin(), every.end());
+  if (std::adjacent_find(every.begin(), every.end()) != every.end()) throw InvalidArgument("the changes have an id more than once");
+}
+
+// The whole huge pages of a range of memory.
+struct HugePages {
+  static constexpr uintptr_t kBytes = uintptr_t{2} << 20;
+  uintptr_t begin, end;
+
+  HugePages(const char* data, int64_t bytes)
+      : begin((reinterpret_cast<uintptr_t>(data) + kBytes - 1) / kBytes * kBytes),
+        end(std::max(begin, reinterpret_cast<uintptr_t>(data + bytes) / kBytes * kBytes)) {}
+  void advise(int advice) const {
+    if (begin < end) madvise(reinterpret_cast<void*>(begin), end - begin, advice);
+  }
+};
+
+// Asks the system to put memory that a file was read into on huge pages, because random reads of small pages wait for the
+// translation of their addresses. The system copies the memory for it, which takes half as long as reading the file. So a
+// thread of its own waits for the system, while the table answers. The system may refuse; then nothing changes.
+void use_huge_pages(const HugePages& index, std::shared_ptr<void> index_owner, const HugePages& rows, std::shared_ptr<void> rows_owner) {
+  constexpr int kCollapse = 25;  // MADV_COLLAPSE of Linux 6.1, which the C library may not define
+  if (index.begin == index.end && rows.begin == rows.end) return;
+  index.advise(MADV_HUGEPAGE);
+  rows.advise(MADV_HUGEPAGE);
+  try {
+    std::thread([index, rows, index_owner = std::move(index_owner), rows_owner = std::move(rows_owner)] {
+      index.advise(kCollapse);
+      rows.advise(kCollapse);
+    }).detach();
+  } catch (const std::system_error&) {  // there is no room for a thread
+  }
+}
+
+uint64_t random_salt() {
+  std::random_device device;
+  return uint64_t{device()} << 32 | device();
+}
+
+}  // namespace
+
+void RowLayout::check() const {
+  if (static_cast<int64_t>(format) < 0 || static_cast<int64_t>(format) > 3) throw InvalidArgument("there is no such row format");
+  if (dim < 1 || dim > int64_t{1} << 24 || row_bytes < least_bytes(*this) || row_bytes > int64_t{1} << 27) {
+    throw InvalidArgument("rows of " + std::to_string(row_bytes) + " bytes do not have " + std::to_string(dim) + " columns of the format");
+  }
+}
+
+// The index, and the memory of the rows, of versions that share them.
+struct ServedRows::Store {
+  std::unique_ptr<IdIndex> index;
+  std::shared_ptr<void> index_owner;
+  RowMemory memory;
+  int64_t memory_bytes = 0;
+
+  std::mutex mutex;  // protects everything below, and inserts into the index
+  uint64_t last = 0;       // number of the last version
+  int64_t slots = 1;       // slots that the index refers to, also those of versions that were not kept
+  char* free = nullptr;    // a list of chunks: each begins with the address of the next
+  std::vector<Region> blocks;
+  int64_t block_bytes = 0;
+
+  char* take(int64_t bytes) {
+    if (free == nullptr) {
+      Region block;
+      const int64_t chunks = std::max(kBlockChunks, block_bytes / bytes / kRoom);
+      block.reserve(static_cast<size_t>(chunks * bytes));
+      blocks.reserve(blocks.size() + 1);
+      for (int64_t c = chunks; c-- > 0;) give(block.data() + c * bytes);
+      blocks.push_back(std::move(block));
+      block_bytes += chunks * bytes;
+    }
+    char* chunk = free;
+    std::memcpy(&free, chunk, sizeof(free));
+    return chunk;
+  }
+  void give(char* chunk) noexcept {
+    if (!memory.writable && chunk >= memory.data && chunk < memory.data + memory_bytes) return;
+    std::memcpy(chunk, &free, sizeof(free));
+    free = chunk;
+  }
+};
+
+// Chunks that are free when all versions have ended that have them.
+struct ServedRows::Retired {
+  std::shared_ptr<Store> store;
+  std::vector<char*> chunks;
+  std::shared_ptr<Retired> next;  // the chunks of later versions, which this version has too
+
+  explicit Retired(std::shared_ptr<Store> of) : store(std::move(of)) {}
+  ~Retired() {
+    {
+      const std::lock_guard<std::mutex> lock(store->mutex);
+      for (char* chunk : chunks) store->give(chunk);
+    }
+    // Without recursion, because the list may be long.
+    for (auto after = std::move(next); after != nullptr && after.use_count() == 1;) after = std::shared_ptr<Retired>(std::move(after->next));
+  }
+};
+
+ServedRows::ServedRows(const RowLayout& layout, std::shared_ptr<Store> store)
+    : layout_(layout), store_(std::move(store)), retired_(std::make_shared<Retired>(store_)) {
+  while ((layout_.row_bytes << (chunk_bits_ + 1)) <= kChunkBytes) ++chunk_bits_;
+  chunk_mask_ = (int64_t{1} << chunk_bits_) - 1;
+}
+
+ServedRows::ServedRows(const ServedRows& before, int64_t slots)
+    : ServedRows(before.layout_, before.store_) {
+  slots_ = slots;
+  chunks_.reserve(static_cast<size_t>(slots >> chunk_bits_) + 1);
+  chunks_ = before.chunks_;
+  removed_ = before.removed_;
+  removed_count_ = before.removed_count_;
+  checksum_ = before.checksum_;
+  before_ = before.retired_;
+}
+
+ServedRows::~ServedRows() {
+  if (before_ == nullptr) return;
+  const std::lock_guard<std::mutex> lock(store_->mutex);
+  if (store_->last == number_) --store_->last;
+  for (char* chunk : made_) store_->give(chunk);
+}
+
+void ServedRows::keep() noexcept {
+  if (before_ == nullptr) return;
+  {
+    const std::lock_guard<std::mutex> lock(store_->mutex);
+    before_->chunks = std::move(replaced_);
+    before_->next = retired_;
+  }
+  before_.reset();
+  made_ = {};
+}
+
+// Takes the chunks of the memory of the store. The last chunk is copied, because the memory may end within it.
+void ServedRows::add_chunks() {
+  const int64_t chunk_bytes = layout_.row_bytes << chunk_bits_, bytes = slots_ * layout_.row_bytes;
+  store_->memory_bytes = bytes;
+  store_->slots = slots_;
+  chunks_.reserve(static_cast<size_t>(slots_ >> chunk_bits_) + 1);
+  for (int64_t at = 0; at + chunk_bytes <= bytes; at += chunk_bytes) chunks_.push_back(store_->memory.data + at);
+  const int64_t rest = bytes % chunk_bytes;
+  if (rest == 0) return;
+  char* chunk = store_->take(chunk_bytes);
+  std::memcpy(chunk, store_->memory.data + bytes - rest, static_cast<size_t>(rest));
+  chunks_.push_back(chunk);
+}
+
+std::shared_ptr<const ServedRows> ServedRows::build(const RowLayout& layout, const int64_t* ids, int64_t count, RowMemory memory) {
+  layout.check();
+  if (count + count / kRoom + kLeastRoom >= kMostSlots) throw InvalidArgument("a table holds fewer than 2**32 rows");
+  auto store = std::make_shared<Store>();
+  store->index = std::make_unique<IdIndex>(count + std::max(kLeastRoom, count / kRoom), random_salt());
+  store->memory = std::move(memory);
+  std::shared_ptr<ServedRows> made(new ServedRows(layout, store));
+  made->slots_ = count + 1;
+  made->add_chunks();
+  made->checksum_ = hash_of_missing(layout, made->row(0));
+  for (int64_t i = 0; i < count; ++i) {
+    if (i + kAhead < count) store->index->prefetch(ids[i + kAhead]);
+    if (!store->index->insert(ids[i], static_cast<Slot>(i + 1))) throw OutOfMemory("the index has no place for an id");
+    made->checksum_ += hash_of(ids[i], made->row(i + 1), layout.row_bytes);
+  }
+  Slot slots[kFound];
+  for (int64_t first = 0; first < count; first += kFound) {
+    const int64_t n = std::min(kFound, count - first);
+    store->index->find(ids + first, n, slots);
+    for (int64_t i = 0; i < n; ++i) {
+      if (slots[i] != first + i + 1) throw InvalidArgument("the ids have " + std::to_string(ids[first + i]) + " more than once");
+    }
+  }
+  return made;
+}
+
+std::shared_ptr<const ServedRows> ServedRows::load(const RowLayout& layout, std::unique_ptr<IdIndex> index,
+                                                   std::shared_ptr<void> index_owner, RowMemory memory, int64_t slots,
+                                                   uint64_t checksum) {
+  layout.check();
+  if (slots < 1 || slots >= kMostSlots || index->size() + 1 != slots) throw InvalidArgument("the rows of the file are damaged");
+  auto store = std::make_shared<Store>();
+  store->index = std::move(index);
+  store->index_owner = std::move(index_owner);
+  store->memory = std::move(memory);
+  use_huge_pages({store->index->data(), store->index->bytes()}, store->index_owner,
+                 {store->memory.data, slots * layout.row_bytes}, store->memory.owner);
+  std::shared_ptr<ServedRows> made(new ServedRows(layout, store));
+  made->slots_ = slots;
+  made->add_chunks();
+  made->checksum_ = checksum;
+  return made;
+}
+
+int64_t ServedRows::bytes() const {
+  const std::lock_guard<std::mutex> lock(store_->mutex);
+  return store_->index->bytes() + store_->memory_bytes + store_->block_bytes + static_cast<int64_t>(chunks_.size() * sizeof(char*));
+}
+
+uint64_t ServedRows::recomputed_checksum() const {
+  uint64_t sum = hash_of_missing(layout_, row(0));
+  const std::lock_guard<std::mutex> lock(store_->mutex);
+  store_->index->for_each([&](int64_t id, Slot slot) {
+    if (slot < slots_ && !is_removed(slot)) sum += hash_of(id, row(slot), layout_.row_bytes);
+  });
+  return sum;
+}
+
+// The slots of ids (n,), n at most kFound; 0 for an id without an entry in this version.
+void ServedRows::find_slots(const int64_t* ids, int64_t n, Slot* slots) const {
+  store_->index->find(ids, n, slots);
+  const auto end = static_cast<Slot>(slots_);
+  for (int64_t i = 0; i < n; ++i) slots[i] = slots[i] < end ? slots[i] : 0;
+}
+
+void ServedRows::request(const char* row) const {
+  const int64_t lines = std::min((layout_.row_bytes + kLine - 1) / kLine, kMostLines);
+  for (int64_t l = 0; l < lines; ++l) __builtin_prefetch(row + l * kLine, 0, 3);
+}
+
+template <class Visit>  // visit(position, row)
+void ServedRows::for_each_row(const int64_t* ids, int64_t n, const Visit& visit) const {
+  Slot slots[kFound];
+  const char* rows[kFound];
+  for (int64_t first = 0; first < n; first += kFound) {
+    const int64_t count = std::min(kFound, n - first), ahead = std::min(kAhead, count);
+    find_slots(ids + first, count, slots);
+    for (int64_t i = 0; i < count; ++i) rows[i] = row(slots[i]);
+    for (int64_t i = 0; i < ahead; ++i) request(rows[i]);
+    for (int64_t i = 0; i < count; ++i) {
+      if (i + ahead < count) request(rows[i + ahead]);
+      visit(first + i, rows[i]);
+    }
+  }
+}
+
+void ServedRows::copy(const int64_t* ids, int64_t n, char* out) const {
+  for_each_row(ids, n, [&](int64_t i, const char* row) { std::memcpy(out + i * layout_.row_bytes, row, static_cast<size_t>(layout_.row_bytes)); });
+}
+
+void ServedRows::lookup(const int64_t* ids, int64_t n, float* out) const {
+  const int64_t dim = layout_.dim;
+  switch (layout_.format) {
+    case RowFormat::kFloat32:
+      return for_each_row(ids, n, [&](int64_t i, const char* row) { std::memcpy(out + i * dim, row, static_cast<size_t>(dim) * sizeof(float)); });
+    case RowFormat::kFloat16: {
+      const auto widen = row_kernels().widen;
+      return for_each_row(ids, n, [&](int64_t i, const char* row) { widen(RowType::kFloat16, reinterpret_cast<const float*>(row), dim, out + i * dim); });
+    }
+    case RowFormat::kInt8:
+      return for_each_row(ids, n, [&](int64_t i, const char* row) {
+        float* to = out + i * dim;
+        for_each_column<RowFormat::kInt8>(row, dim, [to](int64_t c, float value) { to[c] = value; });
+      });
+    case RowFormat::kInt4:
+      return for_each_row(ids, n, [&](int64_t i, const char* row) {
+        float* to = out + i * dim;
+        for_each_column<RowFormat::kInt4>(row, dim, [to](int64_t c, float value) { to[c] = value; });
+      });
+  }
+}
+
+void ServedRows::pool(const int64_t* ids, const int64_t* offsets, int64_t bags, const float* weights, bool mean, float* out) const {
+  const int64_t dim = layout_.dim, begin = offsets[0], n = offsets[bags] - begin;
+  std::fill_n(out, bags * dim, 0.0f);
+  int64_t bag = 0;
+  // The rows of a bag are added in their order, and a weighted row is rounded before it is added: the same bits as the
+  // kernels of training.
+  const auto pooled = [&](const auto& add) {
+    for_each_row(ids + begin, n, [&](int64_t i, const char* row) {
+      while (begin + i >= offsets[bag + 1]) ++bag;
+      add(row, out + bag * dim, weights == nullptr ? 1.0f : weights[begin + i]);
+    });
+  };
+  const auto of_format = [&](const auto& for_each) {
+    if (weights == nullptr) {
+      pooled([&](const char* row, float* sum, float) { for_each(row, [sum](int64_t c, float value) { sum[c] += value; }); });
+    } else {
+      pooled([&](const char* row, float* sum, float weight) { for_each(row, [sum, weight](int64_t c, float value) { sum[c] += value * weight; }); });
+    }
+  };
+  switch (layout_.format) {
+    case RowFormat::kFloat32:
+      of_format([dim](const char* row, const auto& use) { for_each_column<RowFormat::kFloat32>(row, dim, use); });
+      break;
+    case RowFormat::kFloat16: {
+      std::vector<float> wide(static_cast<size_t>(dim) + 16);
+      const auto widen = row_kernels().widen;
+      of_format([&](const char* row, const auto& use) {
+        widen(RowType::kFloat16, reinterpret_cast<const float*>(row), dim, wide.data());
+        for (int64_t c = 0; c < dim; ++c) use(c, wide[static_cast<size_t>(c)]);
+      });
+      break;
+    }
+    case RowFormat::kInt8:
+      of_format([dim](const char* row, const auto& use) { for_each_column<RowFormat::kInt8>(row, dim, use); });
+      break;
+    case RowFormat::kInt4:
+      of_format([dim](const char* row, const auto& use) { for_each_column<RowFormat::kInt4>(row, dim, use); });
+      break;
+  }
+  if (!mean) return;
+  for (int64_t b = 0; b < bags; ++b) {
+    const auto length = static_cast<float>(std::max<int64_t>(1, offsets[b + 1] - offsets[b]));
+    for (int64_t c = 0; c < dim; ++c) out[b * dim + c] /= length;
+  }
+}
+
+void ServedRows::contains(const int64_t* ids, int64_t n, bool* found) const {
+  Slot slots[kFound];
+  for (int64_t first = 0; first < n; first += kFound) {
+    const int64_t count = std::min(kFound, n - first);
+    find_slots(ids + first, count, slots);
+    for (int64_t i = 0; i < count; ++i) found[first + i] = slots[i] != 0 && !is_removed(slots[i]);
+  }
+}
+
+std::vector<ServedRows::Entry> ServedRows::entries() const {
+  std::vector<Entry> found;
+  found.reserve(static_cast<size_t>(rows()));
+  {
+    const std::lock_guard<std::mutex> lock(store_->mutex);
+    store_->index->for_each([&](int64_t id, Slot slot) {
+      if (slot < slots_ && !is_removed(slot)) found.push_back({id, slot});
+    });
+  }
+  std::sort(found.begin(), found.end());
+  return found;
+}
+
+const IdIndex* ServedRows::whole_index(std::unique_lock<std::mutex>& hold) const {
+  hold = std::unique_lock<std::mutex>(store_->mutex);
+  return removed_count_ == 0 && store_->index->size() == slots_ - 1 ? store_->index.get() : nullptr;
+}
+
+const RowMemory* ServedRows::whole_memory() const {
+  return number_ == 0 && slots_ * layout_.row_bytes == store_->memory_bytes ? &store_->memory : nullptr;
+}
+
+std::shared_ptr<const ServedRows> ServedRows::copied(int64_t more_rows) const {
+  const std::vector<Entry> found = entries();
+  const auto count = static_cast<int64_t>(found.size());
+  const int64_t capacity = count + std::max({kLeastRoom, more_rows, count / kRoom});
+  if (capacity >= kMostSlots) throw OutOfMemory("a table holds fewer than 2**32 rows");
+  auto region = std::make_shared<Region>();
+  region->reserve(static_cast<size_t>((count + 1) * layout_.row_bytes));
+  auto store = std::make_shared<Store>();
+  store->index = std::make_unique<IdIndex>(capacity, random_salt());
+  store->memory = {region->data(), true, region};
+  const auto put = [&](int64_t slot, int64_t from) {
+    std::memcpy(region->data() + slot * layout_.row_bytes, row(from), static_cast<size_t>(layout_.row_bytes));
+  };
+  put(0, 0);
+  for (int64_t i = 0; i < count; ++i) {
+    if (i + kAhead < count) {
+      const Entry& coming = found[static_cast<size_t>(i + kAhead)];
+      store->index->prefetch(coming.id);
+      __builtin_prefetch(row(coming.slot), 0, 3);
+    }
+    const Entry& entry = found[static_cast<size_t>(i)];
+    put(i + 1, entry.slot);
+    if (!store->index->insert(entry.id, static_cast<Slot>(i + 1))) throw OutOfMemory("the index has no place for an id");
+  }
+  std::shared_ptr<ServedRows> made(new ServedRows(layout_, store));
+  made->slots_ = count + 1;
+  made->add_chunks();
+  made->checksum_ = checksum_;
+  return made;
+}
+
+uint64_t ServedRows::checksum_with(const RowChanges& changes) const {
+  check_distinct(changes);
+  uint64_t sum = checksum_;
+  const auto leave = [&](const int64_t* ids, int64_t n) {
+    Slot slots[kFound];
+    for (int64_t first = 0; first < n; first += kFound) {
+      const int64_t count = std::min(kFound, n - first);
+      find_slots(ids + first, count, slots);
+      for (int64_t i = 0; i < count; ++i) {
+        if (i + kAhead < count) request(row(slots[i + kAhead]));
+        if (slots[i] != 0 && !is_removed(slots[i])) sum -= hash_of(ids[first + i], row(slots[i]), layout_.row_bytes);
+      }
+    }
+  };
+  leave(changes.ids, changes.count);
+  leave(changes.removed, changes.removed_count);
+  for (int64_t i = 0; i < changes.count; ++i) sum += hash_of(changes.ids[i], changes.rows + i * layout_.row_bytes, layout_.row_bytes);
+  return sum;
+}
+
+std::shared_ptr<ServedRows> ServedRows::with(const RowChanges& changes) const {
+  check_distinct(changes);
+  if (auto made = extended(changes)) return made;
+  return copied(changes.count)->with(changes);
+}
+
+// Returns null if the rows have to be copied first.
+std::shared_ptr<ServedRows> ServedRows::extended(const RowChanges& changes) const {
+  std::shared_ptr<ServedRows> made;  // it is destroyed without the lock
+  const std::lock_guard<std::mutex> lock(store_->mutex);
+  std::vector<Slot> slots(static_cast<size_t>(changes.count));
+  for (int64_t first = 0; first < changes.count; first += kFound) {
+    store_->index->find(changes.ids + first, std::min(kFound, changes.count - first), slots.data() + first);
+  }
+  const int64_t added = std::count(slots.begin(), slots.end(), kNoSlot);
+  const bool extends = store_->last == number_ && store_->index->room() >= added && store_->slots + added < kMostSlots &&
+                       removed_count_ + store_->slots - slots_ <= std::max(kLeastRoom, rows() / kRoom);
+  if (!extends) return nullptr;
+  made = std::shared_ptr<ServedRows>(new ServedRows(*this, store_->slots + added));
+  made->number_ = ++store_->last;
+  made->removed_.resize(static_cast<size_t>(made->slots_ + 63) / 64);
+  const auto changed = static_cast<size_t>(changes.count + changes.removed_count + store_->slots - slots_);
+  made->replaced_.reserve(changed);
+  made->made_.reserve(changed);
+  const auto remove = [&](int64_t slot) {
+    made->removed_[static_cast<size_t>(slot / 64)] |= uint64_t{1} << (slot % 64);
+    ++made->removed_count_;
+    std::memcpy(made->own_row(*this, slot), row(0), static_cast<size_t>(layout_.row_bytes));
+  };
+  // Versions that were not kept have left these slots, and entries that refer to them.
+  for (int64_t slot = slots_; slot < store_->slots; ++slot) remove(slot);
+  for (int64_t i = 0; i < changes.count; ++i) {
+    const int64_t id = changes.ids[i];
+    Slot slot = slots[static_cast<size_t>(i)];
+    if (slot == kNoSlot) {
+      slot = static_cast<Slot>(store_->slots);
+      made->own_row(*this, slot);
+      if (!store_->index->insert(id, slot)) throw OutOfMemory("the index has no place for an id");
+      ++store_->slots;
+    } else if (made->is_removed(slot)) {
+      made->removed_[slot / 64] &= ~(uint64_t{1} << (slot % 64));
+      --made->removed_count_;
+    } else {
+      made->checksum_ -= hash_of(id, row(slot), layout_.row_bytes);
+    }
+    const char* from = changes.rows + i * layout_.row_bytes;
+    std::memcpy(made->own_row(*this, slot), from, static_cast<size_t>(layout_.row_bytes));
+    made->checksum_ += hash_of(id, from, layout_.row_bytes);
+  }
+  for (int64_t i = 0; i < changes.removed_count; ++i) {
+    Slot slot = 0;
+    find_slots(changes.removed + i, 1, &slot);
+    if (slot == 0 || made->is_removed(slot)) continue;
+    made->checksum_ -= hash_of(changes.removed[i], row(slot), layout_.row_bytes);
+    remove(slot);
+  }
+  return made;
+}
+
+// The row of a slot, in a chunk that the version before does not have. The caller holds the lock of the store.
+char* ServedRows::own_row(const ServedRows& before, int64_t slot) {
+  const auto number = static_cast<size_t>(slot >> chunk_bits_);
+  const int64_t bytes = layout_.row_bytes << chunk_bits_;
+  if (number >= chunks_.size()) {
+    made_.push_back(store_->take(bytes));
+    chunks_.push_back(made_.back());
+  } else if (number < before.chunks_.size() && chunks_[number] == before.chunks_[number]) {
+    made_.push_back(store_->take(bytes));
+    std::memcpy(made_.back(), chunks_[number], static_cast<size_t>(bytes));
+    replaced_.push_back(chunks_[number]);
+    chunks_[number] = made_.back();
+  }
+  return chunks_[number] + (slot & chunk_mask_) * layout_.row_bytes;
+}
+
+}  // namespace recstore

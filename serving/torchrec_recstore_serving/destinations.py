@@ -1,0 +1,36 @@
+"""Opens the place of publications that a path or a URL names."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from torchrec_recstore_serving.publications import DirectoryPublications, Publications
+
+_SCHEMES = ("redis", "rediss", "unix")
+
+
+def publications_at(place: str | Path) -> Publications:
+    """Opens a place of publications.
+
+    Args:
+        place: The path of a directory, or ``redis://host:port/db?stream=name``. The schemes ``rediss://`` and
+            ``unix://`` are accepted too.
+
+    Raises:
+        TypeError, ValueError: ``place`` is neither of them.
+        ImportError: The package ``redis`` is missing.
+    """
+    if not isinstance(place, str | Path):
+        raise TypeError(f"the place must be the path of a directory or the URL of a stream, got {place!r}")
+    scheme, separator, _ = str(place).partition("://")
+    if not separator:
+        return DirectoryPublications(Path(place))
+    if scheme not in _SCHEMES:
+        raise ValueError(
+            f"a place of publications is a directory, or redis://host:port/db?stream=name, got {scheme}://"
+        )
+    try:
+        from torchrec_recstore_serving.redis_publications import RedisPublications
+    except ModuleNotFoundError as error:
+        raise ImportError(f"{error.name} is missing: pip install 'torchrec-recstore[redis]'") from error
+    return RedisPublications(str(place))

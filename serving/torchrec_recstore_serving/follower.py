@@ -1,0 +1,323 @@
+"""Follows a published model: loads the newest full export, applies the deltas after it, and goes on."""
+
+from __future__ import annotations
+
+import copy
+import math
+import tempfile
+import threading
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+
+import torch
+from safetensors import SafetensorError
+
+from torchrec_recstore.utils import warn_user
+from torchrec_recstore_serving.delta import open_base, read_delta
+from torchrec_recstore_serving.destinations import publications_at
+from torchrec_recstore_serving.publications import Kind, Latest, Publication
+
+# The errors of a file that is gone, damaged or of another model.
+_BROKEN = (FileNotFoundError, ValueError, RuntimeError, SafetensorError, torch.jit.Error)
+
+
+@dataclass(frozen=True)
+class FollowerState:
+    """The state of a follower.
+
+    Args:
+        source: The place that is followed, without credentials.
+        version: The version of the served rows. None: no full export has been loaded yet.
+        number: The number of the publication that has these rows.
+        newest: The number of the newest publication that is known.
+        versions_behind: The number of publications that are not applied yet.
+        seconds_behind: The age of the rows in seconds: the time since the moment up to which they are known to be those
+            of the trained model. Infinity if no full export has been loaded yet. It needs equal clocks on the machines
+            of publisher and follower.
+        fulls_loaded: The number of full exports that have been loaded.
+        deltas_applied: The number of deltas that have been applied.
+        problem: The reason why the newest publication is not served. None: it is served, or is being applied.
+    """
+
+    source: str
+    version: str | None
+    number: int
+    newest: int
+    versions_behind: int
+    seconds_behind: float
+    fulls_loaded: int
+    deltas_applied: int
+    problem: str | None
+
+
+class Follower:
+    """A served model that follows a :class:`DeltaPublisher`; also a context manager, which closes it.
+
+    Any number of threads may call :attr:`model`. A call sees one version of the rows from its beginning to its end. Get
+    :attr:`model` anew for each call: a publication may replace the model.
+
+    If a publication is missing, damaged, or does not apply to the version before, the follower warns with the cause,
+    serves the rows that it has, and continues with the next full export.
+
+    Args:
+        source: The destination of the publisher: the path of a directory, or ``redis://host:port/db?stream=name``.
+
+    Raises:
+        TypeError, ValueError: ``source`` is neither of them.
+        ImportError: The package ``redis`` is missing.
+    """
+
+    def __init__(self, source: str | Path) -> None:
+        self._source = publications_at(source)
+        self._served: tuple[torch.jit.ScriptModule, Publication] | None = None
+        self._latest: Latest | None = None
+        self._unusable: dict[tuple[str, int, str], str] = {}
+        """The reasons why files cannot be used, by the run and the number of the publication, and the kind of file."""
+        self._problem: str | None = None
+        self._told: set[str] = set()
+        self._fulls = self._deltas = 0
+        self._polling = threading.Lock()
+        self._stop = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    @property
+    def model(self) -> torch.jit.ScriptModule:
+        """The served model with the newest rows, as ``torch.jit.load`` returns it.
+
+        Raises:
+            RuntimeError: No full export has been loaded yet.
+        """
+        return self.served[0]
+
+    @property
+    def served(self) -> tuple[torch.jit.ScriptModule, Publication]:
+        """The served model, and the publication whose rows it has.
+
+        Raises:
+            RuntimeError: No full export has been loaded yet.
+        """
+        if self._served is None:
+            raise RuntimeError(f"{self._source}: no full export has been loaded yet")
+        return self._served
+
+    @property
+    def _at(self) -> Publication | None:
+        return None if self._served is None else self._served[1]
+
+    @property
+    def version(self) -> str | None:
+        """The version of the served rows, ``recstore_version``. None: no full export has been loaded yet."""
+        return None if self._at is None else self._at.version
+
+    @property
+    def seconds_behind(self) -> float:
+        """The age of the served rows in seconds; see :class:`FollowerState`."""
+        at, latest = self._at, self._latest
+        if at is None:
+            return math.inf
+        newest = latest is not None and (latest.run, latest.number) == (at.run, at.number)
+        return max(0.0, time.time() - (latest.time if newest and latest is not None else at.time))
+
+    @property
+    def versions_behind(self) -> int:
+        """The number of publications that are not applied yet."""
+        newest = 0 if self._latest is None else self._latest.number
+        return max(0, newest - (0 if self._at is None else self._at.number))
+
+    @property
+    def state(self) -> FollowerState:
+        """The state of the follower."""
+        return FollowerState(
+            source=str(self._source),
+            version=self.version,
+            number=0 if self._at is None else self._at.number,
+            newest=0 if self._latest is None else self._latest.number,
+            versions_behind=self.versions_behind,
+            seconds_behind=self.seconds_behind,
+            fulls_loaded=self._fulls,
+            deltas_applied=self._deltas,
+            problem=self._problem,
+        )
+
+    def poll(self) -> bool:
+        """Applies everything that has been published since the last call.
+
+        Returns:
+            Whether the served rows have changed.
+
+        Raises:
+            OSError: The source cannot be read. The model is as it was, and the call can be repeated.
+
+        Warns:
+            RecStoreWarning: A publication cannot be used. The message has the cause.
+        """
+        with self._polling:
+            before = self.version
+            self._latest = latest = self._source.latest()
+            if latest is None:
+                return False
+            if not self._is_at(latest):
+                with tempfile.TemporaryDirectory(prefix="recstore-follow-") as folder:
+                    self._catch_up(latest, Path(folder))
+            if self._is_at(latest):
+                self._problem = None
+                self._told.clear()
+            return self.version != before
+
+    def start(self, every_s: float = 0.5) -> None:
+        """Starts a thread that polls the source.
+
+        Errors of the source are warned about once, are the ``problem`` of :attr:`state`, and pass when the source can
+        be read again.
+
+        Args:
+            every_s: The longest time between two polls, in seconds. A Redis server wakes the follower earlier.
+                Default: 0.5.
+        """
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, args=(every_s,), name="follower", daemon=True)
+            self._thread.start()
+
+    def close(self) -> None:
+        """Stops the thread and releases the source. The model can still be called."""
+        self._stop.set()
+        if self._thread is not None:
+            self._thread.join()
+        self._source.close()
+
+    def __enter__(self) -> Follower:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _run(self, every_s: float) -> None:
+        while not self._stop.is_set():
+            try:
+                self.poll()
+                self._source.wait(0 if self._latest is None else self._latest.number, every_s)
+            except Exception as error:
+                self._say(f"it cannot be read at the moment: {_last_line(error)}")
+                self._stop.wait(every_s)
+
+    def _is_at(self, latest: Latest) -> bool:
+        """Returns whether the newest publication is served."""
+        return self._at is not None and (self._at.run, self._at.number) == (latest.run, latest.number)
+
+    def _catch_up(self, latest: Latest, folder: Path) -> None:
+        if self._at is None:
+            self._load(latest, 0, folder)
+        elif latest.number < self._at.number or (latest.number == self._at.number and latest.run != self._at.run):
+            self._say(f"it has lost publication {self._at.number} and begun anew")
+            self._load(latest, 0, folder)
+        while self._at is not None and self._at.number < latest.number:
+            cause = self._apply(self._at, latest, folder)
+            if cause is not None:
+                self._say(f"publication {self._at.number + 1} cannot be applied: {cause}")
+                if not self._load(latest, self._at.number, folder):
+                    break
+
+    def _apply(self, at: Publication, latest: Latest, folder: Path) -> str | None:
+        """Applies the delta after ``at``. Returns the reason if that is not possible."""
+        number = at.number + 1
+        if (latest.run, number, "delta") in self._unusable:
+            return self._unusable[latest.run, number, "delta"]
+        try:
+            publication = self._source.publication(number)
+            if publication.base is None:
+                return "it has no delta, because the publisher began anew"
+            if publication.base != at.version:
+                return f"it is a delta of version {publication.base}, and the rows are of version {at.version}"
+            delta = read_delta(self._source.fetch(number, "delta", folder))
+            # Calls that run keep the model that they have.
+            model = copy.deepcopy(self.model)
+            model.apply_delta(delta)
+            if model.recstore_version() != publication.version:
+                raise ValueError("its delta is that of another publication")
+        except _BROKEN as error:
+            return self._unusable_for(error, latest, number, "delta")
+        self._served = model, publication
+        self._deltas += 1
+        return None
+
+    def _load(self, latest: Latest, after: int, folder: Path) -> bool:
+        """Loads the newest full export that can be used and has a number above ``after``."""
+        for number in reversed(latest.fulls):
+            if number <= after or (latest.run, number, "full") in self._unusable:
+                continue
+            try:
+                publication = self._source.publication(number)
+                model = open_base(self._source.fetch(number, "full", folder))
+                if model.recstore_version() != publication.version:
+                    raise ValueError("its full export is that of another publication")
+            except _BROKEN as error:
+                cause = self._unusable_for(error, latest, number, "full")
+                self._say(f"full export {number} cannot be loaded: {cause}")
+                continue
+            self._served = model, publication
+            self._fulls += 1
+            return True
+        return False
+
+    def _unusable_for(self, error: Exception, latest: Latest, number: int, kind: Kind) -> str:
+        """Returns the reason why a file cannot be used. A file that is there is not tried again."""
+        cause = _last_line(error)
+        if not isinstance(error, FileNotFoundError):
+            self._unusable[latest.run, number, kind] = cause
+        return cause
+
+    def _say(self, problem: str) -> None:
+        """Keeps a problem for :attr:`state`, and warns about it once until the follower is up to date again."""
+        self._problem = f"{self._source}: {problem}"
+        if problem not in self._told:
+            self._told.add(problem)
+            warn_user(f"{self._problem}: the present rows are served until the next full export is loaded")
+
+
+def _last_line(error: BaseException) -> str:
+    return (str(error).strip().splitlines() or [type(error).__name__])[-1]
+
+
+def follow(source: str | Path, *, every_s: float = 0.5, timeout_s: float = 60.0) -> Follower:
+    """Loads a published model and keeps it up to date in a thread.
+
+    Args:
+        source: The destination of a :class:`DeltaPublisher`: the path of a directory, or the URL of a stream on a Redis
+            server, ``redis://host:port/db?stream=name``.
+        every_s: The longest time between two looks at the source, in seconds. Default: 0.5.
+        timeout_s: The time in seconds to wait for the first full export. Default: 60.
+
+    Returns:
+        The follower, which has loaded a full export and all deltas after it. Close it at the end.
+
+    Raises:
+        TypeError, ValueError: ``source`` is neither of them.
+        TimeoutError: There was no full export that can be used.
+        OSError: The source could not be read for this time.
+        ImportError: The package ``redis`` is missing.
+    """
+    follower = Follower(source)
+    end = time.monotonic() + timeout_s
+    try:
+        while follower.version is None:
+            try:
+                follower.poll()
+                cause: OSError | None = None
+            except OSError as error:
+                cause = error
+            if follower.version is None and time.monotonic() >= end:
+                if cause is not None:
+                    raise cause
+                problem = follower.state.problem or "nothing has been published there"
+                raise TimeoutError(f"{source}: no model after {timeout_s:g} s: {problem}")
+            if follower.version is None:
+                time.sleep(min(every_s, max(0.0, end - time.monotonic())))
+        follower.start(every_s)
+    except BaseException:
+        follower.close()
+        raise
+    return follower

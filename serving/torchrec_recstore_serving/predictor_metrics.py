@@ -1,0 +1,83 @@
+"""The metrics of a server of predictions, for Prometheus."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+from torchrec_recstore_service.server.listening import host_and_port
+from torchrec_recstore_service.server.metrics import Numbers, add_gauges
+
+_GAUGES = {
+    "seconds_behind": "The age of the served rows in seconds.",
+    "versions_behind": "The number of publications that are not applied.",
+    "problem": "Whether the newest publication cannot be served: 1 or 0.",
+    "number": "The number of the publication that is served.",
+}
+_COUNTERS = {
+    "fulls_loaded": "The number of full exports that were loaded.",
+    "deltas_applied": "The number of deltas that were applied.",
+    "batches": "The number of calls of the model.",
+}
+
+
+class PredictorMetrics:
+    """An HTTP endpoint for Prometheus.
+
+    Args:
+        state: A function that returns the state of the server.
+        address: The address to listen on, ``host:port``. Port 0 chooses a free port.
+
+    Raises:
+        OSError: The address cannot be listened on.
+    """
+
+    def __init__(self, state: Callable[[], Mapping[str, Any]], address: str) -> None:
+        import prometheus_client as prometheus  # imported here, because most servers report no metrics
+        from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+
+        registry = prometheus.CollectorRegistry()
+        prometheus.ProcessCollector(registry=registry)
+        prometheus.PlatformCollector(registry=registry)
+        self._seconds = prometheus.Histogram(
+            "recstore_predict_seconds",
+            "The time of a prediction, from its arrival in the queue to its answer.",
+            buckets=[0.0005 * 2**power for power in range(15)],
+            registry=registry,
+        )
+        self._predictions = prometheus.Counter(
+            "recstore_predictions", "The number of predictions by outcome.", ["outcome"], registry=registry
+        )
+
+        class OfFollower:
+            def collect(self) -> Iterator[Any]:
+                now = {**state()}
+                now["problem"] = now["problem"] is not None
+                now["seconds_behind"] = math.inf if now["seconds_behind"] is None else now["seconds_behind"]
+                for names, family in ((_GAUGES, GaugeMetricFamily), (_COUNTERS, CounterMetricFamily)):
+                    for name, text in names.items():
+                        yield family(f"recstore_follow_{name}", text, value=now[name])
+
+        registry.register(OfFollower())
+        self._registry = registry
+        host, port = host_and_port(address)
+        try:
+            self._server, self._thread = prometheus.start_http_server(port, host, registry=registry)
+        except OSError as error:
+            raise OSError(f"--metrics {address}: {error.strerror}") from error
+
+    def observe(self, seconds: float, failed: bool) -> None:
+        """Records the end of a prediction."""
+        self._seconds.observe(seconds)
+        self._predictions.labels("failed" if failed else "ok").inc()
+
+    def gauges(self, numbers: Numbers) -> None:
+        """Reports further numbers."""
+        add_gauges(self._registry, numbers)
+
+    def close(self) -> None:
+        """Stops listening."""
+        self._server.shutdown()
+        self._server.server_close()
+        self._thread.join()

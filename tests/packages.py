@@ -1,0 +1,26 @@
+"""Where the three distributions of the repository are."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+PROJECTS = {
+    "torchrec_recstore": ROOT,
+    "torchrec_recstore_service": ROOT / "service",
+    "torchrec_recstore_serving": ROOT / "serving",
+}
+"""The folder with the ``setup.cfg`` of each package."""
+
+PACKAGES = {name: project / name for name, project in PROJECTS.items()}
+"""The folder of each package."""
+
+
+def sources() -> dict[str, Path]:
+    """The Python files of all packages by the names of their modules, without generated ones."""
+    return {
+        ".".join(path.relative_to(folder.parent).with_suffix("").parts).removesuffix(".__init__"): path
+        for folder in PACKAGES.values()
+        for path in sorted(folder.rglob("*.py"))
+        if "_pb2" not in path.name
+    }

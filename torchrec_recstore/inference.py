@@ -1,0 +1,18 @@
+"""The names of ``torchrec-recstore-serving``, which exports trained models and serves them. See docs/serving.md."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from torchrec_recstore.plugins import plugin
+
+if TYPE_CHECKING:
+    from torchrec_recstore_serving import *  # noqa: F403
+
+
+def __getattr__(name: str) -> object:
+    return getattr(plugin("serving"), name)
+
+
+def __dir__() -> list[str]:
+    return dir(plugin("serving"))

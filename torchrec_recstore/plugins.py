@@ -1,0 +1,49 @@
+"""What other distributions add to this package: it finds them by their entry points and never imports them by name.
+
+``torchrec-recstore-service`` and ``torchrec-recstore-serving`` list what they add in their ``setup.cfg``.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from importlib.metadata import EntryPoint, entry_points
+from typing import Any
+
+COMMANDS = "torchrec_recstore.commands"
+"""The group of the entry points of commands: typer functions, or typer apps with several commands."""
+
+_PLUGINS = "torchrec_recstore.plugins"
+_NAMES = {
+    "torchrec-recstore-service": {"client", "connected_to", "looks", "serve", "server_store", "servers", "service"},
+    "torchrec-recstore-serving": {"export", "follow", "serving"},
+}
+
+
+class MissingDistributionError(ImportError):
+    """What was asked for is in a distribution that is not installed.
+
+    Args:
+        name: The name of the plugin or the command.
+    """
+
+    def __init__(self, name: str) -> None:
+        needed = next(distribution for distribution, names in _NAMES.items() if name in names)
+        super().__init__(f"this needs {needed}, which is not installed: pip install {needed}")
+
+
+def commands() -> dict[str, EntryPoint | None]:
+    """Returns the entry points of the commands of other distributions by name, None for those not installed."""
+    known = dict.fromkeys(("export", "follow", "serve", "servers"))
+    return {**known, **{entry.name: entry for entry in entry_points(group=COMMANDS)}}
+
+
+@cache
+def plugin(name: str) -> Any:
+    """Returns what another distribution adds under a name.
+
+    Raises:
+        MissingDistributionError: The distribution is not installed. The message says how to install it.
+    """
+    for entry in entry_points(group=_PLUGINS, name=name):
+        return entry.load()
+    raise MissingDistributionError(name)
