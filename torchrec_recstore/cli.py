@@ -27,7 +27,7 @@ from collections.abc import Callable
 from typing import Annotated
 
 from torchrec_recstore import __version__
-from torchrec_recstore.plugins import MissingDistributionError, commands
+from torchrec_recstore.plugins import commands, missing
 
 try:
     import typer
@@ -79,7 +79,7 @@ def _not_installed(name: str) -> Callable[[typer.Context], None]:
 
     def say(context: typer.Context) -> None:
         with errors_in_one_line():
-            raise ValueError(str(MissingDistributionError(name)))
+            raise ValueError(str(missing(name)))
 
     return say
 

@@ -19,16 +19,10 @@ _NAMES = {
 }
 
 
-class MissingDistributionError(ImportError):
-    """What was asked for is in a distribution that is not installed.
-
-    Args:
-        name: The name of the plugin or the command.
-    """
-
-    def __init__(self, name: str) -> None:
-        needed = next(distribution for distribution, names in _NAMES.items() if name in names)
-        super().__init__(f"this needs {needed}, which is not installed: pip install {needed}")
+def missing(name: str) -> ImportError:
+    """Returns the error of a plugin or a command whose distribution is not installed."""
+    needed = next(distribution for distribution, names in _NAMES.items() if name in names)
+    return ImportError(f"this needs {needed}, which is not installed: pip install {needed}")
 
 
 def commands() -> dict[str, EntryPoint | None]:
@@ -42,8 +36,8 @@ def plugin(name: str) -> Any:
     """Returns what another distribution adds under a name.
 
     Raises:
-        MissingDistributionError: The distribution is not installed. The message says how to install it.
+        ImportError: The distribution is not installed. The message says how to install it.
     """
     for entry in entry_points(group=_PLUGINS, name=name):
         return entry.load()
-    raise MissingDistributionError(name)
+    raise missing(name)

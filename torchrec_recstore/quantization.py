@@ -39,7 +39,7 @@ class RefusesQuantization:
         left_out = "_qconfig" in self.__dict__
         if config is not None or ("qconfig_dict" in asked and not left_out and _asks_for_tables(asked)):
             raise NotImplementedError(
-                f"{type(self).__name__} cannot be quantized in place: torchrec_recstore_serving.export_for_inference "
+                f"{type(self).__name__} cannot be quantized in place: torchrec_recstore.inference.export_for_inference "
                 "returns a copy of the model with static, quantized tables; to quantize only other layers, pass the "
                 "model and their types, or set the table module's qconfig to None"
             )

@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING
 from torchrec_recstore.utils import lazy_names
 
 if TYPE_CHECKING:
-    from torchrec_recstore_service.client import NoInitialRow, RecStoreClient
-    from torchrec_recstore_service.wire.protocol import ServerRestartedError, ServerSetError, ServiceError
+    from torchrec_recstore_service.client import RecStoreClient
+    from torchrec_recstore_service.wire.protocol import NoInitialRow, ServerRestartedError, ServerSetError, ServiceError
 
 __version__ = "0.2.0"
 
@@ -27,7 +27,7 @@ def get_include() -> str:
 __getattr__, __dir__ = lazy_names(
     __name__,
     {
-        "NoInitialRow": "client",
+        "NoInitialRow": "wire.protocol",
         "RecStoreClient": "client",
         "ServerRestartedError": "wire.protocol",
         "ServerSetError": "wire.protocol",

@@ -282,7 +282,7 @@ def _write(tensors: Mapping[str, Tensor], path: Path) -> None:
 def described(path: Path) -> dict[str, Any]:
     """Describes an exported model or a delta, in values that ``json`` can write.
 
-    The file is not verified: see :func:`torchrec_recstore_serving.verify`.
+    The file is not verified: see :func:`torchrec_recstore.inference.verify`.
 
     Args:
         path: The file.

@@ -111,7 +111,7 @@ def export_for_inference(
         top_rows: The maximum number of exported rows of each RecStore table. The rows of the highest frequency are
             exported, and among equal frequencies the smallest ids. Default: None, no limit.
         index: How the scripted model searches ids. ``"sorted"`` needs no library besides torch and FBGEMM. ``"hash"``
-            needs the library of :func:`torchrec_recstore_serving.load_library`; it searches many times as fast, a
+            needs the library of :func:`torchrec_recstore.inference.load_library`; it searches many times as fast, a
             copy of the model shares the rows, and deltas take time for the changed rows only. docs/serving.md says when
             to take which. Default: ``"sorted"``.
 

@@ -88,13 +88,13 @@ def export_checkpoint(
         output: The file. An existing file is replaced when the new file is complete.
         tables: The names of the tables to export, in the order of the module's input and output. Default: None, all
             tables in the order of their names.
-        dtype: The data type of the exported rows; see :func:`torchrec_recstore_serving.export_for_inference`.
+        dtype: The data type of the exported rows; see :func:`torchrec_recstore.inference.export_for_inference`.
             Default: ``torch.int8``.
         min_frequency: The minimum frequency of an exported row; see
-            :func:`torchrec_recstore_serving.export_for_inference`. Default: 0, all rows.
+            :func:`torchrec_recstore.inference.export_for_inference`. Default: 0, all rows.
         top_rows: The maximum number of exported rows of each table; see
-            :func:`torchrec_recstore_serving.export_for_inference`. Default: None, no limit.
-        index: How the module searches ids; see :func:`torchrec_recstore_serving.export_for_inference`. With
+            :func:`torchrec_recstore.inference.export_for_inference`. Default: None, no limit.
+        index: How the module searches ids; see :func:`torchrec_recstore.inference.export_for_inference`. With
             ``"hash"``, the module needs the native library and no FBGEMM. Default: ``"sorted"``.
         advance: A callback that is called with the number of rows read since the last call. With ``min_frequency`` or
             ``top_rows``, all rows are read twice.
@@ -108,7 +108,7 @@ def export_checkpoint(
         OSError: The file cannot be written.
 
     Warns:
-        RecStoreWarning: See :func:`torchrec_recstore_serving.export_for_inference`.
+        RecStoreWarning: See :func:`torchrec_recstore.inference.export_for_inference`.
     """
     output = Path(output)
     check_path(output)

@@ -29,7 +29,7 @@ class PredictorOptions:
     """The options of a server of predictions.
 
     Args:
-        source: The place that is followed; see :func:`torchrec_recstore_serving.follow`.
+        source: The place that is followed; see :func:`torchrec_recstore.inference.follow`.
         listening: The address, and who may call the server.
         http: The address for JSON over HTTP, as ``host:port``. None: there is none.
         jagged: See :func:`torchrec_recstore_serving.requests.request_of`.

@@ -35,7 +35,7 @@ _LONGEST_WAIT_S = 1.0  # the time between two exchanges while a publication is d
 
 
 class DeltaPublisher:
-    """Publishes a model while it is trained, for :func:`torchrec_recstore_serving.follow`; also a context manager.
+    """Publishes a model while it is trained, for :func:`torchrec_recstore.inference.follow`; also a context manager.
 
     The first :meth:`step` publishes a full export of the model. Later steps publish the changes since the publication
     before, if ``every_s`` has passed since then. The model is read in :meth:`step`, and a thread writes what was read.
@@ -55,7 +55,7 @@ class DeltaPublisher:
     suddenly become slower, a publication may therefore be late.
 
     Args:
-        model: The model; see :func:`torchrec_recstore_serving.export_for_inference`.
+        model: The model; see :func:`torchrec_recstore.inference.export_for_inference`.
         destination: The path of a directory, which is created if it does not exist, or the URL of a stream on a Redis
             server: ``redis://host:port/db?stream=name``. Only one publisher writes to a destination.
         every_s: The minimum time between two publications, in seconds. Default: 5.
@@ -111,7 +111,7 @@ class DeltaPublisher:
         """Publishes the model if a publication is due. Call it after each training step. Collective.
 
         Raises:
-            Exception: The errors of :func:`torchrec_recstore_serving.export_for_inference`, and the error with which
+            Exception: The errors of :func:`torchrec_recstore.inference.export_for_inference`, and the error with which
                 the last publication has failed. The next publication then is a full export.
             ValueError: The publisher is closed.
         """

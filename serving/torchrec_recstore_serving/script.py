@@ -83,7 +83,7 @@ def scripted(served: nn.Module) -> torch.jit.ScriptModule:
     """Compiles a served model with TorchScript, and adds the methods for its tables and deltas.
 
     Args:
-        served: The result of :func:`torchrec_recstore_serving.scriptable`, or a module of served tables.
+        served: The result of :func:`torchrec_recstore.inference.scriptable`, or a module of served tables.
 
     Raises:
         ValueError: Neither TorchScript nor TorchRec's tracer can compile the model, two tables have the same name, the

@@ -198,9 +198,9 @@ def scriptable(exported: nn.Module, *, index: str = "sorted") -> nn.Module:
     table's name.
 
     Args:
-        exported: The result of :func:`torchrec_recstore_serving.export_for_inference`, with TorchRec's plain or
+        exported: The result of :func:`torchrec_recstore.inference.export_for_inference`, with TorchRec's plain or
             quantised collections. They must not be sharded.
-        index: How the tables search ids; see :func:`torchrec_recstore_serving.export_for_inference`. The model is not
+        index: How the tables search ids; see :func:`torchrec_recstore.inference.export_for_inference`. The model is not
             for ``torch.export`` with ``"hash"``. Default: ``"sorted"``.
 
     Raises:

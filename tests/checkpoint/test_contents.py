@@ -21,7 +21,7 @@ from torchrec_recstore.checkpoint.info import METADATA, VERSION, read_chain
 from torchrec_recstore.checkpoint.reader import check_rows, held_rows, load_rows
 from torchrec_recstore.options import LRU, TableOptions
 from torchrec_recstore.store import Table
-from torchrec_recstore_service.client.hosted import HostedBackend
+from torchrec_recstore_service.client.hosted import HostedTables
 from torchrec_recstore_service.server.data_directory import DataDirectory
 from torchrec_recstore_service.wire.table_spec import TableSpec
 
@@ -237,7 +237,7 @@ def test_what_a_server_has_saved(saved: Path, tmp_path: Path) -> None:
     spec = TableSpec(4, torch.float32, read_chain(saved / "full")[-1].tables["item"].optimizer, TableOptions())
     with pytest.raises(ValueError, match=f"not the specification of a table: it has the field 'new',{INSTALL}"):
         TableSpec.from_json(json.dumps({**json.loads(spec.to_json()), "new": 1}))
-    tables = HostedBackend()
+    tables = HostedTables()
     change(saved / "full", drop("parts", file_too=False))
     with pytest.raises(CheckpointError, match=r"full has the file item-.*, which belongs to no table"):
         tables.load(saved / "full")

@@ -21,7 +21,7 @@ from torchrec_recstore.options import MinFrequency, RedisStore, RocksDBStore, Se
 from torchrec_recstore.store import Table, redis_store
 from torchrec_recstore.store.conformance import check_cold_store
 from torchrec_recstore_service import RecStoreClient
-from torchrec_recstore_service.client.hosted import HostedBackend
+from torchrec_recstore_service.client.hosted import HostedTables
 from torchrec_recstore_service.client.limits import Limits
 from torchrec_recstore_service.server.applied import AppliedRequests
 from torchrec_recstore_service.server.credentials import watched_token
@@ -222,7 +222,7 @@ def open_token(tmp_path: Path) -> None:
 
 @situation("More tables than a server takes")
 def too_many_tables() -> None:
-    tables = HostedBackend(Limits(max_tables=1))
+    tables = HostedTables(Limits(max_tables=1))
     spec = TableSpec(4, torch.float32, SGD(lr=1.0), TableOptions())
     tables.create("t_user", spec)
     tables.create("t_item", spec)
@@ -230,7 +230,7 @@ def too_many_tables() -> None:
 
 @situation("More counters than a server takes")
 def too_many_counters() -> None:
-    tables = HostedBackend(Limits(max_counter_bytes=2**23))
+    tables = HostedTables(Limits(max_counter_bytes=2**23))
     options = TableOptions(admission=MinFrequency(2, counter_bytes=2**24))
     tables.create("t_user", TableSpec(4, torch.float32, SGD(lr=1.0), options))
 

@@ -61,7 +61,7 @@ from torchrec_recstore.options import (
 from torchrec_recstore.planner import RecStoreConstraints, RecStorePlanner
 from torchrec_recstore.sharders import RecStoreSharder
 from torchrec_recstore.store import Table
-from torchrec_recstore_service.client.hosted import HostedBackend
+from torchrec_recstore_service.client.hosted import HostedTables
 from torchrec_recstore_service.client.limits import Limits
 from torchrec_recstore_service.server.applied import AppliedRequests
 from torchrec_recstore_service.server.data_directory import DataDirectory, Membership
@@ -251,7 +251,7 @@ def write_checkpoints_of_ranks(rank: int, world_size: int, *, to: Path) -> None:
 def write_server_data(to: Path) -> None:
     """Writes the files of a stopped server: a table of each data type, one in a cold store, one whose rows expire."""
     with tempfile.TemporaryDirectory() as cold:
-        tables = HostedBackend(Limits(cold_store=RocksDBStore(cold)))
+        tables = HostedTables(Limits(cold_store=RocksDBStore(cold)))
         for dtype, (name, optimizer) in zip(DTYPES_OF_ROWS, OPTIMIZERS.items(), strict=True):
             options = TableOptions(initializer=NormalInit(0.0, 0.5, truncate_std=2.0), missing="init")
             tables.create(name, TableSpec(DIM, dtype, optimizer, options, lossless=name == "sgd"))
@@ -287,7 +287,7 @@ EVENT_TIME = 1_700_000_000.0
 """The time of the first step of the table "timed", in seconds since 1970. The others follow after 20 s each."""
 
 
-def hosted_tables(tables: HostedBackend) -> list[Any]:
+def hosted_tables(tables: HostedTables) -> list[Any]:
     """The tables that saves include."""
     return [tables._named()[name] for name, spec in tables.specs().items() if not spec.temporary]
 

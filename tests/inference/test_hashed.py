@@ -289,7 +289,7 @@ def test_requests_while_a_table_changes(tmp_path: Path) -> None:
     """A lookup is of one version, also on a module that is changed in place: all of its columns and rows are equal."""
     load_library()
     ids = torch.arange(3000) * 7
-    native = torch.classes.recstore.ClientTable(0, 16, ids, torch.zeros(3001, 16))
+    native = torch.classes.recstore.ServedTable(0, 16, ids, torch.zeros(3001, 16))
     failures: list[Tensor] = []
     done = threading.Event()
 
@@ -408,7 +408,7 @@ def test_a_large_table_answers_while_the_system_moves_it_to_huge_pages(tmp_path:
 def test_many_changes_beside_a_dict() -> None:
     """Inserts, updates and removals, prepared and abandoned ones too, beside a dict; the table grows and is copied."""
     generator = torch.Generator().manual_seed(0)
-    native = torch.classes.recstore.ClientTable(0, 3, torch.empty(0, dtype=torch.int64), torch.full((1, 3), 7.0))
+    native = torch.classes.recstore.ServedTable(0, 3, torch.empty(0, dtype=torch.int64), torch.full((1, 3), 7.0))
     known: dict[int, float] = {}
     for number in range(120):
         some = torch.randint(-2000, 2000, (200,), generator=generator).unique()

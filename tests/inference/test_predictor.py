@@ -24,7 +24,7 @@ from tests.secrets import write_secret
 from torchrec_recstore.inference import DeltaPublisher, Follower
 from torchrec_recstore.modules import RecStoreEmbedding
 from torchrec_recstore_service.server.listening import ListenOptions
-from torchrec_recstore_service.wire import predictor_pb2 as pb
+from torchrec_recstore_serving import predictor_pb2 as pb
 from torchrec_recstore_serving.batching import Answer, Batcher
 from torchrec_recstore_serving.predictor import PredictorOptions, jagged_of
 from torchrec_recstore_serving.predictor_http import HttpServer

@@ -20,7 +20,7 @@ from torch import nn
 
 from tests.secrets import write_secret
 from torchrec_recstore.inference import DeltaPublisher
-from torchrec_recstore_service.wire import predictor_pb2 as pb
+from torchrec_recstore_serving import predictor_pb2 as pb
 from torchrec_recstore_serving.predictor_pb2_grpc import PredictorStub
 from torchrec_recstore_serving.request_values import array_of, tensor_of
 

@@ -13,7 +13,7 @@ from torchrec_recstore.inference import export_for_inference
 from torchrec_recstore.modules import RecStoreEmbedding, RecStoreEmbeddingBagCollection
 from torchrec_recstore_serving.row_formats import packed
 from torchrec_recstore_serving.script import save_script, scripted
-from torchrec_recstore_serving.served_tables import ClientTables, served_table
+from torchrec_recstore_serving.served_tables import ServedTables, served_table
 
 
 @pytest.fixture(scope="module", params=["float32", "int8"])
@@ -21,7 +21,7 @@ def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     rows = packed("a", torch.rand(3, 4), request.param)
     path: Path = tmp_path_factory.mktemp("served") / "tables.pt"
     tables = [served_table(name, 4, request.param, torch.tensor([-1, 2]), rows) for name in ("a", "b")]
-    save_script(scripted(ClientTables(tables)), path)
+    save_script(scripted(ServedTables(tables)), path)
     return torch.jit.load(path)
 
 

@@ -16,7 +16,7 @@ from torchrec.distributed import DistributedModelParallel
 from torchrec_recstore import load_checkpoint, load_distributed_checkpoint, reshard, save_checkpoint
 from torchrec_recstore.checkpoint import compact_checkpoint
 from torchrec_recstore.checkpoint.info import read_info
-from torchrec_recstore_service.client.hosted import HostedBackend
+from torchrec_recstore_service.client.hosted import HostedTables
 from torchrec_recstore_service.client.hosted_checkpoints import saved_specs
 from torchrec_recstore_service.server.set_resharding import joined, owned_by
 
@@ -122,7 +122,7 @@ class Servers(Checkpoint):
         saved = path.with_name(f"{path.name}-of-the-model")
         save_checkpoint(model, saved)
         if dist.get_rank() == 0:
-            one, whole, parts = HostedBackend(), path.with_name(f"{path.name}-of-one"), path.with_name(f"{path.name}-3")
+            one, whole, parts = HostedTables(), path.with_name(f"{path.name}-of-one"), path.with_name(f"{path.name}-3")
             one.load(saved)
             one.save(whole)
             info = read_info(whole)

@@ -26,7 +26,7 @@ from tests.service.fuzz_phases import DIM, IDS, KEPT, Phases
 from torchrec_recstore.optim import Adagrad
 from torchrec_recstore.options import LRU, TableOptions
 from torchrec_recstore_service import RecStoreClient
-from torchrec_recstore_service.client.hosted import HostedBackend
+from torchrec_recstore_service.client.hosted import HostedTables
 from torchrec_recstore_service.client.limits import Limits
 from torchrec_recstore_service.server import received, reservations
 from torchrec_recstore_service.server.calls import CallThreads, RequestMemory
@@ -204,7 +204,7 @@ def fuzz(calls: int, seed: int, directory: Path, report: Callable[[str], object]
     Raises:
         AssertionError: A call has failed in the server, or has changed a row.
     """
-    tables = HostedBackend(Limits(max_tables=20, max_rows=1000, eviction=LRU()))
+    tables = HostedTables(Limits(max_tables=20, max_rows=1000, eviction=LRU()))
     data = DataDirectory(directory)
     service = ParameterServer(tables, data, NoObserver())
     server = GrpcServer(

@@ -11,7 +11,7 @@ import torch
 
 from torchrec_recstore.optim import Adagrad
 from torchrec_recstore.options import TableOptions
-from torchrec_recstore_service.client.hosted import HostedBackend
+from torchrec_recstore_service.client.hosted import HostedTables
 from torchrec_recstore_service.server.data_directory import DataDirectory
 from torchrec_recstore_service.wire import recstore_pb2 as pb
 from torchrec_recstore_service.wire.table_spec import TableSpec
@@ -34,7 +34,7 @@ class Phases:
         directory: The data directory of the server.
     """
 
-    def __init__(self, chosen: random.Random, tables: HostedBackend, directory: DataDirectory) -> None:
+    def __init__(self, chosen: random.Random, tables: HostedTables, directory: DataDirectory) -> None:
         self._random = chosen
         self._tables = tables
         self._directory = directory

@@ -18,9 +18,9 @@ from torchrec_recstore import RecStoreClient
 from torchrec_recstore.optim import SGD, RowWiseAdagrad
 from torchrec_recstore.options import LRU, ConstantInit, MinFrequency, RocksDBStore, TableOptions, UniformInit
 from torchrec_recstore.store import Table
-from torchrec_recstore_service.client.backend import InitialRows
-from torchrec_recstore_service.client.hosted import HostedBackend
+from torchrec_recstore_service.client.hosted import HostedTables
 from torchrec_recstore_service.client.recstore_client import _THREADS
+from torchrec_recstore_service.wire.row_requests import InitialRows
 
 DIM = 4
 IDS = torch.tensor([5, -(2**63), 2**63 - 1, 0, -1])
@@ -180,15 +180,15 @@ def test_an_update_goes_on_where_rows_leave_in_between(monkeypatch: pytest.Monke
     client = client_with(init_func=normal, optimizer=SGD(lr=1.0))
     rows = client.pull("t", IDS)
     client.push("t", IDS, torch.zeros(5, DIM))
-    update, given = HostedBackend.update, []
+    update, given = HostedTables.update, []
 
-    def meddled(self: HostedBackend, name: str, ids: Tensor, grads: Tensor, initial: InitialRows | None = None) -> None:
+    def meddled(self: HostedTables, name: str, ids: Tensor, grads: Tensor, initial: InitialRows | None = None) -> None:
         if not given:
             self.delete(name, IDS[:2])
         given.append(initial)
         update(self, name, ids, grads, initial)
 
-    monkeypatch.setattr(HostedBackend, "update", meddled)
+    monkeypatch.setattr(HostedTables, "update", meddled)
     client.update("t", IDS, torch.ones(5, DIM))
     assert len(given) == 2
     assert torch.equal(client.pull("t", IDS), torch.cat([rows[:2], torch.zeros(3, DIM)]) - 1)
@@ -199,9 +199,9 @@ def test_an_update_that_was_refused_is_not_refused_again(monkeypatch: pytest.Mon
     client = client_with(init_func=normal, optimizer=SGD(lr=1.0))
     rows = client.pull("t", IDS)
     client.push("t", IDS, torch.zeros(5, DIM))
-    update, given = HostedBackend.update, []
+    update, given = HostedTables.update, []
 
-    def meddled(self: HostedBackend, name: str, ids: Tensor, grads: Tensor, initial: InitialRows | None = None) -> None:
+    def meddled(self: HostedTables, name: str, ids: Tensor, grads: Tensor, initial: InitialRows | None = None) -> None:
         given.append(initial)
         self.delete(name, IDS)
         try:
@@ -210,7 +210,7 @@ def test_an_update_that_was_refused_is_not_refused_again(monkeypatch: pytest.Mon
             self.push(name, IDS, torch.zeros(5, DIM))
             raise
 
-    monkeypatch.setattr(HostedBackend, "update", meddled)
+    monkeypatch.setattr(HostedTables, "update", meddled)
     client.update("t", IDS, torch.ones(5, DIM))
     assert len(given) == 2
     assert given[0] is None
@@ -234,11 +234,11 @@ def test_prefetch(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ValueError, match="no table 'u'"):
         client.prefetch("u", ids)
 
-    def fails(self: HostedBackend, name: str, ids: Tensor) -> Tensor:
+    def fails(self: HostedTables, name: str, ids: Tensor) -> Tensor:
         raise MemoryError("no room")
 
     with monkeypatch.context() as patch:
-        patch.setattr(HostedBackend, "pull", fails)
+        patch.setattr(HostedTables, "pull", fails)
         handle = client.prefetch("t", ids)
         with pytest.raises(MemoryError, match="no room"):
             client.wait_for_prefetch(handle)
@@ -249,14 +249,14 @@ def test_prefetch(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_prefetches_run_beside_the_caller_in_few_threads(monkeypatch: pytest.MonkeyPatch) -> None:
     client = client_with(options=TableOptions(initializer=ConstantInit(1.0)))
     go, running = threading.Event(), []
-    pull = HostedBackend.pull
+    pull = HostedTables.pull
 
-    def slow(self: HostedBackend, name: str, ids: Tensor) -> Tensor:
+    def slow(self: HostedTables, name: str, ids: Tensor) -> Tensor:
         running.append(threading.get_ident())
         assert go.wait(60)
         return pull(self, name, ids)
 
-    monkeypatch.setattr(HostedBackend, "pull", slow)
+    monkeypatch.setattr(HostedTables, "pull", slow)
     handles = [client.prefetch("t", torch.tensor([number])) for number in range(40)]
     go.set()
     for handle in handles:

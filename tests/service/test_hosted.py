@@ -15,9 +15,9 @@ from torchrec_recstore.optim import SGD, Adam, Optimizer, PartialRowWiseAdam, Ro
 from torchrec_recstore.options import LFU, LRU, ConstantInit, Expiry, MinFrequency, RocksDBStore, TableOptions
 from torchrec_recstore.row_types import value_dtype
 from torchrec_recstore.store import Table
-from torchrec_recstore_service.client.backend import NoInitialRow
-from torchrec_recstore_service.client.hosted import HostedBackend
+from torchrec_recstore_service.client.hosted import HostedTables
 from torchrec_recstore_service.client.limits import Limits, held_options
+from torchrec_recstore_service.wire.protocol import NoInitialRow
 from torchrec_recstore_service.wire.table_spec import TableSpec
 
 DIM = 6
@@ -45,7 +45,7 @@ def ones(n: int) -> Tensor:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int8])
 def test_rows_are_a_tables_to_the_bit(optimizer: Optimizer, dtype: torch.dtype) -> None:
     options = TableOptions(seed=3)
-    tables = HostedBackend()
+    tables = HostedTables()
     tables.create("t", spec(options, optimizer, dtype))
     oracle = Table(DIM, dtype, optimizer, TableOptions(seed=3, missing="init"), name="t")
     every = torch.arange(-50, 150)
@@ -72,7 +72,7 @@ def test_rows_are_a_tables_to_the_bit(optimizer: Optimizer, dtype: torch.dtype) 
 
 
 def test_pull_changes_nothing() -> None:
-    tables = HostedBackend()
+    tables = HostedTables()
     tables.create("t", spec(TableOptions()))
     tables.update("t", ids(1, 2), ones(2))
     before = tables.stats("t")
@@ -86,7 +86,7 @@ def test_pull_changes_nothing() -> None:
 
 
 def test_create_again() -> None:
-    tables = HostedBackend()
+    tables = HostedTables()
     tables.create("t", spec())
     tables.push("t", ids(1), ones(1))
     tables.create("t", spec())
@@ -100,7 +100,7 @@ def test_create_again() -> None:
 
 
 def test_unknown_and_dropped_tables() -> None:
-    tables = HostedBackend()
+    tables = HostedTables()
     with pytest.raises(ValueError, match="no table 'u': there is none"):
         tables.stats("u")
     tables.create("s", spec())
@@ -134,7 +134,7 @@ def test_unknown_and_dropped_tables() -> None:
 
 
 def test_updates_are_the_steps_of_lru_and_its_bound() -> None:
-    tables = HostedBackend()
+    tables = HostedTables()
     tables.create("t", spec(TableOptions(initializer=ConstantInit(0.0), max_rows=4, eviction=LRU())))
     for number in (1, 2, 3, 4, 1, 5):
         tables.update("t", ids(number), ones(1))
@@ -148,7 +148,7 @@ def test_updates_are_the_steps_of_lru_and_its_bound() -> None:
 
 
 def test_updates_are_the_steps_of_lfu_expiry_and_admission() -> None:
-    tables = HostedBackend()
+    tables = HostedTables()
     tables.create("lfu", spec(TableOptions(max_rows=2, eviction=LFU())))
     for number in (1, 1, 2, 3):
         tables.update("lfu", ids(number), ones(1))
@@ -170,7 +170,7 @@ def test_updates_are_the_steps_of_lfu_expiry_and_admission() -> None:
 
 
 def test_a_cold_store_keeps_what_leaves(tmp_path: Path) -> None:
-    tables = HostedBackend(Limits(max_rows=8, cold_store=RocksDBStore(str(tmp_path / "cold"))))
+    tables = HostedTables(Limits(max_rows=8, cold_store=RocksDBStore(str(tmp_path / "cold"))))
     tables.create("t", spec())
     for first in range(0, 40, 4):
         tables.update("t", torch.arange(first, first + 4), ones(4))
@@ -226,11 +226,11 @@ def test_limits_that_make_no_sense() -> None:
     with pytest.raises(TypeError, match="eviction must be LRU or LFU"):
         Limits(eviction="lru")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="'t': max_rows=1 is less than the 2 shards"):
-        HostedBackend().create("t", spec(TableOptions(max_rows=1), shard=(0, 2)))
+        HostedTables().create("t", spec(TableOptions(max_rows=1), shard=(0, 2)))
 
 
 def test_initial_rows_are_for_ids_without_a_row() -> None:
-    tables = HostedBackend()
+    tables = HostedTables()
     tables.create("t", spec(initial_rows="some"))
     tables.push("t", ids(1), 5 * ones(1))
     rows = torch.arange(3.0)[:, None].expand(3, DIM)
@@ -253,7 +253,7 @@ def test_initial_rows_are_for_ids_without_a_row() -> None:
 
 def test_initial_rows_and_bounds(tmp_path: Path) -> None:
     """A row that was not admitted, was evicted or has expired in a cold store begins again with its initial row."""
-    tables = HostedBackend(Limits(cold_store=RocksDBStore(str(tmp_path))))
+    tables = HostedTables(Limits(cold_store=RocksDBStore(str(tmp_path))))
     seven = (ids(1), 7 * ones(1))
     tables.create("admission", spec(TableOptions(admission=MinFrequency(2)), initial_rows="some"))
     tables.update("admission", ids(1), ones(1), seven)
@@ -261,7 +261,7 @@ def test_initial_rows_and_bounds(tmp_path: Path) -> None:
     tables.update("admission", ids(1), ones(1), seven)
     assert tables.pull("admission", ids(1)).tolist() == [[6.0] * DIM]
 
-    evicting = HostedBackend()
+    evicting = HostedTables()
     evicting.create("t", spec(TableOptions(max_rows=1, eviction=LRU()), initial_rows="some"))
     for number in (1, 2, 1):
         evicting.update("t", ids(number), ones(1), (ids(number), 7 * ones(1)))
@@ -282,7 +282,7 @@ def test_initial_rows_and_bounds(tmp_path: Path) -> None:
 
 
 def test_nobody_sees_initial_rows_without_their_update() -> None:
-    tables = HostedBackend()
+    tables = HostedTables()
     tables.create("t", spec(initial_rows="some"))
     batch, seen = torch.arange(200), []
     done = threading.Event()
@@ -303,7 +303,7 @@ def test_nobody_sees_initial_rows_without_their_update() -> None:
 
 def test_many_threads(tmp_path: Path) -> None:
     """Updates, pulls, saves and creates run at the same time. No update is lost, and every save is of one moment."""
-    tables = HostedBackend()
+    tables = HostedTables()
     for name in ("a", "b"):
         tables.create(name, spec())
     hot, errors = torch.arange(300), []
@@ -345,7 +345,7 @@ def test_many_threads(tmp_path: Path) -> None:
     for name in ("a", "b"):
         assert tables.pull(name, hot).unique().tolist() == [300.0]
     for path in tmp_path.iterdir():
-        loaded = HostedBackend()
+        loaded = HostedTables()
         loaded.load(path)
         if not len(loaded.ids("a")):
             continue
@@ -355,7 +355,7 @@ def test_many_threads(tmp_path: Path) -> None:
 
 
 def test_temporary_tables_that_nobody_uses_are_dropped() -> None:
-    tables = HostedBackend()
+    tables = HostedTables()
     for name in ("used", "idle"):
         tables.create(name, spec(temporary=True))
     tables.create("kept", spec())

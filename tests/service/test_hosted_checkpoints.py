@@ -22,7 +22,7 @@ from torchrec_recstore.checkpoint.reader import load_rows
 from torchrec_recstore.cli import app
 from torchrec_recstore.optim import SGD, Adam, Optimizer, RowWiseAdagrad
 from torchrec_recstore.options import LFU, LRU, MinFrequency, RocksDBStore, TableOptions
-from torchrec_recstore_service.client.hosted import HostedBackend
+from torchrec_recstore_service.client.hosted import HostedTables
 from torchrec_recstore_service.client.limits import Limits
 from torchrec_recstore_service.wire.table_spec import TableSpec
 
@@ -43,14 +43,14 @@ SPECS = {
 }
 
 
-def made(limits: Limits = Limits(), specs: dict[str, TableSpec] = SPECS) -> HostedBackend:  # noqa: B008  (frozen)
-    tables = HostedBackend(limits)
+def made(limits: Limits = Limits(), specs: dict[str, TableSpec] = SPECS) -> HostedTables:  # noqa: B008  (frozen)
+    tables = HostedTables(limits)
     for name, one in specs.items():
         tables.create(name, one)
     return tables
 
 
-def train(tables: HostedBackend, steps: range) -> None:
+def train(tables: HostedTables, steps: range) -> None:
     for step in steps:
         generator = torch.Generator().manual_seed(step)
         ids = torch.randint(-60, 60, (30,), generator=generator)
@@ -60,17 +60,17 @@ def train(tables: HostedBackend, steps: range) -> None:
             tables.update(name, ids, grads, (distinct, distinct[:, None].expand(-1, one.dim).float()))
 
 
-def held(tables: HostedBackend) -> dict[str, tuple[list[int], Tensor, int]]:
+def held(tables: HostedTables) -> dict[str, tuple[list[int], Tensor, int]]:
     return {
         name: (tables.ids(name).tolist(), rows_of(tables, name), tables.stats(name).steps) for name in tables.specs()
     }
 
 
-def rows_of(tables: HostedBackend, name: str) -> Tensor:
+def rows_of(tables: HostedTables, name: str) -> Tensor:
     return tables.pull(name, tables.ids(name))
 
 
-def assert_same(one: HostedBackend, other: HostedBackend) -> None:
+def assert_same(one: HostedTables, other: HostedTables) -> None:
     held_by_one, held_by_other = held(one), held(other)
     assert held_by_one.keys() == held_by_other.keys()
     for name, (ids, rows, steps) in held_by_one.items():
@@ -79,7 +79,7 @@ def assert_same(one: HostedBackend, other: HostedBackend) -> None:
         assert held_by_other[name][2] == steps
 
 
-def one_table(value: float = 1.0, **more: object) -> HostedBackend:
+def one_table(value: float = 1.0, **more: object) -> HostedTables:
     tables = made(specs={"t": spec(**more)})
     tables.push("t", torch.arange(5), torch.full((5, DIM), value))
     return tables
@@ -97,7 +97,7 @@ def test_training_goes_on_as_if_it_had_not_stopped(tmp_path: Path, there: bool) 
     tables = made()
     train(tables, range(12))
     tables.save(tmp_path / "saved")
-    loaded = made() if there else HostedBackend()
+    loaded = made() if there else HostedTables()
     if there:
         train(loaded, range(20, 23))
     loaded.load(tmp_path / "saved")
@@ -116,11 +116,11 @@ def test_cold_rows_and_other_limits(tmp_path: Path) -> None:
         tables.update("t", torch.arange(first, first + 9), torch.ones(9, DIM))
     assert tables.stats("t").cold_rows == 80
     tables.save(tmp_path / "saved")
-    whole = HostedBackend()
+    whole = HostedTables()
     whole.load(tmp_path / "saved")
     assert whole.stats("t").rows == 90
     assert torch.equal(rows_of(whole, "t"), rows_of(tables, "t"))
-    few = HostedBackend(Limits(max_rows=40, eviction=LRU()))
+    few = HostedTables(Limits(max_rows=40, eviction=LRU()))
     few.load(tmp_path / "saved")
     assert few.stats("t").rows == 40
     assert 89 in few.ids("t")
@@ -145,7 +145,7 @@ def test_recstore_looks_at_it(tmp_path: Path) -> None:
     tables.save(tmp_path / "two")
     assert "adam" in recstore("diff", tmp_path / "one", tmp_path / "two")
     recstore("compact", tmp_path / "two", tmp_path / "compact")
-    loaded = HostedBackend()
+    loaded = HostedTables()
     loaded.load(tmp_path / "compact")
     assert_same(loaded, tables)
 
@@ -157,7 +157,7 @@ def test_a_models_checkpoint_and_back(one_rank: None, tmp_path: Path) -> None:
     models.train(model, steps=3, distinct=60)
     save_checkpoint(model, tmp_path / "delta", delta_of=tmp_path / "full")
     for known in (False, True):
-        tables = HostedBackend()
+        tables = HostedTables()
         if known:
             for name in models.TABLES:
                 tables.create(name, spec(RowWiseAdagrad(lr=3.0)))
@@ -227,7 +227,7 @@ def test_a_damaged_checkpoint_changes_nothing(tmp_path: Path) -> None:
                 file.unlink()
             else:
                 file.write_bytes(damaged)
-            for into in (tables, HostedBackend()):
+            for into in (tables, HostedTables()):
                 specs = into.specs()
                 with pytest.raises((CheckpointError, FileNotFoundError), match="saved"):
                     into.load(tmp_path / "saved")
@@ -248,7 +248,7 @@ def test_paths_that_are_taken(tmp_path: Path) -> None:
     with pytest.raises(FileExistsError, match="overwrite"):
         tables.save(tmp_path / "saved")
     tables.save(tmp_path / "saved", overwrite=True)
-    loaded = HostedBackend()
+    loaded = HostedTables()
     loaded.load(tmp_path / "saved")
     assert rows_of(loaded, "t").unique().tolist() == [2.0]
     (tmp_path / "mine").mkdir()
@@ -272,7 +272,7 @@ def test_a_full_disk(tmp_path: Path) -> None:
             with pytest.raises(OSError, match="No space left on device"):
                 tables.save(disk / path, overwrite)
             assert [file.name for file in disk.iterdir()] == ["first"]
-        loaded = HostedBackend()
+        loaded = HostedTables()
         loaded.load(disk / "first")
         assert len(loaded.ids("t")) == 5
         assert tables.delete("t", torch.arange(100, 30_000)) == 29_900
@@ -296,7 +296,7 @@ def held_up(monkeypatch: pytest.MonkeyPatch) -> tuple[threading.Event, threading
     return begun, go
 
 
-def changes(tables: HostedBackend) -> None:
+def changes(tables: HostedTables) -> None:
     tables.push("t", torch.arange(5), torch.zeros(5, DIM))
     tables.update("t", torch.arange(3, 7), torch.ones(4, DIM))
     tables.delete("t", torch.arange(2))
@@ -305,7 +305,7 @@ def changes(tables: HostedBackend) -> None:
 
 @pytest.mark.parametrize("meanwhile", [changes, lambda tables: tables.drop("t"), lambda tables: tables.drop("u")])
 def test_tables_go_on_while_they_are_saved(
-    tmp_path: Path, held_up: tuple[threading.Event, threading.Event], meanwhile: Callable[[HostedBackend], None]
+    tmp_path: Path, held_up: tuple[threading.Event, threading.Event], meanwhile: Callable[[HostedTables], None]
 ) -> None:
     begun, go = held_up
     tables = one_table()
@@ -317,7 +317,7 @@ def test_tables_go_on_while_they_are_saved(
         meanwhile(tables)
         go.set()
         saving.result()
-    loaded = HostedBackend()
+    loaded = HostedTables()
     loaded.load(tmp_path / "saved")
     assert {name: len(loaded.ids(name)) for name in loaded.specs()} == {"t": 5, "u": 3}
     assert rows_of(loaded, "t").unique().tolist() == [1.0]
@@ -336,7 +336,7 @@ def test_closing_waits_for_a_save(tmp_path: Path, held_up: tuple[threading.Event
         go.set()
         saving.result()
         closing.result()
-    loaded = HostedBackend()
+    loaded = HostedTables()
     loaded.load(tmp_path / "saved")
     assert len(loaded.ids("t")) == 5
     for call in (lambda: tables.save(tmp_path / "other"), lambda: tables.load(tmp_path / "saved")):

@@ -256,10 +256,8 @@ def test_large_pushes_and_deletions_are_several_writes(
     monkeypatch.setattr("torchrec_recstore_service.client.server_set.WRITE_BYTES", 2**14)
     metrics = []
     with RecStoreClient([own_server.address]) as client:
-        write = client._tables._servers._write
-        monkeypatch.setattr(
-            client._tables._servers, "_write", lambda *each: metrics.append(len(each[2])) or write(*each)
-        )
+        write = client._tables._write
+        monkeypatch.setattr(client._tables, "_write", lambda *each: metrics.append(len(each[2])) or write(*each))
         client.init_data("t", (10, 8), torch.float32)
         ids, rows = torch.arange(1000) % 990, torch.randn(1000, 8)
         client.push("t", ids, rows)

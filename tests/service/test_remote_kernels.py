@@ -12,7 +12,6 @@ from typing import Literal
 import pytest
 import torch
 from torch import Tensor
-from torchrec_recstore_service.client.several_tables import SeveralTables
 
 from tests.kernels.optimizer_cases import OPTIMIZERS
 from tests.recstore_server import RecStoreServer
@@ -180,13 +179,13 @@ class Counted:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.reads: list[list[Tensor]] = []
-        original = SeveralTables.pull_each
+        original = RecStoreClient.pull_each
 
-        def counting(client: SeveralTables, reads: Sequence[RowRead]) -> list[Tensor]:
+        def counting(client: RecStoreClient, reads: Sequence[RowRead]) -> list[Tensor]:
             self.reads.append([read.ids for read in reads])
             return original(client, reads)
 
-        monkeypatch.setattr(SeveralTables, "pull_each", counting)
+        monkeypatch.setattr(RecStoreClient, "pull_each", counting)
 
 
 @pytest.mark.parametrize("ahead", [1, 3, 6])
@@ -294,7 +293,7 @@ def test_a_failed_update_is_raised_by_the_next_step(monkeypatch: pytest.MonkeyPa
     def fail(*arguments: object) -> None:
         raise MemoryError("no room")
 
-    monkeypatch.setattr("torchrec_recstore_service.client.hosted.HostedBackend.update_each", fail)
+    monkeypatch.setattr("torchrec_recstore_service.client.hosted.HostedTables.update_each", fail)
     step([kernel], given[0])
     with pytest.raises(MemoryError, match="no room"):
         step([kernel], given[1])

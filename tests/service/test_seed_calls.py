@@ -17,8 +17,8 @@ from tests.recstore_server import RecStoreServer
 from torchrec_recstore import RecStoreClient, RecStoreWarning
 from torchrec_recstore.optim import SGD
 from torchrec_recstore.options import ConstantInit, TableOptions
-from torchrec_recstore_service.client.backend import InitialRows
-from torchrec_recstore_service.client.hosted import HostedBackend
+from torchrec_recstore_service.client.hosted import HostedTables
+from torchrec_recstore_service.wire.row_requests import InitialRows
 
 DIM = 4
 ZEROS = TableOptions(initializer=ConstantInit(0.0))
@@ -111,10 +111,10 @@ def test_an_init_func_is_called_in_the_callers_thread(client: RecStoreClient) ->
 
 
 def failing_update(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(self: HostedBackend, name: str, ids: Tensor, grads: Tensor, initial: InitialRows | None = None) -> None:
+    def fail(self: HostedTables, name: str, ids: Tensor, grads: Tensor, initial: InitialRows | None = None) -> None:
         raise MemoryError("no room")
 
-    monkeypatch.setattr(HostedBackend, "update", fail)
+    monkeypatch.setattr(HostedTables, "update", fail)
 
 
 def test_an_update_that_fails_is_not_lost(monkeypatch: pytest.MonkeyPatch, tmp_path: object) -> None:
@@ -181,7 +181,7 @@ def test_set_ps_config_connects_to_a_server(server: RecStoreServer) -> None:
 _ENDS = """
 import torch
 from torchrec_recstore_service import RecStoreClient
-from torchrec_recstore_service.client.hosted import HostedBackend
+from torchrec_recstore_service.client.hosted import HostedTables
 client = RecStoreClient()
 client.init_data("t", (10, 4))
 made = []
@@ -189,7 +189,7 @@ def update(self, name, ids, grads, initial=None):
     made.append(name)
     if len(made) == 2:
         raise MemoryError("no room")
-HostedBackend.update = update
+HostedTables.update = update
 for _ in range(2):
     client.update_async("t", torch.tensor([1]), torch.ones(1, 4))
 """

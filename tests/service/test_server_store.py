@@ -36,7 +36,7 @@ from torchrec_recstore.options import LRU, Expiry, MinFrequency
 from torchrec_recstore.store import ColdStoreError, open_cold_store
 from torchrec_recstore.store.conformance import check_cold_store
 from torchrec_recstore_service.client.connection import Access, Connection
-from torchrec_recstore_service.client.hosted import HostedBackend
+from torchrec_recstore_service.client.hosted import HostedTables
 from torchrec_recstore_service.client.limits import Limits
 from torchrec_recstore_service.client.server_set import ServerSet
 from torchrec_recstore_service.wire.table_spec import TableSpec
@@ -115,14 +115,14 @@ def test_more_rows_than_one_call_takes(both: str, monkeypatch: pytest.MonkeyPatc
 
 
 def test_a_server_with_a_bound_gives_no_row_up(monkeypatch: pytest.MonkeyPatch, server: RecStoreServer) -> None:
-    made: list[str] = []
-    monkeypatch.setattr(ServerSet, "create", lambda self, table, specs: made.extend(specs))
+    made: list[TableSpec] = []
+    monkeypatch.setattr(ServerSet, "create", lambda self, table, spec: made.append(spec))
     monkeypatch.setattr(ServerSet, "delete", lambda self, table, ids: 0)
     open_cold_store(ServerStore(server.address, shared="made"), name="t", row_bytes=8).close()
     # The limits of recstore serve --max-rows 1000 --eviction lru --expire-steps 1 --min-frequency 2.
     limits = Limits(max_rows=1000, eviction=LRU(), expiry=Expiry(1), admission=MinFrequency(2))
-    tables = HostedBackend(limits)
-    tables.create("t", TableSpec.from_json(made[0]))
+    tables = HostedTables(limits)
+    tables.create("t", made[0])
     ids, rows = torch.arange(1000), torch.rand(1000, 2)
     tables.push("t", ids, rows)
     with pytest.raises(ValueError, match="max_rows is 1000"):

@@ -16,7 +16,7 @@ import torch
 from torchrec_recstore.checkpoint.destination import Destination
 from torchrec_recstore.optim import SGD
 from torchrec_recstore.options import TableOptions
-from torchrec_recstore_service.client.hosted import HostedBackend
+from torchrec_recstore_service.client.hosted import HostedTables
 from torchrec_recstore_service.server import received, reservations
 from torchrec_recstore_service.server.applied import AppliedRequests
 from torchrec_recstore_service.server.calls import CallRefusedError
@@ -33,7 +33,7 @@ class Server:
     """A server of a set of one, without gRPC."""
 
     def __init__(self, path: Path) -> None:
-        self.tables = HostedBackend()
+        self.tables = HostedTables()
         self.directory = DataDirectory(path)
         self.calls = SetCalls(self.tables, self.directory, AppliedRequests())
         self.load("commit", "first", "")

@@ -21,9 +21,9 @@ from torchrec_recstore import ops
 from torchrec_recstore.optim import Adagrad
 from torchrec_recstore.options import ConstantInit, TableOptions
 from torchrec_recstore_service import RecStoreClient
+from torchrec_recstore_service.client import shared_memory, streams
 from torchrec_recstore_service.client.remote_kernels import ClientTable, RemotePooledKernel
 from torchrec_recstore_service.wire import recstore_pb2 as pb
-from torchrec_recstore_service.wire import shared_memory, streams
 from torchrec_recstore_service.wire.row_requests import RowRead, RowUpdate
 from torchrec_recstore_service.wire.table_rows import Piece, TableRows, pieces, places_of_tables
 
@@ -263,11 +263,12 @@ def test_parts_have_all_rows_in_order() -> None:
         assert there == [(table, row) for table, count in enumerate(counts) for row in range(count)]
         for part in parts:
             assert len(part) <= 2
-            assert call.place(part) % 4 == 0 or not part
+            _, place, bytes_of_part = call.part(part)
+            assert place % 4 == 0 or not part
             own, size = places_of_tables([row_bytes[p.table] for p in part], [p.end - p.begin for p in part])
-            assert call.bytes_of(part) == size
+            assert bytes_of_part == size
             assert size <= max(most, 2 * max(row_bytes))
             for piece, begin in zip(part, own, strict=True):
-                assert begins[piece.table] + piece.begin * row_bytes[piece.table] == call.place(part) + begin
+                assert begins[piece.table] + piece.begin * row_bytes[piece.table] == place + begin
     assert list(pieces([4, 4], [0, 0], 8)) == [[]]
     assert list(pieces([4], [3], 8)) == [[Piece(0, 0, 2)], [Piece(0, 2, 3)]]

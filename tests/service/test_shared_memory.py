@@ -300,7 +300,7 @@ def test_ids_that_change_during_a_call(server: RecStoreServer) -> None:
         assert reply.code == 0, reply.details
     stop.set()
     changing.join()
-    there = client._tables._servers.ids("t")  # type: ignore[attr-defined]
+    there = client._tables.ids("t")  # type: ignore[attr-defined]
     assert len(there.unique()) == len(there) == client.stats("t").rows
     assert bool(client.exists("t", there).all())
     assert client.delete("t", there) == len(there)
@@ -337,7 +337,7 @@ def _until(condition: object, seconds: float = 120) -> None:
 @contextmanager
 def _in_process(data: Path, monkeypatch: pytest.MonkeyPatch, segment_bytes: int) -> Iterator[str]:
     """Runs a server in this process, with segments of another size, and yields its address."""
-    from torchrec_recstore_service.client.hosted import HostedBackend
+    from torchrec_recstore_service.client.hosted import HostedTables
     from torchrec_recstore_service.server.data_directory import DataDirectory
     from torchrec_recstore_service.server.listening import GrpcServer, ListenOptions
     from torchrec_recstore_service.server.metrics import NoObserver
@@ -345,7 +345,7 @@ def _in_process(data: Path, monkeypatch: pytest.MonkeyPatch, segment_bytes: int)
     from torchrec_recstore_service.wire.recstore_pb2_grpc import add_ParameterServerServicer_to_server
 
     monkeypatch.setattr(served, "SEGMENT_BYTES", segment_bytes)
-    service = ParameterServer(HostedBackend(), DataDirectory(data / "served"), NoObserver())
+    service = ParameterServer(HostedTables(), DataDirectory(data / "served"), NoObserver())
     name = pb.DESCRIPTOR.services_by_name["ParameterServer"].full_name
     server = GrpcServer(
         ListenOptions("127.0.0.1:0"), name, lambda server: add_ParameterServerServicer_to_server(service, server)

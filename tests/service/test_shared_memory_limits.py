@@ -140,7 +140,7 @@ def test_attackers_change_no_row(own_server: RecStoreServer, requests: int) -> N
     _until(lambda: _held(own_server) <= before)
     assert client.stats(KEPT).steps == steps
     assert client.stats(KEPT).rows == 400
-    there = client._tables._servers.ids(OWN)  # type: ignore[attr-defined]
+    there = client._tables.ids(OWN)  # type: ignore[attr-defined]
     assert 0 < len(there.unique()) == len(there) == client.stats(OWN).rows
     assert client.delete(OWN, there) == len(there)
     assert client.stats(OWN).rows == 0

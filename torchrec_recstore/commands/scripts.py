@@ -18,7 +18,6 @@ from rich.text import Text
 
 from torchrec_recstore.commands.output import AsJson, errors_in_one_line, print_json, stdout, table_of
 from torchrec_recstore.commands.progress import steps
-from torchrec_recstore.plugins import MissingDistributionError
 from torchrec_recstore.triples import DEFAULT
 
 # The extra in setup.cfg that installs each package.
@@ -49,12 +48,12 @@ def missing_in_one_line() -> Iterator[None]:
     """
     try:
         yield
-    except MissingDistributionError as error:
-        raise ValueError(str(error)) from None
     except ModuleNotFoundError as error:
         if error.name is None or error.name.startswith("torchrec_recstore"):
             raise
         raise ValueError(f"{error.name} is missing: {how_to_install(error.name)}") from None
+    except ImportError as error:  # of a plugin
+        raise ValueError(str(error)) from None
 
 
 def how_to_install(module: str) -> str:

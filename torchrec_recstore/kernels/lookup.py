@@ -374,7 +374,7 @@ def _fake_read(
     if torch.compiler.is_exporting():
         raise NotImplementedError(
             f"{kernel._who}: torch.export cannot hold the rows of RecStore tables in its program: export the "
-            "model that torchrec_recstore_serving.export_for_inference returns"
+            "model that torchrec_recstore.inference.export_for_inference returns"
         )
     return ids.new_empty(kernel.output_shape(offsets, counts), dtype=torch.float32)
 

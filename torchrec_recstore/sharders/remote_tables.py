@@ -47,7 +47,7 @@ def remote_table(config: ShardedEmbeddingTable, optimizer: Optimizer, options: T
         options: The options of the table, with its initializer.
 
     Raises:
-        MissingDistributionError: ``torchrec-recstore-service`` is not installed.
+        ImportError: ``torchrec-recstore-service`` is not installed.
         ServiceError: A server cannot be reached, or refuses the table.
         ValueError: The servers have the table with another specification.
     """

@@ -73,7 +73,8 @@ class Updates:
     def __init__(self) -> None:
         self._thread: ThreadPoolExecutor | None = None
         self._started = 0
-        self._pending: dict[int, Future[None]] = {}
+        self.pending: dict[int, Future[None]] = {}
+        """The updates that nobody has waited for."""
         self._lock = threading.Lock()
         self._process = os.getpid()
         _not_closed.add(self)
@@ -84,7 +85,7 @@ class Updates:
             if self._thread is None:
                 self._thread = ThreadPoolExecutor(1, "recstore-update")
             self._started += 1
-            self._pending[self._started] = self._thread.submit(update)
+            self.pending[self._started] = self._thread.submit(update)
             return self._started
 
     def done(self) -> int:
@@ -92,11 +93,6 @@ class Updates:
         with self._lock:
             self._started += 1
             return self._started
-
-    @property
-    def are_pending(self) -> bool:
-        """Whether there are updates that nobody has waited for."""
-        return bool(self._pending)
 
     def wait(self, handle: int) -> None:
         """Waits for an update, or raises its error. It does nothing for an update that has been waited for already.
@@ -106,7 +102,7 @@ class Updates:
         """
         with self._lock:
             known = isinstance(handle, int) and 0 < handle <= self._started
-            future = self._pending.pop(handle, None) if known else None
+            future = self.pending.pop(handle, None) if known else None
         if not known:
             raise ValueError(f"there is no update {handle!r}")
         if future is not None:
@@ -115,7 +111,7 @@ class Updates:
     def wait_for_all(self) -> list[Exception]:
         """Waits for all updates that nobody has waited for, and returns their errors."""
         with self._lock:
-            pending, self._pending = self._pending, {}
+            pending, self.pending = self.pending, {}
         errors = [future.exception() for future in pending.values()]
         return [error for error in errors if isinstance(error, Exception)]
 

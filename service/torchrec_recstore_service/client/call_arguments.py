@@ -12,7 +12,7 @@ from torchrec_recstore.row_types import value_dtype
 from torchrec_recstore.store.arguments import check_ids, check_rows
 from torchrec_recstore_service.wire.table_spec import TableSpec
 
-_INTEGERS = (
+_INTEGERS = (  # bool is not one
     torch.int64,
     torch.int32,
     torch.int16,
@@ -69,7 +69,7 @@ def checked_ids(name: str, ids: object) -> Tensor:
     Raises:
         TypeError, ValueError: ``ids`` is not an (N,) tensor of integers.
     """
-    if isinstance(ids, Tensor) and is_integer(ids.dtype) and not ids.is_meta:
+    if isinstance(ids, Tensor) and ids.dtype in _INTEGERS and not ids.is_meta:
         ids = ids.to("cpu", torch.int64)
     check_ids(ids, f"table {name!r}: ")
     return cast(Tensor, ids).detach().contiguous()
@@ -84,15 +84,10 @@ def checked_rows(name: str, argument: str, rows: object, ids: Tensor, spec: Tabl
         TypeError, ValueError: ``rows`` is not an (N, dim) tensor of real numbers.
     """
     dtypes = sorted((torch.float32, value_dtype(spec.dtype)), key=str)
-    if isinstance(rows, Tensor) and not rows.is_meta and (rows.is_floating_point() or is_integer(rows.dtype)):
+    if isinstance(rows, Tensor) and not rows.is_meta and (rows.is_floating_point() or rows.dtype in _INTEGERS):
         rows = rows.to("cpu", rows.dtype if rows.dtype in dtypes else torch.float32)
     check_rows(rows, argument, (len(ids), spec.dim), dtypes, f"table {name!r}: ")
     return cast(Tensor, rows).detach().contiguous()
-
-
-def is_integer(dtype: torch.dtype) -> bool:
-    """Returns whether ``dtype`` is a type of integers; bool is not."""
-    return dtype in _INTEGERS
 
 
 def split_by_range(ids: object, tables: Mapping[str, tuple[range, int]]) -> list[tuple[str, Tensor, Tensor]]:

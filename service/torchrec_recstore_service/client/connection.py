@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
@@ -15,17 +16,19 @@ from torch import Tensor
 from torchrec_recstore.network import Backoff, check_token
 from torchrec_recstore.utils import leave_to_parent
 from torchrec_recstore_service.client.client_epoch import ClientEpoch, writes_lost
-from torchrec_recstore_service.client.shared_memory import ServedError, SharedMemory, SharedMemoryConnection
+from torchrec_recstore_service.client.shared_memory import DoesNotFitError, ServedError, SharedMemory
 from torchrec_recstore_service.client.streams import Streams
 from torchrec_recstore_service.wire import recstore_pb2 as pb
 from torchrec_recstore_service.wire.protocol import (
     ERROR_KEY,
     FRAME_BYTES,
     MESSAGE_BYTES,
+    NO_INITIAL_ROW,
     REMOTE_ERRORS,
     TOKEN_KEY,
     VERSION,
     VERSION_KEY,
+    NoInitialRow,
     ServerRestartedError,
     ServiceError,
     array_of,
@@ -33,7 +36,7 @@ from torchrec_recstore_service.wire.protocol import (
     token_value,
 )
 from torchrec_recstore_service.wire.recstore_pb2_grpc import ParameterServerStub
-from torchrec_recstore_service.wire.table_rows import TableRows, one_table
+from torchrec_recstore_service.wire.table_rows import TableRows
 
 _LONG_CALL_S = 24 * 3600.0  # the deadline of a save or load, whose time is not known; keepalive detects a dead server
 _PASSING = (grpc.StatusCode.UNAVAILABLE, grpc.StatusCode.CANCELLED)
@@ -138,12 +141,12 @@ class Connection:
     def pull(self, call: TableRows) -> None:
         """Reads rows into the memory of ``call``. An id without a row reads as its initial row, or as zeros."""
 
-        def attempt(epoch: str, left: float) -> None:
-            if not self._carry(left, lambda rows: rows.pull(epoch, call, left)):
-                raise self._unfit(label)
+        def attempt(epoch: str, left: float) -> bool:
+            fits: bool = self._carry(left, "pull", epoch, call)
+            return fits
 
-        label = _label(call.tables)
-        self._in_epoch(label, attempt)
+        if not self._in_epoch(call.label, attempt):
+            raise self._unfit(call.label)
 
     def found(self, table: str, ids: Tensor, row_bytes: int) -> tuple[Tensor, Tensor]:
         """Reads the rows of the ids that have one.
@@ -173,11 +176,9 @@ class Connection:
         Returns:
             The number of deleted rows.
         """
-        first = one_table("", call.ids[:0], torch.empty(0, 0)) if initial is None else initial
-        label = _label(call.tables)
-        tables = {"table": call.tables[0]} if call.is_plain else {"tables": call.headers()}
+        tables = {"table": call.label} if call.is_plain else {"tables": call.headers()}
 
-        def attempt(epoch: str, number: int, left: float) -> int:
+        def attempt(epoch: str, left: float) -> int:
             header = pb.WriteHeader(
                 **tables,
                 epoch=epoch,
@@ -188,13 +189,11 @@ class Connection:
                 ids=len(call.ids),
                 float32=float32,
             )
-            return self._carry(
-                left,
-                lambda rows: rows.write(header, call, first, left),
-                lambda connection: connection.fits(header, call, first),
-            )
+            deleted: int = self._carry(left, "write", header, call, initial)
+            return deleted
 
-        return self._numbered(label, attempt)
+        with self._epoch.write() as number:
+            return self._in_epoch(call.label, attempt, number)
 
     def ids(self, table: str) -> Tensor:
         """Returns the ids that have a row, (N,) int64, ascending."""
@@ -226,12 +225,12 @@ class Connection:
 
     def save(self, request: pb.SaveRequest) -> pb.SaveReply:
         """Makes a phase of a save. A phase can be repeated."""
-        reply: pb.SaveReply = self._call("", lambda left: self._unary("Save", request, left), _LONG_CALL_S)
+        reply: pb.SaveReply = self._call("", lambda left: self._unary("Save", request, left), timeout_s=_LONG_CALL_S)
         return reply
 
     def load(self, request: pb.LoadRequest) -> None:
         """Makes a phase of a load. A phase can be repeated."""
-        self._call("", lambda left: self._unary("Load", request, left), _LONG_CALL_S)
+        self._call("", lambda left: self._unary("Load", request, left), timeout_s=_LONG_CALL_S)
 
     def read_file(self, save: pb.Saved, file: str = "", offset: int = 0) -> pb.ReadFileReply:
         """Reads a piece of a file of a save, or the names of its files."""
@@ -264,36 +263,31 @@ class Connection:
     def _found(self, table: str, epoch: str, ids: Tensor, row_bytes: int, left: float) -> tuple[Tensor, Tensor]:
         want = pb.PullHeader.FOUND_ROWS if row_bytes else pb.PullHeader.FOUND
         header = pb.PullHeader(table=table, epoch=epoch, want=want)
-        received = self._carry(left, lambda rows: rows.found(header, ids, row_bytes, left))
+        received = self._carry(left, "found", header, ids, row_bytes)
         found = array_of(received[0], torch.bool)
         if len(found) != len(ids) or len(received[1]) != int(found.sum()) * row_bytes:
             raise self._unfit(table)
         return found, received[1].view(-1, max(1, row_bytes))
 
-    def _carry(
-        self,
-        left: float,
-        call: Callable[[SharedMemoryConnection | Streams], _Result],
-        fits: Callable[[SharedMemoryConnection], bool] = lambda connection: True,
-    ) -> _Result:
-        """Makes a call by shared memory if that is possible, and else by gRPC.
+    def _carry(self, left: float, method: str, *arguments: Any) -> Any:
+        """Calls a method of :class:`SharedMemoryConnection` if that is possible, and else of :class:`Streams`.
 
         Args:
             left: The time left in seconds.
-            call: A function that makes the call.
-            fits: A function that returns whether the shared memory is large enough. Default: it is.
+            method: The name of the method.
+            arguments: Its arguments.
         """
         connection = None if self._memory is None else self._memory.take(left)
         if self._memory is None or connection is None:
-            return call(self._streams)
+            return getattr(self._streams, method)(*arguments, left)
         done = False
         try:
-            if not fits(connection):
-                done = True
-                return call(self._streams)
-            result = call(connection)
+            result = getattr(connection, method)(*arguments, left)
             done = True
             return result
+        except DoesNotFitError:
+            done = True
+            return getattr(self._streams, method)(*arguments, left)
         except ServedError:
             done = True
             raise
@@ -303,82 +297,71 @@ class Connection:
     def _unfit(self, table: str) -> ServiceError:
         return ServiceError(f"{self._named(table)} has answered with a wrong number of rows")
 
-    def _numbered(self, table: str, attempt: Callable[[str, int, float], _Result]) -> _Result:
-        """Makes a write with a number, so that the server applies it once.
-
-        Args:
-            table: The name of the table, for errors.
-            attempt: A function that makes the write once. Its arguments are the label of the epoch, the number of the
-                write, and the time left in seconds.
-        """
-        label = self._epoch.label(table)
-        with self._epoch.write() as number:
-            attempts = 0
-
-            def once(left: float) -> _Result:
-                nonlocal attempts
-                attempts += 1
-                return attempt(label, number, left)
-
-            try:
-                return self._call(table, once)
-            except ServerRestartedError as error:
-                if attempts > 1:  # an attempt whose answer was lost may be in the save that was loaded since
-                    raise writes_lost(error) from None
-                label = self._epoch.after(error, label, table, number)
-            return self._call(table, once)
-
-    def _in_epoch(self, table: str, attempt: Callable[[str, float], _Result]) -> _Result:
+    def _in_epoch(self, table: str, attempt: Callable[[str, float], _Result], write: int | None = None) -> _Result:
         """Makes a call that may be repeated in another epoch.
 
         Args:
             table: The name of the table, for errors.
             attempt: A function that makes the call once. Its arguments are the label of the epoch, and the time left in
                 seconds.
+            write: The number of the write, by which the server applies it once. Default: None, for a read.
         """
         label = self._epoch.label(table)
         try:
-            return self._call(table, lambda left: attempt(label, left))
+            return self._call(table, attempt, label)
         except ServerRestartedError as error:
-            label = self._epoch.after(error, label, table)
-        return self._call(table, lambda left: attempt(label, left))
+            if write is not None and error.repeated:  # the lost answer's attempt may be in the save that was loaded
+                raise writes_lost(error) from None
+            label = self._epoch.after(error, label, table, write)
+        return self._call(table, attempt, label)
 
-    def _call(self, table: str, attempt: Callable[[float], _Result], timeout_s: float | None = None) -> _Result:
+    def _call(
+        self, table: str, attempt: Callable[..., _Result], *arguments: object, timeout_s: float | None = None
+    ) -> _Result:
         """Calls ``attempt``, and repeats it as long as the server cannot be reached and there is time left.
 
         Args:
             table: The name of the table, for errors.
-            attempt: A function that makes the call once. Its argument is the time left in seconds.
+            attempt: A function that makes the call once. Its last argument is the time left in seconds.
+            arguments: The arguments before it.
             timeout_s: The timeout of one attempt in seconds. The time for repetitions then begins with the first
                 failure. Default: None, which means that all attempts share the timeout of ``access``.
         """
-        self.check_process()
-        backoff = Backoff(self._access.timeout_s)
-        failed = False
+        if os.getpid() != self._process:
+            self.check_process()
+        end = time.monotonic() + self._access.timeout_s
+        left = timeout_s or self._access.timeout_s
+        backoff: Backoff | None = None
         unreached: grpc.RpcError | None = None
         while True:
             try:
-                return attempt(timeout_s or max(0.001, backoff.left_s))
+                return attempt(*arguments, left)
             except grpc.RpcError as error:
-                if timeout_s is not None and not failed:
-                    backoff = Backoff(self._access.timeout_s)
-                failed = True
+                repeated = backoff is not None
+                if backoff is None:
+                    backoff = Backoff(self._access.timeout_s if timeout_s is not None else end - time.monotonic())
                 if error.code() is grpc.StatusCode.UNAVAILABLE:
                     unreached = error
                 if error.code() not in _PASSING or backoff.left_s <= 0:
                     # The last attempt has only the rest of the time, which may end while it connects.
                     late = error.code() is grpc.StatusCode.DEADLINE_EXCEEDED and timeout_s is None
-                    raise self._error(table, unreached if late and unreached else error) from None
+                    raised = self._error(table, unreached if late and unreached else error)
+                    if isinstance(raised, ServerRestartedError):
+                        raised.repeated = repeated
+                    raise raised from None
             except ValueError as error:
                 if "closed channel" in str(error):
                     raise ValueError(f"{self._named(table)}: the client is closed") from None
                 raise
             backoff.pause()
+            left = timeout_s or max(0.001, backoff.left_s)
 
     def _error(self, table: str, error: grpc.RpcError) -> Exception:
         code, details = error.code(), error.details() or ""
         kind = dict(error.trailing_metadata() or ()).get(ERROR_KEY, "")
         named = self._named(table)
+        if kind == NO_INITIAL_ROW:
+            return NoInitialRow(table)
         if kind in REMOTE_ERRORS:
             return REMOTE_ERRORS[kind](f"{named}: {details}")
         if code is grpc.StatusCode.UNAVAILABLE:
@@ -389,11 +372,6 @@ class Connection:
 
     def _named(self, table: str) -> str:
         return f"table {table!r} on server {self.address}" if table else f"server {self.address}"
-
-
-def _label(tables: Sequence[str]) -> str:
-    """Returns the name of a table, or of the first of several tables, for errors."""
-    return tables[0] if tables else ""
 
 
 def _channel(address: str, access: Access) -> Any:

@@ -1,4 +1,4 @@
-"""The backend that holds tables in its own process: in a client without servers, or in a server."""
+"""Tables by name in this process: those of a client without servers, or of a server."""
 
 from __future__ import annotations
 
@@ -23,7 +23,6 @@ from torchrec_recstore.row_types import value_dtype, values
 from torchrec_recstore.store import Table, TableStats
 from torchrec_recstore.store.exchange import exchange_all
 from torchrec_recstore.store.parts import Owned
-from torchrec_recstore_service.client.backend import InitialRows
 from torchrec_recstore_service.client.hosted_checkpoints import check_loadable, loaded_tables, saved_specs, write_tables
 from torchrec_recstore_service.client.hosted_table import (
     Hosted,
@@ -33,7 +32,7 @@ from torchrec_recstore_service.client.hosted_table import (
     without_row,
 )
 from torchrec_recstore_service.client.limits import Limits, held_options
-from torchrec_recstore_service.wire.row_requests import RowRead, RowUpdate
+from torchrec_recstore_service.wire.row_requests import InitialRows, RowRead, RowUpdate
 from torchrec_recstore_service.wire.table_spec import TableSpec
 
 _LISTED = 20  # names of tables in a message
@@ -58,14 +57,20 @@ class Loaded:
             table.close()
 
 
-class HostedBackend:
-    """A backend that holds tables in its own process.
+class HostedTables:
+    """Tables by name in this process, of a client without servers or of a server.
 
-    See :class:`Backend` for the methods. Calls for one table run one after another. Calls for different tables run at
-    the same time.
+    Callers have checked all arguments. Ids are (N,) int64. Rows are (N, dim) in the table's dtype or float32. All
+    tensors are on the CPU and neither changed nor kept after the call. Methods may be called from any thread. Calls for
+    one table run one after another, and calls for different tables at the same time. A call either completes, or raises
+    an error and changes nothing. :class:`ServerSet` has the same methods for tables on servers.
 
     Args:
         limits: The bounds of all tables, which apply where a table's specification sets none. Default: no bounds.
+
+    Raises:
+        ValueError: The table does not exist, or the tables are closed. The message names the tables that exist.
+        MemoryError, ColdStoreError: See :class:`torchrec_recstore.store.Table`.
     """
 
     def __init__(self, limits: Limits | None = None) -> None:
@@ -76,7 +81,13 @@ class HostedBackend:
         self._lock = threading.RLock()  # guards the set of tables
 
     def create(self, name: str, spec: TableSpec) -> None:
-        """See :meth:`Backend.create`. ``spec.shard`` is the shard of the table that this process holds."""
+        """Creates a table. A table that exists with the same specification is not changed.
+
+        ``spec.shard`` is the shard of the table that this process holds.
+
+        Raises:
+            ValueError: The table exists with another specification. The message names the difference.
+        """
         there = self._named().get(name)
         if there is None:
             with self._lock:
@@ -105,7 +116,7 @@ class HostedBackend:
             )
 
     def spec(self, name: str) -> TableSpec | None:
-        """See :meth:`Backend.spec`. The specification has the shard that the table was created with."""
+        """Returns the specification that a table was created with, or None if the table does not exist."""
         there = self._named().get(name)
         return None if there is None else there.spec
 
@@ -145,13 +156,22 @@ class HostedBackend:
         _close(hosted)
 
     def pull(self, name: str, ids: Tensor) -> Tensor:
-        """See :meth:`Backend.pull`."""
+        """Reads rows: (N, dim) in the table's dtype. An id without a row reads as its initial row; no row is made.
+
+        Raises:
+            NoInitialRow: An id has no row, and the table has ``initial_rows``.
+        """
         with self._held(name) as hosted:
             check_initial_rows(hosted, ids)
             return hosted.table.lookup(ids)
 
     def found_rows(self, name: str, ids: Tensor) -> tuple[Tensor, Tensor]:
-        """See :meth:`Backend.found_rows`."""
+        """Reads the rows that exist.
+
+        Returns:
+            (N,) bool, True for the ids that have a row, and (found, dim) in the table's dtype, the rows of these ids
+            in the order of ``ids``.
+        """
         with self._held(name) as hosted:
             found = hosted.table.contains(ids)
             # A lookup sums one row, which turns a signalling NaN into a quiet NaN. The rows of a cold store are
@@ -160,12 +180,30 @@ class HostedBackend:
             return found, values(weight) if weight.dtype is torch.uint8 else weight
 
     def push(self, name: str, ids: Tensor, values: Tensor) -> None:
-        """See :meth:`Backend.push`."""
+        """Writes weights.
+
+        New rows start with zero optimizer state. Existing rows keep their optimizer state. If an id occurs several
+        times, its last row is written.
+        """
         with self._held(name) as hosted:
             hosted.table.insert(ids, values)
 
     def update(self, name: str, ids: Tensor, grads: Tensor, initial: InitialRows | None = None) -> None:
-        """See :meth:`Backend.update`."""
+        """Applies the optimizer once to the row of each distinct id, with the sum of the id's gradients.
+
+        The gradients are summed in the order of ``ids``. One update is one step of the table's clock: eviction, expiry
+        and admission count updates.
+
+        Args:
+            name: The name of the table.
+            ids: (N,) int64. The ids whose rows are updated. Duplicates are allowed.
+            grads: (N, dim). The gradients.
+            initial: The initial rows of some of the ids, for a table with ``initial_rows``. An initial row is used if
+                its id has no row when the update is carried out. The row becomes visible together with the update.
+
+        Raises:
+            NoInitialRow: The table has ``initial_rows``, and an id has neither a row nor an initial row in ``initial``.
+        """
         with self._held(name) as hosted:
             if initial is None and not hosted.spec.initial_rows:
                 update_rows([hosted], [RowUpdate(name, ids, grads)])
@@ -181,7 +219,11 @@ class HostedBackend:
                 kernel.update(context, grads.float(), False)
 
     def pull_each(self, reads: Sequence[RowRead]) -> list[Tensor]:
-        """See :meth:`Backend.pull_each`."""
+        """Reads rows of several tables without ``initial_rows``. See :class:`RowRead`.
+
+        Returns:
+            For each read, (N, dim) in the table's dtype. No row is made.
+        """
         with self._held_all(read.table for read in reads) as hosted:
             rows = []
             for read, each in zip(reads, hosted, strict=True):
@@ -200,17 +242,20 @@ class HostedBackend:
             read_rows(hosted, reads, out)
 
     def update_each(self, updates: Sequence[RowUpdate]) -> None:
-        """See :meth:`Backend.update_each`. If one update fails, no row is updated."""
+        """Makes an :meth:`update` of each of several tables without ``initial_rows``, also of those without ids.
+
+        If one update fails, no row of this process is updated.
+        """
         with self._held_all(update.table for update in updates) as hosted:
             update_rows(hosted, updates)
 
     def delete(self, name: str, ids: Tensor) -> int:
-        """See :meth:`Backend.delete`."""
+        """Deletes rows and returns the number of rows that existed."""
         with self._held(name) as hosted:
             return hosted.table.remove(ids)
 
     def exists(self, name: str, ids: Tensor) -> Tensor:
-        """See :meth:`Backend.exists`."""
+        """Returns (N,) bool, True for the ids that have a row."""
         with self._held(name) as hosted:
             return hosted.table.contains(ids)
 
@@ -230,7 +275,7 @@ class HostedBackend:
             raise
 
     def stats(self, name: str) -> TableStats:
-        """See :meth:`Backend.stats`."""
+        """Returns the statistics of a table."""
         with self._held(name, use=False) as hosted:
             return hosted.table.stats()
 
@@ -239,9 +284,16 @@ class HostedBackend:
         return sum(hosted.table.stats().bytes for hosted in list(self._named().values()) if not hosted.dropped)
 
     def save(self, path: str | Path, overwrite: bool = False, more: Mapping[str, Any] | None = None) -> None:
-        """See :meth:`Backend.save`. The tables can be used during the save.
+        """Saves all tables except temporary tables. On each server, the tables are saved as of one moment.
+
+        The tables can be used during the save.
 
         ``more`` are further values of the checkpoint's training state.
+
+        Raises:
+            FileExistsError: ``path`` exists and ``overwrite`` is False, or ``path`` is not a checkpoint. Nothing is
+                written.
+            OSError: A file cannot be written. Nothing new is left at ``path``.
         """
         path = Path(os.path.realpath(path))
         with self._files, Destination(path, overwrite=overwrite) as destination:
@@ -257,10 +309,17 @@ class HostedBackend:
                         hosted.table.close()
 
     def load(self, path: str | Path) -> None:
-        """See :meth:`Backend.load`. Tables that exist only in the checkpoint are created.
+        """Replaces all tables except temporary tables by the tables of a checkpoint.
+
+        Tables that exist only in the checkpoint are created.
 
         The old tables can be used until the whole checkpoint has been read. Writes to them during that time are lost.
         Old and new rows are in memory at the same time. No table can be created or dropped during the load.
+
+        Raises:
+            FileNotFoundError: The checkpoint does not exist.
+            CheckpointError: A file is missing or damaged.
+            ValueError: A table is not in the checkpoint, or has another specification there.
         """
         with self._files, self._lock:
             self._replace(self._read_checkpoint(path, exact=False))
@@ -275,7 +334,7 @@ class HostedBackend:
                 an error, and the learning rates and bounds of the tables are not changed.
 
         Raises:
-            See :meth:`Backend.load`.
+            See :meth:`load`.
         """
         with self._files, self._lock:
             return Loaded({}, {}, True, {}) if path is None else self._read_checkpoint(path, exact)
@@ -305,7 +364,7 @@ class HostedBackend:
             CheckpointError, MemoryError, ColdStoreError: The rows cannot be read.
             OSError: The new checkpoint cannot be written.
         """
-        part = HostedBackend(self._limits)
+        part = HostedTables(self._limits)
         try:
             made = {name: partial(_made, name, spec, self._limits) for name, spec in specs.items()}
             tables = loaded_tables([info], made, owned)
@@ -346,7 +405,7 @@ class HostedBackend:
         tables.update((name, Hosted(name, loaded.specs[name], table)) for name, table in loaded.tables.items())
 
     def close(self) -> None:
-        """See :meth:`Backend.close`. It waits for the end of a save or load."""
+        """Frees the tables. It may be called twice. It waits for the end of a save or load."""
         with self._files, self._lock:
             tables, self._tables = self._tables or {}, None
             for hosted in tables.values():

@@ -15,8 +15,8 @@ from torchrec_recstore import ops
 from torchrec_recstore.kernels import PooledKernel
 from torchrec_recstore.store import Table
 from torchrec_recstore.store.arguments import among
-from torchrec_recstore_service.client.backend import InitialRows, NoInitialRow
-from torchrec_recstore_service.wire.row_requests import RowRead, RowUpdate
+from torchrec_recstore_service.wire.protocol import NoInitialRow
+from torchrec_recstore_service.wire.row_requests import InitialRows, RowRead, RowUpdate
 from torchrec_recstore_service.wire.table_spec import TableSpec
 
 

@@ -9,12 +9,10 @@ import torch
 from torch import Tensor
 
 from torchrec_recstore.checkpoint.explore import By, Metric, TopRows, descending, nearest, top_rows
-from torchrec_recstore.row_types import value_dtype
 from torchrec_recstore.store import Table
 from torchrec_recstore_service.client.server_set import ServerSet
 from torchrec_recstore_service.wire import recstore_pb2 as pb
 from torchrec_recstore_service.wire.protocol import to_bytes
-from torchrec_recstore_service.wire.table_spec import TableSpec
 
 _LARGEST_COUNT = 100_000
 _DTYPES = {"frequency": torch.int64, "last_step": torch.int64}
@@ -69,12 +67,10 @@ def neighbours_on_servers(servers: ServerSet, id: int, table: str, metric: Metri
         ValueError: The id has no row.
         ServiceError: A server cannot be reached, or there is no such table.
     """
-    spec = TableSpec.from_json(next(iter(filter(None, servers.specs(table))), "{}"))
-    dtype = value_dtype(spec.dtype)
-    found, rows = servers.found_rows(table, torch.tensor([id]), spec.dim * dtype.itemsize)
+    found, rows = servers.found_rows(table, torch.tensor([id]))
     if not found.any():
         raise ValueError(f"id {id} has no row in table {table!r}")
-    row = rows.view(dtype).float().contiguous()
+    row = rows.float().contiguous()
     ids, columns, _ = _of_all_servers(servers.look(table, metric, count, to_bytes(row), id))
     near = columns[metric]
     order = descending(near.double() if metric != "l2" else -near.double(), ids)[:count]

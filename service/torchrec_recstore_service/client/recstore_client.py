@@ -7,9 +7,10 @@ import os
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -19,7 +20,6 @@ from torchrec_recstore.options import Servers, TableOptions
 from torchrec_recstore.row_types import value_dtype
 from torchrec_recstore.store import TableStats
 from torchrec_recstore.utils import warn_user
-from torchrec_recstore_service.client.backend import Backend, NoInitialRow
 from torchrec_recstore_service.client.background import Prefetches, Updates
 from torchrec_recstore_service.client.call_arguments import (
     checked_ids,
@@ -29,17 +29,22 @@ from torchrec_recstore_service.client.call_arguments import (
     checked_shape,
     split_by_range,
 )
-from torchrec_recstore_service.client.client_rows import ClientRows, Read
-from torchrec_recstore_service.client.hosted import HostedBackend
+from torchrec_recstore_service.client.hosted import HostedTables
 from torchrec_recstore_service.client.initial_rows import InitFunc, InitialRowMaker
 from torchrec_recstore_service.client.remote_kernels import ClientTable, RemotePooledKernel, RemoteSequenceKernel
+from torchrec_recstore_service.wire.protocol import NoInitialRow
 from torchrec_recstore_service.wire.row_requests import RowRead, RowUpdate
 from torchrec_recstore_service.wire.table_spec import TableSpec
 
+if TYPE_CHECKING:
+    from torchrec_recstore_service.client.server_set import ServerSet
+
+_ATTEMPTS = 10  # of an update whose rows are deleted by other clients before the update is carried out
 _THREADS = 4  # prefetches that run at the same time; further prefetches wait
 _GROUP_THREADS = 2  # prefetches of several tables that run at the same time: of this batch and of the next one
 
-_Part = tuple[str, Tensor, Callable[[], Read], Tensor | None]  # table, ids, read, positions of ids in those of the call
+_Read = tuple[Tensor | None, Tensor]  # (N,) bool, which ids have a row, or None for all; and the rows of these ids
+_Part = tuple[str, Tensor, Callable[[], _Read], Tensor | None]  # table, ids, read, positions of ids in the call
 
 _clients: weakref.WeakValueDictionary[int, RecStoreClient] = weakref.WeakValueDictionary()
 _of_servers: weakref.WeakValueDictionary[Servers, RecStoreClient] = weakref.WeakValueDictionary()
@@ -110,10 +115,10 @@ class RecStoreClient:
         self._closed = False
         self._process = os.getpid()
         self._specs: dict[str, TableSpec] = {}
-        self._rows = ClientRows()
+        self._makers: dict[str, InitialRowMaker] = {}  # of tables with an init_func
         self._ranges: dict[str, range] = {}  # the ids that init_data has named, by table
         self._said: set[str] = set()
-        self._prefetches: Prefetches[list[tuple[str, Tensor, Read, Tensor | None]]] = Prefetches(_THREADS)
+        self._prefetches: Prefetches[list[tuple[str, Tensor, _Read, Tensor | None]]] = Prefetches(_THREADS)
         self._updates = Updates()
         self._groups: Prefetches[list[Tensor]] = Prefetches(_GROUP_THREADS)
         self.handle = next(_handles)
@@ -178,7 +183,7 @@ class RecStoreClient:
         if part_policy is not None and self._first("part_policy"):
             warn_user("part_policy of init_data has no effect: a hash of the id selects its server")
         if maker is not None:
-            self._rows.makers[name] = maker
+            self._makers[name] = maker
 
     def pull(self, name: str, ids: Tensor) -> Tensor:
         """Reads rows.
@@ -190,8 +195,10 @@ class RecStoreClient:
         Returns:
             (N, dim) in the table's dtype.
         """
-        ids, read = self._reading(name, ids)
-        return self._rows.whole(name, self.spec(name), ids, read())
+        tables, spec, ids = self._open(), self.spec(name), checked_ids(name, ids)
+        if not spec.initial_rows:
+            return tables.pull(name, ids)
+        return self._whole(name, ids, tables.found_rows(name, ids))
 
     def push(self, name: str, ids: Tensor, values: Tensor) -> None:
         """Writes rows. New rows start with zero optimizer state; existing rows keep their optimizer state.
@@ -221,10 +228,11 @@ class RecStoreClient:
         tables, spec = self._open(), self.spec(name)
         ids = checked_ids(name, ids)
         grads = checked_rows(name, "grads", grads, ids, spec)
-        if self._updates.are_pending:  # updates are carried out in the order of the calls
-            self.wait(self._updates.start(lambda: self._rows.update(tables, name, spec, ids, grads)))
+        update = tables.update if not spec.initial_rows else partial(self._update, tables, spec)
+        if self._updates.pending:  # updates are carried out in the order of the calls
+            self.wait(self._updates.start(lambda: update(name, ids, grads)))
         else:
-            self._rows.update(tables, name, spec, ids, grads)
+            update(name, ids, grads)
 
     def update_async(self, name: str, ids: Tensor, grads: Tensor) -> int:
         """Starts an :meth:`update` in another thread. Updates are carried out in the order in which they were started.
@@ -243,9 +251,9 @@ class RecStoreClient:
         grads = checked_rows(name, "grads", grads, ids, spec).clone()
         if spec.initial_rows:  # init_func is called in the caller's thread, because it seeds the default generator
             self._raise_first(self._updates.wait_for_all())
-            self._rows.update(tables, name, spec, ids, grads)
+            self._update(tables, spec, name, ids, grads)
             return self._updates.done()
-        return self._updates.start(lambda: self._rows.update(tables, name, spec, ids, grads))
+        return self._updates.start(lambda: tables.update(name, ids, grads))
 
     def wait(self, handle: int) -> None:
         """Waits for an update of :meth:`update_async`, or raises its error. A second call does nothing.
@@ -290,10 +298,7 @@ class RecStoreClient:
             ValueError: The handle does not exist, or its rows have already been fetched.
         """
         self._open()
-        parts = [
-            (place, self._rows.whole(name, self.spec(name), ids, read))
-            for name, ids, read, place in self._prefetches.wait(handle)
-        ]
+        parts = [(place, self._whole(name, ids, read)) for name, ids, read, place in self._prefetches.wait(handle)]
         if len(parts) == 1 and parts[0][0] is None:
             return parts[0][1]
         whole = torch.empty(sum(len(rows) for _, rows in parts), parts[0][1].shape[1], dtype=parts[0][1].dtype)
@@ -401,7 +406,7 @@ class RecStoreClient:
         """
         tables = self._open()
         self._check_no_init_func(updates)
-        if self._updates.are_pending:  # updates are carried out in the order of the calls
+        if self._updates.pending:  # updates are carried out in the order of the calls
             self._updates.wait(self._updates.start(lambda: tables.update_each(updates)))
         else:
             tables.update_each(updates)
@@ -457,11 +462,12 @@ class RecStoreClient:
 
     def spec(self, name: str) -> TableSpec:
         """Returns the specification that a table was created with."""
-        tables = self._open()
-        spec = self._specs.get(checked_name(name)) or tables.spec(name)
+        spec = self._specs.get(name) if isinstance(name, str) and not self._closed else None
         if spec is None:
-            raise ValueError(f"there is no table {name!r}: init_data makes one")
-        self._specs[name] = spec
+            spec = self._open().spec(checked_name(name))
+            if spec is None:
+                raise ValueError(f"there is no table {name!r}: init_data makes one")
+            self._specs[name] = spec
         return spec
 
     def dtypes(self) -> set[torch.dtype]:
@@ -529,7 +535,7 @@ class RecStoreClient:
     def __repr__(self) -> str:
         return f"RecStoreClient({'' if self._servers is None else self._servers})"
 
-    def _open(self) -> Backend:
+    def _open(self) -> HostedTables | ServerSet:
         if self._closed:
             raise ValueError(f"{self!r} is closed")
         if os.getpid() != self._process:  # a forked process has neither the threads nor usable locks
@@ -561,11 +567,47 @@ class RecStoreClient:
         parts = split_by_range(ids, {name: (ids, self.spec(name).dim) for name, ids in self._ranges.items()})
         return [(name, *self._reading(name, some), place) for name, some, place in parts]
 
-    def _reading(self, name: str, ids: object) -> tuple[Tensor, Callable[[], Read]]:
+    def _reading(self, name: str, ids: object) -> tuple[Tensor, Callable[[], _Read]]:
         """Returns the checked ids and a function that reads their rows; it may be called in any thread."""
         tables, spec = self._open(), self.spec(name)
         ids = checked_ids(name, ids)
-        return ids, self._rows.reader(tables, name, spec, ids)
+        if spec.initial_rows:
+            return ids, lambda: tables.found_rows(name, ids)
+        return ids, lambda: (None, tables.pull(name, ids))
+
+    def _whole(self, name: str, ids: Tensor, read: _Read) -> Tensor:
+        """Returns (N, dim): the rows that were read, and initial rows for the ids without a row.
+
+        The initial rows are made in the caller's thread, because making them seeds torch's default generator.
+        """
+        found, rows = read
+        if found is None or bool(found.all()):
+            return rows
+        missing, places = torch.unique(ids[~found], return_inverse=True)
+        whole = rows.new_empty(len(ids), rows.shape[1])
+        whole[found] = rows
+        whole[~found] = self._maker(name, self.spec(name)).rows(missing)[places]
+        return whole
+
+    def _update(self, tables: HostedTables | ServerSet, spec: TableSpec, name: str, ids: Tensor, grads: Tensor) -> None:
+        """Updates rows of a table with an ``init_func``, and sends the initial rows of ids without a row."""
+        for attempt in range(_ATTEMPTS):
+            # After a refused attempt, initial rows are sent for all ids: the next attempt then lacks none.
+            missing = torch.unique(ids[~tables.exists(name, ids)] if attempt == 0 else ids)
+            initial = (missing, self._maker(name, spec).rows(missing).float()) if len(missing) else None
+            try:
+                tables.update(name, ids, grads, initial)
+                return
+            except NoInitialRow as error:  # a row was deleted between exists and update
+                if error.pending is None or attempt + 1 == _ATTEMPTS:
+                    raise
+                ids, grads = ids[error.pending], grads[error.pending]
+
+    def _maker(self, name: str, spec: TableSpec) -> InitialRowMaker:
+        maker = self._makers.get(name)
+        if maker is None or maker.digest != spec.initial_rows:
+            raise NoInitialRow(name)
+        return maker
 
 
 def client_of_servers(servers: Servers) -> RecStoreClient:
@@ -599,14 +641,14 @@ def client_of(handle: int) -> RecStoreClient:
     return client
 
 
-def _here(*for_servers: object) -> Backend:
+def _here(*for_servers: object) -> HostedTables:
     if any(value is not None for value in for_servers):
         raise ValueError("token, tls_ca, tls_cert and tls_key are for servers, and none are given")
-    return HostedBackend()
+    return HostedTables()
 
 
-def _on_servers(servers: Sequence[str], access: dict[str, Any]) -> Backend:
+def _on_servers(servers: Sequence[str], access: dict[str, Any]) -> ServerSet:
     from torchrec_recstore_service.client.connection import Access
-    from torchrec_recstore_service.client.remote import RemoteBackend
+    from torchrec_recstore_service.client.server_set import ServerSet
 
-    return RemoteBackend(servers, Access(**access))
+    return ServerSet(servers, Access(**access))

@@ -60,7 +60,7 @@ class ServerColdStore:
         except OSError as error:
             raise self._error("cannot be used", error) from error
         try:
-            self._call(lambda: self._servers.create(self._table, self._specs()))
+            self._call(lambda: self._servers.create(self._table, self._spec()))
             # A connection remembers the state of its server from the first write on, so this is an empty write.
             self._delete_part(torch.empty(0, dtype=torch.int64))
         except ColdStoreError:
@@ -135,10 +135,8 @@ class ServerColdStore:
         except (ServiceError, ValueError, MemoryError, OSError) as error:  # the message names server and table
             raise self._error("has failed", error) from error
 
-    def _specs(self) -> list[str]:
-        """Returns the table's spec for each server, as JSON."""
-        shards = len(self._servers.addresses)
-        spec = TableSpec(
+    def _spec(self) -> TableSpec:
+        return TableSpec(
             dim=self._columns,
             dtype=torch.float32,
             optimizer=SGD(lr=0.0),
@@ -146,11 +144,10 @@ class ServerColdStore:
             temporary=self._options.shared is None,
             lossless=True,
         )
-        return [replace(spec, shard=(shard, shards)).to_json() for shard in range(shards)]
 
     def _get_part(self, ids: Tensor) -> tuple[Tensor, Tensor]:
-        found, rows = self._call(lambda: self._servers.found_rows(self._table, ids, self._columns * _COLUMN_BYTES))
-        return found, rows[:, : self._row_bytes]
+        found, rows = self._call(lambda: self._servers.found_rows(self._table, ids))
+        return found, rows.view(torch.uint8)[:, : self._row_bytes]
 
     def _put_part(self, ids: Tensor, rows: Tensor) -> None:
         padded = torch.zeros(len(ids), self._columns * _COLUMN_BYTES, dtype=torch.uint8)

@@ -1,4 +1,4 @@
-"""The connections to several parameter servers, among which ids are distributed by a hash."""
+"""Tables on parameter servers, among which ids are distributed by a hash."""
 
 from __future__ import annotations
 
@@ -8,7 +8,9 @@ import weakref
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextlib import suppress
+from dataclasses import fields, replace
 from functools import partial
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -16,21 +18,25 @@ from torch import Tensor
 
 from torchrec_recstore import ops
 from torchrec_recstore.network import checked_addresses, host_of, is_loopback
+from torchrec_recstore.row_types import value_dtype
+from torchrec_recstore.store import TableStats
+from torchrec_recstore.store.stats import combined
 from torchrec_recstore_service.client.client_epoch import ClientEpoch
 from torchrec_recstore_service.client.connection import Access, Connection
 from torchrec_recstore_service.wire import recstore_pb2 as pb
 from torchrec_recstore_service.wire.agreement import SLOTS, Begin, to_load, to_reshard, to_resume
 from torchrec_recstore_service.wire.protocol import (
     BYTES_A_WRITTEN_ID,
-    NO_INITIAL_ROW,
     SAVE_SUPERSEDED,
     WRITE_BYTES,
+    NoInitialRow,
     ServerRestartedError,
     ServerSetError,
     ServiceError,
 )
-from torchrec_recstore_service.wire.row_requests import RowRead, RowUpdate
-from torchrec_recstore_service.wire.table_rows import TableRows, bytes_of_rows, places_of_tables
+from torchrec_recstore_service.wire.row_requests import InitialRows, RowRead, RowUpdate
+from torchrec_recstore_service.wire.table_rows import TableRows, places_of_tables
+from torchrec_recstore_service.wire.table_spec import TableSpec
 
 # The number of threads per server. The deadline of a call begins when it has a thread, so there are more threads than
 # concurrent calls in practice.
@@ -41,10 +47,10 @@ _Result = TypeVar("_Result")
 
 
 class ServerSet:
-    """The connections to several servers, among which the rows of tables are distributed.
+    """The tables of a set of servers, among which their rows are distributed, and the connections to the servers.
 
-    A call goes to all servers that store a part of its rows, at the same time. If the call fails on one server, other
-    servers may have done their part.
+    The methods that :class:`HostedTables` has too mean the same. A call goes to all servers that store a part of its
+    rows, at the same time. If the call fails on one server, other servers may have done their part.
 
     Args:
         addresses: The address of each server of a set, ``host:port``, in any order.
@@ -66,14 +72,35 @@ class ServerSet:
         self._owners = torch.zeros(SLOTS, dtype=torch.int64)  # for each slot, the index of its connection
         self._members: tuple[int, ...] = ()
         self._slots: tuple[int, ...] = ()
+        self._specs: dict[str, TableSpec] = {}
         self._connections = [Connection(address, access, self._epoch) for address in self.addresses]
         self._threads = ThreadPoolExecutor(_CALLS * len(self.addresses), "recstore-client")
         self._close = weakref.finalize(self, _close, self._connections, self._threads, os.getpid())
 
-    def specs(self, table: str) -> list[str | None]:
-        """Returns each server's spec of a table. An entry is None if the server does not have the table."""
-        self._epoch.label(table)
-        return self._each(lambda connection: connection.describe(table).tables.get(table))
+    def spec(self, name: str) -> TableSpec | None:
+        """See :meth:`HostedTables.spec`.
+
+        Raises:
+            ValueError: Only some of the servers have the table, because :meth:`create` has failed in the middle; or the
+                parts are those of another number of servers.
+        """
+        self._epoch.label(name)
+        parts = self._each(lambda connection: connection.describe(name).tables.get(name))
+        there = [part for part in parts if part is not None]
+        if not there:
+            return None
+        if len(there) < len(parts):
+            lacking = self.addresses[parts.index(None)]
+            raise ValueError(f"table {name!r} is on other servers, but not on {lacking}: call init_data again")
+        for address, member, part in zip(self.addresses, self.members(name), there, strict=True):
+            shard, shards = TableSpec.from_json(part).shard
+            if (shard, shards) != (member, len(there)):
+                raise ValueError(
+                    f"table {name!r}: server {address} holds part {shard + 1} of {shards}, and is server {member + 1} "
+                    f"of {len(there)} in its set"
+                )
+        spec = self._specs[name] = replace(TableSpec.from_json(there[0]), shard=(0, 1))
+        return spec
 
     def members(self, table: str = "") -> tuple[int, ...]:
         """Returns the number of each server in its set. Errors name ``table``."""
@@ -84,33 +111,32 @@ class ServerSet:
         """Returns the label of the epoch of this client's calls."""
         return self._epoch.label("")
 
-    def create(self, table: str, specs: Sequence[str]) -> None:
-        """Creates a table on all servers. ``specs`` has the spec for each number of a server in its set."""
-        of = dict(zip(self._connections, self.members(table), strict=True))
-        self._each(lambda connection: connection.create(table, specs[of[connection]]))
+    def create(self, name: str, spec: TableSpec) -> None:
+        """See :meth:`HostedTables.create`. ``spec.shard`` is the one of the whole table, (0, 1)."""
+        number = dict(zip(self._connections, self.members(name), strict=True))
+        self._each(
+            lambda each: each.create(name, replace(spec, shard=(number[each], len(self._connections))).to_json())
+        )
+        self._specs[name] = spec
 
-    def pull(self, table: str, ids: Tensor, columns: int, dtype: torch.dtype) -> Tensor:
-        """Returns the rows of ``ids``, (N,) int64: (N, columns). An id without a row reads as its initial row."""
+    def pull(self, name: str, ids: Tensor) -> Tensor:
+        """See :meth:`HostedTables.pull`."""
         if len(self._connections) > 1:
-            return self.pull_each([RowRead(table, ids)], [(columns, dtype)])[0]
-        rows = ops.rows_empty(ids.numel(), columns * dtype.itemsize)  # the shortest way: most calls read a few rows
-        self._connections[0].pull(TableRows([table], ids, [ids.numel()], [rows]))
+            return self.pull_each([RowRead(name, ids)])[0]
+        spec = self._specs.get(name) or self._existing(name)
+        dtype = value_dtype(spec.dtype)
+        rows = ops.rows_empty(ids.numel(), spec.dim * dtype.itemsize)  # the shortest way: most calls read a few rows
+        self._connections[0].pull(TableRows([name], ids, [ids.numel()], [rows]))
         return rows.view(dtype)
 
-    def pull_each(self, reads: Sequence[RowRead], shapes: Sequence[tuple[int, torch.dtype]]) -> list[Tensor]:
-        """Reads rows of several tables, by one request to each server.
-
-        Args:
-            reads: The tables and their ids.
-            shapes: For each read, the number of columns of the rows and their dtype.
-
-        Returns:
-            For each read, (N, columns) of its dtype.
-        """
+    def pull_each(self, reads: Sequence[RowRead]) -> list[Tensor]:
+        """See :meth:`HostedTables.pull_each`. One request is sent to each server."""
         if not reads:
             return []
+        specs = [self._specs.get(read.table) or self._existing(read.table) for read in reads]
+        dtypes = [value_dtype(spec.dtype) for spec in specs]
         counts = [len(read.ids) for read in reads]
-        row_bytes = [columns * dtype.itemsize for columns, dtype in shapes]
+        row_bytes = [spec.dim * dtype.itemsize for spec, dtype in zip(specs, dtypes, strict=True)]
         begins, size = places_of_tables(row_bytes, counts)
         memory = ops.rows_empty(1, size)[0]
         rows = [
@@ -121,13 +147,12 @@ class ServerSet:
         ids = ops.concatenated([read.ids for read in reads])
         parts = self._parts([read.table for read in reads], ids, counts, rows, zeros=zeros)
         self._read(reads[0].table, lambda connection: connection.pull(parts[connection]))
-        return [each.view(dtype).view(-1, columns) for each, (columns, dtype) in zip(rows, shapes, strict=True)]
+        return [each.view(dtype).view(-1, spec.dim) for each, spec, dtype in zip(rows, specs, dtypes, strict=True)]
 
     def update_each(self, updates: Sequence[RowUpdate]) -> None:
-        """Applies the optimizer to rows of several tables without ``initial_rows``, by one request to each server.
+        """See :meth:`HostedTables.update_each`. One request is sent to each server, which updates all tables or none.
 
-        Each server makes one update of each table, also without ids. An update that is too large for one request is
-        sent as several ones, each of some of the tables.
+        An update that is too large for one request is sent as several ones, each of some of the tables.
         """
         size = 0
         some: list[RowUpdate] = []
@@ -146,16 +171,23 @@ class ServerSet:
             [update.table for update in updates],
             ops.concatenated([update.ids for update in updates]),
             [len(update.ids) for update in updates],
-            [bytes_of_rows(update.grads.detach().contiguous()) for update in updates],
+            [update.grads.detach().contiguous().view(torch.uint8) for update in updates],
             learning_rates=[update.learning_rate for update in updates],
         )
         self._each(lambda connection: connection.write(pb.WriteHeader.UPDATE, parts[connection], float32=True))
 
-    def found(self, table: str, ids: Tensor) -> Tensor:
-        """Returns which of ``ids``, (N,) int64, have a row: (N,) bool."""
-        return self.found_rows(table, ids, 0)[0]
+    def exists(self, name: str, ids: Tensor) -> Tensor:
+        """See :meth:`HostedTables.exists`."""
+        return self._found(name, ids, 0)[0]
 
-    def found_rows(self, table: str, ids: Tensor, row_bytes: int) -> tuple[Tensor, Tensor]:
+    def found_rows(self, name: str, ids: Tensor) -> tuple[Tensor, Tensor]:
+        """See :meth:`HostedTables.found_rows`."""
+        spec = self._specs.get(name) or self._existing(name)
+        dtype = value_dtype(spec.dtype)
+        found, rows = self._found(name, ids, spec.dim * dtype.itemsize)
+        return found, rows.view(dtype).view(-1, spec.dim)
+
+    def _found(self, table: str, ids: Tensor, row_bytes: int) -> tuple[Tensor, Tensor]:
         """Reads the rows of the ids that have one. See :meth:`Connection.found`; the arguments are the same."""
         if len(self._connections) == 1:
             return self._connections[0].found(table, ids, row_bytes)
@@ -172,40 +204,36 @@ class ServerSet:
             ops.rows_put([rows], rank[places[there]], [len(some)], some.view(-1), 0)
         return found, rows
 
-    def push(self, table: str, ids: Tensor, values: Tensor) -> None:
-        """Writes ``values``, (N, columns), as the rows of ``ids``, (N,) int64. Of duplicates, the last one counts."""
+    def push(self, name: str, ids: Tensor, values: Tensor) -> None:
+        """See :meth:`HostedTables.push`."""
         of_one = ids.element_size() + values.shape[1] * values.element_size()
         for some, rows in zip(_splits(ids, of_one), _splits(values, of_one), strict=True):
-            self._write(table, pb.WriteHeader.PUSH, some, rows)
+            self._write(name, pb.WriteHeader.PUSH, some, rows)
 
-    def update(self, table: str, ids: Tensor, grads: Tensor, initial: tuple[Tensor, Tensor] | None = None) -> Tensor:
-        """Applies the optimizer to rows.
+    def update(self, name: str, ids: Tensor, grads: Tensor, initial: InitialRows | None = None) -> None:
+        """See :meth:`HostedTables.update`.
 
-        Args:
-            table: The name of the table.
-            ids: (N,) int64. The ids whose rows are updated.
-            grads: (N, columns). The gradient of each entry of ``ids``.
-            initial: Ids, (M,) int64, and rows, (M, columns) float32. Those of these ids that have no row get one before
-                the update. Default: None.
-
-        Returns:
-            (n,) int64. The positions in ``ids`` of the ids of servers that have refused the update, because an id has
-            neither a row nor an initial row.
+        Raises:
+            NoInitialRow: Its ``pending`` has the positions of the ids of the servers that have refused the update.
         """
-        return self._write(table, pb.WriteHeader.UPDATE, ids, grads, initial)[1]
+        _, refused = self._write(name, pb.WriteHeader.UPDATE, ids, grads, initial)
+        if refused is not None:
+            raise NoInitialRow(name, refused)
 
-    def delete(self, table: str, ids: Tensor) -> int:
-        """Deletes the rows of ``ids``, (N,) int64, and returns how many rows there were."""
-        return sum(self._write(table, pb.WriteHeader.DELETE, some)[0] for some in _splits(ids, ids.element_size()))
+    def delete(self, name: str, ids: Tensor) -> int:
+        """See :meth:`HostedTables.delete`."""
+        return sum(self._write(name, pb.WriteHeader.DELETE, some)[0] for some in _splits(ids, ids.element_size()))
 
     def ids(self, table: str) -> Tensor:
         """Returns the ids that have a row, (N,) int64, ascending."""
         ids: Tensor = torch.cat(self._read(table, lambda connection: connection.ids(table))).sort().values
         return ids
 
-    def stats(self, table: str) -> list[dict[str, int]]:
-        """Returns each server's statistics of a table, by the names of ``TableStats``."""
-        return self._read(table, lambda connection: connection.stats(table))
+    def stats(self, name: str) -> TableStats:
+        """See :meth:`HostedTables.stats`. The statistics are summed over all servers."""
+        known = [field.name for field in fields(TableStats)]
+        replies = self._read(name, lambda connection: connection.stats(name))
+        return combined(TableStats(**{key: counts[key] for key in known}) for counts in replies)
 
     def look(self, table: str, by: str, count: int, row: bytes = b"", but: int = 0) -> list[pb.LookReply]:
         """Returns what each server finds among all of its rows of a table. See ``LookRequest``."""
@@ -226,20 +254,20 @@ class ServerSet:
 
         return self._each(describe)
 
-    def save(self, name: str, overwrite: bool, forget: Sequence[str] = ()) -> None:
+    def save(self, name: str | Path, overwrite: bool = False, forget: Sequence[str] = ()) -> None:
         """Saves all tables on all servers. The save counts on all servers or on none.
 
         Args:
-            name: The name of the save.
+            name: The name of the save, below each server's data directory.
             overwrite: Whether a save of this name is replaced.
             forget: The names of saves that are deleted when this save counts. Default: none.
         """
         done = self._epoch.done
         label = self._epoch.label("")
         try:
-            self._save(label, name, overwrite, forget)
+            self._save(label, str(name), overwrite, forget)
         except ServerRestartedError as error:
-            self._save(self._epoch.after(error, label, ""), name, overwrite, forget)
+            self._save(self._epoch.after(error, label, ""), str(name), overwrite, forget)
         self._epoch.set_saved(done)
 
     def _save(self, label: str, name: str, overwrite: bool, forget: Sequence[str]) -> None:
@@ -274,7 +302,7 @@ class ServerSet:
         decided = first.save(request(phases.COMMIT)).decided  # from here on the save counts
         self._each(lambda connection: connection.save(request(phases.COMMIT, decided)), others)
 
-    def load(self, name: str | None, exact: bool = False) -> None:
+    def load(self, name: str | Path | None, exact: bool = False) -> None:
         """Begins an epoch on all servers with a save.
 
         Args:
@@ -285,7 +313,9 @@ class ServerSet:
         # Writes of other threads that are pending now may reach the servers before or after the load, so they do not
         # count as saved.
         done = self._epoch.done
-        self._epoch.begin(self._begin("", lambda states: to_load(self.addresses, states, name, exact)), done)
+        save = None if name is None else str(name)
+        self._epoch.begin(self._begin("", lambda states: to_load(self.addresses, states, save, exact)), done)
+        self._specs.clear()
 
     def load_from(self, sources: ServerSet, name: str) -> None:
         """Begins an epoch with a save of other servers, whose rows are distributed over these servers anew.
@@ -386,42 +416,48 @@ class ServerSet:
         """Closes the connections."""
         self._close()
 
+    def _existing(self, name: str) -> TableSpec:
+        spec = self.spec(name)
+        if spec is None:
+            raise ValueError(f"there is no table {name!r} on the servers {', '.join(self.addresses)}")
+        return spec
+
     def _write(
         self,
         table: str,
         kind: pb.WriteHeader.Kind,
         ids: Tensor,
         rows: Tensor | None = None,
-        initial: tuple[Tensor, Tensor] | None = None,
-    ) -> tuple[int, Tensor]:
+        initial: InitialRows | None = None,
+    ) -> tuple[int, Tensor | None]:
         """Makes a write on each server that stores an id.
 
         Returns:
-            The number of deleted rows, and the positions of the ids whose server requires initial rows, (n,) int64.
+            The number of deleted rows, and the positions of the ids whose server requires initial rows, (n,) int64, or
+            None if no server does.
         """
         values = ids.new_empty(len(ids), 0) if rows is None else rows.detach().contiguous()
-        float32 = values.dtype is torch.float32
-        calls = self._parts([table], ids, [len(ids)], [bytes_of_rows(values)])
+        calls = self._parts([table], ids, [len(ids)], [values.view(torch.uint8)])
         firsts: dict[Connection, TableRows] = {}
         if initial is not None:
-            first_rows = bytes_of_rows(initial[1].detach().contiguous())
+            first_rows = initial[1].detach().contiguous().view(torch.uint8)
             firsts = self._parts([table], initial[0], [len(initial[0])], [first_rows])
 
         def write(connection: Connection) -> int | None:
             try:
-                return connection.write(kind, calls[connection], firsts.get(connection), float32)
-            except ServiceError as error:
-                if error.kind == NO_INITIAL_ROW:
-                    return None
-                raise
+                return connection.write(kind, calls[connection], firsts.get(connection), values.dtype is torch.float32)
+            except NoInitialRow:
+                return None
 
         counts = self._each(write)
+        if None not in counts:
+            return sum(count or 0 for count in counts), None
         refused = [
             torch.arange(len(ids)) if call.places is None else call.places
             for call, count in zip(calls.values(), counts, strict=True)
             if count is None
         ]
-        return sum(count or 0 for count in counts), torch.cat([ids[:0], *refused])
+        return 0, torch.cat(refused)
 
     def _split(
         self, tables: Sequence[str], ids: Tensor, counts: Sequence[int]

@@ -16,12 +16,13 @@ import torch
 from torch import Tensor
 
 from torchrec_recstore_service.wire import recstore_pb2 as pb
-from torchrec_recstore_service.wire.protocol import ERROR_KEY, as_bytes
-from torchrec_recstore_service.wire.segment import MESSAGE_BYTES, Segment, is_available, is_same_user, places_of
+from torchrec_recstore_service.wire.protocol import ERROR_KEY
+from torchrec_recstore_service.wire.segment import MESSAGE_BYTES, Segment, is_available, is_same_user
 from torchrec_recstore_service.wire.table_rows import TableRows, aligned, pieces
 
 _MOST_CONNECTIONS = 8  # to one server; more calls at the same time than these go by gRPC
 _SETTINGS_BYTES = 256  # enough for the numbers of a header, and for those of a table in a header
+_ALIGNING_BYTES = 256  # the most that four arrays of a call take beside their contents
 _HELLO_S = 5.0
 _AGAIN_S = 10.0  # the time after which a client that has got no connection asks for one again
 _CODES = {code.value[0]: code for code in grpc.StatusCode}
@@ -98,13 +99,6 @@ class SharedMemoryConnection:
         """Closes the connection. The server then forgets it."""
         self._socket.close()
 
-    def fits(self, header: pb.WriteHeader, call: TableRows, initial: TableRows) -> bool:
-        """Returns whether a write can go by shared memory."""
-        return (
-            places_of(self._sizes(call, initial))[1] <= self._segment.size
-            and header.ByteSize() <= MESSAGE_BYTES - _SETTINGS_BYTES
-        )
-
     def pull(self, epoch: str, call: TableRows, left_s: float) -> bool:
         """See :meth:`Streams.pull`. A call that does not fit into the segment is made in parts."""
         self._end = time.monotonic() + left_s
@@ -113,22 +107,21 @@ class SharedMemoryConnection:
         for part in pieces(call.row_bytes, call.counts, most, most_ids=most // 8, most_tables=most_tables):
             header = pb.PullHeader(epoch=epoch)
             if call.is_plain:
-                header.table = call.tables[0]
+                header.table = call.label
             else:
                 header.tables.extend(call.headers(part))
-            self._send_ids(header, call.ids_of(part))
-            begin, size, done = call.place(part), call.bytes_of(part), 0
-            while True:
+            ids, begin, size = call.part(part)
+            self._send_ids(header, ids)
+            done, last = 0, False
+            while not last:
                 reply = self._receive()
-                done = aligned(done)
-                if done + reply.rows > size:
-                    return False
-                at = call.put(self._segment.array[done : done + reply.rows], begin + done)
-                if at < 0:
+                done, last = aligned(done), reply.last
+                if (
+                    done + reply.rows > size
+                    or call.put(self._segment.array[done : done + reply.rows], begin + done) < 0
+                ):
                     return False
                 done += reply.rows
-                if reply.last:
-                    break
             if done != size:
                 return False
         return True
@@ -145,22 +138,27 @@ class SharedMemoryConnection:
                 kind.append(array.clone())
         return torch.cat(arrays[0]), torch.cat(arrays[1])
 
-    def write(self, header: pb.WriteHeader, call: TableRows, initial: TableRows, left_s: float) -> int:
-        """See :meth:`Streams.write`. The call must fit into the segment (:meth:`fits`)."""
-        self._end = time.monotonic() + left_s
-        sizes = self._sizes(call, initial)
-        arrays = self._segment.arrays(sizes)
-        for (ids, rows), some in zip((arrays[:2], arrays[2:]), (call, initial), strict=True):
-            ids.numpy()[:] = as_bytes(some.ids).numpy()
-            some.take(rows, 0)
-        self._send(
-            pb.SegmentRequest(write=header, ids=sizes[0], rows=sizes[1], initial_ids=sizes[2], initial_rows=sizes[3])
-        )
-        return int(self._receive().deleted)
+    def write(self, header: pb.WriteHeader, call: TableRows, initial: TableRows | None, left_s: float) -> int:
+        """See :meth:`Streams.write`.
 
-    @staticmethod
-    def _sizes(call: TableRows, initial: TableRows) -> list[int]:
-        return [size for some in (call, initial) for size in (8 * len(some.ids), some.size)]
+        Raises:
+            DoesNotFitError: The call does not fit into the segment. Nothing was sent.
+        """
+        self._end = time.monotonic() + left_s
+        parts = [call] if initial is None else [call, initial]
+        sizes = [size for some in parts for size in (8 * len(some.ids), some.size)]
+        if header.ByteSize() > MESSAGE_BYTES - _SETTINGS_BYTES or sum(sizes) > self._segment.size - _ALIGNING_BYTES:
+            raise DoesNotFitError
+        arrays = self._segment.arrays(sizes)
+        for number, some in enumerate(parts):
+            arrays[2 * number].numpy()[:] = some.ids.numpy().view(np.uint8)
+            some.take(arrays[2 * number + 1], 0)
+        ids, rows, initial_ids, initial_rows = (*sizes, 0, 0)[:4]
+        request = pb.SegmentRequest(
+            write=header, ids=ids, rows=rows, initial_ids=initial_ids, initial_rows=initial_rows
+        )
+        self._send(request)
+        return int(self._receive().deleted)
 
     def _send_ids(self, header: pb.PullHeader, ids: Tensor) -> None:
         size = 8 * ids.numel()
@@ -191,6 +189,10 @@ class SharedMemoryConnection:
         if reply.code:
             raise ServedError(_CODES[reply.code], reply.details, reply.error)
         return reply
+
+
+class DoesNotFitError(Exception):
+    """A call does not fit into the segment, so that it has to go by gRPC."""
 
 
 class ServedError(CallError):

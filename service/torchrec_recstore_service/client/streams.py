@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -11,7 +11,7 @@ from torch import Tensor
 
 from torchrec_recstore_service.wire import recstore_pb2 as pb
 from torchrec_recstore_service.wire.messages import fields, new_message
-from torchrec_recstore_service.wire.protocol import PART_BYTES, PART_IDS, as_bytes, rows_a_part
+from torchrec_recstore_service.wire.protocol import PART_BYTES, PART_IDS, rows_a_part
 from torchrec_recstore_service.wire.table_rows import Piece, TableRows, pieces
 
 _CALL_BYTES, _CALL_IDS = 1 << 30, 1 << 22  # of a read of several tables
@@ -50,29 +50,23 @@ class Streams:
         Returns:
             Whether the server has answered with the rows of all ids.
         """
-        if call.is_plain:
-            header = pb.PullHeader(table=call.tables[0], epoch=epoch)
-            one = len(call.ids) <= rows_a_part(call.row_bytes[0])
-            return self._pull_into(header, call.ids, call, 0, one, left_s) == call.size
         at = 0
-        for part in pieces(call.row_bytes, call.counts, _CALL_BYTES, most_ids=_CALL_IDS):
-            header = pb.PullHeader(epoch=epoch, tables=call.headers(part))
-            ids, size = call.ids_of(part), call.bytes_of(part)
-            one = len(ids) <= PART_IDS and size <= PART_BYTES
-            at = self._pull_into(header, ids, call, at, one, left_s)
-            if at != (call.place(part) + size if size else at):
+        several = None if call.is_plain else pieces(call.row_bytes, call.counts, _CALL_BYTES, most_ids=_CALL_IDS)
+        for part in several or (None,):
+            ids, place, size = call.part(part)
+            if part is None:
+                header = pb.PullHeader(table=call.label, epoch=epoch)
+            else:
+                header = pb.PullHeader(epoch=epoch, tables=call.headers(part))
+            for reply in self._replies(header, ids, len(ids) <= PART_IDS and size <= PART_BYTES, left_s):
+                received = fields(reply).get(_ROWS)
+                if received is not None:
+                    at = call.put(received.numpy(), at)
+                    if at < 0:
+                        return False
+            if at != (place + size if size else at):
                 return False
         return True
-
-    def _pull_into(self, header: pb.PullHeader, ids: Tensor, call: TableRows, at: int, one: bool, left_s: float) -> int:
-        """Reads rows to the place ``at`` of the stream and returns the place after them; -1 if they do not fit."""
-        for reply in self._replies(header, ids, one, left_s):
-            received = fields(reply).get(_ROWS)
-            if received is not None:
-                at = call.put(received.numpy(), at)
-                if at < 0:
-                    break
-        return at
 
     def found(self, header: pb.PullHeader, ids: Tensor, row_bytes: int, left_s: float) -> tuple[Tensor, Tensor]:
         """Returns which of ``ids``, (N,) int64, have a row, (n,) uint8, and their rows, (bytes,) uint8, as received."""
@@ -82,13 +76,13 @@ class Streams:
         found, rows = ([reply.get(number, none) for reply in received] for number in (_FOUND, _ROWS))
         return torch.cat([none, *found]), torch.cat([none, *rows])
 
-    def write(self, header: pb.WriteHeader, call: TableRows, initial: TableRows, left_s: float) -> int:
+    def write(self, header: pb.WriteHeader, call: TableRows, initial: TableRows | None, left_s: float) -> int:
         """Writes, updates or deletes rows.
 
         Args:
             header: The header of the call.
             call: The ids and rows that are sent.
-            initial: The initial rows of ids that have no row.
+            initial: The initial rows of ids that have no row, or None.
             left_s: The longest time in seconds that the call may take.
 
         Returns:
@@ -96,11 +90,11 @@ class Streams:
         """
         first = header.SerializeToString()
         options = {"timeout": left_s, "metadata": self._metadata}
-        if 8 * (len(call.ids) + len(initial.ids)) + call.size + initial.size <= PART_BYTES:
-            arrays = [array for numbers, some in _both(call, initial) for array in _whole(numbers, some)]
-            reply = self._write_one(_filled(arrays, first), **options)
+        arrays = [(_INITIAL, initial), (_WRITTEN, call)] if initial is not None else [(_WRITTEN, call)]
+        if sum(8 * len(some.ids) + some.size for _, some in arrays) <= PART_BYTES:
+            reply = self._write_one(_message([(numbers, some, None) for numbers, some in arrays], first), **options)
         else:
-            reply = self._write(_requests(first, call, initial), **options)
+            reply = self._write(_requests(first, arrays), **options)
         return int(pb.WriteReply.FromString(reply).deleted)
 
     def _replies(self, header: pb.PullHeader, ids: Tensor, one: bool, left_s: float) -> Iterable[bytes]:
@@ -108,10 +102,10 @@ class Streams:
         first = header.SerializeToString()
         options = {"timeout": left_s, "metadata": self._metadata}
         if one:
-            return [self._pull_one(_filled([_ids_part(_ASKED, ids)], first), **options)]
+            return [self._pull_one(_asking(ids, first), **options)]
         size = len(ids) if header.tables else PART_IDS
         parts = [ids[place : place + size] for place in range(0, len(ids), size)]
-        requests = (_filled([_ids_part(_ASKED, part)], b"" if i else first) for i, part in enumerate(parts))
+        requests = (_asking(part, b"" if i else first) for i, part in enumerate(parts))
         replies: Iterable[bytes]
         replies = self._pull_many(next(requests), **options) if len(parts) == 1 else self._pull(requests, **options)
         return replies
@@ -121,41 +115,30 @@ _ASKED = pb.PullRequest.IDS_FIELD_NUMBER
 _FOUND, _ROWS = pb.PullReply.FOUND_FIELD_NUMBER, pb.PullReply.ROWS_FIELD_NUMBER
 _WRITTEN = pb.WriteRequest.IDS_FIELD_NUMBER, pb.WriteRequest.ROWS_FIELD_NUMBER
 _INITIAL = pb.WriteRequest.INITIAL_IDS_FIELD_NUMBER, pb.WriteRequest.INITIAL_ROWS_FIELD_NUMBER
-_Array = tuple[int, int, Callable[[Tensor], object]]  # the number of a field, its size in bytes, what fills its memory
 
 
-def _filled(arrays: Sequence[_Array], header: bytes = b"") -> bytes:
-    """Returns a message with arrays."""
-    message, memory = new_message([(number, size) for number, size, _ in arrays], header)
-    for place, (_, _, fill) in zip(memory, arrays, strict=True):
-        fill(place)
+def _asking(ids: Tensor, header: bytes) -> bytes:
+    """Returns the request of a read with some of its ids."""
+    message, memory = new_message([(_ASKED, 8 * len(ids))], header)
+    memory[0].numpy()[:] = ids.numpy().view(np.uint8)
     return message
 
 
-def _ids_part(number: int, ids: Tensor) -> _Array:
-    content = as_bytes(ids).numpy()
-    return number, len(content), lambda memory: np.copyto(memory.numpy(), content)
+def _message(arrays: Sequence[tuple[tuple[int, int], TableRows, Sequence[Piece] | None]], header: bytes = b"") -> bytes:
+    """Returns the request of a write: the numbers of the fields of ids and rows, and the part that they hold."""
+    parts = [call.part(part) for _, call, part in arrays]
+    sizes = zip(arrays, parts, strict=True)
+    numbered = [each for ((ids, rows), _, _), (own, _, size) in sizes for each in ((ids, 8 * len(own)), (rows, size))]
+    message, memory = new_message(numbered, header)
+    for number, ((_, call, _), (ids, place, _)) in enumerate(zip(arrays, parts, strict=True)):
+        memory[2 * number].numpy()[:] = ids.numpy().view(np.uint8)
+        call.take(memory[2 * number + 1], place)
+    return message
 
 
-def _both(call: TableRows, initial: TableRows) -> list[tuple[tuple[int, int], TableRows]]:
-    return [(_INITIAL, initial), (_WRITTEN, call)]
-
-
-def _whole(numbers: tuple[int, int], call: TableRows) -> list[_Array]:
-    return [_ids_part(numbers[0], call.ids), (numbers[1], call.size, lambda memory: call.take(memory, 0))]
-
-
-def _part(numbers: tuple[int, int], call: TableRows, part: Sequence[Piece]) -> list[_Array]:
-    at = call.place(part)
-    return [
-        _ids_part(numbers[0], call.ids_of(part)),
-        (numbers[1], call.bytes_of(part), lambda memory: call.take(memory, at)),
-    ]
-
-
-def _requests(header: bytes, call: TableRows, initial: TableRows) -> Iterator[bytes]:
-    yield _filled([], header)
-    for numbers, some in _both(call, initial):
-        for part in pieces(some.row_bytes, some.counts, PART_BYTES):
+def _requests(header: bytes, arrays: Sequence[tuple[tuple[int, int], TableRows]]) -> Iterator[bytes]:
+    yield new_message([], header)[0]
+    for numbers, call in arrays:
+        for part in pieces(call.row_bytes, call.counts, PART_BYTES):
             if part:
-                yield _filled(_part(numbers, some, part))
+                yield _message([(numbers, call, part)])

@@ -7,7 +7,7 @@ from dataclasses import fields
 from typing import Any, Protocol
 
 from torchrec_recstore.store import TableStats
-from torchrec_recstore_service.client.hosted import HostedBackend
+from torchrec_recstore_service.client.hosted import HostedTables
 
 _LABELS = 10_000
 _GAUGES = ("rows", "cold_rows", "bytes", "steps")
@@ -56,7 +56,7 @@ class Metrics:
         OSError: The address cannot be listened on.
     """
 
-    def __init__(self, tables: HostedBackend, host: str, port: int) -> None:
+    def __init__(self, tables: HostedTables, host: str, port: int) -> None:
         import prometheus_client as prometheus  # imported here, because most servers report no metrics
         from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 

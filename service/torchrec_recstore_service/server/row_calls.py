@@ -13,8 +13,7 @@ from torch import Tensor
 
 from torchrec_recstore import ops
 from torchrec_recstore.row_types import value_dtype
-from torchrec_recstore_service.client.backend import NoInitialRow
-from torchrec_recstore_service.client.hosted import HostedBackend
+from torchrec_recstore_service.client.hosted import HostedTables
 from torchrec_recstore_service.server.metrics import Observer
 from torchrec_recstore_service.wire import recstore_pb2 as pb
 from torchrec_recstore_service.wire.messages import content, fields, new_message
@@ -22,6 +21,7 @@ from torchrec_recstore_service.wire.protocol import (
     BYTES_A_WRITTEN_ID,
     PART_BYTES,
     PART_IDS,
+    NoInitialRow,
     array_of,
     rows_a_part,
     to_bytes,
@@ -73,7 +73,7 @@ class RowCalls:
 
     def __init__(
         self,
-        tables: HostedBackend,
+        tables: HostedTables,
         once: _Once,
         observer: Observer,
         check_epoch: Callable[[str], None],

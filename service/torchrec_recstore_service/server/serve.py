@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from torchrec_recstore_service.client.hosted import HostedBackend
+from torchrec_recstore_service.client.hosted import HostedTables
 from torchrec_recstore_service.client.limits import Limits
 from torchrec_recstore_service.server.data_directory import DataDirectory
 from torchrec_recstore_service.server.listening import GrpcServer, ListenOptions, host_and_port, stopped_by_signals
@@ -82,7 +82,7 @@ def serve(options: ServerOptions, ready: Callable[[str], object]) -> None:
         directory.close()
 
 
-def _unsaved(error: Exception, tables: HostedBackend, data: Path) -> str:
+def _unsaved(error: Exception, tables: HostedTables, data: Path) -> str:
     """Returns the message for a server that was to stop, and could not save its tables."""
     mib = tables.used_bytes() / 2**20
     free = shutil.disk_usage(data).free / 2**20
@@ -96,7 +96,7 @@ def _unsaved(error: Exception, tables: HostedBackend, data: Path) -> str:
 def _serve(
     options: ServerOptions, directory: DataDirectory, ready: Callable[[str], object], stop: threading.Event
 ) -> None:
-    tables = HostedBackend(options.limits)
+    tables = HostedTables(options.limits)
     metrics = None
     if options.listening.metrics is not None:
         host, port = host_and_port(options.listening.metrics)

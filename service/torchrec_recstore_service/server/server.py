@@ -13,8 +13,7 @@ from typing import Any, NoReturn
 
 import grpc
 
-from torchrec_recstore_service.client.backend import NoInitialRow
-from torchrec_recstore_service.client.hosted import HostedBackend
+from torchrec_recstore_service.client.hosted import HostedTables
 from torchrec_recstore_service.client.looks import look
 from torchrec_recstore_service.server.applied import AppliedRequests, ServerStoppingError
 from torchrec_recstore_service.server.calls import CallRefusedError
@@ -32,6 +31,7 @@ from torchrec_recstore_service.wire.protocol import (
     PART_IDS,
     REMOTE_ERRORS,
     WRITE_BYTES,
+    NoInitialRow,
     ServerRestartedError,
     Status,
     shortened,
@@ -67,7 +67,7 @@ class ParameterServer(ParameterServerServicer):
 
     def __init__(
         self,
-        tables: HostedBackend,
+        tables: HostedTables,
         directory: DataDirectory,
         observer: Observer,
         max_write_bytes: int = WRITE_BYTES,

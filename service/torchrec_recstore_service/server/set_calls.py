@@ -14,7 +14,7 @@ from typing import Any, NoReturn
 
 import grpc
 
-from torchrec_recstore_service.client.hosted import HostedBackend, Loaded
+from torchrec_recstore_service.client.hosted import HostedTables, Loaded
 from torchrec_recstore_service.server.applied import AppliedRequests
 from torchrec_recstore_service.server.calls import CallRefusedError
 from torchrec_recstore_service.server.data_directory import MANIFEST, DataDirectory, Membership
@@ -65,7 +65,7 @@ class SetCalls:
         CheckpointError, OSError, ValueError: The last save cannot be loaded.
     """
 
-    def __init__(self, tables: HostedBackend, directory: DataDirectory, applied: AppliedRequests) -> None:
+    def __init__(self, tables: HostedTables, directory: DataDirectory, applied: AppliedRequests) -> None:
         self._tables = tables
         self._directory = directory
         self._applied = applied

@@ -57,12 +57,32 @@ class ServerRestartedError(ServiceError):
     The server's tables are those of a save. To continue from a save, call ``RecStoreClient.load`` or make a new client.
     """
 
+    repeated = False
+    """Whether an earlier attempt of the same call may have been carried out."""
+
 
 class ServerSetError(ServiceError):
     """The servers are not one set in one epoch: a server was killed, is empty, or belongs to other servers.
 
     The message says in which state each server is, and names the command that brings all servers to one save.
     """
+
+
+class NoInitialRow(ValueError):
+    """An id has no row, and the row can only be made by a client that has the table's ``init_func``.
+
+    Args:
+        name: The name of the table.
+        pending: (n,) int64. The positions in the call's ``ids`` for which the call was not carried out, so that the
+            caller can repeat the call for these ids. None: unknown.
+    """
+
+    def __init__(self, name: str, pending: Tensor | None = None) -> None:
+        super().__init__(
+            f"table {name!r} has rows that an init_func makes, and an id has none yet: "
+            "call init_data with that init_func first"
+        )
+        self.pending = pending
 
 
 class Status(NamedTuple):

@@ -6,6 +6,9 @@ from typing import Literal, NamedTuple
 
 from torch import Tensor
 
+InitialRows = tuple[Tensor, Tensor]
+"""Distinct ids, (n,) int64, and their initial rows, (n, dim) float32."""
+
 
 class RowRead(NamedTuple):
     """The rows of one table that are read.

@@ -6,7 +6,7 @@ import fcntl
 import mmap
 import os
 import socket
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -29,15 +29,6 @@ def is_same_user(peer: socket.socket) -> bool:
     return int.from_bytes(credentials[4:8], "little") == os.geteuid()
 
 
-def places_of(sizes: Iterable[int]) -> tuple[list[int], int]:
-    """Returns where arrays of ``sizes`` bytes begin in a segment, and the number of bytes that they need together."""
-    begins, end = [], 0
-    for size in sizes:
-        begins.append(end)
-        end += -(-size // _ALIGNMENT) * _ALIGNMENT
-    return begins, end
-
-
 class Segment:
     """A mapped segment of memory. The memory is unmapped when nothing refers to it any more.
 
@@ -58,10 +49,13 @@ class Segment:
         Raises:
             ValueError: The arrays do not fit into the segment.
         """
-        begins, end = places_of(sizes)
+        arrays, end = [], 0
+        for size in sizes:
+            arrays.append(self.bytes[end : end + size])
+            end += -(-size // _ALIGNMENT) * _ALIGNMENT
         if end > self.size:
             raise ValueError(f"{end} bytes do not fit into the {self.size} bytes of the shared memory")
-        return [self.bytes[begin : begin + size] for begin, size in zip(begins, sizes, strict=True)]
+        return arrays
 
 
 def new_memory(size: int) -> int:

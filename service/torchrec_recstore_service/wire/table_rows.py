@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -89,7 +88,6 @@ def pieces(
         yield part
 
 
-@dataclass
 class TableRows:
     """The rows of one or several tables that one call reads or writes.
 
@@ -106,23 +104,28 @@ class TableRows:
             Default: (), which means None for all tables.
     """
 
-    tables: Sequence[str]
-    ids: Tensor
-    counts: Sequence[int]
-    rows: Sequence[Tensor]
-    places: Tensor | None = None
-    zeros: Sequence[bool] = ()
-    learning_rates: Sequence[float | None] = ()
-
-    def __post_init__(self) -> None:
-        self.row_bytes = [each.shape[1] for each in self.rows]
-        self._begins, self.size = places_of_tables(self.row_bytes, self.counts)
-        self._firsts = [0, *itertools.accumulate(self.counts)]
-
-    @property
-    def is_plain(self) -> bool:
+    def __init__(
+        self,
+        tables: Sequence[str],
+        ids: Tensor,
+        counts: Sequence[int],
+        rows: Sequence[Tensor],
+        places: Tensor | None = None,
+        zeros: Sequence[bool] = (),
+        learning_rates: Sequence[float | None] = (),
+    ) -> None:
+        self.tables, self.ids, self.counts, self.rows, self.places = tables, ids, counts, rows, places
+        self.zeros, self.learning_rates = zeros, learning_rates
+        self.row_bytes = [each.shape[1] for each in rows]
+        self.label = tables[0] if tables else ""
+        """The name of the table, or of the first of several tables, for errors."""
+        self.is_plain = len(tables) == 1 and True not in zeros and learning_rates in ((), [None])
         """Whether a header with the name of a table is enough: the call is for one table, without further settings."""
-        return len(self.tables) == 1 and not any(self.zeros) and all(rate is None for rate in self.learning_rates)
+        if self.is_plain:  # most calls
+            self._begins, self.size, self._firsts = [0], self.row_bytes[0] * counts[0], [0, counts[0]]
+        else:
+            self._begins, self.size = places_of_tables(self.row_bytes, counts)
+            self._firsts = [0, *itertools.accumulate(counts)]
 
     def headers(self, pieces: Iterable[Piece] | None = None) -> list[pb.TableIds]:
         """Returns what the header of a call says of each table.
@@ -142,22 +145,24 @@ class TableRows:
             for table, begin, end in pieces
         ]
 
-    def ids_of(self, part: Sequence[Piece]) -> Tensor:
-        """Returns the ids of a part, (n,) int64."""
+    def part(self, part: Sequence[Piece] | None) -> tuple[Tensor, int, int]:
+        """Returns the ids of a part, (n,) int64, and where its rows begin in the stream, and their size in bytes.
+
+        Args:
+            part: The pieces of the part. None: all rows of the call.
+        """
+        if part is None:
+            return self.ids, 0, self.size
         if not part:
-            return self.ids[:0]
+            return self.ids[:0], 0, 0
         first, last = part[0], part[-1]
-        return self.ids[self._firsts[first.table] + first.begin : self._firsts[last.table] + last.end]
-
-    def place(self, part: Sequence[Piece]) -> int:
-        """Returns the place in the stream at which a part begins."""
-        return self._begins[part[0].table] + part[0].begin * self.row_bytes[part[0].table] if part else 0
-
-    def bytes_of(self, part: Sequence[Piece]) -> int:
-        """Returns the size in bytes of the rows of a part in the stream."""
-        if not part:
-            return 0
-        return self.place([Piece(part[-1].table, part[-1].end, part[-1].end)]) - self.place(part)
+        begin = self._begins[first.table] + first.begin * self.row_bytes[first.table]
+        end = self._begins[last.table] + last.end * self.row_bytes[last.table]
+        return (
+            self.ids[self._firsts[first.table] + first.begin : self._firsts[last.table] + last.end],
+            begin,
+            end - begin,
+        )
 
     def put(self, window: npt.NDArray[np.uint8], at: int) -> int:
         """Writes rows that have been received to the memory of the rows.
@@ -191,14 +196,3 @@ class TableRows:
         """Writes the rows of the stream that begin at ``at`` to memory, ``window``, (bytes,) uint8."""
         if len(window):
             ops.rows_take(self.rows, self.places, self.counts, window, at)
-
-
-def one_table(table: str, ids: Tensor, rows: Tensor, places: Tensor | None = None) -> TableRows:
-    """Returns the rows of a call for one table. ``rows``: (n, columns), contiguous. See :class:`TableRows`."""
-    return TableRows([table], ids, [len(ids)], [bytes_of_rows(rows)], places)
-
-
-def bytes_of_rows(rows: Tensor) -> Tensor:
-    """Returns rows, (n, columns), contiguous, as bytes, (n, row bytes) uint8, without a copy."""
-    memory: Tensor = rows.view(torch.uint8)
-    return memory
