@@ -1,4 +1,4 @@
-"""docs/errors.md: each of its situations is got into, and gives the error that it says; and no class is left out."""
+"""The situations of tests/errors raise their errors, docs/errors.md explains them, and no class is left out."""
 
 from __future__ import annotations
 
@@ -8,35 +8,22 @@ import importlib
 import inspect
 import re
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
 import torchrec_recstore
-from tests.errors import checkpoints, examples, exports, services, sharding, tables
+from tests.errors.__main__ import DOCUMENT, explanation, with_entries
 from tests.errors.situations import SITUATIONS
 from tests.packages import PACKAGES, sources
 from tests.recstore_server import RecStoreServer
 from tests.secrets import write_secret
 
-assert all((checkpoints, examples, exports, services, sharding, tables))  # importing them registers the situations
-
-ROOT = Path(__file__).parents[1]
-DOCUMENT = (ROOT / "docs" / "errors.md").read_text()
-CLASSES = {
-    title.split()[0].strip("`"): text
-    for title, text in re.findall(r"^## (`\w+`.*?)\n(.*?)(?=^## |\Z)", DOCUMENT, flags=re.DOTALL | re.MULTILINE)
-}
-ENTRIES = {
-    title: (name, text)
-    for name, section in CLASSES.items()
-    for title, text in re.findall(r"^### (.*?)\n(.*?)(?=^### |\Z)", section, flags=re.DOTALL | re.MULTILINE)
-}
+CLASSES = {situation.kind for situation in SITUATIONS.values()}
 # Ends of iterators and of commands, no errors.
 CONTROL_FLOW = {"StopIteration", "SystemExit", "Exit"}
-# The client's connection turns them into errors of the page, as it does with the errors of gRPC.
+# The client's connection turns them into errors of the situations, as it does with the errors of gRPC.
 OF_SHARED_MEMORY = {"CallError", "DoesNotFitError", "ServedError"}
-# Nothing raises the common base of ColdStoreError and ServiceError itself.
+# Only its subclasses are raised, ColdStoreError and ServiceError.
 BASES = {"StorageError"}
 
 
@@ -67,22 +54,25 @@ def on_one_line(text: str) -> str:
     return " ".join(text.split())
 
 
-def test_every_entry_has_a_situation() -> None:
-    assert ENTRIES.keys() == SITUATIONS.keys()
+def test_the_page_has_the_present_entries() -> None:
+    page = DOCUMENT.read_text()
+    assert page == with_entries(page), "python -m tests.errors writes the page"
+    assert len(page.splitlines()) < 500
+    explained = [explanation(each) for each in SITUATIONS.values() if each.function.__doc__]
+    assert len({title for title, _ in explained}) == len(explained)
+    for title, text in explained:
+        assert re.search(r"^Cause: .+\. Fix: .+\.$", text), title
 
 
-@pytest.mark.parametrize("title", SITUATIONS)
-def test_situations(title: str, request: pytest.FixtureRequest) -> None:
-    name, text = ENTRIES[title]
-    situation = SITUATIONS[title]
-    fixtures = {each: request.getfixturevalue(each) for each in inspect.signature(situation).parameters}
+@pytest.mark.parametrize("name", SITUATIONS)
+def test_situations(name: str, request: pytest.FixtureRequest) -> None:
+    situation = SITUATIONS[name]
+    fixtures = {each: request.getfixturevalue(each) for each in inspect.signature(situation.function).parameters}
     with pytest.raises(Exception) as raised:  # noqa: PT011  (its class and its message are compared below)
-        situation(**fixtures)
-    assert next(each.__name__ for each in type(raised.value).__mro__ if each.__name__ in CLASSES) == name
-    (message,) = re.findall(r"```text\n(.*?)```", text, flags=re.DOTALL)
-    pattern = ".*".join(re.escape(part) for part in on_one_line(message).split("..."))
+        situation.function(**fixtures)
+    assert next(each.__name__ for each in type(raised.value).__mro__ if each.__name__ in CLASSES) == situation.kind
+    pattern = ".*".join(re.escape(part) for part in situation.message.split("..."))
     assert re.fullmatch(pattern, on_one_line(str(raised.value))), str(raised.value)
-    assert re.search(r"^Cause: .+\. Fix: .+\.$", on_one_line(text.partition("```text")[2].partition("```")[2]).strip())
 
 
 def own_classes(kind: type[BaseException]) -> set[str]:
@@ -94,12 +84,14 @@ def own_classes(kind: type[BaseException]) -> set[str]:
     return found
 
 
-def test_every_class_of_ours_is_listed_and_public() -> None:
+def test_every_class_of_ours_is_known_and_public() -> None:
     warnings = own_classes(Warning)
     assert warnings == {"RecStoreWarning"} == warnings & set(torchrec_recstore.__all__)
     own = own_classes(BaseException) - warnings - OF_SHARED_MEMORY - BASES
-    assert own == {name for name in CLASSES if name not in vars(builtins)} - {"PlannerError", "DataError"}
-    assert own - {"ServerStoppingError", "CallRefusedError"} == own & set(torchrec_recstore.__all__)
+    assert own == CLASSES - vars(builtins).keys() - {"PlannerError", "DataError"}
+    assert own - {"ServerStoppingError", "CallRefusedError", "MissingDistributionError"} == own & set(
+        torchrec_recstore.__all__
+    )
 
 
 def returned_classes(tree: ast.AST) -> dict[str, str]:
@@ -125,19 +117,19 @@ def raised_classes() -> Iterator[tuple[str, str]]:
                 yield node.exc.id, f"{file}:{node.lineno}"
 
 
-def is_listed(name: str) -> bool:
-    """Whether the page has the class, or one of the system's errors has it as its own: ``IsADirectoryError``."""
+def is_known(name: str) -> bool:
+    """Whether a situation has the class, or one of the system's errors has it as its own: ``IsADirectoryError``."""
     system = getattr(builtins, name, None)
     return name in CLASSES or (inspect.isclass(system) and issubclass(system, OSError))
 
 
-def test_every_raise_is_of_a_class_that_is_listed() -> None:
+def test_every_raise_is_of_a_class_of_a_situation() -> None:
     raised = list(raised_classes())
     assert len(raised) > 200
     passed_on = (
         CONTROL_FLOW | OF_SHARED_MEMORY | {"Exception"}
     )  # what a function returns that makes errors of several classes
-    assert [(name, where) for name, where in raised if name not in passed_on and not is_listed(name)] == []
+    assert [(name, where) for name, where in raised if name not in passed_on and not is_known(name)] == []
 
 
 def test_what_the_core_throws_is_known() -> None:

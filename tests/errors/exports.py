@@ -28,42 +28,70 @@ def bags(name: str = "t_item", dim: int = 4) -> RecStoreEmbeddingBag:
     return module
 
 
-@situation("A model without tables to export")
+@situation("ValueError", "Linear has no tables: there is nothing to export")
 def nothing_to_export() -> None:
+    """A model without tables to export.
+
+    Cause: no part of the model is a collection of RecStore's or TorchRec's tables. Fix: pass the model that
+    `DistributedModelParallel` wraps or returns, and not its dense part.
+    """
     export_for_inference(nn.Linear(1, 1))
 
 
-@situation("An unsupported data type of an export")
+@situation(
+    "ValueError",
+    "dtype must be one of torch.float32, torch.float16, torch.int8, torch.quint4x2 (which is TorchRec's int4), "
+    "got torch.float64",
+)
 def as_float64() -> None:
     export_for_inference(bags(), dtype=torch.float64)
 
 
-@situation("An unknown index of an export")
+@situation("ValueError", 'index must be "sorted" or "hash", got \'tree\'')
 def a_tree(tmp_path: Path) -> None:
     export_for_inference(bags(), tmp_path / "model.pt", index="tree")
 
 
-@situation("A library of served models for another torch")
+@situation(
+    "ImportError",
+    "_serving.abi3.so was built with torch 1.0, and this is torch ...: build the package with `pip install "
+    '--no-build-isolation .`, or export with index="sorted", which needs no library',
+)
 def another_torch(tmp_path: Path) -> None:
     (tmp_path / "_serving.abi3.so").write_bytes(b"recstore serving library for torch 1.0")
     with mock.patch.object(library, "_FOLDER", tmp_path):
         library.load_library.__wrapped__()
 
 
-@situation("A dim that does not fit the data type")
+@situation("ValueError", "table 't_item' has dim 5: int4 rows need a multiple of 4")
 def five_columns() -> None:
+    """A dim that does not fit the data type.
+
+    Cause: FBGEMM packs int8 rows in groups of two columns, and int4 rows in groups of four. Fix: export in
+    `torch.float16`, or in `torch.int8` if the dim is even.
+    """
     export_for_inference(bags(dim=5), dtype=torch.quint4x2)
 
 
-@situation("Weights that a data type cannot hold")
+@situation("ValueError", "table 't_item' has weights from -5 to 100000: int8 rows hold finite weights up to 65504")
 def a_great_weight() -> None:
+    """Weights that a data type cannot hold.
+
+    Cause: all rows except float32 rows store their weights, or their scale and least weight, as float16. Fix: find out
+    why training made such weights. `torch.float32` exports them without change.
+    """
     model = bags()
     model.table.insert(torch.tensor([1]), torch.tensor([[-5.0, 0.0, 1.0, 1e5]]))
     export_for_inference(model)
 
 
-@situation("A served file that is damaged")
+@situation("ValueError", ".../model.pt is damaged: its checksum does not fit")
 def a_bit_of_a_row(tmp_path: Path) -> None:
+    """A served file that is damaged.
+
+    Cause: the bytes of the file are not those that were written. `verify`, `recstore inspect` and `export_delta` detect
+    this; `torch.jit.load` does not. Fix: copy the file again from a complete copy, or export it again.
+    """
     file = tmp_path / "model.pt"
     export_for_inference(bags(), file, dtype=torch.float32)
     content = bytearray(file.read_bytes())
@@ -72,7 +100,11 @@ def a_bit_of_a_row(tmp_path: Path) -> None:
     verify(file)
 
 
-@situation("A served file of a newer version")
+@situation(
+    "ValueError",
+    ".../model.pt has the format 2, which torchrec_recstore ... does not know: a newer version wrote it; "
+    "upgrade with: pip install --upgrade torchrec-recstore",
+)
 def an_export_from_the_future(tmp_path: Path) -> None:
     file = tmp_path / "model.pt"
     export_for_inference(bags(), file)
@@ -80,13 +112,18 @@ def an_export_from_the_future(tmp_path: Path) -> None:
     verify(file)
 
 
-@situation("An export delta of another model")
+@situation("ValueError", "the model has the tables ['t_item'], base has ['t_user']")
 def another_model(tmp_path: Path) -> None:
+    """An export delta of another model.
+
+    Cause: `base` is the export of another model, or of this model when it had other tables. Fix: pass the file that is
+    served, or export and serve the whole model.
+    """
     export_for_inference(bags("t_user"), tmp_path / "served.pt")
     export_delta(bags("t_item"), tmp_path / "delta.safetensors", base=tmp_path / "served.pt")
 
 
-@situation("A delta of a model that its thread holds")
+@situation("RuntimeError", "...this thread holds the model: release it before a delta is applied...")
 def held(tmp_path: Path) -> None:
     model = bags()
     export_for_inference(model, tmp_path / "served.pt", index="hash")
@@ -100,22 +137,31 @@ def held(tmp_path: Path) -> None:
         hold.release()
 
 
-@situation("An export delta without a base")
+@situation("FileNotFoundError", "there is no exported model at .../served.pt")
 def no_base(tmp_path: Path) -> None:
     export_delta(bags(), tmp_path / "delta.safetensors", base=tmp_path / "served.pt")
 
 
-@situation("A stream without a name")
+@situation("ValueError", "redis://127.0.0.1:6379/0 names no stream: add ?stream=NAME")
 def no_stream() -> None:
     follow("redis://127.0.0.1:6379/0")
 
 
-@situation("A source without publications")
+@situation("OSError", ".../published: no model after 0.1 s: nothing has been published there")
 def nothing_published(tmp_path: Path) -> None:
+    """A source without publications.
+
+    Cause: `follow` has waited for `timeout_s` for the first full export. Fix: start the `DeltaPublisher`, compare the
+    two paths or URLs, or wait longer.
+    """
     follow(tmp_path / "published", timeout_s=0.1)
 
 
-@situation("Two publishers to one directory")
+@situation(
+    "BlockingIOError",
+    ".../published cannot be published to: process ... on host ... has been publishing to it since ...: wait "
+    "for that process, or use another directory",
+)
 def two_publishers(tmp_path: Path) -> None:
     with DeltaPublisher(bags(), tmp_path / "published"):
         DeltaPublisher(bags(), tmp_path / "published")

@@ -45,82 +45,128 @@ from torchrec_recstore.store import Table
 SGD_BY_PARAMS = {"optimizer": EmbOptimType.EXACT_SGD}
 
 
-@situation("An unsupported optimizer")
+@situation("ValueError", "RecStore table(s) 't_user': optimizer shampoo is not supported; supported are ...")
 def unknown_optimizer(one_rank: None) -> None:
     sharded(collection(bag("t_user")), fused_params={"optimizer": EmbOptimType.SHAMPOO})
 
 
-@situation("An unknown key in fused_params")
+@situation("ValueError", "RecStore table(s) 't_user': unknown key 'learning_rat' in fused_params")
 def unknown_key(one_rank: None) -> None:
+    """An unknown key in fused_params.
+
+    Cause: the key is misspelled, or it is a setting of FBGEMM's GPU kernels. Fix: correct or remove the key.
+    """
     sharded(collection(bag("t_user")), fused_params={**SGD_BY_PARAMS, "learning_rat": 0.1})
 
 
-@situation("Two optimizers for one table")
+@situation(
+    "ValueError",
+    "the sharder: optimizer=Adam(lr=0.1, betas=(0.9, 0.999), eps=1e-08, weight_decay=0.0) of the sharder "
+    "disagrees with optimizer exact_sgd that fused_params or apply_optimizer_in_backward ask for",
+)
 def two_optimizers(one_rank: None) -> None:
+    """Two optimizers for one table.
+
+    Cause: the optimizer is set in two places, with different values. Fix: set it in one place.
+    """
     sharded(collection(bag("t_user")), fused_params=SGD_BY_PARAMS, optimizer=Adam(lr=0.1))
 
 
-@situation("An unsupported data type of rows")
+@situation("ValueError", "RecStore table 't_user': data_type UINT8 is not supported, only FP32, FP16, BF16, INT8 are")
 def unknown_rows(one_rank: None) -> None:
     sharded(collection(bag("t_user", data_type=DataType.UINT8)))
 
 
-@situation("8-bit rows without stochastic rounding")
+@situation(
+    "ValueError",
+    "RecStore table(s) 't_user': fused_params['stochastic_rounding'] = False is not supported for data_type "
+    "INT8, because small updates would be lost: leave it out",
+)
 def rounded_to_nearest(one_rank: None) -> None:
     params = {**SGD_BY_PARAMS, "stochastic_rounding": False}
     sharded(collection(bag("t_user", data_type=DataType.INT8)), fused_params=params)
 
 
-@situation("An unsupported data type of optimizer state")
+@situation(
+    "ValueError",
+    "RecStore table(s) 't_user': fused_params['state_dtype'] = torch.bfloat16 is not supported: only float32 "
+    "and float16 are",
+)
 def bfloat16_state(one_rank: None) -> None:
     sharded(collection(bag("t_user")), fused_params={**SGD_BY_PARAMS, "state_dtype": torch.bfloat16})
 
 
-@situation("Optimizer state in float16 on TorchRec's kernels")
+@situation(
+    "ValueError",
+    "table 't_user' is on TorchRec's kernel 'fused', which does not take state_dtype: leave it out of "
+    "fused_params, or place the table in RecStore",
+)
 def stock_state(one_rank: None) -> None:
     stock = {"t_user": ParameterConstraints(sharding_types=["table_wise"], compute_kernels=["fused"])}
     sharded(collection(bag("t_user")), {**SGD_BY_PARAMS, "state_dtype": torch.float16}, constraints=stock)
 
 
-@situation("Optimizer states of different data types")
+@situation(
+    "ValueError",
+    "RecStore table(s) 't_user': fused_params['optimizer_state_dtypes'] = {'momentum1': <SparseType.FP16: "
+    "'fp16'>} is not supported, because all states of a table have one data type: name each of momentum1, "
+    "momentum2 with the same",
+)
 def one_narrow_state(one_rank: None) -> None:
     params = {"optimizer": EmbOptimType.ADAM, "optimizer_state_dtypes": {"momentum1": SparseType.FP16}}
     sharded(collection(bag("t_user")), fused_params=params)
 
 
-@situation("init_fn in a table's config")
+@situation(
+    "ValueError",
+    "RecStore table 't_user': init_fn initializes whole tables, but rows are created one at a time: set "
+    "TableOptions.initializer, or the config's weight_init_min and weight_init_max",
+)
 def whole_tables(one_rank: None) -> None:
     sharded(collection(bag("t_user", init_fn=nn.init.zeros_)))
 
 
-@situation("A virtual table in RecStore")
+@situation("ValueError", "RecStore table 't_user': use_virtual_table asks for TorchRec's own kernels: leave it out")
 def virtual(one_rank: None) -> None:
     sharded(collection(bag("t_user", use_virtual_table=True)))
 
 
-@situation("A feature of tables with different routing")
+@situation(
+    "ValueError",
+    "RecStore table 't_user' with routing='hash' shares feature(s) ['user'] with table 't_history', whose ids "
+    "are routed in another way: use routing='hash' and a row-wise sharding type for both tables or for neither",
+)
 def half_hashed(one_rank: None) -> None:
     options = {"t_user": TableOptions(routing="hash"), "t_history": TableOptions()}
     tables = collection(bag("t_user", features=["user"]), bag("t_history", features=["user"]))
     sharded(tables, options=options, sharding_type="row_wise")
 
 
-@situation("Fewer rows than shards")
+@situation(
+    "ValueError",
+    "RecStore table 't_user': max_rows=1 is less than the 2 shards that its rows are split into: set max_rows "
+    "to 2 or more",
+)
 def one_row_for_two_ranks() -> None:
     shard_options(TableOptions(max_rows=1), (2, 0), "t_user")
 
 
-@situation("An unknown name of a table")
+@situation("ValueError", "the model has no RecStore table 't_usr'; it has 't_user'")
 def unknown_table(one_rank: None) -> None:
     load_dense_weights(sharded(collection(bag("t_user"))), {"t_usr": torch.ones(3, 4)})
 
 
-@situation("Weights with another dim")
+@situation("ValueError", "weights of table 't_user' must have the shape (rows, 4), got (3, 8)")
 def other_dim(one_rank: None) -> None:
     load_dense_weights(sharded(collection(bag("t_user"))), {"t_user": torch.ones(3, 8)})
 
 
-@situation("A write to a tensor of a state dict")
+@situation(
+    "RuntimeError",
+    "table 't_user': a tensor of state_dict() has been written to, which changes no row, because it is a copy: "
+    "load the written state with load_state_dict(...), or the weights of a sharded model with "
+    "load_dense_weights; to keep the model unchanged, write to a clone",
+)
 def a_written_state(one_rank: None) -> None:
     model = sharded(collection(bag("t_user", ["user"])))
     load_dense_weights(model, {"t_user": torch.ones(3, 4)})
@@ -128,43 +174,67 @@ def a_written_state(one_rank: None) -> None:
     model(batch(user=[[1, 2]]))
 
 
-@situation("A write to the parameter of a table")
+@situation(
+    "RuntimeError",
+    "table 't_user': uniform_ would change no row, because its weight is an empty parameter and its rows are "
+    "in RecStore: set initial rows with TableOptions(initializer=...), and write rows with load_state_dict or, "
+    "if the model is sharded, with load_dense_weights",
+)
 def a_written_parameter(one_rank: None) -> None:
     sharded(collection(bag("t_user"))).apply(lambda module: [p.data.uniform_(-1, 1) for p in module.parameters()])
 
 
-@situation("Ids outside the tensor of state_dict_gather")
+@situation(
+    "ValueError",
+    "RecStore table 't_user' has 1 ids outside [0, 3), and row i of the gathered tensor is the row of id i: "
+    "stock_state_dict(model, num_rows, leave_out=True) leaves these rows out; local_shards() and weight_id "
+    "have all rows",
+)
 def gathered_into_few_rows(one_rank: None) -> None:
     model = sharded(collection(bag("t_user")))
     load_dense_weights(model, {"t_user": torch.ones(4, 4)})
     model.state_dict()["embedding_bags.t_user.weight"].gather(out=torch.zeros(3, 4))
 
 
-@situation("An ambiguous name of a table")
+@situation("ValueError", "the model has 2 RecStore tables 't_id': name one of 'user.t_id', 'item.t_id'")
 def same_name(one_rank: None) -> None:
     towers = {name: sharded(collection(bag("t_id"))) for name in ("user", "item")}
     export_dense_weights(nn.ModuleDict(towers), "t_id", 3)
 
 
-@situation("Ids of a feature that are not integers")
+@situation("TypeError", "ids must be integers, got torch.float32 for features ['user']")
 def float_features(one_rank: None) -> None:
     sharded(collection(bag("t_user", features=["user"])))(batch(torch.float32, user=[[1, 2]]))
 
 
-@situation("Constraints for a table that the model does not have")
+@situation("PlannerError", "constraints for unknown table(s) 't_usr'; the model's tables are 't_user'")
 def unknown_constraints(one_rank: None) -> None:
     constraints: dict[str, ParameterConstraints] = {"t_usr": RecStoreConstraints()}
     sharded(collection(bag("t_user")), constraints=constraints)
 
 
-@situation("Tables that do not fit into the memory of the ranks")
+@situation(
+    "PlannerError",
+    "table 't_user' needs at least 13.411 GiB of host memory (DDR) on a rank, and a rank has 4.000 GiB ...",
+)
 def too_large_tables(one_rank: None) -> None:
+    """Tables that do not fit into the memory of the ranks.
+
+    Cause: the planner found no plan, because of the table and the memory in the first lines of the message. TorchRec's
+    own message follows. The memory is that of the topology, `ddr_cap` and `hbm_cap`, without TorchRec's reservation for
+    the dense part. Fix: use more ranks, allow `row_wise` sharding, or limit the table with `TableOptions(max_rows=...,
+    eviction=...)`. Correct `expected_rows` or the topology if the bytes are not those of your table or machine.
+    """
     constraints = {"t_user": RecStoreConstraints(options=TableOptions(expected_rows=300_000_000))}
     topology = Topology(world_size=1, compute_device="cpu", ddr_cap=4 * 2**30)
     RecStorePlanner(topology, constraints=constraints).plan(collection(bag("t_user")), [RecStoreSharder()])
 
 
-@situation("A reshard of a table on TorchRec's kernel")
+@situation(
+    "ValueError",
+    "reshard: table 't_city' is on TorchRec's kernel 'fused', whose rows cannot move in place: place it in a "
+    "collection of its own, whose plan does not change, or load a checkpoint into a model with the new plan",
+)
 def resharding(one_rank: None) -> None:
     tables = collection(bag("t_user"), bag("t_city", features=["city"]))
     stock = ParameterConstraints(sharding_types=["table_wise"], compute_kernels=["fused"])
@@ -175,14 +245,22 @@ def resharding(one_rank: None) -> None:
     reshard(model, other.plan)
 
 
-@situation("A reshard of an EmbeddingCollection on TorchRec's kernels")
+@situation(
+    "NotImplementedError",
+    "the tables ['t_item'] are on TorchRec's own kernels, and TorchRec cannot reshard an EmbeddingCollection "
+    "in place: load a checkpoint into a model with the new plan",
+)
 def resharding_of_stock_tables(one_rank: None) -> None:
     stock = {"t_item": ParameterConstraints(sharding_types=["table_wise"], compute_kernels=["fused"])}
     module = sharded(sequences(sequence("t_item")), constraints=stock).module
     module.update_shards({}, module.ranks_env, torch.device("cpu"))
 
 
-@situation("Batches of varying size in an EmbeddingCollection")
+@situation(
+    "NotImplementedError",
+    "RecStore tables ['t_item']: an EmbeddingCollection cannot train on batches of varying size: TorchRec has "
+    "no gradient for it on CPU; give all features the same batch size",
+)
 def varying(one_rank: None) -> None:
     features = KeyedJaggedTensor(
         ["user", "item"],
@@ -193,7 +271,12 @@ def varying(one_rank: None) -> None:
     sharded(sequences(sequence("t_item", features=["user", "item"])))(features)
 
 
-@situation("Weights of samples that require a gradient")
+@situation(
+    "NotImplementedError",
+    "RecStore table 't_user': the weights of feature(s) 'user' require a gradient, which TorchRec's input "
+    "distribution does not carry (row_wise on 1 rank(s)): shard all tables of the collection table_wise, use a "
+    "FeatureProcessedEmbeddingBagCollection, which makes weights after it, or detach the weights",
+)
 def learned_weights(one_rank: None) -> None:
     features = batch(user=[[1, 2]])
     weights = torch.ones(2, requires_grad=True)
@@ -202,7 +285,12 @@ def learned_weights(one_rank: None) -> None:
     )
 
 
-@situation("Tables in a DMPCollection")
+@situation(
+    "NotImplementedError",
+    "RecStore table(s) 't_user': DMPCollection would not average their replicas, which would drift apart: use "
+    "DistributedModelParallel, which shards tables over all ranks and replicates the other layers, or "
+    "TorchRec's own kernels",
+)
 def replicas(one_rank: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("LOCAL_RANK", raising=False)
     model, sharders = collection(bag("t_user")), [RecStoreSharder()]
@@ -210,46 +298,83 @@ def replicas(one_rank: None, monkeypatch: pytest.MonkeyPatch) -> None:
     DMPCollection(model, torch.device("cuda"), plan, 1, 1, dist.group.WORLD, sharders=sharders)
 
 
-@situation("A tracking mode that needs optimizer state")
+@situation(
+    "ValueError",
+    "RecStore table(s) 't_user': the tracking mode MOMENTUM_LAST needs an optimizer with a state, such as "
+    "RowWiseAdagrad, and SGD(...) has none: track by ID_ONLY instead",
+)
 def tracked_without_a_state(one_rank: None) -> None:
     model = nn.Sequential(sharded(collection(bag("t_user")), optimizer=SGD(lr=0.1)).module, nn.Linear(4, 1))
     wrapped = DistributedModelParallel(model, sharders=[])
     wrapped.init_torchrec_delta_tracker(DeltaTrackerConfig(tracking_mode=TrackingMode.MOMENTUM_LAST))
 
 
-@situation("Quantizing tables in place")
+@situation(
+    "NotImplementedError",
+    "RecStoreEmbeddingBagCollection cannot be quantized in place: "
+    "torchrec_recstore_serving.export_for_inference returns a copy of the model with static, quantized "
+    "tables; to quantize only other layers, pass the model and their types, or set the table module's qconfig "
+    "to None",
+)
 def quantized_in_place() -> None:
     quantize_dynamic(RecStoreEmbeddingBagCollection([bag("t_user", features=["user"])]))
 
 
-@situation("A module that has no rows yet")
+@situation(
+    "RuntimeError",
+    "table 't_item' is on the meta device and has no rows: to_empty(device='cpu') makes it an empty table",
+)
 def on_meta() -> None:
     RecStoreEmbedding(10, 4, name="t_item", device="meta")(torch.arange(3))
 
 
-@situation("DistributedDataParallel around eager tables")
+@situation(
+    "RuntimeError",
+    "table(s) 't_item': DistributedDataParallel cannot keep the rows of eager modules equal on all ranks: "
+    "shard the model with RecStoreSharder and DistributedModelParallel",
+)
 def data_parallel(one_rank: None) -> None:
     model = nn.Sequential(RecStoreEmbedding(10, 4, name="t_item"), nn.Linear(4, 1))
     nn.parallel.DistributedDataParallel(model)(torch.arange(3))
 
 
-@situation("Rows on another device")
+@situation(
+    "ValueError",
+    "device must be cpu or meta, got cuda: rows are in host memory; input on another device is copied to the "
+    "CPU, and the output is copied back",
+)
 def on_a_gpu() -> None:
     RecStoreEmbedding(10, 4, name="t_item", device="cuda")
 
 
-@situation("max_norm of torch's modules")
+@situation(
+    "ValueError",
+    "max_norm=1.0 is not supported, since lookups do not change rows: optimizer=RowWiseAdagrad(max_norm=...) "
+    "bounds them in their updates",
+)
 def max_norm() -> None:
     RecStoreEmbedding(10, 4, name="t_item", max_norm=1.0)
 
 
-@situation("A sparse optimizer over fused modules")
+@situation(
+    "ValueError",
+    "RecStoreEmbedding(10, 4) updates its rows in backward: make it with fused=False for a sparse optimizer",
+)
 def fused_already() -> None:
     SparseSGD([RecStoreEmbedding(10, 4, name="t_item", optimizer=SGD(lr=0.1))], lr=0.1)
 
 
-@situation("Gradients changed in place")
+@situation(
+    "ValueError",
+    "table 't_item': weight.grad has been changed in place, as zero_grad(set_to_none=False), clip_grad_norm_ "
+    "and GradScaler do: weight.grad does not hold the collected gradients. Zero them with zero_grad()",
+)
 def zeroed_in_place() -> None:
+    """Gradients changed in place.
+
+    Cause: the gradients of rows are not in `weight.grad`, which only marks that there are gradients. Fix: exclude these
+    modules from clipping and scaling. The optimizers have `max_gradient` and `max_gradient_norm`.
+    """
     module = RecStoreEmbedding(10, 4, name="t_item", fused=False)
     optimizer = SparseSGD([module], lr=0.1)
     module(torch.arange(3)).sum().backward()
@@ -257,14 +382,19 @@ def zeroed_in_place() -> None:
     optimizer.step()
 
 
-@situation("Weights of samples without mode='sum'")
+@situation("NotImplementedError", "per_sample_weights require mode='sum', as in torch, got mode='mean'")
 def weighted_mean() -> None:
     bags = RecStoreEmbeddingBag(10, 4, name="t_item", mode="mean")
     bags(torch.arange(4).view(2, 2), per_sample_weights=torch.ones(2, 2))
 
 
-@situation("A rank has died")
+@situation("RuntimeError", "a rank of the job has died: rank 1: ...")
 def a_rank_has_died(tmp_path: Path) -> None:
+    """A rank has died.
+
+    Cause: another process of the job was killed or has failed. Its own log contains the reason. Fix: start the job
+    again from its last checkpoint, as `torchrun --max-restarts` does.
+    """
     method = f"file://{tmp_path}/rendezvous"
     child = os.fork()
     if child == 0:
@@ -278,21 +408,41 @@ def a_rank_has_died(tmp_path: Path) -> None:
         dist.destroy_process_group()
 
 
-@situation("A state dict that does not fit")
+@situation(
+    "RuntimeError", "Error(s) in loading state_dict for RecStoreEmbedding: While loading the rows of weight: ..."
+)
 def another_state_dict() -> None:
+    """A state dict that does not fit.
+
+    Cause: the state belongs to a table with another dim or optimizer. Torch collects such errors in one message. Fix:
+    load the state into a module with the same dim and optimizer.
+    """
     state = RecStoreEmbedding(10, 8, name="t_item").state_dict()
     RecStoreEmbedding(10, 4, name="t_item").load_state_dict(state)
 
 
-@situation("A reentrant checkpoint around a lookup")
+@situation(
+    "RuntimeError",
+    "tables t_user: a reentrant checkpoint runs its first forward without grad, so that ids without a row do "
+    "not get one: use torch.utils.checkpoint.checkpoint(..., use_reentrant=False)",
+)
 def reentrant_checkpoint(one_rank: None) -> None:
     model = sharded(collection(bag("t_user")))
     scale = torch.ones(1, requires_grad=True)
     checkpoint(lambda given: model(batch(f=[[1]])).values() * given, scale, use_reentrant=True)
 
 
-@situation("Copies of the saved tensors of a compiled lookup")
+@situation(
+    "ValueError",
+    "tables t_user: no open pass has the handle ...: the graph of the lookup was freed, or a saved-tensor hook "
+    "replaced what a compiled lookup saved by a copy",
+)
 def copied_by_hooks(one_rank: None) -> None:
+    """Copies of the saved tensors of a compiled lookup.
+
+    Cause: a compiled lookup ran in `torch.autograd.graph.saved_tensors_hooks` with hooks that copy tensors, such as
+    `save_on_cpu()`. No row has changed. Fix: put the hooks around the dense part only, or run the lookup in eager mode.
+    """
     with Table(4, name="t_user") as table:
         kernel = PooledKernel([table], [0], "sum")
         ids, offsets = torch.tensor([1, 2]), torch.tensor([0, 2])
@@ -302,12 +452,20 @@ def copied_by_hooks(one_rank: None) -> None:
         pooled.sum().backward()
 
 
-@situation("A graph in another process")
+@situation(
+    "ValueError",
+    "no kernel of this process has the handle ...: a graph with RecStore tables runs only in the process that "
+    "made it, and only as long as its model lives; use export_for_inference for other processes",
+)
 def graph_of_another_process() -> None:
     torch.ops.recstore_ops.kernel_read(2**40, None, torch.tensor([1]), torch.tensor([0, 1]), [], None)
 
 
-@situation("`torch.export` of a model with RecStore tables")
+@situation(
+    "NotImplementedError",
+    "tables t_user: torch.export cannot hold the rows of RecStore tables in its program: export the model that "
+    "torchrec_recstore_serving.export_for_inference returns",
+)
 def torch_export(one_rank: None) -> None:
     with Table(4, name="t_user") as table:
         kernel = PooledKernel([table], [0], "sum")
@@ -320,7 +478,11 @@ def torch_export(one_rank: None) -> None:
         torch.export.export(Model(), (torch.tensor([1, 2]), torch.tensor([0, 2])), strict=False)
 
 
-@situation("A traced module that collects its gradients")
+@situation(
+    "NotImplementedError",
+    "table(s) 'user': modules with fused=False collect gradients in Python, which a traced graph does not "
+    "contain: make the modules with fused=True, or trace the model without them",
+)
 def traced_collection() -> None:
     rows = RecStoreEmbedding(10, 4, fused=False, name="user")
     make_fx(rows, tracing_mode="fake", _allow_non_fake_inputs=True)(torch.tensor([1]))

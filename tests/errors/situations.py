@@ -1,15 +1,42 @@
-"""Functions that cause the errors of docs/errors.md, by the title of the entry."""
+"""Functions that cause the errors of the package, each with the class and the message of its error."""
 
 from __future__ import annotations
 
 import os
 import pickle
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import TypeVar
 
-_Situation = TypeVar("_Situation", bound=Callable[..., object])
-SITUATIONS: dict[str, Callable[..., object]] = {}
-"""Each function raises the error of its title. Its parameters are fixtures of pytest."""
+_Function = TypeVar("_Function", bound=Callable[..., object])
+
+
+@dataclass(frozen=True)
+class Situation:
+    """A function that raises an error. Its parameters are fixtures of pytest.
+
+    If its docstring is not empty, docs/errors.md has it: a title, a blank line, and "Cause: ... Fix: ...". Errors whose
+    message says what to do need none.
+    """
+
+    kind: str  # the name of the error's class
+    message: str  # "..." stands for any text
+    function: Callable[..., object]
+
+
+SITUATIONS: dict[str, Situation] = {}
+"""By the name of the function."""
+
+
+def situation(kind: str, message: str) -> Callable[[_Function], _Function]:
+    """Registers the function that causes an error of this class and message."""
+
+    def register(function: _Function) -> _Function:
+        assert function.__name__ not in SITUATIONS
+        SITUATIONS[function.__name__] = Situation(kind, message, function)
+        return function
+
+    return register
 
 
 def raise_from_a_fork(call: Callable[[], object]) -> None:
@@ -27,14 +54,3 @@ def raise_from_a_fork(call: Callable[[], object]) -> None:
         error = file.read()
     os.waitpid(child, 0)
     raise pickle.loads(error)
-
-
-def situation(title: str) -> Callable[[_Situation], _Situation]:
-    """Registers the function that causes the error with this title."""
-
-    def register(function: _Situation) -> _Situation:
-        assert title not in SITUATIONS
-        SITUATIONS[title] = function
-        return function
-
-    return register

@@ -1,0 +1,48 @@
+"""Writes the entries of docs/errors.md, from the situations of this folder that have a docstring.
+
+python -m tests.errors
+"""
+
+from __future__ import annotations
+
+import builtins
+import inspect
+import textwrap
+from pathlib import Path
+
+from tests.errors import checkpoints, examples, exports, services, sharding, tables
+from tests.errors.situations import SITUATIONS, Situation
+
+assert all((checkpoints, examples, exports, services, sharding, tables))  # importing them registers the situations
+
+DOCUMENT = Path(__file__).parents[2] / "docs" / "errors.md"
+BEGIN, END = "<!-- errors: written by python -m tests.errors -->\n", "<!-- end of errors -->\n"
+
+
+def explanation(situation: Situation) -> tuple[str, str]:
+    """The title of an entry, and its cause and fix on one line. Both are empty if there is no entry."""
+    title, _, text = inspect.cleandoc(situation.function.__doc__ or "").partition("\n\n")
+    return title.rstrip("."), " ".join(text.split())
+
+
+def with_entries(page: str) -> str:
+    """The page with the present entries: by class, those of this package first."""
+    explained = [each for each in SITUATIONS.values() if each.function.__doc__]
+    above, _, rest = page.partition(BEGIN)
+    _, _, below = rest.partition(END)
+    lines = [BEGIN]
+    for kind in sorted({each.kind for each in explained}, key=lambda kind: (hasattr(builtins, kind), kind)):
+        lines.append(f"\n## `{kind}`\n")
+        for each in explained:
+            if each.kind == kind:
+                title, text = explanation(each)
+                lines.append(f"\n### {title}\n\n```text\n{_filled(each.message)}\n```\n\n{_filled(text)}\n")
+    return "".join([above, *lines, "\n", END, below])
+
+
+def _filled(text: str) -> str:
+    return textwrap.fill(text, 120, break_long_words=False, break_on_hyphens=False)
+
+
+if __name__ == "__main__":
+    DOCUMENT.write_text(with_entries(DOCUMENT.read_text()))
