@@ -312,7 +312,7 @@ def tracked_without_a_state(one_rank: None) -> None:
 @situation(
     "NotImplementedError",
     "RecStoreEmbeddingBagCollection cannot be quantized in place: "
-    "torchrec_recstore_serving.export_for_inference returns a copy of the model with static, quantized "
+    "torchrec_recstore.inference.export_for_inference returns a copy of the model with static, quantized "
     "tables; to quantize only other layers, pass the model and their types, or set the table module's qconfig "
     "to None",
 )
@@ -464,7 +464,7 @@ def graph_of_another_process() -> None:
 @situation(
     "NotImplementedError",
     "tables t_user: torch.export cannot hold the rows of RecStore tables in its program: export the model that "
-    "torchrec_recstore_serving.export_for_inference returns",
+    "torchrec_recstore.inference.export_for_inference returns",
 )
 def torch_export(one_rank: None) -> None:
     with Table(4, name="t_user") as table:

@@ -202,7 +202,7 @@ def no_rocksdict(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 
 @situation(
-    "MissingDistributionError",
+    "ImportError",
     "this needs torchrec-recstore-serving, which is not installed: pip install torchrec-recstore-serving",
 )
 def no_serving(monkeypatch: pytest.MonkeyPatch) -> None:
