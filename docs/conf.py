@@ -37,8 +37,8 @@ nitpick_ignore_regex = [
     # Signatures contain these types, which only the package itself makes.
     (
         r"py:.*",
-        r"torchrec_recstore\..*\.(_\w+|ColdSnapshot|ColdTier|CopyTarget|LearningRate|ModuleState|RecStoreKernel|"
-        r"RemoteTable|RowRead|RowService|RowUpdate|ServedTable|TableModule|TableSpec)",
+        r"torchrec_recstore\w*\..*\.(_\w+|ClientTable|ColdSnapshot|ColdTier|CopyTarget|LearningRate|ModuleState|RecStoreKernel|"
+        r"RemotePooledKernel|RemoteSequenceKernel|RemoteTable|RowRead|RowService|RowUpdate|ServedTable|TableModule|TableSpec)",
     ),
     (r"py:.*", r"torchrec_recstore\.ops\..*"),
 ]
