@@ -1,4 +1,7 @@
-"""The flags of servers that say on which address a server listens, and who may call it."""
+"""The flags of servers that say on which address a server listens, and who may call it.
+
+Tests: tests/service/test_access.py.
+"""
 
 from __future__ import annotations
 

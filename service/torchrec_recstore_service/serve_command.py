@@ -1,4 +1,7 @@
-"""The command ``recstore serve``."""
+"""The command ``recstore serve``.
+
+Tests: tests/service/test_server.py.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""The commands on a set of parameter servers: ``recstore servers status``, ``restore`` and ``reset``."""
+"""The commands on a set of parameter servers: ``recstore servers status``, ``restore`` and ``reset``.
+
+Tests: tests/service/test_agreement.py.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Answers requests with the newest rows, several small requests at a time."""
+"""Answers requests with the newest rows, several small requests at a time.
+
+Tests: tests/serving/test_predictor.py.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Finds the rows of a table that have changed since an export, without reading the other rows."""
+"""Finds the rows of a table that have changed since an export, without reading the other rows.
+
+Tests: tests/serving/test_publish.py.
+"""
 
 from __future__ import annotations
 

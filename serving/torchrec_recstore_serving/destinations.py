@@ -1,4 +1,7 @@
-"""Opens the place of publications that a path or a URL names."""
+"""Opens the place of publications that a path or a URL names.
+
+Tests: tests/serving/test_publish.py.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""The command ``recstore export``."""
+"""The command ``recstore export``.
+
+Tests: tests/commands/test_export.py.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""The command ``recstore follow``."""
+"""The command ``recstore follow``.
+
+Tests: tests/serving/test_predictor.py.
+"""
 
 from __future__ import annotations
 

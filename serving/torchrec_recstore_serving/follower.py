@@ -1,4 +1,7 @@
-"""Follows a published model: loads the newest full export, applies the deltas after it, and goes on."""
+"""Follows a published model: loads the newest full export, applies the deltas after it, and goes on.
+
+Tests: tests/serving/test_publish.py.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Exports the tables of a checkpoint to a TorchScript file, without a model and without a table in memory."""
+"""Exports the tables of a checkpoint to a TorchScript file, without a model and without a table in memory.
+
+Tests: tests/serving/test_delta.py.
+"""
 
 from __future__ import annotations
 

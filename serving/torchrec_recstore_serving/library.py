@@ -1,4 +1,7 @@
-"""Loads the native library of served models, which models with ``index="hash"`` need."""
+"""Loads the native library of served models, which models with ``index="hash"`` need.
+
+Tests: tests/serving/test_elsewhere.py.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Predictions over HTTP, as JSON documents."""
+"""Predictions over HTTP, as JSON documents.
+
+Tests: tests/serving/test_predictor.py.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""The metrics of a server of predictions, for Prometheus."""
+"""The metrics of a server of predictions, for Prometheus.
+
+Tests: tests/serving/test_predictor_access.py.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Publications on a Redis server: a stream with an entry for each of them."""
+"""Publications on a Redis server: a stream with an entry for each of them.
+
+Tests: tests/serving/test_publish.py.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Arguments and results of served models in messages of predictor.proto and in JSON documents."""
+"""Arguments and results of served models in messages of predictor.proto and in JSON documents.
+
+Tests: tests/serving/test_predictor.py.
+"""
 
 from __future__ import annotations
 

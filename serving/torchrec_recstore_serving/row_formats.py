@@ -1,4 +1,7 @@
-"""Converts rows of exported tables to FBGEMM's row formats, which TorchRec's quantised modules read."""
+"""Converts rows of exported tables to FBGEMM's row formats, which TorchRec's quantised modules read.
+
+Tests: tests/serving/test_export.py.
+"""
 
 from __future__ import annotations
 

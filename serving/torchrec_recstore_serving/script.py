@@ -1,4 +1,7 @@
-"""Writes a served model into a TorchScript file, with the methods that apply deltas."""
+"""Writes a served model into a TorchScript file, with the methods that apply deltas.
+
+Tests: tests/serving/test_export.py.
+"""
 
 from __future__ import annotations
 

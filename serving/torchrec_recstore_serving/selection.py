@@ -1,4 +1,7 @@
-"""Selects and reads the rows of a table that are exported, and the row for ids without a row."""
+"""Selects and reads the rows of a table that are exported, and the row for ids without a row.
+
+Tests: tests/serving/test_delta.py.
+"""
 
 from __future__ import annotations
 

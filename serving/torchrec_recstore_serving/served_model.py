@@ -1,4 +1,7 @@
-"""Replaces a model's static collections by modules for TorchScript, ``torch.export`` and deltas."""
+"""Replaces a model's static collections by modules for TorchScript, ``torch.export`` and deltas.
+
+Tests: tests/serving/test_export.py.
+"""
 
 # There is no "from __future__ import annotations" here, because fx copies the annotations of forward unchanged and
 # TorchScript reads them.

@@ -3,6 +3,8 @@
 The scripted modules do not need this package, and with float32 rows they need only torch. A forward does not change
 buffers, so several threads may call it at the same time. No thread may call it during
 :meth:`ServedTable.replace_rows`.
+
+Tests: tests/serving/test_hashed_tables.py.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""Static modules for inference: they convert raw ids to row numbers, and call TorchRec's own collections."""
+"""Static modules for inference: they convert raw ids to row numbers, and call TorchRec's own collections.
+
+Tests: tests/serving/test_export.py.
+"""
 
 # There is no "from __future__ import annotations" here, because fx copies the annotations of forward unchanged and
 # TorchScript reads them.

@@ -139,7 +139,7 @@ SERVICE = [
         "service/torchrec_recstore_service/client/server_set.py",
         "rank = found.cumsum(0) - 1",
         "rank = found.cumsum(0)",
-        ["tests/service/test_server_store.py::test_every_pattern_of_bits_comes_back"],
+        ["tests/service/test_server_cold_store.py::test_every_pattern_of_bits_comes_back"],
         "Rows of several servers are returned for the wrong ids.",
     ),
 ]

@@ -1,4 +1,7 @@
-"""The calls of a client that run in other threads: prefetches, and updates that nobody waits for yet."""
+"""The calls of a client that run in other threads: prefetches, and updates that nobody waits for yet.
+
+Tests: tests/service/test_seed_calls.py.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Checks of the arguments of a client, and conversions of ids and rows to the types that tables take."""
+"""Checks of the arguments of a client, and conversions of ids and rows to the types that tables take.
+
+Tests: tests/service/test_recstore_client.py.
+"""
 
 from __future__ import annotations
 

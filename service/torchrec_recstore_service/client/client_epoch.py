@@ -1,4 +1,7 @@
-"""The epoch that the calls of a client are for, and the numbers of its writes."""
+"""The epoch that the calls of a client are for, and the numbers of its writes.
+
+Tests: tests/service/test_agreement.py.
+"""
 
 from __future__ import annotations
 

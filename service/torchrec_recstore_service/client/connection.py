@@ -1,4 +1,7 @@
-"""The connection to one parameter server: calls with a deadline, which are repeated if that is safe."""
+"""The connection to one parameter server: calls with a deadline, which are repeated if that is safe.
+
+Tests: tests/service/test_connections.py and test_faults.py.
+"""
 
 from __future__ import annotations
 

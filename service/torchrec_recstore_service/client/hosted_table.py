@@ -1,4 +1,7 @@
-"""A table of this process, and reads and updates of several tables by one native call."""
+"""A table of this process, and reads and updates of several tables by one native call.
+
+Tests: tests/service/test_hosted.py.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Makes initial rows with a function of the user."""
+"""Makes initial rows with a function of the user.
+
+Tests: tests/service/test_recstore_client.py.
+"""
 
 from __future__ import annotations
 

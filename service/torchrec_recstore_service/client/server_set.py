@@ -1,4 +1,7 @@
-"""Tables on parameter servers, among which ids are distributed by a hash."""
+"""Tables on parameter servers, among which ids are distributed by a hash.
+
+Tests: tests/service/test_three_servers.py and test_server.py.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Reads and writes of rows by gRPC."""
+"""Reads and writes of rows by gRPC.
+
+Tests: tests/service/test_several_tables.py.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""The token and the certificates of a server, which are read again when their files change."""
+"""The token and the certificates of a server, which are read again when their files change.
+
+Tests: tests/service/test_access.py.
+"""
 
 from __future__ import annotations
 

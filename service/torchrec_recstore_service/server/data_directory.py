@@ -1,4 +1,7 @@
-"""The data directory of a server: its saves, the save to start from, and the server's place in its set of servers."""
+"""The data directory of a server: its saves, the save to start from, and the server's place in its set of servers.
+
+Tests: tests/service/test_faults.py.
+"""
 
 from __future__ import annotations
 

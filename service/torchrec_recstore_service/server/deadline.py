@@ -1,4 +1,7 @@
-"""Something that is done after a time, unless it is cancelled or begun again."""
+"""Something that is done after a time, unless it is cancelled or begun again.
+
+Tests: tests/service/test_set_calls.py.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Addresses on which servers listen, and who may call the servers: TLS, tokens, health checks."""
+"""Addresses on which servers listen, and who may call the servers: TLS, tokens, health checks.
+
+Tests: tests/service/test_access.py and test_limits.py.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""The metrics of a server, for Prometheus."""
+"""The metrics of a server, for Prometheus.
+
+Tests: tests/service/test_limits.py.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""The files of a save of other servers, which a server receives before it distributes their rows anew."""
+"""The files of a save of other servers, which a server receives before it distributes their rows anew.
+
+Tests: tests/service/test_set_calls.py.
+"""
 
 from __future__ import annotations
 

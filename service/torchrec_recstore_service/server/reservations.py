@@ -1,4 +1,7 @@
-"""The turn of a save among the saves that clients make at the same time. The first server of a set gives it."""
+"""The turn of a save among the saves that clients make at the same time. The first server of a set gives it.
+
+Tests: tests/service/test_set_calls.py.
+"""
 
 from __future__ import annotations
 

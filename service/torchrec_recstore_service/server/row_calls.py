@@ -1,4 +1,7 @@
-"""The calls of the parameter server that read and write rows."""
+"""The calls of the parameter server that read and write rows.
+
+Tests: tests/service/test_server.py and test_fuzz.py.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Saves of a set of servers on a schedule."""
+"""Saves of a set of servers on a schedule.
+
+Tests: tests/service/test_agreement.py.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Runs a parameter server: loads the last checkpoint, serves, saves and stops."""
+"""Runs a parameter server: loads the last checkpoint, serves, saves and stops.
+
+Tests: tests/service/test_faults.py.
+"""
 
 from __future__ import annotations
 

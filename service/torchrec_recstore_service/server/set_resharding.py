@@ -1,4 +1,7 @@
-"""Distributes the rows of a save of several servers over another number of servers."""
+"""Distributes the rows of a save of several servers over another number of servers.
+
+Tests: tests/service/test_agreement.py.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Calls by shared memory, in the server: see SegmentRequest in recstore.proto."""
+"""Calls by shared memory, in the server: see SegmentRequest in recstore.proto.
+
+Tests: tests/service/test_shared_memory.py.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""The reads and updates of rows that a client sends. They need neither gRPC nor protobuf."""
+"""The reads and updates of rows that a client sends. They need neither gRPC nor protobuf.
+
+Tests: tests/service/test_several_tables.py.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""The memory that a server and a client on one host share, and the arrays of a call in it."""
+"""The memory that a server and a client on one host share, and the arrays of a call in it.
+
+Tests: tests/service/test_shared_memory.py.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""The rows of one or several tables that one call reads or writes, and the order in which they travel."""
+"""The rows of one or several tables that one call reads or writes, and the order in which they travel.
+
+Tests: tests/service/test_several_tables.py.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""The specification of a table on parameter servers: clients send it, servers keep it, and checkpoints store it."""
+"""The specification of a table on parameter servers: clients send it, servers keep it, and checkpoints store it.
+
+Tests: tests/service/test_server.py.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Publishers that are killed at chosen points. It runs in a separate process, which forks a process for each of them.
 
-python -m tests.inference.dying_publisher PLACE FOLDER KILLS
+python -m tests.serving.dying_publisher PLACE FOLDER KILLS
 
 The last publisher is not killed. It writes the full export ``final.pt`` of its model into FOLDER.
 """

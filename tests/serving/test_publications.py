@@ -41,7 +41,7 @@ def kill_publishers(place: str, folder: Path, kills: int) -> None:
     with warnings.catch_warnings(record=True) as warned, Follower(place) as follower:
         warnings.simplefilter("always")
         follower.start(0.01)
-        done = run_forked_command(["-m", "tests.inference.dying_publisher", place, str(folder), str(kills)])
+        done = run_forked_command(["-m", "tests.serving.dying_publisher", place, str(folder), str(kills)])
         assert done.returncode == 0, done.stderr
         final = torch.jit.load(folder / "final.pt")
         wait_for(lambda: follower.version == final.recstore_version())
