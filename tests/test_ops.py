@@ -11,7 +11,8 @@ from torchrec.distributed.types import ShardingEnv
 
 from torchrec_recstore import ops
 from torchrec_recstore.kernels import PooledKernel
-from torchrec_recstore.options import LRU, Expiry, MinFrequency, TableOptions
+from torchrec_recstore.optim import SGD
+from torchrec_recstore.options import LRU, ConstantInit, Expiry, MinFrequency, TableOptions
 from torchrec_recstore.sharders.agreed_clock import AgreedClock
 from torchrec_recstore.store import Table
 
@@ -83,7 +84,7 @@ def _looked_up() -> tuple[int, torch.Tensor]:
 
 CASES: dict[str, Any] = {
     "table_create": lambda: ("t", 0, 4, 0, False, 0, -1.0, 1.0, 0.0, 2, [1e-8] + [0.0] * 14, 0, False, 0, [0] * 9),
-    "table_destroy": lambda: (ops.table_create("t", range(4), 0, "zeros", ops.ConstantInit(0.0), ops.SGD()),),
+    "table_destroy": lambda: (ops.table_create("t", range(4), 0, "zeros", ConstantInit(0.0), SGD()),),
     "table_lookup": lambda: (_table(), IDS, True),
     "table_read": lambda: (_table_of(IDS), IDS, torch.ones(3, 4)),
     "table_update": lambda: (_table(), IDS, torch.ones(3, 4), 0.1),

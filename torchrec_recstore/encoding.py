@@ -8,18 +8,17 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Mapping
 from dataclasses import MISSING, fields, is_dataclass
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from torchrec_recstore import optim, options
+from torchrec_recstore import options
+from torchrec_recstore.optim import OPTIMIZERS
 
-_CLASSES = {
-    name: value
-    for module in (optim, options)
-    for name, value in vars(module).items()
-    if isinstance(value, type) and is_dataclass(value)
+_CLASSES: dict[str, Any] = {
+    **OPTIMIZERS,
+    **{name: value for name, value in vars(options).items() if isinstance(value, type) and is_dataclass(value)},
 }
 
 
@@ -137,7 +136,7 @@ def decode(value: Any, tensors: Mapping[str, Tensor]) -> Any:
     if "$dict" in value:
         return {key: decode(item, tensors) for key, item in value["$dict"]}
     if "$type" in value:
-        known = cast(Any, _CLASSES.get(value["$type"]))
+        known = _CLASSES.get(value["$type"])
         if known is None:
             raise ValueError(not_known(f"there is a value of the type {value['$type']!r}"))
         values = {key: decode(item, tensors) for key, item in value.items() if key != "$type"}

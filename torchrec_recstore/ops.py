@@ -17,20 +17,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 from torchrec_recstore import fake_ops, late_updates
-from torchrec_recstore.optim import (
-    LAMB,
-    LARSSGD,
-    SGD,
-    Adagrad,
-    Adam,
-    AdamW,
-    Ftrl,
-    Optimizer,
-    PartialRowWiseAdam,
-    PartialRowWiseLAMB,
-    RMSprop,
-    RowWiseAdagrad,
-)
+from torchrec_recstore.optim import Optimizer
 from torchrec_recstore.options import LFU, ConstantInit, Initializer, NormalInit, TableOptions, UniformInit
 from torchrec_recstore.row_types import ROW_TYPES, STATE_TYPES
 
@@ -48,20 +35,6 @@ _ops = torch.ops.recstore_ops
 _INVALID = "recstore invalid argument: "
 _NO_MEMORY = "recstore out of memory: "
 _CLOSED = "no open table has the handle"
-# The values of OptimizerKind in csrc/optimizer.h. AdamW is FBGEMM's Adam with other defaults.
-_KINDS: dict[type, int] = {
-    SGD: 0,
-    Adagrad: 1,
-    RowWiseAdagrad: 2,
-    Adam: 3,
-    AdamW: 3,
-    PartialRowWiseAdam: 4,
-    LAMB: 5,
-    PartialRowWiseLAMB: 6,
-    LARSSGD: 7,
-    RMSprop: 8,
-    Ftrl: 9,
-}
 
 
 class native_errors:
@@ -110,24 +83,6 @@ def _initializer_numbers(initializer: Initializer) -> tuple[int, float, float, f
     if isinstance(initializer, ConstantInit):
         return 2, initializer.value, 0.0, 0.0
     raise TypeError(f"unknown initializer {type(initializer).__name__}")
-
-
-def _optimizer_numbers(optimizer: Optimizer) -> list[float]:
-    """Returns the numbers of OptimizerConfig in csrc/optimizer.h, in their order; 0 for a number that is not used."""
-
-    def number(name: str) -> float:
-        return float(getattr(optimizer, name, None) or 0.0)
-
-    decouple = getattr(optimizer, "weight_decay_mode", None) == "decouple"
-    betas = getattr(optimizer, "betas", (0.0, 0.0))
-    return [
-        number("eps"),
-        number("weight_decay"),
-        float(decouple),
-        number("momentum"),
-        *map(float, betas),
-        *map(number, ("eta", "alpha", "l1", "l2", "lr_power", "beta", "max_gradient", "max_gradient_norm", "max_norm")),
-    ]
 
 
 def _bounds(options: TableOptions) -> list[int]:
@@ -181,8 +136,8 @@ def table_create(
             seed,
             missing == "init",
             *numbers,
-            _KINDS[type(optimizer)],
-            _optimizer_numbers(optimizer),
+            optimizer.kind,
+            optimizer.numbers(),
             ROW_TYPES[dtype],
             stochastic_rounding,
             STATE_TYPES[state_dtype],

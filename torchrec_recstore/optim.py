@@ -1,5 +1,7 @@
 """Fused optimizers: the formulas by which a table's backward updates rows. They are frozen dataclasses without torch.
 
+A new optimizer is a subclass of :class:`Optimizer` here, and its step in ``csrc``. docs/inside.md lists all places.
+
 Notation:
 
 - ``g``: the sum of an id's gradients in a step.
@@ -18,16 +20,33 @@ Source, unless an optimizer names another: the GPU formulas in FBGEMM 1.8.0,
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
-from typing import Literal
+from typing import ClassVar, Literal
 
 WeightDecayMode = Literal["l2", "decouple"]
 StateKind = Literal["element", "row"]
+# The fields of OptimizerConfig in csrc/optimizer.h, in their order, without the kind.
+_NUMBERS = (
+    *("eps", "weight_decay", "decouple", "momentum", "beta1", "beta2", "eta", "alpha", "l1", "l2", "lr_power", "beta"),
+    *("max_gradient", "max_gradient_norm", "max_norm"),
+)
 
 
 @dataclass(frozen=True, kw_only=True, repr=False)
-class _Fused:
-    """The base class of the optimizers: it checks the arguments, and has the options that clip the gradient."""
+class Optimizer:
+    """The base class of the optimizers.
+
+    A subclass is a frozen dataclass of its arguments, with the formula in its docstring. ``csrc/row_steps.inl`` has the
+    arithmetic. The arguments of the class statement are ``kind``, the value of ``OptimizerKind`` in csrc/optimizer.h,
+    and ``states``, the states of each row; see :func:`state_names`.
+
+    Raises:
+        ValueError: A value is out of range. The message names it.
+    """
+
+    kind: ClassVar[int]
+    states: ClassVar[Mapping[str, StateKind]]
 
     max_gradient: float | None = None
     """The largest absolute value of an element of a bag's gradient. Larger elements are clipped to it before gradients
@@ -37,18 +56,30 @@ class _Fused:
     """The largest norm of ``g``. A longer ``g`` is scaled down to this norm, row by row, before weight decay. FBGEMM
     does not have this option. None: no scaling."""
 
+    lr: float = 0.01
+    """The learning rate. It is the first positional argument of each optimizer."""
+
+    def __init_subclass__(cls, *, kind: int, states: Mapping[str, StateKind]) -> None:
+        cls.kind, cls.states = kind, states
+
     def __post_init__(self) -> None:
         for field in fields(self):
-            _check(type(self).__name__, field.name, getattr(self, field.name))
+            _check(f"{type(self).__name__}.{field.name}", field.name, getattr(self, field.name))
 
     def __repr__(self) -> str:
         values = {field.name: getattr(self, field.name) for field in fields(self)}
         shown = ", ".join(f"{name}={value!r}" for name, value in values.items() if value is not None)
         return f"{type(self).__name__}({shown})"
 
+    def numbers(self) -> list[float]:
+        """Returns the numbers of ``OptimizerConfig`` in csrc/optimizer.h; 0 for a number that is not used."""
+        values = dict(vars(self))
+        values["beta1"], values["beta2"] = values.pop("betas", (0.0, 0.0))
+        values["decouple"] = values.get("weight_decay_mode") == "decouple"
+        return [float(values.get(name) or 0.0) for name in _NUMBERS]
 
-def _check(owner: str, field: str, value: object) -> None:
-    name = f"{owner}.{field}"
+
+def _check(name: str, field: str, value: object) -> None:
     if field.startswith("max_"):
         if value is not None and not (_is_finite(name, value) > 0):
             raise ValueError(f"{name} must be positive and finite, or None, got {value}")
@@ -81,14 +112,11 @@ def _check_below_one(name: str, value: object) -> None:
 
 
 @dataclass(frozen=True, repr=False)
-class SGD(_Fused):
+class SGD(Optimizer, kind=0, states={"momentum_buffer": "element"}):
     """Stochastic gradient descent: ``g += weight_decay * w; w -= lr * g``.
 
     With ``momentum``, the formula is that of ``torch.optim.SGD``: ``m = momentum * m + g; w -= lr * m``. The state
     ``m`` has the shape ``(D,)`` per row. FBGEMM's SGD has neither momentum nor weight decay.
-
-    Raises:
-        ValueError: A value is out of range. The message names it.
     """
 
     lr: float = 0.01
@@ -97,15 +125,12 @@ class SGD(_Fused):
 
 
 @dataclass(frozen=True, repr=False)
-class Adagrad(_Fused):
+class Adagrad(Optimizer, kind=1, states={"sum": "element"}):
     """Adagrad: ``g += weight_decay * w; m += g**2; w -= lr * g / (sqrt(m) + eps)``.
 
     The state ``m`` has the shape ``(D,)`` per row. With ``weight_decay_mode="decouple"``, weight decay is
     ``w *= 1 - lr * weight_decay``, and is not added to ``g``. FBGEMM's Adagrad has no weight decay; the formula here is
     that of FBGEMM's row-wise Adagrad.
-
-    Raises:
-        ValueError: A value is out of range. The message names it.
     """
 
     lr: float = 0.01
@@ -115,15 +140,12 @@ class Adagrad(_Fused):
 
 
 @dataclass(frozen=True, repr=False)
-class RowWiseAdagrad(_Fused):
+class RowWiseAdagrad(Optimizer, kind=2, states={"sum": "row"}):
     """Row-wise Adagrad: ``g += weight_decay * w; m += mean(g**2); w -= lr * g / (sqrt(m) + eps)``.
 
     The state ``m`` is one number per row. With ``weight_decay_mode="decouple"``, weight decay is
     ``w *= 1 - lr * weight_decay``, and is not added to ``g``. With ``max_norm``, the update is followed by
     ``w *= max_norm / |w|`` if ``|w| > max_norm``.
-
-    Raises:
-        ValueError: A value is out of range. The message names it.
     """
 
     lr: float = 0.01
@@ -134,16 +156,13 @@ class RowWiseAdagrad(_Fused):
 
 
 @dataclass(frozen=True, repr=False)
-class Adam(_Fused):
+class Adam(Optimizer, kind=3, states={"exp_avg": "element", "exp_avg_sq": "element"}):
     """Adam with decoupled weight decay, as FBGEMM's ``adam``.
 
     The update is ``w -= lr * (m' / (sqrt(v') + eps) + weight_decay * w)``, with ``m = b1 * m + (1 - b1) * g;
     v = b2 * v + (1 - b2) * g**2; m' = m / (1 - b1**t); v' = v / (1 - b2**t)`` and ``b1, b2 = betas``. The states ``m``
     and ``v`` have the shape ``(D,)`` per row. ``t`` counts every update of the table, including updates that do not
     contain the row.
-
-    Raises:
-        ValueError: A value is out of range. The message names it.
     """
 
     lr: float = 0.01
@@ -153,12 +172,8 @@ class Adam(_Fused):
 
 
 @dataclass(frozen=True, repr=False)
-class AdamW(_Fused):
-    """Adam with the defaults of ``torch.optim.AdamW``. The formula is that of :class:`Adam`.
-
-    Raises:
-        ValueError: A value is out of range. The message names it.
-    """
+class AdamW(Optimizer, kind=3, states={"exp_avg": "element", "exp_avg_sq": "element"}):
+    """Adam with the defaults of ``torch.optim.AdamW``. The formula, and so the kind, is that of :class:`Adam`."""
 
     lr: float = 0.001
     betas: tuple[float, float] = (0.9, 0.999)
@@ -167,12 +182,8 @@ class AdamW(_Fused):
 
 
 @dataclass(frozen=True, repr=False)
-class PartialRowWiseAdam(_Fused):
-    """:class:`Adam` with one ``v`` per row: ``v = b2 * v + (1 - b2) * mean(g**2)``.
-
-    Raises:
-        ValueError: A value is out of range. The message names it.
-    """
+class PartialRowWiseAdam(Optimizer, kind=4, states={"exp_avg": "element", "exp_avg_sq": "row"}):
+    """:class:`Adam` with one ``v`` per row: ``v = b2 * v + (1 - b2) * mean(g**2)``."""
 
     lr: float = 0.01
     betas: tuple[float, float] = (0.9, 0.999)
@@ -181,15 +192,12 @@ class PartialRowWiseAdam(_Fused):
 
 
 @dataclass(frozen=True, repr=False)
-class LAMB(_Fused):
+class LAMB(Optimizer, kind=5, states={"exp_avg": "element", "exp_avg_sq": "element"}):
     """LAMB: ``u = m' / (sqrt(v') + eps) + weight_decay * w; w -= lr * |w| / |u| * u``.
 
     ``m'`` and ``v'`` are those of :class:`Adam`. If ``|w|`` or ``|u|`` is zero, the ratio ``|w| / |u|`` is replaced by
     1, as in the code of LAMB's authors. FBGEMM computes the ratio in every case, so that a row of zeros never changes
     and a zero update makes a row NaN.
-
-    Raises:
-        ValueError: A value is out of range. The message names it.
     """
 
     lr: float = 0.01
@@ -199,12 +207,8 @@ class LAMB(_Fused):
 
 
 @dataclass(frozen=True, repr=False)
-class PartialRowWiseLAMB(_Fused):
-    """:class:`LAMB` with one ``v`` per row: ``v = b2 * v + (1 - b2) * mean(g**2)``.
-
-    Raises:
-        ValueError: A value is out of range. The message names it.
-    """
+class PartialRowWiseLAMB(Optimizer, kind=6, states={"exp_avg": "element", "exp_avg_sq": "row"}):
+    """:class:`LAMB` with one ``v`` per row: ``v = b2 * v + (1 - b2) * mean(g**2)``."""
 
     lr: float = 0.01
     betas: tuple[float, float] = (0.9, 0.999)
@@ -213,16 +217,13 @@ class PartialRowWiseLAMB(_Fused):
 
 
 @dataclass(frozen=True, repr=False)
-class LARSSGD(_Fused):
+class LARSSGD(Optimizer, kind=7, states={"momentum_buffer": "element"}):
     """SGD with layer-wise adaptive rate scaling (LARS), applied row by row.
 
     The update is ``m = momentum * m + lr * r * (g + weight_decay * w); w -= m``, with the ratio
     ``r = eta * |w| / (|g| + weight_decay * |w|)``. ``eta`` is the trust coefficient. The state ``m`` has the shape
     ``(D,)`` per row. If ``|w|`` or the divisor is zero, ``r`` is 1. FBGEMM computes the ratio in every case, so that a
     row of zeros never changes or becomes NaN.
-
-    Raises:
-        ValueError: A value is out of range. The message names it.
     """
 
     lr: float = 0.01
@@ -232,14 +233,11 @@ class LARSSGD(_Fused):
 
 
 @dataclass(frozen=True, repr=False)
-class RMSprop(_Fused):
+class RMSprop(Optimizer, kind=8, states={"square_avg": "element"}):
     """RMSprop: ``g += weight_decay * w; v = alpha * v + (1 - alpha) * g**2; w -= lr * g / (sqrt(v) + eps)``.
 
     The formula is that of ``torch.optim.RMSprop``, not centered and without momentum. The state ``v`` has the shape
     ``(D,)`` per row.
-
-    Raises:
-        ValueError: A value is out of range. The message names it.
     """
 
     lr: float = 0.01
@@ -249,7 +247,7 @@ class RMSprop(_Fused):
 
 
 @dataclass(frozen=True, repr=False)
-class Ftrl(_Fused):
+class Ftrl(Optimizer, kind=9, states={"accumulator": "element", "linear": "element"}):
     """FTRL-proximal: algorithm 1 of McMahan et al., "Ad Click Prediction" (KDD 2013). ``lr`` is the paper's alpha.
 
     The update of an element is ``s = ((n + g**2)**-lr_power - n**-lr_power) / lr; n += g**2; z += g - s * w``. Then
@@ -257,9 +255,6 @@ class Ftrl(_Fused):
     ``z`` (``linear``) and ``n`` (``accumulator``) have the shape ``(D,)`` per row. The name ``lr_power`` is
     TensorFlow's; the paper uses the default, -0.5. An element keeps its initial weight until its first gradient that is
     not zero. An update with a learning rate of 0 changes nothing.
-
-    Raises:
-        ValueError: A value is out of range. The message names it.
     """
 
     lr: float = 0.01
@@ -269,32 +264,8 @@ class Ftrl(_Fused):
     lr_power: float = -0.5
 
 
-Optimizer = (
-    SGD
-    | Adagrad
-    | RowWiseAdagrad
-    | Adam
-    | AdamW
-    | PartialRowWiseAdam
-    | LAMB
-    | PartialRowWiseLAMB
-    | LARSSGD
-    | RMSprop
-    | Ftrl
-)
-
-_STATES: dict[type, dict[str, StateKind]] = {
-    Adagrad: {"sum": "element"},
-    RowWiseAdagrad: {"sum": "row"},
-    Adam: {"exp_avg": "element", "exp_avg_sq": "element"},
-    AdamW: {"exp_avg": "element", "exp_avg_sq": "element"},
-    PartialRowWiseAdam: {"exp_avg": "element", "exp_avg_sq": "row"},
-    LAMB: {"exp_avg": "element", "exp_avg_sq": "element"},
-    PartialRowWiseLAMB: {"exp_avg": "element", "exp_avg_sq": "row"},
-    LARSSGD: {"momentum_buffer": "element"},
-    RMSprop: {"square_avg": "element"},
-    Ftrl: {"accumulator": "element", "linear": "element"},
-}
+OPTIMIZERS = {kind.__name__: kind for kind in Optimizer.__subclasses__()}
+"""All optimizers by name, in the order of this module."""
 
 
 def state_names(optimizer: Optimizer) -> dict[str, StateKind]:
@@ -304,9 +275,7 @@ def state_names(optimizer: Optimizer) -> dict[str, StateKind]:
     the shape ``(D,)`` per row; these states follow the row's weights in memory, in the order of the result. A state of
     the kind ``"row"`` is one number per row.
     """
-    if isinstance(optimizer, SGD):
-        return {"momentum_buffer": "element"} if optimizer.momentum else {}
-    return dict(_STATES[type(optimizer)])
+    return {} if isinstance(optimizer, SGD) and not optimizer.momentum else dict(optimizer.states)
 
 
 def is_square(state_name: str) -> bool:

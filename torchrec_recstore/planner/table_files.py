@@ -8,14 +8,12 @@ import os
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
-from torchrec_recstore.optim import Optimizer
+from torchrec_recstore.optim import OPTIMIZERS, Optimizer
 from torchrec_recstore.planner.forecasts import DTYPES, ForecastTable
 from torchrec_recstore.planner.statistics import TableStatistics
 from torchrec_recstore.row_types import MOST_COLUMNS
-
-_OPTIMIZERS = {kind.__name__: kind for kind in get_args(Optimizer)}
 
 
 @dataclass(frozen=True)
@@ -154,9 +152,9 @@ def read_table_file(path: str | os.PathLike[str]) -> TableFile:
 
 
 def _optimizer(document: Any) -> Optimizer:
-    kind = _OPTIMIZERS.get(str(document.get("name"))) if isinstance(document, dict) else None
+    kind = OPTIMIZERS.get(str(document.get("name"))) if isinstance(document, dict) else None
     if kind is None:
-        raise ValueError(f"optimizer must be an object whose name is one of {', '.join(_OPTIMIZERS)}, got {document!r}")
+        raise ValueError(f"optimizer must be an object whose name is one of {', '.join(OPTIMIZERS)}, got {document!r}")
     _check_object("optimizer", document, ("name", *(each.name for each in fields(kind))))
     made: Optimizer = kind(**{field: _as_tuple(value) for field, value in document.items() if field != "name"})
     return made
