@@ -7,7 +7,7 @@ The fake versions compute shapes only. A size that depends on a table is symboli
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -16,121 +16,79 @@ from torch._higher_order_ops.effects import _register_effectful_op
 from torch._library.effects import EffectType
 
 
-def _symbolic_size() -> torch.SymInt:
+def _size() -> torch.SymInt:
     return torch.library.get_ctx().new_dynamic_size()
 
 
-def _fake_lookup(table: int, ids: Tensor, train: bool) -> Tensor:
-    return ids.new_empty((ids.shape[0], _symbolic_size()), dtype=torch.float32)
-
-
-def _fake_split(ids: Tensor, tables: Sequence[int], owners: Tensor, n: int) -> tuple[Tensor, Tensor, Tensor]:
-    return ids.new_empty(ids.shape), ids.new_empty(ids.shape), ids.new_empty(n, len(tables))
-
-
-def _fake_distinct(ids: Tensor, counts: Sequence[int]) -> tuple[Tensor, Tensor, Tensor]:
-    return ids.new_empty(_symbolic_size()), ids.new_empty(ids.shape), ids.new_empty(len(counts))
-
-
-def _fake_remove(table: int, ids: Tensor) -> Tensor:
-    return ids.new_empty(())
-
-
-def _fake_contains(table: int, ids: Tensor, *_: object) -> Tensor:
-    return ids.new_empty(ids.shape, dtype=torch.bool)
-
-
-def _fake_export(table: int, ids: Tensor) -> tuple[Tensor, ...]:
-    n, columns = ids.shape[0], _symbolic_size()
-    floats = [
-        ids.new_empty(shape, dtype=torch.float32) for shape in ((n, columns), (_symbolic_size(), n, columns), (n,))
-    ]
-    return floats[0], floats[1], floats[2], ids.new_empty(n), ids.new_empty(n)
-
-
-def _fake_forward(group: int, ids: Tensor, offsets: Tensor, weights: Tensor | None, train: bool) -> tuple[Tensor, ...]:
-    out = ids.new_empty((_symbolic_size(), _symbolic_size()), dtype=torch.float32)
-    return out, ids.new_empty((1 if train else 0,))
-
-
-def _fake_backward(context: Tensor, grad: Tensor, learning_rates: Sequence[float], weight_grads: bool) -> Tensor:
-    return grad.new_empty((_symbolic_size() if weight_grads else 0,))
-
-
-def _fake_rows(groups: Sequence[int], ids: Tensor, counts: Sequence[int], train: bool) -> tuple[Tensor, Tensor]:
-    out = ids.new_empty((_symbolic_size(),), dtype=torch.float32)
-    return out, ids.new_empty((len(groups) if train else 0,))
-
-
-def _fake_mix(ids: Tensor, inverse: bool) -> Tensor:
-    return ids.new_empty(ids.shape)
-
-
-def _fake_weight_gradients(context: Tensor, grad: Tensor) -> Tensor:
-    return grad.new_empty((_symbolic_size(),))
-
-
-def _fake_ids(table: int, ids: Tensor, *_: object) -> Tensor:
-    return ids.new_empty(_symbolic_size())
-
-
-def _fake_images(table: int, ids: Tensor) -> Tensor:
-    return ids.new_empty((ids.shape[0], _symbolic_size()), dtype=torch.uint8)
-
-
-def _fake_nothing(*_: object) -> None:
+def _nothing(*_: object) -> None:
     return None
 
 
-def _fake_table_ids(group: int, ids: Tensor, offsets: Tensor | None) -> list[Tensor]:
-    return [ids.new_empty(_symbolic_size())]
+def _flags(table: int, ids: Tensor, *_: object) -> Tensor:
+    return ids.new_empty(ids.shape, dtype=torch.bool)
 
 
-def _fake_read(group: int, ids: Tensor, *_: object) -> Tensor:
-    return ids.new_empty((_symbolic_size(), _symbolic_size()), dtype=torch.float32)
+def _some_ids(table: int, ids: Tensor, *_: object) -> Tensor:
+    return ids.new_empty(_size())
+
+
+def _pooled(group: int, ids: Tensor, *_: object) -> Tensor:
+    return ids.new_empty((_size(), _size()), dtype=torch.float32)
+
+
+def _exported(table: int, ids: Tensor) -> tuple[Tensor, ...]:
+    n, columns = ids.shape[0], _size()
+    floats = [ids.new_empty(shape, dtype=torch.float32) for shape in ((n, columns), (_size(), n, columns), (n,))]
+    return *floats, ids.new_empty(n), ids.new_empty(n)
 
 
 _FAKES: dict[str, Callable[..., object]] = {
-    "table_lookup": _fake_lookup,
-    "table_read": _fake_nothing,
-    "table_update": _fake_nothing,
-    "table_insert": _fake_nothing,
-    "table_remove": _fake_remove,
-    "table_contains": _fake_contains,
-    "table_export": _fake_export,
-    "table_import": _fake_nothing,
-    "table_set_sightings": _fake_nothing,
-    "table_absent": _fake_ids,
-    "table_may_be_cold": _fake_contains,
-    "table_admits": _fake_contains,
-    "table_leaving": _fake_ids,
-    "table_images": _fake_images,
-    "table_evict": _fake_contains,
-    "table_bring_back": _fake_nothing,
-    "table_note_cold": _fake_nothing,
-    "table_begin_refilter": _fake_nothing,
-    "table_keep_cold": _fake_nothing,
-    "table_may_be_kept": _fake_contains,
-    "table_end_refilter": _fake_nothing,
-    "table_note_left": _fake_nothing,
-    "group_table_ids": _fake_table_ids,
-    "group_read": _fake_read,
-    "group_forward": _fake_forward,
-    "group_prefetch": _fake_nothing,
-    "group_backward": _fake_backward,
-    "rows_forward": _fake_rows,
-    "rows_begin": _fake_ids,
-    "rows_read": _fake_nothing,
-    "rows_update": _fake_nothing,
-    "ids_split": _fake_split,
-    "ids_distinct": _fake_distinct,
-    "mix_ids": _fake_mix,
-    "rows_put": _fake_nothing,
-    "rows_take": _fake_nothing,
-    "group_weight_gradients": _fake_weight_gradients,
-    "group_accumulated_backward": _fake_nothing,
+    "table_lookup": lambda table, ids, train: ids.new_empty((ids.shape[0], _size()), dtype=torch.float32),
+    "table_read": _nothing,
+    "table_update": _nothing,
+    "table_insert": _nothing,
+    "table_remove": lambda table, ids: ids.new_empty(()),
+    "table_contains": _flags,
+    "table_export": _exported,
+    "table_import": _nothing,
+    "table_set_sightings": _nothing,
+    "table_absent": _some_ids,
+    "table_may_be_cold": _flags,
+    "table_admits": _flags,
+    "table_leaving": _some_ids,
+    "table_images": lambda table, ids: ids.new_empty((ids.shape[0], _size()), dtype=torch.uint8),
+    "table_evict": _flags,
+    "table_bring_back": _nothing,
+    "table_note_cold": _nothing,
+    "table_begin_refilter": _nothing,
+    "table_keep_cold": _nothing,
+    "table_may_be_kept": _flags,
+    "table_end_refilter": _nothing,
+    "table_note_left": _nothing,
+    "group_table_ids": lambda group, ids, offsets: [_some_ids(group, ids)],
+    "group_read": _pooled,
+    "group_forward": lambda group, ids, *more: (_pooled(group, ids), ids.new_empty(int(more[-1]))),
+    "group_prefetch": _nothing,
+    "group_backward": lambda context, grad, rates, weights: grad.new_empty((_size() if weights else 0,)),
+    "group_weight_gradients": lambda context, grad: grad.new_empty(_size()),
+    "group_accumulated_backward": _nothing,
+    "rows_forward": lambda groups, ids, counts, train: (
+        ids.new_empty(_size(), dtype=torch.float32),
+        ids.new_empty(len(groups) if train else 0),
+    ),
+    "rows_begin": _some_ids,
+    "rows_read": _nothing,
+    "rows_update": _nothing,
+    "rows_put": _nothing,
+    "rows_take": _nothing,
+    "ids_split": lambda ids, tables, owners, n: (
+        ids.new_empty(ids.shape),
+        ids.new_empty(ids.shape),
+        ids.new_empty(n, len(tables)),
+    ),
+    "ids_distinct": lambda ids, counts: (ids.new_empty(_size()), ids.new_empty(ids.shape), ids.new_empty(len(counts))),
+    "mix_ids": lambda ids, inverse: ids.new_empty(ids.shape),
 }
-
 
 _ON_TENSORS = ("ids_distinct", "ids_split", "mix_ids", "rows_put", "rows_take", "table_read")
 """The ops whose results are in tensors alone. The schema of an op states the tensors that the op changes."""
