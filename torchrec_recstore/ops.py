@@ -150,180 +150,139 @@ def table_create(
 # record them. Torch 2.12 to 2.14 have no public name for this.
 _untraced = _disable_current_modes()
 
+# A table and its rows.
 table_destroy = _untraced(_ops.table_destroy.default)
 """(table). Frees a table. An unknown handle is ignored."""
-
 table_lookup: Callable[[int, Tensor, bool], Tensor] = _ops.table_lookup.default
 """(table, ids (N,) int64, train) -> (N, columns) float32. A training lookup is one step and makes missing rows."""
-
 table_read: Callable[[int, Tensor, Tensor], None] = _ops.table_read.default
-"""(table, ids (N,) int64, out (N, columns) float32, contiguous). Reads rows into ``out``. No row
-changes."""
-
+"""(table, ids (N,) int64, out (N, columns) float32, contiguous). Reads rows into ``out`` without a change."""
 table_update: Callable[[int, Tensor, Tensor, float], None] = _ops.table_update.default
 """(table, ids (N,) int64, grads (N, columns) float32, learning rate). Updates the rows; makes missing rows first."""
-
 table_insert: Callable[[int, Tensor, Tensor], None] = _ops.table_insert.default
 """(table, ids (N,) int64, weights (N, columns) float32). Makes or overwrites the weights of rows."""
-
 table_remove: Callable[[int, Tensor], Tensor] = _ops.table_remove.default
 """(table, ids (N,) int64) -> () int64: the number of rows that were removed."""
-
 table_contains: Callable[[int, Tensor], Tensor] = _ops.table_contains.default
 """(table, ids (N,) int64) -> (N,) bool: whether each id has a row in memory."""
-
 table_ids: Callable[[int], Tensor] = _ops.table_ids.default
 """(table) -> (rows,) int64: the ids that have a row in memory, in ascending order."""
-
 table_stats: Callable[[int], list[int]] = _ops.table_stats.default
 """(table) -> rows, bytes, lookups, misses, inserts, updates, steps, refused, evicted, expired, cold hits,
 refused times."""
+RowTensors = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
+"""Stored weights (see ``row_types.py``), element-wise optimizer states (states, N, columns) float32, row-wise optimizer
+state (N,) float32, last step (N,) int64, frequency (N,) int64."""
+table_export: Callable[[int, Tensor], RowTensors] = _ops.table_export.default
+"""(table, ids (N,) int64) -> :data:`RowTensors`. An id without a row is a ValueError."""
+table_import: Callable[[int, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor], None] = _ops.table_import.default
+"""(table, ids (N,) int64, :data:`RowTensors`). Makes or overwrites whole rows."""
+table_exchange_rows: Callable[[int, int], None] = _ops.table_exchange_rows.default
+"""(table, other table of the same shape). Exchanges the rows, clocks and changes of two tables without copying them."""
 
+# The clocks of a table, and what its admission has counted.
 table_optimizer_steps: Callable[[int], int] = _ops.table_optimizer_steps.default
 """(table) -> the number of updates so far, which the bias correction of Adam and LAMB uses. Each step is one update."""
 table_set_optimizer_steps: Callable[[int, int], None] = _ops.table_set_optimizer_steps.default
 """(table, number of updates). Sets the number that :data:`table_optimizer_steps` returns."""
-
 table_steps: Callable[[int], int] = _ops.table_steps.default
 """(table) -> the number of training lookups so far, which is the clock of the rows' last steps."""
 table_set_steps: Callable[[int, int], None] = _ops.table_set_steps.default
 """(table, number of training lookups). Sets the clock that :data:`table_steps` returns."""
-
-RowTensors = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
-"""Stored weights (see ``row_types.py``), element-wise optimizer states (states, N, columns) float32, row-wise optimizer
-state (N,) float32, last step (N,) int64, frequency (N,) int64."""
-
-table_export: Callable[[int, Tensor], RowTensors] = _ops.table_export.default
-"""(table, ids (N,) int64) -> :data:`RowTensors`. An id without a row is a ValueError."""
-
-table_import: Callable[[int, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor], None] = _ops.table_import.default
-"""(table, ids (N,) int64, :data:`RowTensors`). Makes or overwrites whole rows."""
-
-table_exchange_rows: Callable[[int, int], None] = _ops.table_exchange_rows.default
-"""(table, other table of the same shape). Exchanges the rows, clocks and changes of two tables without copying them."""
-
 table_times: Callable[[int], list[int]] = _ops.table_times.default
 """(table) -> the times of the table's steps, by which rows expire; empty if they do not expire after a time. The
 numbers are those of ``WallClock::state`` in csrc/wall_clock.h, and times are microseconds since 1970."""
 table_set_times: Callable[[int, list[int]], None] = _ops.table_set_times.default
 """(table, numbers). Restores what :data:`table_times` returns."""
-
 table_set_time: Callable[[int, Sequence[int]], list[int]] = _ops.table_set_time.default
 """(table, times of the events that the ranks know, in microseconds since 1970) -> nothing, or a time that was refused,
 the time of the clock, and the number of refusals. ``WallClock::set`` in csrc/wall_clock.h says which time is taken.
 A table whose rows do not expire after a time ignores them."""
-
 table_follow_time: Callable[[int, int], None] = _ops.table_follow_time.default
 """(table, microseconds since 1970). Sets the time that is read in place of the system's clock."""
-
-table_is_being_saved: Callable[[int], bool] = _ops.table_is_being_saved.default
-"""(table) -> whether the table has a snapshot."""
-
 table_sightings: Callable[[int], tuple[Tensor, Tensor, Tensor]] = _ops.table_sightings.default
 """(table) -> what admission has counted: the ids, (N,) int64, the count of each id in a generation of the counter, (N,)
 uint8, and the generation, (N,) uint8: 0 for the present one, 1 for the older one. N is 0 without admission."""
 table_set_sightings: Callable[[int, Tensor, Tensor, Tensor], None] = _ops.table_set_sightings.default
 """(table, ids, counts, generations). Restores what :data:`table_sightings` of any tables has returned."""
 
-# The following ops are for the owner of a table's cold store.
-
+# For the owner of a table's cold store.
 table_image_bytes: Callable[[int], int] = _ops.table_image_bytes.default
 """(table) -> the number of bytes of an image."""
-
 table_absent: Callable[[int, Tensor], Tensor] = _ops.table_absent.default
 """(table, ids (N,) int64) -> the distinct ids without a row in memory, in the order of their first occurrence."""
-
 table_may_be_cold: Callable[[int, Tensor], Tensor] = _ops.table_may_be_cold.default
 """(table, ids (N,) int64) -> (N,) bool: whether each row may be in the cold store. False is certain, True is not."""
-
 table_admits: Callable[[int, Tensor, bool], Tensor] = _ops.table_admits.default
-"""(table, ids (N,) int64 without a row, lookup) -> (N,) bool: whether a training lookup would make a row for each id;
-an update if ``lookup`` is False."""
-
+"""(table, ids (N,) int64 without a row, lookup) -> (N,) bool: whether a training lookup, or else an update, would
+make a row for each id."""
 table_leaving: Callable[[int, Tensor, int], Tensor] = _ops.table_leaving.default
 """(table, ids (N,) int64, number of new rows) -> the ids whose rows must be evicted before the new rows are made; none
 of ``ids``. A working set larger than ``max_rows`` is a ValueError."""
-
 table_images: Callable[[int, Tensor], Tensor] = _ops.table_images.default
 """(table, ids (N,) int64) -> images (N, image bytes) uint8. An id without a row in memory is a ValueError."""
-
 table_evict: Callable[[int, Tensor, Tensor], Tensor] = _ops.table_evict.default
 """(table, ids (N,) int64, images (N, image bytes) uint8) -> (N,) bool: whether each row was removed from memory. A row
 stays if it is no longer equal to its image, or if a pending backward needs it."""
-
 table_bring_back: Callable[[int, Tensor, Tensor, bool], None] = _ops.table_bring_back.default
 """(table, ids (N,) int64, images (N, image bytes) uint8, whether a step looks up the ids). Makes the rows of images
 that were read from the cold store. The table must have room for them."""
-
 table_expired: Callable[[int], Tensor] = _ops.table_expired.default
 """(table) -> ids (N,) int64 of the rows that have expired."""
-
 table_note_cold: Callable[[int, Tensor], None] = _ops.table_note_cold.default
 """(table, ids (N,) int64). Notes that the rows are about to be written to the cold store."""
-
 table_begin_refilter: Callable[[int], None] = _ops.table_begin_refilter.default
 """(table). Begins a new filter for :data:`table_may_be_cold`, of the ids that are noted from now on or kept."""
-
 table_keep_cold: Callable[[int, Tensor], None] = _ops.table_keep_cold.default
 """(table, ids (N,) int64). Keeps ids whose rows are in the cold store in the new filter."""
-
 table_may_be_kept: Callable[[int, Tensor], Tensor] = _ops.table_may_be_kept.default
-"""(table, ids (N,) int64) -> whether each was noted or kept since the new filter was begun; true may be wrong. (N,)
-bool."""
-
+"""(table, ids (N,) int64) -> (N,) bool: whether each was noted or kept since the new filter began. False is certain."""
 table_end_refilter: Callable[[int], None] = _ops.table_end_refilter.default
 """(table). Replaces the filter by the new one."""
-
 table_note_left: Callable[[int, Tensor], None] = _ops.table_note_left.default
 """(table, ids (N,) int64). Notes that the rows were deleted from the cold store for good, for delta checkpoints."""
-
 table_count_expired: Callable[[int, int], None] = _ops.table_count_expired.default
 """(table, number of rows). Adds rows to the count of expired rows."""
 
+# The changes of a table since a mark, and its memory.
 table_mark: Callable[[int], int] = _ops.table_mark.default
 """(table) -> a new mark. From now on it is known which rows change after this mark."""
-
 table_locate_rows: Callable[[int], None] = _ops.table_locate_rows.default
 """(table). Records where the index has each row, so that a snapshot of changed rows takes time for these rows only."""
-
 table_shrink: Callable[[int], None] = _ops.table_shrink.default
 """(table). Returns the memory of removed rows to the system. Does nothing while a snapshot or a backward is pending."""
 
+# Snapshots.
+table_is_being_saved: Callable[[int], bool] = _ops.table_is_being_saved.default
+"""(table) -> whether the table has a snapshot."""
 snapshot_open: Callable[[int, int | None], int] = _ops.snapshot_open.default
 """(table, mark or None) -> a snapshot of all rows, or of the rows that have changed since the mark."""
-
 snapshot_moment: Callable[[int], list[int]] = _ops.snapshot_moment.default
 """(snapshot) -> a mark of the snapshot's moment, and the table's rows, steps and optimizer steps at that moment."""
-
 snapshot_left: Callable[[int], Tensor | None] = _ops.snapshot_left.default
 """(snapshot) -> ids (N,) int64, ascending, of the rows that were removed after the mark of :data:`snapshot_open`; None
 if they are no longer known, or if there was no mark."""
-
 snapshot_rows_left: Callable[[int], int] = _ops.snapshot_rows_left.default
 """(snapshot) -> the number of rows that have not been read."""
-
 snapshot_read: Callable[[int, int, bool], tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]] = (
     _ops.snapshot_read.default
 )
 """(snapshot, n, polite) -> the next n ids (n,) int64, ascending, and their :data:`RowTensors`. A polite read takes a
 small share of one core, so that it does not slow down training."""
-
 snapshot_close = _untraced(_ops.snapshot_close.default)
 """(snapshot). Ends a snapshot. An unknown handle is ignored."""
 
+# Lookups of a group of tables, and their updates.
 group_destroy = _untraced(_ops.group_destroy.default)
 """(group). Forgets a group; its tables stay open. An unknown handle is ignored."""
-
 group_forward: Callable[[int, Tensor, Tensor, Tensor | None, bool], tuple[Tensor, Tensor]] = _ops.group_forward.default
 """(group, ids (N,) int64, offsets (features * B + 1,) int32 or int64, weights (N,) float32 or None, train)
 -> pooled (B, columns) float32, and the context for :func:`group_backward`, which is empty without ``train``.
 
 The slots that the forward has found are not reused while the context exists."""
-
 group_table_ids: Callable[[int, Tensor, Tensor | None], list[Tensor]] = _ops.group_table_ids.default
 """(group, ids (N,) int64, offsets) -> for each table, the raw ids that the batch looks up in it. The offsets are as for
 :func:`group_forward`; they may be None in a group of one feature."""
-
 group_read: Callable[[int, Tensor, Tensor | None, Tensor | None, Sequence[Tensor], Sequence[Tensor]], Tensor] = (
     _ops.group_read.default
 )
@@ -331,18 +290,14 @@ group_read: Callable[[int, Tensor, Tensor | None, Tensor | None, Sequence[Tensor
 
 An evaluation lookup in which some rows are not in the tables: for each table, their ids (n,) int64, ascending, and
 their images (n, image bytes) uint8."""
-
 group_prefetch: Callable[[int, Tensor, Sequence[int]], None] = _ops.group_prefetch.default
 """(group, ids (N,) int64, number of ids of each feature). Makes missing rows before their training forward, on the
 calling thread alone. The rows count as misses and inserts now, and as lookups in the forward."""
-
 group_backward: Callable[[Tensor, Tensor, Sequence[float], bool], Tensor] = _ops.group_backward.default
 """(context, grad (B, columns) float32, learning rate of each table, weight_grads)
 -> gradient of the per-sample weights (N,) float32, which is empty without ``weight_grads``. Updates the rows."""
-
 group_weight_gradients: Callable[[Tensor, Tensor], Tensor] = _ops.group_weight_gradients.default
 """(context, grad (B, columns) float32) -> gradient of the per-sample weights (N,) float32. The rows do not change."""
-
 group_accumulated_backward: Callable[[Sequence[Tensor], Sequence[Tensor], Sequence[float]], None] = (
     _ops.group_accumulated_backward.default
 )
@@ -367,28 +322,23 @@ def group_create(
         return cast(int, _ops.group_create(list(tables), list(feature_tables), flat, mean))
 
 
+# Rows of several groups, and streams of rows.
 rows_forward: Callable[[Sequence[int], Tensor, Sequence[int], bool], tuple[Tensor, Tensor]] = _ops.rows_forward.default
 """(groups of one feature, ids (N,) int64, number of ids of each group, train)
 -> rows (sum of counts * columns,) float32, and the contexts (groups,), which are empty without ``train``.
 ``contexts[i : i + 1]`` is the argument of :func:`group_backward` for group ``i``."""
-
 rows_begin: Callable[[int, Tensor], Tensor] = _ops.rows_begin.default
-"""(group, ids (N,) int64) -> the context of a step that looks up the rows of ids, for the update. The rows are not
-returned."""
-
+"""(group, ids (N,) int64) -> the context of a step that looks up the rows of ids, for the update, without the rows."""
 rows_empty: Callable[[int, int], Tensor] = _ops.rows_empty.default
 """(n, row bytes) -> (n, row bytes) uint8: uninitialised memory of the buffer pool."""
-
 rows_read: Callable[[Sequence[int], Sequence[Tensor], Sequence[Tensor]], None] = _ops.rows_read.default
 """(groups of one feature, the ids (n,) int64 of each group, the memory (n, columns) float32 of its rows). Reads the
 rows of each group, without a step."""
-
 rows_update: Callable[[Sequence[int], Sequence[Tensor], Sequence[Tensor], Sequence[float]], None] = (
     _ops.rows_update.default
 )
 """(groups of one feature, the ids (n,) int64 of each group, their gradients (n, columns) float32, learning rates).
 Makes a step and an update of each group, also of those without ids. The groups have no table in common."""
-
 rows_put: Callable[[Sequence[Tensor], Tensor | None, Sequence[int], Tensor, int], None] = _ops.rows_put.default
 """(out, places, counts, window, at). Writes the rows of a window of a stream to memory. The stream has the rows of one
 table after the other, ``counts[t]`` rows of the table ``t``, and those of each table begin at a multiple of 4 bytes.
@@ -396,20 +346,18 @@ table after the other, ``counts[t]`` rows of the table ``t``, and those of each 
 ``window``, (bytes,) uint8, begins at the byte ``at`` of the stream. ``out[t]``, (n, row bytes) uint8, is the memory of
 the rows of table ``t``. ``places``, (rows of the stream,) int64, is the index of each row in the memory of all tables
 together, table by table. None means all rows, in their order."""
-
 rows_take: Callable[[Sequence[Tensor], Tensor | None, Sequence[int], Tensor, int], None] = _ops.rows_take.default
 """(rows, places, counts, window, at). Writes the rows of a stream to a window. See :data:`rows_put`."""
 
+# Ids.
 ids_split: Callable[[Tensor, Sequence[int], Tensor, int], tuple[Tensor, Tensor, Tensor]] = _ops.ids_split.default
 """(ids (N,) int64, number of ids of each table, owner of each slot (slots,) int64, number of owners) -> the ids owner
 by owner, (N,), their positions, (N,), ascending for each owner, and the number of ids of each owner and table, (owners,
 tables). The slot of an id is its ``mix_ids(ids, True)`` modulo the number of slots."""
-
 ids_distinct: Callable[[Tensor, Sequence[int]], tuple[Tensor, Tensor, Tensor]] = _ops.ids_distinct.default
 """(ids (N,) int64, number of ids of each table) -> the distinct ids of each table, (n,), in the order in which they
 first occur, the position of each id among the distinct ids of its table, (N,), and the number of distinct ids of each
 table, (tables,)."""
-
 mix_ids: Callable[[Tensor, bool], Tensor] = _ops.mix_ids.default
 """(ids (N,) int64, inverse) -> (N,) int64: the ids, mapped by a bijection that leaves no pattern in their low bits, or
 by its inverse."""

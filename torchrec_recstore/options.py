@@ -16,19 +16,44 @@ MAX_INIT_ROWS = 2**20
 would initialize rows to almost zero."""
 
 
-def _check_finite(owner: object, **values: float) -> None:
-    for name, value in values.items():
-        if not math.isfinite(value):
+def _check_finite(owner: object, *names: str) -> None:
+    for name in names:
+        if not math.isfinite(value := getattr(owner, name)):
             raise ValueError(f"{type(owner).__name__}.{name} must be finite, got {value}")
 
 
-def _check_int(owner: str, field: str, value: object, least: int) -> None:
-    if isinstance(value, bool) or not isinstance(value, int):
-        raise TypeError(f"{owner}.{field} must be an int, got {type(value).__name__}")
-    if value < least:
-        raise ValueError(f"{owner}.{field} must be at least {least}, got {value}")
-    if value >= 2**63:
-        raise ValueError(f"{owner}.{field} must be less than 2**63")
+def _check_positive(owner: object, *names: str) -> None:
+    for name in names:
+        value = getattr(owner, name)
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            raise TypeError(f"{type(owner).__name__}.{name} must be a number, got {type(value).__name__}")
+        _check_finite(owner, name)
+        if value <= 0:
+            raise ValueError(f"{type(owner).__name__}.{name} must be positive, got {value}")
+
+
+def _check_int(owner: object, least: int, *names: str) -> None:
+    for name in names:
+        value, field = getattr(owner, name), f"{type(owner).__name__}.{name}"
+        if isinstance(value, bool) or not isinstance(value, int):
+            raise TypeError(f"{field} must be an int, got {type(value).__name__}")
+        if value < least:
+            raise ValueError(f"{field} must be at least {least}, got {value}")
+        if value >= 2**63:
+            raise ValueError(f"{field} must be less than 2**63")
+
+
+def _check_str(owner: object, *names: str) -> None:
+    for name in names:
+        value = getattr(owner, name)
+        if not isinstance(value, str):
+            raise TypeError(f"{type(owner).__name__}.{name} must be a str, got {type(value).__name__}")
+        if not value:
+            raise ValueError(f"{type(owner).__name__}.{name} must not be empty")
+
+
+def _given(owner: object, *names: str) -> list[str]:
+    return [name for name in names if getattr(owner, name) is not None]
 
 
 def _microseconds(seconds: float) -> int:
@@ -51,7 +76,7 @@ class UniformInit:
     high: float
 
     def __post_init__(self) -> None:
-        _check_finite(self, low=self.low, high=self.high)
+        _check_finite(self, "low", "high")
         if self.low > self.high:
             raise ValueError(f"UniformInit.low must not exceed high, got low={self.low}, high={self.high}")
 
@@ -75,7 +100,7 @@ class NormalInit:
     truncate_std: float | None = None
 
     def __post_init__(self) -> None:
-        _check_finite(self, mean=self.mean, std=self.std)
+        _check_finite(self, "mean", "std")
         if self.std < 0:
             raise ValueError(f"NormalInit.std must not be negative, got {self.std}")
         if self.truncate_std is not None and not self.truncate_std > 0:
@@ -96,7 +121,7 @@ class ConstantInit:
     value: float = 0.0
 
     def __post_init__(self) -> None:
-        _check_finite(self, value=self.value)
+        _check_finite(self, "value")
 
 
 Initializer = UniformInit | NormalInit | ConstantInit
@@ -125,8 +150,7 @@ class LFU:
     half_life_steps: int | None = None
 
     def __post_init__(self) -> None:
-        if self.half_life_steps is not None:
-            _check_int("LFU", "half_life_steps", self.half_life_steps, 1)
+        _check_int(self, 1, *_given(self, "half_life_steps"))
 
 
 @dataclass(frozen=True)
@@ -160,18 +184,10 @@ class Expiry:
         if (self.steps is None) == (self.seconds is None):
             raise ValueError(f"Expiry needs either steps or seconds, got steps={self.steps}, seconds={self.seconds}")
         if self.seconds is None:
-            _check_int("Expiry", "steps", self.steps, 1)
+            _check_int(self, 1, "steps")
             if self.max_jump_s is not None:
                 raise ValueError("Expiry.max_jump_s needs seconds: steps are counted, and have no time that can jump")
-        for name in ("seconds", "max_jump_s"):
-            value = getattr(self, name)
-            if value is None:
-                continue
-            if isinstance(value, bool) or not isinstance(value, int | float):
-                raise TypeError(f"Expiry.{name} must be a number, got {type(value).__name__}")
-            _check_finite(self, **{name: value})
-            if value <= 0:
-                raise ValueError(f"Expiry.{name} must be positive, got {value}")
+        _check_positive(self, *_given(self, "seconds", "max_jump_s"))
 
     def __repr__(self) -> str:
         return set_fields(self)
@@ -210,8 +226,8 @@ class MinFrequency:
     counter_bytes: int = 2**23
 
     def __post_init__(self) -> None:
-        _check_int("MinFrequency", "count", self.count, 1)
-        _check_int("MinFrequency", "counter_bytes", self.counter_bytes, 2**10)
+        _check_int(self, 1, "count")
+        _check_int(self, 2**10, "counter_bytes")
         if self.count > 255:
             raise ValueError(f"MinFrequency.count must be at most 255, got {self.count}")
         if self.counter_bytes & (self.counter_bytes - 1) or self.counter_bytes > 2**34:
@@ -236,10 +252,7 @@ class RocksDBStore:
     path: str
 
     def __post_init__(self) -> None:
-        if not isinstance(self.path, str):
-            raise TypeError(f"RocksDBStore.path must be a str, got {type(self.path).__name__}")
-        if not self.path:
-            raise ValueError("RocksDBStore.path must not be empty")
+        _check_str(self, "path")
 
 
 @dataclass(frozen=True)
@@ -270,7 +283,7 @@ class RedisStore:
                 "RedisStore.url must begin with redis://, rediss://, unix://, redis+cluster:// or rediss+cluster://, "
                 f"got {self.public_url!r}"
             )
-        _check_finite(self, retry_seconds=self.retry_seconds)
+        _check_finite(self, "retry_seconds")
         if self.retry_seconds < 0:
             raise ValueError(f"RedisStore.retry_seconds must not be negative, got {self.retry_seconds}")
 
@@ -315,19 +328,10 @@ class ServerStore:
     timeout_s: float = 30.0
 
     def __post_init__(self) -> None:
-        for name in ("servers", "shared", "token", "tls_ca"):
-            value = getattr(self, name)
-            if not isinstance(value, str) and (value is not None or name == "servers"):
-                raise TypeError(f"ServerStore.{name} must be a str, got {type(value).__name__}")
-            if value == "":
-                raise ValueError(f"ServerStore.{name} must not be empty")
+        _check_str(self, "servers", *_given(self, "shared", "token", "tls_ca"))
         checked_addresses(self.addresses, "ServerStore.servers")
         check_token(self.token, "ServerStore.token")
-        if isinstance(self.timeout_s, bool) or not isinstance(self.timeout_s, int | float):
-            raise TypeError(f"ServerStore.timeout_s must be a number, got {type(self.timeout_s).__name__}")
-        _check_finite(self, timeout_s=self.timeout_s)
-        if self.timeout_s <= 0:
-            raise ValueError(f"ServerStore.timeout_s must be positive, got {self.timeout_s}")
+        _check_positive(self, "timeout_s")
 
     @property
     def addresses(self) -> tuple[str, ...]:
@@ -406,16 +410,14 @@ class TableOptions:
             raise TypeError(f"TableOptions.seed must be an int, got {type(self.seed).__name__}")
         if not -(2**63) <= self.seed < 2**63:
             raise ValueError("TableOptions.seed must fit 64 bits")
-        for name in ("expected_rows", "max_rows"):
-            if getattr(self, name) is not None:
-                _check_int("TableOptions", name, getattr(self, name), 1)
-        for name, kinds in (("eviction", (LRU, LFU)), ("expiry", (Expiry,)), ("admission", (MinFrequency,))):
-            value = getattr(self, name)
-            if value is not None and not isinstance(value, kinds):
-                names = " or ".join(kind.__name__ for kind in kinds)
+        _check_int(self, 1, *_given(self, "expected_rows", "max_rows"))
+        kinds = {"eviction": (LRU, LFU), "expiry": (Expiry,), "admission": (MinFrequency,)}
+        for name in _given(self, *kinds):
+            if not isinstance(value := getattr(self, name), kinds[name]):
+                names = " or ".join(kind.__name__ for kind in kinds[name])
                 raise TypeError(f"TableOptions.{name} must be {names}, got {type(value).__name__}")
-        for name in ("eviction", "cold_store"):
-            if getattr(self, name) is not None and self.max_rows is None:
+        for name in _given(self, "eviction", "cold_store"):
+            if self.max_rows is None:
                 raise ValueError(f"TableOptions.{name} needs max_rows: an unbounded table evicts nothing")
         if self.expiry is not None and is_shared(self.cold_store):
             raise ValueError(
