@@ -3,21 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import MISSING, Field, fields
+from dataclasses import MISSING, fields
 from html import escape
 from typing import Any
 
 
 def set_fields(value: Any) -> str:
     """Returns the repr of a dataclass, with the fields that differ from their defaults only."""
-    shown = [(field.name, getattr(value, field.name)) for field in fields(value) if field.repr]
-    defaults = {field.name: _default(field) for field in fields(value)}
-    arguments = ", ".join(f"{name}={given!r}" for name, given in shown if given != defaults[name])
-    return f"{type(value).__name__}({arguments})"
-
-
-def _default(field: Field[Any]) -> object:
-    return field.default_factory() if field.default_factory is not MISSING else field.default
+    shown = []
+    for field in fields(value):
+        default = field.default if field.default_factory is MISSING else field.default_factory()
+        if field.repr and getattr(value, field.name) != default:
+            shown.append(f"{field.name}={getattr(value, field.name)!r}")
+    return f"{type(value).__name__}({', '.join(shown)})"
 
 
 def text_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
@@ -26,11 +24,8 @@ def text_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     numbers = [all(cell[:1].isdigit() for cell in cells) for cells in zip(*rows, strict=True)] or [False] * len(widths)
 
     def line(cells: Sequence[str]) -> str:
-        aligned = [
-            cell.rjust(width) if number else cell.ljust(width)
-            for cell, width, number in zip(cells, widths, numbers, strict=True)
-        ]
-        return "  ".join(aligned).rstrip()
+        aligned = zip(cells, widths, numbers, strict=True)
+        return "  ".join(c.rjust(width) if number else c.ljust(width) for c, width, number in aligned).rstrip()
 
     return "\n".join([line(columns), line(["-" * width for width in widths]), *map(line, rows)])
 

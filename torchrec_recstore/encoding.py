@@ -23,11 +23,7 @@ _CLASSES: dict[str, Any] = {
 
 
 def not_known(what: str) -> str:
-    """Returns the message of the error that a file has an unknown part.
-
-    Args:
-        what: The unknown part, as the beginning of a sentence, such as ``"metadata.json has the field 'x'"``.
-    """
+    """Returns the message of the error that a file has an unknown part. ``what`` is the beginning of the sentence."""
     from torchrec_recstore import __version__
 
     return (

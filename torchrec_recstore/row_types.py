@@ -105,9 +105,8 @@ def _quantized(weights: Tensor) -> Tensor:
     finite = (weights.abs() <= 2.0**126).all(1, keepdim=True)
     spread = greatest - least
     constant = spread < 2.0**-100
-    scale = (((spread * torch.tensor(1 / _TOP)).view(torch.int32) + 0x80) & ~0xFF).view(
-        torch.float32
-    )  # 16 significant bits
+    bits = (spread * torch.tensor(1 / _TOP)).view(torch.int32)
+    scale = ((bits + 0x80) & ~0xFF).view(torch.float32)  # 16 significant bits
     inverse = torch.where(constant, 0.0, _UNIT / scale)
     steps = ((weights - least) * inverse).clamp(max=_TOP * _UNIT)
     codes = ((torch.where(finite, steps, _TOP * _UNIT).to(torch.int32) + _UNIT // 2) >> 16).to(torch.uint8)

@@ -65,16 +65,13 @@ class RunDirectory:
         finally:
             os.close(lock)
 
-    def leave(self) -> None:
-        """Closes the lock in a forked process, so that a child which outlives its parent does not hold it."""
-        if self._lock is not None:
-            os.close(self._lock)
-        self._lock = None
-
 
 def _leave_all() -> None:
+    # A forked process closes the locks, so that a child which outlives its parent does not hold them.
     for directory in list(_open):
-        directory.leave()
+        if directory._lock is not None:
+            os.close(directory._lock)
+        directory._lock = None
 
 
 os.register_at_fork(after_in_child=_leave_all)
@@ -152,13 +149,10 @@ def _locked(root: Path, how: int = fcntl.LOCK_EX, mode: int = os.O_RDWR | os.O_C
 
 
 def _owner(run: Path) -> str | None:
-    """Returns what the process that uses a directory has written, or None if no process uses it.
-
-    The caller has locked the root, so that a directory without a lock is not one that is being created.
-    """
+    """Returns what the process that uses a directory has written, or None. The caller has locked the root."""
     try:
         file = os.open(run / _LOCK, os.O_RDONLY)
-    except FileNotFoundError:
+    except FileNotFoundError:  # it is not being created, because the root is locked
         return None
     except PermissionError:  # the directory of another user, whose process may live
         return ""

@@ -19,19 +19,16 @@ _FIX = (
 
 @dataclass(frozen=True)
 class _Given:
-    """A copy that has been returned to the user.
+    """A copy that has been returned to the user."""
 
-    Args:
-        of: The name of the table, and the method that returned the copy.
-        version: The number of in-place writes when the copy was returned.
-        witness: A tensor that counts in-place writes together with the copy.
-        storage: The memory of the copy.
-    """
+    of: tuple[str, str]  # the name of the table, and the method that returned the copy
+    version: int  # the number of in-place writes when the copy was returned
+    witness: Tensor  # counts in-place writes together with the copy
+    storage: StorageWeakRef  # the memory of the copy
 
-    of: tuple[str, str]
-    version: int
-    witness: Tensor
-    storage: StorageWeakRef
+    @property
+    def gone(self) -> bool:
+        return bool(self.storage.expired())  # type: ignore[no-untyped-call]
 
 
 class GivenCopies:
@@ -52,11 +49,7 @@ class GivenCopies:
         self._refusal = why
 
     def check_usable(self) -> None:
-        """Raises an error if the tables have lost rows.
-
-        Raises:
-            RuntimeError: :meth:`refuse_all` has been called.
-        """
+        """Raises RuntimeError if :meth:`refuse_all` has been called, because the tables have lost rows."""
         if self._refusal:
             raise RuntimeError(self._refusal)
 
@@ -96,7 +89,7 @@ class GivenCopies:
         if not self._given or torch.compiler.is_compiling():
             return
         written = [each.of for each in self._given if each.witness._version != each.version]
-        self._given = [each for each in self._given if each.of not in written and not _is_gone(each)]
+        self._given = [each for each in self._given if each.of not in written and not each.gone]
         if written:
             table, method = written[0]
             raise RuntimeError(
@@ -107,11 +100,6 @@ class GivenCopies:
 
     def __reduce__(self) -> tuple[type[GivenCopies], tuple[()]]:
         return GivenCopies, ()
-
-
-def _is_gone(given: _Given) -> bool:
-    gone: bool = given.storage.expired()  # type: ignore[no-untyped-call]
-    return gone
 
 
 class _Unwritable(Tensor):
