@@ -37,7 +37,8 @@ from torchrec.distributed.planner import Topology
 
 from torchrec_recstore import RecStoreConstraints, RecStorePlanner, RecStoreSharder, RowWiseAdagrad, TableOptions
 from torchrec_recstore.planner import TableStatistics, measure_statistics
-from torchrec_recstore.planner.forecasts import ForecastTable, Machines, forecast, table_config
+from torchrec_recstore.planner.forecast_inputs import ForecastTable, Machines, table_config
+from torchrec_recstore.planner.forecasts import forecast
 from torchrec_recstore.planner.refining import REFINED
 
 OPTIMIZER = RowWiseAdagrad(lr=0.01)

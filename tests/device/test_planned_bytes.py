@@ -27,7 +27,7 @@ from torchrec_recstore import (
     table_stats,
 )
 from torchrec_recstore.planner import RecStoreEnumerator
-from torchrec_recstore.planner.bus import bus_bytes_of
+from torchrec_recstore.planner.shard_estimators import bus_bytes_of
 
 pytestmark = [
     pytest.mark.slow,

@@ -16,15 +16,9 @@ import torch
 from torchrec_recstore import SGD, Adam, RowWiseAdagrad
 from torchrec_recstore.options import TableOptions
 from torchrec_recstore.planner import TableStatistics
-from torchrec_recstore.planner.forecasts import (
-    Forecast,
-    ForecastTable,
-    Machines,
-    forecast,
-    read_machines,
-)
-from torchrec_recstore.planner.perf import milliseconds
-from torchrec_recstore.planner.traffic import PlacedTable, rank_traffic
+from torchrec_recstore.planner.forecast_inputs import ForecastTable, Machines, read_machines
+from torchrec_recstore.planner.forecasts import Forecast, forecast
+from torchrec_recstore.planner.traffic import PlacedTable, milliseconds, rank_traffic
 from torchrec_recstore.store import Table
 
 BATCH = 512

@@ -10,8 +10,7 @@ import pytest
 from torchrec_recstore import SGD, Adam, RowWiseAdagrad
 from torchrec_recstore.options import LRU, TableOptions
 from torchrec_recstore.planner import TableStatistics
-from torchrec_recstore.planner.forecasts import ForecastTable
-from torchrec_recstore.planner.table_files import StatedTable, read_table_file
+from torchrec_recstore.planner.forecast_inputs import ForecastTable, StatedTable, read_table_file
 
 FULL = {
     "features": ["a", "b"],

@@ -169,9 +169,8 @@ def test_bytes_by_hand() -> None:
     assert of_owner["partial sums"] == RankTraffic("partial sums", 3 * 160, 3 * 160, 2 * 160, 2 * 160)
     assert of_owner["pooled"] == RankTraffic("pooled", 3 * 640, 0, 2 * 640, 0)
     assert of_owner["gradients"] == RankTraffic("gradients", 3 * 160, 3 * (160 + 640), 2 * 160, 2 * (160 + 640))
-    longer = {each.collective: each for each in rank_traffic(tables, 0, 4, 10, length_bytes=8)}
-    assert longer["lengths"].sent == 2 * of_other["lengths"].sent
-    assert longer["lengths"].sent_between_hosts == 0
+    on_one_host = {each.collective: each for each in rank_traffic(tables, 0, 4, 10)}
+    assert on_one_host["lengths"] == RankTraffic("lengths", 3 * 40 + 80, 3 * 40, 0, 0)
 
 
 def test_refusals() -> None:

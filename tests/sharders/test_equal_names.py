@@ -36,7 +36,7 @@ from torchrec_recstore import (
     table_stats,
 )
 from torchrec_recstore.inference import export_delta, export_for_inference, read_delta
-from torchrec_recstore.planner.stats import assumed
+from torchrec_recstore.planner.planners import assumed
 from torchrec_recstore.sharders.model_tables import recstore_tables, table_named
 
 pytestmark = pytest.mark.usefixtures("one_rank")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -15,9 +15,9 @@ from rich.filesize import decimal
 from torchrec_recstore.commands.output import AsJson, errors_in_one_line, in_order, print_json, stdout, table_of
 
 if TYPE_CHECKING:
-    from torchrec_recstore.planner.forecasts import Forecast, ForecastTable
+    from torchrec_recstore.planner.forecast_inputs import ForecastTable, TableFile
+    from torchrec_recstore.planner.forecasts import Forecast
     from torchrec_recstore.planner.statistics import TableStatistics
-    from torchrec_recstore.planner.table_files import TableFile
 
 
 def plan(
@@ -83,7 +83,8 @@ def plan(
     Exit status: 0, or 2 if a number is not known or the tables do not fit. One line on stderr then names the table.
     """
     with errors_in_one_line(), _without_warnings():
-        from torchrec_recstore.planner.forecasts import forecast, read_machines
+        from torchrec_recstore.planner.forecast_inputs import read_machines
+        from torchrec_recstore.planner.forecasts import forecast
         from torchrec_recstore.planner.statistics import write_statistics
 
         machines = read_machines(topology)
@@ -105,14 +106,13 @@ def plan(
 @contextmanager
 def _without_warnings() -> Iterator[None]:
     """Drops the warnings of TorchRec, which has one for each topology, and of torch.fx, which TorchRec calls."""
-    loggers = [logging.getLogger(name) for name in ("torchrec", "torch.fx")]
-    levels = [logger.level for logger in loggers]
-    for logger in loggers:
+    levels = {logger: logger.level for logger in map(logging.getLogger, ("torchrec", "torch.fx"))}
+    for logger in levels:
         logger.setLevel(logging.ERROR)
     try:
         yield
     finally:
-        for logger, level in zip(loggers, levels, strict=True):
+        for logger, level in levels.items():
             logger.setLevel(level)
 
 
@@ -125,8 +125,8 @@ def _inputs(
     samples_per_step: int | None,
 ) -> tuple[dict[str, ForecastTable], dict[str, TableStatistics], set[str]]:
     """Returns the tables, their statistics, and the names of the tables whose rows are the ids of the sample."""
+    from torchrec_recstore.planner.forecast_inputs import TableFile, read_table_file
     from torchrec_recstore.planner.statistics import combined_statistics, read_statistics
-    from torchrec_recstore.planner.table_files import TableFile, read_table_file
 
     if parquet is not None and tables is None:
         raise ValueError("--parquet needs --tables, a JSON file with the features of each table")
@@ -155,7 +155,7 @@ def _inputs(
 def _saved_tables(sources: list[Path]) -> dict[str, ForecastTable]:
     """Returns the tables of the first checkpoint or run. Files of statistics have none."""
     from torchrec_recstore.checkpoint.info import METADATA, read_info
-    from torchrec_recstore.planner.forecasts import tables_of
+    from torchrec_recstore.planner.forecast_inputs import tables_of
 
     for path in sources:
         if path.is_dir():
@@ -178,7 +178,7 @@ def _measured(
     What is known before counts first. If the rows of a table are known, the sample does not tell its growth: the sample
     does not tell which of its ids have a row already.
     """
-    from torchrec_recstore.planner.samples import sample_statistics
+    from torchrec_recstore.planner.forecast_inputs import sample_statistics
     from torchrec_recstore.planner.statistics import combined_statistics
 
     columns = {name: table.features for name, table in file.tables.items() if table.features}
@@ -192,36 +192,20 @@ def _measured(
 
 
 def _as_json(found: Forecast, of_sample: set[str]) -> dict[str, Any]:
+    tables = []
+    for table in found.tables:
+        numbers = asdict(table)
+        tables.append({"table": numbers.pop("name"), **numbers, "rows_of_sample": table.name in of_sample})
+    ranks = []
+    for rank in found.ranks:
+        whole_bytes = {"sent_bytes": round(rank.sent_bytes), "received_bytes": round(rank.received_bytes)}
+        ranks.append({"rank": rank.rank, "step_ms": rank.step_ms, **asdict(rank), **whole_bytes, "limit": rank.limit})
     return {
         "step_ms": found.step_ms,
         "limit": found.limit,
         "boundless_step_ms": found.boundless_step_ms,
-        "tables": [
-            {
-                "table": table.name,
-                "sharding_type": table.sharding_type,
-                "ranks": list(table.ranks),
-                "rows": table.rows,
-                "rows_later": table.rows_later,
-                "rows_of_sample": table.name in of_sample,
-            }
-            for table in found.tables
-        ],
-        "ranks": [
-            {
-                "rank": rank.rank,
-                "step_ms": rank.step_ms,
-                "lookups_ms": rank.lookups_ms,
-                "network_ms": rank.network_ms,
-                "torchrec_ms": rank.torchrec_ms,
-                "sent_bytes": round(rank.sent_bytes),
-                "received_bytes": round(rank.received_bytes),
-                "memory_bytes": rank.memory_bytes,
-                "memory_later_bytes": rank.memory_later_bytes,
-                "limit": rank.limit,
-            }
-            for rank in found.ranks
-        ],
+        "tables": tables,
+        "ranks": ranks,
     }
 
 
@@ -230,7 +214,8 @@ def _print(found: Forecast, days: float, of_sample: set[str]) -> None:
     shown = table_of(["table", "sharding type", "ranks", "rows", *(f"rows {each}" for each in later)])
     for name, table in in_order({table.name: table for table in found.tables}):
         counts = [table.rows, table.rows_later] if days else [table.rows]
-        shown.add_row(name, table.sharding_type, _ranges(table.ranks), *(f"{count:,}" for count in counts))
+        ranks = " to ".join(map(str, dict.fromkeys((table.ranks[0], table.ranks[-1]))))
+        shown.add_row(name, table.sharding_type, ranks, *(f"{count:,}" for count in counts))
     out = stdout()
     out.print(shown)
     columns = ["rank", "step", "lookups", "network", "torchrec", "sent", "received", "memory"]
@@ -251,7 +236,3 @@ def _print(found: Forecast, days: float, of_sample: set[str]) -> None:
         names = ", ".join(name for name, _ in in_order(dict.fromkeys(of_sample)))
         growth = ", and their growth is that of its second half" if days else ""
         out.print(f"rows   those of {names} are the distinct ids of the sample{growth}", highlight=False)
-
-
-def _ranges(ranks: tuple[int, ...]) -> str:
-    return str(ranks[0]) if len(ranks) == 1 else f"{ranks[0]} to {ranks[-1]}"

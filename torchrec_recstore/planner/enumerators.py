@@ -20,10 +20,8 @@ from torchrec.distributed.planner.types import (
 )
 from torchrec.distributed.types import ModuleSharder, ShardingType
 
-from torchrec_recstore.planner.bus import lookup_type
 from torchrec_recstore.planner.constraints import RecStoreConstraints, with_statistics
-from torchrec_recstore.planner.perf import MeasuredPerfConfig
-from torchrec_recstore.planner.shard_estimators import RecStoreStorageEstimator
+from torchrec_recstore.planner.shard_estimators import MeasuredPerfConfig, RecStoreStorageEstimator, lookup_type
 from torchrec_recstore.planner.statistics import TableStatistics
 from torchrec_recstore.sharders import (
     RECSTORE_KERNEL,
@@ -111,8 +109,9 @@ class RecStoreEnumerator(EmbeddingEnumerator):  # type: ignore[misc]
                 raise
             raise PlannerError(f"{error}\n{_SUPPORT}", error_type=PlannerErrorType.STRICT_CONSTRAINTS) from error
         names = {option.name for option in enumerated}
-        self._check_names("statistics of", names, set(self.statistics))
-        self._check_names("constraints for", names, self._not_elsewhere(constraints))
+        here = {name for name, c in constraints.items() if c.device_group in (None, "", compute_device(self))}
+        _check_names("statistics of", names, set(self.statistics))
+        _check_names("constraints for", names, here)
         mine = {key for key, sharder in self.sharder_map.items() if isinstance(sharder, _Sharder)}
         wanted = [o for o in enumerated if o.module_type_key not in mine or _wanted(o, constraints.get(o.name))]
         for name in {option.name for option in enumerated} - {option.name for option in wanted}:
@@ -144,16 +143,14 @@ class RecStoreEnumerator(EmbeddingEnumerator):  # type: ignore[misc]
         # Each sharder gets one copy only: the stock enumerator detects a repeated call by the identity of the sharders.
         return self._offers.setdefault(id(sharder), sharder.with_stock_kernels())
 
-    def _not_elsewhere(self, constraints: Mapping[str, ParameterConstraints]) -> set[str]:
-        return {n for n, c in constraints.items() if c.device_group in (None, "", compute_device(self))}
 
-    def _check_names(self, what: str, known: set[str], named: set[str]) -> None:
-        if unknown := sorted(named - known):
-            raise PlannerError(
-                f"{what} unknown table(s) {', '.join(map(repr, unknown))}; the model's tables are "
-                f"{', '.join(map(repr, sorted(known)))}",
-                error_type=PlannerErrorType.INPUT_VALIDATION,
-            )
+def _check_names(what: str, known: set[str], named: set[str]) -> None:
+    if unknown := sorted(named - known):
+        raise PlannerError(
+            f"{what} unknown table(s) {', '.join(map(repr, unknown))}; the model's tables are "
+            f"{', '.join(map(repr, sorted(known)))}",
+            error_type=PlannerErrorType.INPUT_VALIDATION,
+        )
 
 
 @contextmanager
@@ -183,10 +180,9 @@ def _on_servers(constraint: ParameterConstraints | None) -> bool:
 
 def _wanted(option: ShardingOption, constraint: ParameterConstraints | None) -> bool:
     """Returns whether the constraint of a RecStore sharder's table allows the option's kernel."""
-    in_recstore = option.compute_kernel == RECSTORE_KERNEL
+    in_recstore = bool(option.compute_kernel == RECSTORE_KERNEL)
     if _on_servers(constraint) and in_recstore and option.sharding_type != ShardingType.TABLE_WISE.value:
         return False
     if constraint is None or not constraint.compute_kernels:
-        return not asks_for_recstore(constraint) or bool(option.compute_kernel == RECSTORE_KERNEL)
-    kernels: list[str] = constraint.compute_kernels
-    return option.compute_kernel in kernels
+        return not asks_for_recstore(constraint) or in_recstore
+    return bool(option.compute_kernel in constraint.compute_kernels)

@@ -1,15 +1,22 @@
-"""The planner that places tables in RecStore."""
+"""The planner that places tables in RecStore, its log, and its errors when memory is short.
+
+Tests: tests/planner/test_planners.py, tests/planner/test_accelerators.py.
+"""
 
 from __future__ import annotations
 
+import logging
 from collections import Counter
 from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any
 
 from torch import nn
+from torchrec.distributed.planner.enumerators import EmbeddingEnumerator
 from torchrec.distributed.planner.partitioners import GreedyPerfPartitioner, SortBy
 from torchrec.distributed.planner.stats import EmbeddingStats
 from torchrec.distributed.planner.types import (
+    Enumerator,
     ParameterConstraints,
     PlannerError,
     PlannerErrorType,
@@ -19,17 +26,21 @@ from torchrec.distributed.planner.types import (
 )
 from torchrec.distributed.types import ModuleSharder, ShardingPlan
 
-from torchrec_recstore.planner.constraints import options_of
+from torchrec_recstore.options import TableOptions
+from torchrec_recstore.planner.constraints import options_of, planned_rows
 from torchrec_recstore.planner.enumerators import RecStoreEnumerator
 from torchrec_recstore.planner.refining import SHARDING_TYPE_MS, check_sharding_type_ms, refined
-from torchrec_recstore.planner.shortages import shortages
+from torchrec_recstore.planner.shard_estimators import bus_bytes_of
 from torchrec_recstore.planner.statistics import TableStatistics
-from torchrec_recstore.planner.stats import RecStoreStats
 from torchrec_recstore.sharders import RECSTORE_KERNEL, RecStoreParameterSharding
 from torchrec_recstore.sharders.plan import RecStoreModulePlan
 from torchrec_recstore.torchrec_seams.planning import PlannerSeams, constraints_of
 
+# TorchRec logs its statistics of the plan here (torchrec 1.8.0), so that both are shown or neither is.
+logger = logging.getLogger("torchrec.distributed.planner.stats")
+
 _NO_ROOM = (PlannerErrorType.INSUFFICIENT_STORAGE, PlannerErrorType.STRICT_CONSTRAINTS)
+_MOST_NAMED = 5
 
 
 class RecStorePlanner(PlannerSeams):
@@ -124,9 +135,11 @@ class RecStorePlanner(PlannerSeams):
         try:
             plan: ShardingPlan = super().plan(module, sharders)
         except PlannerError as error:
-            lines = self._shortages()
-            if not lines or error.error_type not in _NO_ROOM:
+            enumerator, topology = self.searched
+            # An enumerator of the user's class does not keep its options. TorchRec's message is all there is then.
+            if not isinstance(enumerator, RecStoreEnumerator) or error.error_type not in _NO_ROOM:
                 raise
+            lines = _shortages(enumerator.found, topology)
             raise PlannerError("\n".join([*lines, "", str(error)]), error_type=error.error_type) from None
         tables = [
             (path, module_plan, name)
@@ -136,15 +149,141 @@ class RecStorePlanner(PlannerSeams):
         ]
         times = Counter(name for *_, name in tables)
         for path, module_plan, name in tables:
-            options = options_of(constraints_of(self), name)
             # Without a row name of their own, tables with the same name would make the same initial rows and would
             # share their rows in a shared cold store.
             row_name = f"{path}.{name}" if times[name] > 1 else None
+            options = options_of(constraints_of(self), name)
             module_plan[name] = RecStoreParameterSharding.of(module_plan[name], options, row_name)
         plan.plan = {path: RecStoreModulePlan(module_plan) for path, module_plan in plan.plan.items()}
         return plan
 
-    def _shortages(self) -> list[str]:
-        enumerator, topology = self.searched
-        # An enumerator of the user's class does not keep its options. TorchRec's message is all there is then.
-        return shortages(enumerator.found, topology) if isinstance(enumerator, RecStoreEnumerator) else []
+
+class RecStoreStats(EmbeddingStats):  # type: ignore[misc]
+    """A logger of a plan's statistics that adds the rows and bytes assumed for the RecStore tables.
+
+    If the topology has an accelerator, it also adds the bytes over the bus.
+    """
+
+    def log(
+        self,
+        sharding_plan: ShardingPlan,
+        topology: Topology,
+        *args: Any,
+        best_plan: list[ShardingOption],
+        constraints: dict[str, ParameterConstraints] | None = None,
+        enumerator: Enumerator | None = None,
+        **kwargs: Any,
+    ) -> None:
+        """Logs the statistics of a plan. See TorchRec's ``EmbeddingStats``; the arguments are the same."""
+        kwargs.update(best_plan=best_plan, constraints=constraints, enumerator=enumerator)
+        super().log(sharding_plan, topology, *args, **kwargs)
+        statistics = enumerator.statistics if isinstance(enumerator, RecStoreEnumerator) else {}
+        lines = assumed(best_plan, constraints, statistics)
+        if topology.compute_device != "cpu" and isinstance(enumerator, EmbeddingEnumerator):
+            lines += _copied(best_plan, topology, constraints, enumerator.sharder_map)
+        for line in lines:
+            logger.info(line)
+
+
+def assumed(
+    options: list[ShardingOption],
+    constraints: dict[str, ParameterConstraints] | None,
+    statistics: Mapping[str, TableStatistics] = MappingProxyType({}),
+) -> list[str]:
+    """Returns one line of text for each RecStore table.
+
+    A line has the resident rows of the table over all ranks, and the GiB that the table takes on each rank. The bytes
+    include the rows with their optimizer state, index and bookkeeping, the counter of sightings, and the table's inputs
+    and outputs.
+    """
+    lines = []
+    dynamic = [option for option in options if option.compute_kernel == RECSTORE_KERNEL]
+    times = Counter(option.name for option in dynamic)
+    for option in sorted(dynamic, key=lambda o: (o.name, o.path)):
+        name = option.name if times[option.name] == 1 else f"{option.path}.{option.name}"
+        asked = options_of(constraints, option.name)
+        if asked.servers is not None:
+            lines.append(f"RecStore table {name!r} is on the servers {', '.join(asked.servers.addresses)}")
+            continue
+        measured = statistics.get(option.name)
+        rows = planned_rows(asked, option.tensor.shape[0], measured)
+        ranks = ", ".join(f"rank {s.rank}: {s.storage.ddr / 2**30:.3f} GiB" for s in option.shards)
+        source = _source(asked, rows, measured)
+        lines.append(f"RecStore table {name!r}: {rows:,} resident rows assumed ({source}); {ranks}")
+    return lines
+
+
+def _source(options: TableOptions, rows: int, measured: TableStatistics | None) -> str:
+    """Returns the option that the number of resident rows comes from."""
+    if measured is not None and rows == measured.rows:
+        return "measured"
+    if rows == options.max_rows and rows != options.expected_rows:
+        return "max_rows"
+    return "expected_rows" if options.expected_rows is not None else "no expected_rows: num_embeddings, at most 2**20"
+
+
+def _copied(
+    options: list[ShardingOption],
+    topology: Topology,
+    constraints: dict[str, ParameterConstraints] | None,
+    sharders: Mapping[str, ModuleSharder[nn.Module]],
+) -> list[str]:
+    """Returns one line of text for each rank with the bytes that its RecStore tables copy over the bus in a step."""
+    down: Counter[int] = Counter()
+    up: Counter[int] = Counter()
+    for option in options:
+        if option.compute_kernel == RECSTORE_KERNEL:
+            for shard, each in zip(option.shards, bus_bytes_of(option, topology, constraints, sharders), strict=True):
+                down[shard.rank] += round(each.down)
+                up[shard.rank] += round(each.up)
+    return [
+        f"RecStore tables of rank {rank} copy in a step {down[rank] / 2**20:.3f} MiB to the host and "
+        f"{up[rank] / 2**20:.3f} MiB to {topology.compute_device}"
+        for rank in sorted(down)
+    ]
+
+
+def _shortages(options: list[ShardingOption], topology: Topology) -> list[str]:
+    """Returns lines of text that name the tables that do not fit, and the memory that is too small for them.
+
+    The host memory (DDR) and, under an accelerator, its memory (HBM) are compared apart.
+    """
+    kinds = {"ddr": "host memory (DDR)"}
+    if topology.compute_device != "cpu":
+        kinds["hbm"] = f"memory of {topology.compute_device} (HBM)"
+    by_table: dict[str, list[ShardingOption]] = {}
+    for option in options:
+        by_table.setdefault(option.fqn.lstrip("."), []).append(option)
+    lines, fullest = [], (0.0, "")
+    for kind, memory in kinds.items():
+        # The bytes that each table needs at least, over its options: on the rank with its largest shard, and in all.
+        on_a_rank = {
+            table: min(max(getattr(shard.storage, kind) for shard in option.shards) for option in each)
+            for table, each in by_table.items()
+        }
+        needed = sum(min(getattr(option.total_storage, kind) for option in each) for each in by_table.values())
+        sizes = [getattr(device.storage, kind) for device in topology.devices]
+        largest = sorted(on_a_rank.items(), key=lambda item: -item[1])
+        alone = [(table, size) for table, size in largest if size > max(sizes)]
+        lines += [
+            f"table {table!r} needs at least {_gib(size)} of {memory} on a rank, and a rank has {_gib(max(sizes))}"
+            for table, size in alone[:_MOST_NAMED]
+        ]
+        if len(alone) > _MOST_NAMED:
+            lines.append(f"{len(alone) - _MOST_NAMED} more tables need more {memory} than a rank has")
+        shards = ", ".join(f"{table!r} {_gib(size)}" for table, size in largest[:_MOST_NAMED])
+        if not alone and needed > sum(sizes):
+            lines.append(
+                f"the tables need at least {_gib(needed)} of {memory}, and all {len(sizes)} rank(s) together have "
+                f"{_gib(sum(sizes))}; largest shards: {shards}"
+            )
+        each_fits = (
+            f"each table fits, but the shards do not fit next to each other into the {memory} of {len(sizes)} rank(s) "
+            f"with {_gib(max(sizes))} each; largest shards: {shards}"
+        )
+        fullest = max(fullest, (needed / max(sum(sizes), 1), each_fits))
+    return lines or [fullest[1]]
+
+
+def _gib(size: int) -> str:
+    return f"{size / 2**30:,.3f} GiB"

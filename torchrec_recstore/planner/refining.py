@@ -1,4 +1,7 @@
-"""Moves tables of a plan between ranks and sharding types while the step of the slowest rank becomes shorter."""
+"""Moves tables of a plan between ranks and sharding types while the step of the slowest rank becomes shorter.
+
+Tests: tests/planner/test_forecasts.py, tests/planner/test_statistics.py.
+"""
 
 from __future__ import annotations
 
@@ -65,9 +68,8 @@ def refined(
         and option.compute_kernel == RECSTORE_KERNEL
         and option.is_pooled
     }
-    cost = _Cost(choices, topology, sharding_type_ms)
     fixed = [option for option in plan if (option.fqn, option.sharding_type) not in choices]
-    cost.add_fixed(fixed)
+    cost = _Cost(choices, fixed, topology, sharding_type_ms)
     places = {
         option.fqn: _Place(option.sharding_type, tuple(shard.rank for shard in option.shards))
         for option in plan
@@ -118,7 +120,6 @@ def _of_one_type(sharding_type: str, tables: list[str], cost: _Cost) -> dict[str
 
 
 def _best_from(places: dict[str, _Place], cost: _Cost) -> dict[str, _Place]:
-    """Returns the places after all changes that make the slowest rank faster."""
     while (better := _improved(places, cost)) is not None:
         places = better
     return places
@@ -153,18 +154,18 @@ def _changes(places: Mapping[str, _Place], slowest: int, cost: _Cost) -> Iterato
 
 
 class _Cost:
-    """The step of each rank and its memory, for any places of the tables."""
+    """The step of each rank and its memory, for any places of the tables. ``fixed`` are the tables that stay."""
 
     def __init__(
         self,
         choices: Mapping[tuple[str, str], ShardingOption],
+        fixed: list[ShardingOption],
         topology: Topology,
         sharding_type_ms: Mapping[str, float],
     ) -> None:
         self.choices, self.ranks = choices, int(topology.world_size)
         self.everywhere = _Place("row_wise", tuple(range(self.ranks)))
         self._type_ms = sharding_type_ms
-        self._fixed_types: set[tuple[str, str]] = set()  # the collection and the sharding type
         self._device = str(topology.compute_device)
         hosts = torch.arange(self.ranks) // int(topology.local_world_size)
         bandwidths = topology.comms_bandwidths
@@ -174,14 +175,10 @@ class _Cost:
         self._fixed_ms = torch.zeros(self.ranks, dtype=torch.float64)
         self._free = torch.tensor([[d.storage.ddr, d.storage.hbm] for d in topology.devices], dtype=torch.float64)
         self._known: dict[tuple[str, _Place], Tensor] = {}
-
-    def add_fixed(self, options: list[ShardingOption]) -> None:
-        """Adds the tables that are not moved."""
-        for option in options:
-            self._fixed_types.add((option.path, option.sharding_type))
-            for shard in option.shards:
-                self._fixed_ms[shard.rank] += shard.perf.total
-                self._free[shard.rank] -= torch.tensor([shard.storage.ddr, shard.storage.hbm], dtype=torch.float64)
+        self._fixed_types = {(option.path, option.sharding_type) for option in fixed}  # the path is the collection's
+        for shard in (shard for option in fixed for shard in option.shards):
+            self._fixed_ms[shard.rank] += shard.perf.total
+            self._free[shard.rank] -= torch.tensor([shard.storage.ddr, shard.storage.hbm], dtype=torch.float64)
 
     def slowest(self, places: Mapping[str, _Place], load: Tensor) -> tuple[float, int]:
         """Returns the milliseconds of the slowest rank, and the rank. ``load`` is that of the places."""
@@ -213,7 +210,14 @@ class _Cost:
         for shard, rank in zip(option.shards, place.ranks, strict=True):
             load[rank, 0] += shard.perf.fwd_compute + shard.perf.bwd_compute
             load[rank, -2:] += torch.tensor([shard.storage.ddr, shard.storage.hbm], dtype=torch.float64)
-        placed = placed_table(option, place.ranks)
+        placed = PlacedTable(
+            place.sharding_type,
+            place.ranks,
+            dim=option.tensor.shape[1],
+            features=len(option.input_lengths),
+            ids_per_sample=sum(option.input_lengths),
+            weighted=bool(option.is_weighted),
+        )
         held = torch.zeros(self.ranks, dtype=torch.float64)
         held[list(place.ranks)] = 1
         owner = place.ranks[0]
@@ -221,26 +225,9 @@ class _Cost:
         for at, name in enumerate(COLLECTIVES):
             # Each rank sends inputs and gradients to each rank with a shard, which sends pooled rows back.
             source, to = (owner, other) if name in OUTPUTS else (other, owner)
-            size = placed.message_bytes(name, source, to, option.batch_size, 4) * library_factor(name, self._device)
+            size = placed.message_bytes(name, source, to, option.batch_size) * library_factor(name, self._device)
             sends, receives = size * (self._ms_per_byte @ held), size * held * self._ms_per_byte.sum(1)
             outward = (receives, sends) if name in OUTPUTS else (sends, receives)
             load[:, 1 + 2 * at], load[:, 2 + 2 * at] = outward
         self._known[table, place] = load
         return load
-
-
-def placed_table(option: ShardingOption, ranks: tuple[int, ...]) -> PlacedTable:
-    """Returns the table of an option for :func:`rank_traffic`.
-
-    Args:
-        option: An option of a pooled table, table-wise or row-wise.
-        ranks: The rank of each shard.
-    """
-    return PlacedTable(
-        sharding_type=option.sharding_type,
-        ranks=ranks,
-        dim=option.tensor.shape[1],
-        features=len(option.input_lengths),
-        ids_per_sample=sum(option.input_lengths),
-        weighted=bool(option.is_weighted),
-    )

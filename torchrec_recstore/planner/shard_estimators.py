@@ -1,28 +1,55 @@
-"""The planner's estimate of the memory of RecStore tables."""
+"""The planner's estimates for RecStore tables: their memory, the time of their collectives, and the bytes of copies.
+
+Tests: tests/planner/test_estimators.py, tests/device/test_planned_bytes.py.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
+from torch import nn
+from torchrec.distributed.planner.estimator.annotations import bwd_comms, fwd_comms
+from torchrec.distributed.planner.estimator.types import ShardPerfContext
 from torchrec.distributed.planner.shard_estimators import EmbeddingStorageEstimator
-from torchrec.distributed.planner.types import Shard, SharderDataMap, ShardingOption, Storage
+from torchrec.distributed.planner.types import (
+    ParameterConstraints,
+    Shard,
+    SharderDataMap,
+    ShardingOption,
+    Storage,
+    Topology,
+)
+from torchrec.distributed.planner.utils import build_sharder_data
+from torchrec.distributed.types import ModuleSharder, ShardingType
+from torchrec.distributed.utils import convert_to_fbgemm_types
+from torchrec.modules.embedding_configs import DATA_TYPE_NUM_BITS, DataType, dtype_to_data_type
 from torchrec.modules.fp_embedding_modules import FeatureProcessedEmbeddingBagCollection
 
 from torchrec_recstore.optim import state_bytes
 from torchrec_recstore.planner.constraints import options_of, planned_rows
 from torchrec_recstore.planner.statistics import TableStatistics
+from torchrec_recstore.planner.traffic import PlacedTable, RankTraffic, milliseconds, rank_traffic
 from torchrec_recstore.row_types import row_bytes
 from torchrec_recstore.sharders import RECSTORE_KERNEL
-from torchrec_recstore.sharders.fused_params import optimizer_from_fused_params, state_dtype
+from torchrec_recstore.sharders.fused_params import optimizer_from_fused_params, output_dtype, state_dtype
+from torchrec_recstore.sharders.perf import BusBytes, MeasuredSpeed, RecStorePerfConfig, bus_bytes, evaluator_of
 from torchrec_recstore.sharders.plan import ResidentParameter, with_marks
 from torchrec_recstore.table_configs import ROW_DTYPES
 from torchrec_recstore.torchrec_seams.models import collection_inside, configs_of
-from torchrec_recstore.torchrec_seams.planning import constraints_of
+from torchrec_recstore.torchrec_seams.planning import (
+    constraints_of,
+    default_backward_comms_ms,
+    default_forward_comms_ms,
+)
 
 OVERHEAD_BYTES_PER_ROW = 32
 """The bytes of index, bookkeeping and alignment per row. Measured: 27 to 30 for 10,000 to 2 million rows."""
+
+_TYPES = [each.value for each in ShardingType if each is not ShardingType.DATA_PARALLEL]
+_COUNTED = (ShardingType.TABLE_WISE.value, ShardingType.COLUMN_WISE.value, ShardingType.ROW_WISE.value)
 
 
 class RecStoreStorageEstimator(EmbeddingStorageEstimator):  # type: ignore[misc]
@@ -58,24 +85,23 @@ class RecStoreStorageEstimator(EmbeddingStorageEstimator):  # type: ignore[misc]
         for option in sharding_options:
             if option.compute_kernel != RECSTORE_KERNEL:
                 continue
-            fused_params = sharder_data_map[option.module_type_key].fused_params
-            params = with_marks(fused_params, option.tensor)
+            params = with_marks(sharder_data_map[option.module_type_key].fused_params, option.tensor)
             optimizer = optimizer_from_fused_params(params, [option.name])
             itemsize = state_dtype(params, [option.name]).itemsize
             options = options_of(constraints_of(self), option.name)
             remote = options.servers is not None
-            measured = self._statistics.get(option.name)
-            rows = 0 if remote else planned_rows(options, option.tensor.shape[0], measured)
+            rows_of_all = option.tensor.shape[0]
+            rows = 0 if remote else planned_rows(options, rows_of_all, self._statistics.get(option.name))
             counter_bytes = 0 if options.admission is None or remote else options.admission.counter_bytes
             without_rows = _without_rows(option)
             super().estimate([without_rows], sharder_data_map)
             for shard, io in zip(option.shards, without_rows.shards, strict=True):
-                shard_rows = -(-rows * shard.size[0] // option.tensor.shape[0])
                 columns = shard.size[1]
                 of_row = row_bytes(_dtype(option), columns) + state_bytes(optimizer, columns, itemsize)
-                resident_bytes = shard_rows * (OVERHEAD_BYTES_PER_ROW + of_row) + counter_bytes
+                resident_bytes = -(-rows * shard.size[0] // rows_of_all) * (OVERHEAD_BYTES_PER_ROW + of_row)
                 copied_bytes = io.storage.hbm  # 0 on the CPU
-                shard.storage = Storage(hbm=io.storage.hbm, ddr=io.storage.ddr + resident_bytes + copied_bytes)
+                ddr = io.storage.ddr + resident_bytes + counter_bytes + copied_bytes
+                shard.storage = Storage(hbm=io.storage.hbm, ddr=ddr)
 
 
 def _without_rows(option: ShardingOption) -> ShardingOption:
@@ -105,3 +131,105 @@ def _dtype(option: ShardingOption) -> torch.dtype:
         collection = collection_inside(collection)
     kinds = {config.name: ROW_DTYPES.get(config.data_type) for config in configs_of(collection)}
     return kinds.get(option.name) or option.tensor.dtype
+
+
+class MeasuredPerfConfig(RecStorePerfConfig):
+    """The config of TorchRec's performance estimator with the measured numbers of tables.
+
+    TorchRec's formulas count the pooled rows and their gradients, and not the ids, their lengths and their weights, and
+    add the time of a copy on a GPU to the gradients of row-wise tables (torchrec 1.8.0). For RecStore tables that were
+    measured, the bytes of :func:`rank_traffic` count instead, at the topology's bandwidths.
+
+    Args:
+        measured: The measured speeds by table name.
+    """
+
+    def __init__(self, measured: Mapping[str, MeasuredSpeed]) -> None:
+        super().__init__(measured)
+        self._counted = set(measured)
+
+    @fwd_comms(_TYPES)  # type: ignore[untyped-decorator]
+    def forward_comms_ms(self, context: ShardPerfContext) -> float:
+        """Returns the estimated milliseconds of the collectives before and after the lookups."""
+        if not self._counts(context):
+            return default_forward_comms_ms(evaluator_of(context), context, self)
+        return sum(self._ms(context, each) for each in _traffic(context) if each.collective != "gradients")
+
+    @bwd_comms(_TYPES)  # type: ignore[untyped-decorator]
+    def backward_comms_ms(self, context: ShardPerfContext) -> float:
+        """Returns the estimated milliseconds of the collectives with gradients."""
+        if not self._counts(context):
+            return default_backward_comms_ms(evaluator_of(context), context, self)
+        return sum(self._ms(context, each) for each in _traffic(context) if each.collective == "gradients")
+
+    def _ms(self, context: ShardPerfContext, traffic: RankTraffic) -> float:
+        bandwidths = context.comms_bandwidths
+        assert bandwidths is not None
+        device = "cuda" if self._over_bus else "cpu"
+        return milliseconds(traffic, bandwidths.intra_host_bw, bandwidths.inter_host_bw, device)
+
+    def _counts(self, context: ShardPerfContext) -> bool:
+        # On one rank no bytes are exchanged. TorchRec's formulas then prefer table-wise tables, which need no copies.
+        return (
+            context.table_name in self._counted
+            and context.world_size > 1
+            and context.compute_kernel == RECSTORE_KERNEL
+            and context.sharding_type in _COUNTED
+            and context.is_pooled
+        )
+
+
+def _traffic(context: ShardPerfContext) -> list[RankTraffic]:
+    """Returns the bytes of the rank with the shard. Those of ranks without a shard of the table are not counted."""
+    in_rows = context.sharding_type == ShardingType.ROW_WISE.value
+    bags = [n * b for n, b in zip(context.num_poolings, context.batch_sizes, strict=True)]
+    table = PlacedTable(
+        # The evaluation is that of one shard: a shard of columns exchanges as much as a table with its columns does.
+        sharding_type="row_wise" if in_rows else "table_wise",
+        ranks=tuple(range(context.world_size)) if in_rows else (0,),
+        dim=context.emb_dim,
+        features=round(sum(bags)),
+        ids_per_sample=sum(n * length for n, length in zip(bags, context.input_lengths, strict=True)),
+        weighted=context.is_weighted,
+        element_bytes=context.fwd_sr_comm_data_type_size if in_rows else context.fwd_a2a_comm_data_type_size,
+    )
+    return rank_traffic([table], 0, context.world_size, 1, context.local_world_size)
+
+
+def lookup_type(option: ShardingOption, sharders: Mapping[str, ModuleSharder[nn.Module]]) -> DataType:
+    """Returns the data type of the results of a RecStore table's lookups.
+
+    Args:
+        option: An option with RecStore's kernel.
+        sharders: The sharders, by ``option.module_type_key``.
+    """
+    if option.output_dtype is not None:
+        return option.output_dtype
+    fused_params = convert_to_fbgemm_types(dict(build_sharder_data(sharders[option.module_type_key]).fused_params))
+    return dtype_to_data_type(output_dtype(fused_params, [option.name]))
+
+
+def bus_bytes_of(
+    option: ShardingOption,
+    topology: Topology,
+    constraints: dict[str, ParameterConstraints] | None,
+    sharders: Mapping[str, ModuleSharder[nn.Module]],
+) -> list[BusBytes]:
+    """Returns the estimated bytes between host and accelerator in a training step, for each shard of a RecStore table.
+
+    Args:
+        option: An option with RecStore's kernel.
+        topology: The topology that the option was made for.
+        constraints: The constraints, by table name.
+        sharders: The sharders, by ``option.module_type_key``.
+    """
+    sharder = build_sharder_data(sharders[option.module_type_key])
+    sizes = [shard.size for shard in option.shards]
+    contexts = ShardPerfContext.build_shard_perf_contexts(
+        RecStorePerfConfig(), sizes, option, topology, constraints, sharder
+    )
+    itemsize = DATA_TYPE_NUM_BITS[lookup_type(option, sharders)] / 8
+    # TorchRec knows the processors of other modules only (ShardingOption.has_feature_processor, torchrec 1.8.0).
+    processed = option.has_feature_processor or isinstance(option.module[1], FeatureProcessedEmbeddingBagCollection)
+    changes: dict[str, Any] = {"output_data_type_size": itemsize, "has_feature_processor": processed}
+    return [bus_bytes(replace(each, is_weighted=each.is_weighted or processed, **changes)) for each in contexts]

@@ -1,13 +1,13 @@
-"""The bytes that the ranks of a plan exchange in a training step, by collective. This module does not import torch."""
+"""The bytes that the ranks of a plan exchange in a training step, by collective, and their time."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 Collective = Literal["splits", "lengths", "ids", "weights", "pooled", "partial sums", "gradients"]
-COLLECTIVES: tuple[Collective, ...] = ("splits", "lengths", "ids", "weights", "pooled", "partial sums", "gradients")
+COLLECTIVES: tuple[Collective, ...] = get_args(Collective)
 OUTPUTS: tuple[Collective, ...] = ("pooled", "partial sums")
 """The collectives in which the ranks with shards send to the ranks with samples."""
 
@@ -18,8 +18,8 @@ STEP_COLLECTIVES = 5
 """The collectives of a step that a sharding type of a collection without weights runs: one for each of ``"splits"``,
 ``"lengths"``, ``"ids"``, one of ``OUTPUTS``, and ``"gradients"``."""
 
-ID_BYTES = SPLIT_BYTES = 8
-WEIGHT_BYTES = 4
+_ID_BYTES = _SPLIT_BYTES = 8
+_WEIGHT_BYTES = _LENGTH_BYTES = 4
 
 
 @dataclass(frozen=True)
@@ -61,22 +61,17 @@ class PlacedTable:
         if self.row_shares is not None and len(self.row_shares) != len(self.ranks):
             raise ValueError(f"row_shares must have one share for each of {len(self.ranks)} ranks: {self.row_shares}")
 
-    def message_bytes(self, collective: Collective, source: int, to: int, batch_size: int, length_bytes: int) -> float:
-        """Returns the bytes of this table that one rank sends to another rank with a collective.
+    def message_bytes(self, collective: Collective, source: int, to: int, batch_size: int) -> float:
+        """Returns the bytes of this table that the rank ``source`` sends to the rank ``to`` with a collective.
 
-        Args:
-            collective: The collective. ``"splits"`` is not the table's, and has 0 bytes.
-            source: The rank that sends.
-            to: The rank that receives.
-            batch_size: The number of samples of one rank.
-            length_bytes: The bytes of a length.
+        ``"splits"`` are not the table's, and have 0 bytes. ``batch_size`` is the number of samples of one rank.
         """
         # Inputs go to the ranks with shards, and their results come back; gradients go the way of the inputs.
         owner = source if collective in OUTPUTS else to
         shards = self.ranks.count(owner)
         bags = batch_size * self.features
         if collective == "lengths":
-            return shards * bags * length_bytes
+            return shards * bags * _LENGTH_BYTES
         if collective in OUTPUTS and (collective == "partial sums") != (self.sharding_type == "row_wise"):
             return 0.0
         if collective in (*OUTPUTS, "gradients"):
@@ -87,7 +82,7 @@ class PlacedTable:
         share = 1.0
         if self.sharding_type == "row_wise":
             share = 1 / len(self.ranks) if self.row_shares is None else self.row_shares[self.ranks.index(owner)]
-        return shards * batch_size * self.ids_per_sample * share * (ID_BYTES if collective == "ids" else WEIGHT_BYTES)
+        return shards * batch_size * self.ids_per_sample * share * (_ID_BYTES if collective == "ids" else _WEIGHT_BYTES)
 
 
 @dataclass(frozen=True)
@@ -120,20 +115,31 @@ def library_factor(collective: Collective, compute_device: str) -> int:
     A ring sends as much as :class:`RankTraffic` states. The library of CPUs, gloo, makes a reduce-scatter of an
     all-reduce, which sends twice as much (torch 2.13; ``benchmarks/scale.py`` compares it with a host's interface).
 
-    Args:
-        collective: The collective.
-        compute_device: The type of the device, as in TorchRec's ``Topology``.
+    ``compute_device`` is the type of the device, as in TorchRec's ``Topology``, which tells the library.
     """
     return 2 if collective == "partial sums" and compute_device == "cpu" else 1
 
 
+def milliseconds(traffic: RankTraffic, within_host: float, between_hosts: float, compute_device: str) -> float:
+    """Returns the time of a collective: that of the bytes sent, or of those received if it is longer.
+
+    Args:
+        traffic: The bytes of a rank.
+        within_host: The bytes per millisecond between ranks of a host.
+        between_hosts: The bytes per millisecond between ranks of different hosts.
+        compute_device: See :func:`library_factor`.
+    """
+    return library_factor(traffic.collective, compute_device) * max(
+        (whole - between) / within_host + between / between_hosts
+        for whole, between in (
+            (traffic.sent, traffic.sent_between_hosts),
+            (traffic.received, traffic.received_between_hosts),
+        )
+    )
+
+
 def rank_traffic(
-    tables: Iterable[PlacedTable],
-    rank: int,
-    ranks: int,
-    batch_size: int,
-    ranks_per_host: int | None = None,
-    length_bytes: int = 4,
+    tables: Sequence[PlacedTable], rank: int, ranks: int, batch_size: int, ranks_per_host: int | None = None
 ) -> list[RankTraffic]:
     """Returns the bytes that a rank exchanges with other ranks in a training step, for each collective.
 
@@ -148,7 +154,6 @@ def rank_traffic(
         ranks: The number of ranks.
         batch_size: The number of samples of one rank.
         ranks_per_host: The number of ranks of each host, which are numbered host by host. Default: None, all ranks.
-        length_bytes: The bytes of a length: 4 for int32, 8 for int64. Default: 4.
 
     Returns:
         One entry for each name of ``COLLECTIVES``, in this order.
@@ -156,25 +161,25 @@ def rank_traffic(
     Raises:
         ValueError: ``rank`` or the rank of a shard is not below ``ranks``, or a row-wise table is not on all ranks.
     """
-    placed = list(tables)
-    for table in placed:
+    for table in tables:
         if not all(0 <= each < ranks for each in (rank, *table.ranks)):
             raise ValueError(f"ranks must be from 0 to {ranks - 1}, got rank {rank} and shards on {table.ranks}")
         if table.sharding_type == "row_wise" and table.ranks != tuple(range(ranks)):
             raise ValueError(f"a row_wise table must be on all {ranks} ranks in their order, got {table.ranks}")
     on_host = ranks if ranks_per_host is None else ranks_per_host
-    others = [other for other in range(ranks) if other != rank]
     # A collection exchanges, for each sharding type, the size of each of its inputs and the batch size.
-    inputs = 3 + any(table.weighted for table in placed)
-    splits = float(len({table.sharding_type for table in placed}) * inputs * SPLIT_BYTES)
+    inputs = 3 + any(table.weighted for table in tables)
+    splits = float(len({table.sharding_type for table in tables}) * inputs * _SPLIT_BYTES)
     found = []
     for name in COLLECTIVES:
         totals = [0.0, 0.0, 0.0, 0.0]
-        for other in others:
+        for other in range(ranks):
+            if other == rank:
+                continue
             sent = received = splits if name == "splits" else 0.0
-            for table in placed:
-                sent += table.message_bytes(name, rank, other, batch_size, length_bytes)
-                received += table.message_bytes(name, other, rank, batch_size, length_bytes)
+            for table in tables:
+                sent += table.message_bytes(name, rank, other, batch_size)
+                received += table.message_bytes(name, other, rank, batch_size)
             crosses = other // on_host != rank // on_host
             for at, size in enumerate((sent, received, sent * crosses, received * crosses)):
                 totals[at] += size

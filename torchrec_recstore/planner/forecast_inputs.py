@@ -1,0 +1,400 @@
+"""What ``recstore plan`` reads: the file of hosts, the file of tables, and a sample of training rows.
+
+Tests: tests/planner/test_table_files.py, tests/commands/test_plan.py.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import MISSING, dataclass, field, fields, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import xxhash
+from torchrec import EmbeddingBagConfig, KeyedJaggedTensor
+from torchrec.distributed.planner import Topology
+
+from torchrec_recstore.checkpoint.info import CheckpointInfo
+from torchrec_recstore.encoding import check_fields
+from torchrec_recstore.optim import OPTIMIZERS, Optimizer
+from torchrec_recstore.options import TableOptions
+from torchrec_recstore.planner.refining import SHARDING_TYPE_MS
+from torchrec_recstore.planner.statistics import TableStatistics, measure_statistics
+from torchrec_recstore.row_types import MOST_COLUMNS
+from torchrec_recstore.table_configs import ROW_DTYPES
+
+VIRTUAL_ROWS = 2**40
+"""The ``num_embeddings`` of all tables. The measured rows count, and not this number."""
+
+_DTYPES = {str(dtype).removeprefix("torch."): data_type for data_type, dtype in ROW_DTYPES.items()}
+
+
+@dataclass(frozen=True)
+class Machines:
+    """The hosts and the network of a job.
+
+    Args:
+        ranks_per_host: The number of ranks of each host.
+        memory_per_rank_bytes: The bytes of memory that the tables of a rank may use.
+        within_host_bytes_per_s: The bytes a second that a rank sends to ranks of its host.
+        between_hosts_bytes_per_s: The bytes a second that a rank sends to ranks of other hosts.
+        table_wise_ms: The milliseconds of a step that table-wise sharding takes on every rank of several, whatever the
+            tables are. The default was measured: see ``SHARDING_TYPE_MS``.
+        row_wise_ms: The same of row-wise sharding.
+        latency_ms: The milliseconds that a collective takes besides the time of its bytes. Default: 0.
+
+    Raises:
+        ValueError: A number is not finite, or not above 0; milliseconds may be 0. The message names it.
+    """
+
+    ranks_per_host: int
+    memory_per_rank_bytes: int
+    within_host_bytes_per_s: float
+    between_hosts_bytes_per_s: float
+    table_wise_ms: float = SHARDING_TYPE_MS["table_wise"]
+    row_wise_ms: float = SHARDING_TYPE_MS["row_wise"]
+    latency_ms: float = 0.0
+
+    def __post_init__(self) -> None:
+        for each in fields(self):
+            value = getattr(self, each.name)
+            kinds = (int,) if each.type == "int" else (int, float)
+            zero = each.name.endswith("_ms")  # may be 0
+            number = isinstance(value, kinds) and not isinstance(value, bool)
+            if not number or not (0 < value < math.inf or (zero and value == 0)):
+                what = f"a {'whole' if each.type == 'int' else 'finite'} number {'of at least' if zero else 'above'} 0"
+                raise ValueError(f"{each.name} must be {what}, got {value!r}")
+
+    @property
+    def bytes_per_ms(self) -> tuple[float, float]:
+        """The bytes per millisecond within a host and between hosts."""
+        return self.within_host_bytes_per_s / 1000, self.between_hosts_bytes_per_s / 1000
+
+    @property
+    def sharding_type_ms(self) -> dict[str, float]:
+        """The milliseconds of a step by sharding type."""
+        return {"table_wise": self.table_wise_ms, "row_wise": self.row_wise_ms}
+
+    def topology(self, ranks: int) -> Topology:
+        """Returns TorchRec's topology of a number of ranks.
+
+        Raises:
+            ValueError: The ranks do not fill their hosts.
+        """
+        on_host = min(self.ranks_per_host, ranks)
+        if ranks % on_host:
+            raise ValueError(
+                f"{ranks} ranks do not fill hosts with {on_host} ranks each: change ranks or ranks_per_host"
+            )
+        within_host, between_hosts = self.bytes_per_ms
+        return Topology(
+            world_size=ranks,
+            local_world_size=on_host,
+            compute_device="cpu",
+            ddr_cap=self.memory_per_rank_bytes,
+            intra_host_bw=within_host,
+            inter_host_bw=between_hosts,
+        )
+
+
+def read_machines(path: str | os.PathLike[str]) -> Machines:
+    """Reads a topology file, a JSON object with the fields of :class:`Machines`.
+
+    Raises:
+        OSError: The file cannot be read.
+        ValueError: A field is missing, unknown or not valid. The message names the file and the field.
+    """
+    names = [each.name for each in fields(Machines)]
+    optional = [each.name for each in fields(Machines) if each.default is not MISSING]
+    try:
+        document: Any = json.loads(Path(path).read_bytes())
+        if not isinstance(document, dict):
+            raise ValueError("it is not a JSON object")
+        check_fields("it", document, names, optional)
+        return Machines(**document)
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from error
+
+
+@dataclass(frozen=True)
+class ForecastTable:
+    """A pooled table that is to be planned.
+
+    Args:
+        dim: The number of columns.
+        optimizer: The optimizer. All tables have the same.
+        dtype: The data type of the rows: ``"float32"``, ``"float16"``, ``"bfloat16"`` or ``"int8"``.
+        options: The options of the table. ``expected_rows`` has no effect, because the rows were measured.
+    """
+
+    dim: int
+    optimizer: Optimizer
+    dtype: str = "float32"
+    options: TableOptions = field(default_factory=TableOptions)
+
+
+def table_config(name: str, table: ForecastTable, features: Sequence[str]) -> EmbeddingBagConfig:
+    """Returns TorchRec's config of a table.
+
+    Raises:
+        ValueError: The name has a point.
+    """
+    check_name(name)
+    return EmbeddingBagConfig(
+        name=name,
+        embedding_dim=table.dim,
+        num_embeddings=VIRTUAL_ROWS,
+        feature_names=list(features),
+        data_type=_DTYPES[table.dtype],
+    )
+
+
+def check_name(name: str) -> None:
+    """Raises ValueError if a table has the name of a checkpoint's table that TorchRec's tables cannot have."""
+    if "." in name:
+        raise ValueError(
+            f"table {name!r} cannot be planned: the name of a TorchRec table has no '.', and a checkpoint has it in "
+            "the names of tables whose names are equal in several collections"
+        )
+
+
+def tables_of(info: CheckpointInfo) -> dict[str, ForecastTable]:
+    """Returns the tables of a checkpoint by name."""
+    return {
+        name: ForecastTable(table.dim, table.optimizer, table.dtype, table.options)
+        for name, table in info.tables.items()
+    }
+
+
+@dataclass(frozen=True)
+class StatedTable:
+    """What a file says about a table. A field is None, or empty, if the file does not say it.
+
+    Args:
+        features: The names of the columns of a Parquet sample that have the ids of the table.
+        dim: The number of columns of the table.
+        dtype: The data type of the rows: ``"float32"``, ``"float16"``, ``"bfloat16"`` or ``"int8"``.
+        rows: The number of rows that the table has now.
+        rows_per_day: The number of rows by which it grows in a day.
+        max_rows: The largest number of rows in memory, as in ``TableOptions``.
+
+    Raises:
+        ValueError: A value is not valid. The message names the field.
+    """
+
+    features: tuple[str, ...] = ()
+    dim: int | None = None
+    dtype: str | None = None
+    rows: int | None = None
+    rows_per_day: float | None = None
+    max_rows: int | None = None
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.features, tuple) or not all(isinstance(each, str) for each in self.features):
+            raise ValueError(f"features must be a list of columns, got {self.features!r}")
+        if len(set(self.features)) < len(self.features):
+            raise ValueError(f"features has a column twice: {list(self.features)}")
+        if self.dtype not in (None, *_DTYPES):
+            raise ValueError(f"dtype must be one of {', '.join(_DTYPES)}, got {self.dtype!r}")
+        for name, least in (("dim", 1), ("rows", 0), ("rows_per_day", -math.inf), ("max_rows", 1)):
+            value = getattr(self, name)
+            kinds = (int, float) if name == "rows_per_day" else (int,)
+            if value is None:
+                continue
+            if isinstance(value, bool) or not isinstance(value, kinds) or not math.isfinite(value) or value < least:
+                what = "a finite number" if name == "rows_per_day" else f"a whole number from {least}"
+                raise ValueError(f"{name} must be {what}, got {value!r}")
+        if self.dim is not None and self.dim > MOST_COLUMNS:
+            raise ValueError(f"dim must be at most 2**24, got {self.dim}")
+
+
+@dataclass(frozen=True)
+class TableFile:
+    """What a user says about tables, besides what was measured of them.
+
+    Args:
+        path: The path of the file, for messages.
+        tables: What the file says about each table.
+        optimizer: The optimizer of all tables. None if the file does not say it.
+    """
+
+    path: str
+    tables: Mapping[str, StatedTable]
+    optimizer: Optimizer | None = None
+
+    def with_saved(self, saved: Mapping[str, ForecastTable]) -> dict[str, ForecastTable]:
+        """Returns the tables of this file and of a checkpoint, ``saved``. What this file says counts first.
+
+        Raises:
+            ValueError: The number of columns or the optimizer of a table is not known. The message names the table.
+        """
+        optimizer = self.optimizer or next((each.optimizer for each in saved.values()), None)
+        found = {}
+        for name in dict.fromkeys((*saved, *self.tables)):
+            stated, table = self.tables.get(name, StatedTable()), saved.get(name)
+            if table is None:
+                for what, value in (("dim", stated.dim), ("optimizer", optimizer)):
+                    if value is None:
+                        raise ValueError(
+                            f"{self.path}: the {what} of table {name!r} is not known: state {what}, or pass a "
+                            "checkpoint of the table as SOURCE"
+                        )
+                assert stated.dim is not None
+                assert optimizer is not None
+                table = ForecastTable(stated.dim, optimizer)
+            found[name] = ForecastTable(
+                dim=stated.dim or table.dim,
+                optimizer=self.optimizer or table.optimizer,
+                dtype=stated.dtype or table.dtype,
+                options=replace(table.options, max_rows=stated.max_rows or table.options.max_rows),
+            )
+        return found
+
+    def statistics(self, steps_per_day: float | None) -> dict[str, TableStatistics]:
+        """Returns the rows of the tables, and their growth, which is left out if ``steps_per_day`` is None."""
+        found = {}
+        for name, table in self.tables.items():
+            grows = table.rows_per_day is not None and steps_per_day is not None
+            per_step = table.rows_per_day / steps_per_day if grows else None  # type: ignore[operator]
+            found[name] = TableStatistics(rows=table.rows, rows_per_step=per_step)
+        return found
+
+
+def read_table_file(path: str | os.PathLike[str]) -> TableFile:
+    """Reads a file of tables.
+
+    The file is a JSON object with ``tables``, which has an object with the fields of :class:`StatedTable` for each
+    table, and ``optimizer``, an object with the ``name`` of a class of :mod:`torchrec_recstore.optim` and the arguments
+    of the class.
+
+    Raises:
+        OSError: The file cannot be read.
+        ValueError: A field is unknown or not valid. The message names the file, the table and the field.
+    """
+    try:
+        document: Any = json.loads(Path(path).read_bytes())
+        _check_object("it", document, ("tables", "optimizer"))
+        if not document.get("tables"):
+            raise ValueError("it has no tables")
+        _check_object("tables", document["tables"])
+        tables = {}
+        for name, entry in document["tables"].items():
+            _check_object(f"table {name!r}", entry, [each.name for each in fields(StatedTable)])
+            try:
+                tables[name] = StatedTable(**_with_tuples(entry))
+            except ValueError as error:
+                raise ValueError(f"table {name!r}: {error}") from error
+        optimizer = _optimizer(document["optimizer"]) if "optimizer" in document else None
+        return TableFile(os.fspath(path), tables, optimizer)
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from error
+
+
+def _optimizer(document: Any) -> Optimizer:
+    kind = OPTIMIZERS.get(str(document.get("name"))) if isinstance(document, dict) else None
+    if kind is None:
+        raise ValueError(f"optimizer must be an object whose name is one of {', '.join(OPTIMIZERS)}, got {document!r}")
+    _check_object("optimizer", document, ("name", *(each.name for each in fields(kind))))
+    return kind(**_with_tuples({name: value for name, value in document.items() if name != "name"}))
+
+
+def _with_tuples(document: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: tuple(value) if isinstance(value, list) else value for name, value in document.items()}
+
+
+def _check_object(where: str, value: object, known: Collection[str] | None = None) -> None:
+    # A user writes this file. An unknown field is therefore a mistake, and not a field of a newer version.
+    if not isinstance(value, dict):
+        raise ValueError(f"{where} must be a JSON object, got {value!r}")
+    for name in value:
+        if known is not None and name not in known:
+            raise ValueError(f"{where} has the unknown field {name!r}: the fields are {', '.join(known)}")
+
+
+def sample_statistics(
+    tables: Mapping[str, ForecastTable],
+    columns: Mapping[str, Sequence[str]],
+    parquet: str | os.PathLike[str],
+    batch_size: int,
+    samples_per_step: int,
+) -> dict[str, TableStatistics]:
+    """Measures tables with the rows of a Parquet file, on this machine. See :func:`measure_statistics`.
+
+    The rows of a table and their growth are those of a training on the file that begins with empty tables: ``rows``
+    is the number of distinct ids of the file, and ``rows_per_step`` that of the ids which only the second half of the
+    batches has, for each step of this half. With one batch, ``rows_per_step`` is None.
+
+    Args:
+        tables: The tables by name.
+        columns: The columns of ids of each table that is measured: integers, strings, or lists of them. A missing value
+            is no id.
+        parquet: The file. Its last rows that are less than a batch do not count.
+        batch_size: The rows of a batch.
+        samples_per_step: The samples of a step, in which the growth is counted.
+
+    Raises:
+        OSError: The file cannot be read.
+        ValueError: The package pyarrow is missing, a column is missing or has no ids, or there is no whole
+            batch of rows.
+    """
+    names = list(dict.fromkeys(name for each in columns.values() for name in each))
+    batches = list(_batches(Path(parquet), names, batch_size))
+    if not batches:
+        raise ValueError(f"{parquet} has no whole batch of {batch_size} rows")
+    later = len(batches) // 2
+    steps = later * batch_size / samples_per_step
+    found: dict[str, TableStatistics] = {}
+    for name, features in columns.items():
+        config = table_config(name, tables[name], features)
+        (measured,) = measure_statistics([config], batches, tables[name].optimizer).values()
+        rows = _distinct(batches, features)
+        growth = (rows - _distinct(batches[:-later], features)) / steps if later else None
+        found[name] = replace(measured, rows=rows, rows_per_step=growth)
+    return found
+
+
+def _distinct(batches: Sequence[KeyedJaggedTensor], features: Sequence[str]) -> int:
+    return len(torch.unique(torch.cat([batch[name].values() for batch in batches for name in features])))
+
+
+def _batches(path: Path, names: list[str], batch_size: int) -> Iterator[KeyedJaggedTensor]:
+    try:
+        import pyarrow as pa  # type: ignore[import-untyped]
+        import pyarrow.parquet as pq  # type: ignore[import-untyped]
+    except ModuleNotFoundError:
+        raise ValueError("pyarrow is missing: pip install 'torchrec-recstore[parquet]'") from None
+    with path.open("rb") as opened:
+        try:
+            file = pq.ParquetFile(opened)
+        except pa.ArrowInvalid as error:
+            raise ValueError(f"{path} is not a Parquet file: {error}") from error
+        if missing := [name for name in names if name not in file.schema_arrow.names]:
+            raise ValueError(f"{path} has no column {missing[0]!r}")
+        for batch in file.iter_batches(batch_size, columns=names):
+            if batch.num_rows < batch_size:
+                continue
+            ids: list[int] = []
+            lengths = []
+            for name in names:
+                for value in batch.column(name).to_pylist():
+                    bag = value if isinstance(value, list) else [] if value is None else [value]
+                    ids += [_id(name, each) for each in bag]
+                    lengths.append(len(bag))
+            yield KeyedJaggedTensor(
+                names, torch.tensor(ids, dtype=torch.int64), lengths=torch.tensor(lengths, dtype=torch.int32)
+            )
+
+
+def _id(column: str, value: object) -> int:
+    if isinstance(value, int) and not isinstance(value, bool):
+        if not -(2**63) <= value < 2**63:
+            raise ValueError(f"column {column!r} has the id {value}, and ids are signed integers of 64 bits")
+        return value
+    if not isinstance(value, str):
+        raise ValueError(f"column {column!r} must have integers, strings, or lists of them, got {value!r}")
+    unsigned = xxhash.xxh3_64_intdigest(value.encode())  # as examples/common/parquet.py does
+    return unsigned - 2**64 if unsigned >= 2**63 else unsigned
