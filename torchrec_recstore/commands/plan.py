@@ -15,23 +15,20 @@ from rich.filesize import decimal
 from torchrec_recstore.commands.output import AsJson, errors_in_one_line, in_order, print_json, stdout, table_of
 
 if TYPE_CHECKING:
-    from torchrec_recstore.planner.forecast_inputs import ForecastTable, TableFile
+    from torchrec_recstore.planner.forecast_inputs import ForecastTable
     from torchrec_recstore.planner.forecasts import Forecast
     from torchrec_recstore.planner.statistics import TableStatistics
 
 
 def plan(
-    topology: Annotated[
-        Path, typer.Option(metavar="FILE", help="JSON file with the hosts and the network.", show_default=False)
-    ],
-    ranks: Annotated[int, typer.Option(min=1, help="Number of ranks.", show_default=False)],
+    topology: Annotated[Path, typer.Option(metavar="FILE", help="JSON file with the hosts and the network.")],
+    ranks: Annotated[int, typer.Option(min=1, help="Number of ranks.")],
     sources: Annotated[
         list[Path] | None,
         typer.Argument(
             metavar="SOURCE",
             help="Checkpoints, folders of a run's checkpoints, and files of statistics. The first that knows a number "
             "counts. The tables are those of the first checkpoint or run, and of --tables.",
-            show_default=False,
         ),
     ] = None,
     tables: Annotated[
@@ -40,7 +37,6 @@ def plan(
             metavar="FILE",
             help="JSON file with the optimizer, and with features, dim, dtype, rows, rows_per_day and max_rows of "
             "each table. Its numbers count before those of a SOURCE.",
-            show_default=False,
         ),
     ] = None,
     parquet: Annotated[
@@ -49,24 +45,16 @@ def plan(
             metavar="FILE",
             help="Parquet file with a sample of training rows, whose ids and times are measured. Needs the features of "
             "--tables.",
-            show_default=False,
         ),
     ] = None,
     batch_size: Annotated[int, typer.Option(min=1, help="Samples of one rank in a step.")] = 512,
     days: Annotated[float, typer.Option(min=0, help="Days of growth for which memory is planned.")] = 0,
-    samples_per_day: Annotated[
-        int | None,
-        typer.Option(min=1, help="Training samples in a day, for --days.", show_default=False),
-    ] = None,
+    samples_per_day: Annotated[int | None, typer.Option(min=1, help="Training samples in a day, for --days.")] = None,
     samples_per_step: Annotated[
-        int | None,
-        typer.Option(
-            min=1, help="Samples of all ranks in a step of the measured run, for its growth.", show_default=False
-        ),
+        int | None, typer.Option(min=1, help="Samples of all ranks in a step of the measured run, for its growth.")
     ] = None,
     statistics_out: Annotated[
-        Path | None,
-        typer.Option(metavar="FILE", help="Write the statistics for RecStorePlanner.", show_default=False),
+        Path | None, typer.Option(metavar="FILE", help="Write the statistics for RecStorePlanner.")
     ] = None,
     as_json: AsJson = False,
 ) -> None:
@@ -125,7 +113,7 @@ def _inputs(
     samples_per_step: int | None,
 ) -> tuple[dict[str, ForecastTable], dict[str, TableStatistics], set[str]]:
     """Returns the tables, their statistics, and the names of the tables whose rows are the ids of the sample."""
-    from torchrec_recstore.planner.forecast_inputs import TableFile, read_table_file
+    from torchrec_recstore.planner.forecast_inputs import TableFile, read_table_file, sample_statistics
     from torchrec_recstore.planner.statistics import combined_statistics, read_statistics
 
     if parquet is not None and tables is None:
@@ -148,7 +136,15 @@ def _inputs(
     known = combined_statistics(file.statistics(samples_per_day and samples_per_day / per_step), known)
     of_sample: set[str] = set()
     if parquet is not None:
-        known, of_sample = _measured(planned, known, file, parquet, batch_size, per_step)
+        columns = {name: table.features for name, table in file.tables.items() if table.features}
+        if not columns:
+            raise ValueError(f"{file.path}: no table has features, the columns of the Parquet file")
+        sampled = sample_statistics(planned, columns, parquet, batch_size, per_step)
+        of_sample = {name for name in sampled if name not in known or known[name].rows is None}
+        for name in sampled.keys() - of_sample:
+            # The sample does not tell which of its ids have a row already, so it does not tell the growth.
+            sampled[name] = replace(sampled[name], rows=None, rows_per_step=None)
+        known = combined_statistics(known, sampled)
     return planned, {name: each for name, each in known.items() if name in planned}, of_sample
 
 
@@ -163,32 +159,6 @@ def _saved_tables(sources: list[Path]) -> dict[str, ForecastTable]:
             if inside:
                 return tables_of(max((read_info(each) for each in inside), key=lambda info: info.step))
     return {}
-
-
-def _measured(
-    tables: dict[str, ForecastTable],
-    known: dict[str, TableStatistics],
-    file: TableFile,
-    parquet: Path,
-    batch_size: int,
-    samples_per_step: int,
-) -> tuple[dict[str, TableStatistics], set[str]]:
-    """Returns the statistics with those of a Parquet file, and the names of the tables whose rows are its distinct ids.
-
-    What is known before counts first. If the rows of a table are known, the sample does not tell its growth: the sample
-    does not tell which of its ids have a row already.
-    """
-    from torchrec_recstore.planner.forecast_inputs import sample_statistics
-    from torchrec_recstore.planner.statistics import combined_statistics
-
-    columns = {name: table.features for name, table in file.tables.items() if table.features}
-    if not columns:
-        raise ValueError(f"{file.path}: no table has features, the columns of the Parquet file")
-    sampled = sample_statistics(tables, columns, parquet, batch_size, samples_per_step)
-    of_sample = {name for name in sampled if name not in known or known[name].rows is None}
-    for name in sampled.keys() - of_sample:
-        sampled[name] = replace(sampled[name], rows=None, rows_per_step=None)
-    return combined_statistics(known, sampled), of_sample
 
 
 def _as_json(found: Forecast, of_sample: set[str]) -> dict[str, Any]:

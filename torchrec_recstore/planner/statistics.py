@@ -13,8 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
-from torchrec import KeyedJaggedTensor
+from torchrec import KeyedJaggedTensor, KeyedTensor
 from torchrec.modules.embedding_configs import EmbeddingBagConfig, EmbeddingConfig
 
 from torchrec_recstore.checkpoint.info import METADATA, read_info
@@ -117,67 +116,50 @@ def measure_statistics(
     Raises:
         ValueError: There is no batch or no id, or a batch lacks a feature. The message names the feature.
     """
-    measuring = [_Measuring(config, optimizer) for config in configs]
+    sample = list(batches)
+    return {config.name: _measured(config, sample, optimizer) for config in configs}
+
+
+def _measured(
+    config: EmbeddingBagConfig | EmbeddingConfig, batches: Sequence[KeyedJaggedTensor], optimizer: Optimizer | None
+) -> TableStatistics:
     for batch in batches:
-        for each in measuring:
-            each.add(batch)
-    return {each.config.name: each.result() for each in measuring}
-
-
-class _Measuring:
-    """The sums of one table, over the batches so far."""
-
-    def __init__(self, config: EmbeddingBagConfig | EmbeddingConfig, optimizer: Optimizer | None) -> None:
-        self.config = config
-        self._samples = 0
-        self._ids = dict.fromkeys(config.feature_names, 0)
-        self._distinct = 0
-        self._seen: list[Tensor] = []
-        self._trained: list[KeyedJaggedTensor] = []
-        self._module: torch.nn.Module | None = None
-        if optimizer is not None and isinstance(config, EmbeddingBagConfig):
-            self._module = RecStoreEmbeddingBagCollection([config], optimizer=optimizer)
-        elif optimizer is not None:
-            self._module = RecStoreEmbeddingCollection([config], optimizer=optimizer)
-
-    def add(self, batch: KeyedJaggedTensor) -> None:
-        names = self.config.feature_names
-        for name in names:
+        for name in config.feature_names:
             if name not in batch.keys():  # noqa: SIM118  (KeyedJaggedTensor has no __contains__)
-                raise ValueError(f"a batch has no feature {name!r} of table {self.config.name!r}: {batch.keys()}")
-        features = [batch[name] for name in names]
-        self._samples += batch.stride()
-        for name, feature in zip(names, features, strict=True):
-            self._ids[name] += feature.values().numel()
-        ids = torch.cat([feature.values() for feature in features])
-        self._distinct += len(torch.unique(ids))
-        self._seen.append(ids)
-        if self._module is not None and len(ids):
-            self._trained.append(KeyedJaggedTensor.from_jt_dict(dict(zip(names, features, strict=True))))
-            self._train(self._trained[-1])
+                raise ValueError(f"a batch has no feature {name!r} of table {config.name!r}: {batch.keys()}")
+    own = [KeyedJaggedTensor.from_jt_dict({name: batch[name] for name in config.feature_names}) for batch in batches]
+    own = [features for features in own if len(features.values())]
+    if not own:
+        raise ValueError(f"table {config.name!r}: the batches have no ids")
+    samples = sum(batch.stride() for batch in batches)
+    ids = torch.cat([features.values() for features in own])
+    return TableStatistics(
+        ids_per_sample=tuple(
+            sum(counts) / samples for counts in zip(*(each.length_per_key() for each in own), strict=True)
+        ),
+        unique_share=sum(len(torch.unique(features.values())) for features in own) / len(ids),
+        hottest_share=int(torch.unique(ids, return_counts=True)[1].max()) / len(ids),
+        ns_per_id=None if optimizer is None else _ns_per_id(config, own, optimizer),
+    )
 
-    def _train(self, features: KeyedJaggedTensor) -> float:
-        assert self._module is not None
+
+def _ns_per_id(
+    config: EmbeddingBagConfig | EmbeddingConfig, batches: Sequence[KeyedJaggedTensor], optimizer: Optimizer
+) -> float:
+    """Returns the median over the batches, which are trained twice on a new table. The second time counts."""
+    module = (
+        RecStoreEmbeddingBagCollection([config], optimizer=optimizer)
+        if isinstance(config, EmbeddingBagConfig)
+        else RecStoreEmbeddingCollection([config], optimizer=optimizer)
+    )
+    times = []
+    for features in [*batches, *batches]:
         start = time.perf_counter_ns()
-        out = self._module(features)
-        rows = (
-            [out.values()] if isinstance(self.config, EmbeddingBagConfig) else [each.values() for each in out.values()]
-        )
+        out: Any = module(features)
+        rows = [out.values()] if isinstance(out, KeyedTensor) else [each.values() for each in out.values()]
         torch.autograd.backward(rows, [torch.ones_like(each) for each in rows])
-        return (time.perf_counter_ns() - start) / len(features.values())
-
-    def result(self) -> TableStatistics:
-        ids = torch.cat(self._seen) if self._seen else torch.empty(0, dtype=torch.int64)
-        if not len(ids):
-            raise ValueError(f"table {self.config.name!r}: the batches have no ids")
-        ns = [self._train(batch) for batch in self._trained]
-        hottest = int(torch.unique(ids, return_counts=True)[1].max())
-        return TableStatistics(
-            ids_per_sample=tuple(count / self._samples for count in self._ids.values()),
-            unique_share=self._distinct / len(ids),
-            hottest_share=hottest / len(ids),
-            ns_per_id=statistics.median(ns) if ns else None,
-        )
+        times.append((time.perf_counter_ns() - start) / len(features.values()))
+    return statistics.median(times[len(batches) :])
 
 
 def read_statistics(path: str | os.PathLike[str]) -> dict[str, TableStatistics]:
