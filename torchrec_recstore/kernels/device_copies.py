@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -27,11 +28,7 @@ class CopyTarget(NamedTuple):
 
 
 class DeviceStreams:
-    """The streams, the events and the pinned memory of a device, as torch provides them.
-
-    Args:
-        device: The device.
-    """
+    """The streams, the events and the pinned memory of a device, as torch provides them."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -54,13 +51,10 @@ class DeviceStreams:
 streams_by_type: dict[str, Callable[[torch.device], DeviceStreams]] = {}
 """The streams of device types for which torch has none: of devices that are written in Python."""
 
-_streams: dict[torch.device, DeviceStreams] = {}
 
-
+@cache
 def _streams_of(device: torch.device) -> DeviceStreams:
-    if device not in _streams:
-        _streams[device] = streams_by_type.get(device.type, DeviceStreams)(device)
-    return _streams[device]
+    return streams_by_type.get(device.type, DeviceStreams)(device)
 
 
 class Arriving:

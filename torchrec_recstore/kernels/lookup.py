@@ -1,20 +1,9 @@
 """The base class of the kernels: how a lookup works with autograd and in graphs.
 
 In eager mode a lookup is one autograd function, which is the fastest way. In a graph (``torch.compile``, ``make_fx``)
-it consists of four operators, which call the same kernels:
-
-    recstore_ops::kernel_lookup(int kernel, Tensor anchor, Tensor ids, Tensor? offsets, SymInt[] counts,
-                                Tensor? weights) -> (Tensor, Tensor)      a training lookup; returns output and context
-    recstore_ops::kernel_update(int kernel, Tensor context, Tensor grad, SymInt[] counts, SymInt? weight_grads)
-                                -> Tensor                                 the backward of a training lookup
-    recstore_ops::kernel_read(int kernel, Tensor? anchor, Tensor ids, Tensor? offsets, SymInt[] counts,
-                              Tensor? weights) -> Tensor                  an evaluation lookup
-    recstore_ops::kernel_read_backward(int kernel, Tensor ids, Tensor? offsets, Tensor grad, bool warns,
-                                       SymInt? weight_grads) -> Tensor    the backward of an evaluation lookup
-
-``weight_grads`` is the number of per-sample weights, or None if the weights need no gradient. The rows that these
-operators change are not tensors of the graph. The operators are therefore ordered effects: compilers do not drop,
-repeat or reorder them.
+it consists of the four operators at the end of this module, which call the same kernels. The rows that these operators
+change are not tensors of the graph. The operators are therefore ordered effects: compilers do not drop, repeat or
+reorder them.
 """
 
 from __future__ import annotations
@@ -41,6 +30,7 @@ from torchrec_recstore.utils import warn_user
 _handles = itertools.count(1)
 _kernels: weakref.WeakValueDictionary[int, LookupKernel] = weakref.WeakValueDictionary()
 _ops = torch.ops.recstore_ops
+_WEIGHTS = 6  # the place of the per-sample weights among the inputs of _Lookup and _Read
 
 
 class LookupKernel(nn.Module):
@@ -87,12 +77,7 @@ class LookupKernel(nn.Module):
         raise NotImplementedError
 
     def update(
-        self,
-        context: Tensor,
-        grad: Tensor,
-        weight_grads: bool,
-        counts: Sequence[int] = (),
-        rate: float | None = None,
+        self, context: Tensor, grad: Tensor, weight_grads: bool, counts: Sequence[int] = (), rate: float | None = None
     ) -> Tensor | None:
         """Applies the fused optimizer to the rows of one training lookup.
 
@@ -115,11 +100,6 @@ class LookupKernel(nn.Module):
         """Calls :meth:`update` when the gradient is on the host, with the learning rate of now.
 
         The update is carried out before the next call that reads or changes a table.
-
-        Args:
-            context: (passes,) int64. The context that ``look_up`` returned.
-            arriving: The gradient of the lookup's output, on its way to the host.
-            counts: The same as in ``look_up``.
         """
         rate = None if self.learning_rate is None else self.learning_rate()
 
@@ -135,32 +115,19 @@ class LookupKernel(nn.Module):
         raise NotImplementedError
 
     def weight_gradients(self, ids: Tensor, offsets: Tensor | None, grad: Tensor) -> Tensor:
-        """Returns the gradient of the per-sample weights of an evaluation lookup, with the rows of now.
+        """Returns the gradient of the per-sample weights of an evaluation lookup, (N,) float32, with the rows of now.
 
-        Args:
-            ids: (N,) int64. The ids of the batch.
-            offsets: See ``look_up``.
-            grad: float32. The gradient of the lookup's output, with the same shape.
-
-        Returns:
-            (N,) float32.
+        ``ids`` and ``offsets`` are those of the lookup, and ``grad``, float32, is the gradient of its output.
         """
         raise NotImplementedError
 
     def read_backward(
         self, ids: Tensor, offsets: Tensor | None, grad: Tensor, *, warns: bool, weight_grads: bool
     ) -> Tensor | None:
-        """The backward of an evaluation lookup, which updates no row.
-
-        Args:
-            ids: (N,) int64. The ids of the batch.
-            offsets: See ``look_up``.
-            grad: float32. The gradient of the lookup's output, with the same shape.
-            warns: Whether to warn, once for each kernel, that no row is updated.
-            weight_grads: Whether to compute the gradient of the per-sample weights.
+        """The backward of an evaluation lookup, which updates no row. It may warn of that, once for each kernel.
 
         Returns:
-            (N,) float32. The gradient of the per-sample weights. None if ``weight_grads`` is False.
+            :meth:`weight_gradients`. None if ``weight_grads`` is False.
         """
         if warns and not self._warned:
             self._warned = True
@@ -197,11 +164,11 @@ class LookupKernel(nn.Module):
             return out if to is None else to_device(out, to)
         with ops.native_errors(self._who):
             if train:
-                return _Lookup.apply(self._anchor, self, ids, offsets, counts, weights, to)  # type: ignore[no-any-return, no-untyped-call]
+                return _Lookup.apply(self._anchor, self, to, ids, offsets, counts, weights)  # type: ignore[no-any-return, no-untyped-call]
             if wanted:
                 _refuse_reentrant_checkpoint(self._who)
             if grads:
-                return _Read.apply(anchor, self, ids, offsets, counts, weights, to)  # type: ignore[no-any-return, no-untyped-call]
+                return _Read.apply(anchor, self, to, ids, offsets, counts, weights)  # type: ignore[no-any-return, no-untyped-call]
             out = self.read(ids, offsets, counts, weights)
             return out if to is None else up(out, to)
 
@@ -210,22 +177,14 @@ class _Lookup(torch.autograd.Function):
     """A training lookup in eager mode. The backward updates the rows, and returns the gradient of the weights."""
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        anchor: Tensor,
-        kernel: LookupKernel,
-        ids: Tensor,
-        offsets: Tensor | None,
-        counts: Sequence[int],
-        weights: Tensor | None,
-        to: CopyTarget | None,
-    ) -> Tensor:
-        out, context = kernel.look_up(ids, offsets, counts, weights)
+    def forward(ctx: Any, anchor: Tensor, kernel: LookupKernel, to: CopyTarget | None, *batch: Any) -> Tensor:
+        # The batch: ids, offsets, counts, weights. See LookupKernel.look_up.
+        out, context = kernel.look_up(*batch)
         # The backward reads the weights again. They are saved, so that autograd raises if they are changed in place.
-        ctx.save_for_backward(weights)
+        ctx.save_for_backward(batch[3])
         # The context is not saved for backward: a saved-tensor hook could replace it by a copy, and the native pass
         # lives only as long as this tensor.
-        ctx.kernel, ctx.counts, ctx.context = kernel, counts, context
+        ctx.kernel, ctx.counts, ctx.context = kernel, batch[2], context
         return out if to is None else up(out, to)
 
     @staticmethod
@@ -242,7 +201,7 @@ class _Lookup(torch.autograd.Function):
         # The context is freed when autograd frees saved tensors. The function is private in torch 2.13.
         if not torch._C._autograd._get_current_graph_task_keep_graph():
             ctx.context = None
-        grad, weight_grads = grads[0], ctx.needs_input_grad[5]
+        grad, weight_grads = grads[0], ctx.needs_input_grad[_WEIGHTS]
         if not grad.is_cpu:
             arriving = Arriving(grad, aside=True)
             if kernel.updates_late and not weight_grads:
@@ -250,40 +209,30 @@ class _Lookup(torch.autograd.Function):
                 return (None,) * 7
             grad = arriving.wait()
         with ops.native_errors(kernel._who):
-            grad_weights = kernel.update(
-                context, grad if grad.dtype is torch.float32 else grad.float(), weight_grads, ctx.counts
-            )
-        return None, None, None, None, None, grad_weights, None
+            grad = grad if grad.dtype is torch.float32 else grad.float()
+            grad_weights = kernel.update(context, grad, weight_grads, ctx.counts)
+        return None, None, None, None, None, None, grad_weights
 
 
 class _Read(torch.autograd.Function):
     """An evaluation lookup in eager mode, while grad is enabled. See ``LookupKernel.read_backward``."""
 
     @staticmethod
-    def forward(
-        ctx: Any,
-        anchor: Tensor | None,
-        kernel: LookupKernel,
-        ids: Tensor,
-        offsets: Tensor | None,
-        counts: Sequence[int],
-        weights: Tensor | None,
-        to: CopyTarget | None,
-    ) -> Tensor:
+    def forward(ctx: Any, anchor: Tensor | None, kernel: LookupKernel, to: CopyTarget | None, *batch: Any) -> Tensor:
         ctx.kernel = kernel
-        if ctx.needs_input_grad[5]:
-            ctx.save_for_backward(ids, offsets)
-        out = kernel.read(ids, offsets, counts, weights)
+        if ctx.needs_input_grad[_WEIGHTS]:
+            ctx.save_for_backward(*batch[:2])
+        out = kernel.read(*batch)
         return out if to is None else up(out, to)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        warns, weight_grads = ctx.needs_input_grad[0], ctx.needs_input_grad[5]
+        warns, weight_grads = ctx.needs_input_grad[0], ctx.needs_input_grad[_WEIGHTS]
         ids, offsets = ctx.saved_tensors if weight_grads else (grads[0], None)
         grad = grads[0].to("cpu", torch.float32) if weight_grads else grads[0]
         of_weights = ctx.kernel.read_backward(ids, offsets, grad, warns=warns, weight_grads=weight_grads)
-        return None, None, None, None, None, of_weights, None
+        return None, None, None, None, None, None, of_weights
 
 
 def _refuse_reentrant_checkpoint(who: str) -> None:
@@ -308,14 +257,20 @@ def _kernel_of(handle: int) -> LookupKernel:
     return kernel
 
 
-def _lookup(
-    handle: int, anchor: Tensor, ids: Tensor, offsets: Tensor | None, counts: Sequence[int], weights: Tensor | None
-) -> tuple[Tensor, Tensor]:
+# The implementations of the operators, and their fake versions.
+
+
+def _lookup(handle: int, anchor: Tensor, *batch: Any) -> tuple[Tensor, Tensor]:
     kernel = _kernel_of(handle)
+    ids, offsets, counts, weights = batch
     # The backward reads ids and weights again, and a compiled graph may reuse their memory before the backward.
     ids, weights = ids.clone(), None if weights is None else weights.clone()
     with ops.native_errors(kernel._who):
         return kernel.look_up(ids, offsets, counts, weights)
+
+
+def _fake_lookup(handle: int, anchor: Tensor, ids: Tensor, *batch: Any) -> tuple[Tensor, Tensor]:
+    return _fake_read(handle, anchor, ids, *batch), ids.new_empty(_kernel_of(handle).passes)
 
 
 def _update(handle: int, context: Tensor, grad: Tensor, counts: Sequence[int], weight_grads: int | None) -> Tensor:
@@ -325,17 +280,22 @@ def _update(handle: int, context: Tensor, grad: Tensor, counts: Sequence[int], w
     return grad.new_empty(0) if grad_weights is None else grad_weights
 
 
-def _read(
-    handle: int,
-    anchor: Tensor | None,
-    ids: Tensor,
-    offsets: Tensor | None,
-    counts: Sequence[int],
-    weights: Tensor | None,
-) -> Tensor:
+def _read(handle: int, anchor: Tensor | None, *batch: Any) -> Tensor:
     kernel = _kernel_of(handle)
     with ops.native_errors(kernel._who):
-        return kernel.read(ids, offsets, counts, weights)
+        return kernel.read(*batch)
+
+
+def _fake_read(
+    handle: int, anchor: Tensor | None, ids: Tensor, offsets: Tensor | None, counts: Sequence[int], weights: Any
+) -> Tensor:
+    kernel = _kernel_of(handle)
+    if torch.compiler.is_exporting():
+        raise NotImplementedError(
+            f"{kernel._who}: torch.export cannot hold the rows of RecStore tables in its program: export the "
+            "model that torchrec_recstore.inference.export_for_inference returns"
+        )
+    return ids.new_empty(kernel.output_shape(offsets, counts), dtype=torch.float32)
 
 
 def _read_backward(
@@ -346,37 +306,8 @@ def _read_backward(
     return grad.new_empty(0) if of_weights is None else of_weights
 
 
-def _fake_lookup(
-    handle: int, anchor: Tensor, ids: Tensor, offsets: Tensor | None, counts: Sequence[int], weights: Tensor | None
-) -> tuple[Tensor, Tensor]:
-    return _fake_read(handle, anchor, ids, offsets, counts, weights), ids.new_empty(_kernel_of(handle).passes)
-
-
-def _fake_update(handle: int, context: Tensor, grad: Tensor, counts: Sequence[int], weight_grads: int | None) -> Tensor:
-    return grad.new_empty(0 if weight_grads is None else weight_grads)
-
-
-def _fake_read_backward(
-    handle: int, ids: Tensor, offsets: Tensor | None, grad: Tensor, warns: bool, weight_grads: int | None
-) -> Tensor:
-    return grad.new_empty(0 if weight_grads is None else weight_grads)
-
-
-def _fake_read(
-    handle: int,
-    anchor: Tensor | None,
-    ids: Tensor,
-    offsets: Tensor | None,
-    counts: Sequence[int],
-    weights: Tensor | None,
-) -> Tensor:
-    kernel = _kernel_of(handle)
-    if torch.compiler.is_exporting():
-        raise NotImplementedError(
-            f"{kernel._who}: torch.export cannot hold the rows of RecStore tables in its program: export the "
-            "model that torchrec_recstore.inference.export_for_inference returns"
-        )
-    return ids.new_empty(kernel.output_shape(offsets, counts), dtype=torch.float32)
+def _fake_weight_gradients(handle: int, like: Tensor, *more: Any) -> Tensor:
+    return like.new_empty(0 if more[-1] is None else more[-1], dtype=torch.float32)
 
 
 def _keep_for_backward(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
@@ -404,27 +335,21 @@ def _backward_of_read(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     return None, None, None, None, None, None if weight_grads is None else of_weights
 
 
-register_python_op(
-    "kernel_lookup(int kernel, Tensor anchor, Tensor ids, Tensor? offsets, SymInt[] counts, Tensor? weights) "
-    "-> (Tensor, Tensor)",
-    _lookup,
-    _fake_lookup,
-)
+# A training lookup returns its output and the context of its backward. weight_grads is the number of per-sample
+# weights, or None if the weights need no gradient.
+_BATCH = "Tensor ids, Tensor? offsets, SymInt[] counts, Tensor? weights"
+register_python_op(f"kernel_lookup(int kernel, Tensor anchor, {_BATCH}) -> (Tensor, Tensor)", _lookup, _fake_lookup)
 register_python_op(
     "kernel_update(int kernel, Tensor context, Tensor grad, SymInt[] counts, SymInt? weight_grads) -> Tensor",
     _update,
-    _fake_update,
+    _fake_weight_gradients,
 )
-register_python_op(
-    "kernel_read(int kernel, Tensor? anchor, Tensor ids, Tensor? offsets, SymInt[] counts, Tensor? weights) -> Tensor",
-    _read,
-    _fake_read,
-)
+register_python_op(f"kernel_read(int kernel, Tensor? anchor, {_BATCH}) -> Tensor", _read, _fake_read)
 register_python_op(
     "kernel_read_backward(int kernel, Tensor ids, Tensor? offsets, Tensor grad, bool warns, SymInt? weight_grads) "
     "-> Tensor",
     _read_backward,
-    _fake_read_backward,
+    _fake_weight_gradients,
 )
 torch.library.register_autograd(
     "recstore_ops::kernel_lookup", _backward, setup_context=_keep_for_backward, lib=PYTHON_OPS

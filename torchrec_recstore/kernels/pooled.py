@@ -1,7 +1,13 @@
+"""The kernel that pools, the rows of its tables in cold stores, and the gradients of per-sample weights.
+
+Tests: tests/kernels/test_pooled.py, tests/kernels/test_evaluation.py.
+"""
+
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import astuple
 from typing import Literal
 
@@ -9,12 +15,12 @@ import torch
 from torch import Tensor
 
 from torchrec_recstore import ops
-from torchrec_recstore.kernels.cold_rows import ColdRows
 from torchrec_recstore.kernels.device_copies import CopyTarget
 from torchrec_recstore.kernels.lookup import LookupKernel
 from torchrec_recstore.kernels.routing import BlockRouting
-from torchrec_recstore.kernels.weight_gradients import weight_gradients
 from torchrec_recstore.store import Table
+from torchrec_recstore.store.cold_tier import ColdTier
+from torchrec_recstore.store.memory_tier import holding
 
 
 class PooledKernel(LookupKernel):
@@ -171,12 +177,7 @@ class PooledKernel(LookupKernel):
         return (offsets.shape[0] - 1) // max(self._features, 1), self._columns
 
     def update(
-        self,
-        context: Tensor,
-        grad: Tensor,
-        weight_grads: bool,
-        counts: Sequence[int] = (),
-        rate: float | None = None,
+        self, context: Tensor, grad: Tensor, weight_grads: bool, counts: Sequence[int] = (), rate: float | None = None
     ) -> Tensor | None:
         """See ``LookupKernel.update``. With ``accumulation_steps`` above 1, most calls only keep the gradient."""
         if self.accumulation_steps == 1:
@@ -197,3 +198,89 @@ class PooledKernel(LookupKernel):
         if rate is not None:
             return [rate] * len(self.tables)
         return [table.optimizer.lr for table in self.tables]
+
+
+class ColdRows:
+    """The rows of a group of tables that are in cold stores.
+
+    In all methods, ``ids``, (N,) int64, are those of a batch, as they are passed to the native group, and ``offsets``,
+    (F * B + 1,) int32 or int64, are None if the group does not pool.
+    """
+
+    def __init__(self, tables: Sequence[Table], group: int) -> None:
+        self._tables = tables
+        self._group = group
+        self.tiers = [table.tier for table in tables if isinstance(table.tier, ColdTier)]
+
+    @contextmanager
+    def resident(self, ids: Tensor, offsets: Tensor | None) -> Iterator[None]:
+        """Brings the rows of a training step to memory, and keeps them there while the caller runs the step."""
+        with holding(self.tiers):
+            if self.tiers:
+                for table, raw in zip(self._tables, ops.group_table_ids(self._group, ids, offsets), strict=True):
+                    table.tier.bring(raw, "lookup")
+            yield
+            for tier in self.tiers:
+                tier.end_step()
+
+    def read(self, ids: Tensor, offsets: Tensor | None, weights: Tensor | None) -> Tensor:
+        """Looks up a batch for evaluation, with the per-sample weights. Cold rows stay in their cold store.
+
+        Returns:
+            (B, columns) float32, pooled. (N, columns) if ``offsets`` is None.
+        """
+        with holding(self.tiers):
+            raw_ids = ops.group_table_ids(self._group, ids, offsets)
+            cold = [table.tier.read(raw) for table, raw in zip(self._tables, raw_ids, strict=True)]
+            cold_ids, images = zip(*cold, strict=True)
+            return ops.group_read(self._group, ids, offsets, weights, cold_ids, images)
+
+    def prefetch(self, ids: Tensor, counts: Sequence[int]) -> None:
+        """Reads the cold rows of a coming batch with ``counts`` ids of each feature, so that its lookup is fast."""
+        if not self.tiers:
+            return
+        offsets = torch.tensor([0, *counts]).cumsum(0)
+        for table, raw in zip(self._tables, ops.group_table_ids(self._group, ids, offsets), strict=True):
+            table.tier.prefetch(raw)
+
+
+def weight_gradients(
+    rows: Sequence[Tensor],
+    feature_tables: Sequence[int],
+    pooling: Literal["sum", "mean"],
+    offsets: Tensor,
+    grad: Tensor,
+) -> Tensor:
+    """Returns the gradient of the per-sample weights of a pooled lookup, (N,) float32.
+
+    Args:
+        rows: For each table, (n, columns). The rows of its ids, feature by feature.
+        feature_tables: The index of each feature's table in ``rows``.
+        pooling: The way in which the rows of a bag were pooled.
+        offsets: (F * B + 1,). The position where each bag begins, and N at the end.
+        grad: (B, sum of the features' columns) float32. The gradient of the lookup's output.
+    """
+    bags = grad.shape[0]
+    taken = [0] * len(rows)
+    parts = [grad.new_empty(0)]
+    columns = torch.split(grad, [rows[table].shape[1] for table in feature_tables], dim=1)
+    for number, (table, of_bags) in enumerate(zip(feature_tables, columns, strict=True)):
+        own = offsets[number * bags : (number + 1) * bags + 1]
+        begin, taken[table] = taken[table], taken[table] + int(own[-1] - own[0])
+        scales = bag_scales(own, pooling)
+        of_ids = (of_bags if scales is None else of_bags * scales[:, None])[bag_of(own)]
+        parts.append((rows[table][begin : taken[table]].float() * of_ids).sum(1))
+    return torch.cat(parts)
+
+
+def bag_scales(offsets: Tensor, pooling: Literal["sum", "mean"]) -> Tensor | None:
+    """Returns the factor of each bag's sum, (bags,) float32: 1 / length for a mean. Returns None for a sum."""
+    if pooling == "sum":
+        return None
+    return 1.0 / (offsets[1:] - offsets[:-1]).clamp(min=1).float()
+
+
+def bag_of(offsets: Tensor) -> Tensor:
+    """Returns the number of each id's bag, (n,) int64, for bags that begin at ``offsets``."""
+    lengths = offsets[1:] - offsets[:-1]
+    return torch.repeat_interleave(torch.arange(len(lengths)), lengths)

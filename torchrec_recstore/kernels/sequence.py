@@ -110,12 +110,7 @@ class SequenceKernel(LookupKernel):
         return (sum(count * columns for count, columns in zip(counts, self._columns, strict=True)),)
 
     def update(
-        self,
-        context: Tensor,
-        grad: Tensor,
-        weight_grads: bool,
-        counts: Sequence[int] = (),
-        rate: float | None = None,
+        self, context: Tensor, grad: Tensor, weight_grads: bool, counts: Sequence[int] = (), rate: float | None = None
     ) -> Tensor | None:
         """See ``LookupKernel.update``."""
         sizes = [count * columns for count, columns in zip(counts, self._columns, strict=True)]

@@ -13,7 +13,7 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
 from torchrec_recstore import ops
 from torchrec_recstore.kernels import PooledKernel, SequenceKernel
-from torchrec_recstore.kernels.weight_gradients import bag_of, bag_scales
+from torchrec_recstore.kernels.pooled import bag_of, bag_scales
 from torchrec_recstore.modules.remote_table_module import RemoteTableModule
 from torchrec_recstore.modules.table_module import TableModule
 
