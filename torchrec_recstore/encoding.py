@@ -1,6 +1,8 @@
 """Conversion of Python values to JSON and tensors, and back. Nothing is pickled.
 
 Files of a newer version of this package are refused, with an error that names the unknown part.
+
+Tests: tests/checkpoint/test_checkpoint.py.
 """
 
 from __future__ import annotations

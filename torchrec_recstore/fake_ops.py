@@ -3,6 +3,8 @@
 :func:`register` registers the fake versions, after the native extension has registered the ops.
 
 The fake versions compute shapes only. A size that depends on a table is symbolic.
+
+Tests: tests/test_ops.py.
 """
 
 from __future__ import annotations

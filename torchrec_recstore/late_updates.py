@@ -2,6 +2,8 @@
 
 Every call that reads or changes a table, its statistics included, finishes them first: ``ops.native_errors``, which
 every such call enters, calls :func:`finish`. So nothing sees rows without the updates of earlier backward passes.
+
+Tests: tests/device/test_device.py.
 """
 
 from __future__ import annotations

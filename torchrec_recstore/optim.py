@@ -15,6 +15,8 @@ of the batch alone: all other rows keep their weights and states.
 
 Source, unless an optimizer names another: the GPU formulas in FBGEMM 1.8.0,
 ``fbgemm_gpu/codegen/genscript/optimizers.py``.
+
+Tests: tests/kernels/test_optimizers.py.
 """
 
 from __future__ import annotations

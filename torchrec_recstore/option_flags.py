@@ -1,4 +1,7 @@
-"""The options of tables from the flags of commands and examples."""
+"""The options of tables from the flags of commands and examples.
+
+Tests: tests/examples/test_bounded.py.
+"""
 
 from __future__ import annotations
 

@@ -4,6 +4,8 @@ A weight of an 8-bit row (``torch.int8``) is ``code * scale + bias``, with a cod
 scale and one bias for each row. Outside a table, the stored weights of N such rows are (N, columns + 8) uint8: the
 codes of a row, then its scale and its bias as float32. This is the layout of FBGEMM's
 ``FloatToFused8BitRowwiseQuantized``. Stored weights of other types are (N, columns) tensors of that type.
+
+Tests: tests/store/test_row_types.py, tests/store/test_eight_bits.py.
 """
 
 from __future__ import annotations

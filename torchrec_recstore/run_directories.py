@@ -1,4 +1,7 @@
-"""The directories of cold stores in RocksDB, and which of them no process uses. This module imports no torch."""
+"""The directories of cold stores in RocksDB, and which of them no process uses. This module imports no torch.
+
+Tests: tests/store/test_run_directories.py.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Checks of TorchRec's table configs, and the initializer that a config asks for. For sharded and unsharded tables."""
+"""Checks of TorchRec's table configs, and the initializer that a config asks for. For sharded and unsharded tables.
+
+Tests: tests/sharders/test_embeddingbag.py, tests/modules/test_collections.py.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""The tensors that represent a table in a module: its empty parameter, and the copies in ``state_dict``."""
+"""The tensors that represent a table in a module: its empty parameter, and the copies in ``state_dict``.
+
+Tests: tests/sharders/test_state_writes.py.
+"""
 
 from __future__ import annotations
 

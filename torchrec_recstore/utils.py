@@ -1,4 +1,7 @@
-"""Lazy imports, warnings and forked processes, for all packages of torchrec_recstore. This module imports no torch."""
+"""Lazy imports, warnings and forked processes, for all packages of torchrec_recstore. This module imports no torch.
+
+Tests: tests/test_warnings.py.
+"""
 
 from __future__ import annotations
 

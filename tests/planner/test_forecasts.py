@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import itertools
-import json
 import random
 from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,7 +14,7 @@ import torch
 from torchrec_recstore import SGD, Adam, RowWiseAdagrad
 from torchrec_recstore.options import TableOptions
 from torchrec_recstore.planner import TableStatistics
-from torchrec_recstore.planner.forecast_inputs import ForecastTable, Machines, read_machines
+from torchrec_recstore.planner.forecast_inputs import ForecastTable, Machines
 from torchrec_recstore.planner.forecasts import Forecast, forecast
 from torchrec_recstore.planner.traffic import PlacedTable, milliseconds, rank_traffic
 from torchrec_recstore.store import Table
@@ -217,35 +215,3 @@ def test_other_optimizers_and_row_types() -> None:
     assert more.ranks[0].memory_bytes - base == 20_000 * (2 * 16 - 1) * 4
     assert base - less.ranks[0].memory_bytes == 20_000 * 16 * 2
     assert half.ranks[0].memory_bytes < base
-
-
-def test_topology_files(tmp_path: Path) -> None:
-    path = tmp_path / "hosts.json"
-    document: dict[str, object] = {
-        "ranks_per_host": 8,
-        "memory_per_rank_bytes": 64_000_000_000,
-        "within_host_bytes_per_s": 1e10,
-        "between_hosts_bytes_per_s": 3.125e9,
-    }
-    path.write_text(json.dumps(document))
-    assert read_machines(path) == Machines(8, 64_000_000_000, 1e10, 3.125e9)
-    path.write_text(json.dumps({**document, "table_wise_ms": 0, "row_wise_ms": 1.5, "latency_ms": 0.025}))
-    assert read_machines(path).sharding_type_ms == {"table_wise": 0, "row_wise": 1.5}
-    assert read_machines(path).latency_ms == 0.025
-    for change, says in (
-        ({"ranks_per_host": 0}, "ranks_per_host must be a whole number above 0, got 0"),
-        ({"memory_per_rank_bytes": 1.5}, "memory_per_rank_bytes must be a whole number above 0, got 1.5"),
-        ({"within_host_bytes_per_s": "10G"}, "within_host_bytes_per_s must be a finite number above 0, got '10G'"),
-        ({"row_wise_ms": -1}, "row_wise_ms must be a finite number of at least 0, got -1"),
-        ({"latency_ms": -0.1}, "latency_ms must be a finite number of at least 0, got -0.1"),
-        ({"latency": 1}, "'latency'"),
-    ):
-        path.write_text(json.dumps({**document, **change}))
-        with pytest.raises(ValueError, match=rf"hosts\.json: .*{says}"):
-            read_machines(path)
-    path.write_text('{"ranks_per_host": 8}')
-    with pytest.raises(ValueError, match=r"hosts\.json: it has no field 'memory_per_rank_bytes'"):
-        read_machines(path)
-    path.write_text("[]")
-    with pytest.raises(ValueError, match=r"hosts\.json: it is not a JSON object"):
-        read_machines(path)

@@ -6,6 +6,8 @@ tensor refers to it. The host waits for the event of a copy, and never for a str
 
 A copy to the host runs on the current stream, or on a stream of its own (``aside``), so that the current stream goes on
 in the meantime. A copy to the device runs on the current stream, whose next kernels therefore see its result.
+
+Tests: tests/device/test_device.py.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""The kernel that pools, the rows of its tables in cold stores, and the gradients of per-sample weights.
-
-Tests: tests/kernels/test_pooled.py, tests/kernels/test_evaluation.py.
-"""
+"""The kernel that pools, the rows of its tables in cold stores, and the gradients of per-sample weights."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""The planner's constraints for one RecStore table."""
+"""The planner's constraints for one RecStore table.
+
+Tests: tests/planner/test_bounds.py, tests/planner/test_planners.py.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""The enumerator of the sharding options from which the planner chooses."""
+"""The enumerator of the sharding options from which the planner chooses.
+
+Tests: tests/planner/test_planners.py, tests/planner/test_statistics.py.
+"""
 
 from __future__ import annotations
 

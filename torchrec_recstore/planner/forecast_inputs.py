@@ -1,7 +1,4 @@
-"""What ``recstore plan`` reads: the file of hosts, the file of tables, and a sample of training rows.
-
-Tests: tests/planner/test_table_files.py, tests/commands/test_plan.py.
-"""
+"""What ``recstore plan`` reads: the file of hosts, the file of tables, and a sample of training rows."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""The planner that places tables in RecStore, its log, and its errors when memory is short.
-
-Tests: tests/planner/test_planners.py, tests/planner/test_accelerators.py.
-"""
+"""The planner that places tables in RecStore, its log, and its errors when memory is short."""
 
 from __future__ import annotations
 

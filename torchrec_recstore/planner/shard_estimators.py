@@ -1,7 +1,4 @@
-"""The planner's estimates for RecStore tables: their memory, the time of their collectives, and the bytes of copies.
-
-Tests: tests/planner/test_estimators.py, tests/device/test_planned_bytes.py.
-"""
+"""The planner's estimates for RecStore tables: their memory, the time of their collectives, and the bytes of copies."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Files of tables: what they may say, and what is refused."""
+"""Files of tables and of hosts: what they may say, and what is refused."""
 
 from __future__ import annotations
 
@@ -10,7 +10,13 @@ import pytest
 from torchrec_recstore import SGD, Adam, RowWiseAdagrad
 from torchrec_recstore.options import LRU, TableOptions
 from torchrec_recstore.planner import TableStatistics
-from torchrec_recstore.planner.forecast_inputs import ForecastTable, StatedTable, read_table_file
+from torchrec_recstore.planner.forecast_inputs import (
+    ForecastTable,
+    Machines,
+    StatedTable,
+    read_machines,
+    read_table_file,
+)
 
 FULL = {
     "features": ["a", "b"],
@@ -84,3 +90,35 @@ def test_what_is_refused(document: object, says: str, tmp_path: Path) -> None:
     path.write_text(json.dumps(document))
     with pytest.raises(ValueError, match=rf"tables\.json: {says}"):
         read_table_file(path)
+
+
+def test_topology_files(tmp_path: Path) -> None:
+    path = tmp_path / "hosts.json"
+    document: dict[str, object] = {
+        "ranks_per_host": 8,
+        "memory_per_rank_bytes": 64_000_000_000,
+        "within_host_bytes_per_s": 1e10,
+        "between_hosts_bytes_per_s": 3.125e9,
+    }
+    path.write_text(json.dumps(document))
+    assert read_machines(path) == Machines(8, 64_000_000_000, 1e10, 3.125e9)
+    path.write_text(json.dumps({**document, "table_wise_ms": 0, "row_wise_ms": 1.5, "latency_ms": 0.025}))
+    assert read_machines(path).sharding_type_ms == {"table_wise": 0, "row_wise": 1.5}
+    assert read_machines(path).latency_ms == 0.025
+    for change, says in (
+        ({"ranks_per_host": 0}, "ranks_per_host must be a whole number above 0, got 0"),
+        ({"memory_per_rank_bytes": 1.5}, "memory_per_rank_bytes must be a whole number above 0, got 1.5"),
+        ({"within_host_bytes_per_s": "10G"}, "within_host_bytes_per_s must be a finite number above 0, got '10G'"),
+        ({"row_wise_ms": -1}, "row_wise_ms must be a finite number of at least 0, got -1"),
+        ({"latency_ms": -0.1}, "latency_ms must be a finite number of at least 0, got -0.1"),
+        ({"latency": 1}, "'latency'"),
+    ):
+        path.write_text(json.dumps({**document, **change}))
+        with pytest.raises(ValueError, match=rf"hosts\.json: .*{says}"):
+            read_machines(path)
+    path.write_text('{"ranks_per_host": 8}')
+    with pytest.raises(ValueError, match=r"hosts\.json: it has no field 'memory_per_rank_bytes'"):
+        read_machines(path)
+    path.write_text("[]")
+    with pytest.raises(ValueError, match=r"hosts\.json: it is not a JSON object"):
+        read_machines(path)
