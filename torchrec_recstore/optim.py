@@ -77,7 +77,8 @@ class Optimizer:
         """Returns the numbers of ``OptimizerConfig`` in csrc/optimizer.h; 0 for a number that is not used."""
         values = dict(vars(self))
         values["beta1"], values["beta2"] = values.pop("betas", (0.0, 0.0))
-        values["decouple"] = values.get("weight_decay_mode") == "decouple"
+        values["decouple"] = values.pop("weight_decay_mode", "l2") == "decouple"
+        assert values.keys() <= {"lr", *_NUMBERS}, f"{type(self).__name__} has an argument without a number in csrc"
         return [float(values.get(name) or 0.0) for name in _NUMBERS]
 
 

@@ -14,6 +14,7 @@ from fbgemm_gpu.split_table_batched_embeddings_ops_training import (
     SplitTableBatchedEmbeddingBagsCodegen,
 )
 
+import torchrec_recstore
 from torchrec_recstore import optim
 from torchrec_recstore.kernels import PooledKernel
 from torchrec_recstore.optim import (
@@ -36,6 +37,11 @@ from torchrec_recstore.store import Table
 from ..instruction_sets import by_instruction_set
 from .optimizer_cases import OPTIMIZERS, ROWS, rows, table
 from .optimizer_reference import Reference
+
+
+def test_every_optimizer_has_a_case_and_a_public_name() -> None:
+    assert {type(optimizer) for optimizer in OPTIMIZERS} == set(optim.OPTIMIZERS.values())
+    assert all(getattr(torchrec_recstore, name) is kind for name, kind in optim.OPTIMIZERS.items())
 
 
 @pytest.mark.parametrize("dim", [1, 4, 16, 33, 64])
