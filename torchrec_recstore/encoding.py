@@ -35,16 +35,10 @@ def not_known(what: str) -> str:
 
 
 def check_fields(where: str, found: Collection[str], known: Collection[str], optional: Collection[str] = ()) -> None:
-    """Raises an error if the fields of an entry of a file are not the expected ones.
-
-    Args:
-        where: The name of the entry, for the message.
-        found: The names of its fields.
-        known: The names of the fields that it may have.
-        optional: The names of these fields that may be missing. Default: ().
+    """Checks the names of the fields of an entry of a file. ``where`` is the name of the entry, for the message.
 
     Raises:
-        ValueError: The entry has an unknown field, or a field that it must have is missing.
+        ValueError: The entry has a field that is not ``known``, or lacks a field that is not ``optional``.
     """
     for name in found:
         if name not in known:

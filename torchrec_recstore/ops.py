@@ -129,7 +129,7 @@ def table_create(
     """
     numbers = _initializer_numbers(initializer)
     with native_errors(f"table '{name}'"):
-        handle = _ops.table_create(
+        handle: int = _ops.table_create(
             name,
             columns.start,
             columns.stop,
@@ -143,7 +143,7 @@ def table_create(
             STATE_TYPES[state_dtype],
             _bounds(options),
         )
-    return cast(int, handle)
+    return handle
 
 
 # A decorator for the ops of finalizers: Python may collect garbage in the middle of a trace, and the graph must not

@@ -22,11 +22,7 @@ ROW_DTYPES = {
 
 
 def check_config(config: BaseEmbeddingConfig) -> None:
-    """Raises an error if a config has a data type that rows cannot have, or asks for another kernel.
-
-    Raises:
-        ValueError: RecStore does not support the config. The message names the table.
-    """
+    """Raises ValueError if rows cannot have a config's data type, or if the config asks for another kernel."""
     if config.data_type not in ROW_DTYPES:
         raise ValueError(
             f"RecStore table {config.name!r}: data_type {config.data_type} is not supported, "
@@ -39,11 +35,7 @@ def check_config(config: BaseEmbeddingConfig) -> None:
 
 
 def check_init_fn(config: BaseEmbeddingConfig, options: TableOptions | None) -> None:
-    """Raises an error if a config has an ``init_fn`` of the user and ``options`` have no initializer.
-
-    Raises:
-        ValueError: The config has such an ``init_fn``. The message names the table.
-    """
+    """Raises ValueError if a config has an ``init_fn`` of the user, and ``options`` have no initializer."""
     if (options is None or options.initializer is None) and not _is_default_init(config):
         raise ValueError(
             f"RecStore table {config.name!r}: init_fn initializes whole tables, but rows are created one at a time: "
@@ -52,10 +44,9 @@ def check_init_fn(config: BaseEmbeddingConfig, options: TableOptions | None) -> 
 
 
 def initializer_of(config: BaseEmbeddingConfig, options: TableOptions) -> Initializer:
-    """Returns the initializer of a table.
+    """Returns the initializer of ``options``, or a uniform one from the config's ``weight_init_min`` to ``max``.
 
-    It is the initializer of ``options`` if there is one. Otherwise it is uniform in the config's range, from
-    ``weight_init_min`` to ``weight_init_max``. A bound that the config does not set is that of the default initializer.
+    A bound that the config does not set is that of the default initializer.
 
     Raises:
         ValueError: The config's range is not valid. The message names the table.

@@ -117,7 +117,7 @@ class RecStoreEnumerator(EmbeddingEnumerator):  # type: ignore[misc]
         _check_names("constraints for", names, here)
         mine = {key for key, sharder in self.sharder_map.items() if isinstance(sharder, _Sharder)}
         wanted = [o for o in enumerated if o.module_type_key not in mine or _wanted(o, constraints.get(o.name))]
-        for name in {option.name for option in enumerated} - {option.name for option in wanted}:
+        for name in names - {option.name for option in wanted}:
             if _on_servers(constraints.get(name)):
                 raise PlannerError(
                     f"no sharding option is left for table {name!r}: servers distribute its rows, so that its sharding "

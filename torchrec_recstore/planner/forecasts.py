@@ -32,21 +32,13 @@ _SOURCES = {
 
 @dataclass(frozen=True)
 class TableForecast:
-    """The place of a table in a plan.
-
-    Args:
-        name: The name of the table.
-        sharding_type: ``"table_wise"`` or ``"row_wise"``.
-        ranks: The ranks of its shards.
-        rows: The number of its rows now, over all ranks, at most ``max_rows``.
-        rows_later: The number of its rows after the growth, at most ``max_rows``.
-    """
+    """The place of a table in a plan. Its rows are those of all ranks, at most ``max_rows``."""
 
     name: str
-    sharding_type: str
-    ranks: tuple[int, ...]
-    rows: int
-    rows_later: int
+    sharding_type: str  # "table_wise" or "row_wise"
+    ranks: tuple[int, ...]  # of its shards
+    rows: int  # now
+    rows_later: int  # after the growth
 
 
 @dataclass(frozen=True)
@@ -54,7 +46,6 @@ class RankForecast:
     """The work of a rank in a training step, and its memory.
 
     Args:
-        rank: The rank.
         lookups_ms: The milliseconds of lookups and updates.
         network_ms: The milliseconds of the exchange with other ranks: the larger of ``sent_bytes`` and
             ``received_bytes`` within the host, and between hosts, at the speeds of the network, and the latency of each

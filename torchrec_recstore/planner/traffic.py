@@ -7,6 +7,9 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 Collective = Literal["splits", "lengths", "ids", "weights", "pooled", "partial sums", "gradients"]
+"""``"splits"`` are the numbers of ids, which the ranks exchange first. ``"partial sums"`` are those of the bags of
+row-wise tables, and ``"pooled"`` the pooled rows of other tables. ``"gradients"`` are those of both."""
+
 COLLECTIVES: tuple[Collective, ...] = get_args(Collective)
 OUTPUTS: tuple[Collective, ...] = ("pooled", "partial sums")
 """The collectives in which the ranks with shards send to the ranks with samples."""
@@ -90,16 +93,7 @@ class RankTraffic:
     """The bytes that one rank gives to a collective for other ranks, and gets of them, in a training step.
 
     The bytes of a rank for itself do not count. They are the payload: what a library sends for it depends on its
-    algorithm, see :func:`library_factor`.
-
-    Args:
-        collective: ``"splits"``, the numbers of ids that the ranks exchange first; ``"lengths"``, ``"ids"`` and
-            ``"weights"`` of the batch; ``"pooled"``, the pooled rows; ``"partial sums"`` of the bags of row-wise
-            tables; or ``"gradients"``, those of the pooled rows.
-        sent: The bytes to other ranks.
-        received: The bytes of other ranks.
-        sent_between_hosts: The bytes of ``sent`` to ranks of other hosts.
-        received_between_hosts: The bytes of ``received`` of ranks of other hosts.
+    algorithm, see :func:`library_factor`. The bytes between hosts are parts of the other two numbers.
     """
 
     collective: Collective
