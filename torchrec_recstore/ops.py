@@ -9,6 +9,8 @@ Raises:
 
 from __future__ import annotations
 
+import threading
+from collections import deque
 from collections.abc import Callable, Sequence
 from typing import cast
 
@@ -16,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
-from torchrec_recstore import fake_ops, late_updates
+from torchrec_recstore import fake_ops
 from torchrec_recstore.optim import Optimizer
 from torchrec_recstore.options import LFU, ConstantInit, Initializer, NormalInit, TableOptions, UniformInit
 from torchrec_recstore.row_types import ROW_TYPES, STATE_TYPES
@@ -36,12 +38,42 @@ _INVALID = "recstore invalid argument: "
 _NO_MEMORY = "recstore out of memory: "
 _CLOSED = "no open table has the handle"
 
+waiting_updates: deque[Callable[[], None]] = deque()
+"""The updates of rows that wait for gradients from an accelerator, in the order of their backward passes.
+
+Backward returns before they have been carried out. Every call that reads or changes a table, its statistics included,
+enters :class:`native_errors`, which finishes them first. So nothing sees rows without the updates of earlier passes.
+"""
+_finishing = threading.RLock()
+_in_progress = False
+
+
+def finish_updates() -> None:
+    """Carries out all updates that wait.
+
+    Raises:
+        Exception: The error of an update. The updates after it are carried out by the next call.
+    """
+    global _in_progress
+    with _finishing:
+        if _in_progress:  # An update itself calls the functions that finish updates.
+            return
+        _in_progress = True
+        try:
+            while waiting_updates:
+                try:
+                    waiting_updates[0]()
+                finally:
+                    waiting_updates.popleft()  # Afterwards, so that other threads wait for an update in progress.
+        finally:
+            _in_progress = False
+
 
 class native_errors:
     """A context manager that converts native errors to their Python types and adds the name of the caller.
 
-    It also finishes the updates that wait for gradients from an accelerator (:mod:`torchrec_recstore.late_updates`), so
-    that the native call sees them. It is a class, because a generator takes three times as long to enter and to leave.
+    It also finishes :data:`waiting_updates`, so that the native call sees them. It is a class, because a generator
+    takes three times as long to enter and to leave.
 
     Args:
         who: The caller's name at the beginning of the message, such as ``"table 't_user'"``.
@@ -58,8 +90,8 @@ class native_errors:
 
     def __enter__(self) -> None:
         """Finishes the updates that wait, and raises the error of one that fails."""
-        if late_updates.waiting:
-            late_updates.finish()
+        if waiting_updates:
+            finish_updates()
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: object) -> None:
         if not isinstance(error, RuntimeError):

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from tests.device import streams
-from torchrec_recstore import SGD, Table, late_updates, ops
+from torchrec_recstore import SGD, Table, ops
 from torchrec_recstore.kernels import PooledKernel, device_copies
 from torchrec_recstore.kernels.device_copies import CopyTarget
 
@@ -68,9 +68,9 @@ def failing_updates(device: torch.device) -> list[str]:
         said.append(str(error))
     said.append(f"the other table was updated: {torch.equal(tables[1].lookup(ids), before - 1)}")
     other(ids, offsets, train=True, to=to).sum().backward()
-    assert late_updates.waiting
+    assert ops.waiting_updates
     tables[1].close()
-    said.append(f"closed after the update: {not late_updates.waiting}")
+    said.append(f"closed after the update: {not ops.waiting_updates}")
     return said
 
 

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import CheckpointFunction
 
-from torchrec_recstore import late_updates, ops
+from torchrec_recstore import ops
 from torchrec_recstore.fake_ops import PYTHON_OPS, register_python_op
 from torchrec_recstore.kernels.device_copies import Arriving, CopyTarget, to_device, traced, up
 from torchrec_recstore.kernels.row_service import RemoteTable
@@ -108,7 +108,7 @@ class LookupKernel(nn.Module):
             with ops.native_errors(self._who):
                 self.update(context, grad, False, counts, rate)
 
-        late_updates.waiting.append(update)
+        ops.waiting_updates.append(update)
 
     def read(self, ids: Tensor, offsets: Tensor | None, counts: Sequence[int], weights: Tensor | None) -> Tensor:
         """Looks up a batch for evaluation. See ``look_up``; the arguments and the output are the same."""

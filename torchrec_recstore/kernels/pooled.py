@@ -65,9 +65,10 @@ class PooledKernel(LookupKernel):
                 table.pending_passes = self._pending
         self.learning_rate = None
         numbers = [(0, 0, 0, False) if r is None else astuple(r) for r in routings]
-        self._group = ops.group_create([t.handle for t in self.tables], feature_tables, numbers, pooling == "mean")
-        self._free = weakref.finalize(self, ops.group_destroy, self._group)
-        self.cold_rows = ColdRows(self.tables, self._group)
+        self.group = ops.group_create([t.handle for t in self.tables], feature_tables, numbers, pooling == "mean")
+        """The handle of the native group, for other lookups of the same tables. It is valid as long as the kernel."""
+        self._free = weakref.finalize(self, ops.group_destroy, self.group)
+        self.cold_rows = ColdRows(self.tables, self.group)
         self._features = len(feature_tables)
         self._feature_tables, self._pooling = list(feature_tables), pooling
         self._columns = sum(len(self.tables[number].columns) for number in feature_tables)
@@ -123,7 +124,7 @@ class PooledKernel(LookupKernel):
         if ids.dtype is not torch.int64:
             raise TypeError(f"ids must be int64, got {ids.dtype}")
         with ops.native_errors(self._who):
-            ops.group_prefetch(self._group, ids, counts)
+            ops.group_prefetch(self.group, ids, counts)
             self.cold_rows.prefetch(ids, counts)
 
     def check(self, ids: Tensor, offsets: Tensor, weights: Tensor | None) -> None:
@@ -135,31 +136,26 @@ class PooledKernel(LookupKernel):
         if weights is not None and weights.dtype is not torch.float32:
             raise TypeError(f"weights must be float32, got {weights.dtype}")
 
-    @property
-    def group(self) -> int:
-        """The handle of the native group, for other lookups of the same tables. It is valid as long as the kernel."""
-        return self._group
-
     def look_up(
         self, ids: Tensor, offsets: Tensor | None, counts: Sequence[int], weights: Tensor | None
     ) -> tuple[Tensor, Tensor]:
         """See ``LookupKernel.look_up``."""
         assert offsets is not None
         if not self.cold_rows.tiers:
-            return ops.group_forward(self._group, ids, offsets, weights, True)
+            return ops.group_forward(self.group, ids, offsets, weights, True)
         with self.cold_rows.resident(ids, offsets):
-            return ops.group_forward(self._group, ids, offsets, weights, True)
+            return ops.group_forward(self.group, ids, offsets, weights, True)
 
     def read(self, ids: Tensor, offsets: Tensor | None, counts: Sequence[int], weights: Tensor | None) -> Tensor:
         """See ``LookupKernel.read``."""
         assert offsets is not None
         if self.cold_rows.tiers:
             return self.cold_rows.read(ids, offsets, weights)
-        return ops.group_forward(self._group, ids, offsets, weights, False)[0]
+        return ops.group_forward(self.group, ids, offsets, weights, False)[0]
 
     def weight_gradients(self, ids: Tensor, offsets: Tensor | None, grad: Tensor) -> Tensor:
         """See ``LookupKernel.weight_gradients``."""
-        of_tables = ops.group_table_ids(self._group, ids, offsets)
+        of_tables = ops.group_table_ids(self.group, ids, offsets)
         rows = [table.lookup(some) for table, some in zip(self.tables, of_tables, strict=True)]
         return self.weight_gradients_of(rows, offsets, grad)
 

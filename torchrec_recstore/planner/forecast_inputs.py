@@ -234,14 +234,12 @@ class TableFile:
         for name in dict.fromkeys((*saved, *self.tables)):
             stated, table = self.tables.get(name, StatedTable()), saved.get(name)
             if table is None:
-                for what, value in (("dim", stated.dim), ("optimizer", optimizer)):
-                    if value is None:
-                        raise ValueError(
-                            f"{self.path}: the {what} of table {name!r} is not known: state {what}, or pass a "
-                            "checkpoint of the table as SOURCE"
-                        )
-                assert stated.dim is not None
-                assert optimizer is not None
+                if stated.dim is None or optimizer is None:
+                    what = "dim" if stated.dim is None else "optimizer"
+                    raise ValueError(
+                        f"{self.path}: the {what} of table {name!r} is not known: state {what}, or pass a checkpoint "
+                        "of the table as SOURCE"
+                    )
                 table = ForecastTable(stated.dim, optimizer)
             found[name] = ForecastTable(
                 dim=stated.dim or table.dim,
@@ -255,8 +253,9 @@ class TableFile:
         """Returns the rows of the tables, and their growth, which is left out if ``steps_per_day`` is None."""
         found = {}
         for name, table in self.tables.items():
-            grows = table.rows_per_day is not None and steps_per_day is not None
-            per_step = table.rows_per_day / steps_per_day if grows else None  # type: ignore[operator]
+            per_step = None
+            if table.rows_per_day is not None and steps_per_day is not None:
+                per_step = table.rows_per_day / steps_per_day
             found[name] = TableStatistics(rows=table.rows, rows_per_step=per_step)
         return found
 

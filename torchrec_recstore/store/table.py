@@ -7,7 +7,7 @@ from types import TracebackType
 import torch
 from torch import Tensor
 
-from torchrec_recstore import late_updates, ops
+from torchrec_recstore import ops
 from torchrec_recstore.optim import Optimizer, RowWiseAdagrad, is_square, state_names
 from torchrec_recstore.options import TableOptions, default_initializer, is_shared
 from torchrec_recstore.row_types import value_dtype
@@ -531,7 +531,7 @@ class Table:
                 the table stays open. A table that is garbage-collected without being closed does not flush. Default:
                 True.
         """
-        late_updates.finish()
+        ops.finish_updates()
         if flush and self._free_rows.alive and self.tier.shared:
             self.flush()
         self._free_rows()
