@@ -29,7 +29,6 @@ from torchrec.modules.mc_embedding_modules import ManagedCollisionEmbeddingBagCo
 from torchrec.modules.mc_modules import LRU_EvictionPolicy, ManagedCollisionCollection, MCHManagedCollisionModule
 from torchrec.sparse.jagged_tensor import JaggedTensor
 
-from torchrec_recstore.optim import OPTIMIZERS
 from torchrec_recstore.triples import release
 
 DOCUMENT = (Path(__file__).parents[1] / "docs" / "comparison.md").read_text()
@@ -63,11 +62,6 @@ def test_every_cell_on_others_has_a_source() -> None:
         assert len(row) == 6, row
         for cell in row[2:]:
             assert re.search(r"\]\[\w+\]", cell) or "not found" in cell or "(#tried-here)" in cell, (row[0], cell)
-
-
-def test_our_optimizers() -> None:
-    (ours,) = [row[1] for row in rows_of(section("Side by side")) if row[0] == "optimizers"]
-    assert set(ours.split(", ")) == set(OPTIMIZERS)
 
 
 def by_hand(module: nn.Module, sharder: ModuleSharder[nn.Module], kernel: str, rows: int) -> DistributedModelParallel:

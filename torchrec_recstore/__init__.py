@@ -1,12 +1,16 @@
 """Dynamic embedding tables for TorchRec: tables that accept any int64 id and grow during training.
 
-Names are imported when they are first used, so that ``torchrec_recstore.store`` works without TorchRec.
+Names are imported when they are first used, so that ``torchrec_recstore.store`` works without TorchRec. Options and
+optimizers need not even torch.
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from torchrec_recstore import optim, options
+from torchrec_recstore.optim import *  # noqa: F403
+from torchrec_recstore.options import *  # noqa: F403
 from torchrec_recstore.utils import lazy_names
 
 if TYPE_CHECKING:
@@ -39,34 +43,6 @@ if TYPE_CHECKING:
         SparseRowWiseAdagrad,
         SparseSGD,
     )
-    from torchrec_recstore.optim import (
-        LAMB,
-        LARSSGD,
-        SGD,
-        Adagrad,
-        Adam,
-        AdamW,
-        Ftrl,
-        PartialRowWiseAdam,
-        PartialRowWiseLAMB,
-        RMSprop,
-        RowWiseAdagrad,
-        state_names,
-    )
-    from torchrec_recstore.options import (
-        LFU,
-        LRU,
-        ConstantInit,
-        Expiry,
-        MinFrequency,
-        NormalInit,
-        RedisStore,
-        RocksDBStore,
-        Servers,
-        ServerStore,
-        TableOptions,
-        UniformInit,
-    )
     from torchrec_recstore.planner import RecStoreConstraints, RecStorePlanner
     from torchrec_recstore.sharders import (
         RecStoreEmbeddingCollectionSharder,
@@ -94,25 +70,10 @@ if TYPE_CHECKING:
 __version__ = "0.2.0"
 
 _MODULES = {
-    "Adagrad": "optim",
-    "Adam": "optim",
-    "AdamW": "optim",
     "AsyncSave": "checkpoint",
     "CheckpointError": "checkpoint",
     "CheckpointInfo": "checkpoint",
     "ColdStoreError": "store",
-    "ConstantInit": "options",
-    "Expiry": "options",
-    "Ftrl": "optim",
-    "LAMB": "optim",
-    "LARSSGD": "optim",
-    "LFU": "options",
-    "LRU": "options",
-    "MinFrequency": "options",
-    "NormalInit": "options",
-    "PartialRowWiseAdam": "optim",
-    "PartialRowWiseLAMB": "optim",
-    "RMSprop": "optim",
     "RecStoreConstraints": "planner",
     "RecStoreEmbedding": "modules",
     "RecStoreEmbeddingBag": "modules",
@@ -124,20 +85,12 @@ _MODULES = {
     "RecStorePrefetchPipeline": "sharders",
     "RecStoreSharder": "sharders",
     "RecStoreWarning": "utils",
-    "RedisStore": "options",
-    "RocksDBStore": "options",
-    "RowWiseAdagrad": "optim",
-    "SGD": "optim",
-    "ServerStore": "options",
-    "Servers": "options",
     "SparseAdamW": "modules",
     "SparseRowWiseAdagrad": "modules",
     "SparseSGD": "modules",
     "Table": "store",
-    "TableOptions": "options",
     "TableStats": "store",
     "TopRows": "checkpoint",
-    "UniformInit": "options",
     "async_save": "checkpoint",
     "compact_checkpoint": "checkpoint",
     "export_dense_weights": "checkpoint",
@@ -153,7 +106,6 @@ _MODULES = {
     "reshard": "sharders",
     "save_checkpoint": "checkpoint",
     "set_time": "sharders",
-    "state_names": "optim",
     "stock_optimizer_state_dict": "checkpoint",
     "stock_state_dict": "checkpoint",
     "table_stats": "sharders",
@@ -162,27 +114,11 @@ _MODULES = {
 }
 
 __all__ = [
-    "LAMB",
-    "LARSSGD",
-    "LFU",
-    "LRU",
-    "SGD",
-    "Adagrad",
-    "Adam",
-    "AdamW",
     "AsyncSave",
     "CheckpointError",
     "CheckpointInfo",
     "ColdStoreError",
-    "ConstantInit",
-    "Expiry",
-    "Ftrl",
-    "MinFrequency",
     "NoInitialRow",
-    "NormalInit",
-    "PartialRowWiseAdam",
-    "PartialRowWiseLAMB",
-    "RMSprop",
     "RecStoreClient",
     "RecStoreConstraints",
     "RecStoreEmbedding",
@@ -195,22 +131,15 @@ __all__ = [
     "RecStorePrefetchPipeline",
     "RecStoreSharder",
     "RecStoreWarning",
-    "RedisStore",
-    "RocksDBStore",
-    "RowWiseAdagrad",
     "ServerRestartedError",
     "ServerSetError",
-    "ServerStore",
-    "Servers",
     "ServiceError",
     "SparseAdamW",
     "SparseRowWiseAdagrad",
     "SparseSGD",
     "Table",
-    "TableOptions",
     "TableStats",
     "TopRows",
-    "UniformInit",
     "async_save",
     "compact_checkpoint",
     "export_dense_weights",
@@ -227,7 +156,6 @@ __all__ = [
     "reshard",
     "save_checkpoint",
     "set_time",
-    "state_names",
     "stock_optimizer_state_dict",
     "stock_state_dict",
     "table_stats",
@@ -243,5 +171,8 @@ _OF_THE_SERVICE = (
     "ServiceError",
     "get_include",
 )
+
+__all__ += optim.__all__
+__all__ += options.__all__
 
 __getattr__, __dir__ = lazy_names(__name__, _MODULES, dict.fromkeys(_OF_THE_SERVICE, "service"))

@@ -26,6 +26,21 @@ from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import ClassVar, Literal
 
+__all__ = [
+    "LAMB",
+    "LARSSGD",
+    "SGD",
+    "Adagrad",
+    "Adam",
+    "AdamW",
+    "Ftrl",
+    "PartialRowWiseAdam",
+    "PartialRowWiseLAMB",
+    "RMSprop",
+    "RowWiseAdagrad",
+    "state_names",
+]
+
 WeightDecayMode = Literal["l2", "decouple"]
 StateKind = Literal["element", "row"]
 # The fields of OptimizerConfig in csrc/optimizer.h, in their order, without the kind.

@@ -11,6 +11,21 @@ from torchrec_recstore.display import set_fields
 from torchrec_recstore.network import check_token, checked_addresses
 from torchrec_recstore.server_options import Servers as Servers  # one of the options
 
+__all__ = [
+    "LFU",
+    "LRU",
+    "ConstantInit",
+    "Expiry",
+    "MinFrequency",
+    "NormalInit",
+    "RedisStore",
+    "RocksDBStore",
+    "ServerStore",
+    "Servers",
+    "TableOptions",
+    "UniformInit",
+]
+
 MAX_INIT_ROWS = 2**20
 """The largest ``n`` in the default initializer ``uniform(+-sqrt(1/n))``. Without a limit, ``num_embeddings=2**40``
 would initialize rows to almost zero."""

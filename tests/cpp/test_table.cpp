@@ -97,7 +97,7 @@ std::vector<float> train_steps(OptimizerKind kind, int threads, bool weighted, b
 }
 
 void bits_do_not_depend_on_threads() {
-  for (auto number = static_cast<int64_t>(OptimizerKind::kSgd); number <= static_cast<int64_t>(OptimizerKind::kFtrl); ++number) {
+  for (int64_t number = 0; number < kOptimizers; ++number) {
     const auto kind = static_cast<OptimizerKind>(number);
     for (const bool weighted : {false, true}) {
       const auto expected = train_steps(kind, 1, weighted, !weighted);
@@ -288,7 +288,7 @@ void accumulated_passes_update_once() {
 }
 
 void states_are_as_the_layout_has_them() {
-  for (int64_t kind = 0; kind <= static_cast<int64_t>(OptimizerKind::kFtrl); ++kind) {
+  for (int64_t kind = 0; kind < kOptimizers; ++kind) {
     OptimizerConfig config;
     config.kind = static_cast<OptimizerKind>(kind);
     const auto states = config.states();

@@ -1,4 +1,4 @@
-"""Every fused optimizer, with and without its options, and tables to test the optimizers on."""
+"""Every fused optimizer with and without its options, its published formula, and tables to test it on."""
 
 from __future__ import annotations
 
@@ -58,3 +58,76 @@ def table(optimizer: Optimizer, dim: int = 4) -> Table:
 
 def rows(made: Table) -> Tensor:
     return made.lookup(torch.arange(ROWS))
+
+
+Moments = Adam | AdamW | PartialRowWiseAdam | LAMB | PartialRowWiseLAMB
+
+
+class Reference:
+    """The formulas in plain torch, in float64, one row at a time. A call of :meth:`update` is one update of the table."""
+
+    def __init__(self, optimizer: Optimizer, rows: dict[int, Tensor]) -> None:
+        self.optimizer = optimizer
+        self.rows = {id_: row.double() for id_, row in rows.items()}
+        self.states: dict[int, dict[str, Tensor]] = {id_: {} for id_ in rows}
+        self.updates = 0
+
+    def update(self, ids: list[int], grads: Tensor) -> None:
+        o = self.optimizer
+        self.updates += 1
+        sums: dict[int, Tensor] = {}
+        for id_, grad in zip(ids, grads.double(), strict=True):
+            if o.max_gradient is not None:
+                grad = grad.clamp(-o.max_gradient, o.max_gradient)
+            sums[id_] = sums.get(id_, torch.zeros_like(grad)) + grad
+        for id_, grad in sums.items():
+            if o.max_gradient_norm is not None and grad.norm() > o.max_gradient_norm:
+                grad = grad * (o.max_gradient_norm / grad.norm())
+            self.rows[id_] = self._step(self.rows[id_], grad, self.states[id_])
+
+    def _step(self, w: Tensor, g: Tensor, state: dict[str, Tensor]) -> Tensor:
+        o = self.optimizer
+        zero = torch.zeros_like(w)
+        if isinstance(o, SGD):
+            state["m"] = o.momentum * state.get("m", zero) + g + o.weight_decay * w
+            return w - o.lr * state["m"]
+        if isinstance(o, Adagrad | RowWiseAdagrad):
+            if o.weight_decay_mode == "l2":
+                g = g + o.weight_decay * w
+            else:
+                w = w - o.lr * o.weight_decay * w
+            square = g**2 if isinstance(o, Adagrad) else (g**2).mean()
+            state["sum"] = state.get("sum", torch.zeros_like(square)) + square
+            w = w - o.lr * g / (state["sum"].sqrt() + o.eps)
+            if isinstance(o, RowWiseAdagrad) and o.max_norm is not None and w.norm() > o.max_norm:
+                w = w * (o.max_norm / w.norm())
+            return w
+        if isinstance(o, Moments):
+            return self._moments(o, w, g, state)
+        if isinstance(o, LARSSGD):
+            rate = o.lr * o.eta * w.norm() / (g.norm() + o.weight_decay * w.norm())
+            state["m"] = o.momentum * state.get("m", zero) + rate * (g + o.weight_decay * w)
+            return w - state["m"]
+        if isinstance(o, RMSprop):
+            g = g + o.weight_decay * w
+            state["v"] = o.alpha * state.get("v", zero) + (1 - o.alpha) * g**2
+            return w - o.lr * g / (state["v"].sqrt() + o.eps)
+        assert isinstance(o, Ftrl)
+        before = state.get("n", zero)
+        state["n"] = before + g**2
+        sigma = (state["n"] ** -o.lr_power - before**-o.lr_power) / o.lr
+        state["z"] = state.get("z", zero) + g - sigma * w
+        slope = (o.beta + state["n"] ** -o.lr_power) / o.lr + o.l2
+        solved = (state["z"].sign() * o.l1 - state["z"]) / slope
+        return torch.where(state["z"].abs() <= o.l1, zero, solved)
+
+    def _moments(self, o: Moments, w: Tensor, g: Tensor, state: dict[str, Tensor]) -> Tensor:
+        square = (g**2).mean() if isinstance(o, PartialRowWiseAdam | PartialRowWiseLAMB) else g**2
+        first, second = o.betas
+        state["m"] = first * state.get("m", torch.zeros_like(w)) + (1 - first) * g
+        state["v"] = second * state.get("v", torch.zeros_like(square)) + (1 - second) * square
+        corrected = state["v"] / (1 - second**self.updates)
+        direction = state["m"] / (1 - first**self.updates) / (corrected.sqrt() + o.eps) + o.weight_decay * w
+        if isinstance(o, LAMB | PartialRowWiseLAMB):
+            direction = direction * (w.norm() / direction.norm())
+        return w - o.lr * direction

@@ -35,8 +35,7 @@ from torchrec_recstore.options import ConstantInit, TableOptions
 from torchrec_recstore.store import Table
 
 from ..instruction_sets import by_instruction_set
-from .optimizer_cases import OPTIMIZERS, ROWS, rows, table
-from .optimizer_reference import Reference
+from .optimizer_cases import OPTIMIZERS, ROWS, Reference, rows, table
 
 
 def test_every_optimizer_has_a_case_and_a_public_name() -> None:

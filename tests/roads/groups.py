@@ -126,14 +126,18 @@ GROUPS = {
     "lamb": Group(PLAIN, optim.LAMB(lr=0.01)),
     "partial_lamb": Group(PLAIN, optim.PartialRowWiseLAMB(lr=0.01)),
     "lars": Group(PLAIN, optim.LARSSGD(lr=0.1)),
-    "rmsprop": Group(PLAIN, optim.RMSprop(lr=0.01)),
-    "ftrl": Group(PLAIN, optim.Ftrl(lr=0.1)),
+}
+# The other optimizers have no options that change what a row keeps.
+GROUPS |= {
+    name.lower(): Group(PLAIN, kind(lr=0.01))
+    for name, kind in optim.OPTIMIZERS.items()
+    if kind not in {type(group.optimizer) for group in GROUPS.values()}
 }
 
 
-BY_COLUMN = (optim.SGD, optim.Adagrad, optim.Adam, optim.AdamW, optim.RMSprop, optim.Ftrl)
-"""The optimizers that update each column by itself. The others have a state of a row, or the norm of a row: one for
-each column shard, so that a table goes on differently when its columns are split in another way."""
+BY_ROW = (optim.RowWiseAdagrad, optim.PartialRowWiseAdam, optim.LAMB, optim.PartialRowWiseLAMB, optim.LARSSGD)
+"""The optimizers with a state of a row, or the norm of a row: one for each column shard, so that a table goes on
+differently when its columns are split in another way. The others update each column by itself."""
 
 
 def configs_of(group: Group) -> list[EmbeddingBagConfig]:
@@ -164,7 +168,7 @@ def build(group: Group, sharding: str, path: str, *, accumulation_steps: int = 1
     """Returns the model of a group.
 
     Tables whose columns cannot be split without a change of their values are table-wise under ``column_wise``: those of
-    8-bit rows, which have a scale for each column shard, and those of optimizers that are not in :data:`BY_COLUMN`.
+    8-bit rows, which have a scale for each column shard, and those of the optimizers in :data:`BY_ROW`.
 
     Args:
         group: The group.
@@ -175,7 +179,7 @@ def build(group: Group, sharding: str, path: str, *, accumulation_steps: int = 1
     constraints = {}
     for name, state in group.tables.items():
         kind = "row_wise" if sharding == "hash" else sharding
-        by_column = type(group.optimizer) in BY_COLUMN and state.data_type is not DataType.INT8
+        by_column = type(group.optimizer) not in BY_ROW and state.data_type is not DataType.INT8
         if kind == "column_wise" and (state.dim % 2 or not by_column):
             kind = "table_wise"
         options = replace(state.options(path), routing="hash" if sharding == "hash" else "block")

@@ -28,8 +28,7 @@ from torchrec_recstore.row_types import ROW_DTYPES
 from torchrec_recstore.store import Table
 
 from ..instruction_sets import by_instruction_set
-from ..kernels.optimizer_cases import OPTIMIZERS
-from ..kernels.optimizer_reference import Reference
+from ..kernels.optimizer_cases import OPTIMIZERS, Reference
 
 HALF = torch.float16
 LARGEST = 65504.0

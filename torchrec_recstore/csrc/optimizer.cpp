@@ -14,8 +14,7 @@ constexpr size_t kNumbers = 15;
 }  // namespace
 
 OptimizerConfig OptimizerConfig::of(int64_t kind, const std::vector<double>& numbers) {
-  constexpr auto kLast = static_cast<int64_t>(OptimizerKind::kFtrl);
-  if (kind < 0 || kind > kLast) throw InvalidArgument("optimizer must be from 0 to " + std::to_string(kLast));
+  if (kind < 0 || kind >= kOptimizers) throw InvalidArgument("optimizer must be from 0 to " + std::to_string(kOptimizers - 1));
   if (numbers.size() != kNumbers) {
     throw InvalidArgument("optimizer_numbers must hold " + std::to_string(kNumbers) + " numbers, got " + std::to_string(numbers.size()));
   }
@@ -42,19 +41,12 @@ OptimizerConfig OptimizerConfig::of(int64_t kind, const std::vector<double>& num
 }
 
 std::vector<OptimizerState> OptimizerConfig::states() const {
+  if (kind == OptimizerKind::kSgd && momentum == 0.0) return {};
   switch (kind) {
-    case OptimizerKind::kSgd:
-      if (momentum == 0.0) return {};
-      return {{"momentum_buffer", false, false}};
-    case OptimizerKind::kAdagrad: return {{"sum", false, true}};
-    case OptimizerKind::kRowWiseAdagrad: return {{"sum", true, true}};
-    case OptimizerKind::kAdam:
-    case OptimizerKind::kLamb: return {{"exp_avg", false, false}, {"exp_avg_sq", false, true}};
-    case OptimizerKind::kPartialRowWiseAdam:
-    case OptimizerKind::kPartialRowWiseLamb: return {{"exp_avg", false, false}, {"exp_avg_sq", true, true}};
-    case OptimizerKind::kLarsSgd: return {{"momentum_buffer", false, false}};
-    case OptimizerKind::kRmsProp: return {{"square_avg", false, true}};
-    case OptimizerKind::kFtrl: return {{"accumulator", false, true}, {"linear", false, false}};
+#define RECSTORE_ENTRY(name, value, ...) \
+  case OptimizerKind::k##name: return {__VA_ARGS__};
+    RECSTORE_OPTIMIZERS(RECSTORE_ENTRY)
+#undef RECSTORE_ENTRY
   }
   return {};
 }

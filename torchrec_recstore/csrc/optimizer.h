@@ -5,26 +5,38 @@
 
 namespace recstore {
 
-// The values are those of _KINDS in ops.py. AdamW is kAdam, because FBGEMM's Adam decouples its weight decay too.
-enum class OptimizerKind : int64_t {
-  kSgd = 0,
-  kAdagrad = 1,
-  kRowWiseAdagrad = 2,
-  kAdam = 3,
-  kPartialRowWiseAdam = 4,
-  kLamb = 5,
-  kPartialRowWiseLamb = 6,
-  kLarsSgd = 7,
-  kRmsProp = 8,
-  kFtrl = 9,
-};
-
 // A state that an optimizer keeps for each row between updates.
 struct OptimizerState {
   const char* name;  // the name in torch.optim and in FBGEMM's get_optimizer_state()
   bool row_wise;     // one number for each row, in RowAside::state; else one for each element, behind the row's weights
   bool is_square;    // a sum or an average of squares; each row-wise state is one
 };
+
+// The optimizers: the name, the value (`kind` in torchrec_recstore/optim.py), and the states, element-wise ones first, in
+// the order in which they are stored behind the weights. The struct <name>Step in row_steps.inl has the arithmetic.
+// AdamW is Adam, because FBGEMM's Adam decouples its weight decay too.
+#define RECSTORE_OPTIMIZERS(ENTRY)                                                    \
+  ENTRY(Sgd, 0, {"momentum_buffer", false, false}) /* only with momentum */           \
+  ENTRY(Adagrad, 1, {"sum", false, true})                                             \
+  ENTRY(RowWiseAdagrad, 2, {"sum", true, true})                                       \
+  ENTRY(Adam, 3, {"exp_avg", false, false}, {"exp_avg_sq", false, true})              \
+  ENTRY(PartialRowWiseAdam, 4, {"exp_avg", false, false}, {"exp_avg_sq", true, true}) \
+  ENTRY(Lamb, 5, {"exp_avg", false, false}, {"exp_avg_sq", false, true})              \
+  ENTRY(PartialRowWiseLamb, 6, {"exp_avg", false, false}, {"exp_avg_sq", true, true}) \
+  ENTRY(LarsSgd, 7, {"momentum_buffer", false, false})                                \
+  ENTRY(RmsProp, 8, {"square_avg", false, true})                                      \
+  ENTRY(Ftrl, 9, {"accumulator", false, true}, {"linear", false, false})
+
+enum class OptimizerKind : int64_t {
+#define RECSTORE_ENTRY(name, value, ...) k##name = value,
+  RECSTORE_OPTIMIZERS(RECSTORE_ENTRY)
+#undef RECSTORE_ENTRY
+};
+
+// The number of kinds. Their values are 0 to kOptimizers - 1.
+#define RECSTORE_ENTRY(...) +1
+constexpr int64_t kOptimizers = 0 RECSTORE_OPTIMIZERS(RECSTORE_ENTRY);
+#undef RECSTORE_ENTRY
 
 // The numbers of an optimizer; torchrec_recstore/optim.py has the formulas. Numbers that a kind does not use are 0. The
 // learning rate is an argument of each update.
@@ -49,7 +61,6 @@ struct OptimizerConfig {
   // Makes a configuration of the fifteen numbers above, in their order, without the kind. Throws InvalidArgument.
   static OptimizerConfig of(int64_t kind, const std::vector<double>& numbers);
 
-  // The element-wise states come first, in the order in which they are stored behind the weights.
   std::vector<OptimizerState> states() const;
   // Number of element-wise states.
   int64_t element_states() const;

@@ -258,17 +258,12 @@ void update_with(const UpdateArgs& a) {
 }
 
 void update(const UpdateArgs& a) {
+  if (a.optimizer == OptimizerKind::kSgd && a.scalars.momentum != 0.0f) return update_with<MomentumSgdStep>(a);
   switch (a.optimizer) {
-    case OptimizerKind::kSgd: return a.scalars.momentum == 0.0f ? update_with<SgdStep>(a) : update_with<MomentumSgdStep>(a);
-    case OptimizerKind::kAdagrad: return update_with<AdagradStep>(a);
-    case OptimizerKind::kRowWiseAdagrad: return update_with<RowWiseAdagradStep>(a);
-    case OptimizerKind::kAdam: return update_with<AdamStep>(a);
-    case OptimizerKind::kPartialRowWiseAdam: return update_with<PartialRowWiseAdamStep>(a);
-    case OptimizerKind::kLamb: return update_with<LambStep>(a);
-    case OptimizerKind::kPartialRowWiseLamb: return update_with<PartialRowWiseLambStep>(a);
-    case OptimizerKind::kLarsSgd: return update_with<LarsSgdStep>(a);
-    case OptimizerKind::kRmsProp: return update_with<RmsPropStep>(a);
-    case OptimizerKind::kFtrl: return update_with<FtrlStep>(a);
+#define RECSTORE_ENTRY(name, value, ...) \
+  case OptimizerKind::k##name: return update_with<name##Step>(a);
+    RECSTORE_OPTIMIZERS(RECSTORE_ENTRY)
+#undef RECSTORE_ENTRY
   }
 }
 
