@@ -64,7 +64,7 @@ Moments = Adam | AdamW | PartialRowWiseAdam | LAMB | PartialRowWiseLAMB
 
 
 class Reference:
-    """The formulas in plain torch, in float64, one row at a time. A call of :meth:`update` is one update of the table."""
+    """The formulas in plain torch, in float64. A call of :meth:`update` is one update of the table."""
 
     def __init__(self, optimizer: Optimizer, rows: dict[int, Tensor]) -> None:
         self.optimizer = optimizer
