@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from torchrec_recstore.checkpoint.files import check_path
-from torchrec_recstore.checkpoint.fold import FoldedTable, check_files, common_columns, tables_named
+from torchrec_recstore.checkpoint.fold import FoldedTable, check_files
 from torchrec_recstore.checkpoint.info import CheckpointInfo, TableInfo, read_chain
 from torchrec_recstore.options import default_initializer
 from torchrec_recstore.store import Part, Parts
@@ -248,7 +248,7 @@ def _rows(
 
 
 def _parts(chain: Sequence[CheckpointInfo], name: str, advance: Callable[[int], object]) -> Parts:
-    for shards in FoldedTable(chain, name, common_columns(tables_named(name, chain))):
+    for shards in FoldedTable(chain, name):
         if shards and len(shards[0]):
             yield Part.joined(shards, range(chain[-1].tables[name].dim))
             advance(len(shards[0]))

@@ -15,10 +15,10 @@ import xxhash
 
 from tests.formats.fixed import CHECKPOINTS
 from torchrec_recstore import CheckpointError
-from torchrec_recstore.checkpoint.compact import compact_checkpoint
 from torchrec_recstore.checkpoint.files import file_info
+from torchrec_recstore.checkpoint.fold import check_rows, compact_checkpoint
 from torchrec_recstore.checkpoint.info import METADATA, VERSION, read_chain
-from torchrec_recstore.checkpoint.reader import check_rows, held_rows, load_rows
+from torchrec_recstore.checkpoint.reader import held_rows, load_rows
 from torchrec_recstore.options import LRU, TableOptions
 from torchrec_recstore.store import Table
 from torchrec_recstore_service.client.hosted import HostedTables

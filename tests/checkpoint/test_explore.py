@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from torchrec_recstore import LFU, Adagrad, Table, TableOptions, neighbours, save_checkpoint, top_rows
-from torchrec_recstore.checkpoint import explore
+from torchrec_recstore.checkpoint import row_search
 
 from . import models
 
@@ -26,8 +26,8 @@ def trained(dtype: torch.dtype = torch.float32, options: TableOptions | None = N
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.int8, torch.float16])
 @pytest.mark.parametrize("by", ["frequency", "last_step", "norm"])
-def test_top_rows_of_a_table(by: explore.By, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(explore, "_BLOCK_ROWS", 7)
+def test_top_rows_of_a_table(by: row_search.By, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(row_search, "_BLOCK_ROWS", 7)
     table = trained(dtype)
     before = table.stats()
     found = top_rows(table, by=by, count=9)
@@ -50,8 +50,8 @@ def test_top_rows_of_a_table(by: explore.By, dtype: torch.dtype, monkeypatch: py
 
 
 @pytest.mark.parametrize("metric", ["cosine", "dot", "l2"])
-def test_neighbours_of_a_table(metric: explore.Metric, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(explore, "_BLOCK_ROWS", 7)
+def test_neighbours_of_a_table(metric: row_search.Metric, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(row_search, "_BLOCK_ROWS", 7)
     table = trained()
     ids = table.ids()
     weights = dict(zip(ids.tolist(), table.lookup(ids), strict=True))

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from torchrec_recstore.checkpoint.compact import compact_chain
 from torchrec_recstore.checkpoint.destination import Destination
 from torchrec_recstore.checkpoint.files import write_tensors
+from torchrec_recstore.checkpoint.fold import compact_chain
 from torchrec_recstore.checkpoint.info import CheckpointInfo, DeltaOf, PartInfo, TableInfo
 from torchrec_recstore.checkpoint.reader import load_rows
 from torchrec_recstore.row_types import as_stored

@@ -15,9 +15,8 @@ from torch import Tensor
 
 from torchrec_recstore import load_checkpoint
 from torchrec_recstore.checkpoint import load_distributed_checkpoint
-from torchrec_recstore.checkpoint.blocks import saved_state
 from torchrec_recstore.checkpoint.info import read_chain
-from torchrec_recstore.checkpoint.reader import load_rows
+from torchrec_recstore.checkpoint.reader import load_rows, saved_state
 from torchrec_recstore.inference import (
     export_delta,
     export_for_inference,

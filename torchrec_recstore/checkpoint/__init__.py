@@ -10,15 +10,16 @@ from typing import TYPE_CHECKING
 from torchrec_recstore.utils import lazy_names
 
 if TYPE_CHECKING:
-    from torchrec_recstore.checkpoint.compact import compact_checkpoint
-    from torchrec_recstore.checkpoint.dense import export_dense_weights, load_dense_weights
     from torchrec_recstore.checkpoint.distributed import load_distributed_checkpoint
-    from torchrec_recstore.checkpoint.explore import TopRows, neighbours, top_rows
     from torchrec_recstore.checkpoint.files import CheckpointError
+    from torchrec_recstore.checkpoint.fold import compact_checkpoint
     from torchrec_recstore.checkpoint.info import CheckpointInfo, TableInfo, read_info
     from torchrec_recstore.checkpoint.load import load_checkpoint
+    from torchrec_recstore.checkpoint.row_search import TopRows, neighbours, top_rows
     from torchrec_recstore.checkpoint.save import AsyncSave, async_save, save_checkpoint
     from torchrec_recstore.checkpoint.stock import (
+        export_dense_weights,
+        load_dense_weights,
         load_into_stock,
         load_stock_state_dict,
         stock_optimizer_state_dict,
@@ -30,21 +31,21 @@ _MODULES = {
     "CheckpointError": "files",
     "CheckpointInfo": "info",
     "TableInfo": "info",
-    "TopRows": "explore",
+    "TopRows": "row_search",
     "async_save": "save",
-    "compact_checkpoint": "compact",
-    "export_dense_weights": "dense",
+    "compact_checkpoint": "fold",
+    "export_dense_weights": "stock",
     "load_checkpoint": "load",
-    "load_dense_weights": "dense",
+    "load_dense_weights": "stock",
     "load_distributed_checkpoint": "distributed",
     "load_into_stock": "stock",
     "load_stock_state_dict": "stock",
-    "neighbours": "explore",
+    "neighbours": "row_search",
     "read_info": "info",
     "save_checkpoint": "save",
     "stock_optimizer_state_dict": "stock",
     "stock_state_dict": "stock",
-    "top_rows": "explore",
+    "top_rows": "row_search",
 }
 
 __all__ = [

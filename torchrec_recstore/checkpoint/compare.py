@@ -10,14 +10,14 @@ import safetensors.torch
 import torch
 from torch import Tensor
 
-from torchrec_recstore.checkpoint.blocks import saved_state
-from torchrec_recstore.checkpoint.fold import FoldedTable, common_columns, tables_named
-from torchrec_recstore.checkpoint.info import DENSE, CheckpointInfo, TableInfo
+from torchrec_recstore.checkpoint.fold import FoldedTable, common_columns
+from torchrec_recstore.checkpoint.info import DENSE, CheckpointInfo
+from torchrec_recstore.checkpoint.reader import saved_state
 from torchrec_recstore.encoding import encode
 from torchrec_recstore.row_types import values
 from torchrec_recstore.store.arguments import among
 from torchrec_recstore.store.parts import STAMPS
-from torchrec_recstore.store.state import Sightings, no_sightings
+from torchrec_recstore.store.state import no_sightings
 
 _FACTS = ("dtype", "optimizer", "options", "steps", "optimizer_steps")
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -114,8 +114,10 @@ def _compare_tables(
     before, after = first[-1].tables.get(name), second[-1].tables.get(name)
     if before is None or after is None:
         return Difference(added=after.rows if after else 0, gone=before.rows if before else 0)
-    difference = Difference(facts=_facts(before, after) | _sightings(first[-1], second[-1], name))
-    columns = common_columns(tables_named(name, [*first, *second]))
+    pairs = {fact: (getattr(before, fact), getattr(after, fact)) for fact in _FACTS}
+    facts = {fact: (a, b) for fact, (a, b) in pairs.items() if a != b} | _sightings(first[-1], second[-1], name)
+    difference = Difference(facts=facts)
+    columns = common_columns(name, [*first, *second])
     one, other = FoldedTable(first, name, columns), FoldedTable(second, name, columns)
     compared = ["weight", *(state for state in one.states if state in other.states), *STAMPS]
     none = torch.empty(0, dtype=torch.int64)
@@ -142,20 +144,12 @@ def _compare_tables(
     return difference
 
 
-def _facts(before: TableInfo, after: TableInfo) -> dict[str, tuple[object, object]]:
-    pairs = {name: (getattr(before, name), getattr(after, name)) for name in _FACTS}
-    return {name: (a, b) for name, (a, b) in pairs.items() if a != b}
-
-
 def _sightings(before: CheckpointInfo, after: CheckpointInfo, name: str) -> dict[str, tuple[object, object]]:
     """Returns the sums of the counts of admission if any count differs."""
-    one, other = (saved_state(info, name).sightings or no_sightings() for info in (before, after))
-    same = all(torch.equal(a, b) for a, b in zip(_by_id(one), _by_id(other), strict=True))
+    counted = [saved_state(info, name).sightings or no_sightings() for info in (before, after)]
+    one, other = (sightings.take(sightings.ids.argsort(stable=True)) for sightings in counted)
+    same = all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
     return {} if same else {"sightings": (int(one.counts.sum()), int(other.counts.sum()))}
-
-
-def _by_id(sightings: Sightings) -> Sightings:
-    return sightings.take(sightings.ids.argsort(stable=True))
 
 
 def _compare_dense(before: CheckpointInfo, after: CheckpointInfo) -> Difference:
@@ -179,13 +173,9 @@ def _dense(info: CheckpointInfo) -> dict[str, Tensor]:
 
 
 def _changes(one: Tensor, other: Tensor) -> tuple[Tensor, float]:
-    """Returns whether each of N rows differs in any bit, (N,) bool, and the largest absolute change.
+    """Returns whether each of N rows, (N,) or (N, columns), differs in any bit, (N,) bool, and the largest change.
 
     The change is NaN if a value that differs is NaN in one of them.
-
-    Args:
-        one: (N,) or (N, columns). The rows before the change.
-        other: (N,) or (N, columns). The rows after the change.
     """
     if one.dtype == other.dtype:
         bits = _BITS[one.element_size()]

@@ -9,9 +9,8 @@ import os
 import shutil
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
 from pathlib import Path
-from types import TracebackType
+from typing import NamedTuple
 
 from torchrec_recstore.checkpoint.files import (
     CheckpointError,
@@ -60,7 +59,7 @@ class Destination:
             locks.enter_context(path_lock(path))
             for base in bases:
                 try:
-                    locks.enter_context(_shared_lock(base.path, path))
+                    locks.enter_context(_base_lock(base.path, path))
                 except OSError as error:  # Without write access there is no lock; publish finds a replaced base.
                     if error.errno not in (errno.EACCES, errno.EPERM, errno.EROFS):
                         raise
@@ -80,7 +79,7 @@ class Destination:
         Raises:
             OSError: The directory cannot be created.
         """
-        for rest in leftovers(self.path):  # The processes that made them are dead, since this process holds the lock.
+        for rest in leftovers(self.path):
             shutil.rmtree(rest, ignore_errors=True)
         staging = self.path.with_name(staging_name(self.path))
         staging.mkdir()
@@ -101,20 +100,14 @@ class Destination:
         self._check()
         sync_directory(staging)
         replaces = self.path.exists()
-        if replaces:
-            _exchange(staging, self.path)
-        else:
-            os.rename(staging, self.path)
+        move = _exchange if replaces else os.rename
+        move(staging, self.path)
         try:
-            if replaces:
-                # The old checkpoint is checked again now that no process can add a file to it by its path.
+            if replaces:  # The old checkpoint is checked again, now that no process can add a file to it by its path.
                 _check_own_files(staging, self.path)
             sync_directory(self.path.parent)
         except BaseException:
-            if replaces:
-                _exchange(staging, self.path)
-            else:
-                os.rename(self.path, staging)
+            move(self.path, staging)
             raise
 
     def publish_prepared(self, directory: Path) -> None:
@@ -139,9 +132,7 @@ class Destination:
     def __enter__(self) -> Destination:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     def _check(self) -> None:
@@ -155,8 +146,7 @@ class Destination:
         _check_not_needed(self.path)
 
 
-@dataclass(frozen=True)
-class _Metadata:
+class _Metadata(NamedTuple):
     """The part of a checkpoint's metadata that is the same in every version of the format."""
 
     checksum: str
@@ -165,15 +155,7 @@ class _Metadata:
 
 
 def _check_own_files(directory: Path, path: Path) -> None:
-    """Refuses to replace a directory that contains files other than those of a checkpoint.
-
-    Args:
-        directory: The checkpoint's directory, or an empty directory.
-        path: The path of the checkpoint, for the error message.
-
-    Raises:
-        FileExistsError: ``directory`` contains a file that does not belong to the checkpoint.
-    """
+    """Refuses to replace a checkpoint, now in ``directory``, with files that do not belong to it."""
     there = set(os.listdir(directory))
     if not there:
         return
@@ -194,14 +176,7 @@ def _check_own_files(directory: Path, path: Path) -> None:
 
 
 def _check_not_needed(path: Path) -> None:
-    """Refuses to replace a checkpoint that a delta in the same parent directory needs.
-
-    Args:
-        path: The checkpoint's directory, with links resolved.
-
-    Raises:
-        FileExistsError: The checkpoint is the base of a delta, or the base of a delta's base.
-    """
+    """Refuses to replace a checkpoint that a delta in the same directory needs, or a delta of that delta."""
     own = _metadata(path)
     for entry in path.parent.iterdir():
         if own is not None and not is_staging(entry) and _needs(entry, path, own.checksum):
@@ -212,11 +187,7 @@ def _check_not_needed(path: Path) -> None:
 
 
 def _check_unchanged(chain: Sequence[CheckpointInfo]) -> None:
-    """Refuses to use checkpoints if one of them has been replaced or deleted since its metadata was read.
-
-    Raises:
-        CheckpointError: A checkpoint has been replaced or deleted.
-    """
+    """Refuses to use checkpoints if one of them has been replaced or deleted since its metadata was read."""
     for info in chain:
         metadata = _metadata(info.path)
         if metadata is None or metadata.checksum != info.checksum:
@@ -246,7 +217,7 @@ def _metadata(path: Path) -> _Metadata | None:
         return None
 
 
-def _shared_lock(base: Path, path: Path) -> FileLock:
+def _base_lock(base: Path, path: Path) -> FileLock:
     return FileLock(
         lock_file(base),
         f"writing {path}, which needs it,",

@@ -23,7 +23,6 @@ from torchrec_recstore.optim import state_names
 from torchrec_recstore.sharders.gather import all_gathered, refused_together, whole_environment
 from torchrec_recstore.sharders.layout import owned_positions
 from torchrec_recstore.sharders.model_tables import ModelTable, recstore_tables, rows_left_out
-from torchrec_recstore.sharders.state import RowState
 from torchrec_recstore.store import Part, Table, TableState
 from torchrec_recstore.store.exchange import check_replaceable, exchange_all
 from torchrec_recstore.store.parts import STAMPS, zero_states
@@ -83,23 +82,13 @@ def load_distributed_checkpoint(
     of_tables = {f"{table.weight_key}.rows.id" for table in tables}
     loaded: list[tuple[Table, Table]] = []
     with refused_together(env):
-        prefix = _prefix(tensors.saved, {*mine, *weights}, "the model", "model_key", model_key, ("model.", ""))
+        prefix = _prefix(tensors.saved, {*mine, *weights}, "model_key", model_key)
         if prefix is None:
             raise ValueError(f"the checkpoint {checkpoint_id} has no table and no tensor of the model")
-        states_prefix = _prefix(
-            tensors.saved,
-            of_tables | of_stock,
-            "its fused optimizer",
-            "optimizer_key",
-            optimizer_key,
-            ("optimizer.state.",),
-        )
+        states_prefix = _prefix(tensors.saved, of_tables | of_stock, "optimizer_key", optimizer_key)
         present = [table for table in tables if strict or prefix + table.weight_key in tensors.saved]
         tensors.check_files()
-        rows = [
-            _SavedTable(tensors, t.state, prefix + t.weight_key, f"{states_prefix}{t.weight_key}.rows.")
-            for t in present
-        ]
+        rows = [_SavedTable(tensors, table, prefix, states_prefix) for table in present]
         for saved in rows:
             saved.check()
         if strict:
@@ -124,12 +113,15 @@ def load_distributed_checkpoint(
         table.state.forget_copies()
 
 
-class _SavedTensors:
-    """A reader of the tensors of a checkpoint of DCP, which can read ranges of rows.
+_SEARCHED = {
+    "model_key": ("the model", ("model.", "")),
+    "optimizer_key": ("its fused optimizer", ("optimizer.state.",)),
+}
+"""By argument: what is found by its keys, and the prefixes that are preferred if several have equally many keys."""
 
-    Args:
-        checkpoint_id: The checkpoint's directory.
-    """
+
+class _SavedTensors:
+    """A reader of the tensors of a checkpoint of DCP, which can read ranges of rows."""
 
     def __init__(self, checkpoint_id: str | Path) -> None:
         self._path = Path(checkpoint_id)
@@ -140,11 +132,7 @@ class _SavedTensors:
         """DCP's metadata of each entry by key."""
 
     def check_files(self) -> None:
-        """Refuses a checkpoint that has lost data since it was written.
-
-        Raises:
-            ValueError: A file is missing or too short.
-        """
+        """Refuses a checkpoint with a file that is missing or too short."""
         ends: dict[str, int] = {}
         for stored in self._metadata.storage_data.values():
             ends[stored.relative_path] = max(ends.get(stored.relative_path, 0), stored.offset + stored.length)
@@ -156,11 +144,7 @@ class _SavedTensors:
                 raise ValueError(f"{file} has {file.stat().st_size} bytes, and had {end} when it was saved")
 
     def check_whole(self, key: str) -> None:
-        """Refuses a tensor of which the checkpoint lacks a piece. DCP would leave that piece uninitialized.
-
-        Raises:
-            ValueError: A piece is missing. The message names the key.
-        """
+        """Refuses a tensor of which the checkpoint lacks a piece. DCP would leave that piece uninitialized."""
         entry = self.saved[key]
         if not isinstance(entry, TensorStorageMetadata):
             return  # The entry is not a tensor: the check of its shape refuses it.
@@ -179,12 +163,7 @@ class _SavedTensors:
         return [range(begin, begin + size) for begin, size in sorted(pieces) if size]
 
     def read(self, keys: Mapping[str, str], rows: range | None = None) -> dict[str, Tensor]:
-        """Reads the same range of rows of several tensors.
-
-        Args:
-            keys: The keys of the tensors, by their names in the result.
-            rows: The range of rows. None: all rows.
-        """
+        """Reads the same range of rows, or all rows, of several tensors, whose keys are given by their names."""
         into, items = {}, []
         for key in keys.values():
             length, *width = self.shape(key)
@@ -208,30 +187,20 @@ class _Into(DefaultLoadPlanner):
 
 
 class _SavedTable:
-    """A table of a checkpoint that is loaded into a RecStore table of the model.
+    """The data in a checkpoint for a RecStore table of the model, which is loaded into new tables."""
 
-    Args:
-        tensors: The tensors of the checkpoint.
-        state: The state of the table in the model.
-        weight_key: The key of the table's weights in the checkpoint.
-        states_prefix: The prefix of the keys of the table's optimizer state in the checkpoint.
-    """
-
-    def __init__(self, tensors: _SavedTensors, state: RowState, weight_key: str, states_prefix: str) -> None:
+    def __init__(self, tensors: _SavedTensors, table: ModelTable, prefix: str, states_prefix: str | None) -> None:
         self._tensors = tensors
-        self._state = state
+        self._state = table.state
+        weight_key = prefix + table.weight_key
         self._weights = {"weight": weight_key}
         if f"{weight_key}_id" in tensors.saved:
             self._weights["weight_id"] = f"{weight_key}_id"
-        self._states = {key.removeprefix(states_prefix): key for key in tensors.saved if key.startswith(states_prefix)}
+        begin = f"{states_prefix}{table.weight_key}.rows."
+        self._states = {key.removeprefix(begin): key for key in tensors.saved if key.startswith(begin)}
 
     def check(self) -> None:
-        """Refuses a table that :meth:`loaded` cannot load.
-
-        Raises:
-            ValueError: The checkpoint lacks the table, a piece of the table or a part of its optimizer state; or the
-                dim or the shape of a state differs.
-        """
+        """Refuses a table if the checkpoint lacks a part of it, or if the dim or the shape of a state differs."""
         what, weight_key = f"table {self._state.name!r}", self._weights["weight"]
         if weight_key not in self._tensors.saved:
             raise ValueError(f"the checkpoint has no RecStore {what} ({weight_key})")
@@ -254,11 +223,7 @@ class _SavedTable:
                 )
 
     def loaded(self) -> list[tuple[Table, Table]]:
-        """Reads the table, and returns each of this rank's shards with a new table that holds the shard's new rows.
-
-        Raises:
-            ValueError: The ids of the optimizer state and of the weights differ, or an id occurs several times.
-        """
+        """Reads the table, and returns each of this rank's shards with a new table that holds the shard's new rows."""
         pairs = [(shard, shard.table.empty_copy()) for shard in self._state.shards]
         state = TableState.from_tensors(self._tensors.read({k: v for k, v in self._states.items() if k in STATE_KEYS}))
         for shard, fresh in pairs:
@@ -302,22 +267,16 @@ class _SavedTable:
         return Part(ids, columns, rows)
 
 
-def _prefix(
-    saved: Iterable[str], keys: set[str], what: str, argument: str, given: str | None, preferred: Sequence[str]
-) -> str | None:
-    """Finds the prefix with which a checkpoint has most of ``keys``; None if it has none of them.
+def _prefix(saved: Iterable[str], keys: set[str], argument: str, given: str | None) -> str | None:
+    """Finds the prefix with which a checkpoint has most of the model's keys; None if it has none of them.
 
     Args:
         saved: The keys of the checkpoint, in which dots join the keys of nested dicts.
         keys: The keys of the model.
-        what: A description of ``keys`` for error messages.
         argument: The name of the argument with which the user can set the prefix.
         given: The value of that argument.
-        preferred: The prefixes to prefer if several prefixes have equally many keys.
-
-    Raises:
-        ValueError: Several prefixes have equally many keys, or no key has the prefix ``given``.
     """
+    what, preferred = _SEARCHED[argument]
     times: Counter[str] = Counter()
     for key in saved:
         begin = 0
@@ -343,11 +302,7 @@ def _named(prefixes: Iterable[str]) -> str:
 
 
 def _check_states(tables: Sequence[ModelTable], of_stock: Iterable[str], found: set[str]) -> None:
-    """Refuses a checkpoint that lacks the optimizer state of a table.
-
-    Raises:
-        ValueError: The optimizer of a table has a state, and the checkpoint lacks it.
-    """
+    """Refuses a checkpoint that lacks the state of a table whose optimizer has one."""
     fix = "save model.fused_optimizer.state_dict() with the model, or let it start at zero with strict=False"
     for table in tables:
         if state_names(table.state.optimizer) and f"{table.weight_key}.rows.id" not in found:

@@ -15,7 +15,6 @@ from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from datetime import datetime, timezone
 from pathlib import Path
-from types import TracebackType
 from weakref import WeakSet
 
 import safetensors.torch
@@ -93,9 +92,7 @@ class FileLock:
     def __enter__(self) -> FileLock:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.close()
 
     def _acquire(self) -> bool:
@@ -127,8 +124,9 @@ class FileLock:
             return False
 
     def _forget(self) -> None:
+        """Closes the file in a forked process, which does not unlock it: the parent process still holds the lock."""
         assert self._descriptor is not None
-        os.close(self._descriptor)  # The file is not unlocked, because the parent process still holds the same lock.
+        os.close(self._descriptor)
         self._descriptor = None
 
 
@@ -165,23 +163,19 @@ class _Record:
     doing: str
     token: str
 
-    def is_alive(self) -> bool:
-        """Returns whether the process is alive. A process on another host counts as alive."""
+    def may_be_alive(self) -> bool:
+        """Returns whether the process may be alive: a process on another host may."""
         try:
-            if self.host == socket.gethostname():
-                os.kill(self.pid, 0)
+            with suppress(PermissionError):  # The process belongs to another user.
+                if self.host == socket.gethostname():
+                    os.kill(self.pid, 0)
         except ProcessLookupError:
             return False
-        except PermissionError:
-            pass  # The process belongs to another user.
         return True
 
 
 def _records(file: Path) -> list[_Record]:
-    """Returns the holders in the order in which they took the lock.
-
-    A shared lock may miss a holder that took the lock at the moment when another one released it.
-    """
+    """Returns the holders, without one that took a shared lock at the moment when another one released it."""
     try:
         return [_Record(**json.loads(line)) for line in file.read_bytes().splitlines()]
     except (OSError, ValueError, TypeError):
@@ -197,7 +191,7 @@ def _write_records(descriptor: int, records: Sequence[_Record]) -> None:
 def _holder(file: Path) -> tuple[str, bool]:
     """Returns a description of the process that holds a lock, and whether that process is known."""
     for each in reversed(_records(file)):
-        if each.is_alive():
+        if each.may_be_alive():
             return f"process {each.pid} on host {each.host} has been {each.doing} since {each.since}", True
     return "another process has been using it", False
 
@@ -222,10 +216,7 @@ def is_staging(path: Path) -> bool:
 
 
 def leftovers(path: Path) -> Iterator[Path]:
-    """Yields the files and directories that unfinished writes to ``path`` have left.
-
-    If the caller holds the lock of ``path``, the processes that made them are dead.
-    """
+    """Yields what unfinished writes to ``path``, whose lock the caller holds, have left: their processes are dead."""
     for entry in path.parent.iterdir():
         if entry.name.startswith(f".{path.name}.saving-") and is_staging(entry) and not entry.is_symlink():
             yield entry
@@ -245,14 +236,9 @@ class FileInfo:
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> FileInfo:
-    """Writes a safetensors file and syncs it to the disk.
+    """Writes a safetensors file, syncs it to the disk, and returns its size and checksum.
 
-    Args:
-        path: The file.
-        tensors: The tensors by name. No two of them share memory.
-
-    Returns:
-        The file's size and checksum.
+    No two of the tensors share memory.
 
     Raises:
         OSError: The file cannot be written.
@@ -270,12 +256,7 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> FileInfo:
 
 
 def file_info(path: Path, on_bytes: Callable[[int], object] = lambda count: None) -> FileInfo:
-    """Reads a file and returns its size and checksum.
-
-    Args:
-        path: The file.
-        on_bytes: A callback that is called after each block with the block's size in bytes.
-    """
+    """Reads a file, calls ``on_bytes`` with the size of each block, and returns the file's size and checksum."""
     digest = xxhash.xxh3_128()
     block = memoryview(bytearray(_BLOCK))
     size = 0
@@ -288,12 +269,7 @@ def file_info(path: Path, on_bytes: Callable[[int], object] = lambda count: None
 
 
 def check_file(path: Path, expected: FileInfo, on_bytes: Callable[[int], object] = lambda count: None) -> None:
-    """Reads a file and compares its size and checksum with the expected ones.
-
-    Args:
-        path: The file.
-        expected: The expected size and checksum.
-        on_bytes: A callback that is called after each block with the block's size in bytes.
+    """Reads a file, and compares its size and checksum with the expected ones. See :func:`file_info`.
 
     Raises:
         CheckpointError: The file is missing, or has another size or another checksum.
@@ -373,7 +349,7 @@ def whole_file(path: Path) -> Iterator[Path]:
     beside = path.with_name(staging_name(path))
     try:
         with path_lock(path):
-            for rest in leftovers(path):  # The processes that made them are dead, since this process holds the lock.
+            for rest in leftovers(path):
                 rest.unlink()
             try:
                 beside.touch()

@@ -1,16 +1,24 @@
-"""Reads the rows that a chain of checkpoints holds, one window of ids after the other, without a table in memory."""
+"""Folds a chain of checkpoints: reads its newest rows, one window of ids after the other, and compacts the chain."""
 
 from __future__ import annotations
 
+import os
+import shutil
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
 from itertools import pairwise
+from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from torchrec_recstore.checkpoint.blocks import Block, blocks_by_rank, listed_ids
-from torchrec_recstore.checkpoint.files import CheckpointError, check_file
-from torchrec_recstore.checkpoint.info import CheckpointInfo, TableInfo
+from torchrec_recstore.checkpoint.destination import Destination
+from torchrec_recstore.checkpoint.files import CheckpointError, FileInfo, check_file
+from torchrec_recstore.checkpoint.info import DENSE, TRAINING_STATE, CheckpointInfo, PartInfo, TableInfo, read_chain
+from torchrec_recstore.checkpoint.reader import Block, blocks_by_rank, listed_ids
+from torchrec_recstore.checkpoint.writer import PartWriter, finish, part_rows
+from torchrec_recstore.encoding import encode
 from torchrec_recstore.optim import state_names
 from torchrec_recstore.store import Part
 from torchrec_recstore.store.arguments import among
@@ -34,13 +42,9 @@ def check_files(chain: Iterable[CheckpointInfo], on_bytes: Callable[[int], objec
             check_file(info.path / name, file, on_bytes)
 
 
-def tables_named(name: str, chain: Iterable[CheckpointInfo]) -> list[TableInfo]:
-    """Returns the table's metadata in each checkpoint that has the table."""
-    return [info.tables[name] for info in chain if name in info.tables]
-
-
-def common_columns(tables: Iterable[TableInfo]) -> list[range]:
-    """Returns the widest ranges of columns such that no column shard of a table begins or ends within a range."""
+def common_columns(name: str, checkpoints: Iterable[CheckpointInfo]) -> list[range]:
+    """Returns the widest ranges of columns such that no column shard of the table begins or ends within a range."""
+    tables = [info.tables[name] for info in checkpoints if name in info.tables]
     edges = sorted({edge for table in tables for columns in table.columns for edge in columns})
     return [range(first, last) for first, last in pairwise(edges)]
 
@@ -54,8 +58,8 @@ class FoldedTable:
     Args:
         chain: The metadata of the checkpoints, the full checkpoint first.
         name: The name of a table of the last checkpoint.
-        columns: The ranges of columns that the rows are split into: :func:`common_columns` of the chain's tables, or
-            narrower ranges. If a range is a part of a saved column shard, it gets a copy of the row-wise states.
+        columns: The ranges of columns that the rows are split into. If a range is a part of a saved column shard, it
+            gets a copy of the row-wise states. Default: None, the :func:`common_columns` of the chain.
 
     Raises:
         CheckpointError: The table has different dims or optimizer states in the chain, or a file is missing or does
@@ -63,8 +67,10 @@ class FoldedTable:
             if the number of all rows differs from the metadata.
     """
 
-    def __init__(self, chain: Sequence[CheckpointInfo], name: str, columns: Sequence[range]) -> None:
+    def __init__(self, chain: Sequence[CheckpointInfo], name: str, columns: Sequence[range] | None = None) -> None:
         newest = chain[-1].tables[name]
+        self.columns = common_columns(name, chain) if columns is None else columns
+        """The ranges of columns."""
         self.states = state_names(newest.optimizer)
         """The optimizer's states; see :func:`torchrec_recstore.optim.state_names`."""
         self._dtype = getattr(torch, newest.dtype)
@@ -80,7 +86,7 @@ class FoldedTable:
                 continue
             if (table.dim, state_names(table.optimizer)) != (newest.dim, self.states):
                 raise CheckpointError(f"table {name!r} of {info.path} has another dim or optimizer state later on")
-            runs = [_Run(level, blocks, columns, table.dim) for blocks in blocks_by_rank(info, name)]
+            runs = [_Run(level, blocks, self.columns, table.dim) for blocks in blocks_by_rank(info, name)]
             self._runs = runs + self._runs  # The newest runs come first: the stable sort in take() keeps them first.
             self._removals.append(_Removal(info, level, table))
         self._check_end()
@@ -91,10 +97,7 @@ class FoldedTable:
         return min((run.bound(rows) for run in self._runs), default=None)
 
     def take(self, bound: int) -> list[Part]:
-        """Reads the remaining rows with ids up to ``bound``.
-
-        Args:
-            bound: The greatest id to read. It is not greater than :meth:`bound`.
+        """Reads the remaining rows with ids up to ``bound``, which is not greater than :meth:`bound`.
 
         Returns:
             For each range of columns a part with the same ids, in ascending order. An empty list if no rows are left.
@@ -103,14 +106,16 @@ class FoldedTable:
             return []
         taken = [(run.level, *run.take(bound)) for run in self._runs]
         self._runs = [run for run in self._runs if run.left]
-        levels = torch.cat([torch.full_like(ids, level) for level, ids, _ in taken])
         ids, order = torch.cat([ids for _, ids, _ in taken]).sort(stable=True)
+        levels = torch.cat([torch.full_like(ids, level) for level, ids, _ in taken])[order]
         same = ids[1:] == ids[:-1]
-        self._check_once(ids[1:][same], levels[order][1:][same], levels[order][:-1][same])
+        for place in (same & (levels[1:] == levels[:-1])).nonzero().flatten().tolist():
+            path = self._chain[int(levels[place])].path
+            raise CheckpointError(f"table {self._name!r} of {path} has the id {int(ids[place])} in several parts")
         kept = torch.ones_like(ids, dtype=torch.bool)
         kept[1:] = ~same
         for removal in self._removals:
-            kept &= (levels[order] >= removal.level) | removal.stays(ids)
+            kept &= (levels >= removal.level) | removal.stays(ids)
         order = order[kept]
         self._rows += len(order)
         self._check_end()
@@ -132,18 +137,6 @@ class FoldedTable:
             raise CheckpointError(
                 f"table {self._name!r} of {newest.path} folds into {self._rows} rows and should have {wanted}"
             )
-
-    def _check_once(self, ids: Tensor, levels: Tensor, others: Tensor) -> None:
-        """Refuses an id that is in several parts of one checkpoint.
-
-        Args:
-            ids: (N,) int64. The ids that occur more than once.
-            levels: (N,) int64. The position in the chain of each id's checkpoint.
-            others: (N,) int64. The position of the checkpoint of the previous row, which has the same id.
-        """
-        for place in (levels == others).nonzero().flatten().tolist():
-            path = self._chain[int(levels[place])].path
-            raise CheckpointError(f"table {self._name!r} of {path} has the id {int(ids[place])} in several parts")
 
 
 class _Run:
@@ -196,3 +189,144 @@ class _Removal:
                 begin, end = torch.searchsorted(part, ids[0]), torch.searchsorted(part, ids[-1], right=True)
                 listed |= among(ids, part[begin:end])
         return listed if self._those_that_stay else ~listed
+
+
+def check_rows(chain: Sequence[CheckpointInfo], name: str, held: int | None) -> None:
+    """Compares the number of loaded rows with the number in the table's metadata.
+
+    A part that is missing, or that holds ids of another part, changes the number of rows. In this case all ids are read
+    again to find the id that is in several parts.
+
+    Args:
+        chain: The chain of checkpoints; see :func:`torchrec_recstore.checkpoint.reader.load_rows`.
+        name: The table's name.
+        held: The number of rows in all shards that hold the table's first column. None if a shard had no room for some
+            of its rows.
+
+    Raises:
+        CheckpointError: The numbers differ, or an id is in several parts.
+    """
+    wanted = chain[-1].tables[name].rows
+    if held == wanted:
+        return
+    for _ in FoldedTable(chain, name, []):
+        pass
+    if held is not None:
+        raise CheckpointError(
+            f"table {name!r} of {chain[-1].path} has {held} rows when loaded, and should have {wanted}"
+        )
+
+
+def compact_checkpoint(path: str | Path, output: str | Path) -> CheckpointInfo:
+    """Folds a delta and its bases into one full checkpoint, which loads to the same bits.
+
+    The function needs no model, no process group and no memory for a table: rows are merged while they are read. The
+    checkpoints of the chain are not changed. A model that has saved or loaded the chain must load ``output`` before it
+    can save deltas of ``output``.
+
+    Args:
+        path: The delta's directory. A full checkpoint is copied.
+        output: The directory of the new checkpoint. It is complete or does not exist.
+
+    Returns:
+        The metadata of the new checkpoint.
+
+    Raises:
+        FileNotFoundError: There is no checkpoint at ``path``, or the base of a delta is missing.
+        FileExistsError: ``output`` exists.
+        BlockingIOError: Another process is writing to ``output``, or is replacing a checkpoint of the chain.
+        CheckpointError: A file is missing or damaged, or the format is that of another version.
+        OSError: A file cannot be written.
+    """
+    with folding(path, output) as (chain, destination):
+        check_files(chain)
+        return compact_chain(chain, destination)
+
+
+@contextmanager
+def folding(path: str | Path, output: str | Path) -> Iterator[tuple[list[CheckpointInfo], Destination]]:
+    """Yields the chain of ``path``, locked against changes, and the destination at ``output``.
+
+    Raises:
+        FileNotFoundError, FileExistsError, BlockingIOError, CheckpointError: See :func:`compact_checkpoint`.
+    """
+    if os.path.lexists(output):
+        raise FileExistsError(f"{output} exists already: name a path that does not")
+    chain = read_chain(path)
+    with Destination(Path(os.path.abspath(output)), bases=chain) as destination:
+        yield chain, destination
+
+
+def compact_chain(
+    chain: Sequence[CheckpointInfo], destination: Destination, on_rows: Callable[[int], object] = lambda count: None
+) -> CheckpointInfo:
+    """Folds a chain whose files have been checked, and returns the metadata of the new checkpoint.
+
+    Args:
+        chain: The chain that :func:`folding` yields.
+        destination: The destination that :func:`folding` yields.
+        on_rows: A callback that is called with the number of rows folded since the last call.
+
+    Raises:
+        CheckpointError, OSError: See :func:`compact_checkpoint`.
+    """
+    staging = destination.stage()
+    writer = PartWriter(staging, rank=0)
+    try:
+        tables = {name: _compact_table(chain, name, writer, on_rows) for name in chain[-1].tables}
+    finally:
+        files = writer.close()
+    newest = chain[-1]
+    counted = [file for table in newest.tables.values() for file in table.sightings]
+    for name in (DENSE, TRAINING_STATE, *counted):
+        if name in newest.files:
+            files[name] = newest.files[name]
+            _copy(newest.path / name, staging / name, files[name])
+    info = replace(newest, path=destination.path, tables=tables, files=files, delta_of=None)
+    return finish(destination, info, encode(newest.training_state, {}))
+
+
+def _compact_table(
+    chain: Sequence[CheckpointInfo], name: str, writer: PartWriter, on_rows: Callable[[int], object]
+) -> TableInfo:
+    table = chain[-1].tables[name]
+    folded = FoldedTable(chain, name)
+    parts: list[PartInfo] = []
+    size = part_rows(table.dim, getattr(torch, table.dtype), table.optimizer)
+    for number, shards in enumerate(_resized(folded, size)):
+        parts += [writer.part(name, number, part) for part in shards]
+        on_rows(len(shards[0]))
+    edges = tuple((each.start, each.stop) for each in folded.columns)
+    return replace(table, columns=edges, parts=tuple(parts), removal="left", removed=())
+
+
+def _resized(folded: FoldedTable, size: int) -> Iterator[list[Part]]:
+    """Yields the rows in windows of ``size`` rows, so that the parts are those of a save by one rank."""
+    held: list[list[Part]] = []
+    count = 0
+    for window in folded:
+        held.append(window)
+        count += len(window[0])
+        while count >= size:
+            shards = _concatenated(held)
+            yield [part.take(slice(0, size)) for part in shards]
+            held = [[part.take(slice(size, None)) for part in shards]]
+            count -= size
+    if count:
+        yield _concatenated(held)
+
+
+def _concatenated(windows: Sequence[Sequence[Part]]) -> list[Part]:
+    return [Part.concatenated(of_columns) for of_columns in zip(*windows, strict=True)]
+
+
+def _copy(source: Path, target: Path, expected: FileInfo) -> None:
+    with source.open("rb") as of:
+        try:
+            with target.open("wb") as to:
+                shutil.copyfileobj(of, to)
+                to.flush()
+                os.fsync(to.fileno())
+        except OSError as error:
+            raise OSError(error.errno, f"cannot be written: {error.strerror}", os.fspath(target)) from error
+    check_file(target, expected)

@@ -9,7 +9,7 @@ import json
 import os
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from itertools import pairwise
 from pathlib import Path
@@ -59,6 +59,11 @@ class PartInfo:
     rows: int
     first_id: int
     last_id: int
+
+    @property
+    def block(self) -> tuple[int, int, int]:
+        """A key that is equal for the parts of different column shards that hold the same rows."""
+        return self.first_id, self.last_id, self.rows
 
 
 @dataclass(frozen=True)
@@ -149,14 +154,19 @@ class CheckpointInfo:
         return None if self.delta_of is None else Path(os.path.normpath(self.path.parent / self.delta_of.path))
 
 
-def _metadata_bytes(info: CheckpointInfo, training_state: Any) -> tuple[bytes, str]:
-    """Returns the bytes of ``metadata.json`` and their checksum."""
+def write_metadata(directory: Path, info: CheckpointInfo, training_state: Any) -> str:
+    """Writes ``metadata.json``, syncs it to the disk, and returns its checksum.
+
+    Args:
+        directory: The checkpoint's directory.
+        info: The metadata. Its path, its training state and its checksum are not written.
+        training_state: The result of :func:`torchrec_recstore.encoding.encode` for the training state.
+
+    Raises:
+        OSError: The file cannot be written.
+    """
     tables = {
-        name: {
-            **asdict(table),
-            "optimizer": encode(table.optimizer, {}),
-            "options": encode(table.options, {}),
-        }
+        name: {**asdict(table), "optimizer": encode(table.optimizer, {}), "options": encode(table.options, {})}
         for name, table in sorted(info.tables.items())
     }
     document = {
@@ -173,26 +183,8 @@ def _metadata_bytes(info: CheckpointInfo, training_state: Any) -> tuple[bytes, s
     }
     text = (json.dumps(document, indent=1, allow_nan=False) + "\n").encode()
     checksum = xxhash.xxh3_128_hexdigest(text)
-    return text[: -len(_NO_CHECKSUM) - 4] + checksum.encode() + text[-4:], checksum
-
-
-def write_metadata(directory: Path, info: CheckpointInfo, training_state: Any) -> str:
-    """Writes ``metadata.json`` and syncs it to the disk.
-
-    Args:
-        directory: The checkpoint's directory.
-        info: The metadata. Its path, its training state and its checksum are not written.
-        training_state: The result of :func:`torchrec_recstore.encoding.encode` for the training state.
-
-    Returns:
-        The checksum of the file.
-
-    Raises:
-        OSError: The file cannot be written.
-    """
-    text, checksum = _metadata_bytes(info, training_state)
     with (directory / METADATA).open("wb") as file:
-        file.write(text)
+        file.write(text[: -len(_NO_CHECKSUM) - 4] + checksum.encode() + text[-4:])
         file.flush()
         os.fsync(file.fileno())
     return checksum
@@ -235,7 +227,7 @@ def read_info(path: str | Path) -> CheckpointInfo:
         raise
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(f"{file}: {error}") from error
-    _check_info(info, {DENSE: bool(info.dense), TRAINING_STATE: TRAINING_STATE in info.files})
+    _check_info(info)
     return info
 
 
@@ -258,10 +250,7 @@ def _info(path: Path, document: dict[str, Any], checksum: str) -> CheckpointInfo
 
 
 def read_chain(path: str | Path) -> list[CheckpointInfo]:
-    """Reads the metadata of a chain: of a full checkpoint, the deltas of it, and the checkpoint at ``path``, in order.
-
-    Args:
-        path: The directory of the last checkpoint of the chain. A full checkpoint is a chain of one.
+    """Reads the metadata of a full checkpoint, of the deltas of it, and of the checkpoint at ``path``, in this order.
 
     Raises:
         FileNotFoundError: There is no checkpoint at ``path``, or the base of a delta is missing.
@@ -281,10 +270,7 @@ def read_chain(path: str | Path) -> list[CheckpointInfo]:
 
 
 def _checksum(text: bytes) -> str | None:
-    """Returns the checksum in a metadata file, or None if the checksum is wrong.
-
-    The checksum is computed on the file with zeros in the place of the checksum.
-    """
+    """Returns the checksum in a file, which is that of the file with zeros in its place; None if it is wrong."""
     found = _CHECKSUM.search(text)
     if found is None:
         return None
@@ -319,17 +305,10 @@ def _entry(where: str, kind: type[_Entry], entry: dict[str, Any]) -> _Entry:
     return kind(**entry)
 
 
-def _check_info(info: CheckpointInfo, own_files: Mapping[str, bool]) -> None:
-    """Checks that the metadata of the files, of the tables and of the parts agree.
-
-    Args:
-        info: The metadata that was read.
-        own_files: The names of the files that belong to no table, and whether the checkpoint must have them.
-
-    Raises:
-        CheckpointError: The metadata is inconsistent. The message names the table or the file.
-    """
-    named = Counter(name for name, needed in own_files.items() if needed)
+def _check_info(info: CheckpointInfo) -> None:
+    """Checks that the metadata of the files, of the tables and of the parts agree."""
+    of_no_table = {DENSE: bool(info.dense), TRAINING_STATE: TRAINING_STATE in info.files}
+    named = Counter(name for name, needed in of_no_table.items() if needed)
     for table in info.tables.values():
         named.update(part.file for part in (*table.parts, *table.removed))
         named.update(table.sightings)
@@ -352,22 +331,23 @@ def _check_table(table_name: str, info: CheckpointInfo, table: TableInfo) -> Non
     if [begin for begin, _ in table.columns] != edges[:-1] or edges[-1] != table.dim or edges != sorted(set(edges)):
         raise CheckpointError(f"{table_name} has dim {table.dim}, and column shards {list(table.columns)}")
     first = table.columns[0]
-    for part in (*table.parts, *table.removed):
-        known = table.columns if part in table.parts else (first,)
-        if part.columns not in known or not 0 <= part.rank < info.world_size:
-            raise CheckpointError(
-                f"{table_name} has no shard of rank {part.rank} and columns {part.columns}: {part.file}"
-            )
-        if part.rows < 1 or part.rows - 1 > part.last_id - part.first_id:
-            raise CheckpointError(f"{table_name}: {part.file} cannot have {part.rows} ids in its range")
-    for parts in (table.parts, table.removed):
+    for parts, shards in ((table.parts, table.columns), (table.removed, (first,))):
+        for part in parts:
+            if part.columns not in shards or not 0 <= part.rank < info.world_size:
+                raise CheckpointError(
+                    f"{table_name} has no shard of rank {part.rank} and columns {part.columns}: {part.file}"
+                )
+            if part.rows < 1 or part.rows - 1 > part.last_id - part.first_id:
+                raise CheckpointError(f"{table_name}: {part.file} cannot have {part.rows} ids in its range")
         _check_ranges(table_name, parts)
-    blocks = {columns: Counter(map(_block, _of(table.parts, columns))) for columns in table.columns}
+    blocks: dict[tuple[int, int], Counter[tuple[int, int, int]]] = {columns: Counter() for columns in table.columns}
+    for part in table.parts:
+        blocks[part.columns][part.block] += 1
     for columns in table.columns:
         for part in table.parts:
-            if blocks[columns][_block(part)] != blocks[first][_block(part)]:
+            if blocks[columns][part.block] != blocks[first][part.block]:
                 raise CheckpointError(f"{table_name} has no part of the columns {columns} for the rows of {part.file}")
-    rows = sum(part.rows for part in _of(table.parts, first))
+    rows = sum(part.rows for part in table.parts if part.columns == first)
     if rows > table.rows or (info.delta_of is None and rows != table.rows):
         raise CheckpointError(f"{table_name} has {table.rows} rows, and its parts have {rows}")
     listed = sum(part.rows for part in table.removed)
@@ -377,19 +357,10 @@ def _check_table(table_name: str, info: CheckpointInfo, table: TableInfo) -> Non
         raise CheckpointError(f"{table_name} has {table.rows} rows, and its files list {listed} ids that stay")
 
 
-def _of(parts: Iterable[PartInfo], columns: tuple[int, int]) -> list[PartInfo]:
-    return [part for part in parts if part.columns == columns]
-
-
-def _block(part: PartInfo) -> tuple[int, int, int]:
-    """Returns a key that is equal for the parts of different column shards that hold the same rows."""
-    return part.first_id, part.last_id, part.rows
-
-
 def _check_ranges(table_name: str, parts: Sequence[PartInfo]) -> None:
     """Checks that the ranges of ids of a shard's parts do not overlap."""
     for shard in sorted({(part.rank, part.columns) for part in parts}):
         of_shard = [part for part in parts if (part.rank, part.columns) == shard]
-        for one, other in pairwise(sorted(of_shard, key=_block)):
+        for one, other in pairwise(sorted(of_shard, key=lambda part: part.block)):
             if other.first_id <= one.last_id:
                 raise CheckpointError(f"{table_name}: {one.file} and {other.file} have ids in the same range")

@@ -9,20 +9,13 @@ from pathlib import Path
 from torch import nn
 from torchrec.distributed.types import ShardingEnv
 
-from torchrec_recstore.checkpoint.blocks import saved_state
 from torchrec_recstore.checkpoint.files import check_file, read_tensors
+from torchrec_recstore.checkpoint.fold import check_rows
 from torchrec_recstore.checkpoint.info import DENSE, CheckpointInfo, read_chain
-from torchrec_recstore.checkpoint.reader import (
-    check_fits,
-    check_rows,
-    held_rows,
-    load_rows,
-    rows_to_read,
-)
+from torchrec_recstore.checkpoint.reader import check_fits, held_rows, load_rows, rows_to_read, saved_state
 from torchrec_recstore.checkpoint.writer import Progress, RowCount
 from torchrec_recstore.options import is_shared
 from torchrec_recstore.sharders.gather import all_gathered, refused_together, whole_environment
-from torchrec_recstore.sharders.layout import LocalShard
 from torchrec_recstore.sharders.model_tables import ModelTable, check_dense, dense_tensors, load_dense, recstore_tables
 from torchrec_recstore.store import Table
 from torchrec_recstore.store.exchange import check_replaceable, exchange_all
@@ -79,9 +72,11 @@ def load_checkpoint(
         shards = [(table.name, shard) for table in present for shard in table.shards]
         count = RowCount(progress, sum(rows_to_read(chain, name) for name, _ in shards))
         for name, shard in shards:
-            loaded.append((shard.table, _loaded_shard(chain, name, shard, count)))
+            fresh = shard.table.empty_copy()
+            load_rows(fresh, name, chain, None if shard.routing is None else shard.owned, count.add)
+            loaded.append((shard.table, fresh))
         check_replaceable(old for old, _ in loaded)
-    _check_rows(chain, shards, [fresh for _, fresh in loaded], env)
+    _check_rows(chain, [(name, fresh) for (name, _), (_, fresh) in zip(shards, loaded, strict=True)], env)
     exchange_all(loaded)
     load_dense(dense, own)
     for table in left_alone:
@@ -95,14 +90,10 @@ def load_checkpoint(
 
 
 def _as_saved(tables: Sequence[ModelTable], info: CheckpointInfo) -> list[ModelTable]:
-    """Returns the tables with the names that they have in the checkpoint.
-
-    A table has its full name in a checkpoint if the model that saved it had several tables of that name.
-    """
+    """Returns the tables with their names in the checkpoint: the full name if the model had several of that name."""
+    saved = info.tables
     return [
-        replace(table, name=table.full_name)
-        if table.name not in info.tables and table.full_name in info.tables
-        else table
+        replace(table, name=table.full_name) if table.name not in saved and table.full_name in saved else table
         for table in tables
     ]
 
@@ -121,24 +112,10 @@ def _present(
     return [table for table in present if table not in shared], shared
 
 
-def _loaded_shard(chain: Sequence[CheckpointInfo], name: str, shard: LocalShard, count: RowCount) -> Table:
-    fresh = shard.table.empty_copy()
-    load_rows(fresh, name, chain, None if shard.routing is None else shard.owned, count.add)
-    return fresh
-
-
-def _check_rows(
-    chain: Sequence[CheckpointInfo],
-    shards: Sequence[tuple[str, LocalShard]],
-    loaded: Sequence[Table],
-    env: ShardingEnv,
-) -> None:
+def _check_rows(chain: Sequence[CheckpointInfo], loaded: Sequence[tuple[str, Table]], env: ShardingEnv) -> None:
     """Refuses the loaded rows if their number on all ranks differs from the metadata. Collective."""
-    held: list[tuple[str, int | None]] = [
-        (name, held_rows(fresh))
-        for (name, _), fresh in zip(shards, loaded, strict=True)
-        if fresh.columns.start == 0  # All column shards hold the same ids: one of them is counted.
-    ]
+    # All column shards hold the same ids: one of them is counted.
+    held = [(name, held_rows(fresh)) for name, fresh in loaded if fresh.columns.start == 0]
     everywhere = [each for of_rank in all_gathered(held, env) for each in of_rank]
     with refused_together(env):
         for name in sorted({name for name, _ in everywhere}) if env.rank == 0 else ():
@@ -158,7 +135,6 @@ def _check_tables(info: CheckpointInfo, tables: Sequence[ModelTable], *, strict:
             "the checkpoint's table"
         )
     for table in tables:
-        saved = info.tables.get(table.name)
-        if saved is None:
-            continue
-        check_fits(table.name, saved, info.path, table.dim, table.state.optimizer, "the model")
+        if table.name in info.tables:
+            saved = info.tables[table.name]
+            check_fits(table.name, saved, info.path, table.dim, table.state.optimizer, "the model")

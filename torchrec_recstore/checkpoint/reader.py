@@ -1,28 +1,170 @@
-"""Reads the rows of a chain of checkpoints into shards."""
+"""Reads the files of a table of a checkpoint, and reads a chain of checkpoints into shards."""
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import TypeVar, cast
+from typing import Any, TypeVar, cast
 
+import safetensors
 import torch
+from torch import Tensor
 
-from torchrec_recstore.checkpoint.blocks import blocks_by_rank, listed_ids, saved_state
-from torchrec_recstore.checkpoint.files import CheckpointError
-from torchrec_recstore.checkpoint.fold import FoldedTable, tables_named
-from torchrec_recstore.checkpoint.info import CheckpointInfo, TableInfo
+from torchrec_recstore.checkpoint.files import CheckpointError, check_file, read_tensors
+from torchrec_recstore.checkpoint.info import CheckpointInfo, PartInfo, TableInfo
 from torchrec_recstore.optim import Optimizer, state_names
-from torchrec_recstore.store import Part, Table
+from torchrec_recstore.row_types import stored_columns
+from torchrec_recstore.store import Part, Table, TableState
 from torchrec_recstore.store.arguments import among
-from torchrec_recstore.store.parts import Owned
+from torchrec_recstore.store.parts import STAMPS, Owned
 
 _T = TypeVar("_T")
 
 
+class Block:
+    """The files of a checkpoint that hold the same rows, one file for each column shard.
+
+    :attr:`ids` may be read at any time. :meth:`open` must be called before :meth:`part`.
+
+    Args:
+        info: The checkpoint.
+        table: The metadata of the table.
+        parts: The metadata of the files, in ascending order of their columns.
+    """
+
+    def __init__(self, info: CheckpointInfo, table: TableInfo, parts: Sequence[PartInfo]) -> None:
+        self._info = info
+        self._table = table
+        self._parts = parts
+        self._opened: list[tuple[PartInfo, Any]] = []
+        self.rows = parts[0].rows
+        """The number of rows."""
+
+    def ids(self, columns: range) -> Tensor:
+        """Returns the ids, (N,) int64, of the first file that holds some of the columns, without any check."""
+        ids: Tensor = _opened(self._info.path / self._covering(columns)[0].file).get_tensor("ids")
+        return ids
+
+    def open(self, columns: range, *, verify: bool) -> Tensor:
+        """Opens and checks the files that hold some of the columns, and returns the ids of their rows.
+
+        Args:
+            columns: The columns that :meth:`part` will read.
+            verify: Whether the files are compared with their checksums. Otherwise that must have been done before.
+
+        Raises:
+            CheckpointError: A file is missing or damaged, or does not agree with the metadata.
+        """
+        first: Tensor | None = None
+        for part in self._covering(columns):
+            file, ids = _checked(self._info, part, verify=verify)
+            path = self._info.path / part.file
+            _check_shapes(path, part, self._table, file)
+            if first is not None and not torch.equal(ids, first):
+                raise CheckpointError(f"{path} does not hold the rows that {self._opened[0][0].file} has")
+            first = ids
+            self._opened.append((part, file))
+        assert first is not None
+        return first
+
+    def part(self, columns: range, rows: slice = slice(None)) -> Part:
+        """Returns some of the rows. Their memory is mapped from the files where nothing must be cut or joined."""
+        names = ["weight", *state_names(self._table.optimizer), *STAMPS]
+        parts = []
+        for part, file in self._opened:
+            if _holds(part, columns):
+                read = {name: file.get_slice(name)[rows] for name in names}
+                parts.append(Part(file.get_slice("ids")[rows], range(*part.columns), read))
+        return Part.joined(parts, columns)
+
+    def _covering(self, columns: range) -> list[PartInfo]:
+        return [part for part in self._parts if _holds(part, columns)]
+
+
+def blocks_by_rank(info: CheckpointInfo, name: str) -> list[list[Block]]:
+    """Returns the blocks of a table for each rank that wrote some, rank by rank, in ascending order of the ids.
+
+    Raises:
+        CheckpointError: A column shard has no file for some rows.
+    """
+    table = info.tables[name]
+    found: dict[tuple[int, int, int], list[PartInfo]] = defaultdict(list)
+    for part in table.parts:
+        found[part.block].append(part)
+    by_rank: dict[int, list[Block]] = defaultdict(list)
+    for _, parts in sorted(found.items()):
+        parts.sort(key=lambda part: part.columns)
+        if [part.columns for part in parts] != sorted(table.columns):
+            raise CheckpointError(f"{info.path}: table {name!r} has no part of a column shard for some rows")
+        by_rank[parts[0].rank].append(Block(info, table, parts))
+    return [by_rank[rank] for rank in sorted(by_rank)]
+
+
+def listed_ids(info: CheckpointInfo, part: PartInfo, *, verify: bool) -> Tensor:
+    """Returns the ids of a file that holds no rows, (N,) int64, ascending.
+
+    Raises:
+        CheckpointError: See :meth:`Block.open`.
+    """
+    return _checked(info, part, verify=verify)[1]
+
+
+def saved_state(info: CheckpointInfo, name: str) -> TableState:
+    """Returns the state of a whole table: its clocks, and what the admission of all its shards has counted.
+
+    Raises:
+        CheckpointError: A file is missing or damaged.
+    """
+    table = info.tables[name]
+    states = [TableState(table.steps, table.optimizer_steps, table.times)]
+    for file in table.sightings:
+        try:
+            states.append(TableState.from_tensors(read_tensors(info.path / file, info.files[file])))
+        except ValueError as error:
+            raise CheckpointError(f"{info.path / file}: {error}") from error
+    return TableState.merged(states)
+
+
+def _holds(part: PartInfo, columns: range) -> bool:
+    return part.columns[0] < columns.stop and columns.start < part.columns[1]
+
+
+def _opened(path: Path) -> Any:
+    try:
+        return safetensors.safe_open(path, framework="pt")
+    except (safetensors.SafetensorError, OSError) as error:
+        raise CheckpointError(f"{path} is missing or damaged: {error}") from error
+
+
+def _checked(info: CheckpointInfo, part: PartInfo, *, verify: bool) -> tuple[Any, Tensor]:
+    """Opens a file, compares its ids with the metadata, and returns the file and the ids."""
+    path = info.path / part.file
+    if verify:
+        check_file(path, info.files[part.file])
+    file = _opened(path)
+    ids: Tensor = file.get_tensor("ids") if "ids" in file.keys() else torch.empty(0)  # noqa: SIM118
+    if ids.dtype != torch.int64 or ids.dim() != 1 or len(ids) != part.rows:
+        raise CheckpointError(f"{path} has ids of shape {tuple(ids.shape)}, and metadata.json says {part.rows}")
+    if (int(ids[0]), int(ids[-1])) != (part.first_id, part.last_id) or bool((ids[1:] <= ids[:-1]).any()):
+        raise CheckpointError(f"{path} does not have the ids from {part.first_id} to {part.last_id}, each once")
+    return file, ids
+
+
+def _check_shapes(path: Path, part: PartInfo, table: TableInfo, file: Any) -> None:
+    columns = part.columns[1] - part.columns[0]
+    wanted = {"weight": [part.rows, stored_columns(getattr(torch, table.dtype), columns)]}
+    for name, kind in state_names(table.optimizer).items():
+        wanted[name] = [part.rows, columns] if kind == "element" else [part.rows]
+    wanted |= {name: [part.rows] for name in STAMPS}
+    found = {name: list(file.get_slice(name).get_shape()) for name in file.keys() if name != "ids"}  # noqa: SIM118
+    if found != wanted:
+        raise CheckpointError(f"{path} has tensors of the shapes {found} instead of {wanted}")
+
+
 def check_fits(name: str, saved: TableInfo, path: Path, dim: int, optimizer: Optimizer, owner: str) -> None:
-    """Refuses a saved table if its rows do not fit the table that would receive them.
+    """Refuses the rows of a saved table if they do not fit a table with this dim and optimizer.
 
     Args:
         name: The table's name.
@@ -45,13 +187,9 @@ def check_fits(name: str, saved: TableInfo, path: Path, dim: int, optimizer: Opt
 
 
 def rows_to_read(chain: Sequence[CheckpointInfo], name: str) -> int:
-    """Returns the number of rows that :func:`load_rows` reports in all.
-
-    Args:
-        chain: The result of :func:`torchrec_recstore.checkpoint.info.read_chain`.
-        name: The table's name.
-    """
-    return sum(part.rows for table in tables_named(name, chain) for part in table.parts if part.columns[0] == 0)
+    """Returns the number of a table's rows that :func:`load_rows` reports in all."""
+    tables = (info.tables[name] for info in chain if name in info.tables)
+    return sum(part.rows for table in tables for part in table.parts if part.columns[0] == 0)
 
 
 def load_rows(
@@ -132,29 +270,3 @@ def _remove_rows(table: Table, contents: TableInfo, info: CheckpointInfo) -> Non
 def held_rows(table: Table) -> int | None:
     """Returns the number of rows of a shard after :func:`load_rows`; None if the shard had no room for some of them."""
     return None if table.stats().evicted and table.options.cold_store is None else len(table)
-
-
-def check_rows(chain: Sequence[CheckpointInfo], name: str, held: int | None) -> None:
-    """Compares the number of loaded rows with the number in the table's metadata.
-
-    A part that is missing, or that holds ids of another part, changes the number of rows. In this case all ids are read
-    again to find the id that is in several parts.
-
-    Args:
-        chain: The chain of checkpoints; see :func:`load_rows`.
-        name: The table's name.
-        held: The number of rows in all shards that hold the table's first column. None if a shard had no room for some
-            of its rows.
-
-    Raises:
-        CheckpointError: The numbers differ, or an id is in several parts.
-    """
-    wanted = chain[-1].tables[name].rows
-    if held == wanted:
-        return
-    for _ in FoldedTable(chain, name, []):
-        pass
-    if held is not None:
-        raise CheckpointError(
-            f"table {name!r} of {chain[-1].path} has {held} rows when loaded, and should have {wanted}"
-        )

@@ -23,14 +23,7 @@ from torchrec.distributed.types import ShardingEnv
 
 from torchrec_recstore.checkpoint.destination import Destination
 from torchrec_recstore.checkpoint.files import FileInfo
-from torchrec_recstore.checkpoint.info import (
-    DENSE,
-    TRAINING_STATE,
-    CheckpointInfo,
-    DeltaOf,
-    TableInfo,
-    read_chain,
-)
+from torchrec_recstore.checkpoint.info import DENSE, TRAINING_STATE, CheckpointInfo, DeltaOf, TableInfo, read_chain
 from torchrec_recstore.checkpoint.writer import PartWriter, Progress, RowCount, SavedShard, finish, write_shard
 from torchrec_recstore.encoding import encode
 from torchrec_recstore.sharders.gather import all_gathered, refused_together, whole_environment
@@ -126,7 +119,7 @@ def async_save(
     try:
         return AsyncSave(save.path, save.write)
     except RuntimeError:  # The system cannot start a thread.
-        save.give_up()
+        save.snapshots.close()
         raise
 
 
@@ -136,12 +129,7 @@ def is_saving() -> bool:
 
 
 class AsyncSave:
-    """A checkpoint that is being written while training continues; see :func:`torchrec_recstore.async_save`.
-
-    Args:
-        path: The checkpoint's directory.
-        write: A function that writes the checkpoint and returns its metadata.
-    """
+    """A checkpoint that is being written while training continues; see :func:`torchrec_recstore.async_save`."""
 
     def __init__(self, path: Path, write: Callable[[], CheckpointInfo]) -> None:
         self._path = path
@@ -210,6 +198,7 @@ class _Save:
         self._progress = progress
         self._shards: dict[str, list[SavedShard]] = {}
         self._delta_of: DeltaOf | None = None
+        self._destination: Destination | None = None
         self._tensors: dict[str, Tensor] = {}
         with ExitStack() as undo:
             with refused_together(env):
@@ -220,32 +209,23 @@ class _Save:
                 warn_of_pending_passes(shard.table for table in self._tables for shard in table.shards)
                 bases = [] if delta_of is None else read_chain(delta_of)
                 marks = self._marks_since(bases)
-                # Rank 0 holds the lock of the path for all ranks.
-                self._destination = (
-                    undo.enter_context(Destination(self.path, overwrite=overwrite, bases=bases))
-                    if env.rank == 0
-                    else None
-                )
+                if env.rank == 0:  # Rank 0 holds the lock of the path for all ranks.
+                    self._destination = undo.enter_context(Destination(self.path, overwrite=overwrite, bases=bases))
                 self._training_state = encode(training_state, self._tensors)
                 self._dense = dense_tensors(model, self._tables)
                 for table in self._tables:
+                    options = replace(table.state.options, cold_store=None)
                     self._shards[table.name] = []
                     for number, shard in enumerate(table.shards):
-                        since = None if marks is None else marks[table.name][number]
-                        self._shards[table.name].append(
-                            SavedShard(
-                                table.name,
-                                shard.table,
-                                undo.enter_context(shard.table.snapshot(since)),
-                                replace(table.state.options, cold_store=None),
-                                shard.table.state(),
-                            )
-                        )
+                        snapshot = shard.table.snapshot(None if marks is None else marks[table.name][number])
+                        undo.enter_context(snapshot)
+                        saved = SavedShard(table.name, shard.table, snapshot, options, shard.table.state())
+                        self._shards[table.name].append(saved)
                 if polite:  # Training changes the tensors while the copies are written.
                     self._dense = {key: value.clone() for key, value in self._dense.items()}
                     self._tensors = {key: value.detach().clone() for key, value in self._tensors.items()}
             self._removal = self._removals()
-            self._snapshots = undo.pop_all()
+            self.snapshots = undo.pop_all()  # and the lock of the path
 
     def _marks_since(self, chain: Sequence[CheckpointInfo]) -> Mapping[str, Sequence[int]] | None:
         """Returns for each table the change marks of its shards that the base of a delta has set; None without base."""
@@ -285,10 +265,12 @@ class _Save:
         return removal
 
     def write(self) -> CheckpointInfo:
-        """Writes the checkpoint and returns its metadata."""
-        with self._snapshots:
+        """Writes the checkpoint, keeps its change marks for a later delta, and returns its metadata."""
+        with self.snapshots:
             info = self._write()
-        self._remember(info)
+        for table in self._tables:
+            marks = table.module.recstore_state.marks.setdefault(info.checksum, {})
+            marks[table.config_name] = [shard.snapshot.mark for shard in self._shards[table.name]]
         return info
 
     def _write(self) -> CheckpointInfo:
@@ -297,8 +279,8 @@ class _Save:
             made = None if self._destination is None else self._destination.stage()
         staging = all_gathered(made, self.env)[0]
         assert staging is not None
-        files: dict[str, FileInfo] = {}
         contents: dict[str, TableInfo] = {}
+        files: dict[str, FileInfo] = {}
         with refused_together(self.env):
             writer = PartWriter(staging, self.env.rank, polite=self._polite)
             total = sum(len(shard.snapshot) for shards in self._shards.values() for shard in shards)
@@ -347,16 +329,6 @@ class _Save:
         )
         return finish(destination, info, self._training_state)
 
-    def _remember(self, info: CheckpointInfo) -> None:
-        """Keeps the change marks of this save, so that a later save can be a delta of it."""
-        for table in self._tables:
-            marks = table.module.recstore_state.marks.setdefault(info.checksum, {})
-            marks[table.config_name] = [shard.snapshot.mark for shard in self._shards[table.name]]
-
-    def give_up(self) -> None:
-        """Closes the snapshots and releases the lock of the path."""
-        self._snapshots.close()
-
 
 def _merged(infos: Sequence[TableInfo | None]) -> TableInfo:
     """Merges the metadata that the shards of a table have written."""
@@ -400,13 +372,14 @@ def _finish() -> None:
     """Waits at the end of the process until its checkpoints are written, and prints the errors of those that fail."""
     failed = False
     for save in list(_open):
-        why: str | None
+        why = ""
         try:
             save._thread.join()
-            why = None if save._error is None else "".join(traceback.format_exception(save._error))
+            if save._error is not None:
+                why = "".join(traceback.format_exception(save._error))
         except KeyboardInterrupt:
             why = "It was being written when the process was interrupted.\n"
-        if why is not None:
+        if why:
             print(f"async_save: the checkpoint {save._path} has not been written.\n{why}", file=sys.stderr, flush=True)
             failed = True
     if failed:

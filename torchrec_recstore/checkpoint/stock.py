@@ -1,4 +1,4 @@
-"""Converts between models with RecStore tables and models with TorchRec's own tables, in which row i is id i."""
+"""Converts RecStore tables to and from dense tensors and TorchRec's own tables, in which row i is id i."""
 
 from __future__ import annotations
 
@@ -14,29 +14,94 @@ from torchrec.distributed import DistributedModelParallel
 from torchrec.distributed.shards_wrapper import LocalShardsWrapper
 from torchrec.distributed.types import ShardingEnv
 
-from torchrec_recstore.checkpoint.dense import export_dense_weights
-from torchrec_recstore.optim import (
-    LAMB,
-    SGD,
-    Adagrad,
-    Adam,
-    PartialRowWiseAdam,
-    PartialRowWiseLAMB,
-    RowWiseAdagrad,
-    StateKind,
-    state_names,
-)
+from torchrec_recstore import optim
 from torchrec_recstore.sharders.gather import all_gathered, refused_together, whole_environment
 from torchrec_recstore.sharders.layout import ShardLayout, WholeRows
-from torchrec_recstore.sharders.model_tables import ModelTable, recstore_tables, rows_left_out, tables_named
-from torchrec_recstore.sharders.state import check_not_shared, replace_rows
+from torchrec_recstore.sharders.model_tables import (
+    ModelTable,
+    recstore_tables,
+    rows_left_out,
+    table_named,
+    tables_named,
+)
+from torchrec_recstore.sharders.state import WEIGHTS, check_not_shared, replace_rows
 from torchrec_recstore.store import TableState
 
 _Key = TypeVar("_Key", bound=Hashable)
 # The optimizers whose step depends on the number of updates.
-_COUNTING = (Adam, PartialRowWiseAdam, LAMB, PartialRowWiseLAMB)
-_STOCK = (SGD, Adagrad, RowWiseAdagrad, *_COUNTING)
-_CHUNK = 1 << 18  # rows
+_COUNTING = (optim.Adam, optim.PartialRowWiseAdam, optim.LAMB, optim.PartialRowWiseLAMB)
+_STOCK = (optim.SGD, optim.Adagrad, optim.RowWiseAdagrad, *_COUNTING)
+_DENSE_CHUNK = 1 << 20  # rows
+_CHUNK = 1 << 18  # rows with their states
+
+
+def load_dense_weights(model: nn.Module, weights: Mapping[str, Tensor]) -> None:
+    """Writes dense weights into RecStore tables: row i becomes id i. Collective.
+
+    Rows of ids that are not in a tensor do not change. New rows start with zero optimizer state, and existing rows keep
+    their optimizer state.
+
+    Args:
+        model: ``DistributedModelParallel``, a sharded module, or any module that contains them.
+        weights: (rows, dim) floating-point tensors by table name, the same on every rank. If several collections have
+            a table of the same name, the key is the collection's path in the model, a dot, and the table's name.
+
+    Raises:
+        ValueError: A table is unknown, several tables have the name, or a tensor has another shape. The error is raised
+            on every rank, and no row has changed.
+        TypeError: A value is not a floating-point tensor.
+    """
+    tables = tables_named(model, weights)
+    for name, tensor in weights.items():
+        if not isinstance(tensor, Tensor) or not tensor.is_floating_point():
+            kind = tensor.dtype if isinstance(tensor, Tensor) else type(tensor).__name__
+            raise TypeError(f"weights of table {name!r} must be a floating-point tensor, got {kind}")
+        if tensor.dim() != 2 or tensor.shape[1] != tables[name].dim:
+            raise ValueError(
+                f"weights of table {name!r} must have the shape (rows, {tables[name].dim}), got {tuple(tensor.shape)}"
+            )
+    for name, tensor in weights.items():
+        for shard in tables[name].shards:
+            columns = shard.table.columns
+            for begin in range(0, tensor.shape[0], _DENSE_CHUNK):
+                part = tensor[begin : begin + _DENSE_CHUNK].detach()
+                ids = torch.arange(begin, begin + part.shape[0])
+                owned = shard.owned(ids)
+                mine = part[owned, columns.start : columns.stop].to("cpu", torch.float32)
+                shard.table.insert_all(ids[owned], mine)
+        tables[name].state.copies.forget(tables[name].config_name, WEIGHTS)
+
+
+def export_dense_weights(model: nn.Module, table_name: str, num_rows: int) -> Tensor:
+    """Returns the rows of the ids from 0 to ``num_rows`` - 1. Collective; the result is the same on every rank.
+
+    Args:
+        model: ``DistributedModelParallel``, a sharded module, or any module that contains them.
+        table_name: The name of a RecStore table; see :func:`load_dense_weights`.
+        num_rows: The number of rows, at least 0.
+
+    Returns:
+        (num_rows, dim) float32. Ids without a row are zeros.
+
+    Raises:
+        ValueError: The table is unknown, several tables have the name, or ``num_rows`` is negative. The error is raised
+            on every rank.
+    """
+    table = table_named(model, table_name)
+    if num_rows < 0:
+        raise ValueError(f"num_rows must not be negative, got {num_rows}")
+    with refused_together(table.state.env):
+        table.state.copies.check()
+    out = torch.zeros(num_rows, table.dim)
+    for shard in table.shards:
+        columns = shard.table.columns
+        for begin in range(0, num_rows, _DENSE_CHUNK):
+            ids = torch.arange(begin, min(begin + _DENSE_CHUNK, num_rows))
+            ids = ids[shard.owned(ids)]  # A shared cold store contains rows of all ranks.
+            ids = ids[shard.table.contains(ids)]
+            out[ids, columns.start : columns.stop] = shard.table.lookup(ids).float()
+    _summed(out, table.state.env)
+    return out
 
 
 def stock_state_dict(model: nn.Module, num_rows: Mapping[str, int], *, leave_out: bool = False) -> dict[str, Any]:
@@ -144,7 +209,7 @@ def load_stock_state_dict(
         plain = _checked_weights(tables, state_dict, own)
         if given is not None:
             for key, table in tables.items():
-                starts = _column_starts(state_dict[key])
+                starts = sorted({offsets[1] for offsets, _ in _local_parts(state_dict[key])})
                 states[key] = _checked_states(table, given.get(key, {}), len(plain[key]), starts, optimizer_steps)
             fused = _checked_pairs(given, {key: own_states[key] for key in own_states.keys() - tables}, own)
     _load_rest(model, {key: value for key, value in plain.items() if key not in tables}, own)
@@ -187,7 +252,6 @@ def load_into_stock(
 
 
 def _is_sharded(value: object) -> bool:
-    """Returns whether a value of a ``state_dict`` is sharded."""
     return isinstance(value, ShardedTensor | DTensor)
 
 
@@ -237,36 +301,27 @@ def gathered(values: Mapping[_Key, Any], env: ShardingEnv) -> dict[_Key, Tensor]
     out: dict[_Key, Tensor] = {}
     for key, (size, dtype) in everywhere.items():
         out[key] = _filled(values[key])[0] if key in values else torch.zeros(size, dtype=dtype)
-        _summed(out[key], env)  # Every cell belongs to one rank, and is 0 on the others.
+        _summed(out[key], env)
     return out
 
 
 def _summed(value: Tensor, env: ShardingEnv) -> None:
-    """Replaces ``value`` by its sum over all ranks. Collective."""
+    """Replaces ``value`` by its sum over all ranks: each cell is 0 on all ranks but one. Collective."""
     if env.process_group is not None and dist.get_world_size(env.process_group) > 1:
         dist.all_reduce(value, group=env.process_group)
 
 
 def _fill(value: Any, plain: Tensor) -> None:
-    """Copies a plain tensor into this rank's parts of ``value``.
-
-    Args:
-        value: A tensor, or the ``ShardedTensor`` or ``DTensor`` of a table of TorchRec.
-        plain: A tensor of the same shape; or (R,) for a row-wise state of C column shards, (C * R,). Each column shard
-            gets a copy.
-    """
+    """Copies a plain tensor into this rank's parts of ``value``. Each column shard gets a copy of a row-wise state."""
     for offsets, part in _local_parts(value):
         if part.dim() == 1:
-            offsets = (offsets[0] % max(1, plain.shape[0]),)  # TorchRec 1.8.0 concatenates them.
+            # TorchRec 1.8.0 concatenates the row-wise states of column shards.
+            offsets = (offsets[0] % max(1, plain.shape[0]),)
         part.copy_(plain[_cut(offsets, part)])
 
 
-def _column_starts(value: Any) -> list[int]:
-    """Returns the first column of each column shard of an (R, D) tensor of which this process holds every part."""
-    return sorted({offsets[1] for offsets, _ in _local_parts(value)})
-
-
 def _filled(value: Any) -> tuple[Tensor, int]:
+    """Returns a plain tensor with this rank's parts and zeros, and the number of its cells on this rank."""
     out = torch.zeros(value.size(), dtype=value.dtype)
     held = 0
     for offsets, part in _local_parts(value):
@@ -280,14 +335,10 @@ def _cut(offsets: tuple[int, ...], part: Tensor) -> tuple[slice, ...]:
 
 
 def _stock_names(table: ModelTable) -> dict[str, str]:
-    """Returns TorchRec's names of a table's optimizer states, by the names of :func:`state_names`.
-
-    Raises:
-        ValueError: TorchRec's fused tables have no such optimizer.
-    """
+    """Returns TorchRec's names of a table's optimizer states by our names. TorchRec lacks some optimizers."""
     optimizer = table.state.optimizer
-    names = list(state_names(optimizer))
-    if not isinstance(optimizer, _STOCK) or (isinstance(optimizer, SGD) and names):
+    names = list(optim.state_names(optimizer))
+    if not isinstance(optimizer, _STOCK) or (isinstance(optimizer, optim.SGD) and names):
         raise ValueError(f"table {table.name!r}: TorchRec's fused tables have no optimizer {optimizer}")
     return {name: f"{table.config_name}.{name if i else 'momentum1'}" for i, name in enumerate(names)}
 
@@ -297,15 +348,7 @@ def _checked_states(
 ) -> dict[str, Tensor]:
     """Checks TorchRec's optimizer state of a table, and converts it to the argument of ``RowState.load_state_dict``.
 
-    Args:
-        table: The RecStore table of the model.
-        given: TorchRec's state of the table by name.
-        num_rows: The number of rows of TorchRec's table.
-        starts: The first column of each column shard of TorchRec's table.
-        optimizer_steps: The number of updates so far.
-
-    Raises:
-        ValueError: A state is missing, unknown or of another shape, or ``optimizer_steps`` is needed and missing.
+    ``starts`` has the first column of each column shard of TorchRec's table.
     """
     names = _stock_names(table)
     _check_keys(f"table {table.name!r}: the stock optimizer state", given, names.values())
@@ -321,7 +364,7 @@ def _checked_states(
         "frequency": torch.zeros(num_rows, dtype=torch.int64),
         **TableState(steps, optimizer_steps or 0).tensors(),
     }
-    for name, kind in state_names(table.state.optimizer).items():
+    for name, kind in optim.state_names(table.state.optimizer).items():
         value = whole(names[name], given[names[name]])
         shape = (num_rows, table.dim) if kind == "element" else (num_rows * len(starts),)
         if kind == "row" and tuple(value.shape) == (num_rows,):
@@ -334,42 +377,11 @@ def _checked_states(
 
 
 def _check_keys(what: str, given: Iterable[str], expected: Iterable[str]) -> None:
-    """Refuses keys that differ from the expected keys.
-
-    Args:
-        what: The name of the collection of keys in the error message.
-        given: The keys.
-        expected: The expected keys.
-
-    Raises:
-        ValueError: A key is missing or unknown.
-    """
     missing, unknown = sorted(set(expected) - set(given)), sorted(set(given) - set(expected))
     if missing:
         raise ValueError(f"{what} has no {_some(missing)}")
     if unknown:
         raise ValueError(f"{what} has {_some(unknown)}, which the model does not have")
-
-
-def _check_shape(key: str, value: Any, own: Any, row_wise_states: bool = False) -> None:
-    """Refuses a tensor whose shape differs from the model's tensor.
-
-    Args:
-        key: The name of the tensor in the error message.
-        value: The new tensor.
-        own: The model's tensor. If it is not a tensor, there is no check.
-        row_wise_states: Whether ``own`` may be C times as long as ``value`` for C column shards. Default: False.
-
-    Raises:
-        ValueError: The shapes differ.
-    """
-    if not isinstance(own, Tensor):
-        return
-    shape, expected = tuple(value.size()), tuple(own.size())
-    if row_wise_states and len(shape) == len(expected) == 1 and shape[0] and expected[0] % shape[0] == 0:
-        return
-    if shape != expected:
-        raise ValueError(f"{key} is of shape {shape}, and of shape {expected} in the model")
 
 
 def _some(keys: list[str]) -> str:
@@ -407,7 +419,8 @@ def _checked_weights(
     plain = {key: whole(key, value) if isinstance(value, Tensor) else value for key, value in given.items()}
     for key, value in plain.items():
         if key not in tables:
-            _check_shape(key, value, own[key])
+            if isinstance(own[key], Tensor):
+                _check_shape(key, value, own[key])
         elif value.dim() != 2 or value.shape[1] != tables[key].dim:
             name, dim = tables[key].name, tables[key].dim
             raise ValueError(f"table {name!r}: {key} is of shape {tuple(value.shape)}, and the table's dim is {dim}")
@@ -430,9 +443,18 @@ def _checked_pairs(
         _check_keys(f"{key}: the stock optimizer state", given.get(key, {}), states)
         for name, value in states.items():
             plain = whole(name, given[key][name])
-            _check_shape(name, plain, value, row_wise_states=True)
+            # The row-wise states of C column shards are C times as long.
+            copies = plain.dim() == value.dim() == 1 and len(plain) and value.size()[0] % len(plain) == 0
+            if not copies:
+                _check_shape(name, plain, value)
             pairs.append((value, plain))
     return pairs
+
+
+def _check_shape(key: str, value: Any, own: Any) -> None:
+    shape, expected = tuple(value.size()), tuple(own.size())
+    if shape != expected:
+        raise ValueError(f"{key} is of shape {shape}, and of shape {expected} in the model")
 
 
 def _counted_tables(model: nn.Module, num_rows: Mapping[str, int], leave_out: bool) -> dict[ModelTable, int]:
@@ -456,7 +478,7 @@ def _counted_tables(model: nn.Module, num_rows: Mapping[str, int], leave_out: bo
 
 
 def _exported_states(table: ModelTable, num_rows: int) -> dict[str, Tensor]:
-    kinds: dict[str, StateKind] = state_names(table.state.optimizer)
+    kinds = optim.state_names(table.state.optimizer)
     out = {
         name: torch.zeros(num_rows, table.dim) if kind == "element" else torch.zeros(num_rows)
         for name, kind in kinds.items()

@@ -17,12 +17,7 @@ from torch import Tensor
 
 from torchrec_recstore.checkpoint.destination import Destination
 from torchrec_recstore.checkpoint.files import FileInfo, write_tensors
-from torchrec_recstore.checkpoint.info import (
-    CheckpointInfo,
-    PartInfo,
-    TableInfo,
-    write_metadata,
-)
+from torchrec_recstore.checkpoint.info import CheckpointInfo, PartInfo, TableInfo, write_metadata
 from torchrec_recstore.optim import Optimizer
 from torchrec_recstore.options import TableOptions
 from torchrec_recstore.store import Part, Snapshot, Table, TableState
@@ -41,12 +36,7 @@ def part_rows(dim: int, dtype: torch.dtype, optimizer: Optimizer) -> int:
 
 
 class RowCount:
-    """A counter of rows that reports to a progress callback.
-
-    Args:
-        progress: The callback, or None.
-        total: The number of all rows.
-    """
+    """A counter of rows that reports to a progress callback, unless it is None, and knows the number of all rows."""
 
     def __init__(self, progress: Progress | None, total: int) -> None:
         self._progress = progress
@@ -61,9 +51,7 @@ class RowCount:
 
 
 class PartWriter:
-    """A writer of one rank's files.
-
-    A separate thread writes one file while the caller prepares the next.
+    """A writer of one rank's files. A separate thread writes one file while the caller prepares the next.
 
     Args:
         directory: The directory in which the files are created.
@@ -72,7 +60,7 @@ class PartWriter:
     """
 
     def __init__(self, directory: Path, rank: int, *, polite: bool = False) -> None:
-        self.files: dict[str, FileInfo] = {}
+        self._files: dict[str, FileInfo] = {}
         self._directory = directory
         self._rank = rank
         self._polite = polite
@@ -84,14 +72,7 @@ class PartWriter:
     def rows(
         self, name: str, table: Table, snapshot: Snapshot, on_rows: Callable[[int], object] = lambda count: None
     ) -> tuple[PartInfo, ...]:
-        """Writes all rows of a snapshot.
-
-        Args:
-            name: The table's name in the checkpoint.
-            table: The shard.
-            snapshot: A snapshot of the shard's rows. It is read to its end.
-            on_rows: A callback that is called after each part with the part's number of rows.
-        """
+        """Writes all rows of a snapshot, and calls ``on_rows`` after each part with the part's number of rows."""
         size = part_rows(table.dim, table.dtype, table.optimizer)
         parts: list[PartInfo] = []
         while left := len(snapshot):
@@ -102,10 +83,8 @@ class PartWriter:
 
     def ids(self, name: str, table: Table, kind: str, ids: Tensor) -> tuple[PartInfo, ...]:
         """Writes ids without rows. The ids are in ascending order."""
-        pieces = torch.split(ids, PART_BYTES // ids.element_size()) if len(ids) else ()
-        return tuple(
-            self._ids_file(name, table.columns, f"{i:05d}-{kind}", {"ids": piece}) for i, piece in enumerate(pieces)
-        )
+        pieces = enumerate(torch.split(ids, PART_BYTES // ids.element_size()) if len(ids) else ())
+        return tuple(self._ids_file(name, table.columns, f"{i:05d}-{kind}", {"ids": piece}) for i, piece in pieces)
 
     def sightings(self, name: str, table: Table, state: TableState) -> tuple[str, ...]:
         """Writes the counts of a shard's admission, and returns the name of the file. Without counts there is none."""
@@ -117,13 +96,9 @@ class PartWriter:
         return (file,)
 
     def part(self, name: str, number: int, part: Part) -> PartInfo:
-        """Writes rows.
+        """Writes the part with this number of a shard: rows, at least one, in ascending order of their ids.
 
-        Args:
-            name: The table's name.
-            number: The number of the part among the parts of the shard.
-            part: The rows, at least one, in ascending order of their ids. They must not change before :meth:`close`
-                returns.
+        The rows must not change before :meth:`close` returns.
         """
         return self._ids_file(name, part.columns, f"{number:05d}", part.tensors())
 
@@ -149,7 +124,7 @@ class PartWriter:
         finally:
             if self._thread is not None:
                 self._thread.shutdown()
-        return self.files
+        return self._files
 
     def _submit(self, name: str, tensors: dict[str, Tensor]) -> None:
         self._collect()
@@ -161,13 +136,13 @@ class PartWriter:
                 # Python 3.12 starts no thread once the process is ending, while async_save still writes. The executor
                 # is not used again, because its queue still has this call.
                 self._thread = None
-        self.files[name] = write_tensors(self._directory / name, tensors)
+        self._files[name] = write_tensors(self._directory / name, tensors)
 
     def _collect(self) -> None:
         pending, self._pending = self._pending, None
         if pending is not None:
             name, info = pending.result()
-            self.files[name] = info
+            self._files[name] = info
 
 
 def lower_priority() -> None:
@@ -178,10 +153,7 @@ def lower_priority() -> None:
 
 
 def _unshared(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Returns the same tensors, where a tensor that shares memory with an earlier one is a copy.
-
-    safetensors refuses tensors that share memory, such as tied weights.
-    """
+    """Copies each tensor that shares memory with an earlier one, such as tied weights: safetensors refuses them."""
     found: dict[str, Tensor] = {}
     storages: set[int] = set()
     for name, tensor in tensors.items():
@@ -264,15 +236,9 @@ def write_shard(
 
 
 def finish(destination: Destination, info: CheckpointInfo, training_state: Any) -> CheckpointInfo:
-    """Writes the metadata of a checkpoint whose other files are written, and publishes the checkpoint at its path.
+    """Writes the metadata of a checkpoint, publishes the checkpoint, and returns the metadata with its checksum.
 
-    Args:
-        destination: The destination of the checkpoint.
-        info: The checkpoint's metadata, without the checksum.
-        training_state: The result of :func:`torchrec_recstore.encoding.encode`.
-
-    Returns:
-        The checkpoint's metadata with its checksum.
+    See :func:`torchrec_recstore.checkpoint.info.write_metadata` for the arguments.
 
     Raises:
         OSError: The checkpoint cannot be written or published. The path is as it was.

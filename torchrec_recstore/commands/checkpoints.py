@@ -302,7 +302,7 @@ def compact(
 
     Exit status: 0, or 2 with one line on stderr. In that case nothing is created at OUTPUT.
     """
-    from torchrec_recstore.checkpoint.compact import compact_chain, folding
+    from torchrec_recstore.checkpoint.fold import compact_chain, folding
 
     with errors_in_one_line(), folding(checkpoint, output) as (chain, destination):
         verify_files(chain)

@@ -17,7 +17,7 @@ from torchrec_recstore.commands.scripts import missing_in_one_line
 from torchrec_recstore.plugins import plugin
 
 if TYPE_CHECKING:
-    from torchrec_recstore.checkpoint.explore import By, Metric, TopRows
+    from torchrec_recstore.checkpoint.row_search import By, Metric, TopRows
 else:  # typer reads the annotations, and the module above imports torch
     from typing import Literal
 
@@ -86,7 +86,7 @@ def top(
             found = looks.top_rows_of_servers(connected, _on_servers(connected, table), by, count)
     else:
         with errors_in_one_line():
-            from torchrec_recstore.checkpoint.explore import top_rows
+            from torchrec_recstore.checkpoint.row_search import top_rows
 
             path = Path(source)
             with progress("reading", _rows(path, table)) as advance:
@@ -131,11 +131,11 @@ def neighbours(
             ids, near = looks.neighbours_on_servers(connected, id, _on_servers(connected, table), metric, count)
     else:
         with errors_in_one_line():
-            from torchrec_recstore.checkpoint import explore
+            from torchrec_recstore.checkpoint import row_search
 
             path = Path(source)
             with progress("reading", 2 * _rows(path, table)) as advance:
-                ids, near = explore.neighbours(path, id, table, metric=metric, count=count, advance=advance)
+                ids, near = row_search.neighbours(path, id, table, metric=metric, count=count, advance=advance)
     if as_json:
         print_json({"ids": ids.tolist(), metric: near.tolist()})
         return

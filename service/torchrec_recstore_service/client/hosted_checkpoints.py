@@ -7,8 +7,9 @@ from typing import Any
 
 from torchrec_recstore.checkpoint.destination import Destination
 from torchrec_recstore.checkpoint.files import CheckpointError
+from torchrec_recstore.checkpoint.fold import check_rows
 from torchrec_recstore.checkpoint.info import CheckpointInfo, TableInfo
-from torchrec_recstore.checkpoint.reader import check_fits, check_rows, held_rows, load_rows
+from torchrec_recstore.checkpoint.reader import check_fits, held_rows, load_rows
 from torchrec_recstore.checkpoint.writer import PartWriter, SavedShard, finish, write_shard
 from torchrec_recstore.encoding import encode
 from torchrec_recstore.row_types import ROW_DTYPES

@@ -8,7 +8,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from torchrec_recstore.checkpoint.explore import By, Metric, TopRows, descending, nearest, top_rows
+from torchrec_recstore.checkpoint.row_search import By, Metric, TopRows, descending, nearest, top_rows
 from torchrec_recstore.store import Table
 from torchrec_recstore_service.client.server_set import ServerSet
 from torchrec_recstore_service.wire import recstore_pb2 as pb

@@ -9,12 +9,13 @@ import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
+from torch.nn.functional import cosine_similarity
 
-from torchrec_recstore.checkpoint.fold import FoldedTable, check_files, common_columns, tables_named
+from torchrec_recstore.checkpoint.fold import FoldedTable, check_files
 from torchrec_recstore.checkpoint.info import CheckpointInfo, read_chain
 from torchrec_recstore.store import Part, Parts, Table
 from torchrec_recstore.store.arguments import among
@@ -78,10 +79,7 @@ def top_rows(
             ``by="drift"`` has no ``since``.
         CheckpointError: A file is missing or damaged.
     """
-    if by not in get_args(By):
-        raise ValueError(f"by={by!r} is not one of {', '.join(get_args(By))}")
-    if count < 1:
-        raise ValueError(f"count must be at least 1, not {count}")
+    _check_arguments("by", by, By, count)
     if by == "drift" and since is None:
         raise ValueError("by='drift' compares with an earlier checkpoint: pass since=")
     opened = _open(source, table)
@@ -137,7 +135,7 @@ def neighbours(
         ValueError: The id has no row, or a reason of :func:`top_rows`.
         CheckpointError: A file is missing or damaged.
     """
-    _check_nearest(metric, count)
+    _check_arguments("metric", metric, Metric, count)
     opened = _open(source, table)
     row = None
     for block in opened.blocks():
@@ -157,24 +155,19 @@ def nearest(
     Returns, Raises:
         See :func:`neighbours`.
     """
-    _check_nearest(metric, count)
+    _check_arguments("metric", metric, Metric, count)
     return _nearest(_OfTable(table), row, but, metric, count, lambda rows: None)
 
 
-def _check_nearest(metric: str, count: int) -> None:
-    if metric not in get_args(Metric):
-        raise ValueError(f"metric={metric!r} is not one of {', '.join(get_args(Metric))}")
+def _check_arguments(name: str, value: str, known: Any, count: int) -> None:
+    if value not in get_args(known):
+        raise ValueError(f"{name}={value!r} is not one of {', '.join(get_args(known))}")
     if count < 1:
         raise ValueError(f"count must be at least 1, not {count}")
 
 
 def _nearest(
-    opened: _OfTable | _OfCheckpoint,
-    row: Tensor,
-    but: int,
-    metric: Metric,
-    count: int,
-    advance: Callable[[int], object],
+    opened: _Source, row: Tensor, but: int, metric: Metric, count: int, advance: Callable[[int], object]
 ) -> tuple[Tensor, Tensor]:
     ids, near = torch.empty(0, dtype=torch.int64), torch.empty(0)
     for block in opened.blocks():
@@ -191,10 +184,8 @@ def _nearness(weights: Tensor, row: Tensor, metric: Metric) -> Tensor:
     near: Tensor
     if metric == "l2":
         near = (weights - row).norm(dim=1)
-    elif metric == "dot":
-        near = weights @ row
     else:
-        near = torch.nn.functional.cosine_similarity(weights, row, dim=1)
+        near = weights @ row if metric == "dot" else cosine_similarity(weights, row, dim=1)
     return near
 
 
@@ -242,17 +233,19 @@ class _OfCheckpoint:
         self.name = f"table {table!r} of {chain[-1].path}"
 
     def folded(self) -> FoldedTable:
-        columns = common_columns(tables_named(self._table, self._chain))
-        return FoldedTable(self._chain, self._table, columns)
+        return FoldedTable(self._chain, self._table)
 
     def blocks(self) -> Parts:
         return (Part.joined(window, range(self.dim)) for window in self.folded())
 
 
+_Source = _OfTable | _OfCheckpoint
+
+
 class _Earlier:
     """The rows of an earlier checkpoint. They are read next to those of a source."""
 
-    def __init__(self, path: str | os.PathLike[str], of: _OfTable | _OfCheckpoint) -> None:
+    def __init__(self, path: str | os.PathLike[str], of: _Source) -> None:
         if not isinstance(of, _OfCheckpoint):
             raise ValueError("since= compares two checkpoints: save the table first")
         before = _open(path, of._table)
@@ -282,7 +275,7 @@ class _Earlier:
         return changes
 
 
-def _open(source: Source, table: str | None) -> _OfTable | _OfCheckpoint:
+def _open(source: Source, table: str | None) -> _Source:
     if isinstance(source, Table):
         if table is not None:
             raise ValueError("table= names a table of a checkpoint, and the source is a table")
