@@ -31,8 +31,7 @@ class Difference:
         both: The number of rows that are in both checkpoints.
         added: The number of rows that are only in the second checkpoint.
         gone: The number of rows that are only in the first checkpoint.
-        changed: The number of rows in both checkpoints that differ in any bit of the weights, the optimizer state or
-            the bookkeeping.
+        changed: The number of rows in both that differ in any bit of the weights, the optimizer state or the stamps.
         largest: The largest absolute change by name of the tensor. For the dense part, one number for all tensors with
             the name ``"weight"``.
         facts: The other fields of :class:`TableInfo` that differ, by name: the value in the first and in the second
@@ -54,13 +53,7 @@ class Difference:
 
 @dataclass(frozen=True)
 class CheckpointDifference:
-    """The differences between two checkpoints.
-
-    Args:
-        tables: The differences of each table of either checkpoint, by name.
-        dense: The differences of the model's other tensors.
-        training_state: Whether the training state differs.
-    """
+    """The differences between two checkpoints: of each table by name, of the other tensors, of the training state."""
 
     tables: Mapping[str, Difference]
     dense: Difference
@@ -79,16 +72,13 @@ def compare_chains(
 ) -> CheckpointDifference:
     """Compares the states that two checkpoints load to. Their split over ranks and files makes no difference.
 
-    The comparison needs memory for one window of rows, for any size of the tables. All files of both chains must have
-    passed :func:`torchrec_recstore.checkpoint.fold.check_files`.
+    The comparison needs memory for one window of rows. All files of both chains must have passed
+    :func:`torchrec_recstore.checkpoint.fold.check_files`.
 
     Args:
-        first: The first checkpoint; the result of :func:`torchrec_recstore.checkpoint.info.read_chain`.
-        second: The second checkpoint in the same form.
+        first: The chain of the first checkpoint.
+        second: The chain of the second checkpoint.
         on_rows: A callback that is called with the number of rows read from both checkpoints since the last call.
-
-    Returns:
-        The differences.
 
     Raises:
         ValueError: A table has different dims in the two checkpoints.
@@ -153,11 +143,12 @@ def _sightings(before: CheckpointInfo, after: CheckpointInfo, name: str) -> dict
 
 
 def _compare_dense(before: CheckpointInfo, after: CheckpointInfo) -> Difference:
-    one, other = _dense(before), _dense(after)
-    difference = Difference(
-        both=len(one.keys() & other.keys()), added=len(other.keys() - one.keys()), gone=len(one.keys() - other.keys())
+    one, other = (
+        safetensors.torch.load_file(info.path / DENSE) if DENSE in info.files else {} for info in (before, after)
     )
-    for name in sorted(one.keys() & other.keys()):
+    both = one.keys() & other.keys()
+    difference = Difference(both=len(both), added=len(other.keys() - both), gone=len(one.keys() - both))
+    for name in sorted(both):
         if one[name].shape != other[name].shape:
             difference.changed += 1
             continue
@@ -165,11 +156,6 @@ def _compare_dense(before: CheckpointInfo, after: CheckpointInfo) -> Difference:
         difference.changed += int(changed)
         _grow(difference.largest, "weight", largest)
     return difference
-
-
-def _dense(info: CheckpointInfo) -> dict[str, Tensor]:
-    tensors: dict[str, Tensor] = safetensors.torch.load_file(info.path / DENSE) if DENSE in info.files else {}
-    return tensors
 
 
 def _changes(one: Tensor, other: Tensor) -> tuple[Tensor, float]:
@@ -195,10 +181,8 @@ def _differs(one: Any, other: Any) -> bool:
     other_tensors: dict[str, Tensor] = {}
     if encode(one, tensors) != encode(other, other_tensors):
         return True
-    return any(
-        a.dtype != b.dtype or a.shape != b.shape or bool(_changes(_as_row(a), _as_row(b))[0])
-        for a, b in ((tensors[name], other_tensors[name]) for name in tensors)
-    )
+    pairs = [(tensors[name], other_tensors[name]) for name in tensors]
+    return any(a.dtype != b.dtype or a.shape != b.shape or bool(_changes(_as_row(a), _as_row(b))[0]) for a, b in pairs)
 
 
 def _as_row(tensor: Tensor) -> Tensor:

@@ -64,10 +64,10 @@ class FileLock:
         self._keep = keep
         deadline = time.monotonic() + _UNKNOWN_HOLDER_S
         while not self._acquire():
-            holder, known = _holder(file)
+            holder = next((each for each in reversed(_records(file)) if each.may_be_alive()), None)
             # An unknown holder has just taken the lock and not written its name yet, or has just died.
-            if known or time.monotonic() > deadline:
-                raise BlockingIOError(refusal(holder))
+            if holder is not None or time.monotonic() > deadline:
+                raise BlockingIOError(refusal(str(holder or "another process has been using it")))
             time.sleep(0.01)
 
     def close(self) -> None:
@@ -163,6 +163,9 @@ class _Record:
     doing: str
     token: str
 
+    def __str__(self) -> str:
+        return f"process {self.pid} on host {self.host} has been {self.doing} since {self.since}"
+
     def may_be_alive(self) -> bool:
         """Returns whether the process may be alive: a process on another host may."""
         try:
@@ -188,14 +191,6 @@ def _write_records(descriptor: int, records: Sequence[_Record]) -> None:
     os.pwrite(descriptor, text.encode(), 0)
 
 
-def _holder(file: Path) -> tuple[str, bool]:
-    """Returns a description of the process that holds a lock, and whether that process is known."""
-    for each in reversed(_records(file)):
-        if each.may_be_alive():
-            return f"process {each.pid} on host {each.host} has been {each.doing} since {each.since}", True
-    return "another process has been using it", False
-
-
 def _forget_all() -> None:
     for lock in list(_held):
         lock._forget()
@@ -206,7 +201,7 @@ os.register_at_fork(after_in_child=_forget_all)
 
 
 def staging_name(path: Path) -> str:
-    """Returns a new, hidden name in the directory of ``path`` for files that are being written."""
+    """Returns a new, hidden name for what is being written to ``path``."""
     return f".{path.name}.saving-{secrets.token_hex(6)}"
 
 
@@ -323,12 +318,7 @@ def make_directory(path: Path) -> None:
 
 
 def check_path(path: Path) -> None:
-    """Refuses the path of a file that cannot be written.
-
-    Raises:
-        IsADirectoryError: The path is a directory.
-        FileNotFoundError: The path's parent is not a directory.
-    """
+    """Refuses the path of a file if it is a directory, or its parent is not a directory."""
     if path.is_dir():
         raise IsADirectoryError(f"{path} is a directory")
     if not path.parent.is_dir():

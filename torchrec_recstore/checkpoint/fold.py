@@ -28,11 +28,7 @@ _LEAST_ROWS = 64  # The minimum number of rows of each run in a window.
 
 
 def check_files(chain: Iterable[CheckpointInfo], on_bytes: Callable[[int], object] = lambda count: None) -> None:
-    """Compares every file of several checkpoints with its checksum.
-
-    Args:
-        chain: The metadata of the checkpoints.
-        on_bytes: A callback that is called with the number of bytes read since the last call.
+    """Compares every file of several checkpoints with its checksum. ``on_bytes`` gets the size of each block read.
 
     Raises:
         CheckpointError: A file is missing or damaged. The message names the file.
@@ -70,9 +66,7 @@ class FoldedTable:
     def __init__(self, chain: Sequence[CheckpointInfo], name: str, columns: Sequence[range] | None = None) -> None:
         newest = chain[-1].tables[name]
         self.columns = common_columns(name, chain) if columns is None else columns
-        """The ranges of columns."""
         self.states = state_names(newest.optimizer)
-        """The optimizer's states; see :func:`torchrec_recstore.optim.state_names`."""
         self._dtype = getattr(torch, newest.dtype)
         self._row_bytes = newest.dim * 4 * (1 + len(self.states)) + 24  # The maximum.
         self._runs: list[_Run] = []
@@ -195,13 +189,8 @@ def check_rows(chain: Sequence[CheckpointInfo], name: str, held: int | None) -> 
     """Compares the number of loaded rows with the number in the table's metadata.
 
     A part that is missing, or that holds ids of another part, changes the number of rows. In this case all ids are read
-    again to find the id that is in several parts.
-
-    Args:
-        chain: The chain of checkpoints; see :func:`torchrec_recstore.checkpoint.reader.load_rows`.
-        name: The table's name.
-        held: The number of rows in all shards that hold the table's first column. None if a shard had no room for some
-            of its rows.
+    again to find the id that is in several parts. ``held`` is the number of rows in all shards that hold the table's
+    first column, None if a shard had no room for some of its rows.
 
     Raises:
         CheckpointError: The numbers differ, or an id is in several parts.
@@ -260,15 +249,9 @@ def folding(path: str | Path, output: str | Path) -> Iterator[tuple[list[Checkpo
 def compact_chain(
     chain: Sequence[CheckpointInfo], destination: Destination, on_rows: Callable[[int], object] = lambda count: None
 ) -> CheckpointInfo:
-    """Folds a chain whose files have been checked, and returns the metadata of the new checkpoint.
+    """Folds what :func:`folding` yields, after :func:`check_files`. See :func:`compact_checkpoint`.
 
-    Args:
-        chain: The chain that :func:`folding` yields.
-        destination: The destination that :func:`folding` yields.
-        on_rows: A callback that is called with the number of rows folded since the last call.
-
-    Raises:
-        CheckpointError, OSError: See :func:`compact_checkpoint`.
+    ``on_rows`` is called with the number of rows folded since the last call.
     """
     staging = destination.stage()
     writer = PartWriter(staging, rank=0)

@@ -157,10 +157,7 @@ class CheckpointInfo:
 def write_metadata(directory: Path, info: CheckpointInfo, training_state: Any) -> str:
     """Writes ``metadata.json``, syncs it to the disk, and returns its checksum.
 
-    Args:
-        directory: The checkpoint's directory.
-        info: The metadata. Its path, its training state and its checksum are not written.
-        training_state: The result of :func:`torchrec_recstore.encoding.encode` for the training state.
+    The training state is that of :func:`torchrec_recstore.encoding.encode`, not that of ``info``.
 
     Raises:
         OSError: The file cannot be written.

@@ -13,7 +13,7 @@ from torchrec_recstore.checkpoint.files import check_file, read_tensors
 from torchrec_recstore.checkpoint.fold import check_rows
 from torchrec_recstore.checkpoint.info import DENSE, CheckpointInfo, read_chain
 from torchrec_recstore.checkpoint.reader import check_fits, held_rows, load_rows, rows_to_read, saved_state
-from torchrec_recstore.checkpoint.writer import Progress, RowCount
+from torchrec_recstore.checkpoint.writer import Progress, reporting
 from torchrec_recstore.options import is_shared
 from torchrec_recstore.sharders.gather import all_gathered, refused_together, whole_environment
 from torchrec_recstore.sharders.model_tables import ModelTable, check_dense, dense_tensors, load_dense, recstore_tables
@@ -70,10 +70,10 @@ def load_checkpoint(
                 check_file(base.path / DENSE, base.files[DENSE])
         present, left_alone = _present(tables, info, strict=strict)
         shards = [(table.name, shard) for table in present for shard in table.shards]
-        count = RowCount(progress, sum(rows_to_read(chain, name) for name, _ in shards))
+        on_rows = reporting(progress, sum(rows_to_read(chain, name) for name, _ in shards))
         for name, shard in shards:
             fresh = shard.table.empty_copy()
-            load_rows(fresh, name, chain, None if shard.routing is None else shard.owned, count.add)
+            load_rows(fresh, name, chain, None if shard.routing is None else shard.owned, on_rows)
             loaded.append((shard.table, fresh))
         check_replaceable(old for old, _ in loaded)
     _check_rows(chain, [(name, fresh) for (name, _), (_, fresh) in zip(shards, loaded, strict=True)], env)

@@ -24,14 +24,9 @@ _T = TypeVar("_T")
 
 
 class Block:
-    """The files of a checkpoint that hold the same rows, one file for each column shard.
+    """The files of a checkpoint that hold the same rows: the parts of each column shard, in the order of the columns.
 
-    :attr:`ids` may be read at any time. :meth:`open` must be called before :meth:`part`.
-
-    Args:
-        info: The checkpoint.
-        table: The metadata of the table.
-        parts: The metadata of the files, in ascending order of their columns.
+    :meth:`open` must be called before :meth:`part`.
     """
 
     def __init__(self, info: CheckpointInfo, table: TableInfo, parts: Sequence[PartInfo]) -> None:
@@ -40,7 +35,6 @@ class Block:
         self._parts = parts
         self._opened: list[tuple[PartInfo, Any]] = []
         self.rows = parts[0].rows
-        """The number of rows."""
 
     def ids(self, columns: range) -> Tensor:
         """Returns the ids, (N,) int64, of the first file that holds some of the columns, without any check."""
@@ -50,9 +44,7 @@ class Block:
     def open(self, columns: range, *, verify: bool) -> Tensor:
         """Opens and checks the files that hold some of the columns, and returns the ids of their rows.
 
-        Args:
-            columns: The columns that :meth:`part` will read.
-            verify: Whether the files are compared with their checksums. Otherwise that must have been done before.
+        With ``verify``, the files are compared with their checksums. Otherwise that must have been done before.
 
         Raises:
             CheckpointError: A file is missing or damaged, or does not agree with the metadata.
@@ -164,15 +156,7 @@ def _check_shapes(path: Path, part: PartInfo, table: TableInfo, file: Any) -> No
 
 
 def check_fits(name: str, saved: TableInfo, path: Path, dim: int, optimizer: Optimizer, owner: str) -> None:
-    """Refuses the rows of a saved table if they do not fit a table with this dim and optimizer.
-
-    Args:
-        name: The table's name.
-        saved: The table's metadata in the checkpoint.
-        path: The checkpoint's directory.
-        dim: The dim of the table that would receive the rows.
-        optimizer: The optimizer of the table that would receive the rows.
-        owner: The owner of that table, for error messages: "the model".
+    """Refuses a saved table whose rows do not fit a table of this dim and optimizer, which ``owner`` has.
 
     Raises:
         ValueError: The dim or the tensors of the optimizer's state differ.
@@ -208,8 +192,7 @@ def load_rows(
         name: The table's name in the checkpoints.
         chain: The result of :func:`torchrec_recstore.checkpoint.info.read_chain`.
         owned: A function that selects the ids that belong to the shard. None: all ids do.
-        on_rows: A callback that is called after each part with the part's number of rows, which includes rows of other
-            shards.
+        on_rows: A callback that is called after each part with its number of rows, those of other shards included.
 
     Raises:
         CheckpointError: A file is missing or damaged.

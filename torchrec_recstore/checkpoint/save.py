@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
@@ -24,7 +24,7 @@ from torchrec.distributed.types import ShardingEnv
 from torchrec_recstore.checkpoint.destination import Destination
 from torchrec_recstore.checkpoint.files import FileInfo
 from torchrec_recstore.checkpoint.info import DENSE, TRAINING_STATE, CheckpointInfo, DeltaOf, TableInfo, read_chain
-from torchrec_recstore.checkpoint.writer import PartWriter, Progress, RowCount, SavedShard, finish, write_shard
+from torchrec_recstore.checkpoint.writer import PartWriter, Progress, SavedShard, finish, reporting, write_shard
 from torchrec_recstore.encoding import encode
 from torchrec_recstore.sharders.gather import all_gathered, refused_together, whole_environment
 from torchrec_recstore.sharders.model_tables import dense_tensors, recstore_tables
@@ -224,7 +224,7 @@ class _Save:
                 if polite:  # Training changes the tensors while the copies are written.
                     self._dense = {key: value.clone() for key, value in self._dense.items()}
                     self._tensors = {key: value.detach().clone() for key, value in self._tensors.items()}
-            self._removal = self._removals()
+            self._choose_removals()
             self.snapshots = undo.pop_all()  # and the lock of the path
 
     def _marks_since(self, chain: Sequence[CheckpointInfo]) -> Mapping[str, Sequence[int]] | None:
@@ -244,25 +244,24 @@ class _Save:
         self._delta_of = DeltaOf(os.path.relpath(base.path, self.path.parent), base.checksum)
         return marks
 
-    def _removals(self) -> dict[str, Literal["left", "stay"]]:
-        """Returns for each table whether a delta lists the ids that left or the ids that stay, whichever are fewer."""
+    def _choose_removals(self) -> None:
+        """Lets each table of a delta list the ids that left or the ids that stay, whichever are fewer."""
         if self._delta_of is None:
-            return dict.fromkeys(self._shards, "left")
+            return
         local = {
             name: [(None if s.snapshot.left is None else len(s.snapshot.left), s.snapshot.table_rows) for s in shards]
             for name, shards in self._shards.items()
         }
         gathered = all_gathered(local, self.env)
-        removal: dict[str, Literal["left", "stay"]] = {}
         with refused_together(self.env):
             for name, shards in self._shards.items():
                 counts = [count for of_rank in gathered for count in of_rank[name]]
                 left = sum(left for left, _ in counts if left is not None)
                 known = all(left is not None for left, _ in counts)
-                removal[name] = "left" if known and left <= sum(rows for _, rows in counts) else "stay"
+                few = known and left <= sum(rows for _, rows in counts)
                 for shard in shards:
-                    shard.ids = shard.table.ids() if removal[name] == "stay" else None
-        return removal
+                    shard.removal = "left" if few else "stay"
+                    shard.listed = shard.snapshot.left if few else shard.table.ids()
 
     def write(self) -> CheckpointInfo:
         """Writes the checkpoint, keeps its change marks for a later delta, and returns its metadata."""
@@ -284,13 +283,11 @@ class _Save:
         with refused_together(self.env):
             writer = PartWriter(staging, self.env.rank, polite=self._polite)
             total = sum(len(shard.snapshot) for shards in self._shards.values() for shard in shards)
-            count = RowCount(self._progress, total)
+            on_rows = reporting(self._progress, total)
             try:
                 for name, shards in self._shards.items():
-                    for shard in shards:
-                        removal, delta = self._removal[name], self._delta_of is not None
-                        written = write_shard(writer, shard, removal, delta=delta, on_rows=count.add)
-                        contents[name] = _merged([contents.get(name), written])
+                    if shards:
+                        contents[name] = _merged([write_shard(writer, shard, on_rows) for shard in shards])
                 if self.env.rank == 0:
                     writer.tensors(DENSE, self._dense)
                     writer.tensors(TRAINING_STATE, self._tensors)
@@ -317,7 +314,10 @@ class _Save:
                     f"rank 0 does not see {written}, which another rank has written: "
                     f"all ranks must share the filesystem of {self.path.parent}"
                 )
-        tables = {table.name: _merged([of_rank.get(table.name) for of_rank in contents]) for table in self._tables}
+        tables = {
+            table.name: _merged([of_rank[table.name] for of_rank in contents if table.name in of_rank])
+            for table in self._tables
+        }
         info = CheckpointInfo(
             path=self.path,
             step=max((table.steps for table in tables.values()), default=0),
@@ -330,20 +330,19 @@ class _Save:
         return finish(destination, info, self._training_state)
 
 
-def _merged(infos: Sequence[TableInfo | None]) -> TableInfo:
-    """Merges the metadata that the shards of a table have written."""
-    known = [info for info in infos if info is not None]
-    state = TableState.merged(TableState(info.steps, info.optimizer_steps, info.times) for info in known)
+def _merged(infos: Sequence[TableInfo]) -> TableInfo:
+    """Merges the metadata of the shards of a table."""
+    state = TableState.merged(TableState(info.steps, info.optimizer_steps, info.times) for info in infos)
     return replace(
-        known[0],
-        rows=sum(info.rows for info in known),
+        infos[0],
+        rows=sum(info.rows for info in infos),
         steps=state.steps,
         optimizer_steps=state.optimizer_steps,
         times=state.times,
-        columns=tuple(sorted({columns for info in known for columns in info.columns})),
-        parts=tuple(part for info in known for part in info.parts),
-        removed=tuple(part for info in known for part in info.removed),
-        sightings=tuple(file for info in known for file in info.sightings),
+        columns=tuple(sorted({columns for info in infos for columns in info.columns})),
+        parts=tuple(part for info in infos for part in info.parts),
+        removed=tuple(part for info in infos for part in info.removed),
+        sightings=tuple(file for info in infos for file in info.sightings),
     )
 
 

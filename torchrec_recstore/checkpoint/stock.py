@@ -198,7 +198,8 @@ def load_stock_state_dict(
             ``optimizer_steps`` is needed and missing.
     """
     tables = {table.weight_key: table for table in recstore_tables(model)}
-    given = _states_in(optimizer_state_dict)
+    if optimizer_state_dict is not None and "state" not in optimizer_state_dict:
+        raise ValueError('the stock optimizer state has no "state": pass model.fused_optimizer.state_dict()')
     with rows_left_out(model):
         own, own_states = model.state_dict(), model.fused_optimizer.state_dict()["state"]
     states: dict[str, dict[str, Tensor]] = {}
@@ -207,12 +208,19 @@ def load_stock_state_dict(
         for table in tables.values():
             check_not_shared(table.state.shards)
         plain = _checked_weights(tables, state_dict, own)
-        if given is not None:
+        if optimizer_state_dict is not None:
+            given = optimizer_state_dict["state"]
             for key, table in tables.items():
                 starts = sorted({offsets[1] for offsets, _ in _local_parts(state_dict[key])})
                 states[key] = _checked_states(table, given.get(key, {}), len(plain[key]), starts, optimizer_steps)
             fused = _checked_pairs(given, {key: own_states[key] for key in own_states.keys() - tables}, own)
-    _load_rest(model, {key: value for key, value in plain.items() if key not in tables}, own)
+    rest = {key: value for key, value in plain.items() if key not in tables}
+    for key, value in rest.items():
+        if _is_sharded(own[key]):
+            _fill(own[key], value)
+            rest[key] = own[key]
+    with rows_left_out(model):
+        model.load_state_dict(rest)
     for value, part in fused:
         _fill(value, part)
     for key, table in tables.items():
@@ -241,14 +249,7 @@ def load_into_stock(
     Raises:
         ValueError: An entry is missing, unknown or of another shape.
     """
-    given = _states_in(optimizer_state_dict)
-    own, own_states = model.state_dict(), model.fused_optimizer.state_dict()["state"]
-    with refused_together(_env([])):
-        plain = _checked_weights({}, state_dict, own)
-        fused = [] if given is None else _checked_pairs(given, own_states, own)
-    _load_rest(model, plain, own)
-    for value, part in fused:
-        _fill(value, part)
+    load_stock_state_dict(model, state_dict, optimizer_state_dict)
 
 
 def _is_sharded(value: object) -> bool:
@@ -271,11 +272,7 @@ def _local_parts(value: Any) -> Iterator[tuple[tuple[int, ...], Tensor]]:
 
 
 def whole(what: str, value: Any) -> Tensor:
-    """Returns a plain tensor for a tensor of which this process holds every part. A plain tensor is not copied.
-
-    Args:
-        what: The name of the tensor in the error message.
-        value: A tensor, or the ``ShardedTensor`` or ``DTensor`` of a table of TorchRec.
+    """Returns a plain tensor for a sharded one; a plain tensor is not copied. Errors name the tensor ``what``.
 
     Raises:
         ValueError: This process holds only a part of the tensor.
@@ -291,10 +288,7 @@ def whole(what: str, value: Any) -> Tensor:
 def gathered(values: Mapping[_Key, Any], env: ShardingEnv) -> dict[_Key, Tensor]:
     """Gathers plain tensors from the parts of all ranks. Collective; the result is the same on every rank.
 
-    Args:
-        values: Sharded tensors by key. A rank without a part of a tensor may lack its key, which is the case in
-            TorchRec's optimizer states.
-        env: The environment of the model.
+    A rank without a part of a tensor may lack its key, which is the case in TorchRec's optimizer states.
     """
     sizes = {key: (tuple(value.size()), value.dtype) for key, value in values.items()}
     everywhere = {key: size for of_rank in all_gathered(sizes, env) for key, size in of_rank.items()}
@@ -392,25 +386,6 @@ def _env(tables: Sequence[ModelTable]) -> ShardingEnv:
     return tables[0].state.env if tables else whole_environment()
 
 
-def _states_in(optimizer_state_dict: Mapping[str, Any] | None) -> Mapping[str, Mapping[str, Any]] | None:
-    if optimizer_state_dict is None:
-        return None
-    if "state" not in optimizer_state_dict:
-        raise ValueError('the stock optimizer state has no "state": pass model.fused_optimizer.state_dict()')
-    given: Mapping[str, Mapping[str, Any]] = optimizer_state_dict["state"]
-    return given
-
-
-def _load_rest(model: nn.Module, plain: dict[str, Any], own: Mapping[str, Any]) -> None:
-    """Loads all entries except those of RecStore tables, which are not in ``plain``."""
-    for key, value in plain.items():
-        if _is_sharded(own[key]):
-            _fill(own[key], value)
-            plain[key] = own[key]
-    with rows_left_out(model):
-        model.load_state_dict(plain)
-
-
 def _checked_weights(
     tables: Mapping[str, ModelTable], given: Mapping[str, Any], own: Mapping[str, Any]
 ) -> dict[str, Any]:
@@ -432,10 +407,7 @@ def _checked_pairs(
 ) -> list[tuple[Any, Tensor]]:
     """Pairs this rank's states of TorchRec's fused tables with the plain tensors to copy into them.
 
-    Args:
-        given: The states of all tables by the keys of their weights.
-        own: The states of the tables of which this rank has a shard.
-        known: The keys of all weights.
+    ``given`` has the states of all tables by the keys of their weights, and ``own`` those of this rank's tables.
     """
     _check_keys("the stock optimizer state", [key for key in given if key not in set(known)], [])
     pairs = []

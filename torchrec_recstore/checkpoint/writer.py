@@ -35,28 +35,23 @@ def part_rows(dim: int, dtype: torch.dtype, optimizer: Optimizer) -> int:
     return rows_in(PART_BYTES, dim, dtype, optimizer)
 
 
-class RowCount:
-    """A counter of rows that reports to a progress callback, unless it is None, and knows the number of all rows."""
+def reporting(progress: Progress | None, total: int) -> Callable[[int], object]:
+    """Returns a function that adds to the number of rows that are done, of ``total``, and calls ``progress``."""
+    done = 0
 
-    def __init__(self, progress: Progress | None, total: int) -> None:
-        self._progress = progress
-        self._total = total
-        self._done = 0
+    def add(rows: int) -> None:
+        nonlocal done
+        done += rows
+        if progress is not None:
+            progress(done, total)
 
-    def add(self, rows: int) -> None:
-        """Adds ``rows`` to the number of rows that are done, and calls the callback."""
-        self._done += rows
-        if self._progress is not None:
-            self._progress(self._done, self._total)
+    return add
 
 
 class PartWriter:
     """A writer of one rank's files. A separate thread writes one file while the caller prepares the next.
 
-    Args:
-        directory: The directory in which the files are created.
-        rank: The rank, which is part of the files' names.
-        polite: Whether the thread has a low priority, because training continues at the same time.
+    With ``polite``, the thread has a low priority, because training continues at the same time.
     """
 
     def __init__(self, directory: Path, rank: int, *, polite: bool = False) -> None:
@@ -180,7 +175,8 @@ class SavedShard:
         snapshot: A snapshot of the shard's rows. In a delta: of the rows that have changed.
         options: The options of the whole table, without its cold store.
         state: The state of the shard.
-        ids: All ids that have a row, where the delta lists the ids that stay. Otherwise None.
+        removal: Whether a delta lists the ids that left or the ids that stay.
+        listed: (N,) int64, ascending. These ids. None in a full checkpoint.
     """
 
     name: str
@@ -188,36 +184,23 @@ class SavedShard:
     snapshot: Snapshot
     options: TableOptions
     state: TableState
-    ids: Tensor | None = None
+    removal: Literal["left", "stay"] = "left"
+    listed: Tensor | None = None
 
 
 def write_shard(
-    writer: PartWriter,
-    shard: SavedShard,
-    removal: Literal["left", "stay"] = "left",
-    *,
-    delta: bool = False,
-    on_rows: Callable[[int], object] = lambda count: None,
+    writer: PartWriter, shard: SavedShard, on_rows: Callable[[int], object] = lambda count: None
 ) -> TableInfo:
-    """Writes a shard's rows, the ids that left, and the counts of its admission.
+    """Writes a shard's rows, the ids that a delta lists, and the counts of its admission.
 
-    Args:
-        writer: The writer of this rank's files.
-        shard: The shard. Its snapshot is read to its end.
-        removal: The ids that a delta lists: those that left, or those that stay.
-        delta: Whether the checkpoint is a delta.
-        on_rows: A callback that is called after each part with the part's number of rows.
+    ``on_rows`` is called after each part with the part's number of rows.
 
     Returns:
         The table's metadata, restricted to this shard.
     """
     table = shard.table
     first = table.columns.start == 0  # All column shards hold the same ids: the first one writes what belongs to ids.
-    removed: tuple[PartInfo, ...] = ()
-    if delta and first:
-        ids = shard.snapshot.left if removal == "left" else shard.ids
-        assert ids is not None
-        removed = writer.ids(shard.name, table, removal, ids)
+    listed = shard.listed if first else None
     return TableInfo(
         dim=table.dim,
         dtype=str(table.dtype).removeprefix("torch."),
@@ -228,8 +211,8 @@ def write_shard(
         optimizer_steps=shard.state.optimizer_steps,
         columns=((table.columns.start, table.columns.stop),),
         parts=writer.rows(shard.name, table, shard.snapshot, on_rows),
-        removal=removal,
-        removed=removed,
+        removal=shard.removal,
+        removed=() if listed is None else writer.ids(shard.name, table, shard.removal, listed),
         sightings=writer.sightings(shard.name, table, shard.state) if first else (),
         times=shard.state.times,
     )
