@@ -11,10 +11,17 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.filesize import decimal
-from rich.table import Table
 from rich.text import Text
 
-from torchrec_recstore.commands.output import AsJson, errors_in_one_line, in_order, print_json, stdout, table_of
+from torchrec_recstore.commands.output import (
+    AsJson,
+    errors_in_one_line,
+    in_order,
+    print_json,
+    print_line,
+    stdout,
+    table_of,
+)
 from torchrec_recstore.commands.progress import progress
 from torchrec_recstore.commands.scripts import missing_in_one_line
 from torchrec_recstore.plugins import plugin
@@ -30,20 +37,14 @@ if TYPE_CHECKING:
 Checkpoint = Annotated[Path, typer.Argument(metavar="DIR", help="Directory of a checkpoint.", show_default=False)]
 
 
-def verify_files(checkpoints: Sequence[CheckpointInfo]) -> None:
-    """Reads every file of the checkpoints and verifies its checksum.
-
-    Raises:
-        CheckpointError: A file is missing or damaged.
-    """
+def _verify(checkpoints: Sequence[CheckpointInfo]) -> None:
     from torchrec_recstore.checkpoint.fold import check_files
 
     with progress("verifying", sum(info.bytes for info in checkpoints), "bytes") as advance:
         check_files(checkpoints, advance)
 
 
-def rows_of(checkpoints: Sequence[CheckpointInfo]) -> int:
-    """Returns the number of rows in all tables of the checkpoints."""
+def _rows_of(checkpoints: Sequence[CheckpointInfo]) -> int:
     return sum(table.rows for info in checkpoints for table in info.tables.values())
 
 
@@ -83,33 +84,38 @@ def inspect(
                 return
         chain = read_chain(path)
         if verify:
-            verify_files(chain)
+            _verify(chain)
     if as_json:
         print_json({**_as_json(chain), "verified": verify})
         return
     _print_checkpoint(chain)
     files = sum(len(info.files) for info in chain) + len(chain)
-    stdout().print(f"checksums       {f'{files} files good' if verify else 'not verified'}", highlight=False)
+    print_line(f"checksums       {f'{files} files good' if verify else 'not verified'}")
 
 
 def _print_run(path: Path, checkpoints: Sequence[CheckpointInfo], cold: Sequence[Run], as_json: bool) -> None:
-    told = [
-        {
-            "path": str(info.path),
-            "step": info.step,
-            "rows": rows_of([info]),
-            "world_size": info.world_size,
-            "bytes": info.bytes,
-            "delta_of": None if info.base is None else str(info.base),
-        }
-        for info in checkpoints
-    ]
     if as_json:
+        told = [
+            {
+                "path": str(info.path),
+                "step": info.step,
+                "rows": _rows_of([info]),
+                "world_size": info.world_size,
+                "bytes": info.bytes,
+                "delta_of": None if info.base is None else str(info.base),
+            }
+            for info in checkpoints
+        ]
         stores = [{**asdict(run), "path": str(run.path)} for run in cold]
         print_json({"path": str(path), "checkpoints": told, "cold_stores": stores})
         return
     if checkpoints:
-        stdout().print(_table_of_checkpoints(checkpoints, told))
+        table = table_of(["checkpoint", "step", "rows", "ranks", "bytes", "delta of"])
+        for info in checkpoints:
+            numbers = [f"{number:,}" for number in (info.step, _rows_of([info]), info.world_size)]
+            base = "" if info.base is None else info.base.name
+            table.add_row(Text(info.path.name), *numbers, decimal(info.bytes), Text(base))
+        stdout().print(table)
     if cold:
         table = table_of(["cold store", "shard", "process", "bytes"])
         for run in cold:
@@ -117,16 +123,7 @@ def _print_run(path: Path, checkpoints: Sequence[CheckpointInfo], cold: Sequence
             table.add_row(*map(Text, shown), decimal(run.bytes))
         stdout().print(table)
     if command := removal(cold):
-        stdout().print(f"remove those of processes that have ended: {command}", markup=False, soft_wrap=True)
-
-
-def _table_of_checkpoints(checkpoints: Sequence[CheckpointInfo], told: Sequence[dict[str, Any]]) -> Table:
-    table = table_of(["checkpoint", "step", "rows", "ranks", "bytes", "delta of"])
-    for info, each in zip(checkpoints, told, strict=True):
-        numbers = [f"{each[key]:,}" for key in ("step", "rows", "world_size")]
-        base = "" if info.base is None else info.base.name
-        table.add_row(Text(info.path.name), *numbers, decimal(info.bytes), Text(base))
-    return table
+        print_line(f"remove those of processes that have ended: {command}")
 
 
 def _inspect_served_file(path: Path, verify: bool, as_json: bool) -> None:
@@ -140,30 +137,26 @@ def _inspect_served_file(path: Path, verify: bool, as_json: bool) -> None:
         return
     for name, value in told.items():
         if name not in ("tables", "dense", "bytes", "verified"):
-            stdout().print(f"{name:<15} {value}", highlight=False, markup=False, soft_wrap=True)
-    stdout().print(f"{'dense tensors':<15} {len(told['dense'])}", highlight=False)
-    stdout().print(f"{'size':<15} {decimal(told['bytes'])}", highlight=False)
+            print_line(f"{name:<15} {value}")
+    print_line(f"dense tensors   {len(told['dense'])}")
+    print_line(f"size            {decimal(told['bytes'])}")
     tables: dict[str, dict[str, int]] = told["tables"]
     shown = table_of(["table", *(next(iter(tables.values()), {}))])
     for name, table in in_order(tables):
         shown.add_row(Text(name), *(decimal(n) if key == "bytes" else f"{n:,}" for key, n in table.items()))
     stdout().print(shown)
-    stdout().print(f"{'checksum':<15} {'good' if verify else 'not verified'}", highlight=False)
+    print_line(f"checksum        {'good' if verify else 'not verified'}")
 
 
 def _print_checkpoint(chain: Sequence[CheckpointInfo]) -> None:
-    info, out = chain[-1], stdout()
-    state = _state_keys(info)
-    for label, value in [
-        ("checkpoint", str(info.path)),
-        ("step", f"{info.step:,}"),
-        ("world size", str(info.world_size)),
-        ("delta of", ", a delta of ".join(str(each.base) for each in chain[:0:-1]) or "nothing: full"),
-        ("dense tensors", str(len(info.dense))),
-        ("training state", state if isinstance(state, str) else ", ".join(state)),
-        ("size", f"{decimal(info.bytes)} in {len(info.files) + 1} files"),
-    ]:
-        out.print(f"{label:<15} {value}", highlight=False, markup=False, soft_wrap=True)
+    info, state = chain[-1], _state_keys(chain[-1])
+    print_line(f"checkpoint      {info.path}")
+    print_line(f"step            {info.step:,}")
+    print_line(f"world size      {info.world_size}")
+    print_line(f"delta of        {', a delta of '.join(str(each.base) for each in chain[:0:-1]) or 'nothing: full'}")
+    print_line(f"dense tensors   {len(info.dense)}")
+    print_line(f"training state  {state if isinstance(state, str) else ', '.join(state)}")
+    print_line(f"size            {decimal(info.bytes)} in {len(info.files) + 1} files")
     # A delta holds only a part of the rows of each table.
     here = ["here"] if info.delta_of else []
     table = table_of(["table", "rows", *here, "dim", "dtype", "optimizer", "bytes", "parts"])
@@ -172,7 +165,7 @@ def _print_checkpoint(chain: Sequence[CheckpointInfo]) -> None:
         counts = [f"{each.rows:,}", *(f"{values['rows_here']:,}" for _ in here), str(each.dim)]
         optimizer, size = type(each.optimizer).__name__, decimal(values["bytes"])
         table.add_row(Text(name), *counts, each.dtype, optimizer, size, str(len(each.parts)))
-    out.print(table)
+    stdout().print(table)
 
 
 def _as_json(chain: Sequence[CheckpointInfo]) -> dict[str, Any]:
@@ -192,9 +185,9 @@ def _as_json(chain: Sequence[CheckpointInfo]) -> dict[str, Any]:
 def _state_keys(info: CheckpointInfo) -> list[str] | str:
     """Returns the keys of the training state, or the name of its type if it is not a dict."""
     state = info.training_state
-    if state is None:
-        return "none"
-    return [str(key) for key in state] if isinstance(state, dict) else type(state).__name__
+    if isinstance(state, dict):
+        return [str(key) for key in state]
+    return "none" if state is None else type(state).__name__
 
 
 def _table_as_json(info: CheckpointInfo, table: TableInfo) -> dict[str, Any]:
@@ -231,8 +224,8 @@ def diff(
 
     with errors_in_one_line():
         first, second = read_chain(a), read_chain(b)
-        verify_files(list({info.path: info for info in (*first, *second)}.values()))
-        with progress("comparing", rows_of([first[-1], second[-1]])) as advance:
+        _verify(list({info.path: info for info in (*first, *second)}.values()))
+        with progress("comparing", _rows_of([first[-1], second[-1]])) as advance:
             difference = compare_chains(first, second, advance)
     if as_json:
         print_json(_difference_as_json(difference))
@@ -242,41 +235,37 @@ def diff(
 
 
 def _print_difference(difference: CheckpointDifference) -> None:
-    out = stdout()
     table = table_of(["", "in both", "added", "gone", "changed", "weights by", "state by"])
     differences = [*in_order(difference.tables), ("dense tensors", difference.dense)]
     for name, each in differences:
         counts = [f"{count:,}" for count in (each.both, each.added, each.gone, each.changed)]
         states = [change for key, change in each.largest.items() if key != "weight"]
         state = max(states, key=lambda change: math.inf if math.isnan(change) else change, default=None)
-        table.add_row(Text(name), *counts, *(_change(change) for change in (each.largest.get("weight"), state)))
-    out.print(table)
+        largest = ["" if change is None else f"{change:.3g}" for change in (each.largest.get("weight"), state)]
+        table.add_row(Text(name), *counts, *largest)
+    stdout().print(table)
     of_tables: dict[str, list[str]] = defaultdict(list)
     for name, each in differences:
         for fact, (before, after) in each.facts.items():
             of_tables[f"{fact} {before} -> {after}"].append(name)
     for fact, names in of_tables.items():
         which = "all tables" if len(names) == len(difference.tables) else ", ".join(names)
-        out.print(f"{fact} ({which})", highlight=False, markup=False, soft_wrap=True)
+        print_line(f"{fact} ({which})")
     if difference.training_state:
-        out.print("training state differs", highlight=False)
-    out.print("equal" if difference.equal else "different", highlight=False)
-
-
-def _change(change: float | None) -> str:
-    return "" if change is None else f"{change:.3g}"
+        print_line("training state differs")
+    print_line("equal" if difference.equal else "different")
 
 
 def _difference_as_json(difference: CheckpointDifference) -> dict[str, Any]:
     def each(between: Difference) -> dict[str, Any]:
         return {
-            "both": between.both,
-            "added": between.added,
-            "gone": between.gone,
-            "changed": between.changed,
+            **asdict(between),
             # JSON has neither NaN nor infinity.
             "largest": {key: value if math.isfinite(value) else None for key, value in between.largest.items()},
-            "facts": {name: [_plain(value) for value in pair] for name, pair in between.facts.items()},
+            "facts": {
+                name: [value if isinstance(value, int | str) else repr(value) for value in pair]
+                for name, pair in between.facts.items()
+            },
         }
 
     return {
@@ -285,10 +274,6 @@ def _difference_as_json(difference: CheckpointDifference) -> dict[str, Any]:
         "dense": each(difference.dense),
         "training_state_differs": difference.training_state,
     }
-
-
-def _plain(value: object) -> object:
-    return value if isinstance(value, int | str) else repr(value)
 
 
 def compact(
@@ -305,15 +290,12 @@ def compact(
     from torchrec_recstore.checkpoint.fold import compact_chain, folding
 
     with errors_in_one_line(), folding(checkpoint, output) as (chain, destination):
-        verify_files(chain)
-        with progress("folding", rows_of(chain[-1:])) as advance:
+        _verify(chain)
+        with progress("folding", _rows_of(chain[-1:])) as advance:
             info = compact_chain(chain, destination, advance)
-    rows = rows_of([info])
+    rows = _rows_of([info])
     if as_json:
-        print_json({"path": str(info.path), "rows": rows, "bytes": info.bytes, "tables": _rows_by_table(info)})
+        tables = {name: table.rows for name, table in info.tables.items()}
+        print_json({"path": str(info.path), "rows": rows, "bytes": info.bytes, "tables": tables})
         return
-    stdout().print(f"{info.path}: {rows:,} rows, {decimal(info.bytes)}", highlight=False)
-
-
-def _rows_by_table(info: CheckpointInfo) -> dict[str, int]:
-    return {name: table.rows for name, table in info.tables.items()}
+    print_line(f"{info.path}: {rows:,} rows, {decimal(info.bytes)}")

@@ -9,7 +9,7 @@ from typing import Annotated
 import typer
 from rich.text import Text
 
-from torchrec_recstore.commands.output import AsJson, print_json, stdout
+from torchrec_recstore.commands.output import AsJson, print_json, print_line, stdout
 from torchrec_recstore.doctor import examine
 from torchrec_recstore.doctor.machine import Finding
 
@@ -57,7 +57,7 @@ def doctor(
         print_json({"problems": counts["problem"], "warnings": counts["warning"], "findings": rows})
     else:
         said = (f"{counts[status]} {status}{'' if counts[status] == 1 else 's'}" for status in ("problem", "warning"))
-        stdout().print(", ".join(said), highlight=False)
+        print_line(", ".join(said))
     raise typer.Exit(1 if counts["problem"] else 0)
 
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from torchrec_recstore.commands.output import AsJson, errors_in_one_line, print_json, stdout, table_of
+from torchrec_recstore.commands.output import AsJson, errors_in_one_line, print_json, print_line, stdout, table_of
 from torchrec_recstore.commands.progress import progress
 from torchrec_recstore.commands.scripts import missing_in_one_line
 from torchrec_recstore.plugins import plugin
@@ -94,17 +94,16 @@ def top(
     if as_json:
         print_json(_as_json(found))
         return
-    out = stdout()
-    out.print(f"{'rows':<11} {found.rows:,}", highlight=False)
+    print_line(f"rows        {found.rows:,}")
     if found.added is not None:
-        out.print(f"{'since':<11} {found.added:,} added, {found.gone:,} gone", highlight=False)
+        print_line(f"since       {found.added:,} added, {found.gone:,} gone")
     for name, quantiles in found.quantiles.items():
         shown = ", ".join(f"{_name_of(q)} {_number(value)}" for q, value in quantiles.items())
-        out.print(f"{name:<11} {shown}", highlight=False)
+        print_line(f"{name:<11} {shown}")
     rows_table = table_of(["id", *(name.replace("_", " ") for name in found.columns)])
     for at, id in enumerate(found.ids.tolist()):
         rows_table.add_row(str(id), *(_number(values[at].item()) for values in found.columns.values()))
-    out.print(rows_table)
+    stdout().print(rows_table)
 
 
 def neighbours(
@@ -188,11 +187,11 @@ def _name_of(quantile: float) -> str:
 
 
 def _as_json(found: TopRows) -> dict[str, Any]:
-    columns = {name: [_plain(value) for value in values.tolist()] for name, values in found.columns.items()}
+    # JSON has no NaN.
+    columns = {
+        name: [None if math.isnan(value) else value for value in values.tolist()]
+        for name, values in found.columns.items()
+    }
     quantiles = {name: {_name_of(q): value for q, value in each.items()} for name, each in found.quantiles.items()}
     counts = {"rows": found.rows, "steps": found.steps, "added": found.added, "gone": found.gone}
     return {**counts, "quantiles": quantiles, "ids": found.ids.tolist(), "columns": columns}
-
-
-def _plain(value: float) -> float | None:
-    return None if isinstance(value, float) and math.isnan(value) else value  # JSON has no NaN

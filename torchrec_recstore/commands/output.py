@@ -23,29 +23,10 @@ _UsageError: Any = typer.BadParameter.__mro__[1]
 
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 
-_LEFT = frozenset(
-    {
-        "",
-        "table",
-        "checkpoint",
-        "cold store",
-        "shard",
-        "process",
-        "delta of",
-        "server",
-        "set",
-        "state",
-        "save",
-        "saves",
-        "dtype",
-        "optimizer",
-        "figure",
-        "kernel, over FBGEMM's",
-        "option",
-        "over",
-        "sharding type",
-        "limit",
-    }
+# The columns that hold text, and are aligned to the left.
+_TEXTS = re.compile(
+    "|table|checkpoint|cold store|shard|process|delta of|server|set|state|saves?|dtype|optimizer|figure|"
+    "kernel, over FBGEMM's|option|over|sharding type|limit"
 )
 
 
@@ -67,9 +48,6 @@ def status_of(app: Callable[[], object]) -> int:
     """Calls a typer app that does not handle errors itself, and returns its exit status.
 
     Invalid flags give status 2 and one line on stderr, which only the first rank prints.
-
-    Args:
-        app: A function that calls the app.
     """
     try:
         status = app()
@@ -104,8 +82,13 @@ def table_of(columns: Sequence[str]) -> Table:
     """Returns an empty table. Columns of numbers are aligned to the right."""
     table = Table()
     for column in columns:
-        table.add_column(column, justify="left" if column in _LEFT else "right", overflow="fold")
+        table.add_column(column, justify="left" if _TEXTS.fullmatch(column) else "right", overflow="fold")
     return table
+
+
+def print_line(text: str) -> None:
+    """Prints a line on stdout as it is."""
+    stdout().print(text, highlight=False, markup=False, soft_wrap=True)
 
 
 def in_order(tables: Mapping[str, _Value]) -> list[tuple[str, _Value]]:

@@ -25,7 +25,7 @@ from rich.text import Text
 Unit = Literal["rows", "bytes"]
 
 
-class RateColumn(ProgressColumn):
+class _RateColumn(ProgressColumn):
     """A column with the recent rate: ``1.2M rows/s`` or ``310.4 MB/s``."""
 
     def __init__(self, unit: Unit) -> None:
@@ -33,7 +33,6 @@ class RateColumn(ProgressColumn):
         self._unit = unit
 
     def render(self, task: Task) -> Text:
-        """Returns the rate, or an empty text if it is not known yet."""
         speed = task.finished_speed or task.speed
         return Text("" if speed is None else rate(speed, self._unit), style="progress.data.speed")
 
@@ -54,12 +53,7 @@ class TimeLeftColumn(ProgressColumn):
 
 
 def rate(per_second: float, unit: Unit) -> str:
-    """Formats a rate with about three digits.
-
-    Args:
-        per_second: The rows or bytes per second.
-        unit: The unit, ``"rows"`` or ``"bytes"``.
-    """
+    """Formats a number of rows or bytes per second with about three digits."""
     if unit == "bytes":
         return f"{decimal(int(per_second))}/s"
     for size, name in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
@@ -70,18 +64,13 @@ def rate(per_second: float, unit: Unit) -> str:
 
 @contextmanager
 def progress(what: str, total: int, unit: Unit = "rows") -> Iterator[Callable[[int], object]]:
-    """Shows a bar with the rate and the remaining time while the body runs.
-
-    Args:
-        what: The description of the work.
-        total: The total number of rows or bytes.
-        unit: The unit of ``total``, ``"rows"`` or ``"bytes"``. Default: ``"rows"``.
+    """Shows a bar with the rate and the remaining time of ``what`` while the body runs.
 
     Yields:
         A function to be called with the number of rows or bytes that were completed since its last call.
     """
     count = DownloadColumn() if unit == "bytes" else MofNCompleteColumn()
-    with _bar(count, RateColumn(unit), TimeRemainingColumn()) as bar:
+    with _bar(count, _RateColumn(unit), TimeRemainingColumn()) as bar:
         task = bar.add_task(what, total=total)
         yield lambda done: bar.advance(task, done)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import json
 import runpy
 import subprocess
 import sys
@@ -16,7 +15,7 @@ from typing import Annotated, Any
 import typer
 from rich.text import Text
 
-from torchrec_recstore.commands.output import AsJson, errors_in_one_line, print_json, stdout, table_of
+from torchrec_recstore.commands.output import AsJson, errors_in_one_line, print_json, print_line, stdout, table_of
 from torchrec_recstore.commands.progress import steps
 from torchrec_recstore.triples import DEFAULT
 
@@ -27,12 +26,8 @@ _EXTRAS = {"rocksdict": "rocksdb", "redis": "redis", "hiredis": "redis"} | dict.
 _PACKAGE = Path(__file__).resolve().parents[1]
 
 
-def folder_of(name: str) -> Path:
-    """Returns the path of the folder ``examples`` or ``benchmarks``.
-
-    Raises:
-        FileNotFoundError: The folder is not a part of this installation.
-    """
+def _folder_of(name: str) -> Path:
+    """Returns the path of the folder ``examples`` or ``benchmarks``."""
     for folder in (_PACKAGE / name, _PACKAGE.parent / name):
         if folder.is_dir():
             return folder
@@ -41,11 +36,7 @@ def folder_of(name: str) -> Path:
 
 @contextmanager
 def missing_in_one_line() -> Iterator[None]:
-    """Turns a failed import in the body into an error that names the command to install the package.
-
-    Raises:
-        ValueError: A package is not installed.
-    """
+    """Turns a failed import in the body into a ``ValueError`` that names the command to install the package."""
     try:
         yield
     except ModuleNotFoundError as error:
@@ -57,11 +48,7 @@ def missing_in_one_line() -> Iterator[None]:
 
 
 def how_to_install(module: str) -> str:
-    """Returns the command that installs a module.
-
-    Args:
-        module: The name of the module whose import failed.
-    """
+    """Returns the command that installs a module whose import failed."""
     package = module.partition(".")[0]
     if package in ("torchrec", "fbgemm_gpu", "tensordict", "iopath", "pyre_extensions"):
         return (
@@ -83,7 +70,7 @@ def train(context: typer.Context) -> None:
     Exit status: 0, or 2 with one line on stderr for invalid input.
     """
     with errors_in_one_line(), missing_in_one_line():
-        script = folder_of("examples") / "dlrm" / "train.py"
+        script = _folder_of("examples") / "dlrm" / "train.py"
         sys.path.insert(0, str(script.parent))  # train.py imports the other modules of its folder by their plain names
         sys.argv[1:] = context.args
         runpy.run_path(str(script), init_globals={"COMMAND": "recstore train"}, run_name="__main__")
@@ -115,12 +102,16 @@ def bench(
     Exit status: 0, 1 if a benchmark failed, 2 if there is no benchmark of that name.
     """
     with errors_in_one_line():
-        folder = folder_of("benchmarks")
+        folder = _folder_of("benchmarks")
     sys.path.insert(0, str(folder))  # the scripts import each other by their plain names
     scripts = importlib.import_module("scripts")
-    known = {name: _about(folder / f"{name}.py") for name in scripts.SCRIPTS}
+    known = {name: _first_line(folder / f"{name}.py") for name in scripts.SCRIPTS}
+    if list_ and as_json:
+        print_json(known)
+        return
     if list_:
-        _list(known, as_json)
+        for name, about in known.items():
+            print_line(f"{name:<12}{about}")
         return
     with errors_in_one_line():
         for name in names or ():
@@ -152,27 +143,13 @@ def bench(
     raise typer.Exit(1 if failed else 0)
 
 
-def _about(script: Path) -> str:
-    """Returns the first line of a script's docstring."""
+def _first_line(script: Path) -> str:
     with script.open() as file:
         return file.readline().strip().strip('"').replace("``", "")
 
 
-def _list(known: dict[str, str], as_json: bool) -> None:
-    if as_json:
-        print(json.dumps(known, indent=1))
-        return
-    for name, about in known.items():
-        stdout().print(Text(f"{name:<12}{about}"), soft_wrap=True)
-
-
 def print_figures(rows: list[dict[str, Any]], quick: bool) -> None:
-    """Prints tables of the measurements, and the conditions of the run. The benchmarks must be on the import path.
-
-    Args:
-        rows: The results of the benchmarks.
-        quick: Whether the sizes were small.
-    """
+    """Prints tables of the measurements, and the conditions of the run. The benchmarks must be on the import path."""
     said = importlib.import_module("figures")
     for columns, figures in (
         (said.KERNEL, said.kernel_figures(rows)),
@@ -188,4 +165,4 @@ def print_figures(rows: list[dict[str, Any]], quick: bool) -> None:
             stdout().print(table)
     first = rows[0]
     where = f"{first['cpu']}, {first['threads']} threads, torch {first['torch']}, {first['commit']}; medians"
-    stdout().print(Text(where + (". Quick sizes: do not quote these results." if quick else ".")), soft_wrap=True)
+    print_line(where + (". Quick sizes: do not quote these results." if quick else "."))
