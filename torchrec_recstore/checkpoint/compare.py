@@ -10,7 +10,7 @@ import safetensors.torch
 import torch
 from torch import Tensor
 
-from torchrec_recstore.checkpoint.fold import FoldedTable, common_columns
+from torchrec_recstore.checkpoint.fold import FoldedTable, common_columns, together
 from torchrec_recstore.checkpoint.info import DENSE, CheckpointInfo
 from torchrec_recstore.checkpoint.reader import saved_state
 from torchrec_recstore.encoding import encode
@@ -111,8 +111,7 @@ def _compare_tables(
     one, other = FoldedTable(first, name, columns), FoldedTable(second, name, columns)
     compared = ["weight", *(state for state in one.states if state in other.states), *STAMPS]
     none = torch.empty(0, dtype=torch.int64)
-    while bounds := [bound for bound in (one.bound(), other.bound()) if bound is not None]:
-        shards, other_shards = one.take(min(bounds)), other.take(min(bounds))
+    for shards, other_shards in together(one, other):
         ids, other_ids = (parts[0].ids if parts else none for parts in (shards, other_shards))
         common, other_common = among(ids, other_ids), among(other_ids, ids)
         picked, other_picked = (slice(None) if mask.all() else mask for mask in (common, other_common))

@@ -18,7 +18,7 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 from torch.distributed.checkpoint.state_dict_loader import load
 from torchrec.distributed import DistributedModelParallel
 
-from torchrec_recstore.checkpoint.reader import held_rows
+from torchrec_recstore.checkpoint.reader import held_rows, overlap
 from torchrec_recstore.optim import state_names
 from torchrec_recstore.sharders.gather import all_gathered, refused_together, whole_environment
 from torchrec_recstore.sharders.layout import owned_positions
@@ -202,9 +202,9 @@ class _SavedTable:
     def check(self) -> None:
         """Refuses a table if the checkpoint lacks a part of it, or if the dim or the shape of a state differs."""
         what, weight_key = f"table {self._state.name!r}", self._weights["weight"]
+        shape = self._tensors.shape(weight_key)
         if weight_key not in self._tensors.saved:
             raise ValueError(f"the checkpoint has no RecStore {what} ({weight_key})")
-        shape = self._tensors.shape(weight_key)
         if len(shape) != 2 or shape[1] != self._state.dim:
             raise ValueError(f"{what} is of shape {shape} in the checkpoint, its dim in the model is {self._state.dim}")
         rows = shape[:1]
@@ -217,10 +217,9 @@ class _SavedTable:
                 expected[key] = shape if kind == "element" else rows + columns
         for key, stored in {**self._weights, **self._states}.items():
             self._tensors.check_whole(stored)
-            if key in expected and self._tensors.shape(stored) != expected[key]:
-                raise ValueError(
-                    f"{what}: {key} is of shape {self._tensors.shape(stored)} in the checkpoint, not {expected[key]}"
-                )
+            found = self._tensors.shape(stored)
+            if found != expected.get(key, found):
+                raise ValueError(f"{what}: {key} is of shape {found} in the checkpoint, not {expected[key]}")
 
     def loaded(self) -> list[tuple[Table, Table]]:
         """Reads the table, and returns each of this rank's shards with a new table that holds the shard's new rows."""
@@ -232,13 +231,11 @@ class _SavedTable:
         for parts in self._parts() if pairs else ():
             for number, (shard, fresh) in enumerate(pairs):
                 mine = owned_positions(shard, parts[0].ids)
-                covering = [part for part in parts if part.columns.start < fresh.columns.stop]
-                covering = [part for part in covering if fresh.columns.start < part.columns.stop]
+                covering = [part for part in parts if overlap(part.columns, fresh.columns)]
                 fresh.write(Part.joined([part.take(mine) for part in covering], fresh.columns))
                 written[number] += len(mine)
-        for count, (_, fresh) in zip(written, pairs, strict=True):
-            if held_rows(fresh) not in (None, count):
-                raise ValueError(f"table {self._state.name!r}: the checkpoint has an id several times")
+        if any(held_rows(fresh) not in (None, count) for count, (_, fresh) in zip(written, pairs, strict=True)):
+            raise ValueError(f"table {self._state.name!r}: the checkpoint has an id several times")
         return [(shard.table, fresh) for shard, fresh in pairs]
 
     def _parts(self) -> Iterator[list[Part]]:
@@ -260,6 +257,7 @@ class _SavedTable:
             yield [self._part(ids, number, each, rows["weight"], its_states) for number, each in enumerate(columns)]
 
     def _part(self, ids: Tensor, number: int, columns: range, weight: Tensor, states: Mapping[str, Tensor]) -> Part:
+        """Returns the columns of the column shard of this number."""
         cut = slice(columns.start, columns.stop)
         rows = {"weight": weight[:, cut].to(torch.float32), **{name: states[name] for name in STAMPS}}
         for name, kind in state_names(self._state.optimizer).items():

@@ -123,7 +123,7 @@ class FileLock:
         except FileNotFoundError:
             return False
 
-    def _forget(self) -> None:
+    def forget(self) -> None:
         """Closes the file in a forked process, which does not unlock it: the parent process still holds the lock."""
         assert self._descriptor is not None
         os.close(self._descriptor)
@@ -193,7 +193,7 @@ def _write_records(descriptor: int, records: Sequence[_Record]) -> None:
 
 def _forget_all() -> None:
     for lock in list(_held):
-        lock._forget()
+        lock.forget()
     _held.clear()
 
 
@@ -219,12 +219,7 @@ def leftovers(path: Path) -> Iterator[Path]:
 
 @dataclass(frozen=True)
 class FileInfo:
-    """The size and the checksum of a file.
-
-    Args:
-        bytes: The file's size in bytes.
-        xxh3_128: The XXH3 checksum of the file's bytes (128 bits), in the hexadecimal form that ``xxhsum -H2`` prints.
-    """
+    """The size of a file in bytes and its XXH3 checksum, in the hexadecimal form that ``xxhsum -H2`` prints."""
 
     bytes: int
     xxh3_128: str
@@ -303,8 +298,7 @@ def make_directory(path: Path) -> None:
     """Creates a directory and its parents if they do not exist, and syncs the new entries to the disk.
 
     Raises:
-        NotADirectoryError: A component of the path is a file.
-        OSError: The directory cannot be created.
+        OSError: The directory cannot be created, for example because a component of the path is a file.
     """
     if path.is_dir():
         return

@@ -133,6 +133,12 @@ class FoldedTable:
             )
 
 
+def together(one: FoldedTable, other: FoldedTable) -> Iterator[tuple[list[Part], list[Part]]]:
+    """Yields windows of two tables with the same range of ids; an empty list after the last row of a table."""
+    while bounds := [bound for bound in (one.bound(), other.bound()) if bound is not None]:
+        yield one.take(min(bounds)), other.take(min(bounds))
+
+
 class _Run:
     """The blocks that one rank has written of one checkpoint. Their ids ascend."""
 

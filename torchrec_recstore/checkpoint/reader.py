@@ -66,13 +66,13 @@ class Block:
         names = ["weight", *state_names(self._table.optimizer), *STAMPS]
         parts = []
         for part, file in self._opened:
-            if _holds(part, columns):
+            if overlap(range(*part.columns), columns):
                 read = {name: file.get_slice(name)[rows] for name in names}
                 parts.append(Part(file.get_slice("ids")[rows], range(*part.columns), read))
         return Part.joined(parts, columns)
 
     def _covering(self, columns: range) -> list[PartInfo]:
-        return [part for part in self._parts if _holds(part, columns)]
+        return [part for part in self._parts if overlap(range(*part.columns), columns)]
 
 
 def blocks_by_rank(info: CheckpointInfo, name: str) -> list[list[Block]]:
@@ -119,8 +119,9 @@ def saved_state(info: CheckpointInfo, name: str) -> TableState:
     return TableState.merged(states)
 
 
-def _holds(part: PartInfo, columns: range) -> bool:
-    return part.columns[0] < columns.stop and columns.start < part.columns[1]
+def overlap(columns: range, others: range) -> bool:
+    """Returns whether two ranges have a column in common."""
+    return columns.start < others.stop and others.start < columns.stop
 
 
 def _opened(path: Path) -> Any:

@@ -6,8 +6,9 @@ Rows are read in blocks, so that a look needs memory for one block, and for one 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from itertools import repeat
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -15,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import cosine_similarity
 
-from torchrec_recstore.checkpoint.fold import FoldedTable, check_files
+from torchrec_recstore.checkpoint.fold import FoldedTable, check_files, together
 from torchrec_recstore.checkpoint.info import CheckpointInfo, read_chain
 from torchrec_recstore.store import Part, Parts, Table
 from torchrec_recstore.store.arguments import among
@@ -87,10 +88,10 @@ def top_rows(
     best = torch.empty(0, dtype=torch.int64)
     shown: dict[str, Tensor] = {}
     measured: dict[str, list[Tensor]] = {"frequency": [], "norm": [], **({"drift": []} if earlier else {})}
-    for block in opened.blocks():
+    for block, drift in zip(opened.blocks(), repeat(None)) if earlier is None else earlier.blocks():
         columns = {**{name: block.rows[name] for name in STAMPS}, "norm": block.weights.norm(dim=1)}
-        if earlier is not None:
-            columns["drift"] = earlier.drift(block)
+        if drift is not None:
+            columns["drift"] = drift
         for name, parts in measured.items():
             parts.append(columns[name][~columns[name].isnan()].float())
         best = torch.cat([best, block.ids])
@@ -101,8 +102,8 @@ def top_rows(
     return TopRows(
         rows=opened.rows,
         steps=opened.steps,
-        added=earlier.added if earlier else None,
-        gone=earlier.rows - earlier.seen if earlier else None,
+        added=opened.rows - earlier.kept if earlier else None,
+        gone=earlier.rows - earlier.kept if earlier else None,
         ids=best,
         columns=shown,
         quantiles={name: _quantiles(torch.cat(parts)) for name, parts in measured.items() if parts},
@@ -167,7 +168,7 @@ def _check_arguments(name: str, value: str, known: Any, count: int) -> None:
 
 
 def _nearest(
-    opened: _Source, row: Tensor, but: int, metric: Metric, count: int, advance: Callable[[int], object]
+    opened: _Opened, row: Tensor, but: int, metric: Metric, count: int, advance: Callable[[int], object]
 ) -> tuple[Tensor, Tensor]:
     ids, near = torch.empty(0, dtype=torch.int64), torch.empty(0)
     for block in opened.blocks():
@@ -227,55 +228,50 @@ class _OfCheckpoint:
     """Reads the rows of one table of a checkpoint."""
 
     def __init__(self, chain: list[CheckpointInfo], table: str) -> None:
-        self._chain, self._table = chain, table
+        self._chain, self.table = chain, table
         info = chain[-1].tables[table]
         self.rows, self.steps, self.dim = info.rows, info.steps, info.dim
         self.name = f"table {table!r} of {chain[-1].path}"
 
     def folded(self) -> FoldedTable:
-        return FoldedTable(self._chain, self._table)
+        return FoldedTable(self._chain, self.table)
 
     def blocks(self) -> Parts:
         return (Part.joined(window, range(self.dim)) for window in self.folded())
 
 
-_Source = _OfTable | _OfCheckpoint
+_Opened = _OfTable | _OfCheckpoint
 
 
 class _Earlier:
-    """The rows of an earlier checkpoint. They are read next to those of a source."""
+    """The rows of an earlier checkpoint, which are read next to those of a later one."""
 
-    def __init__(self, path: str | os.PathLike[str], of: _Source) -> None:
-        if not isinstance(of, _OfCheckpoint):
+    def __init__(self, path: str | os.PathLike[str], later: _Opened) -> None:
+        if not isinstance(later, _OfCheckpoint):
             raise ValueError("since= compares two checkpoints: save the table first")
-        before = _open(path, of._table)
+        before = _open(path, later.table)
         assert isinstance(before, _OfCheckpoint)
-        if before.dim != of.dim:
-            raise ValueError(f"{of.name} has dim {of.dim}, and {before.name} has dim {before.dim}")
-        self.rows, self.seen, self.added, self.dim = before.rows, 0, 0, before.dim
-        self._folded = before.folded()
-        self._ids = torch.empty(0, dtype=torch.int64)
-        self._weights = torch.empty(0, before.dim)
+        if before.dim != later.dim:
+            raise ValueError(f"{later.name} has dim {later.dim}, and {before.name} has dim {before.dim}")
+        self.rows, self.kept = before.rows, 0
+        self._later, self._before = later, before
 
-    def drift(self, block: Part) -> Tensor:
-        """Returns the L2 norm of each row's change, NaN for new rows. The ids of all blocks must ascend."""
-        while len(block.ids) and (not len(self._ids) or self._ids[-1] < block.ids[-1]):
-            bound = self._folded.bound()
-            if bound is None:
-                break
-            read = Part.joined(self._folded.take(bound), range(self.dim))
-            kept = self._ids >= block.ids[0]
-            self._ids = torch.cat([self._ids[kept], read.ids])
-            self._weights = torch.cat([self._weights[kept], read.weights])
-        known, here = among(block.ids, self._ids), among(self._ids, block.ids)
-        changes = torch.full((len(block.ids),), torch.nan)
-        changes[known] = (block.weights[known] - self._weights[here]).norm(dim=1)
-        self.seen += int(known.sum())
-        self.added += int((~known).sum())
-        return changes
+    def blocks(self) -> Iterator[tuple[Part, Tensor]]:
+        """Yields the rows of the later checkpoint, and the L2 norm of each row's change, which is NaN for new rows."""
+        whole = range(self._later.dim)
+        for windows in together(self._later.folded(), self._before.folded()):
+            block, before = (Part.joined(window, whole) if window else None for window in windows)
+            if block is None:
+                return
+            changes = torch.full((len(block),), torch.nan)
+            if before is not None:
+                known, here = among(block.ids, before.ids), among(before.ids, block.ids)
+                changes[known] = (block.weights[known] - before.weights[here]).norm(dim=1)
+                self.kept += int(known.sum())
+            yield block, changes
 
 
-def _open(source: Source, table: str | None) -> _Source:
+def _open(source: Source, table: str | None) -> _Opened:
     if isinstance(source, Table):
         if table is not None:
             raise ValueError("table= names a table of a checkpoint, and the source is a table")
